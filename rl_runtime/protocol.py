@@ -1,0 +1,189 @@
+"""What the runtime's processes say to each other. Plain frozen values, no tensors: Ray carries them, tests build them.
+
+Tensors (weights, optimizer state) never travel here: they go point to point over the weight port (`weights.py`).
+Every call that changes something carries the incarnation it is meant for; an old one is refused (StaleIncarnation).
+"""
+
+from dataclasses import dataclass
+
+from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.core.journal import ChainHead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sample to generate. `prefix_*` is what other engines made of it before: generation goes on behind it."""
+
+    request_id: str  # "<group_id>.<sample index>"
+    group_id: GroupId
+    prompt_tokens: tuple[int, ...]
+    max_new_tokens: int  # in all, the prefix counted
+    seed: int
+    prefix_tokens: tuple[int, ...] = ()
+    prefix_logprobs: tuple[float, ...] = ()
+    prefix_versions: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChunk:
+    """Tokens of one request from `offset` on; offsets count from the first new token of all, the prefix included.
+
+    Each token has its log-probability under, and the number of, the policy version that made it.
+    """
+
+    request_id: str
+    offset: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finished: bool
+    finish_reason: str = ""  # "stop" (end token) or "length"; never an infrastructure reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PulledTokens:
+    """Answer of `tokens_since`. `unknown`: requests that this engine does not hold (it is another incarnation)."""
+
+    replica: ReplicaId
+    incarnation: int
+    policy_version: int
+    chunks: tuple[TokenChunk, ...]
+    unknown: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A finished trajectory with its reward."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    reward: float
+    advantage: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All samples of one prompt, ready to train on."""
+
+    group_id: GroupId
+    prompt_tokens: tuple[int, ...]
+    samples: tuple[Sample, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.tokens) for s in self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """Unit of training work. Its id is "<step>.<number>"; a step has exactly B of them."""
+
+    microbatch_id: str
+    groups: tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRecord:
+    """Part of the trainer's state: replicated and checkpointed with it, the truth after a death."""
+
+    step: int  # the optimizer step that this state includes, -1 before the first
+    epoch: int
+    microbatch_ids: tuple[str, ...]  # sorted
+    group_ids: tuple[GroupId, ...]  # sorted
+    gradient_digest: str
+    ledger: ChainHead  # ledger's head when the step was assigned
+
+    @property
+    def policy_version(self) -> int:
+        """Initial weights are version 0; each optimizer step adds one."""
+        return self.step + 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a trainer answers once a step is committed."""
+
+    replica: ReplicaId
+    incarnation: int
+    commit: CommitRecord
+    loss: float
+    grad_norm: float
+    reward: float  # mean over all samples of the step
+    num_tokens: int
+    seconds: float
+    my_microbatches: tuple[str, ...]
+    log_ratio_max: float  # largest |trainer log-prob - rollout log-prob| where versions agree: an alarm if large
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who serves tensors, and where. `stream` is `policy` (weights by version) or `state` (a trainer's whole state)."""
+
+    replica: ReplicaId
+    incarnation: int
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    name: str
+    dtype: str  # torch name without prefix: float32, bfloat16, int64
+    shape: tuple[int, ...]
+    digest: str  # SHA-256 of the raw little-endian bytes, hex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What version `policy_version` consists of, published by a trainer after commit."""
+
+    policy_version: int
+    tensors: tuple[TensorEntry, ...]  # sorted by name
+    canary_logprobs: tuple[float, ...]  # trainer's log-probabilities of the fixed canary: the first anchor of proof (c)
+    digest: str  # over all entries
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Three-part proof that an engine returned itself, for (incarnation, epoch, policy version): design law 2."""
+
+    replica: ReplicaId
+    incarnation: int
+    epoch: int
+    policy_version: int
+    manifest_digest: str
+    received_digest: str  # (a) over digests of the bytes received, equal to the manifest's digest
+    storage_digest: str  # (b) over digests of its own parameter storage after loading
+    covered: int  # parameters that (b) could read back
+    uncovered: tuple[str, ...]  # parameters that cannot be read back, by name
+    canary_logprobs: tuple[float, ...]  # (c)
+    holder: ReplicaId  # who the bytes came from
+    bytes_received: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutInfo:
+    replica: ReplicaId
+    incarnation: int
+    pid: int
+    start_ticks: int
+    policy_version: int  # -1: no proven weights
+    holder: Holder
+    num_requests: int
+    tokens_generated: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerInfo:
+    replica: ReplicaId
+    incarnation: int
+    pid: int
+    start_ticks: int
+    has_state: bool  # False: must copy from a survivor or a checkpoint before it may join
+    commit: CommitRecord
+    holder: Holder
+    computed: tuple[str, ...]  # microbatches of the running step whose gradients it holds
+    joined_epoch: int

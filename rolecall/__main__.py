@@ -1,0 +1,6 @@
+"""`python -m rolecall` is the same as the `rolecall` command."""
+
+from rolecall.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

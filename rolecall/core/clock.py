@@ -1,0 +1,46 @@
+"""The one place that asks for the time, so that everything else can be given a clock.
+
+`monotonic()` orders things inside one node; `wall()` is for people and for joining nodes, seconds since 1970.
+"""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def monotonic(self) -> float: ...
+
+    def wall(self) -> float: ...
+
+    def sleep(self, seconds: float) -> None: ...
+
+
+class SystemClock:
+    """The machine's clocks. CLOCK_MONOTONIC is shared by all processes of one node."""
+
+    def monotonic(self) -> float:
+        return time.monotonic()
+
+    def wall(self) -> float:
+        return time.time()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+
+class FakeClock:
+    """A clock that moves only when told to, or when somebody sleeps on it."""
+
+    def __init__(self, now: float = 1000.0, wall_offset: float = 1_700_000_000.0) -> None:
+        self._now, self._wall_offset = now, wall_offset
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def wall(self) -> float:
+        return self._now + self._wall_offset
+
+    def sleep(self, seconds: float) -> None:
+        self._now += max(0.0, seconds)
+
+    advance = sleep

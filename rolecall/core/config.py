@@ -1,0 +1,213 @@
+"""A job file: one frozen model a component, unknown keys refused, every problem reported at once as `path: reason`.
+
+All models stand here and not in their components, because core imports nothing and a launcher must be able to
+validate a job file without torch or Ray.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rolecall.core.errors import ConfigError
+from rolecall.core.ids import ID_PATTERN
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+
+
+class ModelConfig(Section):
+    """A Qwen3-shaped decoder made locally from `seed`, or a Hugging Face model folder."""
+
+    path: str | None = None
+    """Folder with config.json and safetensors; None makes a small model locally."""
+    hidden_size: Annotated[int, Field(ge=32, le=4096)] = 128
+    intermediate_size: Annotated[int, Field(ge=32, le=16_384)] = 384
+    num_layers: Annotated[int, Field(ge=1, le=64)] = 4
+    num_heads: Annotated[int, Field(ge=1, le=64)] = 4
+    num_kv_heads: Annotated[int, Field(ge=1, le=64)] = 2
+    head_dim: Annotated[int, Field(ge=16, le=256)] = 32
+
+    @model_validator(mode="after")
+    def _heads(self) -> "ModelConfig":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        return self
+
+
+class TaskConfig(Section):
+    name: Literal["digit_parity"] = "digit_parity"
+    num_digits: Annotated[int, Field(ge=1, le=64)] = 12
+    """Length of prompt and answer: raising it makes responses longer and the task harder."""
+
+
+class AlgorithmConfig(Section):
+    name: Literal["grpo"] = "grpo"
+    group_size: Annotated[int, Field(ge=2, le=256)] = 8
+    """Samples of one prompt: the group that advantages are relative to."""
+    microbatches_per_step: Annotated[int, Field(ge=1, le=1024)] = 4
+    """B of the constant-work law: each optimizer step uses exactly this many, whatever the number of survivors."""
+    groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 2
+    learning_rate: Annotated[float, Field(ge=0, le=1)] = 2e-3
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0, lt=10)] = 0.28
+    grad_norm_max: Annotated[float, Field(gt=0)] = 1.0
+    divide_by_std: bool = False
+    """GRPO divides a group's advantages by their standard deviation; without it (Dr. GRPO) small models stay stable."""
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.microbatches_per_step * self.groups_per_microbatch
+
+
+class RolesConfig(Section):
+    """How many replicas of each role."""
+
+    trainer: Annotated[int, Field(ge=1, le=64)] = 2
+    rollout: Annotated[int, Field(ge=1, le=256)] = 3
+    reward: Annotated[int, Field(ge=1, le=64)] = 2
+    controller: Annotated[int, Field(ge=1, le=1)] = 1
+
+    def counts(self) -> dict[str, int]:
+        return self.model_dump()
+
+
+class CheckpointConfig(Section):
+    every_steps: Annotated[int, Field(ge=1)] = 20
+    keep: Annotated[int, Field(ge=1, le=100)] = 3
+
+
+class DetectorConfig(Section):
+    """Settings of the live detectors. They are the same for every role; deadlines are learned per (role, phase)."""
+
+    poll_seconds: Seconds = 0.25
+    """How often agents are asked. Raising it delays every finding by as much."""
+    window_seconds: Seconds = 30.0
+    """How much is kept for peer comparison."""
+    hang_floor_seconds: Seconds = 2.5
+    """No stall below this is a hang, whatever was learned: deadline = max(floor, k x own P99)."""
+    hang_p99_factor: Annotated[float, Field(ge=1)] = 5.0
+    hang_ceiling_seconds: Seconds = 60.0
+    """A learned deadline never grows beyond this."""
+    first_unit_seconds: Seconds = 120.0
+    """Deadline of start, compilation and the first unit of work of an incarnation."""
+    slow_ratio: Annotated[float, Field(gt=1)] = 2.0
+    """Slower than peers by this factor is what the sequential test looks for; half of its logarithm is allowed drift."""
+    slow_false_alarms_per_day: Annotated[float, Field(gt=0)] = 0.1
+    """Wanted false-alarm rate of the slow test per replica; lowering it delays findings."""
+    slow_stride_seconds: Seconds = 1.0
+    """Length of one observation of the slow test."""
+    mask_proc_state: bool = False
+    """Hide the kernel's process state (R, S, T) from the detectors: a test of the other evidence."""
+
+
+class RecoveryConfig(Section):
+    mode: Literal["observe", "approve", "act"] = "observe"
+    """observe: findings and incidents only. approve: a person approves each plan. act: guards decide."""
+    evictions_per_hour_max: Annotated[int, Field(ge=0)] = 6
+    replicas_at_once_max: Annotated[int, Field(ge=1)] = 1
+    """Replicas under repair at the same time, over all incidents."""
+    retries_per_replica_max: Annotated[int, Field(ge=1)] = 3
+    """Replacements of one replica within an hour before a person is called instead."""
+    role_share_max: Ratio = 0.5
+    """Largest share of a role that may be under repair at once; one replica is always allowed."""
+    approval_seconds: Seconds = 600.0
+    """An approval not given within this lapses."""
+    verify_seconds: Seconds = 120.0
+    """A replacement must be seen to make progress within this, else the action counts as failed."""
+    horizon_seconds: Annotated[float, Field(gt=0)] | None = None
+    """How much longer the job is expected to run: a slow replica is replaced only if the gain over the horizon
+    exceeds the cost. None: unknown, slow replicas are tolerated."""
+    replace_cost_seconds: Seconds = 30.0
+    """What a replacement costs the replica until it serves, for the trade against slowness."""
+    lease_seconds: Seconds = 5.0
+    """A watch that does not renew for this long may be succeeded."""
+    webhook_url: str | None = None
+    """Where a person is called (JSON POST), and where the dead-man signal goes."""
+    deadman_seconds: Seconds = 60.0
+    """Interval of watch's own sign of life to the webhook."""
+
+
+class RuntimeConfig(Section):
+    nodes: Annotated[int, Field(ge=1, le=512)] = 7
+    standbys: Annotated[int, Field(ge=0, le=16)] = 1
+    """Warm rollout processes that can take a replica's place."""
+    staleness_max: Annotated[int, Field(ge=0, le=64)] = 2
+    """No group is trained more than this many policy versions after its first token was made."""
+    lease_seconds: Seconds = 30.0
+    """An actor whose supervisor does not renew its lease for this long exits."""
+    group_timeout_seconds: Seconds = 20.0
+    """Timeout of the trainers' process group: the only way out of a partition."""
+    kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 64 << 20
+    transfer_timeout_seconds: Seconds = 10.0
+
+
+class JobConfig(Section):
+    """One RL post-training run."""
+
+    name: Annotated[str, Field(pattern=ID_PATTERN.pattern)] = "job"
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    num_steps: PositiveInt = 100
+    injection_allowed: bool = False
+    """Whether `rolecall inject` may touch this job's processes."""
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    roles: RolesConfig = RolesConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    detector: DetectorConfig = DetectorConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+
+    def digest(self) -> str:
+        """Names the configuration without seed: runs of one digest may be compared."""
+        text = self.model_copy(update={"seed": 0, "injection_allowed": False}).model_dump_json()
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def parse_job(value: Any, source: str = "") -> JobConfig:
+    """Checks a job given as plain values.
+
+    Raises:
+        ConfigError: with every problem, each `path: reason`.
+    """
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        raise ConfigError([f"(top): expected a mapping, got {type(value).__name__}"], source)
+    try:
+        return JobConfig.model_validate(value)
+    except ValidationError as e:
+        problems = []
+        for error in e.errors():
+            path = ".".join(str(part) for part in error["loc"]) or "(top)"
+            shown = repr(error["input"])
+            got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown[:80]}"
+            reason = "unknown key" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
+            problems.append(f"{path}: {reason}{got if path != '(top)' else ''}")
+        raise ConfigError(problems, source) from None
+
+
+def load_job(path: Path) -> JobConfig:
+    """Reads and checks a job file (YAML).
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or has problems.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError([f"(file): {e}"], str(path)) from e
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as e:
+        raise ConfigError([f"(file): not YAML: {' '.join(str(e).split())}"], str(path)) from e
+    return parse_job(value, str(path))

@@ -1,0 +1,173 @@
+"""The values that travel from detector to recovery: findings, diagnoses, plans. Frozen, and they round-trip as JSON.
+
+A finding is one detector's statement. Fusion makes at most one diagnosis per fault of them. A plan is what recovery
+would do about a diagnosis; its hash is what an approval is bound to.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
+
+
+class FaultClass(StrEnum):
+    CRASH = "crash"
+    HANG = "hang"
+    SLOW = "slow"
+    SILENT_CORRUPTION = "silent_corruption"
+    WRONG_WEIGHTS = "wrong_weights"
+    RESOURCE_EXHAUSTED = "resource_exhausted"
+    NETWORK = "network"
+    GPU = "gpu"
+    NODE_LOST = "node_lost"
+    USER_CODE = "user_code"
+    DATA = "data"
+    CONTROL_PLANE = "control_plane"
+    CANNOT_TELL = "cannot_tell"
+
+
+class ActionKind(StrEnum):
+    TOLERATE = "tolerate"
+    RESTART_RANK = "restart_rank"
+    REPLACE_REPLICA = "replace_replica"
+    BORROW_REPLICA = "borrow_replica"
+    REPLACE_NODE = "replace_node"
+    RESTART_ROLE = "restart_role"
+    RESTART_JOB = "restart_job"
+    ROLL_BACK = "roll_back"
+    QUARANTINE_NODE = "quarantine_node"
+    STOP_JOB = "stop_job"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suspect:
+    """Whom a finding names, as exactly as the evidence allows: fields that it cannot settle stay empty."""
+
+    node: NodeId
+    role: str = ""
+    replica: str = ""
+    rank: int | None = None
+    incarnation: int | None = None
+    gpu: int | None = None
+    process: ProcessId | None = None
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        process = ProcessId(**d["process"]) if d.get("process") else None
+        return cls(**{**d, "process": process})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evidence:
+    """One observation behind a finding. `values` holds the numbers that `text` quotes, units in their names."""
+
+    kind: str
+    text: str
+    values: dict[str, float] = field(default_factory=dict)
+
+
+def _suspects(d: dict[str, Any]) -> tuple[Suspect, ...]:
+    return tuple(Suspect.from_dict(s) for s in d["suspects"])
+
+
+def _evidence(d: dict[str, Any]) -> tuple[Evidence, ...]:
+    return tuple(Evidence(**e) for e in d["evidence"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One detector's statement: who, what, since when, how sure, on what evidence. Times are wall seconds."""
+
+    detector: str
+    suspects: tuple[Suspect, ...]
+    fault_class: FaultClass
+    onset: float
+    detected_at: float
+    confidence: float  # 0..1
+    because: str
+    evidence: tuple[Evidence, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "fault_class": str(self.fault_class)}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        fixed = {"suspects": _suspects(d), "evidence": _evidence(d), "fault_class": FaultClass(d["fault_class"])}
+        return cls(**{**d, **fixed})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    """Findings fused into one sentence. `settle` says what would settle a `cannot_tell`."""
+
+    suspects: tuple[Suspect, ...]
+    fault_class: FaultClass
+    onset: float
+    detected_at: float
+    confidence: float
+    because: str
+    evidence: tuple[Evidence, ...] = ()
+    detectors: tuple[str, ...] = ()
+    advice: str = ""
+    settle: str = ""
+    gain_ratio: float | None = None
+    """SLOW only: how many times slower than its peers the suspect works."""
+
+    @property
+    def key(self) -> str:
+        """Identity of the fault: the same suspects' incarnations with the same class are the same fault."""
+        who = ",".join(sorted(f"{s.replica or s.node}#{s.incarnation}" for s in self.suspects))
+        return f"{self.fault_class}:{who}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "fault_class": str(self.fault_class)}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        fixed: dict[str, Any] = {
+            "suspects": _suspects(d),
+            "evidence": _evidence(d),
+            "fault_class": FaultClass(d["fault_class"]),
+            "detectors": tuple(d["detectors"]),
+        }
+        return cls(**{**d, **fixed})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A failure unit as the plan found it: a later incarnation is not meant."""
+
+    replica: ReplicaId
+    incarnation: int
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    incident_id: IncidentId
+    action: ActionKind
+    targets: tuple[Target, ...]
+    because: str
+    also_hit: tuple[str, ...] = ()
+    """Whom else the action would disturb, in words; empty when nobody."""
+
+    @property
+    def digest(self) -> str:
+        """What an approval is bound to: action, targets with incarnations, and the incident."""
+        what = [self.incident_id, str(self.action), [[t.replica, t.incarnation, t.node] for t in self.targets]]
+        return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "action": str(self.action), "digest": self.digest}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        fixed: dict[str, Any] = {
+            "action": ActionKind(d["action"]),
+            "targets": tuple(Target(**t) for t in d["targets"]),
+            "also_hit": tuple(d["also_hit"]),
+        }
+        return cls(**{**{k: v for k, v in d.items() if k != "digest"}, **fixed})

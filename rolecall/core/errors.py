@@ -1,0 +1,112 @@
+"""Every error that rolecall raises on purpose. Facts are attributes, the message is the sentence.
+
+RolecallError
+├── BadId                    an id, role or replica name is malformed
+├── ConfigError              a job file is wrong: every problem at once, each `path: reason`
+├── JournalError
+│   ├── JournalCorrupt       the hash chain or the file does not hold: where, and what was expected
+│   └── Fenced               a newer lease holder acts: this one must stop
+├── LedgerViolation          a prompt group would be trained twice, or moved against its state machine
+├── StaleIncarnation         a message is meant for an incarnation or epoch that is over
+├── DeadlineExceeded         a wait across processes ran out: who was waited for, how long
+├── PeerLost                 a collective failed because a peer went away
+├── ProofMismatch            weights are not what the manifest says: which tensor, which part of the proof
+├── CheckpointCorrupt        a checkpoint is incomplete or altered: which file
+├── WireError                a message on the weight port is malformed, too long or not signed
+├── TooFewNodes              the roles asked for do not fit on the nodes: which role lacks what
+├── InjectionRefused         fault injection is not allowed, or the target is not this job's process
+├── ActuatorError            an action could not be performed
+└── RunNotFound              no such run, or it has ended
+"""
+
+from collections.abc import Sequence
+
+
+class RolecallError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class BadId(RolecallError, ValueError):
+    def __init__(self, *, what: str, text: str) -> None:
+        self.what, self.text = what, text
+        wanted = "role/index" if what == "replica" else "^[a-z0-9][a-z0-9_.-]{0,62}$"
+        super().__init__(f"{what}: {text!r} does not match {wanted}")
+
+
+class ConfigError(RolecallError, ValueError):
+    """All problems of one job file. `problems`: `path: reason` lines."""
+
+    def __init__(self, problems: Sequence[str], source: str = "") -> None:
+        self.problems, self.source = tuple(problems), source
+        head = f"{source}: " if source else ""
+        super().__init__(f"{head}{len(self.problems)} problem(s)\n" + "\n".join(f"  {p}" for p in self.problems))
+
+
+class JournalError(RolecallError):
+    pass
+
+
+class JournalCorrupt(JournalError):
+    def __init__(self, *, where: str, reason: str) -> None:
+        self.where, self.reason = where, reason
+        super().__init__(f"{where}: {reason}")
+
+
+class Fenced(JournalError):
+    def __init__(self, *, lease: str, fence: int, holder: str) -> None:
+        self.lease, self.fence, self.holder = lease, fence, holder
+        super().__init__(f"lease {lease!r}: fencing number {fence} is over, {holder} holds it now")
+
+
+class LedgerViolation(RolecallError):
+    pass
+
+
+class StaleIncarnation(RolecallError):
+    def __init__(self, *, replica: str, wanted: str, got: str) -> None:
+        self.replica, self.wanted, self.got = replica, wanted, got
+        super().__init__(f"{replica}: message is meant for {got}, this is {wanted}")
+
+
+class DeadlineExceeded(RolecallError, TimeoutError):
+    def __init__(self, *, waited_for: str, seconds: float) -> None:
+        self.waited_for, self.seconds = waited_for, seconds
+        super().__init__(f"waited {seconds:.1f} s for {waited_for}, in vain")
+
+
+class PeerLost(RolecallError):
+    def __init__(self, *, epoch: int, because: str) -> None:
+        self.epoch, self.because = epoch, because
+        super().__init__(f"epoch {epoch}: {because}")
+
+
+class ProofMismatch(RolecallError):
+    def __init__(self, *, replica: str, part: str, tensor: str, reason: str) -> None:
+        self.replica, self.part, self.tensor, self.reason = replica, part, tensor, reason
+        super().__init__(f"{replica}: proof ({part}) fails at {tensor}: {reason}")
+
+
+class CheckpointCorrupt(RolecallError):
+    def __init__(self, *, path: str, reason: str) -> None:
+        self.path, self.reason = path, reason
+        super().__init__(f"{path}: {reason}")
+
+
+class WireError(RolecallError):
+    pass
+
+
+class TooFewNodes(RolecallError):
+    pass
+
+
+class InjectionRefused(RolecallError):
+    pass
+
+
+class ActuatorError(RolecallError):
+    pass
+
+
+class RunNotFound(RolecallError):
+    pass

@@ -1,0 +1,68 @@
+"""What the journal remembers. One frozen `Event` a line, whose `body` is plain JSON named by `kind`.
+
+`incident_id` and `caused_by` (an event id) let any action walk back to the sample that caused it.
+"""
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+
+class EventKind(StrEnum):
+    # the run (rl_runtime)
+    RUN_STARTED = "run_started"  # seed, config_digest, roles
+    RUN_ENDED = "run_ended"  # outcome, because
+    REPLICA_STARTING = "replica_starting"  # replica, incarnation, node
+    REPLICA_READY = "replica_ready"  # replica, incarnation, node, pid, start_ticks, from_standby
+    REPLICA_LOST = "replica_lost"  # replica, incarnation, because
+    REPLICA_STOPPED = "replica_stopped"  # replica, incarnation, because: ended on purpose
+    EPOCH_GROWN = "epoch_grown"  # epoch, members, because
+    STEP_COMMITTED = "step_committed"  # step, epoch, groups, microbatches, reward, loss, seconds, staleness
+    STEP_INTERRUPTED = "step_interrupted"  # step, epoch, because
+    WEIGHTS_ADMITTED = "weights_admitted"  # replica, incarnation, policy_version, proof, holder, bytes
+    WEIGHTS_REFUSED = "weights_refused"  # replica, incarnation, policy_version, part, tensor, because
+    REQUESTS_MOVED = "requests_moved"  # from, to, num_requests, tokens_kept, tokens_lost
+    CHECKPOINT_WRITTEN = "checkpoint_written"  # path, step
+    PROCESS_RESTARTED = "process_restarted"  # what (agent, watch), node, because
+    # diagnosis and recovery
+    LEASE_TAKEN = "lease_taken"  # holder, fence
+    INCIDENT_OPENED = "incident_opened"  # diagnosis, window digest
+    INCIDENT_UPDATED = "incident_updated"  # diagnosis: what is known grew
+    PLAN_MADE = "plan_made"  # plan
+    PLAN_HELD = "plan_held"  # digest, guard, because
+    PLAN_PROPOSED = "plan_proposed"  # plan, expires_at: waits for a person
+    PLAN_APPROVED = "plan_approved"  # digest, by
+    PLAN_REJECTED = "plan_rejected"  # digest, by, because
+    PLAN_LAPSED = "plan_lapsed"  # digest, because
+    ACTION_STARTED = "action_started"  # plan
+    ACTION_DONE = "action_done"  # digest, result
+    ACTION_FAILED = "action_failed"  # digest, because
+    INCIDENT_VERIFIED = "incident_verified"  # because: what progress was seen
+    INCIDENT_CLOSED = "incident_closed"  # outcome: cured, tolerated, observed, refuted, gave_up; because
+    PERSON_CALLED = "person_called"  # because, channel
+    PAUSED = "paused"  # by, because
+    RESUMED = "resumed"  # by
+    JOB_STOP_REQUESTED = "job_stop_requested"  # because
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    seq: int  # position in the journal, from 1
+    kind: EventKind
+    wall_at: float
+    body: dict[str, Any] = field(default_factory=dict)
+    incident_id: str | None = None
+    caused_by: str | None = None
+    key: str | None = None  # appending the same key again changes nothing
+    hash: str = ""
+
+    @property
+    def event_id(self) -> str:
+        return f"e{self.seq}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "kind": str(self.kind)}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        return cls(**{**d, "kind": EventKind(d["kind"])})

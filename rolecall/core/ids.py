@@ -1,0 +1,71 @@
+"""Names of things: ids match one pattern, a replica is written `role/index`, a process is (node, pid, start time).
+
+A PID alone names nothing: the kernel reuses it. `ProcessId.start_ticks` is field 22 of `/proc/PID/stat`
+(clock ticks since boot), which together with the PID is unique on one node between two boots.
+"""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NewType
+
+from rolecall.core.errors import BadId
+
+NodeId = NewType("NodeId", str)
+RunId = NewType("RunId", str)
+ReplicaId = NewType("ReplicaId", str)
+GroupId = NewType("GroupId", str)
+IncidentId = NewType("IncidentId", str)
+
+ID_PATTERN = re.compile(r"^[a-z0-9][a-z0-9_.-]{0,62}$")
+REPLICA_PATTERN = re.compile(r"^([a-z0-9][a-z0-9_.-]{0,62})/(0|[1-9][0-9]{0,5})$")
+
+
+def checked_id(text: str, what: str = "id") -> str:
+    """`text` itself if it is a legal id.
+
+    Raises:
+        BadId: naming `what` and the offending text.
+    """
+    if not ID_PATTERN.match(text):
+        raise BadId(what=what, text=text)
+    return text
+
+
+def replica_id(role: str, index: int) -> ReplicaId:
+    """`rollout`, 3 -> `rollout/3`."""
+    return ReplicaId(f"{checked_id(role, 'role')}/{index}")
+
+
+def split_replica(replica: str) -> tuple[str, int]:
+    """`rollout/3` -> (`rollout`, 3).
+
+    Raises:
+        BadId: when `replica` is not written `role/index`.
+    """
+    found = REPLICA_PATTERN.match(replica)
+    if found is None:
+        raise BadId(what="replica", text=replica)
+    return found.group(1), int(found.group(2))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class ProcessId:
+    """One OS process: unique on its node until the next boot."""
+
+    node: NodeId
+    pid: int
+    start_ticks: int
+
+    def __str__(self) -> str:
+        return f"{self.node}:{self.pid}:{self.start_ticks}"
+
+
+def process_start_ticks(pid: int, proc: Path = Path("/proc")) -> int | None:
+    """Start time of `pid` in clock ticks since boot, or None when there is no such process (a zombie still counts)."""
+    try:
+        stat = (proc / str(pid) / "stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name (field 2) may hold spaces and brackets: count fields after its last bracket.
+    return int(stat[stat.rindex(b")") + 2 :].split()[19])

@@ -1,0 +1,56 @@
+"""The border between recovery and runtime: one versioned record each way.
+
+Recovery writes `Desired` (replica, incarnation, node), fenced by its lease. The runtime writes `Actual` and alone
+grows the epoch. A control loop compares the two; a lost message delays a repair and never loses it.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rolecall.core.ids import NodeId, ReplicaId
+
+STANDBY_ROLE = "standby"
+"""A standby is the replica `standby/<k>` until it is promoted; it then takes the name of the replica it replaces."""
+
+
+class ReplicaState(StrEnum):
+    STARTING = "starting"  # its process is being made
+    READY = "ready"  # it registered and may be given work (trainer: may join; rollout: has no proven weights yet)
+    SERVING = "serving"  # it proved its weights (rollout), is a member of the epoch (trainer), or answers (others)
+    LOST = "lost"  # fenced: the runtime gives it no work and accepts nothing from it
+    STOPPED = "stopped"  # ended on purpose, confirmed dead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Desired:
+    replica: ReplicaId
+    incarnation: int  # from 1
+    node: NodeId
+    prefer_standby: bool = True
+    fence: int = 0  # fencing number of who wrote it last; 0: the runtime itself, at start
+    because: str = ""
+    incident_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Actual:
+    replica: ReplicaId
+    incarnation: int
+    node: NodeId
+    state: ReplicaState
+    pid: int = 0
+    start_ticks: int = 0
+    actor: str = ""  # name of the Ray actor in the job's namespace
+    because: str = ""
+    policy_version: int = -1
+    changed_at: float = 0.0  # wall seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Epoch:
+    """Membership epoch: which incarnations of which replicas may talk to each other."""
+
+    number: int
+    members: tuple[tuple[ReplicaId, int], ...]  # (replica, incarnation), sorted
+    because: str
+    wall_at: float

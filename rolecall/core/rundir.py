@@ -1,0 +1,139 @@
+"""Where a run keeps its things: `runs/<id>/`, and the marker in the environment that all its processes carry.
+
+run.json           what started: config, seed, database URL, nodes, who supervises (pid, start time)
+journal.db         journal and ledger
+token              secret of this run (mode 0600): Ray token, HMAC key of weight port and registration
+nodes/<node>/      agent.json (url, pid), agent.sock, pages/, events.jsonl: one agent's data directory
+checkpoints/       step-<n>/
+injections.jsonl   the injector's own log: rolecall's detectors never read it
+inject/            requests to processes that agreed to be injected (hangs and delays from inside)
+logs/              output of agents, watch and Ray
+report.json, report.html
+"""
+
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolecall.core.errors import RunNotFound
+from rolecall.core.ids import ProcessId, RunId
+
+RUN_ENV = "ROLECALL_RUN"
+"""Set to the run directory in every process that belongs to a run, so that none can be overlooked."""
+NODE_ENV = "ROLECALL_NODE"
+"""Set to the node id in every process of a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    path: Path
+
+    @property
+    def run_id(self) -> RunId:
+        return RunId(self.path.name)
+
+    @property
+    def database_url(self) -> str:
+        return f"sqlite:///{self.path / 'journal.db'}"
+
+    @property
+    def token_path(self) -> Path:
+        return self.path / "token"
+
+    @property
+    def injections_path(self) -> Path:
+        return self.path / "injections.jsonl"
+
+    @property
+    def inject_dir(self) -> Path:
+        return self.path / "inject"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def node_dir(self, node: str) -> Path:
+        return self.path / "nodes" / node
+
+    def token(self) -> str:
+        return self.token_path.read_text().strip()
+
+    def read(self) -> dict[str, Any]:
+        """`run.json`.
+
+        Raises:
+            RunNotFound: there is none, or it is damaged.
+        """
+        try:
+            value = json.loads((self.path / "run.json").read_text())
+        except FileNotFoundError:
+            raise RunNotFound(f"{self.path}: no run here (run.json is missing)") from None
+        except ValueError as e:
+            raise RunNotFound(f"{self.path / 'run.json'}: damaged: {e}") from e
+        if not isinstance(value, dict):
+            raise RunNotFound(f"{self.path / 'run.json'}: damaged: not a mapping")
+        return value
+
+    def write(self, value: dict[str, Any]) -> None:
+        write_atomically(self.path / "run.json", json.dumps(value, indent=2) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file is the old one or the new one, never half of it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("w", encoding="utf-8") as f:
+        f.write(text)
+        f.flush()
+        os.fsync(f.fileno())
+    temporary.replace(path)
+
+
+def create_run_dir(root: Path, run_id: str) -> RunDir:
+    """A fresh run directory with its token. The token is written to a file only its owner can read.
+
+    Raises:
+        FileExistsError: a run of this id exists.
+    """
+    run = RunDir((root / run_id).resolve())
+    run.path.mkdir(parents=True, exist_ok=False)
+    for sub in (run.logs, run.inject_dir, run.checkpoints, run.path / "nodes"):
+        sub.mkdir()
+    descriptor = os.open(run.token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as f:
+        f.write(secrets.token_hex(32))
+    return run
+
+
+def open_run_dir(root: Path, which: str) -> RunDir:
+    """A run by its id, its path, or `latest`.
+
+    Raises:
+        RunNotFound: naming what was looked for and where.
+    """
+    if which == "latest":
+        found = sorted((p for p in root.glob("*/run.json")), key=lambda p: p.stat().st_mtime)
+        if not found:
+            raise RunNotFound(f"{root}: holds no run")
+        return RunDir(found[-1].parent.resolve())
+    for candidate in (Path(which), root / which):
+        if (candidate / "run.json").is_file():
+            return RunDir(candidate.resolve())
+    raise RunNotFound(f"{which}: no run of this name in {root}")
+
+
+def registration_secret(token: str, replica: str, rank: int, incarnation: int) -> str:
+    """Given to a process at its spawn: it proves that the supervisor meant it to be this rank of this incarnation."""
+    import hmac
+
+    return hmac.new(token.encode(), f"{replica}:{rank}#{incarnation}".encode(), "sha256").hexdigest()
+
+
+def process_to_dict(process: ProcessId) -> dict[str, Any]:
+    return {"node": process.node, "pid": process.pid, "start_ticks": process.start_ticks}

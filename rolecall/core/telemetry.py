@@ -1,0 +1,187 @@
+"""What an agent says of its node: samples of processes, and events. The detector reads these and nothing else.
+
+Times: `at` is the node's CLOCK_MONOTONIC in seconds, `wall_at` the same moment in seconds since 1970. Counters are
+cumulative since the process started; a consumer takes differences. Frozen, and they round-trip through `to_dict` and
+`from_dict` (JSON), so that what a detector saw can be stored with its diagnosis and replayed.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, Self
+
+from rolecall.core.ids import NodeId, ProcessId
+
+
+class Phase(StrEnum):
+    """What a process is doing. Peers are compared only within one phase.
+
+    `idle`, `wait` and `paused` are phases in which no progress is due; `reduce` is a wait for peers in a collective.
+    """
+
+    START = "start"  # before the first unit of work: import, compile, load
+    IDLE = "idle"  # nothing asked of it
+    WAIT = "wait"  # waits for another role, lawfully
+    PAUSED = "paused"
+    COMPUTE = "compute"  # trainer: forward and backward of microbatches
+    REDUCE = "reduce"  # trainer: inside the collective with its peers
+    OPTIMIZER = "optimizer"
+    PUBLISH = "publish"  # trainer: snapshot and manifest of a version
+    COPY = "copy"  # copies state from a survivor
+    GENERATE = "generate"  # rollout: the engine has requests
+    UPDATE = "update"  # rollout: pulls, proves and applies weights
+    SCORE = "score"  # reward
+    CONTROL = "control"  # controller: its loop turns
+
+
+PHASES_WITHOUT_DUE_PROGRESS = frozenset({Phase.IDLE, Phase.WAIT, Phase.PAUSED})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSample:
+    """One look at one registered process: its state page joined with what the kernel says of it."""
+
+    process: ProcessId
+    role: str
+    replica: str  # role/index; a standby is `standby/<index>`
+    rank: int
+    incarnation: int
+    at: float
+    wall_at: float
+    alive: bool
+    page_ok: bool  # False: the page could not be read consistently; page fields hold the last good values
+
+    # --- from the state page, written by the process itself
+    epoch: int = 0
+    phase: str = Phase.START
+    phase_since: float = 0.0  # node monotonic
+    phase_entries: int = 0  # how often any phase was entered
+    step: int = -1  # optimizer step it works on
+    policy_version: int = -1  # version it holds
+    progress: int = 0  # units of work finished: microbatches, engine steps, scored samples, loop turns
+    progress_at: float = 0.0  # node monotonic, when `progress` last grew
+    beats: int = 0  # ticks of a Python side thread: grows while the interpreter can run bytecode
+    collectives_entered: int = 0
+    collectives_done: int = 0
+    busy_seconds: float = 0.0  # wall time spent in work units (engine steps, microbatches)
+    work_units: int = 0  # number of finished work units in busy_seconds
+    tokens: int = 0
+    requests_active: int = 0
+    loss: float = float("nan")
+    grad_norm: float = float("nan")
+    reward: float = float("nan")
+
+    # --- from /proc
+    proc_state: str = "?"  # R S D T Z X, or ? when masked or unknown
+    cpu_seconds: float = 0.0  # user + system of all threads
+    run_delay_seconds: float = 0.0  # runnable but waiting for a CPU, all threads (schedstat)
+    main_run_delay_seconds: float = 0.0  # the same of the busiest (working) thread
+    throttled_seconds: float = 0.0  # stopped by its cgroup's CPU quota
+    rss_bytes: int = 0
+    num_threads: int = 0
+    major_faults: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        # NaN has no JSON: absent means NaN.
+        return {k: v for k, v in asdict(self).items() if not (isinstance(v, float) and math.isnan(v))}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        known = {k: v for k, v in d.items() if k in cls.__dataclass_fields__}
+        return cls(**{**known, "process": ProcessId(**d["process"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostSample:
+    """One look at the node itself."""
+
+    node: NodeId
+    at: float
+    wall_at: float
+    cpu_count: int
+    cpu_busy_seconds: float  # cumulative over all CPUs
+    load_1m: float
+    memory_total_bytes: int
+    memory_available_bytes: int
+    cpu_some_stall_seconds: float = 0.0  # PSI, cumulative; 0 where the kernel has none
+    memory_some_stall_seconds: float = 0.0
+    oom_kills: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        return cls(**{k: v for k, v in d.items() if k in cls.__dataclass_fields__})
+
+
+class AgentEventKind(StrEnum):
+    REGISTERED = "registered"  # a process told its role, replica, rank, incarnation
+    EXITED = "exited"  # pidfd became readable: the process is gone
+    EXCEPTION = "exception"  # an uncaught exception, reported by the process before it died
+    FINISHED = "finished"  # the process said goodbye: its exit is wanted
+    RAYLET_EXITED = "raylet_exited"
+    AGENT_STARTED = "agent_started"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentEvent:
+    """A rare fact. `seq` grows by one per agent data directory and survives the agent's restart."""
+
+    seq: int
+    kind: AgentEventKind
+    node: NodeId
+    at: float
+    wall_at: float
+    process: ProcessId | None = None
+    role: str = ""
+    replica: str = ""
+    rank: int = 0
+    incarnation: int = 0
+    detail: dict[str, str] = field(default_factory=dict)
+    """EXITED: `last_phase`, `signal` or `code` if known. EXCEPTION: `type`, `message` (first 500 characters),
+    `where` (innermost frame `file:line function`), `fingerprint` (type and frames, without line values), `step`."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "kind": str(self.kind)}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        known = {k: v for k, v in d.items() if k in cls.__dataclass_fields__}
+        process = ProcessId(**d["process"]) if d.get("process") else None
+        return cls(**{**known, "kind": AgentEventKind(d["kind"]), "process": process})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleBatch:
+    """Answer of `/v1/samples?since=N`: everything newer than cursor N that the agent still holds."""
+
+    node: NodeId
+    agent_pid: int
+    cursor: int  # give it back as `since` to go on
+    lost: int  # samples dropped before they could be read (ring full)
+    at: float
+    wall_at: float
+    processes: tuple[ProcessSample, ...]
+    hosts: tuple[HostSample, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        head = {k: getattr(self, k) for k in ("node", "agent_pid", "cursor", "lost", "at", "wall_at")}
+        return {
+            **head,
+            "processes": [p.to_dict() for p in self.processes],
+            "hosts": [h.to_dict() for h in self.hosts],
+        }
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        return cls(
+            node=d["node"],
+            agent_pid=d["agent_pid"],
+            cursor=d["cursor"],
+            lost=d["lost"],
+            at=d["at"],
+            wall_at=d["wall_at"],
+            processes=tuple(ProcessSample.from_dict(p) for p in d["processes"]),
+            hosts=tuple(HostSample.from_dict(h) for h in d["hosts"]),
+        )

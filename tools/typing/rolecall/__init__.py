@@ -1,0 +1,1 @@
+../../../rolecall/__init__.py

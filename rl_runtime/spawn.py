@@ -1,0 +1,54 @@
+"""What an actor is told when it is made: who it is, where, and the secret that proves it. Frozen and picklable."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolecall.core.ids import NodeId, ReplicaId, RunId, split_replica
+from rolecall.core.rundir import RunDir, registration_secret
+
+NAMESPACE = "rolecall"
+"""Ray namespace of all actors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spawn:
+    """First argument of every actor's constructor."""
+
+    run_dir: str
+    run_id: RunId
+    replica: ReplicaId
+    incarnation: int
+    node: NodeId
+    secret: str  # registration_secret of (replica, rank, incarnation)
+    database_url: str
+    rank: int = 0
+
+    def __repr__(self) -> str:
+        # The secret must reach no log: Ray prints arguments of failed calls.
+        return f"Spawn({self.replica}#{self.incarnation} on {self.node})"
+
+    @property
+    def run(self) -> RunDir:
+        return RunDir(Path(self.run_dir))
+
+
+def actor_name(run_id: str, replica: str, incarnation: int) -> str:
+    """`demo-x`, `rollout/1`, 2 -> `demo-x:rollout-1:2`."""
+    role, index = split_replica(replica)
+    return f"{run_id}:{role}-{index}:{incarnation}"
+
+
+def make_spawn(
+    run: RunDir, replica: ReplicaId, incarnation: int, node: NodeId, *, database_url: str | None = None, rank: int = 0
+) -> Spawn:
+    """The spawn of one incarnation, its secret made from the run's token."""
+    return Spawn(
+        run_dir=str(run.path),
+        run_id=run.run_id,
+        replica=replica,
+        incarnation=incarnation,
+        node=node,
+        secret=registration_secret(run.token(), replica, rank, incarnation),
+        database_url=database_url or run.database_url,
+        rank=rank,
+    )

@@ -1,0 +1,291 @@
+"""The metric catalogue: one table from which exposition, detection and `docs/metrics.md` are made.
+
+Names are `rolecall_<thing>_<unit>[_total]` in base units (seconds, bytes, ratio 0..1); `_total` stands on counters and
+only there; a metric with unit "" counts things or is 0/1. Labels are bounded: node, role, replica, rank, and closed
+sets (phase, state, probe, kind); never message text, never a PID. A process counter starts again at 0 with each
+incarnation, as Prometheus expects of counters.
+
+`source` names the field of `ProcessSample`, `HostSample` or, for the agent's own metrics, nothing: the agent keeps
+those itself. `process_values` and `host_values` are the only translation from sample to metric.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from rolecall.core.telemetry import HostSample, ProcessSample
+
+
+class MetricType(StrEnum):
+    GAUGE = "gauge"
+    COUNTER = "counter"
+
+
+class Subject(StrEnum):
+    """What a metric speaks of, and so where its value comes from."""
+
+    PROCESS = "process"  # ProcessSample
+    HOST = "host"  # HostSample
+    AGENT = "agent"  # the agent's own counters
+
+
+NODE = ("node",)
+RANK = ("node", "role", "replica", "rank")
+LABELS_ALLOWED = frozenset({*RANK, "phase", "state", "probe", "kind", "version"})
+"""Every label that a metric may carry. All are bounded by the topology or by a closed set."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    name: str
+    type: MetricType
+    unit: str  # "seconds", "bytes", ... or "" for counts and 0/1
+    help: str
+    labels: tuple[str, ...]
+    subject: Subject
+    detect: bool = False  # in `/v1/samples`, where the detector reads it
+    source: str = ""  # field of ProcessSample or HostSample; "" for the agent's own
+    node_clock: bool = False  # the field is node-monotonic; exposed as seconds since 1970
+
+
+@dataclass(frozen=True, slots=True)
+class MetricValue:
+    """One exposed value. `labels` has exactly the names that the metric declares, in that order."""
+
+    metric: Metric
+    labels: tuple[str, ...]
+    value: float
+
+
+def _process(
+    name: str,
+    type_: MetricType,
+    unit: str,
+    source: str,
+    help_: str,
+    *,
+    detect: bool = True,
+    labels: tuple[str, ...] = RANK,
+    node_clock: bool = False,
+) -> Metric:
+    return Metric(
+        name=f"rolecall_{name}",
+        type=type_,
+        unit=unit,
+        help=help_,
+        labels=labels,
+        subject=Subject.PROCESS,
+        detect=detect,
+        source=source,
+        node_clock=node_clock,
+    )
+
+
+def _host(name: str, type_: MetricType, unit: str, source: str, help_: str) -> Metric:
+    full = f"rolecall_host_{name}"
+    return Metric(
+        name=full, type=type_, unit=unit, help=help_, labels=NODE, subject=Subject.HOST, detect=True, source=source
+    )
+
+
+def _agent(name: str, type_: MetricType, unit: str, help_: str, labels: tuple[str, ...] = NODE) -> Metric:
+    full = f"rolecall_{name}"
+    return Metric(name=full, type=type_, unit=unit, help=help_, labels=labels, subject=Subject.AGENT)
+
+
+_G, _C = MetricType.GAUGE, MetricType.COUNTER
+
+_FROM_PAGE = (
+    _process("process_up", _G, "", "alive", "1 while the registered process exists, 0 once it has gone"),
+    _process("process_page_ok", _G, "", "page_ok", "0: the state page is torn, page values are the last good ones"),
+    _process("process_incarnation", _G, "", "incarnation", "How often this replica has been started"),
+    _process("process_epoch", _G, "", "epoch", "Membership epoch that the process works in"),
+    _process("process_phase", _G, "", "phase", "1 for the phase that the process is in", labels=(*RANK, "phase")),
+    _process(
+        "process_phase_start_timestamp_seconds",
+        _G,
+        "seconds",
+        "phase_since",
+        "When the process entered its phase, seconds since 1970",
+        node_clock=True,
+    ),
+    _process("process_phase_entries_total", _C, "", "phase_entries", "How often any phase was entered"),
+    _process("process_step", _G, "", "step", "Optimizer step that the process works on, -1 before the first"),
+    _process("process_policy_version", _G, "", "policy_version", "Policy version that the process holds, -1: none"),
+    _process(
+        "process_progress_total",
+        _C,
+        "",
+        "progress",
+        "Units of work finished: microbatches, engine steps, scored samples or loop turns, by role",
+    ),
+    _process(
+        "process_progress_timestamp_seconds",
+        _G,
+        "seconds",
+        "progress_at",
+        "When work was last finished, seconds since 1970",
+        node_clock=True,
+    ),
+    _process("process_beats_total", _C, "", "beats", "Ticks of a Python side thread: grows while bytecode can run"),
+    _process("collectives_entered_total", _C, "", "collectives_entered", "Collectives that the process has entered"),
+    _process("collectives_done_total", _C, "", "collectives_done", "Collectives that the process has left again"),
+    _process("process_busy_seconds_total", _C, "seconds", "busy_seconds", "Wall time spent inside units of work"),
+    _process("process_work_units_total", _C, "", "work_units", "Units of work counted in the busy seconds"),
+    _process("process_tokens_total", _C, "", "tokens", "Tokens generated (rollout) or trained on (trainer)"),
+    _process("process_requests_active", _G, "", "requests_active", "Requests that the engine holds"),
+    _process("train_loss", _G, "", "loss", "Loss of the newest optimizer step; absent before the first"),
+    _process("train_grad_norm", _G, "", "grad_norm", "Gradient norm of the newest optimizer step, before clipping"),
+    _process("train_reward", _G, "", "reward", "Mean reward of the newest optimizer step"),
+)
+
+_FROM_PROC = (
+    _process(
+        "process_state",
+        _G,
+        "",
+        "proc_state",
+        "1 for the kernel's state of the process (R S D T Z X, ? when unknown)",
+        labels=(*RANK, "state"),
+    ),
+    _process("process_cpu_seconds_total", _C, "seconds", "cpu_seconds", "User and system time of all threads"),
+    _process(
+        "process_run_delay_seconds_total",
+        _C,
+        "seconds",
+        "run_delay_seconds",
+        "Time that threads were runnable and waited for a CPU (schedstat), summed over threads",
+    ),
+    _process(
+        "process_main_run_delay_seconds_total",
+        _C,
+        "seconds",
+        "main_run_delay_seconds",
+        "The same of the working thread alone: tells a starved process from a slow one",
+    ),
+    _process(
+        "process_throttled_seconds_total",
+        _C,
+        "seconds",
+        "throttled_seconds",
+        "Time that the process's cgroup was stopped by its CPU quota",
+    ),
+    _process("process_resident_memory_bytes", _G, "bytes", "rss_bytes", "Resident memory"),
+    _process("process_threads", _G, "", "num_threads", "Threads of the process", detect=False),
+    _process("process_major_faults_total", _C, "", "major_faults", "Page faults that had to read from disk"),
+)
+
+_FROM_HOST = (
+    _host("cpus", _G, "", "cpu_count", "CPUs that the node may use"),
+    _host("cpu_busy_seconds_total", _C, "seconds", "cpu_busy_seconds", "CPU time not idle, summed over all CPUs"),
+    _host("load1", _G, "", "load_1m", "Load average over one minute"),
+    _host("memory_total_bytes", _G, "bytes", "memory_total_bytes", "Memory of the node"),
+    _host("memory_available_bytes", _G, "bytes", "memory_available_bytes", "Memory that can be had without swapping"),
+    _host(
+        "cpu_stall_seconds_total",
+        _C,
+        "seconds",
+        "cpu_some_stall_seconds",
+        "Time in which some task waited for a CPU (PSI); 0 where the kernel has none",
+    ),
+    _host(
+        "memory_stall_seconds_total",
+        _C,
+        "seconds",
+        "memory_some_stall_seconds",
+        "Time in which some task waited for memory (PSI); 0 where the kernel has none",
+    ),
+    _host("oom_kills_total", _C, "", "oom_kills", "Processes killed by the kernel for want of memory"),
+)
+
+_OF_AGENT = (
+    _agent("agent_build_info", _G, "", "1; joins the agent's version", (*NODE, "version")),
+    _agent("agent_start_timestamp_seconds", _G, "seconds", "When this agent process started, seconds since 1970"),
+    _agent("agent_cpu_seconds_total", _C, "seconds", "CPU time of the agent itself"),
+    _agent("agent_resident_memory_bytes", _G, "bytes", "Resident memory of the agent itself"),
+    _agent("agent_processes", _G, "", "Registered processes that the agent watches"),
+    _agent("agent_rounds_total", _C, "", "Sampling rounds finished"),
+    _agent("agent_round_seconds", _G, "seconds", "Duration of the newest sampling round"),
+    _agent("agent_samples_total", _C, "", "Process and host samples taken"),
+    _agent("agent_samples_lost_total", _C, "", "Samples that left the ring before any reader asked for them"),
+    _agent("agent_events_total", _C, "", "Events recorded, by kind", (*NODE, "kind")),
+    _agent("agent_events_lost_total", _C, "", "Events that could not be kept on disk"),
+    _agent("agent_registrations_refused_total", _C, "", "Registrations without a valid secret or peer credentials"),
+    _agent("agent_pages_torn_total", _C, "", "Reads of a state page that found it torn or damaged"),
+    _agent("probe_up", _G, "", "1 if the probe could be read in the newest round, 0 if not", (*NODE, "probe")),
+    _agent("probe_seconds", _G, "seconds", "Duration of the probe in the newest round", (*NODE, "probe")),
+)
+
+CATALOGUE: tuple[Metric, ...] = _FROM_PAGE + _FROM_PROC + _FROM_HOST + _OF_AGENT
+BY_NAME: dict[str, Metric] = {m.name: m for m in CATALOGUE}
+
+_PROCESS = tuple(m for m in CATALOGUE if m.subject is Subject.PROCESS)
+_HOST = tuple(m for m in CATALOGUE if m.subject is Subject.HOST)
+
+
+def process_values(sample: ProcessSample) -> Iterator[MetricValue]:
+    """Every process metric of one sample. NaN (not yet reported) and times never set give no value."""
+    rank = (sample.process.node, sample.role, sample.replica, str(sample.rank))
+    for metric in _PROCESS:
+        raw = getattr(sample, metric.source)
+        if isinstance(raw, str):  # a state of a closed set: its name is a label, the value is 1
+            yield MetricValue(metric, (*rank, str(raw)), 1.0)
+            continue
+        value = float(raw)
+        if metric.node_clock:
+            if value <= 0.0:
+                continue
+            value += sample.wall_at - sample.at
+        if not math.isnan(value):
+            yield MetricValue(metric, rank, value)
+
+
+def host_values(sample: HostSample) -> Iterator[MetricValue]:
+    """Every host metric of one sample."""
+    for metric in _HOST:
+        yield MetricValue(metric, (sample.node,), float(getattr(sample, metric.source)))
+
+
+_TITLES = {
+    Subject.PROCESS: "Processes",
+    Subject.HOST: "Nodes",
+    Subject.AGENT: "The agent itself",
+}
+
+_HEAD = """# Metrics
+
+Made from `rolecall/core/metrics.py`; `python -m rolecall.core.metrics > docs/metrics.md` writes it, a test compares.
+
+Each node's agent serves these at `/metrics` in the Prometheus text format. Units are base units, `_total` stands on
+counters, and a counter of a process starts again at 0 with each incarnation of its replica. Labels are bounded: `node`,
+`role`, `replica` and `rank` by the topology, `phase`, `state`, `probe` and `kind` by closed sets. Metrics marked *detect*
+are also in `/v1/samples`, which is what the detector reads.
+"""
+
+
+def markdown(catalogue: Sequence[Metric] = CATALOGUE) -> str:
+    """`docs/metrics.md`."""
+    parts = [_HEAD]
+    for subject, title in _TITLES.items():
+        rows = [m for m in catalogue if m.subject is subject]
+        if not rows:
+            continue
+        parts.append(
+            f"\n## {title}\n\n| metric | type | unit | labels | detect | meaning |\n|---|---|---|---|---|---|\n"
+        )
+        for m in rows:
+            cells = (f"`{m.name}`", m.type, m.unit or "-", ", ".join(m.labels), "yes" if m.detect else "", m.help)
+            parts.append("| " + " | ".join(cells) + " |\n")
+    return "".join(parts)
+
+
+def uncovered_fields() -> set[str]:
+    """Fields of the samples that no metric shows, identity and time stamps left out. Empty, or the table has a gap."""
+    identity = {"process", "role", "replica", "rank", "at", "wall_at", "node"}
+    shown = {m.source for m in CATALOGUE}
+    return {f.name for c in (ProcessSample, HostSample) for f in fields(c)} - identity - shown
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,101 @@
+"""The catalogue obeys its own law, covers every field of the samples, and the docs are made from it."""
+
+import math
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.metrics import (
+    BY_NAME,
+    CATALOGUE,
+    LABELS_ALLOWED,
+    Metric,
+    MetricType,
+    Subject,
+    host_values,
+    markdown,
+    process_values,
+    uncovered_fields,
+)
+from rolecall.core.telemetry import HostSample, ProcessSample
+
+DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+UNITS = ("seconds", "bytes", "ratio", "celsius", "watts", "joules")
+
+
+def _sample(**changes: object) -> ProcessSample:
+    values = {
+        "process": ProcessId(node=NodeId("node-1"), pid=7, start_ticks=9),
+        "role": "trainer",
+        "replica": "trainer/0",
+        "rank": 0,
+        "incarnation": 2,
+        "at": 100.0,
+        "wall_at": 1_000_100.0,
+        "alive": True,
+        "page_ok": True,
+    }
+    return ProcessSample(**{**values, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("metric", CATALOGUE, ids=lambda m: m.name)
+def test_every_metric_obeys_the_naming_law(metric: Metric) -> None:
+    assert metric.name.startswith("rolecall_")
+    assert metric.name.endswith("_total") == (metric.type is MetricType.COUNTER)
+    stem = metric.name.removesuffix("_total")
+    if metric.unit:
+        assert metric.unit in UNITS
+        assert stem.endswith("_" + metric.unit)
+    else:
+        assert not stem.endswith(tuple("_" + u for u in UNITS))
+    assert metric.labels[0] == "node"
+    assert set(metric.labels) <= LABELS_ALLOWED
+    assert metric.help and not metric.help.endswith(".") and "|" not in metric.help
+
+
+@pytest.mark.parametrize("metric", [m for m in CATALOGUE if m.subject is not Subject.AGENT], ids=lambda m: m.name)
+def test_sources_are_fields(metric: Metric) -> None:
+    of = {Subject.PROCESS: ProcessSample, Subject.HOST: HostSample}[metric.subject]
+    assert metric.source in {f.name for f in fields(of)}
+
+
+def test_names_are_unique_and_no_field_is_forgotten() -> None:
+    assert len(BY_NAME) == len(CATALOGUE)
+    assert uncovered_fields() == set()
+
+
+def test_docs_are_made_from_the_table() -> None:
+    assert DOCS.read_text() == markdown(), "run: python -m rolecall.core.metrics > docs/metrics.md"
+
+
+def test_process_values_carry_states_as_labels_and_leave_out_what_is_not_known() -> None:
+    values = list(process_values(_sample(phase="reduce", proc_state="T", tokens=5, phase_since=90.0)))
+    shown = {v.metric.name: v for v in values}
+    assert all(len(v.labels) == len(v.metric.labels) for v in values)
+    assert shown["rolecall_process_phase"].labels == ("node-1", "trainer", "trainer/0", "0", "reduce")
+    assert shown["rolecall_process_state"].labels[-1] == "T"
+    assert shown["rolecall_process_tokens_total"].value == 5
+    assert shown["rolecall_process_up"].value == 1
+    # Node-monotonic times come out as seconds since 1970; one that was never set is absent.
+    assert shown["rolecall_process_phase_start_timestamp_seconds"].value == 1_000_090.0
+    assert "rolecall_process_progress_timestamp_seconds" not in shown
+    assert "rolecall_train_loss" not in shown
+    assert not any(math.isnan(v.value) for v in values)
+
+
+def test_host_values_give_every_host_metric() -> None:
+    sample = HostSample(
+        node=NodeId("node-1"),
+        at=1.0,
+        wall_at=2.0,
+        cpu_count=2,
+        cpu_busy_seconds=3.5,
+        load_1m=0.5,
+        memory_total_bytes=10,
+        memory_available_bytes=4,
+    )
+    values = {v.metric.name: v.value for v in host_values(sample)}
+    assert values["rolecall_host_cpu_busy_seconds_total"] == 3.5
+    assert set(values) == {m.name for m in CATALOGUE if m.subject is Subject.HOST}

@@ -1,0 +1,1 @@
+../../../rolecall/display.py

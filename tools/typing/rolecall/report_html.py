@@ -1,0 +1,1 @@
+../../../rolecall/report_html.py

@@ -10,6 +10,8 @@ RolecallError
 ├── StaleIncarnation         a message is meant for an incarnation or epoch that is over
 ├── DeadlineExceeded         a wait across processes ran out: who was waited for, how long
 ├── PeerLost                 a collective failed because a peer went away
+├── VoteRefused              trainers do not agree on what they would commit: nobody steps the optimizer
+├── NotFinite                a loss or gradient is NaN or infinite: nobody steps the optimizer
 ├── ProofMismatch            weights are not what the manifest says: which tensor, which part of the proof
 ├── CheckpointCorrupt        a checkpoint is incomplete or altered: which file
 ├── WireError                a message on the weight port is malformed, too long or not signed
@@ -20,10 +22,22 @@ RolecallError
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class RolecallError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base of all errors raised on purpose. Survives pickling (Ray carries it between processes), facts included."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own way calls cls(*args), which subclasses with keyword arguments refuse.
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(cls: type[RolecallError], args: tuple[Any, ...], facts: dict[str, Any]) -> RolecallError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(facts)
+    return error
 
 
 class BadId(RolecallError, ValueError):
@@ -78,6 +92,18 @@ class PeerLost(RolecallError):
     def __init__(self, *, epoch: int, because: str) -> None:
         self.epoch, self.because = epoch, because
         super().__init__(f"epoch {epoch}: {because}")
+
+
+class VoteRefused(RolecallError):
+    def __init__(self, *, epoch: int, step: int, because: str) -> None:
+        self.epoch, self.step, self.because = epoch, step, because
+        super().__init__(f"epoch {epoch}, step {step}: commit refused: {because}")
+
+
+class NotFinite(RolecallError):
+    def __init__(self, *, replica: str, step: int, what: str) -> None:
+        self.replica, self.step, self.what = replica, step, what
+        super().__init__(f"{replica}, step {step}: {what} is not finite")
 
 
 class ProofMismatch(RolecallError):

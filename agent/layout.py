@@ -1,0 +1,94 @@
+"""Layout of the state page: 4096 bytes that one process writes about itself and its node's agent reads.
+
+The page is an array of 8-byte words (native byte order: writer and reader share a machine) followed by text areas.
+Everything but `BEATS` is under a sequence lock: `SEQUENCE` is odd while a write is going on, and grows with each.
+`BEATS` belongs to the ticker thread alone. Standard library only: training processes import this.
+"""
+
+import hashlib
+import hmac
+
+PAGE_BYTES = 4096
+MAGIC = b"ROLECALL"
+LAYOUT_VERSION = 1
+"""Grows when a word or area moves; a reader refuses a version it does not know."""
+
+# Words: integers (signed) unless listed in FLOAT_WORDS.
+W_MAGIC = 0
+W_LAYOUT = 1
+W_SEQUENCE = 2
+W_BEATS = 3
+W_PID = 4
+W_START_TICKS = 5
+W_RANK = 6
+W_INCARNATION = 7
+W_WORK_TID = 8  # native id of the thread that reports progress
+W_EPOCH = 9
+W_PHASE_SINCE = 10
+W_PHASE_ENTRIES = 11
+W_STEP = 12
+W_POLICY_VERSION = 13
+W_PROGRESS = 14
+W_PROGRESS_AT = 15
+W_COLLECTIVES_ENTERED = 16
+W_COLLECTIVES_DONE = 17
+W_BUSY_SECONDS = 18
+W_WORK_UNITS = 19
+W_TOKENS = 20
+W_REQUESTS_ACTIVE = 21
+W_LOSS = 22
+W_GRAD_NORM = 23
+W_REWARD = 24
+W_EXCEPTIONS = 25  # how many exceptions were reported; the text areas hold the last
+W_EXCEPTION_STEP = 26
+W_EXCEPTION_AT = 27
+W_FINISHED = 28  # 1 once the coming exit is wanted
+W_IDENTITIES = 29  # how often the identity was written: 1 after start, 2 after a promotion
+NUM_WORDS = 64
+
+FLOAT_WORDS = frozenset(
+    {
+        W_PHASE_SINCE,
+        W_PROGRESS_AT,
+        W_BUSY_SECONDS,
+        W_LOSS,
+        W_GRAD_NORM,
+        W_REWARD,
+        W_EXCEPTION_AT,
+    }
+)
+
+# Text areas: UTF-8, padded with zero bytes. (offset, length in bytes)
+A_PHASE = (512, 32)
+A_REPLICA = (544, 96)
+A_PROOF = (640, 64)  # identity_proof() in hex
+A_FINISH_REASON = (704, 256)
+A_EXCEPTION_FINGERPRINT = (960, 64)
+A_EXCEPTION_TYPE = (1024, 256)
+A_EXCEPTION_WHERE = (1280, 512)
+A_EXCEPTION_MESSAGE = (1792, 2000)  # 500 characters of up to 4 bytes
+
+MESSAGE_CHARACTERS_MAX = 500
+
+
+def padded(text: str, length: int) -> bytes:
+    """`text` as exactly `length` bytes, cut at a character boundary."""
+    raw = text.encode("utf-8", "replace")
+    if len(raw) > length:
+        raw = raw[:length].decode("utf-8", "ignore").encode("utf-8")
+    return raw.ljust(length, b"\0")
+
+
+def text_of(raw: bytes) -> str:
+    """What `padded` made into bytes; damaged bytes are replaced, never an error."""
+    return raw.split(b"\0", 1)[0].decode("utf-8", "replace")
+
+
+def identity_proof(secret: str, *, replica: str, rank: int, incarnation: int, pid: int, start_ticks: int) -> str:
+    """Written on the page: only who was given the secret of this rank and incarnation can make it (HMAC-SHA256, hex)."""
+    said = f"page:{replica}:{rank}#{incarnation}@{pid}:{start_ticks}"
+    return hmac.new(secret.encode(), said.encode(), hashlib.sha256).hexdigest()
+
+
+def page_name(pid: int, start_ticks: int) -> str:
+    return f"{pid}-{start_ticks}.page"

@@ -59,7 +59,7 @@ class DigitParity:
 
     def digits(self, number: int) -> str:
         """The digits of prompt `number`, the same in every process."""
-        rng = random.Random(f"digit_parity/{self.seed}/{number}")  # noqa: TID251 - seeded by its name
+        rng = random.Random(f"digit_parity/{self.seed}/{number}")
         return "".join(rng.choice("0123456789") for _ in range(self.num_digits))
 
     def prompt(self, number: int) -> Prompt:

@@ -18,6 +18,8 @@ RolecallError
 ├── TooFewNodes              the roles asked for do not fit on the nodes: which role lacks what
 ├── InjectionRefused         fault injection is not allowed, or the target is not this job's process
 ├── ActuatorError            an action could not be performed
+├── InvalidTransition        an event does not fit the state of its incident: with the story that led there
+├── CommandRefused           a person asked for something that cannot be done now: why
 └── RunNotFound              no such run, or it has ended
 """
 
@@ -131,6 +133,20 @@ class InjectionRefused(RolecallError):
 
 
 class ActuatorError(RolecallError):
+    pass
+
+
+class InvalidTransition(RolecallError):
+    """`story`: one line for each of the incident's events so far, oldest first."""
+
+    def __init__(self, *, incident_id: str, state: str, event: str, reason: str, story: Sequence[str]) -> None:
+        self.incident_id, self.state, self.event, self.reason = incident_id, state, event, reason
+        self.story = tuple(story)
+        told = "\n".join(f"  {line}" for line in story) or "  (no event before)"
+        super().__init__(f"{incident_id}: {event} does not fit state {state}: {reason}. Its story:\n{told}")
+
+
+class CommandRefused(RolecallError):
     pass
 
 

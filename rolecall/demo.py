@@ -102,8 +102,13 @@ class View:
     whole: bool  # every desired replica serves, no incident is open
     standbys_ready: bool
     injected: int  # number of lines in the injector's log
-    incidents_closed_after: float  # wall time of the last incident that closed, 0 if none
+    incident_closed_at: float  # wall time of the last incident that closed, 0 if none
     injected_at: float  # wall time of the last injection, 0 if none
+    restarted_at: float  # wall time of the last restart of an agent or of watch, 0 if none
+
+
+RESTARTED_KINDS = frozenset({"agent-kill", "watch-kill"})
+"""Faults of rolecall's own helpers: cured when their keeper has restarted them; no incident is due."""
 
 
 class FaultSchedule:
@@ -115,6 +120,7 @@ class FaultSchedule:
         self._strike_at = 0.0
         self._deadline = 0.0
         self._injected_before = 0
+        self._kind = ""
 
     def tick(self, view: View) -> Strike | None:
         if self.stage is Stage.WARMING and view.whole and view.standbys_ready and view.step >= WARM_STEPS:
@@ -126,7 +132,9 @@ class FaultSchedule:
             self.stage = Stage.STRUCK
             self._deadline = view.now + CURE_DEADLINE_SECONDS
             self._injected_before = view.injected
-            return self._pending.pop(0)
+            strike = self._pending.pop(0)
+            self._kind = strike.kind
+            return strike
         elif self.stage is Stage.STRUCK and (self._cured(view) or view.now > self._deadline):
             if self._pending:
                 self._arm(view.now)
@@ -139,5 +147,5 @@ class FaultSchedule:
         self._strike_at = now + self._pending[0].gap_seconds
 
     def _cured(self, view: View) -> bool:
-        struck = view.injected > self._injected_before
-        return struck and view.whole and view.incidents_closed_after > view.injected_at
+        over_at = view.restarted_at if self._kind in RESTARTED_KINDS else view.incident_closed_at
+        return view.injected > self._injected_before and view.whole and over_at > view.injected_at

@@ -182,16 +182,18 @@ class Session:
         standbys = [r for r in desired if r.startswith(STANDBY_ROLE)]
         opened = journal.events(kinds=[EventKind.INCIDENT_OPENED])
         closed = journal.events(kinds=[EventKind.INCIDENT_CLOSED])
-        steps = journal.events(kinds=[EventKind.STEP_COMMITTED])
+        restarted = journal.events(kinds=[EventKind.PROCESS_RESTARTED])
+        step = journal.last(EventKind.STEP_COMMITTED)
         injections = read_injections(run)
         return View(
             now=now,
-            step=int(steps[-1].body["step"]) if steps else -1,
+            step=int(step.body["step"]) if step else -1,
             whole=serving >= wanted and len(opened) == len(closed),
             standbys_ready=all(s in current and current[s].state is ReplicaState.READY for s in standbys),
             injected=len(injections),
-            incidents_closed_after=closed[-1].wall_at if closed else 0.0,
+            incident_closed_at=closed[-1].wall_at if closed else 0.0,
             injected_at=float(injections[-1]["injected_at"]) if injections else 0.0,
+            restarted_at=restarted[-1].wall_at if restarted else 0.0,
         )
 
 

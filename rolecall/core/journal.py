@@ -6,6 +6,7 @@ diagnosis had read, for replay). All writes that belong together go in one trans
 """
 
 import json
+import math
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -165,7 +166,7 @@ class Journal:
             "incident_id": incident_id,
             "caused_by": caused_by,
             "key": key,
-            "body": canonical(body),
+            "body": canonical(_storable(body)),
         }
         link = chain_hash(previous, entry)
         conn.execute(_events.insert().values(**entry, hash=link))
@@ -187,6 +188,13 @@ class Journal:
             query = query.where(_events.c.incident_id == incident_id)
         with self.store.read() as conn:
             return [_event(row) for row in conn.execute(query).mappings()]
+
+    def last(self, kind: EventKind) -> Event | None:
+        """The newest event of a kind."""
+        query = sa.select(_events).where(_events.c.kind == str(kind)).order_by(_events.c.seq.desc()).limit(1)
+        with self.store.read() as conn:
+            row = conn.execute(query).mappings().first()
+        return _event(row) if row else None
 
     def head(self) -> ChainHead:
         with self.store.read() as conn:
@@ -374,6 +382,18 @@ class Journal:
         with self.store.read() as conn:
             rows = conn.execute(sa.select(_windows).where(_windows.c.incident_id == incident_id)).all()
         return {row.name: json.loads(zlib.decompress(row.blob)) for row in rows}
+
+
+def _storable(value: Any) -> Any:
+    """`value` with NaN and infinities as the words that `float()` reads: JSON has none, and a loss that is NaN is
+    exactly what must not be lost, or stop its writer."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {k: _storable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_storable(v) for v in value]
+    return value
 
 
 def _event(row: Mapping[str, Any] | sa.RowMapping) -> Event:

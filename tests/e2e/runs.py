@@ -1,0 +1,89 @@
+"""Starting whole runs from tests: `rolecall demo` as a user would, in a process of its own, with an observer beside it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.observer import Observer
+from tests.support import eventually
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class DemoRun:
+    process: subprocess.Popen[bytes]
+    path: Path
+    observer: Observer
+    log: Path
+
+    def wait(self, seconds: float) -> int:
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"not done within {seconds} s:\n{self.output()[-3000:]}") from None
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def report(self) -> dict[str, Any]:
+        value: dict[str, Any] = json.loads((self.path / "report.json").read_text())
+        return value
+
+    def until_step(self, step: int, seconds: float) -> None:
+        def reached() -> bool:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the run ended early:\n{self.output()[-3000:]}")
+            return len(self.observer.steps) > step
+
+        eventually(reached, seconds, f"step {step} of {self.path.name}:\n{self.output()[-2000:]}")
+
+
+def rolecall(*args: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    """One command, to its end."""
+    argv = [sys.executable, "-m", "rolecall", *args]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+@contextmanager
+def demo_run(root: Path, run_id: str, args: Sequence[str]) -> Iterator[DemoRun]:
+    """A demo in the background. However the test ends, nothing of it is left running."""
+    path = root / run_id
+    log = root / f"{run_id}.log"
+    argv = [sys.executable, "-m", "rolecall", "demo", "--plain", "--no-dashboard", "--runs", str(root), "--id", run_id]
+    with log.open("wb") as out:
+        process = subprocess.Popen([*argv, *args], cwd=ROOT, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+    observer = Observer(path.resolve())
+    observer.start()
+    try:
+        yield DemoRun(process, path, observer, log)
+    finally:
+        observer.stop()
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        rolecall("down", str(path), "--runs", str(root))
+
+
+def alive(observer: Observer) -> list[str]:
+    """Processes of the run that live now, by (pid, start time)."""
+    found = []
+    for (pid, start), seen in observer.processes.items():
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_bytes()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        fields = stat[stat.rindex(b")") + 2 :].split()
+        if int(fields[19]) == start and fields[0] not in (b"Z", b"X") and pid != os.getpid():
+            found.append(f"{pid} {seen.title[:80]}")
+    return found

@@ -1,0 +1,98 @@
+"""The demo as a newcomer sees it, with an observer beside it that checks what the report says."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import alive, demo_run, rolecall
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+AGREEMENT_SECONDS = 0.2
+FAULT_CLASS = {"rollout-kill": "crash", "trainer-hang": "hang", "rollout-slow": "slow"}
+
+
+def test_demo_cures_three_faults_and_its_report_is_true(tmp_path: Path) -> None:
+    args = ["--seed", "3", "--steps", "60", "--set", "detector.mask_proc_state=true"]
+    with demo_run(tmp_path, "three-faults", args) as run:
+        run.until_step(3, 200)
+        assert run.observer.listening_elsewhere() == [], "a socket of the run listens beyond loopback"
+        code = run.wait(480)
+        report = run.report()
+        assert code == 0, run.output()[-3000:]
+        assert alive(run.observer) == []
+
+    incidents = report["incidents"]
+    assert [i["fault"]["kind"] for i in incidents] == list(FAULT_CLASS)
+    assert report["missed"] == [] and report["false_alarms"] == []
+    for incident in incidents:
+        fault = incident["fault"]
+        assert incident["fault_class"] == FAULT_CLASS[fault["kind"]], incident["because"]
+        assert [s["replica"] for s in incident["suspects"]] == [fault["target"]], incident["because"]
+        assert incident["action"] == "replace_replica"
+        assert fault["target"] in incident["because"]
+
+    # Every fault really happened: the injector's log names processes that the observer saw end.
+    injections = [json.loads(line) for line in (run.path / "injections.jsonl").read_text().splitlines()]
+    assert len(injections) == 3
+    victims = {(i["pid"], i["start_ticks"]) for i in injections}
+    ended_at = {key: seen.last_at for key, seen in run.observer.processes.items() if key in victims}
+    last_step_at = run.observer.steps[len(run.observer.steps) - 1]
+    assert len(ended_at) == 3 and all(at < last_step_at for at in ended_at.values())
+
+    assert report["pids_kept"] is True
+    assert _who_left_early(run.observer, victims, injections[0]["injected_at"], last_step_at) == []
+
+    audit = report["audit"]
+    assert audit["ok"] and audit["duplicates"] == 0 and audit["unaccounted"] == 0
+    assert audit["groups_trained"] == report["num_steps"] * 8
+    assert report["reward_last"] > report["reward_first"] + 0.1
+    assert report["weights_proven"] >= 2
+
+    for incident in incidents:
+        seen_at = run.observer.opened[incident["incident_id"]]
+        detected_at = incident["fault"]["injected_at"] + incident["detected_seconds"]
+        assert abs(seen_at - detected_at) <= AGREEMENT_SECONDS, (incident["incident_id"], seen_at - detected_at)
+        target = incident["fault"]["target"]
+        seen_serving = run.observer.serving[(target, incident["fault"]["incarnation"] + 1)]
+        assert abs(seen_serving - detected_at - incident["cured_seconds"]) <= AGREEMENT_SECONDS, incident["incident_id"]
+
+    html = (run.path / "report.html").read_text()
+    assert "http://" not in html.replace("http://www.w3.org", "") and "https://" not in html.replace(
+        "https://arxiv", ""
+    )
+    assert rolecall("audit", str(run.path)).returncode == 0
+
+
+def _who_left_early(observer: object, victims: set[tuple[int, int]], since: float, until: float) -> list[str]:
+    """Actors, raylets and agents that lived at the first injection and were gone before the last step, victims aside."""
+    left = []
+    for key, seen in observer.processes.items():  # type: ignore[attr-defined]
+        lived_before, gone = seen.first_at < since - 1, seen.last_at < until - 1
+        is_ours = any(
+            word in seen.title for word in ("ray::", "raylet", "rolecall.agent", "gcs_server", "rolecall watch")
+        )
+        if lived_before and gone and key not in victims and is_ours:
+            left.append(f"{seen.pid} {seen.title[:60]} ended {until - seen.last_at:.1f} s before the last step")
+    return left
+
+
+def test_outside_fault_is_found_and_cured_as_the_report_says(tmp_path: Path) -> None:
+    """The observer kills by itself, and by the plain kill(2): nothing of rolecall knows that a fault is coming."""
+    args = ["--seed", "5", "--faults", "none", "--steps", "50", "--hold-minutes", "1.5", "--allow-injection"]
+    with demo_run(tmp_path, "outside-fault", args) as run:
+        run.until_step(8, 200)
+        killed_at = run.observer.kill("rollout/0", 1)
+        pid = run.observer.pids[("rollout/0", 1)]
+        line = {"kind": "rollout-kill", "target": "rollout/0", "incarnation": 1, "pid": pid, "injected_at": killed_at}
+        start = next(s for p, s in run.observer.processes if p == pid)
+        with (run.path / "injections.jsonl").open("a") as f:
+            f.write(json.dumps({**line, "start_ticks": start, "node": "", "how": "sigkill"}) + "\n")
+        assert run.wait(300) == 0, run.output()[-3000:]
+        (incident,) = run.report()["incidents"]
+        opened, serving = run.observer.opened[incident["incident_id"]], run.observer.serving[("rollout/0", 2)]
+        assert abs(incident["detected_seconds"] - (opened - killed_at)) <= AGREEMENT_SECONDS
+        assert abs(incident["cured_seconds"] - (serving - opened)) <= 2 * AGREEMENT_SECONDS
+        assert time.time() > killed_at

@@ -1,0 +1,24 @@
+"""Faults of the control plane, and faults in quick succession, in one real run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import demo_run
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(800)]
+
+FAULTS = "controller-kill,reward-kill,agent-kill,watch-kill,trainer-kill,trainer-hang:lock,rollout-slow:delay"
+
+
+def test_the_run_goes_on_through_every_other_fault(tmp_path: Path) -> None:
+    args = ["--seed", "11", "--steps", "60", "--faults", FAULTS, "--set", "recovery.evictions_per_hour_max=20"]
+    with demo_run(tmp_path, "harder", args) as run:
+        code = run.wait(700)
+        report = run.report()
+        assert code == 0, run.output()[-3000:]
+    replaced = [i["fault"]["kind"] for i in report["incidents"]]
+    assert replaced == ["controller-kill", "reward-kill", "trainer-kill", "trainer-hang", "rollout-slow"]
+    assert {r["what"] for r in report["restarts"]} == {"agent", "watch"}
+    assert report["missed"] == [] and report["false_alarms"] == [] and report["pids_kept"] is True
+    assert report["audit"]["ok"], report["audit"]

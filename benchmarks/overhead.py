@@ -147,8 +147,10 @@ def main() -> int:
     lines = [
         *common.header("What watching costs a step", ", ".join(settings), str(args.seed)),
         f"- {args.pairs} pairs of {args.block_seconds:.0f} s blocks, first {SETTLE_SECONDS:.0f} s of each left out",
-        f"- step time with watching: median {100 * statistics.median(ratios):+.2f} % "
-        f"(95 % bootstrap interval {100 * low:+.2f} to {100 * high:+.2f} %; pairs {100 * min(ratios):+.2f} to {100 * max(ratios):+.2f} %)",
+        (
+            f"- step time with watching: median {100 * statistics.median(ratios):+.2f} % "
+            f"(95 % bootstrap interval {100 * low:+.2f} to {100 * high:+.2f} %; pairs {100 * min(ratios):+.2f} to {100 * max(ratios):+.2f} %)"
+        ),
         f"- agent: {per_node:.4f} CPU seconds per second and node; watch: {used['watch'] / on_seconds:.4f} per job of this size",
         f"- one reporter call: {reporter_call_microseconds():.2f} microseconds, about one per microbatch and engine step",
     ]

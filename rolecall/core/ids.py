@@ -27,7 +27,8 @@ def checked_id(text: str, what: str = "id") -> str:
     Raises:
         BadId: naming `what` and the offending text.
     """
-    if not ID_PATTERN.match(text):
+    # fullmatch: `$` alone would let a trailing newline through.
+    if not ID_PATTERN.fullmatch(text):
         raise BadId(what=what, text=text)
     return text
 
@@ -43,7 +44,7 @@ def split_replica(replica: str) -> tuple[str, int]:
     Raises:
         BadId: when `replica` is not written `role/index`.
     """
-    found = REPLICA_PATTERN.match(replica)
+    found = REPLICA_PATTERN.fullmatch(replica)
     if found is None:
         raise BadId(what="replica", text=replica)
     return found.group(1), int(found.group(2))

@@ -1,0 +1,140 @@
+"""A wrong job file: every problem at once, each `path: reason`; a right one is frozen, and its digest names it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rolecall.core.config import JobConfig, Section, load_job, parse_job
+from rolecall.core.errors import ConfigError
+
+
+def _problems(value: Any) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        parse_job(value)
+    return caught.value.problems
+
+
+def test_nothing_at_all_is_the_default_job_and_does_not_act() -> None:
+    job = parse_job(None)
+    assert job == parse_job({}) == JobConfig()
+    assert job.recovery.mode == "observe"
+    assert not job.injection_allowed
+
+
+def test_every_problem_is_reported_at_once_as_path_and_reason() -> None:
+    problems = _problems(
+        {
+            "seed": -1,
+            "num_steps": 0,
+            "nonsense": 1,
+            "roles": {"trainer": 0, "rollout": "many", "critic": 1},
+            "detector": {"slow_ratio": 0.5},
+            "recovery": {"mode": "yolo"},
+            "model": {"num_heads": 4, "num_kv_heads": 3},
+        }
+    )
+    paths = [p.split(": ")[0] for p in problems]
+    assert sorted(paths) == sorted(
+        [
+            "seed",
+            "num_steps",
+            "nonsense",
+            "roles.trainer",
+            "roles.rollout",
+            "roles.critic",
+            "detector.slow_ratio",
+            "recovery.mode",
+            "model",
+        ]
+    )
+    assert all(": " in p and p.split(": ", 1)[1] for p in problems)
+    assert "nonsense: unknown key" in problems
+    assert any(p.startswith("model: num_heads (4) must be a multiple of num_kv_heads (3)") for p in problems)
+
+
+@pytest.mark.parametrize("value", [[], "text", 3, True])
+def test_a_job_that_is_no_mapping_is_refused(value: Any) -> None:
+    assert _problems(value) == (f"(top): expected a mapping, got {type(value).__name__}",)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seed: [1", "not YAML"),
+        ("- a\n- b\n", "expected a mapping, got list"),
+        ("seed: 1\nseeed: 2\n", "seeed: unknown key"),
+        ("!!python/object/apply:os.system ['true']\n", "not YAML"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_job(path)
+    assert str(path) in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(ConfigError, match=str(path)):
+            load_job(path)
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError):
+        load_job(binary)
+
+
+def test_an_empty_file_is_the_default_job(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("# nothing\n")
+    assert load_job(path) == JobConfig()
+
+
+def test_a_job_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        JobConfig().seed = 4  # type: ignore[misc]
+
+
+def test_the_digest_names_the_configuration_without_seed() -> None:
+    base = parse_job({"seed": 1})
+    assert base.digest() == parse_job({"seed": 2, "injection_allowed": True}).digest()
+    assert base.digest() != parse_job({"num_steps": 7}).digest()
+
+
+@given(
+    seed=st.integers(0, 2**31 - 1),
+    trainers=st.integers(1, 64),
+    rollouts=st.integers(1, 256),
+    mode=st.sampled_from(["observe", "approve", "act"]),
+    rate=st.floats(0, 1),
+)
+def test_a_job_survives_being_written_and_read(seed: int, trainers: int, rollouts: int, mode: str, rate: float) -> None:
+    job = parse_job(
+        {
+            "seed": seed,
+            "roles": {"trainer": trainers, "rollout": rollouts},
+            "recovery": {"mode": mode},
+            "algorithm": {"learning_rate": rate},
+        }
+    )
+    assert parse_job(job.model_dump()) == job
+    assert JobConfig.model_validate_json(job.model_dump_json()) == job
+
+
+def _sections(model: type[Section]) -> list[type[Section]]:
+    found = [model]
+    for field in model.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found += _sections(field.annotation)
+    return found
+
+
+@pytest.mark.parametrize("section", _sections(JobConfig), ids=lambda s: s.__name__)
+def test_every_section_refuses_unknown_keys(section: type[Section]) -> None:
+    with pytest.raises(ValidationError):
+        section.model_validate({"surely_not_a_key": 1})

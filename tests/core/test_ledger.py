@@ -1,0 +1,256 @@
+"""Exactly once: only legal moves are written, and the audit finds whatever was done to the ledger behind its back."""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rolecall.core.clock import FakeClock
+from rolecall.core.errors import LedgerViolation
+from rolecall.core.ids import GroupId
+from rolecall.core.journal import ChainHead
+from rolecall.core.ledger import LEGAL, GroupState, Ledger, LedgerLine, audit, length_bucket
+from rolecall.core.store import GENESIS, Store, chain_hash
+
+S = GroupState
+
+
+def _line(group: str, state: GroupState, step: int = -1, num_tokens: int = 0) -> LedgerLine:
+    reason = "stale" if state in (S.DROPPED, S.UNDONE, S.RETURNED) else ""
+    return LedgerLine(group_id=GroupId(group), state=state, step=step, num_tokens=num_tokens, reason=reason)
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[Ledger]:
+    store = Store(f"sqlite:///{tmp_path / 'journal.db'}")
+    yield Ledger(store, clock=FakeClock())
+    store.close()
+
+
+def _ordinary(ledger: Ledger) -> list[ChainHead]:
+    """Two steps of two groups each, one group dropped; the heads after each write."""
+    return [
+        ledger.write([_line(g, S.ISSUED) for g in ("g1", "g2", "g3", "g4", "g5")]),
+        ledger.write([_line("g1", S.ASSIGNED, 0), _line("g2", S.ASSIGNED, 0)]),
+        ledger.write([_line("g1", S.TRAINED, 0, 12), _line("g2", S.TRAINED, 0, 12)]),
+        ledger.write([_line("g5", S.DROPPED, num_tokens=5)]),
+        ledger.write([_line("g3", S.ASSIGNED, 1), _line("g4", S.ASSIGNED, 1)]),
+        ledger.write([_line("g3", S.TRAINED, 1), _line("g4", S.TRAINED, 1)]),
+    ]
+
+
+# --- moves --------------------------------------------------------------------------------------------------------
+
+
+def test_an_ordinary_run_counts_up(ledger: Ledger) -> None:
+    heads = _ordinary(ledger)
+    found = audit(ledger.lines(), [(f"head {n}", h) for n, h in enumerate(heads)])
+    assert found.ok and not found.problems
+    assert (found.groups_issued, found.groups_trained, found.groups_dropped) == (5, 4, 1)
+    assert (found.groups_undone, found.duplicates, found.unaccounted) == (0, 0, 0)
+    assert found.head == heads[-1] == ledger.head()
+    assert found.dropped_by_reason == {"stale": 1} and found.dropped_by_length == {"4-7": 1}
+    assert ledger.last_trained_step() == 1
+    assert ledger.groups([S.DROPPED]) == {"g5": (S.DROPPED, -1)}
+
+
+def test_an_empty_ledger_is_whole(ledger: Ledger) -> None:
+    assert ledger.head() == ChainHead(position=0, hash=GENESIS)
+    assert audit(ledger.lines()).ok
+    assert ledger.last_trained_step() == -1
+    assert ledger.undo_after(3, "nothing to undo") == []
+
+
+@pytest.mark.parametrize("before", [None, *GroupState])
+@pytest.mark.parametrize("after", list(GroupState))
+def test_only_legal_moves_are_written(before: GroupState | None, after: GroupState, tmp_path: Path) -> None:
+    """All 42 pairs of states: the ledger takes exactly the legal ones, and a refusal writes nothing."""
+    way: Mapping[GroupState | None, Sequence[GroupState]] = {
+        None: [],
+        S.ISSUED: [S.ISSUED],
+        S.ASSIGNED: [S.ISSUED, S.ASSIGNED],
+        S.RETURNED: [S.ISSUED, S.ASSIGNED, S.RETURNED],
+        S.TRAINED: [S.ISSUED, S.ASSIGNED, S.TRAINED],
+        S.DROPPED: [S.ISSUED, S.DROPPED],
+        S.UNDONE: [S.ISSUED, S.ASSIGNED, S.TRAINED, S.UNDONE],
+    }
+    store = Store(f"sqlite:///{tmp_path / 'journal.db'}")
+    ledger = Ledger(store)
+    for state in way[before]:
+        ledger.write([_line("g1", state, 0)])
+    head = ledger.head()
+    if after in LEGAL[before]:
+        assert ledger.write([_line("g1", after, 0)]).position == head.position + 1
+    else:
+        with pytest.raises(LedgerViolation, match="g1"):
+            # The legal line before it in the same write must not be kept either.
+            ledger.write([_line("g2", S.ISSUED), _line("g1", after, 0)])
+        assert ledger.head() == head
+    store.close()
+
+
+def test_a_group_is_trained_in_the_step_it_was_assigned_to(ledger: Ledger) -> None:
+    ledger.write([_line("g1", S.ISSUED), _line("g1", S.ASSIGNED, 4)])
+    with pytest.raises(LedgerViolation, match="assigned to step 4, cannot be trained in step 5"):
+        ledger.write([_line("g1", S.TRAINED, 5)])
+
+
+def test_a_group_is_not_dropped_without_a_reason(ledger: Ledger) -> None:
+    ledger.write([_line("g1", S.ISSUED)])
+    with pytest.raises(LedgerViolation, match="without a reason"):
+        ledger.write([LedgerLine(group_id=GroupId("g1"), state=S.DROPPED)])
+
+
+def test_going_back_to_a_checkpoint_undoes_later_groups_and_they_are_trained_again(ledger: Ledger) -> None:
+    _ordinary(ledger)
+    assert ledger.undo_after(0, "back to step 0") == ["g3", "g4"]
+    assert audit(ledger.lines(), ended=False).ok
+    assert audit(ledger.lines()).unaccounted == 2
+    ledger.write([_line("g3", S.ASSIGNED, 1), _line("g4", S.ASSIGNED, 1)])
+    ledger.write([_line("g3", S.TRAINED, 1), _line("g4", S.TRAINED, 1)])
+    found = audit(ledger.lines())
+    assert found.ok and found.duplicates == 0
+    assert (found.groups_trained, found.groups_undone) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "bucket"), [(-1, "0"), (0, "0"), (1, "1-1"), (2, "2-3"), (3, "2-3"), (4, "4-7"), (1000, "512-1023")]
+)
+def test_length_buckets(num_tokens: int, bucket: str) -> None:
+    assert length_bucket(num_tokens) == bucket
+
+
+# --- any legal sequence -------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(choices=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(1, 400)), max_size=40))
+def test_any_sequence_of_legal_moves_audits_well(
+    choices: list[tuple[int, int, int]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Random walks of six groups through the state machine; the audit agrees with a plain count of them."""
+    store = Store(f"sqlite:///{tmp_path_factory.mktemp('l') / 'journal.db'}")
+    ledger = Ledger(store)
+    states, steps = dict[str, GroupState](), dict[str, int]()
+    anchors = []
+    for which, pick, tokens in choices:
+        group = f"g{which}"
+        legal = sorted(LEGAL[states.get(group)])
+        if not legal:
+            continue
+        state = legal[pick % len(legal)]
+        step = steps.get(group, -1) if state is S.TRAINED else pick
+        anchors.append((f"after {group}", ledger.write([_line(group, state, step, tokens)])))
+        states[group], steps[group] = state, step
+    found = audit(ledger.lines(), anchors, ended=False)
+    assert found.ok, found.problems
+    assert found.duplicates == 0
+    assert found.groups_trained == sum(s is S.TRAINED for s in states.values())
+    assert found.groups_dropped == sum(s is S.DROPPED for s in states.values())
+    open_groups = len(states) - found.groups_trained - found.groups_dropped
+    assert audit(ledger.lines(), anchors).unaccounted == open_groups
+    assert {g: s for g, (s, _) in ledger.groups().items()} == states
+    store.close()
+
+
+# --- tampering ----------------------------------------------------------------------------------------------------
+
+
+def test_every_line_removed_is_found(ledger: Ledger) -> None:
+    anchor = ("trainer state", _ordinary(ledger)[-1])
+    lines = ledger.lines()
+    for n in range(len(lines)):
+        found = audit(lines[:n] + lines[n + 1 :], [anchor])
+        assert not found.ok
+        if n < len(lines) - 1:
+            assert f"ledger line {n + 1} is missing" in found.problems[0]
+
+
+def test_every_line_repeated_is_found(ledger: Ledger) -> None:
+    _ordinary(ledger)
+    lines = ledger.lines()
+    for n in range(len(lines)):
+        found = audit(lines[: n + 1] + lines[n:])
+        assert not found.ok and f"ledger line {n + 2} is missing or repeated" in found.problems[0]
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("group_id", "g9"),
+        ("state", "dropped"),
+        ("state", "no state at all"),
+        ("step", 7),
+        ("num_tokens", 1),
+        ("reason", "because"),
+        ("wall_at", 0.0),
+        ("hash", "0" * 64),
+    ],
+)
+def test_every_column_of_every_line_changed_is_found(ledger: Ledger, column: str, value: Any) -> None:
+    _ordinary(ledger)
+    lines = ledger.lines()
+    for n, line in enumerate(lines):
+        if line[column] == value:
+            continue
+        found = audit([*lines[:n], {**line, column: value}, *lines[n + 1 :]])
+        assert not found.ok and f"ledger line {n + 1}" in found.problems[0] and "changed" in found.problems[0]
+
+
+def test_every_tail_cut_off_is_found_against_an_anchor(ledger: Ledger) -> None:
+    anchor = ("checkpoint step-1", _ordinary(ledger)[-1])
+    lines = ledger.lines()
+    for n in range(len(lines)):
+        found = audit(lines[:n], [anchor], ended=False)
+        assert not found.ok
+        assert found.problems[-1].startswith(f"checkpoint step-1 knows {len(lines)} ledger lines, the ledger has {n}")
+
+
+def _rehashed(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A forger who knows the formula: numbers and hashes made good again."""
+    link, forged = GENESIS, []
+    for seq, line in enumerate(lines, start=1):
+        entry = {**{k: v for k, v in line.items() if k != "hash"}, "seq": seq}
+        link = chain_hash(link, entry)
+        forged.append({**entry, "hash": link})
+    return forged
+
+
+def test_a_forged_chain_is_found_by_moves_and_by_anchors(ledger: Ledger) -> None:
+    heads = _ordinary(ledger)
+    lines = ledger.lines()
+    trained = next(n for n, line in enumerate(lines) if line["state"] == "trained")
+    twice = _rehashed([*lines[: trained + 1], lines[trained], *lines[trained + 1 :]])
+    found = audit(twice)
+    assert not found.ok and found.duplicates == 1
+    without_issue = audit(_rehashed(lines[1:]))
+    assert not without_issue.ok and "g1: unknown -> assigned is not a legal move" in without_issue.problems[0]
+    # Forged into another lawful ledger: only an anchor kept elsewhere knows better.
+    lawful = _rehashed([{**line, "num_tokens": 1} for line in lines])
+    assert audit(lawful).ok
+    assert any("knows another ledger" in p for p in audit(lawful, [("report", heads[-1])]).problems)
+
+
+def test_random_tampering_is_found(ledger: Ledger, rng: random.Random, seed: int) -> None:
+    anchor = ("report", _ordinary(ledger)[-1])
+    lines = ledger.lines()
+    for _ in range(200):
+        harmed = list(lines)
+        for _ in range(rng.randrange(1, 3)):
+            at = rng.randrange(len(harmed))
+            what = rng.choice(["remove", "repeat", "swap", "cut"])
+            if what == "remove":
+                del harmed[at]
+            elif what == "repeat":
+                harmed.insert(at, harmed[at])
+            elif what == "swap" and at:
+                harmed[at - 1], harmed[at] = harmed[at], harmed[at - 1]
+            elif what == "cut":
+                harmed = harmed[:at]
+            if not harmed:
+                break
+        assert (harmed == lines) == audit(harmed, [anchor]).ok, f"seed {seed}"

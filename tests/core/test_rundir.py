@@ -1,0 +1,92 @@
+"""A run directory: made once, found by id, path or `latest`; its secret is the owner's; files are whole or not there."""
+
+import json
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.errors import RunNotFound
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.rundir import (
+    RunDir,
+    create_run_dir,
+    open_run_dir,
+    process_to_dict,
+    registration_secret,
+    write_atomically,
+)
+
+
+def test_a_fresh_run_has_its_folders_and_a_secret_only_its_owner_reads(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        run = create_run_dir(tmp_path / "runs", "demo-1")
+    finally:
+        os.umask(old)
+    assert run.run_id == "demo-1" and run.path.is_absolute()
+    assert all(p.is_dir() for p in (run.logs, run.inject_dir, run.checkpoints, run.path / "nodes"))
+    assert stat.S_IMODE(run.token_path.stat().st_mode) == 0o600
+    assert len(run.token()) == 64
+    assert create_run_dir(tmp_path / "runs", "demo-2").token() != run.token()
+    assert run.node_dir("node-3") == run.path / "nodes" / "node-3"
+
+
+def test_a_run_is_made_once(tmp_path: Path) -> None:
+    create_run_dir(tmp_path, "demo-1")
+    with pytest.raises(FileExistsError):
+        create_run_dir(tmp_path, "demo-1")
+
+
+def test_a_run_is_found_by_id_by_path_and_as_the_latest(tmp_path: Path) -> None:
+    for n, name in enumerate(("b", "a")):
+        run = create_run_dir(tmp_path, name)
+        run.write({"seed": n})
+        os.utime(run.path / "run.json", (n, n))
+    assert open_run_dir(tmp_path, "b").read() == {"seed": 0}
+    assert open_run_dir(tmp_path, str(tmp_path / "b")).run_id == "b"
+    assert open_run_dir(tmp_path, "latest").run_id == "a"
+
+
+@pytest.mark.parametrize("which", ["none", "latest", "../x"])
+def test_a_run_that_is_not_there_is_named(tmp_path: Path, which: str) -> None:
+    with pytest.raises(RunNotFound):
+        open_run_dir(tmp_path, which)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
+def test_a_damaged_run_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(RunNotFound, match=r"run\.json.*damaged"):
+        RunDir(tmp_path).read()
+
+
+def test_a_run_without_its_file_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFound, match="missing"):
+        RunDir(tmp_path).read()
+
+
+def test_a_write_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    write_atomically(path, json.dumps({"a": "x" * 10_000}))
+    write_atomically(path, "{}")
+    assert path.read_text() == "{}"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_registration_secret_speaks_for_one_rank_of_one_incarnation() -> None:
+    base = registration_secret("token", "rollout/1", 0, 1)
+    assert base == registration_secret("token", "rollout/1", 0, 1)
+    others = {
+        registration_secret("other", "rollout/1", 0, 1),
+        registration_secret("token", "rollout/2", 0, 1),
+        registration_secret("token", "rollout/1", 1, 1),
+        registration_secret("token", "rollout/1", 0, 2),
+    }
+    assert base not in others and len(others) == 4
+
+
+def test_a_process_is_written_with_all_three_parts() -> None:
+    process = ProcessId(node=NodeId("node-1"), pid=7, start_ticks=9)
+    assert process_to_dict(process) == {"node": "node-1", "pid": 7, "start_ticks": 9}

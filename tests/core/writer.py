@@ -1,0 +1,23 @@
+"""A process that writes to a journal and says what was acknowledged: `python writer.py URL NAME NUM`.
+
+Each line on stdout is `<seq> <hash>` of an event whose append has returned. NUM 0 writes until it is killed.
+"""
+
+import itertools
+import sys
+
+from rolecall.core.events import EventKind
+from rolecall.core.journal import Journal
+
+
+def main(url: str, name: str, num: int) -> None:
+    journal = Journal(url)
+    for n in itertools.count() if num == 0 else range(num):
+        if n % 5 == 4:
+            journal.grow_epoch([("trainer/0", n)], because=name)
+        event = journal.append(EventKind.REPLICA_LOST, {"writer": name, "n": n}, key=f"{name}-{n}")
+        print(event.seq, event.hash, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

@@ -1,0 +1,68 @@
+"""Who may be given work, read from the border's records alone: `desired` (recovery) and `actual` (runtime).
+
+A replica may work when its newest incarnation stands in `actual` as READY or SERVING and recovery does not want a newer
+one. As soon as `desired` names a newer incarnation the old one is fenced, dead or not: its late messages are refused,
+and what it held goes elsewhere. Pure: records in, verdicts with their reason out.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rolecall.core.ids import ReplicaId, split_replica
+from rolecall.core.membership import Actual, Desired, ReplicaState
+
+AT_WORK = (ReplicaState.READY, ReplicaState.SERVING)
+GONE = (ReplicaState.LOST, ReplicaState.STOPPED)
+"""No state of work may follow these for the same incarnation."""
+
+Desireds = Mapping[ReplicaId, Desired]
+Actuals = Mapping[tuple[ReplicaId, int], Actual]
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """One look at both records."""
+
+    desired: Desireds
+    actual: Actuals
+
+    def usable(self, role: str) -> dict[ReplicaId, Actual]:
+        """Replicas of a role that may be given work, by name."""
+        found = {}
+        for (replica, incarnation), record in sorted(self.actual.items()):
+            fits = split_replica(replica)[0] == role and record.state in AT_WORK
+            if fits and self.lost_because(replica, incarnation) is None:
+                found[replica] = record
+        return found
+
+    def lost_because(self, replica: ReplicaId, incarnation: int) -> str | None:
+        """Why an incarnation must get no work any more; None while it may, or may soon."""
+        wanted = self.desired.get(replica)
+        if wanted is None:
+            return "it is not wanted any more"
+        if wanted.incarnation > incarnation:
+            return f"incarnation {wanted.incarnation} takes its place: {wanted.because or 'no reason given'}"
+        newest = max((i for r, i in self.actual if r == replica), default=incarnation)
+        if newest > incarnation:
+            return f"incarnation {newest} has taken its place"
+        record = self.actual.get((replica, incarnation))
+        if record is None:
+            return "nothing is known of it"
+        if record.state in GONE:
+            return record.because or f"it is {record.state}"
+        return None
+
+
+def members_after(
+    members: Iterable[tuple[ReplicaId, int]],
+    *,
+    joined: Iterable[tuple[ReplicaId, int]] = (),
+    left: Iterable[tuple[ReplicaId, int]] = (),
+) -> tuple[tuple[ReplicaId, int], ...]:
+    """The next epoch's members, sorted. A newer incarnation replaces the older one of its replica."""
+    gone = set(left)
+    newest: dict[ReplicaId, int] = {}
+    for replica, incarnation in (*members, *joined):
+        if (replica, incarnation) not in gone:
+            newest[replica] = max(incarnation, newest.get(replica, incarnation))
+    return tuple(sorted(newest.items()))

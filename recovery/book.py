@@ -1,0 +1,102 @@
+"""The book of incidents: the journal's recovery events, read on from where the last look ended and folded.
+
+It can be thrown away at any time and read again. An incident whose events do not fit (a foreign writer, a bug) is set
+aside with its story, and does not stop the others.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.errors import InvalidTransition, JournalError
+from rolecall.core.events import Event, EventKind
+from rolecall.core.journal import Journal, Lease
+from rolecall.recovery.incidents import INCIDENT_KINDS, Incident, IncidentState, apply
+from rolecall.recovery.intake import incident_name, storable
+
+logger = logging.getLogger(__name__)
+
+READ_KINDS = (*INCIDENT_KINDS, EventKind.RUN_ENDED)
+TELLS_PERSON = frozenset({EventKind.PERSON_CALLED, EventKind.PLAN_PROPOSED, EventKind.INCIDENT_CLOSED})
+WINDOW_NAME = "observations"
+NUMBER_TRIES_MAX = 20
+"""How often a new incident looks for a free number: others may open one at the same moment, not that many."""
+
+
+class Book:
+    """Owned by one loop."""
+
+    def __init__(self) -> None:
+        self.incidents: dict[str, Incident] = {}
+        self.broken: dict[str, InvalidTransition] = {}
+        self.to_tell: list[Event] = []
+        self.num_opened = 0
+        self.ended: str | None = None
+        self._seen_seq = 0
+
+    def refresh(self, journal: Journal) -> None:
+        """Takes in what was written since the last look."""
+        for event in journal.events(after=self._seen_seq, kinds=READ_KINDS):
+            self._seen_seq = event.seq
+            self._take(event)
+
+    def _take(self, event: Event) -> None:
+        if event.kind is EventKind.RUN_ENDED:
+            self.ended = str(event.body.get("because") or event.body.get("outcome") or "it is over")
+        if event.kind is EventKind.INCIDENT_OPENED:
+            self.num_opened += 1
+        if event.kind in TELLS_PERSON:
+            self.to_tell.append(event)
+        name = event.incident_id
+        if name is None or event.kind is EventKind.RUN_ENDED or name in self.broken:
+            return
+        try:
+            self.incidents[name] = apply(self.incidents.get(name), event)
+        except InvalidTransition as e:
+            logger.error("%s", e)
+            self.broken[name] = e
+            self.incidents.pop(name, None)
+
+    def open_incidents(self) -> list[Incident]:
+        return [i for i in self.incidents.values() if i.state is not IncidentState.CLOSED]
+
+
+def open_incident(
+    journal: Journal,
+    book: Book,
+    diagnosis: Diagnosis,
+    *,
+    window: Callable[[], Mapping[str, Any]],
+    lease: Lease | None = None,
+) -> str:
+    """Writes INCIDENT_OPENED under the next free number, with what the detectors had read, and returns its id.
+
+    The number is the event's key, so two writers never share one, and a writer that died in between comes to the same.
+
+    Raises:
+        Fenced: `lease` is over.
+        JournalError: no number was free.
+    """
+    d = storable(diagnosis)
+    book.refresh(journal)
+    for number in range(book.num_opened + 1, book.num_opened + 1 + NUMBER_TRIES_MAX):
+        name = incident_name(number, d)
+        # One that died here has left its window, and the first one saved stays: digest what stands.
+        read = journal.windows(name).get(WINDOW_NAME)
+        if read is None:
+            read = dict(window())
+            journal.save_window(name, WINDOW_NAME, read)
+        body = {"diagnosis": d.to_dict(), "window": WINDOW_NAME, "window_digest": window_digest(read)}
+        event = journal.append(EventKind.INCIDENT_OPENED, body, incident_id=name, key=f"incident:{number}", lease=lease)
+        if event.incident_id == name:
+            book.refresh(journal)
+            return name
+    raise JournalError(f"no free number for an incident after {NUMBER_TRIES_MAX} tries")
+
+
+def window_digest(window: Mapping[str, Any]) -> str:
+    """Names what a diagnosis had read; the same before and after it was stored."""
+    return hashlib.sha256(json.dumps(window, separators=(",", ":")).encode()).hexdigest()[:16]

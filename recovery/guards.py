@@ -1,0 +1,165 @@
+"""Guards: may this plan be performed now? Pass, or hold with the reason. Pure.
+
+Order is from what a person decided (mode, pause) over what is true (incarnations, evidence) to what is counted (limits).
+A hold is of two kinds: `wait` ends by itself (a pause, another repair); at a limit rolecall stops acting and a person
+is called, once. All counts come from the journal, so a restarted watch has spent what its predecessor spent.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rolecall.core.config import RecoveryConfig
+from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan
+from rolecall.core.ids import split_replica
+from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.incidents import PERSON, Incident, evictions
+
+HOUR_SECONDS = 3600.0
+NOT_PEERS = ("self", "progress", "exit", "signal", "person")
+"""Evidence kinds that start so do not compare with peers: one of them is enough not to lean on peers alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarded:
+    """`guard` names who held; empty when all passed."""
+
+    guard: str
+    because: str
+    call_person: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return not self.guard
+
+
+PASSED = Guarded(guard="", because="no guard objects")
+
+
+def check(
+    plan: Plan,
+    incident: Incident,
+    *,
+    fleet: FleetView,
+    config: RecoveryConfig,
+    incidents: Sequence[Incident],
+    paused: str | None,
+    stopping: str | None,
+    now: float,
+) -> Guarded:
+    """The first guard that objects, or PASSED. `now`: wall seconds. Mode `approve` passes here: who calls asks a person."""
+    held = _by_people(config, paused, stopping) or _incarnations(plan, fleet)
+    if held is None and plan.action is not ActionKind.STOP_JOB:
+        held = _peer_evidence(plan, incident, fleet, incidents) or _limits(
+            plan, incident, fleet, config, incidents, now
+        )
+    return held or PASSED
+
+
+def _by_people(config: RecoveryConfig, paused: str | None, stopping: str | None) -> Guarded | None:
+    if config.mode == "observe":
+        return Guarded(guard="mode", because="mode is observe: rolecall says what it would do, and does nothing")
+    if paused is not None:
+        return Guarded(guard="paused", because=f"paused by {paused}")
+    if stopping is not None:
+        return Guarded(guard="stopping", because=f"the job is being stopped: {stopping}")
+    return None
+
+
+def _incarnations(plan: Plan, fleet: FleetView) -> Guarded | None:
+    for target in plan.targets:
+        seen = fleet.find(target.replica)
+        newest = seen.desired_incarnation if seen else None
+        if newest != target.incarnation:
+            is_now = f"#{newest} is desired now" if newest else "it is not desired any more"
+            return Guarded(
+                guard="incarnation", because=f"the plan means {target.replica}#{target.incarnation}, and {is_now}"
+            )
+    return None
+
+
+def on_peer_evidence_alone(d: Diagnosis) -> bool:
+    """Whether only a comparison with peers speaks against the suspects: nobody knows that they are the odd ones."""
+    if d.fault_class not in (FaultClass.SLOW, FaultClass.SILENT_CORRUPTION):
+        return False
+    return not any(e.kind.startswith(NOT_PEERS) for e in d.evidence) and PERSON not in d.detectors
+
+
+def _peer_evidence(plan: Plan, incident: Incident, fleet: FleetView, incidents: Sequence[Incident]) -> Guarded | None:
+    if not on_peer_evidence_alone(incident.diagnosis):
+        return None
+    accused = {t.replica for t in plan.targets}
+    for other in incidents:
+        if other.outcome is None and on_peer_evidence_alone(other.diagnosis):
+            accused |= {t.replica for a in other.attempts for t in a.plan.targets}
+    for role in sorted({split_replica(t.replica)[0] for t in plan.targets}):
+        peers = fleet.of_role(role)
+        ours = [r for r in peers if r.replica in accused]
+        if 2 * len(ours) > len(peers):
+            return Guarded(
+                guard="majority",
+                because=f"{len(ours)} of {len(peers)} {role} replicas stand accused by their peers alone: "
+                "a majority cannot be the odd ones",
+                call_person=True,
+            )
+        if not any(r.living and r.replica not in accused for r in peers):
+            return Guarded(
+                guard="last_living",
+                because=f"no {role} replica would be left, on the word of peers alone",
+                call_person=True,
+            )
+    return None
+
+
+def _limits(
+    plan: Plan,
+    incident: Incident,
+    fleet: FleetView,
+    config: RecoveryConfig,
+    incidents: Sequence[Incident],
+    now: float,
+) -> Guarded | None:
+    counted = evictions(incidents, since=now - HOUR_SECONDS)
+    lately = [e for e in counted if e.at > now - HOUR_SECONDS]
+    for target in plan.targets:
+        times = sum(e.replica == target.replica for e in lately)
+        if times >= config.retries_per_replica_max:
+            return Guarded(
+                guard="retries",
+                because=f"{target.replica} was replaced {times} times within an hour, "
+                f"the limit is {config.retries_per_replica_max}",
+                call_person=True,
+            )
+    if len(lately) + len(plan.targets) > config.evictions_per_hour_max:
+        return Guarded(
+            guard="evictions",
+            because=f"{len(lately)} evictions within an hour and {len(plan.targets)} more asked for, "
+            f"the limit is {config.evictions_per_hour_max}",
+            call_person=True,
+        )
+    elsewhere = {e.replica for e in counted if e.under_repair and e.incident_id != incident.incident_id}
+    return _at_once(plan, fleet, config, elsewhere)
+
+
+def _at_once(plan: Plan, fleet: FleetView, config: RecoveryConfig, elsewhere: set[str]) -> Guarded | None:
+    targets = {str(t.replica) for t in plan.targets}
+    together = targets | elsewhere
+    if len(together) > config.replicas_at_once_max:
+        return Guarded(
+            guard="at_once",
+            because=f"{', '.join(sorted(elsewhere)) or 'nobody'} under repair and {', '.join(sorted(targets))} asked for, "
+            f"the limit is {config.replicas_at_once_max} at once",
+            # Alone too many: waiting would not help.
+            call_person=len(targets) > config.replicas_at_once_max,
+        )
+    for role in sorted({split_replica(t)[0] for t in targets}):
+        size = len(fleet.of_role(role))
+        allowed = max(1, int(config.role_share_max * size))
+        under = {t for t in together if split_replica(t)[0] == role}
+        if len(under) > allowed:
+            alone = len([t for t in targets if split_replica(t)[0] == role]) > allowed
+            return Guarded(
+                guard="role_share",
+                because=f"{len(under)} of {size} {role} replicas would be under repair, the limit is {allowed}",
+                call_person=alone,
+            )
+    return None

@@ -1,0 +1,337 @@
+"""An incident is a fold of its journal events: no other memory of it exists, so a restarted watch knows all of it.
+
+    open -> planned -> [proposed ->] acting -> verifying -> closed
+      ^        |            |           |          |
+      |        +- closed ---+           |          |        nothing was to be done, the fault went away, or a person said no
+      +---------------------------------+----------+        the action failed: plan again, one rung up
+
+Every event names the state that it may happen in; anything else is an `InvalidTransition` that tells its story.
+Pure: events in, frozen values out.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
+from rolecall.core.errors import InvalidTransition
+from rolecall.core.events import Event, EventKind
+
+PERSON = "person"
+"""`Diagnosis.detectors` of a request that a person made."""
+STORY_LINES_MAX = 50
+"""How much of an incident's past an error tells."""
+
+
+class IncidentState(StrEnum):
+    OPEN = "open"  # diagnosed; no plan, or the last one failed
+    PLANNED = "planned"  # a plan stands; guards hold it, or it says to do nothing
+    PROPOSED = "proposed"  # waits for a person's word, or for the guards after it
+    ACTING = "acting"  # the action was started and is not known to be done
+    VERIFYING = "verifying"  # done; waits to see progress
+    CLOSED = "closed"
+
+
+class Outcome(StrEnum):
+    CURED = "cured"
+    TOLERATED = "tolerated"  # nothing was worth doing
+    OBSERVED = "observed"  # mode observe: the fault ended without us
+    REFUTED = "refuted"  # the fault ended before we acted
+    GAVE_UP = "gave_up"  # a person was called instead
+
+
+class Failure(StrEnum):
+    """How an action failed: the ladder climbs differently."""
+
+    DIED = "died"  # the replacement ended before it did any work
+    NO_PROGRESS = "no_progress"  # it was not seen to work within `verify_seconds`
+    REFUSED = "refused"  # the actuator could not perform it
+
+
+class Decision(StrEnum):
+    APPROVED = "approved"
+    REJECTED = "rejected"
+    LAPSED = "lapsed"
+
+
+S, K = IncidentState, EventKind
+UNDECIDED = frozenset({S.OPEN, S.PLANNED, S.PROPOSED})
+UNDER_REPAIR = frozenset({S.ACTING, S.VERIFYING})
+
+LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {
+    K.INCIDENT_OPENED: frozenset({None}),
+    K.INCIDENT_UPDATED: frozenset({S.OPEN, S.PLANNED, S.ACTING, S.VERIFYING}),
+    K.PLAN_MADE: frozenset({S.OPEN}),
+    K.PLAN_HELD: frozenset({S.PLANNED, S.PROPOSED}),
+    K.PLAN_PROPOSED: frozenset({S.PLANNED}),
+    K.PLAN_APPROVED: frozenset({S.PROPOSED}),
+    K.PLAN_REJECTED: frozenset({S.PROPOSED}),
+    K.PLAN_LAPSED: frozenset({S.PROPOSED}),
+    K.ACTION_STARTED: frozenset({S.PLANNED, S.PROPOSED}),
+    K.ACTION_DONE: frozenset({S.ACTING}),
+    K.ACTION_FAILED: frozenset({S.ACTING, S.VERIFYING}),
+    K.INCIDENT_VERIFIED: frozenset({S.VERIFYING}),
+    K.INCIDENT_CLOSED: frozenset(set(S) - {S.CLOSED}),
+    K.PERSON_CALLED: frozenset(set(S) - {S.CLOSED}),
+}
+INCIDENT_KINDS = tuple(LEGAL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """One plan and what became of it. Times are wall seconds of the journal."""
+
+    number: int  # from 1
+    plan: Plan
+    call_person: bool
+    outcome: str  # what closes the incident when the plan is to do nothing
+    made_at: float
+    held_by: frozenset[str] = frozenset()  # guards that have held it
+    expires_at: float | None = None  # of its proposal
+    decision: Decision | None = None
+    decided_by: str = ""
+    decision_because: str = ""
+    started_at: float | None = None
+    done_at: float | None = None
+    failure: Failure | None = None
+    failed_because: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    incident_id: str
+    state: IncidentState
+    diagnosis: Diagnosis
+    opened_at: float
+    seen_keys: frozenset[str]  # every diagnosis key that was found to be this fault
+    attempts: tuple[Attempt, ...] = ()
+    verified_at: float | None = None
+    closed_at: float | None = None
+    outcome: Outcome | None = None
+    because: str = ""  # of the close
+    person_topics: frozenset[str] = frozenset()
+    last_event_id: str = ""
+    story: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def attempt(self) -> Attempt | None:
+        """The newest plan."""
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def by_person(self) -> bool:
+        return PERSON in self.diagnosis.detectors
+
+    @property
+    def failures(self) -> tuple[Attempt, ...]:
+        return tuple(a for a in self.attempts if a.failure is not None)
+
+    @property
+    def touched(self) -> dict[str, int]:
+        """replica -> newest incarnation that an action of this incident has made (or is making)."""
+        made: dict[str, int] = {}
+        for attempt in self.attempts:
+            if attempt.started_at is not None and attempt.failure is not Failure.REFUSED:
+                made.update({t.replica: t.incarnation + 1 for t in attempt.plan.targets})
+        return made
+
+    @property
+    def named(self) -> dict[str, int | None]:
+        """replica -> incarnation that the diagnosis names."""
+        return {s.replica: s.incarnation for s in self.diagnosis.suspects if s.replica}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eviction:
+    """One replica taken down by one started action: what the limits count."""
+
+    incident_id: str
+    replica: str
+    at: float
+    under_repair: bool
+
+
+def apply(before: Incident | None, event: Event) -> Incident:
+    """The incident after one more of its events.
+
+    Raises:
+        InvalidTransition: the event does not fit; the message tells the incident's story.
+    """
+    line = f"{event.event_id} {event.kind} {_gist(event)}".rstrip()
+    story = (*(before.story if before else ()), line)[-STORY_LINES_MAX:]
+    state = before.state if before else None
+    if state not in LEGAL[event.kind]:
+        raise _misfit(before, event, story, "no such move")
+    if before is None:
+        return replace(_opened(event), story=story)
+    try:
+        after = _MOVES[event.kind](before, event)
+    except _Misfit as e:
+        raise _misfit(before, event, story, str(e)) from None
+    return replace(after, last_event_id=event.event_id, story=story)
+
+
+def fold(events: Iterable[Event]) -> dict[str, Incident]:
+    """All incidents of a journal, in the order they were opened. Events of other things are skipped."""
+    incidents: dict[str, Incident] = {}
+    for event in events:
+        if event.incident_id and event.kind in LEGAL:
+            incidents[event.incident_id] = apply(incidents.get(event.incident_id), event)
+    return incidents
+
+
+def evictions(incidents: Iterable[Incident], since: float) -> list[Eviction]:
+    """Every replica that an action was started on after `since` (wall seconds): counted when started, so that a crash
+    between start and end refills nothing."""
+    found = []
+    for incident in incidents:
+        for attempt in incident.attempts:
+            started = attempt.started_at
+            if started is None or attempt.plan.action is ActionKind.STOP_JOB:
+                continue
+            last = attempt is incident.attempt and incident.state in UNDER_REPAIR
+            if started > since or last:
+                found += [
+                    Eviction(incident_id=incident.incident_id, replica=t.replica, at=started, under_repair=last)
+                    for t in attempt.plan.targets
+                ]
+    return found
+
+
+class _Misfit(Exception):
+    pass
+
+
+def _misfit(before: Incident | None, event: Event, story: tuple[str, ...], reason: str) -> InvalidTransition:
+    return InvalidTransition(
+        incident_id=str(event.incident_id),
+        state=str(before.state) if before else "(unknown)",
+        event=str(event.kind),
+        reason=reason,
+        story=story,
+    )
+
+
+def _gist(event: Event) -> str:
+    return str(event.body.get("because") or event.body.get("outcome") or event.body.get("digest") or "")[:200]
+
+
+def _opened(event: Event) -> Incident:
+    diagnosis = Diagnosis.from_dict(event.body["diagnosis"])
+    return Incident(
+        incident_id=str(event.incident_id),
+        state=S.OPEN,
+        diagnosis=diagnosis,
+        opened_at=event.wall_at,
+        seen_keys=frozenset({diagnosis.key}),
+        last_event_id=event.event_id,
+    )
+
+
+def _current(i: Incident, event: Event) -> Attempt:
+    attempt = i.attempt
+    if attempt is None:
+        raise _Misfit("there is no plan")
+    digest = event.body.get("digest") or event.body.get("plan", {}).get("digest")
+    if digest != attempt.plan.digest:
+        raise _Misfit(f"it names plan {digest}, the plan is {attempt.plan.digest}")
+    return attempt
+
+
+def _with(i: Incident, attempt: Attempt, state: IncidentState | None = None) -> Incident:
+    return replace(i, attempts=(*i.attempts[:-1], attempt), state=state or i.state)
+
+
+def _updated(i: Incident, event: Event) -> Incident:
+    diagnosis = Diagnosis.from_dict(event.body["diagnosis"])
+    # A plan made on less knowledge is made again; an action under way goes on.
+    state = S.OPEN if i.state is S.PLANNED else i.state
+    return replace(i, diagnosis=diagnosis, seen_keys=i.seen_keys | {diagnosis.key}, state=state)
+
+
+def _planned(i: Incident, event: Event) -> Incident:
+    body = event.body
+    attempt = Attempt(
+        number=len(i.attempts) + 1,
+        plan=Plan.from_dict(body["plan"]),
+        call_person=bool(body.get("call_person", False)),
+        outcome=str(body.get("outcome", Outcome.TOLERATED)),
+        made_at=event.wall_at,
+    )
+    return replace(i, attempts=(*i.attempts, attempt), state=S.PLANNED)
+
+
+def _held(i: Incident, event: Event) -> Incident:
+    attempt = _current(i, event)
+    return _with(i, replace(attempt, held_by=attempt.held_by | {str(event.body["guard"])}))
+
+
+def _proposed(i: Incident, event: Event) -> Incident:
+    return _with(i, replace(_current(i, event), expires_at=float(event.body["expires_at"])), S.PROPOSED)
+
+
+def _decided(i: Incident, event: Event) -> Incident:
+    attempt = _current(i, event)
+    late = event.kind is K.PLAN_LAPSED and attempt.decision is Decision.APPROVED
+    if attempt.decision is not None and not late:
+        raise _Misfit(f"it was {attempt.decision} already")
+    what = {K.PLAN_APPROVED: Decision.APPROVED, K.PLAN_REJECTED: Decision.REJECTED, K.PLAN_LAPSED: Decision.LAPSED}
+    told = replace(
+        attempt,
+        decision=what[event.kind],
+        decided_by=str(event.body.get("by", "")),
+        decision_because=str(event.body.get("because", "")),
+    )
+    return _with(i, told)
+
+
+def _started(i: Incident, event: Event) -> Incident:
+    attempt = _current(i, event)
+    if i.state is S.PROPOSED and attempt.decision is not Decision.APPROVED:
+        raise _Misfit("nobody approved the plan")
+    return _with(i, replace(attempt, started_at=event.wall_at), S.ACTING)
+
+
+def _done(i: Incident, event: Event) -> Incident:
+    return _with(i, replace(_current(i, event), done_at=event.wall_at), S.VERIFYING)
+
+
+def _failed(i: Incident, event: Event) -> Incident:
+    attempt = replace(
+        _current(i, event), failure=Failure(event.body["failure"]), failed_because=str(event.body["because"])
+    )
+    return _with(i, attempt, S.OPEN)
+
+
+def _verified(i: Incident, event: Event) -> Incident:
+    return replace(i, verified_at=event.wall_at)
+
+
+def _closed(i: Incident, event: Event) -> Incident:
+    outcome = Outcome(event.body["outcome"])
+    if outcome is Outcome.CURED and i.verified_at is None:
+        raise _Misfit("nothing was verified: it cannot be cured")
+    return replace(
+        i, state=S.CLOSED, closed_at=event.wall_at, outcome=outcome, because=str(event.body.get("because", ""))
+    )
+
+
+def _person(i: Incident, event: Event) -> Incident:
+    return replace(i, person_topics=i.person_topics | {str(event.body.get("topic", ""))})
+
+
+_MOVES = {
+    K.INCIDENT_UPDATED: _updated,
+    K.PLAN_MADE: _planned,
+    K.PLAN_HELD: _held,
+    K.PLAN_PROPOSED: _proposed,
+    K.PLAN_APPROVED: _decided,
+    K.PLAN_REJECTED: _decided,
+    K.PLAN_LAPSED: _decided,
+    K.ACTION_STARTED: _started,
+    K.ACTION_DONE: _done,
+    K.ACTION_FAILED: _failed,
+    K.INCIDENT_VERIFIED: _verified,
+    K.INCIDENT_CLOSED: _closed,
+    K.PERSON_CALLED: _person,
+}

@@ -1,0 +1,172 @@
+"""Whose fault is this? A diagnosis that stands is a new incident, a known one, or the death of a replacement. Pure.
+
+At most one incident is open for a replica. Diagnoses repeat while they stand, and one fault may be named in turn by
+several detectors (slow, then hung, then dead): all of that is one incident. A closed incident swallows its diagnosis
+for as long as that goes on standing; the same words about something that began later are a new fault.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.ids import split_replica
+from rolecall.core.membership import ReplicaState
+from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.incidents import PERSON, Failure, Incident, IncidentState, Outcome
+from rolecall.recovery.policy import MOVE, REPLACE
+
+LOST_GRACE_SECONDS = 3.0
+"""How long a replica that the runtime lost may stay without a diagnosis before recovery opens an incident by itself:
+longer than the detectors need (crash: 1 s), so that their better sentence comes first."""
+RUNTIME = "runtime"
+
+
+class Kind(StrEnum):
+    IGNORE = "ignore"
+    OPEN = "open"
+    UPDATE = "update"  # more is known of an open incident
+    FAIL = "fail"  # the replacement that an incident made has a fault itself
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Intake:
+    kind: Kind
+    because: str
+    incident_id: str = ""
+
+
+def receive(
+    d: Diagnosis, incidents: Iterable[Incident], fleet: FleetView, *, stood_before: bool, reconsider: bool = False
+) -> Intake:
+    """Where a standing diagnosis belongs.
+
+    `stood_before`: it stood a moment ago already. `reconsider`: policy would now act on what it tolerated before.
+    """
+    known = list(incidents)
+    for incident in known:
+        if incident.state is not IncidentState.CLOSED:
+            found = _against_open(d, incident)
+            if found is not None:
+                return found
+    if _all_replaced(d, fleet):
+        return Intake(kind=Kind.IGNORE, because="every incarnation that it names was replaced already")
+    for incident in reversed(known):
+        if incident.state is IncidentState.CLOSED:
+            found = _against_closed(d, incident, fleet, stood_before, reconsider)
+            if found is not None:
+                return found
+    return Intake(kind=Kind.OPEN, because="nothing known explains it")
+
+
+def _against_open(d: Diagnosis, incident: Incident) -> Intake | None:
+    this = incident.incident_id
+    if d.key in incident.seen_keys:
+        return Intake(kind=Kind.IGNORE, because=f"{this} is about it", incident_id=this)
+    named = {s.replica: s.incarnation for s in d.suspects if s.replica}
+    shared = named.keys() & (incident.named.keys() | incident.touched.keys())
+    if not shared or d.fault_class is FaultClass.USER_CODE:
+        # The job's own code failing is an incident of its own: it takes over those of its victims (`moves.superseded`).
+        return None
+    if incident.state is IncidentState.VERIFYING and d.fault_class in REPLACE | MOVE:
+        for replica in sorted(shared):
+            if named[replica] is not None and named[replica] == incident.touched.get(replica):
+                because = f"the replacement {replica}#{named[replica]} failed: {d.because}"
+                return Intake(kind=Kind.FAIL, because=because, incident_id=this)
+    undecided = incident.state in (IncidentState.OPEN, IncidentState.PLANNED)
+    code = incident.diagnosis.fault_class is FaultClass.USER_CODE
+    if undecided and not incident.by_person and not code:
+        return Intake(kind=Kind.UPDATE, because=f"more is known of {this}", incident_id=this)
+    return Intake(kind=Kind.IGNORE, because=f"{this} deals with {', '.join(sorted(shared))}", incident_id=this)
+
+
+def _all_replaced(d: Diagnosis, fleet: FleetView) -> bool:
+    named = [(s.replica, s.incarnation) for s in d.suspects if s.replica and s.incarnation is not None]
+    if not named or len(named) < len(d.suspects):
+        return False
+    seen = [(fleet.find(replica), incarnation) for replica, incarnation in named]
+    return all(view is not None and incarnation < view.desired_incarnation for view, incarnation in seen)
+
+
+def _against_closed(
+    d: Diagnosis, incident: Incident, fleet: FleetView, stood_before: bool, reconsider: bool
+) -> Intake | None:
+    this = incident.incident_id
+    if d.key in incident.seen_keys and (stood_before or d.onset <= (incident.closed_at or math.inf)):
+        if reconsider and incident.outcome is Outcome.TOLERATED:
+            return None
+        return Intake(kind=Kind.IGNORE, because=f"{this} was about it, and it never went away", incident_id=this)
+    if incident.outcome is Outcome.GAVE_UP and d.fault_class in REPLACE | MOVE and not _by_person(d):
+        for s in d.suspects:
+            if s.replica in unhelped(incident, fleet) and s.incarnation == incident.touched[s.replica]:
+                return Intake(kind=Kind.IGNORE, because=f"{this} gave up on it: a person was called", incident_id=this)
+    return None
+
+
+def _by_person(d: Diagnosis) -> bool:
+    return PERSON in d.detectors
+
+
+def unhelped(incident: Incident, fleet: FleetView) -> frozenset[str]:
+    """Replicas whose newest incarnation this incident made and gave up on."""
+    attempt = incident.attempts[-2] if len(incident.attempts) > 1 else None
+    if incident.outcome is not Outcome.GAVE_UP or attempt is None or attempt.failure in (None, Failure.REFUSED):
+        return frozenset()
+    found = ((t.replica, fleet.find(t.replica)) for t in attempt.plan.targets)
+    return frozenset(str(r) for r, v in found if v is not None and v.desired_incarnation == incident.touched.get(r))
+
+
+def unrepaired(fleet: FleetView, incidents: Iterable[Incident], now: float) -> list[Diagnosis]:
+    """Replicas that the runtime lost and that nobody deals with: a lost event delays a repair, it never loses it."""
+    known = list(incidents)
+    dealt_with = {r for i in known if i.state is not IncidentState.CLOSED for r in (*i.named, *i.touched)}
+    for incident in known:
+        dealt_with |= unhelped(incident, fleet)
+    found = []
+    for view in fleet.replicas:
+        lost = view.state is ReplicaState.LOST and view.incarnation == view.desired_incarnation
+        if lost and now - view.changed_at >= LOST_GRACE_SECONDS and view.replica not in dealt_with:
+            found.append(_lost(view.replica, view.incarnation, view.node, view.because, view.changed_at, now))
+    return found
+
+
+def _lost(replica: str, incarnation: int, node: Any, because: str, at: float, now: float) -> Diagnosis:
+    suspect = Suspect(node=node, role=split_replica(replica)[0], replica=replica, incarnation=incarnation)
+    return Diagnosis(
+        suspects=(suspect,),
+        fault_class=FaultClass.CRASH,
+        onset=at,
+        detected_at=now,
+        confidence=1.0,
+        because=f"{replica}#{incarnation} was lost by the runtime {now - at:.1f} s ago and nobody replaced it: {because}",
+        detectors=(RUNTIME,),
+    )
+
+
+def finite(value: Any) -> Any:
+    """`value` with None for every number that JSON cannot say (NaN, infinity)."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value
+
+
+def storable(d: Diagnosis) -> Diagnosis:
+    """The diagnosis as the journal can keep it: what is decided from is exactly what is stored."""
+    cleaned = finite(d.to_dict())
+    for evidence in cleaned["evidence"]:
+        evidence["values"] = {k: v for k, v in evidence["values"].items() if v is not None}
+    times = {k: cleaned[k] if cleaned[k] is not None else 0.0 for k in ("onset", "detected_at", "confidence")}
+    return Diagnosis.from_dict({**cleaned, **times})
+
+
+def incident_name(number: int, d: Diagnosis) -> str:
+    """`inc-3-rollout-1`; `inc-3-node-2` where only a node is known; `inc-3-job` for everybody's fault."""
+    who = {s.replica or str(s.node) for s in d.suspects}
+    one = who.pop() if len(who) == 1 else "job"
+    return f"inc-{number}-{one.replace('/', '-')}"[:63]

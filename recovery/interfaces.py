@@ -1,0 +1,71 @@
+"""What recovery needs from others, as Protocols: somebody who looks, somebody who judges, somebody who can be told.
+
+Recovery imports neither detector nor agent: `rolecall watch` is given objects of these shapes (see `rolecall.watching`),
+tests give it fakes (`recovery.testing`). Waiting for "healthy again" is recovery's, the predicate is the detector's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rolecall.core.diagnosis import Diagnosis
+
+
+class Observation(Protocol):
+    """One look at the run. Recovery reads only when it was."""
+
+    @property
+    def wall_at(self) -> float:
+        """Seconds since 1970."""
+
+
+class Source(Protocol):
+    def poll(self, timeout_seconds: float) -> Any:
+        """What is new, as an `Observation`; returns within about `timeout_seconds` even if nothing is."""
+
+
+class Detector(Protocol):
+    def observe(self, observation: Any) -> Sequence[Diagnosis]:
+        """Takes one observation in and returns every diagnosis that stands; the same ones again while they stand."""
+
+    def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
+        """Whether `replica`, at this incarnation or a later one, is seen to finish work; and what was seen, in words."""
+
+    def window(self) -> Mapping[str, Any]:
+        """What the detectors have read, as JSON: kept with an incident for replay."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """Something a person should hear of. `seq` is the journal position of the event that it tells: the receiver may
+    drop what it has seen, because a message is sent at least once."""
+
+    seq: int
+    kind: str
+    run_id: str
+    because: str
+    wall_at: float
+    incident_id: str = ""
+    resolved: bool = False
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Notifier(Protocol):
+    """Delivers messages in order, in its own thread: no call ever blocks the loop."""
+
+    @property
+    def channel(self) -> str:
+        """What the journal says of the way a person was called; never a URL, which may hold a secret."""
+
+    @property
+    def settled_seq(self) -> int:
+        """Highest `seq` that was delivered or given up after all retries; 0 before the first."""
+
+    def offer(self, message: Message) -> bool:
+        """Queues a message; False when the queue is full (offer it again later)."""
+
+    def heartbeat(self, facts: Mapping[str, Any]) -> None:
+        """The dead-man signal: somebody else notices when it stops. Dropped while one is under way already."""
+
+    def close(self, seconds: float) -> None:
+        """Delivers what is queued for at most `seconds`, then ends."""

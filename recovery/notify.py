@@ -1,0 +1,221 @@
+"""Calling a person: JSON over HTTP, in a thread of its own, so that a webhook that hangs never delays a cure.
+
+Messages go in order, each tried a few times with growing pauses, each try with a deadline; redirects are not followed
+(a message may hold names of machines: it goes where it was sent). A URL that ends with `/api/v2/alerts` gets the
+Alertmanager v2 format, any other one object a message, told apart by `kind` and `id`. The dead-man signal goes the
+same way: whoever gets none for some intervals knows that watch is dead.
+"""
+
+import http.client
+import json
+import logging
+import queue
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.errors import ConfigError
+from rolecall.recovery.interfaces import Message
+
+logger = logging.getLogger(__name__)
+
+ALERTMANAGER_PATH = "/api/v2/alerts"
+TRY_SECONDS = 5.0
+"""Deadline of one try, from connecting to the last byte of the answer's head."""
+TRIES_MAX = 4
+PAUSE_SECONDS = 1.0
+"""Pause after the first failed try; doubled after each further one."""
+QUEUE_MAX = 1000
+"""Messages kept while the other side does not answer; more are offered again by the loop."""
+FIRING_SECONDS = 86_400.0
+"""How long Alertmanager shows an alert that nobody resolves."""
+HEARTBEATS_MISSED_MAX = 3
+"""Alertmanager forgets the dead-man alert after this many intervals without a new one."""
+
+
+class LogNotifier:
+    """Where no webhook is set: calls go to the log, at once."""
+
+    channel = "log"
+
+    def __init__(self) -> None:
+        self.settled_seq = 0
+
+    def offer(self, message: Message) -> bool:
+        logger.warning("%s: %s", message.kind, message.because)
+        self.settled_seq = max(self.settled_seq, message.seq)
+        return True
+
+    def heartbeat(self, facts: Mapping[str, Any]) -> None:
+        del facts
+
+    def close(self, seconds: float) -> None:
+        del seconds
+
+
+class WebhookNotifier:
+    """POSTs to one URL from a daemon thread. `settled_seq` and `num_failed` may be read from any thread."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        run_id: str,
+        deadman_seconds: float = 60.0,
+        clock: Clock | None = None,
+        try_seconds: float = TRY_SECONDS,
+        pause_seconds: float = PAUSE_SECONDS,
+        tries_max: int = TRIES_MAX,
+    ) -> None:
+        """Raises:
+        ConfigError: `url` is not http(s) with a host.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(["recovery.webhook_url: must be http://host/... or https://host/..."])
+        self.channel = "alertmanager" if parts.path.endswith(ALERTMANAGER_PATH) else "webhook"
+        self.settled_seq = 0
+        self.num_failed = 0
+        self._parts, self._run_id, self._deadman_seconds = parts, run_id, deadman_seconds
+        self._clock = clock or SystemClock()
+        self._try_seconds, self._pause_seconds, self._tries_max = try_seconds, pause_seconds, tries_max
+        self._queue: queue.Queue[Message | bytes] = queue.Queue(maxsize=QUEUE_MAX)
+        self._beating = threading.Event()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._deliver, name="notify", daemon=True)
+        self._thread.start()
+
+    def offer(self, message: Message) -> bool:
+        try:
+            self._queue.put_nowait(message)
+        except queue.Full:
+            return False
+        return True
+
+    def heartbeat(self, facts: Mapping[str, Any]) -> None:
+        if self._beating.is_set():
+            return
+        self._beating.set()
+        try:
+            self._queue.put_nowait(self._body_of_heartbeat(facts))
+        except queue.Full:
+            self._beating.clear()
+
+    def close(self, seconds: float) -> None:
+        self._ending.set()
+        self._thread.join(seconds)
+
+    def _deliver(self) -> None:
+        while True:
+            try:
+                item = self._queue.get(timeout=0.1)
+            except queue.Empty:
+                if self._ending.is_set():
+                    return
+                continue
+            if isinstance(item, bytes):
+                # A late sign of life is none: it is tried once, and the next one is due soon.
+                self._try(item)
+                self._beating.clear()
+                continue
+            self._send(self._body_of(item))
+            self.settled_seq = max(self.settled_seq, item.seq)
+
+    def _send(self, body: bytes) -> None:
+        pause = self._pause_seconds
+        for number in range(1, self._tries_max + 1):
+            if self._try(body):
+                return
+            if number < self._tries_max:
+                self._ending.wait(pause)
+                pause *= 2
+        self.num_failed += 1
+        logger.error("a person could not be called over %s, %d tries failed", self.channel, self._tries_max)
+
+    def _try(self, body: bytes) -> bool:
+        host, port = str(self._parts.hostname), self._parts.port
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(host, port, timeout=self._try_seconds)
+        # The socket's own timeout starts again with every byte: a server that drips would hold us for ever.
+        alarm = threading.Timer(self._try_seconds, _cut(connection))
+        alarm.daemon = True
+        alarm.start()
+        try:
+            path = (self._parts.path or "/") + (f"?{self._parts.query}" if self._parts.query else "")
+            connection.request("POST", path, body, {"Content-Type": "application/json"})
+            status = connection.getresponse().status
+        except (OSError, http.client.HTTPException, ValueError, AttributeError) as e:
+            # ValueError, AttributeError: what http.client raises when its socket is cut while it reads.
+            logger.warning("notification over %s failed: %s", self.channel, type(e).__name__)
+            return False
+        finally:
+            alarm.cancel()
+            connection.close()
+        if not 200 <= status < 300:
+            logger.warning("notification over %s was answered with %d", self.channel, status)
+        return 200 <= status < 300
+
+    def _body_of(self, message: Message) -> bytes:
+        if self.channel == "alertmanager":
+            return json.dumps([_alert(message)]).encode()
+        value = {
+            "id": f"{message.run_id}:e{message.seq}",
+            "kind": message.kind,
+            "run": message.run_id,
+            "incident": message.incident_id,
+            "because": message.because,
+            "at": message.wall_at,
+            "resolved": message.resolved,
+            **message.facts,
+        }
+        return json.dumps(value).encode()
+
+    def _body_of_heartbeat(self, facts: Mapping[str, Any]) -> bytes:
+        now = self._clock.wall()
+        if self.channel == "alertmanager":
+            alert = {
+                "labels": {"alertname": "RolecallWatchAlive", "run": self._run_id, "severity": "none"},
+                "annotations": {"summary": "rolecall watch is alive: this alert should never end"},
+                "startsAt": _iso(now),
+                "endsAt": _iso(now + HEARTBEATS_MISSED_MAX * self._deadman_seconds),
+            }
+            return json.dumps([alert]).encode()
+        return json.dumps({"kind": "watch_alive", "run": self._run_id, "at": now, **facts}).encode()
+
+
+def _cut(connection: http.client.HTTPConnection) -> Callable[[], None]:
+    def cut() -> None:
+        sock = connection.sock
+        if sock is not None:
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # it ended by itself
+
+    return cut
+
+
+def _alert(message: Message) -> dict[str, Any]:
+    """One alert of the Alertmanager v2 API (POST /api/v2/alerts, `postableAlerts`)."""
+    # Identity of an alert is its labels: firing and resolved must carry the same. Without an end Alertmanager would
+    # resolve it by itself after minutes, because it expects clients that repeat themselves.
+    ends_at = message.wall_at if message.resolved else message.wall_at + FIRING_SECONDS
+    return {
+        "labels": {
+            "alertname": "RolecallIncident",
+            "run": message.run_id,
+            "incident": message.incident_id,
+            "severity": "critical",
+        },
+        "annotations": {"summary": message.because, "kind": message.kind, "id": f"{message.run_id}:e{message.seq}"},
+        "startsAt": _iso(message.wall_at),
+        "endsAt": _iso(ends_at),
+    }
+
+
+def _iso(wall: float) -> str:
+    return datetime.fromtimestamp(wall, UTC).isoformat()

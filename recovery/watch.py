@@ -1,0 +1,377 @@
+"""`rolecall watch`: looks, judges, decides, acts, verifies; one tick after the other.
+
+A tick polls the source, feeds the detector, and - while this process holds the lease - makes every move that the
+incidents in the journal ask for: from finding to the desired record in one tick. What an incident needs next is decided
+by pure functions (`intake`, `policy`, `guards`, `verify`, put together in `moves`); this loop reads what they need and
+performs what they say. It keeps nothing that it could not read again: killed at any point, the next one goes on.
+
+Without the lease it looks and judges too, so that its windows are full when the holder dies, and writes nothing.
+"""
+
+import json
+import logging
+import os
+import socket
+import threading
+from collections.abc import Sequence
+
+from rolecall.core.clock import Clock
+from rolecall.core.config import RecoveryConfig
+from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass
+from rolecall.core.errors import ActuatorError, Fenced
+from rolecall.core.events import Event, EventKind
+from rolecall.core.ids import IncidentId, process_start_ticks
+from rolecall.core.journal import Journal, Lease
+from rolecall.recovery.actuators.base import ActionResult, Actuator
+from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
+from rolecall.recovery.book import Book, open_incident
+from rolecall.recovery.fleet import FleetView, fleet_view
+from rolecall.recovery.incidents import Failure, Incident, IncidentState, Outcome
+from rolecall.recovery.intake import Kind, receive, storable, unrepaired
+from rolecall.recovery.interfaces import Detector, Message, Notifier, Source
+from rolecall.recovery.moves import Append, Decide, Move, Perform, Situation, done, failed, next_move, plan_made
+from rolecall.recovery.policy import Question, decide, question
+
+logger = logging.getLogger(__name__)
+
+LEASE_NAME = "watch"
+PAUSED_FLAG = "paused"
+NOTIFIED_FLAG = "notified"
+RENEWALS_PER_LEASE = 3
+"""The lease is renewed this often within its life: two renewals may fail before anybody succeeds us."""
+MOVES_PER_TICK_MAX = 20
+"""Moves of one incident within one tick; a whole cure has 8. More is a loop that must not spin."""
+STOOD_SECONDS = 5.0
+"""A diagnosis that was absent for less than this never went away."""
+FAILED_TICKS_MAX = 50
+"""After so many failed ticks in a row the process ends with the error, and who started it starts another."""
+FAILED_TICK_PAUSE_SECONDS = 0.5
+
+
+def holder_name() -> str:
+    """`<host>:<pid>:<start_ticks>` of this process."""
+    return f"{socket.gethostname()}:{os.getpid()}:{process_start_ticks(os.getpid())}"
+
+
+class Watch:
+    """One watch process. `tick` does everything once; `run` repeats it."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        source: Source,
+        detector: Detector,
+        actuator: Actuator,
+        config: RecoveryConfig,
+        notifier: Notifier,
+        clock: Clock,
+        holder: str,
+        *,
+        run_id: str = "",
+        poll_seconds: float = 0.25,
+    ) -> None:
+        """`poll_seconds`: how long one look may wait for something new."""
+        self._journal, self._source, self._detector, self._actuator = journal, source, detector, actuator
+        self._config, self._notifier, self._clock, self._holder = config, notifier, clock, holder
+        self._run_id, self._poll_seconds = run_id, poll_seconds
+        self._book = Book()
+        self._lease: Lease | None = None
+        self._renew_at = 0.0
+        self._heartbeat_at = 0.0
+        self._told_seq = 0
+        self._notified_seq = 0
+        self._stood: dict[str, float] = {}  # diagnosis key -> when it last stood, wall seconds
+        self._judging_since = clock.wall()  # since when the absence of a diagnosis means something
+        self._judge_error = ""
+
+    @property
+    def acting(self) -> bool:
+        """Whether this process holds the lease."""
+        return self._lease is not None
+
+    @property
+    def finished(self) -> bool:
+        """The run is over, and so is every incident."""
+        return self._book.ended is not None and not self._book.open_incidents()
+
+    def run(self, stop: threading.Event) -> None:
+        """Ticks until `stop` is set or the run is over, then gives the lease back."""
+        failures = 0
+        while not stop.is_set() and not (self.finished and self.acting):
+            try:
+                self.tick()
+                failures = 0
+            except Exception:
+                # Deliberate: a database that is busy or away, or a bug in one decision, must not end the watching.
+                # All state is in the journal, so the next tick starts from what is true; endless failure ends us.
+                failures += 1
+                logger.exception("tick failed (%d in a row)", failures)
+                if failures >= FAILED_TICKS_MAX:
+                    raise
+                stop.wait(FAILED_TICK_PAUSE_SECONDS)
+        if self._lease is not None:
+            self._journal.release(self._lease)
+            self._lease = None
+
+    def tick(self) -> None:
+        """Looks, judges, and makes every move that is due.
+
+        Raises:
+            JournalError, SQLAlchemyError: the journal cannot be read or written; the next tick goes on from there.
+        """
+        standing = self._judge()
+        try:
+            held = self._hold_lease()
+            self._book.refresh(self._journal)
+            if not held:
+                return
+            self._take_in(standing)
+            for incident_id in [i.incident_id for i in self._book.open_incidents()]:
+                self._advance(incident_id)
+            self._report_broken()
+            self._tell()
+        except Fenced as e:
+            # Somebody else acts now. Nothing was written under our number, and nothing will be.
+            logger.warning("no longer acting: %s", e)
+            self._lease = None
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    def _judge(self) -> list[Diagnosis]:
+        try:
+            observation = self._source.poll(self._poll_seconds)
+            standing = [storable(d) for d in self._detector.observe(observation)]
+        except Exception as e:
+            # Deliberate: a detector that fails must not stop a cure under way. Nothing is known of the fleet now, so
+            # no fault may be taken for over, and a person hears of it.
+            logger.exception("source or detector failed")
+            self._judge_error = f"{type(e).__name__}: {e}"
+            self._judging_since = self._clock.wall()
+            return []
+        self._judge_error = ""
+        return standing
+
+    def _progress(self, incident: Incident) -> dict[str, tuple[bool, str]]:
+        found: dict[str, tuple[bool, str]] = {}
+        for replica, incarnation in {**incident.named, **incident.touched}.items():
+            try:
+                found[replica] = self._detector.progressing(replica, incarnation or 0)
+            except Exception as e:
+                # Deliberate, as in _judge: not knowing is no progress.
+                found[replica] = (False, f"its progress is unknown ({type(e).__name__}: {e})")
+        return found
+
+    # --- the lease --------------------------------------------------------------------------------------------------
+
+    def _hold_lease(self) -> bool:
+        now = self._clock.monotonic()
+        if self._lease is not None and now < self._renew_at:
+            return True
+        if self._lease is None:
+            # A look is cheaper than a write: the one that only observes should not compete for the database.
+            stands = self._journal.lease(LEASE_NAME)
+            if stands and stands.holder not in ("", self._holder) and stands.expires_at > self._clock.wall():
+                return False
+        lease = self._journal.acquire(LEASE_NAME, self._holder, self._config.lease_seconds)
+        self._renew_at = now + self._config.lease_seconds / RENEWALS_PER_LEASE
+        before, self._lease = self._lease, lease
+        if lease is None:
+            return False
+        if before is None or before.fence != lease.fence:
+            body = {"holder": self._holder, "fence": lease.fence, "mode": self._config.mode}
+            self._write(EventKind.LEASE_TAKEN, body, key=f"lease:{LEASE_NAME}:{lease.fence}")
+            self._told_seq = self._notified_seq = int(self._journal.flag(NOTIFIED_FLAG) or 0)
+        return True
+
+    def _write(self, kind: EventKind, body: dict[str, object], *, key: str, incident: Incident | None = None) -> Event:
+        event = self._journal.append(
+            kind,
+            body,
+            incident_id=incident.incident_id if incident else None,
+            caused_by=incident.last_event_id if incident else None,
+            key=key,
+            lease=self._lease,
+        )
+        line = {"event": str(kind), "incident": event.incident_id, "because": body.get("because"), "seq": event.seq}
+        logger.info("%s", json.dumps(line))
+        self._book.refresh(self._journal)
+        return event
+
+    # --- taking in what stands ----------------------------------------------------------------------------------------
+
+    def _take_in(self, standing: Sequence[Diagnosis]) -> None:
+        now = self._clock.wall()
+        stopping = self._journal.flag(STOP_FLAG) is not None or self._book.ended is not None
+        found = list(standing)
+        if not stopping:
+            found += unrepaired(self._fleet(), self._book.incidents.values(), now)
+        for diagnosis in found:
+            self._take_one(diagnosis, now, stopping)
+        self._stood = {k: at for k, at in self._stood.items() if now - at < STOOD_SECONDS}
+
+    def _take_one(self, d: Diagnosis, now: float, stopping: bool) -> None:
+        taken = receive(
+            d,
+            self._book.incidents.values(),
+            self._fleet(),
+            stood_before=d.key in self._stood,
+            reconsider=self._would_act(d),
+        )
+        self._stood[d.key] = now
+        incident = self._book.incidents.get(taken.incident_id)
+        if taken.kind is Kind.OPEN and not stopping:
+            # Processes of a job that is being stopped end, and that is no fault.
+            open_incident(self._journal, self._book, d, window=self._detector.window, lease=self._lease)
+        elif taken.kind is Kind.FAIL and incident is not None and incident.attempt is not None:
+            # The failure first: one that dies after the update alone would find nothing left to tell.
+            move = failed(incident, incident.attempt, Failure.DIED, taken.because)
+            self._append(incident, move)
+            self._update(self._book.incidents[incident.incident_id], d)
+        elif taken.kind is Kind.UPDATE and incident is not None:
+            self._update(incident, d)
+
+    def _update(self, incident: Incident, d: Diagnosis) -> None:
+        key = f"{incident.incident_id}:updated:{d.key}"
+        self._write(EventKind.INCIDENT_UPDATED, {"diagnosis": d.to_dict()}, key=key, incident=incident)
+
+    def _would_act(self, d: Diagnosis) -> bool:
+        """Whether policy would now do something about what it tolerated before (a slow replica that got slower)."""
+        if d.fault_class is not FaultClass.SLOW:
+            return False
+        q = Question(
+            incident_id=IncidentId("inc-0"),
+            diagnosis=d,
+            fleet=self._fleet(),
+            config=self._config,
+            past=(),
+            supports=self._actuator.supports,
+        )
+        return decide(q).plan.action is not ActionKind.TOLERATE
+
+    # --- moving incidents on -------------------------------------------------------------------------------------------
+
+    def _advance(self, incident_id: str) -> None:
+        for _ in range(MOVES_PER_TICK_MAX):
+            incident = self._book.incidents.get(incident_id)
+            if incident is None:
+                return
+            situation = self._situation(incident)
+            asked = question(incident, situation.fleet, self._config, self._actuator.supports)
+            move = next_move(incident, situation, asked)
+            if move is None:
+                return
+            self._make(incident, move)
+            if isinstance(move, Perform) and not self._is_settled(incident_id, move):
+                return
+
+    def _is_settled(self, incident_id: str, move: Perform) -> bool:
+        after = self._book.incidents.get(incident_id)
+        return after is None or after.state is not IncidentState.ACTING or len(after.attempts) != move.number
+
+    def _make(self, incident: Incident, move: Move) -> None:
+        if isinstance(move, Append):
+            self._append(incident, move)
+        elif isinstance(move, Decide):
+            verdict = decide(move.question)
+            body = plan_made(verdict, move.question)
+            body["plan"]["also_hit"] = list(self._actuator.also_hit(verdict.plan))
+            self._write(EventKind.PLAN_MADE, body, key=move.key, incident=incident)
+        else:
+            self._perform(incident, move)
+
+    def _append(self, incident: Incident, move: Append) -> None:
+        self._write(move.kind, dict(move.body), key=move.key, incident=incident)
+
+    def _perform(self, incident: Incident, move: Perform) -> None:
+        assert self._lease is not None and incident.attempt is not None
+        try:
+            result = self._actuator.perform(move.plan, self._lease)
+        except ActuatorError as e:
+            result = ActionResult(done=False, because=str(e))
+        if result.done:
+            self._append(incident, done(incident, incident.attempt, result.to_dict()))
+        else:
+            self._append(incident, failed(incident, incident.attempt, Failure.REFUSED, result.because))
+
+    def _situation(self, incident: Incident) -> Situation:
+        now = self._clock.wall()
+        stood = [self._stood[k] for k in incident.seen_keys if k in self._stood]
+        return Situation(
+            now=now,
+            fleet=self._fleet(),
+            config=self._config,
+            incidents=tuple(self._book.incidents.values()),
+            paused=self._journal.flag(PAUSED_FLAG),
+            stopping=self._journal.flag(STOP_FLAG),
+            ended=self._book.ended,
+            absent_seconds=max(0.0, now - max([self._judging_since, incident.opened_at, *stood])),
+            progress=self._progress(incident),
+            channel=self._notifier.channel,
+        )
+
+    def _fleet(self) -> FleetView:
+        return fleet_view(self._journal.desired(), self._journal.current())
+
+    # --- telling people -------------------------------------------------------------------------------------------------
+
+    def _report_broken(self) -> None:
+        for name, error in self._book.broken.items():
+            if not any(e.key == f"broken:{name}" for e in self._book.to_tell):
+                self._write(EventKind.PERSON_CALLED, self._call(str(error)), key=f"broken:{name}")
+        if self._judge_error and self._lease is not None:
+            because = f"nothing is diagnosed: the source or a detector fails with {self._judge_error}"
+            key = f"blind:{self._lease.fence}"
+            if not any(e.key == key for e in self._book.to_tell):
+                self._write(EventKind.PERSON_CALLED, self._call(because), key=key)
+
+    def _call(self, because: str) -> dict[str, object]:
+        return {"topic": "watch", "because": because, "channel": self._notifier.channel}
+
+    def _tell(self) -> None:
+        """Hands over what people should hear. The journal is the outbox: what was not delivered is told again by the
+        next watch, so a message arrives at least once."""
+        for event in self._book.to_tell:
+            if event.seq <= self._told_seq:
+                continue
+            message = self._message(event)
+            if message is not None and not self._notifier.offer(message):
+                break
+            self._told_seq = event.seq
+        settled = min(self._notifier.settled_seq, self._told_seq)
+        if settled > self._notified_seq:
+            self._journal.set_flag(NOTIFIED_FLAG, str(settled))
+            self._notified_seq = settled
+        now = self._clock.monotonic()
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + self._config.deadman_seconds
+            self._notifier.heartbeat(
+                {
+                    "holder": self._holder,
+                    "mode": self._config.mode,
+                    "paused": self._journal.flag(PAUSED_FLAG) is not None,
+                    "open_incidents": len(self._book.open_incidents()),
+                    "blind": self._judge_error,
+                }
+            )
+
+    def _message(self, event: Event) -> Message | None:
+        incident = self._book.incidents.get(event.incident_id or "")
+        closed = event.kind is EventKind.INCIDENT_CLOSED
+        if closed and (incident is None or incident.outcome is Outcome.GAVE_UP or not _was_told(incident)):
+            return None
+        because = str(event.body.get("because") or event.body.get("plan", {}).get("because", ""))
+        facts = {k: event.body[k] for k in ("outcome", "topic", "expires_at", "digest") if k in event.body}
+        return Message(
+            seq=event.seq,
+            kind=str(event.kind),
+            run_id=self._run_id,
+            incident_id=event.incident_id or "",
+            because=because,
+            wall_at=event.wall_at,
+            resolved=closed,
+            facts=facts,
+        )
+
+
+def _was_told(incident: Incident) -> bool:
+    return bool(incident.person_topics) or any(a.expires_at is not None for a in incident.attempts)

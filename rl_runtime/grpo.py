@@ -1,12 +1,14 @@
 """GRPO loss in plain PyTorch.
 
-    A_i   = R_i - mean(R)                 of the samples of one prompt; divided by std(R) only if asked
+    A_i   = R_i - mean(R)                 over the samples of one prompt; divided by std(R) if asked
     r_it  = pi(o_it) / pi_behaviour(o_it)
-    loss  = -1/N  sum_i sum_t min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i)
+    loss  = -1/N  sum_i sum_t [ min(r_it A_i, clip(r_it, 1 - clip_low, 1 + clip_high) A_i) + c H_it ]
 
 The clipped surrogate with group-relative advantages is GRPO, DeepSeekMath (arXiv 2402.03300) eq. 3, without its KL
-term. Every token has the same weight and the clip range is asymmetric, as in DAPO (arXiv 2503.14476) eq. 8, 10 and
-12. Advantages are not divided by the standard deviation, and N is a constant, as in Dr. GRPO (arXiv 2503.20783).
+term; in that term's place stands an optional bonus c for the entropy H_it of the policy at each token (PPO, arXiv
+1707.06347, eq. 9), without which a model that starts from nothing settles on one answer before it has learnt to look
+at the question. Every token has the same weight and the clip range is asymmetric, as in DAPO (arXiv 2503.14476) eq. 8, 10 and
+12. N is a constant, as in Dr. GRPO (arXiv 2503.20783), which also leaves out the division by std(R).
 
 N = samples a step x longest response. It depends on nothing that a fault could change, so the sum over microbatches
 is the loss of the whole batch whatever the split (design law 5). pi_behaviour is the log-probability that the engine
@@ -88,33 +90,33 @@ def make_batch(groups: Sequence[Group], *, pad: int, divide_by_std: bool) -> Bat
     )
 
 
-def token_logprobs(logits_stv: torch.Tensor, tokens_st: torch.Tensor) -> torch.Tensor:
-    """Log-probability of each token given those before it; 0 at t = 0, which nothing predicts."""
-    logprobs = torch.log_softmax(logits_stv[:, :-1].float(), dim=-1)
-    picked = logprobs.gather(-1, tokens_st[:, 1:].unsqueeze(-1)).squeeze(-1)
-    return torch.nn.functional.pad(picked, (1, 0))
+def token_logprobs(logits_stv: torch.Tensor, tokens_st: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probability of each token given those before it, and the entropy there; 0 at t = 0, which nothing predicts."""
+    logprobs_stv = torch.log_softmax(logits_stv[:, :-1].float(), dim=-1)
+    picked = logprobs_stv.gather(-1, tokens_st[:, 1:].unsqueeze(-1)).squeeze(-1)
+    entropy = -(logprobs_stv.exp() * logprobs_stv).sum(-1)
+    return torch.nn.functional.pad(picked, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
 
 
 def grpo_loss(
     logprobs_st: torch.Tensor,
+    entropy_st: torch.Tensor,
     batch: Batch,
+    algorithm: AlgorithmConfig,
     *,
-    clip_low: float,
-    clip_high: float,
     normaliser: float,
     policy_version: int,
 ) -> Loss:
     """The microbatch's share of the step's loss, in the form that simply adds up over microbatches."""
     log_ratio = (logprobs_st - batch.behaviour_logprobs_st) * batch.mask_st
     ratio = log_ratio.exp()
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    clipped = ratio.clamp(1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
     advantage = batch.advantages_s.unsqueeze(-1)
-    gain = torch.minimum(ratio * advantage, clipped * advantage) * batch.mask_st
-    same = (batch.versions_st == policy_version) & (batch.mask_st > 0)
-    error = log_ratio.detach().abs()[same]
-    outside = (clipped * advantage < ratio * advantage) & (batch.mask_st > 0)
+    gain = torch.minimum(ratio * advantage, clipped * advantage) + algorithm.entropy_coefficient * entropy_st
+    generated = batch.mask_st > 0
+    error = log_ratio.detach().abs()[(batch.versions_st == policy_version) & generated]
     return Loss(
-        total=-gain.sum() / normaliser,
+        total=-(gain * batch.mask_st).sum() / normaliser,
         log_ratio_max=float(error.max()) if error.numel() else 0.0,
-        clipped_tokens=int(outside.sum()),
+        clipped_tokens=int(((clipped * advantage < ratio * advantage) & generated).sum()),
     )

@@ -19,6 +19,10 @@ INITIALIZER_RANGE = 0.08
 
 POSITIONS_MAX = 512
 
+ROPE_THETA = 100.0
+"""Base of the rotary embedding. Prompts are tens of tokens long: at the usual 10,000 most dimensions hardly turn over
+them, and looking a fixed distance back takes twice as many steps to learn (30 against 60, supervised)."""
+
 
 def vocabulary(config: ModelConfig) -> Vocabulary:
     """The vocabulary of the model that `config` names.
@@ -92,6 +96,7 @@ def _qwen3_config(config: ModelConfig, vocab: Vocabulary) -> Any:
         head_dim=config.head_dim,
         max_position_embeddings=POSITIONS_MAX,
         initializer_range=INITIALIZER_RANGE,
+        rope_parameters={"rope_theta": ROPE_THETA, "rope_type": "default"},
         tie_word_embeddings=False,
         attention_dropout=0.0,
         use_cache=True,

@@ -61,7 +61,10 @@ class AlgorithmConfig(Section):
     clip_high: Annotated[float, Field(gt=0, lt=10)] = 0.28
     grad_norm_max: Annotated[float, Field(gt=0)] = 1.0
     divide_by_std: bool = False
-    """GRPO divides a group's advantages by their standard deviation; without it (Dr. GRPO) small models stay stable."""
+    """GRPO divides a group's advantages by their standard deviation; Dr. GRPO does not."""
+    entropy_coefficient: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Bonus for the policy's entropy at each token. A model that starts from random weights settles on one answer
+    without it; raising it keeps answers random for longer."""
 
     @property
     def groups_per_step(self) -> int:

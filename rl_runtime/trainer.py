@@ -1,0 +1,402 @@
+"""One trainer replica: model, AdamW, and the gradient of the running step as far as it is computed.
+
+A step: compute those of my microbatches that I have not computed yet and add their gradients up; reduce a copy; vote;
+and only when all members agree, move the optimizer. Until then nothing that lasts has changed, so that a step may be
+interrupted at any point and finished in the next epoch, with the microbatches of the lost added to the same sum. Who
+missed a commit copies the whole state from a member that made it.
+
+Exactly B microbatches enter each step (ReCoVer's invariant): the vote checks their ids. The loss is divided by a number
+that depends on the job alone, never by how many survive.
+
+No Ray here. `train_step`, `join` and `load_state` belong to one working thread; `info`, `commit_record`,
+`reset_step` and everything that reads state may be called from others at the same time.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from rolecall.agent import reporter
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config import JobConfig
+from rolecall.core.errors import NotFinite, StaleIncarnation, VoteRefused
+from rolecall.core.ids import GroupId, ReplicaId, process_start_ticks
+from rolecall.core.journal import ChainHead
+from rolecall.core.store import GENESIS
+from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.grpo import grpo_loss, make_batch, normaliser, token_logprobs
+from rolecall.rl_runtime.model import make_model, vocabulary
+from rolecall.rl_runtime.protocol import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo
+from rolecall.rl_runtime.reduce import (
+    Ballot,
+    EpochStore,
+    MicrobatchStats,
+    ReduceGroup,
+    disagreement,
+    nothing,
+    refuse_stale,
+)
+from rolecall.rl_runtime.task import make_task
+from rolecall.rl_runtime.trainer_state import TrainerState
+
+LOG_RATIO_ALARM: Final = 0.02
+"""Trainer and engine agree to about 1e-5 on a token of the same version; beyond this one of the two has wrong weights."""
+
+
+@dataclass(slots=True)
+class Partial:
+    """What this replica has of the running step. `gradient`: flat float64 sum over `done`."""
+
+    step: int
+    gradient: torch.Tensor
+    done: dict[str, tuple[Microbatch, MicrobatchStats]] = field(default_factory=dict)
+
+    def clear(self) -> None:
+        self.gradient.zero_()
+        self.done.clear()
+
+
+def first_commit() -> CommitRecord:
+    """The record of weights that no step has touched."""
+    return CommitRecord(
+        step=-1,
+        epoch=0,
+        microbatch_ids=(),
+        group_ids=(),
+        gradient_digest="",
+        ledger=ChainHead(position=0, hash=GENESIS),
+    )
+
+
+class TrainerReplica:
+    """A data-parallel copy. Hooks are where faults may be injected, and where a version is handed on."""
+
+    def __init__(
+        self,
+        *,
+        replica: ReplicaId,
+        incarnation: int,
+        job: JobConfig,
+        has_state: bool = True,
+        clock: Clock | None = None,
+        on_microbatch: Callable[[], None] = nothing,
+        on_bucket: Callable[[], None] = nothing,
+        on_publish: Callable[[int], None] | None = None,
+    ) -> None:
+        """`has_state` False: the fresh weights made here must be replaced (load_state) before this replica may join.
+
+        `on_publish(policy_version)` runs in phase publish after each commit; `policy_tensors` gives the weights.
+        """
+        torch.set_num_threads(1)
+        self.replica, self.incarnation, self.job = replica, incarnation, job
+        self._clock = clock or SystemClock()
+        self._on_microbatch, self._on_bucket, self._on_publish = on_microbatch, on_bucket, on_publish
+        self._vocab = vocabulary(job.model)
+        max_new = make_task(job.task, self._vocab, job.seed).max_new_tokens
+        self._normaliser = normaliser(job.algorithm, max_new)
+        model = make_model(job.model, self._vocab, job.seed)
+        self._state = TrainerState(model, job.algorithm, first_commit(), replica=replica)
+        self._has_state = has_state
+        self._partial = Partial(step=0, gradient=torch.zeros(self._state.num_parameters, dtype=torch.float64))
+        self._partial_lock = threading.RLock()
+        self._stores: dict[int, EpochStore] = {}
+        self._group: ReduceGroup | None = None
+        self._joined_epoch = -1
+        self._last_result: StepResult | None = None
+
+    # --- what others may ask at any time
+
+    def info(self, holder: Holder) -> TrainerInfo:
+        """`holder`: where this replica serves tensors."""
+        pid = os.getpid()
+        commit = self._state.commit
+        with self._partial_lock:
+            computed = tuple(sorted(self._partial.done)) if self._partial.step == commit.step + 1 else ()
+        return TrainerInfo(
+            replica=self.replica,
+            incarnation=self.incarnation,
+            pid=pid,
+            start_ticks=process_start_ticks(pid) or 0,
+            has_state=self._has_state,
+            commit=commit,
+            holder=holder,
+            computed=computed,
+            joined_epoch=self._joined_epoch,
+        )
+
+    def commit_record(self) -> CommitRecord:
+        return self._state.commit
+
+    @property
+    def last_result(self) -> StepResult | None:
+        """The answer of the newest committed step: for a controller that restarted before it heard it."""
+        return self._last_result
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state as copies; `export_state` gives them together with their meta."""
+        return self.export_state()[0]
+
+    def export_state(self) -> tuple[dict[str, torch.Tensor], str]:
+        """Everything that a replacement needs, and the JSON meta that belongs to it; taken between two steps."""
+        return self._state.export()
+
+    def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
+        """An immutable copy of the weights of policy version `version`, Hugging Face names.
+
+        Raises:
+            StaleIncarnation: this replica is at another version.
+        """
+        return self._state.policy_tensors(version)
+
+    def canary_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Log-probability of each of `tokens` but the first, under the present weights."""
+        return self._state.canary_logprobs(tokens)
+
+    def open_store(self, epoch: int, host: str = "127.0.0.1") -> tuple[str, int]:
+        """Opens the rendezvous of `epoch` on this replica and returns where; asked again, the same."""
+        if epoch <= self._joined_epoch:
+            raise StaleIncarnation(
+                replica=self.replica, wanted=f"an epoch after {self._joined_epoch}", got=f"epoch {epoch}"
+            )
+        with self._partial_lock:
+            store = self._stores.get(epoch)
+            if store is None:
+                store = self._stores[epoch] = EpochStore(host, self.job.runtime.group_timeout_seconds)
+            return store.host, store.port
+
+    def reset_step(self, step: int) -> None:
+        """Throws away partial gradients of `step`.
+
+        Raises:
+            StaleIncarnation: that step is committed.
+        """
+        refuse_stale(self.replica, "step", self._state.commit.step + 1, step)
+        with self._partial_lock:
+            self._partial.clear()
+
+    # --- the working thread
+
+    def join(self, incarnation: int, epoch: int, rank: int, size: int, host: str, port: int) -> None:
+        """Becomes rank `rank` of `size` in `epoch`.
+
+        Raises:
+            StaleIncarnation: meant for another incarnation, an epoch that is over, or this replica has no state yet.
+            PeerLost: not all members came in time.
+        """
+        refuse_stale(self.replica, "incarnation", self.incarnation, incarnation)
+        if epoch <= self._joined_epoch:
+            raise StaleIncarnation(
+                replica=self.replica, wanted=f"an epoch after {self._joined_epoch}", got=f"epoch {epoch}"
+            )
+        if not self._has_state:
+            raise StaleIncarnation(replica=self.replica, wanted="state copied first", got=f"join of epoch {epoch}")
+        self._leave()
+        self._joined_epoch = epoch
+        timeout = self.job.runtime.group_timeout_seconds
+        self._group = ReduceGroup(epoch=epoch, rank=rank, size=size, host=host, port=port, timeout_seconds=timeout)
+        with self._partial_lock:
+            for old in [e for e in self._stores if e < epoch]:
+                self._stores.pop(old).close()
+        reporter.update(epoch=epoch, policy_version=self._state.commit.policy_version)
+        reporter.enter_phase(Phase.WAIT)
+
+    def train_step(
+        self,
+        incarnation: int,
+        epoch: int,
+        step: int,
+        mine: Sequence[Microbatch],
+        all_ids: Sequence[str],
+        ledger: ChainHead,
+        members: Sequence[ReplicaId],
+    ) -> StepResult:
+        """Computes what is missing of `mine`, reduces, votes, steps the optimizer, publishes version `step` + 1.
+
+        After any error the call may be repeated, in a newer epoch and with more microbatches: nothing was committed.
+
+        Raises:
+            StaleIncarnation: meant for another incarnation, epoch or step.
+            PeerLost: a peer went away; local gradients are kept.
+            VoteRefused: the members do not agree; `reset_step` and try again.
+            NotFinite: names the replica and microbatch; partial gradients are thrown away.
+        """
+        started = self._clock.monotonic()
+        refuse_stale(self.replica, "incarnation", self.incarnation, incarnation)
+        refuse_stale(self.replica, "epoch", self._joined_epoch, epoch)
+        refuse_stale(self.replica, "step", self._state.commit.step + 1, step)
+        self._refuse_bad_plan(epoch, step, mine, all_ids)
+        with reporter.step(step):
+            self._compute(step, mine)
+            ballots, gradient = self._reduce_and_vote(epoch, step, mine, all_ids, ledger, members)
+            commit = CommitRecord(
+                step=step,
+                epoch=epoch,
+                microbatch_ids=tuple(sorted(all_ids)),
+                group_ids=_group_ids(ballots),
+                gradient_digest=ballots[0].gradient_digest,
+                ledger=ledger,
+            )
+            with reporter.phase(Phase.OPTIMIZER):
+                grad_norm = self._state.apply(gradient, commit)
+                with self._partial_lock:
+                    self._partial.clear()
+                    self._partial.step = step + 1
+            reporter.update(policy_version=commit.policy_version)
+            if self._on_publish is not None:
+                with reporter.phase(Phase.PUBLISH):
+                    self._on_publish(commit.policy_version)
+        return self._result(commit, ballots, grad_norm, started)
+
+    def load_state(self, tensors: dict[str, torch.Tensor], meta: str) -> None:
+        """Becomes a copy: weights, optimizer state, commit record, bit by bit.
+
+        Raises:
+            ProofMismatch: names, shapes or dtypes are not those of this model; nothing was changed then.
+        """
+        with reporter.phase(Phase.COPY):
+            self._state.load(tensors, meta)
+        with self._partial_lock:
+            self._partial.clear()
+            self._partial.step = self._state.commit.step + 1
+        self._has_state = True
+        reporter.update(policy_version=self._state.commit.policy_version)
+
+    def close(self) -> None:
+        """Leaves the group and closes all stores, without waiting."""
+        self._leave()
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
+
+    # --- inside a step
+
+    def _refuse_bad_plan(self, epoch: int, step: int, mine: Sequence[Microbatch], all_ids: Sequence[str]) -> None:
+        wanted = self.job.algorithm.microbatches_per_step
+        if len(set(all_ids)) != wanted or len(all_ids) != wanted:
+            because = f"{len(set(all_ids))} microbatches in the plan, {wanted} make a step"
+            raise VoteRefused(epoch=epoch, step=step, because=because)
+        foreign = sorted({m.microbatch_id for m in mine} - set(all_ids))
+        if foreign or len({m.microbatch_id for m in mine}) != len(mine):
+            raise VoteRefused(
+                epoch=epoch, step=step, because=f"my microbatches repeat or are not of the step: {foreign}"
+            )
+
+    def _compute(self, step: int, mine: Sequence[Microbatch]) -> None:
+        plan = {m.microbatch_id: m for m in mine}
+        with self._partial_lock:
+            partial = self._partial
+            # A sum cannot give back one of its parts: what is no longer mine, or has other content, means a new start.
+            if partial.step != step or any(plan.get(i) != m for i, (m, _) in partial.done.items()):
+                partial.clear()
+                partial.step = step
+        with reporter.phase(Phase.COMPUTE):
+            for microbatch in mine:
+                if microbatch.microbatch_id in partial.done:
+                    continue
+                self._on_microbatch()
+                started = self._clock.monotonic()
+                gradient, stats = self._gradient(microbatch, step)
+                with self._partial_lock:
+                    partial.gradient += gradient
+                    partial.done[microbatch.microbatch_id] = (microbatch, stats)
+                busy = self._clock.monotonic() - started
+                reporter.progress(1, busy_seconds=busy, tokens=stats.num_tokens)
+                reporter.update(loss=stats.loss)
+
+    def _gradient(self, microbatch: Microbatch, step: int) -> tuple[torch.Tensor, MicrobatchStats]:
+        algorithm, state = self.job.algorithm, self._state
+        batch = make_batch(microbatch.groups, pad=self._vocab.pad, divide_by_std=algorithm.divide_by_std)
+        logits = state.model(input_ids=batch.tokens_st, use_cache=False).logits
+        logprobs, entropy = token_logprobs(logits, batch.tokens_st)
+        loss = grpo_loss(logprobs, entropy, batch, algorithm, normaliser=self._normaliser, policy_version=step)
+        grads: Any = torch.autograd.grad(loss.total, state.parameters, materialize_grads=True)
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        total = float(loss.total.detach())
+        samples = [s for g in microbatch.groups for s in g.samples]
+        stats = MicrobatchStats(
+            microbatch_id=microbatch.microbatch_id,
+            group_ids=tuple(g.group_id for g in microbatch.groups),
+            loss=total,
+            reward_sum=sum(s.reward for s in samples),
+            num_samples=len(samples),
+            num_tokens=sum(len(s.tokens) for s in samples),
+            log_ratio_max=loss.log_ratio_max,
+            finite=bool(torch.isfinite(flat).all()) and bool(torch.isfinite(loss.total.detach())),
+        )
+        return flat.double(), stats
+
+    def _reduce_and_vote(
+        self,
+        epoch: int,
+        step: int,
+        mine: Sequence[Microbatch],
+        all_ids: Sequence[str],
+        ledger: ChainHead,
+        members: Sequence[ReplicaId],
+    ) -> tuple[list[Ballot], torch.Tensor]:
+        assert self._group is not None, "the epoch was checked, so a group was joined"
+        with self._partial_lock:
+            if set(self._partial.done) != {m.microbatch_id for m in mine}:
+                raise VoteRefused(epoch=epoch, step=step, because="the step was reset while it was computed")
+            local, stats = self._partial.gradient.clone(), tuple(s for _, s in self._partial.done.values())
+        with reporter.phase(Phase.REDUCE):
+            gradient = self._group.all_reduce(local, on_bucket=self._on_bucket).float()
+            ballot = Ballot(
+                replica=self.replica,
+                incarnation=self.incarnation,
+                epoch=epoch,
+                step=step,
+                microbatches=stats,
+                gradient_digest=_digest(gradient),
+                weights_digest=self._state.weights_digest,
+                ledger=ledger,
+            )
+            ballots = [Ballot.from_bytes(raw) for raw in self._group.gather(ballot.to_bytes())]
+        for other in ballots:
+            for bad in (s for s in other.microbatches if not s.finite):
+                self.reset_step(step)
+                raise NotFinite(replica=other.replica, step=step, what=f"loss or gradient of {bad.microbatch_id}")
+        because = disagreement(ballots, members=members, all_ids=all_ids)
+        if because:
+            raise VoteRefused(epoch=epoch, step=step, because=because)
+        if not bool(torch.isfinite(gradient).all()):
+            self.reset_step(step)
+            raise NotFinite(replica=self.replica, step=step, what="the sum of finite gradients")
+        return ballots, gradient
+
+    def _result(self, commit: CommitRecord, ballots: Sequence[Ballot], grad_norm: float, started: float) -> StepResult:
+        stats = [s for b in ballots for s in b.microbatches]
+        mine = next(b for b in ballots if b.replica == self.replica)
+        self._last_result = StepResult(
+            replica=self.replica,
+            incarnation=self.incarnation,
+            commit=commit,
+            loss=sum(s.loss for s in stats),
+            grad_norm=grad_norm,
+            reward=sum(s.reward_sum for s in stats) / max(1, sum(s.num_samples for s in stats)),
+            num_tokens=sum(s.num_tokens for s in stats),
+            seconds=self._clock.monotonic() - started,
+            my_microbatches=tuple(sorted(s.microbatch_id for s in mine.microbatches)),
+            log_ratio_max=max((s.log_ratio_max for s in stats), default=0.0),
+        )
+        result = self._last_result
+        reporter.update(loss=result.loss, grad_norm=grad_norm, reward=result.reward)
+        return result
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+def _group_ids(ballots: Sequence[Ballot]) -> tuple[GroupId, ...]:
+    return tuple(sorted(g for b in ballots for s in b.microbatches for g in s.group_ids))
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().data).hexdigest()

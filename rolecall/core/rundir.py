@@ -135,5 +135,12 @@ def registration_secret(token: str, replica: str, rank: int, incarnation: int) -
     return hmac.new(token.encode(), f"{replica}:{rank}#{incarnation}".encode(), "sha256").hexdigest()
 
 
+def bearer_token(token: str) -> str:
+    """`Authorization: Bearer ...` for an agent's `/v1/evidence`: derived, so that the run's token never travels."""
+    import hmac
+
+    return hmac.new(token.encode(), b"agent:evidence", "sha256").hexdigest()
+
+
 def process_to_dict(process: ProcessId) -> dict[str, Any]:
     return {"node": process.node, "pid": process.pid, "start_ticks": process.start_ticks}

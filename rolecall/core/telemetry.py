@@ -185,3 +185,25 @@ class SampleBatch:
             processes=tuple(ProcessSample.from_dict(p) for p in d["processes"]),
             hosts=tuple(HostSample.from_dict(h) for h in d["hosts"]),
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventBatch:
+    """Answer of `/v1/events?after=N&wait=S`: events numbered above N, oldest first, at most 1000."""
+
+    node: NodeId
+    agent_pid: int
+    newest: int  # last seq given to any event; give the last seq received back as `after`
+    lost: int  # events above N that retention dropped
+    at: float
+    wall_at: float
+    events: tuple[AgentEvent, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        head = {k: getattr(self, k) for k in ("node", "agent_pid", "newest", "lost", "at", "wall_at")}
+        return {**head, "events": [e.to_dict() for e in self.events]}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        known = {k: v for k, v in d.items() if k in cls.__dataclass_fields__}
+        return cls(**{**known, "events": tuple(AgentEvent.from_dict(e) for e in d["events"])})

@@ -1,0 +1,114 @@
+"""What the kernel says of the node: CPU, load, memory, pressure stalls, out-of-memory kills.
+
+Formats: proc(5), Documentation/accounting/psi.rst. A file that is missing (no PSI in this kernel) gives 0.
+"""
+
+import os
+from pathlib import Path
+
+from rolecall.core.ids import NodeId
+from rolecall.core.telemetry import HostSample
+
+_BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
+"""user, nice, system, irq, softirq, steal. Guest time is in user; idle and iowait are not busy."""
+
+
+def parse_cpu(stat: str, ticks_per_second: int) -> tuple[int, float]:
+    """(number of CPUs, busy seconds over all of them) from `/proc/stat`.
+
+    Raises:
+        ValueError: there is no `cpu` line.
+    """
+    busy, count = None, 0
+    for line in stat.splitlines():
+        if not line.startswith("cpu"):
+            break  # the cpu lines come first
+        name, *values = line.split()
+        if name == "cpu":
+            busy = sum(int(values[i]) for i in _BUSY_FIELDS if i < len(values)) / ticks_per_second
+        else:
+            count += 1
+    if busy is None:
+        raise ValueError("no cpu line in stat")
+    return count, busy
+
+
+def parse_stall_seconds(text: str) -> float:
+    """Cumulative `some` stall from a file of `/proc/pressure` (`some avg10=.. total=<microseconds>`)."""
+    for line in text.splitlines():
+        if line.startswith("some "):
+            return int(line.rsplit("total=", 1)[1]) * 1e-6
+    return 0.0
+
+
+def parse_keyed(text: str, wanted: frozenset[str]) -> dict[str, int]:
+    """`key value` or `key: value kB` lines, those wanted."""
+    found = {}
+    for line in text.splitlines():
+        key, _, rest = line.partition(" ")
+        key = key.removesuffix(":")
+        if key in wanted:
+            found[key] = int(rest.split()[0])
+            if len(found) == len(wanted):
+                break
+    return found
+
+
+class HostProbe:
+    """Reads the node. `failures` names what the last reading could not get."""
+
+    def __init__(self, node: NodeId, *, proc: Path = Path("/proc")) -> None:
+        self._node, self._proc = node, proc
+        self._ticks_per_second = os.sysconf("SC_CLK_TCK")
+        self.failures: tuple[str, ...] = ()
+
+    def _text(self, name: str, failures: list[str]) -> str:
+        try:
+            return (self._proc / name).read_text()
+        except OSError:
+            failures.append(name)
+            return ""
+
+    def read(self, at: float, wall_at: float) -> HostSample:
+        """The node now. Never raises: what cannot be read is 0 and stands in `failures`."""
+        failures: list[str] = []
+        try:
+            cpu_count, busy = parse_cpu(self._text("stat", failures), self._ticks_per_second)
+        except ValueError:
+            failures.append("stat")
+            cpu_count, busy = 0, 0.0
+        memory = self._keyed("meminfo", frozenset({"MemTotal", "MemAvailable"}), failures)
+        kernel = self._keyed("vmstat", frozenset({"oom_kill"}), failures)
+        load = self._text("loadavg", failures).split()
+        sample = HostSample(
+            node=self._node,
+            at=at,
+            wall_at=wall_at,
+            cpu_count=cpu_count,
+            cpu_busy_seconds=busy,
+            load_1m=float(load[0]) if load else 0.0,
+            memory_total_bytes=memory.get("MemTotal", 0) * 1024,
+            memory_available_bytes=memory.get("MemAvailable", 0) * 1024,
+            cpu_some_stall_seconds=self._stall("pressure/cpu"),
+            memory_some_stall_seconds=self._stall("pressure/memory"),
+            oom_kills=kernel.get("oom_kill", 0),
+        )
+        self.failures = tuple(failures)
+        return sample
+
+    def _stall(self, name: str) -> float:
+        try:
+            return parse_stall_seconds((self._proc / name).read_text())
+        except (OSError, ValueError, IndexError):
+            return 0.0  # a kernel without PSI is no failure
+
+    def _keyed(self, name: str, wanted: frozenset[str], failures: list[str]) -> dict[str, int]:
+        try:
+            return parse_keyed(self._text(name, failures), wanted)
+        except (ValueError, IndexError):
+            failures.append(name)
+            return {}
+
+    def oom_kills(self) -> int:
+        """Processes killed for want of memory since boot, now; 0 when unknown."""
+        return self._keyed("vmstat", frozenset({"oom_kill"}), []).get("oom_kill", 0)

@@ -1,0 +1,187 @@
+"""Rare facts of this node, kept on disk: `events.jsonl`, one JSON line each, numbered without gaps.
+
+An event is in the file before anybody can read it, so a reader that remembers the last `seq` it saw misses nothing
+over a SIGKILL of the agent (at least once). A line torn by that kill is cut off at the next start. The file is cut to
+the newest NUM_KEPT events when it reaches twice as many; numbers never start again as long as the file is there.
+`sync()` flushes to the disk itself, so that little is lost when the whole node goes; a crash of the node may repeat
+numbers of the last second.
+"""
+
+import json
+import logging
+import os
+import threading
+from collections import Counter, deque
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolecall.core.clock import Clock
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.telemetry import AgentEvent, AgentEventKind
+
+logger = logging.getLogger(__name__)
+
+NUM_KEPT = 2000
+DETAIL_CHARACTERS_MAX = 2000
+"""Of each value in `detail`; longer ones are cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EventPage:
+    """Answer to a reader. `lost`: events after its cursor that retention has dropped. `newest`: last seq of all."""
+
+    events: tuple[AgentEvent, ...]
+    newest: int
+    lost: int
+
+
+class EventLog:
+    """Owns the file. All methods may be called from any thread."""
+
+    def __init__(self, path: Path, node: NodeId, clock: Clock, num_kept: int = NUM_KEPT) -> None:
+        """Opens or makes the file and repairs a torn end.
+
+        Raises:
+            OSError: the file cannot be read or written.
+        """
+        self._path, self._node, self._clock, self._num_kept = path, node, clock, num_kept
+        self._changed = threading.Condition()
+        self._events: deque[AgentEvent] = deque(maxlen=num_kept)
+        self._newest = 0
+        self._lines = 0
+        self._dirty = False
+        self.num_unwritten = 0
+        self.num_by_kind: Counter[str] = Counter()
+        self._load()
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def _load(self) -> None:
+        try:
+            raw = self._path.read_bytes()
+        except FileNotFoundError:
+            return
+        whole = raw[: raw.rfind(b"\n") + 1]
+        if len(whole) != len(raw):
+            os.truncate(self._path, len(whole))
+            logger.warning("%s: cut off a torn last line of %d bytes", self._path, len(raw) - len(whole))
+        damaged = 0
+        for line in whole.splitlines():
+            self._lines += 1
+            try:
+                event = AgentEvent.from_dict(json.loads(line))
+            except (ValueError, TypeError, KeyError):
+                damaged += 1
+                continue
+            self._events.append(event)
+            self._newest = max(self._newest, event.seq)
+        if damaged:
+            logger.warning("%s: %d damaged lines are ignored", self._path, damaged)
+            self._newest += damaged  # their numbers may have been given away
+
+    def append(
+        self,
+        kind: AgentEventKind,
+        *,
+        process: ProcessId | None = None,
+        role: str = "",
+        replica: str = "",
+        rank: int = 0,
+        incarnation: int = 0,
+        detail: dict[str, str] | None = None,
+    ) -> AgentEvent:
+        """Numbers the event, writes it, then shows it. A disk that is full costs durability, not the event."""
+        cut = {k: v[:DETAIL_CHARACTERS_MAX] for k, v in (detail or {}).items()}
+        with self._changed:
+            self._newest += 1
+            event = AgentEvent(
+                seq=self._newest,
+                kind=kind,
+                node=self._node,
+                at=self._clock.monotonic(),
+                wall_at=self._clock.wall(),
+                process=process,
+                role=role,
+                replica=replica,
+                rank=rank,
+                incarnation=incarnation,
+                detail=cut,
+            )
+            self._write(event)
+            self._events.append(event)
+            self.num_by_kind[str(kind)] += 1
+            self._changed.notify_all()
+        return event
+
+    def _write(self, event: AgentEvent) -> None:
+        line = json.dumps(event.to_dict(), separators=(",", ":")).encode() + b"\n"
+        try:
+            if os.write(self._descriptor, line) != len(line):
+                raise OSError("short write")
+            self._dirty = True
+            self._lines += 1
+            if self._lines >= 2 * self._num_kept:
+                self._shorten(event)
+        except OSError as e:
+            self.num_unwritten += 1
+            logger.warning("event %d could not be written: %s", event.seq, e)
+
+    def _shorten(self, newest: AgentEvent) -> None:
+        """Rewrites the file with the newest events. The old file or the new one, never half of it."""
+        kept = [*list(self._events)[-(self._num_kept - 1) :], newest]
+        temporary = self._path.with_suffix(".tmp")
+        text = "".join(json.dumps(e.to_dict(), separators=(",", ":")) + "\n" for e in kept)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(os.dup(descriptor), "w") as f:
+                f.write(text)
+            os.fsync(descriptor)
+            temporary.replace(self._path)
+        except OSError:
+            os.close(descriptor)
+            raise
+        os.close(self._descriptor)
+        self._descriptor, self._lines = descriptor, len(kept)
+
+    def after(self, seq: int, limit: int = 1000) -> EventPage:
+        """Events numbered above `seq`. A `seq` from another life of this directory (too large) starts from the first."""
+        with self._changed:
+            return self._after(seq, limit)
+
+    def _after(self, seq: int, limit: int) -> EventPage:
+        if seq > self._newest:
+            seq = 0
+        events = tuple(e for e in self._events if e.seq > seq)[:limit]
+        first = self._events[0].seq if self._events else self._newest + 1
+        lost = max(0, first - seq - 1) if seq > 0 else 0
+        return EventPage(events=events, newest=self._newest, lost=lost)
+
+    def wait(self, seq: int, seconds: float, limit: int = 1000) -> EventPage:
+        """`after`, but waits up to `seconds` for the first one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest != seq, timeout=seconds)
+            return self._after(seq, limit)
+
+    def has(self, kind: AgentEventKind, process: ProcessId) -> bool:
+        """Whether such an event of this process is still held."""
+        with self._changed:
+            return any(e.kind is kind and e.process == process for e in reversed(self._events))
+
+    def sync(self) -> None:
+        """Flushes to disk what was written since the last call."""
+        with self._changed:
+            if not self._dirty:
+                return
+            self._dirty = False
+            descriptor = os.dup(self._descriptor)
+        try:
+            os.fdatasync(descriptor)  # outside the lock: a slow disk must not hold up events
+        except OSError as e:
+            logger.warning("%s could not be flushed: %s", self._path, e)
+        finally:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        self.sync()
+        with self._changed:
+            os.close(self._descriptor)
+            self._descriptor = -1  # what comes later is counted as unwritten

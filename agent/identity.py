@@ -1,0 +1,91 @@
+"""Who a process is: its claim, over the socket or on its page, and when it is believed. Pure: no file, no clock."""
+
+import hmac
+from dataclasses import dataclass
+from typing import Any
+
+from rolecall.agent.pages import PageState
+from rolecall.core.errors import BadId
+from rolecall.core.ids import NodeId, ProcessId, split_replica
+from rolecall.core.rundir import registration_secret
+
+RANK_MAX = 1 << 20
+INCARNATION_MAX = 1 << 40
+
+
+class Refusal(Exception):
+    """A message of a process is not accepted: why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registration:
+    """A verified claim."""
+
+    process: ProcessId
+    replica: str
+    role: str
+    rank: int
+    incarnation: int
+
+    @property
+    def slot(self) -> tuple[str, int, int]:
+        return self.replica, self.rank, self.incarnation
+
+    def facts(self) -> dict[str, Any]:
+        """As fields of an AgentEvent."""
+        return {k: getattr(self, k) for k in ("process", "role", "replica", "rank", "incarnation")}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> "Registration":
+        return cls(**{**d, "process": ProcessId(**d["process"])})
+
+
+def sender(peer_pid: int, message: dict[str, Any], node: NodeId) -> ProcessId:
+    """The process that sent `message`; the kernel says that its PID is `peer_pid`.
+
+    Raises:
+        Refusal: it claims to be another process.
+    """
+    pid, start_ticks = message.get("pid"), message.get("start_ticks")
+    if type(pid) is not int or type(start_ticks) is not int:
+        raise Refusal("pid and start_ticks must be integers")
+    if pid != peer_pid:
+        raise Refusal(f"process {peer_pid} may not speak for process {pid}")
+    return ProcessId(node=node, pid=pid, start_ticks=start_ticks)
+
+
+def verified(peer_pid: int, message: dict[str, Any], node: NodeId, token: str) -> Registration:
+    """The claim of a registration message, if its secret is the one that was given to this rank and incarnation.
+
+    Raises:
+        Refusal: malformed, another process's, or a wrong secret.
+    """
+    process = sender(peer_pid, message, node)
+    replica, secret = message.get("replica"), message.get("secret")
+    rank, incarnation = message.get("rank"), message.get("incarnation")
+    if not isinstance(replica, str) or not isinstance(secret, str):
+        raise Refusal("replica and secret must be strings")
+    if type(rank) is not int or not 0 <= rank <= RANK_MAX:
+        raise Refusal(f"rank must be an integer from 0 to {RANK_MAX}")
+    if type(incarnation) is not int or not 0 <= incarnation <= INCARNATION_MAX:
+        raise Refusal(f"incarnation must be an integer from 0 to {INCARNATION_MAX}")
+    try:
+        role, _ = split_replica(replica)
+    except BadId as e:
+        raise Refusal(str(e)) from None
+    wanted = registration_secret(token, replica, rank, incarnation)
+    if not hmac.compare_digest(wanted.encode(), secret.encode("utf-8", "replace")):
+        raise Refusal(f"wrong secret for {replica}:{rank}#{incarnation}")
+    return Registration(process=process, replica=replica, role=role, rank=rank, incarnation=incarnation)
+
+
+def proven(page: PageState, node: NodeId, token: str) -> Registration | None:
+    """The identity on a page, if who wrote it held the secret of this rank and incarnation; else None."""
+    try:
+        role, _ = split_replica(page.replica)
+    except BadId:
+        return None
+    if not page.proven_by(registration_secret(token, page.replica, page.rank, page.incarnation)):
+        return None
+    process = ProcessId(node=node, pid=page.pid, start_ticks=page.start_ticks)
+    return Registration(process=process, replica=page.replica, role=role, rank=page.rank, incarnation=page.incarnation)

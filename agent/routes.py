@@ -1,0 +1,136 @@
+"""What each path of the agent answers, from the parts that hold it."""
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+
+from rolecall.agent.events import EventLog
+from rolecall.agent.evidence import EvidenceFailed, Stacks
+from rolecall.agent.exposition import CONTENT_TYPE, agent_value, all_values, build_info, render
+from rolecall.agent.registry import Registry
+from rolecall.agent.sampler import Sampler
+from rolecall.agent.samples import SampleRing
+from rolecall.agent.server import WAIT_SECONDS_MAX, Answer, BadRequest, Request, Route
+from rolecall.core.clock import Clock
+from rolecall.core.ids import NodeId
+from rolecall.core.metrics import MetricValue
+from rolecall.core.telemetry import EventBatch
+
+STALE_ROUNDS = 25
+"""Healthy while the newest round is younger than so many intervals (5 s at five rounds a second)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routes:
+    node: NodeId
+    clock: Clock
+    started_wall: float
+    interval_seconds: float
+    ring: SampleRing
+    events: EventLog
+    registry: Registry
+    sampler: Sampler
+    stacks: Stacks
+    bearer: str
+
+    def table(self) -> dict[str, Route]:
+        return {
+            "/healthz": self.healthz,
+            "/metrics": self.metrics,
+            "/v1/samples": self.samples,
+            "/v1/events": self.event_batch,
+            "/v1/evidence/stacks": self.evidence_stacks,
+        }
+
+    def healthz(self, request: Request) -> Answer:
+        request.only()
+        age = self.clock.monotonic() - self.sampler.stats.last_at
+        fresh = age < STALE_ROUNDS * self.interval_seconds
+        said = {
+            "ok": fresh,
+            "node": self.node,
+            "pid": os.getpid(),
+            "rounds": self.sampler.stats.num_rounds,
+            "newest_round_age_seconds": round(age, 3),
+            "processes": self.registry.num_live(),
+        }
+        return Answer.json(said, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def samples(self, request: Request) -> Answer:
+        request.only("since")
+        return Answer.json(self.ring.since(request.number("since", 0)).to_dict())
+
+    def event_batch(self, request: Request) -> Answer:
+        request.only("after", "wait")
+        after, seconds = request.number("after", 0), request.seconds("wait", WAIT_SECONDS_MAX)
+        found = self.events.wait(after, seconds) if seconds else self.events.after(after)
+        batch = EventBatch(
+            node=self.node,
+            agent_pid=os.getpid(),
+            newest=found.newest,
+            lost=found.lost,
+            at=self.clock.monotonic(),
+            wall_at=self.clock.wall(),
+            events=found.events,
+        )
+        return Answer.json(batch.to_dict())
+
+    def evidence_stacks(self, request: Request) -> Answer:
+        request.authorize(self.bearer)
+        request.only("pid")
+        pid = request.number("pid", 0)
+        registration = self.registry.live_process(pid)
+        if registration is None:
+            raise BadRequest(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
+        try:
+            threads = self.stacks.dump(pid)
+        except EvidenceFailed as e:
+            status = HTTPStatus.TOO_MANY_REQUESTS if e.busy else HTTPStatus.SERVICE_UNAVAILABLE
+            raise BadRequest(status, str(e)) from None
+        said = {"replica": registration.replica, "rank": registration.rank, "incarnation": registration.incarnation}
+        return Answer.json({"node": self.node, "pid": pid, **said, "at": self.clock.monotonic(), "threads": threads})
+
+    def metrics(self, request: Request) -> Answer:
+        request.only()
+        processes, hosts = self.ring.newest()
+        try:
+            text = render(all_values(processes, hosts, self._own_values()))
+        except ImportError:
+            raise BadRequest(HTTPStatus.SERVICE_UNAVAILABLE, "prometheus-client is not installed") from None
+        return Answer(text, CONTENT_TYPE)
+
+    def _own_values(self) -> Iterator[MetricValue]:
+        usage, stats = resource.getrusage(resource.RUSAGE_SELF), self.sampler.stats
+        yield build_info(self.node)
+        plain: dict[str, float] = {
+            "agent_start_timestamp_seconds": self.started_wall,
+            "agent_cpu_seconds_total": usage.ru_utime + usage.ru_stime,
+            "agent_resident_memory_bytes": resident_bytes(),
+            "agent_processes": self.registry.num_live(),
+            "agent_rounds_total": stats.num_rounds,
+            "agent_round_seconds": stats.round_seconds,
+            "agent_samples_total": self.ring.num_taken,
+            "agent_samples_lost_total": self.ring.num_lost,
+            "agent_events_lost_total": self.events.num_unwritten,
+            "agent_registrations_refused_total": self.registry.num_refused,
+            "agent_pages_torn_total": self.registry.num_torn,
+        }
+        for name, value in plain.items():
+            yield agent_value(name, value, self.node)
+        for kind, number in sorted(self.events.num_by_kind.items()):
+            yield agent_value("agent_events_total", number, self.node, kind)
+        probes = (("host", stats.host_ok, stats.host_seconds), ("process", stats.processes_ok, stats.process_seconds))
+        for probe, up, seconds in probes:
+            yield agent_value("probe_up", up, self.node, probe)
+            yield agent_value("probe_seconds", seconds, self.node, probe)
+
+
+def resident_bytes(proc: Path = Path("/proc")) -> int:
+    """Resident memory of this process; 0 where it cannot be read."""
+    try:
+        return int((proc / "self" / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0

@@ -1,0 +1,79 @@
+"""The detector's state as plain JSON and back, so that a stored window replays from the very state it began with.
+
+Only the classes listed here are written or made: nothing is unpickled. A dataclass becomes {"@": name, ...}, a mapping
+[["k", "v"], ...] under "@map", a tuple, set or deque a tagged list.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.ids import ProcessId
+from rolecall.core.telemetry import AgentEvent, ProcessSample
+from rolecall.detector.fleet import Clocks, Fleet, SeenException, SlowMeter, Subject
+from rolecall.detector.learned import Gaps
+from rolecall.detector.slow import Baseline, SlowState
+
+PLAIN: dict[str, type] = {
+    c.__name__: c for c in (Baseline, Clocks, Fleet, Gaps, ProcessId, SeenException, SlowMeter, SlowState, Subject)
+}
+"""Written field by field."""
+OWN: dict[str, tuple[type, Callable[[dict[str, Any]], Any]]] = {
+    "AgentEvent": (AgentEvent, AgentEvent.from_dict),
+    "Diagnosis": (Diagnosis, Diagnosis.from_dict),
+    "ProcessSample": (ProcessSample, ProcessSample.from_dict),
+}
+"""Have a JSON form of their own."""
+
+
+def encode(value: Any) -> Any:
+    if value is None or (isinstance(value, (str, bool, int)) and not isinstance(value, Enum)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"@": "float", "v": repr(value)}
+    if isinstance(value, Enum):
+        return str(value)
+    name = type(value).__name__
+    if name in OWN:
+        return {"@": name, "v": value.to_dict()}
+    if name in PLAIN and is_dataclass(value):
+        return {"@": name, **{f.name: encode(getattr(value, f.name)) for f in fields(value)}}
+    if isinstance(value, dict):
+        return {"@": "map", "v": [[encode(k), encode(v)] for k, v in value.items()]}
+    if isinstance(value, deque):
+        return {"@": "deque", "n": value.maxlen, "v": [encode(v) for v in value]}
+    if isinstance(value, (set, frozenset)):
+        return {"@": "set", "v": [encode(v) for v in sorted(value)]}
+    if isinstance(value, tuple):
+        return {"@": "tuple", "v": [encode(v) for v in value]}
+    if isinstance(value, list):
+        return [encode(v) for v in value]
+    raise TypeError(f"detector state holds a {name}, which has no stored form")
+
+
+def decode(value: Any) -> Any:
+    """Raises ValueError on a tag that was never written."""
+    if isinstance(value, list):
+        return [decode(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    tag = value.get("@")
+    if tag == "map":
+        return {decode(k): decode(v) for k, v in value["v"]}
+    if tag == "deque":
+        return deque((decode(v) for v in value["v"]), maxlen=value["n"])
+    if tag == "set":
+        return {decode(v) for v in value["v"]}
+    if tag == "tuple":
+        return tuple(decode(v) for v in value["v"])
+    if tag == "float":
+        return float(value["v"])
+    if tag in OWN:
+        return OWN[tag][1](value["v"])
+    if tag in PLAIN:
+        return PLAIN[tag](**{k: decode(v) for k, v in value.items() if k != "@"})
+    raise ValueError(f"unknown tag {tag!r} in stored detector state")

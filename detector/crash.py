@@ -1,0 +1,130 @@
+"""Crash: a process is gone and had not said that it would go.
+
+The fastest evidence there is: the agent's pidfd tells within milliseconds. With an exception before the exit the
+verdict waits for `EXCEPTION_GRACE_SECONDS`, because the same exception on its peers makes it user code (user_code.py).
+An exception whose process lives on is a crash of its work, once it did nothing more while a peer worked.
+"""
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.telemetry import AgentEvent, AgentEventKind
+from rolecall.detector.findings import finding
+from rolecall.detector.fleet import Fleet, SeenException, Subject
+
+EXCEPTION_GRACE_SECONDS = 2.0
+"""How long one exception waits for its twins: ranks of one role reach the same line within a step of each other."""
+EXCEPTION_ALIVE_SECONDS = 5.0
+"""A process that raised, lives on and finished nothing for so long while a peer did has lost its work."""
+OOM_SECONDS = 5.0
+"""The host's count of OOM kills grew within this of the exit: worth naming beside a SIGKILL."""
+SIGKILL_NAMES = ("9", "SIGKILL", "")
+
+DOING = {
+    "start": "started",
+    "idle": "was idle",
+    "wait": "waited",
+    "paused": "was paused",
+    "compute": "computed",
+    "reduce": "was in a collective",
+    "optimizer": "stepped the optimizer",
+    "publish": "published weights",
+    "copy": "copied state",
+    "generate": "generated",
+    "update": "updated weights",
+    "score": "scored",
+    "control": "turned its loop",
+}
+"""What a process did when it went, in words."""
+
+
+def find(fleet: Fleet, now: float, explained: set[str]) -> list[Finding]:
+    """`explained`: fingerprints that are user code, so that their exits are no crashes of their own."""
+    found = []
+    for subject in fleet.current():
+        if subject.finished:
+            continue
+        raised = last_exception(fleet, subject)
+        if raised is not None and raised.event.detail.get("fingerprint", "") in explained:
+            continue
+        if subject.gone:
+            if raised is None or now - raised.received_wall >= EXCEPTION_GRACE_SECONDS:
+                found.append(_gone(fleet, subject, raised, now))
+        elif raised is not None and _gave_up(fleet, subject, raised, now):
+            found.append(_given_up(subject, raised, now))
+    return found
+
+
+def last_exception(fleet: Fleet, subject: Subject) -> SeenException | None:
+    for seen in reversed(fleet.exceptions):
+        e = seen.event
+        if (e.replica, e.rank, e.incarnation) == subject.key:
+            return seen
+    return None
+
+
+def exception_text(event: AgentEvent) -> str:
+    d = event.detail
+    where = f" at {d['where']}" if d.get("where") else ""
+    return f"{d.get('type', 'an exception')}: {d.get('message', '')[:200]}{where}"
+
+
+def _gone(fleet: Fleet, subject: Subject, raised: SeenException | None, now: float) -> Finding:
+    event, sample = subject.exit_event, subject.sample
+    detail = event.detail if event else {}
+    phase = detail.get("last_phase") or subject.phase
+    how = ""
+    if detail.get("signal"):
+        how = f" on signal {detail['signal']}"
+    elif detail.get("code"):
+        how = f" with code {detail['code']}"
+    open_requests = sample.requests_active if sample else 0
+    requests = f", {open_requests} request{'s were' if open_requests != 1 else ' was'} open" if open_requests else ""
+    reported = f"it had raised {exception_text(raised.event)}" if raised else "no exception was reported"
+    because = (
+        f"{subject.name()} is gone: its process exited{how} while it {DOING.get(phase, 'was in ' + phase)}"
+        f"{requests}; {reported}{_oom(fleet, subject, detail.get('signal', ''), now)}"
+    )
+    onset = event.wall_at + subject.offset_seconds if event else subject.exit_wall
+    values = {"requests_open": float(open_requests), "step": float(sample.step if sample else -1)}
+    evidence = [Evidence(kind="exit", text=f"process {subject.process} exited{how}", values=values)]
+    if raised:
+        evidence.append(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event)))
+    return finding(
+        "crash",
+        [subject],
+        FaultClass.CRASH,
+        onset=onset,
+        now=now,
+        confidence=1.0,
+        because=because,
+        evidence=tuple(evidence),
+    )
+
+
+def _oom(fleet: Fleet, subject: Subject, signal: str, now: float) -> str:
+    struck = fleet.oom_wall.get(subject.node)
+    if struck is None or abs(subject.exit_wall - struck) > OOM_SECONDS or signal not in SIGKILL_NAMES:
+        return ""
+    return "; the host's OOM killer struck at that moment"
+
+
+def _gave_up(fleet: Fleet, subject: Subject, raised: SeenException, now: float) -> bool:
+    if now - raised.received_wall < EXCEPTION_ALIVE_SECONDS or subject.worked > raised.worked:
+        return False
+    return any(p.worked_wall > raised.received_wall for p in fleet.peers(subject))
+
+
+def _given_up(subject: Subject, raised: SeenException, now: float) -> Finding:
+    because = (
+        f"{subject.name()} raised {exception_text(raised.event)} and has finished nothing for "
+        f"{now - raised.received_wall:.0f} s, while its peers work: its process lives, its work is lost"
+    )
+    return finding(
+        "crash",
+        [subject],
+        FaultClass.CRASH,
+        onset=raised.event.wall_at + subject.offset_seconds,
+        now=now,
+        confidence=0.8,
+        because=because,
+        evidence=(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event)),),
+    )

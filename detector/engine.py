@@ -1,0 +1,210 @@
+"""The live detector: observations in, standing diagnoses out. It keeps state, reads no clock and acts on nothing.
+
+    fleet.ingest -> crash, user_code, stall + collective, slow, lost -> fusion -> diagnoses that stand now
+
+A diagnosis is returned by every `observe` while its evidence holds, as the same object under the same key; when it is
+no longer returned, its evidence is gone. What an incarnation is accused of ends when its successor registers, or when
+recovery says `forget`: exits of forgotten incarnations are expected.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
+
+from rolecall.core.config import DetectorConfig
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding
+from rolecall.core.telemetry import Phase
+from rolecall.detector import collective, crash, fusion, lost, slow, stall, user_code
+from rolecall.detector.codec import decode, encode
+from rolecall.detector.fleet import WORK_PHASES, Fleet, Subject
+from rolecall.detector.learned import learned_deadline
+from rolecall.detector.observation import Observation
+from rolecall.detector.slow import SlowState
+
+WINDOW_VERSION = 1
+FRESH_SECONDS = 3.0
+"""'Healthy again' needs a sample no older than this: an agent that restarts is silent for a second."""
+OBSERVATIONS_KEPT_MAX = 4096
+"""Observations kept for a window at most, whatever its length."""
+FAULTS_OF_OTHERS = frozenset({FaultClass.CRASH, FaultClass.USER_CODE, FaultClass.HANG, FaultClass.NETWORK})
+"""While one of these stands, and for a while after, those who depend on others are excused."""
+
+
+class Detector:
+    """One per watcher; `observe` is meant to be called from one thread."""
+
+    def __init__(self, config: DetectorConfig, expected_roles: Mapping[str, int] | None = None) -> None:
+        self._config, self._roles = config, dict(expected_roles or {})
+        self._fleet = Fleet(mask_proc_state=config.mask_proc_state)
+        self._slow = SlowState()
+        self._standing: dict[str, Diagnosis] = {}
+        self._fault_wall = 0.0
+        self._now = 0.0
+        # Two half windows, each with the state that it began with: the older one is dropped when the newer is full.
+        self._halves: deque[tuple[float, Any, deque[Observation]]] = deque(maxlen=2)
+
+    def observe(self, observation: Observation) -> list[Diagnosis]:
+        """All diagnoses that stand after this observation, one per fault."""
+        self._remember(observation)
+        now = self._now = max(self._now, observation.wall_at)
+        fleet, config = self._fleet, self._config
+        fleet.ingest(observation)
+        slow.update(self._slow, fleet, config, now)
+        findings, explained = user_code.find(fleet, self._roles, now)
+        findings += crash.find(fleet, now, explained)
+        if any(f.fault_class in FAULTS_OF_OTHERS for f in findings):
+            self._fault_wall = now
+        all_stalls = stall.stalls(fleet, config)
+        hangs = stall.find(fleet, config, now, all_stalls, self._fault_wall)
+        hangs += collective.find(fleet, config, now, all_stalls)
+        if any(f.fault_class in FAULTS_OF_OTHERS for f in hangs):
+            self._fault_wall = now
+        findings += hangs + slow.find(self._slow, fleet, config, now) + lost.find(fleet, now)
+        diagnoses = fusion.fuse(findings, self._standing, self._role_sizes(), now)
+        self._standing = {d.key: d for d in diagnoses}
+        self._mark_quiet(findings)
+        return diagnoses
+
+    def forget(self, replica: str, below_incarnation: int) -> None:
+        """Incarnations of `replica` below this are being replaced: what happens to them from now on is wanted.
+
+        Call it when the replacement is ordered, before the old process is killed.
+        """
+        self._fleet.forget(replica, below_incarnation, self._now)
+        self._standing = {
+            k: d
+            for k, d in self._standing.items()
+            if not any(s.replica == replica and (s.incarnation or 0) < below_incarnation for s in d.suspects)
+        }
+
+    def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
+        """Healthy again: this replica, at this incarnation or later, is there and has been seen to finish work.
+
+        An idle one counts once it has worked under this name. The sentence says what was seen, or what is missing.
+        """
+        ranks = [s for s in self._fleet.current() if s.replica == replica and s.incarnation >= incarnation_min]
+        if not ranks:
+            return False, f"{replica}: no process of incarnation {incarnation_min} or later has registered"
+        for s in ranks:
+            missing = self._missing(s)
+            if missing:
+                return False, f"{s.name()}: {missing}"
+        lead = min(ranks, key=lambda s: s.worked)
+        return True, f"{lead.name()} has finished {lead.worked} units of work and is in phase {lead.phase}"
+
+    def _missing(self, s: Subject) -> str:
+        """What keeps this process from counting as healthy; empty when nothing does."""
+        if s.gone:
+            return "its process is gone"
+        if s.sample is None:
+            return "registered, not sampled yet"
+        if self._now - s.seen_wall > FRESH_SECONDS:
+            return f"not seen for {self._now - s.seen_wall:.1f} s"
+        for d in self._standing.values():
+            if any(who.replica == s.replica and who.incarnation == s.incarnation for who in d.suspects):
+                return f"a finding stands against it ({d.fault_class})"
+        if not s.worked:
+            return f"in phase {s.phase}, no unit of work finished yet"
+        if s.phase == Phase.START:
+            return "in phase start"
+        if s.progress_due and s.phase in WORK_PHASES and s.stall.wall >= self._config.hang_floor_seconds:
+            return f"stands still in phase {s.phase} for {s.stall.wall:.1f} s"
+        return ""
+
+    def deadlines(self) -> dict[str, str]:
+        """Deadline in force for each `role/phase` that has learned one, in words."""
+        gaps = self._fleet.gaps
+        known = {key: gaps.p99(*key) for key in gaps.values}
+        return {
+            f"{role}/{phase}": learned_deadline(p99, self._config).text
+            for (role, phase), p99 in sorted(known.items())
+            if p99 is not None
+        }
+
+    def window(self) -> dict[str, Any]:
+        """What was seen lately with the state before it, as JSON: store it with a diagnosis, `replay_window` decides
+        again from it. It covers between half of `window_seconds` and all of it."""
+        _, start, _ = self._halves[0] if self._halves else (0.0, None, None)
+        return {
+            "version": WINDOW_VERSION,
+            "config": self._config.model_dump(),
+            "roles": self._roles,
+            "start": start,
+            "observations": [o.to_dict() for _, _, half in self._halves for o in half],
+        }
+
+    @classmethod
+    def replay(
+        cls,
+        config: DetectorConfig,
+        roles: Mapping[str, int] | None,
+        observations: Iterable[Observation],
+        start: dict[str, Any] | None = None,
+    ) -> list[list[Diagnosis]]:
+        """What was diagnosed after each observation, from `start` (of a window) or from nothing."""
+        detector = cls(config, roles)
+        if start is not None:
+            detector._restore(start)
+        return [detector.observe(o) for o in observations]
+
+    @classmethod
+    def replay_window(cls, window: Mapping[str, Any]) -> list[list[Diagnosis]]:
+        """Decides again from a stored window.
+
+        Raises:
+            ValueError: the window is of another version, or damaged.
+        """
+        if window.get("version") != WINDOW_VERSION:
+            raise ValueError(f"window: version {window.get('version')!r} is not {WINDOW_VERSION}")
+        observations = [Observation.from_dict(o) for o in window["observations"]]
+        config = DetectorConfig.model_validate(window["config"])
+        return cls.replay(config, window["roles"], observations, window["start"])
+
+    @classmethod
+    def resumed(cls, config: DetectorConfig, roles: Mapping[str, int] | None, state: dict[str, Any]) -> Self:
+        """A detector that knows what another had learned (`state`): a restarted watcher need not learn again."""
+        detector = cls(config, roles)
+        detector._restore(state)
+        return detector
+
+    def state(self) -> dict[str, Any]:
+        """Everything learned and standing, as JSON."""
+        return {
+            "fleet": encode(self._fleet),
+            "slow": encode(self._slow),
+            "standing": encode(list(self._standing.values())),
+            "fault_wall": self._fault_wall,
+            "now": self._now,
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self._fleet, self._slow = decode(state["fleet"]), decode(state["slow"])
+        self._standing = {d.key: d for d in decode(state["standing"])}
+        self._fault_wall, self._now = state["fault_wall"], state["now"]
+
+    def _remember(self, observation: Observation) -> None:
+        half = self._config.window_seconds / 2
+        newest = self._halves[-1] if self._halves else None
+        if newest is None or observation.wall_at - newest[0] > half or len(newest[2]) >= OBSERVATIONS_KEPT_MAX // 2:
+            newest = (observation.wall_at, self.state(), deque())
+            self._halves.append(newest)
+        newest[2].append(observation)
+
+    def _role_sizes(self) -> dict[str, int]:
+        sizes: dict[str, set[str]] = {}
+        for s in self._fleet.current():
+            if not s.gone:
+                sizes.setdefault(s.role, set()).add(s.replica)
+        return {role: len(replicas) for role, replicas in sizes.items()}
+
+    def _mark_quiet(self, findings: list[Finding]) -> None:
+        """Nothing is learned from those under a finding, nor from those who wait while one stands."""
+        quiet = {
+            (s.replica, s.rank, s.incarnation)
+            for f in findings
+            for s in f.suspects
+            if s.replica and s.rank is not None and s.incarnation is not None
+        }
+        if any(f.fault_class in FAULTS_OF_OTHERS for f in findings):
+            quiet |= {s.key for s in self._fleet.current() if s.phase not in WORK_PHASES}
+        self._fleet.quiet = quiet

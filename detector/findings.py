@@ -1,0 +1,49 @@
+"""How detectors word their findings: one suspect from a subject, one finding from its evidence."""
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.ids import NodeId
+from rolecall.detector.fleet import Subject
+
+SETTLE = "settle"
+"""Evidence of this kind says what would settle a `cannot_tell`."""
+GAIN = "slow_ratio"
+"""Evidence of this kind holds `ratio`: how many times slower than its peers the suspect works."""
+
+
+def suspect(subject: Subject) -> Suspect:
+    return Suspect(
+        node=NodeId(subject.node),
+        role=subject.role,
+        replica=subject.replica,
+        rank=subject.rank,
+        incarnation=subject.incarnation,
+        process=subject.process,
+    )
+
+
+def finding(
+    detector: str,
+    suspects: list[Subject],
+    fault_class: FaultClass,
+    *,
+    onset: float,
+    now: float,
+    confidence: float,
+    because: str,
+    evidence: tuple[Evidence, ...] = (),
+) -> Finding:
+    ordered = sorted(suspects, key=lambda s: s.key)
+    return Finding(
+        detector=detector,
+        suspects=tuple(suspect(s) for s in ordered),
+        fault_class=fault_class,
+        onset=min(onset, now),
+        detected_at=now,
+        confidence=confidence,
+        because=because,
+        evidence=evidence,
+    )
+
+
+def settles(text: str) -> Evidence:
+    return Evidence(kind=SETTLE, text=text)

@@ -1,0 +1,396 @@
+"""What is known of every process, as one `Subject` per (replica, rank, incarnation), fed by samples and events.
+
+A subject keeps clocks, not histories: how long it has stood still on the wall clock, and how long on the effective
+clock, which does not run while the process was runnable and got no CPU. A clock advances only by what was sampled, and
+by at most `SAMPLE_GAP_SECONDS_MAX` a sample: when the agent, or the whole machine, was paused, nobody is blamed for it.
+
+Nothing here judges. All time comes from the observation.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from rolecall.core.ids import ProcessId
+from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, AgentEvent, AgentEventKind, Phase, ProcessSample
+from rolecall.detector.learned import Gaps
+from rolecall.detector.observation import Observation
+
+Key = tuple[str, int, int]
+"""(replica, rank, incarnation)"""
+
+SAMPLE_GAP_SECONDS_MAX = 0.6
+"""Three sample intervals (0.2 s each): what lies between two samples beyond this was not observed, and counts for
+nobody. Without the limit a machine paused for 3 s makes each of its processes look hung."""
+
+EXPERIENCED_UNITS = 8
+"""Units of work after which an incarnation has been through every phase of its work at least once (two steps of four
+microbatches): from then on a phase never seen is one too short to be sampled, not one that may take long."""
+
+SUBJECTS_MAX = 8192
+"""Processes remembered at once, past incarnations included."""
+EXCEPTIONS_MAX = 256
+"""Exception reports remembered for the user-code rule."""
+CLOSED_SECONDS = 120.0
+"""How long a past incarnation is remembered after its successor came or it was forgotten."""
+RESTS_MAX = 8
+"""Points at which collective counters of peers can be aligned, kept per subject."""
+OFFSET_UNCERTAINTY_SECONDS = 1.0
+"""A clock offset of a node below this is not told apart from the delay of its answer, and read as none."""
+
+WORK_PHASES = frozenset({Phase.COMPUTE, Phase.GENERATE, Phase.SCORE, Phase.CONTROL})
+"""Phases whose finished units prove that a replica is of use again."""
+
+
+@dataclass(slots=True)
+class Clocks:
+    """How long something has not moved."""
+
+    wall: float = 0.0
+    effective: float = 0.0
+    cpu: float = 0.0  # CPU seconds used meanwhile
+
+    def advance(self, wall: float, starved: float, cpu: float) -> None:
+        self.wall += wall
+        self.effective += max(0.0, wall - starved)
+        self.cpu += cpu
+
+    def reset(self, wall: float = 0.0) -> None:
+        self.wall, self.effective, self.cpu = wall, wall, 0.0
+
+
+@dataclass(slots=True)
+class SlowMeter:
+    """State of the slow test of one subject (see slow.py)."""
+
+    start: ProcessSample | None = None  # the running stride began here
+    censored_at: float = 0.0  # node time of the last observation made of an unfinished unit
+    offset: float = 0.0  # its own habitual log ratio to the role's baseline
+    offset_count: int = 0
+    residual: float = 0.0  # newest log ratio to the role's baseline
+    residual_wall: float = 0.0  # when it was made; 0: never
+    last_x: float = 0.0
+    cusum: float = 0.0
+    rising_since: float = 0.0  # wall time when the sum last left zero
+    rising_strides: int = 0
+    ratio_log: float = 0.0  # mean log ratio since then
+    seconds_per_unit: float = 0.0
+    expected_seconds_per_unit: float = 0.0
+    load: float = 0.0
+    peers: int = 0
+    alarmed: bool = False
+
+
+@dataclass(slots=True)
+class Subject:
+    replica: str
+    role: str
+    rank: int
+    incarnation: int
+    node: str
+    process: ProcessId | None
+    seen_wall: float  # when anything of it last reached us
+    sample: ProcessSample | None = None
+    stall: Clocks = field(default_factory=Clocks)
+    beat: Clocks = field(default_factory=Clocks)
+    beats_seen: bool = False
+    worked: int = 0  # units finished in a work phase under this name
+    worked_wall: float = 0.0
+    phases_done: set[str] = field(default_factory=set)
+    epoch_fresh: bool = True  # no collective finished yet in the epoch it is in
+    rests: dict[tuple[int, int], int] = field(default_factory=dict)  # (epoch, step) -> collectives done before it
+    exit_event: AgentEvent | None = None
+    exit_wall: float = 0.0
+    finished: bool = False
+    closed_wall: float = 0.0  # 0: current; else when it was superseded, promoted or forgotten
+    offset_seconds: float = 0.0  # our wall clock minus its node's
+    slow: SlowMeter = field(default_factory=SlowMeter)
+
+    @property
+    def key(self) -> Key:
+        return (self.replica, self.rank, self.incarnation)
+
+    @property
+    def phase(self) -> str:
+        return self.sample.phase if self.sample else Phase.START
+
+    @property
+    def gone(self) -> bool:
+        return self.exit_wall > 0.0
+
+    @property
+    def experienced(self) -> bool:
+        return self.worked >= EXPERIENCED_UNITS
+
+    @property
+    def progress_due(self) -> bool:
+        """Whether it owes progress now: an idle engine that holds requests does."""
+        if self.sample is None:
+            return False
+        if self.phase == Phase.IDLE:
+            return self.sample.requests_active > 0
+        return self.phase not in PHASES_WITHOUT_DUE_PROGRESS
+
+    def onset_wall(self, standing_seconds: float) -> float:
+        """Our wall time when it began to stand still."""
+        wall_at = self.sample.wall_at if self.sample else self.seen_wall
+        return wall_at + self.offset_seconds - standing_seconds
+
+    def name(self) -> str:
+        pid = f", pid {self.process.pid}" if self.process else ""
+        rank = f" rank {self.rank}" if self.rank else ""
+        return f"{self.replica}{rank} ({self.node}{pid}, incarnation {self.incarnation})"
+
+
+@dataclass(slots=True)
+class SeenException:
+    event: AgentEvent
+    received_wall: float
+    worked: int  # units its process had finished then
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Mutable; owned by one Detector."""
+
+    mask_proc_state: bool = False
+    subjects: dict[Key, Subject] = field(default_factory=dict)
+    by_process: dict[ProcessId, Key] = field(default_factory=dict)
+    newest: dict[str, int] = field(default_factory=dict)  # replica -> newest incarnation heard of
+    forgotten: dict[str, int] = field(default_factory=dict)  # replica -> incarnations below this are over
+    exceptions: deque[SeenException] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
+    unreachable: tuple[tuple[str, float, str], ...] = ()
+    raylets_gone: dict[str, float] = field(default_factory=dict)  # node -> wall
+    offsets: dict[str, float] = field(default_factory=dict)
+    oom_kills: dict[str, int] = field(default_factory=dict)
+    oom_wall: dict[str, float] = field(default_factory=dict)
+    changed_wall: float = 0.0  # when the set of processes last changed
+    gaps: Gaps = field(default_factory=Gaps)
+    quiet: set[Key] = field(default_factory=set)  # under a finding: nothing is learned from these
+
+    def current(self) -> Iterator[Subject]:
+        return (s for s in self.subjects.values() if not s.closed_wall)
+
+    def peers(self, subject: Subject) -> list[Subject]:
+        return [s for s in self.current() if s.role == subject.role and s.key != subject.key]
+
+    def ingest(self, observation: Observation) -> None:
+        now = observation.wall_at
+        self.unreachable = observation.unreachable
+        for batch in observation.batches:
+            self._measure_offset(batch.node, now - batch.wall_at)
+            for sample in batch.processes:
+                self._take_sample(sample, now)
+            for host in batch.hosts:
+                if host.oom_kills > self.oom_kills.get(host.node, host.oom_kills):
+                    self.oom_wall[host.node] = now
+                self.oom_kills[host.node] = host.oom_kills
+        for event in observation.events:
+            self._take_event(event, now)
+        self._sweep(now)
+
+    def forget(self, replica: str, below_incarnation: int, now: float) -> None:
+        """What is known of older incarnations is over: their exits are expected, their findings end."""
+        self.forgotten[replica] = max(below_incarnation, self.forgotten.get(replica, 0))
+        for s in self.current():
+            if s.replica == replica and s.incarnation < below_incarnation:
+                s.closed_wall = now
+
+    # --- samples
+
+    def _take_sample(self, sample: ProcessSample, now: float) -> None:
+        if self.mask_proc_state and sample.proc_state != "?":
+            sample = _masked(sample)
+        subject = self._find(sample.process, sample.replica, sample.role, sample.rank, sample.incarnation, now)
+        if subject is None or subject.gone:
+            return
+        subject.offset_seconds = self.offsets.get(subject.node, 0.0)
+        previous, subject.sample = subject.sample, sample
+        subject.seen_wall = now
+        if not sample.alive:
+            subject.exit_wall = now
+            self.changed_wall = now
+        elif previous is None:
+            first(subject, sample)
+        elif sample.at > previous.at:
+            advance(subject, previous, sample, None if subject.key in self.quiet else self.gaps, now)
+
+    def _find(
+        self, process: ProcessId | None, replica: str, role: str, rank: int, incarnation: int, now: float
+    ) -> Subject | None:
+        """The subject of this name, made if need be; None when its incarnation is over."""
+        if incarnation < self.forgotten.get(replica, 0) or incarnation < self.newest.get(replica, 0):
+            return None
+        key = (replica, rank, incarnation)
+        subject = self.subjects.get(key)
+        if subject is not None and (process is None or subject.process in (None, process)):
+            if subject.process is None and process is not None:
+                subject.process = process
+                self.by_process[process] = key
+            return subject
+        if len(self.subjects) >= SUBJECTS_MAX:
+            return None
+        return self._make(process, replica, role, rank, incarnation, now)
+
+    def _make(
+        self, process: ProcessId | None, replica: str, role: str, rank: int, incarnation: int, now: float
+    ) -> Subject:
+        key = (replica, rank, incarnation)
+        node = str(process.node) if process else ""
+        subject = Subject(replica, role, rank, incarnation, node, process, seen_wall=now)
+        self.newest[replica] = incarnation
+        for older in self.current():
+            if older.replica == replica and older.incarnation < incarnation:
+                older.closed_wall = now
+        if process is not None:
+            before = self.subjects.get(self.by_process.get(process, key))
+            if before is not None and before.key != key:
+                # A promoted standby: the same process under another name. Its old name is over, its history is not.
+                before.closed_wall = now
+                subject.beats_seen = before.beats_seen
+                subject.sample = before.sample
+            self.by_process[process] = key
+        self.subjects[key] = subject
+        self.changed_wall = now
+        return subject
+
+    # --- events
+
+    def _take_event(self, event: AgentEvent, now: float) -> None:
+        if event.kind == AgentEventKind.RAYLET_EXITED:
+            self.raylets_gone[event.node] = now
+            return
+        if event.kind == AgentEventKind.EXCEPTION and event.replica:
+            subject = self.subjects.get((event.replica, event.rank, event.incarnation))
+            self.exceptions.append(SeenException(event, now, subject.worked if subject else 0))
+        if not event.replica:
+            return
+        subject = self._by_event(event, now)
+        if subject is None:
+            return
+        subject.seen_wall = now
+        if event.kind == AgentEventKind.FINISHED:
+            subject.finished = True
+        elif event.kind == AgentEventKind.EXITED and subject.exit_event is None:
+            subject.exit_event = event
+            subject.exit_wall = subject.exit_wall or now
+            self.changed_wall = now
+
+    def _by_event(self, event: AgentEvent, now: float) -> Subject | None:
+        if event.process is not None and event.kind != AgentEventKind.REGISTERED:
+            # A process may have been promoted since the agent last read its name: the process decides.
+            known = self.subjects.get(self.by_process.get(event.process, ("", 0, 0)))
+            if known is not None:
+                return None if known.closed_wall else known
+        subject = self._find(event.process, event.replica, event.role, event.rank, event.incarnation, now)
+        if subject is not None and not subject.node:
+            subject.node = event.node
+        return subject
+
+    # --- housekeeping
+
+    def _measure_offset(self, node: str, seen: float) -> None:
+        """The smallest delay seen is closest to the offset; it may creep up slowly, for clocks drift."""
+        known = self.offsets.get(node)
+        smallest = seen if known is None else min(seen, known + 1e-3)
+        self.offsets[node] = smallest if abs(smallest) > OFFSET_UNCERTAINTY_SECONDS else 0.0
+
+    def _sweep(self, now: float) -> None:
+        old = [s for s in self.subjects.values() if s.closed_wall and now - s.closed_wall > CLOSED_SECONDS]
+        for s in old:
+            del self.subjects[s.key]
+            if s.process is not None and self.by_process.get(s.process) == s.key:
+                del self.by_process[s.process]
+
+
+def _masked(sample: ProcessSample) -> ProcessSample:
+    return replace(sample, proc_state="?")
+
+
+def first(subject: Subject, sample: ProcessSample) -> None:
+    """The first sample of a process: its counters are its own, so finished work counts."""
+    subject.slow.start = sample
+    if sample.phase in WORK_PHASES:
+        subject.worked = sample.progress
+
+
+def starved_seconds(previous: ProcessSample, sample: ProcessSample) -> float:
+    """How long the working thread was runnable and got no CPU, because of others.
+
+    The kernel counts time throttled by the process's own quota as run delay too: that part is its own slowness.
+    """
+    delay = sample.main_run_delay_seconds - previous.main_run_delay_seconds
+    return max(0.0, delay - max(0.0, sample.throttled_seconds - previous.throttled_seconds))
+
+
+def advance(subject: Subject, previous: ProcessSample, sample: ProcessSample, gaps: Gaps | None, now: float) -> None:
+    """Moves the subject's clocks from one sample to the next; `gaps` learns from it unless None."""
+    counted = min(sample.at - previous.at, SAMPLE_GAP_SECONDS_MAX)
+    starved = min(counted, starved_seconds(previous, sample))
+    cpu = max(0.0, sample.cpu_seconds - previous.cpu_seconds)
+    if sample.beats != previous.beats:
+        if gaps is not None and subject.beats_seen:
+            gaps.add(subject.role, BEATS, subject.beat.effective + counted / 2)
+        subject.beats_seen = True
+        subject.beat.reset()
+    else:
+        # Any thread's run delay may be the beat thread's: the kernel gives the sum.
+        all_starved = max(0.0, sample.run_delay_seconds - previous.run_delay_seconds)
+        subject.beat.advance(counted, min(counted, all_starved), cpu)
+    units = sample.progress - previous.progress
+    if units > 0 and (sample.phase in WORK_PHASES or previous.phase in WORK_PHASES):
+        subject.worked += units
+        subject.worked_wall = now
+    if _moved(previous, sample):
+        _learn(subject, previous, sample, starved, gaps)
+        since = max(sample.progress_at, sample.phase_since)
+        subject.stall.reset(min(counted, max(0.0, sample.at - since)))
+    else:
+        subject.stall.advance(counted, starved, cpu)
+    _track_collectives(subject, previous, sample)
+
+
+BEATS = "(beats)"
+"""Where the gaps between beats are learned, beside the phases."""
+
+
+def _moved(previous: ProcessSample, sample: ProcessSample) -> bool:
+    return (
+        sample.progress != previous.progress
+        or sample.phase_entries != previous.phase_entries
+        or sample.phase != previous.phase
+        or sample.collectives_done != previous.collectives_done
+        or sample.collectives_entered != previous.collectives_entered
+    )
+
+
+def _learn(subject: Subject, previous: ProcessSample, sample: ProcessSample, starved: float, gaps: Gaps | None) -> None:
+    """How long the unit, or the phase, that just ended took on the effective clock."""
+    left = sample.phase != previous.phase or sample.phase_entries != previous.phase_entries
+    ended_at = sample.phase_since if left else max(sample.progress_at, previous.at)
+    tail = min(SAMPLE_GAP_SECONDS_MAX, max(0.0, min(ended_at, sample.at) - previous.at))
+    share = tail / (sample.at - previous.at) if sample.at > previous.at else 0.0
+    gap = subject.stall.effective + max(0.0, tail - starved * min(1.0, share))
+    # The first time of each phase in an incarnation includes warm-up, and the first of an epoch a rendezvous.
+    warm = previous.phase in subject.phases_done and not (subject.epoch_fresh and previous.phase == Phase.REDUCE)
+    if gaps is not None and warm:
+        gaps.add(subject.role, previous.phase, gap)
+    subject.phases_done.add(previous.phase)
+
+
+def _track_collectives(subject: Subject, previous: ProcessSample, sample: ProcessSample) -> None:
+    if sample.epoch != previous.epoch:
+        subject.epoch_fresh = True
+        subject.rests.clear()
+    elif sample.collectives_done != previous.collectives_done:
+        subject.epoch_fresh = False
+    if sample.phase == Phase.COMPUTE and sample.collectives_entered == sample.collectives_done:
+        # Computing step n, it has been through all collectives of earlier steps and none of this one: here the
+        # counters of peers, which began at different times, can be compared.
+        subject.rests[(sample.epoch, sample.step)] = sample.collectives_done
+        while len(subject.rests) > RESTS_MAX:
+            del subject.rests[next(iter(subject.rests))]
+
+
+def names(subjects: Iterable[Subject]) -> str:
+    return ", ".join(sorted(s.replica for s in subjects))

@@ -1,0 +1,124 @@
+"""Findings become diagnoses: one per fault, with the smallest set of suspects, and the same object while it stands.
+
+Rules, in order:
+  a crash ends a slowness of the same incarnation: the dead are not slow (and recovery may have tolerated slowness);
+  a hang that was already told stays a hang when its process then exits: somebody killed it, that is no second fault;
+  a hang ends a slowness; an accusation of one rank ends a tie that it was part of;
+  user code ends the crashes and hangs of its role, for they are its consequences;
+  when more than half of a role is slow at once, peer evidence is void and nobody is named for it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Finding, Suspect
+from rolecall.detector.findings import GAIN, SETTLE, settles
+
+ADVICE = {
+    FaultClass.CRASH: "replace the replica",
+    FaultClass.HANG: "replace the replica; those who wait for it need nothing",
+    FaultClass.SLOW: "replace the replica if the gain over the horizon exceeds the cost",
+    FaultClass.NETWORK: "replace the replica on another node",
+    FaultClass.USER_CODE: "stop the job and mend the code or its input; no replacement helps",
+    FaultClass.CONTROL_PLANE: "restart the agent; touch no replica",
+    FaultClass.NODE_LOST: "place nothing on this node",
+    FaultClass.CANNOT_TELL: "wait for what settles it; evict nobody",
+}
+
+Incarnation = tuple[str, int | None]
+
+
+def fuse(
+    findings: list[Finding], standing: Mapping[str, Diagnosis], role_sizes: Mapping[str, int], now: float
+) -> list[Diagnosis]:
+    """`standing`: what was told before, by key. `role_sizes`: live replicas per role."""
+    kept = _drop_consequences(_keep_told_hangs(findings, standing), now)
+    kept = _void_majorities(kept, role_sizes, now)
+    told: dict[str, Diagnosis] = {}
+    for finding in kept:
+        diagnosis = to_diagnosis(finding)
+        told.setdefault(diagnosis.key, standing.get(diagnosis.key, diagnosis))
+    return list(told.values())
+
+
+def to_diagnosis(finding: Finding) -> Diagnosis:
+    settle = "; ".join(e.text for e in finding.evidence if e.kind == SETTLE)
+    gains = [e.values["ratio"] for e in finding.evidence if e.kind == GAIN]
+    return Diagnosis(
+        suspects=finding.suspects,
+        fault_class=finding.fault_class,
+        onset=finding.onset,
+        detected_at=finding.detected_at,
+        confidence=finding.confidence,
+        because=finding.because,
+        evidence=tuple(e for e in finding.evidence if e.kind not in (SETTLE, GAIN)),
+        detectors=(finding.detector,),
+        advice=ADVICE.get(finding.fault_class, ""),
+        settle=settle,
+        gain_ratio=gains[0] if gains else None,
+    )
+
+
+def _who(suspects: tuple[Suspect, ...]) -> set[Incarnation]:
+    return {(s.replica, s.incarnation) for s in suspects if s.replica}
+
+
+def _keep_told_hangs(findings: list[Finding], standing: Mapping[str, Diagnosis]) -> list[Finding]:
+    """A crash of somebody who stands diagnosed as hung goes on under that diagnosis."""
+    hung = {who: d for d in standing.values() if d.fault_class == FaultClass.HANG for who in _who(d.suspects)}
+    kept = []
+    for f in findings:
+        told = [hung[who] for who in _who(f.suspects) if who in hung]
+        if f.fault_class == FaultClass.CRASH and told:
+            f = replace(f, fault_class=FaultClass.HANG, suspects=told[0].suspects, because=told[0].because)
+        kept.append(f)
+    return kept
+
+
+def _drop_consequences(findings: list[Finding], now: float) -> list[Finding]:
+    named: dict[FaultClass, set[Incarnation]] = {}
+    for f in findings:
+        named.setdefault(f.fault_class, set()).update(_who(f.suspects))
+    crashed, hung = named.get(FaultClass.CRASH, set()), named.get(FaultClass.HANG, set())
+    accused = crashed | hung | named.get(FaultClass.NETWORK, set())
+    broken_roles = {f.because.split(" ")[1] for f in findings if f.fault_class == FaultClass.USER_CODE}
+    kept = []
+    for f in findings:
+        who = _who(f.suspects)
+        if f.fault_class in (FaultClass.SLOW, FaultClass.CANNOT_TELL) and who & accused:
+            continue
+        if f.fault_class == FaultClass.HANG and who and who <= crashed:
+            continue
+        if f.fault_class in (FaultClass.HANG, FaultClass.CRASH) and all(s.role in broken_roles for s in f.suspects):
+            continue
+        kept.append(f)
+    return kept
+
+
+def _void_majorities(findings: list[Finding], role_sizes: Mapping[str, int], now: float) -> list[Finding]:
+    slow: dict[str, list[Finding]] = {}
+    for f in findings:
+        if f.fault_class == FaultClass.SLOW:
+            slow.setdefault(f.suspects[0].role, []).append(f)
+    kept = list(findings)
+    for role, group in slow.items():
+        if len(group) < 2 or 2 * len(group) <= role_sizes.get(role, 0):
+            continue
+        suspects = tuple(sorted((s for f in group for s in f.suspects), key=lambda s: s.replica))
+        who = ", ".join(s.replica for s in suspects)
+        void = Finding(
+            detector="sequential",
+            suspects=suspects,
+            fault_class=FaultClass.CANNOT_TELL,
+            onset=min(f.onset for f in group),
+            detected_at=now,
+            confidence=0.3,
+            because=f"{who} are slower than the rest of role {role}, but they are its majority: "
+            f"either they are slow or their load differs",
+            evidence=(
+                *(Evidence(kind="slow", text=f.because) for f in group),
+                settles("a replica on a node of its own, or the same work given to each"),
+            ),
+        )
+        kept = [f for f in kept if f not in group] + [void]
+    return kept

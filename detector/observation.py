@@ -1,0 +1,34 @@
+"""What a source hands to the detector: everything heard since the last poll. All sources yield this same value."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rolecall.core.telemetry import AgentEvent, SampleBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """`wall_at` is the only time a detector knows, seconds since 1970 on the detector's own clock."""
+
+    wall_at: float
+    batches: tuple[SampleBatch, ...] = ()
+    events: tuple[AgentEvent, ...] = ()
+    unreachable: tuple[tuple[str, float, str], ...] = ()
+    """(node, since when in wall seconds, why) of each agent that does not answer."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "wall_at": self.wall_at,
+            "batches": [b.to_dict() for b in self.batches],
+            "events": [e.to_dict() for e in self.events],
+            "unreachable": [list(u) for u in self.unreachable],
+        }
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        return cls(
+            wall_at=d["wall_at"],
+            batches=tuple(SampleBatch.from_dict(b) for b in d["batches"]),
+            events=tuple(AgentEvent.from_dict(e) for e in d["events"]),
+            unreachable=tuple((u[0], u[1], u[2]) for u in d["unreachable"]),
+        )

@@ -1,0 +1,298 @@
+"""Slow: a sequential test of seconds per unit of work against peers and against its own past.
+
+Per stride of each process: e = (busy seconds - seconds starved by others) / units. Starved is run delay less what the
+process's own CPU quota took; a stop by signal, a quota and a delay inside the unit stay in e, a busy neighbour does
+not. Work per unit differs with the load (tokens per unit, else open requests), so log e is compared with what the role
+takes at that load:
+
+    r_i = log e_i - baseline(role, load)          how far from the role's habit
+    x_i = min(r_i - median of peers' r,           slower than peers now   (cancels what slows all)
+              r_i - own habitual offset)          slower than itself      (cancels lasting differences)
+    S_i = max(0, S_i + x_i - log(slow_ratio) / 2) Page's CUSUM; alarm at S_i >= h
+
+h follows from the wanted false alarm rate by Siegmund's formula for the run length of a CUSUM (D. Siegmund, Sequential
+Analysis, 1985), with the residuals' standard deviation widened for their lag-1 autocorrelation. Without a peer at work
+the reference is how far the rest of the fleet is from its habit, and the sentence says so.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+from rolecall.core.config import DetectorConfig
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.telemetry import ProcessSample
+from rolecall.detector.findings import GAIN, finding
+from rolecall.detector.fleet import Fleet, SlowMeter, Subject, starved_seconds
+
+BUSY_SECONDS_MIN = 0.05
+"""A stride with less work than this says nothing: timer noise of microseconds looms large in it, and the slowness of
+somebody who works 5 % of the time hurts nobody."""
+STARVED_SHARE_MAX = 0.85
+"""A stride starved for more than this of its busy time leaves too little of its own to be judged."""
+RATIO_CLIP = math.log(4.0)
+"""One observation counts at most as a factor of four: a pause of a second is an event, not a slowness."""
+SIGMA_MIN = 0.6
+"""Standard deviation assumed at least, autocorrelation included: on shared CPUs the tails are heavier than normal. With
+it four times slower is found after about 6 strides, twice slower after 18."""
+SIGMA_PRIOR_WEIGHT = 30
+"""The assumed deviation counts as so many observations."""
+STRIDES_MIN = 5
+"""No alarm on fewer consecutive strides than this."""
+HISTORY_MIN = 5
+"""A load must have been seen so often before an observation at it is compared."""
+LEARN_RATE_MIN = 1 / 300
+"""Baselines follow slower changes than this many strides (five minutes of work)."""
+OFFSET_MAX = math.log(1.5)
+"""A process's own habit explains no more than this: who was four times slower from its first unit on is slow."""
+LOADS_PER_OCTAVE = 2
+"""Loads are told apart by half octaves: within one, seconds per unit differ by less than 1.41."""
+LOAD_REACH = 2
+"""A load not seen before borrows from one this many bins away, one octave."""
+PEER_AGE_SECONDS = 10.0
+"""A peer's last observation is compared with for so long."""
+SECONDS_PER_DAY = 86_400.0
+
+
+@dataclass(slots=True)
+class Baseline:
+    """What one load takes a role: mean of log seconds per unit."""
+
+    mean: float = 0.0
+    count: int = 0
+
+
+@dataclass(slots=True)
+class SlowState:
+    """What is learned of each role; owned by one Detector."""
+
+    baselines: dict[tuple[str, int], Baseline] = field(default_factory=dict)
+    variance: dict[str, tuple[float, float, int]] = field(default_factory=dict)  # mean x^2, mean x x', count
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One observation: a closed stride, or a lower bound from a unit that does not end."""
+
+    seconds_per_unit: float
+    load: float
+    censored: bool
+
+
+def measure(subject: Subject, stride_seconds: float, gap_p99: float | None) -> Work | None:
+    """The observation that became due with the subject's newest sample, if any. Advances its stride."""
+    sample, meter = subject.sample, subject.slow
+    if sample is None or subject.gone:
+        return None
+    start = meter.start
+    if start is None or start.work_units > sample.work_units:
+        meter.start = sample
+        return None
+    if sample.work_units > start.work_units:
+        if sample.at - start.at < stride_seconds or subject.stall.wall > SAMPLE_FRESH_SECONDS:
+            return None
+        meter.start = meter_start = sample
+        meter.censored_at = meter_start.at
+        return _closed(start, sample)
+    return _censored(subject, sample, meter, stride_seconds, gap_p99)
+
+
+SAMPLE_FRESH_SECONDS = 0.25
+"""A stride ends at a sample that saw a unit end: there the busy seconds and the run delay cover the same time."""
+
+
+def _closed(start: ProcessSample, sample: ProcessSample) -> Work | None:
+    busy = sample.busy_seconds - start.busy_seconds
+    starved = starved_seconds(start, sample)
+    if busy < BUSY_SECONDS_MIN or starved > STARVED_SHARE_MAX * busy:
+        return None
+    units = sample.work_units - start.work_units
+    tokens = sample.tokens - start.tokens
+    load = tokens / units if tokens > 0 else max(1.0, (start.requests_active + sample.requests_active) / 2)
+    return Work((busy - starved) / units, load, False)
+
+
+def _censored(
+    subject: Subject, sample: ProcessSample, meter: SlowMeter, stride_seconds: float, gap_p99: float | None
+) -> Work | None:
+    """A unit under way for longer than any unit should take counts by the time it has taken."""
+    if gap_p99 is None or not subject.progress_due or not meter.load:
+        return None
+    if sample.at - max(meter.censored_at, sample.progress_at) < stride_seconds:
+        return None
+    meter.censored_at = sample.at
+    # What lies between two units beside the work itself (scheduling) is part of gap_p99 and is not held against it.
+    seconds = subject.stall.effective * min(1.0, meter.expected_seconds_per_unit / gap_p99)
+    return Work(seconds, meter.load, True) if seconds > meter.expected_seconds_per_unit else None
+
+
+def load_bin(load: float) -> int:
+    return round(LOADS_PER_OCTAVE * math.log2(max(load, 1e-3)))
+
+
+def expected(state: SlowState, role: str, load: float) -> float | None:
+    """Log seconds per unit of the role at this load, or None when no load within reach was seen often enough."""
+    here = load_bin(load)
+    for distance in range(LOAD_REACH + 1):
+        near = [state.baselines.get((role, here + d)) for d in {distance, -distance}]
+        known = [b.mean for b in near if b is not None and b.count >= HISTORY_MIN]
+        if known:
+            return sum(known) / len(known)
+    return None
+
+
+def learn(state: SlowState, role: str, load: float, log_seconds: float) -> None:
+    baseline = state.baselines.setdefault((role, load_bin(load)), Baseline())
+    baseline.count += 1
+    difference = log_seconds - baseline.mean
+    if baseline.count > HISTORY_MIN:
+        difference = max(-OFFSET_MAX, min(OFFSET_MAX, difference))
+    baseline.mean += difference * max(1 / baseline.count, LEARN_RATE_MIN)
+
+
+def sigma(state: SlowState, role: str) -> float:
+    """Standard deviation of x with its autocorrelation: what a sum of n of them has, over sqrt(n)."""
+    square, product, count = state.variance.get(role, (0.0, 0.0, 0))
+    weight = count / (count + SIGMA_PRIOR_WEIGHT)
+    if not square:
+        return SIGMA_MIN
+    rho = max(0.0, min(0.9, product / square))
+    seen = math.sqrt(square * (1 + rho) / (1 - rho))
+    return max(SIGMA_MIN, weight * seen + (1 - weight) * SIGMA_MIN)
+
+
+def threshold(sigma_: float, drift: float, strides_between_alarms: float) -> float:
+    """h with a run length of `strides_between_alarms`: Siegmund's (exp(2kb) - 2kb - 1) / 2k^2, b = h/sigma + 1.166.
+
+    k is the drift in sigmas. The term -2kb - 1 is small beside the exponential at any rate of interest and is dropped.
+    """
+    k = drift / sigma_
+    b = math.log(2 * k * k * strides_between_alarms) / (2 * k)
+    return max(drift, (b - 1.166) * sigma_)
+
+
+def update(state: SlowState, fleet: Fleet, config: DetectorConfig, now: float) -> None:
+    """Feeds every observation that became due."""
+    for subject in fleet.current():
+        work = measure(subject, config.slow_stride_seconds, fleet.gaps.p99(subject.role, subject.phase))
+        if work is not None:
+            _observe(state, fleet, subject, work, config, now)
+
+
+def _observe(state: SlowState, fleet: Fleet, subject: Subject, work: Work, config: DetectorConfig, now: float) -> None:
+    role, meter = subject.role, subject.slow
+    log_seconds = math.log(work.seconds_per_unit)
+    habit = expected(state, role, work.load)
+    if habit is None:
+        learn(state, role, work.load, log_seconds)
+        return
+    meter.load, meter.expected_seconds_per_unit = work.load, math.exp(habit)
+    meter.seconds_per_unit = work.seconds_per_unit
+    meter.residual, meter.residual_wall = log_seconds - habit, now
+    peers = _residuals((p for p in fleet.peers(subject)), now)
+    meter.peers = len(peers)
+    reference = median(peers) if peers else _fleet_shift(fleet, subject, now)
+    x = min(meter.residual - reference, meter.residual - meter.offset)
+    x = max(-RATIO_CLIP, min(RATIO_CLIP, x))
+    drift = math.log(config.slow_ratio) / 2
+    h = _threshold(state, role, config)
+    _accumulate(meter, x, drift, h, now)
+    if subject.key not in fleet.quiet and meter.cusum < h / 2 and not work.censored:
+        learn(state, role, work.load, log_seconds)
+        _learn_own(state, role, meter, x)
+    meter.last_x = x
+
+
+def _accumulate(meter: SlowMeter, x: float, drift: float, h: float, now: float) -> None:
+    if meter.cusum <= 0:
+        meter.rising_since, meter.rising_strides, meter.ratio_log = now, 0, 0.0
+    # Capped, so that recovery shows as soon after a long fault as after a short one.
+    meter.cusum = min(2 * h, max(0.0, meter.cusum + x - drift))
+    meter.rising_strides += 1
+    meter.ratio_log += (x - meter.ratio_log) / meter.rising_strides
+    if meter.alarmed:
+        meter.alarmed = meter.cusum >= h / 2
+    else:
+        meter.alarmed = meter.cusum >= h and meter.rising_strides >= STRIDES_MIN
+
+
+def _learn_own(state: SlowState, role: str, meter: SlowMeter, x: float) -> None:
+    meter.offset_count += 1
+    meter.offset += (meter.residual - meter.offset) * max(1 / (meter.offset_count + 10), LEARN_RATE_MIN)
+    meter.offset = max(-OFFSET_MAX, min(OFFSET_MAX, meter.offset))
+    square, product, count = state.variance.get(role, (0.0, 0.0, 0))
+    rate = max(1 / (count + 1), LEARN_RATE_MIN)
+    state.variance[role] = (
+        square + (x * x - square) * rate,
+        product + (x * meter.last_x - product) * rate,
+        count + 1,
+    )
+
+
+def _residuals(subjects: Iterable[Subject], now: float) -> list[float]:
+    return [
+        s.slow.residual
+        for s in subjects
+        if s.slow.residual_wall and now - s.slow.residual_wall <= PEER_AGE_SECONDS and not s.gone
+    ]
+
+
+def _fleet_shift(fleet: Fleet, subject: Subject, now: float) -> float:
+    """How far all other roles are from their habits: the host may have become slower as a whole."""
+    others = [
+        s.slow.residual - s.slow.offset
+        for s in fleet.current()
+        if s.key != subject.key and s.slow.residual_wall and now - s.slow.residual_wall <= PEER_AGE_SECONDS
+    ]
+    return median(others) if others else 0.0
+
+
+def _threshold(state: SlowState, role: str, config: DetectorConfig) -> float:
+    strides = SECONDS_PER_DAY / config.slow_stride_seconds / config.slow_false_alarms_per_day
+    return threshold(sigma(state, role), math.log(config.slow_ratio) / 2, strides)
+
+
+def find(state: SlowState, fleet: Fleet, config: DetectorConfig, now: float) -> list[Finding]:
+    return [
+        _finding(state, s, config, now) for s in fleet.current() if s.slow.alarmed and not s.gone and not s.finished
+    ]
+
+
+def _finding(state: SlowState, subject: Subject, config: DetectorConfig, now: float) -> Finding:
+    meter = subject.slow
+    ratio = math.exp(meter.ratio_log)
+    h = _threshold(state, subject.role, config)
+    against = (
+        f"{meter.peers} peer{'s' if meter.peers != 1 else ''} at equal load"
+        if meter.peers
+        else "its own past alone, for it has no peer at work"
+    )
+    because = (
+        f"{subject.name()} is slow: {ratio:.1f} times the seconds per unit of {against}, over "
+        f"{meter.rising_strides} strides since {now - meter.rising_since:.0f} s, time starved by neighbours subtracted "
+        f"(last {meter.seconds_per_unit:.3g} s a unit at load {meter.load:.3g}, expected "
+        f"{meter.expected_seconds_per_unit:.3g}; sum {meter.cusum:.1f} over threshold {h:.1f}, set for "
+        f"{config.slow_false_alarms_per_day:g} false alarms a day)"
+    )
+    values = {
+        "seconds_per_unit": meter.seconds_per_unit,
+        "expected_seconds_per_unit": meter.expected_seconds_per_unit,
+        "cusum": meter.cusum,
+        "threshold": h,
+        "strides": float(meter.rising_strides),
+        "peers": float(meter.peers),
+    }
+    return finding(
+        "sequential",
+        [subject],
+        FaultClass.SLOW,
+        onset=meter.rising_since + subject.offset_seconds,
+        now=now,
+        confidence=0.9 if meter.peers else 0.6,
+        because=because,
+        evidence=(
+            Evidence(kind="seconds_per_unit", text=f"{ratio:.1f} times slower", values=values),
+            Evidence(kind=GAIN, text="gain of a replacement", values={"ratio": ratio}),
+        ),
+    )

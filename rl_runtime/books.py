@@ -1,7 +1,7 @@
 """What the controller writes down: ledger lines, journal events, states and epochs, each only while it is the controller.
 
 Before every write the border is asked whether a newer incarnation of the controller is wanted or there; the older one
-stops with `StaleIncarnation` and writes nothing more. Lines of one decision go in one transaction. All writes can be
+stops with `Superseded` and writes nothing more. Lines of one decision go in one transaction. All writes can be
 repeated: events of a step have keys, ledger lines are left out when the group stands there already.
 """
 
@@ -13,11 +13,16 @@ from rolecall.core.events import EventKind
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal import ChainHead, Journal
 from rolecall.core.ledger import GroupState, Ledger, LedgerLine
-from rolecall.core.membership import Actual, Epoch, ReplicaState
-from rolecall.rl_runtime.membership import GONE, Fleet
+from rolecall.core.membership import Actual, ReplicaState
+from rolecall.rl_runtime.membership import GONE, Fleet, members_after
 from rolecall.rl_runtime.protocol import CommitRecord, Proof
 
+Member = tuple[ReplicaId, int]
 OPEN_STATES = (GroupState.ISSUED, GroupState.RETURNED, GroupState.UNDONE, GroupState.ASSIGNED)
+
+
+class Superseded(StaleIncarnation):
+    """A newer incarnation of the controller is wanted or there: this one writes nothing more."""
 
 
 class Books:
@@ -26,6 +31,9 @@ class Books:
     def __init__(self, journal: Journal, ledger: Ledger, replica: ReplicaId, incarnation: int) -> None:
         self.journal, self.ledger = journal, ledger
         self.replica, self.incarnation = replica, incarnation
+        last = journal.epoch()
+        self.epoch = last.number if last else 0
+        self.members = last.members if last else ()
 
     # --- the right to write -------------------------------------------------------------------------------------
 
@@ -37,14 +45,14 @@ class Books:
         """The border's records, if this still is the controller.
 
         Raises:
-            StaleIncarnation: it is not; whoever is takes over.
+            Superseded: it is not; whoever is takes over.
         """
         fleet = fleet or self.fleet()
         wanted = fleet.desired.get(self.replica)
         newest = max((i for r, i in fleet.actual if r == self.replica), default=self.incarnation)
         newest = max(newest, wanted.incarnation if wanted else self.incarnation)
         if newest > self.incarnation:
-            raise StaleIncarnation(replica=self.replica, wanted=f"#{newest}", got=f"#{self.incarnation}")
+            raise Superseded(replica=self.replica, wanted=f"#{newest}", got=f"#{self.incarnation}")
         return fleet
 
     def event(self, kind: EventKind, body: Mapping[str, Any], key: str | None = None) -> None:
@@ -81,9 +89,16 @@ class Books:
         self.event(EventKind.REPLICA_LOST, body, key=f"lost:{replica}#{incarnation}")
         return True
 
-    def grow_epoch(self, members: Iterable[tuple[ReplicaId, int]], because: str) -> Epoch:
-        self.check()
-        return self.journal.grow_epoch(members, because)
+    def change_members(
+        self, *, joined: Iterable[Member] = (), left: Iterable[Member] = (), because: str, always: bool = False
+    ) -> int:
+        """The epoch after members came or went; the same one if nothing changes, unless a new one is wanted `always`."""
+        members = members_after(self.members, joined=joined, left=left)
+        if members != self.members or always:
+            self.check()
+            grown = self.journal.grow_epoch(members, because)
+            self.epoch, self.members = grown.number, grown.members
+        return self.epoch
 
     # --- the ledger ---------------------------------------------------------------------------------------------
 

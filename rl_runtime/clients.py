@@ -34,7 +34,8 @@ T = TypeVar("T")
 CONTROL_SECONDS = 3.0
 """Deadline of calls that only look or take note. They have threads of their own in each actor."""
 CHECKPOINT_SECONDS = 120.0
-SCORE_SECONDS = 10.0
+SCORE_SECONDS = 2.0
+"""A worker that has not scored a few groups within this is passed over: the groups go to another one."""
 
 
 class ReplicaGone(RolecallError):
@@ -53,6 +54,14 @@ class ReplicaClient(Protocol):
 
     async def call(self, method: str, *args: Any) -> Any:
         """Calls the replica's method of that name. Raises what it raised, or `ReplicaGone`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCheckpoint:
+    """What `load_checkpoint` took over. `refused`: newer ones that were damaged, each with what is wrong with it."""
+
+    path: str  # empty: the weights that the run began with
+    refused: tuple[str, ...]
 
 
 Connect = Callable[[Actual], ReplicaClient]
@@ -129,11 +138,20 @@ class TrainerPort(Port):
     async def copy_from(self, holder: Holder, seconds: float) -> None:
         await self._ask(seconds, "copy_from", holder)
 
-    async def load_checkpoint(self, path: str) -> None:
-        await self._ask(CHECKPOINT_SECONDS, "load_checkpoint", path)
+    async def idle(self, seconds: float) -> None:
+        """Returns when the working thread is free: one that hangs there still answers `info`."""
+        await self._ask(seconds, "idle")
 
-    async def save_checkpoint(self, path: str) -> None:
-        await self._ask(CHECKPOINT_SECONDS, "save_checkpoint", path)
+    async def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
+        """Takes over the newest good checkpoint, or the weights that the run began with where there is none."""
+        return cast(LoadedCheckpoint, await self._ask(CHECKPOINT_SECONDS, "load_checkpoint", folder))
+
+    async def save_checkpoint(self, folder: str, keep: int) -> str:
+        """Path of the checkpoint written; all but the newest `keep` are removed."""
+        return cast(str, await self._ask(CHECKPOINT_SECONDS, "save_checkpoint", folder, keep))
+
+    async def last_result(self) -> StepResult | None:
+        return cast("StepResult | None", await self._ask(CONTROL_SECONDS, "last_result"))
 
     async def reset_step(self, step: int) -> None:
         await self._ask(CONTROL_SECONDS, "reset_step", step)

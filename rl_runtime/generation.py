@@ -1,0 +1,373 @@
+"""The rollouts in the controller's hands: admitted on proof, fed, listened to, and given up at once when they are lost.
+
+Each engine has two tasks of its own: a pump (give it work, pull what it made, tell it what to forget) and an updater
+(bring it to the newest policy version and have it prove that). An engine that does not answer holds up nobody but
+itself: its one call stays under way, it gets no more work, and its requests stay with it until the border says that it
+is over; then they go on elsewhere, from the tokens that were streamed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation
+from rolecall.core.events import EventKind
+from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.core.membership import Actual, ReplicaState
+from rolecall.rl_runtime.books import Books
+from rolecall.rl_runtime.clients import Connect, ReplicaGone, RolloutPort
+from rolecall.rl_runtime.membership import Fleet
+from rolecall.rl_runtime.protocol import Holder, Manifest, Proof, Request, TokenChunk
+from rolecall.rl_runtime.tasks import Tasks, set_or_timeout
+from rolecall.rl_runtime.trajectories import EngineKey, EngineLoad, TrajectoryTable, least_loaded
+
+logger = logging.getLogger(__name__)
+
+PULL_SECONDS = 0.1
+"""Cadence of pulls from an engine with work. Raising it delays tokens and the move of a dead engine's requests."""
+IDLE_SECONDS = 0.5
+"""Cadence of the same call to an engine without work: so it is noticed that it is dead or silent."""
+SILENT_SECONDS = 2.0
+"""An engine that owes an answer for this long gets no work until it has answered."""
+UPDATE_MARGIN_SECONDS = 20.0
+"""On top of the transfer's own deadline: loading and the canary of an engine that has just started."""
+SLOT_SECONDS = 2.0
+"""Updates go round one engine at a time; one that takes longer than this lets the next begin."""
+RETRY_SECONDS = 0.25
+FAILURES_MAX = 4
+"""Failed turns or updates in a row, each for a reason of the engine's own, after which it is given up."""
+
+
+class Certifier(Protocol):
+    """Judges an engine's proof (design law 2)."""
+
+    def certify(self, proof: Proof, manifest: Manifest) -> None:
+        """Raises ProofMismatch, naming part and tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What every engine should hold."""
+
+    manifest: Manifest
+    holders: tuple[Holder, ...]
+
+
+@dataclass(eq=False, slots=True)
+class Engine:
+    """One incarnation of a rollout replica."""
+
+    port: RolloutPort
+    record: Actual
+    holder: Holder
+    version: int = -1  # newest policy version that it has proven
+    proven: str = ""  # digest of that version's manifest
+    serving: bool = False
+    silent: bool = False
+    failures: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def key(self) -> EngineKey:
+        return self.port.replica, self.port.incarnation
+
+
+class Generation:
+    """All engines of a run, and the table of what they generate."""
+
+    def __init__(
+        self,
+        *,
+        books: Books,
+        table: TrajectoryTable,
+        certifier: Certifier,
+        connect: Connect,
+        tasks: Tasks,
+        transfer_seconds: float,
+        tokens_generated: Callable[[Actual], int | None],
+        on_finished: Callable[[], None],
+    ) -> None:
+        self._books, self._table, self._certifier = books, table, certifier
+        self._connect, self._tasks = connect, tasks
+        self._update_seconds = transfer_seconds + UPDATE_MARGIN_SECONDS
+        self._tokens_generated, self._on_finished = tokens_generated, on_finished
+        self._slot = asyncio.Semaphore(1)
+        self._greeting: dict[EngineKey, asyncio.Task[None]] = {}
+        self.engines: dict[EngineKey, Engine] = {}
+        self.target: Target | None = None
+
+    # --- reconciling with the border ----------------------------------------------------------------------------
+
+    def sync(self, fleet: Fleet) -> None:
+        """Gives up what is over and greets what is there; called again and again."""
+        for key in list(self.engines):
+            because = fleet.lost_because(*key)
+            if because is not None:
+                self.contain(key, because)
+        for record in fleet.usable("rollout").values():
+            key = (record.replica, record.incarnation)
+            if key not in self.engines and key not in self._greeting:
+                greeting = self._tasks.start(self._greet(record), f"greet {key}")
+                self._greeting[key] = greeting
+                greeting.add_done_callback(lambda _, key=key: self._greeting.pop(key, None))  # type: ignore[misc]
+
+    async def greeted(self) -> None:
+        """Waits for the greetings under way; each has its deadline."""
+        await asyncio.gather(*self._greeting.values(), return_exceptions=True)
+
+    async def _greet(self, record: Actual) -> None:
+        key = (record.replica, record.incarnation)
+        try:
+            port = RolloutPort(self._connect(record))
+            info = await port.info()
+        except ReplicaGone as e:
+            self._books.fence(*key, e.because)
+            return
+        except DeadlineExceeded as e:
+            logger.warning("%s", e)  # the next look at the border greets it again
+            return
+        if key in self.engines:
+            return
+        engine = Engine(port=port, record=record, holder=info.holder)
+        if record.state is ReplicaState.SERVING and info.policy_version >= 0:
+            # A controller before this one admitted it; the next update proves it anew.
+            engine.version, engine.serving = info.policy_version, True
+        self._table.tokens_received[key] = info.tokens_generated
+        self.engines[key] = engine
+        self._books.change_members(joined=[key], because=f"{record.replica}#{record.incarnation} answers")
+        engine.tasks = [
+            self._tasks.start(self._pump(engine), f"pump {port}"),
+            self._tasks.start(self._keep_updated(engine), f"update {port}"),
+        ]
+        engine.wanted.set()
+
+    async def held_requests(self) -> dict[EngineKey, list[tuple[Request, TokenChunk]]]:
+        """What each serving engine holds, for a controller that restarts. One that does not answer is left out."""
+
+        async def ask(engine: Engine) -> list[tuple[Request, TokenChunk]]:
+            try:
+                return await engine.port.list_requests()
+            except (ReplicaGone, DeadlineExceeded, StaleIncarnation) as e:
+                logger.warning("what %s holds is not known: %s", engine.port, e)
+                return []
+
+        serving = [e for e in self.engines.values() if e.serving]
+        answers = await asyncio.gather(*(ask(e) for e in serving))
+        return {e.key: answer for e, answer in zip(serving, answers, strict=True)}
+
+    # --- placing work -------------------------------------------------------------------------------------------
+
+    def loads(self) -> list[EngineLoad]:
+        return [
+            EngineLoad(
+                key=e.key,
+                version=e.version,
+                may_serve=e.serving and not e.silent,
+                num_requests=self._table.num_unfinished(e.key),
+            )
+            for e in self.engines.values()
+        ]
+
+    def place(self, group_id: GroupId, key: EngineKey) -> None:
+        self._table.place(group_id, key)
+        self.engines[key].wake.set()
+
+    def place_homeless(self) -> set[ReplicaId]:
+        """Gives requests without an engine to the least loaded. Returns who took some."""
+        takers: set[ReplicaId] = set()
+        for group_id in self._table.homeless():
+            taker = least_loaded(self.loads())
+            if taker is None:
+                break
+            self.place(group_id, taker.key)
+            takers.add(taker.key[0])
+        return takers
+
+    def is_stuck(self, group_id: GroupId) -> bool:
+        """Whether some of the group's requests lie with an engine that does not answer, or with none."""
+        silent = {e.key for e in self.engines.values() if e.silent}
+        trajectories = self._table.groups[group_id].trajectories
+        return any(not t.finished and (t.engine is None or t.engine in silent) for t in trajectories)
+
+    def wake_all(self) -> None:
+        """There is something to forget."""
+        for engine in self.engines.values():
+            engine.wake.set()
+
+    # --- containment --------------------------------------------------------------------------------------------
+
+    def contain(self, key: EngineKey, because: str) -> None:
+        """An engine is lost: fence it, let its requests go on elsewhere, say so. Without any wait."""
+        engine = self.engines.pop(key, None)
+        if engine is None:
+            return
+        for task in engine.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._books.fence(*key, because)
+        generated = self._tokens_generated(engine.record)
+        moved = self._table.leave(key)
+        takers = self.place_homeless()
+        if moved.num_requests:
+            lost = max(0, generated - moved.tokens_received) if generated is not None else 0
+            body = {
+                "from": key[0],
+                "from_incarnation": key[1],
+                "to": sorted(takers),
+                "num_requests": moved.num_requests,
+                "num_groups": len(moved.group_ids),
+                "tokens_kept": moved.tokens_kept,
+                "tokens_lost": lost,
+                "because": because,
+            }
+            self._books.event(EventKind.REQUESTS_MOVED, body, key=f"moved:{key[0]}#{key[1]}")
+        self._books.change_members(left=[key], because=f"{key[0]}#{key[1]}: {because}")
+
+    # --- the pump -----------------------------------------------------------------------------------------------
+
+    async def _pump(self, engine: Engine) -> None:
+        while engine.key in self.engines:
+            turn = asyncio.ensure_future(self._turn(engine))
+            try:
+                await self._watched(engine, turn)
+                engine.failures = 0
+            except asyncio.CancelledError:
+                turn.cancel()
+                raise
+            except (ReplicaGone, StaleIncarnation) as e:
+                self.contain(engine.key, e.because if isinstance(e, ReplicaGone) else str(e))
+                return
+            except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
+                if not await self._failed(engine, "a turn of its requests", e):
+                    return
+            busy = bool(self._table.num_unfinished(engine.key))
+            await set_or_timeout(engine.wake, PULL_SECONDS if busy else IDLE_SECONDS)
+
+    async def _watched(self, engine: Engine, turn: Awaitable[None]) -> None:
+        """Waits for one turn as long as it takes, but no longer counts on an engine that owes it for long."""
+        waiting = {asyncio.ensure_future(turn)}
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=SILENT_SECONDS)
+            if not done and not engine.silent:
+                engine.silent = True
+                logger.warning("%s", DeadlineExceeded(waited_for=f"{engine.port}", seconds=SILENT_SECONDS))
+        engine.silent = False
+        (task,) = done
+        task.result()
+
+    async def _turn(self, engine: Engine) -> None:
+        key, port = engine.key, engine.port
+        forget = self._table.to_forget(key)
+        if forget:
+            try:
+                await port.abort(forget)
+                await port.ack(forget)
+            except RolecallError:
+                self._table.forget_stray(key, forget)
+                raise
+        fresh = self._table.unsent(key) if engine.serving else []
+        if fresh:
+            await port.submit(fresh)
+            self._table.mark_sent(key, [r.request_id for r in fresh])
+        pulled = await port.tokens_since(self._table.offsets(key))
+        if (pulled.replica, pulled.incarnation) != key:
+            raise StaleIncarnation(replica=key[0], wanted=f"#{pulled.incarnation}", got=f"#{key[1]}")
+        finished = self._table.take(key, pulled.chunks, engine.version)
+        self._table.resend(key, pulled.unknown)
+        if finished:
+            self._on_finished()
+
+    async def _failed(self, engine: Engine, what: str, error: Exception) -> bool:
+        """Counts a failure; False when the engine was given up for it."""
+        engine.failures += 1
+        logger.warning("%s: %s failed: %s: %s", engine.port, what, type(error).__name__, error)
+        if engine.failures >= FAILURES_MAX:
+            self.contain(engine.key, f"{what} failed {engine.failures} times, last: {type(error).__name__}: {error}")
+            return False
+        await asyncio.sleep(RETRY_SECONDS * engine.failures)
+        return engine.key in self.engines
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def publish(self, manifest: Manifest, holders: Sequence[Holder]) -> None:
+        """A version that every engine should take over; requests under way go on meanwhile."""
+        self.target = Target(manifest, tuple(holders))
+        for engine in self.engines.values():
+            engine.wanted.set()
+
+    async def _keep_updated(self, engine: Engine) -> None:
+        while engine.key in self.engines:
+            await engine.wanted.wait()
+            engine.wanted.clear()
+            while self.target is not None and (engine.proven != self.target.manifest.digest or not engine.serving):
+                try:
+                    proof = await self._update(engine, self.target)
+                except ReplicaGone as e:
+                    self.contain(engine.key, e.because)
+                    return
+                except ProofMismatch as e:
+                    self._refuse(engine, self.target.manifest.policy_version, e)
+                    if not await self._failed(engine, "its proof", e):
+                        return
+                except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
+                    if not await self._failed(engine, "its update", e):
+                        return
+                else:
+                    if proof is None:
+                        await asyncio.sleep(RETRY_SECONDS)
+                    elif not self._admit(engine, proof):
+                        return
+
+    async def _update(self, engine: Engine, target: Target) -> Proof | None:
+        """One attempt. None when it should be tried again for no fault of the engine's own."""
+        if engine.silent:
+            return None
+        holders = self._holders(engine, target)
+        manifest, epoch = target.manifest, self._books.epoch
+        call = asyncio.ensure_future(engine.port.update_weights(epoch, manifest, holders, self._update_seconds))
+        try:
+            async with self._slot:
+                await asyncio.wait({call}, timeout=SLOT_SECONDS)
+            proof = await call
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        except (DeadlineExceeded, StaleIncarnation) as e:
+            logger.warning("%s: version %d not taken over: %s", engine.port, manifest.policy_version, e)
+            return None
+        if (proof.replica, proof.incarnation) != engine.key or proof.policy_version != manifest.policy_version:
+            reason = f"the proof is {proof.replica}#{proof.incarnation}'s for version {proof.policy_version}"
+            raise ProofMismatch(replica=str(engine.port), part="identity", tensor="-", reason=reason)
+        self._certifier.certify(proof, manifest)
+        return proof
+
+    def _holders(self, engine: Engine, target: Target) -> list[Holder]:
+        """Who has the target version: trainers, then rollouts that took it over already."""
+        digest = target.manifest.digest
+        relays = [e.holder for e in self.engines.values() if e is not engine and e.proven == digest and not e.silent]
+        return [*target.holders, *relays]
+
+    def _admit(self, engine: Engine, proof: Proof) -> bool:
+        """It proved a version; the first time, it serves from now on. False when it was fenced meanwhile."""
+        engine.version, engine.proven, engine.failures = proof.policy_version, proof.manifest_digest, 0
+        if engine.serving:
+            return True
+        self._books.admitted(proof)
+        because = f"proved policy version {proof.policy_version}"
+        if not self._books.set_state(*engine.key, ReplicaState.SERVING, because, proof.policy_version):
+            return False
+        engine.serving = True
+        self.place_homeless()
+        self._on_finished()
+        return True
+
+    def _refuse(self, engine: Engine, version: int, e: ProofMismatch) -> None:
+        """It may not serve until it proves a version; what it streams beyond its last proof is not taken anyway."""
+        self._books.refused(*engine.key, version, e.part, e.tensor, e.reason)
+        if engine.serving:
+            engine.serving, engine.proven = False, ""
+            self._books.set_state(*engine.key, ReplicaState.READY, f"refused: {e}")

@@ -1,0 +1,45 @@
+"""The controller's background tasks: one set, one owner, and an error in any of them ends the controller loudly."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+
+class Tasks:
+    """Starts tasks and keeps hold of them. `failed` gets the first exception that nobody handled."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[Any]] = set()
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    def start(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work, name=name)
+        self._running.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not self.failed.done():
+            self.failed.set_result(error)
+
+    async def stop(self) -> None:
+        """Cancels all and waits until they are gone; their own clean-up is all that they may still do."""
+        running = [t for t in self._running if t is not asyncio.current_task()]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def set_or_timeout(event: asyncio.Event, seconds: float) -> bool:
+    """Waits until `event` is set, at most so long, and clears it. Whether it was set."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        return False
+    event.clear()
+    return True

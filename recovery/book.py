@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis
@@ -58,7 +59,10 @@ class Book:
         except InvalidTransition as e:
             logger.error("%s", e)
             self.broken[name] = e
-            self.incidents.pop(name, None)
+            before = self.incidents.get(name)
+            if before is not None:
+                # Nothing more is done for it; what it did still counts, and its diagnosis opens no second one.
+                self.incidents[name] = replace(before, state=IncidentState.CLOSED)
 
     def open_incidents(self) -> list[Incident]:
         return [i for i in self.incidents.values() if i.state is not IncidentState.CLOSED]

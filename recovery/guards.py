@@ -12,11 +12,12 @@ from rolecall.core.config import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan
 from rolecall.core.ids import split_replica
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.incidents import PERSON, Incident, evictions
+from rolecall.recovery.incidents import PERSON, Incident, IncidentState, evictions
 
 HOUR_SECONDS = 3600.0
 NOT_PEERS = ("self", "progress", "exit", "signal", "person")
-"""Evidence kinds that start so do not compare with peers: one of them is enough not to lean on peers alone."""
+"""Evidence kinds that start so do not compare with peers: one of them is enough not to lean on peers alone. So is a
+comparison that says that it had no `peers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,8 @@ def on_peer_evidence_alone(d: Diagnosis) -> bool:
     """Whether only a comparison with peers speaks against the suspects: nobody knows that they are the odd ones."""
     if d.fault_class not in (FaultClass.SLOW, FaultClass.SILENT_CORRUPTION):
         return False
-    return not any(e.kind.startswith(NOT_PEERS) for e in d.evidence) and PERSON not in d.detectors
+    own_history = any(e.kind.startswith(NOT_PEERS) or e.values.get("peers") == 0 for e in d.evidence)
+    return not own_history and PERSON not in d.detectors
 
 
 def _peer_evidence(plan: Plan, incident: Incident, fleet: FleetView, incidents: Sequence[Incident]) -> Guarded | None:
@@ -89,7 +91,7 @@ def _peer_evidence(plan: Plan, incident: Incident, fleet: FleetView, incidents: 
         return None
     accused = {t.replica for t in plan.targets}
     for other in incidents:
-        if other.outcome is None and on_peer_evidence_alone(other.diagnosis):
+        if other.state is not IncidentState.CLOSED and on_peer_evidence_alone(other.diagnosis):
             accused |= {t.replica for a in other.attempts for t in a.plan.targets}
     for role in sorted({split_replica(t.replica)[0] for t in plan.targets}):
         peers = fleet.of_role(role)

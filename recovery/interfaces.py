@@ -31,6 +31,9 @@ class Detector(Protocol):
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
         """Whether `replica`, at this incarnation or a later one, is seen to finish work; and what was seen, in words."""
 
+    def forget(self, replica: str, below_incarnation: int) -> None:
+        """Incarnations of `replica` below this are being replaced: that they end is wanted from now on."""
+
     def window(self) -> Mapping[str, Any]:
         """What the detectors have read, as JSON: kept with an incident for replay."""
 

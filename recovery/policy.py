@@ -2,9 +2,9 @@
 
     crash, hang, out of memory, bad weights   replace the named incarnation of the replica, nothing else
     slow                                      replace if horizon x (1 - 1/ratio) > cost of replacing, else tolerate
-    node lost, GPU                            the same replicas on another node, if there is one
+    node lost, GPU, network                   the replicas named, on another node, if there is one
     user code                                 stop the job, evict nobody: the same code would fail again anywhere
-    cannot tell, control plane, network, data nothing; a person is called
+    cannot tell, control plane, data          nothing; a person is called
 
 The ladder climbs by cause (rungs that cannot help are skipped) and by count: a replacement that twice ends before its
 first work is not a hardware fault, so another node would not help and a person is called; one that lives but does
@@ -13,7 +13,7 @@ asks for nothing.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
@@ -33,8 +33,8 @@ REPLACE = frozenset(
     }
 )
 """Classes that a fresh process of the same replica cures, or at least settles."""
-MOVE = frozenset({FaultClass.NODE_LOST, FaultClass.GPU})
-"""Classes that stay with the node: the replica must go elsewhere."""
+MOVE = frozenset({FaultClass.NODE_LOST, FaultClass.GPU, FaultClass.NETWORK})
+"""Classes that stay with the node: a replica that is named must go elsewhere; a node alone asks for a person."""
 DEATHS_ON_START_MAX = 2
 """One death of a replacement may be a second fault; two in a row have their cause in what is started."""
 
@@ -71,6 +71,7 @@ class Question:
     config: RecoveryConfig
     past: tuple[Past, ...]
     supports: frozenset[ActionKind]
+    lost_nodes: frozenset[str] = frozenset()  # nodes that were diagnosed as lost: nothing is placed there
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -81,6 +82,7 @@ class Question:
             "config": self.config.model_dump(mode="json", exclude={"webhook_url"}),
             "past": [p.to_dict() for p in self.past],
             "supports": sorted(str(a) for a in self.supports),
+            "lost_nodes": sorted(self.lost_nodes),
         }
 
     @classmethod
@@ -92,6 +94,7 @@ class Question:
             config=RecoveryConfig.model_validate(d["config"]),
             past=tuple(Past.from_dict(p) for p in d["past"]),
             supports=frozenset(ActionKind(a) for a in d["supports"]),
+            lost_nodes=frozenset(d["lost_nodes"]),
         )
 
 
@@ -107,7 +110,15 @@ class Verdict:
         return {"plan": self.plan.to_dict(), "call_person": self.call_person, "outcome": str(self.outcome)}
 
 
-def question(incident: Incident, fleet: FleetView, config: RecoveryConfig, supports: frozenset[ActionKind]) -> Question:
+def question(
+    incident: Incident,
+    incidents: Iterable[Incident],
+    *,
+    fleet: FleetView,
+    config: RecoveryConfig,
+    supports: frozenset[ActionKind],
+) -> Question:
+    """What `decide` must know of an incident, and of the others that bear on it."""
     past = tuple(
         Past(failure=a.failure, action=a.plan.action, targets=a.plan.targets, because=a.failed_because)
         for a in incident.failures
@@ -120,6 +131,9 @@ def question(incident: Incident, fleet: FleetView, config: RecoveryConfig, suppo
         config=config,
         past=past,
         supports=supports,
+        lost_nodes=frozenset(
+            s.node for i in incidents if i.diagnosis.fault_class is FaultClass.NODE_LOST for s in i.diagnosis.suspects
+        ),
     )
 
 
@@ -182,10 +196,10 @@ def _replace(q: Question, because: str) -> Verdict:
     gave_up = _exhausted(q)
     if gave_up:
         return _nothing(q, gave_up, person=True, outcome=Outcome.GAVE_UP)
-    action = _rung(q)
+    action = _rung(q, targets)
     tried = f"{because} (attempt {len(q.past) + 1}: {q.past[-1].because})" if q.past else because
     if action is ActionKind.REPLACE_NODE and _elsewhere(q, targets) is None:
-        if q.diagnosis.fault_class in MOVE:
+        if q.diagnosis.fault_class in MOVE or _on_lost_node(q, targets):
             return _nothing(q, f"{because}: there is no other node to move to", person=True)
         action = ActionKind.REPLACE_REPLICA
     if action not in q.supports:
@@ -257,13 +271,17 @@ def _exhausted(q: Question) -> str:
     return ""
 
 
-def _rung(q: Question) -> ActionKind:
-    if q.diagnosis.fault_class in MOVE and PERSON not in q.diagnosis.detectors:
+def _rung(q: Question, targets: Sequence[Target]) -> ActionKind:
+    if q.diagnosis.fault_class in MOVE or _on_lost_node(q, targets):
         return ActionKind.REPLACE_NODE
     if q.past and q.past[-1].failure is Failure.NO_PROGRESS and ActionKind.REPLACE_NODE in q.supports:
         return ActionKind.REPLACE_NODE
     return ActionKind.REPLACE_REPLICA
 
 
+def _on_lost_node(q: Question, targets: Sequence[Target]) -> bool:
+    return any(t.node in q.lost_nodes for t in targets)
+
+
 def _elsewhere(q: Question, targets: Sequence[Target]) -> NodeId | None:
-    return q.fleet.spare_node(frozenset(t.node for t in targets))
+    return q.fleet.spare_node(q.lost_nodes | {t.node for t in targets})

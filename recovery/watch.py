@@ -26,17 +26,17 @@ from rolecall.recovery.actuators.base import ActionResult, Actuator
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
 from rolecall.recovery.book import Book, open_incident
 from rolecall.recovery.fleet import FleetView, fleet_view
-from rolecall.recovery.incidents import Failure, Incident, IncidentState, Outcome
+from rolecall.recovery.incidents import Failure, Incident
 from rolecall.recovery.intake import Kind, receive, storable, unrepaired
-from rolecall.recovery.interfaces import Detector, Message, Notifier, Source
+from rolecall.recovery.interfaces import Detector, Notifier, Source
 from rolecall.recovery.moves import Append, Decide, Move, Perform, Situation, done, failed, next_move, plan_made
 from rolecall.recovery.policy import Question, decide, question
+from rolecall.recovery.telling import Teller
 
 logger = logging.getLogger(__name__)
 
 LEASE_NAME = "watch"
 PAUSED_FLAG = "paused"
-NOTIFIED_FLAG = "notified"
 RENEWALS_PER_LEASE = 3
 """The lease is renewed this often within its life: two renewals may fail before anybody succeeds us."""
 MOVES_PER_TICK_MAX = 20
@@ -73,16 +73,15 @@ class Watch:
         """`poll_seconds`: how long one look may wait for something new."""
         self._journal, self._source, self._detector, self._actuator = journal, source, detector, actuator
         self._config, self._notifier, self._clock, self._holder = config, notifier, clock, holder
-        self._run_id, self._poll_seconds = run_id, poll_seconds
+        self._poll_seconds = poll_seconds
         self._book = Book()
+        self._teller = Teller(notifier, clock, run_id=run_id, deadman_seconds=config.deadman_seconds)
         self._lease: Lease | None = None
         self._renew_at = 0.0
-        self._heartbeat_at = 0.0
-        self._told_seq = 0
-        self._notified_seq = 0
         self._stood: dict[str, float] = {}  # diagnosis key -> when it last stood, wall seconds
         self._judging_since = clock.wall()  # since when the absence of a diagnosis means something
         self._judge_error = ""
+        self._forgotten: dict[str, int] = {}  # replica -> incarnation below which the detector expects nothing
 
     @property
     def acting(self) -> bool:
@@ -123,13 +122,15 @@ class Watch:
         try:
             held = self._hold_lease()
             self._book.refresh(self._journal)
+            self._forget_replaced()
             if not held:
                 return
             self._take_in(standing)
             for incident_id in [i.incident_id for i in self._book.open_incidents()]:
                 self._advance(incident_id)
             self._report_broken()
-            self._tell()
+            self._teller.tell(self._journal, self._book)
+            self._teller.sign_of_life(self._sign_of_life)
         except Fenced as e:
             # Somebody else acts now. Nothing was written under our number, and nothing will be.
             logger.warning("no longer acting: %s", e)
@@ -156,10 +157,24 @@ class Watch:
         for replica, incarnation in {**incident.named, **incident.touched}.items():
             try:
                 found[replica] = self._detector.progressing(replica, incarnation or 0)
-            except Exception as e:
+            except Exception as e:  # noqa: BLE001
                 # Deliberate, as in _judge: not knowing is no progress.
                 found[replica] = (False, f"its progress is unknown ({type(e).__name__}: {e})")
         return found
+
+    def _forget_replaced(self) -> None:
+        # Whoever ordered it - this watch, the one that acts, the one before us -, the old incarnation's end is wanted.
+        for replica, desired in self._journal.desired().items():
+            if desired.incarnation > self._forgotten.get(replica, 1):
+                self._forget(replica, desired.incarnation)
+
+    def _forget(self, replica: str, below_incarnation: int) -> None:
+        self._forgotten[replica] = below_incarnation
+        try:
+            self._detector.forget(replica, below_incarnation)
+        except Exception:
+            # Deliberate, as in _judge: the cure goes on; what is diagnosed of an old incarnation asks for nothing.
+            logger.exception("the detector does not forget %s", replica)
 
     # --- the lease --------------------------------------------------------------------------------------------------
 
@@ -180,7 +195,7 @@ class Watch:
         if before is None or before.fence != lease.fence:
             body = {"holder": self._holder, "fence": lease.fence, "mode": self._config.mode}
             self._write(EventKind.LEASE_TAKEN, body, key=f"lease:{LEASE_NAME}:{lease.fence}")
-            self._told_seq = self._notified_seq = int(self._journal.flag(NOTIFIED_FLAG) or 0)
+            self._teller.adopt(self._journal)
         return True
 
     def _write(self, kind: EventKind, body: dict[str, object], *, key: str, incident: Incident | None = None) -> Event:
@@ -256,17 +271,18 @@ class Watch:
             if incident is None:
                 return
             situation = self._situation(incident)
-            asked = question(incident, situation.fleet, self._config, self._actuator.supports)
+            asked = question(
+                incident,
+                situation.incidents,
+                fleet=situation.fleet,
+                config=self._config,
+                supports=self._actuator.supports,
+            )
             move = next_move(incident, situation, asked)
             if move is None:
                 return
             self._make(incident, move)
-            if isinstance(move, Perform) and not self._is_settled(incident_id, move):
-                return
-
-    def _is_settled(self, incident_id: str, move: Perform) -> bool:
-        after = self._book.incidents.get(incident_id)
-        return after is None or after.state is not IncidentState.ACTING or len(after.attempts) != move.number
+        logger.warning("%s: %d moves in one tick, it goes on in the next", incident_id, MOVES_PER_TICK_MAX)
 
     def _make(self, incident: Incident, move: Move) -> None:
         if isinstance(move, Append):
@@ -284,6 +300,9 @@ class Watch:
 
     def _perform(self, incident: Incident, move: Perform) -> None:
         assert self._lease is not None and incident.attempt is not None
+        for target in move.plan.targets:
+            # Before it dies: from now on its end is wanted, and no second fault.
+            self._forget(target.replica, target.incarnation + 1)
         try:
             result = self._actuator.perform(move.plan, self._lease)
         except ActuatorError as e:
@@ -327,51 +346,11 @@ class Watch:
     def _call(self, because: str) -> dict[str, object]:
         return {"topic": "watch", "because": because, "channel": self._notifier.channel}
 
-    def _tell(self) -> None:
-        """Hands over what people should hear. The journal is the outbox: what was not delivered is told again by the
-        next watch, so a message arrives at least once."""
-        for event in self._book.to_tell:
-            if event.seq <= self._told_seq:
-                continue
-            message = self._message(event)
-            if message is not None and not self._notifier.offer(message):
-                break
-            self._told_seq = event.seq
-        settled = min(self._notifier.settled_seq, self._told_seq)
-        if settled > self._notified_seq:
-            self._journal.set_flag(NOTIFIED_FLAG, str(settled))
-            self._notified_seq = settled
-        now = self._clock.monotonic()
-        if now >= self._heartbeat_at:
-            self._heartbeat_at = now + self._config.deadman_seconds
-            self._notifier.heartbeat(
-                {
-                    "holder": self._holder,
-                    "mode": self._config.mode,
-                    "paused": self._journal.flag(PAUSED_FLAG) is not None,
-                    "open_incidents": len(self._book.open_incidents()),
-                    "blind": self._judge_error,
-                }
-            )
-
-    def _message(self, event: Event) -> Message | None:
-        incident = self._book.incidents.get(event.incident_id or "")
-        closed = event.kind is EventKind.INCIDENT_CLOSED
-        if closed and (incident is None or incident.outcome is Outcome.GAVE_UP or not _was_told(incident)):
-            return None
-        because = str(event.body.get("because") or event.body.get("plan", {}).get("because", ""))
-        facts = {k: event.body[k] for k in ("outcome", "topic", "expires_at", "digest") if k in event.body}
-        return Message(
-            seq=event.seq,
-            kind=str(event.kind),
-            run_id=self._run_id,
-            incident_id=event.incident_id or "",
-            because=because,
-            wall_at=event.wall_at,
-            resolved=closed,
-            facts=facts,
-        )
-
-
-def _was_told(incident: Incident) -> bool:
-    return bool(incident.person_topics) or any(a.expires_at is not None for a in incident.attempts)
+    def _sign_of_life(self) -> dict[str, object]:
+        return {
+            "holder": self._holder,
+            "mode": self._config.mode,
+            "paused": self._journal.flag(PAUSED_FLAG) is not None,
+            "open_incidents": len(self._book.open_incidents()),
+            "blind": self._judge_error,
+        }

@@ -1,0 +1,97 @@
+"""One small world for tests of the loop: database, fake clock, fake fleet, and as many watches as are wanted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rolecall.core.clock import FakeClock
+from rolecall.core.config import RecoveryConfig
+from rolecall.core.events import Event, EventKind
+from rolecall.core.journal import Journal
+from rolecall.recovery.actuators.ray_runtime import RayRuntime
+from rolecall.recovery.incidents import Incident, fold
+from rolecall.recovery.testing import (
+    FakeDetector,
+    FakeRuntime,
+    FakeSource,
+    KillSwitch,
+    MortalActuator,
+    MortalJournal,
+    RecordingNotifier,
+)
+from rolecall.recovery.watch import Watch
+
+TICK_SECONDS = 0.25
+ACT = {"mode": "act", "horizon_seconds": 3600.0, "verify_seconds": 20.0}
+
+
+class World:
+    def __init__(self, path: Path, **config: Any) -> None:
+        self.url = f"sqlite:///{path / 'journal.db'}"
+        self.clock = FakeClock()
+        self.journal = Journal(self.url, clock=self.clock)
+        self.config = RecoveryConfig(**{**ACT, **config})
+        self.runtime = FakeRuntime(self.journal, self.clock)
+        self.detector = FakeDetector(self.runtime)
+        self.notifier = RecordingNotifier()
+        self.switch = KillSwitch()
+        self.actuators: list[MortalActuator] = []
+        self.num_watches = 0
+
+    def watch(self, config: RecoveryConfig | None = None, holder: str = "") -> Watch:
+        """A fresh watch process: own connection, own memory, own holder name."""
+        self.num_watches += 1
+        journal = MortalJournal(self.url, clock=self.clock, switch=self.switch)
+        actuator = MortalActuator(RayRuntime(journal), self.switch)
+        self.actuators.append(actuator)
+        return Watch(
+            journal,
+            FakeSource(self.clock),
+            self.detector,
+            actuator,
+            config or self.config,
+            self.notifier,
+            self.clock,
+            holder or f"host:{self.num_watches}:1",
+            run_id="test-run",
+        )
+
+    def step(self, *watches: Watch) -> None:
+        self.clock.advance(TICK_SECONDS)
+        self.runtime.tick()
+        for watch in watches:
+            watch.tick()
+
+    def until(self, predicate: Callable[[], object], *watches: Watch, seconds: float = 60.0) -> None:
+        ends = self.clock.monotonic() + seconds
+        while not predicate():
+            assert self.clock.monotonic() < ends, f"not within {seconds} s of fake time: {self.story()}"
+            self.step(*watches)
+
+    def run(self, seconds: float, *watches: Watch) -> None:
+        ends = self.clock.monotonic() + seconds
+        while self.clock.monotonic() < ends:
+            self.step(*watches)
+
+    def events(self, *kinds: EventKind) -> list[Event]:
+        return self.journal.events(kinds=kinds or None)
+
+    def kinds(self, incident_id: str | None = None) -> list[str]:
+        return [str(e.kind) for e in self.journal.events(incident_id=incident_id) if e.incident_id]
+
+    def incidents(self) -> list[Incident]:
+        return list(fold(self.journal.events()).values())
+
+    def only(self) -> Incident:
+        (incident,) = self.incidents()
+        return incident
+
+    def desired(self, replica: str) -> int:
+        return {str(r): d.incarnation for r, d in self.journal.desired().items()}[replica]
+
+    def all_closed(self) -> bool:
+        found = self.incidents()
+        return bool(found) and all(i.outcome is not None for i in found)
+
+    def story(self) -> str:
+        return "\n".join(f"{e.event_id} {e.kind} {e.incident_id or ''} {str(e.body)[:150]}" for e in self.events())

@@ -61,7 +61,7 @@ class Routes:
 
     def samples(self, request: Request) -> Answer:
         request.only("since")
-        return Answer.json(self.ring.since(request.number("since", 0)).to_dict())
+        return Answer(self.ring.since_json(request.number("since", 0)))
 
     def event_batch(self, request: Request) -> Answer:
         request.only("after", "wait")

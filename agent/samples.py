@@ -5,10 +5,12 @@ A cursor is the number of a round. Numbers start at the node's monotonic clock i
 any given out (another boot) reads from the start.
 """
 
+import json
 import threading
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from rolecall.core.clock import Clock
 from rolecall.core.ids import NodeId
@@ -21,15 +23,40 @@ NUM_SAMPLES_KEPT = 4096
 NUM_DROPPED_REMEMBERED = 4096
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Round:
+    """One look at everything. Its JSON is made when the first reader asks, and kept for the others."""
+
     number: int
     processes: tuple[ProcessSample, ...]
     hosts: tuple[HostSample, ...]
+    processes_json: str | None = None
+    hosts_json: str = ""
+
+    def make_json(self) -> None:
+        if self.processes_json is None:
+            self.hosts_json = ",".join(_dumps(h.to_dict()) for h in self.hosts)
+            self.processes_json = ",".join(_dumps(process_dict(p)) for p in self.processes)
 
     @property
     def size(self) -> int:
         return len(self.processes) + len(self.hosts)
+
+
+def process_dict(sample: ProcessSample) -> dict[str, Any]:
+    """The same as `sample.to_dict()`, without the deep copies of `asdict`: most of an answer's cost (a test compares)."""
+    who = sample.process
+    values = {k: getattr(sample, k) for k in _PROCESS_FIELDS}
+    for k in _NAN_FIELDS:
+        if values[k] != values[k]:  # NaN: absent
+            del values[k]
+    values["process"] = {"node": who.node, "pid": who.pid, "start_ticks": who.start_ticks}
+    return values
+
+
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
+_PROCESS_FIELDS = tuple(ProcessSample.__dataclass_fields__)
+_NAN_FIELDS = tuple(name for name, f in ProcessSample.__dataclass_fields__.items() if f.type in (float, "float"))
 
 
 class SampleRing:
@@ -79,12 +106,7 @@ class SampleRing:
 
     def since(self, cursor: int) -> SampleBatch:
         """Everything newer than `cursor` (0: everything held)."""
-        with self._lock:
-            if cursor > self._last:
-                cursor = 0
-            rounds = [r for r in self._rounds if r.number > cursor]
-            lost = self._num_lost_since(cursor)
-            self._last_asked = last = self._last
+        rounds, last, lost = self._since(cursor)
         return SampleBatch(
             node=self._node,
             agent_pid=self._agent_pid,
@@ -95,6 +117,29 @@ class SampleRing:
             processes=tuple(p for r in rounds for p in r.processes),
             hosts=tuple(h for r in rounds for h in r.hosts),
         )
+
+    def since_json(self, cursor: int) -> bytes:
+        """`since` as JSON, in the form of `SampleBatch.to_dict`."""
+        rounds, last, lost = self._since(cursor)
+        for r in rounds:
+            r.make_json()
+        head = {"node": self._node, "agent_pid": self._agent_pid, "cursor": last, "lost": lost}
+        head |= {"at": self._clock.monotonic(), "wall_at": self._clock.wall()}
+        processes = ",".join(r.processes_json for r in rounds if r.processes_json)
+        hosts = ",".join(r.hosts_json for r in rounds if r.hosts_json)
+        return f'{_dumps(head)[:-1]},"processes":[{processes}],"hosts":[{hosts}]}}'.encode()
+
+    def _since(self, cursor: int) -> tuple[list[_Round], int, int]:
+        with self._lock:
+            if cursor > self._last:
+                cursor = 0
+            newer: list[_Round] = []
+            for r in reversed(self._rounds):  # pollers want the last one or two of three hundred
+                if r.number <= cursor:
+                    break
+                newer.append(r)
+            self._last_asked = self._last
+            return newer[::-1], self._last, self._num_lost_since(cursor)
 
     def _num_lost_since(self, cursor: int) -> int:
         if cursor == 0 or not self._rounds:

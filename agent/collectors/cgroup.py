@@ -38,22 +38,40 @@ def cpu_cgroup(text: str, root: Path) -> tuple[Path, str] | None:
     return (hybrid if hybrid.is_dir() else root), unified
 
 
-def throttled_seconds(process_dir: Path, root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Seconds that quotas stopped the cgroup of the process at `process_dir` (`/proc/PID`), cumulative.
+class ThrottleProbe:
+    """Reads the throttling of one process's cgroups; where they are is worked out again only when they change."""
 
-    Raises:
-        OSError, ValueError: `cgroup` of the process cannot be read, or is malformed.
-    """
-    found = cpu_cgroup((process_dir / "cgroup").read_text(), root)
+    def __init__(self, process_dir: Path, root: Path = Path("/sys/fs/cgroup")) -> None:
+        """`process_dir`: `/proc/PID`."""
+        self._file, self._root = process_dir / "cgroup", root
+        self._membership = ""
+        self._stats: list[Path] = []
+
+    def read(self) -> float:
+        """Seconds that quotas stopped the process's cgroup, cumulative.
+
+        Raises:
+            OSError, ValueError: `cgroup` of the process cannot be read, or a `cpu.stat` is malformed.
+        """
+        membership = self._file.read_text()
+        if membership != self._membership:
+            self._membership, self._stats = membership, stat_files(membership, self._root)
+        largest = 0.0
+        for path in self._stats:
+            try:
+                largest = max(largest, parse_throttled_seconds(path.read_text()))
+            except FileNotFoundError:
+                continue  # the cgroup was removed
+        return largest
+
+
+def stat_files(membership: str, root: Path) -> list[Path]:
+    """The `cpu.stat` files from a process's cgroup up to the root, from the text of its `/proc/PID/cgroup`."""
+    found = cpu_cgroup(membership, root)
     if found is None:
-        return 0.0
+        return []
     mount, path = found
     levels = [part for part in path.split("/") if part and part != ".."][:NUM_LEVELS_MAX]
-    largest = 0.0
-    for depth in range(len(levels), -1, -1):
-        try:
-            text = mount.joinpath(*levels[:depth], "cpu.stat").read_text()
-        except OSError:
-            continue  # the root has none in v2, and a foreign namespace's path leads nowhere
-        largest = max(largest, parse_throttled_seconds(text))
-    return largest
+    candidates = [mount.joinpath(*levels[:depth], "cpu.stat") for depth in range(len(levels), -1, -1)]
+    # The root has none in v2, and a path of a foreign namespace leads nowhere.
+    return [p for p in candidates if p.is_file()]

@@ -33,6 +33,9 @@ EXCEPTIONS_MAX = 256
 """Exception reports remembered for the user-code rule."""
 CLOSED_SECONDS = 120.0
 """How long a past incarnation is remembered after its successor came or it was forgotten."""
+DEAD_SAMPLE_SECONDS = 1.0
+"""A sample says that a process is dead, and no event has: the event (with its goodbye before it, or its signal) gets
+so long to arrive before the sample counts alone."""
 RESTS_MAX = 8
 """Points at which collective counters of peers can be aligned, kept per subject."""
 OFFSET_UNCERTAINTY_SECONDS = 1.0
@@ -101,6 +104,7 @@ class Subject:
     rests: dict[tuple[int, int], int] = field(default_factory=dict)  # (epoch, step) -> collectives done before it
     exit_event: AgentEvent | None = None
     exit_wall: float = 0.0
+    dead_wall: float = 0.0  # when a sample first said that it is dead
     finished: bool = False
     closed_wall: float = 0.0  # 0: current; else when it was superseded, promoted or forgotten
     offset_seconds: float = 0.0  # our wall clock minus its node's
@@ -205,12 +209,12 @@ class Fleet:
         if subject is None or subject.gone:
             return
         subject.offset_seconds = self.offsets.get(subject.node, 0.0)
+        if not sample.alive:
+            subject.dead_wall = subject.dead_wall or now
+            return
         previous, subject.sample = subject.sample, sample
         subject.seen_wall = now
-        if not sample.alive:
-            subject.exit_wall = now
-            self.changed_wall = now
-        elif previous is None:
+        if previous is None:
             first(subject, sample)
         elif sample.at > previous.at:
             advance(subject, previous, sample, None if subject.key in self.quiet else self.gaps, now)
@@ -296,6 +300,10 @@ class Fleet:
         self.offsets[node] = smallest if abs(smallest) > OFFSET_UNCERTAINTY_SECONDS else 0.0
 
     def _sweep(self, now: float) -> None:
+        for s in self.current():
+            if s.dead_wall and not s.gone and now - s.dead_wall >= DEAD_SAMPLE_SECONDS:
+                s.exit_wall = now
+                self.changed_wall = now
         old = [s for s in self.subjects.values() if s.closed_wall and now - s.closed_wall > CLOSED_SECONDS]
         for s in old:
             del self.subjects[s.key]
@@ -334,9 +342,8 @@ def advance(subject: Subject, previous: ProcessSample, sample: ProcessSample, ga
         subject.beats_seen = True
         subject.beat.reset()
     else:
-        # Any thread's run delay may be the beat thread's: the kernel gives the sum.
-        all_starved = max(0.0, sample.run_delay_seconds - previous.run_delay_seconds)
-        subject.beat.advance(counted, min(counted, all_starved), cpu)
+        # The working thread's run delay stands for the beat thread's: agents read the others' every 10 s only.
+        subject.beat.advance(counted, starved, cpu)
     units = sample.progress - previous.progress
     if units > 0 and (sample.phase in WORK_PHASES or previous.phase in WORK_PHASES):
         subject.worked += units

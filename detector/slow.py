@@ -42,6 +42,8 @@ STRIDES_MIN = 5
 """No alarm on fewer consecutive strides than this."""
 HISTORY_MIN = 5
 """A load must have been seen so often before an observation at it is compared."""
+RISING_SHARE = 0.3
+"""A sum above this share of the threshold stops the learning of its role: two strides of a factor of four."""
 LEARN_RATE_MIN = 1 / 300
 """Baselines follow slower changes than this many strides (five minutes of work)."""
 OFFSET_MAX = math.log(1.5)
@@ -198,7 +200,9 @@ def _observe(state: SlowState, fleet: Fleet, subject: Subject, work: Work, confi
     drift = math.log(config.slow_ratio) / 2
     h = _threshold(state, role, config)
     _accumulate(meter, x, drift, h, now)
-    if subject.key not in fleet.quiet and meter.cusum < h / 2 and not work.censored:
+    # While one of a role rises, its peers look fast: neither it nor they are learned from.
+    rising = any(p.slow.cusum >= h * RISING_SHARE for p in (subject, *fleet.peers(subject)))
+    if not rising and subject.key not in fleet.quiet and not work.censored:
         learn(state, role, work.load, log_seconds)
         _learn_own(state, role, meter, x)
     meter.last_x = x

@@ -33,8 +33,14 @@ EMERGING_BEAT_SECONDS = 1.0
 QUIET_SECONDS = 15.0
 """After a fault, an exit or a newcomer those who depend on others get so long before they are accused: timeouts of
 transfers (10 s) and group rebuilds have to run out first."""
-BUSY_CPUS = 0.5
-"""CPU use per second above which a process that stands still is computing rather than waiting."""
+BUSY_CPUS = 0.3
+"""CPU use per second above which a process that stands still is computing rather than waiting: one that spins on a
+machine with three wanting each CPU gets a third."""
+CRAWL_CPUS = (0.08, 0.7)
+"""CPU use per effective second between these: neither waiting (a few percent: beats, pollers) nor computing at full
+speed, but crawling, as under a quota or stopped for part of the time. Slow, so it gets longer before it is hung."""
+CRAWL_P99_FACTOR = 12.0
+"""Deadline of a crawling process in P99 of its units: four times slower with three times the usual tail."""
 
 DEPENDENT_PHASES = frozenset({Phase.UPDATE, Phase.COPY, Phase.CONTROL})
 
@@ -68,9 +74,18 @@ def phase_deadline(fleet: Fleet, subject: Subject, config: DetectorConfig) -> De
     if p99 is None:
         p99 = fleet.gaps.p99_of_role(role)
     deadline = learned_deadline(p99, config)
+    crawl = CRAWL_P99_FACTOR * (p99 or 0.0)
+    if crawl > deadline.seconds and crawls(subject.stall):
+        text = f"{crawl:.1f} s = {CRAWL_P99_FACTOR:g} x P99 {p99:.2f}, for it crawls"
+        return Deadline(seconds=min(crawl, config.hang_ceiling_seconds), text=text, learned=True)
     if phase == Phase.REDUCE and subject.epoch_fresh and deadline.seconds < EPOCH_JOIN_SECONDS:
         return Deadline(seconds=EPOCH_JOIN_SECONDS, text=f"{EPOCH_JOIN_SECONDS:g} s, first of its epoch", learned=False)
     return deadline
+
+
+def crawls(clocks: Clocks) -> bool:
+    low, high = CRAWL_CPUS
+    return low * clocks.effective <= clocks.cpu <= high * clocks.effective
 
 
 def beat_deadline(fleet: Fleet, subject: Subject, config: DetectorConfig) -> Deadline:

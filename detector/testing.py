@@ -64,7 +64,7 @@ class FakeProcess:
     busy: float = 0.0
     units: int = 0
     tokens: int = 0
-    tokens_per_unit: float = 0.0
+    tokens_of_unit: int = 0
     requests: int = 0
     cpu: float = 0.0
     run_delay: float = 0.0
@@ -320,24 +320,26 @@ class FakeFleet:
         fault_share = p.fault.share if p.fault else 1.0
         if kind == "duty_cycle":
             got *= fault_share
-            p.run_delay += TICK_SECONDS * fault_share * (1 - run_share)
         elif kind == "cpu_quota":
             p.throttled += TICK_SECONDS * max(0.0, 1 - fault_share / max(run_share, fault_share))
-            p.run_delay += TICK_SECONDS * (1 - min(run_share, fault_share))
             got = TICK_SECONDS * min(run_share, fault_share)
-        else:
-            p.run_delay += TICK_SECONDS * (1 - run_share)
-        p.cpu += got
         if p.phase == Phase.START:
+            p.cpu += got
+            p.run_delay += TICK_SECONDS * (1 - run_share)
             if self.now >= p.until:
                 self._timed_out(p)
             return
-        self._units(p, got / self.load.slowdown, kind)
+        ran = self._units(p, got / self.load.slowdown, kind)  # wall seconds not spent asleep
+        p.cpu += got * ran / TICK_SECONDS
+        if kind == "duty_cycle":
+            p.run_delay += ran * fault_share * (1 - run_share)
+        else:
+            p.run_delay += max(0.0, ran - got * ran / TICK_SECONDS)
 
-    def _units(self, p: FakeProcess, cpu: float, kind: str) -> None:
-        """Works off units; the tick's wall time is shared among them as the CPU time is."""
+    def _units(self, p: FakeProcess, cpu: float, kind: str) -> float:
+        """Works off units; the tick's wall time is shared among them as the CPU time is. Wall seconds at work."""
         wall_per_cpu = TICK_SECONDS / cpu if cpu > 0 else 0.0
-        budget, wall = cpu, TICK_SECONDS
+        budget, wall, ran = cpu, TICK_SECONDS, 0.0
         while p.units_due > 0 and wall > 1e-12:
             if p.left <= 0 and p.delay_left <= 0:
                 p.left = self._cost(p)
@@ -348,6 +350,7 @@ class FakeFleet:
             p.left -= used
             budget -= used
             wall -= used * wall_per_cpu
+            ran += used * wall_per_cpu
             p.wall_of_unit += used * wall_per_cpu
             if p.left > 1e-12:
                 break
@@ -361,9 +364,12 @@ class FakeFleet:
                 break
             p.delay_left = 0.0
             self._finish_unit(p, self.now - max(0.0, wall))
+        return ran
 
     def _cost(self, p: FakeProcess) -> float:
-        cost = p.unit_seconds() * self.rng.lognormvariate(0.0, 0.15)
+        size = p.unit_seconds()
+        p.tokens_of_unit = max(1, p.requests) if p.role == "rollout" else int(size * 2000)
+        cost = size * self.rng.lognormvariate(0.0, 0.15)
         if self.rng.random() < TAIL_PROBABILITY:
             cost *= self.rng.uniform(1.5, 5.0)
         return max(cost, 1e-4)
@@ -374,8 +380,8 @@ class FakeFleet:
         p.units += 1
         p.busy += p.wall_of_unit
         p.units_due -= 1
-        if self.tokens_reported and p.role == "rollout":
-            p.tokens += max(1, p.requests)
+        if self.tokens_reported:
+            p.tokens += p.tokens_of_unit
         if p.units_due == 0:
             self._work_done(p)
 

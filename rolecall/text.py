@@ -1,0 +1,29 @@
+"""Foreign text made harmless: names, reasons and log lines come from elsewhere, and a terminal or a browser obeys them."""
+
+import html
+
+
+def plain(text: object, limit: int = 2000) -> str:
+    """`text` without control, format and direction characters (each becomes U+FFFD), cut to `limit` characters.
+
+    A newline or tab becomes a space: what is shown in one line stays one line.
+    """
+    shown = "".join(" " if c in "\n\t\r" else c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in str(text))
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def escape(text: object, limit: int = 2000) -> str:
+    """`text` for HTML: as content or inside a quoted attribute."""
+    return html.escape(plain(text, limit), quote=True)
+
+
+def seconds(value: float | None, none: str = "–") -> str:
+    """`0.31 s`, `9.8 s`, `2 min 05 s`."""
+    if value is None:
+        return none
+    if value < 10:
+        return f"{value:.2f} s"
+    if value < 120:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest:02d} s"

@@ -1,0 +1,1 @@
+../../../rolecall/report_charts.py

@@ -1,0 +1,1 @@
+../../../rolecall/report_style.py

@@ -169,12 +169,13 @@ class ReduceGroup:
                 self._all_reduce_in_place(snapshot[start : start + stride], f"bucket {number}")
         return snapshot
 
-    def gather(self, message: bytes) -> list[bytes]:
+    def gather(self, message: bytes, *, on_bucket: Callable[[], None] = nothing) -> list[bytes]:
         """Every member's message, by rank.
 
         Raises:
             PeerLost: as `all_reduce`.
         """
+        on_bucket()
         if self.size == 1:
             self._refuse_if_failed()
             return [message]

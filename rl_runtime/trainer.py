@@ -33,6 +33,7 @@ from rolecall.rl_runtime.grpo import grpo_loss, make_batch, normaliser, token_lo
 from rolecall.rl_runtime.model import make_model, vocabulary
 from rolecall.rl_runtime.protocol import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo
 from rolecall.rl_runtime.reduce import (
+    BUCKET_BYTES,
     Ballot,
     EpochStore,
     MicrobatchStats,
@@ -83,6 +84,7 @@ class TrainerReplica:
         incarnation: int,
         job: JobConfig,
         has_state: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
         clock: Clock | None = None,
         on_microbatch: Callable[[], None] = nothing,
         on_bucket: Callable[[], None] = nothing,
@@ -94,7 +96,7 @@ class TrainerReplica:
         """
         torch.set_num_threads(1)
         self.replica, self.incarnation, self.job = replica, incarnation, job
-        self._clock = clock or SystemClock()
+        self._clock, self._bucket_bytes = clock or SystemClock(), bucket_bytes
         self._on_microbatch, self._on_bucket, self._on_publish = on_microbatch, on_bucket, on_publish
         self._vocab = vocabulary(job.model)
         max_new = make_task(job.task, self._vocab, job.seed).max_new_tokens
@@ -345,7 +347,7 @@ class TrainerReplica:
                 raise VoteRefused(epoch=epoch, step=step, because="the step was reset while it was computed")
             local, stats = self._partial.gradient.clone(), tuple(s for _, s in self._partial.done.values())
         with reporter.phase(Phase.REDUCE):
-            gradient = self._group.all_reduce(local, on_bucket=self._on_bucket).float()
+            gradient = self._group.all_reduce(local, bucket_bytes=self._bucket_bytes, on_bucket=self._on_bucket).float()
             ballot = Ballot(
                 replica=self.replica,
                 incarnation=self.incarnation,
@@ -356,7 +358,9 @@ class TrainerReplica:
                 weights_digest=self._state.weights_digest,
                 ledger=ledger,
             )
-            ballots = [Ballot.from_bytes(raw) for raw in self._group.gather(ballot.to_bytes())]
+            ballots = [
+                Ballot.from_bytes(raw) for raw in self._group.gather(ballot.to_bytes(), on_bucket=self._on_bucket)
+            ]
         for other in ballots:
             for bad in (s for s in other.microbatches if not s.finite):
                 self.reset_step(step)

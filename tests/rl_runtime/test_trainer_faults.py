@@ -1,0 +1,318 @@
+"""Real trainer processes, killed and stopped at exact places; the step they were in must come out as if nothing was.
+
+pytest tests/rl_runtime/test_trainer_faults.py
+"""
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rolecall.core.errors import NotFinite, PeerLost, StaleIncarnation, VoteRefused
+from rolecall.core.ids import replica_id
+from tests.rl_runtime.trainer_process import BUCKET_BYTES, LEDGER, Spied, Team, make_microbatches, tiny_job
+
+REL_L2_MAX = 1e-6
+
+
+@pytest.fixture
+def team() -> Iterator[Team]:
+    team = Team(tiny_job(group_timeout_seconds=30.0))
+    yield team
+    team.close()
+
+
+def failure_free(steps: int) -> Spied:
+    """One replica that computes everything: what every other way of splitting the work must equal."""
+    job = tiny_job()
+    alone = Spied(replica=replica_id("trainer", 0), incarnation=1, job=job, bucket_bytes=BUCKET_BYTES)
+    alone.join(1, 1, 0, 1, "127.0.0.1", 0)
+    for step in range(steps):
+        microbatches = make_microbatches(job, step)
+        ids = [m.microbatch_id for m in microbatches]
+        alone.train_step(1, 1, step, microbatches, ids, LEDGER, [alone.replica])
+    return alone
+
+
+def assert_gradients_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert got.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        norm = np.linalg.norm(gradient)
+        assert np.linalg.norm(got[name] - gradient) <= REL_L2_MAX * norm, name
+
+
+def assert_same_state(one: tuple[dict[str, Any], str], other: tuple[dict[str, Any], str]) -> None:
+    assert one[1] == other[1]
+    assert one[0].keys() == other[0].keys()
+    assert any(name.startswith("exp_avg_sq/") for name in one[0])
+    for name, tensor in one[0].items():
+        assert np.array_equal(tensor, other[0][name]), name
+
+
+def test_three_replicas_step_as_one(team: Team) -> None:
+    members = [team.start(i) for i in range(3)]
+    [m.ready() for m in members]
+    team.join(members)
+    results = []
+    for step in range(2):
+        team.tell_step(step, {members[0]: [0, 3], members[1]: [1], members[2]: [2]})
+        results = [m.answer() for m in members]
+    wanted = failure_free(2)
+    for member, result in zip(members, results, strict=True):
+        assert_gradients_equal(member.ask("gradient_of", 1), wanted.gradient_of(1))
+        assert result.commit == results[0].commit
+        assert result.commit.microbatch_ids == ("1.0", "1.1", "1.2", "1.3")
+        assert result.commit.group_ids == wanted.commit_record().group_ids
+        assert result.num_tokens == wanted.last_result.num_tokens  # type: ignore[union-attr]
+        assert result.reward == pytest.approx(wanted.last_result.reward)  # type: ignore[union-attr]
+        assert_same_state(member.ask("exported"), members[0].ask("exported"))
+    assert results[0].my_microbatches == ("1.0", "1.3")
+
+
+NUM_BUCKETS = 3
+PLACES = {
+    "before its first microbatch": {"microbatch": 1},
+    "between two microbatches": {"microbatch": 2},
+    "before the first bucket": {"bucket": 1},
+    "in the middle of the reduce": {"bucket": 2},
+    "before the vote": {"bucket": NUM_BUCKETS + 1},
+}
+
+
+@pytest.mark.parametrize("stops", PLACES.values(), ids=PLACES)
+def test_killed_peer_costs_no_step(team: Team, stops: dict[str, int]) -> None:
+    survivor, victim = team.start(0), team.start(1, stops=stops)
+    survivor.ready()
+    victim.ready()
+    team.join([survivor, victim])
+    team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})
+    victim.arrives_at(next(iter(stops)))
+    victim.kill()
+    with pytest.raises(PeerLost) as lost:
+        survivor.answer()
+    assert lost.value.epoch == 1
+    with pytest.raises(PeerLost):  # the epoch is over, asking again does not hang
+        team.tell_step(0, {survivor: [0, 1]})
+        survivor.answer()
+    assert survivor.ask("commit_record").step == -1
+
+    team.join([survivor])
+    team.tell_step(0, {survivor: [0, 1, 2, 3]})
+    result = survivor.answer()
+    assert result.commit.epoch == 2
+    assert result.commit.microbatch_ids == ("0.0", "0.1", "0.2", "0.3")
+    assert_gradients_equal(survivor.ask("gradient_of", 0), failure_free(1).gradient_of(0))
+
+
+def test_two_survivors_share_the_work_of_the_third(team: Team) -> None:
+    one, other, victim = team.start(0), team.start(1), team.start(2, stops={"bucket": 2})
+    [m.ready() for m in (one, other, victim)]
+    team.join([one, other, victim])
+    team.tell_step(0, {one: [0], other: [1], victim: [2, 3]})
+    victim.arrives_at("bucket")
+    victim.kill()
+    for survivor in (one, other):
+        with pytest.raises(PeerLost):
+            survivor.answer()
+    team.join([one, other])
+    team.tell_step(0, {one: [0, 2], other: [1, 3]})
+    commits = [m.answer().commit for m in (one, other)]
+    assert commits[0] == commits[1]
+    assert_gradients_equal(one.ask("gradient_of", 0), failure_free(1).gradient_of(0))
+
+
+def test_killed_after_the_commit_the_survivor_has_it_too(team: Team) -> None:
+    survivor, victim = team.start(0), team.start(1, stops={"publish": 1})
+    survivor.ready()
+    victim.ready()
+    team.join([survivor, victim])
+    team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})
+    victim.arrives_at("publish")
+    victim.kill()
+    assert survivor.answer().commit.step == 0
+    with pytest.raises(StaleIncarnation):  # never twice
+        team.tell_step(0, {survivor: [0, 1]})
+        survivor.answer()
+
+
+def test_stopped_peer_blocks_until_it_is_killed(team: Team) -> None:
+    survivor, victim = team.start(0), team.start(1, stops={"bucket": 2})
+    survivor.ready()
+    victim.ready()
+    team.join([survivor, victim])
+    team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})
+    victim.arrives_at("bucket")
+    victim.signal(signal.SIGSTOP)
+    with pytest.raises(AssertionError, match="said nothing"):
+        survivor.answer(seconds=1.0)
+    killed_at = time.monotonic()
+    victim.kill()
+    with pytest.raises(PeerLost):
+        survivor.answer()
+    assert time.monotonic() - killed_at < 5.0
+
+
+def test_stopped_peer_that_nobody_kills_ends_at_the_timeout() -> None:
+    team = Team(tiny_job(group_timeout_seconds=2.0))
+    try:
+        survivor, victim = team.start(0), team.start(1, stops={"bucket": 2})
+        survivor.ready()
+        victim.ready()
+        team.join([survivor, victim])
+        team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})
+        victim.arrives_at("bucket")
+        victim.signal(signal.SIGSTOP)
+        with pytest.raises(PeerLost):
+            survivor.answer(seconds=20.0)
+        # Leaving the broken group and going on alone waits for nobody.
+        left_at = time.monotonic()
+        team.join([survivor])
+        team.tell_step(0, {survivor: [0, 1, 2, 3]})
+        assert survivor.answer().commit.step == 0
+        assert time.monotonic() - left_at < 2.0
+    finally:
+        team.close()
+
+
+def test_join_without_its_peer_ends_at_the_timeout() -> None:
+    team = Team(tiny_job(group_timeout_seconds=2.0))
+    try:
+        one, absent = team.start(0), team.start(1)
+        one.ready()
+        absent.ready()
+        absent.signal(signal.SIGSTOP)
+        team.tell_join([one, absent])
+        with pytest.raises(PeerLost):
+            one.answer(seconds=20.0)
+    finally:
+        team.close()
+
+
+def test_replacement_copies_a_survivor_bit_by_bit_and_joins(team: Team) -> None:
+    survivor, victim = team.start(0), team.start(1)
+    survivor.ready()
+    victim.ready()
+    team.join([survivor, victim])
+    team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})
+    survivor.answer()
+    victim.answer()
+    victim.kill()
+    team.join([survivor])
+    team.tell_step(1, {survivor: [0, 1, 2, 3]})
+    survivor.answer()
+
+    replacement = team.start(1, has_state=False)
+    replacement.ready()
+    with pytest.raises(StaleIncarnation, match="state"):
+        replacement.ask("join", 1, 9, 1, 2, "127.0.0.1", 1)
+    replacement.ask("take", *survivor.ask("exported"))
+    assert replacement.ask("commit_record").step == 1
+    assert_same_state(replacement.ask("exported"), survivor.ask("exported"))
+
+    team.join([survivor, replacement])
+    team.tell_step(2, {survivor: [0, 1], replacement: [2, 3]})
+    assert survivor.answer().commit == replacement.answer().commit
+    assert_same_state(replacement.ask("exported"), survivor.ask("exported"))
+    assert_gradients_equal(survivor.ask("gradient_of", 2), failure_free(3).gradient_of(2))
+
+
+def test_vote_refuses_what_members_do_not_share(team: Team) -> None:
+    one, other = team.start(0), team.start(1)
+    one.ready()
+    other.ready()
+    team.join([one, other])
+    plans = {
+        "missing": {one: [0, 1], other: [2]},
+        "computed by both": {one: [0, 1], other: [1, 2, 3]},
+    }
+    for because, shares in plans.items():
+        team.tell_step(0, shares)
+        for member in (one, other):
+            with pytest.raises(VoteRefused, match=because):
+                member.answer()
+    other.ask("corrupt_weight")
+    team.tell_step(0, {one: [0, 1], other: [2, 3]})
+    for member in (one, other):
+        with pytest.raises(VoteRefused, match="weights_digest"):
+            member.answer()
+        assert member.ask("commit_record").step == -1
+
+
+def test_not_a_number_names_the_replica_that_made_it(team: Team) -> None:
+    one, other = team.start(0), team.start(1)
+    one.ready()
+    other.ready()
+    team.join([one, other])
+    team.tell_step(0, {one: [0, 1], other: [2, 3]}, spoilt=2)
+    for member in (one, other):
+        with pytest.raises(NotFinite) as bad:
+            member.answer()
+        assert bad.value.replica == "trainer/1"
+        assert "0.2" in bad.value.what
+        assert member.ask("commit_record").step == -1
+
+
+def test_losses_down_to_one_within_one_step(team: Team) -> None:
+    last = team.start(0)
+    second = team.start(1, stops={"bucket": 3})  # in epoch 1 it comes no further than the first or second
+    third = team.start(2, stops={"bucket": 1})
+    [m.ready() for m in (last, second, third)]
+    team.join([last, second, third])
+    team.tell_step(0, {last: [0], second: [1], third: [2, 3]})
+    third.arrives_at("bucket")
+    third.kill()
+    for survivor in (last, second):
+        with pytest.raises(PeerLost):
+            survivor.answer()
+    team.join([last, second])
+    team.tell_step(0, {last: [0, 2], second: [1, 3]})
+    second.arrives_at("bucket")
+    second.kill()
+    with pytest.raises(PeerLost):
+        last.answer()
+    assert last.ask("commit_record").step == -1
+    team.join([last])
+    team.tell_step(0, {last: [2, 0, 3, 1]})
+    assert last.answer().commit.epoch == 3
+    assert_gradients_equal(last.ask("gradient_of", 0), failure_free(1).gradient_of(0))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_loss_every_other_step_with_rejoin_ends_where_the_failure_free_run_does(team: Team, seed: int) -> None:
+    rng = random.Random(seed)
+    num_steps = 8
+    survivor, other = team.start(0), team.start(1, stops={"bucket": NUM_BUCKETS + 2})
+    survivor.ready()
+    other.ready()
+    trained: list[tuple[str, ...]] = []
+    lost = 0
+    for step in range(num_steps):
+        team.join([survivor, other])
+        team.tell_step(step, {survivor: [0, 1], other: [2, 3]})
+        if step % 2 == 0:
+            assert survivor.answer().commit == other.answer().commit
+        else:
+            other.arrives_somewhere()
+            other.kill()
+            lost += 1
+            with pytest.raises(PeerLost):
+                survivor.answer()
+            team.join([survivor])
+            team.tell_step(step, {survivor: [0, 1, 2, 3]})
+            assert survivor.answer().commit.step == step
+        trained.append(survivor.ask("commit_record").microbatch_ids)
+        if step % 2 == 1:
+            stops = {"microbatch": rng.randint(3, 4), "bucket": NUM_BUCKETS + 1 + rng.randint(1, NUM_BUCKETS + 1)}
+            stops = dict([rng.choice(sorted(stops.items()))])
+            other = team.start(1, stops=stops, has_state=False)
+            other.ready()
+            other.ask("take", *survivor.ask("exported"))
+    assert lost == num_steps // 2
+    assert trained == [tuple(f"{s}.{n}" for n in range(4)) for s in range(num_steps)]
+    wanted, got = failure_free(num_steps).exported()[0], survivor.ask("exported")[0]
+    for name, tensor in wanted.items():
+        assert np.linalg.norm(got[name] - tensor) <= 1e-5 * np.linalg.norm(tensor), name

@@ -1,0 +1,254 @@
+"""A trainer replica in a process of its own, driven over a pipe, that can be told to stop dead at a named place.
+
+The test is the controller. `stops={"bucket": 2}` makes the process report `("at", "bucket")` when it comes to its second
+bucket, and wait there for ever: a kill then comes at exactly that place, and the report proves that it did.
+"""
+
+import multiprocessing
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from rolecall.core.config import JobConfig, parse_job
+from rolecall.core.errors import RolecallError
+from rolecall.core.ids import ReplicaId, replica_id
+from rolecall.core.journal import ChainHead
+from rolecall.core.store import GENESIS
+from rolecall.rl_runtime.model import vocabulary
+from rolecall.rl_runtime.protocol import Group, Microbatch, Sample
+from rolecall.rl_runtime.task import make_task
+from rolecall.rl_runtime.trainer import TrainerReplica
+
+LEDGER = ChainHead(position=0, hash=GENESIS)
+BUCKET_BYTES = 32 << 10
+DEADLINE_SECONDS = 60.0
+
+
+def tiny_job(**runtime: Any) -> JobConfig:
+    """Four microbatches of one group of four samples; about 10 k parameters, three buckets."""
+    return parse_job(
+        {
+            "model": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_layers": 1,
+                "num_heads": 2,
+                "num_kv_heads": 1,
+                "head_dim": 16,
+            },
+            "task": {"num_digits": 4},
+            "algorithm": {
+                "group_size": 4,
+                "microbatches_per_step": 4,
+                "groups_per_microbatch": 1,
+                "learning_rate": 1e-3,
+            },
+            "runtime": runtime,
+        }
+    )
+
+
+def make_microbatches(job: JobConfig, step: int) -> list[Microbatch]:
+    """Groups with random answers and made-up log-probabilities: the gradient does not ask where they came from."""
+    vocab = vocabulary(job.model)
+    task = make_task(job.task, vocab, job.seed)
+    rng = random.Random(step)
+    microbatches = []
+    for number in range(job.algorithm.microbatches_per_step):
+        prompt = task.prompt(step * job.algorithm.microbatches_per_step + number)
+        samples = []
+        for index in range(job.algorithm.group_size):
+            tokens = tuple(rng.randrange(vocab.size) for _ in range(rng.randint(2, task.max_new_tokens)))
+            samples.append(
+                Sample(
+                    request_id=f"{prompt.group_id}.{index}",
+                    tokens=tokens,
+                    logprobs=tuple(rng.uniform(-3.0, -1.5) for _ in tokens),
+                    versions=tuple(max(0, step - rng.randint(0, 2)) for _ in tokens),
+                    reward=task.reward(prompt.tokens, tokens),
+                )
+            )
+        group = Group(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=tuple(samples))
+        microbatches.append(Microbatch(microbatch_id=f"{step}.{number}", groups=(group,)))
+    return microbatches
+
+
+def spoil(microbatch: Microbatch) -> Microbatch:
+    group = microbatch.groups[0]
+    first = group.samples[0]
+    bad = replace(first, logprobs=(float("nan"), *first.logprobs[1:]))
+    return replace(microbatch, groups=(replace(group, samples=(bad, *group.samples[1:])),))
+
+
+class Spied(TrainerReplica):
+    """Keeps the reduced gradients that its optimizer was given, by step and parameter."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.gradients: dict[int, dict[str, torch.Tensor]] = {}
+        apply = self._state.apply
+
+        def spy(gradient: torch.Tensor, commit: Any) -> float:
+            named = zip(self._state.names, self._state.parameters, strict=True)
+            sizes = [p.numel() for p in self._state.parameters]
+            parts = gradient.clone().split(sizes)
+            self.gradients[commit.step] = {n: part for (n, _), part in zip(named, parts, strict=True)}
+            return apply(gradient, commit)
+
+        self._state.apply = spy  # type: ignore[method-assign]
+
+    def gradient_of(self, step: int) -> dict[str, Any]:
+        return {n: g.numpy() for n, g in self.gradients[step].items()}
+
+    def exported(self) -> tuple[dict[str, Any], str]:
+        tensors, meta = self.export_state()
+        return {n: t.numpy() for n, t in tensors.items()}, meta
+
+    def take(self, tensors: dict[str, Any], meta: str) -> None:
+        self.load_state({n: torch.from_numpy(t) for n, t in tensors.items()}, meta)
+
+    def corrupt_weight(self) -> None:
+        with torch.no_grad():
+            self._state.parameters[0].view(-1)[0] += 1.0
+        self._state._weights_digest = self._state._digest_weights()
+
+
+def serve(conn: Connection, replica: ReplicaId, job: JobConfig, stops: dict[str, int], has_state: bool) -> None:
+    """Body of the process: obeys (method, args) until the pipe closes."""
+    seen: Counter[str] = Counter()
+
+    def at(name: str) -> None:
+        seen[name] += 1
+        if stops.get(name) == seen[name]:
+            conn.send(("at", name))
+            threading.Event().wait()
+
+    trainer = Spied(
+        replica=replica,
+        incarnation=1,
+        job=job,
+        has_state=has_state,
+        bucket_bytes=BUCKET_BYTES,
+        on_microbatch=lambda: at("microbatch"),
+        on_bucket=lambda: at("bucket"),
+        on_publish=lambda version: at("publish"),
+    )
+    conn.send(("ready", os.getpid()))
+    while True:
+        try:
+            method, args = conn.recv()
+        except (EOFError, OSError):
+            os._exit(0)
+        try:
+            conn.send(("ok", getattr(trainer, method)(*args)))
+        except RolecallError as e:
+            conn.send(("error", e))
+
+
+class TrainerProcess:
+    """The test's handle on one process."""
+
+    def __init__(self, index: int, job: JobConfig, *, stops: Mapping[str, int] | None = None, has_state: bool = True):
+        self.replica = replica_id("trainer", index)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["rolecall.rl_runtime.trainer", "transformers.models.qwen3.modeling_qwen3"])
+        self._conn, theirs = context.Pipe()
+        self._process = context.Process(
+            target=serve, args=(theirs, self.replica, job, dict(stops or {}), has_state), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    def ready(self) -> None:
+        assert self._receive() == ("ready", self._process.pid)
+
+    def tell(self, method: str, *args: Any) -> None:
+        self._conn.send((method, args))
+
+    def answer(self, seconds: float = DEADLINE_SECONDS) -> Any:
+        """The result of what was told first. Raises what the trainer raised."""
+        kind, value = self._receive(seconds)
+        if kind == "error":
+            raise value
+        assert kind == "ok", (kind, value)
+        return value
+
+    def ask(self, method: str, *args: Any) -> Any:
+        self.tell(method, *args)
+        return self.answer()
+
+    def arrives_at(self, name: str) -> None:
+        assert self._receive() == ("at", name)
+
+    def arrives_somewhere(self) -> None:
+        assert self._receive()[0] == "at"
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self._process.join(DEADLINE_SECONDS)
+        assert self._process.exitcode == -signal.SIGKILL
+
+    def close(self) -> None:
+        self._conn.close()
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join(DEADLINE_SECONDS)
+        self._process.close()
+
+    def _receive(self, seconds: float = DEADLINE_SECONDS) -> tuple[str, Any]:
+        if not self._conn.poll(seconds):
+            raise AssertionError(f"{self.replica} said nothing within {seconds} s")
+        kind, value = self._conn.recv()
+        return kind, value
+
+
+class Team:
+    """A controller's part, as small as a test needs it."""
+
+    def __init__(self, job: JobConfig) -> None:
+        self.job, self.epoch = job, 0
+        self.members: list[TrainerProcess] = []
+        self.all: list[TrainerProcess] = []
+
+    def start(self, index: int, *, stops: Mapping[str, int] | None = None, has_state: bool = True) -> TrainerProcess:
+        process = TrainerProcess(index, self.job, stops=stops, has_state=has_state)
+        self.all.append(process)
+        return process
+
+    def join(self, members: list[TrainerProcess]) -> None:
+        """Makes the next epoch of these."""
+        self.tell_join(members)
+        for member in members:
+            member.answer()
+
+    def tell_join(self, members: list[TrainerProcess]) -> None:
+        self.epoch += 1
+        self.members = members
+        host, port = members[0].ask("open_store", self.epoch) if len(members) > 1 else ("127.0.0.1", 0)
+        for rank, member in enumerate(members):
+            member.tell("join", 1, self.epoch, rank, len(members), host, port)
+
+    def tell_step(self, step: int, shares: Mapping[TrainerProcess, list[int]], *, spoilt: int = -1) -> None:
+        """Tells members to take the step; microbatch `spoilt` has a log-probability that is not a number."""
+        microbatches = [spoil(m) if n == spoilt else m for n, m in enumerate(make_microbatches(self.job, step))]
+        ids = [m.microbatch_id for m in microbatches]
+        names = [m.replica for m in self.members]
+        for member, numbers in shares.items():
+            mine = [microbatches[n] for n in numbers]
+            member.tell("train_step", 1, self.epoch, step, mine, ids, LEDGER, names)
+
+    def close(self) -> None:
+        for process in self.all:
+            process.close()

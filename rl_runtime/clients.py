@@ -164,7 +164,7 @@ class TrainerPort(Port):
 
 
 class RolloutPort(Port):
-    """Calls of the pump (`submit`, `tokens_since`, `ack`, `abort`) have no deadline here: one that is not answered
+    """Calls of the pump (`submit`, `tokens_since`, `ack`) have no deadline here: one that is not answered
     stays the only one under way to that engine until it answers or is fenced, and the pump keeps watch over it."""
 
     __slots__ = ()
@@ -186,10 +186,8 @@ class RolloutPort(Port):
     async def tokens_since(self, offsets: dict[str, int]) -> PulledTokens:
         return cast(PulledTokens, await self.client.call("tokens_since", self.incarnation, offsets))
 
-    async def abort(self, request_ids: Sequence[str]) -> None:
-        await self.client.call("abort", self.incarnation, list(request_ids))
-
     async def ack(self, request_ids: Sequence[str]) -> None:
+        """The engine forgets them; what still runs of them is aborted."""
         await self.client.call("ack", self.incarnation, list(request_ids))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation
+from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation, WireError
 from rolecall.core.events import EventKind
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.membership import Actual, ReplicaState
@@ -40,11 +40,25 @@ FAILURES_MAX = 4
 """Failed turns or updates in a row, each for a reason of the engine's own, after which it is given up."""
 
 
-class Certifier(Protocol):
-    """Judges an engine's proof (design law 2)."""
+class Verdict(Protocol):
+    """Whether a proof is enough, and why. Raises nothing."""
 
-    def certify(self, proof: Proof, manifest: Manifest) -> None:
-        """Raises ProofMismatch, naming part and tensor."""
+    @property
+    def admitted(self) -> bool: ...
+    @property
+    def because(self) -> str: ...
+    @property
+    def part(self) -> str: ...
+    @property
+    def tensor(self) -> str: ...
+
+
+class Certifier(Protocol):
+    """Judges an engine's proof (design law 2): `proof.Certifier`."""
+
+    def judge(
+        self, manifest: Manifest, proof: Proof, *, incarnation: int | None = None, epoch: int | None = None
+    ) -> Verdict: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,23 +223,28 @@ class Generation:
             if task is not asyncio.current_task():
                 task.cancel()
         self._books.fence(*key, because)
-        generated = self._tokens_generated(engine.record)
-        moved = self._table.leave(key)
-        takers = self.place_homeless()
-        if moved.num_requests:
-            lost = max(0, generated - moved.tokens_received) if generated is not None else 0
-            body = {
-                "from": key[0],
-                "from_incarnation": key[1],
-                "to": sorted(takers),
-                "num_requests": moved.num_requests,
-                "num_groups": len(moved.group_ids),
-                "tokens_kept": moved.tokens_kept,
-                "tokens_lost": lost,
-                "because": because,
-            }
-            self._books.event(EventKind.REQUESTS_MOVED, body, key=f"moved:{key[0]}#{key[1]}")
+        self._move(engine, because, alive=False)
         self._books.change_members(left=[key], because=f"{key[0]}#{key[1]}: {because}")
+
+    def _move(self, engine: Engine, because: str, *, alive: bool) -> None:
+        """Its unfinished requests go on elsewhere from the tokens that were streamed; how many were not is said."""
+        generated = None if alive else self._tokens_generated(engine.record)
+        moved = self._table.leave(engine.key, alive=alive)
+        takers = self.place_homeless()
+        if not moved.num_requests:
+            return
+        replica, incarnation = engine.key
+        body = {
+            "from": replica,
+            "from_incarnation": incarnation,
+            "to": sorted(takers),
+            "num_requests": moved.num_requests,
+            "num_groups": len(moved.group_ids),
+            "tokens_kept": moved.tokens_kept,
+            "tokens_lost": 0 if generated is None else max(0, generated - moved.tokens_received),
+            "because": because,
+        }
+        self._books.event(EventKind.REQUESTS_MOVED, body)
 
     # --- the pump -----------------------------------------------------------------------------------------------
 
@@ -261,10 +280,18 @@ class Generation:
 
     async def _turn(self, engine: Engine) -> None:
         key, port = engine.key, engine.port
+        pulled = await port.tokens_since(self._table.offsets(key))
+        if (pulled.replica, pulled.incarnation) != key:
+            raise StaleIncarnation(replica=key[0], wanted=f"#{pulled.incarnation}", got=f"#{key[1]}")
+        finished = self._table.take(key, pulled.chunks, engine.version)
+        self._table.resend(key, pulled.unknown)
+        if finished:
+            self._on_finished()
+        if engine.serving and pulled.policy_version < 0:
+            self._unserve(engine, "it says itself that its weights are not proven any more")
         forget = self._table.to_forget(key)
         if forget:
             try:
-                await port.abort(forget)
                 await port.ack(forget)
             except RolecallError:
                 self._table.forget_stray(key, forget)
@@ -273,13 +300,6 @@ class Generation:
         if fresh:
             await port.submit(fresh)
             self._table.mark_sent(key, [r.request_id for r in fresh])
-        pulled = await port.tokens_since(self._table.offsets(key))
-        if (pulled.replica, pulled.incarnation) != key:
-            raise StaleIncarnation(replica=key[0], wanted=f"#{pulled.incarnation}", got=f"#{key[1]}")
-        finished = self._table.take(key, pulled.chunks, engine.version)
-        self._table.resend(key, pulled.unknown)
-        if finished:
-            self._on_finished()
 
     async def _failed(self, engine: Engine, what: str, error: Exception) -> bool:
         """Counts a failure; False when the engine was given up for it."""
@@ -299,6 +319,22 @@ class Generation:
         for engine in self.engines.values():
             engine.wanted.set()
 
+    def demote(self, because: str) -> None:
+        """What engines have proven is of a policy that never was: nobody serves until it has proven the one now."""
+        for engine in self.engines.values():
+            engine.version, engine.proven = -1, ""
+            self._unserve(engine, because)
+
+    def _unserve(self, engine: Engine, because: str) -> None:
+        """It lives but may not serve until it proves a version again; its requests go on elsewhere meanwhile."""
+        engine.proven = ""
+        engine.wanted.set()
+        if not engine.serving:
+            return
+        engine.serving = False
+        self._books.set_state(*engine.key, ReplicaState.READY, because)
+        self._move(engine, because, alive=True)
+
     async def _keep_updated(self, engine: Engine) -> None:
         while engine.key in self.engines:
             await engine.wanted.wait()
@@ -310,7 +346,8 @@ class Generation:
                     self.contain(engine.key, e.because)
                     return
                 except ProofMismatch as e:
-                    self._refuse(engine, self.target.manifest.policy_version, e)
+                    version = self.target.manifest.policy_version
+                    self._books.refused(*engine.key, version, e.part, e.tensor, e.reason)
                     if not await self._failed(engine, "its proof", e):
                         return
                 except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
@@ -336,13 +373,15 @@ class Generation:
         except asyncio.CancelledError:
             call.cancel()
             raise
-        except (DeadlineExceeded, StaleIncarnation) as e:
+        except (DeadlineExceeded, StaleIncarnation, WireError) as e:
             logger.warning("%s: version %d not taken over: %s", engine.port, manifest.policy_version, e)
             return None
-        if (proof.replica, proof.incarnation) != engine.key or proof.policy_version != manifest.policy_version:
-            reason = f"the proof is {proof.replica}#{proof.incarnation}'s for version {proof.policy_version}"
-            raise ProofMismatch(replica=str(engine.port), part="identity", tensor="-", reason=reason)
-        self._certifier.certify(proof, manifest)
+        verdict = self._certifier.judge(manifest, proof, incarnation=engine.key[1], epoch=epoch)
+        if not verdict.admitted or proof.replica != engine.key[0]:
+            reason = verdict.because if not verdict.admitted else f"the proof is {proof.replica}'s"
+            # It computes with what it could not prove. What it streams beyond its last proof is not taken.
+            self._unserve(engine, f"refused: {reason}")
+            raise ProofMismatch(replica=str(engine.port), part=verdict.part, tensor=verdict.tensor, reason=reason)
         return proof
 
     def _holders(self, engine: Engine, target: Target) -> list[Holder]:
@@ -364,10 +403,3 @@ class Generation:
         self.place_homeless()
         self._on_finished()
         return True
-
-    def _refuse(self, engine: Engine, version: int, e: ProofMismatch) -> None:
-        """It may not serve until it proves a version; what it streams beyond its last proof is not taken anyway."""
-        self._books.refused(*engine.key, version, e.part, e.tensor, e.reason)
-        if engine.serving:
-            engine.serving, engine.proven = False, ""
-            self._books.set_state(*engine.key, ReplicaState.READY, f"refused: {e}")

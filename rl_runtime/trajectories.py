@@ -250,18 +250,27 @@ class TrajectoryTable:
 
     # --- losing an engine ---------------------------------------------------------------------------------------
 
-    def leave(self, engine: EngineKey) -> Moved:
-        """Takes everything away from an engine that is lost: unfinished requests become homeless, tokens are kept."""
+    def leave(self, engine: EngineKey, *, alive: bool = False) -> Moved:
+        """Takes all unfinished requests away from an engine: they become homeless and keep their tokens.
+
+        `alive`: it can still be told to forget them. Otherwise it is lost, with all that it holds.
+        """
         leaving = list(self._unfinished_on(engine))
-        for t in self._by_request.values():
-            if t.engine == engine:
-                t.engine, t.sent = None, False
-        self._forget.pop(engine, None)
+        if alive:
+            self._forget[engine].extend(t.request.request_id for t in leaving if t.sent)
+        else:
+            for t in self._by_request.values():
+                if t.engine == engine:
+                    t.engine, t.sent = None, False
+            self._forget.pop(engine, None)
+        for t in leaving:
+            t.engine, t.sent = None, False
+        received = self.tokens_received[engine] if alive else self.tokens_received.pop(engine, 0)
         return Moved(
             group_ids=tuple(sorted({t.request.group_id for t in leaving})),
             num_requests=len(leaving),
             tokens_kept=sum(len(t.tokens) for t in leaving),
-            tokens_received=self.tokens_received.pop(engine, 0),
+            tokens_received=received,
         )
 
     # --- scoring and training -----------------------------------------------------------------------------------
@@ -304,24 +313,20 @@ class TrajectoryTable:
             and step - g.version_min == staleness_max
         ]
 
-    def truncate_after(self, version: int) -> list[EngineKey]:
+    def truncate_after(self, version: int) -> None:
         """Back to an older policy: tokens of versions beyond `version` are of a policy that never was.
 
-        Trajectories that lose tokens become unfinished and homeless. Returns the engines that must forget some.
+        Every unfinished trajectory leaves its engine, which goes on with that policy until it is updated.
         """
-        touched: set[EngineKey] = set()
         for group in self.groups.values():
             for t in group.trajectories:
                 keep = next((i for i, v in enumerate(t.versions) if v > version), None)
-                if keep is None:
-                    continue
-                del t.tokens[keep:], t.logprobs[keep:], t.versions[keep:]
-                if t.engine is not None:
-                    touched.add(t.engine)
+                if keep is not None:
+                    del t.tokens[keep:], t.logprobs[keep:], t.versions[keep:]
+                    t.finished, group.phase, group.rewards = False, GroupPhase.GENERATING, ()
+                if not t.finished and t.engine is not None:
                     self._forget[t.engine].append(t.request.request_id)
-                t.finished, t.engine, t.sent = False, None, False
-                group.phase, group.rewards = GroupPhase.GENERATING, ()
-        return sorted(touched)
+                    t.engine, t.sent = None, False
 
 
 def mean_reward(groups: Iterable[Group]) -> float:

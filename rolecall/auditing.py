@@ -6,6 +6,7 @@ those which the ledger calls trained in it; and that each rollout that came back
 A problem is a sentence. Nothing here writes.
 """
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ from rolecall.core.ledger import Audit, GroupState, Ledger, audit
 from rolecall.core.rundir import RunDir
 from rolecall.text import plain
 
-FINISHED = frozenset({"done", "completed", "finished"})
-"""Outcomes of a run after which no group may be open."""
+COMPLETED = "completed"
+CLOSED_BOOKS = frozenset({COMPLETED, "stopped"})
+"""Outcomes of a run whose controller closed its books: after these no group may be open."""
 
 Anchor = tuple[str, ChainHead]
 """(where it was kept, head)."""
@@ -116,14 +118,14 @@ def _audit(run: RunDir, journal: Journal) -> RunAudit:
     except DatabaseError as e:
         raise JournalCorrupt(where=str(run.path / "journal.db"), reason=str(e.orig)) from e
     outcome = next((str(e.body.get("outcome")) for e in reversed(events) if e.kind is EventKind.RUN_ENDED), "")
-    found = audit(lines, anchors, ended=outcome in FINISHED)
+    found = audit(lines, anchors, ended=outcome in CLOSED_BOOKS)
     problems += found.problems
     if found.duplicates:
         problems.append(f"{found.duplicates} group(s) were trained twice")
-    if outcome not in FINISHED:
+    if outcome not in CLOSED_BOOKS:
         notes.append(f"the run {'ended as ' + outcome if outcome else 'has not ended'}: open groups are not counted")
     if not found.problems:  # a ledger that does not hold cannot be compared step by step
-        problems += compare_steps(events, lines, complete=bool(outcome))
+        problems += compare_steps(events, lines, complete=outcome in CLOSED_BOOKS)
     admissions = admitted(events)
     problems += [f"{a.replica}#{a.incarnation}: {a.problem}" for a in admissions if a.problem]
     return RunAudit(
@@ -153,23 +155,32 @@ def _from_events(events: Iterable[Event]) -> list[Anchor]:
     found = []
     for event in events:
         head = _head(event.body.get("ledger")) if event.kind is EventKind.STEP_COMMITTED else None
-        if head is not None:
+        if head is not None and head.position > 0:
             found.append((f"commit record of step {event.body.get('step')}", head))
     return found
 
 
 def _from_checkpoints(folder: Path, problems: list[str]) -> list[Anchor]:
+    """Ledger heads in the commit records of checkpoints; a record that is not what was written is a problem."""
     found = []
-    for path in sorted(folder.glob("step-*/meta.json")):
-        where = f"checkpoint {path.parent.name}"
+    for path in sorted(p for p in folder.glob("step-*") if p.is_dir()):
+        where = f"checkpoint {path.name}"
         try:
-            head = _head(json.loads(path.read_text(encoding="utf-8"))["commit"]["ledger"])
+            raw = (path / "commit.json").read_bytes()
+            written = json.loads((path / "meta.json").read_text(encoding="utf-8"))["files"]
+            head = _head(json.loads(raw)["commit"]["ledger"])
+            sizes = {name: (path / name).stat().st_size for name in written}
         except (OSError, ValueError, TypeError, KeyError) as e:
-            problems.append(f"{where}: {path.name} cannot be read: {e!r}")
+            problems.append(f"{where} cannot be read: {e!r}")
             continue
+        if hashlib.sha256(raw).hexdigest() != written["commit.json"]["sha256"]:
+            problems.append(f"{where}: commit.json was changed: its SHA-256 is not that of what was written")
+            continue
+        wrong = [n for n, size in sizes.items() if size != written[n]["bytes"]]
+        problems += [f"{where}: {name} does not have the size that was written" for name in wrong]
         if head is None:
-            problems.append(f"{where}: {path.name} holds no ledger head")
-        else:
+            problems.append(f"{where}: its commit record holds no ledger head")
+        elif head.position > 0:
             found.append((where, head))
     return found
 
@@ -209,14 +220,16 @@ def compare_steps(events: Iterable[Event], lines: Iterable[Mapping[str, Any]], *
 
     `complete`: the run is over, so a trained step without its event is a problem, not just not written yet.
     """
-    trained: dict[int, set[str]] = {}
     step_of: dict[str, int] = {}
+    undone: set[str] = set()
     for line in lines:
         group = str(line["group_id"])
         if line["state"] == GroupState.TRAINED:
             step_of[group] = int(line["step"])
         elif line["state"] == GroupState.UNDONE:
             step_of.pop(group, None)
+            undone.add(group)
+    trained: dict[int, set[str]] = {}
     for group, step in step_of.items():
         trained.setdefault(step, set()).add(group)
     told: dict[int, set[str]] = {}
@@ -226,15 +239,16 @@ def compare_steps(events: Iterable[Event], lines: Iterable[Mapping[str, Any]], *
             told[int(event.body["step"])] = {str(g) for g in groups}
     problems = []
     for step in sorted(told):
-        missing, more = told[step] - trained.get(step, set()), trained.get(step, set()) - told[step]
-        # A step that was undone and not reached again has none of its groups trained.
-        if more or (missing and step in trained):
+        by_ledger = trained.get(step, set())
+        missing, more = told[step] - by_ledger, by_ledger - told[step]
+        if not by_ledger and (missing <= undone or (step == max(told) and not complete)):
+            continue  # undone and not reached again; or the controller died between the event and the ledger
+        if more or missing:
             names = ", ".join(sorted(missing | more)[:5])
             problems.append(f"step {step}: journal and ledger disagree on {len(missing | more)} group(s): {names}")
     if complete and told:
-        problems += [
-            f"step {s}: trained by the ledger, never committed by the journal" for s in sorted(trained.keys() - told)
-        ]
+        lone = sorted(trained.keys() - told.keys())
+        problems += [f"step {s}: trained by the ledger, never committed by the journal" for s in lone]
     return problems
 
 

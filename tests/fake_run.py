@@ -5,6 +5,7 @@ what reads a run (audit, report, display) is tested on it in milliseconds. `pyth
 look at.
 """
 
+import hashlib
 import json
 import math
 import random
@@ -220,7 +221,7 @@ class FakeRun:
                 "loss": 0.02 * math.exp(-step / 60) + self.rng.gauss(0, 0.002),
                 "seconds": seconds,
                 "staleness": 1,
-                "num_tokens": GROUPS_PER_STEP * 96,
+                "tokens": GROUPS_PER_STEP * 96,
                 "ledger": {"position": head.position, "hash": head.hash},
             },
         )
@@ -233,11 +234,14 @@ class FakeRun:
     def _checkpoint(self, step: int, head: ChainHead, groups: Sequence[GroupId]) -> None:
         if step % self.job.checkpoint.every_steps != self.job.checkpoint.every_steps - 1:
             return
-        folder = self.run.checkpoints / f"step-{step}"
+        folder = self.run.checkpoints / f"step-{step:08d}"
         folder.mkdir()
         commit = {"step": step, "group_ids": list(groups), "ledger": {"position": head.position, "hash": head.hash}}
-        (folder / "meta.json").write_text(json.dumps({"commit": commit}))
-        self._say(K.CHECKPOINT_WRITTEN, {"path": f"checkpoints/step-{step}", "step": step})
+        raw = json.dumps({"format": 1, "commit": commit}).encode()
+        (folder / "commit.json").write_bytes(raw)
+        written = {"commit.json": {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}}
+        (folder / "meta.json").write_text(json.dumps({"format": 1, "step": step, "files": written}))
+        self._say(K.CHECKPOINT_WRITTEN, {"path": str(folder), "step": step})
 
     def _admit(self, replica: str) -> None:
         self.away.discard(replica)
@@ -338,9 +342,15 @@ class FakeRun:
     def _move(self, strike: Strike) -> None:
         self._lose(strike.target, "its process is gone")
         others = [f"rollout/{n}" for n in range(3) if f"rollout/{n}" != strike.target]
-        for other in others:
-            body = {"from": strike.target, "to": other, "num_requests": 12, "tokens_kept": 431, "tokens_lost": 0}
-            self._say(K.REQUESTS_MOVED, body)
+        body = {
+            "from": strike.target,
+            "from_incarnation": self.named,
+            "to": others,
+            "num_requests": 24,
+            "tokens_kept": 862,
+            "tokens_lost": 0,
+        }
+        self._say(K.REQUESTS_MOVED, body)
 
     def _close(self, incident: IncidentId, strike: Strike) -> None:
         because = f"{strike.target}#{self.incarnation[strike.target]}: 7 units of work since it serves"

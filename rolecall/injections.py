@@ -1,0 +1,49 @@
+"""The injector's own log, `injections.jsonl`: read only after the fact, never by a detector. Pure."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One line of the injector's log."""
+
+    kind: str
+    target: str  # replica
+    injected_at: float  # wall seconds
+    how: str = ""
+    incarnation: int | None = None
+    node: str = ""
+    pid: int = 0
+    start_ticks: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def parse_injections(text: str) -> list[Fault]:
+    """The injector's log, oldest first. A last line that is still being written is left out.
+
+    Raises:
+        ValueError: a whole line is not what the injector writes.
+    """
+    faults = []
+    for line in text.splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        d = json.loads(line)
+        incarnation = d.get("incarnation")
+        faults.append(
+            Fault(
+                kind=str(d["kind"]),
+                target=str(d["target"]),
+                injected_at=float(d["injected_at"]),
+                how=str(d.get("how") or ""),
+                incarnation=None if incarnation is None else int(incarnation),
+                node=str(d.get("node") or ""),
+                pid=int(d.get("pid") or 0),
+                start_ticks=int(d.get("start_ticks") or 0),
+            )
+        )
+    return sorted(faults, key=lambda f: f.injected_at)

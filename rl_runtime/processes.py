@@ -8,6 +8,7 @@ compared, then the signal goes through the pidfd, so that a reused PID cannot be
 
 import json
 import os
+import select
 import shutil
 import signal
 import tempfile
@@ -121,6 +122,48 @@ def recorded_processes(run_dir: Path) -> list[dict[str, Any]]:
         return []
     lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     return [line for line in lines if line["boot_id"] == boot_id()]
+
+
+class ProcessWatch:
+    """Tells whether known processes live, by one pidfd each: a death is seen at once and no PID is taken for another."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[tuple[int, int], int] = {}
+        self._dead: set[tuple[int, int]] = set()
+
+    def alive(self, pid: int, start_ticks: int) -> bool:
+        key = (pid, start_ticks)
+        if key in self._dead:
+            return False
+        descriptor = self._descriptors.get(key)
+        if descriptor is None:
+            descriptor = self._open(pid, start_ticks)
+            if descriptor is None:
+                self._dead.add(key)
+                return False
+            self._descriptors[key] = descriptor
+        # A pidfd becomes readable when its process ends.
+        if not select.select([descriptor], [], [], 0)[0]:
+            return True
+        os.close(self._descriptors.pop(key))
+        self._dead.add(key)
+        return False
+
+    def close(self) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+    @staticmethod
+    def _open(pid: int, start_ticks: int) -> int | None:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return None
+        if is_alive(pid, start_ticks):
+            return descriptor
+        os.close(descriptor)
+        return None
 
 
 def find_processes(run_dir: Path, *, exclude: Iterable[int] = (), proc: Path = PROC) -> list[RunProcess]:

@@ -109,6 +109,8 @@ def _ending(fleet: Fleet, desired: Desired | None, record: Actual) -> Instructio
     if key in fleet.busy and record.pid:
         return None  # it is being ended, or promoted
     replica, incarnation = key
+    if record.state is ReplicaState.STOPPED:
+        return None  # confirmed dead, or its process works on under the name that it was promoted to
     living, alive = record.state in LIVING, key in fleet.alive
     if living and record.pid and not alive:
         return MarkLost(
@@ -131,7 +133,8 @@ def _ending(fleet: Fleet, desired: Desired | None, record: Actual) -> Instructio
 
 def _old_remains(fleet: Fleet, desired: Desired, records: Iterable[Actual]) -> bool:
     """Whether a process of an older incarnation may still run. Two of one replica must never work at once."""
-    keys = [(a.replica, a.incarnation) for a in records if a.incarnation < desired.incarnation]
+    older = [a for a in records if a.incarnation < desired.incarnation]
+    keys = [(a.replica, a.incarnation) for a in older if a.state is not ReplicaState.STOPPED]
     return any(k in fleet.alive or k in fleet.busy for k in keys)
 
 

@@ -1,0 +1,113 @@
+"""The event file: numbers that never start again, a torn end, retention."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from rolecall.agent.events import DETAIL_CHARACTERS_MAX, EventLog
+from rolecall.core.clock import FakeClock
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.telemetry import AgentEventKind
+
+KIND = AgentEventKind.REGISTERED
+NODE = NodeId("node-1")
+PROCESS = ProcessId(node=NODE, pid=5, start_ticks=50)
+
+
+def log(tmp_path: Path, num_kept: int = 100) -> EventLog:
+    return EventLog(tmp_path / "events.jsonl", NODE, FakeClock(), num_kept)
+
+
+def _seqs(it: EventLog, after: int = 0) -> list[int]:
+    return [e.seq for e in it.after(after).events]
+
+
+def test_events_are_numbered_and_survive(tmp_path: Path) -> None:
+    first = log(tmp_path)
+    event = first.append(KIND, process=PROCESS, role="trainer", replica="trainer/1", incarnation=2, detail={"k": "v"})
+    first.append(AgentEventKind.FINISHED)
+    # No close: a SIGKILL leaves what was written, and that is everything.
+    second = log(tmp_path)
+    assert second.after(0).events[0] == event
+    assert second.append(KIND).seq == 3
+    assert _seqs(second, 1) == [2, 3]
+    assert second.has(KIND, PROCESS) and not second.has(AgentEventKind.EXITED, PROCESS)
+
+
+def test_a_torn_last_line_is_cut_off_and_its_number_given_again(tmp_path: Path) -> None:
+    it = log(tmp_path)
+    it.append(KIND)
+    it.append(KIND)
+    it.close()
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])  # killed in the middle of the second
+    again = log(tmp_path)
+    assert _seqs(again) == [1]
+    assert again.append(KIND).seq == 2
+    again.close()
+    assert [json.loads(line)["seq"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_a_damaged_line_is_skipped_and_no_number_is_used_twice(tmp_path: Path) -> None:
+    it = log(tmp_path)
+    for _ in range(3):
+        it.append(KIND)
+    it.close()
+    path = tmp_path / "events.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], lines[1], "{garbage"]) + "\n")
+    again = log(tmp_path)
+    assert _seqs(again) == [1, 2]
+    assert again.append(KIND).seq > 3
+
+
+def test_retention_keeps_the_newest_and_says_how_many_are_lost(tmp_path: Path) -> None:
+    it = log(tmp_path, num_kept=10)
+    for _ in range(57):
+        it.append(KIND)
+    assert _seqs(it) == list(range(48, 58))
+    assert it.after(40).lost == 7
+    assert it.after(50).lost == 0
+    assert it.after(0).lost == 0  # a newcomer has lost nothing
+    it.close()
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) <= 20
+    again = log(tmp_path, num_kept=10)
+    assert _seqs(again) == list(range(48, 58))
+    assert again.append(KIND).seq == 58
+
+
+def test_a_cursor_of_another_life_starts_from_the_first(tmp_path: Path) -> None:
+    it = log(tmp_path)
+    it.append(KIND)
+    assert _seqs(it, 99) == [1]
+
+
+def test_waiting_ends_with_the_event_or_the_deadline(tmp_path: Path) -> None:
+    it = log(tmp_path)
+    assert it.wait(0, 0.01).events == ()
+    timer = threading.Timer(0.05, it.append, (KIND,))
+    timer.start()
+    assert [e.seq for e in it.wait(0, 30).events] == [1]
+    timer.join()
+
+
+def test_long_details_are_cut(tmp_path: Path) -> None:
+    assert len(log(tmp_path).append(KIND, detail={"message": "x" * 10_000}).detail["message"]) == DETAIL_CHARACTERS_MAX
+
+
+def test_a_full_disk_costs_durability_not_the_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "events.jsonl").symlink_to("/dev/full")
+    it = EventLog(tmp_path / "events.jsonl", NODE, FakeClock())
+    assert it.append(KIND).seq == 1
+    assert _seqs(it) == [1]
+    assert it.num_unwritten == 1
+    assert "could not be written" in caplog.text
+
+
+def test_limit_of_one_answer(tmp_path: Path) -> None:
+    it = log(tmp_path)
+    for _ in range(5):
+        it.append(KIND)
+    assert [e.seq for e in it.after(1, limit=2).events] == [2, 3]

@@ -1,0 +1,123 @@
+"""Reading pages: torn ones, foreign ones, ones that somebody writes at the same time."""
+
+import multiprocessing
+import os
+import random
+import struct
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+
+from rolecall.agent import layout
+from rolecall.agent.pages import PageReader, PageUnreadable, parse_page
+from rolecall.agent.reporter import _Page
+from tests.support import eventually
+
+
+def page() -> bytearray:
+    return bytearray(bytes(_Page().raw))
+
+
+def test_a_fresh_page_says_nothing_yet() -> None:
+    state = parse_page(bytes(page()))
+    assert (state.phase, state.step, state.policy_version, state.progress) == ("start", -1, -1, 0)
+
+
+def _damage(what: str) -> bytes:
+    raw = page()
+    q = memoryview(raw).cast("q")
+    if what == "short":
+        return bytes(raw[:4000])
+    if what == "magic":
+        raw[0] ^= 1
+    elif what == "layout":
+        q[layout.W_LAYOUT] = 99
+    elif what == "odd":
+        q[layout.W_SEQUENCE] |= 1
+    return bytes(raw)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [("short", "4000 bytes"), ("magic", "not a state page"), ("layout", "layout 99"), ("odd", "middle of a write")],
+)
+def test_what_is_not_a_whole_page_is_refused(what: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(PageUnreadable, match=reason):
+        parse_page(_damage(what))
+    path = tmp_path / "p.page"
+    path.write_bytes(_damage(what))
+    with pytest.raises(PageUnreadable):
+        PageReader(path).read()
+
+
+def test_a_page_that_is_truncated_under_the_reader_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "p.page"
+    path.write_bytes(bytes(page()))
+    reader = PageReader(path)
+    assert reader.read().phase == "start"
+    os.truncate(path, 0)
+    with pytest.raises(PageUnreadable):
+        reader.read()
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(bytes(page()))
+    (tmp_path / "p.page").symlink_to(tmp_path / "real")
+    with pytest.raises(OSError):
+        PageReader(tmp_path / "p.page")
+
+
+def test_random_bytes_are_never_an_unexpected_error(rng: random.Random) -> None:
+    for _ in range(200):
+        raw = bytearray(rng.randbytes(layout.PAGE_BYTES))
+        raw[:16] = struct.pack("=8sq", layout.MAGIC, layout.LAYOUT_VERSION)
+        raw[16] &= 0xFE
+        parse_page(bytes(raw))
+
+
+def test_text_is_cut_between_characters() -> None:
+    area = layout.padded("ab\u2603", 4)  # the snowman needs three bytes
+    assert area == b"ab\0\0"
+    assert layout.text_of(area) == "ab"
+    assert layout.text_of(b"\xff\xfe\0") == "\ufffd\ufffd"
+
+
+def _write_for_ever(path: str, ready: Event) -> None:
+    from rolecall.agent import layout as at
+
+    it = _Page()
+    it.move_to(Path(path))
+    ready.set()
+    n = 0
+    while True:
+        n += 1
+        with it:  # every write keeps step == progress == tokens == epoch
+            it.q[at.W_STEP] = it.q[at.W_PROGRESS] = it.q[at.W_TOKENS] = it.q[at.W_EPOCH] = n
+
+
+def test_no_torn_state_is_ever_taken_while_another_process_writes(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    path = tmp_path / "p.page"
+    writer = context.Process(target=_write_for_ever, args=(str(path), ready))
+    writer.start()
+    try:
+        assert ready.wait(20)
+        reader = PageReader(path)
+        seen: set[int] = set()
+
+        def enough() -> bool:
+            for _ in range(200):
+                try:
+                    state = reader.read()
+                except PageUnreadable:
+                    continue  # said to be torn: not taken
+                assert state.progress == 0 or state.step == state.progress == state.tokens == state.epoch
+                seen.add(state.progress)
+            return len(seen) > 50  # else the writer did not write meanwhile, and nothing is proven
+
+        eventually(enough, 30, "fifty different states were read")
+    finally:
+        writer.kill()
+        writer.join(10)

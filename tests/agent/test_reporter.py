@@ -1,0 +1,298 @@
+"""The reporter inside a training process: never in the way, whatever is missing; readable whatever happens to it."""
+
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.agent import layout
+from rolecall.agent.pages import PageReader, parse_page
+from rolecall.agent.telling import Refused, describe_exception, tell
+from tests.agent.processes import Child, secret
+from tests.support import eventually
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Child]:
+    it = Child(tmp_path)
+    yield it
+    it.close()
+
+
+def test_what_is_reported_stands_on_the_page(child: Child) -> None:
+    child.start("trainer/1", incarnation=4)
+    child.do(
+        "reporter.set_step(7); reporter.enter_phase('compute')",
+        "reporter.progress(busy_seconds=0.5); reporter.progress(2, busy_seconds=0.25, tokens=9); reporter.progress(3)",
+        "reporter.update(epoch=3, policy_version=6, requests_active=5, loss=1.5, grad_norm=float('inf'))",
+    )
+    page = PageReader(child.page).read()
+    assert (page.replica, page.rank, page.incarnation, page.pid) == ("trainer/1", 0, 4, child.pid)
+    assert page.start_ticks == child.start_ticks
+    assert (page.step, page.phase, page.epoch, page.policy_version) == (7, "compute", 3, 6)
+    assert (page.progress, page.work_units, page.busy_seconds, page.tokens) == (6, 3, 0.75, 9)
+    assert (page.requests_active, page.loss, page.grad_norm) == (5, 1.5, sys.float_info.max)
+    assert math.isnan(page.reward)
+    assert page.work_tid == child.pid  # its main thread reported the progress
+    assert 0 < page.phase_since <= page.progress_at
+    assert page.exception is None and not page.finished
+    assert page.proven_by(secret("trainer/1", incarnation=4))
+    assert not page.proven_by(secret("trainer/1", incarnation=5))
+
+
+def test_phases_nest_and_collectives_are_counted(child: Child) -> None:
+    child.start("trainer/0")
+    read = PageReader(child.page).read
+    child.do("reporter.enter_phase('compute'); c = reporter.collective(); c.__enter__(); reporter.c = c")
+    inside = read()
+    assert (inside.phase, inside.collectives_entered, inside.collectives_done) == ("reduce", 1, 0)
+    child.do("reporter.c.__exit__(None, None, None)")
+    after = read()
+    assert (after.phase, after.collectives_entered, after.collectives_done) == ("compute", 1, 1)
+    assert after.phase_entries == inside.phase_entries + 1
+
+
+def test_a_stopped_process_can_be_read_and_does_not_beat(child: Child) -> None:
+    child.start("rollout/0")
+    reader = PageReader(child.page)
+    eventually(lambda: reader.read().beats > 2, 5, "the ticker beats")
+    child.signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+    stopped = reader.read()
+    assert repr(stopped) == repr(reader.read())  # not ==: a loss not yet known is NaN
+    assert stopped.beats > 2
+    child.signal(signal.SIGCONT)
+    eventually(lambda: reader.read().beats > stopped.beats, 5, "it beats again")
+
+
+def test_the_page_of_a_dead_process_can_be_read(child: Child) -> None:
+    child.start("rollout/0")
+    child.do("reporter.enter_phase('generate'); reporter.progress(41)")
+    child.close()
+    page = PageReader(child.page).read()
+    assert (page.phase, page.progress) == ("generate", 41)
+
+
+def test_the_gil_held_stops_the_beats_and_leaves_the_page_readable(child: Child) -> None:
+    child.start("trainer/0")
+    reader = PageReader(child.page)
+    # One call into C that never gives the interpreter back: the kind of hang that no Python thread survives.
+    child.tell("import re; reporter.set_step(5); re.match('(a|a)*b', 'a' * 64)")
+    eventually(lambda: reader.read().step == 5, 5, "the hang began")
+    held = reader.read().beats
+    eventually(lambda: _cpu_ticks(child.pid) > 20, 10, "it burns CPU")
+    assert reader.read().beats - held <= 2
+
+
+def _cpu_ticks(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+
+
+def test_a_write_that_was_cut_short_is_not_taken_for_a_state(child: Child) -> None:
+    child.start("trainer/0")
+    raw = bytearray(child.page.read_bytes())
+    view = memoryview(raw).cast("q")
+    view[layout.W_SEQUENCE] |= 1
+    with pytest.raises(Exception, match="middle of a write"):
+        parse_page(bytes(raw))
+
+
+def test_outside_of_a_run_everything_works_in_memory(tmp_path: Path) -> None:
+    child = Child()
+    child.do("reporter.progress(); reporter.enter_phase('compute')")
+    child.do("reporter.start(replica='trainer/0', rank=0, incarnation=1, secret='')")
+    child.do("reporter.progress(); reporter.exception(ValueError('x')); reporter.finish('done')")
+    child.do(f"open({str(tmp_path / 'page')!r}, 'wb').write(reporter.page_bytes())")
+    page = parse_page((tmp_path / "page").read_bytes())
+    assert (page.replica, page.progress, page.phase, page.finished) == ("trainer/0", 2, "compute", True)
+    child.do("import threading; assert [t.name for t in threading.enumerate()] == ['MainThread', 'rolecall-beats']")
+    assert child.close() == ""
+
+
+def test_without_a_writable_directory_one_warning_and_on(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    child = Child(tmp_path / "file")  # a file where the directory should be
+    child.start("trainer/0")
+    child.do("reporter.progress(); reporter.enter_phase('compute')")
+    assert child.close().count("no state page") == 1
+
+
+def test_wrong_arguments_are_swallowed_and_warned_of_once(tmp_path: Path) -> None:
+    child = Child(tmp_path)
+    child.start("trainer/0")
+    child.do("reporter.progress('many'); reporter.set_step(None); reporter.update(loss='low'); reporter.progress(2)")
+    page = PageReader(child.page).read()  # also: the sequence lock was closed again
+    assert page.progress == 2
+    assert child.close().count("could not be written") == 1
+
+
+def test_a_missing_agent_never_blocks_and_is_found_later(tmp_path: Path) -> None:
+    child = Child(tmp_path)
+    child.start("rollout/2")  # returns though nobody listens
+    child.do("reporter.progress()")
+    heard = _listen(tmp_path)
+    assert heard["kind"] == "register"
+    assert (heard["pid"], heard["replica"], heard["secret"]) == (child.pid, "rollout/2", secret("rollout/2"))
+    assert child.close() == ""
+
+
+def _listen(node_dir: Path) -> dict[str, object]:
+    import json
+
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(str(node_dir / "agent.sock"))
+        s.listen(1)
+        s.settimeout(10)
+        connection, _ = s.accept()
+        with connection:
+            line = connection.recv(65536)
+            connection.sendall(b'{"ok": true}\n')
+    message = json.loads(line)
+    assert isinstance(message, dict)
+    return message
+
+
+def test_a_promoted_standby_speaks_as_the_replica_and_keeps_its_counters(child: Child) -> None:
+    child.start("standby/0")
+    child.do("reporter.progress(5)")
+    child.do(f"reporter.become(replica='rollout/2', incarnation=3, secret={secret('rollout/2', incarnation=3)!r})")
+    page = PageReader(child.page).read()
+    assert (page.replica, page.rank, page.incarnation, page.progress) == ("rollout/2", 0, 3, 5)
+    assert page.proven_by(secret("rollout/2", incarnation=3))
+
+
+def test_a_forked_child_does_not_write_its_parents_page(child: Child) -> None:
+    child.start("trainer/0")
+    child.do("reporter.progress(1)")
+    child.do("p = os.fork() or (reporter.progress(100), reporter.finish('x'), os._exit(0)); os.waitpid(p, 0)")
+    page = PageReader(child.page).read()
+    assert (page.progress, page.finished, page.pid) == (1, False, child.pid)
+
+
+def test_a_forked_child_can_start_for_itself(child: Child) -> None:
+    child.start("trainer/0")
+    start = f"reporter.start(replica='reward/1', rank=0, incarnation=1, secret='', node_dir={str(child.node_dir)!r})"
+    child.do(f"p = os.fork() or ({start}, reporter.progress(7), os._exit(0)); os.waitpid(p, 0)")
+    assert PageReader(child.page).read().replica == "trainer/0"
+    assert child.node_dir is not None
+    others = [PageReader(p).read() for p in child.node_dir.glob("pages/*.page") if p != child.page]
+    assert [(p.replica, p.progress) for p in others] == [("reward/1", 7)]
+
+
+def test_an_uncaught_exception_is_on_the_page_before_the_process_is_gone(tmp_path: Path) -> None:
+    code = f"""
+from rolecall.agent import reporter
+reporter.start(replica="trainer/1", rank=0, incarnation=1, secret="s", node_dir={str(tmp_path)!r})
+reporter.set_step(12)
+def loss(): raise ValueError("bad \\u2603 batch " + "x" * 5000)
+loss()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 1
+    assert "ValueError: bad" in done.stderr  # the hook before ours still ran
+    [path] = tmp_path.glob("pages/*.page")
+    told = PageReader(path).read().exception
+    assert told is not None
+    assert (told.number, told.step, told.type, told.where) == (1, 12, "ValueError", "<string>:5 loss")
+    assert told.message.startswith("bad \u2603 batch xxx") and len(told.message) == 500
+    assert len(told.fingerprint) == 16
+
+
+def test_ctrl_c_is_no_exception_of_the_job(tmp_path: Path) -> None:
+    code = f"""
+from rolecall.agent import reporter
+reporter.start(replica="trainer/1", rank=0, incarnation=1, secret="s", node_dir={str(tmp_path)!r})
+raise KeyboardInterrupt
+"""
+    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=20, check=False)
+    [path] = tmp_path.glob("pages/*.page")
+    assert PageReader(path).read().exception is None
+
+
+def _fails(value: int) -> None:
+    if value > 1:
+        raise RuntimeError(f"value {value}")
+    raise RuntimeError("other")
+
+
+def _caught(value: int) -> dict[str, str]:
+    try:
+        _fails(value)
+    except RuntimeError as e:
+        return describe_exception(e)
+    raise AssertionError
+
+
+def test_a_fingerprint_knows_type_and_frames_not_lines_or_values() -> None:
+    assert _caught(2)["fingerprint"] == _caught(3)["fingerprint"] == _caught(0)["fingerprint"]
+    assert _caught(2)["message"] != _caught(3)["message"]
+    try:
+        raise KeyError("elsewhere")
+    except KeyError as e:
+        assert describe_exception(e)["fingerprint"] != _caught(2)["fingerprint"]
+
+
+def test_an_exception_that_cannot_say_what_it_is() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert describe_exception(Mute())["message"] == "(no message: __str__ failed)"
+
+
+def test_telling_has_a_deadline_and_a_refusal_its_reason(tmp_path: Path) -> None:
+    path = tmp_path / ("d" * 120) / "agent.sock"  # longer than sockaddr_un holds
+    path.parent.mkdir()
+    with pytest.raises(OSError):
+        tell(path, {}, 0.2)
+    from rolecall.agent.telling import socket_address
+
+    address, directory = socket_address(path)
+    assert directory is not None
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(address)
+        os.close(directory)
+        s.listen(2)
+        with pytest.raises(TimeoutError):
+            tell(path, {"kind": "x"}, 0.05)
+        answering, _ = s.accept()
+        answering.close()
+        import threading
+
+        def refuse() -> None:
+            connection, _ = s.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b'{"ok": false, "reason": "no such"}\n')
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        with pytest.raises(Refused, match="no such"):
+            tell(path, {"kind": "x"}, 5.0)
+        thread.join(5)
+
+
+def test_no_call_costs_more_than_a_few_stores() -> None:
+    """Counted, not timed: C calls made by one progress(), so that a system call or an allocation does not creep in."""
+    from rolecall.agent import reporter
+
+    calls: list[str] = []
+    reporter.progress(0)  # the thread is known from here on
+
+    def count(frame: object, event: str, arg: object) -> None:
+        if event in ("c_call", "call"):
+            calls.append(getattr(arg, "__name__", "python"))
+
+    sys.setprofile(count)
+    try:
+        reporter.progress(1, busy_seconds=0.1, tokens=3)
+    finally:
+        sys.setprofile(None)
+    calls = [c for c in calls if c != "setprofile"]
+    assert sorted(calls) == sorted(["python", "python", "python", "acquire", "get_ident", "monotonic", "release"])

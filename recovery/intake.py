@@ -76,6 +76,8 @@ def _against_open(d: Diagnosis, incident: Incident) -> Intake | None:
                 because = f"the replacement {replica}#{named[replica]} failed: {d.because}"
                 return Intake(kind=Kind.FAIL, because=because, incident_id=this)
     undecided = incident.state in (IncidentState.OPEN, IncidentState.PLANNED)
+    if undecided and incident.failures and all(named[r] == incident.touched.get(r) for r in shared):
+        return Intake(kind=Kind.IGNORE, because=f"{this} knows that its replacement failed", incident_id=this)
     code = incident.diagnosis.fault_class is FaultClass.USER_CODE
     if undecided and not incident.by_person and not code:
         return Intake(kind=Kind.UPDATE, because=f"more is known of {this}", incident_id=this)

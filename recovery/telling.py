@@ -15,6 +15,8 @@ from rolecall.recovery.incidents import Incident, Outcome
 from rolecall.recovery.interfaces import Message, Notifier
 
 NOTIFIED_FLAG = "notified"
+OVER = (Outcome.CURED, Outcome.OBSERVED, Outcome.REFUTED)
+"""Ends that resolve an alert: given up and tolerated, the fault goes on."""
 _FACTS = ("outcome", "topic", "expires_at", "digest")
 
 
@@ -57,7 +59,7 @@ class Teller:
 def message(event: Event, incident: Incident | None, run_id: str) -> Message | None:
     """What to tell of an event; None when nobody needs to hear of it."""
     closed = event.kind is EventKind.INCIDENT_CLOSED
-    if closed and (incident is None or incident.outcome is Outcome.GAVE_UP or not _was_told(incident)):
+    if closed and (incident is None or incident.outcome not in OVER or not _was_told(incident)):
         return None
     facts: dict[str, Any] = {k: event.body[k] for k in _FACTS if k in event.body}
     return Message(

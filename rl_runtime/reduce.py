@@ -192,10 +192,13 @@ class ReduceGroup:
             self._all_reduce_in_place(rows, "vote")
         return [bytes(rows[r, : int(lengths[r])].numpy().tobytes()) for r in range(self.size)]
 
-    def close(self) -> None:
-        """Lets go of the group without waiting: tearing down a broken gloo group can block, so a daemon thread does."""
+    def close(self, because: str = "the group is closed") -> None:
+        """Lets go of the group without waiting: tearing down a broken gloo group can block, so a daemon thread does.
+
+        Peers that wait for this member fail at once, since its connections close.
+        """
         group, self._group = self._group, None
-        self._failure = self._failure or "the group is closed"
+        self._failure = self._failure or because
         if group is not None:
             holder = [group]
             del group
@@ -203,7 +206,7 @@ class ReduceGroup:
 
     def _all_reduce_in_place(self, tensor: torch.Tensor, what: str) -> None:
         self._refuse_if_failed()
-        if self._group is None:
+        if self.size == 1:
             return
         try:
             self._group.allreduce([tensor]).wait()
@@ -215,7 +218,8 @@ class ReduceGroup:
             raise PeerLost(epoch=self.epoch, because=self._failure)
 
     def _lost(self, what: str, error: RuntimeError) -> PeerLost:
-        self._failure = f"{what}: {_first_line(error)}"
+        # Closed here and now: a third member may wait for this one, and knows nothing of the peer that went away.
+        self.close(f"{what}: {_first_line(error)}")
         logger.warning("epoch %d: %s", self.epoch, self._failure)
         return PeerLost(epoch=self.epoch, because=self._failure)
 

@@ -16,8 +16,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -27,51 +26,25 @@ from rolecall.core.config import JobConfig
 from rolecall.core.errors import NotFinite, StaleIncarnation, VoteRefused
 from rolecall.core.ids import GroupId, ReplicaId, process_start_ticks
 from rolecall.core.journal import ChainHead
-from rolecall.core.store import GENESIS
 from rolecall.core.telemetry import Phase
-from rolecall.rl_runtime.grpo import grpo_loss, make_batch, normaliser, token_logprobs
+from rolecall.rl_runtime.grpo import normaliser
 from rolecall.rl_runtime.model import make_model, vocabulary
+from rolecall.rl_runtime.partial import Contribution, Gradients, PartialStep
 from rolecall.rl_runtime.protocol import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo
 from rolecall.rl_runtime.reduce import (
     BUCKET_BYTES,
     Ballot,
     EpochStore,
-    MicrobatchStats,
     ReduceGroup,
     disagreement,
     nothing,
     refuse_stale,
 )
 from rolecall.rl_runtime.task import make_task
-from rolecall.rl_runtime.trainer_state import TrainerState
+from rolecall.rl_runtime.trainer_state import TrainerState, first_commit
 
 LOG_RATIO_ALARM: Final = 0.02
 """Trainer and engine agree to about 1e-5 on a token of the same version; beyond this one of the two has wrong weights."""
-
-
-@dataclass(slots=True)
-class Partial:
-    """What this replica has of the running step. `gradient`: flat float64 sum over `done`."""
-
-    step: int
-    gradient: torch.Tensor
-    done: dict[str, tuple[Microbatch, MicrobatchStats]] = field(default_factory=dict)
-
-    def clear(self) -> None:
-        self.gradient.zero_()
-        self.done.clear()
-
-
-def first_commit() -> CommitRecord:
-    """The record of weights that no step has touched."""
-    return CommitRecord(
-        step=-1,
-        epoch=0,
-        microbatch_ids=(),
-        group_ids=(),
-        gradient_digest="",
-        ledger=ChainHead(position=0, hash=GENESIS),
-    )
 
 
 class TrainerReplica:
@@ -100,12 +73,12 @@ class TrainerReplica:
         self._on_microbatch, self._on_bucket, self._on_publish = on_microbatch, on_bucket, on_publish
         self._vocab = vocabulary(job.model)
         max_new = make_task(job.task, self._vocab, job.seed).max_new_tokens
-        self._normaliser = normaliser(job.algorithm, max_new)
         model = make_model(job.model, self._vocab, job.seed)
         self._state = TrainerState(model, job.algorithm, first_commit(), replica=replica)
         self._has_state = has_state
-        self._partial = Partial(step=0, gradient=torch.zeros(self._state.num_parameters, dtype=torch.float64))
-        self._partial_lock = threading.RLock()
+        self._gradients = Gradients(job.algorithm, pad=self._vocab.pad, normaliser=normaliser(job.algorithm, max_new))
+        self._partial = PartialStep(self._state.num_parameters)
+        self._stores_lock = threading.Lock()
         self._stores: dict[int, EpochStore] = {}
         self._group: ReduceGroup | None = None
         self._joined_epoch = -1
@@ -117,8 +90,7 @@ class TrainerReplica:
         """`holder`: where this replica serves tensors."""
         pid = os.getpid()
         commit = self._state.commit
-        with self._partial_lock:
-            computed = tuple(sorted(self._partial.done)) if self._partial.step == commit.step + 1 else ()
+        computed = self._partial.computed(commit.step + 1)
         return TrainerInfo(
             replica=self.replica,
             incarnation=self.incarnation,
@@ -165,7 +137,7 @@ class TrainerReplica:
             raise StaleIncarnation(
                 replica=self.replica, wanted=f"an epoch after {self._joined_epoch}", got=f"epoch {epoch}"
             )
-        with self._partial_lock:
+        with self._stores_lock:
             store = self._stores.get(epoch)
             if store is None:
                 store = self._stores[epoch] = EpochStore(host, self.job.runtime.group_timeout_seconds)
@@ -178,8 +150,7 @@ class TrainerReplica:
             StaleIncarnation: that step is committed.
         """
         refuse_stale(self.replica, "step", self._state.commit.step + 1, step)
-        with self._partial_lock:
-            self._partial.clear()
+        self._partial.clear(step)
 
     # --- the working thread
 
@@ -201,7 +172,7 @@ class TrainerReplica:
         self._joined_epoch = epoch
         timeout = self.job.runtime.group_timeout_seconds
         self._group = ReduceGroup(epoch=epoch, rank=rank, size=size, host=host, port=port, timeout_seconds=timeout)
-        with self._partial_lock:
+        with self._stores_lock:
             for old in [e for e in self._stores if e < epoch]:
                 self._stores.pop(old).close()
         reporter.update(epoch=epoch, policy_version=self._state.commit.policy_version)
@@ -231,10 +202,18 @@ class TrainerReplica:
         refuse_stale(self.replica, "incarnation", self.incarnation, incarnation)
         refuse_stale(self.replica, "epoch", self._joined_epoch, epoch)
         refuse_stale(self.replica, "step", self._state.commit.step + 1, step)
-        self._refuse_bad_plan(epoch, step, mine, all_ids)
+        assert self._group is not None, "the epoch was checked, so a group was joined"
         with reporter.step(step):
-            self._compute(step, mine)
-            ballots, gradient = self._reduce_and_vote(epoch, step, mine, all_ids, ledger, members)
+            try:
+                self._refuse_bad_plan(epoch, step, mine, all_ids)
+                self._compute(step, mine)
+                local = self._contribution(epoch, step, mine)
+            except BaseException as e:
+                # Peers may be in the reduce already. They must not wait there for a member that will not come.
+                self._group.close(f"{self.replica} left the step: {type(e).__name__}")
+                raise
+            ballots, gradient = self._reduce_and_vote(self._group, epoch, step, local, ledger)
+            self._refuse_disagreement(ballots, gradient, epoch, step, all_ids, members)
             commit = CommitRecord(
                 step=step,
                 epoch=epoch,
@@ -245,9 +224,7 @@ class TrainerReplica:
             )
             with reporter.phase(Phase.OPTIMIZER):
                 grad_norm = self._state.apply(gradient, commit)
-                with self._partial_lock:
-                    self._partial.clear()
-                    self._partial.step = step + 1
+                self._partial.clear(step + 1)
             reporter.update(policy_version=commit.policy_version)
             if self._on_publish is not None:
                 with reporter.phase(Phase.PUBLISH):
@@ -262,9 +239,7 @@ class TrainerReplica:
         """
         with reporter.phase(Phase.COPY):
             self._state.load(tensors, meta)
-        with self._partial_lock:
-            self._partial.clear()
-            self._partial.step = self._state.commit.step + 1
+        self._partial.clear(self._state.commit.step + 1)
         self._has_state = True
         reporter.update(policy_version=self._state.commit.policy_version)
 
@@ -289,78 +264,59 @@ class TrainerReplica:
             )
 
     def _compute(self, step: int, mine: Sequence[Microbatch]) -> None:
-        plan = {m.microbatch_id: m for m in mine}
-        with self._partial_lock:
-            partial = self._partial
-            # A sum cannot give back one of its parts: what is no longer mine, or has other content, means a new start.
-            if partial.step != step or any(plan.get(i) != m for i, (m, _) in partial.done.items()):
-                partial.clear()
-                partial.step = step
+        self._partial.prepare(step, mine)
         with reporter.phase(Phase.COMPUTE):
             for microbatch in mine:
-                if microbatch.microbatch_id in partial.done:
+                if self._partial.has(microbatch.microbatch_id):
                     continue
                 self._on_microbatch()
                 started = self._clock.monotonic()
-                gradient, stats = self._gradient(microbatch, step)
-                with self._partial_lock:
-                    partial.gradient += gradient
-                    partial.done[microbatch.microbatch_id] = (microbatch, stats)
+                gradient, stats = self._gradients.of(self._state, microbatch)
+                self._partial.add(microbatch, gradient, stats)
                 busy = self._clock.monotonic() - started
                 reporter.progress(1, busy_seconds=busy, tokens=stats.num_tokens)
                 reporter.update(loss=stats.loss)
 
-    def _gradient(self, microbatch: Microbatch, step: int) -> tuple[torch.Tensor, MicrobatchStats]:
-        algorithm, state = self.job.algorithm, self._state
-        batch = make_batch(microbatch.groups, pad=self._vocab.pad, divide_by_std=algorithm.divide_by_std)
-        logits = state.model(input_ids=batch.tokens_st, use_cache=False).logits
-        logprobs, entropy = token_logprobs(logits, batch.tokens_st)
-        loss = grpo_loss(logprobs, entropy, batch, algorithm, normaliser=self._normaliser, policy_version=step)
-        grads: Any = torch.autograd.grad(loss.total, state.parameters, materialize_grads=True)
-        flat = torch.cat([g.reshape(-1) for g in grads])
-        total = float(loss.total.detach())
-        samples = [s for g in microbatch.groups for s in g.samples]
-        stats = MicrobatchStats(
-            microbatch_id=microbatch.microbatch_id,
-            group_ids=tuple(g.group_id for g in microbatch.groups),
-            loss=total,
-            reward_sum=sum(s.reward for s in samples),
-            num_samples=len(samples),
-            num_tokens=sum(len(s.tokens) for s in samples),
-            log_ratio_max=loss.log_ratio_max,
-            finite=bool(torch.isfinite(flat).all()) and bool(torch.isfinite(loss.total.detach())),
-        )
-        return flat.double(), stats
+    def _contribution(self, epoch: int, step: int, mine: Sequence[Microbatch]) -> Contribution:
+        held = self._partial.taken({m.microbatch_id for m in mine})
+        if held is None:
+            raise VoteRefused(epoch=epoch, step=step, because="the step was reset while it was computed")
+        return held
 
     def _reduce_and_vote(
+        self, group: ReduceGroup, epoch: int, step: int, local: Contribution, ledger: ChainHead
+    ) -> tuple[list[Ballot], torch.Tensor]:
+        """All members' ballots and the sum of their gradients, in float32."""
+        with reporter.phase(Phase.REDUCE):
+            try:
+                total = group.all_reduce(local.gradient, bucket_bytes=self._bucket_bytes, on_bucket=self._on_bucket)
+                gradient = total.float()
+                ballot = Ballot(
+                    replica=self.replica,
+                    incarnation=self.incarnation,
+                    epoch=epoch,
+                    step=step,
+                    microbatches=local.stats,
+                    gradient_digest=_digest(gradient),
+                    weights_digest=self._state.weights_digest,
+                    ledger=ledger,
+                )
+                raw = group.gather(ballot.to_bytes(), on_bucket=self._on_bucket)
+            except BaseException as e:
+                group.close(f"{self.replica} left the reduce: {type(e).__name__}")
+                raise
+        return [Ballot.from_bytes(r) for r in raw], gradient
+
+    def _refuse_disagreement(
         self,
+        ballots: Sequence[Ballot],
+        gradient: torch.Tensor,
         epoch: int,
         step: int,
-        mine: Sequence[Microbatch],
         all_ids: Sequence[str],
-        ledger: ChainHead,
         members: Sequence[ReplicaId],
-    ) -> tuple[list[Ballot], torch.Tensor]:
-        assert self._group is not None, "the epoch was checked, so a group was joined"
-        with self._partial_lock:
-            if set(self._partial.done) != {m.microbatch_id for m in mine}:
-                raise VoteRefused(epoch=epoch, step=step, because="the step was reset while it was computed")
-            local, stats = self._partial.gradient.clone(), tuple(s for _, s in self._partial.done.values())
-        with reporter.phase(Phase.REDUCE):
-            gradient = self._group.all_reduce(local, bucket_bytes=self._bucket_bytes, on_bucket=self._on_bucket).float()
-            ballot = Ballot(
-                replica=self.replica,
-                incarnation=self.incarnation,
-                epoch=epoch,
-                step=step,
-                microbatches=stats,
-                gradient_digest=_digest(gradient),
-                weights_digest=self._state.weights_digest,
-                ledger=ledger,
-            )
-            ballots = [
-                Ballot.from_bytes(raw) for raw in self._group.gather(ballot.to_bytes(), on_bucket=self._on_bucket)
-            ]
+    ) -> None:
+        """The same verdict at every member, because all look at the same ballots and the same sum."""
         for other in ballots:
             for bad in (s for s in other.microbatches if not s.finite):
                 self.reset_step(step)
@@ -371,7 +327,6 @@ class TrainerReplica:
         if not bool(torch.isfinite(gradient).all()):
             self.reset_step(step)
             raise NotFinite(replica=self.replica, step=step, what="the sum of finite gradients")
-        return ballots, gradient
 
     def _result(self, commit: CommitRecord, ballots: Sequence[Ballot], grad_norm: float, started: float) -> StepResult:
         stats = [s for b in ballots for s in b.microbatches]

@@ -316,3 +316,38 @@ def test_a_loss_every_other_step_with_rejoin_ends_where_the_failure_free_run_doe
     wanted, got = failure_free(num_steps).exported()[0], survivor.ask("exported")[0]
     for name, tensor in wanted.items():
         assert np.linalg.norm(got[name] - tensor) <= 1e-5 * np.linalg.norm(tensor), name
+
+
+@pytest.mark.parametrize("place", ["microbatch", "bucket"])
+def test_exception_on_one_rank_frees_the_others_at_once(team: Team, place: str) -> None:
+    survivor, other = team.start(0), team.start(1, raises={place: 2})
+    survivor.ready()
+    other.ready()
+    team.join([survivor, other])
+    told_at = time.monotonic()
+    team.tell_step(0, {survivor: [0, 1], other: [2, 3]})
+    with pytest.raises(ValueError, match="user code"):
+        other.answer()
+    with pytest.raises(PeerLost):
+        survivor.answer()
+    assert time.monotonic() - told_at < 5.0
+    with pytest.raises(PeerLost, match="ValueError"):
+        team.tell_step(0, {other: [2, 3]})
+        other.answer()
+    # Both live: they go on together in the next epoch.
+    team.join([survivor, other])
+    team.tell_step(0, {survivor: [0, 1], other: [2, 3]})
+    assert survivor.answer().commit == other.answer().commit
+    assert_gradients_equal(other.ask("gradient_of", 0), failure_free(1).gradient_of(0))
+
+
+def test_bad_plan_for_one_member_frees_the_others_at_once(team: Team) -> None:
+    one, other = team.start(0), team.start(1)
+    one.ready()
+    other.ready()
+    team.join([one, other])
+    team.tell_step(0, {one: [0, 1], other: [2, 2]})
+    with pytest.raises(VoteRefused, match="repeat"):
+        other.answer()
+    with pytest.raises(PeerLost):
+        one.answer(seconds=10.0)

@@ -121,7 +121,14 @@ class Spied(TrainerReplica):
         self._state._weights_digest = self._state._digest_weights()
 
 
-def serve(conn: Connection, replica: ReplicaId, job: JobConfig, stops: dict[str, int], has_state: bool) -> None:
+def serve(
+    conn: Connection,
+    replica: ReplicaId,
+    job: JobConfig,
+    stops: dict[str, int],
+    raises: dict[str, int],
+    has_state: bool,
+) -> None:
     """Body of the process: obeys (method, args) until the pipe closes."""
     seen: Counter[str] = Counter()
 
@@ -130,6 +137,8 @@ def serve(conn: Connection, replica: ReplicaId, job: JobConfig, stops: dict[str,
         if stops.get(name) == seen[name]:
             conn.send(("at", name))
             threading.Event().wait()
+        if raises.get(name) == seen[name]:
+            raise ValueError("a mistake in user code")
 
     trainer = Spied(
         replica=replica,
@@ -149,20 +158,22 @@ def serve(conn: Connection, replica: ReplicaId, job: JobConfig, stops: dict[str,
             os._exit(0)
         try:
             conn.send(("ok", getattr(trainer, method)(*args)))
-        except RolecallError as e:
+        except (RolecallError, ValueError) as e:
             conn.send(("error", e))
 
 
 class TrainerProcess:
     """The test's handle on one process."""
 
-    def __init__(self, index: int, job: JobConfig, *, stops: Mapping[str, int] | None = None, has_state: bool = True):
+    def __init__(
+        self, index: int, job: JobConfig, *, stops: Mapping[str, int], raises: Mapping[str, int], has_state: bool
+    ) -> None:
         self.replica = replica_id("trainer", index)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["rolecall.rl_runtime.trainer", "transformers.models.qwen3.modeling_qwen3"])
         self._conn, theirs = context.Pipe()
         self._process = context.Process(
-            target=serve, args=(theirs, self.replica, job, dict(stops or {}), has_state), daemon=True
+            target=serve, args=(theirs, self.replica, job, dict(stops), dict(raises), has_state), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -222,8 +233,15 @@ class Team:
         self.members: list[TrainerProcess] = []
         self.all: list[TrainerProcess] = []
 
-    def start(self, index: int, *, stops: Mapping[str, int] | None = None, has_state: bool = True) -> TrainerProcess:
-        process = TrainerProcess(index, self.job, stops=stops, has_state=has_state)
+    def start(
+        self,
+        index: int,
+        *,
+        stops: Mapping[str, int] | None = None,
+        raises: Mapping[str, int] | None = None,
+        has_state: bool = True,
+    ) -> TrainerProcess:
+        process = TrainerProcess(index, self.job, stops=stops or {}, raises=raises or {}, has_state=has_state)
         self.all.append(process)
         return process
 

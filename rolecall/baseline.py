@@ -26,6 +26,11 @@ def find_baseline(run: Path, digest: str) -> dict[str, Any] | None:
 
 
 def named_baseline(path: Path) -> dict[str, Any]:
+    """The report at `path`, a run directory or the file itself.
+
+    Raises:
+        RunNotFound: it holds no report of a run with steps.
+    """
     report = read_report(path / REPORT_JSON if path.is_dir() else path)
     if not report.get("steps"):
         raise RunNotFound(f"{path}: holds no report of a run with steps to compare with")

@@ -70,7 +70,8 @@ class Facts:
 
 
 def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
-    """Writes `report.json` and `report.html` of a run, each whole or not at all, and returns the report.
+    """Writes `report.json` and `report.html` of a run, each whole or not at all, and returns the report, with
+    the place of the page as `html`.
 
     `baseline`: run directory (or its report) of the failure-free run to compare with; None takes the newest one of the
     same configuration beside this run.
@@ -90,7 +91,7 @@ def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
         report["audit"].update({k: old[k] for k in ("journal_head", "ledger_head") if k in old})
     write_atomically(run.path / REPORT_JSON, json.dumps(report, indent=1, allow_nan=False) + "\n")
     write_atomically(run.path / REPORT_HTML, render_html(report))
-    return report
+    return {**report, "html": str(run.path / REPORT_HTML)}
 
 
 def read_facts(run: RunDir) -> Facts:

@@ -1,0 +1,1 @@
+../../../rolecall/snapshot.py

@@ -23,6 +23,7 @@ from rolecall.core.rundir import RunDir, write_atomically
 
 CHECK_SECONDS = 0.05
 """How often a permitted process looks for a request; a stat is about 2 microseconds."""
+MEET_POLL_SECONDS = 0.002
 MICROBATCH = "microbatch"
 BUCKET = "bucket"
 ENGINE_STEP = "engine_step"
@@ -37,6 +38,7 @@ class Inside(StrEnum):
     READ = "read"  # reads from a pipe that never delivers
     DELAY = "delay"  # sleeps in each unit of work from then on
     RAISE = "raise"  # an exception of user code
+    MEET = "meet"  # waits here for a moment, so that a signal from outside hits it in the middle of this work
 
 
 class InjectedError(ValueError):
@@ -120,8 +122,14 @@ class Injection:
         write_atomically(self._effect_path, json.dumps(effect))
         if request.how is Inside.DELAY:
             self._delay, self._delay_until = request, now + request.seconds
+        elif request.how is Inside.MEET:
+            self._meet(now + request.seconds)
         else:
             _perform(request)
+
+    def _meet(self, until: float) -> None:
+        while self._clock.monotonic() < until and self._request_path.exists():
+            self._clock.sleep(MEET_POLL_SECONDS)
 
     def _read(self) -> Request | None:
         try:
@@ -142,8 +150,8 @@ def _perform(request: Request) -> None:
             _read_in_vain(request.seconds)
         case Inside.RAISE:
             raise InjectedError(request.message or "injected: a mistake in user code")
-        case Inside.DELAY:
-            raise AssertionError("a delay is no single moment")
+        case Inside.DELAY | Inside.MEET:
+            raise AssertionError(f"{request.how} needs the clock of Injection")
 
 
 def _hold_gil(seconds: float) -> None:

@@ -1,0 +1,74 @@
+"""A CPU quota on one process, by a control group of its own (version 1 or 2), taken off again afterwards."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rolecall.core.errors import RolecallError
+
+PERIOD_MICROSECONDS = 100_000
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+
+class QuotaUnavailable(RolecallError):
+    """This machine does not let us set one: why."""
+
+
+def cpu_group(pid: int, root: Path = CGROUP_ROOT, proc: Path = Path("/proc")) -> tuple[Path, int]:
+    """(folder of the control group that holds the process's CPU share, version of control groups).
+
+    Raises:
+        QuotaUnavailable: none is mounted.
+    """
+    try:
+        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+    except OSError as e:
+        raise QuotaUnavailable(f"{e}") from e
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if "cpu" in controllers.split(","):
+            for name in (controllers, "cpu", "cpu,cpuacct"):
+                if (root / name / "cgroup.procs").exists():
+                    return root / name / path.lstrip("/"), 1
+        elif not controllers and (root / "cgroup.controllers").exists():
+            return root / path.lstrip("/"), 2
+    raise QuotaUnavailable("no control group with a CPU controller is mounted")
+
+
+@contextmanager
+def cpu_quota(pid: int, ratio: float, root: Path = CGROUP_ROOT) -> Iterator[None]:
+    """Within: the process gets at most `ratio` of one CPU. Afterwards, if it lives on, all of it again.
+
+    Raises:
+        QuotaUnavailable: control groups cannot be written here.
+    """
+    home, version = cpu_group(pid, root)
+    group = home / f"rolecall-{pid}"
+    quota = int(ratio * PERIOD_MICROSECONDS)
+    try:
+        group.mkdir(exist_ok=True)
+        if version == 1:
+            (group / "cpu.cfs_period_us").write_text(str(PERIOD_MICROSECONDS))
+            (group / "cpu.cfs_quota_us").write_text(str(quota))
+        else:
+            (group / "cpu.max").write_text(f"{quota} {PERIOD_MICROSECONDS}")
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError as e:
+        _remove(group)
+        raise QuotaUnavailable(f"{group}: {e.strerror}") from e
+    try:
+        yield
+    finally:
+        try:
+            (home / "cgroup.procs").write_text(str(pid))
+        except ProcessLookupError:
+            pass  # it is gone, as a slow replica that was replaced should be
+        _remove(group)
+
+
+def _remove(group: Path) -> None:
+    # A group is a folder whose files the kernel makes; only an empty one can be removed.
+    try:
+        group.rmdir()
+    except OSError:
+        pass

@@ -242,12 +242,8 @@ class Controller:
         """What engines hold is taken over; what they hold in vain they may forget."""
         for key, requests in sorted((await self.generation.held_requests()).items()):
             engine = self.generation.engines.get(key)
-            if engine is None:
-                continue
-            # Compared with the engine's own counter later: what controllers before received is in it already.
-            received = self.table.tokens_received[key]
-            self.table.adopt(key, requests, engine.version)
-            self.table.tokens_received[key] = received
+            if engine is not None:
+                self.table.adopt(key, requests, engine.version)
         self.generation.place_homeless()
         self.generation.wake_all()
         self.scoring.wake()

@@ -81,6 +81,7 @@ class Engine:
     serving: bool = False
     silent: bool = False
     failures: int = 0
+    tokens_seen: int = 0  # its own counter of tokens made, just after the last pull
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     wanted: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -150,7 +151,7 @@ class Generation:
         if record.state is ReplicaState.SERVING and info.policy_version >= 0:
             # A controller before this one admitted it; the next update proves it anew.
             engine.version, engine.serving = info.policy_version, True
-        self._table.tokens_received[key] = info.tokens_generated
+        engine.tokens_seen = self._tokens_generated(record) or 0
         self.engines[key] = engine
         self._books.change_members(joined=[key], because=f"{record.replica}#{record.incarnation} answers")
         engine.tasks = [
@@ -228,7 +229,7 @@ class Generation:
 
     def _move(self, engine: Engine, because: str, *, alive: bool) -> None:
         """Its unfinished requests go on elsewhere from the tokens that were streamed; how many were not is said."""
-        generated = None if alive else self._tokens_generated(engine.record)
+        made = None if alive else self._tokens_generated(engine.record)
         moved = self._table.leave(engine.key, alive=alive)
         takers = self.place_homeless()
         if not moved.num_requests:
@@ -241,7 +242,7 @@ class Generation:
             "num_requests": moved.num_requests,
             "num_groups": len(moved.group_ids),
             "tokens_kept": moved.tokens_kept,
-            "tokens_lost": 0 if generated is None else max(0, generated - moved.tokens_received),
+            "tokens_lost": 0 if made is None else max(0, made - engine.tokens_seen),
             "because": because,
         }
         self._books.event(EventKind.REQUESTS_MOVED, body)
@@ -281,6 +282,7 @@ class Generation:
     async def _turn(self, engine: Engine) -> None:
         key, port = engine.key, engine.port
         pulled = await port.tokens_since(self._table.offsets(key))
+        engine.tokens_seen = self._tokens_generated(engine.record) or engine.tokens_seen
         if (pulled.replica, pulled.incarnation) != key:
             raise StaleIncarnation(replica=key[0], wanted=f"#{pulled.incarnation}", got=f"#{key[1]}")
         finished = self._table.take(key, pulled.chunks, engine.version)

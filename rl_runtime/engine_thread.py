@@ -122,7 +122,7 @@ class EngineThread:
                 if engine.num_in_flight:
                     self._step(engine)
                 else:
-                    self._enter(Phase.WAIT if self.awaits_weights else Phase.IDLE)
+                    self._rest()
                     self._wake.wait(IDLE_WAIT_SECONDS)
                 self._wake.clear()
             engine.close()
@@ -159,6 +159,11 @@ class EngineThread:
         num_tokens = self._on_tokens(engine.step())
         reporter.progress(busy_seconds=self._clock.monotonic() - begun, tokens=num_tokens)
         reporter.update(requests_active=engine.num_in_flight)
+
+    def _rest(self) -> None:
+        if self._phase is Phase.GENERATE:
+            reporter.update(requests_active=0)
+        self._enter(Phase.WAIT if self.awaits_weights else Phase.IDLE)
 
     def _enter(self, phase: Phase) -> None:
         if phase is not self._phase:

@@ -110,8 +110,9 @@ def _named_storage(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, 
 def _expected(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Digest that each parameter must have once `tensors` are loaded, where that can be said without the loader.
 
-    Said of parameters that are one tensor, or several in a row (query, key, value; gate, up), with dtype and shape
-    unchanged: all of a dense model on one rank. Of others (sharded, padded, quantised) nothing is claimed.
+    Said of parameters that are one tensor, or several in a row (query, key, value; gate, up), in the same dtype, and
+    filled up with rows of zeros where vLLM pads the vocabulary: all of a dense model on one rank. Of others (sharded,
+    quantised) nothing is claimed.
     """
     packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     found = {}
@@ -120,6 +121,9 @@ def _expected(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> di
         if len(sources) != len(_sources(name, packed)):
             continue
         whole = sources[0] if len(sources) == 1 else torch.cat(sources)
+        num_padding = parameter.shape[0] - whole.shape[0] if parameter.dim() and whole.dim() else 0
+        if num_padding > 0:
+            whole = torch.cat([whole, whole.new_zeros(num_padding, *whole.shape[1:])])
         if whole.dtype == parameter.dtype and whole.shape == parameter.shape:
             found[name] = tensor_digest(whole)
     return found

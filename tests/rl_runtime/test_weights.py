@@ -294,6 +294,34 @@ def test_an_absent_holder_is_asked_again_while_another_is_busy(start: Start) -> 
     assert got[0].bytes_by_holder.keys() == {ROLLOUT}
 
 
+def test_one_source_reaches_seven_pullers_mostly_through_each_other(start: Start) -> None:
+    """Relay property (RobustRL): in k rounds one source updates 2^k - 1, so of seven pullers it serves about three."""
+    weights = make_weights()
+    manifest = build_manifest(1, weights, [])
+
+    def slowly(puller: str, name: str) -> None:
+        time.sleep(0.05)
+
+    trainer, relays = start(on_tensor=slowly), [start(on_tensor=slowly) for _ in range(7)]
+    trainer.publish(manifest, weights)
+    names = [ReplicaId(f"rollout/{i}") for i in range(7)]
+    holders = [trainer.holder(TRAINER, 1), *(r.holder(n, 1) for r, n in zip(relays, names, strict=True))]
+    got = list[ReplicaId]()
+
+    def one(i: int) -> None:
+        others = [h for h in holders if h.replica != names[i]]
+        pieces = pull_any(others, manifest, token=TOKEN, puller=names[i], timeout_seconds=20.0)
+        relays[i].publish(manifest, pieces.tensors, copy=False)
+        got.append(pieces.main_holder)
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(7)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(20)
+    assert len(got) == 7 and got.count(TRAINER) <= 4, got
+
+
 # --- bad holders
 
 

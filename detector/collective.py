@@ -6,13 +6,12 @@ others are inside); then, among ranks that all wait inside, the one that burns C
 judged before this (stall.py). What is left is a tie, and a tie accuses nobody: the group's own timeout decides.
 """
 
-from rolecall.core.config import DetectorConfig
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
 from rolecall.detector.findings import finding, settles
 from rolecall.detector.fleet import Fleet, Subject, names
 from rolecall.detector.learned import Deadline
-from rolecall.detector.lost import is_unseen
+from rolecall.detector.lost import REFUSED, unseen_because
 from rolecall.detector.stall import BUSY_CPUS, Stall
 
 ASLEEP_CPUS = 0.15
@@ -22,7 +21,7 @@ BEHIND_MARGIN_SECONDS = 1.0
 five samples, so that one late sample does not turn the order."""
 
 
-def find(fleet: Fleet, config: DetectorConfig, now: float, all_stalls: list[Stall]) -> list[Finding]:
+def find(fleet: Fleet, now: float, all_stalls: list[Stall]) -> list[Finding]:
     groups: dict[tuple[str, int], list[Stall]] = {}
     for s in all_stalls:
         if s.subject.phase == Phase.REDUCE and s.ripe and not s.beats_stopped and s.subject.sample is not None:
@@ -38,9 +37,12 @@ def _judge(
     if any(m.gone for m in members):
         return None  # crash.py names it; its peers wait for the runtime to contain that
     waiters = [w.subject for w in waiting]
-    unseen = [m for m in members if is_unseen(fleet, m.node, now) and m not in waiters]
-    if unseen:
-        return _verdict(unseen, waiting, FaultClass.NETWORK, 0.8, "is on a node that cannot be seen", now)
+    unseen = {m.key: unseen_because(fleet, m.node, now) for m in members if m not in waiters}
+    if any(REFUSED in why for why in unseen.values()):
+        return None  # only an agent is gone: whether its trainer computes or hangs cannot be seen
+    silent = [m for m in members if unseen.get(m.key)]
+    if silent:
+        return _verdict(silent, waiting, FaultClass.NETWORK, 0.8, "is on a node that cannot be seen", now)
     stopped = {s.subject.key for s in all_stalls if s.beats_stopped}
     outside = [m for m in members if m.phase != Phase.REDUCE]
     if outside or any(m.key in stopped for m in members):

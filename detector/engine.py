@@ -52,14 +52,13 @@ class Detector:
         slow.update(self._slow, fleet, config, now)
         findings, explained = user_code.find(fleet, self._roles, now)
         findings += crash.find(fleet, now, explained)
+        all_stalls = stall.stalls(fleet, config)
+        findings += stall.find_own(fleet, now, all_stalls)
+        findings += collective.find(fleet, now, all_stalls)
         if any(f.fault_class in FAULTS_OF_OTHERS for f in findings):
             self._fault_wall = now
-        all_stalls = stall.stalls(fleet, config)
-        hangs = stall.find(fleet, config, now, all_stalls, self._fault_wall)
-        hangs += collective.find(fleet, config, now, all_stalls)
-        if any(f.fault_class in FAULTS_OF_OTHERS for f in hangs):
-            self._fault_wall = now
-        findings += hangs + slow.find(self._slow, fleet, config, now) + lost.find(fleet, now)
+        findings += stall.find_dependent(fleet, now, all_stalls, self._fault_wall)
+        findings += slow.find(self._slow, fleet, config, now) + lost.find(fleet, now)
         diagnoses = fusion.fuse(findings, self._standing, self._role_sizes(), now)
         self._standing = {d.key: d for d in diagnoses}
         self._mark_quiet(findings)

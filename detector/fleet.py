@@ -41,6 +41,9 @@ RESTS_MAX = 8
 OFFSET_UNCERTAINTY_SECONDS = 1.0
 """A clock offset of a node below this is not told apart from the delay of its answer, and read as none."""
 
+PENDING_MAX = 64
+"""Observations of an excursion of the slow test kept until it has ended one way or the other."""
+
 WORK_PHASES = frozenset({Phase.COMPUTE, Phase.GENERATE, Phase.SCORE, Phase.CONTROL})
 """Phases whose finished units prove that a replica is of use again."""
 
@@ -72,6 +75,9 @@ class SlowMeter:
     offset_count: int = 0
     residual: float = 0.0  # newest log ratio to the role's baseline
     residual_wall: float = 0.0  # when it was made; 0: never
+    smooth: float = 0.0  # mean of the last few residuals
+    pending: deque[tuple[float, float, float, float]] = field(default_factory=lambda: deque(maxlen=PENDING_MAX))
+    """(load, log seconds, x, x before) of an excursion, learned from when it ends by itself."""
     last_x: float = 0.0
     cusum: float = 0.0
     rising_since: float = 0.0  # wall time when the sum last left zero

@@ -3,7 +3,7 @@
 Rules, in order:
   a crash ends a slowness of the same incarnation: the dead are not slow (and recovery may have tolerated slowness);
   a hang that was already told stays a hang when its process then exits: somebody killed it, that is no second fault;
-  a hang ends a slowness; an accusation of one rank ends a tie that it was part of;
+  a hang ends a slowness; an accusation of one rank ends a tie that it was part of, and the silence of its node;
   user code ends the crashes and hangs of its role, for they are its consequences;
   when more than half of a role is slow at once, peer evidence is void and nobody is named for it.
 """
@@ -81,11 +81,14 @@ def _drop_consequences(findings: list[Finding], now: float) -> list[Finding]:
         named.setdefault(f.fault_class, set()).update(_who(f.suspects))
     crashed, hung = named.get(FaultClass.CRASH, set()), named.get(FaultClass.HANG, set())
     accused = crashed | hung | named.get(FaultClass.NETWORK, set())
+    cut_off = {s.node for f in findings if f.fault_class == FaultClass.NETWORK for s in f.suspects}
     broken_roles = {f.because.split(" ")[1] for f in findings if f.fault_class == FaultClass.USER_CODE}
     kept = []
     for f in findings:
         who = _who(f.suspects)
         if f.fault_class in (FaultClass.SLOW, FaultClass.CANNOT_TELL) and who & accused:
+            continue
+        if f.fault_class == FaultClass.CANNOT_TELL and not who and all(s.node in cut_off for s in f.suspects):
             continue
         if f.fault_class == FaultClass.HANG and who and who <= crashed:
             continue

@@ -25,8 +25,12 @@ def find(fleet: Fleet, now: float) -> list[Finding]:
     return found
 
 
-def is_unseen(fleet: Fleet, node: str, now: float) -> bool:
-    return any(n == node and now - since >= UNREACHABLE_GRACE_SECONDS for n, since, _ in fleet.unreachable)
+def unseen_because(fleet: Fleet, node: str, now: float) -> str:
+    """Why the node has not been seen for longer than a restart of its agent takes; empty when it is seen."""
+    for name, since, reason in fleet.unreachable:
+        if name == node and now - since >= UNREACHABLE_GRACE_SECONDS:
+            return reason
+    return ""
 
 
 def _on(fleet: Fleet, node: str) -> str:

@@ -42,8 +42,14 @@ STRIDES_MIN = 5
 """No alarm on fewer consecutive strides than this."""
 HISTORY_MIN = 5
 """A load must have been seen so often before an observation at it is compared."""
-RISING_SHARE = 0.3
-"""A sum above this share of the threshold stops the learning of its role: two strides of a factor of four."""
+RISING_SUM = 1.0
+"""A peer's sum above this (one stride of a factor of four) means that it may be slow: nobody is learned from then."""
+PEER_SMOOTHING = 0.5
+"""Weight of a peer's newest observation in what others are compared with: about its last three strides."""
+OFFSET_PRIOR_WEIGHT = 10
+"""A process is taken to be like its role until so many observations say otherwise."""
+RHO_MAX = 0.9
+"""Autocorrelation is estimated from few values at first and is held below this."""
 LEARN_RATE_MIN = 1 / 300
 """Baselines follow slower changes than this many strides (five minutes of work)."""
 OFFSET_MAX = math.log(1.5)
@@ -70,7 +76,7 @@ class SlowState:
     """What is learned of each role; owned by one Detector."""
 
     baselines: dict[tuple[str, int], Baseline] = field(default_factory=dict)
-    variance: dict[str, tuple[float, float, int]] = field(default_factory=dict)  # mean x^2, mean x x', count
+    moments: dict[str, tuple[float, float, float, int]] = field(default_factory=dict)  # means of x, x^2, x x'; count
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +161,13 @@ def learn(state: SlowState, role: str, load: float, log_seconds: float) -> None:
 
 def sigma(state: SlowState, role: str) -> float:
     """Standard deviation of x with its autocorrelation: what a sum of n of them has, over sqrt(n)."""
-    square, product, count = state.variance.get(role, (0.0, 0.0, 0))
-    weight = count / (count + SIGMA_PRIOR_WEIGHT)
-    if not square:
+    mean, square, product, count = state.moments.get(role, (0.0, 0.0, 0.0, 0))
+    variance = square - mean * mean
+    if variance <= 0:
         return SIGMA_MIN
-    rho = max(0.0, min(0.9, product / square))
-    seen = math.sqrt(square * (1 + rho) / (1 - rho))
+    rho = max(0.0, min(RHO_MAX, (product - mean * mean) / variance))
+    seen = math.sqrt(variance * (1 + rho) / (1 - rho))
+    weight = count / (count + SIGMA_PRIOR_WEIGHT)
     return max(SIGMA_MIN, weight * seen + (1 - weight) * SIGMA_MIN)
 
 
@@ -191,7 +198,9 @@ def _observe(state: SlowState, fleet: Fleet, subject: Subject, work: Work, confi
         return
     meter.load, meter.expected_seconds_per_unit = work.load, math.exp(habit)
     meter.seconds_per_unit = work.seconds_per_unit
-    meter.residual, meter.residual_wall = log_seconds - habit, now
+    meter.residual = log_seconds - habit
+    meter.smooth += (meter.residual - meter.smooth) * (PEER_SMOOTHING if meter.residual_wall else 1.0)
+    meter.residual_wall = now
     peers = _residuals((p for p in fleet.peers(subject)), now)
     meter.peers = len(peers)
     reference = median(peers) if peers else _fleet_shift(fleet, subject, now)
@@ -200,12 +209,17 @@ def _observe(state: SlowState, fleet: Fleet, subject: Subject, work: Work, confi
     drift = math.log(config.slow_ratio) / 2
     h = _threshold(state, role, config)
     _accumulate(meter, x, drift, h, now)
-    # While one of a role rises, its peers look fast: neither it nor they are learned from.
-    rising = any(p.slow.cusum >= h * RISING_SHARE for p in (subject, *fleet.peers(subject)))
-    if not rising and subject.key not in fleet.quiet and not work.censored:
-        learn(state, role, work.load, log_seconds)
-        _learn_own(state, role, meter, x)
+    if not work.censored:
+        meter.pending.append((work.load, log_seconds, x, meter.last_x))
     meter.last_x = x
+    # An excursion that ended by itself was noise, and is learned from then; one that became a finding never is. While
+    # one of a role rises its peers look fast, so that they wait, too.
+    rising = any(p.slow.cusum >= RISING_SUM for p in fleet.peers(subject))
+    if meter.cusum <= 0 and not rising:
+        if subject.key not in fleet.quiet:
+            for item in meter.pending:
+                _learn_from(state, role, meter, *item)
+        meter.pending.clear()
 
 
 def _accumulate(meter: SlowMeter, x: float, drift: float, h: float, now: float) -> None:
@@ -221,22 +235,29 @@ def _accumulate(meter: SlowMeter, x: float, drift: float, h: float, now: float) 
         meter.alarmed = meter.cusum >= h and meter.rising_strides >= STRIDES_MIN
 
 
-def _learn_own(state: SlowState, role: str, meter: SlowMeter, x: float) -> None:
-    meter.offset_count += 1
-    meter.offset += (meter.residual - meter.offset) * max(1 / (meter.offset_count + 10), LEARN_RATE_MIN)
-    meter.offset = max(-OFFSET_MAX, min(OFFSET_MAX, meter.offset))
-    square, product, count = state.variance.get(role, (0.0, 0.0, 0))
+def _learn_from(
+    state: SlowState, role: str, meter: SlowMeter, load: float, log_seconds: float, x: float, x_before: float
+) -> None:
+    habit = expected(state, role, load)
+    learn(state, role, load, log_seconds)
+    if habit is not None:
+        meter.offset_count += 1
+        rate = max(1 / (meter.offset_count + OFFSET_PRIOR_WEIGHT), LEARN_RATE_MIN)
+        meter.offset += (log_seconds - habit - meter.offset) * rate
+        meter.offset = max(-OFFSET_MAX, min(OFFSET_MAX, meter.offset))
+    mean, square, product, count = state.moments.get(role, (0.0, 0.0, 0.0, 0))
     rate = max(1 / (count + 1), LEARN_RATE_MIN)
-    state.variance[role] = (
+    state.moments[role] = (
+        mean + (x - mean) * rate,
         square + (x * x - square) * rate,
-        product + (x * meter.last_x - product) * rate,
+        product + (x * x_before - product) * rate,
         count + 1,
     )
 
 
 def _residuals(subjects: Iterable[Subject], now: float) -> list[float]:
     return [
-        s.slow.residual
+        s.slow.smooth
         for s in subjects
         if s.slow.residual_wall and now - s.slow.residual_wall <= PEER_AGE_SECONDS and not s.gone
     ]
@@ -245,7 +266,7 @@ def _residuals(subjects: Iterable[Subject], now: float) -> list[float]:
 def _fleet_shift(fleet: Fleet, subject: Subject, now: float) -> float:
     """How far all other roles are from their habits: the host may have become slower as a whole."""
     others = [
-        s.slow.residual - s.slow.offset
+        s.slow.smooth - s.slow.offset
         for s in fleet.current()
         if s.key != subject.key and s.slow.residual_wall and now - s.slow.residual_wall <= PEER_AGE_SECONDS
     ]

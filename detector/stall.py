@@ -36,11 +36,12 @@ transfers (10 s) and group rebuilds have to run out first."""
 BUSY_CPUS = 0.3
 """CPU use per second above which a process that stands still is computing rather than waiting: one that spins on a
 machine with three wanting each CPU gets a third."""
-CRAWL_CPUS = (0.08, 0.7)
-"""CPU use per effective second between these: neither waiting (a few percent: beats, pollers) nor computing at full
-speed, but crawling, as under a quota or stopped for part of the time. Slow, so it gets longer before it is hung."""
-CRAWL_P99_FACTOR = 12.0
-"""Deadline of a crawling process in P99 of its units: four times slower with three times the usual tail."""
+WORKING_CPUS = 0.08
+"""CPU use per effective second above which a process whose interpreter ticks is at work, at full speed or crawling
+(under a quota, or stopped for part of the time): a long unit, not a hang. Waiting ones use a few percent (beats,
+pollers), stopped ones none, and a busy loop that holds the interpreter does not tick."""
+WORKING_P99_FACTOR = 12.0
+"""Deadline of a process at work, in P99 of its units: four times slower with three times the usual tail."""
 
 DEPENDENT_PHASES = frozenset({Phase.UPDATE, Phase.COPY, Phase.CONTROL})
 
@@ -74,18 +75,13 @@ def phase_deadline(fleet: Fleet, subject: Subject, config: DetectorConfig) -> De
     if p99 is None:
         p99 = fleet.gaps.p99_of_role(role)
     deadline = learned_deadline(p99, config)
-    crawl = CRAWL_P99_FACTOR * (p99 or 0.0)
-    if crawl > deadline.seconds and crawls(subject.stall):
-        text = f"{crawl:.1f} s = {CRAWL_P99_FACTOR:g} x P99 {p99:.2f}, for it crawls"
-        return Deadline(seconds=min(crawl, config.hang_ceiling_seconds), text=text, learned=True)
+    longer = WORKING_P99_FACTOR * (p99 or 0.0)
+    if longer > deadline.seconds and subject.stall.cpu >= WORKING_CPUS * subject.stall.effective:
+        text = f"{longer:.1f} s = {WORKING_P99_FACTOR:g} x P99 {p99:.2f}, for it uses CPU"
+        return Deadline(seconds=min(longer, config.hang_ceiling_seconds), text=text, learned=True)
     if phase == Phase.REDUCE and subject.epoch_fresh and deadline.seconds < EPOCH_JOIN_SECONDS:
         return Deadline(seconds=EPOCH_JOIN_SECONDS, text=f"{EPOCH_JOIN_SECONDS:g} s, first of its epoch", learned=False)
     return deadline
-
-
-def crawls(clocks: Clocks) -> bool:
-    low, high = CRAWL_CPUS
-    return low * clocks.effective <= clocks.cpu <= high * clocks.effective
 
 
 def beat_deadline(fleet: Fleet, subject: Subject, config: DetectorConfig) -> Deadline:
@@ -112,26 +108,30 @@ def stalls(fleet: Fleet, config: DetectorConfig) -> list[Stall]:
     return found
 
 
-def find(fleet: Fleet, config: DetectorConfig, now: float, all_stalls: list[Stall], fault_wall: float) -> list[Finding]:
-    """`fault_wall`: when a fault of another kind (crash, user code) last stood; 0 if never."""
-    own = [s for s in all_stalls if s.beats_stopped or s.subject.phase not in DEPENDENT_PHASES | {Phase.REDUCE}]
-    findings = [_hang(fleet, s, now) for s in own if s.ripe]
-    if emerging(own) or now - max(fault_wall, _changed(fleet)) < QUIET_SECONDS:
-        return findings
-    dependent = [s for s in all_stalls if s.ripe and not s.beats_stopped and s.subject.phase in DEPENDENT_PHASES]
-    return findings + _dependents(fleet, dependent, now)
+def own(all_stalls: list[Stall]) -> list[Stall]:
+    """Those who stand still on their own account: not beating, or in a phase in which they depend on nobody."""
+    return [s for s in all_stalls if s.beats_stopped or s.subject.phase not in DEPENDENT_PHASES | {Phase.REDUCE}]
 
 
-def emerging(own: list[Stall]) -> bool:
+def find_own(fleet: Fleet, now: float, all_stalls: list[Stall]) -> list[Finding]:
+    return [_hang(fleet, s, now) for s in own(all_stalls) if s.ripe]
+
+
+def find_dependent(fleet: Fleet, now: float, all_stalls: list[Stall], fault_wall: float) -> list[Finding]:
+    """Those who depend on others, if nobody else explains them. `fault_wall`: when a fault of another kind last stood;
+    0 if never."""
+    if emerging(own(all_stalls)) or now - max(fault_wall, fleet.changed_wall) < QUIET_SECONDS:
+        return []
+    ripe = [s for s in all_stalls if s.ripe and not s.beats_stopped and s.subject.phase in DEPENDENT_PHASES]
+    return _dependents(fleet, ripe, now)
+
+
+def emerging(standing_still: list[Stall]) -> bool:
     """Somebody stands still on his own account, if not yet for long enough to be named."""
     return any(
         s.beats_stopped or (s.clocks.wall >= EMERGING_SHARE * s.deadline.seconds and s.subject.phase != Phase.START)
-        for s in own
+        for s in standing_still
     )
-
-
-def _changed(fleet: Fleet) -> float:
-    return fleet.changed_wall
 
 
 def _dependents(fleet: Fleet, ripe: list[Stall], now: float) -> list[Finding]:

@@ -24,7 +24,8 @@ SAMPLE_TICKS = 10  # the agents sample every 0.2 s
 POLL_SECONDS = 0.25
 WALL_OFFSET = 1_700_000_000.0
 TAIL_PROBABILITY = 0.005
-"""One unit in 200 takes up to five times as long: garbage collection, a page fault, a cold cache."""
+"""One unit in 200 takes up to three times as long, or a pause: garbage collection, page faults, a cold cache."""
+TAIL_SECONDS_MAX = 0.4
 
 HANGS = ("stopped", "gil_loop", "lock", "read")
 SLOWNESSES = ("duty_cycle", "cpu_quota", "unit_delay")
@@ -371,7 +372,7 @@ class FakeFleet:
         p.tokens_of_unit = max(1, p.requests) if p.role == "rollout" else int(size * 2000)
         cost = size * self.rng.lognormvariate(0.0, 0.15)
         if self.rng.random() < TAIL_PROBABILITY:
-            cost *= self.rng.uniform(1.5, 5.0)
+            cost = max(cost * self.rng.uniform(1.5, 3.0), self.rng.uniform(0.05, TAIL_SECONDS_MAX))
         return max(cost, 1e-4)
 
     def _finish_unit(self, p: FakeProcess, at: float) -> None:
@@ -395,7 +396,7 @@ class FakeFleet:
                 p.enter(Phase.CONTROL, self.now, units=1)
         elif p.phase == Phase.UPDATE:
             p.version = self.version
-            p.enter(Phase.IDLE, self.now)
+            p.enter(Phase.GENERATE if p.requests else Phase.IDLE, self.now, units=1 if p.requests else 0)
         elif p.phase == Phase.OPTIMIZER:
             p.enter(Phase.PUBLISH, self.now, seconds=0.02)
         elif p.phase == Phase.PUBLISH:

@@ -1,0 +1,247 @@
+"""Runs a scenario file: processes with rates, changes and events at given seconds, and what must be diagnosed when.
+
+roles = {trainer = 2}                # expected replicas per role, optional
+config = {mask_proc_state = true}    # DetectorConfig
+end = 30.0                           # seconds
+
+[process."trainer/0"]                # phase, node, incarnation, and rates a second of its counters
+phase = "compute"
+progress = 4.0
+
+[[at]]                               # from t on
+t = 20.0
+replica = "trainer/0"
+set = {progress = 0.0, phase = "reduce"}     # rates and fields
+add = {collectives_entered = 1}              # counters, once
+
+[[at]]
+t = 21.0
+event = {kind = "exited", replica = "trainer/0", detail = {signal = "9"}}   # or forget, start, pause, unreachable
+
+[[expect]]                           # all diagnoses, in the order in which they are first told; none but these
+between = [22.5, 25.0]
+fault_class = "hang"
+suspects = ["trainer/0"]
+says = ["lock"]
+until = 28.0                         # optional: it no longer stands from then on
+"""
+
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rolecall.core.config import DetectorConfig
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.ids import NodeId, ProcessId, split_replica
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
+from rolecall.detector.engine import Detector
+from rolecall.detector.observation import Observation
+
+SAMPLE_SECONDS = 0.2
+POLLS_PER_SAMPLE = 1
+WALL_OFFSET = 1_700_000_000.0
+
+RATES = {
+    "progress": 0.0,
+    "beats": 10.0,
+    "busy_seconds": 0.0,
+    "work_units": 0.0,
+    "tokens": 0.0,
+    "cpu_seconds": 0.02,
+    "main_run_delay_seconds": 0.0,
+    "throttled_seconds": 0.0,
+    "collectives": 0.0,
+}
+FIELDS = {"phase": "idle", "epoch": 1, "step": 0, "requests_active": 0, "proc_state": "S", "replica": "", "alive": True}
+
+
+@dataclass
+class Process:
+    """Counters that grow at constant rates between changes."""
+
+    replica: str
+    node: str
+    pid: int
+    incarnation: int
+    rates: dict[str, float]
+    fields: dict[str, Any]
+    counters: dict[str, float] = field(default_factory=dict)
+    phase_since: float = 0.0
+    phase_entries: int = 1
+    progress_at: float = 0.0
+    alive: bool = True
+
+    def advance(self, seconds: float, now: float) -> None:
+        before = int(self.counters.get("progress", 0.0))
+        for name, rate in self.rates.items():
+            self.counters[name] = self.counters.get(name, 0.0) + rate * seconds
+        if int(self.counters["progress"]) > before:
+            self.progress_at = now
+
+    def change(self, now: float, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            if name in self.rates:
+                self.rates[name] = value
+            elif name in self.fields:
+                if name == "phase":
+                    self.phase_since, self.phase_entries = now, self.phase_entries + 1
+                self.fields[name] = value
+            elif name == "incarnation":
+                self.incarnation = value
+            else:
+                raise KeyError(f"a process has no {name!r}")
+
+    def process(self) -> ProcessId:
+        return ProcessId(node=NodeId(self.node), pid=self.pid, start_ticks=self.pid * 3)
+
+    def sample(self, now: float) -> ProcessSample:
+        c, name = self.counters, self.fields["replica"] or self.replica
+        collectives = int(c.get("collectives", 0.0))
+        return ProcessSample(
+            process=self.process(),
+            role=split_replica(name)[0],
+            replica=name,
+            rank=0,
+            incarnation=self.incarnation,
+            at=now,
+            wall_at=now + WALL_OFFSET,
+            alive=self.fields["alive"],
+            page_ok=True,
+            epoch=self.fields["epoch"],
+            phase=self.fields["phase"],
+            phase_since=self.phase_since,
+            phase_entries=self.phase_entries,
+            step=self.fields["step"],
+            progress=int(c.get("progress", 0.0)),
+            progress_at=self.progress_at,
+            beats=int(c.get("beats", 0.0)),
+            collectives_entered=collectives + int(c.get("collectives_entered", 0.0)),
+            collectives_done=collectives,
+            busy_seconds=c.get("busy_seconds", 0.0),
+            work_units=int(c.get("work_units", 0.0)),
+            tokens=int(c.get("tokens", 0.0)),
+            requests_active=self.fields["requests_active"],
+            proc_state=self.fields["proc_state"],
+            cpu_seconds=c.get("cpu_seconds", 0.0),
+            main_run_delay_seconds=c.get("main_run_delay_seconds", 0.0),
+            throttled_seconds=c.get("throttled_seconds", 0.0),
+        )
+
+
+class Scenario:
+    """`told`: (first told, diagnosis, stood until or None) in order; `observations`: what the detector saw."""
+
+    def __init__(self, path: Path) -> None:
+        self.spec = tomllib.loads(path.read_text())
+        self.config = DetectorConfig(**self.spec.get("config", {}))
+        self.detector = Detector(self.config, self.spec.get("roles"))
+        self.processes: dict[str, Process] = {}
+        self.events: list[AgentEvent] = []
+        self.unreachable: dict[str, tuple[float, str]] = {}
+        self.observations: list[Observation] = []
+        self.told: dict[str, tuple[float, Diagnosis, float | None]] = {}
+        self.paused_until = 0.0
+        self.seq = 0
+        for replica, given in self.spec["process"].items():
+            self.start(replica, given, 0.0)
+
+    def start(self, replica: str, given: dict[str, Any], now: float) -> None:
+        values = dict(given)
+        node = values.pop("node", "node-" + replica.replace("/", "-"))
+        incarnation = values.pop("incarnation", 1)
+        p = Process(
+            replica, node, 100 + len(self.observations) + len(self.processes), incarnation, {**RATES}, {**FIELDS}
+        )
+        p.progress_at = now
+        p.change(now, values)
+        self.processes[replica] = p
+        self.event(now, {"kind": "registered", "replica": replica})
+
+    def event(self, now: float, given: dict[str, Any]) -> None:
+        p = self.processes[given["replica"]]
+        self.seq += 1
+        name = p.fields["replica"] or p.replica
+        self.events.append(
+            AgentEvent(
+                seq=self.seq,
+                kind=AgentEventKind(given["kind"]),
+                node=NodeId(p.node),
+                at=now,
+                wall_at=now + WALL_OFFSET,
+                process=p.process(),
+                role=split_replica(name)[0],
+                replica=name,
+                incarnation=p.incarnation,
+                detail={k: str(v) for k, v in given.get("detail", {}).items()},
+            )
+        )
+        if given["kind"] == "exited":
+            p.alive = False
+
+    def apply(self, now: float, change: dict[str, Any]) -> None:
+        if "set" in change or "add" in change:
+            p = self.processes[change["replica"]]
+            p.change(now, change.get("set", {}))
+            for name, value in change.get("add", {}).items():
+                p.counters[name] = p.counters.get(name, 0.0) + value
+        elif "event" in change:
+            self.event(now, change["event"])
+        elif "forget" in change:
+            self.detector.forget(*change["forget"])
+        elif "start" in change:
+            self.start(change["replica"], change["start"], now)
+        elif "pause" in change:
+            self.paused_until = now + change["pause"]
+        elif "unreachable" in change:
+            self.unreachable[change["unreachable"]] = (now + WALL_OFFSET, change["reason"])
+        elif "reachable" in change:
+            self.unreachable.pop(change["reachable"])
+        else:
+            raise KeyError(f"no such change: {change}")
+
+    def run(self) -> None:
+        changes = sorted(self.spec.get("at", []), key=lambda c: c["t"])
+        num_samples = round(self.spec["end"] / SAMPLE_SECONDS)
+        for i in range(1, num_samples + 1):
+            now = i * SAMPLE_SECONDS
+            while changes and changes[0]["t"] <= now:
+                self.apply(changes[0]["t"], changes.pop(0))
+            if now < self.paused_until:
+                continue  # the whole machine stands still, agents and detector too
+            for p in self.processes.values():
+                p.advance(SAMPLE_SECONDS, now)
+            self.observe(now)
+
+    def observe(self, now: float) -> None:
+        wall = now + WALL_OFFSET
+        batches: dict[str, list[ProcessSample]] = {}
+        for p in self.processes.values():
+            if p.alive and p.node not in self.unreachable:
+                batches.setdefault(p.node, []).append(p.sample(now))
+        observation = Observation(
+            wall_at=wall,
+            batches=tuple(
+                SampleBatch(
+                    node=NodeId(node),
+                    agent_pid=1,
+                    cursor=1,
+                    lost=0,
+                    at=now,
+                    wall_at=wall,
+                    processes=tuple(samples),
+                    hosts=(),
+                )
+                for node, samples in batches.items()
+            ),
+            events=tuple(self.events),
+            unreachable=tuple((n, since, why) for n, (since, why) in self.unreachable.items()),
+        )
+        self.events = []
+        self.observations.append(observation)
+        standing = {d.key: d for d in self.detector.observe(observation)}
+        for key, d in standing.items():
+            self.told.setdefault(key, (now, d, None))
+        for key, (first, d, until) in self.told.items():
+            if key not in standing and until is None:
+                self.told[key] = (first, d, now)

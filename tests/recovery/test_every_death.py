@@ -100,6 +100,9 @@ def test_killed_at_every_point(tmp_path: Path, scenario: Scenario) -> None:
     last = max(n for n, what in enumerate(points) if "acquire" not in what)
     assert last >= 8, points
     for n in range(last + 1):
+        if scenario is not crash and points[n].startswith("before") and points[n] != "before perform":
+            # Within a tick, before one write the world is as after the one before it: seen once is enough.
+            continue
         (tmp_path / str(n)).mkdir()
         world = World(tmp_path / str(n), lease_seconds=LEASE_SECONDS)
         watch = world.watch()

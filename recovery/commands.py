@@ -1,0 +1,303 @@
+"""What a person can say to recovery, and ask it: the functions behind `rolecall pause`, `status`, `approve` and so on.
+
+A person's word is an event like any other. Nothing here acts: a request opens an incident, which the watch that holds
+the lease takes through the same guards as a diagnosis. Works with any watch, on any machine that reaches the database.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.errors import CommandRefused
+from rolecall.core.events import EventKind
+from rolecall.core.ids import split_replica
+from rolecall.core.journal import Journal
+from rolecall.core.rundir import RunDir
+from rolecall.core.store import canonical
+from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
+from rolecall.recovery.book import Book, open_incident
+from rolecall.recovery.fleet import fleet_view
+from rolecall.recovery.guards import HOUR_SECONDS
+from rolecall.recovery.incidents import PERSON, Attempt, Incident, IncidentState, evictions
+from rolecall.recovery.moves import decision_key
+from rolecall.recovery.policy import Question, decide
+from rolecall.recovery.watch import LEASE_NAME, PAUSED_FLAG
+
+K = EventKind
+
+
+@contextmanager
+def _opened(run: RunDir, clock: Clock | None = None) -> Iterator[tuple[Journal, Book]]:
+    journal = Journal(run.database_url, clock=clock, create=False)
+    try:
+        book = Book()
+        book.refresh(journal)
+        yield journal, book
+    finally:
+        journal.close()
+
+
+# --- saying -------------------------------------------------------------------------------------------------------
+
+
+def pause(run: RunDir, by: str, because: str) -> str:
+    """Stops all acting before the next action; returns the sentence that says so."""
+    with _opened(run) as (journal, _):
+        # The flag first: it is what stops the next action, the event is what remembers.
+        journal.set_flag(PAUSED_FLAG, f"{by}: {because}")
+        journal.append(K.PAUSED, {"by": by, "because": because})
+    return f"{run.run_id} is paused: no action begins until `rolecall resume`"
+
+
+def resume(run: RunDir, by: str) -> str:
+    """Ends a pause; returns the sentence that says so."""
+    with _opened(run) as (journal, _):
+        was = journal.flag(PAUSED_FLAG)
+        journal.set_flag(PAUSED_FLAG, None)
+        journal.append(K.RESUMED, {"by": by})
+    return f"{run.run_id} acts again" if was is not None else f"{run.run_id} was not paused"
+
+
+def approve(run: RunDir, digest: str, by: str, clock: Clock | None = None) -> str:
+    """Approves the proposed plan of this digest, once; the guards look again before it is performed.
+
+    Raises:
+        CommandRefused: no such proposal, or it was decided or has lapsed already.
+    """
+    with _opened(run, clock) as (journal, book):
+        incident, attempt = _proposal(book, digest)
+        now = (clock or SystemClock()).wall()
+        if attempt.expires_at is not None and now > attempt.expires_at:
+            raise CommandRefused(f"plan {digest} lapsed {now - attempt.expires_at:.0f} s ago: it is not approved")
+        _decide(journal, incident, attempt, K.PLAN_APPROVED, {"by": by})
+    return f"{attempt.plan.action} of {_targets(attempt)} is approved, for {incident.incident_id}"
+
+
+def reject(run: RunDir, digest: str, by: str, because: str = "") -> str:
+    """Rejects the proposed plan of this digest.
+
+    Raises:
+        CommandRefused: no such proposal, or it was decided or has lapsed already.
+    """
+    with _opened(run) as (journal, book):
+        incident, attempt = _proposal(book, digest)
+        _decide(journal, incident, attempt, K.PLAN_REJECTED, {"by": by, "because": because})
+    return f"{attempt.plan.action} of {_targets(attempt)} is rejected, for {incident.incident_id}"
+
+
+def _proposal(book: Book, digest: str) -> tuple[Incident, Attempt]:
+    for incident in book.open_incidents():
+        attempt = incident.attempt
+        if attempt is None or attempt.plan.digest != digest:
+            continue
+        if attempt.decision is not None:
+            raise CommandRefused(f"plan {digest} was {attempt.decision} already")
+        if incident.state is not IncidentState.PROPOSED:
+            raise CommandRefused(f"plan {digest} is not proposed: {incident.incident_id} is {incident.state}")
+        return incident, attempt
+    waiting = [i.attempt.plan.digest for i in book.open_incidents() if i.attempt and i.state is IncidentState.PROPOSED]
+    raise CommandRefused(f"no plan {digest} is open; these wait for a word: {', '.join(waiting) or 'none'}")
+
+
+def _decide(journal: Journal, incident: Incident, attempt: Attempt, kind: EventKind, body: dict[str, Any]) -> None:
+    # Approval, rejection and lapse share a key: whichever is written first stands, and comes back here.
+    event = journal.append(
+        kind,
+        {"digest": attempt.plan.digest, **body},
+        incident_id=incident.incident_id,
+        caused_by=incident.last_event_id,
+        key=decision_key(incident.incident_id, attempt.number),
+    )
+    if event.kind is not kind or event.body.get("by") != body["by"]:
+        raise CommandRefused(f"plan {attempt.plan.digest}: {event.kind} came first ({event.body.get('because', '')})")
+
+
+def _targets(attempt: Attempt) -> str:
+    return ", ".join(f"{t.replica}#{t.incarnation}" for t in attempt.plan.targets) or "the job"
+
+
+def replace(run: RunDir, replica: str, reason: str, by: str, clock: Clock | None = None) -> str:
+    """Asks for the present incarnation of `replica` to be replaced; returns the sentence with the incident's id.
+
+    Raises:
+        BadId: `replica` is not written role/index.
+        CommandRefused: there is no such replica, or an incident deals with it already.
+    """
+    role, _ = split_replica(replica)
+    with _opened(run, clock) as (journal, book):
+        view = fleet_view(journal.desired(), journal.current()).find(replica)
+        if view is None:
+            known = ", ".join(sorted(journal.desired()))
+            raise CommandRefused(f"{replica} is not part of this run: {known}")
+        for incident in book.open_incidents():
+            if replica in (*incident.named, *incident.touched):
+                raise CommandRefused(f"{incident.incident_id} deals with {replica} already: {incident.state}")
+        now = (clock or SystemClock()).wall()
+        suspect = Suspect(node=view.node, role=role, replica=replica, incarnation=view.desired_incarnation)
+        asked = Diagnosis(
+            suspects=(suspect,),
+            fault_class=FaultClass.CANNOT_TELL,
+            onset=now,
+            detected_at=now,
+            confidence=1.0,
+            because=f"{by} asks for {replica}#{view.desired_incarnation} to be replaced: {reason}",
+            detectors=(PERSON,),
+        )
+        name = open_incident(journal, book, asked, window=lambda: {"asked_by": by, "reason": reason})
+        lease = journal.lease(LEASE_NAME)
+        watched = lease is not None and lease.holder != "" and lease.expires_at > now
+    hint = "" if watched else " (no watch holds the lease now: one must be started)"
+    return f"{name} is open: {replica} is replaced when the guards pass{hint}"
+
+
+# --- asking -------------------------------------------------------------------------------------------------------
+
+
+def status(run: RunDir, clock: Clock | None = None) -> dict[str, Any]:
+    """How the run stands: who acts, what runs, what is open. Plain values."""
+    now = (clock or SystemClock()).wall()
+    with _opened(run) as (journal, book):
+        lease, taken = journal.lease(LEASE_NAME), journal.last(K.LEASE_TAKEN)
+        desired = journal.desired()
+        fleet = fleet_view(desired, journal.current())
+        paused, stopping = journal.flag(PAUSED_FLAG), journal.flag(STOP_FLAG)
+    acting = lease is not None and lease.holder != "" and lease.expires_at > now
+    lately = [e for e in evictions(book.incidents.values(), since=now - HOUR_SECONDS) if e.at > now - HOUR_SECONDS]
+    return {
+        "run": str(run.run_id),
+        "mode": taken.body.get("mode") if taken else None,
+        "watch": {"holder": lease.holder, "fence": lease.fence} if lease is not None and acting else None,
+        "paused": paused,
+        "stopping": stopping,
+        "ended": book.ended,
+        "evictions_last_hour": len(lately),
+        "replicas": [
+            {
+                "replica": r.replica,
+                "incarnation": r.incarnation,
+                "desired_incarnation": r.desired_incarnation,
+                "state": str(r.state) if r.state else None,
+                "node": r.node,
+                "since": r.changed_at,
+                "because": r.because,
+            }
+            for r in fleet.replicas
+        ],
+        "open_incidents": [_summary(i) for i in book.open_incidents()],
+        "broken_incidents": sorted(book.broken),
+    }
+
+
+def incidents(run: RunDir, incident_id: str | None = None) -> list[dict[str, Any]]:
+    """All incidents, or the one asked for with its events, as plain values.
+
+    Raises:
+        CommandRefused: there is no incident of this id.
+    """
+    with _opened(run) as (journal, book):
+        if incident_id is None:
+            return [_summary(i) for i in book.incidents.values()]
+        found = book.incidents.get(incident_id)
+        if found is None:
+            raise CommandRefused(f"no incident {incident_id}; there are: {', '.join(book.incidents) or 'none'}")
+        events = [e.to_dict() for e in journal.events(incident_id=incident_id)]
+    return [{**_summary(found), "diagnosis": found.diagnosis.to_dict(), "events": events}]
+
+
+def _summary(i: Incident) -> dict[str, Any]:
+    attempt = i.attempt
+    return {
+        "incident_id": i.incident_id,
+        "state": str(i.state),
+        "fault_class": str(i.diagnosis.fault_class),
+        "suspects": [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in i.diagnosis.suspects],
+        "because": i.diagnosis.because,
+        "opened_at": i.opened_at,
+        "action": str(attempt.plan.action) if attempt else None,
+        "plan": attempt.plan.to_dict() if attempt else None,
+        "num_attempts": len(i.attempts),
+        "held_by": sorted(attempt.held_by) if attempt else [],
+        "expires_at": attempt.expires_at if attempt else None,
+        "verified_at": i.verified_at,
+        "closed_at": i.closed_at,
+        "outcome": str(i.outcome) if i.outcome else None,
+        "closed_because": i.because,
+        "person_called": bool(i.person_topics),
+    }
+
+
+def replay(run: RunDir, incident_id: str) -> dict[str, Any]:
+    """Decides each plan of an incident again, from what is stored with it, and says whether the decision is the same.
+
+    Raises:
+        CommandRefused: there is no incident of this id, or it has no plan.
+    """
+    with _opened(run) as (journal, book):
+        if incident_id not in book.incidents:
+            raise CommandRefused(f"no incident {incident_id}; there are: {', '.join(book.incidents) or 'none'}")
+        made = journal.events(incident_id=incident_id, kinds=[K.PLAN_MADE])
+    if not made:
+        raise CommandRefused(f"{incident_id} has no plan to decide again")
+    plans = []
+    for event in made:
+        again = decide(Question.from_dict(event.body["question"])).to_dict()
+        then = {k: v for k, v in event.body.items() if k != "question"}
+        # Whom else an action would disturb is the actuator's word, and no part of the decision.
+        then["plan"] = {**then["plan"], "also_hit": []}
+        same = canonical(again) == canonical(then)
+        plans.append({"event": event.event_id, "same": same, "then": then["plan"], "again": again["plan"]})
+    same = all(p["same"] for p in plans)
+    word = "the same" if same else "ANOTHER"
+    lines = [f"{incident_id}: {word} decision from the same input"]
+    lines += [f"  {p['event']}: {p['again']['action']}, because {p['again']['because']}" for p in plans]
+    return {"incident_id": incident_id, "same": same, "plans": plans, "text": _shown("\n".join(lines))}
+
+
+# --- as text ------------------------------------------------------------------------------------------------------
+
+
+def status_text(value: dict[str, Any]) -> str:
+    """`status` for people."""
+    watch = value["watch"]
+    who = f"watch {watch['holder']} holds fence {watch['fence']}" if watch else "NO WATCH HOLDS THE LEASE"
+    lines = [f"run {value['run']}: mode {value['mode'] or 'unknown'}, {who}"]
+    for word in ("paused", "stopping", "ended"):
+        if value[word] is not None:
+            lines.append(f"{word.upper()}: {value[word]}")
+    for r in value["replicas"]:
+        wanted = "" if r["incarnation"] == r["desired_incarnation"] else f", #{r['desired_incarnation']} is desired"
+        lines.append(f"  {r['replica']:<16} #{r['incarnation']} {r['state'] or 'not there'} on {r['node']}{wanted}")
+    lines.append(f"evictions within the last hour: {value['evictions_last_hour']}")
+    lines += _incident_lines(value["open_incidents"]) or ["no open incident"]
+    lines += [f"SET ASIDE, its events do not fit: {name}" for name in value["broken_incidents"]]
+    return _shown("\n".join(lines))
+
+
+def incidents_text(value: list[dict[str, Any]]) -> str:
+    """`incidents` for people."""
+    lines = _incident_lines(value) or ["no incident"]
+    for i in value:
+        for event in i.get("events", ()):
+            told = event["body"].get("because") or event["body"].get("outcome") or ""
+            lines.append(f"  e{event['seq']} {event['kind']} {told}".rstrip())
+    return _shown("\n".join(lines))
+
+
+def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for i in found:
+        lines.append(f"{i['incident_id']} {i['outcome'] or i['state']}: {i['because']}")
+        if i["plan"]:
+            held = f", held by {', '.join(i['held_by'])}" if i["held_by"] and i["outcome"] is None else ""
+            lines.append(f"  {i['action']} (plan {i['plan']['digest']}, attempt {i['num_attempts']}{held})")
+            lines += [f"  also: {hit}" for hit in i["plan"]["also_hit"]]
+        if i["state"] == IncidentState.PROPOSED:
+            lines.append(f"  waits for: rolecall approve {i['plan']['digest']}")
+    return lines
+
+
+def _shown(text: str) -> str:
+    """Text as text: a sentence may quote an exception's message, and that must not steer a terminal."""
+    return "".join(c if c == "\n" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)

@@ -225,11 +225,11 @@ class TrainerReplica:
             with reporter.phase(Phase.OPTIMIZER):
                 grad_norm = self._state.apply(gradient, commit)
                 self._partial.clear(step + 1)
-            reporter.update(policy_version=commit.policy_version)
+            result = self._result(commit, ballots, grad_norm, started)
             if self._on_publish is not None:
                 with reporter.phase(Phase.PUBLISH):
                     self._on_publish(commit.policy_version)
-        return self._result(commit, ballots, grad_norm, started)
+        return result
 
     def load_state(self, tensors: dict[str, torch.Tensor], meta: str) -> None:
         """Becomes a copy: weights, optimizer state, commit record, bit by bit.
@@ -344,7 +344,9 @@ class TrainerReplica:
             log_ratio_max=max((s.log_ratio_max for s in stats), default=0.0),
         )
         result = self._last_result
-        reporter.update(loss=result.loss, grad_norm=grad_norm, reward=result.reward)
+        reporter.update(
+            policy_version=commit.policy_version, loss=result.loss, grad_norm=grad_norm, reward=result.reward
+        )
         return result
 
     def _leave(self) -> None:

@@ -1,6 +1,7 @@
 """The event file: numbers that never start again, a torn end, retention."""
 
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -98,8 +99,8 @@ def test_long_details_are_cut(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_durability_not_the_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "events.jsonl").symlink_to("/dev/full")
-    it = EventLog(tmp_path / "events.jsonl", NODE, FakeClock())
+    it = log(tmp_path)
+    os.dup2(os.open("/dev/full", os.O_WRONLY), it._descriptor)
     assert it.append(KIND).seq == 1
     assert _seqs(it) == [1]
     assert it.num_unwritten == 1

@@ -1,0 +1,260 @@
+"""The agent as a process: SIGKILL, restart, exits, promotion, bad input, clean end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.ids import process_start_ticks
+from rolecall.core.rundir import bearer_token
+from rolecall.core.telemetry import EventBatch, SampleBatch
+from tests.agent.processes import TOKEN, AgentProcess, Child, secret
+from tests.support import eventually
+
+
+@pytest.fixture
+def node_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "node-1"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def agent(node_dir: Path) -> Iterator[AgentProcess]:
+    it = AgentProcess(node_dir)
+    yield it
+    it.close()
+
+
+@pytest.fixture
+def child(node_dir: Path) -> Iterator[Child]:
+    it = Child(node_dir)
+    yield it
+    it.close()
+
+
+def _kinds(agent: AgentProcess) -> list[str]:
+    return [e["kind"] for e in agent.events()]
+
+
+def _registered(agent: AgentProcess, replica: str) -> None:
+    eventually(lambda: agent.newest(replica) is not None, 10, f"{replica} is seen")
+
+
+def test_a_process_is_seen_and_its_exit_is_heard_within_a_second(agent: AgentProcess, child: Child) -> None:
+    child.start("rollout/1", incarnation=2)
+    _registered(agent, "rollout/1")
+    child.do("reporter.enter_phase('generate'); reporter.progress(3)")
+    eventually(lambda: (agent.newest("rollout/1") or {})["progress"] == 3, 5, "its progress is seen")
+    after = agent.events()[-1]["seq"]
+    begun = time.monotonic()
+    child.signal(signal.SIGKILL)
+    [event] = agent.events(after, wait=20)
+    assert time.monotonic() - begun < 1.0
+    assert abs(event["at"] - begun) < 1.0
+    assert (event["kind"], event["replica"], event["incarnation"]) == ("exited", "rollout/1", 2)
+    assert event["process"]["pid"] == child.pid
+    assert event["detail"]["last_phase"] == "generate" and event["detail"]["cause"] == "killed"
+    sample = agent.newest("rollout/1")
+    assert sample is not None and sample["progress"] == 3
+    eventually(lambda: (agent.newest("rollout/1") or {})["alive"] is False, 5, "it is shown dead")
+
+
+def test_a_stopped_process_is_seen_as_it_stands(agent: AgentProcess, child: Child) -> None:
+    child.start("trainer/1")
+    _registered(agent, "trainer/1")
+    child.do("reporter.enter_phase('compute')")
+    child.signal(signal.SIGSTOP)
+
+    def stopped() -> bool:
+        sample = agent.newest("trainer/1")
+        return sample is not None and sample["proc_state"] == "T" and sample["phase"] == "compute"
+
+    eventually(stopped, 5, "T and the phase are seen")
+    cursor = agent.get("/v1/samples?since=0")[1]["cursor"]
+
+    def later() -> list[int]:
+        return [p["beats"] for p in agent.get(f"/v1/samples?since={cursor}")[1]["processes"]]
+
+    eventually(lambda: len(later()) >= 5, 5, "five more looks")
+    assert len(set(later())) == 1, "a stopped process does not beat"
+
+
+def test_numbers_and_processes_survive_a_sigkill_of_the_agent(node_dir: Path, child: Child) -> None:
+    first = AgentProcess(node_dir)
+    child.start("rollout/1")
+    _registered(first, "rollout/1")
+    before = first.events()
+    first.kill()
+    assert (node_dir / "agent.sock").exists()  # what it left behind
+    child.do("reporter.progress(5)")  # the job goes on without
+    second = AgentProcess(node_dir)
+    try:
+        _registered(second, "rollout/1")
+        assert (second.newest("rollout/1") or {})["progress"] == 5
+        events = second.events()
+        assert events[: len(before)] == before
+        assert [e["seq"] for e in events] == list(range(1, len(events) + 1))
+        assert [e["kind"] for e in events] == ["agent_started", "registered", "agent_started"]
+        child.signal(signal.SIGKILL)
+        assert [e["kind"] for e in second.events(events[-1]["seq"], wait=20)] == ["exited"]
+    finally:
+        second.close()
+
+
+def test_a_process_that_starts_before_its_agent_is_found(node_dir: Path, child: Child) -> None:
+    child.start("rollout/1")
+    late = AgentProcess(node_dir)
+    try:
+        _registered(late, "rollout/1")
+    finally:
+        late.close()
+
+
+def test_a_promotion_reaches_samples_and_events(agent: AgentProcess, child: Child) -> None:
+    child.start("standby/0")
+    _registered(agent, "standby/0")
+    child.do(f"reporter.become(replica='rollout/2', incarnation=4, secret={secret('rollout/2', 0, 4)!r})")
+    _registered(agent, "rollout/2")
+    told = [(e["replica"], e["incarnation"]) for e in agent.events() if e["kind"] == "registered"]
+    assert told == [("standby/0", 1), ("rollout/2", 4)]
+
+
+def test_an_impostor_is_not_seen(agent: AgentProcess, child: Child) -> None:
+    child.start("rollout/1", said=secret("rollout/2"))
+    own = Child(agent.node_dir)
+    try:
+        own.start("rollout/3")
+        _registered(agent, "rollout/3")
+    finally:
+        own.close()
+    assert agent.newest("rollout/1") is None
+    assert "refused register: wrong secret for rollout/1:0#1" in child.close()
+    metrics = agent.get("/metrics")[1]
+    assert 'rolecall_agent_registrations_refused_total{node="node-1"} 1.0' in metrics
+
+
+def test_a_fast_death_by_exception_is_told_with_its_cause(agent: AgentProcess) -> None:
+    code = f"""
+from rolecall.agent import reporter
+reporter.start(replica="trainer/0", rank=0, incarnation=1, secret={secret("trainer/0")!r}, node_dir={str(agent.node_dir)!r})
+import time
+while not open({str(agent.node_dir / "registrations.json")!r}).read().count("trainer/0"): time.sleep(0.01)
+reporter.set_step(3)
+raise FloatingPointError("loss is NaN")
+"""
+    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False)
+    eventually(lambda: "exited" in _kinds(agent), 5, "its exit is told")
+    events = agent.events()[1:]
+    assert [e["kind"] for e in events] == ["registered", "exception", "exited"]
+    detail = events[1]["detail"]
+    assert (detail["type"], detail["message"], detail["step"]) == ("FloatingPointError", "loss is NaN", "3")
+    assert events[2]["detail"]["cause"] == "exception"
+
+
+def test_a_raylet_that_becomes_known_later(agent: AgentProcess) -> None:
+    raylet = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    said = {"pid": raylet.pid, "start_ticks": process_start_ticks(raylet.pid)}
+    (agent.node_dir / "raylet.json").write_text("{torn")
+    (agent.node_dir / "raylet.json").write_text(json.dumps(said))
+    raylet.kill()
+    raylet.communicate()
+    [event] = agent.events(1, wait=20)  # also when it died before the agent read the file
+    assert (event["kind"], event["process"]["pid"]) == ("raylet_exited", raylet.pid)
+
+
+def test_answers_are_what_the_detector_reads(agent: AgentProcess, child: Child) -> None:
+    child.start("rollout/1")
+    _registered(agent, "rollout/1")
+    batch = SampleBatch.from_dict(agent.get("/v1/samples?since=0")[1])
+    assert batch.agent_pid == agent.pid and batch.processes and batch.hosts
+    events = EventBatch.from_dict(agent.get("/v1/events?after=0")[1])
+    assert events.newest == len(events.events) == 2
+    status, health = agent.get("/healthz")
+    assert status == 200 and health["ok"] and health["processes"] == 1
+    status, metrics = agent.get("/metrics")
+    assert status == 200
+    assert re.search(r'rolecall_process_up\{[^}]*replica="rollout/1"[^}]*\} 1\.0', metrics)
+    assert 'rolecall_probe_up{node="node-1",probe="process"} 1.0' in metrics
+
+
+def test_stacks_need_the_token_and_a_registered_process(agent: AgentProcess, child: Child) -> None:
+    child.start("rollout/1")
+    _registered(agent, "rollout/1")
+    bearer = f"Bearer {bearer_token(TOKEN)}"
+    assert agent.get(f"/v1/evidence/stacks?pid={child.pid}")[0] == 401
+    assert agent.get(f"/v1/evidence/stacks?pid={child.pid}", Authorization=f"Bearer {TOKEN}")[0] == 401
+    assert agent.get(f"/v1/evidence/stacks?pid={os.getpid()}", Authorization=bearer)[0] == 404
+    assert agent.get("/v1/evidence/stacks?pid=x", Authorization=bearer)[0] == 400
+    child.signal(signal.SIGSTOP)  # as a hung one would be
+    status, said = agent.get(f"/v1/evidence/stacks?pid={child.pid}", Authorization=bearer)
+    assert status == 200, said
+    frames = [f for thread in said["threads"] for f in thread["frames"]]
+    assert any(f["filename"].endswith("child.py") for f in frames)
+    assert all(not f["locals"] for f in frames)
+
+
+def test_sigterm_ends_it_and_takes_its_files_away(agent: AgentProcess) -> None:
+    agent.process.terminate()
+    assert agent.process.wait(10) == 0
+    assert not (agent.node_dir / "agent.json").exists()
+    assert not (agent.node_dir / "agent.sock").exists()
+
+
+def test_it_ends_with_its_parent(node_dir: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
+    start = str(process_start_ticks(parent.pid))
+    agent = AgentProcess(node_dir, "--parent-pid", str(parent.pid), "--parent-start", start)
+    try:
+        parent.kill()
+        parent.communicate()
+        assert agent.process.wait(10) == 0
+        assert not (node_dir / "agent.sock").exists()
+    finally:
+        agent.close()
+
+
+def test_two_agents_do_not_share_a_directory(agent: AgentProcess) -> None:
+    command = [sys.executable, "-m", "rolecall.agent", "--node", "node-1", "--data-dir", str(agent.node_dir)]
+    command += ["--token-file", str(agent.node_dir.parent / "token")]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert second.returncode == 2
+    assert "another agent works in this directory" in second.stderr
+    assert agent.get("/healthz")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--node", "Node 1"], "node: 'Node 1' does not match"),
+        (["--node", "n", "--token-file", "/nonexistent"], "--token-file"),
+        (["--node", "n", "--interval", "0"], "expected 0.02 to 60.0 seconds"),
+        (["--node", "n", "--raylet-pid", "5"], "--raylet-pid and --raylet-start belong together"),
+    ],
+)
+def test_wrong_arguments(node_dir: Path, options: list[str], reason: str) -> None:
+    (node_dir / "token").write_text(TOKEN)
+    defaults = ["--token-file", str(node_dir / "token")] if "--token-file" not in options else []
+    command = [sys.executable, "-m", "rolecall.agent", "--data-dir", str(node_dir), *defaults, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2
+    assert reason in done.stderr
+
+
+def test_what_the_agent_and_the_reporter_import() -> None:
+    """The agent starts seven times on two cores, the reporter sits in every training process."""
+    heavy = ("torch", "ray", "vllm", "numpy", "pydantic", "sqlalchemy", "prometheus_client", "http.server", "asyncio")
+    for module in ("rolecall.agent.reporter", "rolecall.agent.__main__"):
+        code = f"import {module}, sys; print([m for m in {heavy!r} if m in sys.modules])"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+        assert done.stdout.strip() == "[]", (module, done.stdout, done.stderr)
+    code = "import rolecall.agent.reporter, sys; print(sorted(m for m in sys.modules if m.startswith('rolecall')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert "telemetry" not in done.stdout and "registry" not in done.stdout

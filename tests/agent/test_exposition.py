@@ -1,0 +1,80 @@
+"""`/metrics`, letter by letter, against a file that is reviewed as code.
+
+Write it anew: python -m tests.agent.test_exposition > tests/agent/golden_metrics.txt
+"""
+
+from pathlib import Path
+
+from rolecall import __version__
+from rolecall.agent.exposition import agent_value, all_values, build_info, render
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.telemetry import HostSample, ProcessSample
+
+GOLDEN = Path(__file__).with_name("golden_metrics.txt")
+NODE = NodeId("node-1")
+
+
+def _text() -> str:
+    process = ProcessSample(
+        process=ProcessId(node=NODE, pid=5, start_ticks=50),
+        role="rollout",
+        replica="rollout/1",
+        rank=0,
+        incarnation=2,
+        at=100.0,
+        wall_at=1_700_000_100.0,
+        alive=True,
+        page_ok=True,
+        phase="generate",
+        phase_since=90.0,
+        progress=12,
+        progress_at=99.5,
+        tokens=640,
+        busy_seconds=1.25,
+        work_units=12,
+        reward=0.5,
+        proc_state="S",
+        cpu_seconds=3.5,
+    )
+    host = HostSample(
+        node=NODE,
+        at=100.0,
+        wall_at=1_700_000_100.0,
+        cpu_count=2,
+        cpu_busy_seconds=1234.5,
+        load_1m=0.5,
+        memory_total_bytes=8 << 30,
+        memory_available_bytes=4 << 30,
+    )
+    own = [build_info(NODE), agent_value("agent_events_total", 3, NODE, "exited")]
+    return render(all_values([process], [host], own)).decode()
+
+
+def _golden() -> str:
+    return _text().replace(f'version="{__version__}"', 'version="VERSION"')
+
+
+def test_the_exposition_is_as_it_was() -> None:
+    assert _golden() == GOLDEN.read_text()
+
+
+def test_what_is_unknown_is_absent_and_times_are_wall_times() -> None:
+    lines = _text().splitlines()
+    assert not [line for line in lines if line.startswith("rolecall_train_loss")]
+    [since] = [line for line in lines if line.startswith("rolecall_process_phase_start_timestamp_seconds{")]
+    assert float(since.split()[-1]) == 1_700_000_090.0
+
+
+def test_prometheus_itself_can_read_it() -> None:
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = {f.name: f for f in text_string_to_metric_families(_text())}
+    tokens = families["rolecall_process_tokens"]
+    assert tokens.type == "counter"
+    [sample] = tokens.samples
+    assert sample.value == 640
+    assert sample.labels == {"node": "node-1", "role": "rollout", "replica": "rollout/1", "rank": "0"}
+
+
+if __name__ == "__main__":
+    print(_golden(), end="")

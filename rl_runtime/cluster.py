@@ -99,6 +99,7 @@ class Cluster:
         """Makes this process a driver of the cluster."""
         import ray
 
+        _keep_ray_quiet()
         with _own_signal_handlers():
             ray.init(
                 address=self.address,
@@ -293,3 +294,14 @@ def ray_processes(cluster: Cluster) -> list[RunProcess]:
         for s in started
         if is_alive(s.process.pid, s.start_ticks)
     ]
+
+
+def _keep_ray_quiet() -> None:
+    """Ray prints every death of a worker into the driver's terminal, whatever `log_to_driver` says. Deaths are our
+    trade: they stand in the journal with their reason, and Ray's text goes to our log."""
+    import ray._private.worker as worker
+
+    def log(data: Any, *_: Any, **__: Any) -> None:
+        logger.info("ray: %s", " ".join(data.get("lines", ()))[:500])
+
+    worker.print_to_stdstream = log

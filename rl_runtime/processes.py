@@ -133,7 +133,7 @@ class ProcessWatch:
 
     def alive(self, pid: int, start_ticks: int) -> bool:
         key = (pid, start_ticks)
-        if key in self._dead:
+        if pid <= 0 or key in self._dead:  # 0: a process that was asked for and is not there yet
             return False
         descriptor = self._descriptors.get(key)
         if descriptor is None:

@@ -318,9 +318,7 @@ def audit(run: RunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOpt
 
     found = audit_run(open_run_dir(runs, run))
     if as_json:
-        from dataclasses import asdict
-
-        _print_json(asdict(found))
+        _print_json(found.summary())
     else:
         _out(audit_text(found))
     return 0 if found.ok else 1

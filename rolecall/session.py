@@ -102,7 +102,11 @@ class Session:
         """
         run = create_run_dir(self.root, self.run_id)
         journal = Journal(run.database_url)
-        screen = live.Screen(live=self.show, title=f"{self.job.name} · run {run.run_id} · seed {self.job.seed}")
+        screen = live.Screen(
+            live=self.show,
+            title=f"{self.job.name} · run {run.run_id} · seed {self.job.seed}",
+            num_steps=self.job.num_steps,
+        )
         supervisor = Supervisor(run, self.job, self.clock)
         watch = Child(_rolecall("watch", str(run.path)), run.logs / "watch.log", run)
         outcome, because = "failed", "ended before it was done"

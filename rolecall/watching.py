@@ -1,0 +1,145 @@
+"""`rolecall watch`, put together: the agents as source, the detectors, recovery's loop, the actuator of the runtime.
+
+What the detectors have learned is kept beside the journal every few seconds, so that a restarted watch knows the
+deadlines and rates of this run and does not begin to learn in the middle of a fault.
+"""
+
+import json
+import logging
+import signal
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config import JobConfig, parse_job
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.journal import Journal
+from rolecall.core.rundir import RunDir, write_atomically
+from rolecall.detector.engine import Detector
+from rolecall.detector.observation import Observation
+from rolecall.detector.source import AgentsSource
+from rolecall.recovery import commands
+from rolecall.recovery.actuators.ray_runtime import RayRuntime
+from rolecall.recovery.interfaces import Notifier
+from rolecall.recovery.notify import LogNotifier, WebhookNotifier
+from rolecall.recovery.watch import Watch, holder_name
+
+logger = logging.getLogger(__name__)
+
+KEEP_SECONDS = 10.0
+"""What was learned is written this often."""
+CLOSE_SECONDS = 5.0
+LEARNED_FILE = "detector.json"
+
+
+def agent_urls(run: RunDir) -> dict[str, str]:
+    """node -> URL of its agent, as the agents wrote them; one that is just restarting is missing."""
+    found: dict[str, str] = {}
+    for path in (run.path / "nodes").glob("*/agent.json"):
+        try:
+            value = json.loads(path.read_text())
+            found[str(value["node"])] = str(value["url"])
+        except (OSError, ValueError, KeyError):
+            continue  # being replaced, or half a node: the source notices that this agent does not answer
+    return found
+
+
+class _Remembering:
+    """A detector whose knowledge is on disk, so that the next watch can take it up."""
+
+    def __init__(self, run: RunDir, job: JobConfig, clock: Clock) -> None:
+        self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
+        self._detector = Detector(job.detector, job.roles.counts())
+        try:
+            state = json.loads(self._path.read_text())
+            self._detector = Detector.resumed(job.detector, job.roles.counts(), state)
+        except FileNotFoundError:
+            pass  # the first watch of this run
+        except (ValueError, KeyError, TypeError) as e:
+            logger.warning("%s is damaged (%s): learning from nothing", self._path, e)
+
+    def observe(self, observation: Observation) -> Sequence[Diagnosis]:
+        standing = self._detector.observe(observation)
+        now = self._clock.monotonic()
+        if now - self._kept_at >= KEEP_SECONDS and not standing:
+            self._kept_at = now
+            write_atomically(self._path, json.dumps(self._detector.state()))
+        return standing
+
+    def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
+        return self._detector.progressing(replica, incarnation_min)
+
+    def forget(self, replica: str, below_incarnation: int) -> None:
+        self._detector.forget(replica, below_incarnation)
+
+    def window(self) -> dict[str, Any]:
+        return self._detector.window()
+
+
+def watch_run(run: RunDir) -> int:
+    """Watches until the run is over or SIGTERM. Returns the exit code."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    clock = SystemClock()
+    value = run.read()
+    job = parse_job(value["config"], str(run.path / "run.json"))
+    journal = Journal(str(value["database_url"]), create=False)
+    stop = threading.Event()
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    source = AgentsSource(lambda: agent_urls(run), clock)
+    notifier = _notifier(run, job, clock)
+    source.start()
+    try:
+        Watch(
+            journal,
+            source,
+            _Remembering(run, job, clock),
+            RayRuntime(journal),
+            job.recovery,
+            notifier,
+            clock,
+            holder_name(),
+            run_id=run.run_id,
+            poll_seconds=job.detector.poll_seconds,
+        ).run(stop)
+    finally:
+        source.close()
+        notifier.close(CLOSE_SECONDS)
+        journal.close()
+    return 0
+
+
+def _notifier(run: RunDir, job: JobConfig, clock: Clock) -> Notifier:
+    url = job.recovery.webhook_url
+    if url is None:
+        return LogNotifier()
+    return WebhookNotifier(url, run_id=run.run_id, deadman_seconds=job.recovery.deadman_seconds, clock=clock)
+
+
+def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
+    """Decides an incident again: diagnosis from the stored window, plan and guards from the stored question.
+
+    Returns `same`, the parts, and `text` for people.
+    """
+    value: dict[str, Any] = commands.replay(run, incident)
+    journal = Journal(str(run.read()["database_url"]), create=False)
+    try:
+        window = journal.windows(incident).get("observations")
+    finally:
+        journal.close()
+    if window is None:
+        return value
+    opened = value["diagnosis"]
+    standing = {d.key: d for looked in Detector.replay_window(window) for d in looked}
+    again = standing.get(Diagnosis.from_dict(opened).key)
+    value["diagnosed_again"] = again is not None
+    value["same"] = bool(value["same"]) and again is not None
+    verdict = f"diagnosed again: {again.because}" if again else "the stored window does not give this diagnosis again"
+    value["text"] = f"{value['text']}\n{verdict}"
+    return value

@@ -139,6 +139,8 @@ class Engine:
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
         self.end_tokens = end_tokens(Path(settings.model_dir))
+        # OMP_NUM_THREADS comes too late where torch is imported already, and OpenMP keeps the number per thread.
+        torch.set_num_threads(1)
         vllm = import_vllm()
         if settings.readable_storage:
             keep_storage_readable()

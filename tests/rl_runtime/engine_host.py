@@ -62,6 +62,10 @@ class Host:
     def started(self) -> tuple[int, float]:
         return os.getpid(), self.start_seconds
 
+    def num_threads(self) -> int:
+        found: int = self.in_engine(lambda engine: torch.get_num_threads())
+        return found
+
     def slow_down(self, seconds: float) -> None:
         self.delay_seconds = seconds
 

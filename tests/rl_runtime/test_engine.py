@@ -44,6 +44,7 @@ class Remote:
         address, key = str(folder / f"{replica.replace('/', '-')}-{secrets.token_hex(4)}"), secrets.token_bytes(16)
         self._listener = Listener(address, authkey=key)
         environment = {**os.environ, "ENGINE_HOST_KEY": key.hex()}
+        del environment["OMP_NUM_THREADS"]  # the engine must see to it by itself
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("engine_host.py")), address], env=environment
         )
@@ -189,6 +190,7 @@ def test_an_engine_starts_without_weights_and_refuses_to_generate(stage: Stage, 
     pid, seconds = a.started()
     assert pid == a.process.pid
     print(f"engine up {seconds:.1f} s after the interpreter's own imports")
+    assert a.num_threads() == 1
     assert a.info().policy_version == -1
     with pytest.raises(NotProven):
         a.submit(1, [request("early", 0)])

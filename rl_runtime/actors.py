@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-
 LEASE_EXIT = 70
 """Exit code of a process whose lease ran out."""
 START_LEASE_SECONDS = 300.0
@@ -279,7 +278,7 @@ class ControllerActor(_Actor):
 
     def _run(self) -> None:
         try:
-            outcome = asyncio.run(self._control())
+            outcome = asyncio.run(self._loop())
         except Exception as e:
             # It cannot go on and must not pretend to: it says why and ends, and another one takes over.
             reporter.exception(e)
@@ -288,7 +287,7 @@ class ControllerActor(_Actor):
         reporter.enter_phase(Phase.IDLE)
         logger.info("the controller is done: %s", outcome)
 
-    async def _control(self) -> Any:
+    async def _loop(self) -> Any:
         from rolecall.core.journal import Journal
         from rolecall.core.ledger import Ledger
         from rolecall.rl_runtime.controller import Controller

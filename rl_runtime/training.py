@@ -7,7 +7,7 @@ A new replica copies the state of a member and joins at the next step boundary. 
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -199,7 +199,16 @@ class Training:
             DeadlineExceeded: no trainer came at all.
         """
         await self._wait_for_candidates(self._num_wanted)
-        await self._regroup("the controller begins", with_candidates=True)
+        for _ in range(REGROUPS_MAX):
+            await self._regroup("the controller begins", with_candidates=True)
+            # A step that the controller before had asked for may have ended meanwhile, at some or at all.
+            infos = await self._all({m: p.info() for m, p in self.members.items()}, grace=GRACE_SECONDS)
+            self._note_losses(infos)
+            steps = {i.commit.step if isinstance(i, TrainerInfo) else None for i in infos.values()}
+            if len(steps) == 1 and None not in steps:
+                self.committed_step = max(s for s in steps if s is not None)
+                return
+        raise StepFailed(f"trainers did not agree on their state in {REGROUPS_MAX} attempts")
 
     async def _wait_for_candidates(self, wanted: int) -> None:
         started, first_at = self._clock.monotonic(), None

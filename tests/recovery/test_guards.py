@@ -1,0 +1,200 @@
+"""Guards as a table: who holds what, and whether a person is called."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rolecall.core.config import RecoveryConfig
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, Target
+from rolecall.core.ids import IncidentId, NodeId, ReplicaId
+from rolecall.core.membership import ReplicaState
+from rolecall.recovery.fleet import FleetView
+from rolecall.recovery.guards import check, on_peer_evidence_alone
+from rolecall.recovery.incidents import PERSON, Attempt, Failure, Incident, IncidentState, Outcome
+from rolecall.recovery.testing import diagnosis
+from tests.recovery.test_policy import fleet
+
+A, F, S = ActionKind, FaultClass, IncidentState
+NOW = 100_000.0
+
+
+def plan(*who: str, action: ActionKind = A.REPLACE_REPLICA, incident: str = "inc-9-x") -> Plan:
+    targets = tuple(Target(replica=ReplicaId(r), incarnation=1, node=NodeId("n")) for r in who)
+    return Plan(incident_id=IncidentId(incident), action=action, targets=targets, because="it is so")
+
+
+def incident(
+    name: str, d: Diagnosis, p: Plan, *, state: IncidentState = S.PLANNED, started: float | None = None
+) -> Incident:
+    attempt = Attempt(
+        number=1, plan=p, call_person=False, outcome="tolerated", made_at=0.0, started_at=started, done_at=started
+    )
+    return Incident(
+        incident_id=name,
+        state=state,
+        diagnosis=d,
+        opened_at=0.0,
+        seen_keys=frozenset({d.key}),
+        attempts=(attempt,),
+        outcome=Outcome.CURED if state is S.CLOSED else None,
+    )
+
+
+def past(replica: str, seconds_ago: float, state: IncidentState = S.CLOSED) -> Incident:
+    name = f"inc-{replica}-{seconds_ago}"
+    return incident(
+        name, diagnosis(F.CRASH, (replica, 1)), plan(replica, incident=name), state=state, started=NOW - seconds_ago
+    )
+
+
+def guarded(
+    *who: str,
+    d: Diagnosis | None = None,
+    others: tuple[Incident, ...] = (),
+    view: FleetView | None = None,
+    action: ActionKind = A.REPLACE_REPLICA,
+    paused: str | None = None,
+    stopping: str | None = None,
+    **config: Any,
+) -> tuple[str, bool]:
+    p = plan(*who, action=action)
+    this = incident("inc-9-x", d or diagnosis(F.CRASH, *((r, 1) for r in who)), p)
+    settings = {"mode": "act", "replicas_at_once_max": 9, "evictions_per_hour_max": 99, "role_share_max": 1.0, **config}
+    found = check(
+        p,
+        this,
+        fleet=view or fleet(),
+        config=RecoveryConfig(**settings),
+        incidents=(this, *others),
+        paused=paused,
+        stopping=stopping,
+        now=NOW,
+    )
+    assert found.because
+    assert found.passed is (found.guard == "")
+    return found.guard, found.call_person
+
+
+PASS, WAITS, CALLS = ("", False), False, True
+
+
+def slow(*who: str, **more: Any) -> Diagnosis:
+    return diagnosis(F.SLOW, *((r, 1) for r in who), gain_ratio=4.0, **more)
+
+
+def dead(*who: str) -> FleetView:
+    return FleetView(
+        replicas=tuple(replace(r, state=ReplicaState.LOST) if r.replica in who else r for r in fleet().replicas)
+    )
+
+
+TABLE: dict[str, tuple[tuple[str, bool], tuple[str, bool]]] = {
+    "nothing against it": (guarded("rollout/1"), PASS),
+    "observe": (guarded("rollout/1", mode="observe"), ("mode", WAITS)),
+    "approve passes here": (guarded("rollout/1", mode="approve"), PASS),
+    "paused": (guarded("rollout/1", paused="bob: upgrade"), ("paused", WAITS)),
+    "observe comes before pause": (guarded("rollout/1", mode="observe", paused="bob"), ("mode", WAITS)),
+    "stopping": (guarded("rollout/1", stopping="user code"), ("stopping", WAITS)),
+    "stop job in a pause": (guarded(action=A.STOP_JOB, paused="bob"), ("paused", WAITS)),
+    "stop job needs no budget": (guarded(action=A.STOP_JOB, evictions_per_hour_max=0), PASS),
+    "incarnation is over": (guarded("rollout/1", view=fleet(rollout_1=2)), ("incarnation", WAITS)),
+    "not desired any more": (guarded("rollout/1", view=FleetView(replicas=())), ("incarnation", WAITS)),
+    # evictions per hour
+    "budget of none": (guarded("rollout/1", evictions_per_hour_max=0), ("evictions", CALLS)),
+    "budget left": (guarded("rollout/1", others=(past("reward/0", 10),), evictions_per_hour_max=2), PASS),
+    "budget spent": (
+        guarded("rollout/1", others=(past("reward/0", 10), past("reward/1", 3599)), evictions_per_hour_max=2),
+        ("evictions", CALLS),
+    ),
+    "budget comes back": (
+        guarded("rollout/1", others=(past("reward/0", 10), past("reward/1", 3601)), evictions_per_hour_max=2),
+        PASS,
+    ),
+    "two targets cost two": (guarded("rollout/0", "rollout/1", evictions_per_hour_max=1), ("evictions", CALLS)),
+    # retries per replica
+    "third time": (
+        guarded("rollout/1", others=tuple(past("rollout/1", s) for s in (10, 20)), retries_per_replica_max=3),
+        PASS,
+    ),
+    "fourth time": (
+        guarded("rollout/1", others=tuple(past("rollout/1", s) for s in (10, 20, 30)), retries_per_replica_max=3),
+        ("retries", CALLS),
+    ),
+    "others' retries do not count": (
+        guarded("rollout/1", others=tuple(past("rollout/0", s) for s in (10, 20, 30)), retries_per_replica_max=3),
+        PASS,
+    ),
+    # at once
+    "another is under repair": (
+        guarded("rollout/1", others=(past("trainer/0", 10, S.VERIFYING),), replicas_at_once_max=1),
+        ("at_once", WAITS),
+    ),
+    "another was repaired": (
+        guarded("rollout/1", others=(past("trainer/0", 10, S.CLOSED),), replicas_at_once_max=1),
+        PASS,
+    ),
+    "under repair for hours still counts": (
+        guarded("rollout/1", others=(past("trainer/0", 9000, S.ACTING),), replicas_at_once_max=1),
+        ("at_once", WAITS),
+    ),
+    "alone too many": (guarded("rollout/0", "rollout/1", replicas_at_once_max=1), ("at_once", CALLS)),
+    # share of a role
+    "one replica is always allowed": (guarded("controller/0", role_share_max=0.0), PASS),
+    "half of two": (
+        guarded("trainer/1", others=(past("trainer/0", 10, S.VERIFYING),), role_share_max=0.5),
+        ("role_share", WAITS),
+    ),
+    "another role": (guarded("trainer/1", others=(past("reward/0", 10, S.VERIFYING),), role_share_max=0.5), PASS),
+    "a group beyond the share": (guarded("rollout/0", "rollout/1", role_share_max=0.5), ("role_share", CALLS)),
+    # peer evidence
+    "slow, one of three": (guarded("rollout/1", d=slow("rollout/1")), PASS),
+    "slow, two of three": (guarded("rollout/0", "rollout/1", d=slow("rollout/0", "rollout/1")), ("majority", CALLS)),
+    "slow, the second of three": (
+        guarded(
+            "rollout/1",
+            d=slow("rollout/1"),
+            others=(incident("inc-8", slow("rollout/0"), plan("rollout/0", incident="inc-8")),),
+        ),
+        ("majority", CALLS),
+    ),
+    "slow, the others are dead": (
+        guarded("rollout/1", d=slow("rollout/1"), view=dead("rollout/0", "rollout/2")),
+        ("last_living", CALLS),
+    ),
+    "crashed, the others are dead": (guarded("rollout/1", view=dead("rollout/0", "rollout/2")), PASS),
+    "slow against itself, alone": (
+        guarded(
+            "rollout/1",
+            d=slow("rollout/1", evidence=(Evidence(kind="seconds_per_unit", text="", values={"peers": 0.0}),)),
+            view=dead("rollout/0", "rollout/2"),
+        ),
+        PASS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_guards(name: str) -> None:
+    got, wanted = TABLE[name]
+    assert got == wanted
+
+
+def test_a_retry_of_the_same_incident_is_not_under_repair_beside_itself() -> None:
+    first = past("rollout/1", 10, S.PLANNED)
+    tried = replace(first, attempts=(replace(first.attempts[0], failure=Failure.DIED),))
+    assert guarded("rollout/1", others=(tried,), replicas_at_once_max=1) == PASS
+
+
+@pytest.mark.parametrize(
+    ("d", "alone"),
+    [
+        (slow("rollout/1"), True),
+        (slow("rollout/1", evidence=(Evidence(kind="seconds_per_unit", text="", values={"peers": 2.0}),)), True),
+        (slow("rollout/1", evidence=(Evidence(kind="self_history", text=""),)), False),
+        (slow("rollout/1", detectors=(PERSON,)), False),
+        (diagnosis(F.HANG, ("rollout/1", 1)), False),
+    ],
+)
+def test_peer_evidence(d: Diagnosis, alone: bool) -> None:
+    assert on_peer_evidence_alone(d) is alone

@@ -103,6 +103,7 @@ class Subject:
     stall: Clocks = field(default_factory=Clocks)
     beat: Clocks = field(default_factory=Clocks)
     beats_seen: bool = False
+    tainted: bool = False  # what it does now began, or went on, under a finding: not to be learned as normal
     worked: int = 0  # units finished in a work phase under this name
     worked_wall: float = 0.0
     phases_done: set[str] = field(default_factory=set)
@@ -341,6 +342,7 @@ def advance(subject: Subject, previous: ProcessSample, sample: ProcessSample, ga
     """Moves the subject's clocks from one sample to the next; `gaps` learns from it unless None."""
     counted = min(sample.at - previous.at, SAMPLE_GAP_SECONDS_MAX)
     starved = min(counted, starved_seconds(previous, sample))
+    subject.tainted |= gaps is None
     cpu = max(0.0, sample.cpu_seconds - previous.cpu_seconds)
     if sample.beats != previous.beats:
         if gaps is not None and subject.beats_seen:
@@ -355,7 +357,8 @@ def advance(subject: Subject, previous: ProcessSample, sample: ProcessSample, ga
         subject.worked += units
         subject.worked_wall = now
     if _moved(previous, sample):
-        _learn(subject, previous, sample, starved, gaps)
+        _learn(subject, previous, sample, starved, None if subject.tainted else gaps)
+        subject.tainted = gaps is None
         since = max(sample.progress_at, sample.phase_since)
         subject.stall.reset(min(counted, max(0.0, sample.at - since)))
     else:

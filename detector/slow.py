@@ -24,7 +24,7 @@ from rolecall.core.config import DetectorConfig
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.findings import GAIN, finding
-from rolecall.detector.fleet import Fleet, SlowMeter, Subject, starved_seconds
+from rolecall.detector.fleet import WORK_PHASES, Fleet, SlowMeter, Subject, starved_seconds
 
 BUSY_SECONDS_MIN = 0.05
 """A stride with less work than this says nothing: timer noise of microseconds looms large in it, and the slowness of
@@ -125,7 +125,7 @@ def _censored(
     subject: Subject, sample: ProcessSample, meter: SlowMeter, stride_seconds: float, gap_p99: float | None
 ) -> Work | None:
     """A unit under way for longer than any unit should take counts by the time it has taken."""
-    if gap_p99 is None or not subject.progress_due or not meter.load:
+    if gap_p99 is None or subject.phase not in WORK_PHASES or not meter.load:
         return None
     if sample.at - max(meter.censored_at, sample.progress_at) < stride_seconds:
         return None
@@ -150,13 +150,15 @@ def expected(state: SlowState, role: str, load: float) -> float | None:
     return None
 
 
-def learn(state: SlowState, role: str, load: float, log_seconds: float) -> None:
+def learn(state: SlowState, role: str, load: float, log_seconds: float, num_peers: int = 0) -> None:
+    """One observation more. A role of many learns no faster than a role of one: else a host that becomes slower would
+    become normal for the one before it does for the other."""
     baseline = state.baselines.setdefault((role, load_bin(load)), Baseline())
     baseline.count += 1
     difference = log_seconds - baseline.mean
     if baseline.count > HISTORY_MIN:
         difference = max(-OFFSET_MAX, min(OFFSET_MAX, difference))
-    baseline.mean += difference * max(1 / baseline.count, LEARN_RATE_MIN)
+    baseline.mean += difference * max(1 / baseline.count, LEARN_RATE_MIN / (1 + num_peers))
 
 
 def sigma(state: SlowState, role: str) -> float:
@@ -206,8 +208,8 @@ def _observe(state: SlowState, fleet: Fleet, subject: Subject, work: Work, confi
     reference = median(peers) if peers else _fleet_shift(fleet, subject, now)
     x = min(meter.residual - reference, meter.residual - meter.offset)
     x = max(-RATIO_CLIP, min(RATIO_CLIP, x))
-    drift = math.log(config.slow_ratio) / 2
-    h = _threshold(state, role, config)
+    drift = _drift(config, bool(peers))
+    h = _threshold(state, role, config, drift)
     _accumulate(meter, x, drift, h, now)
     if not work.censored:
         meter.pending.append((work.load, log_seconds, x, meter.last_x))
@@ -239,7 +241,7 @@ def _learn_from(
     state: SlowState, role: str, meter: SlowMeter, load: float, log_seconds: float, x: float, x_before: float
 ) -> None:
     habit = expected(state, role, load)
-    learn(state, role, load, log_seconds)
+    learn(state, role, load, log_seconds, meter.peers)
     if habit is not None:
         meter.offset_count += 1
         rate = max(1 / (meter.offset_count + OFFSET_PRIOR_WEIGHT), LEARN_RATE_MIN)
@@ -273,9 +275,15 @@ def _fleet_shift(fleet: Fleet, subject: Subject, now: float) -> float:
     return median(others) if others else 0.0
 
 
-def _threshold(state: SlowState, role: str, config: DetectorConfig) -> float:
+def _drift(config: DetectorConfig, has_peers: bool) -> float:
+    """Half of what is looked for, as Page has it; all of it without peers, where a change of the host or of the work
+    looks like a slowness and is cancelled only roughly."""
+    return math.log(config.slow_ratio) / (2 if has_peers else 1)
+
+
+def _threshold(state: SlowState, role: str, config: DetectorConfig, drift: float) -> float:
     strides = SECONDS_PER_DAY / config.slow_stride_seconds / config.slow_false_alarms_per_day
-    return threshold(sigma(state, role), math.log(config.slow_ratio) / 2, strides)
+    return threshold(sigma(state, role), drift, strides)
 
 
 def find(state: SlowState, fleet: Fleet, config: DetectorConfig, now: float) -> list[Finding]:
@@ -287,7 +295,7 @@ def find(state: SlowState, fleet: Fleet, config: DetectorConfig, now: float) -> 
 def _finding(state: SlowState, subject: Subject, config: DetectorConfig, now: float) -> Finding:
     meter = subject.slow
     ratio = math.exp(meter.ratio_log)
-    h = _threshold(state, subject.role, config)
+    h = _threshold(state, subject.role, config, _drift(config, bool(meter.peers)))
     against = (
         f"{meter.peers} peer{'s' if meter.peers != 1 else ''} at equal load"
         if meter.peers

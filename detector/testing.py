@@ -22,6 +22,7 @@ from rolecall.detector.observation import Observation
 TICK_SECONDS = 0.02
 SAMPLE_TICKS = 10  # the agents sample every 0.2 s
 POLL_SECONDS = 0.25
+BUCKETS = 3  # collectives a step
 WALL_OFFSET = 1_700_000_000.0
 TAIL_PROBABILITY = 0.005
 """One unit in 200 takes up to three times as long, or a pause: garbage collection, page faults, a cold cache."""
@@ -66,6 +67,7 @@ class FakeProcess:
     units: int = 0
     tokens: int = 0
     tokens_of_unit: int = 0
+    joined: bool = False  # trainer: member of the epoch
     requests: int = 0
     cpu: float = 0.0
     run_delay: float = 0.0
@@ -209,6 +211,14 @@ class FakeFleet:
         p = self.processes.pop(replica)
         p.alive = False
         self.event(AgentEventKind.EXITED, p, last_phase=p.phase, signal=signal)
+        if p.role == "trainer":
+            # The collective fails at the survivors; the step begins again once all have joined a new epoch.
+            for peer in self.processes.values():
+                if peer.role == "trainer":
+                    peer.epoch += 1
+                    peer.done = peer.entered = peer.entered + (-peer.entered) % BUCKETS
+                    if peer.phase in (Phase.REDUCE, Phase.COMPUTE):
+                        peer.enter(Phase.WAIT, self.now)
         return p
 
     def promote(self, standby: str, replica: str, incarnation: int) -> FakeProcess:
@@ -428,26 +438,32 @@ class FakeFleet:
                 p.enter(Phase.SCORE, self.now, units=self.rng.randint(4, 16))
 
     def _trainers(self) -> None:
-        members = [p for p in self.processes.values() if p.role == "trainer" and p.phase != Phase.START]
-        free = [p for p in members if p.fault is None or p.fault.kind not in HANGS]
-        if not members:
-            return
-        if all(p.phase == Phase.WAIT for p in members) and self.now >= self.groups_ready_at:
+        ready = [p for p in self.processes.values() if p.role == "trainer" and p.phase != Phase.START]
+        members = [p for p in ready if p.joined]
+        if all(p.phase == Phase.WAIT for p in ready) and ready and self.now >= self.groups_ready_at:
+            # A step boundary: newcomers join, which grows the epoch; all but the hung begin to compute.
+            if len(members) < len(ready):
+                epoch = max(p.epoch for p in ready) + 1
+                for p in ready:
+                    p.joined, p.epoch = True, epoch
             self.step += 1
-            share = self.microbatches // len(members)
-            for i, p in enumerate(members):
-                if p in free:
-                    extra = 1 if i < self.microbatches % len(members) else 0
+            share, more = divmod(self.microbatches, len(ready))
+            for i, p in enumerate(ready):
+                if not self._hangs(p):
                     p.step = self.step
-                    p.enter(Phase.COMPUTE, self.now, units=max(1, share + extra))
-        if all(p.phase == Phase.REDUCE for p in members) and len(free) == len(members):
+                    p.enter(Phase.COMPUTE, self.now, units=max(1, share + (i < more)))
+        elif members and all(p.phase == Phase.REDUCE and not self._hangs(p) for p in members):
             for p in members:
                 p.done += 1
-                if p.entered % 3:  # three buckets a step
+                if p.entered % BUCKETS:
                     p.entered += 1
                 else:
                     p.enter(Phase.OPTIMIZER, self.now, seconds=0.03)
             self.groups_ready_at = self.now + self.rng.expovariate(1 / self.groups_ready_seconds)
+
+    @staticmethod
+    def _hangs(p: FakeProcess) -> bool:
+        return p.fault is not None and p.fault.kind in HANGS
 
     def _rollout(self, p: FakeProcess) -> None:
         if p.phase == Phase.IDLE:

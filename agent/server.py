@@ -11,6 +11,7 @@ HTTP/1.1 with keep-alive, so that pollers reuse their connection. A bad request 
 more than everything else of an answer: seven agents share the machine with the work that they watch.
 """
 
+import contextlib
 import hmac
 import json
 import logging
@@ -32,6 +33,7 @@ NUM_CONNECTIONS_MAX = 32
 IDLE_SECONDS_MAX = 65.0
 """A connection that asks nothing for so long is closed; longer than a Prometheus scrape interval of a minute."""
 WAIT_SECONDS_MAX = 30.0
+ACCEPT_PAUSE_SECONDS = 0.1
 NUMBER_MAX = (1 << 63) - 1
 
 JSON_TYPE = "application/json"
@@ -197,7 +199,9 @@ class HttpServer(socketserver.ThreadingTCPServer):
             super().__init__((host, port), _Connection)
         except OSError as e:
             raise OSError(e.errno, f"cannot listen on {host}:{port}: {e.strerror}") from e
-        self._thread = threading.Thread(target=self.serve_forever, name="http", daemon=True)
+        self._stopping = False
+        self._pause = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="http", daemon=True)
 
     @property
     def url(self) -> str:
@@ -209,10 +213,24 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
     def stop(self) -> None:
         """Stops listening (waits <= 2 s). Connections in use end with the process."""
+        self._stopping = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread out of accept
         if self._thread.is_alive():
-            self.shutdown()
             self._thread.join(2.0)
         self.server_close()
+
+    def _accept(self) -> None:
+        """In place of serve_forever, which wakes up twice a second to see whether it should stop."""
+        while not self._stopping:
+            try:
+                connection, address = self.get_request()
+            except OSError as e:
+                if not self._stopping:
+                    logger.warning("a connection could not be accepted: %s", e)
+                    self._pause.wait(ACCEPT_PAUSE_SECONDS)  # out of descriptors: it would fail again at once
+                continue
+            self.process_request(connection, address)
 
     def answer(self, request: Request) -> Answer:
         """Raises BadRequest."""

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rolecall.agent.daemon import AgentSettings
+from rolecall.agent.node import AgentSettings
 from rolecall.core.ids import NodeId, process_start_ticks
 from rolecall.core.rundir import registration_secret
 from tests.support import eventually

@@ -1,0 +1,216 @@
+"""One node's agent: what holds the parts together, starts them in order and stops them in the opposite one.
+
+Its data directory belongs to it alone (a lock that the kernel gives back at a SIGKILL): `agent.json` says where it
+listens, `agent.sock` takes registrations, `pages/` holds the state pages, `events.jsonl` and `registrations.json` carry
+it over a restart. The main thread looks at everything each interval; exits, registrations and HTTP have their own.
+"""
+
+import fcntl
+import json
+import logging
+import os
+import select
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolecall.agent.collectors.exits import ExitStatus, ExitWatch, WatchRefused
+from rolecall.agent.collectors.host import HostProbe
+from rolecall.agent.events import EventLog
+from rolecall.agent.evidence import Stacks
+from rolecall.agent.intake import Intake
+from rolecall.agent.registry import Registry
+from rolecall.agent.routes import Routes
+from rolecall.agent.sampler import Sampler
+from rolecall.agent.samples import SampleRing
+from rolecall.agent.server import HttpServer
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.errors import RolecallError
+from rolecall.core.ids import NodeId, ProcessId, process_start_ticks
+from rolecall.core.rundir import bearer_token, write_atomically
+from rolecall.core.telemetry import AgentEventKind
+
+logger = logging.getLogger(__name__)
+
+HOUSEKEEPING_SECONDS = 1.0
+"""How often `raylet.json` is read again and events are flushed to disk."""
+
+
+class DirectoryInUse(RolecallError):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        super().__init__(f"{path}: another agent works in this directory")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentSettings:
+    node: NodeId
+    data_dir: Path
+    token: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    interval_seconds: float = 0.2
+    raylet: tuple[int, int] | None = None  # pid, start ticks; else `raylet.json` in the data directory
+    parent: tuple[int, int] | None = None  # the agent ends when this process does
+    proc: Path = Path("/proc")
+    cgroup_root: Path = Path("/sys/fs/cgroup")
+
+
+class Agent:
+    """Made, then `run()` until `stop()` is called from a signal handler or another thread."""
+
+    def __init__(self, settings: AgentSettings, clock: Clock | None = None) -> None:
+        """Takes the directory and opens everything, but starts nothing.
+
+        Raises:
+            DirectoryInUse: another agent lives in it.
+            OSError: the directory, socket or port cannot be had.
+        """
+        self._settings, self._clock = settings, clock or SystemClock()
+        self._dir = settings.data_dir
+        (self._dir / "pages").mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = self._take_directory()
+        # Not threading.Event: `set` in a signal handler could wait for the lock that its own thread holds.
+        self._stop_asked = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._raylet_complaint = ""
+        self._raylet: tuple[int, int] | None = None
+        clock = self._clock
+        self.events = EventLog(self._dir / "events.jsonl", settings.node, clock)
+        self._exits = ExitWatch()  # the kernel's own /proc: pidfds are of this machine whatever `proc` shows
+        host = HostProbe(settings.node, proc=settings.proc)
+        self.registry = Registry(
+            node=settings.node,
+            data_dir=self._dir,
+            token=settings.token,
+            events=self.events,
+            exits=self._exits,
+            clock=clock,
+            oom_kills=host.oom_kills,
+            proc=settings.proc,
+            cgroup_root=settings.cgroup_root,
+        )
+        self.ring = SampleRing(settings.node, os.getpid(), clock)
+        self._sampler = Sampler(self.registry, host, self.ring, clock)
+        self._http = HttpServer(settings.host, settings.port, self._routes().table())
+        answerers = {
+            "register": self.registry.register,
+            "exception": self.registry.exception,
+            "finished": self.registry.finished,
+        }
+        self._intake = Intake(self._dir / "agent.sock", answerers, clock)
+
+    def _take_directory(self) -> int:
+        descriptor = os.open(self._dir / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise DirectoryInUse(self._dir) from None
+        return descriptor
+
+    def _routes(self) -> Routes:
+        return Routes(
+            node=self._settings.node,
+            clock=self._clock,
+            started_wall=self._clock.wall(),
+            interval_seconds=self._settings.interval_seconds,
+            ring=self.ring,
+            events=self.events,
+            registry=self.registry,
+            sampler=self._sampler,
+            stacks=Stacks(),
+            bearer=bearer_token(self._settings.token),
+        )
+
+    @property
+    def url(self) -> str:
+        return self._http.url
+
+    def stop(self) -> None:
+        """Asks `run` to end. Safe in a signal handler."""
+        os.eventfd_write(self._stop_asked, 1)
+
+    def run(self) -> None:
+        """Serves until `stop()`, or until the parent process is gone."""
+        try:
+            self._start()
+            self._loop()
+        finally:
+            self._shut()
+
+    def _start(self) -> None:
+        self.events.append(AgentEventKind.AGENT_STARTED, detail={"pid": str(os.getpid())})
+        self._exits.start()
+        self._watch_parent()
+        self.registry.adopt()
+        self._watch_raylet(self._settings.raylet)
+        self._sampler.round()
+        self._intake.start()
+        self._http.start()
+        start_ticks = process_start_ticks(os.getpid())
+        said = {"url": self.url, "pid": os.getpid(), "start_ticks": start_ticks, "node": self._settings.node}
+        write_atomically(self._dir / "agent.json", json.dumps(said) + "\n")
+
+    def _loop(self) -> None:
+        interval = self._settings.interval_seconds
+        due = housekeeping_due = self._clock.monotonic()
+        while not select.select([self._stop_asked], [], [], max(0.0, due - self._clock.monotonic()))[0]:
+            self._sampler.round()
+            now = self._clock.monotonic()
+            if now >= housekeeping_due:
+                housekeeping_due = now + HOUSEKEEPING_SECONDS
+                self.events.sync()
+                if self._settings.raylet is None:
+                    self._watch_raylet(self._raylet_in_file())
+            # A round that came late is skipped, not made up for: the samples carry their own times.
+            due = max(due + interval, now)
+
+    def _shut(self) -> None:
+        (self._dir / "agent.json").unlink(missing_ok=True)
+        self._http.stop()
+        self._intake.stop()
+        self._exits.stop()
+        self.events.close()
+        os.close(self._lock)
+
+    def _watch_parent(self) -> None:
+        if self._settings.parent is None:
+            return
+        pid, start_ticks = self._settings.parent
+        try:
+            self._exits.watch(pid, start_ticks, self._parent_ended)
+        except WatchRefused as e:
+            logger.warning("the parent is gone: %s", e)
+            self.stop()
+
+    def _parent_ended(self, status: ExitStatus) -> None:
+        logger.warning("the parent process ended: the agent ends, too")
+        self.stop()
+
+    def _raylet_in_file(self) -> tuple[int, int] | None:
+        try:
+            value = json.loads((self._dir / "raylet.json").read_bytes())
+            return int(value["pid"]), int(value["start_ticks"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            complaint = f"raylet.json: {type(e).__name__}: {e}"
+            if complaint != self._raylet_complaint:  # once, not each second
+                logger.warning(complaint)
+            self._raylet_complaint = complaint
+            return None
+
+    def _watch_raylet(self, raylet: tuple[int, int] | None) -> None:
+        """Watches a raylet once; one that is gone already is told, unless it was before a restart of the agent."""
+        if raylet is None or raylet == self._raylet:
+            return
+        self._raylet = raylet
+        process = ProcessId(node=self._settings.node, pid=raylet[0], start_ticks=raylet[1])
+        try:
+            self._exits.watch(*raylet, lambda status: self._raylet_ended(process, status))
+        except WatchRefused:
+            if not self.events.has(AgentEventKind.RAYLET_EXITED, process):
+                self._raylet_ended(process, ExitStatus())
+
+    def _raylet_ended(self, process: ProcessId, status: ExitStatus) -> None:
+        detail = {k: str(v) for k, v in (("signal", status.signal), ("code", status.code)) if v is not None}
+        self.events.append(AgentEventKind.RAYLET_EXITED, process=process, detail=detail)

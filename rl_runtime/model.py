@@ -1,7 +1,7 @@
 """Models: a small Qwen3-shaped decoder made locally, or any Hugging Face folder.
 
 Parameter names are Hugging Face's everywhere (manifests, transfers, checkpoints), so that an engine can load them by
-name. The local model is float32 with untied embeddings: 0.8 M parameters by default.
+name. The local model is float32 with untied embeddings: 0.9 M parameters by default.
 """
 
 import shutil
@@ -14,8 +14,8 @@ from rolecall.core.config import ModelConfig
 from rolecall.core.errors import ConfigError
 from rolecall.rl_runtime.tokenizer import Vocabulary, folder_vocabulary, local_vocabulary, write_tokenizer
 
-INITIALIZER_RANGE = 0.08
-"""Standard deviation of fresh weights, about 1/sqrt(128): at Hugging Face's 0.02 a model this narrow starts too flat."""
+INITIALIZER_RANGE = 0.05
+"""Standard deviation of fresh weights. Measured over 0.035, 0.05 and 0.08: learns soonest, and from every seed tried."""
 
 POSITIONS_MAX = 512
 

@@ -29,9 +29,9 @@ class ModelConfig(Section):
 
     path: str | None = None
     """Folder with config.json and safetensors; None makes a small model locally."""
-    hidden_size: Annotated[int, Field(ge=32, le=4096)] = 128
-    intermediate_size: Annotated[int, Field(ge=32, le=16_384)] = 384
-    num_layers: Annotated[int, Field(ge=1, le=64)] = 4
+    hidden_size: Annotated[int, Field(ge=32, le=4096)] = 192
+    intermediate_size: Annotated[int, Field(ge=32, le=16_384)] = 640
+    num_layers: Annotated[int, Field(ge=1, le=64)] = 2
     num_heads: Annotated[int, Field(ge=1, le=64)] = 4
     num_kv_heads: Annotated[int, Field(ge=1, le=64)] = 2
     head_dim: Annotated[int, Field(ge=16, le=256)] = 32
@@ -56,11 +56,13 @@ class AlgorithmConfig(Section):
     microbatches_per_step: Annotated[int, Field(ge=1, le=1024)] = 4
     """B of the constant-work law: each optimizer step uses exactly this many, whatever the number of survivors."""
     groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 2
-    learning_rate: Annotated[float, Field(ge=0, le=1)] = 2e-3
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0, lt=10)] = 0.28
+    learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    clip_high: Annotated[float, Field(gt=0, lt=10)] = 1.0
+    """A token's ratio to the policy that made it is clipped to [1 - clip_low, 1 + clip_high]. DAPO's 0.2 and 0.28 suit
+    a learning rate of 1e-6; here two versions of staleness move ratios far more, and most tokens would be cut off."""
     grad_norm_max: Annotated[float, Field(gt=0)] = 1.0
-    divide_by_std: bool = False
+    divide_by_std: bool = True
     """GRPO divides a group's advantages by their standard deviation; Dr. GRPO does not."""
     entropy_coefficient: Annotated[float, Field(ge=0, le=1)] = 0.05
     """Bonus for the policy's entropy at each token. A model that starts from random weights settles on one answer

@@ -1,7 +1,7 @@
 """Digests of tensors, and the manifest that names what a policy version consists of.
 
 A tensor's digest is the SHA-256 of its raw bytes in little-endian row-major order, nothing else: name, dtype and shape
-stand beside it in the entry, and a manifest's digest covers entries and version. Digests are equal exactly when the bits
+stand beside it in the entry, and a manifest's digest covers version and entries. Digests are equal exactly when the bits
 are: -0.0 and 0.0 differ, and so do two NaNs of different payload. No floating-point tolerance enters here.
 """
 
@@ -77,10 +77,13 @@ def entries_digest(entries: Iterable[TensorEntry]) -> str:
     return total.hexdigest()
 
 
-def manifest_digest(policy_version: int, entries: Iterable[TensorEntry], canary_logprobs: Sequence[float]) -> str:
-    """Digest of a whole manifest: entries, version, and the canary's log-probabilities (exact, as hex floats)."""
-    canary = ",".join(float(x).hex() for x in canary_logprobs)
-    return hashlib.sha256(f"{policy_version}|{entries_digest(entries)}|{canary}".encode()).hexdigest()
+def manifest_digest(policy_version: int, entries: Iterable[TensorEntry]) -> str:
+    """Digest of a manifest: version and entries.
+
+    The canary's log-probabilities are left out: they are computed, and two trainers that hold the same bits on different
+    machines may differ in the last place, yet each must be able to serve the other's version.
+    """
+    return hashlib.sha256(f"{policy_version}|{entries_digest(entries)}".encode()).hexdigest()
 
 
 def build_manifest(
@@ -98,7 +101,7 @@ def build_manifest(
         policy_version=policy_version,
         tensors=entries,
         canary_logprobs=tuple(float(x) for x in canary_logprobs),
-        digest=manifest_digest(policy_version, entries, canary_logprobs),
+        digest=manifest_digest(policy_version, entries),
     )
 
 
@@ -113,7 +116,7 @@ def check_manifest(manifest: Manifest) -> None:
         raise WireError(f"manifest of version {manifest.policy_version} names no tensor")
     if len(set(names)) != len(names):
         raise WireError(f"manifest of version {manifest.policy_version} names a tensor twice")
-    wanted = manifest_digest(manifest.policy_version, manifest.tensors, manifest.canary_logprobs)
+    wanted = manifest_digest(manifest.policy_version, manifest.tensors)
     if wanted != manifest.digest:
         raise WireError(
             f"manifest of version {manifest.policy_version}: digest is {manifest.digest[:12]}, content {wanted[:12]}"
@@ -125,4 +128,4 @@ def received_digest(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> 
 
     Equal to `manifest.digest` only when every tensor is there, none is added, and each has its dtype, shape and bits.
     """
-    return manifest_digest(manifest.policy_version, entries_of(tensors), manifest.canary_logprobs)
+    return manifest_digest(manifest.policy_version, entries_of(tensors))

@@ -59,12 +59,11 @@ def test_manifest_is_sorted_and_holds() -> None:
     assert received_digest(manifest, weights()) == manifest.digest
 
 
-@pytest.mark.parametrize("what", ["version", "canary", "tensor left out", "entry twice"])
+@pytest.mark.parametrize("what", ["version", "tensor left out", "entry twice"])
 def test_altered_manifest_is_refused(what: str) -> None:
     manifest = build_manifest(3, weights(), [-1.0])
     altered = {
         "version": replace(manifest, policy_version=4),
-        "canary": replace(manifest, canary_logprobs=(-1.5,)),
         "tensor left out": replace(manifest, tensors=manifest.tensors[:1]),
         "entry twice": replace(manifest, tensors=manifest.tensors * 2),
     }[what]

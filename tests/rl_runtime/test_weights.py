@@ -119,6 +119,13 @@ def test_same_number_with_other_weights_is_not_served(start: Start) -> None:
         get(server.holder(TRAINER, 1), build_manifest(1, make_weights(2), []))
 
 
+def test_a_trainer_whose_canary_differs_in_the_last_place_serves_the_same_version(start: Start) -> None:
+    """It is computed, and another machine may round otherwise; what is transferred is the same to the bit."""
+    server = start()
+    server.publish(build_manifest(1, make_weights(), [-1.0]), make_weights())
+    assert same(get(server.holder(TRAINER, 1), build_manifest(1, make_weights(), [-1.0000001])).tensors, make_weights())
+
+
 def test_names_of_another_model_cannot_be_published(start: Start) -> None:
     with pytest.raises(WireError, match="not those of the manifest"):
         start().publish(build_manifest(0, make_weights(), []), make_weights(num=4))

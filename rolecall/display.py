@@ -22,6 +22,9 @@ CHART_ROWS = 4
 CHART_LABEL = 6  # columns left of the reward curve
 REPLICAS_SHOWN = 6
 """Of one role in one line; of more, only those are shown that do not serve."""
+OPEN_SHOWN = 3
+SENTENCE_SHOWN = 230
+"""Characters of an open incident's sentence: three lines of 80."""
 _STYLE = {"serving": "green", "ready": "cyan", "starting": "yellow", "wanted": "yellow", "lost": "bold red"}
 _SIGN = {"serving": "●", "ready": "○", "starting": "◔", "wanted": "◌", "lost": "✕", "stopped": "·"}
 
@@ -118,16 +121,17 @@ def braille(values: Sequence[float], columns: int, rows: int, low: float, high: 
 
 def _incidents(s: Snapshot) -> list[RenderableType]:
     parts: list[RenderableType] = []
-    for incident in s.open_incidents[-2:]:
+    for n, incident in enumerate(reversed(s.open_incidents[-OPEN_SHOWN:])):
         age = seconds(max(0.0, s.now - incident.opened_at))
-        parts.append(_line((f"▲ {incident.fault_class}", "bold red"), (f"  {_who(incident)}  ", "bold"),
-                           (f"{incident.stage}, {age}", "yellow")))  # fmt: skip
-        parts.append(Padding(Text(plain(incident.because, 240)), (0, 0, 0, 2)))
-        if incident.detail:
-            parts.append(Padding(Text(plain(incident.detail, 160), style="dim"), (0, 0, 0, 2)))
+        what, who = (f"▲ {incident.fault_class}", "bold red"), (f"  {_who(incident)}  ", "bold")
+        parts.append(_line(what, who, (f"{incident.stage}, {age}", "yellow")))
+        if n == 0:  # the newest in full, the others by name
+            parts.append(Padding(Text(plain(incident.because, SENTENCE_SHOWN)), (0, 0, 0, 2)))
+            parts.append(_line(("  " + incident.detail, "dim")))
     if not s.open_incidents:
         parts.append(_line(("no incident open", "dim")))
-    for incident in reversed(s.closed_incidents):
+    closed = s.closed_incidents[-1:] if s.open_incidents else s.closed_incidents
+    for incident in reversed(closed):
         took = seconds((incident.closed_at or s.now) - incident.opened_at)
         style = "green" if incident.stage == "cured" else "yellow"
         parts.append(_line((f"✓ {incident.stage} ", style), (f"{_who(incident)} ", ""),

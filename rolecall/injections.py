@@ -29,21 +29,27 @@ def parse_injections(text: str) -> list[Fault]:
         ValueError: a whole line is not what the injector writes.
     """
     faults = []
-    for line in text.splitlines(keepends=True):
+    for number, line in enumerate(text.splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
             break
-        d = json.loads(line)
-        incarnation = d.get("incarnation")
-        faults.append(
-            Fault(
-                kind=str(d["kind"]),
-                target=str(d["target"]),
-                injected_at=float(d["injected_at"]),
-                how=str(d.get("how") or ""),
-                incarnation=None if incarnation is None else int(incarnation),
-                node=str(d.get("node") or ""),
-                pid=int(d.get("pid") or 0),
-                start_ticks=int(d.get("start_ticks") or 0),
-            )
-        )
+        try:
+            faults.append(_fault(json.loads(line)))
+        except (ValueError, KeyError, TypeError) as e:
+            raise ValueError(f"line {number} is not what the injector writes: {e!r}") from e
     return sorted(faults, key=lambda f: f.injected_at)
+
+
+def _fault(d: Any) -> Fault:
+    if not isinstance(d, dict):
+        raise TypeError("not a mapping")
+    incarnation = d.get("incarnation")
+    return Fault(
+        kind=str(d["kind"]),
+        target=str(d["target"]),
+        injected_at=float(d["injected_at"]),
+        how=str(d.get("how") or ""),
+        incarnation=None if incarnation is None else int(incarnation),
+        node=str(d.get("node") or ""),
+        pid=int(d.get("pid") or 0),
+        start_ticks=int(d.get("start_ticks") or 0),
+    )

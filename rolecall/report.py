@@ -19,7 +19,7 @@ from rolecall import __version__
 from rolecall.auditing import COMPLETED, Admission, RunAudit, audit_run
 from rolecall.baseline import REPORT_JSON, SCHEMA_VERSION, find_baseline, named_baseline, read_report
 from rolecall.core.config import parse_job
-from rolecall.core.errors import ConfigError
+from rolecall.core.errors import ConfigError, RolecallError
 from rolecall.core.events import Event, EventKind
 from rolecall.core.journal import Journal
 from rolecall.core.ledger import GroupState, Ledger
@@ -79,6 +79,7 @@ def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
     Raises:
         JournalError: there is no journal. JournalCorrupt: the file cannot be read.
         RunNotFound: `baseline` was named and holds no report.
+        RolecallError: the injector's log is damaged.
     """
     before = read_report(run.path / REPORT_JSON)
     facts = read_facts(run)
@@ -109,12 +110,16 @@ def read_facts(run: RunDir) -> Facts:
         injections = run.injections_path.read_text(encoding="utf-8")
     except FileNotFoundError:
         injections = ""
+    try:
+        faults = parse_injections(injections)
+    except ValueError as e:
+        raise RolecallError(f"{run.injections_path}: {e}") from e
     return Facts(
         run_id=run.run_id,
         job=run.read(),
         events=events,
         known=known,
-        faults=parse_injections(injections),
+        faults=faults,
         steps_undone=undone_steps(lines),
         audit=found,
     )

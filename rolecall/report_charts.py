@@ -109,7 +109,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw)
     first = math.ceil(low / step - 1e-9) * step
-    return [round(first + n * step, 9) for n in range(int((high - first) / step + 1e-9) + 1)]
+    return [round(first + n * step, 9) for n in range(math.floor((high - first) / step + 1e-9) + 1)]
 
 
 def badge_rows(xs: Sequence[float], width: float = 22.0) -> list[int]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sa
+
 from rolecall.core.clock import FakeClock
 from rolecall.core.config import parse_job
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, Suspect, Target
@@ -123,6 +125,9 @@ class FakeRun:
         self.zero = self.clock.monotonic()
         self.journal = Journal(self.run.database_url, clock=self.clock)
         self.ledger = Ledger(self.journal.store, clock=self.clock)
+        # Nobody pulls the plug on a run that never was: no wait for the disk with each of its thousand writes.
+        sa.event.listen(self.journal.store.engine, "connect", lambda c, _: c.execute("PRAGMA synchronous=OFF"))
+        self.journal.store.engine.dispose()
         self.rng = random.Random(self.seed)
         self.incarnation = dict.fromkeys(HOMES, 1)
         self.node = dict(HOMES)
@@ -130,7 +135,7 @@ class FakeRun:
         self.next_pid = 5200
         self.version = 0
         self.away: set[str] = set()  # rollouts that do not serve at the moment
-        self.agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self.agenda: list[tuple[float, int, Callable[[], object]]] = []
         job = {
             "name": "demo",
             "seed": self.seed,
@@ -144,7 +149,7 @@ class FakeRun:
     def wall_zero(self) -> float:
         return self.zero + 1_700_000_000.0
 
-    def at(self, seconds: float, do: Callable[[], None]) -> None:
+    def at(self, seconds: float, do: Callable[[], object]) -> None:
         self.agenda.append((seconds, len(self.agenda), do))
 
     def build(self) -> RunDir:
@@ -164,7 +169,7 @@ class FakeRun:
         digest = self.job.digest()
         self.run.write({"run_id": self.run_id, "seed": self.seed, "config": self.job.model_dump(mode="json")})
         body = {"seed": self.seed, "config_digest": digest, "roles": self.job.roles.counts()}
-        self.at(0.0, lambda: self._say(K.RUN_STARTED, body))
+        self.at(0.0, lambda: self.say(K.RUN_STARTED, body))
         for n, replica in enumerate(HOMES):
             self.at(1.0 + n * 0.4, lambda r=replica: self._starting(r))  # type: ignore[misc]
             slow = 18.0 if replica.startswith(("rollout", "standby")) else 8.0
@@ -176,9 +181,9 @@ class FakeRun:
     def _end(self) -> None:
         for replica in HOMES:
             body = {"replica": replica, "incarnation": self.incarnation[replica], "because": "done"}
-            self._say(K.REPLICA_STOPPED, body)
+            self.say(K.REPLICA_STOPPED, body)
             self._actual(replica, ReplicaState.STOPPED)
-        self._say(K.RUN_ENDED, {"outcome": "completed", "because": f"all {self.num_steps} steps are committed"})
+        self.say(K.RUN_ENDED, {"outcome": "completed", "because": f"all {self.num_steps} steps are committed"})
 
     # --- work ---------------------------------------------------------------------------------------------------
 
@@ -190,7 +195,7 @@ class FakeRun:
             now += STEP_SECONDS * self.rng.uniform(0.85, 1.25)
             stalled = next((end for at, end in hangs if begin <= at < now), None)
             if stalled is not None:
-                self.at(stalled - 1.3, lambda s=step: self._say(  # type: ignore[misc]
+                self.at(stalled - 1.3, lambda s=step: self.say(  # type: ignore[misc]
                     K.STEP_INTERRUPTED, {"step": s, "epoch": 1, "because": "trainer/1#1 was fenced"}))  # fmt: skip
                 now = stalled
             self.at(now, lambda s=step, t=now - begin: self._commit(s, t))  # type: ignore[misc]
@@ -210,7 +215,7 @@ class FakeRun:
         self.ledger.write([LedgerLine(group_id=g, state=GroupState.TRAINED, step=step, num_tokens=96) for g in groups])
         learned = 0.93 / (1 + math.exp(-(step - 0.42 * self.num_steps) / (0.09 * self.num_steps)))
         epoch = self.journal.epoch()
-        self._say(
+        self.say(
             K.STEP_COMMITTED,
             {
                 "step": step,
@@ -241,7 +246,7 @@ class FakeRun:
         (folder / "commit.json").write_bytes(raw)
         written = {"commit.json": {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}}
         (folder / "meta.json").write_text(json.dumps({"format": 1, "step": step, "files": written}))
-        self._say(K.CHECKPOINT_WRITTEN, {"path": str(folder), "step": step})
+        self.say(K.CHECKPOINT_WRITTEN, {"path": str(folder), "step": step})
 
     def _admit(self, replica: str) -> None:
         self.away.discard(replica)
@@ -264,7 +269,7 @@ class FakeRun:
             "seconds": 0.031,
             "proof": proof,
         }
-        self._say(K.WEIGHTS_ADMITTED, body)
+        self.say(K.WEIGHTS_ADMITTED, body)
         self._actual(replica, ReplicaState.SERVING)
 
     # --- faults and cures ---------------------------------------------------------------------------------------
@@ -322,7 +327,7 @@ class FakeRun:
             evidence=tuple(Evidence(kind="progress", text=t) for t in strike.evidence),
             detectors=("progress",),
         )
-        self._say(K.INCIDENT_OPENED, {"diagnosis": diagnosis.to_dict(), "window": "0" * 16}, incident)
+        self.say(K.INCIDENT_OPENED, {"diagnosis": diagnosis.to_dict(), "window": "0" * 16}, incident)
 
     def _plan(self, incident: IncidentId, strike: Strike) -> None:
         target = Target(replica=ReplicaId(strike.target), incarnation=self.named, node=NodeId(self.node[strike.target]))
@@ -333,11 +338,11 @@ class FakeRun:
             because=f"replace {strike.target}#{self.named}: the smallest unit that holds the suspect; "
             "nobody else is touched",
         )
-        self._say(K.PLAN_MADE, {"plan": plan.to_dict()}, incident)
-        self._say(K.ACTION_STARTED, {"plan": plan.to_dict(), "digest": plan.digest}, incident)
+        self.say(K.PLAN_MADE, {"plan": plan.to_dict()}, incident)
+        self.say(K.ACTION_STARTED, {"plan": plan.to_dict(), "digest": plan.digest}, incident)
         desired = Desired(replica=target.replica, incarnation=self.named + 1, node=target.node, incident_id=incident)
         self.journal.set_desired(desired)
-        self._say(K.ACTION_DONE, {"digest": plan.digest, "result": "desired is written"}, incident)
+        self.say(K.ACTION_DONE, {"digest": plan.digest, "result": "desired is written"}, incident)
 
     def _move(self, strike: Strike) -> None:
         self._lose(strike.target, "its process is gone")
@@ -350,12 +355,12 @@ class FakeRun:
             "tokens_kept": 862,
             "tokens_lost": 0,
         }
-        self._say(K.REQUESTS_MOVED, body)
+        self.say(K.REQUESTS_MOVED, body)
 
     def _close(self, incident: IncidentId, strike: Strike) -> None:
         because = f"{strike.target}#{self.incarnation[strike.target]}: 7 units of work since it serves"
-        self._say(K.INCIDENT_VERIFIED, {"because": because}, incident)
-        self._say(K.INCIDENT_CLOSED, {"outcome": "cured", "because": because}, incident)
+        self.say(K.INCIDENT_VERIFIED, {"because": because}, incident)
+        self.say(K.INCIDENT_CLOSED, {"outcome": "cured", "because": because}, incident)
 
     # --- replicas -----------------------------------------------------------------------------------------------
 
@@ -365,7 +370,7 @@ class FakeRun:
             self.node[replica] = node
             self.pid[replica], self.next_pid = self.next_pid, self.next_pid + 37
         body = {"replica": replica, "incarnation": self.incarnation[replica], "node": self.node[replica]}
-        self._say(K.REPLICA_STARTING, body)
+        self.say(K.REPLICA_STARTING, body)
         wanted = Desired(
             replica=ReplicaId(replica), incarnation=self.incarnation[replica], node=NodeId(self.node[replica])
         )
@@ -380,7 +385,7 @@ class FakeRun:
             "start_ticks": self.pid[replica] * 10,
             "from_standby": from_standby,
         }
-        self._say(K.REPLICA_READY, body)
+        self.say(K.REPLICA_READY, body)
         self._actual(replica, ReplicaState.READY)
 
     def _promote(self, replica: str) -> None:
@@ -389,13 +394,13 @@ class FakeRun:
         self.incarnation[replica] += 1
         self.pid[replica] = self.pid["standby/0"]
         stopped = {"replica": "standby/0", "incarnation": self.incarnation["standby/0"], "because": "promoted"}
-        self._say(K.REPLICA_STOPPED, stopped)
+        self.say(K.REPLICA_STOPPED, stopped)
         self._ready(replica, from_standby=True)
 
     def _lose(self, replica: str, because: str) -> None:
         self.away.add(replica)
         body = {"replica": replica, "incarnation": self.incarnation[replica], "because": because}
-        self._say(K.REPLICA_LOST, body)
+        self.say(K.REPLICA_LOST, body)
         self._actual(replica, ReplicaState.LOST)
 
     def _epoch(self, because: str, without: str = "") -> None:
@@ -415,7 +420,7 @@ class FakeRun:
         )
         self.journal.set_actual(record)
 
-    def _say(self, kind: K, body: dict[str, Any], incident: IncidentId | None = None) -> None:
+    def say(self, kind: K, body: dict[str, Any], incident: IncidentId | None = None) -> None:
         self.journal.append(kind, body, incident_id=incident)
 
 

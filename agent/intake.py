@@ -156,7 +156,7 @@ class Intake:
             return {"ok": False, "reason": str(e)}
         except Exception:  # deliberate: one bad message must not silence the agent for all others
             logger.exception("a message of process %d could not be handled", peer_pid)
-            return {"ok": False, "reason": "the agent failed at this message"}
+            return {"ok": False, "retry": True, "reason": "the agent failed at this message"}
         return {"ok": True}
 
     def _close(self, connection: _Connection) -> None:

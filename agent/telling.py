@@ -93,8 +93,10 @@ def tell(path: Path, message: Mapping[str, Any], seconds: float) -> None:
         answer = json.loads(reply)
     except ValueError as e:
         raise ConnectionError("the answer is not JSON") from e
-    if not (isinstance(answer, dict) and answer.get("ok") is True):
-        raise Refused(str(answer.get("reason", "")) if isinstance(answer, dict) else "")
+    if not isinstance(answer, dict) or answer.get("retry"):
+        raise ConnectionError("the agent failed at it")
+    if answer.get("ok") is not True:
+        raise Refused(str(answer.get("reason", "")))
 
 
 class Teller:

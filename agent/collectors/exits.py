@@ -7,6 +7,7 @@ pidfd itself (PIDFD_GET_INFO with PIDFD_INFO_EXIT, Linux 6.15 and later; include
 
 import contextlib
 import fcntl
+import logging
 import os
 import select
 import signal
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rolecall.agent.collectors.process import parse_stat
+
+logger = logging.getLogger(__name__)
 
 _PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, struct pidfd_info of 64 bytes)
 _PIDFD_INFO_EXIT = 1 << 3
@@ -163,4 +166,7 @@ class ExitWatch:
             status = exit_status(pidfd, watched.pid, watched.start_ticks, self._proc)
         finally:
             os.close(pidfd)
-        watched.on_exit(status)
+        try:
+            watched.on_exit(status)
+        except Exception:  # deliberate: a defect in one callback must not end the watch over all other processes
+            logger.exception("the exit of process %d could not be handled", watched.pid)

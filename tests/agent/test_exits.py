@@ -78,6 +78,21 @@ def test_a_process_that_is_gone_is_refused(exits: ExitWatch) -> None:
         exits.watch(process.pid, start_ticks, lambda status: None)
 
 
+def test_a_callback_that_fails_does_not_end_the_watch(exits: ExitWatch, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(status: ExitStatus) -> None:
+        raise RuntimeError("a defect")
+
+    first, second = _sleeper(), _sleeper()
+    exits.watch(first.pid, process_start_ticks(first.pid) or 0, fail)
+    heard = _watched(exits, second)
+    first.kill()
+    eventually(lambda: "could not be handled" in caplog.text, 10, "the failure was logged")
+    second.kill()
+    assert heard.get(timeout=10).signal == signal.SIGKILL
+    first.communicate()
+    second.communicate()
+
+
 def test_many_at_once(exits: ExitWatch) -> None:
     processes = [_sleeper() for _ in range(8)]
     heard = [_watched(exits, p) for p in processes]

@@ -16,6 +16,7 @@ from rolecall.agent.intake import LINE_BYTES_MAX, Intake
 from rolecall.agent.registry import DEAD_SHOWN_SECONDS, Registry
 from rolecall.agent.sampler import Sampler, sample_of
 from rolecall.agent.samples import SampleRing
+from rolecall.agent.telling import tell
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.telemetry import AgentEvent
 from tests.agent.processes import NODE, TOKEN, Child, own_start_ticks, secret
@@ -260,9 +261,14 @@ def test_a_torn_page_keeps_its_last_good_values(world: World, child: Child) -> N
 # --- the socket
 
 
+def _defect(peer_pid: int, message: dict[str, object]) -> None:
+    raise RuntimeError("a defect")
+
+
 @pytest.fixture
 def intake(world: World) -> Iterator[Intake]:
-    it = Intake(world.data_dir / "agent.sock", {"register": world.registry.register}, SystemClock())
+    answerers = {"register": world.registry.register, "defect": _defect}
+    it = Intake(world.data_dir / "agent.sock", answerers, SystemClock())
     it.start()
     yield it
     it.stop()
@@ -281,7 +287,7 @@ def _say(world: World, raw: bytes) -> bytes:
     [
         (b"not json\n", b"not JSON"),
         (b"[1]\n", b"not a JSON object"),
-        (b'{"kind": "dance"}\n', b"kind must be one of register"),
+        (b'{"kind": "dance"}\n', b"kind must be one of defect, register"),
         (b"{" * 5000 + b"\n", b"not JSON"),
         (b'{"kind": "register"}\n', b"must be integers"),
     ],
@@ -289,6 +295,14 @@ def _say(world: World, raw: bytes) -> bytes:
 def test_bad_words_get_a_reason(world: World, intake: Intake, raw: bytes, answer: bytes) -> None:
     said = _say(world, raw)
     assert b'"ok": false' in said and answer in said
+
+
+def test_a_defect_is_no_refusal(world: World, intake: Intake, child: Child) -> None:
+    assert b'"retry": true' in _say(world, b'{"kind": "defect"}\n')
+    child.start("rollout/1")  # and nobody else suffers
+    eventually(lambda: world.registry.num_live() == 1, 5, "the child was registered")
+    with pytest.raises(ConnectionError):
+        tell(world.data_dir / "agent.sock", {"kind": "defect"}, 5.0)
 
 
 def test_a_line_without_end_is_cut_off(world: World, intake: Intake) -> None:

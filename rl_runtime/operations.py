@@ -110,12 +110,7 @@ class Operations:
         finally:
             if is_engine:
                 self._engines.release()
-        ready = replace(record, state=ReplicaState.READY, pid=born.pid, start_ticks=born.start_ticks)
-        if not self._journal.set_actual(ready, unless=GONE):
-            # Fenced while it started: recovery wants another incarnation by now.
-            self._kill(ready)
-            return
-        self._ready(ready, from_standby="")
+        self._admit(replace(record, pid=born.pid, start_ticks=born.start_ticks), from_standby="")
 
     def promote(self, what: Promote, standby: Actual) -> None:
         record = replace(
@@ -139,11 +134,7 @@ class Operations:
             self._kill(standby)
             raise
         self.stopped(standby, f"it became {record.replica}#{record.incarnation}")
-        ready = replace(record, state=ReplicaState.READY)
-        if not self._journal.set_actual(ready, unless=GONE):
-            self._kill(ready)
-            return
-        self._ready(ready, from_standby=standby.replica)
+        self._admit(record, from_standby=standby.replica)
 
     def end(self, record: Actual, because: str, *, wanted: bool) -> None:
         """Fences an incarnation, ends its process and confirms that it is gone. `wanted`: it is nobody's replacement."""
@@ -203,13 +194,22 @@ class Operations:
         self._journal.set_actual(record)
         self._event(EventKind.REPLICA_STARTING, record, record.because, key="starting")
 
-    def _ready(self, record: Actual, from_standby: str) -> None:
+    def _admit(self, record: Actual, from_standby: str) -> None:
+        """READY, unless it was fenced while it started: recovery wants another incarnation by then."""
+        standing = self._journal.actual().get((record.replica, record.incarnation))
+        if standing is None or standing.state in GONE:
+            self._kill(record)
+            return
+        # The event comes first, so that whatever others do with a READY replica stands behind it in the journal.
         body: dict[str, int | str] = {
             "pid": record.pid,
             "start_ticks": record.start_ticks,
             "from_standby": from_standby,
         }
         self._event(EventKind.REPLICA_READY, record, record.because, key="ready", more=body)
+        if not self._journal.set_actual(replace(record, state=ReplicaState.READY), unless=GONE):
+            self._kill(record)
+            return
         how = f" (was {from_standby})" if from_standby else ""
         self._note(f"{record.replica}#{record.incarnation} is ready on {record.node}, pid {record.pid}{how}")
 

@@ -191,9 +191,7 @@ class World:
 
     def audit(self) -> Audit:
         lines = Ledger(self.journal.store).lines()
-        anchors = [
-            (f"step {b['step']}", ChainHead(**b["ledger"])) for b in self.events(EventKind.STEP_COMMITTED)
-        ]
+        anchors = [(f"step {b['step']}", ChainHead(**b["ledger"])) for b in self.events(EventKind.STEP_COMMITTED)]
         return audit(lines, anchors, ended=True)
 
     def check(self) -> Audit:

@@ -1,0 +1,1 @@
+../../../rolecall/watching.py

@@ -137,7 +137,7 @@ class Stage:
 @pytest.fixture(scope="module")
 def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     folder = tmp_path_factory.mktemp("engines")
-    write_model_folder(folder / "model", ModelConfig(), seed=0)
+    write_model_folder(folder / "model", ModelConfig(num_layers=4), seed=0)
     made = Stage(folder, folder / "model")
     made.start("rollout/0", "rollout/1")
     yield made

@@ -12,7 +12,7 @@ from rolecall.detector.findings import finding, settles
 from rolecall.detector.fleet import Fleet, Subject, names
 from rolecall.detector.learned import Deadline
 from rolecall.detector.lost import REFUSED, unseen_because
-from rolecall.detector.stall import BUSY_CPUS, Stall
+from rolecall.detector.stall import BUSY_CPUS, WORKING_CPUS, Stall
 
 ASLEEP_CPUS = 0.15
 """A rank that sleeps in a collective uses less than this: beats, the agent's probe and gloo's thread take a few percent."""
@@ -53,6 +53,8 @@ def _judge(
         since = max(w.clocks.wall for w in waiting)
         if any(_phase_seconds(m) < since + BEHIND_MARGIN_SECONDS for m in late):
             return None
+        if any(m.stall.cpu >= WORKING_CPUS * m.stall.effective for m in late):
+            return None  # it is at work on something that has no phase of its own, such as a checkpoint
         return _verdict(late, waiting, FaultClass.HANG, 0.8, "has not entered the collective", now)
     if len(waiting) < len(members) or len(members) < 2:
         return _alone(waiting, now) if len(members) < 2 else None

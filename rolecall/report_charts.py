@@ -36,6 +36,7 @@ class Mark:
     served: float | None
     cured: float | None
     ends: float
+    injected: bool = True  # False: an incident that no fault of the injector's log belongs to
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,7 @@ def marks(report: Mapping[str, Any]) -> list[Mark]:
                 served=after(i["serving_at"]),
                 cured=cured,
                 ends=cured if cured is not None else closed if closed is not None else end,
+                injected=fault is not None,
             )
         )
     for n, fault in enumerate(report["missed"], start=len(found)):
@@ -132,7 +134,8 @@ def _svg(height: float, label: str, parts: Sequence[str]) -> str:
 
 def _badge(mark: Mark, x: float, y: float) -> str:
     title = f"{mark.key}: {mark.label} on {mark.replica}"
-    disc = f'<circle class="badge-disc" cx="{x:g}" cy="{y:g}" r="9"><title>{escape(title)}</title></circle>'
+    css = "badge-disc" if mark.injected else "badge-disc alarm"
+    disc = f'<circle class="{css}" cx="{x:g}" cy="{y:g}" r="9"><title>{escape(title)}</title></circle>'
     return disc + f'<text class="badge" x="{x:g}" y="{y + 4:g}">{escape(mark.key)}</text>'
 
 
@@ -284,7 +287,9 @@ def _harm(mark: Mark, by: Scale, y: float) -> list[str]:
     began = by.x(mark.began)
     found = by.x(mark.found if mark.found is not None else mark.ends)
     who = f"{mark.key}: {mark.label} on {mark.replica}"
-    parts = [_rect("undetected", began, found, y, BAR + 5, f"{who}: not yet found", 2.5)]
+    parts = []
+    if mark.injected:
+        parts.append(_rect("undetected", began, found, y, BAR + 5, f"{who}: not yet found", 2.5))
     if mark.found is not None:
         begin = max(found, began + 2.5)
         parts.append(_rect("curing", begin, by.x(mark.ends), y, BAR + 5, f"{who}: found, not yet cured", 2.5))

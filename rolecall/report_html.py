@@ -53,6 +53,9 @@ def headline(report: Report) -> str:
         what = f"No fault injected, {len(report['incidents'])} incident(s)"
     else:
         what = "No fault, no finding"
+    alarms = len(report["false_alarms"])
+    if faults and alarms:
+        what += f", {alarms} false alarm{'s' if alarms > 1 else ''}"
     holds = "the audit holds" if report["audit"]["ok"] else "the audit fails"
     learned = "" if first is None or last is None else f"; reward went from {first:.2f} to {last:.2f}"
     return f"{what}, {holds}{learned}"
@@ -204,7 +207,7 @@ def _incident(i: Report, key: str) -> str:
     fault = i["fault"]
     title = f"{fault['kind']} on {fault['target']}" if fault else f"{i['fault_class']}: {', '.join(i['suspects'])}"
     css = "good" if i["outcome"] == "cured" else "bad"
-    rows = [("Found", _found(i)), ("Plan", i["plan"] or "none")]
+    rows = [("Found", _found(i)), ("Plan", _plan(i))]
     if i["also_hit"]:
         rows.append(("Also hit", "; ".join(i["also_hit"])))
     rows += [("Held", text) for text in i["held"]]
@@ -212,7 +215,7 @@ def _incident(i: Report, key: str) -> str:
     rows += [("Replaced by", _replacement(r)) for r in i["replacements"]]
     if i["verified"]:
         rows.append(("Verified", i["verified"]))
-    if i["closed_because"] and i["closed_because"] != i["verified"]:
+    if i["closed_because"] and i["closed_because"] not in (i["verified"], i["because"], i["plan"]):
         rows.append(("Closed", i["closed_because"]))
     listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
     evidence = "".join(f"<li>{escape(e['text'])}</li>" for e in i["evidence"])
@@ -228,6 +231,14 @@ def _found(i: Report) -> str:
     named = {True: "the right one named", False: "another one named", None: "nothing was injected"}[i["named_right"]]
     after = f"{seconds(i['detected_seconds'])} after the injection, " if i["detected_seconds"] is not None else ""
     return f"{after}{named}; class {i['fault_class']}, confidence {i['confidence']:.2f}"
+
+
+def _plan(i: Report) -> str:
+    """What was to be done to whom; why, where that is more than the diagnosis says already."""
+    if not i["action"]:
+        return "none"
+    what = f"{i['action'].replace('_', ' ')} {', '.join(i['plan_targets'])}".strip()
+    return what if i["plan"] in ("", i["because"]) else f"{what}: {i['plan']}"
 
 
 def _replacement(r: Report) -> str:

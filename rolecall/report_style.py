@@ -51,7 +51,7 @@ svg text { fill: var(--soft); font: 12px system-ui, -apple-system, "Segoe UI", R
   font-variant-numeric: tabular-nums; }
 svg .name { fill: var(--ink); font-size: 12.5px; }
 svg .badge { fill: var(--card); font-weight: 700; font-size: 11px; text-anchor: middle; }
-svg .badge-disc { fill: var(--bad); }
+svg .badge-disc { fill: var(--bad); } svg .badge-disc.alarm { fill: var(--soft); }
 svg .on-bar { fill: var(--card); font-size: 10.5px; font-weight: 600; }
 svg .grid { stroke: var(--line); stroke-width: 1; }
 svg .guide { stroke: var(--bad); stroke-width: 1; stroke-dasharray: 2 4; opacity: .55; }

@@ -240,11 +240,11 @@ def _after(story: Story, event: Event) -> Story:
 def _names(story: Story, fault: Fault) -> bool:
     for suspect in story.diagnosis.suspects:
         process = suspect.process
-        if process is not None and fault.pid:
+        if process is not None and fault.pid and len(fault.hit) == 1:
             if (process.pid, process.start_ticks) == (fault.pid, fault.start_ticks):
                 return True
             continue
-        same = suspect.replica == fault.target or (not suspect.replica and suspect.node == (fault.node or fault.target))
+        same = suspect.replica in fault.hit or (not suspect.replica and suspect.node == (fault.node or fault.target))
         if same and (None in (suspect.incarnation, fault.incarnation) or suspect.incarnation == fault.incarnation):
             return True
     return False
@@ -292,7 +292,7 @@ def _replacements(story: Story, known: Mapping[Key, Life]) -> tuple[Replacement,
 
 def _work_lost(story: Story, events: Sequence[Event], steps_undone: Mapping[int, float]) -> Story:
     """What the fault cost: tokens, steps, and when the work that it interrupted went on."""
-    hurt = {s.replica for s in story.diagnosis.suspects if s.replica} | ({story.fault.target} if story.fault else set())
+    hurt = {s.replica for s in story.diagnosis.suspects if s.replica} | set(story.fault.hit if story.fault else ())
     since = story.began_at - CLOCK_SLACK_SECONDS
     until = story.ends_at if story.ends_at is not None else float("inf")
     during = [e for e in events if since <= e.wall_at <= until]

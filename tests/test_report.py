@@ -8,6 +8,7 @@ import pytest
 
 from rolecall.baseline import REPORT_JSON
 from rolecall.core.errors import JournalError, RolecallError, RunNotFound
+from rolecall.core.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.report import write_report
 from tests.fake_run import HANG, KILL, FakeRun
@@ -129,6 +130,31 @@ def test_a_damaged_injectors_log_is_named(fake_run: RunDir) -> None:
     fake_run.injections_path.write_text("{}\n")
     with pytest.raises(RolecallError, match=r"injections\.jsonl: line 1"):
         write_report(fake_run)
+
+
+def test_a_killed_helper_is_no_incident_but_must_come_back(tmp_path: Path) -> None:
+    def built(name: str, restarted: bool) -> dict[str, Any]:
+        fake = FakeRun(tmp_path, run_id=name, num_steps=20, strikes=())
+        if restarted:
+            body = {"what": "agent", "node": "node-3", "because": "it ended with -9"}
+            fake.at(30.4, lambda: fake.say(EventKind.PROCESS_RESTARTED, body))
+        run = fake.build()
+        line = {"kind": "agent-kill", "target": "agent", "node": "node-3", "injected_at": fake.wall_zero + 30.0}
+        run.injections_path.write_text(json.dumps(line) + "\n")
+        return write_report(run)
+
+    report = built("back", restarted=True)
+    assert report["ok"] and report["faults_injected"] == 0 and not report["missed"]
+    assert report["helper_faults"][0]["restarted_seconds"] == pytest.approx(0.4)
+    assert _fails(built("gone", restarted=False)) == ["own processes back"]
+
+
+def test_a_fault_that_hits_several_is_named_by_any_of_them(fake_run: RunDir) -> None:
+    lines = [json.loads(line) for line in fake_run.injections_path.read_text().splitlines()]
+    lines[1] |= {"target": "trainer/0", "targets": ["trainer/0", "trainer/1"], "pid": 4103}
+    fake_run.injections_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    report = write_report(fake_run)
+    assert report["incidents"][1]["named_right"] and not report["missed"]
 
 
 # --- the failure-free run -----------------------------------------------------------------------------------------

@@ -110,6 +110,7 @@ def test_headlines_say_what_is_so(report: dict[str, Any]) -> None:
     assert said(faults_injected=4).startswith("Only 3 of 4 faults cured")
     none = said(faults_injected=0, incidents=[])
     assert none.startswith("No fault, no finding, the audit holds")
+    assert said(false_alarms=["i-9"]).startswith("3 of 3 faults cured, 1 false alarm, the audit holds")
     assert "the audit fails" in said(audit={**report["audit"], "ok": False})
     assert "1 incident" in said(faults_injected=0, incidents=report["incidents"][:1])
     assert "reward" not in said(reward_first=None)

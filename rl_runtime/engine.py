@@ -236,8 +236,12 @@ class Engine:
             core.scheduler.max_num_active_reqs = admitted
 
     def close(self) -> None:
-        """Lets go of the model and its groups; the process usually ends after this."""
-        self._llm.engine_core.shutdown()
+        """Closes the groups with their ports and threads. Memory goes with the process, which ends after this: vLLM's own
+        shutdown collects garbage twice first (1.7 s)."""
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        destroy_model_parallel()
+        destroy_distributed_environment()
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
         return cast(list[Any], self._llm.collective_rpc(method, args=args))

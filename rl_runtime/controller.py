@@ -328,14 +328,15 @@ class Controller:
         self.books.event(EventKind.STEP_INTERRUPTED, body)
         if plan is not None and plan.step == step + 1:
             return replace(plan, resumed=True)
+        # First nobody serves: tokens of the policy that never was must not come back after a controller's death here.
+        self.supply.step = step + 1
+        self.generation.demote(f"went back to policy version {self.supply.step}")
+        self.table.truncate_after(self.supply.step)
         if plan is not None:
             groups = [g.group_id for m in plan.microbatches for g in m.groups]
             self.books.returned(plan.step, groups, "all trainers were lost")
             self.table.unassign(groups)
         undone = self.books.undone_after(step, f"went back to step {step}: {because}")
-        self.supply.step = step + 1
-        self.table.truncate_after(self.supply.step)
-        self.generation.demote(f"went back to policy version {self.supply.step}")
         for group in undone:
             self.supply.open(group)
         await self._publish()

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import random
 import selectors
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -387,6 +388,7 @@ class FakeRollout(_Body):
                 h.versions += [self.version] * count
                 h.since += count / self.rate
                 self.generated += count
+                self.fleet.tokens_made[h.request.request_id] += count
 
     def _chunk(self, h: Held, offset: int) -> TokenChunk:
         finished = len(h.tokens) == len(expected_tokens(h.request.seed))
@@ -525,6 +527,8 @@ class Fleet:
         self.checkpoints: dict[int, tuple[CommitRecord, str]] = {}
         self.optimizer: dict[int, dict[str, CommitRecord]] = {}
         """Step -> gradient digest -> commit: more than one digest only after going back to a checkpoint."""
+        self.tokens_made: Counter[str] = Counter()
+        """Request -> tokens generated for it by all engines: more than it has means that some were made again."""
         self.problems: list[str] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 

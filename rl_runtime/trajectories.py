@@ -286,8 +286,9 @@ class TrajectoryTable:
 
     def unassign(self, group_ids: Iterable[GroupId]) -> None:
         for group_id in group_ids:
-            if group_id in self.groups:
-                self.groups[group_id].phase = GroupPhase.SCORED
+            group = self.groups.get(group_id)
+            if group is not None and group.phase is GroupPhase.ASSIGNED:
+                group.phase = GroupPhase.SCORED
 
     def too_stale(self, step: int, staleness_max: int) -> list[OpenGroup]:
         """Groups that can be trained neither in `step` nor later: their oldest token is too old by then."""

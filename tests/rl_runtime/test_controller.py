@@ -1,6 +1,7 @@
 """The loop on a simulated fleet: healthy, then hurt in every way, with the same laws checked after each run."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,11 @@ def hang(replica: str, *, at: int) -> Any:
     return script
 
 
-LONG = {"num_steps": 60, "algorithm__group_size": 2}
+LONG = {"num_steps": 40}
 """Long enough that a replacement comes back during the run."""
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_killed_rollouts_requests_go_on_elsewhere_and_no_group_is_lost(tmp_path: Path, seed: int) -> None:
     w = world(tmp_path, seed, LONG, script=kill("rollout/1", at=4)).run()
     found = w.check()
@@ -66,18 +67,18 @@ def test_a_killed_rollouts_requests_go_on_elsewhere_and_no_group_is_lost(tmp_pat
     assert [b["incarnation"] for b in w.events(EventKind.WEIGHTS_ADMITTED) if b["replica"] == "rollout/1"] == [1, 2]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_hung_rollout_stops_nobody_and_is_replaced(tmp_path: Path, seed: int) -> None:
     w = world(tmp_path, seed, LONG, script=hang("rollout/0", at=4)).run()
     w.check()
     commits = w.journal.events(kinds=[EventKind.STEP_COMMITTED])
     # Two others go on: the longest pause stays far below the time until recovery acts.
-    gaps = [b.wall_at - a.wall_at for a, b in zip(commits[4:], commits[5:], strict=False)]
+    gaps = [b.wall_at - a.wall_at for a, b in pairwise(commits[4:])]
     assert max(gaps) < 2.7
     assert [b["incarnation"] for b in w.events(EventKind.WEIGHTS_ADMITTED) if b["replica"] == "rollout/0"] == [1, 2]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("hurt", [kill, hang])
 def test_a_lost_trainer_costs_no_step_and_its_replacement_joins(tmp_path: Path, seed: int, hurt: Any) -> None:
     w = world(tmp_path, seed, LONG, script=hurt("trainer/1", at=3)).run()
@@ -133,7 +134,7 @@ def test_without_any_checkpoint_the_run_begins_again(tmp_path: Path) -> None:
     assert w.check().groups_undone == 24
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(1))
 @pytest.mark.parametrize("hurt", [kill, hang])
 def test_a_lost_reward_worker_costs_no_group(tmp_path: Path, seed: int, hurt: Any) -> None:
     w = world(tmp_path, seed, LONG, script=hurt("reward/0", at=3)).run()

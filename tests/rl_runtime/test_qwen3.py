@@ -38,7 +38,8 @@ def test_equals_the_library_in_logits_gradients_and_names() -> None:
     mine.square().mean().backward()
     other.square().mean().backward()
     for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad, atol=1e-6, rtol=1e-5, msg=name)
+        assert p.grad is not None and q.grad is not None
+        assert float((p.grad - q.grad).norm() / q.grad.norm()) < 1e-5, name  # the order of additions differs
 
 
 def test_a_token_sees_only_those_before_it() -> None:

@@ -1,0 +1,45 @@
+"""A process like a rollout: works in units of a few milliseconds, reports them, and takes a fault by line on stdin."""
+
+import re
+import sys
+import threading
+import time
+
+from rolecall.agent import reporter
+
+replica, node_dir, secret, unit_seconds = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])
+fault: list[str] = []
+
+
+def listen() -> None:
+    for line in sys.stdin:
+        fault.append(line.strip())
+
+
+def unit() -> None:
+    end = time.thread_time() + unit_seconds
+    while time.thread_time() < end:
+        sum(range(2000))
+
+
+reporter.start(replica=replica, rank=0, incarnation=1, secret=secret, node_dir=node_dir)
+threading.Thread(target=listen, daemon=True).start()
+reporter.enter_phase("generate")
+reporter.update(requests_active=8)
+while True:
+    begun = time.monotonic()
+    unit()
+    if fault and fault[-1] == "lock":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire(timeout=600)
+    if fault and fault[-1] == "gil":
+        re.match(r"(a|aa)+$", "a" * 60 + "b")  # exponential, in one C call that never gives the interpreter back
+    if fault and fault[-1] == "raise":
+        raise ValueError("a mistake in user code")
+    if fault and fault[-1] == "delay":
+        time.sleep(4 * unit_seconds)
+    if fault and fault[-1] == "finish":
+        reporter.finish("asked")
+        break
+    reporter.progress(busy_seconds=time.monotonic() - begun, tokens=8)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolecall.core.clock import FakeClock
+from rolecall.core.clock import Clock, FakeClock
 from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, Suspect
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import NodeId, ReplicaId, split_replica
@@ -31,7 +31,7 @@ class Look:
 class FakeSource:
     """Looks without waiting."""
 
-    def __init__(self, clock: FakeClock) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
     def poll(self, timeout_seconds: float) -> Look:
@@ -55,7 +55,7 @@ class FakeRuntime:
     def __init__(
         self,
         journal: Journal,
-        clock: FakeClock,
+        clock: Clock,
         replicas: Sequence[str] = FLEET,
         *,
         ready_seconds: float = 1.0,

@@ -81,6 +81,7 @@ class Watch:
         self._stood: dict[str, float] = {}  # diagnosis key -> when it last stood, wall seconds
         self._judging_since = clock.wall()  # since when the absence of a diagnosis means something
         self._judge_error = ""
+        self._seen_fleet: FleetView | None = None
         self._forgotten: dict[str, int] = {}  # replica -> incarnation below which the detector expects nothing
 
     @property
@@ -119,6 +120,7 @@ class Watch:
             JournalError, SQLAlchemyError: the journal cannot be read or written; the next tick goes on from there.
         """
         standing = self._judge()
+        self._seen_fleet = None
         try:
             held = self._hold_lease()
             self._book.refresh(self._journal)
@@ -164,9 +166,9 @@ class Watch:
 
     def _forget_replaced(self) -> None:
         # Whoever ordered it - this watch, the one that acts, the one before us -, the old incarnation's end is wanted.
-        for replica, desired in self._journal.desired().items():
-            if desired.incarnation > self._forgotten.get(replica, 1):
-                self._forget(replica, desired.incarnation)
+        for view in self._fleet().replicas:
+            if view.desired_incarnation > self._forgotten.get(view.replica, 1):
+                self._forget(view.replica, view.desired_incarnation)
 
     def _forget(self, replica: str, below_incarnation: int) -> None:
         self._forgotten[replica] = below_incarnation
@@ -282,6 +284,7 @@ class Watch:
             if move is None:
                 return
             self._make(incident, move)
+            self._seen_fleet = None
         logger.warning("%s: %d moves in one tick, it goes on in the next", incident_id, MOVES_PER_TICK_MAX)
 
     def _make(self, incident: Incident, move: Move) -> None:
@@ -329,7 +332,10 @@ class Watch:
         )
 
     def _fleet(self) -> FleetView:
-        return fleet_view(self._journal.desired(), self._journal.current())
+        # Read once a tick, and again after each move.
+        if self._seen_fleet is None:
+            self._seen_fleet = fleet_view(self._journal.desired(), self._journal.current())
+        return self._seen_fleet
 
     # --- telling people -------------------------------------------------------------------------------------------------
 

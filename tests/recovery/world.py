@@ -56,8 +56,8 @@ class World:
             run_id="test-run",
         )
 
-    def step(self, *watches: Watch) -> None:
-        self.clock.advance(TICK_SECONDS)
+    def step(self, *watches: Watch, seconds: float = TICK_SECONDS) -> None:
+        self.clock.advance(seconds)
         self.runtime.tick()
         for watch in watches:
             watch.tick()

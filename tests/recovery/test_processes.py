@@ -1,0 +1,120 @@
+"""Two real watch processes on one database: one acts; it is killed in the middle of a cure, and the other goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.clock import SystemClock
+from rolecall.core.diagnosis import Diagnosis, FaultClass
+from rolecall.core.events import EventKind
+from rolecall.core.journal import Journal
+from rolecall.core.rundir import write_atomically
+from rolecall.recovery.incidents import IncidentState, Outcome, fold
+from rolecall.recovery.testing import FakeRuntime, diagnosis
+from tests.recovery.test_watch import A_CURE
+from tests.support import eventually
+
+K = EventKind
+ROOT = Path(__file__).parent.parent.parent
+LEASE_SECONDS = 1.0
+WAIT_SECONDS = 30.0
+
+
+class Stage:
+    def __init__(self, path: Path) -> None:
+        url = f"sqlite:///{path / 'journal.db'}"
+        self.journal = Journal(url)
+        self.runtime = FakeRuntime(self.journal, SystemClock(), ready_seconds=0.1, serving_seconds=0.1)
+        self._diagnoses = path / "diagnoses.json"
+        self.say()
+        self._command = [
+            sys.executable,
+            "-m",
+            "tests.recovery.watch_process",
+            url,
+            str(self._diagnoses),
+            str(LEASE_SECONDS),
+        ]
+        self._log = (path / "watch.log").open("wb")
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def say(self, *standing: Diagnosis) -> None:
+        write_atomically(self._diagnoses, json.dumps([d.to_dict() for d in standing]))
+
+    def start(self) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(self._command, cwd=ROOT, stdout=self._log, stderr=self._log)
+        self.processes.append(process)
+        return process
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(10)
+        self._log.close()
+        self.journal.close()
+
+    def num(self, kind: EventKind) -> int:
+        return len(self.journal.events(kinds=[kind]))
+
+    def cured(self, name: str) -> bool:
+        self.runtime.tick()
+        incident = fold(self.journal.events()).get(name)
+        return incident is not None and incident.state is IncidentState.CLOSED and incident.outcome is Outcome.CURED
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(tmp_path)
+    yield stage
+    stage.close()
+
+
+def test_one_acts_and_when_it_is_killed_the_other_finishes(stage: Stage) -> None:
+    first = stage.start()
+    eventually(lambda: stage.num(K.LEASE_TAKEN) == 1, WAIT_SECONDS, "the first takes the lease")
+    second = stage.start()
+    now = SystemClock().wall()
+    stage.say(diagnosis(FaultClass.HANG, ("rollout/1", 1), onset=now))
+    eventually(lambda: stage.num(K.ACTION_STARTED) == 1, WAIT_SECONDS, "the first acts")
+    lease = stage.journal.lease("watch")
+    assert lease is not None and lease.holder.split(":")[1] == str(first.pid)
+    # It dies before the runtime has even looked at what it wrote.
+    first.send_signal(signal.SIGKILL)
+    assert first.wait(10) == -signal.SIGKILL
+    eventually(lambda: stage.cured("inc-1-rollout-1"), WAIT_SECONDS, "the second finishes the cure")
+    assert [e.body["fence"] for e in stage.journal.events(kinds=[K.LEASE_TAKEN])] == [1, 2]
+    stage.say(diagnosis(FaultClass.CRASH, ("trainer/0", 1), onset=SystemClock().wall()))
+    eventually(lambda: stage.cured("inc-2-trainer-0"), WAIT_SECONDS, "the second acts by itself")
+    for name in ("inc-1-rollout-1", "inc-2-trainer-0"):
+        assert [str(e.kind) for e in stage.journal.events(incident_id=name)] == A_CURE
+    assert stage.runtime.replaced == [("rollout/1", 1), ("trainer/0", 1)]
+    assert second.poll() is None
+    stage.journal.verify()
+
+
+def test_one_that_was_stopped_and_goes_on_does_not_act_beside_its_successor(stage: Stage) -> None:
+    first = stage.start()
+    eventually(lambda: stage.num(K.LEASE_TAKEN) == 1, WAIT_SECONDS, "the first takes the lease")
+    os.kill(first.pid, signal.SIGSTOP)
+    stage.start()
+    eventually(lambda: stage.num(K.LEASE_TAKEN) == 2, WAIT_SECONDS, "the second succeeds it")
+    os.kill(first.pid, signal.SIGCONT)
+    stage.say(diagnosis(FaultClass.CRASH, ("rollout/1", 1), onset=SystemClock().wall()))
+    eventually(lambda: stage.cured("inc-1-rollout-1"), WAIT_SECONDS, "cured once")
+    assert [str(e.kind) for e in stage.journal.events(incident_id="inc-1-rollout-1")] == A_CURE
+    assert stage.num(K.LEASE_TAKEN) == 2 and first.poll() is None
+
+
+def test_a_run_that_ends_ends_its_watch(stage: Stage) -> None:
+    process = stage.start()
+    eventually(lambda: stage.num(K.LEASE_TAKEN) == 1, WAIT_SECONDS, "it takes the lease")
+    stage.journal.append(K.RUN_ENDED, {"outcome": "done", "because": "all steps are done"})
+    assert process.wait(WAIT_SECONDS) == 0
+    lease = stage.journal.lease("watch")
+    assert lease is not None and lease.holder == "", "given back"

@@ -1,0 +1,214 @@
+"""Hours of trouble on a fake clock: faults at random moments, also during cures; replacements that die or never work;
+two watches that are killed at any write, stopped past their lease, or blind; pauses. After every tick the invariants
+are checked; in the end every fault is cured, or a person was called.
+
+pytest --seed 17 tests/recovery/test_simulation.py     # other seeds; a failing one is in the test's name
+"""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.diagnosis import FaultClass
+from rolecall.core.events import EventKind
+from rolecall.recovery.book import Book
+from rolecall.recovery.guards import HOUR_SECONDS
+from rolecall.recovery.incidents import UNDER_REPAIR, Outcome
+from rolecall.recovery.testing import FLEET, SimulatedKill
+from rolecall.recovery.watch import Watch
+from tests.recovery.world import World
+
+K = EventKind
+NUM_SEEDS = 8
+STEP_SECONDS = 1.0
+TROUBLE_SECONDS = 160.0
+QUIET_SECONDS = 600.0
+STILL_SECONDS = 60.0
+"""When nothing was written for so long (verification takes 15 s at most), nothing more will come."""
+FAULTS = (FaultClass.CRASH, FaultClass.CRASH, FaultClass.HANG, FaultClass.SLOW)
+KEEPS_OUT = "reward/1"
+"""Nothing ever happens to this one, so nothing may be done to it."""
+
+
+class Slot:
+    """A place where a watch runs: killed, it is started again after a while, like a service."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.watch: Watch | None = world.watch()
+        self.back_at = 0.0
+        self.num_kills = 0
+
+    def tick(self) -> None:
+        if self.watch is None and self.world.clock.monotonic() >= self.back_at:
+            self.watch = self.world.watch()
+        if self.watch is None:
+            return
+        try:
+            self.watch.tick()
+        except SimulatedKill:
+            self.world.switch.dies_at = None
+            self.watch = None
+            self.num_kills += 1
+            self.back_at = self.world.clock.monotonic() + 3.0
+
+
+class Simulation:
+    def __init__(self, path: Path, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.world = World(
+            path,
+            replicas_at_once_max=rng.choice([1, 1, 2]),
+            evictions_per_hour_max=rng.choice([2, 6, 30]),
+            retries_per_replica_max=rng.choice([1, 3]),
+            verify_seconds=15.0,
+        )
+        self.slots = [Slot(self.world), Slot(self.world)]
+        self.book = Book()
+        self.fence = 0
+        self.paused = False
+        self.actions_before_pause = 0
+        self.num_faults = 0
+        self.last_write = (0, 0.0)
+
+    # --- trouble ---
+
+    def trouble(self) -> None:
+        rng, world = self.rng, self.world
+        if rng.random() < 0.05:
+            self.fault()
+        if rng.random() < 0.02:
+            world.runtime.starts_that_die[rng.choice(FLEET[:-1])] = rng.choice([1, 1, 3])
+        if rng.random() < 0.01:
+            world.runtime.starts_that_hang[rng.choice(FLEET[:-1])] = 1
+        if rng.random() < 0.05 and world.switch.dies_at is None:
+            world.switch.dies_at = len(world.switch.points) + rng.randrange(12)
+        if rng.random() < 0.02:
+            sleeper = rng.choice(self.slots).watch
+            if sleeper is not None and sleeper.acting:
+                # Stopped and woken: it believes that it holds the lease until a write is refused.
+                sleeper._renew_at = float("inf")
+                world.journal.clock.sleep(world.config.lease_seconds + 1)
+        if rng.random() < 0.05:
+            world.detector.silent = not world.detector.silent
+        if rng.random() < 0.04:
+            self.pause(not self.paused)
+
+    def fault(self) -> None:
+        replica = self.rng.choice([r for r in FLEET if r != KEEPS_OUT])
+        if self.world.runtime.processes[replica].fault is None:
+            self.world.runtime.inject(replica, self.rng.choice(FAULTS))
+            self.num_faults += 1
+
+    def pause(self, paused: bool) -> None:
+        self.paused = paused
+        self.world.journal.set_flag("paused", "chaos" if paused else None)
+        self.actions_before_pause = len(self.world.runtime.replaced)
+
+    # --- running ---
+
+    def run(self, seconds: float, trouble: bool) -> None:
+        ends = self.world.clock.monotonic() + seconds
+        while self.world.clock.monotonic() < ends:
+            if trouble:
+                self.trouble()
+            self.world.step(seconds=STEP_SECONDS)
+            # In turns, so that each may be first.
+            self.slots.reverse()
+            for slot in self.slots:
+                slot.tick()
+            self.validate()
+            if not trouble and self.settled():
+                return
+
+    def settled(self) -> bool:
+        well = all(self.world.runtime.healthy(r) for r in FLEET)
+        now, position = self.world.clock.monotonic(), self.world.journal.head().position
+        if position != self.last_write[0]:
+            self.last_write = (position, now)
+        return (well and not self.book.open_incidents()) or now - self.last_write[1] > STILL_SECONDS
+
+    def calm(self) -> None:
+        self.world.switch.dies_at = None
+        self.world.detector.silent = False
+        self.pause(False)
+
+    # --- invariants ---
+
+    def validate(self) -> None:
+        world = self.world
+        self.book.refresh(world.journal)
+        assert not self.book.broken, self.book.broken
+        started = [
+            (t.replica, t.incarnation, a.started_at)
+            for i in self.book.incidents.values()
+            for a in i.attempts
+            if a.started_at is not None
+            for t in a.plan.targets
+        ]
+        named = [(str(r), n) for r, n, _ in started]
+        assert len(set(named)) == len(named), f"two actions on one incarnation: {named}"
+        replaced = world.runtime.replaced
+        assert len(set(replaced)) == len(replaced) and set(replaced) <= set(named), "touched without a plan"
+        self.validate_limits([at for _, _, at in started if at is not None], named)
+        last = self.last_fence()
+        assert all(d.fence <= last for d in world.journal.desired().values())
+        if self.paused:
+            # One whose record was written before the pause may still be carried out by the runtime.
+            assert len(replaced) <= self.actions_before_pause + world.config.replicas_at_once_max
+        assert world.desired(KEEPS_OUT) == 1
+
+    def validate_limits(self, started: list[float], named: list[tuple[str, int]]) -> None:
+        config, now = self.world.config, self.world.clock.wall()
+        assert sum(at > now - HOUR_SECONDS for at in started) <= config.evictions_per_hour_max
+        for replica in FLEET:
+            assert sum(r == replica for r, _ in named) <= config.retries_per_replica_max
+        under = {r for i in self.book.incidents.values() if i.state in UNDER_REPAIR for r in i.touched}
+        assert len(under) <= config.replicas_at_once_max, under
+
+    def last_fence(self) -> int:
+        fences = [e.body["fence"] for e in self.world.events(K.LEASE_TAKEN)]
+        assert fences == sorted(set(fences)), "fencing numbers only grow"
+        assert not fences or fences[-1] >= self.fence
+        self.fence = fences[-1] if fences else 0
+        return self.fence
+
+    def all_cured_or_told(self) -> None:
+        told = {r for i in self.book.incidents.values() if i.person_topics for r in (*i.named, *i.touched)}
+        for replica in FLEET:
+            assert self.world.runtime.healthy(replica) or replica in told, (
+                f"{replica} is forgotten:\n{self.world.story()}"
+            )
+        for incident in self.book.incidents.values():
+            if incident.outcome is Outcome.GAVE_UP:
+                assert incident.person_topics
+        heard = {m.seq for m in self.world.notifier.messages if m.kind == "person_called"}
+        assert {e.seq for e in self.world.events(K.PERSON_CALLED)} == heard, "every call is heard"
+        self.world.journal.verify()
+
+
+@pytest.mark.parametrize("number", range(NUM_SEEDS))
+def test_trouble(tmp_path: Path, seed: int, number: int) -> None:
+    simulation = Simulation(tmp_path, seed * 1000 + number)
+    simulation.run(TROUBLE_SECONDS, trouble=True)
+    simulation.calm()
+    simulation.run(QUIET_SECONDS, trouble=False)
+    simulation.all_cured_or_told()
+    assert simulation.num_faults > 0 and simulation.world.runtime.replaced
+
+
+def test_the_trouble_is_real(tmp_path: Path, seed: int) -> None:
+    """Over the seeds together every kind of trouble happened and every kind of end was reached."""
+    kills, outcomes, fences, retried = 0, set(), 0, 0
+    for number in range(5):
+        (tmp_path / str(number)).mkdir()
+        simulation = Simulation(tmp_path / str(number), seed * 1000 + number)
+        simulation.run(TROUBLE_SECONDS / 2, trouble=True)
+        kills += sum(slot.num_kills for slot in simulation.slots)
+        incidents = simulation.book.incidents.values()
+        outcomes |= {i.outcome for i in incidents}
+        retried += any(len(i.attempts) > 1 for i in incidents)
+        fences += simulation.fence
+    assert kills >= 5 and fences > 10 and retried > 0
+    assert {Outcome.CURED, Outcome.GAVE_UP} <= outcomes

@@ -124,7 +124,7 @@ class RayHands:
 
 def runtime_classes() -> Mapping[str, Any]:
     """The actor classes of the runtime, by role."""
-    from rolecall.rl_runtime import actors
+    import rolecall.rl_runtime.actors as actors
 
     return {
         "trainer": actors.TrainerActor,

@@ -57,6 +57,9 @@ PREPARE_SECONDS = 120.0
 GOODBYE_SECONDS = 5.0
 """How long the controller may take to finish in order when the run is stopped."""
 
+NEED_MODEL = frozenset({"trainer", "rollout", STANDBY_ROLE})
+"""Roles that wait for the model folder; standbys wait until all others are ready, too."""
+
 Progress = Callable[[str], None]
 GONE = (ReplicaState.LOST, ReplicaState.STOPPED)
 
@@ -86,7 +89,7 @@ class Supervisor:
         self._progress: Progress = lambda _: None
         self._fenced_nodes: set[NodeId] = set()
         self._renewed_at = 0.0
-        self._standbys_wait = True
+        self._held = NEED_MODEL
         self._stopped = False
 
     # --- start --------------------------------------------------------------------------------------------------
@@ -108,10 +111,12 @@ class Supervisor:
         self.agents.start()
         self.cluster.start()
         self.cluster.connect()
-        self._progress("Ray is up; preparing the model")
+        self._progress("Ray is up; starting controller and rewards while the model is written")
         self._finish_preparing(preparing)
+        self._held = frozenset({STANDBY_ROLE})
+        self._progress("the model is written; starting trainers and engines")
         self._wait_until_ready([r for r in placed if split_replica(r)[0] != STANDBY_ROLE])
-        self._standbys_wait = False
+        self._held = frozenset()
 
     def _write_run(self, placed: Mapping[ReplicaId, NodeId]) -> None:
         me, ticks = os.getpid(), process_start_ticks(os.getpid())
@@ -150,11 +155,13 @@ class Supervisor:
         return process
 
     def _finish_preparing(self, process: subprocess.Popen[bytes]) -> None:
-        try:
-            code = process.wait(PREPARE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise DeadlineExceeded(waited_for="the model folder to be written", seconds=PREPARE_SECONDS) from None
+        deadline = self.clock.monotonic() + PREPARE_SECONDS
+        while (code := process.poll()) is None:
+            self.tick()
+            if self.clock.monotonic() > deadline:
+                process.kill()
+                raise DeadlineExceeded(waited_for="the model folder to be written", seconds=PREPARE_SECONDS)
+            self.clock.sleep(TICK_SECONDS)
         if code:
             said = (self.run.logs / "prepare.log").read_text(errors="replace").strip()[-1500:]
             if code == 2:
@@ -237,7 +244,7 @@ class Supervisor:
                 assert record is not None, "only what is written can be ended"
                 self._operations.end(record, instruction.because, wanted=isinstance(instruction, StopReplica))
             case Start():
-                if self._standbys_wait and split_replica(instruction.replica)[0] == STANDBY_ROLE:
+                if split_replica(instruction.replica)[0] in self._held:
                     return
                 self._operations.start(instruction, node_is_dead=instruction.node in self._fenced_nodes)
             case Promote():

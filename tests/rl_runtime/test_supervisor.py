@@ -83,7 +83,7 @@ class Rig:
         self.run: RunDir = create_run_dir(root, "r")
         self.hands = SleepHands()
         self.supervisor = Supervisor(self.run, parse_job({}), hands=self.hands)
-        self.supervisor._standbys_wait = False
+        self.supervisor._held = frozenset()
         self.journal = self.supervisor.journal
 
     def want(self, replica: str, incarnation: int = 1, node: str = "node-1", *, prefer_standby: bool = True) -> None:

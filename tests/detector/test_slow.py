@@ -1,0 +1,55 @@
+"""The arithmetic of the slow test, and the parts of it that whole runs do not single out."""
+
+import math
+import random
+
+import pytest
+
+from rolecall.detector import slow
+from rolecall.detector.slow import SIGMA_MIN, SlowState
+
+DRIFT = math.log(2) / 2
+
+
+@pytest.mark.parametrize("run_length", [300.0, 3000.0])
+def test_the_threshold_gives_the_run_length_asked_for(run_length: float) -> None:
+    """Page's sum on normal noise: Siegmund's formula promises the mean number of strides between false alarms."""
+    h, rng = slow.threshold(0.6, DRIFT, run_length), random.Random(1)
+    alarms, total, strides = 0, 0.0, 300_000
+    for _ in range(strides):
+        total = max(0.0, total + rng.gauss(0.0, 0.6) - DRIFT)
+        if total >= h:
+            alarms, total = alarms + 1, 0.0
+    assert 0.7 * run_length < strides / alarms < 2.0 * run_length
+
+
+def test_a_lower_false_alarm_rate_and_more_noise_raise_the_threshold() -> None:
+    assert slow.threshold(0.6, DRIFT, 1e6) > slow.threshold(0.6, DRIFT, 1e5)
+    assert slow.threshold(0.9, DRIFT, 1e6) > slow.threshold(0.6, DRIFT, 1e6)
+    assert slow.threshold(0.01, DRIFT, 10.0) == DRIFT, "never below one stride of drift"
+
+
+def test_autocorrelated_residuals_count_as_more_noise() -> None:
+    state = SlowState(moments={"white": (0.0, 1.0, 0.0, 10_000), "red": (0.0, 1.0, 0.5, 10_000)})
+    assert slow.sigma(state, "white") == pytest.approx(1.0, abs=0.01)
+    assert slow.sigma(state, "red") == pytest.approx(math.sqrt(3), abs=0.01)
+    assert slow.sigma(state, "unknown") == SIGMA_MIN
+
+
+def test_a_load_borrows_from_its_neighbours_and_from_nobody_far_away() -> None:
+    state = SlowState()
+    assert slow.expected(state, "rollout", 8) is None
+    for _ in range(10):
+        slow.learn(state, "rollout", 8, -4.0)
+    assert slow.expected(state, "rollout", 8) == pytest.approx(-4.0)
+    assert slow.expected(state, "rollout", 15) == pytest.approx(-4.0)
+    assert slow.expected(state, "rollout", 64) is None
+    assert slow.expected(state, "trainer", 8) is None
+
+
+def test_one_wild_observation_hardly_moves_a_baseline() -> None:
+    state = SlowState()
+    for _ in range(500):
+        slow.learn(state, "rollout", 8, -4.0)
+    slow.learn(state, "rollout", 8, 3.0)
+    assert slow.expected(state, "rollout", 8) == pytest.approx(-4.0, abs=0.01)

@@ -4,14 +4,17 @@ Parameter names are Hugging Face's everywhere (manifests, transfers, checkpoints
 name. The local model is float32 with untied embeddings: 0.9 M parameters by default.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from rolecall.core.config import ModelConfig
 from rolecall.core.errors import ConfigError
+from rolecall.rl_runtime.qwen3 import Qwen3, Qwen3Shape
 from rolecall.rl_runtime.tokenizer import Vocabulary, folder_vocabulary, local_vocabulary, write_tokenizer
 
 INITIALIZER_RANGE = 0.05
@@ -41,11 +44,9 @@ def make_model(config: ModelConfig, vocab: Vocabulary, seed: int) -> Any:
     """
     if config.path is not None:
         return load_model_folder(Path(config.path))
-    from transformers import Qwen3ForCausalLM
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(_qwen3_config(config, vocab)).float().eval()
+        return Qwen3(_shape(config, vocab)).eval()
 
 
 def write_model_folder(folder: Path, config: ModelConfig, seed: int) -> None:
@@ -60,8 +61,9 @@ def write_model_folder(folder: Path, config: ModelConfig, seed: int) -> None:
         _copy_model_folder(Path(config.path), folder)
         return
     model = make_model(config, vocab, seed)
-    _silence_progress_bars()
-    model.save_pretrained(str(folder), safe_serialization=True)
+    said = model.shape.to_config(pad=vocab.pad, bos=vocab.bos, eos=vocab.eos)
+    (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n")
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder, vocab)
 
 
@@ -83,10 +85,8 @@ def load_model_folder(folder: Path) -> Any:
     return model.eval()
 
 
-def _qwen3_config(config: ModelConfig, vocab: Vocabulary) -> Any:
-    from transformers import Qwen3Config
-
-    return Qwen3Config(
+def _shape(config: ModelConfig, vocab: Vocabulary) -> Qwen3Shape:
+    return Qwen3Shape(
         vocab_size=vocab.size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -95,14 +95,8 @@ def _qwen3_config(config: ModelConfig, vocab: Vocabulary) -> Any:
         num_key_value_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         max_position_embeddings=POSITIONS_MAX,
+        rope_theta=ROPE_THETA,
         initializer_range=INITIALIZER_RANGE,
-        rope_parameters={"rope_theta": ROPE_THETA, "rope_type": "default"},
-        tie_word_embeddings=False,
-        attention_dropout=0.0,
-        use_cache=True,
-        pad_token_id=vocab.pad,
-        bos_token_id=vocab.bos,
-        eos_token_id=vocab.eos,
     )
 
 

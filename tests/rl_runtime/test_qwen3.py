@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional
 
 from rolecall.rl_runtime.qwen3 import Qwen3, Qwen3Shape
 
@@ -15,7 +16,7 @@ SHAPE = Qwen3Shape(
     head_dim=16,
     max_position_embeddings=64,
     rope_theta=100.0,
-    initializer_range=0.2,
+    initializer_range=0.05,
 )
 
 
@@ -32,14 +33,14 @@ def test_equals_the_library_in_logits_gradients_and_names() -> None:
     theirs = Qwen3ForCausalLM(Qwen3Config(**config)).float().eval()
     assert [n for n, _ in ours.named_parameters()] == [n for n, _ in theirs.named_parameters()]
     theirs.load_state_dict(ours.state_dict())
-    tokens = torch.randint(0, SHAPE.vocab_size, (3, 24))
+    tokens = torch.randint(1, SHAPE.vocab_size, (3, 24))  # 0 is the pad: the library cuts its gradient
     mine, other = ours(tokens).logits, theirs(input_ids=tokens, use_cache=False).logits
     torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-6)
-    mine.square().mean().backward()
-    other.square().mean().backward()
+    functional.cross_entropy(mine.flatten(0, 1), tokens.flatten()).backward()
+    functional.cross_entropy(other.flatten(0, 1), tokens.flatten()).backward()
     for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
-        assert float((p.grad - q.grad).norm() / q.grad.norm()) < 1e-5, name  # the order of additions differs
+        assert float((p.grad - q.grad).norm() / q.grad.norm()) < 1e-4, name  # the order of additions differs
 
 
 def test_a_token_sees_only_those_before_it() -> None:

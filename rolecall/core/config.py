@@ -29,7 +29,7 @@ class ModelConfig(Section):
 
     path: str | None = None
     """Folder with config.json and safetensors; None makes a small model locally."""
-    hidden_size: Annotated[int, Field(ge=32, le=4096)] = 192
+    hidden_size: Annotated[int, Field(ge=32, le=4096)] = 128
     intermediate_size: Annotated[int, Field(ge=32, le=16_384)] = 640
     num_layers: Annotated[int, Field(ge=1, le=64)] = 2
     num_heads: Annotated[int, Field(ge=1, le=64)] = 4
@@ -55,7 +55,7 @@ class AlgorithmConfig(Section):
     """Samples of one prompt: the group that advantages are relative to."""
     microbatches_per_step: Annotated[int, Field(ge=1, le=1024)] = 4
     """B of the constant-work law: each optimizer step uses exactly this many, whatever the number of survivors."""
-    groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 2
+    groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 4
     learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.5
     clip_high: Annotated[float, Field(gt=0, lt=10)] = 1.0

@@ -124,11 +124,6 @@ class RayHands:
 
 def runtime_classes() -> Mapping[str, Any]:
     """The actor classes of the runtime, by role."""
-    import rolecall.rl_runtime.actors as actors
+    from rolecall.rl_runtime.actors import ControllerActor, RewardActor, RolloutActor, TrainerActor
 
-    return {
-        "trainer": actors.TrainerActor,
-        "rollout": actors.RolloutActor,
-        "reward": actors.RewardActor,
-        "controller": actors.ControllerActor,
-    }
+    return {"trainer": TrainerActor, "rollout": RolloutActor, "reward": RewardActor, "controller": ControllerActor}

@@ -206,6 +206,8 @@ class Supervisor:
         self._renew()
 
     def _look(self) -> Fleet:
+        # Before the records: an operation that ends in between still counts as busy, and its result is seen next turn.
+        busy = self._operations.busy()
         actual = self.journal.actual()
         dead_nodes = set(self.cluster.dead_nodes())
         self._fence(dead_nodes - self._fenced_nodes, actual)
@@ -218,7 +220,7 @@ class Supervisor:
             desired=self.journal.desired(),
             actual=actual,
             alive=alive,
-            busy=self._operations.busy(),
+            busy=busy,
             nodes=[n for n in self.nodes if n not in dead_nodes],
         )
 

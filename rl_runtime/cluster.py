@@ -299,7 +299,7 @@ def ray_processes(cluster: Cluster) -> list[RunProcess]:
 def _keep_ray_quiet() -> None:
     """Ray prints every death of a worker into the driver's terminal, whatever `log_to_driver` says. Deaths are our
     trade: they stand in the journal with their reason, and Ray's text goes to our log."""
-    import ray._private.worker as worker
+    from ray._private import worker
 
     def log(data: Any, *_: Any, **__: Any) -> None:
         logger.info("ray: %s", " ".join(data.get("lines", ()))[:500])

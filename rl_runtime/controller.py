@@ -19,9 +19,10 @@ from rolecall.core.clock import Clock
 from rolecall.core.config import JobConfig
 from rolecall.core.errors import DeadlineExceeded, RolecallError
 from rolecall.core.events import EventKind
+from rolecall.core.ids import split_replica
 from rolecall.core.journal import ChainHead, Journal
 from rolecall.core.ledger import GroupState, Ledger
-from rolecall.core.membership import Actual, ReplicaState
+from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.books import OPEN_STATES, Books, Superseded
 from rolecall.rl_runtime.clients import Connect, within
@@ -223,6 +224,8 @@ class Controller:
             self.generation.sync(self.books.check())
             await self.generation.greeted()
             await self._adopt()
+        else:
+            await self._gather()
         plan: Plan | None = None
         try:
             await self.training.found()
@@ -237,6 +240,21 @@ class Controller:
                 await self.training.reset_step(self.supply.step)
         self.supply.flowing = True
         return plan
+
+    async def _gather(self) -> None:
+        """A fresh run waits until everybody is there, but not for ever: work would only slow the others' start."""
+        deadline = self._clock.monotonic() + self.job.runtime.gather_seconds
+        while self._clock.monotonic() < deadline and not self._stop.is_set():
+            current = self.books.journal.current()
+            missing = [
+                r
+                for r in self.books.journal.desired()
+                if split_replica(r)[0] != STANDBY_ROLE
+                and (r not in current or current[r].state not in (ReplicaState.READY, ReplicaState.SERVING))
+            ]
+            if not missing:
+                return
+            await asyncio.sleep(SYNC_SECONDS)
 
     async def _adopt(self) -> None:
         """What engines hold is taken over; what they hold in vain they may forget."""

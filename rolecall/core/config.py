@@ -147,6 +147,8 @@ class RuntimeConfig(Section):
     """Warm rollout processes that can take a replica's place."""
     staleness_max: Annotated[int, Field(ge=0, le=64)] = 2
     """No group is trained more than this many policy versions after its first token was made."""
+    gather_seconds: Annotated[float, Field(ge=0, le=3600)] = 90.0
+    """A fresh run waits this long for all replicas before it begins with those that are there."""
     lease_seconds: Seconds = 30.0
     """An actor whose supervisor does not renew its lease for this long exits."""
     group_timeout_seconds: Seconds = 20.0

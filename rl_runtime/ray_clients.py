@@ -36,7 +36,7 @@ class RayClient:
             cause = getattr(e, "cause", None)
             if isinstance(cause, Exception) and not isinstance(cause, RayError):
                 raise cause from None
-            raise RemoteError(_short(e)) from None
+            raise RemoteError(str(e.traceback_str).strip().splitlines()[-1][:REASON_LENGTH_MAX]) from None
         except ActorUnavailableError as e:
             who = f"{self.replica}#{self.incarnation} {method} ({_short(e)})"
             raise DeadlineExceeded(waited_for=who, seconds=0.0) from None

@@ -4,12 +4,8 @@ It can be thrown away at any time and read again. An incident whose events do no
 aside with its story, and does not stop the others.
 """
 
-import hashlib
-import json
 import logging
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import InvalidTransition, JournalError
@@ -23,6 +19,7 @@ logger = logging.getLogger(__name__)
 READ_KINDS = (*INCIDENT_KINDS, EventKind.RUN_ENDED)
 TELLS_PERSON = frozenset({EventKind.PERSON_CALLED, EventKind.PLAN_PROPOSED, EventKind.INCIDENT_CLOSED})
 WINDOW_NAME = "observations"
+"""What the detectors had read when an incident was opened, among the journal's windows of that incident."""
 NUMBER_TRIES_MAX = 20
 """How often a new incident looks for a free number: others may open one at the same moment, not that many."""
 
@@ -68,15 +65,8 @@ class Book:
         return [i for i in self.incidents.values() if i.state is not IncidentState.CLOSED]
 
 
-def open_incident(
-    journal: Journal,
-    book: Book,
-    diagnosis: Diagnosis,
-    *,
-    window: Callable[[], Mapping[str, Any]],
-    lease: Lease | None = None,
-) -> str:
-    """Writes INCIDENT_OPENED under the next free number, with what the detectors had read, and returns its id.
+def open_incident(journal: Journal, book: Book, diagnosis: Diagnosis, *, lease: Lease | None = None) -> str:
+    """Writes INCIDENT_OPENED under the next free number and returns the incident's id.
 
     The number is the event's key, so two writers never share one, and a writer that died in between comes to the same.
 
@@ -88,19 +78,9 @@ def open_incident(
     book.refresh(journal)
     for number in range(book.num_opened + 1, book.num_opened + 1 + NUMBER_TRIES_MAX):
         name = incident_name(number, d)
-        # One that died here has left its window, and the first one saved stays: digest what stands.
-        read = journal.windows(name).get(WINDOW_NAME)
-        if read is None:
-            read = dict(window())
-            journal.save_window(name, WINDOW_NAME, read)
-        body = {"diagnosis": d.to_dict(), "window": WINDOW_NAME, "window_digest": window_digest(read)}
+        body = {"diagnosis": d.to_dict(), "window": WINDOW_NAME}
         event = journal.append(EventKind.INCIDENT_OPENED, body, incident_id=name, key=f"incident:{number}", lease=lease)
         if event.incident_id == name:
             book.refresh(journal)
             return name
     raise JournalError(f"no free number for an incident after {NUMBER_TRIES_MAX} tries")
-
-
-def window_digest(window: Mapping[str, Any]) -> str:
-    """Names what a diagnosis had read; the same before and after it was stored."""
-    return hashlib.sha256(json.dumps(window, separators=(",", ":")).encode()).hexdigest()[:16]

@@ -145,7 +145,7 @@ def replace(run: RunDir, replica: str, reason: str, by: str, clock: Clock | None
             because=f"{by} asks for {replica}#{view.desired_incarnation} to be replaced: {reason}",
             detectors=(PERSON,),
         )
-        name = open_incident(journal, book, asked, window=lambda: {"asked_by": by, "reason": reason})
+        name = open_incident(journal, book, asked)
         lease = journal.lease(LEASE_NAME)
         watched = lease is not None and lease.holder != "" and lease.expires_at > now
     hint = "" if watched else " (no watch holds the lease now: one must be started)"
@@ -238,6 +238,7 @@ def replay(run: RunDir, incident_id: str) -> dict[str, Any]:
         if incident_id not in book.incidents:
             raise CommandRefused(f"no incident {incident_id}; there are: {', '.join(book.incidents) or 'none'}")
         made = journal.events(incident_id=incident_id, kinds=[K.PLAN_MADE])
+        (opened,) = journal.events(incident_id=incident_id, kinds=[K.INCIDENT_OPENED])
     if not made:
         raise CommandRefused(f"{incident_id} has no plan to decide again")
     plans = []
@@ -252,7 +253,9 @@ def replay(run: RunDir, incident_id: str) -> dict[str, Any]:
     word = "the same" if same else "ANOTHER"
     lines = [f"{incident_id}: {word} decision from the same input"]
     lines += [f"  {p['event']}: {p['again']['action']}, because {p['again']['because']}" for p in plans]
-    return {"incident_id": incident_id, "same": same, "plans": plans, "text": _shown("\n".join(lines))}
+    text = _shown("\n".join(lines))
+    diagnosis = opened.body["diagnosis"]
+    return {"incident_id": incident_id, "same": same, "plans": plans, "diagnosis": diagnosis, "text": text}
 
 
 # --- as text ------------------------------------------------------------------------------------------------------

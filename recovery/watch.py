@@ -24,7 +24,7 @@ from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal import Journal, Lease
 from rolecall.recovery.actuators.base import ActionResult, Actuator
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
-from rolecall.recovery.book import Book, open_incident
+from rolecall.recovery.book import WINDOW_NAME, Book, open_incident
 from rolecall.recovery.fleet import FleetView, fleet_view
 from rolecall.recovery.incidents import Failure, Incident
 from rolecall.recovery.intake import Kind, receive, storable, unrepaired
@@ -43,6 +43,8 @@ MOVES_PER_TICK_MAX = 20
 """Moves of one incident within one tick; a whole cure has 8. More is a loop that must not spin."""
 STOOD_SECONDS = 5.0
 """A diagnosis that was absent for less than this never went away."""
+ADOPTED_SECONDS = 600.0
+"""A successor looks whether incidents younger than this lack the window that their watch died before it kept."""
 FAILED_TICKS_MAX = 50
 """After so many failed ticks in a row the process ends with the error, and who started it starts another."""
 FAILED_TICK_PAUSE_SECONDS = 0.5
@@ -82,6 +84,7 @@ class Watch:
         self._judging_since = clock.wall()  # since when the absence of a diagnosis means something
         self._judge_error = ""
         self._seen_fleet: FleetView | None = None
+        self._windows_to_keep: list[str] = []
         self._forgotten: dict[str, int] = {}  # replica -> incarnation below which the detector expects nothing
 
     @property
@@ -131,6 +134,7 @@ class Watch:
             for incident_id in [i.incident_id for i in self._book.open_incidents()]:
                 self._advance(incident_id)
             self._report_broken()
+            self._keep_windows()
             self._teller.tell(self._journal, self._book)
             self._teller.sign_of_life(self._sign_of_life)
         except Fenced as e:
@@ -198,6 +202,8 @@ class Watch:
             body = {"holder": self._holder, "fence": lease.fence, "mode": self._config.mode}
             self._write(EventKind.LEASE_TAKEN, body, key=f"lease:{LEASE_NAME}:{lease.fence}")
             self._teller.adopt(self._journal)
+            recent = self._clock.wall() - ADOPTED_SECONDS
+            self._windows_to_keep = [i.incident_id for i in self._book.incidents.values() if i.opened_at > recent]
         return True
 
     def _write(self, kind: EventKind, body: dict[str, object], *, key: str, incident: Incident | None = None) -> Event:
@@ -238,7 +244,8 @@ class Watch:
         incident = self._book.incidents.get(taken.incident_id)
         if taken.kind is Kind.OPEN and not stopping:
             # Processes of a job that is being stopped end, and that is no fault.
-            open_incident(self._journal, self._book, d, window=self._detector.window, lease=self._lease)
+            name = open_incident(self._journal, self._book, d, lease=self._lease)
+            self._windows_to_keep.append(name)
         elif taken.kind is Kind.FAIL and incident is not None and incident.attempt is not None:
             # The failure first: one that dies after the update alone would find nothing left to tell.
             move = failed(incident, incident.attempt, Failure.DIED, taken.because)
@@ -246,6 +253,24 @@ class Watch:
             self._update(self._book.incidents[incident.incident_id], d)
         elif taken.kind is Kind.UPDATE and incident is not None:
             self._update(incident, d)
+
+    def _keep_windows(self) -> None:
+        """Keeps what the diagnoses had read: after acting, because it takes longer than all of a decision (0.2 s for 30 s
+        of 10 processes), and before the next look, so that it is what they had read. What the decisions had read stands
+        in their own events."""
+        while self._windows_to_keep:
+            name = self._windows_to_keep[-1]
+            incident = self._book.incidents.get(name)
+            if incident is not None and WINDOW_NAME not in self._journal.windows(name):
+                try:
+                    window = dict(self._detector.window())
+                except Exception:
+                    # Deliberate, as in _judge: an incident without its window can be cured all the same.
+                    logger.exception("no window for %s", name)
+                    window = {}
+                late_seconds = round(self._clock.wall() - incident.opened_at, 3)
+                self._journal.save_window(name, WINDOW_NAME, {**window, "late_seconds": late_seconds})
+            self._windows_to_keep.pop()
 
     def _update(self, incident: Incident, d: Diagnosis) -> None:
         key = f"{incident.incident_id}:updated:{d.key}"

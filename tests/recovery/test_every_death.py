@@ -70,6 +70,7 @@ def _outcome(world: World) -> dict[str, object]:
         "desired": {r: (d.incarnation, d.node) for r, d in world.journal.desired().items()},
         "replaced": world.runtime.replaced,
         "stop": world.journal.flag("stop"),
+        "windows": {i.incident_id: sorted(world.journal.windows(i.incident_id)) for i in incidents},
         "told": {(m.incident_id, m.kind) for m in world.notifier.messages},
     }
 

@@ -78,8 +78,6 @@ class Simulation:
         rng, world = self.rng, self.world
         if rng.random() < 0.05:
             self.fault()
-        if rng.random() < 0.02:
-            world.runtime.starts_that_die[rng.choice(FLEET[:-1])] = rng.choice([1, 1, 3])
         if rng.random() < 0.01:
             world.runtime.starts_that_hang[rng.choice(FLEET[:-1])] = 1
         if rng.random() < 0.05 and world.switch.dies_at is None:
@@ -98,6 +96,8 @@ class Simulation:
     def fault(self) -> None:
         replica = self.rng.choice([r for r in FLEET if r != KEEPS_OUT])
         if self.world.runtime.processes[replica].fault is None:
+            if self.rng.random() < 0.3:
+                self.world.runtime.starts_that_die[replica] = self.rng.choice([1, 1, 3])
             self.world.runtime.inject(replica, self.rng.choice(FAULTS))
             self.num_faults += 1
 

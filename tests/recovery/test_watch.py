@@ -73,7 +73,7 @@ def test_every_event_walks_back_to_the_diagnosis(world: World) -> None:
         walked.append(at.kind)
     assert [str(k) for k in reversed(walked)] == A_CURE
     assert at.body["diagnosis"]["because"] == "trainer/0#1: hang"
-    assert at.body["window"] in world.journal.windows("inc-1-trainer-0")
+    assert world.journal.windows("inc-1-trainer-0")[at.body["window"]] == {"at": at.wall_at, "late_seconds": 0.0}
 
 
 def test_observe_opens_holds_and_closes_once(tmp_path: Path) -> None:

@@ -14,9 +14,10 @@ from typing import Any
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEvent, ProcessSample
-from rolecall.detector.fleet import Clocks, Fleet, SeenException, SlowMeter, Subject
+from rolecall.detector.fleet import Fleet, SeenException
 from rolecall.detector.learned import Gaps
 from rolecall.detector.slow import Baseline, SlowState
+from rolecall.detector.subject import Clocks, SlowMeter, Subject
 
 PLAIN: dict[str, type] = {
     c.__name__: c for c in (Baseline, Clocks, Fleet, Gaps, ProcessId, SeenException, SlowMeter, SlowState, Subject)

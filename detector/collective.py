@@ -9,10 +9,11 @@ judged before this (stall.py). What is left is a tie, and a tie accuses nobody: 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
 from rolecall.detector.findings import finding, settles
-from rolecall.detector.fleet import Fleet, Subject, names
+from rolecall.detector.fleet import Fleet, names
 from rolecall.detector.learned import Deadline
 from rolecall.detector.lost import REFUSED, unseen_because
 from rolecall.detector.stall import BUSY_CPUS, WORKING_CPUS, Stall
+from rolecall.detector.subject import Subject
 
 ASLEEP_CPUS = 0.15
 """A rank that sleeps in a collective uses less than this: beats, the agent's probe and gloo's thread take a few percent."""

@@ -8,7 +8,8 @@ An exception whose process lives on is a crash of its work, once it did nothing 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.findings import finding
-from rolecall.detector.fleet import Fleet, SeenException, Subject
+from rolecall.detector.fleet import Fleet, SeenException
+from rolecall.detector.subject import Subject
 
 EXCEPTION_GRACE_SECONDS = 2.0
 """How long one exception waits for its twins: ranks of one role reach the same line within a step of each other."""

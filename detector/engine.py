@@ -16,10 +16,11 @@ from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding
 from rolecall.core.telemetry import Phase
 from rolecall.detector import collective, crash, fusion, lost, slow, stall, user_code
 from rolecall.detector.codec import decode, encode
-from rolecall.detector.fleet import WORK_PHASES, Fleet, Subject
+from rolecall.detector.fleet import Fleet
 from rolecall.detector.learned import learned_deadline
 from rolecall.detector.observation import Observation
 from rolecall.detector.slow import SlowState
+from rolecall.detector.subject import WORK_PHASES, Subject
 
 WINDOW_VERSION = 1
 FRESH_SECONDS = 3.0

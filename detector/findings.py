@@ -2,7 +2,7 @@
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
 from rolecall.core.ids import NodeId
-from rolecall.detector.fleet import Subject
+from rolecall.detector.subject import Subject
 
 SETTLE = "settle"
 """Evidence of this kind says what would settle a `cannot_tell`."""

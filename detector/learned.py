@@ -8,7 +8,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from rolecall.core.config import DetectorConfig
+from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS
 
+BEATS = "(beats)"
+"""Where the gaps between beats are learned, beside the phases."""
 GAPS_KEPT = 512
 """Gaps kept per (role, phase): the P99 of 512 values rests on the five largest."""
 GAPS_MIN = 8
@@ -48,7 +51,9 @@ class Gaps:
 
     def p99_of_role(self, role: str) -> float | None:
         """The largest P99 of the role's phases: stands in for a phase so short that no sample fell into it."""
-        known = [self.cached[k] for k in self.values if k[0] == role and self.counts[k] >= GAPS_MIN]
+        lawful_waits = PHASES_WITHOUT_DUE_PROGRESS | {BEATS}
+        keys = [k for k in self.values if k[0] == role and k[1] not in lawful_waits]
+        known = [self.cached[k] for k in keys if self.counts[k] >= GAPS_MIN]
         return max(known) if known else None
 
 

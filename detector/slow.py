@@ -24,11 +24,14 @@ from rolecall.core.config import DetectorConfig
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.findings import GAIN, finding
-from rolecall.detector.fleet import WORK_PHASES, Fleet, SlowMeter, Subject, starved_seconds
+from rolecall.detector.fleet import Fleet
+from rolecall.detector.subject import WORK_PHASES, SlowMeter, Subject, starved_seconds
 
 BUSY_SECONDS_MIN = 0.05
-"""A stride with less work than this says nothing: timer noise of microseconds looms large in it, and the slowness of
-somebody who works 5 % of the time hurts nobody."""
+"""A stride goes on until its units should have taken this long: timer noise and single pauses loom large in less. What
+they did take must not decide, or only strides with a pause in them would count."""
+STRIDE_SECONDS_MAX = 30.0
+"""A stride that has not seen so much work by then is dropped: the slowness of somebody with nothing to do hurts nobody."""
 STARVED_SHARE_MAX = 0.85
 """A stride starved for more than this of its busy time leaves too little of its own to be judged."""
 RATIO_CLIP = math.log(4.0)
@@ -97,13 +100,23 @@ def measure(subject: Subject, stride_seconds: float, gap_p99: float | None) -> W
     if start is None or start.work_units > sample.work_units:
         meter.start = sample
         return None
-    if sample.work_units > start.work_units:
-        if sample.at - start.at < stride_seconds or subject.stall.wall > SAMPLE_FRESH_SECONDS:
-            return None
-        meter.start = meter_start = sample
-        meter.censored_at = meter_start.at
-        return _closed(start, sample)
-    return _censored(subject, sample, meter, stride_seconds, gap_p99)
+    if sample.work_units == start.work_units:
+        return _censored(subject, sample, meter, stride_seconds, gap_p99)
+    seconds = sample.at - start.at
+    if seconds < stride_seconds or subject.stall.wall > SAMPLE_FRESH_SECONDS:
+        return None
+    enough = _expected_busy(meter, start, sample) >= BUSY_SECONDS_MIN
+    if not enough and seconds < STRIDE_SECONDS_MAX:
+        return None
+    meter.start, meter.censored_at = sample, sample.at
+    return _closed(start, sample) if enough else None
+
+
+def _expected_busy(meter: SlowMeter, start: ProcessSample, sample: ProcessSample) -> float:
+    """What the units of a stride should have taken; before anything is known, what they took."""
+    if not meter.expected_seconds_per_unit:
+        return sample.busy_seconds - start.busy_seconds
+    return (sample.work_units - start.work_units) * meter.expected_seconds_per_unit
 
 
 SAMPLE_FRESH_SECONDS = 0.25
@@ -113,7 +126,7 @@ SAMPLE_FRESH_SECONDS = 0.25
 def _closed(start: ProcessSample, sample: ProcessSample) -> Work | None:
     busy = sample.busy_seconds - start.busy_seconds
     starved = starved_seconds(start, sample)
-    if busy < BUSY_SECONDS_MIN or starved > STARVED_SHARE_MAX * busy:
+    if busy <= 0 or starved > STARVED_SHARE_MAX * busy:
         return None
     units = sample.work_units - start.work_units
     tokens = sample.tokens - start.tokens

@@ -16,8 +16,9 @@ from rolecall.core.config import DetectorConfig
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import Phase
 from rolecall.detector.findings import finding, settles
-from rolecall.detector.fleet import BEATS, Clocks, Fleet, Subject, names
-from rolecall.detector.learned import Deadline, learned_deadline
+from rolecall.detector.fleet import Fleet, names
+from rolecall.detector.learned import BEATS, Deadline, learned_deadline
+from rolecall.detector.subject import Clocks, Subject
 
 EFFECTIVE_SHARE = 0.4
 """Part of the deadline that must have passed on the effective clock. With k = 5 that is twice the P99 of a unit: more

@@ -86,7 +86,7 @@ def test_what_the_method_raised_comes_back_as_itself(cause: Exception) -> None:
 
 
 def test_an_exception_that_did_not_survive_the_way_is_still_one_of_code() -> None:
-    with pytest.raises(RemoteError, match="^ValueError: odd$"):
+    with pytest.raises(RemoteError, match=r"^ValueError: odd$"):
         call(RayTaskError("work", "Traceback ...\nValueError: odd\n", None))
 
 

@@ -6,6 +6,7 @@ pytest tests/rl_runtime/test_learning.py
 """
 
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from rolecall.core.ids import replica_id
 from rolecall.core.journal import ChainHead
 from rolecall.core.store import GENESIS
 from rolecall.rl_runtime.batching import form_microbatches
-from rolecall.rl_runtime.model import make_model, vocabulary
+from rolecall.rl_runtime.model import load_model_folder, vocabulary, write_model_folder
 from rolecall.rl_runtime.protocol import Group, Sample
 from rolecall.rl_runtime.task import DigitParity, make_task
 from rolecall.rl_runtime.trainer import LOG_RATIO_ALARM, TrainerReplica
@@ -28,8 +29,9 @@ NAME = replica_id("trainer", 0)
 class Sampler:
     """Holds the weights of some version and answers prompts of equal length."""
 
-    def __init__(self, job: JobConfig, task: DigitParity, seed: int) -> None:
-        self.model = make_model(job.model, vocabulary(job.model), seed=0)
+    def __init__(self, job: JobConfig, task: DigitParity, seed: int, folder: Path) -> None:
+        write_model_folder(folder, job.model, seed=0)
+        self.model = load_model_folder(folder)  # the library's model: it has a cache
         self.task, self.version = task, -1
         self._rng = torch.Generator().manual_seed(seed)
 
@@ -66,13 +68,13 @@ class Sampler:
         return Group(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=tuple(samples))
 
 
-def learning_curve(job: JobConfig, *, num_steps: int, staleness: int) -> tuple[list[float], float]:
+def learning_curve(job: JobConfig, folder: Path, *, num_steps: int, staleness: int) -> tuple[list[float], float]:
     """Mean reward by step, and the largest log-ratio of a token whose version the trainer still was at."""
     algorithm = job.algorithm
     task = make_task(job.task, vocabulary(job.model), job.seed)
     trainer = TrainerReplica(replica=NAME, incarnation=1, job=job)
     trainer.join(1, 1, 0, 1, "127.0.0.1", 0)
-    sampler = Sampler(job, task, job.seed)
+    sampler = Sampler(job, task, job.seed, folder)
     versions = deque([(0, trainer.policy_tensors(0))], maxlen=staleness + 1)
     rewards, log_ratio_max = [], 0.0
     for step in range(num_steps):
@@ -91,16 +93,16 @@ def learning_curve(job: JobConfig, *, num_steps: int, staleness: int) -> tuple[l
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # about 30 s of CPU each, on machines that may be shared
 @pytest.mark.parametrize(("seed", "staleness"), [(1, 0), (2, 2)])
-def test_default_settings_learn_from_random_weights(seed: int, staleness: int) -> None:
-    rewards, log_ratio_max = learning_curve(parse_job({"seed": seed}), num_steps=80, staleness=staleness)
+def test_default_settings_learn_from_random_weights(tmp_path: Path, seed: int, staleness: int) -> None:
+    rewards, log_ratio_max = learning_curve(parse_job({"seed": seed}), tmp_path, num_steps=80, staleness=staleness)
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     assert first < 0.3
     assert last > 0.75, [round(r, 2) for r in rewards]
     assert log_ratio_max < LOG_RATIO_ALARM
 
 
-def test_same_seed_same_curve_and_the_ratio_of_fresh_samples_is_one() -> None:
+def test_same_seed_same_curve_and_the_ratio_of_fresh_samples_is_one(tmp_path: Path) -> None:
     job = parse_job({"task": {"num_digits": 2}, "model": {"hidden_size": 32, "intermediate_size": 64}})
-    rewards, log_ratio_max = learning_curve(job, num_steps=3, staleness=0)
-    assert (rewards, log_ratio_max) == learning_curve(job, num_steps=3, staleness=0)
+    rewards, log_ratio_max = learning_curve(job, tmp_path, num_steps=3, staleness=0)
+    assert (rewards, log_ratio_max) == learning_curve(job, tmp_path, num_steps=3, staleness=0)
     assert log_ratio_max < 1e-4

@@ -170,7 +170,7 @@ class TrainerProcess:
     ) -> None:
         self.replica = replica_id("trainer", index)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rolecall.rl_runtime.trainer", "transformers.models.qwen3.modeling_qwen3"])
+        context.set_forkserver_preload(["rolecall.rl_runtime.trainer"])
         self._conn, theirs = context.Pipe()
         self._process = context.Process(
             target=serve, args=(theirs, self.replica, job, dict(stops), dict(raises), has_state), daemon=True

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -100,7 +100,8 @@ class Cluster:
         import ray
 
         _keep_ray_quiet()
-        with _own_signal_handlers():
+        # Ray puts the driver's working directory on its workers' path, where a file h2.py would be taken for a library.
+        with _own_signal_handlers(), chdir(self._temp):
             ray.init(
                 address=self.address,
                 namespace=NAMESPACE,
@@ -169,6 +170,7 @@ class Cluster:
             process = subprocess.Popen(
                 argv,
                 env={**run_environment(self.run.path, node), "RAY_BACKEND_LOG_LEVEL": "warning"},
+                cwd=self._temp,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

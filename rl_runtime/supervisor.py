@@ -29,6 +29,7 @@ from rolecall.rl_runtime.hands import Hands, RayHands, runtime_classes
 from rolecall.rl_runtime.operations import Operations
 from rolecall.rl_runtime.processes import (
     ProcessWatch,
+    find_processes,
     kill_process,
     record_process,
     run_environment,
@@ -59,6 +60,8 @@ GOODBYE_SECONDS = 5.0
 
 NEED_MODEL = frozenset({"trainer", "rollout", STANDBY_ROLE})
 """Roles that wait for the model folder; standbys wait until all others are ready, too."""
+
+DRAIN_SECONDS = 10.0
 
 Progress = Callable[[str], None]
 GONE = (ReplicaState.LOST, ReplicaState.STOPPED)
@@ -290,9 +293,13 @@ class Supervisor:
         records = [a for a in self.journal.actual().values() if a.state in LIVING]
         for record in sorted(records, key=lambda a: not a.replica.startswith("controller/")):
             self._say_goodbye(record)
-        for record in records:
-            if record.pid:
-                kill_process(record.pid, record.start_ticks, signal.SIGKILL)
+        # Actors that are still starting have no record of their process yet: they are known by their name and marker.
+        for process in find_processes(self.run.path, exclude=(os.getpid(),)):
+            if process.name.startswith("ray::") or process.pid in {r.pid for r in records}:
+                kill_process(process.pid, process.start_ticks, signal.SIGKILL)
+        # Their calls must have ended before this process leaves Ray: a call after that would end this process.
+        if not self._operations.drain(DRAIN_SECONDS):
+            logger.error("operations are still under way after %.0f s", DRAIN_SECONDS)
         self.cluster.stop()
         self.agents.stop()
         stop_run(self.run.path, clock=self.clock, term_seconds=1.0)

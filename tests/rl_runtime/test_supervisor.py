@@ -221,19 +221,19 @@ def test_a_start_that_was_overtaken_is_not_let_in(rig: Rig) -> None:
     assert overtaken is not None and overtaken.state is S.LOST
 
 
-def test_engines_start_two_at_a_time_and_others_beside_them(rig: Rig) -> None:
+def test_engines_start_three_at_a_time_and_others_beside_them(rig: Rig) -> None:
     rig.hands.hold.clear()
-    for i in range(4):
+    for i in range(5):
         rig.want(f"rollout/{i}", node=f"node-{i}")
     rig.supervisor.tick()
-    eventually(lambda: rig.hands.starting == 2, 5, "two engines to be starting")
+    eventually(lambda: rig.hands.starting == 3, 5, "three engines to be starting")
     rig.want("trainer/0")
     rig.supervisor.tick()
-    eventually(lambda: rig.hands.starting == 3, 5, "a trainer to start beside them")
+    eventually(lambda: rig.hands.starting == 4, 5, "a trainer to start beside them")
     rig.hands.hold.set()
-    for i in range(4):
+    for i in range(5):
         rig.until(f"rollout/{i}", 1, S.READY)
-    assert rig.hands.starting_most == 3
+    assert rig.hands.starting_most == 4
 
 
 def test_what_nobody_wants_any_more_is_stopped(rig: Rig) -> None:

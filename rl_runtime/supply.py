@@ -6,7 +6,7 @@ little for groups that would be too old for the step after it; those that became
 """
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -145,10 +145,10 @@ class Supply:
 
     # --- steps --------------------------------------------------------------------------------------------------
 
-    async def form_step(self, stopping: asyncio.Event) -> Plan | None:
-        """The next step, once there are groups enough. None when no more steps are wanted, or the run is to stop."""
+    async def form_step(self, disturbed: Callable[[], bool]) -> Plan | None:
+        """The next step, once there are groups enough. None when no more are wanted, or something else comes first."""
         full_since: float | None = None
-        while self.wants_more() and not stopping.is_set():
+        while self.wants_more() and not disturbed():
             self._drop_stale()
             self.issue()
             scored = self._table.in_phase(GroupPhase.SCORED)

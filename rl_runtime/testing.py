@@ -419,6 +419,8 @@ class FakeRollout(_Body):
         assert self.version >= 0, "an engine without proven weights was given work"
         now = asyncio.get_running_loop().time()
         for r in requests:
+            if len(r.prefix_tokens) < self.fleet.offsets_asked[r.request_id]:
+                self.fleet.started_over.append(r.request_id)
             if r.request_id not in self.held:
                 assert r.prefix_tokens == expected_tokens(r.seed)[: len(r.prefix_tokens)], "a prefix lost tokens"
                 self.held[r.request_id] = Held(r, list(r.prefix_tokens), list(r.prefix_versions), now)
@@ -426,6 +428,8 @@ class FakeRollout(_Body):
     def tokens_since(self, incarnation: int, offsets: Mapping[str, int]) -> PulledTokens:
         self._check(incarnation)
         self._catch_up()
+        for request_id, offset in offsets.items():
+            self.fleet.offsets_asked[request_id] = max(offset, self.fleet.offsets_asked[request_id])
         return PulledTokens(
             replica=self.replica,
             incarnation=self.incarnation,
@@ -529,6 +533,10 @@ class Fleet:
         """Step -> gradient digest -> commit: more than one digest only after going back to a checkpoint."""
         self.tokens_made: Counter[str] = Counter()
         """Request -> tokens generated for it by all engines: more than it has means that some were made again."""
+        self.offsets_asked: Counter[str] = Counter()
+        """Request -> tokens that a controller had of it when it asked for more."""
+        self.started_over: list[str] = []
+        """Requests that were submitted with fewer tokens than a controller had had of them."""
         self.problems: list[str] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 

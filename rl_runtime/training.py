@@ -222,16 +222,22 @@ class Training:
                 raise DeadlineExceeded(waited_for="a trainer", seconds=NO_TRAINER_SECONDS)
             await asyncio.sleep(TICK_SECONDS)
 
-    async def settle(self) -> None:
-        """Between two steps: who was lost leaves, who is ready comes in.
+    def is_settled(self) -> bool:
+        """Whether the epoch's members are all that there are."""
+        return not self._candidates and not any(m in self._gone for m in self.members)
+
+    async def settle(self) -> bool:
+        """Between two steps: who was lost leaves, who is ready comes in. Whether anything changed.
 
         Raises:
             NoTrainer: nobody is left.
         """
+        if self.is_settled():
+            return False
         lost = [f"{m[0]}#{m[1]}: {self._gone[m]}" for m in self.members if m in self._gone]
         joining = [f"{m[0]}#{m[1]} joins" for m in sorted(self._candidates)]
-        if lost or joining:
-            await self._regroup("; ".join(lost + joining), with_candidates=True)
+        await self._regroup("; ".join(lost + joining), with_candidates=True)
+        return True
 
     async def _regroup(self, because: str, *, with_candidates: bool) -> None:
         """A new epoch among the members left (and the candidates), all at the newest committed state."""

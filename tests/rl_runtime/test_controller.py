@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rolecall.core.events import EventKind
+from rolecall.core.ids import ReplicaId
 from rolecall.core.membership import ReplicaState
 from tests.rl_runtime.loop import World, small_job
 
@@ -35,8 +36,13 @@ async def at_step(w: World, step: int) -> None:
 
 
 def kill(replica: str, *, at: int) -> Any:
+    """Kills it from a step on; a rollout in the middle of requests that have tokens already."""
+
     async def script(w: World) -> None:
         await at_step(w, at)
+        key = (ReplicaId(replica), 1)
+        while replica.startswith("rollout") and sum(map(bool, w.controllers[-1].table.offsets(key).values())) < 3:
+            await asyncio.sleep(0.01)
         w.fleet.kill(replica)
 
     return script
@@ -61,7 +67,10 @@ def test_a_killed_rollouts_requests_go_on_elsewhere_and_no_group_is_lost(tmp_pat
     assert set(found.dropped_by_reason) <= {"run_ended"}
     lost = [e for e in w.journal.events(kinds=[EventKind.REPLICA_LOST]) if e.body["replica"] == "rollout/1"]
     assert len(lost) == 1
+    assert not w.fleet.started_over, "streamed tokens were lost"
+    assert len(w.events(EventKind.REQUESTS_MOVED)) == 1
     for moved in w.journal.events(kinds=[EventKind.REQUESTS_MOVED]):
+        assert moved.body["tokens_kept"] >= 3
         assert moved.body["from"] == "rollout/1" and moved.wall_at - lost[0].wall_at <= 2.0
         assert moved.body["to"] and "rollout/1" not in moved.body["to"]
     assert [b["incarnation"] for b in w.events(EventKind.WEIGHTS_ADMITTED) if b["replica"] == "rollout/1"] == [1, 2]
@@ -139,6 +148,23 @@ def test_without_any_checkpoint_the_run_begins_again(tmp_path: Path) -> None:
 def test_a_lost_reward_worker_costs_no_group(tmp_path: Path, seed: int, hurt: Any) -> None:
     w = world(tmp_path, seed, LONG, script=hurt("reward/0", at=3)).run()
     assert not any(r.startswith("reward") for r in w.check().dropped_by_reason)
+
+
+def test_a_version_whose_only_holder_died_before_any_rollout_had_it_is_offered_by_the_next_trainer(
+    tmp_path: Path,
+) -> None:
+    """Found by simulation: everybody waited for everybody. On-policy, so that no step can be made without it."""
+
+    async def script(w: World) -> None:
+        await at_step(w, 5)
+        step = w.controllers[-1].supply.step
+        while w.controllers[-1].supply.step == step:
+            await asyncio.sleep(0.001)
+        w.fleet.kill("trainer/0")
+
+    job = {**LONG, "roles__trainer": 1, "runtime__staleness_max": 0, "checkpoint__every_steps": 1}
+    w = world(tmp_path, 0, job, script=script).run()
+    w.check()
 
 
 def test_a_scorer_that_always_fails_never_makes_a_reward(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from rolecall.core.ledger import Ledger
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.books import Books
 from rolecall.rl_runtime.testing import expected_tokens, request_seed_of
+from rolecall.rl_runtime.trajectories import GroupPhase
 from tests.rl_runtime.loop import CONTROLLER, World, small_job
 
 SHORT = {"num_steps": 4, "checkpoint__every_steps": 2}
@@ -76,15 +77,16 @@ def test_tokens_of_open_requests_are_recovered_from_the_engines(tmp_path: Path) 
     async def script(w: World) -> None:
         while len(streaming) == 0:
             await asyncio.sleep(0.01)
-            open_groups = w.controllers[-1].table.groups.values() if w.controllers else ()
+            open_groups = list(w.controllers[-1].table.groups.values()) if w.controllers else []
             count = sum(bool(t.tokens) and not t.finished for g in open_groups for t in g.trajectories)
-            if count >= 16:
+            scored = sum(g.phase in (GroupPhase.SCORED, GroupPhase.ASSIGNED) for g in open_groups)
+            if count >= 4 and scored >= 8:
                 streaming.append(count)
                 w.mortalities[-1].dies_at = 0
 
     w = World(job=small_job(**SHORT), path=tmp_path, seed=3, script=script).run()
     w.check()
-    assert streaming and len(w.controllers) == 2
+    assert streaming and len(w.controllers) == 2 and not w.fleet.started_over
     for request_id, made in w.fleet.tokens_made.items():
         whole = expected_tokens(request_seed_of(w.job.seed, request_id))
         assert made <= len(whole), f"{request_id}: {made} tokens were generated, {len(whole)} are needed"

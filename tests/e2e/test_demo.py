@@ -30,7 +30,7 @@ def test_demo_cures_three_faults_and_its_report_is_true(tmp_path: Path) -> None:
     for incident in incidents:
         fault = incident["fault"]
         assert incident["fault_class"] == FAULT_CLASS[fault["kind"]], incident["because"]
-        assert [s["replica"] for s in incident["suspects"]] == [fault["target"]], incident["because"]
+        assert incident["suspects"] == [f"{fault['target']}#{fault['incarnation']}"], incident["because"]
         assert incident["action"] == "replace_replica"
         assert fault["target"] in incident["because"]
 

@@ -118,8 +118,14 @@ class RayHands:
         except ray.exceptions.GetTimeoutError:
             raise DeadlineExceeded(waited_for=waited_for, seconds=seconds) from None
         except ray.exceptions.RayError as e:
-            # Its text ends with the cause; what stands before is Ray's own stack.
-            raise ActuatorError(f"waiting for {waited_for}: {type(e).__name__}: {str(e)[-REASON_LENGTH_MAX:]}") from e
+            raise ActuatorError(f"waiting for {waited_for}: {type(e).__name__}: {_reason(str(e))}") from e
+
+
+def _reason(text: str) -> str:
+    """The telling part of what Ray says: a traceback's end, or else the first line, before its general advice."""
+    if "Traceback" in text or 'File "' in text:
+        return text[-REASON_LENGTH_MAX:].strip()
+    return text.strip().partition("\n")[0][:REASON_LENGTH_MAX]
 
 
 def runtime_classes() -> Mapping[str, Any]:

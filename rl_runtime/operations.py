@@ -170,7 +170,8 @@ class Operations:
                 operation()
             except Exception as e:  # noqa: BLE001
                 # Whatever failed, failed for this incarnation: it is lost with the reason, and recovery decides again.
-                logger.warning("%s#%d: %s", *keys[0], e)
+                if not self._closed.is_set():  # at the end of a run, what was starting is ended
+                    logger.warning("%s#%d: %s", *keys[0], e)
                 self._fail(keys[0], f"{type(e).__name__}: {e}")
             finally:
                 self._done(keys)

@@ -173,6 +173,8 @@ def _refill(fleet: Fleet, current: Actual, now: float, taken: set[NodeId]) -> Re
         return None
     if now - current.changed_at < REFILL_SECONDS:
         return None
+    if not _whole(fleet):
+        return None
     node = next((n for n in free_nodes(fleet) if n not in taken), None)
     if node is None:
         return None
@@ -182,6 +184,13 @@ def _refill(fleet: Fleet, current: Actual, now: float, taken: set[NodeId]) -> Re
         because=f"the last one was used up ({current.because}), {node} is free",
         node=node,
     )
+
+
+def _whole(fleet: Fleet) -> bool:
+    """Whether every other replica has its process: starting one more engine would slow a cure that is under way."""
+    working = {(r, i) for (r, i), a in fleet.actual.items() if a.state in (ReplicaState.READY, ReplicaState.SERVING)}
+    others = [d for r, d in fleet.desired.items() if split_replica(r)[0] != STANDBY_ROLE]
+    return all((d.replica, d.incarnation) in working for d in others)
 
 
 def free_nodes(fleet: Fleet) -> list[NodeId]:

@@ -201,6 +201,16 @@ def test_used_up_standby_is_refilled_on_the_free_node_after_a_while() -> None:
     assert (refill.replica, refill.incarnation, refill.node) == ("standby/0", 2, "node-4")
 
 
+def test_no_refill_while_a_replica_is_missing() -> None:
+    used = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=0.0)
+    starting = have("trainer/0", state=S.STARTING, pid=0)
+    busy = (("trainer/0", 1),)
+    assert reconcile(fleet([want("trainer/0"), want("standby/0")], [starting, used], busy=busy), NOW) == []
+    there = have("trainer/0", state=S.READY)
+    world = fleet([want("trainer/0"), want("standby/0")], [there, used])
+    assert said(reconcile(world, NOW)) == ["RefillStandby standby/0#2"]
+
+
 def test_no_refill_without_a_free_node() -> None:
     used = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=0.0)
     others = [have(f"trainer/{i}", node=f"node-{i}", pid=i + 1) for i in range(7)]

@@ -30,7 +30,7 @@ class ModelConfig(Section):
     path: str | None = None
     """Folder with config.json and safetensors; None makes a small model locally."""
     hidden_size: Annotated[int, Field(ge=32, le=4096)] = 128
-    intermediate_size: Annotated[int, Field(ge=32, le=16_384)] = 640
+    intermediate_size: Annotated[int, Field(ge=32, le=16_384)] = 1024
     num_layers: Annotated[int, Field(ge=1, le=64)] = 2
     num_heads: Annotated[int, Field(ge=1, le=64)] = 4
     num_kv_heads: Annotated[int, Field(ge=1, le=64)] = 2

@@ -47,7 +47,9 @@ def test_demo_cures_three_faults_and_its_report_is_true(tmp_path: Path) -> None:
 
     audit = report["audit"]
     assert audit["ok"] and audit["duplicates"] == 0 and audit["unaccounted"] == 0
-    assert audit["groups_trained"] == report["num_steps"] * 8
+    algorithm = report["config"]["algorithm"]
+    groups_per_step = algorithm["microbatches_per_step"] * algorithm["groups_per_microbatch"]
+    assert audit["groups_trained"] == report["num_steps"] * groups_per_step
     assert report["reward_last"] > report["reward_first"] + 0.1
     assert report["weights_proven"] >= 2
 

@@ -222,10 +222,12 @@ class KillSwitch:
     def __init__(self) -> None:
         self.points: list[str] = []
         self.dies_at: int | None = None  # index into `points`; None: never
+        self.dies_before = ""  # or: before the next call of this name
 
     def point(self, what: str) -> None:
         self.points.append(what)
-        if self.dies_at is not None and len(self.points) - 1 == self.dies_at:
+        counted = self.dies_at is not None and len(self.points) - 1 == self.dies_at
+        if counted or (self.dies_before and what == f"before {self.dies_before}"):
             raise SimulatedKill(what)
 
     def around(self, what: str, call: Callable[[], Any]) -> Any:

@@ -10,7 +10,7 @@ from rolecall.core.events import EventKind
 from rolecall.core.ids import NodeId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.incidents import Outcome
-from rolecall.recovery.testing import diagnosis
+from rolecall.recovery.testing import SimulatedKill, diagnosis
 from tests.recovery.world import TICK_SECONDS, World
 
 K = EventKind
@@ -326,6 +326,38 @@ def test_a_watch_that_slept_through_its_lease_writes_nothing_any_more(world: Wor
     assert not first.acting
     assert world.incidents() == [] and world.desired("rollout/1") == 1
     world.until(world.all_closed, first, second)
+    assert world.only().outcome is Outcome.CURED and world.desired("rollout/1") == 2
+
+
+def test_a_watch_that_lost_its_lease_cannot_go_on_with_an_incident_either(world: World) -> None:
+    first, second = world.watch(), world.watch()
+    world.journal.set_flag("paused", "bob: a look")
+    world.runtime.inject("rollout/1", FaultClass.CRASH)
+    world.run(2, first)
+    first._renew_at = float("inf")
+    world.clock.advance(world.config.lease_seconds + 1)
+    world.step(second)
+    world.journal.set_flag("paused", None)
+    first.tick()
+    assert not first.acting and world.events(K.ACTION_STARTED) == []
+    world.until(world.all_closed, first, second)
+    assert world.kinds() == [*A_CURE[:2], "plan_held", *A_CURE[2:]]
+
+
+def test_what_was_started_and_not_yet_done_waits_for_the_end_of_a_pause(world: World) -> None:
+    watch = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.CRASH)
+    world.switch.dies_before = "perform"
+    with pytest.raises(SimulatedKill):
+        world.run(5, watch)
+    world.switch.dies_before = ""
+    watch = world.watch()
+    assert world.desired("rollout/1") == 1
+    world.journal.set_flag("paused", "bob: a look")
+    world.run(20, watch)
+    assert world.desired("rollout/1") == 1 and world.only().state == "acting"
+    world.journal.set_flag("paused", None)
+    world.until(world.all_closed, watch)
     assert world.only().outcome is Outcome.CURED and world.desired("rollout/1") == 2
 
 

@@ -1,0 +1,103 @@
+"""The actuator of the bundled runtime: one record a target, once, fenced, for one incarnation."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.diagnosis import ActionKind, Plan, Target
+from rolecall.core.errors import ActuatorError, Fenced
+from rolecall.core.ids import IncidentId, NodeId, ReplicaId
+from rolecall.core.journal import Lease
+from rolecall.core.membership import Desired
+from rolecall.recovery.actuators.ray_runtime import RayRuntime
+from tests.recovery.world import World
+
+A = ActionKind
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def take(world: World, holder: str = "me") -> Lease:
+    lease = world.journal.acquire("watch", holder, 5.0)
+    assert lease is not None
+    return lease
+
+
+def plan(*who: tuple[str, int, str], action: ActionKind = A.REPLACE_REPLICA) -> Plan:
+    targets = tuple(Target(replica=ReplicaId(r), incarnation=i, node=NodeId(n)) for r, i, n in who)
+    return Plan(incident_id=IncidentId("inc-1-x"), action=action, targets=targets, because="it is so")
+
+
+def desired(world: World, replica: str) -> Desired:
+    return world.journal.desired()[ReplicaId(replica)]
+
+
+def test_a_replacement_is_one_record_however_often_it_is_performed(world: World) -> None:
+    actuator, lease = RayRuntime(world.journal), take(world)
+    for _ in range(3):
+        assert actuator.perform(plan(("rollout/1", 1, "node-4")), lease).done
+    assert desired(world, "rollout/1") == Desired(
+        replica=ReplicaId("rollout/1"),
+        incarnation=2,
+        node=NodeId("node-4"),
+        fence=lease.fence,
+        because="it is so",
+        incident_id="inc-1-x",
+    )
+    assert sum(d.incarnation for d in world.journal.desired().values()) == len(world.journal.desired()) + 1
+
+
+def test_an_incarnation_that_is_over_is_left_alone(world: World) -> None:
+    actuator, lease = RayRuntime(world.journal), take(world)
+    world.journal.set_desired(replace(desired(world, "rollout/1"), incarnation=2))
+    result = actuator.perform(plan(("rollout/0", 1, "node-3"), ("rollout/1", 1, "node-4")), lease)
+    assert not result.done and "rollout/1#1 is not meant: #2 is desired now" in result.because
+    assert desired(world, "rollout/0").incarnation == 1, "all of a plan, or nothing"
+
+
+def test_a_replica_that_left_the_run_is_not_brought_back(world: World) -> None:
+    world.journal.remove_desired(ReplicaId("rollout/1"))
+    result = RayRuntime(world.journal).perform(plan(("rollout/1", 1, "node-4")), take(world))
+    assert not result.done and ReplicaId("rollout/1") not in world.journal.desired()
+
+
+@pytest.mark.parametrize("action", [A.REPLACE_REPLICA, A.STOP_JOB])
+def test_who_lost_the_lease_does_nothing(world: World, action: ActionKind) -> None:
+    old = take(world)
+    world.clock.advance(10)
+    take(world, "another")
+    targets = [("rollout/1", 1, "node-4")] if action is A.REPLACE_REPLICA else []
+    with pytest.raises(Fenced):
+        RayRuntime(world.journal).perform(plan(*targets, action=action), old)
+    assert desired(world, "rollout/1").incarnation == 1 and world.journal.flag("stop") is None
+
+
+def test_moving_chooses_another_node_and_a_repetition_the_same(world: World) -> None:
+    actuator, lease = RayRuntime(world.journal), take(world)
+    moved = plan(("rollout/1", 1, "node-4"), action=A.REPLACE_NODE)
+    actuator.perform(moved, lease)
+    node = desired(world, "rollout/1").node
+    assert node != "node-4"
+    assert actuator.perform(moved, lease).done and desired(world, "rollout/1").node == node
+
+
+def test_what_it_cannot_do_is_refused(world: World) -> None:
+    with pytest.raises(ActuatorError, match="cannot restart_role"):
+        RayRuntime(world.journal).perform(plan(action=A.RESTART_ROLE), take(world))
+
+
+def test_a_plan_says_whom_else_it_hits(world: World) -> None:
+    actuator = RayRuntime(world.journal)
+    assert actuator.failure_unit("trainer/0") == "trainer/0"
+    assert actuator.also_hit(plan(("trainer/0", 1, "n"))) == ()
+    assert actuator.also_hit(plan(action=A.STOP_JOB)) == ("every process of the job",)
+    world.journal.set_desired(Desired(replica=ReplicaId("standby/0"), incarnation=1, node=NodeId("node-9")))
+    world.runtime.tick()
+    for _ in range(3):
+        world.step()
+    world.run(3)
+    assert actuator.also_hit(plan(("rollout/1", 1, "n"))) == ("standby/0 becomes rollout/1",)

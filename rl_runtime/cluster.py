@@ -142,21 +142,24 @@ class Cluster:
             os.close(self._lifeline)
             self._lifeline = None
         if self._temp != Path():
-            shutil.rmtree(self._temp, ignore_errors=True)
+            shutil.rmtree(self._temp.parent, ignore_errors=True)
 
     # --- steps of the start -------------------------------------------------------------------------------------
 
     @property
     def _session(self) -> Path:
-        return self._temp / f"session_{self.run.run_id}"
+        return self._temp / "session_rolecall"  # short: a Unix socket's path holds 107 characters
 
     @property
     def _logs(self) -> Path:
         return self.run.logs / "ray"
 
     def _make_folders(self) -> None:
-        self._temp = Path(tempfile.mkdtemp(prefix=processes.RAY_DIR_PREFIX))
-        (self.run.path / "ray_dir").write_text(str(self._temp))
+        # Ray opens its own folder to every user; the one around it stays ours alone.
+        private = Path(tempfile.mkdtemp(prefix=processes.RAY_DIR_PREFIX))
+        (self.run.path / "ray_dir").write_text(str(private))
+        self._temp = private / "t"
+        self._temp.mkdir()
         for sub in ("sockets", "runtime_resources"):
             (self._session / sub).mkdir(parents=True)
         os.mkfifo(self._temp / LIFELINE, 0o600)

@@ -27,8 +27,9 @@ from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
 from rolecall.recovery.book import WINDOW_NAME, Book, open_incident
 from rolecall.recovery.fleet import FleetView, fleet_view
 from rolecall.recovery.incidents import Failure, Incident
-from rolecall.recovery.intake import Kind, receive, storable, unrepaired
+from rolecall.recovery.intake import Kind, receive, unrepaired
 from rolecall.recovery.interfaces import Detector, Notifier, Source
+from rolecall.recovery.judging import Judge
 from rolecall.recovery.moves import Append, Decide, Move, Perform, Situation, done, failed, next_move, plan_made
 from rolecall.recovery.policy import Question, decide, question
 from rolecall.recovery.telling import Teller
@@ -73,7 +74,8 @@ class Watch:
         poll_seconds: float = 0.25,
     ) -> None:
         """`poll_seconds`: how long one look may wait for something new."""
-        self._journal, self._source, self._detector, self._actuator = journal, source, detector, actuator
+        self._journal, self._actuator = journal, actuator
+        self._judge = Judge(source, detector, clock)
         self._config, self._notifier, self._clock, self._holder = config, notifier, clock, holder
         self._poll_seconds = poll_seconds
         self._book = Book()
@@ -81,11 +83,8 @@ class Watch:
         self._lease: Lease | None = None
         self._renew_at = 0.0
         self._stood: dict[str, float] = {}  # diagnosis key -> when it last stood, wall seconds
-        self._judging_since = clock.wall()  # since when the absence of a diagnosis means something
-        self._judge_error = ""
         self._seen_fleet: FleetView | None = None
         self._windows_to_keep: list[str] = []
-        self._forgotten: dict[str, int] = {}  # replica -> incarnation below which the detector expects nothing
 
     @property
     def acting(self) -> bool:
@@ -122,12 +121,12 @@ class Watch:
         Raises:
             JournalError, SQLAlchemyError: the journal cannot be read or written; the next tick goes on from there.
         """
-        standing = self._judge()
+        standing = self._judge.look(self._poll_seconds)
         self._seen_fleet = None
         try:
             held = self._hold_lease()
             self._book.refresh(self._journal)
-            self._forget_replaced()
+            self._judge.forget_replaced(self._fleet())
             if not held:
                 return
             self._take_in(standing)
@@ -141,46 +140,6 @@ class Watch:
             # Somebody else acts now. Nothing was written under our number, and nothing will be.
             logger.warning("no longer acting: %s", e)
             self._lease = None
-
-    # --- looking ----------------------------------------------------------------------------------------------------
-
-    def _judge(self) -> list[Diagnosis]:
-        try:
-            observation = self._source.poll(self._poll_seconds)
-            standing = [storable(d) for d in self._detector.observe(observation)]
-        except Exception as e:
-            # Deliberate: a detector that fails must not stop a cure under way. Nothing is known of the fleet now, so
-            # no fault may be taken for over, and a person hears of it.
-            logger.exception("source or detector failed")
-            self._judge_error = f"{type(e).__name__}: {e}"
-            self._judging_since = self._clock.wall()
-            return []
-        self._judge_error = ""
-        return standing
-
-    def _progress(self, incident: Incident) -> dict[str, tuple[bool, str]]:
-        found: dict[str, tuple[bool, str]] = {}
-        for replica, incarnation in {**incident.named, **incident.touched}.items():
-            try:
-                found[replica] = self._detector.progressing(replica, incarnation or 0)
-            except Exception as e:  # noqa: BLE001
-                # Deliberate, as in _judge: not knowing is no progress.
-                found[replica] = (False, f"its progress is unknown ({type(e).__name__}: {e})")
-        return found
-
-    def _forget_replaced(self) -> None:
-        # Whoever ordered it - this watch, the one that acts, the one before us -, the old incarnation's end is wanted.
-        for view in self._fleet().replicas:
-            if view.desired_incarnation > self._forgotten.get(view.replica, 1):
-                self._forget(view.replica, view.desired_incarnation)
-
-    def _forget(self, replica: str, below_incarnation: int) -> None:
-        self._forgotten[replica] = below_incarnation
-        try:
-            self._detector.forget(replica, below_incarnation)
-        except Exception:
-            # Deliberate, as in _judge: the cure goes on; what is diagnosed of an old incarnation asks for nothing.
-            logger.exception("the detector does not forget %s", replica)
 
     # --- the lease --------------------------------------------------------------------------------------------------
 
@@ -262,14 +221,8 @@ class Watch:
             name = self._windows_to_keep[-1]
             incident = self._book.incidents.get(name)
             if incident is not None and WINDOW_NAME not in self._journal.windows(name):
-                try:
-                    window = dict(self._detector.window())
-                except Exception:
-                    # Deliberate, as in _judge: an incident without its window can be cured all the same.
-                    logger.exception("no window for %s", name)
-                    window = {}
                 late_seconds = round(self._clock.wall() - incident.opened_at, 3)
-                self._journal.save_window(name, WINDOW_NAME, {**window, "late_seconds": late_seconds})
+                self._journal.save_window(name, WINDOW_NAME, {**self._judge.window(), "late_seconds": late_seconds})
             self._windows_to_keep.pop()
 
     def _update(self, incident: Incident, d: Diagnosis) -> None:
@@ -330,7 +283,7 @@ class Watch:
         assert self._lease is not None and incident.attempt is not None
         for target in move.plan.targets:
             # Before it dies: from now on its end is wanted, and no second fault.
-            self._forget(target.replica, target.incarnation + 1)
+            self._judge.forget(target.replica, target.incarnation + 1)
         try:
             result = self._actuator.perform(move.plan, self._lease)
         except ActuatorError as e:
@@ -351,8 +304,8 @@ class Watch:
             paused=self._journal.flag(PAUSED_FLAG),
             stopping=self._journal.flag(STOP_FLAG),
             ended=self._book.ended,
-            absent_seconds=max(0.0, now - max([self._judging_since, incident.opened_at, *stood])),
-            progress=self._progress(incident),
+            absent_seconds=max(0.0, now - max([self._judge.since, incident.opened_at, *stood])),
+            progress=self._judge.progress(incident),
             channel=self._notifier.channel,
         )
 
@@ -368,8 +321,8 @@ class Watch:
         for name, error in self._book.broken.items():
             if not any(e.key == f"broken:{name}" for e in self._book.to_tell):
                 self._write(EventKind.PERSON_CALLED, self._call(str(error)), key=f"broken:{name}")
-        if self._judge_error and self._lease is not None:
-            because = f"nothing is diagnosed: the source or a detector fails with {self._judge_error}"
+        if self._judge.error and self._lease is not None:
+            because = f"nothing is diagnosed: the source or a detector fails with {self._judge.error}"
             key = f"blind:{self._lease.fence}"
             if not any(e.key == key for e in self._book.to_tell):
                 self._write(EventKind.PERSON_CALLED, self._call(because), key=key)
@@ -383,5 +336,5 @@ class Watch:
             "mode": self._config.mode,
             "paused": self._journal.flag(PAUSED_FLAG) is not None,
             "open_incidents": len(self._book.open_incidents()),
-            "blind": self._judge_error,
+            "blind": self._judge.error,
         }

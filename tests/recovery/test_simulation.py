@@ -198,12 +198,12 @@ def test_trouble(tmp_path: Path, seed: int, number: int) -> None:
     assert simulation.num_faults > 0 and simulation.world.runtime.replaced
 
 
-def test_the_trouble_is_real(tmp_path: Path, seed: int) -> None:
-    """Over the seeds together every kind of trouble happened and every kind of end was reached."""
+def test_the_trouble_is_real(tmp_path: Path) -> None:
+    """Over some seeds (always the same) every kind of trouble happened and every kind of end was reached."""
     kills, outcomes, fences, retried = 0, set(), 0, 0
     for number in range(5):
         (tmp_path / str(number)).mkdir()
-        simulation = Simulation(tmp_path / str(number), seed * 1000 + number)
+        simulation = Simulation(tmp_path / str(number), number)
         simulation.run(TROUBLE_SECONDS / 2, trouble=True)
         kills += sum(slot.num_kills for slot in simulation.slots)
         incidents = simulation.book.incidents.values()

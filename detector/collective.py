@@ -37,6 +37,8 @@ def _judge(
     members = [s for s in fleet.current() if s.role == role and s.sample is not None and s.sample.epoch == epoch]
     if any(m.gone for m in members):
         return None  # crash.py names it; its peers wait for the runtime to contain that
+    if any(s.closed_wall and s.role == role and s.sample and s.sample.epoch == epoch for s in fleet.subjects.values()):
+        return None  # a member is being replaced: whoever is left waits for its end, then for a new epoch
     waiters = [w.subject for w in waiting]
     unseen = {m.key: unseen_because(fleet, m.node, now) for m in members if m not in waiters}
     if any(REFUSED in why for why in unseen.values()):

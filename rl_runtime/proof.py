@@ -25,13 +25,14 @@ Three parts, each against faults that the others cannot see:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
-
-import torch
+from typing import TYPE_CHECKING, Final
 
 from rolecall.core.errors import ProofMismatch
 from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime.protocol import Manifest, Proof
+
+if TYPE_CHECKING:
+    import torch
 
 CANARY: Final[tuple[int, ...]] = (1, 3, 7, 4, 12, 5, 9, 15, 6, 10, 13, 8, 11, 14, 3, 3, 5, 8, 13, 2, 1, 4, 9, 6)
 """The fixed sequence: ids below 16, so that every vocabulary has them, each of them at least once but 0 (padding)."""
@@ -48,12 +49,14 @@ NUM_ANCHORS_MAX: Final = 64
 """Certified (version, layout) pairs remembered; older ones are forgotten, a late replica of them is anchored anew."""
 
 
-def canary_logprobs(logits: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, ...]:
+def canary_logprobs(logits: "Callable[[torch.Tensor], torch.Tensor]") -> tuple[float, ...]:
     """Log-probability of each canary token but the first, given those before it: the trainer's side of part (c).
 
     Args:
         logits: the model: token ids (1, length) -> logits (1, length, vocabulary).
     """
+    import torch  # here: the controller judges proofs and must not carry torch
+
     tokens = torch.tensor([CANARY])
     with torch.no_grad():
         log_probs = torch.log_softmax(logits(tokens)[0, :-1].float(), dim=-1)

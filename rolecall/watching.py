@@ -123,7 +123,7 @@ def _notifier(run: RunDir, job: JobConfig, clock: Clock) -> Notifier:
 
 
 def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
-    """Decides an incident again: diagnosis from the stored window, plan and guards from the stored question.
+    """Decides an incident again: diagnosis from the stored window, plan from the question stored with it.
 
     Returns `same`, the parts, and `text` for people.
     """

@@ -230,6 +230,10 @@ class RolloutActor(_Actor):
         return self._rollout.tokens_since(incarnation, offsets)
 
     @_control
+    def drain(self, incarnation: int, offsets: dict[str, int], seconds: float) -> Any:
+        return self._rollout.drain(incarnation, offsets, seconds)
+
+    @_control
     def ack(self, incarnation: int, request_ids: list[str]) -> None:
         self._rollout.ack(incarnation, request_ids)
 

@@ -186,6 +186,10 @@ class RolloutPort(Port):
     async def tokens_since(self, offsets: dict[str, int]) -> PulledTokens:
         return cast(PulledTokens, await self.client.call("tokens_since", self.incarnation, offsets))
 
+    async def drain(self, offsets: dict[str, int], seconds: float) -> PulledTokens:
+        """The last tokens of an engine that is replaced alive; it stops generating within `seconds` or not."""
+        return cast(PulledTokens, await self._ask(seconds * 2, "drain", self.incarnation, offsets, seconds))
+
     async def ack(self, request_ids: Sequence[str]) -> None:
         """The engine forgets them; what still runs of them is aborted."""
         await self.client.call("ack", self.incarnation, list(request_ids))

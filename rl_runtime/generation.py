@@ -29,6 +29,8 @@ PULL_SECONDS = 0.1
 """Cadence of pulls from an engine with work. Raising it delays tokens and the move of a dead engine's requests."""
 IDLE_SECONDS = 0.5
 """Cadence of the same call to an engine without work: so it is noticed that it is dead or silent."""
+DRAIN_SECONDS = 0.8
+"""How long an engine that is replaced alive may take to give its last tokens. Four times a pause of the slowest."""
 SILENT_SECONDS = 2.0
 """An engine that owes an answer for this long gets no work until it has answered."""
 UPDATE_MARGIN_SECONDS = 20.0
@@ -80,6 +82,7 @@ class Engine:
     proven: str = ""  # digest of that version's manifest
     serving: bool = False
     silent: bool = False
+    draining: bool = False
     failures: int = 0
     tokens_seen: int = 0  # its own counter of tokens made, just after the last pull
     wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -121,8 +124,13 @@ class Generation:
         """Gives up what is over and greets what is there; called again and again."""
         for key in list(self.engines):
             because = fleet.lost_because(*key)
-            if because is not None:
+            if because is None:
+                continue
+            if not fleet.may_still_speak(*key):
                 self.contain(key, because)
+            elif not self.engines[key].draining:
+                self.engines[key].draining = True
+                self._tasks.start(self._drain(self.engines[key], because), f"drain {key}")
         for record in fleet.usable("rollout").values():
             key = (record.replica, record.incarnation)
             if key not in self.engines and key not in self._greeting:
@@ -214,6 +222,20 @@ class Generation:
             engine.wake.set()
 
     # --- containment --------------------------------------------------------------------------------------------
+
+    async def _drain(self, engine: Engine, because: str) -> None:
+        """One that is replaced alive gives its last tokens before it is fenced; the supervisor waits that long."""
+        engine.serving = False  # no new requests; an answer of a turn under way is taken as well
+        try:
+            pulled = await engine.port.drain(self._table.offsets(engine.key), DRAIN_SECONDS / 2)
+            if engine.key in self.engines and (pulled.replica, pulled.incarnation) == engine.key:
+                engine.tokens_seen = self._tokens_generated(engine.record) or engine.tokens_seen
+                if self._table.take(engine.key, pulled.chunks, engine.version):
+                    self._on_finished()
+        except RolecallError as e:
+            # Whatever it is, nothing more is to be had from this engine: its requests go on from what was streamed.
+            logger.warning("%s gave no last tokens: %s", engine.port, e)
+        self.contain(engine.key, because)
 
     def contain(self, key: EngineKey, because: str) -> None:
         """An engine is lost: fence it, let its requests go on elsewhere, say so. Without any wait."""

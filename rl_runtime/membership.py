@@ -52,6 +52,12 @@ class Fleet:
             return record.because or f"it is {record.state}"
         return None
 
+    def may_still_speak(self, replica: ReplicaId, incarnation: int) -> bool:
+        """Whether an incarnation that recovery replaces stands at work until somebody fences it: a slow one, say."""
+        wanted, record = self.desired.get(replica), self.actual.get((replica, incarnation))
+        replaced = wanted is not None and wanted.incarnation > incarnation
+        return replaced and record is not None and record.state in AT_WORK
+
 
 def members_after(
     members: Iterable[tuple[ReplicaId, int]],

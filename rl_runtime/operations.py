@@ -21,7 +21,7 @@ from rolecall.core.journal import Journal
 from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
 from rolecall.core.rundir import RunDir, registration_secret
 from rolecall.rl_runtime.hands import Hands
-from rolecall.rl_runtime.processes import RunProcess, kill_process, wait_gone
+from rolecall.rl_runtime.processes import RunProcess, is_alive, kill_process, wait_gone
 from rolecall.rl_runtime.reconcile import Incarnation, Promote, Start
 from rolecall.rl_runtime.spawn import actor_name, make_spawn
 
@@ -34,6 +34,8 @@ replicas ready after 30 s with three at once, 30 and 37 s with two, where the th
 ENGINE_ROLES = frozenset({"rollout", STANDBY_ROLE})
 KILL_SECONDS = 5.0
 POLL_SECONDS = 0.02
+DRAIN_SECONDS = 1.2
+"""How long a living rollout that is replaced is left for the controller to take its last tokens and fence it."""
 PROMOTE_SECONDS = 10.0
 GONE = (ReplicaState.LOST, ReplicaState.STOPPED)
 
@@ -153,11 +155,22 @@ class Operations:
         self._submit([key], lambda: self._end(record, because, wanted))
 
     def _end(self, record: Actual, because: str, wanted: bool) -> None:
+        if not wanted and split_replica(record.replica)[0] == "rollout":
+            self._let_drain(record)
         if not wanted:
             self.lose(record, because)  # first: from now on nothing is accepted from it
         self._kill(record)
         if wanted:
             self.stopped(record, because)
+
+    def _let_drain(self, record: Actual) -> None:
+        """A rollout that lives may still hold tokens: the controller takes them and then fences it, or time is up."""
+        deadline = self._clock.monotonic() + DRAIN_SECONDS
+        while self._clock.monotonic() < deadline:
+            standing = self._journal.actual().get((record.replica, record.incarnation))
+            if standing is None or standing.state in GONE or not is_alive(record.pid, record.start_ticks):
+                return
+            self._clock.sleep(POLL_SECONDS)
 
     # --- parts --------------------------------------------------------------------------------------------------
 

@@ -162,7 +162,9 @@ class Proof:
     holder: ReplicaId  # who the bytes came from
     bytes_received: int
     seconds: float
-    layout: str = ""  # digest of names, shapes and dtypes of the storage: only replicas of one layout compare in (b), (c)
+    layout: str = (
+        ""  # digest of names, shapes and dtypes of the storage: only replicas of one layout compare in (b), (c)
+    )
     storage: tuple[tuple[str, str], ...] = ()  # (parameter, digest) for each one covered: so that (b) can name it
     received_wrong: tuple[str, ...] = ()  # tensors whose received bytes are not the manifest's; empty in a true proof
 

@@ -202,6 +202,15 @@ class RolloutReplica:
             unknown=unknown,
         )
 
+    def drain(self, incarnation: int, offsets: dict[str, int], seconds: float) -> PulledTokens:
+        """The last pull before it is replaced alive: the engine stops generating first, if it can within `seconds`."""
+        self._checked(incarnation)
+        try:
+            self._thread.call(lambda engine: engine.abort(list(offsets)), seconds, "stop generating")
+        except RolecallError as e:  # it hangs, or has failed
+            logger.warning("draining what there is: %s", e)
+        return self.tokens_since(incarnation, offsets)
+
     def ack(self, incarnation: int, request_ids: Sequence[str]) -> None:
         """Forgets requests whose tokens are safe elsewhere; what still runs of them is aborted."""
         self.abort(incarnation, request_ids)

@@ -438,6 +438,10 @@ class FakeRollout(_Body):
             unknown=tuple(r for r in offsets if r not in self.held),
         )
 
+    def drain(self, incarnation: int, offsets: Mapping[str, int], seconds: float) -> PulledTokens:
+        del seconds
+        return self.tokens_since(incarnation, offsets)
+
     def ack(self, incarnation: int, request_ids: Sequence[str]) -> None:
         self._check(incarnation)
         for request_id in request_ids:

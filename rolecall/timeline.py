@@ -88,9 +88,10 @@ class Story:
 
     @property
     def cured_at(self) -> float | None:
+        """When the replacement served with proof, once it was also seen to finish work; without one, the latter."""
         if self.verified_at is None:
             return None
-        return max(self.verified_at, self.serving_at or 0.0)
+        return self.verified_at if self.serving_at is None else self.serving_at
 
     @property
     def cured(self) -> bool:
@@ -129,6 +130,7 @@ class Story:
             "step_committed_seconds": self.since_finding(self.step_committed_at),
             "serving_seconds": self.since_finding(self.serving_at),
             "cured_seconds": self.since_finding(self.cured_at),
+            "verified_seconds": self.since_finding(self.verified_at),
             "action": str(plan.action) if plan else None,
             "plan": plan.because if plan else "",
             "plan_targets": [f"{t.replica}#{t.incarnation}" for t in plan.targets] if plan else [],

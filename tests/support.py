@@ -4,7 +4,6 @@ import threading
 import time
 from collections.abc import Callable
 
-
 _PAUSE = threading.Event()  # never set: its wait is the pause between two looks
 
 

@@ -78,7 +78,8 @@ def test_a_whole_run_is_told_with_the_times_at_which_things_happened(fake_run: R
         told = story.to_dict()
         assert told["detected_seconds"] == pytest.approx(strike.found_after, abs=1e-3)
         assert told["serving_seconds"] == pytest.approx(strike.serving_after, abs=1e-3)
-        assert told["cured_seconds"] == pytest.approx(strike.verified_after, abs=1e-3)
+        assert told["cured_seconds"] == told["serving_seconds"]
+        assert told["verified_seconds"] == pytest.approx(strike.verified_after, abs=1e-3)
         assert told["fault_class"] == strike.fault_class and told["because"] == strike.because
     kill, hang, slow = (s.to_dict() for s in joined.stories)
     assert kill["requests_resumed_seconds"] == pytest.approx(0.12, abs=1e-3)
@@ -153,7 +154,7 @@ def test_cured_means_serving_and_seen_making_progress() -> None:
     assert (told["serving_seconds"], told["cured_seconds"]) == (3.0, 3.0), "it served after it was verified"
     later = {("rollout/1", 2): Life(replica="rollout/1", incarnation=2, serving_at=12.0)}
     told = tale.told(_fault("rollout/1", 10.0), known=later).stories[0].to_dict()
-    assert (told["serving_seconds"], told["cured_seconds"]) == (1.0, 2.0)
+    assert (told["serving_seconds"], told["cured_seconds"], told["verified_seconds"]) == (1.0, 1.0, 2.0)
 
 
 def test_what_was_contained_before_the_finding_counts_as_zero() -> None:

@@ -68,6 +68,9 @@ class Scoring:
         self._on_scored, self._give_up = on_scored, give_up
         self._workers: dict[EngineKey, asyncio.Task[None]] = {}
         self._wakes: dict[EngineKey, asyncio.Event] = {}
+        self._resting: set[EngineKey] = set()
+        self._used: dict[EngineKey, int] = {}  # number of the last call to each, by the count of all calls
+        self._num_calls = 0
         self._under_way: set[GroupId] = set()
         self._failed_at: dict[GroupId, list[EngineKey]] = defaultdict(list)
         self._losses: dict[GroupId, int] = defaultdict(int)
@@ -92,6 +95,8 @@ class Scoring:
     def _forget(self, key: EngineKey) -> None:
         self._workers.pop(key, None)
         self._wakes.pop(key, None)
+        self._resting.discard(key)
+        self._used.pop(key, None)
         self.wake()
 
     async def _work(self, record: Actual) -> None:
@@ -107,7 +112,9 @@ class Scoring:
                 if groups:
                     await self._score(port, key, groups)
                 else:
+                    self._resting.add(key)
                     await set_or_timeout(self._wakes[key], IDLE_SECONDS)
+                    self._resting.discard(key)
         except ReplicaGone as e:
             self._forget(key)
             self._books.fence(*key, e.because)
@@ -122,11 +129,25 @@ class Scoring:
                 logger.warning("%s", e)
 
     def _take(self, key: EngineKey) -> list[OpenGroup]:
+        """Finished groups for one worker; none while a worker rests that was used less recently.
+
+        Without turns the first worker would do everything, and nobody would ever see whether another one works.
+        """
+        for other in self._resting:
+            if self._used.get(other, 0) < self._used.get(key, 0) and self._free_for(other):
+                self._wakes[other].set()
+                return []
+        free = self._free_for(key)
+        if free:
+            self._num_calls += 1
+            self._used[key] = self._num_calls
+        return free[:GROUPS_PER_CALL]
+
+    def _free_for(self, key: EngineKey) -> list[OpenGroup]:
         """Finished groups that nobody scores; one that failed here is left to others, if there are any."""
         others = len(self._workers) > 1
         free = [g for g in self._table.in_phase(GroupPhase.FINISHED) if g.group_id not in self._under_way]
-        last = [g for g in free if not (others and self._failed_at[g.group_id][-1:] == [key])]
-        return last[:GROUPS_PER_CALL]
+        return [g for g in free if not (others and self._failed_at[g.group_id][-1:] == [key])]
 
     async def _score(self, port: RewardPort, key: EngineKey, open_groups: Sequence[OpenGroup]) -> None:
         groups = [g.as_group() for g in open_groups]

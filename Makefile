@@ -13,10 +13,11 @@ demo: $(VENV)/.ready  ## a run that loses replicas and keeps learning; ARGS="--s
 	$(BIN)/rolecall demo $(ARGS)
 
 test: $(VENV)/.ready  ## the whole suite, one seed of each end-to-end scenario
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not e2e and not long" $(ARGS)
+	$(BIN)/python -m pytest -m e2e $(ARGS)
 
 test-fast: $(VENV)/.ready  ## without engines, Ray or slow tests
-	$(BIN)/python -m pytest -m "not e2e and not engine and not slow and not netns" $(ARGS)
+	$(BIN)/python -m pytest -n 2 -m "not e2e and not engine and not long and not slow" $(ARGS)
 
 check: $(VENV)/.ready  ## style and types
 	$(BIN)/ruff check .
@@ -24,6 +25,7 @@ check: $(VENV)/.ready  ## style and types
 	$(BIN)/mypy
 
 soak: $(VENV)/.ready  ## ten real seeds of each fault; prints a report and adds to benchmarks/results/
+	$(BIN)/python -m pytest -m long
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 bench: $(VENV)/.ready  ## what watching costs a step

@@ -268,7 +268,7 @@ def test_the_summary_says_whether_it_held_and_where_the_page_is(fake_run: RunDir
     report = write_report(fake_run)
     text = _shown(summary(report))
     assert "3 of 3 faults cured, the audit holds" in text
-    assert re.search(r"A +rollout-kill +rollout/1 +rollout/1#1 +0\.31 s +2\.05 s", text)
+    assert re.search(r"A +rollout-kill +rollout/1 +rollout/1#1 +0\.31 s +1\.62 s", text)
     assert "".join(report["html"].split()) in "".join(text.split())
     assert "✓ processes kept" in text
     bad = {**report, "ok": False, "audit": {**report["audit"], "ok": False, "problems": ["ledger line 3 was changed"]}}

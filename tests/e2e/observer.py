@@ -26,14 +26,26 @@ class Seen:
     last_at: float
 
 
+@dataclass(frozen=True)
+class Between:
+    """Something appeared after one look (`not_before`) and was there at the next (`seen`). Wall seconds."""
+
+    not_before: float
+    seen: float
+
+    def agrees(self, at: float, within: float) -> bool:
+        """Whether `at` lies in the interval, or not more than `within` outside of it."""
+        return self.not_before - within <= at <= self.seen + within
+
+
 @dataclass
 class Observer:
     """Watches one run directory from outside until `stop()`."""
 
     run_dir: Path
     processes: dict[tuple[int, int], Seen] = field(default_factory=dict)
-    opened: dict[str, float] = field(default_factory=dict)  # incident -> when its row was first seen
-    serving: dict[tuple[str, int], float] = field(default_factory=dict)  # (replica, incarnation) -> when first seen
+    opened: dict[str, "Between"] = field(default_factory=dict)  # incident -> when its row appeared
+    serving: dict[tuple[str, int], "Between"] = field(default_factory=dict)  # (replica, incarnation) -> when it served
     pids: dict[tuple[str, int], int] = field(default_factory=dict)
     steps: dict[int, float] = field(default_factory=dict)
     sockets_elsewhere: set[str] = field(default_factory=set)
@@ -43,6 +55,7 @@ class Observer:
         self._marker = f"ROLECALL_RUN={self.run_dir}".encode()
         self._thread = threading.Thread(target=self._watch, name="observer", daemon=True)
         self._last_seq = 0
+        self._looked_at = time.time()
         self._not_ours: set[tuple[int, int]] = set()
 
     def start(self) -> None:
@@ -97,13 +110,14 @@ class Observer:
             ):
                 self._last_seq = seq
                 if kind == "incident_opened":
-                    self.opened.setdefault(incident, now)
+                    self.opened.setdefault(incident, Between(self._looked_at, time.time()))
                 elif kind == "step_committed":
                     self.steps[len(self.steps)] = now
             for replica, incarnation, pid, state in db.execute("select replica, incarnation, pid, state from actual"):
                 self.pids[(replica, incarnation)] = pid
                 if state == "serving":
-                    self.serving.setdefault((replica, incarnation), now)
+                    self.serving.setdefault((replica, incarnation), Between(self._looked_at, time.time()))
+            self._looked_at = now
         except sqlite3.OperationalError:
             pass  # locked or not made yet: the next look will see it
         finally:

@@ -1,7 +1,6 @@
 """The demo as a newcomer sees it, with an observer beside it that checks what the report says."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -54,12 +53,11 @@ def test_demo_cures_three_faults_and_its_report_is_true(tmp_path: Path) -> None:
     assert report["weights_proven"] >= 2
 
     for incident in incidents:
-        seen_at = run.observer.opened[incident["incident_id"]]
-        detected_at = incident["fault"]["injected_at"] + incident["detected_seconds"]
-        assert abs(seen_at - detected_at) <= AGREEMENT_SECONDS, (incident["incident_id"], seen_at - detected_at)
-        target = incident["fault"]["target"]
-        seen_serving = run.observer.serving[(target, incident["fault"]["incarnation"] + 1)]
-        assert abs(seen_serving - detected_at - incident["cured_seconds"]) <= AGREEMENT_SECONDS, incident["incident_id"]
+        fault = incident["fault"]
+        detected_at = fault["injected_at"] + incident["detected_seconds"]
+        assert run.observer.opened[incident["incident_id"]].agrees(detected_at, AGREEMENT_SECONDS), incident
+        served = run.observer.serving[(fault["target"], fault["incarnation"] + 1)]
+        assert served.agrees(detected_at + incident["cured_seconds"], AGREEMENT_SECONDS), incident
 
     html = (run.path / "report.html").read_text()
     assert "http://" not in html.replace("http://www.w3.org", "") and "https://" not in html.replace(
@@ -83,7 +81,7 @@ def _who_left_early(observer: object, victims: set[tuple[int, int]], since: floa
 
 def test_outside_fault_is_found_and_cured_as_the_report_says(tmp_path: Path) -> None:
     """The observer kills by itself, and by the plain kill(2): nothing of rolecall knows that a fault is coming."""
-    args = ["--seed", "5", "--faults", "none", "--steps", "50", "--hold-minutes", "1.5", "--allow-injection"]
+    args = ["--seed", "5", "--faults", "none", "--steps", "50", "--hold-minutes", "0.7", "--allow-injection"]
     with demo_run(tmp_path, "outside-fault", args) as run:
         run.until_step(8, 200)
         killed_at = run.observer.kill("rollout/0", 1)
@@ -95,6 +93,6 @@ def test_outside_fault_is_found_and_cured_as_the_report_says(tmp_path: Path) -> 
         assert run.wait(300) == 0, run.output()[-3000:]
         (incident,) = run.report()["incidents"]
         opened, serving = run.observer.opened[incident["incident_id"]], run.observer.serving[("rollout/0", 2)]
-        assert abs(incident["detected_seconds"] - (opened - killed_at)) <= AGREEMENT_SECONDS
-        assert abs(incident["cured_seconds"] - (serving - opened)) <= 2 * AGREEMENT_SECONDS
-        assert time.time() > killed_at
+        detected_at = killed_at + incident["detected_seconds"]
+        assert opened.agrees(detected_at, AGREEMENT_SECONDS), incident
+        assert serving.agrees(detected_at + incident["cured_seconds"], AGREEMENT_SECONDS), incident

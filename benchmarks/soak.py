@@ -69,6 +69,10 @@ def poisson_upper(count: int, confidence: float = 0.95) -> float:
     return high
 
 
+def _times(found: Sequence[dict[str, Any]], name: str) -> str:
+    return common.summary([i[name] for i in found if i[name] is not None])
+
+
 def report(lines: Sequence[dict[str, Any]]) -> list[str]:
     """The table of the issue, from the lines of one commit."""
     by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -77,15 +81,16 @@ def report(lines: Sequence[dict[str, Any]]) -> list[str]:
             if incident.get("fault"):
                 by_kind[incident["fault"]["kind"]].append({**incident, "run": line["seed"]})
     rows = [
-        "| fault | n | finding after, s | named right | cured after, s | tokens lost | steps lost |",
-        "|---|---|---|---|---|---|---|",
+        "| fault | n | finding after, s | named right | step commits after the finding, s | replacement serves with proof "
+        "after the finding, s | tokens not yet streamed lost | steps lost |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for kind, found in sorted(by_kind.items()):
-        named = sum(bool(i.get("named")) for i in found)
+        named = sum(bool(i["named_right"]) for i in found)
         rows.append(
-            f"| {kind} | {len(found)} | {common.summary([i['detected_seconds'] for i in found])} | {named} of {len(found)} | "
-            f"{common.summary([i['cured_seconds'] for i in found if i['cured_seconds'] is not None])} | "
-            f"{sum(i['tokens_lost'] or 0 for i in found)} | {sum(i['steps_lost'] or 0 for i in found)} |"
+            f"| {kind} | {len(found)} | {_times(found, 'detected_seconds')} | {named} of {len(found)} | "
+            f"{_times(found, 'step_committed_seconds')} | {_times(found, 'cured_seconds')} | "
+            f"{sum(i['tokens_lost'] for i in found)} | {sum(i['steps_lost'] for i in found)} |"
         )
     missed = sum(len(line["missed"]) for line in lines)
     false = sum(len(line["false_alarms"]) for line in lines)

@@ -26,6 +26,7 @@ from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.rundir import RUN_ENV, RunDir, create_run_dir
 from rolecall.demo import FaultSchedule, Stage, Strike, View
 from rolecall.report import write_report
+from rolecall.rl_runtime.reconcile import place
 from rolecall.rl_runtime.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class Session:
             TooFewNodes: before anything is started.
             Interrupted: Ctrl-C; everything has been stopped.
         """
+        place(self.job)  # raises before there is even a directory
         run = create_run_dir(self.root, self.run_id)
         journal = Journal(run.database_url)
         screen = live.Screen(

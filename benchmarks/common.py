@@ -19,7 +19,11 @@ def commit() -> str:
         ["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     dirty = subprocess.run(
-        ["git", "status", "--porcelain", "-uno"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return name.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 

@@ -81,8 +81,10 @@ def report(lines: Sequence[dict[str, Any]]) -> list[str]:
             if incident.get("fault"):
                 by_kind[incident["fault"]["kind"]].append({**incident, "run": line["seed"]})
     rows = [
-        "| fault | n | finding after, s | named right | step commits after the finding, s | replacement serves with proof "
-        "after the finding, s | tokens not yet streamed lost | steps lost |",
+        (
+            "| fault | n | finding after, s | named right | step commits after the finding, s | replacement serves with proof "
+            "after the finding, s | tokens not yet streamed lost | steps lost |"
+        ),
         "|---|---|---|---|---|---|---|---|",
     ]
     for kind, found in sorted(by_kind.items()):

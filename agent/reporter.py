@@ -34,6 +34,9 @@ LOCK_SECONDS = 0.001
 words of both writes, which is better than a training thread that waits for a stopped one."""
 BEAT_SECONDS = 0.1
 """Period of the ticker thread."""
+BEATS_PER_LOOK = 10
+OFF_SWITCH = "reporter.off"
+"""While this file lies in the run directory no process of the run beats: how `make bench` measures what beats cost."""
 SYNCHRONOUS_SECONDS = 0.2
 """How long a dying process may take to tell the agent its exception; the page holds it anyway."""
 NUM_PHASES_CACHED_MAX = 64
@@ -153,9 +156,16 @@ _starting = threading.Lock()
 
 def _tick(page: _Page) -> None:
     pause = threading.Event()  # never set: a wait on it is a sleep that shutdown can cut short
+    run = os.environ.get("ROLECALL_RUN")
+    switch = os.path.join(run, OFF_SWITCH) if run else ""
+    beats = 0
     while True:
         pause.wait(BEAT_SECONDS)
         page.q[at.W_BEATS] += 1
+        beats += 1
+        if beats % BEATS_PER_LOOK == 0:
+            while switch and os.path.exists(switch):
+                pause.wait(BEAT_SECONDS * BEATS_PER_LOOK)
 
 
 def _default_node_dir() -> Path | None:

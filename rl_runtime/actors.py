@@ -205,7 +205,10 @@ class RolloutActor(_Actor):
 
         (on_step,) = self._injection(faults.ENGINE_STEP)
         settings = EngineSettings(
-            model_dir=str(spawn.run.path / "model"), kv_cache_bytes=job.runtime.kv_cache_bytes, seed=job.seed
+            model_dir=str(spawn.run.path / "model"),
+            kv_cache_bytes=job.runtime.kv_cache_bytes,
+            seed=job.seed,
+            fixed_length=job.task.fixed_length,
         )
         self._rollout = RolloutReplica(
             replica=spawn.replica,

@@ -71,6 +71,7 @@ class EngineSettings:
     kv_cache_bytes: int = 64 << 20
     seed: int = 0
     readable_storage: bool = True
+    fixed_length: bool = False  # generate to the limit, whatever the end tokens: for measurements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +139,7 @@ class Engine:
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
-        self.end_tokens = end_tokens(Path(settings.model_dir))
+        self.end_tokens = () if settings.fixed_length else end_tokens(Path(settings.model_dir))
         # OMP_NUM_THREADS comes too late where torch is imported already, and OpenMP keeps the number per thread.
         torch.set_num_threads(1)
         vllm = import_vllm()
@@ -164,6 +165,7 @@ class Engine:
             max_tokens=num_new_max,
             logprobs=0,  # of the sampled token only
             stop_token_ids=list(self.end_tokens),
+            ignore_eos=self.settings.fixed_length,
             output_kind="DELTA",
         )
         self._llm.add_request(request_id, _prompt(tokens), parameters)

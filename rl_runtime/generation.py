@@ -232,7 +232,7 @@ class Generation:
                 engine.tokens_seen = self._tokens_generated(engine.record) or engine.tokens_seen
                 if self._table.take(engine.key, pulled.chunks, engine.version):
                     self._on_finished()
-        except RolecallError as e:
+        except Exception as e:  # noqa: BLE001
             # Whatever it is, nothing more is to be had from this engine: its requests go on from what was streamed.
             logger.warning("%s gave no last tokens: %s", engine.port, e)
         self.contain(engine.key, because)
@@ -387,15 +387,17 @@ class Generation:
         """One attempt. None when it should be tried again for no fault of the engine's own."""
         if engine.silent:
             return None
-        holders = self._holders(engine, target)
-        manifest, epoch = target.manifest, self._books.epoch
-        call = asyncio.ensure_future(engine.port.update_weights(epoch, manifest, holders, self._update_seconds))
+        manifest, call = target.manifest, None
         try:
             async with self._slot:
+                # In here, so that whoever was updated before stands among the holders: a relay.
+                holders, epoch = self._holders(engine, target), self._books.epoch
+                call = asyncio.ensure_future(engine.port.update_weights(epoch, manifest, holders, self._update_seconds))
                 await asyncio.wait({call}, timeout=SLOT_SECONDS)
             proof = await call
         except asyncio.CancelledError:
-            call.cancel()
+            if call is not None:
+                call.cancel()
             raise
         except (DeadlineExceeded, StaleIncarnation, WireError) as e:
             logger.warning("%s: version %d not taken over: %s", engine.port, manifest.policy_version, e)

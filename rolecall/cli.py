@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rolecall.core.errors import BadId, ConfigError, JournalError, RolecallError, RunNotFound, TooFewNodes
+from rolecall.text import plain
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,6 +37,12 @@ USAGE_ERRORS = (BadId, ConfigError, RunNotFound, TooFewNodes)
 
 def _out(text: str) -> None:
     typer.echo(text)
+
+
+def _complain(error: Exception) -> None:
+    # Texts of job files and of Ray stand in messages: no control character of theirs reaches the terminal.
+    for n, line in enumerate(str(error).splitlines() or [""]):
+        typer.echo(("rolecall: " if n == 0 else "") + plain(line), err=True)
 
 
 def _print_json(value: Any) -> None:
@@ -350,10 +357,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except JournalError as e:
-        typer.echo(f"rolecall: {e}", err=True)
+        _complain(e)
         return 2
     except RolecallError as e:
-        typer.echo(f"rolecall: {e}", err=True)
+        _complain(e)
         return 2 if isinstance(e, USAGE_ERRORS) else 1
     except Exception as e:
         # Click's own usage errors know how to show themselves; anything else is a defect and keeps its traceback.

@@ -1,7 +1,7 @@
 """The demo's own decisions: which job it runs, and when it hurts which replica. Pure; `session.py` does the doing.
 
 A fault strikes at a seeded random moment, and the next one only after the replica before serves again: the demo shows
-cures one by one (faults in quick succession are what `tests/e2e` and `make soak` are for).
+cures one by one. Faults in quick succession are tried in `tests/recovery` and `tests/rl_runtime`, on simulated fleets.
 """
 
 import random

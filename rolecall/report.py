@@ -151,6 +151,10 @@ def make_verdict(facts: Facts, joined: Joined, kept: PidsKept, outcome: str) -> 
             f"{kept.num_kept} processes that no plan named kept their PID" if kept.ok else "; ".join(kept.violations),
         ),
     ]
+    ended = facts.last(EventKind.RUN_ENDED)
+    wanted = int(ended.body.get("faults_wanted", 0)) if ended else 0
+    if wanted > len(facts.faults):
+        rows.append(("faults happened", False, f"{wanted} faults were asked for, {len(facts.faults)} were injected"))
     helpers = _helper_faults(facts)
     if helpers:
         back = sum(h["restarted_seconds"] is not None for h in helpers)

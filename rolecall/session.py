@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -93,6 +93,7 @@ class Session:
     hold_seconds: float = 0.0
     clock: Clock = field(default_factory=SystemClock)
     injectors: list[Child] = field(default_factory=list)
+    struck: int = 0  # faults that the schedule asked for
 
     def execute(self) -> dict[str, Any]:
         """Runs the job and returns its report.
@@ -122,13 +123,17 @@ class Session:
             except Interrupted:
                 outcome, because = "interrupted", "Ctrl-C or SIGTERM"
                 raise
+            except Exception as e:
+                because = f"{type(e).__name__}: {e}"
+                raise
             finally:
-                with _uninterrupted():
+                with _uninterrupted(), ExitStack() as last:  # each of these happens, whatever the one before raised
+                    last.callback(journal.close)
+                    body = {"outcome": outcome, "because": because, "faults_wanted": self.struck}
+                    last.callback(lambda: journal.append(EventKind.RUN_ENDED, body, key="run-ended"))
+                    last.callback(supervisor.stop, because)
                     for child in [watch, *self.injectors]:
-                        child.stop()
-                    supervisor.stop(because)
-                    journal.append(EventKind.RUN_ENDED, {"outcome": outcome, "because": because}, key="run-ended")
-                    journal.close()
+                        last.callback(child.stop)
         return write_report(run, None)
 
     def _loop(
@@ -164,7 +169,11 @@ class Session:
 
     def _keep_watch(self, watch: Child, journal: Journal) -> None:
         code = watch.died()
-        if code is None or watch.starts > WATCH_RESTARTS_MAX:
+        if code is None:
+            return
+        if watch.starts > WATCH_RESTARTS_MAX:
+            because = f"watch has ended {watch.starts} times, last with {code}: nobody watches this run any more"
+            journal.append(EventKind.PERSON_CALLED, {"because": because, "channel": "log"}, key="watch-gave-up")
             return
         journal.append(EventKind.PROCESS_RESTARTED, {"what": "watch", "node": "", "because": f"it ended with {code}"})
         watch.start()
@@ -176,6 +185,7 @@ class Session:
         child = Child(argv, run.logs / "inject.log", run)
         child.start()
         self.injectors.append(child)
+        self.struck += 1
 
     def _view(self, run: RunDir, journal: Journal, now: float) -> View:
         current, desired = journal.current(), journal.desired()
@@ -217,6 +227,8 @@ def _interrupts() -> Iterator[None]:
     """Within: SIGINT and SIGTERM raise Interrupted, once."""
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not stop the stopping
         raise Interrupted
 
     before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}

@@ -25,6 +25,7 @@ from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.interfaces import Notifier
 from rolecall.recovery.notify import LogNotifier, WebhookNotifier
 from rolecall.recovery.watch import Watch, holder_name
+from rolecall.text import plain
 
 logger = logging.getLogger(__name__)
 
@@ -141,5 +142,5 @@ def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
     value["diagnosed_again"] = again is not None
     value["same"] = bool(value["same"]) and again is not None
     verdict = f"diagnosed again: {again.because}" if again else "the stored window does not give this diagnosis again"
-    value["text"] = f"{value['text']}\n{verdict}"
+    value["text"] = f"{value['text']}\n{plain(verdict)}"
     return value

@@ -9,6 +9,7 @@ import pytest
 from rolecall.baseline import REPORT_JSON
 from rolecall.core.errors import JournalError, RolecallError, RunNotFound
 from rolecall.core.events import EventKind
+from rolecall.core.journal import Journal
 from rolecall.core.rundir import RunDir
 from rolecall.report import write_report
 from tests.fake_run import HANG, KILL, FakeRun
@@ -190,3 +191,15 @@ def test_a_named_run_is_compared_with_and_must_be_there(fake_run: RunDir, tmp_pa
     for named in (base.path, base.path / REPORT_JSON):
         pace = write_report(fake_run, named)["seconds_to_n_steps"]
         assert (pace["n"], pace["baseline_run"]) == (50, "base")
+
+
+def test_a_fault_that_was_asked_for_and_never_happened_fails_the_run(fake_run: RunDir) -> None:
+    assert write_report(fake_run)["ok"]
+    lines = fake_run.injections_path.read_text().splitlines(keepends=True)
+    journal = Journal(fake_run.database_url)
+    body = {"outcome": "completed", "because": "done", "faults_wanted": len(lines) + 1}
+    journal.append(EventKind.RUN_ENDED, body)
+    journal.close()
+    report = write_report(fake_run)
+    assert not report["ok"]
+    assert [v["what"] for v in report["verdict"] if not v["ok"]] == ["faults happened"]

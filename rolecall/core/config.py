@@ -47,6 +47,8 @@ class TaskConfig(Section):
     name: Literal["digit_parity"] = "digit_parity"
     num_digits: Annotated[int, Field(ge=1, le=64)] = 12
     """Length of prompt and answer: raising it makes responses longer and the task harder."""
+    fixed_length: bool = False
+    """Every response is as long as the longest: for measurements of speed, where lengths must not change."""
 
 
 class AlgorithmConfig(Section):

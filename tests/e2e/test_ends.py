@@ -44,5 +44,6 @@ def test_exception_on_all_ranks_stops_the_job_and_evicts_nobody(tmp_path: Path) 
     (incident,) = report["incidents"]
     assert incident["fault_class"] == "user_code" and incident["action"] == "stop_job"
     assert "InjectedError" in incident["because"]
+    assert len(run.observer.serving) >= 8
     assert all(incarnation == 1 for _, incarnation in run.observer.serving), "a replica was replaced"
     assert report["audit"]["ok"]

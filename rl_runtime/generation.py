@@ -36,7 +36,8 @@ SILENT_SECONDS = 2.0
 UPDATE_MARGIN_SECONDS = 20.0
 """On top of the transfer's own deadline: loading and the canary of an engine that has just started."""
 SLOT_SECONDS = 2.0
-"""Updates go round one engine at a time; one that takes longer than this lets the next begin."""
+"""How long an update holds the one slot. It bounds the waiting only: updates are asked for at once, so that relays
+among rollouts serve those that come late, and not yet the round that all take part in."""
 RETRY_SECONDS = 0.25
 FAILURES_MAX = 4
 """Failed turns or updates in a row, each for a reason of the engine's own, after which it is given up."""
@@ -387,17 +388,15 @@ class Generation:
         """One attempt. None when it should be tried again for no fault of the engine's own."""
         if engine.silent:
             return None
-        manifest, call = target.manifest, None
+        holders = self._holders(engine, target)
+        manifest, epoch = target.manifest, self._books.epoch
+        call = asyncio.ensure_future(engine.port.update_weights(epoch, manifest, holders, self._update_seconds))
         try:
             async with self._slot:
-                # In here, so that whoever was updated before stands among the holders: a relay.
-                holders, epoch = self._holders(engine, target), self._books.epoch
-                call = asyncio.ensure_future(engine.port.update_weights(epoch, manifest, holders, self._update_seconds))
                 await asyncio.wait({call}, timeout=SLOT_SECONDS)
             proof = await call
         except asyncio.CancelledError:
-            if call is not None:
-                call.cancel()
+            call.cancel()
             raise
         except (DeadlineExceeded, StaleIncarnation, WireError) as e:
             logger.warning("%s: version %d not taken over: %s", engine.port, manifest.policy_version, e)

@@ -130,6 +130,7 @@ class Cluster:
                 with _own_signal_handlers():
                     ray.shutdown()
             except Exception:
+                # Deliberate: whatever Ray says at the end, its processes must still be ended below.
                 logger.exception("disconnecting from Ray failed")
         started = [*self.raylets.values(), *([self.gcs] if self.gcs else [])]
         # SIGTERM makes a raylet drain for seconds; nothing of it is kept, so nothing is lost by SIGKILL.

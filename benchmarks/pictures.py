@@ -1,0 +1,69 @@
+"""Distributions as plain SVG, without a plotting library: one panel a measure, one curve a label."""
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from measures import HEALTHY
+
+COLOURS = {HEALTHY: "#777777", "duty": "#c0392b", "delay": "#1f6fb2", "quota": "#2e8b57"}
+OTHER_COLOUR = "#8e44ad"
+PANEL_WIDTH, PANEL_HEIGHT, MARGIN = 360, 170, 46
+COLUMNS = 2
+FONT = 'font-family="sans-serif" font-size="11" fill="#333333"'
+RATIO_MIN, RATIO_MAX = 1 / 4, 16.0
+"""Ends of the axis: times slower than peers. What lies beyond is drawn at the end."""
+TICKS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+
+
+def distributions(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """`panels`: title -> label -> log ratios to peers. Curves: share of values at most so large."""
+    rows = math.ceil(len(panels) / COLUMNS)
+    width, height = COLUMNS * (PANEL_WIDTH + MARGIN) + MARGIN, rows * (PANEL_HEIGHT + 2 * MARGIN)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" {FONT}>',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    for i, (title, by_label) in enumerate(panels.items()):
+        x = MARGIN + i % COLUMNS * (PANEL_WIDTH + MARGIN)
+        y = MARGIN + i // COLUMNS * (PANEL_HEIGHT + 2 * MARGIN)
+        parts += [f'<g transform="translate({x} {y})">', *_panel(title, by_label), "</g>"]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _panel(title: str, by_label: Mapping[str, Sequence[float]]) -> list[str]:
+    parts = [
+        f'<text y="-10" font-weight="bold">{escape(title)}</text>',
+        f'<rect width="{PANEL_WIDTH}" height="{PANEL_HEIGHT}" fill="none" stroke="#cccccc"/>',
+        f'<text x="{PANEL_WIDTH / 2}" y="{PANEL_HEIGHT + 30}" text-anchor="middle">times slower than peers</text>',
+    ]
+    for tick in TICKS:
+        x = _x(math.log(tick))
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y2="{PANEL_HEIGHT}" stroke="#eeeeee"/>')
+        parts.append(f'<text x="{x:.1f}" y="{PANEL_HEIGHT + 14}" text-anchor="middle">{tick:g}</text>')
+    for share in (0.0, 0.5, 1.0):
+        y = PANEL_HEIGHT * (1 - share)
+        parts.append(f'<text x="-4" y="{y + 4:.1f}" text-anchor="end">{100 * share:.0f} %</text>')
+    for i, (label, values) in enumerate(sorted(by_label.items())):
+        colour = COLOURS.get(label, OTHER_COLOUR)
+        parts.append(
+            f'<polyline points="{_curve(values)}" fill="none" stroke="{colour}" stroke-width="1.6" stroke-linejoin="round"/>'
+        )
+        y = PANEL_HEIGHT - 10 - 14 * i
+        parts.append(f'<text x="{PANEL_WIDTH - 6}" y="{y}" text-anchor="end" fill="{colour}">{escape(label)}</text>')
+    return parts
+
+
+def _x(log_ratio: float) -> float:
+    low, high = math.log(RATIO_MIN), math.log(RATIO_MAX)
+    return (min(high, max(low, log_ratio)) - low) / (high - low) * PANEL_WIDTH
+
+
+CURVE_POINTS_MAX = 200
+
+
+def _curve(values: Sequence[float]) -> str:
+    ordered = sorted(values)
+    step = max(1, len(ordered) // CURVE_POINTS_MAX)
+    kept = [(v, (i + 1) / len(ordered)) for i, v in enumerate(ordered) if i % step == 0 or i == len(ordered) - 1]
+    return " ".join(f"{_x(v):.1f},{PANEL_HEIGHT * (1 - share):.1f}" for v, share in kept)

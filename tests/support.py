@@ -3,11 +3,16 @@
 import threading
 import time
 from collections.abc import Callable
+from typing import Final
+
+PATIENCE_SECONDS: Final = 60.0
+"""How long a test waits for what must happen. Waiting ends with the condition, so a large number costs nothing; a small
+one fails on a loaded machine, where the start of one process can take several seconds."""
 
 _PAUSE = threading.Event()  # never set: its wait is the pause between two looks
 
 
-def eventually(predicate: Callable[[], object], seconds: float, what: str) -> None:
+def eventually(predicate: Callable[[], object], what: str, *, seconds: float = PATIENCE_SECONDS) -> None:
     """Returns once `predicate()` is true; fails the test, naming `what`, when it is not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not predicate():

@@ -85,7 +85,7 @@ class AgentProcess:
             [*command, "--token-file", str(token), "--interval", "0.05", *options], stderr=subprocess.PIPE, text=True
         )
         self.pid = self.process.pid
-        eventually(lambda: self._ready() or self.process.poll() is not None, 20, "the agent serves")
+        eventually(lambda: self._ready() or self.process.poll() is not None, "the agent serves")
         assert self.process.poll() is None, self.process.communicate()[1]
         self.netloc = json.loads((node_dir / "agent.json").read_text())["url"].removeprefix("http://")
 

@@ -45,14 +45,14 @@ def _kinds(agent: AgentProcess) -> list[str]:
 
 
 def _registered(agent: AgentProcess, replica: str) -> None:
-    eventually(lambda: agent.newest(replica) is not None, 10, f"{replica} is seen")
+    eventually(lambda: agent.newest(replica) is not None, f"{replica} is seen")
 
 
 def test_a_process_is_seen_and_its_exit_is_heard_within_a_second(agent: AgentProcess, child: Child) -> None:
     child.start("rollout/1", incarnation=2)
     _registered(agent, "rollout/1")
     child.do("reporter.enter_phase('generate'); reporter.progress(3)")
-    eventually(lambda: (agent.newest("rollout/1") or {})["progress"] == 3, 5, "its progress is seen")
+    eventually(lambda: (agent.newest("rollout/1") or {})["progress"] == 3, "its progress is seen")
     after = agent.events()[-1]["seq"]
     begun = time.monotonic()
     child.signal(signal.SIGKILL)
@@ -64,7 +64,7 @@ def test_a_process_is_seen_and_its_exit_is_heard_within_a_second(agent: AgentPro
     assert event["detail"]["last_phase"] == "generate" and event["detail"]["cause"] == "killed"
     sample = agent.newest("rollout/1")
     assert sample is not None and sample["progress"] == 3
-    eventually(lambda: (agent.newest("rollout/1") or {})["alive"] is False, 5, "it is shown dead")
+    eventually(lambda: (agent.newest("rollout/1") or {})["alive"] is False, "it is shown dead")
 
 
 def test_a_stopped_process_is_seen_as_it_stands(agent: AgentProcess, child: Child) -> None:
@@ -77,13 +77,13 @@ def test_a_stopped_process_is_seen_as_it_stands(agent: AgentProcess, child: Chil
         sample = agent.newest("trainer/1")
         return sample is not None and sample["proc_state"] == "T" and sample["phase"] == "compute"
 
-    eventually(stopped, 5, "T and the phase are seen")
+    eventually(stopped, "T and the phase are seen")
     cursor = agent.get("/v1/samples?since=0")[1]["cursor"]
 
     def later() -> list[int]:
         return [p["beats"] for p in agent.get(f"/v1/samples?since={cursor}")[1]["processes"]]
 
-    eventually(lambda: len(later()) >= 5, 5, "five more looks")
+    eventually(lambda: len(later()) >= 5, "five more looks")
     assert len(set(later())) == 1, "a stopped process does not beat"
 
 
@@ -151,7 +151,7 @@ reporter.set_step(3)
 raise FloatingPointError("loss is NaN")
 """
     subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=30, check=False)
-    eventually(lambda: "exited" in _kinds(agent), 5, "its exit is told")
+    eventually(lambda: "exited" in _kinds(agent), "its exit is told")
     events = agent.events()[1:]
     assert [e["kind"] for e in events] == ["registered", "exception", "exited"]
     detail = events[1]["detail"]

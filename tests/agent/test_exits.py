@@ -86,7 +86,7 @@ def test_a_callback_that_fails_does_not_end_the_watch(exits: ExitWatch, caplog: 
     exits.watch(first.pid, process_start_ticks(first.pid) or 0, fail)
     heard = _watched(exits, second)
     first.kill()
-    eventually(lambda: "could not be handled" in caplog.text, 10, "the failure was logged")
+    eventually(lambda: "could not be handled" in caplog.text, "the failure was logged")
     second.kill()
     assert heard.get(timeout=10).signal == signal.SIGKILL
     first.communicate()
@@ -98,7 +98,7 @@ def test_many_at_once(exits: ExitWatch) -> None:
     heard = [_watched(exits, p) for p in processes]
     for p in processes:
         p.kill()
-    eventually(lambda: all(h.qsize() == 1 for h in heard), 10, "all eight were heard, each once")
+    eventually(lambda: all(h.qsize() == 1 for h in heard), "all eight were heard, each once")
     for p in processes:
         p.communicate()
 

@@ -117,7 +117,7 @@ def test_no_torn_state_is_ever_taken_while_another_process_writes(tmp_path: Path
                 seen.add(state.progress)
             return len(seen) > 50  # else the writer did not write meanwhile, and nothing is proven
 
-        eventually(enough, 30, "fifty different states were read")
+        eventually(enough, "fifty different states were read")
     finally:
         writer.kill()
         writer.join(10)

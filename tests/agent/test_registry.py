@@ -139,7 +139,7 @@ def test_the_story_of_a_process_that_fails(world: World, child: Child) -> None:
     )
     child.do("reporter.exception(ValueError('first')); reporter.exception(KeyError('second'))")
     child.close()  # before anybody looked at the page again
-    eventually(lambda: "exited" in world.kinds(), 5, "the exit was told")
+    eventually(lambda: "exited" in world.kinds(), "the exit was told")
     told = world.told()
     assert [str(e.kind) for e in told] == ["registered", "exception", "exception", "exited"]
     assert [e.detail.get("number") for e in told[1:3]] == ["1", "2"]  # the first is not told twice
@@ -152,7 +152,7 @@ def test_a_wanted_exit(world: World, child: Child) -> None:
     world.register(child, "reward/0")
     child.do("reporter.finish('no more work')")
     child.close()
-    eventually(lambda: "exited" in world.kinds(), 5, "the exit was told")
+    eventually(lambda: "exited" in world.kinds(), "the exit was told")
     assert world.kinds() == ["registered", "finished", "exited"]
     assert world.told()[1].detail == {"reason": "no more work"}
     assert world.told()[2].detail["cause"] == "finished"
@@ -195,7 +195,7 @@ def test_a_restarted_agent_goes_on_and_tells_what_it_missed(tmp_path: Path) -> N
         third.registry.adopt()
         assert third.kinds() == second.kinds(), "an exit was told twice"
         lives.close()
-        eventually(lambda: third.kinds()[-1] == "exited", 5, "the adopted process is watched")
+        eventually(lambda: third.kinds()[-1] == "exited", "the adopted process is watched")
         second.close()
         third.close()
     finally:
@@ -218,7 +218,7 @@ def test_pages_of_the_forgotten_are_removed(world: World, child: Child) -> None:
     assert not stale.exists() and child.page.exists()  # the second may register any moment
     world.register(child, "rollout/0")
     child.close()
-    eventually(lambda: "exited" in world.kinds(), 5, "the exit was told")
+    eventually(lambda: "exited" in world.kinds(), "the exit was told")
     assert len(world.registry.processes()) == 1
     world.clock.advance(DEAD_SHOWN_SECONDS + 1)
     assert world.registry.processes() == () and not child.page.exists()
@@ -238,7 +238,7 @@ def test_samples_of_a_live_and_a_dead_process(world: World, child: Child) -> Non
     assert live.num_threads >= 2 and live.rss_bytes > 1 << 20 and live.proc_state in "RS"
     assert len(batch.hosts) == 1
     child.close()
-    eventually(lambda: "exited" in world.kinds(), 5, "the exit was told")
+    eventually(lambda: "exited" in world.kinds(), "the exit was told")
     sampler.round()
     [dead] = ring.since(batch.cursor).processes
     assert (dead.alive, dead.proc_state, dead.phase, dead.progress) == (False, "X", "generate", 4)
@@ -300,7 +300,7 @@ def test_bad_words_get_a_reason(world: World, intake: Intake, raw: bytes, answer
 def test_a_defect_is_no_refusal(world: World, intake: Intake, child: Child) -> None:
     assert b'"retry": true' in _say(world, b'{"kind": "defect"}\n')
     child.start("rollout/1")  # and nobody else suffers
-    eventually(lambda: world.registry.num_live() == 1, 5, "the child was registered")
+    eventually(lambda: world.registry.num_live() == 1, "the child was registered")
     with pytest.raises(ConnectionError):
         tell(world.data_dir / "agent.sock", {"kind": "defect"}, 5.0)
 
@@ -321,6 +321,6 @@ def test_a_silent_connection_holds_up_nobody(world: World, intake: Intake, child
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(world.data_dir / "agent.sock"))
         child.start("rollout/1")
-        eventually(lambda: world.registry.num_live() == 1, 5, "the child was registered meanwhile")
+        eventually(lambda: world.registry.num_live() == 1, "the child was registered meanwhile")
         silent.settimeout(10)
         assert silent.recv(1) == b""  # closed at its deadline

@@ -61,14 +61,14 @@ def test_phases_nest_and_collectives_are_counted(child: Child) -> None:
 def test_a_stopped_process_can_be_read_and_does_not_beat(child: Child) -> None:
     child.start("rollout/0")
     reader = PageReader(child.page)
-    eventually(lambda: reader.read().beats > 2, 5, "the ticker beats")
+    eventually(lambda: reader.read().beats > 2, "the ticker beats")
     child.signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     stopped = reader.read()
     assert repr(stopped) == repr(reader.read())  # not ==: a loss not yet known is NaN
     assert stopped.beats > 2
     child.signal(signal.SIGCONT)
-    eventually(lambda: reader.read().beats > stopped.beats, 5, "it beats again")
+    eventually(lambda: reader.read().beats > stopped.beats, "it beats again")
 
 
 def test_the_page_of_a_dead_process_can_be_read(child: Child) -> None:
@@ -84,9 +84,9 @@ def test_the_gil_held_stops_the_beats_and_leaves_the_page_readable(child: Child)
     reader = PageReader(child.page)
     # One call into C that never gives the interpreter back: the kind of hang that no Python thread survives.
     child.tell("import re; reporter.set_step(5); re.match('(a|a)*b', 'a' * 64)")
-    eventually(lambda: reader.read().step == 5, 5, "the hang began")
+    eventually(lambda: reader.read().step == 5, "the hang began")
     held = reader.read().beats
-    eventually(lambda: _cpu_ticks(child.pid) > 20, 10, "it burns CPU")
+    eventually(lambda: _cpu_ticks(child.pid) > 20, "it burns CPU")
     assert reader.read().beats - held <= 2
 
 

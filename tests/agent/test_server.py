@@ -137,7 +137,7 @@ def test_too_many_connections_are_refused_and_later_served(server: HttpServer) -
     finally:
         for s in held:
             s.close()
-    eventually(lambda: _get(server, "/echo")[0] == 200, 5, "places are free again")
+    eventually(lambda: _get(server, "/echo")[0] == 200, "places are free again")
 
 
 def test_a_taken_port_is_named(server: HttpServer) -> None:

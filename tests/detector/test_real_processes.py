@@ -35,7 +35,7 @@ class Run:
         options = ["--node", "node-1", "--data-dir", str(self.node_dir), "--token-file", str(folder / "token")]
         self.agent = subprocess.Popen([*python, *options])
         self.workers: dict[str, subprocess.Popen[str]] = {}
-        eventually((self.node_dir / "agent.json").exists, 20, "the agent says where it listens")
+        eventually((self.node_dir / "agent.json").exists, "the agent says where it listens")
         for i in range(3):
             self.start(f"rollout/{i}")
         self.detector = Detector(DetectorConfig(mask_proc_state=True), {"rollout": 3})

@@ -43,7 +43,7 @@ class DemoRun:
                 raise AssertionError(f"the run ended early:\n{self.output()[-3000:]}")
             return len(self.observer.steps) > step
 
-        eventually(reached, seconds, f"step {step} of {self.path.name}:\n{self.output()[-2000:]}")
+        eventually(reached, f"step {step} of {self.path.name}:\n{self.output()[-2000:]}", seconds=seconds)
 
 
 def rolecall(*args: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:

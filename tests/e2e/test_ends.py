@@ -32,7 +32,7 @@ def test_down_removes_what_kill_9_left(tmp_path: Path) -> None:
         assert alive(run.observer) != []
         down = rolecall("down", str(run.path))
         assert down.returncode == 0, down.stderr
-        eventually(lambda: alive(run.observer) == [], 10, "all processes of the run to be gone")
+        eventually(lambda: alive(run.observer) == [], "all processes of the run to be gone")
         again = rolecall("down", str(run.path))
         assert again.returncode == 0 and "ended 0" in again.stdout
 

@@ -68,7 +68,7 @@ def test_a_message_arrives_with_an_id_to_tell_repeats_by(hook: Hook) -> None:
     notifier = WebhookNotifier(f"{hook.url}/hook?key=secret", run_id="run-1")
     assert notifier.channel == "webhook"
     assert notifier.offer(message(incident_id="inc-1-rollout-1", facts={"topic": "evictions"}))
-    eventually(lambda: notifier.settled_seq == 7, 5, "delivered")
+    eventually(lambda: notifier.settled_seq == 7, "delivered")
     (path, body), *more = hook.got
     assert more == [] and path == "/hook?key=secret"
     assert body == {
@@ -89,7 +89,7 @@ def test_a_failed_try_is_repeated_and_order_is_kept(hook: Hook) -> None:
     notifier = WebhookNotifier(hook.url, run_id="run-1", pause_seconds=0.01)
     notifier.offer(message(1))
     notifier.offer(message(2))
-    eventually(lambda: notifier.settled_seq == 2, 5, "delivered")
+    eventually(lambda: notifier.settled_seq == 2, "delivered")
     assert [body["id"] for _, body in hook.got] == ["run-1:e1", "run-1:e1", "run-1:e1", "run-1:e2"]
     assert notifier.num_failed == 0
     notifier.close(5)
@@ -100,7 +100,7 @@ def test_tries_are_bounded(hook: Hook) -> None:
     notifier = WebhookNotifier(hook.url, run_id="run-1", pause_seconds=0.01, tries_max=3)
     notifier.offer(message(1))
     notifier.offer(message(2))
-    eventually(lambda: notifier.settled_seq == 2, 5, "given up, and on to the next")
+    eventually(lambda: notifier.settled_seq == 2, "given up, and on to the next")
     assert notifier.num_failed == 1 and len(hook.got) == 4
     notifier.close(5)
 
@@ -111,7 +111,7 @@ def test_a_redirect_is_not_followed(hook: Hook) -> None:
         hook.answers, hook.location = [307, 302], f"{other.url}/elsewhere"
         notifier = WebhookNotifier(hook.url, run_id="run-1", pause_seconds=0.01, tries_max=2)
         notifier.offer(message())
-        eventually(lambda: notifier.num_failed == 1, 5, "given up")
+        eventually(lambda: notifier.num_failed == 1, "given up")
         assert len(hook.got) == 2 and other.got == []
         notifier.close(5)
     finally:
@@ -127,7 +127,7 @@ def test_a_server_that_never_answers_delays_nobody(caplog: pytest.LogCaptureFixt
             notifier.offer(message(seq))
             notifier.heartbeat({})
         assert time.monotonic() - began < 3.0
-        eventually(lambda: notifier.num_failed >= 1, 10, "the first message is given up")
+        eventually(lambda: notifier.num_failed >= 1, "the first message is given up")
         notifier.close(0.0)
 
 
@@ -150,7 +150,7 @@ def test_a_server_that_drips_is_cut_off() -> None:
         url = f"http://127.0.0.1:{server.getsockname()[1]}/"
         notifier = WebhookNotifier(url, run_id="run-1", try_seconds=0.3, tries_max=1)
         notifier.offer(message())
-        eventually(lambda: notifier.num_failed == 1, 5, "cut off")
+        eventually(lambda: notifier.num_failed == 1, "cut off")
         done.set()
         thread.join()
         notifier.close(5)
@@ -159,7 +159,7 @@ def test_a_server_that_drips_is_cut_off() -> None:
 def test_the_dead_man_signal(hook: Hook) -> None:
     notifier = WebhookNotifier(hook.url, run_id="run-1")
     notifier.heartbeat({"mode": "act", "open_incidents": 2})
-    eventually(lambda: hook.got, 5, "a sign of life")
+    eventually(lambda: hook.got, "a sign of life")
     body = hook.got[0][1]
     assert (body["kind"], body["run"], body["mode"], body["open_incidents"]) == ("watch_alive", "run-1", "act", 2)
     notifier.close(5)
@@ -171,7 +171,7 @@ def test_alertmanager_gets_alerts_that_it_can_resolve(hook: Hook) -> None:
     notifier.offer(message(1, incident_id="inc-1-rollout-1"))
     notifier.offer(message(2, incident_id="inc-1-rollout-1", kind="incident_closed", resolved=True))
     notifier.heartbeat({})
-    eventually(lambda: len(hook.got) == 3, 5, "delivered")
+    eventually(lambda: len(hook.got) == 3, "delivered")
     (firing,), (resolved,), (alive,) = (body for _, body in hook.got)
     assert firing["labels"] == resolved["labels"]
     assert firing["labels"]["incident"] == "inc-1-rollout-1"

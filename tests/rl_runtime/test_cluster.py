@@ -43,7 +43,7 @@ class ClusterRun:
             record = self.journal.actual().get((ReplicaId(replica), incarnation))
             return record is not None and record.state is state
 
-        eventually(reached, seconds, f"{replica}#{incarnation} to be {state}\n{self.said()[-2000:]}")
+        eventually(reached, f"{replica}#{incarnation} to be {state}\n{self.said()[-2000:]}", seconds=seconds)
         return self.actual(replica, incarnation)
 
     def until_started(self) -> None:
@@ -51,7 +51,7 @@ class ClusterRun:
             assert self.process.poll() is None, f"it ended:\n{self.said()[-4000:]}"
             return "STARTED" in self.said()
 
-        eventually(started, 150, f"the cluster to start:\n{self.said()[-2000:]}")
+        eventually(started, f"the cluster to start:\n{self.said()[-2000:]}", seconds=150)
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def cluster_run(root: Path) -> Iterator[ClusterRun]:
             [sys.executable, str(SCRIPT), str(root / "runs"), "r"], stdout=out, stderr=out, env=env
         )
     try:
-        eventually(lambda: (run.path / "run.json").exists(), 30, f"the run to begin:\n{log.read_text()}")
+        eventually(lambda: (run.path / "run.json").exists(), f"the run to begin:\n{log.read_text()}")
         journal = Journal(run.database_url)
         try:
             yield ClusterRun(process, run, log, journal)
@@ -236,7 +236,7 @@ def test_nothing_is_left_after_kill_9_and_down(tmp_path: Path) -> None:
         c.process.wait()
         # Raylets end with their supervisor, agents too; what is left (GCS) is ended by `down`.
         raylets = [p for p in everything if p.name.startswith("raylet-")]
-        eventually(lambda: not any(is_alive(p.pid, p.start_ticks) for p in raylets), 10, "the raylets to end")
+        eventually(lambda: not any(is_alive(p.pid, p.start_ticks) for p in raylets), "the raylets to end")
         stop_run(c.run.path)
         assert [str(p) for p in everything if is_alive(p.pid, p.start_ticks)] == []
         assert stop_run(c.run.path) == []

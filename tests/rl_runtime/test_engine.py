@@ -176,7 +176,7 @@ def finished(engine: Remote, *request_ids: str) -> dict[str, TokenChunk]:
         found = chunks(engine, *request_ids)
         return len(found) == len(request_ids) and all(c.finished for c in found.values())
 
-    eventually(done, 30, f"{len(request_ids)} requests are finished")
+    eventually(done, f"{len(request_ids)} requests are finished")
     found = chunks(engine, *request_ids)
     engine.ack(1, list(request_ids))
     return found
@@ -249,7 +249,7 @@ def test_a_prefix_goes_on_at_another_engine_with_equal_log_probabilities(stage: 
     a.slow_down(0.01)
     ids = [f"move.{i}" for i in range(6)]
     a.submit(1, [request(i, n) for n, i in enumerate(ids)])
-    eventually(lambda: len(chunks(a, *ids)) == len(ids), 10, "tokens of all")
+    eventually(lambda: len(chunks(a, *ids)) == len(ids), "tokens of all")
     prefixes = chunks(a, *ids)
     a.abort(1, ids)
     a.slow_down(0.0)
@@ -270,7 +270,7 @@ def test_each_token_of_a_request_in_flight_is_what_its_version_gives_to_the_whol
     a.slow_down(0.01)
     ids = [f"across.{i}" for i in range(8)]
     a.submit(1, [request(i, 100 + n, num=100) for n, i in enumerate(ids)])
-    eventually(lambda: len(chunks(a, *ids)) == len(ids), 10, "first tokens")
+    eventually(lambda: len(chunks(a, *ids)) == len(ids), "first tokens")
     old_scores = stage.score
     old = {k: v.clone() for k, v in stage.reference.state_dict().items()}
     after = stage.publish(noise=5e-3)
@@ -382,7 +382,7 @@ def test_kill_in_mid_generation_loses_no_token_that_was_streamed(stage: Stage, a
     ids = [f"kill.{i}" for i in range(8)]
     requests = {i: request(i, n, num=80) for n, i in enumerate(ids)}
     b.submit(1, list(requests.values()))
-    eventually(lambda: len(chunks(b, *ids)) == len(ids), 10, "tokens of all")
+    eventually(lambda: len(chunks(b, *ids)) == len(ids), "tokens of all")
     streamed = chunks(b, *ids)
     os.kill(b.process.pid, signal.SIGKILL)
     assert b.process.wait(10) == -signal.SIGKILL

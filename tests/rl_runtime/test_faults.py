@@ -68,7 +68,7 @@ class Worker:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
         self._errors = ""
-        eventually(lambda: self.said["turn"] > 2 and self.said["beat"] > 2, 20, "the worker to work")
+        eventually(lambda: self.said["turn"] > 2 and self.said["beat"] > 2, "the worker to work")
         self.pid = self.process.pid
         ticks = process_start_ticks(self.pid)
         assert ticks is not None
@@ -209,11 +209,11 @@ def test_hangs_from_inside_differ_in_the_side_thread(run: RunDir, how: str, beat
     with replica(run, "trainer/0", MICROBATCH) as worker:
         done = threading.Thread(target=inject, args=(run, "trainer-hang"), kwargs={"how": how, "seconds": 2.0})
         done.start()
-        eventually(lambda: log(run), 10, "the injection to be written down")
+        eventually(lambda: log(run), "the injection to be written down")
         assert not worker.grows("turn")
         assert worker.grows("beat") is beats
         done.join(20)
-        eventually(lambda: worker.grows("turn"), 20, "the worker to go on after the bound")
+        eventually(lambda: worker.grows("turn"), "the worker to go on after the bound")
 
 
 def test_exception_comes_from_user_code_on_every_rank(run: RunDir) -> None:
@@ -250,7 +250,7 @@ def test_duty_cycle_stops_three_quarters_of_the_time(run: RunDir) -> None:
     with replica(run, "rollout/0") as worker:
         slow = threading.Thread(target=inject, args=(run, "rollout-slow", None, "duty", 3.0))
         slow.start()
-        eventually(lambda: log(run), 20, "the slowness to begin")
+        eventually(lambda: log(run), "the slowness to begin")
         states: Counter[str] = Counter()
         deadline = time.monotonic() + 2.0
         while time.monotonic() < deadline:
@@ -268,9 +268,9 @@ def test_delay_slows_every_step_until_its_bound(run: RunDir) -> None:
     with replica(run, "rollout/0") as worker:
         slow = threading.Thread(target=inject, args=(run, "rollout-slow", None, "delay", 2.0))
         slow.start()
-        eventually(lambda: log(run), 20, "the slowness to begin")
+        eventually(lambda: log(run), "the slowness to begin")
         before, begun = worker.said["turn"], time.monotonic()
-        eventually(lambda: worker.said["turn"] > before + 10, 10, "ten slow turns")
+        eventually(lambda: worker.said["turn"] > before + 10, "ten slow turns")
         assert time.monotonic() - begun > 10 * 0.9 * injector.DELAY_SECONDS
         slow.join(20)
 

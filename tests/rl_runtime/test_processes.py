@@ -68,7 +68,7 @@ def test_a_process_is_signalled_by_pid_and_start_time(sleeper: subprocess.Popen[
 def test_a_zombie_is_not_alive(sleeper: subprocess.Popen[bytes]) -> None:
     started = ticks(sleeper.pid)
     os.kill(sleeper.pid, signal.SIGKILL)
-    eventually(lambda: not is_alive(sleeper.pid, started), 5, "the killed process to be seen dead, unreaped")
+    eventually(lambda: not is_alive(sleeper.pid, started), "the killed process to be seen dead, unreaped")
     seen = look(sleeper.pid)
     assert seen is not None and seen[0] == "Z"
     assert kill_process(sleeper.pid, started) is False
@@ -79,7 +79,7 @@ def test_watch_sees_a_death_at_once_and_no_other_process(sleeper: subprocess.Pop
     assert watch.alive(sleeper.pid, started)
     assert not watch.alive(sleeper.pid, started + 1)
     sleeper.kill()
-    eventually(lambda: not watch.alive(sleeper.pid, started), 2, "the death to be seen")
+    eventually(lambda: not watch.alive(sleeper.pid, started), "the death to be seen")
     sleeper.wait()
     assert not watch.alive(sleeper.pid, started)
     watch.close()
@@ -127,7 +127,7 @@ def test_records_of_another_boot_name_nobody(tmp_path: Path, sleeper: subprocess
 def test_environment_is_read_as_it_was_at_the_start(tmp_path: Path) -> None:
     process = start(tmp_path, "sleep", "600")
     try:
-        eventually(lambda: environment_of(process.pid).get("ROLECALL_RUN"), 5, "exec")
+        eventually(lambda: environment_of(process.pid).get("ROLECALL_RUN"), "exec")
         assert environment_of(process.pid)["ROLECALL_RUN"] == str(tmp_path)
     finally:
         process.kill()

@@ -157,7 +157,7 @@ class Rig:
             chunk = self.chunk(request_id)
             return chunk is not None and chunk.finished
 
-        eventually(done, 5, f"{request_id} is finished")
+        eventually(done, f"{request_id} is finished")
         chunk = self.chunk(request_id)
         assert chunk is not None
         return chunk
@@ -268,7 +268,7 @@ def test_planted_fault_is_refused_and_the_version_before_goes_on(rig: Rig, fault
 def test_when_the_version_before_does_not_come_back_nothing_is_generated(rig: Rig) -> None:
     rig.serve(0)
     rig.submit(request(num=50))
-    eventually(lambda: rig.chunk("g.0"), 5, "first token")
+    eventually(lambda: rig.chunk("g.0"), "first token")
     rig.scripted.tamper = flip
     with pytest.raises(ProofMismatch):
         rig.replica.update_weights(1, 1, rig.publish(1), [rig.holder])
@@ -354,7 +354,7 @@ def test_generation_goes_on_while_weights_are_pulled(make_rig: Callable[..., Rig
     rig.submit(request("during"))
     assert set(rig.finished("during").versions) == {0}
     rig.submit(request("across", 60, prompt_tokens=(1,)))
-    eventually(lambda: rig.chunk("across"), 5, "first token")
+    eventually(lambda: rig.chunk("across"), "first token")
     go.set()
     update.join(5)
     rig.submit(request("after"))
@@ -367,7 +367,7 @@ def test_tokens_of_one_request_carry_the_version_that_made_each(rig: Rig) -> Non
     rig.scripted.hold.clear()
     rig.submit(request(num=50))
     rig.scripted.hold.set()
-    eventually(lambda: rig.chunk("g.0"), 5, "first token")
+    eventually(lambda: rig.chunk("g.0"), "first token")
     rig.replica.update_weights(1, 1, rig.publish(1), [rig.holder])
     chunk = rig.finished("g.0")
     assert list(chunk.versions) == sorted(chunk.versions) and chunk.versions[0] == 0
@@ -473,13 +473,13 @@ def test_abort_stops_the_engine_on_it(rig: Rig) -> None:
     rig.serve(0)
     rig.submit(request(num=60))
     rig.replica.abort(1, ["g.0"])
-    eventually(lambda: rig.scripted.num_in_flight == 0, 5, "engine let go")
+    eventually(lambda: rig.scripted.num_in_flight == 0, "engine let go")
 
 
 def test_control_calls_answer_while_the_engine_hangs(rig: Rig) -> None:
     rig.serve(0)
     rig.submit(request(num=60))
-    eventually(lambda: rig.chunk("g.0"), 5, "first token")
+    eventually(lambda: rig.chunk("g.0"), "first token")
     rig.scripted.hold.clear()
     began = time.monotonic()
     assert rig.replica.tokens_since(1, {"g.0": 0}).chunks[0].tokens
@@ -493,7 +493,7 @@ def test_update_gives_up_on_a_hanging_engine(rig: Rig, monkeypatch: pytest.Monke
     monkeypatch.setattr("rolecall.rl_runtime.rollout.APPLY_SECONDS", 0.2)
     rig.serve(0)
     rig.submit(request(num=60))
-    eventually(lambda: rig.chunk("g.0"), 5, "first token")
+    eventually(lambda: rig.chunk("g.0"), "first token")
     rig.scripted.hold.clear()
     with pytest.raises(DeadlineExceeded, match="the engine thread to apply version 1"):
         rig.replica.update_weights(1, 1, rig.publish(1), [rig.holder])
@@ -504,9 +504,9 @@ def test_update_gives_up_on_a_hanging_engine(rig: Rig, monkeypatch: pytest.Monke
 def test_a_broken_engine_says_so_and_keeps_its_tokens(rig: Rig) -> None:
     rig.serve(0)
     rig.submit(request(num=60))
-    eventually(lambda: rig.chunk("g.0"), 5, "first token")
+    eventually(lambda: rig.chunk("g.0"), "first token")
     rig.scripted.fail = RuntimeError("no such kernel")
-    eventually(lambda: rig.failures, 5, "failure told")
+    eventually(lambda: rig.failures, "failure told")
     with pytest.raises(EngineBroken, match="no such kernel"):
         rig.submit(request("g.1"))
     assert rig.chunk("g.0") is not None

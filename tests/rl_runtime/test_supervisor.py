@@ -102,7 +102,9 @@ class Rig:
             record = self.actual(replica, incarnation)
             return record is not None and record.state is state
 
-        eventually(reached, seconds, f"{replica}#{incarnation} to be {state}; is {self.actual(replica, incarnation)}")
+        eventually(
+            reached, f"{replica}#{incarnation} to be {state}; is {self.actual(replica, incarnation)}", seconds=seconds
+        )
         found = self.actual(replica, incarnation)
         assert found is not None
         return found
@@ -226,10 +228,10 @@ def test_engines_start_three_at_a_time_and_others_beside_them(rig: Rig) -> None:
     for i in range(5):
         rig.want(f"rollout/{i}", node=f"node-{i}")
     rig.supervisor.tick()
-    eventually(lambda: rig.hands.starting == 3, 5, "three engines to be starting")
+    eventually(lambda: rig.hands.starting == 3, "three engines to be starting")
     rig.want("trainer/0")
     rig.supervisor.tick()
-    eventually(lambda: rig.hands.starting == 4, 5, "a trainer to start beside them")
+    eventually(lambda: rig.hands.starting == 4, "a trainer to start beside them")
     rig.hands.hold.set()
     for i in range(5):
         rig.until(f"rollout/{i}", 1, S.READY)
@@ -242,7 +244,7 @@ def test_what_nobody_wants_any_more_is_stopped(rig: Rig) -> None:
     rig.journal.remove_desired(ReplicaId("reward/0"))
     rig.until("reward/0", 1, S.STOPPED)
     assert rig.hands.processes["r:reward-0:1"].wait(5) == -signal.SIGKILL
-    eventually(lambda: rig.events(EventKind.REPLICA_STOPPED), 5, "the event")
+    eventually(lambda: rig.events(EventKind.REPLICA_STOPPED), "the event")
     assert [e.body["incarnation"] for e in rig.events(EventKind.REPLICA_STOPPED)] == [record.incarnation]
 
 

@@ -52,7 +52,7 @@ def start() -> Iterator[Start]:
     yield make
     for server in servers:
         server.close()
-    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("weight")], 5, "threads have ended")
+    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("weight")], "threads have ended")
 
 
 def get(holder: Holder, manifest: Manifest, puller: str = "rollout/1", **options: object) -> Pieces:
@@ -420,7 +420,7 @@ def test_a_holder_with_another_token_is_not_believed(start: Start) -> None:
     server.publish(manifest, weights)
     with pytest.raises(TransferFailed):
         get(server.holder(TRAINER, 1), manifest, token="another token")
-    eventually(lambda: any("wrong token" in r for r in server.refusals()), 5, "refusal of the wrong token")
+    eventually(lambda: any("wrong token" in r for r in server.refusals()), "refusal of the wrong token")
     assert same(get(server.holder(TRAINER, 1), manifest).tensors, weights)
 
 
@@ -521,9 +521,9 @@ def test_bad_puller_is_refused_by_name_and_the_server_goes_on(start: Start, faul
     server.publish(manifest, weights)
     with act(server) as sock:
         address = f"127.0.0.1:{sock.getsockname()[1]}"
-        eventually(lambda: any(sentence in r for r in server.refusals()), 5, f"refusal because: {sentence}")
+        eventually(lambda: any(sentence in r for r in server.refusals()), f"refusal because: {sentence}")
         assert next(r for r in server.refusals() if sentence in r).startswith(address)
-    eventually(lambda: _served(server, manifest), 5, "the next puller is served")
+    eventually(lambda: _served(server, manifest), "the next puller is served")
 
 
 def _served(server: TensorServer, manifest: Manifest) -> bool:
@@ -553,7 +553,7 @@ def test_slow_loris_is_cut_off_and_others_are_served_meanwhile(start: Start) -> 
         thread = threading.Thread(target=drip)
         thread.start()
         assert same(get(server.holder(TRAINER, 1), manifest).tensors, weights)
-        eventually(lambda: any("handshake" in r and "in vain" in r for r in server.refusals()), 5, "cut off")
+        eventually(lambda: any("handshake" in r and "in vain" in r for r in server.refusals()), "cut off")
         stop.set()
         thread.join(5)
 

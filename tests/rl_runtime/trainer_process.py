@@ -1,22 +1,22 @@
 """A trainer replica in a process of its own, driven over a pipe, that can be told to stop dead at a named place.
 
 The test is the controller. `stops={"bucket": 2}` makes the process report `("at", "bucket")` when it comes to its second
-bucket, and wait there for ever: a kill then comes at exactly that place, and the report proves that it did.
+bucket, and wait there until `go_on`: a kill then comes at exactly that place, and the report proves that it did.
 """
 
 import multiprocessing
 import os
 import random
 import signal
-import threading
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
+from rolecall.agent import reporter
 from rolecall.core.config import JobConfig, parse_job
 from rolecall.core.errors import RolecallError
 from rolecall.core.ids import ReplicaId, replica_id
@@ -24,12 +24,24 @@ from rolecall.core.journal import ChainHead
 from rolecall.core.store import GENESIS
 from rolecall.rl_runtime.model import vocabulary
 from rolecall.rl_runtime.protocol import Group, Microbatch, Sample
+from rolecall.rl_runtime.reduce import LOOPBACK
 from rolecall.rl_runtime.task import make_task
 from rolecall.rl_runtime.trainer import TrainerReplica
+from tests.netns import Machine
 
 LEDGER = ChainHead(position=0, hash=GENESIS)
 BUCKET_BYTES = 32 << 10
 DEADLINE_SECONDS = 60.0
+GO_ON = "go on"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a trainer runs: on a machine of a test's network, under an agent. By default here, under none."""
+
+    machine: Machine | None = None
+    node_dir: str = ""  # of the agent that it registers with
+    secret: str = ""
 
 
 def tiny_job(**runtime: Any) -> JobConfig:
@@ -128,15 +140,26 @@ def serve(
     stops: dict[str, int],
     raises: dict[str, int],
     has_state: bool,
+    place: Place,
 ) -> None:
     """Body of the process: obeys (method, args) until the pipe closes."""
+    if place.machine is not None:
+        place.machine.enter()  # before there is a second thread
+    if place.node_dir:
+        reporter.start(replica=replica, rank=0, incarnation=1, secret=place.secret, node_dir=place.node_dir)
     seen: Counter[str] = Counter()
+
+    def next_message() -> Any:
+        try:
+            return conn.recv()
+        except (EOFError, OSError):
+            os._exit(0)
 
     def at(name: str) -> None:
         seen[name] += 1
         if stops.get(name) == seen[name]:
             conn.send(("at", name))
-            threading.Event().wait()
+            assert next_message() == GO_ON
         if raises.get(name) == seen[name]:
             raise ValueError("a mistake in user code")
 
@@ -146,16 +169,14 @@ def serve(
         job=job,
         has_state=has_state,
         bucket_bytes=BUCKET_BYTES,
+        address=place.machine.address if place.machine is not None else LOOPBACK,
         on_microbatch=lambda: at("microbatch"),
         on_bucket=lambda: at("bucket"),
         on_publish=lambda version: at("publish"),
     )
     conn.send(("ready", os.getpid()))
     while True:
-        try:
-            method, args = conn.recv()
-        except (EOFError, OSError):
-            os._exit(0)
+        method, args = next_message()
         try:
             conn.send(("ok", getattr(trainer, method)(*args)))
         except (RolecallError, ValueError) as e:
@@ -166,14 +187,21 @@ class TrainerProcess:
     """The test's handle on one process."""
 
     def __init__(
-        self, index: int, job: JobConfig, *, stops: Mapping[str, int], raises: Mapping[str, int], has_state: bool
+        self,
+        index: int,
+        job: JobConfig,
+        *,
+        stops: Mapping[str, int],
+        raises: Mapping[str, int],
+        has_state: bool,
+        place: Place,
     ) -> None:
         self.replica = replica_id("trainer", index)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["rolecall.rl_runtime.trainer"])
         self._conn, theirs = context.Pipe()
         self._process = context.Process(
-            target=serve, args=(theirs, self.replica, job, dict(stops), dict(raises), has_state), daemon=True
+            target=serve, args=(theirs, self.replica, job, dict(stops), dict(raises), has_state, place), daemon=True
         )
         self._process.start()
         theirs.close()
@@ -198,6 +226,10 @@ class TrainerProcess:
 
     def arrives_at(self, name: str) -> None:
         assert self._receive() == ("at", name)
+
+    def go_on(self) -> None:
+        """From where it was told to stop."""
+        self._conn.send(GO_ON)
 
     def arrives_somewhere(self) -> None:
         assert self._receive()[0] == "at"
@@ -240,8 +272,11 @@ class Team:
         stops: Mapping[str, int] | None = None,
         raises: Mapping[str, int] | None = None,
         has_state: bool = True,
+        place: Place | None = None,
     ) -> TrainerProcess:
-        process = TrainerProcess(index, self.job, stops=stops or {}, raises=raises or {}, has_state=has_state)
+        process = TrainerProcess(
+            index, self.job, stops=stops or {}, raises=raises or {}, has_state=has_state, place=place or Place()
+        )
         self.all.append(process)
         return process
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
 
+from rolecall.core.database import checked_url, redacted
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
 
@@ -167,6 +168,9 @@ class JobConfig(Section):
     num_steps: PositiveInt = 100
     injection_allowed: bool = False
     """Whether `rolecall inject` may touch this job's processes."""
+    journal: str | None = None
+    """Where journal and ledger live: postgresql://USER@HOST/DATABASE (each run makes a schema of its own there), or
+    sqlite:////PATH/TO/FILE. None: a SQLite file in the run's directory. A password is better kept in ~/.pgpass."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -176,9 +180,19 @@ class JobConfig(Section):
     detector: DetectorConfig = DetectorConfig()
     recovery: RecoveryConfig = RecoveryConfig()
 
+    @field_validator("journal")
+    @classmethod
+    def _journal(cls, value: str | None) -> str | None:
+        return None if value is None else checked_url(value)
+
+    @field_serializer("journal")
+    def _without_password(self, value: str | None) -> str | None:
+        # What is written into run.json and the report; the whole URL stands in `RunDir.database_path`.
+        return None if value is None else redacted(value)
+
     def digest(self) -> str:
         """Names the configuration without seed: runs of one digest may be compared."""
-        text = self.model_copy(update={"seed": 0, "injection_allowed": False}).model_dump_json()
+        text = self.model_copy(update={"seed": 0, "injection_allowed": False}).model_dump_json(exclude={"journal"})
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -198,7 +212,7 @@ def parse_job(value: Any, source: str = "") -> JobConfig:
         problems = []
         for error in e.errors():
             path = ".".join(str(part) for part in error["loc"]) or "(top)"
-            shown = repr(error["input"])
+            shown = redacted(repr(error["input"]))
             got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown[:80]}"
             reason = "unknown key" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
             problems.append(f"{path}: {reason}{got if path != '(top)' else ''}")

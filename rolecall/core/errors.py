@@ -5,6 +5,7 @@ RolecallError
 ├── ConfigError              a job file is wrong: every problem at once, each `path: reason`
 ├── JournalError
 │   ├── JournalCorrupt       the hash chain or the file does not hold: where, and what was expected
+│   ├── JournalUnavailable   its database cannot be used now: server away, disk full, locked too long
 │   └── Fenced               a newer lease holder acts: this one must stop
 ├── LedgerViolation          a prompt group would be trained twice, or moved against its state machine
 ├── StaleIncarnation         a message is meant for an incarnation or epoch that is over
@@ -66,6 +67,17 @@ class JournalCorrupt(JournalError):
     def __init__(self, *, where: str, reason: str) -> None:
         self.where, self.reason = where, reason
         super().__init__(f"{where}: {reason}")
+
+
+class JournalUnavailable(JournalError):
+    def __init__(self, *, where: str, reason: str, is_file: bool) -> None:
+        self.where, self.reason = where, reason
+        todo = (
+            "is the directory writable, and has its disk room?"
+            if is_file
+            else "start the server again; whoever has it open reconnects by itself"
+        )
+        super().__init__(f"the journal cannot be used now: {where}: {reason} ({todo})")
 
 
 class Fenced(JournalError):

@@ -1,7 +1,8 @@
 """Where a run keeps its things: `runs/<id>/`, and the marker in the environment that all its processes carry.
 
 run.json           what started: config, seed, database URL, nodes, who supervises (pid, start time)
-journal.db         journal and ledger
+journal.db         journal and ledger, unless the job names another place
+database           URL of that other place (mode 0600: it may hold a password)
 token              secret of this run (mode 0600): Ray token, HMAC key of weight port and registration
 nodes/<node>/      agent.json (url, pid), agent.sock, pages/, events.jsonl: one agent's data directory
 checkpoints/       step-<n>/
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rolecall.core.database import run_url
 from rolecall.core.errors import RunNotFound
 from rolecall.core.ids import ProcessId, RunId
 
@@ -37,7 +39,15 @@ class RunDir:
 
     @property
     def database_url(self) -> str:
-        return f"sqlite:///{self.path / 'journal.db'}"
+        """Where the journal is. May hold a password: `core.database.redacted` before it is shown."""
+        try:
+            return self.database_path.read_text(encoding="utf-8").strip()
+        except FileNotFoundError:
+            return f"sqlite:///{self.path / 'journal.db'}"
+
+    @property
+    def database_path(self) -> Path:
+        return self.path / "database"
 
     @property
     def token_path(self) -> Path:
@@ -95,8 +105,10 @@ def write_atomically(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def create_run_dir(root: Path, run_id: str) -> RunDir:
-    """A fresh run directory with its token. The token is written to a file only its owner can read.
+def create_run_dir(root: Path, run_id: str, journal: str | None = None) -> RunDir:
+    """A fresh run directory with its token, and the URL of the journal if it is to be elsewhere (`journal`).
+
+    Both are written to files that only their owner can read.
 
     Raises:
         FileExistsError: a run of this id exists.
@@ -105,10 +117,16 @@ def create_run_dir(root: Path, run_id: str) -> RunDir:
     run.path.mkdir(parents=True, exist_ok=False)
     for sub in (run.logs, run.inject_dir, run.checkpoints, run.path / "nodes"):
         sub.mkdir()
-    descriptor = os.open(run.token_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as f:
-        f.write(secrets.token_hex(32))
+    _write_private(run.token_path, secrets.token_hex(32))
+    if journal is not None:
+        _write_private(run.database_path, run_url(journal, run.run_id))
     return run
+
+
+def _write_private(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as f:
+        f.write(text)
 
 
 def open_run_dir(root: Path, which: str) -> RunDir:

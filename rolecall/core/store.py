@@ -1,8 +1,8 @@
 """The run's one database: opening it, its schema version, and the hash chain that both journal and ledger use.
 
-SQLite in WAL mode by default, any SQLAlchemy URL otherwise (PostgreSQL). Writers take turns: a write transaction
-starts with BEGIN IMMEDIATE (SQLite) or an advisory lock (PostgreSQL), because the next link of a chain depends on the
-last one. With `synchronous=FULL` an acknowledged write survives SIGKILL and loss of power.
+SQLite in WAL mode by default, or PostgreSQL. Writers take turns: a write transaction starts with BEGIN IMMEDIATE
+(SQLite) or an advisory lock (PostgreSQL), because the next link of a chain depends on the last one. With
+`synchronous=FULL` (SQLite) or `synchronous_commit` (PostgreSQL) an acknowledged write survives SIGKILL and loss of power.
 """
 
 import hashlib
@@ -12,15 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import DatabaseError, OperationalError
+from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError, ProgrammingError
 
-from rolecall.core.errors import JournalCorrupt, JournalError
+from rolecall.core.clock import SystemClock
+from rolecall.core.database import redacted
+from rolecall.core.errors import JournalCorrupt, JournalError, JournalUnavailable
 
 SCHEMA_VERSION = 1
 BUSY_SECONDS = 10.0
-"""How long a writer waits for its turn before it gives up with an error."""
+"""How long a writer waits for its turn, or for a server that went away, before it gives up with an error."""
+RECONNECT_SECONDS = 0.2
 GENESIS = "0" * 64
 _ADVISORY_LOCK = 0x726F6C65
+DAMAGE_SIGNS = ("Could not decode", "no such table", "no such column", "malformed", "not a database")
+"""What SQLite says, under the same name as 'busy', when the file itself is at fault."""
 
 METADATA = sa.MetaData()
 
@@ -48,21 +53,16 @@ class Store:
             JournalCorrupt: the file is not a database of ours, or of a schema version that we do not know.
         """
         self.url = url
+        self.where = _named(url)
         self._is_sqlite = url.startswith("sqlite")
-        connect_args = {"timeout": BUSY_SECONDS, "check_same_thread": False} if self._is_sqlite else {}
-        if self._is_sqlite and not create:
-            path = url.removeprefix("sqlite:///")
-            url = f"sqlite:///file:{path}?mode=rw&uri=true"
-        self.engine = sa.create_engine(url, connect_args=connect_args)
-        if self._is_sqlite:
-            sa.event.listen(self.engine, "connect", _configure_sqlite)
-            sa.event.listen(self.engine, "begin", _begin_sqlite)
+        self._was_open = False
+        self._clock = SystemClock()
+        self.engine = _sqlite_engine(url, create) if self._is_sqlite else _postgresql_engine(url)
         try:
             self._open(create)
-        except OperationalError as e:
-            raise JournalError(f"{self.url}: {e.orig}") from e
-        except DatabaseError as e:
-            raise JournalCorrupt(where=self.url, reason=str(e.orig)) from e
+        except ProgrammingError as e:
+            raise JournalError(f"{self.where}: holds no journal: {_first_line(e)}") from e
+        self._was_open = True
 
     def _open(self, create: bool) -> None:
         # Every module that owns tables must have registered them before the first open.
@@ -71,32 +71,67 @@ class Store:
 
         if create:
             with self.write() as conn:
+                if not self._is_sqlite:
+                    _create_schema(conn)
                 METADATA.create_all(conn)
                 if conn.execute(sa.select(_meta.c.value).where(_meta.c.name == "schema")).scalar() is None:
                     conn.execute(_meta.insert().values(name="schema", value=str(SCHEMA_VERSION)))
-                    if self._is_sqlite:
-                        for table in ("events", "ledger"):
-                            _forbid_changes(conn, table)
+                    for table in ("events", "ledger"):
+                        (_forbid_changes if self._is_sqlite else _forbid_changes_postgresql)(conn, table)
         with self.read() as conn:
             version = conn.execute(sa.select(_meta.c.value).where(_meta.c.name == "schema")).scalar()
         if version != str(SCHEMA_VERSION):
             raise JournalCorrupt(
-                where=self.url, reason=f"schema version {version}, this rolecall reads {SCHEMA_VERSION}"
+                where=self.where, reason=f"schema version {version}, this rolecall reads {SCHEMA_VERSION}"
             )
 
     @contextmanager
     def write(self) -> Iterator[sa.Connection]:
-        """One write transaction: all of it is kept, or nothing."""
-        with self.engine.connect().execution_options(rolecall_write=True) as conn, conn.begin():
+        """One write transaction: all of it is kept, or nothing.
+
+        Raises:
+            JournalUnavailable: the database cannot be used now. What was written may have been kept: ask again.
+        """
+        with self._connected(rolecall_write=True) as conn, conn.begin():
             if not self._is_sqlite:
-                conn.execute(sa.text("select pg_advisory_xact_lock(:k)"), {"k": _ADVISORY_LOCK})
+                # Of this schema only: each run has its own, and runs do not wait for each other.
+                lock = "select pg_advisory_xact_lock(:k, hashtext(current_setting('search_path')))"
+                conn.execute(sa.text(lock), {"k": _ADVISORY_LOCK})
             yield conn
 
     @contextmanager
     def read(self) -> Iterator[sa.Connection]:
-        """One consistent view."""
-        with self.engine.connect() as conn, conn.begin():
+        """One consistent view.
+
+        Raises:
+            JournalUnavailable: the database cannot be used now.
+        """
+        options: dict[str, Any] = {} if self._is_sqlite else {"isolation_level": "REPEATABLE READ"}
+        with self._connected(**options) as conn, conn.begin():
             yield conn
+
+    @contextmanager
+    def _connected(self, **options: Any) -> Iterator[sa.Connection]:
+        try:
+            with self._connect() as conn:
+                yield conn.execution_options(**options)
+        except (OperationalError, InterfaceError) as e:
+            raise JournalUnavailable(where=self.where, reason=_first_line(e), is_file=self._is_sqlite) from e
+        except DatabaseError as e:
+            if type(e) is DatabaseError and self._is_sqlite:  # its subclasses are mistakes and refusals, not damage
+                raise JournalCorrupt(where=self.where, reason=_first_line(e)) from e
+            raise
+
+    def _connect(self) -> sa.Connection:
+        """A connection that works: no transaction has begun yet, so that waiting for a server to come back is safe."""
+        deadline = self._clock.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                return self.engine.connect()
+            except OperationalError:
+                if self._is_sqlite or not self._was_open or self._clock.monotonic() > deadline:
+                    raise
+            self._clock.sleep(RECONNECT_SECONDS)
 
     def check_file(self) -> None:
         """The database's own integrity check.
@@ -106,16 +141,37 @@ class Store:
         """
         if not self._is_sqlite:
             return
-        try:
-            with self.read() as conn:
-                result = str(conn.exec_driver_sql("PRAGMA quick_check(1)").scalar())
-        except DatabaseError as e:
-            raise JournalCorrupt(where=self.url, reason=str(e.orig)) from e
+        with self.read() as conn:
+            result = str(conn.exec_driver_sql("PRAGMA quick_check(1)").scalar())
         if result != "ok":
-            raise JournalCorrupt(where=self.url, reason=result)
+            raise JournalCorrupt(where=self.where, reason=result)
 
     def close(self) -> None:
         self.engine.dispose()
+
+
+def _named(url: str) -> str:
+    """The database in words: its file, or its URL without the password."""
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() == "sqlite" and parsed.database:
+        return parsed.database
+    return redacted(parsed.set(query={}).render_as_string(hide_password=True))
+
+
+def _first_line(error: DatabaseError | InterfaceError) -> str:
+    return next(iter(redacted(str(error.orig)).splitlines()), type(error.orig).__name__)
+
+
+# --- SQLite -------------------------------------------------------------------------------------------------------
+
+
+def _sqlite_engine(url: str, create: bool) -> sa.Engine:
+    if not create:
+        url = f"sqlite:///file:{url.removeprefix('sqlite:///')}?mode=rw&uri=true"
+    engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
+    sa.event.listen(engine, "connect", _configure_sqlite)
+    sa.event.listen(engine, "begin", _begin_sqlite)
+    return engine
 
 
 def _configure_sqlite(dbapi_connection: Any, _record: Any) -> None:
@@ -138,3 +194,50 @@ def _forbid_changes(conn: sa.Connection, table: str) -> None:
             f"CREATE TRIGGER {table}_no_{verb.lower()} BEFORE {verb} ON {table} "
             f"BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END"
         )
+
+
+# --- PostgreSQL ---------------------------------------------------------------------------------------------------
+
+_SESSION = (
+    # Whatever the server's default is: an acknowledged event is on disk.
+    "SET synchronous_commit = on",
+    f"SET lock_timeout = '{BUSY_SECONDS:.0f}s'",
+    # A writer stopped in the middle of a transaction (a fault we inject ourselves) loses its turn before others give up.
+    f"SET idle_in_transaction_session_timeout = '{BUSY_SECONDS / 2:.0f}s'",
+)
+_KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
+"""A server whose machine is gone says nothing: without these a write would wait for many minutes."""
+
+
+def _postgresql_engine(url: str) -> sa.Engine:
+    try:
+        engine = sa.create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 5, **_KEEPALIVE})
+    except ModuleNotFoundError as e:
+        raise JournalError(f"{redacted(url)}: needs {e.name}; install it with: pip install 'rolecall[postgres]'") from e
+    sa.event.listen(engine, "connect", _configure_postgresql)
+    return engine
+
+
+def _configure_postgresql(dbapi_connection: Any, _record: Any) -> None:
+    with dbapi_connection.cursor() as cursor:
+        for statement in _SESSION:
+            cursor.execute(statement)
+    dbapi_connection.commit()  # a SET that is rolled back is undone
+
+
+def _create_schema(conn: sa.Connection) -> None:
+    """The schema that the URL names, if the URL names one that is not there yet (`core.database.run_url`)."""
+    if conn.execute(sa.text("select current_schema()")).scalar() is None:
+        name = str(conn.execute(sa.text("select current_setting('search_path')")).scalar()).strip('"')
+        conn.execute(sa.schema.CreateSchema(name, if_not_exists=True))
+
+
+def _forbid_changes_postgresql(conn: sa.Connection, table: str) -> None:
+    conn.exec_driver_sql(
+        f"CREATE FUNCTION {table}_is_append_only() RETURNS trigger LANGUAGE plpgsql AS "
+        f"$$BEGIN RAISE EXCEPTION '{table} is append-only'; END$$"
+    )
+    conn.exec_driver_sql(
+        f"CREATE TRIGGER {table}_no_change BEFORE UPDATE OR DELETE OR TRUNCATE ON {table} "
+        f"FOR EACH STATEMENT EXECUTE FUNCTION {table}_is_append_only()"
+    )

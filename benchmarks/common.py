@@ -34,7 +34,8 @@ def hardware() -> str:
     return f"{os.cpu_count()}cores-{round(pages * size / 2**30)}gib-cpu"
 
 
-def header(title: str, config: str, seeds: str) -> list[str]:
+def header(title: str, config: str, seeds: str, measured: str = "") -> list[str]:
+    """`measured`: the commit, if it is not the one checked out now."""
     model = next(
         (x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "?"
     )
@@ -42,7 +43,7 @@ def header(title: str, config: str, seeds: str) -> list[str]:
     return [
         f"# {title}",
         "",
-        f"- commit {commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        f"- commit {measured or commit()}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         f"- host: {hardware()}, {model}, Linux {platform.release()}",
         f"- Python {platform.python_version()}, {versions}",
         f"- config: {config}",
@@ -56,6 +57,14 @@ def summary(values: Sequence[float], digits: int = 2) -> str:
     if not values:
         return "-"
     return f"{statistics.median(values):.{digits}f} (worst {max(values):.{digits}f}, n={len(values)})"
+
+
+def middle_and_spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """(median, lower quartile, upper quartile)."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return middle, low, high
 
 
 def write(name: str, lines: Sequence[str]) -> Path:

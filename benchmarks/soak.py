@@ -1,118 +1,159 @@
-"""Ten real seeds of each fault (`make soak`), and long failure-free runs (`make soak ARGS="--healthy 3 --minutes 20"`).
+"""Real runs with real faults, and long ones without: the numbers of the README.
+
+    python benchmarks/soak.py                              ten seeds, three faults each, about 25 minutes (`make soak`)
+    python benchmarks/soak.py --healthy 3 --minutes 20     three failure-free runs of 20 minutes
+    python benchmarks/soak.py --cold --seeds 3             a rollout killed where no standby is configured
+    python benchmarks/soak.py --report-only                the report again; --commit NAME: of another commit
 
 Every run is a whole `rolecall demo` in its own process, with the kernel's process state hidden from the detectors. The
-kinds of hang and of slowness take turns over the seeds. One JSON line a run is added to `results/soak.jsonl`; the
-report is made from the lines of the commit that is measured, so that counts add up over calls.
+kinds of hang and of slowness take turns over the seeds. Beside each run a recorder keeps what its agents say
+(`runs/<id>/samples.jsonl.gz`, under 1 % of a CPU): `benchmarks/slowness.py` reads it. If there is no failure-free run of
+the same configuration to compare with, one is made first.
+
+One JSON line a run is added to `results/soak.jsonl`, under the commit checked out when the soak began; the report is
+made from the lines of one commit, so that counts add up over calls, and lines of earlier commits stay.
 """
 
 import argparse
 import json
-import math
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import common
+import soak_report
+
+from rolecall.core.events import EventKind
+from rolecall.core.journal import Journal
 
 HANGS = ("stop", "gil", "lock", "read")
 SLOWS = ("duty", "delay", "quota")
 LINES = common.RESULTS / "soak.jsonl"
+RUNS = common.ROOT / "runs"
 RUN_MINUTES_MAX = 12.0
+END_SECONDS = 300.0
+"""A run that is not over so long after its own limit is ended from outside."""
+COLD_FAULTS = "rollout-kill"
+COLD_SETTING = "runtime.standbys=0"
+SETTINGS = ("detector.mask_proc_state=true",)
+KEPT = (
+    "audit",
+    "ettr",
+    "ettr_baseline",
+    "false_alarms",
+    "incidents",
+    "missed",
+    "pids_kept",
+    "reward_first",
+    "reward_last",
+    "seconds_to_n_steps",
+    "weights_proven",
+)
+"""Fields of a run's report that its line keeps."""
+TIMED_OUT = 124
 
 
 def faults_of(seed: int) -> str:
     return f"rollout-kill,trainer-hang:{HANGS[seed % len(HANGS)]},rollout-slow:{SLOWS[seed % len(SLOWS)]}"
 
 
-def one_run(seed: int, faults: str, steps: int, minutes: float, extra: Sequence[str]) -> dict[str, Any]:
+@contextmanager
+def recorded(run: Path, wanted: bool) -> Iterator[None]:
+    """Within: a recorder writes down what the run's agents say."""
+    if not wanted:
+        yield
+        return
+    recorder = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("recording.py")), str(run)], stdout=subprocess.DEVNULL
+    )
+    try:
+        yield
+    finally:
+        recorder.terminate()
+        recorder.wait(30)
+
+
+def one_run(
+    seed: int,
+    faults: str,
+    *,
+    commit: str,
+    steps: int,
+    minutes: float,
+    hold: float,
+    settings: Sequence[str],
+    record: bool,
+) -> dict[str, Any]:
     """Runs the demo once and returns its line for the results file."""
     run_id = f"soak-{seed}-{int(time.time())}"
     argv = [sys.executable, "-m", "rolecall", "demo", "--seed", str(seed), "--faults", faults, "--id", run_id]
-    argv += ["--steps", str(steps), "--minutes-max", str(minutes), "--plain", "--set", "detector.mask_proc_state=true"]
+    argv += ["--steps", str(steps), "--minutes-max", str(minutes), "--hold-minutes", str(hold), "--plain"]
+    for setting in settings:
+        argv += ["--set", setting]
     began = time.monotonic()
-    done = subprocess.run(
-        [*argv, *extra], check=False, cwd=common.ROOT, capture_output=True, text=True, timeout=minutes * 60 + 300
-    )
-    path = common.ROOT / "runs" / run_id / "report.json"
+    with recorded(RUNS / run_id, record):
+        code, output = _finish(argv, minutes * 60 + END_SECONDS, run_id)
+    path = RUNS / run_id / "report.json"
     report = json.loads(path.read_text()) if path.exists() else {}
     line = {
-        "commit": common.commit(),
+        "commit": commit,
+        "run_id": run_id,
         "seed": seed,
         "faults": faults,
-        "exit_code": done.returncode,
+        "settings": list(settings),
+        "config_digest": report.get("config_digest"),
+        "exit_code": code,
         "seconds": round(time.monotonic() - began, 1),
         "wall_seconds": report.get("wall_seconds", 0.0),
-        "incidents": report.get("incidents", []),
-        "missed": report.get("missed", []),
-        "false_alarms": report.get("false_alarms", []),
-        "pids_kept": report.get("pids_kept"),
-        "audit": report.get("audit"),
-        "ettr": report.get("ettr"),
-        "reward_first": report.get("reward_first"),
-        "reward_last": report.get("reward_last"),
+        **{name: report.get(name) for name in KEPT},
     }
-    if done.returncode:
-        line["output_tail"] = (done.stdout + done.stderr)[-2000:]
+    for name in ("incidents", "missed", "false_alarms"):
+        line[name] = line[name] or []
+    if report:
+        line |= from_journal(RUNS / run_id, line["incidents"], report["config"])
+    if code:
+        line["output_tail"] = output[-2000:]
     return line
 
 
-def poisson_upper(count: int, confidence: float = 0.95) -> float:
-    """Exact upper bound of a Poisson mean after seeing `count` events (bisection on the distribution function)."""
-    low, high = 0.0, 10.0 + 10.0 * count
-    for _ in range(100):
-        middle = (low + high) / 2
-        below = sum(math.exp(-middle) * middle**k / math.factorial(k) for k in range(count + 1))
-        low, high = (middle, high) if below > 1 - confidence else (low, middle)
-    return high
+def _finish(argv: Sequence[str], seconds: float, run_id: str) -> tuple[int, str]:
+    """(exit code, output). One that does not end is ended, with everything that it started."""
+    try:
+        done = subprocess.run(argv, check=False, cwd=common.ROOT, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        subprocess.run([sys.executable, "-m", "rolecall", "down", run_id], check=False, cwd=common.ROOT)
+        return TIMED_OUT, f"not over after {seconds:.0f} s"
+    return done.returncode, done.stdout + done.stderr
 
 
-def _times(found: Sequence[dict[str, Any]], name: str) -> str:
-    return common.summary([i[name] for i in found if i[name] is not None])
-
-
-def report(lines: Sequence[dict[str, Any]]) -> list[str]:
-    """The table of the issue, from the lines of one commit."""
-    by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for line in lines:
-        for incident in line["incidents"]:
-            if incident.get("fault"):
-                by_kind[incident["fault"]["kind"]].append({**incident, "run": line["seed"]})
-    rows = [
-        (
-            "| fault | n | finding after, s | named right | step commits after the finding, s | replacement serves with proof "
-            "after the finding, s | tokens not yet streamed lost | steps lost |"
-        ),
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for kind, found in sorted(by_kind.items()):
-        named = sum(bool(i["named_right"]) for i in found)
-        rows.append(
-            f"| {kind} | {len(found)} | {_times(found, 'detected_seconds')} | {named} of {len(found)} | "
-            f"{_times(found, 'step_committed_seconds')} | {_times(found, 'cured_seconds')} | "
-            f"{sum(i['tokens_lost'] for i in found)} | {sum(i['steps_lost'] for i in found)} |"
-        )
-    missed = sum(len(line["missed"]) for line in lines)
-    false = sum(len(line["false_alarms"]) for line in lines)
-    healthy = [line for line in lines if line["faults"] == "none"]
-    hours = sum(line["wall_seconds"] for line in healthy) / 3600
-    alarms = sum(len(line["false_alarms"]) for line in healthy)
-    rows += [
-        "",
-        f"{len(lines)} runs, {sum(line['exit_code'] == 0 for line in lines)} of them with exit code 0; missed faults {missed}; ",
-    ]
-    rows += [
-        f"findings without a fault {false}; audits that hold {sum(bool(x['audit'] and x['audit']['ok']) for x in lines)}; "
-    ]
-    rows += [
-        f"runs in which every process that no plan named kept its PID: {sum(bool(x['pids_kept']) for x in lines)}."
-    ]
-    if hours:
-        rate = f"{alarms / hours:.2f}/h, 95 % upper bound {poisson_upper(alarms) / hours:.2f}/h"
-        rows += ["", f"Failure-free: {hours:.2f} h in {len(healthy)} runs, {alarms} findings: {rate} (Poisson)."]
-    return rows
+def from_journal(run: Path, incidents: Sequence[dict[str, Any]], config: dict[str, Any]) -> dict[str, Any]:
+    """What the report does not tell: fault to requests going on elsewhere (added to the incidents), and whether the
+    (step, microbatch) pairs that entered the optimizer are those of a failure-free run."""
+    journal = Journal(f"sqlite:///{run / 'journal.db'}", create=False)
+    try:
+        moved = journal.events(kinds=[EventKind.REQUESTS_MOVED])
+        committed = journal.events(kinds=[EventKind.STEP_COMMITTED])
+    finally:
+        journal.close()
+    for incident in incidents:
+        fault = incident.get("fault")
+        if fault:
+            left = [
+                e.wall_at - fault["injected_at"]
+                for e in moved
+                if (e.body.get("from"), e.body.get("from_incarnation")) == (fault["target"], fault["incarnation"])
+                and e.wall_at >= fault["injected_at"]
+            ]
+            incident["requests_moved_seconds"] = round(min(left), 3) if left else None
+    entered = [name for e in committed for name in e.body.get("microbatches", ())]
+    per_step = int(config["algorithm"]["microbatches_per_step"])
+    wanted = {f"{step}.{i}" for step in range(len(committed)) for i in range(per_step)}
+    return {"microbatches_failure_free": set(entered) == wanted and len(entered) == len(wanted)}
 
 
 def read_lines() -> Iterator[dict[str, Any]]:
@@ -121,35 +162,72 @@ def read_lines() -> Iterator[dict[str, Any]]:
             yield json.loads(text)
 
 
+def add_line(line: dict[str, Any]) -> None:
+    LINES.parent.mkdir(parents=True, exist_ok=True)
+    with LINES.open("a") as f:
+        f.write(json.dumps(line) + "\n")
+    print(f"seed {line['seed']}, {line['faults']}: exit {line['exit_code']} after {line['seconds']:.0f} s", flush=True)
+
+
+def soak(args: argparse.Namespace, commit: str) -> None:
+    """All runs of this call."""
+    settings = [*SETTINGS, *([COLD_SETTING] if args.cold else []), *args.settings]
+    common_to_all: dict[str, Any] = {
+        "commit": commit,
+        "steps": args.steps,
+        "settings": settings,
+        "record": not args.no_record,
+    }
+    if args.healthy:
+        for seed in range(args.first_seed, args.first_seed + args.healthy):
+            minutes = args.minutes + RUN_MINUTES_MAX
+            add_line(one_run(seed, "none", minutes=minutes, hold=args.minutes, **common_to_all))
+        return
+    comparable = (
+        x["faults"] == "none" and x["commit"] == commit and x.get("settings") == settings and not x["exit_code"]
+        for x in read_lines()
+    )
+    if not any(comparable):
+        add_line(one_run(args.first_seed, "none", minutes=RUN_MINUTES_MAX, hold=0.0, **common_to_all))
+    for seed in range(args.first_seed, args.first_seed + args.seeds):
+        faults = args.faults or (COLD_FAULTS if args.cold else faults_of(seed))
+        add_line(one_run(seed, faults, minutes=RUN_MINUTES_MAX, hold=0.0, **common_to_all))
+
+
+def write_report(commit: str) -> list[dict[str, Any]]:
+    """Prints and writes the report of one commit's lines, and returns these."""
+    by_commit: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in read_lines():
+        by_commit[line["commit"]].append(line)
+    lines = by_commit[commit]
+    seeds = ", ".join(str(s) for s in sorted({x["seed"] for x in lines}))
+    used = sorted({setting for x in lines for setting in x.get("settings", SETTINGS)})
+    text = common.header("Soak: faults injected into real runs", f"rolecall demo, {', '.join(used)}", seeds, commit)
+    text += soak_report.report(lines, by_commit)
+    path = common.write("soak", text)
+    print("\n".join(text), f"\nwritten to {path.relative_to(common.ROOT)}", sep="\n")
+    return lines
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--healthy", type=int, default=0, help="this many failure-free runs instead")
     parser.add_argument("--minutes", type=float, default=20.0, help="length of a failure-free run")
     parser.add_argument("--faults", default="", help="instead of the usual three")
+    parser.add_argument("--cold", action="store_true", help="no standby configured; a rollout is killed")
+    parser.add_argument("--set", dest="settings", action="append", default=[], help="any setting of the job")
+    parser.add_argument("--no-record", action="store_true", help="keep no recording of the runs")
+    parser.add_argument("--report-only", action="store_true", help="no run: the report of the lines there are")
+    parser.add_argument("--commit", default="", help="whose lines to report")
     args = parser.parse_args()
-    LINES.parent.mkdir(parents=True, exist_ok=True)
-    seeds = range(args.first_seed, args.first_seed + (args.healthy or args.seeds))
-    for seed in seeds:
-        if args.healthy:
-            extra = ["--hold-minutes", str(args.minutes)]
-            line = one_run(seed, "none", args.steps, args.minutes + RUN_MINUTES_MAX, extra)
-        else:
-            line = one_run(seed, args.faults or faults_of(seed), args.steps, RUN_MINUTES_MAX, [])
-        with LINES.open("a") as f:
-            f.write(json.dumps(line) + "\n")
-        print(f"seed {seed}: exit {line['exit_code']} after {line['seconds']:.0f} s", flush=True)
-    lines = [x for x in read_lines() if x["commit"] == common.commit()]
-    text = common.header(
-        "Soak: faults injected into real runs",
-        "rolecall demo defaults, detector.mask_proc_state=true",
-        f"{min(x['seed'] for x in lines)} to {max(x['seed'] for x in lines)}",
-    ) + report(lines)
-    path = common.write("soak", text)
-    print("\n".join(text), f"\nwritten to {path.relative_to(common.ROOT)}", sep="\n")
-    return 0 if all(x["exit_code"] == 0 for x in lines) else 1
+    commit = args.commit or common.commit()
+    if not args.report_only:
+        soak(args, commit)
+    lines = write_report(commit)
+    return 0 if lines and all(x["exit_code"] == 0 for x in lines) else 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,25 @@
+"""Fixtures that several tests of the runtime share."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from rolecall.rl_runtime.weights import TensorServer
+from tests.rl_runtime.weight_port import TOKEN, Start
+from tests.support import eventually
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Makes weight servers; in the end they are closed, and none of their threads may be left."""
+    servers: list[TensorServer] = []
+
+    def make(**options: object) -> TensorServer:
+        servers.append(TensorServer(TOKEN, **options))  # type: ignore[arg-type]
+        return servers[-1]
+
+    yield make
+    for server in servers:
+        server.close()
+    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("weight")], "threads have ended")

@@ -23,8 +23,10 @@ CHART_LABEL = 6  # columns left of the reward curve
 REPLICAS_SHOWN = 6
 """Of one role in one line; of more, only those are shown that do not serve."""
 OPEN_SHOWN = 3
-SENTENCE_SHOWN = 230
-"""Characters of an open incident's sentence: three lines of 80."""
+SENTENCE_LINES = 3
+"""Of an open incident's sentence; what does not fit is cut."""
+RAGGED = 4
+"""Columns of a line that a long word may leave empty, and the indent."""
 _STYLE = {"serving": "green", "ready": "cyan", "starting": "yellow", "wanted": "yellow", "lost": "bold red"}
 _SIGN = {"serving": "●", "ready": "○", "starting": "◔", "wanted": "◌", "lost": "✕", "stopped": "·"}
 
@@ -34,7 +36,7 @@ def render(snapshot: Snapshot, title: str = "", width: int = 80) -> RenderableTy
     parts: list[RenderableType] = [_head(snapshot, title), Text()]
     parts += _roles(snapshot.replicas)
     parts += [Text(), _progress(snapshot), *_reward(snapshot.rewards, width), Text()]
-    parts += _incidents(snapshot)
+    parts += _incidents(snapshot, width)
     return Group(*parts)
 
 
@@ -47,7 +49,8 @@ def _head(s: Snapshot, title: str) -> Text:
     state = (
         ("paused: " + s.paused, "bold yellow") if s.paused else (s.ended or "running", "bold" if s.ended else "green")
     )
-    return _line((title or "rolecall", "bold"), ("  ", ""), state, (f"  {seconds(s.elapsed_seconds)}", "dim"))
+    age = "" if s.started_at is None else f"  {seconds(s.elapsed_seconds)}"
+    return _line((title or "rolecall", "bold"), ("  ", ""), state, (age, "dim"))
 
 
 def _roles(rows: Sequence[ReplicaRow]) -> list[Text]:
@@ -119,22 +122,24 @@ def braille(values: Sequence[float], columns: int, rows: int, low: float, high: 
     return ["".join(chr(0x2800 + bits) for bits in row) for row in cells]
 
 
-def _incidents(s: Snapshot) -> list[RenderableType]:
+def _incidents(s: Snapshot, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for n, incident in enumerate(reversed(s.open_incidents[-OPEN_SHOWN:])):
         age = seconds(max(0.0, s.now - incident.opened_at))
         what, who = (f"▲ {incident.fault_class}", "bold red"), (f"  {_who(incident)}  ", "bold")
         parts.append(_line(what, who, (f"{incident.stage}, {age}", "yellow")))
         if n == 0:  # the newest in full, the others by name
-            parts.append(Padding(Text(plain(incident.because, SENTENCE_SHOWN)), (0, 0, 0, 2)))
-            parts.append(_line(("  " + incident.detail, "dim")))
+            sentence = plain(incident.because, SENTENCE_LINES * max(10, width - RAGGED))
+            parts.append(Padding(Text(sentence), (0, 0, 0, 2)))
+            if incident.detail != incident.because:  # a plan often gives the diagnosis as its reason
+                parts.append(_line(("  " + incident.detail, "dim")))
     if not s.open_incidents:
         parts.append(_line(("no incident open", "dim")))
     closed = s.closed_incidents[-1:] if s.open_incidents else s.closed_incidents
     for incident in reversed(closed):
         took = seconds((incident.closed_at or s.now) - incident.opened_at)
-        style = "green" if incident.stage == "cured" else "yellow"
-        parts.append(_line((f"✓ {incident.stage} ", style), (f"{_who(incident)} ", ""),
+        sign, style = ("✓", "green") if incident.stage == "cured" else ("✕", "yellow")
+        parts.append(_line((f"{sign} {incident.stage} ", style), (f"{_who(incident)} ", ""),
                            (f"{incident.fault_class}, {took}: {incident.because}", "dim")))  # fmt: skip
     return parts
 

@@ -24,6 +24,7 @@ class Screen:
         self._memory = Memory(num_steps=num_steps)
         self._before: Snapshot | None = None
         self._note = ""
+        self._size = self._console.size
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="ellipsis") if live else None
 
     def __enter__(self) -> Self:
@@ -67,6 +68,10 @@ class Screen:
 
     def _draw(self, snapshot: Snapshot) -> None:
         assert self._live is not None
+        if self._console.size != self._size:
+            # The terminal has moved or wrapped the lines of the last picture: nobody knows where they are now.
+            self._size = self._console.size
+            self._console.clear()
         self._live.update(render(snapshot, self._title, self._console.width), refresh=True)
 
     def _print(self, text: str) -> None:

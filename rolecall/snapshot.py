@@ -142,6 +142,9 @@ class Memory:
             if event.kind is _K.INCIDENT_CLOSED:
                 outcome = str(body.get("outcome", "closed"))
                 self.incidents[which] = replace(row, stage=outcome, detail=said, closed_at=event.wall_at)
+            elif event.kind is _K.PLAN_PROPOSED:
+                said = f"rolecall approve {body.get('digest')}, or reject: {said}"
+                self.incidents[which] = replace(row, stage=_STAGES[event.kind], detail=said)
             elif event.kind in _STAGES:
                 self.incidents[which] = replace(row, stage=_STAGES[event.kind], detail=said)
 

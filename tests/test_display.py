@@ -24,6 +24,8 @@ HOSTILE = ("[red]x[/red]", "[/]", "\x1b[2J\x1b]0;owned\x07", "<script>", "a\nb\r
 # What rich itself writes: colours, and cursor movement of the live view. Never a title, a clear or a link.
 OURS = re.compile(r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\x1b\[[0-9]*[AK]|\x1b\[1A|\x1b\[2K")
 
+CLEAR = "\x1b[2J"
+
 
 def _shown(what: RenderableType, width: int = 80, colour: bool = False) -> str:
     out = io.StringIO()
@@ -120,6 +122,21 @@ def test_desired_that_is_not_there_yet_is_wanted() -> None:
     assert [(r.incarnation, r.state) for r in replica_rows({}, {lost.replica: lost})] == [(1, "lost")]
 
 
+def test_before_the_run_has_begun_no_time_is_shown() -> None:
+    assert "0.00 s" not in _shown(render(Snapshot(now=5.0, note="starting"), "demo"))
+    assert "5.00 s" in _shown(render(Snapshot(now=5.0, started_at=0.0), "demo"))
+
+
+def test_a_proposal_says_how_it_is_approved() -> None:
+    memory = Memory()
+    opened = {"diagnosis": {"because": "it is gone", "suspects": [{"replica": "rollout/1", "incarnation": 1}]}}
+    proposed = {"digest": "4f2a", "plan": {"because": "it is gone"}}
+    for seq, (kind, body) in enumerate([(EventKind.INCIDENT_OPENED, opened), (EventKind.PLAN_PROPOSED, proposed)]):
+        memory.read([Event(seq=seq + 1, kind=kind, wall_at=1.0, body=body, incident_id="inc-1")])
+    text = _shown(render(memory.snapshot(2.0, {}, {}, None)))
+    assert "waits for approval" in text and "rolecall approve 4f2a" in text
+
+
 def test_pause_and_end_are_shown() -> None:
     assert "paused: lunch" in _shown(render(Snapshot(now=0.0, paused="lunch")))
     assert "completed" in _shown(render(Snapshot(now=0.0, ended="completed")))
@@ -150,6 +167,21 @@ def test_it_fits_into_the_window(fake_run: RunDir, seconds_in: float, width: int
     shown = Snapshot(**{**{f: getattr(snapshot, f) for f in Snapshot.__slots__}, "replicas": rows})
     lines = _shown(render(shown, "demo " * 30, width), width).splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= width
+
+
+def test_a_plan_that_repeats_the_diagnosis_is_not_shown_twice() -> None:
+    snapshot = Snapshot(now=101.0, open_incidents=(_incident(detail="it ended by signal 9"),))
+    assert _shown(render(snapshot)).count("it ended by signal 9") == 1
+
+
+def test_a_wide_window_shows_more_of_the_sentence() -> None:
+    snapshot = Snapshot(now=101.0, open_incidents=(_incident(because="word " * 100 + "end"),))
+    assert "end" not in _shown(render(snapshot)) and "end" in _shown(render(snapshot, width=200), 200)
+
+
+def test_what_was_not_cured_has_no_tick() -> None:
+    text = _shown(render(Snapshot(now=1.0, closed_incidents=(_incident(stage="gave_up", closed_at=1.0),))))
+    assert "✕ gave_up rollout/1#1" in text and "✓" not in text
 
 
 def test_a_long_sentence_does_not_push_the_rest_out() -> None:
@@ -288,6 +320,21 @@ def test_a_screen_draws_a_run_and_leaves_the_terminal_as_it_was(fake_run: RunDir
     text = out.getvalue()
     assert "demo [red]" in text and "starting [bold]raylets" in text and "step 120" in text
     assert not live or text.rstrip().endswith("\x1b[?25h") or text.count("\x1b[?25l") == text.count("\x1b[?25h")
+
+
+def test_a_resized_terminal_is_drawn_on_anew(fake_run: RunDir) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, height=24, force_terminal=True, color_system=None)
+    journal = Journal(fake_run.database_url, create=False)
+    with Screen(live=True, title="demo", console=console) as screen:
+        screen.draw(journal, 1.0)
+        screen.draw(journal, 2.0)
+        assert CLEAR not in out.getvalue()
+        console.width = 120
+        screen.draw(journal, 3.0)
+        screen.draw(journal, 4.0)
+    journal.close()
+    assert out.getvalue().count(CLEAR) == 1
 
 
 def test_a_picture_that_fails_does_not_end_the_run(fake_run: RunDir, caplog: pytest.LogCaptureFixture) -> None:

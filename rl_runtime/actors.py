@@ -135,6 +135,11 @@ class _Actor:
         timer.start()
 
 
+def _node_address() -> str:
+    """Of this actor's node, as its raylet was told: loopback in a local cluster, never an interface beyond it."""
+    return str(ray.util.get_node_ip_address())
+
+
 def _hook(injection: faults.Injection, name: str) -> Callable[[], None]:
     return lambda: injection.checkpoint(name)
 
@@ -144,7 +149,9 @@ class TrainerActor(_Actor):
         from rolecall.rl_runtime.trainer_service import TrainerService
 
         on_microbatch, on_bucket = self._injection(faults.MICROBATCH, faults.BUCKET)
-        self._service = TrainerService(spawn, job, on_microbatch=on_microbatch, on_bucket=on_bucket)
+        self._service = TrainerService(
+            spawn, job, address=_node_address(), on_microbatch=on_microbatch, on_bucket=on_bucket
+        )
         reporter.enter_phase(Phase.WAIT)
 
     @_control
@@ -215,6 +222,7 @@ class RolloutActor(_Actor):
             incarnation=spawn.incarnation,
             token=spawn.run.token(),
             settings=settings,
+            address=_node_address(),
             transfer_seconds=job.runtime.transfer_timeout_seconds,
             on_step=on_step,
             on_failure=_engine_failed,

@@ -7,7 +7,8 @@ whole). Sums are kept and reduced in float64: the order of additions, which a lo
 float32, and the step taken is the failure-free one.
 
 A process group lives for one epoch: a `TCPStore` on its lowest rank, a `ProcessGroupGloo` over it, no global
-`init_process_group`. Both listen only on the address given. Every failure of a collective is `PeerLost`. A wait for a
+`init_process_group`. The store listens on its trainer's address, and each member's gloo device on the member's own:
+no other interface. Every failure of a collective is `PeerLost`. A wait for a
 stopped peer ends when that peer is killed, or at the group's timeout; abort() and shutdown() do not end it.
 """
 
@@ -37,6 +38,7 @@ BUCKET_BYTES: Final = 2 << 20
 """Small enough that a stall shows at which bucket, large enough that gloo's latency (0.3 ms) does not show."""
 BALLOT_BYTES_MAX: Final = 4 << 20
 """A peer's announced ballot beyond this is refused before anything is allocated."""
+LOOPBACK: Final = "127.0.0.1"
 
 
 def nothing() -> None:
@@ -132,13 +134,23 @@ class EpochStore:
 class ReduceGroup:
     """The trainers of one epoch. Used by one thread. After its first failure it fails at once."""
 
-    def __init__(self, *, epoch: int, rank: int, size: int, host: str, port: int, timeout_seconds: float) -> None:
-        """Connects to all members.
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        rank: int,
+        size: int,
+        host: str,
+        port: int,
+        timeout_seconds: float,
+        address: str = LOOPBACK,
+    ) -> None:
+        """Connects to all members. `host`, `port`: the epoch's store; `address`: where the others reach this member.
 
         Raises:
             PeerLost: not all members came within `timeout_seconds`, or one went away.
         """
-        self.epoch, self.rank, self.size, self.host = epoch, rank, size, host
+        self.epoch, self.rank, self.size = epoch, rank, size
         self._failure = ""
         self._group: Any = None
         if size == 1:
@@ -148,7 +160,7 @@ class ReduceGroup:
             store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
             options = ProcessGroupGloo._Options()
             options._timeout = timeout
-            options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+            options._devices = [ProcessGroupGloo.create_device(hostname=address)]
             self._group = ProcessGroupGloo(PrefixStore(f"epoch-{epoch}", store), rank, size, options)
         except RuntimeError as e:
             raise self._lost("joining", e) from e

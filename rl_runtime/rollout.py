@@ -58,6 +58,7 @@ class RolloutReplica:
 
     Args:
         token: the run's token, for the weight port.
+        address: where the weight port listens: the node's own, so that others can pull from here.
         transfer_seconds: deadline of one pull over all holders.
         on_step: called before each engine step, in its thread.
         on_failure: called once when the engine broke; an actor ends its process then.
@@ -73,6 +74,7 @@ class RolloutReplica:
         incarnation: int,
         token: str,
         settings: EngineSettings,
+        address: str = "127.0.0.1",
         transfer_seconds: float = 10.0,
         limits: Limits | None = None,
         clock: Clock | None = None,
@@ -86,7 +88,7 @@ class RolloutReplica:
         self._identity_lock, self._updating = threading.Lock(), threading.Lock()
         self._serving: _Serving | None = None
         self._partial: Pieces | None = None
-        self._server = TensorServer(token, clock=self._clock)
+        self._server = TensorServer(token, address, clock=self._clock)
         self._thread = EngineThread(
             lambda: make_engine(settings), self._record, clock=self._clock, on_step=on_step, on_failure=on_failure
         )

@@ -33,6 +33,7 @@ from rolecall.rl_runtime.partial import Contribution, Gradients, PartialStep
 from rolecall.rl_runtime.protocol import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo
 from rolecall.rl_runtime.reduce import (
     BUCKET_BYTES,
+    LOOPBACK,
     Ballot,
     EpochStore,
     ReduceGroup,
@@ -58,6 +59,7 @@ class TrainerReplica:
         job: JobConfig,
         has_state: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
+        address: str = LOOPBACK,
         clock: Clock | None = None,
         on_microbatch: Callable[[], None] = nothing,
         on_bucket: Callable[[], None] = nothing,
@@ -65,11 +67,12 @@ class TrainerReplica:
     ) -> None:
         """`has_state` False: the fresh weights made here must be replaced (load_state) before this replica may join.
 
+        `address`: of this replica's node, where the other trainers reach its process group.
         `on_publish(policy_version)` runs in phase publish after each commit; `policy_tensors` gives the weights.
         """
         torch.set_num_threads(1)
         self.replica, self.incarnation, self.job = replica, incarnation, job
-        self._clock, self._bucket_bytes = clock or SystemClock(), bucket_bytes
+        self._clock, self._bucket_bytes, self._address = clock or SystemClock(), bucket_bytes, address
         self._on_microbatch, self._on_bucket, self._on_publish = on_microbatch, on_bucket, on_publish
         self._vocab = vocabulary(job.model)
         max_new = make_task(job.task, self._vocab, job.seed).max_new_tokens
@@ -131,7 +134,7 @@ class TrainerReplica:
         """Log-probability of each of `tokens` but the first, under the present weights."""
         return self._state.canary_logprobs(tokens)
 
-    def open_store(self, epoch: int, host: str = "127.0.0.1") -> tuple[str, int]:
+    def open_store(self, epoch: int) -> tuple[str, int]:
         """Opens the rendezvous of `epoch` on this replica and returns where; asked again, the same."""
         if epoch <= self._joined_epoch:
             raise StaleIncarnation(
@@ -140,7 +143,7 @@ class TrainerReplica:
         with self._stores_lock:
             store = self._stores.get(epoch)
             if store is None:
-                store = self._stores[epoch] = EpochStore(host, self.job.runtime.group_timeout_seconds)
+                store = self._stores[epoch] = EpochStore(self._address, self.job.runtime.group_timeout_seconds)
             return store.host, store.port
 
     def reset_step(self, step: int) -> None:
@@ -170,8 +173,15 @@ class TrainerReplica:
             raise StaleIncarnation(replica=self.replica, wanted="state copied first", got=f"join of epoch {epoch}")
         self._leave()
         self._joined_epoch = epoch
-        timeout = self.job.runtime.group_timeout_seconds
-        self._group = ReduceGroup(epoch=epoch, rank=rank, size=size, host=host, port=port, timeout_seconds=timeout)
+        self._group = ReduceGroup(
+            epoch=epoch,
+            rank=rank,
+            size=size,
+            host=host,
+            port=port,
+            timeout_seconds=self.job.runtime.group_timeout_seconds,
+            address=self._address,
+        )
         with self._stores_lock:
             for old in [e for e in self._stores if e < epoch]:
                 self._stores.pop(old).close()

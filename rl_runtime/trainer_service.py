@@ -20,6 +20,7 @@ from rolecall.rl_runtime.digest import build_manifest
 from rolecall.rl_runtime.proof import CANARY
 from rolecall.rl_runtime.protocol import CommitRecord, Holder, Manifest, Microbatch, StepResult, TrainerInfo
 from rolecall.rl_runtime.pull import pull_state
+from rolecall.rl_runtime.reduce import LOOPBACK
 from rolecall.rl_runtime.spawn import Spawn
 from rolecall.rl_runtime.trainer import TrainerReplica
 from rolecall.rl_runtime.weights import TensorServer
@@ -29,13 +30,14 @@ MANIFESTS_MAX: Final = 4
 
 
 class TrainerService:
-    """What a trainer's process serves. The first incarnations hold the run's first weights; later ones must copy."""
+    """What a trainer's process serves, on `address` only. The first incarnations hold the run's first weights; later ones must copy."""
 
     def __init__(
         self,
         spawn: Spawn,
         job: JobConfig,
         *,
+        address: str = LOOPBACK,
         clock: Clock | None = None,
         on_microbatch: Callable[[], None] = lambda: None,
         on_bucket: Callable[[], None] = lambda: None,
@@ -48,12 +50,13 @@ class TrainerService:
             incarnation=spawn.incarnation,
             job=job,
             has_state=spawn.incarnation == 1,
+            address=address,
             clock=self._clock,
             on_microbatch=on_microbatch,
             on_bucket=on_bucket,
             on_publish=self._publish,
         )
-        self._server = TensorServer(self._token, clock=self._clock)
+        self._server = TensorServer(self._token, address, clock=self._clock)
         self._server.state_provider = self.replica.export_state
         if spawn.incarnation == 1:
             self._publish(self.replica.commit_record().policy_version)

@@ -6,6 +6,8 @@ pytest tests/rl_runtime/test_reduce.py
 import ast
 import itertools
 import os
+import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,8 +106,8 @@ def test_constant_work_over_any_order_of_losses() -> None:
                 alive.pop()
 
 
-def listening_addresses() -> set[str]:
-    """Local addresses of this process's listening IPv4 and IPv6 sockets, as the kernel writes them (hex)."""
+def listening() -> set[tuple[str, str]]:
+    """This process's listening IPv4 and IPv6 sockets: local address as the kernel writes it (hex), inode."""
     inodes = set()
     for fd in Path("/proc/self/fd").iterdir():
         try:
@@ -114,32 +116,41 @@ def listening_addresses() -> set[str]:
             continue
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
-    found = set()
+    found: set[tuple[str, str]] = set()
     for table in ("tcp", "tcp6"):
         for line in (Path("/proc/net") / table).read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].split(":")[0])
+                found.add((fields[1].split(":")[0], fields[9]))
     return found
 
 
-LOOPBACK = "0100007F"
+def as_the_kernel_writes(address: str) -> str:
+    return socket.inet_aton(address)[::-1].hex().upper()
 
 
-def test_store_and_group_listen_on_loopback_only() -> None:
-    import threading
-
-    store = EpochStore("127.0.0.1", 10.0)
+@pytest.mark.parametrize("addresses", [("127.0.0.1", "127.0.0.1"), ("127.0.0.2", "127.0.0.3")], ids=["one", "own"])
+def test_members_listen_on_their_own_address_only(addresses: tuple[str, str]) -> None:
+    before = listening()  # groups of tests before may still be closing
+    store = EpochStore(addresses[0], 10.0)
     groups: dict[int, ReduceGroup] = {}
 
     def connect(rank: int) -> None:
-        groups[rank] = ReduceGroup(epoch=1, rank=rank, size=2, host=store.host, port=store.port, timeout_seconds=10.0)
+        groups[rank] = ReduceGroup(
+            epoch=1,
+            rank=rank,
+            size=2,
+            host=store.host,
+            port=store.port,
+            timeout_seconds=10.0,
+            address=addresses[rank],
+        )
 
     threads = [threading.Thread(target=connect, args=(r,)) for r in range(2)]
     [t.start() for t in threads]
     [t.join(20.0) for t in threads]
     assert sorted(groups) == [0, 1]
-    assert listening_addresses() == {LOOPBACK}
+    assert {a for a, _ in listening() - before} == {as_the_kernel_writes(a) for a in addresses}
     results: dict[int, torch.Tensor] = {}
     local = torch.arange(10, dtype=torch.float64)
 

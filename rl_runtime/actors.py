@@ -104,7 +104,7 @@ class _Actor:
         raise NotImplementedError
 
     def _injection(self, *names: str) -> tuple[Callable[[], None], ...]:
-        """One hook for each named place where a fault may be injected, all of this process's one agreement."""
+        """One hook for each named place where a fault may be injected, all of one agreement."""
         injection = faults.Injection(self._spawn.run_dir, self._job.injection_allowed)
         return tuple(_hook(injection, name) for name in names)
 
@@ -149,8 +149,14 @@ class TrainerActor(_Actor):
         from rolecall.rl_runtime.trainer_service import TrainerService
 
         on_microbatch, on_bucket = self._injection(faults.MICROBATCH, faults.BUCKET)
+        (on_tensor,) = self._injection(faults.WEIGHTS)  # one of its own: the port's threads look while others work
         self._service = TrainerService(
-            spawn, job, address=_node_address(), on_microbatch=on_microbatch, on_bucket=on_bucket
+            spawn,
+            job,
+            address=_node_address(),
+            on_microbatch=on_microbatch,
+            on_bucket=on_bucket,
+            on_tensor=on_tensor,
         )
         reporter.enter_phase(Phase.WAIT)
 

@@ -269,9 +269,22 @@ class Controller:
             engine = self.generation.engines.get(key)
             if engine is not None:
                 self.table.adopt(key, requests, engine.version)
+        self._tell_adopted()
         self.generation.place_homeless()
         self.generation.wake_all()
         self.scoring.wake()
+
+    def _tell_adopted(self) -> None:
+        held = [t for g in self.table.groups.values() for t in g.trajectories if t.engine is not None]
+        body = {
+            "from": self._replica,
+            "to": sorted({t.engine[0] for t in held if t.engine is not None}),
+            "num_requests": len(held),
+            "num_groups": len({t.request.group_id for t in held}),
+            "tokens_kept": sum(len(t.tokens) for t in held),
+            "because": "the controller before has ended: its requests are taken over from the engines that hold them",
+        }
+        self.books.event(EventKind.REQUESTS_MOVED, body, key=f"adopted:{self._replica}#{self._incarnation}")
 
     async def _reconcile(self) -> None:
         """What the trainers have committed and the ledger does not know yet is written now."""

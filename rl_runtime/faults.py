@@ -1,6 +1,6 @@
 """The half of fault injection that lives inside a process: it agrees to be hurt, at named places, on written request.
 
-A process calls `checkpoint(name)` at each microbatch, bucket and engine step. Without the job's permission that is one
+A process calls `checkpoint(name)` at each microbatch, bucket, engine step and tensor that it sends. Without the job's permission that is one
 comparison. With it, at most every `CHECK_SECONDS`, one `stat` of `runs/<id>/inject/<pid>-<start_ticks>.json`: a request,
 written by the injector (`injector.py`), which is a process of its own. What can be done from outside (SIGKILL, SIGSTOP,
 a CPU quota) is done there; here are the faults that only the inside can have: a hang that holds the GIL, a lock never
@@ -27,6 +27,7 @@ MEET_POLL_SECONDS = 0.002
 MICROBATCH = "microbatch"
 BUCKET = "bucket"
 ENGINE_STEP = "engine_step"
+WEIGHTS = "weights"
 SCORE = "score"
 
 
@@ -75,7 +76,7 @@ def effect_path(run: RunDir, pid: int, start_ticks: int) -> Path:
 
 
 class Injection:
-    """One process's agreement. Called from its working thread only."""
+    """One agreement of a process: for its working thread, or for the threads of its weight port."""
 
     def __init__(self, run_dir: str | Path, allowed: bool, *, clock: Clock | None = None) -> None:
         self._allowed = allowed
@@ -87,6 +88,7 @@ class Injection:
         self._request_path, self._effect_path = request_path(self._run, pid, ticks), effect_path(self._run, pid, ticks)
         self._next_check = 0.0
         self._done: set[str] = set()
+        self._taking = threading.Lock()
         self._delay: Request | None = None
         self._delay_until = 0.0
 
@@ -115,11 +117,14 @@ class Injection:
             self._delay = None  # the injector took its request back
             return
         request = self._read()
-        if request is None or request.request_id in self._done or (request.at and request.at != name):
+        if request is None or (request.at and request.at != name):
             return
-        self._done.add(request.request_id)
-        effect: dict[str, Any] = {"request_id": request.request_id, "at": name, "wall_at": self._clock.wall()}
-        write_atomically(self._effect_path, json.dumps(effect))
+        with self._taking:  # a place may have several threads, and the fault is one
+            if request.request_id in self._done:
+                return
+            self._done.add(request.request_id)
+            effect: dict[str, Any] = {"request_id": request.request_id, "at": name, "wall_at": self._clock.wall()}
+            write_atomically(self._effect_path, json.dumps(effect))
         if request.how is Inside.DELAY:
             self._delay, self._delay_until = request, now + request.seconds
         elif request.how is Inside.MEET:

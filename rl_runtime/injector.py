@@ -27,6 +27,7 @@ from rolecall.rl_runtime.cpu_quota import QuotaUnavailable, cpu_quota
 from rolecall.rl_runtime.faults import (
     ENGINE_STEP,
     MICROBATCH,
+    WEIGHTS,
     Inside,
     Request,
     effect_path,
@@ -65,6 +66,7 @@ KINDS: dict[str, Kind] = {
     "trainer-hang": Kind(role="trainer", hows=("stop", "gil", "lock", "read"), at=MICROBATCH),
     "rollout-slow": Kind(role="rollout", hows=("duty", "quota", "delay"), at=ENGINE_STEP),
     "trainer-kill": Kind(role="trainer", hows=("kill",), at=MICROBATCH),
+    "holder-kill": Kind(role="trainer", hows=("kill",), at=WEIGHTS),  # while a rollout pulls weights from it
     "rollout-hang": Kind(role="rollout", hows=("stop", "gil", "lock", "read"), at=ENGINE_STEP),
     "reward-kill": Kind(role="reward", hows=("kill",)),
     "controller-kill": Kind(role="controller", hows=("kill",)),
@@ -117,7 +119,7 @@ def inject(
     facts = run.read()
     if facts.get("injection_allowed") is not True:
         raise InjectionRefused(f"run {run.run_id} was not started with injection allowed")
-    victims = _victims(run, kind, spec, target, str(facts["database_url"]), random.Random(seed))
+    victims = _victims(run, kind, spec, target, run.database_url, random.Random(seed))
     chosen = how or spec.hows[0]
     bound = min(seconds or SECONDS_MAX, SECONDS_MAX)
     with _terminable():

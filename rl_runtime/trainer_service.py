@@ -41,7 +41,9 @@ class TrainerService:
         clock: Clock | None = None,
         on_microbatch: Callable[[], None] = lambda: None,
         on_bucket: Callable[[], None] = lambda: None,
+        on_tensor: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_tensor`: called before each tensor is sent, in a thread of the weight port."""
         self._spawn, self._job, self._clock = spawn, job, clock or SystemClock()
         self._token = spawn.run.token()
         self._manifests: OrderedDict[int, Manifest] = OrderedDict()
@@ -56,7 +58,9 @@ class TrainerService:
             on_bucket=on_bucket,
             on_publish=self._publish,
         )
-        self._server = TensorServer(self._token, address, clock=self._clock)
+        self._server = TensorServer(
+            self._token, address, clock=self._clock, on_tensor=lambda _puller, _name: on_tensor()
+        )
         self._server.state_provider = self.replica.export_state
         if spawn.incarnation == 1:
             self._publish(self.replica.commit_record().policy_version)

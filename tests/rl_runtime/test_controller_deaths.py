@@ -90,6 +90,8 @@ def test_tokens_of_open_requests_are_recovered_from_the_engines(tmp_path: Path) 
     for request_id, made in w.fleet.tokens_made.items():
         whole = expected_tokens(request_seed_of(w.job.seed, request_id))
         assert made <= len(whole), f"{request_id}: {made} tokens were generated, {len(whole)} are needed"
+    (taken_over,) = [b for b in w.events(EventKind.REQUESTS_MOVED) if b["from"] == CONTROLLER]
+    assert taken_over["num_requests"] >= streaming[0] and taken_over["tokens_kept"] >= streaming[0]
 
 
 def test_an_older_controller_writes_nothing_once_a_newer_one_is_wanted(tmp_path: Path) -> None:

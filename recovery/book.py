@@ -1,16 +1,16 @@
 """The book of incidents: the journal's recovery events, read on from where the last look ended and folded.
 
-It can be thrown away at any time and read again. An incident whose events do not fit (a foreign writer, a bug) is set
-aside with its story, and does not stop the others.
+It can be thrown away at any time and read again. An incident whose events do not fit or cannot be read (a foreign writer,
+a damaged line, a bug) is set aside with its story, and does not stop the others.
 """
 
 import logging
 from dataclasses import replace
 
 from rolecall.core.diagnosis import Diagnosis
-from rolecall.core.errors import InvalidTransition, JournalError
+from rolecall.core.errors import InvalidTransition, JournalCorrupt, JournalError
 from rolecall.core.events import Event, EventKind
-from rolecall.core.journal import Journal, Lease
+from rolecall.core.journal import DamagedLine, Journal, Lease
 from rolecall.recovery.incidents import INCIDENT_KINDS, Incident, IncidentState, apply
 from rolecall.recovery.intake import incident_name, storable
 
@@ -29,7 +29,7 @@ class Book:
 
     def __init__(self) -> None:
         self.incidents: dict[str, Incident] = {}
-        self.broken: dict[str, InvalidTransition] = {}
+        self.broken: dict[str, Exception] = {}  # incident, or where no incident is known the journal's line
         self.to_tell: list[Event] = []
         self.num_opened = 0
         self.ended: str | None = None
@@ -37,9 +37,15 @@ class Book:
 
     def refresh(self, journal: Journal) -> None:
         """Takes in what was written since the last look."""
-        for event in journal.events(after=self._seen_seq, kinds=READ_KINDS):
-            self._seen_seq = event.seq
-            self._take(event)
+        damaged: list[DamagedLine] = []
+        events = journal.events(after=self._seen_seq, kinds=READ_KINDS, damaged=damaged)
+        lines: list[Event | DamagedLine] = [*events, *damaged]
+        for line in sorted(lines, key=lambda line: line.seq):
+            self._seen_seq = line.seq
+            if isinstance(line, DamagedLine):
+                self._set_aside(line.incident_id or f"journal line {line.seq}", line.error)
+            else:
+                self._take(line)
 
     def _take(self, event: Event) -> None:
         if event.kind is EventKind.RUN_ENDED:
@@ -54,12 +60,20 @@ class Book:
         try:
             self.incidents[name] = apply(self.incidents.get(name), event)
         except InvalidTransition as e:
-            logger.error("%s", e)
-            self.broken[name] = e
-            before = self.incidents.get(name)
-            if before is not None:
-                # Nothing more is done for it; what it did still counts, and its diagnosis opens no second one.
-                self.incidents[name] = replace(before, state=IncidentState.CLOSED)
+            self._set_aside(name, e)
+        except Exception as e:  # noqa: BLE001
+            # Deliberate: a body that lacks what its kind must have says nothing about the other incidents.
+            self._set_aside(name, JournalError(f"{name}: {event.event_id} {event.kind} cannot be read: {e!r}"))
+
+    def _set_aside(self, name: str, error: Exception) -> None:
+        if name in self.broken:
+            return
+        logger.error("%s", error)
+        self.broken[name] = error
+        before = self.incidents.get(name)
+        if before is not None:
+            # Nothing more is done for it; what it did still counts, and its diagnosis opens no second one.
+            self.incidents[name] = replace(before, state=IncidentState.CLOSED)
 
     def open_incidents(self) -> list[Incident]:
         return [i for i in self.incidents.values() if i.state is not IncidentState.CLOSED]
@@ -79,7 +93,12 @@ def open_incident(journal: Journal, book: Book, diagnosis: Diagnosis, *, lease: 
     for number in range(book.num_opened + 1, book.num_opened + 1 + NUMBER_TRIES_MAX):
         name = incident_name(number, d)
         body = {"diagnosis": d.to_dict(), "window": WINDOW_NAME}
-        event = journal.append(EventKind.INCIDENT_OPENED, body, incident_id=name, key=f"incident:{number}", lease=lease)
+        try:
+            event = journal.append(
+                EventKind.INCIDENT_OPENED, body, incident_id=name, key=f"incident:{number}", lease=lease
+            )
+        except JournalCorrupt:
+            continue  # a line that cannot be read has this number
         if event.incident_id == name:
             book.refresh(journal)
             return name

@@ -186,7 +186,7 @@ def status(run: RunDir, clock: Clock | None = None) -> dict[str, Any]:
             for r in fleet.replicas
         ],
         "open_incidents": [_summary(i) for i in book.open_incidents()],
-        "broken_incidents": sorted(book.broken),
+        "broken_incidents": {name: str(e).splitlines()[0] for name, e in sorted(book.broken.items())},
     }
 
 
@@ -225,6 +225,7 @@ def _summary(i: Incident) -> dict[str, Any]:
         "outcome": str(i.outcome) if i.outcome else None,
         "closed_because": i.because,
         "person_called": bool(i.person_topics),
+        "person_because": i.person_because,
     }
 
 
@@ -274,7 +275,7 @@ def status_text(value: dict[str, Any]) -> str:
         lines.append(f"  {r['replica']:<16} #{r['incarnation']} {r['state'] or 'not there'} on {r['node']}{wanted}")
     lines.append(f"evictions within the last hour: {value['evictions_last_hour']}")
     lines += _incident_lines(value["open_incidents"]) or ["no open incident"]
-    lines += [f"SET ASIDE, its events do not fit: {name}" for name in value["broken_incidents"]]
+    lines += [f"SET ASIDE: {name}: {why}" for name, why in value["broken_incidents"].items()]
     return _shown("\n".join(lines))
 
 
@@ -296,6 +297,8 @@ def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
             held = f", held by {', '.join(i['held_by'])}" if i["held_by"] and i["outcome"] is None else ""
             lines.append(f"  {i['action']} (plan {i['plan']['digest']}, attempt {i['num_attempts']}{held})")
             lines += [f"  also: {hit}" for hit in i["plan"]["also_hit"]]
+        if i["person_called"] and i["outcome"] is None:
+            lines.append(f"  A PERSON WAS CALLED: {i['person_because']}")
         if i["state"] == IncidentState.PROPOSED:
             lines.append(f"  waits for: rolecall approve {i['plan']['digest']}")
     return lines

@@ -110,6 +110,7 @@ class Incident:
     outcome: Outcome | None = None
     because: str = ""  # of the close
     person_topics: frozenset[str] = frozenset()
+    person_because: str = ""  # why a person was last called
     last_event_id: str = ""
     story: tuple[str, ...] = field(default=(), compare=False)
 
@@ -317,7 +318,8 @@ def _closed(i: Incident, event: Event) -> Incident:
 
 
 def _person(i: Incident, event: Event) -> Incident:
-    return replace(i, person_topics=i.person_topics | {str(event.body.get("topic", ""))})
+    topics = i.person_topics | {str(event.body.get("topic", ""))}
+    return replace(i, person_topics=topics, person_because=str(event.body.get("because", "")))
 
 
 _MOVES = {

@@ -3,7 +3,8 @@
 A tick polls the source, feeds the detector, and - while this process holds the lease - makes every move that the
 incidents in the journal ask for: from finding to the desired record in one tick. What an incident needs next is decided
 by pure functions (`intake`, `policy`, `guards`, `verify`, put together in `moves`); this loop reads what they need and
-performs what they say. It keeps nothing that it could not read again: killed at any point, the next one goes on.
+performs what they say. It keeps nothing that it could not read again: killed at any point, the next one goes on. What
+cannot be handled is set apart (`troubles`), and everything else goes on.
 
 Without the lease it looks and judges too, so that its windows are full when the holder dies, and writes nothing.
 """
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from rolecall.core.clock import Clock
 from rolecall.core.config import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass
-from rolecall.core.errors import ActuatorError, Fenced
+from rolecall.core.errors import ActuatorError, Fenced, JournalError
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal import Journal, Lease
@@ -33,6 +34,7 @@ from rolecall.recovery.judging import Judge
 from rolecall.recovery.moves import Append, Decide, Move, Perform, Situation, done, failed, next_move, plan_made
 from rolecall.recovery.policy import Question, decide, question
 from rolecall.recovery.telling import Teller
+from rolecall.recovery.troubles import Troubles
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,8 @@ STOOD_SECONDS = 5.0
 """A diagnosis that was absent for less than this never went away."""
 ADOPTED_SECONDS = 600.0
 """A successor looks whether incidents younger than this lack the window that their watch died before it kept."""
+UNHANDLED = "unhandled"
+"""Topic of the call for a person when an incident cannot be handled."""
 FAILED_TICKS_MAX = 50
 """After so many failed ticks in a row the process ends with the error, and who started it starts another."""
 FAILED_TICK_PAUSE_SECONDS = 0.5
@@ -85,6 +89,7 @@ class Watch:
         self._stood: dict[str, float] = {}  # diagnosis key -> when it last stood, wall seconds
         self._seen_fleet: FleetView | None = None
         self._windows_to_keep: list[str] = []
+        self._troubles = Troubles(clock)
 
     @property
     def acting(self) -> bool:
@@ -119,7 +124,7 @@ class Watch:
         """Looks, judges, and makes every move that is due.
 
         Raises:
-            JournalError, SQLAlchemyError: the journal cannot be read or written; the next tick goes on from there.
+            JournalError: the journal cannot be read or written; the next tick goes on from there.
         """
         standing = self._judge.look(self._poll_seconds)
         self._seen_fleet = None
@@ -129,10 +134,13 @@ class Watch:
             self._judge.forget_replaced(self._fleet())
             if not held:
                 return
-            self._take_in(standing)
+            found = self._take_in(standing)
             for incident_id in [i.incident_id for i in self._book.open_incidents()]:
-                self._advance(incident_id)
+                if self._troubles.due(incident_id):
+                    with self._troubles.apart(incident_id):
+                        self._advance(incident_id)
             self._report_broken()
+            self._report_troubles(found)
             self._keep_windows()
             self._teller.tell(self._journal, self._book)
             self._teller.sign_of_life(self._sign_of_life)
@@ -181,15 +189,21 @@ class Watch:
 
     # --- taking in what stands ----------------------------------------------------------------------------------------
 
-    def _take_in(self, standing: Sequence[Diagnosis]) -> None:
+    def _take_in(self, standing: Sequence[Diagnosis]) -> list[Diagnosis]:
+        """Returns all that asks to be handled: what stands, and what nobody diagnosed."""
         now = self._clock.wall()
         stopping = self._journal.flag(STOP_FLAG) is not None or self._book.ended is not None
         found = list(standing)
         if not stopping:
             found += unrepaired(self._fleet(), self._book.incidents.values(), now)
         for diagnosis in found:
-            self._take_one(diagnosis, now, stopping)
+            if self._troubles.due(diagnosis.key):
+                with self._troubles.apart(diagnosis.key):
+                    self._take_one(diagnosis, now, stopping)
+            elif diagnosis.key in self._stood:
+                self._stood[diagnosis.key] = now  # not handled, and not gone either
         self._stood = {k: at for k, at in self._stood.items() if now - at < STOOD_SECONDS}
+        return found
 
     def _take_one(self, d: Diagnosis, now: float, stopping: bool) -> None:
         taken = receive(
@@ -220,9 +234,11 @@ class Watch:
         while self._windows_to_keep:
             name = self._windows_to_keep[-1]
             incident = self._book.incidents.get(name)
-            if incident is not None and WINDOW_NAME not in self._journal.windows(name):
-                late_seconds = round(self._clock.wall() - incident.opened_at, 3)
-                self._journal.save_window(name, WINDOW_NAME, {**self._judge.window(), "late_seconds": late_seconds})
+            # One that cannot be kept is let go: its incident can be cured all the same.
+            with self._troubles.apart(f"window of {name}"):
+                if incident is not None and WINDOW_NAME not in self._journal.windows(name):
+                    late_seconds = round(self._clock.wall() - incident.opened_at, 3)
+                    self._journal.save_window(name, WINDOW_NAME, {**self._judge.window(), "late_seconds": late_seconds})
             self._windows_to_keep.pop()
 
     def _update(self, incident: Incident, d: Diagnosis) -> None:
@@ -288,6 +304,15 @@ class Watch:
             result = self._actuator.perform(move.plan, self._lease)
         except ActuatorError as e:
             result = ActionResult(done=False, because=str(e))
+        except JournalError:
+            raise
+        except Exception as e:
+            # Not what an actuator may raise: it may pass, and performing again is idempotent. One that does not pass
+            # has failed: an incident that acts for ever would hold the others back.
+            if not self._troubles.last_try(incident.incident_id):
+                raise
+            logger.exception("%s: the actuator failed again", incident.incident_id)
+            result = ActionResult(done=False, because=f"{self._actuator.name} raises {type(e).__name__}: {e}")
         if result.done:
             self._append(incident, done(incident, incident.attempt, result.to_dict()))
         else:
@@ -327,8 +352,18 @@ class Watch:
             if not any(e.key == key for e in self._book.to_tell):
                 self._write(EventKind.PERSON_CALLED, self._call(because), key=key)
 
-    def _call(self, because: str) -> dict[str, object]:
-        return {"topic": "watch", "because": because, "channel": self._notifier.channel}
+    def _report_troubles(self, found: Sequence[Diagnosis]) -> None:
+        for trouble in self._troubles.spent():
+            incident = self._book.incidents.get(trouble.name)
+            key = f"{trouble.name}:person:{UNHANDLED}"
+            if not any(e.key == key for e in self._book.to_tell):
+                self._write(
+                    EventKind.PERSON_CALLED, self._call(trouble.because(), UNHANDLED), key=key, incident=incident
+                )
+        self._troubles.keep_only({d.key for d in found} | {i.incident_id for i in self._book.open_incidents()})
+
+    def _call(self, because: str, topic: str = "watch") -> dict[str, object]:
+        return {"topic": topic, "because": because, "channel": self._notifier.channel}
 
     def _sign_of_life(self) -> dict[str, object]:
         return {
@@ -337,4 +372,5 @@ class Watch:
             "paused": self._journal.flag(PAUSED_FLAG) is not None,
             "open_incidents": len(self._book.open_incidents()),
             "blind": self._judge.error,
+            "unhandled": self._troubles.words(),
         }

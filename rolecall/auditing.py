@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy.exc import DatabaseError
-
 from rolecall.core.errors import JournalCorrupt
 from rolecall.core.events import Event, EventKind
 from rolecall.core.journal import ChainHead, Journal
@@ -113,10 +111,7 @@ def _audit(run: RunDir, journal: Journal) -> RunAudit:
         anchors += _from_report(report, "ledger_head")
         for where, head in _from_report(report, "journal_head"):
             problems += _journal_anchor(where, head, journal_head, events)
-    try:
-        lines = Ledger(journal.store).lines()
-    except DatabaseError as e:
-        raise JournalCorrupt(where=str(run.path / "journal.db"), reason=str(e.orig)) from e
+    lines = Ledger(journal.store).lines()
     outcome = next((str(e.body.get("outcome")) for e in reversed(events) if e.kind is EventKind.RUN_ENDED), "")
     found = audit(lines, anchors, ended=outcome in CLOSED_BOOKS)
     problems += found.problems

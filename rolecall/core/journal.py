@@ -107,6 +107,15 @@ class ChainHead:
     hash: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamagedLine:
+    """A line of the chain that cannot be read."""
+
+    seq: int
+    incident_id: str | None
+    error: JournalCorrupt
+
+
 class Journal:
     """Reads and writes a run's memory. Every method is one transaction."""
 
@@ -154,7 +163,7 @@ class Journal:
         if key is not None:
             row = conn.execute(sa.select(_events).where(_events.c.key == key)).mappings().first()
             if row is not None:
-                return _event(row)
+                return _event(row, self.store.where)
         if lease is not None:
             self._check_fence(conn, lease)
         last = conn.execute(sa.select(_events.c.seq, _events.c.hash).order_by(_events.c.seq.desc()).limit(1)).first()
@@ -170,7 +179,7 @@ class Journal:
         }
         link = chain_hash(previous, entry)
         conn.execute(_events.insert().values(**entry, hash=link))
-        return _event({**entry, "hash": link})
+        return _event({**entry, "hash": link}, self.store.where)
 
     def events(
         self,
@@ -179,22 +188,38 @@ class Journal:
         kinds: Iterable[EventKind] | None = None,
         incident_id: str | None = None,
         limit: int = 100_000,
+        damaged: list[DamagedLine] | None = None,
     ) -> list[Event]:
-        """Events with `seq > after`, oldest first."""
+        """Events with `seq > after`, oldest first.
+
+        `damaged`: takes the lines that cannot be read, for a reader that must go on without them.
+
+        Raises:
+            JournalCorrupt: a line cannot be read, and `damaged` was not given.
+        """
         query = sa.select(_events).where(_events.c.seq > after).order_by(_events.c.seq).limit(limit)
         if kinds is not None:
             query = query.where(_events.c.kind.in_([str(k) for k in kinds]))
         if incident_id is not None:
             query = query.where(_events.c.incident_id == incident_id)
         with self.store.read() as conn:
-            return [_event(row) for row in conn.execute(query).mappings()]
+            rows = conn.execute(query).mappings().all()
+        found = []
+        for row in rows:
+            try:
+                found.append(_event(row, self.store.where))
+            except JournalCorrupt as e:
+                if damaged is None:
+                    raise
+                damaged.append(DamagedLine(seq=row["seq"], incident_id=row["incident_id"], error=e))
+        return found
 
     def last(self, kind: EventKind) -> Event | None:
         """The newest event of a kind."""
         query = sa.select(_events).where(_events.c.kind == str(kind)).order_by(_events.c.seq.desc()).limit(1)
         with self.store.read() as conn:
             row = conn.execute(query).mappings().first()
-        return _event(row) if row else None
+        return _event(row, self.store.where) if row else None
 
     def head(self) -> ChainHead:
         with self.store.read() as conn:
@@ -396,14 +421,25 @@ def _storable(value: Any) -> Any:
     return value
 
 
-def _event(row: Mapping[str, Any] | sa.RowMapping) -> Event:
-    return Event(
-        seq=row["seq"],
-        kind=EventKind(row["kind"]),
-        wall_at=row["wall_at"],
-        body=json.loads(row["body"]),
-        incident_id=row["incident_id"],
-        caused_by=row["caused_by"],
-        key=row["key"],
-        hash=row["hash"],
-    )
+def _event(row: Mapping[str, Any] | sa.RowMapping, file: str) -> Event:
+    """The event of a row; `file`: of which database.
+
+    Raises:
+        JournalCorrupt: it is not what `append` writes; which line, and why.
+    """
+    try:
+        body = json.loads(row["body"])
+        if not isinstance(body, dict):
+            raise TypeError(f"its body is {type(body).__name__}, not a mapping")
+        return Event(
+            seq=row["seq"],
+            kind=EventKind(row["kind"]),
+            wall_at=float(row["wall_at"]),
+            body=body,
+            incident_id=row["incident_id"],
+            caused_by=row["caused_by"],
+            key=row["key"],
+            hash=row["hash"],
+        )
+    except (TypeError, ValueError) as e:
+        raise JournalCorrupt(where=f"{file}: events line {row['seq']}", reason=f"cannot be read: {e}") from e

@@ -60,9 +60,12 @@ class Store:
         self.engine = _sqlite_engine(url, create) if self._is_sqlite else _postgresql_engine(url)
         try:
             self._open(create)
+            self._was_open = True
         except ProgrammingError as e:
             raise JournalError(f"{self.where}: holds no journal: {_first_line(e)}") from e
-        self._was_open = True
+        finally:
+            if not self._was_open:
+                self.engine.dispose()
 
     def _open(self, create: bool) -> None:
         # Every module that owns tables must have registered them before the first open.

@@ -101,7 +101,7 @@ def slowdowns(run: Path, recording: Recording) -> list[Slowdown]:
             how=f["how"],
             process=(f["target"], f["incarnation"] or 0),
             since=f["injected_at"],
-            until=closed.get(f["injected_at"]) or last_seen.get(f["pid"], f["injected_at"]),
+            until=f.get("ended_at") or closed.get(f["injected_at"]) or last_seen.get(f["pid"], f["injected_at"]),
         )
         for f in faults
     ]

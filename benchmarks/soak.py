@@ -187,7 +187,7 @@ def soak(args: argparse.Namespace, commit: str) -> None:
         x["faults"] == "none" and x["commit"] == commit and x.get("settings") == settings and not x["exit_code"]
         for x in read_lines()
     )
-    if not any(comparable):
+    if not args.cold and not any(comparable):
         add_line(one_run(args.first_seed, "none", minutes=RUN_MINUTES_MAX, hold=0.0, **common_to_all))
     for seed in range(args.first_seed, args.first_seed + args.seeds):
         faults = args.faults or (COLD_FAULTS if args.cold else faults_of(seed))

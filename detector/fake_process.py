@@ -11,6 +11,8 @@ WALL_OFFSET = 1_700_000_000.0
 
 HANGS = ("stopped", "gil_loop", "lock", "read")
 SLOWNESSES = ("duty_cycle", "cpu_quota", "unit_delay")
+THROTTLED_READ_SECONDS = 2.0 - 1e-6
+"""Agents read a cgroup's throttling this often, and run delay, of which it is a part, with every sample."""
 
 
 @dataclass(slots=True)
@@ -53,6 +55,8 @@ class FakeProcess:
     cpu: float = 0.0
     run_delay: float = 0.0
     throttled: float = 0.0
+    throttled_read: float = 0.0  # what the agent last read of it, and when
+    throttled_read_at: float = 0.0
     left: float = 0.0  # CPU seconds left of the unit
     wall_of_unit: float = 0.0
     delay_left: float = 0.0
@@ -74,6 +78,8 @@ class FakeProcess:
 
     def sample(self, now: float) -> ProcessSample:
         stopped = self.fault is not None and self.fault.kind == "stopped"
+        if now - self.throttled_read_at >= THROTTLED_READ_SECONDS:
+            self.throttled_read, self.throttled_read_at = self.throttled, now
         return ProcessSample(
             process=self.process,
             role=self.role,
@@ -103,5 +109,5 @@ class FakeProcess:
             cpu_seconds=self.cpu,
             run_delay_seconds=self.run_delay * 1.1,
             main_run_delay_seconds=self.run_delay,
-            throttled_seconds=self.throttled,
+            throttled_seconds=self.throttled_read,
         )

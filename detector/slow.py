@@ -103,7 +103,7 @@ def measure(subject: Subject, stride_seconds: float, gap_p99: float | None) -> W
     if sample.work_units == start.work_units:
         return _censored(subject, sample, meter, stride_seconds, gap_p99)
     seconds = sample.at - start.at
-    if seconds < stride_seconds or subject.stall.wall > SAMPLE_FRESH_SECONDS:
+    if seconds < stride_seconds or subject.stall.wall > SAMPLE_FRESH_SECONDS or _awaits_throttling(start, sample):
         return None
     enough = _expected_busy(meter, start, sample) >= BUSY_SECONDS_MIN
     if not enough and seconds < STRIDE_SECONDS_MAX:
@@ -121,6 +121,17 @@ def _expected_busy(meter: SlowMeter, start: ProcessSample, sample: ProcessSample
 
 SAMPLE_FRESH_SECONDS = 0.25
 """A stride ends at a sample that saw a unit end: there the busy seconds and the run delay cover the same time."""
+
+
+THROTTLED_READ_SECONDS = 2.5
+"""Agents read a cgroup's throttling every 2 s, and run delay, of which it is a part, with every sample."""
+
+
+def _awaits_throttling(start: ProcessSample, sample: ProcessSample) -> bool:
+    """A quota has stopped this process before, and what it did since is not read yet: in a stride that ended here, its
+    throttling would look like time that neighbours took."""
+    unread = 0.0 < start.throttled_seconds == sample.throttled_seconds
+    return unread and sample.at - start.at < THROTTLED_READ_SECONDS
 
 
 def _closed(start: ProcessSample, sample: ProcessSample) -> Work | None:

@@ -5,8 +5,11 @@ import random
 
 import pytest
 
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.telemetry import Phase, ProcessSample
 from rolecall.detector import slow
 from rolecall.detector.slow import SIGMA_MIN, SlowState
+from rolecall.detector.subject import Subject
 
 DRIFT = math.log(2) / 2
 
@@ -53,3 +56,33 @@ def test_one_wild_observation_hardly_moves_a_baseline() -> None:
         slow.learn(state, "rollout", 8, -4.0)
     slow.learn(state, "rollout", 8, 3.0)
     assert slow.expected(state, "rollout", 8) == pytest.approx(-4.0, abs=0.01)
+
+
+def test_a_quota_is_not_taken_for_neighbours_while_its_throttling_is_unread() -> None:
+    """Run delay (read five times a second) holds the throttled time, which agents read every other second."""
+    subject = Subject("rollout/0", "rollout", 0, 1, "node-0", None, seen_wall=0.0)
+    taken = []
+    for tick in range(1, 151):
+        seconds = tick * 0.2
+        subject.sample = ProcessSample(
+            process=ProcessId(node=NodeId("node-0"), pid=1, start_ticks=1),
+            role="rollout",
+            replica="rollout/0",
+            rank=0,
+            incarnation=1,
+            at=seconds,
+            wall_at=seconds,
+            alive=True,
+            page_ok=True,
+            phase=Phase.GENERATE,
+            busy_seconds=seconds,
+            work_units=tick * 5,
+            tokens=tick * 100,
+            main_run_delay_seconds=0.75 * seconds,
+            throttled_seconds=0.75 * (seconds // 2 * 2),
+        )
+        work = slow.measure(subject, stride_seconds=1.0, gap_p99=None)
+        if work is not None and seconds > 5.0:  # before the second reading nothing can be known
+            taken.append(work.seconds_per_unit)
+    assert len(taken) >= 10
+    assert all(0.035 < seconds < 0.045 for seconds in taken), "0.04 s a unit, all of it its own"

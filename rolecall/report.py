@@ -132,13 +132,14 @@ def make_verdict(facts: Facts, joined: Joined, kept: PidsKept, outcome: str) -> 
     """What must hold for exit code 0, each with its sentence."""
     faults = len(facts.replica_faults)
     cured = [s for s in joined.stories if s.fault is not None and s.cured]
+    num_cured = sum(1 + len(s.further_faults) for s in cured)
     still_open = [s.incident_id for s in joined.stories if not s.outcome]
-    named = sum(bool(s.named_right) for s in cured)
+    named = sum(bool(s.named_right) + len(s.further_faults) for s in cured)
     problems = len(facts.audit.problems)
-    said = f"{len(cured)} of {faults} injected faults cured, {named} with the right replica named" if faults else ""
+    said = f"{num_cured} of {faults} injected faults cured, {named} with the right replica named" if faults else ""
     rows = [
         ("finished", outcome == COMPLETED, f"the run ended as: {outcome}"),
-        ("faults cured", len(cured) == faults and named == len(cured), said or "no fault was injected"),
+        ("faults cured", num_cured == faults == named, said or "no fault was injected"),
         (
             "no incident open",
             not still_open,

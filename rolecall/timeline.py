@@ -62,8 +62,11 @@ class Story:
     closed_at: float | None = None
     outcome: str = ""  # empty while it is open
     closed_because: str = ""
+    suspects: tuple[Suspect, ...] = ()  # all that were ever named: knowledge grows, and a replacement may fail too
+    targets: frozenset[Key] = frozenset()  # all that were ever to be replaced
     fault: Fault | None = None
     named_right: bool | None = None  # None without a fault
+    further_faults: tuple[Fault, ...] = ()  # of what this incident had made itself: cured with it, or not
     replacements: tuple[Replacement, ...] = ()
     requests_resumed_at: float | None = None
     step_committed_at: float | None = None
@@ -111,6 +114,7 @@ class Story:
         return {
             "incident_id": self.incident_id,
             "fault": self.fault.to_dict() if self.fault else None,
+            "further_faults": [f.to_dict() for f in self.further_faults],
             "named_right": self.named_right,
             "suspects": [suspect_name(s) for s in d.suspects],
             "fault_class": str(d.fault_class),
@@ -208,7 +212,8 @@ def _fold(events: Iterable[Event]) -> dict[str, Story]:
             continue
         if event.kind is _K.INCIDENT_OPENED:
             diagnosis = Diagnosis.from_dict(event.body["diagnosis"])
-            stories.setdefault(which, Story(incident_id=which, opened_at=event.wall_at, diagnosis=diagnosis))
+            story = Story(incident_id=which, opened_at=event.wall_at, diagnosis=diagnosis, suspects=diagnosis.suspects)
+            stories.setdefault(which, story)
         elif which in stories:
             stories[which] = _after(stories[which], event)
     return stories
@@ -221,9 +226,12 @@ def _after(story: Story, event: Event) -> Story:
             # The words and suspects of the newest knowledge, the moment of the first.
             newest = Diagnosis.from_dict(event.body["diagnosis"])
             first = story.diagnosis
-            return replace(story, diagnosis=replace(newest, detected_at=first.detected_at, onset=first.onset))
+            newest = replace(newest, detected_at=first.detected_at, onset=first.onset)
+            return replace(story, diagnosis=newest, suspects=(*story.suspects, *newest.suspects))
         case _K.PLAN_MADE:
-            return replace(story, plan=_plan_of(event) or story.plan, num_plans=story.num_plans + 1)
+            plan = _plan_of(event) or story.plan
+            more = {(str(t.replica), t.incarnation) for t in plan.targets} if plan else set()
+            return replace(story, plan=plan, num_plans=story.num_plans + 1, targets=story.targets | more)
         case _K.PLAN_HELD:
             return replace(story, held=(*story.held, because))
         case _K.ACTION_STARTED:
@@ -240,7 +248,7 @@ def _after(story: Story, event: Event) -> Story:
 
 
 def _names(story: Story, fault: Fault) -> bool:
-    for suspect in story.diagnosis.suspects:
+    for suspect in story.suspects:
         process = suspect.process
         if process is not None and fault.pid and len(fault.hit) == 1:
             if (process.pid, process.start_ticks) == (fault.pid, fault.start_ticks):
@@ -256,7 +264,8 @@ def _join(stories: Sequence[Story], faults: Sequence[Fault]) -> tuple[list[Story
     told = {s.incident_id: s for s in stories}
     free = [s.incident_id for s in sorted(stories, key=lambda s: s.detected_at)]
     left = list(faults)
-    for right in (True, False):
+
+    def join(right: bool) -> None:
         for fault in list(left):
             for which in free:
                 story = told[which]
@@ -267,9 +276,24 @@ def _join(stories: Sequence[Story], faults: Sequence[Fault]) -> tuple[list[Story
                     free.remove(which)
                     left.remove(fault)
                     break
+
+    join(right=True)
+    for fault in list(left):
+        for story in told.values():
+            if _hit_its_replacement(story, fault):
+                told[story.incident_id] = replace(story, further_faults=(*story.further_faults, fault))
+                left.remove(fault)
+                break
+    join(right=False)
     # A request that a person made is no alarm.
     alarms = [w for w in free if "person" not in told[w].diagnosis.detectors]
     return list(told.values()), left, alarms
+
+
+def _hit_its_replacement(story: Story, fault: Fault) -> bool:
+    """Whether a fault struck, while the incident was open, what it had put in the place of its first suspect."""
+    during = story.opened_at <= fault.injected_at <= (story.closed_at or float("inf"))
+    return during and len(fault.hit) == 1 and (fault.target, fault.incarnation) in story.targets
 
 
 def _replacements(story: Story, known: Mapping[Key, Life]) -> tuple[Replacement, ...]:

@@ -63,6 +63,10 @@ def _fault(target: str, at: float, **changes: Any) -> Fault:
     return Fault(kind="kill", target=target, injected_at=at, incarnation=1, **changes)
 
 
+def _second(target: str, at: float) -> Fault:
+    return Fault(kind="kill", target=target, injected_at=at, incarnation=2)
+
+
 # --- joining ------------------------------------------------------------------------------------------------------
 
 
@@ -86,6 +90,34 @@ def test_a_whole_run_is_told_with_the_times_at_which_things_happened(fake_run: R
     assert kill["step_committed_seconds"] is None and kill["tokens_kept"] == 862
     assert hang["step_committed_seconds"] == pytest.approx(1.4, abs=1e-3) and hang["tokens_kept"] == 0
     assert slow["replacements"][0]["from_standby"] and not hang["replacements"][0]["from_standby"]
+
+
+@pytest.mark.parametrize("updated", [False, True], ids=["found by the runtime", "found by a detector"])
+def test_a_replacement_that_is_killed_while_it_starts_belongs_to_the_incident_that_made_it(updated: bool) -> None:
+    tale = Tale().opened(10.0, "i-1", "rollout/0").acted(10.1, "i-1", "rollout/0")
+    tale.say(12.0, K.ACTION_FAILED, "i-1", failure="died", because="it ended")
+    if updated:
+        tale.say(
+            12.1,
+            K.INCIDENT_UPDATED,
+            "i-1",
+            diagnosis=Tale().opened(12.0, "", "rollout/0", 2).events[0].body["diagnosis"],
+        )
+    tale.acted(12.2, "i-1", "rollout/0", 2)
+    tale.opened(14.0, "i-2", "trainer/1").acted(14.1, "i-2", "trainer/1").cured(20.0, "i-1").cured(21.0, "i-2")
+    first, second, other = _fault("rollout/0", 9.5), _second("rollout/0", 11.5), _fault("trainer/1", 13.0)
+    joined = tale.told(first, second, other)
+    assert [(s.fault, s.named_right, s.further_faults) for s in joined.stories] == [
+        (first, True, (second,)),
+        (other, True, ()),
+    ]
+    assert joined.missed == () and joined.false_alarms == ()
+
+
+def test_a_fault_of_a_replacement_after_its_incident_was_closed_is_one_of_its_own() -> None:
+    tale = Tale().opened(10.0, "i-1", "rollout/0").acted(10.1, "i-1", "rollout/0").cured(12.0, "i-1")
+    joined = tale.told(_fault("rollout/0", 9.5), _second("rollout/0", 13.0))
+    assert [f.incarnation for f in joined.missed] == [2]
 
 
 def test_each_fault_gets_the_earliest_incident_after_it_that_names_it() -> None:

@@ -17,7 +17,8 @@ from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config import JobConfig
-from rolecall.core.errors import ActuatorError, ConfigError, DeadlineExceeded, RolecallError
+from rolecall.core.database import redacted
+from rolecall.core.errors import ActuatorError, ConfigError, DeadlineExceeded, JournalError, RolecallError
 from rolecall.core.events import EventKind
 from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks, split_replica
 from rolecall.core.journal import Journal
@@ -131,7 +132,7 @@ class Supervisor:
                 "seed": self.job.seed,
                 "config": self.job.model_dump(mode="json"),
                 "config_digest": self.job.digest(),
-                "database_url": self.run.database_url,
+                "database_url": redacted(self.run.database_url),
                 "supervisor": {"pid": me, "start_ticks": ticks},
                 "nodes": list(self.nodes),
                 "injection_allowed": self.job.injection_allowed,
@@ -290,7 +291,7 @@ class Supervisor:
             return
         self._stopped = True
         self._operations.close()
-        records = [a for a in self.journal.actual().values() if a.state in LIVING]
+        records = self._living()
         for record in sorted(records, key=lambda a: not a.replica.startswith("controller/")):
             self._say_goodbye(record)
         # Actors that are still starting have no record of their process yet: they are known by their name and marker.
@@ -303,11 +304,22 @@ class Supervisor:
         self.cluster.stop()
         self.agents.stop()
         stop_run(self.run.path, clock=self.clock, term_seconds=1.0)
-        for record in records:
-            self._operations.stopped(record, because)
+        try:
+            for record in records:
+                self._operations.stopped(record, because)
+        except JournalError as e:
+            logger.error("not written down that everything was stopped: %s", e)
         self._watch.close()
         self._tell_notes()
         self.journal.close()
+
+    def _living(self) -> list[Actual]:
+        try:
+            return [a for a in self.journal.actual().values() if a.state in LIVING]
+        except JournalError as e:
+            # Nobody is told beforehand, but all end: every process of the run carries its marker.
+            logger.error("ending everything without its records: %s", e)
+            return []
 
     def _say_goodbye(self, record: Actual) -> None:
         # The controller finishes its books; the others only tell their agents that the exit is wanted.

@@ -7,6 +7,7 @@ the run ends - done, a fault that nothing cures, Ctrl-C, an error - everything s
 import json
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from typing import Any
 from rolecall import live
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config import JobConfig
+from rolecall.core.errors import ConfigError, JournalUnavailable, RolecallError
 from rolecall.core.events import EventKind
 from rolecall.core.journal import Journal
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
@@ -39,6 +41,8 @@ LINE_SECONDS = 3.0
 """Without a terminal, one line of progress this often."""
 WATCH_RESTARTS_MAX = 20
 """`watch` is restarted like a system service would; one that dies more often than this is broken."""
+JOURNAL_FAILURES_MAX = 2
+"""Turns in a row that may fail because the journal's server is away; each waits for it (`core.store.BUSY_SECONDS`)."""
 HOLD_FLAG, DONE_FLAG = "hold", "done"
 
 
@@ -103,8 +107,7 @@ class Session:
             Interrupted: Ctrl-C; everything has been stopped.
         """
         place(self.job)  # raises before there is even a directory
-        run = create_run_dir(self.root, self.run_id)
-        journal = Journal(run.database_url)
+        run, journal = self._create()
         screen = live.Screen(
             live=self.show,
             title=f"{self.job.name} · run {run.run_id} · seed {self.job.seed}",
@@ -136,6 +139,19 @@ class Session:
                         last.callback(child.stop)
         return write_report(run, None)
 
+    def _create(self) -> tuple[RunDir, Journal]:
+        """The run's directory and its journal: both, or neither."""
+        run = create_run_dir(self.root, self.run_id, self.job.journal)
+        try:
+            journal = Journal(run.database_url)
+            if journal.head().position:
+                journal.close()
+                raise ConfigError([f"journal: {journal.store.where} holds the journal of another run {run.run_id!r}"])
+        except RolecallError:
+            shutil.rmtree(run.path)
+            raise
+        return run, journal
+
     def _loop(
         self, run: RunDir, journal: Journal, supervisor: Supervisor, watch: Child, screen: live.Screen
     ) -> tuple[str, str]:
@@ -143,25 +159,34 @@ class Session:
         began = self.clock.monotonic()
         drawn_at = viewed_at = 0.0
         holds = True
+        failures = 0
         while True:
             now = self.clock.monotonic()
-            supervisor.tick()
-            self._keep_watch(watch, journal)
-            if self.schedule.stage is not Stage.DONE and now - viewed_at >= VIEW_SECONDS:
-                viewed_at = now
-                strike = self.schedule.tick(self._view(run, journal, now))
-                if strike is not None:
-                    self._strike(run, strike)
-            if holds and self.schedule.stage is Stage.DONE and now - began >= self.hold_seconds:
-                holds = False
-                journal.set_flag(HOLD_FLAG, None)
-            if now - drawn_at >= (DRAW_SECONDS if self.show else LINE_SECONDS):
+            try:
+                supervisor.tick()
+                self._keep_watch(watch, journal)
+                if self.schedule.stage is not Stage.DONE and now - viewed_at >= VIEW_SECONDS:
+                    viewed_at = now
+                    strike = self.schedule.tick(self._view(run, journal, now))
+                    if strike is not None:
+                        self._strike(run, strike)
+                if holds and self.schedule.stage is Stage.DONE and now - began >= self.hold_seconds:
+                    journal.set_flag(HOLD_FLAG, None)
+                    holds = False
+                done = journal.flag(DONE_FLAG)
+                failures = 0
+            except JournalUnavailable as e:
+                # Its server went away within a transaction. The next turn waits for it and goes on from what is true.
+                failures += 1
+                if failures > JOURNAL_FAILURES_MAX:
+                    raise
+                screen.note(str(e))
+                continue
+            if done is not None or now - drawn_at >= (DRAW_SECONDS if self.show else LINE_SECONDS):
                 screen.draw(journal, now)
                 drawn_at = now
-            done = journal.flag(DONE_FLAG)
             if done is not None:
                 value = json.loads(done)
-                screen.draw(journal, now)
                 return str(value["outcome"]), str(value["because"])
             if now - began > self.minutes_max * 60:
                 return "failed", f"not done within {self.minutes_max:.0f} minutes"

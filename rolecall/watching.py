@@ -85,7 +85,7 @@ def watch_run(run: RunDir) -> int:
     clock = SystemClock()
     value = run.read()
     job = parse_job(value["config"], str(run.path / "run.json"))
-    journal = Journal(str(value["database_url"]), create=False)
+    journal = Journal(run.database_url, create=False)
     stop = threading.Event()
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
@@ -129,7 +129,7 @@ def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
     Returns `same`, the parts, and `text` for people.
     """
     value: dict[str, Any] = commands.replay(run, incident)
-    journal = Journal(str(run.read()["database_url"]), create=False)
+    journal = Journal(run.database_url, create=False)
     try:
         window = journal.windows(incident).get("observations")
     finally:

@@ -33,13 +33,8 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "journal.db"
-
-
-@pytest.fixture
-def journal(path: Path, clock: FakeClock) -> Iterator[Journal]:
-    opened = Journal(f"sqlite:///{path}", clock=clock)
+def journal(url: str, clock: FakeClock) -> Iterator[Journal]:
+    opened = Journal(url, clock=clock)
     yield opened
     opened.close()
 
@@ -49,14 +44,18 @@ def _write(journal: Journal, num: int) -> None:
         journal.append(EventKind.REPLICA_LOST, {"n": n})
 
 
-def _tamper(path: Path, *statements: str) -> None:
-    """What somebody with a database shell does: drops the triggers, then the harm."""
-    with sqlite3.connect(path) as db:
-        for (name,) in db.execute("select name from sqlite_master where type = 'trigger'").fetchall():
-            db.execute(f"drop trigger {name}")
+def _tamper(url: str, *statements: str) -> None:
+    """What somebody with a database shell does: switches the triggers off, then the harm."""
+    engine = sa.create_engine(url)
+    with engine.begin() as conn:
+        if engine.dialect.name == "sqlite":
+            for (name,) in conn.exec_driver_sql("select name from sqlite_master where type = 'trigger'").fetchall():
+                conn.exec_driver_sql(f"drop trigger {name}")
+        else:
+            conn.exec_driver_sql("alter table events disable trigger all")
         for statement in statements:
-            assert db.execute(statement).rowcount, f"{statement} changed nothing"
-    db.close()
+            assert conn.exec_driver_sql(statement).rowcount, f"{statement} changed nothing"
+    engine.dispose()
 
 
 # --- events -------------------------------------------------------------------------------------------------------
@@ -130,8 +129,8 @@ def _acknowledged(output: str) -> dict[int, str]:
     return {int(seq): link for seq, link in whole}
 
 
-def test_sigkill_loses_no_acknowledged_event(path: Path, rng: random.Random) -> None:
-    url, acknowledged = f"sqlite:///{path}", dict[int, str]()
+def test_sigkill_loses_no_acknowledged_event(url: str, rng: random.Random) -> None:
+    acknowledged = dict[int, str]()
     for round_ in range(5):
         argv = [sys.executable, str(WRITER), url, f"round-{round_}", "0"]
         with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as child:
@@ -151,8 +150,7 @@ def test_sigkill_loses_no_acknowledged_event(path: Path, rng: random.Random) -> 
     assert len(acknowledged) >= 5
 
 
-def test_several_processes_keep_one_chain(path: Path) -> None:
-    url = f"sqlite:///{path}"
+def test_several_processes_keep_one_chain(url: str) -> None:
     Journal(url).close()
     argv = [[sys.executable, str(WRITER), url, f"w{n}", "20"] for n in range(3)]
     children = [subprocess.Popen(a, stdout=subprocess.PIPE, text=True) for a in argv]
@@ -168,8 +166,8 @@ def test_several_processes_keep_one_chain(path: Path) -> None:
     journal.close()
 
 
-def test_two_processes_may_create_the_same_journal_at_once(path: Path) -> None:
-    argv = [[sys.executable, str(WRITER), f"sqlite:///{path}", f"w{n}", "2"] for n in range(3)]
+def test_two_processes_may_create_the_same_journal_at_once(url: str) -> None:
+    argv = [[sys.executable, str(WRITER), url, f"w{n}", "2"] for n in range(3)]
     children = [subprocess.Popen(a, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for a in argv]
     said = [child.communicate(timeout=60)[1] for child in children]
     assert [child.returncode for child in children] == [0, 0, 0], said
@@ -180,7 +178,7 @@ def test_two_processes_may_create_the_same_journal_at_once(path: Path) -> None:
 
 @pytest.mark.parametrize("table", ["events", "ledger"])
 @pytest.mark.parametrize("verb", ["UPDATE {} SET hash = ''", "DELETE FROM {}"])
-def test_the_database_itself_forbids_changes(journal: Journal, path: Path, table: str, verb: str) -> None:
+def test_the_database_itself_forbids_changes(journal: Journal, table: str, verb: str) -> None:
     from rolecall.core.ids import GroupId
     from rolecall.core.ledger import GroupState, Ledger, LedgerLine
 
@@ -204,18 +202,18 @@ def test_the_database_itself_forbids_changes(journal: Journal, path: Path, table
         ("UPDATE events SET seq = 9 WHERE seq = 5", 5),
     ],
 )
-def test_a_line_changed_or_removed_is_named(journal: Journal, path: Path, statement: str, line: int) -> None:
+def test_a_line_changed_or_removed_is_named(journal: Journal, url: str, statement: str, line: int) -> None:
     _write(journal, 5)
-    _tamper(path, statement)
+    _tamper(url, statement)
     with pytest.raises(JournalCorrupt) as caught:
         journal.verify()
     assert caught.value.where == f"events line {line}"
 
 
-def test_a_tail_cut_off_shows_against_an_anchor(journal: Journal, path: Path) -> None:
+def test_a_tail_cut_off_shows_against_an_anchor(journal: Journal, url: str) -> None:
     _write(journal, 5)
     anchor = journal.head()
-    _tamper(path, "DELETE FROM events WHERE seq > 3")
+    _tamper(url, "DELETE FROM events WHERE seq > 3")
     assert journal.verify().position == 3 < anchor.position
 
 
@@ -264,10 +262,10 @@ def test_a_journal_that_is_not_there_is_not_made_by_a_reader(tmp_path: Path) -> 
     assert not path.exists()
 
 
-def test_a_journal_of_a_later_schema_is_refused(journal: Journal, path: Path) -> None:
-    _tamper(path, "UPDATE meta SET value = '99' WHERE name = 'schema'")
+def test_a_journal_of_a_later_schema_is_refused(journal: Journal, url: str) -> None:
+    _tamper(url, "UPDATE meta SET value = '99' WHERE name = 'schema'")
     with pytest.raises(JournalCorrupt, match="schema version 99"):
-        Journal(f"sqlite:///{path}")
+        Journal(url)
 
 
 # --- leases -------------------------------------------------------------------------------------------------------

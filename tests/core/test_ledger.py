@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,8 +24,8 @@ def _line(group: str, state: GroupState, step: int = -1, num_tokens: int = 0) ->
 
 
 @pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    store = Store(f"sqlite:///{tmp_path / 'journal.db'}")
+def ledger(url: str) -> Iterator[Ledger]:
+    store = Store(url)
     yield Ledger(store, clock=FakeClock())
     store.close()
 
@@ -67,7 +66,7 @@ def test_an_empty_ledger_is_whole(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("before", [None, *GroupState])
 @pytest.mark.parametrize("after", list(GroupState))
-def test_only_legal_moves_are_written(before: GroupState | None, after: GroupState, tmp_path: Path) -> None:
+def test_only_legal_moves_are_written(before: GroupState | None, after: GroupState, url: str) -> None:
     """All 42 pairs of states: the ledger takes exactly the legal ones, and a refusal writes nothing."""
     way: Mapping[GroupState | None, Sequence[GroupState]] = {
         None: [],
@@ -78,7 +77,7 @@ def test_only_legal_moves_are_written(before: GroupState | None, after: GroupSta
         S.DROPPED: [S.ISSUED, S.DROPPED],
         S.UNDONE: [S.ISSUED, S.ASSIGNED, S.TRAINED, S.UNDONE],
     }
-    store = Store(f"sqlite:///{tmp_path / 'journal.db'}")
+    store = Store(url)
     ledger = Ledger(store)
     for state in way[before]:
         ledger.write([_line("g1", state, 0)])

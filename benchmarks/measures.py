@@ -278,3 +278,12 @@ def alarms(row: Sequence[Stride], drift: float, h: float) -> list[float]:
             told.append(s.wall_at)
             total, length = 0.0, 0
     return told
+
+
+def largest_sum(row: Sequence[Stride], drift: float) -> float:
+    """The largest that Page's sum becomes over these strides."""
+    largest = total = 0.0
+    for s in row:
+        total = max(0.0, total + s.x - drift)
+        largest = max(largest, total)
+    return largest

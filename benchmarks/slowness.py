@@ -133,6 +133,15 @@ def separation(found: Gathered) -> Iterator[str]:
                         f"| {role}, {how} | {NAMES[measure]} | {seconds:.0f} | {len(slowed)} | {len(healthy)} | {shown} | "
                         f"{measures.auc(healthy, slowed):.3f} | {measures.d_prime(healthy, slowed):.2f} |"
                     )
+        by_label = _by_label(s for s in found.strides if s.role == role)
+        healthy = by_label.pop(HEALTHY, [])
+        for how, slowed in sorted(by_label.items()):
+            if len(healthy) > 1 and len(slowed) > 1:
+                yield (
+                    f"| {role}, {how} | **slow test's x** | stride | {len(slowed)} | {len(healthy)} | "
+                    f"{math.exp(statistics.median(slowed)):.2f} | {measures.auc(healthy, slowed):.3f} | "
+                    f"{measures.d_prime(healthy, slowed):.2f} |"
+                )
     yield ""
 
 
@@ -141,7 +150,7 @@ def residuals(found: Gathered) -> Iterator[str]:
     yield ""
     yield (
         f"sigma is the standard deviation widened for the autocorrelation; the test assumes at least {slow.SIGMA_MIN}. "
-        "S is Page's sum, h its threshold at the assumed sigma."
+        "S is Page's sum, begun anew with each healthy stretch; h its threshold at the assumed sigma."
     )
     yield ""
     yield "| role | strides | hours | mean | sd | lag-1 | sigma | P95 | P99 | P99.9 | largest x | largest S | h |"
@@ -157,9 +166,11 @@ def residuals(found: Gathered) -> Iterator[str]:
         wide = sd * math.sqrt((1 + max(0.0, rho)) / (1 - min(0.9, max(0.0, rho))))
         tails = " | ".join(f"{quantile(xs, q):.2f}" for q in (0.95, 0.99, 0.999))
         h = slow.threshold(max(slow.SIGMA_MIN, wide), drift, per_alarm)
+        parts = _healthy_parts(measures.rows_of(row))
+        largest = max(measures.largest_sum(part, drift) for part in parts)
         yield (
             f"| {role} | {len(xs)} | {_hours(row, HEALTHY):.2f} | {statistics.fmean(xs):.3f} | {sd:.3f} | {rho:.2f} | "
-            f"{wide:.3f} | {tails} | {max(xs):.2f} | {max(s.cusum for s in healthy):.2f} | {h:.2f} |"
+            f"{wide:.3f} | {tails} | {max(xs):.2f} | {largest:.2f} | {h:.2f} |"
         )
     yield ""
 

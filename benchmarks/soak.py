@@ -39,7 +39,6 @@ RUN_MINUTES_MAX = 12.0
 END_SECONDS = 300.0
 """A run that is not over so long after its own limit is ended from outside."""
 COLD_FAULTS = "rollout-kill"
-COLD_SETTING = "runtime.standbys=0"
 SETTINGS = ("detector.mask_proc_state=true",)
 KEPT = (
     "audit",
@@ -171,7 +170,7 @@ def add_line(line: dict[str, Any]) -> None:
 
 def soak(args: argparse.Namespace, commit: str) -> None:
     """All runs of this call."""
-    settings = [*SETTINGS, *([COLD_SETTING] if args.cold else []), *args.settings]
+    settings = [*SETTINGS, *([soak_report.COLD_SETTING] if args.cold else []), *args.settings]
     common_to_all: dict[str, Any] = {
         "commit": commit,
         "steps": args.steps,

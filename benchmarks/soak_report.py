@@ -48,6 +48,8 @@ OTHER_BARS = (
     Bar(FINDING, "detected_seconds", math.inf),
     Bar("finding to replacement at work", "cured_seconds", math.inf),
 )
+COLD_SETTING = "runtime.standbys=0"
+"""Of the job in which no rollout is kept warm."""
 SUBKINDS_OF = ("trainer-hang", "rollout-hang", "rollout-slow", "trainer-slow")
 """Kinds whose ways of happening are told apart."""
 
@@ -143,9 +145,10 @@ def pace(lines: Sequence[Line]) -> Iterator[str]:
         if line["faults"] == "none":
             continue
         to_n = line.get("seconds_to_n_steps") or {}
+        standbys = ", no standby" if COLD_SETTING in line.get("settings", ()) else ""
         rewards = f"{_text(line.get('reward_first'))} to {_text(line.get('reward_last'))}"
         yield (
-            f"| {line['seed']} | {line['faults']} | {_text(line.get('ettr'), 3)} | {_text(line.get('ettr_baseline'), 3)} | "
+            f"| {line['seed']} | {line['faults']}{standbys} | {_text(line.get('ettr'), 3)} | {_text(line.get('ettr_baseline'), 3)} | "
             f"{_text(to_n.get('n'), 0)} | {_text(to_n.get('this'), 1)} | {_text(to_n.get('baseline'), 1)} | {rewards} |"
         )
     ettrs = [x["ettr"] for x in lines if x["faults"] != "none" and x.get("ettr") is not None]

@@ -12,7 +12,7 @@ from typing import Any
 from rolecall.agent.node import AgentSettings
 from rolecall.core.ids import NodeId, process_start_ticks
 from rolecall.core.rundir import registration_secret
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 TOKEN = "a token of tests"
 NODE = NodeId("node-1")
@@ -65,12 +65,17 @@ class Child:
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
+    def warning(self) -> str:
+        """The next line that it writes to stderr."""
+        assert self.process.stderr is not None
+        return self.process.stderr.readline()
+
     def close(self) -> str:
         """Kills it; what it wrote to stderr."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.kill()
-        return self.process.communicate(timeout=10)[1]
+        return self.process.communicate(timeout=PATIENCE_SECONDS)[1]
 
 
 class AgentProcess:
@@ -96,7 +101,7 @@ class AgentProcess:
             return False
 
     def get(self, path: str, **headers: str) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection(self.netloc, timeout=40)
+        connection = http.client.HTTPConnection(self.netloc, timeout=PATIENCE_SECONDS)
         try:
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
@@ -117,13 +122,13 @@ class AgentProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.communicate(timeout=10)
+        self.process.communicate(timeout=PATIENCE_SECONDS)
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
             self.process.terminate()
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=PATIENCE_SECONDS)
 
 
 def settings(node_dir: Path) -> AgentSettings:

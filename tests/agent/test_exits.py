@@ -1,18 +1,17 @@
-"""Exits by pidfd: noticed at once, of the right process only, with signal or code as far as anybody knows."""
+"""Exits by pidfd: noticed, of the right process only, with signal or code as far as anybody knows."""
 
 import os
 import queue
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import pytest
 
 from rolecall.agent.collectors.exits import ExitStatus, ExitWatch, WatchRefused, guess_cause
 from rolecall.core.ids import process_start_ticks
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 
 @pytest.fixture
@@ -33,13 +32,11 @@ def _watched(exits: ExitWatch, process: "subprocess.Popen[bytes]") -> "queue.Que
     return heard
 
 
-def test_a_kill_is_heard_within_a_second_with_its_signal(exits: ExitWatch) -> None:
+def test_a_kill_is_heard_with_its_signal(exits: ExitWatch) -> None:
     process = _sleeper()
     heard = _watched(exits, process)
-    begun = time.monotonic()
     process.kill()
-    assert heard.get(timeout=10) == ExitStatus(signal=signal.SIGKILL)
-    assert time.monotonic() - begun < 10.0
+    assert heard.get(timeout=PATIENCE_SECONDS) == ExitStatus(signal=signal.SIGKILL)
     process.communicate()
 
 
@@ -47,7 +44,7 @@ def test_an_exit_code_is_known_while_the_parent_has_not_asked(exits: ExitWatch) 
     process = subprocess.Popen([sys.executable, "-S", "-c", "input(); raise SystemExit(70)"], stdin=subprocess.PIPE)
     heard = _watched(exits, process)
     process.communicate(b"\n")
-    assert heard.get(timeout=10) in (
+    assert heard.get(timeout=PATIENCE_SECONDS) in (
         ExitStatus(code=70),
         ExitStatus(),
     )  # nothing, on a kernel before 6.15 and if reaped
@@ -60,7 +57,7 @@ def test_a_stopped_process_has_not_ended(exits: ExitWatch) -> None:
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     assert heard.empty()
     process.kill()
-    assert heard.get(timeout=10).signal == signal.SIGKILL
+    assert heard.get(timeout=PATIENCE_SECONDS).signal == signal.SIGKILL
     process.communicate()
 
 
@@ -88,7 +85,7 @@ def test_a_callback_that_fails_does_not_end_the_watch(exits: ExitWatch, caplog: 
     first.kill()
     eventually(lambda: "could not be handled" in caplog.text, "the failure was logged")
     second.kill()
-    assert heard.get(timeout=10).signal == signal.SIGKILL
+    assert heard.get(timeout=PATIENCE_SECONDS).signal == signal.SIGKILL
     first.communicate()
     second.communicate()
 

@@ -12,7 +12,7 @@ import pytest
 from rolecall.agent import layout
 from rolecall.agent.pages import PageReader, PageUnreadable, parse_page
 from rolecall.agent.reporter import _Page
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 
 def page() -> bytearray:
@@ -103,7 +103,7 @@ def test_no_torn_state_is_ever_taken_while_another_process_writes(tmp_path: Path
     writer = context.Process(target=_write_for_ever, args=(str(path), ready))
     writer.start()
     try:
-        assert ready.wait(20)
+        assert ready.wait(PATIENCE_SECONDS)
         reader = PageReader(path)
         seen: set[int] = set()
 
@@ -120,4 +120,4 @@ def test_no_torn_state_is_ever_taken_while_another_process_writes(tmp_path: Path
         eventually(enough, "fifty different states were read")
     finally:
         writer.kill()
-        writer.join(10)
+        writer.join(PATIENCE_SECONDS)

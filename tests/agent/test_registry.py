@@ -20,7 +20,7 @@ from rolecall.agent.telling import tell
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.telemetry import AgentEvent
 from tests.agent.processes import NODE, TOKEN, Child, own_start_ticks, secret
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 
 class World:
@@ -235,7 +235,7 @@ def test_samples_of_a_live_and_a_dead_process(world: World, child: Child) -> Non
     [live] = batch.processes
     assert (live.alive, live.page_ok, live.phase, live.progress, live.tokens) == (True, True, "generate", 4, 64)
     assert (live.replica, live.role, live.incarnation, live.work_units) == ("rollout/0", "rollout", 2, 4)
-    assert live.num_threads >= 2 and live.rss_bytes > 1 << 20 and live.proc_state in "RS"
+    assert live.num_threads >= 2 and live.rss_bytes > 1 << 20 and live.proc_state in "RSD"
     assert len(batch.hosts) == 1
     child.close()
     eventually(lambda: "exited" in world.kinds(), "the exit was told")
@@ -276,7 +276,7 @@ def intake(world: World) -> Iterator[Intake]:
 
 def _say(world: World, raw: bytes) -> bytes:
     with socket.socket(socket.AF_UNIX) as s:
-        s.settimeout(5)
+        s.settimeout(PATIENCE_SECONDS)
         s.connect(str(world.data_dir / "agent.sock"))
         s.sendall(raw)
         return s.recv(4096)
@@ -302,7 +302,7 @@ def test_a_defect_is_no_refusal(world: World, intake: Intake, child: Child) -> N
     child.start("rollout/1")  # and nobody else suffers
     eventually(lambda: world.registry.num_live() == 1, "the child was registered")
     with pytest.raises(ConnectionError):
-        tell(world.data_dir / "agent.sock", {"kind": "defect"}, 5.0)
+        tell(world.data_dir / "agent.sock", {"kind": "defect"}, PATIENCE_SECONDS)
 
 
 def test_a_line_without_end_is_cut_off(world: World, intake: Intake) -> None:
@@ -322,5 +322,5 @@ def test_a_silent_connection_holds_up_nobody(world: World, intake: Intake, child
         silent.connect(str(world.data_dir / "agent.sock"))
         child.start("rollout/1")
         eventually(lambda: world.registry.num_live() == 1, "the child was registered meanwhile")
-        silent.settimeout(10)
+        silent.settimeout(PATIENCE_SECONDS)
         assert silent.recv(1) == b""  # closed at its deadline

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.agent.server import NUM_CONNECTIONS_MAX, Answer, HttpServer, Request
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 
 def _echo(request: Request) -> Answer:
@@ -35,7 +35,7 @@ def server() -> Iterator[HttpServer]:
 
 
 def _get(server: HttpServer, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, object]]:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE_SECONDS)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -46,7 +46,7 @@ def _get(server: HttpServer, path: str, method: str = "GET", **headers: str) -> 
 
 def _raw(server: HttpServer, raw: bytes) -> bytes:
     host, _, port = server.url.removeprefix("http://").partition(":")
-    with socket.create_connection((host, int(port)), timeout=10) as s:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as s:
         s.sendall(raw)
         s.shutdown(socket.SHUT_WR)
         got = b""
@@ -56,7 +56,7 @@ def _raw(server: HttpServer, raw: bytes) -> bytes:
 
 
 def test_one_connection_serves_many_requests(server: HttpServer) -> None:
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=10)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE_SECONDS)
     for n in range(3):
         connection.request("GET", f"/echo?n={n}&wait=1.5")
         answer = connection.getresponse()
@@ -128,7 +128,7 @@ def test_a_closed_connection_and_http_1_0(server: HttpServer) -> None:
 
 def test_too_many_connections_are_refused_and_later_served(server: HttpServer) -> None:
     host, _, port = server.url.removeprefix("http://").partition(":")
-    held = [socket.create_connection((host, int(port)), timeout=10) for _ in range(NUM_CONNECTIONS_MAX)]
+    held = [socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) for _ in range(NUM_CONNECTIONS_MAX)]
     try:
         for s in held:  # each is served once, so that each holds its place for sure
             s.sendall(b"GET /echo HTTP/1.1\r\n\r\n")

@@ -1,11 +1,13 @@
 """Fixtures that several tests of the runtime share."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from rolecall.rl_runtime.weights import TensorServer
+from tests.rl_runtime.rollout_rig import Rig
 from tests.rl_runtime.weight_port import TOKEN, Start
 from tests.support import eventually
 
@@ -23,3 +25,23 @@ def start() -> Iterator[Start]:
     for server in servers:
         server.close()
     eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("weight")], "threads have ended")
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path) -> Iterator[Callable[..., Rig]]:
+    rigs: list[Rig] = []
+
+    def make(**options: object) -> Rig:
+        rigs.append(Rig(tmp_path, **options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.scripted.hold.set()
+        rig.replica.close()
+        rig.trainer.close()
+
+
+@pytest.fixture
+def rig(make_rig: Callable[..., Rig]) -> Rig:
+    return make_rig()

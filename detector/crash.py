@@ -1,18 +1,25 @@
 """Crash: a process is gone and had not said that it would go.
 
-The fastest evidence there is: the agent's pidfd tells within milliseconds. With an exception before the exit the
-verdict waits for `EXCEPTION_GRACE_SECONDS`, because the same exception on its peers makes it user code (user_code.py).
+The fastest evidence there is: the agent's pidfd tells within milliseconds. Who dies of a signal is told at once. With an
+exception before the exit the verdict waits, because the same exception on its peers makes it user code (user_code.py):
+for `EXCEPTION_GRACE_SECONDS`, and for as long again and more, within `EXCEPTION_HOLD_SECONDS_MAX`, while a peer is still
+in the step in which it was raised. Survivors that take over the work of the dead come to the same line late.
 An exception whose process lives on is a crash of its work, once it did nothing more while a peer worked.
 """
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
-from rolecall.core.telemetry import AgentEvent, AgentEventKind
+from rolecall.core.telemetry import AgentEventKind, Phase
+from rolecall.detector.exceptions import blames_code, exception_text, last_exception, step_of
 from rolecall.detector.findings import finding
 from rolecall.detector.fleet import Fleet, SeenException
 from rolecall.detector.subject import Subject
 
 EXCEPTION_GRACE_SECONDS = 2.0
 """How long one exception waits for its twins: ranks of one role reach the same line within a step of each other."""
+EXCEPTION_HOLD_SECONDS_MAX = 5.0
+"""How long peers may take to get through the step that one of them failed in, before it is judged without them: a lost
+peer is noticed, the group is built anew (2.7 s measured on CPU) and the step begun again. Recovery waits a little longer
+(`recovery.intake.LOST_GRACE_SECONDS`) before it repairs what nobody diagnosed."""
 EXCEPTION_ALIVE_SECONDS = 5.0
 """A process that raised, lives on and finished nothing for so long while a peer did has lost its work."""
 OOM_SECONDS = 5.0
@@ -47,25 +54,33 @@ def find(fleet: Fleet, now: float, explained: set[str]) -> list[Finding]:
         if raised is not None and raised.event.detail.get("fingerprint", "") in explained:
             continue
         if subject.gone:
-            if raised is None or now - raised.received_wall >= EXCEPTION_GRACE_SECONDS:
+            if raised is None or not _held_for_peers(fleet, subject, raised, now):
                 found.append(_gone(fleet, subject, raised, now))
         elif raised is not None and _gave_up(fleet, subject, raised, now):
             found.append(_given_up(subject, raised, now))
     return found
 
 
-def last_exception(fleet: Fleet, subject: Subject) -> SeenException | None:
-    for seen in reversed(fleet.exceptions):
-        e = seen.event
-        if (e.replica, e.rank, e.incarnation) == subject.key:
-            return seen
-    return None
+def _held_for_peers(fleet: Fleet, subject: Subject, raised: SeenException, now: float) -> bool:
+    waited = now - raised.received_wall
+    if waited < EXCEPTION_GRACE_SECONDS:
+        return True
+    if waited >= EXCEPTION_HOLD_SECONDS_MAX or not blames_code(raised):
+        return False
+    return any(_undecided(fleet, peer, raised) for peer in fleet.peers(subject))
 
 
-def exception_text(event: AgentEvent) -> str:
-    d = event.detail
-    where = f" at {d['where']}" if d.get("where") else ""
-    return f"{d.get('type', 'an exception')}: {d.get('message', '')[:200]}{where}"
+def _undecided(fleet: Fleet, peer: Subject, raised: SeenException) -> bool:
+    """Whether this peer may yet come to the line that raised."""
+    if peer.gone or peer.finished or peer.sample is None or peer.phase == Phase.START:
+        return False
+    last = last_exception(fleet, peer)
+    if last is not None and last.received_wall >= raised.received_wall and blames_code(last):
+        return False
+    step = step_of(raised)
+    if step >= 0:
+        return peer.sample.step <= step
+    return peer.worked_wall <= raised.received_wall
 
 
 def _gone(fleet: Fleet, subject: Subject, raised: SeenException | None, now: float) -> Finding:

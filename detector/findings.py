@@ -31,6 +31,7 @@ def finding(
     confidence: float,
     because: str,
     evidence: tuple[Evidence, ...] = (),
+    about: str = "",
 ) -> Finding:
     ordered = sorted(suspects, key=lambda s: s.key)
     return Finding(
@@ -42,6 +43,7 @@ def finding(
         confidence=confidence,
         because=because,
         evidence=evidence,
+        about=about,
     )
 
 

@@ -56,6 +56,7 @@ def to_diagnosis(finding: Finding) -> Diagnosis:
         advice=ADVICE.get(finding.fault_class, ""),
         settle=settle,
         gain_ratio=gains[0] if gains else None,
+        about=finding.about,
     )
 
 
@@ -82,7 +83,7 @@ def _drop_consequences(findings: list[Finding], now: float) -> list[Finding]:
     crashed, hung = named.get(FaultClass.CRASH, set()), named.get(FaultClass.HANG, set())
     accused = crashed | hung | named.get(FaultClass.NETWORK, set())
     cut_off = {s.node for f in findings if f.fault_class == FaultClass.NETWORK for s in f.suspects}
-    broken_roles = {f.because.split(" ")[1] for f in findings if f.fault_class == FaultClass.USER_CODE}
+    broken_roles = {f.about.partition(":")[0] for f in findings if f.fault_class == FaultClass.USER_CODE}
     kept = []
     for f in findings:
         who = _who(f.suspects)

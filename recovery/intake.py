@@ -18,9 +18,10 @@ from rolecall.recovery.fleet import FleetView
 from rolecall.recovery.incidents import PERSON, Failure, Incident, IncidentState, Outcome
 from rolecall.recovery.policy import MOVE, REPLACE
 
-LOST_GRACE_SECONDS = 3.0
+LOST_GRACE_SECONDS = 6.0
 """How long a replica that the runtime lost may stay without a diagnosis before recovery opens an incident by itself:
-longer than the detectors need (crash: 1 s), so that their better sentence comes first."""
+longer than the detectors need (crash: 1 s; 5 s while its peers may still raise the same exception, which would make it
+user code), so that their better sentence comes first."""
 RUNTIME = "runtime"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from rolecall.core.config import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, FaultClass, Plan
 from rolecall.core.events import EventKind
+from rolecall.core.ids import split_replica
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
 from rolecall.recovery.guards import check
@@ -237,7 +238,8 @@ def superseded(i: Incident, incidents: Sequence[Incident]) -> str:
         return ""
     for other in incidents:
         code = other.diagnosis.fault_class is FaultClass.USER_CODE and other.opened_at >= i.opened_at
-        if code and other.named.keys() & i.named.keys():
+        roles = {split_replica(r)[0] for r in i.named}
+        if code and (other.named.keys() & i.named.keys() or other.diagnosis.role_at_fault in roles):
             return other.incident_id
     return ""
 

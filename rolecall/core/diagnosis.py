@@ -89,6 +89,7 @@ class Finding:
     confidence: float  # 0..1
     because: str
     evidence: tuple[Evidence, ...] = ()
+    about: str = ""  # see `Diagnosis.about`
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "fault_class": str(self.fault_class)}
@@ -115,12 +116,19 @@ class Diagnosis:
     settle: str = ""
     gain_ratio: float | None = None
     """SLOW only: how many times slower than its peers the suspect works."""
+    about: str = ""
+    """What it is in, where no suspect can say it: `<role>:<exception type>:<fingerprint of its frames>` of user code."""
 
     @property
     def key(self) -> str:
         """Identity of the fault: the same suspects' incarnations with the same class are the same fault."""
         who = ",".join(sorted(f"{s.replica or s.node}#{s.incarnation}" for s in self.suspects))
-        return f"{self.fault_class}:{who}"
+        return f"{self.fault_class}:{who}{self.about}"
+
+    @property
+    def role_at_fault(self) -> str:
+        """The role whose code fails; empty for a fault of machines."""
+        return self.about.partition(":")[0]
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "fault_class": str(self.fault_class)}

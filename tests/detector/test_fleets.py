@@ -189,8 +189,8 @@ def test_one_exception_on_all_trainers_names_nobody() -> None:
         run.fleet.kill(replica, signal="")
         run.go(0.5)
     run.go(5.0)
-    assert list(run.told) == ["user_code:"], run.sentences()
-    assert run.told["user_code:"][1].suspects == ()
+    assert list(run.told) == ["user_code:trainer:ValueError:f"], run.sentences()
+    assert run.told["user_code:trainer:ValueError:f"][1].suspects == ()
 
 
 def test_a_window_replays_to_the_diagnosis_that_it_led_to() -> None:

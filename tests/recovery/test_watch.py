@@ -177,6 +177,45 @@ def test_user_code_takes_over_the_incidents_of_its_victims(world: World) -> None
     assert [i.outcome for i in world.incidents()] == [Outcome.REFUTED, Outcome.GAVE_UP]
 
 
+def _code_fails(world: World, about: str) -> Diagnosis:
+    """As the detector says it: nobody is named."""
+    because = f"role {about.partition(':')[0]} fails in its code"
+    return diagnosis(FaultClass.USER_CODE, onset=world.clock.wall(), because=because, about=about)
+
+
+def test_user_code_that_names_nobody_takes_over_the_incidents_of_its_role(world: World) -> None:
+    watch = world.watch()
+    world.journal.set_flag("paused", "bob: a look")
+    world.runtime.inject("trainer/0", FaultClass.CRASH)
+    world.run(3, watch)
+    world.detector.extra = [_code_fails(world, "trainer:ValueError:f1")]
+    world.journal.set_flag("paused", None)
+    world.run(3, watch)
+    assert world.runtime.replaced == [] and world.desired("trainer/0") == 1
+    assert [i.outcome for i in world.incidents()] == [Outcome.REFUTED, Outcome.GAVE_UP]
+
+
+def test_user_code_of_one_role_leaves_the_incidents_of_another_alone(tmp_path: Path) -> None:
+    world = World(tmp_path, mode="observe")
+    watch = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.run(2, watch)
+    world.detector.extra = [_code_fails(world, "trainer:ValueError:f1")]
+    world.run(3, watch)
+    assert [i.outcome for i in world.incidents()] == [None, None]
+
+
+def test_two_different_failures_of_the_code_are_two_incidents(tmp_path: Path) -> None:
+    world = World(tmp_path, mode="observe")
+    watch = world.watch()
+    world.detector.extra = [_code_fails(world, "trainer:ValueError:f1")]
+    world.run(2, watch)
+    world.detector.extra.append(_code_fails(world, "reward:KeyError:f2"))
+    world.run(2, watch)
+    assert [i.diagnosis.role_at_fault for i in world.incidents()] == ["trainer", "reward"]
+    assert [i.outcome for i in world.incidents()] == [None, None]
+
+
 def test_what_nothing_helps_against_calls_a_person_once(world: World) -> None:
     watch = world.watch()
     lost = Diagnosis(

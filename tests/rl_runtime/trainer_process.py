@@ -177,6 +177,11 @@ def serve(
     conn.send(("ready", os.getpid()))
     while True:
         method, args = next_message()
+        if method == "stop_at":
+            name, times = args
+            stops[name] = seen[name] + times
+            conn.send(("ok", None))
+            continue
         try:
             conn.send(("ok", getattr(trainer, method)(*args)))
         except (RolecallError, ValueError) as e:
@@ -226,6 +231,10 @@ class TrainerProcess:
 
     def arrives_at(self, name: str) -> None:
         assert self._receive() == ("at", name)
+
+    def stop_at(self, name: str, times: int) -> None:
+        """From now on it stops when it comes to `name` for the `times`-th time."""
+        self.ask("stop_at", name, times)
 
     def go_on(self) -> None:
         """From where it was told to stop."""

@@ -38,7 +38,7 @@ ROUND_SECONDS = 4.0
 """How often agents are asked. They keep a minute: more often would cost more and record the same."""
 WAIT_SECONDS = 300.0
 """A run may take this long until its first agent answers."""
-GONE_SECONDS = 10.0
+GONE_SECONDS = 60.0
 """No agent has answered for so long: the run is over."""
 COMPRESSION = 3
 """Of gzip: 6 makes the file a tenth smaller for twice the CPU."""

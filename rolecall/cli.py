@@ -1,12 +1,17 @@
 """The `rolecall` command: one verb a function, each importing only what it needs.
 
 This module alone may import every package; it is where sources, detectors, actuators and clocks are put together.
-Exit codes: 0 fine, 1 a fault, a failed check or an incident left open, 2 wrong usage or unreadable input.
+Exit codes: 0 fine; 1 a fault, a failed check or an incident left open; 2 wrong usage, unreadable input, or a file or
+database that cannot be used; 3 a defect of rolecall; 130 interrupted.
 """
 
+import errno
+import io
 import json
+import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,8 +20,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from rolecall.core.database import redacted
 from rolecall.core.errors import BadId, ConfigError, JournalError, RolecallError, RunNotFound, TooFewNodes
 from rolecall.text import plain
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -32,16 +40,18 @@ RunOption = Annotated[str, typer.Option("--run", help="run id, path of a run dir
 RootOption = Annotated[Path, typer.Option("--runs", envvar=RUNS_ENV, help="directory that holds the runs")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
 ROOT = Path("runs")
-USAGE_ERRORS = (BadId, ConfigError, RunNotFound, TooFewNodes)
+USAGE_ERRORS = (BadId, ConfigError, JournalError, RunNotFound, TooFewNodes)
+TRACEBACK_ENV = "ROLECALL_TRACEBACK"
+"""Set: a defect shows where it happened. A process that keeps a log (`watch`) always writes it there."""
 
 
 def _out(text: str) -> None:
     typer.echo(text)
 
 
-def _complain(error: Exception) -> None:
+def _complain(error: object) -> None:
     # Texts of job files and of Ray stand in messages: no control character of theirs reaches the terminal.
-    for n, line in enumerate(str(error).splitlines() or [""]):
+    for n, line in enumerate(redacted(str(error)).splitlines() or [""]):
         typer.echo(("rolecall: " if n == 0 else "") + plain(line), err=True)
 
 
@@ -80,7 +90,7 @@ def demo(
     from rolecall.demo import demo_job, parse_faults
     from rolecall.rl_runtime.injector import KINDS
 
-    names = parse_faults(faults, tuple(KINDS))
+    names = parse_faults(faults, {name: kind.hows for name, kind in KINDS.items()})
     job = demo_job(seed=seed, num_steps=steps, injection_allowed=bool(names) or allow_injection, settings=settings)
     del no_dashboard  # there is no dashboard yet to switch off
     return _execute(job, runs, run_id or _new_run_id("demo", seed), names, not plain, minutes_max, hold_minutes)
@@ -347,26 +357,43 @@ def report(run: RunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOp
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code; every error of ours is one clear message, never a traceback."""
+    """Runs one command and returns its exit code; every error is one clear message, never a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     try:
         result = app(args=list(sys.argv[1:] if argv is None else argv), standalone_mode=False, prog_name="rolecall")
     except typer.Exit as e:
         return int(e.exit_code)
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
         return 130
-    except KeyboardInterrupt:
-        return 130
-    except JournalError as e:
-        _complain(e)
-        return 2
     except RolecallError as e:
         _complain(e)
         return 2 if isinstance(e, USAGE_ERRORS) else 1
-    except Exception as e:
-        # Click's own usage errors know how to show themselves; anything else is a defect and keeps its traceback.
-        show = getattr(e, "show", None)
-        if show is None:
-            raise
-        show()
-        return int(getattr(e, "exit_code", 2))
+    except BrokenPipeError:
+        # Whoever read our output (`| head`) has enough. The interpreter's own flush at the end must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as e:  # noqa: BLE001 - the end of the program: whatever it is, a person reads it
+        return _show_failure(e)
     return int(result or 0)
+
+
+def _show_failure(error: Exception) -> int:
+    """Tells what was not raised on purpose; returns the exit code."""
+    if logging.root.handlers:
+        logger.error("the command failed", exc_info=error)
+    elif os.environ.get(TRACEBACK_ENV):
+        traceback.print_exception(error)
+    show = getattr(error, "show", None)
+    if show is not None:  # Click's own usage errors know how to show themselves
+        show()
+        return int(getattr(error, "exit_code", 2))
+    if isinstance(error, OSError) and error.filename is not None:
+        _complain(f"{os.fsdecode(error.filename)}: {error.strerror}")
+        return 2
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        _complain(f"{error.strerror}: free some room and try again")
+        return 2
+    _complain(f"{type(error).__name__}: {error}\nThis is a defect of rolecall; with {TRACEBACK_ENV}=1 it says where.")
+    return 3

@@ -5,14 +5,13 @@ cures one by one. Faults in quick succession are tried in `tests/recovery` and `
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import yaml
-
-from rolecall.core.config import JobConfig, parse_job
+from rolecall.core.config import JobConfig, parse_job, read_yaml
+from rolecall.core.database import redacted
 from rolecall.core.errors import ConfigError
 
 DEMO_FAULTS = ("rollout-kill", "trainer-hang", "rollout-slow")
@@ -39,22 +38,32 @@ def demo_job(*, seed: int, num_steps: int, injection_allowed: bool, settings: Se
         "injection_allowed": injection_allowed,
         "recovery": {"mode": "act", "horizon_seconds": DEMO_HORIZON_SECONDS},
     }
+    problems = []
     for setting in settings:
-        path, equals, text = setting.partition("=")
-        if not equals or not path:
-            raise ConfigError([f"--set {setting}: expected path=value, as detector.window_seconds=20"])
-        *parents, last = path.split(".")
-        section = value
-        for parent in parents:
-            section = section.setdefault(parent, {})
-            if not isinstance(section, dict):
-                raise ConfigError([f"--set {setting}: {parent} is not a section"])
-        section[last] = yaml.safe_load(text)
+        try:
+            _apply(value, setting)
+        except (TypeError, ValueError) as e:
+            problems.append(f"--set {setting}: {e}")
+    if problems:
+        raise ConfigError([redacted(p) for p in problems])
     return parse_job(value, "demo")
 
 
-def parse_faults(text: str, known: Sequence[str]) -> tuple[str, ...]:
-    """`rollout-kill,trainer-hang` or `none`.
+def _apply(job: dict[str, Any], setting: str) -> None:
+    path, equals, text = setting.partition("=")
+    *parents, last = path.split(".")
+    if not equals or not last or not all(parents):
+        raise ValueError("expected path=value, as detector.window_seconds=20")
+    section = job
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise TypeError(f"{parent} is not a section")
+    section[last] = read_yaml(text)
+
+
+def parse_faults(text: str, known: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """`rollout-kill,trainer-hang:gil` or `none`. `known`: kind -> the ways it can be done.
 
     Raises:
         ConfigError: naming each fault that is not known.
@@ -62,9 +71,15 @@ def parse_faults(text: str, known: Sequence[str]) -> tuple[str, ...]:
     names = tuple(part.strip() for part in text.split(",") if part.strip())
     if names in ((), ("none",)):
         return ()
-    unknown = [n for n in names if n.partition(":")[0] not in known]
-    if unknown:
-        raise ConfigError([f"--faults: {n}: unknown, known are {', '.join(known)} and none" for n in unknown])
+    problems = []
+    for name in names:
+        kind, colon, how = name.partition(":")
+        if kind not in known:
+            problems.append(f"--faults: {name}: unknown, known are {', '.join(known)} and none")
+        elif colon and how not in known[kind]:
+            problems.append(f"--faults: {name}: unknown, known for {kind} are {', '.join(known[kind])}")
+    if problems:
+        raise ConfigError(problems)
     return names
 
 

@@ -147,8 +147,8 @@ class Session:
             if journal.head().position:
                 journal.close()
                 raise ConfigError([f"journal: {journal.store.where} holds the journal of another run {run.run_id!r}"])
-        except RolecallError:
-            shutil.rmtree(run.path)
+        except (RolecallError, OSError):
+            shutil.rmtree(run.path, ignore_errors=True)
             raise
         return run, journal
 

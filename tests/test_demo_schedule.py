@@ -5,7 +5,7 @@ import pytest
 from rolecall.core.errors import ConfigError
 from rolecall.demo import GAP_SECONDS, WARM_STEPS, FaultSchedule, Stage, View, demo_job, parse_faults, strikes
 
-KNOWN = ("rollout-kill", "trainer-hang", "agent-kill")
+KNOWN = {"rollout-kill": ("kill",), "trainer-hang": ("stop", "gil"), "agent-kill": ("kill",)}
 
 
 def view(now: float, **changes: object) -> View:
@@ -71,9 +71,23 @@ def test_unknown_faults_are_all_named() -> None:
     assert [p.split(":")[1].strip() for p in caught.value.problems] == ["nope", "worse"]
 
 
+@pytest.mark.parametrize("text", ["trainer-hang:nope", "trainer-hang:", "rollout-kill:gil"])
+def test_a_known_fault_done_in_an_unknown_way_is_named_before_anything_runs(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{text}: unknown, known for"):
+        parse_faults(f"{text},trainer-hang", KNOWN)
+
+
 def test_settings_change_the_job_and_bad_ones_are_named() -> None:
     job = demo_job(seed=1, num_steps=5, injection_allowed=True, settings=["detector.mask_proc_state=true", "name=x"])
     assert job.detector.mask_proc_state and job.name == "x" and job.recovery.mode == "act"
-    for bad in ("novalue", "=3", "seed.deeper=1", "detector.nope=1"):
+    for bad in ("detector.nope=1", "seed=x"):
         with pytest.raises(ConfigError):
             demo_job(seed=1, num_steps=5, injection_allowed=True, settings=[bad])
+
+
+def test_settings_that_are_none_are_all_named_at_once() -> None:
+    wrong = ["novalue", "=3", "seed.deeper=1", "a..b=1", "seed=[", "seed={a: 1, a: 2}", "seed.x=2020-13-45"]
+    with pytest.raises(ConfigError) as caught:
+        demo_job(seed=1, num_steps=5, injection_allowed=True, settings=["name=x", *wrong])
+    assert [p.split(": ", 1)[0] for p in caught.value.problems] == [f"--set {w}".split(": ", 1)[0] for w in wrong]
+    assert all("\n" not in p for p in caught.value.problems)

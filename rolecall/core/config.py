@@ -206,6 +206,9 @@ def parse_job(value: Any, source: str = "") -> JobConfig:
         value = {}
     if not isinstance(value, dict):
         raise ConfigError([f"(top): expected a mapping, got {type(value).__name__}"], source)
+    strange = [f"{key!r}: unknown key" for key in value if not isinstance(key, str)]
+    if strange:
+        raise ConfigError(strange, source)
     try:
         return JobConfig.model_validate(value)
     except ValidationError as e:
@@ -230,7 +233,42 @@ def load_job(path: Path) -> JobConfig:
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError([f"(file): {e}"], str(path)) from e
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as e:
-        raise ConfigError([f"(file): not YAML: {' '.join(str(e).split())}"], str(path)) from e
+        value = read_yaml(text)
+    except ValueError as e:
+        raise ConfigError([f"(file): {e}"], str(path)) from e
     return parse_job(value, str(path))
+
+
+def read_yaml(text: str) -> Any:
+    """The value that `text` holds.
+
+    Raises:
+        ValueError: it is not YAML, or a key stands twice in one mapping: the reason, in one line.
+    """
+    try:
+        loader = _Loader(text)
+        value = loader.get_single_data()
+    except (yaml.YAMLError, ValueError) as e:  # a date that is none is a ValueError
+        raise ValueError(f"not YAML: {' '.join(str(e).split())}") from e
+    except RecursionError:
+        raise ValueError("not YAML: nested too deeply") from None
+    if loader.repeated:
+        raise ValueError("; ".join(f"line {line}: {key!r} stands twice" for line, key in sorted(loader.repeated)))
+    return value
+
+
+class _Loader(yaml.SafeLoader):
+    """Finds what YAML forbids and PyYAML lets pass: of two equal keys it would silently take the last."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.repeated = set[tuple[int, str]]()  # (line from 1, key)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    self.repeated.add((key.start_mark.line + 1, key.value))
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)

@@ -70,14 +70,11 @@ class JournalCorrupt(JournalError):
 
 
 class JournalUnavailable(JournalError):
-    def __init__(self, *, where: str, reason: str, is_file: bool) -> None:
-        self.where, self.reason = where, reason
-        todo = (
-            "is the directory writable, and has its disk room?"
-            if is_file
-            else "start the server again; whoever has it open reconnects by itself"
-        )
-        super().__init__(f"the journal cannot be used now: {where}: {reason} ({todo})")
+    """`hint`: what a person can do about it."""
+
+    def __init__(self, *, where: str, reason: str, hint: str) -> None:
+        self.where, self.reason, self.hint = where, reason, hint
+        super().__init__(f"the journal cannot be used now: {where}: {reason} ({hint})")
 
 
 class Fenced(JournalError):

@@ -15,6 +15,7 @@ report.json, report.html
 import json
 import os
 import secrets
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,14 +113,19 @@ def create_run_dir(root: Path, run_id: str, journal: str | None = None) -> RunDi
 
     Raises:
         FileExistsError: a run of this id exists.
+        OSError: it cannot be made; nothing is left of it.
     """
     run = RunDir((root / run_id).resolve())
     run.path.mkdir(parents=True, exist_ok=False)
-    for sub in (run.logs, run.inject_dir, run.checkpoints, run.path / "nodes"):
-        sub.mkdir()
-    _write_private(run.token_path, secrets.token_hex(32))
-    if journal is not None:
-        _write_private(run.database_path, run_url(journal, run.run_id))
+    try:
+        for sub in (run.logs, run.inject_dir, run.checkpoints, run.path / "nodes"):
+            sub.mkdir()
+        _write_private(run.token_path, secrets.token_hex(32))
+        if journal is not None:
+            _write_private(run.database_path, run_url(journal, run.run_id))
+    except OSError:  # a full disk: half a directory would stand in the way of the next try
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
     return run
 
 

@@ -119,7 +119,7 @@ class Store:
             with self._connect() as conn:
                 yield conn.execution_options(**options)
         except (OperationalError, InterfaceError) as e:
-            raise JournalUnavailable(where=self.where, reason=_first_line(e), is_file=self._is_sqlite) from e
+            raise JournalUnavailable(where=self.where, reason=_first_line(e), hint=self._hint()) from e
         except DatabaseError as e:
             if type(e) is DatabaseError and self._is_sqlite:  # its subclasses are mistakes and refusals, not damage
                 raise JournalCorrupt(where=self.where, reason=_first_line(e)) from e
@@ -135,6 +135,13 @@ class Store:
                 if self._is_sqlite or not self._was_open or self._clock.monotonic() > deadline:
                     raise
             self._clock.sleep(RECONNECT_SECONDS)
+
+    def _hint(self) -> str:
+        if self._is_sqlite:
+            return "is its directory writable, and has its disk room?"
+        if self._was_open:
+            return "start the server again: whoever has the journal open reconnects by itself"
+        return "is the server running, and is the URL right?"
 
     def check_file(self) -> None:
         """The database's own integrity check.

@@ -126,7 +126,8 @@ class Books:
 
     def trained(self, commit: CommitRecord, num_tokens: Mapping[GroupId, int]) -> list[GroupId]:
         """Writes what a commit record proves, and nothing else. Returns the groups that were not written before."""
-        known = self.ledger.groups([GroupState.TRAINED])
+        # Only this step's groups are asked for: all that were ever trained would cost more with every step.
+        known = self.ledger.groups([GroupState.TRAINED], among=commit.group_ids)
         fresh = [g for g in commit.group_ids if g not in known]
         lines = [
             LedgerLine(group_id=g, state=GroupState.TRAINED, step=commit.step, num_tokens=num_tokens.get(g, 0))

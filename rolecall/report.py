@@ -165,21 +165,27 @@ def make_verdict(facts: Facts, joined: Joined, kept: PidsKept, outcome: str) -> 
 
 
 def _helper_faults(facts: Facts) -> list[dict[str, Any]]:
-    """Faults of rolecall's own processes, with the time until each was started again (null: never)."""
+    """Faults of rolecall's own processes, with the time until each was started again (null: never).
+
+    A restart answers one fault: the earliest that it can.
+    """
+    restarts = [e for e in facts.events if e.kind is EventKind.PROCESS_RESTARTED]
     found = []
-    for fault in facts.faults:
-        if fault.of_helper:
-            what = fault.kind.partition("-")[0]
-            restarts = (
-                e.wall_at - fault.injected_at
-                for e in facts.events
-                if e.kind is EventKind.PROCESS_RESTARTED
-                and e.wall_at >= fault.injected_at
-                and e.body.get("what") == what
-                and e.body.get("node") in (fault.node, "", None)
-            )
-            seconds = next(restarts, None)
-            found.append({**fault.to_dict(), "restarted_seconds": None if seconds is None else round(seconds, 3)})
+    for fault in sorted((f for f in facts.faults if f.of_helper), key=lambda f: f.injected_at):
+        what = fault.kind.partition("-")[0]
+        answers = (
+            e
+            for e in restarts
+            if e.wall_at >= fault.injected_at
+            and e.body.get("what") == what
+            and e.body.get("node") in (fault.node, "", None)
+        )
+        restart = next(answers, None)
+        seconds = None
+        if restart is not None:
+            restarts.remove(restart)
+            seconds = round(restart.wall_at - fault.injected_at, 3)
+        found.append({**fault.to_dict(), "restarted_seconds": seconds})
     return found
 
 

@@ -150,6 +150,23 @@ def test_a_killed_helper_is_no_incident_but_must_come_back(tmp_path: Path) -> No
     assert _fails(built("gone", restarted=False)) == ["own processes back"]
 
 
+def test_one_restart_answers_one_killed_helper(tmp_path: Path) -> None:
+    def built(name: str, *restarted_at: float) -> list[float | None]:
+        fake = FakeRun(tmp_path, run_id=name, num_steps=20, strikes=())
+        body = {"what": "watch", "node": "", "because": "it ended with -9"}
+        for at in restarted_at:
+            fake.at(at, lambda: fake.say(EventKind.PROCESS_RESTARTED, body))
+        run = fake.build()
+        lines = [{"kind": "watch-kill", "target": "watch", "injected_at": fake.wall_zero + at} for at in (30.0, 30.2)]
+        run.injections_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        report = write_report(run)
+        assert report["ok"] is (len(restarted_at) == 2)
+        return [h["restarted_seconds"] for h in report["helper_faults"]]
+
+    assert built("once", 30.4) == [pytest.approx(0.4), None]
+    assert built("twice", 30.4, 31.2) == [pytest.approx(0.4), pytest.approx(1.0)]
+
+
 def test_a_fault_that_hits_several_is_named_by_any_of_them(fake_run: RunDir) -> None:
     lines = [json.loads(line) for line in fake_run.injections_path.read_text().splitlines()]
     lines[1] |= {"target": "trainer/0", "targets": ["trainer/0", "trainer/1"], "pid": 4103}

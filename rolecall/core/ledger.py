@@ -141,11 +141,15 @@ class Ledger:
             ).first()
         return ChainHead(position=last.seq, hash=last.hash) if last else ChainHead(position=0, hash=GENESIS)
 
-    def groups(self, states: Iterable[GroupState] | None = None) -> dict[GroupId, tuple[GroupState, int]]:
-        """group -> (state, step), in the order of their ids."""
+    def groups(
+        self, states: Iterable[GroupState] | None = None, *, among: Iterable[GroupId] | None = None
+    ) -> dict[GroupId, tuple[GroupState, int]]:
+        """group -> (state, step), in the order of their ids; of those `among` only, where it is given."""
         query = sa.select(_groups).order_by(_groups.c.group_id)
         if states is not None:
             query = query.where(_groups.c.state.in_([str(s) for s in states]))
+        if among is not None:
+            query = query.where(_groups.c.group_id.in_([str(g) for g in among]))
         with self._store.read() as conn:
             return {GroupId(r.group_id): (GroupState(r.state), r.step) for r in conn.execute(query)}
 

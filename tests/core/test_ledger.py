@@ -57,6 +57,14 @@ def test_an_ordinary_run_counts_up(ledger: Ledger) -> None:
     assert ledger.groups([S.DROPPED]) == {"g5": (S.DROPPED, -1)}
 
 
+def test_groups_are_asked_for_by_state_and_by_name(ledger: Ledger) -> None:
+    ledger.write([LedgerLine(group_id=GroupId(g), state=GroupState.ISSUED) for g in ("a", "b", "c")])
+    ledger.write([LedgerLine(group_id=GroupId("b"), state=GroupState.ASSIGNED, step=4)])
+    assert ledger.groups(among=[GroupId("b"), GroupId("x")]) == {"b": (GroupState.ASSIGNED, 4)}
+    assert list(ledger.groups([GroupState.ISSUED], among=[GroupId("c"), GroupId("b")])) == ["c"]
+    assert ledger.groups(among=[]) == {}
+
+
 def test_an_empty_ledger_is_whole(ledger: Ledger) -> None:
     assert ledger.head() == ChainHead(position=0, hash=GENESIS)
     assert audit(ledger.lines()).ok

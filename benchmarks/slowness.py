@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py                              ten seeds, each with one slowdown of a rollout
     python benchmarks/soak.py --healthy 3 --minutes 20     three failure-free runs
-    python benchmarks/slowness.py                          this report, of all recorded runs of this commit
+    python benchmarks/slowness.py                          this report, of all recorded runs of this commit (or --commit)
     python benchmarks/slowness.py runs/A runs/B            of these runs
 
 Printed: how far healthy peers lie apart, by measure and window; how well each measure separates slowed from healthy
@@ -264,12 +264,13 @@ def _strides_between_alarms(config: DetectorConfig) -> float:
     return slow.SECONDS_PER_DAY / config.slow_stride_seconds / config.slow_false_alarms_per_day
 
 
-def report(found: Gathered) -> list[str]:
+def report(found: Gathered, measured: str) -> list[str]:
     lines = common.header(
         "Slower than its peers, on shared CPUs",
         f"rolecall demo; slow_ratio {found.config.slow_ratio}, stride {found.config.slow_stride_seconds:g} s, "
         f"{found.config.slow_false_alarms_per_day:g} false alarms per day wanted",
         ", ".join(str(s) for s in sorted(set(found.seeds))),
+        measured,
     )
     disturbed = sum(w.label == DISTURBED for w in found.windows[1.0])
     lines += [
@@ -285,11 +286,10 @@ def report(found: Gathered) -> list[str]:
     return lines
 
 
-def recorded_runs() -> list[Path]:
-    """Runs of the soak at this commit that were recorded."""
+def recorded_runs(wanted: str) -> list[Path]:
+    """Runs of the soak at that commit that were recorded."""
     path = common.RESULTS / "soak.jsonl"
     lines = [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
-    wanted = common.commit()
     found = [common.ROOT / "runs" / x["run_id"] for x in lines if x["commit"] == wanted and x.get("run_id")]
     return [p for p in found if (p / recording.FILE_NAME).exists()]
 
@@ -297,14 +297,16 @@ def recorded_runs() -> list[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, help="recorded run directories")
+    parser.add_argument("--commit", default="", help="the commit at which the runs were made, if not this one")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
-    paths = args.runs or recorded_runs()
+    measured = args.commit or common.commit()
+    paths = args.runs or recorded_runs(measured)
     if not paths:
-        print("no recorded run of this commit: name run directories, or run the soak first", file=sys.stderr)
+        print(f"no recorded run of {measured}: name run directories, or run the soak first", file=sys.stderr)
         return 2
     found = gather(paths)
-    lines = report(found)
+    lines = report(found, measured)
     print("\n".join(lines))
     if not args.no_write:
         told = {

@@ -7,12 +7,16 @@ import base64
 import shutil
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from rolecall.core.errors import ConfigError
 from rolecall.core.ids import NodeId
 from rolecall.core.rundir import RunDir
 
+RAY_VERSION = "2.60"
+"""The only one whose command lines these are: another would fail somewhere in the middle of starting."""
 LOOPBACK = "127.0.0.1"
 LIFELINE = "lifeline"
 """Name of the pipe in the session's parent folder that only the supervisor holds open."""
@@ -39,6 +43,21 @@ RAY_SETTINGS = {
     "RAY_task_events_report_interval_ms": "0",
     "OMP_NUM_THREADS": "1",
 }
+
+
+def check_ray(installed: str | None = None) -> None:
+    """`installed`: instead of the version that is installed, for tests.
+
+    Raises:
+        ConfigError: Ray is missing, or of a version that this rolecall cannot start.
+    """
+    try:
+        found = installed or version("ray")
+    except PackageNotFoundError:
+        found = "none"
+    if found.split(".")[:2] != RAY_VERSION.split("."):
+        wanted = f"pip install 'ray=={RAY_VERSION}.*'"
+        raise ConfigError([f"(installation): needs Ray {RAY_VERSION}, found {found}; install it with: {wanted}"])
 
 
 def ray_environment(run: RunDir) -> dict[str, str]:

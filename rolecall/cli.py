@@ -389,6 +389,9 @@ def _show_failure(error: Exception) -> int:
     if show is not None:  # Click's own usage errors know how to show themselves
         show()
         return int(getattr(error, "exit_code", 2))
+    if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("rolecall"):
+        _complain(f"this needs {error.name}, which is not installed; try: pip install 'rolecall[all]'")
+        return 2
     if isinstance(error, OSError) and error.filename is not None:
         _complain(f"{os.fsdecode(error.filename)}: {error.strerror}")
         return 2

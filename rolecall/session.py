@@ -28,6 +28,7 @@ from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.rundir import RUN_ENV, RunDir, create_run_dir
 from rolecall.demo import FaultSchedule, Stage, Strike, View
 from rolecall.report import write_report
+from rolecall.rl_runtime.ray_commands import check_ray
 from rolecall.rl_runtime.reconcile import place
 from rolecall.rl_runtime.supervisor import Supervisor
 
@@ -103,10 +104,11 @@ class Session:
         """Runs the job and returns its report.
 
         Raises:
-            TooFewNodes: before anything is started.
+            ConfigError, TooFewNodes: before anything is started.
             Interrupted: Ctrl-C; everything has been stopped.
         """
-        place(self.job)  # raises before there is even a directory
+        check_ray()  # these two raise before there is even a directory
+        place(self.job)
         run, journal = self._create()
         screen = live.Screen(
             live=self.show,

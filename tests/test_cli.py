@@ -147,6 +147,20 @@ def test_a_defect_is_one_sentence_and_shows_where_only_when_asked(
     assert "Traceback" in _run(capsys, "run", "job.yaml")[2]
 
 
+def test_a_package_that_is_missing_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _defective(monkeypatch)
+    monkeypatch.setattr("rolecall.core.config.load_job", _without_torch)
+    code, _, err = _run(capsys, "run", "job.yaml")
+    assert code == 2
+    assert err == "rolecall: this needs torch, which is not installed; try: pip install 'rolecall[all]'\n"
+
+
+def _without_torch(_: Path) -> NoReturn:
+    raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+
 def test_output_that_nobody_reads_any_more_is_no_defect(fake_run: RunDir) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "rolecall", "report", "--json", str(fake_run.path)],

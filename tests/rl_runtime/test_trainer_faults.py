@@ -5,7 +5,6 @@ pytest tests/rl_runtime/test_trainer_faults.py
 
 import random
 import signal
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,16 +13,35 @@ import pytest
 
 from rolecall.core.errors import NotFinite, PeerLost, StaleIncarnation, VoteRefused
 from rolecall.core.ids import replica_id
-from tests.rl_runtime.trainer_process import BUCKET_BYTES, LEDGER, Spied, Team, make_microbatches, tiny_job
+from tests.rl_runtime.trainer_process import (
+    BUCKET_BYTES,
+    LEDGER,
+    Spied,
+    Team,
+    TrainerProcess,
+    make_microbatches,
+    tiny_job,
+)
 
 REL_L2_MAX = 1e-6
+GROUP_TIMEOUT_SECONDS = 600.0
+"""Far beyond what a test waits for an answer: whoever is freed of a dead peer was not freed by this timeout."""
 
 
 @pytest.fixture
 def team() -> Iterator[Team]:
-    team = Team(tiny_job(group_timeout_seconds=30.0))
+    team = Team(tiny_job(group_timeout_seconds=GROUP_TIMEOUT_SECONDS))
     yield team
     team.close()
+
+
+def pair(team: Team, **of_the_second: Any) -> tuple[TrainerProcess, TrainerProcess]:
+    """Two replicas that have joined one epoch."""
+    members = team.start(0), team.start(1, **of_the_second)
+    for member in members:
+        member.ready()
+    team.join(list(members))
+    return members
 
 
 def failure_free(steps: int) -> Spied:
@@ -85,10 +103,7 @@ PLACES = {
 
 @pytest.mark.parametrize("stops", PLACES.values(), ids=PLACES)
 def test_killed_peer_costs_no_step(team: Team, stops: dict[str, int]) -> None:
-    survivor, victim = team.start(0), team.start(1, stops=stops)
-    survivor.ready()
-    victim.ready()
-    team.join([survivor, victim])
+    survivor, victim = pair(team, stops=stops)
     team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})
     victim.arrives_at(next(iter(stops)))
     victim.kill()
@@ -126,10 +141,7 @@ def test_two_survivors_share_the_work_of_the_third(team: Team) -> None:
 
 
 def test_killed_after_the_commit_the_survivor_has_it_too(team: Team) -> None:
-    survivor, victim = team.start(0), team.start(1, stops={"publish": 1})
-    survivor.ready()
-    victim.ready()
-    team.join([survivor, victim])
+    survivor, victim = pair(team, stops={"publish": 1})
     team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})
     victim.arrives_at("publish")
     victim.kill()
@@ -140,40 +152,30 @@ def test_killed_after_the_commit_the_survivor_has_it_too(team: Team) -> None:
 
 
 def test_stopped_peer_blocks_until_it_is_killed(team: Team) -> None:
-    survivor, victim = team.start(0), team.start(1, stops={"bucket": 2})
-    survivor.ready()
-    victim.ready()
-    team.join([survivor, victim])
+    survivor, victim = pair(team, stops={"bucket": 2})
     team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})
     victim.arrives_at("bucket")
     victim.signal(signal.SIGSTOP)
     with pytest.raises(AssertionError, match="said nothing"):
         survivor.answer(seconds=1.0)
-    killed_at = time.monotonic()
     victim.kill()
     with pytest.raises(PeerLost):
         survivor.answer()
-    assert time.monotonic() - killed_at < 15.0
 
 
 def test_stopped_peer_that_nobody_kills_ends_at_the_timeout() -> None:
-    team = Team(tiny_job(group_timeout_seconds=2.0))
+    team = Team(tiny_job(group_timeout_seconds=5.0))  # a loaded machine needs some of it to join at all
     try:
-        survivor, victim = team.start(0), team.start(1, stops={"bucket": 2})
-        survivor.ready()
-        victim.ready()
-        team.join([survivor, victim])
+        survivor, victim = pair(team, stops={"bucket": 2})
         team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})
         victim.arrives_at("bucket")
         victim.signal(signal.SIGSTOP)
         with pytest.raises(PeerLost):
-            survivor.answer(seconds=20.0)
+            survivor.answer()
         # Leaving the broken group and going on alone waits for nobody.
-        left_at = time.monotonic()
         team.join([survivor])
         team.tell_step(0, {survivor: [0, 1, 2, 3]})
         assert survivor.answer().commit.step == 0
-        assert time.monotonic() - left_at < 15.0
     finally:
         team.close()
 
@@ -187,16 +189,13 @@ def test_join_without_its_peer_ends_at_the_timeout() -> None:
         absent.signal(signal.SIGSTOP)
         team.tell_join([one, absent])
         with pytest.raises(PeerLost):
-            one.answer(seconds=20.0)
+            one.answer()
     finally:
         team.close()
 
 
 def test_replacement_copies_a_survivor_bit_by_bit_and_joins(team: Team) -> None:
-    survivor, victim = team.start(0), team.start(1)
-    survivor.ready()
-    victim.ready()
-    team.join([survivor, victim])
+    survivor, victim = pair(team)
     team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})
     survivor.answer()
     victim.answer()
@@ -221,10 +220,7 @@ def test_replacement_copies_a_survivor_bit_by_bit_and_joins(team: Team) -> None:
 
 
 def test_vote_refuses_what_members_do_not_share(team: Team) -> None:
-    one, other = team.start(0), team.start(1)
-    one.ready()
-    other.ready()
-    team.join([one, other])
+    one, other = pair(team)
     plans = {
         "missing": {one: [0, 1], other: [2]},
         "computed by both": {one: [0, 1], other: [1, 2, 3]},
@@ -243,10 +239,7 @@ def test_vote_refuses_what_members_do_not_share(team: Team) -> None:
 
 
 def test_not_a_number_names_the_replica_that_made_it(team: Team) -> None:
-    one, other = team.start(0), team.start(1)
-    one.ready()
-    other.ready()
-    team.join([one, other])
+    one, other = pair(team)
     team.tell_step(0, {one: [0, 1], other: [2, 3]}, spoilt=2)
     for member in (one, other):
         with pytest.raises(NotFinite) as bad:
@@ -320,17 +313,12 @@ def test_a_loss_every_other_step_with_rejoin_ends_where_the_failure_free_run_doe
 
 @pytest.mark.parametrize("place", ["microbatch", "bucket"])
 def test_exception_on_one_rank_frees_the_others_at_once(team: Team, place: str) -> None:
-    survivor, other = team.start(0), team.start(1, raises={place: 2})
-    survivor.ready()
-    other.ready()
-    team.join([survivor, other])
-    told_at = time.monotonic()
+    survivor, other = pair(team, raises={place: 2})
     team.tell_step(0, {survivor: [0, 1], other: [2, 3]})
     with pytest.raises(ValueError, match="user code"):
         other.answer()
     with pytest.raises(PeerLost):
         survivor.answer()
-    assert time.monotonic() - told_at < 15.0
     with pytest.raises(PeerLost, match="ValueError"):
         team.tell_step(0, {other: [2, 3]})
         other.answer()
@@ -342,12 +330,9 @@ def test_exception_on_one_rank_frees_the_others_at_once(team: Team, place: str) 
 
 
 def test_bad_plan_for_one_member_frees_the_others_at_once(team: Team) -> None:
-    one, other = team.start(0), team.start(1)
-    one.ready()
-    other.ready()
-    team.join([one, other])
+    one, other = pair(team)
     team.tell_step(0, {one: [0, 1], other: [2, 2]})
     with pytest.raises(VoteRefused, match="repeat"):
         other.answer()
     with pytest.raises(PeerLost):
-        one.answer(seconds=10.0)
+        one.answer()

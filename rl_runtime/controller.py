@@ -26,7 +26,8 @@ from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.books import OPEN_STATES, Books, Superseded
 from rolecall.rl_runtime.clients import Connect, within
-from rolecall.rl_runtime.generation import Certifier, Generation
+from rolecall.rl_runtime.engine_state import Certifier
+from rolecall.rl_runtime.generation import Generation
 from rolecall.rl_runtime.protocol import Group
 from rolecall.rl_runtime.scoring import Scoring
 from rolecall.rl_runtime.spawn import Spawn

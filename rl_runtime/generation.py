@@ -2,15 +2,16 @@
 
 Each engine has two tasks of its own: a pump (give it work, pull what it made, tell it what to forget) and an updater
 (bring it to the newest policy version and have it prove that). An engine that does not answer holds up nobody but
-itself: its one call stays under way, it gets no more work, and its requests stay with it until the border says that it
-is over; then they go on elsewhere, from the tokens that were streamed.
+itself: after `SILENT_SECONDS` its requests go on elsewhere, from the tokens that were streamed, and it gets no more.
+Its one call stays under way. Whether it is replaced is recovery's to decide; if it comes to itself, what it made
+meanwhile is not taken, it is told to forget, and it works on.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation, WireError
 from rolecall.core.events import EventKind
@@ -18,6 +19,7 @@ from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.books import Books
 from rolecall.rl_runtime.clients import Connect, ReplicaGone, RolloutPort
+from rolecall.rl_runtime.engine_state import Certifier, Engine, Target
 from rolecall.rl_runtime.membership import Fleet
 from rolecall.rl_runtime.protocol import Holder, Manifest, Proof, Request, TokenChunk
 from rolecall.rl_runtime.tasks import Tasks, set_or_timeout
@@ -31,68 +33,19 @@ IDLE_SECONDS = 0.5
 """Cadence of the same call to an engine without work: so it is noticed that it is dead or silent."""
 DRAIN_SECONDS = 0.8
 """How long an engine that is replaced alive may take to give its last tokens. Four times a pause of the slowest."""
-SILENT_SECONDS = 2.0
-"""An engine that owes an answer for this long gets no work until it has answered."""
+SILENT_SECONDS = 1.5
+"""An engine that owes an answer for this long gets no work until it has answered, and what it had goes on elsewhere.
+Ten times a pause of one slowed four times; a false alarm costs the prefixes of its requests, computed again. Less than
+a step's patience (supply.py) by what a sample takes: so those that were moved are not too old when they are done."""
 UPDATE_MARGIN_SECONDS = 20.0
 """On top of the transfer's own deadline: loading and the canary of an engine that has just started."""
 SLOT_SECONDS = 2.0
-"""How long an update holds the one slot. It bounds the waiting only: updates are asked for at once, so that relays
-among rollouts serve those that come late, and not yet the round that all take part in."""
+"""How long an update may keep its holder from giving to the next, and how long new work is kept for an engine that is
+behind. A holder gives to one at a time, and who has a version is a holder: a round takes the logarithm of their number.
+An update that takes longer, or hangs, goes on, and holds up nobody."""
 RETRY_SECONDS = 0.25
 FAILURES_MAX = 4
-"""Failed turns or updates in a row, each for a reason of the engine's own, after which it is given up."""
-
-
-class Verdict(Protocol):
-    """Whether a proof is enough, and why. Raises nothing."""
-
-    @property
-    def admitted(self) -> bool: ...
-    @property
-    def because(self) -> str: ...
-    @property
-    def part(self) -> str: ...
-    @property
-    def tensor(self) -> str: ...
-
-
-class Certifier(Protocol):
-    """Judges an engine's proof (design law 2): `proof.Certifier`."""
-
-    def judge(
-        self, manifest: Manifest, proof: Proof, *, incarnation: int | None = None, epoch: int | None = None
-    ) -> Verdict: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What every engine should hold."""
-
-    manifest: Manifest
-    holders: tuple[Holder, ...]
-
-
-@dataclass(eq=False, slots=True)
-class Engine:
-    """One incarnation of a rollout replica."""
-
-    port: RolloutPort
-    record: Actual
-    holder: Holder
-    version: int = -1  # newest policy version that it has proven
-    proven: str = ""  # digest of that version's manifest
-    serving: bool = False
-    silent: bool = False
-    draining: bool = False
-    failures: int = 0
-    tokens_seen: int = 0  # its own counter of tokens made, just after the last pull
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    wanted: asyncio.Event = field(default_factory=asyncio.Event)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-    @property
-    def key(self) -> EngineKey:
-        return self.port.replica, self.port.incarnation
+"""Failed greetings, turns or updates in a row, each for a reason of the engine's own, after which it is given up."""
 
 
 class Generation:
@@ -114,8 +67,11 @@ class Generation:
         self._connect, self._tasks = connect, tasks
         self._update_seconds = transfer_seconds + UPDATE_MARGIN_SECONDS
         self._tokens_generated, self._on_finished = tokens_generated, on_finished
-        self._slot = asyncio.Semaphore(1)
+        self._giving: set[Holder] = set()
+        self._given: Counter[Holder] = Counter()  # how often each gave the target version
+        self._offered = asyncio.Event()  # a holder is free again, or a new one is there
         self._greeting: dict[EngineKey, asyncio.Task[None]] = {}
+        self._unmet: Counter[EngineKey] = Counter()  # failed greetings of those that are not engines yet
         self.engines: dict[EngineKey, Engine] = {}
         self.target: Target | None = None
 
@@ -154,6 +110,10 @@ class Generation:
         except DeadlineExceeded as e:
             logger.warning("%s", e)  # the next look at the border greets it again
             return
+        except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
+            await self._failed_to_greet(key, e)
+            return
+        self._unmet.pop(key, None)
         if key in self.engines:
             return
         engine = Engine(port=port, record=record, holder=info.holder)
@@ -168,6 +128,16 @@ class Generation:
             self._tasks.start(self._keep_updated(engine), f"update {port}"),
         ]
         engine.wanted.set()
+
+    async def _failed_to_greet(self, key: EngineKey, error: Exception) -> None:
+        """Counts it; the next look at the border greets it again, until it is given up for it."""
+        self._unmet[key] += 1
+        because = f"its greeting failed {self._unmet[key]} times, last: {type(error).__name__}: {error}"
+        logger.warning("%s#%d: %s", *key, because)
+        if self._unmet[key] >= FAILURES_MAX:
+            self._books.fence(*key, because)
+        else:
+            await asyncio.sleep(RETRY_SECONDS * self._unmet[key])
 
     async def held_requests(self) -> dict[EngineKey, list[tuple[Request, TokenChunk]]]:
         """What each serving engine holds, for a controller that restarts. One that does not answer is left out."""
@@ -186,12 +156,14 @@ class Generation:
     # --- placing work -------------------------------------------------------------------------------------------
 
     def loads(self) -> list[EngineLoad]:
+        now = asyncio.get_running_loop().time()
         return [
             EngineLoad(
                 key=e.key,
                 version=e.version,
                 may_serve=e.serving and not e.silent,
                 num_requests=self._table.num_unfinished(e.key),
+                is_due=e.behind_since is not None and now - e.behind_since < SLOT_SECONDS,
             )
             for e in self.engines.values()
         ]
@@ -247,13 +219,16 @@ class Generation:
             if task is not asyncio.current_task():
                 task.cancel()
         self._books.fence(*key, because)
-        self._move(engine, because, alive=False)
+        self._move(engine, because, forgets=False)
         self._books.change_members(left=[key], because=f"{key[0]}#{key[1]}: {because}")
 
-    def _move(self, engine: Engine, because: str, *, alive: bool) -> None:
-        """Its unfinished requests go on elsewhere from the tokens that were streamed; how many were not is said."""
-        made = None if alive else self._tokens_generated(engine.record)
-        moved = self._table.leave(engine.key, alive=alive)
+    def _move(self, engine: Engine, because: str, *, forgets: bool) -> None:
+        """Its unfinished requests go on elsewhere from the tokens that were streamed; how many were not is said.
+
+        `forgets`: it may be told to forget them, now or when it answers again.
+        """
+        made = None if forgets and not engine.silent else self._tokens_generated(engine.record)
+        moved = self._table.leave(engine.key, alive=forgets)
         takers = self.place_homeless()
         if not moved.num_requests:
             return
@@ -291,13 +266,15 @@ class Generation:
             await set_or_timeout(engine.wake, PULL_SECONDS if busy else IDLE_SECONDS)
 
     async def _watched(self, engine: Engine, turn: Awaitable[None]) -> None:
-        """Waits for one turn as long as it takes, but no longer counts on an engine that owes it for long."""
+        """Waits for one turn as long as it takes, but after `SILENT_SECONDS` nothing depends on it any more."""
         waiting = {asyncio.ensure_future(turn)}
         while waiting:
             done, waiting = await asyncio.wait(waiting, timeout=SILENT_SECONDS)
-            if not done and not engine.silent:
+            if not done and not engine.silent and engine.key in self.engines:
                 engine.silent = True
-                logger.warning("%s", DeadlineExceeded(waited_for=f"{engine.port}", seconds=SILENT_SECONDS))
+                because = str(DeadlineExceeded(waited_for=f"{engine.port}", seconds=SILENT_SECONDS))
+                logger.warning("%s", because)
+                self._move(engine, because, forgets=True)
         engine.silent = False
         (task,) = done
         task.result()
@@ -340,8 +317,14 @@ class Generation:
 
     def publish(self, manifest: Manifest, holders: Sequence[Holder]) -> None:
         """A version that every engine should take over; requests under way go on meanwhile."""
+        if self.target is None or self.target.manifest.digest != manifest.digest:
+            self._given.clear()
         self.target = Target(manifest, tuple(holders))
+        self._offered.set()
+        now = asyncio.get_running_loop().time()
         for engine in self.engines.values():
+            if engine.behind_since is None and engine.proven != manifest.digest:
+                engine.behind_since = now
             engine.wanted.set()
 
     def demote(self, because: str) -> None:
@@ -358,7 +341,7 @@ class Generation:
             return
         engine.serving = False
         self._books.set_state(*engine.key, ReplicaState.READY, because)
-        self._move(engine, because, alive=True)
+        self._move(engine, because, forgets=True)
 
     async def _keep_updated(self, engine: Engine) -> None:
         while engine.key in self.engines:
@@ -366,7 +349,7 @@ class Generation:
             engine.wanted.clear()
             while self.target is not None and (engine.proven != self.target.manifest.digest or not engine.serving):
                 try:
-                    proof = await self._update(engine, self.target)
+                    proof = await self._update(engine)
                 except ReplicaGone as e:
                     self.contain(engine.key, e.because)
                     return
@@ -384,19 +367,22 @@ class Generation:
                     elif not self._admit(engine, proof):
                         return
 
-    async def _update(self, engine: Engine, target: Target) -> Proof | None:
+    async def _update(self, engine: Engine) -> Proof | None:
         """One attempt. None when it should be tried again for no fault of the engine's own."""
         if engine.silent:
             return None
-        holders = self._holders(engine, target)
-        manifest, epoch = target.manifest, self._books.epoch
-        call = asyncio.ensure_future(engine.port.update_weights(epoch, manifest, holders, self._update_seconds))
+        call: asyncio.Future[Proof] | None = None
         try:
-            async with self._slot:
+            holders = await self._free_holders(engine)
+            # Only now: the target may have been replaced while this one waited.
+            manifest, epoch = self._wanted().manifest, self._books.epoch
+            call = asyncio.ensure_future(engine.port.update_weights(epoch, manifest, holders, self._update_seconds))
+            with self._gives(holders[:1]):
                 await asyncio.wait({call}, timeout=SLOT_SECONDS)
             proof = await call
         except asyncio.CancelledError:
-            call.cancel()
+            if call is not None:
+                call.cancel()
             raise
         except (DeadlineExceeded, StaleIncarnation, WireError) as e:
             logger.warning("%s: version %d not taken over: %s", engine.port, manifest.policy_version, e)
@@ -409,16 +395,42 @@ class Generation:
             raise ProofMismatch(replica=str(engine.port), part=verdict.part, tensor=verdict.tensor, reason=reason)
         return proof
 
-    def _holders(self, engine: Engine, target: Target) -> list[Holder]:
-        """Who has the target version: trainers, then rollouts that took it over already."""
-        digest = target.manifest.digest
-        relays = [e.holder for e in self.engines.values() if e is not engine and e.proven == digest and not e.silent]
-        return [*target.holders, *relays]
+    def _wanted(self) -> Target:
+        assert self.target is not None, "a target is replaced, never taken away"
+        return self.target
+
+    async def _free_holders(self, engine: Engine) -> list[Holder]:
+        """Who has the target version (trainers, and rollouts that took it over), the one to ask first being free."""
+        while True:
+            target = self._wanted()
+            digest = target.manifest.digest
+            relays = [
+                e.holder for e in self.engines.values() if e is not engine and e.proven == digest and not e.silent
+            ]
+            holders = [*target.holders, *relays]
+            free = [h for h in holders if h not in self._giving]
+            if free or not holders:
+                return sorted(holders, key=lambda h: (h in self._giving, self._given[h]))
+            await set_or_timeout(self._offered, SLOT_SECONDS)
+
+    @contextmanager
+    def _gives(self, holders: Sequence[Holder]) -> Iterator[None]:
+        """Within: nobody else is sent to them. Nobody is named where no holder is left; the update then says so."""
+        self._giving.update(holders)
+        self._given.update(holders)
+        try:
+            yield
+        finally:
+            self._giving.difference_update(holders)
+            self._offered.set()
 
     def _admit(self, engine: Engine, proof: Proof) -> bool:
         """It proved a version; the first time, it serves from now on. False when it was fenced meanwhile."""
         engine.version, engine.proven, engine.failures = proof.policy_version, proof.manifest_digest, 0
+        if self.target is not None and engine.proven == self.target.manifest.digest:
+            engine.behind_since = None
         if engine.serving:
+            self._on_finished()
             return True
         self._books.admitted(proof)
         because = f"proved policy version {proof.policy_version}"

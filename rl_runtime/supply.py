@@ -2,7 +2,8 @@
 
 A group is issued only while it can still be trained within `staleness_max` versions if everything ahead of it is
 trained first; that bounds what is in flight. A step takes the oldest scored groups. Before it goes ahead it waits a
-little for groups that would be too old for the step after it; those that became too old are dropped, with their length.
+little for older ones, if without them more would be left than the next steps can take before they are too old; those
+that became too old are dropped, with their length.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from rolecall.rl_runtime.trajectories import (
 TURN_SECONDS = 0.1
 """How often a step is looked for when nothing wakes the loop."""
 PATIENCE_SECONDS = 2.0
-"""How long a full step waits for groups that would be too stale for the one after it."""
+"""How long a full step waits for groups that would otherwise become too old."""
 RESCORE_SECONDS = 60.0
 """How long a restarted controller waits until the groups of the running step are scored again."""
 TOO_STALE, NOT_WHOLE = "stale", "its step lost tokens with an engine and the controller"
@@ -124,7 +125,9 @@ class Supply:
                 if staleness_if_issued(self.step, ahead, self._num_groups, e.version) <= self._staleness_max
             ]
             engine = least_loaded(in_time)
-            if engine is None:
+            coming = least_loaded(e for e in loads.values() if e.is_due)
+            # Updates go round one after the other: the first to have a version must not get everybody's share.
+            if engine is None or (coming is not None and coming.num_requests < engine.num_requests):
                 break
             placed.append((group_id(self.next_number + len(placed)), engine.key))
             num_requests = engine.num_requests + self._job.algorithm.group_size
@@ -151,11 +154,12 @@ class Supply:
         while self.wants_more() and not disturbed():
             self._drop_stale()
             self.issue()
-            scored = self._table.in_phase(GroupPhase.SCORED)
+            # Oldest policy first, then by number: engines finish in another order than they were given groups.
+            scored = sorted(self._table.in_phase(GroupPhase.SCORED), key=lambda g: (g.version_min or 0, g.group_id))
             if len(scored) >= self._num_groups:
                 now = self._clock.monotonic()
                 full_since = now if full_since is None else full_since
-                if not self._worth_waiting() or now - full_since >= PATIENCE_SECONDS:
+                if not self._worth_waiting(scored[: self._num_groups]) or now - full_since >= PATIENCE_SECONDS:
                     return self._decide(scored[: self._num_groups])
             else:
                 full_since = None
@@ -167,10 +171,22 @@ class Supply:
         if stale:
             self._drop(stale, TOO_STALE)
 
-    def _worth_waiting(self) -> bool:
-        """Whether a group that answers would be too old for the next step, though not for this one."""
-        expiring = self._table.expiring(self.step, self._staleness_max)
-        return any(not self._generation.is_stuck(g.group_id) for g in expiring)
+    def _worth_waiting(self, chosen: Sequence[OpenGroup]) -> bool:
+        """Whether, after a step of `chosen`, more groups would be left than can be trained before they are too old."""
+        proven = {e.key: e.version for e in self._generation.engines.values()}
+        taken = {g.group_id for g in chosen}
+        left = {
+            g: v for g, v in self._table.waiting(proven).items() if g not in taken and not self._generation.is_stuck(g)
+        }
+        for later in range(self._staleness_max + 1):
+            # These must be trained by step `self.step + later`; the next of them is not before the step after this one.
+            due = [g for g, v in left.items() if v + self._staleness_max <= self.step + later]
+            if len(due) > later * self._num_groups and any(not self._is_scored(g) for g in due):
+                return True
+        return False
+
+    def _is_scored(self, group: GroupId) -> bool:
+        return self._table.groups[group].phase is GroupPhase.SCORED
 
     def _decide(self, groups: Sequence[OpenGroup]) -> Plan:
         head = self._books.assigned(self.step, [(g.group_id, g.num_tokens) for g in groups])

@@ -7,43 +7,30 @@ keep what tests compare: which microbatches entered the optimizer, which tokens 
 """
 
 import asyncio
-import hashlib
 import random
 import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.config import JobConfig
-from rolecall.core.errors import PeerLost, StaleIncarnation, WireError
 from rolecall.core.ids import NodeId, ReplicaId, replica_id, split_replica
-from rolecall.core.journal import ChainHead, Journal
+from rolecall.core.journal import Journal
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.core.store import GENESIS
-from rolecall.rl_runtime.clients import LoadedCheckpoint, ReplicaGone
-from rolecall.rl_runtime.protocol import (
-    CommitRecord,
-    Group,
-    Holder,
-    Manifest,
-    Microbatch,
-    Proof,
-    PulledTokens,
-    Request,
-    RolloutInfo,
-    StepResult,
-    TensorEntry,
-    TokenChunk,
-    TrainerInfo,
+from rolecall.rl_runtime.clients import ReplicaGone
+from rolecall.rl_runtime.protocol import CommitRecord, Holder, Manifest, Microbatch
+from rolecall.rl_runtime.testing_roles import (
+    Collective,
+    FakeReward,
+    FakeRollout,
+    FakeTrainer,
+    Member,
+    Pull,
+    expected_reward,
+    expected_tokens,
 )
-
-Member = tuple[ReplicaId, int]
-TOKENS_PER_SECOND = 40.0
-MAX_NEW_TOKENS = 16
-MICROBATCH_SECONDS = 0.04
-UPDATE_SECONDS = 0.05
 
 
 class _JumpingSelector(selectors.SelectSelector):
@@ -75,16 +62,6 @@ def run_simulated(clock: FakeClock, main: Coroutine[Any, Any, Any]) -> Any:
     """Runs `main` to its end in simulated time."""
     with asyncio.Runner(loop_factory=lambda: SimulatedLoop(clock)) as runner:
         return runner.run(main)
-
-
-def expected_tokens(seed: int) -> tuple[int, ...]:
-    """What every engine makes for a seed, whatever prefix it starts from: a lost or doubled token shows."""
-    rng = random.Random(f"tokens/{seed}")
-    return tuple(rng.randrange(3, 16) for _ in range(rng.randrange(1, MAX_NEW_TOKENS + 1)))
-
-
-def expected_reward(tokens: Sequence[int]) -> float:
-    return sum(tokens) / (16.0 * MAX_NEW_TOKENS)
 
 
 @dataclass(eq=False)
@@ -140,383 +117,7 @@ class FakeClient:
         return result
 
 
-class _Body:
-    """What all fakes share."""
-
-    def __init__(self, fleet: "Fleet", member: Member) -> None:
-        self.fleet, self.replica, self.incarnation = fleet, *member
-        self.holder = Holder(replica=self.replica, incarnation=self.incarnation, host="fake", port=self.incarnation)
-
-    def ready(self) -> tuple[int, int]:
-        return 1, 1
-
-    def _check(self, incarnation: int) -> None:
-        if incarnation != self.incarnation:
-            raise StaleIncarnation(replica=self.replica, wanted=f"#{self.incarnation}", got=f"#{incarnation}")
-
-
-def fake_manifest(version: int, lineage: str) -> Manifest:
-    digest = hashlib.sha256(f"{version}/{lineage}".encode()).hexdigest()
-    entry = TensorEntry(name="w", dtype="float32", shape=(1,), digest=digest)
-    return Manifest(policy_version=version, tensors=(entry,), canary_logprobs=(0.0,), digest=digest)
-
-
-def first_commit() -> CommitRecord:
-    return CommitRecord(
-        step=-1,
-        epoch=0,
-        microbatch_ids=(),
-        group_ids=(),
-        gradient_digest="",
-        ledger=ChainHead(position=0, hash=GENESIS),
-    )
-
-
-class Collective:
-    """The process group of one epoch: a barrier that fails for all when one of them is gone."""
-
-    def __init__(self, fleet: "Fleet", epoch: int, size: int) -> None:
-        self.fleet, self.epoch, self.size = fleet, epoch, size
-        self.joined: dict[Member, Process] = {}
-        self.left: set[Member] = set()
-        self._arrived: dict[str, dict[Member, Any]] = {}
-
-    async def meet(self, what: str, member: Member, value: Any) -> dict[Member, Any]:
-        """What all brought.
-
-        Raises:
-            PeerLost: one is dead or has left, or the group's timeout ran out.
-        """
-        arrived = self._arrived.setdefault(what, {})
-        arrived[member] = value
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + self.fleet.job.runtime.group_timeout_seconds
-        while len(arrived) < self.size:
-            gone = [m for m, p in self.joined.items() if p.dead.is_set() or m in self.left]
-            if gone:
-                raise PeerLost(epoch=self.epoch, because=f"connection closed by {gone[0]}")
-            if loop.time() > deadline:
-                raise PeerLost(epoch=self.epoch, because=f"timeout in {what}")
-            await asyncio.sleep(0.01)
-        return arrived
-
-
-class FakeTrainer(_Body):
-    """Keeps gradients of an interrupted step, reduces in a collective, commits when all agree."""
-
-    def __init__(self, fleet: "Fleet", member: Member) -> None:
-        super().__init__(fleet, member)
-        self.commit, self.has_state = first_commit(), member[1] == 1
-        self.lineage = "first"
-        self.computed: dict[str, Microbatch] = {}
-        self.group: Collective | None = None
-        self.joined_epoch = -1
-        self.last: StepResult | None = None
-        self._work = asyncio.Lock()
-        self.raises: list[Exception] = []
-
-    def info(self) -> TrainerInfo:
-        return TrainerInfo(
-            replica=self.replica,
-            incarnation=self.incarnation,
-            pid=1,
-            start_ticks=1,
-            has_state=self.has_state,
-            commit=self.commit,
-            holder=self.holder,
-            computed=tuple(sorted(self.computed)),
-            joined_epoch=self.joined_epoch,
-        )
-
-    def commit_record(self) -> CommitRecord:
-        return self.commit
-
-    def last_result(self) -> StepResult | None:
-        return self.last
-
-    def open_store(self, epoch: int) -> tuple[str, int]:
-        return "fake", epoch
-
-    def reset_step(self, step: int) -> None:
-        self.computed = {}
-
-    def manifest(self, policy_version: int) -> Manifest:
-        if policy_version != self.commit.policy_version:
-            raise StaleIncarnation(
-                replica=self.replica, wanted=f"{self.commit.policy_version}", got=f"{policy_version}"
-            )
-        return fake_manifest(policy_version, self.lineage)
-
-    async def idle(self) -> None:
-        async with self._work:
-            pass
-
-    async def join(self, incarnation: int, epoch: int, rank: int, size: int, host: str, port: int) -> None:
-        self._check(incarnation)
-        self._leave()
-        async with self._work:
-            assert self.has_state, "a trainer without state must not join"
-            assert epoch > self.joined_epoch
-            self.joined_epoch = epoch
-            self.group = self.fleet.collectives.setdefault(epoch, Collective(self.fleet, epoch, size))
-            me = (self.replica, self.incarnation)
-            self.group.joined[me] = self.fleet.processes[me]
-            await self.group.meet("join", me, self.commit)
-
-    def _leave(self) -> None:
-        if self.group is not None:
-            self.group.left.add((self.replica, self.incarnation))
-
-    async def copy_from(self, holder: Holder) -> None:
-        async with self._work:
-            await asyncio.sleep(0.1)
-            source = self.fleet.processes[holder.replica, holder.incarnation]
-            if source.dead.is_set():
-                raise WireError(f"{holder.replica} does not answer")
-            self.commit, self.lineage, self.has_state = source.body.commit, source.body.lineage, True
-            self.computed = {}
-
-    async def train_step(
-        self,
-        incarnation: int,
-        epoch: int,
-        step: int,
-        mine: Sequence[Microbatch],
-        all_ids: Sequence[str],
-        ledger: ChainHead,
-        members: Sequence[ReplicaId],
-    ) -> StepResult:
-        self._check(incarnation)
-        async with self._work:
-            if epoch != self.joined_epoch or step != self.commit.step + 1:
-                raise StaleIncarnation(replica=self.replica, wanted=f"{self.joined_epoch}", got=f"{epoch}/{step}")
-            assert self.group is not None and self.group.size == len(members)
-            plan = {m.microbatch_id: m for m in mine}
-            if any(plan.get(i) != m for i, m in self.computed.items()):
-                self.computed = {}
-            for microbatch in mine:
-                if microbatch.microbatch_id not in self.computed:
-                    if self.raises:
-                        self._leave()
-                        raise self.raises.pop(0)
-                    await asyncio.sleep(MICROBATCH_SECONDS)
-                    self.fleet.check_microbatch(step, microbatch)
-                    self.computed[microbatch.microbatch_id] = microbatch
-            return await self._commit(epoch, step, list(all_ids), ledger)
-
-    async def _commit(self, epoch: int, step: int, all_ids: list[str], ledger: ChainHead) -> StepResult:
-        assert self.group is not None
-        me = (self.replica, self.incarnation)
-        ballots = await self.group.meet(f"step {step}", me, dict(self.computed))
-        union = {i: m for ballot in ballots.values() for i, m in ballot.items()}
-        assert sum(len(b) for b in ballots.values()) == len(union), "a microbatch was computed by two"
-        assert sorted(union) == sorted(all_ids), "the union is not the step"
-        await asyncio.sleep(self.fleet.rng.uniform(0.0, 0.01))  # some commit, then the others: one may die between
-        groups = sorted((g for m in union.values() for g in m.groups), key=lambda g: g.group_id)
-        content = f"{self.lineage}/{[(i, [g.group_id for g in union[i].groups]) for i in sorted(union)]}"
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        self.commit = CommitRecord(
-            step=step,
-            epoch=epoch,
-            microbatch_ids=tuple(sorted(all_ids)),
-            group_ids=tuple(g.group_id for g in groups),
-            gradient_digest=digest,
-            ledger=ledger,
-        )
-        self.lineage, self.computed = digest, {}
-        self.fleet.optimizer.setdefault(step, {})[digest] = self.commit
-        rewards = [s.reward for g in groups for s in g.samples]
-        self.last = StepResult(
-            replica=self.replica,
-            incarnation=self.incarnation,
-            commit=self.commit,
-            loss=0.1,
-            grad_norm=1.0,
-            reward=sum(rewards) / len(rewards),
-            num_tokens=sum(g.num_tokens for g in groups),
-            seconds=0.1,
-            my_microbatches=tuple(all_ids),
-            log_ratio_max=0.0,
-        )
-        return self.last
-
-    async def save_checkpoint(self, folder: str, keep: int) -> str:
-        async with self._work:
-            await asyncio.sleep(0.05)
-            self.fleet.checkpoints[self.commit.step] = (self.commit, self.lineage)
-            return f"{folder}/step-{self.commit.step:08d}"
-
-    async def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
-        async with self._work:
-            await asyncio.sleep(0.1)
-            step = max(self.fleet.checkpoints, default=-1)
-            self.commit, self.lineage = self.fleet.checkpoints.get(step, (first_commit(), "first"))
-            self.has_state, self.computed = True, {}
-            path = f"{folder}/step-{step:08d}" if step >= 0 else ""
-            return LoadedCheckpoint(path=path, refused=())
-
-
-@dataclass
-class Held:
-    """A request in a fake engine."""
-
-    request: Request
-    tokens: list[int]
-    versions: list[int]
-    since: float
-
-
-class FakeRollout(_Body):
-    """Generates `expected_tokens` at a fixed rate, under whatever version it holds."""
-
-    def __init__(self, fleet: "Fleet", member: Member) -> None:
-        super().__init__(fleet, member)
-        self.version, self.manifest_digest = -1, ""
-        self.held: dict[str, Held] = {}
-        self.bad_proofs = 0
-        self.rate = TOKENS_PER_SECOND
-        self.generated = 0
-
-    def _catch_up(self) -> None:
-        now = asyncio.get_running_loop().time()
-        for h in self.held.values():
-            whole = expected_tokens(h.request.seed)
-            count = min(len(whole) - len(h.tokens), int((now - h.since) * self.rate))
-            if count > 0:
-                start = len(h.tokens)
-                h.tokens += whole[start : start + count]
-                h.versions += [self.version] * count
-                h.since += count / self.rate
-                self.generated += count
-                self.fleet.tokens_made[h.request.request_id] += count
-
-    def _chunk(self, h: Held, offset: int) -> TokenChunk:
-        finished = len(h.tokens) == len(expected_tokens(h.request.seed))
-        return TokenChunk(
-            request_id=h.request.request_id,
-            offset=offset,
-            tokens=tuple(h.tokens[offset:]),
-            logprobs=(-1.0,) * len(h.tokens[offset:]),
-            versions=tuple(h.versions[offset:]),
-            finished=finished,
-            finish_reason="stop" if finished else "",
-        )
-
-    def info(self) -> RolloutInfo:
-        return RolloutInfo(
-            replica=self.replica,
-            incarnation=self.incarnation,
-            pid=1,
-            start_ticks=1,
-            policy_version=self.version,
-            holder=self.holder,
-            num_requests=len(self.held),
-            tokens_generated=self.generated,
-        )
-
-    def submit(self, incarnation: int, requests: Sequence[Request]) -> None:
-        self._check(incarnation)
-        assert self.version >= 0, "an engine without proven weights was given work"
-        now = asyncio.get_running_loop().time()
-        for r in requests:
-            if len(r.prefix_tokens) < self.fleet.offsets_asked[r.request_id]:
-                self.fleet.started_over.append(r.request_id)
-            if r.request_id not in self.held:
-                assert r.prefix_tokens == expected_tokens(r.seed)[: len(r.prefix_tokens)], "a prefix lost tokens"
-                self.held[r.request_id] = Held(r, list(r.prefix_tokens), list(r.prefix_versions), now)
-
-    def tokens_since(self, incarnation: int, offsets: Mapping[str, int]) -> PulledTokens:
-        self._check(incarnation)
-        self._catch_up()
-        for request_id, offset in offsets.items():
-            self.fleet.offsets_asked[request_id] = max(offset, self.fleet.offsets_asked[request_id])
-        return PulledTokens(
-            replica=self.replica,
-            incarnation=self.incarnation,
-            policy_version=self.version,
-            chunks=tuple(self._chunk(self.held[r], o) for r, o in offsets.items() if r in self.held),
-            unknown=tuple(r for r in offsets if r not in self.held),
-        )
-
-    def drain(self, incarnation: int, offsets: Mapping[str, int], seconds: float) -> PulledTokens:
-        del seconds
-        return self.tokens_since(incarnation, offsets)
-
-    def ack(self, incarnation: int, request_ids: Sequence[str]) -> None:
-        self._check(incarnation)
-        for request_id in request_ids:
-            self.held.pop(request_id, None)
-
-    def list_requests(self, incarnation: int) -> list[tuple[Request, TokenChunk]]:
-        self._check(incarnation)
-        self._catch_up()
-        return [(h.request, self._chunk(h, 0)) for h in self.held.values()]
-
-    async def update_weights(
-        self, incarnation: int, epoch: int, manifest: Manifest, holders: Sequence[Holder]
-    ) -> Proof:
-        self._check(incarnation)
-        if not any(self.fleet.holds(h, manifest) for h in holders):
-            raise WireError(f"no holder of version {manifest.policy_version} answers")
-        await asyncio.sleep(UPDATE_SECONDS)
-        self._catch_up()
-        self.version, self.manifest_digest = manifest.policy_version, manifest.digest
-        received = manifest.digest
-        if self.bad_proofs:
-            self.bad_proofs, received = self.bad_proofs - 1, "0" * 64
-        return Proof(
-            replica=self.replica,
-            incarnation=self.incarnation,
-            epoch=epoch,
-            policy_version=manifest.policy_version,
-            manifest_digest=manifest.digest,
-            received_digest=received,
-            storage_digest=received,
-            covered=1,
-            uncovered=(),
-            canary_logprobs=manifest.canary_logprobs,
-            holder=holders[0].replica,
-            bytes_received=4,
-            seconds=UPDATE_SECONDS,
-        )
-
-
-class FakeReward(_Body):
-    def __init__(self, fleet: "Fleet", member: Member) -> None:
-        super().__init__(fleet, member)
-        self.answers: list[Any] = []
-        """Scripted: an exception to raise, or a wrong answer, for the next calls."""
-
-    async def score(self, incarnation: int, groups: Sequence[Group]) -> list[list[float]]:
-        self._check(incarnation)
-        await asyncio.sleep(0.01)
-        if self.answers:
-            answer = self.answers.pop(0)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer  # type: ignore[no-any-return]
-        return [[expected_reward(s.tokens) for s in g.samples] for g in groups]
-
-
-@dataclass(frozen=True)
-class FakeVerdict:
-    admitted: bool
-    because: str
-    part: str
-    tensor: str
-
-
-class FakeCertifier:
-    """Part (a) of the real one is enough for tests of the loop."""
-
-    def judge(
-        self, manifest: Manifest, proof: Proof, *, incarnation: int | None = None, epoch: int | None = None
-    ) -> FakeVerdict:
-        fits = proof.received_digest == manifest.digest and (proof.incarnation, proof.epoch) == (incarnation, epoch)
-        return FakeVerdict(admitted=fits, because="" if fits else "not the manifest's bytes", part="a", tensor="w")
-
-
-BODIES: Mapping[str, Callable[["Fleet", Member], _Body]] = {
+BODIES: Mapping[str, Callable[["Fleet", Member], FakeTrainer | FakeRollout | FakeReward]] = {
     "trainer": FakeTrainer,
     "rollout": FakeRollout,
     "reward": FakeReward,
@@ -539,6 +140,7 @@ class Fleet:
         """Request -> tokens generated for it by all engines: more than it has means that some were made again."""
         self.offsets_asked: Counter[str] = Counter()
         """Request -> tokens that a controller had of it when it asked for more."""
+        self.pulls: list[Pull] = []
         self.started_over: list[str] = []
         """Requests that were submitted with fewer tokens than a controller had had of them."""
         self.problems: list[str] = []
@@ -600,6 +202,10 @@ class Fleet:
         process.running.clear()
         self.spawn(self._recover(process, self.hung_seconds))
         return process
+
+    def resume(self, replica: str) -> None:
+        """SIGCONT: it goes on where it was, and answers what it was asked meanwhile."""
+        self.newest(replica).running.set()
 
     async def _recover(self, process: Process, seconds: float) -> None:
         replica, incarnation = process.member

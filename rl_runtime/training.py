@@ -7,6 +7,7 @@ A new replica copies the state of a member and joins at the next step boundary. 
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +34,9 @@ GRACE_SECONDS = 3.0
 """On top of the process group's own timeout: after a peer failed, the others must have answered within this."""
 IDLE_SECONDS = 600.0
 """How long a newcomer's working thread may be busy with an old call before it is asked again."""
+GREETINGS_MAX = 4
+"""Greetings that fail for a reason of the trainer's own, after which it is given up."""
+RETRY_SECONDS = 0.25
 COPY_MARGIN_SECONDS = 5.0
 START_SECONDS = 60.0
 """How long the first epoch waits for the trainers that are wanted, once one of them is there."""
@@ -107,6 +111,7 @@ class Training:
         self._holders: dict[Member, Holder] = {}
         self._candidates: dict[Member, Candidate] = {}
         self._greeting: set[Member] = set()
+        self._unmet: Counter[Member] = Counter()  # failed greetings of those that are not candidates yet
         self._gone: dict[Member, str] = {}
         self.epoch = 0
         self.committed_step = -1
@@ -138,8 +143,22 @@ class Training:
             self._lose(member, e.because)
         except DeadlineExceeded as e:
             logger.warning("%s", e)  # the next look at the border greets it again
+        except Exception as e:  # noqa: BLE001 deliberate: whatever one trainer raises must not end the controller
+            await self._failed_to_greet(member, e)
+        else:
+            self._unmet.pop(member, None)
         finally:
             self._greeting.discard(member)
+
+    async def _failed_to_greet(self, member: Member, error: Exception) -> None:
+        """Counts it; the next look at the border greets it again, until it is given up for it."""
+        self._unmet[member] += 1
+        because = f"its greeting failed {self._unmet[member]} times, last: {type(error).__name__}: {error}"
+        logger.warning("%s#%d: %s", *member, because)
+        if self._unmet[member] >= GREETINGS_MAX:
+            self._lose(member, because)
+        else:
+            await asyncio.sleep(RETRY_SECONDS * self._unmet[member])
 
     def _lose(self, member: Member, because: str) -> None:
         """Contains a loss: fenced at once. A member stays in the running epoch until the next regroup."""

@@ -8,7 +8,7 @@ controller that restarts finds them all. Pure: no clock, no calls; the caller do
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import nan
@@ -98,6 +98,7 @@ class EngineLoad:
     version: int  # policy version it has proven
     may_serve: bool  # proven, alive, and answering
     num_requests: int
+    is_due: bool = False  # it will have the newest version in a moment
 
 
 def least_loaded(engines: Iterable[EngineLoad]) -> EngineLoad | None:
@@ -298,15 +299,13 @@ class TrajectoryTable:
             if g.phase is not GroupPhase.ASSIGNED and g.version_min is not None and step - g.version_min > staleness_max
         ]
 
-    def expiring(self, step: int, staleness_max: int) -> list[OpenGroup]:
-        """Unscored groups that can be trained in `step` but not in the one after it."""
-        return [
-            g
-            for g in self.groups.values()
-            if g.phase in (GroupPhase.GENERATING, GroupPhase.FINISHED)
-            and g.version_min is not None
-            and step - g.version_min == staleness_max
-        ]
+    def waiting(self, proven: Mapping[EngineKey, int]) -> dict[GroupId, int]:
+        """Version of the oldest token of each group that no step has yet.
+
+        `proven`: the version of each engine, by which a group without tokens is judged: its first ones are of it.
+        """
+        found = {g.group_id: _oldest(g, proven) for g in self.groups.values() if g.phase is not GroupPhase.ASSIGNED}
+        return {group_id: version for group_id, version in found.items() if version is not None}
 
     def truncate_after(self, version: int) -> None:
         """Back to an older policy: tokens of versions beyond `version` are of a policy that never was.
@@ -322,6 +321,13 @@ class TrajectoryTable:
                 if not t.finished and t.engine is not None:
                     self._forget[t.engine].append(t.request.request_id)
                     t.engine, t.sent = None, False
+
+
+def _oldest(group: OpenGroup, proven: Mapping[EngineKey, int]) -> int | None:
+    if group.version_min is not None:
+        return group.version_min
+    engines = (t.engine for t in group.trajectories if t.engine is not None)
+    return min((proven[e] for e in engines if e in proven), default=None)
 
 
 def mean_reward(groups: Iterable[Group]) -> float:

@@ -17,7 +17,8 @@ from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.controller import Controller, Outcome
 from rolecall.rl_runtime.spawn import Spawn
 from rolecall.rl_runtime.task import Prompt, group_id
-from rolecall.rl_runtime.testing import MAX_NEW_TOKENS, FakeCertifier, Fleet, run_simulated
+from rolecall.rl_runtime.testing import Fleet, run_simulated
+from rolecall.rl_runtime.testing_roles import MAX_NEW_TOKENS, FakeCertifier
 
 CONTROLLER = ReplicaId("controller/0")
 RUN_SECONDS_MAX = 900.0

@@ -16,7 +16,8 @@ from rolecall.core.journal import Journal
 from rolecall.core.ledger import Ledger
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.books import Books
-from rolecall.rl_runtime.testing import expected_tokens, request_seed_of
+from rolecall.rl_runtime.testing import request_seed_of
+from rolecall.rl_runtime.testing_roles import expected_tokens
 from rolecall.rl_runtime.trajectories import GroupPhase
 from tests.rl_runtime.loop import CONTROLLER, World, small_job
 

@@ -136,12 +136,13 @@ def test_going_back_cuts_tokens_of_policies_that_never_were() -> None:
     assert t.to_forget(A) == [f"{G}.0"]
 
 
-def test_stale_and_expiring_groups_are_told_by_their_oldest_token() -> None:
+def test_the_age_of_groups_is_told_by_their_oldest_token_or_by_the_engine_that_will_make_it() -> None:
     t = table(1)
-    assert t.too_stale(9, 2) == [] and t.expiring(9, 2) == [], "without a token there is nothing to be old"
+    assert t.too_stale(9, 2) == [] and t.waiting({}) == {}, "without a token there is nothing to be old"
+    assert t.waiting({A: 4}) == {G: 4}
     t.take(A, [chunk(0, 0, [5], 3)], 9)
     t.take(A, [chunk(0, 1, [5], 5)], 9)
-    assert [g.group_id for g in t.expiring(5, 2)] == [G] and t.too_stale(5, 2) == []
+    assert t.waiting({A: 9}) == {G: 3} and t.too_stale(5, 2) == []
     assert [g.group_id for g in t.too_stale(6, 2)] == [G]
 
 

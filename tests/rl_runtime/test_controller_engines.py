@@ -1,0 +1,138 @@
+"""Engines and trainers that answer late, or with something else than an answer: the others go on, nothing counts twice."""
+
+import asyncio
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.core.errors import WireError
+from rolecall.core.events import EventKind
+from rolecall.core.ids import ReplicaId
+from rolecall.core.membership import ReplicaState
+from rolecall.rl_runtime.generation import FAILURES_MAX, SILENT_SECONDS
+from rolecall.rl_runtime.testing_roles import UPDATE_SECONDS, Pull
+from rolecall.rl_runtime.training import GREETINGS_MAX
+from tests.rl_runtime.loop import World, small_job
+
+
+async def at_step(w: World, step: int) -> None:
+    while not (w.controllers and w.controllers[-1].supply.step >= step):
+        await asyncio.sleep(0.01)
+
+
+def world(path: Path, script: Any = None, **rest: Any) -> World:
+    return World(job=small_job(), path=path, seed=0, script=script, **rest)
+
+
+def test_a_version_goes_round_from_one_to_the_next_and_each_holder_gives_it_once(tmp_path: Path) -> None:
+    w = world(tmp_path).run()
+    w.check()
+    by_version: defaultdict[int, list[Pull]] = defaultdict(list)
+    for pull in w.fleet.pulls:
+        by_version[pull.version].append(pull)
+    whole = [pulls for pulls in by_version.values() if len(pulls) == 3]
+    assert len(whole) >= 6, "versions follow each other too fast for this test to see anything"
+    for pulls in whole:
+        assert len({p.holder for p in pulls}) == 3, "one holder gave it twice"
+        assert any(p.holder.startswith("rollout") for p in pulls), "no relay was used"
+        first, _, last = sorted(p.begun for p in pulls)
+        assert last >= first + UPDATE_SECONDS, "three at a time, with two trainers to give"
+
+
+@pytest.mark.parametrize("replica", ["rollout/1", "trainer/1"])
+def test_a_replica_that_answers_a_greeting_with_errors_ends_nothing_and_is_given_up_by_name(
+    tmp_path: Path, replica: str
+) -> None:
+    async def script(w: World) -> None:
+        w.fleet.newest(replica).body.info_raises = [WireError("not a message")] * 1000
+
+    w = world(tmp_path, script).run()
+    w.check()
+    assert len(w.controllers) == 1
+    (lost,) = w.events(EventKind.REPLICA_LOST)
+    assert (lost["replica"], lost["incarnation"]) == (replica, 1)
+    most = FAILURES_MAX if replica == "rollout/1" else GREETINGS_MAX
+    assert f"failed {most} times" in lost["because"] and "WireError: not a message" in lost["because"]
+
+
+@pytest.mark.parametrize("replica", ["rollout/1", "trainer/1"])
+def test_a_replica_whose_first_greetings_fail_works_in_the_end(tmp_path: Path, replica: str) -> None:
+    async def script(w: World) -> None:
+        w.fleet.newest(replica).body.info_raises = [RuntimeError("not yet")] * (min(FAILURES_MAX, GREETINGS_MAX) - 1)
+
+    w = world(tmp_path, script).run()
+    w.check()
+    assert not w.events(EventKind.REPLICA_LOST)
+    assert w.journal.current()[ReplicaId(replica)].state is ReplicaState.SERVING
+
+
+def num_streaming(w: World, replica: str) -> int:
+    """Requests that lie with it and have tokens."""
+    return sum(map(bool, w.controllers[-1].table.offsets((ReplicaId(replica), 1)).values()))
+
+
+def test_nobody_replaces_a_hung_rollout_and_its_requests_go_on_elsewhere(tmp_path: Path) -> None:
+    """Mode observe: recovery does nothing, and may do nothing for hours."""
+    hung: list[float] = []
+
+    async def script(w: World) -> None:
+        await at_step(w, 3)
+        while num_streaming(w, "rollout/1") < 3:
+            await asyncio.sleep(0.01)
+        w.fleet.hang("rollout/1")
+        hung.append(w.clock.wall())
+
+    w = world(tmp_path, script, recovers=False).run()
+    found = w.check()
+    assert set(found.dropped_by_reason) <= {"run_ended"}, "a group was lost with the one that hangs"
+    (moved,) = w.journal.events(kinds=[EventKind.REQUESTS_MOVED])
+    assert moved.body["from"] == "rollout/1" and moved.body["tokens_kept"] >= 3
+    assert "rollout/1#1" in moved.body["because"]
+    assert moved.wall_at - hung[0] <= SILENT_SECONDS + 1.0
+    assert not w.fleet.started_over, "streamed tokens were made again"
+    assert not w.events(EventKind.REPLICA_LOST), "it was given up, and nobody had asked for that"
+    assert w.journal.current()[ReplicaId("rollout/1")].state is ReplicaState.SERVING
+
+
+def test_a_rollout_that_comes_to_itself_counts_nothing_twice_and_works_again(tmp_path: Path) -> None:
+    late: list[set[str]] = []
+
+    async def script(w: World) -> None:
+        await at_step(w, 3)
+        while num_streaming(w, "rollout/1") < 3:
+            await asyncio.sleep(0.01)
+        body = w.fleet.hang("rollout/1").body
+        while not w.events(EventKind.REQUESTS_MOVED):
+            await asyncio.sleep(0.01)
+        late.append(set(body.held))
+        # What it streams late is for requests that are not its own any more (`check` compares every token trained on).
+        w.fleet.resume("rollout/1")
+        step = w.controllers[-1].supply.step
+        while late[0] & set(body.held) or not num_streaming(w, "rollout/1"):
+            assert w.controllers[-1].supply.step < step + 10, "it was never told to forget, or got no work again"
+            await asyncio.sleep(0.01)
+        late.append(set())
+
+    w = World(job=small_job(num_steps=40), path=tmp_path, seed=0, script=script, recovers=False).run()
+    found = w.check()
+    assert set(found.dropped_by_reason) <= {"run_ended"}
+    assert len(late) == 2 and len(late[0]) >= 3
+    assert len(w.events(EventKind.REQUESTS_MOVED)) == 1 and not w.events(EventKind.REPLICA_LOST)
+
+
+def test_the_first_to_have_a_version_does_not_get_the_work_of_those_who_follow(tmp_path: Path) -> None:
+    w = World(job=small_job(num_steps=30), path=tmp_path, seed=0).run()
+    w.check()
+    made: Counter[str] = Counter()
+    for (replica, _), process in w.fleet.processes.items():
+        if replica.startswith("rollout"):
+            made[replica] = process.body.generated
+    assert min(made.values()) > 0.5 * max(made.values()), made
+
+
+def test_a_step_does_not_take_younger_groups_when_the_older_ones_would_become_too_old(tmp_path: Path) -> None:
+    """Steps as fast as an update goes round: without looking ahead, some groups of each such run came too late."""
+    w = World(job=small_job(num_steps=30), path=tmp_path, seed=2).run()
+    assert set(w.check().dropped_by_reason) <= {"run_ended"}

@@ -14,11 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from rolecall.core.config import parse_job
 from rolecall.core.errors import PeerLost
-from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.core.ids import GroupId, NodeId, ReplicaId
 from rolecall.core.journal import ChainHead
+from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.batching import assign
 from rolecall.rl_runtime.reduce import Ballot, EpochStore, MicrobatchStats, ReduceGroup, disagreement
+from rolecall.rl_runtime.spawn import make_spawn
+from rolecall.rl_runtime.trainer_service import TrainerService
 
 ALL_IDS = ["7.0", "7.1", "7.2", "7.3"]
 MEMBERS = ["trainer/0", "trainer/1"]
@@ -165,6 +169,18 @@ def test_members_listen_on_their_own_address_only(addresses: tuple[str, str]) ->
     assert torch.equal(local, torch.arange(10, dtype=torch.float64)), "local gradients stay as they are"
     [g.close() for g in groups.values()]
     store.close()
+
+
+def test_a_trainer_is_reached_at_its_own_address(tmp_path: Path) -> None:
+    spawn = make_spawn(create_run_dir(tmp_path, "r"), ReplicaId("trainer/0"), 1, NodeId("node-1"))
+    before = listening()
+    service = TrainerService(spawn, parse_job({}), address="127.0.0.2")
+    try:
+        assert service.open_store(1)[0] == "127.0.0.2"
+        assert service.info().holder.host == "127.0.0.2"
+        assert {a for a, _ in listening() - before} == {as_the_kernel_writes("127.0.0.2")}
+    finally:
+        service.close()
 
 
 def test_group_of_one_needs_no_store_and_a_closed_group_fails_at_once() -> None:

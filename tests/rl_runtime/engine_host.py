@@ -57,7 +57,7 @@ class Host:
         self.start_seconds = clock.monotonic() - begun
 
     def in_engine(self, what: Callable[[Engine], Any]) -> Any:
-        return self.replica._thread.call(what, 20.0, "do what a test asks")
+        return self.replica._thread.call(what, 60.0, "do what a test asks")
 
     def started(self) -> tuple[int, float]:
         return os.getpid(), self.start_seconds

@@ -5,6 +5,7 @@ import inspect
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rolecall.agent import reporter
-from rolecall.core.clock import SystemClock
+from rolecall.core.clock import FakeClock
 from rolecall.core.errors import DeadlineExceeded, NotFinite, PeerLost, StaleIncarnation
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.membership import Actual, ReplicaState
@@ -22,7 +23,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime import actors
 from rolecall.rl_runtime.clients import ReplicaGone, RewardPort, RolloutPort, TrainerPort, within
 from rolecall.rl_runtime.ray_clients import RayClient, RemoteError
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 RECORD = Actual(
     replica=ReplicaId("rollout/1"),
@@ -108,7 +109,7 @@ def test_a_call_that_is_not_answered_names_whom_it_waited_for() -> None:
 def test_a_timeout_raised_by_the_replica_is_not_taken_for_our_own() -> None:
     inner = DeadlineExceeded(waited_for="the engine thread", seconds=30.0)
     with pytest.raises(DeadlineExceeded) as e:
-        asyncio.run(within(RayClient(RECORD, Handle(task_error(inner))).call("work"), 5.0, "rollout/1#3"))
+        asyncio.run(within(RayClient(RECORD, Handle(task_error(inner))).call("work"), PATIENCE_SECONDS, "rollout/1#3"))
     assert e.value is inner
 
 
@@ -137,15 +138,40 @@ def test_work_is_in_order_and_looking_is_not() -> None:
                 assert (group == "work") == (name in work), f"{actor.__name__}.{name}"
 
 
+class Stepped(FakeClock):
+    """Moves when the test says so; who sleeps on it waits for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = threading.Condition()
+
+    def sleep(self, seconds: float) -> None:
+        with self.moved:
+            self.moved.wait(PATIENCE_SECONDS)
+
+    def advance(self, seconds: float) -> None:
+        with self.moved:
+            super().sleep(seconds)
+            self.moved.notify_all()
+
+
 def test_a_lease_that_nobody_renews_ends_the_process() -> None:
-    ended: list[int] = []
-    lease = actors.Lease(60.0, SystemClock(), lambda: ended.append(1))
-    lease.renew(0.05)
-    short = actors.Lease(0.05, SystemClock(), lambda: ended.append(2))
-    short.renew(60.0)
-    actors.Lease(0.05, SystemClock(), lambda: ended.append(3))
-    eventually(lambda: 3 in ended, "the lease to run out")
-    assert 2 not in ended, "a renewed lease holds"
+    ended: list[str] = []
+    clock = Stepped()
+    renewed = actors.Lease(30.0, clock, lambda: ended.append("renewed"))
+    actors.Lease(30.0, clock, lambda: ended.append("forgotten"))
+    clock.advance(29.0)
+    renewed.renew(30.0)
+    clock.advance(2.0)
+
+    def ends(which: str) -> bool:
+        clock.advance(0.0)  # wakes a thread that came to its sleep only after the last move
+        return which in ended
+
+    eventually(lambda: ends("forgotten"), "the lease to run out")
+    assert ended == ["forgotten"], "a renewed lease holds"
+    clock.advance(29.0)
+    eventually(lambda: ends("renewed"), "the renewed lease to run out, too")
 
 
 @pytest.mark.parametrize(
@@ -180,5 +206,7 @@ def test_the_controllers_parts_carry_no_torch_and_no_engine(module: str) -> None
         f"import sys, rolecall.rl_runtime.{module}; "
         "print([m for m in ('torch', 'vllm', 'ray', 'transformers') if m in sys.modules])"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True
+    )
     assert out.stdout.strip() == "[]"

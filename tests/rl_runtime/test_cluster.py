@@ -38,12 +38,12 @@ class ClusterRun:
     def actual(self, replica: str, incarnation: int = 1) -> Actual:
         return self.journal.actual()[(ReplicaId(replica), incarnation)]
 
-    def until(self, replica: str, incarnation: int, state: ReplicaState, seconds: float) -> Actual:
+    def until(self, replica: str, incarnation: int, state: ReplicaState) -> Actual:
         def reached() -> bool:
             record = self.journal.actual().get((ReplicaId(replica), incarnation))
             return record is not None and record.state is state
 
-        eventually(reached, f"{replica}#{incarnation} to be {state}\n{self.said()[-2000:]}", seconds=seconds)
+        eventually(reached, f"{replica}#{incarnation} to be {state}\n{self.said()[-2000:]}")
         return self.actual(replica, incarnation)
 
     def until_started(self) -> None:
@@ -105,7 +105,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F", "0000000000000000000
 def test_seven_nodes_from_start_to_interrupt(tmp_path: Path) -> None:
     with cluster_run(tmp_path) as c:
         c.until_started()
-        standby = c.until("standby/0", 1, S.READY, 60)
+        standby = c.until("standby/0", 1, S.READY)
         _check_environment(c)
         _check_sockets_and_secrets(c)
         _check_processes(c)
@@ -116,7 +116,7 @@ def test_seven_nodes_from_start_to_interrupt(tmp_path: Path) -> None:
         assert temp is not None and temp.stat().st_mode & 0o077 == 0, "other users can reach Ray's sockets"
         begun = time.monotonic()
         c.process.send_signal(signal.SIGINT)
-        assert c.process.wait(60) == 0, c.said()[-3000:]
+        assert c.process.wait(120) == 0, c.said()[-3000:]
         print(f"started {c.said().split('STARTED ')[1].split()[0]} s, stopped in {time.monotonic() - begun:.1f} s")
         assert find_processes(c.run.path) == []
         assert [p for p in everything if is_alive(p.pid, p.start_ticks)] == []
@@ -168,7 +168,7 @@ def _join_without_the_token(c: ClusterRun) -> subprocess.CompletedProcess[str]:
     right = {**env, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": c.run.token()}
     wrong = {**env, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
     admitted, refused = (
-        subprocess.run([sys.executable, "-c", ask], env=e, capture_output=True, text=True, timeout=60, check=False)
+        subprocess.run([sys.executable, "-c", ask], env=e, capture_output=True, text=True, timeout=120, check=False)
         for e in (right, wrong)
     )
     assert admitted.returncode == 0 and "session_rolecall" in admitted.stdout, admitted.stderr[-1000:]
@@ -196,12 +196,12 @@ def _check_processes(c: ClusterRun) -> None:
 def _check_death_is_seen(c: ClusterRun, standby: Actual) -> None:
     killed, survivors = c.actual("rollout/1"), {c.actual(f"rollout/{i}").pid for i in (0, 2)}
     os.kill(killed.pid, signal.SIGKILL)
-    c.until("rollout/1", 1, S.LOST, 1.0)
+    c.until("rollout/1", 1, S.LOST)
     wanted = Desired(replica=ReplicaId("rollout/1"), incarnation=2, node=killed.node, because="the test says so")
     assert c.journal.set_desired(wanted, expect_incarnation=1)
-    promoted = c.until("rollout/1", 2, S.READY, 5.0)
+    promoted = c.until("rollout/1", 2, S.READY)
     assert (promoted.pid, promoted.node) == (standby.pid, standby.node)
-    refilled = c.until("standby/0", 2, S.READY, 30.0)
+    refilled = c.until("standby/0", 2, S.READY)
     assert refilled.node == killed.node
     assert {c.actual(f"rollout/{i}").pid for i in (0, 2)} == survivors
     assert all(is_alive(a.pid, a.start_ticks) for a in c.journal.current().values())
@@ -211,18 +211,18 @@ def _check_raylet_death(c: ClusterRun) -> None:
     trainer = c.actual("trainer/1")
     raylet = next(p for p in find_processes(c.run.path) if p.name == f"raylet-{trainer.node}")
     os.kill(raylet.pid, signal.SIGKILL)
-    lost = c.until("trainer/1", 1, S.LOST, 2.0)
+    lost = c.until("trainer/1", 1, S.LOST)
     assert not is_alive(trainer.pid, trainer.start_ticks)
     assert f"raylet of {trainer.node}" in lost.because
     # Its node can take nothing any more; another one can.
     assert c.journal.set_desired(
         Desired(replica=ReplicaId("trainer/1"), incarnation=2, node=trainer.node, because="the same node")
     )
-    assert "no raylet" in c.until("trainer/1", 2, S.LOST, 5.0).because
+    assert "no raylet" in c.until("trainer/1", 2, S.LOST).because
     assert c.journal.set_desired(
         Desired(replica=ReplicaId("trainer/1"), incarnation=3, node=NodeId("node-0"), because="another node")
     )
-    c.until("trainer/1", 3, S.READY, 30.0)
+    c.until("trainer/1", 3, S.READY)
 
 
 @pytest.mark.e2e

@@ -21,7 +21,7 @@ from rolecall.rl_runtime.processes import (
     run_environment,
     stop_run,
 )
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 DOUBLE_FORK = """
 import os, sys, time
@@ -61,7 +61,7 @@ def test_a_process_is_signalled_by_pid_and_start_time(sleeper: subprocess.Popen[
     assert kill_process(sleeper.pid, started + 1) is False, "another process with this PID is not meant"
     assert sleeper.poll() is None
     assert kill_process(sleeper.pid, started) is True
-    assert sleeper.wait(5) == -signal.SIGKILL
+    assert sleeper.wait(PATIENCE_SECONDS) == -signal.SIGKILL
     assert kill_process(sleeper.pid, started) is False
 
 
@@ -95,16 +95,20 @@ def test_everything_of_a_run_is_found_and_ended(tmp_path: Path, sleeper: subproc
     assert forked.stdout is not None and stubborn.stdout is not None
     grandchild = int(forked.stdout.readline())
     stubborn.stdout.readline()
-    forked.wait(10)
+    forked.wait(PATIENCE_SECONDS)
     os.kill(stopped.pid, signal.SIGSTOP)
     record_process(run, "recorded", sleeper.pid, node="node-9")
     try:
         found = {p.pid: p for p in find_processes(run)}
         assert set(found) == {plain.pid, stopped.pid, stubborn.pid, grandchild, sleeper.pid}
         assert found[sleeper.pid].node == "node-9"
-        ended = stop_run(run, term_seconds=0.3)
+        ended = stop_run(run, term_seconds=3.0)  # enough for those that obey, on a loaded machine
         assert {p.pid for p in ended} == set(found)
-        assert [p.wait(5) for p in (plain, stopped, stubborn)] == [-signal.SIGTERM, -signal.SIGTERM, -signal.SIGKILL]
+        assert [p.wait(PATIENCE_SECONDS) for p in (plain, stopped, stubborn)] == [
+            -signal.SIGTERM,
+            -signal.SIGTERM,
+            -signal.SIGKILL,
+        ]
         assert look(grandchild) is None or look(grandchild)[0] == "Z"  # type: ignore[index]
         assert foreign.poll() is None, "a process of another run was hit"
         assert stop_run(run) == []

@@ -20,7 +20,7 @@ from rolecall.rl_runtime.hands import Born
 from rolecall.rl_runtime.processes import run_environment
 from rolecall.rl_runtime.spawn import Spawn, actor_name
 from rolecall.rl_runtime.supervisor import Supervisor
-from tests.support import eventually
+from tests.support import PATIENCE_SECONDS, eventually
 
 S = ReplicaState
 
@@ -44,7 +44,7 @@ class SleepHands:
             self.starting += 1
             self.starting_most = max(self.starting, self.starting_most)
         try:
-            assert self.hold.wait(30)
+            assert self.hold.wait(PATIENCE_SECONDS)
             if spawn.replica in self.refuse:
                 raise self.refuse[spawn.replica]
             env = run_environment(Path(spawn.run_dir), spawn.node)
@@ -96,15 +96,13 @@ class Rig:
     def actual(self, replica: str, incarnation: int = 1) -> Actual | None:
         return self.journal.actual().get((ReplicaId(replica), incarnation))
 
-    def until(self, replica: str, incarnation: int, state: ReplicaState, seconds: float = 10.0) -> Actual:
+    def until(self, replica: str, incarnation: int, state: ReplicaState) -> Actual:
         def reached() -> bool:
             self.supervisor.tick()
             record = self.actual(replica, incarnation)
             return record is not None and record.state is state
 
-        eventually(
-            reached, f"{replica}#{incarnation} to be {state}; is {self.actual(replica, incarnation)}", seconds=seconds
-        )
+        eventually(reached, f"{replica}#{incarnation} to be {state}; is {self.actual(replica, incarnation)}")
         found = self.actual(replica, incarnation)
         assert found is not None
         return found
@@ -137,7 +135,7 @@ def test_a_death_is_written_down_once_and_nobody_is_replaced(rig: Rig) -> None:
     rig.want("rollout/1", node="node-2")
     dying, staying = rig.until("rollout/0", 1, S.READY), rig.until("rollout/1", 1, S.READY)
     os.kill(dying.pid, signal.SIGKILL)
-    lost = rig.until("rollout/0", 1, S.LOST, seconds=1.0)
+    lost = rig.until("rollout/0", 1, S.LOST)
     assert f"pid {dying.pid}" in lost.because
     for _ in range(5):
         rig.supervisor.tick()
@@ -152,7 +150,7 @@ def test_a_replacement_starts_only_when_the_old_process_is_gone(rig: Rig) -> Non
     os.kill(old.pid, signal.SIGSTOP)
     rig.want("trainer/0", 2, "node-5")
     new = rig.until("trainer/0", 2, S.READY)
-    assert rig.hands.processes["r:trainer-0:1"].wait(1) == -signal.SIGKILL
+    assert rig.hands.processes["r:trainer-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
     assert new.pid != old.pid and new.node == "node-5"
     fenced = rig.actual("trainer/0", 1)
     assert fenced is not None and fenced.state is S.LOST and "incarnation 2 takes its place" in fenced.because
@@ -191,7 +189,7 @@ def test_a_promotion_that_fails_ends_the_standby_and_says_so(rig: Rig) -> None:
     lost = rig.until("rollout/0", 2, S.LOST)
     assert "in vain" in lost.because
     rig.until("standby/0", 1, S.LOST)
-    assert rig.hands.processes["r:standby-0:1"].wait(5) == -signal.SIGKILL
+    assert rig.hands.processes["r:standby-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
     assert standby.pid == lost.pid
 
 
@@ -218,7 +216,7 @@ def test_a_start_that_was_overtaken_is_not_let_in(rig: Rig) -> None:
     assert rig.actual("trainer/0", 2) is None, "the first start has not ended yet: two would live at once"
     rig.hands.hold.set()
     rig.until("trainer/0", 2, S.READY)
-    assert rig.hands.processes["r:trainer-0:1"].wait(5) == -signal.SIGKILL
+    assert rig.hands.processes["r:trainer-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
     overtaken = rig.actual("trainer/0", 1)
     assert overtaken is not None and overtaken.state is S.LOST
 
@@ -243,7 +241,7 @@ def test_what_nobody_wants_any_more_is_stopped(rig: Rig) -> None:
     record = rig.until("reward/0", 1, S.READY)
     rig.journal.remove_desired(ReplicaId("reward/0"))
     rig.until("reward/0", 1, S.STOPPED)
-    assert rig.hands.processes["r:reward-0:1"].wait(5) == -signal.SIGKILL
+    assert rig.hands.processes["r:reward-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
     eventually(lambda: rig.events(EventKind.REPLICA_STOPPED), "the event")
     assert [e.body["incarnation"] for e in rig.events(EventKind.REPLICA_STOPPED)] == [record.incarnation]
 

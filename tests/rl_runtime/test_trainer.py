@@ -19,6 +19,7 @@ from rolecall.rl_runtime import checkpoint
 from rolecall.rl_runtime.protocol import Holder, Microbatch, StepResult
 from rolecall.rl_runtime.trainer_state import first_commit, parse_meta
 from tests.rl_runtime.trainer_process import LEDGER, Spied, make_microbatches, tiny_job
+from tests.support import PATIENCE_SECONDS, eventually
 
 JOB = tiny_job()
 NAME = replica_id("trainer", 0)
@@ -192,11 +193,13 @@ def test_export_during_steps_is_always_of_one_step(trainer: Spied) -> None:
     reader = threading.Thread(target=read)
     reader.start()
     try:
+        eventually(lambda: digests, "the reader to see the state before the first step")
         for step in range(steps):
             take_step(trainer, step)
+        eventually(lambda: steps - 1 in digests, "the reader to see the last step")
     finally:
         done.set()
-        reader.join(30.0)
+        reader.join(PATIENCE_SECONDS)
     assert len(digests) > 1
     assert all(len(found) == 1 for found in digests.values())
 

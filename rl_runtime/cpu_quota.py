@@ -43,7 +43,7 @@ def cpu_quota(pid: int, ratio: float, root: Path = CGROUP_ROOT) -> Iterator[None
         QuotaUnavailable: control groups cannot be written here.
     """
     home, version = cpu_group(pid, root)
-    group = home / f"rolecall-{pid}"
+    group = _group(pid, home)
     quota = int(ratio * PERIOD_MICROSECONDS)
     try:
         group.mkdir(exist_ok=True)
@@ -59,11 +59,23 @@ def cpu_quota(pid: int, ratio: float, root: Path = CGROUP_ROOT) -> Iterator[None
     try:
         yield
     finally:
-        try:
-            (home / "cgroup.procs").write_text(str(pid))
-        except ProcessLookupError:
-            pass  # it is gone, as a slow replica that was replaced should be
-        _remove(group)
+        lift_quota(pid, home)
+
+
+def lift_quota(pid: int, home: Path) -> None:
+    """All of the CPU again for a process that came from `home`; nothing where it has no quota of ours."""
+    group = _group(pid, home)
+    if not group.exists():
+        return
+    try:
+        (home / "cgroup.procs").write_text(str(pid))
+    except ProcessLookupError:
+        pass  # it is gone, as a slow replica that was replaced should be
+    _remove(group)
+
+
+def _group(pid: int, home: Path) -> Path:
+    return home / f"rolecall-{pid}"
 
 
 def _remove(group: Path) -> None:

@@ -3,7 +3,8 @@
 A target is one incarnation's process, by PID and start time, and must carry the run's marker in its environment: no
 other process can be hit. Faults that should come in the middle of work first meet the target at a checkpoint inside
 that work (`faults.py`). Each injection is one line of `injections.jsonl`, written at the moment of its effect; no
-detector reads that file. Every fault is bounded in time, and undone when its target lives on.
+detector reads that file. Every fault is bounded in time, and undone when its target lives on: by the injector, or by
+its guardian (`guardian.py`) when the injector is killed.
 """
 
 import json
@@ -12,7 +13,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -33,6 +34,7 @@ from rolecall.rl_runtime.faults import (
     effect_path,
     request_path,
 )
+from rolecall.rl_runtime.guardian import guarded
 from rolecall.rl_runtime.processes import environment_of, find_processes, is_alive, kill_process
 
 SECONDS_MAX = 600.0
@@ -217,11 +219,17 @@ class _Injection:
         self._bound, self._clock = bound, clock
 
     def perform(self, victims: list[Victim]) -> dict[str, Any]:
-        victim = victims[0]
         if self._how == "kill":
-            with self._met(victim):
-                self._signal(victim, signal.SIGKILL)
-                return self._record(victims)
+            with self._met(victims[0]) as met:
+                self._signal(victims[0], signal.SIGKILL)
+                return self._record(victims, met=met)
+        with ExitStack() as guards:
+            for v in victims:
+                guards.enter_context(guarded(self._run, v.pid, v.start_ticks))
+            return self._hurt(victims)
+
+    def _hurt(self, victims: list[Victim]) -> dict[str, Any]:
+        """A fault whose target lives on."""
         if self._how == "raise":
             return self._inside(victims, Inside.RAISE, message=USER_CODE_MESSAGE)
         if self._how == "delay":
@@ -233,14 +241,14 @@ class _Injection:
             "duty": self._duty,
             "quota": self._quota,
         }
-        record = slow[self._how](victim)
+        record = slow[self._how](victims[0])
         return {**record, "ended_at": self._clock.wall()}
 
     def _stop(self, victim: Victim) -> dict[str, Any]:
         try:
-            with self._met(victim):
+            with self._met(victim) as met:
                 self._signal(victim, signal.SIGSTOP)
-                record = self._record([victim])
+                record = self._record([victim], met=met)
             self._until_gone([victim])
         finally:
             kill_process(victim.pid, victim.start_ticks, signal.SIGCONT)
@@ -250,9 +258,9 @@ class _Injection:
         record: dict[str, Any] = {}
         deadline = self._clock.monotonic() + self._bound
         try:
-            with self._met(victim):
+            with self._met(victim) as met:
                 self._signal(victim, signal.SIGSTOP)
-                record = self._record([victim])
+                record = self._record([victim], met=met)
             while self._clock.monotonic() < deadline:
                 self._clock.sleep(DUTY_STOPPED_SECONDS)
                 if not kill_process(victim.pid, victim.start_ticks, signal.SIGCONT):
@@ -292,15 +300,15 @@ class _Injection:
     # --- parts ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _met(self, victim: Victim) -> Iterator[None]:
-        """Within: the victim stands in the middle of the work that is to be interrupted, if it came there in time."""
+    def _met(self, victim: Victim) -> Iterator[bool]:
+        """Within: the victim stands in the middle of the work that is to be interrupted. False: it did not come there
+        in time, and is hit wherever it is."""
         if not self._at:
-            yield
+            yield True
             return
         request_id = self._ask(victim, Inside.MEET, MEET_HOLD_SECONDS)
         try:
-            self._wait_for_effect([(victim, request_id)], MEET_SECONDS)
-            yield
+            yield self._wait_for_effect([(victim, request_id)], MEET_SECONDS) is not None
         finally:
             self._take_back(victim)
 
@@ -338,7 +346,8 @@ class _Injection:
         while any(v.lives for v in victims) and self._clock.monotonic() < deadline:
             self._clock.sleep(0.05)
 
-    def _record(self, victims: list[Victim], *, injected_at: float | None = None) -> dict[str, Any]:
+    def _record(self, victims: list[Victim], *, injected_at: float | None = None, met: bool = True) -> dict[str, Any]:
+        """`met`: it came at the moment that it was aimed at, or was aimed at none."""
         first = victims[0]
         record: dict[str, Any] = {
             "kind": self._kind,
@@ -349,6 +358,7 @@ class _Injection:
             "node": first.node,
             "pid": first.pid,
             "start_ticks": first.start_ticks,
+            "met": met,
             "injected_at": self._clock.wall() if injected_at is None else injected_at,
         }
         with self._run.injections_path.open("a", encoding="utf-8") as f:

@@ -19,6 +19,7 @@ class Fault:
     node: str = ""
     pid: int = 0
     start_ticks: int = 0
+    met: bool = True  # it came at the moment that it was aimed at
     targets: tuple[str, ...] = ()  # all that were hit together; `target` is the first of them
 
     @property
@@ -64,5 +65,6 @@ def _fault(d: Any) -> Fault:
         node=str(d.get("node") or ""),
         pid=int(d.get("pid") or 0),
         start_ticks=int(d.get("start_ticks") or 0),
+        met=d.get("met") is not False,
         targets=tuple(str(t) for t in d.get("targets") or ()),
     )

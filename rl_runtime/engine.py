@@ -286,6 +286,8 @@ def _start(settings: EngineSettings) -> Any:
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.num_seqs_max,
         max_num_batched_tokens=max(BATCHED_TOKENS_MIN, settings.max_model_len),
+        # Of a prompt computed in parts, vLLM takes a draw back from the request's generator, which on a CPU cannot be.
+        enable_chunked_prefill=False,
         kv_cache_memory_bytes=settings.kv_cache_bytes,
         enable_prefix_caching=True,  # samples of a group share their prompt; dropped at every update
         async_scheduling=False,  # a token must belong to the step that made it

@@ -41,6 +41,7 @@ class Watched:
         self._said: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.team = Team(tiny_job(group_timeout_seconds=600.0))  # the group must not give up before the finding
         self._step = 0
+        self._listener: threading.Thread | None = None
 
     def start(self) -> list[TrainerProcess]:
         machines = self.network.machines
@@ -59,7 +60,8 @@ class Watched:
         urls = {d.name: json.loads((d / "agent.json").read_text())["url"] for d in node_dirs}
         arguments = [str(WATCHER), json.dumps(urls), json.dumps({"trainer": len(urls)})]
         detector = self._run([*self.network.switch.command, sys.executable, *arguments])
-        threading.Thread(target=self._listen, args=(detector,), daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, args=(detector,), daemon=True)
+        self._listener.start()
         self.team.join(self.team.all)
         return self.team.all
 
@@ -106,6 +108,9 @@ class Watched:
         self.team.close()
         for process in self._processes:
             process.kill()
+        if self._listener is not None:
+            self._listener.join(30)  # its pipe is at its end
+        for process in self._processes:
             process.communicate(timeout=30)
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import InvalidTransition, JournalCorrupt, JournalError
 from rolecall.core.events import Event, EventKind
-from rolecall.core.journal import DamagedLine, Journal, Lease
+from rolecall.core.journal import Journal, Lease
+from rolecall.core.rows import DamagedLine
 from rolecall.recovery.incidents import INCIDENT_KINDS, Incident, IncidentState, apply
 from rolecall.recovery.intake import incident_name, storable
 

@@ -14,6 +14,7 @@ from rolecall.core.errors import CommandRefused
 from rolecall.core.events import EventKind
 from rolecall.core.ids import split_replica
 from rolecall.core.journal import Journal
+from rolecall.core.rows import reading
 from rolecall.core.rundir import RunDir
 from rolecall.core.store import canonical
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
@@ -29,14 +30,20 @@ K = EventKind
 
 
 @contextmanager
-def _opened(run: RunDir, clock: Clock | None = None) -> Iterator[tuple[Journal, Book]]:
+def _journal(run: RunDir, clock: Clock | None = None) -> Iterator[Journal]:
     journal = Journal(run.database_url, clock=clock, create=False)
     try:
+        yield journal
+    finally:
+        journal.close()
+
+
+@contextmanager
+def _opened(run: RunDir, clock: Clock | None = None) -> Iterator[tuple[Journal, Book]]:
+    with _journal(run, clock) as journal:
         book = Book()
         book.refresh(journal)
         yield journal, book
-    finally:
-        journal.close()
 
 
 # --- saying -------------------------------------------------------------------------------------------------------
@@ -44,7 +51,7 @@ def _opened(run: RunDir, clock: Clock | None = None) -> Iterator[tuple[Journal, 
 
 def pause(run: RunDir, by: str, because: str) -> str:
     """Stops all acting before the next action; returns the sentence that says so."""
-    with _opened(run) as (journal, _):
+    with _journal(run) as journal:
         # The flag first: it is what stops the next action, the event is what remembers.
         journal.set_flag(PAUSED_FLAG, f"{by}: {because}")
         journal.append(K.PAUSED, {"by": by, "because": because})
@@ -53,7 +60,7 @@ def pause(run: RunDir, by: str, because: str) -> str:
 
 def resume(run: RunDir, by: str) -> str:
     """Ends a pause; returns the sentence that says so."""
-    with _opened(run) as (journal, _):
+    with _journal(run) as journal:
         was = journal.flag(PAUSED_FLAG)
         journal.set_flag(PAUSED_FLAG, None)
         journal.append(K.RESUMED, {"by": by})
@@ -185,7 +192,7 @@ def status(run: RunDir, clock: Clock | None = None) -> dict[str, Any]:
             }
             for r in fleet.replicas
         ],
-        "open_incidents": [_summary(i) for i in book.open_incidents()],
+        "open_incidents": [_summary(i, book) for i in book.open_incidents()],
         "broken_incidents": {name: str(e).splitlines()[0] for name, e in sorted(book.broken.items())},
     }
 
@@ -197,17 +204,26 @@ def incidents(run: RunDir, incident_id: str | None = None) -> list[dict[str, Any
         CommandRefused: there is no incident of this id.
     """
     with _opened(run) as (journal, book):
+        told = [_summary(i, book) for i in book.incidents.values() if incident_id in (None, i.incident_id)]
         if incident_id is None:
-            return [_summary(i) for i in book.incidents.values()]
-        found = book.incidents.get(incident_id)
-        if found is None:
-            raise CommandRefused(f"no incident {incident_id}; there are: {', '.join(book.incidents) or 'none'}")
+            return told
+        found = _known(book, incident_id)
         events = [e.to_dict() for e in journal.events(incident_id=incident_id)]
-    return [{**_summary(found), "diagnosis": found.diagnosis.to_dict(), "events": events}]
+    return [{**told[0], "diagnosis": found.diagnosis.to_dict(), "events": events}]
 
 
-def _summary(i: Incident) -> dict[str, Any]:
-    attempt = i.attempt
+def _known(book: Book, incident_id: str) -> Incident:
+    """Raises CommandRefused: there is no such incident, or nothing of it could be read."""
+    found = book.incidents.get(incident_id)
+    if found is None and incident_id in book.broken:
+        raise CommandRefused(f"{incident_id} is set aside: {book.broken[incident_id]}")
+    if found is None:
+        raise CommandRefused(f"no incident {incident_id}; there are: {', '.join(book.incidents) or 'none'}")
+    return found
+
+
+def _summary(i: Incident, book: Book) -> dict[str, Any]:
+    attempt, broken = i.attempt, book.broken.get(i.incident_id)
     return {
         "incident_id": i.incident_id,
         "state": str(i.state),
@@ -226,6 +242,7 @@ def _summary(i: Incident) -> dict[str, Any]:
         "closed_because": i.because,
         "person_called": bool(i.person_topics),
         "person_because": i.person_because,
+        "set_aside": str(broken).splitlines()[0] if broken is not None else None,
     }
 
 
@@ -236,18 +253,20 @@ def replay(run: RunDir, incident_id: str) -> dict[str, Any]:
         CommandRefused: there is no incident of this id, or it has no plan.
     """
     with _opened(run) as (journal, book):
-        if incident_id not in book.incidents:
-            raise CommandRefused(f"no incident {incident_id}; there are: {', '.join(book.incidents) or 'none'}")
+        _known(book, incident_id)
+        where = journal.store.where
         made = journal.events(incident_id=incident_id, kinds=[K.PLAN_MADE])
         (opened,) = journal.events(incident_id=incident_id, kinds=[K.INCIDENT_OPENED])
     if not made:
         raise CommandRefused(f"{incident_id} has no plan to decide again")
     plans = []
     for event in made:
-        again = decide(Question.from_dict(event.body["question"])).to_dict()
-        then = {k: v for k, v in event.body.items() if k != "question"}
-        # Whom else an action would disturb is the actuator's word, and no part of the decision.
-        then["plan"] = {**then["plan"], "also_hit": []}
+        with reading(where, f"events line {event.seq}, a plan"):
+            asked = Question.from_dict(event.body["question"])
+            then = {k: v for k, v in event.body.items() if k != "question"}
+            # Whom else an action would disturb is the actuator's word, and no part of the decision.
+            then["plan"] = {**then["plan"], "also_hit": []}
+        again = decide(asked).to_dict()
         same = canonical(again) == canonical(then)
         plans.append({"event": event.event_id, "same": same, "then": then["plan"], "again": again["plan"]})
     same = all(p["same"] for p in plans)
@@ -292,7 +311,8 @@ def incidents_text(value: list[dict[str, Any]]) -> str:
 def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
     lines = []
     for i in found:
-        lines.append(f"{i['incident_id']} {i['outcome'] or i['state']}: {i['because']}")
+        state = "SET ASIDE" if i["set_aside"] else i["outcome"] or i["state"]
+        lines.append(f"{i['incident_id']} {state}: {i['set_aside'] or i['because']}")
         if i["plan"]:
             held = f", held by {', '.join(i['held_by'])}" if i["held_by"] and i["outcome"] is None else ""
             lines.append(f"  {i['action']} (plan {i['plan']['digest']}, attempt {i['num_attempts']}{held})")

@@ -54,6 +54,8 @@ class RunAudit:
     admissions: tuple[Admission, ...] = ()
     weights_proven: int = 0
     """Re-admissions with a proof that holds."""
+    damage: JournalCorrupt | None = None
+    """Why nothing that the journal's events say was used."""
     notes: tuple[str, ...] = field(default=())
 
     def summary(self) -> dict[str, Any]:
@@ -100,10 +102,12 @@ def _audit(run: RunDir, journal: Journal) -> RunAudit:
     notes: list[str] = []
     events: list[Event] = []
     journal_head = ChainHead(position=0, hash="")
+    damage: JournalCorrupt | None = None
     try:
         journal_head = journal.verify()
         events = journal.events(limit=journal_head.position)
     except JournalCorrupt as e:
+        damage = e
         problems.append(f"journal: {e}; what its events say is not used")
     report = _report(run.path / "report.json", problems)
     anchors = [*_from_events(events), *_from_checkpoints(run.checkpoints, problems)]
@@ -132,6 +136,7 @@ def _audit(run: RunDir, journal: Journal) -> RunAudit:
         num_anchors=len(anchors),
         admissions=tuple(admissions),
         weights_proven=sum(a.readmitted and not a.problem for a in admissions),
+        damage=damage,
         notes=tuple(notes),
     )
 

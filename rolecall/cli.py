@@ -21,7 +21,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from rolecall.core.database import redacted
-from rolecall.core.errors import BadId, ConfigError, JournalError, RolecallError, RunNotFound, TooFewNodes
+from rolecall.core.errors import (
+    BadId,
+    ConfigError,
+    JournalCorrupt,
+    JournalError,
+    RolecallError,
+    RunNotFound,
+    TooFewNodes,
+)
 from rolecall.text import plain
 
 logger = logging.getLogger(__name__)
@@ -206,7 +214,7 @@ def agent(ctx: typer.Context) -> int:
 def status(
     run: Annotated[str, typer.Argument()] = "latest", runs: RootOption = ROOT, as_json: JsonOption = False
 ) -> int:
-    """Roles, replicas and open incidents of a run. Exit code 1 while an incident is open."""
+    """Roles, replicas and open incidents of a run. Exit code 1 while an incident is open, or one cannot be read."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery import commands
 
@@ -215,7 +223,7 @@ def status(
         _print_json(value)
     else:
         _out(commands.status_text(value))
-    return 1 if value["open_incidents"] else 0
+    return 1 if value["open_incidents"] or value["broken_incidents"] else 0
 
 
 @app.command()
@@ -369,6 +377,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except RolecallError as e:
         _complain(e)
+        if isinstance(e, JournalCorrupt):
+            from rolecall.salvage import offer
+
+            if left := offer(e):
+                _complain(left)
         return 2 if isinstance(e, USAGE_ERRORS) else 1
     except BrokenPipeError:
         # Whoever read our output (`| head`) has enough. The interpreter's own flush at the end must not fail again.

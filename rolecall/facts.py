@@ -53,11 +53,18 @@ class Facts:
 
 
 def read_facts(run: RunDir) -> Facts:
-    """Reads a run."""
+    """Reads a run.
+
+    Raises:
+        JournalError: there is no journal.
+        JournalCorrupt: its events do not hold, so that no fact about the run can be taken from them.
+        RolecallError: the injector's log is damaged.
+    """
     found = audit_run(run)
+    if found.damage is not None:
+        raise found.damage
     journal = Journal(run.database_url, create=False)
     try:
-        # Of a journal whose chain does not hold, the part that the audit could walk is still told.
         events = journal.events(limit=found.journal.position) if found.journal.position else []
         known = lives(events, journal.actual())
         lines = Ledger(journal.store).lines()

@@ -40,7 +40,7 @@ def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
     same configuration beside this run.
 
     Raises:
-        JournalError: there is no journal. JournalCorrupt: the file cannot be read.
+        JournalError: there is no journal. JournalCorrupt: it does not hold; a report written before stays as it is.
         RunNotFound: `baseline` was named and holds no report.
         RolecallError: the injector's log is damaged.
     """

@@ -15,7 +15,9 @@ from typing import Any
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config import JobConfig, parse_job
 from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.errors import RunNotFound
 from rolecall.core.journal import Journal
+from rolecall.core.rows import reading
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.detector.engine import Detector
 from rolecall.detector.observation import Observation
@@ -84,6 +86,8 @@ def watch_run(run: RunDir) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     clock = SystemClock()
     value = run.read()
+    if not isinstance(value.get("config"), dict):
+        raise RunNotFound(f"{run.path / 'run.json'}: damaged: it holds no config")
     job = parse_job(value["config"], str(run.path / "run.json"))
     journal = Journal(run.database_url, create=False)
     stop = threading.Event()
@@ -131,14 +135,15 @@ def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
     value: dict[str, Any] = commands.replay(run, incident)
     journal = Journal(run.database_url, create=False)
     try:
-        window = journal.windows(incident).get("observations")
+        where, window = journal.store.where, journal.windows(incident).get("observations")
     finally:
         journal.close()
     if window is None:
         return value
-    opened = value["diagnosis"]
-    standing = {d.key: d for looked in Detector.replay_window(window) for d in looked}
-    again = standing.get(Diagnosis.from_dict(opened).key)
+    with reading(where, f"window of {incident}"):
+        opened = Diagnosis.from_dict(value["diagnosis"])
+        standing = {d.key: d for looked in Detector.replay_window(window) for d in looked}
+    again = standing.get(opened.key)
     value["diagnosed_again"] = again is not None
     value["same"] = bool(value["same"]) and again is not None
     verdict = f"diagnosed again: {again.because}" if again else "the stored window does not give this diagnosis again"

@@ -45,9 +45,9 @@ def test_a_run_that_holds(fake_run: RunDir) -> None:
         ("UPDATE ledger SET num_tokens = 1 WHERE seq = 100", "ledger line 100 (group g00"),
         ("UPDATE ledger SET state = 'dropped' WHERE seq = 2", "ledger line 2 (group g00"),
         ("DELETE FROM ledger WHERE seq > 2000", "its tail was cut off"),
-        ("DELETE FROM events WHERE seq = 50", "journal: events line 50"),
-        ("UPDATE events SET body = '{}' WHERE seq = 60", "journal: events line 60"),
-        ("UPDATE events SET kind = 'no such kind' WHERE seq = 60", "journal: events line 60"),
+        ("DELETE FROM events WHERE seq = 50", "journal.db: events line 50"),
+        ("UPDATE events SET body = '{}' WHERE seq = 60", "journal.db: events line 60"),
+        ("UPDATE events SET kind = 'no such kind' WHERE seq = 60", "journal.db: events line 60"),
     ],
 )
 def test_what_was_done_to_the_database_is_named(fake_run: RunDir, statement: str, said: str) -> None:

@@ -5,9 +5,6 @@ Tables: `events` (the chain), `desired` and `actual` (the border between recover
 diagnosis had read, for replay). All writes that belong together go in one transaction.
 """
 
-import json
-import math
-import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,8 +14,9 @@ import sqlalchemy as sa
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import Fenced, JournalCorrupt
 from rolecall.core.events import Event, EventKind
-from rolecall.core.ids import NodeId, ReplicaId
+from rolecall.core.ids import ReplicaId
 from rolecall.core.membership import Actual, Desired, Epoch, ReplicaState
+from rolecall.core.rows import DamagedLine, actual_of, epoch_of, event_of, packed, storable, unpacked
 from rolecall.core.store import GENESIS, METADATA, Store, canonical, chain_hash
 
 _events = sa.Table(
@@ -107,15 +105,6 @@ class ChainHead:
     hash: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DamagedLine:
-    """A line of the chain that cannot be read."""
-
-    seq: int
-    incident_id: str | None
-    error: JournalCorrupt
-
-
 class Journal:
     """Reads and writes a run's memory. Every method is one transaction."""
 
@@ -163,7 +152,7 @@ class Journal:
         if key is not None:
             row = conn.execute(sa.select(_events).where(_events.c.key == key)).mappings().first()
             if row is not None:
-                return _event(row, self.store.where)
+                return event_of(row, self.store.where)
         if lease is not None:
             self._check_fence(conn, lease)
         last = conn.execute(sa.select(_events.c.seq, _events.c.hash).order_by(_events.c.seq.desc()).limit(1)).first()
@@ -175,11 +164,11 @@ class Journal:
             "incident_id": incident_id,
             "caused_by": caused_by,
             "key": key,
-            "body": canonical(_storable(body)),
+            "body": canonical(storable(body)),
         }
         link = chain_hash(previous, entry)
         conn.execute(_events.insert().values(**entry, hash=link))
-        return _event({**entry, "hash": link}, self.store.where)
+        return event_of({**entry, "hash": link}, self.store.where)
 
     def events(
         self,
@@ -207,7 +196,7 @@ class Journal:
         found = []
         for row in rows:
             try:
-                found.append(_event(row, self.store.where))
+                found.append(event_of(row, self.store.where))
             except JournalCorrupt as e:
                 if damaged is None:
                     raise
@@ -219,7 +208,7 @@ class Journal:
         query = sa.select(_events).where(_events.c.kind == str(kind)).order_by(_events.c.seq.desc()).limit(1)
         with self.store.read() as conn:
             row = conn.execute(query).mappings().first()
-        return _event(row, self.store.where) if row else None
+        return event_of(row, self.store.where) if row else None
 
     def head(self) -> ChainHead:
         with self.store.read() as conn:
@@ -238,10 +227,10 @@ class Journal:
             for row in conn.execute(sa.select(_events).order_by(_events.c.seq)).mappings():
                 position += 1
                 if row["seq"] != position:
-                    raise JournalCorrupt(where=f"events line {position}", reason=f"line is missing, found {row['seq']}")
+                    raise JournalCorrupt(where=f"{self.store.where}: events line {position}", reason=f"line is missing, found {row['seq']}")
                 entry = {k: row[k] for k in ("seq", "kind", "wall_at", "incident_id", "caused_by", "key", "body")}
                 if chain_hash(previous, entry) != row["hash"]:
-                    raise JournalCorrupt(where=f"events line {position}", reason="hash does not match the line")
+                    raise JournalCorrupt(where=f"{self.store.where}: events line {position}", reason="hash does not match the line")
                 previous = row["hash"]
         return ChainHead(position=position, hash=previous)
 
@@ -344,12 +333,8 @@ class Journal:
         """All incarnations ever seen, by (replica, incarnation)."""
         with self.store.read() as conn:
             rows = conn.execute(sa.select(_actual)).mappings().all()
-        return {
-            (ReplicaId(r["replica"]), r["incarnation"]): Actual(
-                **{**r, "state": ReplicaState(r["state"]), "node": NodeId(r["node"])}
-            )
-            for r in rows
-        }
+        records = (actual_of(r, self.store.where) for r in rows)
+        return {(record.replica, record.incarnation): record for record in records}
 
     def current(self) -> dict[ReplicaId, Actual]:
         """The newest incarnation of each replica."""
@@ -376,11 +361,8 @@ class Journal:
 
     def epoch(self) -> Epoch | None:
         with self.store.read() as conn:
-            row = conn.execute(sa.select(_epochs).order_by(_epochs.c.number.desc()).limit(1)).first()
-        if row is None:
-            return None
-        members = tuple((ReplicaId(r), int(i)) for r, i in json.loads(row.members))
-        return Epoch(number=row.number, members=members, because=row.because, wall_at=row.wall_at)
+            row = conn.execute(sa.select(_epochs).order_by(_epochs.c.number.desc()).limit(1)).mappings().first()
+        return None if row is None else epoch_of(row, self.store.where)
 
     # --- flags and windows --------------------------------------------------------------------------------------
 
@@ -397,7 +379,7 @@ class Journal:
 
     def save_window(self, incident_id: str, name: str, value: Any) -> None:
         """Keeps what a diagnosis had read (JSON, compressed). The first one saved under a name stays."""
-        blob = zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 6)
+        blob = packed(value)
         with self.store.write() as conn:
             this = (_windows.c.incident_id == incident_id) & (_windows.c.name == name)
             if conn.execute(sa.select(_windows.c.name).where(this)).first() is None:
@@ -406,40 +388,4 @@ class Journal:
     def windows(self, incident_id: str) -> dict[str, Any]:
         with self.store.read() as conn:
             rows = conn.execute(sa.select(_windows).where(_windows.c.incident_id == incident_id)).all()
-        return {row.name: json.loads(zlib.decompress(row.blob)) for row in rows}
-
-
-def _storable(value: Any) -> Any:
-    """`value` with NaN and infinities as the words that `float()` reads: JSON has none, and a loss that is NaN is
-    exactly what must not be lost, or stop its writer."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {k: _storable(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_storable(v) for v in value]
-    return value
-
-
-def _event(row: Mapping[str, Any] | sa.RowMapping, file: str) -> Event:
-    """The event of a row; `file`: of which database.
-
-    Raises:
-        JournalCorrupt: it is not what `append` writes; which line, and why.
-    """
-    try:
-        body = json.loads(row["body"])
-        if not isinstance(body, dict):
-            raise TypeError(f"its body is {type(body).__name__}, not a mapping")
-        return Event(
-            seq=row["seq"],
-            kind=EventKind(row["kind"]),
-            wall_at=float(row["wall_at"]),
-            body=body,
-            incident_id=row["incident_id"],
-            caused_by=row["caused_by"],
-            key=row["key"],
-            hash=row["hash"],
-        )
-    except (TypeError, ValueError) as e:
-        raise JournalCorrupt(where=f"{file}: events line {row['seq']}", reason=f"cannot be read: {e}") from e
+        return {r.name: unpacked(r.blob, self.store.where, f"window {r.name!r} of {incident_id}") for r in rows}

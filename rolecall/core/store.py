@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -107,7 +108,7 @@ class Store:
         """One consistent view.
 
         Raises:
-            JournalUnavailable: the database cannot be used now.
+            JournalUnavailable: the database cannot be used now. JournalCorrupt: the file is damaged.
         """
         options: dict[str, Any] = {} if self._is_sqlite else {"isolation_level": "REPEATABLE READ"}
         with self._connected(**options) as conn, conn.begin():
@@ -119,6 +120,8 @@ class Store:
             with self._connect() as conn:
                 yield conn.execution_options(**options)
         except (OperationalError, InterfaceError) as e:
+            if self._is_sqlite and any(sign in str(e.orig) for sign in DAMAGE_SIGNS):
+                raise JournalCorrupt(where=self.where, reason=_first_line(e)) from e
             raise JournalUnavailable(where=self.where, reason=_first_line(e), hint=self._hint()) from e
         except DatabaseError as e:
             if type(e) is DatabaseError and self._is_sqlite:  # its subclasses are mistakes and refusals, not damage
@@ -177,11 +180,22 @@ def _first_line(error: DatabaseError | InterfaceError) -> str:
 
 def _sqlite_engine(url: str, create: bool) -> sa.Engine:
     if not create:
+        _check_exists(Path(url.removeprefix("sqlite:///")))
         url = f"sqlite:///file:{url.removeprefix('sqlite:///')}?mode=rw&uri=true"
     engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
     sa.event.listen(engine, "connect", _configure_sqlite)
     sa.event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _check_exists(path: Path) -> None:
+    # SQLite has one sentence for all of these, and a person needs three.
+    if not path.exists():
+        raise JournalError(f"{path}: there is no journal (the file is missing)")
+    if not path.is_file():
+        raise JournalCorrupt(where=str(path), reason="this is no file")
+    if path.stat().st_size == 0:
+        raise JournalCorrupt(where=str(path), reason="the file is empty")
 
 
 def _configure_sqlite(dbapi_connection: Any, _record: Any) -> None:

@@ -207,7 +207,7 @@ def test_a_line_changed_or_removed_is_named(journal: Journal, url: str, statemen
     _tamper(url, statement)
     with pytest.raises(JournalCorrupt) as caught:
         journal.verify()
-    assert caught.value.where == f"events line {line}"
+    assert caught.value.where == f"{journal.store.where}: events line {line}"
 
 
 def test_a_tail_cut_off_shows_against_an_anchor(journal: Journal, url: str) -> None:

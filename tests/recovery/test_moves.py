@@ -303,3 +303,13 @@ def test_a_replacement_is_cured_failed_or_waited_for(
 def test_what_was_verified_is_closed_as_cured() -> None:
     i = _incident(S.VERIFYING, _attempt(started_at=NOW - 1, done_at=NOW - 1), verified_at=NOW)
     assert _said(_move(i)) == (K.INCIDENT_CLOSED, "cured")
+
+
+def test_a_budget_that_is_used_up_is_said_and_then_a_person_is_called_once() -> None:
+    used_up = {"config": {"evictions_per_hour_max": 0}}
+    i = _incident(S.PLANNED, _attempt())
+    kind, guard = _said(_move(i, **used_up))
+    assert kind is K.PLAN_HELD
+    held = replace(i, attempts=(_attempt(held_by=frozenset({guard})),))
+    assert _said(_move(held, **used_up)) == (K.PERSON_CALLED, guard)
+    assert _move(replace(held, person_topics=frozenset({guard})), **used_up) is None

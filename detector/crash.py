@@ -36,6 +36,7 @@ DOING = {
     "optimizer": "stepped the optimizer",
     "publish": "published weights",
     "copy": "copied state",
+    "checkpoint": "wrote a checkpoint",
     "generate": "generated",
     "update": "updated weights",
     "score": "scored",

@@ -44,6 +44,10 @@ pollers), stopped ones none, and a busy loop that holds the interpreter does not
 WORKING_P99_FACTOR = 12.0
 """Deadline of a process at work, in P99 of its units: four times slower with three times the usual tail."""
 
+RARE_PHASES = frozenset({Phase.CHECKPOINT})
+"""Entered once in many steps, and as long as a disk takes: neither experience with other phases nor their P99 says how
+long that may be. Until enough of them were seen the deadline of a first unit holds."""
+
 DEPENDENT_PHASES = frozenset({Phase.UPDATE, Phase.COPY, Phase.CONTROL})
 
 
@@ -70,10 +74,11 @@ def phase_deadline(fleet: Fleet, subject: Subject, config: DetectorConfig) -> De
     role, phase = subject.role, subject.phase
     if phase == Phase.IDLE:
         phase = Phase.GENERATE  # holds requests: due as if it generated
-    if phase == Phase.START or not (subject.experienced or phase in subject.phases_done):
+    known = phase in subject.phases_done or (subject.experienced and phase not in RARE_PHASES)
+    if phase == Phase.START or not known:
         return learned_deadline(None, config)
     p99 = fleet.gaps.p99(role, phase)
-    if p99 is None:
+    if p99 is None and phase not in RARE_PHASES:
         p99 = fleet.gaps.p99_of_role(role)
     deadline = learned_deadline(p99, config)
     longer = WORKING_P99_FACTOR * (p99 or 0.0)

@@ -23,6 +23,8 @@ import torch
 from rolecall.core.config import AlgorithmConfig
 from rolecall.rl_runtime.protocol import Group
 
+NOT_COMPARED = -1.0
+"""Below every difference, so that the largest of several is one where any was compared."""
 STD_FLOOR = 1e-6  # keeps a division finite where all rewards are equal
 
 
@@ -43,6 +45,7 @@ class Loss:
 
     total: torch.Tensor
     log_ratio_max: float  # of tokens made by `policy_version`: the same weights, so any difference is an error
+    """`NOT_COMPARED` where there is no such token: with a bound on staleness that is used, most steps have none."""
     clipped_tokens: int
 
 
@@ -117,6 +120,6 @@ def grpo_loss(
     error = log_ratio.detach().abs()[(batch.versions_st == policy_version) & generated]
     return Loss(
         total=-(gain * batch.mask_st).sum() / normaliser,
-        log_ratio_max=float(error.max()) if error.numel() else 0.0,
+        log_ratio_max=float(error.max()) if error.numel() else NOT_COMPARED,
         clipped_tokens=int(((clipped * advantage < ratio * advantage) & generated).sum()),
     )

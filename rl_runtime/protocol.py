@@ -114,7 +114,9 @@ class StepResult:
     num_tokens: int
     seconds: float
     my_microbatches: tuple[str, ...]
-    log_ratio_max: float  # largest |trainer log-prob - rollout log-prob| where versions agree: an alarm if large
+    log_ratio_max: float | None
+    """Largest |trainer log-prob - rollout log-prob| of tokens made by the weights that were trained: an alarm if large.
+    None: the step had no such token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,7 @@ from rolecall.core.errors import NotFinite, StaleIncarnation, VoteRefused
 from rolecall.core.ids import GroupId, ReplicaId, process_start_ticks
 from rolecall.core.journal import ChainHead
 from rolecall.core.telemetry import Phase
-from rolecall.rl_runtime.grpo import normaliser
+from rolecall.rl_runtime.grpo import NOT_COMPARED, normaliser
 from rolecall.rl_runtime.model import make_model, vocabulary
 from rolecall.rl_runtime.partial import Contribution, Gradients, PartialStep
 from rolecall.rl_runtime.protocol import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo
@@ -351,7 +351,7 @@ class TrainerReplica:
             num_tokens=sum(s.num_tokens for s in stats),
             seconds=self._clock.monotonic() - started,
             my_microbatches=tuple(sorted(s.microbatch_id for s in mine.microbatches)),
-            log_ratio_max=max((s.log_ratio_max for s in stats), default=0.0),
+            log_ratio_max=_compared(max((s.log_ratio_max for s in stats), default=NOT_COMPARED)),
         )
         result = self._last_result
         reporter.update(
@@ -367,6 +367,10 @@ class TrainerReplica:
 
 def _group_ids(ballots: Sequence[Ballot]) -> tuple[GroupId, ...]:
     return tuple(sorted(g for b in ballots for s in b.microbatches for g in s.group_ids))
+
+
+def _compared(log_ratio_max: float) -> float | None:
+    return None if log_ratio_max == NOT_COMPARED else log_ratio_max
 
 
 def _digest(tensor: torch.Tensor) -> str:

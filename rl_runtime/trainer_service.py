@@ -5,20 +5,20 @@ between two steps. Without Ray; one working thread calls `join`, `train_step`, `
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from rolecall.agent import reporter
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config import JobConfig
 from rolecall.core.errors import StaleIncarnation
-from rolecall.core.ids import ReplicaId
-from rolecall.core.journal import ChainHead
+from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime import checkpoint
 from rolecall.rl_runtime.clients import LoadedCheckpoint
 from rolecall.rl_runtime.digest import build_manifest
 from rolecall.rl_runtime.proof import CANARY
-from rolecall.rl_runtime.protocol import CommitRecord, Holder, Manifest, Microbatch, StepResult, TrainerInfo
+from rolecall.rl_runtime.protocol import CommitRecord, Holder, Manifest, StepResult, TrainerInfo
 from rolecall.rl_runtime.pull import pull_state
 from rolecall.rl_runtime.reduce import LOOPBACK
 from rolecall.rl_runtime.spawn import Spawn
@@ -58,6 +58,7 @@ class TrainerService:
             on_bucket=on_bucket,
             on_publish=self._publish,
         )
+        self.join, self.train_step = self.replica.join, self.replica.train_step
         self._server = TensorServer(
             self._token, address, clock=self._clock, on_tensor=lambda _puller, _name: on_tensor()
         )
@@ -106,21 +107,6 @@ class TrainerService:
 
     # --- the working thread
 
-    def join(self, incarnation: int, epoch: int, rank: int, size: int, host: str, port: int) -> None:
-        self.replica.join(incarnation, epoch, rank, size, host, port)
-
-    def train_step(
-        self,
-        incarnation: int,
-        epoch: int,
-        step: int,
-        mine: Sequence[Microbatch],
-        all_ids: Sequence[str],
-        ledger: ChainHead,
-        members: Sequence[ReplicaId],
-    ) -> StepResult:
-        return self.replica.train_step(incarnation, epoch, step, mine, all_ids, ledger, members)
-
     def idle(self) -> None:
         """Answers when the working thread is free."""
 
@@ -147,9 +133,10 @@ class TrainerService:
         Raises:
             OSError: it could not be written; older ones stand.
         """
-        tensors, meta = self.replica.export_state()
-        step = self.replica.commit_record().step
-        return str(checkpoint.save(Path(folder), step, tensors, meta, keep=keep))
+        with reporter.phase(Phase.CHECKPOINT):
+            tensors, meta = self.replica.export_state()
+            step = self.replica.commit_record().step
+            return str(checkpoint.save(Path(folder), step, tensors, meta, keep=keep))
 
     def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
         """Takes over the newest good checkpoint; without one, the weights that the run began with."""

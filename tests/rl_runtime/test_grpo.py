@@ -11,7 +11,7 @@ import torch
 
 from rolecall.core.config import AlgorithmConfig
 from rolecall.core.ids import GroupId
-from rolecall.rl_runtime.grpo import Batch, advantages, grpo_loss, make_batch, normaliser, token_logprobs
+from rolecall.rl_runtime.grpo import NOT_COMPARED, Batch, advantages, grpo_loss, make_batch, normaliser, token_logprobs
 from rolecall.rl_runtime.protocol import Group, Sample
 
 PLAIN = AlgorithmConfig(clip_low=0.2, clip_high=0.28, entropy_coefficient=0.0)
@@ -87,7 +87,7 @@ def test_alarm_looks_only_at_tokens_of_this_version() -> None:
     b.versions_st[0] = torch.tensor([-1, 3, 4])
     now = torch.tensor([[0.0, -2.0, -1.25]])
     found = [grpo_loss(now, now * 0, b, PLAIN, normaliser=1.0, policy_version=v).log_ratio_max for v in (2, 3, 4)]
-    assert found == pytest.approx([0.0, 1.0, 0.25])
+    assert found == pytest.approx([NOT_COMPARED, 1.0, 0.25]), "no token of version 2: nothing was compared"
 
 
 def sample(number: int, rng: random.Random) -> Sample:

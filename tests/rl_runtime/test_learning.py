@@ -88,7 +88,7 @@ def learning_curve(job: JobConfig, folder: Path, *, num_steps: int, staleness: i
         result = trainer.train_step(1, 1, step, microbatches, [m.microbatch_id for m in microbatches], LEDGER, [NAME])
         versions.append((step + 1, trainer.policy_tensors(step + 1)))
         rewards.append(result.reward)
-        log_ratio_max = max(log_ratio_max, result.log_ratio_max)
+        log_ratio_max = max(log_ratio_max, result.log_ratio_max or 0.0)
     trainer.close()
     return rewards, log_ratio_max
 

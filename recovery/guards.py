@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from rolecall.core.config import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan
 from rolecall.core.ids import split_replica
+from rolecall.core.membership import STANDBY_ROLE
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.incidents import PERSON, Incident, IncidentState, evictions
+from rolecall.recovery.incidents import PERSON, Decision, Incident, IncidentState, evictions
 
 HOUR_SECONDS = 3600.0
+AT_ONCE = "at_once"
 NOT_PEERS = ("self", "progress", "exit", "signal", "person")
 """Evidence kinds that start so do not compare with peers: one of them is enough not to lean on peers alone. So is a
 comparison that says that it had no `peers`."""
@@ -139,15 +141,43 @@ def _limits(
             call_person=True,
         )
     elsewhere = {e.replica for e in counted if e.under_repair and e.incident_id != incident.incident_id}
-    return _at_once(plan, fleet, config, elsewhere)
+    return _at_once(plan, fleet, config, elsewhere, _awaiting_turn(incident, incidents))
 
 
-def _at_once(plan: Plan, fleet: FleetView, config: RecoveryConfig, elsewhere: set[str]) -> Guarded | None:
+def _is_standby(replica: str) -> bool:
+    return split_replica(replica)[0] == STANDBY_ROLE
+
+
+def _awaiting_turn(incident: Incident, incidents: Sequence[Incident]) -> set[str]:
+    """Replicas of other incidents that only wait until another repair is over."""
+    found: set[str] = set()
+    for other in incidents:
+        a = other.attempt
+        if a is None or other.incident_id == incident.incident_id or a.held_by != {AT_ONCE}:
+            continue
+        if other.state is IncidentState.PLANNED or (
+            other.state is IncidentState.PROPOSED and a.decision is Decision.APPROVED
+        ):
+            found |= {str(t.replica) for t in a.plan.targets}
+    return found
+
+
+def _at_once(
+    plan: Plan, fleet: FleetView, config: RecoveryConfig, elsewhere: set[str], waiting: set[str]
+) -> Guarded | None:
+    """A standby works for nobody: its repair holds up no other one, and comes after those that are due."""
     targets = {str(t.replica) for t in plan.targets}
+    if all(_is_standby(t) for t in targets):
+        first = sorted(r for r in elsewhere | waiting if not _is_standby(r))
+        if first:
+            because = f"{', '.join(first)} first: {', '.join(sorted(targets))} works for nobody meanwhile"
+            return Guarded(guard=AT_ONCE, because=because)
+    else:
+        elsewhere = {r for r in elsewhere if not _is_standby(r)}
     together = targets | elsewhere
     if len(together) > config.replicas_at_once_max:
         return Guarded(
-            guard="at_once",
+            guard=AT_ONCE,
             because=f"{', '.join(sorted(elsewhere)) or 'nobody'} under repair and {', '.join(sorted(targets))} asked for, "
             f"the limit is {config.replicas_at_once_max} at once",
             # Alone too many: waiting would not help.

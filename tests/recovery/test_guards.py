@@ -48,6 +48,12 @@ def past(replica: str, seconds_ago: float, state: IncidentState = S.CLOSED) -> I
     )
 
 
+def waiting(replica: str, *held_by: str) -> Incident:
+    name = f"inc-{replica}-waits"
+    found = incident(name, diagnosis(F.CRASH, (replica, 1)), plan(replica, incident=name))
+    return replace(found, attempts=(replace(found.attempts[0], held_by=frozenset(held_by)),))
+
+
 def guarded(
     *who: str,
     d: Diagnosis | None = None,
@@ -139,6 +145,23 @@ TABLE: dict[str, tuple[tuple[str, bool], tuple[str, bool]]] = {
         ("at_once", WAITS),
     ),
     "alone too many": (guarded("rollout/0", "rollout/1", replicas_at_once_max=1), ("at_once", CALLS)),
+    "the repair of a standby holds up nobody": (
+        guarded("rollout/1", others=(past("standby/0", 10, S.VERIFYING),), replicas_at_once_max=1),
+        PASS,
+    ),
+    "a standby alone": (guarded("standby/0", replicas_at_once_max=1), PASS),
+    "a standby waits for the repair of who works": (
+        guarded("standby/0", others=(past("trainer/0", 10, S.VERIFYING),), replicas_at_once_max=9),
+        ("at_once", WAITS),
+    ),
+    "a standby waits for who waits for a turn": (
+        guarded("standby/0", others=(waiting("trainer/0", "at_once"),), replicas_at_once_max=9),
+        ("at_once", WAITS),
+    ),
+    "a standby does not wait for who needs a person": (
+        guarded("standby/0", others=(waiting("trainer/0", "at_once", "retries"),), replicas_at_once_max=9),
+        PASS,
+    ),
     # share of a role
     "one replica is always allowed": (guarded("controller/0", role_share_max=0.0), PASS),
     "half of two": (

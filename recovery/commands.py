@@ -24,6 +24,7 @@ from rolecall.recovery.guards import HOUR_SECONDS
 from rolecall.recovery.incidents import PERSON, Attempt, Incident, IncidentState, evictions
 from rolecall.recovery.moves import decision_key
 from rolecall.recovery.policy import Question, decide
+from rolecall.recovery.telling import shown
 from rolecall.recovery.watch import LEASE_NAME, PAUSED_FLAG
 
 K = EventKind
@@ -273,7 +274,7 @@ def replay(run: RunDir, incident_id: str) -> dict[str, Any]:
     word = "the same" if same else "ANOTHER"
     lines = [f"{incident_id}: {word} decision from the same input"]
     lines += [f"  {p['event']}: {p['again']['action']}, because {p['again']['because']}" for p in plans]
-    text = _shown("\n".join(lines))
+    text = _text(lines)
     diagnosis = opened.body["diagnosis"]
     return {"incident_id": incident_id, "same": same, "plans": plans, "diagnosis": diagnosis, "text": text}
 
@@ -295,7 +296,7 @@ def status_text(value: dict[str, Any]) -> str:
     lines.append(f"evictions within the last hour: {value['evictions_last_hour']}")
     lines += _incident_lines(value["open_incidents"]) or ["no open incident"]
     lines += [f"SET ASIDE: {name}: {why}" for name, why in value["broken_incidents"].items()]
-    return _shown("\n".join(lines))
+    return _text(lines)
 
 
 def incidents_text(value: list[dict[str, Any]]) -> str:
@@ -305,7 +306,7 @@ def incidents_text(value: list[dict[str, Any]]) -> str:
         for event in i.get("events", ()):
             told = event["body"].get("because") or event["body"].get("outcome") or ""
             lines.append(f"  e{event['seq']} {event['kind']} {told}".rstrip())
-    return _shown("\n".join(lines))
+    return _text(lines)
 
 
 def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
@@ -324,6 +325,5 @@ def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _shown(text: str) -> str:
-    """Text as text: a sentence may quote an exception's message, and that must not steer a terminal."""
-    return "".join(c if c == "\n" or c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+def _text(lines: list[str]) -> str:
+    return "\n".join(shown(line) for line in lines)

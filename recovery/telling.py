@@ -17,7 +17,16 @@ from rolecall.recovery.interfaces import Message, Notifier
 NOTIFIED_FLAG = "notified"
 OVER = (Outcome.CURED, Outcome.OBSERVED, Outcome.REFUTED)
 """Ends that resolve an alert: given up and tolerated, the fault goes on."""
+SHOWN_CHARS_MAX = 2000
+"""Of one sentence: an exception's message may be a whole file."""
 _FACTS = ("outcome", "topic", "expires_at", "digest")
+
+
+def shown(text: object) -> str:
+    """Text as one line of text: a sentence may quote an exception's message or a name from elsewhere, and that must
+    neither steer a terminal nor look like a line of ours."""
+    line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text))
+    return line if len(line) <= SHOWN_CHARS_MAX else line[: SHOWN_CHARS_MAX - 1] + "…"
 
 
 class Teller:
@@ -55,7 +64,7 @@ class Teller:
             # Deliberate: a body that is not what its kind has must not keep all later ones from being told.
             because = f"{event.event_id} ({event.kind}) should be told, and cannot be read: {e!r}"
             return Message(
-                seq=event.seq, kind=str(event.kind), run_id=self._run_id, because=because, wall_at=event.wall_at
+                seq=event.seq, kind=str(event.kind), run_id=self._run_id, because=shown(because), wall_at=event.wall_at
             )
 
     def sign_of_life(self, facts: Callable[[], dict[str, Any]]) -> None:
@@ -77,7 +86,7 @@ def message(event: Event, incident: Incident | None, run_id: str) -> Message | N
         kind=str(event.kind),
         run_id=run_id,
         incident_id=event.incident_id or "",
-        because=str(event.body.get("because") or event.body.get("plan", {}).get("because", "")),
+        because=shown(event.body.get("because") or event.body.get("plan", {}).get("because", "")),
         wall_at=event.wall_at,
         resolved=closed,
         facts=facts,

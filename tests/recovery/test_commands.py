@@ -10,6 +10,8 @@ from rolecall.core.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.recovery import commands
 from rolecall.recovery.incidents import IncidentState, Outcome
+from rolecall.recovery.telling import shown
+from rolecall.recovery.testing import diagnosis
 from rolecall.recovery.watch import Watch
 from tests.recovery.world import World
 
@@ -231,3 +233,44 @@ def test_a_decision_that_would_differ_now_is_told(tmp_path: Path) -> None:
     world.journal.append(K.PLAN_MADE, {**made.body, "question": question}, incident_id="inc-2-other")
     value = commands.replay(RunDir(tmp_path), "inc-2-other")
     assert value["same"] is False and "ANOTHER decision" in value["text"]
+
+
+HOSTILE = "\x1b[2J\x1b]0;owned\x07<script>alert(1)</script> [red]x[/red]\nno open incident\r\u202eevil"
+
+
+def _hostile_world(path: Path) -> World:
+    world = World(path)
+    world.detector.extra = [
+        diagnosis(FaultClass.CONTROL_PLANE, ("reward/0", 1), onset=world.clock.wall(), because=HOSTILE)
+    ]
+    watch = world.watch()
+    commands.pause(RunDir(path), f"bob{HOSTILE}", HOSTILE)
+    world.run(3, watch)
+    return world
+
+
+def _is_text(told: str, ours: int) -> None:
+    lines = told.splitlines()
+    assert all(line.isprintable() for line in lines) and len(lines) == ours, "it neither steers nor adds a line"
+    assert any("<script>alert(1)</script> [red]x[/red]\\x0ano open incident" in line for line in lines)
+
+
+def test_foreign_text_is_shown_as_text(tmp_path: Path) -> None:
+    world = _hostile_world(tmp_path)
+    run = RunDir(tmp_path)
+    status = commands.status(run, world.clock)
+    _is_text(commands.status_text(status), 4 + len(status["replicas"]))
+    name = world.only().incident_id
+    _is_text(commands.incidents_text(commands.incidents(run, name)), 2 + len(world.journal.events(incident_id=name)))
+    _is_text(commands.replay(run, name)["text"], 2)
+
+
+def test_foreign_text_is_told_as_text(tmp_path: Path) -> None:
+    world = _hostile_world(tmp_path)
+    (told,) = world.notifier.messages
+    _is_text(told.because, 1)
+    assert told.because.count("\\x1b") >= 1
+
+
+def test_a_long_sentence_is_cut() -> None:
+    assert len(shown("x" * 10_000)) == 2000 and shown("short") == "short"

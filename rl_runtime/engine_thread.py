@@ -1,7 +1,8 @@
 """The one thread that touches an engine: it steps while there are requests, and obeys between two steps.
 
-It also tells the reporter what it does: `generate` while there are requests (progress with every step), `idle` without,
-`wait` while weights are awaited and nothing else is to do. A step that fails ends the thread: the engine is broken then,
+It also tells the reporter what it does: `generate` from the moment that requests are taken (progress with every step),
+`idle` without, `wait` while weights are awaited and nothing else is to do: so one that hangs before it gets to its first
+request is seen to owe work. A step that fails ends the thread: the engine is broken then,
 every later call says so, and `on_failure` hears of it once.
 """
 
@@ -51,6 +52,8 @@ class EngineThread:
         self._started: Future[Engine] = Future()
         self._failure: BaseException | None = None
         self._phase = Phase.START
+        self._phase_lock = threading.Lock()
+        self._resting = False
         self.awaits_weights = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -81,6 +84,20 @@ class EngineThread:
         if self._failure is not None:  # it failed between the look and the append: nobody will come
             self._refuse_orders()
         return done
+
+    def post_requests(self, num_requests: int, order: Callable[[Engine], object]) -> None:
+        """Posts an order that brings requests: from now on this process owes progress.
+
+        Raises:
+            EngineBroken: the engine has failed.
+        """
+        with self._phase_lock:
+            # While it obeys or steps, the thread itself says what it does, and comes to this order next.
+            if self._resting:
+                self._resting = False
+                self._enter(Phase.GENERATE)
+                reporter.update(requests_active=num_requests)
+        self.post(order)
 
     def call(self, order: Callable[[Engine], T], seconds: float, what: str) -> T:
         """The same, and waits for the answer.
@@ -146,6 +163,8 @@ class EngineThread:
             order, done = self._orders.popleft()
             if not done.set_running_or_notify_cancel():
                 continue
+            with self._phase_lock:
+                self._resting = False  # from here on the order says what this thread does
             try:
                 done.set_result(order(engine))
             except Exception as e:  # noqa: BLE001 deliberate: belongs to who gave the order
@@ -161,9 +180,13 @@ class EngineThread:
         reporter.update(requests_active=engine.num_in_flight)
 
     def _rest(self) -> None:
-        if self._phase is Phase.GENERATE:
-            reporter.update(requests_active=0)
-        self._enter(Phase.WAIT if self.awaits_weights else Phase.IDLE)
+        with self._phase_lock:
+            if self._orders:
+                return  # posted since the last look: there is no rest
+            if self._phase is Phase.GENERATE:
+                reporter.update(requests_active=0)
+            self._enter(Phase.WAIT if self.awaits_weights else Phase.IDLE)
+            self._resting = True
 
     def _enter(self, phase: Phase) -> None:
         if phase is not self._phase:

@@ -175,7 +175,7 @@ class RolloutReplica:
             raise NotProven(f"{replica}#{incarnation} has no proven weights, it may not generate")
         taken = self._book.take(requests)
         if taken:
-            self._thread.post(lambda engine: self._add(engine, taken))
+            self._thread.post_requests(len(taken), lambda engine: self._add(engine, taken))
 
     def _add(self, engine: Engine, requests: Sequence[Request]) -> None:
         for r in requests:

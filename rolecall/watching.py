@@ -97,7 +97,7 @@ def watch_run(run: RunDir) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
-    source = AgentsSource(lambda: agent_urls(run), clock)
+    source = AgentsSource(lambda: agent_urls(run), clock, job.detector.poll_seconds)
     notifier = _notifier(run, job, clock)
     source.start()
     try:

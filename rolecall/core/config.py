@@ -96,8 +96,8 @@ class CheckpointConfig(Section):
 class DetectorConfig(Section):
     """Settings of the live detectors. They are the same for every role; deadlines are learned per (role, phase)."""
 
-    poll_seconds: Seconds = 0.25
-    """How often agents are asked. Raising it delays every finding by as much."""
+    poll_seconds: Seconds = 0.5
+    """How often agents are asked for samples: findings from samples come later by half of it. Events do not wait."""
     window_seconds: Seconds = 30.0
     """How much is kept for peer comparison."""
     hang_floor_seconds: Seconds = 2.5

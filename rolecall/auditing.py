@@ -1,7 +1,7 @@
 """`rolecall audit RUN`: does the memory of a run hold, and did every prompt group enter the optimizer exactly once?
 
 Checked are the journal's chain; the ledger's chain and moves; every place outside of the ledger that knows its head
-(anchors): commit records in the journal and in checkpoints, and the report; that the groups of each committed step are
+(anchors): commit records in the journal and in checkpoints, the controller's last word, and the report; that the groups of each committed step are
 those which the ledger calls trained in it; and that each rollout that came back served on a proof of its own.
 A problem is a sentence. Nothing here writes.
 """
@@ -23,6 +23,9 @@ from rolecall.text import plain
 COMPLETED = "completed"
 CLOSED_BOOKS = frozenset({COMPLETED, "stopped"})
 """Outcomes of a run whose controller closed its books: after these no group may be open."""
+
+DONE_FLAG = "done"
+"""Where the controller leaves its last word, the ledger's head with it, when it has closed its books."""
 
 Anchor = tuple[str, ChainHead]
 """(where it was kept, head)."""
@@ -110,7 +113,11 @@ def _audit(run: RunDir, journal: Journal) -> RunAudit:
         damage = e
         problems.append(f"journal: {e}; what its events say is not used")
     report = _report(run.path / "report.json", problems)
-    anchors = [*_from_events(events), *_from_checkpoints(run.checkpoints, problems)]
+    anchors = [
+        *_from_events(events),
+        *_from_checkpoints(run.checkpoints, problems),
+        *_from_last_word(journal, problems),
+    ]
     if report:
         anchors += _from_report(report, "ledger_head")
         for where, head in _from_report(report, "journal_head"):
@@ -158,6 +165,20 @@ def _from_events(events: Iterable[Event]) -> list[Anchor]:
         if head is not None and head.position > 0:
             found.append((f"commit record of step {event.body.get('step')}", head))
     return found
+
+
+def _from_last_word(journal: Journal, problems: list[str]) -> list[Anchor]:
+    word = journal.flag(DONE_FLAG)
+    if word is None:
+        return []  # the books are still open
+    try:
+        head = _head(json.loads(word)["ledger"])
+    except (ValueError, KeyError, TypeError):
+        head = None
+    if head is None:
+        problems.append("the controller's last word holds no ledger head")
+        return []
+    return [("the controller's last word", head)]
 
 
 def _from_checkpoints(folder: Path, problems: list[str]) -> list[Anchor]:

@@ -183,7 +183,15 @@ class FakeRun:
             body = {"replica": replica, "incarnation": self.incarnation[replica], "because": "done"}
             self.say(K.REPLICA_STOPPED, body)
             self._actual(replica, ReplicaState.STOPPED)
-        self.say(K.RUN_ENDED, {"outcome": "completed", "because": f"all {self.num_steps} steps are committed"})
+        because = f"all {self.num_steps} steps are committed"
+        head = self.ledger.head()
+        last_word = {
+            "outcome": "completed",
+            "because": because,
+            "ledger": {"position": head.position, "hash": head.hash},
+        }
+        self.journal.set_flag("done", json.dumps(last_word))
+        self.say(K.RUN_ENDED, {"outcome": "completed", "because": because})
 
     # --- work ---------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,8 @@ import pytest
 from rolecall.auditing import admitted, audit_run, audit_text, compare_steps
 from rolecall.core.errors import JournalCorrupt, JournalError
 from rolecall.core.events import Event, EventKind
+from rolecall.core.ids import GroupId
+from rolecall.core.ledger import GroupState, LedgerLine
 from rolecall.core.rundir import RunDir
 from rolecall.report import write_report
 from tests.fake_run import KILL, FakeRun
@@ -31,7 +33,7 @@ def test_a_run_that_holds(fake_run: RunDir) -> None:
     found = audit_run(fake_run)
     assert found.ok, found.problems
     assert (found.ledger.groups_trained, found.ledger.groups_dropped, found.ledger.duplicates) == (960, 3, 0)
-    assert found.num_anchors == 120 + 6  # every committed step, every checkpoint
+    assert found.num_anchors == 120 + 6 + 1  # every committed step, every checkpoint, the controller's last word
     assert found.weights_proven == 2
     back = {(a.replica, a.incarnation) for a in found.admissions if a.readmitted}
     assert back == {("rollout/0", 2), ("rollout/1", 2)}
@@ -44,7 +46,11 @@ def test_a_run_that_holds(fake_run: RunDir) -> None:
         ("DELETE FROM ledger WHERE seq = 100", "ledger line 100 is missing"),
         ("UPDATE ledger SET num_tokens = 1 WHERE seq = 100", "ledger line 100 (group g00"),
         ("UPDATE ledger SET state = 'dropped' WHERE seq = 2", "ledger line 2 (group g00"),
+        ("DELETE FROM ledger WHERE seq = 1", "ledger line 1 is missing"),
         ("DELETE FROM ledger WHERE seq > 2000", "its tail was cut off"),
+        ("DELETE FROM ledger WHERE seq = (SELECT max(seq) FROM ledger)", "its tail was cut off"),
+        ("DELETE FROM ledger", "its tail was cut off"),
+        ("DELETE FROM events WHERE seq = 1", "events line 1: line is missing"),
         ("DELETE FROM events WHERE seq = 50", "journal.db: events line 50"),
         ("UPDATE events SET body = '{}' WHERE seq = 60", "journal.db: events line 60"),
         ("UPDATE events SET kind = 'no such kind' WHERE seq = 60", "journal.db: events line 60"),
@@ -66,6 +72,78 @@ def test_a_ledger_line_repeated_is_named(fake_run: RunDir) -> None:
     )
     found = audit_run(fake_run)
     assert not found.ok and "was changed: its hash does not match" in found.problems[0]
+
+
+@pytest.mark.parametrize("line", [1, 17, 1100, -1])
+def test_a_ledger_line_removed_and_the_rest_numbered_anew_is_named(fake_run: RunDir, line: int) -> None:
+    last = audit_run(fake_run).ledger.head.position
+    line = last if line == -1 else line
+    _sql(fake_run, f"DELETE FROM ledger WHERE seq = {line}")
+    if line < last:
+        _sql(
+            fake_run,
+            f"UPDATE ledger SET seq = -seq WHERE seq > {line}",
+            "UPDATE ledger SET seq = -seq - 1 WHERE seq < 0",
+        )
+    problems = audit_run(fake_run).problems
+    said = f"ledger line {line} (group" if line < last else "its tail was cut off"
+    assert any(said in p for p in problems), problems
+
+
+def test_a_ledger_line_repeated_in_its_place_is_named(fake_run: RunDir) -> None:
+    columns = "group_id, state, step, num_tokens, reason, wall_at, hash"
+    _sql(
+        fake_run,
+        "UPDATE ledger SET seq = -seq WHERE seq > 17",
+        "UPDATE ledger SET seq = -seq + 1 WHERE seq < 0",
+        f"INSERT INTO ledger (seq, {columns}) SELECT 18, {columns} FROM ledger WHERE seq = 17",
+    )
+    assert "ledger line 18 (group" in audit_run(fake_run).problems[0]
+
+
+@pytest.mark.parametrize("column", ["group_id", "state", "step", "num_tokens", "reason", "wall_at", "hash"])
+def test_each_column_of_the_last_line_is_covered(fake_run: RunDir, column: str) -> None:
+    other = {"step": "step + 1", "num_tokens": "num_tokens + 1", "wall_at": "wall_at + 1", "state": "'returned'"}
+    _sql(
+        fake_run,
+        f"UPDATE ledger SET {column} = {other.get(column, repr('x'))} WHERE seq = (SELECT max(seq) FROM ledger)",
+    )
+    assert any("was changed: its hash does not match" in p for p in audit_run(fake_run).problems)
+
+
+def test_the_very_last_lines_cut_off_are_found_by_the_controllers_last_word(tmp_path: Path) -> None:
+    """A group issued and dropped after the last commit: no step misses it, and there is no report yet."""
+    fake = FakeRun(tmp_path, num_steps=10, strikes=())
+    end, late = fake._end, GroupId("g77777")
+
+    def drop_and_end() -> None:
+        fake.ledger.write([LedgerLine(group_id=late, state=GroupState.ISSUED)])
+        fake.ledger.write([LedgerLine(group_id=late, state=GroupState.DROPPED, reason="the run ended")])
+        end()
+
+    fake._end = drop_and_end  # type: ignore[method-assign]
+    run = fake.build()
+    assert audit_run(run).ok
+    last = audit_run(run).ledger.head.position
+    _sql(run, f"DELETE FROM ledger WHERE seq > {last - 2}", "DELETE FROM ledger_groups WHERE group_id = 'g77777'")
+    (problem,) = audit_run(run).problems
+    assert (
+        problem
+        == f"the controller's last word knows {last} ledger lines, the ledger has {last - 2}: its tail was cut off"
+    )
+
+
+@pytest.mark.parametrize("word", ["{", "3", '{"ledger": 3}', "{}"])
+def test_a_last_word_without_a_head_is_a_problem(fake_run: RunDir, word: str) -> None:
+    _sql(fake_run, f"UPDATE flags SET value = '{word}' WHERE name = 'done'")
+    found = audit_run(fake_run)
+    assert found.problems == ("the controller's last word holds no ledger head",) and found.num_anchors == 120 + 6
+
+
+def test_the_last_event_cut_off_is_found_by_the_report(fake_run: RunDir) -> None:
+    assert write_report(fake_run)["ok"]
+    _sql(fake_run, "DELETE FROM events WHERE seq = (SELECT max(seq) FROM events)")
+    assert any("report.json knows" in p and "journal lines" in p for p in audit_run(fake_run).problems)
 
 
 def test_a_ledger_tail_cut_off_is_found_by_a_checkpoint_alone(fake_run: RunDir) -> None:
@@ -210,9 +288,6 @@ def test_an_unproven_readmission_fails_the_audit_of_a_run(tmp_path: Path) -> Non
 
 
 def test_foreign_text_does_not_reach_the_terminal(tmp_path: Path) -> None:
-    from rolecall.core.ids import GroupId
-    from rolecall.core.ledger import GroupState, LedgerLine
-
     fake = FakeRun(tmp_path, num_steps=3, strikes=())
     evil = GroupId("g99999")
     lines = [

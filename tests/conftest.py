@@ -6,6 +6,8 @@ pytest --seed 17 tests/recovery      # simulations and random tests use this see
 import os
 import random
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,33 @@ def _outside_of_any_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """A test must not find itself inside a run, because somebody started pytest from one."""
     for name in [n for n in os.environ if n.startswith("ROLECALL_")]:
         monkeypatch.delenv(name)
+
+
+MEMORY = Path("/dev/shm")
+MEMORY_BYTES_MIN = 1 << 30
+
+
+@pytest.fixture(scope="session")
+def _folder_in_memory() -> Iterator[Path | None]:
+    roomy = MEMORY.is_dir() and os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= MEMORY_BYTES_MIN
+    if not roomy:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="rolecall-tests-", dir=MEMORY, ignore_cleanup_errors=True) as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path: Path, _folder_in_memory: Path | None) -> Iterator[Path]:
+    """In memory where there is room: a journal waits for the disk at every commit, and simulations commit a hundred
+    thousand times. On a disk that others use, too, that is two thirds of their time. End-to-end tests stay on the disk,
+    as runs do."""
+    if _folder_in_memory is None or request.node.get_closest_marker("e2e") is not None:
+        yield tmp_path
+        return
+    path = Path(tempfile.mkdtemp(dir=_folder_in_memory))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -1,19 +1,24 @@
 """A black box beside a run: it looks at processes and at the database file, and at nothing that rolecall says of itself.
 
 Every 50 ms it lists all processes that carry the run's marker in their environment, as (pid, start time), and reads
-three tables through sqlite3. From that alone it says when a fault was injected (by itself), found and cured, and who
-kept its process. A test compares this with `report.json`.
+the journal's tables through sqlite3; every half second it lists their listening sockets. From that alone it says when a
+fault was injected (by itself), found and cured, and who kept its process. A test compares this with `report.json`.
 """
 
+import json
 import os
 import signal
 import sqlite3
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 PERIOD_SECONDS = 0.05
+SOCKETS_SECONDS = 0.5
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -47,8 +52,11 @@ class Observer:
     opened: dict[str, "Between"] = field(default_factory=dict)  # incident -> when its row appeared
     serving: dict[tuple[str, int], "Between"] = field(default_factory=dict)  # (replica, incarnation) -> when it served
     pids: dict[tuple[str, int], int] = field(default_factory=dict)
+    states: dict[tuple[str, int], str] = field(default_factory=dict)  # newest state of each incarnation
     steps: dict[int, float] = field(default_factory=dict)
-    sockets_elsewhere: set[str] = field(default_factory=set)
+    listeners: set[int] = field(default_factory=set)  # PIDs that were ever seen to listen, wherever
+    listening_elsewhere: set[str] = field(default_factory=set)
+    """Listening TCP sockets beyond loopback, at any look of the whole run: `pid title address:port`."""
 
     def __post_init__(self) -> None:
         self._stop = threading.Event()
@@ -56,6 +64,7 @@ class Observer:
         self._thread = threading.Thread(target=self._watch, name="observer", daemon=True)
         self._last_seq = 0
         self._looked_at = time.time()
+        self._sockets_at = 0.0
         self._not_ours: set[tuple[int, int]] = set()
 
     def start(self) -> None:
@@ -69,6 +78,9 @@ class Observer:
         while not self._stop.is_set():
             self._look_at_processes()
             self._look_at_database()
+            if time.monotonic() - self._sockets_at >= SOCKETS_SECONDS:
+                self._sockets_at = time.monotonic()
+                self._look_at_sockets()
             self._stop.wait(PERIOD_SECONDS)
 
     def _look_at_processes(self) -> None:
@@ -115,6 +127,7 @@ class Observer:
                     self.steps[len(self.steps)] = now
             for replica, incarnation, pid, state in db.execute("select replica, incarnation, pid, state from actual"):
                 self.pids[(replica, incarnation)] = pid
+                self.states[(replica, incarnation)] = state
                 if state == "serving":
                     self.serving.setdefault((replica, incarnation), Between(self._looked_at, time.time()))
             self._looked_at = now
@@ -130,32 +143,98 @@ class Observer:
         os.kill(pid, signal.SIGKILL)
         return at
 
-    def listening_elsewhere(self) -> list[str]:
-        """Listening TCP sockets of the run's processes that are not on loopback, as `pid address:port`."""
-        inodes = {}
-        for family in ("tcp", "tcp6"):
-            for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A":
-                    inodes[fields[9]] = fields[1]
-        found = []
-        for pid, _ in list(self.processes):
-            try:
-                links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-            except (FileNotFoundError, ProcessLookupError, PermissionError):
-                continue
-            for link in links:
-                local = (
-                    inodes.get(link.removeprefix("socket:[").removesuffix("]")) if link.startswith("socket:") else None
-                )
-                if local is not None and not _is_loopback(local.split(":")[0]):
-                    found.append(f"{pid} {local}")
+    def _look_at_sockets(self) -> None:
+        local = {s.inode: s.local for s in tcp_sockets() if s.state == LISTEN}
+        for (pid, _), seen in list(self.processes.items()):
+            for inode in socket_inodes(pid):
+                if inode in local:
+                    self.listeners.add(pid)
+                    if not _is_loopback(local[inode].split(":")[0]):
+                        self.listening_elsewhere.add(f"{pid} {seen.title[:60]} {local[inode]}")
+
+    # --- the journal, asked by a test ---------------------------------------------------------------------------
+
+    def query(self, sql: str, *args: object) -> list[tuple[Any, ...]]:
+        """Rows of the run's database, as it stands now."""
+        with closing(sqlite3.connect(f"file:{self.run_dir / 'journal.db'}?mode=ro", uri=True, timeout=5.0)) as db:
+            return db.execute(sql, args).fetchall()
+
+    def events(self, kind: str, incident: str | None = None) -> list[dict[str, Any]]:
+        """Bodies of the events of a kind, oldest first, each with its `seq`, `at` and `incident`."""
+        rows = self.query("select seq, wall_at, incident_id, body from events where kind = ? order by seq", kind)
+        told = [{**json.loads(body), "seq": seq, "at": at, "incident": which} for seq, at, which, body in rows]
+        return [e for e in told if incident is None or e["incident"] == incident]
+
+    def desired(self) -> dict[str, int]:
+        """Replica -> incarnation that is wanted now."""
+        return dict(self.query("select replica, incarnation from desired"))
+
+    def start_ticks(self, pid: int) -> int:
+        return next(start for p, start in list(self.processes) if p == pid)
+
+
+LISTEN, ESTABLISHED = "0A", "01"
+
+
+@dataclass(frozen=True)
+class Socket:
+    """One line of /proc/net/tcp; addresses as they stand there."""
+
+    inode: str
+    state: str
+    local: str
+    remote: str
+
+
+def tcp_sockets() -> Iterator[Socket]:
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
+            words = line.split()
+            yield Socket(inode=words[9], state=words[3], local=words[1], remote=words[2])
+
+
+def socket_inodes(pid: int) -> set[str]:
+    """Of a process that may end meanwhile."""
+    found: set[str] = set()
+    try:
+        descriptors = os.listdir(f"/proc/{pid}/fd")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return found
+    for fd in descriptors:
+        try:
+            link = os.readlink(f"/proc/{pid}/fd/{fd}")
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue  # closed while we looked
+        if link.startswith("socket:["):
+            found.add(link.removeprefix("socket:[").removesuffix("]"))
+    return found
+
+
+@contextmanager
+def stopped(pids: Iterable[int]) -> Iterator[None]:
+    """Within: these processes stand still, so that what they show does not change between two looks."""
+    held = list(pids)
+    try:
+        for pid in held:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in held:
+            with suppress(ProcessLookupError):  # it was killed meanwhile
+                os.kill(pid, signal.SIGCONT)
 
 
 def _start_ticks(pid: int) -> int:
     stat = Path(f"/proc/{pid}/stat").read_bytes()
     return int(stat[stat.rindex(b")") + 2 :].split()[19])
+
+
+def is_alive(pid: int, start_ticks: int) -> bool:
+    """Whether this very process runs: not another one with its PID, and not a zombie."""
+    try:
+        return _start_ticks(pid) == start_ticks and not _is_zombie(pid)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def _is_zombie(pid: int) -> bool:

@@ -1,17 +1,19 @@
 """Starting whole runs from tests: `rolecall demo` as a user would, in a process of its own, with an observer beside it."""
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.observer import Observer
+from rolecall.cli import main
+from tests.e2e.observer import Observer, is_alive
 from tests.support import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,6 +39,16 @@ class DemoRun:
         value: dict[str, Any] = json.loads((self.path / "report.json").read_text())
         return value
 
+    def strike(self, kind: str, replica: str, incarnation: int) -> float:
+        """SIGKILL of a replica's process by the observer; afterwards the report is told of it. Returns when."""
+        at = self.observer.kill(replica, incarnation)
+        pid = self.observer.pids[(replica, incarnation)]
+        line = {"kind": kind, "target": replica, "incarnation": incarnation, "pid": pid, "injected_at": at}
+        more = {"start_ticks": self.observer.start_ticks(pid), "node": "", "how": "sigkill"}
+        with (self.path / "injections.jsonl").open("a") as f:
+            f.write(json.dumps({**line, **more}) + "\n")
+        return at
+
     def until_step(self, step: int, seconds: float) -> None:
         def reached() -> bool:
             if self.process.poll() is not None:
@@ -50,6 +62,14 @@ def rolecall(*args: str, seconds: float = 60) -> subprocess.CompletedProcess[str
     """One command, to its end."""
     argv = [sys.executable, "-m", "rolecall", *args]
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=seconds, check=False)
+
+
+def command(*args: str) -> subprocess.CompletedProcess[str]:
+    """The same, in this process: without the seconds that each interpreter takes to start on a machine at work."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        code = main(args)
+    return subprocess.CompletedProcess(args, code, out.getvalue(), err.getvalue())
 
 
 @contextmanager
@@ -78,12 +98,7 @@ def demo_run(root: Path, run_id: str, args: Sequence[str]) -> Iterator[DemoRun]:
 def alive(observer: Observer) -> list[str]:
     """Processes of the run that live now, by (pid, start time)."""
     found = []
-    for (pid, start), seen in observer.processes.items():
-        try:
-            stat = Path(f"/proc/{pid}/stat").read_bytes()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        fields = stat[stat.rindex(b")") + 2 :].split()
-        if int(fields[19]) == start and fields[0] not in (b"Z", b"X") and pid != os.getpid():
+    for (pid, start), seen in list(observer.processes.items()):
+        if pid != os.getpid() and is_alive(pid, start):
             found.append(f"{pid} {seen.title[:80]}")
     return found

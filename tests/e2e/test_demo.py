@@ -16,8 +16,6 @@ FAULT_CLASS = {"rollout-kill": "crash", "trainer-hang": "hang", "rollout-slow": 
 def test_demo_cures_three_faults_and_its_report_is_true(tmp_path: Path) -> None:
     args = ["--seed", "3", "--steps", "60", "--set", "detector.mask_proc_state=true"]
     with demo_run(tmp_path, "three-faults", args) as run:
-        run.until_step(3, 200)
-        assert run.observer.listening_elsewhere() == [], "a socket of the run listens beyond loopback"
         code = run.wait(480)
         report = run.report()
         assert code == 0, run.output()[-3000:]
@@ -33,9 +31,14 @@ def test_demo_cures_three_faults_and_its_report_is_true(tmp_path: Path) -> None:
         assert incident["action"] == "replace_replica"
         assert fault["target"] in incident["because"]
 
+    assert run.observer.listening_elsewhere == set(), "a socket of the run listens beyond loopback"
+    replacements = {run.observer.pids[key] for key in run.observer.serving if key[1] > 1}
+    assert len(replacements) >= 3 and replacements <= run.observer.listeners, "the look at sockets missed a replacement"
+
     # Every fault really happened: the injector's log names processes that the observer saw end.
     injections = [json.loads(line) for line in (run.path / "injections.jsonl").read_text().splitlines()]
     assert len(injections) == 3
+    assert all(i["met"] for i in injections), "a fault did not come in the middle of the work that it was aimed at"
     victims = {(i["pid"], i["start_ticks"]) for i in injections}
     ended_at = {key: seen.last_at for key, seen in run.observer.processes.items() if key in victims}
     last_step_at = run.observer.steps[len(run.observer.steps) - 1]
@@ -84,12 +87,7 @@ def test_outside_fault_is_found_and_cured_as_the_report_says(tmp_path: Path) -> 
     args = ["--seed", "5", "--faults", "none", "--steps", "50", "--hold-minutes", "0.7", "--allow-injection"]
     with demo_run(tmp_path, "outside-fault", args) as run:
         run.until_step(8, 200)
-        killed_at = run.observer.kill("rollout/0", 1)
-        pid = run.observer.pids[("rollout/0", 1)]
-        line = {"kind": "rollout-kill", "target": "rollout/0", "incarnation": 1, "pid": pid, "injected_at": killed_at}
-        start = next(s for p, s in run.observer.processes if p == pid)
-        with (run.path / "injections.jsonl").open("a") as f:
-            f.write(json.dumps({**line, "start_ticks": start, "node": "", "how": "sigkill"}) + "\n")
+        killed_at = run.strike("rollout-kill", "rollout/0", 1)
         assert run.wait(300) == 0, run.output()[-3000:]
         (incident,) = run.report()["incidents"]
         opened, serving = run.observer.opened[incident["incident_id"]], run.observer.serving[("rollout/0", 2)]

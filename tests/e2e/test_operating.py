@@ -1,0 +1,182 @@
+"""A person operates a run that asks before it acts: approve, reject, pause, replace, each as a command of its own."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.inbox import Inbox, inbox
+from tests.e2e.runs import DemoRun, alive, command, demo_run, rolecall
+from tests.support import eventually
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(800)]
+
+DEADMAN_SECONDS = 0.5
+CURE_SECONDS = 240.0
+"""A cold start alone takes a minute when the machine has other work."""
+
+
+def test_a_person_operates_a_run(tmp_path: Path) -> None:
+    with inbox() as webhook:
+        settings = [
+            "recovery.mode=approve",
+            f"recovery.webhook_url={webhook.url}",
+            f"recovery.deadman_seconds={DEADMAN_SECONDS}",
+        ]
+        args = ["--seed", "7", "--faults", "none", "--allow-injection", "--steps", "100000"]
+        with demo_run(tmp_path, "operated", [*args, *(word for s in settings for word in ("--set", s))]) as run:
+            run.until_step(2, 200)
+            digest = _nothing_happens_without_approval(run, webhook)
+            _watch_dies_and_is_missed(run, webhook)
+            _a_pause_holds_what_was_approved(run, webhook, digest)
+            _a_healthy_rollout_is_replaced_by_hand(run)
+            _a_rejected_plan_is_not_performed(run, webhook)
+            os.kill(run.process.pid, signal.SIGINT)
+            assert run.wait(60) == 130
+            assert alive(run.observer) == []
+        assert run.observer.listening_elsewhere == set()
+    _the_memory_of_it_is_whole(run)
+
+
+def _nothing_happens_without_approval(run: DemoRun, webhook: Inbox) -> str:
+    """A killed rollout becomes a proposal, told to the person, and nothing more. Returns the plan's digest."""
+    injected = command("inject", str(run.path), "--kind", "rollout-kill", "--target", "rollout/1")
+    assert injected.returncode == 0, injected.stderr
+    victim = json.loads(injected.stdout)
+    assert victim["pid"] == run.observer.pids[("rollout/1", 1)]
+    proposed = _event(run, "plan_proposed")
+    digest, sentence = str(proposed["plan"]["digest"]), str(proposed["plan"]["because"])
+    assert "rollout/1" in sentence
+    assert [(t["replica"], t["incarnation"]) for t in proposed["plan"]["targets"]] == [("rollout/1", 1)]
+    eventually(lambda: webhook.of("plan_proposed", digest=digest), "the proposal at the webhook")
+    (told,) = webhook.of("plan_proposed")
+    assert (told["because"], told["incident"], told["run"]) == (sentence, proposed["incident"], "operated")
+    status = rolecall("status", str(run.path))
+    assert status.returncode == 1, "an incident is open"
+    assert "mode approve" in status.stdout and sentence in status.stdout
+    assert f"waits for: rolecall approve {digest}" in status.stdout
+    run.until_step(len(run.observer.steps) + 2, CURE_SECONDS)  # the survivors train on meanwhile
+    assert run.observer.desired()["rollout/1"] == 1 and ("rollout/1", 2) not in run.observer.pids
+    return digest
+
+
+def _watch_dies_and_is_missed(run: DemoRun, webhook: Inbox) -> None:
+    """Whoever listens to the dead-man signal hears that watch is gone, and that another one took over."""
+    ((holder, fence),) = run.observer.query("select holder, fence from leases where name = 'watch'")
+    eventually(lambda: webhook.of("watch_alive", holder=holder), "a sign of life of the first watch")
+    pid = int(holder.split(":")[1])
+    assert any(p == pid and "watch" in seen.title for (p, _), seen in list(run.observer.processes.items()))
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: [b for b in webhook.of("watch_alive") if b["holder"] != holder], "a sign of life of the next")
+    before = [b["at"] for b in webhook.of("watch_alive", holder=holder)]
+    (first, *_) = [b for b in webhook.of("watch_alive") if b["holder"] != holder]
+    # The next one acts only once the lease of the dead one is over: the silence lasts longer than the signal's interval.
+    assert first["at"] - max(before) > 2 * DEADMAN_SECONDS
+    assert first["open_incidents"] == 1, "the next watch knows of the incident"
+    (restarted,) = run.observer.events("process_restarted")
+    assert restarted["what"] == "watch" and "-9" in restarted["because"]
+    assert [e["fence"] for e in run.observer.events("lease_taken")] == [fence, fence + 1]
+
+
+def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) -> None:
+    paused = command("pause", "--run", str(run.path), "--reason", "somebody is at the rack")
+    assert paused.returncode == 0 and "is paused" in paused.stdout
+    wrong = command("approve", "no-such-plan", "--run", str(run.path))
+    assert wrong.returncode == 1 and digest in wrong.stderr, "the refusal names the plan that waits"
+    approved = rolecall("approve", digest, "--run", str(run.path))
+    assert approved.returncode == 0, approved.stderr
+    assert "replace_replica of rollout/1#1 is approved" in approved.stdout
+    held = _event(run, "plan_held", guard="paused")
+    assert "somebody is at the rack" in held["because"]
+    status = command("status", str(run.path))
+    assert status.returncode == 1 and "PAUSED:" in status.stdout and "somebody is at the rack" in status.stdout
+    assert run.observer.events("action_started") == []
+    again = command("approve", digest, "--run", str(run.path))
+    assert again.returncode == 1 and "was approved already" in again.stderr
+    # With a warm standby the cure takes seconds; its own start would slow that of a cold one.
+    eventually(lambda: run.observer.states.get(("standby/0", 1)) == "ready", "the standby", seconds=CURE_SECONDS)
+    resumed = command("resume", "--run", str(run.path))
+    assert resumed.returncode == 0 and "acts again" in resumed.stdout
+    closed = _event(run, "incident_closed", incident=held["incident"])
+    assert closed["outcome"] == "cured"
+    eventually(lambda: run.observer.states[("rollout/1", 2)] == "serving", "the observer to have looked again")
+    (started,) = run.observer.events("action_started")
+    (decision,) = run.observer.events("plan_approved")
+    assert started["approved_by"] == decision["by"] and "@" in decision["by"]
+    (resume,) = run.observer.events("resumed")
+    assert resume["seq"] < started["seq"]
+    eventually(
+        lambda: webhook.of("incident_closed", incident=held["incident"], resolved=True),
+        "the end at the webhook",
+    )
+
+
+def _a_healthy_rollout_is_replaced_by_hand(run: DemoRun) -> None:
+    before = dict(run.observer.pids)
+    asked = command("replace", "rollout/0", "--run", str(run.path), "--reason", "its fan is loud")
+    assert asked.returncode == 0 and "is open" in asked.stdout, asked.stderr
+    refused = command("replace", "rollout/9", "--run", str(run.path), "--reason", "a slip")
+    assert refused.returncode == 1 and "rollout/9 is not part of this run" in refused.stderr
+    incident = asked.stdout.split()[0]
+    closed = _event(run, "incident_closed", incident=incident)
+    assert closed["outcome"] == "cured" and "its fan is loud" in closed["because"]
+    eventually(lambda: run.observer.states[("rollout/0", 2)] == "serving", "the observer to have looked again")
+    # It gave all its tokens before it was ended.
+    moved = [m for m in run.observer.events("requests_moved") if m["from"] == "rollout/0"]
+    assert [m["tokens_lost"] for m in moved] in ([], [0]), moved
+    old = (before["rollout/0", 1], run.observer.start_ticks(before["rollout/0", 1]))
+    assert not [line for line in alive(run.observer) if line.startswith(f"{old[0]} ")]
+    others = {key: pid for key, pid in before.items() if not key[0].startswith(("rollout/", "standby/"))}
+    others["rollout/2", 1] = before["rollout/2", 1]
+    assert {key: run.observer.pids[key] for key in others} == others and len(others) == 6
+    assert {f"{pid} " for pid in others.values()} <= {line[: line.index(" ") + 1] for line in alive(run.observer)}
+
+
+def _a_rejected_plan_is_not_performed(run: DemoRun, webhook: Inbox) -> None:
+    assert command("inject", str(run.path), "--kind", "rollout-kill", "--target", "rollout/2").returncode == 0
+    eventually(lambda: len(run.observer.events("plan_proposed")) == 2, "the second proposal")
+    proposed = run.observer.events("plan_proposed")[-1]
+    digest = proposed["plan"]["digest"]
+    rejected = command("reject", digest, "--run", str(run.path), "--reason", "we want to look at it")
+    assert rejected.returncode == 0 and "rollout/2#1 is rejected" in rejected.stdout, rejected.stderr
+    closed = _event(run, "incident_closed", incident=proposed["incident"])
+    (decision,) = run.observer.events("plan_rejected")
+    assert closed["outcome"] == "gave_up"
+    assert closed["because"] == f"rejected by {decision['by']}: we want to look at it"
+    eventually(lambda: webhook.of("person_called", topic="rejected"), "the call at the webhook")
+    run.until_step(len(run.observer.steps) + 2, CURE_SECONDS)
+    assert run.observer.desired()["rollout/2"] == 1 and ("rollout/2", 2) not in run.observer.pids
+    status = command("status", str(run.path))
+    assert status.returncode == 0 and "no open incident" in status.stdout
+    assert "rollout/2        #1 lost" in status.stdout
+
+
+def _the_memory_of_it_is_whole(run: DemoRun) -> None:
+    audit = command("audit", str(run.path))
+    assert audit.returncode == 0, audit.stdout
+    told = command("incidents", "--run", str(run.path))
+    assert told.returncode == 0
+    assert [line.split(":")[0] for line in told.stdout.splitlines() if line.startswith("inc-")] == [
+        "inc-1-rollout-1 cured",
+        "inc-2-rollout-0 cured",
+        "inc-3-rollout-2 gave_up",
+    ]
+    replayed = command("replay", "inc-1-rollout-1", "--run", str(run.path))
+    assert replayed.returncode == 0, replayed.stdout
+    report = json.loads(command("report", str(run.path), "--json").stdout)
+    by_id = {i["incident_id"]: i for i in report["incidents"]}
+    assert by_id["inc-1-rollout-1"]["cured_seconds"] is not None and by_id["inc-3-rollout-2"]["cured_seconds"] is None
+    assert report["pids_kept"] is True and report["false_alarms"] == [], report["pids"]
+
+
+def _event(run: DemoRun, kind: str, **wanted: Any) -> dict[str, Any]:
+    """The first event of a kind with these values, once it is there."""
+
+    def found() -> list[dict[str, Any]]:
+        return [e for e in run.observer.events(kind) if all(e.get(k) == v for k, v in wanted.items())]
+
+    eventually(found, f"{kind} {wanted}:\n{run.output()[-2000:]}", seconds=CURE_SECONDS)
+    return found()[0]

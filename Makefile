@@ -13,11 +13,11 @@ demo: $(VENV)/.ready  ## a run that loses replicas and keeps learning; ARGS="--s
 	$(BIN)/rolecall demo $(ARGS)
 
 test: $(VENV)/.ready  ## the whole suite, one seed of each end-to-end scenario
-	$(BIN)/python -m pytest -n 2 -m "not e2e and not long" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not e2e and not long" $(ARGS)
 	$(BIN)/python -m pytest -m e2e $(ARGS)
 
 test-fast: $(VENV)/.ready  ## without engines, Ray or slow tests
-	$(BIN)/python -m pytest -n 2 -m "not e2e and not engine and not long and not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not e2e and not engine and not long and not slow" $(ARGS)
 
 check: $(VENV)/.ready  ## style and types
 	$(BIN)/ruff check .

@@ -31,7 +31,11 @@ from rolecall.rl_runtime.weights import TensorServer
 from tests.rl_runtime.weight_port import until_sent
 from tests.support import PATIENCE_SECONDS, eventually
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.xdist_group("engines"),  # one worker runs them all: the engines start once
+]
 
 TOKEN = secrets.token_hex(16)
 TRAINER = ReplicaId("trainer/0")

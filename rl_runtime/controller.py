@@ -34,7 +34,8 @@ from rolecall.rl_runtime.spawn import Spawn
 from rolecall.rl_runtime.supply import PromptSource, Supply
 from rolecall.rl_runtime.task import group_number
 from rolecall.rl_runtime.tasks import Tasks
-from rolecall.rl_runtime.training import Committed, NoTrainer, Plan, StepFailed, Training
+from rolecall.rl_runtime.trainer_group import NoTrainer, StepFailed
+from rolecall.rl_runtime.training import Committed, Plan, Training
 from rolecall.rl_runtime.trajectories import TrajectoryTable, mean_reward, reached_staleness
 
 logger = logging.getLogger(__name__)

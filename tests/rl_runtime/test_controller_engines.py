@@ -13,7 +13,7 @@ from rolecall.core.ids import ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.rl_runtime.generation import FAILURES_MAX, SILENT_SECONDS
 from rolecall.rl_runtime.testing_roles import UPDATE_SECONDS, Pull
-from rolecall.rl_runtime.training import GREETINGS_MAX
+from rolecall.rl_runtime.trainer_group import GREETINGS_MAX
 from tests.rl_runtime.loop import World, small_job
 
 

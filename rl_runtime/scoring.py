@@ -120,13 +120,27 @@ class Scoring:
             self._books.fence(*key, e.because)
 
     async def _until_ready(self, port: RewardPort) -> None:
-        """A worker that let a deadline pass gets nothing more until it answers."""
+        """A worker that let a deadline pass gets nothing more until it answers.
+
+        Raises:
+            ReplicaGone: it is, or it answers with errors again and again.
+        """
+        failures = 0
         while True:
             try:
                 await port.ready()
                 return
             except DeadlineExceeded as e:
                 logger.warning("%s", e)
+            except ReplicaGone:
+                raise
+            except Exception as e:  # deliberate: whatever one worker raises must not end the controller
+                failures += 1
+                because = f"its greeting failed {failures} times, last: {type(e).__name__}: {e}"
+                logger.warning("%s: %s", port, because)
+                if failures >= ATTEMPTS_MAX:
+                    raise ReplicaGone(replica=port.replica, incarnation=port.incarnation, because=because) from e
+                await asyncio.sleep(RETRY_SECONDS * failures)
 
     def _take(self, key: EngineKey) -> list[OpenGroup]:
         """Finished groups for one worker; none while a worker rests that was used less recently.

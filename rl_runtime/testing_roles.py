@@ -43,12 +43,13 @@ class _Body:
     def __init__(self, fleet: "Fleet", member: Member) -> None:
         self.fleet, self.replica, self.incarnation = fleet, *member
         self.info_raises: list[Exception] = []
-        """Scripted: what the next questions for `info` meet."""
+        """Scripted: what the next questions for `info` or `ready` meet."""
         self.holder = protocol.Holder(
             replica=self.replica, incarnation=self.incarnation, host="fake", port=self.incarnation
         )
 
     def ready(self) -> tuple[int, int]:
+        self._may_answer()
         return 1, 1
 
     def _may_answer(self) -> None:

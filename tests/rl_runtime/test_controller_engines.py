@@ -12,9 +12,13 @@ from rolecall.core.events import EventKind
 from rolecall.core.ids import ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.rl_runtime.generation import FAILURES_MAX, SILENT_SECONDS
+from rolecall.rl_runtime.scoring import ATTEMPTS_MAX
 from rolecall.rl_runtime.testing_roles import UPDATE_SECONDS, Pull
 from rolecall.rl_runtime.trainer_group import GREETINGS_MAX
 from tests.rl_runtime.loop import World, small_job
+
+GREETINGS = {"rollout/1": FAILURES_MAX, "trainer/1": GREETINGS_MAX, "reward/1": ATTEMPTS_MAX}
+"""Replica -> greetings that fail until it is given up."""
 
 
 async def at_step(w: World, step: int) -> None:
@@ -41,7 +45,7 @@ def test_a_version_goes_round_from_one_to_the_next_and_each_holder_gives_it_once
         assert last >= first + UPDATE_SECONDS, "three at a time, with two trainers to give"
 
 
-@pytest.mark.parametrize("replica", ["rollout/1", "trainer/1"])
+@pytest.mark.parametrize("replica", list(GREETINGS))
 def test_a_replica_that_answers_a_greeting_with_errors_ends_nothing_and_is_given_up_by_name(
     tmp_path: Path, replica: str
 ) -> None:
@@ -53,14 +57,13 @@ def test_a_replica_that_answers_a_greeting_with_errors_ends_nothing_and_is_given
     assert len(w.controllers) == 1
     (lost,) = w.events(EventKind.REPLICA_LOST)
     assert (lost["replica"], lost["incarnation"]) == (replica, 1)
-    most = FAILURES_MAX if replica == "rollout/1" else GREETINGS_MAX
-    assert f"failed {most} times" in lost["because"] and "WireError: not a message" in lost["because"]
+    assert f"failed {GREETINGS[replica]} times" in lost["because"] and "WireError: not a message" in lost["because"]
 
 
-@pytest.mark.parametrize("replica", ["rollout/1", "trainer/1"])
+@pytest.mark.parametrize("replica", list(GREETINGS))
 def test_a_replica_whose_first_greetings_fail_works_in_the_end(tmp_path: Path, replica: str) -> None:
     async def script(w: World) -> None:
-        w.fleet.newest(replica).body.info_raises = [RuntimeError("not yet")] * (min(FAILURES_MAX, GREETINGS_MAX) - 1)
+        w.fleet.newest(replica).body.info_raises = [RuntimeError("not yet")] * (GREETINGS[replica] - 1)
 
     w = world(tmp_path, script).run()
     w.check()

@@ -241,11 +241,13 @@ class TrainerGroup:
         infos = await self._all({m: p.info() for m, p in ports.items()}, grace=GRACE_SECONDS)
         self._note_losses(infos)
         found = {m: i for m, i in infos.items() if isinstance(i, TrainerInfo)}
-        top = max((i.commit.step for i in found.values() if i.has_state), default=-2)
-        if top < self.committed_step or top < -1:
+        # A trainer that was cut off may have committed this step in an epoch that the others left: same microbatches,
+        # but added up in another order.
+        top = max(((i.commit.step, i.commit.epoch) for i in found.values() if i.has_state), default=(-2, -1))
+        if top[0] < self.committed_step or top[0] < -1:
             raise NoTrainer(f"no trainer has the state of step {self.committed_step}")
-        self.committed_step = top
-        level = {m: i for m, i in found.items() if i.has_state and i.commit.step == top}
+        self.committed_step = top[0]
+        level = {m: i for m, i in found.items() if i.has_state and (i.commit.step, i.commit.epoch) == top}
         self._holders = {m: i.holder for m, i in level.items()}
         behind = {m: i for m, i in found.items() if m not in level}
         holders = list(self._holders.values())

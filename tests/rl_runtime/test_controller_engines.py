@@ -1,13 +1,14 @@
 """Engines and trainers that answer late, or with something else than an answer: the others go on, nothing counts twice."""
 
 import asyncio
+import dataclasses
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rolecall.core.errors import WireError
+from rolecall.core.errors import PeerLost, WireError
 from rolecall.core.events import EventKind
 from rolecall.core.ids import ReplicaId
 from rolecall.core.membership import ReplicaState
@@ -139,3 +140,20 @@ def test_a_step_does_not_take_younger_groups_when_the_older_ones_would_become_to
     """Steps as fast as an update goes round: without looking ahead, some groups of each such run came too late."""
     w = World(job=small_job(num_steps=30), path=tmp_path, seed=2).run()
     assert set(w.check().dropped_by_reason) <= {"run_ended"}
+
+
+def test_a_trainer_that_committed_in_an_epoch_the_others_left_copies_before_it_joins(tmp_path: Path) -> None:
+    """Cut off in the middle of the vote it may commit a step alone: the others make that step again without it."""
+
+    async def script(w: World) -> None:
+        body = w.fleet.newest("trainer/1").body
+        while body.commit.step < 3 or body.computed:
+            await asyncio.sleep(0.001)
+        body.commit = dataclasses.replace(body.commit, epoch=body.commit.epoch - 1)
+        body.lineage = "added up in another order"
+        body.raises = [PeerLost(epoch=0, because="cut off")]
+
+    w = world(tmp_path, script).run()
+    w.check()
+    assert not w.fleet.newest("trainer/1").body.raises, "the group was never made anew"
+    assert {len(digests) for digests in w.fleet.optimizer.values()} == {1}, "a step was taken in two ways"

@@ -1,7 +1,8 @@
 """The demo's own decisions: which job it runs, and when it hurts which replica. Pure; `session.py` does the doing.
 
 A fault strikes at a seeded random moment, and the next one only after the replica before serves again: the demo shows
-cures one by one. Faults in quick succession are tried in `tests/recovery` and `tests/rl_runtime`, on simulated fleets.
+cures one by one. Faults in quick succession are tried in `tests/e2e`, and on simulated fleets in `tests/recovery` and
+`tests/rl_runtime`.
 """
 
 import random

@@ -73,7 +73,8 @@ def _who_left_early(observer: object, victims: set[tuple[int, int]], since: floa
     """Actors, raylets and agents that lived at the first injection and were gone before the last step, victims aside."""
     left = []
     for key, seen in observer.processes.items():  # type: ignore[attr-defined]
-        lived_before, gone = seen.first_at < since - 1, seen.last_at < until - 1
+        # A child that an actor forks for a moment has its title until it becomes another program: it was no actor.
+        lived_before, gone = seen.first_at < since - 1 and seen.last_at >= since, seen.last_at < until - 1
         is_ours = any(
             word in seen.title for word in ("ray::", "raylet", "rolecall.agent", "gcs_server", "rolecall watch")
         )

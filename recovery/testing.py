@@ -5,9 +5,12 @@ after a while, unless told that they die on the way. `FakeDetector` knows what w
 its delay, for as long as it is true. `KillSwitch` ends the loop at the n-th journal write or actuator call.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import sqlalchemy as sa
 
 from rolecall.core.clock import Clock, FakeClock
 from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, Suspect
@@ -221,6 +224,7 @@ class KillSwitch:
 
     def __init__(self) -> None:
         self.points: list[str] = []
+        self.num_transactions = 0  # begun for writing, whichever method did it
         self.dies_at: int | None = None  # index into `points`; None: never
         self.dies_before = ""  # or: before the next call of this name
 
@@ -243,6 +247,16 @@ class MortalJournal(Journal):
     def __init__(self, url: str, *, clock: FakeClock, switch: KillSwitch) -> None:
         super().__init__(url, clock=clock)
         self._switch = switch
+        begin = self.store.write
+
+        @contextmanager
+        def counted() -> Iterator[sa.Connection]:
+            switch.num_transactions += 1
+            with begin() as conn:
+                yield conn
+
+        # What passes no switch shows in this count.
+        self.store.write = counted  # type: ignore[method-assign]
 
     def append(self, kind: EventKind, body: Mapping[str, Any] | None = None, **more: Any) -> Event:
         event: Event = self._switch.around(
@@ -255,6 +269,9 @@ class MortalJournal(Journal):
             "acquire", lambda: super(MortalJournal, self).acquire(name, holder, ttl_seconds)
         )
         return lease
+
+    def release(self, lease: Lease) -> None:
+        self._switch.around("release", lambda: super(MortalJournal, self).release(lease))
 
     def set_desired(self, record: Desired, **more: Any) -> bool:
         done: bool = self._switch.around("set_desired", lambda: super(MortalJournal, self).set_desired(record, **more))

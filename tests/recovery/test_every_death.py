@@ -3,16 +3,21 @@ the actuator. The points are counted in a run without a kill, then enumerated. A
 journal and the fleet cannot be told from those of the run where nobody died.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rolecall.core.diagnosis import FaultClass
 from rolecall.core.events import EventKind
-from rolecall.recovery.incidents import IncidentState
+from rolecall.core.rundir import RunDir
+from rolecall.recovery import commands
+from rolecall.recovery.incidents import INCIDENT_KINDS, IncidentState
 from rolecall.recovery.interfaces import Message
+from rolecall.recovery.moves import decision_key
 from rolecall.recovery.testing import RecordingNotifier, SimulatedKill, diagnosis
 from rolecall.recovery.watch import Watch
 from tests.recovery.world import World
@@ -58,7 +63,103 @@ def tolerated(world: World) -> None:
     world.runtime.inject("rollout/1", FaultClass.SLOW)
 
 
-SCENARIOS: list[Scenario] = [crash, replacement_dies, two_faults, gives_up, user_code, nothing_helps, tolerated]
+def gets_worse(world: World) -> None:
+    """Told as slow, then as hung, while a pause holds the plan: the incident learns more, and its plan is made anew."""
+    world.journal.set_flag("paused", "bob: a look")
+    world.runtime.inject("rollout/1", FaultClass.SLOW)
+
+    def worse() -> None:
+        held = world.events(K.PLAN_HELD)
+        process = world.runtime.processes["rollout/1"]
+        if held and process.fault is FaultClass.SLOW:
+            world.runtime.inject("rollout/1", FaultClass.HANG)
+        if len(held) == 2:
+            world.journal.set_flag("paused", None)
+
+    world.others.append(worse)
+
+
+def moves_to_another_node(world: World) -> None:
+    world.runtime.starts_that_hang["rollout/1"] = 1
+    world.runtime.inject("rollout/1", FaultClass.CRASH)
+
+
+def nobody_diagnoses(world: World) -> None:
+    world.detector.silent = True
+    world.runtime.inject("reward/0", FaultClass.CRASH)
+
+
+def _word(world: World, kind: EventKind) -> Callable[[], None]:
+    """A person who decides about each proposal as soon as it stands, once."""
+
+    def decide() -> None:
+        for i in world.incidents():
+            a = i.attempt
+            if a is not None and i.state is IncidentState.PROPOSED and a.decision is None:
+                key = decision_key(i.incident_id, a.number)
+                body = {"digest": a.plan.digest, "by": "alice"}
+                world.journal.append(kind, body, incident_id=i.incident_id, caused_by=i.last_event_id, key=key)
+
+    return decide
+
+
+def approved(world: World) -> None:
+    world.others.append(_word(world, K.PLAN_APPROVED))
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+
+
+def rejected(world: World) -> None:
+    world.others.append(_word(world, K.PLAN_REJECTED))
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+
+
+def lapses(world: World) -> None:
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+
+
+def observed(world: World) -> None:
+    """Nothing is done, and the fault ends without us."""
+    world.runtime.inject("rollout/1", FaultClass.SLOW)
+
+    def heals() -> None:
+        if world.events(K.PLAN_HELD):
+            world.runtime.processes["rollout/1"].fault = None
+
+    world.others.append(heals)
+
+
+def code_explains_it(world: World) -> None:
+    """A victim's incident is open when the code is found to be at fault."""
+    world.journal.set_flag("paused", "bob: a look")
+    world.runtime.inject("trainer/0", FaultClass.CRASH)
+
+    def found() -> None:
+        if world.events(K.PLAN_HELD) and not world.detector.extra:
+            failing = diagnosis(FaultClass.USER_CODE, onset=world.clock.wall(), about="trainer:ValueError:f")
+            world.detector.extra = [failing]
+        if any(e.incident_id == "inc-2-job" for e in world.events(K.PLAN_HELD)):
+            world.journal.set_flag("paused", None)
+
+    world.others.append(found)
+
+
+def asked_by_a_person(world: World) -> None:
+    run = RunDir(Path(world.url.removeprefix("sqlite:///")).parent)
+    commands.replace(run, "trainer/1", "it feels slow", "alice", world.clock)
+
+
+SCENARIOS: list[Scenario] = [
+    crash, replacement_dies, two_faults, gives_up, user_code, nothing_helps, tolerated, gets_worse, moves_to_another_node,
+    nobody_diagnoses, approved, rejected, lapses, observed, code_explains_it, asked_by_a_person,
+]  # fmt: skip
+CONFIGS: dict[Scenario, dict[str, Any]] = {
+    approved: {"mode": "approve"},
+    rejected: {"mode": "approve"},
+    lapses: {"mode": "approve", "approval_seconds": 5.0},
+    observed: {"mode": "observe"},
+    moves_to_another_node: {"verify_seconds": 5.0},
+}
+PEOPLE_WRITE = frozenset({K.PLAN_APPROVED, K.PLAN_REJECTED})
 
 
 def _outcome(world: World) -> dict[str, object]:
@@ -88,11 +189,26 @@ def _finish(world: World, watch: Watch) -> None:
 
 def _undisturbed(path: Path, scenario: Scenario) -> tuple[dict[str, object], list[str]]:
     path.mkdir()
-    world = World(path, lease_seconds=LEASE_SECONDS)
+    world = _world(path, scenario)
     watch = world.watch()
     scenario(world)
     _finish(world, watch)
-    return _outcome(world), world.switch.points
+    points = world.switch.points
+    written = [p for p in points if p.startswith("after") and p != "after perform"]
+    assert world.switch.num_transactions == len(written), "a write that passes no switch"
+    return _outcome(world), points
+
+
+def _world(path: Path, scenario: Scenario) -> World:
+    return World(path, lease_seconds=LEASE_SECONDS, **CONFIGS.get(scenario, {}))
+
+
+def test_every_kind_of_write_is_enumerated(tmp_path: Path) -> None:
+    points = {p for s in SCENARIOS for p in _undisturbed(tmp_path / s.__name__, s)[1]}
+    kinds = {K.LEASE_TAKEN, K.JOB_STOP_REQUESTED, *INCIDENT_KINDS} - PEOPLE_WRITE
+    others = {"acquire", "perform", "set_desired", "set_flag stop", "set_flag notified", "save_window"}
+    wanted = {f"append {k}" for k in kinds} | others
+    assert {p.removeprefix("before ") for p in points if p.startswith("before ")} == wanted
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
@@ -105,7 +221,7 @@ def test_killed_at_every_point(tmp_path: Path, scenario: Scenario) -> None:
             # Within a tick, before one write the world is as after the one before it: seen once is enough.
             continue
         (tmp_path / str(n)).mkdir()
-        world = World(tmp_path / str(n), lease_seconds=LEASE_SECONDS)
+        world = _world(tmp_path / str(n), scenario)
         watch = world.watch()
         scenario(world)
         world.switch.dies_at = n
@@ -129,7 +245,7 @@ def test_killed_twice(tmp_path: Path) -> None:
     for n in range(started, started + 4):
         for later in range(1, 8):
             (tmp_path / f"{n}-{later}").mkdir()
-            world = World(tmp_path / f"{n}-{later}", lease_seconds=LEASE_SECONDS)
+            world = _world(tmp_path / f"{n}-{later}", crash)
             watch = world.watch()
             crash(world)
             for dies_at in (n, n + later):
@@ -141,6 +257,25 @@ def test_killed_twice(tmp_path: Path) -> None:
             _finish(world, watch)
             assert _outcome(world) == wanted, f"killed at {n} and {n + later}:\n{world.story()}"
             world.journal.close()
+
+
+@pytest.mark.parametrize("moment", ["before release", "after release"])
+def test_killed_while_it_gives_the_lease_back(tmp_path: Path, moment: str) -> None:
+    world = World(tmp_path, lease_seconds=LEASE_SECONDS)
+    watch, stop = world.watch(), threading.Event()
+    world.step(watch)
+    assert watch.acting
+    stop.set()
+    world.switch.dies_at = len(world.switch.points) + (moment == "after release")
+    with pytest.raises(SimulatedKill, match=moment):
+        watch.run(stop)
+    world.switch.dies_at = None
+    successor = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.CRASH)
+    world.step(successor, seconds=world.detector.delay_seconds)
+    assert successor.acting is (moment == "after release"), "what was given back is free at once"
+    _finish(world, successor)
+    assert world.runtime.replaced == [("rollout/1", 1)]
 
 
 class NeverSends(RecordingNotifier):

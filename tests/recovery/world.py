@@ -37,6 +37,7 @@ class World:
         self.switch = KillSwitch()
         self.actuators: list[MortalActuator] = []
         self.num_watches = 0
+        self.others: list[Callable[[], object]] = []  # what people do: asked before each look of the watches
 
     def watch(self, config: RecoveryConfig | None = None, holder: str = "") -> Watch:
         """A fresh watch process: own connection, own memory, own holder name."""
@@ -59,6 +60,8 @@ class World:
     def step(self, *watches: Watch, seconds: float = TICK_SECONDS) -> None:
         self.clock.advance(seconds)
         self.runtime.tick()
+        for do in self.others:
+            do()
         for watch in watches:
             watch.tick()
 

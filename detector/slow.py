@@ -45,6 +45,8 @@ STRIDES_MIN = 5
 """No alarm on fewer consecutive strides than this."""
 HISTORY_MIN = 5
 """A load must have been seen so often before an observation at it is compared."""
+MAJORITY_WAIT_SECONDS = 10.0
+"""An alarm waits for at most so long for peers that are on their way to one: together they may be a majority."""
 RISING_SUM = 1.0
 """A peer's sum above this (one stride of a factor of four) means that it may be slow: nobody is learned from then."""
 PEER_SMOOTHING = 0.5
@@ -259,6 +261,7 @@ def _accumulate(meter: SlowMeter, x: float, drift: float, h: float, now: float) 
         meter.alarmed = meter.cusum >= h / 2
     else:
         meter.alarmed = meter.cusum >= h and meter.rising_strides >= STRIDES_MIN
+        meter.alarmed_wall = now
 
 
 def _learn_from(
@@ -311,9 +314,18 @@ def _threshold(state: SlowState, role: str, config: DetectorConfig, drift: float
 
 
 def find(state: SlowState, fleet: Fleet, config: DetectorConfig, now: float) -> list[Finding]:
-    return [
-        _finding(state, s, config, now) for s in fleet.current() if s.slow.alarmed and not s.gone and not s.finished
-    ]
+    alarmed = [s for s in fleet.current() if s.slow.alarmed and not s.gone and not s.finished]
+    return [_finding(state, s, config, now) for s in alarmed if not _may_be_of_a_majority(fleet, s, now)]
+
+
+def _may_be_of_a_majority(fleet: Fleet, subject: Subject, now: float) -> bool:
+    """Whether the first of several is about to be named alone. Peers of one that is slow by itself look fast, not slow."""
+    if now - subject.slow.alarmed_wall >= MAJORITY_WAIT_SECONDS:
+        return False
+    peers = list(fleet.peers(subject))
+    coming = sum(p.slow.cusum >= RISING_SUM and not p.slow.alarmed for p in peers)
+    slow = 1 + coming + sum(p.slow.alarmed for p in peers)
+    return coming > 0 and 2 * slow > 1 + len(peers)
 
 
 def _finding(state: SlowState, subject: Subject, config: DetectorConfig, now: float) -> Finding:

@@ -73,6 +73,7 @@ class SlowMeter:
     load: float = 0.0
     peers: int = 0
     alarmed: bool = False
+    alarmed_wall: float = 0.0  # since when
 
 
 @dataclass(slots=True)

@@ -121,8 +121,9 @@ class RecoveryConfig(Section):
     mode: Literal["observe", "approve", "act"] = "observe"
     """observe: findings and incidents only. approve: a person approves each plan. act: guards decide."""
     evictions_per_hour_max: Annotated[int, Field(ge=0)] = 6
-    replicas_at_once_max: Annotated[int, Field(ge=1)] = 1
-    """Replicas under repair at the same time, over all incidents."""
+    replicas_at_once_max: Annotated[int, Field(ge=1)] = 2
+    """Replicas under repair at the same time, over all incidents. With 1, a hung trainer, for whom a whole step waits,
+    would wait itself for the cold start of a rollout."""
     retries_per_replica_max: Annotated[int, Field(ge=1)] = 3
     """Replacements of one replica within an hour before a person is called instead."""
     role_share_max: Ratio = 0.5

@@ -227,10 +227,15 @@ class Journal:
             for row in conn.execute(sa.select(_events).order_by(_events.c.seq)).mappings():
                 position += 1
                 if row["seq"] != position:
-                    raise JournalCorrupt(where=f"{self.store.where}: events line {position}", reason=f"line is missing, found {row['seq']}")
+                    raise JournalCorrupt(
+                        where=f"{self.store.where}: events line {position}",
+                        reason=f"line is missing, found {row['seq']}",
+                    )
                 entry = {k: row[k] for k in ("seq", "kind", "wall_at", "incident_id", "caused_by", "key", "body")}
                 if chain_hash(previous, entry) != row["hash"]:
-                    raise JournalCorrupt(where=f"{self.store.where}: events line {position}", reason="hash does not match the line")
+                    raise JournalCorrupt(
+                        where=f"{self.store.where}: events line {position}", reason="hash does not match the line"
+                    )
                 previous = row["hash"]
         return ChainHead(position=position, hash=previous)
 

@@ -183,7 +183,7 @@ class EngineThread:
         with self._phase_lock:
             if self._orders:
                 return  # posted since the last look: there is no rest
-            if self._phase is Phase.GENERATE:
+            if self._phase in (Phase.START, Phase.GENERATE):
                 reporter.update(requests_active=0)
             self._enter(Phase.WAIT if self.awaits_weights else Phase.IDLE)
             self._resting = True

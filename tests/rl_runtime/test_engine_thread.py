@@ -57,6 +57,7 @@ def engine() -> Engine:
 
 @pytest.fixture
 def thread(engine: Engine) -> Iterator[EngineThread]:
+    reporter.update(requests_active=3)  # as an engine of another test in this process may have left it
     thread = EngineThread(lambda: engine, len, clock=SystemClock())  # type: ignore[arg-type,return-value]
     thread.wait_started(PATIENCE_SECONDS)
     eventually(rests, "the engine to rest")

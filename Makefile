@@ -13,8 +13,8 @@ demo: $(VENV)/.ready  ## a run that loses replicas and keeps learning; ARGS="--s
 	$(BIN)/rolecall demo $(ARGS)
 
 test: $(VENV)/.ready  ## the whole suite, one seed of each end-to-end scenario
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not e2e and not long" $(ARGS)
-	$(BIN)/python -m pytest -m e2e $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not e2e and not long" --durations=15 $(ARGS)
+	$(BIN)/python -m pytest -m e2e --durations=12 $(ARGS)
 
 test-fast: $(VENV)/.ready  ## without engines, Ray or slow tests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not e2e and not engine and not long and not slow" $(ARGS)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from rolecall.core.clock import Clock
 from rolecall.core.config import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass
-from rolecall.core.errors import ActuatorError, Fenced, JournalError
+from rolecall.core.errors import ActuatorError, Fenced, JournalCorrupt, JournalError
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal import Journal, Lease
@@ -52,6 +52,8 @@ UNHANDLED = "unhandled"
 """Topic of the call for a person when an incident cannot be handled."""
 FAILED_TICKS_MAX = 50
 """After so many failed ticks in a row the process ends with the error, and who started it starts another."""
+DAMAGED_TICKS_MAX = 5
+"""The same for a journal that is damaged: no repetition mends that."""
 FAILED_TICK_PAUSE_SECONDS = 0.5
 
 
@@ -108,12 +110,12 @@ class Watch:
             try:
                 self.tick()
                 failures = 0
-            except Exception:
+            except Exception as e:
                 # Deliberate: a database that is busy or away, or a bug in one decision, must not end the watching.
                 # All state is in the journal, so the next tick starts from what is true; endless failure ends us.
                 failures += 1
                 logger.exception("tick failed (%d in a row)", failures)
-                if failures >= FAILED_TICKS_MAX:
+                if failures >= (DAMAGED_TICKS_MAX if isinstance(e, JournalCorrupt) else FAILED_TICKS_MAX):
                     raise
                 stop.wait(FAILED_TICK_PAUSE_SECONDS)
         if self._lease is not None:

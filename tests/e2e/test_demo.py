@@ -85,7 +85,7 @@ def _who_left_early(observer: object, victims: set[tuple[int, int]], since: floa
 
 def test_outside_fault_is_found_and_cured_as_the_report_says(tmp_path: Path) -> None:
     """The observer kills by itself, and by the plain kill(2): nothing of rolecall knows that a fault is coming."""
-    args = ["--seed", "5", "--faults", "none", "--steps", "50", "--hold-minutes", "0.7", "--allow-injection"]
+    args = ["--seed", "5", "--faults", "none", "--steps", "30", "--hold-minutes", "0.7", "--allow-injection"]
     with demo_run(tmp_path, "outside-fault", args) as run:
         run.until_step(8, 200)
         killed_at = run.strike("rollout-kill", "rollout/0", 1)

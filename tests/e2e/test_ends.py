@@ -1,4 +1,4 @@
-"""However a run ends, nothing of it is left; and a mistake in user code evicts nobody."""
+"""However a run ends, nothing of it is left (Ctrl-C: test_operating.py); and a mistake in user code evicts nobody."""
 
 import os
 import signal
@@ -10,18 +10,6 @@ from tests.e2e.runs import alive, demo_run, rolecall
 from tests.support import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
-
-
-def test_ctrl_c_stops_everything(tmp_path: Path) -> None:
-    with demo_run(tmp_path, "ctrl-c", ["--faults", "none", "--steps", "100000"]) as run:
-        run.until_step(1, 200)
-        assert len(alive(run.observer)) > 20
-        os.kill(run.process.pid, signal.SIGINT)
-        assert run.wait(60) == 130
-        assert alive(run.observer) == []
-        assert "Traceback" not in run.output()
-    audit = rolecall("audit", str(run.path))
-    assert audit.returncode == 0, audit.stdout
 
 
 def test_down_removes_what_kill_9_left(tmp_path: Path) -> None:

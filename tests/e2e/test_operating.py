@@ -34,9 +34,11 @@ def test_a_person_operates_a_run(tmp_path: Path) -> None:
             _a_pause_holds_what_was_approved(run, webhook, digest)
             _a_healthy_rollout_is_replaced_by_hand(run)
             _a_rejected_plan_is_not_performed(run, webhook)
+            assert len(alive(run.observer)) > 20
             os.kill(run.process.pid, signal.SIGINT)
             assert run.wait(60) == 130
             assert alive(run.observer) == []
+            assert "Traceback" not in run.output()
         assert run.observer.listening_elsewhere == set()
     _the_memory_of_it_is_whole(run)
 

@@ -65,6 +65,7 @@ def save(folder: Path, step: int, tensors: dict[str, torch.Tensor], meta: str, *
         _sync_folder(work)
         _replace_folder(work, final)
     except BaseException:
+        # Deliberate, and raised on: whatever ends the writing, nothing half written stays.
         shutil.rmtree(work, ignore_errors=True)
         raise
     _sync_folder(folder)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal import ChainHead
+from rolecall.core.store import GENESIS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,18 @@ class CommitRecord:
     def policy_version(self) -> int:
         """Initial weights are version 0; each optimizer step adds one."""
         return self.step + 1
+
+
+def first_commit() -> CommitRecord:
+    """The record of weights that no step has touched."""
+    return CommitRecord(
+        step=-1,
+        epoch=0,
+        microbatch_ids=(),
+        group_ids=(),
+        gradient_digest="",
+        ledger=ChainHead(position=0, hash=GENESIS),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from rolecall.core.errors import PeerLost, StaleIncarnation, WireError
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal import ChainHead
-from rolecall.core.store import GENESIS
 from rolecall.rl_runtime import protocol
 from rolecall.rl_runtime.clients import LoadedCheckpoint
 
@@ -67,17 +66,6 @@ def fake_manifest(version: int, lineage: str) -> protocol.Manifest:
     return protocol.Manifest(policy_version=version, tensors=(entry,), canary_logprobs=(0.0,), digest=digest)
 
 
-def first_commit() -> protocol.CommitRecord:
-    return protocol.CommitRecord(
-        step=-1,
-        epoch=0,
-        microbatch_ids=(),
-        group_ids=(),
-        gradient_digest="",
-        ledger=ChainHead(position=0, hash=GENESIS),
-    )
-
-
 class Collective:
     """The process group of one epoch: a barrier that fails for all when one of them is gone."""
 
@@ -112,7 +100,7 @@ class FakeTrainer(_Body):
 
     def __init__(self, fleet: "Fleet", member: Member) -> None:
         super().__init__(fleet, member)
-        self.commit, self.has_state = first_commit(), member[1] == 1
+        self.commit, self.has_state = protocol.first_commit(), member[1] == 1
         self.lineage = "first"
         self.computed: dict[str, protocol.Microbatch] = {}
         self.group: Collective | None = None
@@ -257,7 +245,7 @@ class FakeTrainer(_Body):
         async with self._work:
             await asyncio.sleep(0.1)
             step = max(self.fleet.checkpoints, default=-1)
-            self.commit, self.lineage = self.fleet.checkpoints.get(step, (first_commit(), "first"))
+            self.commit, self.lineage = self.fleet.checkpoints.get(step, (protocol.first_commit(), "first"))
             self.has_state, self.computed = True, {}
             path = f"{folder}/step-{step:08d}" if step >= 0 else ""
             return LoadedCheckpoint(path=path, refused=())

@@ -30,7 +30,7 @@ from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.grpo import NOT_COMPARED, normaliser
 from rolecall.rl_runtime.model import make_model, vocabulary
 from rolecall.rl_runtime.partial import Contribution, Gradients, PartialStep
-from rolecall.rl_runtime.protocol import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo
+from rolecall.rl_runtime.protocol import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo, first_commit
 from rolecall.rl_runtime.reduce import (
     BUCKET_BYTES,
     LOOPBACK,
@@ -42,7 +42,7 @@ from rolecall.rl_runtime.reduce import (
     refuse_stale,
 )
 from rolecall.rl_runtime.task import make_task
-from rolecall.rl_runtime.trainer_state import TrainerState, first_commit
+from rolecall.rl_runtime.trainer_state import TrainerState
 
 LOG_RATIO_ALARM: Final = 0.02
 """Trainer and engine agree to about 1e-5 on a token of the same version; beyond this one of the two has wrong weights."""

@@ -17,25 +17,12 @@ from rolecall.core.config import AlgorithmConfig
 from rolecall.core.errors import ProofMismatch, StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal import ChainHead
-from rolecall.core.store import GENESIS
 from rolecall.rl_runtime.grpo import token_logprobs
 from rolecall.rl_runtime.protocol import CommitRecord
 
 META_FORMAT: Final = 1
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 ADAM_BETAS: Final = (0.9, 0.999)
-
-
-def first_commit() -> CommitRecord:
-    """The record of weights that no step has touched."""
-    return CommitRecord(
-        step=-1,
-        epoch=0,
-        microbatch_ids=(),
-        group_ids=(),
-        gradient_digest="",
-        ledger=ChainHead(position=0, hash=GENESIS),
-    )
 
 
 class TrainerState:

@@ -16,8 +16,8 @@ import torch
 from rolecall.core.errors import ProofMismatch, StaleIncarnation, VoteRefused
 from rolecall.core.ids import replica_id
 from rolecall.rl_runtime import checkpoint
-from rolecall.rl_runtime.protocol import Holder, Microbatch, StepResult
-from rolecall.rl_runtime.trainer_state import first_commit, parse_meta
+from rolecall.rl_runtime.protocol import Holder, Microbatch, StepResult, first_commit
+from rolecall.rl_runtime.trainer_state import parse_meta
 from tests.rl_runtime.trainer_process import LEDGER, Spied, make_microbatches, tiny_job
 from tests.support import PATIENCE_SECONDS, eventually
 

@@ -19,7 +19,7 @@ from rolecall.core.errors import JournalError
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECONDS = 0.5
-"""Two ticks: long enough for a file or a socket that was just being replaced."""
+"""About a tick: long enough for a file or a socket that was just being replaced."""
 PAUSE_SECONDS_MAX = 30.0
 TRIES_MAX = 5
 """Four pauses, 7.5 s in all: longer than any restart of ours takes, shorter than a person would wait for a page."""

@@ -20,6 +20,7 @@ RolecallError
 ├── InjectionRefused         fault injection is not allowed, or the target is not this job's process
 ├── ActuatorError            an action could not be performed
 ├── InvalidTransition        an event does not fit the state of its incident: with the story that led there
+├── UnreadableInput          a recording or dump cannot be read: which file, what is wrong with it
 ├── CommandRefused           a person asked for something that cannot be done now: why
 └── RunNotFound              no such run, or it has ended
 """
@@ -153,6 +154,14 @@ class InvalidTransition(RolecallError):
         self.story = tuple(story)
         told = "\n".join(f"  {line}" for line in story) or "  (no event before)"
         super().__init__(f"{incident_id}: {event} does not fit state {state}: {reason}. Its story:\n{told}")
+
+
+class UnreadableInput(RolecallError, ValueError):
+    """`where`: the file, and the place in it if there is one."""
+
+    def __init__(self, *, where: str, reason: str) -> None:
+        self.where, self.reason = where, reason
+        super().__init__(f"{where}: {reason}")
 
 
 class CommandRefused(RolecallError):

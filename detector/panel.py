@@ -1,0 +1,100 @@
+"""A panel: the series of machines that may be compared, on one grid of ticks. What every panel detector reads.
+
+Machines of a panel are peers: same job, same role, same phase. A recording, a Prometheus server and the fleet simulator
+all yield panels, so that what is tested on recordings is what runs live. A detector sees a panel one tick at a time and
+never what comes later: what it says at a tick depends on that tick and earlier ones only.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.core.diagnosis import Finding, Suspect
+from rolecall.core.ids import NodeId
+
+Floats = NDArray[np.float32]
+Times = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Machine:
+    """One column of a panel: a replica, or one rank or GPU of it where the recording tells them apart."""
+
+    node: str
+    replica: str = ""
+    rank: int | None = None
+    gpu: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For sentences: `trainer/1 rank 3 gpu 0 (node m07)`."""
+        rank = f" rank {self.rank}" if self.rank is not None else ""
+        gpu = f" gpu {self.gpu}" if self.gpu is not None else ""
+        return f"{self.replica}{rank}{gpu} (node {self.node})" if self.replica else f"node {self.node}{rank}{gpu}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanelShape:
+    """What is known before the first tick. `interval_seconds`: nominal time between ticks."""
+
+    role: str
+    metrics: tuple[str, ...]
+    machines: tuple[Machine, ...]
+    interval_seconds: float
+    job: str = ""
+    phase: str = ""
+
+    @property
+    def name(self) -> str:
+        """For sentences: `role trainer, phase compute`."""
+        job = f"job {self.job}, " if self.job else ""
+        return f"{job}role {self.role}" + (f", phase {self.phase}" if self.phase else "")
+
+    def suspect(self, machine: int) -> Suspect:
+        """The machine of this column as a suspect."""
+        m = self.machines[machine]
+        return Suspect(node=NodeId(m.node), role=self.role, replica=m.replica, rank=m.rank, gpu=m.gpu)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """`at`: (T,) seconds, increasing. `values`: (M, T, N) float32 of metric, tick, machine; NaN is missing, and no
+    value is infinite."""
+
+    shape: PanelShape
+    at: Times
+    values: Floats
+
+    def ticks(self) -> Iterator[tuple[float, Floats]]:
+        """(seconds, values (M, N)) in order."""
+        for t in range(len(self.at)):
+            yield float(self.at[t]), self.values[:, t, :]
+
+
+class Tracker(Protocol):
+    """A detector at work on one panel."""
+
+    def tick(self, at: float, values: Floats) -> list[Finding]:
+        """Takes the next tick (seconds; values of shape (M, N), NaN is missing); findings that begin with it.
+
+        `values` is only read, and only during the call. A fault that stands is told once.
+        """
+        ...
+
+
+class PanelDetector(Protocol):
+    """Settings, and models where there are any: makes one tracker for each panel."""
+
+    @property
+    def name(self) -> str: ...
+
+    def track(self, shape: PanelShape) -> Tracker: ...
+
+
+def findings(detector: PanelDetector, panel: Panel) -> list[Finding]:
+    """All that an online detector would have said over a whole panel, in order."""
+    tracker = detector.track(panel.shape)
+    return [f for at, values in panel.ticks() for f in tracker.tick(at, values)]

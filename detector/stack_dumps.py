@@ -117,6 +117,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _JSON_HEAD = re.compile(r'\s*\[\s*\{.*"(?:thread_id|owns_gil|frames)"\s*:', re.DOTALL)
 _AGENT_HEAD = re.compile(r'\s*\{.*"threads"\s*:\s*\[', re.DOTALL)
 _THREAD_LINE = re.compile(r'^Thread (\S{1,32}) \((idle|active|active\+gil)\)(?:: "(.{0,512})")?\r?$', re.MULTILINE)
+_TOPOLOGY_KEY = re.compile(r'"(?:parallel|groups)"\s*:\s*\{|"ranks"\s*:\s*\{\s*"\d+"\s*:\s*\{')
 _PROCESS_LINE = re.compile(r"^Process (\d{1,10}): ", re.MULTILINE)
 _TEXT_HEAD = re.compile(r"^Process \d{1,10}: .*\n(?:.*\n)?Python v", re.MULTILINE)
 
@@ -128,12 +129,11 @@ def is_dump(path: Path) -> bool:
 
 
 def is_topology(path: Path) -> bool:
-    """Whether it is a JSON object with `parallel`, `groups`, or `world_size` and `ranks`. Raises OSError."""
+    """Whether it is a JSON object with `parallel`, `groups`, or `ranks` of objects by number. Raises OSError."""
     head = _head(path)
     if not head.lstrip().startswith("{") or _AGENT_HEAD.match(head) or '"pg_config"' in head or '"entries"' in head:
         return False
-    keys = {k for k in ("parallel", "groups", "world_size", "ranks") if re.search(rf'"{k}"\s*:', head)}
-    return bool(keys & {"parallel", "groups"}) or keys == {"world_size", "ranks"}
+    return bool(_TOPOLOGY_KEY.search(head))
 
 
 def _head(path: Path) -> str:

@@ -18,12 +18,14 @@ FRAME_CHARS_SHOWN = 120
 
 
 class Doing(StrEnum):
-    """What a process is at, as a sentence says it."""
+    """What a process is at, as a sentence says it. Which wait for others: `WAITS`."""
 
     COLLECTIVE = "waits in a collective"
     PIPELINE = "waits for its neighbour in the pipeline"
     RENDEZVOUS = "waits in a rendezvous"
     DEVICE = "waits for its GPU"
+    BACKWARD = "waits in backward, where gradients are reduced"
+    STOOD = "stands where most stand, now as in an older dump"
     DATA = "is in its data loader"
     CHECKPOINT = "reads or writes a checkpoint"
     COMPILE = "compiles"
@@ -34,8 +36,8 @@ class Doing(StrEnum):
     WORK = "is at work in its own code"
 
 
-WAITS = frozenset((Doing.COLLECTIVE, Doing.PIPELINE, Doing.RENDEZVOUS, Doing.DEVICE))
-"""For other processes. A GPU that computes a collective waits for its peers."""
+WAITS = frozenset((Doing.COLLECTIVE, Doing.PIPELINE, Doing.RENDEZVOUS, Doing.DEVICE, Doing.BACKWARD, Doing.STOOD))
+"""For other processes: a GPU that computes a collective waits for its peers, and DDP reduces inside of backward."""
 
 _COLLECTIVE = re.compile(
     r"_?(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|(?:monitored_)?barrier|(?:start|finish)_(?:grad|param)_sync)(?:_|\Z)"
@@ -110,7 +112,7 @@ def stack_of(dump: Dump) -> Stack:
     while len(frames) > 1 and (frames[-1].file.startswith(_LAUNCH) or _is_bootstrap(frames[-1])):
         frames = frames[:-1]
     for n, frame in enumerate(frames):
-        doing = _wait_of(frame)
+        doing = _wait_of(frame, thread.active)
         if doing is not None:
             callers = [f for f in frames[n + 1 :] if not _passes_on(f)]
             return Stack(doing, frames, (frame, *callers[:NUM_CALLERS]), gil_holder)
@@ -131,16 +133,20 @@ def is_helper(thread: Thread) -> bool:
 
 
 def _telling(thread: Thread) -> tuple[bool, bool, bool, int]:
-    return any(_wait_of(f) for f in thread.frames), thread.owns_gil, thread.active, len(thread.frames)
+    return any(_wait_of(f, thread.active) for f in thread.frames), thread.owns_gil, thread.active, len(thread.frames)
 
 
 def _awaits_a_thread(thread: Thread) -> bool:
-    """In an event loop, in join, or in a wait with nothing of torch or of a collective around it."""
-    if thread.owns_gil or any(_wait_of(f) for f in thread.frames):
+    """In an event loop with nothing to do (asyncio, a Ray worker), or joining a thread."""
+    if thread.owns_gil or any(_wait_of(f, thread.active) for f in thread.frames):
         return False
+    inner = (thread.frames[0].file, _bare(thread.frames[0]))
     where = {(f.file, _bare(f)) for f in thread.frames}
-    loops = {("asyncio/base_events.py", "run_forever"), ("ray/_private/worker.py", "main_loop")}
-    return bool(where & loops) or (thread.frames[0].file == "threading.py" and ("threading.py", "join") in where)
+    if inner[0] == "selectors.py":
+        return ("asyncio/base_events.py", "run_forever") in where
+    return inner == ("ray/_private/worker.py", "main_loop") or (
+        inner[0] == "threading.py" and ("threading.py", "join") in where
+    )
 
 
 def _is_bootstrap(frame: Frame) -> bool:
@@ -156,7 +162,7 @@ def _passes_on(frame: Frame) -> bool:
     return frame.file.startswith(_THROUGH) or ".so" in frame.file
 
 
-def _wait_of(frame: Frame) -> Doing | None:
+def _wait_of(frame: Frame, active: bool = False) -> Doing | None:
     """The wait for others that this frame is, if it is one."""
     name, file = _bare(frame).lower(), frame.file
     of_torch = file.startswith("torch/distributed/")
@@ -172,6 +178,8 @@ def _wait_of(frame: Frame) -> Doing | None:
         return Doing.COLLECTIVE
     if _DEVICE.match(name) or (file.startswith("torch/cuda/") and name in ("synchronize", "wait")):
         return Doing.DEVICE
+    if not active and file == "torch/autograd/graph.py" and name == "_engine_run_backward":
+        return Doing.BACKWARD
     return Doing.COLLECTIVE if ".so" in file and _NATIVE.search(frame.name.lower()) else None
 
 

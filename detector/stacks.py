@@ -4,7 +4,8 @@ Each process is at one place: the thread that tells most, its main thread unless
 places make a group; two waits for others are the same when the call that waits and its callers are, whatever lies
 below. Then, cause before symptom:
 
-  most wait for others, some do not        those who do not are the suspects: the rest waits for them
+  most wait for others, some do not        those who do not are the suspects: the rest waits for them; most at the same
+                                           place in two looks wait, too
   all wait, and a rank has no dump         that rank: the stopped and the dead cannot be looked at
   all wait, most in one collective         the others, as the smallest parallel group that holds them, and how many of
                                            it are likely innocent (ByteRobust, arXiv 2509.16293, stack aggregation)
@@ -204,7 +205,23 @@ def looked_at(dumps: Sequence[Dump], *, topology: Topology | None = None) -> str
     return ". ".join(parts)
 
 
+def _stood(processes: list[Process]) -> list[Process]:
+    """Most at one place that is not known as a wait, twice: a wait that Python does not show, such as reading a value
+    from a GPU whose peers have not come. Once, it would be work that all do."""
+    found = places(processes)
+    top = found[0]
+    if top.stack.waits or 2 * len(top.processes) <= sum(len(place.processes) for place in found):
+        return processes
+    if any(p.moves is not False for p in top.processes):
+        return processes
+    return [
+        replace(p, stack=replace(p.stack, doing=Doing.STOOD)) if p.stack and p.stack.key == top.stack.key else p
+        for p in processes
+    ]
+
+
 def _judge(role: str, processes: list[Process]) -> Finding | None:
+    processes = _stood(processes)
     waiting = [p for p in processes if p.stack is not None and p.stack.waits]
     outside = [p for p in processes if p.stack is not None and not p.stack.waits]
     absent = [p for p in processes if p.stack is None]
@@ -218,7 +235,13 @@ def _judge(role: str, processes: list[Process]) -> Finding | None:
         return _late(case, waiting, outside, absent)
     if absent:
         return _absent(case, waiting, absent)
-    return _elsewhere(case) if len(case.places) > 1 else None
+    if len(case.places) > 1:
+        return _elsewhere(case)
+    if any(p.moves is not False for p in waiting):
+        return None
+    return case.cannot_tell(
+        waiting, f"all {case.who} {_said(case.places[0].stack, 0)}, now as in older dumps", RECORDER
+    )
 
 
 def _late(case: "_Case", waiting: list[Process], outside: list[Process], absent: list[Process]) -> Finding:

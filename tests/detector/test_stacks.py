@@ -151,6 +151,19 @@ def test_a_single_dump_that_waits_cannot_tell() -> None:
     assert found.fault_class == FaultClass.CANNOT_TELL and "that it waits for" in settle(found)
 
 
+def test_most_at_one_place_twice_wait_for_who_is_elsewhere() -> None:
+    """Reading a value from a GPU shows no wait: 7 of 8 stand in their own code, and in an older dump, too."""
+    item = ("train.py:log_loss", "train.py:main")
+    now = [*(dump(r, *item, active=True) for r in range(7)), dump(7, *LOADER)]
+    assert diagnose(now) == [], "in one look they may all be at work"
+    older = [*(dump(r, *item, active=True, at=90.0) for r in range(7)), dump(7, *LOADER, at=90.0)]
+    found = only(diagnose([*now, *older]))
+    assert ranks(found) == [7] and "7 of 8 trainer processes wait for others (log_loss (train.py)" in found.because
+    assert diagnose([*now, *older[1:], dump(0, *COMPUTE, at=90.0)]) == [], "one of them moves"
+    whole = [dump(r, *REDUCE, at=at) for r in range(8) for at in (90.0, 100.0)]
+    assert only(diagnose(whole)).fault_class == FaultClass.CANNOT_TELL
+
+
 def test_a_rank_without_a_dump_is_evidence_when_all_others_wait() -> None:
     dumps = [dump(r, *REDUCE) for r in range(8) if r != 5]
     gap = only(diagnose(dumps))
@@ -240,6 +253,10 @@ def test_the_same_wait_reached_in_other_ways_is_one_place() -> None:
         ((f"{C10D}:broadcast", "train.py:main"), Doing.COLLECTIVE),
         (("numpy/lib/stride_tricks.py:broadcast_to", "train.py:main"), Doing.STILL),
         (("functional.py:reduce", "train.py:main"), Doing.STILL),
+        (
+            ("torch/autograd/graph.py:_engine_run_backward", "torch/_tensor.py:Tensor.backward", "train.py:main"),
+            Doing.BACKWARD,
+        ),
         ((f"{C10D}:_store_based_barrier", f"{C10D}:init_process_group", "train.py:main"), Doing.RENDEZVOUS),
         (("torch/cuda/streams.py:synchronize", "train.py:main"), Doing.DEVICE),
         (("libcuda.so.1:cuStreamSynchronize", "train.py:item"), Doing.DEVICE),
@@ -264,6 +281,13 @@ def test_the_thread_that_tells_most_speaks_for_its_process() -> None:
     )
     in_thread = Dump(path="a", at=0.0, threads=(loop, *helpers, trains))
     assert stack_of(in_thread).doing == Doing.COLLECTIVE
+    for idle in (
+        thread("ray/_private/worker.py:Worker.main_loop"),
+        thread("threading.py:Thread.join", "train.py:main"),
+    ):
+        assert stack_of(Dump(path="a", at=0.0, threads=(idle, *helpers, trains))).doing == Doing.COLLECTIVE
+    task = thread("reward.py:score", "ray/_private/worker.py:Worker.main_loop")
+    assert stack_of(Dump(path="a", at=0.0, threads=(task, *helpers, trains))).doing == Doing.STILL
     in_main = Dump(path="a", at=0.0, threads=(thread(*COMPUTE), *helpers, thread(*REDUCE, name="Thread-3")))
     assert stack_of(in_main).doing == Doing.STILL, "the main thread comes first where it has something to say"
     starved = (thread(*COMPUTE), thread("tokenizer.py:encode", name="Thread-4", active=True, owns_gil=True))
@@ -428,6 +452,20 @@ def test_a_topology_fills_in_what_dumps_do_not_say(tmp_path: Path) -> None:
     known = [Dump(path=f"{r}", at=1.0, threads=(thread(*REDUCE),), rank=r) for r in range(3)]
     suspect = only(diagnose([nameless, *known], topology=topology)).suspects[0]
     assert (suspect.node, suspect.role, suspect.replica, suspect.rank) == ("m3", "trainer", "trainer/1", 3)
+
+
+def test_a_topology_is_known_by_its_content(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    for content, known in (
+        ('{"parallel": {"tp": 2}}', True),
+        ('{"role": "trainer", "ranks": {"0": {"node": "a"}}}', True),
+        ('{"groups": {"pp": [[0]]}}', True),
+        ('{"version": "2.9", "pg_config": {}, "groups": {}}', False),
+        ('{"ranks": [1, 2]}', False),
+        ("ranks and groups", False),
+    ):
+        file.write_text(content)
+        assert is_topology(file) == known, content
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,399 @@
+"""Reading dumps: what PyTorch writes is understood, and nothing in a file can run, hang or fill the memory."""
+
+import copy
+import json
+import os
+import pickle
+import random
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.core.errors import UnreadableInput
+from rolecall.detector import flight_dumps
+from rolecall.detector.flight_dumps import Group, Operation, Status, is_dump, read, read_as_needed, read_many
+
+ENTRY: dict[str, Any] = {
+    "record_id": 7,
+    "pg_id": 1,
+    "process_group": ("3", "tensor"),
+    "thread_name": "main",
+    "thread_id": "140",
+    "collective_seq_id": 12,
+    "p2p_seq_id": 0,
+    "op_id": 12,
+    "profiling_name": "nccl:all_reduce",
+    "time_created_ns": 1_795_000_000_500_000_000,
+    "input_sizes": [[4, 8], [16]],
+    "input_dtypes": ["Float", "Float"],
+    "output_sizes": [[4, 8], [16]],
+    "output_dtypes": ["Float", "Float"],
+    "state": "completed",
+    "time_discovered_started_ns": None,
+    "time_discovered_completed_ns": 1_795_000_000_600_000_000,
+    "retired": True,
+    "timeout_ms": 600_000,
+    "is_p2p": False,
+}
+CONTENT: dict[str, Any] = {
+    "version": "2.10",
+    "pg_config": {
+        "0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"},
+        "3": {"name": "3", "desc": "tensor", "ranks": "[2, 3]"},
+    },
+    "comm_lib_version": "2.27.5",
+    "pg_status": {
+        "0": {"last_enqueued_collective": 5, "last_started_collective": -1, "last_completed_collective": 4},
+        "1": {"last_enqueued_collective": 12, "last_started_collective": -1, "last_completed_collective": 12},
+    },
+    "entries": [ENTRY, {**ENTRY, "record_id": 8, "collective_seq_id": 13, "state": "scheduled", "retired": False}],
+}
+
+
+def written(tmp_path: Path, data: bytes, name: str = "nccl_trace_rank_2") -> Path:
+    path = tmp_path / name
+    path.write_bytes(data)
+    return path
+
+
+def pickled(tmp_path: Path, protocol: int = 2, **changes: Any) -> Path:
+    return written(tmp_path, pickle.dumps({**CONTENT, **changes}, protocol=protocol))
+
+
+def refusal(path: Path) -> str:
+    """Both ways of reading refuse it, and say which file."""
+    with pytest.raises(UnreadableInput) as whole:
+        read(path)
+    assert whole.value.where == str(path)
+    return whole.value.reason
+
+
+# --- what is understood ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", [2, 3, 4, 5, "json"])
+def test_a_dump_says_the_same_in_every_form(tmp_path: Path, form: int | str) -> None:
+    if isinstance(form, int):
+        path = pickled(tmp_path, form)
+    else:
+        in_words = copy.deepcopy(CONTENT)  # JSON writes the numbers of the status as strings, and pairs as lists
+        for status in in_words["pg_status"].values():
+            status.update({k: str(v) for k, v in status.items()})
+        path = written(tmp_path, json.dumps(in_words).encode())
+    assert is_dump(path)
+    dump = read(path)
+    assert (dump.rank, dump.version, dump.host) == (2, "2.10", "")
+    assert dump.groups == (
+        Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3)),
+        Group(name="3", desc="tensor", ranks=(2, 3)),
+    )
+    assert dump.status == {
+        0: Status(enqueued=5, started=-1, completed=4),
+        1: Status(enqueued=12, started=-1, completed=12),
+    }
+    assert dump.entries is not None
+    assert dump.entries.operations == (
+        Operation(
+            backend="nccl",
+            name="all_reduce",
+            input_sizes=((4, 8), (16,)),
+            input_dtypes=("Float", "Float"),
+            output_sizes=((4, 8), (16,)),
+            output_dtypes=("Float", "Float"),
+            is_p2p=False,
+        ),
+    )
+    assert list(dump.entries.group) == [1, 1] and list(dump.entries.seq) == [12, 13]
+    assert list(dump.entries.done) == [True, False] and dump.entries.created_at[0] == 1_795_000_000.5
+    assert dump.entries.first_record == 7
+    status_only = read(path, entries=False)
+    assert status_only.entries is None
+    assert (status_only.groups, status_only.status) == (dump.groups, dump.status)
+
+
+def test_gloo_is_done_when_it_is_retired(tmp_path: Path) -> None:
+    gloo = {**ENTRY, "profiling_name": "gloo:all_reduce", "state": "scheduled"}
+    config = {"": {"name": "", "desc": "", "ranks": "[]"}}
+    dump = read(pickled(tmp_path, pg_config=config, entries=[gloo, {**gloo, "retired": False}]))
+    assert dump.entries is not None and list(dump.entries.done) == [True, False]
+    assert dump.groups == (Group(name="3", desc="tensor", ranks=()),), "the line without a name is no group"
+
+
+def test_point_to_point_has_its_own_numbers_and_peers(tmp_path: Path) -> None:
+    recv = {**ENTRY, "profiling_name": "nccl:recv 3<-0", "is_p2p": True, "p2p_seq_id": 4}
+    entries = read(pickled(tmp_path, entries=[recv])).entries
+    assert entries is not None and list(entries.seq) == [4]
+    operation = entries.operations[0]
+    assert (operation.name, operation.source, operation.destination, operation.is_p2p) == ("recv", 0, 3, True)
+
+
+def test_older_versions_lack_fields(tmp_path: Path) -> None:
+    lacking = ("is_p2p", "retired", "input_dtypes", "output_dtypes", "record_id")
+    old = {k: v for k, v in ENTRY.items() if k not in lacking}
+    entries = read(pickled(tmp_path, entries=[old, ENTRY])).entries
+    assert entries is not None and len(entries) == 2 and entries.operations[0].input_dtypes == ()
+
+
+def test_a_rank_without_entries_is_told_by_its_status(tmp_path: Path) -> None:
+    dump = read(pickled(tmp_path, entries=[]))
+    assert dump.status[0] == Status(enqueued=5, started=-1, completed=4)
+    assert dump.entries is not None and len(dump.entries) == 0
+
+
+def test_a_status_that_the_entries_contradict_is_not_paired_by_order(tmp_path: Path) -> None:
+    """`pg_id` 0 is group 3 here: what order would make of `pg_id` 1 is worth nothing."""
+    dump = read(pickled(tmp_path, entries=[{**ENTRY, "pg_id": 0}]))
+    assert dump.status == {1: Status(enqueued=5, started=-1, completed=4)}
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "host"),
+    [
+        ("nccl_trace_rank_12", 12, ""),
+        ("comm_lib_trace_rank_0.pickle", 0, ""),
+        ("node7_nccl_trace_rank_12", 12, "node7"),
+        ("gpu-h100-03_rank_5", 5, "gpu-h100-03"),
+        ("rank17.json", 17, ""),
+        ("trace-3", 3, ""),
+        ("41", 41, ""),
+        ("rank_4_host2", 4, "host2"),
+    ],
+)
+def test_any_name_with_a_rank_is_accepted(tmp_path: Path, name: str, rank: int, host: str) -> None:
+    dump = read(written(tmp_path, pickle.dumps(CONTENT, protocol=2), name))
+    assert (dump.rank, dump.host) == (rank, host)
+
+
+def test_the_rank_in_the_dump_wins_over_the_name(tmp_path: Path) -> None:
+    assert read(pickled(tmp_path, rank=9)).rank == 9
+
+
+def test_what_is_no_dump_is_not_taken_for_one(tmp_path: Path) -> None:
+    assert not is_dump(written(tmp_path, b"PAR1....PAR1"))
+    assert not is_dump(written(tmp_path, b'{"traceEvents": []}'))
+    assert not is_dump(written(tmp_path, b""))
+    assert not is_dump(tmp_path)
+    os.mkfifo(tmp_path / "nccl_trace_rank_5.pipe")
+    assert not is_dump(tmp_path / "nccl_trace_rank_5.pipe"), "and nobody waited for it"
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+OPENING = b"\x80\x02}(X\x07\x00\x00\x00version"
+HOSTILE = {
+    "global": (OPENING + b"cos\nsystem\nX\x02\x00\x00\x00id\x85Ru.", "os.system"),
+    "stack global": (b"\x80\x04}(\x8c\x02os\x94\x8c\x06system\x94\x93\x8c\x02id\x85Ru.", "os.system"),
+    "stack global from the memo": (b"\x80\x04(\x8c\x02os\x94\x8c\x06system\x940h\x000h\x00h\x01\x93.", "POP"),
+    "names from the memo": (b"\x80\x04(\x8c\x02os\x94\x8c\x06system\x94h\x00h\x01\x93.", "os.system"),
+    "instance": (b"\x80\x02(X\x02\x00\x00\x00idios\nsystem\n.", "os.system"),
+    "call": (b"\x80\x02}NR.", "REDUCE"),
+    "new object": (b"\x80\x02})\x81.", "NEWOBJ"),
+    "build": (b"\x80\x02}}b.", "BUILD"),
+    "extension": (b"\x80\x02\x82\x01.", "EXT1"),
+    "persistent id": (b"\x80\x02Pos.system\n.", "PERSID"),
+    "binary persistent id": (b"\x80\x02NQ.", "BINPERSID"),
+    "memo of 32 GB": (b"\x80\x02Nr\xf0\xff\xff\xff.", "LONG_BINPUT"),
+    "8 EiB of bytes": (b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7f", "cut short"),
+    "bytes": (b"\x80\x04\x8e" + struct.pack("<Q", 3) + b"abc.", "BINBYTES8"),
+    "a huge number": (b"\x80\x02\x8b\x03\x00\x00\x00abc.", "LONG4"),
+    "4 GB of text": (b"\x80\x02X\xff\xff\xff\xffabc", "cut short"),
+    "text as protocol 0": (b"\x80\x02S'abc'\n.", "STRING"),
+    "a list of a million lists each": (b"\x80\x02" + b"](" * 5_000_000, "more than"),
+    "an opcode that does not exist": (b"\x80\x02\xfe.", "damaged"),
+    "something behind its end": (pickle.dumps(CONTENT, protocol=2) + b"cos\nsystem\n.", "follows"),
+    "nothing to set": (b"\x80\x02u.", "not a readable pickle"),
+    "unknown memo": (b"\x80\x02h\x07.", "not a readable pickle"),
+    "a list as key": (b"\x80\x02}]Ns.", "not a readable pickle"),
+    "a number": (b"\x80\x02K\x01.", "not a Flight Recorder dump"),
+    "another pickle": (pickle.dumps({"model": [1, 2]}, protocol=2), "not a Flight Recorder dump"),
+    "frame beyond the end": (b"\x80\x04\x95" + b"\xff" * 8 + b"}.", "FRAME"),
+    "frame of 1 GB": (b"\x80\x04\x95" + struct.pack("<Q", 1 << 30) + b"}.", "not a readable pickle"),
+    "no pickle and no JSON": (b"\x00\x01\x02", "neither"),
+    "empty": (b"", "empty"),
+    "JSON cut short": (json.dumps(CONTENT).encode()[:-5], "not readable JSON"),
+    "JSON of another kind": (b'{"traceEvents": []}', "not a Flight Recorder dump"),
+    "JSON 100,000 deep": (b'{"entries": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
+    "JSON of a million digits": (b'{"entries": ' + b"9" * 1_000_000 + b"}", "not readable JSON"),
+    "JSON of many lists": (b'{"entries": [' + b"[]," * 5_000_000 + b"1]}", "more than"),
+    "JSON in no encoding": (b'{"entries": "\xff"}', "not readable JSON"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_dump_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    data, said = HOSTILE[case]
+    path = written(tmp_path, data)
+    assert said in refusal(path)
+    if case == "something behind its end":
+        assert read(path, entries=False).entries is None, "what follows the status is not even looked at"
+        return
+    with pytest.raises(UnreadableInput) as by_status:
+        read(path, entries=False)
+    assert said in by_status.value.reason and by_status.value.where == str(path)
+
+
+class _Runs:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("place", ["version", "pg_status", "entries"])
+def test_nothing_in_a_dump_runs(tmp_path: Path, protocol: int, place: str) -> None:
+    marker = tmp_path / "ran"
+    path = pickled(tmp_path, protocol, **{place: _Runs(marker)})
+    assert "refused: it wants to run posix.mkdir" in refusal(path)
+    try:
+        read(path, entries=False)
+    except UnreadableInput as e:
+        assert "posix.mkdir" in e.reason
+    else:
+        assert place == "entries", "which are not read for the status"
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("data", [HOSTILE["global"][0], HOSTILE["stack global"][0], HOSTILE["binary persistent id"][0]])
+def test_the_unpickler_alone_refuses_too(data: bytes) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="it asks for"):
+        flight_dumps._loaded(data)
+
+
+def test_lists_100_000_deep_do_no_harm(tmp_path: Path) -> None:
+    deep = b"\x80\x02}(X\x07\x00\x00\x00entries" + b"](" * 100_000 + b"e" * 100_000 + b"u."
+    assert "not a Flight Recorder dump" in refusal(written(tmp_path, deep))
+
+
+def test_a_dump_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
+    data = pickle.dumps(CONTENT, protocol=2)
+    for end in range(3, len(data), 7):
+        refusal(written(tmp_path, data[:end]))
+
+
+def test_a_file_of_10_gib_is_refused_unread(tmp_path: Path) -> None:
+    path = tmp_path / "nccl_trace_rank_0"
+    with path.open("wb") as file:
+        file.write(pickle.dumps(CONTENT, protocol=2))
+        file.truncate(10 << 30)
+    assert "10,737,418,240 bytes" in refusal(path)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "nccl_trace_rank_0")
+    assert "not a regular file" in refusal(tmp_path / "nccl_trace_rank_0")
+    assert "cannot be read" in refusal(tmp_path / "nccl_trace_rank_1")
+
+
+SHARED: list[Any] = [1] * 64
+for _ in range(40):
+    SHARED = [SHARED] * 64
+
+
+MALFORMED: dict[str, dict[str, Any]] = {
+    "entries are a number": {"entries": 5},
+    "an entry is a number": {"entries": [5]},
+    "an entry is empty": {"entries": [{}]},
+    "entries are a table": {"entries": {"0": ENTRY}},
+    "groups are a list": {"pg_config": [1]},
+    "a group is a number": {"pg_config": {"0": 1}},
+    "ranks are code": {"pg_config": {"0": {"ranks": "__import__('os').system('id')"}}},
+    "ranks are nearly numbers": {"pg_config": {"0": {"ranks": "[" + "1, " * 50 + "x]"}}},
+    "a rank is text": {"pg_config": {"0": {"ranks": [0, "1"]}}},
+    "the status is a number": {"pg_status": 1},
+    "a group's number is text": {"pg_status": {"a": {}}},
+    "a status is no integer": {"pg_status": {"0": {"last_enqueued_collective": 1.5}}},
+}
+MALFORMED_ENTRY: dict[str, dict[str, Any]] = {
+    "group is text": {"process_group": "ab"},
+    "group lacks its description": {"process_group": ("0",)},
+    "group is numbers": {"process_group": (0, 1)},
+    "group is a list": {"process_group": [["0"], "1"]},
+    "sequence number is text": {"collective_seq_id": "12"},
+    "sequence number is a list": {"collective_seq_id": [1, 2]},
+    "sequence number is missing": {"collective_seq_id": None},
+    "name is a number": {"profiling_name": 3},
+    "name is too long": {"profiling_name": "x" * 1000},
+    "sizes are a number": {"input_sizes": 4},
+    "size is a number": {"input_sizes": [4]},
+    "size is no integer": {"input_sizes": [[4.0]]},
+    "a thousand dimensions": {"input_sizes": [[1] * 1000]},
+    "20,000 tensors": {"input_sizes": [[1]] * 20_000},
+    "64 ** 40 numbers": {"input_sizes": SHARED},
+    "type is a number": {"input_dtypes": [1]},
+    "group number is text": {"pg_id": "x"},
+    "group number is a list": {"pg_id": []},
+}
+MALFORMED |= {f"entry: {name}": {"entries": [{**ENTRY, **bad}]} for name, bad in MALFORMED_ENTRY.items()}
+
+
+@pytest.mark.parametrize("case", MALFORMED)
+def test_what_is_not_as_pytorch_writes_it_is_refused(tmp_path: Path, case: str) -> None:
+    assert "not a Flight Recorder dump" in refusal(pickled(tmp_path, **MALFORMED[case]))
+
+
+def test_a_file_without_a_rank_is_refused(tmp_path: Path) -> None:
+    assert "rank" in refusal(written(tmp_path, pickle.dumps(CONTENT, protocol=2), "trace"))
+
+
+def test_names_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
+    config = {"0": {"name": "0", "desc": "\x1b[2J\u202e" + "x" * 1000, "ranks": "[0, 1]"}}
+    (group,) = read(pickled(tmp_path, pg_config=config, pg_status={}, entries=[])).groups
+    assert group.desc.startswith("\\x1b[2J\\u202e") and len(group.desc) < 300
+
+
+@pytest.mark.parametrize("form", ["pickle", "json"])
+def test_damaged_bytes_raise_nothing_else(tmp_path: Path, rng: random.Random, form: str) -> None:
+    """Also where the damage makes another valid dump of it."""
+    data = pickle.dumps(CONTENT, protocol=2) if form == "pickle" else json.dumps(CONTENT).encode()
+    refused = 0
+    for _ in range(400):
+        damaged = bytearray(data)
+        for _ in range(rng.randint(1, 4)):
+            damaged[rng.randrange(2, len(damaged))] = rng.randrange(256)
+        path = written(tmp_path, bytes(damaged))
+        for entries in (True, False):
+            try:
+                read(path, entries=entries)
+            except UnreadableInput:
+                refused += 1
+    assert refused > 100
+
+
+# --- many ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_bad_dump_does_not_hide_the_others(tmp_path: Path) -> None:
+    good = written(tmp_path, pickle.dumps(CONTENT, protocol=2), "rank0")
+    bad = written(tmp_path, HOSTILE["global"][0], "rank1")
+    dumps, unreadable = read_many([good, bad])
+    assert [d.rank for d in dumps] == [0]
+    assert [e.where for e in unreadable] == [str(bad)] and "os.system" in unreadable[0].reason
+
+
+def test_processes_read_the_same_in_the_same_order(tmp_path: Path) -> None:
+    data = pickle.dumps(CONTENT, protocol=2)
+    paths = [written(tmp_path, data, f"rank{r}") for r in range(flight_dumps.POOL_MIN)]
+    paths[3].write_bytes(HOSTILE["global"][0])
+    dumps, unreadable = read_many(paths, num_processes=2)
+    assert [d.rank for d in dumps] == [r for r in range(len(paths)) if r != 3]
+    assert [e.where for e in unreadable] == [str(paths[3])]
+    assert dumps[5].entries is not None and list(dumps[5].entries.seq) == [12, 13]
+
+
+def test_the_fast_way_reads_the_entries_that_are_asked_for(tmp_path: Path) -> None:
+    data = pickle.dumps(CONTENT, protocol=2)
+    paths = [written(tmp_path, data, f"rank{r}") for r in range(4)]
+    asked = iter([{1}, {1, 2}, {1, 2}])
+    dumps, unreadable = read_as_needed(paths, lambda dumps: next(asked), num_processes=1)
+    assert [d.entries is not None for d in dumps] == [False, True, True, False] and not unreadable
+
+
+def test_the_fast_way_drops_what_turns_out_unreadable(tmp_path: Path) -> None:
+    data = pickle.dumps(CONTENT, protocol=2)
+    paths = [written(tmp_path, data, "rank0"), written(tmp_path, data[:-20] + b".", "rank1")]
+    dumps, unreadable = read_as_needed(paths, lambda dumps: {0, 1}, num_processes=1)
+    assert [d.rank for d in dumps] == [0] and [e.where for e in unreadable] == [str(paths[1])]

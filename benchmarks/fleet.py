@@ -23,6 +23,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: the pool already uses every core
 
@@ -119,16 +120,16 @@ def score(task: Task, alarms: Iterable[Alarm], *, detector: str, asked: float, c
 
 
 @cache
-def made(name: str, asked: float) -> PanelDetector:
-    """Once in each process: some load models."""
+def made(name: str, asked: float, model: Path | None) -> PanelDetector:
+    """Once in each process: some load models. `model`: minder's."""
     from rolecall.detector.registry import detector
 
-    return detector(name, false_alarms_per_1000_machine_days=asked)
+    return detector(name, false_alarms_per_1000_machine_days=asked, model=model if name == "minder" else None)
 
 
-def judge(task: Task, wanted: Sequence[tuple[str, float]]) -> list[Outcome]:
+def judge(task: Task, wanted: Sequence[tuple[str, float]], model: Path | None) -> list[Outcome]:
     """What a worker does with one task."""
-    seen = watch(task, [made(name, asked) for name, asked in wanted])
+    seen = watch(task, [made(name, asked, model) for name, asked in wanted])
     return [
         score(task, alarms, detector=name, asked=asked, cpu_seconds=spent)
         for (name, asked), (alarms, spent) in zip(wanted, seen, strict=True)
@@ -264,11 +265,19 @@ def precision(right: float, false: float, false_healthy: float) -> float:
     return right / (right + false + false_healthy) if right else 0.0
 
 
+MACHINES_MEAN = (NUM_MACHINES_MAX - NUM_MACHINES_MIN) / math.log(NUM_MACHINES_MAX / NUM_MACHINES_MIN)
+"""Of Minder's tasks, taken as log-uniform."""
+PRECISION_SAID = (
+    f"Minder's: {MINDER_FAULTS_PER_DAY:g} faults a day in a task of {MACHINES_MEAN:.0f} machines, the mean of {NUM_MACHINES_MIN} "
+    f"to {NUM_MACHINES_MAX:,} log-uniform; base rate: {BASE_RATE_PER_1000_MACHINE_DAYS:g} faults per 1,000 machine-days. "
+    "Wrong per fault: all false alarms from a fault's onset to 2 minutes after its end, on tasks of the sizes simulated here."
+)
+
+
 def precision_table(runs: Sequence[Sequence[Outcome]]) -> list[str]:
     """Right over all alarms per day, from recall, wrong alarms per fault and the rate of false ones in healthy time."""
-    machines = (NUM_MACHINES_MAX - NUM_MACHINES_MIN) / math.log(NUM_MACHINES_MAX / NUM_MACHINES_MIN)
     places = (  # faults and machine-days in a stretch of time
-        ("Minder's", MINDER_FAULTS_PER_DAY, machines),
+        ("Minder's", MINDER_FAULTS_PER_DAY, MACHINES_MEAN),
         ("base rate", BASE_RATE_PER_1000_MACHINE_DAYS, 1000.0),
     )
     rows = []
@@ -383,12 +392,16 @@ def report(runs: Sequence[Sequence[Outcome]]) -> list[str]:
                 *by_kind(mine),
             ]
         lines += ["### Calibration: false alarms per 1,000 machine-days, in healthy time", "", *calibration(of_name)]
-        lines += ["### Precision", "", *precision_table(of_name)]
+        lines += ["### Precision", "", PRECISION_SAID, "", *precision_table(of_name)]
     return lines
 
 
 def run(
-    tasks: Sequence[Task], wanted: Sequence[tuple[str, float]], workers: int, say: Callable[[str], None]
+    tasks: Sequence[Task],
+    wanted: Sequence[tuple[str, float]],
+    model: Path | None,
+    workers: int,
+    say: Callable[[str], None],
 ) -> list[list[Outcome]]:
     """Outcomes of all tasks, by (detector, asked rate)."""
     total = sum(t.num_machines * t.num_ticks for t in tasks)
@@ -396,7 +409,9 @@ def run(
     outcomes: list[list[Outcome]] = []
     with ProcessPoolExecutor(workers) as pool:
         # The largest first: at the end small ones fill both cores.
-        waiting = {pool.submit(judge, t, wanted): t for t in sorted(tasks, key=lambda t: -t.num_machines * t.num_ticks)}
+        waiting = {
+            pool.submit(judge, t, wanted, model): t for t in sorted(tasks, key=lambda t: -t.num_machines * t.num_ticks)
+        }
         try:
             for future in as_completed(waiting, timeout=RUN_SECONDS_MAX):
                 outcomes.append(future.result())
@@ -421,16 +436,17 @@ def main() -> int:
     parser.add_argument(
         "--machine-seconds", type=float, default=MACHINE_SECONDS, help="budget; 0: none, Minder's sizes in full"
     )
+    parser.add_argument("--model", type=Path, help="minder's, from `rolecall fit`; of tasks of another seed")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--name", default="fleet", help="of the report")
     args = parser.parse_args()
     rates = [float(x) for x in args.false_alarms_per_1000_machine_days.split(",")]
     wanted = [(name, rate) for name in args.detectors.split(",") for rate in rates]
     for name, rate in wanted:
-        made(name, rate)  # a name that does not exist is told before hours of work
+        made(name, rate, args.model)  # a name that does not exist is told before hours of work
     largest = within(args.machine_seconds, args.seed, args.tasks, args.healthy)
     tasks = fleet(seed=args.seed, num_tasks=args.tasks, num_healthy=args.healthy, num_machines_max=largest)
-    runs = run(tasks, wanted, args.workers, lambda line: print(line, file=sys.stderr, flush=True))
+    runs = run(tasks, wanted, args.model, args.workers, lambda line: print(line, file=sys.stderr, flush=True))
     budget = f"{args.machine_seconds:.3g} machine-seconds at most" if args.machine_seconds else "Minder's sizes in full"
     config = f"{args.detectors}; asked {args.false_alarms_per_1000_machine_days}; {args.tasks} faulty and {args.healthy} healthy tasks of at most {largest} machines ({budget})"
     lines = [*common.header("Simulated fleet", config, str(args.seed)), *report(runs)]

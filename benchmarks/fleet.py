@@ -41,7 +41,7 @@ BANDS = ((1.0, 2.0), (2.0, 4.0), (4.0, 8.0), (8.0, 20.0))
 """Of effects, peer standard deviations."""
 SUMS = ((4.0, 20.0), (2.0, 20.0), (1.0, 20.0))
 MINDER_FAULTS_PER_DAY = 2.0
-"""Faults a day and task: Minder, section 1."""
+"""Faults a day and task: Minder (NSDI 2025), abstract."""
 BASE_RATE_PER_1000_MACHINE_DAYS = 4.2
 """584 faults of 400 servers in 349 days (InfiniteHBD trace, ../shared/data/base-rates)."""
 PRECISION_BAR = 0.97

@@ -28,11 +28,11 @@ from rolecall.detector.panel import Floats, Machine, Panel, PanelShape
 
 EPOCH_SECONDS = 1_700_000_000.0
 """Wall time of a task's first tick."""
-INTERVAL_SECONDS = 1.0  # [issue], [Minder section 4: per-second counters]
+INTERVAL_SECONDS = 1.0  # [issue]; [Minder] reads counters of every second too
 CHUNK_TICKS = 64
 """Made at a time: 8 MB of 1,500 machines. Part of what a seed means: it must not depend on who reads."""
 
-NUM_MACHINES_MIN, NUM_MACHINES_MAX = 4, 1500  # [Minder section 6: 4 to more than 1,500 machines]
+NUM_MACHINES_MIN, NUM_MACHINES_MAX = 4, 1500  # [Minder]: 4 to more than 1,500 machines
 EFFECT_SIGMAS_MIN, EFFECT_SIGMAS_MAX = 1.0, 20.0  # [issue]
 NUM_METRICS_HIT_MAX = 3  # [issue]: 1 to 3
 
@@ -114,7 +114,7 @@ class Metric:
 
 SIGMA_OF_LEVEL = 0.02
 
-# The 21 metrics are [Minder]'s (appendix). Levels, waves (at most 4 sigma) and signs are [assumed]: computing raises the
+# 21 as [Minder] has, its seven most telling ones among them; the rest are of the kinds that it names. Levels, waves (at most 4 sigma) and signs are [assumed]: computing raises the
 # GPU's activity, communication the network's, a fault lowers work done and raises pause and congestion packets.
 METRICS = tuple(
     Metric(name=name, group=group, level=level, wave=wave, checkpoint=checkpoint, sign=sign)
@@ -153,11 +153,11 @@ class Onset(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultKind:
-    """`production_share`, `evaluation_share`: [Minder] section 2 (7 months) and section 6 (150 faults), of 1.
+    """`production_share`, `evaluation_share`: of 1, in [Minder]'s seven months of production and 150 faults of evaluation.
 
     `groups`: metrics that show it. [Minder] says that no metric shows every fault, that CPU and GPU show most and that
     a PCIe downgrade shows in PFC; which groups go with which kind is [assumed] from that. `spreads_fast`: [Minder]
-    section 6 names GPU execution errors and PCIe downgrades as spreading fast through the parallel group.
+    names GPU execution errors and PCIe downgrades as spreading fast through the parallel group.
     """
 
     name: str

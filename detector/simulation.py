@@ -114,8 +114,9 @@ class Metric:
 
 SIGMA_OF_LEVEL = 0.02
 
-# 21 as [Minder] has, its seven most telling ones among them; the rest are of the kinds that it names. Levels, waves (at most 4 sigma) and signs are [assumed]: computing raises the
-# GPU's activity, communication the network's, a fault lowers work done and raises pause and congestion packets.
+# 21 as [Minder] has, its seven most telling ones among them; the rest are of the kinds that it names. Levels, waves (at
+# most 4 sigma) and signs are [assumed]: computing raises the GPU's activity, communication the network's, a fault lowers
+# work done and raises pause and congestion packets.
 METRICS = tuple(
     Metric(name=name, group=group, level=level, wave=wave, checkpoint=checkpoint, sign=sign)
     for name, group, level, wave, checkpoint, sign in (

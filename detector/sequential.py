@@ -1,0 +1,249 @@
+"""`sequential`, the default detector of machines: who differs from its peers and from its own past, told at once.
+
+Two channels look at each tick of a panel: `shifts` (any metric that stays away from where the peers are) and `novelty`
+(many metrics that leap where they were not before). What either says
+becomes a surprise by its own healthy tail on this very panel (`tails`); the larger of the two has a tail again, and the
+threshold follows from that and the asked rate of false alarms, with nothing tuned to the panel. Nothing is said before there
+is such a tail (`BLOCKS_MIN` blocks), so a fault present from the first sample is learned as habit: "cannot tell", unless
+its metrics are seconds of own work (`steptime`).
+
+While a machine is suspected nothing is learned from it; after `TOLERATED_SECONDS` a shift that stays is its new habit.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.detector.novelty import Novelty
+from rolecall.detector.panel import Floats, PanelShape
+from rolecall.detector.registry import FALSE_ALARMS_PER_1000_MACHINE_DAYS
+from rolecall.detector.shifts import Shifts
+from rolecall.detector.tails import BLOCK_TICKS, BLOCKS_MIN, Prior, Tail
+
+SECONDS_PER_DAY = 86_400.0
+SUSPECT_SHARE = 0.6
+"""Nothing is learned from a machine whose score is above this share of the threshold."""
+CALM_SHARE = 0.5
+CALM_TICKS = 32
+"""An alarm is over when the scores were below `CALM_SHARE` of the threshold for so long."""
+TOLERATED_SECONDS = 3600.0
+PROPAGATION_SECONDS = 300.0
+"""After one machine's alarm, weaker ones of its peers within this time are what it does to them."""
+MACHINES_MIN = 3
+"""Fewer are no peers: two that differ accuse each other."""
+NOVELTY_PRIOR = Prior(location=0.12, beta=0.08, weight=64.0)
+"""Location and mean excess, in usual ranges, as 25 unlabelled days of twelve servers have them (docs/why.md)."""
+BOTH_PRIOR = Prior(location=math.log(2), beta=1.0, weight=256.0)
+"""What theory says of the larger of two surprises: it rules until a panel has shown much of itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequential:
+    false_alarms_per_1000_machine_days: float = FALSE_ALARMS_PER_1000_MACHINE_DAYS
+
+    @property
+    def name(self) -> str:
+        return "sequential"
+
+    def track(self, shape: PanelShape) -> "SequentialTracker":
+        return SequentialTracker(shape, self.false_alarms_per_1000_machine_days)
+
+
+@dataclass(slots=True)
+class Channel:
+    """Scores of one channel, or their combination, and their healthy tail."""
+
+    tail: Tail
+    block_max: Floats  # (N,)
+    scores: Floats  # (N,)
+
+    @classmethod
+    def of(cls, num_machines: int, prior: Prior | None = None) -> "Channel":
+        low, zeros = np.full(num_machines, -np.inf, dtype=np.float32), np.zeros(num_machines, dtype=np.float32)
+        return cls(Tail(prior), low, zeros)
+
+    def score(self, scores: Floats) -> Floats:
+        """Takes the scores of a tick; returns their surprise, (N,)."""
+        self.scores = scores
+        np.maximum(self.block_max, scores, out=self.block_max)
+        return self.tail.surprise(scores)
+
+    def end_block(self, counted: NDArray[np.bool_], learn: bool) -> None:
+        maxima = self.block_max[counted]
+        if learn:
+            self.tail.add(maxima[np.isfinite(maxima)])
+        self.block_max[:] = -np.inf
+
+
+@dataclass(slots=True)
+class SequentialTracker:
+    shape: PanelShape
+    asked: float
+    shifts: Shifts = field(init=False)
+    novelty: Novelty = field(init=False)
+    shift: Channel = field(init=False)
+    novel: Channel = field(init=False)
+    both: Channel = field(init=False)
+    last: Floats = field(init=False)  # (M, N): the newest known value
+    seen: NDArray[np.bool_] = field(init=False)  # (M, N)
+    alarmed: NDArray[np.bool_] = field(init=False)  # (N,), as all below
+    calm: NDArray[np.int64] = field(init=False)  # ticks since it was last above CALM_SHARE
+    suspected_at: NDArray[np.float64] = field(init=False)  # NaN: not suspected
+    ticks: int = 0
+    at: float = math.nan
+    culprit_at: float = -math.inf
+    culprit_score: float = 0.0  # as a multiple of the threshold
+    deviation: Floats = field(init=False)
+    reference: float = 0.0
+    threshold: float = math.inf  # of `both`
+
+    def __post_init__(self) -> None:
+        m, n = len(self.shape.metrics), len(self.shape.machines)
+        self.shifts, self.novelty = Shifts(m, n), Novelty(m, n)
+        self.shift, self.novel, self.both = Channel.of(n), Channel.of(n, NOVELTY_PRIOR), Channel.of(n, BOTH_PRIOR)
+        self.last = np.zeros((m, n), dtype=np.float32)
+        self.deviation = np.zeros((m, n), dtype=np.float32)
+        self.seen = np.zeros((m, n), dtype=np.bool_)
+        self.alarmed = np.zeros(n, dtype=np.bool_)
+        self.calm = np.zeros(n, dtype=np.int64)
+        self.suspected_at = np.full(n, np.nan)
+
+    @property
+    def rate_per_block(self) -> float:
+        """False alarms asked for, per machine and block."""
+        return self.asked / 1000 * BLOCK_TICKS * self.shape.interval_seconds / SECONDS_PER_DAY
+
+    def tick(self, at: float, values: Floats) -> list[Finding]:
+        if len(self.shape.machines) < MACHINES_MIN:
+            return []
+        self.ticks += 1
+        self.at = at
+        known = np.isfinite(values)
+        np.copyto(self.last, values, where=known)
+        self.seen |= known
+        middle = self._middle()
+        residual = np.where(known, values - middle[:, None], 0).astype(np.float32)
+        learning = np.isnan(self.suspected_at)
+        shift = self.shift.score(self.shifts.tick(residual, known, middle, learning))
+        self.deviation = self.novelty.tick(at, np.where(known, values, self.last), residual, known)
+        novel = self.novel.score(self.novelty.scores(self.deviation))
+        self._renew_tail()
+        self.both.score(np.maximum(shift, novel))
+        fresh = self._judge(at)
+        self._end_block()
+        return fresh
+
+    def _middle(self) -> Floats:
+        """Median over machines of the newest known values, (M,)."""
+        filled = self.last
+        if not self.seen.all():
+            filled = np.where(self.seen, self.last, np.nan)
+            with np.errstate(all="ignore"):
+                counts = self.seen.any(axis=1)
+                middle = np.zeros(len(filled), dtype=np.float32)
+                if counts.any():
+                    middle[counts] = np.nanmedian(filled[counts], axis=1)
+                return middle
+        middle = np.median(filled, axis=1).astype(np.float32)
+        return middle
+
+    def _renew_tail(self) -> None:
+        """Scores with something to compare with are lower: thresholds from scores without it do not fit them."""
+        if self.novelty.reference > self.reference:
+            self.reference = self.novelty.reference
+            self.novel.tail.renew()
+            self.novel.block_max[:] = -np.inf
+
+    def _judge(self, at: float) -> list[Finding]:
+        relative = self.both.scores / self.threshold
+        above = relative > 1
+        calm = relative < CALM_SHARE
+        self.calm = np.where(calm, self.calm + 1, 0)
+        self.alarmed &= self.calm < CALM_TICKS
+        suspect = relative > SUSPECT_SHARE
+        begins = suspect & np.isnan(self.suspected_at)
+        self.suspected_at[begins] = at
+        over = at - self.suspected_at > TOLERATED_SECONDS
+        self.suspected_at[(~suspect & ~self.alarmed) | over] = np.nan
+        fresh = above & ~self.alarmed
+        if not fresh.any():
+            return []
+        found = []
+        for n in np.flatnonzero(fresh)[np.argsort(-relative[fresh], kind="stable")]:
+            weaker = relative[n] < self.culprit_score and at - self.culprit_at <= PROPAGATION_SECONDS
+            if weaker:
+                continue  # what the first one does to its neighbours; told when it outlasts or outgrows that
+            if 2 * int(above.sum()) > len(above):
+                continue  # the majority: peer evidence is void
+            self.alarmed[n] = True
+            found.append(self._finding(int(n), at))
+        for n in np.flatnonzero(self.alarmed):
+            if relative[n] > self.culprit_score or at - self.culprit_at > PROPAGATION_SECONDS:
+                if relative[n] > 1:
+                    self.culprit_score, self.culprit_at = float(relative[n]), at
+        return found
+
+    def _end_block(self) -> None:
+        if self.ticks % BLOCK_TICKS:
+            return
+        counted = ~self.alarmed & self.seen.any(axis=0)
+        self.shifts.end_block(counted)
+        num = self.ticks // BLOCK_TICKS
+        self.shift.end_block(counted, num > 1)  # the first block holds the beginnings of all averages
+        self.novel.end_block(counted, num > 1)
+        self.both.end_block(counted, num > BLOCKS_MIN + 1)  # the first whose surprises are those of known tails
+        self.threshold = self.both.tail.threshold(self.rate_per_block)
+
+    def _finding(self, n: int, at: float) -> Finding:
+        machine = self.shape.machines[n]
+        peers = len(self.shape.machines) - 1
+        shift = float(self.shift.tail.surprise(self.shift.scores)[n]) / self.threshold
+        novel = float(self.novel.tail.surprise(self.novel.scores)[n]) / self.threshold
+        onset = float(self.suspected_at[n]) if math.isfinite(self.suspected_at[n]) else at
+        evidence: list[Evidence] = []
+        words = []
+        if shift > 1 or novel <= 1:
+            score = float(self.shift.scores[n])
+            strongest = [s for s in self.shifts.strongest(n) if s[3] > SUSPECT_SHARE * score][:3]
+            for m, length, mean, metric_score in strongest:
+                way = "above" if mean > 0 else "below"
+                text = (
+                    f"{self.shape.metrics[m]}: {abs(mean):.1f} robust standard deviations {way} where it usually is "
+                    f"among its peers, over about {length} ticks"
+                )
+                values = {"sigmas": mean, "score": metric_score}
+                evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
+                onset = min(onset, at - length * self.shape.interval_seconds)
+            words.append(f"{self.shape.metrics[strongest[0][0]]} stays away from its {peers} peers")
+            evidence.append(_score("shift", shift * self.threshold, self.threshold))
+        if novel > 1:
+            score = float(self.novel.scores[n])
+            moved = [int(m) for m in np.argsort(-self.deviation[:, n], kind="stable") if self.deviation[m, n] >= score]
+            for m in moved[:3]:
+                text = (
+                    f"{self.shape.metrics[m]}: moved by {self.deviation[m, n]:.2f} of its usual range to where neither "
+                    f"it nor its peers were"
+                )
+                values = {"ranges": float(self.deviation[m, n])}
+                evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
+            words.append(f"{len(moved)} of {len(self.shape.metrics)} metrics leap where its {peers} peers do not")
+            evidence.append(_score("novelty", novel * self.threshold, self.threshold))
+        times = max(shift, novel)
+        return Finding(
+            detector="sequential",
+            suspects=(self.shape.suspect(n),),
+            fault_class=FaultClass.SLOW,
+            onset=min(onset, at),
+            detected_at=at,
+            confidence=round(min(0.99, 1 - 0.3 / float(times)), 2),
+            because=f"{machine.name} of {self.shape.name} is not as it was: {' and '.join(words)}",
+            evidence=tuple(evidence),
+        )
+
+
+def _score(channel: str, score: float, threshold: float) -> Evidence:
+    text = f"score of {channel}: {score:.2f}, threshold for the asked rate of false alarms {threshold:.2f}"
+    return Evidence(kind="score", text=text, values={"score": score, "threshold": threshold})

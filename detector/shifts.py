@@ -1,0 +1,153 @@
+"""Channel `shift`: a machine that differs from its peers more than it used to, for long enough, in any metric.
+
+Residual r = value - median over machines; d = r - the machine's own habitual residual; z = d in units of its robust
+scale, limited to +-`Z_MAX`. Averages of z over several lengths (exponential, `LENGTHS` ticks) are each divided by their
+healthy standard deviation: that of an AR(1) process with the metric's measured lag-1 autocorrelation phi,
+
+    var E = a / (2 - a) * (1 + phi (1 - a)) / (1 - phi (1 - a)),   a = 1 - exp(-1 / length),
+
+or the one measured where that is larger (slow wander). Of each metric and length the healthy tail of block maxima is
+measured (location, mean excess); the score of a machine is the largest (|E| - location) / excess over both, so that
+noisy metrics do not set the threshold for quiet ones. Fleet-wide changes move the median; unequal machines move the
+habit, which is learned slowly and not while a machine is suspected.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rolecall.detector.panel import Floats
+from rolecall.detector.tails import BLOCK_TICKS, TAIL_SHARE
+
+LENGTHS = (4, 16, 64, 256)
+"""Ticks: the shortest still averages two or three samples, the longest is as long as faults last."""
+Z_MAX = 8.0
+"""What a single sample may count, robust standard deviations: outliers of heavy-tailed metrics are no faults."""
+HABIT_TICKS = 1000.0
+"""Memory of a machine's habitual residual and scale."""
+POOLED_TICKS = 100.0
+"""A machine's own scale counts as much as that of its peers after so many ticks."""
+SCALE_SHARE_MIN = 0.5
+"""No machine's scale is taken below this share of its peers': a metric that stood still is not infinitely precise."""
+VALUE_SHARE_MIN = 1e-4
+"""... nor below this share of the metric's level: the resolution of float32 and of many counters."""
+MAD_TO_SIGMA = 1.2533
+"""Standard deviation of a Gaussian over its mean absolute deviation."""
+SQUARE_MEDIAN = 0.4549
+"""Median of the square of a standard Gaussian."""
+
+
+@dataclass(slots=True)
+class Shifts:
+    """State for M metrics and N machines."""
+
+    num_metrics: int
+    num_machines: int
+    habit: Floats = field(init=False)  # (M, N), as the next three
+    size: Floats = field(init=False)  # mean |d|
+    count: Floats = field(init=False)  # ticks learned from
+    z_before: Floats = field(init=False)
+    phi_top: Floats = field(init=False)  # (M,): mean of z z_before, and of z^2
+    phi_bottom: Floats = field(init=False)
+    means: Floats = field(init=False)  # (K, M, N): E
+    squares: Floats = field(init=False)  # (K, M): mean over ticks of the median over machines of E^2
+    block_max: Floats = field(init=False)  # (K, M, N)
+    location: Floats = field(init=False)  # (K, M)
+    excess: Floats = field(init=False)  # (K, M)
+    blocks: int = 0
+    ticks: int = 0
+
+    def __post_init__(self) -> None:
+        m, n, k = self.num_metrics, self.num_machines, len(LENGTHS)
+        zeros = np.zeros((m, n), dtype=np.float32)
+        self.habit, self.size, self.count, self.z_before = zeros, zeros.copy(), zeros.copy(), zeros.copy()
+        self.phi_top, self.phi_bottom = np.zeros(m, dtype=np.float32), np.full(m, 1e-3, dtype=np.float32)
+        self.means = np.zeros((k, m, n), dtype=np.float32)
+        self.block_max = np.zeros((k, m, n), dtype=np.float32)
+        self.squares = np.zeros((k, m), dtype=np.float32)
+        self.location = np.full((k, m), 3.0, dtype=np.float32)
+        self.excess = np.full((k, m), 0.5, dtype=np.float32)
+
+    def tick(self, residual: Floats, known: np.ndarray, level: Floats, learning: np.ndarray) -> Floats:
+        """Scores (N,). `residual` (M, N), 0 where not `known` (M, N); `level` (M,): the medians; `learning` (N,)."""
+        self.ticks += 1
+        learned = known & learning
+        first = learned & (self.count == 0)
+        np.copyto(self.habit, residual, where=first)
+        d = residual - self.habit
+        scale = self._scale(level)
+        z = np.clip(d / scale, -Z_MAX, Z_MAX)
+        z[~known] = 0.0
+        self.count += learned
+        gain = np.maximum(1 / np.maximum(self.count, 1), 1 / HABIT_TICKS).astype(np.float32) * learned
+        # The habit moves by limited steps: one wild sample, or the onset of a fault, hardly moves it.
+        self.habit += gain * np.clip(d, -3 * scale, 3 * scale)
+        self.size += gain * (np.abs(d) - self.size)
+        self._autocorrelation(z, learned)
+        self._average(z)
+        return self._scores()
+
+    def _scale(self, level: Floats) -> Floats:
+        own = self.size * np.float32(MAD_TO_SIGMA)
+        pooled = np.median(own, axis=1, keepdims=True)
+        weight = self.count / (self.count + np.float32(POOLED_TICKS))
+        mixed = weight * own + (1 - weight) * pooled
+        floor = np.maximum(SCALE_SHARE_MIN * pooled, VALUE_SHARE_MIN * np.abs(level)[:, None])
+        return np.maximum(mixed, np.maximum(floor, 1e-30)).astype(np.float32)
+
+    def _autocorrelation(self, z: Floats, learned: np.ndarray) -> None:
+        gain = max(1 / self.ticks, 1 / HABIT_TICKS)
+        num = np.maximum(1, learned.sum(axis=1))
+        both = (z * self.z_before * learned).sum(axis=1) / num
+        square = (z * z * learned).sum(axis=1) / num
+        self.phi_top += gain * (both - self.phi_top)
+        self.phi_bottom += gain * (square - self.phi_bottom)
+        self.z_before = z
+
+    def _average(self, z: Floats) -> None:
+        for k, length in enumerate(LENGTHS):
+            self.means[k] += np.float32(1 - np.exp(-1 / length)) * (z - self.means[k])
+
+    def deviation(self) -> Floats:
+        """Healthy standard deviation of the averages, (K, M)."""
+        phi = np.clip(self.phi_top / np.maximum(self.phi_bottom, 1e-3), 0.0, 0.99)
+        a = 1 - np.exp(-1 / np.array(LENGTHS))[:, None]
+        ar = a / (2 - a) * (1 + phi * (1 - a)) / (1 - phi * (1 - a)) * np.maximum(self.phi_bottom, 1e-3)
+        return np.sqrt(np.maximum(ar, self.squares / SQUARE_MEDIAN)).astype(np.float32)
+
+    def _scores(self) -> Floats:
+        gain = 0.0
+        size = np.abs(self.means)
+        # The median over machines is taken seldom: it costs more than all averages together, and moves slowly.
+        if self.ticks % 8 == 0:
+            gain = max(8 / self.ticks, 8 / HABIT_TICKS)
+            middle = np.median(size, axis=2) ** 2
+            self.squares += np.float32(gain) * (middle - self.squares)
+        size /= self.deviation()[:, :, None]
+        np.maximum(self.block_max, size, out=self.block_max)
+        size -= self.location[:, :, None]
+        size /= self.excess[:, :, None]
+        scores: Floats = size.reshape(-1, self.num_machines).max(axis=0)
+        return scores
+
+    def end_block(self, counted: np.ndarray) -> None:
+        """Every `BLOCK_TICKS`: learns the tails from the machines that count, (N,)."""
+        if counted.any():
+            maxima = self.block_max[:, :, counted]
+            self.blocks += 1
+            gain = np.float32(max(1 / self.blocks, BLOCK_TICKS / (4 * HABIT_TICKS)))
+            middle = np.quantile(maxima, 1 - TAIL_SHARE, axis=2)
+            over = np.maximum(maxima - middle[:, :, None], 0).mean(axis=2) / TAIL_SHARE
+            self.location += gain * (middle - self.location)
+            self.excess += gain * (np.maximum(over, 0.1) - self.excess)
+        self.block_max[:] = 0.0
+
+    def strongest(self, machine: int) -> list[tuple[int, int, float, float]]:
+        """Of one machine: (metric, length in ticks, average z with its sign, score), strongest metric first."""
+        size = np.abs(self.means[:, :, machine]) / self.deviation()
+        scores = (size - self.location) / self.excess
+        best = scores.argmax(axis=0)
+        order = np.argsort(-scores.max(axis=0), kind="stable")
+        return [
+            (int(m), LENGTHS[best[m]], float(self.means[best[m], m, machine]), float(scores[best[m], m])) for m in order
+        ]

@@ -1,0 +1,102 @@
+"""How often a healthy score gets how high: thresholds that follow from an asked rate of false alarms.
+
+Scores of neighbouring ticks depend on each other, so the unit is the block: the highest score of one machine in
+`BLOCK_TICKS` ticks. The blocks of all machines of a panel form one sample. Above its `TAIL_SHARE` highest values the
+tail is taken as exponential (Pickands 1975, Balkema and de Haan 1974, with shape 0: scores are built of bounded,
+averaged deviations), so that
+
+    P(block > h) = TAIL_SHARE * exp(-(h - u) / beta),   u = the quantile.
+
+Faults are in the sample, too, and nobody says which they are. In an exponential tail the spacings of the ordered values,
+i (X_(i) - X_(i+1)) from the top, are independent with mean beta (Renyi 1953): beta is the mean of all but the topmost
+`FAULT_SHARE` of the sample, which faults may have made. It is raised by one standard error of that mean, so that short
+histories give high thresholds rather than false alarms.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rolecall.detector.panel import Floats
+
+BLOCK_TICKS = 32
+"""Longer than most excursions of a score: then blocks are nearly independent, and an alarm spans one or two."""
+TAIL_SHARE = 0.15
+FAULT_SHARE = 0.02
+"""Of a machine's time: a fault in seven machine-hours of every two weeks, ten times what is common."""
+BLOCKS_MIN = 4
+"""Of a panel, before it has a threshold: nothing is said earlier."""
+SPACINGS_MIN = 5
+SAMPLE_MAX = 200_000
+"""Block maxima kept; the oldest go first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prior:
+    """What is expected of a tail before its panel is known: counts as `weight` block maxima."""
+
+    location: float
+    beta: float
+    weight: float
+
+
+@dataclass(slots=True)
+class Tail:
+    """Block maxima of one score of all machines of a panel."""
+
+    prior: "Prior | None" = None
+    blocks: deque[Floats] = field(default_factory=deque)  # each (machines,)
+    size: int = 0
+    location: float = math.inf
+    beta: float = 0.0
+    num_blocks: int = 0
+    old_blocks: int = 0  # of a score that meant something else: dropped when there are enough others
+
+    def renew(self) -> None:
+        """From now on the score means something else, and is lower."""
+        self.old_blocks = len(self.blocks)
+        self.num_blocks = 0
+
+    def add(self, maxima: Floats) -> None:
+        """The maxima of one block, of those machines that count, any order."""
+        self.num_blocks += 1
+        self.blocks.append(maxima)
+        self.size += len(maxima)
+        while self.old_blocks and self.num_blocks >= BLOCKS_MIN or len(self.blocks) > 1 and self.size > SAMPLE_MAX:
+            self.size -= len(self.blocks.popleft())
+            self.old_blocks = max(0, self.old_blocks - 1)
+        # A long history moves slowly: fitting it at every block would cost more than all the rest.
+        if len(self.blocks) <= 64 or self.num_blocks % 16 == 0:
+            self._fit()
+
+    def _fit(self) -> None:
+        skipped = max(1, math.ceil(FAULT_SHARE * self.size))
+        num = int(TAIL_SHARE * self.size)
+        if len(self.blocks) < BLOCKS_MIN or num - skipped < SPACINGS_MIN:
+            return
+        sample = np.concatenate(self.blocks)
+        top = np.sort(np.partition(sample, self.size - num - 1)[self.size - num - 1 :])[::-1].astype(np.float64)
+        spacings = np.arange(1, num + 1) * (top[:-1] - top[1:])
+        used = spacings[skipped:]
+        self.location = float(top[-1])
+        self.beta = float(used.mean()) * (1 + 1 / math.sqrt(len(used)))
+        if self.prior:
+            own = self.size / (self.size + self.prior.weight)
+            self.location = own * self.location + (1 - own) * self.prior.location
+            self.beta = own * self.beta + (1 - own) * self.prior.beta
+
+    def surprise(self, scores: Floats) -> Floats:
+        """How far beyond the quantile, in mean excesses: -log of the share of blocks that get so high, up to a constant;
+        0 before there is a history."""
+        if not math.isfinite(self.location):
+            return np.zeros_like(scores)
+        surprise: Floats = ((scores - self.location) / max(self.beta, 1e-6)).astype(np.float32)
+        return surprise
+
+    def threshold(self, rate_per_block: float) -> float:
+        """The score that a healthy machine exceeds in this share of its blocks; infinite before there is a history."""
+        if not math.isfinite(self.location):
+            return math.inf
+        return self.location + max(self.beta, 1e-6) * math.log(TAIL_SHARE / min(rate_per_block, TAIL_SHARE))

@@ -407,7 +407,7 @@ def _dump(content: dict[str, Any], path: Path, where: str, written_at: float) ->
     told = content.get("rank")
     if type(told) is int and 0 <= told < NUM_RANKS_MAX:
         rank = told
-    if rank < 0:
+    if not 0 <= rank < NUM_RANKS_MAX:
         raise UnreadableInput(where=where, reason="neither the dump nor the name of its file tells its rank")
     try:
         groups = _groups(content.get("pg_config") or {})

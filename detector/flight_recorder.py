@@ -25,6 +25,7 @@ from enum import StrEnum
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
 from rolecall.core.ids import NodeId
@@ -46,8 +47,10 @@ NUM_LOOK_BACK = 200
 """Operations of a group in which one that was skipped is looked for as it came before."""
 DEFAULT_DESC = "default_pg"
 
-Key = tuple[str, tuple[int, ...], int, int]
-"""Of a place where ranks meet: group's name, its ranks (empty: unknown), and of a pair its source and destination."""
+Key = tuple[str, int, int, int]
+"""Of a place where ranks meet: the group's name, the number of its list of ranks (groups of one name may have several),
+and of a pair its source and destination, -1 where it is none."""
+Mask = NDArray[np.bool_]
 
 
 class Cause(StrEnum):
@@ -112,6 +115,21 @@ class Place:
 
 
 @dataclass(slots=True)
+class RankLists:
+    """Numbers the lists of ranks of all groups. Thousands of dumps hold the same few objects, of thousands of ranks each:
+    to compare them each time would take longer than all the rest."""
+
+    by_object: dict[int, int] = field(default_factory=dict)
+    by_value: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def number(self, ranks: tuple[int, ...]) -> int:
+        found = self.by_object.get(id(ranks))
+        if found is None:
+            found = self.by_object[id(ranks)] = self.by_value.setdefault(ranks, len(self.by_value))
+        return found
+
+
+@dataclass(slots=True)
 class Job:
     """The newest dump of each rank, and who left none."""
 
@@ -119,6 +137,7 @@ class Job:
     absent: tuple[int, ...]
     nodes: dict[int, str]
     written_at: float
+    ranks: RankLists
     places: dict[Key, Place] = field(default_factory=dict)
     index: dict[tuple[int, Key], int] = field(default_factory=dict)  # of a group in a rank's dump
     unread: set[int] = field(default_factory=set)  # ranks whose entries are needed before more can be said
@@ -193,7 +212,10 @@ def _job(dumps: Sequence[Dump], world_size: int | None) -> Job:
     for dump in sorted(dumps, key=lambda d: (d.written_at, d.path)):
         newest[dump.rank] = dump
     newest = dict(sorted(newest.items()))
-    told = {r for ranks in {g.ranks for d in newest.values() for g in d.groups} for r in ranks}
+    ranks = RankLists()
+    for group in (g for d in newest.values() for g in d.groups):
+        ranks.number(group.ranks)
+    told = {r for known in ranks.by_value for r in known}
     world = told | set(newest) | set(range(world_size if world_size is not None else max(newest) + 1))
     created = [float(d.entries.created_at.max()) for d in newest.values() if d.entries is not None and len(d.entries)]
     job = Job(
@@ -201,9 +223,10 @@ def _job(dumps: Sequence[Dump], world_size: int | None) -> Job:
         absent=tuple(sorted(world - set(newest))),
         nodes=_nodes(newest),
         written_at=max([d.written_at for d in newest.values()] + created),
+        ranks=ranks,
     )
     paired = {
-        (g.name, g.ranks)
+        (g.name, ranks.number(g.ranks))
         for d in newest.values()
         if d.entries is not None
         for i in _p2p_groups(d.entries)
@@ -235,20 +258,20 @@ def _p2p_groups(entries: Entries) -> list[int]:
     return [int(g) for g in np.unique(entries.group[p2p[entries.operation]])] if p2p.any() else []
 
 
-def _take_seats(job: Job, rank: int, dump: Dump, paired: set[tuple[str, tuple[int, ...]]]) -> None:
+def _take_seats(job: Job, rank: int, dump: Dump, paired: set[tuple[str, int]]) -> None:
     entries = dump.entries
     p2p = _p2p_column(entries) if entries is not None else None
     for i, group in enumerate(dump.groups):
-        place = _place(job, (group.name, group.ranks, -1, -1), group.desc)
+        place = _place(job, (group.name, job.ranks.number(group.ranks), -1, -1), group.desc, group.ranks)
         job.index[rank, place.key] = i
         seat = None
         if entries is not None and p2p is not None:
             here = entries.group == i
             seat = _collective_seat(entries, here & ~p2p, dump.written_at)
             if (here & p2p).any():
-                _take_pairs(job, rank, dump, entries, here & p2p, group.ranks)
+                _take_pairs(job, rank, dump, entries, here & p2p, i)
         status = dump.status.get(i)
-        if seat is None and status is not None and group.ranks and (group.name, group.ranks) not in paired:
+        if seat is None and status is not None and group.ranks and place.key[:2] not in paired:
             # Where there is point-to-point traffic its own numbers are in the status, too, and it says nothing. So it
             # is with gloo, which leaves no entry of that traffic, but whose groups have no ranks.
             done = max(0, status.completed)
@@ -259,21 +282,18 @@ def _take_seats(job: Job, rank: int, dump: Dump, paired: set[tuple[str, tuple[in
         job.unread.add(rank)
 
 
-def _p2p_column(entries: Entries) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+def _p2p_column(entries: Entries) -> Mask:
     return np.array([o.is_p2p for o in entries.operations], dtype=bool)[entries.operation]
 
 
-def _place(job: Job, key: Key, desc: str) -> Place:
+def _place(job: Job, key: Key, desc: str, members: tuple[int, ...]) -> Place:
     found = job.places.get(key)
     if found is None:
-        members = (key[2], key[3]) if key[2] >= 0 else key[1]
         found = job.places[key] = Place(key, desc, members, bool(members))
     return found
 
 
-def _collective_seat(
-    entries: Entries, here: np.ndarray[tuple[int, ...], np.dtype[np.bool_]], written_at: float
-) -> Seat | None:
+def _collective_seat(entries: Entries, here: Mask, written_at: float) -> Seat | None:
     seqs = entries.seq[here]
     if not len(seqs):
         return None
@@ -292,35 +312,35 @@ def _has_waited(since: float, written_at: float) -> bool:
     return not 0 <= written_at - since < WAIT_SECONDS_MIN
 
 
-def _take_pairs(
-    job: Job,
-    rank: int,
-    dump: Dump,
-    entries: Entries,
-    here: np.ndarray[tuple[int, ...], np.dtype[np.bool_]],
-    ranks: tuple[int, ...],
-) -> None:
+def _take_pairs(job: Job, rank: int, dump: Dump, entries: Entries, here: Mask, group: int) -> None:
     """`send` and `recv` of two ranks follow each other in order: the n-th of one meets the n-th of the other. They are
     counted from the job's first on, or, where the ring has lost that, among those that are pending."""
+    about = dump.groups[group]
+    pairs = [_pair(o, about.ranks) for o in entries.operations]
     rows: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for row in np.flatnonzero(here):
-        operation = entries.operations[entries.operation[row]]
-        pair = (operation.source, operation.destination)
-        if ranks:
-            pair = tuple(ranks[p] if 0 <= p < len(ranks) else -1 for p in pair)  # type: ignore[assignment]
+    for row in np.flatnonzero(here).tolist():
+        pair = pairs[entries.operation[row]]
         if rank in pair and min(pair) >= 0 and pair[0] != pair[1]:
-            rows[pair].append(int(row))
-    group = dump.groups[int(entries.group[np.flatnonzero(here)[0]])]
+            rows[pair].append(row)
     for pair, mine in rows.items():
-        place = _place(job, (group.name, ranks, *pair), group.desc)
-        job.index[rank, place.key] = int(entries.group[mine[0]])
+        place = _place(job, (about.name, job.ranks.number(about.ranks), *pair), about.desc, pair)
+        job.index[rank, place.key] = group
         pending = [row for row in mine if not entries.done[row]]
         since = float(entries.created_at[pending[0]]) if pending else None
         waits = since is not None and _has_waited(since, dump.written_at)
         place.seats[rank] = Seat(len(mine), 0, len(mine) - len(pending), since, waits)
 
 
-def _complete(job: Job, place: Place, paired: set[tuple[str, tuple[int, ...]]], world: set[int]) -> None:
+def _pair(operation: Operation, ranks: tuple[int, ...]) -> tuple[int, int]:
+    """Global ranks of source and destination; where the group's are not known its own numbers. -1: none."""
+    places = (operation.source, operation.destination)
+    if not ranks:
+        return places
+    source, destination = (ranks[p] if 0 <= p < len(ranks) else -1 for p in places)
+    return source, destination
+
+
+def _complete(job: Job, place: Place, paired: set[tuple[str, int]], world: set[int]) -> None:
     """Seats of members that say nothing about the place, who left no dump, and the frontier."""
     if not place.members_known:
         everybody = place.desc == DEFAULT_DESC
@@ -566,18 +586,12 @@ def _pair_mismatch(job: Job, place: Place) -> tuple[tuple[int, ...], str]:
     """Sizes and dtypes of the first pending `send` against those of the `recv` that it meets."""
     pending: dict[int, Operation] = {}
     for rank in place.inside:
-        entries, group = job.dumps[rank].entries, job.index.get((rank, place.key))
-        if entries is None or group is None:
+        dump, group = job.dumps[rank], job.index[rank, place.key]
+        if dump.entries is None:
             return (), ""
-        ranks = place.key[1]
-        for row in np.flatnonzero((entries.group == group) & ~entries.done):
-            operation = entries.operations[entries.operation[row]]
-            pair = (operation.source, operation.destination)
-            if (
-                operation.is_p2p
-                and min(pair) >= 0
-                and tuple(ranks[p] for p in pair if not ranks or p < len(ranks)) == (place.key[2:] if ranks else pair)
-            ):
+        for row in np.flatnonzero((dump.entries.group == group) & ~dump.entries.done):
+            operation = dump.entries.operations[dump.entries.operation[row]]
+            if operation.is_p2p and _pair(operation, dump.groups[group].ranks) == place.key[2:]:
                 pending[rank] = operation
                 break
     source, destination = place.key[2:]
@@ -728,7 +742,7 @@ def _nobody_waits(job: Job) -> list[Finding]:
         f"{_ranks(job.absent)} left no dump; none of the {_count(len(job.dumps), 'other rank')} waits for anything: "
         f"dead, or the file was not collected"
     )
-    place = Place(("-", (), -1, -1), "", tuple(sorted({*job.dumps, *job.absent})), True)
+    place = Place(("-", -1, -1, -1), "", tuple(sorted({*job.dumps, *job.absent})), True)
     settle = f"whether {_ranks(job.absent)} lives, or its dump"
     named = job.absent if len(job.absent) <= NUM_SUSPECTS_OF_A_TIE else ()
     return [_made(job, Cause.NO_DUMP, named, FaultClass.CANNOT_TELL, 0.4, because, None, 0, place, settle)]

@@ -4,10 +4,10 @@
     python benchmarks/flight_recorder.py --ranks 256 --no-stock   smaller, without PyTorch's own analyser
 
 A job of tensor (8), pipeline (4) and data parallel groups beside the group of all runs its program, each operation
-blocking, until one rank misbehaves; the dumps that its ranks would leave then are written to a temporary folder opcode
-for opcode as PyTorch's pickler writes them (checked against its real dumps in the tests' runs: same opcodes, memo
-numbers and order of keys), with stack frames. They are read again, in full and by the fast way (status first, then the
-entries of those who matter). PyTorch's `fr_trace` analyses the same dumps of a smaller job beside it.
+blocking, until one rank misbehaves. The dumps that its ranks would leave then are written to a temporary folder, byte for
+byte as PyTorch's pickler writes them (compared with dumps of a gloo job), with stack frames. They are read again, in full
+and by the fast way: the status of all first, then the entries of those who matter. PyTorch's `fr_trace` analyses the dumps
+of a smaller job beside it.
 """
 
 import argparse
@@ -358,7 +358,9 @@ def write_dumps(folder: Path, layout: Layout, story: Story, num_entries: int, to
             begin = len(head.out)
             head.value("entries")
             head.value(entries(story, rank, layout, num_entries, stack))
-            head.out += b"u."
+            head.out += b"u"
+            head._remember("the dump")  # as PyTorch's does at its end
+            head.out += b"."
             tail = tails[kind] = bytes(head.out[begin:])
             del head.out[begin:]
         data = bytes(head.out) + tail

@@ -37,7 +37,8 @@ SIZE_BYTES_MAX = 64 << 20
 NUM_CONTAINERS_MAX = 4_000_000
 """Dicts and lists: one byte of a pickle makes one of up to 232 bytes, so that this bounds memory to about 1 GB."""
 NUM_ENTRIES_MAX = 1_000_000
-NUM_GROUPS_MAX = 100_000
+NUM_GROUPS_MAX = 10_000
+"""Of one rank, which is in a few dozen."""
 NUM_RANKS_MAX = 1_000_000
 NUM_TENSORS_MAX = 10_000
 """Of one operation: a fused one of a large model has hundreds."""

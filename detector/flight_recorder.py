@@ -50,7 +50,8 @@ DEFAULT_DESC = "default_pg"
 Key = tuple[str, int, int, int]
 """Of a place where ranks meet: the group's name, the number of its list of ranks (groups of one name may have several),
 and of a pair its source and destination, -1 where it is none."""
-Mask = NDArray[np.bool_]
+Rows = NDArray[np.intp]
+"""Of entries, in order."""
 
 
 class Cause(StrEnum):
@@ -80,7 +81,7 @@ class Seat:
     waits: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Place:
     """A group, or a pair of `send` and `recv`: who takes part, how far each is, and what is wrong there."""
 
@@ -260,16 +261,16 @@ def _p2p_groups(entries: Entries) -> list[int]:
 
 def _take_seats(job: Job, rank: int, dump: Dump, paired: set[tuple[str, int]]) -> None:
     entries = dump.entries
-    p2p = _p2p_column(entries) if entries is not None else None
+    collectives, pairs = _rows_by_group(entries) if entries is not None else ({}, {})
     for i, group in enumerate(dump.groups):
         place = _place(job, (group.name, job.ranks.number(group.ranks), -1, -1), group.desc, group.ranks)
         job.index[rank, place.key] = i
         seat = None
-        if entries is not None and p2p is not None:
-            here = entries.group == i
-            seat = _collective_seat(entries, here & ~p2p, dump.written_at)
-            if (here & p2p).any():
-                _take_pairs(job, rank, dump, entries, here & p2p, i)
+        if entries is not None:
+            if i in collectives:
+                seat = _collective_seat(entries, collectives[i], dump.written_at)
+            if i in pairs:
+                _take_pairs(job, rank, dump, entries, pairs[i], i)
         status = dump.status.get(i)
         if seat is None and status is not None and group.ranks and place.key[:2] not in paired:
             # Where there is point-to-point traffic its own numbers are in the status, too, and it says nothing. So it
@@ -282,8 +283,16 @@ def _take_seats(job: Job, rank: int, dump: Dump, paired: set[tuple[str, int]]) -
         job.unread.add(rank)
 
 
-def _p2p_column(entries: Entries) -> Mask:
-    return np.array([o.is_p2p for o in entries.operations], dtype=bool)[entries.operation]
+def _rows_by_group(entries: Entries) -> tuple[dict[int, Rows], dict[int, Rows]]:
+    """Of each group that has any: rows of its collectives, and of its point-to-point operations."""
+    p2p = np.array([o.is_p2p for o in entries.operations], dtype=bool)[entries.operation]
+    split: tuple[dict[int, Rows], dict[int, Rows]] = ({}, {})
+    for of_kind, kind in zip(split, (~p2p, p2p), strict=True):
+        rows = np.flatnonzero(kind)
+        rows = rows[np.argsort(entries.group[rows], kind="stable")]
+        groups, first = np.unique(entries.group[rows], return_index=True)
+        of_kind.update(zip(groups.tolist(), np.split(rows, first[1:]), strict=True) if len(rows) else ())
+    return split
 
 
 def _place(job: Job, key: Key, desc: str, members: tuple[int, ...]) -> Place:
@@ -293,17 +302,15 @@ def _place(job: Job, key: Key, desc: str, members: tuple[int, ...]) -> Place:
     return found
 
 
-def _collective_seat(entries: Entries, here: Mask, written_at: float) -> Seat | None:
-    seqs = entries.seq[here]
-    if not len(seqs):
-        return None
+def _collective_seat(entries: Entries, rows: Rows, written_at: float) -> Seat:
+    seqs = entries.seq[rows]
     enqueued = int(seqs.max())
-    pending = here & ~entries.done
-    if not pending.any():
+    pending = rows[~entries.done[rows]]
+    if not len(pending):
         return Seat(enqueued, enqueued, enqueued)
     first = int(entries.seq[pending].min())
-    started = seqs[entries.started[here]]
-    since = float(entries.created_at[pending & (entries.seq == first)].min())
+    started = seqs[entries.started[rows]]
+    since = float(entries.created_at[pending[entries.seq[pending] == first]].min())
     return Seat(enqueued, int(started.max()) if len(started) else 0, first - 1, since, _has_waited(since, written_at))
 
 
@@ -312,23 +319,25 @@ def _has_waited(since: float, written_at: float) -> bool:
     return not 0 <= written_at - since < WAIT_SECONDS_MIN
 
 
-def _take_pairs(job: Job, rank: int, dump: Dump, entries: Entries, here: Mask, group: int) -> None:
+def _take_pairs(job: Job, rank: int, dump: Dump, entries: Entries, mine: Rows, group: int) -> None:
     """`send` and `recv` of two ranks follow each other in order: the n-th of one meets the n-th of the other. They are
     counted from the job's first on, or, where the ring has lost that, among those that are pending."""
     about = dump.groups[group]
-    pairs = [_pair(o, about.ranks) for o in entries.operations]
-    rows: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for row in np.flatnonzero(here).tolist():
-        pair = pairs[entries.operation[row]]
+    pair_of: dict[int, tuple[int, int]] = {}
+    rows_of: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for row, operation in zip(mine.tolist(), entries.operation[mine].tolist(), strict=True):
+        pair = pair_of.get(operation)
+        if pair is None:
+            pair = pair_of[operation] = _pair(entries.operations[operation], about.ranks)
         if rank in pair and min(pair) >= 0 and pair[0] != pair[1]:
-            rows[pair].append(row)
-    for pair, mine in rows.items():
+            rows_of[pair].append(row)
+    for pair, rows in rows_of.items():
         place = _place(job, (about.name, job.ranks.number(about.ranks), *pair), about.desc, pair)
         job.index[rank, place.key] = group
-        pending = [row for row in mine if not entries.done[row]]
+        pending = [row for row in rows if not entries.done[row]]
         since = float(entries.created_at[pending[0]]) if pending else None
         waits = since is not None and _has_waited(since, dump.written_at)
-        place.seats[rank] = Seat(len(mine), 0, len(mine) - len(pending), since, waits)
+        place.seats[rank] = Seat(len(rows), 0, len(rows) - len(pending), since, waits)
 
 
 def _pair(operation: Operation, ranks: tuple[int, ...]) -> tuple[int, int]:

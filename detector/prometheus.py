@@ -58,6 +58,8 @@ CATCH_UP_TICKS = 300
 EMPTY_ROUNDS = 10
 """A query that gave nothing is left out for so many rounds."""
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.2, 5.0
+PLACES_MAX = 500_000
+"""Label sets that a query remembers the machine of."""
 NAME_MAX = 256
 """Characters of a label's value; a series with a longer one is left out."""
 _TOO_MUCH = re.compile(r"too many|too large|too long|exceed|limit|maximum|timed out", re.IGNORECASE)
@@ -380,7 +382,11 @@ class _Asked:
     node_label: str = ""  # the one that parts pick
     empty_rounds: int = 0  # to go until it is asked again
     warned: set[str] = field(default_factory=set)
-    places: dict[tuple[str, ...], Place | None] = field(default_factory=dict)
+    names: tuple[str, ...] = ()  # of all labels that matter
+    places: dict[tuple[str | None, ...], Place | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = self.query.labels.names
 
     def matching(self, part: _Part, match: str) -> str:
         """The expression for these machines, `$interval` and `$window` aside."""
@@ -392,7 +398,7 @@ class _Asked:
         return self.query.expression.replace("$match", picked)
 
     def place(self, labels: Mapping[str, str]) -> Place | None:
-        key = tuple(labels.get(name, "") for name in self.query.labels.names)
+        key = tuple(map(labels.get, self.names))
         if key not in self.places:
             if len(self.places) >= PLACES_MAX:
                 self.places.clear()
@@ -404,9 +410,6 @@ class _Asked:
         if text not in self.warned and len(self.warned) < 10:
             self.warned.add(text)
             logger.warning("%s: %s", self.query.metric, text)
-
-
-PLACES_MAX = 500_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from rolecall import fleet_watching
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.diagnosis import Finding
 from rolecall.core.errors import ConfigError, UnreadableInput
+from rolecall.core.rundir import RunDir
 from rolecall.detector import recording
 from rolecall.detector.panel import Machine, Panel, findings
 from rolecall.detector.panel_source import Stopped, Tick, ticks_of
@@ -30,6 +31,7 @@ from rolecall.fleet_watching import (
     parse_query,
     prometheus_source,
     record,
+    record_run,
     sentence,
     utc,
     watch,
@@ -37,6 +39,8 @@ from rolecall.fleet_watching import (
     watch_recording,
 )
 from tests.agent.processes import AgentProcess, Child
+from tests.detector.fake_agent import NODE as FAKE_NODE
+from tests.detector.fake_agent import FakeAgent
 from tests.detector.test_panel_source import Toy, a_panel, shape_of
 from tests.prometheus_server import SCRAPE_SECONDS, prometheus
 from tests.support import PATIENCE_SECONDS, eventually
@@ -310,6 +314,24 @@ def test_a_signal_ends_it_in_order_and_a_second_one_at_once() -> None:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(PATIENCE_SECONDS)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_run_is_recorded_from_its_agents(tmp_path: Path) -> None:
+    agent = FakeAgent()
+    try:
+        node = tmp_path / "run" / "nodes" / FAKE_NODE
+        node.mkdir(parents=True)
+        (node / "agent.json").write_text(json.dumps({"node": FAKE_NODE, "url": agent.url}))
+        path, lines = tmp_path / "r.parquet", list[str]()
+        agent_run = RunDir(tmp_path / "run")
+        assert record_run(agent_run, path, out=lines.append, interval_seconds=0.2, seconds=1.5) == 0
+    finally:
+        agent.close()
+    [panel] = recording.read(path).panels
+    assert panel.shape.role == "rollout" and "rolecall_process_requests_active" in panel.shape.metrics
+    assert panel.shape.machines == (Machine(node=FAKE_NODE, replica="rollout/1", rank=0),)
+    with pytest.raises(ConfigError, match="--interval"):
+        record_run(agent_run, path, out=print, interval_seconds=0.0)
 
 
 # --- a real Prometheus, real agents -------------------------------------------------------------------------------

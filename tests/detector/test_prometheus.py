@@ -4,9 +4,14 @@ tests/test_fleet_watching.py."""
 import itertools
 import json
 import re
+import shutil
+import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -35,8 +40,8 @@ Sample = Callable[[dict[str, str], float], object]
 class FakeServer:
     """Answers `NAME{MATCHERS}` over series that it holds. `bad`: answers given first, one each, instead."""
 
-    def __init__(self, clock: FakeClock) -> None:
-        self.clock = clock
+    def __init__(self, clock: FakeClock, certificate: tuple[Path, Path] | None = None) -> None:
+        self.clock, self.scheme = clock, "http"
         self.series: dict[str, list[tuple[dict[str, str], Sample]]] = {}
         self.points_max = self.series_max = 10**9
         self.bad: list[Any] = []
@@ -61,11 +66,16 @@ class FakeServer:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
+        if certificate is not None:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.load_cert_chain(*certificate)
+            self.server.socket = tls.wrap_socket(self.server.socket, server_side=True)
+            self.scheme = "https"
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.server.server_address[1]}"
+        return f"{self.scheme}://127.0.0.1:{self.server.server_address[1]}"
 
     def close(self) -> None:
         self.released.set()
@@ -422,6 +432,42 @@ def test_credentials_in_a_url_are_refused_and_not_repeated(url: str, clock: Fake
     with pytest.raises(ConfigError) as told:
         Client(url, clock)
     assert "hunter2" not in str(told.value)
+
+
+def test_a_certificate_must_be_trusted(tmp_path: Path, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("no openssl here to make a certificate with")
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    argv = [openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    argv += [
+        "-subj",
+        "/CN=test",
+        "-addext",
+        "subjectAltName=IP:127.0.0.1",
+        "-keyout",
+        str(key),
+        "-out",
+        str(certificate),
+    ]
+    subprocess.run(argv, check=True, capture_output=True, timeout=60)
+    server = FakeServer(clock, (certificate, key))
+    try:
+        server.add("load", a_load, node="n0")
+        with pytest.raises(UnreadableInput, match="certificate is not trusted"):
+            first(source(server), 1)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert len(first(source(server), 2)) == 2
+    finally:
+        server.close()
+
+
+def test_a_server_that_never_shakes_hands(clock: FakeClock) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"https://127.0.0.1:{silent.getsockname()[1]}"
+        it = PrometheusSource(Client(url, clock, limits=QUICK), [QUERY], clock, interval_seconds=1.0)
+        with pytest.raises(UnreadableInput, match="no whole answer within"):
+            next(it.ticks(patience()))
 
 
 @pytest.mark.parametrize(

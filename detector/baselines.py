@@ -113,13 +113,13 @@ class TailThreshold:
         threshold = u + b log(tail ratio / probability),
 
     where b has one standard error added, b / sqrt(number in the tail), since too low a threshold costs more than one too
-    high; and no less than the largest value seen, unless so many were seen that some would exceed it. A persistence longer than a block makes false alarms rarer than asked. What it cannot know is how the tail goes on
-    beyond the warm-up, and whether what follows is like the warm-up at all.
+    high; and no less than the largest value seen, unless so many were seen that some would exceed it. What it cannot
+    know is how the tail goes on beyond the warm-up, and whether what follows is like the warm-up at all.
     """
 
     block_ticks: int
     probability: float
-    bound: float = math.inf  # what a score can reach: the threshold lies no higher than halfway to it
+    bound: float = math.inf  # what a score can reach: the threshold lies within `BOUND_SHARE` of the way to it
     minima: list[Scores] = field(default_factory=list)
     _lowest: Scores | None = None
     _num_ticks: int = 0
@@ -147,12 +147,20 @@ class TailThreshold:
         start = ordered[-num_tail - 1]
         excess = float(np.mean(ordered[-num_tail:] - start)) * (1 + 1 / math.sqrt(num_tail))
         beyond = max(0.0, math.log(num_tail / len(ordered) / self.probability))
-        threshold = min(float(start + excess * beyond), float(ordered[-1] + self.bound) / 2)
+        most = float(ordered[-1] + BOUND_SHARE * (self.bound - ordered[-1]))
+        threshold = min(float(start + excess * beyond), most)
         return threshold if self.probability * len(ordered) >= 1 else max(threshold, float(ordered[-1]))
 
 
 TAIL_RATIO = 0.1
 NUM_TAIL_MIN = 8
+BOUND_SHARE = 0.25
+
+
+def block_length(persistence: int) -> int:
+    """The longest for which each run of `persistence` scores holds a whole block, wherever the blocks begin: so there are
+    at most as many alarms as blocks above the threshold."""
+    return (persistence + 1) // 2
 
 
 def block_probability(asked_per_1000_machine_days: float, block_seconds: float, num_channels: int = 1) -> float:
@@ -185,7 +193,7 @@ DISTANCE_ROWS = 64
 def mean_distances(points: Floats) -> Scores:
     """(D, C, N) -> (C, N): each machine's mean distance to the others, by channel. NaN where a coordinate is missing or
     fewer than `NUM_MACHINES_MIN` machines are there."""
-    known: NDArray[np.bool_] = np.isfinite(points).all(axis=0)
+    known: NDArray[np.bool_] = np.logical_and.reduce(np.isfinite(points), axis=0)
     num = known.sum(axis=1)
     found = np.full(known.shape, np.nan)
     if known.all() and points.shape[2] <= DISTANCE_ROWS:
@@ -229,8 +237,7 @@ def surprise(sigmas: Scores, num_peers: int) -> Scores:
 
 
 class Scorer(Protocol):
-    """One method. `residuals` are standardised; unknown ones are 0. `bound`: what its score can reach, at the least, by
-    one metric alone."""
+    """One method. `residuals` are standardised; unknown ones are 0. `bound`: what its score can reach."""
 
     bound: float
 
@@ -314,7 +321,8 @@ class Neighbours:
 
 class Forest:
     """scikit-learn's isolation forest, grown on the warm-up. Its score is bounded: nothing gets much more than the outermost
-    samples it was grown on. So a low rate cannot be asked of it, and may be exceeded."""
+    samples it was grown on. So a low rate cannot be asked of it, and a machine that is off in one metric of several
+    hardly stands out."""
 
     bound = math.inf
 
@@ -323,8 +331,8 @@ class Forest:
 
         every = math.ceil(len(samples) / NUM_FOREST_SAMPLES_MAX)
         self._forest: Any = IsolationForest(n_estimators=NUM_TREES, random_state=0).fit(samples[::every])
-        far = FAR * np.eye(samples.shape[1], dtype=np.float32)
-        self.bound = -float(self._forest.score_samples(np.concatenate([far, -far])).max())
+        far = np.full((1, samples.shape[1]), FAR, dtype=np.float32)
+        self.bound = -float(self._forest.score_samples(np.concatenate([far, -far])).min())
 
     def score(self, residuals: Floats) -> Scores:
         found: Scores = -self._forest.score_samples(residuals.mean(axis=0).T)
@@ -378,9 +386,9 @@ class BaselineTracker:
         self._samples: list[Floats] = []
         self._scorer: Scorer | None = None
         self._scale = np.ones((num_metrics, 1), dtype=np.float32)
-        seconds = self._num_scores * self._stride * interval
-        probability = block_probability(method.false_alarms_per_1000_machine_days, seconds)
-        self._tail = TailThreshold(self._num_scores, probability)
+        block = block_length(self._num_scores)
+        asked = method.false_alarms_per_1000_machine_days
+        self._tail = TailThreshold(block, block_probability(asked, block * self._stride * interval))
         self._threshold: float | None = None
         self._since = np.zeros(num_machines)
         self._num_above = np.zeros(num_machines, dtype=np.int64)
@@ -390,6 +398,10 @@ class BaselineTracker:
     def tick(self, at: float, values: Floats) -> list[Finding]:
         if values.shape[1] < NUM_MACHINES_MIN:
             return []
+        with np.errstate(over="ignore", invalid="ignore"):  # of values near the end of float32: they count as missing
+            return self._tick(at, values)
+
+    def _tick(self, at: float, values: Floats) -> list[Finding]:
         self._windows.push(values - peer_median(values))
         num = self._windows.num_ticks
         if num < WINDOW_TICKS or num % self._stride:

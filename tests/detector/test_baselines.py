@@ -62,9 +62,9 @@ def truncated(panel: Panel, num_ticks: int) -> Panel:
 @pytest.mark.parametrize("name", BASELINES)
 def test_a_baseline_names_an_outlier_and_nobody_else(name: str) -> None:
     panel = truncated(peers(seed=1, fault=(3, 1, 15.0)), ONSET_TICK + 20)
-    found = findings(BASELINES[name](ASKED), panel)
     if name not in FAST:
-        found = [f for f in found if f.detected_at > onset_of(panel)]  # a forest cannot keep the asked rate
+        panel.values[:, ONSET_TICK:, 3] += 30  # to a forest a single metric says little
+    found = findings(BASELINES[name](ASKED), panel)
     assert [s.node for f in found for s in f.suspects] == ["m03"]
     assert 0 <= found[0].detected_at - onset_of(panel) <= 20 * panel.shape.interval_seconds
     assert found[0].onset <= found[0].detected_at

@@ -77,10 +77,13 @@ def test_a_baseline_names_nobody_in_a_healthy_panel(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_neither_the_order_of_machines_nor_the_unit_of_a_metric_matters(name: str) -> None:
+@given(order=st.permutations(range(8)), factors=st.lists(st.floats(1e-6, 1e6), min_size=3, max_size=3))
+@settings(max_examples=3)
+def test_neither_the_order_of_machines_nor_the_unit_of_a_metric_matters(
+    name: str, order: Sequence[int], factors: Sequence[float]
+) -> None:
     panel = peers(seed=3, fault=(2, 0, 12.0))
-    other = permuted(panel, order=[5, 2, 7, 0, 1, 3, 6, 4], factors=[1e-6, 3e4, 7.0])
-    told = [[(f.suspects, f.detected_at) for f in findings(BASELINES[name](ASKED), p)] for p in (panel, other)]
+    told = [[f.suspects for f in findings(BASELINES[name](ASKED), p)] for p in (panel, permuted(panel, order, factors))]
     assert told[0] == told[1] != []
 
 

@@ -11,6 +11,7 @@ usual for the machine, or for all machines, or for this time of day is no fault.
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rolecall.detector.panel import Floats
 
@@ -52,7 +53,7 @@ class Novelty:
         self.level, self.spread, self.count = zeros, zeros.copy(), zeros.copy()
         self.recent, self.recent_residual = zeros.copy(), zeros.copy()
 
-    def tick(self, at: float, values: Floats, residual: Floats, known: np.ndarray) -> Floats:
+    def tick(self, at: float, values: Floats, residual: Floats, known: NDArray[np.bool_]) -> Floats:
         """Deviations in usual ranges, (M, N). `values`, `residual`, `known`: (M, N)."""
         first = known & (self.count == 0)
         np.copyto(self.level, values, where=first)
@@ -80,7 +81,7 @@ class Novelty:
                 return away
         return np.full_like(values, np.inf)
 
-    def _learn(self, at: float, values: Floats, residual: Floats, known: np.ndarray) -> None:
+    def _learn(self, at: float, values: Floats, residual: Floats, known: NDArray[np.bool_]) -> None:
         self.count += known
         gain = (np.maximum(1 / np.maximum(self.count, 1), 1 / LEVEL_TICKS) * known).astype(np.float32)
         self.level += gain * (values - self.level)

@@ -6,18 +6,24 @@ healthy standard deviation: that of an AR(1) process with the metric's measured 
 
     var E = a / (2 - a) * (1 + phi (1 - a)) / (1 - phi (1 - a)),   a = 1 - exp(-1 / length),
 
-or the one measured where that is larger (slow wander). Of each metric and length the healthy tail of block maxima is
-measured (location, mean excess); the score of a machine is the largest (|E| - location) / excess over both, so that
-noisy metrics do not set the threshold for quiet ones. Fleet-wide changes move the median; unequal machines move the
+or the one measured where that is larger (slow wander). Of each metric and length the healthy block maxima B of all
+machines are kept, and their tail is taken as Weibull's,
+
+    -log P(B > u) = (u / scale)^shape,   shape from two of their quantiles,
+
+2 and more for what averages to a Gaussian, less for metrics with heavy tails. The score of a machine is the largest
+(|E| / scale)^shape over metrics and lengths: noisy metrics do not set the threshold for quiet ones. Fleet-wide changes move the median; unequal machines move the
 habit, which is learned slowly and not while a machine is suspected.
 """
 
+import math
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rolecall.detector.panel import Floats
-from rolecall.detector.tails import BLOCK_TICKS, TAIL_SHARE
 
 LENGTHS = (4, 16, 64, 256)
 """Ticks: the shortest still averages two or three samples, the longest is as long as faults last."""
@@ -36,6 +42,16 @@ MAD_TO_SIGMA = 1.2533
 SQUARE_MEDIAN = 0.4549
 """Median of the square of a standard Gaussian."""
 
+QUANTILES = (0.75, 0.97)
+"""Of the block maxima: the shape follows from their ratio. Higher ones may be faults."""
+SHAPE_MIN, SHAPE_MAX = 0.7, 3.0
+SHAPE_PRIOR, SHAPE_WEIGHT = 2.0, 64.0
+"""Counts as so many block maxima: the ratio of two quantiles of a short history says little."""
+_SHAPE_FACTOR = math.log(math.log(1 / (1 - QUANTILES[1])) / math.log(1 / (1 - QUANTILES[0])))
+BLOCKS_KEPT = 64
+MACHINES_KEPT = 256
+"""Of large fleets so many machines, evenly spread, stand for all: quantiles need no more."""
+
 
 @dataclass(slots=True)
 class Shifts:
@@ -52,9 +68,9 @@ class Shifts:
     means: Floats = field(init=False)  # (K, M, N): E
     squares: Floats = field(init=False)  # (K, M): mean over ticks of the median over machines of E^2
     block_max: Floats = field(init=False)  # (K, M, N)
-    location: Floats = field(init=False)  # (K, M)
-    excess: Floats = field(init=False)  # (K, M)
-    blocks: int = 0
+    scale: Floats = field(init=False)  # (K, M)
+    shape: Floats = field(init=False)  # (K, M)
+    blocks: deque[Floats] = field(default_factory=lambda: deque(maxlen=BLOCKS_KEPT))  # each (K, M, machines)
     ticks: int = 0
 
     def __post_init__(self) -> None:
@@ -65,10 +81,10 @@ class Shifts:
         self.means = np.zeros((k, m, n), dtype=np.float32)
         self.block_max = np.zeros((k, m, n), dtype=np.float32)
         self.squares = np.zeros((k, m), dtype=np.float32)
-        self.location = np.full((k, m), 3.0, dtype=np.float32)
-        self.excess = np.full((k, m), 0.5, dtype=np.float32)
+        self.scale = np.full((k, m), 2.0, dtype=np.float32)
+        self.shape = np.full((k, m), SHAPE_PRIOR, dtype=np.float32)
 
-    def tick(self, residual: Floats, known: np.ndarray, level: Floats, learning: np.ndarray) -> Floats:
+    def tick(self, residual: Floats, known: NDArray[np.bool_], level: Floats, learning: NDArray[np.bool_]) -> Floats:
         """Scores (N,). `residual` (M, N), 0 where not `known` (M, N); `level` (M,): the medians; `learning` (N,)."""
         self.ticks += 1
         learned = known & learning
@@ -95,7 +111,7 @@ class Shifts:
         floor = np.maximum(SCALE_SHARE_MIN * pooled, VALUE_SHARE_MIN * np.abs(level)[:, None])
         return np.maximum(mixed, np.maximum(floor, 1e-30)).astype(np.float32)
 
-    def _autocorrelation(self, z: Floats, learned: np.ndarray) -> None:
+    def _autocorrelation(self, z: Floats, learned: NDArray[np.bool_]) -> None:
         gain = max(1 / self.ticks, 1 / HABIT_TICKS)
         num = np.maximum(1, learned.sum(axis=1))
         both = (z * self.z_before * learned).sum(axis=1) / num
@@ -112,7 +128,10 @@ class Shifts:
         """Healthy standard deviation of the averages, (K, M)."""
         phi = np.clip(self.phi_top / np.maximum(self.phi_bottom, 1e-3), 0.0, 0.99)
         a = 1 - np.exp(-1 / np.array(LENGTHS))[:, None]
-        ar = a / (2 - a) * (1 + phi * (1 - a)) / (1 - phi * (1 - a)) * np.maximum(self.phi_bottom, 1e-3)
+        square = np.maximum(self.phi_bottom, 1e-3)
+        ar = a / (2 - a) * (1 + phi * (1 - a)) / (1 - phi * (1 - a)) * square
+        # A young habit is itself uncertain: the variance of a mean of so many ticks.
+        ar += (1 + phi) / (1 - phi) / max(1.0, min(self.ticks, HABIT_TICKS)) * square
         return np.sqrt(np.maximum(ar, self.squares / SQUARE_MEDIAN)).astype(np.float32)
 
     def _scores(self) -> Floats:
@@ -125,27 +144,35 @@ class Shifts:
             self.squares += np.float32(gain) * (middle - self.squares)
         size /= self.deviation()[:, :, None]
         np.maximum(self.block_max, size, out=self.block_max)
-        size -= self.location[:, :, None]
-        size /= self.excess[:, :, None]
-        scores: Floats = size.reshape(-1, self.num_machines).max(axis=0)
+        size /= self.scale[:, :, None]
+        # Powers cost more than all the rest: a machine's best ratio decides within each metric and length.
+        best = size.max(axis=2) ** self.shape
+        rows = np.flatnonzero(best.ravel() > 1)
+        flat = size.reshape(-1, self.num_machines)
+        if not len(rows):
+            rows = np.array([int(best.argmax())])
+        scores: Floats = (flat[rows] ** self.shape.ravel()[rows, None]).max(axis=0)
         return scores
 
-    def end_block(self, counted: np.ndarray) -> None:
+    def end_block(self, counted: NDArray[np.bool_]) -> None:
         """Every `BLOCK_TICKS`: learns the tails from the machines that count, (N,)."""
-        if counted.any():
-            maxima = self.block_max[:, :, counted]
-            self.blocks += 1
-            gain = np.float32(max(1 / self.blocks, BLOCK_TICKS / (4 * HABIT_TICKS)))
-            middle = np.quantile(maxima, 1 - TAIL_SHARE, axis=2)
-            over = np.maximum(maxima - middle[:, :, None], 0).mean(axis=2) / TAIL_SHARE
-            self.location += gain * (middle - self.location)
-            self.excess += gain * (np.maximum(over, 0.1) - self.excess)
+        who = np.flatnonzero(counted)
+        if len(who):
+            who = who[:: -(-len(who) // MACHINES_KEPT)]
+            self.blocks.append(self.block_max[:, :, who])
+            sample = np.concatenate(self.blocks, axis=2)
+            middle, high = np.maximum(np.quantile(sample, QUANTILES, axis=2), 1e-3)
+            shape = _SHAPE_FACTOR / np.log(np.maximum(high / middle, 1.01))
+            own = sample.shape[2] / (sample.shape[2] + SHAPE_WEIGHT)
+            shape = np.clip(own * shape + (1 - own) * SHAPE_PRIOR, SHAPE_MIN, SHAPE_MAX)
+            self.shape = shape.astype(np.float32)
+            self.scale = (high / math.log(1 / (1 - QUANTILES[1])) ** (1 / shape)).astype(np.float32)
         self.block_max[:] = 0.0
 
     def strongest(self, machine: int) -> list[tuple[int, int, float, float]]:
         """Of one machine: (metric, length in ticks, average z with its sign, score), strongest metric first."""
         size = np.abs(self.means[:, :, machine]) / self.deviation()
-        scores = (size - self.location) / self.excess
+        scores = (size / self.scale) ** self.shape
         best = scores.argmax(axis=0)
         order = np.argsort(-scores.max(axis=0), kind="stable")
         return [

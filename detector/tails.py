@@ -35,11 +35,13 @@ SAMPLE_MAX = 200_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prior:
-    """What is expected of a tail before its panel is known: counts as `weight` block maxima."""
+    """What is expected of a tail before its panel is known: counts as `weight` block maxima. `beta_min`: no less is
+    ever believed."""
 
     location: float
     beta: float
     weight: float
+    beta_min: float = 0.0
 
 
 @dataclass(slots=True)
@@ -52,19 +54,25 @@ class Tail:
     location: float = math.inf
     beta: float = 0.0
     num_blocks: int = 0
-    old_blocks: int = 0  # of a score that meant something else: dropped when there are enough others
+    old_blocks: int = 0  # of a score that meant something else
+    old_size: int = 0
+    size_min: int = 0
 
-    def renew(self) -> None:
-        """From now on the score means something else, and is lower."""
-        self.old_blocks = len(self.blocks)
-        self.num_blocks = 0
+    def renew(self, size_min: int) -> None:
+        """From now on the score means something else, and is lower: what came before counts only until there are
+        `size_min` new block maxima."""
+        self.old_blocks, self.old_size, self.size_min = len(self.blocks), self.size, size_min
 
     def add(self, maxima: Floats) -> None:
         """The maxima of one block, of those machines that count, any order."""
         self.num_blocks += 1
         self.blocks.append(maxima)
         self.size += len(maxima)
-        while self.old_blocks and self.num_blocks >= BLOCKS_MIN or len(self.blocks) > 1 and self.size > SAMPLE_MAX:
+        if self.old_blocks and self.size - self.old_size >= self.size_min:
+            for _ in range(self.old_blocks):
+                self.size -= len(self.blocks.popleft())
+            self.old_blocks = self.old_size = 0
+        while len(self.blocks) > 1 and self.size > SAMPLE_MAX:
             self.size -= len(self.blocks.popleft())
             self.old_blocks = max(0, self.old_blocks - 1)
         # A long history moves slowly: fitting it at every block would cost more than all the rest.
@@ -85,7 +93,7 @@ class Tail:
         if self.prior:
             own = self.size / (self.size + self.prior.weight)
             self.location = own * self.location + (1 - own) * self.prior.location
-            self.beta = own * self.beta + (1 - own) * self.prior.beta
+            self.beta = max(own * self.beta + (1 - own) * self.prior.beta, self.prior.beta_min)
 
     def surprise(self, scores: Floats) -> Floats:
         """How far beyond the quantile, in mean excesses: -log of the share of blocks that get so high, up to a constant;

@@ -31,6 +31,7 @@ import numpy as np
 from fleet import binomial_interval, score, table, watch
 
 from rolecall.detector import minder, minder_fit, recording
+from rolecall.detector.baselines import BASELINES as METHODS
 from rolecall.detector.minder import Minder, Variant, Weights
 from rolecall.detector.minder_fit import Fault
 from rolecall.detector.panel import Floats, Machine, Panel, PanelDetector, PanelShape, findings
@@ -234,36 +235,38 @@ def fitted_on_unlabelled(asked: float, num_steps: int) -> Minder:
 def real(args: argparse.Namespace) -> list[str]:
     if not (DATA / "asd").is_dir():
         return ["## Real recordings", "", f"Left out: there is no folder {DATA.name}.", ""]
-    names = ("minder", *BASELINES, "pairwise")
-    made: dict[str, PanelDetector] = {}
-    for name in names:
-        if name == "pairwise":
-            from rolecall.detector.baselines import BASELINES as METHODS
-
-            made[name] = METHODS[name](args.asked)
-        else:
-            made[name] = detector(name, false_alarms_per_1000_machine_days=args.asked)
-    made["minder fitted on asd-unlabelled"] = fitted_on_unlabelled(args.asked, args.steps)
+    fitted = fitted_on_unlabelled(args.asked, args.steps)
     rows = []
-    for name, method in made.items():
-        for kind in ("asd", "exathlon"):
-            if kind == "exathlon" and "fitted" in name:
-                continue
-            began = time.process_time()
-            s = scoring().summary([_case(method, p) for p in sorted((DATA / kind).iterdir())])
-            spent = time.process_time() - began
-            shown = [s["events"], s["found"], s["false_alarms"], s["precision"], s["recall"], s["f1"]]
-            shown += [s["delay_median_seconds"], s["healthy_cases_flagged"], f"{spent:.0f}"]
-            rows.append([name, kind, *("-" if x is None else str(x) for x in shown)])
-            print(f"real: {name}, {kind}: {s}", file=sys.stderr, flush=True)
-    head = ("detector", "set", "events", "found", "false", "precision", "recall", "F1", "median delay, s")
+    for factor in REAL_FACTORS:
+        asked = factor * args.asked
+        made: dict[str, PanelDetector] = {"minder": minder.make(asked)}
+        made |= {name: method(asked) for name, method in METHODS.items()}
+        made[FITTED] = replace(fitted, false_alarms_per_1000_machine_days=asked)
+        for name, method in made.items():
+            for kind in ("asd", "exathlon") if name != FITTED else ("asd",):
+                began = time.process_time()
+                s = scoring().summary([_case(method, p) for p in sorted((DATA / kind).iterdir())])
+                spent = time.process_time() - began
+                shown = [s["events"], s["found"], s["false_alarms"], s["precision"], s["recall"], s["f1"]]
+                shown += [s["delay_median_seconds"], s["healthy_cases_flagged"], f"{spent:.0f}"]
+                rows.append([name, f"{asked:g}", kind, *("-" if x is None else str(x) for x in shown)])
+                print(f"real: {rows[-1]}", file=sys.stderr, flush=True)
+    head = ("detector", "asked", "set", "events", "found", "false", "precision", "recall", "F1", "median delay, s")
     return [
         "## Real recordings",
         "",
-        f"Default settings, {args.asked:g} false alarms per 1,000 machine-days asked. Best tuned on these very days: 0.34.",
+        (
+            "Default settings; asked: false alarms per 1,000 machine-days. Event F1 of these methods tuned on these very days: "
+            "Mahalanobis 0.34, robust z 0.25, isolation forest 0.23, neighbours 0.21, PCA and pairwise distances 0.19."
+        ),
         "",
         *table((*head, "healthy flagged", "CPU s"), rows),
     ]
+
+
+FITTED = "minder fitted on asd-unlabelled"
+REAL_FACTORS = (1, 10, 100)
+"""The asked rate, and the curve beside it."""
 
 
 def _case(method: PanelDetector, folder: Path) -> dict[str, Any]:

@@ -22,10 +22,21 @@ def build_info(node: str) -> MetricValue:
     return agent_value("agent_build_info", 1.0, node, __version__)
 
 
+def of_each_rank(processes: Iterable[ProcessSample]) -> Iterable[ProcessSample]:
+    """One a rank: a dead process is shown only until the next stands in its place. Else one series would be exposed
+    twice, of which Prometheus keeps the first."""
+    newest: dict[tuple[str, int], ProcessSample] = {}
+    for p in processes:
+        known = newest.get((p.replica, p.rank))
+        if known is None or (p.incarnation, p.alive) >= (known.incarnation, known.alive):
+            newest[p.replica, p.rank] = p
+    return newest.values()
+
+
 def all_values(
     processes: Iterable[ProcessSample], hosts: Iterable[HostSample], own: Iterable[MetricValue]
 ) -> Iterator[MetricValue]:
-    for process in processes:
+    for process in of_each_rank(processes):
         yield from process_values(process)
     for host in hosts:
         yield from host_values(host)

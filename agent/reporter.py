@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 LOCK_SECONDS = 0.001
 """How long a writer waits for another thread that is inside a write; then it writes anyway: a reader may then see
 words of both writes, which is better than a training thread that waits for a stopped one."""
-BEAT_SECONDS = 0.1
+BEAT_SECONDS = 0.2
 """Period of the ticker thread."""
-BEATS_PER_LOOK = 10
+BEATS_PER_LOOK = 5
 OFF_SWITCH = "reporter.off"
 """While this file lies in the run directory no process of the run beats: how `make bench` measures what beats cost."""
 SYNCHRONOUS_SECONDS = 0.2

@@ -149,16 +149,11 @@ class SequentialTracker:
 
     def _middle(self) -> Floats:
         """Median over machines of the newest known values, (M,)."""
-        filled = self.last
-        if not self.seen.all():
-            filled = np.where(self.seen, self.last, np.nan)
-            with np.errstate(all="ignore"):
-                counts = self.seen.any(axis=1)
-                middle = np.zeros(len(filled), dtype=np.float32)
-                if counts.any():
-                    middle[counts] = np.nanmedian(filled[counts], axis=1)
-                return middle
-        middle = np.median(filled, axis=1).astype(np.float32)
+        if self.seen.all():
+            return np.asarray(np.median(self.last, axis=1), dtype=np.float32)
+        middle = np.zeros(len(self.last), dtype=np.float32)
+        for m in np.flatnonzero(self.seen.any(axis=1)):
+            middle[m] = np.median(self.last[m, self.seen[m]])
         return middle
 
     def _renew_tail(self) -> None:
@@ -192,9 +187,9 @@ class SequentialTracker:
             self.alarmed[n] = True
             found.append(self._finding(int(n), at))
         for n in np.flatnonzero(self.alarmed):
-            if relative[n] > self.culprit_score or at - self.culprit_at > PROPAGATION_SECONDS:
-                if relative[n] > 1:
-                    self.culprit_score, self.culprit_at = float(relative[n]), at
+            leads = relative[n] > self.culprit_score or at - self.culprit_at > PROPAGATION_SECONDS
+            if leads and relative[n] > 1:
+                self.culprit_score, self.culprit_at = float(relative[n]), at
         return found
 
     def _end_block(self) -> None:

@@ -109,7 +109,7 @@ class Shifts:
         weight = self.count / (self.count + np.float32(POOLED_TICKS))
         mixed = weight * own + (1 - weight) * pooled
         floor = np.maximum(SCALE_SHARE_MIN * pooled, VALUE_SHARE_MIN * np.abs(level)[:, None])
-        return np.maximum(mixed, np.maximum(floor, 1e-30)).astype(np.float32)
+        return np.asarray(np.maximum(mixed, np.maximum(floor, 1e-30)), dtype=np.float32)
 
     def _autocorrelation(self, z: Floats, learned: NDArray[np.bool_]) -> None:
         gain = max(1 / self.ticks, 1 / HABIT_TICKS)
@@ -132,7 +132,7 @@ class Shifts:
         ar = a / (2 - a) * (1 + phi * (1 - a)) / (1 - phi * (1 - a)) * square
         # A young habit is itself uncertain: the variance of a mean of so many ticks.
         ar += (1 + phi) / (1 - phi) / max(1.0, min(self.ticks, HABIT_TICKS)) * square
-        return np.sqrt(np.maximum(ar, self.squares / SQUARE_MEDIAN)).astype(np.float32)
+        return np.asarray(np.sqrt(np.maximum(ar, self.squares / SQUARE_MEDIAN)), dtype=np.float32)
 
     def _scores(self) -> Floats:
         gain = 0.0

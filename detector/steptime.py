@@ -139,12 +139,12 @@ def _log_ratios(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
     """log(own / median of the others), (rows, N); NaN where unknown or not positive."""
     with np.errstate(invalid="ignore", divide="ignore"):
         logs = np.log(np.where(seconds > 0, seconds, np.nan))
-    out = np.full_like(logs, np.nan)
+    out: NDArray[np.float64] = np.full_like(logs, np.nan)
     num = np.isfinite(logs).sum(axis=1)
     for row in np.flatnonzero(num > PEERS_MIN):
         known = np.flatnonzero(np.isfinite(logs[row]))
         out[row, known] = logs[row, known] - _median_of_others(logs[row, known])
-    return out
+    return np.asarray(out)
 
 
 def _median_of_others(x: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -156,4 +156,5 @@ def _median_of_others(x: NDArray[np.float64]) -> NDArray[np.float64]:
     low, high = (n - 2) // 2, (n - 1) // 2  # places of the middle among the n - 1 others
     pick_low = np.where(rank <= low, low + 1, low)
     pick_high = np.where(rank <= high, high + 1, high)
-    return (ranked[pick_low] + ranked[pick_high]) / 2
+    middle: NDArray[np.float64] = (ranked[pick_low] + ranked[pick_high]) / 2
+    return middle

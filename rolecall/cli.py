@@ -7,7 +7,6 @@ database that cannot be used; 3 a defect of rolecall; 130 interrupted.
 
 import errno
 import io
-import json
 import logging
 import os
 import sys
@@ -29,7 +28,10 @@ from rolecall.core.errors import (
     RolecallError,
     RunNotFound,
     TooFewNodes,
+    UnreadableInput,
 )
+from rolecall.fleet_cli import fleet
+from rolecall.options import ROOT, JsonOption, RootOption, RunArgument, RunOption, out, print_json
 from rolecall.text import plain
 
 logger = logging.getLogger(__name__)
@@ -42,19 +44,9 @@ app = typer.Typer(
     help="Keeps LLM RL post-training runs productive while machines fail: says who is faulty and why, and replaces it.",
 )
 
-RUNS_ENV = "ROLECALL_RUNS"
-RunArgument = Annotated[str, typer.Argument(help="run id, path of a run directory, or 'latest'", metavar="RUN")]
-RunOption = Annotated[str, typer.Option("--run", help="run id, path of a run directory, or 'latest'")]
-RootOption = Annotated[Path, typer.Option("--runs", envvar=RUNS_ENV, help="directory that holds the runs")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
-ROOT = Path("runs")
-USAGE_ERRORS = (BadId, ConfigError, JournalError, RunNotFound, TooFewNodes)
+USAGE_ERRORS = (BadId, ConfigError, JournalError, RunNotFound, TooFewNodes, UnreadableInput)
 TRACEBACK_ENV = "ROLECALL_TRACEBACK"
 """Set: a defect shows where it happened. A process that keeps a log (`watch`) always writes it there."""
-
-
-def _out(text: str) -> None:
-    typer.echo(text)
 
 
 def _complain(error: object) -> None:
@@ -63,12 +55,11 @@ def _complain(error: object) -> None:
         typer.echo(("rolecall: " if n == 0 else "") + plain(line), err=True)
 
 
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, default=str))
-
-
 def _whoami() -> str:
     return f"{os.environ.get('USER') or os.getuid()}@{os.uname().nodename}"
+
+
+app.add_typer(fleet)
 
 
 # --- running ------------------------------------------------------------------------------------------------------
@@ -163,9 +154,9 @@ def down(run: RunArgument, runs: RootOption = ROOT, as_json: JsonOption = False)
     where = open_run_dir(runs, run)
     ended = stop_run(where.path)
     if as_json:
-        _print_json({"run": where.run_id, "ended": [str(p) for p in ended]})
+        print_json({"run": where.run_id, "ended": [str(p) for p in ended]})
     else:
-        _out(f"{where.run_id}: ended {len(ended)} process(es)")
+        out(f"{where.run_id}: ended {len(ended)} process(es)")
     return 0
 
 
@@ -186,20 +177,11 @@ def inject(
 
     if kind not in KINDS:
         raise ConfigError([f"--kind: {kind!r} is unknown, known are {', '.join(KINDS)}"])
-    _print_json(do(open_run_dir(runs, run), kind, target or None, how or None, seconds or None, seed))
+    print_json(do(open_run_dir(runs, run), kind, target or None, how or None, seconds or None, seed))
     return 0
 
 
 # --- watching -----------------------------------------------------------------------------------------------------
-
-
-@app.command()
-def watch(run: RunArgument, runs: RootOption = ROOT) -> int:
-    """Watches a run: detects, diagnoses and, where the job file says so, acts. A process of its own."""
-    from rolecall.core.rundir import open_run_dir
-    from rolecall.watching import watch_run
-
-    return watch_run(open_run_dir(runs, run))
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -220,9 +202,9 @@ def status(
 
     value = commands.status(open_run_dir(runs, run))
     if as_json:
-        _print_json(value)
+        print_json(value)
     else:
-        _out(commands.status_text(value))
+        out(commands.status_text(value))
     return 1 if value["open_incidents"] or value["broken_incidents"] else 0
 
 
@@ -239,9 +221,9 @@ def incidents(
 
     value = commands.incidents(open_run_dir(runs, run), incident or None)
     if as_json:
-        _print_json(value)
+        print_json(value)
     else:
-        _out(commands.incidents_text(value))
+        out(commands.incidents_text(value))
     return 0
 
 
@@ -255,7 +237,7 @@ def pause(
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery import commands
 
-    _out(commands.pause(open_run_dir(runs, run), _whoami(), because))
+    out(commands.pause(open_run_dir(runs, run), _whoami(), because))
     return 0
 
 
@@ -265,7 +247,7 @@ def resume(run: RunOption = "latest", runs: RootOption = ROOT) -> int:
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery import commands
 
-    _out(commands.resume(open_run_dir(runs, run), _whoami()))
+    out(commands.resume(open_run_dir(runs, run), _whoami()))
     return 0
 
 
@@ -279,7 +261,7 @@ def approve(
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery import commands
 
-    _out(commands.approve(open_run_dir(runs, run), digest, _whoami()))
+    out(commands.approve(open_run_dir(runs, run), digest, _whoami()))
     return 0
 
 
@@ -294,7 +276,7 @@ def reject(
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery import commands
 
-    _out(commands.reject(open_run_dir(runs, run), digest, _whoami(), because))
+    out(commands.reject(open_run_dir(runs, run), digest, _whoami(), because))
     return 0
 
 
@@ -309,7 +291,7 @@ def replace(
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery import commands
 
-    _out(commands.replace(open_run_dir(runs, run), replica, because, _whoami()))
+    out(commands.replace(open_run_dir(runs, run), replica, because, _whoami()))
     return 0
 
 
@@ -329,9 +311,9 @@ def replay(
 
     value = replay_incident(open_run_dir(runs, run), incident)
     if as_json:
-        _print_json(value)
+        print_json(value)
     else:
-        _out(value["text"])
+        out(value["text"])
     return 0 if value["same"] else 1
 
 
@@ -343,9 +325,9 @@ def audit(run: RunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOpt
 
     found = audit_run(open_run_dir(runs, run))
     if as_json:
-        _print_json(found.summary())
+        print_json(found.summary())
     else:
-        _out(audit_text(found))
+        out(audit_text(found))
     return 0 if found.ok else 1
 
 
@@ -358,7 +340,7 @@ def report(run: RunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOp
 
     value = write_report(open_run_dir(runs, run), None)
     if as_json:
-        _print_json(value)
+        print_json(value)
     else:
         Console().print(summary(value))
     return 0 if value["ok"] else 1

@@ -96,7 +96,11 @@ def read_faults(path: Path) -> tuple[Fault, ...]:
 def _fault(where: str, number: int, event: Any) -> Fault:
     if isinstance(event, dict):
         node, onset, end = (event.get(k) for k in ("node", "onset", "end"))
-        numbers = all(isinstance(x, int | float) and abs(x) < SECONDS_MAX for x in (onset, end))
-        if isinstance(node, str) and numbers and onset <= end:
+        if (
+            isinstance(node, str)
+            and isinstance(onset, int | float)
+            and isinstance(end, int | float)
+            and -SECONDS_MAX < onset <= end < SECONDS_MAX
+        ):
             return Fault(node=node, onset=float(onset), end=float(end))
     raise UnreadableInput(where=where, reason=f"event {number} has no node, onset and end in seconds")

@@ -27,7 +27,7 @@ OURS_ALLOWED = {
 
 THEIRS_ALLOWED = {
     "rolecall.core": {"pydantic", "sqlalchemy", "yaml"},
-    "rolecall.detector": {"numpy"},
+    "rolecall.detector": {"numpy", "polars", "safetensors", "sklearn", "torch"},
     "rolecall.agent": {"prometheus_client", "psutil", "py_spy", "pynvml"},
 }
 """Package -> third-party packages it may import at all."""

@@ -96,7 +96,7 @@ class CheckpointConfig(Section):
 class DetectorConfig(Section):
     """Settings of the live detectors. They are the same for every role; deadlines are learned per (role, phase)."""
 
-    poll_seconds: Seconds = 0.5
+    poll_seconds: Seconds = 1.0
     """How often agents are asked for samples: findings from samples come later by half of it. Events do not wait."""
     window_seconds: Seconds = 30.0
     """How much is kept for peer comparison."""

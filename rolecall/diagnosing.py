@@ -1,0 +1,264 @@
+"""`rolecall diagnose`: reads whatever lies at the paths, runs the detectors over it, and says who is faulty and why.
+
+Kinds are recognised by content; a folder is searched for all that it holds. A file that was named and cannot be read is
+an error; one met in a folder that is of no known kind is passed over and counted.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding
+from rolecall.core.errors import UnreadableInput
+from rolecall.detector import flight_dumps, flight_recorder, recording, stack_dumps, stacks
+from rolecall.detector.merging import merged
+from rolecall.detector.panel import Floats, Panel, PanelDetector, findings
+from rolecall.detector.registry import BASELINES
+from rolecall.detector.sequential import Sequential
+from rolecall.detector.steptime import StepTime
+from rolecall.explaining import Explained, ScoreTrace
+from rolecall.text import plain
+
+NUM_FILES_MAX = 100_000
+"""In the folders of one call: more is a mistaken path."""
+SUSPECT_FIELDS = ("node", "role", "replica", "rank", "gpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """What was looked at. `looked_at`: a sentence for people."""
+
+    path: str
+    kind: str
+    looked_at: str
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Answer:
+    diagnoses: list[Diagnosis] = field(default_factory=list)
+    inputs: list[Input] = field(default_factory=list)
+    panels: list[Panel] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        return {"diagnoses": [_diagnosis(d) for d in self.diagnoses], "inputs": [asdict(i) for i in self.inputs]}
+
+
+@dataclass(slots=True)
+class Found:
+    """Files by kind, in the order of the paths; `passed_over`: how many of each folder were of no known kind."""
+
+    recordings: list[Path] = field(default_factory=list)
+    dumps: list[Path] = field(default_factory=list)
+    stacks: list[Path] = field(default_factory=list)
+    topology: Path | None = None
+    passed_over: dict[Path, int] = field(default_factory=dict)
+
+
+def search(paths: Sequence[Path]) -> Found:
+    """Raises UnreadableInput: no such path, a named file of no known kind, a folder that holds nothing of use."""
+    found = Found()
+    for path in paths:
+        if not path.exists():
+            raise UnreadableInput(where=str(path), reason="there is no such file or folder")
+        if not path.is_dir():
+            if not _sort(path, found):
+                kinds = "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy"
+                raise UnreadableInput(where=str(path), reason=f"it is none of {kinds}")
+            continue
+        known = 0
+        for file in _files(path):
+            if _sort(file, found):
+                known += 1
+            else:
+                found.passed_over[path] = found.passed_over.get(path, 0) + 1
+        if not known:
+            passed = found.passed_over.get(path, 0)
+            reason = f"the folder holds nothing that can be diagnosed ({passed} file(s) of no known kind)"
+            raise UnreadableInput(where=str(path), reason=reason)
+    return found
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    seen = 0
+    for root, folders, files in os.walk(folder):  # links to folders are not followed: a loop would never end
+        folders.sort()
+        for name in sorted(files):
+            seen += 1
+            if seen > NUM_FILES_MAX:
+                reason = f"more than {NUM_FILES_MAX:,} files lie there: name the folder that is meant"
+                raise UnreadableInput(where=str(folder), reason=reason)
+            yield Path(root) / name
+
+
+def _sort(file: Path, found: Found) -> bool:
+    """Puts the file to its kind; False if it has none. Raises UnreadableInput if it cannot even be opened."""
+    if not file.is_file():
+        return False  # a socket, a pipe, a device: reading it could wait for ever
+    try:
+        for kind, files in (
+            (recording.is_recording, found.recordings),
+            (flight_dumps.is_dump, found.dumps),
+            (stack_dumps.is_dump, found.stacks),
+        ):
+            if kind(file):
+                files.append(file)
+                return True
+        if stack_dumps.is_topology(file):
+            if found.topology:
+                raise UnreadableInput(where=str(file), reason=f"a second topology beside {found.topology}")
+            found.topology = file
+            return True
+    except OSError as e:
+        raise UnreadableInput(where=str(file), reason=f"it cannot be read: {e.strerror or e}") from e
+    return False
+
+
+def diagnose(paths: Sequence[Path], detector: PanelDetector, progress: Callable[[str], None] | None = None) -> Answer:
+    """All diagnoses of all that lies at `paths`, earliest first. Raises UnreadableInput."""
+    say = progress or (lambda _: None)
+    found = search(paths)
+    answer = Answer()
+    told: list[Finding] = []
+    for file in found.recordings:
+        say(f"reading {file}")
+        read = recording.read(file)
+        looked = []
+        for panel in read.panels:
+            say(f"{file}: {panel.shape.name}, {len(panel.shape.machines)} machines, {len(panel.at)} ticks")
+            panel_findings = findings(detector, panel)
+            if detector.name not in BASELINES:
+                panel_findings += findings(StepTime(), panel)
+            told += panel_findings
+            looked.append(_looked_at(panel))
+        answer.panels += read.panels
+        remarks = (*read.remarks, *(r for p in read.panels for r in _cannot_tell(p)))
+        answer.inputs.append(Input(path=str(file), kind="recording", looked_at="; ".join(looked), remarks=remarks))
+    if found.dumps:
+        say(f"reading {len(found.dumps)} Flight Recorder dump(s)")
+        dumps, unreadable = flight_dumps.read_as_needed(found.dumps, flight_recorder.entries_wanted)
+        if unreadable:
+            raise unreadable[0]
+        told += flight_recorder.diagnose(dumps)
+        answer.inputs.append(_dump_input(found.dumps, "flight recorder dumps", flight_recorder.looked_at(dumps)))
+    if found.stacks:
+        say(f"reading {len(found.stacks)} stack dump(s)")
+        topology = stack_dumps.read_topology(found.topology) if found.topology else None
+        taken = [stack_dumps.read(f) for f in found.stacks]
+        told += stacks.diagnose(taken, topology=topology)
+        answer.inputs.append(_dump_input(found.stacks, "stack dumps", stacks.looked_at(taken, topology=topology)))
+    for folder, num in found.passed_over.items():
+        answer.inputs.append(
+            Input(path=str(folder), kind="folder", looked_at=f"{num} file(s) of no known kind passed over")
+        )
+    answer.diagnoses = merged(told)
+    return answer
+
+
+def explained(answer: Answer, detector: PanelDetector) -> list[Explained]:
+    """Each diagnosis with its panel and, of the sequential detector, with its score over time."""
+    traces = {id(p): _trace(p, detector) for p in answer.panels} if isinstance(detector, Sequential) else {}
+    items = []
+    for d in answer.diagnoses:
+        panel, machine = _place(d, answer.panels)
+        score = None
+        if panel is not None and id(panel) in traces and "sequential" in d.detectors:
+            scores, thresholds = traces[id(panel)]
+            score = ScoreTrace(at=panel.at, score=scores[:, machine], threshold=thresholds)
+        items.append(Explained(diagnosis=d, panel=panel, score=score))
+    return items
+
+
+def _trace(panel: Panel, detector: Sequential) -> tuple[Floats, Floats]:
+    """Scores (T, N) and thresholds (T,): NaN before there is one."""
+    tracker = detector.track(panel.shape)
+    scores = np.full((len(panel.at), len(panel.shape.machines)), np.nan, dtype=np.float32)
+    thresholds = np.full(len(panel.at), np.nan, dtype=np.float32)
+    for t, (at, values) in enumerate(panel.ticks()):
+        tracker.tick(at, values)
+        scores[t] = tracker.both.scores
+        thresholds[t] = tracker.threshold
+    thresholds[~np.isfinite(thresholds)] = np.nan
+    return scores, thresholds
+
+
+def _place(d: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None, int]:
+    """The panel that holds the first suspect, and its column there."""
+    for panel in panels:
+        for n in range(len(panel.shape.machines)):
+            if panel.shape.suspect(n) == d.suspects[0]:
+                return panel, n
+    return None, 0
+
+
+def _dump_input(files: Sequence[Path], kind: str, looked_at: str) -> Input:
+    where = os.path.commonpath([str(f.parent) for f in files]) if len(files) > 1 else str(files[0])
+    return Input(path=where, kind=kind, looked_at=f"{len(files)} file(s): {looked_at}")
+
+
+def _looked_at(panel: Panel) -> str:
+    shape = panel.shape
+    hours = (float(panel.at[-1] - panel.at[0]) + shape.interval_seconds) / 3600
+    span = f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
+    return (
+        f"{shape.name}: {len(shape.machines)} machine(s), {len(shape.metrics)} metric(s), "
+        f"{len(panel.at)} ticks of {shape.interval_seconds:g} s ({span})"
+    )
+
+
+def _cannot_tell(panel: Panel) -> list[str]:
+    """What hinders a verdict on this panel, and what would help."""
+    shape, said = panel.shape, []
+    if len(shape.machines) == 1:
+        said.append(f"cannot tell for {shape.name}: one machine has no peers; only its own past was looked at")
+    elif len(shape.machines) == 2:
+        said.append(
+            f"cannot tell which for {shape.name}: two peers that differ accuse each other; a third would settle it"
+        )
+    return said
+
+
+def _diagnosis(d: Diagnosis) -> dict[str, Any]:
+    whole = d.to_dict()
+    whole["suspects"] = [{k: s[k] for k in SUSPECT_FIELDS} for s in whole["suspects"]]
+    return whole
+
+
+def sentences(answer: Answer) -> list[str]:
+    """The answer for people: a sentence with evidence per diagnosis, or `healthy` with what was looked at."""
+    lines: list[str] = []
+    for d in answer.diagnoses:
+        lines.append(f"{_when(d.detected_at)} {d.fault_class}: {d.because}")
+        lines += [f"    {e.text}" for e in d.evidence]
+        if d.settle:
+            lines.append(f"    would settle it: {d.settle}")
+        if d.advice:
+            lines.append(f"    advice: {d.advice}")
+    if not answer.diagnoses:
+        lines.append("healthy: nothing found in")
+    else:
+        lines.append(f"{len(answer.diagnoses)} diagnosis(es) in")
+    for i in answer.inputs:
+        lines.append(f"    {i.path}: {i.looked_at}")
+        lines += [f"        {r}" for r in i.remarks]
+    return [
+        plain(line) if not line.startswith(" ") else line[: len(line) - len(line.lstrip())] + plain(line.lstrip())
+        for line in lines
+    ]
+
+
+def _when(at: float) -> str:
+    if not at > 1e8:  # the recording counts from its own zero, not from 1970
+        return f"at {at:.1f} s"
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+
+
+def exit_code(answer: Answer) -> int:
+    """1 where a fault was found, else 0. A `cannot_tell` that names suspects is a fault whose place is open."""
+    return 1 if any(d.suspects or d.fault_class != FaultClass.CANNOT_TELL for d in answer.diagnoses) else 0

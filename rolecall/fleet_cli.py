@@ -1,0 +1,223 @@
+"""Commands on fleets, with or without the bundled runtime: diagnose, watch, record, fit, simulate."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rolecall.core.errors import ConfigError
+from rolecall.options import ROOT, JsonOption, RootOption, out, print_json
+from rolecall.text import plain
+
+fleet = typer.Typer()
+
+DETECTOR = "sequential"
+FALSE_ALARMS = 100.0
+DetectorOption = Annotated[
+    str,
+    typer.Option(
+        "--detector", help="sequential, minder, mahalanobis, isolation-forest, pca, knn or robust-z", metavar="NAME"
+    ),
+]
+FalseAlarmsOption = Annotated[
+    float, typer.Option("--false-alarms", help="how many are accepted per 1,000 machine-days")
+]
+ModelOption = Annotated[Path | None, typer.Option("--model", help="of minder: what `rolecall fit` wrote")]
+
+
+def _say(text: str) -> None:
+    """Progress: on standard error, so that standard output is the answer and nothing else."""
+    typer.echo(plain(text), err=True)
+
+
+@fleet.command()
+def diagnose(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(help="recordings, Flight Recorder dumps, stack dumps, or folders of them", metavar="PATH..."),
+    ],
+    detector: DetectorOption = DETECTOR,
+    false_alarms: FalseAlarmsOption = FALSE_ALARMS,
+    model: ModelOption = None,
+    explain: Annotated[
+        Path | None, typer.Option("--explain", help="write a page (HTML) that draws the evidence", metavar="FILE")
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Says who is faulty, since when and why. Exit code 0: healthy; 1: a fault was found; 2: unreadable input."""
+    from rolecall import diagnosing
+    from rolecall.detector.registry import detector as named
+
+    chosen = named(detector, false_alarms_per_1000_machine_days=false_alarms, model=model)
+    answer = diagnosing.diagnose(paths, chosen, progress=None if as_json else _say)
+    if explain is not None:
+        from rolecall.explaining import explain as draw
+
+        draw(explain, diagnosing.explained(answer, chosen))
+    if as_json:
+        print_json(answer.to_dict())
+    else:
+        for line in diagnosing.sentences(answer):
+            out(line)
+    return diagnosing.exit_code(answer)
+
+
+@fleet.command()
+def fit(
+    recordings: Annotated[
+        list[Path], typer.Argument(help="recordings of mostly healthy machines", metavar="RECORDING...")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="the model; never overwritten")],
+    labels: Annotated[list[Path], typer.Option("--labels", help="label.json of each recording, in order")] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+) -> int:
+    """Trains the denoisers and the metric priority of detector `minder`."""
+    from rolecall.fitting import fit_recordings
+
+    out(fit_recordings(recordings, output, labels=labels, seed=seed))
+    return 0
+
+
+simulate = typer.Typer(help="Makes data of which the truth is known.")
+
+
+@simulate.callback()
+def _simulate() -> None:
+    """Makes data of which the truth is known."""
+
+
+@simulate.command(name="fleet")
+def simulated_fleet(
+    folder: Annotated[Path, typer.Argument(help="new folder for the cases", metavar="OUT")],
+    seed: Annotated[int, typer.Option(min=0)] = 1,
+    tasks: Annotated[int, typer.Option(min=0, help="tasks with a fault")] = 10,
+    healthy: Annotated[int, typer.Option(min=0, help="tasks without one")] = 2,
+    machines_max: Annotated[int, typer.Option(min=4, max=1500, help="of the largest task")] = 128,
+) -> int:
+    """Writes simulated training tasks as recordings with labels: who is faulty, since when, by how much."""
+    from rolecall.simulating import simulate_fleet
+
+    num = simulate_fleet(
+        folder, seed=seed, num_tasks=tasks, num_healthy=healthy, num_machines_max=machines_max, progress=_say
+    )
+    out(f"{folder}: {num} case(s)")
+    return 0
+
+
+fleet.add_typer(simulate, name="simulate")
+
+SourceOption = Annotated[str, typer.Option("--source", help="agents, prometheus or recording")]
+UrlOption = Annotated[str, typer.Option(help="Prometheus-compatible server, as http://HOST:9090[/PATH]")]
+QueryOption = Annotated[
+    list[str], typer.Option("--query", help="NAME=EXPRESSION (PromQL); may be repeated, replaces the default queries")
+]
+QueriesOption = Annotated[Path | None, typer.Option("--queries", help="YAML file: expressions and labels of machines")]
+MatchOption = Annotated[str, typer.Option("--match", help="label matchers for every query, as 'cluster=\"a\"'")]
+IntervalOption = Annotated[
+    float | None, typer.Option("--interval", help="seconds between ticks, not below the scrape interval")
+]
+HistoryOption = Annotated[float | None, typer.Option("--history", help="begin with so many seconds of the past")]
+CredentialsOption = Annotated[
+    Path | None, typer.Option("--credentials", help="file with one line: 'bearer TOKEN' or 'basic USER:PASSWORD'")
+]
+ForOption = Annotated[float | None, typer.Option("--for", help="end after so many seconds")]
+
+
+def _prometheus_options(
+    url: str,
+    query: list[str],
+    queries: Path | None,
+    match: str,
+    interval: float | None,
+    history: float | None,
+    credentials: Path | None,
+) -> Any:
+    from rolecall.fleet_watching import INTERVAL_SECONDS, PrometheusOptions
+
+    if not url:
+        raise ConfigError(["--url: --source prometheus needs one"])
+    return PrometheusOptions(
+        url=url,
+        queries=tuple(query),
+        queries_file=queries,
+        match=match,
+        interval_seconds=INTERVAL_SECONDS if interval is None else interval,
+        history_seconds=history,
+        credentials=credentials,
+    )
+
+
+@fleet.command()
+def watch(
+    run: Annotated[
+        str, typer.Argument(help="run id, path of a run directory or 'latest'; a file for --source recording")
+    ] = "",
+    source: SourceOption = "agents",
+    url: UrlOption = "",
+    query: QueryOption = [],  # noqa: B006
+    queries: QueriesOption = None,
+    match: MatchOption = "",
+    interval: IntervalOption = None,
+    history: HistoryOption = None,
+    credentials: CredentialsOption = None,
+    speed: Annotated[float, typer.Option(help="of a recording: recorded seconds a second; inf: without waiting")] = 1.0,
+    detector: DetectorOption = DETECTOR,
+    false_alarms: FalseAlarmsOption = FALSE_ALARMS,
+    seconds: ForOption = None,
+    runs: RootOption = ROOT,
+    as_json: JsonOption = False,
+) -> int:
+    """Watches a run (detects, diagnoses and, where the job file says so, acts), or any fleet on a Prometheus server or
+    in a recording (detects). Exit code 1 if a fault was found."""
+    if source == "agents":
+        from rolecall.core.rundir import open_run_dir
+        from rolecall.watching import watch_run
+
+        if not run:
+            raise ConfigError(["RUN: which run?"])
+        return watch_run(open_run_dir(runs, run))
+    from rolecall.detector.registry import BASELINES
+    from rolecall.detector.registry import detector as named
+    from rolecall.detector.steptime import StepTime
+    from rolecall.fleet_watching import watch_prometheus, watch_recording
+
+    detectors = [named(detector, false_alarms_per_1000_machine_days=false_alarms)]
+    if detector not in BASELINES:
+        detectors.append(StepTime())
+    if source == "prometheus":
+        options = _prometheus_options(url, query, queries, match, interval, history, credentials)
+        return watch_prometheus(options, detectors, out=out, as_json=as_json, seconds=seconds)
+    if source == "recording":
+        return watch_recording(Path(run), speed, detectors, out=out, as_json=as_json, seconds=seconds)
+    raise ConfigError([f"--source: {source!r} is none of agents, prometheus, recording"])
+
+
+@fleet.command()
+def record(
+    output: Annotated[Path, typer.Option("-o", "--output", help="the recording (Parquet); never overwritten")],
+    run: Annotated[
+        str, typer.Argument(help="of --source agents: run id, path of a run directory or 'latest'")
+    ] = "latest",
+    source: SourceOption = "agents",
+    url: UrlOption = "",
+    query: QueryOption = [],  # noqa: B006
+    queries: QueriesOption = None,
+    match: MatchOption = "",
+    interval: IntervalOption = None,
+    history: HistoryOption = None,
+    credentials: CredentialsOption = None,
+    seconds: ForOption = None,
+    runs: RootOption = ROOT,
+) -> int:
+    """Writes a live fleet's metrics as a recording, until --for is over or Ctrl-C."""
+    from rolecall.fleet_watching import record_prometheus, record_run
+
+    if source == "prometheus":
+        options = _prometheus_options(url, query, queries, match, interval, history, credentials)
+        return record_prometheus(options, output, out=out, seconds=seconds)
+    if source == "agents":
+        from rolecall.core.rundir import open_run_dir
+
+        each = 1.0 if interval is None else interval
+        return record_run(open_run_dir(runs, run), output, out=out, interval_seconds=each, seconds=seconds)
+    raise ConfigError([f"--source: {source!r} is none of agents, prometheus"])

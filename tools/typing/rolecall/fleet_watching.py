@@ -1,0 +1,1 @@
+../../../rolecall/fleet_watching.py

@@ -16,12 +16,13 @@ import pickle
 import pickletools
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from gc import disable, enable, isenabled
+from itertools import repeat
 from multiprocessing import get_context
 from operator import itemgetter
 from pathlib import Path
@@ -233,7 +234,7 @@ def _read(path: Path, where: str, entries: bool) -> Dump:
             data = _up_to(file, HEAD_BYTES)
             content = _head(data)
         if content is None:
-            data += _up_to(file, SIZE_BYTES_MAX + 1 - len(data))
+            data += _up_to(file, about.st_size - len(data))
             content = _content(data, where)
             if not entries:
                 content.pop("entries", None)
@@ -304,7 +305,7 @@ def _problem(data: bytes) -> str:
     """Why this pickle is not read; empty when it holds nothing but plain data."""
     if not PICKLE_MAGIC.match(data):
         return "a pickle of an unknown protocol"
-    if data.count(b"}") + data.count(b"]") > NUM_CONTAINERS_MAX:
+    if len(data) > NUM_CONTAINERS_MAX < data.count(b"}") + data.count(b"]"):
         return f"it may hold more than {NUM_CONTAINERS_MAX:,} lists and dicts"
     end, size = 2, len(data)
     while True:
@@ -397,6 +398,7 @@ _OPTIONAL: dict[str, Any] = {
     "output_dtypes": [],
 }
 """Fields that older versions lack."""
+_STATES = {"started": 1, "completed": 2}
 _COLUMNS = itemgetter(
     "process_group", "collective_seq_id", "p2p_seq_id", "time_created_ns", "state", "retired", "pg_id"
 )
@@ -496,15 +498,17 @@ def _entries(rows: Any, groups: list[Group], names: dict[str, int]) -> tuple[Ent
             rows = [_OPTIONAL | row for row in rows]
             columns, keys = _columns(rows)
         groups_of, collective_seq, p2p_seq, created, states, retired, pg_ids = columns
-        first_seen: dict[bytes, int] = {}
-        operation = [first_seen.setdefault(key, n) for n, key in enumerate(keys)]
-        place = {n: i for i, n in enumerate(first_seen.values())}
-        operations = tuple(_operation(_OPERATION(rows[n])) for n in place)
-        of = np.array([place[n] for n in operation], dtype=np.int32)
+        first_row = dict(zip(reversed(keys), range(len(rows) - 1, -1, -1), strict=True))
+        operations = tuple(_operation(_OPERATION(rows[n])) for n in first_row.values())
+        place = {key: i for i, key in enumerate(first_row)}
+        of = np.fromiter(map(place.__getitem__, keys), np.int32, len(rows))
         p2p = np.array([o.is_p2p for o in operations], dtype=bool)[of]
-        gloo = np.array([o.backend == GLOO for o in operations], dtype=bool)[of]
-        completed = np.array([s == "completed" for s in states], dtype=bool)
-        begun = np.array([s == "started" for s in states], dtype=bool)
+        state = np.fromiter(map(_STATES.get, states, repeat(0)), np.int8, len(rows))
+        done = state == _STATES["completed"]
+        if any(o.backend == GLOO for o in operations):
+            # gloo's entries stay `scheduled`; that they are retired tells that they finished.
+            gloo = np.array([o.backend == GLOO for o in operations], dtype=bool)[of]
+            done |= gloo & np.array([r is True for r in retired], dtype=bool)
         group = _group_column(groups_of, groups, names)
         pairs: dict[int, int] = {}
         for pg_id, at in set(zip(pg_ids, group, strict=True)):
@@ -514,9 +518,8 @@ def _entries(rows: Any, groups: list[Group], names: dict[str, int]) -> tuple[Ent
             seq=np.where(p2p, _int_column(p2p_seq), _int_column(collective_seq)),
             operation=of,
             created_at=_int_column(created) / 1e9,
-            started=begun | completed,
-            # gloo's entries stay `scheduled`; that they are retired tells that they finished.
-            done=completed | (gloo & np.array([r is True for r in retired], dtype=bool)),
+            started=state > 0,
+            done=done,
             operations=operations,
             first_record=_number(rows[0].get("record_id", 0), "record_id") if rows else 0,
         )
@@ -527,7 +530,7 @@ def _entries(rows: Any, groups: list[Group], names: dict[str, int]) -> tuple[Ent
     return entries, pairs
 
 
-def _columns(rows: list[Any]) -> tuple[tuple[Sequence[Any], ...], Iterable[bytes]]:
+def _columns(rows: list[Any]) -> tuple[tuple[Sequence[Any], ...], list[bytes]]:
     # Both run through in C: this is most of what reading costs beside the unpickler. Equal operations have equal bytes
     # nearly always; where they do not, the table of operations only holds one twice.
     keys = list(map(marshal.dumps, map(_OPERATION, rows)))
@@ -536,24 +539,20 @@ def _columns(rows: list[Any]) -> tuple[tuple[Sequence[Any], ...], Iterable[bytes
 
 
 def _group_column(pairs: Sequence[Any], groups: list[Group], names: dict[str, int]) -> list[int]:
+    if any(type(p) is list for p in pairs):
+        pairs = [tuple(p) if type(p) is list else p for p in pairs]
     known: dict[Any, int] = {}
-    column = []
-    for pair in pairs:
-        key = tuple(pair) if type(pair) is list else pair
-        at = known.get(key)
-        if at is None:
-            if type(key) is not tuple or len(key) != 2:
-                raise _Malformed("a process_group is not a name and a description")
-            name, desc = _text(key[0], "process_group"), _text(key[1], "process_group")
-            at = names.get(name)
-            if at is None:
-                if len(groups) >= NUM_GROUPS_MAX:
-                    raise _Malformed("more groups than there can be")
-                at = names[name] = len(groups)
-                groups.append(Group(name=name, desc=desc, ranks=()))
-            known[key] = at
-        column.append(at)
-    return column
+    for pair in dict.fromkeys(pairs):
+        if type(pair) is not tuple or len(pair) != 2:
+            raise _Malformed("a process_group is not a name and a description")
+        name, desc = _text(pair[0], "process_group"), _text(pair[1], "process_group")
+        if name not in names:
+            if len(groups) >= NUM_GROUPS_MAX:
+                raise _Malformed("more groups than there can be")
+            names[name] = len(groups)
+            groups.append(Group(name=name, desc=desc, ranks=()))
+        known[pair] = names[name]
+    return [known[pair] for pair in pairs]
 
 
 _PEERS = re.compile(r"(send|recv) ([0-9]{1,7})(?:->|<-)([0-9]{1,7})")

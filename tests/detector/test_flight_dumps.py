@@ -133,7 +133,8 @@ def test_older_versions_lack_fields(tmp_path: Path) -> None:
     lacking = ("is_p2p", "retired", "input_dtypes", "output_dtypes", "record_id")
     old = {k: v for k, v in ENTRY.items() if k not in lacking}
     entries = read(pickled(tmp_path, entries=[old, ENTRY])).entries
-    assert entries is not None and len(entries) == 2 and entries.operations[0].input_dtypes == ()
+    assert entries is not None
+    assert [entries.operations[o].input_dtypes for o in entries.operation] == [(), ("Float", "Float")]
 
 
 def test_a_rank_without_entries_is_told_by_its_status(tmp_path: Path) -> None:

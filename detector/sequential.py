@@ -28,7 +28,7 @@ SUSPECT_SHARE = 0.6
 """Nothing is learned from a machine whose score is above this share of the threshold."""
 CALM_SHARE = 0.5
 CALM_TICKS = 32
-"""An alarm is over when the scores were below `CALM_SHARE` of the threshold for so long."""
+"""An alarm is over when the scores were below `CALM_SHARE` of the threshold, or the short averages as usual, for so long."""
 TOLERATED_SECONDS = 3600.0
 PROPAGATION_SECONDS = 300.0
 """After one machine's alarm, weaker ones of its peers within this time are what it does to them."""
@@ -166,14 +166,18 @@ class SequentialTracker:
     def _judge(self, at: float) -> list[Finding]:
         relative = self.both.scores / self.threshold
         above = relative > 1
-        calm = relative < CALM_SHARE
+        calm = (relative < CALM_SHARE) | (self.shifts.calm & (self.novel.scores < self.novel.tail.location))
         self.calm = np.where(calm, self.calm + 1, 0)
-        self.alarmed &= self.calm < CALM_TICKS
+        over = self.alarmed & (self.calm >= CALM_TICKS)
+        if over.any():
+            self.shifts.forget(over)
+            self.alarmed &= ~over
+            above &= ~over  # what the long averages remembered
         suspect = relative > SUSPECT_SHARE
         begins = suspect & np.isnan(self.suspected_at)
         self.suspected_at[begins] = at
-        over = at - self.suspected_at > TOLERATED_SECONDS
-        self.suspected_at[(~suspect & ~self.alarmed) | over] = np.nan
+        tolerated = at - self.suspected_at > TOLERATED_SECONDS
+        self.suspected_at[(~suspect & ~self.alarmed) | tolerated] = np.nan
         fresh = above & ~self.alarmed
         if not fresh.any():
             return []

@@ -27,6 +27,10 @@ from rolecall.detector.panel import Floats
 
 LENGTHS = (4, 16, 64, 256)
 """Ticks: the shortest still averages two or three samples, the longest is as long as faults last."""
+CALM_LENGTHS = LENGTHS[:2]
+"""A machine whose short averages are as usual is well again, whatever the long ones remember."""
+CALM_SCORE = 5.3
+"""Of one metric and length: exceeded in one of 200 healthy blocks."""
 Z_MAX = 8.0
 """What a single sample may count, robust standard deviations: outliers of heavy-tailed metrics are no faults."""
 HABIT_TICKS = 1000.0
@@ -71,6 +75,7 @@ class Shifts:
     scale: Floats = field(init=False)  # (K, M)
     shape: Floats = field(init=False)  # (K, M)
     blocks: deque[Floats] = field(default_factory=lambda: deque(maxlen=BLOCKS_KEPT))  # each (K, M, machines)
+    calm: NDArray[np.bool_] = field(init=False)  # (N,)
     ticks: int = 0
 
     def __post_init__(self) -> None:
@@ -81,6 +86,7 @@ class Shifts:
         self.means = np.zeros((k, m, n), dtype=np.float32)
         self.block_max = np.zeros((k, m, n), dtype=np.float32)
         self.squares = np.zeros((k, m), dtype=np.float32)
+        self.calm = np.ones(n, dtype=np.bool_)
         self.scale = np.full((k, m), 2.0, dtype=np.float32)
         self.shape = np.full((k, m), SHAPE_PRIOR, dtype=np.float32)
 
@@ -145,6 +151,8 @@ class Shifts:
         size /= self.deviation()[:, :, None]
         np.maximum(self.block_max, size, out=self.block_max)
         size /= self.scale[:, :, None]
+        usual = CALM_SCORE ** (1 / self.shape[: len(CALM_LENGTHS), :, None])
+        self.calm = (size[: len(CALM_LENGTHS)] < usual).all(axis=(0, 1))
         # Powers cost more than all the rest: a machine's best ratio decides within each metric and length.
         best = size.max(axis=2) ** self.shape
         rows = np.flatnonzero(best.ravel() > 1)
@@ -168,6 +176,10 @@ class Shifts:
             self.shape = shape.astype(np.float32)
             self.scale = (high / math.log(1 / (1 - QUANTILES[1])) ** (1 / shape)).astype(np.float32)
         self.block_max[:] = 0.0
+
+    def forget(self, machines: NDArray[np.bool_]) -> None:
+        """Averages of these begin anew, (N,): what they remember is over and told."""
+        self.means[:, :, machines] = 0.0
 
     def strongest(self, machine: int) -> list[tuple[int, int, float, float]]:
         """Of one machine: (metric, length in ticks, average z with its sign, score), strongest metric first."""

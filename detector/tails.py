@@ -9,8 +9,9 @@ averaged deviations), so that
 
 Faults are in the sample, too, and nobody says which they are. In an exponential tail the spacings of the ordered values,
 i (X_(i) - X_(i+1)) from the top, are independent with mean beta (Renyi 1953): beta is the mean of all but the topmost
-`FAULT_SHARE` of the sample, which faults may have made. It is raised by one standard error of that mean, so that short
-histories give high thresholds rather than false alarms.
+`FAULT_SHARE` of the sample, which faults may have made, with i counted as if half of those were faults: a sixth too low
+where none was, half too high where all were. It is raised by one standard error, so that short histories give high
+thresholds rather than false alarms.
 """
 
 import math
@@ -86,7 +87,7 @@ class Tail:
             return
         sample = np.concatenate(self.blocks)
         top = np.sort(np.partition(sample, self.size - num - 1)[self.size - num - 1 :])[::-1].astype(np.float64)
-        spacings = np.arange(1, num + 1) * (top[:-1] - top[1:])
+        spacings = (np.arange(1, num + 1) - skipped / 2) * (top[:-1] - top[1:])
         used = spacings[skipped:]
         self.location = float(top[-1])
         self.beta = float(used.mean()) * (1 + 1 / math.sqrt(len(used)))

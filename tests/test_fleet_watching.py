@@ -400,7 +400,9 @@ def test_a_real_server_with_real_agents(tmp_path: Path, caplog: pytest.LogCaptur
     assert told.min() > 5 and told.max() < 40, f"20 a second, but for the load of this machine: {rates.tolist()}"
     begun = int(np.flatnonzero(np.isfinite(rates).all(axis=1))[0])
     gaps = np.isnan(rates[begun:])
-    assert gaps[:, 0].sum() >= WINDOW_INTERVALS - 1 and not gaps[:, 1:].any(), "of the restarted one, and of nobody else"
+    assert gaps[:, 0].sum() >= WINDOW_INTERVALS - 1 and not gaps[:, 1:].any(), (
+        "of the restarted one, and of nobody else"
+    )
     hosts = panels["node"].shape
     assert [m.node for m in hosts.machines] == list(NODES)
     assert {"rolecall_host_load1", "rolecall_host_cpu_busy_ratio"} <= set(hosts.metrics)

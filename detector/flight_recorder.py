@@ -68,6 +68,8 @@ class Cause(StrEnum):
 
 STRONG = (Cause.MISMATCH, Cause.OUTSIDE, Cause.ELSEWHERE)
 """They stand on what a rank itself recorded; the others give way to them where they explain the same waits."""
+WEAK = (Cause.AHEAD, Cause.INSIDE)
+"""They accuse nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -406,9 +408,11 @@ def _ends(job: Job) -> list[End]:
     for cause, ranks, place in explained_by:
         first = blocked_by[ranks[0]] if cause is Cause.OUTSIDE else [place]
         waiters = _led_by(first, blocked_by)
-        reached.update(waiters)
+        if cause not in WEAK:
+            reached.update(waiters)
         ends.append(End(cause, ranks, place, frozenset(waiters)))
-    ends += _circles([p for p in stuck if p.cause is None and not reached.intersection(p.waiting)])
+    unexplained = [p for p in stuck if p.cause is None and not reached.intersection(p.waiting)]
+    ends += _circles(unexplained, waits_in, blocked_by)
     return _most_telling(ends, waits_in)
 
 
@@ -466,26 +470,33 @@ def _led_by(first: Iterable[Place], blocked_by: dict[int, list[Place]]) -> set[i
     return waiters
 
 
-def _circles(places: list[Place]) -> list[End]:
+def _circles(places: list[Place], waits_in: dict[int, list[Place]], blocked_by: dict[int, list[Place]]) -> list[End]:
     """Waits that lead back to themselves: ranks are in different collectives. Whoever is late where the smallest share
     is late has left the others."""
+    known = {p.key for p in places}
+    beyond = {p.key: [q for r in p.culprits for q in waits_in.get(r, ()) if q.key in known] for p in places}
+    reach: dict[Key, set[Key]] = {}
+    for place in places:
+        seen: set[Key] = set()
+        ahead = deque(beyond[place.key])
+        while ahead:
+            q = ahead.popleft()
+            if q.key not in seen:
+                seen.add(q.key)
+                ahead.extend(beyond[q.key])
+        reach[place.key] = seen
     ends = []
-    while places:
-        together, ranks, grown = [places[0]], set(places[0].waiting) | set(places[0].culprits), True
-        rest = places[1:]
-        while grown:
-            near = [p for p in rest if ranks.intersection(p.waiting) or ranks.intersection(p.culprits)]
-            rest = [p for p in rest if p not in near]
-            together += near
-            for p in near:
-                ranks |= set(p.waiting) | set(p.culprits)
-            grown = bool(near)
-        share = min(len(p.culprits) / len(p.members) for p in together)
-        least = [p for p in together if len(p.culprits) / len(p.members) == share]
-        odd = tuple(sorted({r for p in least for r in p.culprits}))
-        waiters = frozenset(r for p in together for r in p.waiting)
-        ends.append(End(Cause.ELSEWHERE, odd, max(least, key=lambda p: len(p.waiting)), waiters))
-        places = rest
+    told: set[Key] = set()
+    for place in places:
+        together = [q for q in places if q.key in reach[place.key] and place.key in reach[q.key]]
+        if not together or place.key in told:
+            continue
+        told.update(q.key for q in together)
+        share = min(len(q.culprits) / len(q.members) for q in together)
+        least = [q for q in together if len(q.culprits) / len(q.members) == share]
+        odd = tuple(sorted({r for q in least for r in q.culprits}))
+        waiters = frozenset(_led_by(together, blocked_by))
+        ends.append(End(Cause.ELSEWHERE, odd, max(least, key=lambda q: len(q.waiting)), waiters))
     return ends
 
 
@@ -493,9 +504,9 @@ def _most_telling(ends: list[End], waits_in: dict[int, list[Place]]) -> list[End
     strong = {r for e in ends if e.cause in STRONG for r in e.waiters}
     kept = [e for e in ends if e.cause in STRONG or not strong.intersection(e.place.inside)]
     medium = {r for e in kept if e.cause in (Cause.NO_DUMP, Cause.BEHIND) for r in e.waiters}
-    kept = [e for e in kept if e.cause not in (Cause.INSIDE, Cause.AHEAD) or not medium.intersection(e.place.inside)]
+    kept = [e for e in kept if e.cause not in WEAK or not medium.intersection(e.place.inside)]
     kept = [e for e in kept if e.cause is not Cause.INSIDE or _is_oldest(e.place, waits_in)] or kept
-    return sorted(kept, key=lambda e: (e.cause in (Cause.INSIDE, Cause.AHEAD), -len(e.waiters), e.ranks))
+    return sorted(kept, key=lambda e: (e.cause in WEAK, -len(e.waiters), e.ranks))
 
 
 def _is_oldest(place: Place, waits_in: dict[int, list[Place]]) -> bool:

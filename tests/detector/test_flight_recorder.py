@@ -345,6 +345,16 @@ def test_waits_in_a_circle_are_another_collective(job: Job) -> None:
     assert "all_reduce #" in because and "of group 6" in because and "order of collectives differs" in because
 
 
+def test_a_circle_is_told_beside_what_is_enqueued_behind_it(tmp_path: Path) -> None:
+    """Pairs that have all entered what stands behind the circle explain nothing of it."""
+    job = square(tmp_path)
+    job.waits([r for r in range(8) if r != 3], WORLD, "all_reduce")
+    job.waits([3], "6", "all_reduce")
+    job.waits([0, 1], "1", "all_reduce")
+    job.waits([2, 3], "2", "all_reduce")
+    assert the_one(found(job.dump()))[:2] == ("user_code", [3])
+
+
 # --- point to point --------------------------------------------------------------------------------------------------
 
 

@@ -615,7 +615,7 @@ def _number(value: Any, what: str) -> int:
     """An integer, or in JSON its digits."""
     if type(value) is str and re.fullmatch(r"-?[0-9]{1,19}", value):
         return int(value)
-    if type(value) is not int:
+    if type(value) is not int or not -(1 << 63) <= value < 1 << 63:
         raise _Malformed(f"{what} is not a number")
     return value
 

@@ -444,11 +444,8 @@ def _judge(job: Job, place: Place, waits_in: dict[int, list[Place]]) -> None:
         idle = [r for r in inside if place.seats[r].started < k]
         behind = inside if len(inside) < len(place.seats) else idle
         if 0 < len(behind) <= half and not place.absent:
-            place.cause, place.culprits, place.detail = (
-                Cause.BEHIND,
-                tuple(behind),
-                "start" if behind is idle else "finish",
-            )
+            place.cause, place.culprits = Cause.BEHIND, tuple(behind)
+            place.detail = "start" if behind is idle else "finish"
         else:
             place.cause, place.culprits = Cause.INSIDE, tuple(inside)
 
@@ -642,79 +639,121 @@ def _findings(job: Job, ends: list[End]) -> list[Finding]:
     return findings
 
 
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The words of one finding: `rank 3`, `it`, `all_reduce #12 of group 0`, `ranks 0-2 wait`, ` since ...`."""
+
+    who: str
+    it: str
+    place: Place
+    operation: str
+    others_wait: str
+    since: str
+    num_waiters: int
+
+    def of_who(self, one: str, several: str) -> str:
+        return one if self.it == "it" else several
+
+
+Verdict = tuple[FaultClass, float, str, str]
+"""Fault class, confidence, the sentence, and what would settle it."""
+
+
 def _finding(job: Job, cause: Cause, ends: list[End]) -> Finding:
     ranks = sorted({r for e in ends for r in e.ranks})
     waiters = {r for e in ends for r in e.waiters} - set(ranks)
     place = ends[0].place
-    operation = _operation_text(job, place)
     waiting = [r for r in place.waiting if r not in ranks] or place.waiting
     since = min(
         (s.since for e in ends for s in e.place.seats.values() if s.waits and s.since is not None), default=None
     )
-    who = _ranks(ranks)
-    wait = f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in it"
-    when = f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC" if since else ""
-    only = len(ranks) == 1
-    fault, confidence, settle = FaultClass.HANG, 0.9, ""
+    scene = Scene(
+        who=_ranks(ranks),
+        it="it" if len(ranks) == 1 else "they",
+        place=place,
+        operation=_operation_text(job, place),
+        others_wait=f"{_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}",
+        since=f" since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC" if since is not None else "",
+        num_waiters=len(waiters),
+    )
+    if cause is Cause.OUTSIDE or cause is Cause.NO_DUMP:
+        verdict = _not_there(cause, scene)
+    elif cause is Cause.MISMATCH:
+        verdict = _another_operation(scene)
+    elif cause is Cause.ELSEWHERE:
+        verdict = _another_collective(scene, _elsewhere(job, ranks, place))
+    elif cause is Cause.BEHIND:
+        verdict = _not_finished(scene, _is_gloo(job, place))
+    else:
+        verdict = _undecided(cause, scene)
+        ranks = ranks if len(ranks) <= NUM_SUSPECTS_OF_A_TIE else []
+    return _made(job, cause, ranks, verdict, since, len(waiters), place)
+
+
+def _not_there(cause: Cause, scene: Scene) -> Verdict:
     if cause is Cause.OUTSIDE:
         because = (
-            f"{who} {'has' if only else 'have'} not entered {operation}: {wait}{when}, and {'it is' if only else 'they are'} "
-            f"in no collective (host side: its Python, data loader, GIL or CPU)"
+            f"{scene.who} {scene.of_who('has', 'have')} not entered {scene.operation}: {scene.others_wait} in "
+            f"it{scene.since}, and {scene.it} {scene.of_who('is', 'are')} in no collective (host side: Python, data "
+            f"loader, GIL or CPU)"
         )
-    elif cause is Cause.NO_DUMP:
-        confidence = 0.8 if place.members_known else 0.6
+        return FaultClass.HANG, 0.9, because, ""
+    because = (
+        f"{scene.who} left no dump, and {scene.others_wait} for {scene.of_who('it', 'them')} in {scene.operation}"
+        f"{scene.since}, which all others have entered: dead, stopped or cut off before {scene.it} could write"
+    )
+    return FaultClass.HANG, 0.8 if scene.place.members_known else 0.6, because, ""
+
+
+def _another_operation(scene: Scene) -> Verdict:
+    because = (
+        f"{scene.who} entered something else as {scene.operation} ({scene.place.detail}): a fault of the code, not of a "
+        f"machine; {_count(scene.num_waiters, 'other rank')} {'waits' if scene.num_waiters == 1 else 'wait'}{scene.since}"
+    )
+    return FaultClass.USER_CODE, 0.9, because, ""
+
+
+def _another_collective(scene: Scene, elsewhere: str) -> Verdict:
+    because = (
+        f"{scene.who} {scene.of_who('waits', 'wait')} in another collective ({elsewhere}), while {scene.others_wait} for "
+        f"{scene.of_who('it', 'them')} in {scene.operation}{scene.since}: the order of collectives differs between ranks"
+    )
+    return FaultClass.USER_CODE, 0.7, because, ""
+
+
+def _not_finished(scene: Scene, is_gloo: bool) -> Verdict:
+    because = (
+        f"{scene.who} entered {scene.operation} and did not {scene.place.detail} it, as others did{scene.since}: "
+        f"{scene.of_who('its', 'their')} {'link' if is_gloo else 'GPU or link'}"
+    )
+    return FaultClass.NETWORK if is_gloo else FaultClass.GPU, 0.6, because, ""
+
+
+def _undecided(cause: Cause, scene: Scene) -> Verdict:
+    if cause is Cause.AHEAD:
         because = (
-            f"{who} left no dump, and {_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for "
-            f"{'it' if only else 'them'} in {operation}{when}, which all others have entered: dead, stopped or cut off "
-            f"before {'it' if only else 'they'} could write"
+            f"{scene.who} {scene.of_who('waits', 'wait')} in {scene.operation}{scene.since}, which most of the group have "
+            f"not entered, who wait for nothing: either {scene.it} entered it alone, or something else holds up the others"
         )
-    elif cause is Cause.MISMATCH:
-        fault = FaultClass.USER_CODE
-        because = (
-            f"{who} entered something else as {operation} ({place.detail}): a fault of the code, not of a machine; "
-            f"{_count(len(waiters), 'other rank')} {'waits' if len(waiters) == 1 else 'wait'}{when}"
-        )
-    elif cause is Cause.ELSEWHERE:
-        fault, confidence = FaultClass.USER_CODE, 0.7
-        because = f"{who} {'waits' if only else 'wait'} in another collective ({_elsewhere(job, ranks, place)}), while {_ranks(waiting)} wait for {'it' if only else 'them'} in {operation}{when}: the order of collectives differs between ranks"
-    elif cause is Cause.BEHIND:
-        fault = FaultClass.NETWORK if _is_gloo(job, place) else FaultClass.GPU
-        confidence = 0.6
-        because = (
-            f"{who} entered {operation} and did not {place.detail} it, as others did: "
-            f"its {'link' if fault is FaultClass.NETWORK else 'GPU or link'}{when}"
-        )
-    else:
-        fault, confidence = FaultClass.CANNOT_TELL, 0.3
-        if cause is Cause.AHEAD:
-            because = (
-                f"{who} {'waits' if only else 'wait'} in {operation}{when}, which most of its group have not entered and "
-                f"who wait for nothing: either {'it' if only else 'they'} entered it alone, or something else holds up the others"
-            )
-            settle = "stacks of those who have not entered it"
-        else:
-            because = (
-                f"{who} all wait inside {operation}{when}, none has finished it, and what they entered matches: who holds it "
-                f"up cannot be told"
-            )
-            settle = "NCCL RAS or Inspector, or GPU and link counters of these ranks; or the dumps that are missing"
-        if len(ranks) > NUM_SUSPECTS_OF_A_TIE:
-            ranks = []
-    return _made(job, cause, ranks, fault, confidence, because, since, len(waiters), place, settle)
+        return FaultClass.CANNOT_TELL, 0.3, because, "stacks of those who have not entered it"
+    because = (
+        f"{scene.who} all wait inside {scene.operation}{scene.since}, what they entered matches, and none of them has "
+        f"finished it: who holds it up cannot be told"
+    )
+    settle = "NCCL RAS or Inspector, or GPU and link counters of these ranks; or the dumps that are missing"
+    return FaultClass.CANNOT_TELL, 0.3, because, settle
 
 
 def _made(
     job: Job,
     cause: Cause,
     ranks: Sequence[int],
-    fault: FaultClass,
-    confidence: float,
-    because: str,
+    verdict: Verdict,
     since: float | None,
     num_waiting: int,
     place: Place,
-    settle: str,
 ) -> Finding:
+    fault, confidence, because, settle = verdict
     values = {
         "num_waiting": float(num_waiting),
         "num_members": float(len(place.members)),
@@ -751,7 +790,7 @@ def _alone(job: Job) -> list[Finding]:
         f"ranks: who holds it up cannot be told"
     )
     settle = "dumps of the other ranks, taken while it waits"
-    return [_made(job, Cause.INSIDE, (), FaultClass.CANNOT_TELL, 0.2, because, since, 1, place, settle)]
+    return [_made(job, Cause.INSIDE, (), (FaultClass.CANNOT_TELL, 0.2, because, settle), since, 1, place)]
 
 
 def _nobody_waits(job: Job) -> list[Finding]:
@@ -765,7 +804,7 @@ def _nobody_waits(job: Job) -> list[Finding]:
     place = Place(("-", -1, -1, -1), "", tuple(sorted({*job.dumps, *job.absent})), True)
     settle = f"whether {_ranks(job.absent)} lives, or its dump"
     named = job.absent if len(job.absent) <= NUM_SUSPECTS_OF_A_TIE else ()
-    return [_made(job, Cause.NO_DUMP, named, FaultClass.CANNOT_TELL, 0.4, because, None, 0, place, settle)]
+    return [_made(job, Cause.NO_DUMP, named, (FaultClass.CANNOT_TELL, 0.4, because, settle), None, 0, place)]
 
 
 def _operation_text(job: Job, place: Place) -> str:

@@ -306,6 +306,7 @@ MALFORMED: dict[str, dict[str, Any]] = {
     "a rank is text": {"pg_config": {"0": {"ranks": [0, "1"]}}},
     "the status is a number": {"pg_status": 1},
     "a group's number is text": {"pg_status": {"a": {}}},
+    "a status of 80 bits": {"pg_status": {"0": {"last_enqueued_collective": "9" * 24}}},
     "a status is no integer": {"pg_status": {"0": {"last_enqueued_collective": 1.5}}},
 }
 MALFORMED_ENTRY: dict[str, dict[str, Any]] = {

@@ -43,10 +43,20 @@ class Recording:
     remarks: tuple[str, ...] = ()
 
 
-def is_recording(path: Path) -> bool:
+def is_parquet(path: Path) -> bool:
     """Whether the file begins as Parquet does. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(MAGIC)) == MAGIC
+
+
+def is_recording(path: Path) -> bool:
+    """Whether it is Parquet with a recording's columns; also if it is too damaged to tell. Raises OSError."""
+    if not is_parquet(path):
+        return False
+    try:
+        return set(REQUIRED) <= set(pl.read_parquet_schema(path))
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError):
+        return True
 
 
 def read(path: Path) -> Recording:
@@ -107,7 +117,7 @@ def _typed(table: pl.DataFrame, where: str) -> pl.DataFrame:
     """All columns present and of one type; missing ones hold null."""
     schema = table.schema
     for name in ("value", *(c for c in OPTIONAL_INTEGERS if c in schema)):
-        if not schema[name].is_numeric():
+        if not schema[name].is_numeric() and schema[name] != pl.Null:
             raise UnreadableInput(where=where, reason=f"column {name} holds {schema[name]}, not numbers")
     at = pl.col("timestamp")
     if schema["timestamp"].is_temporal() and schema["timestamp"] != pl.Duration:
@@ -213,9 +223,13 @@ def _interval(part: pl.DataFrame) -> float:
 
 
 def _usual_distance(times: Sequence[Times]) -> float:
-    """Median over machines of the median positive distance, seconds; 1 where there is none."""
-    distances = [float(np.median(d)) for t in times if len(d := np.diff(t)[np.diff(t) > 0])]
-    return float(np.median(distances)) if distances else 1.0
+    """Median over machines of the median positive distance, the lower one of two; seconds, 1 where there is none."""
+    distances = [_lower_median(d) for t in times if len(d := np.diff(t)[np.diff(t) > 0])]
+    return _lower_median(np.array(distances)) if distances else 1.0
+
+
+def _lower_median(values: Times) -> float:
+    return float(np.quantile(values, 0.5, method="lower"))  # between two a gap would decide
 
 
 def _rows(panel: Panel) -> pl.DataFrame:

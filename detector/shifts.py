@@ -152,7 +152,7 @@ class Shifts:
         np.maximum(self.block_max, size, out=self.block_max)
         size /= self.scale[:, :, None]
         usual = CALM_SCORE ** (1 / self.shape[: len(CALM_LENGTHS), :, None])
-        self.calm = (size[: len(CALM_LENGTHS)] < usual).all(axis=(0, 1))
+        self.calm = np.asarray((size[: len(CALM_LENGTHS)] < usual).all(axis=(0, 1)), dtype=np.bool_)
         # Powers cost more than all the rest: a machine's best ratio decides within each metric and length.
         best = size.max(axis=2) ** self.shape
         rows = np.flatnonzero(best.ravel() > 1)

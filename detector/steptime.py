@@ -22,12 +22,13 @@ from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.detector.panel import Floats, PanelShape
 from rolecall.detector.registry import FALSE_ALARMS_PER_1000_MACHINE_DAYS
 
-OWN_WORK = frozenset({"compute", "forward", "backward", "fwd", "bwd", "busy", "kernel", "gemm", "matmul"})
+OWN_WORK = frozenset({"compute", "forward", "backward", "fwd", "bwd", "kernel", "gemm", "matmul"})
 WAITING = frozenset(
     {"recv", "send", "wait", "reduce", "gather", "scatter", "broadcast", "comm", "idle", "sync", "alltoall"}
 )
 NOT_SECONDS = frozenset({"ratio", "percent", "util", "utilization", "flops", "bytes", "count", "rate", "active"})
-"""Words of a metric's name. A metric is own work if it has one of the first kind and none of the others."""
+"""Words of a metric's name. A metric is own work if it has one of the first kind, or is of busy seconds, and none of the
+others. That a disk is busy is no work."""
 
 SLOW_LOG_RATIO = -math.log(0.75)
 SPREAD_MIN = 0.1
@@ -39,7 +40,7 @@ SECONDS_PER_DAY = 86_400.0
 
 def is_own_work(metric: str) -> bool:
     words = set(re.split(r"[^a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", metric).lower()))
-    return bool(words & OWN_WORK) and not words & (WAITING | NOT_SECONDS)
+    return (bool(words & OWN_WORK) or {"busy", "seconds"} <= words) and not words & (WAITING | NOT_SECONDS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +100,8 @@ class StepTimeTracker:
 
     def _spread(self, x: NDArray[np.float64]) -> float:
         """Standard deviation of x so far, from mean absolute deviations, which one slow peer hardly moves."""
-        size = np.abs(x)
-        middle = np.nanmedian(size, axis=1) if np.isfinite(size).any() else np.array([])
-        middle = middle[np.isfinite(middle)]
+        size = np.abs(x[np.isfinite(x).any(axis=1)])
+        middle = np.nanmedian(size, axis=1) if len(size) else np.empty(0)
         self.spread_sum += float(middle.sum())
         self.spread_count += len(middle)
         mean = self.spread_sum / self.spread_count if self.spread_count else 0.0

@@ -69,6 +69,8 @@ def search(paths: Sequence[Path]) -> Found:
             raise UnreadableInput(where=str(path), reason="there is no such file or folder")
         if not path.is_dir():
             if not _sort(path, found):
+                if path.is_file() and recording.is_parquet(path):
+                    recording.read(path)  # says which columns it lacks
                 kinds = "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy"
                 raise UnreadableInput(where=str(path), reason=f"it is none of {kinds}")
             continue

@@ -1,0 +1,61 @@
+"""One diagnosis per fault: earliest says when, causes explain symptoms, nothing said is taken back."""
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.ids import NodeId
+from rolecall.detector.merging import SAME_FAULT_SECONDS, merged
+
+
+def finding(
+    node: str, at: float, fault: FaultClass = FaultClass.SLOW, *, by: str = "a", rank: int | None = None
+) -> Finding:
+    return Finding(
+        detector=by,
+        suspects=(Suspect(node=NodeId(node), rank=rank),),
+        fault_class=fault,
+        onset=at - 5,
+        detected_at=at,
+        confidence=0.5,
+        because=f"{by} says {node}",
+        evidence=(Evidence(kind=by, text=f"{by} {at}"),),
+    )
+
+
+def told(findings: list[Finding]) -> list[tuple[str, float, str]]:
+    return [(d.suspects[0].node, d.detected_at, str(d.fault_class)) for d in merged(findings)]
+
+
+def test_two_detectors_of_one_fault_are_one_diagnosis_with_the_evidence_of_both() -> None:
+    [d] = merged([finding("n1", 130, by="b"), finding("n1", 100)])
+    assert (d.detected_at, d.onset, d.because) == (100, 95, "a says n1")
+    assert [e.kind for e in d.evidence] == ["a", "b"]
+
+
+def test_others_and_later_ones_are_faults_of_their_own() -> None:
+    later = 100 + SAME_FAULT_SECONDS + 1
+    assert told([finding("n1", 100), finding("n2", 101), finding("n1", later)]) == [
+        ("n1", 100, "slow"),
+        ("n2", 101, "slow"),
+        ("n1", later, "slow"),
+    ]
+
+
+def test_a_cause_explains_what_follows_it_and_nothing_before() -> None:
+    hang, slow = finding("n1", 100, FaultClass.HANG), finding("n1", 110)
+    assert told([slow, hang]) == [("n1", 100, "hang")]
+    early = finding("n1", 90)
+    assert told([early, hang]) == [("n1", 90, "slow"), ("n1", 100, "hang")]
+    assert told([finding("n2", 110), hang]) == [("n1", 100, "hang"), ("n2", 110, "slow")]
+
+
+def test_who_can_tell_settles_who_cannot() -> None:
+    unsure = finding("n1", 120, FaultClass.CANNOT_TELL)
+    assert told([unsure, finding("n1", 100, FaultClass.CRASH)]) == [("n1", 100, "crash")]
+    assert told([unsure, finding("n2", 100, FaultClass.CRASH)]) == [("n2", 100, "crash"), ("n1", 120, "cannot_tell")]
+
+
+def test_order_does_not_matter_and_a_prefix_stays_a_prefix() -> None:
+    found = [finding(f"n{i % 3}", 100.0 + 90 * i, by="ab"[i % 2]) for i in range(12)]
+    whole = told(found)
+    assert told(found[::-1]) == whole
+    for k in range(len(found)):
+        assert told(found[:k]) == [d for d in whole if d[1] <= 100.0 + 90 * (k - 1)][: len(told(found[:k]))]

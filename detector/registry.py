@@ -8,7 +8,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.detector.panel import PanelDetector
 
 DEFAULT = "sequential"
-BASELINES = ("mahalanobis", "isolation-forest", "pca", "knn", "robust-z")
+BASELINES = ("mahalanobis", "isolation-forest", "pca", "knn", "robust-z", "pairwise")
 NAMES = (DEFAULT, "minder", *BASELINES)
 FALSE_ALARMS_PER_1000_MACHINE_DAYS = 100.0
 """The published operating point: one false alarm in ten days of one machine."""

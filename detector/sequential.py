@@ -26,6 +26,8 @@ from rolecall.detector.tails import BLOCK_TICKS, BLOCKS_MIN, Prior, Tail
 SECONDS_PER_DAY = 86_400.0
 SUSPECT_SHARE = 0.6
 """Nothing is learned from a machine whose score is above this share of the threshold."""
+SHARE_TOLD = 0.5
+"""Metrics are told whose score is at least this share of the strongest."""
 CALM_SHARE = 0.5
 CALM_TICKS = 32
 """An alarm is over when the scores were below `CALM_SHARE` of the threshold, or the short averages as usual, for so long."""
@@ -40,11 +42,11 @@ BLOCKS_YOUNG = 12
 MATURE_SIZE = 150
 NOVELTY_PRIOR = Prior(location=0.12, beta=0.08, weight=64.0)
 """Location and mean excess, in usual ranges, as 25 unlabelled days of twelve servers have them (docs/why.md)."""
-SHIFT_PRIOR = Prior(location=7.5, beta=2.3, weight=128.0)
-"""What theory says of the largest of some eighty dependent scores of mean excess 1, and a little more."""
+SHIFT_PRIOR = Prior(location=15.0, beta=2.5, weight=128.0)
+"""As healthy simulated fleets have it: the sum of the largest three of twenty-one scores."""
 BOTH_PRIOR = Prior(location=math.log(2), beta=1.0, weight=256.0, beta_min=1.15)
 """What theory says of the larger of two surprises: it rules until a panel has shown much of itself. Far tails are a
-little heavier than the sample shows: 1.15 gives the asked rate in simulated fleets (benchmarks/fleet.py)."""
+little heavier than the sample shows: with less, simulated fleets have several times the asked rate (docs/why.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +103,9 @@ class SequentialTracker:
     suspected_at: NDArray[np.float64] = field(init=False)  # NaN: not suspected
     ticks: int = 0
     at: float = math.nan
+    culprit: int = -1  # the last that was told first, or as the strongest
     culprit_at: float = -math.inf
-    culprit_score: float = 0.0  # as a multiple of the threshold
+    culprit_score: float = 0.0  # its highest so far, as a multiple of the threshold
     deviation: Floats = field(init=False)
     reference: float = 0.0
     threshold: float = math.inf  # of `both`
@@ -178,28 +181,29 @@ class SequentialTracker:
         self.suspected_at[begins] = at
         tolerated = at - self.suspected_at > TOLERATED_SECONDS
         self.suspected_at[(~suspect & ~self.alarmed) | tolerated] = np.nan
+        if self.culprit >= 0:
+            self.culprit_score = max(self.culprit_score, float(relative[self.culprit]))
         fresh = above & ~self.alarmed
         if not fresh.any():
             return []
         found = []
         for n in np.flatnonzero(fresh)[np.argsort(-relative[fresh], kind="stable")]:
-            weaker = relative[n] < self.culprit_score and at - self.culprit_at <= PROPAGATION_SECONDS
-            if weaker:
+            explained = 0 < at - self.culprit_at < PROPAGATION_SECONDS
+            if explained and relative[n] < self.culprit_score:
                 continue  # what the first one does to its neighbours; told when it outlasts or outgrows that
             if 2 * int(above.sum()) > len(above):
                 continue  # the majority: peer evidence is void
             self.alarmed[n] = True
             found.append(self._finding(int(n), at))
-        for n in np.flatnonzero(self.alarmed):
-            leads = relative[n] > self.culprit_score or at - self.culprit_at > PROPAGATION_SECONDS
-            if leads and relative[n] > 1:
-                self.culprit_score, self.culprit_at = float(relative[n]), at
+            if not explained or relative[n] > self.culprit_score:
+                self.culprit, self.culprit_at, self.culprit_score = int(n), at, float(relative[n])
         return found
 
     def _end_block(self) -> None:
         if self.ticks % BLOCK_TICKS:
             return
-        counted = ~self.alarmed & self.seen.any(axis=0)
+        # Whoever is beyond the threshold counts for nothing, told or not: a fault must not be learned as a tail.
+        counted = ~self.alarmed & self.seen.any(axis=0) & (self.both.block_max <= self.threshold)
         self.shifts.end_block(counted)
         num = self.ticks // BLOCK_TICKS
         if num == BLOCKS_YOUNG:
@@ -219,8 +223,8 @@ class SequentialTracker:
         evidence: list[Evidence] = []
         words = []
         if shift > 1 or novel <= 1:
-            score = float(self.shift.scores[n])
-            strongest = [s for s in self.shifts.strongest(n) if s[3] > SUSPECT_SHARE * score][:3]
+            first, *others = self.shifts.strongest(n)[:3]
+            strongest = [first, *(o for o in others if o[3] > SHARE_TOLD * first[3])]
             for m, length, mean, metric_score in strongest:
                 way = "above" if mean > 0 else "below"
                 text = (

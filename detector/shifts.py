@@ -11,8 +11,9 @@ machines are kept, and their tail is taken as Weibull's,
 
     -log P(B > u) = (u / scale)^shape,   shape from two of their quantiles,
 
-2 and more for what averages to a Gaussian, less for metrics with heavy tails. The score of a machine is the largest
-(|E| / scale)^shape over metrics and lengths: noisy metrics do not set the threshold for quiet ones. Fleet-wide changes move the median; unequal machines move the
+2 and more for what averages to a Gaussian, less for metrics with heavy tails. A metric's score is the largest
+(|E| / scale)^shape over lengths, so that noisy metrics do not set the threshold for quiet ones; a machine's is the sum of
+its `NUM_METRICS_ADDED` largest. Fleet-wide changes move the median; unequal machines move the
 habit, which is learned slowly and not while a machine is suspected.
 """
 
@@ -52,6 +53,7 @@ SHAPE_MIN, SHAPE_MAX = 0.7, 3.0
 SHAPE_PRIOR, SHAPE_WEIGHT = 2.0, 64.0
 """Counts as so many block maxima: the ratio of two quantiles of a short history says little."""
 _SHAPE_FACTOR = math.log(math.log(1 / (1 - QUANTILES[1])) / math.log(1 / (1 - QUANTILES[0])))
+NUM_METRICS_ADDED = 3
 BLOCKS_KEPT = 64
 MACHINES_KEPT = 256
 """Of large fleets so many machines, evenly spread, stand for all: quantiles need no more."""
@@ -153,13 +155,11 @@ class Shifts:
         size /= self.scale[:, :, None]
         usual = CALM_SCORE ** (1 / self.shape[: len(CALM_LENGTHS), :, None])
         self.calm = np.asarray((size[: len(CALM_LENGTHS)] < usual).all(axis=(0, 1)), dtype=np.bool_)
-        # Powers cost more than all the rest: a machine's best ratio decides within each metric and length.
-        best = size.max(axis=2) ** self.shape
-        rows = np.flatnonzero(best.ravel() > 1)
-        flat = size.reshape(-1, self.num_machines)
-        if not len(rows):
-            rows = np.array([int(best.argmax())])
-        scores: Floats = (flat[rows] ** self.shape.ravel()[rows, None]).max(axis=0)
+        # Faults show in few metrics, and often in more than one: the surprises of the first three are added.
+        of_metric = (size ** self.shape[:, :, None]).max(axis=0)
+        rank = min(NUM_METRICS_ADDED, self.num_metrics)
+        top = np.partition(of_metric, self.num_metrics - rank, axis=0)[self.num_metrics - rank :]
+        scores: Floats = top.sum(axis=0)
         return scores
 
     def end_block(self, counted: NDArray[np.bool_]) -> None:

@@ -16,7 +16,9 @@ FALSE_ALARMS = 100.0
 DetectorOption = Annotated[
     str,
     typer.Option(
-        "--detector", help="sequential, minder, mahalanobis, isolation-forest, pca, knn or robust-z", metavar="NAME"
+        "--detector",
+        help="sequential, minder, mahalanobis, isolation-forest, pca, knn, robust-z or pairwise",
+        metavar="NAME",
     ),
 ]
 FalseAlarmsOption = Annotated[

@@ -1,71 +1,68 @@
-"""Findings of whole recordings and dumps become diagnoses: one per fault, cause before symptom.
+"""Findings of panels and dumps become diagnoses: one per fault, cause before symptom, each told when it is first known.
 
 Rules, in order:
-  findings of one node and one class of evidence that lie within `SAME_FAULT_SECONDS` of each other are one fault,
-  whatever rank or GPU of it they name; the earliest says when and why, the others add evidence;
+  findings of one node and one fault class that lie within `SAME_FAULT_SECONDS` of each other are one fault, whatever
+  rank or GPU of it they name: the earliest is told;
   a slowness of a node that was named for a hang or crash before is its consequence;
   a `cannot_tell` falls when something that could tell has named one of its suspects.
-What was said at a time is never taken back by what comes later.
+What was said at a time is never taken back, nor altered, by what comes later: live and offline say the same.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 
-from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding
 from rolecall.detector.fusion import to_diagnosis
 
 SAME_FAULT_SECONDS = 600.0
 """Detectors of one fault speak this close together: the slowest needs a few minutes more than the fastest."""
-NUM_EVIDENCE_MAX = 12
 CAUSES = frozenset({FaultClass.HANG, FaultClass.CRASH, FaultClass.NODE_LOST, FaultClass.NETWORK, FaultClass.USER_CODE})
 
 
+@dataclass(slots=True)
+class Merger:
+    """Findings go in as they come, in order of `detected_at`."""
+
+    told: list[Finding] = field(default_factory=list)
+    last_at: list[float] = field(default_factory=list)  # of each told fault: when it was last found again
+
+    def add(self, f: Finding) -> Diagnosis | None:
+        """The diagnosis that begins with this finding; None if it is of a fault that was told, or explained by one."""
+        for i, first in enumerate(self.told):
+            if _same(first, f) and f.detected_at - self.last_at[i] <= SAME_FAULT_SECONDS:
+                self.last_at[i] = f.detected_at
+                return None
+        explained = any(
+            at <= f.detected_at <= at + SAME_FAULT_SECONDS and _explains(first, f)
+            for first, at in zip(self.told, self.last_at, strict=True)
+        )
+        if explained:
+            return None
+        self.told.append(f)
+        self.last_at.append(f.detected_at)
+        return to_diagnosis(f)
+
+
 def merged(findings: Sequence[Finding]) -> list[Diagnosis]:
-    """Diagnoses by `detected_at`. The verdict at a time does not change what was said before it."""
-    faults: list[list[Finding]] = []
-    for f in sorted(findings, key=lambda f: (f.detected_at, f.detector, _nodes(f))):
-        for fault in faults:
-            if _same(fault, f):
-                fault.append(f)
-                break
-        else:
-            faults.append([f])
-    kept = [_one(fault) for fault in faults]
-    return [to_diagnosis(f) for f in kept if not _explained(f, kept)]
+    """All diagnoses of these findings, by `detected_at`."""
+    merger = Merger()
+    # At one moment causes come first.
+    ordered = sorted(findings, key=lambda f: (f.detected_at, f.fault_class not in CAUSES, f.detector, _nodes(f)))
+    return [d for f in ordered if (d := merger.add(f)) is not None]
 
 
 def _nodes(f: Finding) -> tuple[str, ...]:
     return tuple(sorted({s.node for s in f.suspects}))
 
 
-def _same(fault: Sequence[Finding], f: Finding) -> bool:
-    first = fault[0]
-    return (
-        first.fault_class == f.fault_class
-        and _nodes(first) == _nodes(f)
-        and first.about == f.about
-        and f.detected_at - max(g.detected_at for g in fault) <= SAME_FAULT_SECONDS
-    )
+def _same(first: Finding, f: Finding) -> bool:
+    return first.fault_class == f.fault_class and _nodes(first) == _nodes(f) and first.about == f.about
 
 
-def _one(fault: Sequence[Finding]) -> Finding:
-    first, *later = fault
-    evidence: dict[tuple[str, str], Evidence] = {(e.kind, e.text): e for f in fault for e in f.evidence}
-    if not later:
-        return first
-    return replace(first, evidence=tuple(evidence.values())[:NUM_EVIDENCE_MAX])
-
-
-def _explained(f: Finding, others: Sequence[Finding]) -> bool:
-    """Whether another fault names the cause of this one."""
-    if f.fault_class not in (FaultClass.SLOW, FaultClass.CANNOT_TELL):
-        return False
-    for other in others:
-        if other is f or not 0 <= f.detected_at - other.detected_at <= SAME_FAULT_SECONDS:
-            continue
-        shared = set(_nodes(other)) & set(_nodes(f))
-        if f.fault_class == FaultClass.SLOW and other.fault_class in CAUSES and set(_nodes(f)) <= set(_nodes(other)):
-            return True
-        if f.fault_class == FaultClass.CANNOT_TELL and other.fault_class != FaultClass.CANNOT_TELL and shared:
-            return True
+def _explains(cause: Finding, f: Finding) -> bool:
+    """Whether `cause`, told before, is why `f` was found."""
+    if f.fault_class == FaultClass.SLOW:
+        return cause.fault_class in CAUSES and set(_nodes(f)) <= set(_nodes(cause))
+    if f.fault_class == FaultClass.CANNOT_TELL:
+        return cause.fault_class != FaultClass.CANNOT_TELL and bool(set(_nodes(f)) & set(_nodes(cause)))
     return False

@@ -11,6 +11,7 @@ While a machine is suspected nothing is learned from it; after `TOLERATED_SECOND
 """
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -34,6 +35,9 @@ CALM_TICKS = 32
 TOLERATED_SECONDS = 3600.0
 PROPAGATION_SECONDS = 300.0
 """After one machine's alarm, weaker ones of its peers within this time are what it does to them."""
+SKEW_SECONDS = 3.0
+"""Machines may be so much apart in what they do alike: clocks badly set, samples taken at different moments. What a machine
+does before its peers is no leap of its own until they have had the time to follow."""
 MACHINES_MIN = 3
 """Fewer are no peers: two that differ accuse each other."""
 BLOCKS_YOUNG = 12
@@ -99,8 +103,11 @@ class SequentialTracker:
     last: Floats = field(init=False)  # (M, N): the newest known value
     seen: NDArray[np.bool_] = field(init=False)  # (M, N)
     alarmed: NDArray[np.bool_] = field(init=False)  # (N,), as all below
+    age: NDArray[np.int64] = field(init=False)  # ticks with a sample
     calm: NDArray[np.int64] = field(init=False)  # ticks since it was last above CALM_SHARE
     suspected_at: NDArray[np.float64] = field(init=False)  # NaN: not suspected
+    middles: deque[Floats] = field(init=False)  # medians (M,) of the last ticks, as many as machines may be apart
+    leaps: deque[Floats] = field(init=False)  # novelty scores (N,) of the same ticks
     ticks: int = 0
     at: float = math.nan
     culprit: int = -1  # the last that was told first, or as the strongest
@@ -113,6 +120,8 @@ class SequentialTracker:
     def __post_init__(self) -> None:
         m, n = len(self.shape.metrics), len(self.shape.machines)
         self.shifts, self.novelty = Shifts(m, n), Novelty(m, n)
+        skew_ticks = 1 + int(SKEW_SECONDS / self.shape.interval_seconds)
+        self.middles, self.leaps = deque(maxlen=skew_ticks), deque(maxlen=skew_ticks)
         self.shift, self.novel, self.both = (
             Channel.of(n, SHIFT_PRIOR),
             Channel.of(n, NOVELTY_PRIOR),
@@ -122,7 +131,7 @@ class SequentialTracker:
         self.deviation = np.zeros((m, n), dtype=np.float32)
         self.seen = np.zeros((m, n), dtype=np.bool_)
         self.alarmed = np.zeros(n, dtype=np.bool_)
-        self.calm = np.zeros(n, dtype=np.int64)
+        self.age, self.calm = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         self.suspected_at = np.full(n, np.nan)
 
     @property
@@ -142,10 +151,15 @@ class SequentialTracker:
         residual = np.where(known, values - middle[:, None], 0).astype(np.float32)
         learning = np.isnan(self.suspected_at)
         shift = self.shift.score(self.shifts.tick(residual, known, middle, learning))
-        self.deviation = self.novelty.tick(at, np.where(known, values, self.last), residual, known)
-        novel = self.novel.score(self.novelty.scores(self.deviation))
+        self.middles.append(middle)
+        away = np.where(known, _beyond(values, np.array(self.middles)), 0).astype(np.float32)
+        self.deviation = self.novelty.tick(at, np.where(known, values, self.last), away, known)
+        self.leaps.append(self.novelty.scores(self.deviation))
+        novel = self.novel.score(np.min(self.leaps, axis=0))
         self._renew_tail()
-        self.both.score(np.maximum(shift, novel))
+        self.age += known.any(axis=0)
+        young = self.age <= BLOCKS_MIN * BLOCK_TICKS  # of its habits nothing is known yet
+        self.both.score(np.where(young, 0, np.maximum(shift, novel)).astype(np.float32))
         fresh = self._judge(at)
         self._end_block()
         return fresh
@@ -203,7 +217,7 @@ class SequentialTracker:
         if self.ticks % BLOCK_TICKS:
             return
         # Whoever is beyond the threshold counts for nothing, told or not: a fault must not be learned as a tail.
-        counted = ~self.alarmed & self.seen.any(axis=0) & (self.both.block_max <= self.threshold)
+        counted = ~self.alarmed & (self.age > 0) & (self.both.block_max <= self.threshold)
         self.shifts.end_block(counted)
         num = self.ticks // BLOCK_TICKS
         if num == BLOCKS_YOUNG:
@@ -259,6 +273,13 @@ class SequentialTracker:
             because=f"{machine.name} of {self.shape.name} is not as it was: {' and '.join(words)}",
             evidence=tuple(evidence),
         )
+
+
+def _beyond(values: Floats, middles: Floats) -> Floats:
+    """How far values (M, N) lie outside of all middles (T, M): negative below, positive above, 0 within."""
+    low, high = middles.min(axis=0)[:, None], middles.max(axis=0)[:, None]
+    away: Floats = np.maximum(values - high, 0) + np.minimum(values - low, 0)
+    return away
 
 
 def _score(channel: str, score: float, threshold: float) -> Evidence:

@@ -145,10 +145,14 @@ def diagnose(paths: Sequence[Path], detector: PanelDetector, progress: Callable[
     if found.dumps:
         say(f"reading {len(found.dumps)} Flight Recorder dump(s)")
         dumps, unreadable = flight_dumps.read_as_needed(found.dumps, flight_recorder.entries_wanted)
-        if unreadable:
-            raise unreadable[0]
+        for error in unreadable:
+            if not dumps or error.reason.startswith("refused"):
+                raise error  # nothing is said on the word of a machine that attacks its reader
         told += flight_recorder.diagnose(dumps)
-        answer.inputs.append(_dump_input(found.dumps, "flight recorder dumps", flight_recorder.looked_at(dumps)))
+        # A dump cut short is that of a rank that died or was stopped while it wrote: its rank counts as missing.
+        remarks = tuple(str(e) for e in unreadable)
+        looked_at = flight_recorder.looked_at(dumps)
+        answer.inputs.append(_dump_input(found.dumps, "flight recorder dumps", looked_at, remarks))
     if found.stacks:
         say(f"reading {len(found.stacks)} stack dump(s)")
         topology = stack_dumps.read_topology(found.topology) if found.topology else None
@@ -199,9 +203,9 @@ def _place(d: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None, int]:
     return None, 0
 
 
-def _dump_input(files: Sequence[Path], kind: str, looked_at: str) -> Input:
+def _dump_input(files: Sequence[Path], kind: str, looked_at: str, remarks: tuple[str, ...] = ()) -> Input:
     where = os.path.commonpath([str(f.parent) for f in files]) if len(files) > 1 else str(files[0])
-    return Input(path=where, kind=kind, looked_at=f"{len(files)} file(s): {looked_at}")
+    return Input(path=where, kind=kind, looked_at=f"{len(files)} file(s): {looked_at}", remarks=remarks)
 
 
 def _looked_at(panel: Panel) -> str:

@@ -25,10 +25,11 @@ from pydantic import Field, ValidationError
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config import Section, read_yaml
-from rolecall.core.diagnosis import Finding
+from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.rundir import RunDir
 from rolecall.detector import recording
+from rolecall.detector.merging import Merger
 from rolecall.detector.panel import Panel, PanelDetector, PanelShape
 from rolecall.detector.panel_source import (
     AgentsPanels,
@@ -242,27 +243,31 @@ def watch_recording(
 
 
 def watch(source: PanelSource, detectors: Sequence[PanelDetector], *, out: Out, as_json: bool, stopped: Stopped) -> int:
-    """Tells every finding as it comes. 1 if there was one, else 0."""
+    """Tells every diagnosis as it comes. 1 if there was one, else 0."""
     watches = [PanelWatch(d) for d in detectors]
+    merger = Merger()
     found, ticks = 0, 0
     for tick in source.ticks(stopped):
         ticks += 1
         for each in watches:
             for finding in each.tick(tick):
-                found += 1
-                out(json.dumps(finding.to_dict()) if as_json else sentence(finding))
+                diagnosis = merger.add(finding)
+                if diagnosis is not None:
+                    found += 1
+                    out(json.dumps(diagnosis.to_dict()) if as_json else sentence(diagnosis))
     if not as_json:
         shapes = watches[0].shapes if watches else []
         looked_at = "; ".join(f"{s.name}: {len(s.machines)} machine(s), {len(s.metrics)} metric(s)" for s in shapes)
-        verdict = f"{found} finding(s) in" if found else "healthy: nothing found in"
+        verdict = f"{found} diagnosis(es) in" if found else "healthy: nothing found in"
         out(plain(f"{verdict} {ticks} tick(s) of {looked_at}" if ticks else "no tick came: nothing was looked at"))
     return 1 if found else 0
 
 
-def sentence(finding: Finding) -> str:
-    """One line: when it was found, what, why, and since when."""
-    head = f"{utc(finding.detected_at)} {finding.fault_class}"
-    return plain(f"{head}: {finding.because} (since {utc(finding.onset)}, confidence {finding.confidence:.2f})")
+def sentence(d: Diagnosis) -> str:
+    """One line: when it was found, what, why, since when, and what to do."""
+    advice = f"; {d.advice}" if d.advice else ""
+    since = f"since {utc(d.onset)}, confidence {d.confidence:.2f}"
+    return plain(f"{utc(d.detected_at)} {d.fault_class}: {d.because} ({since}{advice})")
 
 
 def utc(at: float) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -165,3 +166,40 @@ def test_what_was_said_of_a_recording_cut_short_is_the_beginning_of_what_is_said
         part = Panel(shape=whole.shape, at=whole.at[:end], values=np.ascontiguousarray(whole.values[:, :end]))
         _, out, _ = run(capsys, saved(tmp_path / str(end), part), "--json")
         assert json.loads(out)["diagnoses"] == [d for d in told if d["detected_at"] <= whole.at[end - 1]]
+
+
+def dump(folder: Path, rank: int, *, enqueued: int, completed: int) -> Path:
+    """A rank's status in a group of three, as NCCL's recorder has it."""
+    status = {
+        "last_enqueued_collective": enqueued,
+        "last_started_collective": enqueued,
+        "last_completed_collective": completed,
+    }
+    path = folder / f"nccl_trace_rank_{rank}"
+    group = {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}
+    value = {"version": "2.9", "rank": rank, "pg_config": {"0": group}, "pg_status": {"0": status}, "entries": []}
+    path.write_bytes(pickle.dumps(value, protocol=2))
+    return path
+
+
+def test_flight_recorder_dumps_name_who_holds_up_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(3):
+        dump(tmp_path, rank, enqueued=6 if rank == 2 else 7, completed=6)
+    code, out, _ = run(capsys, tmp_path, "--json")
+    said = json.loads(out)
+    assert code == 1 and [s["rank"] for d in said["diagnoses"] for s in d["suspects"]] == [2]
+    assert said["inputs"][0]["kind"] == "flight recorder dumps"
+
+
+def test_a_dump_cut_short_is_a_remark_and_one_that_attacks_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        dump(tmp_path, rank, enqueued=7, completed=6)
+    whole = dump(tmp_path, 2, enqueued=7, completed=6)
+    whole.write_bytes(whole.read_bytes()[:40])
+    code, out, _ = run(capsys, tmp_path, "--json")
+    assert code in (0, 1) and "nccl_trace_rank_2" in json.loads(out)["inputs"][0]["remarks"][0]
+    whole.write_bytes(b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.")
+    code, out, err = run(capsys, tmp_path, "--json")
+    assert code == 2 and out == "" and "nccl_trace_rank_2" in err and "os.system" in err

@@ -17,10 +17,11 @@ import pytest
 
 from rolecall import fleet_watching
 from rolecall.core.clock import FakeClock, SystemClock
-from rolecall.core.diagnosis import Finding
+from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.rundir import RunDir
 from rolecall.detector import recording
+from rolecall.detector.merging import merged
 from rolecall.detector.panel import Machine, Panel, findings
 from rolecall.detector.panel_source import Stopped, Tick, ticks_of
 from rolecall.detector.prometheus import WINDOW_INTERVALS, Labels, Query, catalogue_queries, dcgm_queries
@@ -171,21 +172,25 @@ def recorded(tmp_path: Path) -> Path:
     return path
 
 
-def test_findings_are_sentences_as_they_come(recorded: Path) -> None:
+def test_diagnoses_are_sentences_as_they_come(recorded: Path) -> None:
     lines: list[str] = []
     assert watch_recording(recorded, 1e6, [Toy()], out=lines.append, clock=FakeClock()) == 1
-    offline = [f for p in recording.read(recorded).panels for f in findings(Toy(), p)]
+    offline = merged([f for p in recording.read(recorded).panels for f in findings(Toy(), p)])
     assert sorted(lines[:-1]) == sorted(map(sentence, offline))
-    assert lines[0] == ("2023-11-14T22:13:42Z slow: node n1 is high (since 2023-11-14T22:13:40Z, confidence 0.90)")
-    assert lines[-1].startswith(f"{len(offline)} finding(s) in 120 tick(s) of role trainer: 5 machine(s), 1 metric(s)")
+    assert lines[0].startswith(
+        "2023-11-14T22:13:42Z slow: node n1 is high (since 2023-11-14T22:13:40Z, confidence 0.90; "
+    )
+    assert lines[-1].startswith(
+        f"{len(offline)} diagnosis(es) in 120 tick(s) of role trainer: 5 machine(s), 1 metric(s)"
+    )
 
 
-def test_findings_as_json_are_one_object_a_line(recorded: Path) -> None:
+def test_diagnoses_as_json_are_one_object_a_line(recorded: Path) -> None:
     lines: list[str] = []
     assert watch_recording(recorded, 1e6, [Toy(), Toy()], out=lines.append, as_json=True, clock=FakeClock()) == 1
-    told = [Finding.from_dict(json.loads(line)) for line in lines]
-    offline = [f for p in recording.read(recorded).panels for f in findings(Toy(), p)]
-    assert sorted(told, key=repr) == sorted(offline * 2, key=repr), "of each detector"
+    told = [Diagnosis.from_dict(json.loads(line)) for line in lines]
+    offline = merged([f for p in recording.read(recorded).panels for f in findings(Toy(), p)])
+    assert sorted(told, key=repr) == sorted(offline, key=repr), "once, whoever else finds it"
 
 
 def test_a_healthy_recording_and_one_that_is_cut_short(tmp_path: Path) -> None:
@@ -202,7 +207,7 @@ def test_a_healthy_recording_and_one_that_is_cut_short(tmp_path: Path) -> None:
 def test_a_sentence_is_one_plain_line() -> None:
     values = {"onset": 0.0, "detected_at": 1e300, "confidence": 1.0, "because": "evil \x1b[31m\nname"}
     said = sentence(
-        Finding.from_dict({"detector": "d", "suspects": [], "fault_class": "slow", "evidence": [], **values})
+        Diagnosis.from_dict({"detectors": ["d"], "suspects": [], "fault_class": "slow", "evidence": [], **values})
     )
     assert said.isprintable() and "\n" not in said
     assert utc(0.0) == "1970-01-01T00:00:00Z" and utc(1e300) == "1e+300 s"

@@ -24,10 +24,9 @@ def told(findings: list[Finding]) -> list[tuple[str, float, str]]:
     return [(d.suspects[0].node, d.detected_at, str(d.fault_class)) for d in merged(findings)]
 
 
-def test_two_detectors_of_one_fault_are_one_diagnosis_with_the_evidence_of_both() -> None:
+def test_two_detectors_of_one_fault_are_one_diagnosis_told_when_it_was_first_known() -> None:
     [d] = merged([finding("n1", 130, by="b"), finding("n1", 100)])
-    assert (d.detected_at, d.onset, d.because) == (100, 95, "a says n1")
-    assert [e.kind for e in d.evidence] == ["a", "b"]
+    assert (d.detected_at, d.onset, d.because, d.detectors) == (100, 95, "a says n1", ("a",))
 
 
 def test_others_and_later_ones_are_faults_of_their_own() -> None:

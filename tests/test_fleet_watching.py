@@ -310,6 +310,15 @@ def test_a_recording_that_is_full_ends(tmp_path: Path, monkeypatch: pytest.Monke
     assert "no more samples fit" in caplog.text and recording.read(path).num_rows <= 50
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """As in a terminal: whatever started the tests may have told its children to ignore Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_ends_it_in_order_and_a_second_one_at_once() -> None:
     with fleet_watching._until(None, SystemClock()) as stopped:
         assert not stopped()

@@ -7,6 +7,7 @@ SQLite in WAL mode by default, or PostgreSQL. Writers take turns: a write transa
 
 import hashlib
 import json
+import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from rolecall.core.errors import JournalCorrupt, JournalError, JournalUnavailabl
 SCHEMA_VERSION = 1
 BUSY_SECONDS = 10.0
 """How long a writer waits for its turn, or for a server that went away, before it gives up with an error."""
+MODE_RETRY_SECONDS = 0.02
 RECONNECT_SECONDS = 0.2
 GENESIS = "0" * 64
 _ADVISORY_LOCK = 0x726F6C65
@@ -203,9 +205,23 @@ def _configure_sqlite(dbapi_connection: Any, _record: Any) -> None:
     dbapi_connection.isolation_level = None
     cursor = dbapi_connection.cursor()
     cursor.execute(f"PRAGMA busy_timeout={int(BUSY_SECONDS * 1000)}")
-    cursor.execute("PRAGMA journal_mode=WAL")
+    _use_wal(cursor)
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.close()
+
+
+def _use_wal(cursor: Any) -> None:
+    """SQLite does not wait for its busy timeout when two change a new file's mode at once: this does."""
+    clock = SystemClock()
+    deadline = clock.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as e:
+            if "locked" not in str(e) or clock.monotonic() > deadline:
+                raise
+        clock.sleep(MODE_RETRY_SECONDS)
 
 
 def _begin_sqlite(conn: sa.Connection) -> None:

@@ -31,6 +31,7 @@ def resident_bytes() -> int:
 
 def measured(size: int, seed: int) -> tuple[float, float, float, int, int]:
     """(median tick, 99th percentile, worst, seconds; whole window, ms per 1000; bytes; findings)."""
+    before = resident_bytes()
     rng = np.random.default_rng(seed)
     values = rng.standard_normal((NUM_METRICS, NUM_TICKS, size), dtype=np.float32)
     values += np.arange(1, NUM_METRICS + 1, dtype=np.float32)[:, None, None] * 10
@@ -40,7 +41,6 @@ def measured(size: int, seed: int) -> tuple[float, float, float, int, int]:
         machines=tuple(Machine(node=f"n{i}") for i in range(size)),
         interval_seconds=1.0,
     )
-    before = resident_bytes()
     tracker = Sequential().track(shape)
     took, found = [], 0
     for t in range(NUM_TICKS):
@@ -48,12 +48,12 @@ def measured(size: int, seed: int) -> tuple[float, float, float, int, int]:
         found += len(tracker.tick(float(t), values[:, t]))
         took.append(time.perf_counter() - began)
     middle, high = (float(x) for x in np.quantile(took, [0.5, 0.99]))
-    return middle, high, max(took), sum(took), resident_bytes() - before
+    return middle, high, max(took), sum(took), resident_bytes() - before - values.nbytes
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
+    parser.add_argument("--sizes", type=int, nargs="+", default=sorted(SIZES, reverse=True))
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     config = f"sequential, {NUM_METRICS} metrics, {NUM_TICKS} ticks of 1 s, one core"

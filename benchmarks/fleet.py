@@ -419,7 +419,7 @@ def run(
                 say(
                     f"{len(outcomes)}/{len(tasks)} tasks, {100 * done / total:.0f} % of the work, {time.monotonic() - began:.0f} s"
                 )
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: what has not begun is not begun, and the error goes on
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     outcomes.sort(key=lambda of_task: of_task[0].task.index)

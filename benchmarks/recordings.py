@@ -23,8 +23,13 @@ from scipy.stats import chi2
 from rolecall.detector import recording
 from rolecall.detector.merging import merged
 from rolecall.detector.panel import Panel, PanelShape, findings
-from rolecall.detector.registry import BASELINES, DEFAULT, FALSE_ALARMS_PER_1000_MACHINE_DAYS, NAMES, detector
-from rolecall.detector.steptime import StepTime
+from rolecall.detector.registry import (
+    DEFAULT,
+    FALSE_ALARMS_PER_1000_MACHINE_DAYS,
+    NAMES,
+    detector,
+    with_step_time,
+)
 
 DATA = common.ROOT.parent / "shared" / "data"
 SETS = ("asd", "exathlon", "straggler")
@@ -57,9 +62,8 @@ def cases(data: Path, name: str) -> list[Case]:
 def alarms(panels: Sequence[Panel], name: str, asked: float) -> list[Alarm]:
     told = []
     for panel in panels:
-        told += findings(detector(name, false_alarms_per_1000_machine_days=asked), panel)
-        if name not in BASELINES:
-            told += findings(StepTime(), panel)
+        chosen = detector(name, false_alarms_per_1000_machine_days=asked)
+        told += [f for each in with_step_time(chosen, asked) for f in findings(each, panel)]
     return sorted((d.detected_at, s.node) for d in merged(told) for s in d.suspects)
 
 

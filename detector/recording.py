@@ -29,6 +29,8 @@ NUM_ROWS_MAX = 100_000_000
 """About 5 GB in memory while it is read; ten thousand machines with 21 metrics for eight minutes."""
 NUM_VALUES_MAX = 500_000_000
 """Of one panel, 2 GB: more comes only of a grid that does not fit its samples."""
+TIME_MAX = 1e11
+"""Seconds: three thousand years."""
 NUM_FIRST_SAMPLES = 64
 """The interval is their usual distance: few enough to be at hand early, enough to outvote gaps."""
 
@@ -142,7 +144,7 @@ def _typed(table: pl.DataFrame, where: str) -> pl.DataFrame:
 def _clean(table: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
     """Without rows that say nothing; the remarks about them."""
     good = {
-        "have no finite time": pl.col("timestamp").is_finite().fill_null(False),
+        "have no sensible time": pl.col("timestamp").is_between(-TIME_MAX, TIME_MAX).fill_null(False),
         "name no node": pl.col("node").cast(pl.String) != "",
         "name no metric": pl.col("metric").cast(pl.String) != "",
         "hold no finite value": pl.col("value").is_finite().fill_null(False),

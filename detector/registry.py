@@ -43,3 +43,12 @@ def detector(
         return minder.make(asked, model=model)
     made: Callable[..., PanelDetector] = import_module("rolecall.detector.baselines").BASELINES[name]
     return made(asked)
+
+
+def with_step_time(chosen: PanelDetector, false_alarms_per_1000_machine_days: float) -> list[PanelDetector]:
+    """What looks at a panel: the chosen detector and, but for baselines, step time at the same asked rate."""
+    from rolecall.detector.steptime import StepTime
+
+    if chosen.name in BASELINES:
+        return [chosen]
+    return [chosen, StepTime(false_alarms_per_1000_machine_days=false_alarms_per_1000_machine_days)]

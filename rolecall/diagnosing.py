@@ -7,7 +7,6 @@ an error; one met in a folder that is of no known kind is passed over and counte
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from rolecall.core.errors import UnreadableInput
 from rolecall.detector import flight_dumps, flight_recorder, recording, stack_dumps, stacks
 from rolecall.detector.merging import merged
 from rolecall.detector.panel import Floats, Panel, PanelDetector, findings
-from rolecall.detector.registry import BASELINES
 from rolecall.detector.sequential import Sequential
-from rolecall.detector.steptime import StepTime
 from rolecall.explaining import Explained, ScoreTrace
+from rolecall.fleet_watching import utc
 from rolecall.text import plain
 
 NUM_FILES_MAX = 100_000
@@ -122,7 +120,9 @@ def _sort(file: Path, found: Found) -> bool:
     return False
 
 
-def diagnose(paths: Sequence[Path], detector: PanelDetector, progress: Callable[[str], None] | None = None) -> Answer:
+def diagnose(
+    paths: Sequence[Path], detectors: Sequence[PanelDetector], progress: Callable[[str], None] | None = None
+) -> Answer:
     """All diagnoses of all that lies at `paths`, earliest first. Raises UnreadableInput."""
     say = progress or (lambda _: None)
     found = search(paths)
@@ -134,10 +134,7 @@ def diagnose(paths: Sequence[Path], detector: PanelDetector, progress: Callable[
         looked = []
         for panel in read.panels:
             say(f"{file}: {panel.shape.name}, {len(panel.shape.machines)} machines, {len(panel.at)} ticks")
-            panel_findings = findings(detector, panel)
-            if detector.name not in BASELINES:
-                panel_findings += findings(StepTime(), panel)
-            told += panel_findings
+            told += [f for detector in detectors for f in findings(detector, panel)]
             looked.append(_looked_at(panel))
         answer.panels += read.panels
         remarks = (*read.remarks, *(r for p in read.panels for r in _cannot_tell(p)))
@@ -222,7 +219,7 @@ def _cannot_tell(panel: Panel) -> list[str]:
     """What hinders a verdict on this panel, and what would help."""
     shape, said = panel.shape, []
     if len(shape.machines) == 1:
-        said.append(f"cannot tell for {shape.name}: one machine has no peers; only its own past was looked at")
+        said.append(f"cannot tell for {shape.name}: one machine has no peers; two more would settle it")
     elif len(shape.machines) == 2:
         said.append(
             f"cannot tell which for {shape.name}: two peers that differ accuse each other; a third would settle it"
@@ -247,7 +244,8 @@ def sentences(answer: Answer) -> list[str]:
         if d.advice:
             lines.append(f"    advice: {d.advice}")
     if not answer.diagnoses:
-        lines.append("healthy: nothing found in")
+        open_ends = any(r.startswith("cannot tell") for i in answer.inputs for r in i.remarks)
+        lines.append("nothing found, but not all could be told, in" if open_ends else "healthy: nothing found in")
     else:
         lines.append(f"{len(answer.diagnoses)} diagnosis(es) in")
     for i in answer.inputs:
@@ -262,7 +260,7 @@ def sentences(answer: Answer) -> list[str]:
 def _when(at: float) -> str:
     if not at > 1e8:  # the recording counts from its own zero, not from 1970
         return f"at {at:.1f} s"
-    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    return utc(at)
 
 
 def exit_code(answer: Answer) -> int:

@@ -49,9 +49,10 @@ def diagnose(
     """Says who is faulty, since when and why. Exit code 0: healthy; 1: a fault was found; 2: unreadable input."""
     from rolecall import diagnosing
     from rolecall.detector.registry import detector as named
+    from rolecall.detector.registry import with_step_time
 
     chosen = named(detector, false_alarms_per_1000_machine_days=false_alarms, model=model)
-    answer = diagnosing.diagnose(paths, chosen, progress=None if as_json else _say)
+    answer = diagnosing.diagnose(paths, with_step_time(chosen, false_alarms), progress=None if as_json else _say)
     if explain is not None:
         from rolecall.explaining import explain as draw
 
@@ -178,14 +179,12 @@ def watch(
         if not run:
             raise ConfigError(["RUN: which run?"])
         return watch_run(open_run_dir(runs, run))
-    from rolecall.detector.registry import BASELINES
     from rolecall.detector.registry import detector as named
-    from rolecall.detector.steptime import StepTime
+    from rolecall.detector.registry import with_step_time
     from rolecall.fleet_watching import watch_prometheus, watch_recording
 
-    detectors = [named(detector, false_alarms_per_1000_machine_days=false_alarms)]
-    if detector not in BASELINES:
-        detectors.append(StepTime())
+    chosen = named(detector, false_alarms_per_1000_machine_days=false_alarms)
+    detectors = with_step_time(chosen, false_alarms)
     if source == "prometheus":
         options = _prometheus_options(url, query, queries, match, interval, history, credentials)
         return watch_prometheus(options, detectors, out=out, as_json=as_json, seconds=seconds)

@@ -75,8 +75,8 @@ def tmp_path(request: pytest.FixtureRequest, tmp_path: Path, _folder_in_memory: 
 
 
 @pytest.fixture(scope="session")
-def _built_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return FakeRun(tmp_path_factory.mktemp("built")).build().path
+def _built_run(tmp_path_factory: pytest.TempPathFactory, _folder_in_memory: Path | None) -> Path:
+    return FakeRun(_folder_in_memory or tmp_path_factory.mktemp("built")).build().path
 
 
 @pytest.fixture

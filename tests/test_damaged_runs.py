@@ -91,8 +91,9 @@ MATRIX = [
 
 @pytest.mark.parametrize(("harm", "command"), MATRIX)
 def test_a_journal_that_cannot_be_read_is_named_and_refused(
-    fake_run: RunDir, harm: str, command: str, capsys: pytest.CaptureFixture[str]
+    fake_run: RunDir, harm: str, command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("rolecall.recovery.watch.DAMAGED_TICKS_MAX", 2)  # each is a second
     do, said = HARMS[harm]
     do(fake_run.path / "journal.db")
     code, out, err = _run(capsys, fake_run, command)

@@ -66,12 +66,12 @@ def test_samples_arrive_over_one_kept_connection(stack: ExitStack) -> None:
 
 def test_an_event_wakes_a_poll_early_and_comes_once(stack: ExitStack) -> None:
     a = agent(stack)
-    source = stack.enter_context(watched(lambda: {NODE: a.url}, poll_seconds=5.0))
-    polled_until(source, lambda _: "/v1/events?after=0&wait=5" in a.asked)
+    source = stack.enter_context(watched(lambda: {NODE: a.url}, poll_seconds=1.0))
+    polled_until(source, lambda _: "/v1/events?after=0&wait=1" in a.asked)
     a.add_event()
     o = source.poll(600.0)  # longer than a test may take: it returned because of the event
     assert [e.replica for e in o.events] == ["rollout/1"]
-    polled_until(source, lambda o: "/v1/events?after=1&wait=5" in a.asked and not o.events)
+    polled_until(source, lambda o: "/v1/events?after=1&wait=1" in a.asked and not o.events)
 
 
 def test_a_restarted_agent_is_found_at_its_new_address_and_read_from_the_start(stack: ExitStack) -> None:

@@ -81,17 +81,3 @@ def _who_left_early(observer: object, victims: set[tuple[int, int]], since: floa
         if lived_before and gone and key not in victims and is_ours:
             left.append(f"{seen.pid} {seen.title[:60]} ended {until - seen.last_at:.1f} s before the last step")
     return left
-
-
-def test_outside_fault_is_found_and_cured_as_the_report_says(tmp_path: Path) -> None:
-    """The observer kills by itself, and by the plain kill(2): nothing of rolecall knows that a fault is coming."""
-    args = ["--seed", "5", "--faults", "none", "--steps", "30", "--hold-minutes", "0.7", "--allow-injection"]
-    with demo_run(tmp_path, "outside-fault", args) as run:
-        run.until_step(8, 200)
-        killed_at = run.strike("rollout-kill", "rollout/0", 1)
-        assert run.wait(300) == 0, run.output()[-3000:]
-        (incident,) = run.report()["incidents"]
-        opened, serving = run.observer.opened[incident["incident_id"]], run.observer.serving[("rollout/0", 2)]
-        detected_at = killed_at + incident["detected_seconds"]
-        assert opened.agrees(detected_at, AGREEMENT_SECONDS), incident
-        assert serving.agrees(detected_at + incident["cured_seconds"], AGREEMENT_SECONDS), incident

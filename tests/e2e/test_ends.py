@@ -1,37 +1,48 @@
-"""However a run ends, nothing of it is left (Ctrl-C: test_operating.py); and a mistake in user code evicts nobody."""
+"""A fault that nobody announced is cured; a mistake in user code then evicts nobody and ends the run, of which nothing
+is left (Ctrl-C: test_operating.py; kill -9 and `down`: test_quick_succession.py)."""
 
-import os
-import signal
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import alive, demo_run, rolecall
+from tests.e2e.runs import alive, command, demo_run
 from tests.support import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(500)]
 
-
-def test_down_removes_what_kill_9_left(tmp_path: Path) -> None:
-    with demo_run(tmp_path, "kill-9", ["--faults", "none", "--steps", "100000"]) as run:
-        run.until_step(0, 200)
-        os.kill(run.process.pid, signal.SIGKILL)
-        run.process.wait(10)
-        assert alive(run.observer) != []
-        down = rolecall("down", str(run.path))
-        assert down.returncode == 0, down.stderr
-        eventually(lambda: alive(run.observer) == [], "all processes of the run to be gone")
-        again = rolecall("down", str(run.path))
-        assert again.returncode == 0 and "ended 0" in again.stdout
+AGREEMENT_SECONDS = 0.2
+CURE_SECONDS = 240.0
+"""A cold start alone takes a minute when the machine has other work."""
 
 
-def test_exception_on_all_ranks_stops_the_job_and_evicts_nobody(tmp_path: Path) -> None:
-    with demo_run(tmp_path, "user-code", ["--faults", "trainer-exception", "--steps", "60"]) as run:
-        assert run.wait(300) == 1
+def test_outside_fault_is_cured_as_the_report_says_and_an_exception_on_all_ranks_stops_the_job(tmp_path: Path) -> None:
+    """The observer kills by itself, and by the plain kill(2): nothing of rolecall knows that a fault is coming."""
+    args = ["--seed", "5", "--faults", "none", "--steps", "100000", "--allow-injection"]
+    with demo_run(tmp_path, "outside-fault", args) as run:
+        observer = run.observer
+        run.until_step(2, 200)
+        # Its own start would slow that of the cold one which replaced the victim without it.
+        eventually(lambda: observer.states.get(("standby/0", 1)) == "ready", "the standby", seconds=CURE_SECONDS)
+        killed_at = run.strike("rollout-kill", "rollout/0", 1)
+        eventually(lambda: observer.events("incident_closed"), "the end of the incident", seconds=CURE_SECONDS)
+        assert len(observer.events("incident_opened")) == 1
+        eventually(lambda: ("rollout/0", 2) in observer.serving, "the observer to have looked again")
+        raised = command("inject", str(run.path), "--kind", "trainer-exception")
+        assert raised.returncode == 0, raised.stderr
+        assert run.wait(120) == 1, run.output()[-3000:]
+        assert alive(observer) == []
         report = run.report()
-    (incident,) = report["incidents"]
-    assert incident["fault_class"] == "user_code" and incident["action"] == "stop_job"
-    assert "InjectedError" in incident["because"]
-    assert len(run.observer.serving) >= 8
-    assert all(incarnation == 1 for _, incarnation in run.observer.serving), "a replica was replaced"
+    crash, exception = report["incidents"]
+
+    assert (crash["fault_class"], crash["action"], crash["suspects"]) == ("crash", "replace_replica", ["rollout/0#1"])
+    detected_at = killed_at + crash["detected_seconds"]
+    assert observer.opened[crash["incident_id"]].agrees(detected_at, AGREEMENT_SECONDS), crash
+    served = observer.serving["rollout/0", 2]
+    assert served.agrees(detected_at + crash["cured_seconds"], AGREEMENT_SECONDS), crash
+
+    assert exception["fault_class"] == "user_code" and exception["action"] == "stop_job"
+    assert "InjectedError" in exception["because"]
+    assert len(observer.serving) >= 8
+    again = [key for key in observer.serving if key[1] != 1]
+    assert again == [("rollout/0", 2)], "a replica was replaced for a mistake in user code"
     assert report["audit"]["ok"]

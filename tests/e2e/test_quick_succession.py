@@ -1,4 +1,7 @@
-"""Faults that come while the one before is being cured, each struck by this test at a moment that it proves to be the one meant."""
+"""Faults that come while the one before is being cured, each struck by this test at a moment that it proves to be the one meant.
+
+In the end the supervisor itself is killed: every group stays accounted for, and `down` removes the rest.
+"""
 
 import json
 import os
@@ -17,7 +20,7 @@ from rolecall.rl_runtime.faults import WEIGHTS, Inside, Request, effect_path, re
 from rolecall.rl_runtime.injector import inject
 from rolecall.rl_runtime.supply import TOO_STALE
 from tests.e2e.observer import ESTABLISHED, LISTEN, Observer, is_alive, socket_inodes, stopped, tcp_sockets
-from tests.e2e.runs import DemoRun, alive, command, demo_run
+from tests.e2e.runs import DemoRun, alive, command, demo_run, rolecall
 from tests.support import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -42,9 +45,7 @@ def test_faults_in_quick_succession_cost_no_token_and_no_group(tmp_path: Path) -
         _replacement_dies_while_it_starts_and_a_trainer_hangs_meanwhile(run)
         _trainer_with_the_newest_weights_dies_during_a_pull(run)
         run.until_step(len(run.observer.steps) + 2, CURE_SECONDS)
-        os.kill(run.process.pid, signal.SIGINT)
-        assert run.wait(60) == 130
-        assert alive(run.observer) == []
+        _down_removes_what_kill_9_left(run)
     assert run.observer.listening_elsewhere == set()
     _nothing_was_lost(run, open_groups)
 
@@ -202,6 +203,20 @@ def _connected(observer: Observer, pid: int) -> list[tuple[str, int]]:
     to_it = {s.inode for s in sockets if s.state == ESTABLISHED and s.remote.split(":")[1] in ports}
     rollouts = {r: max(i for q, i in observer.states if q == r) for r in ROLLOUTS}
     return [(r, i) for r, i in rollouts.items() if socket_inodes(observer.pids[(r, i)]) & to_it]
+
+
+# --- the end -----------------------------------------------------------------------------------------------------
+
+
+def _down_removes_what_kill_9_left(run: DemoRun) -> None:
+    os.kill(run.process.pid, signal.SIGKILL)
+    run.process.wait(10)
+    assert len(alive(run.observer)) > 20
+    down = rolecall("down", str(run.path))
+    assert down.returncode == 0, down.stderr
+    eventually(lambda: alive(run.observer) == [], "all processes of the run to be gone")
+    again = command("down", str(run.path))
+    assert again.returncode == 0 and "ended 0" in again.stdout
 
 
 # --- afterwards ------------------------------------------------------------------------------------------------------

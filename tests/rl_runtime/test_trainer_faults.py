@@ -164,7 +164,7 @@ def test_stopped_peer_blocks_until_it_is_killed(team: Team) -> None:
 
 
 def test_stopped_peer_that_nobody_kills_ends_at_the_timeout() -> None:
-    team = Team(tiny_job(group_timeout_seconds=5.0))  # a loaded machine needs some of it to join at all
+    team = Team(tiny_job(group_timeout_seconds=3.0))  # a loaded machine needs some of it to join at all
     try:
         survivor, victim = pair(team, stops={"bucket": 2})
         team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})

@@ -33,6 +33,8 @@ LEDGER = ChainHead(position=0, hash=GENESIS)
 BUCKET_BYTES = 32 << 10
 DEADLINE_SECONDS = 60.0
 GO_ON = "go on"
+PRELOADED = ["tests.rl_runtime.trainer_process", "torch._dynamo"]
+"""Imported once, not by each process: an optimizer imports the second when it is made, for more than a second of CPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +205,7 @@ class TrainerProcess:
     ) -> None:
         self.replica = replica_id("trainer", index)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rolecall.rl_runtime.trainer"])
+        context.set_forkserver_preload(PRELOADED)
         self._conn, theirs = context.Pipe()
         self._process = context.Process(
             target=serve, args=(theirs, self.replica, job, dict(stops), dict(raises), has_state, place), daemon=True

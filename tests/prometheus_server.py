@@ -18,24 +18,21 @@ SCRAPE_SECONDS = 1
 
 
 class PrometheusServer:
-    """Scrapes the targets that `set_targets` names. Root may run it; it opens one port and writes below `folder`."""
+    """Scrapes its targets. Root may run it; it opens one port and writes below `folder`."""
 
-    def __init__(self, program: str, folder: Path, *options: str, itself: Sequence[Mapping[str, str]] = ()) -> None:
-        """`itself`: it scrapes itself as so many targets, each with these labels."""
+    def __init__(
+        self, program: str, folder: Path, *options: str, targets: Sequence[str], itself: Sequence[Mapping[str, str]]
+    ) -> None:
+        """`targets`: `host:port` of each. `itself`: it scrapes itself as so many more, each with these labels."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.netloc, self._folder = f"127.0.0.1:{port}", folder
-        self._targets = folder / "targets.json"
-        self.set_targets([self.netloc] * len(itself), itself)
+        scraped = [(n, dict[str, str]()) for n in targets] + [(self.netloc, dict(labels)) for labels in itself]
+        static = [{"targets": [n], "labels": labels} for n, labels in scraped]
         config = {
             "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "scrape_timeout": f"{SCRAPE_SECONDS}s"},
-            "scrape_configs": [
-                {
-                    "job_name": "rolecall",
-                    "file_sd_configs": [{"files": [str(self._targets)], "refresh_interval": "1s"}],
-                }
-            ],
+            "scrape_configs": [{"job_name": "rolecall", "static_configs": static}],
         }
         (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
         argv = [program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
@@ -46,15 +43,6 @@ class PrometheusServer:
     @property
     def url(self) -> str:
         return f"http://{self.netloc}"
-
-    def set_targets(self, netlocs: Sequence[str], labels: Sequence[Mapping[str, str]] = ()) -> None:
-        """`host:port` of each, and labels to put on its series. Prometheus notices within a second or two."""
-        value = [
-            {"targets": [n], "labels": dict(x)} for n, x in zip(netlocs, labels or [{}] * len(netlocs), strict=True)
-        ]
-        partial = self._targets.with_suffix(".partial")
-        partial.write_text(json.dumps(value))
-        partial.replace(self._targets)
 
     def ready(self) -> bool:
         assert self._process.poll() is None, (self._folder / "log").read_text()[-2000:]
@@ -83,12 +71,14 @@ class PrometheusServer:
 
 
 @contextlib.contextmanager
-def prometheus(folder: Path, *options: str, itself: Sequence[Mapping[str, str]] = ()) -> Iterator[PrometheusServer]:
+def prometheus(
+    folder: Path, *options: str, targets: Sequence[str] = (), itself: Sequence[Mapping[str, str]] = ()
+) -> Iterator[PrometheusServer]:
     """A server that answers; skips the test where Prometheus is not installed."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("no Prometheus here: the Debian package `prometheus` has it")
-    server = PrometheusServer(program, folder, *options, itself=itself)
+    server = PrometheusServer(program, folder, *options, targets=targets, itself=itself)
     try:
         eventually(server.ready, "Prometheus is ready")
         yield server

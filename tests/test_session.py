@@ -1,0 +1,61 @@
+"""A run's loop on a clock that we turn, without Ray: how long it is held (whole runs: tests/e2e)."""
+
+import json
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from rolecall.cli import main
+from rolecall.core.clock import FakeClock
+from rolecall.core.journal import Journal
+from rolecall.demo import FaultSchedule, demo_job
+from rolecall.live import Screen
+from rolecall.rl_runtime.supervisor import Supervisor
+from rolecall.session import DONE_FLAG, HOLD_FLAG, TICK_SECONDS, Child, Interrupted, Session
+
+HOLD_SECONDS = 42.0
+
+
+class Finishes(Supervisor):
+    """Its controller has no steps to do: it is done once nothing holds it."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._to_finish = journal
+
+    def tick(self) -> None:
+        if self._to_finish.flag(HOLD_FLAG) is None:
+            self._to_finish.set_flag(DONE_FLAG, json.dumps({"outcome": "completed", "because": "nothing to do"}))
+
+
+def test_a_run_without_faults_to_come_is_held_for_as_long_as_was_asked(tmp_path: Path) -> None:
+    clock, job = FakeClock(), demo_job(seed=1, num_steps=1, injection_allowed=False)
+    session = Session(
+        job=job,
+        root=tmp_path,
+        run_id="held",
+        schedule=FaultSchedule(1, ()),
+        show=False,
+        minutes_max=10,
+        hold_seconds=HOLD_SECONDS,
+        clock=clock,
+    )
+    run, journal = session._create()
+    journal.set_flag(HOLD_FLAG, "minutes are still to come")
+    began = clock.monotonic()
+    watch, screen = Child([], run.logs / "watch.log", run), Screen(live=False, title="")
+    assert session._loop(run, journal, Finishes(journal), watch, screen) == ("completed", "nothing to do")
+    journal.close()
+    assert HOLD_SECONDS <= clock.monotonic() - began <= HOLD_SECONDS + 2 * TICK_SECONDS
+
+
+def test_minutes_of_the_command_line_are_seconds_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def execute(session: Session) -> NoReturn:
+        asked.append(session.hold_seconds)
+        raise Interrupted
+
+    monkeypatch.setattr(Session, "execute", execute)
+    assert main(["demo", "--faults", "none", "--hold-minutes", "1.5", "--runs", str(tmp_path)]) == 130
+    assert asked == [90.0]

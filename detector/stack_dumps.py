@@ -4,6 +4,7 @@ Kinds, told by content: what `py-spy dump --json` writes, what `py-spy dump` pri
 `/v1/evidence/stacks`. Whose stack it is, an agent's answer says itself; else the names of the file and its folder do:
 
     trainer-1_rank3.json    rank_3.json    trainer_rank3_of_8.txt    node-2/trainer-0-pid123.txt    dp0_pp1_tp0.json
+    round_2/rank_3.json     rank_3_round2.json    2/rank_3.json    rank_3.2.json
 
 and a topology file fills in the rest: `{"role", "world_size", "ranks": {"3": {"node", "replica", "pid"}}, "parallel":
 {"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each part optional. Of `parallel` the first varies
@@ -34,6 +35,8 @@ NUM_FRAMES_MAX = 4096
 TEXT_CHARS_MAX = 512
 """Longer names of files and functions are cut."""
 WORLD_SIZE_MAX = 200_000
+RANK_DIGITS_MAX = 18
+"""Of a rank as a key: longer ones are no ranks, and slow to read."""
 NUM_AXES_MAX = 8
 
 AXES = ("tp", "pp", "dp", "ep", "cp")
@@ -65,7 +68,8 @@ class Thread:
 class Dump:
     """The threads of one process, its main thread first. `at`: wall seconds of the file, for py-spy writes no time.
 
-    What nobody said is empty or None. `axes`: its coordinates (`pp`, 1) where the file name has them.
+    What nobody said is empty or None. `axes`: its coordinates (`pp`, 1) where the file name has them. `round_index`: the
+    number of the round of dumps in the names; `series`: the path without it, where names call it a round.
     """
 
     path: str
@@ -79,6 +83,8 @@ class Dump:
     incarnation: int | None = None
     world_size: int | None = None
     axes: tuple[tuple[str, int], ...] = ()
+    round_index: int | None = None
+    series: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,23 +333,35 @@ def normal_file(file: str) -> str:
 
 # --- names --------------------------------------------------------------------------------------------------------
 
-_RANK = re.compile(r"(?<![a-z])(?:global_?)?rank[-_=.]?(\d{1,7})(?:[-_]?of[-_]?(\d{1,7}))?(?!\d)")
+# Of a `local_rank` every node has one, and a `node_rank` is the node's: neither says which process of the role it is.
+_RANK = re.compile(
+    r"(?<![a-z])(?<!local[-_.])(?<!node[-_.])(?:global_?)?rank[-_=.]?(\d{1,7})(?:[-_]?of[-_]?(\d{1,7}))?(?!\d)"
+)
 _PID = re.compile(r"(?<![a-z])pid[-_=.]?(\d{1,10})(?!\d)")
 _AXIS = re.compile(rf"(?<![a-z])({'|'.join(AXES)})[-_=]?(\d{{1,6}})(?!\d)")
-_NODE = re.compile(r"(?<![a-z])((?:node|host|machine)(?:=[^_,]+|[-_]?[a-z0-9]*\d[a-z0-9]*))")
-_NODE_FOLDER = re.compile(r"(?:node|host|machine)[-_=]?[\w.-]{1,62}\Z")
+_NODE = re.compile(r"(?<![a-z])((?:node|host|machine)(?:=[^_,]+|[-_]?[a-z0-9]*\d[a-z0-9]*))", re.IGNORECASE)
+_NODE_FOLDER = re.compile(r"(?:node|host|machine)(?:[-_]?[\w.-]*\d[\w.-]*|=.+)\Z", re.IGNORECASE)
 _KNOWN_ROLE = r"trainer|rollout|reward|reference|critic|controller|standby"
 _ROLE = re.compile(rf"(?<![a-z0-9])({_KNOWN_ROLE})(?![a-z])(?:[-/]?(\d{{1,6}})(?!\d))?")
-_OTHER_ROLE = re.compile(r"([a-z]{2,30})-(\d{1,6})(?=[-_.]?(?:rank|pid)|\Z)")
+_OTHER_ROLE = re.compile(r"([a-z]{2,30})-(\d{1,6})(?=[-_.]?(?:rank|pid|round)|\Z)")
+_ROUND_WORD = r"round|look|sample|snapshot|take"
+_ROUND = re.compile(rf"(?<![a-z])(?:{_ROUND_WORD})[-_=.]?(\d{{1,18}})(?!\d)", re.IGNORECASE)
+_ROUND_FOLDER = re.compile(r"\d{1,18}\Z")
+_ROUND_LAST = re.compile(r"[-_.](\d{1,18})\Z")
 _NO_ROLES = frozenset(
-    (*AXES, "rank", "pid", "node", "host", "machine", "stack", "stacks", "dump", "process", "pyspy", "spy", "worker")
+    (
+        *(*AXES, *_ROUND_WORD.split("|"), "rank", "local", "pid", "node", "host", "machine", "stack", "stacks", "dump"),
+        *("process", "pyspy", "spy", "worker"),
+    )
 )
+NUM_FOLDERS_READ = 3
+"""Above the file: `job/round_2/node-3/rank_5.json`."""
 
 
 def _place(path: Path) -> dict[str, Any]:
     """Fields of a Dump that the names give."""
     stem = path.stem.lower()
-    place: dict[str, Any] = {}
+    place: dict[str, Any] = _round(path)
     if found := _RANK.search(stem):
         place["rank"] = int(found.group(1))
         if found.group(2):
@@ -352,11 +370,11 @@ def _place(path: Path) -> dict[str, Any]:
         place["pid"] = int(found.group(1))
     if axes := _AXIS.findall(stem):
         place["axes"] = tuple(sorted({axis: int(index) for axis, index in axes}.items()))
-    folder = path.absolute().parent.name
-    if found := _NODE.search(stem):
+    folders = [folder.name for folder in path.absolute().parents[:NUM_FOLDERS_READ]]
+    if found := _NODE.search(path.stem):
         place["node"] = found.group(1).partition("=")[2] or found.group(1)
-    elif _NODE_FOLDER.match(folder.lower()):
-        place["node"] = folder.partition("=")[2] or folder
+    elif of_node := [name for name in folders if _NODE_FOLDER.match(name)]:
+        place["node"] = of_node[0].partition("=")[2] or of_node[0]
     found = _ROLE.search(stem)
     if found is None and (other := _OTHER_ROLE.match(stem)) and other.group(1) not in _NO_ROLES:
         found = other
@@ -365,6 +383,23 @@ def _place(path: Path) -> dict[str, Any]:
         if found.group(2):
             place["replica"] = f"{found.group(1)}/{int(found.group(2))}"
     return place
+
+
+def _round(path: Path) -> dict[str, Any]:
+    """The number of the round: where a name calls it so, else a number that stands last in the file's name, or a
+    folder whose name is a number."""
+    folders = path.absolute().parents[:NUM_FOLDERS_READ]
+    for named in (path, *folders):
+        if found := _ROUND.search(named.stem if named is path else named.name):
+            series = str(path.absolute()).replace(found.group(0), "", 1)
+            return {"round_index": int(found.group(1)), "series": series}
+    rest = path.stem.lower()
+    for known in (_RANK, _PID, _AXIS, _NODE, _ROLE, _OTHER_ROLE):
+        rest = known.sub("", rest)
+    if rest != path.stem.lower() and (found := _ROUND_LAST.search(path.stem)) and _ROUND_LAST.search(rest):
+        return {"round_index": int(found.group(1))}
+    numbers = [folder.name for folder in folders if _ROUND_FOLDER.match(folder.name)]
+    return {"round_index": int(numbers[0])} if numbers else {}
 
 
 def _told(path: Path, answer: dict[str, Any]) -> dict[str, Any]:
@@ -394,7 +429,9 @@ def read_topology(path: Path) -> Topology:
     if world_size is not None and not 1 <= (_integer(world_size) or 0) <= WORLD_SIZE_MAX:
         raise _wrong(path, f"world_size: {str(world_size)[:40]} is not a number from 1 to {WORLD_SIZE_MAX:,}")
     ranks = value.get("ranks", {})
-    if not isinstance(ranks, dict) or not all(k.isdecimal() and isinstance(v, dict) for k, v in ranks.items()):
+    if not isinstance(ranks, dict) or not all(
+        k.isdecimal() and len(k) <= RANK_DIGITS_MAX and isinstance(v, dict) for k, v in ranks.items()
+    ):
         raise _wrong(path, "ranks: not an object of rank to object")
     by_rank = {int(k): v for k, v in ranks.items()}
     sizes, groups = _sizes(path, value.get("parallel", {}), world_size), _listed(path, value.get("groups", {}))

@@ -106,6 +106,8 @@ def stack_of(dump: Dump) -> Stack:
     main, *others = dump.threads
     kept = [t for t in others if not is_helper(t)]
     thread = max(kept, key=_telling) if kept and (not main.frames or _awaits_a_thread(main)) else main
+    if not thread.frames:  # as one begins or ends: a helper says more than nothing
+        thread = max(dump.threads, key=lambda t: len(t.frames))
     holder = next((t for t in dump.threads if t.owns_gil and t is not thread), None)
     gil_holder = f"{holder.name or 'unnamed'} in {shown(holder.frames[0])}" if holder and holder.frames else ""
     frames = thread.frames

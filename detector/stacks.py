@@ -12,25 +12,29 @@ below. Then, cause before symptom:
   all wait in one place; most do not wait  nobody: a healthy moment looks like this
   two halves                               cannot tell, and what would settle it
 
-One look cannot tell a slow process from a hung one: an older dump of the same process says whether it moves.
+One look cannot tell a slow process from a hung one. Several rounds can, see `stack_roster` for what they are: an outlier
+of the last that has stood since, while nobody got any further, hangs; one that is an outlier in most of them while the
+job goes on is slow, by the count of `stack_rounds`; of any other one cannot tell.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
-from rolecall.core.ids import NodeId
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.detector.findings import settles
-from rolecall.detector.stack_dumps import WORLD_SIZE_MAX, Dump, Topology
-from rolecall.detector.stack_places import Doing, Stack, shown, stack_of
+from rolecall.detector.stack_dumps import Dump, Topology
+from rolecall.detector.stack_places import Doing, Stack, shown
+from rolecall.detector.stack_roster import Process, Role, Who, group_name, groups_of, roster
+from rolecall.detector.stack_rounds import NUM_FLAGS_MIN, NUM_ROUNDS, ROUND_SECONDS, Flagged, Tally, tally
 
 DETECTOR = "stacks"
 STACK_GROUP = "stack_group"
 """Evidence of this kind tells of one group of processes at the same place: `num_processes`, and the place in its text."""
 PARALLEL_GROUP = "parallel_group"
 """Evidence of this kind tells of a group that is suspected as a whole: `num_members`, `num_likely_innocent`."""
-UNKNOWN_NODE = NodeId("unknown")
-"""Node of a suspect whose dump, file and topology name none: a suspect needs one."""
+ROUNDS = "rounds"
+"""Evidence of this kind tells in how many rounds of stacks somebody was an outlier: `num_flagged` of `num_rounds`."""
 NUM_GROUPS_SHOWN = 8
 NUM_FRAMES_SHOWN = 8
 NUM_NAMES_SHOWN = 8
@@ -43,127 +47,25 @@ CONFIDENCE_AT_WORK = 0.6
 """Somebody is always the last to arrive: one who computes may only be slow."""
 CONFIDENCE_ABSENT = 0.6
 CONFIDENCE_ELSEWHERE = 0.5
+CONFIDENCE_AGAIN = 0.7
+"""Of a slow process, the same in most of the rounds."""
 CONFIDENCE_CANNOT_TELL = 0.3
-MOVES_CHANGE = 0.1
-"""An older dump that shows the same place makes a hang likelier, one that shows another makes it less likely."""
+STANDS_CHANGE = 0.1
+"""An older dump that shows the same place makes a hang likelier."""
+
+NUM_STANDING_ROUNDS = 3
+"""Twenty seconds at one place, and nobody got any further."""
+LIKELY = 0.5
+"""Flags that are as likely by chance tell nothing, not even that one cannot tell."""
 
 DUMP_AGAIN = (
     "dumps of the same processes some seconds later: who is then at the same place, outside of a wait, is stuck"
 )
+MORE_ROUNDS = (
+    f"{NUM_ROUNDS} rounds of dumps of all processes, {ROUND_SECONDS:g} s apart: who holds up the others in "
+    f"{NUM_FLAGS_MIN} of them is slow, who stands at one place hangs"
+)
 RECORDER = "Flight Recorder dumps, which tell who has not entered which collective; or stacks some seconds later"
-
-# --- who is who ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
-    """One process of a role. Without a stack: known of, not dumped. `moves`: whether an older dump shows another place."""
-
-    role: str
-    node: str
-    replica: str = ""
-    rank: int | None = None
-    incarnation: int | None = None
-    axes: tuple[tuple[str, int], ...] = ()
-    groups: tuple[str, ...] = ()
-    label: str = ""
-    at: float = 0.0
-    stack: Stack | None = None
-    moves: bool | None = None
-
-    @property
-    def name(self) -> str:
-        """For sentences: `trainer/1 rank 3 (node m07)`; the file, where the dump says nothing of itself."""
-        rank = f"rank {self.rank}" if self.rank is not None else ""
-        who = " ".join(w for w in (self.replica or (self.role if rank else ""), rank) if w) or self.label
-        return f"{who} (node {self.node})" if self.node else who
-
-    @property
-    def suspect(self) -> Suspect:
-        return Suspect(
-            node=NodeId(self.node) if self.node else UNKNOWN_NODE,
-            role=self.role,
-            replica=self.replica,
-            rank=self.rank,
-            incarnation=self.incarnation,
-        )
-
-
-def roster(dumps: Sequence[Dump], topology: Topology | None = None) -> dict[str, list[Process]]:
-    """By role: its dumped processes, then those that must exist and have no dump."""
-    dumps = [_completed(d, topology) for d in dumps]
-    by_role: dict[str, list[Dump]] = {}
-    for dump in dumps:
-        by_role.setdefault(dump.role, []).append(dump)
-    return {role: _processes(role, by_role[role], topology) for role in sorted(by_role)}
-
-
-def _completed(dump: Dump, topology: Topology | None) -> Dump:
-    """With what the topology knows of its rank; a dump's own words come first."""
-    if topology is None or (dump.role and topology.role and dump.role != topology.role):
-        return dump
-    rank = dump.rank
-    if rank is None and dump.pid is not None:
-        its = [r for r, pid in topology.pids.items() if pid == dump.pid]
-        known = [r for r in its if not dump.node or topology.nodes.get(r, dump.node) == dump.node]
-        rank = known[0] if len(known) == 1 else None
-    if rank is None:
-        return dump if dump.role else replace(dump, role=topology.role)
-    replica = dump.replica or topology.replicas.get(rank, "")
-    return replace(
-        dump,
-        rank=rank,
-        replica=replica,
-        node=dump.node or topology.nodes.get(rank, ""),
-        role=dump.role or topology.role or replica.partition("/")[0],
-        axes=dump.axes or topology.axes(rank),
-    )
-
-
-def _processes(role: str, dumps: list[Dump], topology: Topology | None) -> list[Process]:
-    newest: dict[tuple[object, ...], list[Dump]] = {}
-    for dump in sorted(dumps, key=lambda d: (-d.at, d.path)):
-        if dump.rank is not None:
-            who: tuple[object, ...] = (dump.replica, dump.rank)
-        elif dump.pid is not None and (dump.node or dump.replica):
-            who = (dump.replica, dump.node, dump.pid)
-        else:
-            who = (dump.path,)
-        newest.setdefault(who, []).append(dump)
-    processes = [_process(role, its) for its in newest.values()]
-    processes.sort(key=lambda p: (p.rank is None, p.rank or 0, p.replica, p.label))
-    ranks = {p.rank for p in processes if p.rank is not None}
-    if len(ranks) < len(processes) or max(ranks) >= WORLD_SIZE_MAX:
-        return processes  # some unknown, or counted in each replica anew: who is missing cannot be said
-    known = topology if topology is not None and topology.role in ("", role) else Topology()
-    size = max(max(ranks) + 1, known.world_size or 0, *(d.world_size or 0 for d in dumps))
-    for rank in sorted(set(range(size)) - ranks):
-        node, replica = known.nodes.get(rank, ""), known.replicas.get(rank, "")
-        processes.append(Process(role=role, rank=rank, node=node, replica=replica, axes=known.axes(rank)))
-    groups: dict[int, list[str]] = {}
-    for group in known.groups:
-        for rank in group.ranks:
-            groups.setdefault(rank, []).append(f"{group.axis} {group.index}")
-    return [replace(p, groups=tuple(groups.get(p.rank or 0, ()))) for p in processes] if groups else processes
-
-
-def _process(role: str, dumps: list[Dump]) -> Process:
-    """Of all dumps of one process, newest first."""
-    dump, stack = dumps[0], stack_of(dumps[0])
-    older = [d for d in dumps[1:] if d.at < dump.at]
-    return Process(
-        role=role,
-        node=dump.node,
-        replica=dump.replica,
-        rank=dump.rank,
-        incarnation=dump.incarnation,
-        axes=dump.axes,
-        label=f"pid {dump.pid}" if dump.pid is not None else dump.path,
-        at=dump.at,
-        stack=stack,
-        moves=stack_of(older[0]).key != stack.key if older else None,
-    )
-
 
 # --- verdict ------------------------------------------------------------------------------------------------------
 
@@ -188,27 +90,79 @@ def places(processes: Iterable[Process]) -> list[Place]:
 
 def diagnose(dumps: Sequence[Dump], *, topology: Topology | None = None) -> list[Finding]:
     """At most one finding per role. Times are those of the files: by the first of them the fault stood."""
-    found = [_judge(role, processes) for role, processes in roster(dumps, topology).items()]
+    found = [_judge(role) for role in roster(dumps, topology)]
     return [f for f in found if f is not None]
 
 
 def looked_at(dumps: Sequence[Dump], *, topology: Topology | None = None) -> str:
     """What the dumps show, for an answer without a finding: `trainer: 8 stacks: 8 wait in a collective: all_reduce ...`."""
     parts = []
-    for role, processes in roster(dumps, topology).items():
-        found = places(processes)
+    for role in roster(dumps, topology):
+        found = places(role.processes)
         number = sum(len(place.processes) for place in found)
         told = [f"{len(p.processes)} {_said(p.stack, len(p.processes))}" for p in found[:NUM_GROUPS_SHOWN]]
         if len(found) > NUM_GROUPS_SHOWN:
             told.append(f"{len(found) - NUM_GROUPS_SHOWN} more places")
-        parts.append(f"{role or 'no role named'}: {number} stack{'s' if number != 1 else ''}: {'; '.join(told)}")
+        which = f", the last of {len(role.rounds)} rounds" if len(role.rounds) > 1 else ""
+        stacks = f"{number} stack{'s' if number != 1 else ''}{which}"
+        parts.append(f"{role.name or 'no role named'}: {stacks}: {'; '.join(told)}")
     return ". ".join(parts)
 
 
-def _stood(processes: list[Process]) -> list[Process]:
+def _judge(role: Role) -> Finding | None:
+    """By the last round, unless who is an outlier in it does not hang: then by all of them."""
+    if len(role.rounds) == 1:
+        return _judge_once(role.name, role.processes)
+    rounds = [_stood(r) for r in role.rounds]
+    outliers = [_outliers(r) for r in rounds]
+    last = {p.key for p in outliers[-1]}
+    hung = _hanging(role.rounds, outliers)
+    now = _judge_once(role.name, [replace(p, moves=p.key not in hung) if p.key in last else p for p in role.processes])
+    if now is not None and now.fault_class != FaultClass.CANNOT_TELL:
+        stands = [p for p in role.processes if p.key in hung][:NUM_TOLD]
+        return replace(now, evidence=(*now.evidence, *(_standing_evidence(p, role.rounds) for p in stands)))
+    again = _again(role, [() if _in_pipeline(r, its) else its for r, its in zip(rounds, outliers, strict=True)])
+    if again is not None or now is None:
+        return again
+    # What nobody could tell of a job that goes on was a moment of it.
+    goes_on = any(p.moves for p in role.processes) and all(p.stack for p in role.processes)
+    return None if goes_on else now
+
+
+def _hanging(rounds: Sequence[Sequence[Process]], outliers: Sequence[Sequence[Process]]) -> set[Who]:
+    """Outliers of the last round that have stood at one place for some rounds in which nobody left a wait: for
+    `NUM_STANDING_ROUNDS`, or for two and ever since they are outliers. Else the job goes on."""
+    seen = [{p.key: p for p in r} for r in rounds]
+    flagged = [{p.key for p in some} for some in outliers]
+    begin = 0  # of the rounds in which nobody left a wait
+    waits: dict[Who, tuple[int, Stack]] = {}
+    for n, r in enumerate(seen):
+        for key, p in r.items():
+            waited = waits.pop(key, None)
+            if waited is not None and p.stack is not None and waited[1].key != p.stack.key:
+                begin = max(begin, waited[0] + 1)
+            if p.stack is not None and p.stack.waits:
+                waits[key] = n, p.stack
+    found = set()
+    for key in flagged[-1]:
+        its = [n for n, r in enumerate(seen) if key in r]
+        since = next(n for n in its if key in flagged[n])
+        stood = [its[-1]]
+        for n, later in zip(its[-2::-1], its[:0:-1], strict=True):
+            if n < begin or seen[later][key].moves is not False:
+                break
+            stood.append(n)
+        if len(stood) >= NUM_STANDING_ROUNDS or (len(stood) > 1 and since >= stood[-1]):
+            found.add(key)
+    return found
+
+
+def _stood(processes: Sequence[Process]) -> Sequence[Process]:
     """Most at one place that is not known as a wait, twice: a wait that Python does not show, such as reading a value
     from a GPU whose peers have not come. Once, it would be work that all do."""
     found = places(processes)
+    if not found:
+        return processes
     top = found[0]
     if top.stack.waits or 2 * len(top.processes) <= sum(len(place.processes) for place in found):
         return processes
@@ -220,7 +174,32 @@ def _stood(processes: list[Process]) -> list[Process]:
     ]
 
 
-def _judge(role: str, processes: list[Process]) -> Finding | None:
+def _outliers(processes: Sequence[Process]) -> tuple[Process, ...]:
+    """Of one round: who does not wait while most wait; where all do, who waits elsewhere than most."""
+    waiting = [p for p in processes if p.stack is not None and p.stack.waits]
+    outside = [p for p in processes if p.stack is not None and not p.stack.waits]
+    if len(outside) >= len(waiting):
+        return ()
+    if outside:
+        return tuple(outside)
+    top, *rest = places(waiting)
+    others = tuple(p for place in rest for p in place.processes)
+    return others if _most(top, others) else ()
+
+
+def _in_pipeline(processes: Sequence[Process], outside: Sequence[Process]) -> bool:
+    """Most that wait, wait for a neighbour, and the others compute: a healthy pipeline does."""
+    waits = [p.stack.doing == Doing.PIPELINE for p in processes if p.stack is not None and p.stack.waits]
+    at_work = all(p.stack is not None and p.stack.doing == Doing.WORK for p in outside)
+    return bool(outside) and at_work and 2 * sum(waits) > len(waits)
+
+
+def _most(top: Place, others: Sequence[Process]) -> bool:
+    """Whether most wait at one place, where everybody comes together."""
+    return len(top.processes) > len(others) and top.stack.doing != Doing.PIPELINE
+
+
+def _judge_once(role: str, processes: Sequence[Process]) -> Finding | None:
     processes = _stood(processes)
     waiting = [p for p in processes if p.stack is not None and p.stack.waits]
     outside = [p for p in processes if p.stack is not None and not p.stack.waits]
@@ -245,25 +224,29 @@ def _judge(role: str, processes: list[Process]) -> Finding | None:
 
 
 def _late(case: "_Case", waiting: list[Process], outside: list[Process], absent: list[Process]) -> Finding:
-    """Some do not wait for others: they are the cause."""
-    at_work = {p for p in outside if p.stack is not None and p.stack.doing == Doing.WORK}
-    outside = sorted(outside, key=lambda p: p in at_work)
-    stuck = any(p.moves is False for p in outside)
+    """Some do not wait for others: they are the cause, but for those that move."""
     told = f"{len(waiting)} of {case.who} wait for others"
     if len(outside) == len(waiting):
         return case.cannot_tell(outside, f"{told}, as many do not: {_names(outside)}", DUMP_AGAIN)
-    in_pipeline = sum(p.stack is not None and p.stack.doing == Doing.PIPELINE for p in waiting)
-    if len(at_work) == len(outside) and 2 * in_pipeline > len(waiting) and not stuck:
+    largest = next(place for place in case.places if place.stack.waits)
+    moving = [p for p in outside if p.moves is True]
+    if len(moving) == len(outside):
+        because = f"{told} ({largest.stack.at}), but who does not, moves: {_all_at_last(outside)}"
+        return case.cannot_tell(outside, because, MORE_ROUNDS)
+    outside = [p for p in outside if p.moves is not True]
+    stuck = any(p.moves is False for p in outside)
+    if _in_pipeline(case.processes, outside) and not stuck:
         because = f"{told}, most of them in a pipeline, while {_names(outside)} compute: so does a healthy pipeline"
         return case.cannot_tell(outside, because, DUMP_AGAIN)
+    at_work = {p.key for p in outside if p.stack is not None and p.stack.doing == Doing.WORK}
+    outside.sort(key=lambda p: p.key in at_work)
     confidence = CONFIDENCE_AT_WORK if len(at_work) == len(outside) or absent else CONFIDENCE_OUTSIDE
-    confidence += MOVES_CHANGE * (stuck - any(p.moves is True for p in outside))
-    largest = next(place for place in case.places if place.stack.waits)
-    because = f"{told} ({largest.stack.at}); " + "; ".join(_at_last(p) for p in outside[:NUM_TOLD])
-    if len(outside) > NUM_TOLD:
-        because += f"; and {len(outside) - NUM_TOLD} more"
+    confidence += STANDS_CHANGE * stuck
+    because = f"{told} ({largest.stack.at}); {_all_at_last(outside)}"
     if len(outside) > 1 and (group := _shared(case.processes, outside)):
         because += f". All of them are in {group.name}"
+    if moving:
+        because += f". Of the others that do not wait, an older dump shows that they move: {_names(moving)}"
     if absent:
         because += f". There is no dump of {_names(absent)}"
     return case.finding(outside, confidence, because, _gil_evidence(outside))
@@ -275,6 +258,9 @@ def _absent(case: "_Case", waiting: list[Process], absent: list[Process]) -> Fin
     if len(absent) >= len(waiting):
         because = f"{told}, and {len(absent)} have none: {_names(absent)}"
         return case.cannot_tell(absent, because, "dumps of the other processes")
+    if all(p.moves is True for p in waiting):
+        because = f"{told}, where they were not in the round before, and there is no dump of {_names(absent)}"
+        return case.cannot_tell(absent, because, f"{DUMP_AGAIN}; a dump of {_names(absent)}")
     because = f"{told}, and there is no dump of {_names(absent)}: the stopped and the dead give none"
     if len(absent) > 1 and (group := _shared(case.processes, absent)):
         because += f". All of them are in {group.name}"
@@ -286,26 +272,76 @@ def _elsewhere(case: "_Case") -> Finding:
     top, *rest = case.places
     others = [p for place in rest for p in place.processes]
     told = "; ".join(f"{len(place.processes)} {_said(place.stack, len(place.processes))}" for place in case.places[:3])
-    if len(top.processes) <= len(others) or top.stack.doing == Doing.PIPELINE:
+    if not _most(top, others):
         because = f"all {case.who} wait for others, and no collective holds the most of them: {told}"
         return case.cannot_tell(others, because, RECORDER)
     because = f"all {case.who} wait for others, most of them in one place: {told}"
+    if all(p.moves is True for p in others):
+        return case.cannot_tell(others, f"{because}. Those elsewhere move: {_names(others)}", MORE_ROUNDS)
     group = _shared(case.processes, others) if len(others) > 1 else None
     if group is None:
         return case.finding(others, CONFIDENCE_ELSEWHERE, f"{because}. Elsewhere: {_names(others)}")
     # Who waits for a cause waits one level further out, with more others: the fewest are the nearest to it.
     alone = len(rest) == 1 or len(rest[-1].processes) < len(rest[-2].processes)
     first = rest[-1].processes if alone else ()
-    members = [*first, *(p for p in group.members if p not in first)]
+    words, members, evidence = _whole(group, first)
+    return case.finding(members, CONFIDENCE_ELSEWHERE, f"{because}. Those elsewhere are in {words}", (evidence,))
+
+
+def _again(role: Role, outliers: Sequence[Sequence[Process]]) -> Finding | None:
+    """The same processes, or the same group, hold up the others in round after round, and move: slow."""
+    found = tally(outliers, role.processes)
+    if found is None:
+        return None
+    suspected = [p for f in found.best for p in f.members]
+    flagged = found.best[0].rounds
+    by_chance = len(flagged) < 2 or found.best[0].chance > LIKELY
+    num_flagging = sum(map(bool, outliers))
+    if not found.named and by_chance and (not outliers[-1] or num_flagging > 2):
+        return None  # once is chance, and by now it is over, or it is another's turn each time
+    last = role.rounds[flagged[-1]]
+    case = _Case(role.name, tuple(last), tuple(places(_stood(last))))
+    whom = {p.key for p in suspected}
+    seen = [p for n in flagged for p in outliers[n] if p.key in whom]
+    often = Counter(p.key for p in seen)
+    num = f"{len(flagged)} of {len(role.rounds)} rounds of stacks"
+    names = " and ".join(f.name for f in found.best[:NUM_NAMES_SHOWN])
+    evidence = tuple(_rounds_evidence(f, found, len(role.rounds)) for f in found.flagged[:NUM_GROUPS_SHOWN])
+    if not found.named:
+        because = f"the others wait for {names} in {num}, and not always at the same place"
+        if found.tied:
+            because = f"the others wait for {' or '.join(f.name for f in found.best[:NUM_NAMES_SHOWN])}, for each in {num}: a tie"
+        finding = case.cannot_tell(suspected, f"{because}: that may be chance", MORE_ROUNDS)
+    elif all(p.stack is not None and p.stack.waits for p in seen):
+        group = _Shared(names, tuple(suspected))
+        first = [p for p in suspected if often[p.key] == max(often.values())]
+        words, members, whole = _whole(group, first if len(first) < len(suspected) else ())
+        because = f"all wait for others, in {num} most of them at one place and those elsewhere in {words}"
+        finding = case.slow(members, CONFIDENCE_ELSEWHERE, because, (whole,))
+    else:
+        suspected = sorted((p for p in suspected if often[p.key]), key=lambda p: -often[p.key])
+        at = [p for p in outliers[flagged[-1]] if p.key in often]
+        because = (
+            f"the others wait for {names} in {num}, and go on in between: slow, not hung. At last: {_all_at_last(at)}"
+        )
+        finding = case.slow(suspected, CONFIDENCE_AGAIN, because, ())
+    times = [p.at for n in flagged for p in role.rounds[n]], [p.at for p in role.rounds[-1]]
+    return replace(finding, onset=min(times[0]), detected_at=max(times[1]), evidence=(*finding.evidence, *evidence))
+
+
+def _whole(group: "_Shared", first: Sequence[Process]) -> tuple[str, list[Process], Evidence]:
+    """(words, members, evidence) of a group that is suspected as a whole; `first`: who is the nearest to the cause."""
+    nearest = {p.key for p in first}
+    members = [*(p for p in group.members if p.key in nearest), *(p for p in group.members if p.key not in nearest)]
     innocent = len(members) - max(1, len(first))
     nodes = len({p.node for p in members if p.node})
     size = f"{len(members)} processes" + (f" on {nodes} node{'s' if nodes != 1 else ''}" if nodes else "")
-    because += f". Those elsewhere are in {group.name}, {size}, of which {innocent} are likely innocent"
+    words = f"{group.name}, {size}, of which {innocent} are likely innocent"
     if first and innocent:
-        because += f": look first at {_names(first)}"
+        words += f": look first at {_names(first)}"
     values = {"num_members": float(len(members)), "num_likely_innocent": float(innocent)}
     evidence = Evidence(kind=PARALLEL_GROUP, text=f"{group.name}: {_names(members)}", values=values)
-    return case.finding(members, CONFIDENCE_ELSEWHERE, because, (evidence,))
+    return words, members, evidence
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +365,11 @@ class _Case:
         self, suspects: Sequence[Process], confidence: float, because: str, evidence: tuple[Evidence, ...] = ()
     ) -> Finding:
         return self._finding(suspects, FaultClass.HANG, confidence, because, evidence)
+
+    def slow(
+        self, suspects: Sequence[Process], confidence: float, because: str, evidence: tuple[Evidence, ...]
+    ) -> Finding:
+        return self._finding(suspects, FaultClass.SLOW, confidence, because, evidence)
 
     def _finding(
         self,
@@ -359,23 +400,16 @@ class _Shared:
 
 def _shared(processes: Sequence[Process], outliers: Sequence[Process]) -> _Shared | None:
     """The smallest group, not all processes, that holds all outliers: node, replica, or parallel group."""
-    first = outliers[0]
-    found = [
-        _Shared(
-            f"{what} {getattr(first, what)}", tuple(p for p in processes if getattr(p, what) == getattr(first, what))
-        )
-        for what in ("node", "replica")
-        if getattr(first, what) and len({getattr(p, what) for p in outliers}) == 1
-    ]
-    listed = [g for g in first.groups if all(g in p.groups for p in outliers)]
-    found += [_Shared(g, tuple(p for p in processes if g in p.groups)) for g in listed]
-    # Of a regular grid: the axes on which they differ span the group, what they have in common tells which one it is.
-    fixed = {(axis, index) for axis, index in first.axes if all((axis, index) in p.axes for p in outliers)}
-    if fixed and all(len(p.axes) == len(first.axes) for p in outliers):
-        spanned = " x ".join(axis for axis, index in first.axes if (axis, index) not in fixed)
-        where = ", ".join(f"{axis} {index}" for axis, index in first.axes if (axis, index) in fixed)
-        found.append(_Shared(f"the {spanned} group of {where}", tuple(p for p in processes if fixed <= set(p.axes))))
-    found = [g for g in found if len(g.members) < len(processes)]
+    common = list(groups_of(outliers[0]))
+    for p in outliers[1:]:
+        its = set(groups_of(p))
+        common = [group for group in common if group in its]
+    members: dict[object, list[Process]] = {group: [] for group in common}
+    for p in processes:
+        for group in groups_of(p):
+            if group in members:
+                members[group].append(p)
+    found = [_Shared(group_name(g), tuple(members[g])) for g in common if len(members[g]) < len(processes)]
     return min(found, key=lambda g: len(g.members), default=None)
 
 
@@ -411,6 +445,30 @@ def _at_last(process: Process) -> str:
         return process.name
     before = {None: "", True: "; an older dump shows it elsewhere: it moves", False: "; an older dump shows the same"}
     return f"{process.name} {_said(process.stack)}{before[process.moves]}"
+
+
+def _all_at_last(processes: Sequence[Process]) -> str:
+    told = "; ".join(_at_last(p) for p in processes[:NUM_TOLD])
+    return told + (f"; and {len(processes) - NUM_TOLD} more" if len(processes) > NUM_TOLD else "")
+
+
+def _rounds_evidence(f: Flagged, found: Tally, num_rounds: int) -> Evidence:
+    numbers = ", ".join(str(n + 1) for n in f.rounds[:NUM_NAMES_SHOWN])
+    more = f" and {len(f.rounds) - NUM_NAMES_SHOWN} more" if len(f.rounds) > NUM_NAMES_SHOWN else ""
+    of_it = "" if len(f.members) == 1 else f", {len(f.members)} processes,"
+    return Evidence(
+        kind=ROUNDS,
+        text=f"{f.name}{of_it} flagged in {len(f.rounds)} of {num_rounds} rounds: {numbers}{more}",
+        values={"num_flagged": float(len(f.rounds)), "num_rounds": float(num_rounds), "chance_ratio": f.chance},
+    )
+
+
+def _standing_evidence(process: Process, rounds: Sequence[Sequence[Process]]) -> Evidence:
+    """In how many of the last rounds it was at the place where it is now."""
+    keys = [next((p.stack.key for p in r if p.key == process.key and p.stack), None) for r in reversed(rounds)]
+    num = next((n for n, key in enumerate(keys) if key != keys[0]), len(keys))
+    text = f"{process.name}: at the same place in the last {num} of {len(rounds)} rounds"
+    return Evidence(kind=ROUNDS, text=text, values={"num_flagged": float(num), "num_rounds": float(len(rounds))})
 
 
 def _place_evidence(place: Place) -> Evidence:

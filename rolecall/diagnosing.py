@@ -18,6 +18,7 @@ from rolecall.detector import flight_dumps, flight_recorder, recording, stack_du
 from rolecall.detector.merging import merged
 from rolecall.detector.panel import Floats, Panel, PanelDetector, findings
 from rolecall.detector.sequential import Sequential
+from rolecall.detector.stack_dumps import Dump
 from rolecall.explaining import Explained, ScoreTrace
 from rolecall.fleet_watching import utc
 from rolecall.text import plain
@@ -153,9 +154,10 @@ def diagnose(
     if found.stacks:
         say(f"reading {len(found.stacks)} stack dump(s)")
         topology = stack_dumps.read_topology(found.topology) if found.topology else None
-        taken = [stack_dumps.read(f) for f in found.stacks]
+        taken, remarks = _stacks(found.stacks, paths)
         told += stacks.diagnose(taken, topology=topology)
-        answer.inputs.append(_dump_input(found.stacks, "stack dumps", stacks.looked_at(taken, topology=topology)))
+        looked_at = stacks.looked_at(taken, topology=topology)
+        answer.inputs.append(_dump_input(found.stacks, "stack dumps", looked_at, remarks))
     for folder, num in found.passed_over.items():
         answer.inputs.append(
             Input(path=str(folder), kind="folder", looked_at=f"{num} file(s) of no known kind passed over")
@@ -198,6 +200,22 @@ def _place(d: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None, int]:
             if panel.shape.suspect(n) == d.suspects[0]:
                 return panel, n
     return None, 0
+
+
+def _stacks(files: Sequence[Path], named: Sequence[Path]) -> tuple[list[Dump], tuple[str, ...]]:
+    """The dumps, and what is wrong with those of a folder that cannot be read: their processes count as missing. Raises
+    UnreadableInput: a file that was named cannot be read, or none can."""
+    dumps, unreadable = [], []
+    for file in files:
+        try:
+            dumps.append(stack_dumps.read(file))
+        except UnreadableInput as e:
+            if file in named:
+                raise
+            unreadable.append(e)
+    if not dumps:
+        raise unreadable[0]
+    return dumps, tuple(str(e) for e in unreadable)
 
 
 def _dump_input(files: Sequence[Path], kind: str, looked_at: str, remarks: tuple[str, ...] = ()) -> Input:

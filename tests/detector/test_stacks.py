@@ -2,16 +2,20 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rolecall import diagnosing
 from rolecall.core.diagnosis import FaultClass, Finding
 from rolecall.core.errors import UnreadableInput
 from rolecall.detector import stack_dumps
@@ -19,7 +23,8 @@ from rolecall.detector.findings import SETTLE
 from rolecall.detector.stack_dumps import Dump, Frame, Group, Thread, Topology, is_dump, is_topology, normal_frame, read
 from rolecall.detector.stack_dumps import read_topology as topology_of
 from rolecall.detector.stack_places import Doing, stack_of
-from rolecall.detector.stacks import PARALLEL_GROUP, STACK_GROUP, diagnose, looked_at
+from rolecall.detector.stack_rounds import chance
+from rolecall.detector.stacks import PARALLEL_GROUP, ROUNDS, STACK_GROUP, diagnose, looked_at
 
 C10D = "torch/distributed/distributed_c10d.py"
 WRAPPER = "torch/distributed/c10d_logger.py:wrapper"
@@ -107,7 +112,8 @@ def test_one_who_computes_is_named_with_less_confidence_and_an_older_dump_change
     same = only(diagnose([*waiting, late, dump(3, *COMPUTE, active=True, at=90.0)]))
     assert (ranks(same), same.confidence) == ([3], 0.7) and "an older dump shows the same" in same.because
     moved = only(diagnose([*waiting, late, dump(3, "layers.py:backward", "train.py:main", active=True, at=90.0)]))
-    assert (ranks(moved), moved.confidence) == ([3], 0.5) and "it moves" in moved.because
+    assert (ranks(moved), moved.fault_class) == ([3], FaultClass.CANNOT_TELL) and "it moves" in moved.because
+    assert "5 rounds of dumps of all processes, 10 s apart" in settle(moved)
 
 
 def test_cause_comes_before_symptom() -> None:
@@ -236,6 +242,262 @@ def test_a_group_can_come_of_file_names() -> None:
     assert sorted(r or 0 for r in ranks(found)) == [4, 5, 6, 7] and "the pp group of dp 1" in found.because
 
 
+# --- rounds -------------------------------------------------------------------------------------------------------
+
+LAYERS = ("attention", "mlp", "norm", "embed", "head")
+
+
+def looks(*rounds: dict[int, Sequence[str]], num: int = 8, **more: object) -> list[Dump]:
+    """A round every ten seconds: ranks at these places, all others in one collective."""
+    return [
+        dump(r, *some.get(r, REDUCE), active=r in some, at=100.0 + 10 * n, **more)
+        for n, some in enumerate(rounds)
+        for r in range(num)
+        if some.get(r, REDUCE)
+    ]
+
+
+def work(n: int) -> tuple[str, ...]:
+    """In another layer in each round."""
+    return (f"layers.py:{LAYERS[n % 5]}", "train.py:step", "train.py:main")
+
+
+def late(*ranks_of_rounds: Sequence[int], num: int = 8) -> list[Dump]:
+    """These ranks compute in these rounds, each time elsewhere; in a round without any nobody waits."""
+    everybody = [dict.fromkeys(range(num), work(n)) for n in range(len(ranks_of_rounds))]
+    return looks(
+        *(dict.fromkeys(r, work(n)) if r else everybody[n] for n, r in enumerate(ranks_of_rounds)),
+        num=num,
+    )
+
+
+def rounds_told(found: Finding) -> dict[str, float]:
+    return next(e.values for e in found.evidence if e.kind == ROUNDS)
+
+
+def test_who_holds_up_the_others_in_most_rounds_and_moves_is_slow() -> None:
+    found = only(diagnose(late([3], [3], [], [3], [3])))
+    assert (ranks(found), found.fault_class, found.confidence) == ([3], FaultClass.SLOW, 0.7)
+    assert "the others wait for trainer rank 3 (node m01) in 4 of 5 rounds of stacks" in found.because
+    told = next(e for e in found.evidence if e.kind == ROUNDS)
+    assert told.text == "trainer rank 3 (node m01) flagged in 4 of 5 rounds: 1, 2, 4, 5"
+    assert told.values == {"num_flagged": 4, "num_rounds": 5, "chance_ratio": pytest.approx(8 / 8**4)}
+    assert (found.onset, found.detected_at) == (100.0, 140.0)
+    assert looked_at(late([3], [3])).startswith("trainer: 8 stacks, the last of 2 rounds: 7 wait in a collective")
+
+
+@pytest.mark.parametrize(
+    ("outliers", "fault_class", "wanted"),
+    [
+        (([3], [3], [3], [], []), FaultClass.SLOW, [3]),
+        (([3], [3], [3, 6], [3], [6]), FaultClass.SLOW, [3]),
+        (([3], [3], [3]), FaultClass.SLOW, [3]),
+        (([3], [], [3], [], []), FaultClass.CANNOT_TELL, [3]),
+        (([3], [3]), FaultClass.CANNOT_TELL, [3]),
+        (([], [], [], [], [3]), FaultClass.CANNOT_TELL, [3]),
+        (([3], [6], [3], [6], [3], [6]), FaultClass.CANNOT_TELL, [3, 6]),
+        (([3], [3], [3], [], [], []), FaultClass.CANNOT_TELL, [3]),
+        (([3], [], [], [], []), None, []),
+        (([3], [], []), None, []),
+        (([3], [6], [1], [4], [7]), None, []),
+        (([], [], [], [], []), None, []),
+    ],
+    ids=[
+        "three of five",
+        "others now and then",
+        "three of three",
+        "two of five",
+        "both of two",
+        "the last only",
+        "a tie",
+        "three of six",
+        "one noisy round",
+        "one of three",
+        "always another",
+        "nobody",
+    ],
+)
+def test_flags_are_counted(outliers: tuple[list[int], ...], fault_class: FaultClass | None, wanted: list[int]) -> None:
+    found = diagnose(late(*outliers, num=16))
+    assert [(f.fault_class, ranks(f)) for f in found] == ([(fault_class, wanted)] if fault_class else [])
+    for f in found:
+        num = sum(wanted[0] in r for r in outliers)
+        assert f"in {num} of {len(outliers)} rounds" in f.because and rounds_told(f)["num_flagged"] == num
+        assert ("5 rounds of dumps of all processes, 10 s apart" in settle(f)) == (fault_class != FaultClass.SLOW)
+
+
+def test_two_that_take_turns_are_named_by_what_they_share() -> None:
+    found = only(diagnose(late([6], [7], [6], [7], [6], num=16)))
+    assert (ranks(found), found.fault_class) == ([6, 7], FaultClass.SLOW)
+    assert "the others wait for node m03 in 5 of 5 rounds" in found.because
+    together = only(diagnose(late(*[[6, 7]] * 5, num=16)))
+    assert ranks(together) == [6, 7] and "node m03 in 5 of 5" in together.because
+    apart = only(diagnose(late(*[[3, 8]] * 5, num=16)))
+    assert ranks(apart) == [3, 8] and "rank 3 (node m01) and trainer rank 8 (node m04) in 5 of 5" in apart.because
+
+
+def test_the_same_parallel_group_elsewhere_in_most_rounds_is_named_as_a_whole() -> None:
+    """As in the published picture, in a job that goes on: some of one pipeline group are behind in each round."""
+
+    def behind(n: int) -> dict[int, Sequence[str]]:
+        return {24 + (n + k) % 8: (f"{C10D}:irecv", f"p2p.py:recv_{n}", "train.py:main") for k in range(5)}
+
+    dumps = looks(*(behind(n) for n in range(5)), num=32)
+    found = only(diagnose(dumps, topology=GRID))
+    assert sorted(r or 0 for r in ranks(found)) == list(range(24, 32))
+    assert (found.fault_class, found.confidence) == (FaultClass.SLOW, 0.5)
+    assert "in 5 of 5 rounds of stacks most of them at one place and those elsewhere in the tp x pp group of dp 3" in (
+        found.because
+    )
+    assert next(e.values for e in found.evidence if e.kind == PARALLEL_GROUP)["num_members"] == 8
+
+
+def test_who_stands_over_the_rounds_hangs() -> None:
+    healthy = late([], [])
+    later = [replace(d, at=d.at + 20) for d in looks({3: LOADER}, {3: LOADER}, {3: LOADER})]
+    found = only(diagnose([*healthy, *later]))
+    assert (ranks(found), found.fault_class, found.confidence) == ([3], FaultClass.HANG, 0.9)
+    assert rounds_told(found) == {"num_flagged": 3, "num_rounds": 5}
+    assert "at the same place in the last 3 of 5 rounds" in str(found.evidence)
+    slow_before = looks({3: work(0)}, {3: work(1)}, {3: LOADER}, {3: LOADER}, {3: LOADER})
+    assert only(diagnose(slow_before)).fault_class == FaultClass.HANG
+    assert only(diagnose(slow_before[:-8])).fault_class == FaultClass.SLOW, (
+        "two looks may hit it at one place by chance"
+    )
+    flowing = looks({3: LOADER, 1: RECEIVE}, {3: LOADER}, {3: LOADER}, {3: LOADER})
+    assert only(diagnose(flowing)).fault_class == FaultClass.HANG, "what was under way came to rest"
+
+
+def test_a_job_that_goes_on_does_not_hang_wherever_its_slowest_stands() -> None:
+    """A slow data loader looks the same each time; that the others leave their wait shows that it moves."""
+    found = only(diagnose(looks({3: LOADER}, {3: LOADER}, {3: LOADER}, {3: LOADER, 1: work(0)}, {3: LOADER})))
+    assert (ranks(found), found.fault_class) == ([3], FaultClass.SLOW) and "slow, not hung" in found.because
+
+
+def test_a_healthy_pipeline_is_not_slow_in_any_number_of_rounds() -> None:
+    rounds = [{r: RECEIVE if r != 3 else work(n) for r in range(4)} for n in range(5)]
+    assert (
+        diagnose([replace(d, threads=(thread(*frames_of(d), active=d.rank == 3),)) for d in looks(*rounds, num=4)])
+        == []
+    )
+
+
+def test_a_pipeline_stage_that_stands_while_its_pipeline_goes_on_does_not_hang() -> None:
+    def look(n: int, waits: Sequence[str]) -> list[Dump]:
+        stage = dump(3, *COMPUTE, active=True, at=100.0 + 10 * n)
+        return [*(dump(r, *waits, at=100.0 + 10 * n) for r in range(3)), stage]
+
+    other = (f"{C10D}:isend", *RECEIVE[1:])
+    assert diagnose([*look(0, RECEIVE), *look(1, other), *look(2, RECEIVE)]) == []
+    assert only(diagnose([*look(0, RECEIVE), *look(1, RECEIVE)])).fault_class == FaultClass.HANG
+
+
+def test_processes_looked_at_one_after_the_other_make_no_rounds() -> None:
+    dumps = [replace(d, at=1000.0 + 60 * (d.rank or 0) + d.at) for d in late([3], [3], [3], [3], [3])]
+    assert only(diagnose(dumps)).fault_class == FaultClass.CANNOT_TELL
+    assert "rounds" not in looked_at(dumps)
+
+
+def frames_of(d: Dump) -> list[str]:
+    return [f"{f.file}:{f.name}" for f in d.threads[0].frames]
+
+
+def test_who_was_seen_before_and_has_no_dump_of_now_is_missing() -> None:
+    """It computed while it was there: what an old dump shows is not what it does now."""
+    rounds = [{5: work(0)}, {5: ()}, {5: ()}]
+    found = only(diagnose(looks(*rounds)))
+    assert (ranks(found), found.fault_class) == ([5], FaultClass.HANG) and "no dump of trainer rank 5" in found.because
+    arrived = diagnose([*late([]), *(replace(d, at=110.0) for d in looks({5: ()}))])
+    assert only(arrived).fault_class == FaultClass.CANNOT_TELL, "the others may just have come"
+
+
+def test_outliers_at_random_are_seldom_named() -> None:
+    """Somebody is the last in every round, by lot: in at most a tenth of such jobs is anybody slow, of all the groups."""
+    rng = random.Random(5)
+    named = 0
+    for _ in range(60):
+        found = diagnose(late(*([rng.randrange(32)] for _ in range(5)), num=32), topology=GRID)
+        named += any(f.fault_class == FaultClass.SLOW for f in found)
+    assert named <= 6
+
+
+@pytest.mark.parametrize(("flags", "rounds", "num"), [(3, 5, 8), (4, 4, 4), (1, 2, 3)])
+def test_chance_is_that_of_drawing_lots(flags: int, rounds: int, num: int) -> None:
+    hits = [sum(x == 0 for x in lots) >= flags for lots in product(range(num), repeat=rounds)]
+    assert chance(flags, rounds, 1 / num) == pytest.approx(min(1, num * sum(hits) / len(hits)))
+
+
+def saved(folder: Path, names: str, outliers: Sequence[int], num: int = 8) -> list[Dump]:
+    """Dumps of that many rounds, as files that lost their times; `names`: of `rank` and `round`."""
+    for n, slow in enumerate(outliers):
+        for r in range(num):
+            file = folder / names.format(rank=r, round=n + 1)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(py_spy_json(*(work(n) if r == slow else REDUCE), pid=50 + r)))
+            os.utime(file, ns=(0, r * 1000 + 7 * n % 3))
+    return [read(f) for f in sorted(folder.rglob("*.json"))]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "round_{round}/trainer_rank{rank}.json",
+        "{round}/rank_{rank}.json",
+        "2026112110000{round}/rank_{rank}.json",
+        "node-{rank}/round-{round}/rank{rank}.json",
+        "round-{round}/node-{rank}/rank{rank}.json",
+        "trainer-0_rank{rank}_round{round}.json",
+        "rank_{rank}.{round}.json",
+        "rank_{rank}_17{rank}000{round}.json",
+        "look{round}-node-{rank}-pid{rank}9.json",
+        "round{round}/{rank}.json",
+    ],
+)
+def test_rounds_are_told_by_names(tmp_path: Path, names: str) -> None:
+    dumps = saved(tmp_path, names, [3, 3, 3, 3, 3])
+    found = only(diagnose(dumps[::-1]))
+    assert found.fault_class == FaultClass.SLOW and found == only(diagnose(dumps))
+    assert rounds_told(found)["num_flagged"] == 5 and len(found.suspects) == 1
+
+
+def test_rounds_are_told_by_time_where_some_dumps_are_missing() -> None:
+    dumps = [d for d in late(*[[3]] * 5) if (d.rank, d.at) not in ((0, 100.0), (5, 120.0), (6, 140.0))]
+    jitter = [replace(d, at=d.at + (d.rank or 0) / 10, path=f"{i}") for i, d in enumerate(dumps)]
+    found = only(diagnose(jitter))
+    assert (ranks(found), rounds_told(found)["num_flagged"]) == ([3], 5)
+
+
+def test_dumps_that_cannot_be_put_into_rounds_are_judged_by_the_newest() -> None:
+    dumps = [*looks({3: LOADER}), dump(0, *REDUCE, at=99.9), dump(1, *REDUCE, at=99.0), dump(1, *REDUCE, at=98.0)]
+    assert (ranks(only(diagnose(dumps))), only(diagnose(dumps)).fault_class) == ([3], FaultClass.HANG)
+
+
+def test_a_file_given_twice_is_no_second_round() -> None:
+    dumps = [dump(r, *(LOADER if r == 3 else REDUCE)) for r in range(8)]
+    copied = [replace(d, path=f"copy/{d.path}") for d in dumps]
+    assert only(diagnose([*dumps, *copied])).because == only(diagnose(dumps)).because
+
+
+def test_an_earlier_process_tells_nothing_of_the_one_in_its_place() -> None:
+    now = [dump(r, *REDUCE, pid=20 + r) for r in range(7)]
+    before = [dump(r, *work(r), pid=10 + r, at=90.0) for r in range(8)]
+    found = only(diagnose([*before, *now, dump(7, *LOADER, pid=27)]))
+    assert (ranks(found), found.fault_class, found.confidence) == ([7], FaultClass.HANG, 0.8)
+    yesterday = [dump(r, *work(r), at=-80_000.0) for r in range(8)]
+    assert only(diagnose([*yesterday, *looks({7: LOADER})])).fault_class == FaultClass.HANG
+
+
+def test_processes_of_containers_that_share_a_pid_are_not_one(tmp_path: Path) -> None:
+    for names in ("pod-{}.json", "{}/stack.json", "node-1/{}-pid1.json", "stack_{}.json"):
+        dumps = []
+        for n, texts in enumerate((REDUCE, REDUCE, LOADER)):
+            file = tmp_path / names.format("abc"[n] if "node" in names else n)
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(json.dumps(py_spy_json(*texts, pid=1)))
+            dumps.append(read(file))
+        assert "2 of 3" in only(diagnose(dumps)).because, names
+
+
 # --- places -------------------------------------------------------------------------------------------------------
 
 
@@ -297,6 +559,11 @@ def test_the_thread_that_tells_most_speaks_for_its_process() -> None:
     ]
 
 
+def test_a_main_thread_without_frames_leaves_the_word_to_any_other() -> None:
+    helper = thread("agent.py:beat", "threading.py:run", name="Thread-9 (beat)")
+    assert stack_of(Dump(path="a", at=0.0, threads=(thread(), helper))).at == "beat (agent.py)"
+
+
 @pytest.mark.parametrize(
     ("file", "name", "wanted"),
     [
@@ -341,6 +608,13 @@ def py_spy_json(*texts: str, pid: int = 7, name: str = "MainThread") -> list[dic
         ("learner-2.json", {"role": "learner", "replica": "learner/2"}),
         ("stack-5.json", {}),
         ("frank7.json", {}),
+        ("NODE=GPU-07_rank12.json", {"node": "GPU-07", "rank": 12}),
+        ("machine-learning/rank1.json", {"rank": 1}),
+        ("nodes/rank1.json", {"rank": 1}),
+        ("node7_local_rank3.json", {"node": "node7"}),
+        ("round-2_rank3.json", {"rank": 3, "round_index": 2}),
+        ("rank3_of_8-2.json", {"rank": 3, "world_size": 8, "round_index": 2}),
+        ("trainer-1_rank3_step-7.json", {"role": "trainer", "replica": "trainer/1", "rank": 3}),
     ],
 )
 def test_names_say_whose_stack_it_is(tmp_path: Path, path: str, wanted: dict[str, object]) -> None:
@@ -348,7 +622,7 @@ def test_names_say_whose_stack_it_is(tmp_path: Path, path: str, wanted: dict[str
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(py_spy_json(*REDUCE)))
     found = read(file)
-    empty = {"node": "", "role": "", "replica": "", "rank": None, "world_size": None, "axes": ()}
+    empty = {"node": "", "role": "", "replica": "", "rank": None, "world_size": None, "axes": (), "round_index": None}
     assert {k: getattr(found, k) for k in empty} == {**empty, **wanted} and found.pid == 7
 
 
@@ -407,6 +681,19 @@ def test_a_bad_dump_is_refused_by_name(tmp_path: Path, what: str) -> None:
     file.write_text(BAD[what])
     with pytest.raises(UnreadableInput, match=r"rank_0\.json: \w"):
         read(file)
+
+
+def test_a_damaged_dump_of_a_folder_is_told_and_its_process_counts_as_missing(tmp_path: Path) -> None:
+    for r in range(8):
+        text = json.dumps(py_spy_json(*REDUCE))
+        (tmp_path / f"trainer_rank{r}_of_8.json").write_text(text if r != 5 else text[:-40])
+    answer = diagnosing.diagnose([tmp_path], [])
+    assert "no dump of trainer rank 5" in answer.diagnoses[0].because
+    assert [r for i in answer.inputs for r in i.remarks if "rank5_of_8.json: not JSON, or cut short" in r]
+    with pytest.raises(UnreadableInput, match="rank5_of_8"):
+        diagnosing.diagnose([tmp_path / "trainer_rank5_of_8.json"], [])
+    with pytest.raises(UnreadableInput, match="rank5_of_8"):
+        diagnosing.diagnose([tmp_path / "trainer_rank4_of_8.json", tmp_path / "trainer_rank5_of_8.json"], [])
 
 
 def test_a_dump_of_10_gib_a_folder_and_nothing_are_refused(tmp_path: Path) -> None:
@@ -479,6 +766,7 @@ def test_a_topology_is_known_by_its_content(tmp_path: Path) -> None:
         '{"world_size": "many", "ranks": {}}',
         '{"world_size": 2, "ranks": {"5": {}}}',
         '{"ranks": {"x": {}}}',
+        '{"ranks": {"' + "1" * 5000 + '": {}}}',
         '{"groups": {"pp": [1, 2]}}',
         '{"groups": {"pp": [["a"]]}}',
         '{"groups": [[1, 2]]}',
@@ -567,3 +855,59 @@ def test_real_processes(real: dict[str, subprocess.Popen[str]], tmp_path: Path) 
     assert stack_of(stopped).doing == Doing.COLLECTIVE, "a stopped process looks as it did"
     absent = only(diagnose([*waiting[:2], waiting[2]], topology=Topology(world_size=4)))
     assert [s.rank for s in absent.suspects] == [3]
+
+
+STEPPER = """
+import sys
+
+def all_reduce():
+    print("ready", flush=True)
+    return sys.stdin.readline().strip()
+
+def attention():
+    print("ready", flush=True)
+    return sys.stdin.readline().strip()
+
+def mlp():
+    print("ready", flush=True)
+    return sys.stdin.readline().strip()
+
+def step(what):
+    return {"wait": all_reduce, "attention": attention, "mlp": mlp}[what]()
+
+what = "wait"
+while what:
+    what = step(what)
+"""
+
+
+def test_real_processes_over_five_rounds(tmp_path: Path) -> None:
+    """The fourth computes in another layer in each round, once it waits like the others: slow, in four of five."""
+    script = tmp_path / "train.py"
+    script.write_text(STEPPER)
+    started = [
+        subprocess.Popen([sys.executable, "-I", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    dumps = []
+    try:
+        for n, slow in enumerate(("attention", "mlp", "wait", "attention", "mlp")):
+            for r, process in enumerate(started):
+                assert process.stdin is not None and process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+                process.stdin.write(f"{slow if r == 3 else 'wait'}\n")
+                process.stdin.flush()
+                assert process.stdout.readline() == "ready\n"
+                folder = tmp_path / f"round-{n + 1}"
+                folder.mkdir(exist_ok=True)
+                dumps.append(py_spy(process, folder / f"trainer-0_rank{r}.json"))
+                process.stdin.write("wait\n")
+                process.stdin.flush()
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate(timeout=10)
+    found = only(diagnose(dumps))
+    assert (ranks(found), found.fault_class) == ([3], FaultClass.SLOW)
+    assert "the others wait for trainer/0 rank 3 in 4 of 5 rounds" in found.because
+    assert "in its own code: mlp (train.py), called by step (train.py)" in found.because

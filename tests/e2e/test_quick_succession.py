@@ -18,6 +18,7 @@ from rolecall.agent.pages import PageReader, PageState, PageUnreadable
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.rl_runtime.faults import WEIGHTS, Inside, Request, effect_path, request_path
 from rolecall.rl_runtime.injector import inject
+from rolecall.rl_runtime.processes import find_processes
 from rolecall.rl_runtime.supply import TOO_STALE
 from tests.e2e.observer import ESTABLISHED, LISTEN, Observer, is_alive, socket_inodes, stopped, tcp_sockets
 from tests.e2e.runs import DemoRun, alive, command, demo_run, rolecall
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 STREAMS_MIN = 16
 GROUP_SIZE = 8
+NUM_NODES = 7
 NUM_DIGITS = 24
 """Longer responses than the demo's, so that streams are open most of the time."""
 CURE_SECONDS = 240.0
@@ -209,9 +211,12 @@ def _connected(observer: Observer, pid: int) -> list[tuple[str, int]]:
 
 
 def _down_removes_what_kill_9_left(run: DemoRun) -> None:
+    raylets = [p for p in find_processes(run.path.resolve()) if p.name.startswith("raylet-")]
+    assert len(raylets) == NUM_NODES
     os.kill(run.process.pid, signal.SIGKILL)
     run.process.wait(10)
-    assert len(alive(run.observer)) > 20
+    eventually(lambda: not any(is_alive(p.pid, p.start_ticks) for p in raylets), "the raylets to end with it")
+    assert alive(run.observer) != []
     down = rolecall("down", str(run.path))
     assert down.returncode == 0, down.stderr
     eventually(lambda: alive(run.observer) == [], "all processes of the run to be gone")

@@ -1,4 +1,5 @@
-"""One real cluster of seven nodes with trivial actors: started, looked at from outside, hurt, and ended in each way."""
+"""One real cluster of seven nodes with trivial actors: started, looked at from outside, hurt, and ended in order (kill -9:
+tests/e2e/test_quick_succession.py)."""
 
 import os
 import signal
@@ -130,7 +131,7 @@ def _check_environment(c: ClusterRun) -> None:
         facts = dict(line.split("=", 1) for line in text.splitlines())
         assert facts["ROLECALL_RUN"] == str(c.run.path)
         assert facts["ROLECALL_NODE"] == record.node
-        assert facts["OMP_NUM_THREADS"] == "1" and facts["NICE"] == "0"
+        assert facts["OMP_NUM_THREADS"] == "1" and facts["NICE"] == str(os.nice(0))
         assert facts["RAY_AUTH_TOKEN"] == "", "the token itself is in an environment"
 
 
@@ -223,23 +224,6 @@ def _check_raylet_death(c: ClusterRun) -> None:
         Desired(replica=ReplicaId("trainer/1"), incarnation=3, node=NodeId("node-0"), because="another node")
     )
     c.until("trainer/1", 3, S.READY)
-
-
-@pytest.mark.e2e
-@pytest.mark.timeout(300)
-def test_nothing_is_left_after_kill_9_and_down(tmp_path: Path) -> None:
-    with cluster_run(tmp_path) as c:
-        c.until_started()
-        everything = find_processes(c.run.path)
-        assert len(everything) > 3 * len(NODES)
-        c.process.kill()
-        c.process.wait()
-        # Raylets end with their supervisor, agents too; what is left (GCS) is ended by `down`.
-        raylets = [p for p in everything if p.name.startswith("raylet-")]
-        eventually(lambda: not any(is_alive(p.pid, p.start_ticks) for p in raylets), "the raylets to end")
-        stop_run(c.run.path)
-        assert [str(p) for p in everything if is_alive(p.pid, p.start_ticks)] == []
-        assert stop_run(c.run.path) == []
 
 
 def test_command_lines_hold_no_secret_and_bind_loopback(tmp_path: Path) -> None:

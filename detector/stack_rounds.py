@@ -3,13 +3,13 @@
 After ByteRobust (arXiv 2509.16293, stack aggregation, fail-slow): every ten seconds the group with most of the outliers
 is flagged, and after five rounds the group flagged most is named. Here:
 
-  a group     is a process, a node, a replica or a parallel group, never the whole role
-  a flag      goes to each group that holds at least half of a round's outliers: one who is among them once, by chance,
-              spoils no round
-  named is    of the groups with `NUM_FLAGS_MIN` flags, in `FLAGGED_RATIO_MIN` of the rounds, the one whose flags are the
-              least likely if outliers were drawn at random: many flags on few processes; at most `CHANCE_MAX` likely
-  alike       groups of one size with as many flags: flagged in the same rounds they are named together, as the smallest
-              group that holds them; in others it is a tie, and nobody is named
+  a flag      goes to each outlier of a round, and to each group (node, replica, parallel group, never the whole role)
+              that holds at least half of them: one who is among them once, by chance, spoils no round
+  a suspect   is a group, or all processes that are flagged in the same rounds
+  named is    of the suspects with `NUM_FLAGS_MIN` flags, in `FLAGGED_RATIO_MIN` of the rounds, the one whose flags are the
+              least likely if outliers were drawn by lot, at most `CHANCE_MAX`: many flags, few processes. Several
+              processes are named as the smallest group that holds them, if that was flagged in the same rounds
+  a tie       are processes with as many flags in other rounds: nobody is named
 """
 
 import math
@@ -29,12 +29,14 @@ FLAGGED_RATIO_MIN = 0.6
 CHANCE_MAX = 0.05
 NUM_GROUPS_MAX = 512
 """So many groups, flagged most, are compared: a grid of many axes has very many."""
+NUM_DRAWN_MAX = 32
+"""Of more outliers in a round, half are as good as never in one group by lot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flagged:
-    """`rounds`: indices of those that flagged it. `chance`: how likely some group of its size had so many flags, had each
-    round that flags anybody drawn its outlier at random."""
+    """`rounds`: indices of those that flagged it. `chance`: how likely it is that anybody like it has so many flags when
+    each round draws its outliers by lot. `name`: empty for processes that share no more than their rounds."""
 
     name: str
     members: tuple[Process, ...]
@@ -45,73 +47,108 @@ class Flagged:
     def who(self) -> frozenset[Who]:
         return frozenset(p.key for p in self.members)
 
+    def enough(self, num_rounds: int) -> bool:
+        num = len(self.rounds)
+        return num >= NUM_FLAGS_MIN and num >= FLAGGED_RATIO_MIN * num_rounds and self.chance <= CHANCE_MAX
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """`best`: the group, or the groups that are alike, most to blame. `named`: whether they are, and not only suspected;
-    `tied`: not, since groups with as many flags contradict each other. `flagged`: all, the least likely first."""
+    """`best`: who is the most to blame; several are a tie. `named`: whether it is named, and not only suspected. `flagged`:
+    all, the least likely first."""
 
     best: tuple[Flagged, ...]
     named: bool
-    tied: bool
     flagged: tuple[Flagged, ...]
 
 
 def tally(outliers: Sequence[Sequence[Process]], processes: Sequence[Process]) -> Tally | None:
     """`outliers`: of each round; `processes`: all of the role. None if no round has any."""
-    flagged = _flagged(outliers, processes)
-    if not flagged:
+    single = _processes(outliers, processes)
+    if not single:
         return None
-    enough = [f for f in flagged if _enough(f, len(outliers))]
+    groups = _groups(outliers, processes)
+    flagged = sorted((*single, *groups), key=lambda f: (f.chance, len(f.members)))
+    enough = [f for f in flagged if f.enough(len(outliers))]
     first = (enough or flagged)[0]
-    alike = [f for f in flagged if (len(f.rounds), len(f.members)) == (len(first.rounds), len(first.members))]
-    tied = any(f.rounds != first.rounds for f in alike)
-    best = tuple(alike)
-    if len(alike) > 1 and not tied:
-        together = frozenset[Who]().union(*(f.who for f in alike))
-        around = [f for f in flagged if f.who >= together and set(f.rounds) >= set(first.rounds)]
-        around = [f for f in around if not enough or _enough(f, len(outliers))]
-        best = (min(around, key=lambda f: len(f.members)),) if around else best
-    return Tally(best=best, named=bool(enough) and not tied, tied=tied, flagged=tuple(flagged))
+    alike = [f for f in single if len(f.rounds) == len(first.rounds)] if first in single else [first]
+    if len(alike) == 1 and len(first.members) > 1 and first in single:
+        holding = [f for f in groups if f.who >= first.who and set(f.rounds) >= set(first.rounds)]
+        holding = [f for f in holding if f.enough(len(outliers)) or not enough]
+        alike = [min(holding, key=lambda f: len(f.members))] if holding else alike
+    return Tally(best=tuple(alike), named=bool(enough) and len(alike) == 1, flagged=tuple(flagged))
 
 
-def _enough(f: Flagged, num_rounds: int) -> bool:
-    num = len(f.rounds)
-    return num >= NUM_FLAGS_MIN and num >= FLAGGED_RATIO_MIN * num_rounds and f.chance <= CHANCE_MAX
+def _processes(outliers: Sequence[Sequence[Process]], processes: Sequence[Process]) -> list[Flagged]:
+    """By the rounds in which they were outliers."""
+    rounds: dict[Who, list[int]] = {}
+    for n, some in enumerate(outliers):
+        for p in some:
+            rounds.setdefault(p.key, []).append(n)
+    alike: dict[tuple[int, ...], list[Process]] = {}
+    for p in processes:
+        if p.key in rounds:
+            alike.setdefault(tuple(rounds[p.key]), []).append(p)
+    num_drawn = [len(some) for some in outliers if some]
+    share = sum(num_drawn) / len(num_drawn) / len(processes) if num_drawn else 0.0
+    return [
+        Flagged(
+            name=its[0].name if len(its) == 1 else "",
+            members=tuple(its),
+            rounds=when,
+            chance=at_least(len(its), len(processes) * often(len(when), len(num_drawn), share)),
+        )
+        for when, its in alike.items()
+    ]
 
 
-def _flagged(outliers: Sequence[Sequence[Process]], processes: Sequence[Process]) -> list[Flagged]:
+def _groups(outliers: Sequence[Sequence[Process]], processes: Sequence[Process]) -> list[Flagged]:
     rounds: dict[Group, list[int]] = {}
     for n, some in enumerate(outliers):
-        held = Counter(group for p in some for group in (("process", p.key), *groups_of(p)))
+        held = Counter(group for p in some for group in groups_of(p))
         for group, num in held.items():
             if 2 * num >= len(some):
                 rounds.setdefault(group, []).append(n)
-    num_flagging = sum(bool(some) for some in outliers)
     most = sorted(rounds, key=lambda group: -len(rounds[group]))[:NUM_GROUPS_MAX]
     members: dict[Group, list[Process]] = {group: [] for group in most}
     for p in processes:
-        for group in (("process", p.key), *groups_of(p)):
+        for group in groups_of(p):
             if group in members:
                 members[group].append(p)
+    num_drawn = [min(len(some), NUM_DRAWN_MAX) for some in outliers if some]
     found: dict[frozenset[Who], Flagged] = {}
     for group in most:
         its = members[group]
-        if not its or len(its) == len(processes):
+        if not 1 < len(its) < len(processes):
             continue
+        share = len(its) / len(processes)
+        flag = sum(often((num + 1) // 2, num, share) for num in num_drawn) / len(num_drawn)
         made = Flagged(
-            name=its[0].name if group[0] == "process" else group_name(group),
+            name=group_name(group),
             members=tuple(its),
             rounds=tuple(rounds[group]),
-            chance=chance(len(rounds[group]), num_flagging, len(its) / len(processes)),
+            chance=at_least(1, often(len(rounds[group]), len(num_drawn), flag) / share),
         )
-        found.setdefault(made.who, made)  # of names for the same processes the plainest: it comes first
-    return sorted(found.values(), key=lambda f: (f.chance, len(f.members)))
+        found.setdefault(made.who, made)  # of several names for the same processes the plainest, which comes first
+    return list(found.values())
 
 
-def chance(num_flags: int, num_rounds: int, share: float) -> float:
-    """Of `num_flags` or more in so many rounds for one of 1 / `share` groups, when each round hits one of them."""
-    one = sum(
-        math.comb(num_rounds, k) * share**k * (1 - share) ** (num_rounds - k) for k in range(num_flags, num_rounds + 1)
+def often(num: int, num_draws: int, share: float) -> float:
+    """The probability of `num` hits or more in so many draws."""
+    return math.fsum(
+        math.comb(num_draws, k) * share**k * (1 - share) ** (num_draws - k) for k in range(num, num_draws + 1)
     )
-    return min(1.0, one / share)
+
+
+def at_least(num: int, expected: float) -> float:
+    """The probability of `num` or more where `expected` come on average (Poisson); `num` is at least 1."""
+    if expected <= 0:
+        return 0.0
+    if num <= expected:
+        return 1.0
+    term = math.exp(num * math.log(expected) - expected - math.lgamma(num + 1))
+    total, n = 0.0, num
+    while term > total * 1e-9:
+        total, n = total + term, n + 1
+        term *= expected / n
+    return min(1.0, total)

@@ -26,7 +26,7 @@ from rolecall.detector.findings import settles
 from rolecall.detector.stack_dumps import Dump, Topology
 from rolecall.detector.stack_places import Doing, Stack, shown
 from rolecall.detector.stack_roster import Process, Role, Who, group_name, groups_of, roster
-from rolecall.detector.stack_rounds import NUM_FLAGS_MIN, NUM_ROUNDS, ROUND_SECONDS, Flagged, Tally, tally
+from rolecall.detector.stack_rounds import NUM_FLAGS_MIN, NUM_ROUNDS, ROUND_SECONDS, Flagged, tally
 
 DETECTOR = "stacks"
 STACK_GROUP = "stack_group"
@@ -305,12 +305,13 @@ def _again(role: Role, outliers: Sequence[Sequence[Process]]) -> Finding | None:
     seen = [p for n in flagged for p in outliers[n] if p.key in whom]
     often = Counter(p.key for p in seen)
     num = f"{len(flagged)} of {len(role.rounds)} rounds of stacks"
-    names = " and ".join(f.name for f in found.best[:NUM_NAMES_SHOWN])
-    evidence = tuple(_rounds_evidence(f, found, len(role.rounds)) for f in found.flagged[:NUM_GROUPS_SHOWN])
+    names = _flagged_name(found.best[0])
+    evidence = tuple(_rounds_evidence(f, len(role.rounds)) for f in found.flagged[:NUM_GROUPS_SHOWN])
     if not found.named:
         because = f"the others wait for {names} in {num}, and not always at the same place"
-        if found.tied:
-            because = f"the others wait for {' or '.join(f.name for f in found.best[:NUM_NAMES_SHOWN])}, for each in {num}: a tie"
+        if len(found.best) > 1:
+            tied = " or ".join(_flagged_name(f) for f in found.best[:NUM_NAMES_SHOWN])
+            because = f"the others wait for {tied}, for each in {num}: a tie"
         finding = case.cannot_tell(suspected, f"{because}: that may be chance", MORE_ROUNDS)
     elif all(p.stack is not None and p.stack.waits for p in seen):
         group = _Shared(names, tuple(suspected))
@@ -452,13 +453,17 @@ def _all_at_last(processes: Sequence[Process]) -> str:
     return told + (f"; and {len(processes) - NUM_TOLD} more" if len(processes) > NUM_TOLD else "")
 
 
-def _rounds_evidence(f: Flagged, found: Tally, num_rounds: int) -> Evidence:
+def _flagged_name(f: Flagged) -> str:
+    return f.name or _names(f.members)
+
+
+def _rounds_evidence(f: Flagged, num_rounds: int) -> Evidence:
     numbers = ", ".join(str(n + 1) for n in f.rounds[:NUM_NAMES_SHOWN])
     more = f" and {len(f.rounds) - NUM_NAMES_SHOWN} more" if len(f.rounds) > NUM_NAMES_SHOWN else ""
-    of_it = "" if len(f.members) == 1 else f", {len(f.members)} processes,"
+    of_it = f" ({len(f.members)} processes)" if f.name and len(f.members) > 1 else ""
     return Evidence(
         kind=ROUNDS,
-        text=f"{f.name}{of_it} flagged in {len(f.rounds)} of {num_rounds} rounds: {numbers}{more}",
+        text=f"{_flagged_name(f)}{of_it}: flagged in {len(f.rounds)} of {num_rounds} rounds: {numbers}{more}",
         values={"num_flagged": float(len(f.rounds)), "num_rounds": float(num_rounds), "chance_ratio": f.chance},
     )
 

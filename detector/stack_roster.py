@@ -22,8 +22,6 @@ from rolecall.core.ids import NodeId
 from rolecall.detector.stack_dumps import WORLD_SIZE_MAX, Dump, Topology
 from rolecall.detector.stack_places import Stack, stack_of
 
-UNKNOWN_NODE = NodeId("unknown")
-"""Node of a suspect whose dump, file and topology name none: a suspect needs one."""
 STORY_SECONDS_MAX = 600.0
 """Rounds further apart are not of one story; nor does it tell of a hang that somebody was elsewhere so long ago."""
 LOOKS_APART_SECONDS_MIN = 1.0
@@ -60,8 +58,9 @@ class Process:
 
     @property
     def suspect(self) -> Suspect:
+        """Where nothing tells the node the process stands for it: two are never taken for one machine."""
         return Suspect(
-            node=NodeId(self.node) if self.node else UNKNOWN_NODE,
+            node=NodeId(self.node or self.name.replace(" ", "-")),
             role=self.role,
             replica=self.replica,
             rank=self.rank,

@@ -694,6 +694,15 @@ def test_a_bad_dump_is_refused_by_name(tmp_path: Path, what: str) -> None:
         read(file)
 
 
+def test_where_no_node_is_named_each_role_has_its_own_diagnosis(tmp_path: Path) -> None:
+    for name in ("trainer_rank{}", "rollout_rank{}", "{}"):
+        for r in range(4):
+            (tmp_path / f"{name.format(r)}.json").write_text(json.dumps(py_spy_json(*(LOADER if r == 3 else REDUCE))))
+    answer = diagnosing.diagnose([tmp_path], [])
+    nodes = [s.node.rpartition("/")[2] for d in answer.diagnoses for s in d.suspects]
+    assert sorted(nodes) == ["pid-7", "rollout-rank-3", "trainer-rank-3"]
+
+
 def test_a_damaged_dump_of_a_folder_is_told_and_its_process_counts_as_missing(tmp_path: Path) -> None:
     for r in range(8):
         text = json.dumps(py_spy_json(*REDUCE))

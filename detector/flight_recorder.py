@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
 from rolecall.core.ids import NodeId
 from rolecall.detector.findings import settles
-from rolecall.detector.flight_dumps import GLOO, Dump, Entries, Operation
+from rolecall.detector.flight_dumps import Dump
+from rolecall.detector.flight_entries import GLOO, Entries, Operation
 
 DETECTOR = "flight_recorder"
 WAIT_SECONDS_MIN = 1.0

@@ -1,0 +1,191 @@
+"""A pickle of plain data, read without the pickle module: nothing in it can be imported or called.
+
+It may come from a compromised machine. Only the opcodes that plain data need are known here: numbers, text, lists, dicts
+whose keys are text, tuples of nothing that holds anything. Any other is refused by its name, and so is whatever would
+take more memory than a small multiple of the file. What comes out may hold one list in many places: who reads it counts.
+"""
+
+import pickletools
+import re
+import struct
+from typing import Any, NoReturn
+
+NUM_CONTAINERS_MAX = 4_000_000
+"""Lists, dicts and tuples: one byte of a pickle makes one of up to 232 bytes, so that this bounds memory to about 1 GB."""
+NUM_MEMO_MAX = 4_000_000
+NUM_OPCODES_MAX = 20_000_000
+"""A few seconds. An entry of a dump has seventy, if nothing of it was cut out."""
+DEPTH_MAX = 1000
+"""Of marks: lists in lists in lists. A dump has five."""
+NUM_CHARACTERS_MAX = 200
+"""Of a text that is quoted; the rest is cut off."""
+MAGIC = re.compile(rb"\x80[\x02-\x05]")
+
+_INT, _INT64, _FLOAT = struct.Struct("<i"), struct.Struct("<q"), struct.Struct(">d")
+_UINT16, _UINT32, _UINT64 = struct.Struct("<H"), struct.Struct("<I"), struct.Struct("<Q")
+_ATOMS = {str, int, float, bool, type(None)}
+_CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
+
+
+def safe(text: str) -> str:
+    """For terminals and logs: printable ASCII, everything else escaped; not too long."""
+    if text.isascii() and text.isprintable():
+        return text[:NUM_CHARACTERS_MAX]
+    return text[:NUM_CHARACTERS_MAX].encode("unicode_escape").decode("ascii")
+
+
+class NotPlain(Exception):
+    """Why it was not read, in words. Those that begin with `refused` wanted what no plain data need."""
+
+
+def loads(data: bytes) -> Any:
+    """The value that a pickle of protocol 2 to 5 holds. Raises NotPlain."""
+    if not MAGIC.match(data):
+        raise NotPlain("a pickle of an unknown protocol")
+    try:
+        value, end = _run(data)
+    except (IndexError, struct.error):
+        raise NotPlain("it is cut short, or damaged") from None
+    except KeyError:
+        raise NotPlain("not a readable pickle: it refers to what it does not hold") from None
+    except (TypeError, ValueError) as e:  # the wrong kind of value, text in no encoding
+        raise NotPlain(f"not a readable pickle: {safe(str(e))}") from None
+    if end != len(data):
+        raise NotPlain("something follows the end of the pickle")
+    return value
+
+
+def _run(data: bytes) -> tuple[Any, int]:
+    """The value, and where the pickle ends. Most frequent opcodes first."""
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+    push, at, num_containers = stack.append, 2, 0
+    for _ in range(NUM_OPCODES_MAX):
+        code = data[at]
+        at += 1
+        if code == 0x68:  # BINGET
+            push(memo[data[at]])
+            at += 1
+        elif code == 0x4B:  # BININT1
+            push(data[at])
+            at += 1
+        elif code == 0x4A:  # BININT
+            push(_INT.unpack_from(data, at)[0])
+            at += 4
+        elif code == 0x28:  # MARK
+            if len(marks) >= DEPTH_MAX:
+                raise NotPlain("nested too deeply")
+            marks.append(len(stack))
+        elif code == 0x65:  # APPENDS
+            first = _first(marks)
+            _a_list(stack[first - 1]).extend(stack[first:])
+            del stack[first:]
+        elif code == 0x75:  # SETITEMS
+            first = _first(marks)
+            _set(stack[first - 1], stack[first::2], stack[first + 1 :: 2])
+            del stack[first:]
+        elif code in (0x5D, 0x7D):  # EMPTY_LIST, EMPTY_DICT
+            num_containers = _counted(num_containers)
+            push([] if code == 0x5D else {})
+        elif code in _CONSTANTS:
+            push(_CONSTANTS[code])
+        elif code == 0x8A:  # LONG1
+            size = data[at]
+            if size > 8:
+                raise NotPlain("refused: it holds a number of more than 64 bits, which no dump needs")
+            push(int.from_bytes(_bytes(data, at + 1, size), "little", signed=True))
+            at += 1 + size
+        elif code == 0x4D:  # BININT2
+            push(_UINT16.unpack_from(data, at)[0])
+            at += 2
+        elif code in (0x58, 0x8C):  # BINUNICODE, SHORT_BINUNICODE
+            width, size = (4, _UINT32.unpack_from(data, at)[0]) if code == 0x58 else (1, data[at])
+            push(_bytes(data, at + width, size).decode("utf-8", "surrogatepass"))
+            at += width + size
+        elif code in (0x71, 0x72, 0x94):  # BINPUT, LONG_BINPUT, MEMOIZE
+            width = 1 if code == 0x71 else 4 if code == 0x72 else 0
+            key = int.from_bytes(_bytes(data, at, width), "little") if width else len(memo)
+            if len(memo) >= NUM_MEMO_MAX:
+                raise NotPlain(f"it remembers more than {NUM_MEMO_MAX:,} values")
+            memo[key] = stack[-1]
+            at += width
+        elif code == 0x6A:  # LONG_BINGET
+            push(memo[_UINT32.unpack_from(data, at)[0]])
+            at += 4
+        elif code in (0x29, 0x85, 0x86, 0x87):  # EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3
+            num_containers = _counted(num_containers)
+            size = 0 if code == 0x29 else code - 0x84
+            if size > len(stack) - (marks[-1] if marks else 0):
+                raise IndexError
+            items = tuple(stack[len(stack) - size :])
+            if not {*map(type, items)} <= _ATOMS:  # hashing and comparing such a tuple could take for ever
+                raise NotPlain("refused: it holds a tuple of tuples, lists or dicts, which no dump needs")
+            del stack[len(stack) - size :]
+            push(items)
+        elif code == 0x61:  # APPEND
+            value = stack.pop()
+            _a_list(stack[-1]).append(value)
+        elif code == 0x73:  # SETITEM
+            value, name = stack.pop(), stack.pop()
+            _set(stack[-1], [name], [value])
+        elif code == 0x47:  # BINFLOAT
+            push(_FLOAT.unpack_from(data, at)[0])
+            at += 8
+        elif code == 0x95:  # FRAME, which says how much is worth reading at once
+            if _UINT64.unpack_from(data, at)[0] > len(data) - at - 8:
+                raise IndexError
+            at += 8
+        elif code == 0x2E:  # STOP
+            if marks or len(stack) != 1:
+                raise NotPlain("not a readable pickle: it ends in the midst of a value")
+            return stack[0], at
+        else:
+            _refuse(data, at, stack)
+    raise NotPlain(f"it has more than {NUM_OPCODES_MAX:,} opcodes")
+
+
+def _first(marks: list[int]) -> int:
+    """Place of what follows the newest mark; what it is put into stands before it."""
+    first = marks.pop()
+    if first < 1:
+        raise IndexError
+    return first
+
+
+def _counted(num_containers: int) -> int:
+    if num_containers >= NUM_CONTAINERS_MAX:
+        raise NotPlain(f"it holds more than {NUM_CONTAINERS_MAX:,} lists and dicts")
+    return num_containers + 1
+
+
+def _bytes(data: bytes, at: int, size: int) -> bytes:
+    if size > len(data) - at:
+        raise IndexError
+    return data[at : at + size]
+
+
+def _a_list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError("something is put into what is no list")
+    return value
+
+
+def _set(table: Any, names: list[Any], values: list[Any]) -> None:
+    if type(table) is not dict or len(names) != len(values):
+        raise TypeError("something is put into what is no dict")
+    if any(type(name) is not str for name in names):
+        raise TypeError("a key is no text")
+    table.update(zip(names, values, strict=True))
+
+
+def _refuse(data: bytes, at: int, stack: list[Any]) -> NoReturn:
+    """Names the opcode before `at`, and what it wanted to run."""
+    name = next((known.name for known in pickletools.opcodes if known.code == chr(data[at - 1])), "")
+    if not name:
+        raise NotPlain(f"damaged at byte {at - 1:,}, or cut short")
+    if name in ("GLOBAL", "INST", "STACK_GLOBAL"):
+        lines = [line.decode("utf-8", "replace") for line in data[at : at + 1000].split(b"\n")[:2]]
+        wanted = [str(s) for s in stack[-2:] if type(s) is str] if name == "STACK_GLOBAL" else lines
+        raise NotPlain(f"refused: it wants to run {safe('.'.join(wanted))}, which no dump needs")
+    raise NotPlain(f"refused: it holds a {name}, which no dump needs")

@@ -294,8 +294,8 @@ def _again(role: Role, outliers: Sequence[Sequence[Process]]) -> Finding | None:
     if found is None:
         return None
     suspected = [p for f in found.best for p in f.members]
-    flagged = found.best[0].rounds
-    by_chance = len(flagged) < 2 or found.best[0].chance > LIKELY
+    flagged, num_flags = sorted({n for f in found.best for n in f.rounds}), len(found.best[0].rounds)
+    by_chance = num_flags < 2 or found.best[0].chance > LIKELY
     num_flagging = sum(map(bool, outliers))
     if not found.named and by_chance and (not outliers[-1] or num_flagging > 2):
         return None  # once is chance, and by now it is over, or it is another's turn each time
@@ -304,7 +304,7 @@ def _again(role: Role, outliers: Sequence[Sequence[Process]]) -> Finding | None:
     whom = {p.key for p in suspected}
     seen = [p for n in flagged for p in outliers[n] if p.key in whom]
     often = Counter(p.key for p in seen)
-    num = f"{len(flagged)} of {len(role.rounds)} rounds of stacks"
+    num = f"{num_flags} of {len(role.rounds)} rounds of stacks"
     names = _flagged_name(found.best[0])
     evidence = tuple(_rounds_evidence(f, len(role.rounds)) for f in found.flagged[:NUM_GROUPS_SHOWN])
     if not found.named:
@@ -312,7 +312,8 @@ def _again(role: Role, outliers: Sequence[Sequence[Process]]) -> Finding | None:
         if len(found.best) > 1:
             tied = " or ".join(_flagged_name(f) for f in found.best[:NUM_NAMES_SHOWN])
             because = f"the others wait for {tied}, for each in {num}: a tie"
-        finding = case.cannot_tell(suspected, f"{because}: that may be chance", MORE_ROUNDS)
+        seldom = [p for p in suspected if often[p.key]]
+        finding = case.cannot_tell(seldom, f"{because}: that may be chance", MORE_ROUNDS)
     elif all(p.stack is not None and p.stack.waits for p in seen):
         group = _Shared(names, tuple(suspected))
         first = [p for p in suspected if often[p.key] == max(often.values())]

@@ -332,6 +332,10 @@ def test_two_that_take_turns_are_named_by_what_they_share() -> None:
     found = only(diagnose(late([6], [7], [6], [7], [6], num=16)))
     assert (ranks(found), found.fault_class) == ([6, 7], FaultClass.SLOW)
     assert "the others wait for node m03 in 5 of 5 rounds" in found.because
+    twice = only(diagnose(late([20], [22], num=32), topology=GRID))
+    assert (ranks(twice), twice.fault_class) == ([20, 22], FaultClass.CANNOT_TELL), (
+        "nobody else of their group was late"
+    )
     together = only(diagnose(late(*[[6, 7]] * 5, num=16)))
     assert ranks(together) == [6, 7] and "node m03 in 5 of 5" in together.because
     apart = only(diagnose(late(*[[3, 8]] * 5, num=16)))
@@ -481,6 +485,35 @@ def test_rounds_are_told_by_time_where_some_dumps_are_missing() -> None:
 def test_dumps_that_cannot_be_put_into_rounds_are_judged_by_the_newest() -> None:
     dumps = [*looks({3: LOADER}), dump(0, *REDUCE, at=99.9), dump(1, *REDUCE, at=99.0), dump(1, *REDUCE, at=98.0)]
     assert (ranks(only(diagnose(dumps))), only(diagnose(dumps)).fault_class) == ([3], FaultClass.HANG)
+
+
+PLACES = (REDUCE, GATHER, RECEIVE, LOADER, COMPUTE, ("layers.py:mlp", "train.py:main"))
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda rank, texts, at, pid, number, node: dump(
+                rank, *texts, at=at, pid=pid, round_index=number, node=node, active=texts is COMPUTE
+            ),
+            st.integers(0, 5),
+            st.sampled_from(PLACES),
+            st.sampled_from((0.0, 10.0, 20.0, 30.0, 31.0, 5000.0)),
+            st.sampled_from((None, 1, 2)),
+            st.sampled_from((None, 1, 2, 3)),
+            st.sampled_from(("", "m1")),
+        ),
+        min_size=1,
+        max_size=30,
+    ),
+    st.randoms(use_true_random=False),
+)
+def test_the_order_of_files_changes_nothing(dumps: list[Dump], rng: random.Random) -> None:
+    dumps = [replace(d, path=f"{n}.json", rank=d.rank if n % 7 else None) for n, d in enumerate(dumps)]
+    shuffled = rng.sample(dumps, len(dumps))
+    for topology in (None, Topology(world_size=8, sizes=(("tp", 2), ("dp", 4)), pids={6: 1})):
+        assert diagnose(shuffled, topology=topology) == diagnose(dumps, topology=topology)
+        assert looked_at(shuffled, topology=topology) == looked_at(dumps, topology=topology)
 
 
 def test_a_file_given_twice_is_no_second_round() -> None:

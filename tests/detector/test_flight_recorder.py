@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rolecall.core.diagnosis import FaultClass, Finding
-from rolecall.detector import flight_recorder
+from rolecall.detector import flight_places, flight_recorder
 from rolecall.detector.findings import SETTLE
 from rolecall.detector.flight_dumps import read_as_needed, read_many
 from rolecall.detector.flight_recorder import diagnose, looked_at
@@ -434,6 +434,20 @@ def job_files(folder: Path, without: int) -> list[Path]:
     return [p for p in folder.rglob("*rank_*") if not p.name.endswith(f"_{without}")]
 
 
+def test_thousands_of_groups_of_all_ranks_do_no_harm(tmp_path: Path) -> None:
+    """As a hostile dump may claim them: who is in each is not listed once more for each."""
+    job = Job(tmp_path, {WORLD: (0, 1)})
+    job.all_did("all_reduce")
+    (path,) = job.dump([0])
+    content = job.content(0)
+    content["rank"], content["pg_status"] = 400_000, {}
+    content["pg_config"] = {str(n): {"desc": "default_pg", "ranks": "[]"} for n in range(5000)}
+    path.write_bytes(pickle.dumps(content, protocol=2))
+    begun = time.monotonic()
+    assert found([path, *job.dump([1])]) == []
+    assert time.monotonic() - begun < 30.0, "400,000 ranks in 5,000 groups would take minutes, and 16 GB"
+
+
 # --- any job ---------------------------------------------------------------------------------------------------------
 
 
@@ -555,7 +569,7 @@ def gloo(tmp_path: Path) -> Iterator[Gloo]:
         job.close()
 
 
-WAIT_SECONDS = flight_recorder.WAIT_SECONDS_MIN + 0.2
+WAIT_SECONDS = flight_places.WAIT_SECONDS_MIN + 0.2
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def roster(dumps: Sequence[Dump], topology: Topology | None = None) -> list[Role
     for rank, pid in (topology.pids if topology else {}).items():
         ranks_of_pids.setdefault(pid, []).append(rank)
     by_role: dict[str, list[Dump]] = {}
-    for dump in dumps:
+    for dump in sorted(dumps, key=lambda d: _natural(d.path)):
         dump = _completed(dump, topology, ranks_of_pids)
         by_role.setdefault(dump.role, []).append(dump)
     return [_role(name, by_role[name], topology) for name in sorted(by_role)]

@@ -29,18 +29,14 @@ from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.rundir import RunDir
 from rolecall.detector import recording
+from rolecall.detector.agents_panels import AgentsPanels
 from rolecall.detector.merging import Merger
 from rolecall.detector.panel import Panel, PanelDetector, PanelShape
-from rolecall.detector.panel_source import (
-    AgentsPanels,
-    PanelSource,
-    PanelWatch,
-    RecordingSource,
-    Stopped,
-    Tick,
-    panel_key,
-)
-from rolecall.detector.prometheus import Client, Labels, PrometheusSource, Query, catalogue_queries, dcgm_queries
+from rolecall.detector.panel_source import PanelSource, RecordingSource, Stopped, Tick, panel_key
+from rolecall.detector.panel_watch import PanelWatch
+from rolecall.detector.prometheus import PrometheusSource
+from rolecall.detector.prometheus_api import Client
+from rolecall.detector.prometheus_queries import Labels, Query, catalogue_queries, dcgm_queries
 from rolecall.text import plain
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,8 @@ from rolecall.detector import recording
 from rolecall.detector.merging import merged
 from rolecall.detector.panel import Machine, Panel, findings
 from rolecall.detector.panel_source import Stopped, Tick, ticks_of
-from rolecall.detector.prometheus import WINDOW_INTERVALS, Labels, Query, catalogue_queries, dcgm_queries
+from rolecall.detector.prometheus import WINDOW_INTERVALS
+from rolecall.detector.prometheus_queries import Labels, Query, catalogue_queries, dcgm_queries
 from rolecall.fleet_watching import (
     PrometheusOptions,
     authorization,

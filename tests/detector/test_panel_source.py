@@ -12,17 +12,12 @@ from hypothesis import strategies as st
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.diagnosis import FaultClass, Finding
 from rolecall.core.errors import ConfigError, UnreadableInput
-from rolecall.detector import panel_source, recording
+from rolecall.detector import panel_source, recording, series_panels
+from rolecall.detector.agents_panels import AgentsPanels
 from rolecall.detector.panel import Floats, Machine, Panel, PanelShape, findings
-from rolecall.detector.panel_source import (
-    AgentsPanels,
-    Panels,
-    PanelWatch,
-    Place,
-    RecordingSource,
-    Series,
-    WatchLimits,
-)
+from rolecall.detector.panel_source import RecordingSource
+from rolecall.detector.panel_watch import PanelWatch, WatchLimits
+from rolecall.detector.series_panels import Panels, Place, Series
 from rolecall.detector.source import AgentsSource
 from tests.detector.fake_agent import NODE, FakeAgent, sample
 from tests.support import PATIENCE_SECONDS
@@ -250,8 +245,25 @@ def test_what_was_not_seen_for_long_is_left_out_when_a_panel_grows() -> None:
     assert [m.node for m in shape(5001.0, "b", "c").machines] == ["b", "c"]
 
 
+def test_panels_of_yesterday_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job each hour is no reason to stop after a thousand."""
+    monkeypatch.setattr(series_panels, "PANELS_MAX", 4)
+    panels = Panels(1.0)
+
+    def build(job: str, at: float) -> None:
+        place = Place(role="r", machine=Machine(node="n"), job=job)
+        panels.build(np.array([at]), [Series(metric="m", places=[place], values=np.ones((1, 1), dtype=np.float32))])
+
+    for n in range(10):
+        build(f"job {n}", 2000.0 * n)
+    for n in range(2):
+        build(f"other {n}", 18_100.0)
+    with pytest.raises(UnreadableInput, match="more than 4 panels"):
+        build("one more", 18_200.0)
+
+
 def test_labels_that_name_no_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panel_source, "MACHINES_MAX", 10)
+    monkeypatch.setattr(series_panels, "MACHINES_MAX", 10)
     places = [Place(role="r", machine=Machine(node=f"n{i}")) for i in range(11)]
     series = Series(metric="m", places=places, values=np.ones((11, 1), dtype=np.float32))
     with pytest.raises(UnreadableInput, match="more than 10 machines"):

@@ -22,17 +22,11 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.metrics import BY_NAME
 from rolecall.detector.panel import Machine
-from rolecall.detector.panel_source import Place, Tick
-from rolecall.detector.prometheus import (
-    Client,
-    Labels,
-    Limits,
-    PrometheusSource,
-    Query,
-    catalogue_queries,
-    dcgm_queries,
-    trusted_rate,
-)
+from rolecall.detector.panel_source import Tick
+from rolecall.detector.prometheus import PrometheusSource
+from rolecall.detector.prometheus_api import Client, Limits
+from rolecall.detector.prometheus_queries import Labels, Query, catalogue_queries, dcgm_queries, trusted_rate
+from rolecall.detector.series_panels import Place
 
 Sample = Callable[[dict[str, str], float], object]
 
@@ -45,6 +39,8 @@ class FakeServer:
         self.series: dict[str, list[tuple[dict[str, str], Sample]]] = {}
         self.points_max = self.series_max = 10**9
         self.bad: list[Any] = []
+        self.bad_times: list[Any] = []  # for `time()`: a status, or seconds that its clock is ahead
+        self.chunked = False
         self.asked: list[dict[str, str]] = []  # forms of range queries
         self.headers: list[str] = []
         self.released = threading.Event()
@@ -92,6 +88,14 @@ class FakeServer:
         status, value = self.value(path, form) if bad is None else (bad, {}) if isinstance(bad, int) else (200, bad)
         body = value if isinstance(value, bytes) else json.dumps(value).encode()
         handler.send_response(status)
+        if self.chunked:
+            handler.send_header("Transfer-Encoding", "chunked")
+            handler.end_headers()
+            for at in range(0, len(body), 400):
+                piece = body[at : at + 400]
+                handler.wfile.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+            handler.wfile.write(b"0\r\n\r\n")
+            return
         handler.send_header("Content-Length", str(len(body) + (10 if bad == b"short" else 0)))
         if 300 <= status < 400:
             handler.send_header("Location", "http://127.0.0.1:1/elsewhere")
@@ -110,7 +114,10 @@ class FakeServer:
     def value(self, path: str, form: dict[str, str]) -> tuple[int, Any]:
         if path == "/api/v1/query":
             assert form["query"] == "time()"
-            now = self.clock.wall()
+            bad = self.bad_times.pop(0) if self.bad_times else 0.0
+            if isinstance(bad, int):
+                return bad, {"status": "error", "errorType": "timeout", "error": "query timed out"}
+            now = self.clock.wall() + bad
             return 200, {"status": "success", "data": {"resultType": "scalar", "result": [now, str(now)]}}
         if path.startswith("/api/v1/label/"):
             name = path.split("/")[4]
@@ -273,6 +280,14 @@ def test_an_answer_too_large_is_asked_for_in_halves(server: FakeServer) -> None:
     assert len(server.asked) >= 7
 
 
+def test_the_rest_of_an_answer_too_large_does_not_hinder_the_next(server: FakeServer) -> None:
+    for i in range(4):
+        server.add("load", a_load, node=f"n{i}")
+    server.chunked = True
+    small = Limits(answer_bytes_max=1000, patience_seconds=0.0)
+    assert len(first(source(server, history=160.0, limits=small), 16)) == 16
+
+
 def test_a_query_that_cannot_be_split_says_what_to_do(server: FakeServer) -> None:
     for i in range(4):
         server.add("load", a_load, node=f"n{i}")
@@ -348,6 +363,59 @@ def test_an_outage_is_survived_and_caught_up(server: FakeServer, caplog: pytest.
     ticks.close()  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("status", [400, 413, 422, 503])
+def test_a_server_that_is_too_busy_to_tell_the_time_is_asked_again(server: FakeServer, status: int) -> None:
+    server.add("load", a_load, node="n0")
+    server.bad_times = [status]
+    with pytest.raises(UnreadableInput, match="no answer: query timed out"):
+        first(source(server), 1)
+    it = source(server)
+    ticks = it.ticks(patience())
+    begun = next(ticks).at
+    server.bad_times = [status] * 3
+    assert next(ticks).at == begun + 10.0
+    ticks.close()  # type: ignore[attr-defined]
+
+
+def test_a_clock_that_was_wrong_for_a_moment_costs_no_tick(server: FakeServer) -> None:
+    server.add("load", lambda labels, t: "1" if t < server.clock.wall() else None, node="n0")
+    it = source(server)
+    ticks = it.ticks(patience())
+    begun = next(ticks).at
+    server.bad_times = [50 * 365 * 86_400.0]
+    assert [next(ticks).at for _ in range(3)] == [begun + 10.0, begun + 20.0, begun + 30.0]
+    ticks.close()  # type: ignore[attr-defined]
+
+
+def test_who_stops_does_not_wait_for_all_queries(server: FakeServer) -> None:
+    server.add("load", a_load, node="n0")
+    queries = [Query(metric=f"m{n}", expression="load{$match}") for n in range(50)]
+    assert list(source(server, *queries).ticks(lambda: len(server.asked) >= 3)) == []
+    assert len(server.asked) == 3
+
+
+def test_native_histograms_are_left_out(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    server.add("load", a_load, node="n0")
+    it = source(server, QUERY, Query(metric="buckets", expression="load{$match}"))
+    ticks = it.ticks(patience())
+    next(ticks)
+    series = [{"metric": {"node": "n0"}, "histograms": [[server.clock.wall(), {"count": "1"}]]}]
+    server.bad = [{"status": "success", "data": {"resultType": "matrix", "result": series}}]
+    values = next(ticks).values
+    assert np.isfinite(values[:, 0]).tolist() == [True, False]
+    assert "native histograms are left out" in caplog.text
+    ticks.close()  # type: ignore[attr-defined]
+
+
+def test_names_that_cannot_be_written_are_left_out(server: FakeServer) -> None:
+    """Also where a server lists them as names of machines to ask for one by one."""
+    for name in ("n0", "n1", "n\ud800", "n" * 300, "n\u00e9"):
+        server.add("load", lambda labels, t: "1", node=name)
+    server.series_max = 3
+    [tick] = first(source(server), 1)
+    assert [m.node for m in tick.shape.machines] == ["n0", "n1", "n\u00e9"]
+
+
 def test_no_server_at_all_is_told(clock: FakeClock) -> None:
     client = Client("http://127.0.0.1:1", clock, limits=Limits(patience_seconds=0.5))
     it = PrometheusSource(client, [QUERY], clock, interval_seconds=1.0)
@@ -420,11 +488,20 @@ def test_credentials_are_sent_and_never_shown(server: FakeServer, clock: FakeClo
         "http://h/?a=b",
         "http://h/#x",
         "file:///etc/passwd",
+        "http://h/p\u00e4th",
+        "http://" + "a" * 64 + ".example",
+        "http://a..b",
     ],
 )
 def test_only_http_urls(url: str, clock: FakeClock) -> None:
     with pytest.raises(ConfigError, match="--url"):
         Client(url, clock)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.05, float("nan"), float("inf"), 1e6])
+def test_no_such_interval(seconds: float, clock: FakeClock) -> None:
+    with pytest.raises(ConfigError, match=r"--interval: must be within 0\.1 and 86400 s"):
+        PrometheusSource(Client("http://h", clock), [QUERY], clock, interval_seconds=seconds)
 
 
 @pytest.mark.parametrize("url", ["http://user:hunter2@host:9090", "http://hunter2@host", "https://u:hunter2@h:port"])

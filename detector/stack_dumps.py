@@ -391,8 +391,7 @@ def _round(path: Path) -> dict[str, Any]:
     folders = path.absolute().parents[:NUM_FOLDERS_READ]
     for named in (path, *folders):
         if found := _ROUND.search(named.stem if named is path else named.name):
-            series = str(path.absolute()).replace(found.group(0), "", 1)
-            return {"round_index": int(found.group(1)), "series": series}
+            return {"round_index": int(found.group(1)), "series": _ROUND.sub("", str(path.absolute()))}
     rest = path.stem.lower()
     for known in (_RANK, _PID, _AXIS, _NODE, _ROLE, _OTHER_ROLE):
         rest = known.sub("", rest)

@@ -121,11 +121,12 @@ def _judge(role: Role) -> Finding | None:
     if now is not None and now.fault_class != FaultClass.CANNOT_TELL:
         stands = [p for p in role.processes if p.key in hung][:NUM_TOLD]
         return replace(now, evidence=(*now.evidence, *(_standing_evidence(p, role.rounds) for p in stands)))
-    again = _again(role, [() if _in_pipeline(r, its) else its for r, its in zip(rounds, outliers, strict=True)])
+    counted = [() if _in_pipeline(r, its) else its for r, its in zip(rounds, outliers, strict=True)]
+    again = None if hung else _again(role, counted)
     if again is not None or now is None:
         return again
     # What nobody could tell of a job that goes on was a moment of it.
-    goes_on = any(p.moves for p in role.processes) and all(p.stack for p in role.processes)
+    goes_on = not hung and any(p.moves for p in role.processes) and all(p.stack for p in role.processes)
     return None if goes_on else now
 
 
@@ -175,10 +176,10 @@ def _stood(processes: Sequence[Process]) -> Sequence[Process]:
 
 
 def _outliers(processes: Sequence[Process]) -> tuple[Process, ...]:
-    """Of one round: who does not wait while most wait; where all do, who waits elsewhere than most."""
+    """Of one round: who does not wait while as many wait, or more; where all do, who waits elsewhere than most."""
     waiting = [p for p in processes if p.stack is not None and p.stack.waits]
     outside = [p for p in processes if p.stack is not None and not p.stack.waits]
-    if len(outside) >= len(waiting):
+    if len(outside) > len(waiting):
         return ()
     if outside:
         return tuple(outside)

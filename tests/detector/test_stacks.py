@@ -382,6 +382,14 @@ def test_a_job_that_goes_on_does_not_hang_wherever_its_slowest_stands() -> None:
     assert (ranks(found), found.fault_class) == ([3], FaultClass.SLOW) and "slow, not hung" in found.because
 
 
+def test_of_two_the_one_who_is_always_late_is_told() -> None:
+    five, six = (diagnose(late(*[[1]] * num, num=2)) for num in (5, 6))
+    assert (ranks(only(five)), only(five).fault_class) == ([1], FaultClass.CANNOT_TELL)
+    assert (ranks(only(six)), only(six).fault_class) == ([1], FaultClass.SLOW)
+    still = only(diagnose(looks(*[{1: LOADER}] * 5, num=2)))
+    assert still.fault_class == FaultClass.CANNOT_TELL and "as many do not" in still.because
+
+
 def test_a_healthy_pipeline_is_not_slow_in_any_number_of_rounds() -> None:
     rounds = [{r: RECEIVE if r != 3 else work(n) for r in range(4)} for n in range(5)]
     assert (

@@ -30,21 +30,9 @@ from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.errors import UnreadableInput
-from rolecall.detector.baselines import (
-    NUM_MACHINES_MIN,
-    WINDOW_TICKS,
-    Scores,
-    TailThreshold,
-    Windows,
-    against_others,
-    block_length,
-    block_probability,
-    mean_distances,
-    persistence_ticks,
-    surprise,
-    warm_up_ticks,
-)
 from rolecall.detector.panel import Floats, PanelShape
+from rolecall.detector.peer_scores import WINDOW_TICKS, Scores, against_others, mean_distances, surprise
+from rolecall.detector.warm_up import PeerTracker, TailThreshold, block_length, block_probability, persistence_ticks
 
 HIDDEN, LATENT = 4, 8
 CONTINUITY_SECONDS = 240.0
@@ -226,9 +214,9 @@ def make(false_alarms_per_1000_machine_days: float, *, model: Path | None = None
     return Minder(false_alarms_per_1000_machine_days=asked, model=read(model or BUILT_IN))
 
 
-class MinderTracker:
+class MinderTracker(PeerTracker):
     def __init__(self, settings: Minder, shape: PanelShape) -> None:
-        self._settings, self._shape = settings, shape
+        self._settings = settings
         self._order = settings.model.order(shape.metrics, settings.num_metrics)
         rows = settings.model.rows([shape.metrics[i] for i in self._order])
         together = settings.variant in (Variant.CONCATENATED, Variant.INTEGRATED)
@@ -236,27 +224,18 @@ class MinderTracker:
         if settings.variant != Variant.INTEGRATED:
             self._weights = self._weights.taken(rows)
         num_machines, num_channels = len(shape.machines), 1 if together else len(rows)
-        interval = shape.interval_seconds
-        self._windows, self._ranges = Windows(len(rows), num_machines), Ranges(len(rows))
-        usual = persistence_ticks(CONTINUITY_SECONDS, interval)
+        usual = persistence_ticks(CONTINUITY_SECONDS, shape.interval_seconds)
         self._num_ticks = settings.continuity_ticks or usual
-        self._warm_up = warm_up_ticks(interval)
-        block = min(block_length(usual), BLOCK_TICKS_MAX)
-        asked = settings.false_alarms_per_1000_machine_days
-        self._tail = TailThreshold(block, block_probability(asked, block * interval, num_channels))
-        self._thresholds: Scores | None = None
+        block, asked = min(block_length(usual), BLOCK_TICKS_MAX), settings.false_alarms_per_1000_machine_days
+        tail = TailThreshold(block, block_probability(asked, block * shape.interval_seconds, num_channels))
+        super().__init__(shape, len(rows), tail)
+        self._ranges = Ranges(len(rows))
         self._sigmas = np.zeros((num_channels, num_machines))
         self._candidate = np.full(num_channels, -1)
         self._since = np.zeros(num_channels)
         self._num_held = np.zeros(num_channels, dtype=np.int64)
         self._standing = np.zeros(num_machines, dtype=np.bool_)
         self._num_like = np.zeros(num_machines, dtype=np.int64)
-
-    def tick(self, at: float, values: Floats) -> list[Finding]:
-        if values.shape[1] < NUM_MACHINES_MIN:
-            return []
-        with np.errstate(over="ignore", invalid="ignore"):  # of values near the end of float32: they are not told apart
-            return self._tick(at, values)
 
     def _tick(self, at: float, values: Floats) -> list[Finding]:
         tried = values[self._order]
@@ -268,9 +247,7 @@ class MinderTracker:
         if self._windows.num_ticks <= self._warm_up:
             self._tail.add(scores)
             return []
-        if self._thresholds is None:
-            self._thresholds = self._tail.thresholds()
-        return self._judge(at, scores, self._thresholds)
+        return self._judge(at, scores, self._learned())
 
     def _scores(self, windows: Floats) -> Scores:
         """(W, K, N) -> (C, N) of channel (a metric, or all of them) and machine."""

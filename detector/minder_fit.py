@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolecall.detector.baselines import WINDOW_TICKS, Scores, nearest_filled
 from rolecall.detector.minder import (
     ANY_METRIC,
     HIDDEN,
@@ -35,6 +34,7 @@ from rolecall.detector.minder import (
     weight_shapes,
 )
 from rolecall.detector.panel import Floats, Panel, Times
+from rolecall.detector.peer_scores import WINDOW_TICKS, Scores, nearest_filled
 
 NUM_STEPS = 1500
 BATCH_WINDOWS = 256

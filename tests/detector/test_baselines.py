@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rolecall.detector import baselines
-from rolecall.detector.baselines import BASELINES, TailThreshold
+from rolecall.detector import peer_scores
+from rolecall.detector.baselines import BASELINES
 from rolecall.detector.panel import Machine, Panel, PanelShape, findings
+from rolecall.detector.warm_up import TailThreshold
 
 ASKED = 10.0
 FAST = [name for name in BASELINES if name != "isolation-forest"]
@@ -122,14 +123,14 @@ def test_a_missing_sample_is_the_nearest_in_time(seed: int, missing: float) -> N
     rng = np.random.default_rng(seed)
     window = rng.random((8, 2, 3), dtype=np.float32)
     window[rng.random(window.shape) < missing] = np.nan
-    np.testing.assert_array_equal(baselines.nearest_filled(window), _filled_by_hand(window))
+    np.testing.assert_array_equal(peer_scores.nearest_filled(window), _filled_by_hand(window))
 
 
 @pytest.mark.parametrize("num", [4, 63, 150])
 def test_distances_are_those_of_all_pairs(num: int) -> None:
     points = np.random.default_rng(num).random((8, 2, num), dtype=np.float32)
     points[3, 1, 0] = np.nan
-    found = baselines.mean_distances(points)
+    found = peer_scores.mean_distances(points)
     first = np.linalg.norm(points[:, 0, :, None] - points[:, 0, None, :], axis=0).sum(axis=1) / (num - 1)
     np.testing.assert_allclose(found[0], first, rtol=1e-3)
     if num == 4:
@@ -144,7 +145,7 @@ def test_distances_are_those_of_all_pairs(num: int) -> None:
 def test_a_score_is_in_standard_deviations_of_the_others_and_orders_as_the_z_score_does(distances: list[float]) -> None:
     values = np.array([distances])
     everybody = np.ones(len(distances), dtype=np.bool_)
-    found = baselines.against_others(values, everybody, spread_min=1e-3)[0]
+    found = peer_scores.against_others(values, everybody, spread_min=1e-3)[0]
     for i, v in enumerate(distances):
         others = np.delete(values[0], i)
         assert found[i] == pytest.approx((v - others.mean()) / max(others.std(ddof=1), 1e-3), rel=1e-3, abs=1e-3)
@@ -153,7 +154,7 @@ def test_a_score_is_in_standard_deviations_of_the_others_and_orders_as_the_z_sco
 
 def test_who_is_no_peer_is_compared_and_does_not_count() -> None:
     values, everybody = np.array([[1.0, 2.0, 3.0, 4.0, 50.0]]), np.array([True, True, True, True, False])
-    found = baselines.against_others(values, everybody, spread_min=1e-3)[0]
+    found = peer_scores.against_others(values, everybody, spread_min=1e-3)[0]
     assert found[3] == pytest.approx(2.0)
     assert found[4] == pytest.approx((50 - 2.5) / np.std([1, 2, 3, 4], ddof=1))
 
@@ -184,7 +185,7 @@ def test_surprise_has_an_exponential_tail_however_few_the_peers() -> None:
     rng = np.random.default_rng(6)
     for num in (4, 8, 100):
         values = rng.standard_normal((40_000 // num * 10, num))
-        sigmas = baselines.against_others(values, np.ones(num, dtype=np.bool_), spread_min=1e-9)
-        found = np.sort(baselines.surprise(sigmas, num - 1).ravel())
+        sigmas = peer_scores.against_others(values, np.ones(num, dtype=np.bool_), spread_min=1e-9)
+        found = np.sort(peer_scores.surprise(sigmas, num - 1).ravel())
         a, b, c = (found[int(len(found) * (1 - p))] for p in (1e-1, 1e-2, 1e-3))
         assert 0.6 < (c - b) / (b - a) < 1.6

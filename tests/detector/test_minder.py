@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from rolecall.core.errors import CommandRefused, UnreadableInput
 from rolecall.detector import minder, minder_fit, recording
-from rolecall.detector.baselines import mean_distances
 from rolecall.detector.minder import Minder, Variant
 from rolecall.detector.minder_fit import Fault
 from rolecall.detector.panel import Floats, Panel, findings
+from rolecall.detector.peer_scores import mean_distances
 from rolecall.fitting import fit_recordings
 from tests.detector.test_baselines import ASKED, INTERVAL_SECONDS, ONSET_TICK, onset_of, peers, permuted, truncated
 

@@ -131,13 +131,15 @@ def read_as_needed(
 ) -> tuple[list[Dump], list[UnreadableInput]]:
     """The fast way: the status of all, then the entries of those ranks that `wanted` asks for, until it asks no more."""
     dumps, unreadable = read_many(paths, entries=False, num_processes=num_processes)
+    asked: set[str] = set()  # some dumps have none, however often they are read
     while True:
         chosen = wanted(dumps)
-        missing = [i for i, d in enumerate(dumps) if d.entries is None and d.rank in chosen]
+        missing = [i for i, d in enumerate(dumps) if d.entries is None and d.rank in chosen and d.path not in asked]
         if not missing:
             return dumps, unreadable
         whole, failed = read_many([Path(dumps[i].path) for i in missing], num_processes=num_processes)
         unreadable += failed
+        asked.update(dumps[i].path for i in missing)
         by_path = {d.path: d for d in whole}
         lost = {e.where for e in failed}
         dumps = [by_path.get(d.path, d) for d in dumps if d.path not in lost]

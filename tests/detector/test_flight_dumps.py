@@ -419,6 +419,16 @@ def test_the_fast_way_reads_the_entries_that_are_asked_for(tmp_path: Path) -> No
     assert [d.entries is not None for d in dumps] == [False, True, True, False] and not unreadable
 
 
+def test_the_fast_way_does_not_ask_for_ever_for_entries_that_are_not_there(tmp_path: Path) -> None:
+    """PyTorch can be told to write a dump without them."""
+    lacking = {key: value for key, value in CONTENT.items() if key != "entries"}
+    path = written(tmp_path, json.dumps(lacking).encode(), "rank0")
+    for _ in range(2):
+        (dump,), unreadable = read_as_needed([path], lambda dumps: {0}, num_processes=1)
+        assert dump.entries is None and len(dump.status) == 2 and not unreadable
+        path = written(tmp_path, pickle.dumps(lacking, protocol=2), "rank0")
+
+
 def test_the_fast_way_drops_what_turns_out_unreadable(tmp_path: Path) -> None:
     data = pickle.dumps(CONTENT, protocol=2)
     paths = [written(tmp_path, data, "rank0"), written(tmp_path, data[:-20] + b".", "rank1")]

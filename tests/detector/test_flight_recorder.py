@@ -448,6 +448,46 @@ def test_thousands_of_groups_of_all_ranks_do_no_harm(tmp_path: Path) -> None:
     assert time.monotonic() - begun < 30.0, "400,000 ranks in 5,000 groups would take minutes, and 16 GB"
 
 
+ODD: dict[type, list[Any]] = {
+    bool: [True, False],
+    int: [0, 1, -1, 7, 1 << 31, (1 << 63) - 1, -(1 << 63)],
+    str: ["", "0", "1", "99", "default_pg", "nccl:send 0->1", "nccl:send 9->9", "gloo:recv 1<-0", "[]", "[5, 3]"],
+    list: [[], [[1, 2]], None],
+    dict: [{}, None],
+    tuple: [("0", "0"), ("9", "")],
+}
+
+
+def spoil(value: Any, rng: random.Random) -> None:
+    """Puts something else that could be there somewhere into a dump."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    if keys:
+        key = rng.choice(keys)
+        if isinstance(value[key], dict | list) and rng.random() < 0.9:
+            spoil(value[key], rng)
+        else:
+            value[key] = rng.choice(ODD[type(value[key])])
+
+
+@pytest.mark.parametrize("case", range(40))
+def test_whatever_dumps_claim_they_get_an_answer(tmp_path: Path, rng: random.Random, case: int) -> None:
+    rng = random.Random(rng.random() + case)
+    job = square(tmp_path, backend=rng.choice(("nccl", "gloo")), lost_records=rng.choice((0, 5000)))
+    job.waits([r for r in range(8) if r != 3], WORLD, "all_reduce")
+    paths = job.dump()
+    for path in rng.sample(paths, 3):
+        content = pickle.loads(path.read_bytes())
+        for _ in range(rng.randint(1, 5)):
+            spoil(content, rng)
+        if rng.random() < 0.2:
+            content.pop(rng.choice(list(content)))
+        path.write_bytes(pickle.dumps(content, protocol=2))
+    dumps, _ = read_as_needed(paths, flight_recorder.entries_wanted, num_processes=1)
+    for finding in diagnose(dumps):
+        assert Finding.from_dict(finding.to_dict()) == finding and len(finding.because) < 3000
+    assert looked_at(dumps)
+
+
 # --- any job ---------------------------------------------------------------------------------------------------------
 
 

@@ -466,7 +466,7 @@ def spoil(value: Any, rng: random.Random) -> None:
         if isinstance(value[key], dict | list) and rng.random() < 0.9:
             spoil(value[key], rng)
         else:
-            value[key] = rng.choice(ODD[type(value[key])])
+            value[key] = rng.choice(ODD.get(type(value[key]), [0, ""]))
 
 
 @pytest.mark.parametrize("case", range(40))

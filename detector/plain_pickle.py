@@ -174,7 +174,7 @@ def _a_list(value: Any) -> list[Any]:
 def _set(table: Any, names: list[Any], values: list[Any]) -> None:
     if type(table) is not dict or len(names) != len(values):
         raise TypeError("something is put into what is no dict")
-    if any(type(name) is not str for name in names):
+    if {*map(type, names)} - {str}:
         raise TypeError("a key is no text")
     table.update(zip(names, values, strict=True))
 

@@ -13,7 +13,6 @@ where they should be. Of what does not look like this, nothing is cut.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 
 import numpy as np
@@ -117,14 +116,11 @@ class _Pattern:
     same: tuple[int, ...]
 
 
-@lru_cache(maxsize=256)
 def _pattern(
     pairs: tuple[tuple[bytes, bytes], ...], numbers: tuple[bytes, ...], unused: tuple[bytes, ...]
 ) -> _Pattern | None:
     """For entries with these keys, and values like these. Neighbours that make out a kind are one group."""
-    runs: list[
-        tuple[bytes, bytes]
-    ] = []  # of a group or of what is left out: the number's key if it is one, and pattern
+    runs: list[tuple[bytes, bytes]] = []  # who (a number's key, `same`, or nobody for what is left out), and pattern
     same = b"same"
     for key, value in pairs:
         like = next(p for p in _VALUES if re.fullmatch(p, value, re.DOTALL))

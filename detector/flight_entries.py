@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 from rolecall.detector.flight_regular import NUMBERS, Cut
 from rolecall.detector.plain_pickle import NUM_CHARACTERS_MAX, safe
 
-NUM_ENTRIES_MAX = 1_000_000
+NUM_ENTRIES_MAX = 400_000
+"""As many as fit into the largest file that is read."""
 NUM_TENSORS_MAX = 10_000
 """Of one operation: a fused one of a large model has hundreds."""
 NUM_DIMENSIONS_MAX = 64
-NUM_SIZES_MAX = 4_000_000
-"""Sizes and types of all kinds of entries of a dump together."""
+NUM_SIZES_MAX = 8_000_000
+"""Sizes and types of all distinct entries of a dump together: four thousand in each of two thousand."""
 NUM_GROUPS_MAX = 10_000
 """Of one rank, which is in a few dozen."""
 GLOO = "gloo"

@@ -114,7 +114,10 @@ def read_many(
     num_processes: int | None = None,
     told: Callable[[int], None] = lambda num: None,
 ) -> tuple[list[Dump], list[UnreadableInput]]:
-    """All that can be read, in order, and why the others cannot. `told` hears how many are done so far."""
+    """All that can be read, in order, and why the others cannot. `told` hears how many are done so far.
+
+    Raises UnreadableInput: a process that reads them was killed.
+    """
     dumps: list[Dump] = []
     unreadable: list[UnreadableInput] = []
     for n, got in enumerate(_each(paths, entries, num_processes or os.cpu_count() or 1), start=1):

@@ -309,12 +309,12 @@ def _again(role: Role, outliers: Sequence[Sequence[Process]]) -> Finding | None:
     names = _flagged_name(found.best[0])
     evidence = tuple(_rounds_evidence(f, len(role.rounds)) for f in found.flagged[:NUM_GROUPS_SHOWN])
     if not found.named:
-        because = f"the others wait for {names} in {num}, and not always at the same place"
+        because = f"the others wait for {names} in {num}: slow, or late by chance"
         if len(found.best) > 1:
             tied = " or ".join(_flagged_name(f) for f in found.best[:NUM_NAMES_SHOWN])
             because = f"the others wait for {tied}, for each in {num}: a tie"
         seldom = [p for p in suspected if often[p.key]]
-        finding = case.cannot_tell(seldom, f"{because}: that may be chance", MORE_ROUNDS)
+        finding = case.cannot_tell(seldom, because, MORE_ROUNDS)
     elif all(p.stack is not None and p.stack.waits for p in seen):
         group = _Shared(names, tuple(suspected))
         first = [p for p in suspected if often[p.key] == max(often.values())]

@@ -28,12 +28,15 @@ SUSPECT_SHARE = 0.6
 """Nothing is learned from a machine whose score is above this share of the threshold."""
 SHARE_TOLD = 0.5
 """Metrics are told whose score is at least this share of the strongest."""
+SHARE_ALIKE = 0.2
+"""A culprit's alarm is about metrics whose score is at least this share of its strongest."""
 CALM_SHARE = 0.5
 CALM_TICKS = 32
 """An alarm is over when the scores were below `CALM_SHARE` of the threshold, or the short averages as usual, for so long."""
 TOLERATED_SECONDS = 3600.0
 PROPAGATION_SECONDS = 300.0
-"""After one machine's alarm, weaker ones of its peers within this time are what it does to them."""
+"""After one machine's alarm, weaker ones of its peers that begin within this time are what it does to them; those in the
+same metrics for as long as they last."""
 SKEW_SECONDS = 3.0
 """Machines may be so much apart in what they do alike: clocks badly set, samples taken at different moments. What a machine
 does before its peers is no leap of its own until they have had the time to follow."""
@@ -45,8 +48,10 @@ BLOCKS_YOUNG = 12
 MATURE_SIZE = 150
 NOVELTY_PRIOR = Prior(location=0.12, beta=0.08, weight=64.0)
 """Location and mean excess, in usual ranges, as 25 unlabelled days of twelve servers have them (docs/why.md)."""
-SHIFT_PRIOR = Prior(location=15.0, beta=2.5, weight=128.0)
-"""As healthy simulated fleets have it: the sum of the largest three of twenty-one scores."""
+SINGLE_PRIOR = Prior(location=6.0, beta=1.8, weight=256.0)
+SEVERAL_PRIOR = Prior(location=12.0, beta=3.3, weight=256.0)
+"""Of the largest score, and of the sum of the largest three. Healthy simulated fleets have two thirds of these mean
+excesses: of a panel of which little is known the worse is expected."""
 BOTH_PRIOR = Prior(location=math.log(2), beta=1.0, weight=256.0, beta_min=1.15)
 """What theory says of the larger of two surprises: it rules until a panel has shown much of itself. Far tails are a
 little heavier than the sample shows: with less, simulated fleets have several times the asked rate (docs/why.md)."""
@@ -96,13 +101,15 @@ class SequentialTracker:
     asked: float
     shifts: Shifts = field(init=False)
     novelty: Novelty = field(init=False)
-    shift: Channel = field(init=False)
+    single: Channel = field(init=False)
+    several: Channel = field(init=False)
     novel: Channel = field(init=False)
     both: Channel = field(init=False)
     last: Floats = field(init=False)  # (M, N): the newest known value
     seen: NDArray[np.bool_] = field(init=False)  # (M, N)
     alarmed: NDArray[np.bool_] = field(init=False)  # (N,), as all below
     age: NDArray[np.int64] = field(init=False)  # ticks with a sample
+    explained: NDArray[np.bool_] = field(init=False)  # by the culprit, since they came after it
     calm: NDArray[np.int64] = field(init=False)  # ticks since it was last above CALM_SHARE
     suspected_at: NDArray[np.float64] = field(init=False)  # NaN: not suspected
     middles: deque[Floats] = field(init=False)  # medians (M,) of the last ticks, as many as machines may be apart
@@ -112,6 +119,7 @@ class SequentialTracker:
     culprit: int = -1  # the last that was told first, or as the strongest
     culprit_at: float = -math.inf
     culprit_score: float = 0.0  # its highest so far, as a multiple of the threshold
+    culprit_metrics: frozenset[int] = frozenset()  # that its alarm was about
     deviation: Floats = field(init=False)
     reference: float = 0.0
     threshold: float = math.inf  # of `both`
@@ -121,15 +129,12 @@ class SequentialTracker:
         self.shifts, self.novelty = Shifts(m, n), Novelty(m, n)
         skew_ticks = 1 + int(SKEW_SECONDS / self.shape.interval_seconds)
         self.middles, self.leaps = deque(maxlen=skew_ticks), deque(maxlen=skew_ticks)
-        self.shift, self.novel, self.both = (
-            Channel.of(n, SHIFT_PRIOR),
-            Channel.of(n, NOVELTY_PRIOR),
-            Channel.of(n, BOTH_PRIOR),
-        )
+        self.single, self.several = Channel.of(n, SINGLE_PRIOR), Channel.of(n, SEVERAL_PRIOR)
+        self.novel, self.both = Channel.of(n, NOVELTY_PRIOR), Channel.of(n, BOTH_PRIOR)
         self.last = np.zeros((m, n), dtype=np.float32)
         self.deviation = np.zeros((m, n), dtype=np.float32)
         self.seen = np.zeros((m, n), dtype=np.bool_)
-        self.alarmed = np.zeros(n, dtype=np.bool_)
+        self.alarmed, self.explained = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
         self.age, self.calm = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
         self.suspected_at = np.full(n, np.nan)
 
@@ -149,7 +154,8 @@ class SequentialTracker:
         middle = self._middle()
         residual = np.where(known, values - middle[:, None], 0).astype(np.float32)
         learning = np.isnan(self.suspected_at)
-        shift = self.shift.score(self.shifts.tick(residual, known, middle, learning))
+        single, several = self.shifts.tick(residual, known, middle, learning, ~self.alarmed)
+        shift = np.maximum(self.single.score(single), self.several.score(several))
         self.middles.append(middle)
         away = np.where(known, _beyond(values, np.array(self.middles)), 0).astype(np.float32)
         self.deviation = self.novelty.tick(at, np.where(known, values, self.last), away, known)
@@ -184,10 +190,11 @@ class SequentialTracker:
         above = relative > 1
         calm = (relative < CALM_SHARE) | (self.shifts.calm & (self.novel.scores < self.novel.tail.location))
         self.calm = np.where(calm, self.calm + 1, 0)
-        over = self.alarmed & (self.calm >= CALM_TICKS)
+        over = (self.alarmed | self.explained) & (self.calm >= CALM_TICKS)
         if over.any():
             self.shifts.forget(over)
             self.alarmed &= ~over
+            self.explained &= ~over
             above &= ~over  # what the long averages remembered
         suspect = relative > SUSPECT_SHARE
         begins = suspect & np.isnan(self.suspected_at)
@@ -201,16 +208,25 @@ class SequentialTracker:
             return []
         found = []
         for n in np.flatnonzero(fresh)[np.argsort(-relative[fresh], kind="stable")]:
-            explained = 0 < at - self.culprit_at < PROPAGATION_SECONDS
-            if explained and relative[n] < self.culprit_score:
-                continue  # what the first one does to its neighbours; told when it outlasts or outgrows that
+            soon = 0 < at - self.culprit_at < PROPAGATION_SECONDS
+            explained = soon or (bool(self.explained[n]) and self._alike(int(n)))
+            self.explained[n] = explained and bool(relative[n] < self.culprit_score)
+            if self.explained[n]:
+                continue  # what the first one does to its neighbours; told when it outgrows that, or is something else
             if 2 * int(above.sum()) > len(above):
                 continue  # the majority: peer evidence is void
             self.alarmed[n] = True
             found.append(self._finding(int(n), at))
             if not explained or relative[n] > self.culprit_score:
                 self.culprit, self.culprit_at, self.culprit_score = int(n), at, float(relative[n])
+                first, *others = self.shifts.strongest(int(n))
+                alike = (o for o in others if o[3] > SHARE_ALIKE * first[3])
+                self.culprit_metrics = frozenset(m for m, *_ in (first, *alike))
         return found
+
+    def _alike(self, n: int) -> bool:
+        """Whether a machine's strongest metric is one that the culprit's alarm was about."""
+        return self.shifts.strongest(n)[0][0] in self.culprit_metrics
 
     def _end_block(self) -> None:
         if self.ticks % BLOCK_TICKS:
@@ -220,9 +236,12 @@ class SequentialTracker:
         self.shifts.end_block(counted)
         num = self.ticks // BLOCK_TICKS
         if num == BLOCKS_YOUNG:
-            self.shift.tail.renew(MATURE_SIZE)
+            self.single.tail.renew(MATURE_SIZE)
+            self.several.tail.renew(MATURE_SIZE)
             self.both.tail.renew(MATURE_SIZE)
-        self.shift.end_block(counted, num > 1)  # the first block holds the beginnings of all averages
+        # The first block holds the beginnings of all averages; shifts of the second are measured by the tails of the first.
+        self.single.end_block(counted, num > 2)
+        self.several.end_block(counted, num > 2)
         self.novel.end_block(counted, num > 1)
         self.both.end_block(counted, num > BLOCKS_MIN + 1)  # the first whose surprises are those of known tails
         self.threshold = self.both.tail.threshold(self.rate_per_block)
@@ -230,7 +249,8 @@ class SequentialTracker:
     def _finding(self, n: int, at: float) -> Finding:
         machine = self.shape.machines[n]
         peers = len(self.shape.machines) - 1
-        shift = float(self.shift.tail.surprise(self.shift.scores)[n]) / self.threshold
+        shifts = (self.single, self.several)
+        shift = max(float(c.tail.surprise(c.scores)[n]) for c in shifts) / self.threshold
         novel = float(self.novel.tail.surprise(self.novel.scores)[n]) / self.threshold
         onset = float(self.suspected_at[n]) if math.isfinite(self.suspected_at[n]) else at
         evidence: list[Evidence] = []
@@ -242,7 +262,7 @@ class SequentialTracker:
                 way = "above" if mean > 0 else "below"
                 text = (
                     f"{self.shape.metrics[m]}: {abs(mean):.1f} robust standard deviations {way} where it usually is "
-                    f"among its peers, over about {length} ticks"
+                    f"among its peers, for about {length} ticks further than its past foretells"
                 )
                 values = {"sigmas": mean, "score": metric_score}
                 evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))

@@ -187,3 +187,38 @@ def test_nothing_is_said_in_the_first_blocks() -> None:
 def test_a_shape_says_what_it_is() -> None:
     shape = PanelShape(role="rollout", phase="generate", job="a", metrics=("x",), machines=(), interval_seconds=1.0)
     assert shape.name == "job a, role rollout, phase generate"
+
+
+def wild(seed: int, *, machines: int = 8, ticks: int = 1500) -> Panel:
+    """Autocorrelated metrics with heavy tails: lone outliers that fade over half a minute."""
+    panel = noise(machines=machines, ticks=ticks)
+    rng = np.random.default_rng(seed)
+    values = rng.standard_t(2.5, panel.values.shape).astype(np.float32)
+    for t in range(1, ticks):
+        values[:, t] += np.float32(0.9) * values[:, t - 1]
+    return replace(panel, values=values + 100)
+
+
+def test_outliers_that_fade_are_no_faults_and_a_step_among_them_is() -> None:
+    told = [nodes(findings(Sequential(), wild(seed))) for seed in range(4)]
+    assert sum(map(len, told)) <= 1, told
+    panel = wild(9)
+    found = findings(Sequential(), shifted(panel, 6, -60.0, since=1200))
+    assert nodes(found)[-1:] == ["n006"] and 0 <= found[-1].detected_at - panel.at[1200] <= 30
+    assert "m1" in found[-1].evidence[0].text and "below" in found[-1].evidence[0].text
+
+
+def test_a_machine_that_follows_the_fleet_a_little_less_is_no_fault() -> None:
+    panel = noise()
+    moves = np.zeros(panel.values.shape[1], dtype=np.float32)
+    moves[600:] = 40.0
+    share = np.linspace(0.96, 1.04, panel.values.shape[2], dtype=np.float32)
+    assert findings(Sequential(), replace(panel, values=panel.values + moves[:, None] * share)) == []
+
+
+def test_what_comes_late_in_another_metric_is_told_though_the_first_one_stands() -> None:
+    panel = shifted(noise(machines=12, ticks=1200), 4, 8.0)
+    same, other = shifted(panel, 7, 4.0, since=ONSET + 60), shifted(panel, 7, 7.0, since=ONSET + 60, metric=3)
+    assert nodes(findings(Sequential(), same)) == ["n004"]
+    found = findings(Sequential(), other)
+    assert nodes(found) == ["n004", "n007"] and found[1].detected_at - found[0].detected_at >= PROPAGATION_SECONDS

@@ -51,6 +51,7 @@ OUTLIER = 3.0
 FAR = 5.0
 """Deviation from which a value is an outlier that fades."""
 FAR_WEIGHT = 20.0
+"""rho counts as so many outliers of that size, until the metric has shown how its own fade."""
 FAR_MAX = 0.95
 RHO_SLOW = 0.97
 """With more the slow part is a wander over minutes, and no outlier is of it: more than `OUTLIER` units of an innovation do
@@ -91,7 +92,8 @@ class Whitening:
     z1: Floats = field(init=False)
     z2: Floats = field(init=False)
     covariances: Floats = field(init=False)  # (4, M): c0 and c1 of lag 1, c1 and c2 of lag 2
-    fades: Floats = field(init=False)  # (2, M): sum of ratios of outliers to themselves a tick ago, and their number
+    fades: Floats = field(init=False)  # (2, M): of outliers that are over, sum of z(t) z(t-1), and of z(t-1)^2
+    fading: Floats = field(init=False)  # (2, M, machines kept): the same of those that are not
     pooled: Floats = field(init=False)  # (M, 1)
     history: NDArray[np.float64] = field(init=False)  # (M, BINS): how often |e| was how large
     table: Floats = field(init=False)  # (M, BINS): normal scores
@@ -107,6 +109,7 @@ class Whitening:
         self.size = np.full((m, n), 1 / MEAN_TO_SIGMA, np.float32)
         self.known1, self.known2 = no, no.copy()
         self.covariances, self.fades = np.zeros((4, m), np.float32), np.zeros((2, m), np.float32)
+        self.fading = np.zeros((2, m, len(range(n)[self._kept()])), np.float32)
         self.pooled = np.ones((m, 1), np.float32)
         self.history = np.zeros((m, BINS))
         edges = np.exp(LOG_LOW + (np.arange(BINS) + 0.5) * (LOG_HIGH - LOG_LOW) / BINS)
@@ -186,13 +189,19 @@ class Whitening:
         pairs = ((before, late1), (before, late), (before2, late1), (before2, late))
         now = np.stack([(a * b).sum(axis=1) for a, b in pairs]) / num
         self.covariances += gain * (now.astype(np.float32) - self.covariances)
-        fading = used2 & (np.abs(z1) > FAR) & (np.abs(z2) > FAR)
-        self.fades *= np.float32(1 - 1 / HISTORY_TICKS)
-        if fading.any():
-            ratio = np.clip(z / np.where(fading, z1, 1), 0, 1) * fading
-            self.fades += np.stack([ratio.sum(axis=1), fading.sum(axis=1)]).astype(np.float32)
+        self._follow_outliers(late, late1, used2 & (np.abs(z1) > FAR) & (np.abs(z2) > FAR))
         if self.ticks % RENEW_TICKS == 0 or self.ticks < TABLE_TICKS:
             self._fit()
+
+    def _follow_outliers(self, z: Floats, z1: Floats, outside: NDArray[np.bool_]) -> None:
+        """How outliers fade, learned when they have: one that stands may be a fault, and must not become what is expected."""
+        self.fading[0] += z * z1 * outside
+        self.fading[1] += z1 * z1 * outside
+        over = ~outside & (self.fading[1] > 0)
+        self.fades *= np.float32(1 - 1 / HISTORY_TICKS)
+        if over.any():
+            self.fades += np.where(over, self.fading, 0).sum(axis=2)
+            self.fading *= ~over
 
     def _fit(self) -> None:
         c0, c1, d1, d2 = self.covariances
@@ -203,6 +212,7 @@ class Whitening:
         white, driven = 1 - slow, slow * (1 - rho**2)
         q = rho * white / np.maximum(driven + white * (1 + rho**2), 1e-6)
         theta = np.where(q > 1e-6, (1 - np.sqrt(np.maximum(1 - 4 * q**2, 0))) / np.maximum(2 * q, 1e-6), 0)
-        far = np.minimum((self.fades[0] + FAR_WEIGHT * rho) / (self.fades[1] + FAR_WEIGHT), FAR_MAX)
+        weight = FAR_WEIGHT * FAR**2
+        far = np.minimum((self.fades[0] + weight * rho) / (self.fades[1] + weight), FAR_MAX)
         self.rho, self.theta = rho[:, None].astype(np.float32), theta[:, None].astype(np.float32)
         self.rho_far = np.maximum(rho, far)[:, None].astype(np.float32)

@@ -75,3 +75,19 @@ def test_no_sample_has_no_score_and_the_first_after_a_gap_neither() -> None:
     x = scores(z, known)
     assert (x[1000:1031, 2] == 0).all() and (x[1031:1060, 2] != 0).mean() > 0.9
     assert np.abs(x[1031:1060, 2]).mean() < 2.0
+
+
+def test_an_outlier_that_stands_does_not_teach_that_outliers_stand_until_it_is_over() -> None:
+    z = fading(5, phi=0.0, dof=30.0)
+    z[1200:1300, 0, 4] += 15.0
+    whitening, everyone, all_known = (
+        Whitening(1, MACHINES),
+        np.ones(MACHINES, np.bool_),
+        np.ones((1, MACHINES), np.bool_),
+    )
+    taught = []
+    for t in range(TICKS):
+        whitening.tick(z[t], all_known, everyone)
+        taught.append(float(whitening.rho_far[0, 0]))
+    assert max(taught[1200:1300]) < 0.2
+    assert min(taught[1310:1400]) > 0.6

@@ -42,7 +42,7 @@ def diagnose(
     false_alarms: FalseAlarmsOption = FALSE_ALARMS,
     model: ModelOption = None,
     explain: Annotated[
-        Path | None, typer.Option("--explain", help="write a page (HTML) that draws the evidence", metavar="FILE")
+        Path | None, typer.Option("--explain", help="write a page (.html) that draws the evidence", metavar="FILE")
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
@@ -51,6 +51,8 @@ def diagnose(
     from rolecall.detector.registry import detector as named
     from rolecall.detector.registry import with_step_time
 
+    if explain is not None and explain.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError([f"--explain: {explain} is written as a page: name it .html"])
     chosen = named(detector, false_alarms_per_1000_machine_days=false_alarms, model=model)
     answer = diagnosing.diagnose(paths, with_step_time(chosen, false_alarms), progress=None if as_json else _say)
     if explain is not None:

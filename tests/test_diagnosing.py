@@ -77,6 +77,12 @@ def test_explain_draws_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert code == 1 and page.count("<svg") >= 2 and "trainer/3" in page and "<script" not in page
 
 
+def test_a_page_is_not_written_under_the_name_of_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, saved(tmp_path, noise()), "--explain", tmp_path / "why.png")
+    assert code == 2 and "why.png" in err and ".html" in err
+    assert not (tmp_path / "why.png").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [

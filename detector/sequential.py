@@ -1,10 +1,11 @@
 """`sequential`, the default detector of machines: who differs from its peers and from its own past, told at once.
 
-Two channels look at each tick of a panel: `shifts` (any metric that stays away from where the peers are) and `novelty`
-(many metrics that leap where they were not before). What either says becomes a surprise by its own healthy tail on this
-very panel (`tails`); the larger of the two has a tail again, and the threshold follows from that and the asked rate of
-false alarms, with nothing tuned to the panel. Nothing is said before there is such a tail, so a fault present from the first sample is learned as habit: "cannot tell", unless
-its metrics are seconds of own work (`steptime`).
+Three scores look at each tick of a panel: of `shifts` that of the strongest metric and that of the strongest few
+together (a metric moves away from its peers and stays), and `novelty` (many metrics leap where they were not before).
+Each becomes a surprise by its own healthy tail on this very panel (`tails`); the largest has a tail again, and the
+threshold follows from that and the asked rate of false alarms, with nothing tuned to the panel. Nothing is said before
+there is such a tail, so a fault present from the first sample is learned as habit: "cannot tell", unless its metrics are
+seconds of own work (`steptime`).
 
 While a machine is suspected nothing is learned from it; after `TOLERATED_SECONDS` a shift that stays is its new habit.
 """

@@ -134,7 +134,7 @@ class Whitening:
         used = pair & counted
         scores = self._scores(e / unit, used)
         scores *= pair  # after a gap little is foretold: what differs is no news, and yet the forecast goes on from it
-        self._learn(z, e, unit, scores, used)
+        self._learn(z, e, unit, scores, used, counted)
         self.known2, self.known1 = self.known1, known
         self.z2, self.z1 = self.z1, z
         limit = np.where(slow, np.float32(OUTLIER) * unit, np.float32(np.inf))
@@ -172,7 +172,15 @@ class Whitening:
     def _kept(self) -> slice:
         return slice(None, None, -(-self.num_machines // MACHINES_KEPT))
 
-    def _learn(self, z: Floats, e: Floats, unit: Floats, scores: Floats, used: NDArray[np.bool_]) -> None:
+    def _learn(
+        self,
+        z: Floats,
+        e: Floats,
+        unit: Floats,
+        scores: Floats,
+        used: NDArray[np.bool_],
+        counted: NDArray[np.bool_],
+    ) -> None:
         self.count += used
         own_gain = np.maximum(1 / np.maximum(self.count, 1), np.float32(1 / MEMORY_TICKS)) * used
         self.size += own_gain * (np.minimum(np.abs(e), np.float32(SIZE_LIMIT) * unit) - self.size)
@@ -189,15 +197,17 @@ class Whitening:
         pairs = ((before, late1), (before, late), (before2, late1), (before2, late))
         now = np.stack([(a * b).sum(axis=1) for a, b in pairs]) / num
         self.covariances += gain * (now.astype(np.float32) - self.covariances)
-        self._follow_outliers(late, late1, used2 & (np.abs(z1) > FAR) & (np.abs(z2) > FAR))
+        self.fading *= counted[kept]  # what became an alarm teaches nothing
+        far1, far2 = np.abs(z1) > FAR, np.abs(z2) > FAR
+        self._follow_outliers(late, late1, used2 & far1 & far2, self.known1[:, kept] & ~far1)
         if self.ticks % RENEW_TICKS == 0 or self.ticks < TABLE_TICKS:
             self._fit()
 
-    def _follow_outliers(self, z: Floats, z1: Floats, outside: NDArray[np.bool_]) -> None:
+    def _follow_outliers(self, z: Floats, z1: Floats, outside: NDArray[np.bool_], inside: NDArray[np.bool_]) -> None:
         """How outliers fade, learned when they have: one that stands may be a fault, and must not become what is expected."""
         self.fading[0] += z * z1 * outside
         self.fading[1] += z1 * z1 * outside
-        over = ~outside & (self.fading[1] > 0)
+        over = inside & (self.fading[1] > 0)
         self.fades *= np.float32(1 - 1 / HISTORY_TICKS)
         if over.any():
             self.fades += np.where(over, self.fading, 0).sum(axis=2)

@@ -91,3 +91,14 @@ def test_an_outlier_that_stands_does_not_teach_that_outliers_stand_until_it_is_o
         taught.append(float(whitening.rho_far[0, 0]))
     assert max(taught[1200:1300]) < 0.2
     assert min(taught[1310:1400]) > 0.6
+
+
+def test_an_outlier_that_became_an_alarm_teaches_nothing() -> None:
+    z = fading(5, phi=0.0, dof=30.0)
+    z[1200:1300, 0, 4] += 15.0
+    whitening, all_known = Whitening(1, MACHINES), np.ones((1, MACHINES), np.bool_)
+    for t in range(TICKS):
+        counted = np.ones(MACHINES, np.bool_)
+        counted[4] = not 1210 <= t < 1330
+        whitening.tick(z[t], all_known, counted)
+    assert float(whitening.rho_far[0, 0]) < 0.2

@@ -12,10 +12,11 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from gc import disable, enable, isenabled
@@ -25,6 +26,7 @@ from typing import Any
 
 from rolecall.core.errors import UnreadableInput
 from rolecall.detector import flight_regular
+from rolecall.detector.budget import Budget
 from rolecall.detector.flight_entries import (
     NUM_GROUPS_MAX,
     Entries,
@@ -49,6 +51,8 @@ POOL_MIN = 64
 """Fewer files than this are read here: starting processes takes longer."""
 CHUNK = 16
 """Files that a process is given at once."""
+NUM_CHUNKS_EACH = 2
+"""So many of a process are asked for and not yet taken: what it has read meanwhile waits in memory."""
 
 JSON_KEYS = (b'"entries"', b'"pg_config"', b'"pg_status"')
 KEYS = ("entries", "pg_config", "pg_status")
@@ -113,17 +117,40 @@ def read_many(
     entries: bool = True,
     num_processes: int | None = None,
     told: Callable[[int], None] = lambda num: None,
+    budget: Budget | None = None,
 ) -> tuple[list[Dump], list[UnreadableInput]]:
     """All that can be read, in order, and why the others cannot. `told` hears how many are done so far.
 
-    Raises UnreadableInput: a process that reads them was killed.
+    Raises UnreadableInput: a process that reads them was killed, or the budget is used up.
     """
     dumps: list[Dump] = []
     unreadable: list[UnreadableInput] = []
-    for n, got in enumerate(_each(paths, entries, num_processes or os.cpu_count() or 1), start=1):
-        (dumps if isinstance(got, Dump) else unreadable).append(got)  # type: ignore[arg-type]
-        told(n)
+    budget, counted = budget or Budget(), set[tuple[str, int]]()
+    with closing(_each(paths, entries, num_processes or os.cpu_count() or 1)) as each:
+        for n, (path, got) in enumerate(zip(paths, each, strict=True), start=1):
+            if isinstance(got, Dump):
+                dumps.append(got)
+                budget.keep(_kept_bytes(got, counted), str(path))
+            else:
+                unreadable.append(got)
+            budget.check_time(str(path))
+            told(n)
     return dumps, unreadable
+
+
+def _kept_bytes(dump: Dump, counted: set[tuple[str, int]]) -> int:
+    """Memory that it takes, with what is made of it later, rather too much than too little. Dumps of one job share the
+    same few lists of ranks: `counted` holds those that were met, by group and object."""
+    num_bytes = 32 * len(dump.entries or ()) + 512 * (len(dump.groups) + len(dump.status))
+    for group in dump.groups:
+        if (met := (group.name, id(group.ranks))) not in counted:
+            counted.add(met)
+            num_bytes += 48 * len(group.ranks)
+    for operation in dump.entries.operations if dump.entries is not None else ():
+        sizes = (*operation.input_sizes, *operation.output_sizes)
+        dtypes = (*operation.input_dtypes, *operation.output_dtypes)
+        num_bytes += 512 + 64 * (len(sizes) + len(dtypes)) + 40 * sum(map(len, sizes)) + sum(map(len, dtypes))
+    return num_bytes
 
 
 def read_as_needed(
@@ -131,16 +158,22 @@ def read_as_needed(
     wanted: Callable[[Sequence[Dump]], set[int]],
     *,
     num_processes: int | None = None,
+    budget: Budget | None = None,
 ) -> tuple[list[Dump], list[UnreadableInput]]:
-    """The fast way: the status of all, then the entries of those ranks that `wanted` asks for, until it asks no more."""
-    dumps, unreadable = read_many(paths, entries=False, num_processes=num_processes)
+    """The fast way: the status of all, then the entries of those ranks that `wanted` asks for, until it asks no more.
+
+    Raises UnreadableInput: a process that reads them was killed, or the budget is used up.
+    """
+    budget = budget or Budget()
+    dumps, unreadable = read_many(paths, entries=False, num_processes=num_processes, budget=budget)
     asked: set[str] = set()  # some dumps have none, however often they are read
     while True:
         chosen = wanted(dumps)
         missing = [i for i, d in enumerate(dumps) if d.entries is None and d.rank in chosen and d.path not in asked]
         if not missing:
             return dumps, unreadable
-        whole, failed = read_many([Path(dumps[i].path) for i in missing], num_processes=num_processes)
+        again = [Path(dumps[i].path) for i in missing]
+        whole, failed = read_many(again, num_processes=num_processes, budget=budget)
         unreadable += failed
         asked.update(dumps[i].path for i in missing)
         by_path = {d.path: d for d in whole}
@@ -148,22 +181,35 @@ def read_as_needed(
         dumps = [by_path.get(d.path, d) for d in dumps if d.path not in lost]
 
 
-def _each(paths: Sequence[Path], entries: bool, num_processes: int) -> Iterator[Dump | UnreadableInput]:
+def _each(paths: Sequence[Path], entries: bool, num_processes: int) -> Generator[Dump | UnreadableInput]:
     if len(paths) < POOL_MIN or num_processes < 2:
-        yield from (_read_or_error((path, entries)) for path in paths)
+        yield from (_read_or_error(path, entries) for path in paths)
         return
+    waiting: deque[Future[list[Dump | UnreadableInput]]] = deque()
     # Not forked: other threads of this process may hold locks.
     try:
         with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
-            yield from pool.map(_read_or_error, ((path, entries) for path in paths), chunksize=CHUNK)
+            try:
+                for n in range(0, len(paths), CHUNK):
+                    waiting.append(pool.submit(_read_chunk, paths[n : n + CHUNK], entries))
+                    if len(waiting) == NUM_CHUNKS_EACH * num_processes:
+                        yield from waiting.popleft().result()
+                while waiting:
+                    yield from waiting.popleft().result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)  # nobody may want the rest
     except BrokenProcessPool:
         reason = f"a process that read {len(paths):,} dumps was ended from outside, perhaps for want of memory"
         raise UnreadableInput(where=str(paths[0].parent), reason=reason) from None
 
 
-def _read_or_error(asked: tuple[Path, bool]) -> Dump | UnreadableInput:
+def _read_chunk(paths: Sequence[Path], entries: bool) -> list[Dump | UnreadableInput]:
+    return [_read_or_error(path, entries) for path in paths]
+
+
+def _read_or_error(path: Path, entries: bool) -> Dump | UnreadableInput:
     try:
-        return read(asked[0], entries=asked[1])
+        return read(path, entries=entries)
     except UnreadableInput as e:
         return e
 

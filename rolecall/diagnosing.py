@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding
 from rolecall.core.errors import UnreadableInput
 from rolecall.detector import flight_dumps, flight_recorder, recording, stack_dumps, stacks
+from rolecall.detector.budget import Budget, Limits
 from rolecall.detector.merging import merged
 from rolecall.detector.panel import Floats, Panel, PanelDetector, findings
 from rolecall.detector.sequential import Sequential
@@ -24,7 +26,8 @@ from rolecall.fleet_watching import utc
 from rolecall.text import plain
 
 NUM_FILES_MAX = 100_000
-"""In the folders of one call: more is a mistaken path."""
+"""Of files and folders in one folder: more is a mistaken path."""
+VALUE_BYTES = 4
 SUSPECT_FIELDS = ("node", "role", "replica", "rank", "gpu")
 
 
@@ -60,7 +63,7 @@ class Found:
     passed_over: dict[Path, int] = field(default_factory=dict)
 
 
-def search(paths: Sequence[Path]) -> Found:
+def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> Found:
     """Raises UnreadableInput: no such path, a named file of no known kind, a folder that holds nothing of use."""
     found = Found()
     for path in paths:
@@ -74,7 +77,7 @@ def search(paths: Sequence[Path]) -> Found:
                 raise UnreadableInput(where=str(path), reason=f"it is none of {kinds}")
             continue
         known = 0
-        for file in _files(path):
+        for file in _files(path, num_files_max):
             if _sort(file, found):
                 known += 1
             else:
@@ -86,15 +89,15 @@ def search(paths: Sequence[Path]) -> Found:
     return found
 
 
-def _files(folder: Path) -> Iterator[Path]:
+def _files(folder: Path, num_max: int) -> Iterator[Path]:
     seen = 0
     for root, folders, files in os.walk(folder):  # links to folders are not followed: a loop would never end
         folders.sort()
+        seen += len(files) + 1
+        if seen > num_max:
+            reason = f"more than {num_max:,} files and folders lie there: name the folder that is meant"
+            raise UnreadableInput(where=str(folder), reason=reason)
         for name in sorted(files):
-            seen += 1
-            if seen > NUM_FILES_MAX:
-                reason = f"more than {NUM_FILES_MAX:,} files lie there: name the folder that is meant"
-                raise UnreadableInput(where=str(folder), reason=reason)
             yield Path(root) / name
 
 
@@ -122,16 +125,28 @@ def _sort(file: Path, found: Found) -> bool:
 
 
 def diagnose(
-    paths: Sequence[Path], detectors: Sequence[PanelDetector], progress: Callable[[str], None] | None = None
+    paths: Sequence[Path],
+    detectors: Sequence[PanelDetector],
+    progress: Callable[[str], None] | None = None,
+    *,
+    limits: Limits | None = None,
+    clock: Clock | None = None,
 ) -> Answer:
-    """All diagnoses of all that lies at `paths`, earliest first. Raises UnreadableInput."""
+    """All diagnoses of all that lies at `paths`, earliest first. `limits`: for each kind of file together.
+
+    Raises UnreadableInput: a file cannot be read, or all together take too much memory or time.
+    """
     say = progress or (lambda _: None)
     found = search(paths)
     answer = Answer()
     told: list[Finding] = []
+    budget = Budget(limits, clock)
     for file in found.recordings:
         say(f"reading {file}")
         read = recording.read(file)
+        # Samples that share a place in the grid are gone, and took as long to read.
+        num_values = max(read.num_rows, sum(p.values.size for p in read.panels))
+        budget.keep(VALUE_BYTES * num_values, str(file))
         looked = []
         for panel in read.panels:
             say(f"{file}: {panel.shape.name}, {len(panel.shape.machines)} machines, {len(panel.at)} ticks")
@@ -142,7 +157,9 @@ def diagnose(
         answer.inputs.append(Input(path=str(file), kind="recording", looked_at="; ".join(looked), remarks=remarks))
     if found.dumps:
         say(f"reading {len(found.dumps)} Flight Recorder dump(s)")
-        dumps, unreadable = flight_dumps.read_as_needed(found.dumps, flight_recorder.entries_wanted)
+        dumps, unreadable = flight_dumps.read_as_needed(
+            found.dumps, flight_recorder.entries_wanted, budget=Budget(limits, clock)
+        )
         for error in unreadable:
             if not dumps or error.reason.startswith("refused"):
                 raise error  # nothing is said on the word of a machine that attacks its reader
@@ -154,7 +171,7 @@ def diagnose(
     if found.stacks:
         say(f"reading {len(found.stacks)} stack dump(s)")
         topology = stack_dumps.read_topology(found.topology) if found.topology else None
-        taken, remarks = _stacks(found.stacks, paths)
+        taken, remarks = _stacks(found.stacks, paths, Budget(limits, clock))
         told += stacks.diagnose(taken, topology=topology)
         looked_at = stacks.looked_at(taken, topology=topology)
         answer.inputs.append(_dump_input(found.stacks, "stack dumps", looked_at, remarks))
@@ -202,17 +219,22 @@ def _place(d: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None, int]:
     return None, 0
 
 
-def _stacks(files: Sequence[Path], named: Sequence[Path]) -> tuple[list[Dump], tuple[str, ...]]:
+def _stacks(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tuple[list[Dump], tuple[str, ...]]:
     """The dumps, and what is wrong with those of a folder that cannot be read: their processes count as missing. Raises
-    UnreadableInput: a file that was named cannot be read, or none can."""
+    UnreadableInput: a file that was named cannot be read, or none can, or the budget is used up."""
     dumps, unreadable = [], []
+    counted = set[int]()
     for file in files:
+        budget.check_time(str(file))
         try:
-            dumps.append(stack_dumps.read(file))
+            dump = stack_dumps.read(file)
         except UnreadableInput as e:
             if file in named:
                 raise
             unreadable.append(e)
+            continue
+        dumps.append(dump)
+        budget.keep(stack_dumps.kept_bytes(dump, counted), str(file))
     if not dumps:
         raise unreadable[0]
     return dumps, tuple(str(e) for e in unreadable)

@@ -10,8 +10,12 @@ import numpy as np
 import polars as pl
 import pytest
 
+from rolecall import diagnosing
 from rolecall.cli import main
+from rolecall.core.clock import FakeClock
+from rolecall.core.errors import UnreadableInput
 from rolecall.detector import recording
+from rolecall.detector.budget import Limits
 from rolecall.detector.panel import Panel
 from tests.detector.panels import noise
 
@@ -175,8 +179,8 @@ def test_what_was_said_of_a_recording_cut_short_is_the_beginning_of_what_is_said
         assert json.loads(out)["diagnoses"] == [d for d in told if d["detected_at"] <= whole.at[end - 1]]
 
 
-def dump(folder: Path, rank: int, *, enqueued: int, completed: int) -> Path:
-    """A rank's status in a group of three, as NCCL's recorder has it."""
+def dump(folder: Path, rank: int, *, enqueued: int, completed: int, num_groups: int = 1) -> Path:
+    """A rank's status in a group of three, as NCCL's recorder has it, and more groups in which nothing was done."""
     status = {
         "last_enqueued_collective": enqueued,
         "last_started_collective": enqueued,
@@ -184,7 +188,8 @@ def dump(folder: Path, rank: int, *, enqueued: int, completed: int) -> Path:
     }
     path = folder / f"nccl_trace_rank_{rank}"
     group = {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}
-    value = {"version": "2.9", "rank": rank, "pg_config": {"0": group}, "pg_status": {"0": status}, "entries": []}
+    groups = {str(n): {**group, "name": str(n)} for n in range(num_groups)}
+    value = {"version": "2.9", "rank": rank, "pg_config": groups, "pg_status": {"0": status}, "entries": []}
     path.write_bytes(pickle.dumps(value, protocol=2))
     return path
 
@@ -210,3 +215,65 @@ def test_a_dump_cut_short_is_a_remark_and_one_that_attacks_is_refused_by_name(
     whole.write_bytes(b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.")
     code, out, err = run(capsys, tmp_path, "--json")
     assert code == 2 and out == "" and "nccl_trace_rank_2" in err and "os.system" in err
+
+
+def stack_dump(path: Path, frames: int) -> None:
+    """Frames of names that are in no other file."""
+    shown = [{"name": f"{path.stem}_{n}", "short_filename": "a.py"} for n in range(frames)]
+    path.write_text(json.dumps([{"pid": 1, "thread_id": 1, "thread_name": "MainThread", "frames": shown}]))
+
+
+def many(folder: Path, kind: str) -> None:
+    """Four files of one kind, each of 19 to 30 kB of memory."""
+    for n in range(4):
+        if kind == "recording":
+            saved(folder, noise(ticks=100), f"{n}.parquet")  # 8 machines, 6 metrics
+        elif kind == "repeated":  # every sample falls on the place of another one
+            rows = recording.write(folder / "one", [noise(ticks=1, machines=1, metrics=1)])
+            pl.concat([pl.read_parquet(folder / "one")] * 5000).write_parquet(folder / f"{n}.parquet")
+            assert rows == 1
+            (folder / "one").unlink()
+        elif kind == "flight recorder":
+            dump(folder, n, enqueued=7, completed=6, num_groups=40)
+        else:
+            stack_dump(folder / f"rank_{n}.json", 70)
+
+
+@pytest.mark.parametrize("kind", ["recording", "repeated", "flight recorder", "stacks"])
+def test_all_files_of_a_kind_together_are_bounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    many(tmp_path, kind)
+    assert run(capsys, tmp_path)[0] in (0, 1)
+    with pytest.raises(UnreadableInput, match=r"with it 4 file\(s\) take more than .* GiB of memory") as refused:
+        diagnosing.diagnose([tmp_path], [], limits=Limits(kept_bytes_max=75_000))
+    assert refused.value.where == str(max(tmp_path.iterdir()))
+
+
+class Slow(FakeClock):
+    """Somebody else's second passes each time that one looks."""
+
+    def monotonic(self) -> float:
+        self.advance(1.0)
+        return super().monotonic()
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("recording", False), ("flight recorder", True), ("stacks", True)])
+def test_reading_many_dumps_ends_in_time(tmp_path: Path, kind: str, ends: bool) -> None:
+    """How long a detector takes over a recording is no matter of reading."""
+    many(tmp_path, kind)
+    limits = Limits(seconds_max=2.5)
+    if not ends:
+        diagnosing.diagnose([tmp_path], [], limits=limits, clock=Slow())
+        return
+    with pytest.raises(UnreadableInput, match=r"rank_2\S*: .* after 2.5 s"):
+        diagnosing.diagnose([tmp_path], [], limits=limits, clock=Slow())
+
+
+def test_a_folder_of_very_many_files_or_folders_is_not_walked_to_its_end(tmp_path: Path) -> None:
+    for n in range(5):
+        (tmp_path / "a" / str(n)).mkdir(parents=True)
+    stack_dump(tmp_path / "rank_0.json", 1)
+    assert len(diagnosing.search([tmp_path], num_files_max=8).stacks) == 1
+    with pytest.raises(UnreadableInput, match="more than 7 files and folders"):
+        diagnosing.search([tmp_path], num_files_max=7)

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from rolecall.core.clock import FakeClock
 from rolecall.core.errors import UnreadableInput
 from rolecall.detector import flight_dumps
+from rolecall.detector.budget import Budget, Limits
 from rolecall.detector.flight_dumps import Status, is_dump, read, read_as_needed, read_many
 from rolecall.detector.flight_entries import Group, Operation
 
@@ -434,3 +436,53 @@ def test_the_fast_way_drops_what_turns_out_unreadable(tmp_path: Path) -> None:
     paths = [written(tmp_path, data, "rank0"), written(tmp_path, data[:-20] + b".", "rank1")]
     dumps, unreadable = read_as_needed(paths, lambda dumps: {0, 1}, num_processes=1)
     assert [d.rank for d in dumps] == [0] and [e.where for e in unreadable] == [str(paths[1])]
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize(
+    "costly",
+    [
+        {"entries": [ENTRY] * 100_000},
+        {"entries": [{**ENTRY, "input_sizes": [[1, 2]] * 8000, "input_dtypes": ["Float"] * 8000}]},
+        {"pg_config": {str(g): {"name": str(g), "ranks": list(range(100))} for g in range(800)}},
+        {"pg_status": {str(g): {} for g in range(5000)}, "pg_config": {str(g): {"name": str(g)} for g in range(5000)}},
+    ],
+    ids=["entries", "sizes", "ranks", "groups"],
+)
+def test_all_that_is_kept_of_many_dumps_is_bounded(tmp_path: Path, costly: dict[str, Any], num_processes: int) -> None:
+    """Each of them is within what one may cost: 2 to 5 MB."""
+    data = pickle.dumps({**CONTENT, **costly}, protocol=2)
+    paths = [written(tmp_path, data, f"rank{r:03}") for r in range(flight_dumps.POOL_MIN)]
+    budget = Budget(Limits(kept_bytes_max=16 << 20))
+    with pytest.raises(UnreadableInput, match=r"with it \d+ file\(s\) take more than 0.0156 GiB of memory") as refused:
+        read_many(paths, num_processes=num_processes, budget=budget)
+    assert 2 <= paths.index(Path(refused.value.where)) < 10
+
+
+def test_lists_of_ranks_that_dumps_share_are_counted_once(tmp_path: Path) -> None:
+    """Else the dumps of a large job would be refused, which hold as many ranks each as there are dumps."""
+    group = {"name": "0", "desc": "default_pg", "ranks": str(list(range(5000)))}
+    data = pickle.dumps({**CONTENT, "pg_config": {"0": group}}, protocol=2)
+    paths = [written(tmp_path, data, f"rank{r}") for r in range(20)]
+    budget = Budget(Limits(kept_bytes_max=2 * 48 * 5000))
+    assert len(read_many(paths, num_processes=1, budget=budget)[0]) == 20
+
+
+def test_reading_many_dumps_ends_in_time(tmp_path: Path) -> None:
+    """Refused ones take time, too, and so does each round of the fast way."""
+    clock = FakeClock()
+    data = pickle.dumps(CONTENT, protocol=2)
+    paths = [written(tmp_path, data, f"rank{r}") for r in range(5)]
+    paths[1].write_bytes(HOSTILE["global"][0])
+    budget = Budget(Limits(seconds_max=100.0), clock)
+    with pytest.raises(UnreadableInput, match=r"rank3: .* after 100 s"):
+        read_many(paths, num_processes=1, told=lambda num: clock.advance(40.0), budget=budget)
+
+    paths[1].write_bytes(data)
+
+    def wanted(dumps: Any) -> set[int]:
+        clock.advance(60.0)
+        return {sum(d.entries is not None for d in dumps)}
+
+    with pytest.raises(UnreadableInput, match=r"rank1: .* after 100 s"):
+        read_as_needed(paths, wanted, num_processes=1, budget=Budget(Limits(seconds_max=100.0), clock))

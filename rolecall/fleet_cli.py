@@ -6,7 +6,22 @@ from typing import Annotated, Any
 import typer
 
 from rolecall.core.errors import ConfigError
-from rolecall.options import ROOT, JsonOption, RootOption, out, print_json
+from rolecall.options import (
+    ROOT,
+    CredentialsOption,
+    ForOption,
+    HistoryOption,
+    IntervalOption,
+    JsonOption,
+    MatchOption,
+    QueriesOption,
+    QueryOption,
+    RootOption,
+    SourceOption,
+    UrlOption,
+    out,
+    print_json,
+)
 from rolecall.text import plain
 
 fleet = typer.Typer()
@@ -110,22 +125,6 @@ def simulated_fleet(
 
 
 fleet.add_typer(simulate, name="simulate")
-
-SourceOption = Annotated[str, typer.Option("--source", help="agents, prometheus or recording")]
-UrlOption = Annotated[str, typer.Option(help="Prometheus-compatible server, as http://HOST:9090[/PATH]")]
-QueryOption = Annotated[
-    list[str], typer.Option("--query", help="NAME=EXPRESSION (PromQL); may be repeated, replaces the default queries")
-]
-QueriesOption = Annotated[Path | None, typer.Option("--queries", help="YAML file: expressions and labels of machines")]
-MatchOption = Annotated[str, typer.Option("--match", help="label matchers for every query, as 'cluster=\"a\"'")]
-IntervalOption = Annotated[
-    float | None, typer.Option("--interval", help="seconds between ticks, not below the scrape interval")
-]
-HistoryOption = Annotated[float | None, typer.Option("--history", help="begin with so many seconds of the past")]
-CredentialsOption = Annotated[
-    Path | None, typer.Option("--credentials", help="file with one line: 'bearer TOKEN' or 'basic USER:PASSWORD'")
-]
-ForOption = Annotated[float | None, typer.Option("--for", help="end after so many seconds")]
 
 
 def _prometheus_options(

@@ -13,6 +13,23 @@ RootOption = Annotated[Path, typer.Option("--runs", envvar=RUNS_ENV, help="direc
 JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
 ROOT = Path("runs")
 
+# Where metrics come from: of `watch` and `record`.
+SourceOption = Annotated[str, typer.Option("--source", help="agents, prometheus or recording")]
+UrlOption = Annotated[str, typer.Option(help="Prometheus-compatible server, as http://HOST:9090[/PATH]")]
+QueryOption = Annotated[
+    list[str], typer.Option("--query", help="NAME=EXPRESSION (PromQL); may be repeated, replaces the default queries")
+]
+QueriesOption = Annotated[Path | None, typer.Option("--queries", help="YAML file: expressions and labels of machines")]
+MatchOption = Annotated[str, typer.Option("--match", help="label matchers for every query, as 'cluster=\"a\"'")]
+IntervalOption = Annotated[
+    float | None, typer.Option("--interval", help="seconds between ticks, not below the scrape interval")
+]
+HistoryOption = Annotated[float | None, typer.Option("--history", help="begin with so many seconds of the past")]
+CredentialsOption = Annotated[
+    Path | None, typer.Option("--credentials", help="file with one line: 'bearer TOKEN' or 'basic USER:PASSWORD'")
+]
+ForOption = Annotated[float | None, typer.Option("--for", help="end after so many seconds")]
+
 
 def out(text: str) -> None:
     typer.echo(text)

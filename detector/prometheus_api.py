@@ -11,7 +11,8 @@ import re
 import socket
 import ssl
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent import futures
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -32,6 +33,7 @@ class Limits:
     answer_bytes_max: int = 32 << 20
     """Of JSON, about ten times as much in memory while it is read. A larger answer is asked for in halves."""
     connect_seconds: float = 5.0
+    """To find its addresses, and to reach each."""
     answer_seconds: float = 30.0
     """One whole answer."""
     patience_seconds: float = 10.0
@@ -46,10 +48,22 @@ class TooMuch(Exception):
     """Refused, or larger than allowed, because it is too much at once. The message is the server's."""
 
 
+Addresses = Iterable[tuple[int, int, int, str, Any]]
+"""As `socket.getaddrinfo` gives them."""
+
+
 class Client:
     """One kept-alive connection. `authorization`: the header's value, or "" for none; it is never shown."""
 
-    def __init__(self, url: str, clock: Clock, *, authorization: str = "", limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        clock: Clock,
+        *,
+        authorization: str = "",
+        limits: Limits | None = None,
+        resolve: Callable[..., Addresses] = socket.getaddrinfo,
+    ) -> None:
         """Raises ConfigError; its text does not repeat a URL that may hold a password."""
         try:
             parts = urlsplit(url)
@@ -74,6 +88,8 @@ class Client:
             self._headers["Authorization"] = authorization
         self._clock, self._limits = clock, limits or Limits()
         self._connection: http.client.HTTPConnection | None = None
+        self._resolve = resolve
+        self._look_up: futures.Future[Addresses] | None = None
 
     def close(self) -> None:
         if self._connection is not None:
@@ -139,7 +155,7 @@ class Client:
         most = self._limits.answer_bytes_max
         whole = keep = False
         try:
-            connection = self._connected(seconds)
+            connection = self._connected(seconds, late)
             if late.is_set():  # while it was connecting, so that there was nothing to cut off
                 raise TimeoutError
             connection.request("GET" if body is None else "POST", f"{self._prefix}/api/v1/{path}", body, headers)
@@ -164,14 +180,27 @@ class Client:
             raise NoAnswer(f"no whole answer within {seconds:.3g} s" if late.is_set() else "its answer was cut short")
         return response.status, read
 
-    def _connected(self, seconds: float) -> http.client.HTTPConnection:
+    def _connected(self, seconds: float, late: threading.Event) -> http.client.HTTPConnection:
         if self._connection is not None and self._connection.sock is not None:
             self._connection.sock.settimeout(seconds)
             return self._connection
         kind = http.client.HTTPConnection if self._tls is None else http.client.HTTPSConnection
         connection = self._connection = kind(self._host, self._port)
         timeout = min(seconds, self._limits.connect_seconds)
-        connection.sock = socket.create_connection((self._host, connection.port), timeout)
+        failed = OSError("its name has no address")
+        for family, sort, protocol, _, address in self._found(connection.port, timeout):
+            if late.is_set():
+                raise TimeoutError
+            try:
+                connection.sock = socket.socket(family, sort, protocol)
+                connection.sock.settimeout(timeout)
+                connection.sock.connect(address)
+                break
+            except OSError as e:
+                connection.close()
+                failed = e
+        else:
+            raise failed
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._tls is not None:
             shaken = self._tls.wrap_socket(connection.sock, server_hostname=self._host, do_handshake_on_connect=False)
@@ -179,6 +208,23 @@ class Client:
             shaken.do_handshake()
         connection.sock.settimeout(seconds)
         return connection
+
+    def _found(self, port: int, seconds: float) -> Addresses:
+        """A look-up of a name cannot be given a deadline: it goes on in a thread, and the next try takes what it finds."""
+        if self._look_up is None:
+            self._look_up = futures.Future()
+            threading.Thread(target=self._look, args=(self._look_up, port), daemon=True).start()
+        done, _ = futures.wait([self._look_up], seconds)
+        if not done:
+            raise NoAnswer(f"no address of {_printable(self._host)} within {seconds:.3g} s: looking up its name hangs")
+        found, self._look_up = self._look_up, None
+        return found.result()
+
+    def _look(self, answer: futures.Future[Addresses], port: int) -> None:
+        try:
+            answer.set_result(self._resolve(self._host, port, type=socket.SOCK_STREAM))
+        except (OSError, UnicodeError) as e:
+            answer.set_exception(e)
 
     def _cut_off(self, late: threading.Event) -> None:
         late.set()

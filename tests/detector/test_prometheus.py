@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from rolecall.core.metrics import BY_NAME
 from rolecall.detector.panel import Machine
 from rolecall.detector.panel_source import Tick
 from rolecall.detector.prometheus import PrometheusSource
-from rolecall.detector.prometheus_api import Client, Limits
+from rolecall.detector.prometheus_api import Addresses, Client, Limits, NoAnswer
 from rolecall.detector.prometheus_queries import Labels, Query, catalogue_queries, dcgm_queries, trusted_rate
 from rolecall.detector.series_panels import Place
 
@@ -545,6 +546,73 @@ def test_a_server_that_never_shakes_hands(clock: FakeClock) -> None:
         it = PrometheusSource(Client(url, clock, limits=QUICK), [QUERY], clock, interval_seconds=1.0)
         with pytest.raises(UnreadableInput, match="no whole answer within"):
             next(it.ticks(patience()))
+
+
+def test_a_name_that_nobody_looks_up_is_told_and_looked_up_once(server: FakeServer, clock: FakeClock) -> None:
+    """Each try would else leave a thread behind that waits for the resolver."""
+    asked: list[object] = []
+    answer = threading.Event()
+
+    def hangs(host: str, port: int, **kind: object) -> Addresses:
+        asked.append((host, port))
+        assert answer.wait(30.0)
+        return socket.getaddrinfo("127.0.0.1", int(server.url.rpartition(":")[2]))
+
+    limits = Limits(connect_seconds=0.05, patience_seconds=0.0)
+    client = Client("http://prometheus.example:9090", clock, limits=limits, resolve=hangs)
+    for _ in range(2):
+        with pytest.raises(NoAnswer, match=r"no address of prometheus\.example within 0\.05 s"):
+            client.now(lambda: False)
+    answer.set()
+    for _ in range(100):  # it is back as soon as the thread is done
+        with suppress(NoAnswer):
+            assert client.now(lambda: False) == pytest.approx(clock.wall(), abs=60.0)
+            break
+    else:
+        pytest.fail("the look-up has ended, and nobody took its answer")
+    assert asked == [("prometheus.example", 9090)]
+    client.close()
+
+
+def test_a_name_that_does_not_exist_is_told(clock: FakeClock) -> None:
+    def fails(host: str, port: int, **kind: object) -> Addresses:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    client = Client("http://nowhere.example", clock, limits=QUICK, resolve=fails)
+    for _ in range(2):
+        with pytest.raises(NoAnswer, match="not known"):
+            client.now(lambda: False)
+
+
+def test_of_several_addresses_the_first_that_answers_is_taken(server: FakeServer, clock: FakeClock) -> None:
+    def two(host: str, port: int, **kind: object) -> Addresses:
+        return [*socket.getaddrinfo("127.0.0.1", 1, **kind), *socket.getaddrinfo("127.0.0.1", port, **kind)]  # type: ignore[arg-type]
+
+    client = Client(server.url, clock, limits=QUICK, resolve=two)
+    assert client.now(lambda: False) > 0
+    client.close()
+
+
+def test_any_number_of_addresses_that_do_not_answer_ends_in_time(clock: FakeClock) -> None:
+    tried: list[int] = []
+    with socket.socket() as full, ExitStack() as waiting:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(8):  # beyond its queue nobody is answered
+            one = waiting.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+
+        def many(host: str, port: int, **kind: object) -> Addresses:
+            for n in range(1000):
+                tried.append(n)
+                yield (socket.AF_INET, socket.SOCK_STREAM, 0, "", full.getsockname())
+
+        limits = Limits(answer_seconds=0.2, connect_seconds=0.05, patience_seconds=0.0)
+        client = Client("http://many.example", clock, limits=limits, resolve=many)
+        with pytest.raises(NoAnswer, match=r"no whole answer within 0\.2 s"):
+            client.now(lambda: False)
+    assert 1 < len(tried) < 100
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What noise do machines have of their own? Fits the constants of `detector/simulation.py` to healthy real recordings.
+"""What noise do machines have of their own? Fits the constants of `simulated_signals.py` to healthy real recordings.
 
     python benchmarks/fit_noise.py [--data ../shared/data]
 

@@ -18,29 +18,33 @@ job goes on is slow, by the count of `stack_rounds`; of any other one cannot tel
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
-from rolecall.detector.findings import settles
+from rolecall.core.diagnosis import FaultClass, Finding
 from rolecall.detector.stack_dumps import Dump, Topology
-from rolecall.detector.stack_places import Doing, Stack, shown
-from rolecall.detector.stack_roster import Process, Role, Who, group_name, groups_of, roster
-from rolecall.detector.stack_rounds import NUM_FLAGS_MIN, NUM_ROUNDS, ROUND_SECONDS, Flagged, tally
-
-DETECTOR = "stacks"
-STACK_GROUP = "stack_group"
-"""Evidence of this kind tells of one group of processes at the same place: `num_processes`, and the place in its text."""
-PARALLEL_GROUP = "parallel_group"
-"""Evidence of this kind tells of a group that is suspected as a whole: `num_members`, `num_likely_innocent`."""
-ROUNDS = "rounds"
-"""Evidence of this kind tells in how many rounds of stacks somebody was an outlier: `num_flagged` of `num_rounds`."""
-NUM_GROUPS_SHOWN = 8
-NUM_FRAMES_SHOWN = 8
-NUM_NAMES_SHOWN = 8
-NUM_TOLD = 3
-NUM_UNDECIDED_MAX = 64
-"""A "cannot tell" names no more processes than this."""
+from rolecall.detector.stack_findings import (
+    NUM_GROUPS_SHOWN,
+    NUM_NAMES_SHOWN,
+    NUM_TOLD,
+    Case,
+    Place,
+    Shared,
+    all_at_last,
+    as_a_whole,
+    at_last,
+    flagged_name,
+    gil_evidence,
+    names_text,
+    places,
+    rounds_evidence,
+    said,
+    shared,
+    standing_evidence,
+)
+from rolecall.detector.stack_places import Doing, Stack
+from rolecall.detector.stack_roster import Process, Role, Who, roster
+from rolecall.detector.stack_rounds import NUM_FLAGS_MIN, NUM_ROUNDS, ROUND_SECONDS, tally
 
 CONFIDENCE_OUTSIDE = 0.8
 CONFIDENCE_AT_WORK = 0.6
@@ -49,7 +53,6 @@ CONFIDENCE_ABSENT = 0.6
 CONFIDENCE_ELSEWHERE = 0.5
 CONFIDENCE_AGAIN = 0.7
 """Of a slow process, the same in most of the rounds."""
-CONFIDENCE_CANNOT_TELL = 0.3
 STANDS_CHANGE = 0.1
 """An older dump that shows the same place makes a hang likelier."""
 
@@ -67,26 +70,6 @@ MORE_ROUNDS = (
 )
 RECORDER = "Flight Recorder dumps, which tell who has not entered which collective; or stacks some seconds later"
 
-# --- verdict ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Processes at the same place."""
-
-    stack: Stack
-    processes: tuple[Process, ...]
-
-
-def places(processes: Iterable[Process]) -> list[Place]:
-    """Largest first; equal ones in the order of their first process."""
-    found: dict[tuple[object, ...], list[Process]] = {}
-    for p in processes:
-        if p.stack is not None:
-            found.setdefault((p.stack.doing, p.stack.key), []).append(p)
-    grouped = [Place(its[0].stack, tuple(its)) for its in found.values() if its[0].stack is not None]
-    return sorted(grouped, key=lambda place: -len(place.processes))
-
 
 def diagnose(dumps: Sequence[Dump], *, topology: Topology | None = None) -> list[Finding]:
     """At most one finding per role. Times are those of the files: by the first of them the fault stood."""
@@ -100,7 +83,7 @@ def looked_at(dumps: Sequence[Dump], *, topology: Topology | None = None) -> str
     for role in roster(dumps, topology):
         found = places(role.processes)
         number = sum(len(place.processes) for place in found)
-        told = [f"{len(p.processes)} {_said(p.stack, len(p.processes))}" for p in found[:NUM_GROUPS_SHOWN]]
+        told = [f"{len(p.processes)} {said(p.stack, len(p.processes))}" for p in found[:NUM_GROUPS_SHOWN]]
         if len(found) > NUM_GROUPS_SHOWN:
             told.append(f"{len(found) - NUM_GROUPS_SHOWN} more places")
         which = f", the last of {len(role.rounds)} rounds" if len(role.rounds) > 1 else ""
@@ -120,7 +103,7 @@ def _judge(role: Role) -> Finding | None:
     now = _judge_once(role.name, [replace(p, moves=p.key not in hung) if p.key in last else p for p in role.processes])
     if now is not None and now.fault_class != FaultClass.CANNOT_TELL:
         stands = [p for p in role.processes if p.key in hung][:NUM_TOLD]
-        return replace(now, evidence=(*now.evidence, *(_standing_evidence(p, role.rounds) for p in stands)))
+        return replace(now, evidence=(*now.evidence, *(standing_evidence(p, role.rounds) for p in stands)))
     counted = [() if _in_pipeline(r, its) else its for r, its in zip(rounds, outliers, strict=True)]
     again = None if hung else _again(role, counted)
     if again is not None or now is None:
@@ -207,9 +190,9 @@ def _judge_once(role: str, processes: Sequence[Process]) -> Finding | None:
     absent = [p for p in processes if p.stack is None]
     if not waiting or len(outside) > len(waiting):
         return None  # most are at work: who is early waits, and that accuses nobody
-    case = _Case(role, tuple(processes), tuple(places(processes)))
+    case = Case(role, tuple(processes), tuple(places(processes)))
     if len(processes) == 1:
-        because = f"{_at_last(processes[0])}, and no other process was looked at"
+        because = f"{at_last(processes[0])}, and no other process was looked at"
         return case.cannot_tell(waiting, because, "dumps of the processes that it waits for")
     if outside:
         return _late(case, waiting, outside, absent)
@@ -219,73 +202,71 @@ def _judge_once(role: str, processes: Sequence[Process]) -> Finding | None:
         return _elsewhere(case)
     if any(p.moves is not False for p in waiting):
         return None
-    return case.cannot_tell(
-        waiting, f"all {case.who} {_said(case.places[0].stack, 0)}, now as in older dumps", RECORDER
-    )
+    return case.cannot_tell(waiting, f"all {case.who} {said(case.places[0].stack, 0)}, now as in older dumps", RECORDER)
 
 
-def _late(case: "_Case", waiting: list[Process], outside: list[Process], absent: list[Process]) -> Finding:
+def _late(case: Case, waiting: list[Process], outside: list[Process], absent: list[Process]) -> Finding:
     """Some do not wait for others: they are the cause, but for those that move."""
     told = f"{len(waiting)} of {case.who} wait for others"
     if len(outside) == len(waiting):
-        return case.cannot_tell(outside, f"{told}, as many do not: {_names(outside)}", DUMP_AGAIN)
+        return case.cannot_tell(outside, f"{told}, as many do not: {names_text(outside)}", DUMP_AGAIN)
     largest = next(place for place in case.places if place.stack.waits)
     moving = [p for p in outside if p.moves is True]
     if len(moving) == len(outside):
-        because = f"{told} ({largest.stack.at}), but who does not, moves: {_all_at_last(outside)}"
+        because = f"{told} ({largest.stack.at}), but who does not, moves: {all_at_last(outside)}"
         return case.cannot_tell(outside, because, MORE_ROUNDS)
     outside = [p for p in outside if p.moves is not True]
     stuck = any(p.moves is False for p in outside)
     if _in_pipeline(case.processes, outside) and not stuck:
-        because = f"{told}, most of them in a pipeline, while {_names(outside)} compute: so does a healthy pipeline"
+        because = f"{told}, most of them in a pipeline, while {names_text(outside)} compute: so does a healthy pipeline"
         return case.cannot_tell(outside, because, DUMP_AGAIN)
     at_work = {p.key for p in outside if p.stack is not None and p.stack.doing == Doing.WORK}
     outside.sort(key=lambda p: p.key in at_work)
     confidence = CONFIDENCE_AT_WORK if len(at_work) == len(outside) or absent else CONFIDENCE_OUTSIDE
     confidence += STANDS_CHANGE * stuck
-    because = f"{told} ({largest.stack.at}); {_all_at_last(outside)}"
-    if len(outside) > 1 and (group := _shared(case.processes, outside)):
+    because = f"{told} ({largest.stack.at}); {all_at_last(outside)}"
+    if len(outside) > 1 and (group := shared(case.processes, outside)):
         because += f". All of them are in {group.name}"
     if moving:
-        because += f". Of the others that do not wait, an older dump shows that they move: {_names(moving)}"
+        because += f". Of the others that do not wait, an older dump shows that they move: {names_text(moving)}"
     if absent:
-        because += f". There is no dump of {_names(absent)}"
-    return case.finding(outside, confidence, because, _gil_evidence(outside))
+        because += f". There is no dump of {names_text(absent)}"
+    return case.finding(outside, confidence, because, gil_evidence(outside))
 
 
-def _absent(case: "_Case", waiting: list[Process], absent: list[Process]) -> Finding:
+def _absent(case: Case, waiting: list[Process], absent: list[Process]) -> Finding:
     """All that were looked at wait, and some were not: the stopped and the dead give no dump."""
     told = f"all {case.who} that have a dump wait for others ({case.places[0].stack.at})"
     if len(absent) >= len(waiting):
-        because = f"{told}, and {len(absent)} have none: {_names(absent)}"
+        because = f"{told}, and {len(absent)} have none: {names_text(absent)}"
         return case.cannot_tell(absent, because, "dumps of the other processes")
     if all(p.moves is True for p in waiting):
-        because = f"{told}, where they were not in the round before, and there is no dump of {_names(absent)}"
-        return case.cannot_tell(absent, because, f"{DUMP_AGAIN}; a dump of {_names(absent)}")
-    because = f"{told}, and there is no dump of {_names(absent)}: the stopped and the dead give none"
-    if len(absent) > 1 and (group := _shared(case.processes, absent)):
+        because = f"{told}, where they were not in the round before, and there is no dump of {names_text(absent)}"
+        return case.cannot_tell(absent, because, f"{DUMP_AGAIN}; a dump of {names_text(absent)}")
+    because = f"{told}, and there is no dump of {names_text(absent)}: the stopped and the dead give none"
+    if len(absent) > 1 and (group := shared(case.processes, absent)):
         because += f". All of them are in {group.name}"
     return case.finding(absent, CONFIDENCE_ABSENT, because)
 
 
-def _elsewhere(case: "_Case") -> Finding:
+def _elsewhere(case: Case) -> Finding:
     """All wait, not in the same place."""
     top, *rest = case.places
     others = [p for place in rest for p in place.processes]
-    told = "; ".join(f"{len(place.processes)} {_said(place.stack, len(place.processes))}" for place in case.places[:3])
+    told = "; ".join(f"{len(place.processes)} {said(place.stack, len(place.processes))}" for place in case.places[:3])
     if not _most(top, others):
         because = f"all {case.who} wait for others, and no collective holds the most of them: {told}"
         return case.cannot_tell(others, because, RECORDER)
     because = f"all {case.who} wait for others, most of them in one place: {told}"
     if all(p.moves is True for p in others):
-        return case.cannot_tell(others, f"{because}. Those elsewhere move: {_names(others)}", MORE_ROUNDS)
-    group = _shared(case.processes, others) if len(others) > 1 else None
+        return case.cannot_tell(others, f"{because}. Those elsewhere move: {names_text(others)}", MORE_ROUNDS)
+    group = shared(case.processes, others) if len(others) > 1 else None
     if group is None:
-        return case.finding(others, CONFIDENCE_ELSEWHERE, f"{because}. Elsewhere: {_names(others)}")
+        return case.finding(others, CONFIDENCE_ELSEWHERE, f"{because}. Elsewhere: {names_text(others)}")
     # Who waits for a cause waits one level further out, with more others: the fewest are the nearest to it.
     alone = len(rest) == 1 or len(rest[-1].processes) < len(rest[-2].processes)
     first = rest[-1].processes if alone else ()
-    words, members, evidence = _whole(group, first)
+    words, members, evidence = as_a_whole(group, first)
     return case.finding(members, CONFIDENCE_ELSEWHERE, f"{because}. Those elsewhere are in {words}", (evidence,))
 
 
@@ -301,197 +282,32 @@ def _again(role: Role, outliers: Sequence[Sequence[Process]]) -> Finding | None:
     if not found.named and by_chance and (not outliers[-1] or num_flagging > 2):
         return None  # once is chance, and by now it is over, or it is another's turn each time
     last = role.rounds[flagged[-1]]
-    case = _Case(role.name, tuple(last), tuple(places(_stood(last))))
+    case = Case(role.name, tuple(last), tuple(places(_stood(last))))
     whom = {p.key for p in suspected}
     seen = [p for n in flagged for p in outliers[n] if p.key in whom]
     often = Counter(p.key for p in seen)
     num = f"{num_flags} of {len(role.rounds)} rounds of stacks"
-    names = _flagged_name(found.best[0])
-    evidence = tuple(_rounds_evidence(f, len(role.rounds)) for f in found.flagged[:NUM_GROUPS_SHOWN])
+    names = flagged_name(found.best[0])
+    evidence = tuple(rounds_evidence(f, len(role.rounds)) for f in found.flagged[:NUM_GROUPS_SHOWN])
     if not found.named:
         because = f"the others wait for {names} in {num}: slow, or late by chance"
         if len(found.best) > 1:
-            tied = " or ".join(_flagged_name(f) for f in found.best[:NUM_NAMES_SHOWN])
+            tied = " or ".join(flagged_name(f) for f in found.best[:NUM_NAMES_SHOWN])
             because = f"the others wait for {tied}, for each in {num}: a tie"
         seldom = [p for p in suspected if often[p.key]]
         finding = case.cannot_tell(seldom, because, MORE_ROUNDS)
     elif all(p.stack is not None and p.stack.waits for p in seen):
-        group = _Shared(names, tuple(suspected))
+        group = Shared(names, tuple(suspected))
         first = [p for p in suspected if often[p.key] == max(often.values())]
-        words, members, whole = _whole(group, first if len(first) < len(suspected) else ())
+        words, members, whole = as_a_whole(group, first if len(first) < len(suspected) else ())
         because = f"all wait for others, in {num} most of them at one place and those elsewhere in {words}"
         finding = case.slow(members, CONFIDENCE_ELSEWHERE, because, (whole,))
     else:
         suspected = sorted((p for p in suspected if often[p.key]), key=lambda p: -often[p.key])
         at = [p for p in outliers[flagged[-1]] if p.key in often]
         because = (
-            f"the others wait for {names} in {num}, and go on in between: slow, not hung. At last: {_all_at_last(at)}"
+            f"the others wait for {names} in {num}, and go on in between: slow, not hung. At last: {all_at_last(at)}"
         )
         finding = case.slow(suspected, CONFIDENCE_AGAIN, because, ())
     times = [p.at for n in flagged for p in role.rounds[n]], [p.at for p in role.rounds[-1]]
     return replace(finding, onset=min(times[0]), detected_at=max(times[1]), evidence=(*finding.evidence, *evidence))
-
-
-def _whole(group: "_Shared", first: Sequence[Process]) -> tuple[str, list[Process], Evidence]:
-    """(words, members, evidence) of a group that is suspected as a whole; `first`: who is the nearest to the cause."""
-    nearest = {p.key for p in first}
-    members = [*(p for p in group.members if p.key in nearest), *(p for p in group.members if p.key not in nearest)]
-    innocent = len(members) - max(1, len(first))
-    nodes = len({p.node for p in members if p.node})
-    size = f"{len(members)} processes" + (f" on {nodes} node{'s' if nodes != 1 else ''}" if nodes else "")
-    words = f"{group.name}, {size}, of which {innocent} are likely innocent"
-    if first and innocent:
-        words += f": look first at {_names(first)}"
-    values = {"num_members": float(len(members)), "num_likely_innocent": float(innocent)}
-    evidence = Evidence(kind=PARALLEL_GROUP, text=f"{group.name}: {_names(members)}", values=values)
-    return words, members, evidence
-
-
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """One role as it was looked at, and how findings about it are worded."""
-
-    role: str
-    processes: tuple[Process, ...]
-    places: tuple[Place, ...]
-
-    @property
-    def who(self) -> str:
-        seen = sum(p.stack is not None for p in self.processes)
-        return f"{seen} {self.role} processes" if self.role else f"{seen} processes"
-
-    def cannot_tell(self, about: Sequence[Process], because: str, settle: str) -> Finding:
-        suspects = about[:NUM_UNDECIDED_MAX]
-        return self._finding(suspects, FaultClass.CANNOT_TELL, CONFIDENCE_CANNOT_TELL, because, (settles(settle),))
-
-    def finding(
-        self, suspects: Sequence[Process], confidence: float, because: str, evidence: tuple[Evidence, ...] = ()
-    ) -> Finding:
-        return self._finding(suspects, FaultClass.HANG, confidence, because, evidence)
-
-    def slow(
-        self, suspects: Sequence[Process], confidence: float, because: str, evidence: tuple[Evidence, ...]
-    ) -> Finding:
-        return self._finding(suspects, FaultClass.SLOW, confidence, because, evidence)
-
-    def _finding(
-        self,
-        suspects: Sequence[Process],
-        fault_class: FaultClass,
-        confidence: float,
-        because: str,
-        evidence: tuple[Evidence, ...],
-    ) -> Finding:
-        times = [p.at for p in self.processes if p.stack is not None]
-        return Finding(
-            detector=DETECTOR,
-            suspects=tuple(p.suspect for p in suspects),
-            fault_class=fault_class,
-            onset=min(times),
-            detected_at=max(times),
-            confidence=round(confidence, 2),
-            because=because,
-            evidence=(*(_place_evidence(place) for place in self.places[:NUM_GROUPS_SHOWN]), *evidence),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    name: str
-    members: tuple[Process, ...]
-
-
-def _shared(processes: Sequence[Process], outliers: Sequence[Process]) -> _Shared | None:
-    """The smallest group, not all processes, that holds all outliers: node, replica, or parallel group."""
-    common = list(groups_of(outliers[0]))
-    for p in outliers[1:]:
-        its = set(groups_of(p))
-        common = [group for group in common if group in its]
-    members: dict[object, list[Process]] = {group: [] for group in common}
-    for p in processes:
-        for group in groups_of(p):
-            if group in members:
-                members[group].append(p)
-    found = [_Shared(group_name(g), tuple(members[g])) for g in common if len(members[g]) < len(processes)]
-    return min(found, key=lambda g: len(g.members), default=None)
-
-
-# --- words --------------------------------------------------------------------------------------------------------
-
-_PLURAL = {
-    "waits": "wait",
-    "is": "are",
-    "reads": "read",
-    "stands": "stand",
-    "compiles": "compile",
-    "collects": "collect",
-}
-
-
-def _said(stack: Stack, number: int = 1) -> str:
-    """`waits in a collective: all_reduce (...)`; of several `wait in ...`."""
-    words = str(stack.doing)
-    if number != 1:
-        verb, _, rest = words.partition(" ")
-        words = f"{_PLURAL[verb]} {rest}".rstrip().replace("its ", "their ")
-    return f"{words}: {stack.at}"
-
-
-def _names(processes: Sequence[Process]) -> str:
-    told = ", ".join(p.name for p in processes[:NUM_NAMES_SHOWN])
-    return told + (f" and {len(processes) - NUM_NAMES_SHOWN} more" if len(processes) > NUM_NAMES_SHOWN else "")
-
-
-def _at_last(process: Process) -> str:
-    """What a process that does not wait is at, and whether it moves."""
-    if process.stack is None:
-        return process.name
-    before = {None: "", True: "; an older dump shows it elsewhere: it moves", False: "; an older dump shows the same"}
-    return f"{process.name} {_said(process.stack)}{before[process.moves]}"
-
-
-def _all_at_last(processes: Sequence[Process]) -> str:
-    told = "; ".join(_at_last(p) for p in processes[:NUM_TOLD])
-    return told + (f"; and {len(processes) - NUM_TOLD} more" if len(processes) > NUM_TOLD else "")
-
-
-def _flagged_name(f: Flagged) -> str:
-    return f.name or _names(f.members)
-
-
-def _rounds_evidence(f: Flagged, num_rounds: int) -> Evidence:
-    numbers = ", ".join(str(n + 1) for n in f.rounds[:NUM_NAMES_SHOWN])
-    more = f" and {len(f.rounds) - NUM_NAMES_SHOWN} more" if len(f.rounds) > NUM_NAMES_SHOWN else ""
-    of_it = f" ({len(f.members)} processes)" if f.name and len(f.members) > 1 else ""
-    return Evidence(
-        kind=ROUNDS,
-        text=f"{_flagged_name(f)}{of_it}: flagged in {len(f.rounds)} of {num_rounds} rounds: {numbers}{more}",
-        values={"num_flagged": float(len(f.rounds)), "num_rounds": float(num_rounds), "chance_ratio": f.chance},
-    )
-
-
-def _standing_evidence(process: Process, rounds: Sequence[Sequence[Process]]) -> Evidence:
-    """In how many of the last rounds it was at the place where it is now."""
-    keys = [next((p.stack.key for p in r if p.key == process.key and p.stack), None) for r in reversed(rounds)]
-    num = next((n for n, key in enumerate(keys) if key != keys[0]), len(keys))
-    text = f"{process.name}: at the same place in the last {num} of {len(rounds)} rounds"
-    return Evidence(kind=ROUNDS, text=text, values={"num_flagged": float(num), "num_rounds": float(len(rounds))})
-
-
-def _place_evidence(place: Place) -> Evidence:
-    number = len(place.processes)
-    frames = " < ".join(shown(f) for f in place.stack.frames[:NUM_FRAMES_SHOWN])
-    who = f"{number} process{'es' if number != 1 else ''}"
-    return Evidence(
-        kind=STACK_GROUP,
-        text=f"{who} ({_names(place.processes)}) {_said(place.stack, number).partition(': ')[0]}: {frames}",
-        values={"num_processes": float(number)},
-    )
-
-
-def _gil_evidence(processes: Sequence[Process]) -> tuple[Evidence, ...]:
-    held = [(p.name, p.stack.gil_holder) for p in processes if p.stack is not None and p.stack.gil_holder]
-    return tuple(
-        Evidence(kind="gil", text=f"{name}: another thread holds the GIL: {holder}")
-        for name, holder in held[:NUM_GROUPS_SHOWN]
-    )

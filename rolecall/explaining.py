@@ -15,7 +15,7 @@ import numpy as np
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Suspect
 from rolecall.detector.panel import Floats, Machine, Panel, Times
-from rolecall.detector.stacks import STACK_GROUP
+from rolecall.detector.stack_findings import STACK_GROUP
 from rolecall.explaining_charts import NUM_LINES_MAX, metric_chart, quantiles, score_chart, window
 from rolecall.report_charts import key_of
 from rolecall.report_style import CSS

@@ -24,9 +24,10 @@ from rolecall.detector import stack_dumps
 from rolecall.detector.findings import SETTLE
 from rolecall.detector.stack_dumps import Dump, Frame, Group, Thread, Topology, is_dump, is_topology, normal_frame, read
 from rolecall.detector.stack_dumps import read_topology as topology_of
+from rolecall.detector.stack_findings import PARALLEL_GROUP, ROUNDS, STACK_GROUP
 from rolecall.detector.stack_places import Doing, stack_of
 from rolecall.detector.stack_rounds import at_least, often
-from rolecall.detector.stacks import PARALLEL_GROUP, ROUNDS, STACK_GROUP, diagnose, looked_at
+from rolecall.detector.stacks import diagnose, looked_at
 
 C10D = "torch/distributed/distributed_c10d.py"
 WRAPPER = "torch/distributed/c10d_logger.py:wrapper"

@@ -1,14 +1,10 @@
 """Stack dumps of many processes, read and made comparable. Foreign text: sizes and counts are bounded.
 
 Kinds, told by content: what `py-spy dump --json` writes, what `py-spy dump` prints, and the answer of an agent's
-`/v1/evidence/stacks`. Whose stack it is, an agent's answer says itself; else the names of the file and its folder do:
-
-    trainer-1_rank3.json    rank_3.json    trainer_rank3_of_8.txt    node-2/trainer-0-pid123.txt    dp0_pp1_tp0.json
-    round_2/rank_3.json     rank_3_round2.json    2/rank_3.json    rank_3.2.json
-
-and a topology file fills in the rest: `{"role", "world_size", "ranks": {"3": {"node", "replica", "pid"}}, "parallel":
-{"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each part optional. Of `parallel` the first varies
-fastest with the rank, as Megatron counts. Ranks are global: of the whole role, not of one replica.
+`/v1/evidence/stacks`. Whose stack it is, an agent's answer says itself; else the names of the file and its folders do
+(stack_names.py), and a topology file fills in the rest: `{"role", "world_size", "ranks": {"3": {"node", "replica",
+"pid"}}, "parallel": {"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each part optional. Of `parallel`
+the first varies fastest with the rank, as Megatron counts. Ranks are global: of the whole role, not of one replica.
 
 A frame becomes `file:function`, so that two processes at the same place look the same: no line numbers, addresses,
 installation prefixes or template arguments; names that are generated anew in each process are folded.
@@ -24,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.errors import UnreadableInput
+from rolecall.detector.stack_names import WORLD_SIZE_MAX, place_of
 
 DUMP_BYTES_MAX = 16 << 20
 """Of one file. A trainer with 30 threads of 40 frames takes 0.3 MB as JSON."""
@@ -34,13 +31,9 @@ NUM_FRAMES_MAX = 4096
 """py-spy itself gives up beyond both."""
 TEXT_CHARS_MAX = 512
 """Longer names of files and functions are cut."""
-WORLD_SIZE_MAX = 200_000
 RANK_DIGITS_MAX = 18
 """Of a rank as a key: longer ones are no ranks, and slow to read."""
 NUM_AXES_MAX = 8
-
-AXES = ("tp", "pp", "dp", "ep", "cp")
-"""Kinds of parallel group that file names may give: tensor, pipeline, data, expert, context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +152,7 @@ def _is_text(head: str) -> bool:
 def read(path: Path) -> Dump:
     """Raises UnreadableInput: too large, cut short, no threads in it, not a dump."""
     text, at = _text(path)
-    place = _place(path)
+    place = place_of(path)
     if text.lstrip()[:1] in ("[", "{"):
         value = _json(path, text)
         if isinstance(value, dict):
@@ -298,6 +291,21 @@ def kept_bytes(dump: Dump, counted: set[int]) -> int:
     return num_bytes
 
 
+def _told(path: Path, answer: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a Dump that an agent's answer gives."""
+    if not isinstance(answer.get("threads"), list):
+        raise _wrong(path, "a JSON object without a list `threads`")
+    place: dict[str, Any] = {}
+    for key in ("rank", "pid", "incarnation"):
+        if (number := _integer(answer.get(key))) is not None:
+            place[key] = number
+    if node := _word(answer.get("node")):
+        place["node"] = node
+    if replica := _word(answer.get("replica")):
+        place |= {"replica": replica, "role": replica.partition("/")[0]}
+    return place
+
+
 # --- frames -------------------------------------------------------------------------------------------------------
 
 _STANDARD_LIBRARY = re.compile(r"lib(?:64)?/python\d[\d.]*t?/")
@@ -340,91 +348,6 @@ def normal_file(file: str) -> str:
     if _GENERATED_STEM.match(base.partition(".")[0]):
         return "<generated>"
     return base if file.startswith("/") else file  # the same script may lie elsewhere on another node
-
-
-# --- names --------------------------------------------------------------------------------------------------------
-
-# Of a `local_rank` every node has one, and a `node_rank` is the node's: neither says which process of the role it is.
-_RANK = re.compile(
-    r"(?<![a-z])(?<!local[-_.])(?<!node[-_.])(?:global_?)?rank[-_=.]?(\d{1,7})(?:[-_]?of[-_]?(\d{1,7}))?(?!\d)"
-)
-_PID = re.compile(r"(?<![a-z])pid[-_=.]?(\d{1,10})(?!\d)")
-_AXIS = re.compile(rf"(?<![a-z])({'|'.join(AXES)})[-_=]?(\d{{1,6}})(?!\d)")
-_NODE = re.compile(r"(?<![a-z])((?:node|host|machine)(?:=[^_,]+|[-_]?[a-z0-9]*\d[a-z0-9]*))", re.IGNORECASE)
-_NODE_FOLDER = re.compile(r"(?:node|host|machine)(?:[-_]?[\w.-]*\d[\w.-]*|=.+)\Z", re.IGNORECASE)
-_KNOWN_ROLE = r"trainer|rollout|reward|reference|critic|controller|standby"
-_ROLE = re.compile(rf"(?<![a-z0-9])({_KNOWN_ROLE})(?![a-z])(?:[-/]?(\d{{1,6}})(?!\d))?")
-_OTHER_ROLE = re.compile(r"([a-z]{2,30})-(\d{1,6})(?=[-_.]?(?:rank|pid|round)|\Z)")
-_ROUND_WORD = r"round|look|sample|snapshot|take"
-_ROUND = re.compile(rf"(?<![a-z])(?:{_ROUND_WORD})[-_=.]?(\d{{1,18}})(?!\d)", re.IGNORECASE)
-_ROUND_FOLDER = re.compile(r"\d{1,18}\Z")
-_ROUND_LAST = re.compile(r"[-_.](\d{1,18})\Z")
-_NO_ROLES = frozenset(
-    (
-        *(*AXES, *_ROUND_WORD.split("|"), "rank", "local", "pid", "node", "host", "machine", "stack", "stacks", "dump"),
-        *("process", "pyspy", "spy", "worker"),
-    )
-)
-NUM_FOLDERS_READ = 3
-"""Above the file: `job/round_2/node-3/rank_5.json`."""
-
-
-def _place(path: Path) -> dict[str, Any]:
-    """Fields of a Dump that the names give."""
-    stem = path.stem.lower()
-    place: dict[str, Any] = _round(path)
-    if found := _RANK.search(stem):
-        place["rank"] = int(found.group(1))
-        if found.group(2):
-            place["world_size"] = min(int(found.group(2)), WORLD_SIZE_MAX)
-    if found := _PID.search(stem):
-        place["pid"] = int(found.group(1))
-    if axes := _AXIS.findall(stem):
-        place["axes"] = tuple(sorted({axis: int(index) for axis, index in axes}.items()))
-    folders = [folder.name for folder in path.absolute().parents[:NUM_FOLDERS_READ]]
-    if found := _NODE.search(path.stem):
-        place["node"] = found.group(1).partition("=")[2] or found.group(1)
-    elif of_node := [name for name in folders if _NODE_FOLDER.match(name)]:
-        place["node"] = of_node[0].partition("=")[2] or of_node[0]
-    found = _ROLE.search(stem)
-    if found is None and (other := _OTHER_ROLE.match(stem)) and other.group(1) not in _NO_ROLES:
-        found = other
-    if found:
-        place["role"] = found.group(1)
-        if found.group(2):
-            place["replica"] = f"{found.group(1)}/{int(found.group(2))}"
-    return place
-
-
-def _round(path: Path) -> dict[str, Any]:
-    """The number of the round: where a name calls it so, else a number that stands last in the file's name, or a
-    folder whose name is a number."""
-    folders = path.absolute().parents[:NUM_FOLDERS_READ]
-    for named in (path, *folders):
-        if found := _ROUND.search(named.stem if named is path else named.name):
-            return {"round_index": int(found.group(1)), "series": _ROUND.sub("", str(path.absolute()))}
-    rest = path.stem.lower()
-    for known in (_RANK, _PID, _AXIS, _NODE, _ROLE, _OTHER_ROLE):
-        rest = known.sub("", rest)
-    if rest != path.stem.lower() and (found := _ROUND_LAST.search(path.stem)) and _ROUND_LAST.search(rest):
-        return {"round_index": int(found.group(1))}
-    numbers = [folder.name for folder in folders if _ROUND_FOLDER.match(folder.name)]
-    return {"round_index": int(numbers[0])} if numbers else {}
-
-
-def _told(path: Path, answer: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a Dump that an agent's answer gives."""
-    if not isinstance(answer.get("threads"), list):
-        raise _wrong(path, "a JSON object without a list `threads`")
-    place: dict[str, Any] = {}
-    for key in ("rank", "pid", "incarnation"):
-        if (number := _integer(answer.get(key))) is not None:
-            place[key] = number
-    if node := _word(answer.get("node")):
-        place["node"] = node
-    if replica := _word(answer.get("replica")):
-        place |= {"replica": replica, "role": replica.partition("/")[0]}
-    return place
 
 
 # --- topology -----------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ from pathlib import PurePath
 
 from rolecall.core.diagnosis import Suspect
 from rolecall.core.ids import NodeId
-from rolecall.detector.stack_dumps import WORLD_SIZE_MAX, Dump, Topology
+from rolecall.detector.stack_dumps import Dump, Topology
+from rolecall.detector.stack_names import WORLD_SIZE_MAX
 from rolecall.detector.stack_places import Stack, stack_of
 
 STORY_SECONDS_MAX = 600.0

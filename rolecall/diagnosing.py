@@ -27,6 +27,8 @@ from rolecall.text import plain
 
 NUM_FILES_MAX = 100_000
 """Of files and folders in one folder: more is a mistaken path."""
+NUM_REMARKS_MAX = 100
+"""On files of one kind that cannot be read; the others are counted."""
 VALUE_BYTES = 4
 SUSPECT_FIELDS = ("node", "role", "replica", "rank", "gpu")
 
@@ -242,6 +244,8 @@ def _stacks(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tup
 
 def _dump_input(files: Sequence[Path], kind: str, looked_at: str, remarks: tuple[str, ...] = ()) -> Input:
     where = os.path.commonpath([str(f.parent) for f in files]) if len(files) > 1 else str(files[0])
+    if len(remarks) > NUM_REMARKS_MAX:
+        remarks = (*remarks[:NUM_REMARKS_MAX], f"{len(remarks) - NUM_REMARKS_MAX:,} more files cannot be read")
     return Input(path=where, kind=kind, looked_at=f"{len(files)} file(s): {looked_at}", remarks=remarks)
 
 

@@ -277,3 +277,13 @@ def test_a_folder_of_very_many_files_or_folders_is_not_walked_to_its_end(tmp_pat
     assert len(diagnosing.search([tmp_path], num_files_max=8).stacks) == 1
     with pytest.raises(UnreadableInput, match="more than 7 files and folders"):
         diagnosing.search([tmp_path], num_files_max=7)
+
+
+def test_of_very_many_damaged_dumps_the_first_are_told_and_the_others_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack_dump(tmp_path / "rank_0.json", 1)
+    for n in range(1, 104):
+        (tmp_path / f"rank_{n}.json").write_text('[{"thread_id": 1, "frames": [')
+    _, out, _ = run(capsys, tmp_path)
+    assert out.count("not JSON, or cut short") == 100 and "3 more files cannot be read" in out

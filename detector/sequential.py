@@ -1,7 +1,7 @@
 """`sequential`, the default detector of machines: who differs from its peers and from its own past, told at once.
 
 Three scores look at each tick of a panel: of `shifts` that of the strongest metric and that of the strongest few
-together (a metric moves away from its peers and stays), and `novelty` (many metrics leap where they were not before).
+together (a metric leaves its place among its peers and stays away), and `novelty` (many metrics leap where they were not before).
 Each becomes a surprise by its own healthy tail on this very panel (`tails`); the largest has a tail again, and the
 threshold follows from that and the asked rate of false alarms, with nothing tuned to the panel. Nothing is said before
 there is such a tail, so a fault present from the first sample is learned as habit: "cannot tell", unless its metrics are
@@ -49,11 +49,16 @@ BLOCKS_YOUNG = 12
 MATURE_SIZE = 150
 NOVELTY_PRIOR = Prior(location=0.12, beta=0.08, weight=64.0)
 """Location and mean excess, in usual ranges, as 25 unlabelled days of twelve servers have them (docs/why.md)."""
-SINGLE_PRIOR = Prior(location=6.0, beta=1.8, weight=256.0)
-SEVERAL_PRIOR = Prior(location=12.0, beta=3.3, weight=256.0)
-"""Of the largest score, and of the sum of the largest three. Healthy simulated fleets have two thirds of these mean
-excesses: of a panel of which little is known the worse is expected."""
-BOTH_PRIOR = Prior(location=math.log(2), beta=1.0, weight=256.0, beta_min=1.15)
+SINGLE_PRIOR = Prior(location=5.0, beta=1.6, weight=256.0)
+SEVERAL_PRIOR = Prior(location=10.0, beta=2.6, weight=256.0)
+"""Of the largest score, and of that with the next two. Theory has a mean excess of 1 for the former, and healthy simulated
+fleets 1.0 to 1.3: of a panel of which little is known the worse is expected."""
+QUARANTINE_BLOCKS = 3
+"""Nothing is learned of how high shifts get from blocks younger than this: what begins in them may turn out a fault, and in
+a role of four one machine makes a quarter of the sample. A leap is over at once."""
+QUARANTINE_TICKS = 2 * BLOCK_TICKS
+"""Nor from a machine that has been suspect for longer."""
+BOTH_PRIOR = Prior(location=math.log(2), beta=1.0, weight=256.0, beta_min=1.35)
 """What theory says of the larger of two surprises: it rules until a panel has shown much of itself. Far tails are a
 little heavier than the sample shows: with less, simulated fleets have several times the asked rate (docs/why.md)."""
 
@@ -77,11 +82,15 @@ class Channel:
     tail: Tail
     block_max: Floats  # (N,)
     scores: Floats  # (N,)
+    quarantine: int  # blocks
+    waiting: deque[tuple[Floats, NDArray[np.bool_]]] = field(
+        default_factory=deque
+    )  # maxima (N,) and whether they count
 
     @classmethod
-    def of(cls, num_machines: int, prior: Prior | None = None) -> "Channel":
+    def of(cls, num_machines: int, prior: Prior, quarantine: int = QUARANTINE_BLOCKS) -> "Channel":
         low, zeros = np.full(num_machines, -np.inf, dtype=np.float32), np.zeros(num_machines, dtype=np.float32)
-        return cls(Tail(prior), low, zeros)
+        return cls(Tail(prior), low, zeros, quarantine)
 
     def score(self, scores: Floats) -> Floats:
         """Takes the scores of a tick; returns their surprise, (N,)."""
@@ -89,11 +98,14 @@ class Channel:
         np.maximum(self.block_max, scores, out=self.block_max)
         return self.tail.surprise(scores)
 
-    def end_block(self, counted: NDArray[np.bool_], learn: bool) -> None:
-        maxima = self.block_max[counted]
-        if learn:
-            self.tail.add(maxima[np.isfinite(maxima)])
+    def end_block(self, counted: NDArray[np.bool_], trusted: NDArray[np.bool_]) -> None:
+        """`counted` (N,): whose maxima of this block are healthy; `trusted` (N,): whose of earlier blocks still seem so."""
+        self.waiting.append((self.block_max.copy(), counted & np.isfinite(self.block_max)))
         self.block_max[:] = -np.inf
+        if len(self.waiting) > self.quarantine:
+            maxima, healthy = self.waiting.popleft()
+            if (healthy & trusted).any():
+                self.tail.add(maxima[healthy & trusted])
 
 
 @dataclass(slots=True)
@@ -115,6 +127,7 @@ class SequentialTracker:
     suspected_at: NDArray[np.float64] = field(init=False)  # NaN: not suspected
     middles: deque[Floats] = field(init=False)  # medians (M,) of the last ticks, as many as machines may be apart
     leaps: deque[Floats] = field(init=False)  # novelty scores (N,) of the same ticks
+    shift_blocks: deque[tuple[Floats, NDArray[np.bool_]]] = field(default_factory=deque)  # as `Channel.waiting`
     ticks: int = 0
     at: float = math.nan
     culprit: int = -1  # the last that was told first, or as the strongest
@@ -131,7 +144,7 @@ class SequentialTracker:
         skew_ticks = 1 + int(SKEW_SECONDS / self.shape.interval_seconds)
         self.middles, self.leaps = deque(maxlen=skew_ticks), deque(maxlen=skew_ticks)
         self.single, self.several = Channel.of(n, SINGLE_PRIOR), Channel.of(n, SEVERAL_PRIOR)
-        self.novel, self.both = Channel.of(n, NOVELTY_PRIOR), Channel.of(n, BOTH_PRIOR)
+        self.novel, self.both = Channel.of(n, NOVELTY_PRIOR, quarantine=0), Channel.of(n, BOTH_PRIOR)
         self.last = np.zeros((m, n), dtype=np.float32)
         self.deviation = np.zeros((m, n), dtype=np.float32)
         self.seen = np.zeros((m, n), dtype=np.bool_)
@@ -193,10 +206,11 @@ class SequentialTracker:
         self.calm = np.where(calm, self.calm + 1, 0)
         over = (self.alarmed | self.explained) & (self.calm >= CALM_TICKS)
         if over.any():
-            self.shifts.forget(over)
+            self.shifts.levels.forget(over)
             self.alarmed &= ~over
-            self.explained &= ~over
-            above &= ~over  # what the long averages remembered
+            if self.culprit < 0 or not self.alarmed[self.culprit]:
+                self.explained &= ~over  # else it may come and go with its culprit
+            above &= ~over  # what the sums remembered
         suspect = relative > SUSPECT_SHARE
         begins = suspect & np.isnan(self.suspected_at)
         self.suspected_at[begins] = at
@@ -211,7 +225,7 @@ class SequentialTracker:
         for n in np.flatnonzero(fresh)[np.argsort(-relative[fresh], kind="stable")]:
             soon = 0 < at - self.culprit_at < PROPAGATION_SECONDS
             explained = soon or (bool(self.explained[n]) and self._alike(int(n)))
-            self.explained[n] = explained and bool(relative[n] < self.culprit_score)
+            self.explained[n] = explained and bool(relative[n] <= self.culprit_score)
             if self.explained[n]:
                 continue  # what the first one does to its neighbours; told when it outgrows that, or is something else
             if 2 * int(above.sum()) > len(above):
@@ -234,17 +248,25 @@ class SequentialTracker:
             return
         # Whoever is beyond the threshold counts for nothing, told or not: a fault must not be learned as a tail.
         counted = ~self.alarmed & (self.age > 0) & (self.both.block_max <= self.threshold)
-        self.shifts.end_block(counted)
+        suspect_for = self.at - self.suspected_at
+        trusted = ~self.alarmed & ~(suspect_for > QUARANTINE_TICKS * self.shape.interval_seconds)
         num = self.ticks // BLOCK_TICKS
         if num == BLOCKS_YOUNG:
+            self.shifts.levels.renew(MATURE_SIZE)
             self.single.tail.renew(MATURE_SIZE)
             self.several.tail.renew(MATURE_SIZE)
             self.both.tail.renew(MATURE_SIZE)
+        self.shift_blocks.append((self.shifts.levels.end_block(), counted))
+        if len(self.shift_blocks) > QUARANTINE_BLOCKS:
+            maxima, healthy = self.shift_blocks.popleft()
+            self.shifts.levels.learn(maxima[:, :, healthy & trusted])
         # The first block holds the beginnings of all averages; shifts of the second are measured by the tails of the first.
-        self.single.end_block(counted, num > 2)
-        self.several.end_block(counted, num > 2)
-        self.novel.end_block(counted, num > 1)
-        self.both.end_block(counted, num > BLOCKS_MIN + 1)  # the first whose surprises are those of known tails
+        self.single.end_block(counted & (num > 2), trusted)
+        self.several.end_block(counted & (num > 2), trusted)
+        self.novel.end_block(counted & (num > 1), counted)
+        self.both.end_block(
+            counted & (num > BLOCKS_MIN + 1), trusted
+        )  # the first whose surprises are those of known tails
         self.threshold = self.both.tail.threshold(self.rate_per_block)
 
     def _finding(self, n: int, at: float) -> Finding:
@@ -259,15 +281,15 @@ class SequentialTracker:
         if shift > 1 or novel <= 1:
             first, *others = self.shifts.strongest(n)[:3]
             strongest = [first, *(o for o in others if o[3] > SHARE_TOLD * first[3])]
-            for m, length, mean, metric_score in strongest:
+            for m, age, mean, metric_score in strongest:
                 way = "above" if mean > 0 else "below"
                 text = (
                     f"{self.shape.metrics[m]}: {abs(mean):.1f} robust standard deviations {way} where it usually is "
-                    f"among its peers, for about {length} ticks further than its past foretells"
+                    f"among its peers, since about {age} ticks, which neither its past nor theirs foretold"
                 )
                 values = {"sigmas": mean, "score": metric_score}
                 evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
-                onset = min(onset, at - length * self.shape.interval_seconds)
+                onset = min(onset, at - age * self.shape.interval_seconds)
             words.append(f"{self.shape.metrics[strongest[0][0]]} stays away from its {peers} peers")
             evidence.append(_score("shift", shift * self.threshold, self.threshold))
         if novel > 1:

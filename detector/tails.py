@@ -19,6 +19,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rolecall.detector.panel import Floats
 
@@ -32,6 +33,15 @@ BLOCKS_MIN = 4
 SPACINGS_MIN = 5
 SAMPLE_MAX = 200_000
 """Block maxima kept; the oldest go first."""
+
+
+def spacings(sample: Floats, num: int, skipped: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Of the last axis of `sample` (..., S): the quantile that `num` values exceed, (...), and the spacings of those,
+    from the `skipped`-th largest down, (..., num - skipped), each with the tail's mean excess as its mean."""
+    first = sample.shape[-1] - num - 1
+    top = np.sort(np.partition(sample, first, axis=-1)[..., first:], axis=-1)[..., ::-1].astype(np.float64)
+    weights = np.arange(1, num + 1) - skipped / 2
+    return top[..., -1], (weights * (top[..., :-1] - top[..., 1:]))[..., skipped:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +95,8 @@ class Tail:
         num = int(TAIL_SHARE * self.size)
         if len(self.blocks) < BLOCKS_MIN or num - skipped < SPACINGS_MIN:
             return
-        sample = np.concatenate(self.blocks)
-        top = np.sort(np.partition(sample, self.size - num - 1)[self.size - num - 1 :])[::-1].astype(np.float64)
-        spacings = (np.arange(1, num + 1) - skipped / 2) * (top[:-1] - top[1:])
-        used = spacings[skipped:]
-        self.location = float(top[-1])
+        location, used = spacings(np.concatenate(self.blocks), num, skipped)
+        self.location = float(location)
         self.beta = float(used.mean()) * (1 + 1 / math.sqrt(len(used)))
         if self.prior:
             own = self.size / (self.size + self.prior.weight)

@@ -71,10 +71,10 @@ def test_unequal_machines_are_their_habit() -> None:
 
 
 def test_what_was_said_does_not_depend_on_what_comes_after() -> None:
-    panel = shifted(shifted(noise(), 3, 6.0, until=600), 6, 8.0, metric=4, since=640)
+    panel = shifted(shifted(noise(ticks=800), 3, 6.0, until=600), 6, 8.0, metric=4, since=640)
     whole = findings(Sequential(), panel)
     assert nodes(whole) == ["n003", "n006"]
-    for end in (570, 600, 650, 690):
+    for end in (570, 600, 650, 690, 760):
         part = findings(Sequential(), Panel(shape=panel.shape, at=panel.at[:end], values=panel.values[:, :end]))
         assert part == [f for f in whole if f.detected_at <= panel.at[end - 1]]
 

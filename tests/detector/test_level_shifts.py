@@ -1,0 +1,100 @@
+"""Log likelihood ratios of level shifts: they rise with a shift that stays, not with an outlier, and date it."""
+
+import numpy as np
+import pytest
+
+from rolecall.detector.level_shifts import BETA_MIN, LENGTHS, LevelShifts
+from rolecall.detector.panel import Floats
+from rolecall.detector.tails import BLOCK_TICKS
+from rolecall.detector.whitening import Whitening
+
+MACHINES, TICKS, ONSET = 12, 1400, 1200
+
+
+def process(seed: int, phi: float, dof: float) -> Floats:
+    """(T, N): AR(1) with Student-t innovations, robust standard deviation 1."""
+    rng = np.random.default_rng(seed)
+    z = np.zeros((TICKS, MACHINES), dtype=np.float32)
+    pushed = rng.standard_t(dof, z.shape).astype(np.float32)
+    for t in range(1, TICKS):
+        z[t] = phi * z[t - 1] + pushed[t]
+    return np.asarray(z / np.median(np.abs(z)) * 0.6745, dtype=np.float32)
+
+
+def run(z: Floats, until: int = TICKS) -> tuple[Floats, LevelShifts]:
+    """Scores (T, N) of a fleet of which all blocks before the onset are healthy."""
+    past, shifts = Whitening(1, MACHINES), LevelShifts(1, MACHINES)
+    known, everyone = np.ones((1, MACHINES), np.bool_), np.ones(MACHINES, np.bool_)
+    edge = np.zeros((1, 1), np.bool_)
+    scores = []
+    for t in range(until):
+        now = z[t][None, :]
+        new = past.tick(now, now, known, everyone, edge)
+        scores.append(shifts.tick(now, now, known, new, past)[0])
+        if t % BLOCK_TICKS == BLOCK_TICKS - 1:
+            maxima = shifts.end_block()
+            if 100 < t < ONSET:
+                shifts.learn(maxima)
+    return np.array(scores), shifts
+
+
+@pytest.mark.parametrize(("phi", "dof", "soon"), [(0.0, 30.0, 10), (0.0, 2.5, 12), (0.6, 4.0, 20), (0.94, 3.0, 40)])
+def test_a_shift_that_stays_is_seen_soon_and_dated(phi: float, dof: float, soon: int) -> None:
+    z = process(1, phi, dof)
+    z[ONSET:, 3] += 7.0
+    scores, shifts = run(z, ONSET + soon)
+    assert scores[-1, 3] > 12 > scores[ONSET + soon - 1, [0, 1, 2, 4, 5]].max()
+    assert abs(shifts.age(0, 3) - soon) <= 3
+
+
+@pytest.mark.parametrize(("phi", "dof"), [(0.0, 30.0), (0.94, 3.0)])
+def test_an_outlier_that_fades_as_usual_is_no_shift(phi: float, dof: float) -> None:
+    z = process(2, phi, dof)
+    z[ONSET:, 3] += 15.0 * phi ** np.arange(TICKS - ONSET)
+    scores, _ = run(z)
+    assert scores[ONSET:, 3].max() < 10
+
+
+def test_a_slow_ramp_is_seen() -> None:
+    z = process(3, 0.9, 4.0)
+    z[ONSET:, 3] += np.minimum(np.arange(TICKS - ONSET) / 60, 1) * 8.0
+    scores, _ = run(z)
+    assert scores[ONSET + 60, 3] > 12 > scores[ONSET, 3]
+
+
+@pytest.mark.parametrize(("phi", "dof"), [(0.0, 30.0), (0.0, 2.5), (0.9, 3.0)])
+def test_scores_of_a_healthy_fleet_are_as_rare_as_they_say(phi: float, dof: float) -> None:
+    scores, shifts = run(process(4, phi, dof))
+    blocks = scores[640:1280].reshape(-1, BLOCK_TICKS, MACHINES).max(axis=1).ravel()
+    for p in (0.1, 0.02):
+        assert (blocks > -np.log(p)).mean() <= 3 * p  # three lengths, one score
+    assert (shifts.beta >= BETA_MIN).all()
+
+
+def test_a_machine_that_is_forgotten_begins_anew() -> None:
+    z = process(5, 0.0, 30.0)
+    z[ONSET:, 3] += 8.0
+    _, shifts = run(z, ONSET + 20)
+    others = shifts.sums[:, :, 4].copy()
+    shifts.forget(np.arange(MACHINES) == 3)
+    assert (shifts.sums[:, :, 3] == 0).all() and (shifts.sums[:, :, 4] == others).all()
+
+
+def test_block_maxima_of_before_go_when_there_are_enough_new_ones() -> None:
+    shifts = LevelShifts(1, MACHINES)
+    high = np.full((len(LENGTHS), 1, MACHINES), 50.0, dtype=np.float32)
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        shifts.learn(high + rng.exponential(1.0, high.shape).astype(np.float32))
+    assert (shifts.location > 25).all()
+    shifts.renew(60)
+    for _ in range(30):
+        shifts.learn(rng.exponential(1.0, high.shape).astype(np.float32))
+    assert (shifts.location < 10).all() and len(shifts.blocks) == 30
+
+
+def test_no_machines_teach_nothing() -> None:
+    shifts = LevelShifts(2, MACHINES)
+    before = shifts.beta.copy()
+    shifts.learn(np.zeros((len(LENGTHS), 2, 0), dtype=np.float32))
+    assert (shifts.beta == before).all() and not shifts.blocks

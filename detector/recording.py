@@ -28,7 +28,7 @@ MACHINE_KEY = ("node", "replica", "rank", "gpu")
 NUM_ROWS_MAX = 100_000_000
 """About 5 GB in memory while it is read; ten thousand machines with 21 metrics for eight minutes."""
 NUM_VALUES_MAX = 500_000_000
-"""Of one panel, 2 GB: more comes only of a grid that does not fit its samples."""
+"""Of all panels of a file, 2 GB: more comes only of a grid that does not fit its samples."""
 TIME_MAX = 1e11
 """Seconds: three thousand years."""
 NUM_FIRST_SAMPLES = 64
@@ -69,7 +69,10 @@ def read(path: Path) -> Recording:
     remarks += dropped
     if not len(table):
         raise UnreadableInput(where=str(path), reason="it holds no sample with a time, a node, a metric and a value")
-    panels = [_panel(path, part) for part in table.partition_by(PANEL_KEY, maintain_order=False)]
+    panels, room = [], NUM_VALUES_MAX
+    for part in table.partition_by(PANEL_KEY, maintain_order=False):
+        panels.append(_panel(path, part, room))
+        room -= panels[-1].values.size
     panels.sort(key=lambda p: (p.shape.job, p.shape.role, p.shape.phase, p.shape.machines))
     return Recording(path=str(path), panels=tuple(panels), num_rows=num_rows, remarks=tuple(remarks))
 
@@ -159,7 +162,7 @@ def _clean(table: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
     return table.with_columns(by), remarks
 
 
-def _panel(path: Path, part: pl.DataFrame) -> Panel:
+def _panel(path: Path, part: pl.DataFrame, room: int) -> Panel:
     machine_rows = part.select(MACHINE_KEY).unique()
     machines = sorted(
         Machine(**row) for row in machine_rows.with_columns(pl.col("node", "replica").cast(pl.String)).to_dicts()
@@ -206,11 +209,11 @@ def _panel(path: Path, part: pl.DataFrame) -> Panel:
         interval_seconds=interval,
     )
     size = len(metrics) * len(at) * len(machines)
-    if size > NUM_VALUES_MAX:
+    if size > room:
         raise UnreadableInput(
             where=str(path),
             reason=f"{shape.name}: {len(machines)} machines, {len(metrics)} metrics and {len(at)} ticks of {interval:g} s "
-            f"are {size:,} values, and {NUM_VALUES_MAX:,} fit: cut it by time or by role",
+            f"are {size:,} values, and {room:,} of {NUM_VALUES_MAX:,} are left: cut it by time or by role",
         )
     values = np.full((len(metrics), len(at), len(machines)), np.nan, dtype=np.float32)
     values[part["m"].to_numpy(), tick, part["machine"].to_numpy()] = part["value"].to_numpy()

@@ -159,8 +159,18 @@ def test_too_many_rows_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         recording.read(saved(tmp_path / "r.parquet", table()))
     monkeypatch.setattr(recording, "NUM_ROWS_MAX", 100)
     monkeypatch.setattr(recording, "NUM_VALUES_MAX", 5)
-    with pytest.raises(UnreadableInput, match="12 values, and 5 fit"):
+    with pytest.raises(UnreadableInput, match="12 values, and 5 of 5 are left"):
         recording.read(saved(tmp_path / "r.parquet", table()))
+
+
+def test_many_panels_share_one_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    two = pl.concat([table().with_columns(job=pl.lit(job)) for job in ("a", "b")])
+    path = saved(tmp_path / "r.parquet", two)
+    monkeypatch.setattr(recording, "NUM_VALUES_MAX", 24)
+    assert len(recording.read(path).panels) == 2
+    monkeypatch.setattr(recording, "NUM_VALUES_MAX", 23)
+    with pytest.raises(UnreadableInput, match="12 values, and 11 of 23 are left"):
+        recording.read(path)
 
 
 def test_times_of_the_calendar_are_seconds(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ STEP_LIMIT = 3.0
 SIZE_LIMIT = 8.0
 """Scales: ... and in the scale: less would make it blind to how wild a metric is, more would let faults hide in it."""
 START_TICKS = 8
-"""Before there is a scale nothing is limited by it."""
+"""Before a machine has a scale, its peers' deviations of the moment are one."""
 POOLED_TICKS = 100.0
 """A machine's own scale counts as much as that of its peers after so many ticks."""
 SCALE_SHARE_MIN = 0.5
@@ -50,8 +50,10 @@ AWAY_NEW_SHARE, AWAY_USUAL = 0.05, 2.0
 """... and so much of the distance beyond twice its usual (root mean square) one."""
 EDGE_SCALES, EDGE_MEANS = 2.0, 1.0
 """A step of the median beyond so many scales and mean steps is an edge: machines differ there for a moment."""
-Z_MAX, LEAD_MAX = 1e4, 100.0
-"""In scales."""
+GONE_SCALES, STILL_SCALES, STILL_TICKS = 100.0, 3.0, 32
+"""A median that is so far from its mean, and made no step of the second for so long, has gone for good."""
+DEVIATION_MAX = 100.0
+"""Scales: what is farther away is as far as can be told."""
 
 
 class Deviations(NamedTuple):
@@ -77,8 +79,10 @@ class Following:
     size: Floats = field(init=False)  # mean |d|
     count: Floats = field(init=False)  # ticks learned from
     last: Floats = field(init=False)  # d one tick ago
-    level: Floats = field(init=False)  # (M, 1), as the next six: mean over time of the medians
+    level: Floats = field(init=False)  # (M, 1), as the next eight: mean over time of the medians
     middle: Floats = field(init=False)  # the last median
+    usual: Floats = field(init=False)  # median scale
+    still: NDArray[np.int64] = field(init=False)  # ticks since it last made a step
     away: Floats = field(init=False)  # its distance from the level
     away_square: Floats = field(init=False)
     step_square: Floats = field(init=False)
@@ -93,6 +97,7 @@ class Following:
         self.habit, self.gain, self.lag, self.lead = zeros, zeros.copy(), zeros.copy(), zeros.copy()
         self.size, self.count, self.last = zeros.copy(), zeros.copy(), zeros.copy()
         self.level, self.middle, self.away = column, column.copy(), column.copy()
+        self.usual, self.still = column.copy(), np.zeros((m, 1), dtype=np.int64)
         self.away_square, self.step_square, self.step_size = column.copy(), column.copy(), column.copy()
         self.edge = np.zeros((m, 1), dtype=np.bool_)
         self.known = np.zeros((m, n), dtype=np.bool_)
@@ -107,17 +112,19 @@ class Following:
         np.copyto(self.habit, residual, where=learned & (self.count == 0))
         if self.ticks == 1:
             self.level, self.middle = middle.copy(), middle.copy()
+        self._begin_anew(middle)
         away, step = middle - self.level, middle - self.middle
         own = residual - self.habit - self.gain * away - self.lag * step
         scale = self._scale(middle)
-        usual = np.median(scale, axis=1, keepdims=True)
-        lead = np.clip(self.lead * step / scale, -LEAD_MAX, LEAD_MAX)
+        self.usual = usual = np.median(scale, axis=1, keepdims=True)
+        most = np.float32(DEVIATION_MAX)
+        lead = np.clip(self.lead * step / scale, -most, most)
         # How machines follow a move that the fleet never made before, nobody knows.
         new = np.maximum(np.abs(away) - np.float32(AWAY_USUAL) * np.sqrt(self.away_square), 0)
         slack = np.float32(AWAY_SHARE) * np.abs(away) + np.float32(AWAY_NEW_SHARE) * new
         slack += np.float32(STEP_SHARE) * np.abs(step)
-        low, high = np.clip((own - slack) / scale, -Z_MAX, Z_MAX), np.clip((own + slack) / scale, -Z_MAX, Z_MAX)
-        memory = np.float32(max(1 / self.ticks, 1 / HABIT_TICKS))
+        low, high = np.clip((own - slack) / scale, -most, most), np.clip((own + slack) / scale, -most, most)
+        memory = np.float32(max(1 / self.ticks, 1 / HABIT_TICKS)) * known.any(axis=1, keepdims=True)
         self.step_size += memory * (np.abs(step) - self.step_size)
         edge = np.abs(step) > np.maximum(np.float32(EDGE_SCALES) * usual, np.float32(EDGE_MEANS) * self.step_size)
         self.away_square += memory * (away * away - self.away_square)
@@ -126,6 +133,19 @@ class Following:
         self.level += memory * (middle - self.level)
         self.last, self.away, self.middle, self.edge, self.known = own, away, middle.copy(), edge, known
         return Deviations(low.astype(np.float32), high.astype(np.float32), lead.astype(np.float32), edge)
+
+    def _begin_anew(self, middle: Floats) -> None:
+        """Metrics of which the whole fleet has gone, and stays, where it never was: what was learned there is void."""
+        usual = self.usual
+        moved = np.abs(middle - self.middle) > np.float32(STILL_SCALES) * usual
+        self.still = np.where(moved, 0, self.still + 1)
+        far = np.abs(middle - self.level) > np.float32(GONE_SCALES) * usual
+        gone = far & (self.still >= STILL_TICKS)
+        if gone.any():
+            self.level = np.where(gone, middle, self.level)
+            self.away_square = np.where(gone, 0, self.away_square).astype(np.float32)
+            self.count *= ~gone
+            self.gain *= ~gone
 
     def _scale(self, middle: Floats) -> Floats:
         own = self.size * np.float32(MEAN_TO_SIGMA)
@@ -145,8 +165,12 @@ class Following:
         learned: NDArray[np.bool_],
     ) -> None:
         begun = self.count >= START_TICKS
-        most = np.where(begun, np.float32(STEP_LIMIT) * scale, np.float32(np.inf))
-        most_size = np.where(begun, np.float32(SIZE_LIMIT) * scale, np.float32(np.inf))
+        # What is wild in a young machine its peers say.
+        rough = scale
+        if not begun.all():
+            among = np.float32(MEAN_TO_SIGMA) * np.median(np.abs(own), axis=1, keepdims=True)
+            rough = np.where(begun, scale, np.maximum(scale, among))
+        most, most_size = np.float32(STEP_LIMIT) * rough, np.float32(SIZE_LIMIT) * rough
         edge_before, edge = self.edge, edge & begun
         least = usual * usual + np.float32(1e-30)
         rate = np.maximum(1 / np.maximum(self.count, LEARNING_TICKS_MIN), 1 / HABIT_TICKS).astype(np.float32) * learned

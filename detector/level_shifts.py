@@ -37,8 +37,8 @@ LENGTHS = (1, 6, 36)
 """Ticks."""
 LEVEL_LENGTH = 1
 """Index of the length whose mean is told as the deviation."""
-LEVEL_MIN, LEVEL_LIMIT = 3.0, 100.0
-"""Robust scales: no shift is smaller, and no single sample counts as more in its mean."""
+LEVEL_MIN = 3.0
+"""Robust scales: no shift is smaller."""
 RATIO_MAX = 6.0
 """What one tick may add: 1 in 400."""
 RARITY_MAX, RARITY_COST = 8.0, 1.0
@@ -102,7 +102,6 @@ class LevelShifts:
         usual = past.surprise(new.size)
         alone = (np.minimum(past.rarity, np.float32(RARITY_MAX)) - np.float32(RARITY_COST)) * new.paired
         limit = past.limit(new.unit)
-        sample = np.clip(new.clean, -np.float32(LEVEL_LIMIT), np.float32(LEVEL_LIMIT))
         for k, length in enumerate(LENGTHS):
             mean = self.levels[k]
             level = np.copysign(np.maximum(np.abs(mean), np.float32(LEVEL_MIN)), mean)
@@ -115,7 +114,7 @@ class LevelShifts:
             tame = np.clip(e, -limit, limit) * known
             self.states[k] = np.where(known & ~past.white, np.clip(forecast, low, high), forecast + tame)
             self.innovations[k] = tame
-            mean += np.float32(1 - math.exp(-1 / length)) * (sample - mean) * known
+            mean += np.float32(1 - math.exp(-1 / length)) * (new.clean - mean) * known
         self.known = known
         np.maximum(self.maxima, self.sums, out=self.maxima)
         score = ((self.sums - self.location) / self.beta).max(axis=0) - np.float32(math.log(TAIL_SHARE))
@@ -141,7 +140,7 @@ class LevelShifts:
         """The tails, from an earlier block's maxima of healthy machines, (K, M, machines)."""
         if maxima.shape[2] == 0:
             return
-        self.blocks.append(maxima[:, :, :: -(-maxima.shape[2] // MACHINES_KEPT)])
+        self.blocks.append(maxima[:, :, :: -(-maxima.shape[2] // MACHINES_KEPT)].copy())  # not a view of all
         if self.old_blocks and sum(b.shape[2] for b in list(self.blocks)[self.old_blocks :]) >= self.size_min:
             for _ in range(self.old_blocks):
                 self.blocks.popleft()

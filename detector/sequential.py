@@ -7,7 +7,7 @@ threshold follows from that and the asked rate of false alarms, with nothing tun
 there is such a tail, so a fault present from the first sample is learned as habit: "cannot tell", unless its metrics are
 seconds of own work (`steptime`).
 
-While a machine is suspected nothing is learned from it; after `TOLERATED_SECONDS` a shift that stays is its new habit.
+While a machine is suspected nothing is learned from it; after `TOLERATED_SECONDS` a shift that stays becomes its habit.
 """
 
 import math
@@ -41,6 +41,8 @@ same metrics for as long as they last."""
 SKEW_SECONDS = 3.0
 """Machines may be so much apart in what they do alike: clocks badly set, samples taken at different moments. What a machine
 does before its peers is no leap of its own until they have had the time to follow."""
+VALUE_MAX = 1e15
+"""What is larger counts as this: squares of float32 end at 1e38."""
 MACHINES_MIN = 3
 """Fewer are no peers: two that differ accuse each other."""
 BLOCKS_YOUNG = 12
@@ -163,11 +165,12 @@ class SequentialTracker:
         self.ticks += 1
         self.at = at
         known = np.isfinite(values)
+        values = np.clip(values, -np.float32(VALUE_MAX), np.float32(VALUE_MAX))
         np.copyto(self.last, values, where=known)
         self.seen |= known
         middle = self._middle()
         residual = np.where(known, values - middle[:, None], 0).astype(np.float32)
-        learning = np.isnan(self.suspected_at)
+        learning = ~(at - self.suspected_at <= TOLERATED_SECONDS)  # NaN: not suspected
         single, several = self.shifts.tick(residual, known, middle, learning, ~self.alarmed)
         shift = np.maximum(self.single.score(single), self.several.score(several))
         self.middles.append(middle)
@@ -214,8 +217,7 @@ class SequentialTracker:
         suspect = relative > SUSPECT_SHARE
         begins = suspect & np.isnan(self.suspected_at)
         self.suspected_at[begins] = at
-        tolerated = at - self.suspected_at > TOLERATED_SECONDS
-        self.suspected_at[(~suspect & ~self.alarmed) | tolerated] = np.nan
+        self.suspected_at[~suspect & ~self.alarmed] = np.nan
         if self.culprit >= 0:
             self.culprit_score = max(self.culprit_score, float(relative[self.culprit]))
         fresh = above & ~self.alarmed
@@ -223,7 +225,7 @@ class SequentialTracker:
             return []
         found = []
         for n in np.flatnonzero(fresh)[np.argsort(-relative[fresh], kind="stable")]:
-            soon = 0 < at - self.culprit_at < PROPAGATION_SECONDS
+            soon = 0 < at - self.culprit_at <= PROPAGATION_SECONDS
             explained = soon or (bool(self.explained[n]) and self._alike(int(n)))
             self.explained[n] = explained and bool(relative[n] <= self.culprit_score)
             if self.explained[n]:

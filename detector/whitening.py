@@ -94,7 +94,7 @@ _MIDDLES = np.exp(LOG_LOW + (np.arange(BINS) + 1) * (LOG_HIGH - LOG_LOW) / BINS)
 
 class Innovations(NamedTuple):
     """All (M, N). `size` in units, with sign; `clean`: the deviation in its interval that was foreseen best; `paired`:
-    there is a sample, and was one before."""
+    there is a sample, and was one within the two ticks before."""
 
     size: Floats
     unit: Floats
@@ -151,7 +151,7 @@ class Whitening:
 
     def correct(self, amount: Floats) -> None:
         """So much of the last deviations, (M, N), is explained by now, and foretells nothing."""
-        self.z1 = self.z1 - amount
+        self.z1 = np.where(self.known1, self.z1 - amount, self.z1)
         self.state = np.where(self.known1, self.state - amount, self.state)
         self.innovation = np.where(self.known1, self.innovation - amount, self.innovation)
 
@@ -180,8 +180,8 @@ class Whitening:
         e = np.maximum(low - most - slack, 0) + np.minimum(high - least + slack, 0)
         e *= known
         clean = np.clip(near, low, high)
-        paired = known & self.known1
-        used = paired & counted & ~edge
+        paired = known & (self.known1 | self.known2)
+        used = known & self.known1 & counted & ~edge
         x = np.asarray(e / unit, dtype=np.float32)
         self._count(x, used)
         # After a gap little is foretold: what differs is no news, and yet the forecast goes on from it.
@@ -218,9 +218,9 @@ class Whitening:
         bins += (BINS * np.arange(self.num_metrics, dtype=np.int32))[:, None]
         if self.ticks > SKIPPED_TICKS:
             kept = self._kept()
-            new = np.bincount(bins[:, kept][used[:, kept]], minlength=self.history.size)
-            self.history *= 1 - 1 / HISTORY_TICKS
-            self.history += new.reshape(self.history.shape)
+            new = np.bincount(bins[:, kept][used[:, kept]], minlength=self.history.size).reshape(self.history.shape)
+            self.history *= np.where(new.any(axis=1, keepdims=True), 1 - 1 / HISTORY_TICKS, 1)
+            self.history += new
         if self.ticks % TABLE_TICKS == 0:
             self._fit_distribution()
         self.rarity = self.table.ravel()[bins]
@@ -250,7 +250,9 @@ class Whitening:
         used, z = used[:, kept], z[:, kept]
         z1, z2, used2 = self.z1[:, kept], self.z2[:, kept], used & self.known2[:, kept]
         num = np.maximum(1, used.sum(axis=1))
-        gain = np.float32(max(1 / self.ticks, 1 / MEMORY_TICKS))
+        gain = np.float32(max(1 / self.ticks, 1 / MEMORY_TICKS)) * used.any(
+            axis=1
+        )  # what is not sampled is not forgotten
         before = z1 * (used & (np.abs(z1) <= INSTRUMENT_MAX))
         before2 = z2 * (used2 & (np.abs(z2) <= INSTRUMENT_MAX))
         late, late1 = np.clip(z, -RESPONSE_MAX, RESPONSE_MAX), np.clip(z1, -RESPONSE_MAX, RESPONSE_MAX)

@@ -222,3 +222,55 @@ def test_what_comes_late_in_another_metric_is_told_though_the_first_one_stands()
     assert nodes(findings(Sequential(), same)) == ["n004"]
     found = findings(Sequential(), other)
     assert nodes(found) == ["n004", "n007"] and found[1].detected_at - found[0].detected_at >= PROPAGATION_SECONDS
+
+
+@pytest.mark.parametrize("by", [30.0, 300.0, 1e4, 1e10, 1e30])
+def test_a_fault_of_any_size_is_named_soon(by: float) -> None:
+    panel = shifted(noise(ticks=ONSET + 30), 3, by)
+    found = findings(Sequential(), panel)
+    assert nodes(found) == ["n003"] and found[0].detected_at - panel.at[ONSET] <= 10
+
+
+@pytest.mark.parametrize("usual", [0.0, 7.0])
+def test_a_counter_that_stood_still_and_moves_on_one_machine_is_named(usual: float) -> None:
+    panel = noise(ticks=ONSET + 60)
+    panel.values[2] = usual
+    panel.values[2, ONSET:, 5] = usual + 1
+    found = findings(Sequential(), panel)
+    assert nodes(found) == ["n005"] and found[0].evidence[0].kind == "metric:m2"
+
+
+@pytest.mark.parametrize("exponent", [30, -30])
+def test_values_at_the_ends_of_float32_are_no_error(exponent: int) -> None:
+    panel = noise(ticks=120)
+    values = panel.values.copy()
+    values[1] *= np.float32(10.0**exponent)
+    values[3, 60] = np.float32(1e38)
+    findings(Sequential(), replace(panel, values=values))
+
+
+def test_a_fleet_that_goes_where_it_never_was_is_no_fault_and_a_fault_there_is_found() -> None:
+    panel = noise(ticks=1500)
+    values = panel.values.copy()
+    values[2, 700:] += 5000.0
+    values[2, 1300:, 6] += 30.0
+    found = findings(Sequential(), replace(panel, values=values))
+    assert nodes(found) == ["n006"] and found[0].detected_at >= panel.at[1300]
+
+
+def test_a_machine_that_is_sampled_every_other_tick_is_watched() -> None:
+    panel = shifted(noise(ticks=ONSET + 100), 3, 12.0)
+    panel.values[:, ::2, 3] = np.nan
+    assert nodes(findings(Sequential(), panel)) == ["n003"]
+
+
+def test_a_wild_first_sample_blinds_nobody() -> None:
+    panel = shifted(noise(ticks=1200), 3, 30.0, since=1100)
+    panel.values[1, 3, 3] = 1e4
+    assert nodes(findings(Sequential(), panel)) == ["n003"]
+
+
+def test_nothing_is_forgotten_while_nothing_is_sampled() -> None:
+    panel = noise(ticks=6000)
+    panel.values[:, 600:5400] = np.nan
+    assert findings(Sequential(), panel) == []

@@ -229,10 +229,12 @@ class SequentialTracker:
             explained = soon or (bool(self.explained[n]) and self._alike(int(n)))
             self.explained[n] = explained and bool(relative[n] <= self.culprit_score)
             if self.explained[n]:
+                self.calm[n] = 0
                 continue  # what the first one does to its neighbours; told when it outgrows that, or is something else
             if 2 * int(above.sum()) > len(above):
                 continue  # the majority: peer evidence is void
             self.alarmed[n] = True
+            self.calm[n] = 0
             found.append(self._finding(int(n), at))
             if not explained or relative[n] > self.culprit_score:
                 self.culprit, self.culprit_at, self.culprit_score = int(n), at, float(relative[n])

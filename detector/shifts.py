@@ -70,7 +70,7 @@ class Shifts:
     @property
     def calm(self) -> NDArray[np.bool_]:
         """(N,): machines no metric of which is both suspect and away from its peers now, whatever the sums remember."""
-        back = np.abs(self.levels.levels[LEVEL_LENGTH]) < LEVEL_MIN
+        back = np.abs(self.levels.levels[LEVEL_LENGTH]) < LEVEL_MIN / 2  # more is evidence of a shift
         return np.asarray(((self.scores < CALM_SCORE) | back).all(axis=0), dtype=np.bool_)
 
     def strongest(self, machine: int) -> list[tuple[int, int, float, float]]:

@@ -52,7 +52,7 @@ EDGE_SCALES, EDGE_MEANS = 2.0, 1.0
 """A step of the median beyond so many scales and mean steps is an edge: machines differ there for a moment."""
 GONE_SCALES, STILL_SCALES, STILL_TICKS = 100.0, 3.0, 32
 """A median that is so far from its mean, and made no step of the second for so long, has gone for good."""
-DEVIATION_MAX = 100.0
+DEVIATION_MAX = 1e4
 """Scales: what is farther away is as far as can be told."""
 
 

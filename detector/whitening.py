@@ -33,8 +33,11 @@ POOLED_TICKS = 100.0
 """A machine's own size counts as much as that of its peers after so many ticks."""
 SIZE_SHARE_MIN = 0.5
 """No machine's innovations are taken as smaller than this share of its peers' ..."""
+UNIT_SHARE_MIN = 0.8
+"""... nor than this share of what the model implies for deviations of size 1: where bursts make a metric's scale it is quiet
+in between, but bursts there will be ..."""
 UNIT_MIN = 0.1
-"""... nor than this share of a deviation: a metric that stands still or glides is not infinitely precise."""
+"""... nor than this: a metric that stands still or glides is not infinitely precise."""
 MEAN_TO_SIGMA = 1.2533
 """Standard deviation of a Gaussian over its mean absolute deviation."""
 SIZE_LIMIT = 3.0
@@ -127,6 +130,7 @@ class Whitening:
     fades: Floats = field(init=False)  # (2, M): of outliers that are over, sum of z(t) z(t-1), and of z(t-1)^2
     fading: Floats = field(init=False)  # (2, M, machines kept): the same of those that are not
     pooled: Floats = field(init=False)  # (M, 1)
+    unit_min: Floats = field(init=False)  # (M, 1)
     history: NDArray[np.float64] = field(init=False)  # (M, BINS): how often |e| was how large
     table: Floats = field(init=False)  # (M, BINS): -log of the share of |e| that is as large
     rarity: Floats = field(init=False)  # (M, N): of the last innovations, from the table
@@ -145,7 +149,7 @@ class Whitening:
         self.known1, self.known2 = no, no.copy()
         self.covariances, self.fades = np.zeros((4, m), np.float32), np.zeros((2, m), np.float32)
         self.fading = np.zeros((2, m, len(range(n)[self._kept()])), np.float32)
-        self.pooled = np.ones((m, 1), np.float32)
+        self.pooled, self.unit_min = np.ones((m, 1), np.float32), np.full((m, 1), UNIT_MIN, np.float32)
         self.history = np.zeros((m, BINS))
         self.table = np.zeros((m, BINS), np.float32)
 
@@ -209,7 +213,7 @@ class Whitening:
             self.pooled = np.asarray(np.median(own, axis=1, keepdims=True), dtype=np.float32)
         weight = self.count / (self.count + np.float32(POOLED_TICKS))
         mixed = weight * own + (1 - weight) * self.pooled
-        return np.asarray(np.maximum(mixed, np.maximum(np.float32(SIZE_SHARE_MIN) * self.pooled, np.float32(UNIT_MIN))))
+        return np.asarray(np.maximum(mixed, np.maximum(np.float32(SIZE_SHARE_MIN) * self.pooled, self.unit_min)))
 
     def _count(self, x: Floats, used: NDArray[np.bool_]) -> None:
         """Innovations in units, (M, N), into the history; and how rare they are."""
@@ -288,6 +292,8 @@ class Whitening:
         far = (self.fades[0] + weight * rho) / (self.fades[1] + weight)
         far_max = np.where(theta > WALK_THETA * rho, FAR_MAX, np.maximum(FAR_MAX, rho))
         far = np.minimum(np.maximum(rho, np.minimum(far, FAR_MAX)), far_max)
+        implied = 1 / np.sqrt(1 + (rho - theta) ** 2 / (1 - rho**2))
+        self.unit_min = np.maximum(UNIT_SHARE_MIN * implied, UNIT_MIN)[:, None].astype(np.float32)
         self.white = ((theta > WHITE_THETA * rho) & (rho >= WHITE_RHO))[:, None]
         self.rho, self.theta = rho[:, None].astype(np.float32), theta[:, None].astype(np.float32)
         self.rho_far, self.far_max = far[:, None].astype(np.float32), far_max[:, None].astype(np.float32)

@@ -7,7 +7,7 @@ Residual r = value - median over machines. With x the median's distance from its
 
 for a machine that answers more strongly than its peers (`gain`), and one that is sampled, or has its clock, a little
 before (`lead`) or after them (`lag`): at every edge of a training step it shows a spike that says nothing of its health.
-All are learned by normalised steps (LMS; Haykin, Adaptive Filter Theory, ch. 6), limited so that the onset of a fault
+All are learned by normalised steps (LMS; Haykin, Adaptive Filter Theory, 4th ed., ch. 6), limited so that the onset of a fault
 hardly moves them, and not while a machine is suspected. `lead` is known one tick late: what it explains is taken out of
 the past, so that no forecast is made from it. Some of a fleet-wide move remains unexplained: deviations are intervals.
 """

@@ -12,9 +12,9 @@ with innovations e' of its own. Each tick adds the log likelihood ratio of the t
 which is Page's CUSUM (1954) with h estimated from earlier ticks only (Robbins and Siegmund 1974: a plug-in that keeps
 exp(W) a supermartingale between restarts, so that P(W > w) falls like exp(-w) whatever the metric's noise). h is the mean
 deviation of the last `LENGTHS` ticks, one test each: short ones see steps at once, long ones faint ones; but not less
-than `LEVEL_MIN`, for smaller shifts are nobody's concern, and the ratio would never fall. A single tick counts by how
-rare an innovation as large is in this metric (Barnard 1959's reversal for the jump itself): heavy tails make it worth
-little, and only what stays adds to it.
+than `LEVEL_MIN`, for smaller shifts are nobody's concern, and the ratio would never fall. The jump itself, of which no
+earlier tick tells, counts by how rare an innovation as large is in this metric: heavy tails make it worth little, and
+only what stays adds to it.
 
 Models are never quite right. Of each metric and length the healthy block maxima of all machines are kept, and their tail
 is taken as exponential above its `TAIL_SHARE` highest, with slope at least 1:
@@ -30,8 +30,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.detector.panel import Floats
-from rolecall.detector.tails import TAIL_SHARE, spacings
-from rolecall.detector.whitening import Innovations, Whitening
+from rolecall.detector.tails import SPACINGS_MIN, TAIL_SHARE, spacings
+from rolecall.detector.whitening import MACHINES_KEPT, Innovations, Whitening
 
 LENGTHS = (1, 6, 36)
 """Ticks."""
@@ -51,8 +51,6 @@ SUM_BEGUN = 2.0
 """A shift is dated from where W was last below, or a single tick outweighed all before."""
 
 BLOCKS_KEPT = 64
-MACHINES_KEPT = 256
-"""Of large fleets so many machines, evenly spread, stand for all."""
 SKIPPED_SHARE = 0.01
 """The topmost block maxima may be faults."""
 FAR_SHARE = 1 / 3
@@ -61,7 +59,6 @@ LOCATION_PRIOR, LOCATION_MIN = 5.0, 5.0
 BETA_PRIOR, BETA_MIN = 1.2, 1.0
 PRIOR_WEIGHT = 64.0
 """Counts as so many block maxima. Theory has a slope of 1 and a location near log of the ticks of a block over `TAIL_SHARE`."""
-SPACINGS_MIN = 5
 
 
 @dataclass(slots=True)

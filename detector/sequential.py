@@ -1,8 +1,8 @@
 """`sequential`, the default detector of machines: who differs from its peers and from its own past, told at once.
 
 Three scores look at each tick of a panel: of `shifts` that of the strongest metric and that of the strongest few
-together (a metric leaves its place among its peers and stays away), and `novelty` (many metrics leap where they were not before).
-Each becomes a surprise by its own healthy tail on this very panel (`tails`); the largest has a tail again, and the
+together (a metric leaves its place among its peers and stays away), and `novelty` (many metrics leap where they were not
+before). Each becomes a surprise by its own healthy tail on this very panel (`tails`); the largest has a tail again, and the
 threshold follows from that and the asked rate of false alarms, with nothing tuned to the panel. Nothing is said before
 there is such a tail, so a fault present from the first sample is learned as habit: "cannot tell", unless its metrics are
 seconds of own work (`steptime`).
@@ -85,9 +85,8 @@ class Channel:
     block_max: Floats  # (N,)
     scores: Floats  # (N,)
     quarantine: int  # blocks
-    waiting: deque[tuple[Floats, NDArray[np.bool_]]] = field(
-        default_factory=deque
-    )  # maxima (N,) and whether they count
+    # Maxima (N,) of earlier blocks, and whether they count.
+    waiting: deque[tuple[Floats, NDArray[np.bool_]]] = field(default_factory=deque)
 
     @classmethod
     def of(cls, num_machines: int, prior: Prior, quarantine: int = QUARANTINE_BLOCKS) -> "Channel":
@@ -268,9 +267,8 @@ class SequentialTracker:
         self.single.end_block(counted & (num > 2), trusted)
         self.several.end_block(counted & (num > 2), trusted)
         self.novel.end_block(counted & (num > 1), counted)
-        self.both.end_block(
-            counted & (num > BLOCKS_MIN + 1), trusted
-        )  # the first whose surprises are those of known tails
+        # Of the last tail only blocks whose surprises are those of known tails.
+        self.both.end_block(counted & (num > BLOCKS_MIN + 1), trusted)
         self.threshold = self.both.tail.threshold(self.rate_per_block)
 
     def _finding(self, n: int, at: float) -> Finding:

@@ -25,12 +25,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rolecall.detector.following import MEAN_TO_SIGMA, POOLED_TICKS
 from rolecall.detector.panel import Floats
 
 MEMORY_TICKS = 1000.0
 """Of sizes and autocovariances."""
-POOLED_TICKS = 100.0
-"""A machine's own size counts as much as that of its peers after so many ticks."""
 SIZE_SHARE_MIN = 0.5
 """No machine's innovations are taken as smaller than this share of its peers' ..."""
 UNIT_SHARE_MIN = 0.8
@@ -38,8 +37,6 @@ UNIT_SHARE_MIN = 0.8
 in between, but bursts there will be ..."""
 UNIT_MIN = 0.1
 """... nor than this: a metric that stands still or glides is not infinitely precise."""
-MEAN_TO_SIGMA = 1.2533
-"""Standard deviation of a Gaussian over its mean absolute deviation."""
 SIZE_LIMIT = 3.0
 """In units: what an outlier counts in the size."""
 INSTRUMENT_MAX, RESPONSE_MAX = 3.0, 20.0

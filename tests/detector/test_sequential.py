@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rolecall.core.diagnosis import FaultClass, Finding
 from rolecall.detector.panel import Panel, PanelShape, findings
-from rolecall.detector.sequential import BLOCK_TICKS, PROPAGATION_SECONDS, Sequential
+from rolecall.detector.sequential import BLOCK_TICKS, PROPAGATION_SECONDS, Sequential, SequentialTracker
 from rolecall.detector.tails import Prior, Tail
 from tests.detector.panels import noise
 
@@ -241,12 +241,14 @@ def test_a_counter_that_stood_still_and_moves_on_one_machine_is_named(usual: flo
 
 
 @pytest.mark.parametrize("exponent", [30, -30])
-def test_values_at_the_ends_of_float32_are_no_error(exponent: int) -> None:
-    panel = noise(ticks=120)
+def test_values_at_the_ends_of_float32_are_no_error_and_hide_no_fault(exponent: int) -> None:
+    panel = shifted(noise(ticks=ONSET + 60), 3, 12.0, metric=2)
     values = panel.values.copy()
     values[1] *= np.float32(10.0**exponent)
     values[3, 60] = np.float32(1e38)
-    findings(Sequential(), replace(panel, values=values))
+    with np.errstate(all="raise", under="ignore"):
+        found = findings(Sequential(), replace(panel, values=values))
+    assert nodes(found) == ["n003"] and found[0].evidence[0].kind == "metric:m2"
 
 
 def test_a_fleet_that_goes_where_it_never_was_is_no_fault_and_a_fault_there_is_found() -> None:
@@ -273,4 +275,14 @@ def test_a_wild_first_sample_blinds_nobody() -> None:
 def test_nothing_is_forgotten_while_nothing_is_sampled() -> None:
     panel = noise(ticks=6000)
     panel.values[:, 600:5400] = np.nan
-    assert findings(Sequential(), panel) == []
+    tracker = Sequential().track(panel.shape)
+    assert isinstance(tracker, SequentialTracker)
+    learned = []
+    for t, (at, values) in enumerate(panel.ticks()):
+        assert tracker.tick(at, values) == []
+        if t in (600, 5399):
+            model, following = tracker.shifts.whitening, tracker.shifts.following
+            of_model = (model.covariances, model.history, model.fades, model.unit_size)
+            learned.append([x.copy() for x in (*of_model, following.away_square, following.habit, following.size)])
+    for before, after in zip(*learned, strict=True):
+        assert (before == after).all()

@@ -61,14 +61,16 @@ def entries_wanted(dumps: Sequence[Dump], *, world_size: int | None = None) -> s
 
 
 def looked_at(dumps: Sequence[Dump], *, world_size: int | None = None) -> str:
-    """What a healthy answer stands on, one sentence."""
+    """What an answer stands on, one sentence."""
     if not dumps:
         return "no dump"
     job = gathered(dumps, world_size)
     operations = sum(len(d.entries) for d in job.dumps.values() if d.entries is not None)
     groups = len({(p.key[0], p.key[1]) for p in job.places.values()})
+    waiting = {r for p in job.places.values() for r in p.waiting}
+    who, how_long = (ranks_text(waiting), " or longer") if waiting else ("none", "")
     missing = f"; no dump of {ranks_text(job.absent)}" if job.absent else ""
     return (
         f"Flight Recorder dumps of {count_text(len(job.dumps), 'rank')}, {count_text(groups, 'process group')}, "
-        f"{count_text(operations, 'operation')}: none has waited for {WAIT_SECONDS_MIN:g} s{missing}"
+        f"{count_text(operations, 'operation')}: {who} waited for {WAIT_SECONDS_MIN:g} s{how_long}{missing}"
     )

@@ -56,13 +56,19 @@ def is_recording(path: Path) -> bool:
     if not is_parquet(path):
         return False
     try:
-        return set(REQUIRED) <= set(pl.read_parquet_schema(path))
+        return set(REQUIRED) <= set(_schema_of(path))
     except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError):
         return True
 
 
+def _schema_of(path: Path) -> pl.Schema:
+    return pl.scan_parquet(path, glob=False).collect_schema()  # a name may hold what elsewhere is a pattern
+
+
 def read(path: Path) -> Recording:
-    """Raises UnreadableInput: damaged, too large, columns missing or of a wrong type, nothing in it."""
+    """Raises UnreadableInput: no regular file, damaged, too large, columns missing or of a wrong type, nothing in it."""
+    if path.exists() and not path.is_file():
+        raise UnreadableInput(where=str(path), reason="not a regular file")  # a pipe would be waited for
     table, remarks = _table(path)
     num_rows = len(table)
     table, dropped = _clean(table)
@@ -100,16 +106,16 @@ def _schema() -> dict[str, Any]:
 def _table(path: Path) -> tuple[pl.DataFrame, list[str]]:
     where = str(path)
     try:
-        schema = pl.read_parquet_schema(path)
+        schema = _schema_of(path)
         missing = [c for c in REQUIRED if c not in schema]
         if missing:
             raise UnreadableInput(where=where, reason=f"not a recording: it has no column {', '.join(missing)}")
-        num_rows = pl.scan_parquet(path).select(pl.len()).collect().item()
+        num_rows = pl.scan_parquet(path, glob=False).select(pl.len()).collect().item()
         if num_rows > NUM_ROWS_MAX:
             reason = f"it has {num_rows:,} samples, and {NUM_ROWS_MAX:,} are read at most: cut it by time or by role"
             raise UnreadableInput(where=where, reason=reason)
         wanted = [c for c in (*REQUIRED, *OPTIONAL_STRINGS, *OPTIONAL_INTEGERS) if c in schema]
-        table = pl.read_parquet(path, columns=wanted)
+        table = pl.read_parquet(path, columns=wanted, glob=False)
     except pl.exceptions.PanicException as e:  # a defect of the reader that damaged files bring out
         raise UnreadableInput(where=where, reason="the Parquet file is damaged") from e
     except (pl.exceptions.PolarsError, OSError) as e:

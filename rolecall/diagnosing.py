@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -66,7 +66,8 @@ class Found:
 
 
 def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> Found:
-    """Raises UnreadableInput: no such path, a named file of no known kind, a folder that holds nothing of use."""
+    """Raises UnreadableInput: no such path, a named file of no known kind, a folder that holds nothing of use or holds
+    one that cannot be looked into."""
     found = Found()
     for path in paths:
         if not path.exists():
@@ -92,8 +93,13 @@ def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> Found:
 
 
 def _files(folder: Path, num_max: int) -> Iterator[Path]:
+    def refuse(error: OSError) -> NoReturn:
+        raise UnreadableInput(where=str(error.filename), reason=f"it cannot be read: {error.strerror}") from error
+
     seen = 0
-    for root, folders, files in os.walk(folder):  # links to folders are not followed: a loop would never end
+    for root, folders, files in os.walk(
+        folder, onerror=refuse
+    ):  # links to folders are not followed: a loop would never end
         folders.sort()
         seen += len(files) + 1
         if seen > num_max:

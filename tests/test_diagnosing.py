@@ -121,6 +121,20 @@ def test_empty_folders_and_missing_paths_are_exit_code_2(tmp_path: Path, capsys:
     assert code == 2 and "no such file or folder" in err
 
 
+def test_a_folder_that_cannot_be_looked_into_is_refused(tmp_path: Path) -> None:
+    """What lies there may be the fault. (Root may look everywhere, but nobody's path is longer than the system's limit.)"""
+    saved(tmp_path, noise(ticks=50))
+    above = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(17):
+        os.mkdir("d" * 250, dir_fd=above)
+        below = os.open("d" * 250, os.O_RDONLY, dir_fd=above)
+        os.close(above)
+        above = below
+    os.close(above)
+    with pytest.raises(UnreadableInput, match="it cannot be read: File name too long"):
+        diagnosing.search([tmp_path])
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -168,7 +168,12 @@ def test_a_healthy_job_is_healthy(job: Job) -> None:
     paths = job.dump()
     assert found(paths) == []
     text = looked_at(read_many(paths)[0])
-    assert "8 ranks, 7 process groups, 144 operations" in text and "none has waited" in text
+    assert "8 ranks, 7 process groups, 144 operations" in text and "none waited for 1 s" in text
+
+
+def test_what_was_looked_at_says_who_waits(job: Job) -> None:
+    job.waits([0, 1, 2], WORLD, "all_reduce")
+    assert "ranks 0-2 waited for 1 s or longer" in looked_at(read_many(job.dump())[0])
 
 
 def test_dumps_of_a_job_at_work_are_not_taken_at_one_moment(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Recordings: what is written is read, in any order of rows; what is damaged or foreign is told and nothing else."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,21 @@ def test_damaged_bytes_are_refused_or_read(tmp_path: Path) -> None:
             recording.read(path)
         except UnreadableInput as e:
             assert e.where == str(path)
+
+
+def test_a_name_that_looks_like_a_pattern_is_a_name(tmp_path: Path) -> None:
+    folder = tmp_path / "node[0-3]*"
+    folder.mkdir()
+    path = saved(folder / "r[1]?.parquet", table())
+    assert recording.is_recording(path) and only(path).shape == only(saved(tmp_path / "r.parquet", table())).shape
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(UnreadableInput, match="not a regular file"):
+            recording.read(path)
 
 
 def test_a_huge_file_is_refused_before_it_is_read(tmp_path: Path) -> None:

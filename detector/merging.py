@@ -2,7 +2,8 @@
 
 Rules, in order:
   findings of one node and one fault class that lie within `SAME_FAULT_SECONDS` of each other are one fault, whatever
-  rank or GPU of it they name: the earliest is told;
+  rank or GPU of it they name: the earliest is told. Flight Recorder dumps know no role and often no node, so that
+  there the same ranks count as the same nodes;
   a slowness of a node that was named for a hang or crash before is its consequence;
   a `cannot_tell` falls when something that could tell has named one of its suspects.
 What was said at a time is never taken back, nor altered, by what comes later: live and offline say the same.
@@ -11,7 +12,7 @@ What was said at a time is never taken back, nor altered, by what comes later: l
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Suspect
 from rolecall.detector.fusion import to_diagnosis
 
 SAME_FAULT_SECONDS = 600.0
@@ -56,7 +57,15 @@ def _nodes(f: Finding) -> tuple[str, ...]:
 
 
 def _same(first: Finding, f: Finding) -> bool:
-    return first.fault_class == f.fault_class and _nodes(first) == _nodes(f) and first.about == f.about
+    alike = first.fault_class == f.fault_class and first.about == f.about
+    return alike and (_nodes(first) == _nodes(f) or _same_ranks(first.suspects, f.suspects))
+
+
+def _same_ranks(first: tuple[Suspect, ...], others: tuple[Suspect, ...]) -> bool:
+    """Whether they are the same ranks of the one job, as far as one of both knows of nothing else."""
+    if not any(suspects and all(not s.role and not s.replica for s in suspects) for suspects in (first, others)):
+        return False
+    return None not in (ranks := {s.rank for s in first}) and ranks == {s.rank for s in others}
 
 
 def _explains(cause: Finding, f: Finding) -> bool:

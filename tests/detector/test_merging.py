@@ -1,5 +1,7 @@
 """One diagnosis per fault: earliest says when, causes explain symptoms, nothing said is taken back."""
 
+from dataclasses import replace
+
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
 from rolecall.core.ids import NodeId
 from rolecall.detector.merging import SAME_FAULT_SECONDS, merged
@@ -50,6 +52,20 @@ def test_who_can_tell_settles_who_cannot() -> None:
     unsure = finding("n1", 120, FaultClass.CANNOT_TELL)
     assert told([unsure, finding("n1", 100, FaultClass.CRASH)]) == [("n1", 100, "crash")]
     assert told([unsure, finding("n2", 100, FaultClass.CRASH)]) == [("n2", 100, "crash"), ("n1", 120, "cannot_tell")]
+
+
+def test_a_rank_of_which_nothing_else_is_known_is_the_one_that_another_detector_knows_more_of() -> None:
+    def of(node: str, at: float, *ranks: int | None, role: str = "") -> Finding:
+        replica = f"{role}/0" if role else ""
+        suspects = tuple(Suspect(node=NodeId(f"{node}{r}"), role=role, replica=replica, rank=r) for r in ranks)
+        return replace(finding(node, at, FaultClass.HANG), suspects=suspects)
+
+    dumps, stacks = of("rank-", 100, 3), of("trainer/0-rank-", 101, 3, role="trainer")
+    assert [d.detected_at for d in merged([dumps, stacks])] == [100]
+    assert len(merged([dumps, of("m", 101, 4, role="trainer")])) == 2, "another rank"
+    assert len(merged([of("rank-", 100, 3, 4), stacks])) == 2, "one of two"
+    assert len(merged([stacks, of("m", 101, 3, role="rollout")])) == 2, "the third of another role"
+    assert len(merged([of("m", 100, None), of("n", 101, None, role="trainer")])) == 2, "ranks that nobody knows"
 
 
 def test_order_does_not_matter_and_a_prefix_stays_a_prefix() -> None:

@@ -83,7 +83,7 @@ class BaselineTracker(PeerTracker):
         if num < self._warm_up:
             self._tail.add(score[None])
             return []
-        return self._judge(at, score, float(self._learned()[0]), residuals)
+        return self._judge(at, score, float(self._learned(score[None])[0]), residuals)
 
     def _collect(self) -> None:
         if self._windows.num_ticks % NUM_SAMPLES_MIN < self._stride:

@@ -247,7 +247,7 @@ class MinderTracker(PeerTracker):
         if self._windows.num_ticks <= self._warm_up:
             self._tail.add(scores)
             return []
-        return self._judge(at, scores, self._learned())
+        return self._judge(at, scores, self._learned(scores))
 
     def _scores(self, windows: Floats) -> Scores:
         """(W, K, N) -> (C, N) of channel (a metric, or all of them) and machine."""

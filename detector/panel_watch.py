@@ -14,6 +14,7 @@ from rolecall.core.diagnosis import FaultClass, Finding, Suspect
 from rolecall.detector.panel import Floats, PanelDetector, PanelShape, Tracker
 from rolecall.detector.panel_source import PanelKey, Tick, panel_key
 from rolecall.detector.series_panels import PANELS_MAX
+from rolecall.detector.standing import cannot_tell
 
 TOLD_MAX = 10_000
 """Findings of a panel that are remembered, so that none is told twice."""
@@ -24,8 +25,12 @@ class WatchLimits:
     grow_ticks: int = 20
     """A panel grows when something new has been there for so many ticks: raising it makes new machines wait, lowering
     it makes a fleet that grows machine by machine cost more."""
-    history_ticks: int = 300
-    """So many ticks are shown to the tracker of a panel that grew, and kept for that."""
+    history_ticks: int = 720
+    """So many ticks are shown to the tracker of a panel that grew, and kept for that: with fewer than 383, in a role of
+    three 703, the default detector begins with a time in which it says nothing."""
+    repeat_ticks: int = 300
+    """For so long after a panel grew nothing is told that was told before: its new tracker may find it again. Raising it
+    hides faults that come back."""
     history_bytes: int = 256 << 20
     """Of one panel; fewer ticks are kept where they need more."""
 
@@ -103,6 +108,12 @@ class PanelWatch:
         """What is being watched."""
         return [p.shape for p in self._panels.values()]
 
+    @property
+    def open_ends(self) -> list[str]:
+        """What cannot be told, one sentence each."""
+        hindrances = (cannot_tell(p.shape, self._detector.name, p.tracker) for p in self._panels.values())
+        return [h for h in hindrances if h]
+
     def tick(self, tick: Tick) -> list[Finding]:
         """Takes the next tick of its panel; findings that begin with it."""
         key = panel_key(tick.shape)
@@ -129,7 +140,7 @@ class PanelWatch:
         for tick in panel.history:
             found += [f for f in panel.tracker.tick(tick.at, panel.laid_out(tick)) if f.detected_at >= since]
         now = panel.history[-1].at
-        panel.repeats_until = now + self._limits.history_ticks * shape.interval_seconds
+        panel.repeats_until = now + self._limits.repeat_ticks * shape.interval_seconds
         return _told_once(panel, found, now)
 
 

@@ -78,6 +78,11 @@ class StepTimeTracker:
         self.ticks = np.zeros(size, dtype=np.int64)
         self.told = np.zeros(size[1], dtype=np.bool_)
 
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """(N,)."""
+        return np.asarray(self.sums.max(axis=0, initial=0.0))
+
     def tick(self, at: float, values: Floats) -> list[Finding]:
         if not self.rows or len(self.shape.machines) <= PEERS_MIN:
             return []

@@ -102,6 +102,24 @@ class PeerTracker(ABC):
         self._windows = Windows(num_metrics, len(shape.machines))
         self._warm_up = warm_up_ticks(shape.interval_seconds)
         self._thresholds: Scores | None = None
+        self._scores_now: Scores | None = None
+
+    @property
+    def scores(self) -> Scores:
+        """(N,); of several channels the largest, in thresholds. NaN: not known."""
+        if self._scores_now is None or self._thresholds is None:
+            return np.full(len(self._shape.machines), np.nan)
+        if len(self._thresholds) == 1:
+            return np.asarray(self._scores_now[0])
+        relative = self._scores_now / np.maximum(self._thresholds, np.finfo(np.float64).tiny)[:, None]
+        return np.asarray(relative.max(axis=0))
+
+    @property
+    def threshold(self) -> float:
+        """Infinite during the warm-up, and where it was too short."""
+        if self._thresholds is None or not np.isfinite(self._thresholds).any():
+            return math.inf
+        return float(self._thresholds[0]) if len(self._thresholds) == 1 else 1.0
 
     def tick(self, at: float, values: Floats) -> list[Finding]:
         if values.shape[1] < NUM_MACHINES_MIN:
@@ -112,8 +130,9 @@ class PeerTracker(ABC):
     @abstractmethod
     def _tick(self, at: float, values: Floats) -> list[Finding]: ...
 
-    def _learned(self) -> Scores:
-        """Thresholds (C,), when the warm-up is over."""
+    def _learned(self, scores: Scores) -> Scores:
+        """Thresholds (C,), when the warm-up is over; `scores`: (C, N) of now."""
+        self._scores_now = scores
         if self._thresholds is None:
             self._thresholds = self._tail.thresholds()
         return self._thresholds

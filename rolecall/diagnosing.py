@@ -18,9 +18,9 @@ from rolecall.core.errors import UnreadableInput
 from rolecall.detector import flight_dumps, flight_recorder, recording, stack_dumps, stacks
 from rolecall.detector.budget import Budget, Limits
 from rolecall.detector.merging import merged
-from rolecall.detector.panel import Floats, Panel, PanelDetector, findings
-from rolecall.detector.sequential import Sequential
+from rolecall.detector.panel import Floats, Panel, PanelDetector
 from rolecall.detector.stack_dumps import Dump
+from rolecall.detector.standing import cannot_tell, standing
 from rolecall.explaining import Explained, ScoreTrace
 from rolecall.fleet_watching import utc
 from rolecall.text import plain
@@ -155,13 +155,16 @@ def diagnose(
         # Samples that share a place in the grid are gone, and took as long to read.
         num_values = max(read.num_rows, sum(p.values.size for p in read.panels))
         budget.keep(VALUE_BYTES * num_values, str(file))
-        looked = []
+        looked, open_ends = [], list[str]()
         for panel in read.panels:
             say(f"{file}: {panel.shape.name}, {len(panel.shape.machines)} machines, {len(panel.at)} ticks")
-            told += [f for detector in detectors for f in findings(detector, panel)]
+            for detector in detectors:
+                tracker = detector.track(panel.shape)
+                told += [f for at, values in panel.ticks() for f in tracker.tick(at, values)]
+                open_ends.append(cannot_tell(panel.shape, detector.name, tracker))
             looked.append(_looked_at(panel))
         answer.panels += read.panels
-        remarks = (*read.remarks, *(r for p in read.panels for r in _cannot_tell(p)))
+        remarks = (*read.remarks, *dict.fromkeys(filter(None, open_ends)))
         answer.inputs.append(Input(path=str(file), kind="recording", looked_at="; ".join(looked), remarks=remarks))
     if found.dumps:
         say(f"reading {len(found.dumps)} Flight Recorder dump(s)")
@@ -191,29 +194,33 @@ def diagnose(
     return answer
 
 
-def explained(answer: Answer, detector: PanelDetector) -> list[Explained]:
-    """Each diagnosis with its panel and, of the sequential detector, with its score over time."""
-    traces = {id(p): _trace(p, detector) for p in answer.panels} if isinstance(detector, Sequential) else {}
+def explained(answer: Answer, detectors: Sequence[PanelDetector]) -> list[Explained]:
+    """Each diagnosis with its panel and, if one of `detectors` made it, with that one's score over time."""
+    traces = dict[tuple[int, str], tuple[Floats, Floats]]()
     items = []
     for d in answer.diagnoses:
         panel, machine = _place(d, answer.panels)
         score = None
-        if panel is not None and id(panel) in traces and "sequential" in d.detectors:
-            scores, thresholds = traces[id(panel)]
+        by = next((x for x in detectors if x.name in d.detectors), None)
+        if panel is not None and by is not None:
+            key = id(panel), by.name
+            if key not in traces:
+                traces[key] = _trace(panel, by)
+            scores, thresholds = traces[key]
             score = ScoreTrace(at=panel.at, score=scores[:, machine], threshold=thresholds)
         items.append(Explained(diagnosis=d, panel=panel, score=score))
     return items
 
 
-def _trace(panel: Panel, detector: Sequential) -> tuple[Floats, Floats]:
+def _trace(panel: Panel, detector: PanelDetector) -> tuple[Floats, Floats]:
     """Scores (T, N) and thresholds (T,): NaN before there is one."""
     tracker = detector.track(panel.shape)
     scores = np.full((len(panel.at), len(panel.shape.machines)), np.nan, dtype=np.float32)
     thresholds = np.full(len(panel.at), np.nan, dtype=np.float32)
     for t, (at, values) in enumerate(panel.ticks()):
         tracker.tick(at, values)
-        scores[t] = tracker.both.scores
-        thresholds[t] = tracker.threshold
+        if (stands := standing(tracker)) is not None:
+            scores[t], thresholds[t] = stands
     thresholds[~np.isfinite(thresholds)] = np.nan
     return scores, thresholds
 
@@ -265,18 +272,6 @@ def _looked_at(panel: Panel) -> str:
     )
 
 
-def _cannot_tell(panel: Panel) -> list[str]:
-    """What hinders a verdict on this panel, and what would help."""
-    shape, said = panel.shape, []
-    if len(shape.machines) == 1:
-        said.append(f"cannot tell for {shape.name}: one machine has no peers; two more would settle it")
-    elif len(shape.machines) == 2:
-        said.append(
-            f"cannot tell which for {shape.name}: two peers that differ accuse each other; a third would settle it"
-        )
-    return said
-
-
 def _diagnosis(d: Diagnosis) -> dict[str, Any]:
     whole = d.to_dict()
     whole["suspects"] = [{k: s[k] for k in SUSPECT_FIELDS} for s in whole["suspects"]]
@@ -308,9 +303,8 @@ def sentences(answer: Answer) -> list[str]:
 
 
 def _when(at: float) -> str:
-    if not at > 1e8:  # the recording counts from its own zero, not from 1970
-        return f"at {at:.1f} s"
-    return utc(at)
+    said = utc(at)
+    return f"at {said}" if said.endswith(" s") else said
 
 
 def exit_code(answer: Answer) -> int:

@@ -16,7 +16,14 @@ import numpy as np
 from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Suspect
 from rolecall.detector.panel import Floats, Machine, Panel, Times
 from rolecall.detector.stack_findings import STACK_GROUP
-from rolecall.explaining_charts import NUM_LINES_MAX, metric_chart, quantiles, score_chart, window
+from rolecall.explaining_charts import (
+    NUM_LINES_MAX,
+    SCORE_OVER_THRESHOLD_MAX,
+    metric_chart,
+    quantiles,
+    score_chart,
+    window,
+)
 from rolecall.report_charts import key_of
 from rolecall.report_style import CSS
 from rolecall.text import escape, seconds
@@ -108,6 +115,10 @@ def _header(items: Sequence[Explained]) -> str:
 
 def _name(suspect: Suspect) -> str:
     whose = suspect.replica or suspect.role
+    rank = "" if suspect.rank is None else f"rank {suspect.rank}"
+    who = f"{whose} {rank}".strip()
+    if rank and suspect.node in (rank.replace(" ", "-"), who.replace(" ", "-")):
+        return who  # dumps that do not tell the node: the process stands for it
     return Machine(node=suspect.node, replica=whose, rank=suspect.rank, gpu=suspect.gpu).name
 
 
@@ -127,7 +138,7 @@ def moment(at: float) -> str:
 
 
 def _after(delay: float) -> str:
-    return f", {seconds(delay)} after the onset" if delay and math.isfinite(delay) else ""
+    return f", {seconds(delay)} after the onset" if math.isfinite(delay) and delay >= 0.01 else ""
 
 
 def _section(item: Explained, key: str, charts: str) -> str:
@@ -217,7 +228,9 @@ def _charts(item: Explained) -> str:
         if by is None:
             by = window(at, float(np.median(np.diff(at))) if len(at) > 1 else 1.0, d.onset, d.detected_at)
         threshold = np.broadcast_to(np.asarray(item.score.threshold, dtype=np.float64), at.shape)
-        cards.append(("Score and threshold", score_chart(at, item.score.score.astype(np.float64), threshold, by)))
+        chart, is_cut = score_chart(at, item.score.score.astype(np.float64), threshold, by)
+        up_to = f", drawn up to {SCORE_OVER_THRESHOLD_MAX:g} thresholds" if is_cut else ""
+        cards.append((f"Score and threshold of {', '.join(d.detectors)}{up_to}", chart))
     if not cards:
         return ""
     shown = "".join(

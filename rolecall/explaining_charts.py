@@ -102,16 +102,17 @@ def metric_chart(panel: Panel, metric: int, suspects: Sequence[int], by: Window)
     return _svg(f"{panel.shape.metrics[metric]} over time", [*parts, *_marks(by)])
 
 
-def score_chart(at: Times, score: Series, threshold: Series, by: Window) -> str:
-    """`score` and `threshold`: of the length of `at`."""
+def score_chart(at: Times, score: Series, threshold: Series, by: Window) -> tuple[str, bool]:
+    """The drawing, and whether the score goes beyond it. `score` and `threshold`: of the length of `at`."""
     held = by.holds(at)
     at, score, threshold = at[held], score[held], threshold[held]
     limits = threshold[np.isfinite(threshold)]
-    if len(limits) and limits.max() > 0:
-        score = np.minimum(score, SCORE_OVER_THRESHOLD_MAX * limits.max())
+    highest = SCORE_OVER_THRESHOLD_MAX * limits.max() if len(limits) and limits.max() > 0 else math.inf
+    is_cut = bool((score > highest).any())
+    score = np.minimum(score, highest)
     y = _Axis.of([score, threshold, np.zeros(1)])
     parts = [*_frame(by, y), _line("threshold", by, y, at, threshold), _line("suspect s0", by, y, at, score)]
-    return _svg("score against its threshold", [*parts, *_marks(by)])
+    return _svg("score against its threshold", [*parts, *_marks(by)]), is_cut
 
 
 @dataclass(frozen=True, slots=True)

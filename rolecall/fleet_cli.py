@@ -69,11 +69,12 @@ def diagnose(
     if explain is not None and explain.suffix.lower() not in (".html", ".htm"):
         raise ConfigError([f"--explain: {explain} is written as a page: name it .html"])
     chosen = named(detector, false_alarms_per_1000_machine_days=false_alarms, model=model)
-    answer = diagnosing.diagnose(paths, with_step_time(chosen, false_alarms), progress=None if as_json else _say)
+    detectors = with_step_time(chosen, false_alarms)
+    answer = diagnosing.diagnose(paths, detectors, progress=None if as_json else _say)
     if explain is not None:
         from rolecall.explaining import explain as draw
 
-        draw(explain, diagnosing.explained(answer, chosen))
+        draw(explain, diagnosing.explained(answer, detectors))
     if as_json:
         print_json(answer.to_dict())
     else:
@@ -190,6 +191,8 @@ def watch(
         options = _prometheus_options(url, query, queries, match, interval, history, credentials)
         return watch_prometheus(options, detectors, out=out, as_json=as_json, seconds=seconds)
     if source == "recording":
+        if not run:
+            raise ConfigError(["RUN: which recording?"])
         return watch_recording(Path(run), speed, detectors, out=out, as_json=as_json, seconds=seconds)
     raise ConfigError([f"--source: {source!r} is none of agents, prometheus, recording"])
 

@@ -17,6 +17,7 @@ from rolecall.core.errors import UnreadableInput
 from rolecall.detector import recording
 from rolecall.detector.budget import Limits
 from rolecall.detector.panel import Panel
+from rolecall.detector.registry import detector as named
 from tests.detector.panels import noise
 
 SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
@@ -79,6 +80,19 @@ def test_explain_draws_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     code, _, _ = run(capsys, saved(tmp_path, faulty()), "--explain", tmp_path / "why.html")
     page = (tmp_path / "why.html").read_text()
     assert code == 1 and page.count("<svg") >= 2 and "trainer/3" in page and "<script" not in page
+
+
+@pytest.mark.parametrize("detector", ["sequential", "minder", "mahalanobis", "knn"])
+def test_a_page_shows_the_score_that_decided(tmp_path: Path, detector: str) -> None:
+    """Above its threshold at the decision; before the onset not, or not for long."""
+    panel = noise(ticks=900)
+    values = panel.values.copy()
+    values[1, 610:, 3] += 9.0
+    answer = diagnosing.diagnose([saved(tmp_path, replace(panel, values=values))], [named(detector)])
+    [item, *_] = [x for x in diagnosing.explained(answer, [named(detector)]) if x.diagnosis.suspects[0].node == "n003"]
+    assert item.score is not None
+    above = item.score.score > item.score.threshold
+    assert above[item.score.at == item.diagnosis.detected_at].all() and not above[600:609].all()
 
 
 def test_a_page_is_not_written_under_the_name_of_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,6 +168,17 @@ def test_senseless_options_are_exit_code_2(
 def test_too_few_machines_cannot_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], machines: int) -> None:
     code, out, _ = run(capsys, saved(tmp_path, noise(machines=machines, ticks=100)))
     assert code == 0 and "cannot tell" in out and "healthy" not in out
+
+
+@pytest.mark.parametrize("detector", ["sequential", "minder", "mahalanobis"])
+def test_a_recording_too_short_to_know_what_is_usual_is_not_called_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], detector: str
+) -> None:
+    for ticks, enough in ((200, False), (700, True)):
+        path = saved(tmp_path, noise(ticks=ticks), f"{ticks}.parquet")
+        code, out, _ = run(capsys, path, "--detector", detector, "--false-alarms", "1")
+        assert code == 0 and out.startswith("healthy") == enough
+        assert (f"cannot tell for role trainer: detector {detector} has not seen enough" in out) != enough
 
 
 def test_names_from_a_recording_do_not_reach_the_terminal_raw(

@@ -18,7 +18,16 @@ from rolecall.detector.panel import Machine, Panel, PanelShape
 from rolecall.detector.stack_dumps import Dump, Frame, Thread
 from rolecall.detector.stacks import diagnose
 from rolecall.explaining import PAGE_BYTES_MAX, Explained, ScoreTrace, chosen_metrics, explain, moment, render
-from rolecall.explaining_charts import HEIGHT, NUM_BUCKETS, Window, extremes, labels, quantiles, window
+from rolecall.explaining_charts import (
+    HEIGHT,
+    NUM_BUCKETS,
+    SCORE_OVER_THRESHOLD_MAX,
+    Window,
+    extremes,
+    labels,
+    quantiles,
+    window,
+)
 from rolecall.report_charts import WIDTH
 from tests.test_report_html import HOSTILE, _read
 
@@ -91,7 +100,7 @@ def test_the_page_is_whole_and_loads_and_runs_nothing(tmp_path: Path) -> None:
     for word in (
         "12.0 s after the onset",
         "replace the replica",
-        "Score and threshold",
+        "Score and threshold of",
         "30 machines, 2 metrics, 600 ticks",
     ):
         assert word in page.text, word
@@ -159,6 +168,24 @@ def test_several_suspects_have_lines_of_their_own_and_a_word_each() -> None:
     html = render([Explained(diagnosis=diagnosis(*range(6)), panel=panel())])
     assert [f"suspect s{n}" in html for n in range(5)] == [True] * 4 + [False]
     assert "2 more suspects are not drawn" in html and "power against 24 peers" in html
+
+
+def test_a_score_that_is_drawn_in_part_says_so() -> None:
+    """Else it would seem to stay at a level that it does not have."""
+    seen = panel()
+    for highest, cut in ((SCORE_OVER_THRESHOLD_MAX, False), (SCORE_OVER_THRESHOLD_MAX + 1, True)):
+        trace = ScoreTrace(at=seen.at, score=np.full(len(seen.at), 2 * highest, dtype=np.float32), threshold=2.0)
+        page = render([Explained(diagnosis=diagnosis(3), panel=seen, score=trace)])
+        assert (f"drawn up to {SCORE_OVER_THRESHOLD_MAX:g} thresholds" in page) == cut
+
+
+def test_a_process_of_which_no_node_is_known_has_none() -> None:
+    known = replace(diagnosis(3), suspects=(Suspect(node=NodeId("m03"), replica="trainer/0", rank=3),))
+    assert "trainer/0 rank 3 (node m03)" in render([Explained(diagnosis=known)])
+    for node, replica in (("rank-3", ""), ("trainer/0-rank-3", "trainer/0")):
+        unknown = replace(known, suspects=(Suspect(node=NodeId(node), replica=replica, rank=3),))
+        page = render([Explained(diagnosis=unknown)])
+        assert f"{replica} rank 3".strip() in page and "node" not in page.partition("</h3>")[0].rpartition("<h3>")[2]
 
 
 def test_without_a_named_metric_the_farthest_is_drawn() -> None:

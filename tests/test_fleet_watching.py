@@ -24,9 +24,13 @@ from rolecall.detector import recording
 from rolecall.detector.merging import merged
 from rolecall.detector.panel import Machine, Panel, findings
 from rolecall.detector.panel_source import Stopped, Tick, ticks_of
+from rolecall.detector.panel_watch import WatchLimits
 from rolecall.detector.prometheus import WINDOW_INTERVALS
 from rolecall.detector.prometheus_queries import Labels, Query, catalogue_queries, dcgm_queries
+from rolecall.detector.sequential import MACHINES_MIN, Sequential
+from rolecall.detector.standing import cannot_tell
 from rolecall.fleet_watching import (
+    HISTORY_TICKS,
     PrometheusOptions,
     authorization,
     load_queries,
@@ -43,6 +47,7 @@ from rolecall.fleet_watching import (
 from tests.agent.processes import AgentProcess, Child
 from tests.detector.fake_agent import NODE as FAKE_NODE
 from tests.detector.fake_agent import FakeAgent
+from tests.detector.panels import noise
 from tests.detector.test_panel_source import Toy, a_panel, shape_of
 from tests.prometheus_server import SCRAPE_SECONDS, prometheus
 from tests.support import PATIENCE_SECONDS, eventually
@@ -205,13 +210,33 @@ def test_a_healthy_recording_and_one_that_is_cut_short(tmp_path: Path) -> None:
     assert "in 10 tick(s)" in lines[-1]
 
 
+def test_what_cannot_be_told_is_not_called_healthy(tmp_path: Path) -> None:
+    for num, said in (
+        (1, "one machine has no peers"),
+        (4, "detector sequential has not seen enough of its 4 machines"),
+    ):
+        path, lines = tmp_path / f"{num}.parquet", list[str]()
+        recording.write(path, [noise(machines=num, metrics=2, ticks=50)])
+        assert watch_recording(path, 1e6, [Sequential()], out=lines.append, clock=FakeClock()) == 0
+        assert lines[0].startswith("nothing found, but not all could be told, in 50 tick(s)") and said in lines[1]
+
+
+def test_a_watch_begins_with_enough_of_the_past() -> None:
+    """For the smallest role; that of which nothing is asked of its peers."""
+    panel = noise(machines=MACHINES_MIN, metrics=2, ticks=HISTORY_TICKS)
+    tracker = Sequential().track(panel.shape)
+    for at, values in panel.ticks():
+        tracker.tick(at, values)
+    assert cannot_tell(panel.shape, "sequential", tracker) == "" and WatchLimits().history_ticks >= HISTORY_TICKS
+
+
 def test_a_sentence_is_one_plain_line() -> None:
     values = {"onset": 0.0, "detected_at": 1e300, "confidence": 1.0, "because": "evil \x1b[31m\nname"}
     said = sentence(
         Diagnosis.from_dict({"detectors": ["d"], "suspects": [], "fault_class": "slow", "evidence": [], **values})
     )
     assert said.isprintable() and "\n" not in said
-    assert utc(0.0) == "1970-01-01T00:00:00Z" and utc(1e300) == "1e+300 s"
+    assert utc(0.0) == "0.0 s" and utc(1e9) == "2001-09-09T01:46:40Z" and utc(1e300) == "1e+300 s"
 
 
 # --- recording ----------------------------------------------------------------------------------------------------
@@ -431,8 +456,9 @@ def test_a_real_server_takes_the_default_queries_and_gives_in_pieces_what_it_ref
     with prometheus(tmp_path, "--query.max-samples=5", itself=[{"node": n} for n in names]) as server:
         for query in (*catalogue_queries(), *dcgm_queries()):
             assert server.count(query.expression.replace("$match", 'node!=""').replace("$window", "60000ms")) == 0
+        few = f"{4 * SCRAPE_SECONDS}s"  # a longer time would hold more samples than a query may load, on a slow machine
         for n in names:
-            eventually(lambda n=n: server.count(f'count_over_time(up{{node="{n}"}}[60s]) >= 3'), "scraped")  # type: ignore[misc]
+            eventually(lambda n=n: server.count(f'count_over_time(up{{node="{n}"}}[{few}]) >= 3'), "scraped")  # type: ignore[misc]
         clock = SystemClock()
         options = PrometheusOptions(
             url=server.url, queries=("up=up{$match}",), interval_seconds=SCRAPE_SECONDS, history_seconds=10.0
@@ -447,4 +473,5 @@ def test_a_real_server_takes_the_default_queries_and_gives_in_pieces_what_it_ref
 def test_a_watch_of_nothing_that_answers(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UnreadableInput, match="no answer"):
         watch_prometheus(OPTIONS, [Toy()], out=print, clock=FakeClock())
-    assert watch(Given([]), [Toy()], out=print, as_json=False, stopped=never) == 0
+    with pytest.raises(UnreadableInput, match="here: no tick came: nothing was looked at"):
+        watch(Given([]), [Toy()], out=print, as_json=False, stopped=never, where="here")

@@ -7,6 +7,7 @@ import pytest
 
 from rolecall.core.diagnosis import FaultClass
 from rolecall.detector.panel import Panel, findings
+from rolecall.detector.standing import cannot_tell, standing
 from rolecall.detector.steptime import StepTime, is_own_work
 from tests.detector.panels import noise
 
@@ -24,6 +25,16 @@ def slowed(panel: Panel, machine: int, factor: float, metric: int = 0, since: in
     values = panel.values.copy()
     values[metric, since:, machine] *= factor
     return replace(panel, values=values)
+
+
+def test_it_says_how_far_each_is_from_an_alarm() -> None:
+    panel = slowed(stage(), 2, 2.0)
+    tracker = StepTime().track(panel.shape)
+    for at, values in panel.ticks():
+        tracker.tick(at, values)
+    stands = standing(tracker)
+    assert stands is not None and [n for n, s in enumerate(stands[0]) if s > stands[1]] == [2]
+    assert cannot_tell(panel.shape, "step-time", tracker) == ""
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,29 @@
 """The live detector: observations in, standing diagnoses out. It keeps state, reads no clock and acts on nothing.
 
     fleet.ingest -> crash, user_code, stall + collective, slow, lost -> fusion -> diagnoses that stand now
+    findings of panels (part of the observation), if nothing explains them ---^
 
 A diagnosis is returned by every `observe` while its evidence holds, as the same object under the same key; when it is
 no longer returned, its evidence is gone. What an incarnation is accused of ends when its successor registers, or when
 recovery says `forget`: exits of forgotten incarnations are expected.
+
+What panels of metrics say (run_panels.py) begins and has no end. So it counts as the same fault for
+`SAME_FAULT_SECONDS`, says nothing against a replica that is seen to work, and nobody's learning stops for it.
 """
 
 from collections import deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 from rolecall.core.config import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Suspect
 from rolecall.core.telemetry import Phase
 from rolecall.detector import collective, crash, fusion, lost, slow, stall, user_code
 from rolecall.detector.codec import decode, encode
 from rolecall.detector.fleet import Fleet
 from rolecall.detector.learned import learned_deadline
+from rolecall.detector.merging import SAME_FAULT_SECONDS
 from rolecall.detector.observation import Observation
 from rolecall.detector.slow import SlowState
 from rolecall.detector.subject import WORK_PHASES, Subject
@@ -29,6 +35,20 @@ OBSERVATIONS_KEPT_MAX = 4096
 """Observations kept for a window at most, whatever its length."""
 FAULTS_OF_OTHERS = frozenset({FaultClass.CRASH, FaultClass.USER_CODE, FaultClass.HANG, FaultClass.NETWORK})
 """While one of these stands, and for a while after, those who depend on others are excused."""
+AFTERMATH_SECONDS = 300.0
+"""What begins in metrics while a finding of another kind stands, or so long after, is taken for what that does to the
+others: they wait, or take over work. The same after processes came or went."""
+ONSET_SECONDS = 5.0
+"""A change in metrics is dated no better than this."""
+
+
+@dataclass(slots=True)
+class PanelFault:
+    """What panels say of one machine."""
+
+    finding: Finding
+    last_wall: float  # when it was last said
+    told: bool = False
 
 
 class Detector:
@@ -40,6 +60,8 @@ class Detector:
         self._slow = SlowState()
         self._standing: dict[str, Diagnosis] = {}
         self._fault_wall = 0.0
+        self._panels: list[PanelFault] = []
+        self._trouble = (0.0, 0.0)  # since when, and when last, the engine's own detectors found something
         self._now = 0.0
         # Two half windows, each with the state that it began with: the older one is dropped when the newer is full.
         self._halves: deque[tuple[float, Any, deque[Observation]]] = deque(maxlen=2)
@@ -60,10 +82,50 @@ class Detector:
             self._fault_wall = now
         findings += stall.find_dependent(fleet, now, all_stalls, self._fault_wall)
         findings += slow.find(self._slow, fleet, config, now) + lost.find(fleet, now)
-        diagnoses = fusion.fuse(findings, self._standing, self._role_sizes(), now)
+        of_panels = self._take_panels(observation.panel_findings, findings, all_stalls, now)
+        diagnoses = fusion.fuse(findings, self._standing, self._role_sizes(), now, of_panels)
         self._standing = {d.key: d for d in diagnoses}
         self._mark_quiet(findings)
         return diagnoses
+
+    def _take_panels(
+        self, fresh: tuple[Finding, ...], findings: list[Finding], all_stalls: list[stall.Stall], now: float
+    ) -> list[Finding]:
+        """What panels say and nothing explains. Somebody may stand still who is not named yet: new ones wait for that."""
+        self._note_trouble(findings, now)
+        for f in fresh:
+            same = next((p for p in self._panels if p.finding.suspects == f.suspects), None)
+            if same is None:
+                self._panels.append(PanelFault(f, now))
+            else:
+                same.last_wall = now
+        self._panels = [p for p in self._panels if now - p.last_wall <= SAME_FAULT_SECONDS and self._stands_alone(p)]
+        kept = fusion.unexplained([p.finding for p in self._panels], findings, self._role_sizes())
+        self._panels = [p for p in self._panels if p.finding in kept]
+        if not stall.emerging(stall.own(all_stalls)):
+            for p in self._panels:
+                p.told = True
+        return [p.finding for p in self._panels if p.told]
+
+    def _stands_alone(self, p: PanelFault) -> bool:
+        """It is about processes that are there, and did not begin in the wake of something else."""
+        since, until = self._trouble
+        in_wake = since - ONSET_SECONDS <= p.finding.onset <= until + AFTERMATH_SECONDS
+        return not in_wake and all(map(self._lives, p.finding.suspects))
+
+    def _note_trouble(self, findings: list[Finding], now: float) -> None:
+        since, until = self._trouble
+        changed = self._fleet.changed_wall
+        if findings or changed > until:
+            began = min([f.onset for f in findings] + ([changed] if changed > until else []))
+            self._trouble = (since if now - until <= AFTERMATH_SECONDS else began, now if findings else changed)
+
+    def _lives(self, suspect: Suspect) -> bool:
+        """Whether it is about processes that are still there; a whole node always is."""
+        if not suspect.replica:
+            return True
+        ranks = [s for s in self._fleet.current() if s.replica == suspect.replica]
+        return bool(ranks) and all(s.incarnation == suspect.incarnation and not s.gone for s in ranks)
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         """Incarnations of `replica` below this are being replaced: what happens to them from now on is wanted.
@@ -101,6 +163,8 @@ class Detector:
         if self._now - s.seen_wall > FRESH_SECONDS:
             return f"not seen for {self._now - s.seen_wall:.1f} s"
         for d in self._standing.values():
+            if fusion.on_panels_alone(d):
+                continue  # it is not as it was; whether it works is seen
             if any(who.replica == s.replica and who.incarnation == s.incarnation for who in d.suspects):
                 return f"a finding stands against it ({d.fault_class})"
         if not s.worked:
@@ -174,6 +238,8 @@ class Detector:
             "slow": encode(self._slow),
             "standing": encode(list(self._standing.values())),
             "fault_wall": self._fault_wall,
+            "panels": [[p.finding.to_dict(), p.last_wall, p.told] for p in self._panels],
+            "trouble": list(self._trouble),
             "now": self._now,
         }
 
@@ -181,6 +247,9 @@ class Detector:
         self._fleet, self._slow = decode(state["fleet"]), decode(state["slow"])
         self._standing = {d.key: d for d in decode(state["standing"])}
         self._fault_wall, self._now = state["fault_wall"], state["now"]
+        self._panels = [PanelFault(Finding.from_dict(f), *more) for f, *more in state.get("panels", ())]
+        since, until = state.get("trouble", (0.0, 0.0))
+        self._trouble = (since, until)
 
     def _remember(self, observation: Observation) -> None:
         half = self._config.window_seconds / 2

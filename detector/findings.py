@@ -9,6 +9,9 @@ SETTLE = "settle"
 GAIN = "slow_ratio"
 """Evidence of this kind holds `ratio`: how many times slower than its peers the suspect works."""
 
+PANEL = "panel:"
+"""Names of detectors that begin with this look at panels of metrics: they tell that a machine changed, not what ails it."""
+
 
 def suspect(subject: Subject) -> Suspect:
     return Suspect(

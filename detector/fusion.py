@@ -6,13 +6,17 @@ Rules, in order:
   a hang ends a slowness; an accusation of one rank ends a tie that it was part of, and the silence of its node;
   user code ends the crashes and hangs of its role, for they are its consequences;
   when more than half of a role is slow at once, peer evidence is void and nobody is named for it.
+
+What panels of metrics say is the weakest evidence: that a machine is not as it was, and not what ails it. It is told
+where nothing else explains it (`unexplained`), and gives way for good to whatever else names the same machine.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Finding, Suspect
-from rolecall.detector.findings import GAIN, SETTLE, settles
+from rolecall.detector.findings import GAIN, PANEL, SETTLE, settles
 
 ADVICE = {
     FaultClass.CRASH: "replace the replica",
@@ -25,20 +29,54 @@ ADVICE = {
     FaultClass.CANNOT_TELL: "wait for what settles it; evict nobody",
 }
 
+ADVICE_ON_PANELS = "look at it; nobody is replaced for this alone"
+
 Incarnation = tuple[str, int | None]
 
 
 def fuse(
-    findings: list[Finding], standing: Mapping[str, Diagnosis], role_sizes: Mapping[str, int], now: float
+    findings: list[Finding],
+    standing: Mapping[str, Diagnosis],
+    role_sizes: Mapping[str, int],
+    now: float,
+    of_panels: Sequence[Finding] = (),
 ) -> list[Diagnosis]:
-    """`standing`: what was told before, by key. `role_sizes`: live replicas per role."""
+    """`standing`: what was told before, by key. `role_sizes`: live replicas per role. `of_panels`: those that nothing
+    else explains."""
     kept = _drop_consequences(_keep_told_hangs(findings, standing), now)
     kept = _void_majorities(kept, role_sizes, now)
     told: dict[str, Diagnosis] = {}
-    for finding in kept:
+    for finding in (*kept, *of_panels):
         diagnosis = to_diagnosis(finding)
-        told.setdefault(diagnosis.key, standing.get(diagnosis.key, diagnosis))
+        before = standing.get(diagnosis.key, diagnosis)
+        if on_panels_alone(before) and not on_panels_alone(diagnosis):
+            before = diagnosis  # a slowness was measured of whom a panel had named: now it can be weighed
+        told.setdefault(diagnosis.key, before)
     return list(told.values())
+
+
+def on_panels_alone(d: Diagnosis) -> bool:
+    return all(name.startswith(PANEL) for name in d.detectors)
+
+
+def unexplained(of_panels: Sequence[Finding], findings: list[Finding], role_sizes: Mapping[str, int]) -> list[Finding]:
+    """Findings of panels, oldest first, that nothing explains: neither another finding of the same process or node,
+    whatever it accuses it of, nor an earlier one of panels; and none of a role of which they name more than half: then
+    peers are no measure. What is dropped is dropped for good."""
+    accused = {who for f in findings for who in _who(f.suspects)}
+    nodes = {str(s.node) for f in findings for s in f.suspects if s.node}
+    kept: list[Finding] = []
+    for f in of_panels:
+        here = {str(s.node) for s in f.suspects if s.node}
+        if not (_who(f.suspects) & accused or here & nodes):
+            kept.append(f)
+            nodes |= here
+    named: dict[str, set[str]] = {}
+    for f in kept:
+        for s in f.suspects:
+            named.setdefault(s.role, set()).add(s.replica or s.node)
+    void = {role for role, who in named.items() if len(who) > 1 and 2 * len(who) > role_sizes.get(role, math.inf)}
+    return [f for f in kept if not any(s.role in void for s in f.suspects)]
 
 
 def to_diagnosis(finding: Finding) -> Diagnosis:
@@ -53,7 +91,7 @@ def to_diagnosis(finding: Finding) -> Diagnosis:
         because=finding.because,
         evidence=tuple(e for e in finding.evidence if e.kind not in (SETTLE, GAIN)),
         detectors=(finding.detector,),
-        advice=ADVICE.get(finding.fault_class, ""),
+        advice=ADVICE_ON_PANELS if finding.detector.startswith(PANEL) else ADVICE.get(finding.fault_class, ""),
         settle=settle,
         gain_ratio=gains[0] if gains else None,
         about=finding.about,

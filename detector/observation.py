@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Self
 
+from rolecall.core.diagnosis import Finding
 from rolecall.core.telemetry import AgentEvent, SampleBatch
 
 
@@ -15,6 +16,9 @@ class Observation:
     events: tuple[AgentEvent, ...] = ()
     unreachable: tuple[tuple[str, float, str], ...] = ()
     """(node, since when in wall seconds, why) of each agent that does not answer."""
+    panel_findings: tuple[Finding, ...] = ()
+    """What panel detectors began to say with this (run_panels.py). It is part of what the engine sees, so that a stored
+    window replays: their trackers have hours of memory, a window has half a minute."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -22,6 +26,7 @@ class Observation:
             "batches": [b.to_dict() for b in self.batches],
             "events": [e.to_dict() for e in self.events],
             "unreachable": [list(u) for u in self.unreachable],
+            "panel_findings": [f.to_dict() for f in self.panel_findings],
         }
 
     @classmethod
@@ -31,4 +36,5 @@ class Observation:
             batches=tuple(SampleBatch.from_dict(b) for b in d["batches"]),
             events=tuple(AgentEvent.from_dict(e) for e in d["events"]),
             unreachable=tuple((u[0], u[1], u[2]) for u in d["unreachable"]),
+            panel_findings=tuple(Finding.from_dict(f) for f in d.get("panel_findings", ())),
         )

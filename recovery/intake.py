@@ -76,6 +76,9 @@ def _against_open(d: Diagnosis, incident: Incident) -> Intake | None:
             if named[replica] is not None and named[replica] == incident.touched.get(replica):
                 because = f"the replacement {replica}#{named[replica]} failed: {d.because}"
                 return Intake(kind=Kind.FAIL, because=because, incident_id=this)
+    if d.fault_class is FaultClass.SLOW and d.gain_ratio is None:
+        because = f"{this} deals with {', '.join(sorted(shared))}, and what is not measured tells no more of it"
+        return Intake(kind=Kind.IGNORE, because=because, incident_id=this)
     undecided = incident.state in (IncidentState.OPEN, IncidentState.PLANNED)
     if undecided and incident.failures and all(named[r] == incident.touched.get(r) for r in shared):
         return Intake(kind=Kind.IGNORE, because=f"{this} knows that its replacement failed", incident_id=this)

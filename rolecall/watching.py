@@ -1,5 +1,7 @@
 """`rolecall watch`, put together: the agents as source, the detectors, recovery's loop, the actuator of the runtime.
 
+The default detector of panels looks at the metrics of the run's own processes, too, and the engine is told what it says.
+
 What the detectors have learned is kept beside the journal every few seconds, so that a restarted watch knows the
 deadlines and rates of this run and does not begin to learn in the middle of a fault.
 """
@@ -9,18 +11,22 @@ import logging
 import signal
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config import JobConfig, parse_job
-from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.errors import RunNotFound
 from rolecall.core.journal import Journal
 from rolecall.core.rows import reading
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.detector.engine import Detector
+from rolecall.detector.fusion import on_panels_alone
 from rolecall.detector.observation import Observation
+from rolecall.detector.registry import detector as panel_detector
+from rolecall.detector.run_panels import RunPanels
 from rolecall.detector.source import AgentsSource
 from rolecall.recovery import commands
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
@@ -50,10 +56,11 @@ def agent_urls(run: RunDir) -> dict[str, str]:
 
 
 class _Remembering:
-    """A detector whose knowledge is on disk, so that the next watch can take it up."""
+    """Detectors, and on disk what the engine has learned, so that the next watch can take it up. Panels begin anew."""
 
     def __init__(self, run: RunDir, job: JobConfig, clock: Clock) -> None:
         self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
+        self._panels = RunPanels(panel_detector())
         self._detector = Detector(job.detector, job.roles.counts())
         try:
             state = json.loads(self._path.read_text())
@@ -64,12 +71,21 @@ class _Remembering:
             logger.warning("%s is damaged (%s): learning from nothing", self._path, e)
 
     def observe(self, observation: Observation) -> Sequence[Diagnosis]:
-        standing = self._detector.observe(observation)
+        standing = self._detector.observe(replace(observation, panel_findings=self._of_panels(observation)))
         now = self._clock.monotonic()
-        if now - self._kept_at >= KEEP_SECONDS and not standing:
+        if now - self._kept_at >= KEEP_SECONDS and all(map(on_panels_alone, standing)):
             self._kept_at = now
             write_atomically(self._path, json.dumps(self._detector.state()))
         return standing
+
+    def _of_panels(self, observation: Observation) -> tuple[Finding, ...]:
+        try:
+            return self._panels.findings(observation)
+        except Exception:
+            # Deliberate: the engine finds what ends a run, and must not go blind for want of the weakest evidence.
+            logger.exception("panels begin anew")
+            self._panels = RunPanels(panel_detector())
+            return ()
 
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
         return self._detector.progressing(replica, incarnation_min)

@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from rolecall.core.diagnosis import FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
 from rolecall.core.ids import NodeId, split_replica
-from rolecall.detector.fusion import fuse, to_diagnosis
+from rolecall.detector.findings import GAIN, PANEL
+from rolecall.detector.fusion import fuse, on_panels_alone, to_diagnosis, unexplained
 
 F = FaultClass
 SIZES = {"rollout": 3, "trainer": 2}
@@ -122,3 +123,57 @@ def test_the_same_object_stands_while_it_stands() -> None:
     (first,) = fuse([finding], {}, SIZES, now=13.0)
     (again,) = fuse([replace(finding, because="in other words", detected_at=14.0)], {first.key: first}, SIZES, now=14.0)
     assert again is first
+
+
+# --- what panels of metrics say, beside findings of other kinds
+
+
+def _panel(replica: str, incarnation: int = 1, node: str = "") -> Finding:
+    who = _suspect(replica, incarnation)
+    return replace(
+        _found(F.SLOW, replica), detector=f"{PANEL}test", suspects=(replace(who, node=NodeId(node or who.node)),)
+    )
+
+
+def _left(of_panels: list[Finding], *findings: Finding, sizes: dict[str, int] = SIZES) -> list[str]:
+    return [f.suspects[0].replica for f in unexplained(of_panels, list(findings), sizes)]
+
+
+@pytest.mark.parametrize("fault", [F.HANG, F.CRASH, F.SLOW, F.NETWORK, F.CANNOT_TELL])
+def test_whatever_names_a_replica_explains_what_its_metrics_do(fault: FaultClass) -> None:
+    assert _left([_panel("rollout/0"), _panel("rollout/1")], _found(fault, "rollout/1")) == ["rollout/0"]
+
+
+def test_a_node_that_is_lost_explains_what_runs_on_it_and_nothing_elsewhere() -> None:
+    lost = _node(F.NODE_LOST, "rollout/1")
+    assert _left([_panel("rollout/1"), _panel("rollout/0")], lost) == ["rollout/0"]
+
+
+def test_two_replicas_of_one_node_are_one_fault_told_of_the_first() -> None:
+    here = [_panel("rollout/1", node="n"), _panel("trainer/0", node="n"), _panel("trainer/1")]
+    assert _left(here) == ["rollout/1", "trainer/1"]
+
+
+def test_panels_that_name_most_of_a_role_name_nobody_of_it() -> None:
+    two = [_panel("rollout/0"), _panel("rollout/1")]
+    assert _left([*two, _panel("trainer/0")]) == ["trainer/0"]
+    assert _left(two, sizes={"rollout": 4}) == ["rollout/0", "rollout/1"]
+
+
+def test_what_panels_say_voids_no_measured_slowness() -> None:
+    measured = _found(F.SLOW, "rollout/1")
+    told = fuse([measured], {}, SIZES, 13.0, unexplained([_panel("rollout/0")], [measured], SIZES))
+    assert [(str(d.fault_class), d.suspects[0].replica, on_panels_alone(d)) for d in told] == [
+        ("slow", "rollout/1", False),
+        ("slow", "rollout/0", True),
+    ]
+
+
+def test_a_slowness_that_was_measured_takes_the_place_of_what_a_panel_said() -> None:
+    (first,) = fuse([], {}, SIZES, 13.0, [_panel("rollout/0")])
+    assert on_panels_alone(first) and first.gain_ratio is None and "nobody is replaced" in first.advice
+    measured = replace(_found(F.SLOW, "rollout/0"), evidence=(Evidence(kind=GAIN, text="", values={"ratio": 3.0}),))
+    (then,) = fuse([measured], {first.key: first}, SIZES, 20.0)
+    assert (then.key, then.gain_ratio, on_panels_alone(then)) == (first.key, 3.0, False)
+    (still,) = fuse([measured], {then.key: then}, SIZES, 21.0)
+    assert still is then

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Suspect
 from rolecall.core.events import EventKind
 from rolecall.core.ids import NodeId
 from rolecall.core.membership import ReplicaState
@@ -144,6 +144,45 @@ def test_a_tolerated_slowness_that_gets_worse_is_replaced(tmp_path: Path) -> Non
     world.until(lambda: world.runtime.healthy("rollout/1"), watch)
     world.until(world.all_closed, watch)
     assert [i.outcome for i in world.incidents()] == [Outcome.TOLERATED, Outcome.CURED]
+
+
+def _said_by_panels(onset: float) -> Diagnosis:
+    seen = Evidence(kind="metric:rolecall_process_resident_memory_bytes", text="resident memory: 8.1 deviations above")
+    return diagnosis(
+        FaultClass.SLOW, ("rollout/1", 1), onset=onset, evidence=(seen,), detectors=("panel:sequential",),
+        because="rollout/1 of role rollout is not as it was: resident memory stays away from its 2 peers",
+    )  # fmt: skip
+
+
+def test_what_panels_say_is_told_with_its_evidence_and_nobody_is_replaced_for_it(world: World) -> None:
+    """In mode act, with a horizon over which any measured slowness would be worth a replacement."""
+    watch = world.watch()
+    world.detector.extra = [_said_by_panels(world.clock.wall())]
+    world.run(30, watch)
+    incident = world.only()
+    assert (incident.outcome, world.runtime.replaced) == (Outcome.TOLERATED, [])
+    assert "resident memory stays away" in incident.because and "not measured" in incident.because
+    assert [e.text for e in incident.diagnosis.evidence] == ["resident memory: 8.1 deviations above"]
+    assert world.kinds() == ["incident_opened", "plan_made", "incident_closed"]
+    # The same replica, now measured: the fault is weighed like any other.
+    world.detector.extra = []
+    world.runtime.inject("rollout/1", FaultClass.SLOW)
+    world.until(lambda: world.runtime.healthy("rollout/1") and world.all_closed(), watch)
+    assert [i.outcome for i in world.incidents()] == [Outcome.TOLERATED, Outcome.CURED]
+
+
+def test_what_panels_say_changes_nothing_of_an_incident_that_a_person_holds_up(world: World) -> None:
+    world.journal.set_flag("paused", "alice")
+    watch = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.CRASH)
+    world.run(3, watch)
+    world.detector.extra = [_said_by_panels(world.clock.wall())]
+    world.run(3, watch)
+    assert world.only().diagnosis.fault_class is FaultClass.CRASH
+    world.detector.extra = []
+    world.journal.set_flag("paused", None)
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is Outcome.CURED
 
 
 def test_user_code_stops_the_job_and_evicts_nobody(world: World) -> None:

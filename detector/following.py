@@ -52,18 +52,22 @@ EDGE_SCALES, EDGE_MEANS = 2.0, 1.0
 """A step of the median beyond so many scales and mean steps is an edge: machines differ there for a moment."""
 GONE_SCALES, STILL_SCALES, STILL_TICKS = 100.0, 3.0, 32
 """A median that is so far from its mean, and made no step of the second for so long, has gone for good."""
+STAYED_SHARE = 0.5
+"""Of a machine's distance from its peers: nearer to where it usually is, it stayed there."""
 DEVIATION_MAX = 1e4
 """Scales: what is farther away is as far as can be told."""
 
 
 class Deviations(NamedTuple):
     """In robust scales. `low`, `high` (M, N): the deviation lies between; `lead` (M, N): so much of the last one was the
-    step that the peers made now; `edge` (M, 1): whether now is an edge."""
+    step that the peers made now; `edge` (M, 1): whether now is an edge; `stayed` (M, N): who is about where it usually is,
+    and away from its peers because they are not."""
 
     low: Floats
     high: Floats
     lead: Floats
     edge: NDArray[np.bool_]
+    stayed: NDArray[np.bool_]
 
 
 @dataclass(slots=True)
@@ -124,6 +128,7 @@ class Following:
         slack = np.float32(AWAY_SHARE) * np.abs(away) + np.float32(AWAY_NEW_SHARE) * new
         slack += np.float32(STEP_SHARE) * np.abs(step)
         low, high = np.clip((own - slack) / scale, -most, most), np.clip((own + slack) / scale, -most, most)
+        stayed = (np.abs(own + away) < np.float32(STAYED_SHARE) * np.abs(own)) & (new > 0)
         memory = np.float32(max(1 / self.ticks, 1 / HABIT_TICKS)) * known.any(axis=1, keepdims=True)
         self.step_size += memory * (np.abs(step) - self.step_size)
         edge = np.abs(step) > np.maximum(np.float32(EDGE_SCALES) * usual, np.float32(EDGE_MEANS) * self.step_size)
@@ -132,7 +137,7 @@ class Following:
         self._learn(own, scale, usual, step, edge, learned)
         self.level += memory * (middle - self.level)
         self.last, self.away, self.middle, self.edge, self.known = own, away, middle.copy(), edge, known
-        return Deviations(low.astype(np.float32), high.astype(np.float32), lead.astype(np.float32), edge)
+        return Deviations(low.astype(np.float32), high.astype(np.float32), lead.astype(np.float32), edge, stayed)
 
     def _begin_anew(self, middle: Floats) -> None:
         """Metrics of which the whole fleet has gone, and stays, where it never was: what was learned there is void."""

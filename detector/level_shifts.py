@@ -12,9 +12,12 @@ with innovations e' of its own. Each tick adds the log likelihood ratio of the t
 which is Page's CUSUM (1954) with h estimated from earlier ticks only (Robbins and Siegmund 1974: a plug-in that keeps
 exp(W) a supermartingale between restarts, so that P(W > w) falls like exp(-w) whatever the metric's noise). h is the mean
 deviation of the last `LENGTHS` ticks, one test each: short ones see steps at once, long ones faint ones; but not less
-than `LEVEL_MIN`, for smaller shifts are nobody's concern, and the ratio would never fall. The jump itself, of which no
-earlier tick tells, counts by how rare an innovation as large is in this metric: heavy tails make it worth little, and
-only what stays adds to it.
+than what healthy machines of this metric have as their mean for half a minute now and then (`_least`), for smaller
+shifts are nobody's concern, and the ratio would never fall. The jump itself, of which no earlier tick tells, counts by
+how rare an innovation as large is in this metric: heavy tails make it worth little, and only what stays adds to it.
+A machine that stayed where it was while its peers went elsewhere may be the faulty one, but often they are soon back: it
+is accused more slowly. What comes and goes is over before W is high: what it reached beyond what healthy metrics do
+counts when it comes again (`earlier`), at most as much as what is there now.
 
 Models are never quite right. Of each metric and length the healthy block maxima of all machines are kept, and their tail
 is taken as exponential above its `TAIL_SHARE` highest, with slope at least 1:
@@ -37,11 +40,15 @@ LENGTHS = (1, 6, 36)
 """Ticks."""
 LEVEL_LENGTH = 1
 """Index of the length whose mean is told as the deviation."""
-LEVEL_MIN = 5.0
-"""Robust scales: no shift is smaller, so that evidence begins at half of it. Healthy machines of real clusters stand two
-or three scales off for a minute, as their work is unequal (docs/why.md)."""
-RATIO_MAX = 6.0
-"""What one tick may add: 1 in 400."""
+LEVEL_MIN, LEVEL_MAX = 3.0, 6.0
+"""Robust scales: the smallest shift looked for lies between. Evidence begins at half of it."""
+LEVEL_QUANTILE, LEVEL_MARGIN = 0.98, 1.25
+"""Of healthy block maxima of the longest mean; times this much."""
+LEVEL_PRIOR, LEVEL_WEIGHT = 5.5, 128.0
+"""What is expected of a metric that has not yet shown how far its healthy machines stand off for a minute, as their work
+is unequal: counts as so many block maxima (docs/why.md)."""
+RATIO_MAX, RATIO_STAYED = 6.0, 1.0
+"""What one tick may add: 1 in 400; and of a machine that stayed while its peers went."""
 RARITY_MAX, RARITY_COST = 8.0, 1.0
 """What an innovation may add by itself, and what is taken off for the many moments at which a shift may begin."""
 MEMORY = 1 - 1 / 256
@@ -50,6 +57,8 @@ SUM_MAX = 300.0
 SUM_BEGUN = 2.0
 """A shift is dated from where W was last below, or a single tick outweighed all before."""
 
+EPISODE_COST = 6.0
+"""Taken off what an episode leaves as evidence, beside what a healthy one reaches: some episodes are chance."""
 BLOCKS_KEPT = 64
 SKIPPED_SHARE = 0.01
 """The topmost block maxima may be faults."""
@@ -71,11 +80,14 @@ class LevelShifts:
     levels: Floats = field(init=False)  # mean deviations
     states: Floats = field(init=False)  # level and noise together, were there this shift
     innovations: Floats = field(init=False)  # e'
+    peak: Floats = field(init=False)  # (M, N): of the first W in this episode
+    earlier: Floats = field(init=False)  # (M, N): what the episodes before left
     ages: Floats = field(init=False)  # ticks since W began to rise
-    maxima: Floats = field(init=False)  # (K, M, N): of this block
+    maxima: Floats = field(init=False)  # (K + 1, M, N): of this block, of W and of the longest mean's size
+    least: Floats = field(init=False)  # (M, 1): the smallest shift looked for
     location: Floats = field(init=False)  # (K, M, 1)
     beta: Floats = field(init=False)  # (K, M, 1)
-    blocks: deque[Floats] = field(default_factory=deque)  # each (K, M, machines)
+    blocks: deque[Floats] = field(default_factory=deque)  # each (K + 1, M, machines)
     old_blocks: int = 0  # of sums that meant something else
     size_min: int = 0
     known: NDArray[np.bool_] = field(init=False)  # (M, N): one tick ago
@@ -84,10 +96,12 @@ class LevelShifts:
         k, m, n = len(LENGTHS), self.num_metrics, self.num_machines
         zeros = np.zeros((k, m, n), dtype=np.float32)
         self.sums, self.levels, self.states, self.innovations = zeros, zeros.copy(), zeros.copy(), zeros.copy()
-        self.ages, self.maxima = zeros.copy(), zeros.copy()
+        self.ages, self.maxima = zeros.copy(), np.zeros((k + 1, m, n), dtype=np.float32)
+        self.least = np.full((m, 1), LEVEL_PRIOR, dtype=np.float32)
         self.location = np.full((k, m, 1), LOCATION_PRIOR, dtype=np.float32)
         self.beta = np.full((k, m, 1), BETA_PRIOR, dtype=np.float32)
         self.known = np.zeros((m, n), dtype=np.bool_)
+        self.peak, self.earlier = np.zeros((m, n), dtype=np.float32), np.zeros((m, n), dtype=np.float32)
 
     def correct(self, amount: Floats) -> None:
         """So much of the last deviations, (M, N), is explained by now, and foretells nothing."""
@@ -95,28 +109,51 @@ class LevelShifts:
         self.states -= amount
         self.innovations -= amount
 
-    def tick(self, low: Floats, high: Floats, known: NDArray[np.bool_], new: Innovations, past: Whitening) -> Floats:
-        """Scores (M, N). `low`, `high`, `known`: (M, N), as `past` had them for what is `new`."""
+    def tick(
+        self,
+        low: Floats,
+        high: Floats,
+        known: NDArray[np.bool_],
+        stayed: NDArray[np.bool_],
+        new: Innovations,
+        past: Whitening,
+    ) -> Floats:
+        """Scores (M, N). `low`, `high`, `known`: (M, N), as `past` had them for what is `new`; `stayed` (M, N): who is
+        away from its peers because they went."""
         usual = past.surprise(new.size)
-        alone = (np.minimum(past.rarity, np.float32(RARITY_MAX)) - np.float32(RARITY_COST)) * new.paired
+        alone = (np.minimum(past.rarity, np.float32(RARITY_MAX)) - np.float32(RARITY_COST)) * (new.paired & ~stayed)
+        most = np.where(stayed, np.float32(RATIO_STAYED), np.float32(RATIO_MAX))
         limit = past.limit(new.unit)
         for k, length in enumerate(LENGTHS):
             mean = self.levels[k]
-            level = np.copysign(np.maximum(np.abs(mean), np.float32(LEVEL_MIN)), mean)
+            level = np.copysign(np.maximum(np.abs(mean), self.least), mean)
             forecast = level + past.rho * (self.states[k] - level) - past.theta * self.innovations[k]
             e = np.maximum(low - forecast, 0) + np.minimum(high - forecast, 0)
             ratio = (usual - past.surprise(e / new.unit)) * new.paired
-            total = self.sums[k] * np.float32(MEMORY) + np.minimum(ratio, np.float32(RATIO_MAX))
-            self.ages[k] = np.where((alone > total) | (total < SUM_BEGUN), 1, self.ages[k] + 1)
+            total = self.sums[k] * np.float32(MEMORY) + np.minimum(ratio, most)
+            begins = ((alone > total) | (total < SUM_BEGUN)) & (self.earlier < SUM_BEGUN)
+            self.ages[k] = np.where(begins, 1, self.ages[k] + 1)
             np.clip(np.maximum(total, alone), 0, np.float32(SUM_MAX), out=self.sums[k])
             tame = np.clip(e, -limit, limit) * known
             self.states[k] = np.where(known & ~past.white, np.clip(forecast, low, high), forecast + tame)
             self.innovations[k] = tame
             mean += np.float32(1 - math.exp(-1 / length)) * (new.clean - mean) * known
         self.known = known
-        np.maximum(self.maxima, self.sums, out=self.maxima)
-        score = ((self.sums - self.location) / self.beta).max(axis=0) - np.float32(math.log(TAIL_SHARE))
+        self._end_episodes()
+        sums = self.sums + np.minimum(self.earlier, self.sums)
+        np.maximum(self.maxima[:-1], sums, out=self.maxima[:-1])
+        np.maximum(self.maxima[-1], np.abs(self.levels[-1]), out=self.maxima[-1])
+        score = ((sums - self.location) / self.beta).max(axis=0) - np.float32(math.log(TAIL_SHARE))
         return np.asarray(np.maximum(score, 0), dtype=np.float32)
+
+    def _end_episodes(self) -> None:
+        """What comes and goes leaves evidence each time."""
+        self.earlier *= np.float32(MEMORY)
+        np.maximum(self.peak, self.sums[0], out=self.peak)
+        over = self.sums[0] < self.peak / 2
+        left = np.maximum(self.peak - self.location[0] - np.float32(EPISODE_COST), 0)
+        self.earlier = np.minimum(self.earlier + left * over, np.float32(SUM_MAX))
+        np.copyto(self.peak, self.sums[0], where=over)
 
     def age(self, metric: int, machine: int) -> int:
         """Ticks since the shift began, by the test that is surest of it (Page's estimate of the moment of change)."""
@@ -124,7 +161,7 @@ class LevelShifts:
         return int(self.ages[scores.argmax(), metric, machine])
 
     def end_block(self) -> Floats:
-        """The block's maxima, (K, M, N); the next begins."""
+        """The block's maxima, (K + 1, M, N); the next begins."""
         maxima = self.maxima.copy()
         self.maxima[:] = 0.0
         return maxima
@@ -135,7 +172,7 @@ class LevelShifts:
         self.old_blocks, self.size_min = len(self.blocks), size_min
 
     def learn(self, maxima: Floats) -> None:
-        """The tails, from an earlier block's maxima of healthy machines, (K, M, machines)."""
+        """The tails and the smallest shifts, from an earlier block's maxima of healthy machines, (K + 1, M, machines)."""
         if maxima.shape[2] == 0:
             return
         self.blocks.append(maxima[:, :, :: -(-maxima.shape[2] // MACHINES_KEPT)].copy())  # not a view of all
@@ -152,14 +189,24 @@ class LevelShifts:
         skipped = max(1, math.ceil(SKIPPED_SHARE * size))
         if num - skipped < SPACINGS_MIN:
             return
-        location, used = spacings(sample, num, skipped)
+        location, used = spacings(sample[:-1], num, skipped)
         beta = used.mean(axis=2) * (1 + 1 / math.sqrt(used.shape[2]))
         beta = np.maximum(beta, used[:, :, : max(SPACINGS_MIN, int(num * FAR_SHARE))].mean(axis=2))
         own = size / (size + PRIOR_WEIGHT)
         location = np.maximum(own * location + (1 - own) * LOCATION_PRIOR, LOCATION_MIN)
         self.location = location[:, :, None].astype(np.float32)
         self.beta = np.maximum(own * beta + (1 - own) * BETA_PRIOR, BETA_MIN)[:, :, None].astype(np.float32)
+        self.least = self._least(sample[-1])
+
+    @staticmethod
+    def _least(standing: Floats) -> Floats:
+        """The smallest shift looked for, (M, 1), where healthy machines had such block maxima (M, S) of the longest mean."""
+        usual = np.quantile(standing, LEVEL_QUANTILE, axis=1, keepdims=True)
+        own = standing.shape[1] / (standing.shape[1] + LEVEL_WEIGHT)
+        least = own * np.clip(LEVEL_MARGIN * usual, LEVEL_MIN, LEVEL_MAX) + (1 - own) * LEVEL_PRIOR
+        return np.asarray(least, dtype=np.float32)
 
     def forget(self, machines: NDArray[np.bool_]) -> None:
         """Tests of these begin anew, (N,): what they remember is over and told."""
         self.sums[:, :, machines] = 0.0
+        self.peak[:, machines] = self.earlier[:, machines] = 0.0

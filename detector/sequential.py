@@ -134,6 +134,7 @@ class SequentialTracker:
     culprit: int = -1  # the last that was told first, or as the strongest
     culprit_at: float = -math.inf
     culprit_score: float = 0.0  # its highest so far, as a multiple of the threshold
+    culprit_size: float = 0.0  # the largest deviation of its strongest metric so far, robust scales
     culprit_metrics: frozenset[int] = frozenset()  # that its alarm was about
     deviation: Floats = field(init=False)
     reference: float = 0.0
@@ -219,14 +220,19 @@ class SequentialTracker:
         self.suspected_at[~suspect & ~self.alarmed] = np.nan
         if self.culprit >= 0:
             self.culprit_score = max(self.culprit_score, float(relative[self.culprit]))
+            self.culprit_size = max(self.culprit_size, self._size(self.culprit))
         fresh = above & ~self.alarmed
         if not fresh.any():
             return []
         found = []
+        leaping = self.novel.tail.surprise(self.novel.scores)
         for n in np.flatnonzero(fresh)[np.argsort(-relative[fresh], kind="stable")]:
             soon = 0 < at - self.culprit_at <= PROPAGATION_SECONDS
             explained = soon or (bool(self.explained[n]) and self._alike(int(n)))
-            self.explained[n] = explained and bool(relative[n] <= self.culprit_score)
+            # Scores of shifts grow with time as with size: who was hit longer is not who was hit more.
+            more = leaping[n] >= self.both.scores[n] or self._size(int(n)) > self.culprit_size
+            outgrown = bool(relative[n] > self.culprit_score and more)
+            self.explained[n] = explained and not outgrown
             if self.explained[n]:
                 self.calm[n] = 0
                 continue  # what the first one does to its neighbours; told when it outgrows that, or is something else
@@ -235,12 +241,17 @@ class SequentialTracker:
             self.alarmed[n] = True
             self.calm[n] = 0
             found.append(self._finding(int(n), at))
-            if not explained or relative[n] > self.culprit_score:
+            if not explained or outgrown:
                 self.culprit, self.culprit_at, self.culprit_score = int(n), at, float(relative[n])
+                self.culprit_size = self._size(int(n))
                 first, *others = self.shifts.strongest(int(n))
                 alike = (o for o in others if o[3] > SHARE_ALIKE * first[3])
                 self.culprit_metrics = frozenset(m for m, *_ in (first, *alike))
         return found
+
+    def _size(self, n: int) -> float:
+        """Deviation of a machine's strongest metric, robust scales."""
+        return abs(self.shifts.strongest(n)[0][2])
 
     def _alike(self, n: int) -> bool:
         """Whether a machine's strongest metric is one that the culprit's alarm was about."""

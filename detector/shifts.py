@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.detector.following import Following
-from rolecall.detector.level_shifts import LEVEL_LENGTH, LEVEL_MIN, LevelShifts
+from rolecall.detector.level_shifts import LEVEL_LENGTH, LevelShifts
 from rolecall.detector.panel import Floats
 from rolecall.detector.whitening import Whitening
 
@@ -55,13 +55,13 @@ class Shifts:
         `residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `learning` (N,): whose habit is learned;
         `counted` (N,): of whose noise is learned. The latter are more: what looks suspicious for a moment is noise, too.
         """
-        low, high, lead, edge = self.following.tick(residual, known, middle, learning)
+        low, high, lead, edge, stayed = self.following.tick(residual, known, middle, learning)
         known = known & (self.following.count > YOUNG_TICKS)
         self.whitening.correct(lead)
         self.levels.correct(lead)
         new = self.whitening.tick(low, high, known, counted, edge | self.edge)
         self.edge = edge
-        self.scores = self.levels.tick(low, high, known, new, self.whitening)
+        self.scores = self.levels.tick(low, high, known, stayed, new, self.whitening)
         rank = min(NUM_METRICS_ADDED, self.num_metrics)
         top = np.partition(self.scores, self.num_metrics - rank, axis=0)[self.num_metrics - rank :]
         strongest = top.max(axis=0)
@@ -70,7 +70,7 @@ class Shifts:
     @property
     def calm(self) -> NDArray[np.bool_]:
         """(N,): machines no metric of which is both suspect and away from its peers now, whatever the sums remember."""
-        back = np.abs(self.levels.levels[LEVEL_LENGTH]) < LEVEL_MIN / 2  # more is evidence of a shift
+        back = np.abs(self.levels.levels[LEVEL_LENGTH]) < self.levels.least / 2  # more is evidence of a shift
         return np.asarray(((self.scores < CALM_SCORE) | back).all(axis=0), dtype=np.bool_)
 
     def strongest(self, machine: int) -> list[tuple[int, int, float, float]]:

@@ -23,7 +23,7 @@ def followed(own: Floats, wave: Floats, *, learning: Floats | None = None) -> tu
         values = (wave[t] + own[t])[None, :].astype(np.float32)
         middle = np.median(values, axis=1)
         learns = everyone if learning is None else learning[t].astype(np.bool_)
-        low, high, _, _ = following.tick(values - middle[:, None], known, middle, learns)
+        low, high, *_ = following.tick(values - middle[:, None], known, middle, learns)
         middles.append((low[0] + high[0]) / 2)
         widths.append((high[0] - low[0]) / 2)
     return following, np.array(middles), np.array(widths)
@@ -56,7 +56,7 @@ def test_the_lead_tells_how_much_of_the_last_deviation_was_the_step_that_came() 
     for t in range(TICKS):
         values = (wave[t] + own[t])[None, :].astype(np.float32)
         middle = np.median(values, axis=1)
-        low, high, lead, edge = following.tick(values - middle[:, None], known, middle, everyone)
+        low, high, lead, edge, _ = following.tick(values - middle[:, None], known, middle, everyone)
         if edge[0, 0] and t > 1000:
             left.append((abs(last[6]), abs(last[6] - lead[0, 6])))
         last = ((low + high) / 2)[0]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rolecall.detector.level_shifts import BETA_MIN, LENGTHS, LevelShifts
+from rolecall.detector.level_shifts import BETA_MIN, LENGTHS, LEVEL_MAX, LEVEL_MIN, LEVEL_PRIOR, LevelShifts
 from rolecall.detector.panel import Floats
 from rolecall.detector.tails import BLOCK_TICKS
 from rolecall.detector.whitening import Whitening
@@ -21,16 +21,18 @@ def process(seed: int, phi: float, dof: float) -> Floats:
     return np.asarray(z / np.median(np.abs(z)) * 0.6745, dtype=np.float32)
 
 
-def run(z: Floats, until: int = TICKS) -> tuple[Floats, LevelShifts]:
-    """Scores (T, N) of a fleet of which all blocks before the onset are healthy."""
+def run(z: Floats, until: int = TICKS, *, stayed: int = MACHINES) -> tuple[Floats, LevelShifts]:
+    """Scores (T, N) of a fleet of which all blocks before the onset are healthy. Machine `stayed` is from then on away from
+    its peers because they went."""
     past, shifts = Whitening(1, MACHINES), LevelShifts(1, MACHINES)
     known, everyone = np.ones((1, MACHINES), np.bool_), np.ones(MACHINES, np.bool_)
     edge = np.zeros((1, 1), np.bool_)
-    scores = []
+    scores, others_went = [], np.zeros((1, MACHINES), np.bool_)
     for t in range(until):
+        others_went[:, stayed:] = t >= ONSET
         now = z[t][None, :]
         new = past.tick(now, now, known, everyone, edge)
-        scores.append(shifts.tick(now, now, known, new, past)[0])
+        scores.append(shifts.tick(now, now, known, others_went, new, past)[0])
         if t % BLOCK_TICKS == BLOCK_TICKS - 1:
             maxima = shifts.end_block()
             if 100 < t < ONSET:
@@ -82,7 +84,7 @@ def test_a_machine_that_is_forgotten_begins_anew() -> None:
 
 def test_block_maxima_of_before_go_when_there_are_enough_new_ones() -> None:
     shifts = LevelShifts(1, MACHINES)
-    high = np.full((len(LENGTHS), 1, MACHINES), 50.0, dtype=np.float32)
+    high = np.full((len(LENGTHS) + 1, 1, MACHINES), 50.0, dtype=np.float32)
     rng = np.random.default_rng(0)
     for _ in range(6):
         shifts.learn(high + rng.exponential(1.0, high.shape).astype(np.float32))
@@ -96,5 +98,41 @@ def test_block_maxima_of_before_go_when_there_are_enough_new_ones() -> None:
 def test_no_machines_teach_nothing() -> None:
     shifts = LevelShifts(2, MACHINES)
     before = shifts.beta.copy()
-    shifts.learn(np.zeros((len(LENGTHS), 2, 0), dtype=np.float32))
+    shifts.learn(np.zeros((len(LENGTHS) + 1, 2, 0), dtype=np.float32))
     assert (shifts.beta == before).all() and not shifts.blocks
+
+
+@pytest.mark.parametrize(("unrest", "least"), [(1.0, LEVEL_MIN), (8.0, LEVEL_MAX)])
+def test_smaller_shifts_are_looked_for_where_healthy_machines_stand_off_less(unrest: float, least: float) -> None:
+    z = process(6, 0.0, 30.0)
+    hour = np.arange(TICKS) // 60
+    for n in range(MACHINES):  # unequal work: one minute in eight a machine stands off
+        z[:, n] += np.where((hour + n) % 8 == 0, unrest - 1, 0)
+    _, young = run(z, 100)
+    assert young.least == LEVEL_PRIOR
+    _, shifts = run(z)
+    assert shifts.least[0, 0] == pytest.approx(least, rel=0.3)
+
+
+def test_a_machine_that_stayed_where_it_was_is_not_suspected_at_once() -> None:
+    z = process(7, 0.0, 30.0)
+    z[ONSET:, MACHINES - 1] += 8.0
+    scores, _ = run(z, ONSET + 12)
+    assert scores[-1, MACHINES - 1] > 30
+    scores, _ = run(z, ONSET + 12, stayed=MACHINES - 1)
+    assert scores[-1, MACHINES - 1] < 10
+
+
+def test_what_comes_and_goes_adds_up_and_is_dated_from_its_first_time() -> None:
+    z = process(8, 0.9, 3.0)
+    on = (np.arange(TICKS) - ONSET) // 15 % 2 == 0
+    z[ONSET:, 3] += np.where(on[ONSET:], 12.0, 0)
+    first = run(z, ONSET + 15)[0][-1, 3]
+    scores, shifts = run(z, ONSET + 135)
+    assert scores[-1, 3] > 1.5 * first > scores[ONSET:, :3].max()
+    assert abs(shifts.age(0, 3) - 135) <= 3
+
+
+def test_outliers_of_a_wild_metric_do_not_add_up() -> None:
+    scores, shifts = run(process(9, 0.9, 2.2))
+    assert shifts.earlier[0].max() < 2 and np.quantile(scores[ONSET:], 0.99) < 8

@@ -168,6 +168,7 @@ def watch(
     speed: Annotated[float, typer.Option(help="of a recording: recorded seconds a second; inf: without waiting")] = 1.0,
     detector: DetectorOption = DETECTOR,
     false_alarms: FalseAlarmsOption = FALSE_ALARMS,
+    model: ModelOption = None,
     seconds: ForOption = None,
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
@@ -180,12 +181,14 @@ def watch(
 
         if not run:
             raise ConfigError(["RUN: which run?"])
+        if model is not None:
+            raise ConfigError(["--model: a run's own detectors have none; --source prometheus or recording takes one"])
         return watch_run(open_run_dir(runs, run))
     from rolecall.detector.registry import detector as named
     from rolecall.detector.registry import with_step_time
     from rolecall.fleet_watching import watch_prometheus, watch_recording
 
-    chosen = named(detector, false_alarms_per_1000_machine_days=false_alarms)
+    chosen = named(detector, false_alarms_per_1000_machine_days=false_alarms, model=model)
     detectors = with_step_time(chosen, false_alarms)
     if source == "prometheus":
         options = _prometheus_options(url, query, queries, match, interval, history, credentials)

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 
 from rolecall import fleet_watching
+from rolecall.cli import main
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.rundir import RunDir
 from rolecall.detector import recording
 from rolecall.detector.merging import merged
+from rolecall.detector.minder import BUILT_IN
 from rolecall.detector.panel import Machine, Panel, findings
 from rolecall.detector.panel_source import Stopped, Tick, ticks_of
 from rolecall.detector.panel_watch import WatchLimits
@@ -208,6 +210,29 @@ def test_a_healthy_recording_and_one_that_is_cut_short(tmp_path: Path) -> None:
     assert lines == ["healthy: nothing found in 20 tick(s) of role trainer: 5 machine(s), 1 metric(s)"]
     assert watch_recording(path, 1.0, [Toy()], out=lines.append, seconds=10.0, clock=FakeClock()) == 0
     assert "in 10 tick(s)" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--source", "recording"), "model: detector 'sequential' has none; only minder is fitted"),
+        (("--source", "recording", "--detector", "minder"), "not a model that rolecall fit wrote"),
+        (("--source", "prometheus", "--url", OPTIONS.url, "--detector", "minder"), "not a model"),
+        (("--runs", "."), "--model: a run's own detectors have none"),
+    ],
+)
+def test_a_model_is_of_minder_and_of_a_fleet(
+    recorded: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+) -> None:
+    """The model is a recording: whoever opens it says that it is none."""
+    assert main(["watch", str(recorded), *options, "--model", str(recorded)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_minder_watches_with_the_model_given(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--source", "recording", "--speed", "inf", "--detector", "minder", "--model", str(BUILT_IN))
+    assert main(["watch", str(recorded), *options]) == 0
+    assert "detector minder has not seen enough of its 5 machines" in capsys.readouterr().out
 
 
 def test_what_cannot_be_told_is_not_called_healthy(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from rolecall.detector import flight_places, flight_recorder
 from rolecall.detector.findings import SETTLE
 from rolecall.detector.flight_dumps import read_as_needed, read_many
 from rolecall.detector.flight_recorder import diagnose, looked_at
+from tests.support import eventually
 
 BEGAN_NS = 1_795_000_000_000_000_000
 WRITTEN_AT = BEGAN_NS / 1e9 + 100.0
@@ -551,6 +554,8 @@ class Gloo:
         self.listener.start()
         self.unasked: list[str] = []
         self.pids: dict[int, int] = {}
+        self.recorded: Counter[int] = Counter()
+        """How many operations each rank's recorder holds once it has begun all it was told. (gloo records no pairs.)"""
 
     def start(self) -> None:
         while len(self.pids) < 4:
@@ -571,6 +576,8 @@ class Gloo:
     def tell(self, *lines: str) -> None:
         assert self.process.stdin is not None
         for line in lines:
+            rank, operation, *_ = line.split()
+            self.recorded[int(rank)] += operation in ("reduce", "start", "gather")
             self.process.stdin.write(line + "\n")
 
     def expect(self, *lines: str) -> None:
@@ -593,6 +600,26 @@ class Gloo:
         self.do(*(f"{r} dump {name}" for r in ranks))
         return [found(sorted((self.folder / f).iterdir()), world_size=4) for f in (name, f"{name}_json")]
 
+    def dumped_while_waiting(self, name: str, ranks: Sequence[int]) -> list[list[Finding]]:
+        """Dumps anew until each of these ranks has begun all that it was told for as long as counts as waiting."""
+        told: list[list[Finding]] = []
+        number = count()
+
+        def all_wait() -> bool:
+            nonlocal told
+            folder = f"{name}-{next(number)}"
+            told = self.dumped(folder, ranks)
+            for r in ranks:
+                path = self.folder / folder / f"gloo_trace_rank_{r}"  # the JSON is later in all
+                entries = pickle.loads(path.read_bytes())["entries"]
+                waited_seconds = path.stat().st_mtime - max(e["time_created_ns"] for e in entries) / 1e9
+                if len(entries) < self.recorded[r] or waited_seconds < flight_places.WAIT_SECONDS_MIN:
+                    return False
+            return True
+
+        eventually(all_wait, f"ranks {ranks} wait", seconds=DEADLINE_SECONDS)
+        return told
+
     def close(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
@@ -614,17 +641,13 @@ def gloo(tmp_path: Path) -> Iterator[Gloo]:
         job.close()
 
 
-WAIT_SECONDS = flight_places.WAIT_SECONDS_MIN + 0.2
-
-
 @pytest.mark.slow
 def test_a_real_job_is_judged_by_its_own_dumps(gloo: Gloo) -> None:
     """One job goes through it all: each hang is dumped while it lasts, from beside the blocked thread, then released."""
     world = [f"{r} reduce world" for r in range(4)]
 
     def both(name: str, fault: str, rank: int, *ranks: int) -> str:
-        time.sleep(WAIT_SECONDS)
-        told = [the_one(findings) for findings in gloo.dumped(name, ranks or range(4))]
+        told = [the_one(findings) for findings in gloo.dumped_while_waiting(name, ranks or range(4))]
         assert [t[:2] for t in told] == [(fault, [rank])] * 2, told
         return told[0][2]
 

@@ -39,6 +39,7 @@ from tests.detector.stack_cases import (
     settle,
     thread,
 )
+from tests.support import eventually
 
 # --- verdicts -----------------------------------------------------------------------------------------------------
 
@@ -645,7 +646,22 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subproc
             process.communicate(timeout=10)
 
 
-def py_spy(process: subprocess.Popen[str], path: Path) -> Dump:
+def py_spy(process: subprocess.Popen[str], path: Path, function: str) -> Dump:
+    """The first dump in which the main thread waits in `function`: "ready" is said on the way there."""
+    seen: Dump | None = None
+
+    def waits() -> bool:
+        nonlocal seen
+        seen = py_spy_once(process, path)
+        main = seen.threads[0]
+        return not main.active and bool(main.frames) and main.frames[0].name == function
+
+    eventually(waits, f"{path.name} waits in {function}")
+    assert seen is not None
+    return seen
+
+
+def py_spy_once(process: subprocess.Popen[str], path: Path) -> Dump:
     kind = ["--json"] if path.suffix == ".json" else []
     program = Path(sys.executable).parent / "py-spy"
     if not program.exists():
@@ -661,17 +677,19 @@ def py_spy(process: subprocess.Popen[str], path: Path) -> Dump:
 
 def test_real_processes(real: dict[str, subprocess.Popen[str]], tmp_path: Path) -> None:
     """Three wait; the fourth is at a lock, asleep, or stopped where nobody can look. Half of the dumps are text."""
-    waiting = [py_spy(real[f"wait{r}"], tmp_path / f"trainer-{r}_rank{r}.{'json' if r else 'txt'}") for r in range(3)]
+    waiting = [
+        py_spy(real[f"wait{r}"], tmp_path / f"trainer-{r}_rank{r}.{'json' if r else 'txt'}", "all_reduce")
+        for r in range(3)
+    ]
     assert diagnose(waiting) == []
-    for name, kind, words in (
-        ("lock", "txt", "stands still in its own code: read_cache (train.py), called by step (train.py)"),
-        ("sleep", "json", "stands still in its own code: augment (train.py), called by step (train.py)"),
-    ):
-        found = only(diagnose([*waiting, py_spy(real[name], tmp_path / f"trainer-3_rank3_{name}.{kind}")]))
+    for name, kind, function in (("lock", "txt", "read_cache"), ("sleep", "json", "augment")):
+        odd = py_spy(real[name], tmp_path / f"trainer-3_rank3_{name}.{kind}", function)
+        found = only(diagnose([*waiting, odd]))
         assert [(s.replica, s.rank) for s in found.suspects] == [("trainer/3", 3)]
+        words = f"stands still in its own code: {function} (train.py), called by step (train.py)"
         assert words in found.because and "all_reduce (train.py), called by step (train.py)" in found.because
     real["wait2"].send_signal(signal.SIGSTOP)
-    stopped = py_spy(real["wait2"], tmp_path / "rank_2.json")
+    stopped = py_spy(real["wait2"], tmp_path / "rank_2.json", "all_reduce")
     assert stack_of(stopped).doing == Doing.COLLECTIVE, "a stopped process looks as it did"
     absent = only(diagnose([*waiting[:2], waiting[2]], topology=Topology(world_size=4)))
     assert [s.rank for s in absent.suspects] == [3]
@@ -715,12 +733,14 @@ def test_real_processes_over_five_rounds(tmp_path: Path) -> None:
             for r, process in enumerate(started):
                 assert process.stdin is not None and process.stdout is not None
                 assert process.stdout.readline() == "ready\n"
-                process.stdin.write(f"{slow if r == 3 else 'wait'}\n")
+                layer = slow if r == 3 else "wait"
+                process.stdin.write(f"{layer}\n")
                 process.stdin.flush()
                 assert process.stdout.readline() == "ready\n"
                 folder = tmp_path / f"round-{n + 1}"
                 folder.mkdir(exist_ok=True)
-                dumps.append(py_spy(process, folder / f"trainer-0_rank{r}.json"))
+                function = "all_reduce" if layer == "wait" else layer
+                dumps.append(py_spy(process, folder / f"trainer-0_rank{r}.json", function))
                 process.stdin.write("wait\n")
                 process.stdin.flush()
     finally:

@@ -28,7 +28,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: the pool already 
 
 import common
 import numpy as np
-from fleet import score, table, watch
+from fleet import score, watch
+from fleet_report import table
 from minder_own_kind import own_kind, share_told
 
 from rolecall.detector import minder, minder_fit, recording

@@ -14,7 +14,8 @@ from enum import StrEnum
 from functools import partial
 
 import numpy as np
-from fleet import Outcome, binomial_interval, delay_quantile, score, table, told, watch
+from fleet import score, watch
+from fleet_report import Outcome, binomial_interval, delay_quantile, table, told
 
 from rolecall.detector import minder
 from rolecall.detector.baselines import BASELINES as METHODS

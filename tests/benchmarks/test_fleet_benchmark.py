@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import fleet
+import fleet_report
 import pytest
 from fleet import Alarm
 
@@ -27,7 +28,7 @@ TASK = Task(seed=1, index=0, mix="production", num_machines=6, num_ticks=620, fa
 HEALTHY = replace(TASK, index=1, mix="healthy", fault=None)
 
 
-def scored(task: Task, alarms: Sequence[Alarm]) -> fleet.Outcome:
+def scored(task: Task, alarms: Sequence[Alarm]) -> fleet_report.Outcome:
     return fleet.score(task, alarms, detector="made-up", asked=100.0)
 
 
@@ -104,28 +105,28 @@ def test_a_detector_sees_every_tick_and_each_suspect_is_an_alarm() -> None:
 def test_the_report_says_recall_delay_calibration_and_precision() -> None:
     found = [replace(scored(replace(TASK, index=i), [(ONSET + i, "m0001")])) for i in range(9)]
     missed = scored(replace(TASK, index=9), [(ONSET + 2, "m0004")])
-    text = "\n".join(fleet.report([[*found, missed, scored(HEALTHY, [(ONSET, "m0000")])]]))
+    text = "\n".join(fleet_report.report([[*found, missed, scored(HEALTHY, [(ONSET, "m0000")])]]))
     assert "| 4 to 8 sigma | 10 | 9 | 0.900 [0.555, 0.997] | 4 s | missed |" in text
     assert "| 8 to 20 sigma | 0 | 0 | - | - | - |" in text
     machine_days = (10 * 6 * 200 + 6 * 620) / 86_400
     assert f"| 100 | 0 | {100 * machine_days / 1000:.1f} | 1 | {1000 / machine_days:,.1f} [" in text
     assert "| base rate | 0.900 | 0.100 |" in text
-    svg = fleet.curve([[*found, missed]])
+    svg = fleet_report.curve([[*found, missed]])
     assert svg.startswith("<svg") and "made-up, 100 asked" in svg
 
 
 def test_quantiles_of_delays_take_missed_faults_for_the_latest() -> None:
-    assert fleet.delay_quantile([3.0, None, 1.0, 2.0], 0.5) == 2.0
-    assert math.isinf(fleet.delay_quantile([3.0, None, 1.0, 2.0], 0.95))
-    assert fleet.delay_quantile([3.0], 0.95) == 3.0
+    assert fleet_report.delay_quantile([3.0, None, 1.0, 2.0], 0.5) == 2.0
+    assert math.isinf(fleet_report.delay_quantile([3.0, None, 1.0, 2.0], 0.95))
+    assert fleet_report.delay_quantile([3.0], 0.95) == 3.0
 
 
 def test_exact_intervals() -> None:
     # Clopper and Pearson for 8 of 10, Garwood for 0 and 5: published tables.
-    assert fleet.binomial_interval(8, 10) == pytest.approx((0.4439, 0.9748), abs=1e-4)
-    assert fleet.binomial_interval(0, 10) == pytest.approx((0.0, 0.3085), abs=1e-4)
-    assert fleet.poisson_interval(0) == pytest.approx((0.0, 3.6889), abs=1e-4)
-    assert fleet.poisson_interval(5) == pytest.approx((1.6235, 11.6683), abs=1e-4)
+    assert fleet_report.binomial_interval(8, 10) == pytest.approx((0.4439, 0.9748), abs=1e-4)
+    assert fleet_report.binomial_interval(0, 10) == pytest.approx((0.0, 0.3085), abs=1e-4)
+    assert fleet_report.poisson_interval(0) == pytest.approx((0.0, 3.6889), abs=1e-4)
+    assert fleet_report.poisson_interval(5) == pytest.approx((1.6235, 11.6683), abs=1e-4)
 
 
 def test_a_budget_makes_the_largest_task_smaller() -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import fleet
+import fleet_report
 import minder
 import minder_own_kind as own
 import pytest
@@ -82,7 +83,7 @@ def test_the_ablations_know_the_papers_kind_of_fault(change: dict[str, Any], own
     assert not of_its_kind(None, ["pfc_tx_packets_per_second"])
 
 
-def outcomes(found: int, missed: int, false_healthy: int = 0, false_victims: int = 0) -> list[fleet.Outcome]:
+def outcomes(found: int, missed: int, false_healthy: int = 0, false_victims: int = 0) -> list[fleet_report.Outcome]:
     """Found after 1, 2, ... seconds; all false alarms in the first task."""
     empty = fleet.score(TASK, [], detector="minder", asked=100.0)
     made = [*(replace(empty, delay_seconds=1.0 + n) for n in range(found)), *([empty] * missed)]

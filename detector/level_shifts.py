@@ -57,7 +57,7 @@ SUM_MAX = 300.0
 SUM_BEGUN = 2.0
 """A shift is dated from where W was last below, or a single tick outweighed all before."""
 
-EPISODE_COST = 6.0
+EPISODE_COST = 4.0
 """Taken off what an episode leaves as evidence, beside what a healthy one reaches: some episodes are chance."""
 BLOCKS_KEPT = 64
 SKIPPED_SHARE = 0.01
@@ -80,7 +80,8 @@ class LevelShifts:
     levels: Floats = field(init=False)  # mean deviations
     states: Floats = field(init=False)  # level and noise together, were there this shift
     innovations: Floats = field(init=False)  # e'
-    peak: Floats = field(init=False)  # (M, N): of the first W in this episode
+    trough: Floats = field(init=False)  # (M, N): of the first W, where this episode began
+    peak: Floats = field(init=False)  # (M, N): of the first W since
     earlier: Floats = field(init=False)  # (M, N): what the episodes before left
     ages: Floats = field(init=False)  # ticks since W began to rise
     maxima: Floats = field(init=False)  # (K + 1, M, N): of this block, of W and of the longest mean's size
@@ -101,7 +102,7 @@ class LevelShifts:
         self.location = np.full((k, m, 1), LOCATION_PRIOR, dtype=np.float32)
         self.beta = np.full((k, m, 1), BETA_PRIOR, dtype=np.float32)
         self.known = np.zeros((m, n), dtype=np.bool_)
-        self.peak, self.earlier = np.zeros((m, n), dtype=np.float32), np.zeros((m, n), dtype=np.float32)
+        self.trough, self.peak, self.earlier = (np.zeros((m, n), dtype=np.float32) for _ in range(3))
 
     def correct(self, amount: Floats) -> None:
         """So much of the last deviations, (M, N), is explained by now, and foretells nothing."""
@@ -148,12 +149,15 @@ class LevelShifts:
 
     def _end_episodes(self) -> None:
         """What comes and goes leaves evidence each time."""
+        now = self.sums[0]
         self.earlier *= np.float32(MEMORY)
-        np.maximum(self.peak, self.sums[0], out=self.peak)
-        over = self.sums[0] < self.peak / 2
-        left = np.maximum(self.peak - self.location[0] - np.float32(EPISODE_COST), 0)
+        np.maximum(self.peak, now, out=self.peak)
+        rise = self.peak - self.trough
+        over = now < self.trough + rise / 2
+        left = np.maximum(rise - self.location[0] - np.float32(EPISODE_COST), 0)
         self.earlier = np.minimum(self.earlier + left * over, np.float32(SUM_MAX))
-        np.copyto(self.peak, self.sums[0], where=over)
+        np.copyto(self.peak, now, where=over)
+        np.copyto(self.trough, now, where=over)
 
     def age(self, metric: int, machine: int) -> int:
         """Ticks since the shift began, by the test that is surest of it (Page's estimate of the moment of change)."""
@@ -209,4 +213,4 @@ class LevelShifts:
     def forget(self, machines: NDArray[np.bool_]) -> None:
         """Tests of these begin anew, (N,): what they remember is over and told."""
         self.sums[:, :, machines] = 0.0
-        self.peak[:, machines] = self.earlier[:, machines] = 0.0
+        self.trough[:, machines] = self.peak[:, machines] = self.earlier[:, machines] = 0.0

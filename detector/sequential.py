@@ -204,8 +204,9 @@ class SequentialTracker:
 
     def _judge(self, at: float) -> list[Finding]:
         relative = self.both.scores / self.threshold
-        above = relative > 1
         calm = (relative < CALM_SHARE) | (self.shifts.calm & (self.novel.scores < self.novel.tail.location))
+        leaping = self.novel.tail.surprise(self.novel.scores)
+        above = (relative > 1) & ~(self.shifts.calm & (leaping <= self.threshold))  # nobody is accused of what is over
         self.calm = np.where(calm, self.calm + 1, 0)
         over = (self.alarmed | self.explained) & (self.calm >= CALM_TICKS)
         if over.any():
@@ -225,7 +226,6 @@ class SequentialTracker:
         if not fresh.any():
             return []
         found = []
-        leaping = self.novel.tail.surprise(self.novel.scores)
         for n in np.flatnonzero(fresh)[np.argsort(-relative[fresh], kind="stable")]:
             soon = 0 < at - self.culprit_at <= PROPAGATION_SECONDS
             explained = soon or (bool(self.explained[n]) and self._alike(int(n)))

@@ -111,8 +111,11 @@ class PeerTracker(ABC):
             return np.full(len(self._shape.machines), np.nan)
         if len(self._thresholds) == 1:
             return np.asarray(self._scores_now[0])
-        relative = self._scores_now / np.maximum(self._thresholds, np.finfo(np.float64).tiny)[:, None]
-        return np.asarray(relative.max(axis=0))
+        with np.errstate(over="ignore", invalid="ignore"):  # of a channel that never moved; of one without a threshold
+            relative = self._scores_now / np.maximum(self._thresholds, np.finfo(np.float64).tiny)[:, None]
+        return np.asarray(
+            np.fmax.reduce(relative)
+        )  # channels of metrics that nobody has are not known, and hide nothing
 
     @property
     def threshold(self) -> float:

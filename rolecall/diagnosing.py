@@ -220,7 +220,8 @@ def _trace(panel: Panel, detector: PanelDetector) -> tuple[Floats, Floats]:
     for t, (at, values) in enumerate(panel.ticks()):
         tracker.tick(at, values)
         if (stands := standing(tracker)) is not None:
-            scores[t], thresholds[t] = stands
+            with np.errstate(over="ignore"):  # beyond float32 is beyond every threshold
+                scores[t], thresholds[t] = stands
     thresholds[~np.isfinite(thresholds)] = np.nan
     return scores, thresholds
 

@@ -278,7 +278,7 @@ def sentence(d: Diagnosis) -> str:
 
 def utc(at: float) -> str:
     """`2026-11-21T18:20:03Z`; plain seconds where a recording's times are no dates."""
-    if 0 <= at < DATES_FROM_SECONDS:
+    if abs(at) < DATES_FROM_SECONDS:
         return f"{at:.1f} s"
     try:
         return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

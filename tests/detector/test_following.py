@@ -105,3 +105,28 @@ def test_a_scale_is_there_within_a_few_ticks() -> None:
     own = 100 * noise()
     _, z, _ = followed(own[:40], np.zeros(40, dtype=np.float32))
     assert 0.5 < np.abs(z[16:]).mean() < 1.5
+
+
+@pytest.mark.parametrize(
+    ("wave", "who", "by", "stays"),
+    [
+        ("still", "peers", 30.0, True),
+        ("still", "it", 30.0, False),
+        ("steps", "peers", 10.0, False),  # they often go as far
+    ],
+)
+def test_who_stayed_is_told_where_its_peers_went_where_they_never_were(
+    wave: str, who: str, by: float, stays: bool
+) -> None:
+    rng = np.random.default_rng(12)
+    values = rng.standard_normal((600, MACHINES)).astype(np.float32)
+    values += fleet_wave(600)[:, None] if wave == "steps" else 0
+    values[590:, : 8 if who == "peers" else None][:, 0 if who == "peers" else 8 :] += by
+    following, known = Following(1, MACHINES), np.ones((1, MACHINES), dtype=np.bool_)
+    told = []
+    for v in values:
+        middle = np.median(v[None, :], axis=1)
+        told.append(following.tick(v[None, :] - middle[:, None], known, middle, np.ones(MACHINES, np.bool_)).stayed[0])
+    after = np.array(told[590:])
+    assert after[:, 8].all() if stays else not after[:, 8].any()
+    assert not after[:, :8].any()

@@ -251,6 +251,13 @@ def test_values_at_the_ends_of_float32_are_no_error_and_hide_no_fault(exponent: 
     assert nodes(found) == ["n003"] and found[0].evidence[0].kind == "metric:m2"
 
 
+def test_nobody_is_accused_of_what_is_over() -> None:
+    panel = shifted(noise(machines=12, ticks=1000), 4, 8.0)
+    # Explained by the first one for as long as it lasts; what is remembered of it outlasts the explanation.
+    over = shifted(panel, 7, 7.0, since=ONSET + 60, until=ONSET + int(PROPAGATION_SECONDS) - 10, metric=3)
+    assert nodes(findings(Sequential(), over)) == ["n004"]
+
+
 def test_a_fleet_that_goes_where_it_never_was_is_no_fault_and_a_fault_there_is_found() -> None:
     panel = noise(ticks=1500)
     values = panel.values.copy()

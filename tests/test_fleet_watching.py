@@ -261,11 +261,8 @@ def test_a_sentence_is_one_plain_line() -> None:
         Diagnosis.from_dict({"detectors": ["d"], "suspects": [], "fault_class": "slow", "evidence": [], **values})
     )
     assert said.isprintable() and "\n" not in said
-    assert (
-        (utc(0.0), utc(-30.0)) == ("0.0 s", "-30.0 s")
-        and utc(1e9) == "2001-09-09T01:46:40Z"
-        and utc(1e300) == "1e+300 s"
-    )
+    assert (utc(0.0), utc(-30.0), utc(1e300)) == ("0.0 s", "-30.0 s", "1e+300 s")
+    assert utc(1e9) == "2001-09-09T01:46:40Z"
 
 
 # --- recording ----------------------------------------------------------------------------------------------------

@@ -237,10 +237,10 @@ def _charts(item: Explained) -> str:
         f'<section class="chart"><h3>{escape(title, 200)}</h3><div class="scroll">{chart}</div></section>'
         for title, chart in cards
     )
-    return shown + _legend(item)
+    return shown + _legend(item, has_usual='class="usual"' in shown)
 
 
-def _legend(item: Explained) -> str:
+def _legend(item: Explained, *, has_usual: bool) -> str:
     names: list[str] = []
     if item.panel is not None:
         names = [m.name for m in item.panel.shape.machines if any(_is(m, s) for s in item.diagnosis.suspects)]
@@ -252,6 +252,9 @@ def _legend(item: Explained) -> str:
     if item.panel is not None:
         rows.append(('<rect class="peers" x="1" y="1" width="20" height="10"/>', "10 to 90 % of the peers"))
         rows.append(('<polyline class="median" points="1,6 21,6"/>', "their median"))
+    if has_usual:
+        whose = "it" if len(names) < 2 else names[0]
+        rows.append(('<polyline class="usual" points="1,6 21,6"/>', f"where {whose} usually is among them"))
     if item.score is not None:
         rows.append(('<polyline class="threshold" points="1,6 21,6"/>', "threshold"))
     parts = "".join(f'<li><svg viewBox="0 0 22 12" aria-hidden="true">{s}</svg>{escape(w, 200)}</li>' for s, w in rows)
@@ -292,6 +295,7 @@ def chosen_metrics(panel: Panel, columns: Sequence[int], diagnosis: Diagnosis) -
 MORE_CSS = """
 svg .peers { fill: var(--lane); opacity: .3; }
 svg .median { fill: none; stroke: var(--soft); stroke-width: 1.25; }
+svg .usual { fill: none; stroke: var(--bad); stroke-width: 1; stroke-dasharray: 2 3; opacity: .8; }
 svg .suspect { fill: none; stroke: var(--bad); stroke-width: 1.75; stroke-linejoin: round; }
 svg .s1 { stroke: var(--accent); stroke-dasharray: 7 3; } svg .s2 { stroke: var(--good); stroke-dasharray: 2 3; }
 svg .s3 { stroke: var(--ink); stroke-dasharray: 9 3 2 3; }

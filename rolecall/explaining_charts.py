@@ -26,6 +26,8 @@ PLOT_BOTTOM = 154.0
 HEIGHT = PLOT_BOTTOM + 24
 NUM_LINES_MAX = 4
 """More suspects than that in one drawing cannot be told apart."""
+USUAL_TICKS, USUAL_TICKS_MIN = 600, 16
+"""Before the onset: the suspect's place among its peers is that of so many, and of no fewer."""
 BAND_VALUES_MAX = 20_000_000
 """Of a larger panel the band is computed at every k-th tick."""
 BAND = (0.1, 0.5, 0.9)
@@ -88,18 +90,30 @@ def quantiles(values: NDArray[np.float32], shares: Sequence[float]) -> Series:
 
 
 def metric_chart(panel: Panel, metric: int, suspects: Sequence[int], by: Window) -> str:
-    """The suspects' lines over the band (10 to 90 %) and the median of all others."""
+    """The suspects' lines over the band (10 to 90 %) and the median of all others, and where the first one usually is among
+    them: a machine may be far from its own place and still within the band."""
     held = by.holds(panel.at)
     at, values = panel.at[held], panel.values[metric][held]
     peers = np.setdiff1d(np.arange(values.shape[1]), np.asarray(suspects, dtype=np.intp))
     stride = max(1, math.ceil(len(at) * len(peers) / BAND_VALUES_MAX))
     band = quantiles(values[::stride][:, peers], BAND)
     lines = [values[:, s].astype(np.float64) for s in suspects[:NUM_LINES_MAX]]
-    y = _Axis.of([band[0], band[2], *lines])
+    usual = band[1] + _usual_distance(panel, metric, suspects[0], peers, by.onset)
+    y = _Axis.of([band[0], band[2], usual, *lines])
     parts = [*_frame(by, y), _band(by, y, at[::stride], band[0], band[2])]
     parts.append(_line("median", by, y, at[::stride], band[1]))
+    parts.append(_line("usual", by, y, at[::stride], usual))
     parts += [_line(f"suspect s{n}", by, y, at, line) for n, line in enumerate(lines)]
     return _svg(f"{panel.shape.metrics[metric]} over time", [*parts, *_marks(by)])
+
+
+def _usual_distance(panel: Panel, metric: int, machine: int, peers: NDArray[np.intp], onset: float) -> float:
+    """Median distance from the peers' median in the ticks before the onset; NaN where there are too few."""
+    end = int(np.searchsorted(panel.at, onset))
+    values = panel.values[metric, max(0, end - USUAL_TICKS) : end]
+    distance = values[:, machine] - quantiles(values[:, peers], (0.5,))[0]
+    known = distance[np.isfinite(distance)]
+    return float(np.median(known)) if len(known) >= USUAL_TICKS_MIN else math.nan
 
 
 def score_chart(at: Times, score: Series, threshold: Series, by: Window) -> tuple[str, bool]:

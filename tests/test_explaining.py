@@ -123,6 +123,22 @@ def test_the_drawing_shows_what_the_panel_holds() -> None:
     assert [(css, float(x)) for css, x in marks] == [("onset", by.x(ONSET)), ("decided", by.x(DECIDED))]
 
 
+def test_where_the_suspect_usually_is_among_its_peers_is_drawn() -> None:
+    seen = panel()
+    seen.values[1, :, 3] += 100.0  # its place is far from theirs
+    html = render([Explained(diagnosis=diagnosis(3), panel=seen)])
+    (suspect,) = re.findall(r'<polyline class="suspect s0" points="([^"]{100,})"', html)
+    (usual,) = re.findall(r'<polyline class="usual" points="([^"]{100,})"', html)
+    x = window(seen.at, 1.0, ONSET, DECIDED).x(ONSET)
+    before, after = ([y for at, y in _pairs(suspect) if (at > x) == later] for later in (False, True))
+    expected = [y for _, y in _pairs(usual)]
+    assert abs(np.median(expected) - np.median(before)) < 5
+    assert np.median(after) - max(expected) > 20
+    assert "where it usually is among them" in html
+    young = replace(seen, at=seen.at[290:], values=seen.values[:, 290:])
+    assert 'polyline class="usual" points="1,6' not in render([Explained(diagnosis=diagnosis(3), panel=young)])
+
+
 def _pairs(text: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in (pair.split(",") for pair in text.split())]
 

@@ -315,6 +315,8 @@ class SequentialTracker:
                 )
                 values = {"ranges": float(self.deviation[m, n])}
                 evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
+            # The score is the least of these ticks: it has been away for as long.
+            onset = min(onset, at - (len(self.leaps) - 1) * self.shape.interval_seconds)
             words.append(f"{len(moved)} of {len(self.shape.metrics)} metrics leap where its {peers} peers do not")
             evidence.append(_score("novelty", novel * self.threshold, self.threshold))
         times = max(shift, novel)

@@ -55,6 +55,15 @@ def test_a_leap_of_many_metrics_is_named_at_once_where_there_is_a_history() -> N
     assert nodes(found) == ["n005"] and found[0].detected_at == panel.at[800]
 
 
+def test_a_leap_is_dated_from_its_first_tick() -> None:
+    panel = noise(metrics=9, ticks=900)
+    values = panel.values.copy()
+    values[:6, 800:806, 5] += np.array([40.0, -40.0] * 3, dtype=np.float32)  # no level: no shift
+    [f] = findings(Sequential(), replace(panel, values=values))
+    assert f.evidence[-1].text.startswith("score of novelty")
+    assert f.onset == panel.at[800] < f.detected_at
+
+
 def test_what_hits_all_machines_alike_is_nobodys_fault() -> None:
     panel = noise()
     values = panel.values.copy()

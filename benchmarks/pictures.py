@@ -1,4 +1,4 @@
-"""Distributions as plain SVG, without a plotting library: one panel a measure, one curve a label."""
+"""Distributions and growth as plain SVG, without a plotting library."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -67,3 +67,39 @@ def _curve(values: Sequence[float]) -> str:
     step = max(1, len(ordered) // CURVE_POINTS_MAX)
     kept = [(v, (i + 1) / len(ordered)) for i, v in enumerate(ordered) if i % step == 0 or i == len(ordered) - 1]
     return " ".join(f"{_x(v):.1f},{PANEL_HEIGHT * (1 - share):.1f}" for v, share in kept)
+
+
+def growth(title: str, across: str, up: str, curves: Mapping[str, Mapping[float, float]]) -> str:
+    """`curves`: label -> x -> y, both from 0 on linear axes; a straight line through 0 and the last point of the first
+    curve (dashed) shows what linear growth would be."""
+    right = max(x for points in curves.values() for x in points)
+    top = 1.1 * max(y for points in curves.values() for y in points.values())
+    width, height = PANEL_WIDTH + 2 * MARGIN, PANEL_HEIGHT + 2 * MARGIN
+
+    def place(x: float, y: float) -> str:
+        return f"{x / right * PANEL_WIDTH:.1f},{PANEL_HEIGHT * (1 - y / top):.1f}"
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" {FONT}>',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<g transform="translate({MARGIN} {MARGIN})"><text y="-10" font-weight="bold">{escape(title)}</text>',
+        f'<rect width="{PANEL_WIDTH}" height="{PANEL_HEIGHT}" fill="none" stroke="#cccccc"/>',
+        f'<text x="{PANEL_WIDTH / 2}" y="{PANEL_HEIGHT + 30}" text-anchor="middle">{escape(across)}</text>',
+    ]
+    for share in (0.25, 0.5, 0.75, 1.0):
+        x, y = share * PANEL_WIDTH, PANEL_HEIGHT * (1 - share)
+        parts.append(f'<text x="{x}" y="{PANEL_HEIGHT + 14}" text-anchor="middle">{share * right:,.0f}</text>')
+        parts.append(f'<text x="-4" y="{y + 4:.1f}" text-anchor="end">{share * top:.0f}</text>')
+    parts.append(f'<text x="4" y="14">{escape(up)}</text>')
+    first = next(iter(curves.values()))
+    last = max(first)
+    parts.append(
+        f'<polyline points="{place(0, 0)} {place(last, first[last])}" stroke="#999999" stroke-dasharray="4 3"/>'
+    )
+    for i, (label, points) in enumerate(curves.items()):
+        colour = (COLOURS["delay"], OTHER_COLOUR, COLOURS["duty"])[i % 3]
+        line = " ".join(place(x, points[x]) for x in sorted(points))
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
+        y = PANEL_HEIGHT - 10 - 14 * i
+        parts.append(f'<text x="{PANEL_WIDTH - 6}" y="{y}" text-anchor="end" fill="{colour}">{escape(label)}</text>')
+    return "\n".join([*parts, "</g></svg>"]) + "\n"

@@ -2,7 +2,8 @@
 
 One tick of 21 metrics at 1 Hz for fleets of 1,000 to 10,000 machines, on one core: median and worst over a quarter of an
 hour, which holds everything that happens seldom (ends of blocks, tails). Then a cold window of 15 minutes from its
-first tick to its last, and the resident memory of the process without the array.
+first tick to its last, and the resident memory of the process without the array (0: within what a larger fleet had before).
+How the median tick grows with the fleet: the exponent of a power law through all sizes, and a picture.
 """
 
 import argparse
@@ -15,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import common
 import numpy as np
+from pictures import growth
 
 from rolecall.detector.panel import Machine, PanelShape
 from rolecall.detector.sequential import Sequential
@@ -60,8 +62,10 @@ def main() -> int:
     lines = common.header("Cost of the default detector", config, str(args.seed))
     lines += ["| machines | tick P50 | P99 | worst | cold window of 15 minutes | memory | per machine and tick |"]
     lines += ["|---|---|---|---|---|---|---|"]
+    curves: dict[str, dict[float, float]] = {"median tick": {}, "99th percentile": {}}
     for size in args.sizes:
         middle, high, worst, whole, memory = measured(size, args.seed)
+        curves["median tick"][size], curves["99th percentile"][size] = 1e3 * middle, 1e3 * high
         lines.append(
             f"| {size:,} | {1e3 * middle:.1f} ms | {1e3 * high:.1f} ms | {1e3 * worst:.1f} ms | {whole:.2f} s | "
             f"{memory / 2**20:.0f} MiB | {1e6 * whole / NUM_TICKS / size:.2f} us |"
@@ -74,7 +78,18 @@ def main() -> int:
             f"memory {MEMORY_BYTES_MAX >> 30} GiB."
         ),
     ]
+    if len(args.sizes) > 1:
+        sizes, ticks = np.array([*curves["median tick"].items()]).T
+        exponent = float(np.polyfit(np.log(sizes), np.log(ticks), 1)[0])
+        lines += [
+            "",
+            f"The median tick grows like the number of machines to the power of {exponent:.2f} (1: linearly).",
+            "",
+        ]
     path = common.write("speed", lines)
+    picture = path.with_suffix(".svg")
+    picture.write_text(growth("Time of one tick, 21 metrics, one core", "machines", "ms", curves))
+    path.write_text("\n".join([*lines, f"![Time of one tick against machines]({picture.name})"]) + "\n")
     print("\n".join(lines), f"\nwritten to {path.relative_to(common.ROOT)}", sep="\n")
     return 0
 

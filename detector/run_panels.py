@@ -104,6 +104,8 @@ class RunPanels:
             if known is None and len(self._processes) >= PROCESSES_MAX:
                 return
             place = (sample.role, sample.replica, sample.rank, sample.incarnation)
+            # Whoever had this name is gone, though nobody said so: two of one name would be two columns of one panel.
+            self._processes = {k: p for k, p in self._processes.items() if p.key != place[1:]}
             known = self._processes[sample.process] = _Process(*place, sample.process, now)
         known.heard_wall = now
         if known.newest is None or sample.at > known.newest.at:

@@ -220,6 +220,15 @@ def test_a_process_that_said_goodbye_is_no_member() -> None:
     assert not accuser.seen
 
 
+def test_a_process_that_takes_the_name_of_another_takes_its_place_at_once() -> None:
+    accuser = Accuser()
+    run = SteadyRun(RunPanels(accuser))
+    run.go(SETTLE_TICKS + 5)
+    run.processes[1] = replace(run.processes[1], pid=999)
+    run.go(SETTLE_TICKS + int(SILENT_SECONDS))
+    assert [len(shape.machines) for shape in accuser.made] == [3, 3]
+
+
 # --- what the engine makes of it
 
 

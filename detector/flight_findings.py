@@ -57,7 +57,7 @@ def _finding(job: Job, cause: Cause, ends: list[End]) -> Finding:
         (s.since for e in ends for s in e.place.seats.values() if s.waits and s.since is not None), default=None
     )
     scene = Scene(
-        who=ranks_text(ranks),
+        who=job.who(ranks),
         it="it" if len(ranks) == 1 else "they",
         place=place,
         operation=_operation_text(job, place),

@@ -17,6 +17,8 @@ from rolecall.core.diagnosis import Suspect
 from rolecall.core.ids import NodeId
 from rolecall.detector.flight_dumps import Dump
 from rolecall.detector.flight_entries import Entries, Operation
+from rolecall.detector.flight_text import ranks_text
+from rolecall.detector.stack_dumps import Topology
 
 WAIT_SECONDS_MIN = 1.0
 """Dumps of a job that works are not taken at one moment: what was enqueued just before is not waiting."""
@@ -111,19 +113,31 @@ class Job:
     nodes: dict[int, str]
     written_at: float
     ranks: RankLists
+    topology: Topology
     places: dict[Key, Place] = field(default_factory=dict)
     index: dict[tuple[int, Key], int] = field(default_factory=dict)  # of a group in a rank's dump
     unread: set[int] = field(default_factory=set)  # ranks whose entries are needed before more can be said
 
     def suspects(self, ranks: Iterable[int]) -> tuple[Suspect, ...]:
-        return tuple(Suspect(node=NodeId(self.node(r)), rank=r) for r in sorted(ranks))
+        return tuple(self._suspect(r) for r in sorted(ranks))
 
-    def node(self, rank: int) -> str:
+    def _suspect(self, rank: int) -> Suspect:
         """Where nothing tells the machine the rank stands for it: two ranks are never taken for one machine."""
-        return self.nodes.get(rank, f"rank-{rank}")
+        replica = self.topology.replicas.get(rank, "")
+        role = self.topology.role or replica.partition("/")[0]
+        return Suspect(node=NodeId(self.nodes.get(rank, f"rank-{rank}")), role=role, replica=replica, rank=rank)
+
+    def who(self, ranks: Sequence[int]) -> str:
+        """For sentences: `rank 3 of trainer/1 (node m07)`, `ranks 0-3 (node m01)`: as far as known, and common to all."""
+        suspects = self.suspects(ranks)
+        replicas = {s.replica or s.role for s in suspects}
+        nodes = {self.nodes.get(s.rank, "") for s in suspects if s.rank is not None}
+        of = f" of {replicas.pop()}" if len(replicas) == 1 and "" not in replicas else ""
+        at = f" (node {nodes.pop()})" if len(nodes) == 1 and "" not in nodes else ""
+        return f"{ranks_text(ranks)}{of}{at}"
 
 
-def gathered(dumps: Sequence[Dump], world_size: int | None) -> Job:
+def gathered(dumps: Sequence[Dump], world_size: int | None, topology: Topology | None = None) -> Job:
     newest: dict[int, Dump] = {}
     for dump in sorted(dumps, key=lambda d: (d.written_at, d.path)):
         newest[dump.rank] = dump
@@ -138,9 +152,10 @@ def gathered(dumps: Sequence[Dump], world_size: int | None) -> Job:
         dumps=newest,
         world=tuple(sorted(world)),
         absent=tuple(sorted(world - set(newest))),
-        nodes=_nodes(newest),
+        nodes={**_nodes(newest), **(topology.nodes if topology else {})},
         written_at=max([d.written_at for d in newest.values()] + created),
         ranks=ranks,
+        topology=topology or Topology(),
     )
     paired = {
         (g.name, ranks.number(g.ranks))

@@ -25,19 +25,23 @@ from rolecall.detector.flight_findings import alone, findings, nobody_waits
 from rolecall.detector.flight_places import WAIT_SECONDS_MIN, Cause, gathered
 from rolecall.detector.flight_text import count_text, ranks_text
 from rolecall.detector.flight_waits import ends_of
+from rolecall.detector.stack_dumps import Topology
 
 NUM_WITNESSES = 8
 """So many of those who wait are read whole by the fast way, beside the suspects."""
 
 
-def diagnose(dumps: Sequence[Dump], *, world_size: int | None = None) -> list[Finding]:
+def diagnose(
+    dumps: Sequence[Dump], *, world_size: int | None = None, topology: Topology | None = None
+) -> list[Finding]:
     """What holds the job up, the cause that explains most first; nothing where nobody waits.
 
-    `world_size`: number of ranks; without it what the groups tell, or else the highest rank seen.
+    `world_size`: number of ranks; without it what the groups tell, or else the highest rank seen. `topology`: node, role
+    and replica of ranks; it knows better than the names of files.
     """
     if not dumps:
         return []
-    job = gathered(dumps, world_size)
+    job = gathered(dumps, world_size, topology)
     if len(job.dumps) == 1 and job.absent:
         return alone(job)
     ends = ends_of(job)

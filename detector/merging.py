@@ -2,7 +2,7 @@
 
 Rules, in order:
   findings of one node and one fault class that lie within `SAME_FAULT_SECONDS` of each other are one fault, whatever
-  rank or GPU of it they name: the earliest is told. Flight Recorder dumps know no role and often no node, so that
+  rank or GPU of it they name: the earliest is told. Flight Recorder dumps may know no role and no node, so that
   there the same ranks count as the same nodes;
   a slowness of a node that was named for a hang or crash before is its consequence;
   a `cannot_tell` falls when something that could tell has named one of its suspects.
@@ -62,10 +62,12 @@ def _same(first: Finding, f: Finding) -> bool:
 
 
 def _same_ranks(first: tuple[Suspect, ...], others: tuple[Suspect, ...]) -> bool:
-    """Whether they are the same ranks of the one job, as far as one of both knows of nothing else."""
-    if not any(suspects and all(not s.role and not s.replica for s in suspects) for suspects in (first, others)):
+    """Whether they are the same ranks of the one job, where of each one of both knows nothing else, or both its node."""
+    mine, theirs = {s.rank: s for s in first}, {s.rank: s for s in others}
+    if not mine or None in mine or mine.keys() != theirs.keys():
         return False
-    return None not in (ranks := {s.rank for s in first}) and ranks == {s.rank for s in others}
+    pairs = [(s, theirs[rank]) for rank, s in mine.items()]
+    return all(a.node == b.node or any(not s.role and not s.replica for s in (a, b)) for a, b in pairs)
 
 
 def _explains(cause: Finding, f: Finding) -> bool:

@@ -166,6 +166,7 @@ def diagnose(
         answer.panels += read.panels
         remarks = (*read.remarks, *dict.fromkeys(filter(None, open_ends)))
         answer.inputs.append(Input(path=str(file), kind="recording", looked_at="; ".join(looked), remarks=remarks))
+    topology = stack_dumps.read_topology(found.topology) if found.topology else None
     if found.dumps:
         say(f"reading {len(found.dumps)} Flight Recorder dump(s)")
         dumps, unreadable = flight_dumps.read_as_needed(
@@ -174,14 +175,13 @@ def diagnose(
         for error in unreadable:
             if not dumps or error.reason.startswith("refused"):
                 raise error  # nothing is said on the word of a machine that attacks its reader
-        told += flight_recorder.diagnose(dumps)
+        told += flight_recorder.diagnose(dumps, topology=topology)
         # A dump cut short is that of a rank that died or was stopped while it wrote: its rank counts as missing.
         remarks = tuple(str(e) for e in unreadable)
         looked_at = flight_recorder.looked_at(dumps)
         answer.inputs.append(_dump_input(found.dumps, "flight recorder dumps", looked_at, remarks))
     if found.stacks:
         say(f"reading {len(found.stacks)} stack dump(s)")
-        topology = stack_dumps.read_topology(found.topology) if found.topology else None
         taken, remarks = _stacks(found.stacks, paths, Budget(limits, clock))
         told += stacks.diagnose(taken, topology=topology)
         looked_at = stacks.looked_at(taken, topology=topology)

@@ -242,6 +242,35 @@ def test_flight_recorder_dumps_name_who_holds_up_the_rest(tmp_path: Path, capsys
     assert said["inputs"][0]["kind"] == "flight recorder dumps"
 
 
+@pytest.mark.parametrize(
+    ("topology", "suspect", "named"),
+    [
+        (
+            {"2": {"node": "m01", "replica": "trainer/1"}},
+            ("m01", "trainer", "trainer/1"),
+            "rank 2 of trainer/1 (node m01)",
+        ),
+        ({"2": {"node": "m01"}}, ("m01", "", ""), "rank 2 (node m01)"),
+        ({"0": {"node": "m00"}}, ("rank-2", "", ""), "rank 2 has not"),
+    ],
+)
+def test_a_topology_names_the_place_of_a_rank_that_dumps_accuse(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    topology: dict[str, dict[str, str]],
+    suspect: tuple[str, str, str],
+    named: str,
+) -> None:
+    for rank in range(3):
+        dump(tmp_path, rank, enqueued=6 if rank == 2 else 7, completed=6)
+    (tmp_path / "topology.json").write_text(json.dumps({"ranks": topology}))
+    _, out, _ = run(capsys, tmp_path, "--json")
+    [told] = json.loads(out)["diagnoses"]
+    [accused] = told["suspects"]
+    assert (accused["node"], accused["role"], accused["replica"]) == suspect and accused["rank"] == 2
+    assert told["because"].startswith(named)
+
+
 def test_a_dump_cut_short_is_a_remark_and_one_that_attacks_is_refused_by_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

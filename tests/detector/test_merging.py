@@ -63,6 +63,10 @@ def test_a_rank_of_which_nothing_else_is_known_is_the_one_that_another_detector_
     dumps, stacks = of("rank-", 100, 3), of("trainer/0-rank-", 101, 3, role="trainer")
     assert [d.detected_at for d in merged([dumps, stacks])] == [100]
     assert len(merged([dumps, of("m", 101, 4, role="trainer")])) == 2, "another rank"
+    both = [
+        replace(f, suspects=(*f.suspects, Suspect(node=NodeId("m"), role="trainer", rank=4))) for f in (dumps, stacks)
+    ]
+    assert len(merged(both)) == 1, "one by its rank, one by its node"
     assert len(merged([of("rank-", 100, 3, 4), stacks])) == 2, "one of two"
     assert len(merged([stacks, of("m", 101, 3, role="rollout")])) == 2, "the third of another role"
     assert len(merged([of("m", 100, None), of("n", 101, None, role="trainer")])) == 2, "ranks that nobody knows"

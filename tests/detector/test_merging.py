@@ -67,6 +67,9 @@ def test_a_rank_of_which_nothing_else_is_known_is_the_one_that_another_detector_
         replace(f, suspects=(*f.suspects, Suspect(node=NodeId("m"), role="trainer", rank=4))) for f in (dumps, stacks)
     ]
     assert len(merged(both)) == 1, "one by its rank, one by its node"
+    two = of("m", 100, 0, role="trainer")
+    two = replace(two, suspects=(replace(two.suspects[0], node=NodeId("n")), *two.suspects))
+    assert len(merged([two, of("m", 101, 0, role="trainer")])) == 2, "each node has a rank 0"
     assert len(merged([of("rank-", 100, 3, 4), stacks])) == 2, "one of two"
     assert len(merged([stacks, of("m", 101, 3, role="rollout")])) == 2, "the third of another role"
     assert len(merged([of("m", 100, None), of("n", 101, None, role="trainer")])) == 2, "ranks that nobody knows"

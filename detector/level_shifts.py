@@ -12,7 +12,7 @@ with innovations e' of its own. Each tick adds the log likelihood ratio of the t
 which is Page's CUSUM (1954) with h estimated from earlier ticks only (Robbins and Siegmund 1974: a plug-in that keeps
 exp(W) a supermartingale between restarts, so that P(W > w) falls like exp(-w) whatever the metric's noise). h is the mean
 deviation of the last `LENGTHS` ticks, one test each: short ones see steps at once, long ones faint ones; but not less
-than what healthy machines of this metric have as their mean for half a minute now and then (`_least`), for smaller
+than what healthy machines of this metric have as their mean of 36 ticks now and then (`_least`), for smaller
 shifts are nobody's concern, and the ratio would never fall. The jump itself, of which no earlier tick tells, counts by
 how rare an innovation as large is in this metric: heavy tails make it worth little, and only what stays adds to it.
 A machine that stayed where it was while its peers went elsewhere may be the faulty one, but often they are soon back: it
@@ -45,7 +45,7 @@ LEVEL_MIN, LEVEL_MAX = 3.0, 6.0
 LEVEL_QUANTILE, LEVEL_MARGIN = 0.98, 1.25
 """Of healthy block maxima of the longest mean; times this much."""
 LEVEL_PRIOR, LEVEL_WEIGHT = 5.5, 128.0
-"""What is expected of a metric that has not yet shown how far its healthy machines stand off for a minute, as their work
+"""What is expected of a metric that has not yet shown how far its healthy machines stand off for some ticks, as their work
 is unequal: counts as so many block maxima (docs/why.md)."""
 RATIO_MAX, RATIO_STAYED = 6.0, 1.0
 """What one tick may add: 1 in 400; and of a machine that stayed while its peers went."""
@@ -59,6 +59,8 @@ SUM_BEGUN = 2.0
 
 EPISODE_COST = 4.0
 """Taken off what an episode leaves as evidence, beside what a healthy one reaches: some episodes are chance."""
+EARLIER_MIN = 1e-3
+"""Less is nothing: numbers near the smallest of float32 are slow."""
 BLOCKS_KEPT = 64
 SKIPPED_SHARE = 0.01
 """The topmost block maxima may be faults."""
@@ -80,10 +82,11 @@ class LevelShifts:
     levels: Floats = field(init=False)  # mean deviations
     states: Floats = field(init=False)  # level and noise together, were there this shift
     innovations: Floats = field(init=False)  # e'
+    ages: Floats = field(init=False)  # ticks since W began to rise
     trough: Floats = field(init=False)  # (M, N): of the first W, where this episode began
     peak: Floats = field(init=False)  # (M, N): of the first W since
     earlier: Floats = field(init=False)  # (M, N): what the episodes before left
-    ages: Floats = field(init=False)  # ticks since W began to rise
+    since: Floats = field(init=False)  # (M, N): ticks since the first of these began
     maxima: Floats = field(init=False)  # (K + 1, M, N): of this block, of W and of the longest mean's size
     least: Floats = field(init=False)  # (M, 1): the smallest shift looked for
     location: Floats = field(init=False)  # (K, M, 1)
@@ -102,7 +105,7 @@ class LevelShifts:
         self.location = np.full((k, m, 1), LOCATION_PRIOR, dtype=np.float32)
         self.beta = np.full((k, m, 1), BETA_PRIOR, dtype=np.float32)
         self.known = np.zeros((m, n), dtype=np.bool_)
-        self.trough, self.peak, self.earlier = (np.zeros((m, n), dtype=np.float32) for _ in range(3))
+        self.trough, self.peak, self.earlier, self.since = (np.zeros((m, n), dtype=np.float32) for _ in range(4))
 
     def correct(self, amount: Floats) -> None:
         """So much of the last deviations, (M, N), is explained by now, and foretells nothing."""
@@ -132,8 +135,7 @@ class LevelShifts:
             e = np.maximum(low - forecast, 0) + np.minimum(high - forecast, 0)
             ratio = (usual - past.surprise(e / new.unit)) * new.paired
             total = self.sums[k] * np.float32(MEMORY) + np.minimum(ratio, most)
-            begins = ((alone > total) | (total < SUM_BEGUN)) & (self.earlier < SUM_BEGUN)
-            self.ages[k] = np.where(begins, 1, self.ages[k] + 1)
+            self.ages[k] = np.where((alone > total) | (total < SUM_BEGUN), 1, self.ages[k] + 1)
             np.clip(np.maximum(total, alone), 0, np.float32(SUM_MAX), out=self.sums[k])
             tame = np.clip(e, -limit, limit) * known
             self.states[k] = np.where(known & ~past.white, np.clip(forecast, low, high), forecast + tame)
@@ -150,7 +152,8 @@ class LevelShifts:
     def _end_episodes(self) -> None:
         """What comes and goes leaves evidence each time."""
         now = self.sums[0]
-        self.earlier *= np.float32(MEMORY)
+        self.since = np.where(self.earlier < SUM_BEGUN, self.ages[0], self.since + 1)
+        self.earlier *= np.float32(MEMORY) * (self.earlier > EARLIER_MIN)
         np.maximum(self.peak, now, out=self.peak)
         rise = self.peak - self.trough
         over = now < self.trough + rise / 2
@@ -160,7 +163,10 @@ class LevelShifts:
         np.copyto(self.trough, now, where=over)
 
     def age(self, metric: int, machine: int) -> int:
-        """Ticks since the shift began, by the test that is surest of it (Page's estimate of the moment of change)."""
+        """Ticks since the shift began, by the test that is surest of it (Page's estimate of the moment of change), or since it
+        first came, if much of the evidence is from before."""
+        if self.earlier[metric, machine] >= self.sums[0, metric, machine] / 2:
+            return int(self.since[metric, machine])
         scores = (self.sums[:, metric, machine] - self.location[:, metric, 0]) / self.beta[:, metric, 0]
         return int(self.ages[scores.argmax(), metric, machine])
 

@@ -251,11 +251,11 @@ class SequentialTracker:
 
     def _size(self, n: int) -> float:
         """Deviation of a machine's strongest metric, robust scales."""
-        return abs(self.shifts.strongest(n)[0][2])
+        return abs(self.shifts.first(n)[1])
 
     def _alike(self, n: int) -> bool:
         """Whether a machine's strongest metric is one that the culprit's alarm was about."""
-        return self.shifts.strongest(n)[0][0] in self.culprit_metrics
+        return self.shifts.first(n)[0] in self.culprit_metrics
 
     def _end_block(self) -> None:
         if self.ticks % BLOCK_TICKS:

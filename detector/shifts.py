@@ -73,6 +73,11 @@ class Shifts:
         back = np.abs(self.levels.levels[LEVEL_LENGTH]) < self.levels.least / 2  # more is evidence of a shift
         return np.asarray(((self.scores < CALM_SCORE) | back).all(axis=0), dtype=np.bool_)
 
+    def first(self, machine: int) -> tuple[int, float]:
+        """Of one machine: its strongest metric, and that one's mean deviation of the last ticks with its sign."""
+        m = int(self.scores[:, machine].argmax())
+        return m, float(self.levels.levels[LEVEL_LENGTH, m, machine])
+
     def strongest(self, machine: int) -> list[tuple[int, int, float, float]]:
         """Of one machine: (metric, ticks since it shifted, mean deviation of the last ticks with its sign, score),
         strongest metric first."""

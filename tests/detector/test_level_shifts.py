@@ -77,9 +77,30 @@ def test_a_machine_that_is_forgotten_begins_anew() -> None:
     z = process(5, 0.0, 30.0)
     z[ONSET:, 3] += 8.0
     _, shifts = run(z, ONSET + 20)
-    others = shifts.sums[:, :, 4].copy()
+    shifts.earlier += 1.0
+    state = (shifts.sums, shifts.trough, shifts.peak, shifts.earlier)
+    others = [x[..., 4].copy() for x in state]
     shifts.forget(np.arange(MACHINES) == 3)
-    assert (shifts.sums[:, :, 3] == 0).all() and (shifts.sums[:, :, 4] == others).all()
+    assert all((x[..., 3] == 0).all() for x in state)
+    assert all((x[..., 4] == before).all() for x, before in zip(state, others, strict=True))
+
+
+def test_a_blip_long_before_does_not_date_a_shift() -> None:
+    z = process(10, 0.0, 30.0)
+    z[ONSET - 300 : ONSET - 297, 3] += 6.0
+    z[ONSET:, 3] += 6.0
+    _, shifts = run(z, ONSET + 20)
+    assert abs(shifts.age(0, 3) - 20) <= 3
+
+
+def test_what_earlier_episodes_left_fades_to_nothing() -> None:
+    z = process(11, 0.0, 30.0)
+    z[200:212, 3] += 20.0
+    _, shifts = run(z, 240)
+    assert shifts.earlier[0, 3] > 10
+    for _ in range(10_000):
+        shifts._end_episodes()
+    assert shifts.earlier[0, 3] == 0
 
 
 def test_block_maxima_of_before_go_when_there_are_enough_new_ones() -> None:

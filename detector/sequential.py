@@ -249,6 +249,11 @@ class SequentialTracker:
                 self.culprit_metrics = frozenset(m for m, *_ in (first, *alike))
         return found
 
+    @property
+    def scores(self) -> Floats:
+        """(N,): what `threshold` is for."""
+        return self.both.scores
+
     def _size(self, n: int) -> float:
         """Deviation of a machine's strongest metric, robust scales."""
         return abs(self.shifts.first(n)[1])

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.detector.panel import PanelShape, Tracker
-from rolecall.detector.sequential import SequentialTracker
 
 Standing = tuple[NDArray[np.floating[Any]], float]
 """Scores (N,) at the last tick, NaN is unknown, and the threshold, infinite while there is none."""
@@ -30,8 +29,6 @@ class Scoring(Protocol):
 
 def standing(tracker: Tracker) -> Standing | None:
     """None of a tracker that cannot be asked."""
-    if isinstance(tracker, SequentialTracker):
-        return tracker.both.scores, tracker.threshold
     return (tracker.scores, tracker.threshold) if isinstance(tracker, Scoring) else None
 
 

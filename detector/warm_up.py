@@ -113,9 +113,8 @@ class PeerTracker(ABC):
             return np.asarray(self._scores_now[0])
         with np.errstate(over="ignore", invalid="ignore"):  # of a channel that never moved; of one without a threshold
             relative = self._scores_now / np.maximum(self._thresholds, np.finfo(np.float64).tiny)[:, None]
-        return np.asarray(
-            np.fmax.reduce(relative)
-        )  # channels of metrics that nobody has are not known, and hide nothing
+        # Channels of metrics that nobody has are not known, and hide nothing.
+        return np.asarray(np.fmax.reduce(relative))
 
     @property
     def threshold(self) -> float:

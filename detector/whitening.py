@@ -251,9 +251,8 @@ class Whitening:
         used, z = used[:, kept], z[:, kept]
         z1, z2, used2 = self.z1[:, kept], self.z2[:, kept], used & self.known2[:, kept]
         num = np.maximum(1, used.sum(axis=1))
-        gain = np.float32(max(1 / self.ticks, 1 / MEMORY_TICKS)) * used.any(
-            axis=1
-        )  # what is not sampled is not forgotten
+        # What is not sampled is not forgotten.
+        gain = np.float32(max(1 / self.ticks, 1 / MEMORY_TICKS)) * used.any(axis=1)
         before = z1 * (used & (np.abs(z1) <= INSTRUMENT_MAX))
         before2 = z2 * (used2 & (np.abs(z2) <= INSTRUMENT_MAX))
         late, late1 = np.clip(z, -RESPONSE_MAX, RESPONSE_MAX), np.clip(z1, -RESPONSE_MAX, RESPONSE_MAX)

@@ -97,9 +97,8 @@ def _files(folder: Path, num_max: int) -> Iterator[Path]:
         raise UnreadableInput(where=str(error.filename), reason=f"it cannot be read: {error.strerror}") from error
 
     seen = 0
-    for root, folders, files in os.walk(
-        folder, onerror=refuse
-    ):  # links to folders are not followed: a loop would never end
+    # Links to folders are not followed: a loop would never end.
+    for root, folders, files in os.walk(folder, onerror=refuse):
         folders.sort()
         seen += len(files) + 1
         if seen > num_max:

@@ -126,9 +126,9 @@ def test_no_machines_teach_nothing() -> None:
 @pytest.mark.parametrize(("unrest", "least"), [(1.0, LEVEL_MIN), (8.0, LEVEL_MAX)])
 def test_smaller_shifts_are_looked_for_where_healthy_machines_stand_off_less(unrest: float, least: float) -> None:
     z = process(6, 0.0, 30.0)
-    hour = np.arange(TICKS) // 60
+    minute = np.arange(TICKS) // 60
     for n in range(MACHINES):  # unequal work: one minute in eight a machine stands off
-        z[:, n] += np.where((hour + n) % 8 == 0, unrest - 1, 0)
+        z[:, n] += np.where((minute + n) % 8 == 0, unrest - 1, 0)
     _, young = run(z, 100)
     assert young.least == LEVEL_PRIOR
     _, shifts = run(z)

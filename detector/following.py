@@ -38,6 +38,15 @@ MEAN_TO_SIGMA = 1.2533
 """Standard deviation of a Gaussian over its mean absolute deviation."""
 GAIN_MAX = 0.5
 """A machine that goes along by half more or less than its peers is none of them."""
+GAIN_SPREADS, GAIN_SURE = 4.5, 0.05
+"""No gain is taken as more than so many robust standard deviations of those of its peers, or the second: slow wander beside
+a slow move of the fleet, and a clock that is wrong by more than a tick, look like a gain, and at the fleet's next move the
+machine would be accused of what it was wrongly held for."""
+GAIN_RENEW_TICKS = 8
+MACHINES_KEPT = 256
+"""Of large fleets so many machines, evenly spread, stand for all."""
+MAD_TO_SIGMA = 1.4826
+"""Standard deviation of a Gaussian over its median absolute deviation."""
 GAIN_RIDGE = 10.0
 """A fleet must move by about three scales before anything is learned of gains: the median's own noise is no move."""
 LAG_MAX = 1.0
@@ -93,6 +102,7 @@ class Following:
     step_size: Floats = field(init=False)  # mean |y|
     edge: NDArray[np.bool_] = field(init=False)  # one tick ago
     known: NDArray[np.bool_] = field(init=False)  # (M, N): one tick ago
+    gain_max: Floats = field(init=False)  # (M, 1)
     ticks: int = 0
 
     def __post_init__(self) -> None:
@@ -105,6 +115,7 @@ class Following:
         self.away_square, self.step_square, self.step_size = column.copy(), column.copy(), column.copy()
         self.edge = np.zeros((m, 1), dtype=np.bool_)
         self.known = np.zeros((m, n), dtype=np.bool_)
+        self.gain_max = np.full((m, 1), GAIN_MAX, dtype=np.float32)
 
     def tick(
         self, residual: Floats, known: NDArray[np.bool_], middle: Floats, learning: NDArray[np.bool_]
@@ -186,7 +197,9 @@ class Following:
             left = np.clip(self.last - self.lead * step, -most, most)
             even = self.known & ~edge & ~edge_before
             gain = self.gain + rate * even * left * self.away / (self.away_square + np.float32(GAIN_RIDGE) * least)
-            self.gain = np.clip(gain, -GAIN_MAX, GAIN_MAX)
+            if self.ticks % GAIN_RENEW_TICKS == 0:
+                self.gain_max = _gain_max(gain)
+            self.gain = np.clip(gain, -self.gain_max, self.gain_max)
             lead = self.lead + rate * self.known * left * step / (self.step_square + least)
             self.lead = np.clip(lead, -LAG_MAX, LAG_MAX)
         self.count += learned
@@ -194,3 +207,10 @@ class Following:
         # By limited steps: one wild sample, or the onset of a fault, hardly moves the habit.
         self.habit += rate * limited
         self.size += rate * (np.minimum(np.abs(own), most_size) - self.size)
+
+
+def _gain_max(gain: Floats) -> Floats:
+    """The largest credible gain (M, 1) of a metric whose machines have those, (M, N)."""
+    kept = gain[:, :: -(-gain.shape[1] // MACHINES_KEPT)]
+    spread = np.float32(MAD_TO_SIGMA) * np.median(np.abs(kept), axis=1, keepdims=True)
+    return np.asarray(np.clip(GAIN_SPREADS * spread, GAIN_SURE, GAIN_MAX), dtype=np.float32)

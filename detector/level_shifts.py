@@ -17,7 +17,7 @@ shifts are nobody's concern, and the ratio would never fall. The jump itself, of
 how rare an innovation as large is in this metric: heavy tails make it worth little, and only what stays adds to it.
 A machine that stayed where it was while its peers went elsewhere may be the faulty one, but often they are soon back: it
 is accused more slowly. What comes and goes is over before W is high: what it reached beyond what healthy metrics do
-counts when it comes again (`earlier`), at most as much as what is there now.
+counts when it comes again (`earlier`), at most as much as what has come since.
 
 Models are never quite right. Of each metric and length the healthy block maxima of all machines are kept, and their tail
 is taken as exponential above its `TAIL_SHARE` highest, with slope at least 1:
@@ -32,9 +32,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from rolecall.detector.following import MACHINES_KEPT
 from rolecall.detector.panel import Floats
 from rolecall.detector.tails import SPACINGS_MIN, TAIL_SHARE, spacings
-from rolecall.detector.whitening import MACHINES_KEPT, Innovations, Whitening
+from rolecall.detector.whitening import Innovations, Whitening
 
 LENGTHS = (1, 6, 36)
 """Ticks."""
@@ -52,7 +53,10 @@ RATIO_MAX, RATIO_STAYED = 6.0, 1.0
 RARITY_MAX, RARITY_COST = 8.0, 1.0
 """What an innovation may add by itself, and what is taken off for the many moments at which a shift may begin."""
 MEMORY = 1 - 1 / 256
-"""W falls by as much a tick."""
+"""W falls by as much a tick ..."""
+STANDING_SHARE, STALE_MEMORY = 1 / 4, 1 - 1 / 36
+"""... and by more where neither of the longer means is this share of the smallest shift: where models are wrong, as with
+clocks badly set, both forecasts fail alike, and W would stay up where nothing stands."""
 SUM_MAX = 300.0
 SUM_BEGUN = 2.0
 """A shift is dated from where W was last below, or a single tick outweighed all before."""
@@ -128,13 +132,15 @@ class LevelShifts:
         alone = (np.minimum(past.rarity, np.float32(RARITY_MAX)) - np.float32(RARITY_COST)) * (new.paired & ~stayed)
         most = np.where(stayed, np.float32(RATIO_STAYED), np.float32(RATIO_MAX))
         limit = past.limit(new.unit)
+        stands = np.maximum(np.abs(self.levels[1]), np.abs(self.levels[2])) >= np.float32(STANDING_SHARE) * self.least
+        memory = np.where(stands, np.float32(MEMORY), np.float32(STALE_MEMORY))
         for k, length in enumerate(LENGTHS):
             mean = self.levels[k]
             level = np.copysign(np.maximum(np.abs(mean), self.least), mean)
             forecast = level + past.rho * (self.states[k] - level) - past.theta * self.innovations[k]
             e = np.maximum(low - forecast, 0) + np.minimum(high - forecast, 0)
             ratio = (usual - past.surprise(e / new.unit)) * new.paired
-            total = self.sums[k] * np.float32(MEMORY) + np.minimum(ratio, most)
+            total = self.sums[k] * memory + np.minimum(ratio, most)
             self.ages[k] = np.where((alone > total) | (total < SUM_BEGUN), 1, self.ages[k] + 1)
             np.clip(np.maximum(total, alone), 0, np.float32(SUM_MAX), out=self.sums[k])
             tame = np.clip(e, -limit, limit) * known
@@ -143,7 +149,7 @@ class LevelShifts:
             mean += np.float32(1 - math.exp(-1 / length)) * (new.clean - mean) * known
         self.known = known
         self._end_episodes()
-        sums = self.sums + np.minimum(self.earlier, self.sums)
+        sums = self.sums + np.minimum(self.earlier, self.sums[0] - self.trough)
         np.maximum(self.maxima[:-1], sums, out=self.maxima[:-1])
         np.maximum(self.maxima[-1], np.abs(self.levels[-1]), out=self.maxima[-1])
         score = ((sums - self.location) / self.beta).max(axis=0) - np.float32(math.log(TAIL_SHARE))

@@ -38,9 +38,9 @@ TOLERATED_SECONDS = 3600.0
 PROPAGATION_SECONDS = 300.0
 """After one machine's alarm, weaker ones of its peers that begin within this time are what it does to them; those in the
 same metrics for as long as they last."""
-SKEW_SECONDS = 3.0
-"""Machines may be so much apart in what they do alike: clocks badly set, samples taken at different moments. What a machine
-does before its peers is no leap of its own until they have had the time to follow."""
+SKEW_SECONDS = 4.0
+"""Machines may be so much apart in what they do alike: clocks set wrong by 3 s, samples that average over a second. What a
+machine does before its peers is no leap of its own until they have had the time to follow."""
 VALUE_MAX = 1e15
 """What is larger counts as this: squares of float32 end at 1e38."""
 MACHINES_MIN = 3

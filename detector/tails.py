@@ -10,8 +10,10 @@ averaged deviations), so that
 Faults are in the sample, too, and nobody says which they are. In an exponential tail the spacings of the ordered values,
 i (X_(i) - X_(i+1)) from the top, are independent with mean beta (Renyi 1953): beta is the mean of all but the topmost
 `FAULT_SHARE` of the sample, which faults may have made, with i counted as if half of those were faults: a sixth too low
-where none was, half too high where all were. It is raised by one standard error, so that short histories give high
-thresholds rather than false alarms.
+where none was, half too high where all were. Of a fleet of more than 100 machines fewer are left out, for no more than
+`FAULTY_MACHINES_MAX` are faulty for long, and what its topmost values say of the slope counts where it is more: how heavy
+the far tail is only large fleets show. beta is raised by one standard error, so that short histories give high thresholds
+rather than false alarms.
 """
 
 import math
@@ -28,6 +30,9 @@ BLOCK_TICKS = 32
 TAIL_SHARE = 0.15
 FAULT_SHARE = 0.02
 """Of a machine's time: a fault in seven machine-hours of every two weeks, ten times what is common."""
+FAULTY_MACHINES_MAX = 2
+FAR_SHARE = 1 / 8
+"""Of the spacings of large fleets the topmost so many count by themselves, too, where they are larger."""
 BLOCKS_MIN = 4
 """Of a panel, before it has a threshold: nothing is said earlier."""
 SPACINGS_MIN = 5
@@ -91,13 +96,17 @@ class Tail:
             self._fit()
 
     def _fit(self) -> None:
-        skipped = max(1, math.ceil(FAULT_SHARE * self.size))
+        share = min(FAULT_SHARE, FAULTY_MACHINES_MAX * len(self.blocks) / self.size) if self.size else FAULT_SHARE
+        skipped = max(1, math.ceil(share * self.size))
         num = int(TAIL_SHARE * self.size)
         if len(self.blocks) < BLOCKS_MIN or num - skipped < SPACINGS_MIN:
             return
         location, used = spacings(np.concatenate(self.blocks), num, skipped)
         self.location = float(location)
         self.beta = float(used.mean()) * (1 + 1 / math.sqrt(len(used)))
+        if share < FAULT_SHARE:
+            far = used[: max(SPACINGS_MIN, int(FAR_SHARE * len(used)))]
+            self.beta = max(self.beta, float(far.mean()) * (1 + 1 / math.sqrt(len(far))))
         if self.prior:
             own = self.size / (self.size + self.prior.weight)
             self.location = own * self.location + (1 - own) * self.prior.location

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rolecall.detector.following import MEAN_TO_SIGMA, POOLED_TICKS
+from rolecall.detector.following import MACHINES_KEPT, MEAN_TO_SIGMA, POOLED_TICKS
 from rolecall.detector.panel import Floats
 
 MEMORY_TICKS = 1000.0
@@ -69,8 +69,6 @@ HISTORY_TICKS = 4000.0
 TABLE_TICKS = 32
 SKIPPED_TICKS = 8
 """The first ones have no scale yet."""
-MACHINES_KEPT = 256
-"""Of large fleets so many machines, evenly spread, stand for all."""
 FREEDOM_YOUNG = 3.0
 QUANTILES = (0.7, 0.96, 0.995)
 """Of |e|: the first gives the width, the heavier of its ratios to the others the degrees of freedom. Not lower ones: an

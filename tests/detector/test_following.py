@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rolecall.detector.following import GAIN_MAX, Following
+from rolecall.detector.following import GAIN_SPREADS, GAIN_SURE, Following
 from rolecall.detector.panel import Floats
 
 MACHINES, TICKS = 9, 1500
@@ -64,14 +64,26 @@ def test_the_lead_tells_how_much_of_the_last_deviation_was_the_step_that_came() 
     assert after < 0.5 * before
 
 
-def test_gains_are_learned_from_moves_and_limited() -> None:
+def test_gains_are_learned_from_moves_and_limited_to_what_peers_have() -> None:
     wave, own = np.repeat(np.random.default_rng(3).normal(0, 20, TICKS // 50), 50).astype(np.float32), noise()
     own += np.outer(wave, np.linspace(-0.04, 0.04, MACHINES)).astype(np.float32)
     own[:, 8] += 2.0 * wave
     following, z, _ = followed(own, wave)
     assert following.gain[0, :8] - following.gain[0, 4] == pytest.approx(np.linspace(-0.04, 0.03, 8), abs=0.012)
-    assert following.gain[0, 8] == np.float32(GAIN_MAX)
+    usual = 1.4826 * np.median(np.abs(following.gain))
+    assert following.gain[0, 8] == pytest.approx(GAIN_SPREADS * usual, rel=0.1)
     assert np.abs(z[1000:, :8]).mean() < 1.3
+
+
+def test_a_clock_that_is_wrong_by_more_than_a_tick_is_not_held_for_a_weak_answer() -> None:
+    """Nor is the machine accused for it when the fleet goes to another level."""
+    wave, own = fleet_wave(), noise()
+    own[:, 5] += np.roll(wave, 3) - wave
+    moved = np.where(np.arange(TICKS) >= 1300, 60.0, 0.0).astype(np.float32)
+    following, z, _ = followed(own, wave + moved)
+    assert following.gain_max[0, 0] == np.float32(GAIN_SURE)
+    in_place = (np.arange(TICKS) > 1310) & (np.roll(wave, 3) == wave)
+    assert np.abs(z[in_place, 5]).mean() < 0.6
 
 
 def test_a_fleet_that_never_moved_teaches_no_gain_and_a_new_move_leaves_room() -> None:

@@ -157,3 +157,27 @@ def test_what_comes_and_goes_adds_up_and_is_dated_from_its_first_time() -> None:
 def test_outliers_of_a_wild_metric_do_not_add_up() -> None:
     scores, shifts = run(process(9, 0.9, 2.2))
     assert shifts.earlier[0].max() < 2 and np.quantile(scores[ONSET:], 0.99) < 8
+
+
+def test_sums_do_not_stay_up_where_nothing_stands() -> None:
+    """With a clock badly set much is left unexplained at each edge, no forecast is better than the other, and W must not
+    keep what was long ago."""
+    past, shifts = Whitening(1, MACHINES), LevelShifts(1, MACHINES)
+    shifts.sums[:, 0, 3:5] = 30.0
+    known, no = np.ones((1, MACHINES), np.bool_), np.zeros((1, MACHINES), np.bool_)
+    wide = np.full((1, MACHINES), 20.0, np.float32)
+    for _ in range(100):
+        new = past.tick(-wide, wide, known, known[0], no[:, :1])
+        shifts.levels[2, 0, 4] = 3.0  # only this one stands
+        shifts.tick(-wide, wide, known, no, new, past)
+    assert shifts.sums[:, 0, 3].max() < 3 and shifts.sums[:, 0, 4].min() > 15
+
+
+def test_an_episode_that_ends_slowly_does_not_raise_the_score() -> None:
+    shifts = LevelShifts(1, MACHINES)
+    shifts.earlier[0, 3], shifts.trough[0, 3], shifts.sums[:, 0, 3] = 20.0, 12.0, 12.0
+    past = Whitening(1, MACHINES)
+    nothing, known = np.zeros((1, MACHINES), np.float32), np.ones((1, MACHINES), np.bool_)
+    new = past.tick(nothing, nothing, known, known[0], np.zeros((1, 1), np.bool_))
+    shifts.tick(nothing, nothing, known, np.zeros_like(known), new, past)
+    assert shifts.earlier[0, 3] > 15 and shifts.maxima[:-1, 0, 3].max() <= 12.0

@@ -7,7 +7,8 @@ the first scrape, an agent that nobody scrapes does not carry it.
 from collections.abc import Callable, Iterable, Iterator
 
 from rolecall import __version__
-from rolecall.core.metrics import BY_NAME, CATALOGUE, MetricType, MetricValue, host_values, process_values
+from rolecall.core.metric import MetricType, MetricValue
+from rolecall.core.metrics import BY_NAME, CATALOGUE, host_values, process_values
 from rolecall.core.telemetry import HostSample, ProcessSample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

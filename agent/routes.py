@@ -16,7 +16,7 @@ from rolecall.agent.samples import SampleRing
 from rolecall.agent.server import WAIT_SECONDS_MAX, Answer, BadRequest, Request, Route
 from rolecall.core.clock import Clock
 from rolecall.core.ids import NodeId
-from rolecall.core.metrics import MetricValue
+from rolecall.core.metric import MetricValue
 from rolecall.core.telemetry import EventBatch
 
 STALE_ROUNDS = 25

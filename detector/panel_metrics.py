@@ -1,6 +1,6 @@
 """What of the catalogue (core/metrics.py) machines are compared in, and what it is called in panels."""
 
-from rolecall.core.metrics import NODE, RANK, Metric, MetricType
+from rolecall.core.metric import NODE, RANK, Metric, MetricType
 
 NODE_ROLE = "node"
 """Role of what is measured of a node and not of a process."""

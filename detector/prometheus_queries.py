@@ -8,7 +8,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rolecall.core.metrics import CATALOGUE, MetricType, Subject
+from rolecall.core.metric import MetricType, Subject
+from rolecall.core.metrics import CATALOGUE
 from rolecall.detector.panel import Machine
 from rolecall.detector.panel_metrics import BUSY, NODE_ROLE, SECONDS_PER_UNIT, UNITS, panel_metric
 from rolecall.detector.prometheus_api import is_name

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rolecall.core.metrics import BY_NAME, MetricType, process_values
+from rolecall.core.metric import MetricType
+from rolecall.core.metrics import BY_NAME, process_values
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.panel_metrics import BUSY, SECONDS_PER_UNIT, UNITS, panel_metric
 

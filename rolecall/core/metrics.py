@@ -11,51 +11,15 @@ those itself. `process_values` and `host_values` are the only translation from s
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from enum import StrEnum
+from dataclasses import fields
 
+from rolecall.core.metric import NODE, RANK, Metric, MetricType, MetricValue, Subject
+from rolecall.core.metrics_gpu import GPU_METRICS
+from rolecall.core.metrics_kernel import KERNEL_METRICS
+from rolecall.core.metrics_nccl import NCCL_METRICS
+from rolecall.core.metrics_network import NETWORK_METRICS
+from rolecall.core.metrics_storage import STORAGE_METRICS
 from rolecall.core.telemetry import HostSample, ProcessSample
-
-
-class MetricType(StrEnum):
-    GAUGE = "gauge"
-    COUNTER = "counter"
-
-
-class Subject(StrEnum):
-    """What a metric speaks of, and so where its value comes from."""
-
-    PROCESS = "process"  # ProcessSample
-    HOST = "host"  # HostSample
-    AGENT = "agent"  # the agent's own counters
-
-
-NODE = ("node",)
-RANK = ("node", "role", "replica", "rank")
-LABELS_ALLOWED = frozenset({*RANK, "phase", "state", "probe", "kind", "version"})
-"""Every label that a metric may carry. All are bounded by the topology or by a closed set."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    name: str
-    type: MetricType
-    unit: str  # "seconds", "bytes", ... or "" for counts and 0/1
-    help: str
-    labels: tuple[str, ...]
-    subject: Subject
-    detect: bool = False  # in `/v1/samples`, where the detector reads it
-    source: str = ""  # field of ProcessSample or HostSample; "" for the agent's own
-    node_clock: bool = False  # the field is node-monotonic; exposed as seconds since 1970
-
-
-@dataclass(frozen=True, slots=True)
-class MetricValue:
-    """One exposed value. `labels` has exactly the names that the metric declares, in that order."""
-
-    metric: Metric
-    labels: tuple[str, ...]
-    value: float
 
 
 def _process(
@@ -217,7 +181,17 @@ _OF_AGENT = (
     _agent("probe_seconds", _G, "seconds", "Duration of the probe in the newest round", (*NODE, "probe")),
 )
 
-CATALOGUE: tuple[Metric, ...] = _FROM_PAGE + _FROM_PROC + _FROM_HOST + _OF_AGENT
+CATALOGUE: tuple[Metric, ...] = (
+    *_FROM_PAGE,
+    *_FROM_PROC,
+    *_FROM_HOST,
+    *GPU_METRICS,
+    *NETWORK_METRICS,
+    *KERNEL_METRICS,
+    *STORAGE_METRICS,
+    *NCCL_METRICS,
+    *_OF_AGENT,
+)
 BY_NAME: dict[str, Metric] = {m.name: m for m in CATALOGUE}
 
 _PROCESS = tuple(m for m in CATALOGUE if m.subject is Subject.PROCESS)
@@ -250,6 +224,11 @@ def host_values(sample: HostSample) -> Iterator[MetricValue]:
 _TITLES = {
     Subject.PROCESS: "Processes",
     Subject.HOST: "Nodes",
+    Subject.GPU: "GPUs",
+    Subject.NETWORK: "Network",
+    Subject.KERNEL: "Kernel log",
+    Subject.STORAGE: "Disks and file systems",
+    Subject.NCCL: "NCCL",
     Subject.AGENT: "The agent itself",
 }
 

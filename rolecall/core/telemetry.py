@@ -123,6 +123,23 @@ class AgentEventKind(StrEnum):
     FINISHED = "finished"  # the process said goodbye: its exit is wanted
     RAYLET_EXITED = "raylet_exited"
     AGENT_STARTED = "agent_started"
+    XID = "xid"  # `xid`, `gpu` (index) or `pci`, `mnemonic`, `action`, `line`; SXid: `sxid`
+    GPU_LOST = "gpu_lost"  # `gpu`, `uuid`: no NVML call on it succeeds any more
+    GPU_FAULT = "gpu_fault"  # `gpu`, `what` (recovery_action, remapped_rows, ecc, nvlink, fabric), and what it says
+    GPU_RECOVERED = "gpu_recovered"
+    OOM_KILL = "oom_kill"  # of the kernel log: `pid`, `name`; the process, if it is a registered one
+    MACHINE_CHECK = "machine_check"
+    LINK_DOWN = "link_down"  # `nic` and `port`, or `interface`
+    LINK_UP = "link_up"
+    KERNEL = "kernel"  # another line of the kernel log that tells of a fault: `what`, `line`
+    NCCL = "nccl"  # what RAS says of a communicator: `what`, `communicator`
+    PROBE_DOWN = "probe_down"  # a collector cannot read, or hangs: `probe`, `reason`
+    PROBE_UP = "probe_up"  # it can again: `probe`
+    OTHER = "other"  # of an agent of a later version
+
+    @classmethod
+    def _missing_(cls, value: object) -> "AgentEventKind":
+        return cls.OTHER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

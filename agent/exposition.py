@@ -1,17 +1,22 @@
-"""`/metrics`: the catalogue (`core/metrics.py`) filled with the newest samples and the agent's own counters.
+"""`/metrics`: the catalogue (`core/metrics.py`) filled with the newest samples, readings and the agent's own counters.
 
-Own registry: nothing of the Python process is exposed but what the catalogue names. prometheus_client is imported at
-the first scrape, an agent that nobody scrapes does not carry it.
+Written here and not by prometheus_client, which takes longer for the two thousand series of an eight-GPU node than a
+scrape may (docs/why.md); `promtool check metrics` reads it in a test. Name and labels of a series are put together once:
+a node's series are nearly the same at each scrape.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+import threading
+from collections.abc import Iterable, Iterator
 
 from rolecall import __version__
-from rolecall.core.metric import MetricType, MetricValue
+from rolecall.core.metric import Metric, MetricValue
 from rolecall.core.metrics import BY_NAME, CATALOGUE, host_values, process_values
 from rolecall.core.telemetry import HostSample, ProcessSample
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+NUM_SERIES_REMEMBERED = 20_000
+"""Ten times what a large node has; then all are forgotten, and put together again."""
 
 
 def agent_value(name: str, value: float, node: str, *labels: str) -> MetricValue:
@@ -44,34 +49,51 @@ def all_values(
     yield from own
 
 
-def render(values: Iterable[MetricValue]) -> bytes:
-    """The Prometheus text format, metrics in the catalogue's order.
+def _escaped(text: str) -> str:
+    """A label value, as the text format wants it."""
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
-    Raises:
-        ImportError: prometheus_client is not installed.
-    """
-    from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-    from prometheus_client.registry import Collector
 
-    by_name: dict[str, list[MetricValue]] = {}
-    for value in values:
-        by_name.setdefault(value.metric.name, []).append(value)
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(value)
 
-    class Values(Collector):
-        def collect(self) -> Iterator[Metric]:
-            for metric in CATALOGUE:
-                found = by_name.get(metric.name)
-                if found is None:
-                    continue
-                kind: Callable[..., CounterMetricFamily | GaugeMetricFamily] = (
-                    CounterMetricFamily if metric.type is MetricType.COUNTER else GaugeMetricFamily
-                )
-                family = kind(metric.name, metric.help, labels=metric.labels)
-                for value in found:
-                    family.add_metric(list(value.labels), value.value)
-                yield family
 
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Values())
-    return generate_latest(registry)
+class Exposition:
+    """Renders values as text; remembers how series begin. May be called from several threads."""
+
+    def __init__(self) -> None:
+        self._heads = {
+            m.name: f"# HELP {m.name} {m.help}\n# TYPE {m.name} {m.type.value}\n".encode() for m in CATALOGUE
+        }
+        self._prefixes: dict[tuple[str, tuple[str, ...]], str] = {}
+        self._lock = threading.Lock()
+
+    def render(self, values: Iterable[MetricValue]) -> bytes:
+        """The Prometheus text format, metrics in the catalogue's order. Of a series that is there twice, the first."""
+        series: dict[str, dict[str, str]] = {}
+        with self._lock:
+            if len(self._prefixes) > NUM_SERIES_REMEMBERED:
+                self._prefixes.clear()
+            prefixes = self._prefixes
+            for metric, labels, value in values:
+                key = (metric.name, labels)
+                prefix = prefixes.get(key)
+                if prefix is None:
+                    prefix = prefixes[key] = _prefix(metric, labels)
+                series.setdefault(metric.name, {}).setdefault(prefix, _number(float(value)))
+        parts = []
+        for metric in CATALOGUE:
+            found = series.get(metric.name)
+            if found is not None:
+                parts.append(self._heads[metric.name])
+                parts.append("".join([f"{prefix} {number}\n" for prefix, number in found.items()]).encode())
+        return b"".join(parts)
+
+
+def _prefix(metric: Metric, labels: tuple[str, ...]) -> str:
+    pairs = ",".join(f'{name}="{_escaped(value)}"' for name, value in zip(metric.labels, labels, strict=True))
+    return f"{metric.name}{{{pairs}}}"

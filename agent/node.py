@@ -10,14 +10,17 @@ import json
 import logging
 import os
 import select
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rolecall.agent.collectors.collector import Collector
 from rolecall.agent.collectors.exits import ExitStatus, ExitWatch, WatchRefused
 from rolecall.agent.collectors.host import HostProbe
 from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import Stacks
 from rolecall.agent.intake import Intake
+from rolecall.agent.probes import Probes
 from rolecall.agent.registry import Registry
 from rolecall.agent.routes import Routes
 from rolecall.agent.sampler import Sampler
@@ -53,6 +56,7 @@ class AgentSettings:
     parent: tuple[int, int] | None = None  # the agent ends when this process does
     proc: Path = Path("/proc")
     cgroup_root: Path = Path("/sys/fs/cgroup")
+    collectors: Sequence[Collector] = ()
 
 
 class Agent:
@@ -90,6 +94,7 @@ class Agent:
         )
         self.ring = SampleRing(settings.node, os.getpid(), clock)
         self._sampler = Sampler(self.registry, host, self.ring, clock)
+        self._probes = Probes(settings.collectors, self.events, clock)
         self._http = HttpServer(settings.host, settings.port, self._routes().table())
         answerers = {
             "register": self.registry.register,
@@ -119,6 +124,7 @@ class Agent:
             sampler=self._sampler,
             stacks=Stacks(),
             bearer=bearer_token(self._settings.token),
+            probes=self._probes,
         )
 
     @property
@@ -144,6 +150,7 @@ class Agent:
         self.registry.adopt()
         self._watch_raylet(self._settings.raylet)
         self._sampler.round()
+        self._probes.start()
         self._intake.start()
         self._http.start()
         start_ticks = process_start_ticks(os.getpid())
@@ -158,6 +165,7 @@ class Agent:
             now = self._clock.monotonic()
             if now >= housekeeping_due:
                 housekeeping_due = now + HOUSEKEEPING_SECONDS
+                self._probes.look()
                 self.events.sync()
                 if self._settings.raylet is None:
                     self._watch_raylet(self._raylet_in_file())
@@ -168,6 +176,7 @@ class Agent:
         (self._dir / "agent.json").unlink(missing_ok=True)
         self._http.stop()
         self._intake.stop()
+        self._probes.stop()
         self._exits.stop()
         self.events.close()
         os.close(self._lock)

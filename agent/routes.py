@@ -3,13 +3,14 @@
 import os
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 
 from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import EvidenceFailed, Stacks
-from rolecall.agent.exposition import CONTENT_TYPE, agent_value, all_values, build_info, render
+from rolecall.agent.exposition import CONTENT_TYPE, Exposition, agent_value, all_values, build_info
+from rolecall.agent.probes import Probes
 from rolecall.agent.registry import Registry
 from rolecall.agent.sampler import Sampler
 from rolecall.agent.samples import SampleRing
@@ -35,11 +36,14 @@ class Routes:
     sampler: Sampler
     stacks: Stacks
     bearer: str
+    probes: Probes
+    exposition: Exposition = field(default_factory=Exposition)
 
     def table(self) -> dict[str, Route]:
         return {
             "/healthz": self.healthz,
             "/metrics": self.metrics,
+            "/metrics/dcgm": self.metrics_dcgm,
             "/v1/samples": self.samples,
             "/v1/events": self.event_batch,
             "/v1/evidence/stacks": self.evidence_stacks,
@@ -96,11 +100,17 @@ class Routes:
     def metrics(self, request: Request) -> Answer:
         request.only()
         processes, hosts = self.ring.newest()
-        try:
-            text = render(all_values(processes, hosts, self._own_values()))
-        except ImportError:
-            raise BadRequest(HTTPStatus.SERVICE_UNAVAILABLE, "prometheus-client is not installed") from None
-        return Answer(text, CONTENT_TYPE)
+        return Answer(self.exposition.render(all_values(processes, hosts, self._read_values())), CONTENT_TYPE)
+
+    def metrics_dcgm(self, request: Request) -> Answer:
+        """The GPU collector's values once more, in dcgm-exporter's names and labels; empty without a GPU."""
+        request.only()
+        return Answer("".join(r.dcgm for r in self.probes.readings()).encode(), CONTENT_TYPE)
+
+    def _read_values(self) -> Iterator[MetricValue]:
+        for reading in self.probes.readings():
+            yield from reading.values
+        yield from self._own_values()
 
     def _own_values(self) -> Iterator[MetricValue]:
         usage, stats = resource.getrusage(resource.RUSAGE_SELF), self.sampler.stats
@@ -122,10 +132,15 @@ class Routes:
             yield agent_value(name, value, self.node)
         for kind, number in sorted(self.events.num_by_kind.items()):
             yield agent_value("agent_events_total", number, self.node, kind)
-        probes = (("host", stats.host_ok, stats.host_seconds), ("process", stats.processes_ok, stats.process_seconds))
-        for probe, up, seconds in probes:
+        looks = (("host", stats.host_ok, stats.host_seconds), ("process", stats.processes_ok, stats.process_seconds))
+        for probe, up, seconds in looks:
             yield agent_value("probe_up", up, self.node, probe)
             yield agent_value("probe_seconds", seconds, self.node, probe)
+        for state in self.probes.states():
+            yield agent_value("probe_up", state.up, self.node, state.name)
+            yield agent_value("probe_seconds", state.read_seconds, self.node, state.name)
+            yield agent_value("probe_cpu_seconds_total", state.cpu_seconds, self.node, state.name)
+            yield agent_value("probe_facts_dropped_total", state.facts_dropped, self.node, state.name)
 
 
 def resident_bytes(proc: Path = Path("/proc")) -> int:

@@ -2,6 +2,7 @@
 
     /healthz                        alive, and how fresh
     /metrics                        Prometheus text format
+    /metrics/dcgm                   of the GPUs, in dcgm-exporter's names
     /v1/samples?since=N             SampleBatch newer than cursor N
     /v1/events?after=N&wait=S       EventBatch after number N; waits up to S <= 30 s for the first
     /v1/evidence/stacks?pid=P       stacks of a registered process; `Authorization: Bearer <bearer_token(run token)>`

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class MetricType(StrEnum):
@@ -46,8 +47,7 @@ class Metric:
     node_clock: bool = False  # the field is node-monotonic; exposed as seconds since 1970
 
 
-@dataclass(frozen=True, slots=True)
-class MetricValue:
+class MetricValue(NamedTuple):
     """One exposed value. `labels` has exactly the names that the metric declares, in that order."""
 
     metric: Metric

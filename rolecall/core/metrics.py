@@ -179,6 +179,8 @@ _OF_AGENT = (
     _agent("agent_pages_torn_total", _C, "", "Reads of a state page that found it torn or damaged"),
     _agent("probe_up", _G, "", "1 if the probe could be read in the newest round, 0 if not", (*NODE, "probe")),
     _agent("probe_seconds", _G, "seconds", "Duration of the probe in the newest round", (*NODE, "probe")),
+    _agent("probe_cpu_seconds_total", _C, "seconds", "CPU time of the thread of a collector", (*NODE, "probe")),
+    _agent("probe_facts_dropped_total", _C, "", "Facts beyond what one look of a collector may tell", (*NODE, "probe")),
 )
 
 CATALOGUE: tuple[Metric, ...] = (

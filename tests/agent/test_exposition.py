@@ -6,7 +6,7 @@ Write it anew: python -m tests.agent.test_exposition > tests/agent/golden_metric
 from pathlib import Path
 
 from rolecall import __version__
-from rolecall.agent.exposition import agent_value, all_values, build_info, render
+from rolecall.agent.exposition import Exposition, agent_value, all_values, build_info
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import HostSample, ProcessSample
 
@@ -47,7 +47,7 @@ def _text() -> str:
         memory_available_bytes=4 << 30,
     )
     own = [build_info(NODE), agent_value("agent_events_total", 3, NODE, "exited")]
-    return render(all_values([process], [host], own)).decode()
+    return Exposition().render(all_values([process], [host], own)).decode()
 
 
 def _golden() -> str:

@@ -1,4 +1,5 @@
-"""The command: `python -m rolecall.agent --node NODE --data-dir DIR --token-file FILE`.
+"""The command: `rolecall agent --config agent.yaml`, or `python -m rolecall.agent --node NODE --data-dir DIR
+--token-file FILE`, which looks at registered processes only: so the bundled runtime starts the agents of its nodes.
 
 Exit code 0 after SIGTERM, SIGINT or the end of the parent process; 2 for a wrong argument, a directory that another
 agent holds, or a port that is taken.
@@ -6,15 +7,18 @@ agent holds, or a port that is taken.
 
 import argparse
 import logging
+import os
+import secrets
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rolecall.agent.node import Agent, AgentSettings, DirectoryInUse
-from rolecall.core.errors import BadId
+from rolecall.core.errors import BadId, ConfigError
 from rolecall.core.ids import NodeId, checked_id
 
+LOOPBACK = "127.0.0.1"
 INTERVAL_SECONDS_MIN, INTERVAL_SECONDS_MAX = 0.02, 60.0
 
 
@@ -23,6 +27,12 @@ def _node(text: str) -> NodeId:
         return NodeId(checked_id(text, "node"))
     except BadId as e:
         raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and int(text) <= 65_535):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected 0 to 65535")
+    return int(text)
 
 
 def _interval(text: str) -> float:
@@ -36,18 +46,20 @@ def _interval(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="python -m rolecall.agent", description="Watches the processes of one node.")
-    p.add_argument("--node", type=_node, required=True, help="name of this node, for example node-3")
-    p.add_argument("--data-dir", type=Path, required=True, help="its directory: pages, events, socket, agent.json")
-    p.add_argument("--token-file", type=Path, required=True, help="file with the run's token")
-    p.add_argument("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
-    p.add_argument("--port", type=int, default=0, help="port to listen on (default 0: any free one)")
-    p.add_argument("--interval", type=_interval, default=0.2, help="seconds between two looks (default 0.2)")
+    p = argparse.ArgumentParser(prog="rolecall agent", description="Watches one node.")
+    p.add_argument("--config", type=Path, help="agent.yaml: every signal of the node; the arguments below overrule it")
+    p.add_argument("--explain", action="store_true", help="print an agent.yaml with each key and its meaning")
+    p.add_argument("--node", type=_node, help="name of this node, for example node-3")
+    p.add_argument("--data-dir", type=Path, help="its directory: pages, events, socket, agent.json")
+    p.add_argument("--token-file", type=Path, help="file with the run's token")
+    p.add_argument("--host", help="address to listen on (default: loopback only)")
+    p.add_argument("--port", type=_port, help="port to listen on (default without --config: any free one)")
+    p.add_argument("--interval", type=_interval, help="seconds between two looks at processes (default 0.2)")
     p.add_argument("--raylet-pid", type=int, help="raylet of this node; else raylet.json in the data directory")
     p.add_argument("--raylet-start", type=int, help="its start time in clock ticks (field 22 of /proc/PID/stat)")
     p.add_argument("--parent-pid", type=int, help="process whose end ends the agent")
     p.add_argument("--parent-start", type=int, help="its start time in clock ticks")
-    p.add_argument("--proc", type=Path, default=Path("/proc"), help=argparse.SUPPRESS)
+    p.add_argument("--proc", type=Path, help=argparse.SUPPRESS)
     return p
 
 
@@ -59,34 +71,98 @@ def _pair(p: argparse.ArgumentParser, what: str, pid: int | None, start: int | N
     return pid, start
 
 
-def _settings(argv: Sequence[str] | None) -> AgentSettings:
-    p = _parser()
-    a = p.parse_args(argv)
+def _token(p: argparse.ArgumentParser, path: Path) -> str:
     try:
-        token = a.token_file.read_text().strip()
+        token = path.read_text().strip()
     except OSError as e:
         p.error(f"--token-file: {e}")
     if not token:
-        p.error(f"--token-file: {a.token_file} is empty")
+        p.error(f"--token-file: {path} is empty")
+    return token
+
+
+def _settings(argv: Sequence[str] | None) -> AgentSettings | None:
+    """None: nothing is to run, what was asked for has been printed."""
+    p = _parser()
+    a = p.parse_args(argv)
+    if a.explain:
+        from rolecall.agent.settings import explain
+
+        print(explain(), end="")
+        return None
+    if a.config is not None:
+        return _from_file(p, a)
+    missing = [f"--{n.replace('_', '-')}" for n in ("node", "data_dir", "token_file") if getattr(a, n) is None]
+    if missing:
+        p.error(f"without --config these are needed: {', '.join(missing)}")
     return AgentSettings(
         node=a.node,
         data_dir=a.data_dir,
-        token=token,
-        host=a.host,
-        port=a.port,
-        interval_seconds=a.interval,
+        token=_token(p, a.token_file),
+        host=a.host or LOOPBACK,
+        port=a.port or 0,
+        interval_seconds=a.interval or 0.2,
         raylet=_pair(p, "raylet", a.raylet_pid, a.raylet_start),
         parent=_pair(p, "parent", a.parent_pid, a.parent_start),
-        proc=a.proc,
+        proc=a.proc or Path("/proc"),
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    settings = _settings(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+def _from_file(p: argparse.ArgumentParser, a: argparse.Namespace) -> AgentSettings:
+    """Raises:
+    ConfigError: of the file, or of the file with TLS and users.
+    OSError: a token cannot be made in the data directory.
+    """
+    from rolecall.agent.assembly import collectors_of
+    from rolecall.agent.settings import load_agent_file
+
+    file = load_agent_file(a.config)
+    node, data_dir = a.node or NodeId(file.node), a.data_dir or file.data_dir
+    token_file = a.token_file or file.token_file
+    web = None
+    if file.web_config_file is not None:
+        from rolecall.agent.web_config import load_web_config
+
+        web = load_web_config(a.config.parent / file.web_config_file)
+    return AgentSettings(
+        node=node,
+        data_dir=data_dir,
+        token=_token(p, token_file) if token_file else _own_token(data_dir),
+        host=a.host or file.host,
+        port=file.port if a.port is None else a.port,
+        interval_seconds=a.interval or file.interval_seconds,
+        raylet=_pair(p, "raylet", a.raylet_pid, a.raylet_start),
+        parent=_pair(p, "parent", a.parent_pid, a.parent_start),
+        proc=a.proc or file.proc,
+        cgroup_root=file.sys / "fs" / "cgroup",
+        collectors=lambda registry: collectors_of(file, node, data_dir, registry),
+        tls=web.tls if web else None,
+        allows=web.auth.allows if web and web.auth else None,
+    )
+
+
+def _own_token(data_dir: Path) -> str:
+    """The token in the data directory, made at the first start (mode 0600)."""
+    path = data_dir / "token"
+    data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return path.read_text().strip()
+    with os.fdopen(descriptor, "w") as f:
+        token = secrets.token_hex(32)
+        f.write(token + "\n")
+    return token
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        settings = _settings(argv)
+        if settings is None:
+            return 0
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
         agent = Agent(settings)
-    except (DirectoryInUse, OSError) as e:
+    except (ConfigError, DirectoryInUse, OSError) as e:
         print(f"rolecall agent: {e}", file=sys.stderr)
         return 2
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -6,13 +6,15 @@ it over a restart. The main thread looks at everything each interval; exits, reg
 """
 
 import fcntl
+import hmac
 import json
 import logging
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rolecall.agent.collectors.collector import Collector
 from rolecall.agent.collectors.exits import ExitStatus, ExitWatch, WatchRefused
@@ -31,6 +33,9 @@ from rolecall.core.errors import RolecallError
 from rolecall.core.ids import NodeId, ProcessId, process_start_ticks
 from rolecall.core.rundir import bearer_token, write_atomically
 from rolecall.core.telemetry import AgentEventKind
+
+if TYPE_CHECKING:
+    import ssl
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +61,11 @@ class AgentSettings:
     parent: tuple[int, int] | None = None  # the agent ends when this process does
     proc: Path = Path("/proc")
     cgroup_root: Path = Path("/sys/fs/cgroup")
-    collectors: Sequence[Collector] = ()
+    collectors: Callable[[Registry], Sequence[Collector]] | None = None
+    """What else of the node is looked at; may ask the registry whose a process is."""
+    tls: "ssl.SSLContext | None" = None
+    allows: Callable[[str], bool] | None = None
+    """Which values of `Authorization` are let in beside the bearer token; None: reading needs none."""
 
 
 class Agent:
@@ -94,8 +103,10 @@ class Agent:
         )
         self.ring = SampleRing(settings.node, os.getpid(), clock)
         self._sampler = Sampler(self.registry, host, self.ring, clock)
-        self._probes = Probes(settings.collectors, self.events, clock)
-        self._http = HttpServer(settings.host, settings.port, self._routes().table())
+        collectors = settings.collectors(self.registry) if settings.collectors else ()
+        self._probes = Probes(collectors, self.events, clock)
+        routes = self._routes().table()
+        self._http = HttpServer(settings.host, settings.port, routes, tls=settings.tls, allows=self._allows())
         answerers = {
             "register": self.registry.register,
             "exception": self.registry.exception,
@@ -111,6 +122,13 @@ class Agent:
             os.close(descriptor)
             raise DirectoryInUse(self._dir) from None
         return descriptor
+
+    def _allows(self) -> Callable[[str], bool] | None:
+        users = self._settings.allows
+        if users is None:
+            return None
+        bearer = f"Bearer {bearer_token(self._settings.token)}".encode()
+        return lambda header: hmac.compare_digest(header.encode("utf-8", "replace"), bearer) or users(header)
 
     def _routes(self) -> Routes:
         return Routes(

@@ -7,6 +7,8 @@
     /v1/events?after=N&wait=S       EventBatch after number N; waits up to S <= 30 s for the first
     /v1/evidence/stacks?pid=P       stacks of a registered process; `Authorization: Bearer <bearer_token(run token)>`
 
+With `tls` it is HTTPS; with `allows` each request needs the right user and password (agent/web_config.py).
+
 HTTP/1.1 with keep-alive, so that pollers reuse their connection. A bad request is answered `{"error": reason}` with
 400, 401, 404, 405, 409, 429 or 503. Requests are parsed here rather than by http.server, whose header parser costs
 more than everything else of an answer: seven agents share the machine with the work that they watch.
@@ -23,8 +25,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from io import BufferedIOBase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
+
+if TYPE_CHECKING:
+    import ssl
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +39,12 @@ NUM_CONNECTIONS_MAX = 32
 IDLE_SECONDS_MAX = 65.0
 """A connection that asks nothing for so long is closed; longer than a Prometheus scrape interval of a minute."""
 WAIT_SECONDS_MAX = 30.0
+HANDSHAKE_SECONDS = 5.0
 ACCEPT_PAUSE_SECONDS = 0.1
 NUMBER_MAX = (1 << 63) - 1
 
 JSON_TYPE = "application/json"
+CHALLENGE = 'WWW-Authenticate: Basic realm="rolecall"\r\n'
 
 
 class BadRequest(Exception):
@@ -152,6 +159,7 @@ def rendered(answer: Answer, stays: bool) -> bytes:
     head = (
         f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\nContent-Type: {answer.content_type}\r\n"
         f"Content-Length: {len(answer.body)}\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
+        f"{CHALLENGE if answer.status == HTTPStatus.UNAUTHORIZED else ''}"
         f"Connection: {'keep-alive' if stays else 'close'}\r\n\r\n"
     )
     return head.encode("latin-1") + answer.body
@@ -192,9 +200,22 @@ class HttpServer(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     request_queue_size = 64
 
-    def __init__(self, host: str, port: int, routes: Mapping[str, Route]) -> None:
-        """Listens at once (port 0: any free one). Raises OSError naming the port when it is taken."""
-        self._routes = routes
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        routes: Mapping[str, Route],
+        *,
+        tls: "ssl.SSLContext | None" = None,
+        allows: Callable[[str], bool] | None = None,
+    ) -> None:
+        """Listens at once (port 0: any free one). `tls`: HTTPS; `allows`: which values of `Authorization` are let in at
+        all, by default every one.
+
+        Raises:
+            OSError: the port is taken; names it.
+        """
+        self._routes, self._tls, self._allows = routes, tls, allows
         self._slots = threading.BoundedSemaphore(NUM_CONNECTIONS_MAX)
         try:
             super().__init__((host, port), _Connection)
@@ -207,7 +228,8 @@ class HttpServer(socketserver.ThreadingTCPServer):
     @property
     def url(self) -> str:
         host, port = self.server_address[:2]
-        return f"http://{host!s}:{port}"
+        shown = f"[{host!s}]" if ":" in str(host) else str(host)
+        return f"{'https' if self._tls else 'http'}://{shown}:{port}"
 
     def start(self) -> None:
         self._thread.start()
@@ -235,6 +257,8 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
     def answer(self, request: Request) -> Answer:
         """Raises BadRequest."""
+        if self._allows is not None and not self._allows(request.headers.get("authorization", "")):
+            raise BadRequest(HTTPStatus.UNAUTHORIZED, "this agent wants a user and a password", close=True)
         route = self._routes.get(request.path)
         if route is None:
             raise BadRequest(HTTPStatus.NOT_FOUND, f"no such path; there are {', '.join(sorted(self._routes))}")
@@ -260,9 +284,23 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
-            super().process_request_thread(request, client_address)
+            if self._tls is not None:
+                request = self._shaken(request)
+            if request is not None:
+                super().process_request_thread(request, client_address)
         finally:
             self._slots.release()
+
+    def _shaken(self, request: socket.socket) -> socket.socket | None:
+        """The connection after its handshake, in the connection's own thread: who dawdles holds up nobody else."""
+        assert self._tls is not None
+        request.settimeout(HANDSHAKE_SECONDS)
+        try:
+            return self._tls.wrap_socket(request, server_side=True)
+        except OSError as e:  # ssl.SSLError is one: no TLS, no certificate, too slow
+            logger.info("a TLS handshake failed: %s", e)
+            self.shutdown_request(request)
+            return None
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.exception("a connection failed")

@@ -213,14 +213,19 @@ def parse_job(value: Any, source: str = "") -> JobConfig:
     try:
         return JobConfig.model_validate(value)
     except ValidationError as e:
-        problems = []
-        for error in e.errors():
-            path = ".".join(str(part) for part in error["loc"]) or "(top)"
-            shown = redacted(repr(error["input"]))
-            got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown[:80]}"
-            reason = "unknown key" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
-            problems.append(f"{path}: {reason}{got if path != '(top)' else ''}")
-        raise ConfigError(problems, source) from None
+        raise ConfigError(problems_of(e), source) from None
+
+
+def problems_of(e: ValidationError) -> list[str]:
+    """What is wrong, each `path: reason, got what`; passwords of URLs are left out."""
+    problems = []
+    for error in e.errors():
+        path = ".".join(str(part) for part in error["loc"]) or "(top)"
+        shown = redacted(repr(error["input"]))
+        got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown[:80]}"
+        reason = "unknown key" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
+        problems.append(f"{path}: {reason}{got if path != '(top)' else ''}")
+    return problems
 
 
 def load_job(path: Path) -> JobConfig:

@@ -1,0 +1,142 @@
+"""`agent.yaml`: what an operator sets for the agent of a node. Everything has a default; unknown keys are refused.
+
+`rolecall agent --config agent.yaml`; `--explain` prints each key with its meaning. Imported only when there is such a
+file: the agents of a bundled run take arguments, and do not carry pydantic.
+"""
+
+import socket
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError, field_validator
+
+from rolecall.core.config import Section, problems_of, read_yaml
+from rolecall.core.errors import ConfigError
+from rolecall.core.ids import checked_id
+
+Interval = Annotated[float, Field(ge=0.2, le=300.0)]
+
+
+class CollectorSection(Section):
+    enabled: bool = True
+    """False: this collector does not run."""
+    interval_seconds: Interval = 1.0
+    """Between two looks; raising it saves CPU, and sees later."""
+
+
+class GpuSection(CollectorSection):
+    library: str = ""
+    """Path of libnvidia-ml.so.1; empty: where the system has it."""
+    events: bool = True
+    """Waits for XIDs and the driver's recovery action in a thread of its own."""
+    dcgm: bool = True
+    """`/metrics/dcgm`: the same in dcgm-exporter's names. False where a dcgm-exporter runs beside it."""
+
+
+class KernelLogSection(CollectorSection):
+    interval_seconds: Interval = 0.2
+    path: Path = Path("/dev/kmsg")
+    """The kernel's ring buffer, or a file that a syslog daemon writes."""
+
+
+class NetworkSection(CollectorSection):
+    interfaces: tuple[str, ...] = ()
+    """Watched beside those that are hardware; virtual ones (bond0) only when named here."""
+
+
+class StorageSection(CollectorSection):
+    interval_seconds: Interval = 5.0
+    mounts: tuple[Path, ...] = ()
+    """Empty: all local file systems. Network file systems only when named: a dead server blocks who asks."""
+
+
+class RasSection(CollectorSection):
+    interval_seconds: Interval = 10.0
+    address: str = "localhost:28028"
+    """Where NCCL's RAS thread listens (NCCL_RAS_ADDR)."""
+
+
+class InspectorSection(CollectorSection):
+    enabled: bool = False
+    interval_seconds: Interval = 5.0
+    folder: Path = Path("/var/run/nccl-inspector")
+    """Where NCCL's Inspector writes (NCCL_INSPECTOR_DUMP_DIR)."""
+
+
+class JobsSection(CollectorSection):
+    interval_seconds: Interval = 2.0
+    rules: dict[str, Any] | None = None
+    """How ranks of jobs that know nothing of rolecall are found; None: rules for verl, slime, OpenRLHF and torchrun."""
+
+
+class AgentFile(Section):
+    node: str = Field(default_factory=lambda: socket.gethostname().lower())
+    """Name of this node; the same as in Slurm, Kubernetes or Prometheus, if it is to be joined with those."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Beyond loopback `web_config_file` should name TLS and users."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 9477
+    data_dir: Path = Path("/var/lib/rolecall")
+    """Its directory: events, cursors, state pages and the socket for registrations."""
+    token_file: Path | None = None
+    """File with the secret of evidence and registrations; None: one is made in `data_dir` at the first start."""
+    web_config_file: Path | None = None
+    """TLS and users, as Prometheus' exporters take them (docs/agent.md)."""
+    interval_seconds: Annotated[float, Field(ge=0.02, le=60.0)] = 1.0
+    """Between two looks at registered processes."""
+    gpu: GpuSection = GpuSection()
+    kernel_log: KernelLogSection = KernelLogSection()
+    network: NetworkSection = NetworkSection()
+    infiniband: CollectorSection = CollectorSection()
+    storage: StorageSection = StorageSection()
+    nccl_ras: RasSection = RasSection()
+    nccl_inspector: InspectorSection = InspectorSection()
+    jobs: JobsSection = JobsSection()
+    proc: Path = Path("/proc")
+    """Where the host's /proc is seen; in a container perhaps /host/proc."""
+    sys: Path = Path("/sys")
+    """Where the host's /sys is seen."""
+
+    @field_validator("node")
+    @classmethod
+    def _node(cls, value: str) -> str:
+        return checked_id(value, "node")
+
+
+def load_agent_file(path: Path) -> AgentFile:
+    """Raises:
+    ConfigError: the file cannot be read, is not YAML, or has problems: all of them, each `path: reason`.
+    """
+    try:
+        value = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, ValueError) as e:
+        raise ConfigError([f"(file): {e}"], str(path)) from None
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError([f"(top): expected a mapping, got {type(value).__name__}"], str(path))
+    try:
+        return AgentFile.model_validate(value or {})
+    except ValidationError as e:
+        raise ConfigError(problems_of(e), str(path)) from None
+
+
+def explain(section: type[Section] = AgentFile, indent: str = "") -> str:
+    """Every key with its default and meaning, as a file that could be loaded."""
+    lines = []
+    for name, field in section.model_fields.items():
+        for line in (field.description or "").splitlines():
+            lines.append(f"{indent}# {line.strip()}")
+        default = field.get_default(call_default_factory=True)
+        if isinstance(default, Section):
+            lines += [f"{indent}{name}:", explain(type(default), indent + "  ").rstrip("\n")]
+        else:
+            lines.append(f"{indent}{name}: {_yaml(default)}")
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_yaml, value))}]"
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,124 @@
+"""`agent.yaml`: every key explained, what is unknown refused, and an agent that runs from one."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rolecall.agent.daemon import main
+from rolecall.agent.settings import AgentFile, explain, load_agent_file
+from rolecall.core.errors import ConfigError
+from tests.agent.test_web_config import HASH, PASSWORD, basic
+from tests.support import PATIENCE_SECONDS, eventually
+
+QUIET = {name: {"enabled": False} for name in ("gpu", "kernel_log", "nccl_ras", "jobs")}
+"""What this machine need not have."""
+
+
+def test_the_explained_file_is_the_default_and_each_key_of_its_own_has_a_meaning() -> None:
+    assert AgentFile.model_validate(yaml.safe_load(explain())) == AgentFile()
+    sections = ("gpu", "kernel_log", "network", "infiniband", "storage", "nccl_ras", "nccl_inspector", "jobs")
+    for name, field in AgentFile.model_fields.items():
+        assert field.description or name in (*sections, "port")
+
+
+def test_problems_are_told_all_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_text("node: 'Not A Node'\nport: 70000\ngpus: {}\nkernel_log: {interval_seconds: 0}\n")
+    with pytest.raises(ConfigError) as e:
+        load_agent_file(path)
+    said = str(e.value)
+    assert "4 problem(s)" in said
+    for key in ("node: ", "port: ", "gpus: unknown key", "kernel_log.interval_seconds: "):
+        assert key in said
+
+
+@pytest.mark.parametrize(("text", "said"), [("[1]", "expected a mapping"), ("{", "not YAML"), ("\xff", "file")])
+def test_what_is_no_such_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=said):
+        load_agent_file(path)
+
+
+def test_a_wrong_file_ends_the_command_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(tmp_path / "none.yaml")]) == 2
+    assert "none.yaml" in capsys.readouterr().err
+    assert main(["--explain"]) == 0
+    assert "data_dir: /var/lib/rolecall" in capsys.readouterr().out
+
+
+@contextmanager
+def running(path: Path, *options: str) -> Iterator[str]:
+    """`rolecall agent --config`; yields its address."""
+    command = [sys.executable, "-m", "rolecall.agent", "--config", str(path), *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    said = Path(yaml.safe_load(path.read_text())["data_dir"]) / "agent.json"
+    try:
+        eventually(lambda: said.exists() or process.poll() is not None, "the agent serves")
+        assert process.poll() is None, process.communicate()[1]
+        yield json.loads(said.read_text())["url"]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0
+
+
+def get(url: str, authorization: str = "") -> tuple[int, str]:
+    request = urllib.request.Request(url, headers={"Authorization": authorization} if authorization else {})
+    try:
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as e:
+        return e.code, e.read().decode()
+
+
+def test_an_agent_runs_from_a_file_and_makes_its_own_token(tmp_path: Path) -> None:
+    path, data = tmp_path / "agent.yaml", tmp_path / "data"
+    path.write_text(yaml.safe_dump({"node": "node-7", "port": 0, "data_dir": str(data), **QUIET}))
+    with running(path) as url:
+        status, text = get(url + "/metrics")
+        assert status == 200 and 'rolecall_agent_build_info{node="node-7"' in text
+        assert get(url + "/metrics/dcgm") == (200, "")
+    token = (data / "token").read_text()
+    assert len(token) == 65 and (data / "token").stat().st_mode & 0o777 == 0o600
+    with running(path):
+        pass
+    assert (data / "token").read_text() == token
+
+
+def test_users_are_asked_for_and_the_port_can_be_overruled(tmp_path: Path) -> None:
+    (tmp_path / "web.yml").write_text(f"basic_auth_users: {{prometheus: {HASH}}}\n")
+    path = tmp_path / "agent.yaml"
+    file = {"node": "node-7", "port": 1, "data_dir": str(tmp_path / "data"), "web_config_file": "web.yml", **QUIET}
+    path.write_text(yaml.safe_dump(file))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with running(path, "--port", str(port)) as url:
+        assert url == f"http://127.0.0.1:{port}"
+        assert get(url + "/metrics")[0] == 401
+        assert get(url + "/metrics", basic("prometheus", PASSWORD))[0] == 200
+
+
+def test_a_second_agent_on_the_same_directory_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_text(yaml.safe_dump({"node": "node-7", "port": 0, "data_dir": str(tmp_path / "data"), **QUIET}))
+    with running(path):
+        second = subprocess.run(
+            [sys.executable, "-m", "rolecall.agent", "--config", str(path)],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+            env=dict(os.environ),
+            check=False,
+        )
+        assert second.returncode == 2 and "another agent works in this directory" in second.stderr

@@ -16,11 +16,25 @@ from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEvent, ProcessSample
 from rolecall.detector.fleet import Fleet, SeenException
 from rolecall.detector.learned import Gaps
+from rolecall.detector.node_faults import NodeFault, NodeFaults
 from rolecall.detector.slow import Baseline, SlowState
 from rolecall.detector.subject import Clocks, SlowMeter, Subject
 
 PLAIN: dict[str, type] = {
-    c.__name__: c for c in (Baseline, Clocks, Fleet, Gaps, ProcessId, SeenException, SlowMeter, SlowState, Subject)
+    c.__name__: c
+    for c in (
+        Baseline,
+        Clocks,
+        Fleet,
+        Gaps,
+        NodeFault,
+        NodeFaults,
+        ProcessId,
+        SeenException,
+        SlowMeter,
+        SlowState,
+        Subject,
+    )
 }
 """Written field by field."""
 OWN: dict[str, tuple[type, Callable[[dict[str, Any]], Any]]] = {

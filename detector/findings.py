@@ -6,6 +6,8 @@ from rolecall.detector.subject import Subject
 
 SETTLE = "settle"
 """Evidence of this kind says what would settle a `cannot_tell`."""
+ADVISES = "advice"
+"""Evidence of this kind says what helps, where more is known than the class of the fault."""
 GAIN = "slow_ratio"
 """Evidence of this kind holds `ratio`: how many times slower than its peers the suspect works."""
 

@@ -16,13 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Finding, Suspect
-from rolecall.detector.findings import GAIN, PANEL, SETTLE, settles
+from rolecall.detector.findings import ADVISES, GAIN, PANEL, SETTLE, settles
 
 ADVICE = {
     FaultClass.CRASH: "replace the replica",
     FaultClass.HANG: "replace the replica; those who wait for it need nothing",
     FaultClass.SLOW: "replace the replica if the gain over the horizon exceeds the cost",
     FaultClass.NETWORK: "replace the replica on another node",
+    FaultClass.GPU: "place nothing on this GPU until it is mended",
     FaultClass.USER_CODE: "stop the job and mend the code or its input; no replacement helps",
     FaultClass.CONTROL_PLANE: "restart the agent; touch no replica",
     FaultClass.NODE_LOST: "place nothing on this node",
@@ -89,13 +90,20 @@ def to_diagnosis(finding: Finding) -> Diagnosis:
         detected_at=finding.detected_at,
         confidence=finding.confidence,
         because=finding.because,
-        evidence=tuple(e for e in finding.evidence if e.kind not in (SETTLE, GAIN)),
+        evidence=tuple(e for e in finding.evidence if e.kind not in (SETTLE, GAIN, ADVISES)),
         detectors=(finding.detector,),
-        advice=ADVICE_ON_PANELS if finding.detector.startswith(PANEL) else ADVICE.get(finding.fault_class, ""),
+        advice=_advice(finding),
         settle=settle,
         gain_ratio=gains[0] if gains else None,
         about=finding.about,
     )
+
+
+def _advice(finding: Finding) -> str:
+    own = [e.text for e in finding.evidence if e.kind == ADVISES]
+    if finding.detector.startswith(PANEL):
+        return ADVICE_ON_PANELS
+    return "; ".join([*own, ADVICE.get(finding.fault_class, "")]) if own else ADVICE.get(finding.fault_class, "")
 
 
 def _who(suspects: tuple[Suspect, ...]) -> set[Incarnation]:

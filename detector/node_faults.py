@@ -1,0 +1,206 @@
+"""What a node's own hardware and kernel say: XIDs, lost GPUs, links that are down, drivers that do not answer.
+
+The agent tells these as events. Those that are the application's (an XID 13 or 31 asks for a restart of the process) name
+nobody: whoever dies of one is told as a crash. What stays with the node names the node and its GPU; recovery evicts no
+replica for it alone, for nothing tells yet that one suffers. A replica on that node that crashes or hangs within
+`TIED_SECONDS` of it is the same fault: it is then told once, as the hardware's, so that it is replaced elsewhere.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.ids import NodeId
+from rolecall.core.telemetry import AgentEvent, AgentEventKind
+from rolecall.core.xid import xid
+from rolecall.detector.findings import ADVISES
+
+STANDS_SECONDS = 600.0
+"""An XID is over when it was not told again for so long; what has an end of its own (a link, a driver) stands until then."""
+TIED_SECONDS = 60.0
+"""Between the node's word and the end of what runs there: a lost GPU is noticed at the next call of the driver."""
+FLAP_SECONDS = 2.0
+"""A link that is back within this is told by its counters (`rolecall_link_changes_total`), not as a fault."""
+FAULTS_MAX = 256
+EVIDENCE_MAX = 8
+
+GPU_PROBES = ("gpu", "gpu_events")
+HANGS = "hangs"
+"""Part of the reason that the agent gives for a probe whose read does not come back (agent/probes.py)."""
+
+
+@dataclass(slots=True)
+class NodeFault:
+    """One thing of a node that is broken. Wall seconds; `ended` is 0 while it stands."""
+
+    node: str
+    thing: str  # `gpu 3`, `link mlx5_0/1`, `driver`
+    gpu: int | None
+    fault_class: str
+    onset: float
+    last: float
+    because: str
+    advice: str
+    lasts: bool  # it stands until something says that it is over
+    told: list[str] = field(default_factory=list)
+    ended: float = 0.0
+    explains: bool = False  # a crash or hang was told as its doing: it is not told by itself any more
+
+
+@dataclass(slots=True)
+class NodeFaults:
+    """Owned by one detector."""
+
+    faults: dict[str, NodeFault] = field(default_factory=dict)
+
+    def take(self, event: AgentEvent, now: float) -> None:
+        """One event of an agent, as it comes; `now`: wall seconds."""
+        match event.kind:
+            case AgentEventKind.XID:
+                self._take_xid(event, now)
+            case AgentEventKind.GPU_LOST:
+                gpu = event.detail.get("gpu", "")
+                because = f"GPU {gpu} of {event.node} is lost: the driver answers no call for it any more"
+                advice = "drain the machine and reboot it; if the GPU stays away, have it inspected"
+                self._note(event, now, f"gpu {gpu}", FaultClass.GPU, because, advice, lasts=True)
+            case AgentEventKind.GPU_FAULT:
+                gpu, what = event.detail.get("gpu", ""), event.detail.get("what", "")
+                words = " ".join(
+                    f"{k}={v}" for k, v in sorted(event.detail.items()) if k not in ("gpu", "uuid", "what")
+                )
+                because = f"GPU {gpu} of {event.node} reports {what.replace('_', ' ')}: {words}"
+                advice = event.detail.get("advice") or "drain the GPU and do what its driver asks for"
+                self._note(event, now, f"gpu {gpu}", FaultClass.GPU, because, advice, lasts=True)
+            case AgentEventKind.GPU_RECOVERED:
+                self._end(event.node, f"gpu {event.detail.get('gpu', '')}", now)
+            case AgentEventKind.LINK_DOWN:
+                because = f"{_link(event)} of {event.node} is down"
+                self._note(event, now, _link(event), FaultClass.NETWORK, because, "look at cable and port", lasts=True)
+            case AgentEventKind.LINK_UP:
+                self._end(event.node, _link(event), now)
+            case AgentEventKind.PROBE_DOWN if HANGS in event.detail.get("reason", ""):
+                self._take_hang(event, now)
+            case AgentEventKind.PROBE_UP:
+                self._end(event.node, f"probe {event.detail.get('probe', '')}", now)
+            case AgentEventKind.AGENT_STARTED:
+                self._end(event.node, "probe ", now)  # the read that hung ended with its agent
+
+    def _take_xid(self, event: AgentEvent, now: float) -> None:
+        text = event.detail.get("xid", "")
+        if not (text.isascii() and text.isdecimal() and len(text) < 6):
+            return
+        code = xid(int(text))
+        if not code.fatal or code.fault_class not in (FaultClass.GPU, FaultClass.NETWORK):
+            return
+        where = event.detail.get("gpu") or event.detail.get("pci", "")
+        because = f"XID {code.code} on GPU {where} of {event.node}: {code.meaning}"
+        self._note(event, now, f"gpu {where}", code.fault_class, because, code.advice, lasts=False)
+
+    def _take_hang(self, event: AgentEvent, now: float) -> None:
+        probe, reason = event.detail["probe"], event.detail["reason"]
+        if probe in GPU_PROBES:
+            because = (
+                f"the GPU driver of {event.node} does not answer: {reason}; it does so when a GPU fell off the bus"
+            )
+            advice = "look at the kernel log and at nvidia-smi; reboot the machine if both hang"
+            self._note(event, now, f"probe {probe}", FaultClass.GPU, because, advice, lasts=True)
+        else:
+            because = f"the agent of {event.node} cannot read its {probe}: {reason}"
+            self._note(
+                event, now, f"probe {probe}", FaultClass.CONTROL_PLANE, because, "look at the machine", lasts=True
+            )
+
+    def _note(
+        self, event: AgentEvent, now: float, thing: str, what: FaultClass, because: str, advice: str, *, lasts: bool
+    ) -> None:
+        known = self.faults.get(f"{event.node} {thing}")
+        if known is None or known.ended:
+            if known is None and len(self.faults) >= FAULTS_MAX:
+                return
+            gpu = thing.removeprefix("gpu ")
+            index = int(gpu) if thing != gpu and gpu.isascii() and gpu.isdecimal() and len(gpu) < 4 else None
+            known = NodeFault(str(event.node), thing, index, str(what), event.wall_at, now, because, advice, lasts)
+            self.faults[f"{event.node} {thing}"] = known
+        known.last, known.lasts = now, known.lasts or lasts
+        if len(known.told) < EVIDENCE_MAX:
+            known.told.append(event.detail.get("line") or because)
+
+    def _end(self, node: str, thing: str, now: float) -> None:
+        for known in self.faults.values():
+            if known.node == node and (known.thing == thing or (thing == "probe " and known.thing.startswith(thing))):
+                known.ended = known.ended or now
+
+    def sweep(self, now: float) -> None:
+        for fault in self.faults.values():
+            if not fault.lasts and not fault.ended and now - fault.last > STANDS_SECONDS:
+                fault.ended = now
+        self.faults = {k: f for k, f in self.faults.items() if not f.ended or now - f.ended <= TIED_SECONDS}
+
+    def join(self, findings: list[Finding], now: float) -> list[Finding]:
+        """`findings` of the other detectors, those that hardware explains told as its; then what stands by itself."""
+        self.sweep(now)
+        joined = []
+        for f in findings:
+            cause = self._cause(f) if f.fault_class in (FaultClass.CRASH, FaultClass.HANG) else None
+            if cause is not None:
+                cause.explains = True
+                f = _because_of(f, cause)
+            joined.append(f)
+        return joined + self._alone(now)
+
+    def _cause(self, f: Finding) -> NodeFault | None:
+        nodes = {str(s.node) for s in f.suspects}
+        tied = [
+            n
+            for n in self.faults.values()
+            if n.node in nodes
+            and n.fault_class in (FaultClass.GPU, FaultClass.NETWORK)
+            and abs(f.onset - n.onset) <= TIED_SECONDS
+        ]
+        return min(tied, key=lambda n: abs(f.onset - n.onset)) if tied and len(nodes) == 1 else None
+
+    def _alone(self, now: float) -> list[Finding]:
+        standing: dict[tuple[str, str], list[NodeFault]] = {}
+        for n in self.faults.values():
+            young = n.fault_class == FaultClass.NETWORK and now - n.onset < FLAP_SECONDS
+            if not n.ended and not young and not n.explains:
+                standing.setdefault((n.node, n.fault_class), []).append(n)
+        return [_finding(group, now) for group in standing.values()]
+
+
+def _link(event: AgentEvent) -> str:
+    nic, port = event.detail.get("nic", ""), event.detail.get("port", "")
+    return f"link {nic}/{port}" if nic else f"link {event.detail.get('interface', '?')}"
+
+
+def _evidence(faults: Iterable[NodeFault]) -> tuple[Evidence, ...]:
+    return tuple(Evidence(kind=n.thing, text=text) for n in faults for text in n.told)
+
+
+def _because_of(f: Finding, cause: NodeFault) -> Finding:
+    seconds = f.onset - cause.onset
+    when = f"{seconds:.1f} s before" if seconds >= 0 else f"{-seconds:.1f} s after"
+    return replace(
+        f,
+        fault_class=FaultClass(cause.fault_class),
+        because=f"{f.because}; {when}, {cause.because}",
+        evidence=(*f.evidence, *_evidence([cause]), Evidence(kind=ADVISES, text=cause.advice)),
+        onset=min(f.onset, cause.onset),
+    )
+
+
+def _finding(group: list[NodeFault], now: float) -> Finding:
+    first = min(group, key=lambda n: n.onset)
+    suspects = {(n.node, n.gpu) for n in group}
+    return Finding(
+        detector="node",
+        suspects=tuple(
+            Suspect(node=NodeId(node), gpu=gpu) for node, gpu in sorted(suspects, key=lambda s: (s[0], s[1] or 0))
+        ),
+        fault_class=FaultClass(first.fault_class),
+        onset=first.onset,
+        detected_at=now,
+        confidence=0.95 if first.fault_class != FaultClass.CONTROL_PLANE else 0.8,
+        because="; ".join(n.because for n in sorted(group, key=lambda n: n.onset)[:EVIDENCE_MAX]),
+        evidence=(*_evidence(group), *(Evidence(kind=ADVISES, text=n.advice) for n in group[:1])),
+    )

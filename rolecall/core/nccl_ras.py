@@ -1,0 +1,607 @@
+"""What NCCL's RAS subsystem says of a job: its communicators, who launched how many collectives, who is missing.
+
+Both forms of its answer: JSON (NCCL 2.28.7 and later) and the text of `STATUS` (2.24 and later). Sources: NCCL user guide,
+"RAS"; NCCL `src/ras/client_support.cc`. Foreign bytes: any input gives statuses or `Malformed`, sizes are bounded.
+
+Traps, by their origin: 2.28.9 leaves out the comma before `status` inside `missing_ranks`: JSON is read strictly first, then
+repaired, and the status says so. Acknowledgements (`OK`) stand before the body. Time stamps are local, without a zone:
+they are not read, who received the answer knows when. A third to a half of the polls of a healthy busy job have only zeros
+as counts (`has_counts` is false then): they say nothing. Counts are of LAUNCHED operations: all ranks inside one collective
+that never ends agree in them, and RAS calls that OK. The text names only ranks that are outliers.
+"""
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+COLLECTIVES = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
+"""Order of the counts where they come as a list."""
+NUM_COMMUNICATORS_MAX = 4096
+NUM_RANKS_MAX = 500_000
+"""Of all communicators of one status together."""
+NUM_STATUSES_MAX = 1000
+TEXT_CHARS_MAX = 96
+_COUNT_MAX = 1 << 63
+
+
+class Malformed(ValueError):
+    """Not an answer of RAS: why."""
+
+
+class Condition(StrEnum):
+    MISMATCH = "MISMATCH"
+    INCOMPLETE = "INCOMPLETE"
+    DEAD = "DEAD"
+    ERROR = "ERROR"
+
+
+class RankState(StrEnum):
+    INIT = "INIT"
+    RUNNING = "RUNNING"
+    FINALIZE = "FINALIZE"
+    ABORT = "ABORT"
+
+
+class NcclResult(StrEnum):
+    """`ncclResult_t`, as RAS words it."""
+
+    CUDA = "Unhandled CUDA error"
+    SYSTEM = "System error"
+    INTERNAL = "Internal error"
+    ARGUMENT = "Invalid argument"
+    USAGE = "Invalid usage"
+    REMOTE = "Remote process error"  # of a victim: another rank failed
+    OTHER = "Unexpected error"
+
+
+_RESULTS = (NcclResult.CUDA, NcclResult.SYSTEM, NcclResult.INTERNAL, NcclResult.ARGUMENT, NcclResult.USAGE)
+_SUCCESS, _REMOTE, _IN_PROGRESS = 0, 6, 7
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A rank of a communicator: `rank` counts within it. What was not said is empty or None. `gpu`: NVML's index."""
+
+    rank: int
+    host: str = ""
+    pid: int | None = None
+    gpu: int | None = None
+
+    @property
+    def process(self) -> tuple[str, int | None, int | None]:
+        """The same in all communicators."""
+        return (self.host, self.pid, self.gpu)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    member: Member
+    state: RankState
+    counts: tuple[int, ...]  # launched, in the order of the communicator's `collectives`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """`unresponsive`: RAS could not reach it; else it answered, and is no member (it left, or did not join yet)."""
+
+    member: Member
+    unresponsive: bool
+    dead: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    member: Member
+    result: NcclResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """So many ranks launched so many. `members`: those that are named, in text often none."""
+
+    launched: int
+    num_ranks: int
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """A collective of which ranks launched different numbers. `levels`: most first; in text they may not be told."""
+
+    collective: str
+    levels: tuple[Level, ...]
+
+    @property
+    def width(self) -> int:
+        return self.levels[0].launched - self.levels[-1].launched if len(self.levels) > 1 else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communicator:
+    """`hash`: 16 hexadecimal digits. `collectives`: names of the counts. `ranks`: empty in text. `num_missing`: did not
+    answer; `missing`: those and whoever is no member, where named."""
+
+    hash: str
+    size: int = 0
+    collectives: tuple[str, ...] = ()
+    ranks: tuple[Rank, ...] = ()
+    spreads: tuple[Spread, ...] = ()
+    missing: tuple[Missing, ...] = ()
+    num_missing: int = 0
+    failures: tuple[Failure, ...] = ()
+    conditions: frozenset[Condition] = frozenset()
+
+    @property
+    def has_counts(self) -> bool:
+        """Whether it tells of launched operations at all (see the module)."""
+        return any(any(r.counts) for r in self.ranks) or bool(self.spreads)
+
+    @property
+    def width(self) -> int:
+        """By how many operations the last rank is behind the first, all collectives together."""
+        return sum(s.width for s in self.spreads)
+
+    def launched(self) -> dict[str, int]:
+        """Most that any rank launched, by collective; empty where it is not told."""
+        columns = zip(*(r.counts for r in self.ranks), strict=True) if self.ranks else ()
+        return {name: max(column) for name, column in zip(self.collectives, columns, strict=False)}
+
+    def standing(self) -> tuple[object, ...]:
+        """Equal for two polls between which nobody launched anything, as far as they tell."""
+        if self.ranks:
+            return tuple(sorted((r.member.rank, r.counts) for r in self.ranks))
+        return tuple((s.collective, tuple((v.launched, v.num_ranks) for v in s.levels)) for s in self.spreads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostProcess:
+    """Of the text: a process that did not answer (or is dead), with the GPUs that it manages, as written."""
+
+    pid: int
+    host: str
+    gpus: str
+    dead: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RasStatus:
+    """One answer. `communicators`: all in JSON; in text those with a condition, of `num_communicators`."""
+
+    form: str  # "json" or "text"
+    nccl_version: str = ""
+    communicators: tuple[Communicator, ...]
+    num_communicators: int
+    lost: tuple[LostProcess, ...] = ()
+    num_timeouts: int = 0
+    repaired: bool = False
+
+    @property
+    def has_counts(self) -> bool:
+        return any(c.has_counts for c in self.communicators)
+
+    def hosts(self) -> set[str]:
+        return {r.member.host for c in self.communicators for r in c.ranks}
+
+
+_ACKNOWLEDGED = re.compile(r"\s*(?:(?:SERVER PROTOCOL [0-9]{1,9}|OK)\r?\n\s*)+", re.IGNORECASE)
+_TEXT_BEGINS = re.compile(r"^(?:Job summary|Communicators\.\.\.)", re.MULTILINE)
+
+
+def statuses(raw: bytes) -> list[RasStatus]:
+    """All answers that stand one after the other, in order: at least one.
+
+    Raises:
+        Malformed: there is none, or one of them is cut short or not what it begins as.
+    """
+    text = raw.decode("utf-8", "replace")
+    if found := _ACKNOWLEDGED.match(text):
+        text = text[found.end() :]
+    if text.lstrip()[:1] == "{":
+        return _all_json(text)
+    if _TEXT_BEGINS.search(text):
+        return _all_text(text)
+    head = " ".join(text[:80].split())
+    raise Malformed(f"neither JSON nor the text of STATUS: {_word(head)!r}" if head else "an empty answer")
+
+
+# --- JSON ---------------------------------------------------------------------------------------------------------
+
+_COMMA_MISSING = re.compile(r'([0-9}\]"]|true|false|null)([ \t]*\r?\n[ \t]*)(?="[A-Za-z0-9_]{1,64}"[ \t]*:)')
+
+
+def _all_json(text: str) -> list[RasStatus]:
+    try:
+        return [_status(v, repaired=False) for v in _values(text)]
+    except ValueError as e:
+        if isinstance(e, Malformed):
+            raise
+        mended = _COMMA_MISSING.sub(r"\1,\2", text)
+        if mended == text:
+            raise Malformed(f"not JSON, or cut short: {_word(str(e))}") from None
+    try:
+        return [_status(v, repaired=True) for v in _values(mended)]
+    except Malformed:
+        raise
+    except ValueError as e:
+        raise Malformed(f"not JSON, or cut short: {_word(str(e))}") from None
+
+
+def _values(text: str) -> list[Any]:
+    """Raises ValueError."""
+    decoder, found, at = json.JSONDecoder(), list[Any](), 0
+    try:
+        while True:
+            if ack := _ACKNOWLEDGED.match(text, at):
+                at = ack.end()
+            at = _skip_space(text, at)
+            if at == len(text):
+                return found
+            if len(found) == NUM_STATUSES_MAX:
+                raise Malformed(f"more than {NUM_STATUSES_MAX:,} answers")
+            value, at = decoder.raw_decode(text, at)
+            found.append(value)
+    except RecursionError:
+        raise Malformed("nested too deep") from None
+
+
+def _skip_space(text: str, at: int) -> int:
+    while at < len(text) and text[at] in " \t\r\n\0":
+        at += 1
+    return at
+
+
+def _status(value: Any, *, repaired: bool) -> RasStatus:
+    if not isinstance(value, dict) or not isinstance(value.get("communicators"), list):
+        raise Malformed("a JSON value without a list `communicators`")
+    listed = value["communicators"]
+    if len(listed) > NUM_COMMUNICATORS_MAX:
+        raise Malformed(f"{len(listed):,} communicators, and {NUM_COMMUNICATORS_MAX:,} are read")
+    num_ranks = sum(len(_list(c, key)) for c in listed for key in ("ranks", "missing_ranks"))
+    if num_ranks > NUM_RANKS_MAX:
+        raise Malformed(f"{num_ranks:,} ranks, and {NUM_RANKS_MAX:,} are read")
+    ras = value.get("ras")
+    return RasStatus(
+        form="json",
+        nccl_version=_word(value.get("nccl_version")),
+        communicators=tuple(_communicator(c) for c in listed),
+        num_communicators=len(listed),
+        num_timeouts=_number(ras.get("timeouts_count")) or 0 if isinstance(ras, dict) else 0,
+        repaired=repaired,
+    )
+
+
+def _list(value: Any, key: str) -> list[Any]:
+    if not isinstance(value, dict):
+        raise Malformed("a communicator that is not an object")
+    listed = value.get(key) or []
+    if not isinstance(listed, list) or not all(isinstance(v, dict) for v in listed):
+        raise Malformed(f"{key} is not a list of objects")
+    return listed
+
+
+def _communicator(value: Any) -> Communicator:
+    listed = _list(value, "ranks")
+    collectives = _collectives(listed)
+    ranks, failures = [], []
+    for one in listed:
+        status = one.get("status")
+        status = status if isinstance(status, dict) else {}
+        member = _member(one)
+        ranks.append(Rank(member=member, state=_state(status), counts=_counts(one, collectives)))
+        for key in ("init_state", "async_error"):
+            if (result := _result(status.get(key))) is not None:
+                failures.append(Failure(member=member, result=result))
+                break
+    missing = tuple(_missing(one) for one in _list(value, "missing_ranks"))
+    num_missing = sum(m.unresponsive or m.dead for m in missing)
+    spreads = _spreads(ranks, collectives)
+    found = {
+        Condition.MISMATCH: bool(spreads) or len({r.state for r in ranks}) > 1,
+        Condition.INCOMPLETE: num_missing > 0,
+        Condition.DEAD: any(m.dead for m in missing),
+        Condition.ERROR: bool(failures),
+    }
+    return Communicator(
+        hash=_hash(value.get("hash")),
+        size=_number(value.get("size")) or len(ranks) + len(missing),
+        collectives=collectives,
+        ranks=tuple(ranks),
+        spreads=spreads,
+        missing=missing,
+        num_missing=num_missing,
+        failures=tuple(failures),
+        conditions=frozenset(c for c, holds in found.items() if holds),
+    )
+
+
+def _member(one: dict[str, Any]) -> Member:
+    rank = _number(one.get("rank"))
+    if rank is None:
+        raise Malformed("a rank without its number")
+    gpu = _number(one.get("nvml_dev"))
+    gpu = _number(one.get("cuda_dev")) if gpu is None else gpu
+    return Member(rank, _word(one.get("host")), _number(one.get("pid")), gpu)
+
+
+def _missing(one: dict[str, Any]) -> Missing:
+    # Without the object (a form not known), who is listed as missing counts as not reached.
+    status = one.get("status")
+    status = status if isinstance(status, dict) else {"unresponsive": True}
+    return Missing(
+        member=_member(one),
+        unresponsive=status.get("unresponsive") is True,
+        dead=status.get("considered_dead") is True,
+    )
+
+
+def _state(status: dict[str, Any]) -> RankState:
+    if status.get("abort_flag") is True:
+        return RankState.ABORT
+    if status.get("finalize_called") is True or status.get("destroy_flag") is True:
+        return RankState.FINALIZE
+    return RankState.RUNNING if _number(status.get("init_state")) in (None, _SUCCESS) else RankState.INIT
+
+
+def _result(value: Any) -> NcclResult | None:
+    code = _number(value)
+    if code is None or code in (_SUCCESS, _IN_PROGRESS):
+        return None
+    if code == _REMOTE:
+        return NcclResult.REMOTE
+    return _RESULTS[code - 1] if code <= len(_RESULTS) else NcclResult.OTHER
+
+
+def _collectives(listed: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Names of the counts, as the first rank has them."""
+    for one in listed:
+        told = one.get("collective_counts")
+        if isinstance(told, dict):
+            return tuple(_word(name) for name in list(told)[:64])
+    return COLLECTIVES
+
+
+def _counts(one: dict[str, Any], collectives: tuple[str, ...]) -> tuple[int, ...]:
+    told = one.get("collective_counts")
+    if isinstance(told, dict):
+        return tuple(_number(told.get(name)) or 0 for name in collectives)
+    if isinstance(told, list):
+        return tuple(_number(n) or 0 for n in told[: len(collectives)]) + (0,) * (len(collectives) - len(told))
+    return (0,) * len(collectives)
+
+
+def _spreads(ranks: Sequence[Rank], collectives: tuple[str, ...]) -> tuple[Spread, ...]:
+    spreads = []
+    for n, name in enumerate(collectives):
+        by_count: dict[int, list[Member]] = {}
+        for r in ranks:
+            by_count.setdefault(r.counts[n], []).append(r.member)
+        if len(by_count) > 1:
+            levels = (Level(launched=k, num_ranks=len(m), members=tuple(m)) for k, m in by_count.items())
+            ordered = sorted(levels, key=lambda level: -level.launched)
+            spreads.append(Spread(collective=name, levels=tuple(ordered)))
+    return tuple(spreads)
+
+
+def _number(value: Any) -> int | None:
+    return value if type(value) is int and 0 <= value < _COUNT_MAX else None
+
+
+def _word(value: Any) -> str:
+    """Foreign text, to be shown: printable ASCII, not too long."""
+    if not isinstance(value, str):
+        return ""
+    return "".join(c if " " <= c <= "~" else "?" for c in value[:TEXT_CHARS_MAX])
+
+
+def _hash(value: Any) -> str:
+    text = value[2:] if isinstance(value, str) and value[:2].lower() == "0x" else value
+    if isinstance(text, str) and re.fullmatch(r"[0-9a-fA-F]{1,16}", text):
+        return text.lower().rjust(16, "0")
+    return "0" * 16
+
+
+# --- text ---------------------------------------------------------------------------------------------------------
+
+_MANAGED = r"(?: -- (?:GPU (?P<gpu>\d{1,4})(?: \(NVML (?P<nvml>\d{1,4})\))? managed by process (?P<pid>\d{1,10}) on node (?P<host>\S{1,64})|.*))?$"
+_LINES: dict[str, re.Pattern[str]] = {
+    "row": re.compile(
+        r"\d{1,6}\s+(?P<comms>\d{1,9})\s+\d{1,9}\s+\S{1,20}\s+\d{1,9}\s+\d{1,9}\s+[A-Z]{2,20}\s+[A-Z,+|/]"
+    ),
+    "communicator": re.compile(r"#\d{1,6}-\d{1,6} \((?P<hash>[0-9a-fA-F]{1,16})\) (?P<condition>[A-Z]{2,20})$"),
+    "section": re.compile(r"(?P<section>INCOMPLETE|DEAD|TIMEOUT)$"),
+    "process": re.compile(
+        r"Process (?P<pid>\d{1,10}) on node (?P<host>\S{1,64}) managing GPUs? (?P<gpus>[0-9,() NVML]{1,200})$"
+    ),
+    "timeouts": re.compile(r"Encountered (?P<n>\d{1,9}) communication timeout"),
+    "num_missing": re.compile(r"Missing communicator data from (?P<n>\d{1,9}) ranks?$"),
+    "missing": re.compile(r"The missing ranks?: (?P<ranks>[0-9, ]{1,4000})$"),
+    "differ": re.compile(r"Communicator ranks have different (?P<what>\w{1,40}(?: operation counts)?)"),
+    "level": re.compile(r"(?P<n>\d{1,9}) ranks have (?:launched up to operation (?P<at>\d{1,18})|not launched any)"),
+    "other_level": re.compile(r"\d{1,9} ranks have status "),
+    "errors": re.compile(r"(?P<n>\d{1,9}) ranks reported (?P<result>[A-Za-z ]{1,60})$"),
+    "rank_level": re.compile(
+        r"Rank (?P<rank>\d{1,9}) has (?:launched up to operation (?P<at>\d{1,18})|not launched any operations)"
+        + _MANAGED
+    ),
+    "rank_error": re.compile(r"Rank (?P<rank>\d{1,9}) reported (?P<result>[A-Za-z ]{1,60}?)" + _MANAGED),
+    "rank": re.compile(r"Rank (?P<rank>\d{1,9})" + _MANAGED),
+}
+_MORE_SPACE = re.compile(r"\s+")
+
+
+@dataclass(slots=True)
+class _Building:
+    """A communicator, as its sections tell of it line by line."""
+
+    hash: str
+    conditions: set[Condition] = field(default_factory=set)
+    levels: dict[str, list[tuple[int, int, list[Member]]]] = field(default_factory=dict)
+    missing: dict[int, Member] = field(default_factory=dict)
+    num_missing: int = 0
+    failures: list[Failure] = field(default_factory=list)
+
+    def built(self, dead: set[tuple[int | None, str]]) -> Communicator:
+        spreads = []
+        for name, told in self.levels.items():
+            levels = [Level(launched=at, num_ranks=n, members=tuple(m)) for at, n, m in told]
+            spreads.append(Spread(collective=name, levels=tuple(sorted(levels, key=lambda v: -v.launched))))
+        missing = tuple(
+            Missing(member=m, unresponsive=True, dead=(m.pid, m.host) in dead) for m in self.missing.values()
+        )
+        more = {Condition.DEAD} if any(m.dead for m in missing) else set()
+        return Communicator(
+            hash=self.hash,
+            spreads=tuple(spreads),
+            missing=missing,
+            num_missing=max(self.num_missing, len(missing)),
+            failures=tuple(self.failures),
+            conditions=frozenset(self.conditions | more),
+        )
+
+
+def _all_text(text: str) -> list[RasStatus]:
+    begins = [m.start() for m in re.finditer(r"^Job summary", text, re.MULTILINE)] or [0]
+    if len(begins) > NUM_STATUSES_MAX:
+        raise Malformed(f"more than {NUM_STATUSES_MAX:,} answers")
+    version = re.search(r"NCCL version ([0-9.]{1,20})", text)
+    parts = [text[a:b] for a, b in zip(begins, [*begins[1:], len(text)], strict=True)]
+    found = [_TextReader(version.group(1) if version else "").read(part) for part in parts]
+    if all(s is None for s in found):
+        raise Malformed("cut short before its table of communicators")
+    return [s for s in found if s is not None]
+
+
+class _TextReader:
+    def __init__(self, version: str) -> None:
+        self._version = version
+        self._built: dict[str, _Building] = {}
+        self._now: _Building | None = None
+        self._condition: Condition | None = None
+        self._section = ""
+        self._collective: str | None = None
+        self._result = NcclResult.OTHER
+        self._lost: list[LostProcess] = []
+        self._num_comms = self._num_timeouts = self._num_ranks = 0
+
+    def read(self, text: str) -> RasStatus | None:
+        """None where it ends before the communicators."""
+        if "Communicators..." not in text:
+            return None
+        for line in text.splitlines():
+            self._line(_MORE_SPACE.sub(" ", line[:4400]).strip())
+        dead: set[tuple[int | None, str]] = {(p.pid, p.host) for p in self._lost if p.dead}
+        built = tuple(b.built(dead) for b in self._built.values())
+        return RasStatus(
+            form="text",
+            nccl_version=self._version,
+            communicators=built,
+            num_communicators=max(self._num_comms, len(built)),
+            lost=tuple(self._lost),
+            num_timeouts=self._num_timeouts,
+        )
+
+    def _line(self, line: str) -> None:
+        if not line:
+            return
+        for kind, pattern in _LINES.items():
+            if (m := pattern.match(line)) is not None:
+                self._take(kind, m.groupdict())
+                return
+
+    def _take(self, kind: str, got: dict[str, str]) -> None:
+        if kind == "row":
+            self._num_comms += int(got["comms"])
+        elif kind == "section":
+            self._section, self._now = got["section"], None
+        elif kind == "timeouts":
+            self._num_timeouts = int(got["n"])
+        elif kind == "process":
+            if len(self._lost) < NUM_COMMUNICATORS_MAX:
+                dead = self._section == "DEAD"
+                self._lost.append(LostProcess(pid=int(got["pid"]), host=got["host"], gpus=got["gpus"], dead=dead))
+        elif kind == "communicator":
+            self._begin(got)
+        elif self._now is not None:
+            self._tell(self._now, kind, got)
+
+    def _begin(self, got: dict[str, str]) -> None:
+        key = _hash(got["hash"])
+        if key not in self._built and len(self._built) >= NUM_COMMUNICATORS_MAX:
+            raise Malformed(f"more than {NUM_COMMUNICATORS_MAX:,} communicators")
+        self._now = self._built.setdefault(key, _Building(key))
+        self._collective = None
+        self._condition = Condition(got["condition"]) if got["condition"] in set(Condition) else None
+        if self._condition is not None:
+            self._now.conditions.add(self._condition)
+
+    def _tell(self, now: _Building, kind: str, got: dict[str, str]) -> None:
+        if kind == "num_missing":
+            now.num_missing = int(got["n"])
+        elif kind == "missing":
+            for number in re.findall(r"\d{1,9}", got["ranks"]):
+                now.missing.setdefault(int(number), Member(int(number)))
+        elif kind == "differ":
+            name, counts = got["what"].removesuffix(" operation counts"), got["what"].endswith(" operation counts")
+            # `collective` (2.24, 2.25): all of them together. Of different states the lines are passed over.
+            self._collective = ("all" if name == "collective" else name) if counts else None
+            if self._collective is not None and len(now.levels) < 64:
+                now.levels.setdefault(self._collective, [])
+        elif kind == "errors":
+            self._result = _worded(got["result"])
+        elif kind == "other_level":
+            self._collective = None
+        elif kind == "level":
+            if (told := now.levels.get(self._collective or "")) is not None:
+                told.append((int(got["at"] or 0), int(got["n"]), []))
+        else:
+            self._rank(now, kind, got)
+
+    def _rank(self, now: _Building, kind: str, got: dict[str, str]) -> None:
+        self._num_ranks += 1
+        if self._num_ranks > NUM_RANKS_MAX:
+            raise Malformed(f"more than {NUM_RANKS_MAX:,} ranks")
+        gpu = got["nvml"] or got["gpu"]
+        pid = int(got["pid"]) if got["pid"] else None
+        member = Member(int(got["rank"]), _word(got["host"]), pid, int(gpu) if gpu else None)
+        told = now.levels.get(self._collective or "")
+        if kind == "rank_error":
+            now.failures.append(Failure(member=member, result=_worded(got["result"])))
+        elif kind == "rank_level":
+            if told is not None:
+                told.append((int(got["at"] or 0), 1, [member]))
+        elif self._condition is Condition.INCOMPLETE:
+            now.missing[member.rank] = member
+        elif self._condition is Condition.ERROR:
+            now.failures.append(Failure(member=member, result=self._result))
+        elif told:
+            told[-1][2].append(member)
+
+
+def _worded(text: str) -> NcclResult:
+    return next((r for r in NcclResult if r == text.strip()), NcclResult.OTHER)
+
+
+def behind(communicator: Communicator) -> dict[str, tuple[Member, ...]]:
+    """By collective, who launched the fewest, where they are named and at most half of the ranks."""
+    found: dict[str, tuple[Member, ...]] = {}
+    for spread in communicator.spreads:
+        if len(spread.levels) < 2:
+            continue
+        last, num_ranks = spread.levels[-1], sum(v.num_ranks for v in spread.levels)
+        if last.members and 2 * last.num_ranks <= num_ranks:
+            found[spread.collective] = last.members
+    return found
+
+
+def ranks_text(members: Iterable[Member], num_max: int = 8) -> str:
+    """`rank 3 (10.0.0.7, process 12, GPU 3)`, several with commas."""
+    listed = list(members)
+    words = []
+    for m in listed[:num_max]:
+        about = [m.host, f"process {m.pid}" if m.pid is not None else "", f"GPU {m.gpu}" if m.gpu is not None else ""]
+        said = ", ".join(a for a in about if a)
+        words.append(f"rank {m.rank}" + (f" ({said})" if said else ""))
+    return ", ".join(words) + (f" and {len(listed) - num_max} more" if len(listed) > num_max else "")

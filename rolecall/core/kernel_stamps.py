@@ -1,0 +1,164 @@
+"""Who wrote a line of a kernel log, and when: the part before the message, in all forms that people keep logs in.
+
+    6,1234,5678901,-;message                                /dev/kmsg: priority, sequence number, microseconds since boot
+    <4>[ 5678.901234] message    kern  :err   : [ 5678.901234] message    [ 5678.901234] message             dmesg
+    [Sun Nov 22 08:00:00 2026] message    2026-11-22T08:00:00,123456+00:00 message                dmesg -T, --time-format
+    Nov 22 08:00:00 host kernel: [ 5678.901234] message     2026-11-22T08:00:00.123456+00:00 host kernel: message
+    [ 5678.901234] host kernel: message    1795334400.123456 host kernel: message        journalctl -k -o short-...
+
+A line of syslog whose tag is not `kernel` is another program's, and one of /dev/kmsg whose facility is not the kernel's
+was written there by a process: neither is the kernel's word. Formats: Documentation/ABI/testing/dev-kmsg, dmesg(1),
+journalctl(1), RFC 3164.
+"""
+
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+LINE_CHARS_MAX = 8192
+HOST_CHARS_MAX = 253
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stamped:
+    """One line of the kernel. At most one of the times is given, and none by `dmesg -t`.
+
+    `wall_at`: seconds since 1970. `uptime_seconds`: since boot, as the kernel's own clock counts. `local`: month, day,
+    hour, minute, second of a clock whose year and zone nobody wrote down.
+    """
+
+    message: str
+    host: str = ""
+    wall_at: float | None = None
+    uptime_seconds: float | None = None
+    local: tuple[int, int, int, int, float] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One record of /dev/kmsg. `facility` 0: the kernel's own; others come from processes that write there."""
+
+    sequence: int
+    uptime_seconds: float
+    facility: int
+    message: str
+
+
+_RECORD = re.compile(r"(\d{1,6}),(\d{1,20}),(\d{1,20}),([-c+][^;]{0,100}|[^;]{0,100});(.*)", re.DOTALL)
+_ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
+KERNEL_FACILITY = 0
+
+
+def parse_record(raw: str) -> Record | None:
+    """What one `read()` of /dev/kmsg gives; its continuation lines (` SUBSYSTEM=pci`) are left out. None: malformed."""
+    head, _, _ = raw.partition("\n")
+    m = _RECORD.match(head)
+    if m is None:
+        return None
+    return Record(
+        sequence=int(m[2]),
+        uptime_seconds=int(m[3]) / 1e6,
+        facility=int(m[1]) >> 3,
+        message=_ESCAPE.sub(lambda e: chr(int(e[1], 16)), m[5]),
+    )
+
+
+_HOST = r"([A-Za-z0-9][\w.:-]{0,252})"
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+_MONTH = f"({'|'.join(_MONTHS)})"
+_CLOCK = r"(\d\d):(\d\d):(\d\d(?:[.,]\d{1,9})?)"
+_UPTIME = r"\[ {0,8}(\d{1,12}\.\d{1,9})\](?:\[ {0,8}[TC]\d{1,10}\])?"
+_ISO_TIME = r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?: ?(?:Z|[+-]\d\d:?\d\d))?)"
+_KERNEL_PRIORITY = r"(?:<[0-7]>|kern {0,4}:\w{3,6} {0,4}: )?"
+"""`dmesg -r` and `dmesg -x`; other facilities are not the kernel's."""
+
+_DMESG = re.compile(rf"{_KERNEL_PRIORITY}{_UPTIME} ?(.*)", re.DOTALL)
+_DMESG_DATE = re.compile(
+    rf"{_KERNEL_PRIORITY}\[\w{{3}} {_MONTH} {{1,2}}(\d{{1,2}}) {_CLOCK} (\d{{4}})\] ?(.*)", re.DOTALL
+)
+_ISO = re.compile(rf"{_KERNEL_PRIORITY}{_ISO_TIME} (.*)", re.DOTALL)
+_SHORT = re.compile(rf"(?:<\d{{1,3}}>)?{_MONTH} {{1,2}}(\d{{1,2}}) {_CLOCK} (.*)", re.DOTALL)
+_FULL = re.compile(r"\w{3} (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{1,9})?) UTC (.*)", re.DOTALL)
+_UNIX = re.compile(r"(\d{9,11}\.\d{1,9}) (.*)", re.DOTALL)
+_TAG = re.compile(rf"{_HOST} kernel: ?(.*)", re.DOTALL)
+_INNER_UPTIME = re.compile(rf"{_UPTIME} ?")
+
+
+def parse_line(line: str) -> Stamped | None:
+    """A line of a text log; None: it has no stamp that is known, or another program wrote it. Never raises."""
+    line = line[:LINE_CHARS_MAX].rstrip("\r\n")
+    if m := _RECORD.match(line):
+        record = parse_record(line)
+        if record is None or record.facility != KERNEL_FACILITY:
+            return None
+        return Stamped(message=record.message, uptime_seconds=record.uptime_seconds)
+    if m := _DMESG.match(line):
+        return _tagged(m[2], uptime_seconds=float(m[1]), tag_wanted=False)
+    if m := _DMESG_DATE.match(line):
+        local = _local(m[1], m[2], m[3], m[4], m[5])
+        wall_at = _wall(int(m[6]), local)
+        return None if wall_at is None else Stamped(message=m[7], wall_at=wall_at)
+    for pattern in (_ISO, _FULL):
+        if m := pattern.match(line):
+            wall_at = _iso(m[1])
+            # dmesg writes a comma, and no host behind it; journalctl and rsyslog a point, or no fraction.
+            return None if wall_at is None else _tagged(m[2], wall_at=wall_at, tag_wanted="," not in m[1])
+    if m := _SHORT.match(line):
+        local = _local(m[1], m[2], m[3], m[4], m[5])
+        # 2024 is a leap year: whether the day exists cannot be told without the year.
+        return None if _wall(2024, local) is None else _tagged(m[6], local=local, tag_wanted=True)
+    if m := _UNIX.match(line):
+        return _tagged(m[2], wall_at=float(m[1]), tag_wanted=True)
+    return None
+
+
+def _tagged(
+    rest: str,
+    *,
+    tag_wanted: bool,
+    wall_at: float | None = None,
+    uptime_seconds: float | None = None,
+    local: tuple[int, int, int, int, float] | None = None,
+) -> Stamped | None:
+    """`host kernel: message` behind a time; without `tag_wanted` the message may stand there alone."""
+    m = _TAG.match(rest)
+    if m is None:
+        if tag_wanted:
+            return None
+        return Stamped(message=rest, wall_at=wall_at, uptime_seconds=uptime_seconds)
+    message = m[2]
+    if inner := _INNER_UPTIME.match(message):
+        message = message[inner.end() :]
+    return Stamped(message=message, host=m[1], wall_at=wall_at, uptime_seconds=uptime_seconds, local=local)
+
+
+def _local(month: str, day: str, hour: str, minute: str, second: str) -> tuple[int, int, int, int, float]:
+    return _MONTHS.index(month) + 1, int(day), int(hour), int(minute), float(second.replace(",", "."))
+
+
+def _wall(year: int, local: tuple[int, int, int, int, float]) -> float | None:
+    """Seconds since 1970, the clock taken to show UTC. None: there is no such time."""
+    month, day, hour, minute, second = local
+    try:
+        return datetime(year, month, day, hour, minute, tzinfo=UTC).timestamp() + second if second < 61 else None
+    except ValueError:
+        return None
+
+
+def _iso(text: str) -> float | None:
+    try:
+        at = datetime.fromisoformat(text.replace(",", ".").replace(" +", "+").replace(" -", "-").replace(" Z", "Z"))
+    except ValueError:
+        return None
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
+def wall_of_local(local: tuple[int, int, int, int, float], not_after: float) -> float | None:
+    """Seconds since 1970 of a time without a year: the latest that is not after `not_after` (by more than a day, for
+    the zone is not known either, and UTC is assumed). None: there is no such day in either year."""
+    year = datetime.fromtimestamp(not_after, UTC).year
+    for y in (year + 1, year, year - 1, year - 2, year - 3, year - 4):
+        at = _wall(y, local)
+        if at is not None and at <= not_after + 86_400:
+            return at
+    return None

@@ -1,17 +1,21 @@
 """NCCL's RAS asked over a socket, and the Inspector's files read as they grow."""
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors import nccl_ras
+from rolecall.agent.collectors import nccl_inspector, nccl_ras
 from rolecall.agent.collectors.collector import CannotRead, Reading
+from rolecall.agent.collectors.nccl_inspector import NcclInspector
 from rolecall.agent.collectors.nccl_ras import NcclRas, split_address
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEventKind
 from tests.agent.ras_server import RasServer, Serve, answers
+from tests.core.test_nccl_inspector import line
 from tests.core.test_nccl_ras import TEXT, communicator, lost, rank, raw
 
 NODE = NodeId("node-1")
@@ -264,3 +268,93 @@ def test_addresses(text: str, address: tuple[str, int]) -> None:
 def test_wrong_addresses(text: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         NcclRas(NODE, text)
+
+
+# --- the Inspector ------------------------------------------------------------------------------------------------
+
+
+def test_the_inspectors_lines_are_followed_from_where_they_were(tmp_path: Path) -> None:
+    log = tmp_path / "node-0-pid100.log"
+    log.write_bytes(line(0, 1, 500.0) * 3)
+    it = NcclInspector(NODE, tmp_path)
+    assert ("inspector_operations_total", "AllReduce") not in shown(it.read(0.0))  # history
+    whole = line(0, 2, 1000.0)
+    with log.open("ab") as file:
+        file.write(whole + whole[:40])
+    values = shown(it.read(5.0))
+    assert values["inspector_operations_total", "AllReduce"] == 1
+    assert values["inspector_seconds_total", "AllReduce"] == pytest.approx(1e-3)
+    assert values["inspector_bus_bytes_total", "AllReduce"] == pytest.approx(2e9 * 1e-3)
+    assert values["inspector_message_bytes_total", "AllReduce"] == 1 << 20
+    with log.open("ab") as file:
+        file.write(whole[40:])
+    values = shown(it.read(10.0))
+    assert (values["inspector_operations_total", "AllReduce"], values["inspector_lines_bad_total",]) == (2, 0)
+
+
+def test_a_file_that_is_new_replaced_or_cut_is_read_from_its_beginning(tmp_path: Path) -> None:
+    it = NcclInspector(NODE, tmp_path / "later")
+    assert shown(it.read(0.0))["inspector_lines_total",] == 0  # no directory yet
+    log = tmp_path / "later" / "node-0-pid100.log"
+    log.parent.mkdir()
+    log.write_bytes(line(0, 1, 1.0) * 3)
+    assert shown(it.read(1.0))["inspector_lines_total",] == 3
+    log.rename(log.with_suffix(".old"))
+    log.write_bytes(line(0, 4, 1.0) * 5)
+    assert shown(it.read(2.0))["inspector_lines_total",] == 8
+    os.truncate(log, 0)
+    log.write_bytes(line(0, 9, 1.0))
+    assert shown(it.read(3.0))["inspector_lines_total",] == 9
+    log.unlink()
+    assert shown(it.read(4.0))["inspector_lines_total",] == 9
+
+
+def test_a_file_that_grows_too_fast_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    it = NcclInspector(NODE, tmp_path)
+    it.read(0.0)
+    one = line(0, 1, 1.0)
+    monkeypatch.setattr(nccl_inspector, "BYTES_PER_LOOK", 10 * len(one))
+    (tmp_path / "a.log").write_bytes(one * 100)
+    values = shown(it.read(1.0))
+    assert values["inspector_lines_total",] == 9  # the first of the ten may be half a line
+    assert values["inspector_skipped_bytes_total",] == 90 * len(one)
+    assert values["inspector_lines_bad_total",] == 0
+
+
+def test_a_line_without_end_costs_no_memory(tmp_path: Path) -> None:
+    it = NcclInspector(NODE, tmp_path)
+    it.read(0.0)
+    log = tmp_path / "a.log"
+    log.write_bytes(b"x" * 100_000)
+    assert shown(it.read(1.0))["inspector_lines_bad_total",] == 1
+    with log.open("ab") as file:
+        file.write(b"x" * 100_000 + b"\n" + line(0, 1, 1.0))
+    values = shown(it.read(2.0))
+    assert (values["inspector_lines_bad_total",], values["inspector_operations_total", "AllReduce"]) == (1, 1)
+
+
+def test_of_the_text_files_the_worst_of_each_gpu_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "nccl_inspector_metrics_GPU-1.prom").write_text(
+        'nccl_bus_bandwidth_gbs{gpu="GPU3",collective="AllReduce",comm_name="a"} 600\n'
+        'nccl_bus_bandwidth_gbs{gpu="GPU3",collective="AllReduce",comm_name="b"} 20\n'
+        'nccl_collective_exec_time_microseconds{gpu="GPU3",collective="AllReduce",comm_name="a"} 10\n'
+        'nccl_collective_exec_time_microseconds{gpu="GPU3",collective="AllReduce",comm_name="b"} 3000\n'
+    )
+    it = NcclInspector(NODE, tmp_path)
+    for at in (0.0, 1.0):
+        values = shown(it.read(at))
+        assert values["inspector_bus_bandwidth_bytes", "3", "AllReduce"] == pytest.approx(20e9)
+        assert values["inspector_execution_seconds", "3", "AllReduce"] == pytest.approx(3e-3)
+
+
+def test_what_is_no_file_is_left_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.log")
+    (tmp_path / "b.log").symlink_to("/dev/zero")
+    (tmp_path / "c.prom").symlink_to("/dev/zero")
+    assert shown(NcclInspector(NODE, tmp_path).read(0.0))["inspector_lines_total",] == 0
+
+
+def test_a_directory_that_cannot_be_listed_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CannotRead, match="Not a directory"):
+        NcclInspector(NODE, tmp_path / "file").read(0.0)

@@ -1,0 +1,226 @@
+"""What the NCCL Inspector (a profiler plugin, NCCL 2.28.3 and later) writes: JSON lines, or a Prometheus text file.
+
+Only finished operations appear: one that hangs is absent, and absence means not known. Across ranks an operation is joined by
+communicator and sequence number: who comes late has the shortest time, the others' includes the wait for it. Until format
+4.2 each line is whole; from 4.3 on a `dump_stats` line carries header and metadata for the lines that follow it. Lines may be
+cut by a crash: they are counted and passed over. Source: NCCL `plugins/profiler/inspector`, its README.
+
+Foreign bytes: no line raises, texts and numbers are bounded.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+LINE_BYTES_MAX = 64 << 10
+"""A line of the verbose form with 64 channels takes some 16 KB."""
+TEXT_CHARS_MAX = 96
+NUM_GAUGES_MAX = 20_000
+_GIGA = 1e9
+_NUMBER_MAX = 1e18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Whose operations they are. `written_at`: wall seconds of the dump; 0 where it does not say."""
+
+    communicator: str
+    name: str
+    rank: int
+    num_ranks: int
+    num_nodes: int
+    host: str
+    pid: int
+    written_at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A finished collective, or a send or receive (`is_p2p`). `timing`: where its time was taken (`kernel_gpu`, ...)."""
+
+    context: Context
+    kind: str
+    sequence: int
+    size_bytes: int
+    seconds: float
+    bus_bytes_per_second: float
+    timing: str
+    is_p2p: bool
+
+
+class Lines:
+    """Lines of one file, in order. `num_bad`: cut or of no known form; `num_dropped`: what the Inspector says it lost."""
+
+    def __init__(self) -> None:
+        self.num_lines = self.num_bad = self.num_dropped = 0
+        self._context: Context | None = None
+        self._num_left = 0
+
+    def take(self, line: bytes) -> Operation | None:
+        """The operation of a line; None for one that has none."""
+        if not line.strip():
+            return None
+        self.num_lines += 1
+        value = _json(line)
+        if value is None:
+            self.num_bad += 1
+            return None
+        stats = value.get("dump_stats")
+        context = _context(value)
+        if isinstance(stats, dict):
+            self._context = context
+            numbers = (_number(stats.get(f"{kind}_records")) for kind in ("coll", "p2p", "proxy"))
+            self._num_left = int(sum(n or 0 for n in numbers))
+            dropped = (_number(stats.get(f"{kind}_dropped_since_last_dump")) for kind in ("coll", "p2p"))
+            self.num_dropped += int(sum(n or 0 for n in dropped))
+            self.num_bad += context is None
+            return None
+        if context is None and self._num_left > 0:
+            self._num_left -= 1
+            context = self._context
+        if "proxy_trace" in value or (context is None and "header" not in value and _has_operation(value)):
+            return None  # the latter: of a dump whose head was not seen
+        found = _operation(value, context) if context is not None else None
+        self.num_bad += found is None
+        return found
+
+    def lose_context(self) -> None:
+        """Bytes were passed over: what stands next may belong to a dump whose head was not seen."""
+        self._context, self._num_left = None, 0
+
+
+def _json(line: bytes) -> dict[str, Any] | None:
+    if len(line) > LINE_BYTES_MAX:
+        return None
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _context(value: dict[str, Any]) -> Context | None:
+    header, metadata = value.get("header"), value.get("metadata")
+    if not isinstance(header, dict):
+        return None
+    about: dict[str, Any] = metadata if isinstance(metadata, dict) else {}
+    rank, num_ranks = _number(header.get("rank")), _number(header.get("n_ranks"))
+    communicator = _word(header.get("id"))
+    if rank is None or num_ranks is None or not communicator:
+        return None
+    return Context(
+        communicator=communicator,
+        name=_word(header.get("comm_name")),
+        rank=int(rank),
+        num_ranks=int(num_ranks),
+        num_nodes=int(_number(header.get("nnodes")) or 0),
+        host=_word(about.get("hostname")),
+        pid=int(_number(about.get("pid")) or 0),
+        written_at=(_number(about.get("dump_timestamp_us")) or 0.0) * 1e-6,
+    )
+
+
+def _has_operation(value: dict[str, Any]) -> bool:
+    return isinstance(value.get("coll_perf"), dict) or isinstance(value.get("p2p_perf"), dict)
+
+
+def _operation(value: dict[str, Any], context: Context) -> Operation | None:
+    for prefix in ("coll", "p2p"):
+        told = value.get(f"{prefix}_perf")
+        if not isinstance(told, dict):
+            continue
+        kind = _word(told.get(prefix)) or _word(told.get(f"{prefix}_operation"))
+        numbers = [_number(told.get(f"{prefix}_{key}")) for key in ("sn", "msg_size_bytes", "exec_time_us")]
+        sequence, size, micros = numbers
+        if not kind or sequence is None or micros is None:
+            return None
+        return Operation(
+            context=context,
+            kind=kind,
+            sequence=int(sequence),
+            size_bytes=int(size or 0),
+            seconds=micros * 1e-6,
+            bus_bytes_per_second=(_number(told.get(f"{prefix}_busbw_gbs")) or 0.0) * _GIGA,
+            timing=_word(told.get(f"{prefix}_timing_source")),
+            is_p2p=prefix == "p2p",
+        )
+    return None
+
+
+def _number(value: Any) -> float | None:
+    """Integers stay exact."""
+    if type(value) is int:
+        return value if 0 <= value < 1 << 63 else None
+    if type(value) is float and math.isfinite(value) and 0.0 <= value < _NUMBER_MAX:
+        return value
+    return None
+
+
+def _word(value: Any) -> str:
+    if not isinstance(value, str):
+        return ""
+    return "".join(c if " " <= c <= "~" else "?" for c in value[:TEXT_CHARS_MAX])
+
+
+# --- Prometheus text file -----------------------------------------------------------------------------------------
+
+BANDWIDTH = ("nccl_bus_bandwidth_gbs", "nccl_p2p_bus_bandwidth_gbs")
+"""Geometric means of the last window."""
+TIME = ("nccl_collective_exec_time_microseconds", "nccl_p2p_exec_time_microseconds")
+"""Arithmetic means of the last window."""
+_SAMPLE = re.compile(
+    r"(?P<name>[a-zA-Z_:][a-zA-Z0-9_:]{0,80})\{(?P<labels>.{0,2000})\}[ \t]+(?P<value>\S{1,40})(?:[ \t]+\S{1,40})?$"
+)
+_LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]{0,40})="((?:[^"\\]|\\.){0,200})"(?:,|$)')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauge:
+    """A line of the text file. `value`: seconds, or bytes per second. `gpu`: the number of `GPU0`."""
+
+    is_time: bool
+    kind: str
+    gpu: str
+    communicator: str
+    message_size: str
+    value: float
+
+
+def gauges(text: str) -> tuple[list[Gauge], int]:
+    """Of a text file, and how many of its lines are of no known form."""
+    found: list[Gauge] = []
+    num_bad = 0
+    for line in text.splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        gauge = _gauge(line.strip())
+        if gauge is None or len(found) >= NUM_GAUGES_MAX:
+            num_bad += 1
+        else:
+            found.append(gauge)
+    return found, num_bad
+
+
+def _gauge(line: str) -> Gauge | None:
+    m = _SAMPLE.match(line)
+    if m is None or m.group("name") not in (*BANDWIDTH, *TIME):
+        return None
+    labels = {key: value for key, value in _LABEL.findall(m.group("labels"))}
+    try:
+        value = _number(float(m.group("value")))
+    except ValueError:
+        return None
+    kind = _word(labels.get("collective") or labels.get("p2p_operation"))
+    if value is None or not kind:
+        return None
+    is_time = m.group("name") in TIME
+    return Gauge(
+        is_time=is_time,
+        kind=kind,
+        gpu=_word(labels.get("gpu", "")).removeprefix("GPU"),
+        communicator=_word(labels.get("comm_name", "")),
+        message_size=_word(labels.get("message_size", "")),
+        value=value * 1e-6 if is_time else value * _GIGA,
+    )

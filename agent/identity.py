@@ -19,13 +19,15 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
-    """A verified claim."""
+    """A verified claim, or what a rule says of a process that claims nothing."""
 
     process: ProcessId
     replica: str
     role: str
     rank: int
     incarnation: int
+    found: bool = False
+    """It said nothing: the agent found it by a rule. It has no state page."""
 
     @property
     def slot(self) -> tuple[str, int, int]:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rolecall.agent.collectors.exits import ExitStatus, ExitWatch, WatchRefused, guess_cause
+from rolecall.agent.collectors.exits import ExitStatus, ExitWatch, WatchRefused, asked_to_end, guess_cause
 from rolecall.agent.collectors.process import ProcessProbe
 from rolecall.agent.events import EventLog
 from rolecall.agent.identity import Refusal, Registration, proven, sender, verified
@@ -93,25 +93,59 @@ class Registry:
         said = verified(peer_pid, message, self._node, self._token)
         with self._lock:
             known = self._tracked.get(said.process)
+            if known is not None and known.registration.found:
+                self._speaks(known, said)
+                return
             if known is not None:
                 if known.registration != said:
                     self._change(known, said)
                 return
-            if sum(t.exited_at is None for t in self._tracked.values()) >= NUM_PROCESSES_MAX:
-                raise Refusal(f"{NUM_PROCESSES_MAX} processes are registered already")
-            for other in self._tracked.values():
-                if other.registration.slot == said.slot and other.exited_at is None and self._lives(other):
-                    raise Refusal(
-                        f"{said.replica}:{said.rank}#{said.incarnation} is process {other.registration.process}"
-                    )
-            tracked = self._track(said)
-            try:
-                self._watch(tracked)
-            except WatchRefused as e:
-                self._forget(tracked)
-                raise Refusal(str(e)) from None
-            self._events.append(AgentEventKind.REGISTERED, **said.facts())
-            self._save()
+            self._admit(said, {})
+
+    def _admit(self, said: Registration, detail: dict[str, str]) -> None:
+        """One process more. Raises Refusal: too many, its place is taken, or it is gone."""
+        if self.num_live() >= NUM_PROCESSES_MAX:
+            raise Refusal(f"{NUM_PROCESSES_MAX} processes are registered already")
+        before = [t for t in self._tracked.values() if t.registration.slot == said.slot]
+        for other in before:
+            if other.exited_at is None and self._lives(other):
+                raise Refusal(f"{said.replica}:{said.rank}#{said.incarnation} is process {other.registration.process}")
+        tracked = self._track(said)
+        try:
+            self._watch(tracked)
+        except WatchRefused as e:
+            self._forget(tracked)
+            raise Refusal(str(e)) from None
+        for other in before:
+            # Found processes of one place share an incarnation: the dead one must not be shown beside its successor.
+            if said.found and other.exited_at is not None:
+                self._forget(other)
+        self._events.append(AgentEventKind.REGISTERED, **said.facts(), detail=detail)
+        self._save()
+
+    def discover(self, found: Registration, detail: dict[str, str]) -> None:
+        """A rule says who a process is that has said nothing. `detail`: of the event, how it was found.
+
+        Raises:
+            Refusal: it is known already, its place is taken by a living process, there are too many, or it is gone.
+        """
+        with self._lock:
+            if found.process in self._tracked:
+                raise Refusal(f"process {found.process} is known already")
+            self._admit(found, detail)
+
+    def registrations(self) -> tuple[Registration, ...]:
+        """Of all live processes."""
+        with self._lock:
+            return tuple(t.registration for t in self._tracked.values() if t.exited_at is None)
+
+    def _speaks(self, known: Tracked, said: Registration) -> None:
+        """A process that was found by a rule turns out to know rolecall: from now on its own word counts."""
+        self._forget(known)
+        self._track(said)  # its exit is watched already, under the same name
+        detail = {"was": known.registration.replica}
+        self._events.append(AgentEventKind.REGISTERED, **said.facts(), detail=detail)
+        self._save()
 
     def exception(self, peer_pid: int, message: dict[str, Any]) -> None:
         """A registered process reports an exception. The same number again changes nothing.
@@ -157,7 +191,8 @@ class Registry:
         process = registration.process
         reader = None
         try:
-            reader = PageReader(self._pages / page_name(process.pid, process.start_ticks))
+            if not registration.found:
+                reader = PageReader(self._pages / page_name(process.pid, process.start_ticks))
         except OSError as e:
             logger.warning("%s has no state page: %s", registration.replica, e)
         probe = ProcessProbe(process.pid, proc=self._proc, cgroup_root=self._cgroup_root)
@@ -298,6 +333,8 @@ class Registry:
 
     def _ended(self, tracked: Tracked, status: ExitStatus, away: bool = False) -> None:
         self.look(tracked)  # its last words come before its exit
+        if tracked.registration.found and (wanted := asked_to_end(status)):
+            self._tell_finished(tracked, wanted)  # it cannot say so itself
         tracked.exited_at, tracked.status = self._clock.monotonic(), status
         detail = {"cause": self._cause(tracked, status)}
         if tracked.page is not None:

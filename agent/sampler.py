@@ -1,12 +1,14 @@
 """One round of looking at everything registered, and at the node itself every HOST_SECONDS."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from rolecall.agent.collectors.host import HostProbe
 from rolecall.agent.registry import Registry, Tracked
 from rolecall.agent.samples import SampleRing
 from rolecall.core.clock import Clock
 from rolecall.core.telemetry import HostSample, ProcessSample
+from rolecall.core.unpaged import NO_PAGE
 
 HOST_SECONDS = 1.0
 
@@ -16,7 +18,9 @@ def sample_of(tracked: Tracked, at: float, wall_at: float) -> ProcessSample:
     who, page = tracked.registration, tracked.page
     kernel = tracked.probe.read(page.work_tid if page else 0)
     alive = tracked.exited_at is None
-    reported = {} if page is None else {name: getattr(page, name) for name in _PAGE_FIELDS}
+    reported: dict[str, Any] = {} if page is None else {name: getattr(page, name) for name in _PAGE_FIELDS}
+    if who.found:
+        reported["phase"] = NO_PAGE
     return ProcessSample(
         process=who.process,
         role=who.role,

@@ -49,7 +49,7 @@ def find(fleet: Fleet, now: float, explained: set[str]) -> list[Finding]:
     """`explained`: fingerprints that are user code, so that their exits are no crashes of their own."""
     found = []
     for subject in fleet.current():
-        if subject.finished:
+        if subject.finished or not subject.reports:  # unpaged.py judges those who cannot say goodbye
             continue
         raised = last_exception(fleet, subject)
         if raised is not None and raised.event.detail.get("fingerprint", "") in explained:

@@ -19,7 +19,7 @@ from typing import Any, Self
 from rolecall.core.config import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Suspect
 from rolecall.core.telemetry import Phase
-from rolecall.detector import collective, crash, fusion, lost, slow, stall, user_code
+from rolecall.detector import collective, crash, fusion, lost, slow, stall, unpaged, user_code
 from rolecall.detector.codec import decode, encode
 from rolecall.detector.fleet import Fleet
 from rolecall.detector.learned import learned_deadline
@@ -76,7 +76,7 @@ class Detector:
         fleet.ingest(observation)
         slow.update(self._slow, fleet, config, now)
         findings, explained = user_code.find(fleet, self._roles, now)
-        findings += crash.find(fleet, now, explained)
+        findings += crash.find(fleet, now, explained) + unpaged.find(fleet, now)
         all_stalls = stall.stalls(fleet, config)
         findings += stall.find_own(fleet, now, all_stalls)
         findings += collective.find(fleet, now, all_stalls)

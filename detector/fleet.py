@@ -20,6 +20,8 @@ EXCEPTIONS_MAX = 256
 """Exception reports remembered for the user-code rule."""
 CLOSED_SECONDS = 120.0
 """How long a past incarnation is remembered after its successor came or it was forgotten."""
+UNPAGED_GONE_SECONDS = 900.0
+"""How long the exit of a process of a job that knows nothing of us is told, unless another takes its place."""
 DEAD_SAMPLE_SECONDS = 1.0
 """A sample says that a process is dead, and no event has: the event (with its goodbye before it, or its signal) gets
 so long to arrive before the sample counts alone."""
@@ -86,6 +88,8 @@ class Fleet:
     def _take_sample(self, sample: ProcessSample, now: float) -> None:
         if self.mask_proc_state and sample.proc_state != "?":
             sample = _masked(sample)
+        if not sample.alive and self._is_succeeded(sample):
+            return
         subject = self._find(sample.process, sample.replica, sample.role, sample.rank, sample.incarnation, now)
         if subject is None or subject.gone:
             return
@@ -99,6 +103,11 @@ class Fleet:
             first(subject, sample)
         elif sample.at > previous.at:
             advance(subject, previous, sample, None if subject.key in self.quiet else self.gaps, now)
+
+    def _is_succeeded(self, sample: ProcessSample) -> bool:
+        """Another process stands in its place already: those that rolecall did not start share an incarnation."""
+        there = self.subjects.get((sample.replica, sample.rank, sample.incarnation))
+        return there is not None and there.process not in (None, sample.process)
 
     def _find(
         self, process: ProcessId | None, replica: str, role: str, rank: int, incarnation: int, now: float
@@ -165,7 +174,7 @@ class Fleet:
         if event.process is not None and event.kind != AgentEventKind.REGISTERED:
             # A process may have been promoted since the agent last read its name: the process decides.
             known = self.subjects.get(self.by_process.get(event.process, ("", 0, 0)))
-            if known is not None:
+            if known is not None and known.process == event.process:
                 return None if known.closed_wall else known
         subject = self._find(event.process, event.replica, event.role, event.rank, event.incarnation, now)
         if subject is not None and not subject.node:
@@ -185,6 +194,8 @@ class Fleet:
             if s.dead_wall and not s.gone and now - s.dead_wall >= DEAD_SAMPLE_SECONDS:
                 s.exit_wall = now
                 self.changed_wall = now
+            if s.gone and not s.reports and now - s.exit_wall >= UNPAGED_GONE_SECONDS:
+                s.closed_wall = now  # nothing will say that its place is not to be filled again
         old = [s for s in self.subjects.values() if s.closed_wall and now - s.closed_wall > CLOSED_SECONDS]
         for s in old:
             del self.subjects[s.key]

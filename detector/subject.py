@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, AgentEvent, Phase, ProcessSample
+from rolecall.core.unpaged import UNCOUNTED, has_page
 from rolecall.detector.learned import BEATS, Gaps
 
 Key = tuple[str, int, int]
@@ -18,6 +19,15 @@ Key = tuple[str, int, int]
 SAMPLE_GAP_SECONDS_MAX = 0.6
 """Three sample intervals (0.2 s each): what lies between two samples beyond this was not observed, and counts for
 nobody. Without the limit a machine paused for 3 s makes each of its processes look hung."""
+
+UNPAGED_GAP_SECONDS_MAX = 3.0
+"""The same for processes that report nothing: agents of jobs that know nothing of us look once a second."""
+
+HELD_STATES = frozenset({"T", "t", "D"})
+"""Stopped, traced, in an uninterruptible wait: proc(5)."""
+
+STARVED_SAMPLE_SHARE = 0.5
+"""Kept from the CPU for so much of the time between two samples counts as starved; a sample below it ends that."""
 
 EXPERIENCED_UNITS = 8
 """Units of work after which an incarnation has been through every phase of its work at least once (two steps of four
@@ -99,6 +109,10 @@ class Subject:
     exit_wall: float = 0.0
     dead_wall: float = 0.0  # when a sample first said that it is dead
     finished: bool = False
+    halted: Clocks = field(default_factory=Clocks)  # without a page: how long the kernel has held it in one state
+    starved: Clocks = field(
+        default_factory=Clocks
+    )  # without a page: how long it has been kept from the CPU (effective)
     closed_wall: float = 0.0  # 0: current; else when it was superseded, promoted or forgotten
     offset_seconds: float = 0.0  # our wall clock minus its node's
     slow: SlowMeter = field(default_factory=SlowMeter)
@@ -112,6 +126,11 @@ class Subject:
         return self.sample.phase if self.sample else Phase.START
 
     @property
+    def reports(self) -> bool:
+        """Whether it writes a state page; False once it is known to be of a job that knows nothing of us."""
+        return self.incarnation != UNCOUNTED if self.sample is None else has_page(self.sample)
+
+    @property
     def gone(self) -> bool:
         return self.exit_wall > 0.0
 
@@ -121,8 +140,8 @@ class Subject:
 
     @property
     def progress_due(self) -> bool:
-        """Whether it owes progress now: an idle engine that holds requests does."""
-        if self.sample is None:
+        """Whether it owes progress now: an idle engine that holds requests does. Who reports none owes none."""
+        if self.sample is None or not self.reports:
             return False
         if self.phase == Phase.IDLE:
             return self.sample.requests_active > 0
@@ -136,7 +155,8 @@ class Subject:
     def name(self) -> str:
         pid = f", pid {self.process.pid}" if self.process else ""
         rank = f" rank {self.rank}" if self.rank else ""
-        return f"{self.replica}{rank} ({self.node}{pid}, incarnation {self.incarnation})"
+        incarnation = "" if self.incarnation == UNCOUNTED else f", incarnation {self.incarnation}"
+        return f"{self.replica}{rank} ({self.node}{pid}{incarnation})"
 
 
 def first(subject: Subject, sample: ProcessSample) -> None:
@@ -157,6 +177,9 @@ def starved_seconds(previous: ProcessSample, sample: ProcessSample) -> float:
 
 def advance(subject: Subject, previous: ProcessSample, sample: ProcessSample, gaps: Gaps | None, now: float) -> None:
     """Moves the subject's clocks from one sample to the next; `gaps` learns from it unless None."""
+    if not has_page(sample):
+        _advance_unpaged(subject, previous, sample)
+        return
     counted = min(sample.at - previous.at, SAMPLE_GAP_SECONDS_MAX)
     starved = min(counted, starved_seconds(previous, sample))
     subject.tainted |= gaps is None
@@ -183,6 +206,23 @@ def advance(subject: Subject, previous: ProcessSample, sample: ProcessSample, ga
     else:
         subject.stall.advance(counted, starved, cpu)
     _track_collectives(subject, previous, sample)
+
+
+def _advance_unpaged(subject: Subject, previous: ProcessSample, sample: ProcessSample) -> None:
+    """What can be told of a process that reports nothing: whether the kernel lets it run, and others do."""
+    counted = min(sample.at - previous.at, UNPAGED_GAP_SECONDS_MAX)
+    cpu = max(0.0, sample.cpu_seconds - previous.cpu_seconds)
+    held = sample.proc_state in HELD_STATES and sample.proc_state == previous.proc_state and not cpu
+    if held:
+        subject.halted.advance(counted, 0.0, cpu)
+    else:
+        subject.halted.reset()
+    kept_from = starved_seconds(previous, sample)
+    if kept_from >= STARVED_SAMPLE_SHARE * counted:
+        subject.starved.wall += counted
+        subject.starved.effective += min(counted, kept_from)
+    else:
+        subject.starved.reset()
 
 
 def _moved(previous: ProcessSample, sample: ProcessSample) -> bool:

@@ -170,20 +170,30 @@ def watch(
     false_alarms: FalseAlarmsOption = FALSE_ALARMS,
     model: ModelOption = None,
     seconds: ForOption = None,
+    agents: Annotated[
+        str, typer.Option(help="agents of any job, as http://HOST:PORT,... or a file with one a line; RUN is not given")
+    ] = "",
+    mode: Annotated[str, typer.Option(help="of --agents: observe, the only one")] = "observe",
+    run_id: Annotated[str, typer.Option("--id", help="of --agents: name of what is kept (default: watch-<time>)")] = "",
+    webhook: Annotated[str, typer.Option(help="of --agents: where a person is called, http://...")] = "",
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
 ) -> int:
     """Watches a run (detects, diagnoses and, where the job file says so, acts), or any fleet on a Prometheus server or
     in a recording (detects). Exit code 1 if a fault was found."""
+    if agents:
+        if run or source != "agents" or mode != "observe":
+            raise ConfigError(["--agents: goes with neither RUN nor another --source, and with no --mode but observe"])
+        return _watch_agents(agents, run_id, webhook, runs, seconds)
     if source == "agents":
         from rolecall.core.rundir import open_run_dir
         from rolecall.watching import watch_run
 
         if not run:
-            raise ConfigError(["RUN: which run?"])
+            raise ConfigError(["RUN: which run? (or --agents, for a job that rolecall did not start)"])
         if model is not None:
             raise ConfigError(["--model: a run's own detectors have none; --source prometheus or recording takes one"])
-        return watch_run(open_run_dir(runs, run))
+        return watch_run(open_run_dir(runs, run), seconds)
     from rolecall.detector.registry import detector as named
     from rolecall.detector.registry import with_step_time
     from rolecall.fleet_watching import watch_prometheus, watch_recording
@@ -198,6 +208,19 @@ def watch(
             raise ConfigError(["RUN: which recording?"])
         return watch_recording(Path(run), speed, detectors, out=out, as_json=as_json, seconds=seconds)
     raise ConfigError([f"--source: {source!r} is none of agents, prometheus, recording"])
+
+
+def _watch_agents(agents: str, run_id: str, webhook: str, runs: Path, seconds: float | None) -> int:
+    import datetime
+
+    from rolecall.agents_watching import listed, named_agents, observing_run
+    from rolecall.watching import watch_run
+
+    found = named_agents(listed(agents))
+    run_id = run_id or f"watch-{datetime.datetime.now():%m%d-%H%M%S}"
+    run = observing_run(runs, run_id, found, webhook or None)
+    _say(f"watching {len(found)} node(s); incidents: rolecall incidents --run {run.path}")
+    return watch_run(run, seconds)
 
 
 @fleet.command()

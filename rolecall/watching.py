@@ -10,7 +10,7 @@ import json
 import logging
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -29,7 +29,9 @@ from rolecall.detector.registry import detector as panel_detector
 from rolecall.detector.run_panels import RunPanels
 from rolecall.detector.source import AgentsSource
 from rolecall.recovery import commands
+from rolecall.recovery.actuators.nothing import Nothing
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
+from rolecall.recovery.book import Book
 from rolecall.recovery.interfaces import Notifier
 from rolecall.recovery.notify import LogNotifier, WebhookNotifier
 from rolecall.recovery.watch import Watch, holder_name
@@ -58,13 +60,15 @@ def agent_urls(run: RunDir) -> dict[str, str]:
 class _Remembering:
     """Detectors, and on disk what the engine has learned, so that the next watch can take it up. Panels begin anew."""
 
-    def __init__(self, run: RunDir, job: JobConfig, clock: Clock) -> None:
+    def __init__(self, run: RunDir, job: JobConfig, clock: Clock, roles: Mapping[str, int] | None = None) -> None:
+        """`roles`: how many replicas are meant to be; None: as the job file says."""
+        roles = job.roles.counts() if roles is None else roles
         self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
         self._panels = RunPanels(panel_detector())
-        self._detector = Detector(job.detector, job.roles.counts())
+        self._detector = Detector(job.detector, roles)
         try:
             state = json.loads(self._path.read_text())
-            self._detector = Detector.resumed(job.detector, job.roles.counts(), state)
+            self._detector = Detector.resumed(job.detector, roles, state)
         except FileNotFoundError:
             pass  # the first watch of this run
         except (ValueError, KeyError, TypeError) as e:
@@ -97,15 +101,13 @@ class _Remembering:
         return self._detector.window()
 
 
-def watch_run(run: RunDir) -> int:
-    """Watches until the run is over or SIGTERM. Returns the exit code."""
+def watch_run(run: RunDir, seconds: float | None = None) -> int:
+    """Watches until the run is over, `seconds` are, or SIGTERM. Returns the exit code.
+
+    A run with `agents` in run.json is somebody else's job (agents_watching.py): it is only observed, nothing says when it
+    is over, and exit code 1 says that incidents were opened.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    clock = SystemClock()
-    value = run.read()
-    if not isinstance(value.get("config"), dict):
-        raise RunNotFound(f"{run.path / 'run.json'}: damaged: it holds no config")
-    job = parse_job(value["config"], str(run.path / "run.json"))
-    journal = Journal(run.database_url, create=False)
     stop = threading.Event()
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
@@ -113,15 +115,35 @@ def watch_run(run: RunDir) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handle)
-    source = AgentsSource(lambda: agent_urls(run), clock, job.detector.poll_seconds)
+    if seconds is not None:
+        timer = threading.Timer(seconds, stop.set)
+        timer.daemon = True
+        timer.start()
+    return watch_until(run, stop)
+
+
+def watch_until(run: RunDir, stop: threading.Event) -> int:
+    """`watch_run` without signals and logging: until `stop` is set."""
+    clock = SystemClock()
+    value = run.read()
+    if not isinstance(value.get("config"), dict):
+        raise RunNotFound(f"{run.path / 'run.json'}: damaged: it holds no config")
+    job = parse_job(value["config"], str(run.path / "run.json"))
+    agents = value.get("agents")
+    ours = agents is None
+    if not isinstance(agents, dict | None):
+        raise RunNotFound(f"{run.path / 'run.json'}: damaged: agents is no mapping")
+    journal = Journal(run.database_url, create=False)
+    known = _num_incidents(journal)
+    source = AgentsSource(lambda: agents or agent_urls(run), clock, job.detector.poll_seconds)
     notifier = _notifier(run, job, clock)
     source.start()
     try:
         Watch(
             journal,
             source,
-            _Remembering(run, job, clock),
-            RayRuntime(journal),
+            _Remembering(run, job, clock, None if ours else {}),
+            RayRuntime(journal) if ours else Nothing(),
             job.recovery,
             notifier,
             clock,
@@ -129,11 +151,17 @@ def watch_run(run: RunDir) -> int:
             run_id=run.run_id,
             poll_seconds=job.detector.poll_seconds,
         ).run(stop)
+        return 0 if ours or _num_incidents(journal) == known else 1
     finally:
         source.close()
         notifier.close(CLOSE_SECONDS)
         journal.close()
-    return 0
+
+
+def _num_incidents(journal: Journal) -> int:
+    book = Book()
+    book.refresh(journal)
+    return len(book.incidents)
 
 
 def _notifier(run: RunDir, job: JobConfig, clock: Clock) -> Notifier:

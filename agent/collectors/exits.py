@@ -13,7 +13,7 @@ import select
 import signal
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,20 @@ def guess_cause(status: ExitStatus, *, finished: bool, raised: bool, oom: bool) 
     if raised:
         return "exception"
     return "unknown" if status.code is None else "exit"
+
+
+_ASKED_TO_END: Mapping[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGHUP: "SIGHUP"}
+
+
+def asked_to_end(status: ExitStatus) -> str:
+    """Why the end of a process that says no goodbye was wanted, by its job or by whoever asked it to; empty: it was not.
+
+    A job's launcher ends the others with SIGTERM when one rank dies: they are no second fault.
+    """
+    if status.code == 0:
+        return "exited with code 0"
+    asked = _ASKED_TO_END.get(status.signal or 0)
+    return f"ended on {asked}" if asked else ""
 
 
 class WatchRefused(Exception):

@@ -1,0 +1,333 @@
+"""Which process of a job that knows nothing of rolecall is which role, replica and rank. Pure: no file, no clock.
+
+A rule says what a process looks like (regular expressions on its title, command line, environment and Kubernetes
+labels) and who it is then:
+
+    rules:
+      - name: my-trainer
+        title: "^ray::MyTrainer"          # searched in the first argument, where Ray and setproctitle write
+        cmdline: "train\\.py (?P<part>\\w+)"  # searched in all arguments, joined by blanks
+        environ: {RANK: "^\\d+$"}           # each must be there and match
+        labels: {app: "rl"}               # of the file `labels_file`, as the downward API writes it
+        role: trainer
+        replica: 0                        # a number, or {NAME}: a group of the expressions, a variable, a label
+        rank: "{RANK}|{SLURM_PROCID}"     # the first that is known; left out: 0
+
+A process whose replica or rank is not known so is numbered by start order on its node, as a replica of its own.
+
+The first rule that fits wins, those of the configuration before the defaults. Children of a found process are its
+helpers (data loaders, compile workers) and are never found themselves.
+
+Ray's `setproctitle` overwrites the environment in `/proc/PID/environ` with zeros (seen with Ray 2.60): variables of a
+Ray actor are known only when the agent saw the process before it took its title, or with SPT_NOENV=1 in the job.
+"""
+
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from rolecall.core.errors import ConfigError
+from rolecall.core.ids import ID_PATTERN
+from rolecall.core.membership import STANDBY_ROLE
+
+RULES_MAX = 64
+PATTERN_CHARACTERS_MAX = 500
+REPLICA_MAX = 999_999
+RANK_MAX = 1 << 20
+SLOTS_PER_NODE = 32
+"""Processes of one role and node that can be numbered by start order; replica = node's index x this + slot."""
+NODE_INDEX_MAX = REPLICA_MAX // SLOTS_PER_NODE - 1
+ALTERNATIVES_MAX = 8
+
+_NAME = re.compile(r"\{([A-Za-z_][A-Za-z0-9_./-]{0,126})\}")
+_HELPER = re.compile(
+    r"multiprocessing[. ](spawn|forkserver|resource_tracker|semaphore_tracker)|from multiprocessing|"
+    r"compile_worker|pt_data_worker|pt_data_pin|torch\.distributed\.(run|launch)\b|-m rolecall|bin/rolecall"
+)
+"""Helpers of a training process that may outlive it, launchers, and ourselves: never a rank."""
+
+# What is known of these jobs' actors; their projects rename them freely. Titles are `ray::<class>.<method>`, or
+# `ray::<repr>.<method>` for an actor with a __repr__ of its own (check).
+_RAY: Final = r"^ray::"
+DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
+    # --- verl: worker groups give RANK to their actors through the runtime environment (check)
+    {
+        "name": "verl-trainer",
+        "title": _RAY + r"(WorkerDict|FusedWorker|(Async)?ActorRolloutRefWorker)\b",  # (check)
+        "role": "trainer",
+        "replica": 0,
+        "rank": "{RANK}",
+    },
+    {"name": "verl-critic", "title": _RAY + r"CriticWorker\b", "role": "critic", "replica": 0, "rank": "{RANK}"},
+    {
+        "name": "verl-reward",
+        "title": _RAY + r"(RewardModelWorker|RewardLoopWorker|RewardManagerWorker)\b",  # (check)
+        "role": "reward",
+    },
+    {
+        "name": "verl-rollout",
+        "title": _RAY + r"(vLLMHttpServer\w*|AsyncvLLMServer|vLLMAsyncRollout|SGLangHttpServer\w*)\b",  # (check)
+        "role": "rollout",
+    },
+    {"name": "verl-agent-loop", "title": _RAY + r"AgentLoopWorker\w*\b", "role": "agent"},  # (check)
+    {"name": "verl-controller", "title": _RAY + r"(\w*TaskRunner|main_task)\b", "role": "controller"},  # (check)
+    # --- slime: RANK is set inside the actor, so it is not seen from outside (check)
+    {"name": "slime-trainer", "title": _RAY + r"(Megatron|FSDP)TrainRayActor\b", "role": "trainer"},  # (check)
+    {"name": "slime-rollout", "title": _RAY + r"SGLangEngine\b", "role": "rollout"},  # (check)
+    {"name": "slime-manager", "title": _RAY + r"Rollout(Manager|Controller)\b", "role": "controller"},  # (check)
+    # --- OpenRLHF: RANK is set inside the actor (check)
+    {"name": "openrlhf-trainer", "title": _RAY + r"PolicyModelActor\b", "role": "trainer"},
+    {"name": "openrlhf-critic", "title": _RAY + r"CriticModelActor\b", "role": "critic"},
+    {"name": "openrlhf-reference", "title": _RAY + r"ReferenceModelActor\b", "role": "reference"},
+    {"name": "openrlhf-reward", "title": _RAY + r"RewardModelActor\b", "role": "reward"},
+    {"name": "openrlhf-rollout", "title": _RAY + r"LLMRayActor\w*\b", "role": "rollout"},
+    # --- plain Ray Train
+    {"name": "ray-train", "title": _RAY + r"_?RayTrainWorker\w*", "role": "trainer"},  # (check)
+    # --- torchrun, Kubeflow's PyTorchJob and all else that sets torch's variables before the start
+    {
+        "name": "torchrun",
+        "cmdline": r"python",
+        "environ": {"RANK": r"^\d+$", "WORLD_SIZE": r"^\d+$", "MASTER_ADDR": r"."},
+        "role": "trainer",
+        "replica": 0,
+        "rank": "{RANK}",
+    },
+    # --- srun without torchrun
+    {
+        "name": "slurm",
+        "cmdline": r"python",
+        "environ": {"SLURM_PROCID": r"^\d+$", "SLURM_STEP_ID": r"^\d+$"},
+        "role": "trainer",
+        "replica": 0,
+        "rank": "{SLURM_PROCID}",
+    },
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessFacts:
+    """What is looked at of one process. `environ`: None where it cannot be read, or was overwritten by a title."""
+
+    arguments: tuple[str, ...]
+    environ: Mapping[str, str] | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return self.arguments[0] if self.arguments else ""
+
+    @property
+    def cmdline(self) -> str:
+        return " ".join(self.arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """Who a process is. `replica` None: not known, to be numbered by start order on its node."""
+
+    rule: str
+    role: str
+    replica: int | None
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule, checked. `replica`, `rank`: alternatives, each a number or the name of a value."""
+
+    name: str
+    role: str
+    title: re.Pattern[str] | None = None
+    cmdline: re.Pattern[str] | None = None
+    environ: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+    labels: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+    replica: tuple[int | str, ...] = ()
+    rank: tuple[int | str, ...] = ()
+
+    def fits_command(self, facts: ProcessFacts) -> bool:
+        """Whether title and command line fit: the environment of others need not even be read."""
+        if _HELPER.search(facts.cmdline):
+            return False
+        if self.title is not None and not self.title.search(facts.title):
+            return False
+        return self.cmdline is None or self.cmdline.search(facts.cmdline) is not None
+
+    def match(self, facts: ProcessFacts) -> Match | None:
+        if not self.fits_command(facts):
+            return None
+        for wanted, known in ((self.environ, facts.environ or {}), (self.labels, facts.labels)):
+            if not all(name in known and pattern.search(known[name]) for name, pattern in wanted.items()):
+                return None
+        values: dict[str, str] = {**facts.labels, **(facts.environ or {})}
+        for pattern, text in ((self.cmdline, facts.cmdline), (self.title, facts.title)):
+            if pattern is not None and (found := pattern.search(text)):
+                values |= {k: v for k, v in found.groupdict().items() if v is not None}
+        rank = _number(self.rank, values, RANK_MAX) if self.rank else 0
+        if rank is None:  # who cannot be told from the others of its replica gets a number of its own
+            return Match(rule=self.name, role=self.role, replica=None, rank=0)
+        replica = _number(self.replica, values, REPLICA_MAX)
+        return Match(rule=self.name, role=self.role, replica=replica, rank=rank)
+
+    def names(self) -> Iterator[str]:
+        """Variables that this rule may ask for."""
+        yield from self.environ
+        yield from (name for name in (*self.replica, *self.rank) if isinstance(name, str))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discovery:
+    """All rules, in order."""
+
+    rules: tuple[Rule, ...]
+    node_index: int | None = None
+    """Tells processes of one role on different nodes apart where nothing else numbers them; None: from the node's name.
+    Two nodes of one job must not have the same."""
+    labels_file: str = ""
+    """Of the downward API, as a path inside the process's own file system; empty: labels are not looked at."""
+
+    def find(self, facts: ProcessFacts) -> Match | None:
+        return next((m for m in (rule.match(facts) for rule in self.rules) if m is not None), None)
+
+    def may_find(self, facts: ProcessFacts) -> tuple[Rule, ...]:
+        """Rules that fit as far as title and command line tell."""
+        return tuple(rule for rule in self.rules if rule.fits_command(facts))
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(name for rule in self.rules for name in rule.names())
+
+
+def default_discovery() -> Discovery:
+    """The rules for verl, slime, OpenRLHF, torchrun, Ray Train and Slurm."""
+    return parse_discovery({})
+
+
+def parse_discovery(value: Any, path: str = "jobs.rules") -> Discovery:
+    """The rules of a configuration. Keys: `rules`, `defaults` (false: without them), `node_index`, `labels_file`.
+
+    Raises:
+        ConfigError: with every problem, each `path: reason`.
+    """
+    problems: list[str] = []
+    if not isinstance(value, Mapping):
+        raise ConfigError([f"{path}: expected a mapping, got {type(value).__name__}"])
+    keys = ("rules", "defaults", "node_index", "labels_file")
+    problems += [f"{path}.{key}: unknown key" for key in value if key not in keys]
+    listed, with_defaults = value.get("rules", []), value.get("defaults", True)
+    if not isinstance(with_defaults, bool):
+        problems.append(f"{path}.defaults: expected true or false, got {with_defaults!r}")
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or len(listed) > RULES_MAX:
+        problems.append(f"{path}.rules: expected a list of at most {RULES_MAX} rules")
+        listed = []
+    given = [_rule(item, f"{path}.rules.{n}", problems) for n, item in enumerate(listed)]
+    defaults = [_rule(item, f"(default {item['name']})", problems) for item in (DEFAULTS if with_defaults else ())]
+    rules = [rule for rule in (*given, *defaults) if rule is not None]
+    twice = {rule.name for n, rule in enumerate(rules) if rule.name in {r.name for r in rules[:n]}}
+    problems += [f"{path}.rules: two rules are called {name!r}" for name in sorted(twice)]
+    if not (given or with_defaults):
+        problems.append(f"{path}.rules: without defaults at least one rule is needed")
+    index = value.get("node_index")
+    if index is not None and (type(index) is not int or not 0 <= index <= NODE_INDEX_MAX):
+        problems.append(f"{path}.node_index: expected 0 to {NODE_INDEX_MAX}, got {index!r}")
+    labels_file = value.get("labels_file", "")
+    if not isinstance(labels_file, str) or ".." in labels_file.split("/"):
+        problems.append(f"{path}.labels_file: expected a path without '..', got {labels_file!r}")
+    if problems:
+        raise ConfigError(problems)
+    return Discovery(rules=tuple(rules), node_index=index, labels_file=labels_file)
+
+
+def node_index(name: str) -> int:
+    """`node-3` -> 3. A name without a number, or with several, gets one from its checksum: two may then be equal."""
+    numbers = re.findall(r"\d+", name)
+    if len(numbers) == 1 and int(numbers[0]) <= NODE_INDEX_MAX:
+        return int(numbers[0])
+    return zlib.crc32(name.encode()) % (NODE_INDEX_MAX + 1)
+
+
+def parse_labels(text: str) -> dict[str, str]:
+    """Labels as Kubernetes' downward API writes them into a file: `key="value"`, one a line. Others are left out."""
+    found = {}
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if equals and len(value) >= 2 and value[0] == value[-1] == '"':
+            found[key.strip()] = value[1:-1].replace('\\"', '"').replace("\\\\", "\\")
+    return found
+
+
+def _rule(item: Any, path: str, problems: list[str]) -> Rule | None:
+    if not isinstance(item, Mapping):
+        problems.append(f"{path}: expected a mapping, got {type(item).__name__}")
+        return None
+    before = len(problems)
+    keys = ("name", "role", "title", "cmdline", "environ", "labels", "replica", "rank")
+    problems += [f"{path}.{key}: unknown key" for key in item if key not in keys]
+    name, role = item.get("name", ""), item.get("role", "")
+    if not isinstance(name, str) or not ID_PATTERN.fullmatch(name):
+        problems.append(f"{path}.name: {name!r} is no name (small letters, digits, '-')")
+    if not isinstance(role, str) or not ID_PATTERN.fullmatch(role) or role == STANDBY_ROLE:
+        problems.append(f"{path}.role: {role!r} is no role (small letters, digits, '-'; not {STANDBY_ROLE!r})")
+    title = _pattern(item.get("title"), f"{path}.title", problems)
+    cmdline = _pattern(item.get("cmdline"), f"{path}.cmdline", problems)
+    environ = _patterns(item.get("environ", {}), f"{path}.environ", problems)
+    labels = _patterns(item.get("labels", {}), f"{path}.labels", problems)
+    if len(problems) == before and not (title or cmdline or labels):
+        # The environment of every process of the node would have to be read.
+        problems.append(f"{path}: needs title, cmdline or labels")
+    replica = _alternatives(item.get("replica"), f"{path}.replica", REPLICA_MAX, problems)
+    rank = _alternatives(item.get("rank"), f"{path}.rank", RANK_MAX, problems)
+    if len(problems) > before:
+        return None
+    return Rule(
+        name=name, role=role, title=title, cmdline=cmdline, environ=environ, labels=labels, replica=replica, rank=rank
+    )
+
+
+def _pattern(value: Any, path: str, problems: list[str]) -> re.Pattern[str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or not 0 < len(value) <= PATTERN_CHARACTERS_MAX:
+        problems.append(f"{path}: expected a regular expression of at most {PATTERN_CHARACTERS_MAX} characters")
+        return None
+    try:
+        return re.compile(value)
+    except re.error as e:
+        problems.append(f"{path}: no regular expression: {e}")
+        return None
+
+
+def _patterns(value: Any, path: str, problems: list[str]) -> dict[str, re.Pattern[str]]:
+    if not isinstance(value, Mapping):
+        problems.append(f"{path}: expected a mapping of names to regular expressions")
+        return {}
+    found = {str(name): _pattern(text, f"{path}.{name}", problems) for name, text in value.items()}
+    return {name: pattern for name, pattern in found.items() if pattern is not None}
+
+
+def _alternatives(value: Any, path: str, largest: int, problems: list[str]) -> tuple[int | str, ...]:
+    if value is None:
+        return ()
+    found: list[int | str] = []
+    for part in str(value).split("|") if isinstance(value, (int, str)) and not isinstance(value, bool) else [""]:
+        named = _NAME.fullmatch(part.strip())
+        if named:
+            found.append(named.group(1))
+        elif re.fullmatch(r"[0-9]{1,9}", part.strip()) and int(part) <= largest:
+            found.append(int(part))
+        else:
+            problems.append(f"{path}: expected a number up to {largest} or {{NAME}}, several with '|', got {value!r}")
+            return ()
+    return tuple(found[:ALTERNATIVES_MAX])
+
+
+def _number(alternatives: tuple[int | str, ...], values: Mapping[str, str], largest: int) -> int | None:
+    """The first alternative that is a number."""
+    for one in alternatives:
+        if isinstance(one, int):
+            return one
+        text = values.get(one, "")
+        if text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) <= largest:
+            return int(text)
+    return None

@@ -31,6 +31,7 @@ from rolecall.core.errors import (
     UnreadableInput,
 )
 from rolecall.fleet_cli import fleet
+from rolecall.incident_cli import incident
 from rolecall.options import ROOT, JsonOption, RootOption, RunArgument, RunOption, out, print_json
 from rolecall.text import plain
 
@@ -60,6 +61,7 @@ def _whoami() -> str:
 
 
 app.add_typer(fleet)
+app.add_typer(incident, name="incident")
 
 
 # --- running ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,282 @@
+"""Text of a run made fit to leave the house: for a ticket to a vendor, who needs the hardware's story and nothing else.
+
+Gone, whatever field it stands in: prompts, samples and messages of exceptions (they quote both), passwords, tokens and
+keys, environments, command lines, user names and home directories; of a URL only scheme, host and port stay. Names of
+nodes and addresses stay, or become node-1, ip-1 and so on, the same one for the same one throughout.
+
+What a secret looks like cannot be known in full. It is recognised by the name that it stands under, by the forms that
+issuers give their tokens, and by looking random; UUIDs stay, because a GPU's is what the ticket is about.
+"""
+
+import ipaddress
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+GONE = "***"
+TEXT_CHARS_MAX = 16_384
+"""Of one string; what is longer is cut. Bounds what the patterns below cost."""
+PHRASE_CHARS_MIN = 12
+"""An exception's message so long is taken out wherever it stands; a shorter one only behind the exception's type."""
+QUOTED_CHARS = (500, 200)
+"""How much of an exception's message is quoted: by the reporter, and in the sentence of a diagnosis."""
+USER_CHARS_MIN = 3
+
+_WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])")
+_SECRET_WORDS = frozenset(
+    {"password", "passwd", "pwd", "passphrase", "secret", "secrets", "apikey", "credential", "credentials"}
+    | {"authorization", "cookie", "cookies", "bearer", "webhook", "dsn"}
+)
+_KEY_OWNERS = frozenset({"api", "access", "private", "ssh", "signing", "encryption", "session", "account", "auth"})
+_SAMPLE_WORDS = frozenset(
+    {"prompt", "prompts", "completion", "completions", "response", "responses", "generated", "sample", "samples"}
+)
+_PROCESS_WORDS = frozenset({"env", "environ", "environment", "cmdline", "argv", "locals"})
+_HIDING_WORDS = _SECRET_WORDS | _SAMPLE_WORDS | _PROCESS_WORDS
+_HIDING_KEYS = frozenset({"command_line", "args", "input_ids", "token_ids", "output_ids", "messages"})
+_USER_KEYS = frozenset({"user", "username", "login", "owner", "uname"})
+_DIGEST_KEYS = frozenset({"hash", "digest", "sha256", "fingerprint"})
+_NODE_KEYS = frozenset({"node", "host", "hostname", "nodes", "hosts"})
+_SERVICE_USERS = frozenset(
+    {"root", "ray", "ubuntu", "user", "users", "admin", "nobody", "runner", "app", "slurm", "work", "worker"}
+)
+"""Home directories of images: their names are nobody's, and words of sentences."""
+
+_PEM = re.compile(r"-----BEGIN [A-Z ]+-----.*?(?:-----END [A-Z ]+-----|\Z)", re.DOTALL)
+_URL = re.compile(r"\b([a-z][a-z0-9+.-]{1,30})://([^\s\"'<>()]*)", re.IGNORECASE)
+_SCHEME_TOKEN = re.compile(r"\b(bearer|basic|digest|negotiate)\s+[^\s,;\"']+", re.IGNORECASE)
+_VALUE = r"""(?:\\?"(?:[^"\\]|\\[^"])*\\?"?|\\?'(?:[^'\\]|\\[^'])*\\?'?|[^\s,;&}\])"']+)"""
+_NAMED = re.compile(
+    r"((?:password|passwd|pwd|passphrase|secrets?|token|credentials?|authorization|cookie|webhook|dsn"
+    r"|(?:api|access|private|ssh|account|secret|auth|session|signing|encryption)[_-]?key)(?:[_-](?:id|value|hash|url))?)"
+    rf"(\\?[\"']?\s*[:=]\s*|\\?[\"']?\s+(?:is|was)\s+){_VALUE}",
+    re.IGNORECASE,
+)
+_OPTION = re.compile(
+    rf"(?<![\w-])(--?(?:[a-z0-9]{{1,20}}-){{0,4}}(?:password|passwd|token|secret|key|credentials?|auth|user|env|prompt))(?:\s+|=){_VALUE}",
+    re.IGNORECASE,
+)
+_ISSUED = re.compile(
+    r"(?<![A-Za-z0-9])(?:"
+    r"(?:AKIA|ASIA|ABIA|ACCA)[A-Z0-9]{12,}"  # Amazon
+    r"|gh[opsur]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}"
+    r"|(?:hf|api_org)_[A-Za-z0-9]{16,}|nvapi-[\w-]{16,}|wandb_v\d_\w{16,}"
+    r"|sk-[\w-]{16,}|xox[a-z]-[\w-]{10,}|AIza[\w-]{30,}|ya29\.[\w-]{16,}"
+    r"|(?:npm|dckr_pat|pypi)[_-][\w-]{16,}"
+    r"|eyJ[\w-]{6,}\.[\w-]{6,}(?:\.[\w-]*)?"  # JWT
+    r"|\$2[aby]\$\d\d\$[./A-Za-z0-9]{53}"  # bcrypt
+    r")"
+)
+_LONG_HEX = re.compile(r"(?<![A-Za-z0-9])[0-9a-fA-F]{32,}(?![A-Za-z0-9])")
+_LONG_WORD = re.compile(r"(?<![A-Za-z0-9+])[A-Za-z0-9+]{24,}={0,2}")
+_ENVIRONMENT = re.compile(rf"\b([A-Z][A-Z0-9_]{{2,}})={_VALUE}")
+_ENVIRONMENT_KEPT = ("NCCL_", "CUDA_", "UCX_", "NVIDIA_", "CONSTRAINT_")
+"""What a vendor asks for first; none of these holds a secret."""
+_HOME = re.compile(r"(?:/[\w.+-]{1,64}){0,6}?/(?:home|Users)/([^/\s:;'\",)\]}<>]+)")
+_ROOT_HOME = re.compile(r"(?<![\w./-])/root(?![\w.-])")
+_AT_HOST = re.compile(r"(?<![\w.+-])([A-Za-z_][\w.+-]{0,63})@([A-Za-z0-9][\w.-]*)")
+_RAISED = re.compile(
+    r"\b([A-Za-z_][\w.]{0,100}(?:Error|Exception|Interrupt|Exit)): (?!\(message)(.*?)(?= at \S+:\d+|\Z)", re.DOTALL
+)
+_DRIVERS_WORDS = re.compile(
+    r"CUDA error: [a-z' -]{1,80}|CUDA out of memory|NCCL error|unhandled (?:system|cuda) error|"
+    r"uncorrectable (?:NVLink|ECC) error(?: encountered)?"
+)
+"""Of an exception's message these words stay: the driver's own, from a closed list."""
+_IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\w)")
+_IPV6 = re.compile(r"(?<![\w:.])[0-9A-Fa-f]{0,4}(?::[0-9A-Fa-f]{0,4}){2,7}(?:(?:\d{1,3}\.){3}\d{1,3})?(?![\w:])")
+_MAC = re.compile(r"(?<![\w:])[0-9A-Fa-f]{2}(?::[0-9A-Fa-f]{2}){5}(?![\w:])")
+
+
+def _words(key: str) -> list[str]:
+    return [w.lower() for w in _WORDS.findall(key)]
+
+
+def _hides(key: str, value: Any) -> bool:
+    """Whether what stands under `key` is a secret, a sample or an environment, by its name."""
+    words = _words(key)
+    if key.lower() in _HIDING_KEYS or not _HIDING_WORDS.isdisjoint(words):
+        return True
+    if "token" in words:  # `tokens` are counts
+        return words[-1] == "token" or isinstance(value, str)
+    return "key" in words and not _KEY_OWNERS.isdisjoint(words)
+
+
+def left_of_message(message: str) -> str:
+    """What stands for an exception's message."""
+    kept = sorted({m.group() for m in _DRIVERS_WORDS.finditer(message)})
+    return f"(message left out: {'; '.join(kept)})" if kept else "(message left out)"
+
+
+class Redactor:
+    """`learn` from everything first, then `value` or `text` of each part. Pure but for the numbers that it gives out."""
+
+    def __init__(
+        self,
+        *,
+        secrets: Iterable[str] = (),
+        users: Iterable[str] = (),
+        folders: Mapping[str, str] | None = None,
+        nodes: Iterable[str] = (),
+        anonymous: bool = False,
+    ) -> None:
+        """`secrets`: known ones. `users`: known names. `folders`: path -> what stands for it. `nodes`: names that get
+        the first numbers, in this order; others follow by name."""
+        self._secrets = sorted((s for s in secrets if s), key=len, reverse=True)
+        self._users = set(users)
+        self._folders = sorted((folders or {}).items(), key=lambda f: -len(f[0]))
+        self._first_nodes = tuple(dict.fromkeys(nodes))
+        self._nodes = set(self._first_nodes)
+        self._messages: dict[str, str] = {}
+        self._anonymous = anonymous
+        self._given: dict[tuple[str, str], str] = {}
+        self._known: list[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]] | None = None
+        self._memory: dict[str, str] = {}
+
+    # --- learning ---------------------------------------------------------------------------------------------------
+
+    def learn(self, value: Any, key: str = "") -> None:
+        """Notes exceptions' messages, users and nodes, wherever in `value` they stand."""
+        self._known = None
+        self._memory.clear()
+        if isinstance(value, Mapping):
+            if isinstance(value.get("message"), str):
+                self._note_message(str(value.get("type", "")), value["message"])
+            for k, v in value.items():
+                self.learn(v, str(k))
+        elif isinstance(value, list | tuple):
+            if key == "unreachable":
+                self._nodes.update(str(v[0]) for v in value if isinstance(v, list | tuple) and v)
+            for v in value:
+                self.learn(v, key)
+        elif isinstance(value, str):
+            self._note(value, key)
+
+    def _note(self, text: str, key: str) -> None:
+        if key in _NODE_KEYS:
+            self._nodes.add(text)
+        if key in _USER_KEYS:
+            self._users.add(text)
+        if key == "by":
+            user, at, host = text.partition("@")
+            self._users.add(user)
+            if at:
+                self._nodes.add(host)
+        self._users.update(found.group(1) for found in _HOME.finditer(text[:TEXT_CHARS_MAX]))
+
+    def _note_message(self, kind: str, message: str) -> None:
+        left = left_of_message(message)
+        for length in (len(message), *QUOTED_CHARS):
+            quoted = message[:length].strip()
+            if len(quoted) >= PHRASE_CHARS_MIN:
+                self._messages[quoted] = left
+            elif quoted and kind:
+                self._messages[f"{kind}: {quoted}"] = f"{kind}: {left}"
+
+    # --- redacting --------------------------------------------------------------------------------------------------
+
+    def value(self, value: Any, key: str = "") -> Any:
+        """`value` (JSON) without what must not leave."""
+        if isinstance(value, Mapping):
+            return {self.text(str(k)): self._field(str(k), v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.value(v, key) for v in value]
+        return self.text(value, key) if isinstance(value, str) else value
+
+    def _field(self, key: str, value: Any) -> Any:
+        if value is None or isinstance(value, bool):
+            return value
+        if _hides(key, value):
+            return GONE
+        if key == "message" and isinstance(value, str):
+            return left_of_message(value)
+        if key in _USER_KEYS and isinstance(value, str):
+            return "user"
+        return self.value(value, key)
+
+    def text(self, text: str, key: str = "") -> str:
+        """`text` without what must not leave. `key`: the name that it stands under; digests stay under theirs."""
+        is_digest = bool(_DIGEST_KEYS.intersection(_words(key)))
+        remembered = None if is_digest else self._memory.get(text)
+        if remembered is None:
+            remembered = self._redacted(text, is_digest)
+            if not is_digest and len(text) < 200:
+                self._memory[text] = remembered
+        return remembered
+
+    def _redacted(self, text: str, is_digest: bool) -> str:
+        if len(text) > TEXT_CHARS_MAX:
+            text = f"{text[:TEXT_CHARS_MAX]}… ({len(text)} characters)"
+        for secret in self._secrets:
+            text = text.replace(secret, GONE)
+        for pattern, becomes in self._known_patterns():
+            text = pattern.sub(becomes, text)
+        text = _RAISED.sub(lambda m: f"{m[1]}: {left_of_message(m[2])}", text)
+        text = _PEM.sub(GONE, text)
+        text = _URL.sub(self._origin, text)
+        text = _SCHEME_TOKEN.sub(rf"\1 {GONE}", text)
+        text = _NAMED.sub(rf"\1\2{GONE}", text)
+        text = _OPTION.sub(rf"\1 {GONE}", text)
+        text = _ENVIRONMENT.sub(lambda m: m[0] if m[1].startswith(_ENVIRONMENT_KEPT) else f"{m[1]}={GONE}", text)
+        text = _ISSUED.sub(GONE, text)
+        text = _LONG_WORD.sub(lambda m: GONE if _looks_random(m[0]) else m[0], text)
+        if not is_digest:
+            text = _LONG_HEX.sub(GONE, text)
+        text = _ROOT_HOME.sub("~", _HOME.sub("~", text))
+        text = _AT_HOST.sub(lambda m: f"user@{self._host(m[2])}", text)
+        return self._without_addresses(text) if self._anonymous else text
+
+    def _known_patterns(self) -> list[tuple[re.Pattern[str], Callable[[re.Match[str]], str]]]:
+        """What was learned, each kind as one pattern: a replacement is not looked at again."""
+        if self._known is None:
+            users = {u for u in self._users if len(u) >= USER_CHARS_MIN and u.lower() not in _SERVICE_USERS}
+            kinds = [({k: v for k, v in self._folders}, False), (self._messages, False)]
+            kinds.append((dict.fromkeys(users - self._nodes, "user"), True))
+            if self._anonymous:
+                kinds.append((self.node_names(), True))
+            self._known = [_replacing(words, whole) for words, whole in kinds if words]
+        return self._known
+
+    def node_names(self) -> dict[str, str]:
+        """Node -> the name that stands for it when anonymous."""
+        rest = sorted(n for n in self._nodes - set(self._first_nodes) if n and n != "localhost")
+        return {name: f"node-{n}" for n, name in enumerate([*self._first_nodes, *rest], 1)}
+
+    def _origin(self, match: re.Match[str]) -> str:
+        """Scheme, host and port of a URL. A file's has no host: nothing but the scheme is left."""
+        authority = re.split(r"[/?#]", match[2], maxsplit=1)[0].rpartition("@")[2]
+        host, colon, port = authority.rpartition(":") if authority.rpartition(":")[2].isdigit() else (authority, "", "")
+        return f"{match[1]}://{self._host(host)}{colon}{port}" if host else f"{match[1]}://{GONE}"
+
+    def _host(self, host: str) -> str:
+        known = host in ("localhost", GONE) or _IPV4.fullmatch(host) or ":" in host
+        if not self._anonymous or known or host in self.node_names().values():
+            return host
+        return self._number("host", host)
+
+    def _number(self, kind: str, text: str) -> str:
+        return self._given.setdefault((kind, text), f"{kind}-{1 + sum(k == kind for k, _ in self._given)}")
+
+    def _without_addresses(self, text: str) -> str:
+        text = _MAC.sub(lambda m: self._number("mac", m[0].lower()), text)
+        return _IPV6.sub(self._address, _IPV4.sub(self._address, text))
+
+    def _address(self, match: re.Match[str]) -> str:
+        try:
+            address = ipaddress.ip_address(match[0])
+        except ValueError:
+            return match[0]  # a PCI address, a time, a version
+        return match[0] if address.is_loopback or address.is_unspecified else self._number("ip", str(address))
+
+
+def _looks_random(word: str) -> bool:
+    return sum(c.isdigit() for c in word) >= 2 and any(c.islower() for c in word) and any(c.isupper() for c in word)
+
+
+def _replacing(words: Mapping[str, str], whole: bool) -> tuple[re.Pattern[str], Callable[[re.Match[str]], str]]:
+    """One pass for all `words`, the longest first; `whole`: only where no letter or digit stands beside, in any case."""
+    any_of = "|".join(re.escape(w) for w in sorted(words, key=lambda w: (-len(w), w)))
+    if not whole:
+        return re.compile(any_of), lambda m: words[m[0]]
+    lowered = {w.lower(): v for w, v in words.items()}
+    return re.compile(rf"(?<![A-Za-z0-9])(?:{any_of})(?![A-Za-z0-9])", re.IGNORECASE), lambda m: lowered[m[0].lower()]

@@ -12,10 +12,19 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from rolecall import diagnosing_nccl
 from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding
 from rolecall.core.errors import UnreadableInput
-from rolecall.detector import flight_dumps, flight_recorder, recording, stack_dumps, stacks
+from rolecall.detector import (
+    flight_dumps,
+    flight_recorder,
+    infiniband_findings,
+    infiniband_trees,
+    recording,
+    stack_dumps,
+    stacks,
+)
 from rolecall.detector.budget import Budget, Limits
 from rolecall.detector.merging import merged
 from rolecall.detector.panel import Floats, Panel, PanelDetector
@@ -61,6 +70,8 @@ class Found:
     recordings: list[Path] = field(default_factory=list)
     dumps: list[Path] = field(default_factory=list)
     stacks: list[Path] = field(default_factory=list)
+    devices: list[Path] = field(default_factory=list)  # folders of InfiniBand trees
+    nccl: diagnosing_nccl.NcclFiles = field(default_factory=diagnosing_nccl.NcclFiles)
     topology: Path | None = None
     passed_over: dict[Path, int] = field(default_factory=dict)
 
@@ -72,7 +83,7 @@ def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> Found:
     for path in paths:
         if not path.exists():
             raise UnreadableInput(where=str(path), reason="there is no such file or folder")
-        if not path.is_dir():
+        if not path.is_dir() or infiniband_trees.is_device(path):
             if not _sort(path, found):
                 if path.is_file() and recording.is_parquet(path):
                     recording.read(path)  # says which columns it lacks
@@ -100,16 +111,24 @@ def _files(folder: Path, num_max: int) -> Iterator[Path]:
     # Links to folders are not followed: a loop would never end.
     for root, folders, files in os.walk(folder, onerror=refuse):
         folders.sort()
-        seen += len(files) + 1
+        devices = infiniband_trees.devices_in(Path(root), folders)
+        seen += len(files) + len(devices) + 1
         if seen > num_max:
             reason = f"more than {num_max:,} files and folders lie there: name the folder that is meant"
             raise UnreadableInput(where=str(folder), reason=reason)
+        for device in devices:
+            folders.remove(device.name)  # hundreds of files lie there
+            yield device
         for name in sorted(files):
             yield Path(root) / name
 
 
 def _sort(file: Path, found: Found) -> bool:
     """Puts the file to its kind; False if it has none. Raises UnreadableInput if it cannot even be opened."""
+    if file.is_dir():
+        if is_device := infiniband_trees.is_device(file):
+            found.devices.append(file)
+        return is_device
     if not file.is_file():
         return False  # a socket, a pipe, a device: reading it could wait for ever
     try:
@@ -121,6 +140,8 @@ def _sort(file: Path, found: Found) -> bool:
             if kind(file):
                 files.append(file)
                 return True
+        if found.nccl.take(file):
+            return True
         if stack_dumps.is_topology(file):
             if found.topology:
                 raise UnreadableInput(where=str(file), reason=f"a second topology beside {found.topology}")
@@ -185,6 +206,18 @@ def diagnose(
         told += stacks.diagnose(taken, topology=topology)
         looked_at = stacks.looked_at(taken, topology=topology)
         answer.inputs.append(_dump_input(found.stacks, "stack dumps", looked_at, remarks))
+    if found.devices:
+        say(f"reading {len(found.devices)} InfiniBand device(s)")
+        ports = infiniband_trees.read(found.devices)
+        findings, open_questions = infiniband_findings.diagnose(ports)
+        told += findings
+        where = os.path.commonpath([str(device.parent.absolute()) for device in found.devices])
+        looked_at = infiniband_findings.looked_at(ports)
+        remarks = tuple(open_questions[:NUM_REMARKS_MAX])
+        answer.inputs.append(Input(path=where, kind="infiniband trees", looked_at=looked_at, remarks=remarks))
+    findings, nccl_inputs = diagnosing_nccl.diagnose(found.nccl, paths, lambda: Budget(limits, clock), topology)
+    told += findings
+    answer.inputs += [_dump_input(i.files, i.kind, i.looked_at, i.remarks) for i in nccl_inputs]
     for folder, num in found.passed_over.items():
         answer.inputs.append(
             Input(path=str(folder), kind="folder", looked_at=f"{num} file(s) of no known kind passed over")

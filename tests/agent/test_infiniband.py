@@ -1,7 +1,7 @@
 """Ports of InfiniBand and RoCE, as sysfs shows them: links that flap, NICs that go, counters that begin anew."""
 
+import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -13,30 +13,9 @@ from rolecall.agent.collectors.links import FLAP_WINDOW_SECONDS, LinkWatch
 from rolecall.core.ids import NodeId
 from rolecall.core.infiniband import GIGABIT_BYTES, Rate, parse_rate, parse_state
 from rolecall.core.telemetry import AgentEventKind
+from tests.infiniband_tree import port
 
 NODE = NodeId("node-1")
-
-
-def port(
-    root: Path,
-    nic: str = "mlx5_0",
-    *,
-    state: str = "4: ACTIVE",
-    phys_state: str = "5: LinkUp",
-    rate: str = "400 Gb/sec (4X NDR)",
-    link_layer: str = "InfiniBand",
-    counters: Mapping[str, int | str] | None = None,
-    hw_counters: Mapping[str, int | str] | None = None,
-) -> Path:
-    """A port's files, written anew; counters that are not named stay as they are."""
-    folder = root / nic / "ports" / "1"
-    files: dict[str, int | str] = {"state": state, "phys_state": phys_state, "rate": rate, "link_layer": link_layer}
-    files |= {f"counters/{k}": v for k, v in (counters or {}).items()}
-    files |= {f"hw_counters/{k}": v for k, v in (hw_counters or {}).items()}
-    for name, value in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(f"{value}\n")
-    return folder
 
 
 def collector(root: Path) -> InfinibandCollector:
@@ -198,8 +177,6 @@ def test_this_machine_is_read_without_harm() -> None:
 
 
 def test_a_pipe_among_the_counters_is_not_waited_for(tmp_path: Path) -> None:
-    import os
-
     os.mkfifo(tmp_path / "pipe")
     assert read_text(str(tmp_path / "pipe")) is None
 

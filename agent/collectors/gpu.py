@@ -28,7 +28,7 @@ from rolecall.agent.collectors.gpu_calls import (
     Numbers,
     field_value,
 )
-from rolecall.agent.collectors.gpu_faults import any_stands, faults
+from rolecall.agent.collectors.gpu_faults import Conditions
 from rolecall.agent.collectors.nvml import (
     FIELD_UNSUPPORTED,
     GONE,
@@ -38,6 +38,7 @@ from rolecall.agent.collectors.nvml import (
     close_nvml,
     code_of,
     error_name,
+    errors_of,
     open_nvml,
 )
 from rolecall.core.ids import NodeId
@@ -54,7 +55,7 @@ PROCESSES_MAX = 64
 """Of one GPU; a GPU shared by more shows the first ones."""
 ERRORS_SUM = "nvlink_errors_total"
 ERRORS_BY_LINK = "nvlink_link_errors_total"
-ONLY_NOT_ZERO = frozenset({ERRORS_BY_LINK, "nvlink_down", "recovery_action"})
+ONLY_NOT_ZERO = frozenset({"nvlink_down", "recovery_action"})
 """Metrics whose zeros are not shown."""
 
 _METRICS: dict[str, Metric] = {m.name.removeprefix("rolecall_gpu_"): m for m in GPU_METRICS}
@@ -103,7 +104,8 @@ class _Gpu:
     answered: int = 0  # calls of this look that NVML answered, be it with "not supported"
     last_error: str = ""
     gpm: Gpm | None = None
-    told: Numbers = field(default_factory=dict)  # in which faults were looked for; what a failed call hides stays
+    conditions: Conditions = field(default_factory=Conditions)
+    by_link: dict[tuple[int, Key], float] = field(default_factory=dict)  # a link that is down keeps what it counted
     labels: str = ""  # of dcgm-exporter
     series: dict[Key, tuple[Metric, tuple[str, ...]]] = field(default_factory=dict)
 
@@ -163,6 +165,7 @@ class GpuCollector:
         self._node, self._library, self._slow_seconds = node, library, slow_seconds
         self._last_xid, self._xid_text = last_xid, xid_text
         self._nvml: Any = None
+        self._errors: tuple[type[Exception], ...] = ()
         self._gpus: list[_Gpu] = []
         self._driver = ""
         self._said = SaidOnce()
@@ -208,7 +211,7 @@ class GpuCollector:
         except nvml.NVMLError as e:
             close_nvml(nvml)
             raise CannotRead(f"NVML does not say which GPUs there are: {e}") from None
-        self._nvml = nvml
+        self._nvml, self._errors = nvml, errors_of(nvml)
         self._gpus = [_Gpu(id=GpuId(index=i), handle=None) for i in range(count)]
         facts = []
         for gpu in self._gpus:
@@ -268,18 +271,18 @@ class GpuCollector:
         if was_lost:
             gpu.lost = ""
             yield Fact(kind=AgentEventKind.GPU_RECOVERED, detail=gpu.id.detail)
-        before, now = gpu.told, {**gpu.told, **gpu.numbers()}
-        gpu.told = now
-        for fault in faults(before, now):
+        found, is_well_again = gpu.conditions.update(gpu.numbers())
+        for fault in found:
             yield Fact(kind=AgentEventKind.GPU_FAULT, detail={**gpu.id.detail, **fault})
-        if not was_lost and any_stands(before) and not any_stands(now):
+        if is_well_again:
             yield Fact(kind=AgentEventKind.GPU_RECOVERED, detail=gpu.id.detail)
 
     def _lose(self, gpu: _Gpu, at: float, reason: str) -> Fact:
         """Forgets what was known: after a reset the GPU may answer differently, and its counters start again."""
         gpu.lost, gpu.retry_at, gpu.slow_at = reason, at + LOST_RETRY_SECONDS, None
         gpu.parts.clear()
-        gpu.told.clear()
+        gpu.conditions = Conditions()
+        gpu.by_link.clear()
         gpu.unsupported.clear()
         if gpu.gpm is not None:
             gpu.gpm.close()
@@ -320,7 +323,7 @@ class GpuCollector:
                 continue
             try:
                 gpu.parts[part] = call.read(self._nvml, gpu.handle)
-            except (self._nvml.NVMLError, self._nvml.NVMLLibraryMismatchError) as e:
+            except self._errors as e:
                 gpu.parts.pop(part, None)
                 if not self._is_unsupported(gpu, call.name, e):
                     return
@@ -372,16 +375,21 @@ class GpuCollector:
         wanted = [w for w in wanted if f"field {w[0]}" not in gpu.unsupported]
         if not wanted:
             return
-        for (number, link), answer in zip(wanted, self._nvml.nvmlDeviceGetFieldValues(gpu.handle, wanted), strict=True):
+        answers = self._nvml.nvmlDeviceGetFieldValues(gpu.handle, wanted)
+        known: set[int] = set()
+        refused: dict[int, int] = {}
+        for (number, link), answer in zip(wanted, answers, strict=True):
             code = answer.nvmlReturn
             if code == 0:
-                value = field_value(answer)
-                if value is not None:
+                known.add(number)
+                if (value := field_value(answer)) is not None:
                     yield number, link, value
             elif code in LOST:
                 raise self._nvml.NVMLError(code)
             elif code in FIELD_UNSUPPORTED:
-                self._skip(gpu, f"field {number}", error_name(self._nvml, code))
+                refused[number] = code
+        for number in refused.keys() - known:  # a link that is down may refuse what the others answer
+            self._skip(gpu, f"field {number}", error_name(self._nvml, refused[number]))
 
     def _gpm(self, gpu: _Gpu, at: float) -> Numbers:
         if gpu.gpm is None:
@@ -392,41 +400,49 @@ class GpuCollector:
         return gpu.gpm.look(at)
 
     def _links(self, gpu: _Gpu) -> Numbers:
-        """State, bytes and errors of all NVLinks: sums, and single links where something is wrong."""
-        nvml = self._nvml
+        """State, bytes and errors of all NVLinks: sums, and by link where something is wrong."""
         num_links = int(gpu.parts.get("slow fields", {}).get(("nvlinks",), 0))
         if not num_links:
             return {}
         numbers: Numbers = {("nvlinks_active",): 0.0}
-        by_link: dict[tuple[int, Key], float] = {}
-        for link in range(num_links):
-            active = bool(nvml.nvmlDeviceGetNvLinkState(gpu.handle, link))
-            numbers[("nvlinks_active",)] += active
+        for link, active in self._of_links(gpu, num_links, "nvmlDeviceGetNvLinkState"):
+            numbers[("nvlinks_active",)] += bool(active)
             numbers["nvlink_down", str(link)] = float(not active)
-            for counter, error in NVLINK_ERRORS.items():
-                if (count := self._link_errors(gpu, link, counter)) is not None:
-                    by_link[link, (ERRORS_SUM, error)] = count
+        for counter, error in NVLINK_ERRORS.items():
+            for link, count in self._of_links(gpu, num_links, "nvmlDeviceGetNvLinkErrorCounter", counter):
+                gpu.by_link[link, (ERRORS_SUM, error)] = count
         wanted = [(f, link) for f in LINK_FIELDS for link in range(num_links)]
         for number, link, value in self._field_values(gpu, wanted):
             key, scale = LINK_FIELDS[number]
-            by_link[link, key] = value * scale  # of two fields for one key the later one counts
-        for (link, key), value in by_link.items():
+            gpu.by_link[link, key] = value * scale  # of two fields for one key the later one counts
+        for (link, key), value in gpu.by_link.items():
             numbers[key] = numbers.get(key, 0.0) + value
-            if key[0] == ERRORS_SUM:
+            if value and key[0] == ERRORS_SUM:
                 numbers[ERRORS_BY_LINK, str(link), key[1]] = value
         return numbers
 
-    def _link_errors(self, gpu: _Gpu, link: int, counter: int) -> float | None:
-        name = f"nvmlDeviceGetNvLinkErrorCounter({counter})"
+    def _of_links(self, gpu: _Gpu, num_links: int, function: str, *arguments: int) -> Iterator[tuple[int, float]]:
+        """(link, answer) of those links for which NVML knows it; where that is none, it is not asked again.
+
+        Raises:
+            NVMLError: of another kind.
+        """
+        name = f"{function}{arguments or ''}"
         if name in gpu.unsupported:
-            return None
-        try:
-            return float(self._nvml.nvmlDeviceGetNvLinkErrorCounter(gpu.handle, link, counter))
-        except self._nvml.NVMLError as e:
-            if code_of(e) not in UNSUPPORTED:
-                raise
-            self._skip(gpu, name, str(e))
-            return None
+            return
+        refused, num_answered = "", 0
+        for link in range(num_links):
+            try:
+                answer = getattr(self._nvml, function)(gpu.handle, link, *arguments)
+            except self._nvml.NVMLError as e:
+                if code_of(e) not in FIELD_UNSUPPORTED:
+                    raise
+                refused = str(e)
+            else:
+                num_answered += 1
+                yield link, float(answer)
+        if not num_answered:
+            self._skip(gpu, name, refused)
 
     def _processes(self, gpu: _Gpu) -> Numbers:
         found = self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu.handle)

@@ -145,6 +145,13 @@ def _fabric(nvml: Any, gpu: Handle) -> Numbers:
     return fabric_numbers(int(info.state), int(info.status), int(info.healthMask))
 
 
+def _fabric_v2(nvml: Any, gpu: Handle) -> Numbers:
+    """Of drivers that do not know version 3 of the structure."""
+    info = nvml.c_nvmlGpuFabricInfo_v2_t()  # this constructor does
+    nvml.nvmlDeviceGetGpuFabricInfoV(gpu, ctypes.byref(info))
+    return fabric_numbers(int(info.state), int(info.status), int(info.healthMask))
+
+
 def fabric_numbers(state: int, status: int, mask: int) -> Numbers:
     """Of the GPU's registration: its state, and the faults that the health mask knows of (unknown ones: no number)."""
     name = FABRIC_STATES[state] if state < len(FABRIC_STATES) else "unknown"
@@ -191,7 +198,7 @@ SLOW: tuple[tuple[Call, ...], ...] = (
     (_ecc("ecc_lifetime_errors_total", 1),),
     (Call("nvmlDeviceGetSramEccErrorStatus", _sram),),
     (Call("nvmlDeviceGetRemappedRows", _remapped),),
-    (Call("nvmlDeviceGetGpuFabricInfoV", _fabric),),
+    (Call("nvmlDeviceGetGpuFabricInfoV(3)", _fabric), Call("nvmlDeviceGetGpuFabricInfoV(2)", _fabric_v2)),
 )
 
 # --- field values: many in one call, each with a return code of its own

@@ -1,13 +1,16 @@
 """What of a GPU's numbers is a fault: pure, from what was known before and this look.
 
-A condition (a row waits to be remapped) is told when it begins, also at the first look: the agent may start after it,
-and it is over when no condition stands any more. A counter is told when it grows, not for what it held before the agent
-came. The action that the driver recommends is a condition too, told by `gpu_events.py`, which sees it first.
+A condition (a row waits to be remapped) is told when it begins, also at the first look: the agent may start after it. A
+NVLink counts only when it was up before: boards have links that nothing is wired to. A counter is told when it grows,
+not for what it held before the agent came. The GPU is well again when no condition stands any more.
+
+The action that the driver recommends is a condition too, but `gpu_events.py` tells it, which sees it first.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from rolecall.agent.collectors.gpu_calls import Key
+from rolecall.agent.collectors.gpu_calls import Key, Numbers
 from rolecall.core.xid import RecoveryAction
 
 Fault = dict[str, str]
@@ -33,30 +36,41 @@ _CONDITIONS: dict[Key, Fault] = {
 _UNCORRECTED: Key = ("ecc_errors_total", "uncorrected")
 
 
-def _condition(key: Key) -> Fault | None:
-    """The fault that stands while the number under `key` is not 0; None: the key is of no condition."""
+@dataclass(slots=True)
+class Conditions:
+    """Of one GPU. `known`: the newest numbers, those among them that a call which fails just now gave before."""
+
+    known: Numbers = field(default_factory=dict)
+    standing: set[Key] = field(default_factory=set)
+
+    def update(self, numbers: Mapping[Key, float]) -> tuple[list[Fault], bool]:
+        """(faults that began, whether the last condition that stood is over)."""
+        before, self.known = self.known, {**self.known, **numbers}
+        found: list[Fault] = []
+        for key, number in numbers.items():
+            was = before.get(key)
+            if not number:
+                continue
+            if key[0] == "recovery_action" and key[1] != RecoveryAction.NONE:
+                self.standing.add(key)
+            elif not was and (fault := _condition(key, was)) is not None:
+                self.standing.add(key)
+                found.append(fault)
+        errors, errors_before = numbers.get(_UNCORRECTED), before.get(_UNCORRECTED)
+        if errors is not None and errors_before is not None and errors > errors_before:
+            count = f"{errors - errors_before:.0f}"
+            advice = "follow the XID that comes with it"
+            found.append({"what": "ecc", "state": "uncorrected", "count": count, "advice": advice})
+        stood = bool(self.standing)
+        self.standing = {key for key in self.standing if self.known[key]}
+        return found, stood and not self.standing
+
+
+def _condition(key: Key, was: float | None) -> Fault | None:
+    """The fault that begins when the number under `key` is not 0 any more; None: it is none."""
     if key[0] == "nvlink_down":
-        return {"what": "nvlink", "state": "down", "link": key[1], "advice": "reset the GPU; else look at the link"}
+        advice = "reset the GPU; if the link stays down, have it inspected"
+        return None if was is None else {"what": "nvlink", "state": "down", "link": key[1], "advice": advice}
     if key[0] == "fabric_fault":
         return {"what": "fabric", "state": key[1], "advice": "look at the fabric manager and its switches"}
     return _CONDITIONS.get(key)
-
-
-def faults(before: Mapping[Key, float], now: Mapping[Key, float]) -> Iterator[Fault]:
-    """Those that began between the two looks; `before` is empty at the first."""
-    for key, number in now.items():
-        if number and not before.get(key) and (fault := _condition(key)) is not None:
-            yield fault
-    errors, errors_before = now.get(_UNCORRECTED), before.get(_UNCORRECTED)
-    if errors is not None and errors_before is not None and errors > errors_before:
-        count = f"{errors - errors_before:.0f}"
-        yield {"what": "ecc", "state": "uncorrected", "count": count, "advice": "follow the XID that comes with it"}
-
-
-def any_stands(numbers: Mapping[Key, float]) -> bool:
-    """Whether a condition holds, or the driver recommends an action."""
-    return any(
-        _condition(key) is not None or (key[0] == "recovery_action" and key[1] != RecoveryAction.NONE)
-        for key, number in numbers.items()
-        if number
-    )

@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import threading
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rolecall.agent.collectors.collector import CannotRead
@@ -70,8 +71,24 @@ def close_nvml(pynvml: Any) -> None:
         pass  # the driver went away before us: there is nothing to give back
 
 
+def errors_of(pynvml: Any) -> tuple[type[Exception], ...]:
+    """What a call may raise that the others do not suffer from.
+
+    Beside NVMLError: some wrappers answer a missing function with a class of their own, and an nvidia-ml-py that is
+    older than the call lacks the wrapper itself.
+    """
+    mismatch = getattr(pynvml, "NVMLLibraryMismatchError", None)
+    return (pynvml.NVMLError, AttributeError, *(() if mismatch is None else (mismatch,)))
+
+
 def code_of(error: Exception) -> int:
-    """NVML's return code. A missing function comes as an error of its own class from some wrappers: 13."""
+    """NVML's return code; FUNCTION_NOT_FOUND for the errors of `errors_of` that have none.
+
+    Raises:
+        AttributeError: it is of something else than the module `pynvml`: a defect of ours.
+    """
+    if isinstance(error, AttributeError) and not isinstance(error.obj, ModuleType):
+        raise error
     return int(getattr(error, "value", 13))
 
 

@@ -83,7 +83,7 @@ _LINKS = (
     _gpu("pcie_receive_bytes_total", _C, "bytes", "Received over PCIe"),
     _gpu("nvlinks", _G, "", "NVLinks that the GPU has"),
     _gpu("nvlinks_active", _G, "", "NVLinks that are up"),
-    _gpu("nvlink_down", _G, "", "1 for each NVLink that is down; a link that is up has no series", "link"),
+    _gpu("nvlink_down", _G, "", "1 for each NVLink that is down, or not wired; one that is up has no series", "link"),
     _gpu("nvlink_transmit_bytes_total", _C, "bytes", "Sent over all NVLinks"),
     _gpu("nvlink_receive_bytes_total", _C, "bytes", "Received over all NVLinks"),
     _gpu("nvlink_errors_total", _C, "", "NVLink errors over all links, by kind", "error"),

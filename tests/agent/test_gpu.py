@@ -1,16 +1,20 @@
 """GPUs through the real pynvml and our stand-in library: lost, throttled, hanging, old drivers, XIDs."""
 
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rolecall.agent.collectors.collector import CannotRead, Fact, Reading
 from rolecall.agent.collectors.gpu import GpuCollector, GpuProcess
 from rolecall.agent.collectors.gpu_calls import fabric_numbers
 from rolecall.agent.collectors.gpu_events import GpuEvents
-from rolecall.agent.collectors.gpu_faults import faults
+from rolecall.agent.collectors.gpu_faults import Conditions
 from rolecall.agent.collectors.xid_merger import XidMerger
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics_gpu import GPU_METRICS
@@ -131,6 +135,15 @@ def test_dcgm_lines_come_with_the_reading(library: Path, machine: Machine) -> No
     assert f'DCGM_FI_DEV_XID_ERRORS{{{labels},err_code="13",err_msg="text of 13"}} 13' in lines
 
 
+def test_dcgm_lines_are_what_a_prometheus_reads(gpus: GpuCollector, machine: Machine) -> None:
+    machine.set({"NvLinkErrorCounter.3.2": 5}, gpu=0)
+    gpus.read(100.0)
+    text = gpus.read(101.0).dcgm
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    assert len(samples) == len([line for line in text.splitlines() if not line.startswith("#")])
+    assert {s.labels["gpu"] for s in samples} == {"0", "1"}
+
+
 def test_slow_calls_are_made_now_and_then_and_their_numbers_stay(gpus: GpuCollector, machine: Machine) -> None:
     gpus.read(100.0)
     machine.set({"PcieReplayCounter": 9, "PowerUsage": 1000})
@@ -206,6 +219,23 @@ def test_an_old_driver_without_the_newest_symbols(old_library: Path, machine: Ma
     assert value(reading, "sm_active_ratio", "0") is None
     assert value(reading, "power_watts", "0") == pytest.approx(512.345)
     assert reading.facts == ()
+
+
+def test_a_driver_of_the_structures_before(gpus: GpuCollector, machine: Machine) -> None:
+    machine.set({"GpuFabricInfoV.newest": 2, "GpuFabricInfoV.healthMask": 1})
+    reading = gpus.read(100.0)
+    assert value(reading, "fabric_state", "0", "completed") == 1
+    assert value(reading, "fabric_fault", "0", "degraded_bandwidth") == 1
+
+
+def test_an_nvidia_ml_py_older_than_a_call(
+    gpus: GpuCollector, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("nvmlDeviceGetTemperatureV", "c_nvmlGpuFabricInfo_v3_t", "NVMLLibraryMismatchError"):
+        monkeypatch.delattr(f"pynvml.{name}")
+    reading = gpus.read(100.0)
+    assert value(reading, "temperature_celsius", "0") == 47
+    assert value(reading, "fabric_state", "0", "completed") == 1
 
 
 def test_gpm_numbers_stand_alone(gpus: GpuCollector, machine: Machine) -> None:
@@ -325,9 +355,9 @@ def test_a_fault_that_begins_is_told_once(
 
 
 def test_a_gpu_is_well_again_when_no_condition_stands(gpus: GpuCollector, machine: Machine) -> None:
-    machine.set({"NvLinkState.7": 0, "field.230": 1}, gpu=1)
+    machine.set({"RemappedRows.pending": 1, "field.230": 1}, gpu=1)
     assert told(gpus.read(100.0)) == [(AgentEventKind.GPU_FAULT, "1")]  # the action: the events' collector tells it
-    machine.set({"NvLinkState.7": 1}, gpu=1)
+    machine.set({"RemappedRows.pending": 0}, gpu=1)
     assert told(gpus.read(115.0)) == []
     machine.set({"field.230": 0}, gpu=1)
     assert told(gpus.read(116.0)) == [(AgentEventKind.GPU_RECOVERED, "1")]
@@ -359,10 +389,27 @@ def test_nvlink_5_counters_replace_the_older_ones(gpus: GpuCollector, machine: M
     assert value(reading, "nvlink_link_errors_total", "0", "3", "symbol") == 4
 
 
-def test_faults_of_a_first_look_are_conditions_not_counts() -> None:
-    now = {("remapped_rows_pending",): 1.0, ("ecc_errors_total", "uncorrected"): 5.0}
-    assert [(f["what"], f["state"]) for f in faults({}, now)] == [("remapped_rows", "pending")]
-    assert list(faults(now, now)) == []
+def test_faults_of_a_first_look_are_conditions_not_counts_nor_links_never_wired() -> None:
+    numbers = {
+        ("remapped_rows_pending",): 1.0,
+        ("ecc_errors_total", "uncorrected"): 5.0,
+        ("nvlink_down", "17"): 1.0,
+    }
+    conditions = Conditions()
+    found, _ = conditions.update(numbers)
+    assert [(f["what"], f["state"]) for f in found] == [("remapped_rows", "pending")]
+    assert conditions.update(numbers) == ([], False)
+    assert conditions.update({("remapped_rows_pending",): 0.0}) == ([], True)
+
+
+def test_a_link_that_goes_down_keeps_what_it_counted(gpus: GpuCollector, machine: Machine) -> None:
+    """Else the sum would fall, which Prometheus takes for a counter that started anew."""
+    gpus.read(100.0)
+    machine.set({"NvLinkState.2": 0, "field.138.2": NOT_SUPPORTED}, gpu=0)
+    reading = gpus.read(120.0)
+    assert value(reading, "nvlinks_active", "0") == NUM_LINKS - 1
+    assert value(reading, "nvlink_down", "0", "2") == 1
+    assert value(reading, "nvlink_transmit_bytes_total", "0") == NUM_LINKS << 30
 
 
 def test_a_fabric_that_a_gpu_has_not_is_no_fault() -> None:
@@ -548,3 +595,49 @@ def test_gpus_without_events_cannot_be_waited_for(events: GpuEvents, machine: Ma
     machine.set({"error.nvmlDeviceRegisterEvents": 3})
     with pytest.raises(CannotRead, match="no GPU tells of events"):
         events.read(100.0)
+
+
+# --- real hardware
+
+ON_HARDWARE = """
+import json, time
+from rolecall.agent.collectors.gpu import GpuCollector
+from rolecall.agent.collectors.gpu_events import GpuEvents
+
+gpus, events = GpuCollector("node-1"), GpuEvents()
+gpus.read(time.monotonic())
+time.sleep(0.5)
+begun = time.process_time()
+reading = gpus.read(time.monotonic())
+seconds = time.process_time() - begun
+heard = events.read(time.monotonic())
+processes = {str(i): len(p) for i, p in gpus.processes.items()}
+gpus.close()
+events.close()
+values = [[v.metric.name.removeprefix("rolecall_gpu_"), v.labels[1:], v.value] for v in reading.values]
+facts = [[f.kind, dict(f.detail)] for f in reading.facts + heard.facts]
+print(json.dumps(dict(values=values, facts=facts, dcgm=reading.dcgm, seconds=seconds, processes=processes)))
+"""
+"""In a process of its own: this one has loaded the stand-in."""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not Path("/dev/nvidiactl").exists(), reason="no NVIDIA driver here (/dev/nvidiactl)")
+def test_a_real_gpu() -> None:
+    run = subprocess.run([sys.executable, "-c", ON_HARDWARE], capture_output=True, text=True, timeout=120, check=True)
+    found = json.loads(run.stdout)
+    values = {(name, *labels): number for name, labels, number in found["values"]}
+    indices = [key[1] for key in values if key[0] == "up"]
+    assert indices
+    for i in indices:
+        assert values["up", i] == 1
+        assert 1 << 30 < values["memory_total_bytes", i] < 1 << 42
+        assert 0 <= values["memory_used_bytes", i] <= values["memory_total_bytes", i]
+        assert 1 < values["power_watts", i] < 3000
+        assert 1 < values["temperature_celsius", i] < 120
+        assert 1e8 < values["sm_clock_hertz", i] < 1e10
+        assert values["throttle_active", i, "idle"] in (0, 1)
+    assert not [key for key in values if key[0] == "call_errors_total"]
+    assert all(0 <= number <= 1.01 for key, number in values.items() if key[0].endswith("_ratio"))
+    assert found["facts"] == []
+    assert found["dcgm"].count("DCGM_FI_DEV_POWER_USAGE{") == len(indices)

@@ -33,6 +33,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static char text[TEXT_BYTES];
 static entry_t entries[MAX_ENTRIES];
 static int num_entries;
+static unsigned generation; /* grows when the file was read again */
 static struct stat known;
 static int initialised; /* nvmlInit less nvmlShutdown */
 
@@ -52,6 +53,7 @@ static void reread(void) {
     fclose(f);
     text[n] = 0;
     known = now;
+    generation++;
     num_entries = 0;
     char *rest = text, *line;
     while ((line = strsep(&rest, "\n")) != NULL && num_entries < MAX_ENTRIES) {
@@ -339,13 +341,14 @@ typedef struct {
 } fabric_t;
 int nvmlDeviceGetGpuFabricInfoV(void *device, fabric_t *out) {
     unsigned long long v = 0;
-    if (out->version != 0x3000028) return VERSION_MISMATCH;
+    int is_v3 = number(gpu_of(device), "GpuFabricInfoV.newest", 3) >= 3;
+    if (out->version != 0x2000024 && !(is_v3 && out->version == 0x3000028)) return VERSION_MISMATCH;
     int failed = plain(device, __func__, "GpuFabricInfoV.state", &v);
     if (failed) return failed;
     out->state = (unsigned char)v;
     out->status = (int)number(gpu_of(device), "GpuFabricInfoV.status", OK);
     out->healthMask = (unsigned)number(gpu_of(device), "GpuFabricInfoV.healthMask", 0);
-    out->healthSummary = (unsigned char)number(gpu_of(device), "GpuFabricInfoV.healthSummary", 1);
+    if (out->version == 0x3000028) out->healthSummary = 1;
     return OK;
 }
 
@@ -479,8 +482,10 @@ int nvmlDeviceRegisterEvents(void *device, unsigned long long types, set_t *set)
 int nvmlEventSetWait_v2(set_t *set, event_t *out, unsigned timeout_ms) {
     int failed = (int)number(-1, "error.nvmlEventSetWait_v2", OK);
     if (failed) return failed;
-    for (unsigned waited_ms = 0;; waited_ms += 2) {
-        for (int gpu = 0; gpu < MAX_GPUS; gpu++) {
+    unsigned seen = 0;
+    for (unsigned waited_ms = 0;; waited_ms += 5) {
+        number(-1, "count", 1); /* looks at the file */
+        for (int gpu = 0; gpu < MAX_GPUS && seen != generation; gpu++) {
             if (!set->types[gpu]) continue;
             if (number(gpu, "lost", 0)) return GPU_IS_LOST; /* as the library does: at once, each time */
             unsigned long long type = number(gpu, "event_type", 8);
@@ -489,7 +494,8 @@ int nvmlEventSetWait_v2(set_t *set, event_t *out, unsigned timeout_ms) {
             *out = (event_t){(void *)(intptr_t)(gpu + 1), type, number(gpu, "event_data", 0), ~0u, ~0u};
             return OK;
         }
+        seen = generation;
         if (waited_ms >= timeout_ms) return TIMEOUT;
-        sleep_ms(2);
+        sleep_ms(5);
     }
 }

@@ -87,7 +87,10 @@ def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> Found:
             if not _sort(path, found):
                 if path.is_file() and recording.is_parquet(path):
                     recording.read(path)  # says which columns it lacks
-                kinds = "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy"
+                kinds = (
+                    "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy, "
+                    "an answer of NCCL RAS, a file of the NCCL Inspector"
+                )
                 raise UnreadableInput(where=str(path), reason=f"it is none of {kinds}")
             continue
         known = 0

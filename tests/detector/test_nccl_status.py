@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rolecall.cli import main
 from rolecall.core.diagnosis import FaultClass, Finding
 from rolecall.core.errors import UnreadableInput
 from rolecall.detector import nccl_status, nccl_times
@@ -248,3 +249,32 @@ def test_any_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, s
                 module.read(file)
             except UnreadableInput:
                 continue
+
+
+# --- as a user calls it -------------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_both_is_diagnosed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = raw(communicator(*ranks(101, 101, 100, 101)))
+    for n, seconds in enumerate((1000.0, 1060.0)):
+        file = tmp_path / f"ras-{n}.json"
+        file.write_bytes(b"OK\n" + answer)
+        os.utime(file, (seconds, seconds))
+    (tmp_path / "ras-torn.json").write_bytes(answer[:400])
+    recorded(tmp_path, lambda r, n: 1200 if r == 3 else 8500)
+    assert main(["diagnose", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "hang: rank 2 (10.0.0.1, process 102, GPU 0) launched 100 AllReduce, others 101" in out
+    assert "slow: rank 3 (node-1, process 103) come(s) late" in out
+    assert "3 file(s): 2 answer(s) of NCCL RAS" in out and "ras-torn.json" in out
+    assert "4 file(s): NCCL Inspector: 160 finished collective(s)" in out
+
+
+def test_a_healthy_answer_says_what_it_cannot_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ras.txt"
+    file.write_bytes(raw(communicator(*ranks(5, 5))))
+    assert main(["diagnose", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("nothing found, but not all could be told") and "looks the same" in out
+    file.write_bytes(raw(communicator(*ranks(5, 5)))[:-9])
+    assert main(["diagnose", str(file)]) == 2

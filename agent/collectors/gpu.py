@@ -2,7 +2,8 @@
 
 Calls degrade one by one: what a GPU or driver does not know is skipped for that GPU from then on, and said once. Other
 errors are counted and tried again. A GPU on which no call succeeds is one fact, GPU_LOST, then silence until it is back;
-the other GPUs go on. XIDs and the recovery action become facts in `gpu_events.py`, as they happen.
+the other GPUs go on. XIDs, and changes of the recovery action where the driver tells of them, become facts in
+`gpu_events.py`, as they happen.
 
 One thread uses a collector. NVML may block in any call when a GPU is sick: `looking_at` says on which one.
 """
@@ -143,8 +144,14 @@ def no_text(xid: int) -> str:
     return ""
 
 
+def no_action(index: int) -> RecoveryAction:
+    """`action_told` where nobody else tells."""
+    return RecoveryAction.NONE
+
+
 class GpuCollector:
-    """`last_xid(gpu index)` and `xid_text(xid)` fill DCGM_FI_DEV_XID_ERRORS; the events' collector knows the former."""
+    """`last_xid(gpu index)` and `xid_text(xid)` fill DCGM_FI_DEV_XID_ERRORS. `action_told(gpu index)`: the recovery
+    action that was told of already. `GpuEvents` has the first and the last."""
 
     name = "gpu"
 
@@ -157,13 +164,14 @@ class GpuCollector:
         slow_seconds: float = 10.0,
         last_xid: Callable[[int], int] = no_xid,
         xid_text: Callable[[int], str] = no_text,
+        action_told: Callable[[int], RecoveryAction] = no_action,
     ) -> None:
         self.interval_seconds = interval_seconds
         self.looking_at = ""
         self.processes: Mapping[int, tuple[GpuProcess, ...]] = {}
         """By GPU index, of the newest look that asked. Replaced as a whole: any thread may read it."""
         self._node, self._library, self._slow_seconds = node, library, slow_seconds
-        self._last_xid, self._xid_text = last_xid, xid_text
+        self._last_xid, self._xid_text, self._action_told = last_xid, xid_text, action_told
         self._nvml: Any = None
         self._errors: tuple[type[Exception], ...] = ()
         self._gpus: list[_Gpu] = []
@@ -273,6 +281,8 @@ class GpuCollector:
             yield Fact(kind=AgentEventKind.GPU_RECOVERED, detail=gpu.id.detail)
         found, is_well_again = gpu.conditions.update(gpu.numbers())
         for fault in found:
+            if fault.get("action") == self._action_told(gpu.id.index):
+                continue
             yield Fact(kind=AgentEventKind.GPU_FAULT, detail={**gpu.id.detail, **fault})
         if is_well_again:
             yield Fact(kind=AgentEventKind.GPU_RECOVERED, detail=gpu.id.detail)

@@ -4,8 +4,9 @@ A collector of its own beside `gpu.py`, so that waiting delays no sample: each r
 gives back at once what came. NVML tells of critical XIDs only, and of none once a GPU is lost: the kernel log has the
 rest. `merge` (`xid_merger.py`) says which of both sources was first, so that one XID is one fact and is counted once.
 
-The recovery action (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION) is the driver's own verdict. It is read when an event
-says that it changed, and once a second for drivers that have no such event.
+The recovery action (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION), the driver's own verdict, is read when an event says that
+it changed. For drivers without that event `gpu.py` looks at it. Nothing else is asked of a GPU here: a call on a sick one
+may block, and the others would not be heard.
 """
 
 import ctypes
@@ -18,16 +19,16 @@ from typing import Any
 from rolecall.agent.collectors.collector import CannotRead, Fact, Reading, SaidOnce
 from rolecall.agent.collectors.gpu import GpuId, identify
 from rolecall.agent.collectors.gpu_calls import RECOVERY_FIELD, field_value
+from rolecall.agent.collectors.gpu_faults import of_action
 from rolecall.agent.collectors.nvml import GONE, LOST, TIMEOUT, Handle, close_nvml, code_of, open_nvml
 from rolecall.core.telemetry import AgentEventKind
-from rolecall.core.xid import RECOVERY_ADVICE, RecoveryAction
+from rolecall.core.xid import RecoveryAction
 
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 0.2
 EVENTS_MAX = 64
 """Of one read; the rest waits in the driver for the next."""
-ACTION_INTERVAL_SECONDS = 1.0
 LOST_RETRY_SECONDS = 5.0
 """Between two tries to hear again of GPUs that were lost."""
 
@@ -61,12 +62,10 @@ def not_decoded(xid: int) -> Mapping[str, str]:
 class _Gpu:
     id: GpuId
     handle: Handle
-    action: RecoveryAction = RecoveryAction.NONE
-    action_known: bool = True  # False: this driver does not tell
 
 
 class GpuEvents:
-    """`last_xid(gpu index)` may be called from any thread."""
+    """`last_xid` and `action_told` (of a GPU's index) may be called from any thread."""
 
     name = "gpu_events"
     interval_seconds = 0.05
@@ -87,13 +86,17 @@ class GpuEvents:
         self._gpus: dict[int, _Gpu] = {}  # by the handle's address; those that are not lost
         self._num_lost = 0
         self._open_at = 0.0  # when lost GPUs are looked for again
-        self._actions_at = 0.0
         self._last_xids: dict[int, int] = {}
+        self._actions: dict[int, RecoveryAction] = {}
         self._said = SaidOnce()
 
     def last_xid(self, index: int) -> int:
         """0: none since the agent started."""
         return self._last_xids.get(index, 0)
+
+    def action_told(self, index: int) -> RecoveryAction:
+        """What an event said that the driver recommends."""
+        return self._actions.get(index, RecoveryAction.NONE)
 
     def read(self, at: float) -> Reading:
         """Waits for events, at most `wait_seconds`.
@@ -105,18 +108,13 @@ class GpuEvents:
             self.close()
             self._open(at)
         facts: list[Fact] = []
-        changed = False
         for gpu, event_type, number in self._wait():
             if event_type == XID_CRITICAL:
                 facts += self._xid(at, gpu, number)
             elif event_type == RECOVERY_ACTION_CHANGED:
-                changed = True
+                facts += self._action(gpu)
             elif fault := FAULTS.get(event_type):
                 facts.append(Fact(kind=AgentEventKind.GPU_FAULT, detail={**gpu.id.detail, **fault}))
-        if changed or at >= self._actions_at:
-            self._actions_at = at + ACTION_INTERVAL_SECONDS
-            for gpu in self._gpus.values():
-                facts += self._action(gpu)
         return Reading(facts=tuple(facts))
 
     def close(self) -> None:
@@ -132,7 +130,6 @@ class GpuEvents:
     def _open(self, at: float) -> None:
         """A set of the events of all GPUs that answer. A lost one must not be in it: the wait would fail at once."""
         nvml = open_nvml(self._library)
-        known = {g.id.uuid: g for g in self._gpus.values()}
         gpus: dict[int, _Gpu] = {}
         lost = 0
         try:
@@ -148,8 +145,6 @@ class GpuEvents:
                     if self._said.is_new(f"{index} {e}"):
                         logger.warning("GPU %d tells of no events: %s", index, e)
                     continue
-                if gpu.id.uuid in known:  # told before: not again
-                    gpu.action = known[gpu.id.uuid].action
                 gpus[_address(handle)] = gpu
         except nvml.NVMLError as e:
             close_nvml(nvml)
@@ -192,21 +187,17 @@ class GpuEvents:
             yield Fact(kind=AgentEventKind.XID, detail=detail)
 
     def _action(self, gpu: _Gpu) -> Iterator[Fact]:
-        if not gpu.action_known:
-            return
         try:
             (answer,) = self._nvml.nvmlDeviceGetFieldValues(gpu.handle, [RECOVERY_FIELD])
         except self._nvml.NVMLError:
             return  # lost, or about to be: `gpu.py` tells
         value = field_value(answer) if answer.nvmlReturn == 0 else None
         if value is None:
-            gpu.action_known = answer.nvmlReturn in LOST
             return
-        before, gpu.action = gpu.action, RecoveryAction.of_number(int(value))
-        if gpu.action not in (before, RecoveryAction.NONE):  # that it is over, `gpu.py` tells
-            _, advice = RECOVERY_ADVICE[gpu.action]
-            detail = {**gpu.id.detail, "what": "recovery_action", "action": str(gpu.action), "advice": advice}
-            yield Fact(kind=AgentEventKind.GPU_FAULT, detail=detail)
+        before, action = self.action_told(gpu.id.index), RecoveryAction.of_number(int(value))
+        self._actions[gpu.id.index] = action
+        if action not in (before, RecoveryAction.NONE):  # that it is over, `gpu.py` tells
+            yield Fact(kind=AgentEventKind.GPU_FAULT, detail={**gpu.id.detail, **of_action(action)})
 
 
 def _address(handle: Handle) -> int:

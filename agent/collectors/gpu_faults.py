@@ -3,18 +3,16 @@
 A condition (a row waits to be remapped) is told when it begins, also at the first look: the agent may start after it. A
 NVLink counts only when it was up before: boards have links that nothing is wired to. A counter is told when it grows,
 not for what it held before the agent came. The GPU is well again when no condition stands any more.
-
-The action that the driver recommends is a condition too, but `gpu_events.py` tells it, which sees it first.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rolecall.agent.collectors.gpu_calls import Key, Numbers
-from rolecall.core.xid import RecoveryAction
+from rolecall.core.xid import RECOVERY_ADVICE, RecoveryAction
 
 Fault = dict[str, str]
-"""`what` (remapped_rows, ecc, nvlink, fabric) and what it says, as of AgentEventKind.GPU_FAULT."""
+"""`what` (recovery_action, remapped_rows, ecc, nvlink, fabric) and what it says, as of AgentEventKind.GPU_FAULT."""
 
 _CONDITIONS: dict[Key, Fault] = {
     ("remapped_rows_pending",): {
@@ -49,11 +47,7 @@ class Conditions:
         found: list[Fault] = []
         for key, number in numbers.items():
             was = before.get(key)
-            if not number:
-                continue
-            if key[0] == "recovery_action" and key[1] != RecoveryAction.NONE:
-                self.standing.add(key)
-            elif not was and (fault := _condition(key, was)) is not None:
+            if number and not was and (fault := _condition(key, was)) is not None:
                 self.standing.add(key)
                 found.append(fault)
         errors, errors_before = numbers.get(_UNCORRECTED), before.get(_UNCORRECTED)
@@ -66,8 +60,16 @@ class Conditions:
         return found, stood and not self.standing
 
 
+def of_action(action: RecoveryAction) -> Fault:
+    """The driver recommends `action`."""
+    _, advice = RECOVERY_ADVICE[action]
+    return {"what": "recovery_action", "action": str(action), "advice": advice}
+
+
 def _condition(key: Key, was: float | None) -> Fault | None:
     """The fault that begins when the number under `key` is not 0 any more; None: it is none."""
+    if key[0] == "recovery_action":
+        return None if key[1] == RecoveryAction.NONE else of_action(RecoveryAction(key[1]))
     if key[0] == "nvlink_down":
         advice = "reset the GPU; if the link stays down, have it inspected"
         return None if was is None else {"what": "nvlink", "state": "down", "link": key[1], "advice": advice}

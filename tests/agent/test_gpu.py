@@ -356,7 +356,7 @@ def test_a_fault_that_begins_is_told_once(
 
 def test_a_gpu_is_well_again_when_no_condition_stands(gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"RemappedRows.pending": 1, "field.230": 1}, gpu=1)
-    assert told(gpus.read(100.0)) == [(AgentEventKind.GPU_FAULT, "1")]  # the action: the events' collector tells it
+    assert {f.detail["what"] for f in gpus.read(100.0).facts} == {"remapped_rows", "recovery_action"}
     machine.set({"RemappedRows.pending": 0}, gpu=1)
     assert told(gpus.read(115.0)) == []
     machine.set({"field.230": 0}, gpu=1)
@@ -552,18 +552,40 @@ def test_the_kernel_logs_merger_fits(library: Path, machine: Machine) -> None:
     assert {key: count.number for key, count in merger.counts().items()} == {("0", 79): 1, ("0", 94): 1}
 
 
-def test_the_drivers_verdict_is_told_when_it_changes(events: GpuEvents, machine: Machine) -> None:
+def test_the_drivers_verdict_is_told_once_by_whoever_hears_of_it_first(
+    library: Path, events: GpuEvents, machine: Machine
+) -> None:
+    gpus = GpuCollector(NODE, library=library, action_told=events.action_told)
     events.read(100.0)
+    gpus.read(100.0)
     machine.set({"field.230": 4}, gpu=1)
     machine.event(gpu=1, data=0, event_type=0x8000)
     (fact,) = events.read(100.1).facts
     assert fact.kind is AgentEventKind.GPU_FAULT
-    assert (fact.detail["gpu"], fact.detail["action"]) == ("1", "drain_and_reset")
+    assert (fact.detail["gpu"], fact.detail["what"], fact.detail["action"]) == (
+        "1",
+        "recovery_action",
+        "drain_and_reset",
+    )
+    assert gpus.read(101.0).facts == ()
     machine.set({"field.230": 2}, gpu=1)  # with no event, as older drivers do
-    facts = [f for at in (100.2, 101.3, 102.5) for f in events.read(at).facts]
-    assert [f.detail["action"] for f in facts] == ["node_reboot"]
+    assert events.read(101.1).facts == ()
+    assert [f.detail["action"] for f in gpus.read(102.0).facts] == ["node_reboot"]
     machine.set({"field.230": 0}, gpu=1)
-    assert [f for at in (103.6, 104.7) for f in events.read(at).facts] == []
+    assert told(gpus.read(103.0)) == [(AgentEventKind.GPU_RECOVERED, "1")]
+    gpus.close()
+
+
+def test_a_gpu_on_which_calls_hang_does_not_deafen_the_others(events: GpuEvents, machine: Machine) -> None:
+    events.read(100.0)
+    machine.set({"hang": 1}, gpu=0)
+    machine.event(gpu=1, data=31)
+    readings: list[Reading] = []
+    thread = threading.Thread(target=lambda: readings.append(events.read(110.0)), daemon=True)
+    thread.start()
+    thread.join(30)
+    machine.set({"hang": 0}, gpu=0)
+    assert xids(readings[0].facts) == [("1", "31")]
 
 
 def test_other_events_are_faults_of_the_gpu(events: GpuEvents, machine: Machine) -> None:

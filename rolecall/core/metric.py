@@ -20,6 +20,7 @@ class Subject(StrEnum):
     KERNEL = "kernel"
     STORAGE = "storage"
     NCCL = "nccl"
+    VLLM = "vllm"
     AGENT = "agent"  # the agent's own counters
 
 

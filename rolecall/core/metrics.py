@@ -19,7 +19,9 @@ from rolecall.core.metrics_kernel import KERNEL_METRICS
 from rolecall.core.metrics_nccl import NCCL_METRICS
 from rolecall.core.metrics_network import NETWORK_METRICS
 from rolecall.core.metrics_storage import STORAGE_METRICS
+from rolecall.core.metrics_vllm import VLLM_METRICS
 from rolecall.core.telemetry import HostSample, ProcessSample
+from rolecall.core.unpaged import has_page
 
 
 def _process(
@@ -181,6 +183,8 @@ _OF_AGENT = (
     _agent("probe_seconds", _G, "seconds", "Duration of the probe in the newest round", (*NODE, "probe")),
     _agent("probe_cpu_seconds_total", _C, "seconds", "CPU time of the thread of a collector", (*NODE, "probe")),
     _agent("probe_facts_dropped_total", _C, "", "Facts beyond what one look of a collector may tell", (*NODE, "probe")),
+    _agent("probe_lines_malformed_total", _C, "", "Lines of another exporter that were no metric", (*NODE, "probe")),
+    _agent("probe_series_dropped_total", _C, "", "Series of another exporter beyond what is read", (*NODE, "probe")),
 )
 
 CATALOGUE: tuple[Metric, ...] = (
@@ -192,18 +196,21 @@ CATALOGUE: tuple[Metric, ...] = (
     *KERNEL_METRICS,
     *STORAGE_METRICS,
     *NCCL_METRICS,
+    *VLLM_METRICS,
     *_OF_AGENT,
 )
 BY_NAME: dict[str, Metric] = {m.name: m for m in CATALOGUE}
 
 _PROCESS = tuple(m for m in CATALOGUE if m.subject is Subject.PROCESS)
+_UNPAGED = tuple(m for m in _PROCESS if m in _FROM_PROC or m.source == "alive")
 _HOST = tuple(m for m in CATALOGUE if m.subject is Subject.HOST)
 
 
 def process_values(sample: ProcessSample) -> Iterator[MetricValue]:
-    """Every process metric of one sample. NaN (not yet reported) and times never set give no value."""
+    """Every process metric of one sample. NaN (not yet reported), times never set and what a process without a state page
+    cannot say give no value."""
     rank = (sample.process.node, sample.role, sample.replica, str(sample.rank))
-    for metric in _PROCESS:
+    for metric in _PROCESS if has_page(sample) else _UNPAGED:
         raw = getattr(sample, metric.source)
         if isinstance(raw, str):  # a state of a closed set: its name is a label, the value is 1
             yield MetricValue(metric, (*rank, str(raw)), 1.0)
@@ -231,6 +238,7 @@ _TITLES = {
     Subject.KERNEL: "Kernel log",
     Subject.STORAGE: "Disks and file systems",
     Subject.NCCL: "NCCL",
+    Subject.VLLM: "vLLM",
     Subject.AGENT: "The agent itself",
 }
 

@@ -1,0 +1,119 @@
+"""The Prometheus text format, read: lines `name{label="value",...} number [milliseconds]`.
+
+Format: Prometheus' documentation, "Exposition formats", version 0.0.4. A damaged line is counted and passed over, the
+others stand. Of a page with thousands of series a collector wants a few: lines of other names are not looked into.
+"""
+
+import re
+from collections.abc import Container
+from typing import NamedTuple
+
+NUM_SAMPLES_MAX = 20_000
+"""Of one page; what comes after is counted and passed over."""
+
+_NAME = re.compile(r"[ \t]*([a-zA-Z_:][a-zA-Z0-9_:]*)[ \t]*(?=[{ \t])")
+_LABEL = re.compile(r'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t]*(,|\})')
+_NO_LABELS = re.compile(r"\{[ \t]*\}")
+_TRAILING = re.compile(r"[ \t]*\}")  # of `{a="b",}`
+_VALUE = re.compile(
+    r"[ \t]*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?|[+-]?[iI]nf|[nN]a[nN])"
+    r"(?:[ \t]+(-?[0-9]{1,18}))?[ \t\r]*\Z"
+)
+_ESCAPE = re.compile(r"\\(.)")
+_ESCAPED = {"\\": "\\", '"': '"', "n": "\n"}
+
+
+class BadLine(ValueError):
+    """A line that is not of the format: why."""
+
+
+class Sample(NamedTuple):
+    """`at_ms`: milliseconds since 1970, None where the line has no time of its own."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+    at_ms: int | None = None
+
+
+class Page(NamedTuple):
+    """`num_malformed`: lines that could not be read; `num_dropped`: those beyond the bound."""
+
+    samples: list[Sample]
+    num_malformed: int
+    num_dropped: int
+
+
+def parse_line(line: str) -> Sample:
+    """One line that is neither empty nor a comment.
+
+    Raises:
+        BadLine: it is no sample.
+    """
+    found = _NAME.match(line)
+    if found is None:
+        raise BadLine("does not begin with a name")
+    return _parse_rest(found.group(1), line, found.end())
+
+
+def parse_page(body: bytes, wanted: Container[str] | None = None, *, num_samples_max: int = NUM_SAMPLES_MAX) -> Page:
+    """The samples whose name is `wanted` (None: all). Never raises, whatever the bytes."""
+    samples: list[Sample] = []
+    malformed = dropped = 0
+    for raw in body.split(b"\n"):
+        if not raw or raw.startswith(b"#") or raw.isspace():
+            continue
+        try:
+            line = raw.decode()
+            found = _NAME.match(line)
+            if found is None:
+                raise BadLine("does not begin with a name")
+            name = found.group(1)
+            if wanted is not None and name not in wanted:
+                continue
+            if len(samples) >= num_samples_max:
+                dropped += 1
+                continue
+            samples.append(_parse_rest(name, line, found.end()))
+        except (UnicodeDecodeError, BadLine):
+            malformed += 1
+    return Page(samples, malformed, dropped)
+
+
+def _parse_rest(name: str, line: str, at: int) -> Sample:
+    """What follows the name, from `at`. Raises BadLine."""
+    labels: dict[str, str] = {}
+    if line[at] == "{":
+        at = _parse_labels(line, at, labels)
+    found = _VALUE.match(line, at)
+    if found is None:
+        raise BadLine("no number, or more after it than a time stamp")
+    value, at_ms = found.groups()
+    return Sample(name, labels, float(value), None if at_ms is None else int(at_ms))
+
+
+def _parse_labels(line: str, at: int, labels: dict[str, str]) -> int:
+    """Fills `labels` from the `{` at `at`; where it ended. Raises BadLine."""
+    if found := _NO_LABELS.match(line, at):
+        return found.end()
+    at += 1
+    while True:
+        found = _LABEL.match(line, at)
+        if found is None:
+            raise BadLine('a label is not of the form name="value"')
+        name, value, end = found.groups()
+        if name in labels:
+            raise BadLine(f"label {name} stands twice")
+        labels[name] = _ESCAPE.sub(_unescaped, value) if "\\" in value else value
+        at = found.end()
+        if end == "}":
+            return at
+        if trailing := _TRAILING.match(line, at):
+            return trailing.end()
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    try:
+        return _ESCAPED[found.group(1)]
+    except KeyError:
+        raise BadLine(f"\\{found.group(1)} is no escape of the format") from None

@@ -189,6 +189,8 @@ def _stop(q: Question) -> Verdict:
 
 
 def _replace(q: Question, because: str) -> Verdict:
+    if not q.supports:
+        return _nothing(q, f"{because}; rolecall only watches this job: what helps is for a person to do", person=True)
     targets, why_not = _targets(q)
     if not targets:
         moot = why_not == _REPLACED_ALREADY

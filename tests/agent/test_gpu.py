@@ -16,10 +16,12 @@ from rolecall.agent.collectors.gpu_calls import fabric_numbers
 from rolecall.agent.collectors.gpu_events import GpuEvents
 from rolecall.agent.collectors.gpu_faults import Conditions
 from rolecall.agent.collectors.xid_merger import XidMerger
+from rolecall.core.clock import FakeClock
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics_gpu import GPU_METRICS
 from rolecall.core.telemetry import AgentEventKind
 from tests.agent.nvml import NOT_SUPPORTED, NUM_LINKS, Machine, build, shown_by
+from tests.agent.nvml.record import record
 
 NODE = NodeId("node-1")
 OLD_DRIVER = (
@@ -321,8 +323,8 @@ def test_a_gpu_on_which_every_call_fails_is_lost_whatever_the_code(
     gpus: GpuCollector, machine: Machine, code: int
 ) -> None:
     gpus.read(100.0)
-    names = ("UtilizationRates", "MemoryInfo_v2", "PowerUsage", "TotalEnergyConsumption", "TemperatureV", "ClockInfo")
-    names += ("CurrentClocksEventReasons", "FieldValues")
+    names = ["UtilizationRates", "MemoryInfo_v2", "PowerUsage", "TotalEnergyConsumption", "TemperatureV", "ClockInfo"]
+    names += ["CurrentClocksEventReasons", "FieldValues"]
     machine.set({f"error.nvmlDeviceGet{name}": code for name in names} | {"error.nvmlGpmSampleGet": code}, gpu=0)
     assert told(gpus.read(101.0)) == [(AgentEventKind.GPU_LOST, "0")]
 
@@ -620,6 +622,29 @@ def test_gpus_without_events_cannot_be_waited_for(events: GpuEvents, machine: Ma
 
 
 # --- real hardware
+
+
+def test_a_recorded_machine_reads_like_the_one_it_was_recorded_from(
+    library: Path, gpus: GpuCollector, machine: Machine, tmp_path: Path
+) -> None:
+    """The recorder (`tests/agent/nvml/record.py`) runs on GPUs; here on the stand-in, whose state it must give back."""
+    machine.set({"NvLinkErrorCounter.3.2": 5, "MigMode": 1, "field.82": NOT_SUPPORTED}, gpu=1)
+    machine.unset("PowerUsage")
+    state = record(library, FakeClock())
+    gpus.read(100.0)
+    original = gpus.read(101.0)
+    machine.show(state)
+    again = GpuCollector(NODE, library=library)
+    again.read(100.0)
+    replayed = again.read(101.0)
+    again.close()
+
+    def numbers(reading: Reading) -> dict[tuple[str, tuple[str, ...]], float]:
+        return {(v.metric.name, v.labels): v.value for v in reading.values}
+
+    assert numbers(replayed) == numbers(original)
+    assert replayed.dcgm == original.dcgm
+
 
 ON_HARDWARE = """
 import json, time

@@ -7,9 +7,10 @@ import importlib
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,7 +90,7 @@ class Machine:
         self._state = healthy(num_gpus)
         self._write()
 
-    def set(self, changes: dict[str, object], gpu: int | None = None) -> None:
+    def set(self, changes: Mapping[str, object], gpu: int | None = None) -> None:
         prefix = "" if gpu is None else f"{gpu}."
         self._state |= {prefix + key: value for key, value in changes.items()}
         self._write()
@@ -97,6 +98,11 @@ class Machine:
     def unset(self, *keys: str, gpu: int | None = None) -> None:
         for key in keys:
             del self._state[key if gpu is None else f"{gpu}.{key}"]
+        self._write()
+
+    def show(self, state: dict[str, object]) -> None:
+        """Another machine from now on: one that was recorded, say."""
+        self._state = dict(state)
         self._write()
 
     def event(self, gpu: int, data: int, event_type: int = 0x8) -> None:
@@ -110,13 +116,10 @@ class Machine:
         new.rename(self.path)
 
 
-Build = Callable[..., Path]
-
-
 @contextmanager
 def shown_by(machine: Machine) -> Iterator[Machine]:
     """`pynvml` of this process finds no library but the one that a collector names, and that one shows `machine`."""
-    pynvml = importlib.import_module("pynvml")
+    pynvml: Any = importlib.import_module("pynvml")
     previous = os.environ.get(STATE_VARIABLE)
 
     def forget() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rolecall.core.clock import Clock
 from rolecall.core.ids import NodeId
-from rolecall.core.telemetry import HostSample, ProcessSample, SampleBatch
+from rolecall.core.telemetry import WIRE_VERSION, HostSample, ProcessSample, SampleBatch
 
 NUM_ROUNDS_KEPT = 300
 """One minute at five rounds a second."""
@@ -123,7 +123,7 @@ class SampleRing:
         rounds, last, lost = self._since(cursor)
         for r in rounds:
             r.make_json()
-        head = {"node": self._node, "agent_pid": self._agent_pid, "cursor": last, "lost": lost}
+        head = {"version": WIRE_VERSION, "node": self._node, "agent_pid": self._agent_pid, "cursor": last, "lost": lost}
         head |= {"at": self._clock.monotonic(), "wall_at": self._clock.wall()}
         processes = ",".join(r.processes_json for r in rounds if r.processes_json)
         hosts = ",".join(r.hosts_json for r in rounds if r.hosts_json)

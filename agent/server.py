@@ -21,8 +21,9 @@ import logging
 import socket
 import socketserver
 import threading
+import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from io import BufferedIOBase
 from typing import TYPE_CHECKING, Any
@@ -40,10 +41,13 @@ IDLE_SECONDS_MAX = 65.0
 """A connection that asks nothing for so long is closed; longer than a Prometheus scrape interval of a minute."""
 WAIT_SECONDS_MAX = 30.0
 HANDSHAKE_SECONDS = 5.0
+DEFLATE_BYTES_MIN, DEFLATE_LEVEL = 1024, 1
+"""20 us for the samples of 16 ranks."""
 ACCEPT_PAUSE_SECONDS = 0.1
 NUMBER_MAX = (1 << 63) - 1
 
 JSON_TYPE = "application/json"
+DEFLATED = "Content-Encoding: deflate\r\nVary: Accept-Encoding\r\n"
 CHALLENGE = 'WWW-Authenticate: Basic realm="rolecall"\r\n'
 
 
@@ -99,10 +103,20 @@ class Answer:
     body: bytes
     content_type: str = JSON_TYPE
     status: HTTPStatus = HTTPStatus.OK
+    deflated: bool = False
 
     @classmethod
     def json(cls, value: Any, status: HTTPStatus = HTTPStatus.OK) -> "Answer":
         return cls(json.dumps(value, separators=(",", ":")).encode(), status=status)
+
+    def for_reader(self, headers: Mapping[str, str]) -> "Answer":
+        """Compressed, where the reader takes it and it is worth it: samples of alike ranks become a tenth."""
+        accepted = (part.partition(";") for part in headers.get("accept-encoding", "").split(","))
+        if len(self.body) < DEFLATE_BYTES_MIN or not any(
+            name.strip() == "deflate" and "q=0" != weight.replace(" ", "") for name, _, weight in accepted
+        ):
+            return self
+        return replace(self, body=zlib.compress(self.body, DEFLATE_LEVEL), deflated=True)
 
 
 Route = Callable[[Request], Answer]
@@ -159,7 +173,7 @@ def rendered(answer: Answer, stays: bool) -> bytes:
     head = (
         f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\nContent-Type: {answer.content_type}\r\n"
         f"Content-Length: {len(answer.body)}\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
-        f"{CHALLENGE if answer.status == HTTPStatus.UNAUTHORIZED else ''}"
+        f"{DEFLATED if answer.deflated else ''}{CHALLENGE if answer.status == HTTPStatus.UNAUTHORIZED else ''}"
         f"Connection: {'keep-alive' if stays else 'close'}\r\n\r\n"
     )
     return head.encode("latin-1") + answer.body
@@ -184,7 +198,7 @@ class _Connection(socketserver.StreamRequestHandler):
             if read is None:
                 return False
             request, stays = read
-            answer = self.server.answer(request)
+            answer = self.server.answer(request).for_reader(request.headers)
         except BadRequest as e:
             stays = stays and not e.close
             answer = Answer.json({"error": e.reason}, e.status)

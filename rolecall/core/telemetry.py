@@ -170,6 +170,11 @@ class AgentEvent:
         return cls(**{**known, "kind": AgentEventKind(d["kind"]), "process": process})
 
 
+WIRE_VERSION = 2
+"""Of what agents say. 1 had no number, and fewer kinds of events. A watcher and an agent one version apart understand each
+other: what is unknown is left out, what is missing has its default."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBatch:
     """Answer of `/v1/samples?since=N`: everything newer than cursor N that the agent still holds."""
@@ -186,6 +191,7 @@ class SampleBatch:
     def to_dict(self) -> dict[str, Any]:
         head = {k: getattr(self, k) for k in ("node", "agent_pid", "cursor", "lost", "at", "wall_at")}
         return {
+            "version": WIRE_VERSION,
             **head,
             "processes": [p.to_dict() for p in self.processes],
             "hosts": [h.to_dict() for h in self.hosts],
@@ -219,7 +225,7 @@ class EventBatch:
 
     def to_dict(self) -> dict[str, Any]:
         head = {k: getattr(self, k) for k in ("node", "agent_pid", "newest", "lost", "at", "wall_at")}
-        return {**head, "events": [e.to_dict() for e in self.events]}
+        return {"version": WIRE_VERSION, **head, "events": [e.to_dict() for e in self.events]}
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Self:

@@ -37,6 +37,7 @@ class FakeAgent:
     bad: dict[str, Any] = field(default_factory=dict)
     events: list[dict[str, Any]] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)  # in the head of every answer
     connections: int = 0
 
     def __post_init__(self) -> None:
@@ -119,7 +120,7 @@ class FakeAgent:
                 return
 
     def value(self, path: str, query: dict[str, str]) -> dict[str, Any]:
-        head = {"node": NODE, "agent_pid": self.agent_pid, "lost": 0, "at": 12.0, "wall_at": time.time()}
+        head = {"node": NODE, "agent_pid": self.agent_pid, "lost": 0, "at": 12.0, "wall_at": time.time(), **self.extra}
         if path == "/v1/events":
             after = int(query["after"])
             with self.changed:

@@ -186,7 +186,7 @@ def test_close_ends_all_threads_while_an_agent_is_silent(stack: ExitStack) -> No
     source.start()
     polled_until(source, has_samples)
     source.close()
-    assert not any(t.is_alive() for t in source._threads.values())
+    assert not source._thread.is_alive() and not source._tasks
     assert source.poll(30.0).events == ()
 
 
@@ -203,3 +203,30 @@ def test_a_list_of_agents_that_cannot_be_read_keeps_those_known(stack: ExitStack
     polled_until(source, has_samples)
     a.add_event()
     assert polled_until(source, lambda o: o.events).events[0].replica == "rollout/1"
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_agent_one_version_apart_still_works(stack: ExitStack, version: int) -> None:
+    """A later one sends fields and kinds of events that are unknown here; an earlier one no number."""
+    later = {} if version == 1 else {"version": version, "colour": "blue"}
+    a = agent(stack, extra=later, samples=[sample(**({"mood": 0.5} if later else {}))])
+    if later:
+        a.add_event(kind="gpu_is_bored", mood="bad")
+    a.add_event()
+    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    heard: list[str] = []
+
+    def both(o: Observation) -> bool:
+        heard.extend(str(e.kind) for e in o.events)
+        return heard[-1:] == ["exited"] and not o.unreachable
+
+    polled_until(source, both)
+    assert heard == (["other", "exited"] if later else ["exited"])
+
+
+@pytest.mark.parametrize("version", [0, 4, "2", None])
+def test_an_agent_of_another_age_is_told(stack: ExitStack, version: object) -> None:
+    a = agent(stack, extra={"version": version})
+    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    o = polled_until(source, lambda o: o.unreachable)
+    assert "version: it speaks" in o.unreachable[0][2]

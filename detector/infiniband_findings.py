@@ -139,7 +139,7 @@ def looked_at(ports: Sequence[Port]) -> str:
 
 def _complaints(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Complaint]:
     if port.up:
-        yield from _slow(fleet, port)
+        yield from _slow(fleet, port, remarks)
     else:
         yield from _down(fleet, port, remarks)
     for name in MANY:
@@ -162,7 +162,7 @@ def _down(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Complaint]:
         remarks.append(f"whether port {port.rail} should be active: it is down, and no counter says that it ever was")
 
 
-def _slow(fleet: Fleet, port: Port) -> Iterator[Complaint]:
+def _slow(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Complaint]:
     if port.rate is None:
         return
     for group, words, confidence in (
@@ -183,6 +183,8 @@ def _slow(fleet: Fleet, port: Port) -> Iterator[Complaint]:
     if port.link_layer == "InfiniBand" and port.rate.num_lanes == 1:
         text = f"port {port.rail} runs at {port.rate}: one lane, and an InfiniBand port has four"
         yield Complaint(port=port, kind="slow", confidence=0.6, text=text, values={"num_lanes": 1.0})
+    elif port.link_layer == "InfiniBand" and port.rate.num_lanes == 2:
+        remarks.append(f"whether port {port.rail} should run on four lanes: it runs on two, as split cables make it do")
 
 
 def _usual(rates: Sequence[float]) -> float | None:

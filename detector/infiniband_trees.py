@@ -8,7 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rolecall.core.ids import NodeId
@@ -31,13 +31,16 @@ COUNTERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """One port in one copy. `at`: when the copy was made, wall seconds of its file `state`."""
+    """One port in one copy. `at`: when the copy was made, wall seconds of its file `state`; `gid`: its own in the world,
+    where the copy has it; `node_folder`: the folder whose name is the node's."""
 
     node: NodeId
     device: str
     number: str
     path: str
+    node_folder: str
     at: float
+    gid: str = ""
     state: int
     physical: int | None = None
     link_layer: str = ""
@@ -74,7 +77,15 @@ def devices_in(folder: Path, names: Iterable[str]) -> list[Path]:
 
 def read(devices: Sequence[Path]) -> list[Port]:
     """All ports. A file that is missing or not of its form leaves out what it would tell."""
-    return [p for device in devices for folder in _port_folders(device) if (p := _port(device, folder)) is not None]
+    ports = [p for device in devices for folder in _port_folders(device) if (p := _port(device, folder)) is not None]
+    gids = dict[tuple[NodeId, str], set[str]]()
+    for p in ports:
+        gids.setdefault((p.node, p.rail), set()).add(p.gid)
+    if all(len(its) == 1 for its in gids.values()):
+        return ports
+    # `rack-1/node-1` and `rack-2/node-1` are not two copies of one node.
+    top = os.path.commonpath([p.node_folder for p in ports])
+    return [replace(p, node=NodeId(os.path.relpath(p.node_folder, top))) for p in ports]
 
 
 def _port_folders(device: Path) -> Iterator[Path]:
@@ -93,23 +104,21 @@ def _port(device: Path, folder: Path) -> Port | None:
         text = _text(folder / "counters" / name) or _text(folder / "hw_counters" / name)
         if text and re.fullmatch("[0-9]{1,20}", text) and int(text) < 2**64 - 1:  # all ones: a device that is dead
             counters[name] = int(text)
+    node_folder = next((parent for parent in device.absolute().parents if parent.name not in CLASS_FOLDERS), None)
     return Port(
-        node=_node(device),
+        node=NodeId(node_folder.name) if node_folder else THIS_NODE,
+        node_folder=str(node_folder or "/"),
         device=device.name,
         number=folder.name,
         path=str(folder),
         at=made_at,
+        gid=_text(folder / "gids" / "0") or "",
         state=state,
         physical=parse_state(_text(folder / "phys_state")),
         link_layer=(_text(folder / "link_layer") or "")[:40],
         rate=parse_rate(_text(folder / "rate")),
         counters=counters,
     )
-
-
-def _node(device: Path) -> NodeId:
-    names = (parent.name for parent in device.absolute().parents)
-    return NodeId(next((name for name in names if name not in CLASS_FOLDERS), THIS_NODE))
 
 
 def _made_at(file: Path) -> float | None:

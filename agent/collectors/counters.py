@@ -73,6 +73,12 @@ class Totals:
         self._newest: dict[Key, int] = {}
         self._before: dict[Key, int] = {}  # sum of all that was counted before the counter last began anew
 
+    def forget(self, device: str) -> None:
+        """All series whose key begins with it."""
+        for known in (self._newest, self._before):
+            for key in [key for key in known if key[0] == device]:
+                del known[key]
+
     def add(self, key: Key, reading: int | None, *, anew: bool = False) -> int | None:
         """The total with this reading; that of before if there is none. None: nothing is known, or no room is left.
 

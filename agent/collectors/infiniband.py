@@ -115,7 +115,7 @@ class InfinibandCollector:
                 key = nic, number
                 port = self._ports.get(key)
                 if port is None:
-                    if len(self._ports) >= NUM_PORTS_MAX or not number.isdecimal():
+                    if not number.isdecimal() or (len(self._ports) >= NUM_PORTS_MAX and not self._forget_one()):
                         continue
                     port = self._ports[key] = _Port(nic, number, f"{device}/ports/{number}", instance)
                 elif port.instance != instance:
@@ -123,6 +123,15 @@ class InfinibandCollector:
                     port.counters_due_at = float("-inf")
                 here.add(key)
         return here
+
+    def _forget_one(self) -> bool:
+        """Makes room by one that is gone: virtual NICs come back under other names. False: all are there."""
+        key = next((key for key, port in self._ports.items() if port.watch.gone), None)
+        if key is None:
+            return False
+        del self._ports[key]
+        self._totals.forget(key[0])
+        return True
 
     def _look(self, port: _Port, at: float, values: list[MetricValue]) -> list[LinkChange]:
         """Its values now, into `values`, and what changed of its link."""

@@ -41,7 +41,9 @@ class LinkWatch:
         """What changed. `counted`: the kernel's count of downs, where it keeps one; `anew`: its driver was loaded again."""
         self._num_missed, was_gone, self._gone = 0, self._gone, False
         changes = list[LinkChange]()
-        if self._up and not up:
+        if anew and self._up and up:
+            changes += [self._down(at, "driver loaded again"), self._change(at, True, "up")]
+        elif self._up and not up:
             self._owed = 1
             changes.append(self._down(at, "down"))
         unseen = self._num_unseen(counted, anew or was_gone)

@@ -97,6 +97,7 @@ class _Interface:
     name: str
     folder: str
     instance: int  # inode of its folder: another one after its driver was loaded again
+    anew: bool = False
     watch: LinkWatch = field(default_factory=LinkWatch)
     driver: tuple[MetricValue, ...] = ()
     driver_due_at: float = float("-inf")
@@ -160,14 +161,24 @@ class NetworkCollector:
                 if name not in self._named and not os.path.exists(f"{folder}/device"):
                     self._virtual.add(name)
                     continue
-                if len(self._known) >= NUM_INTERFACES_MAX:
+                if len(self._known) >= NUM_INTERFACES_MAX and not self._forget_one():
                     continue
                 known = self._known[name] = _Interface(name, folder, instance)
             elif known.instance != instance:
-                known.instance, known.driver_due_at = instance, float("-inf")
+                known.instance, known.anew, known.driver_due_at = instance, True, float("-inf")
                 self._statistics.forget(name)
             here.add(name)
         return here
+
+    def _forget_one(self) -> bool:
+        """Makes room by one that is gone: virtual NICs come back under other names. False: all are there."""
+        name = next((name for name, known in self._known.items() if known.watch.gone), None)
+        if name is None:
+            return False
+        del self._known[name]
+        self._totals.forget(name)
+        self._statistics.forget(name)
+        return True
 
     def _look(self, interface: _Interface, at: float, values: list[MetricValue]) -> list[LinkChange]:
         folder, labels = interface.folder, (self._node, interface.name)
@@ -177,7 +188,9 @@ class NetworkCollector:
         # Not every driver keeps an operational state (`unknown`); a carrier cannot be read of what is shut down.
         up = state in ("up", "unknown") and read_text(f"{folder}/carrier") == "1"
         carrier_changes = read_number(f"{folder}/carrier_changes")
-        changes = interface.watch.look(at, up, read_number(f"{folder}/carrier_down_count"))
+        num_downs = read_number(f"{folder}/carrier_down_count")
+        changes = interface.watch.look(at, up, num_downs, anew=interface.anew)
+        interface.anew = False
         values.append(MetricValue(_UP, labels, float(up)))
         values.append(MetricValue(_DOWNS, labels, float(interface.watch.num_downs)))
         speed = read_number(f"{folder}/speed") if up else None

@@ -1,6 +1,7 @@
 """Ports of InfiniBand and RoCE, as sysfs shows them: links that flap, NICs that go, counters that begin anew."""
 
 import os
+import random
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from rolecall.agent.collectors.collector import Reading
 from rolecall.agent.collectors.counters import Totals, number_of, read_text
-from rolecall.agent.collectors.infiniband import InfinibandCollector
+from rolecall.agent.collectors.infiniband import NUM_PORTS_MAX, InfinibandCollector
 from rolecall.agent.collectors.links import FLAP_WINDOW_SECONDS, LinkWatch
 from rolecall.core.ids import NodeId
 from rolecall.core.infiniband import GIGABIT_BYTES, Rate, parse_rate, parse_state
@@ -165,6 +166,64 @@ def test_old_kernels_keep_64_bits_elsewhere_and_efa_counts_bytes(tmp_path: Path)
     assert (found["received_bytes_total", "efa_0", "1"], found["sent_bytes_total", "efa_0", "1"]) == (500.0, 600.0)
 
 
+def test_another_device_in_the_place_of_one_is_its_driver_loaded_again(tmp_path: Path) -> None:
+    port(tmp_path / "old", counters={"symbol_error": 2**32 - 5, "link_downed": 3})
+    port(tmp_path / "young", counters={"symbol_error": 6, "link_downed": 0})
+    root = tmp_path / "class"
+    root.mkdir()
+    (root / "mlx5_0").symlink_to(tmp_path / "old" / "mlx5_0")
+    it = collector(root)
+    it.read(0.0)
+    (root / "mlx5_0").unlink()
+    (root / "mlx5_0").symlink_to(tmp_path / "young" / "mlx5_0")
+    reading = it.read(1.0)
+    assert [what for _, what, _ in facts(reading)] == ["driver loaded again", "up"]
+    assert values(reading)["events_total", "mlx5_0", "1", "symbol_error"] == 2**32 - 5 + 6
+    assert it.read(2.0).facts == ()
+
+
+def test_ports_are_bounded_and_those_that_are_gone_make_room(tmp_path: Path) -> None:
+    for n in range(NUM_PORTS_MAX + 2):
+        port(tmp_path, f"mlx5_{n}", counters={"symbol_error": n})
+    it = collector(tmp_path)
+
+    def nics(at: float) -> set[str]:
+        return {v.labels[1] for v in it.read(at).values}
+
+    assert nics(0.0) == {f"mlx5_{n}" for n in range(NUM_PORTS_MAX)}
+    shutil.rmtree(tmp_path / "mlx5_3")
+    shutil.rmtree(tmp_path / "mlx5_4")
+    for at in (1.0, 2.0, 3.0):
+        assert f"mlx5_{NUM_PORTS_MAX}" not in nics(at)
+    assert nics(4.0) == {f"mlx5_{n}" for n in range(NUM_PORTS_MAX + 2)} - {"mlx5_3", "mlx5_4"}
+
+
+def test_random_trees_do_no_harm(tmp_path: Path, rng: random.Random) -> None:
+    texts = ("", "4: ACTIVE", "1: DOWN", "N/A", "-1", "7", "65535", "9" * 30, "\0\x7f", "5: LinkUp", "0 Gb/sec (4X)")
+    it = collector(tmp_path)
+    totals = dict[tuple[str, ...], float]()
+    for at in range(300):
+        nic = f"mlx5_{rng.randrange(3)}"
+        if rng.random() < 0.1:
+            shutil.rmtree(tmp_path / nic, ignore_errors=True)
+        else:
+            names = rng.choices(("symbol_error", "link_downed", "port_rcv_data", "odd name"), k=2)
+            port(
+                tmp_path,
+                nic,
+                state=rng.choice(texts[:3]),
+                phys_state=rng.choice(texts),
+                rate=rng.choice(texts),
+                counters={name: rng.choice(texts) for name in names},
+            )
+        found = values(it.read(float(at)))
+        for key, value in found.items():
+            if key[0].endswith("_total"):
+                assert value >= totals.get(key, 0.0), key
+                totals[key] = value
+    assert totals
+
+
 def test_a_node_without_infiniband_has_no_values(tmp_path: Path) -> None:
     assert collector(tmp_path / "nowhere").read(0.0) == Reading()
 
@@ -244,6 +303,13 @@ def test_two_downs_while_it_is_down_are_two(tmp_path: Path) -> None:
     it.look(0.0, True, 0)
     changes = it.look(1.0, False, 3)
     assert [(c.up, c.num_flaps) for c in changes] == [(False, 1), (False, 2), (False, 3)]
+
+
+def test_a_driver_that_is_loaded_again_between_two_looks_is_a_flap() -> None:
+    it = LinkWatch()
+    it.look(0.0, True, 7)
+    changes = it.look(1.0, True, 0, anew=True)
+    assert [(c.up, c.what) for c in changes] == [(False, "driver loaded again"), (True, "up")]
 
 
 def test_old_flaps_are_forgotten() -> None:

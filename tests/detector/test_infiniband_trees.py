@@ -1,6 +1,7 @@
 """Copies of InfiniBand trees: what is found in folders, whose fault it is, and what one copy cannot tell."""
 
 import os
+import random
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from rolecall import diagnosing
 from rolecall.core.diagnosis import Diagnosis, FaultClass
 from rolecall.core.errors import UnreadableInput
 from rolecall.detector.infiniband_findings import SETTLE_COUNTS
-from rolecall.detector.infiniband_trees import is_device, read
+from rolecall.detector.infiniband_trees import COUNTERS, is_device, read
 from tests.infiniband_tree import port
 
 NICS = tuple(f"mlx5_{n}" for n in range(8))
@@ -241,6 +242,42 @@ def test_links_and_devices_that_are_named(tmp_path: Path) -> None:
     (tmp_path / "class" / "infiniband" / "gone").symlink_to(tmp_path / "nowhere")
     assert len(diagnosing.search([tmp_path / "class"]).devices) == 1
     assert diagnosing.search([device]).devices == [device]
+
+
+def test_nodes_of_one_name_are_told_apart_by_their_ports(tmp_path: Path) -> None:
+    for rack, count in (("rack-1", 5), ("rack-2", 900)):
+        folder = port(tmp_path / rack / "node-1", "mlx5_0", counters={"link_downed": count})
+        (folder / "gids").mkdir()
+        (folder / "gids" / "0").write_text(f"fe80:0000:0000:0000:0000:0000:0000:{count:04d}\n")
+        made_at(tmp_path / rack, 1000.0 + count)
+    ports = read(diagnosing.search([tmp_path]).devices)
+    assert [p.node for p in ports] == ["rack-1/node-1", "rack-2/node-1"]
+    assert diagnosed(tmp_path)[0] == []  # no count has grown
+
+
+def test_two_lanes_alone_cannot_be_told(tmp_path: Path) -> None:
+    port(tmp_path, rate="100 Gb/sec (2X HDR)")
+    found, [remark], code = diagnosed(tmp_path)
+    assert (found, code) == ([], 0) and remark.startswith("cannot tell whether port mlx5_0/1 should run on four lanes")
+
+
+def test_random_trees_do_no_harm(tmp_path: Path, rng: random.Random) -> None:
+    texts = ("4: ACTIVE", "1: DOWN", "9: What", "", "N/A", "7", "9" * 30, "\0\x7f", "100 Gb/sec (1X EDR)")
+    for round_ in range(20):
+        folder = tmp_path / str(round_)
+        port(folder / "node-9", "mlx5_9")
+        for n in range(6):
+            port(
+                folder / f"node-{n}",
+                f"mlx5_{rng.randrange(3)}",
+                state=rng.choice(texts),
+                phys_state=rng.choice(texts),
+                rate=rng.choice(texts),
+                link_layer=rng.choice(texts),
+                counters={name: rng.choice(texts) for name in COUNTERS},
+            )
+        for d in diagnosed(folder)[0]:
+            assert d.because and 0.0 < d.confidence <= 1.0
 
 
 @pytest.mark.parametrize("state", ["", "UP", "on\n4: ACTIVE", "4"])

@@ -9,6 +9,137 @@ from rolecall.core.ids import NodeId
 
 
 def collectors_of(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry) -> list[Collector]:
-    """In the order of the file's keys."""
+    """In the order of the file's keys.
+
+    Raises:
+        ConfigError, ValueError: rules, an address or a URL of the file is none.
+    """
     found: list[Collector] = []
+    _add_gpus(file, node, data_dir, registry, found)
+    _add_network(file, node, found)
+    _add_nccl(file, node, found)
+    if file.jobs.enabled:
+        from rolecall.agent.collectors.foreign import ForeignJobs
+        from rolecall.agent.discovery import parse_discovery
+
+        rules = parse_discovery(file.jobs.rules or {})
+        interval = file.jobs.interval_seconds
+        found.append(ForeignJobs(registry, node, rules, interval_seconds=interval, proc=file.proc))
+    _add_exporters(file, node, found)
     return found
+
+
+def _add_gpus(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry, found: list[Collector]) -> None:
+    """GPUs and the kernel log, which tell of the same XIDs."""
+    from rolecall.agent.collectors.gpu import GpuCollector
+    from rolecall.agent.collectors.gpu_events import GpuEvents
+    from rolecall.agent.collectors.xid_merger import XidCounts, XidMerger
+    from rolecall.core.xid import xid
+
+    merger = XidMerger()
+    library = Path(file.gpu.library) if file.gpu.library else None
+    events = GpuEvents(
+        library=library,
+        merge=merger.merge,
+        decode=lambda code: {"mnemonic": xid(code).mnemonic, "action": str(xid(code).immediate)},
+    )
+    gpus = GpuCollector(
+        node,
+        library=library,
+        interval_seconds=file.gpu.interval_seconds,
+        last_xid=events.last_xid,
+        xid_text=lambda code: xid(code).meaning,
+        action_told=events.action_told,
+        dcgm_lines=file.gpu.dcgm,
+    )
+
+    def gpu_of(pci: str) -> int | None:
+        return next((g.index for g in gpus.gpus if g.pci == pci), None)
+
+    if file.gpu.enabled:
+        found.append(gpus)
+        if file.gpu.events:
+            found.append(events)
+    if file.kernel_log.enabled:
+        from rolecall.agent.collectors.kernel_log import KernelLog
+
+        found.append(
+            KernelLog(
+                node=node,
+                merger=merger,
+                path=file.kernel_log.path,
+                state_file=data_dir / "kernel_log.json",
+                gpu_of=gpu_of,
+                whose=registry.live_process,
+                proc=file.proc,
+            )
+        )
+    if file.kernel_log.enabled or (file.gpu.enabled and file.gpu.events):
+        found.append(XidCounts(merger, node=node, state_file=data_dir / "xids.json"))
+
+
+def _add_network(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
+    if file.network.enabled:
+        from rolecall.agent.collectors.network import NetworkCollector
+
+        found.append(
+            NetworkCollector(
+                node,
+                interfaces=file.network.interfaces,
+                root=file.sys / "class" / "net",
+                # /proc/net is of who reads it; in a container the host's is that of its first process.
+                proc_net=file.proc / ("net" if file.proc == Path("/proc") else "1/net"),
+                interval_seconds=file.network.interval_seconds,
+            )
+        )
+    if file.infiniband.enabled:
+        from rolecall.agent.collectors.infiniband import InfinibandCollector
+
+        root = file.sys / "class" / "infiniband"
+        found.append(InfinibandCollector(node, root=root, interval_seconds=file.infiniband.interval_seconds))
+    if file.storage.enabled:
+        from rolecall.agent.collectors.storage import StorageCollector
+
+        found.append(
+            StorageCollector(
+                node,
+                mounts=map(str, file.storage.mounts),
+                proc=file.proc,
+                block=file.sys / "block",
+                interval_seconds=file.storage.interval_seconds,
+            )
+        )
+
+
+def _add_nccl(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
+    if file.nccl_ras.enabled:
+        from rolecall.agent.collectors.nccl_ras import NcclRas
+
+        found.append(NcclRas(node, file.nccl_ras.address, interval_seconds=file.nccl_ras.interval_seconds))
+    if file.nccl_inspector.enabled:
+        from rolecall.agent.collectors.nccl_inspector import NcclInspector
+
+        interval = file.nccl_inspector.interval_seconds
+        found.append(NcclInspector(node, file.nccl_inspector.folder, interval_seconds=interval))
+
+
+def _add_exporters(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
+    if file.dcgm_exporter.enabled:
+        from rolecall.agent.collectors.exporters import DCGM_URL, dcgm_exporter
+
+        section = file.dcgm_exporter
+        found.append(
+            dcgm_exporter(
+                node, url=section.url or DCGM_URL, hostname=section.hostname, interval_seconds=section.interval_seconds
+            )
+        )
+    if file.node_exporter.enabled:
+        from rolecall.agent.collectors.exporters import NODE_URL, node_exporter
+
+        section = file.node_exporter
+        found.append(node_exporter(node, url=section.url or NODE_URL, interval_seconds=section.interval_seconds))
+    if file.vllm.enabled and file.vllm.engines:
+        from rolecall.agent.collectors.vllm import Endpoint, VllmCollector
+
+        engines = tuple(Endpoint(e.url, e.replica.partition("/")[0], e.replica, e.rank) for e in file.vllm.engines)
+        found.append(VllmCollector(node, lambda: engines, interval_seconds=file.vllm.interval_seconds))

@@ -87,7 +87,8 @@ class Probe:
         with self._lock:
             begun = self._begun_at
         if begun is not None and now - begun > HANG_SECONDS:
-            self._tell(f"its read hangs for more than {HANG_SECONDS:.0f} s")
+            at = getattr(self.collector, "looking_at", "")
+            self._tell(f"its read hangs for more than {HANG_SECONDS:.0f} s" + (f" at {at}" if at else ""))
 
     def _tell(self, reason: str) -> None:
         """Events at the changes only: down, and up again. What never was up is told once."""

@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rolecall.core.config import Section, problems_of, read_yaml
 from rolecall.core.errors import ConfigError
@@ -69,6 +69,28 @@ class JobsSection(CollectorSection):
     """How ranks of jobs that know nothing of rolecall are found; None: rules for verl, slime, OpenRLHF and torchrun."""
 
 
+class ExporterSection(CollectorSection):
+    enabled: bool = False
+    interval_seconds: Interval = 5.0
+    url: str = ""
+    """Of its page; empty: its usual port on this node."""
+    hostname: str = ""
+    """This node as the exporter calls it, where its page speaks of several; empty: `node`."""
+
+
+class EngineSection(Section):
+    url: str
+    """Of a vLLM server on this node, as http://127.0.0.1:8000."""
+    replica: str
+    """Whose it is, as rollout/3."""
+    rank: Annotated[int, Field(ge=0)] = 0
+
+
+class VllmSection(CollectorSection):
+    engines: tuple[EngineSection, ...] = ()
+    """vLLM servers whose own metrics are read and joined with role, replica and rank."""
+
+
 class AgentFile(Section):
     node: str = Field(default_factory=lambda: socket.gethostname().lower())
     """Name of this node; the same as in Slurm, Kubernetes or Prometheus, if it is to be joined with those."""
@@ -91,10 +113,26 @@ class AgentFile(Section):
     nccl_ras: RasSection = RasSection()
     nccl_inspector: InspectorSection = InspectorSection()
     jobs: JobsSection = JobsSection()
+    dcgm_exporter: ExporterSection = ExporterSection()
+    """Read and mapped instead of NVML, where one runs: then set gpu.enabled to false."""
+    node_exporter: ExporterSection = ExporterSection()
+    """Read and mapped instead of network and storage, where one runs: then set their enabled to false."""
+    vllm: VllmSection = VllmSection()
     proc: Path = Path("/proc")
     """Where the host's /proc is seen; in a container perhaps /host/proc."""
     sys: Path = Path("/sys")
     """Where the host's /sys is seen."""
+
+    @model_validator(mode="after")
+    def _one_reader(self) -> "AgentFile":
+        if self.gpu.enabled and self.dcgm_exporter.enabled:
+            raise ValueError("gpu and dcgm_exporter would both tell of the GPUs: set the enabled of one to false")
+        if (self.network.enabled or self.infiniband.enabled or self.storage.enabled) and self.node_exporter.enabled:
+            names = "network, infiniband, storage"
+            raise ValueError(
+                f"{names} and node_exporter would both tell of the node: set the enabled of the former to false"
+            )
+        return self
 
     @field_validator("node")
     @classmethod

@@ -21,6 +21,8 @@ TIED_SECONDS = 60.0
 """Between the node's word and the end of what runs there: a lost GPU is noticed at the next call of the driver."""
 FLAP_SECONDS = 2.0
 """A link that is back within this is told by its counters (`rolecall_link_changes_total`), not as a fault."""
+STALE_SECONDS = 60.0
+"""An agent that starts tells what the kernel log holds: what was before is not what happens now."""
 FAULTS_MAX = 256
 EVIDENCE_MAX = 8
 
@@ -55,6 +57,8 @@ class NodeFaults:
 
     def take(self, event: AgentEvent, now: float) -> None:
         """One event of an agent, as it comes; `now`: wall seconds."""
+        if _age(event) > STALE_SECONDS:
+            return
         match event.kind:
             case AgentEventKind.XID:
                 self._take_xid(event, now)
@@ -119,7 +123,8 @@ class NodeFaults:
                 return
             gpu = thing.removeprefix("gpu ")
             index = int(gpu) if thing != gpu and gpu.isascii() and gpu.isdecimal() and len(gpu) < 4 else None
-            known = NodeFault(str(event.node), thing, index, str(what), event.wall_at, now, because, advice, lasts)
+            onset = event.wall_at - _age(event)
+            known = NodeFault(str(event.node), thing, index, str(what), onset, now, because, advice, lasts)
             self.faults[f"{event.node} {thing}"] = known
         known.last, known.lasts = now, known.lasts or lasts
         if len(known.told) < EVIDENCE_MAX:
@@ -166,6 +171,12 @@ class NodeFaults:
             if not n.ended and not young and not n.explains:
                 standing.setdefault((n.node, n.fault_class), []).append(n)
         return [_finding(group, now) for group in standing.values()]
+
+
+def _age(event: AgentEvent) -> float:
+    """Seconds between what happened and its event, as the agent tells."""
+    text = event.detail.get("seconds_ago", "")
+    return float(text) if len(text) < 12 and text.isascii() and text.isdecimal() else 0.0
 
 
 def _link(event: AgentEvent) -> str:

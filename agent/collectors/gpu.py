@@ -165,8 +165,10 @@ class GpuCollector:
         last_xid: Callable[[int], int] = no_xid,
         xid_text: Callable[[int], str] = no_text,
         action_told: Callable[[int], RecoveryAction] = no_action,
+        dcgm_lines: bool = True,
     ) -> None:
         self.interval_seconds = interval_seconds
+        self._dcgm_lines = dcgm_lines
         self.looking_at = ""
         self.processes: Mapping[int, tuple[GpuProcess, ...]] = {}
         """By GPU index, of the newest look that asked. Replaced as a whole: any thread may read it."""
@@ -198,7 +200,7 @@ class GpuCollector:
         return Reading(
             values=tuple(v for gpu, numbers in every for v in self._values(gpu, numbers)),
             facts=tuple(facts),
-            dcgm=dcgm.render(self._dcgm(gpu, numbers) for gpu, numbers in every if not gpu.lost),
+            dcgm=self._dcgm_text(every) if self._dcgm_lines else "",
         )
 
     def close(self) -> None:
@@ -478,6 +480,9 @@ class GpuCollector:
         if series is None:
             series = gpu.series[key] = (_METRICS[key[0]], (self._node, str(gpu.id.index), *key[1:]))
         return MetricValue(*series, number)
+
+    def _dcgm_text(self, every: Iterable[tuple[_Gpu, Numbers]]) -> str:
+        return dcgm.render(self._dcgm(gpu, numbers) for gpu, numbers in every if not gpu.lost)
 
     def _dcgm(self, gpu: _Gpu, numbers: Numbers) -> dcgm.GpuNumbers:
         xid = self._last_xid(gpu.id.index)

@@ -39,6 +39,15 @@ def test_xids_of_the_application_and_those_to_be_ignored_name_nobody() -> None:
     assert alone(faults, 1.0) == []
 
 
+def test_what_the_kernel_log_tells_of_long_ago_is_not_now() -> None:
+    faults = NodeFaults()
+    faults.take(event(AgentEventKind.XID, xid="79", gpu="3", seconds_ago="40431"), WALL)
+    assert alone(faults, 1.0) == []
+    faults.take(event(AgentEventKind.XID, xid="79", gpu="3", seconds_ago="12"), WALL)
+    (found,) = faults.join([], WALL + 1)
+    assert found.onset == WALL - 12
+
+
 def test_two_gpus_of_a_node_are_one_finding_and_a_recovered_one_leaves_it() -> None:
     faults = NodeFaults()
     for gpu in ("2", "5"):

@@ -118,6 +118,7 @@ class AgentFile(Section):
     node_exporter: ExporterSection = ExporterSection()
     """Read and mapped instead of network and storage, where one runs: then set their enabled to false."""
     vllm: VllmSection = VllmSection()
+    """Engines of this node, by the address of their own metrics."""
     proc: Path = Path("/proc")
     """Where the host's /proc is seen; in a container perhaps /host/proc."""
     sys: Path = Path("/sys")

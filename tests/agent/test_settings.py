@@ -42,6 +42,14 @@ def test_problems_are_told_all_at_once(tmp_path: Path) -> None:
         assert key in said
 
 
+@pytest.mark.parametrize("text", ["dcgm_exporter: {enabled: true}", "node_exporter: {enabled: true}"])
+def test_nothing_is_told_twice(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="would both tell"):
+        load_agent_file(path)
+
+
 @pytest.mark.parametrize(("text", "said"), [("[1]", "expected a mapping"), ("{", "not YAML"), ("\xff", "file")])
 def test_what_is_no_such_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "agent.yaml"

@@ -21,6 +21,8 @@ from rolecall.detector import (
     flight_recorder,
     infiniband_findings,
     infiniband_trees,
+    kernel_findings,
+    kernel_logs,
     recording,
     stack_dumps,
     stacks,
@@ -70,6 +72,7 @@ class Found:
     recordings: list[Path] = field(default_factory=list)
     dumps: list[Path] = field(default_factory=list)
     stacks: list[Path] = field(default_factory=list)
+    kernel: list[Path] = field(default_factory=list)
     devices: list[Path] = field(default_factory=list)  # folders of InfiniBand trees
     nccl: diagnosing_nccl.NcclFiles = field(default_factory=diagnosing_nccl.NcclFiles)
     topology: Path | None = None
@@ -89,7 +92,7 @@ def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> Found:
                     recording.read(path)  # says which columns it lacks
                 kinds = (
                     "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy, "
-                    "an answer of NCCL RAS, a file of the NCCL Inspector"
+                    "an answer of NCCL RAS, a file of the NCCL Inspector, a kernel log"
                 )
                 raise UnreadableInput(where=str(path), reason=f"it is none of {kinds}")
             continue
@@ -149,6 +152,9 @@ def _sort(file: Path, found: Found) -> bool:
             if found.topology:
                 raise UnreadableInput(where=str(file), reason=f"a second topology beside {found.topology}")
             found.topology = file
+            return True
+        if kernel_logs.is_log(file):
+            found.kernel.append(file)
             return True
     except OSError as e:
         raise UnreadableInput(where=str(file), reason=f"it cannot be read: {e.strerror or e}") from e
@@ -221,11 +227,17 @@ def diagnose(
     findings, nccl_inputs = diagnosing_nccl.diagnose(found.nccl, paths, lambda: Budget(limits, clock), topology)
     told += findings
     answer.inputs += [_dump_input(i.files, i.kind, i.looked_at, i.remarks) for i in nccl_inputs]
+    if found.kernel:
+        say(f"reading {len(found.kernel)} kernel log(s)")
+        logs, remarks = kernel_logs.read_all(found.kernel, paths, Budget(limits, clock))
+        told += kernel_findings.diagnose(logs)
+        looked_at, remarks = kernel_findings.looked_at(logs), (*remarks, *kernel_findings.remarks(logs))
+        answer.inputs.append(_dump_input(found.kernel, "kernel logs", looked_at, remarks))
     for folder, num in found.passed_over.items():
         answer.inputs.append(
             Input(path=str(folder), kind="folder", looked_at=f"{num} file(s) of no known kind passed over")
         )
-    answer.diagnoses = merged(told)
+    answer.diagnoses = [kernel_findings.with_advice(d) for d in merged(told)]
     return answer
 
 

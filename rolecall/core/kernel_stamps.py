@@ -67,7 +67,7 @@ _HOST = r"([A-Za-z0-9][\w.:-]{0,252})"
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 _MONTH = f"({'|'.join(_MONTHS)})"
 _CLOCK = r"(\d\d):(\d\d):(\d\d(?:[.,]\d{1,9})?)"
-_UPTIME = r"\[ {0,8}(\d{1,12}\.\d{1,9})\](?:\[ {0,8}[TC]\d{1,10}\])?"
+_UPTIME = r"\[ {0,8}(\d{1,12}\.\d{6})\](?:\[ {0,8}[TC]\d{1,10}\])?"
 _ISO_TIME = r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?: ?(?:Z|[+-]\d\d:?\d\d))?)"
 _KERNEL_PRIORITY = r"(?:<[0-7]>|kern {0,4}:\w{3,6} {0,4}: )?"
 """`dmesg -r` and `dmesg -x`; other facilities are not the kernel's."""
@@ -77,6 +77,8 @@ _DMESG_DATE = re.compile(
     rf"{_KERNEL_PRIORITY}\[\w{{3}} {_MONTH} {{1,2}}(\d{{1,2}}) {_CLOCK} (\d{{4}})\] ?(.*)", re.DOTALL
 )
 _ISO = re.compile(rf"{_KERNEL_PRIORITY}{_ISO_TIME} (.*)", re.DOTALL)
+_OF_DMESG = re.compile(r".{10}T.{8},\d{6}[+-]\d\d:\d\d")
+"""A comma before six digits, and a zone: neither journalctl, rsyslog nor Python's logging writes a time so."""
 _SHORT = re.compile(rf"(?:<\d{{1,3}}>)?{_MONTH} {{1,2}}(\d{{1,2}}) {_CLOCK} (.*)", re.DOTALL)
 _FULL = re.compile(r"\w{3} (\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d{1,9})?) UTC (.*)", re.DOTALL)
 _UNIX = re.compile(r"(\d{9,11}\.\d{1,9}) (.*)", re.DOTALL)
@@ -101,8 +103,8 @@ def parse_line(line: str) -> Stamped | None:
     for pattern in (_ISO, _FULL):
         if m := pattern.match(line):
             wall_at = _iso(m[1])
-            # dmesg writes a comma, and no host behind it; journalctl and rsyslog a point, or no fraction.
-            return None if wall_at is None else _tagged(m[2], wall_at=wall_at, tag_wanted="," not in m[1])
+            # dmesg writes no host behind its time; journalctl and rsyslog do.
+            return None if wall_at is None else _tagged(m[2], wall_at=wall_at, tag_wanted=not _OF_DMESG.fullmatch(m[1]))
     if m := _SHORT.match(line):
         local = _local(m[1], m[2], m[3], m[4], m[5])
         # 2024 is a leap year: whether the day exists cannot be told without the year.
@@ -162,3 +164,13 @@ def wall_of_local(local: tuple[int, int, int, int, float], not_after: float) -> 
         if at is not None and at <= not_after + 86_400:
             return at
     return None
+
+
+_SYSLOG = re.compile(
+    rf"(?:{_MONTH} {{1,2}}\d{{1,2}} {_CLOCK}|{_ISO_TIME}) {_HOST} [\w./@()-]{{1,64}}(?:\[\d{{1,10}}\])?: "
+)
+
+
+def is_syslog(line: str) -> bool:
+    """Whether it is a line of syslog or the journal, whoever wrote it."""
+    return _SYSLOG.match(line[:LINE_CHARS_MAX]) is not None

@@ -1,0 +1,164 @@
+"""Kernel logs, read for `rolecall diagnose`: what their lines say, of which node, and when. Foreign text: bounded.
+
+Told by content: what dmesg, `journalctl -k`, /var/log/kern.log or /var/log/messages and /dev/kmsg write, in all the
+forms of `core.kernel_stamps`. The node is the host of the line, else what the names of file and folder say. A time
+without a year is the latest that was over when the file was last written, in UTC; where there are only seconds since
+boot, these are the times.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rolecall.core.errors import UnreadableInput
+from rolecall.core.kernel_lines import KernelFact, KernelReader
+from rolecall.core.kernel_stamps import LINE_CHARS_MAX, is_syslog, parse_line, wall_of_local
+from rolecall.detector.budget import Budget
+from rolecall.detector.stack_names import place_of
+
+HEAD_BYTES = 64 << 10
+"""So much of a file decides what it is: of /var/log/messages most lines are not the kernel's."""
+HEAD_SHARE_MIN = 0.8
+"""Of the lines in the head so many must have a stamp that is known."""
+LOG_BYTES_MAX = 1 << 30
+NUM_FACTS_MAX = 100_000
+"""Of one file; the lines of a storm beyond are counted."""
+FACT_BYTES = 1500
+"""What one kept fact takes in memory, about."""
+TEXT_CHARS_MAX = 400
+
+_GENERIC_NAME = re.compile(
+    r"(?:^|[-_.])(?:dmesg|kern(?:el)?|kmsg|journal(?:ctl)?|messages|syslog|log)(?=[-_.]|$)", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One fact. `at`: seconds since 1970, or since boot where `dated` is false. `text`: the message, cut."""
+
+    node: str
+    at: float
+    dated: bool
+    fact: KernelFact
+    text: str
+
+
+@dataclass(slots=True, kw_only=True)
+class Log:
+    """`num_lines`: of the kernel. `num_dropped`: facts beyond what is kept. `zone_assumed`: some times say no zone."""
+
+    path: str
+    seen: list[Seen] = field(default_factory=list)
+    num_lines: int = 0
+    num_dropped: int = 0
+    zone_assumed: bool = False
+    undated: bool = False
+    uuids: dict[tuple[str, str], str] = field(default_factory=dict)  # by node and PCI address
+
+
+def is_log(path: Path) -> bool:
+    """Whether its beginning is that of a kernel log: stamped lines, the kernel's among them. Raises OSError."""
+    if not path.is_file():  # a pipe would wait for its writer
+        return False
+    with path.open("rb") as file:
+        raw = file.read(HEAD_BYTES)
+    if not raw or b"\0" in raw:
+        return False
+    lines = raw.decode("utf-8", "replace").splitlines()
+    if len(raw) == HEAD_BYTES:
+        lines.pop()  # cut
+    lines = [line for line in lines if line.strip() and not line.startswith(("-- ", " "))]
+    kernel = sum(parse_line(line) is not None for line in lines)
+    return kernel > 0 and sum(
+        parse_line(line) is not None or is_syslog(line) for line in lines
+    ) >= HEAD_SHARE_MIN * len(lines)
+
+
+def read(path: Path) -> Log:
+    """Raises UnreadableInput: it is too large, or cannot be read."""
+    log = Log(path=str(path))
+    readers: dict[str, KernelReader] = {}
+    elsewhere = _node_of(path)
+    try:
+        status = path.stat()
+        if status.st_size > LOG_BYTES_MAX:
+            raise UnreadableInput(where=str(path), reason=f"it is larger than {LOG_BYTES_MAX >> 30} GiB: cut it")
+        for line in _lines(path):
+            _take(log, line, elsewhere, status.st_mtime, readers)
+    except OSError as e:
+        raise UnreadableInput(where=str(path), reason=f"it cannot be read: {e.strerror or e}") from e
+    for node, reader in readers.items():
+        log.uuids |= {(node, pci): uuid for pci, uuid in reader.uuids.items()}
+    return log
+
+
+def read_all(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tuple[list[Log], tuple[str, ...]]:
+    """The logs, and what is wrong with those of a folder that cannot be read. Raises UnreadableInput: one of `named`
+    cannot be, or none, or the budget is used up."""
+    logs, unreadable = list[Log](), list[UnreadableInput]()
+    for file in files:
+        budget.check_time(str(file))
+        try:
+            log = read(file)
+        except UnreadableInput as e:
+            if file in named:
+                raise
+            unreadable.append(e)
+            continue
+        budget.keep(FACT_BYTES * len(log.seen), str(file))
+        logs.append(log)
+    if not logs:
+        raise unreadable[0]
+    return logs, tuple(str(e) for e in unreadable)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with path.open("rb") as file:
+        while raw := file.readline(LINE_CHARS_MAX):
+            yield raw.decode("utf-8", "replace")
+
+
+def _take(log: Log, line: str, elsewhere: str, written_at: float, readers: dict[str, KernelReader]) -> None:
+    stamped = parse_line(line)
+    if stamped is None:
+        return
+    log.num_lines += 1
+    node = stamped.host.lower() or elsewhere
+    reader = readers.setdefault(node, KernelReader()) if len(readers) < 4096 else KernelReader()
+    fact = reader.take(stamped.message)
+    if fact is None:
+        return
+    if len(log.seen) >= NUM_FACTS_MAX:
+        log.num_dropped += 1
+        return
+    at = stamped.wall_at
+    if stamped.local is not None:
+        at, log.zone_assumed = wall_of_local(stamped.local, written_at), True
+    dated = at is not None
+    log.undated |= not dated
+    if at is None:
+        at = stamped.uptime_seconds or 0.0
+    log.seen.append(Seen(node=node, at=at, dated=dated, fact=fact, text=stamped.message[:TEXT_CHARS_MAX].strip()))
+
+
+def _node_of(path: Path) -> str:
+    """As the names say: `node-7/dmesg`, `dmesg-gpu7.txt`, `gpu7.log`, else the folder's."""
+    if node := place_of(path).get("node"):
+        return str(node).lower()
+    rest = _GENERIC_NAME.sub("", path.stem).strip("-_.")
+    return (rest or path.absolute().parent.name).lower()
+
+
+def time_remarks(logs: Sequence[Log]) -> list[str]:
+    """What the times are worth."""
+    said = []
+    if any(log.zone_assumed for log in logs):
+        said.append(
+            "some lines say neither year nor zone: they were taken to be of UTC, and as late as the file allows"
+        )
+    if any(log.undated for log in logs):
+        said.append("some lines say only seconds since boot: so do the times of what was found in them")
+    if dropped := sum(log.num_dropped for log in logs):
+        said.append(f"{dropped:,} lines beyond {NUM_FACTS_MAX:,} of a file that tell of faults were left out")
+    return said

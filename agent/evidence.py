@@ -1,25 +1,38 @@
-"""Evidence that is pulled when something looks wrong: the Python stacks of a registered process, by py-spy.
+"""Evidence that is pulled when something looks wrong: Python stacks and Flight Recorder of a registered process.
+
+Stacks by py-spy, from outside. The Flight Recorder by asking the process itself (flight_request.py).
 
 `--nonblocking`: a process that is stopped can be looked at too, and a healthy one is not stopped for it; the price is
 that a stack may be torn while the process runs. Local variables are never read. One dump at a time, within a deadline.
 """
 
+import contextlib
 import json
 import os
+import secrets
 import shutil
+import stat
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from rolecall.agent.flight_request import DUMP_BYTES_MAX, REASON_CHARS_MAX, answer_paths, request_path
+from rolecall.agent.layout import page_name
+from rolecall.core.clock import Clock
 
 DUMP_SECONDS_MAX = 10.0
 """Idle machine: 20-70 ms; two cores shared by a whole run: seconds."""
 ANSWER_BYTES_MAX = 4 << 20
+FLIGHT_SECONDS_MAX = 10.0
+"""The process looks each 0.2 s, and writes a dump within milliseconds; a busy one takes longer."""
+FLIGHT_LOOK_SECONDS = 0.05
 
 
 class EvidenceFailed(Exception):
-    """No stacks could be had: why. `busy`: another dump is going on, try again."""
+    """No evidence could be had: why. `busy`: another dump is going on, try again."""
 
     def __init__(self, reason: str, *, busy: bool = False) -> None:
         self.busy = busy
@@ -74,3 +87,73 @@ class Stacks:
         if not isinstance(threads, list):
             raise EvidenceFailed("py-spy's answer is not a list of threads")
         return threads
+
+
+class FlightRecorders:
+    """Asks processes for what their Flight Recorder holds, one at a time."""
+
+    def __init__(self, pages: Path, clock: Clock) -> None:
+        """`pages`: where the state pages lie."""
+        self._pages, self._clock = pages, clock
+        self._busy = threading.Lock()
+
+    def dump(self, pid: int, start_ticks: int, lives: Callable[[], bool]) -> bytes:
+        """The dump as PyTorch writes it, a pickle: not looked into.
+
+        Raises:
+            EvidenceFailed: the process does not answer, has no recorder, or ended; or busy.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise EvidenceFailed("another dump is going on", busy=True)
+        page = self._pages / page_name(pid, start_ticks)
+        try:
+            self._clean(page)
+            return self._ask(page, lives)
+        except OSError as e:
+            raise EvidenceFailed(f"the request cannot be written or its answer read: {e.strerror or e}") from None
+        finally:
+            self._clean(page)
+            self._busy.release()
+
+    def _ask(self, page: Path, lives: Callable[[], bool]) -> bytes:
+        if not page.exists():
+            raise EvidenceFailed("the process has no state page, and so does not hear requests")
+        number = secrets.token_hex(8)
+        request = request_path(page)
+        unfinished = request.with_name(request.name + ".tmp")
+        unfinished.write_text(number)
+        unfinished.chmod(0o644)  # it may be of another user
+        unfinished.rename(request)
+        whole, failed = answer_paths(page, number)
+        deadline = self._clock.monotonic() + FLIGHT_SECONDS_MAX
+        while True:
+            with contextlib.suppress(FileNotFoundError):
+                return _read_regular(whole, DUMP_BYTES_MAX)
+            with contextlib.suppress(FileNotFoundError):
+                reason = _read_regular(failed, 4 * REASON_CHARS_MAX).decode("utf-8", "replace")
+                raise EvidenceFailed(f"the process says: {reason[:REASON_CHARS_MAX]}")
+            if not lives():
+                raise EvidenceFailed("the process ended")
+            if self._clock.monotonic() > deadline:
+                because = "it is stopped, its interpreter is held, or its reporter is of an older version"
+                raise EvidenceFailed(f"no answer in {FLIGHT_SECONDS_MAX:.0f} s: {because}")
+            self._clock.sleep(FLIGHT_LOOK_SECONDS)
+
+    def _clean(self, page: Path) -> None:
+        """Removes request and answers, those of earlier requests that came too late as well."""
+        for path in self._pages.glob(f"{page.stem}.*flight*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _read_regular(path: Path, num_bytes_max: int) -> bytes:
+    """Raises FileNotFoundError: not there yet. Raises EvidenceFailed: not a file, or too large. Raises OSError."""
+    # The process wrote it, and is not trusted: no link is followed, no pipe waited for.
+    with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise EvidenceFailed("the answer is not a regular file")
+        told = file.read(num_bytes_max + 1)
+    if len(told) > num_bytes_max:
+        raise EvidenceFailed(f"the answer takes more than {num_bytes_max:,} bytes")
+    return told

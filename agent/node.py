@@ -20,7 +20,7 @@ from rolecall.agent.collectors.collector import Collector
 from rolecall.agent.collectors.exits import ExitStatus, ExitWatch, WatchRefused
 from rolecall.agent.collectors.host import HostProbe
 from rolecall.agent.events import EventLog
-from rolecall.agent.evidence import Stacks
+from rolecall.agent.evidence import FlightRecorders, Stacks
 from rolecall.agent.intake import Intake
 from rolecall.agent.probes import Probes
 from rolecall.agent.registry import Registry
@@ -141,6 +141,7 @@ class Agent:
             registry=self.registry,
             sampler=self._sampler,
             stacks=Stacks(),
+            flight=FlightRecorders(self._dir / "pages", self._clock),
             bearer=bearer_token(self._settings.token),
             probes=self._probes,
         )

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 from rolecall.agent import layout as at
+from rolecall.agent.flight_request import Answering
 from rolecall.agent.telling import Teller, describe_exception
 from rolecall.core.ids import process_start_ticks
 
@@ -65,6 +66,7 @@ class _Page:
         self.work_ident = 0
         self.phase = ""
         self.failures = 0
+        self.flight: Answering | None = None  # used by the ticker thread alone
         self._map(memoryview(bytearray(at.PAGE_BYTES)))
         self.d[at.W_LOSS] = self.d[at.W_GRAD_NORM] = self.d[at.W_REWARD] = math.nan
         self.q[at.W_STEP] = self.q[at.W_POLICY_VERSION] = self.q[at.W_EXCEPTION_STEP] = -1
@@ -162,6 +164,8 @@ def _tick(page: _Page) -> None:
     while True:
         pause.wait(BEAT_SECONDS)
         page.q[at.W_BEATS] += 1
+        if page.flight is not None:
+            page.flight.look()
         beats += 1
         if beats % BEATS_PER_LOOK == 0:
             while switch and os.path.exists(switch):
@@ -188,7 +192,9 @@ def start(*, replica: str, rank: int, incarnation: int, secret: str, node_dir: s
             _page.set_identity(replica, rank, incarnation, secret, pid, start_ticks)
             if directory is not None and _teller is None:
                 _teller = Teller(directory / "agent.sock", pid, start_ticks)
-                _page.move_to(directory / "pages" / at.page_name(pid, start_ticks))
+                path = directory / "pages" / at.page_name(pid, start_ticks)
+                _page.move_to(path)
+                _page.flight = Answering(path)
             if _teller is not None:
                 _teller.register(replica=replica, rank=rank, incarnation=incarnation, secret=secret)
         except Exception as e:  # noqa: BLE001 deliberate: training goes on unseen rather than not at all

@@ -8,7 +8,7 @@ from http import HTTPStatus
 from pathlib import Path
 
 from rolecall.agent.events import EventLog
-from rolecall.agent.evidence import EvidenceFailed, Stacks
+from rolecall.agent.evidence import EvidenceFailed, FlightRecorders, Stacks
 from rolecall.agent.exposition import CONTENT_TYPE, Exposition, agent_value, all_values, build_info
 from rolecall.agent.probes import Probes
 from rolecall.agent.registry import Registry
@@ -35,6 +35,7 @@ class Routes:
     registry: Registry
     sampler: Sampler
     stacks: Stacks
+    flight: FlightRecorders
     bearer: str
     probes: Probes
     exposition: Exposition = field(default_factory=Exposition)
@@ -47,6 +48,7 @@ class Routes:
             "/v1/samples": self.samples,
             "/v1/events": self.event_batch,
             "/v1/evidence/stacks": self.evidence_stacks,
+            "/v1/evidence/flight_recorder": self.evidence_flight_recorder,
         }
 
     def healthz(self, request: Request) -> Answer:
@@ -96,6 +98,22 @@ class Routes:
             raise BadRequest(status, str(e)) from None
         said = {"replica": registration.replica, "rank": registration.rank, "incarnation": registration.incarnation}
         return Answer.json({"node": self.node, "pid": pid, **said, "at": self.clock.monotonic(), "threads": threads})
+
+    def evidence_flight_recorder(self, request: Request) -> Answer:
+        """PyTorch's own dump, as a file for `rolecall diagnose`; the process makes it while its main thread hangs."""
+        request.authorize(self.bearer)
+        request.only("pid")
+        pid = request.number("pid", 0)
+        registration = self.registry.live_process(pid)
+        if registration is None:
+            raise BadRequest(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
+        process = registration.process
+        try:
+            told = self.flight.dump(pid, process.start_ticks, lambda: self.registry.live_process(pid) is not None)
+        except EvidenceFailed as e:
+            status = HTTPStatus.TOO_MANY_REQUESTS if e.busy else HTTPStatus.SERVICE_UNAVAILABLE
+            raise BadRequest(status, str(e)) from None
+        return Answer(told, "application/octet-stream")
 
     def metrics(self, request: Request) -> Answer:
         request.only()

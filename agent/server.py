@@ -6,6 +6,7 @@
     /v1/samples?since=N             SampleBatch newer than cursor N
     /v1/events?after=N&wait=S       EventBatch after number N; waits up to S <= 30 s for the first
     /v1/evidence/stacks?pid=P       stacks of a registered process; `Authorization: Bearer <bearer_token(run token)>`
+    /v1/evidence/flight_recorder?pid=P  its PyTorch Flight Recorder as a file, made by the process itself; same token
 
 With `tls` it is HTTPS; with `allows` each request needs the right user and password (agent/web_config.py).
 

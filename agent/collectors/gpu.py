@@ -1,7 +1,6 @@
 """GPUs through NVML: numbers at each look, and facts when a GPU is lost, comes back or tells of a fault.
 
-Calls degrade one by one: what a GPU or driver does not know is skipped for that GPU from then on, and said once. Other
-errors are counted and tried again. A GPU on which no call succeeds is one fact, GPU_LOST, then silence until it is back;
+Calls degrade one by one (`gpu_asking.py`). A GPU on which no call succeeds is one fact, GPU_LOST, then silence until it is back;
 the other GPUs go on. XIDs, and changes of the recovery action where the driver tells of them, become facts in
 `gpu_events.py`, as they happen.
 
@@ -16,32 +15,10 @@ from typing import Any
 
 from rolecall.agent import dcgm
 from rolecall.agent.collectors.collector import CannotRead, Fact, Reading, SaidOnce
-from rolecall.agent.collectors.gpm import Gpm
-from rolecall.agent.collectors.gpu_calls import (
-    FAST,
-    FAST_FIELDS,
-    LINK_FIELDS,
-    NVLINK_ERRORS,
-    SLOW,
-    SLOW_FIELDS,
-    Call,
-    Key,
-    Numbers,
-    field_value,
-)
+from rolecall.agent.collectors.gpu_asking import Asked, Asker, GpuProcess, LostError
+from rolecall.agent.collectors.gpu_calls import Key, Numbers
 from rolecall.agent.collectors.gpu_faults import Conditions
-from rolecall.agent.collectors.nvml import (
-    FIELD_UNSUPPORTED,
-    GONE,
-    LOST,
-    UNSUPPORTED,
-    Handle,
-    close_nvml,
-    code_of,
-    error_name,
-    errors_of,
-    open_nvml,
-)
+from rolecall.agent.collectors.nvml import Handle, close_nvml, open_nvml
 from rolecall.core.ids import NodeId
 from rolecall.core.metric import Metric, MetricValue
 from rolecall.core.metrics_gpu import GPU_METRICS
@@ -52,10 +29,6 @@ logger = logging.getLogger(__name__)
 
 LOST_RETRY_SECONDS = 5.0
 """Between two tries of a lost GPU: each may block in the driver."""
-PROCESSES_MAX = 64
-"""Of one GPU; a GPU shared by more shows the first ones."""
-ERRORS_SUM = "nvlink_errors_total"
-ERRORS_BY_LINK = "nvlink_link_errors_total"
 ONLY_NOT_ZERO = frozenset({"nvlink_down", "recovery_action"})
 """Metrics whose zeros are not shown."""
 
@@ -78,43 +51,17 @@ class GpuId:
         return {"gpu": str(self.index), "uuid": self.uuid, "pci": self.pci}
 
 
-@dataclass(frozen=True, slots=True)
-class GpuProcess:
-    """A process with a context on a GPU. `memory_bytes` is 0 where the driver does not say (in containers, MIG)."""
-
-    pid: int
-    memory_bytes: int
-
-
-class _LostError(Exception):
-    """No call on this GPU will succeed: why."""
-
-
 @dataclass(slots=True)
 class _Gpu:
-    """What is known of one GPU. `parts`: numbers by the call that gave them, replaced or removed at each call."""
+    """What is known of one GPU."""
 
     id: GpuId
-    handle: Handle
+    asked: Asked
     lost: str = ""
     retry_at: float = 0.0
-    slow_at: float | None = None  # when the slow calls are due; None: never made
-    parts: dict[str, Numbers] = field(default_factory=dict)
-    unsupported: set[str] = field(default_factory=set)
-    errors: dict[str, int] = field(default_factory=dict)  # other failures, by name of the error
-    answered: int = 0  # calls of this look that NVML answered, be it with "not supported"
-    last_error: str = ""
-    gpm: Gpm | None = None
     conditions: Conditions = field(default_factory=Conditions)
-    by_link: dict[tuple[int, Key], float] = field(default_factory=dict)  # a link that is down keeps what it counted
     labels: str = ""  # of dcgm-exporter
     series: dict[Key, tuple[Metric, tuple[str, ...]]] = field(default_factory=dict)
-
-    def numbers(self) -> Numbers:
-        every: Numbers = {}
-        for part in self.parts.values():
-            every.update(part)
-        return every
 
 
 def identify(pynvml: Any, index: int, handle: Handle) -> GpuId:
@@ -175,7 +122,7 @@ class GpuCollector:
         self._node, self._library, self._slow_seconds = node, library, slow_seconds
         self._last_xid, self._xid_text, self._action_told = last_xid, xid_text, action_told
         self._nvml: Any = None
-        self._errors: tuple[type[Exception], ...] = ()
+        self._asker: Asker | None = None
         self._gpus: list[_Gpu] = []
         self._driver = ""
         self._said = SaidOnce()
@@ -191,12 +138,13 @@ class GpuCollector:
         """Raises:
         CannotRead: no NVML, no driver, or the driver went away: which.
         """
-        facts = self._open(at) if self._nvml is None else []
-        for gpu in self._gpus:
-            self.looking_at = f"GPU {gpu.id.index}"
-            facts += self._look(gpu, at)
-        self.looking_at = ""
-        every = [(gpu, gpu.numbers()) for gpu in self._gpus]
+        try:
+            facts = self._look_at_all(at)
+        except CannotRead:
+            self.close()
+            raise
+        self.processes = {g.id.index: g.asked.processes for g in self._gpus if not g.lost}
+        every = [(gpu, gpu.asked.numbers()) for gpu in self._gpus]
         return Reading(
             values=tuple(v for gpu, numbers in every for v in self._values(gpu, numbers)),
             facts=tuple(facts),
@@ -207,22 +155,29 @@ class GpuCollector:
         if self._nvml is None:
             return
         for gpu in self._gpus:
-            if gpu.gpm is not None:
-                gpu.gpm.close()
+            gpu.asked.close()
         close_nvml(self._nvml)
-        self._nvml = None
+        self._nvml = self._asker = None
 
-    def _open(self, at: float) -> list[Fact]:
-        nvml = open_nvml(self._library)
+    def _look_at_all(self, at: float) -> list[Fact]:
+        facts: list[Fact] = []
+        if self._asker is None:
+            self._asker, facts = self._open(at)
+        for gpu in self._gpus:
+            self.looking_at = f"GPU {gpu.id.index}"
+            facts += self._look(gpu, self._asker, at)
+        self.looking_at = ""
+        return facts
+
+    def _open(self, at: float) -> tuple[Asker, list[Fact]]:
+        self._nvml = nvml = open_nvml(self._library)
         before = [g.id for g in self._gpus]
         try:
             count = nvml.nvmlDeviceGetCount()
             self._driver = nvml.nvmlSystemGetDriverVersion()
         except nvml.NVMLError as e:
-            close_nvml(nvml)
             raise CannotRead(f"NVML does not say which GPUs there are: {e}") from None
-        self._nvml, self._errors = nvml, errors_of(nvml)
-        self._gpus = [_Gpu(id=GpuId(index=i), handle=None) for i in range(count)]
+        self._gpus = [_Gpu(GpuId(index=i), Asked(i)) for i in range(count)]
         facts = []
         for gpu in self._gpus:
             self.looking_at = f"GPU {gpu.id.index}"
@@ -234,7 +189,7 @@ class GpuCollector:
         for gone in before:  # the driver was loaded anew and does not see it any more
             if gone.uuid and gone.uuid not in found:
                 facts.append(_lost_fact(gone, "the driver does not list it any more"))
-        return facts
+        return Asker(nvml, self._said, num_gpus=count, slow_seconds=self._slow_seconds), facts
 
     def _find(self, gpu: _Gpu) -> None:
         """Handle and identity. By UUID where it is known: indices move when a GPU before it goes.
@@ -244,10 +199,11 @@ class GpuCollector:
         """
         nvml = self._nvml
         if gpu.id.uuid:
-            gpu.handle = nvml.nvmlDeviceGetHandleByUUID(gpu.id.uuid)
+            handle = nvml.nvmlDeviceGetHandleByUUID(gpu.id.uuid)
         else:
-            gpu.handle = nvml.nvmlDeviceGetHandleByIndex(gpu.id.index)
-        gpu.id = identify(nvml, gpu.id.index, gpu.handle)
+            handle = nvml.nvmlDeviceGetHandleByIndex(gpu.id.index)
+        gpu.asked.handle = handle
+        gpu.id = identify(nvml, gpu.id.index, handle)
         gpu.labels = dcgm.label_text(
             gpu=gpu.id.index,
             uuid=gpu.id.uuid,
@@ -258,7 +214,7 @@ class GpuCollector:
             driver=self._driver,
         )
 
-    def _look(self, gpu: _Gpu, at: float) -> Iterable[Fact]:
+    def _look(self, gpu: _Gpu, asker: Asker, at: float) -> Iterable[Fact]:
         was_lost = gpu.lost
         if was_lost:
             if at < gpu.retry_at:
@@ -268,20 +224,17 @@ class GpuCollector:
                 self._find(gpu)
             except self._nvml.NVMLError:
                 return
-        gpu.answered, gpu.last_error = 0, ""
         try:
-            self._ask_all(gpu, at)
-            if not gpu.answered and gpu.last_error:
-                raise _LostError(gpu.last_error)
-        except _LostError as e:
+            asker.ask(gpu.asked, at)
+        except LostError as e:
+            gpu.asked.forget()
             if not was_lost:
                 yield self._lose(gpu, at, str(e))
-            gpu.parts.clear()
             return
         if was_lost:
             gpu.lost = ""
             yield Fact(kind=AgentEventKind.GPU_RECOVERED, detail=gpu.id.detail)
-        found, is_well_again = gpu.conditions.update(gpu.numbers())
+        found, is_well_again = gpu.conditions.update(gpu.asked.numbers())
         for fault in found:
             if fault.get("action") == self._action_told(gpu.id.index):
                 continue
@@ -290,177 +243,10 @@ class GpuCollector:
             yield Fact(kind=AgentEventKind.GPU_RECOVERED, detail=gpu.id.detail)
 
     def _lose(self, gpu: _Gpu, at: float, reason: str) -> Fact:
-        """Forgets what was known: after a reset the GPU may answer differently, and its counters start again."""
-        gpu.lost, gpu.retry_at, gpu.slow_at = reason, at + LOST_RETRY_SECONDS, None
-        gpu.parts.clear()
+        gpu.lost, gpu.retry_at = reason, at + LOST_RETRY_SECONDS
         gpu.conditions = Conditions()
-        gpu.by_link.clear()
-        gpu.unsupported.clear()
-        if gpu.gpm is not None:
-            gpu.gpm.close()
-            gpu.gpm = None
-        self.processes = {i: p for i, p in self.processes.items() if i != gpu.id.index}
         logger.error("GPU %d %s is lost: %s", gpu.id.index, gpu.id.uuid, reason)
         return _lost_fact(gpu.id, reason)
-
-    # --- calls, each of which may fail alone
-
-    def _ask_all(self, gpu: _Gpu, at: float) -> None:
-        for calls in FAST:
-            self._ask(gpu, calls)
-        self._ask(gpu, (Call("fields", lambda _, __: self._fields(gpu, FAST_FIELDS)),))
-        self._ask(gpu, (Call("GPM", lambda _, __: self._gpm(gpu, at)),))
-        if gpu.slow_at is None:
-            # Later ones are spread over the interval: no look bears the slow calls of all GPUs but the first.
-            gpu.slow_at = at + self._slow_seconds * gpu.id.index / max(1, len(self._gpus))
-        elif at < gpu.slow_at:
-            return
-        gpu.slow_at += self._slow_seconds * (1 + (at - gpu.slow_at) // self._slow_seconds)
-        for calls in SLOW:
-            self._ask(gpu, calls)
-        self._ask(gpu, (Call("slow fields", lambda _, __: self._fields(gpu, SLOW_FIELDS)),))
-        self._ask(gpu, (Call("NVLinks", lambda _, __: self._links(gpu)),))
-        self._ask(gpu, (Call("nvmlDeviceGetComputeRunningProcesses", lambda _, __: self._processes(gpu)),))
-
-    def _ask(self, gpu: _Gpu, calls: tuple[Call, ...]) -> None:
-        """The first of `calls` that this GPU and driver know; what it gave before is replaced.
-
-        Raises:
-            _LostError: NVML says that the GPU is lost.
-            CannotRead: the driver is gone.
-        """
-        part = calls[0].name
-        for call in calls:
-            if call.name in gpu.unsupported:
-                continue
-            try:
-                gpu.parts[part] = call.read(self._nvml, gpu.handle)
-            except self._errors as e:
-                gpu.parts.pop(part, None)
-                if not self._is_unsupported(gpu, call.name, e):
-                    return
-            else:
-                gpu.answered += 1
-                return
-
-    def _is_unsupported(self, gpu: _Gpu, name: str, error: Exception) -> bool:
-        """Whether to go on without this call. Any other failure is counted, and tried again at the next look."""
-        code = code_of(error)
-        if code in GONE:
-            self.close()
-            raise CannotRead(f"the NVIDIA driver went away: {error}")
-        if code in LOST:
-            raise _LostError(str(error))
-        if code in UNSUPPORTED:
-            gpu.answered += 1
-            self._skip(gpu, name, str(error))
-            return True
-        gpu.last_error = str(error)
-        text = error_name(self._nvml, code)
-        gpu.errors[text] = gpu.errors.get(text, 0) + 1
-        if self._said.is_new(f"{gpu.id.index} {name} {code}"):
-            logger.warning("GPU %d: %s failed: %s", gpu.id.index, name, error)
-        return False
-
-    def _skip(self, gpu: _Gpu, name: str, why: str) -> None:
-        gpu.unsupported.add(name)
-        if self._said.is_new(f"{gpu.id.index} {name}"):
-            logger.info("GPU %d: %s is left out: %s", gpu.id.index, name, why)
-
-    def _fields(self, gpu: _Gpu, fields: Mapping[int, tuple[Key, float]]) -> Numbers:
-        numbers: Numbers = {}
-        for number, _, value in self._field_values(gpu, [(f, 0) for f in fields]):
-            key, scale = fields[number]
-            if key == ("recovery_action",):
-                wanted = RecoveryAction.of_number(int(value))
-                numbers |= {("recovery_action", action): float(action is wanted) for action in RecoveryAction}
-            else:
-                numbers[key] = value * scale
-        return numbers
-
-    def _field_values(self, gpu: _Gpu, wanted: list[tuple[int, int]]) -> Iterator[tuple[int, int, float]]:
-        """(field, link, value) of those of `wanted` (field, link) that NVML knows; what it does not is not asked again.
-
-        Raises:
-            NVMLError: of the call as a whole.
-        """
-        wanted = [w for w in wanted if f"field {w[0]}" not in gpu.unsupported]
-        if not wanted:
-            return
-        answers = self._nvml.nvmlDeviceGetFieldValues(gpu.handle, wanted)
-        known: set[int] = set()
-        refused: dict[int, int] = {}
-        for (number, link), answer in zip(wanted, answers, strict=True):
-            code = answer.nvmlReturn
-            if code == 0:
-                known.add(number)
-                if (value := field_value(answer)) is not None:
-                    yield number, link, value
-            elif code in LOST:
-                raise self._nvml.NVMLError(code)
-            elif code in FIELD_UNSUPPORTED:
-                refused[number] = code
-        for number in refused.keys() - known:  # a link that is down may refuse what the others answer
-            self._skip(gpu, f"field {number}", error_name(self._nvml, refused[number]))
-
-    def _gpm(self, gpu: _Gpu, at: float) -> Numbers:
-        if gpu.gpm is None:
-            gpu.gpm = Gpm(self._nvml, gpu.handle)
-            if not gpu.gpm.supported:
-                gpu.gpm = None
-                raise self._nvml.NVMLError(self._nvml.NVML_ERROR_NOT_SUPPORTED)
-        return gpu.gpm.look(at)
-
-    def _links(self, gpu: _Gpu) -> Numbers:
-        """State, bytes and errors of all NVLinks: sums, and by link where something is wrong."""
-        num_links = int(gpu.parts.get("slow fields", {}).get(("nvlinks",), 0))
-        if not num_links:
-            return {}
-        numbers: Numbers = {("nvlinks_active",): 0.0}
-        for link, active in self._of_links(gpu, num_links, "nvmlDeviceGetNvLinkState"):
-            numbers[("nvlinks_active",)] += bool(active)
-            numbers["nvlink_down", str(link)] = float(not active)
-        for counter, error in NVLINK_ERRORS.items():
-            for link, count in self._of_links(gpu, num_links, "nvmlDeviceGetNvLinkErrorCounter", counter):
-                gpu.by_link[link, (ERRORS_SUM, error)] = count
-        wanted = [(f, link) for f in LINK_FIELDS for link in range(num_links)]
-        for number, link, value in self._field_values(gpu, wanted):
-            key, scale = LINK_FIELDS[number]
-            gpu.by_link[link, key] = value * scale  # of two fields for one key the later one counts
-        for (link, key), value in gpu.by_link.items():
-            numbers[key] = numbers.get(key, 0.0) + value
-            if value and key[0] == ERRORS_SUM:
-                numbers[ERRORS_BY_LINK, str(link), key[1]] = value
-        return numbers
-
-    def _of_links(self, gpu: _Gpu, num_links: int, function: str, *arguments: int) -> Iterator[tuple[int, float]]:
-        """(link, answer) of those links for which NVML knows it; where that is none, it is not asked again.
-
-        Raises:
-            NVMLError: of another kind.
-        """
-        name = f"{function}{arguments or ''}"
-        if name in gpu.unsupported:
-            return
-        refused, num_answered = "", 0
-        for link in range(num_links):
-            try:
-                answer = getattr(self._nvml, function)(gpu.handle, link, *arguments)
-            except self._nvml.NVMLError as e:
-                if code_of(e) not in FIELD_UNSUPPORTED:
-                    raise
-                refused = str(e)
-            else:
-                num_answered += 1
-                yield link, float(answer)
-        if not num_answered:
-            self._skip(gpu, name, refused)
-
-    def _processes(self, gpu: _Gpu) -> Numbers:
-        found = self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu.handle)
-        processes = tuple(GpuProcess(p.pid, p.usedGpuMemory or 0) for p in found[:PROCESSES_MAX])
-        self.processes = {**self.processes, gpu.id.index: processes}
-        return {("processes",): len(found)}
 
     # --- what was found, as values and lines
 
@@ -468,8 +254,8 @@ class GpuCollector:
         yield self._value(gpu, ("up",), float(not gpu.lost))
         if gpu.id.uuid:
             yield self._value(gpu, ("info", gpu.id.uuid, gpu.id.name, self._driver), 1.0)
-        yield self._value(gpu, ("calls_unsupported",), len(gpu.unsupported))
-        for error, count in gpu.errors.items():
+        yield self._value(gpu, ("calls_unsupported",), len(gpu.asked.unsupported))
+        for error, count in gpu.asked.errors.items():
             yield self._value(gpu, ("call_errors_total", error), count)
         for key, number in numbers.items():
             if number or key[0] not in ONLY_NOT_ZERO:

@@ -11,7 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rolecall.agent.collectors.collector import CannotRead, Fact, Reading
-from rolecall.agent.collectors.gpu import GpuCollector, GpuProcess
+from rolecall.agent.collectors.gpu import GpuCollector
+from rolecall.agent.collectors.gpu_asking import GpuProcess
 from rolecall.agent.collectors.gpu_calls import fabric_numbers
 from rolecall.agent.collectors.gpu_events import GpuEvents
 from rolecall.agent.collectors.gpu_faults import Conditions

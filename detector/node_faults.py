@@ -90,15 +90,28 @@ class NodeFaults:
                 self._end(event.node, "probe ", now)  # the read that hung ended with its agent
 
     def _take_xid(self, event: AgentEvent, now: float) -> None:
+        if event.detail.get("sxid"):
+            self._take_sxid(event, now)
+            return
         text = event.detail.get("xid", "")
         if not (text.isascii() and text.isdecimal() and len(text) < 6):
             return
         code = xid(int(text))
-        if not code.fatal or code.fault_class not in (FaultClass.GPU, FaultClass.NETWORK):
+        # Of NVLink's codes the line itself says whether it is fatal: the agent tells.
+        fatal = code.fatal and event.detail.get("fatal", "yes") == "yes"
+        if not fatal or code.fault_class not in (FaultClass.GPU, FaultClass.NETWORK):
             return
         where = event.detail.get("gpu") or event.detail.get("pci", "")
         because = f"XID {code.code} on GPU {where} of {event.node}: {code.meaning}"
         self._note(event, now, f"gpu {where}", code.fault_class, because, code.advice, lasts=False)
+
+    def _take_sxid(self, event: AgentEvent, now: float) -> None:
+        if event.detail.get("fatal") != "yes":
+            return
+        detail = event.detail
+        device, meaning = detail.get("device", "NVSwitch"), detail.get("meaning", "")
+        because = f"SXid {detail['sxid']} of {device} of {event.node}: {meaning}"
+        self._note(event, now, device, FaultClass.NETWORK, because, detail.get("advice", ""), lasts=False)
 
     def _take_hang(self, event: AgentEvent, now: float) -> None:
         probe, reason = event.detail["probe"], event.detail["reason"]
@@ -180,8 +193,9 @@ def _age(event: AgentEvent) -> float:
 
 
 def _link(event: AgentEvent) -> str:
-    nic, port = event.detail.get("nic", ""), event.detail.get("port", "")
-    return f"link {nic}/{port}" if nic else f"link {event.detail.get('interface', '?')}"
+    """A port of an InfiniBand device (sysfs), or a network interface (the kernel log, or sysfs)."""
+    nic, port, interface = (event.detail.get(key, "") for key in ("nic", "port", "interface"))
+    return f"link {nic}/{port}" if nic and port else f"link {interface or nic or '?'}"
 
 
 def _evidence(faults: Iterable[NodeFault]) -> tuple[Evidence, ...]:

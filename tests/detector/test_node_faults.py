@@ -39,6 +39,16 @@ def test_xids_of_the_application_and_those_to_be_ignored_name_nobody() -> None:
     assert alone(faults, 1.0) == []
 
 
+def test_of_a_switch_and_of_nvlink_the_line_says_whether_it_is_fatal() -> None:
+    faults = NodeFaults()
+    faults.take(event(AgentEventKind.XID, sxid="12028", device="nvswitch2", meaning="egress", fatal="no"), WALL)
+    faults.take(event(AgentEventKind.XID, xid="145", gpu="1", fatal="no"), WALL)
+    assert alone(faults, 1.0) == []
+    faults.take(event(AgentEventKind.XID, sxid="20034", device="nvswitch2", meaning="a port", fatal="yes"), WALL)
+    ((fault_class, gpus, because),) = alone(faults, 3.0)
+    assert (fault_class, gpus) == ("network", [None]) and "SXid 20034 of nvswitch2 of node-7" in because
+
+
 def test_what_the_kernel_log_tells_of_long_ago_is_not_now() -> None:
     faults = NodeFaults()
     faults.take(event(AgentEventKind.XID, xid="79", gpu="3", seconds_ago="40431"), WALL)

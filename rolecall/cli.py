@@ -30,6 +30,7 @@ from rolecall.core.errors import (
     TooFewNodes,
     UnreadableInput,
 )
+from rolecall.doctor import doctor_app
 from rolecall.fleet_cli import fleet
 from rolecall.incident_cli import incident
 from rolecall.options import ROOT, JsonOption, RootOption, RunArgument, RunOption, out, print_json
@@ -61,6 +62,7 @@ def _whoami() -> str:
 
 
 app.add_typer(fleet)
+app.add_typer(doctor_app)
 app.add_typer(incident, name="incident")
 
 

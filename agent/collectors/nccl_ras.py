@@ -18,7 +18,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Self
 
 from rolecall.agent.collectors.collector import CannotRead, Fact, Reading
 from rolecall.core import metrics_nccl as rows
@@ -36,8 +35,11 @@ NUM_HOSTS_ASKING = 8
 """A job of more hosts is asked by each agent so many times more rarely, as if only these asked."""
 PAUSE_SECONDS_MAX = 600.0
 CONNECT_SECONDS_MAX = 1.0
-ANSWER_SECONDS_MAX = 15.0
-"""Of the whole conversation. RAS waits up to TIMEOUT_SECONDS, and as long again, for other processes."""
+LOOK_SECONDS_MAX = 3.0
+"""Of one look; the agent calls a collector that takes five seconds hung."""
+ANSWER_SECONDS_MAX = 30.0
+"""Of the whole conversation, over several looks. RAS waits up to TIMEOUT_SECONDS, and as long again, for other processes:
+longest when some of them are in trouble."""
 TIMEOUT_SECONDS = 5
 LINE_BYTES_MAX = 1024
 JSON_BYTES_MAX = 2 << 20
@@ -56,37 +58,60 @@ class TooLarge(Exception):
 
 
 class Talk:
-    """One conversation, with one deadline for all of it."""
+    """One question. Made, it has been asked; its answer may take longer than one look, and is then waited for in the next.
 
-    def __init__(self, address: tuple[str, int], monotonic: Callable[[], float]) -> None:
-        """Raises NobodyListens, OSError."""
+    Every wait ends at `until` or at the deadline of the whole conversation, whichever is first.
+    """
+
+    def __init__(self, address: tuple[str, int], form: str, monotonic: Callable[[], float]) -> None:
+        """Asks for VERBOSE STATUS. `form`: `json`, or `text` (which a server that knows no JSON gives, too).
+
+        Raises:
+            NobodyListens: no RAS there.
+            Malformed, OSError: it does not answer as RAS does, or not in time.
+        """
         self._monotonic = monotonic
-        self._deadline = monotonic() + ANSWER_SECONDS_MAX
+        begun = monotonic()
+        self._deadline, self._until = begun + ANSWER_SECONDS_MAX, begun + LOOK_SECONDS_MAX
+        self._rest, self._parts, self._num_bytes = b"", list[bytes](), 0
         try:
             self._socket = socket.create_connection(address, timeout=CONNECT_SECONDS_MAX)
         except ConnectionRefusedError as e:
             raise NobodyListens(str(e)) from None
-        self._rest = b""
+        try:
+            self._ask(form)
+        except BaseException:
+            self.close()
+            raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._socket.close()
 
+    def _ask(self, form: str) -> None:
+        self._say("CLIENT PROTOCOL 2")
+        if not self._line().upper().startswith("SERVER PROTOCOL"):
+            raise Malformed("it does not greet as RAS does")
+        self._say(f"TIMEOUT {TIMEOUT_SECONDS}")
+        if self._line().upper() != "OK":
+            raise Malformed("it does not take a timeout")
+        if form == "json":
+            self._say("SET FORMAT json")
+            self._line()  # anything but OK: before 2.28.7 there is no JSON, and what follows is text
+        self._say("VERBOSE STATUS")
+
     def _receive(self) -> bytes:
-        """Empty when the server closed. Raises OSError: also when the deadline has passed."""
-        left = self._deadline - self._monotonic()
+        """Empty when the server closed. Raises OSError: also TimeoutError."""
+        left = min(self._deadline, self._until) - self._monotonic()
         if left <= 0:
             raise TimeoutError("the deadline has passed")
         self._socket.settimeout(left)
         return self._socket.recv(65536)
 
-    def say(self, line: str) -> None:
-        self._socket.settimeout(max(0.01, self._deadline - self._monotonic()))
+    def _say(self, line: str) -> None:
+        self._socket.settimeout(max(0.01, self._until - self._monotonic()))
         self._socket.sendall(line.encode() + b"\n")
 
-    def line(self) -> str:
+    def _line(self) -> str:
         """Raises Malformed: it closed, or goes on without an end of line. Raises OSError."""
         while b"\n" not in self._rest:
             if len(self._rest) > LINE_BYTES_MAX:
@@ -98,38 +123,25 @@ class Talk:
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode("utf-8", "replace").strip()
 
-    def body(self, num_bytes_max: int) -> bytes:
-        """All up to its end. Raises TooLarge, OSError."""
-        parts, size = [self._rest], len(self._rest)
-        while part := self._receive():
-            parts.append(part)
-            size += len(part)
-            if size > num_bytes_max:
-                raise TooLarge
-        return b"".join(parts)
+    def body(self) -> bytes | None:
+        """All of the answer; None: not yet, ask again.
 
-
-def ask(address: tuple[str, int], *, form: str, monotonic: Callable[[], float] = time.monotonic) -> bytes:
-    """The answer of one RAS to VERBOSE STATUS. `form`: `json`, or `text` (which a server that knows no JSON gives, too).
-
-    Raises:
-        NobodyListens: no RAS there.
-        TooLarge: more than its limit.
-        Malformed, OSError: it does not answer as RAS does, or not in time.
-    """
-    with Talk(address, monotonic) as talk:
-        talk.say("CLIENT PROTOCOL 2")
-        hello = talk.line()
-        if not hello.upper().startswith("SERVER PROTOCOL"):
-            raise Malformed("it does not greet as RAS does")
-        talk.say(f"TIMEOUT {TIMEOUT_SECONDS}")
-        if talk.line().upper() != "OK":
-            raise Malformed("it does not take a timeout")
-        if form == "json":
-            talk.say("SET FORMAT json")
-            talk.line()  # anything but OK: before 2.28.7 there is no JSON, and what follows is text
-        talk.say("VERBOSE STATUS")
-        return talk.body(JSON_BYTES_MAX)
+        Raises:
+            TooLarge: more than its limit.
+            OSError: the connection broke, or the deadline of the whole has passed.
+        """
+        self._until = self._monotonic() + LOOK_SECONDS_MAX
+        try:
+            while part := self._receive():
+                self._parts.append(part)
+                self._num_bytes += len(part)
+                if self._num_bytes > JSON_BYTES_MAX:
+                    raise TooLarge
+        except TimeoutError:
+            if self._monotonic() >= self._deadline:
+                raise
+            return None
+        return self._rest + b"".join(self._parts)
 
 
 @dataclass(slots=True)
@@ -168,6 +180,7 @@ class NcclRas:
         self._node, self._confirm_seconds, self._monotonic = node, confirm_seconds, monotonic
         self._address = split_address(address or os.environ.get("NCCL_RAS_ADDR", "") or DEFAULT_ADDRESS)
         self._form = "json"
+        self._talk: Talk | None = None
         self._watched: dict[str, Watched] = {}
         self._labelled: dict[str, None] = {}
         self._next_at = float("-inf")
@@ -175,7 +188,13 @@ class NcclRas:
         self._num_answers = self._num_bad = self._num_repaired = self._num_empty = 0
 
     def close(self) -> None:
+        self._hang_up()
         self._watched.clear()
+
+    def _hang_up(self) -> None:
+        if self._talk is not None:
+            self._talk.close()
+            self._talk = None
 
     def read(self, at: float) -> Reading:
         """Raises CannotRead: something listens there, and does not answer as RAS does."""
@@ -190,6 +209,8 @@ class NcclRas:
             self._num_bad += 1
             reason = "it did not answer in time" if isinstance(e, TimeoutError) else str(e)
             raise CannotRead(f"NCCL RAS at {self._address[0]}:{self._address[1]}: {reason}") from None
+        if status is None:
+            return Reading((*self._last, *self._own(up=True)))
         self._num_answers += 1
         self._num_repaired += status.repaired
         self._num_empty += not status.has_counts and bool(status.communicators)
@@ -204,15 +225,23 @@ class NcclRas:
         self._labelled.clear()
         self._last, self._form, self._next_at = (), "json", float("-inf")
 
-    def _ask(self) -> RasStatus:
+    def _ask(self) -> RasStatus | None:
+        """None: the answer is not complete yet. Raises NobodyListens, Malformed, OSError."""
+        waiting = False
         try:
-            raw = ask(self._address, form=self._form, monotonic=self._monotonic)
+            if self._talk is None:
+                self._talk = Talk(self._address, self._form, self._monotonic)
+            raw = self._talk.body()
+            waiting = raw is None
+            return None if raw is None else statuses(raw)[-1]
         except TooLarge:
             if self._form == "text":
                 raise Malformed(f"an answer of more than {JSON_BYTES_MAX:,} bytes") from None
-            self._form = "text"
-            return self._ask()
-        return statuses(raw)[-1]
+            self._form = "text"  # from the next look on
+            return None
+        finally:
+            if not waiting:
+                self._hang_up()
 
     def _pause(self, status: RasStatus) -> float:
         """0: at the next look."""

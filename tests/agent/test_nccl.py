@@ -174,11 +174,12 @@ def test_too_large_an_answer_is_asked_for_as_text(server: RasServer, monkeypatch
     assert len(large) > 20_000 > len(TEXT)
     server.serve = answers(large, text=TEXT)
     it = NcclRas(NODE, server.address)
-    assert shown(it.read(0.0))["communicators",] == 9
-    assert (shown(it.read(1.0))["communicators",], server.num_asked) == (9, 3)  # JSON was asked for once
+    assert ("communicators",) not in shown(it.read(0.0))
+    assert shown(it.read(1.0))["communicators",] == 9
+    assert (shown(it.read(2.0))["communicators",], server.num_asked) == (9, 3)  # JSON was asked for once
     server.serve = answers(large, text=large)
     with pytest.raises(CannotRead, match="more than 20,000 bytes"):
-        it.read(2.0)
+        it.read(3.0)
 
 
 def _closes(connection: socket.socket) -> None:
@@ -225,6 +226,50 @@ def test_a_server_that_does_not_answer_costs_the_deadline_and_no_more(
     with pytest.raises(CannotRead, match="did not answer in time"):
         NcclRas(NODE, server.address).read(0.0)
     done.set()
+
+
+def test_an_answer_that_takes_longer_than_a_look_is_waited_for_in_the_next(
+    server: RasServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nccl_ras, "LOOK_SECONDS_MAX", 0.3)
+    go, whole = threading.Event(), answers(counts(5, 4), num_bytes=100)
+
+    def serve(connection: socket.socket) -> None:
+        greeting = b"SERVER PROTOCOL 2\nOK\nOK\n" + counts(5, 4)[:200]
+        connection.sendall(greeting)
+        go.wait(60)
+        connection.sendall(counts(5, 4)[200:])
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(4096):
+            pass
+
+    server.serve = serve
+    it = NcclRas(NODE, server.address)
+    waiting = shown(it.read(0.0))
+    assert waiting["ras_up",] == 1 and ("communicators",) not in waiting
+    go.set()
+    assert shown(it.read(1.0))["communicator_collectives_behind", KEY] == 1
+    server.serve = whole
+    assert shown(it.read(2.0))["ras_answers_total",] == 2
+
+
+def test_an_answer_that_never_ends_is_given_up(server: RasServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_ras, "LOOK_SECONDS_MAX", 0.1)
+    monkeypatch.setattr(nccl_ras, "ANSWER_SECONDS_MAX", 0.35)
+    done = threading.Event()
+
+    def serve(connection: socket.socket) -> None:
+        connection.sendall(b"SERVER PROTOCOL 2\nOK\nOK\n{")
+        done.wait(60)
+
+    server.serve = serve
+    it = NcclRas(NODE, server.address)
+    assert it.read(0.0).facts == ()
+    with pytest.raises(CannotRead, match="did not answer in time"):
+        for _ in range(100):
+            it.read(1.0)
+    done.set()
+    it.close()
 
 
 def test_a_large_job_is_asked_more_rarely_until_something_is_wrong(server: RasServer) -> None:

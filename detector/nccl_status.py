@@ -27,8 +27,8 @@ from rolecall.core.nccl_ras import (
     RasStatus,
     behind,
     ranks_text,
-    statuses,
 )
+from rolecall.core.nccl_ras_answers import statuses
 from rolecall.detector.stack_dumps import Topology
 
 DETECTOR = "nccl_ras"

@@ -23,7 +23,8 @@ from rolecall.agent.collectors.collector import CannotRead, Fact, Reading
 from rolecall.core import metrics_nccl as rows
 from rolecall.core.ids import NodeId
 from rolecall.core.metric import MetricValue
-from rolecall.core.nccl_ras import Communicator, Condition, Malformed, RasStatus, behind, ranks_text, statuses
+from rolecall.core.nccl_ras import Communicator, Condition, Malformed, RasStatus, behind, ranks_text
+from rolecall.core.nccl_ras_answers import statuses
 from rolecall.core.telemetry import AgentEventKind
 
 DEFAULT_ADDRESS = "localhost:28028"

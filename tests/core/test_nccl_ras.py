@@ -15,8 +15,8 @@ from rolecall.core.nccl_ras import (
     RankState,
     behind,
     ranks_text,
-    statuses,
 )
+from rolecall.core.nccl_ras_answers import statuses
 
 
 def rank(n: int, *counts: int, **status: object) -> dict[str, Any]:

@@ -265,7 +265,8 @@ def redactor(run: RunDir, material: Material, *, anonymous: bool) -> Redactor:
     )
     with suppress(OSError):
         known.learn([p.name for p in sorted((run.path / "nodes").iterdir())], "nodes")
-    known.learn(run.read().get("nodes", []), "nodes")
+    started = run.read()
+    known.learn([*started.get("nodes", ()), *started.get("agents", ())], "nodes")
     for part in (material.summary, material.diagnosis, material.events, material.windows, material.agent_events):
         known.learn(part)
     known.learn(list(material.logs.values()))

@@ -127,6 +127,7 @@ class Redactor:
         self._folders = sorted((folders or {}).items(), key=lambda f: -len(f[0]))
         self._first_nodes = tuple(dict.fromkeys(nodes))
         self._nodes = set(self._first_nodes)
+        self._roles: set[str] = set()
         self._messages: dict[str, str] = {}
         self._anonymous = anonymous
         self._given: dict[tuple[str, str], str] = {}
@@ -155,6 +156,8 @@ class Redactor:
     def _note(self, text: str, key: str) -> None:
         if key in _NODE_KEYS:
             self._nodes.add(text)
+        if key == "role":
+            self._roles.add(text)
         if key in _USER_KEYS:
             self._users.add(text)
         if key == "by":
@@ -231,7 +234,7 @@ class Redactor:
         if self._known is None:
             users = {u for u in self._users if len(u) >= USER_CHARS_MIN and u.lower() not in _SERVICE_USERS}
             kinds = [({k: v for k, v in self._folders}, False), (self._messages, False)]
-            kinds.append((dict.fromkeys(users - self._nodes, "user"), True))
+            kinds.append((dict.fromkeys(users - self._nodes - self._roles, "user"), True))
             if self._anonymous:
                 kinds.append((self.node_names(), True))
             self._known = [_replacing(words, whole) for words, whole in kinds if words]

@@ -28,6 +28,7 @@ from rolecall.core.telemetry import AgentEvent, AgentEventKind, HostSample, Samp
 from rolecall.detector.observation import Observation
 from rolecall.incident_export import Bundle, Material, build, export, gather
 from rolecall.redacting import Redactor, left_of_message
+from tests.core.strategies import JSON_BODIES
 
 SUSPECT, PEER = "gpu-a17.cluster.example", "gpu-b04"
 PROMPT = "Tell me, doctor, why my left knee hurts when it rains over Zürich"
@@ -198,6 +199,15 @@ def test_an_anonymous_bundle_names_no_node(written: RunDir) -> None:
     assert "agents/node-1.jsonl" in found
 
 
+def test_nodes_that_only_a_watch_of_agents_knows_are_anonymous_too(written: RunDir) -> None:
+    written.write({**written.read(), "agents": {"dgx-far-9": "http://dgx-far-9:9477"}})
+    journal = Journal(written.database_url, clock=FakeClock(now=103.0), create=False)
+    journal.append(K.REPLICA_LOST, {"because": "dgx-far-9 is silent"}, incident_id=INCIDENT)
+    journal.close()
+    assert "dgx-far-9" in _texts(export(written, INCIDENT))["journal.jsonl"]
+    assert not any("dgx-far-9" in text for text in _texts(export(written, INCIDENT, anonymous=True)).values())
+
+
 def test_names_that_stay_are_kept_without_the_option(written: RunDir) -> None:
     found = _texts(export(written, INCIDENT))
     assert "10.20.30.40" in found["diagnosis.json"] and PEER in found["diagnosis.json"]
@@ -348,6 +358,21 @@ def test_addresses_and_hosts_get_the_same_number_everywhere() -> None:
     assert known.text("10.0.0.7 then fe80::1:2 then 10.0.0.7 on GPU-B04") == "ip-1 then ip-2 then ip-1 on node-1"
     assert known.text("http://store.corp.example:9000/x and 10.0.0.7:80") == "http://host-1:9000 and ip-1:80"
     assert known.text("0c:42:a1:00:00:07 at 127.0.0.1") == "mac-1 at 127.0.0.1"
+
+
+def test_a_user_named_like_a_role_does_not_rename_the_role() -> None:
+    known = Redactor()
+    known.learn({"role": "trainer", "where": "/home/trainer/job.py and /home/marianne/x"})
+    assert known.text("trainer/0 by marianne in /home/trainer/job.py") == "trainer/0 by user in ~/job.py"
+
+
+@settings(max_examples=50)
+@given(body=JSON_BODIES)
+def test_any_value_can_be_redacted(body: dict[str, Any]) -> None:
+    known = Redactor(nodes=["a"], anonymous=True)
+    known.learn(body)
+    told = known.value(body)
+    assert json.loads(json.dumps(told)) == told
 
 
 # --- the command --------------------------------------------------------------------------------------------------

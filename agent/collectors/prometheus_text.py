@@ -10,13 +10,15 @@ from typing import NamedTuple
 
 NUM_SAMPLES_MAX = 20_000
 """Of one page; what comes after is counted and passed over."""
+LINE_BYTES_MAX = 16_384
 
+# Each way to read a line has one way to split it: on a hostile line a second one would cost the square of its length.
 _NAME = re.compile(r"[ \t]*([a-zA-Z_:][a-zA-Z0-9_:]*)[ \t]*(?=[{ \t])")
 _LABEL = re.compile(r'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t]*(,|\})')
 _NO_LABELS = re.compile(r"\{[ \t]*\}")
 _TRAILING = re.compile(r"[ \t]*\}")  # of `{a="b",}`
 _VALUE = re.compile(
-    r"[ \t]*([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?|[+-]?[iI]nf|[nN]a[nN])"
+    r"[ \t]*([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]{1,9})?|[+-]?[iI]nf|[nN]a[nN])"
     r"(?:[ \t]+(-?[0-9]{1,18}))?[ \t\r]*\Z"
 )
 _ESCAPE = re.compile(r"\\(.)")
@@ -64,6 +66,8 @@ def parse_page(body: bytes, wanted: Container[str] | None = None, *, num_samples
         if not raw or raw.startswith(b"#") or raw.isspace():
             continue
         try:
+            if len(raw) > LINE_BYTES_MAX:
+                raise BadLine("too long")
             line = raw.decode()
             found = _NAME.match(line)
             if found is None:

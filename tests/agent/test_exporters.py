@@ -341,6 +341,18 @@ def test_values_pass_into_the_exposition(server: PageServer) -> None:
     assert 'rolecall_infiniband_up{node="node-1",nic="mlx5_0",port="1"} 1.0\n' in text
 
 
+def test_promtool_takes_what_becomes_of_both(server: PageServer) -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("no promtool here: the Debian package `prometheus` has it")
+    values = list(dcgm_exporter(NODE, url=server.url).read(0.0).values)
+    server.show(NODE_PAGE)
+    values += node_exporter(NODE, url=server.url).read(0.0).values
+    text = Exposition().render(values)
+    done = subprocess.run([program, "check", "metrics"], input=text, capture_output=True, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, b"")
+
+
 def test_a_real_node_exporter() -> None:
     program = shutil.which("prometheus-node-exporter") or shutil.which("node_exporter")
     if program is None:

@@ -3,13 +3,18 @@
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rolecall.agent.collectors.collector import CannotRead
+from rolecall.agent.collectors.prometheus_text import parse_page
 from rolecall.agent.collectors.scrape import fetch, parse_address
 from rolecall.core.clock import SystemClock
 from tests.agent.page_server import PageServer, http_page
+from tests.prometheus_server import prometheus
+from tests.support import PATIENCE_SECONDS
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
@@ -163,6 +168,17 @@ def test_address_that_is_refused(url: str, reason: str) -> None:
 def test_address(url: str, remote: bool, host: str, port: int, path: str) -> None:
     address = parse_address(url, remote=remote)
     assert (address.host, address.port, address.path) == (host, port, path)
+
+
+def test_the_page_of_a_real_prometheus(tmp_path: Path) -> None:
+    """It writes its own metrics as all exporters in Go do."""
+    with prometheus(tmp_path) as real:
+        body = fetch(parse_address(f"{real.url}/metrics"), SystemClock(), deadline_seconds=PATIENCE_SECONDS)
+    page = parse_page(body)
+    theirs = [s for family in text_string_to_metric_families(body.decode()) for s in family.samples]
+    assert page.num_malformed == 0 and len(page.samples) > 100
+    assert [(s.name, s.labels) for s in page.samples] == [(s.name, s.labels) for s in theirs]
+    assert [s.value for s in page.samples] == pytest.approx([s.value for s in theirs], nan_ok=True, rel=0, abs=0)
 
 
 def test_no_thread_is_left(server: PageServer) -> None:

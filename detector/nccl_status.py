@@ -32,7 +32,7 @@ from rolecall.core.nccl_ras_answers import statuses
 from rolecall.detector.stack_dumps import Topology
 
 DETECTOR = "nccl_ras"
-FILE_BYTES_MAX = 64 << 20
+FILE_BYTES_MAX = 32 << 20
 HEAD_BYTES = 8192
 MOVED_SECONDS = 10.0
 """Between two answers in which nobody launched anything; less is within one step of a large model."""

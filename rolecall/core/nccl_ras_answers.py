@@ -31,6 +31,8 @@ from rolecall.core.nccl_ras import (
 from rolecall.core.nccl_ras_text import all_text
 
 _COUNT_MAX = 1 << 63
+NUM_CONTAINERS_MAX = 3 * NUM_RANKS_MAX + 16 * NUM_COMMUNICATORS_MAX
+"""Objects and lists: a rank has three. Two bytes make one of up to 64."""
 _RESULTS = (NcclResult.CUDA, NcclResult.SYSTEM, NcclResult.INTERNAL, NcclResult.ARGUMENT, NcclResult.USAGE)
 _SUCCESS, _REMOTE, _IN_PROGRESS = 0, 6, 7
 
@@ -60,6 +62,8 @@ _COMMA_MISSING = re.compile(r'([0-9}\]"]|true|false|null)([ \t]*\r?\n[ \t]*)(?="
 
 
 def _all_json(text: str) -> list[RasStatus]:
+    if text.count("{") + text.count("[") > NUM_CONTAINERS_MAX:
+        raise Malformed(f"it may hold more than {NUM_CONTAINERS_MAX:,} lists and objects")
     try:
         return [_status(v, repaired=False) for v in _values(text)]
     except ValueError as e:

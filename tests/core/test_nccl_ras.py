@@ -150,9 +150,11 @@ def test_a_majority_is_not_behind() -> None:
         (b'{"communicators": [{"ranks": [3]}]}', "not a list of objects"),
         (b'{"communicators": [{"ranks": [{}]}]}', "without its number"),
         (b'{"communicators":' + b"[" * 100_000, "nested too deep"),
+        (b'{"communicators": [' + b"{}," * 2_000_000, "more than 1,565,536 lists"),
         (b'{"communicators": ' + b"9" * 10_000 + b"}", "not JSON"),
         (b"Job summary\n===========\n", "cut short before its table"),
     ],
+    ids=range(11),
 )
 def test_what_is_no_answer_is_refused_with_its_reason(text: bytes, reason: str) -> None:
     with pytest.raises(Malformed, match=reason):

@@ -198,7 +198,8 @@ class KernelLog:
             return None
         known = xid(found.code)
         detail = _of_xid(found.code) | _of_gpu(found.pci, gpu)
-        detail["fatal"] = "yes" if known.fatal or (found.nvlink is not None and found.nvlink.fatal) else "no"
+        # Of the codes of NVLink 5 the line says itself which they are.
+        detail["fatal"] = "yes" if (known.fatal if found.nvlink is None else found.nvlink.fatal) else "no"
         if found.recovery is not None:
             action, advice = RECOVERY_ADVICE[found.recovery]
             detail |= {"recovery": str(found.recovery), "action": str(action), "advice": advice}

@@ -159,6 +159,7 @@ def test_154_names_the_drivers_verdict_and_nvlink_its_sub_code(node: Node, ring:
     verdict, link, switch = node.read().facts
     assert (verdict.detail["recovery"], verdict.detail["action"]) == ("node_reboot", "RESTART_BM")
     assert (link.detail["unit"], link.detail["link"], link.detail["subcode"]) == ("NETIR_LINK_EVT", "9", "37")
+    assert link.detail["fatal"] == "no", "as its line says"
     assert (switch.detail["sxid"], switch.detail["device"], switch.detail["fatal"]) == ("20034", "nvswitch3", "yes")
     assert node.values()["rolecall_nvswitch_errors_total", "nvswitch3", "20034"] == 1
 

@@ -26,6 +26,8 @@ STALE_SECONDS = 60.0
 FAULTS_MAX = 256
 EVIDENCE_MAX = 8
 
+ONCE_TOLD = frozenset({"ecc"})
+"""What a GPU tells of when it happens; the others are conditions, and their end is told, too."""
 GPU_PROBES = ("gpu", "gpu_events")
 HANGS = "hangs"
 """Part of the reason that the agent gives for a probe whose read does not come back (agent/probes.py)."""
@@ -74,7 +76,8 @@ class NodeFaults:
                 )
                 because = f"GPU {gpu} of {event.node} reports {what.replace('_', ' ')}: {words}"
                 advice = event.detail.get("advice") or "drain the GPU and do what its driver asks for"
-                self._note(event, now, f"gpu {gpu}", FaultClass.GPU, because, advice, lasts=True)
+                lasts = what not in ONCE_TOLD
+                self._note(event, now, f"gpu {gpu}", FaultClass.GPU, because, advice, lasts=lasts)
             case AgentEventKind.GPU_RECOVERED:
                 self._end(event.node, f"gpu {event.detail.get('gpu', '')}", now)
             case AgentEventKind.LINK_DOWN:

@@ -28,7 +28,7 @@ OURS_ALLOWED = {
 THEIRS_ALLOWED = {
     "rolecall.core": {"pydantic", "sqlalchemy", "yaml"},
     "rolecall.detector": {"numpy", "polars", "safetensors", "sklearn", "torch"},
-    "rolecall.agent": {"prometheus_client", "psutil", "py_spy", "pynvml"},
+    "rolecall.agent": {"bcrypt", "py_spy", "pydantic", "pynvml"},
 }
 """Package -> third-party packages it may import at all."""
 

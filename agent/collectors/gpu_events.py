@@ -26,7 +26,7 @@ from rolecall.core.xid import RecoveryAction
 
 logger = logging.getLogger(__name__)
 
-WAIT_SECONDS = 0.2
+WAIT_SECONDS = 1.0
 EVENTS_MAX = 64
 """Of one read; the rest waits in the driver for the next."""
 LOST_RETRY_SECONDS = 5.0

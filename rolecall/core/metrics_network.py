@@ -14,7 +14,11 @@ def _metric(name: str, type_: MetricType, unit: str, help_: str, labels: tuple[s
 _OF_INTERFACES = (
     _metric("nic_up", _G, "", "1 while the interface is up and has a carrier", _INTERFACE),
     _metric(
-        "nic_speed_bytes_per_second", _G, "", "Speed that the link has settled on; absent while it has none", _INTERFACE
+        "nic_speed_bytes_per_second",
+        _G,
+        "bytes_per_second",
+        "Speed that the link has settled on; absent while it has none",
+        _INTERFACE,
     ),
     _metric("nic_downs_total", _C, "", "How often the link went down since the agent started", _INTERFACE),
     _metric("nic_carrier_changes_total", _C, "", "How often the carrier came or went", _INTERFACE),
@@ -63,7 +67,7 @@ _OF_TCP = (
 _OF_PORTS = (
     _metric("infiniband_up", _G, "", "1 while the port is active; 0: not, or its NIC is gone", _PORT),
     _metric("infiniband_physical_state", _G, "", "1 for the physical state that the port is in", (*_PORT, "state")),
-    _metric("infiniband_rate_bytes_per_second", _G, "", "Rate that the port has settled on", _PORT),
+    _metric("infiniband_rate_bytes_per_second", _G, "bytes_per_second", "Rate that the port has settled on", _PORT),
     _metric("infiniband_downs_total", _C, "", "How often the port went down since the agent started", _PORT),
     _metric("infiniband_received_bytes_total", _C, "bytes", "Bytes received, RDMA included", _PORT),
     _metric("infiniband_sent_bytes_total", _C, "bytes", "Bytes sent, RDMA included", _PORT),

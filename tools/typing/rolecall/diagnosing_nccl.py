@@ -1,0 +1,1 @@
+../../../rolecall/diagnosing_nccl.py

@@ -1,0 +1,1 @@
+../../../rolecall/incident_cli.py

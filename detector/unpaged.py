@@ -61,8 +61,11 @@ class _Exit:
 
 def find(fleet: Fleet, now: float) -> list[Finding]:
     found = _exits(fleet, now)
+    # Diagnoses are of replicas: that a rank is gone, even if it is to be told in a moment, says more than that another
+    # of its replica stands still.
+    losing = {s.replica for s in fleet.current() if not s.reports and s.gone and not s.finished}
     for s in fleet.current():
-        if s.reports or s.gone or s.finished or s.sample is None:
+        if s.reports or s.gone or s.finished or s.sample is None or s.replica in losing:
             continue
         if s.halted.wall >= (STUCK_SECONDS if s.sample.proc_state == "D" else STOPPED_SECONDS):
             found.append(_halted(s, now))

@@ -168,7 +168,7 @@ class ForeignJobs:
         environ = {**seen.environ, **(self._environ(seen.pid) or {})}
         if RUN_ENV in environ:
             return  # of a run of our own: it registers by itself
-        if not environ and any(rule.environ for rule in rules):
+        if not environ and any(rule.environ for rule in rules) and _refused(f"{self._proc}/{seen.pid}/environ"):
             self._say(
                 f"the environment of some processes that may be ranks ({rules[0].name}) cannot be read: run the agent "
                 "as their user or as root"
@@ -257,6 +257,18 @@ def _wanted(raw: bytes, names: frozenset[str]) -> Iterator[tuple[str, str]]:
         name, equals, value = part.decode("utf-8", "replace").partition("=")
         if equals and name in names:
             yield name, value
+
+
+def _refused(path: str) -> bool:
+    """Whether it is there, and not ours to read."""
+    try:
+        with open(path, "rb") as f:
+            f.read(1)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def _read(path: str, bytes_max: int) -> bytes:

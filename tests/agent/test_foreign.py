@@ -262,7 +262,7 @@ def test_what_cannot_be_read_is_said_once_and_what_is_gone_is_normal(
     stranger.mkdir()
     (stranger / "stat").write_text(f"77 (python) S 1 {'0 ' * 17}500 0 0")
     (stranger / "cmdline").write_bytes(b"python\0train.py\0")
-    (stranger / "environ").write_bytes(b"")  # as an unreadable one
+    (stranger / "environ").mkdir()  # there, and cannot be read
     (job.proc / "78").mkdir()  # gone while it is read
     for _ in range(3):
         world.look()

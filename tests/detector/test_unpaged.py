@@ -202,6 +202,13 @@ def test_a_stopped_process_is_told_after_seconds_and_no_longer_when_it_goes_on(j
     assert not job.run(2)
 
 
+def test_a_rank_that_is_gone_says_more_of_its_replica_than_one_that_stands_still(job: Job) -> None:
+    job.state["trainer/0:1"], job.cpu_rate["trainer/0:1"] = "T", 0.0
+    assert not job.run(STOPPED_SECONDS - 1)
+    job.ends("trainer/0:2", KILLED)
+    assert "trainer/0 rank 2" in job.run(5)["crash:trainer/0#0"]
+
+
 def test_a_process_stuck_in_the_kernel_is_told_late_and_one_that_works_never(job: Job) -> None:
     job.state["trainer/0:1"], job.cpu_rate["trainer/0:1"] = "D", 0.0
     job.state["trainer/0:2"] = "D"  # seen in it each time, and uses the CPU between

@@ -115,7 +115,9 @@ def _add_nccl(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
     if file.nccl_ras.enabled:
         from rolecall.agent.collectors.nccl_ras import NcclRas
 
-        found.append(NcclRas(node, file.nccl_ras.address, interval_seconds=file.nccl_ras.interval_seconds))
+        ras = file.nccl_ras
+        interval, confirm = ras.interval_seconds, ras.confirm_seconds
+        found.append(NcclRas(node, ras.address, interval_seconds=interval, confirm_seconds=confirm))
     if file.nccl_inspector.enabled:
         from rolecall.agent.collectors.nccl_inspector import NcclInspector
 

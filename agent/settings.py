@@ -52,8 +52,10 @@ class StorageSection(CollectorSection):
 
 class RasSection(CollectorSection):
     interval_seconds: Interval = 10.0
-    address: str = "localhost:28028"
-    """Where NCCL's RAS thread listens (NCCL_RAS_ADDR)."""
+    address: str = ""
+    """Where NCCL's RAS thread listens; empty: NCCL_RAS_ADDR of the agent's environment, else localhost:28028."""
+    confirm_seconds: Annotated[float, Field(ge=10.0, le=3600.0)] = 60.0
+    """Ranks of a communicator must be apart, and nobody advance, for so long before it is told."""
 
 
 class InspectorSection(CollectorSection):

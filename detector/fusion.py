@@ -100,10 +100,10 @@ def to_diagnosis(finding: Finding) -> Diagnosis:
 
 
 def _advice(finding: Finding) -> str:
-    own = [e.text for e in finding.evidence if e.kind == ADVISES]
     if finding.detector.startswith(PANEL):
         return ADVICE_ON_PANELS
-    return "; ".join([*own, ADVICE.get(finding.fault_class, "")]) if own else ADVICE.get(finding.fault_class, "")
+    own = [e.text for e in finding.evidence if e.kind == ADVISES]
+    return "; ".join(text for text in (*own, ADVICE.get(finding.fault_class, "")) if text)
 
 
 def _who(suspects: tuple[Suspect, ...]) -> set[Incarnation]:

@@ -17,7 +17,16 @@ from rolecall.detector.fusion import to_diagnosis
 
 SAME_FAULT_SECONDS = 600.0
 """Detectors of one fault speak this close together: the slowest needs a few minutes more than the fastest."""
-CAUSES = frozenset({FaultClass.HANG, FaultClass.CRASH, FaultClass.NODE_LOST, FaultClass.NETWORK, FaultClass.USER_CODE})
+CAUSES = frozenset(
+    {
+        FaultClass.HANG,
+        FaultClass.CRASH,
+        FaultClass.GPU,
+        FaultClass.NODE_LOST,
+        FaultClass.NETWORK,
+        FaultClass.USER_CODE,
+    }
+)
 
 
 @dataclass(slots=True)

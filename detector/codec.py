@@ -16,6 +16,7 @@ from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEvent, ProcessSample
 from rolecall.detector.fleet import Fleet, SeenException
 from rolecall.detector.learned import Gaps
+from rolecall.detector.nccl_live import NcclStandings, Standing
 from rolecall.detector.node_faults import NodeFault, NodeFaults
 from rolecall.detector.slow import Baseline, SlowState
 from rolecall.detector.subject import Clocks, SlowMeter, Subject
@@ -27,12 +28,14 @@ PLAIN: dict[str, type] = {
         Clocks,
         Fleet,
         Gaps,
+        NcclStandings,
         NodeFault,
         NodeFaults,
         ProcessId,
         SeenException,
         SlowMeter,
         SlowState,
+        Standing,
         Subject,
     )
 }

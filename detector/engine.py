@@ -1,6 +1,6 @@
 """The live detector: observations in, standing diagnoses out. It keeps state, reads no clock and acts on nothing.
 
-    fleet.ingest -> crash, user_code, stall + collective, slow, lost -> node_faults -> fusion -> diagnoses that stand now
+    fleet.ingest -> crash, user_code, stall + collective, slow, lost, nccl -> node_faults -> fusion -> diagnoses that stand now
     findings of panels (part of the observation), if nothing explains them ---^
 
 A diagnosis is returned by every `observe` while its evidence holds, as the same object under the same key; when it is
@@ -24,6 +24,7 @@ from rolecall.detector.codec import decode, encode
 from rolecall.detector.fleet import Fleet
 from rolecall.detector.learned import learned_deadline
 from rolecall.detector.merging import SAME_FAULT_SECONDS
+from rolecall.detector.nccl_live import NcclStandings
 from rolecall.detector.node_faults import NodeFaults
 from rolecall.detector.observation import Observation
 from rolecall.detector.slow import SlowState
@@ -59,7 +60,7 @@ class Detector:
         self._config, self._roles = config, dict(expected_roles or {})
         self._fleet = Fleet(mask_proc_state=config.mask_proc_state)
         self._slow = SlowState()
-        self._nodes = NodeFaults()
+        self._nodes, self._nccl = NodeFaults(), NcclStandings()
         self._standing: dict[str, Diagnosis] = {}
         self._fault_wall = 0.0
         self._panels: list[PanelFault] = []
@@ -86,6 +87,9 @@ class Detector:
         findings += slow.find(self._slow, fleet, config, now) + lost.find(fleet, now)
         for event in observation.events:
             self._nodes.take(event, now)
+            self._nccl.take(event, now)
+        if not any(f.fault_class in FAULTS_OF_OTHERS for f in findings):  # else that is why the others wait
+            findings += self._nccl.find(fleet, now)
         findings = self._nodes.join(findings, now)
         of_panels = self._take_panels(observation.panel_findings, findings, all_stalls, now)
         diagnoses = fusion.fuse(findings, self._standing, self._role_sizes(), now, of_panels)
@@ -242,6 +246,7 @@ class Detector:
             "fleet": encode(self._fleet),
             "slow": encode(self._slow),
             "nodes": encode(self._nodes),
+            "nccl": encode(self._nccl),
             "standing": encode(list(self._standing.values())),
             "fault_wall": self._fault_wall,
             "panels": [[p.finding.to_dict(), p.last_wall, p.told] for p in self._panels],
@@ -252,6 +257,7 @@ class Detector:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._fleet, self._slow = decode(state["fleet"]), decode(state["slow"])
         self._nodes = decode(state["nodes"]) if "nodes" in state else NodeFaults()
+        self._nccl = decode(state["nccl"]) if "nccl" in state else NcclStandings()
         self._standing = {d.key: d for d in decode(state["standing"])}
         self._fault_wall, self._now = state["fault_wall"], state["now"]
         self._panels = [PanelFault(Finding.from_dict(f), *more) for f, *more in state.get("panels", ())]

@@ -17,7 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rolecall.agent.collectors.collector import CannotRead, Fact, Reading
 from rolecall.core import metrics_nccl as rows
@@ -47,6 +47,8 @@ JSON_BYTES_MAX = 2 << 20
 """Some 4,500 ranks of communicators. JSON takes ten times that in memory while it is read: of larger jobs the text is
 asked for, which tells of the communicators with a condition only."""
 NUM_LABELLED_MAX = 16
+NUM_PIDS_TOLD = 32
+"""Of those who are behind."""
 NUM_WATCHED_MAX = 1024
 
 
@@ -293,7 +295,10 @@ class NcclRas:
             watched.suspicious = True
             who = "; ".join(f"{name}: {ranks_text(m)}" for name, m in behind(c).items()) or "not more exactly known"
             words = f"no rank launched anything for {stood:.0f} s, and {c.width} collective(s) lie between them; behind: {who}"
-            yield self._fact("suspicious", c, words)
+            pids = {m.pid for members in behind(c).values() for m in members if m.pid is not None}
+            fact = self._fact("suspicious", c, words)
+            listed = " ".join(map(str, sorted(pids)[:NUM_PIDS_TOLD]))
+            yield replace(fact, detail={**fact.detail, "pids": listed})
 
     def _missing(self, c: Communicator, watched: Watched) -> Iterable[Fact]:
         dead = frozenset(m.member.rank for m in c.missing if m.dead)

@@ -74,7 +74,7 @@ def test_ranks_apart_while_nothing_advances_are_suspicious_once_confirmed(server
     reading = it.read(60.0)
     assert said(reading) == ["suspicious"]
     assert "rank 1 (10.0.0.0, process 101, GPU 1)" in reading.facts[0].detail["because"]
-    assert reading.facts[0].detail["communicator"] == KEY
+    assert reading.facts[0].detail["communicator"] == KEY and reading.facts[0].detail["pids"] == "101"
     assert shown(reading)["communicator_suspicious", KEY] == 1
     assert shown(reading)["communicator_collectives_behind", KEY] == 1
     assert said(it.read(75.0)) == []

@@ -196,6 +196,11 @@ class AgentsSource:
                 while len(self._events) >= EVENTS_MAX and not agent.stop:
                     await asyncio.sleep(FULL_SECONDS)  # events that nobody fetches stay with the agent
 
+    def _context(self, url: str) -> ssl.SSLContext | None:
+        if self._tls is None and url.startswith("https:"):
+            self._tls = ssl.create_default_context()  # once: it reads all authorities that the system trusts
+        return self._tls
+
     async def _read_events(self, agent: _Agent, connection: AgentConnection) -> None:
         path = f"/v1/events?after={agent.after}&wait={self._poll_seconds:g}"
         answer = await connection.get(path, self._poll_seconds + self._limits.answer_seconds)

@@ -23,7 +23,8 @@ ASK_SECONDS = 3.0
 ASKED_AT_ONCE = 32
 ANSWER_BYTES_MAX = 64 * 1024
 AGENTS_MAX = 4096
-_NAMED = re.compile(r"([a-z0-9][a-z0-9_.-]{0,62})=(http://.+)")
+_NAMED = re.compile(r"([a-z0-9][a-z0-9_.-]{0,62})=(https?://.+)")
+_SCHEMES = ("http", "https")
 
 
 def listed(text: str) -> list[str]:
@@ -41,9 +42,11 @@ def listed(text: str) -> list[str]:
     else:
         lines = text.split(",")
     entries = [entry for line in lines if (entry := line.partition("#")[0].strip())]
-    wrong = [e for e in entries if urlsplit(_url(e)).scheme != "http" or not urlsplit(_url(e)).hostname]
+    wrong = [e for e in entries if not _is_address(_url(e))]
     if wrong:
-        raise ConfigError([f"--agents: {e!r} is neither http://HOST:PORT nor NODE=http://HOST:PORT" for e in wrong])
+        raise ConfigError(
+            [f"--agents: {e!r} is neither http[s]://HOST:PORT nor NODE=http[s]://HOST:PORT" for e in wrong]
+        )
     if not 0 < len(entries) <= AGENTS_MAX:
         raise ConfigError([f"--agents: expected 1 to {AGENTS_MAX} addresses, got {len(entries)}"])
     return entries
@@ -52,6 +55,14 @@ def listed(text: str) -> list[str]:
 def _url(entry: str) -> str:
     named = _NAMED.fullmatch(entry)
     return named.group(2) if named else entry
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def named_agents(entries: list[str], ask: Callable[[str], str] | None = None) -> dict[str, str]:
@@ -89,17 +100,21 @@ def _named(entry: str, ask: Callable[[str], str]) -> tuple[str, str]:
         return "", f"no agent answers there ({str(e) or type(e).__name__})"
 
 
-def node_of(url: str) -> str:
-    """The name of the node whose agent serves at `url` (`/healthz`).
+def node_of(url: str, authorization: str = "") -> str:
+    """The name of the node whose agent serves at `url` (`/healthz`). `authorization`: value of that header.
 
     Raises:
         OSError, http.client.HTTPException, ValueError, KeyError, TypeError: nobody answers, or something else.
     """
     parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=ASK_SECONDS)
+    made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = made(parts.hostname or "", parts.port, timeout=ASK_SECONDS)
     try:
-        connection.request("GET", "/healthz")
-        node = json.loads(connection.getresponse().read(ANSWER_BYTES_MAX))["node"]
+        connection.request("GET", "/healthz", headers={"Authorization": authorization} if authorization else {})
+        answer = connection.getresponse()
+        if answer.status == http.client.UNAUTHORIZED:
+            raise ValueError("it wants a user or a token: --credentials")
+        node = json.loads(answer.read(ANSWER_BYTES_MAX))["node"]
     finally:
         connection.close()
     if not isinstance(node, str) or not ID_PATTERN.fullmatch(node):

@@ -171,7 +171,8 @@ def watch(
     model: ModelOption = None,
     seconds: ForOption = None,
     agents: Annotated[
-        str, typer.Option(help="agents of any job, as http://HOST:PORT,... or a file with one a line; RUN is not given")
+        str,
+        typer.Option(help="agents of any job, as http[s]://HOST:PORT,... or a file with one a line; RUN is not given"),
     ] = "",
     mode: Annotated[str, typer.Option(help="of --agents: observe, the only one")] = "observe",
     run_id: Annotated[str, typer.Option("--id", help="of --agents: name of what is kept (default: watch-<time>)")] = "",
@@ -184,7 +185,7 @@ def watch(
     if agents:
         if run or source != "agents" or mode != "observe":
             raise ConfigError(["--agents: goes with neither RUN nor another --source, and with no --mode but observe"])
-        return _watch_agents(agents, run_id, webhook, runs, seconds)
+        return _watch_agents(agents, run_id, webhook, runs, seconds, credentials)
     if source == "agents":
         from rolecall.core.rundir import open_run_dir
         from rolecall.watching import watch_run
@@ -210,17 +211,21 @@ def watch(
     raise ConfigError([f"--source: {source!r} is none of agents, prometheus, recording"])
 
 
-def _watch_agents(agents: str, run_id: str, webhook: str, runs: Path, seconds: float | None) -> int:
+def _watch_agents(
+    agents: str, run_id: str, webhook: str, runs: Path, seconds: float | None, credentials: Path | None
+) -> int:
     import datetime
 
-    from rolecall.agents_watching import listed, named_agents, observing_run
+    from rolecall.agents_watching import listed, named_agents, node_of, observing_run
+    from rolecall.fleet_watching import authorization
     from rolecall.watching import watch_run
 
-    found = named_agents(listed(agents))
+    header = authorization(credentials, {})
+    found = named_agents(listed(agents), lambda url: node_of(url, header))
     run_id = run_id or f"watch-{datetime.datetime.now():%m%d-%H%M%S}"
     run = observing_run(runs, run_id, found, webhook or None)
     _say(f"watching {len(found)} node(s); incidents: rolecall incidents --run {run.path}")
-    return watch_run(run, seconds)
+    return watch_run(run, seconds, header)
 
 
 @fleet.command()

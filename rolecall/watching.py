@@ -101,8 +101,9 @@ class _Remembering:
         return self._detector.window()
 
 
-def watch_run(run: RunDir, seconds: float | None = None) -> int:
-    """Watches until the run is over, `seconds` are, or SIGTERM. Returns the exit code.
+def watch_run(run: RunDir, seconds: float | None = None, authorization: str = "") -> int:
+    """Watches until the run is over, `seconds` are, or SIGTERM. Returns the exit code. `authorization`: value of that
+    header, for agents that want a user.
 
     A run with `agents` in run.json is somebody else's job (agents_watching.py): it is only observed, nothing says when it
     is over, and exit code 1 says that incidents were opened.
@@ -119,10 +120,10 @@ def watch_run(run: RunDir, seconds: float | None = None) -> int:
         timer = threading.Timer(seconds, stop.set)
         timer.daemon = True
         timer.start()
-    return watch_until(run, stop)
+    return watch_until(run, stop, authorization)
 
 
-def watch_until(run: RunDir, stop: threading.Event) -> int:
+def watch_until(run: RunDir, stop: threading.Event, authorization: str = "") -> int:
     """`watch_run` without signals and logging: until `stop` is set."""
     clock = SystemClock()
     value = run.read()
@@ -135,7 +136,9 @@ def watch_until(run: RunDir, stop: threading.Event) -> int:
         raise RunNotFound(f"{run.path / 'run.json'}: damaged: agents is no mapping")
     journal = Journal(run.database_url, create=False)
     known = _num_incidents(journal)
-    source = AgentsSource(lambda: agents or agent_urls(run), clock, job.detector.poll_seconds)
+    source = AgentsSource(
+        lambda: agents or agent_urls(run), clock, job.detector.poll_seconds, authorization=authorization
+    )
     notifier = _notifier(run, job, clock)
     source.start()
     try:

@@ -55,7 +55,7 @@ def has_samples(o: Observation) -> bool:
 
 def test_samples_arrive_over_one_kept_connection(stack: ExitStack) -> None:
     a = agent(stack)
-    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    source = stack.enter_context(watched(lambda: {NODE: a.url}, limits=Limits(answer_seconds=PATIENCE_SECONDS)))
     o = polled_until(source, has_samples)
     assert o.batches[0].processes[0].replica == "rollout/1"
     polled_until(source, lambda _: len(a.asked) > 12)

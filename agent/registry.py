@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 NUM_PROCESSES_MAX = 256
 """Live registered processes; further ones are refused."""
+REFUSED_SECONDS = 5.0
+"""At least so long between two events of refused claims."""
 DEAD_SHOWN_SECONDS = 10.0
 """A dead process stays among the samples (alive: false) for so long, then it is forgotten and its page removed."""
 
@@ -73,6 +75,7 @@ class Registry:
         self._tracked: dict[ProcessId, Tracked] = {}
         self._oom_kills_seen = oom_kills()
         self.num_refused = 0
+        self._refused_at = float("-inf")
         self.num_torn = 0
 
     # --- what processes say
@@ -85,9 +88,19 @@ class Registry:
         """
         try:
             self._register(peer_pid, message)
-        except Refusal:
-            self.num_refused += 1
+        except Refusal as e:
+            self._refused(peer_pid, str(e))
             raise
+
+    def _refused(self, peer_pid: int, reason: str) -> None:
+        """Counted; told as an event, but not more often than each REFUSED_SECONDS: who asks in a loop fills no disk."""
+        with self._lock:
+            self.num_refused += 1
+            now = self._clock.monotonic()
+            if now - self._refused_at < REFUSED_SECONDS:
+                return
+            self._refused_at = now
+        self._events.append(AgentEventKind.REFUSED, detail={"reason": reason, "pid": str(peer_pid)})
 
     def _register(self, peer_pid: int, message: dict[str, Any]) -> None:
         said = verified(peer_pid, message, self._node, self._token)

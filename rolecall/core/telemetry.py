@@ -135,6 +135,7 @@ class AgentEventKind(StrEnum):
     NCCL = "nccl"  # what RAS says of a communicator: `what`, `communicator`
     PROBE_DOWN = "probe_down"  # a collector cannot read, or hangs: `probe`, `reason`
     PROBE_UP = "probe_up"  # it can again: `probe`
+    REFUSED = "refused"  # a process claimed to be who it is not, or one who is there already: `reason`, `pid`
     OTHER = "other"  # of an agent of a later version
 
     @classmethod

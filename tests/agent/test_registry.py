@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from rolecall.agent.sampler import Sampler, sample_of
 from rolecall.agent.samples import SampleRing
 from rolecall.agent.telling import tell
 from rolecall.core.clock import FakeClock, SystemClock
-from rolecall.core.telemetry import AgentEvent
+from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from tests.agent.processes import NODE, TOKEN, Child, own_start_ticks, secret
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -107,10 +108,13 @@ def test_a_right_claim_is_believed_and_told_once(world: World, child: Child) -> 
 def test_a_wrong_claim_is_refused_and_counted(
     world: World, child: Child, wrong: dict[str, object], reason: str
 ) -> None:
-    with pytest.raises(Refusal, match=reason):
-        world.registry.register(child.pid, {**claim(child, "rollout/1"), **wrong})
-    assert world.registry.num_refused == 1
-    assert world.told() == [] and world.registry.num_live() == 0
+    for _ in range(3):  # who asks in a loop fills no disk
+        with pytest.raises(Refusal, match=reason):
+            world.registry.register(child.pid, {**claim(child, "rollout/1"), **wrong})
+    assert world.registry.num_refused == 3 and world.registry.num_live() == 0
+    (event,) = world.events.after(0).events
+    assert event.kind is AgentEventKind.REFUSED and event.detail["pid"] == str(child.pid)
+    assert re.search(reason, event.detail["reason"])
 
 
 def test_a_second_process_cannot_be_the_same_rank_while_the_first_lives(world: World, child: Child) -> None:

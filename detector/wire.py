@@ -54,6 +54,13 @@ def checked_events(value: object, node: str) -> EventBatch:
     return _built(EventBatch.from_dict, {**d, "events": events})
 
 
+def checked_event(value: object) -> AgentEvent:
+    """One event as it lies in a file, of whichever node it says. Raises BadAnswer."""
+    d = _mapping(value, "event")
+    _check_event(d, str(d.get("node", "")))
+    return _built(AgentEvent.from_dict, d)
+
+
 def _check_version(d: Mapping[str, Any]) -> None:
     version = d.get("version", 1)
     if not isinstance(version, int) or abs(version - WIRE_VERSION) > 1:

@@ -17,6 +17,7 @@ from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding
 from rolecall.core.errors import UnreadableInput
 from rolecall.detector import (
+    agent_events,
     flight_dumps,
     flight_recorder,
     infiniband_findings,
@@ -73,6 +74,7 @@ class Found:
     dumps: list[Path] = field(default_factory=list)
     stacks: list[Path] = field(default_factory=list)
     kernel: list[Path] = field(default_factory=list)
+    events: list[Path] = field(default_factory=list)  # of agents
     devices: list[Path] = field(default_factory=list)  # folders of InfiniBand trees
     nccl: diagnosing_nccl.NcclFiles = field(default_factory=diagnosing_nccl.NcclFiles)
     topology: Path | None = None
@@ -92,7 +94,7 @@ def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> Found:
                     recording.read(path)  # says which columns it lacks
                 kinds = (
                     "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy, "
-                    "an answer of NCCL RAS, a file of the NCCL Inspector, a kernel log"
+                    "an answer of NCCL RAS, a file of the NCCL Inspector, a kernel log, an agent's events"
                 )
                 raise UnreadableInput(where=str(path), reason=f"it is none of {kinds}")
             continue
@@ -152,6 +154,9 @@ def _sort(file: Path, found: Found) -> bool:
             if found.topology:
                 raise UnreadableInput(where=str(file), reason=f"a second topology beside {found.topology}")
             found.topology = file
+            return True
+        if agent_events.is_events(file):
+            found.events.append(file)
             return True
         if kernel_logs.is_log(file):
             found.kernel.append(file)
@@ -233,6 +238,13 @@ def diagnose(
         told += kernel_findings.diagnose(logs)
         looked_at, remarks = kernel_findings.looked_at(logs), (*remarks, *kernel_findings.remarks(logs))
         answer.inputs.append(_dump_input(found.kernel, "kernel logs", looked_at, remarks))
+    if found.events:
+        say(f"reading the events of {len(found.events)} agent(s)")
+        budget = Budget(limits, clock)
+        events = [agent_events.read(file, budget) for file in found.events]
+        told += agent_events.diagnose(events)
+        about = agent_events.looked_at(events)
+        answer.inputs.append(_dump_input(found.events, "agent events", about, agent_events.remarks(events)))
     for folder, num in found.passed_over.items():
         answer.inputs.append(
             Input(path=str(folder), kind="folder", looked_at=f"{num} file(s) of no known kind passed over")

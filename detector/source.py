@@ -131,6 +131,7 @@ class AgentsSource:
             for task in self._tasks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            self._loop.run_until_complete(asyncio.sleep(0))  # transports close in the turn after
         finally:
             self._loop.close()
 

@@ -58,7 +58,8 @@ def test_a_target_goes_on_when_its_injector_is_killed(run: RunDir, target: subpr
     with subprocess.Popen(argv, stderr=subprocess.PIPE) as injector:
         if group is None:
             # A duty cycle stops it again and again: the injector is killed at a moment when it stands.
-            eventually(lambda: state(target.pid) == "T", "the target to be stopped")
+            eventually(lambda: state(target.pid) == "T" or injector.poll() is not None, "the target to be stopped")
+            assert injector.poll() is None, injector.stderr and injector.stderr.read()
             os.kill(injector.pid, signal.SIGSTOP)
             eventually(lambda: state(injector.pid) == "T", "the injector to stand")
             os.kill(target.pid, signal.SIGSTOP)

@@ -1,10 +1,13 @@
 """Which collectors an `agent.yaml` asks for. Each is imported only when it is to run."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rolecall.agent.collectors.collector import Collector
 from rolecall.agent.registry import Registry
 from rolecall.agent.settings import AgentFile
+from rolecall.core.errors import ConfigError
 from rolecall.core.ids import NodeId
 
 
@@ -12,12 +15,13 @@ def collectors_of(file: AgentFile, node: NodeId, data_dir: Path, registry: Regis
     """In the order of the file's keys.
 
     Raises:
-        ConfigError, ValueError: rules, an address or a URL of the file is none.
+        ConfigError: rules, an address or a URL of the file is none.
     """
     found: list[Collector] = []
     _add_gpus(file, node, data_dir, registry, found)
     _add_network(file, node, found)
-    _add_nccl(file, node, found)
+    with _said_of("nccl_ras"):
+        _add_nccl(file, node, found)
     if file.jobs.enabled:
         from rolecall.agent.collectors.foreign import ForeignJobs
         from rolecall.agent.discovery import parse_discovery
@@ -27,6 +31,17 @@ def collectors_of(file: AgentFile, node: NodeId, data_dir: Path, registry: Regis
         found.append(ForeignJobs(registry, node, rules, interval_seconds=interval, proc=file.proc))
     _add_exporters(file, node, found)
     return found
+
+
+@contextmanager
+def _said_of(key: str) -> Iterator[None]:
+    """A value that a collector refuses is a mistake in the file, under `key`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as e:
+        raise ConfigError([f"{key}: {e}"]) from None
 
 
 def _add_gpus(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry, found: list[Collector]) -> None:
@@ -130,16 +145,16 @@ def _add_exporters(file: AgentFile, node: NodeId, found: list[Collector]) -> Non
         from rolecall.agent.collectors.exporters import DCGM_URL, dcgm_exporter
 
         section = file.dcgm_exporter
-        found.append(
-            dcgm_exporter(
-                node, url=section.url or DCGM_URL, hostname=section.hostname, interval_seconds=section.interval_seconds
-            )
-        )
+        interval, url = section.interval_seconds, section.url or DCGM_URL
+        with _said_of("dcgm_exporter"):
+            found.append(dcgm_exporter(node, url=url, hostname=section.hostname, interval_seconds=interval))
     if file.node_exporter.enabled:
         from rolecall.agent.collectors.exporters import NODE_URL, node_exporter
 
         section = file.node_exporter
-        found.append(node_exporter(node, url=section.url or NODE_URL, interval_seconds=section.interval_seconds))
+        with _said_of("node_exporter"):
+            interval = section.interval_seconds
+            found.append(node_exporter(node, url=section.url or NODE_URL, interval_seconds=interval))
     if file.vllm.enabled and file.vllm.engines:
         from rolecall.agent.collectors.vllm import Endpoint, VllmCollector
 

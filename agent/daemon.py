@@ -142,16 +142,22 @@ def _from_file(p: argparse.ArgumentParser, a: argparse.Namespace) -> AgentSettin
 
 
 def _own_token(data_dir: Path) -> str:
-    """The token in the data directory, made at the first start (mode 0600)."""
+    """The token in the data directory, made at the first start (mode 0600).
+
+    Raises:
+        ConfigError: what lies there is empty: with it anybody could speak for anybody.
+        OSError: it can be neither read nor made.
+    """
     path = data_dir / "token"
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        return path.read_text().strip()
-    with os.fdopen(descriptor, "w") as f:
-        token = secrets.token_hex(32)
-        f.write(token + "\n")
+    if not path.exists():
+        whole = data_dir / f".token.{os.getpid()}"
+        with os.fdopen(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as f:
+            f.write(secrets.token_hex(32) + "\n")
+        whole.replace(path)  # a crash leaves the whole of it, or nothing
+    token = path.read_text().strip()
+    if not token:
+        raise ConfigError([f"{path}: empty: remove it, and another is made"])
     return token
 
 

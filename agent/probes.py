@@ -88,11 +88,14 @@ class Probe:
             begun = self._begun_at
         if begun is not None and now - begun > HANG_SECONDS:
             at = getattr(self.collector, "looking_at", "")
-            self._tell(f"its read hangs for more than {HANG_SECONDS:.0f} s" + (f" at {at}" if at else ""))
+            self._tell(f"its read hangs for more than {HANG_SECONDS:.0f} s" + (f" at {at}" if at else ""), begun)
 
-    def _tell(self, reason: str) -> None:
-        """Events at the changes only: down, and up again. What never was up is told once."""
+    def _tell(self, reason: str, of_read: float | None = None) -> None:
+        """Events at the changes only: down, and up again. What never was up is told once. `of_read`: about the read that
+        began then, and nothing if that has ended meanwhile."""
         with self._lock:
+            if of_read is not None and self._begun_at != of_read:
+                return
             was_down, self._reason = self._told_down, reason
             self._told_down = bool(reason)
         name = self.collector.name

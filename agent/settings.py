@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from rolecall.core.config import Section, problems_of, read_yaml
 from rolecall.core.errors import ConfigError
-from rolecall.core.ids import checked_id
+from rolecall.core.ids import checked_id, split_replica
 
 Interval = Annotated[float, Field(ge=0.2, le=300.0)]
 
@@ -86,6 +86,12 @@ class EngineSection(Section):
     replica: str
     """Whose it is, as rollout/3."""
     rank: Annotated[int, Field(ge=0)] = 0
+
+    @field_validator("replica")
+    @classmethod
+    def _replica(cls, value: str) -> str:
+        split_replica(value)
+        return value
 
 
 class VllmSection(CollectorSection):

@@ -1,8 +1,8 @@
 """A thousand agents read by one watcher: `python benchmarks/many_agents.py`.
 
 Stand-ins in processes of their own speak the agents' protocol over loopback: each has a port, a round of samples a second
-(so many ranks, and the host every second), and holds a request for events until it times out. The reader is what `watch`
-uses (`AgentsSource`), polled each half second. Measured: CPU of the reading process, how old each agent's newest sample
+(so many ranks, and the host) that it keeps until it is asked for, and holds a request for events until it times out. The
+reader is what `watch` uses (`AgentsSource`), polled each half second; what detectors then do with it is not part of this. Measured: CPU of the reading process, how old each agent's newest sample
 is when it reaches the detector, and that no agent is ever told as unreachable.
 """
 
@@ -15,6 +15,7 @@ import resource
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -28,8 +29,12 @@ from rolecall.core.telemetry import HostSample, ProcessSample
 from rolecall.detector.source import AgentsSource
 
 CPU_CORES_MAX, AGE_SECONDS_MAX = 1.0, 3.0
+ROUNDS_MAX = 60
 WARM_SECONDS = 10.0
 """Connections are made one after the other."""
+
+
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class StandIn:
@@ -37,21 +42,25 @@ class StandIn:
 
     def __init__(self, number: int, num_ranks: int) -> None:
         self.node, self.num_ranks, self.made = f"node-{number}", num_ranks, 0
-        self.samples = b""
+        self.rounds: deque[tuple[int, str, str]] = deque(maxlen=ROUNDS_MAX)  # number, processes, hosts
 
     def body(self, path: str) -> bytes:
         if path.startswith("/v1/events"):
             head = {"node": self.node, "agent_pid": 7, "newest": 0, "lost": 0, "at": time.monotonic()}
             return json.dumps({**head, "wall_at": time.time(), "events": []}).encode()
         now = int(time.monotonic())
-        if now != self.made:
-            self.made, self.samples = now, self._round(now)
+        for second in range(max(self.made, now - ROUNDS_MAX) + 1 if self.made else now, now + 1):
+            self.rounds.append((second, *self._round(second)))
+        self.made = now
         since = int(path.partition("since=")[2] or 0)
+        newer = [r for r in self.rounds if r[0] > since]
         head = {"node": self.node, "agent_pid": 7, "cursor": now, "lost": 0, "at": time.monotonic()}
-        rows = self.samples if since < now else b'"processes":[],"hosts":[]'
-        return json.dumps({**head, "wall_at": time.time()})[:-1].encode() + b"," + rows + b"}"
+        processes, hosts = ",".join(r[1] for r in newer), ",".join(r[2] for r in newer)
+        said = json.dumps({**head, "wall_at": time.time()})[:-1]
+        return f'{said},"processes":[{processes}],"hosts":[{hosts}]}}'.encode()
 
-    def _round(self, now: int) -> bytes:
+    def _round(self, now: int) -> tuple[str, str]:
+        """Processes and host, as JSON without the brackets of a list."""
         at, wall = time.monotonic(), time.time()
         processes = [
             ProcessSample(
@@ -89,8 +98,7 @@ class StandIn:
             memory_total_bytes=1 << 40,
             memory_available_bytes=1 << 39,
         ).to_dict()
-        compact = {"separators": (",", ":")}
-        return f'"processes":{json.dumps(processes, **compact)},"hosts":[{json.dumps(host, **compact)}]'.encode()  # type: ignore[arg-type]
+        return _dumps(processes)[1:-1], _dumps(host)
 
 
 class Protocol(asyncio.Protocol):

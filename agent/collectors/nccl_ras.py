@@ -84,7 +84,7 @@ class Talk:
         try:
             self._ask(form)
         except BaseException:
-            self.close()
+            self.close()  # deliberate, and raised on: nobody else knows of the socket yet
             raise
 
     def close(self) -> None:

@@ -106,6 +106,13 @@ def test_a_read_that_hangs_is_told_once_and_its_values_are_shown_no_more(events:
     assert told(events) == [("probe_down", "gpu"), ("probe_up", "gpu")]
 
 
+def test_a_read_that_ends_while_it_is_looked_at_is_no_hang(events: EventLog) -> None:
+    probe = Probe(Scripted("gpu", lambda: Reading((VALUE,))), events, FakeClock())
+    probe.once()
+    probe._tell("its read hangs", of_read=1000.0)  # what `look` saw had ended by the time that it speaks
+    assert probe.state().up and told(events) == []
+
+
 def test_a_flood_of_facts_is_cut_and_counted(events: EventLog) -> None:
     facts = tuple(Fact(kind=AgentEventKind.KERNEL, detail={"line": str(n)}) for n in range(FACTS_MAX + 9))
     probe = Probe(Scripted("kernel", lambda: Reading(facts=facts)), events, FakeClock())

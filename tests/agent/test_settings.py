@@ -104,6 +104,33 @@ def test_an_agent_runs_from_a_file_and_makes_its_own_token(tmp_path: Path) -> No
     assert (data / "token").read_text() == token
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("nccl_ras: {address: 'no port'}", "nccl_ras: "),
+        ("gpu: {enabled: false}\ndcgm_exporter: {enabled: true, url: 'ftp://x'}", "dcgm_exporter: "),
+        ("jobs: {rules: {rules: 3}}", "jobs.rules.rules"),
+        ("vllm: {engines: [{url: 'http://127.0.0.1:8000', replica: rollout}]}", "vllm.engines.0.replica"),
+    ],
+)
+def test_a_value_that_a_collector_refuses_is_a_mistake_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+) -> None:
+    path = tmp_path / "agent.yaml"
+    path.write_text(f"node: node-7\nport: 0\ndata_dir: {tmp_path / 'data'}\n{text}\n")
+    assert main(["--config", str(path)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_empty_token_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, path = tmp_path / "data", tmp_path / "agent.yaml"
+    data.mkdir()
+    (data / "token").write_text("\n")
+    path.write_text(yaml.safe_dump({"node": "node-7", "port": 0, "data_dir": str(data), **QUIET}))
+    assert main(["--config", str(path)]) == 2
+    assert "token: empty" in capsys.readouterr().err
+
+
 def test_users_are_asked_for_and_the_port_can_be_overruled(tmp_path: Path) -> None:
     (tmp_path / "web.yml").write_text(f"basic_auth_users: {{prometheus: {HASH}}}\n")
     path = tmp_path / "agent.yaml"

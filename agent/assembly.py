@@ -23,12 +23,12 @@ def collectors_of(file: AgentFile, node: NodeId, data_dir: Path, registry: Regis
     with _said_of("nccl_ras"):
         _add_nccl(file, node, found)
     if file.jobs.enabled:
-        from rolecall.agent.collectors.foreign import ForeignJobs
+        from rolecall.agent.collectors.foreign import ForeignCollector
         from rolecall.agent.discovery import parse_discovery
 
         rules = parse_discovery(file.jobs.rules or {})
         interval = file.jobs.interval_seconds
-        found.append(ForeignJobs(registry, node, rules, interval_seconds=interval, proc=file.proc))
+        found.append(ForeignCollector(registry, node, rules, interval_seconds=interval, proc=file.proc))
     _add_exporters(file, node, found)
     return found
 
@@ -47,13 +47,13 @@ def _said_of(key: str) -> Iterator[None]:
 def _add_gpus(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry, found: list[Collector]) -> None:
     """GPUs and the kernel log, which tell of the same XIDs."""
     from rolecall.agent.collectors.gpu import GpuCollector
-    from rolecall.agent.collectors.gpu_events import GpuEvents
-    from rolecall.agent.collectors.xid_merger import XidCounts, XidMerger
+    from rolecall.agent.collectors.gpu_events import GpuEventsCollector
+    from rolecall.agent.collectors.xid_merger import XidCollector, XidMerger
     from rolecall.core.xid import xid
 
     merger = XidMerger()
     library = Path(file.gpu.library) if file.gpu.library else None
-    events = GpuEvents(
+    events = GpuEventsCollector(
         library=library,
         merge=merger.merge,
         decode=lambda code: {"mnemonic": xid(code).mnemonic, "action": str(xid(code).immediate)},
@@ -76,21 +76,23 @@ def _add_gpus(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry,
         if file.gpu.events:
             found.append(events)
     if file.kernel_log.enabled:
-        from rolecall.agent.collectors.kernel_log import KernelLog
+        from rolecall.agent.collectors.kernel_log import WAIT_SECONDS, KernelLogCollector
 
         found.append(
-            KernelLog(
+            KernelLogCollector(
                 node=node,
                 merger=merger,
                 path=file.kernel_log.path,
                 state_file=data_dir / "kernel_log.json",
                 gpu_of=gpu_of,
                 whose=registry.live_process,
+                interval_seconds=file.kernel_log.interval_seconds,
+                wait_seconds=WAIT_SECONDS,
                 proc=file.proc,
             )
         )
     if file.kernel_log.enabled or (file.gpu.enabled and file.gpu.events):
-        found.append(XidCounts(merger, node=node, state_file=data_dir / "xids.json"))
+        found.append(XidCollector(merger, node=node, state_file=data_dir / "xids.json"))
 
 
 def _add_network(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
@@ -120,6 +122,7 @@ def _add_network(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
                 node,
                 mounts=map(str, file.storage.mounts),
                 proc=file.proc,
+                rootfs=file.rootfs,
                 block=file.sys / "block",
                 interval_seconds=file.storage.interval_seconds,
             )
@@ -128,16 +131,16 @@ def _add_network(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
 
 def _add_nccl(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
     if file.nccl_ras.enabled:
-        from rolecall.agent.collectors.nccl_ras import NcclRas
+        from rolecall.agent.collectors.nccl_ras import NcclRasCollector
 
         ras = file.nccl_ras
         interval, confirm = ras.interval_seconds, ras.confirm_seconds
-        found.append(NcclRas(node, ras.address, interval_seconds=interval, confirm_seconds=confirm))
+        found.append(NcclRasCollector(node, ras.address, interval_seconds=interval, confirm_seconds=confirm))
     if file.nccl_inspector.enabled:
-        from rolecall.agent.collectors.nccl_inspector import NcclInspector
+        from rolecall.agent.collectors.nccl_inspector import NcclInspectorCollector
 
         interval = file.nccl_inspector.interval_seconds
-        found.append(NcclInspector(node, file.nccl_inspector.folder, interval_seconds=interval))
+        found.append(NcclInspectorCollector(node, file.nccl_inspector.folder, interval_seconds=interval))
 
 
 def _add_exporters(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
@@ -151,10 +154,9 @@ def _add_exporters(file: AgentFile, node: NodeId, found: list[Collector]) -> Non
     if file.node_exporter.enabled:
         from rolecall.agent.collectors.exporters import NODE_URL, node_exporter
 
-        section = file.node_exporter
+        url, interval = file.node_exporter.url or NODE_URL, file.node_exporter.interval_seconds
         with _said_of("node_exporter"):
-            interval = section.interval_seconds
-            found.append(node_exporter(node, url=section.url or NODE_URL, interval_seconds=interval))
+            found.append(node_exporter(node, url=url, interval_seconds=interval))
     if file.vllm.enabled and file.vllm.engines:
         from rolecall.agent.collectors.vllm import Endpoint, VllmCollector
 

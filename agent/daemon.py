@@ -8,17 +8,22 @@ agent holds, or a port that is taken.
 import argparse
 import logging
 import os
+import resource
 import secrets
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import mkstemp
 
+from rolecall.agent.collectors.exits import WatchRefused
 from rolecall.agent.node import Agent, AgentSettings, DirectoryInUse
 from rolecall.core.errors import BadId, ConfigError
 from rolecall.core.ids import NodeId, checked_id
 
 LOOPBACK = "127.0.0.1"
+NUM_DESCRIPTORS = 4096
+"""Raised to, where the hard limit allows: of 256 processes, three collectors that keep files open, and connections."""
 INTERVAL_SECONDS_MIN, INTERVAL_SECONDS_MAX = 0.02, 60.0
 
 
@@ -136,7 +141,7 @@ def _from_file(p: argparse.ArgumentParser, a: argparse.Namespace) -> AgentSettin
         proc=a.proc or file.proc,
         cgroup_root=file.sys / "fs" / "cgroup",
         collectors=lambda registry: collectors_of(file, node, data_dir, registry),
-        tls=web.tls if web else None,
+        tls=web.tls.context if web and web.tls else None,
         allows=web.auth.allows if web and web.auth else None,
     )
 
@@ -151,17 +156,34 @@ def _own_token(data_dir: Path) -> str:
     path = data_dir / "token"
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     if not path.exists():
-        whole = data_dir / f".token.{os.getpid()}"
-        with os.fdopen(os.open(whole, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as f:
+        descriptor, name = mkstemp(prefix=".token.", dir=data_dir)
+        whole = Path(name)
+        with os.fdopen(descriptor, "w") as f:
             f.write(secrets.token_hex(32) + "\n")
-        whole.replace(path)  # a crash leaves the whole of it, or nothing
+        # A crash leaves the whole of it, or nothing; of two agents that start at once the first one's counts for both.
+        try:
+            os.link(whole, path)
+        except FileExistsError:
+            pass
+        except OSError:  # a file system without hard links
+            whole.replace(path)
+        whole.unlink(missing_ok=True)
     token = path.read_text().strip()
     if not token:
         raise ConfigError([f"{path}: empty: remove it, and another is made"])
     return token
 
 
+def _allow_descriptors() -> None:
+    """A process that is watched takes four descriptors; the usual limit of a shell is 1,024 in all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(NUM_DESCRIPTORS, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
+    _allow_descriptors()
     try:
         settings = _settings(argv)
         if settings is None:
@@ -173,5 +195,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: agent.stop())
-    agent.run()
+    try:
+        agent.run()
+    except WatchRefused as e:
+        print(f"rolecall agent: {e}", file=sys.stderr)
+        return 2
     return 0

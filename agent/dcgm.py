@@ -207,14 +207,31 @@ def _escaped(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
-def label_text(*, gpu: int, uuid: str, pci_bus_id: str, minor: int, model: str, hostname: str, driver: str) -> str:
-    """The labels of one GPU as they stand in each of its lines, without braces. Made once a GPU."""
+def no_labels(profile: str, gpu_instance: int | None) -> str:
+    """Of a GPU that nobody has looked at yet."""
+    return ""
+
+
+def label_text(
+    profile: str = "",
+    gpu_instance: int | None = None,
+    *,
+    gpu: int,
+    uuid: str,
+    pci_bus_id: str,
+    minor: int,
+    model: str,
+    hostname: str,
+    driver: str,
+) -> str:
+    """The labels of one GPU, or of one of its MIG instances, as they stand in each of its lines, without braces."""
     labels = {
         "gpu": str(gpu),
         "UUID": uuid,
         "pci_bus_id": pci_bus_id,
         "device": f"nvidia{minor}",
         "modelName": model,
+        **({} if gpu_instance is None else {"GPU_I_PROFILE": profile, "GPU_I_ID": str(gpu_instance)}),
         "hostname": hostname,
         "DCGM_FI_DRIVER_VERSION": driver,
     }
@@ -223,11 +240,12 @@ def label_text(*, gpu: int, uuid: str, pci_bus_id: str, minor: int, model: str, 
 
 @dataclass(frozen=True, slots=True)
 class GpuNumbers:
-    """One GPU's: `labels` of `label_text`, numbers by key, the last XID (0: none) and its mnemonic."""
+    """One GPU's: `labels` of `label_text`, numbers by key, the last XID (0: none; None: of a MIG instance, of which nobody
+    tells) and its mnemonic."""
 
     labels: str
     numbers: Mapping[Key, float]
-    xid: int = 0
+    xid: int | None = 0
     xid_text: str = ""
 
 
@@ -266,6 +284,7 @@ def render(gpus: Iterable[GpuNumbers]) -> str:
         parts += (
             f'{XID}{{{g.labels},err_code="{g.xid}",err_msg="{_escaped(g.xid_text or "No Error")}"}} {g.xid}\n'
             for g in gpus
+            if g.xid is not None
         )
     return "".join(parts)
 

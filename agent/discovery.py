@@ -12,8 +12,13 @@ labels) and who it is then:
         role: trainer
         replica: 0                        # a number, or {NAME}: a group of the expressions, a variable, a label
         rank: "{RANK}|{SLURM_PROCID}"     # the first that is known; left out: 0
+        job: "{MASTER_ADDR}:{MASTER_PORT}|{SLURM_JOB_ID}"   # the first all of whose names are known
 
 A process whose replica or rank is not known so is numbered by start order on its node, as a replica of its own.
+
+`job` tells two jobs of one node apart, where the rule gives both the same replica: the second gets a number made of the
+text of its `job`, the same on each node. With `by_job: true` every job does, from the first on: that is for clusters
+whose nodes several jobs share.
 
 The first rule that fits wins, those of the configuration before the defaults. Children of a found process are its
 helpers (data loaders, compile workers) and are never found themselves.
@@ -40,6 +45,7 @@ SLOTS_PER_NODE = 32
 """Processes of one role and node that can be numbered by start order; replica = node's index x this + slot."""
 NODE_INDEX_MAX = REPLICA_MAX // SLOTS_PER_NODE - 1
 ALTERNATIVES_MAX = 8
+JOB_CHARACTERS_MAX = 200
 
 _NAME = re.compile(r"\{([A-Za-z_][A-Za-z0-9_./-]{0,126})\}")
 _HELPER = re.compile(
@@ -48,43 +54,52 @@ _HELPER = re.compile(
 )
 """Helpers of a training process that may outlive it, launchers, and ourselves: never a rank."""
 
-# What is known of these jobs' actors; their projects rename them freely. Titles are `ray::<class>.<method>`, or
-# `ray::<repr>.<method>` for an actor with a __repr__ of its own (check).
+# Names of the actors' classes, as in the sources of these projects in 2026; they rename them freely. Titles are
+# `ray::<class>.<method>`, or `ray::<repr>.<method>` for an actor with a __repr__ of its own.
 _RAY: Final = r"^ray::"
+_MASTER: Final = "{MASTER_ADDR}:{MASTER_PORT}"
 DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
-    # --- verl: worker groups give RANK to their actors through the runtime environment (check)
+    # --- verl: worker groups give RANK and the master to their actors through the runtime environment
     {
         "name": "verl-trainer",
-        "title": _RAY + r"(WorkerDict|FusedWorker|(Async)?ActorRolloutRefWorker)\b",  # (check)
+        "title": _RAY + r"(WorkerDict|FusedWorker|(Async)?ActorRolloutRefWorker)\b",
         "role": "trainer",
         "replica": 0,
         "rank": "{RANK}",
+        "job": _MASTER,
     },
-    {"name": "verl-critic", "title": _RAY + r"CriticWorker\b", "role": "critic", "replica": 0, "rank": "{RANK}"},
+    {
+        "name": "verl-critic",
+        "title": _RAY + r"CriticWorker\b",
+        "role": "critic",
+        "replica": 0,
+        "rank": "{RANK}",
+        "job": _MASTER,
+    },
     {
         "name": "verl-reward",
-        "title": _RAY + r"(RewardModelWorker|RewardLoopWorker|RewardManagerWorker)\b",  # (check)
+        "title": _RAY + r"(RewardModelWorker|RewardLoopWorker|RewardManagerWorker)\b",
         "role": "reward",
     },
     {
         "name": "verl-rollout",
-        "title": _RAY + r"(vLLMHttpServer\w*|AsyncvLLMServer|vLLMAsyncRollout|SGLangHttpServer\w*)\b",  # (check)
+        "title": _RAY + r"((vLLM|SGLang|TRTLLM)HttpServer\w*|AsyncvLLMServer|vLLMAsyncRollout)\b",
         "role": "rollout",
     },
-    {"name": "verl-agent-loop", "title": _RAY + r"AgentLoopWorker\w*\b", "role": "agent"},  # (check)
-    {"name": "verl-controller", "title": _RAY + r"(\w*TaskRunner|main_task)\b", "role": "controller"},  # (check)
-    # --- slime: RANK is set inside the actor, so it is not seen from outside (check)
-    {"name": "slime-trainer", "title": _RAY + r"(Megatron|FSDP)TrainRayActor\b", "role": "trainer"},  # (check)
-    {"name": "slime-rollout", "title": _RAY + r"SGLangEngine\b", "role": "rollout"},  # (check)
-    {"name": "slime-manager", "title": _RAY + r"Rollout(Manager|Controller)\b", "role": "controller"},  # (check)
-    # --- OpenRLHF: RANK is set inside the actor (check)
+    {"name": "verl-agent-loop", "title": _RAY + r"AgentLoopWorker\w*\b", "role": "agent"},
+    {"name": "verl-controller", "title": _RAY + r"(\w*TaskRunner|main_task)\b", "role": "controller"},
+    # --- slime: RANK is set inside the actor, so it is not seen from outside
+    {"name": "slime-trainer", "title": _RAY + r"(Megatron|FSDP)TrainRayActor\b", "role": "trainer"},
+    {"name": "slime-rollout", "title": _RAY + r"SGLangEngine\b", "role": "rollout"},
+    {"name": "slime-manager", "title": _RAY + r"Rollout(Manager|Controller)\b", "role": "controller"},
+    # --- OpenRLHF: RANK is set inside the actor
     {"name": "openrlhf-trainer", "title": _RAY + r"PolicyModelActor\b", "role": "trainer"},
     {"name": "openrlhf-critic", "title": _RAY + r"CriticModelActor\b", "role": "critic"},
     {"name": "openrlhf-reference", "title": _RAY + r"ReferenceModelActor\b", "role": "reference"},
     {"name": "openrlhf-reward", "title": _RAY + r"RewardModelActor\b", "role": "reward"},
     {"name": "openrlhf-rollout", "title": _RAY + r"LLMRayActor\w*\b", "role": "rollout"},
     # --- plain Ray Train
-    {"name": "ray-train", "title": _RAY + r"_?RayTrainWorker\w*", "role": "trainer"},  # (check)
+    {"name": "ray-train", "title": _RAY + r"_?RayTrainWorker\w*", "role": "trainer"},
     # --- torchrun, Kubeflow's PyTorchJob and all else that sets torch's variables before the start
     {
         "name": "torchrun",
@@ -93,6 +108,7 @@ DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
         "role": "trainer",
         "replica": 0,
         "rank": "{RANK}",
+        "job": _MASTER,
     },
     # --- srun without torchrun
     {
@@ -102,6 +118,7 @@ DEFAULTS: Final[tuple[Mapping[str, Any], ...]] = (
         "role": "trainer",
         "replica": 0,
         "rank": "{SLURM_PROCID}",
+        "job": "{SLURM_JOB_ID}.{SLURM_STEP_ID}",
     },
 )
 
@@ -125,17 +142,19 @@ class ProcessFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """Who a process is. `replica` None: not known, to be numbered by start order on its node."""
+    """Who a process is. `replica` None: not known, to be numbered by start order on its node. `job` empty: not known."""
 
     rule: str
     role: str
     replica: int | None
     rank: int
+    job: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule, checked. `replica`, `rank`: alternatives, each a number or the name of a value."""
+    """One rule, checked. `replica`, `rank`: alternatives, each a number or the name of a value; `job`: each a text with
+    names in braces."""
 
     name: str
     role: str
@@ -145,6 +164,7 @@ class Rule:
     labels: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     replica: tuple[int | str, ...] = ()
     rank: tuple[int | str, ...] = ()
+    job: tuple[str, ...] = ()
 
     def fits_command(self, facts: ProcessFacts) -> bool:
         """Whether title and command line fit: the environment of others need not even be read."""
@@ -168,12 +188,14 @@ class Rule:
         if rank is None:  # who cannot be told from the others of its replica gets a number of its own
             return Match(rule=self.name, role=self.role, replica=None, rank=0)
         replica = _number(self.replica, values, REPLICA_MAX)
-        return Match(rule=self.name, role=self.role, replica=replica, rank=rank)
+        return Match(rule=self.name, role=self.role, replica=replica, rank=rank, job=_text(self.job, values))
 
     def names(self) -> Iterator[str]:
         """Variables that this rule may ask for."""
         yield from self.environ
         yield from (name for name in (*self.replica, *self.rank) if isinstance(name, str))
+        for text in self.job:
+            yield from _NAME.findall(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +206,8 @@ class Discovery:
     node_index: int | None = None
     """Tells processes of one role on different nodes apart where nothing else numbers them; None: from the node's name.
     Two nodes of one job must not have the same."""
+    by_job: bool = False
+    """Every replica number that a rule gives is made of its job, where that is known: nodes are shared by several jobs."""
     labels_file: str = ""
     """Of the downward API, as a path inside the process's own file system; empty: labels are not looked at."""
 
@@ -205,7 +229,8 @@ def default_discovery() -> Discovery:
 
 
 def parse_discovery(value: Any, path: str = "jobs.rules") -> Discovery:
-    """The rules of a configuration. Keys: `rules`, `defaults` (false: without them), `node_index`, `labels_file`.
+    """The rules of a configuration. Keys: `rules`, `defaults` (false: without them), `node_index`, `by_job`,
+    `labels_file`.
 
     Raises:
         ConfigError: with every problem, each `path: reason`.
@@ -213,11 +238,13 @@ def parse_discovery(value: Any, path: str = "jobs.rules") -> Discovery:
     problems: list[str] = []
     if not isinstance(value, Mapping):
         raise ConfigError([f"{path}: expected a mapping, got {type(value).__name__}"])
-    keys = ("rules", "defaults", "node_index", "labels_file")
+    keys = ("rules", "defaults", "node_index", "by_job", "labels_file")
     problems += [f"{path}.{key}: unknown key" for key in value if key not in keys]
     listed, with_defaults = value.get("rules", []), value.get("defaults", True)
-    if not isinstance(with_defaults, bool):
-        problems.append(f"{path}.defaults: expected true or false, got {with_defaults!r}")
+    by_job = value.get("by_job", False)
+    for key, flag in (("defaults", with_defaults), ("by_job", by_job)):
+        if not isinstance(flag, bool):
+            problems.append(f"{path}.{key}: expected true or false, got {flag!r}")
     if not isinstance(listed, Sequence) or isinstance(listed, str) or len(listed) > RULES_MAX:
         problems.append(f"{path}.rules: expected a list of at most {RULES_MAX} rules")
         listed = []
@@ -236,7 +263,7 @@ def parse_discovery(value: Any, path: str = "jobs.rules") -> Discovery:
         problems.append(f"{path}.labels_file: expected a path without '..', got {labels_file!r}")
     if problems:
         raise ConfigError(problems)
-    return Discovery(rules=tuple(rules), node_index=index, labels_file=labels_file)
+    return Discovery(rules=tuple(rules), node_index=index, by_job=by_job, labels_file=labels_file)
 
 
 def node_index(name: str) -> int:
@@ -245,6 +272,11 @@ def node_index(name: str) -> int:
     if len(numbers) == 1 and int(numbers[0]) <= NODE_INDEX_MAX:
         return int(numbers[0])
     return zlib.crc32(name.encode()) % (NODE_INDEX_MAX + 1)
+
+
+def job_number(job: str) -> int:
+    """The same on each node, 1 to REPLICA_MAX; two jobs of one node have the same one time in a million."""
+    return 1 + zlib.crc32(job.encode()) % REPLICA_MAX
 
 
 def parse_labels(text: str) -> dict[str, str]:
@@ -262,7 +294,7 @@ def _rule(item: Any, path: str, problems: list[str]) -> Rule | None:
         problems.append(f"{path}: expected a mapping, got {type(item).__name__}")
         return None
     before = len(problems)
-    keys = ("name", "role", "title", "cmdline", "environ", "labels", "replica", "rank")
+    keys = ("name", "role", "title", "cmdline", "environ", "labels", "replica", "rank", "job")
     problems += [f"{path}.{key}: unknown key" for key in item if key not in keys]
     name, role = item.get("name", ""), item.get("role", "")
     if not isinstance(name, str) or not ID_PATTERN.fullmatch(name):
@@ -278,10 +310,21 @@ def _rule(item: Any, path: str, problems: list[str]) -> Rule | None:
         problems.append(f"{path}: needs title, cmdline or labels")
     replica = _alternatives(item.get("replica"), f"{path}.replica", REPLICA_MAX, problems)
     rank = _alternatives(item.get("rank"), f"{path}.rank", RANK_MAX, problems)
+    job = item.get("job", "")
+    if not isinstance(job, str) or len(job) > PATTERN_CHARACTERS_MAX or (job and not _NAME.search(job)):
+        problems.append(f"{path}.job: expected a text with {{NAME}}, got {job!r}")
     if len(problems) > before:
         return None
     return Rule(
-        name=name, role=role, title=title, cmdline=cmdline, environ=environ, labels=labels, replica=replica, rank=rank
+        name=name,
+        role=role,
+        title=title,
+        cmdline=cmdline,
+        environ=environ,
+        labels=labels,
+        replica=replica,
+        rank=rank,
+        job=tuple(part.strip() for part in job.split("|") if part.strip())[:ALTERNATIVES_MAX],
     )
 
 
@@ -331,3 +374,11 @@ def _number(alternatives: tuple[int | str, ...], values: Mapping[str, str], larg
         if text.isascii() and text.isdecimal() and len(text) <= 9 and int(text) <= largest:
             return int(text)
     return None
+
+
+def _text(alternatives: tuple[str, ...], values: Mapping[str, str]) -> str:
+    """The first alternative all of whose names are known, with their values in it; empty: none is."""
+    for text in alternatives:
+        if all(values.get(name) for name in _NAME.findall(text)):
+            return _NAME.sub(lambda m: values[m.group(1)], text)[:JOB_CHARACTERS_MAX]
+    return ""

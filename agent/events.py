@@ -7,6 +7,7 @@ the newest NUM_KEPT events when it reaches twice as many; numbers never start ag
 numbers of the last second.
 """
 
+import errno
 import json
 import logging
 import os
@@ -115,15 +116,23 @@ class EventLog:
     def _write(self, event: AgentEvent) -> None:
         line = json.dumps(event.to_dict(), separators=(",", ":")).encode() + b"\n"
         try:
-            if os.write(self._descriptor, line) != len(line):
-                raise OSError("short write")
+            written = os.write(self._descriptor, line)
+            if written != len(line):
+                # Half a line would spoil the next one, once there is room again.
+                os.ftruncate(self._descriptor, os.fstat(self._descriptor).st_size - written)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._dirty = True
             self._lines += 1
-            if self._lines >= 2 * self._num_kept:
-                self._shorten(event)
         except OSError as e:
             self.num_unwritten += 1
             logger.warning("event %d could not be written: %s", event.seq, e)
+            return
+        if self._lines >= 2 * self._num_kept:
+            try:
+                self._shorten(event)
+            except OSError as e:
+                self._lines = self._num_kept  # tried again after as many more
+                logger.warning("%s could not be shortened: %s", self._path, e)
 
     def _shorten(self, newest: AgentEvent) -> None:
         """Rewrites the file with the newest events. The old file or the new one, never half of it."""
@@ -171,8 +180,12 @@ class EventLog:
         with self._changed:
             if not self._dirty:
                 return
+            try:
+                descriptor = os.dup(self._descriptor)
+            except OSError as e:  # no descriptor is free: the next time
+                logger.warning("%s could not be flushed: %s", self._path, e)
+                return
             self._dirty = False
-            descriptor = os.dup(self._descriptor)
         try:
             os.fdatasync(descriptor)  # outside the lock: a slow disk must not hold up events
         except OSError as e:

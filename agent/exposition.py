@@ -8,13 +8,17 @@ a node's series are nearly the same at each scrape.
 import math
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from rolecall import __version__
 from rolecall.core.metric import Metric, MetricValue
 from rolecall.core.metrics import BY_NAME, CATALOGUE, host_values, process_values
-from rolecall.core.telemetry import HostSample, ProcessSample
+from rolecall.core.telemetry import HostSample, Phase, ProcessSample
+from rolecall.core.unpaged import NO_PAGE
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+OTHER_PHASE = "other"
+_PHASES = frozenset({"", NO_PAGE, *Phase})
 NUM_SERIES_REMEMBERED = 20_000
 """Ten times what a large node has; then all are forgotten, and put together again."""
 
@@ -43,7 +47,9 @@ def all_values(
     processes: Iterable[ProcessSample], hosts: Iterable[HostSample], own: Iterable[MetricValue]
 ) -> Iterator[MetricValue]:
     for process in of_each_rank(processes):
-        yield from process_values(process)
+        # A page says what it likes, a label is of a closed set.
+        known = process if process.phase in _PHASES else replace(process, phase=OTHER_PHASE)
+        yield from process_values(known)
     for host in hosts:
         yield from host_values(host)
     yield from own
@@ -51,7 +57,9 @@ def all_values(
 
 def _escaped(text: str) -> str:
     """A label value, as the text format wants it."""
-    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+    # A name that is no UTF-8 (os.listdir) cannot be encoded again, and would take the whole page with it.
+    sound = text.encode("utf-8", "replace").decode()
+    return sound.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
 def _number(value: float) -> str:

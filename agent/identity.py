@@ -28,6 +28,8 @@ class Registration:
     incarnation: int
     found: bool = False
     """It said nothing: the agent found it by a rule. It has no state page."""
+    job: str = ""
+    """Of a found one: what tells its job from others on this node, as its rule says."""
 
     @property
     def slot(self) -> tuple[str, int, int]:

@@ -2,12 +2,14 @@
 
 `{"kind": "register", pid, start_ticks, replica, rank, incarnation, secret}`, `{"kind": "exception", ..., number,
 detail}`, `{"kind": "finished", ..., reason}`. Who speaks is asked of the kernel (SO_PEERCRED), never of the message.
-One thread serves all connections; a slow or silent one holds up nobody and is closed after a deadline.
+One thread serves all connections; a slow or silent one holds up nobody and is closed after a deadline. Beyond
+`CALLS_PER_SECOND_MAX` callers wait: a process that calls in a loop costs the node no more CPU than that.
 """
 
 import json
 import logging
 import os
+import select
 import selectors
 import socket
 import struct
@@ -26,6 +28,10 @@ logger = logging.getLogger(__name__)
 LINE_BYTES_MAX = 16 * 1024
 NUM_CONNECTIONS_MAX = 64
 CONNECTION_SECONDS_MAX = 2.0
+CALLS_PER_SECOND_MAX = 500
+"""More than all ranks of a node say at once when a job begins or fails; some 3 % of a core."""
+COMPLAINT_SECONDS = 5.0
+"""At least so long between two lines of the log about refused messages; the registry counts them all."""
 LISTEN_BACKLOG = 64
 _PEERCRED = struct.Struct("3i")  # pid, uid, gid
 
@@ -58,6 +64,9 @@ class Intake:
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         self._open: dict[int, _Connection] = {}
+        self.num_malformed = 0  # messages that were none: no JSON, no known kind, too long
+        self._complained_at = float("-inf")
+        self._second_at, self._num_in_second = clock.monotonic(), 0
         self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
 
     def _listen(self) -> socket.socket:
@@ -102,8 +111,17 @@ class Intake:
             now = self._clock.monotonic()
             for late in [c for c in self._open.values() if c.deadline <= now]:
                 self._close(late)
+            if now - self._second_at >= 1.0:
+                self._second_at, self._num_in_second = now, 0
+            elif self._num_in_second >= CALLS_PER_SECOND_MAX:
+                self._rest(self._second_at + 1.0 - now)
+
+    def _rest(self, seconds: float) -> None:
+        """Until `stop`, or for so long: callers wait in the backlog meanwhile."""
+        select.select([self._wake], [], [], seconds)
 
     def _accept(self) -> None:
+        self._num_in_second += 1  # whatever comes of it: without descriptors it fails again at once
         try:
             accepted, _ = self._listener.accept()
         except OSError:
@@ -129,6 +147,7 @@ class Intake:
         if b"\n" in connection.received:
             self._answer(connection)
         elif not got or len(connection.received) >= LINE_BYTES_MAX:
+            self.num_malformed += bool(connection.received)
             self._close(connection)
 
     def _answer(self, connection: _Connection) -> None:
@@ -143,21 +162,28 @@ class Intake:
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
-            return {"ok": False, "reason": "not JSON"}
+            return self._malformed("not JSON")
         if not isinstance(message, dict):
-            return {"ok": False, "reason": "not a JSON object"}
+            return self._malformed("not a JSON object")
         answerer = self._answerers.get(str(message.get("kind")))
         if answerer is None:
-            return {"ok": False, "reason": f"kind must be one of {', '.join(sorted(self._answerers))}"}
+            return self._malformed(f"kind must be one of {', '.join(sorted(self._answerers))}")
         try:
             answerer(peer_pid, message)
         except Refusal as e:
-            logger.warning("process %d: %s", peer_pid, e)
+            now = self._clock.monotonic()
+            if now - self._complained_at >= COMPLAINT_SECONDS:
+                self._complained_at = now
+                logger.warning("process %d: %s", peer_pid, e)
             return {"ok": False, "reason": str(e)}
         except Exception:  # deliberate: one bad message must not silence the agent for all others
             logger.exception("a message of process %d could not be handled", peer_pid)
             return {"ok": False, "retry": True, "reason": "the agent failed at this message"}
         return {"ok": True}
+
+    def _malformed(self, reason: str) -> dict[str, Any]:
+        self.num_malformed += 1
+        return {"ok": False, "reason": reason}
 
     def _close(self, connection: _Connection) -> None:
         self._open.pop(connection.socket.fileno(), None)

@@ -7,6 +7,7 @@ Everything but `BEATS` is under a sequence lock: `SEQUENCE` is odd while a write
 
 import hashlib
 import hmac
+import struct
 
 PAGE_BYTES = 4096
 MAGIC = b"ROLECALL"
@@ -44,6 +45,8 @@ W_EXCEPTION_STEP = 26
 W_EXCEPTION_AT = 27
 W_FINISHED = 28  # 1 once the coming exit is wanted
 W_IDENTITIES = 29  # how often the identity was written: 1 after start, 2 after a promotion
+W_UNFINITE = 30  # how often loss, gradient norm or reward were NaN or infinite
+W_JUMPS = 31  # how often one of them jumped (jumps.py)
 NUM_WORDS = 64
 
 FLOAT_WORDS = frozenset(
@@ -58,7 +61,7 @@ FLOAT_WORDS = frozenset(
     }
 )
 
-# Text areas: UTF-8, padded with zero bytes. (offset, length in bytes)
+# Text areas: UTF-8, up to the first zero byte. (offset, length in bytes)
 A_PHASE = (512, 32)
 A_REPLICA = (544, 96)
 A_PROOF = (640, 64)  # identity_proof() in hex
@@ -67,6 +70,9 @@ A_EXCEPTION_FINGERPRINT = (960, 64)
 A_EXCEPTION_TYPE = (1024, 256)
 A_EXCEPTION_WHERE = (1280, 512)
 A_EXCEPTION_MESSAGE = (1792, 2000)  # 500 characters of up to 4 bytes
+
+EXCEPTION_TEXTS = struct.Struct("64s256s512s2000s")
+"""The four of an exception as they follow each other, from A_EXCEPTION_FINGERPRINT on."""
 
 MESSAGE_CHARACTERS_MAX = 500
 
@@ -79,8 +85,14 @@ def padded(text: str, length: int) -> bytes:
     return raw.ljust(length, b"\0")
 
 
+def fitting(text: str, length: int) -> bytes:
+    """`text` in at most `length` bytes, cut at a character boundary."""
+    raw = text.encode("utf-8", "replace")
+    return raw if len(raw) <= length else padded(text, length)
+
+
 def text_of(raw: bytes) -> str:
-    """What `padded` made into bytes; damaged bytes are replaced, never an error."""
+    """The text in an area; damaged bytes are replaced, never an error."""
     return raw.split(b"\0", 1)[0].decode("utf-8", "replace")
 
 

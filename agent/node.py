@@ -21,6 +21,7 @@ from rolecall.agent.collectors.exits import ExitStatus, ExitWatch, WatchRefused
 from rolecall.agent.collectors.host import HostProbe
 from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import FlightRecorders, Stacks
+from rolecall.agent.gpu_samples import GPU_PROBES, GpuSamples
 from rolecall.agent.intake import Intake
 from rolecall.agent.probes import Probes
 from rolecall.agent.registry import Registry
@@ -63,7 +64,7 @@ class AgentSettings:
     cgroup_root: Path = Path("/sys/fs/cgroup")
     collectors: Callable[[Registry], Sequence[Collector]] | None = None
     """What else of the node is looked at; may ask the registry whose a process is."""
-    tls: "ssl.SSLContext | None" = None
+    tls: "Callable[[], ssl.SSLContext] | None" = None
     allows: Callable[[str], bool] | None = None
     """Which values of `Authorization` are let in beside the bearer token; None: reading needs none."""
 
@@ -102,11 +103,21 @@ class Agent:
             cgroup_root=settings.cgroup_root,
         )
         self.ring = SampleRing(settings.node, os.getpid(), clock)
-        self._sampler = Sampler(self.registry, host, self.ring, clock)
         collectors = settings.collectors(self.registry) if settings.collectors else ()
         self._probes = Probes(collectors, self.events, clock)
-        routes = self._routes().table()
-        self._http = HttpServer(settings.host, settings.port, routes, tls=settings.tls, allows=self._allows())
+        self._gpus = GpuSamples(
+            settings.node, lambda: self._probes.newest(GPU_PROBES), self.registry.registrations, settings.proc
+        )
+        self._sampler = Sampler(self.registry, host, self.ring, clock, self._gpus.take)
+        routes = self._routes()
+        self._http = HttpServer(
+            settings.host,
+            settings.port,
+            routes.table(),
+            tls=settings.tls,
+            allows=self._allows(),
+            strangers=routes.for_strangers(),
+        )
         answerers = {
             "register": self.registry.register,
             "exception": self.registry.exception,
@@ -144,6 +155,8 @@ class Agent:
             flight=FlightRecorders(self._dir / "pages", self._clock),
             bearer=bearer_token(self._settings.token),
             probes=self._probes,
+            gpus=self._gpus,
+            num_malformed=lambda: self._intake.num_malformed,
         )
 
     @property
@@ -155,7 +168,11 @@ class Agent:
         os.eventfd_write(self._stop_asked, 1)
 
     def run(self) -> None:
-        """Serves until `stop()`, or until the parent process is gone."""
+        """Serves until `stop()`, or until the parent process is gone.
+
+        Raises:
+            WatchRefused: a process that was registered before a restart, or the parent, may live and cannot be watched.
+        """
         try:
             self._start()
             self._loop()
@@ -173,8 +190,14 @@ class Agent:
         self._intake.start()
         self._http.start()
         start_ticks = process_start_ticks(os.getpid())
+        logger.info("watches node %s, serves at %s", self._settings.node, self.url)
         said = {"url": self.url, "pid": os.getpid(), "start_ticks": start_ticks, "node": self._settings.node}
-        write_atomically(self._dir / "agent.json", json.dumps(said) + "\n")
+        try:
+            write_atomically(self._dir / "agent.json", json.dumps(said) + "\n")
+        except OSError as e:  # a full disk; who knows the port needs no such file
+            logger.warning(
+                "%s: %s; where this agent listens stands nowhere else: %s", self._dir / "agent.json", e, self.url
+            )
 
     def _loop(self) -> None:
         interval = self._settings.interval_seconds
@@ -207,6 +230,8 @@ class Agent:
         try:
             self._exits.watch(pid, start_ticks, self._parent_ended)
         except WatchRefused as e:
+            if not e.gone:
+                raise
             logger.warning("the parent is gone: %s", e)
             self.stop()
 
@@ -221,11 +246,14 @@ class Agent:
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as e:
-            complaint = f"raylet.json: {type(e).__name__}: {e}"
-            if complaint != self._raylet_complaint:  # once, not each second
-                logger.warning(complaint)
-            self._raylet_complaint = complaint
+            self._complain(f"raylet.json: {type(e).__name__}: {e}")
             return None
+
+    def _complain(self, of_raylet: str) -> None:
+        """Once, not each second."""
+        if of_raylet != self._raylet_complaint:
+            logger.warning("%s", of_raylet)
+        self._raylet_complaint = of_raylet
 
     def _watch_raylet(self, raylet: tuple[int, int] | None) -> None:
         """Watches a raylet once; one that is gone already is told, unless it was before a restart of the agent."""
@@ -235,8 +263,11 @@ class Agent:
         process = ProcessId(node=self._settings.node, pid=raylet[0], start_ticks=raylet[1])
         try:
             self._exits.watch(*raylet, lambda status: self._raylet_ended(process, status))
-        except WatchRefused:
-            if not self.events.has(AgentEventKind.RAYLET_EXITED, process):
+        except WatchRefused as e:
+            if not e.gone:
+                self._complain(f"the raylet cannot be watched: {e}")
+                self._raylet = None  # tried again
+            elif not self.events.has(AgentEventKind.RAYLET_EXITED, process):
                 self._raylet_ended(process, ExitStatus())
 
     def _raylet_ended(self, process: ProcessId, status: ExitStatus) -> None:

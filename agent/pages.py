@@ -68,6 +68,8 @@ class PageState:
     loss: float
     grad_norm: float
     reward: float
+    unfinite: int
+    jumps: int
     finished: bool
     finish_reason: str
     exception: ReportedException | None
@@ -138,6 +140,8 @@ def parse_page(raw: bytes) -> PageState:
         loss=_finite(d[at.W_LOSS]),
         grad_norm=_finite(d[at.W_GRAD_NORM]),
         reward=_finite(d[at.W_REWARD]),
+        unfinite=q[at.W_UNFINITE],
+        jumps=q[at.W_JUMPS],
         finished=bool(q[at.W_FINISHED]),
         finish_reason=_text(raw, at.A_FINISH_REASON) if q[at.W_FINISHED] else "",
         exception=_parse_exception(raw, q, d) if q[at.W_EXCEPTIONS] > 0 else None,
@@ -162,7 +166,8 @@ class PageReader:
     def __init__(self, path: Path) -> None:
         """Raises OSError when there is no such file."""
         self.path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Whoever the page is of made the file: no link is followed, and no writer of a pipe waited for.
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -8,10 +8,10 @@ leave the exposition: numbers that nobody renews are no measurement. The same ho
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
-from rolecall.agent.collectors.collector import CannotRead, Collector, Fact, Reading
+from rolecall.agent.collectors.collector import CannotRead, Collector, Fact, Reading, Witness
 from rolecall.agent.events import EventLog
 from rolecall.core.clock import Clock
 from rolecall.core.telemetry import AgentEventKind
@@ -26,6 +26,10 @@ FACTS_MAX = 64
 """Of one read: a flood tells no more than its first lines, and events are kept on disk."""
 STOP_SECONDS = 2.0
 NOTHING = Reading()
+
+
+class NoSuchCollector(Exception):
+    """Evidence was asked of a collector that does not run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,7 @@ class Probe:
         self._events, self._clock = events, clock
         self._lock = threading.Lock()
         self._reading = NOTHING
+        self._reading_at = float("-inf")
         self._begun_at: float | None = None  # of the read that goes on
         self._reason = "not read yet"
         self._told_down = False
@@ -72,7 +77,7 @@ class Probe:
             self._begun_at = None
             self._read_seconds = self._clock.monotonic() - begun
             self._cpu_seconds = time.thread_time()
-            self._reading = reading
+            self._reading, self._reading_at = reading, begun
             dropped = max(0, len(reading.facts) - FACTS_MAX)
             self._facts_dropped += dropped
         self._tell(reason)
@@ -101,13 +106,20 @@ class Probe:
         name = self.collector.name
         if reason and not was_down:
             self._events.append(AgentEventKind.PROBE_DOWN, detail={"probe": name, "reason": reason})
+            logger.warning("%s cannot be read: %s", name, reason)
         elif was_down and not reason:
             self._events.append(AgentEventKind.PROBE_UP, detail={"probe": name})
+            logger.info("%s can be read again", name)
 
     def reading(self) -> Reading:
         """The newest one; nothing while it is down or hangs."""
         with self._lock:
             return NOTHING if self._reason else self._reading
+
+    def newest(self) -> tuple[float, Reading]:
+        """And when that look began, node monotonic; nothing while it is down or hangs."""
+        with self._lock:
+            return self._reading_at, NOTHING if self._reason else self._reading
 
     def state(self) -> ProbeState:
         with self._lock:
@@ -157,6 +169,23 @@ class Probes:
 
     def readings(self) -> Iterator[Reading]:
         return (p.reading() for p in self.probes)
+
+    def evidence(self, name: str) -> bytes:
+        """What the collector of this name gives when asked (`collector.Witness`), in the caller's thread.
+
+        Raises:
+            NoSuchCollector: it does not run here.
+            CannotRead: there is none to be had.
+        """
+        found = next((p.collector for p in self.probes if p.collector.name == name), None)
+        if not isinstance(found, Witness):
+            raise NoSuchCollector(f"collector {name} does not run here: agent.yaml turns it on")
+        return found.evidence()
+
+    def newest(self, names: Container[str]) -> tuple[float, Reading]:
+        """Of the first probe of such a name that has found something (`Probe.newest`)."""
+        every = (p.newest() for p in self.probes if p.collector.name in names)
+        return next((found for found in every if found[1].values), (float("-inf"), NOTHING))
 
     def states(self) -> tuple[ProbeState, ...]:
         return tuple(p.state() for p in self.probes)

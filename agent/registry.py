@@ -9,8 +9,9 @@ its identity on its page: the proof there needs the secret of the new identity.
 import json
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,15 @@ from rolecall.core.telemetry import AgentEventKind
 
 logger = logging.getLogger(__name__)
 
+NUM_EXITS_MAX = 4096
+"""Places and causes whose exits are counted; an agent that has seen more counts those that it knows."""
 NUM_PROCESSES_MAX = 256
 """Live registered processes; further ones are refused."""
 REFUSED_SECONDS = 5.0
 """At least so long between two events of refused claims."""
+EXCEPTIONS_MAX, EXCEPTIONS_SECONDS = 30, 60.0
+"""Exceptions of one process that are told within so long: one that raises in a loop must not wash everybody's events out
+of the log. What comes beyond is counted as refused; the newest is told from the page once there is room."""
 DEAD_SHOWN_SECONDS = 10.0
 """A dead process stays among the samples (alive: false) for so long, then it is forgotten and its page removed."""
 
@@ -45,6 +51,7 @@ class Tracked:
     page: PageState | None = None
     page_ok: bool = False
     exceptions_told: int = 0
+    exceptions_told_at: deque[float] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
     finished_told: bool = False
     exited_at: float | None = None
     status: ExitStatus = field(default_factory=ExitStatus)
@@ -72,6 +79,8 @@ class Registry:
         self._pages = data_dir / "pages"
         self._file = data_dir / "registrations.json"
         self._lock = threading.RLock()
+        self.num_exits: dict[tuple[str, str, str, str], int] = {}
+        """How often a process of this role, replica and rank ended for this cause, as far as this agent saw it."""
         self._tracked: dict[ProcessId, Tracked] = {}
         self._oom_kills_seen = oom_kills()
         self.num_refused = 0
@@ -111,6 +120,7 @@ class Registry:
                 return
             if known is not None:
                 if known.registration != said:
+                    self._others_in(said)
                     self._change(known, said)
                 return
             self._admit(said, {})
@@ -119,10 +129,7 @@ class Registry:
         """One process more. Raises Refusal: too many, its place is taken, or it is gone."""
         if self.num_live() >= NUM_PROCESSES_MAX:
             raise Refusal(f"{NUM_PROCESSES_MAX} processes are registered already")
-        before = [t for t in self._tracked.values() if t.registration.slot == said.slot]
-        for other in before:
-            if other.exited_at is None and self._lives(other):
-                raise Refusal(f"{said.replica}:{said.rank}#{said.incarnation} is process {other.registration.process}")
+        before = self._others_in(said)
         tracked = self._track(said)
         try:
             self._watch(tracked)
@@ -135,6 +142,14 @@ class Registry:
                 self._forget(other)
         self._events.append(AgentEventKind.REGISTERED, **said.facts(), detail=detail)
         self._save()
+
+    def _others_in(self, said: Registration) -> list[Tracked]:
+        """Dead processes that had its place. Raises Refusal: a living one has it."""
+        others = [t for p, t in self._tracked.items() if t.registration.slot == said.slot and p != said.process]
+        for other in others:
+            if other.exited_at is None and self._lives(other):
+                raise Refusal(f"{said.replica}:{said.rank}#{said.incarnation} is process {other.registration.process}")
+        return others
 
     def discover(self, found: Registration, detail: dict[str, str]) -> None:
         """A rule says who a process is that has said nothing. `detail`: of the event, how it was found.
@@ -190,6 +205,11 @@ class Registry:
 
     def _tell_exception(self, tracked: Tracked, number: int, detail: dict[str, str]) -> None:
         if number > tracked.exceptions_told:
+            now, told_at = self._clock.monotonic(), tracked.exceptions_told_at
+            if len(told_at) == EXCEPTIONS_MAX and now - told_at[0] < EXCEPTIONS_SECONDS:
+                self.num_refused += 1
+                return
+            told_at.append(now)
             tracked.exceptions_told = number
             self._events.append(AgentEventKind.EXCEPTION, **tracked.registration.facts(), detail=detail)
 
@@ -244,9 +264,13 @@ class Registry:
             logger.warning("%s: %s; a restarted agent would not know these processes", self._file, e)
 
     def adopt(self) -> None:
-        """After a restart: goes on with the processes that were registered, and tells of those that died meanwhile."""
+        """After a restart: goes on with the processes that were registered, and tells of those that died meanwhile.
+
+        Raises:
+            WatchRefused: one that may live cannot be watched. To go on would be to say that it died, or to forget it.
+        """
         try:
-            kept = [Registration.from_dict(d) for d in json.loads(self._file.read_text())]
+            kept = [self._renamed(Registration.from_dict(d)) for d in json.loads(self._file.read_text())]
         except FileNotFoundError:
             kept = []
         except (OSError, ValueError, TypeError, KeyError) as e:
@@ -258,10 +282,16 @@ class Registry:
                 self._recall(tracked)
                 try:
                     self._watch(tracked)
-                except WatchRefused:
+                except WatchRefused as e:
+                    if not e.gone:
+                        raise
                     self._ended(tracked, ExitStatus(), away=True)
             self._save()
             self._remove_foreign_pages()
+
+    def _renamed(self, kept: Registration) -> Registration:
+        """Under the node's name of now: agent.yaml may have another since."""
+        return replace(kept, process=replace(kept.process, node=self._node))
 
     def _recall(self, tracked: Tracked) -> None:
         """What was told of this process before the restart is not told again."""
@@ -272,7 +302,9 @@ class Registry:
                 tracked.finished_told |= event.kind is AgentEventKind.FINISHED
 
     def _remove_foreign_pages(self) -> None:
-        """Pages of processes that are gone and that nobody will ask for."""
+        """Pages of processes that are gone and that nobody will ask for, and answers that nobody fetched."""
+        for path in self._pages.glob("*.*flight*"):
+            path.unlink(missing_ok=True)
         known = {page_name(p.pid, p.start_ticks) for p in self._tracked}
         for path in self._pages.glob("*.page"):
             pid, _, ticks = path.stem.partition("-")
@@ -308,8 +340,14 @@ class Registry:
 
     def _follow(self, tracked: Tracked, page: PageState) -> None:
         said = proven(page, self._node, self._token)
-        if said is not None:
-            self._change(tracked, said)
+        if said is None:
+            return
+        try:
+            self._others_in(said)
+        except Refusal as e:
+            self._refused(page.pid, str(e))
+            return
+        self._change(tracked, said)
 
     def processes(self) -> tuple[Tracked, ...]:
         """Those to be sampled: the live ones, and the dead for DEAD_SHOWN_SECONDS."""
@@ -329,8 +367,8 @@ class Registry:
         return None
 
     def num_live(self) -> int:
-        with self._lock:
-            return sum(t.exited_at is None for t in self._tracked.values())
+        """Without the lock, which is held while a registration is written to a disk that may hang: a scrape asks this."""
+        return sum(t.exited_at is None for t in tuple(self._tracked.values()))
 
     def locked(self) -> threading.RLock:
         """Held by the sampler while it reads a process, so that none ends in the middle of it."""
@@ -350,6 +388,10 @@ class Registry:
             self._tell_finished(tracked, wanted)  # it cannot say so itself
         tracked.exited_at, tracked.status = self._clock.monotonic(), status
         detail = {"cause": self._cause(tracked, status)}
+        who = tracked.registration
+        place = who.role, who.replica, str(who.rank), detail["cause"]
+        if place in self.num_exits or len(self.num_exits) < NUM_EXITS_MAX:
+            self.num_exits[place] = self.num_exits.get(place, 0) + 1
         if tracked.page is not None:
             detail |= {"last_phase": tracked.page.phase, "step": str(tracked.page.step)}
         if status.signal is not None:

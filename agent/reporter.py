@@ -3,7 +3,8 @@
 Call `start(...)` once; everything else works before it, after it and outside of a run. State goes to the page
 (`layout.py`), which the node's agent reads even while this process is stopped or dead. A call costs about a
 microsecond, takes no system call, never waits (see LOCK_SECONDS for the one bounded exception) and never raises into
-training. What needs the agent (registration, exceptions, goodbye) is said by a side thread (`telling.py`).
+training. What needs the agent (registration, exceptions, goodbye) is put on the page, too, and said by a side thread
+(`telling.py`) that wakes at once: the calling thread hands it over and goes on.
 Standard library only.
 
     with reporter.step(n):
@@ -12,6 +13,7 @@ Standard library only.
             reporter.progress(busy_seconds=0.12)
 """
 
+import atexit
 import logging
 import math
 import mmap
@@ -25,6 +27,7 @@ from typing import Self
 
 from rolecall.agent import layout as at
 from rolecall.agent.flight_request import Answering
+from rolecall.agent.jumps import JumpWatch
 from rolecall.agent.telling import Teller, describe_exception
 from rolecall.core.ids import process_start_ticks
 
@@ -38,8 +41,8 @@ BEAT_SECONDS = 0.2
 BEATS_PER_LOOK = 5
 OFF_SWITCH = "reporter.off"
 """While this file lies in the run directory no process of the run beats: how `make bench` measures what beats cost."""
-SYNCHRONOUS_SECONDS = 0.2
-"""How long a dying process may take to tell the agent its exception; the page holds it anyway."""
+FLUSH_SECONDS = 0.2
+"""How long the interpreter's end waits until the agent has been told what is left to say; the page holds it anyway."""
 NUM_PHASES_CACHED_MAX = 64
 
 _phase_bytes: dict[str, bytes] = {}
@@ -67,6 +70,7 @@ class _Page:
         self.phase = ""
         self.failures = 0
         self.flight: Answering | None = None  # used by the ticker thread alone
+        self.watches = {word: JumpWatch() for word in (at.W_LOSS, at.W_GRAD_NORM, at.W_REWARD)}
         self._map(memoryview(bytearray(at.PAGE_BYTES)))
         self.d[at.W_LOSS] = self.d[at.W_GRAD_NORM] = self.d[at.W_REWARD] = math.nan
         self.q[at.W_STEP] = self.q[at.W_POLICY_VERSION] = self.q[at.W_EXCEPTION_STEP] = -1
@@ -132,6 +136,15 @@ class _Page:
             self.q[at.W_PHASE_ENTRIES] += 1
             if not self.work_ident:  # until somebody reports progress, who enters phases is the working thread
                 self.q[at.W_WORK_TID] = threading.get_native_id()
+
+    def set_training(self, word: int, value: float) -> None:
+        """Loss, gradient norm or reward, and whether it is to be flagged. Inside `with page:` only."""
+        self.d[word] = value
+        said = self.d[word]  # a float, whatever was given: a tensor must not keep its graph alive here
+        if not math.isfinite(said):
+            self.q[at.W_UNFINITE] += 1
+        elif self.watches[word].jumps(said):
+            self.q[at.W_JUMPS] += 1
 
     def set_text(self, area: tuple[int, int], text: str) -> None:
         """Inside `with page:` only."""
@@ -302,9 +315,10 @@ def update(
     grad_norm: float | None = None,
     reward: float | None = None,
 ) -> None:
-    """Sets the values given, leaves the others."""
+    """Sets the values given, leaves the others. A loss, gradient norm or reward that is NaN or infinite, or that leaves
+    its own recent range (jumps.py), is counted."""
     with _page as page:
-        q, d = page.q, page.d
+        q = page.q
         if epoch is not None:
             q[at.W_EPOCH] = epoch
         if policy_version is not None:
@@ -312,28 +326,33 @@ def update(
         if requests_active is not None:
             q[at.W_REQUESTS_ACTIVE] = requests_active
         if loss is not None:
-            d[at.W_LOSS] = loss
+            page.set_training(at.W_LOSS, loss)
         if grad_norm is not None:
-            d[at.W_GRAD_NORM] = grad_norm
+            page.set_training(at.W_GRAD_NORM, grad_norm)
         if reward is not None:
-            d[at.W_REWARD] = reward
+            page.set_training(at.W_REWARD, reward)
 
 
 def exception(exc: BaseException) -> None:
-    """Tells of an exception that ends this process or its work: on the page at once, then to the agent (<= 200 ms)."""
+    """Tells of an exception that ends this process or its work. It is on the page when this returns, whatever becomes of the
+    process; the side thread tells the agent at once, and the interpreter's end waits for it (<= FLUSH_SECONDS)."""
     try:
         told = describe_exception(exc)
+        texts = (
+            told["fingerprint"].encode(),
+            at.fitting(told["type"], at.A_EXCEPTION_TYPE[1]),
+            at.fitting(told["where"], at.A_EXCEPTION_WHERE[1]),
+            at.fitting(told["message"], at.A_EXCEPTION_MESSAGE[1]),
+        )
         with _page as page:
-            page.q[at.W_EXCEPTIONS] += 1
-            page.q[at.W_EXCEPTION_STEP] = page.q[at.W_STEP]
+            q = page.q
+            number, in_step = q[at.W_EXCEPTIONS] + 1, q[at.W_STEP]
+            q[at.W_EXCEPTIONS], q[at.W_EXCEPTION_STEP] = number, in_step
             page.d[at.W_EXCEPTION_AT] = monotonic()
-            page.set_text(at.A_EXCEPTION_FINGERPRINT, told["fingerprint"])
-            page.set_text(at.A_EXCEPTION_TYPE, told["type"])
-            page.set_text(at.A_EXCEPTION_WHERE, told["where"])
-            page.set_text(at.A_EXCEPTION_MESSAGE, told["message"])
+            at.EXCEPTION_TEXTS.pack_into(page.raw, at.A_EXCEPTION_FINGERPRINT[0], *texts)
         if _teller is not None:
-            number, in_step = _page.q[at.W_EXCEPTIONS], _page.q[at.W_EXCEPTION_STEP]
-            _teller.exception({**told, "step": str(in_step)}, number=number, seconds=SYNCHRONOUS_SECONDS)
+            told["step"] = str(in_step)
+            _teller.exception(told, number=number)
     except Exception as e:  # noqa: BLE001 deliberate: reporting one error must not raise another
         logger.warning("an exception could not be reported: %s", type(e).__name__)
 
@@ -356,6 +375,15 @@ def _excepthook(kind: type[BaseException], exc: BaseException, where: TracebackT
     if not isinstance(exc, KeyboardInterrupt):  # Ctrl-C is a person's wish, not a fault
         exception(exc)
     _previous_excepthook(kind, exc, where)
+
+
+def _flush() -> None:
+    """At the interpreter's end: daemon threads still run then."""
+    if _teller is not None:
+        _teller.flush(FLUSH_SECONDS)
+
+
+atexit.register(_flush)
 
 
 def _install_excepthook() -> None:

@@ -1,5 +1,6 @@
-"""One round of looking at everything registered, and at the node itself every HOST_SECONDS."""
+"""One round of looking at everything registered, at the node itself every HOST_SECONDS, and what looks at GPUs found."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,7 @@ from rolecall.agent.collectors.host import HostProbe
 from rolecall.agent.registry import Registry, Tracked
 from rolecall.agent.samples import SampleRing
 from rolecall.core.clock import Clock
-from rolecall.core.telemetry import HostSample, ProcessSample
+from rolecall.core.telemetry import GpuSample, HostSample, ProcessSample
 from rolecall.core.unpaged import NO_PAGE
 
 HOST_SECONDS = 1.0
@@ -62,6 +63,8 @@ _PAGE_FIELDS = (
     "loss",
     "grad_norm",
     "reward",
+    "unfinite",
+    "jumps",
 )
 
 
@@ -79,8 +82,16 @@ class RoundStats:
 class Sampler:
     """Called from one thread; what it finds goes into the ring."""
 
-    def __init__(self, registry: Registry, host: HostProbe, ring: SampleRing, clock: Clock) -> None:
-        self._registry, self._host, self._ring, self._clock = registry, host, ring, clock
+    def __init__(
+        self,
+        registry: Registry,
+        host: HostProbe,
+        ring: SampleRing,
+        clock: Clock,
+        gpus: Callable[[float, float], tuple[GpuSample, ...]] | None = None,
+    ) -> None:
+        """`gpus(monotonic, wall)`: samples of the look at GPUs that is new by then."""
+        self._registry, self._host, self._ring, self._clock, self._gpus = registry, host, ring, clock, gpus
         self._host_due = 0.0
         self.stats = RoundStats()
 
@@ -101,7 +112,8 @@ class Sampler:
             hosts = (self._host.read(begun, wall),)
             self.stats.host_ok = not self._host.failures
             self.stats.host_seconds = self._clock.monotonic() - looked
-        self._ring.add(tuple(samples), hosts)
+        gpus = self._gpus(begun, wall) if self._gpus is not None else ()
+        self._ring.add(tuple(samples), hosts, gpus)
         self.stats.num_rounds += 1
         self.stats.process_seconds = looked - begun
         self.stats.processes_ok = all(s.proc_state != "?" or not s.alive for s in samples)

@@ -8,13 +8,15 @@ any given out (another boot) reads from the start.
 import json
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from rolecall.core.clock import Clock
+from rolecall.core.columns import GPUS, HOSTS, PROCESSES
 from rolecall.core.ids import NodeId
-from rolecall.core.telemetry import WIRE_VERSION, HostSample, ProcessSample, SampleBatch
+from rolecall.core.telemetry import WIRE_VERSION, GpuSample, HostSample, ProcessSample, SampleBatch
 
 NUM_ROUNDS_KEPT = 300
 """One minute at five rounds a second."""
@@ -30,33 +32,23 @@ class _Round:
     number: int
     processes: tuple[ProcessSample, ...]
     hosts: tuple[HostSample, ...]
+    gpus: tuple[GpuSample, ...] = ()
     processes_json: str | None = None
     hosts_json: str = ""
+    gpus_json: str = ""
 
     def make_json(self) -> None:
         if self.processes_json is None:
             self.hosts_json = ",".join(_dumps(h.to_dict()) for h in self.hosts)
-            self.processes_json = ",".join(_dumps(process_dict(p)) for p in self.processes)
+            self.gpus_json = ",".join(_dumps(g.to_dict()) for g in self.gpus)
+            self.processes_json = ",".join(_dumps(p.to_dict()) for p in self.processes)
 
     @property
     def size(self) -> int:
-        return len(self.processes) + len(self.hosts)
-
-
-def process_dict(sample: ProcessSample) -> dict[str, Any]:
-    """The same as `sample.to_dict()`, without the deep copies of `asdict`: most of an answer's cost (a test compares)."""
-    who = sample.process
-    values = {k: getattr(sample, k) for k in _PROCESS_FIELDS}
-    for k in _NAN_FIELDS:
-        if values[k] != values[k]:  # NaN: absent
-            del values[k]
-    values["process"] = {"node": who.node, "pid": who.pid, "start_ticks": who.start_ticks}
-    return values
+        return len(self.processes) + len(self.hosts) + len(self.gpus)
 
 
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
-_PROCESS_FIELDS = tuple(ProcessSample.__dataclass_fields__)
-_NAN_FIELDS = tuple(name for name, f in ProcessSample.__dataclass_fields__.items() if f.type in (float, "float"))
 
 
 class SampleRing:
@@ -81,11 +73,13 @@ class SampleRing:
         self.num_taken = 0
         self.num_lost = 0  # dropped before any reader asked
 
-    def add(self, processes: tuple[ProcessSample, ...], hosts: tuple[HostSample, ...]) -> int:
+    def add(
+        self, processes: tuple[ProcessSample, ...], hosts: tuple[HostSample, ...], gpus: tuple[GpuSample, ...] = ()
+    ) -> int:
         """One round; returns its number."""
         with self._lock:
             self._last += 1
-            self._rounds.append(_Round(self._last, processes, hosts))
+            self._rounds.append(_Round(self._last, processes, hosts, gpus))
             self.num_taken += self._rounds[-1].size
             self._held += self._rounds[-1].size
             while len(self._rounds) > 1 and (len(self._rounds) > self._num_rounds or self._held > self._num_samples):
@@ -116,6 +110,7 @@ class SampleRing:
             wall_at=self._clock.wall(),
             processes=tuple(p for r in rounds for p in r.processes),
             hosts=tuple(h for r in rounds for h in r.hosts),
+            gpus=tuple(g for r in rounds for g in r.gpus),
         )
 
     def since_json(self, cursor: int) -> bytes:
@@ -127,7 +122,22 @@ class SampleRing:
         head |= {"at": self._clock.monotonic(), "wall_at": self._clock.wall()}
         processes = ",".join(r.processes_json for r in rounds if r.processes_json)
         hosts = ",".join(r.hosts_json for r in rounds if r.hosts_json)
-        return f'{_dumps(head)[:-1]},"processes":[{processes}],"hosts":[{hosts}]}}'.encode()
+        gpus = ",".join(r.gpus_json for r in rounds if r.gpus_json)
+        return f'{_dumps(head)[:-1]},"processes":[{processes}],"hosts":[{hosts}],"gpus":[{gpus}]}}'.encode()
+
+    def news(self, cursor: int, rounds_max: int = 0) -> dict[str, Any]:
+        """`since` as columns (rolecall.core.columns), with JSON's types; what there is none of is absent. Unless it is 0,
+        no more than the newest `rounds_max` looks at processes, and at the rest the newest look: the reader wants no
+        others, and they do not count as lost."""
+        rounds, last, lost = self._since(cursor)
+        said: dict[str, Any] = {"cursor": last, "samples_lost": lost}
+        if processes := [p for r in rounds[-rounds_max:] for p in r.processes]:
+            said["processes"] = PROCESSES.encode(processes)
+        if hosts := [h for r in _newest(rounds, rounds_max, lambda r: r.hosts) for h in r.hosts]:
+            said["hosts"] = HOSTS.encode(hosts)
+        if gpus := [g for r in _newest(rounds, rounds_max, lambda r: r.gpus) for g in r.gpus]:
+            said["gpus"] = GPUS.encode(gpus)
+        return said
 
     def _since(self, cursor: int) -> tuple[list[_Round], int, int]:
         with self._lock:
@@ -147,3 +157,8 @@ class SampleRing:
         num_rounds = self._rounds[0].number - cursor - 1
         # A cursor of an earlier agent counts only what this one dropped: the other's rounds are unknown to it.
         return sum(islice(reversed(self._dropped), max(0, num_rounds)))
+
+
+def _newest(rounds: list[_Round], rounds_max: int, of: Callable[[_Round], object]) -> list[_Round]:
+    """All rounds, or where their number is limited the last one that has such samples."""
+    return rounds if not rounds_max else [r for r in rounds if of(r)][-1:]

@@ -8,7 +8,8 @@
     /v1/evidence/stacks?pid=P       stacks of a registered process; `Authorization: Bearer <bearer_token(run token)>`
     /v1/evidence/flight_recorder?pid=P  its PyTorch Flight Recorder as a file, made by the process itself; same token
 
-With `tls` it is HTTPS; with `allows` each request needs the right user and password (agent/web_config.py).
+With `tls` it is HTTPS; with `allows` each request needs the right user and password (agent/web_config.py), but for
+`/healthz`, which then says to strangers no more than that the agent is well: a kubelet's probe has no password.
 
 HTTP/1.1 with keep-alive, so that pollers reuse their connection. A bad request is answered `{"error": reason}` with
 400, 401, 404, 405, 409, 429 or 503. Requests are parsed here rather than by http.server, whose header parser costs
@@ -44,6 +45,7 @@ WAIT_SECONDS_MAX = 30.0
 HANDSHAKE_SECONDS = 5.0
 DEFLATE_BYTES_MIN, DEFLATE_LEVEL = 1024, 1
 """20 us for the samples of 16 ranks."""
+COPIED_BYTES_MAX = 1 << 20
 ACCEPT_PAUSE_SECONDS = 0.1
 NUMBER_MAX = (1 << 63) - 1
 
@@ -171,13 +173,17 @@ def _read_headers(stream: BufferedIOBase) -> dict[str, str]:
 
 def rendered(answer: Answer, stays: bool) -> bytes:
     """Head and body as one block: one send, one packet."""
+    return head_of(answer, stays) + answer.body
+
+
+def head_of(answer: Answer, stays: bool) -> bytes:
     head = (
         f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\nContent-Type: {answer.content_type}\r\n"
         f"Content-Length: {len(answer.body)}\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
         f"{DEFLATED if answer.deflated else ''}{CHALLENGE if answer.status == HTTPStatus.UNAUTHORIZED else ''}"
         f"Connection: {'keep-alive' if stays else 'close'}\r\n\r\n"
     )
-    return head.encode("latin-1") + answer.body
+    return head.encode("latin-1")
 
 
 class _Connection(socketserver.StreamRequestHandler):
@@ -203,7 +209,11 @@ class _Connection(socketserver.StreamRequestHandler):
         except BadRequest as e:
             stays = stays and not e.close
             answer = Answer.json({"error": e.reason}, e.status)
-        self.connection.sendall(rendered(answer, stays))
+        if len(answer.body) <= COPIED_BYTES_MAX:
+            self.connection.sendall(rendered(answer, stays))
+        else:  # a dump of a Flight Recorder: twice in memory would be more than a unit's limit
+            self.connection.sendall(head_of(answer, stays))
+            self.connection.sendall(answer.body)
         return stays
 
 
@@ -221,22 +231,25 @@ class HttpServer(socketserver.ThreadingTCPServer):
         port: int,
         routes: Mapping[str, Route],
         *,
-        tls: "ssl.SSLContext | None" = None,
+        tls: "Callable[[], ssl.SSLContext] | None" = None,
         allows: Callable[[str], bool] | None = None,
+        strangers: Mapping[str, Route] | None = None,
     ) -> None:
-        """Listens at once (port 0: any free one). `tls`: HTTPS; `allows`: which values of `Authorization` are let in at
-        all, by default every one.
+        """Listens at once (port 0: any free one). `tls`: HTTPS, with this context for the next connection; `allows`: which values of `Authorization` are let in, by
+        default every one; `strangers`: by path, what the others get in place of a refusal.
 
         Raises:
             OSError: the port is taken; names it.
         """
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._routes, self._tls, self._allows = routes, tls, allows
+        self._strangers = strangers or {}
         self._slots = threading.BoundedSemaphore(NUM_CONNECTIONS_MAX)
         try:
             super().__init__((host, port), _Connection)
         except OSError as e:
             raise OSError(e.errno, f"cannot listen on {host}:{port}: {e.strerror}") from e
-        self._stopping = False
+        self._stopping = self._handshake_failed = False
         self._pause = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="http", daemon=True)
 
@@ -260,21 +273,25 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
     def _accept(self) -> None:
         """In place of serve_forever, which wakes up twice a second to see whether it should stop."""
+        failing = False
         while not self._stopping:
             try:
                 connection, address = self.get_request()
+                failing = False
             except OSError as e:
                 if not self._stopping:
-                    logger.warning("a connection could not be accepted: %s", e)
+                    logger.log(logging.DEBUG if failing else logging.WARNING, "no connection can be accepted: %s", e)
+                    failing = True
                     self._pause.wait(ACCEPT_PAUSE_SECONDS)  # out of descriptors: it would fail again at once
                 continue
             self.process_request(connection, address)
 
     def answer(self, request: Request) -> Answer:
         """Raises BadRequest."""
-        if self._allows is not None and not self._allows(request.headers.get("authorization", "")):
+        allowed = self._allows is None or self._allows(request.headers.get("authorization", ""))
+        route = (self._routes if allowed else self._strangers).get(request.path)
+        if route is None and not allowed:
             raise BadRequest(HTTPStatus.UNAUTHORIZED, "this agent wants a user and a password", close=True)
-        route = self._routes.get(request.path)
         if route is None:
             raise BadRequest(HTTPStatus.NOT_FOUND, f"no such path; there are {', '.join(sorted(self._routes))}")
         try:
@@ -287,15 +304,21 @@ class HttpServer(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):
-            full = Answer.json({"error": f"{NUM_CONNECTIONS_MAX} connections are open"}, HTTPStatus.SERVICE_UNAVAILABLE)
-            try:
-                request.settimeout(1.0)
-                request.sendall(rendered(full, stays=False))
-            except OSError:
-                pass  # it did not wait for the refusal
-            self.shutdown_request(request)
+            self._refuse(request, f"{NUM_CONNECTIONS_MAX} connections are open")
             return
-        super().process_request(request, client_address)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError as e:  # no thread can be started (ulimit -u, TasksMax): the next may be
+            self._slots.release()
+            self._refuse(request, str(e))
+
+    def _refuse(self, request: Any, reason: str) -> None:
+        try:
+            request.settimeout(1.0)
+            request.sendall(rendered(Answer.json({"error": reason}, HTTPStatus.SERVICE_UNAVAILABLE), stays=False))
+        except OSError:
+            pass  # it did not wait for the refusal
+        self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -311,9 +334,12 @@ class HttpServer(socketserver.ThreadingTCPServer):
         assert self._tls is not None
         request.settimeout(HANDSHAKE_SECONDS)
         try:
-            return self._tls.wrap_socket(request, server_side=True)
+            return self._tls().wrap_socket(request, server_side=True)
         except OSError as e:  # ssl.SSLError is one: no TLS, no certificate, too slow
-            logger.info("a TLS handshake failed: %s", e)
+            # Said once: anybody who reaches the port can make as many as he likes.
+            level = logging.DEBUG if self._handshake_failed else logging.WARNING
+            self._handshake_failed = True
+            logger.log(level, "a TLS handshake failed: %s", e)
             self.shutdown_request(request)
             return None
 

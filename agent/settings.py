@@ -35,6 +35,7 @@ class GpuSection(CollectorSection):
 
 class KernelLogSection(CollectorSection):
     interval_seconds: Interval = 0.2
+    """At least so long between two looks, each of which waits for a line."""
     path: Path = Path("/dev/kmsg")
     """The kernel's ring buffer, or a file that a syslog daemon writes."""
 
@@ -47,7 +48,7 @@ class NetworkSection(CollectorSection):
 class StorageSection(CollectorSection):
     interval_seconds: Interval = 5.0
     mounts: tuple[Path, ...] = ()
-    """Empty: all local file systems. Network file systems only when named: a dead server blocks who asks."""
+    """Looked at beside all local file systems; those of a network only when named: a dead server blocks who asks."""
 
 
 class RasSection(CollectorSection):
@@ -68,7 +69,7 @@ class InspectorSection(CollectorSection):
 class JobsSection(CollectorSection):
     interval_seconds: Interval = 2.0
     rules: dict[str, Any] | None = None
-    """How ranks of jobs that know nothing of rolecall are found; None: rules for verl, slime, OpenRLHF and torchrun."""
+    """How ranks of jobs that know nothing of rolecall are found; None: the rules that come with it, which follow own ones."""
 
 
 class ExporterSection(CollectorSection):
@@ -76,6 +77,9 @@ class ExporterSection(CollectorSection):
     interval_seconds: Interval = 5.0
     url: str = ""
     """Of its page; empty: its usual port on this node."""
+
+
+class DcgmExporterSection(ExporterSection):
     hostname: str = ""
     """This node as the exporter calls it, where its page speaks of several; empty: `node`."""
 
@@ -95,12 +99,14 @@ class EngineSection(Section):
 
 
 class VllmSection(CollectorSection):
+    interval_seconds: Interval = 5.0
+    """The engine's page is made in the loop that serves its requests: it is asked rarely."""
     engines: tuple[EngineSection, ...] = ()
     """vLLM servers whose own metrics are read and joined with role, replica and rank."""
 
 
 class AgentFile(Section):
-    node: str = Field(default_factory=lambda: socket.gethostname().lower())
+    node: str = Field(default_factory=lambda: socket.gethostname().lower(), validate_default=True)
     """Name of this node; the same as in Slurm, Kubernetes or Prometheus, if it is to be joined with those."""
     host: str = "127.0.0.1"
     """Address to listen on. Beyond loopback `web_config_file` should name TLS and users."""
@@ -121,7 +127,7 @@ class AgentFile(Section):
     nccl_ras: RasSection = RasSection()
     nccl_inspector: InspectorSection = InspectorSection()
     jobs: JobsSection = JobsSection()
-    dcgm_exporter: ExporterSection = ExporterSection()
+    dcgm_exporter: DcgmExporterSection = DcgmExporterSection()
     """Read and mapped instead of NVML, where one runs: then set gpu.enabled to false."""
     node_exporter: ExporterSection = ExporterSection()
     """Read and mapped instead of network and storage, where one runs: then set their enabled to false."""
@@ -131,6 +137,8 @@ class AgentFile(Section):
     """Where the host's /proc is seen; in a container perhaps /host/proc."""
     sys: Path = Path("/sys")
     """Where the host's /sys is seen."""
+    rootfs: Path = Path("/")
+    """Where the host's root file system is seen; in a container perhaps /host/root. Of it storage asks the file systems."""
 
     @model_validator(mode="after")
     def _one_reader(self) -> "AgentFile":

@@ -1,8 +1,9 @@
 """The reporter's side thread: tells the agent over its Unix socket who this process is, and rare events.
 
-One message is one connection: a JSON line out, a JSON line back (`{"ok": true}` or `{"ok": false, "reason": ...}`).
-Registration is repeated until the agent answers: an agent that is missing, or restarts, never holds up training.
-Everything said here also stands on the state page, so a message that is lost costs time only. Standard library only.
+Who has something to say puts it into a queue and goes on; the thread wakes at once. One message is one connection: a JSON
+line out, a JSON line back (`{"ok": true}` or `{"ok": false, "reason": ...}`). Registration is repeated until the agent
+answers: an agent that is missing, or restarts, never holds up training. Everything said here also stands on the state page,
+which the agent reads once more when the process is gone: a message that is lost costs time only. Standard library only.
 """
 
 import hashlib
@@ -12,7 +13,6 @@ import os
 import queue
 import socket
 import threading
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
@@ -33,6 +33,7 @@ NUM_QUEUED_MAX = 64
 REPLY_BYTES_MAX = 4096
 NUM_FRAMES_MAX = 20
 """Innermost frames that enter a fingerprint."""
+NUM_FILES_REMEMBERED = 256
 SOCKET_PATH_BYTES_MAX = 100
 """sockaddr_un holds 108 bytes; a longer path goes through the directory's descriptor."""
 
@@ -46,11 +47,28 @@ def describe_exception(exc: BaseException) -> dict[str, str]:
     except Exception:  # noqa: BLE001 deliberate: the exception's own __str__ is foreign code
         message = "(no message: __str__ failed)"
     # A walk without `extract_tb`: that would read source files of a process that is dying.
-    frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_tb(exc.__traceback__)]
-    shape = "|".join(f"{'/'.join(file.split('/')[-2:])}:{function}" for file, _, function in frames[-NUM_FRAMES_MAX:])
-    where = "{}:{} {}".format(*frames[-1]) if frames else ""
-    fingerprint = hashlib.sha256(f"{name}|{shape}".encode()).hexdigest()[:16]
+    frames, where, short, at = [], "", _short_names.get, exc.__traceback__
+    while at is not None:
+        code = at.tb_frame.f_code
+        file, function = code.co_filename, code.co_name
+        frames.append(f"{short(file) or _short(file)}:{function}")
+        last, at = at, at.tb_next
+        if at is None:
+            where = f"{file}:{last.tb_lineno} {function}"
+    shape = "|".join(frames[-NUM_FRAMES_MAX:])
+    fingerprint = hashlib.blake2s(f"{name}|{shape}".encode(), digest_size=8).hexdigest()  # half of SHA-256's time
     return {"type": name, "message": message, "where": where, "fingerprint": fingerprint}
+
+
+def _short(file: str) -> str:
+    """`folder/file.py`: the same on every node."""
+    short = "/".join(file.split("/")[-2:])
+    if len(_short_names) < NUM_FILES_REMEMBERED:
+        _short_names[file] = short
+    return short
+
+
+_short_names: dict[str, str] = {}
 
 
 class Refused(Exception):
@@ -100,55 +118,46 @@ def tell(path: Path, message: Mapping[str, Any], seconds: float) -> None:
 
 
 class Teller:
-    """Owns the side thread, which lives as long as there is something to say and ends 10 s after."""
-
-    IDLE_SECONDS = 10.0
+    """Owns the side thread, which sleeps until there is something to say."""
 
     def __init__(self, path: Path, pid: int, start_ticks: int) -> None:
         self._path = path
         self._who = {"pid": pid, "start_ticks": start_ticks}
-        self._queue: queue.Queue[dict[str, Any]] = queue.Queue(NUM_QUEUED_MAX)
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        # Not queue.Queue: its lock is not reentrant, and a signal handler may report from inside a `put`.
+        self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event] = queue.SimpleQueue()
         self._newest_identity = 0
+        self._heard = True  # whether anybody listened the last time
+        threading.Thread(target=self._run, name="rolecall-tell", daemon=True).start()
 
     def register(self, *, replica: str, rank: int, incarnation: int, secret: str) -> None:
         self._newest_identity += 1
         identity = {"replica": replica, "rank": rank, "incarnation": incarnation, "secret": secret}
         self._put({"kind": "register", "identity_number": self._newest_identity, **identity})
 
-    def exception(self, told: Mapping[str, str], *, number: int, seconds: float) -> None:
-        """At once, in the calling thread, and if that fails from the side thread."""
-        message = {"kind": "exception", "number": number, "detail": dict(told)}
-        try:
-            tell(self._path, {**self._who, **message}, seconds)
-        except (OSError, Refused):
-            self._put(message)
+    def exception(self, detail: Mapping[str, str], *, number: int) -> None:
+        self._put({"kind": "exception", "number": number, "detail": detail})
 
     def finished(self, reason: str) -> None:
         self._put({"kind": "finished", "reason": reason[:MESSAGE_CHARACTERS_MAX]})
 
+    def flush(self, seconds: float) -> None:
+        """Waits until all is said, for at most `seconds`; not at all where nobody listens."""
+        if self._heard:
+            said = threading.Event()
+            self._queue.put(said)
+            said.wait(seconds)
+
     def _put(self, message: dict[str, Any]) -> None:
-        try:
-            self._queue.put_nowait({**self._who, **message})
-        except queue.Full:
-            return  # the page still says it
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rolecall-tell", daemon=True)
-                self._thread.start()
+        if self._queue.qsize() < NUM_QUEUED_MAX:  # else the page still says it
+            self._queue.put(message)
 
     def _run(self) -> None:
         while True:
-            try:
-                message = self._queue.get(timeout=self.IDLE_SECONDS)
-            except queue.Empty:
-                with self._lock:
-                    if self._queue.empty():
-                        self._thread = None
-                        return
-                continue
-            self._deliver(message)
+            message = self._queue.get()
+            if isinstance(message, threading.Event):
+                message.set()
+            else:
+                self._deliver({**self._who, **message})
 
     def _deliver(self, message: dict[str, Any]) -> None:
         pause_seconds, attempts = RETRY_SECONDS_MIN, 0
@@ -158,11 +167,14 @@ class Teller:
                 return  # promoted meanwhile: the older identity is over
             try:
                 tell(self._path, message, SEND_SECONDS)
+                self._heard = True
                 return
             except Refused as e:
+                self._heard = True
                 logger.warning("the agent refused %s: %s", message["kind"], e)
                 return
             except OSError:
+                self._heard = False
                 attempts += 1
             if message["kind"] != "register" and attempts >= NUM_ATTEMPTS_EVENT:
                 return

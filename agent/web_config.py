@@ -5,6 +5,7 @@ of prometheus/exporter-toolkit, docs/web-configuration.md):
                         client_ca_file: ca.crt, min_version: TLS12}
     basic_auth_users: {prometheus: $2y$10$...}        # bcrypt, as `htpasswd -nBC 10 "" | tr -d ':\\n'` writes it
 
+Certificates and keys are read again when their files change, as those exporters do; the file itself is read at the start.
 Paths are relative to the file. Keys that are not known here are refused: an operator who asked for a limit must not
 believe that it holds.
 """
@@ -12,6 +13,7 @@ believe that it holds.
 import base64
 import binascii
 import hashlib
+import logging
 import secrets
 import ssl
 import threading
@@ -22,6 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rolecall.core.config import problems_of, read_yaml
 from rolecall.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 NUM_VERIFIED_MAX = 100
 """Right credentials remembered: bcrypt takes a tenth of a second on purpose, and a scrape comes every few."""
@@ -47,6 +51,41 @@ class _Web(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     tls_server_config: _Tls | None = None
     basic_auth_users: dict[str, str] = Field(default_factory=dict)
+
+
+class Tls:
+    """The context of files that somebody renews. `context()` may be called from several threads."""
+
+    def __init__(self, tls: _Tls, folder: Path, context: ssl.SSLContext) -> None:
+        self._tls, self._folder, self._context = tls, folder, context
+        names = (tls.cert_file, tls.key_file, tls.client_ca_file)
+        self._files = [folder / name for name in names if name]
+        self._stamps = self._read_stamps()
+        self._lock = threading.Lock()
+
+    def _read_stamps(self) -> list[tuple[int, int, int]]:
+        stamps = []
+        for path in self._files:
+            try:
+                about = path.stat()
+                stamps.append((about.st_ino, about.st_mtime_ns, about.st_size))
+            except OSError:
+                stamps.append((0, 0, 0))
+        return stamps
+
+    def context(self) -> ssl.SSLContext:
+        """For one more connection. What cannot be used (half of a pair is there) is said, and the one of before kept."""
+        with self._lock:
+            stamps = self._read_stamps()
+            if stamps != self._stamps:
+                self._stamps = stamps
+                problems = list[str]()
+                fresh = _context(self._tls, self._folder, problems)
+                if problems:
+                    logger.warning("the certificate of before is kept: %s", "; ".join(problems))
+                else:
+                    self._context = fresh
+            return self._context
 
 
 class BasicAuth:
@@ -93,7 +132,7 @@ class BasicAuth:
 class WebConfig:
     """`tls`: None for plain HTTP; `auth`: None without users."""
 
-    def __init__(self, tls: ssl.SSLContext | None = None, auth: BasicAuth | None = None) -> None:
+    def __init__(self, tls: Tls | None = None, auth: BasicAuth | None = None) -> None:
         self.tls, self.auth = tls, auth
 
 
@@ -119,12 +158,12 @@ def load_web_config(path: Path) -> WebConfig:
             import bcrypt  # noqa: F401
         except ImportError:
             problems.append("basic_auth_users: the package bcrypt is not installed (pip install 'rolecall[agent]')")
-    context = None
+    tls = None
     if web.tls_server_config is not None:
-        context = _context(web.tls_server_config, path.parent, problems)
+        tls = Tls(web.tls_server_config, path.parent, _context(web.tls_server_config, path.parent, problems))
     if problems:
         raise ConfigError(problems, str(path))
-    return WebConfig(context, BasicAuth(web.basic_auth_users) if web.basic_auth_users else None)
+    return WebConfig(tls, BasicAuth(web.basic_auth_users) if web.basic_auth_users else None)
 
 
 def _context(tls: _Tls, folder: Path, problems: list[str]) -> ssl.SSLContext:

@@ -4,182 +4,36 @@ A node of 8 GPUs, 8 InfiniBand NICs and 16 ranks: the GPUs are our stand-in for 
 that the real nvidia-ml-py runs through ctypes), the NICs a tree of files, the ranks processes that report ten times a
 second. `rolecall agent` runs from an agent.yaml as an operator would have it, and looks once a second. Measured: a scrape,
 over one kept connection; CPU by collector and memory; what a poller reads a second; how long an event takes from its cause
-to who waits at `/v1/events`; a call of the reporter inside the training process; memory over many looks.
+to who waits at `/v1/events`; a call of the reporter inside the training process. Memory over many looks: agent_ticks.py.
 """
 
 import argparse
 import http.client
 import json
-import os
 import re
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import common
+from agent_node import NUM_GPUS, NUM_NICS, NUM_RANKS, REPLICA, TOKEN, Node, node
 
 sys.path.insert(0, str(common.ROOT))
 
 from rolecall.agent import reporter
 from rolecall.core.rundir import registration_secret
-from tests.agent.nvml import STATE_VARIABLE, Machine, build
+from tests.agent.nvml import read_time
 
-NUM_GPUS, NUM_NICS, NUM_RANKS = 8, 8, 16
-TOKEN = "benchmark"
 BATCH = 50
-KERNEL_LINE = (
-    "Nov 22 10:00:00 node-1 kernel: [  100.000000] NVRM: Xid (PCI:0000:1a:00): 79, pid='<unknown>', name=<unknown>, "
-    "GPU has fallen off the bus.\n"
-)
-RANK = """
-import sys, time
-from rolecall.agent import reporter
-folder, rank, secret = sys.argv[1:]
-reporter.start(replica="trainer/0", rank=int(rank), incarnation=1, secret=secret, node_dir=folder)
-reporter.enter_phase("compute")
-step = 0
-while True:
-    step += 1
-    reporter.set_step(step)
-    reporter.progress(1, busy_seconds=0.09, tokens=100)
-    time.sleep(0.1)
-"""
-COUNTERS = [
-    "VL15_dropped",
-    "excessive_buffer_overrun_errors",
-    "link_downed",
-    "link_error_recovery",
-    "local_link_integrity_errors",
-    "multicast_rcv_packets",
-    "multicast_xmit_packets",
-    "port_rcv_constraint_errors",
-    "port_rcv_data",
-    "port_rcv_errors",
-    "port_rcv_packets",
-    "port_rcv_remote_physical_errors",
-    "port_rcv_switch_relay_errors",
-    "port_xmit_constraint_errors",
-    "port_xmit_data",
-    "port_xmit_discards",
-    "port_xmit_packets",
-    "port_xmit_wait",
-    "symbol_error",
-    "unicast_rcv_packets",
-    "unicast_xmit_packets",
-]
-HW_COUNTERS = [
-    "duplicate_request",
-    "implied_nak_seq_err",
-    "lifespan",
-    "local_ack_timeout_err",
-    "np_cnp_sent",
-    "np_ecn_marked_roce_packets",
-    "out_of_buffer",
-    "out_of_sequence",
-    "packet_seq_err",
-    "req_cqe_error",
-    "req_cqe_flush_error",
-    "req_remote_access_errors",
-    "req_remote_invalid_request",
-    "resp_cqe_error",
-    "resp_cqe_flush_error",
-    "resp_local_length_error",
-    "resp_remote_access_errors",
-    "rnr_nak_retry_err",
-    "roce_adp_retrans",
-    "roce_adp_retrans_to",
-    "roce_slow_restart",
-    "roce_slow_restart_cnps",
-    "roce_slow_restart_trans",
-    "rp_cnp_handled",
-    "rp_cnp_ignored",
-    "rx_atomic_requests",
-    "rx_icrc_encapsulated",
-    "rx_read_requests",
-    "rx_write_requests",
-]
-
-
-def infiniband(root: Path) -> None:
-    for n in range(NUM_NICS):
-        port = root / f"mlx5_{n}" / "ports" / "1"
-        for folder, names in (("counters", COUNTERS), ("hw_counters", HW_COUNTERS)):
-            (port / folder).mkdir(parents=True)
-            for name in names:
-                (port / folder / name).write_text("123456\n")
-        for name, text in (
-            ("state", "4: ACTIVE"),
-            ("phys_state", "5: LinkUp"),
-            ("rate", "400 Gb/sec (4X NDR)"),
-            ("link_layer", "InfiniBand"),
-        ):
-            (port / name).write_text(text + "\n")
-
-
-class Node:
-    """A running agent and its node."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.data = folder, folder / "data"
-        self.machine = Machine(folder / "machine", NUM_GPUS)
-        self.kernel_log = folder / "kern.log"
-        self.kernel_log.write_text("")
-        infiniband(folder / "sys" / "class" / "infiniband")
-        (folder / "token").write_text(TOKEN)
-        library = build(folder)
-        (folder / "agent.yaml").write_text(
-            f"node: node-1\nport: 0\ndata_dir: {self.data}\ntoken_file: {folder}/token\nsys: {folder}/sys\n"
-            f"gpu: {{library: {library}}}\nkernel_log: {{path: {self.kernel_log}}}\n"
-        )
-        command = [sys.executable, "-m", "rolecall.agent", "--config", str(folder / "agent.yaml")]
-        with (folder / "agent.log").open("w") as log:
-            environ = {**os.environ, STATE_VARIABLE: str(self.machine.path)}
-            self.process = subprocess.Popen(command, stderr=log, env=environ)
-        deadline = time.monotonic() + 30
-        while not (self.data / "agent.json").exists():
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"the agent does not start:\n{(folder / 'agent.log').read_text()}")
-            time.sleep(0.05)
-        url = json.loads((self.data / "agent.json").read_text())["url"]
-        self.netloc = url.removeprefix("http://")
-        self.ranks = [self._rank(n) for n in range(NUM_RANKS)]
-
-    def _rank(self, n: int) -> subprocess.Popen[bytes]:
-        secret = registration_secret(TOKEN, "trainer/0", n, 1)
-        return subprocess.Popen([sys.executable, "-c", RANK, str(self.data), str(n), secret])
-
-    def connect(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(self.netloc, timeout=60)
-
-    def close(self) -> None:
-        for rank in self.ranks:
-            rank.kill()
-            rank.wait()
-        self.process.terminate()
-        self.process.wait(30)
-
-
-@contextmanager
-def node() -> Iterator[Node]:
-    folder = Path(tempfile.mkdtemp(prefix="agent-bench-"))
-    made = None
-    try:
-        made = Node(folder)
-        yield made
-    finally:
-        if made is not None:
-            made.close()
-        shutil.rmtree(folder)
+SCRAPE_SECONDS = 15.0
+STANDIN = "(stand-in)"
+ALONE = "exception, by itself"
 
 
 def get(connection: http.client.HTTPConnection, path: str, **headers: str) -> bytes:
@@ -209,7 +63,8 @@ def scrapes(n: Node, number: int) -> tuple[dict[str, list[float]], dict[str, int
 
 
 def cost(n: Node, seconds: float) -> tuple[float, dict[str, float], float]:
-    """(share of a core of the agent, by collector, resident bytes) while one reader asks for samples each second."""
+    """(share of a core of the agent, by collector, resident bytes) while one reader asks for samples each second, and
+    another scrapes every SCRAPE_SECONDS. Of the stand-in for NVML: its C code, which is within the collectors' share."""
 
     def now() -> tuple[float, dict[str, float], float]:
         text = get(n.connect(), "/metrics").decode()
@@ -219,13 +74,18 @@ def cost(n: Node, seconds: float) -> tuple[float, dict[str, float], float]:
         whole = re.search(r"rolecall_agent_cpu_seconds_total\{\S+ (\S+)", text)
         memory = re.search(r"rolecall_agent_resident_memory_bytes\{\S+ (\S+)", text)
         assert whole and memory
+        by[STANDIN] = read_time(n.files.standin_time)
         return float(whole[1]), by, float(memory[1])
 
     before, by_before, _ = now()
-    began = time.monotonic()
+    began, scraped = time.monotonic(), 0
     connection, since = n.connect(), 0
     while time.monotonic() < began + seconds:
         since = json.loads(get(connection, f"/v1/samples?since={since}", **{"Accept-Encoding": "deflate"}))["cursor"]
+        if time.monotonic() >= began + scraped * SCRAPE_SECONDS:
+            scraped += 1
+            for path in ("/metrics", "/metrics/dcgm"):
+                get(connection, path)
         time.sleep(1.0)
     lasted = time.monotonic() - began
     after, by_after, memory = now()
@@ -253,7 +113,8 @@ def waits(n: Node, number: int) -> dict[str, list[float]]:
     newest = json.loads(get(connection, "/v1/events?after=0"))["newest"]
     found: dict[str, list[float]] = {"XID in the kernel log": [], "XID of NVML": [], "exit of a rank": []}
 
-    def until(kind: str, cause: Any) -> float:
+    def until(kind: str, cause: Any, pid: int = 0) -> float:
+        """`pid`: of the process that it is about; others of the machine may be found and end, too."""
         nonlocal newest
         arrived = threading.Event()
         at = [0.0]
@@ -264,7 +125,7 @@ def waits(n: Node, number: int) -> dict[str, list[float]]:
                 batch = json.loads(get(connection, f"/v1/events?after={newest}&wait=20"))
                 if batch["events"]:
                     newest = batch["events"][-1]["seq"]
-                if any(e["kind"] == kind for e in batch["events"]):
+                if any(e["kind"] == kind and (e["process"] or {}).get("pid", 0) == pid for e in batch["events"]):
                     at[0] = time.perf_counter()
                     arrived.set()
 
@@ -278,41 +139,55 @@ def waits(n: Node, number: int) -> dict[str, list[float]]:
         thread.join()
         return at[0] - began
 
-    def line() -> None:
-        with n.kernel_log.open("a") as f:
-            f.write(KERNEL_LINE)
-
     for i in range(number):
-        found["XID in the kernel log"].append(until("xid", line))
+        found["XID in the kernel log"].append(until("xid", lambda i=i: n.files.kernel_line(i)))
         time.sleep(2.1)  # what two sources say within 2 s is one event
-        found["XID of NVML"].append(until("xid", lambda i=i: n.machine.event(i % NUM_GPUS, 48)))
+        found["XID of NVML"].append(until("xid", lambda i=i: n.files.xid(i % NUM_GPUS, 48)))
         time.sleep(2.1)
     for rank in n.ranks[: min(number, NUM_RANKS)]:
-        found["exit of a rank"].append(until("exited", lambda rank=rank: rank.send_signal(signal.SIGKILL)))
+        found["exit of a rank"].append(until("exited", lambda rank=rank: rank.send_signal(signal.SIGKILL), rank.pid))
     return found
 
 
-def reporter_calls(number: int) -> dict[str, list[float]]:
-    """Mean seconds of a call in batches of BATCH, without an agent: a single one is shorter than the clock is sure of."""
-    found: dict[str, list[float]] = {"progress": [], "set_step": [], "enter_phase": [], "exception": []}
-    folder = Path(tempfile.mkdtemp(prefix="reporter-bench-"))
-    error = ValueError("x")
+def failed(depth: int) -> Exception:
+    """An error that went through so many frames."""
+
+    def fail(n: int) -> None:
+        if n > 1:
+            fail(n - 1)
+        raise ValueError("loss is not finite at step 12")
+
     try:
-        reporter.start(replica="trainer/0", rank=0, incarnation=1, secret="none", node_dir=str(folder))
-        for _ in range(number):
-            for name, call in (
-                ("progress", lambda: reporter.progress(1, tokens=10)),
-                ("set_step", lambda: reporter.set_step(7)),
-                ("enter_phase", lambda: reporter.enter_phase("compute")),
-                ("exception", lambda: reporter.exception(error)),
-                ("(an empty call)", lambda: None),
-            ):
-                began = time.perf_counter()
-                for _ in range(BATCH):
-                    call()
-                found.setdefault(name, []).append((time.perf_counter() - began) / BATCH)
-    finally:
-        shutil.rmtree(folder)
+        fail(depth)
+    except ValueError as e:
+        return e
+    raise AssertionError
+
+
+def reporter_calls(number: int, data: Path) -> dict[str, list[float]]:
+    """Seconds of a call, the mean of BATCH, because a single one is shorter than the clock is sure of; an exception also by
+    itself, after the others. `data`: of the agent, which takes this process for one more rank."""
+    error = failed(5)
+    secret = registration_secret(TOKEN, REPLICA, NUM_RANKS, 1)
+    calls: dict[str, Callable[[], None]] = {
+        "progress": lambda: reporter.progress(1, tokens=10),
+        "set_step": lambda: reporter.set_step(7),
+        "enter_phase": lambda: reporter.enter_phase("compute"),
+        "update of a loss": lambda: reporter.update(loss=1.25),
+        "update of loss, gradient norm and reward": lambda: reporter.update(loss=1.25, grad_norm=0.5, reward=0.75),
+        ALONE: lambda: reporter.exception(error),
+        "exception": lambda: reporter.exception(error),
+        "(an empty call)": lambda: None,
+    }
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    reporter.start(replica=REPLICA, rank=NUM_RANKS, incarnation=1, secret=secret, node_dir=str(data))
+    for _ in range(number):
+        for name, call in calls.items():
+            timed = range(1 if name == ALONE else BATCH)
+            began = time.perf_counter()
+            for _ in timed:
+                call()
+            found[name].append((time.perf_counter() - began) / len(timed))
     return found
 
 
@@ -329,7 +204,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         cores, by, memory = cost(n, args.seconds)
         wire, plain = sample_bytes(n, 10)
         delays = waits(n, args.events)
-    calls = reporter_calls(1000)
+        calls = reporter_calls(1000, n.files.data)
+    no_agent = reporter_calls(1000, n.files.data)
+    calls["exception, without an agent"] = no_agent["exception"]
     config = f"{NUM_GPUS} GPUs (stand-in), {NUM_NICS} NICs, {NUM_RANKS} ranks, 1 Hz; {args.scrapes} scrapes"
     lines = common.header("The node agent", config, "none: nothing is drawn")
     lines += ["| what | measured | bar |", "|---|---|---|"]
@@ -352,16 +229,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{1e3 * max(values):.0f} ms (n={len(values)}) | 300 ms |"
         )
     for name, values in calls.items():
-        bar = {"exception": "5 us", "(an empty call)": ""}.get(name, "1 us")
+        bar = "5 us" if name.startswith("exception") else "" if name.startswith("(") else "1 us"
         lines.append(
             f"| reporter: `{name}` | median {1e6 * statistics.median(values):.2f} us, P99 "
             f"{1e6 * quantile(values, 0.99):.2f} us (n={len(values)}) | {bar} |"
         )
-    lines += ["", "The stand-in's own work is part of the CPU of `gpu` and `gpu_events`."]
-    lines += ["", "CPU by collector, share of a core:", "", "| collector | % |", "|---|---|"]
-    lines += [f"| {name} | {100 * share:.2f} |" for name, share in sorted(by.items(), key=lambda x: -x[1])]
+    standin = by.pop(STANDIN)
     rest = cores - sum(by.values())
-    lines += [f"| all else: ranks, samples, scrapes | {100 * rest:.2f} |", ""]
+    lines += ["", f"CPU, share of a core, with a scrape of both pages every {SCRAPE_SECONDS:.0f} s:", ""]
+    lines += ["| collector | % |", "|---|---|"]
+    lines += [f"| {name} | {100 * share:.2f} |" for name, share in sorted(by.items(), key=lambda x: -x[1])]
+    lines.append(f"| all else: ranks, samples, scrapes | {100 * rest:.2f} |")
+    lines += [
+        "",
+        f"Of `gpu` and `gpu_events`, {100 * standin:.2f} is the C code of the stand-in (timed inside of it).",
+        "",
+    ]
     print("\n".join(lines))
     if not args.no_file:
         name = f"agent_{common.hardware()}_{time.strftime('%Y%m')}.md"

@@ -24,6 +24,10 @@ class Unreachable(Exception):
     """An agent did not answer; the message is the reason told to people."""
 
 
+class NotServed(BadAnswer):
+    """An agent of an earlier version, which does not know this path. Nothing more can be asked over the connection."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What an agent may cost its listener."""
@@ -104,6 +108,10 @@ class AgentConnection:
         words = first.split(None, 2)
         if len(words) < 2 or not words[0].startswith("HTTP/1."):
             raise BadAnswer(f"no HTTP answer for {shown}")
+        if words[1] == "404":
+            raise NotServed(f"status 404 for {shown}")
+        if words[1] in ("401", "403"):
+            raise Unreachable(f"it lets nobody in without its user or token (status {words[1]}): --credentials")
         if words[1] != "200":
             raise BadAnswer(f"status {words[1][:8]} for {shown}")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -90,7 +90,14 @@ def diagnose(files: Sequence[Events]) -> list[Finding]:
     exact = {(d.fault_class, s.node) for d in told.values() for s in d.suspects if s.replica}
     vague = [d for d in told.values() if d.suspects and not any(s.replica for s in d.suspects)]
     outdone = [d for d in vague if all((d.fault_class, s.node) in exact for s in d.suspects)]
+    # Of a replica that lost ranks one after another the diagnosis that names the most says it all.
+    outdone += [d for d in told.values() if any(_tells_more(other, d) for other in told.values())]
     return [_finding(d) for d in told.values() if d not in outdone]
+
+
+def _tells_more(other: Diagnosis, d: Diagnosis) -> bool:
+    named, others = ({s.process for s in x.suspects if s.process is not None} for x in (d, other))
+    return bool(named) and named < others and other.fault_class == d.fault_class
 
 
 def _observations(events: Sequence[AgentEvent]) -> Iterator[Observation]:

@@ -8,6 +8,7 @@ import numpy as np
 from rolecall.core.clock import Clock
 from rolecall.core.metrics import host_values
 from rolecall.core.telemetry import ProcessSample
+from rolecall.detector.gpu_readings import GpuReadings, Who
 from rolecall.detector.panel import Machine
 from rolecall.detector.panel_metrics import NODE_ROLE
 from rolecall.detector.panel_source import PAUSE_SECONDS, Stopped, Tick, ticks_of
@@ -24,6 +25,8 @@ class AgentsPanels:
         self._panels = Panels(interval_seconds)
         self._newest: dict[Place, Reading] = {}  # since the last tick
         self._before: dict[Place, Reading] = {}  # at the last tick that had one
+        self._gpus = GpuReadings()
+        self._ranks: dict[Who, Place] = {}  # of the newest samples
 
     def ticks(self, stopped: Stopped) -> Iterator[Tick]:
         self._source.start()
@@ -34,7 +37,13 @@ class AgentsPanels:
                 for batch in observation.batches:
                     for process in batch.processes:
                         if process.alive:  # a dead one is shown for a while beside the next in its place
-                            self._newest[_place_of(process)] = process_reading(process)
+                            place = _place_of(process)
+                            self._newest[place] = process_reading(process)
+                            self._ranks[process.process.node, process.process.pid] = place
+                        else:
+                            self._ranks.pop((process.process.node, process.process.pid), None)
+                    for gpu in batch.gpus:
+                        self._gpus.take(gpu, observation.wall_at)
                     for host in batch.hosts:
                         values = {v.metric.name: v.value for v in host_values(host)}
                         place = Place(role=NODE_ROLE, machine=Machine(node=host.node))
@@ -49,8 +58,12 @@ class AgentsPanels:
         told: dict[str, list[tuple[Place, float]]] = {}
         for place, reading in self._newest.items():
             before = self._before.get(place)
-            for metric, value in measured(before, reading, self._interval_seconds):
+            for metric, value in measured(before, reading, self._interval_seconds).items():
                 told.setdefault(metric, []).append((place, value))
+        for who, of_gpus in self._gpus.tick(at).items():
+            if who in self._ranks:
+                for metric, value in of_gpus.items():
+                    told.setdefault(metric, []).append((self._ranks[who], value))
         self._before.update(self._newest)
         self._newest.clear()
         series = []

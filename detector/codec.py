@@ -39,7 +39,7 @@ PLAIN: dict[str, type] = {
         Subject,
     )
 }
-"""Written field by field."""
+"""Written field by field; what they make themselves of the others (`init=False`) is made again."""
 OWN: dict[str, tuple[type, Callable[[dict[str, Any]], Any]]] = {
     "AgentEvent": (AgentEvent, AgentEvent.from_dict),
     "Diagnosis": (Diagnosis, Diagnosis.from_dict),
@@ -59,7 +59,7 @@ def encode(value: Any) -> Any:
     if name in OWN:
         return {"@": name, "v": value.to_dict()}
     if name in PLAIN and is_dataclass(value):
-        return {"@": name, **{f.name: encode(getattr(value, f.name)) for f in fields(value)}}
+        return {"@": name, **{f.name: encode(getattr(value, f.name)) for f in fields(value) if f.init}}
     if isinstance(value, dict):
         return {"@": "map", "v": [[encode(k), encode(v)] for k, v in value.items()]}
     if isinstance(value, deque):
@@ -93,5 +93,6 @@ def decode(value: Any) -> Any:
     if tag in OWN:
         return OWN[tag][1](value["v"])
     if tag in PLAIN:
-        return PLAIN[tag](**{k: decode(v) for k, v in value.items() if k != "@"})
+        wanted = {f.name for f in fields(PLAIN[tag]) if f.init}
+        return PLAIN[tag](**{k: decode(v) for k, v in value.items() if k in wanted})
     raise ValueError(f"unknown tag {tag!r} in stored detector state")

@@ -34,10 +34,11 @@ def find(fleet: Fleet, now: float, all_stalls: list[Stall]) -> list[Finding]:
 def _judge(
     fleet: Fleet, role: str, epoch: int, waiting: list[Stall], all_stalls: list[Stall], now: float
 ) -> Finding | None:
-    members = [s for s in fleet.current() if s.role == role and s.sample is not None and s.sample.epoch == epoch]
+    role_members = fleet.roster.of_role(role).values()
+    members = [s for s in role_members if s.sample is not None and s.sample.epoch == epoch]
     if any(m.gone for m in members):
         return None  # crash.py names it; its peers wait for the runtime to contain that
-    if any(s.closed_wall and s.role == role and s.sample and s.sample.epoch == epoch for s in fleet.subjects.values()):
+    if any(s.role == role and s.sample and s.sample.epoch == epoch for s in fleet.closed()):
         return None  # a member is being replaced: whoever is left waits for its end, then for a new epoch
     waiters = [w.subject for w in waiting]
     unseen = {m.key: unseen_because(fleet, m.node, now) for m in members if m not in waiters}

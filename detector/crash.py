@@ -10,7 +10,7 @@ An exception whose process lives on is a crash of its work, once it did nothing 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import AgentEventKind, Phase
 from rolecall.detector.exceptions import blames_code, exception_text, last_exception, step_of
-from rolecall.detector.findings import finding
+from rolecall.detector.findings import EXIT, finding
 from rolecall.detector.fleet import Fleet, SeenException
 from rolecall.detector.subject import Subject
 
@@ -48,7 +48,12 @@ DOING = {
 def find(fleet: Fleet, now: float, explained: set[str]) -> list[Finding]:
     """`explained`: fingerprints that are user code, so that their exits are no crashes of their own."""
     found = []
+    raisers = {(e.replica, e.rank, e.incarnation) for e in (seen.event for seen in fleet.exceptions)}
+    if not raisers and not fleet.roster.gone:
+        return []
     for subject in fleet.current():
+        if not subject.gone and subject.key not in raisers:
+            continue
         if subject.finished or not subject.reports:  # unpaged.py judges those who cannot say goodbye
             continue
         raised = last_exception(fleet, subject)
@@ -102,7 +107,8 @@ def _gone(fleet: Fleet, subject: Subject, raised: SeenException | None, now: flo
     )
     onset = event.wall_at + subject.offset_seconds if event else subject.exit_wall
     values = {"requests_open": float(open_requests), "step": float(sample.step if sample else -1)}
-    evidence = [Evidence(kind="exit", text=f"process {subject.process} exited{how}", values=values)]
+    values |= exit_values(detail.get("signal", ""), oom=bool(_oom(fleet, subject, detail.get("signal", ""), now)))
+    evidence = [Evidence(kind=EXIT, text=f"process {subject.process} exited{how}", values=values)]
     if raised:
         evidence.append(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event)))
     return finding(
@@ -115,6 +121,12 @@ def _gone(fleet: Fleet, subject: Subject, raised: SeenException | None, now: flo
         because=because,
         evidence=tuple(evidence),
     )
+
+
+def exit_values(signal: str, *, oom: bool) -> dict[str, float]:
+    """Of the evidence of an exit."""
+    values = {"signal": float(signal)} if signal.isascii() and signal.isdecimal() and len(signal) < 4 else {}
+    return values | ({"oom": 1.0} if oom else {})
 
 
 def _oom(fleet: Fleet, subject: Subject, signal: str, now: float) -> str:

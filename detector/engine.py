@@ -1,6 +1,6 @@
 """The live detector: observations in, standing diagnoses out. It keeps state, reads no clock and acts on nothing.
 
-    fleet.ingest -> crash, user_code, stall + collective, slow, lost, nccl -> node_faults -> fusion -> diagnoses that stand now
+    fleet.ingest -> crash, user_code, stall + collective, slow, lost, nccl -> node_faults -> lost_ranks -> fusion -> diagnoses that stand now
     findings of panels (part of the observation), if nothing explains them ---^
 
 A diagnosis is returned by every `observe` while its evidence holds, as the same object under the same key; when it is
@@ -11,17 +11,18 @@ What panels of metrics say (run_panels.py) begins and has no end. So it counts a
 `SAME_FAULT_SECONDS`, says nothing against a replica that is seen to work, and nobody's learning stops for it.
 """
 
-from collections import deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from rolecall.core.config import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Suspect
 from rolecall.core.telemetry import Phase
-from rolecall.detector import collective, crash, fusion, lost, slow, stall, unpaged, user_code
+from rolecall.detector import collective, crash, fusion, lost, lost_ranks, pulled, slow, stall, unpaged, user_code
 from rolecall.detector.codec import decode, encode
 from rolecall.detector.fleet import Fleet
+from rolecall.detector.history import History
 from rolecall.detector.learned import learned_deadline
 from rolecall.detector.merging import SAME_FAULT_SECONDS
 from rolecall.detector.nccl_live import NcclStandings
@@ -33,8 +34,6 @@ from rolecall.detector.subject import WORK_PHASES, Subject
 WINDOW_VERSION = 1
 FRESH_SECONDS = 3.0
 """'Healthy again' needs a sample no older than this: an agent that restarts is silent for a second."""
-OBSERVATIONS_KEPT_MAX = 4096
-"""Observations kept for a window at most, whatever its length."""
 FAULTS_OF_OTHERS = frozenset({FaultClass.CRASH, FaultClass.USER_CODE, FaultClass.HANG, FaultClass.NETWORK})
 """While one of these stands, and for a while after, those who depend on others are excused."""
 AFTERMATH_SECONDS = 300.0
@@ -64,14 +63,14 @@ class Detector:
         self._standing: dict[str, Diagnosis] = {}
         self._fault_wall = 0.0
         self._panels: list[PanelFault] = []
+        self._pulled: list[Finding] = []
         self._trouble = (0.0, 0.0)  # since when, and when last, the engine's own detectors found something
         self._now = 0.0
-        # Two half windows, each with the state that it began with: the older one is dropped when the newer is full.
-        self._halves: deque[tuple[float, Any, deque[Observation]]] = deque(maxlen=2)
+        self._history = History(config.window_seconds)
 
     def observe(self, observation: Observation) -> list[Diagnosis]:
         """All diagnoses that stand after this observation, one per fault."""
-        self._remember(observation)
+        self._history.add(observation, self._fleet, self._learned)
         now = self._now = max(self._now, observation.wall_at)
         fleet, config = self._fleet, self._config
         fleet.ingest(observation)
@@ -85,14 +84,21 @@ class Detector:
             self._fault_wall = now
         findings += stall.find_dependent(fleet, now, all_stalls, self._fault_wall)
         findings += slow.find(self._slow, fleet, config, now) + lost.find(fleet, now)
+        for node in observation.left:
+            self._nodes.leave(node)
+            self._nccl.leave(node)
         for event in observation.events:
-            self._nodes.take(event, now)
-            self._nccl.take(event, now)
+            age = fleet.age(event)
+            here = replace(event, wall_at=event.wall_at + fleet.offsets.get(event.node, 0.0))
+            self._nodes.take(here, now, age)
+            self._nccl.take(here, now, age)
         if not any(f.fault_class in FAULTS_OF_OTHERS for f in findings):  # else that is why the others wait
             findings += self._nccl.find(fleet, now)
-        findings = self._nodes.join(findings, now)
+        findings = lost_ranks.folded(self._nodes.join(findings, now))
+        self._pulled = pulled.take(self._pulled, observation.pulled_findings, findings)
+        findings = [*findings, *self._pulled]
         of_panels = self._take_panels(observation.panel_findings, findings, all_stalls, now)
-        diagnoses = fusion.fuse(findings, self._standing, self._role_sizes(), now, of_panels)
+        diagnoses = fusion.fuse(findings, self._standing, self._fleet.roster.sizes(), now, of_panels)
         self._standing = {d.key: d for d in diagnoses}
         self._mark_quiet(findings)
         return diagnoses
@@ -109,7 +115,7 @@ class Detector:
             else:
                 same.last_wall = now
         self._panels = [p for p in self._panels if now - p.last_wall <= SAME_FAULT_SECONDS and self._stands_alone(p)]
-        kept = fusion.unexplained([p.finding for p in self._panels], findings, self._role_sizes())
+        kept = fusion.unexplained([p.finding for p in self._panels], findings, self._fleet.roster.sizes())
         self._panels = [p for p in self._panels if p.finding in kept]
         if not stall.emerging(stall.own(all_stalls)):
             for p in self._panels:
@@ -133,7 +139,7 @@ class Detector:
         """Whether it is about processes that are still there; a whole node always is."""
         if not suspect.replica:
             return True
-        ranks = [s for s in self._fleet.current() if s.replica == suspect.replica]
+        ranks = self._fleet.roster.of_replica(suspect.replica).values()
         return bool(ranks) and all(s.incarnation == suspect.incarnation and not s.gone for s in ranks)
 
     def forget(self, replica: str, below_incarnation: int) -> None:
@@ -153,7 +159,8 @@ class Detector:
 
         An idle one counts once it has worked under this name. The sentence says what was seen, or what is missing.
         """
-        ranks = [s for s in self._fleet.current() if s.replica == replica and s.incarnation >= incarnation_min]
+        here = self._fleet.roster.of_replica(replica).values()
+        ranks = [s for s in here if s.incarnation >= incarnation_min]
         if not ranks:
             return False, f"{replica}: no process of incarnation {incarnation_min} or later has registered"
         for s in ranks:
@@ -184,6 +191,10 @@ class Detector:
             return f"stands still in phase {s.phase} for {s.stall.wall:.1f} s"
         return ""
 
+    def processes(self) -> list[Subject]:
+        """Everybody under watch now, the newest of each name."""
+        return list(self._fleet.current())
+
     def deadlines(self) -> dict[str, str]:
         """Deadline in force for each `role/phase` that has learned one, in words."""
         gaps = self._fleet.gaps
@@ -194,16 +205,17 @@ class Detector:
             if p99 is not None
         }
 
-    def window(self) -> dict[str, Any]:
+    def window(self, suspects: Iterable[Suspect] = ()) -> dict[str, Any]:
         """What was seen lately with the state before it, as JSON: store it with a diagnosis, `replay_window` decides
-        again from it. It covers between half of `window_seconds` and all of it."""
-        _, start, _ = self._halves[0] if self._halves else (0.0, None, None)
+        again from it. It covers between half of `window_seconds` and all of it; of a large fleet those whom `suspects`
+        name, and some of their peers."""
+        start, observations = self._history.window(self._fleet, suspects)
         return {
             "version": WINDOW_VERSION,
             "config": self._config.model_dump(),
             "roles": self._roles,
             "start": start,
-            "observations": [o.to_dict() for _, _, half in self._halves for o in half],
+            "observations": observations,
         }
 
     @classmethod
@@ -242,8 +254,25 @@ class Detector:
 
     def state(self) -> dict[str, Any]:
         """Everything learned and standing, as JSON."""
+        return {**self._learned(), "subjects": [encode(s) for s in self._fleet.subjects.values()]}
+
+    def state_in_parts(self, subjects_at_once: int) -> Iterator[str | None]:
+        """`state` as text, made of a few subjects at a time; None until it is done. Observations may come in between:
+        each subject is as it was when its turn came."""
+        texts: list[str] = []
+        keys = list(self._fleet.subjects)
+        for begin in range(0, len(keys), subjects_at_once):
+            there = (self._fleet.subjects.get(key) for key in keys[begin : begin + subjects_at_once])
+            texts += [json.dumps(encode(s)) for s in there if s is not None]
+            if begin + subjects_at_once < len(keys):
+                yield None
+        yield f'{json.dumps(self._learned())[:-1]}, "subjects": [{", ".join(texts)}]}}'
+
+    def _learned(self) -> dict[str, Any]:
+        """All of the state but the subjects."""
+        fleet = {f.name: encode(getattr(self._fleet, f.name)) for f in fields(Fleet) if f.init and f.name != "subjects"}
         return {
-            "fleet": encode(self._fleet),
+            "fleet": {"@": "Fleet", **fleet},
             "slow": encode(self._slow),
             "nodes": encode(self._nodes),
             "nccl": encode(self._nccl),
@@ -251,33 +280,23 @@ class Detector:
             "fault_wall": self._fault_wall,
             "panels": [[p.finding.to_dict(), p.last_wall, p.told] for p in self._panels],
             "trouble": list(self._trouble),
+            "pulled": [f.to_dict() for f in self._pulled],
             "now": self._now,
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._fleet, self._slow = decode(state["fleet"]), decode(state["slow"])
+        if "subjects" in state:  # states of before 2026-11-22 hold them in the fleet
+            subjects: list[Subject] = [decode(s) for s in state["subjects"]]
+            self._fleet = replace(self._fleet, subjects={s.key: s for s in subjects})
         self._nodes = decode(state["nodes"]) if "nodes" in state else NodeFaults()
         self._nccl = decode(state["nccl"]) if "nccl" in state else NcclStandings()
         self._standing = {d.key: d for d in decode(state["standing"])}
         self._fault_wall, self._now = state["fault_wall"], state["now"]
+        self._pulled = [Finding.from_dict(f) for f in state.get("pulled", ())]
         self._panels = [PanelFault(Finding.from_dict(f), *more) for f, *more in state.get("panels", ())]
         since, until = state.get("trouble", (0.0, 0.0))
         self._trouble = (since, until)
-
-    def _remember(self, observation: Observation) -> None:
-        half = self._config.window_seconds / 2
-        newest = self._halves[-1] if self._halves else None
-        if newest is None or observation.wall_at - newest[0] > half or len(newest[2]) >= OBSERVATIONS_KEPT_MAX // 2:
-            newest = (observation.wall_at, self.state(), deque())
-            self._halves.append(newest)
-        newest[2].append(observation)
-
-    def _role_sizes(self) -> dict[str, int]:
-        sizes: dict[str, set[str]] = {}
-        for s in self._fleet.current():
-            if not s.gone:
-                sizes.setdefault(s.role, set()).add(s.replica)
-        return {role: len(replicas) for role, replicas in sizes.items()}
 
     def _mark_quiet(self, findings: list[Finding]) -> None:
         """Nothing is learned from those under a finding, nor from those who wait while one stands."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Finding, Suspect
-from rolecall.detector.findings import ADVISES, GAIN, PANEL, SETTLE, settles
+from rolecall.detector.findings import ADVISES, GAIN, OF_GPU, PANEL, SETTLE, settles
 
 ADVICE = {
     FaultClass.CRASH: "replace the replica",
@@ -51,7 +51,9 @@ def fuse(
         diagnosis = to_diagnosis(finding)
         before = standing.get(diagnosis.key, diagnosis)
         if on_panels_alone(before) and not on_panels_alone(diagnosis):
-            before = diagnosis  # a slowness was measured of whom a panel had named: now it can be weighed
+            # A slowness was measured of whom a panel had named: now it can be weighed. What its GPU does may be why.
+            of_gpus = tuple(e for e in before.evidence if e.kind == OF_GPU)
+            before = replace(diagnosis, evidence=(*diagnosis.evidence, *of_gpus))
         told.setdefault(diagnosis.key, before)
     return list(told.values())
 
@@ -103,7 +105,10 @@ def _advice(finding: Finding) -> str:
     if finding.detector.startswith(PANEL):
         return ADVICE_ON_PANELS
     own = [e.text for e in finding.evidence if e.kind == ADVISES]
-    return "; ".join(text for text in (*own, ADVICE.get(finding.fault_class, "")) if text)
+    usual = ADVICE.get(finding.fault_class, "")
+    if not any(text.endswith(usual) for text in own):  # it does where a diagnosis is told again (agent_events.py)
+        own.append(usual)
+    return "; ".join(own)
 
 
 def _who(suspects: tuple[Suspect, ...]) -> set[Incarnation]:
@@ -135,7 +140,12 @@ def _drop_consequences(findings: list[Finding], now: float) -> list[Finding]:
         who = _who(f.suspects)
         if f.fault_class in (FaultClass.SLOW, FaultClass.CANNOT_TELL) and who & accused:
             continue
-        if f.fault_class == FaultClass.CANNOT_TELL and not who and all(s.node in cut_off for s in f.suspects):
+        if (
+            f.fault_class == FaultClass.CANNOT_TELL
+            and f.suspects
+            and not who
+            and all(s.node in cut_off for s in f.suspects)
+        ):
             continue
         if f.fault_class == FaultClass.HANG and who and who <= crashed:
             continue

@@ -6,6 +6,7 @@ node's others.
     down: not active, while most of its rail is, or it has carried traffic
     slow: active at a lower rate than most of its rail (else of its node's alike), or InfiniBand on one lane of its own
     counters: far above those of the other ports (`MANY`), or, of two copies of a node, growing too fast (`GROWTH`)
+    congested: of two copies, it asks far more often than the others to be sent less (`CONGESTION`)
 
 What many nodes share on one rail, or most of the fleet everywhere, is no fault of theirs (a switch lifts many): it is told
 as one `cannot tell` that names them. What a single copy does not tell is a remark.
@@ -34,6 +35,9 @@ MANY = {
     "rnr_nak_retry_err": 10,
     "symbol_error": 120,
     "roce_slow_restart": 600,
+    "port_rcv_errors": 600,
+    "port_xmit_discards": 6000,
+    "local_ack_timeout_err": 60,
 }
 """Counts below this are not many, however few the others have: single flaps are tolerated, a job that dies leaves some
 retries behind, and the rest is what may be counted within an hour or a minute (`GROWTH`)."""
@@ -47,9 +51,20 @@ GROWTH: Mapping[str, tuple[float, float, str]] = {
     ),
     "symbol_error": (120.0, 3600.0, "at most 120 an hour are in order"),
     "link_error_recovery": (5.0, 60.0, "at most 5 a minute are in order"),
-    "roce_slow_restart": (10.0, 1.0, "at most 10 a second are in order"),
+    **dict.fromkeys(("roce_slow_restart", "port_rcv_errors"), (10.0, 1.0, "at most 10 a second are in order")),
+    "port_xmit_discards": (100.0, 1.0, "at most 100 a second are in order"),
+    "local_ack_timeout_err": (1.0, 1.0, "at most one a second is in order"),
 }
-"""By counter: no more than so many in so many seconds (thresholds as NVSentinel publishes them)."""
+"""By counter: no more than so many in so many seconds (NVIDIA/NVSentinel, nic-health-monitor, link counter detection; 120
+symbol errors an hour are the IBTA's bit error rate of 1e-12)."""
+OF_OTHERS = frozenset({"local_ack_timeout_err", "rnr_nak_retry_err", "roce_slow_restart", "port_xmit_discards"})
+"""Counted here for what the other end or the path between does: a peer that died answers nobody."""
+CONGESTION: Mapping[str, tuple[float, str]] = {
+    "np_cnp_sent": (1000.0, "congestion notifications (CNP)"),
+}
+"""By counter: fewer a second are none, and what it counts in words. Nobody publishes how many are in order: they are
+compared with the other ports alone. A flow whose packets are all marked sends one each 50 us, 20,000 a second (DCQCN,
+Zhu et al., SIGCOMM 2015, section 5). PFC pauses are in no InfiniBand tree, `ethtool -S` has them."""
 NUM_GROWN_MIN = 5
 """Fewer make no rate: two in a second are not 7,200 an hour."""
 NUM_NODES_SHARED_MIN = 3
@@ -60,6 +75,8 @@ CONFIDENCE_CANNOT_TELL = 0.3
 SETTLE_COUNTS = (
     "a second copy of the same nodes some minutes later, in a folder beside the first: whether it still counts"
 )
+SETTLE_OTHERS = "whether those whom it talks to count the same: then it is one of them, or the path between"
+SETTLE_CONGESTED = "the PFC pauses that it sends (ethtool -S: tx_prio*_pause) and its PCIe link: a machine that takes too little pauses others"
 SETTLE_SHARED = "what they have in common: the switch of this rail, its cabling, the subnet manager and their logs"
 
 
@@ -98,6 +115,24 @@ class Fleet:
             for name, count in port.counters.items():
                 counts.setdefault((port.link_layer, name), []).append(count)
         self._usual = {key: (median(its), len(its)) for key, its in counts.items()}
+        rates = dict[tuple[str, str], list[float]]()
+        for port in self.ports:
+            for name in CONGESTION:
+                if (grown := self.grown(port, name)) is not None:
+                    rates.setdefault((port.link_layer, name), []).append(grown[0] / grown[1])
+        self._usual_rates = {key: (median(its), len(its)) for key, its in rates.items()}
+
+    def grown(self, port: Port, counter: str) -> tuple[int, float] | None:
+        """(by how much, in how many seconds) between the oldest and the newest copy; None: there is one copy only."""
+        before = self.before.get((port.node, port.rail))
+        if before is None or counter not in before.counters or counter not in port.counters:
+            return None
+        old, new = before.counters[counter], port.counters[counter]
+        return (new - old if new >= old else new), port.at - before.at  # less than before: it began anew
+
+    def usual_rate(self, port: Port, counter: str) -> tuple[float, int]:
+        """(median, number) a second of all ports of its kind of which there are two copies."""
+        return self._usual_rates[port.link_layer, counter]
 
     def rail(self, port: Port) -> list[Port]:
         """The same port of other nodes."""
@@ -145,6 +180,8 @@ def _complaints(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Compla
     for name in MANY:
         if name in port.counters:
             yield from _counted(fleet, port, name, remarks)
+    for name in CONGESTION:
+        yield from _congested(fleet, port, name)
 
 
 def _down(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Complaint]:
@@ -197,15 +234,15 @@ def _usual(rates: Sequence[float]) -> float | None:
 
 def _counted(fleet: Fleet, port: Port, name: str, remarks: list[str]) -> Iterator[Complaint]:
     count = port.counters[name]
-    before = fleet.before.get((port.node, port.rail))
-    if before is not None and name in before.counters:
-        seconds = port.at - before.at
-        grown = count - before.counters[name] if count >= before.counters[name] else count  # else: it began anew
+    settle = SETTLE_OTHERS if name in OF_OTHERS else ""
+    if (growth := fleet.grown(port, name)) is not None:
+        grown, seconds = growth
         most, per_seconds, in_order = GROWTH[name]
         if grown > most * seconds / per_seconds and (not most or grown >= NUM_GROWN_MIN):
             text = f"port {port.rail}: {name} grew by {grown} to {count} in {seconds:.0f} s, and {in_order}"
             values = {"num_grown": float(grown), "seconds": seconds}
-            yield Complaint(port=port, kind=name, confidence=0.8, text=text, values=values)
+            confidence = 0.5 if settle else 0.8
+            yield Complaint(port=port, kind=name, confidence=confidence, text=text, values=values, settle=settle)
         return
     if count < MANY[name]:
         return
@@ -217,6 +254,23 @@ def _counted(fleet: Fleet, port: Port, name: str, remarks: list[str]) -> Iterato
         text = f"port {port.rail}: {name} {count}{at_end}; the median of {num_ports} ports is {middle:g}"
         values = {"count": float(count), "median": float(middle)}
         yield Complaint(port=port, kind=name, confidence=0.5, text=text, values=values, settle=SETTLE_COUNTS)
+
+
+def _congested(fleet: Fleet, port: Port, name: str) -> Iterator[Complaint]:
+    growth = fleet.grown(port, name)
+    if growth is None:
+        return
+    grown, seconds = growth
+    least, words = CONGESTION[name]
+    usual, num_ports = fleet.usual_rate(port, name)
+    rate = grown / seconds
+    if num_ports > NUM_PEERS_MIN and rate >= max(least, TIMES_PEERS * usual):
+        text = (
+            f"port {port.rail}: {name} grew by {rate:,.0f} a second in {seconds:.0f} s: it sent {words} to those who send "
+            f"to it; the median of {num_ports} ports is {usual:,.0f} a second"
+        )
+        values = {"per_second": rate, "median_per_second": usual, "seconds": seconds}
+        yield Complaint(port=port, kind=name, confidence=0.4, text=text, values=values, settle=SETTLE_CONGESTED)
 
 
 # --- what several share -------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ TRAFFIC = ("port_rcv_data", "port_xmit_data")
 COUNTERS = (
     *TRAFFIC,
     *("link_downed", "link_error_recovery", "symbol_error", "rnr_nak_retry_err", "roce_slow_restart"),
-    *("excessive_buffer_overrun_errors", "local_link_integrity_errors"),
+    *("excessive_buffer_overrun_errors", "local_link_integrity_errors", "port_rcv_errors", "port_xmit_discards"),
+    *("local_ack_timeout_err", "np_cnp_sent"),
 )
 """Those that are judged."""
 

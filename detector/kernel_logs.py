@@ -1,33 +1,47 @@
 """Kernel logs, read for `rolecall diagnose`: what their lines say, of which node, and when. Foreign text: bounded.
 
 Told by content: what dmesg, `journalctl -k`, /var/log/kern.log or /var/log/messages and /dev/kmsg write, in all the
-forms of `core.kernel_stamps`. The node is the host of the line, else what the names of file and folder say. A time
-without a year is the latest that was over when the file was last written, in UTC; where there are only seconds since
-boot, these are the times.
+forms of `core.kernel_stamps`, what journalctl exports (`journal_exports.py`), and `nvidia-bug-report.log.gz`, which holds
+several of them; packed or not, rotated or not. The node
+is the host of the line, else what the names of file and folder say. A time without a year is the latest that was over when
+the file was last written, in UTC; where there are only seconds since boot, these are the times.
 """
 
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BufferedIOBase, BufferedReader
 from pathlib import Path
 
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.kernel_lines import KernelFact, KernelReader
-from rolecall.core.kernel_stamps import LINE_CHARS_MAX, is_syslog, parse_line, wall_of_local
+from rolecall.core.kernel_stamps import LINE_CHARS_MAX, Stamped, is_syslog, parse_line, wall_of_local
+from rolecall.detector import journal_exports, packed
 from rolecall.detector.budget import Budget
 from rolecall.detector.stack_names import place_of
 
 HEAD_BYTES = 64 << 10
 """So much of a file decides what it is: of /var/log/messages most lines are not the kernel's."""
+PROLOGUE_BYTES = 4096
 HEAD_SHARE_MIN = 0.8
 """Of the lines in the head so many must have a stamp that is known."""
 LOG_BYTES_MAX = 1 << 30
+"""Of what is in a file, unpacked."""
 NUM_FACTS_MAX = 100_000
 """Of one file; the lines of a storm beyond are counted."""
 FACT_BYTES = 1500
 """What one kept fact takes in memory, about."""
 TEXT_CHARS_MAX = 400
 
+BUG_REPORT = b"Start of NVIDIA bug report log file"
+"""In the first lines of what nvidia-bug-report.sh writes; `uname: Linux HOST ..` follows."""
+SAME_SECONDS = 1.0
+"""The same words of a node within this, in two files or sections, are one line: syslog writes whole seconds."""
+
+_UNAME = re.compile(rb"^uname: Linux ([A-Za-z0-9][\w.-]{0,252}) ", re.MULTILINE)
+_ROTATED = re.compile(r"(?:\.\d{1,3}|[-.]\d{8}(?:\d{2})?|\.old)$")
+"""What logrotate puts behind a name: a number, or a date."""
+_SUFFIX = re.compile(r"\.[A-Za-z]{1,6}$")
 _GENERIC_NAME = re.compile(
     r"(?:^|[-_.])(?:dmesg|kern(?:el)?|kmsg|journal(?:ctl)?|messages|syslog|log)(?=[-_.]|$)", re.IGNORECASE
 )
@@ -54,15 +68,21 @@ class Log:
     num_dropped: int = 0
     zone_assumed: bool = False
     undated: bool = False
+    cut_short: bool = False  # packed, and its end is missing
     uuids: dict[tuple[str, str], str] = field(default_factory=dict)  # by node and PCI address
 
 
 def is_log(path: Path) -> bool:
-    """Whether its beginning is that of a kernel log: stamped lines, the kernel's among them. Raises OSError."""
+    """Whether its beginning is that of a kernel log: stamped lines, the kernel's among them, or an export of the journal.
+    Raises OSError."""
     if not path.is_file():  # a pipe would wait for its writer
         return False
-    with path.open("rb") as file:
-        raw = file.read(HEAD_BYTES)
+    try:
+        raw = packed.head(path, HEAD_BYTES)
+    except UnreadableInput:
+        return _GENERIC_NAME.search(path.name) is not None  # reading it will say what is wrong with it
+    if journal_exports.kind_of(raw) or BUG_REPORT in raw[:PROLOGUE_BYTES]:
+        return True
     if not raw or b"\0" in raw:
         return False
     lines = raw.decode("utf-8", "replace").splitlines()
@@ -84,8 +104,17 @@ def read(path: Path) -> Log:
         status = path.stat()
         if status.st_size > LOG_BYTES_MAX:
             raise UnreadableInput(where=str(path), reason=f"it is larger than {LOG_BYTES_MAX >> 30} GiB: cut it")
-        for line in _lines(path):
-            _take(log, line, elsewhere, status.st_mtime, readers)
+        head = packed.head(path, HEAD_BYTES)
+        is_report = BUG_REPORT in head[:PROLOGUE_BYTES]
+        if is_report and (uname := _UNAME.search(head[:PROLOGUE_BYTES])):
+            elsewhere = uname[1].decode().lower()
+        unpacked = packed.Unpacked(path, LOG_BYTES_MAX)
+        with BufferedReader(unpacked, packed.CHUNK_BYTES) as file:
+            for stamped in _stamps(file, head, str(path)):
+                _take(log, stamped, elsewhere, status.st_mtime, readers)
+            log.cut_short = unpacked.cut_short
+        if is_report:
+            _drop_repeated(log)
     except OSError as e:
         raise UnreadableInput(where=str(path), reason=f"it cannot be read: {e.strerror or e}") from e
     for node, reader in readers.items():
@@ -113,16 +142,33 @@ def read_all(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tu
     return logs, tuple(str(e) for e in unreadable)
 
 
-def _lines(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
-        while raw := file.readline(LINE_CHARS_MAX):
-            yield raw.decode("utf-8", "replace")
+def _drop_repeated(log: Log) -> None:
+    """A bug report holds the same lines several times: of dmesg, of the journal, of syslog. Those with a date stay."""
+    dated = [s for s in log.seen if s.dated]
+    log.undated = log.undated and not dated
+    last: dict[tuple[str, str], float] = {}
+    kept = []
+    for s in sorted(dated or log.seen, key=lambda s: s.at):
+        if s.at - last.get((s.node, s.text), float("-inf")) >= SAME_SECONDS:
+            kept.append(s)
+        last[s.node, s.text] = s.at
+    log.seen = kept
 
 
-def _take(log: Log, line: str, elsewhere: str, written_at: float, readers: dict[str, KernelReader]) -> None:
-    stamped = parse_line(line)
-    if stamped is None:
-        return
+def _stamps(file: BufferedIOBase, head: bytes, path: str) -> Iterator[Stamped]:
+    """What the kernel wrote."""
+    match journal_exports.kind_of(head):
+        case "json":
+            yield from journal_exports.stamps_of_json(file)
+        case "export":
+            yield from journal_exports.stamps_of_export(file, path)
+        case _:
+            while raw := file.readline(LINE_CHARS_MAX):
+                if (stamped := parse_line(raw.decode("utf-8", "replace"))) is not None:
+                    yield stamped
+
+
+def _take(log: Log, stamped: Stamped, elsewhere: str, written_at: float, readers: dict[str, KernelReader]) -> None:
     log.num_lines += 1
     node = stamped.host.lower() or elsewhere
     reader = readers.setdefault(node, KernelReader()) if len(readers) < 4096 else KernelReader()
@@ -143,10 +189,13 @@ def _take(log: Log, line: str, elsewhere: str, written_at: float, readers: dict[
 
 
 def _node_of(path: Path) -> str:
-    """As the names say: `node-7/dmesg`, `dmesg-gpu7.txt`, `gpu7.log`, else the folder's."""
+    """As the names say: `node-7/dmesg.1.gz`, `dmesg-gpu7.txt`, `gpu7.log`, else the folder's."""
     if node := place_of(path).get("node"):
         return str(node).lower()
-    rest = _GENERIC_NAME.sub("", path.stem).strip("-_.")
+    name = path.name
+    for suffix in packed.SUFFIXES:
+        name = name.removesuffix(suffix)
+    rest = _GENERIC_NAME.sub("", _SUFFIX.sub("", _ROTATED.sub("", name))).strip("-_.")
     return (rest or path.absolute().parent.name).lower()
 
 
@@ -161,4 +210,5 @@ def time_remarks(logs: Sequence[Log]) -> list[str]:
         said.append("some lines say only seconds since boot: so do the times of what was found in them")
     if dropped := sum(log.num_dropped for log in logs):
         said.append(f"{dropped:,} lines beyond {NUM_FACTS_MAX:,} of a file that tell of faults were left out")
+    said += [f"{log.path}: its end is missing: what was left was read" for log in logs if log.cut_short]
     return said

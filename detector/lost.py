@@ -6,6 +6,9 @@ alone is never a reason to evict. (A peer waiting in a collective for somebody o
 piece of evidence: stall.py joins the two.)
 """
 
+from collections import Counter
+from collections.abc import Sequence
+
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
 from rolecall.core.ids import NodeId
 from rolecall.detector.findings import settles
@@ -13,6 +16,11 @@ from rolecall.detector.fleet import Fleet, names
 
 UNREACHABLE_GRACE_SECONDS = 3.0
 """An agent restarts in about a second; three without an answer are worth a sentence."""
+MANY_MIN = 3
+"""So many silent agents, and more than half of all, are one fault and not many: what they share, or the watch itself."""
+MANY_GRACE_SECONDS = 12.0
+"""So long the silence of several waits for that of the others: agents of a large fleet are asked once in eight seconds, and
+an answer has two more (`source.REQUESTS_PER_SECOND_MAX`, `agent_client.Limits`)."""
 RAYLET_SECONDS = 120.0
 """How long the loss of a raylet is told: by then its node is replaced or was never needed."""
 REFUSED = "refused"
@@ -20,7 +28,13 @@ REFUSED = "refused"
 
 
 def find(fleet: Fleet, now: float) -> list[Finding]:
-    found = [_unreachable(fleet, *u, now) for u in fleet.unreachable if now - u[1] >= UNREACHABLE_GRACE_SECONDS]
+    silent = fleet.unreachable
+    known = fleet.offsets.keys() | {node for node, _, _ in silent}
+    several = len(silent) >= MANY_MIN
+    most = several and 2 * len(silent) > len(known)
+    grace = MANY_GRACE_SECONDS if several and not most else UNREACHABLE_GRACE_SECONDS
+    told = [u for u in silent if now - u[1] >= grace]
+    found = [_many(silent, len(known), now)] if most and told else [_unreachable(fleet, *u, now) for u in told]
     found += [_raylet(fleet, node, at, now) for node, at in fleet.raylets_gone.items() if now - at < RAYLET_SECONDS]
     return found
 
@@ -62,6 +76,32 @@ def _unreachable(fleet: Fleet, node: str, since: float, reason: str, now: float)
         confidence=0.9 if agent_only else 0.5,
         because=because,
         evidence=(Evidence(kind="unreachable", text=reason, values={"seconds": seconds}), settles(settle)),
+    )
+
+
+def _many(silent: Sequence[tuple[str, float, str]], num_known: int, now: float) -> Finding:
+    since = min(at for _, at, _ in silent)
+    reasons = Counter(reason for _, _, reason in silent).most_common(2)
+    told = "; ".join(f"{count} of them: {reason}" for reason, count in reasons)
+    some = ", ".join(sorted(node for node, _, _ in silent)[:3])
+    because = (
+        f"{len(silent)} of {num_known} agents do not answer ({some}{', ...' if len(silent) > 3 else ''}): {told}; so many "
+        "at once share a cause: this watch's own host or its network, a switch, or an operator who stops them; what runs "
+        "there is unseen and not accused"
+    )
+    return Finding(
+        detector="lost",
+        suspects=(),
+        fault_class=FaultClass.CANNOT_TELL,
+        onset=since,
+        detected_at=now,
+        confidence=0.6,
+        because=because,
+        evidence=(
+            Evidence(kind="unreachable", text=told, values={"agents": float(len(silent)), "known": float(num_known)}),
+            settles("whether the agents answer from another host than the watch's"),
+        ),
+        about="agents",
     )
 
 

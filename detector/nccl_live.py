@@ -6,6 +6,7 @@ containers often have the same number); else nobody is, and what RAS said is the
 behind: RAS is silent then, and stacks or Flight Recorder dumps must tell.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
@@ -13,6 +14,7 @@ from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.findings import finding, settles
 from rolecall.detector.fleet import Fleet
+from rolecall.detector.subject import Subject
 
 COMMUNICATORS_MAX = 64
 FORGOTTEN_SECONDS = 3600.0
@@ -37,11 +39,10 @@ class NcclStandings:
 
     standing: dict[str, Standing] = field(default_factory=dict)
 
-    def take(self, event: AgentEvent, now: float) -> None:
-        """One event of an agent, as it comes; `now`: wall seconds."""
+    def take(self, event: AgentEvent, now: float, age: float = 0.0) -> None:
+        """One event of an agent, as it comes, with its time on our clock. `now`: wall seconds; `age`: since it was written."""
         if event.kind is AgentEventKind.AGENT_STARTED:
-            for s in list(self.standing.values()):
-                self._leave(s, str(event.node))
+            self.leave(str(event.node))
             return
         if event.kind is not AgentEventKind.NCCL:
             return
@@ -54,10 +55,15 @@ class NcclStandings:
                 if len(self.standing) >= COMMUNICATORS_MAX:
                     return
                 because = event.detail.get("because", "")
-                known = self.standing[key] = Standing(key, event.wall_at, now, because, _pids(event))
-            known.last = now
+                known = self.standing[key] = Standing(key, event.wall_at, now - age, because, _pids(event))
+            known.last = max(known.last, now - age)
             if event.node not in known.told_by:
                 known.told_by.append(str(event.node))
+
+    def leave(self, node: str) -> None:
+        """What its agent said is over."""
+        for s in list(self.standing.values()):
+            self._leave(s, node)
 
     def _leave(self, s: Standing, node: str) -> None:
         if node in s.told_by:
@@ -67,9 +73,15 @@ class NcclStandings:
 
     def find(self, fleet: Fleet, now: float) -> list[Finding]:
         self.standing = {k: s for k, s in self.standing.items() if now - s.last <= FORGOTTEN_SECONDS}
+        if not self.standing:
+            return []
+        by_pid: dict[int, list[Subject]] = {}
+        for x in fleet.current():
+            if x.process and not x.gone:
+                by_pid.setdefault(x.process.pid, []).append(x)
         found: dict[tuple[object, ...], Finding] = {}
         for s in self.standing.values():
-            f = _finding(s, fleet, now)
+            f = _finding(s, by_pid, now)
             # Ranks stand in several communicators: who is behind in all of them is told once.
             found.setdefault((f.fault_class, *f.suspects), f)
         return list(found.values())
@@ -80,9 +92,8 @@ def _pids(event: AgentEvent) -> list[int]:
     return [int(w) for w in words if w.isascii() and w.isdecimal() and len(w) < 10]
 
 
-def _finding(s: Standing, fleet: Fleet, now: float) -> Finding:
-    by_pid = {pid: [x for x in fleet.current() if x.process and x.process.pid == pid and not x.gone] for pid in s.pids}
-    named = [found[0] for found in by_pid.values() if len(found) == 1]
+def _finding(s: Standing, by_pid: Mapping[int, list[Subject]], now: float) -> Finding:
+    named = [by_pid[pid][0] for pid in dict.fromkeys(s.pids) if len(by_pid.get(pid, ())) == 1]
     evidence = Evidence(kind="nccl_ras", text=f"communicator {s.communicator}: {s.because}")
     if named and len(named) == len(s.pids):
         who = ", ".join(sorted(x.name() for x in named))

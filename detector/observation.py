@@ -16,9 +16,13 @@ class Observation:
     events: tuple[AgentEvent, ...] = ()
     unreachable: tuple[tuple[str, float, str], ...] = ()
     """(node, since when in wall seconds, why) of each agent that does not answer."""
+    left: tuple[str, ...] = ()
+    """Nodes that were taken off the list of agents: what was said of them is over."""
     panel_findings: tuple[Finding, ...] = ()
     """What panel detectors began to say with this (run_panels.py). It is part of what the engine sees, so that a stored
     window replays: their trackers have hours of memory, a window has half a minute."""
+    pulled_findings: tuple[Finding, ...] = ()
+    """What evidence says that was pulled for an incident: stacks, Flight Recorder dumps (pulled.py)."""
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -26,7 +30,9 @@ class Observation:
             "batches": [b.to_dict() for b in self.batches],
             "events": [e.to_dict() for e in self.events],
             "unreachable": [list(u) for u in self.unreachable],
+            "left": list(self.left),
             "panel_findings": [f.to_dict() for f in self.panel_findings],
+            "pulled_findings": [f.to_dict() for f in self.pulled_findings],
         }
 
     @classmethod
@@ -36,5 +42,7 @@ class Observation:
             batches=tuple(SampleBatch.from_dict(b) for b in d["batches"]),
             events=tuple(AgentEvent.from_dict(e) for e in d["events"]),
             unreachable=tuple((u[0], u[1], u[2]) for u in d["unreachable"]),
+            left=tuple(d.get("left", ())),
             panel_findings=tuple(Finding.from_dict(f) for f in d.get("panel_findings", ())),
+            pulled_findings=tuple(Finding.from_dict(f) for f in d.get("pulled_findings", ())),
         )

@@ -81,7 +81,7 @@ def catalogue_queries() -> tuple[Query, ...]:
     peers."""
     found = []
     for metric in CATALOGUE:
-        if name := panel_metric(metric):
+        if (name := panel_metric(metric)) and metric.subject is not Subject.GPU:  # whose GPU it is, no label of it says
             counter = metric.type is MetricType.COUNTER
             expression = trusted_rate(metric.name) if counter else f"{metric.name}{{$match}}"
             if metric.subject is Subject.PROCESS:

@@ -1,11 +1,14 @@
 """Counters and gauges of processes and nodes become what panels compare, from one tick to the next."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
-from rolecall.core.metric import MetricType
-from rolecall.core.metrics import BY_NAME, process_values
+from rolecall.core.metric import Metric, MetricType
+from rolecall.core.metrics import CATALOGUE, PROCESS_METRICS, UNPAGED_METRICS
 from rolecall.core.telemetry import ProcessSample
+from rolecall.core.unpaged import has_page
 from rolecall.detector.panel_metrics import BUSY, SECONDS_PER_UNIT, UNITS, panel_metric
 
 READING_AGE_INTERVALS = 3
@@ -21,26 +24,39 @@ class Reading:
     values: dict[str, float]  # by the catalogue's names
 
 
+def _compared(metrics: Iterable[Metric]) -> tuple[tuple[str, ...], Callable[[ProcessSample], tuple[float, ...]]]:
+    """Names of those that processes are compared in, and what gets their values of a sample."""
+    found = [m for m in metrics if panel_metric(m)]
+    return tuple(m.name for m in found), attrgetter(*(m.source for m in found))
+
+
+_PAGED, _UNPAGED = _compared(PROCESS_METRICS), _compared(UNPAGED_METRICS)
+_CALLED = {m.name: (panel_metric(m), m.type is MetricType.COUNTER) for m in CATALOGUE}
+
+
 def process_reading(sample: ProcessSample) -> Reading:
-    values = {v.metric.name: v.value for v in process_values(sample)}
+    """As `process_values` has them, and only those that are compared: thousands of processes are read each second."""
+    names, get = _PAGED if has_page(sample) else _UNPAGED
+    values = {name: v for name, v in zip(names, get(sample), strict=True) if v == v}  # noqa: PLR0124 NaN
     return Reading(sample.at, (sample.process, sample.incarnation), values)
 
 
-def measured(before: Reading | None, now: Reading, interval_seconds: float) -> Iterator[tuple[str, float]]:
+def measured(before: Reading | None, now: Reading, interval_seconds: float) -> dict[str, float]:
     """Values of `now` by their names in panels; rates only where the counters went on since `before`, the reading of an
     earlier tick."""
     seconds = now.at - before.at if before is not None and before.of == now.of else 0.0
-    grown: dict[str, float] = {}
-    if before is not None and 0 < seconds <= READING_AGE_INTERVALS * interval_seconds:
-        both = now.values.keys() & before.values.keys()
-        grown = {name: now.values[name] - before.values[name] for name in both}
+    then = before.values if before is not None and 0 < seconds <= READING_AGE_INTERVALS * interval_seconds else {}
+    found: dict[str, float] = {}
     for name, value in now.values.items():
-        metric = BY_NAME[name]
-        if not (called := panel_metric(metric)):
+        called, is_counter = _CALLED[name]
+        if not called:
             continue
-        if metric.type is not MetricType.COUNTER:
-            yield called, value
-        elif grown.get(name, -1.0) >= 0:
-            yield called, grown[name] / seconds
-    if grown.get(UNITS, 0.0) > 0 and grown.get(BUSY, -1.0) >= 0:
-        yield SECONDS_PER_UNIT, grown[BUSY] / grown[UNITS]
+        if not is_counter:
+            found[called] = value
+        elif (grown := value - then.get(name, math.inf)) >= 0:
+            found[called] = grown / seconds
+    units = now.values.get(UNITS, 0.0) - then.get(UNITS, math.inf)
+    busy = now.values.get(BUSY, 0.0) - then.get(BUSY, math.inf)
+    if units > 0 and busy >= 0:
+        found[SECONDS_PER_UNIT] = busy / units
+    return found

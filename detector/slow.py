@@ -16,7 +16,6 @@ the reference is how far the rest of the fleet is from its habit, and the senten
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -25,6 +24,7 @@ from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.findings import GAIN, finding
 from rolecall.detector.fleet import Fleet
+from rolecall.detector.slow_peers import PEER_AGE_SECONDS, RISING_SUM, Peers
 from rolecall.detector.subject import WORK_PHASES, SlowMeter, Subject, starved_seconds
 
 BUSY_SECONDS_MIN = 0.05
@@ -47,8 +47,6 @@ HISTORY_MIN = 5
 """A load must have been seen so often before an observation at it is compared."""
 MAJORITY_WAIT_SECONDS = 10.0
 """An alarm waits for at most so long for peers that are on their way to one: together they may be a majority."""
-RISING_SUM = 1.0
-"""A peer's sum above this (one stride of a factor of four) means that it may be slow: nobody is learned from then."""
 PEER_SMOOTHING = 0.5
 """Weight of a peer's newest observation in what others are compared with: about its last three strides."""
 OFFSET_PRIOR_WEIGHT = 10
@@ -63,8 +61,6 @@ LOADS_PER_OCTAVE = 2
 """Loads are told apart by half octaves: within one, seconds per unit differ by less than 1.41."""
 LOAD_REACH = 2
 """A load not seen before borrows from one this many bins away, one octave."""
-PEER_AGE_SECONDS = 10.0
-"""A peer's last observation is compared with for so long."""
 SECONDS_PER_DAY = 86_400.0
 
 
@@ -82,6 +78,7 @@ class SlowState:
 
     baselines: dict[tuple[str, int], Baseline] = field(default_factory=dict)
     moments: dict[str, tuple[float, float, float, int]] = field(default_factory=dict)  # means of x, x^2, x x'; count
+    peers: Peers = field(init=False, default_factory=Peers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +165,11 @@ def load_bin(load: float) -> int:
 def expected(state: SlowState, role: str, load: float) -> float | None:
     """Log seconds per unit of the role at this load, or None when no load within reach was seen often enough."""
     here = load_bin(load)
-    for distance in range(LOAD_REACH + 1):
-        near = [state.baselines.get((role, here + d)) for d in {distance, -distance}]
+    exact = state.baselines.get((role, here))
+    if exact is not None and exact.count >= HISTORY_MIN:
+        return exact.mean
+    for distance in range(1, LOAD_REACH + 1):
+        near = [state.baselines.get((role, here + d)) for d in (-distance, distance)]
         known = [b.mean for b in near if b is not None and b.count >= HISTORY_MIN]
         if known:
             return sum(known) / len(known)
@@ -211,7 +211,10 @@ def threshold(sigma_: float, drift: float, strides_between_alarms: float) -> flo
 
 def update(state: SlowState, fleet: Fleet, config: DetectorConfig, now: float) -> None:
     """Feeds every observation that became due."""
-    for subject in fleet.current():
+    state.peers.refresh(fleet.roster, now)
+    for subject in fleet.sampled:  # without a new sample nothing becomes due
+        if subject.closed_wall:
+            continue
         work = measure(subject, config.slow_stride_seconds, fleet.gaps.p99(subject.role, subject.phase))
         if work is not None:
             _observe(state, fleet, subject, work, config, now)
@@ -229,21 +232,22 @@ def _observe(state: SlowState, fleet: Fleet, subject: Subject, work: Work, confi
     meter.residual = log_seconds - habit
     meter.smooth += (meter.residual - meter.smooth) * (PEER_SMOOTHING if meter.residual_wall else 1.0)
     meter.residual_wall = now
-    peers = _residuals((p for p in fleet.peers(subject)), now)
-    meter.peers = len(peers)
-    reference = median(peers) if peers else _fleet_shift(fleet, subject, now)
+    state.peers.note(subject)
+    meter.peers, reference = state.peers.median_without(subject)
+    if not meter.peers:
+        reference = _fleet_shift(fleet, subject, now)
     x = min(meter.residual - reference, meter.residual - meter.offset)
     x = max(-RATIO_CLIP, min(RATIO_CLIP, x))
-    drift = _drift(config, bool(peers))
+    drift = _drift(config, bool(meter.peers))
     h = _threshold(state, role, config, drift)
     _accumulate(meter, x, drift, h, now)
+    state.peers.note_sum(subject)
     if not work.censored:
         meter.pending.append((work.load, log_seconds, x, meter.last_x))
     meter.last_x = x
     # An excursion that ended by itself was noise, and is learned from then; one that became a finding never is. While
     # one of a role rises its peers look fast, so that they wait, too.
-    rising = any(p.slow.cusum >= RISING_SUM for p in fleet.peers(subject))
-    if meter.cusum <= 0 and not rising:
+    if meter.cusum <= 0 and not state.peers.rising_without(subject):
         if subject.key not in fleet.quiet:
             for item in meter.pending:
                 _learn_from(state, role, meter, *item)
@@ -282,14 +286,6 @@ def _learn_from(
         product + (x * x_before - product) * rate,
         count + 1,
     )
-
-
-def _residuals(subjects: Iterable[Subject], now: float) -> list[float]:
-    return [
-        s.slow.smooth
-        for s in subjects
-        if s.slow.residual_wall and now - s.slow.residual_wall <= PEER_AGE_SECONDS and not s.gone
-    ]
 
 
 def _fleet_shift(fleet: Fleet, subject: Subject, now: float) -> float:
@@ -356,7 +352,7 @@ def _finding(state: SlowState, subject: Subject, config: DetectorConfig, now: fl
         "sequential",
         [subject],
         FaultClass.SLOW,
-        onset=meter.rising_since + subject.offset_seconds,
+        onset=meter.rising_since,
         now=now,
         confidence=0.9 if meter.peers else 0.6,
         because=because,

@@ -62,7 +62,8 @@ class Dump:
     """The threads of one process, its main thread first. `at`: wall seconds of the file, for py-spy writes no time.
 
     What nobody said is empty or None. `axes`: its coordinates (`pp`, 1) where the file name has them. `round_index`: the
-    number of the round of dumps in the names; `series`: the path without it, where names call it a round.
+    number of the round of dumps in the names; `series`: the path without it, where names call it a round. `one_of_some`:
+    not all processes of its role were looked at, so that nobody is missed.
     """
 
     path: str
@@ -78,6 +79,7 @@ class Dump:
     axes: tuple[tuple[str, int], ...] = ()
     round_index: int | None = None
     series: str = ""
+    one_of_some: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +297,7 @@ def _told(path: Path, answer: dict[str, Any]) -> dict[str, Any]:
     """Fields of a Dump that an agent's answer gives."""
     if not isinstance(answer.get("threads"), list):
         raise _wrong(path, "a JSON object without a list `threads`")
-    place: dict[str, Any] = {}
+    place: dict[str, Any] = {"one_of_some": answer.get("one_of_some") is True}
     for key in ("rank", "pid", "incarnation"):
         if (number := _integer(answer.get(key))) is not None:
             place[key] = number

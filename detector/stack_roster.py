@@ -133,7 +133,8 @@ def _role(name: str, dumps: Sequence[Dump], topology: Topology | None) -> Role:
         now = [p if p.key in rounds[-1] or p.at >= since else replace(p, stack=None, moves=None) for p in now]
     size = max(known.world_size or 0, *(d.world_size or 0 for d in dumps))
     made = [grouped(_process(name, who, looks[who][: n + 1]) for who, n in r.items()) for r in rounds]
-    present = grouped([*now, *_never_dumped(name, now, size, known)])
+    missing = () if any(d.one_of_some for d in dumps) else _never_dumped(name, now, size, known)
+    present = grouped([*now, *missing])
     return Role(name=name, processes=present, rounds=tuple(made) or (tuple(p for p in present if p.stack),))
 
 

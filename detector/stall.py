@@ -98,9 +98,14 @@ def beat_deadline(fleet: Fleet, subject: Subject, config: DetectorConfig) -> Dea
 
 
 def stalls(fleet: Fleet, config: DetectorConfig) -> list[Stall]:
-    """Everyone alive, with the clock and deadline that applies to him."""
+    """Everyone alive who has stood still for a while, with the clock and deadline that applies to him."""
     found = []
+    # Nobody asks after those who moved a moment ago, and a deadline for each of thousands, at each look, costs more than
+    # all else: no deadline is below this.
+    soonest = EMERGING_SHARE * min(config.hang_floor_seconds, config.first_unit_seconds, config.hang_ceiling_seconds)
     for s in fleet.current():
+        if s.stall.wall < soonest and s.beat.wall <= EMERGING_BEAT_SECONDS:
+            continue
         if s.sample is None or s.gone or s.finished:
             continue
         if s.beats_seen:

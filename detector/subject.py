@@ -6,6 +6,7 @@ by at most `SAMPLE_GAP_SECONDS_MAX` a sample: when the agent, or the whole machi
 """
 
 from collections import deque
+from copy import copy
 from dataclasses import dataclass, field
 
 from rolecall.core.ids import ProcessId
@@ -19,6 +20,12 @@ Key = tuple[str, int, int]
 SAMPLE_GAP_SECONDS_MAX = 0.6
 """Three sample intervals (0.2 s each): what lies between two samples beyond this was not observed, and counts for
 nobody. Without the limit a machine paused for 3 s makes each of its processes look hung."""
+
+LOOKS_MAX = 3
+"""The same where an agent looks, or is asked, more rarely: as many of its usual intervals."""
+SLOW_LOOK_SECONDS = 0.5
+"""Usual intervals from here on are long by design; shorter ones are pauses of agents that look five times a second."""
+LOOK_SMOOTHING = 0.1
 
 UNPAGED_GAP_SECONDS_MAX = 3.0
 """The same for processes that report nothing: agents of jobs that know nothing of us look once a second."""
@@ -58,6 +65,9 @@ class Clocks:
 
     def reset(self, wall: float = 0.0) -> None:
         self.wall, self.effective, self.cpu = wall, wall, 0.0
+
+    def copied(self) -> "Clocks":
+        return Clocks(self.wall, self.effective, self.cpu)
 
 
 @dataclass(slots=True)
@@ -107,6 +117,7 @@ class Subject:
     rests: dict[tuple[int, int], int] = field(default_factory=dict)  # (epoch, step) -> collectives done before it
     exit_event: AgentEvent | None = None
     exit_wall: float = 0.0
+    followed: bool = False  # without a page: it ended because of another's exit
     dead_wall: float = 0.0  # when a sample first said that it is dead
     finished: bool = False
     halted: Clocks = field(default_factory=Clocks)  # without a page: how long the kernel has held it in one state
@@ -116,10 +127,21 @@ class Subject:
     closed_wall: float = 0.0  # 0: current; else when it was superseded, promoted or forgotten
     offset_seconds: float = 0.0  # our wall clock minus its node's
     slow: SlowMeter = field(default_factory=SlowMeter)
+    look_seconds: float = 0.0  # usual time between two samples
+    key: Key = field(init=False)
 
-    @property
-    def key(self) -> Key:
-        return (self.replica, self.rank, self.incarnation)
+    def __post_init__(self) -> None:
+        self.key = (self.replica, self.rank, self.incarnation)
+
+    def copied(self) -> "Subject":
+        """One that stays as this one is now."""
+        other = copy(self)
+        other.stall, other.beat = self.stall.copied(), self.beat.copied()
+        other.halted, other.starved = self.halted.copied(), self.starved.copied()
+        other.phases_done, other.rests = set(self.phases_done), dict(self.rests)
+        other.slow = copy(self.slow)
+        other.slow.pending = self.slow.pending.copy()
+        return other
 
     @property
     def phase(self) -> str:
@@ -180,7 +202,10 @@ def advance(subject: Subject, previous: ProcessSample, sample: ProcessSample, ga
     if not has_page(sample):
         _advance_unpaged(subject, previous, sample)
         return
-    counted = min(sample.at - previous.at, SAMPLE_GAP_SECONDS_MAX)
+    counted = min(sample.at - previous.at, _gap_seconds_max(subject))
+    subject.look_seconds += (
+        min(sample.at - previous.at, UNPAGED_GAP_SECONDS_MAX) - subject.look_seconds
+    ) * LOOK_SMOOTHING
     starved = min(counted, starved_seconds(previous, sample))
     subject.tainted |= gaps is None
     cpu = max(0.0, sample.cpu_seconds - previous.cpu_seconds)
@@ -206,6 +231,11 @@ def advance(subject: Subject, previous: ProcessSample, sample: ProcessSample, ga
     else:
         subject.stall.advance(counted, starved, cpu)
     _track_collectives(subject, previous, sample)
+
+
+def _gap_seconds_max(subject: Subject) -> float:
+    usual = subject.look_seconds
+    return max(SAMPLE_GAP_SECONDS_MAX, LOOKS_MAX * usual if usual >= SLOW_LOOK_SECONDS else 0.0)
 
 
 def _advance_unpaged(subject: Subject, previous: ProcessSample, sample: ProcessSample) -> None:
@@ -239,7 +269,7 @@ def _learn(subject: Subject, previous: ProcessSample, sample: ProcessSample, sta
     """How long the unit, or the phase, that just ended took on the effective clock."""
     left = sample.phase != previous.phase or sample.phase_entries != previous.phase_entries
     ended_at = sample.phase_since if left else max(sample.progress_at, previous.at)
-    tail = min(SAMPLE_GAP_SECONDS_MAX, max(0.0, min(ended_at, sample.at) - previous.at))
+    tail = min(_gap_seconds_max(subject), max(0.0, min(ended_at, sample.at) - previous.at))
     share = tail / (sample.at - previous.at) if sample.at > previous.at else 0.0
     gap = subject.stall.effective + max(0.0, tail - starved * min(1.0, share))
     # The first time of each phase in an incarnation includes warm-up, and the first of an epoch a rendezvous.

@@ -4,7 +4,9 @@ There is no progress to miss and no goodbye to hear, so nobody is called hung fo
 
   exited    by a signal or with an error, while the job goes on. Exit 0 and SIGTERM were asked for. When one rank dies,
             its peers fail after it (the collective raises, NCCL's watchdog aborts): the first is accused, errors and
-            aborts that follow are its consequences. A whole job that ends at once in one way has been ended.
+            aborts that follow are its consequences: in its replica for as long as a collective can wait, in others
+            while the job is being taken down, or when the default timeout of a collective that they share is over.
+            Somebody who began anew has no part in it. A whole job that ends at once in one way has been ended.
   stopped   the kernel says T (or t: traced) without a break
   stuck     in an uninterruptible wait without any CPU: disk, network file system, driver
   starved   runnable, and kept from the CPU by others for most of the time
@@ -15,7 +17,8 @@ Slowness is left to panels, which compare CPU, memory and faults among the ranks
 from dataclasses import dataclass
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
-from rolecall.detector.findings import finding
+from rolecall.detector.crash import exit_values
+from rolecall.detector.findings import EXIT, finding
 from rolecall.detector.fleet import Fleet
 from rolecall.detector.subject import Subject
 
@@ -24,8 +27,13 @@ GATHER_SECONDS = 2.0
 UNKNOWN_GATHER_SECONDS = 10.0
 """The same where the kernel cannot say how it ended (Linux before 6.13, and its parent has reaped it): a job that ends by
 itself, rank after rank, looks the same at first."""
+TIMEOUT_SECONDS = 600.0
+"""PyTorch's default for collectives over NCCL (`default_pg_nccl_timeout`): who waits for the dead learns of it then."""
 CONSEQUENCE_SECONDS = 900.0
-"""Errors so long after an exit are its consequences: NCCL's watchdog aborts after ten minutes by default."""
+"""Errors so long after an exit are its consequences: timeout, then the watchdog's dump and its heartbeat monitor."""
+TAKEN_DOWN_SECONDS = 60.0
+"""Between exits of a job that is being taken down: torchrun, Slurm and Kubernetes wait 30 s between SIGTERM and SIGKILL."""
+NUM_NAMED_MAX = 8
 STOPPED_SECONDS = 5.0
 """py-spy and debuggers stop a process for less than a second."""
 STUCK_SECONDS = 60.0
@@ -63,9 +71,9 @@ def find(fleet: Fleet, now: float) -> list[Finding]:
     found = _exits(fleet, now)
     # Diagnoses are of replicas: that a rank is gone, even if it is to be told in a moment, says more than that another
     # of its replica stands still.
-    losing = {s.replica for s in fleet.current() if not s.reports and s.gone and not s.finished}
-    for s in fleet.current():
-        if s.reports or s.gone or s.finished or s.sample is None or s.replica in losing:
+    losing = {s.replica for s in fleet.unpaged() if s.gone and not s.finished}
+    for s in fleet.unpaged():
+        if s.gone or s.finished or s.sample is None or s.replica in losing:
             continue
         if s.halted.wall >= (STUCK_SECONDS if s.sample.proc_state == "D" else STOPPED_SECONDS):
             found.append(_halted(s, now))
@@ -75,24 +83,43 @@ def find(fleet: Fleet, now: float) -> list[Finding]:
 
 
 def _exits(fleet: Fleet, now: float) -> list[Finding]:
-    everybody = [s for s in fleet.current() if not s.reports]
+    everybody = fleet.unpaged()
     gone = sorted((_exit(s) for s in everybody if s.gone), key=lambda e: (e.at, e.subject.key))
     if not gone:
         return []
     living = len(everybody) > len(gone)
     if not living and len(gone) > 1 and len({(e.signal, e.code) for e in gone}) == 1:
-        return []  # the job ended as a whole
+        for e in gone:  # the job ended as a whole: that stays true when its next start comes rank after rank
+            if not e.subject.finished:
+                fleet.changes(e.subject)
+                e.subject.finished = True
+        return []
     found: list[Finding] = []
-    first: _Exit | None = None
+    chains: list[list[_Exit]] = []  # each a first exit, and what followed of it
     for e in gone:
         if e.subject.finished or not (e.known or living):
             continue
-        if first is not None and e.may_follow and e.at - first.at <= CONSEQUENCE_SECONDS:
+        chain = next((c for c in chains if _follows(e, c)), None)
+        if chain is not None:
+            chain.append(e)
+            fleet.changes(e.subject)
+            e.subject.followed = True
             continue
-        first = first or e
+        chains.append([e])
+        if e.subject.followed:  # of somebody who began anew, and is not among the dead any more
+            continue
         if now - e.subject.exit_wall >= (GATHER_SECONDS if e.known else UNKNOWN_GATHER_SECONDS):
             found.append(_crash(e, gone, living, now))
     return found
+
+
+def _follows(e: _Exit, chain: list[_Exit]) -> bool:
+    since = e.at - chain[0].at
+    if not e.may_follow or since > CONSEQUENCE_SECONDS:
+        return False
+    if since >= TIMEOUT_SECONDS or e.at - chain[-1].at <= TAKEN_DOWN_SECONDS:
+        return True
+    return any(other.subject.replica == e.subject.replica for other in chain)
 
 
 def _exit(s: Subject) -> _Exit:
@@ -103,8 +130,10 @@ def _exit(s: Subject) -> _Exit:
 
 
 def _crash(e: _Exit, gone: list[_Exit], living: bool, now: float) -> Finding:
-    after = sum(1 for other in gone if other.at > e.at)
-    followed = f"; {after} more of its job ended after it" if after else ""
+    after = [other for other in gone if other.at > e.at]
+    named = ", ".join(f"{o.subject.name()}{o.how}" for o in after[:NUM_NAMED_MAX])
+    more = ", .." if len(after) > NUM_NAMED_MAX else ""
+    followed = f"; {len(after)} more of its job ended after it: {named}{more}" if after else ""
     oom = "; its node's OOM killer struck at that moment" if e.cause == "oom" else ""
     rest = "" if living else ", and none of its job is left"
     because = (
@@ -118,7 +147,13 @@ def _crash(e: _Exit, gone: list[_Exit], living: bool, now: float) -> Finding:
         now=now,
         confidence=0.9 if e.known else 0.6,
         because=because,
-        evidence=(Evidence(kind="exit", text=f"process {e.subject.process} exited{e.how}"),),
+        evidence=(
+            Evidence(
+                kind=EXIT,
+                text=f"process {e.subject.process} exited{e.how}",
+                values=exit_values(e.signal, oom=e.cause == "oom"),
+            ),
+        ),
     )
 
 

@@ -36,7 +36,7 @@ def find(fleet: Fleet, expected_roles: Mapping[str, int] | None, now: float) -> 
         if why is None or _overcome(fleet, role, seen_list):
             continue
         explained.add(fingerprint)
-        found.append(_finding(role, fingerprint, seen_list, why, now))
+        found.append(_finding(fleet, role, fingerprint, seen_list, why, now))
     return found, explained
 
 
@@ -47,7 +47,7 @@ def _why(
     newest = seen_list[-1].received_wall
     recent = [s for s in seen_list if newest - s.received_wall <= ALL_RANKS_SECONDS]
     together = {(s.event.replica, s.event.rank) for s in recent}
-    ranks = {(s.replica, s.rank) for s in fleet.current() if s.role == role} | together
+    ranks = {(s.replica, s.rank) for s in fleet.roster.of_role(role).values()} | together
     num_ranks = max(len(ranks), (expected_roles or {}).get(role, 0))
     if num_ranks >= RANKS_MIN and len(together) >= num_ranks:
         return f"all {num_ranks} ranks of role {role} raised it"
@@ -73,19 +73,21 @@ def _overcome(fleet: Fleet, role: str, seen_list: list[SeenException]) -> bool:
         and s.worked_wall > newest
         and s.phase != Phase.START
         and (last < 0 or s.sample.step > last)
-        for s in fleet.current()
-        if s.role == role
+        for s in fleet.roster.of_role(role).values()
     )
 
 
-def _finding(role: str, fingerprint: str, seen_list: list[SeenException], why: str, now: float) -> Finding:
-    text = exception_text(seen_list[0].event)
-    kind = seen_list[0].event.detail.get("type", "").rpartition(".")[2]
+def _finding(
+    fleet: Fleet, role: str, fingerprint: str, seen_list: list[SeenException], why: str, now: float
+) -> Finding:
+    first = seen_list[0].event
+    text = exception_text(first)
+    kind = first.detail.get("type", "").rpartition(".")[2]
     return finding(
         "user_code",
         [],
         FaultClass.USER_CODE,
-        onset=seen_list[0].event.wall_at,
+        onset=first.wall_at + fleet.offsets.get(first.node, 0.0),
         now=now,
         confidence=0.95,
         because=f"role {role} fails in its code, not in its machines: {why}: {text}",

@@ -3,15 +3,26 @@
 A detector subtracts, compares and formats these fields; a text where a number is meant must stop here, with a reason.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
+from functools import lru_cache
 from typing import Any, TypeVar
 
+from rolecall.core.columns import GPUS, HOSTS, PROCESSES, Column, Layout, S
 from rolecall.core.errors import BadId
-from rolecall.core.ids import ID_PATTERN, ProcessId, split_replica
-from rolecall.core.telemetry import WIRE_VERSION, AgentEvent, EventBatch, HostSample, ProcessSample, SampleBatch
+from rolecall.core.ids import ID_PATTERN, NodeId, ProcessId, split_replica
+from rolecall.core.telemetry import (
+    WIRE_VERSION,
+    AgentEvent,
+    EventBatch,
+    GpuSample,
+    HostSample,
+    ProcessSample,
+    SampleBatch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +32,12 @@ TEXT_MAX = 4096
 """Characters in one text field."""
 DETAIL_MAX = 32
 """Entries in an event's detail."""
+PIDS_MAX = 256
+"""Processes that share one GPU."""
 KIND_MAX = 64
 """Characters in the kind of an event."""
+ROWS_MAX = 1 << 16
+"""In one block of columns: an agent holds no more samples (`agent.samples.NUM_SAMPLES_KEPT`)."""
 NUMBER_MAX = float(1 << 62)
 
 
@@ -39,9 +54,10 @@ def checked_batch(value: object, node: str) -> SampleBatch:
     _check_version(d)
     processes = _good(_list(d, "processes"), lambda p: _check_sample(_mapping(p, "sample"), node))
     hosts = _good(_list(d, "hosts"), lambda h: _check_fields(_mapping(h, "host"), _HOST, "host"))
+    gpus = _good(_list(d, "gpus"), lambda g: _check_gpu(_mapping(g, "gpu"), node)) if "gpus" in d else []
     _check_fields(d, _BATCH, "batch")
     _own(d["node"], node)
-    return _built(SampleBatch.from_dict, {**d, "processes": processes, "hosts": hosts})
+    return _built(SampleBatch.from_dict, {**d, "processes": processes, "hosts": hosts, "gpus": gpus})
 
 
 def checked_events(value: object, node: str) -> EventBatch:
@@ -52,6 +68,99 @@ def checked_events(value: object, node: str) -> EventBatch:
     _check_fields(d, _EVENTS, "events")
     _own(d["node"], node)
     return _built(EventBatch.from_dict, {**d, "events": events})
+
+
+def checked_news(value: object, node: str) -> tuple[SampleBatch, EventBatch]:
+    """The answer of `/v1/news`: samples as columns (rolecall.core.columns), and events. Raises BadAnswer."""
+    d = _mapping(value, "news")
+    events = checked_events(d, node)
+    _check_fields(d, _NEWS, "news")
+    batch = SampleBatch(
+        node=events.node,
+        agent_pid=events.agent_pid,
+        cursor=d["cursor"],
+        lost=d["samples_lost"],
+        at=events.at,
+        wall_at=events.wall_at,
+        processes=checked_columns(PROCESSES, d.get("processes"), events.node, "processes"),
+        hosts=checked_columns(HOSTS, d.get("hosts"), events.node, "hosts"),
+        gpus=checked_columns(GPUS, d.get("gpus"), events.node, "gpus"),
+    )
+    return batch, events
+
+
+def checked_columns(layout: Layout[S], value: object, node: NodeId, what: str) -> tuple[S, ...]:
+    """One block of `Layout.encode`; None has no rows. A row that is wrong is left out, as `_good` has it.
+
+    Raises BadAnswer.
+    """
+    if value is None:
+        return ()
+    block = _mapping(value, what)
+    num_rows, columns = block.get("rows"), _mapping(block.get("columns"), f"{what}.columns")
+    if type(num_rows) is not int or not 0 < num_rows <= ROWS_MAX:
+        raise BadAnswer(f"{what}.rows: expected a number from 1 to {ROWS_MAX}, got {repr(num_rows)[:60]}")
+    for name, column in layout.columns.items():
+        if name not in columns and column.default is MISSING:
+            raise BadAnswer(f"{what}.{name}: missing")
+        if isinstance(columns.get(name), list) and len(columns[name]) != num_rows:
+            raise BadAnswer(f"{what}.{name}: expected {num_rows} values, got {len(columns[name])}")
+    known = [(column, columns[name]) for name, column in layout.columns.items() if name in columns]
+    if all(_column_is(column, value) for column, value in known) and _ids_are(columns, num_rows):
+        return layout.build(node, num_rows, columns)
+    check = _CHECKS[layout.cls]
+    good = _good(layout.rows(node, num_rows, columns), lambda row: check(row, node))
+    return tuple(_built(layout.cls.from_dict, row) for row in good)
+
+
+def _column_is(column: Column, value: object) -> bool:
+    """Whether every value of a column is what its field may hold: a few calls into C, however many rows there are."""
+    if column.kind is tuple:
+        return isinstance(value, list) and all(isinstance(v, list) and _are_pids(v) for v in value)
+    values = value if isinstance(value, list) else [value]
+    kinds = set(map(type, values))
+    if column.kind is float:
+        if type(None) in kinds:
+            if not column.may_be_nan:
+                return False
+            values = [v for v in values if v is not None]
+        return kinds <= {float, int, type(None)} and (not values or _bounded(values, column.name))
+    if kinds != {column.kind}:
+        return False
+    if column.kind is str:
+        return max(map(len, values)) <= TEXT_MAX
+    return column.kind is bool or _bounded(values, column.name)
+
+
+def _bounded(numbers: list[Any], name: str) -> bool:
+    if name in MAY_BE_UNFINITE:
+        return all(_is(n, float, name) for n in numbers)
+    # A sum of bounded numbers cannot overflow: it is finite exactly when all of them are. NaN would pass min and max.
+    return min(numbers) >= -NUMBER_MAX and max(numbers) <= NUMBER_MAX and math.isfinite(sum(numbers))
+
+
+def _are_pids(pids: list[Any]) -> bool:
+    return len(pids) <= PIDS_MAX and all(_is(pid, int, "pid") and pid > 0 for pid in pids)
+
+
+def _ids_are(columns: Mapping[str, Any], num_rows: int) -> bool:
+    """Whether every row names a replica of its role. For columns without roles: yes."""
+    if "role" not in columns:
+        return True
+    role, replica = columns["role"], columns["replica"]
+    if isinstance(role, str) and isinstance(replica, str):
+        return _is_replica_of(replica, role)
+    roles, replicas = ([v] * num_rows if isinstance(v, str) else v for v in (role, replica))
+    return all(itertools.starmap(_is_replica_of, set(zip(replicas, roles, strict=True))))
+
+
+@lru_cache(1 << 16)
+def _is_replica_of(replica: str, role: str) -> bool:
+    try:
+        _check_ids(role, replica)
+    except BadAnswer:
+        return False
+    return True
 
 
 def checked_event(value: object) -> AgentEvent:
@@ -89,6 +198,14 @@ def _check_sample(d: Mapping[str, Any], node: str) -> None:
     _check_process(d.get("process"), node)
     _check_fields(d, _SAMPLE, "sample")
     _check_ids(d["role"], d["replica"])
+
+
+def _check_gpu(d: Mapping[str, Any], node: str) -> None:
+    _check_fields(d, _GPU, "gpu")
+    _own(d["node"], node)
+    pids = d.get("pids", [])
+    if not isinstance(pids, list) or not _are_pids(pids):
+        raise BadAnswer(f"gpu.pids: expected at most {PIDS_MAX} numbers of processes, got {repr(pids)[:60]}")
 
 
 def _check_event(d: Mapping[str, Any], node: str) -> None:
@@ -163,9 +280,17 @@ def _plain_fields(cls: type) -> _Fields:
 
 
 _SAMPLE, _HOST, _EVENT = _plain_fields(ProcessSample), _plain_fields(HostSample), _plain_fields(AgentEvent)
+_GPU = _plain_fields(GpuSample)
+_NEWS: _Fields = {"cursor": (int, True), "samples_lost": (int, True)}
 _PROCESS, _BATCH, _EVENTS = _plain_fields(ProcessId), _plain_fields(SampleBatch), _plain_fields(EventBatch)
 
 
+_CHECKS: dict[type, Callable[[dict[str, Any], str], None]] = {
+    ProcessSample: _check_sample,
+    HostSample: lambda d, node: _check_fields(d, _HOST, "host"),
+    GpuSample: _check_gpu,
+}
+"""Of one row."""
 _ABSENT: Any = object()
 
 
@@ -192,9 +317,9 @@ def _is(value: object, kind: type, name: str) -> bool:
         return isinstance(value, str) and len(value) <= TEXT_MAX
     if kind is bool or isinstance(value, bool):
         return isinstance(value, bool) and kind is bool
-    if kind is int:
-        return isinstance(value, int) and abs(value) <= NUMBER_MAX
-    if not isinstance(value, (int, float)):
+    if isinstance(value, int):  # of any length, if it comes as JSON: math cannot take every one
+        return abs(value) <= NUMBER_MAX
+    if kind is int or not isinstance(value, float):
         return False
     return name in MAY_BE_UNFINITE or (math.isfinite(value) and abs(value) <= NUMBER_MAX)
 

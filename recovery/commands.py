@@ -4,7 +4,7 @@ A person's word is an event like any other. Nothing here acts: a request opens a
 the lease takes through the same guards as a diagnosis. Works with any watch, on any machine that reaches the database.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -306,7 +306,17 @@ def incidents_text(value: list[dict[str, Any]]) -> str:
         for event in i.get("events", ()):
             told = event["body"].get("because") or event["body"].get("outcome") or ""
             lines.append(f"  e{event['seq']} {event['kind']} {told}".rstrip())
+            lines += _evidence_lines(event)
     return _text(lines)
+
+
+def _evidence_lines(event: Mapping[str, Any]) -> list[str]:
+    """What witnesses said, what was not had of them, and where the files lie, below the run."""
+    if event["kind"] != K.EVIDENCE_PULLED:
+        return []
+    body = event["body"]
+    lines = [*body.get("told", ()), *(f"not had: {text}" for text in body.get("missing", ()))]
+    return [f"    {text}" for text in (*lines, *(f["name"] for f in body.get("files", ())))]
 
 
 def _incident_lines(found: list[dict[str, Any]]) -> list[str]:

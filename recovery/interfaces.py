@@ -4,11 +4,11 @@ Recovery imports neither detector nor agent: `rolecall watch` is given objects o
 tests give it fakes (`recovery.testing`). Waiting for "healthy again" is recovery's, the predicate is the detector's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.diagnosis import Diagnosis, Suspect
 
 
 class Observation(Protocol):
@@ -34,8 +34,27 @@ class Detector(Protocol):
     def forget(self, replica: str, below_incarnation: int) -> None:
         """Incarnations of `replica` below this are being replaced: that they end is wanted from now on."""
 
-    def window(self) -> Mapping[str, Any]:
-        """What the detectors have read, as JSON: kept with an incident for replay."""
+    def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
+        """What the detectors have read, as JSON: kept with an incident for replay. Of a large fleet, those whom
+        `suspects` name and some of their peers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """What was had of an incident's evidence, and what was not: body of its event."""
+
+    incident_id: str
+    body: dict[str, Any]
+
+
+class Witnesses(Protocol):
+    """Asks others for the evidence of an incident, in threads of its own: no call ever blocks the loop."""
+
+    def ask(self, incident_id: str, diagnosis: Diagnosis) -> None:
+        """Begins to ask; at most one account comes of it, later."""
+
+    def heard(self) -> Sequence[Account]:
+        """Those that came since the last call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,11 +5,11 @@ taken for over, no progress is believed, and `error` says why, so that a person 
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rolecall.core.clock import Clock
-from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.recovery.fleet import FleetView
 from rolecall.recovery.incidents import Incident
 from rolecall.recovery.intake import storable
@@ -66,10 +66,10 @@ class Judge:
             # Deliberate: the cure goes on; what is diagnosed of an old incarnation asks for nothing.
             logger.exception("the detector does not forget %s", replica)
 
-    def window(self) -> Mapping[str, Any]:
-        """What the detectors have read; empty if they cannot say."""
+    def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
+        """What the detectors have read of these; empty if they cannot say."""
         try:
-            return dict(self._detector.window())
+            return dict(self._detector.window(suspects))
         except Exception:
             # Deliberate: an incident without its window can be cured all the same.
             logger.exception("no window")

@@ -5,7 +5,7 @@ after a while, unless told that they die on the way. `FakeDetector` knows what w
 its delay, for as long as it is true. `KillSwitch` ends the loop at the n-th journal write or actuator call.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,7 +174,7 @@ class FakeDetector:
     def forget(self, replica: str, below_incarnation: int) -> None:
         self.forgotten.append((replica, below_incarnation))
 
-    def window(self) -> Mapping[str, Any]:
+    def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
         return {"at": self.runtime.clock.wall()}
 
 

@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rolecall.core.clock import Clock
 from rolecall.core.config import RecoveryConfig
@@ -26,10 +27,11 @@ from rolecall.core.journal import Journal, Lease
 from rolecall.recovery.actuators.base import ActionResult, Actuator
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
 from rolecall.recovery.book import WINDOW_NAME, Book, open_incident
+from rolecall.recovery.case_file import CaseFile
 from rolecall.recovery.fleet import FleetView, fleet_view
 from rolecall.recovery.incidents import Failure, Incident
 from rolecall.recovery.intake import Kind, receive, unrepaired
-from rolecall.recovery.interfaces import Detector, Notifier, Source
+from rolecall.recovery.interfaces import Detector, Notifier, Source, Witnesses
 from rolecall.recovery.judging import Judge
 from rolecall.recovery.moves import Append, Decide, Move, Perform, Situation, done, failed, next_move, plan_made
 from rolecall.recovery.policy import Question, decide, question
@@ -78,8 +80,9 @@ class Watch:
         *,
         run_id: str = "",
         poll_seconds: float = 0.25,
+        witnesses: Witnesses | None = None,
     ) -> None:
-        """`poll_seconds`: how long one look may wait for something new."""
+        """`poll_seconds`: how long one look may wait for something new. `witnesses`: who is asked for evidence."""
         self._journal, self._actuator = journal, actuator
         self._judge = Judge(source, detector, clock)
         self._config, self._notifier, self._clock, self._holder = config, notifier, clock, holder
@@ -92,6 +95,7 @@ class Watch:
         self._seen_fleet: FleetView | None = None
         self._windows_to_keep: list[str] = []
         self._troubles = Troubles(clock)
+        self._file = CaseFile(witnesses)
 
     @property
     def acting(self) -> bool:
@@ -119,6 +123,8 @@ class Watch:
                     raise
                 stop.wait(FAILED_TICK_PAUSE_SECONDS)
         if self._lease is not None:
+            with suppress(JournalError, Fenced):  # what has come by now; nobody waits for the rest
+                self._write_evidence()
             self._journal.release(self._lease)
             self._lease = None
 
@@ -144,6 +150,7 @@ class Watch:
             self._report_broken()
             self._report_troubles(found)
             self._keep_windows()
+            self._write_evidence()
             self._teller.tell(self._journal, self._book)
             self._teller.sign_of_life(self._sign_of_life)
         except Fenced as e:
@@ -173,6 +180,7 @@ class Watch:
             self._teller.adopt(self._journal)
             recent = self._clock.wall() - ADOPTED_SECONDS
             self._windows_to_keep = [i.incident_id for i in self._book.incidents.values() if i.opened_at > recent]
+            self._file.adopt(self._journal, (i for i in self._book.open_incidents() if i.opened_at > recent))
         return True
 
     def _write(self, kind: EventKind, body: dict[str, object], *, key: str, incident: Incident | None = None) -> Event:
@@ -221,6 +229,7 @@ class Watch:
             # Processes of a job that is being stopped end, and that is no fault.
             name = open_incident(self._journal, self._book, d, lease=self._lease)
             self._windows_to_keep.append(name)
+            self._file.ask(name, d)
         elif taken.kind is Kind.FAIL and incident is not None and incident.attempt is not None:
             # The failure first: one that dies after the update alone would find nothing left to tell.
             move = failed(incident, incident.attempt, Failure.DIED, taken.because)
@@ -239,9 +248,19 @@ class Watch:
             # One that cannot be kept is let go: its incident can be cured all the same.
             with self._troubles.apart(f"window of {name}"):
                 if incident is not None and WINDOW_NAME not in self._journal.windows(name):
-                    late_seconds = round(self._clock.wall() - incident.opened_at, 3)
-                    self._journal.save_window(name, WINDOW_NAME, {**self._judge.window(), "late_seconds": late_seconds})
+                    window = {**self._judge.window(incident.diagnosis.suspects)}
+                    window["late_seconds"] = round(self._clock.wall() - incident.opened_at, 3)
+                    self._journal.save_window(name, WINDOW_NAME, window)
             self._windows_to_keep.pop()
+
+    def _write_evidence(self) -> None:
+        """What witnesses have said by now. Nobody waits for it: an incident may be closed when it comes."""
+        for account in self._file.heard():
+            incident = self._book.incidents.get(account.incident_id)
+            if incident is not None:
+                key = f"{incident.incident_id}:evidence"
+                self._write(EventKind.EVIDENCE_PULLED, account.body, key=key, incident=incident)
+            self._file.written(account)
 
     def _update(self, incident: Incident, d: Diagnosis) -> None:
         key = f"{incident.incident_id}:updated:{d.key}"

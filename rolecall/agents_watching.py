@@ -27,22 +27,24 @@ _NAMED = re.compile(r"([a-z0-9][a-z0-9_.-]{0,62})=(https?://.+)")
 _SCHEMES = ("http", "https")
 
 
+def is_file(text: str) -> bool:
+    """Whether `--agents` names a file (agents_file.py)."""
+    return "://" not in text
+
+
 def listed(text: str) -> list[str]:
-    """The agents that `--agents` names: a list with commas, or a file with one a line (`#` begins a comment).
+    """The agents that `--agents` names, with commas between.
 
     Raises:
         ConfigError: nothing is named, too many, or an entry is no address.
     """
-    path = Path(text)
-    if "://" not in text:
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError([f"--agents: neither addresses (http://HOST:PORT) nor a file: {e}"]) from None
-    else:
-        lines = text.split(",")
+    return checked_entries(text.split(","))
+
+
+def checked_entries(lines: list[str]) -> list[str]:
+    """Each `http[s]://HOST:PORT` or `NODE=...`, without comments and blanks. Raises ConfigError as `listed`."""
     entries = [entry for line in lines if (entry := line.partition("#")[0].strip())]
-    wrong = [e for e in entries if not _is_address(_url(e))]
+    wrong = [e for e in entries if not _is_address(url_of(e))]
     if wrong:
         raise ConfigError(
             [f"--agents: {e!r} is neither http[s]://HOST:PORT nor NODE=http[s]://HOST:PORT" for e in wrong]
@@ -52,7 +54,7 @@ def listed(text: str) -> list[str]:
     return entries
 
 
-def _url(entry: str) -> str:
+def url_of(entry: str) -> str:
     named = _NAMED.fullmatch(entry)
     return named.group(2) if named else entry
 
@@ -71,22 +73,29 @@ def named_agents(entries: list[str], ask: Callable[[str], str] | None = None) ->
     Raises:
         ConfigError: agents that do not answer, or two of one node.
     """
-    ask = ask or node_of
+    names, problems = asked_names(entries, ask or node_of)
     found: dict[str, str] = {}
-    problems = []
-    with ThreadPoolExecutor(max_workers=ASKED_AT_ONCE) as pool:
-        answers = pool.map(lambda entry: _named(entry, ask), entries)
-        for entry, answer in zip(entries, answers, strict=True):
-            node, problem = answer
-            if problem:
-                problems.append(f"--agents: {entry}: {problem}; start it first, or write NODE={_url(entry)}")
-            elif node in found:
-                problems.append(f"--agents: {found[node]} and {_url(entry)} both speak for {node}")
-            else:
-                found[node] = _url(entry)
+    for entry, node in names.items():
+        if node in found:
+            problems.append(f"--agents: {found[node]} and {url_of(entry)} both speak for {node}")
+        found[node] = url_of(entry)
     if problems:
         raise ConfigError(problems)
     return found
+
+
+def asked_names(entries: list[str], ask: Callable[[str], str]) -> tuple[dict[str, str], list[str]]:
+    """entry -> node of those that are named or answer, and why the others are missing. All are asked at once."""
+    names: dict[str, str] = {}
+    problems = []
+    with ThreadPoolExecutor(max_workers=ASKED_AT_ONCE) as pool:
+        answers = pool.map(lambda entry: _named(entry, ask), entries)
+        for entry, (node, problem) in zip(entries, answers, strict=True):
+            if problem:
+                problems.append(f"--agents: {entry}: {problem}; start it first, or write NODE={url_of(entry)}")
+            else:
+                names[entry] = node
+    return names, problems
 
 
 def _named(entry: str, ask: Callable[[str], str]) -> tuple[str, str]:
@@ -96,7 +105,7 @@ def _named(entry: str, ask: Callable[[str], str]) -> tuple[str, str]:
         return named.group(1), ""
     try:
         return ask(entry), ""
-    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as e:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError) as e:
         return "", f"no agent answers there ({str(e) or type(e).__name__})"
 
 
@@ -104,7 +113,8 @@ def node_of(url: str, authorization: str = "") -> str:
     """The name of the node whose agent serves at `url` (`/healthz`). `authorization`: value of that header.
 
     Raises:
-        OSError, http.client.HTTPException, ValueError, KeyError, TypeError: nobody answers, or something else.
+        OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError: nobody answers, or
+            something else.
     """
     parts = urlsplit(url)
     made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -112,11 +122,13 @@ def node_of(url: str, authorization: str = "") -> str:
     try:
         connection.request("GET", "/healthz", headers={"Authorization": authorization} if authorization else {})
         answer = connection.getresponse()
-        if answer.status == http.client.UNAUTHORIZED:
-            raise ValueError("it wants a user or a token: --credentials")
-        node = json.loads(answer.read(ANSWER_BYTES_MAX))["node"]
+        said = json.loads(answer.read(ANSWER_BYTES_MAX))
     finally:
         connection.close()
+    # To who is not let in an agent says only that it lives; an agent before that refuses.
+    if answer.status == http.client.UNAUTHORIZED or said.keys() == {"ok"}:
+        raise ValueError("it wants a user or a token: --credentials")
+    node = said["node"]
     if not isinstance(node, str) or not ID_PATTERN.fullmatch(node):
         raise ValueError("it does not say which node it is of")
     return node

@@ -47,6 +47,8 @@ app = typer.Typer(
 )
 
 USAGE_ERRORS = (BadId, ConfigError, JournalError, RunNotFound, TooFewNodes, UnreadableInput)
+OF_DETECTORS = ("numpy", "polars", "safetensors", "sklearn")
+"""Packages of rolecall[detector]: who wants to diagnose needs no torch and no Ray."""
 TRACEBACK_ENV = "ROLECALL_TRACEBACK"
 """Set: a defect shows where it happened. A process that keeps a log (`watch`) always writes it there."""
 
@@ -188,7 +190,10 @@ def inject(
 # --- watching -----------------------------------------------------------------------------------------------------
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,  # its own parser answers it
+)
 def agent(ctx: typer.Context) -> int:
     """The node agent; the same as `python -m rolecall.agent` (see its --help)."""
     from rolecall.agent.daemon import main as agent_main
@@ -389,7 +394,8 @@ def _show_failure(error: Exception) -> int:
         show()
         return int(getattr(error, "exit_code", 2))
     if isinstance(error, ModuleNotFoundError) and not str(error.name).startswith("rolecall"):
-        _complain(f"this needs {error.name}, which is not installed; try: pip install 'rolecall[all]'")
+        extra = "detector" if str(error.name).partition(".")[0] in OF_DETECTORS else "all"
+        _complain(f"this needs {error.name}, which is not installed; try: pip install 'rolecall[{extra}]'")
         return 2
     if isinstance(error, OSError) and error.filename is not None:
         _complain(f"{os.fsdecode(error.filename)}: {error.strerror}")

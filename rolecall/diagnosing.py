@@ -24,6 +24,7 @@ from rolecall.detector import (
     infiniband_trees,
     kernel_findings,
     kernel_logs,
+    packed,
     recording,
     stack_dumps,
     stacks,
@@ -92,9 +93,12 @@ def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> Found:
             if not _sort(path, found):
                 if path.is_file() and recording.is_parquet(path):
                     recording.read(path)  # says which columns it lacks
+                if path.is_file():
+                    packed.head(path, 1)  # says why it cannot be unpacked
                 kinds = (
                     "a recording (Parquet), a Flight Recorder dump (pickle or JSON), a stack dump of py-spy, "
-                    "an answer of NCCL RAS, a file of the NCCL Inspector, a kernel log, an agent's events"
+                    "an answer of NCCL RAS, a file of the NCCL Inspector, a kernel log, an agent's events, "
+                    "a copy of an InfiniBand device"
                 )
                 raise UnreadableInput(where=str(path), reason=f"it is none of {kinds}")
             continue

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from rolecall.options import JsonOption, out, print_json
+from rolecall.options import CredentialsOption, JsonOption, out, print_json
 from rolecall.text import plain
 
 CLOCK_ERROR_SECONDS_MAX = 0.5
@@ -25,7 +25,7 @@ FILES_LOW = 8192
 PTRACE_OFF = 3
 TIME_ERROR = 5
 """State that adjtimex(2) returns for a clock that nobody keeps."""
-EXIT_STATUS_KERNEL = (6, 13)
+EXIT_STATUS_KERNEL = (6, 15)
 """From this Linux on a pidfd tells how a process ended that somebody else has reaped."""
 
 
@@ -42,6 +42,16 @@ SEVERITY = (Level.WELL, Level.UNKNOWN, Level.WARNING, Level.BROKEN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """Another agent's wall clock less this node's, and how wrong that may be. `seconds` None: not known, see `reason`."""
+
+    agent: str
+    seconds: float | None = None
+    error_seconds: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
     """What was read of a node. None: it could not be read, or there is none."""
 
@@ -51,12 +61,18 @@ class NodeFacts:
     pci_gpus: int = 0  # NVIDIA display controllers on the PCI bus
     driver: str = ""  # version, of /proc/driver/nvidia
     nvml: str = ""  # why NVML cannot be used; empty: it can
+    nvml_wanted: bool = True  # agent.yaml has `gpu` switched on
     kmsg: str = ""  # why the kernel log cannot be read; empty: it can
+    kernel_log: str = "/dev/kmsg"  # where agent.yaml has it; empty: switched off
     py_spy: bool = False
     ptrace_scope: int | None = None  # kernel/yama
     agent: str = ""  # what the agent's port answered; empty: nobody listens
     agent_url: str = ""
+    probes_down: Mapping[str, str] = field(default_factory=dict)  # what the agent cannot read, and why
     socket: bool = False  # the agent's socket for registrations is there
+    socket_uid: int | None = None  # whose it is
+    rank_uid: int | None = None  # whose the process is that was asked about
+    hidepid: str = ""  # of /proc, where other users' processes are hidden
     data_dir: str = ""
     data_dir_error: str = ""  # why it cannot be written; empty: it can
     free_bytes: int | None = None
@@ -64,6 +80,7 @@ class NodeFacts:
     environ: Mapping[str, str] = field(default_factory=dict)  # of this shell, or of the process asked about
     clock_state: int | None = None  # of adjtimex
     clock_error_seconds: float | None = None
+    clock_offsets: tuple[ClockOffset, ...] = ()  # of other agents, where some were named
     pressure: bool = False
     pidfd: bool = False
     files_soft: int = 0
@@ -82,7 +99,10 @@ class Check:
 
 def examine(facts: NodeFacts) -> tuple[Check, ...]:
     """Every check, in a fixed order."""
-    parts = (_gpu, _kernel_log, _stacks, _agent, _storage, _nccl, _clock, _pressure, _exits, _files)
+    parts = (
+        *(_gpu, _kernel_log, _stacks, _processes, _agent, _probes, _socket, _storage, _nccl, _clock, _offsets),
+        *(_pressure, _exits, _files),
+    )
     return tuple(check for part in parts for check in part(facts))
 
 
@@ -115,7 +135,9 @@ def _gpu(f: NodeFacts) -> Iterator[Check]:
         )
     else:
         yield _well("driver", f"driver {f.driver}, {f.gpu_devices} GPU(s)")
-    if f.nvml:
+    if not f.nvml_wanted:
+        yield _well("nvml", "not asked: agent.yaml has gpu switched off")
+    elif f.nvml:
         yield Check(
             name="nvml",
             level=Level.BROKEN,
@@ -128,13 +150,14 @@ def _gpu(f: NodeFacts) -> Iterator[Check]:
 
 
 def _kernel_log(f: NodeFacts) -> Iterator[Check]:
-    if not f.kmsg:
-        yield _well("kernel_log", "/dev/kmsg can be read")
+    if not f.kernel_log or not f.kmsg:
+        can = f"{f.kernel_log} can be read" if f.kernel_log else "not read: agent.yaml has it switched off"
+        yield _well("kernel_log", can)
         return
     yield Check(
         name="kernel_log",
         level=Level.WARNING,
-        says=f"no XID, OOM kill or link event is seen: /dev/kmsg: {f.kmsg}",
+        says=f"no XID, OOM kill or link event is seen: {f.kernel_log}: {f.kmsg}",
         mend="run the agent with CAP_SYSLOG (AmbientCapabilities=CAP_SYSLOG), or set kernel.dmesg_restrict=0, or name a "
         "file that a syslog daemon writes (kernel_log: {path: ...})",
     )
@@ -164,6 +187,38 @@ def _stacks(f: NodeFacts) -> Iterator[Check]:
         )
     else:
         yield _well("stacks", "py-spy can read stacks" if f.is_root else "py-spy can read stacks of the same user")
+
+
+def _processes(f: NodeFacts) -> Iterator[Check]:
+    if f.hidepid and not f.is_root:
+        yield Check(
+            name="processes",
+            level=Level.WARNING,
+            says=f"/proc is mounted with hidepid={f.hidepid}: processes of other users are not seen",
+            mend="run the agent as root or as the job's user, or mount /proc with gid= of a group that the agent is in",
+        )
+
+
+def _probes(f: NodeFacts) -> Iterator[Check]:
+    for probe, reason in f.probes_down.items():
+        yield Check(
+            name="probe",
+            level=Level.WARNING,
+            says=f"the agent cannot read {probe}: {reason or 'it does not say why'}",
+            mend="give its user the right (docs/agent.md: what it cannot see without rights), or switch that section off",
+        )
+
+
+def _socket(f: NodeFacts) -> Iterator[Check]:
+    if f.rank_uid is None or f.socket_uid is None or f.rank_uid in (0, f.socket_uid):
+        return
+    yield Check(
+        name="socket",
+        level=Level.WARNING,
+        says=f"the process runs as user {f.rank_uid}, and {f.data_dir}/agent.sock is for user {f.socket_uid} alone: it "
+        "cannot register",
+        mend="run the agent as the job's user (systemd: DynamicUser=no, User=)",
+    )
 
 
 def _agent(f: NodeFacts) -> Iterator[Check]:
@@ -201,7 +256,12 @@ def _storage(f: NodeFacts) -> Iterator[Check]:
             mend="make it, and give it to the agent's user, or name another (data_dir)",
         )
     elif f.free_bytes is None:
-        yield Check(name="data_dir", level=Level.UNKNOWN, says=f"{f.data_dir}: free space cannot be read")
+        yield Check(
+            name="data_dir",
+            level=Level.UNKNOWN,
+            says=f"{f.data_dir}: free space cannot be read",
+            mend="run doctor as the agent's user",
+        )
     elif f.free_bytes < FREE_BYTES_LOW or f.free_inodes == 0:
         level = Level.BROKEN if f.free_bytes < FREE_BYTES_MIN or f.free_inodes == 0 else Level.WARNING
         yield Check(
@@ -242,7 +302,12 @@ def _nccl(f: NodeFacts) -> Iterator[Check]:
 
 def _clock(f: NodeFacts) -> Iterator[Check]:
     if f.clock_state is None or f.clock_error_seconds is None:
-        yield Check(name="clock", level=Level.UNKNOWN, says="the kernel does not say how well the clock is kept")
+        yield Check(
+            name="clock",
+            level=Level.UNKNOWN,
+            says="the kernel does not say how well the clock is kept",
+            mend="in a container allow adjtimex, or run doctor on the node itself",
+        )
     elif f.clock_state == TIME_ERROR:
         yield Check(
             name="clock",
@@ -259,6 +324,30 @@ def _clock(f: NodeFacts) -> Iterator[Check]:
         )
     else:
         yield _well("clock", f"synchronised within {f.clock_error_seconds * 1000:.0f} ms")
+
+
+def _offsets(f: NodeFacts) -> Iterator[Check]:
+    apart = 0.0
+    for o in f.clock_offsets:
+        if o.seconds is None:
+            yield Check(
+                name="clocks",
+                level=Level.UNKNOWN,
+                says=f"{o.agent}: its clock is not known: {o.reason}",
+                mend="see that its agent runs and can be reached",
+            )
+            continue
+        apart = max(apart, abs(o.seconds))
+        if abs(o.seconds) - o.error_seconds > CLOCK_ERROR_SECONDS_MAX:
+            way = "ahead of" if o.seconds > 0 else "behind"
+            yield Check(
+                name="clocks",
+                level=Level.WARNING,
+                says=f"{o.agent}: its clock is {abs(o.seconds):.2f} s {way} this node's",
+                mend="start chronyd or systemd-timesyncd on both, with the same servers",
+            )
+    if f.clock_offsets and apart <= CLOCK_ERROR_SECONDS_MAX and all(o.seconds is not None for o in f.clock_offsets):
+        yield _well("clocks", f"{len(f.clock_offsets)} other clock(s), within {apart * 1000:.0f} ms of this node's")
 
 
 def _pressure(f: NodeFacts) -> Iterator[Check]:
@@ -286,7 +375,7 @@ def _exits(f: NodeFacts) -> Iterator[Check]:
             name="exits",
             level=Level.WARNING,
             says=f"Linux {f.kernel}: how a process ended is not known where its parent was faster than the agent",
-            mend="Linux 6.13 or newer tells it; exits themselves are heard",
+            mend="Linux 6.15 or newer tells it; exits themselves are heard",
         )
     else:
         yield _well("exits", "exits are heard, and how a process ended")
@@ -328,13 +417,17 @@ doctor_app = typer.Typer()
 def doctor(
     config: Annotated[Path | None, typer.Option("--config", help="the agent's agent.yaml")] = None,
     pid: Annotated[int | None, typer.Option(min=1, help="a rank, whose settings of NCCL are looked at")] = None,
+    agents: Annotated[
+        str, typer.Option(help="other agents, as for watch: how far are their clocks from this node's")
+    ] = "",
+    credentials: CredentialsOption = None,
     nhc: Annotated[bool, typer.Option("--nhc", help="exit codes 0 well, 1 warnings, 2 broken, 3 cannot tell")] = False,
     as_json: JsonOption = False,
 ) -> int:
     """Is this node fit to be watched, and how to mend what is not. Exit code 1: something is broken."""
     from rolecall.node_facts import read_facts
 
-    checks = examine(read_facts(config, pid))
+    checks = examine(read_facts(config, pid, agents=agents, credentials=credentials))
     level = worst(checks)
     if as_json:
         value: dict[str, Any] = {"level": str(level), "checks": [{**asdict(c), "level": str(c.level)} for c in checks]}

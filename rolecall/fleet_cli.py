@@ -1,5 +1,6 @@
 """Commands on fleets, with or without the bundled runtime: diagnose, watch, record, fit, simulate."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -172,7 +173,10 @@ def watch(
     seconds: ForOption = None,
     agents: Annotated[
         str,
-        typer.Option(help="agents of any job, as http[s]://HOST:PORT,... or a file with one a line; RUN is not given"),
+        typer.Option(
+            help="agents of any job, as http[s]://HOST:PORT,... or a file, read again when it changes: one a line, or "
+            "groups as Prometheus' file_sd_configs (.json, .yaml); RUN is not given"
+        ),
     ] = "",
     mode: Annotated[str, typer.Option(help="of --agents: observe, the only one")] = "observe",
     run_id: Annotated[str, typer.Option("--id", help="of --agents: name of what is kept (default: watch-<time>)")] = "",
@@ -216,16 +220,27 @@ def _watch_agents(
 ) -> int:
     import datetime
 
-    from rolecall.agents_watching import listed, named_agents, node_of, observing_run
+    from rolecall.agents_file import AgentsFile
+    from rolecall.agents_watching import is_file, listed, named_agents, node_of, observing_run
+    from rolecall.core.clock import SystemClock
     from rolecall.fleet_watching import authorization
     from rolecall.watching import watch_run
 
     header = authorization(credentials, {})
-    found = named_agents(listed(agents), lambda url: node_of(url, header))
+
+    def ask(url: str) -> str:
+        return node_of(url, header)
+
     run_id = run_id or f"watch-{datetime.datetime.now():%m%d-%H%M%S}"
+
+    def keep(found: Mapping[str, str]) -> None:
+        observing_run(runs, run_id, found, webhook or None)
+
+    file = AgentsFile(Path(agents), ask, keep, SystemClock()) if is_file(agents) else None
+    found = file.first() if file else named_agents(listed(agents), ask)
     run = observing_run(runs, run_id, found, webhook or None)
     _say(f"watching {len(found)} node(s); incidents: rolecall incidents --run {run.path}")
-    return watch_run(run, seconds, header)
+    return watch_run(run, seconds, header, file.urls if file else None)
 
 
 @fleet.command()

@@ -33,7 +33,7 @@ def export(
     """Journal, windows, events and logs of an incident in one file, without secrets, prompts or names of users."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.incident_export import export as bundle_of
-    from rolecall.incident_export import write_private
+    from rolecall.private_file import write_private
 
     bundle = bundle_of(open_run_dir(runs, run), incident_id, anonymous=anonymous)
     content = bundle.archive()

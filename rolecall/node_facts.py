@@ -9,7 +9,8 @@ import json
 import os
 import platform
 import resource
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,8 @@ import yaml
 
 from rolecall.agent.evidence import find_py_spy
 from rolecall.core.errors import ConfigError
-from rolecall.doctor import NodeFacts
+from rolecall.doctor import ClockOffset, NodeFacts
+from rolecall.node_agents import clock_offsets, down_probes, own_authorization
 
 ASK_SECONDS: Final = 3.0
 ANSWER_BYTES_MAX: Final = 64 * 1024
@@ -29,21 +31,39 @@ DISPLAY_CLASS: Final = "0x03"
 """PCI base class of display controllers; without a monitor, too (3D controller)."""
 MICROSECONDS: Final = 1e-6
 DEFAULT_PORT: Final = 9477
+DEFAULT_KERNEL_LOG: Final = "/dev/kmsg"
+NVML_SECONDS: Final = 30.0
+"""Without the persistence daemon a node with eight GPUs takes some ten seconds."""
 DEFAULT_DATA_DIR: Final = Path("/var/lib/rolecall")
 
 
-def read_facts(config: Path | None, pid: int | None, root: Path = Path("/")) -> NodeFacts:
-    """`config`: the agent's file; `pid`: whose environment is looked at; `root`: of `/proc`, `/sys` and `/dev`.
+def read_facts(
+    config: Path | None,
+    pid: int | None,
+    root: Path = Path("/"),
+    *,
+    agents: str = "",
+    credentials: Path | None = None,
+) -> NodeFacts:
+    """`config`: the agent's file; `pid`: whose environment is looked at; `root`: of `/proc`, `/sys` and `/dev`. `agents`:
+    others, as `watch --agents` takes them; `credentials`: for those that want a user.
 
     Raises:
-        ConfigError: `config` cannot be read, or there is no process `pid` whose environment can be.
+        ConfigError: `config` or `credentials` cannot be read, `agents` names none, or there is no process `pid` whose
+            environment can be read.
     """
     settings = _settings(config)
+    others = _others(agents, credentials)
     data_dir = Path(settings.get("data_dir", DEFAULT_DATA_DIR))
+    token_file = settings.get("token_file")
+    own = own_authorization(data_dir, Path(token_file) if token_file else None)
     host = str(settings.get("host", "127.0.0.1"))
     port = settings.get("port", DEFAULT_PORT)
-    reached = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    reached = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    reached = f"[{reached}]" if ":" in reached else reached
     url = f"{'https' if settings.get('web_config_file') else 'http'}://{reached}:{port}"
+    gpu, kernel_log = _section(settings, "gpu"), _section(settings, "kernel_log")
+    log = str(kernel_log.get("path", DEFAULT_KERNEL_LOG)) if kernel_log.get("enabled", True) else ""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     clock_state, clock_error_seconds = read_clock()
     free_bytes, free_inodes = _free(data_dir)
@@ -53,13 +73,19 @@ def read_facts(config: Path | None, pid: int | None, root: Path = Path("/")) -> 
         gpu_devices=sum(p.name.removeprefix("nvidia").isdecimal() for p in (root / "dev").glob("nvidia[0-9]*")),
         pci_gpus=_pci_gpus(root / "sys/bus/pci/devices"),
         driver=_driver(root / "proc/driver/nvidia/version"),
-        nvml=_nvml(),
-        kmsg=_kmsg(root / "dev/kmsg"),
+        nvml=within(NVML_SECONDS, _nvml) if gpu.get("enabled", True) else "",
+        nvml_wanted=bool(gpu.get("enabled", True)),
+        kmsg=_kmsg(root / log.lstrip("/")) if log else "",
+        kernel_log=log,
         py_spy=find_py_spy() is not None,
         ptrace_scope=_integer(root / "proc/sys/kernel/yama/ptrace_scope"),
         agent=ask_agent(url),
         agent_url=url,
+        probes_down=down_probes(url, own),
         socket=(data_dir / "agent.sock").exists(),
+        socket_uid=_owner(data_dir / "agent.sock"),
+        rank_uid=None if pid is None else _owner(root / "proc" / str(pid)),
+        hidepid=_hidepid(root / "proc/self/mounts"),
         data_dir=str(data_dir),
         data_dir_error=_data_dir_error(data_dir),
         free_bytes=free_bytes,
@@ -67,6 +93,7 @@ def read_facts(config: Path | None, pid: int | None, root: Path = Path("/")) -> 
         environ=dict(os.environ) if pid is None else _environ_of(root / "proc" / str(pid) / "environ", pid),
         clock_state=clock_state,
         clock_error_seconds=clock_error_seconds,
+        clock_offsets=others,
         pressure=(root / "proc/pressure/cpu").exists(),
         pidfd=_pidfd(),
         files_soft=soft,
@@ -85,6 +112,40 @@ def _settings(config: Path | None) -> Mapping[str, Any]:
     if value is not None and not isinstance(value, dict):
         raise ConfigError([f"(top): expected a mapping, got {type(value).__name__}"], str(config))
     return value or {}
+
+
+def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = settings.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _others(agents: str, credentials: Path | None) -> tuple[ClockOffset, ...]:
+    """Raises ConfigError."""
+    if not agents:
+        return ()
+    from rolecall.agents_file import entries_of
+    from rolecall.agents_watching import is_file, listed, url_of
+    from rolecall.fleet_watching import authorization
+
+    entries = entries_of(Path(agents)) if is_file(agents) else listed(agents)
+    return clock_offsets({entry: url_of(entry) for entry in entries}, authorization(credentials, {}))
+
+
+def _owner(path: Path) -> int | None:
+    try:
+        return path.stat().st_uid
+    except OSError:
+        return None
+
+
+def _hidepid(mounts: Path) -> str:
+    """`1`, `2`, `invisible`...; empty: all processes are seen."""
+    for line in _text(mounts).splitlines():
+        parts = line.split(" ")
+        if len(parts) >= 4 and parts[1] == "/proc":
+            found = [o.removeprefix("hidepid=") for o in parts[3].split(",") if o.startswith("hidepid=")]
+            return found[0] if found and found[0] not in ("0", "off") else ""
+    return ""
 
 
 def ask_agent(url: str) -> str:
@@ -110,11 +171,13 @@ def ask_agent(url: str) -> str:
     finally:
         connection.close()
     if answer.status == http.client.UNAUTHORIZED:
-        return "ok"
+        return "ok"  # an agent of another version
     try:
         said = json.loads(body)
         if answer.status == http.client.OK and said["ok"] is True:
             return "ok"
+        if said == {"ok": False}:  # all that it says where it wants a user
+            return "it is not well: its newest look is too old"
         return f"it is not well: its newest look is {float(said['newest_round_age_seconds']):.0f} s old"
     except (ValueError, KeyError, TypeError):
         return "what answers there is no agent"
@@ -142,6 +205,15 @@ def read_clock() -> tuple[int | None, float | None]:
     except (OSError, AttributeError):
         return None, None
     return (None, None) if state < 0 else (state, timex.maxerror * MICROSECONDS)
+
+
+def within(seconds: float, ask: Callable[[], str]) -> str:
+    """What `ask` answers, or that it does not: NVML hangs when a GPU fell off the bus, and just then doctor is run."""
+    told: list[str] = []
+    thread = threading.Thread(target=lambda: told.append(ask()), name="doctor-nvml", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return told[0] if told else f"no answer within {seconds:g} s"
 
 
 def _nvml() -> str:

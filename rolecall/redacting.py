@@ -47,7 +47,7 @@ _URL = re.compile(r"\b([a-z][a-z0-9+.-]{1,30})://([^\s\"'<>()]*)", re.IGNORECASE
 _SCHEME_TOKEN = re.compile(r"\b(bearer|basic|digest|negotiate)\s+[^\s,;\"']+", re.IGNORECASE)
 _VALUE = r"""(?:\\?"(?:[^"\\]|\\[^"])*\\?"?|\\?'(?:[^'\\]|\\[^'])*\\?'?|[^\s,;&}\])"']+)"""
 _NAMED = re.compile(
-    r"((?:password|passwd|pwd|passphrase|secrets?|token|credentials?|authorization|cookie|webhook|dsn"
+    r"((?:password|passwd|pwd|\bpass|passphrase|secrets?|token|credentials?|authorization|cookie|webhook|dsn"
     r"|(?:api|access|private|ssh|account|secret|auth|session|signing|encryption)[_-]?key)(?:[_-](?:id|value|hash|url))?)"
     rf"(\\?[\"']?\s*[:=]\s*|\\?[\"']?\s+(?:is|was)\s+){_VALUE}",
     re.IGNORECASE,
@@ -72,9 +72,21 @@ _LONG_WORD = re.compile(r"(?<![A-Za-z0-9+])[A-Za-z0-9+]{24,}={0,2}")
 _ENVIRONMENT = re.compile(rf"\b([A-Z][A-Z0-9_]{{2,}})={_VALUE}")
 _ENVIRONMENT_KEPT = ("NCCL_", "CUDA_", "UCX_", "NVIDIA_", "CONSTRAINT_")
 """What a vendor asks for first; none of these holds a secret."""
-_HOME = re.compile(r"(?:/[\w.+-]{1,64}){0,6}?/(?:home|Users)/([^/\s:;'\",)\]}<>]+)")
+_HOME = re.compile(r"(?:/[\w.+-]{1,64}){0,6}?/(?:home|[Uu]sers)/([^/\s:;'\",)\]}<>]+)")
 _ROOT_HOME = re.compile(r"(?<![\w./-])/root(?![\w.-])")
 _AT_HOST = re.compile(r"(?<![\w.+-])([A-Za-z_][\w.+-]{0,63})@([A-Za-z0-9][\w.-]*)")
+_USER_SAID = re.compile(
+    r"\b((?:acct|user(?:name)?|login|logname|owner)\\?[\"']?\s*[=:]\s*\\?[\"']?|(?:of|for|invalid) user [\"']?)"
+    r"(?!(?:code|space|mode|process|memory|thread|slice|\d[\d.]*)\b)\w[\w.-]*",
+    re.IGNORECASE,
+)
+"""What login and audit write into the kernel's log, beside others."""
+_SAMPLE_SAID = re.compile(
+    r"\b((?:prompt|completion|generated_text|messages|input_ids|token_ids|output_ids)s?\\?[\"']?\s*[=:]\s*+)"
+    r"(?!\d[\d.]*\s*(?:$|[,;)\]}])).+",
+    re.IGNORECASE | re.DOTALL,
+)
+"""No pattern knows where a prompt ends: the rest of the text goes. A number is a count."""
 _RAISED = re.compile(
     r"\b([A-Za-z_][\w.]{0,100}(?:Error|Exception|Interrupt|Exit)): (?!\(message)(.*?)(?= at \S+:\d+|\Z)", re.DOTALL
 )
@@ -212,6 +224,7 @@ class Redactor:
             text = f"{text[:TEXT_CHARS_MAX]}… ({len(text)} characters)"
         for secret in self._secrets:
             text = text.replace(secret, GONE)
+        text = _USER_SAID.sub(rf"\1{GONE}", text)
         for pattern, becomes in self._known_patterns():
             text = pattern.sub(becomes, text)
         text = _RAISED.sub(lambda m: f"{m[1]}: {left_of_message(m[2])}", text)
@@ -220,6 +233,7 @@ class Redactor:
         text = _SCHEME_TOKEN.sub(rf"\1 {GONE}", text)
         text = _NAMED.sub(rf"\1\2{GONE}", text)
         text = _OPTION.sub(rf"\1 {GONE}", text)
+        text = _SAMPLE_SAID.sub(rf"\1{GONE}", text)
         text = _ENVIRONMENT.sub(lambda m: m[0] if m[1].startswith(_ENVIRONMENT_KEPT) else f"{m[1]}={GONE}", text)
         text = _ISSUED.sub(GONE, text)
         text = _LONG_WORD.sub(lambda m: GONE if _looks_random(m[0]) else m[0], text)

@@ -21,21 +21,32 @@ class PrometheusServer:
     """Scrapes its targets. Root may run it; it opens one port and writes below `folder`."""
 
     def __init__(
-        self, program: str, folder: Path, *options: str, targets: Sequence[str], itself: Sequence[Mapping[str, str]]
+        self,
+        program: str,
+        folder: Path,
+        *options: str,
+        targets: Sequence[str],
+        itself: Sequence[Mapping[str, str]],
+        config: Path | None,
     ) -> None:
-        """`targets`: `host:port` of each. `itself`: it scrapes itself as so many more, each with these labels."""
+        """`targets`: `host:port` of each. `itself`: it scrapes itself as so many more, each with these labels. `config`:
+        the file instead of both."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.netloc, self._folder = f"127.0.0.1:{port}", folder
         scraped = [(n, dict[str, str]()) for n in targets] + [(self.netloc, dict(labels)) for labels in itself]
         static = [{"targets": [n], "labels": labels} for n, labels in scraped]
-        config = {
+        made = {
             "global": {"scrape_interval": f"{SCRAPE_SECONDS}s", "scrape_timeout": f"{SCRAPE_SECONDS}s"},
             "scrape_configs": [{"job_name": "rolecall", "static_configs": static}],
         }
-        (folder / "prometheus.yml").write_text(json.dumps(config))  # JSON is YAML
-        argv = [program, f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
+        (folder / "prometheus.yml").write_text(json.dumps(made))  # JSON is YAML
+        argv = [
+            program,
+            f"--config.file={config or folder / 'prometheus.yml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+        ]
         argv += [f"--web.listen-address={self.netloc}", "--log.level=warn", *options]
         with (folder / "log").open("ab") as log:
             self._process = subprocess.Popen(argv, cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
@@ -72,13 +83,17 @@ class PrometheusServer:
 
 @contextlib.contextmanager
 def prometheus(
-    folder: Path, *options: str, targets: Sequence[str] = (), itself: Sequence[Mapping[str, str]] = ()
+    folder: Path,
+    *options: str,
+    targets: Sequence[str] = (),
+    itself: Sequence[Mapping[str, str]] = (),
+    config: Path | None = None,
 ) -> Iterator[PrometheusServer]:
     """A server that answers; skips the test where Prometheus is not installed."""
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("no Prometheus here: the Debian package `prometheus` has it")
-    server = PrometheusServer(program, folder, *options, targets=targets, itself=itself)
+    server = PrometheusServer(program, folder, *options, targets=targets, itself=itself, config=config)
     try:
         eventually(server.ready, "Prometheus is ready")
         yield server

@@ -85,6 +85,12 @@ def _job(tmp_path: Path, text: str = "{}") -> str:
     return str(path)
 
 
+def test_the_agents_own_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["agent", "--help"])
+    assert ended.value.code == 0 and "--explain" in capsys.readouterr().out
+
+
 def test_a_run_that_exists_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "runs" / "x").mkdir(parents=True)
     code, _, err = _run(capsys, "run", _job(tmp_path), "--id", "x", "--runs", str(tmp_path / "runs"))
@@ -147,18 +153,18 @@ def test_a_defect_is_one_sentence_and_shows_where_only_when_asked(
     assert "Traceback" in _run(capsys, "run", "job.yaml")[2]
 
 
+@pytest.mark.parametrize(("package", "extra"), [("torch", "all"), ("numpy", "detector")])
 def test_a_package_that_is_missing_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str, extra: str
 ) -> None:
+    def without(_: Path) -> NoReturn:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
     _defective(monkeypatch)
-    monkeypatch.setattr("rolecall.core.config.load_job", _without_torch)
+    monkeypatch.setattr("rolecall.core.config.load_job", without)
     code, _, err = _run(capsys, "run", "job.yaml")
     assert code == 2
-    assert err == "rolecall: this needs torch, which is not installed; try: pip install 'rolecall[all]'\n"
-
-
-def _without_torch(_: Path) -> NoReturn:
-    raise ModuleNotFoundError("No module named 'torch'", name="torch")
+    assert err == f"rolecall: this needs {package}, which is not installed; try: pip install 'rolecall[{extra}]'\n"
 
 
 def test_output_that_nobody_reads_any_more_is_no_defect(fake_run: RunDir) -> None:

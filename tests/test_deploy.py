@@ -138,9 +138,11 @@ def test_the_pods_configuration_is_one(tmp_path: Path) -> None:
     file = _config_map(tmp_path)
     mounts = {m["mountPath"]: m for m in _container()["volumeMounts"]}
     volumes = {v["name"]: v for v in _pod()["volumes"]}
-    for path, of_host in ((file.proc, "/proc"), (file.sys, "/sys"), (file.kernel_log.path.parent, "/var/log")):
+    of_host_by_path = {file.proc: "/proc", file.sys: "/sys", file.rootfs: "/", file.kernel_log.path.parent: "/var/log"}
+    for path, of_host in of_host_by_path.items():
         mount = mounts[str(path)]
         assert mount["readOnly"] is True and volumes[mount["name"]]["hostPath"]["path"] == of_host
+    assert mounts[str(file.rootfs)]["mountPropagation"] == "HostToContainer"
     state = volumes[mounts[str(file.data_dir)]["name"]]
     assert state["hostPath"]["path"] == str(file.data_dir) and "readOnly" not in mounts[str(file.data_dir)]
     assert (

@@ -3,6 +3,7 @@
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,12 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rolecall.cli import main
+from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.errors import ConfigError
-from rolecall.doctor import NHC_CODES, Level, NodeFacts, examine, lines, worst
-from rolecall.node_facts import ask_agent, read_clock, read_facts
-from tests.support import PATIENCE_SECONDS
+from rolecall.doctor import NHC_CODES, ClockOffset, Level, NodeFacts, examine, lines, worst
+from rolecall.node_agents import clock_offsets, down_probes, own_authorization
+from rolecall.node_facts import ask_agent, read_clock, read_facts, within
+from tests.agent.test_settings import QUIET, running
+from tests.agent.test_web_config import HASH
+from tests.support import PATIENCE_SECONDS, eventually
 
 FIT = NodeFacts(
     is_root=True,
@@ -58,7 +64,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str, Level, str, str]] = {
     "little room": ({"free_bytes": 1 << 30}, "data_dir", W, "1024 MiB", "free some room"),
     "no room": ({"free_bytes": 1 << 20}, "data_dir", B, "1 MiB", "free some room"),
     "no inodes": ({"free_inodes": 0}, "data_dir", B, "0 inodes", "free some room"),
-    "space unknown": ({"free_bytes": None}, "data_dir", U, "cannot be read", ""),
+    "space unknown": ({"free_bytes": None}, "data_dir", U, "cannot be read", "agent's user"),
     "no Flight Recorder": (
         {"environ": {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}},
         "nccl",
@@ -69,10 +75,45 @@ UNFIT: dict[str, tuple[dict[str, Any], str, Level, str, str]] = {
     "no RAS": ({"environ": {"NCCL_RAS_ENABLE": "0"}}, "nccl", W, "RAS is off", "set it to 1"),
     "a clock that nobody keeps": ({"clock_state": 5}, "clock", W, "not synchronised", "chronyd"),
     "a clock that may be wrong": ({"clock_error_seconds": 2.0}, "clock", W, "2.00 s", "nearer"),
-    "a clock unknown": ({"clock_state": None}, "clock", U, "does not say", ""),
+    "a clock unknown": ({"clock_state": None}, "clock", U, "does not say", "adjtimex"),
+    "another clock behind": (
+        {"clock_offsets": (ClockOffset(agent="http://b:1", seconds=-1.5, error_seconds=0.1),)},
+        "clocks",
+        W,
+        "http://b:1: its clock is 1.50 s behind this node's",
+        "chronyd",
+    ),
+    "another agent that is silent": (
+        {"clock_offsets": (ClockOffset(agent="http://b:1", reason="timed out"),)},
+        "clocks",
+        U,
+        "http://b:1: its clock is not known: timed out",
+        "can be reached",
+    ),
+    "something that the agent cannot read": (
+        {"probes_down": {"kernel_log": "no permission"}},
+        "probe",
+        W,
+        "the agent cannot read kernel_log: no permission",
+        "docs/agent.md",
+    ),
+    "a job of another user": (
+        {"rank_uid": 1000, "socket_uid": 0},
+        "socket",
+        W,
+        "runs as user 1000, and /var/lib/rolecall/agent.sock is for user 0 alone",
+        "User=",
+    ),
+    "hidden processes": (
+        {"is_root": False, "ptrace_scope": 0, "hidepid": "2"},
+        "processes",
+        W,
+        "hidepid=2",
+        "gid=",
+    ),
     "no pressure": ({"pressure": False}, "pressure", W, "not there", "psi=1"),
     "no pidfd": ({"pidfd": False}, "exits", B, "pidfd_open", "seccomp"),
-    "an older Linux": ({"kernel": "5.15.0-91-generic"}, "exits", W, "Linux 5.15.0-91-generic", "6.13"),
+    "an older Linux": ({"kernel": "6.14.2-generic"}, "exits", W, "Linux 6.14.2-generic", "6.15"),
     "few files": ({"files_soft": 1024}, "files", W, "1024 open files", "ulimit"),
     "hardly any files": ({"files_soft": 256}, "files", B, "256 open files", "ulimit"),
 }
@@ -104,9 +145,9 @@ def test_what_is_wrong_is_told_with_how_to_mend_it(
     checks = examine(replace(FIT, **changed))
     [wrong] = [c for c in checks if c.level is not Level.WELL]
     assert (wrong.name, wrong.level) == (name, level)
-    assert says in wrong.says and mend in wrong.mend
+    assert says in wrong.says and mend in wrong.mend and wrong.mend
     assert worst(checks) is level
-    assert list(lines(checks))[-1 if not mend else -2].startswith(f"{level:8} {name}: ")
+    assert list(lines(checks))[-2].startswith(f"{level:8} {name}: ")
 
 
 def test_a_node_without_gpus_needs_no_driver() -> None:
@@ -153,6 +194,7 @@ def test_an_agent_is_told_from_somebody_else(served: tuple[str, list[tuple[int, 
     for status, body, expected in (
         (200, b'{"ok": true}', "ok"),
         (401, b"", "ok"),
+        (503, b'{"ok": false}', "its newest look is too old"),
         (503, b'{"ok": false, "newest_round_age_seconds": 40}', "its newest look is 40 s old"),
         (404, b"<html>", "no agent"),
         (200, b"[]", "no agent"),
@@ -191,6 +233,38 @@ def test_facts_are_read_from_a_tree(tmp_path: Path) -> None:
         read_facts(tmp_path / "agent.yaml", None, root=tmp_path)
 
 
+def test_what_agent_yaml_says_otherwise_is_looked_at_and_not_the_usual(tmp_path: Path) -> None:
+    config = tmp_path / "agent.yaml"
+    here = f"data_dir: {tmp_path}\nport: 1\nhost: '::'\n"
+    config.write_text(here + "kernel_log: {path: /var/log/kern.log}\ngpu: {enabled: false}\n")
+    facts = read_facts(config, None, root=tmp_path)
+    assert (facts.kernel_log, facts.kmsg) == ("/var/log/kern.log", "No such file or directory")
+    assert (facts.nvml, facts.nvml_wanted) == ("", False)
+    assert facts.agent_url == "http://[::1]:1" and facts.agent in (
+        "",
+        "OSError: [Errno 99] Cannot assign requested address",
+    )
+    says = [c.says for c in examine(replace(facts, driver="570", gpu_devices=1))]
+    assert any("/var/log/kern.log: No such file" in said for said in says)
+    assert "not asked: agent.yaml has gpu switched off" in says
+    (tmp_path / "var/log").mkdir(parents=True)
+    (tmp_path / "var/log/kern.log").write_text("")
+    assert read_facts(config, None, root=tmp_path).kmsg == ""
+    config.write_text(here + "kernel_log: {enabled: false}\n")
+    assert "not read: agent.yaml has it switched off" in [
+        c.says for c in examine(read_facts(config, None, root=tmp_path))
+    ]
+
+
+def test_a_driver_that_hangs_does_not_hang_doctor() -> None:
+    ends = threading.Event()
+    try:
+        assert within(0.05, lambda: str(ends.wait())) == "no answer within 0.05 s"
+        assert within(PATIENCE_SECONDS, lambda: "no driver") == "no driver"
+    finally:
+        ends.set()
+
+
 def test_the_kernel_says_how_well_the_clock_is_kept() -> None:
     state, error_seconds = read_clock()
     assert state in (None, 0, 1, 2, 3, 4, 5)
@@ -223,3 +297,49 @@ def test_the_environment_of_a_rank_is_read(tmp_path: Path) -> None:
         assert any("TORCH_FR_BUFFER_SIZE=0" in c.says for c in checks)
     finally:
         rank.communicate(timeout=PATIENCE_SECONDS)
+
+
+# --- agents
+
+
+def test_a_real_agent_tells_what_it_cannot_read_and_what_time_it_is(tmp_path: Path) -> None:
+    (tmp_path / "web.yml").write_text(f"basic_auth_users: {{prometheus: {HASH}}}\n")
+    path, data = tmp_path / "agent.yaml", tmp_path / "data"
+    log = tmp_path / "none.log"
+    off = {**QUIET, "kernel_log": {"path": str(log)}}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    file = {"node": "node-7", "port": port, "data_dir": str(data), "web_config_file": "web.yml", **off}
+    path.write_text(yaml.safe_dump(file))
+    with running(path) as url:
+        own = own_authorization(data, None)
+        assert own and not own_authorization(tmp_path / "none", None)
+        eventually(lambda: down_probes(url, own), "it says what it cannot read")
+        assert list(down_probes(url, own)) == ["kernel_log"] and "does not exist" in down_probes(url, own)["kernel_log"]
+        assert down_probes(url, "") == {}  # without the token it says nothing
+        [offset] = clock_offsets({"a": url}, own)
+        assert offset.seconds is not None and abs(offset.seconds) <= offset.error_seconds + 0.1
+        slow = FakeClock(wall_offset=SystemClock().wall() - 1000.0 - 7.0)  # an hour and nothing passes on it
+        [offset] = clock_offsets({"a": url}, own, clock=slow)
+        assert offset.seconds is not None and 7.0 <= offset.seconds < 7.0 + PATIENCE_SECONDS
+        [refused] = clock_offsets({"a": url})
+        assert refused.seconds is None and "--credentials" in refused.reason
+    [gone] = clock_offsets({"a": url}, own)
+    assert gone.seconds is None and "refused" in gone.reason
+
+
+def test_the_command_compares_clocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "agents").write_text("http://127.0.0.1:1\n")
+    config = tmp_path / "agent.yaml"
+    config.write_text(f"data_dir: {tmp_path}\nport: 1\n")
+    main(["doctor", "--config", str(config), "--agents", str(tmp_path / "agents")])
+    assert "unknown  clocks: http://127.0.0.1:1: its clock is not known:" in capsys.readouterr().out
+    assert main(["doctor", "--config", str(config), "--agents", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(("options", "expected"), [("rw,hidepid=2", "2"), ("rw", ""), ("rw,hidepid=off", "")])
+def test_hidden_processes_are_known_by_the_mount(tmp_path: Path, options: str, expected: str) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mounts").write_text(f"tmpfs / tmpfs rw 0 0\nproc /proc proc {options} 0 0\n")
+    (tmp_path / "agent.yaml").write_text(f"data_dir: {tmp_path}\nport: 1\n")
+    assert read_facts(tmp_path / "agent.yaml", None, root=tmp_path).hidepid == expected

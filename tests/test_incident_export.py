@@ -26,7 +26,8 @@ from rolecall.core.journal import Journal
 from rolecall.core.rundir import RunDir, bearer_token
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, HostSample, SampleBatch
 from rolecall.detector.observation import Observation
-from rolecall.incident_export import Bundle, Material, build, export, gather
+from rolecall.incident_export import Bundle, build, export
+from rolecall.incident_material import Material, gather
 from rolecall.redacting import Redactor, left_of_message
 from tests.core.strategies import JSON_BODIES
 
@@ -234,6 +235,32 @@ def test_a_window_too_large_is_narrowed_to_the_suspects(written: RunDir) -> None
     assert "windows/observations.json" not in none and "bytes, too large" in none["README.txt"]
 
 
+def test_pulled_evidence_is_in_it_and_redacted_once_more(written: RunDir) -> None:
+    folder = written.path / "evidence" / INCIDENT
+    folder.mkdir(parents=True)
+    frame = {"name": "score", "filename": "/home/marianne/rl/task.py", "short_filename": "task.py", "line": 12}
+    stacks = {"node": SUSPECT, "threads": [{"thread_name": "MainThread", "frames": [frame]}]}
+    (folder / "stacks-rollout-1-rank_0.json").write_text(json.dumps(stacks))
+    group = "0123456789abcdef0123456789abcdef01234567"  # PyTorch names groups by hashes
+    (folder / "flight_rank_0.json").write_text(json.dumps({"pg_config": {group: {"name": group}}}))
+    (folder / f"kernel-{SUSPECT}.log").write_text(f"[    1.000000] NVRM: of {SUSPECT}, 10.20.30.40\n")
+    (folder / ".torn.1.tmp").write_text(PROMPT)
+    (folder / "elsewhere").symlink_to("/etc/hostname")
+    other = written.path / "evidence" / "inc-2-rollout-1"
+    other.mkdir()
+    (other / "stacks-rollout-1-rank_0.json").write_text(PROMPT)
+    found = _texts(export(written, INCIDENT))
+    names = [n.removeprefix("evidence/") for n in found if n.startswith("evidence/")]
+    assert names == ["flight_rank_0.json", f"kernel-{SUSPECT}.log", "stacks-rollout-1-rank_0.json"]
+    assert '"score"' in found["evidence/stacks-rollout-1-rank_0.json"] and "marianne" not in str(found)
+    assert json.loads(found["evidence/flight_rank_0.json"])["pg_config"] == {group: {"name": group}}
+    assert "stacks-rollout-1-rank_0.json what was asked of the agents" in " ".join(found["README.txt"].split())
+    hidden = _texts(export(written, INCIDENT, anonymous=True))
+    assert "evidence/kernel-node-1.log" in hidden and "10.20.30.40" not in str(hidden) and SUSPECT not in str(hidden)
+    narrow = _texts(build(gather(written, INCIDENT), Redactor(), bytes_max=1000))
+    assert "evidence/flight_rank_0.json" not in narrow and "too large" in narrow["README.txt"]
+
+
 # --- secrets ------------------------------------------------------------------------------------------------------
 
 ALNUM = string.ascii_letters + string.digits
@@ -260,6 +287,12 @@ FORMS: Mapping[str, str] = {
     "PEM": "-----BEGIN RSA PRIVATE KEY-----\n{}\n-----END RSA PRIVATE KEY-----",
     "PEM, cut": "-----BEGIN PRIVATE KEY-----\n{}",
     "user's home": "/data/home/{}/ckpt",
+    "user's home, elsewhere": "/export/users/{}/ckpt",
+    "user, as audit says": 'op=PAM:authentication acct="a{}" exe="/usr/sbin/sshd"',
+    "user, as logind says": "New session 5 of user a{}.",
+    "prompt": "prompt: Once upon a time\nthere was {}",
+    "prompt, in JSON": '{{"prompt": "Once {} was"}}',
+    "chat": "messages=[{{'role': 'user', 'content': 'hi {}'}}]",
     "exception": "ValueError: {} is odd",
 }
 """How a secret may be written; `{}` is what must not be seen."""
@@ -312,6 +345,19 @@ def test_a_secret_in_any_text_is_in_no_member(form: str, body: str, material: Ma
     assert len(bundle.members) >= 9
     for member in bundle.members:
         assert body not in member.content.decode() and body not in member.name, (form, member.name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "which would make it user code, for user space 3",
+        "prompts: 12, completions=3",
+        "user=0.5 sys=0.1 of the time",
+        "task_memcg=/user.slice/user-1000.slice/session-3.scope,task=python,pid=1,uid=1000",
+    ],
+)
+def test_what_only_looks_like_one_stays(text: str) -> None:
+    assert Redactor().text(text) == text
 
 
 @pytest.mark.parametrize("key", HIDING_KEYS)

@@ -3,11 +3,20 @@
 v1: `cpu.stat` of the `cpu` controller, `throttled_time` in nanoseconds; v2: `throttled_usec` in microseconds. A quota
 may stand on any ancestor, and stops everything below: the largest value on the way up to the root is taken, so that
 nested quotas do not count twice. Sources: Documentation/scheduler/sched-bwc.rst and admin-guide/cgroup-v2.rst.
+
+An agent in a container mostly has a cgroup namespace of its own, and `/proc/PID/cgroup` then tells paths from its own
+cgroup on (`/../../podB/c`), whichever /proc is read: where that stands in the host's tree its inode says.
 """
 
+import os
+from functools import cache
 from pathlib import Path
 
 NUM_LEVELS_MAX = 32
+OWN = Path("/sys/fs/cgroup")
+"""Where this process sees the cgroup that its namespace begins with; on a host the root."""
+NUM_GROUPS_MAX = 20_000
+"""Looked at to find it, once for each hierarchy: 0.2 s."""
 
 
 def parse_throttled_seconds(text: str) -> float:
@@ -65,13 +74,34 @@ class ThrottleProbe:
         return largest
 
 
-def stat_files(membership: str, root: Path) -> list[Path]:
+def stat_files(membership: str, root: Path, own: Path = OWN) -> list[Path]:
     """The `cpu.stat` files from a process's cgroup up to the root, from the text of its `/proc/PID/cgroup`."""
     found = cpu_cgroup(membership, root)
     if found is None:
         return []
     mount, path = found
-    levels = [part for part in path.split("/") if part and part != ".."][:NUM_LEVELS_MAX]
+    path = os.path.normpath(f"{namespace_root(mount, own / mount.relative_to(root))}/{path}")
+    levels = [part for part in path.split("/") if part][:NUM_LEVELS_MAX]
     candidates = [mount.joinpath(*levels[:depth], "cpu.stat") for depth in range(len(levels), -1, -1)]
     # The root has none in v2, and a path of a foreign namespace leads nowhere.
     return [p for p in candidates if p.is_file()]
+
+
+@cache
+def namespace_root(mount: Path, own: Path) -> str:
+    """Where the cgroup that is seen at `own` stands in the hierarchy at `mount`; `/` where it is the root, or not found."""
+    try:
+        wanted = os.stat(own)
+        if os.path.samestat(wanted, os.stat(mount)):
+            return "/"
+    except OSError:
+        return "/"
+    for number, (folder, _, _) in enumerate(os.walk(mount)):
+        if number >= NUM_GROUPS_MAX:
+            break
+        try:
+            if os.path.samestat(wanted, os.stat(folder)):
+                return f"/{os.path.relpath(folder, mount)}"
+        except OSError:
+            continue  # a cgroup that was removed meanwhile
+    return "/"

@@ -4,9 +4,9 @@ A collector reads, and says what it found: values of metrics, and facts that bec
 a GPU falls off the bus): only its own thread waits (`agent/probes.py`), the others and the scrape go on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from rolecall.core.ids import ProcessId
 from rolecall.core.metric import MetricValue
@@ -26,12 +26,18 @@ class Fact:
     incarnation: int = 0
 
 
+def no_lines() -> str:
+    return ""
+
+
 class Reading(NamedTuple):
-    """Of one look. `values` replace those of the look before; `dcgm`: lines in the text format of dcgm-exporter."""
+    """Of one look. `values` replace those of the look before. `dcgm` makes lines in the text format of dcgm-exporter when
+    somebody asks for them, in any thread. `gpu_pids`: who uses a GPU, by its index, of those GPUs that tell."""
 
     values: tuple[MetricValue, ...] = ()
     facts: tuple[Fact, ...] = ()
-    dcgm: str = ""
+    dcgm: Callable[[], str] = no_lines
+    gpu_pids: Mapping[int, tuple[int, ...]] | None = None
 
 
 class CannotRead(Exception):
@@ -60,6 +66,19 @@ class Collector(Protocol):
         ...
 
 
+@runtime_checkable
+class Witness(Protocol):
+    """A collector that can be asked for what it saw, beside its regular looks."""
+
+    def evidence(self) -> bytes:
+        """Bounded in size and time. Called while `read` may run, or hang, in another thread; raises CannotRead."""
+        ...
+
+
+NUM_REASONS_MAX = 1024
+"""Remembered of those that were said; some name a process, of which there are always others. Then they are said again."""
+
+
 @dataclass(slots=True)
 class SaidOnce:
     """Reasons that were said already: an unsupported call is said once for each GPU, not each second."""
@@ -69,5 +88,7 @@ class SaidOnce:
     def is_new(self, reason: str) -> bool:
         if reason in self.reasons:
             return False
+        if len(self.reasons) >= NUM_REASONS_MAX:
+            self.reasons.clear()
         self.reasons.add(reason)
         return True

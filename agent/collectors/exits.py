@@ -6,6 +6,7 @@ pidfd itself (PIDFD_GET_INFO with PIDFD_INFO_EXIT, Linux 6.15 and later; include
 """
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -76,7 +77,12 @@ def asked_to_end(status: ExitStatus) -> str:
 
 
 class WatchRefused(Exception):
-    """The process cannot be watched: it is gone, was another one, or there are too many."""
+    """The process cannot be watched. `gone`: it has ended, or was another one; else it may live: there are too many, or
+    the kernel gives no descriptor."""
+
+    def __init__(self, reason: str, *, gone: bool = False) -> None:
+        self.gone = gone
+        super().__init__(reason)
 
 
 def reaped_status(pidfd: int) -> int | None:
@@ -147,16 +153,18 @@ class ExitWatch:
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as e:
-            raise WatchRefused(f"process {pid}: {os.strerror(e.errno or 0)}") from None
+            raise WatchRefused(f"process {pid}: {os.strerror(e.errno or 0)}", gone=e.errno == errno.ESRCH) from None
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, pidfd)
             # Looked at after the pidfd exists: from here on the PID cannot become another process unnoticed.
             try:
                 stat = parse_stat((self._proc / str(pid) / "stat").read_bytes())
-            except (OSError, ValueError):
-                raise WatchRefused(f"process {pid} is gone") from None
+            except (FileNotFoundError, ProcessLookupError):
+                raise WatchRefused(f"process {pid} is gone", gone=True) from None
+            except (OSError, ValueError) as e:
+                raise WatchRefused(f"process {pid}: its start time cannot be read: {e}") from None
             if stat.start_ticks != start_ticks:
-                raise WatchRefused(f"process {pid} started at {stat.start_ticks}, not at {start_ticks}")
+                raise WatchRefused(f"process {pid} started at {stat.start_ticks}, not at {start_ticks}", gone=True)
             with self._lock:
                 if len(self._watched) >= NUM_WATCHED_MAX:
                     raise WatchRefused(f"{NUM_WATCHED_MAX} processes are watched already")

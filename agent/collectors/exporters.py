@@ -68,8 +68,10 @@ class ExporterCollector:
             values = self._page.values(samples)
         except CannotRead as e:
             raise CannotRead(f"{self._address.url}: {e}") from None
-        text = body.decode(errors="replace").rstrip("\n") + "\n" if self._dcgm else ""
-        return Reading((*values, *self._scraper.counts()), dcgm=text)
+        every = (*values, *self._scraper.counts())
+        if not self._dcgm:
+            return Reading(every)
+        return Reading(every, dcgm=lambda: body.decode(errors="replace").rstrip("\n") + "\n")
 
     def close(self) -> None:
         pass

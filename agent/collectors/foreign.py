@@ -20,6 +20,7 @@ from rolecall.agent.discovery import (
     Match,
     ProcessFacts,
     default_discovery,
+    job_number,
     node_index,
     parse_labels,
 )
@@ -79,7 +80,7 @@ class _Seen:
         return at - self.first_at < YOUNG_SECONDS or self.title.startswith((RAY_TITLE, RAY_WORKER))
 
 
-class ForeignJobs:
+class ForeignCollector:
     """Mutable; `read` is called from one thread."""
 
     name = "jobs"
@@ -191,13 +192,17 @@ class ForeignJobs:
         return False
 
     def _register(self, seen: _Seen, process: ProcessId, match: Match) -> None:
-        replica = self._free_slot(match.role) if match.replica is None else match.replica
+        replica = self._free_slot(match.role) if match.replica is None else self._number(match, match.replica)
         if replica is None:
             self._say(f"more than {SLOTS_PER_NODE} processes of role {match.role} without a number")
             return
         detail = {"found_by": match.rule}
         if match.replica is None:
             detail["numbered_by"] = "start order on its node"
+        elif replica != match.replica:
+            detail["numbered_by"] = "its job"
+        if match.job:
+            detail["job"] = match.job
         try:
             found = Registration(
                 process=process,
@@ -206,12 +211,27 @@ class ForeignJobs:
                 rank=match.rank,
                 incarnation=UNCOUNTED,
                 found=True,
+                job=match.job,
             )
             self._registry.discover(found, detail)
         except (BadId, Refusal) as e:
             self._say(f"process {seen.pid} ({match.rule}) is not watched: {e}")
             return
         seen.is_job = True
+
+    def _number(self, match: Match, given: int) -> int:
+        """What the rule gives; where a living process of another job on this node has that, one made of the job."""
+        if not match.job or self._discovery.by_job:
+            return job_number(match.job) if match.job else given
+        replica = replica_id(match.role, given)
+        others = {r.job for r in self._registry.registrations() if r.found and r.replica == replica}
+        if not others - {match.job, ""}:
+            return given
+        self._say(
+            f"several jobs on this node have a {replica}: all but the first get numbers of their own; where jobs share "
+            "nodes, set jobs.rules.by_job on each of them"
+        )
+        return job_number(match.job)
 
     def _free_slot(self, role: str) -> int | None:
         """The lowest free number of this role on this node: a successor takes the place of the dead."""

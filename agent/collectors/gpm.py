@@ -5,6 +5,8 @@ no look sleeps for its own. Each number has a return code of its own. A spinning
 tensor cores at 0.
 """
 
+import ctypes
+import struct
 from typing import Any
 
 from rolecall.agent.collectors.gpu_calls import Key, Numbers
@@ -12,6 +14,10 @@ from rolecall.agent.collectors.nvml import Handle
 
 GPM_INTERVAL_SECONDS_MIN = 0.1
 """NVIDIA's documentation of nvmlGpmMetricsGet: samples closer than that give no good numbers."""
+
+ROW = struct.Struct("=Iid24x")
+"""nvmlGpmMetric_t: number, return code, value, and three texts. Read as bytes: each member of pynvml's structure is an
+attribute that Python code looks up, thousands a second for eight GPUs. A test compares the layout."""
 
 _MEBI = float(1 << 20)
 GPM_METRICS: dict[int, tuple[Key, float]] = {
@@ -32,11 +38,12 @@ GPM_METRICS: dict[int, tuple[Key, float]] = {
 
 
 class Gpm:
-    """Of one GPU. `supported` is False where NVML says so (A100 and older): the methods are then not to be called."""
+    """Of one GPU, or of one of its MIG instances. `supported` is False where NVML says so (A100 and older): the methods
+    are then not to be called."""
 
-    def __init__(self, pynvml: Any, gpu: Handle) -> None:
+    def __init__(self, pynvml: Any, gpu: Handle, gpu_instance: int | None = None) -> None:
         """Raises: NVMLError."""
-        self._nvml, self._gpu = pynvml, gpu
+        self._nvml, self._gpu, self._gpu_instance = pynvml, gpu, gpu_instance
         self.supported = bool(pynvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice)
         self._samples: list[Any] = []  # the older one first, used in turn
         self._taken_at: float | None = None
@@ -47,11 +54,9 @@ class Gpm:
             self._query = pynvml.c_nvmlGpmMetricsGet_t()
             self._query.version = pynvml.NVML_GPM_METRICS_GET_VERSION
             self._query.numMetrics = len(GPM_METRICS)
-            self._rows = []
-            for i, (number, (key, scale)) in enumerate(GPM_METRICS.items()):
-                row = self._query.metrics[i]  # a view into the structure
-                row.metricId = number
-                self._rows.append((row, key, scale))
+            self._rows_at = ctypes.addressof(self._query) + type(self._query).metrics.offset
+            for i, number in enumerate(GPM_METRICS):
+                self._query.metrics[i].metricId = number
 
     def look(self, at: float) -> Numbers:
         """Numbers since the look before; none at the first, the same again when asked too soon.
@@ -65,12 +70,18 @@ class Gpm:
         older, newer = self._samples
         self._taken_at, self._numbers = None, {}
         # The pair holds (last look's, the one before): the older of the two is written over.
-        self._nvml.nvmlGpmSampleGet(self._gpu, older)
+        if self._gpu_instance is None:
+            self._nvml.nvmlGpmSampleGet(self._gpu, older)
+        else:
+            self._nvml.nvmlGpmMigSampleGet(self._gpu, self._gpu_instance, older)
         self._samples = [newer, older]
         if before is not None:
             self._query.sample1, self._query.sample2 = newer, older
             self._nvml.nvmlGpmMetricsGet(self._query)
-            self._numbers = {key: row.value * scale for row, key, scale in self._rows if row.nvmlReturn == 0}
+            rows = ROW.iter_unpack(ctypes.string_at(self._rows_at, len(GPM_METRICS) * ROW.size))
+            for (_, code, value), (key, scale) in zip(rows, GPM_METRICS.values(), strict=True):
+                if code == 0:
+                    self._numbers[key] = value * scale
         self._taken_at = at
         return self._numbers
 

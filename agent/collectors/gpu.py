@@ -8,8 +8,9 @@ One thread uses a collector. NVML may block in any call when a GPU is sick: `loo
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from rolecall.agent.collectors.collector import CannotRead, Fact, Reading, SaidO
 from rolecall.agent.collectors.gpu_asking import Asked, Asker, GpuProcess, LostError
 from rolecall.agent.collectors.gpu_calls import Key, Numbers
 from rolecall.agent.collectors.gpu_faults import Conditions
+from rolecall.agent.collectors.gpu_mig import PER_INSTANCE, Instance, MigInstances
 from rolecall.agent.collectors.nvml import Handle, close_nvml, open_nvml
 from rolecall.core.ids import NodeId
 from rolecall.core.metric import Metric, MetricValue
@@ -60,8 +62,21 @@ class _Gpu:
     lost: str = ""
     retry_at: float = 0.0
     conditions: Conditions = field(default_factory=Conditions)
-    labels: str = ""  # of dcgm-exporter
+    mig: MigInstances = field(default_factory=MigInstances)
+    labels: Callable[[str, int | None], str] = dcgm.no_labels  # of dcgm-exporter; of a MIG instance by profile and id
+    shown: dict[str, "_Shown"] = field(default_factory=dict)  # by call, as `asked.parts`
     series: dict[Key, tuple[Metric, tuple[str, ...]]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What one call gave, and the values made of it: most of them are the same at the next look."""
+
+    numbers: Numbers
+    values: tuple[MetricValue, ...]
+
+
+_NOT_SHOWN = _Shown({}, ())
 
 
 def identify(pynvml: Any, index: int, handle: Handle) -> GpuId:
@@ -98,7 +113,7 @@ def no_action(index: int) -> RecoveryAction:
 
 class GpuCollector:
     """`last_xid(gpu index)` and `xid_text(xid)` fill DCGM_FI_DEV_XID_ERRORS. `action_told(gpu index)`: the recovery
-    action that was told of already. `GpuEvents` has the first and the last."""
+    action that was told of already. `GpuEventsCollector` has the first and the last."""
 
     name = "gpu"
 
@@ -144,11 +159,17 @@ class GpuCollector:
             self.close()
             raise
         self.processes = {g.id.index: g.asked.processes for g in self._gpus if not g.lost}
-        every = [(gpu, gpu.asked.numbers()) for gpu in self._gpus]
+        shown = [gpu for gpu in self._gpus if not gpu.lost] if self._dcgm_lines else []
+        pages = [page for gpu in shown for page in (self._dcgm_page(gpu), *self._dcgm_instances(gpu))]
         return Reading(
-            values=tuple(v for gpu, numbers in every for v in self._values(gpu, numbers)),
+            values=tuple(v for gpu in self._gpus for v in self._values(gpu)),
             facts=tuple(facts),
-            dcgm=self._dcgm_text(every) if self._dcgm_lines else "",
+            dcgm=lambda: dcgm.render(make() for make in pages),
+            gpu_pids={  # where nobody tells, nobody knows, which is not the same as nobody
+                gpu.id.index: tuple(p.pid for p in gpu.asked.processes)
+                for gpu in self._gpus
+                if gpu.asked.tells_processes
+            },
         )
 
     def close(self) -> None:
@@ -156,6 +177,7 @@ class GpuCollector:
             return
         for gpu in self._gpus:
             gpu.asked.close()
+            gpu.mig.forget()
         close_nvml(self._nvml)
         self._nvml = self._asker = None
 
@@ -204,7 +226,8 @@ class GpuCollector:
             handle = nvml.nvmlDeviceGetHandleByIndex(gpu.id.index)
         gpu.asked.handle = handle
         gpu.id = identify(nvml, gpu.id.index, handle)
-        gpu.labels = dcgm.label_text(
+        gpu.labels = partial(
+            dcgm.label_text,
             gpu=gpu.id.index,
             uuid=gpu.id.uuid,
             pci_bus_id=gpu.id.pci_bus_id,
@@ -228,13 +251,16 @@ class GpuCollector:
             asker.ask(gpu.asked, at)
         except LostError as e:
             gpu.asked.forget()
+            gpu.mig.forget()
             if not was_lost:
                 yield self._lose(gpu, at, str(e))
             return
         if was_lost:
             gpu.lost = ""
             yield Fact(kind=AgentEventKind.GPU_RECOVERED, detail=gpu.id.detail)
-        found, is_well_again = gpu.conditions.update(gpu.asked.numbers())
+        is_cut = bool(gpu.asked.parts.get("nvmlDeviceGetMigMode", {}).get(("mig_enabled",)))
+        gpu.mig.look(self._nvml, gpu.asked.handle, at, enabled=is_cut)
+        found, is_well_again = gpu.conditions.update(self._changed(gpu))
         for fault in found:
             if fault.get("action") == self._action_told(gpu.id.index):
                 continue
@@ -250,16 +276,27 @@ class GpuCollector:
 
     # --- what was found, as values and lines
 
-    def _values(self, gpu: _Gpu, numbers: Numbers) -> Iterator[MetricValue]:
-        yield self._value(gpu, ("up",), float(not gpu.lost))
+    def _changed(self, gpu: _Gpu) -> Numbers:
+        """Of those calls that did not give the same as at the look before; their values are made anew."""
+        changed: Numbers = {}
+        for call, numbers in gpu.asked.parts.items():
+            if gpu.shown.get(call, _NOT_SHOWN).numbers is not numbers:
+                shown = (self._value(gpu, k, n) for k, n in numbers.items() if n or k[0] not in ONLY_NOT_ZERO)
+                gpu.shown[call] = _Shown(numbers, tuple(shown))
+                changed |= numbers
+        return changed
+
+    def _values(self, gpu: _Gpu) -> list[MetricValue]:
+        values = [self._value(gpu, ("up",), float(not gpu.lost))]
         if gpu.id.uuid:
-            yield self._value(gpu, ("info", gpu.id.uuid, gpu.id.name, self._driver), 1.0)
-        yield self._value(gpu, ("calls_unsupported",), len(gpu.asked.unsupported))
+            values.append(self._value(gpu, ("info", gpu.id.uuid, gpu.id.name, self._driver), 1.0))
+        values.append(self._value(gpu, ("calls_unsupported",), len(gpu.asked.unsupported)))
         for error, count in gpu.asked.errors.items():
-            yield self._value(gpu, ("call_errors_total", error), count)
-        for key, number in numbers.items():
-            if number or key[0] not in ONLY_NOT_ZERO:
-                yield self._value(gpu, key, number)
+            values.append(self._value(gpu, ("call_errors_total", error), count))
+        for call in gpu.asked.parts:
+            values += gpu.shown[call].values
+        values += gpu.mig.values(self._node, gpu.id.index)
+        return values
 
     def _value(self, gpu: _Gpu, key: Key, number: float) -> MetricValue:
         series = gpu.series.get(key)
@@ -267,12 +304,26 @@ class GpuCollector:
             series = gpu.series[key] = (_METRICS[key[0]], (self._node, str(gpu.id.index), *key[1:]))
         return MetricValue(*series, number)
 
-    def _dcgm_text(self, every: Iterable[tuple[_Gpu, Numbers]]) -> str:
-        return dcgm.render(self._dcgm(gpu, numbers) for gpu, numbers in every if not gpu.lost)
+    def _dcgm_page(self, gpu: _Gpu) -> Callable[[], dcgm.GpuNumbers]:
+        """Makes what stands on the page of this look, should somebody ask for it."""
+        labels, parts, xid = gpu.labels, tuple(gpu.asked.parts.values()), self._last_xid(gpu.id.index)
+        by_instance = PER_INSTANCE if gpu.mig.instances else ()
 
-    def _dcgm(self, gpu: _Gpu, numbers: Numbers) -> dcgm.GpuNumbers:
-        xid = self._last_xid(gpu.id.index)
-        return dcgm.GpuNumbers(gpu.labels, numbers, xid, self._xid_text(xid) if xid else "")
+        def make() -> dcgm.GpuNumbers:
+            numbers = {key: number for part in parts for key, number in part.items() if key not in by_instance}
+            return dcgm.GpuNumbers(labels("", None), numbers, xid, self._xid_text(xid) if xid else "")
+
+        return make
+
+    def _dcgm_instances(self, gpu: _Gpu) -> Iterable[Callable[[], dcgm.GpuNumbers]]:
+        """Those of its MIG instances. dcgm-exporter has one series for each GPU instance."""
+        first = {i.gpu_instance: i for i in reversed(gpu.mig.instances)}
+        for i in sorted(first.values(), key=lambda i: i.gpu_instance):
+            yield partial(_dcgm_instance, gpu.labels, i, i.numbers)
+
+
+def _dcgm_instance(labels: Callable[[str, int | None], str], i: Instance, numbers: Numbers) -> dcgm.GpuNumbers:
+    return dcgm.GpuNumbers(labels(i.profile, i.gpu_instance), numbers, None)
 
 
 def _lost_fact(gpu: GpuId, reason: str) -> Fact:

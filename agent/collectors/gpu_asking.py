@@ -5,7 +5,7 @@ tried again. Answers are kept by call, so that a call that fails takes away its 
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,8 @@ from rolecall.agent.collectors.gpu_calls import (
     Call,
     Key,
     Numbers,
-    field_value,
 )
+from rolecall.agent.collectors.gpu_fields import FieldQuery
 from rolecall.agent.collectors.nvml import (
     FIELD_UNSUPPORTED,
     GONE,
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 PROCESSES_MAX = 64
 """Of one GPU; a GPU shared by more shows the first ones."""
+PROCESSES = "nvmlDeviceGetComputeRunningProcesses"
 ERRORS_SUM = "nvlink_errors_total"
 ERRORS_BY_LINK = "nvlink_link_errors_total"
 
@@ -57,7 +58,8 @@ class LostError(Exception):
 
 @dataclass(slots=True)
 class Asked:
-    """One GPU's answers. `parts`: numbers by the call that gave them, replaced or removed at each call."""
+    """One GPU's answers. `parts`: numbers by the call that gave them. What a call gives replaces them as a whole, if it is
+    not the same: who remembers the object sees whether anything has changed. A call that fails removes them."""
 
     index: int
     handle: Handle = None
@@ -68,14 +70,13 @@ class Asked:
     slow_at: float | None = None  # when the slow calls are due; None: never made
     by_link: dict[tuple[int, Key], float] = field(default_factory=dict)  # a link that is down keeps what it counted
     gpm: Gpm | None = None
+    queries: dict[str, FieldQuery] = field(default_factory=dict)  # by the call that makes them
     num_answered: int = 0  # calls of this look that NVML answered, be it with "not supported"
     last_error: str = ""
 
-    def numbers(self) -> Numbers:
-        every: Numbers = {}
-        for part in self.parts.values():
-            every.update(part)
-        return every
+    @property
+    def tells_processes(self) -> bool:
+        return PROCESSES in self.parts
 
     def forget(self) -> None:
         """The GPU is lost: after a reset it may answer differently, and its counters start again."""
@@ -84,6 +85,7 @@ class Asked:
         self.unsupported.clear()
         self.slow_at = None
         self.by_link.clear()
+        self.queries.clear()
         self.close()
 
     def close(self) -> None:
@@ -115,7 +117,7 @@ class Asker:
     def _ask_all(self, gpu: Asked, at: float) -> None:
         for calls in FAST:
             self._ask(gpu, calls)
-        self._ask(gpu, (Call("fields", lambda _, __: self._fields(gpu, FAST_FIELDS)),))
+        self._ask(gpu, (Call("fields", lambda _, __: self._fields(gpu, "fields", FAST_FIELDS)),))
         self._ask(gpu, (Call("GPM", lambda _, __: self._gpm(gpu, at)),))
         if gpu.slow_at is None:
             # Later ones are spread over the interval: no look bears the slow calls of all GPUs but the first.
@@ -125,9 +127,9 @@ class Asker:
         gpu.slow_at += self._slow_seconds * (1 + (at - gpu.slow_at) // self._slow_seconds)
         for calls in SLOW:
             self._ask(gpu, calls)
-        self._ask(gpu, (Call("slow fields", lambda _, __: self._fields(gpu, SLOW_FIELDS)),))
+        self._ask(gpu, (Call("slow fields", lambda _, __: self._fields(gpu, "slow fields", SLOW_FIELDS)),))
         self._ask(gpu, (Call("NVLinks", lambda _, __: self._links(gpu)),))
-        self._ask(gpu, (Call("nvmlDeviceGetComputeRunningProcesses", lambda _, __: self._processes(gpu)),))
+        self._ask(gpu, (Call(PROCESSES, lambda _, __: self._processes(gpu)),))
 
     def _ask(self, gpu: Asked, calls: tuple[Call, ...]) -> None:
         """The first of `calls` that this GPU and driver know; what it gave before is replaced.
@@ -141,13 +143,15 @@ class Asker:
             if call.name in gpu.unsupported:
                 continue
             try:
-                gpu.parts[part] = call.read(self._nvml, gpu.handle)
+                numbers = call.read(self._nvml, gpu.handle)
             except self._errors as e:
                 gpu.parts.pop(part, None)
                 if not self._is_unsupported(gpu, call.name, e):
                     return
             else:
                 gpu.num_answered += 1
+                if gpu.parts.get(part) != numbers:
+                    gpu.parts[part] = numbers
                 return
 
     def _is_unsupported(self, gpu: Asked, name: str, error: Exception) -> bool:
@@ -173,9 +177,9 @@ class Asker:
         if self._said.is_new(f"{gpu.index} {name}"):
             logger.info("GPU %d: %s is left out: %s", gpu.index, name, why)
 
-    def _fields(self, gpu: Asked, fields: Mapping[int, tuple[Key, float]]) -> Numbers:
+    def _fields(self, gpu: Asked, part: str, fields: Mapping[int, tuple[Key, float]]) -> Numbers:
         numbers: Numbers = {}
-        for number, _, value in self._field_values(gpu, [(f, 0) for f in fields]):
+        for number, _, value in self._field_values(gpu, part, fields):
             key, scale = fields[number]
             if key == ("recovery_action",):
                 wanted = RecoveryAction.of_number(int(value))
@@ -184,30 +188,35 @@ class Asker:
                 numbers[key] = value * scale
         return numbers
 
-    def _field_values(self, gpu: Asked, wanted: list[tuple[int, int]]) -> Iterator[tuple[int, int, float]]:
-        """(field, link, value) of those of `wanted` (field, link) that NVML knows; what it does not is not asked again.
+    def _field_values(
+        self, gpu: Asked, part: str, fields: Iterable[int], num_links: int = 1
+    ) -> list[tuple[int, int, float]]:
+        """(field, link, value) of those that NVML knows; what it does not is not asked again.
 
         Raises:
             NVMLError: of the call as a whole.
         """
-        wanted = [w for w in wanted if f"field {w[0]}" not in gpu.unsupported]
-        if not wanted:
-            return
-        answers = self._nvml.nvmlDeviceGetFieldValues(gpu.handle, wanted)
+        query = gpu.queries.get(part)
+        if query is None:
+            supported = (f for f in fields if f"field {f}" not in gpu.unsupported)
+            query = FieldQuery(self._nvml, ((f, link) for f in supported for link in range(num_links)))
+            gpu.queries[part] = query
+        found: list[tuple[int, int, float]] = []
         known: set[int] = set()
         refused: dict[int, int] = {}
-        for (number, link), answer in zip(wanted, answers, strict=True):
-            code = answer.nvmlReturn
+        for (number, link), (code, value) in zip(query.wanted, query.ask(gpu.handle), strict=True):
             if code == 0:
                 known.add(number)
-                if (value := field_value(answer)) is not None:
-                    yield number, link, value
+                if value is not None:
+                    found.append((number, link, value))
             elif code in LOST:
                 raise self._nvml.NVMLError(code)
             elif code in FIELD_UNSUPPORTED:
                 refused[number] = code
         for number in refused.keys() - known:  # a link that is down may refuse what the others answer
             self._skip(gpu, f"field {number}", error_name(self._nvml, refused[number]))
+            gpu.queries.pop(part, None)  # made anew without it
+        return found
 
     def _gpm(self, gpu: Asked, at: float) -> Numbers:
         if gpu.gpm is None:
@@ -229,8 +238,7 @@ class Asker:
         for counter, error in NVLINK_ERRORS.items():
             for link, count in self._of_links(gpu, num_links, "nvmlDeviceGetNvLinkErrorCounter", counter):
                 gpu.by_link[link, (ERRORS_SUM, error)] = count
-        wanted = [(f, link) for f in LINK_FIELDS for link in range(num_links)]
-        for number, link, value in self._field_values(gpu, wanted):
+        for number, link, value in self._field_values(gpu, f"fields of {num_links} links", LINK_FIELDS, num_links):
             key, scale = LINK_FIELDS[number]
             gpu.by_link[link, key] = value * scale  # of two fields for one key the later one counts
         for (link, key), value in gpu.by_link.items():

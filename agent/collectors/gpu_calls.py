@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rolecall.agent.collectors.nvml import NOT_AVAILABLE, Handle
+from rolecall.agent.collectors.nvml import Handle
 
 Key = tuple[str, ...]
 Numbers = dict[Key, float]
@@ -248,12 +248,3 @@ LINK_FIELDS: Mapping[int, tuple[Key, float]] = {
 }
 """Of each link (`scopeId`). 138 and 139 are of NVLink up to 4, those from 202 on of NVLink 5; where a GPU knows both, the
 later one counts. Bit error rates are packed numbers, not plain ones, and left out."""
-
-_VALUE_MEMBERS = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-"""Member of the union by `valueType`."""
-
-
-def field_value(field: Any) -> float | None:
-    """The number of a field value that was read with success; None where NVML does not know it."""
-    number = getattr(field.value, _VALUE_MEMBERS[field.valueType])
-    return None if number == NOT_AVAILABLE else float(number)

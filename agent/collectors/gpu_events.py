@@ -18,8 +18,9 @@ from typing import Any
 
 from rolecall.agent.collectors.collector import CannotRead, Fact, Reading, SaidOnce
 from rolecall.agent.collectors.gpu import GpuId, identify
-from rolecall.agent.collectors.gpu_calls import RECOVERY_FIELD, field_value
+from rolecall.agent.collectors.gpu_calls import RECOVERY_FIELD
 from rolecall.agent.collectors.gpu_faults import of_action
+from rolecall.agent.collectors.gpu_fields import FieldQuery
 from rolecall.agent.collectors.nvml import GONE, LOST, TIMEOUT, Handle, close_nvml, code_of, open_nvml
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.core.xid import RecoveryAction
@@ -42,6 +43,7 @@ FAULTS: Mapping[int, dict[str, str]] = {
 }
 """Other event types that are faults of the GPU (nvml.h, nvmlEventType*). What is corrected or contained (single bits, a
 row retired, poison that killed its process only) is none: XIDs and counters show it."""
+NO_INSTANCE = 0xFFFFFFFF
 WANTED = XID_CRITICAL | RECOVERY_ACTION_CHANGED | sum(FAULTS)
 
 Merge = Callable[[float, int, int, str], bool]
@@ -64,7 +66,7 @@ class _Gpu:
     handle: Handle
 
 
-class GpuEvents:
+class GpuEventsCollector:
     """`last_xid` and `action_told` (of a GPU's index) may be called from any thread."""
 
     name = "gpu_events"
@@ -80,7 +82,7 @@ class GpuEvents:
         wait_seconds: float = WAIT_SECONDS,
     ) -> None:
         self._library = library
-        self._merge, self._decode, self._wait_seconds = merge, decode, wait_seconds
+        self._merge, self._decode, self.wait_seconds = merge, decode, wait_seconds
         self._nvml: Any = None
         self._set: Any = None
         self._gpus: dict[int, _Gpu] = {}  # by the handle's address; those that are not lost
@@ -108,9 +110,9 @@ class GpuEvents:
             self.close()
             self._open(at)
         facts: list[Fact] = []
-        for gpu, event_type, number in self._wait():
+        for gpu, event_type, number, instance in self._wait():
             if event_type == XID_CRITICAL:
-                facts += self._xid(at, gpu, number)
+                facts += self._xid(at, gpu, number, instance)
             elif event_type == RECOVERY_ACTION_CHANGED:
                 facts += self._action(gpu)
             elif fault := FAULTS.get(event_type):
@@ -155,13 +157,13 @@ class GpuEvents:
             self.close()
             raise CannotRead("no GPU tells of events (none there, or an old one)")
 
-    def _wait(self) -> Iterator[tuple[_Gpu, int, int]]:
-        """(GPU, event type, its number): waits for the first, then gives what else is there.
+    def _wait(self) -> Iterator[tuple[_Gpu, int, int, dict[str, str]]]:
+        """(GPU, event type, its number, its MIG instance): waits for the first, then gives what else is there.
 
         Raises:
             CannotRead: the driver is gone.
         """
-        wait_ms = int(self._wait_seconds * 1000)
+        wait_ms = int(self.wait_seconds * 1000)
         for _ in range(EVENTS_MAX):
             try:
                 event = self._nvml.nvmlEventSetWait(self._set, wait_ms)
@@ -178,26 +180,31 @@ class GpuEvents:
             wait_ms = 0
             gpu = self._gpus.get(_address(event.device))
             if gpu is not None:
-                yield gpu, event.eventType, event.eventData
+                yield gpu, event.eventType, event.eventData, _instance(event)
 
-    def _xid(self, at: float, gpu: _Gpu, xid: int) -> Iterator[Fact]:
+    def _xid(self, at: float, gpu: _Gpu, xid: int, instance: Mapping[str, str]) -> Iterator[Fact]:
         self._last_xids[gpu.id.index] = xid
         if self._merge(at, gpu.id.index, xid, "nvml"):
-            detail = {"xid": str(xid), **gpu.id.detail, **self._decode(xid), "source": "nvml"}
+            detail = {"xid": str(xid), **gpu.id.detail, **self._decode(xid), **instance, "source": "nvml"}
             yield Fact(kind=AgentEventKind.XID, detail=detail)
 
     def _action(self, gpu: _Gpu) -> Iterator[Fact]:
         try:
-            (answer,) = self._nvml.nvmlDeviceGetFieldValues(gpu.handle, [RECOVERY_FIELD])
+            ((code, value),) = FieldQuery(self._nvml, [(RECOVERY_FIELD, 0)]).ask(gpu.handle)
         except self._nvml.NVMLError:
             return  # lost, or about to be: `gpu.py` tells
-        value = field_value(answer) if answer.nvmlReturn == 0 else None
-        if value is None:
+        if code != 0 or value is None:
             return
         before, action = self.action_told(gpu.id.index), RecoveryAction.of_number(int(value))
         self._actions[gpu.id.index] = action
         if action not in (before, RecoveryAction.NONE):  # that it is over, `gpu.py` tells
             yield Fact(kind=AgentEventKind.GPU_FAULT, detail={**gpu.id.detail, **of_action(action)})
+
+
+def _instance(event: Any) -> dict[str, str]:
+    """The MIG instance that an XID struck; none: of the whole GPU."""
+    ids = {"gpu_instance": event.gpuInstanceId, "compute_instance": event.computeInstanceId}
+    return {name: str(number) for name, number in ids.items() if number != NO_INSTANCE}
 
 
 def _address(handle: Handle) -> int:

@@ -42,8 +42,8 @@ class Conditions:
     standing: set[Key] = field(default_factory=set)
 
     def update(self, numbers: Mapping[Key, float]) -> tuple[list[Fault], bool]:
-        """(faults that began, whether the last condition that stood is over)."""
-        before, self.known = self.known, {**self.known, **numbers}
+        """(faults that began, whether the last condition that stood is over). `numbers`: at least those that changed."""
+        before = self.known
         found: list[Fault] = []
         for key, number in numbers.items():
             was = before.get(key)
@@ -55,6 +55,7 @@ class Conditions:
             count = f"{errors - errors_before:.0f}"
             advice = "follow the XID that comes with it"
             found.append({"what": "ecc", "state": "uncorrected", "count": count, "advice": advice})
+        self.known.update(numbers)
         stood = bool(self.standing)
         self.standing = {key for key in self.standing if self.known[key]}
         return found, stood and not self.standing

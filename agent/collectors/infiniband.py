@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rolecall.agent.collectors.collector import Fact, Reading
-from rolecall.agent.collectors.counters import Totals, entries, number_of, read_number, read_text
+from rolecall.agent.collectors.counters import KeptFiles, Totals, entries, natural
 from rolecall.agent.collectors.links import LinkChange, LinkWatch
 from rolecall.core.ids import NodeId
 from rolecall.core.infiniband import (
@@ -27,8 +27,10 @@ from rolecall.core.metric import Metric, MetricValue
 from rolecall.core.metrics_network import NETWORK_METRICS
 from rolecall.core.telemetry import AgentEventKind
 
-COUNTERS_EVERY_SECONDS = 5.0
-"""Each counter is a question to the NIC's firmware; some fifty a port."""
+COUNTERS_EVERY_SECONDS = 10.0
+"""Each counter is a question to the NIC's firmware, some fifty a port; Prometheus asks every 15 s or more rarely."""
+NUM_TURNS = 5
+"""Ports whose counters are read in different looks: no look bears them all, and no scrape waits for it."""
 NUM_PORTS_MAX = 64
 NUM_COUNTERS_MAX = 192
 """Of one port. mlx5 has 22 and about 60."""
@@ -60,6 +62,7 @@ class _Port:
     number: str
     folder: str
     instance: int  # inode of the device's folder: another one after its driver was loaded again
+    turn: float = 0.0  # part of the interval by which its second reading of counters comes later, and so all others
     watch: LinkWatch = field(default_factory=LinkWatch)
     totals: dict[str, int] = field(default_factory=dict)  # by counter
     counters: tuple[MetricValue, ...] = ()
@@ -83,8 +86,10 @@ class InfinibandCollector:
         self.interval_seconds = interval_seconds
         self._node, self._root = node, str(root)
         self._counters_every_seconds = counters_every_seconds
+        self._devices: dict[str, tuple[int, tuple[str, ...]]] = {}  # those here: inode of the folder, ports
         self._ports: dict[tuple[str, str], _Port] = {}
         self._totals = Totals()
+        self._files = KeptFiles()
 
     def read(self, at: float) -> Reading:
         """One look. A node without InfiniBand has no values, and is no failure."""
@@ -100,29 +105,48 @@ class InfinibandCollector:
         return Reading(tuple(values), tuple(facts))
 
     def close(self) -> None:
-        pass
+        self._files.close()
 
     def _found(self) -> set[tuple[str, str]]:
         """Ports that are there now; those not met before become known."""
+        try:
+            names = set(os.listdir(self._root))
+        except OSError:
+            names = set()
+        for gone in self._devices.keys() - names:
+            self._forget_device(gone)
         here = set[tuple[str, str]]()
-        for nic in entries(self._root):
-            device = f"{self._root}/{nic}"
+        for nic in [*self._devices, *sorted(names - self._devices.keys(), key=natural)]:
             try:
-                instance = os.stat(device).st_ino
+                instance = os.stat(f"{self._root}/{nic}").st_ino
             except OSError:
+                self._forget_device(nic)
                 continue  # it went just now
-            for number in entries(f"{device}/ports"):
-                key = nic, number
-                port = self._ports.get(key)
-                if port is None:
-                    if not number.isdecimal() or (len(self._ports) >= NUM_PORTS_MAX and not self._forget_one()):
-                        continue
-                    port = self._ports[key] = _Port(nic, number, f"{device}/ports/{number}", instance)
-                elif port.instance != instance:
-                    port.instance, port.counters_anew = instance, True
-                    port.counters_due_at = float("-inf")
-                here.add(key)
+            known = self._devices.get(nic)
+            if known is None or known[0] != instance:
+                self._forget_device(nic)
+                known = self._devices[nic] = instance, tuple(entries(f"{self._root}/{nic}/ports"))
+            here.update((nic, number) for number in known[1] if self._is_taken(nic, number, instance))
         return here
+
+    def _forget_device(self, nic: str) -> None:
+        """It went, or another came: what is open of it is of no use."""
+        if self._devices.pop(nic, None) is not None:
+            self._files.forget(f"{self._root}/{nic}")
+
+    def _is_taken(self, nic: str, number: str, instance: int) -> bool:
+        """Whether this port is looked at; one that was not met before becomes known, if there is room."""
+        port = self._ports.get((nic, number))
+        if port is None:
+            if not number.isdecimal() or (len(self._ports) >= NUM_PORTS_MAX and not self._forget_one()):
+                return False
+            folder = f"{self._root}/{nic}/ports/{number}"
+            turn = len(self._ports) % NUM_TURNS / NUM_TURNS
+            self._ports[nic, number] = _Port(nic, number, folder, instance, turn)
+        elif port.instance != instance:
+            port.instance, port.counters_anew = instance, True
+            port.counters_due_at = float("-inf")
+        return True
 
     def _forget_one(self) -> bool:
         """Makes room by one that is gone: virtual NICs come back under other names. False: all are there."""
@@ -136,21 +160,22 @@ class InfinibandCollector:
     def _look(self, port: _Port, at: float, values: list[MetricValue]) -> list[LinkChange]:
         """Its values now, into `values`, and what changed of its link."""
         labels = (self._node, port.nic, port.number)
-        state = parse_state(read_text(f"{port.folder}/state"))
+        state = parse_state(self._files.text(f"{port.folder}/state"))
         if state is None:  # it went, or answers nonsense
             self._gone(port, values)
             return port.watch.missing(at)
         up = state in UP_STATES
-        counted = read_number(f"{port.folder}/counters/link_downed")
+        counted = self._files.number(f"{port.folder}/counters/link_downed")
         changes = port.watch.look(at, up, counted, anew=port.counters_anew)
         if at >= port.counters_due_at or changes:
             port.counters = self._counters(port)
-            port.counters_due_at = at + self._counters_every_seconds
+            port.counters_due_at = at + self._counters_every_seconds * (1.0 + port.turn)
+            port.turn = 0.0
             port.counters_anew = False
-        physical = PHYSICAL_STATES.get(parse_state(read_text(f"{port.folder}/phys_state")) or 0, UNKNOWN)
+        physical = PHYSICAL_STATES.get(parse_state(self._files.text(f"{port.folder}/phys_state")) or 0, UNKNOWN)
         values.append(MetricValue(_UP, labels, float(up)))
         values.append(MetricValue(_PHYSICAL, (*labels, physical), 1.0))
-        if up and (rate := parse_rate(read_text(f"{port.folder}/rate"))) is not None:
+        if up and (rate := parse_rate(self._files.text(f"{port.folder}/rate"))) is not None:
             values.append(MetricValue(_RATE, labels, rate.bytes_per_second))
         values.append(MetricValue(_DOWNS, labels, float(port.watch.num_downs)))
         values += port.counters
@@ -166,11 +191,11 @@ class InfinibandCollector:
         labels = (self._node, port.nic, port.number)
         seen, num_saturated = set[str](), 0
         for folder in _FOLDERS:
-            for file in entries(f"{port.folder}/{folder}")[:NUM_COUNTERS_MAX]:
+            for file in _listed(f"{port.folder}/{folder}")[:NUM_COUNTERS_MAX]:
                 name = file.removesuffix("_64") if folder == "counters_ext" else file
                 if name in seen or name in _NO_COUNTERS or not _COUNTER_NAME.match(name):
                     continue
-                reading = number_of(read_text(f"{port.folder}/{folder}/{file}"))
+                reading = self._files.number(f"{port.folder}/{folder}/{file}")
                 if reading is not None:
                     seen.add(name)
                     num_saturated += folder != "counters_ext" and reading == SATURATES_AT.get(name)
@@ -193,7 +218,14 @@ class InfinibandCollector:
 
     def _fact(self, port: _Port, change: LinkChange) -> Fact:
         detail = {"nic": port.nic, "port": port.number, "what": change.what, "flaps": str(change.num_flaps)}
-        interface = read_text(f"{port.folder}/gid_attrs/ndevs/0")  # of RoCE: the same link goes down there, too
+        interface = self._files.text(f"{port.folder}/gid_attrs/ndevs/0")  # of RoCE: the same link goes down there, too
         if interface and _INTERFACE_NAME.match(interface):
             detail["interface"] = interface
         return Fact(kind=AgentEventKind.LINK_UP if change.up else AgentEventKind.LINK_DOWN, detail=detail)
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []

@@ -4,13 +4,18 @@ Lines are read from a cursor that is kept on disk, so that a restarted agent goe
 end no line is lost or repeated; after a SIGKILL those of the last look (0.2 s) may come again, with the same `record`.
 At the agent's first start the log's past is read as well: an event of the past says how many `seconds_ago` it was.
 
-Corrected hardware errors are counted and make no event; nor does what NVML has told already (`XidMerger`).
+Counts are kept with the cursor, and go on: a counter that the first line after a restart brings from nothing to 1 has
+not grown to Prometheus, and what stands in both is neither forgotten nor counted twice.
+
+Corrected hardware errors are counted and make no event; nor does what NVML has told already (`XidMerger`), unless the line
+says more than its number: of NVLink's XIDs and of 154 it makes an event that adds to NVML's.
 """
 
 import json
 import logging
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,16 +27,14 @@ from rolecall.agent.identity import Registration
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import NodeId
 from rolecall.core.kernel_lines import (
-    GpuLost,
     HardwareError,
     KernelFact,
     KernelFault,
     KernelReader,
     LinkChange,
     OomKill,
-    SxidLine,
-    XidLine,
 )
+from rolecall.core.kernel_nvidia import GpuLost, SxidLine, XidLine
 from rolecall.core.metric import Metric, MetricValue
 from rolecall.core.metrics_kernel import (
     FAULTS,
@@ -44,7 +47,8 @@ from rolecall.core.metrics_kernel import (
 )
 from rolecall.core.rundir import write_atomically
 from rolecall.core.telemetry import AgentEventKind
-from rolecall.core.xid import RECOVERY_ADVICE, sxid, xid
+from rolecall.core.xid import sxid, xid
+from rolecall.core.xid_nvlink import LINE_DECIDES
 
 logger = logging.getLogger(__name__)
 
@@ -53,18 +57,26 @@ NUM_LINES_MAX = 2000
 """Of one look, those that are passed over included: some 20 ms. More wait in the log for the next."""
 NUM_FACTS_MAX = 64
 """Of one look, as many as a probe tells (`probes.FACTS_MAX`): the next look goes on behind the last."""
+WAIT_SECONDS = 0.5
+"""A quiet log is looked at so often; a line wakes the collector. The agent's end waits for it, too."""
 PAST_SECONDS = 5.0
 """An event older than this says so: nobody is to take it for one of now."""
 LINE_CHARS_MAX = 500
+NUM_LINES_SHOWN = 200
+"""As evidence: the newest. An XID with its context takes some twenty."""
 NUM_SERIES_MAX = 256
 """Names of interfaces and switches that are counted; what comes beyond stands under `other`."""
+_COUNTED = {m.name: m for m in (OOM_KILLS, LINES, LINES_LOST, SXID_EVENTS, LINK_DOWNS, HARDWARE_ERRORS, FAULTS)}
 FELL_OFF = 79
 SOURCE = "kernel"
 
 
-class KernelLog:
+class KernelLogCollector:
     """A collector. `gpu_of`: index of the GPU at a PCI address (`0000:3b:00`), None where nobody knows. `whose`: the
-    registered process with this PID (as the machine's first PID namespace counts), None if it is none of ours."""
+    registered process with this PID (as the machine's first PID namespace counts), None if it is none of ours.
+    `wait_seconds`: a look waits so long for a new line, unless some are left; 0: it takes what is there."""
+
+    name = "kernel_log"
 
     def __init__(
         self,
@@ -78,35 +90,36 @@ class KernelLog:
         proc: Path = Path("/proc"),
         clock: Clock | None = None,
         open_source: Callable[[Path, dict[str, Any], Path], Source] = source,
+        interval_seconds: float = 0.2,
+        wait_seconds: float = 0.0,
     ) -> None:
+        self.interval_seconds, self.wait_seconds = interval_seconds, wait_seconds
         self._node, self._merger, self._path, self._file, self._proc = node, merger, path, state_file, proc
         self._gpu_of, self._whose = gpu_of, whose
         self._clock = clock or SystemClock()
         self._open_source = open_source
         self._source: Source | None = None
-        self._cursor = self._load()
+        kept = self._load()
+        self._cursor = kept if kept.get("path") == str(path) else {}
         self._saved = self._cursor
         self._reader = KernelReader()
         self._counts: Counter[tuple[Metric, tuple[str, ...]]] = Counter()
         for metric in (OOM_KILLS, LINES, LINES_LOST):
             self._counts[metric, (node,)] = 0
+        self._counts.update(dict(_counts(kept.get("counts"), node)))
         self._values: tuple[MetricValue, ...] = ()
         self._caught_up = False
         self._said = SaidOnce()
 
-    @property
-    def name(self) -> str:
-        return "kernel_log"
-
-    @property
-    def interval_seconds(self) -> float:
-        return 0.2
-
     def read(self, at: float) -> Reading:
-        """New lines. Raises CannotRead: no permission, no such log; says how to mend it."""
+        """New lines, as soon as there are some. Raises CannotRead: no permission, no such log; says how to mend it."""
         self._save()  # what the look before found has been told by now
         if self._source is None:
             self._source = self._open_source(self._path, self._cursor, self._proc)
+        elif self.wait_seconds and self._source.at_end:
+            began = self._clock.monotonic()
+            self._source.wait(self.wait_seconds)
+            at += self._clock.monotonic() - began
         lost_before, facts, num_lines = self._source.num_lost, list[Fact](), 0
         try:
             for line in islice(self._source.look(), NUM_LINES_MAX):
@@ -126,6 +139,15 @@ class KernelLog:
             self._counts[LINES_LOST, (self._node,)] += self._source.num_lost - lost_before
             self._values = tuple(MetricValue(metric, labels, float(n)) for (metric, labels), n in self._counts.items())
         return Reading(values=self._values, facts=tuple(facts))
+
+    def evidence(self) -> bytes:
+        """The newest lines, as dmesg writes them; read anew, beside the cursor. Raises CannotRead."""
+        fresh = self._open_source(self._path, {}, self._proc)
+        try:
+            lines = deque((line for line in fresh.look() if line is not None), maxlen=NUM_LINES_SHOWN)
+        finally:
+            fresh.close()
+        return "".join(f"{_stamp(line, self._node)}{line.message}\n" for line in lines).encode("utf-8", "replace")
 
     def close(self) -> None:
         self._save()
@@ -194,19 +216,24 @@ class KernelLog:
 
     def _xid(self, found: XidLine, at: float) -> tuple[AgentEventKind, dict[str, str], int | None] | None:
         gpu = self._gpu_of(found.pci)
-        if not self._merger.merge(at, found.pci if gpu is None else gpu, found.code, SOURCE):
+        is_new = self._merger.merge(at, found.pci if gpu is None else gpu, found.code, SOURCE)
+        if not is_new and found.code not in LINE_DECIDES:
             return None
-        known = xid(found.code)
         detail = _of_xid(found.code) | _of_gpu(found.pci, gpu)
-        # Of the codes of NVLink 5 the line says itself which they are.
-        detail["fatal"] = "yes" if (known.fatal if found.nvlink is None else found.nvlink.fatal) else "no"
+        # Of NVLink's codes and of 154 the line decides.
+        detail |= {"fatal": "yes" if found.fatal else "no", "action": str(found.action), "advice": found.advice}
+        if not is_new:
+            detail["adds_to"] = "nvml"  # which told the number, and no more of it
         if found.recovery is not None:
-            action, advice = RECOVERY_ADVICE[found.recovery]
-            detail |= {"recovery": str(found.recovery), "action": str(action), "advice": advice}
+            detail["recovery"] = str(found.recovery)
+        if found.signs:
+            detail |= {"registers": ", ".join(found.signs), "link": "" if found.link is None else str(found.link)}
         if found.nvlink is not None:
             detail |= {"unit": found.nvlink.unit, "subcode": str(found.nvlink.subcode)}
             detail["link"] = "" if found.nvlink.link is None else str(found.nvlink.link)
-        detail |= {"partition": found.partition, "name": _plain(found.name)}
+            if (row := found.nvlink.ruling) is not None:
+                detail |= {"severity": row.severity, "investigate": str(row.investigatory)}
+        detail |= {"partition": found.partition, **found.instance, "name": _plain(found.name)}
         if found.pid is not None:
             detail["pid"] = str(found.pid)
         return AgentEventKind.XID, detail, found.pid
@@ -241,8 +268,9 @@ class KernelLog:
             return {}
         try:
             kept = json.loads(self._file.read_text())
-            if isinstance(kept, dict) and kept.get("path") == str(self._path):
+            if isinstance(kept, dict):
                 return kept
+            logger.warning("%s is damaged, the kernel log is read from its beginning", self._file)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as e:
@@ -253,11 +281,22 @@ class KernelLog:
         if self._file is None or self._cursor == self._saved:
             return
         self._saved = self._cursor
+        counts = [[metric.name, labels, n] for (metric, labels), n in self._counts.items()]
         try:
-            write_atomically(self._file, json.dumps({"path": str(self._path), **self._cursor}) + "\n")
+            write_atomically(self._file, json.dumps({"path": str(self._path), **self._cursor, "counts": counts}) + "\n")
         except OSError as e:
             if self._said.is_new("save"):
                 logger.warning("%s: %s; a restarted agent would read kernel lines again", self._file, e)
+
+
+def _counts(kept: Any, node: NodeId) -> Iterator[tuple[tuple[Metric, tuple[str, ...]], int]]:
+    """What was counted before a restart; what makes no sense, or is of another node's name, is left out."""
+    for row in kept[:NUM_SERIES_MAX] if isinstance(kept, list) else ():
+        match row:
+            case [str(name), [str(of), *labels], int(number)] if name in _COUNTED and of == node and number >= 0:
+                key = (of, *map(str, labels))
+                if len(key) == len(_COUNTED[name].labels):
+                    yield (_COUNTED[name], key), int(number)
 
 
 def _of_xid(code: int) -> dict[str, str]:
@@ -274,3 +313,12 @@ def _of_gpu(pci: str, gpu: int | None) -> dict[str, str]:
 def _plain(text: str) -> str:
     """Without control characters: a process chooses its own name."""
     return "".join(c if c.isprintable() else "?" for c in text[:LINE_CHARS_MAX])
+
+
+def _stamp(line: Line, node: str) -> str:
+    """Seconds since boot, else the time of day; what nobody wrote down is left out."""
+    if line.uptime_seconds is not None:
+        return f"[{line.uptime_seconds:12.6f}] "
+    if line.wall_at is not None:
+        return f"{datetime.fromtimestamp(line.wall_at, UTC).isoformat(timespec='microseconds')} {node} kernel: "
+    return ""

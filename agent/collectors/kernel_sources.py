@@ -9,7 +9,9 @@ first, and what was truncated (copytruncate) is read from its beginning, even if
 """
 
 import errno
+import logging
 import os
+import select
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +20,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rolecall.agent.collectors.collector import CannotRead
+from rolecall.agent.collectors.file_changes import FileChanges
 from rolecall.core.kernel_stamps import KERNEL_FACILITY, parse_line, parse_record, wall_of_local
+
+logger = logging.getLogger(__name__)
 
 RECORD_BYTES_MAX = 8192
 """The kernel refuses (EINVAL) a read that is too short for the next record; CONSOLE_EXT_LOG_MAX is 8192."""
@@ -52,6 +57,10 @@ class Source(Protocol):
     def look(self) -> Iterator[Line | None]:
         """New lines, oldest first, up to the newest; None for each that is no line of the kernel. May be left off
         anywhere: the next look goes on behind the last one given. Raises CannotRead."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Until there may be a new line, or for `seconds`; not at all where nothing tells."""
         ...
 
     def cursor(self) -> dict[str, Any]:
@@ -164,6 +173,12 @@ class Kmsg:
         self.close()
         return False
 
+    def wait(self, seconds: float) -> None:
+        if self._descriptor >= 0:
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLIN)
+            poll.poll(seconds * 1000)
+
     def cursor(self) -> dict[str, Any]:
         return {} if self._next is None else {"boot_id": self._boot, "next": self._next}
 
@@ -181,6 +196,7 @@ class LogFile:
         self._descriptor = -1
         self._inode, self._offset, self._tail = 0, 0, b""  # what stands just before the offset
         self._cursor = cursor
+        self._changes: FileChanges | _NothingTells | None = None
         self.num_lost = 0  # nobody can count them
         self.at_end = False
 
@@ -302,6 +318,19 @@ class LogFile:
         )
         self._offset = start + end
 
+    def wait(self, seconds: float) -> None:
+        if self._descriptor < 0:
+            return
+        if self._changes is not None:
+            self._changes.wait(seconds)
+            return
+        try:
+            self._changes = FileChanges(self._descriptor, self._path)
+        except OSError as e:
+            logger.info("%s is looked at in turn: %s", self._path, e)
+            self._changes = _NothingTells()
+        # What came before there was a watch is not told: no wait this time.
+
     def cursor(self) -> dict[str, Any]:
         if not self._inode:
             return self._cursor
@@ -312,6 +341,19 @@ class LogFile:
             self._cursor = self.cursor()
             os.close(self._descriptor)
             self._descriptor = -1
+        if self._changes is not None:
+            self._changes.close()
+            self._changes = None
+
+
+class _NothingTells:
+    """Of a node whose inotify watches are used up: the collector's own pace is all there is."""
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
 
 def _before(descriptor: int, offset: int, num: int) -> bytes:

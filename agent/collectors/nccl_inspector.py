@@ -55,7 +55,7 @@ class Sums:
         self.bus_bytes += o.bus_bytes_per_second * o.seconds
 
 
-class NcclInspector:
+class NcclInspectorCollector:
     """A collector (see `agent/collectors/collector.py`)."""
 
     name = "nccl_inspector"

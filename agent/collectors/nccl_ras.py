@@ -13,6 +13,7 @@ condition that all ranks answer: who is missing is told beside it. A symmetric h
 Protocol: NCCL `src/ras/client.cc` and `client_support.cc`: a line each way, then the answer until the server closes.
 """
 
+import errno
 import os
 import socket
 import time
@@ -28,6 +29,8 @@ from rolecall.core.nccl_ras_answers import statuses
 from rolecall.core.telemetry import AgentEventKind
 
 DEFAULT_ADDRESS = "localhost:28028"
+NOBODY = (errno.ECONNREFUSED, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""The latter two: `localhost` is an address of IPv6, too, and this node has none; asked last, that is what is told."""
 INTERVAL_SECONDS = 15.0
 CONFIRM_SECONDS = 60.0
 """Ray Train warns at 60 s. A lower value calls a long checkpoint of one rank a fault."""
@@ -41,6 +44,8 @@ LOOK_SECONDS_MAX = 3.0
 ANSWER_SECONDS_MAX = 30.0
 """Of the whole conversation, over several looks. RAS waits up to TIMEOUT_SECONDS, and as long again, for other processes:
 longest when some of them are in trouble."""
+EVIDENCE_SECONDS_MAX = 12.0
+"""Of an answer that is wanted as evidence: RAS itself waits for its peers twice TIMEOUT_SECONDS."""
 TIMEOUT_SECONDS = 5
 LINE_BYTES_MAX = 1024
 JSON_BYTES_MAX = 2 << 20
@@ -79,8 +84,10 @@ class Talk:
         self._rest, self._parts, self._num_bytes = b"", list[bytes](), 0
         try:
             self._socket = socket.create_connection(address, timeout=CONNECT_SECONDS_MAX)
-        except ConnectionRefusedError as e:
-            raise NobodyListens(str(e)) from None
+        except OSError as e:
+            if e.errno in NOBODY:
+                raise NobodyListens(str(e)) from None
+            raise
         try:
             self._ask(form)
         except BaseException:
@@ -164,7 +171,7 @@ class Watched:
     told_failures: bool = False
 
 
-class NcclRas:
+class NcclRasCollector:
     """A collector (see `agent/collectors/collector.py`)."""
 
     name = "nccl_ras"
@@ -193,6 +200,25 @@ class NcclRas:
     def close(self) -> None:
         self._hang_up()
         self._watched.clear()
+
+    def evidence(self) -> bytes:
+        """Asks now: the answer as RAS gives it, JSON where it can.
+
+        Raises:
+            CannotRead: nobody listens there, or it does not answer in time.
+        """
+        try:
+            try:
+                return _whole(Talk(self._address, "json", self._monotonic), self._monotonic)
+            except TooLarge:
+                return _whole(Talk(self._address, "text", self._monotonic), self._monotonic)
+        except NobodyListens:
+            reason = "nobody listens: NCCL_RAS_ENABLE=0, or no job of NCCL 2.24 or later"
+        except TooLarge:
+            reason = f"an answer of more than {JSON_BYTES_MAX:,} bytes"
+        except (Malformed, OSError) as e:
+            reason = "it did not answer in time" if isinstance(e, TimeoutError) else str(e)
+        raise CannotRead(f"NCCL RAS at {self._address[0]}:{self._address[1]}: {reason}")
 
     def _hang_up(self) -> None:
         if self._talk is not None:
@@ -362,6 +388,18 @@ class NcclRas:
             (rows.RAS_EMPTY, float(self._num_empty)),
         )
         return tuple(MetricValue(metric, (self._node,), value) for metric, value in told)
+
+
+def _whole(talk: Talk, monotonic: Callable[[], float]) -> bytes:
+    """The answer, and the end of the conversation. Raises TooLarge, OSError: also TimeoutError."""
+    until = monotonic() + EVIDENCE_SECONDS_MAX
+    try:
+        while (body := talk.body()) is None:
+            if monotonic() > until:
+                raise TimeoutError("it did not answer in time")
+        return body
+    finally:
+        talk.close()
 
 
 def split_address(text: str) -> tuple[str, int]:

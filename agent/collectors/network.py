@@ -6,12 +6,12 @@ virtual ones. Counters are totals: they go on over a driver that is loaded again
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rolecall.agent.collectors.collector import CannotRead, Fact, Reading
-from rolecall.agent.collectors.counters import Totals, natural, read_number, read_text
+from rolecall.agent.collectors.counters import KeptFiles, Totals, natural, read_whole
 from rolecall.agent.collectors.ethtool import EthtoolStatistics
 from rolecall.agent.collectors.links import LinkChange, LinkWatch
 from rolecall.core.ids import NodeId
@@ -70,6 +70,7 @@ _TCP = (
     ("TcpExt", "TCPSynRetrans", _BY_NAME["rolecall_tcp_syn_retransmits_total"]),
     ("TcpExt", "ListenDrops", _BY_NAME["rolecall_tcp_listen_drops_total"]),
 )
+_TCP_FILES = (("snmp", "Tcp"), ("netstat", "TcpExt"))
 
 
 def wanted(name: str) -> bool:
@@ -77,18 +78,17 @@ def wanted(name: str) -> bool:
     return bool(_OF_PRIORITY.match(name) or _OF_LINK.match(name) or _DRIVER_ERRORS.match(name))
 
 
-def parse_tables(text: str) -> dict[tuple[str, str], int]:
-    """(table, field) to number, of `/proc/net/snmp` and `netstat`: pairs of lines, names and then numbers."""
+def parse_tables(text: str, wanted: Container[str]) -> dict[tuple[str, str], int]:
+    """(table, field) to number, of `/proc/net/snmp` and `netstat`: pairs of lines, names and then numbers. Tables that are
+    `wanted`; most of some four hundred fields are not."""
     found = dict[tuple[str, str], int]()
-    lines = text.splitlines()
+    lines = text.split("\n")
     for names, numbers in zip(lines[::2], lines[1::2], strict=False):
-        table, *fields = names.split()
-        same, *values = numbers.split()
-        if table != same:
-            continue
-        for key, value in zip(fields, values, strict=False):
-            if value.isascii() and value.isdecimal():
-                found[table.removesuffix(":"), key] = int(value)
+        table, _, fields = names.partition(":")
+        same, _, values = numbers.partition(":")
+        if table == same and table in wanted:
+            pairs = zip(fields.split(), values.split(), strict=False)
+            found |= {(table, key): int(value) for key, value in pairs if value.isascii() and value.isdecimal()}
     return found
 
 
@@ -127,6 +127,7 @@ class NetworkCollector:
         self._known: dict[str, _Interface] = {}
         self._virtual = set[str]()
         self._totals = Totals()
+        self._files = KeptFiles()
 
     def read(self, at: float) -> Reading:
         """Raises CannotRead: neither interfaces nor TCP can be read."""
@@ -143,7 +144,7 @@ class NetworkCollector:
         return Reading(tuple(values), tuple(facts))
 
     def close(self) -> None:
-        pass
+        self._files.close()
 
     def _found(self) -> set[str]:
         """Interfaces that are there now and are to be looked at; those not met before become known. Raises OSError."""
@@ -182,25 +183,25 @@ class NetworkCollector:
 
     def _look(self, interface: _Interface, at: float, values: list[MetricValue]) -> list[LinkChange]:
         folder, labels = interface.folder, (self._node, interface.name)
-        state = read_text(f"{folder}/operstate")
+        state = self._files.text(f"{folder}/operstate")
         if state is None:
             return self._missing(interface, at, values)
         # Not every driver keeps an operational state (`unknown`); a carrier cannot be read of what is shut down.
-        up = state in ("up", "unknown") and read_text(f"{folder}/carrier") == "1"
-        carrier_changes = read_number(f"{folder}/carrier_changes")
-        num_downs = read_number(f"{folder}/carrier_down_count")
+        up = state in ("up", "unknown") and self._files.text(f"{folder}/carrier") == "1"
+        carrier_changes = self._files.number(f"{folder}/carrier_changes")
+        num_downs = self._files.number(f"{folder}/carrier_down_count")
         changes = interface.watch.look(at, up, num_downs, anew=interface.anew)
         interface.anew = False
         values.append(MetricValue(_UP, labels, float(up)))
         values.append(MetricValue(_DOWNS, labels, float(interface.watch.num_downs)))
-        speed = read_number(f"{folder}/speed") if up else None
+        speed = self._files.number(f"{folder}/speed") if up else None
         if speed and speed != SPEED_UNKNOWN:
             values.append(MetricValue(_SPEED, labels, speed * MEGABIT_BYTES))
         self._add(values, _CARRIER_CHANGES, labels, interface, "carrier_changes", carrier_changes)
         for name, metric in _STATISTICS:
-            self._add(values, metric, labels, interface, name, read_number(f"{folder}/statistics/{name}"))
+            self._add(values, metric, labels, interface, name, self._files.number(f"{folder}/statistics/{name}"))
         for name in _ERROR_STATISTICS:
-            total = self._totals.add((interface.name, name), read_number(f"{folder}/statistics/{name}"))
+            total = self._totals.add((interface.name, name), self._files.number(f"{folder}/statistics/{name}"))
             if total:
                 values.append(MetricValue(_ERRORS, (*labels, name), float(total)))
         if at >= interface.driver_due_at:
@@ -254,11 +255,12 @@ class NetworkCollector:
 
     def _tcp(self) -> list[MetricValue]:
         found = dict[tuple[str, str], int]()
-        for file in ("snmp", "netstat"):
+        for file, table in _TCP_FILES:
             try:
-                found |= parse_tables((self._proc_net / file).read_text())
+                text = read_whole(f"{self._proc_net}/{file}")
             except OSError:
                 continue  # a kernel without it
+            found |= parse_tables(text, (table,))
         return [
             MetricValue(metric, (self._node,), float(found[table, name]))
             for table, name, metric in _TCP

@@ -23,7 +23,7 @@ LOST = frozenset({15, 16, 28})
 """GPU_IS_LOST, RESET_REQUIRED, GPU_NOT_FOUND: no other call on this GPU will succeed."""
 GONE = frozenset({1, 9, 18})
 """UNINITIALIZED, DRIVER_NOT_LOADED, LIB_RM_VERSION_MISMATCH: the driver went away or was replaced below us."""
-TIMEOUT = 10
+TIMEOUT, FUNCTION_NOT_FOUND = 10, 13
 NOT_AVAILABLE = (1 << 64) - 1
 """A number that NVML does not know, where the return code says success."""
 
@@ -89,7 +89,7 @@ def code_of(error: Exception) -> int:
     """
     if isinstance(error, AttributeError) and not isinstance(error.obj, ModuleType):
         raise error
-    return int(getattr(error, "value", 13))
+    return int(getattr(error, "value", FUNCTION_NOT_FOUND))
 
 
 def error_name(pynvml: Any, code: int) -> str:

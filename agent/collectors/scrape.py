@@ -145,7 +145,11 @@ def _connected(address: Address, deadline: _Deadline) -> socket.socket:
     """Tries all that the name stands for: an exporter listens perhaps on IPv4 only. Raises OSError."""
     error: OSError = OSError("the name has no address")
     for family, kind, protocol, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
-        sock = socket.socket(family, kind, protocol)
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as e:  # a kernel without IPv6
+            error = e
+            continue
         try:
             sock.settimeout(deadline.left())
             sock.connect(place)

@@ -4,6 +4,9 @@ Disks: the physical ones, those with a `device` link, and others that are named.
 root and shared memory (which a data loader fills), each device once, and mounts that are named. Of a network file system
 statvfs may never return when its server is gone: one is looked at only if it is named, and in a thread of its own.
 Formats: Documentation/admin-guide/iostats.rst, Documentation/accounting/psi.rst, proc(5).
+
+In a container the mounts are those of the host's first process, and each is asked where the host's root file system is
+seen (`rootfs`): names are the host's own. Whether one is read-only its line in `mounts` says: a container sees most so.
 """
 
 import os
@@ -95,6 +98,7 @@ class Mount(NamedTuple):
     device: str
     path: str
     type: str
+    readonly: bool = False
 
 
 def parse_mounts(text: str) -> list[Mount]:
@@ -102,9 +106,9 @@ def parse_mounts(text: str) -> list[Mount]:
     found = []
     for line in text.splitlines():
         parts = line.split(" ")
-        if len(parts) >= 3:
+        if len(parts) >= 4:
             device, path = (_OCTAL.sub(lambda m: chr(int(m.group(1), 8)), p) for p in parts[:2])
-            found.append(Mount(device, path, parts[2]))
+            found.append(Mount(device, path, parts[2], "ro" in parts[3].split(",")))
     return found
 
 
@@ -138,7 +142,8 @@ class _Remote:
 
 
 class StorageCollector:
-    """`disks`, `mounts`: to look at beside those that are found. `interval_seconds`: of disks and pressure."""
+    """`disks`, `mounts`: to look at beside those that are found. `interval_seconds`: of disks and pressure.
+    `rootfs`: where the root of those mounts is seen."""
 
     name = "storage"
 
@@ -149,6 +154,7 @@ class StorageCollector:
         disks: Iterable[str] = (),
         mounts: Iterable[str] = (),
         proc: Path = Path("/proc"),
+        rootfs: Path = Path("/"),
         block: Path = Path("/sys/block"),
         statvfs: Statvfs = os.statvfs,
         interval_seconds: float = 1.0,
@@ -157,6 +163,9 @@ class StorageCollector:
         self.interval_seconds = interval_seconds
         self._node, self._disks, self._mounts = node, frozenset(disks), tuple(mounts)
         self._proc, self._block, self._statvfs = proc, str(block), statvfs
+        # /proc/mounts is of who reads it.
+        self._mounts_file = "mounts" if rootfs == Path("/") else "1/mounts"
+        self._rootfs = str(rootfs).rstrip("/")
         self._file_systems_every_seconds = file_systems_every_seconds
         self._file_systems: list[MetricValue] = []
         self._file_systems_due_at = float("-inf")
@@ -226,7 +235,7 @@ class StorageCollector:
 
     def _of_mounts(self) -> list[MetricValue]:
         values = list[MetricValue]()
-        here = chosen(parse_mounts(self._text("mounts")), self._mounts)
+        here = chosen(parse_mounts(self._text(self._mounts_file)), self._mounts)
         paths = {m.path for m in here}
         # Of one that is no longer mounted the thread may still hang: it is kept until it ends.
         self._remotes = {p: r for p, r in self._remotes.items() if p in paths or (r.thread and r.thread.is_alive())}
@@ -238,21 +247,24 @@ class StorageCollector:
                 answer = self._ask_remote(mount.path)
             else:
                 try:
-                    answer = self._statvfs(mount.path)
+                    answer = self._statvfs(self._seen_at(mount.path))
                 except OSError as e:
                     answer = e
-            values += self._of_mount(mount.path, answer)
+            values += self._of_mount(mount, answer)
         return values
 
-    def _of_mount(self, path: str, answer: os.statvfs_result | OSError | None) -> list[MetricValue]:
-        labels = (self._node, path)
+    def _seen_at(self, path: str) -> str:
+        return f"{self._rootfs}{path}".rstrip("/") or "/"
+
+    def _of_mount(self, mount: Mount, answer: os.statvfs_result | OSError | None) -> list[MetricValue]:
+        labels = (self._node, mount.path)
         if not isinstance(answer, os.statvfs_result):
             return [MetricValue(_ANSWERS, labels, 0.0)]
         values = [
             MetricValue(_ANSWERS, labels, 1.0),
             MetricValue(_SIZE, labels, float(answer.f_blocks * answer.f_frsize)),
             MetricValue(_AVAILABLE, labels, float(answer.f_bavail * answer.f_frsize)),
-            MetricValue(_READONLY, labels, float(bool(answer.f_flag & os.ST_RDONLY))),
+            MetricValue(_READONLY, labels, float(mount.readonly)),
         ]
         if answer.f_files:
             values.append(MetricValue(_FILES, labels, float(answer.f_files)))
@@ -268,7 +280,7 @@ class StorageCollector:
 
         def ask() -> None:
             try:
-                remote.answer = self._statvfs(path)
+                remote.answer = self._statvfs(self._seen_at(path))
             except OSError as e:
                 remote.answer = e
 

@@ -1,7 +1,7 @@
 """One count of XIDs out of several sources: NVML tells the critical ones, the kernel log (nearly) all.
 
 What two sources say of the same GPU and code within `SAME_SECONDS` is one event; what one source says twice is two.
-`XidMerger` decides and counts, whoever asks; `XidCounts` shows the counts, whichever source works, and keeps them on
+`XidMerger` decides and counts, whoever asks; `XidCollector` shows the counts, whichever source works, and keeps them on
 disk, because a counter that an XID brings from nothing to 1 at the agent's start has not grown to Prometheus.
 """
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from rolecall.agent.collectors.collector import Reading, SaidOnce
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import NodeId
-from rolecall.core.kernel_lines import normal_pci
+from rolecall.core.kernel_nvidia import normal_pci
 from rolecall.core.metric import MetricValue
 from rolecall.core.metrics_kernel import XID_EVENTS, XID_LAST, XIDS_NOT_COUNTED
 from rolecall.core.rundir import write_atomically
@@ -108,7 +108,7 @@ class XidMerger:
                 self._series[key] = _Series(count)
 
 
-class XidCounts:
+class XidCollector:
     """A collector: the merger's counts as metrics. It cannot fail to read; a full disk costs the counts of a restart."""
 
     def __init__(

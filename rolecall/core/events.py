@@ -40,6 +40,7 @@ class EventKind(StrEnum):
     INCIDENT_VERIFIED = "incident_verified"  # because: what progress was seen
     INCIDENT_CLOSED = "incident_closed"  # outcome: cured, tolerated, observed, refuted, gave_up; because
     PERSON_CALLED = "person_called"  # because, channel
+    EVIDENCE_PULLED = "evidence_pulled"  # because, files, told, findings, missing, seconds
     PAUSED = "paused"  # by, because
     RESUMED = "resumed"  # by
     JOB_STOP_REQUESTED = "job_stop_requested"  # because

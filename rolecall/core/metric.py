@@ -29,7 +29,7 @@ RANK = ("node", "role", "replica", "rank")
 GPU = ("node", "gpu")
 LABELS_ALLOWED = frozenset(
     {*RANK, "phase", "state", "probe", "kind", "version"}
-    | {*GPU, "uuid", "name", "link", "error", "reason", "xid", "action"}
+    | {*GPU, "uuid", "name", "link", "error", "reason", "xid", "action", "gpu_instance", "compute_instance", "profile"}
     | {"nic", "port", "interface", "priority", "mount", "device", "resource", "communicator", "collective"}
 )
 """Every label that a metric may carry. All are bounded by the topology or by a closed set."""

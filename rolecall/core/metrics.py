@@ -5,8 +5,8 @@ only there; a metric with unit "" counts things or is 0/1. Labels are bounded: n
 sets (phase, state, probe, kind); never message text, never a PID. A process counter starts again at 0 with each
 incarnation, as Prometheus expects of counters.
 
-`source` names the field of `ProcessSample`, `HostSample` or, for the agent's own metrics, nothing: the agent keeps
-those itself. `process_values` and `host_values` are the only translation from sample to metric.
+`source` names the field of `ProcessSample`, `HostSample` or `GpuSample`; what collectors find beyond those, and the agent's
+own metrics, have none. `process_values` and `host_values` are the only translation from sample to metric.
 """
 
 import math
@@ -20,7 +20,7 @@ from rolecall.core.metrics_nccl import NCCL_METRICS
 from rolecall.core.metrics_network import NETWORK_METRICS
 from rolecall.core.metrics_storage import STORAGE_METRICS
 from rolecall.core.metrics_vllm import VLLM_METRICS
-from rolecall.core.telemetry import HostSample, ProcessSample
+from rolecall.core.telemetry import GpuSample, HostSample, ProcessSample
 from rolecall.core.unpaged import has_page
 
 
@@ -104,6 +104,10 @@ _FROM_PAGE = (
     _process("train_loss", _G, "", "loss", "Loss of the newest optimizer step; absent before the first"),
     _process("train_grad_norm", _G, "", "grad_norm", "Gradient norm of the newest optimizer step, before clipping"),
     _process("train_reward", _G, "", "reward", "Mean reward of the newest optimizer step"),
+    _process(
+        "train_unfinite_total", _C, "", "unfinite", "How often loss, gradient norm or reward were NaN or infinite"
+    ),
+    _process("train_jumps_total", _C, "", "jumps", "How often one of them left its own recent range, up or down"),
 )
 
 _FROM_PROC = (
@@ -171,6 +175,13 @@ _OF_AGENT = (
     _agent("agent_cpu_seconds_total", _C, "seconds", "CPU time of the agent itself"),
     _agent("agent_resident_memory_bytes", _G, "bytes", "Resident memory of the agent itself"),
     _agent("agent_processes", _G, "", "Registered processes that the agent watches"),
+    _agent(
+        "process_exits_total",
+        _C,
+        "",
+        "Processes that ended, by what ended them: finished, killed, crashed, oom, exception, exit, unknown",
+        (*RANK, "reason"),
+    ),
     _agent("agent_rounds_total", _C, "", "Sampling rounds finished"),
     _agent("agent_round_seconds", _G, "seconds", "Duration of the newest sampling round"),
     _agent("agent_samples_total", _C, "", "Process and host samples taken"),
@@ -178,9 +189,12 @@ _OF_AGENT = (
     _agent("agent_events_total", _C, "", "Events recorded, by kind", (*NODE, "kind")),
     _agent("agent_events_lost_total", _C, "", "Events that could not be kept on disk"),
     _agent("agent_registrations_refused_total", _C, "", "Registrations without a valid secret or peer credentials"),
+    _agent("agent_messages_malformed_total", _C, "", "Messages of processes that were none, and were dropped"),
     _agent("agent_pages_torn_total", _C, "", "Reads of a state page that found it torn or damaged"),
     _agent("probe_up", _G, "", "1 if the probe could be read in the newest round, 0 if not", (*NODE, "probe")),
-    _agent("probe_seconds", _G, "seconds", "Duration of the probe in the newest round", (*NODE, "probe")),
+    _agent(
+        "probe_seconds", _G, "seconds", "Duration of the newest look, with what it waited for news", (*NODE, "probe")
+    ),
     _agent("probe_cpu_seconds_total", _C, "seconds", "CPU time of the thread of a collector", (*NODE, "probe")),
     _agent("probe_facts_dropped_total", _C, "", "Facts beyond what one look of a collector may tell", (*NODE, "probe")),
     _agent("probe_lines_malformed_total", _C, "", "Lines of another exporter that were no metric", (*NODE, "probe")),
@@ -201,8 +215,9 @@ CATALOGUE: tuple[Metric, ...] = (
 )
 BY_NAME: dict[str, Metric] = {m.name: m for m in CATALOGUE}
 
-_PROCESS = tuple(m for m in CATALOGUE if m.subject is Subject.PROCESS)
-_UNPAGED = tuple(m for m in _PROCESS if m in _FROM_PROC or m.source == "alive")
+PROCESS_METRICS = tuple(m for m in CATALOGUE if m.subject is Subject.PROCESS)
+UNPAGED_METRICS = tuple(m for m in PROCESS_METRICS if m in _FROM_PROC or m.source == "alive")
+"""What is known of a process without a state page."""
 _HOST = tuple(m for m in CATALOGUE if m.subject is Subject.HOST)
 
 
@@ -210,7 +225,7 @@ def process_values(sample: ProcessSample) -> Iterator[MetricValue]:
     """Every process metric of one sample. NaN (not yet reported), times never set and what a process without a state page
     cannot say give no value."""
     rank = (sample.process.node, sample.role, sample.replica, str(sample.rank))
-    for metric in _PROCESS if has_page(sample) else _UNPAGED:
+    for metric in PROCESS_METRICS if has_page(sample) else UNPAGED_METRICS:
         raw = getattr(sample, metric.source)
         if isinstance(raw, str):  # a state of a closed set: its name is a label, the value is 1
             yield MetricValue(metric, (*rank, str(raw)), 1.0)
@@ -271,9 +286,9 @@ def markdown(catalogue: Sequence[Metric] = CATALOGUE) -> str:
 
 def uncovered_fields() -> set[str]:
     """Fields of the samples that no metric shows, identity and time stamps left out. Empty, or the table has a gap."""
-    identity = {"process", "role", "replica", "rank", "at", "wall_at", "node"}
+    identity = {"process", "role", "replica", "rank", "at", "wall_at", "node", "gpu", "uuid", "pids", "joined_by"}
     shown = {m.source for m in CATALOGUE}
-    return {f.name for c in (ProcessSample, HostSample) for f in fields(c)} - identity - shown
+    return {f.name for c in (ProcessSample, HostSample, GpuSample) for f in fields(c)} - identity - shown
 
 
 if __name__ == "__main__":

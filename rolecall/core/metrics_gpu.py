@@ -10,9 +10,23 @@ from rolecall.core.metric import GPU, Metric, MetricType, Subject
 _G, _C = MetricType.GAUGE, MetricType.COUNTER
 
 
-def _gpu(name: str, type_: MetricType, unit: str, help_: str, *labels: str) -> Metric:
-    full = f"rolecall_gpu_{name}"
-    return Metric(name=full, type=type_, unit=unit, help=help_, labels=(*GPU, *labels), subject=Subject.GPU)
+def _gpu(name: str, type_: MetricType, unit: str, help_: str, *labels: str, source: str = "") -> Metric:
+    """`source`: field of GpuSample, of what ranks are compared in."""
+    return Metric(
+        name=f"rolecall_gpu_{name}",
+        type=type_,
+        unit=unit,
+        help=help_,
+        labels=(*GPU, *labels),
+        subject=Subject.GPU,
+        detect=bool(source),
+        source=source,
+    )
+
+
+def _compared(field: str, type_: MetricType, unit: str, help_: str) -> Metric:
+    """What ranks are compared in: named as the field of GpuSample that holds it."""
+    return _gpu(f"{field}_total" if type_ is MetricType.COUNTER else field, type_, unit, help_, source=field)
 
 
 _STATE = (
@@ -22,31 +36,34 @@ _STATE = (
     _gpu("call_errors_total", _C, "", "NVML calls that failed otherwise, by error", "error"),
     _gpu("mig_enabled", _G, "", "1: the GPU is cut into MIG instances, activity of the whole is then not known"),
     _gpu("processes", _G, "", "Processes with a context on the GPU"),
+    _gpu("rank", _G, "", "1 for each rank that uses the GPU: joins GPU series with ranks", "role", "replica", "rank"),
     _gpu("recovery_action", _G, "", "1 for what the driver recommends to mend the GPU", "action"),
 )
 
 _ACTIVITY = (
-    _gpu("utilization_ratio", _G, "ratio", "Time in which any kernel ran; a spinning collective counts as busy"),
+    _compared("utilization_ratio", _G, "ratio", "Time in which any kernel ran; a spinning collective counts as busy"),
     _gpu("memory_utilization_ratio", _G, "ratio", "Time in which device memory was read or written"),
     _gpu("encoder_utilization_ratio", _G, "ratio", "Time in which the video encoder was busy"),
     _gpu("decoder_utilization_ratio", _G, "ratio", "Time in which the video decoder was busy"),
     _gpu("graphics_active_ratio", _G, "ratio", "GPM: time in which any compute engine was active"),
-    _gpu("sm_active_ratio", _G, "ratio", "GPM: share of SMs that were busy"),
+    _compared("sm_active_ratio", _G, "ratio", "GPM: share of SMs that were busy"),
     _gpu("sm_occupancy_ratio", _G, "ratio", "GPM: resident warps over the most that fit"),
-    _gpu("tensor_active_ratio", _G, "ratio", "GPM: time in which tensor cores worked; near 0 in a spinning collective"),
-    _gpu("dram_active_ratio", _G, "ratio", "GPM: memory bandwidth used over the most there is"),
+    _compared(
+        "tensor_active_ratio", _G, "ratio", "GPM: time in which tensor cores worked; near 0 in a spinning collective"
+    ),
+    _compared("dram_active_ratio", _G, "ratio", "GPM: memory bandwidth used over the most there is"),
     _gpu("fp64_active_ratio", _G, "ratio", "GPM: time in which the FP64 pipe worked"),
     _gpu("fp32_active_ratio", _G, "ratio", "GPM: time in which the FP32 pipe worked"),
     _gpu("fp16_active_ratio", _G, "ratio", "GPM: time in which the FP16 pipe worked"),
-    _gpu("pcie_transmit_bytes_per_second", _G, "bytes_per_second", "GPM: sent over PCIe since the look before"),
-    _gpu("pcie_receive_bytes_per_second", _G, "bytes_per_second", "GPM: received over PCIe since the look before"),
-    _gpu("nvlink_transmit_bytes_per_second", _G, "bytes_per_second", "GPM: sent over all NVLinks"),
-    _gpu("nvlink_receive_bytes_per_second", _G, "bytes_per_second", "GPM: received over all NVLinks"),
+    _compared("pcie_transmit_bytes_per_second", _G, "bytes_per_second", "GPM: sent over PCIe since the look before"),
+    _compared("pcie_receive_bytes_per_second", _G, "bytes_per_second", "GPM: received over PCIe since the look before"),
+    _compared("nvlink_transmit_bytes_per_second", _G, "bytes_per_second", "GPM: sent over all NVLinks"),
+    _compared("nvlink_receive_bytes_per_second", _G, "bytes_per_second", "GPM: received over all NVLinks"),
 )
 
 _MEMORY = (
     _gpu("memory_total_bytes", _G, "bytes", "Device memory"),
-    _gpu("memory_used_bytes", _G, "bytes", "Device memory allocated"),
+    _compared("memory_used_bytes", _G, "bytes", "Device memory allocated"),
     _gpu("memory_free_bytes", _G, "bytes", "Device memory free"),
     _gpu("memory_reserved_bytes", _G, "bytes", "Device memory that the driver keeps for itself"),
     _gpu("ecc_errors_total", _C, "", "Memory errors since the driver was loaded: corrected, uncorrected", "error"),
@@ -60,15 +77,21 @@ _MEMORY = (
 )
 
 _POWER = (
-    _gpu("power_watts", _G, "watts", "Power drawn"),
+    _compared("power_watts", _G, "watts", "Power drawn"),
     _gpu("power_limit_watts", _G, "watts", "Power limit in force"),
     _gpu("energy_joules_total", _C, "joules", "Energy drawn since the driver was loaded"),
-    _gpu("temperature_celsius", _G, "celsius", "Temperature of the GPU"),
-    _gpu("memory_temperature_celsius", _G, "celsius", "Temperature of the device memory"),
-    _gpu("sm_clock_hertz", _G, "hertz", "Clock of the SMs"),
+    _compared("temperature_celsius", _G, "celsius", "Temperature of the GPU"),
+    _compared("memory_temperature_celsius", _G, "celsius", "Temperature of the device memory"),
+    _compared("sm_clock_hertz", _G, "hertz", "Clock of the SMs"),
     _gpu("sm_clock_max_hertz", _G, "hertz", "Highest clock of the SMs"),
     _gpu("memory_clock_hertz", _G, "hertz", "Clock of the device memory"),
     _gpu("throttle_active", _G, "", "1 while clocks are held down for the reason; `idle` is no fault", "reason"),
+    _compared(
+        "thermal_throttle_seconds", _C, "seconds", "Time in which heat held clocks down, of the GPU or around it"
+    ),
+    _compared(
+        "power_throttle_seconds", _C, "seconds", "Time in which the power limit or a power brake held clocks down"
+    ),
     _gpu("throttle_seconds_total", _C, "seconds", "Time in which clocks were held down, by reason", "reason"),
 )
 
@@ -92,5 +115,24 @@ _LINKS = (
     _gpu("fabric_fault", _G, "", "1 while the fabric tells of this fault, by kind", "error"),
 )
 
-GPU_METRICS: tuple[Metric, ...] = (*_STATE, *_ACTIVITY, *_MEMORY, *_POWER, *_LINKS)
+
+def _instance(name: str, unit: str, help_: str, *labels: str) -> Metric:
+    return _gpu(f"instance_{name}", _G, unit, f"MIG instance: {help_}", "gpu_instance", "compute_instance", *labels)
+
+
+MIG_METRICS = (
+    _instance("info", "", "1; joins its UUID and its profile", "uuid", "profile"),
+    _instance("processes", "", "processes with a context on it"),
+    _instance("memory_total_bytes", "bytes", "device memory"),
+    _instance("memory_used_bytes", "bytes", "device memory allocated"),
+    _instance("memory_free_bytes", "bytes", "device memory free"),
+    _instance("graphics_active_ratio", "ratio", "GPM: time in which any compute engine was active"),
+    _instance("sm_active_ratio", "ratio", "GPM: share of its SMs that were busy"),
+    _instance("sm_occupancy_ratio", "ratio", "GPM: resident warps over the most that fit"),
+    _instance("tensor_active_ratio", "ratio", "GPM: time in which tensor cores worked"),
+    _instance("dram_active_ratio", "ratio", "GPM: memory bandwidth used over the most there is"),
+)
+"""Of a GPU that is cut. Activity is that of the GPU instance, the same for all compute instances in it."""
+
+GPU_METRICS: tuple[Metric, ...] = (*_STATE, *_ACTIVITY, *_MEMORY, *_POWER, *_LINKS, *MIG_METRICS)
 """XIDs are among the kernel log's (`metrics_kernel.py`), where both sources of them are counted as one."""

@@ -1,4 +1,4 @@
-"""What an agent says of its node: samples of processes, and events. The detector reads these and nothing else.
+"""What an agent says of its node: samples of processes, host and GPUs, and events. The detector reads these and nothing else.
 
 Times: `at` is the node's CLOCK_MONOTONIC in seconds, `wall_at` the same moment in seconds since 1970. Counters are
 cumulative since the process started; a consumer takes differences. Frozen, and they round-trip through `to_dict` and
@@ -71,6 +71,8 @@ class ProcessSample:
     loss: float = float("nan")
     grad_norm: float = float("nan")
     reward: float = float("nan")
+    unfinite: int = 0  # how often one of these three was NaN or infinite
+    jumps: int = 0  # how often one of them left its own recent range (agent/jumps.py)
 
     # --- from /proc
     proc_state: str = "?"  # R S D T Z X, or ? when masked or unknown
@@ -83,8 +85,10 @@ class ProcessSample:
     major_faults: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        # NaN has no JSON: absent means NaN.
-        return {k: v for k, v in asdict(self).items() if not (isinstance(v, float) and math.isnan(v))}
+        # Not `asdict`: it copies deeply, which was most of an answer's cost. NaN has no JSON: absent means NaN.
+        found = {k: v for k in self.__dataclass_fields__ if (v := getattr(self, k)) == v}
+        who = self.process
+        return {**found, "process": {"node": who.node, "pid": who.pid, "start_ticks": who.start_ticks}}
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Self:
@@ -114,6 +118,46 @@ class HostSample:
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Self:
         return cls(**{k: v for k, v in d.items() if k in cls.__dataclass_fields__})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """One look at one GPU, joined with the registered processes that use it: what peers are compared in. NaN: the GPU does
+    not say."""
+
+    node: NodeId
+    gpu: int  # index, as NVML counts
+    at: float
+    wall_at: float
+    uuid: str = ""
+    pids: tuple[int, ...] = ()  # of registered processes that use it, themselves or through their children
+    joined_by: str = ""  # how that is known: `nvml`, or `environment` where the driver does not tell
+
+    utilization_ratio: float = float("nan")  # time in which any kernel ran; a spinning collective counts
+    sm_active_ratio: float = float("nan")
+    tensor_active_ratio: float = float("nan")
+    dram_active_ratio: float = float("nan")
+    memory_used_bytes: float = float("nan")
+    power_watts: float = float("nan")
+    temperature_celsius: float = float("nan")
+    memory_temperature_celsius: float = float("nan")
+    sm_clock_hertz: float = float("nan")
+    thermal_throttle_seconds: float = float("nan")  # cumulative since the driver was loaded, as the next
+    power_throttle_seconds: float = float("nan")
+    pcie_transmit_bytes_per_second: float = float("nan")
+    pcie_receive_bytes_per_second: float = float("nan")
+    nvlink_transmit_bytes_per_second: float = float("nan")
+    nvlink_receive_bytes_per_second: float = float("nan")
+
+    def to_dict(self) -> dict[str, Any]:
+        every = ((name, getattr(self, name)) for name in self.__dataclass_fields__)
+        found = {k: v for k, v in every if not (isinstance(v, float) and math.isnan(v))}  # as above
+        return {**found, "pids": list(self.pids)}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        known = {k: v for k, v in d.items() if k in cls.__dataclass_fields__}
+        return cls(**{**known, "pids": tuple(d.get("pids", ()))})
 
 
 class AgentEventKind(StrEnum):
@@ -188,6 +232,7 @@ class SampleBatch:
     wall_at: float
     processes: tuple[ProcessSample, ...]
     hosts: tuple[HostSample, ...]
+    gpus: tuple[GpuSample, ...] = ()  # older agents say nothing of them
 
     def to_dict(self) -> dict[str, Any]:
         head = {k: getattr(self, k) for k in ("node", "agent_pid", "cursor", "lost", "at", "wall_at")}
@@ -196,6 +241,7 @@ class SampleBatch:
             **head,
             "processes": [p.to_dict() for p in self.processes],
             "hosts": [h.to_dict() for h in self.hosts],
+            "gpus": [g.to_dict() for g in self.gpus],
         }
 
     @classmethod
@@ -209,6 +255,7 @@ class SampleBatch:
             wall_at=d["wall_at"],
             processes=tuple(ProcessSample.from_dict(p) for p in d["processes"]),
             hosts=tuple(HostSample.from_dict(h) for h in d["hosts"]),
+            gpus=tuple(GpuSample.from_dict(g) for g in d.get("gpus", ())),
         )
 
 

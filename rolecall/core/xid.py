@@ -11,7 +11,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from rolecall.core.diagnosis import FaultClass
-from rolecall.core.xid_table import CODE_MAX, SXID_ROWS, XID_ROWS
+from rolecall.core.xid_table import NOTES, SXID_ROWS, UNUSED_ROWS, XID_ROWS
 
 
 class XidAction(StrEnum):
@@ -42,6 +42,13 @@ class XidAction(StrEnum):
     WORKFLOW_NVLINK5_ERR = "WORKFLOW_NVLINK5_ERR"
     XID_137_FLOW = "XID_137_FLOW"
     XID_154 = "XID_154"
+    XID_154_EVAL = "XID_154_EVAL"
+    CHECK_NVLINK_FAILURE_FLOW = "CHECK_NVLINK_FAILURE_FLOW"
+    REPORT_ISSUE = "REPORT_ISSUE"
+    INVESTIGATE_SW_USER_LINK_SI = "INVESTIGATE_SW_USER_LINK_SI"
+    INVESTIGATE_PEER_DEVICE = "INVESTIGATE_PEER_DEVICE"
+    INVESTIGATE_HOST = "INVESTIGATE_HOST"
+    INVESTIGATE_LINK_SI_AND_CABLES = "INVESTIGATE_LINK_SI_AND_CABLES"
 
 
 ADVICE: Mapping[XidAction, str] = MappingProxyType(
@@ -71,6 +78,13 @@ ADVICE: Mapping[XidAction, str] = MappingProxyType(
         XidAction.WORKFLOW_NVLINK5_ERR: "reset the GPU if the line says Fatal; if it comes back, have the link inspected",
         XidAction.XID_137_FLOW: "look at the application first, then at the NVLink errors of its peers",
         XidAction.XID_154: "do what the driver says in the line",
+        XidAction.XID_154_EVAL: "do what an XID 154 beside it says; if there is none, restart the process",
+        XidAction.CHECK_NVLINK_FAILURE_FLOW: "look for a link that went down in the 30 s before it; if none did, report it",
+        XidAction.REPORT_ISSUE: "if it comes more than once a day, report it to NVIDIA",
+        XidAction.INVESTIGATE_SW_USER_LINK_SI: "look for who took the link down, then have its signal integrity checked",
+        XidAction.INVESTIGATE_PEER_DEVICE: "look at the device at the other end of the link: it took the link down",
+        XidAction.INVESTIGATE_HOST: "look at the other logs of the host: something else failed first",
+        XidAction.INVESTIGATE_LINK_SI_AND_CABLES: "check cables, transceivers, seats and temperature of the link",
     }
 )
 """What an operator does, for every word of the catalogue."""
@@ -78,7 +92,7 @@ ADVICE: Mapping[XidAction, str] = MappingProxyType(
 NOT_FATAL = frozenset(
     {XidAction.IGNORE, XidAction.RESTART_APP, XidAction.WORKFLOW_XID_45, XidAction.CHECK_UVM, XidAction.XID_154}
 )
-"""As NVSentinel maps the catalogue's words to severities."""
+"""As NVSentinel maps the catalogue's words to severities. Of NVLink's codes the line decides (`XidLine.fatal`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,13 +112,16 @@ class Xid:
 
     @property
     def fatal(self) -> bool:
-        """The GPU cannot be worked with until something was done. Of codes without an action gpud's reboot decides."""
+        """The GPU cannot be worked with until something was done. Of codes without an action the catalogue's remark
+        decides, else gpud's reboot."""
         if self.immediate is XidAction.NONE:
-            return "REBOOT" in self.second_opinion
+            return NOTES[self.code][0] if self.code in NOTES else "REBOOT" in self.second_opinion
         return self.immediate not in NOT_FATAL
 
     @property
     def advice(self) -> str:
+        if self.immediate is XidAction.NONE and self.code in NOTES:
+            return NOTES[self.code][1]
         return ADVICE[self.immediate]
 
     @property
@@ -209,13 +226,13 @@ def _from_row(row: tuple[int, str, str, str, str, str, str]) -> Xid:
     )
 
 
-def _unused(code: int) -> Xid:
+def _unused(code: int, mnemonic: str) -> Xid:
     return Xid(
         code=code,
-        mnemonic=f"XID_{code}",
+        mnemonic=mnemonic,
         meaning="unused in NVIDIA's catalogue",
         immediate=XidAction.CONTACT_SUPPORT,
-        investigatory=XidAction.CONTACT_SUPPORT,
+        investigatory=XidAction.NONE,
         fault_class=FaultClass.GPU,
         unused=True,
     )
@@ -230,7 +247,8 @@ _SXID_ACTIONS = {
 }
 
 XIDS: Mapping[int, Xid] = MappingProxyType(
-    {code: _unused(code) for code in range(1, CODE_MAX + 1)} | {row[0]: _from_row(row) for row in XID_ROWS}
+    {code: _unused(code, mnemonic) for code, mnemonic in UNUSED_ROWS.items()}
+    | {row[0]: _from_row(row) for row in XID_ROWS}
 )
 """By code, 1 to 172: all of NVIDIA's catalogue."""
 

@@ -122,8 +122,86 @@ XID_ROWS: tuple[tuple[int, str, str, str, str, str, str], ...] = (
 )
 # fmt: on
 
+UNUSED_ROWS: dict[int, str] = {
+    1: "ROBUST_CHANNEL_FIFO_ERROR_FIFO_METHOD",
+    2: "ROBUST_CHANNEL_FIFO_ERROR_SW_METHOD",
+    3: "ROBUST_CHANNEL_FIFO_ERROR_UNK_METHOD",
+    4: "ROBUST_CHANNEL_FIFO_ERROR_CHANNEL_BUSY",
+    5: "ROBUST_CHANNEL_FIFO_ERROR_RUNOUT_OVERFLOW",
+    6: "ROBUST_CHANNEL_FIFO_ERROR_PARSE_ERR",
+    7: "ROBUST_CHANNEL_FIFO_ERROR_PTE_ERR",
+    9: "ROBUST_CHANNEL_GR_ERROR_INSTANCE",
+    10: "ROBUST_CHANNEL_GR_ERROR_SINGLE_STEP",
+    12: "ROBUST_CHANNEL_GR_ERROR_SW_METHOD",
+    15: "ROBUST_CHANNEL_SCANLINE_TIMEOUT",
+    16: "ROBUST_CHANNEL_VBLANK_CALLBACK_TIMEOUT",
+    17: "ROBUST_CHANNEL_PARAMETER_ERROR",
+    18: "ROBUST_CHANNEL_BUS_MASTER_TIMEOUT_ERROR",
+    19: "ROBUST_CHANNEL_DISP_MISSED_NOTIFIER",
+    20: "ROBUST_CHANNEL_MPEG_ERROR_SW_METHOD",
+    21: "ROBUST_CHANNEL_ME_ERROR_SW_METHOD",
+    22: "ROBUST_CHANNEL_VP_ERROR_SW_METHOD",
+    23: "ROBUST_CHANNEL_RC_LOGGING_ENABLED",
+    24: "ROBUST_CHANNEL_GR_SEMAPHORE_TIMEOUT",
+    26: "ROBUST_CHANNEL_FIFO_ERROR_FBISTATE_TIMEOUT",
+    27: "ROBUST_CHANNEL_VP_ERROR",
+    28: "ROBUST_CHANNEL_VP2_ERROR",
+    29: "ROBUST_CHANNEL_BSP_ERROR",
+    30: "ROBUST_CHANNEL_BAD_ADDR_ACCESS",
+    33: "ROBUST_CHANNEL_SEC_ERROR",
+    34: "ROBUST_CHANNEL_MSVLD_ERROR",
+    35: "ROBUST_CHANNEL_MSPDEC_ERROR",
+    36: "ROBUST_CHANNEL_MSPPP_ERROR",
+    42: "ROBUST_CHANNEL_VIC_ERROR",
+    47: "ROBUST_CHANNEL_NVENC0_ERROR",
+    49: "SILENT_RUNNING_CONSTANT_LEVEL_SET_BY_REGISTRY",
+    50: "SILENT_RUNNING_LEVEL_TRANSITION_DUE_TO_RC_ERROR",
+    51: "SILENT_RUNNING_STRESS_TEST_FAILURE",
+    52: "SILENT_RUNNING_LEVEL_TRANS_DUE_TO_TEMP_RISE",
+    53: "SILENT_RUNNING_TEMP_REDUCED_CLOCKING",
+    55: "SILENT_RUNNING_TEMPERATURE_READ_ERROR",
+    56: "DISPLAY_CHANNEL_EXCEPTION",
+    57: "FB_LINK_TRAINING_FAILURE_ERROR",
+    58: "FB_MEMORY_ERROR",
+    59: "PMU_ERROR",
+    61: "PMU_BREAKPOINT",
+    65: "ROBUST_CHANNEL_NVENC1_ERROR",
+    73: "ROBUST_CHANNEL_NVENC2_ERROR",
+    81: "ROBUST_CHANNEL_VGA_SUBSYSTEM_ERROR",
+    87: "NVTELEMETRY_DRIVER_REPORT",
+    90: "LTC_ERROR",
+    91: "RESERVED_XID",
+    111: "BUNDLE_ERROR_EVENT",
+    112: "DISP_SUPERVISOR_ERROR",
+    113: "DP_LT_FAILURE",
+    114: "HEAD_RG_UNDERFLOW",
+    115: "CORE_CHANNEL_REGS",
+    116: "WINDOW_CHANNEL_REGS",
+    117: "CURSOR_CHANNEL_REGS",
+    118: "HEAD_REGS",
+    122: "SPI_PMU_RPC_READ_FAIL",
+    123: "SPI_PMU_RPC_WRITE_FAIL",
+    124: "SPI_PMU_RPC_ERASE_FAIL",
+    125: "INFOROM_FS_ERROR",
+    138: "ROBUST_CHANNEL_DLA_ERROR",
+}
+"""Mnemonics of codes that NVIDIA lists as unused on Ampere and later, with action CONTACT_SUPPORT. Older GPUs raise some."""
+
+NOTES: dict[int, tuple[bool, str]] = {
+    162: (False, "nothing: power smoothing works again"),
+    163: (False, "no reset is needed; see to the temperatures if power smoothing is wanted"),
+    164: (False, "watch the swings of power; replace the GPU in time if power smoothing is wanted"),
+    165: (False, "replace the GPU if its swings of power are too much for the data centre"),
+    166: (True, "of confidential computing only: reset the GPU"),
+    168: (False, "switch ECC on, so that rows can be remapped, or boot again"),
+    170: (False, "of confidential computing only: look at what came with it"),
+    171: (False, "a detail: follow the XID 48 beside it"),
+    172: (True, "a detail: follow the XID 48 beside it"),
+}
+"""Of codes without an action: whether the GPU needs something first, and what the catalogue's remarks come to."""
+
 CODE_MAX = 172
-"""Of the catalogue. Codes up to it without a row are unused, with action CONTACT_SUPPORT."""
+"""Of the catalogue: each code up to it has a row, in use or not."""
 
 SXID_ROWS: dict[str, dict[int, str]] = {
     "benign": {

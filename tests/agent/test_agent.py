@@ -8,15 +8,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rolecall.agent.node import Agent, AgentSettings
+from rolecall.agent.server import Answer, Request
+from rolecall.core.clock import FakeClock
 from rolecall.core.ids import process_start_ticks
 from rolecall.core.rundir import bearer_token
 from rolecall.core.telemetry import EventBatch, SampleBatch
-from tests.agent.processes import TOKEN, AgentProcess, Child, secret
+from rolecall.detector.wire import checked_news
+from tests.agent.processes import NODE, TOKEN, AgentProcess, Child, secret
 from tests.support import PATIENCE_SECONDS, eventually
 
 WAIT_SECONDS = 30.0
@@ -68,6 +73,11 @@ def test_a_process_is_seen_and_its_exit_is_heard(agent: AgentProcess, child: Chi
     sample = agent.newest("rollout/1")
     assert sample is not None and sample["progress"] == 3
     eventually(lambda: (agent.newest("rollout/1") or {})["alive"] is False, "it is shown dead")
+    _, metrics = agent.get("/metrics")
+    counted = (
+        'rolecall_process_exits_total{node="node-1",role="rollout",replica="rollout/1",rank="0",reason="killed"} 1.0'
+    )
+    assert counted in metrics
 
 
 def test_a_stopped_process_is_seen_as_it_stands(agent: AgentProcess, child: Child) -> None:
@@ -174,6 +184,12 @@ def test_answers_are_what_the_detector_reads(agent: AgentProcess, child: Child) 
     assert batch.agent_pid == agent.pid and batch.processes and batch.hosts
     events = EventBatch.from_dict(agent.get("/v1/events?after=0")[1])
     assert events.newest == len(events.events) == 2
+    news, told = checked_news(agent.get("/v1/news?after=1&since=0&wait=0")[1], "node-1")
+    assert news.agent_pid == agent.pid and news.cursor >= batch.cursor and news.hosts
+    assert {p.replica for p in news.processes} == {"rollout/1"} and told.events == events.events[1:]
+    newest, _ = checked_news(agent.get("/v1/news?after=9&since=0&wait=0.01&rounds=1")[1], "node-1")
+    assert len(newest.processes) == 1 and len(newest.hosts) == 1
+    assert agent.get("/v1/news?form=rows")[0] == 400
     status, health = agent.get("/healthz")
     assert status == 200 and health["ok"] and health["processes"] == 1
     status, metrics = agent.get("/metrics")
@@ -224,6 +240,20 @@ def test_it_ends_with_its_parent(node_dir: Path) -> None:
         agent.close()
 
 
+def test_a_stranger_is_told_whether_it_is_well_and_nothing_else(node_dir: Path) -> None:
+    clock = FakeClock()
+    agent = Agent(AgentSettings(node=NODE, data_dir=node_dir, token=TOKEN, interval_seconds=1.0), clock)
+    try:
+        agent._sampler.round()
+        route = agent._routes().for_strangers()["/healthz"]
+        assert route(Request("/healthz", {}, {})) == Answer(b'{"ok":true}')
+        clock.advance(60.0)
+        stale = Answer(b'{"ok":false}', status=HTTPStatus.SERVICE_UNAVAILABLE)
+        assert route(Request("/healthz", {}, {})) == stale
+    finally:
+        agent._shut()
+
+
 def test_two_agents_do_not_share_a_directory(agent: AgentProcess) -> None:
     command = [sys.executable, "-m", "rolecall.agent", "--node", "node-1", "--data-dir", str(agent.node_dir)]
     command += ["--token-file", str(agent.node_dir.parent / "token")]
@@ -231,6 +261,16 @@ def test_two_agents_do_not_share_a_directory(agent: AgentProcess) -> None:
     assert second.returncode == 2
     assert "another agent works in this directory" in second.stderr
     assert agent.get("/healthz")[0] == 200
+
+
+def test_a_second_agent_on_the_port_of_the_first_says_which(agent: AgentProcess, tmp_path: Path) -> None:
+    url = json.loads((agent.node_dir / "agent.json").read_text())["url"]
+    command = [sys.executable, "-m", "rolecall.agent", "--node", "node-1", "--data-dir", str(tmp_path / "other")]
+    command += ["--token-file", str(agent.node_dir.parent / "token"), "--port", url.rpartition(":")[2]]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    assert second.returncode == 2
+    assert f"cannot listen on {url.removeprefix('http://')}: Address already in use" in second.stderr
+    assert "Traceback" not in second.stderr and agent.get("/healthz")[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import yaml
 
+from rolecall.agent.discovery import DEFAULTS, Match, ProcessFacts, parse_discovery
 from rolecall.agent.routes import Routes
 from rolecall.agent.settings import AgentFile, explain
 from rolecall.core.config import Section
@@ -41,3 +43,19 @@ def test_every_collector_is_told() -> None:
 def test_the_configuration_is_what_explain_prints() -> None:
     printed = re.sub(r'^node: ".*"$', 'node: "gpu-017"', explain(), flags=re.MULTILINE)
     assert f"```yaml\n{printed}```" in DOC, "paste what `rolecall agent --explain` prints, with node gpu-017"
+
+
+def test_the_default_rules_are_those_that_run() -> None:
+    assert yaml.safe_load(_block("- {name: verl-trainer")) == [dict(rule) for rule in DEFAULTS]
+
+
+def test_the_own_rule_of_the_docs_is_one() -> None:
+    rules = parse_discovery(yaml.safe_load(_block("jobs:\n"))["jobs"]["rules"])
+    assert rules.by_job and rules.node_index == 17
+    found = rules.find(ProcessFacts(arguments=("ray::MyTrainer(rank=3).step",), environ={"SLURM_JOB_ID": "7"}))
+    assert found == Match(rule="my-trainer", role="trainer", replica=0, rank=3, job="7")
+
+
+def _block(begins: str) -> str:
+    [block] = [b for b in re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL) if b.startswith(begins)]
+    return str(block)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.cgroup import ThrottleProbe, cpu_cgroup, parse_throttled_seconds
+from rolecall.agent.collectors.cgroup import ThrottleProbe, cpu_cgroup, parse_throttled_seconds, stat_files
 from rolecall.agent.collectors.host import HostProbe, parse_cpu, parse_stall_seconds
 from rolecall.agent.collectors.process import SLOW_ROUNDS, ProcessProbe, parse_run_delay, parse_stat
 from rolecall.core.ids import NodeId
@@ -127,6 +127,32 @@ def test_a_process_that_moves_is_followed(tmp_path: Path) -> None:
     assert it.read() == pytest.approx(2.5)
     shutil.rmtree(root / "b")
     assert it.read() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0::/../../podB/rank\n", ["kubepods/podB/rank", "kubepods/podB", "kubepods", "."]),
+        ("0::/\n", ["kubepods/podA/agent", "kubepods/podA", "kubepods", "."]),  # of the agent's own container
+        ("0::/child\n", ["kubepods/podA/agent", "kubepods/podA", "kubepods", "."]),  # removed meanwhile
+        ("0::/../../../../../../etc\n", ["."]),
+    ],
+)
+def test_an_agent_in_a_container_finds_the_hosts_cgroups(tmp_path: Path, text: str, expected: list[str]) -> None:
+    """Its namespace begins with its own cgroup, and paths of others are told from there."""
+    root = _tree(tmp_path / "fs", {"kubepods/podA/agent": V2, "kubepods/podB/rank": V2, "other": V2})
+    for folder in (".", "kubepods", "kubepods/podA", "kubepods/podB"):
+        (root / folder / "cpu.stat").write_text(V2)
+    (tmp_path / "own").symlink_to(root / "kubepods" / "podA" / "agent")
+    assert stat_files(text, root, tmp_path / "own") == [root / folder / "cpu.stat" for folder in expected]
+
+
+def test_a_namespace_that_cannot_be_found_is_the_root(tmp_path: Path) -> None:
+    root = _tree(tmp_path / "fs", {"a": V2})
+    assert stat_files("0::/a\n", root, tmp_path / "none") == [root / "a" / "cpu.stat"]
+    assert stat_files("0::/a\n", root, root) == [root / "a" / "cpu.stat"]
+    (tmp_path / "elsewhere").mkdir()
+    assert stat_files("0::/a\n", root, tmp_path / "elsewhere") == [root / "a" / "cpu.stat"]
 
 
 @pytest.mark.parametrize("text", ["", "0::/../../other\n", "garbage\n", "3:memory:/x\n"])

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import threading
 from pathlib import Path
 
@@ -79,6 +80,19 @@ def test_retention_keeps_the_newest_and_says_how_many_are_lost(tmp_path: Path) -
     assert again.append(KIND).seq == 58
 
 
+def test_a_file_that_cannot_be_shortened_loses_nothing(tmp_path: Path) -> None:
+    it = log(tmp_path, num_kept=3)
+    in_the_way = tmp_path / "events.tmp"
+    in_the_way.mkdir()
+    for _ in range(8):
+        it.append(KIND)
+    path = tmp_path / "events.jsonl"
+    assert it.num_unwritten == 0 and len(path.read_text().splitlines()) == 8
+    in_the_way.rmdir()
+    it.append(KIND)  # the next try is due
+    assert [json.loads(line)["seq"] for line in path.read_text().splitlines()] == [7, 8, 9]
+
+
 def test_a_cursor_of_another_life_starts_from_the_first(tmp_path: Path) -> None:
     it = log(tmp_path)
     it.append(KIND)
@@ -105,6 +119,20 @@ def test_a_full_disk_costs_durability_not_the_event(tmp_path: Path, caplog: pyte
     assert _seqs(it) == [1]
     assert it.num_unwritten == 1
     assert "could not be written" in caplog.text
+
+
+def test_without_a_free_descriptor_it_is_flushed_the_next_time(tmp_path: Path) -> None:
+    it = log(tmp_path)
+    it.append(KIND)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        it.sync()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert it._dirty
+    it.sync()
+    assert not it._dirty
 
 
 def test_limit_of_one_answer(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_each_gpu_has_its_own(server: PageServer) -> None:
 def test_the_page_goes_on_unchanged(server: PageServer) -> None:
     page = dcgm_page(0, 1) + 'DCGM_FI_OF_SOMEBODY{gpu="0"} 7\n'
     server.show(page)
-    assert dcgm_exporter(NODE, url=server.url).read(0.0).dcgm == page
+    assert dcgm_exporter(NODE, url=server.url).read(0.0).dcgm() == page
 
 
 def test_throttle_reasons_of_both_names(server: PageServer) -> None:
@@ -307,7 +307,7 @@ def test_series_of_node_exporter(server: PageServer) -> None:
     server.show(NODE_PAGE)
     reading = node_exporter(NODE, url=server.url).read(0.0)
     assert of_node(reading.values) == NODE_EXPECTED
-    assert reading.dcgm == ""
+    assert reading.dcgm() == ""
 
 
 def test_order_on_the_page_does_not_matter(server: PageServer) -> None:

@@ -3,11 +3,14 @@
 Write it anew: python -m tests.agent.test_exposition > tests/agent/golden_metrics.txt
 """
 
+import os
 from pathlib import Path
 
 from rolecall import __version__
 from rolecall.agent.exposition import Exposition, agent_value, all_values, build_info
 from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.metric import MetricValue
+from rolecall.core.metrics import BY_NAME
 from rolecall.core.telemetry import HostSample, ProcessSample
 
 GOLDEN = Path(__file__).with_name("golden_metrics.txt")
@@ -63,6 +66,21 @@ def test_what_is_unknown_is_absent_and_times_are_wall_times() -> None:
     assert not [line for line in lines if line.startswith("rolecall_train_loss")]
     [since] = [line for line in lines if line.startswith("rolecall_process_phase_start_timestamp_seconds{")]
     assert float(since.split()[-1]) == 1_700_000_090.0
+
+
+def test_a_phase_of_a_jobs_own_is_no_label() -> None:
+    """A page may say anything, a label is of a closed set."""
+    process = ProcessId(node=NODE, pid=5, start_ticks=50)
+    who = {"process": process, "role": "trainer", "replica": "trainer/0", "rank": 0, "incarnation": 1}
+    odd = ProcessSample(**who, at=1.0, wall_at=2.0, alive=True, page_ok=True, phase="prompt 17 of the batch")
+    text = Exposition().render(all_values([odd], [], [])).decode()
+    assert "prompt 17" not in text and 'rank="0",phase="other"} 1.0' in text
+
+
+def test_one_name_that_is_no_text_spoils_no_page() -> None:
+    """Names of interfaces are bytes, and Python shows what is no UTF-8 as half of a pair."""
+    nic = MetricValue(BY_NAME["rolecall_nic_up"], ("node-1", os.fsdecode(b"eth\xff")), 1.0)
+    assert Exposition().render([nic]).endswith(b'interface="eth?"} 1.0\n')
 
 
 def test_prometheus_itself_can_read_it() -> None:

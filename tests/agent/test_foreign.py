@@ -14,13 +14,23 @@ from pathlib import Path
 import pytest
 
 from rolecall.agent.collectors.exits import ExitStatus, ExitWatch, asked_to_end
-from rolecall.agent.collectors.foreign import YOUNG_SECONDS, ForeignJobs
-from rolecall.agent.discovery import Discovery, Match, ProcessFacts, default_discovery, node_index, parse_discovery
+from rolecall.agent.collectors.foreign import YOUNG_SECONDS, ForeignCollector
+from rolecall.agent.discovery import (
+    REPLICA_MAX,
+    Discovery,
+    Match,
+    ProcessFacts,
+    default_discovery,
+    job_number,
+    node_index,
+    parse_discovery,
+)
 from rolecall.agent.discovery import parse_labels as labels_of
 from rolecall.agent.events import EventLog
 from rolecall.agent.node import Agent, AgentSettings
 from rolecall.agent.registry import Registry
 from rolecall.agent.sampler import sample_of
+from rolecall.agents_file import entries_of
 from rolecall.agents_watching import listed, named_agents, observing_run
 from rolecall.core.clock import FakeClock
 from rolecall.core.errors import ConfigError
@@ -55,6 +65,8 @@ class Job:
 
     def _started(self, process: subprocess.Popen[str]) -> subprocess.Popen[str]:
         self.processes.append(process)
+        # Popen returns in the middle of exec: command line and environment come a moment later.
+        eventually(Path(f"/proc/{process.pid}/cmdline").read_bytes, "it is what it was started as")
         self.see(process.pid)
         return process
 
@@ -82,7 +94,7 @@ class World:
         self.registry = Registry(
             node=NODE, data_dir=path, token=TOKEN, events=self.events, exits=self.exits, clock=self.clock
         )
-        self.jobs = ForeignJobs(self.registry, NODE, discovery, proc=job.proc)
+        self.jobs = ForeignCollector(self.registry, NODE, discovery, proc=job.proc)
 
     def look(self) -> None:
         self.clock.advance(1.0)
@@ -165,9 +177,9 @@ def test_rules_of_the_configuration_come_first_and_may_name_numbers_by_groups_an
 
 
 def test_all_problems_of_rules_are_told_together() -> None:
-    wrong = {"name": "A b", "role": "standby", "title": "(", "rank": "{RANK", "colour": "red"}
+    wrong = {"name": "A b", "role": "standby", "title": "(", "rank": "{RANK", "colour": "red", "job": "always"}
     with pytest.raises(ConfigError) as e:
-        parse_discovery({"rules": [wrong, {"name": "x", "role": "x"}, 5], "node_index": -1, "spin": 1})
+        parse_discovery({"rules": [wrong, {"name": "x", "role": "x"}, 5], "node_index": -1, "by_job": 1, "spin": 1})
     for part in (
         "jobs.rules.spin: unknown key",
         "jobs.rules.node_index: expected",
@@ -176,10 +188,29 @@ def test_all_problems_of_rules_are_told_together() -> None:
         "rules.0.role: 'standby'",
         "rules.0.title: no regular expression",
         "rules.0.rank: expected a number",
+        "rules.0.job: expected a text with {NAME}, got 'always'",
+        "jobs.rules.by_job: expected true or false, got 1",
         "rules.1: needs title, cmdline or labels",
         "rules.2: expected a mapping",
     ):
         assert part in str(e.value)
+
+
+def test_a_job_is_the_first_text_all_of_whose_names_are_known() -> None:
+    rule = {"name": "mine", "title": "^t", "role": "trainer", "replica": 0, "job": "{RUN}/{PART}|of {SLURM_JOB_ID}"}
+    rules = parse_discovery({"rules": [rule]})
+
+    def job_of(**environ: str) -> str:
+        found = rules.find(ProcessFacts(arguments=("t",), environ=environ))
+        assert found is not None
+        return found.job
+
+    assert {"RUN", "PART", "SLURM_JOB_ID"} <= rules.names
+    assert job_of(RUN="a", PART="b") == "a/b"
+    assert job_of(RUN="a", SLURM_JOB_ID="7") == "of 7"
+    assert job_of(RUN="a", PART="") == ""
+    assert len(job_of(RUN="a" * 500, PART="b")) == 200
+    assert 1 <= job_number("a") <= REPLICA_MAX and job_number("a") != job_number("b")
 
 
 def test_labels_as_the_downward_api_writes_them() -> None:
@@ -208,6 +239,55 @@ def test_ranks_are_found_once_and_told_with_the_rule(world: World, job: Job) -> 
     told = world.told("registered")
     assert len(told) == 4 and {e.incarnation for e in told} == {0}
     assert {e.detail["found_by"] for e in told} == {"verl-trainer", "verl-rollout", "torchrun"}
+
+
+OTHER_JOB = {**TORCH, "MASTER_PORT": "29501"}
+
+
+def test_two_jobs_of_one_node_are_told_apart(world: World, job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    mine = [job.python("train.py", **{**TORCH, "RANK": rank}) for rank in "01"]
+    world.look()
+    theirs = [job.python("train.py", **{**OTHER_JOB, "RANK": rank}) for rank in "01"]
+    world.look()
+    number = job_number("10.0.0.1:29501")
+    assert [world.found()[p.pid] for p in mine] == [("trainer/0", 0), ("trainer/0", 1)]
+    assert [world.found()[p.pid] for p in theirs] == [(f"trainer/{number}", 0), (f"trainer/{number}", 1)]
+    assert [e.detail["job"] for e in world.told("registered")] == ["10.0.0.1:29500"] * 2 + ["10.0.0.1:29501"] * 2
+    assert caplog.text.count("several jobs on this node have a trainer/0") == 1
+    for process in mine:
+        process.kill()
+    eventually(lambda: len(world.told("exited")) == 2, "the first is over")
+    again = job.python("train.py", **{**TORCH, "RANK": "0", "MASTER_PORT": "41234"})  # as torchrun picks them
+    world.look()
+    assert world.found()[again.pid] == ("trainer/0", 0)
+
+
+def test_where_jobs_share_nodes_each_has_the_same_number_everywhere(tmp_path: Path, job: Job) -> None:
+    it = World(tmp_path, job, parse_discovery({"by_job": True}))
+    try:
+        rank, actor = job.python("train.py", **TORCH), job.titled("ray::WorkerDict.train", RANK="2")
+        it.look()
+        # No job is known of the actor: the rule's own number is left to it.
+        assert it.found() == {
+            rank.pid: (f"trainer/{job_number('10.0.0.1:29500')}", 3),
+            actor.pid: ("trainer/0", 2),
+        }
+    finally:
+        it.close()
+
+
+def test_a_restarted_agent_remembers_whose_jobs_they_are(world: World, job: Job, tmp_path: Path) -> None:
+    job.python("train.py", **TORCH)
+    world.look()
+    world.close()
+    again = World(tmp_path, job)
+    try:
+        again.registry.adopt()
+        other = job.python("train.py", **OTHER_JOB)
+        again.look()
+        assert again.found()[other.pid][0] == f"trainer/{job_number('10.0.0.1:29501')}"
+    finally:
+        again.close()
 
 
 def test_children_of_a_rank_are_its_helpers(world: World, job: Job) -> None:
@@ -242,7 +322,8 @@ def test_a_worker_that_becomes_an_actor_is_found_and_its_variables_are_remembere
         assert process.stdin is not None
         process.stdin.write("\n")
         process.stdin.flush()
-        eventually(lambda p=process: b"ray::" in Path(f"/proc/{p.pid}/cmdline").read_bytes(), "it took its title")
+        cmdline = Path(f"/proc/{process.pid}/cmdline")
+        eventually(lambda path=cmdline: path.read_bytes().startswith(b"ray::"), "it took its title")
     for _ in range(8):
         world.look()
     assert world.found()[real.pid] == ("trainer/0", 4)  # from before it took its title
@@ -264,6 +345,11 @@ def test_what_cannot_be_read_is_said_once_and_what_is_gone_is_normal(
     (stranger / "cmdline").write_bytes(b"python\0train.py\0")
     (stranger / "environ").mkdir()  # there, and cannot be read
     (job.proc / "78").mkdir()  # gone while it is read
+    for pid, readable in ((79, ("stat",)), (80, ("stat", "cmdline"))):  # a moment later
+        (job.proc / str(pid)).mkdir()
+        for name in readable:
+            content = (stranger / name).read_bytes().replace(b"77 (", f"{pid} (".encode())
+            (job.proc / str(pid) / name).write_bytes(content)
     for _ in range(3):
         world.look()
     assert not world.found()
@@ -352,7 +438,7 @@ def test_watch_tells_of_a_killed_and_of_a_stopped_rank(tmp_path: Path, job: Job)
         node=NODE,
         data_dir=tmp_path / "agent",
         token=TOKEN,
-        collectors=lambda registry: [ForeignJobs(registry, NODE, interval_seconds=0.2, proc=job.proc)],
+        collectors=lambda registry: [ForeignCollector(registry, NODE, interval_seconds=0.2, proc=job.proc)],
     )
     agent = Agent(settings)
     serving = threading.Thread(target=agent.run)
@@ -389,8 +475,8 @@ def test_watch_tells_of_a_killed_and_of_a_stopped_rank(tmp_path: Path, job: Job)
 def test_agents_are_named_by_address_or_by_file(tmp_path: Path) -> None:
     path = tmp_path / "agents"
     path.write_text("http://a:1  # the first\n\nnode-9=http://b:2\n")
-    assert listed(str(path)) == ["http://a:1", "node-9=http://b:2"] == listed("http://a:1,node-9=http://b:2")
-    assert named_agents(listed(str(path)), ask=lambda url: "node-a") == {
+    assert entries_of(path) == ["http://a:1", "node-9=http://b:2"] == listed("http://a:1,node-9=http://b:2")
+    assert named_agents(entries_of(path), ask=lambda url: "node-a") == {
         "node-a": "http://a:1",
         "node-9": "http://b:2",
     }
@@ -402,9 +488,11 @@ def test_agents_are_named_by_address_or_by_file(tmp_path: Path) -> None:
         named_agents(["http://a:1"], ask=silent)
     with pytest.raises(ConfigError, match="both speak for n"):
         named_agents(["http://a:1", "http://b:2"], ask=lambda url: "n")
-    for wrong in ("ftp://a:1", str(tmp_path / "none"), "http://a:1,node"):
+    for wrong in ("ftp://a:1", "http://a:1,node"):
         with pytest.raises(ConfigError):
             listed(wrong)
+    with pytest.raises(ConfigError, match="No such file"):
+        entries_of(tmp_path / "none")
 
 
 def test_a_run_of_our_own_is_not_taken_for_an_observed_one(tmp_path: Path) -> None:

@@ -14,14 +14,14 @@ from rolecall.agent.collectors.collector import CannotRead, Fact, Reading
 from rolecall.agent.collectors.gpu import GpuCollector
 from rolecall.agent.collectors.gpu_asking import GpuProcess
 from rolecall.agent.collectors.gpu_calls import fabric_numbers
-from rolecall.agent.collectors.gpu_events import GpuEvents
+from rolecall.agent.collectors.gpu_events import GpuEventsCollector
 from rolecall.agent.collectors.gpu_faults import Conditions
 from rolecall.agent.collectors.xid_merger import XidMerger
 from rolecall.core.clock import FakeClock
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics_gpu import GPU_METRICS
 from rolecall.core.telemetry import AgentEventKind
-from tests.agent.nvml import NOT_SUPPORTED, NUM_LINKS, Machine, build, shown_by
+from tests.agent.nvml import NOT_SUPPORTED, NUM_LINKS, Machine, build
 from tests.agent.nvml.record import record
 
 NODE = NodeId("node-1")
@@ -36,32 +36,13 @@ OLD_DRIVER = (
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(tmp_path_factory.mktemp("nvml"))
-
-
-@pytest.fixture(scope="session")
 def old_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build(tmp_path_factory.mktemp("old-nvml"), without=OLD_DRIVER)
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    """Two GPUs, healthy."""
-    with shown_by(Machine(tmp_path / "state", num_gpus=2)) as shown:
-        yield shown
-
-
-@pytest.fixture
-def gpus(library: Path, machine: Machine) -> Iterator[GpuCollector]:
-    collector = GpuCollector(NODE, library=library, slow_seconds=10.0)
-    yield collector
-    collector.close()
-
-
-@pytest.fixture
-def events(library: Path, machine: Machine) -> Iterator[GpuEvents]:
-    collector = GpuEvents(library=library, wait_seconds=0.02)
+def events(library: Path, machine: Machine) -> Iterator[GpuEventsCollector]:
+    collector = GpuEventsCollector(library=library, wait_seconds=0.02)
     yield collector
     collector.close()
 
@@ -128,7 +109,7 @@ def test_dcgm_lines_come_with_the_reading(library: Path, machine: Machine) -> No
     collector = GpuCollector(
         NODE, library=library, last_xid=lambda gpu: 13 * gpu, xid_text=lambda xid: f"text of {xid}"
     )
-    lines = collector.read(100.0).dcgm.splitlines()
+    lines = collector.read(100.0).dcgm().splitlines()
     collector.close()
     labels = (
         'gpu="1",UUID="GPU-00000000-0000-0000-0000-000000000001",pci_bus_id="00000000:1A:00.0",device="nvidia1",'
@@ -141,7 +122,7 @@ def test_dcgm_lines_come_with_the_reading(library: Path, machine: Machine) -> No
 def test_dcgm_lines_are_what_a_prometheus_reads(gpus: GpuCollector, machine: Machine) -> None:
     machine.set({"NvLinkErrorCounter.3.2": 5}, gpu=0)
     gpus.read(100.0)
-    text = gpus.read(101.0).dcgm
+    text = gpus.read(101.0).dcgm()
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     assert len(samples) == len([line for line in text.splitlines() if not line.startswith("#")])
     assert {s.labels["gpu"] for s in samples} == {"0", "1"}
@@ -160,6 +141,23 @@ def test_slow_calls_of_several_gpus_fall_into_different_looks(gpus: GpuCollector
     machine.set({"PcieReplayCounter": 9})
     renewed = [{g for g in "01" if value(gpus.read(100.0 + s), "pcie_replays_total", g) == 9} for s in (5, 10, 15)]
     assert renewed == [{"1"}, {"0", "1"}, {"0", "1"}]
+
+
+def test_values_of_calls_that_answer_the_same_are_the_same_objects(gpus: GpuCollector, machine: Machine) -> None:
+    first = gpus.read(100.0)
+    before = {id(v) for v in first.values}
+    machine.set({"PowerUsage": 1000, "gpm.2": 1.0})
+    after = gpus.read(101.0)
+    made = {v.metric.name for v in after.values if id(v) not in before}
+    assert value(after, "power_watts", "0") == 1.0 and value(after, "sm_active_ratio", "0") == 0.01
+    assert "rolecall_gpu_power_watts" in made and "rolecall_gpu_sm_active_ratio" in made
+    assert not made & {"rolecall_gpu_throttle_active", "rolecall_gpu_fabric_fault", "rolecall_gpu_ecc_errors_total"}
+
+
+def test_no_number_comes_from_two_calls(gpus: GpuCollector, machine: Machine) -> None:
+    gpus.read(100.0)
+    series = [(v.metric.name, v.labels) for v in gpus.read(101.0).values]
+    assert len(series) == len(set(series))
 
 
 def test_throttling_is_a_flag_and_a_time(gpus: GpuCollector, machine: Machine) -> None:
@@ -298,7 +296,7 @@ def test_a_lost_gpu_is_one_fact_and_the_others_go_on(gpus: GpuCollector, machine
     assert (value(last, "up", "0"), value(last, "up", "1")) == (0, 1)
     assert value(last, "power_watts", "0") is None
     assert value(last, "power_watts", "1") == pytest.approx(512.345)
-    assert 'gpu="0"' not in last.dcgm and 'gpu="1"' in last.dcgm
+    assert 'gpu="0"' not in last.dcgm() and 'gpu="1"' in last.dcgm()
 
 
 def test_a_gpu_that_comes_back_is_told_once(gpus: GpuCollector, machine: Machine) -> None:
@@ -429,7 +427,7 @@ def test_a_fabric_that_a_gpu_has_not_is_no_fault() -> None:
     [(9, "not loaded"), (18, "differ in version"), (12, "no libnvidia-ml"), (999, "does not start")],
 )
 def test_a_driver_that_is_not_there_says_so(
-    gpus: GpuCollector, events: GpuEvents, machine: Machine, code: int, reason: str
+    gpus: GpuCollector, events: GpuEventsCollector, machine: Machine, code: int, reason: str
 ) -> None:
     machine.set({"init": code})
     with pytest.raises(CannotRead, match=reason):
@@ -493,7 +491,7 @@ def xids(facts: tuple[Fact, ...]) -> list[tuple[str, str]]:
 
 def test_an_xid_is_a_fact_of_the_read_that_waits(library: Path, machine: Machine) -> None:
     """The event comes while the read waits, and ends it: it would wait for a minute."""
-    collector = GpuEvents(library=library, wait_seconds=60.0, decode=lambda xid: {"mnemonic": f"M{xid}"})
+    collector = GpuEventsCollector(library=library, wait_seconds=60.0, decode=lambda xid: {"mnemonic": f"M{xid}"})
     machine.event(gpu=0, data=63)  # there before the collector: none of its events
     readings: list[Reading] = []
     thread = threading.Thread(target=lambda: readings.append(collector.read(100.0)), daemon=True)
@@ -516,7 +514,7 @@ def test_an_xid_is_a_fact_of_the_read_that_waits(library: Path, machine: Machine
     }
 
 
-def test_the_same_xid_twice_is_told_twice(events: GpuEvents, machine: Machine) -> None:
+def test_the_same_xid_twice_is_told_twice(events: GpuEventsCollector, machine: Machine) -> None:
     events.read(100.0)
     for at in (101.0, 102.0):
         machine.event(gpu=1, data=31)
@@ -533,7 +531,7 @@ def test_an_xid_that_another_source_told_is_not_told_again(library: Path, machin
         asked.append((at, gpu, xid, source))
         return False
 
-    collector = GpuEvents(library=library, wait_seconds=0.02, merge=merge)
+    collector = GpuEventsCollector(library=library, wait_seconds=0.02, merge=merge)
     collector.read(100.0)
     machine.event(gpu=0, data=79)
     reading = collector.read(101.0)
@@ -545,7 +543,7 @@ def test_an_xid_that_another_source_told_is_not_told_again(library: Path, machin
 
 def test_the_kernel_logs_merger_fits(library: Path, machine: Machine) -> None:
     merger = XidMerger()
-    collector = GpuEvents(library=library, wait_seconds=0.02, merge=merger.merge)
+    collector = GpuEventsCollector(library=library, wait_seconds=0.02, merge=merger.merge)
     collector.read(100.0)
     merger.merge(101.0, 0, 79, "kernel")
     for data in (79, 94):
@@ -556,7 +554,7 @@ def test_the_kernel_logs_merger_fits(library: Path, machine: Machine) -> None:
 
 
 def test_the_drivers_verdict_is_told_once_by_whoever_hears_of_it_first(
-    library: Path, events: GpuEvents, machine: Machine
+    library: Path, events: GpuEventsCollector, machine: Machine
 ) -> None:
     gpus = GpuCollector(NODE, library=library, action_told=events.action_told)
     events.read(100.0)
@@ -579,7 +577,7 @@ def test_the_drivers_verdict_is_told_once_by_whoever_hears_of_it_first(
     gpus.close()
 
 
-def test_a_gpu_on_which_calls_hang_does_not_deafen_the_others(events: GpuEvents, machine: Machine) -> None:
+def test_a_gpu_on_which_calls_hang_does_not_deafen_the_others(events: GpuEventsCollector, machine: Machine) -> None:
     events.read(100.0)
     machine.set({"hang": 1}, gpu=0)
     machine.event(gpu=1, data=31)
@@ -591,7 +589,7 @@ def test_a_gpu_on_which_calls_hang_does_not_deafen_the_others(events: GpuEvents,
     assert xids(readings[0].facts) == [("1", "31")]
 
 
-def test_other_events_are_faults_of_the_gpu(events: GpuEvents, machine: Machine) -> None:
+def test_other_events_are_faults_of_the_gpu(events: GpuEventsCollector, machine: Machine) -> None:
     events.read(100.0)
     machine.event(gpu=0, data=0, event_type=0x2)
     (fact,) = events.read(100.1).facts
@@ -602,7 +600,7 @@ def test_other_events_are_faults_of_the_gpu(events: GpuEvents, machine: Machine)
     )
 
 
-def test_a_lost_gpu_does_not_deafen_the_others(events: GpuEvents, machine: Machine) -> None:
+def test_a_lost_gpu_does_not_deafen_the_others(events: GpuEventsCollector, machine: Machine) -> None:
     """NVML's wait fails at once, each time, while a lost GPU is in its set."""
     events.read(100.0)
     machine.set({"lost": 1}, gpu=0)
@@ -616,7 +614,7 @@ def test_a_lost_gpu_does_not_deafen_the_others(events: GpuEvents, machine: Machi
     assert xids(events.read(111.0).facts) == [("0", "94")]
 
 
-def test_gpus_without_events_cannot_be_waited_for(events: GpuEvents, machine: Machine) -> None:
+def test_gpus_without_events_cannot_be_waited_for(events: GpuEventsCollector, machine: Machine) -> None:
     machine.set({"error.nvmlDeviceRegisterEvents": 3})
     with pytest.raises(CannotRead, match="no GPU tells of events"):
         events.read(100.0)
@@ -644,15 +642,15 @@ def test_a_recorded_machine_reads_like_the_one_it_was_recorded_from(
         return {(v.metric.name, v.labels): v.value for v in reading.values}
 
     assert numbers(replayed) == numbers(original)
-    assert replayed.dcgm == original.dcgm
+    assert replayed.dcgm() == original.dcgm()
 
 
 ON_HARDWARE = """
 import json, time
 from rolecall.agent.collectors.gpu import GpuCollector
-from rolecall.agent.collectors.gpu_events import GpuEvents
+from rolecall.agent.collectors.gpu_events import GpuEventsCollector
 
-gpus, events = GpuCollector("node-1"), GpuEvents()
+gpus, events = GpuCollector("node-1"), GpuEventsCollector()
 gpus.read(time.monotonic())
 time.sleep(0.5)
 begun = time.process_time()
@@ -664,7 +662,7 @@ gpus.close()
 events.close()
 values = [[v.metric.name.removeprefix("rolecall_gpu_"), v.labels[1:], v.value] for v in reading.values]
 facts = [[f.kind, dict(f.detail)] for f in reading.facts + heard.facts]
-print(json.dumps(dict(values=values, facts=facts, dcgm=reading.dcgm, seconds=seconds, processes=processes)))
+print(json.dumps(dict(values=values, facts=facts, dcgm=reading.dcgm(), seconds=seconds, processes=processes)))
 """
 """In a process of its own: this one has loaded the stand-in."""
 

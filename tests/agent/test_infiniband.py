@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.agent.collectors.collector import Reading
-from rolecall.agent.collectors.counters import Totals, number_of, read_text
+from rolecall.agent.collectors.counters import KeptFiles, Totals, number_of
 from rolecall.agent.collectors.infiniband import NUM_PORTS_MAX, InfinibandCollector
 from rolecall.agent.collectors.links import FLAP_WINDOW_SECONDS, LinkWatch
 from rolecall.core.ids import NodeId
@@ -150,6 +150,20 @@ def test_counters_are_read_every_few_seconds_and_when_a_link_changes(tmp_path: P
     assert symbol_errors(6.0) == 3.0
 
 
+def test_counters_of_several_ports_are_read_in_different_looks(tmp_path: Path) -> None:
+    for n in range(5):
+        port(tmp_path, f"mlx5_{n}", counters={"symbol_error": 1})
+    it = InfinibandCollector(NODE, root=tmp_path, counters_every_seconds=5.0)
+    it.read(0.0)
+    for n in range(5):
+        port(tmp_path, f"mlx5_{n}", counters={"symbol_error": 2})
+    changed = list[float]()
+    for second in range(1, 11):
+        now = values(it.read(float(second)))
+        changed.append(sum(now["events_total", f"mlx5_{n}", "1", "symbol_error"] == 2.0 for n in range(5)))
+    assert changed == [0, 0, 0, 0, 1, 2, 3, 4, 5, 5]
+
+
 def test_saturated_counters_are_counted(tmp_path: Path) -> None:
     port(tmp_path, counters={"symbol_error": 65535, "link_downed": 255, "port_rcv_errors": 255})
     assert values(collector(tmp_path).read(0.0))["saturated", "mlx5_0", "1"] == 2.0
@@ -237,7 +251,7 @@ def test_this_machine_is_read_without_harm() -> None:
 
 def test_a_pipe_among_the_counters_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert read_text(str(tmp_path / "pipe")) is None
+    assert KeptFiles().text(str(tmp_path / "pipe")) is None
 
 
 # --- counters, links, texts -----------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The collector over a ring like the kernel's and over files: restarts, overruns, rotation, truncation, no permission."""
 
 import errno
+import json
 import os
 from collections import deque
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from rolecall.agent.collectors.collector import CannotRead, Fact, Reading
-from rolecall.agent.collectors.kernel_log import NUM_FACTS_MAX, KernelLog
+from rolecall.agent.collectors.kernel_log import NUM_FACTS_MAX, KernelLogCollector
 from rolecall.agent.collectors.kernel_sources import LOOKBACK_BYTES, Kmsg, Source, source
 from rolecall.agent.collectors.xid_merger import XidMerger
 from rolecall.agent.identity import Registration
@@ -73,8 +74,8 @@ class Node:
         self.processes: dict[int, Registration] = {}
         self.collector = self.start()
 
-    def start(self) -> KernelLog:
-        self.collector = KernelLog(
+    def start(self) -> KernelLogCollector:
+        self.collector = KernelLogCollector(
             node=NODE,
             merger=self.merger,
             path=self.file or Path("/dev/kmsg"),
@@ -154,12 +155,19 @@ def test_154_names_the_drivers_verdict_and_nvlink_its_sub_code(node: Node, ring:
     ring.say(
         "NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)",
         "NVRM: Xid (PCI:0000:3b:00): 149, NETIR_LINK_EVT  Nonfatal   XC0 i0 Link 09 (0x025525c6 0x00000000 0x0 0x0)",
+        "NVRM: Xid (PCI:0000:3b:00): 149, NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0)",
+        "NVRM: Xid (PCI:0000:3b:00): 74, NVLink: fatal error detected on link 14(0x1, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)",
         "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 32 LTSSM Fault Up",
     )
-    verdict, link, switch = node.read().facts
+    verdict, link, errors, old, switch = node.read().facts
     assert (verdict.detail["recovery"], verdict.detail["action"]) == ("node_reboot", "RESTART_BM")
     assert (link.detail["unit"], link.detail["link"], link.detail["subcode"]) == ("NETIR_LINK_EVT", "9", "37")
-    assert link.detail["fatal"] == "no", "as its line says"
+    assert (link.detail["fatal"], link.detail["severity"]) == ("yes", "link fatal"), (
+        "NVIDIA's table is worse than the line"
+    )
+    assert (link.detail["action"], link.detail["investigate"]) == ("RESET_GPU", "INVESTIGATE_PEER_DEVICE")
+    assert (errors.detail["fatal"], errors.detail["severity"], errors.detail["action"]) == ("no", "non-fatal", "IGNORE")
+    assert (old.detail["fatal"], old.detail["registers"], old.detail["link"]) == ("no", "harmless", "14")
     assert (switch.detail["sxid"], switch.detail["device"], switch.detail["fatal"]) == ("20034", "nvswitch3", "yes")
     assert node.values()["rolecall_nvswitch_errors_total", "nvswitch3", "20034"] == 1
 
@@ -201,6 +209,23 @@ def test_links_hardware_errors_and_faults(node: Node, ring: Ring) -> None:
     assert values["rolecall_kernel_hardware_errors_total", "memory", "uncorrected"] == 1
     assert values["rolecall_kernel_faults_total", "hung_task"] == 1
     assert values[("rolecall_kernel_log_lines_total",)] == 5
+
+
+def test_of_nvlinks_codes_and_154_the_line_is_told_after_nvml_and_counted_once(node: Node, ring: Ring) -> None:
+    node.read()
+    for code in (149, 154, 74):
+        assert node.merger.merge(node.clock.monotonic(), 2, code, "nvml")
+    ring.say(
+        "NVRM: Xid (PCI:0000:3b:00): 149, NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0)",
+        "NVRM: Xid (PCI:0000:3b:00): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)",
+        "NVRM: Xid (PCI:0000:3b:00): 74, NVLink: fatal error detected on link 14(0x10, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0)",
+    )
+    said = [(f.detail["xid"], f.detail["fatal"], f.detail["adds_to"]) for f in node.read().facts]
+    assert said == [("149", "no", "nvml"), ("154", "yes", "nvml"), ("74", "yes", "nvml")]
+    assert [node.merger.counts()["2", code].number for code in (149, 154, 74)] == [1, 1, 1]
+    ring.say("NVRM: Xid (PCI:0000:3b:00): 149, NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0)")
+    (again,) = node.read().facts
+    assert "adds_to" not in again.detail and node.merger.counts()["2", 149].number == 2
 
 
 def test_what_nvml_told_is_not_told_again_and_a_true_repeat_is(node: Node, ring: Ring) -> None:
@@ -279,6 +304,55 @@ def test_after_a_kill_only_the_last_look_comes_again(node: Node, ring: Ring) -> 
     assert node.told() == ["n2"], "whether it reached the event log nobody knows"
 
 
+def test_counts_go_on_over_a_restart_and_agree_with_the_cursor(node: Node, ring: Ring) -> None:
+    corrected = "mce: [Hardware Error]: Machine check events logged"
+    ring.say(OOM, corrected, XID31)
+    before = node.values()
+    assert before[("rolecall_kernel_oom_kills_total",)] == 1 and before[("rolecall_kernel_log_lines_total",)] == 3
+    node.collector.close()
+    assert node.start() and node.values() == before  # and shown at once, with no new line
+    saved = node.state.read_bytes()
+    ring.say(OOM)
+    assert node.values()[("rolecall_kernel_oom_kills_total",)] == 2
+    if node.collector._source is not None:
+        node.collector._source.close()  # SIGKILL: the last look is on no disk
+    node.state.write_bytes(saved)
+    node.start()
+    assert node.values()[("rolecall_kernel_oom_kills_total",)] == 2  # the line came again, and counts once
+    node.boot = "another boot"
+    node.collector.close()
+    ring.records.clear()
+    ring.next = 0
+    ring.say(OOM)
+    node.start()
+    assert node.values()[("rolecall_kernel_oom_kills_total",)] == 3
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        ["rolecall_kernel_oom_kills_total", ["other-node"], 7],
+        ["rolecall_kernel_oom_kills_total", ["gpu-7", "more"], 7],
+        ["rolecall_kernel_oom_kills_total", ["gpu-7"], -7],
+        ["rolecall_kernel_oom_kills_total", ["gpu-7"], "7"],
+        ["rolecall_kernel_oom_kills_total", "gpu-7", 7],
+        ["rolecall_up", ["gpu-7"], 7],
+        [["x"], [], {}],
+        7,
+    ],
+)
+def test_counts_that_make_no_sense_are_left_out(node: Node, ring: Ring, row: object) -> None:
+    good = ["rolecall_kernel_link_downs_total", ["gpu-7", "eth0"], 4]
+    node.state.write_text(json.dumps({"path": "/dev/kmsg", "counts": [row, good]}))
+    node.start()
+    assert node.values() == {
+        ("rolecall_kernel_oom_kills_total",): 0.0,
+        ("rolecall_kernel_log_lines_total",): 0.0,
+        ("rolecall_kernel_log_lines_lost_total",): 0.0,
+        ("rolecall_kernel_link_downs_total", "eth0"): 4.0,
+    }
+
+
 def test_a_new_boot_is_read_from_its_beginning(node: Node, ring: Ring) -> None:
     ring.say(NOISE, NOISE, *xids(1))
     assert node.told() == ["n1"]
@@ -314,7 +388,7 @@ def test_an_overrun_is_counted_and_what_is_left_is_told(tmp_path: Path) -> None:
     ring.say(*xids(*range(12, 18)))
     node.start()
     assert node.told() == ["n14", "n15", "n16", "n17"]
-    assert node.values()[("rolecall_kernel_log_lines_lost_total",)] == 2, "of this agent's life"
+    assert node.values()[("rolecall_kernel_log_lines_lost_total",)] == 6 + 2
     node.collector.close()
 
 
@@ -370,7 +444,7 @@ def test_no_permission_says_how_to_mend_it(tmp_path: Path) -> None:
     def open_source(path: Path, cursor: dict[str, Any], proc: Path) -> Source:
         return Kmsg(path, cursor, BOOT, open_=refused)
 
-    collector = KernelLog(node=NODE, merger=XidMerger(), open_source=open_source)
+    collector = KernelLogCollector(node=NODE, merger=XidMerger(), open_source=open_source)
     for _ in range(2):
         with pytest.raises(CannotRead, match=r"/dev/kmsg: no permission: .*CAP_SYSLOG"):
             collector.read(1.0)
@@ -383,7 +457,7 @@ def test_the_real_device_is_read_without_waiting() -> None:
         os.close(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK))
     except OSError:
         pytest.skip("the kernel refuses")
-    collector = KernelLog(node=NODE, merger=XidMerger())
+    collector = KernelLogCollector(node=NODE, merger=XidMerger())
     collector.read(1.0)
     lines = {v.metric.name: v.value for v in collector.read(2.0).values}
     collector.close()
@@ -511,10 +585,10 @@ def test_a_line_without_an_end_is_no_endless_wait(host: Node, log: Path) -> None
 def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "none", "does not exist"), (tmp_path, "neither a device nor a file")):
         with pytest.raises(CannotRead, match=reason):
-            KernelLog(node=NODE, merger=XidMerger(), path=path).read(1.0)
+            KernelLogCollector(node=NODE, merger=XidMerger(), path=path).read(1.0)
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CannotRead, match="neither"):
-        KernelLog(node=NODE, merger=XidMerger(), path=tmp_path / "pipe").read(1.0)
+        KernelLogCollector(node=NODE, merger=XidMerger(), path=tmp_path / "pipe").read(1.0)
 
 
 def test_another_log_begins_anew(tmp_path: Path, host: Node, log: Path) -> None:

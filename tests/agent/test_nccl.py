@@ -10,8 +10,8 @@ import pytest
 
 from rolecall.agent.collectors import nccl_inspector, nccl_ras
 from rolecall.agent.collectors.collector import CannotRead, Reading
-from rolecall.agent.collectors.nccl_inspector import NcclInspector
-from rolecall.agent.collectors.nccl_ras import NcclRas, split_address
+from rolecall.agent.collectors.nccl_inspector import NcclInspectorCollector
+from rolecall.agent.collectors.nccl_ras import NcclRasCollector, split_address
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEventKind
 from tests.agent.ras_server import RasServer, Serve, answers
@@ -48,7 +48,7 @@ KEY = "000000000000ae94"
 
 
 def test_a_healthy_job_is_values_and_no_fact(server: RasServer) -> None:
-    reading = NcclRas(NODE, server.address).read(1.0)
+    reading = NcclRasCollector(NODE, server.address).read(1.0)
     values = shown(reading)
     assert (values["ras_up",], values["communicators",], values["ras_answers_total",]) == (1, 1, 1)
     assert values["communicator_ranks", KEY] == 2
@@ -58,7 +58,7 @@ def test_a_healthy_job_is_values_and_no_fact(server: RasServer) -> None:
 
 
 def test_without_a_job_nothing_is_wrong(server: RasServer) -> None:
-    it = NcclRas(NODE, server.address)
+    it = NcclRasCollector(NODE, server.address)
     assert shown(it.read(1.0))["ras_up",] == 1
     server.close()
     for at in (2.0, 3.0):
@@ -67,8 +67,18 @@ def test_without_a_job_nothing_is_wrong(server: RasServer) -> None:
         assert ("communicators",) not in shown(gone)
 
 
+def test_without_a_job_and_without_ipv6_nothing_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`localhost` of /etc/hosts has both; where the kernel has IPv4 alone, the last answer is that of the other."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    no_family = 45  # AF_MAX: a kernel without IPv6 answers the same to AF_INET6
+    found = [(family, socket.SOCK_STREAM, 0, "", ("127.0.0.1", port)) for family in (socket.AF_INET, no_family)]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: found)
+    assert shown(NcclRasCollector(NODE, f"localhost:{port}").read(0.0))[("ras_up",)] == 0.0
+
+
 def test_ranks_apart_while_nothing_advances_are_suspicious_once_confirmed(server: RasServer) -> None:
-    it = NcclRas(NODE, server.address, confirm_seconds=60.0)
+    it = NcclRasCollector(NODE, server.address, confirm_seconds=60.0)
     server.serve = answers(counts(101, 100, 101, 101))
     assert [said(it.read(at)) for at in (0.0, 15.0, 30.0, 45.0)] == [[], [], [], []]
     reading = it.read(60.0)
@@ -84,21 +94,21 @@ def test_ranks_apart_while_nothing_advances_are_suspicious_once_confirmed(server
 
 
 def test_ranks_apart_that_advance_are_not(server: RasServer) -> None:
-    it = NcclRas(NODE, server.address, confirm_seconds=60.0)
+    it = NcclRasCollector(NODE, server.address, confirm_seconds=60.0)
     for n in range(20):
         server.serve = answers(counts(101 + n, 100 + n))
         assert said(it.read(15.0 * n)) == []
 
 
 def test_few_polls_confirm_nothing_however_long(server: RasServer) -> None:
-    it = NcclRas(NODE, server.address, confirm_seconds=60.0)
+    it = NcclRasCollector(NODE, server.address, confirm_seconds=60.0)
     server.serve = answers(counts(101, 100))
     assert [said(it.read(at)) for at in (0.0, 500.0)] == [[], []]
     assert said(it.read(501.0)) == ["suspicious"]
 
 
 def test_polls_of_zeros_are_neither_progress_nor_its_absence(server: RasServer) -> None:
-    it = NcclRas(NODE, server.address, confirm_seconds=60.0)
+    it = NcclRasCollector(NODE, server.address, confirm_seconds=60.0)
     zeros, apart = answers(counts(0, 0)), answers(counts(101, 100))
     for n in range(10):  # zeros alone: never
         server.serve = zeros
@@ -116,7 +126,7 @@ def test_polls_of_zeros_are_neither_progress_nor_its_absence(server: RasServer) 
 
 
 def test_missing_ranks_are_told_the_second_time_and_dead_ones_at_once(server: RasServer) -> None:
-    it = NcclRas(NODE, server.address)
+    it = NcclRasCollector(NODE, server.address)
     one_lost = raw(communicator(rank(0), rank(1), missing=(lost(2),)))
     server.serve = answers(one_lost)
     assert [said(it.read(at)) for at in (0.0, 15.0, 30.0)] == [[], ["missing"], []]
@@ -128,13 +138,13 @@ def test_missing_ranks_are_told_the_second_time_and_dead_ones_at_once(server: Ra
 
 
 def test_a_rank_that_left_its_communicator_is_not_missing(server: RasServer) -> None:
-    it = NcclRas(NODE, server.address)
+    it = NcclRasCollector(NODE, server.address)
     server.serve = answers(raw(communicator(rank(0), missing=(lost(1, unresponsive=False),))))
     assert [said(it.read(at)) for at in (0.0, 15.0, 30.0)] == [[], [], []]
 
 
 def test_errors_are_told_once(server: RasServer) -> None:
-    it = NcclRas(NODE, server.address)
+    it = NcclRasCollector(NODE, server.address)
     server.serve = answers(raw(communicator(rank(0, async_error=2), rank(1, async_error=6))))
     reading = it.read(0.0)
     assert said(reading) == ["error"] and "Remote process error, System error" in reading.facts[0].detail["because"]
@@ -143,7 +153,7 @@ def test_errors_are_told_once(server: RasServer) -> None:
 
 def test_a_server_without_json_is_understood_in_text(server: RasServer) -> None:
     server.serve = answers(b"", text=TEXT, knows_json=False)
-    it = NcclRas(NODE, server.address)
+    it = NcclRasCollector(NODE, server.address)
     first = it.read(0.0)
     assert said(first) == ["dead", "error"]
     assert shown(first)["communicators",] == 9
@@ -159,13 +169,13 @@ def test_a_server_without_json_is_understood_in_text(server: RasServer) -> None:
 def test_malformed_json_is_repaired_and_counted(server: RasServer) -> None:
     broken = raw(communicator(rank(0), missing=(lost(1),))).replace(b'"nvml_dev": 1,\n', b'"nvml_dev": 1\n')
     server.serve = answers(b"OK\n" + broken)
-    values = shown(NcclRas(NODE, server.address).read(0.0))
+    values = shown(NcclRasCollector(NODE, server.address).read(0.0))
     assert (values["ras_answers_repaired_total",], values["communicator_missing_ranks", KEY]) == (1, 1)
 
 
 def test_an_answer_in_single_bytes_is_read(server: RasServer) -> None:
     server.serve = answers(counts(7, 7), num_bytes=1)
-    assert shown(NcclRas(NODE, server.address).read(0.0))["communicator_ranks", KEY] == 2
+    assert shown(NcclRasCollector(NODE, server.address).read(0.0))["communicator_ranks", KEY] == 2
 
 
 def test_too_large_an_answer_is_asked_for_as_text(server: RasServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +183,7 @@ def test_too_large_an_answer_is_asked_for_as_text(server: RasServer, monkeypatch
     large = raw(communicator(*(rank(n, 0, 0, 0, 0, 5) for n in range(100))))
     assert len(large) > 20_000 > len(TEXT)
     server.serve = answers(large, text=TEXT)
-    it = NcclRas(NODE, server.address)
+    it = NcclRasCollector(NODE, server.address)
     assert ("communicators",) not in shown(it.read(0.0))
     assert shown(it.read(1.0))["communicators",] == 9
     assert (shown(it.read(2.0))["communicators",], server.num_asked) == (9, 3)  # JSON was asked for once
@@ -209,7 +219,7 @@ def _another(connection: socket.socket) -> None:
 )
 def test_what_is_not_ras_is_told_as_such(server: RasServer, serve: Serve, reason: str) -> None:
     server.serve = serve
-    it = NcclRas(NODE, server.address)
+    it = NcclRasCollector(NODE, server.address)
     with pytest.raises(CannotRead, match=reason):
         it.read(0.0)
     server.serve = answers(counts(3, 3))
@@ -224,7 +234,7 @@ def test_a_server_that_does_not_answer_costs_the_deadline_and_no_more(
     done = threading.Event()
     server.serve = lambda connection: bool(done.wait(60)) and None
     with pytest.raises(CannotRead, match="did not answer in time"):
-        NcclRas(NODE, server.address).read(0.0)
+        NcclRasCollector(NODE, server.address).read(0.0)
     done.set()
 
 
@@ -244,7 +254,7 @@ def test_an_answer_that_takes_longer_than_a_look_is_waited_for_in_the_next(
             pass
 
     server.serve = serve
-    it = NcclRas(NODE, server.address)
+    it = NcclRasCollector(NODE, server.address)
     waiting = shown(it.read(0.0))
     assert waiting["ras_up",] == 1 and ("communicators",) not in waiting
     go.set()
@@ -263,7 +273,7 @@ def test_an_answer_that_never_ends_is_given_up(server: RasServer, monkeypatch: p
         done.wait(60)
 
     server.serve = serve
-    it = NcclRas(NODE, server.address)
+    it = NcclRasCollector(NODE, server.address)
     assert it.read(0.0).facts == ()
     with pytest.raises(CannotRead, match="did not answer in time"):
         for _ in range(100):
@@ -278,7 +288,7 @@ def test_a_large_job_is_asked_more_rarely_until_something_is_wrong(server: RasSe
         return raw(communicator(*ranks))
 
     server.serve = answers(job(-1))
-    it = NcclRas(NODE, server.address, interval_seconds=10.0)
+    it = NcclRasCollector(NODE, server.address, interval_seconds=10.0)
     for n in range(8):
         assert shown(it.read(10.0 * n))["communicator_ranks", KEY] == 64
     assert server.num_asked == 1
@@ -294,7 +304,7 @@ def test_labels_are_bounded_and_stay_with_who_has_them(server: RasServer) -> Non
             *(communicator(rank(0, 0, 0, 0, 0, 5), rank(1, 0, 0, 0, 0, 5), name=hex(n)) for n in range(first, last))
         )
 
-    it = NcclRas(NODE, server.address)
+    it = NcclRasCollector(NODE, server.address)
     server.serve = answers(job(10, 40))
     before = {key[1] for key in shown(it.read(0.0)) if key[0] == "communicator_ranks"}
     assert len(before) == nccl_ras.NUM_LABELLED_MAX
@@ -312,7 +322,7 @@ def test_addresses(text: str, address: tuple[str, int]) -> None:
 @pytest.mark.parametrize("text", ["localhost", "host:", "host:0", "host:x", "host:70000"])
 def test_wrong_addresses(text: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
-        NcclRas(NODE, text)
+        NcclRasCollector(NODE, text)
 
 
 # --- the Inspector ------------------------------------------------------------------------------------------------
@@ -321,7 +331,7 @@ def test_wrong_addresses(text: str) -> None:
 def test_the_inspectors_lines_are_followed_from_where_they_were(tmp_path: Path) -> None:
     log = tmp_path / "node-0-pid100.log"
     log.write_bytes(line(0, 1, 500.0) * 3)
-    it = NcclInspector(NODE, tmp_path)
+    it = NcclInspectorCollector(NODE, tmp_path)
     assert ("inspector_operations_total", "AllReduce") not in shown(it.read(0.0))  # history
     whole = line(0, 2, 1000.0)
     with log.open("ab") as file:
@@ -338,7 +348,7 @@ def test_the_inspectors_lines_are_followed_from_where_they_were(tmp_path: Path) 
 
 
 def test_a_file_that_is_new_replaced_or_cut_is_read_from_its_beginning(tmp_path: Path) -> None:
-    it = NcclInspector(NODE, tmp_path / "later")
+    it = NcclInspectorCollector(NODE, tmp_path / "later")
     assert shown(it.read(0.0))["inspector_lines_total",] == 0  # no directory yet
     log = tmp_path / "later" / "node-0-pid100.log"
     log.parent.mkdir()
@@ -355,7 +365,7 @@ def test_a_file_that_is_new_replaced_or_cut_is_read_from_its_beginning(tmp_path:
 
 
 def test_a_file_that_grows_too_fast_is_read_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    it = NcclInspector(NODE, tmp_path)
+    it = NcclInspectorCollector(NODE, tmp_path)
     it.read(0.0)
     one = line(0, 1, 1.0)
     monkeypatch.setattr(nccl_inspector, "BYTES_PER_LOOK", 10 * len(one))
@@ -367,7 +377,7 @@ def test_a_file_that_grows_too_fast_is_read_at_its_end(tmp_path: Path, monkeypat
 
 
 def test_a_line_without_end_costs_no_memory(tmp_path: Path) -> None:
-    it = NcclInspector(NODE, tmp_path)
+    it = NcclInspectorCollector(NODE, tmp_path)
     it.read(0.0)
     log = tmp_path / "a.log"
     log.write_bytes(b"x" * 100_000)
@@ -385,7 +395,7 @@ def test_of_the_text_files_the_worst_of_each_gpu_is_shown(tmp_path: Path) -> Non
         'nccl_collective_exec_time_microseconds{gpu="GPU3",collective="AllReduce",comm_name="a"} 10\n'
         'nccl_collective_exec_time_microseconds{gpu="GPU3",collective="AllReduce",comm_name="b"} 3000\n'
     )
-    it = NcclInspector(NODE, tmp_path)
+    it = NcclInspectorCollector(NODE, tmp_path)
     for at in (0.0, 1.0):
         values = shown(it.read(at))
         assert values["inspector_bus_bandwidth_bytes", "3", "AllReduce"] == pytest.approx(20e9)
@@ -396,10 +406,10 @@ def test_what_is_no_file_is_left_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.log")
     (tmp_path / "b.log").symlink_to("/dev/zero")
     (tmp_path / "c.prom").symlink_to("/dev/zero")
-    assert shown(NcclInspector(NODE, tmp_path).read(0.0))["inspector_lines_total",] == 0
+    assert shown(NcclInspectorCollector(NODE, tmp_path).read(0.0))["inspector_lines_total",] == 0
 
 
 def test_a_directory_that_cannot_be_listed_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CannotRead, match="Not a directory"):
-        NcclInspector(NODE, tmp_path / "file").read(0.0)
+        NcclInspectorCollector(NODE, tmp_path / "file").read(0.0)

@@ -223,8 +223,13 @@ def test_nothing_can_be_read(tmp_path: Path) -> None:
 
 
 def test_damaged_tables_are_passed_over() -> None:
-    assert parse_tables("Tcp: A B\nUdp: 1 2\nTcp: A B\nTcp: x 4\n") == {("Tcp", "B"): 4}
-    assert parse_tables("Tcp: A") == {}
+    tables = ("Tcp", "Udp")
+    assert parse_tables("Tcp: A B\nUdp: 1 2\nTcp: A B\nTcp: x 4\n", tables) == {("Tcp", "B"): 4}
+    assert parse_tables("Tcp: A\nTcp: 1\nIcmp: A\nIcmp: 1\nUdp: A B\nUdp: 2\n", tables) == {
+        ("Tcp", "A"): 1,
+        ("Udp", "A"): 2,
+    }
+    assert parse_tables("Tcp: A", tables) == {}
 
 
 @pytest.mark.parametrize(

@@ -121,3 +121,17 @@ def test_no_torn_state_is_ever_taken_while_another_process_writes(tmp_path: Path
     finally:
         writer.kill()
         writer.join(PATIENCE_SECONDS)
+
+
+def test_the_texts_of_an_exception_are_packed_where_they_are_read() -> None:
+    areas = (
+        layout.A_EXCEPTION_FINGERPRINT,
+        layout.A_EXCEPTION_TYPE,
+        layout.A_EXCEPTION_WHERE,
+        layout.A_EXCEPTION_MESSAGE,
+    )
+    page = bytearray(layout.PAGE_BYTES)
+    texts = [b"f" * 64, b"t" * 256, b"w" * 512, b"m" * 2000]
+    layout.EXCEPTION_TEXTS.pack_into(page, areas[0][0], *texts)
+    assert [bytes(page[start : start + length]) for start, length in areas] == texts
+    assert layout.fitting("ab\u2603", 4) == b"ab\0\0" and layout.fitting("ab", 4) == b"ab"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.collector import CannotRead, Fact, Reading, SaidOnce
+from rolecall.agent.collectors.collector import NUM_REASONS_MAX, CannotRead, Fact, Reading, SaidOnce
 from rolecall.agent.events import EventLog
 from rolecall.agent.exposition import agent_value
 from rolecall.agent.probes import FACTS_MAX, HANG_SECONDS, Probe, Probes
@@ -47,15 +47,17 @@ def told(events: EventLog) -> list[tuple[str, str]]:
 
 def test_what_a_collector_finds_becomes_values_and_events(events: EventLog) -> None:
     fact = Fact(kind=AgentEventKind.XID, detail={"xid": "79"}, role="trainer", replica="trainer/0", rank=3)
-    probe = Probe(Scripted("kernel", lambda: Reading((VALUE,), (fact,), "DCGM 1\n")), events, FakeClock())
+    probe = Probe(Scripted("kernel", lambda: Reading((VALUE,), (fact,), lambda: "DCGM 1\n")), events, FakeClock())
     assert probe.reading() == Reading() and not probe.state().up
     assert probe.once()
-    assert probe.reading().values == (VALUE,) and probe.reading().dcgm == "DCGM 1\n" and probe.state().up
+    assert probe.reading().values == (VALUE,) and probe.reading().dcgm() == "DCGM 1\n" and probe.state().up
     (event,) = events.after(0).events
     assert (event.kind, event.detail, event.replica, event.rank) == (AgentEventKind.XID, {"xid": "79"}, "trainer/0", 3)
 
 
-def test_a_collector_that_cannot_read_is_down_until_it_can_and_each_change_is_told_once(events: EventLog) -> None:
+def test_a_collector_that_cannot_read_is_down_until_it_can_and_each_change_is_told_once(
+    events: EventLog, caplog: pytest.LogCaptureFixture
+) -> None:
     answers: list[Reading | Exception] = [
         Reading((VALUE,)),
         CannotRead("/dev/kmsg: permission denied"),
@@ -76,6 +78,7 @@ def test_a_collector_that_cannot_read_is_down_until_it_can_and_each_change_is_to
     assert probe.once() and probe.reading().values == (VALUE,)
     assert not probe.once() and "ZeroDivisionError: a defect" in probe.state().reason
     assert told(events) == [("probe_down", "kernel"), ("probe_up", "kernel"), ("probe_down", "kernel")]
+    assert caplog.messages.count("kernel cannot be read: /dev/kmsg: permission denied") == 1
 
 
 def test_a_read_that_hangs_is_told_once_and_its_values_are_shown_no_more(events: EventLog) -> None:
@@ -142,3 +145,11 @@ def test_one_that_hangs_holds_up_neither_the_others_nor_the_end(events: EventLog
 def test_a_reason_is_said_once() -> None:
     said = SaidOnce()
     assert [said.is_new(r) for r in ("a", "b", "a")] == [True, True, False]
+
+
+def test_what_was_said_is_remembered_but_not_without_bound() -> None:
+    said = SaidOnce()
+    assert said.is_new("a") and not said.is_new("a")
+    for n in range(3 * NUM_REASONS_MAX):
+        said.is_new(str(n))
+    assert len(said.reasons) <= NUM_REASONS_MAX

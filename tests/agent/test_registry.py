@@ -2,23 +2,27 @@
 
 import json
 import os
+import queue
 import re
+import resource
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.exits import ExitWatch
+from rolecall.agent.collectors.exits import ExitWatch, WatchRefused
 from rolecall.agent.collectors.host import HostProbe
 from rolecall.agent.events import EventLog
 from rolecall.agent.identity import Refusal
 from rolecall.agent.intake import LINE_BYTES_MAX, Intake
-from rolecall.agent.registry import DEAD_SHOWN_SECONDS, Registry
+from rolecall.agent.registry import DEAD_SHOWN_SECONDS, EXCEPTIONS_MAX, EXCEPTIONS_SECONDS, REFUSED_SECONDS, Registry
 from rolecall.agent.sampler import Sampler, sample_of
 from rolecall.agent.samples import SampleRing
 from rolecall.agent.telling import tell
 from rolecall.core.clock import FakeClock, SystemClock
+from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from tests.agent.processes import NODE, TOKEN, Child, own_start_ticks, secret
 from tests.support import PATIENCE_SECONDS, eventually
@@ -117,6 +121,59 @@ def test_a_wrong_claim_is_refused_and_counted(
     assert re.search(reason, event.detail["reason"])
 
 
+def test_who_lives_and_cannot_be_watched_after_a_restart_is_not_told_as_dead(world: World, child: Child) -> None:
+    child.start("rollout/1")
+    world.register(child, "rollout/1")
+    again = World(world.data_dir)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))  # its page takes the last descriptor
+    try:
+        with pytest.raises(WatchRefused, match="Too many open files"):
+            again.registry.adopt()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        again.close()
+    assert again.kinds() == ["registered"] and child.page.exists()
+
+
+def test_a_page_that_is_a_pipe_holds_nobody_up(world: World, child: Child) -> None:
+    os.mkfifo(child.page)
+    done = threading.Thread(target=world.register, args=(child, "rollout/1"), daemon=True)
+    done.start()
+    done.join(PATIENCE_SECONDS)
+    assert not done.is_alive(), "who opens it waits for a writer that never comes"
+    world.look()
+    [tracked] = world.registry.processes()
+    assert not tracked.page_ok
+
+
+def test_a_promotion_to_a_place_that_is_taken_is_refused(world: World, child: Child) -> None:
+    world.register(child, "rollout/1")
+    standby = Child(world.data_dir)
+    try:
+        standby.start("standby/0")
+        world.register(standby, "standby/0")
+        with pytest.raises(Refusal, match=f"is process {NODE}:{child.pid}"):
+            world.register(standby, "rollout/1")
+        standby.do(f"reporter.become(replica='rollout/1', incarnation=1, secret={secret('rollout/1')!r})")
+        world.look()  # nor by its page
+        assert sorted(t.registration.replica for t in world.registry.processes()) == ["rollout/1", "standby/0"]
+        assert world.kinds().count("refused") == 1
+    finally:
+        standby.close()
+
+
+def test_numbers_of_processes_are_told_while_somebody_holds_the_registry(world: World, child: Child) -> None:
+    """A scrape must not wait for a disk on which a registration is being written."""
+    world.register(child, "rollout/1")
+    told: queue.Queue[int] = queue.Queue()
+    with world.registry.locked():
+        threading.Thread(target=lambda: told.put(world.registry.num_live()), daemon=True).start()
+        assert told.get(timeout=PATIENCE_SECONDS) == 1
+
+
 def test_a_second_process_cannot_be_the_same_rank_while_the_first_lives(world: World, child: Child) -> None:
     world.register(child, "rollout/1")
     other = Child(world.data_dir)
@@ -151,6 +208,21 @@ def test_the_story_of_a_process_that_fails(world: World, child: Child) -> None:
     assert told[3].detail == {"cause": "killed", "last_phase": "compute", "step": "9", "signal": "9"}
 
 
+def test_exceptions_in_a_loop_do_not_wash_out_the_log(world: World, child: Child) -> None:
+    child.start("trainer/1")
+    world.register(child, "trainer/1")
+    said = {**claim(child, "trainer/1"), "detail": {"type": "ValueError"}}
+    for number in range(1, 200):
+        world.registry.exception(child.pid, {**said, "number": number})
+    assert world.kinds().count("exception") == EXCEPTIONS_MAX and world.registry.num_refused == 199 - EXCEPTIONS_MAX
+    child.do(*["reporter.exception(KeyError('x'))"] * 250)  # the page has the newest, a moment later
+    world.look()
+    assert world.kinds().count("exception") == EXCEPTIONS_MAX
+    world.clock.advance(EXCEPTIONS_SECONDS)
+    world.look()
+    assert world.told()[-1].detail["number"] == "250"
+
+
 def test_a_wanted_exit(world: World, child: Child) -> None:
     child.start("reward/0")
     world.register(child, "reward/0")
@@ -176,6 +248,26 @@ def test_a_promotion_is_followed_on_the_page(world: World, child: Child) -> None
     assert world.told()[-1].detail == {"was": "standby/0", "was_incarnation": "1"}
     world.register(child, "rollout/2", 5)  # the same over the socket, later
     assert world.kinds() == ["registered", "registered"]
+
+
+def test_a_node_that_is_called_otherwise_keeps_its_processes(world: World, child: Child) -> None:
+    world.register(child, "rollout/1")
+    exits = ExitWatch()
+    exits.start()
+    renamed = Registry(
+        node=NodeId("gpu-7"), data_dir=world.data_dir, token=TOKEN, events=world.events, exits=exits, clock=world.clock
+    )
+    renamed.adopt()
+    [kept] = renamed.registrations()
+    exits.stop()
+    assert kept.process == ProcessId(node=NodeId("gpu-7"), pid=child.pid, start_ticks=child.start_ticks)
+
+
+def test_an_answer_that_nobody_fetched_is_removed_at_the_next_start(world: World) -> None:
+    left = world.data_dir / "pages" / "1-1.0123456789abcdef.flight"
+    left.write_bytes(b"a dump")
+    world.registry.adopt()
+    assert not left.exists()
 
 
 def test_a_restarted_agent_goes_on_and_tells_what_it_missed(tmp_path: Path) -> None:
@@ -299,6 +391,7 @@ def _say(world: World, raw: bytes) -> bytes:
 def test_bad_words_get_a_reason(world: World, intake: Intake, raw: bytes, answer: bytes) -> None:
     said = _say(world, raw)
     assert b'"ok": false' in said and answer in said
+    assert intake.num_malformed == (b'register"' not in raw)
 
 
 def test_a_defect_is_no_refusal(world: World, intake: Intake, child: Child) -> None:
@@ -311,6 +404,42 @@ def test_a_defect_is_no_refusal(world: World, intake: Intake, child: Child) -> N
 
 def test_a_line_without_end_is_cut_off(world: World, intake: Intake) -> None:
     assert _say(world, b"x" * LINE_BYTES_MAX) == b""
+    assert intake.num_malformed == 1
+
+
+def test_who_is_refused_in_a_loop_fills_no_log(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    it = Intake(world.data_dir / "agent.sock", {"register": world.registry.register}, world.clock)
+    it.start()
+    try:
+        for _ in range(20):
+            assert b"must be integers" in _say(world, b'{"kind": "register"}\n')
+        world.clock.advance(REFUSED_SECONDS)
+        assert b"must be integers" in _say(world, b'{"kind": "register"}\n')
+    finally:
+        it.stop()
+    assert caplog.text.count("must be integers") == 2
+
+
+def test_who_calls_in_a_loop_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolecall.agent.intake.CALLS_PER_SECOND_MAX", 5)
+    rested: list[float] = []
+
+    class Rested(Intake):
+        """Time passes only while it rests."""
+
+        def _rest(self, seconds: float) -> None:
+            rested.append(seconds)
+            world.clock.advance(seconds)
+
+    it = Rested(world.data_dir / "agent.sock", {}, world.clock)
+    it.start()
+    try:
+        for _ in range(23):
+            assert b"not JSON" in _say(world, b"x\n")
+        assert it.num_malformed == 23
+        assert rested[:4] == [1.0] * 4 and len(rested) in (4, 5)
+    finally:
+        it.stop()
 
 
 def test_the_kernel_says_who_speaks(world: World, intake: Intake, child: Child) -> None:

@@ -8,14 +8,14 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from rolecall.agent import layout
 from rolecall.agent.pages import PageReader, parse_page
-from rolecall.agent.telling import Refused, describe_exception, socket_address, tell
+from rolecall.agent.telling import NUM_QUEUED_MAX, Refused, Teller, describe_exception, socket_address, tell
 from tests.agent.processes import Child, secret
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -46,6 +46,16 @@ def test_what_is_reported_stands_on_the_page(child: Child) -> None:
     assert page.exception is None and not page.finished
     assert page.proven_by(secret("trainer/1", incarnation=4))
     assert not page.proven_by(secret("trainer/1", incarnation=5))
+
+
+def test_values_of_the_training_that_are_none_or_jump_are_counted(child: Child) -> None:
+    child.start("trainer/0")
+    child.do(
+        "for n in range(100): reporter.update(loss=1.0 + 0.01 * (n % 5), reward=0.5)",
+        "reporter.update(loss=40.0); reporter.update(loss=1.0, grad_norm=float('nan')); reporter.update(loss=1.0)",
+    )
+    page = PageReader(child.page).read()
+    assert (page.loss, page.reward, page.jumps, page.unfinite) == (1.0, 0.5, 1, 1) and math.isnan(page.grad_norm)
 
 
 def test_phases_nest_and_collectives_are_counted(child: Child) -> None:
@@ -283,12 +293,9 @@ def test_telling_has_a_deadline_and_a_refusal_its_reason(tmp_path: Path) -> None
         thread.join(PATIENCE_SECONDS)
 
 
-def test_no_call_costs_more_than_a_few_stores() -> None:
-    """Counted, not timed: C calls made by one progress(), so that a system call or an allocation does not creep in."""
-    from rolecall.agent import reporter
-
+def _calls(work: Callable[[], None]) -> list[str]:
+    """Names of the C calls that this thread makes in `work`; `python` for a call of a Python function."""
     calls: list[str] = []
-    reporter.progress(0)  # the thread is known from here on
 
     def count(frame: object, event: str, arg: object) -> None:
         if event in ("c_call", "call"):
@@ -296,8 +303,120 @@ def test_no_call_costs_more_than_a_few_stores() -> None:
 
     sys.setprofile(count)
     try:
-        reporter.progress(1, busy_seconds=0.1, tokens=3)
+        work()
     finally:
         sys.setprofile(None)
-    calls = [c for c in calls if c != "setprofile"]
-    assert sorted(calls) == sorted(["python", "python", "python", "acquire", "get_ident", "monotonic", "release"])
+    calls.remove("python")  # `work` itself
+    return sorted(c for c in calls if c != "setprofile")
+
+
+def test_no_call_costs_more_than_a_few_stores() -> None:
+    """Counted, not timed: C calls made by one progress(), so that a system call or an allocation does not creep in."""
+    from rolecall.agent import reporter
+
+    reporter.progress(0)  # the thread is known from here on
+    calls = _calls(lambda: reporter.progress(1, busy_seconds=0.1, tokens=3))
+    assert calls == sorted(["python", "python", "python", "acquire", "get_ident", "monotonic", "release"])
+
+
+def test_telling_of_an_exception_is_handing_it_over(tmp_path: Path) -> None:
+    """Counted, not timed: the calling thread opens no socket and waits for no lock but the page's, which it holds briefly."""
+    from rolecall.agent import reporter
+
+    mute = _caught_error()
+    reporter.exception(mute)  # names of its files are known from here on
+    teller = Teller(tmp_path / "nobody.sock", 1, 1)
+    before, reporter._teller = reporter._teller, teller
+    try:
+        calls = _calls(lambda: reporter.exception(mute))
+    finally:
+        reporter._teller = before
+    assert set(calls) <= {
+        *("python", "acquire", "release", "monotonic", "put", "qsize"),  # the page's lock, and the queue
+        *("append", "join", "get", "encode", "openssl_sha256", "hexdigest", "len", "pack_into"),  # what it says
+    }
+    assert calls.count("put") == 1
+
+
+def _caught_error() -> BaseException:
+    try:
+        _fails(2)
+    except RuntimeError as e:
+        return e
+    raise AssertionError
+
+
+def test_an_agent_that_never_answers_costs_the_caller_nothing_and_memory_little(tmp_path: Path) -> None:
+    child = Child(tmp_path)
+    with socket.socket(socket.AF_UNIX) as stuck:
+        stuck.bind(str(tmp_path / "agent.sock"))
+        stuck.listen(1)  # as one that was stopped: it accepts nobody
+        child.start("trainer/0")
+        many = 10 * NUM_QUEUED_MAX
+        child.do(f"[reporter.exception(ValueError(str(i))) for i in range({many})]")
+        told = PageReader(child.page).read().exception
+        assert told is not None and (told.number, told.message) == (many, str(many - 1))
+        child.do(f"assert reporter._teller._queue.qsize() <= {NUM_QUEUED_MAX}")
+    assert child.close() == ""
+
+
+def test_what_is_left_to_say_is_said_before_the_interpreter_ends(tmp_path: Path) -> None:
+    code = f"""
+import atexit, os
+atexit.register(os._exit, 1)  # called after the reporter's own: no other way of being slow may save the message
+from rolecall.agent import reporter
+reporter.FLUSH_SECONDS = {PATIENCE_SECONDS}  # machines of tests may be slow
+atexit.register(os.write, 2, b"ENDING")  # called before it
+reporter.start(replica="trainer/1", rank=0, incarnation=1, secret="s", node_dir={str(tmp_path)!r})
+raise ValueError("last words")
+"""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "agent.sock"))
+        listener.listen(4)
+        listener.settimeout(PATIENCE_SECONDS)
+        dying = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+        with listener.accept()[0] as registering:
+            registering.recv(65536)
+            assert dying.stderr is not None
+            said = b""
+            while not said.endswith(b"ENDING"):
+                said += dying.stderr.read(1)
+            registering.sendall(b'{"ok": true}\n')
+        with listener.accept()[0] as telling:
+            message = json.loads(telling.recv(65536))
+            telling.sendall(b'{"ok": true}\n')
+        assert (message["kind"], message["detail"]["message"]) == ("exception", "last words")
+        dying.communicate(timeout=PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("death", ["os._exit(3)", "os.kill(os.getpid(), 9)"])
+def test_a_death_right_after_leaves_the_exception_on_the_page(tmp_path: Path, death: str) -> None:
+    code = f"""
+import os
+from rolecall.agent import reporter
+reporter.start(replica="trainer/1", rank=0, incarnation=1, secret="s", node_dir={str(tmp_path)!r})
+reporter.exception(ValueError("gone"))
+{death}
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_SECONDS, check=False)
+    [path] = tmp_path.glob("pages/*.page")
+    told = PageReader(path).read().exception
+    assert told is not None and (told.number, told.message) == (1, "gone")
+
+
+def test_where_nobody_listens_the_end_is_not_held_up(tmp_path: Path) -> None:
+    teller = Teller(tmp_path / "nobody.sock", 1, 1)
+    teller.register(replica="trainer/0", rank=0, incarnation=1, secret="s")
+    eventually(lambda: not teller._heard, "it has noticed that nobody listens")
+    flushing = threading.Thread(target=teller.flush, args=(threading.TIMEOUT_MAX,), daemon=True)
+    flushing.start()
+    flushing.join(PATIENCE_SECONDS)
+    teller._newest_identity += 1  # it gives up
+    assert not flushing.is_alive()
+
+
+def test_a_shorter_text_replaces_a_longer_one(child: Child) -> None:
+    child.start("trainer/0")
+    child.do("reporter.exception(ValueError('long ' * 50)); reporter.exception(KeyError('k'))")
+    told = PageReader(child.page).read().exception
+    assert told is not None and (told.number, told.type, told.message, told.where) == (2, "KeyError", "'k'", "")

@@ -3,10 +3,11 @@
 import json
 import math
 
-from rolecall.agent.samples import SampleRing, process_dict
+from rolecall.agent.samples import SampleRing
 from rolecall.core.clock import FakeClock
+from rolecall.core.columns import GPUS, HOSTS, PROCESSES
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.telemetry import HostSample, ProcessSample, SampleBatch
+from rolecall.core.telemetry import GpuSample, HostSample, ProcessSample, SampleBatch
 
 NODE = NodeId("node-1")
 
@@ -28,6 +29,10 @@ def host() -> HostSample:
         memory_total_bytes=8,
         memory_available_bytes=4,
     )
+
+
+def gpu(index: int) -> GpuSample:
+    return GpuSample(node=NODE, gpu=index, uuid=f"GPU-{index}", at=1.0, wall_at=2.0, pids=(5,), power_watts=300.5)
 
 
 def ring(clock: FakeClock | None = None, **limits: int) -> SampleRing:
@@ -87,15 +92,55 @@ def test_cursors_grow_over_a_restart_and_a_larger_one_starts_from_the_first() ->
 def test_json_is_what_the_dataclasses_say() -> None:
     odd = process(4, loss=1.5, reward=0.25, progress_at=3.25)
     assert math.isnan(odd.grad_norm)
-    assert process_dict(odd) == odd.to_dict()
+    assert "grad_norm" not in odd.to_dict() and ProcessSample.from_dict(odd.to_dict()).to_dict() == odd.to_dict()
     clock = FakeClock()
     it = ring(clock)
-    it.add((odd, process(5)), (host(),))
+    it.add((odd, process(5)), (host(),), (gpu(0), gpu(1)))
     it.add((), ())
+    it.add((), (), (gpu(0),))
     it.add((process(6),), ())
     assert json.loads(it.since_json(0)) == it.since(0).to_dict()
     assert json.loads(it.since_json(it.since(0).cursor)) == it.since(it.since(0).cursor).to_dict()
     assert SampleBatch.from_dict(json.loads(it.since_json(0))).to_dict() == it.since(0).to_dict()
+
+
+def test_news_are_the_same_samples_as_columns() -> None:
+    it = ring()
+    it.add((process(4, loss=1.5), process(5)), (host(),), (gpu(0), gpu(1)))
+    it.add((process(6),), ())
+    for cursor in (0, it.since(0).cursor - 1, it.since(0).cursor):
+        said, rows = json.loads(json.dumps(it.news(cursor))), it.since(cursor)
+        assert (said["cursor"], said["samples_lost"]) == (rows.cursor, rows.lost)
+        for name, layout, samples in (
+            ("processes", PROCESSES, rows.processes),
+            ("hosts", HOSTS, rows.hosts),
+            ("gpus", GPUS, rows.gpus),
+        ):
+            found = layout.build(NODE, said[name]["rows"], said[name]["columns"]) if name in said else ()
+            assert [s.to_dict() for s in found] == [s.to_dict() for s in samples]
+
+
+def test_of_the_newest_look_alone_there_is_also_the_newest_of_host_and_gpus() -> None:
+    it = ring()
+    it.add((process(1),), (host(),), (gpu(0), gpu(1)))
+    it.add((process(2), process(3)), (), ())
+    it.add((process(4),), (), ())
+    said = it.news(0, 1)
+    assert said["processes"] == {**said["processes"], "rows": 1} and said["hosts"]["rows"] == 1
+    assert said["processes"]["columns"]["progress"] == 4 and said["gpus"]["rows"] == 2
+    assert said["samples_lost"] == 0 and it.news(0, 2)["processes"]["columns"]["progress"] == [2, 3, 4]
+    assert it.news(said["cursor"], 1) == {"cursor": said["cursor"], "samples_lost": 0}
+
+
+def test_gpus_are_given_out_once_and_count_among_the_samples() -> None:
+    it = ring(num_samples=6)
+    it.add((process(1),), (host(),), (gpu(0), gpu(1)))
+    first = it.since(0)
+    assert [g.gpu for g in first.gpus] == [0, 1]
+    it.add((process(2),), ())
+    assert it.since(first.cursor).gpus == ()
+    it.add((), (), (gpu(0), gpu(1)))  # seven samples by now: the first round goes
+    assert [len(it.since(0).processes), len(it.since(0).gpus)] == [1, 2]
 
 
 def test_the_newest_look() -> None:

@@ -3,12 +3,14 @@
 import http.client
 import json
 import socket
+import socketserver
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rolecall.agent.server import NUM_CONNECTIONS_MAX, Answer, HttpServer, Request
+from rolecall.agent.server import COPIED_BYTES_MAX, NUM_CONNECTIONS_MAX, Answer, HttpServer, Request
 from tests.support import PATIENCE_SECONDS, eventually
 
 
@@ -26,9 +28,13 @@ def _defect(request: Request) -> Answer:
     raise RuntimeError("a defect")
 
 
+def _large(request: Request) -> Answer:
+    return Answer(bytes(COPIED_BYTES_MAX + 1), "application/octet-stream")
+
+
 @pytest.fixture
 def server() -> Iterator[HttpServer]:
-    it = HttpServer("127.0.0.1", 0, {"/echo": _echo, "/secret": _secret, "/defect": _defect})
+    it = HttpServer("127.0.0.1", 0, {"/echo": _echo, "/secret": _secret, "/defect": _defect, "/large": _large})
     it.start()
     yield it
     it.stop()
@@ -78,7 +84,7 @@ def test_one_connection_serves_many_requests(server: HttpServer) -> None:
         ("/echo?wait=-1", 400, "0 to 30 seconds"),
         ("/echo?m=1", 400, "unknown parameter 'm'"),
         ("/echo?" + "&".join(f"n{i}=1" for i in range(20)), 400, "malformed target"),
-        ("/nowhere", 404, "no such path; there are /defect, /echo, /secret"),
+        ("/nowhere", 404, "no such path; there are /defect, /echo, /large, /secret"),
         ("/secret", 401, "bearer token"),
         ("/defect", 500, "the agent failed at this request"),
     ],
@@ -93,6 +99,14 @@ def test_authorization(server: HttpServer) -> None:
     assert _get(server, "/secret", Authorization="Bearer tok")[0] == 200
     for wrong in ("Bearer", "Bearer t", "Basic tok", "tok", "Bearer tok2"):
         assert _get(server, "/secret", Authorization=wrong)[0] == 401
+
+
+def test_a_large_answer_comes_whole_and_the_connection_stays(server: HttpServer) -> None:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=PATIENCE_SECONDS)
+    for _ in range(2):
+        connection.request("GET", "/large")
+        assert connection.getresponse().read() == bytes(COPIED_BYTES_MAX + 1)
+    connection.close()
 
 
 @pytest.mark.parametrize("method", ["POST", "HEAD", "DELETE", "OPTIONS"])
@@ -138,6 +152,51 @@ def test_too_many_connections_are_refused_and_later_served(server: HttpServer) -
         for s in held:
             s.close()
     eventually(lambda: _get(server, "/echo")[0] == 200, "places are free again")
+
+
+class _NoThreads(socketserver.ThreadingTCPServer):
+    """Of a user whose threads are used up, for as long as `left` says."""
+
+    left = 1
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self.left:
+            self.left -= 1
+            raise RuntimeError("can't start new thread")
+        super().process_request(request, client_address)
+
+
+class _Starved(HttpServer, _NoThreads):
+    pass
+
+
+def test_without_a_thread_for_it_a_connection_is_refused_and_the_next_is_served() -> None:
+    server = _Starved("127.0.0.1", 0, {"/echo": _echo})
+    server.left = NUM_CONNECTIONS_MAX + 1  # none of them keeps a place
+    server.start()
+    try:
+        for _ in range(NUM_CONNECTIONS_MAX + 1):
+            assert _get(server, "/echo")[0] == 503
+        assert _get(server, "/echo")[0] == 200
+    finally:
+        server.stop()
+
+
+def test_an_address_of_ipv6_is_listened_on() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as e:
+        pytest.skip(f"no IPv6 here: {e}")
+    server = HttpServer("::1", 0, {"/echo": _echo})
+    server.start()
+    try:
+        assert server.url.startswith("http://[::1]:")
+        connection = http.client.HTTPConnection("::1", server.server_address[1], timeout=PATIENCE_SECONDS)
+        connection.request("GET", "/echo")
+        assert connection.getresponse().status == 200
+        connection.close()
+    finally:
+        server.stop()
 
 
 def test_a_taken_port_is_named(server: HttpServer) -> None:

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,9 +15,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rolecall.agent.daemon import main
+from rolecall.agent.assembly import collectors_of
+from rolecall.agent.collectors.exits import ExitWatch
+from rolecall.agent.daemon import _own_token, main
+from rolecall.agent.events import EventLog
+from rolecall.agent.registry import Registry
 from rolecall.agent.settings import AgentFile, explain, load_agent_file
+from rolecall.core.clock import FakeClock
 from rolecall.core.errors import ConfigError
+from rolecall.core.ids import NodeId
 from tests.agent.test_web_config import HASH, PASSWORD, basic
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -33,13 +40,23 @@ def test_the_explained_file_is_the_default_and_each_key_of_its_own_has_a_meaning
 
 def test_problems_are_told_all_at_once(tmp_path: Path) -> None:
     path = tmp_path / "agent.yaml"
-    path.write_text("node: 'Not A Node'\nport: 70000\ngpus: {}\nkernel_log: {interval_seconds: 0}\n")
+    path.write_text(
+        "node: 'Not A Node'\nport: 70000\ngpus: {}\nkernel_log: {interval_seconds: 0}\nnode_exporter: {hostname: a}\n"
+    )
     with pytest.raises(ConfigError) as e:
         load_agent_file(path)
     said = str(e.value)
-    assert "4 problem(s)" in said
-    for key in ("node: ", "port: ", "gpus: unknown key", "kernel_log.interval_seconds: "):
+    assert "5 problem(s)" in said
+    unknown = ("gpus: unknown key", "node_exporter.hostname: unknown key")  # nobody would look at them
+    for key in ("node: ", "port: ", "kernel_log.interval_seconds: ", *unknown):
         assert key in said
+
+
+def test_a_host_whose_name_cannot_be_a_nodes_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu." + "x" * 60)
+    (tmp_path / "agent.yaml").write_text("port: 0\n")
+    with pytest.raises(ConfigError, match="node: "):
+        load_agent_file(tmp_path / "agent.yaml")
 
 
 @pytest.mark.parametrize("text", ["dcgm_exporter: {enabled: true}", "node_exporter: {enabled: true}"])
@@ -104,6 +121,39 @@ def test_an_agent_runs_from_a_file_and_makes_its_own_token(tmp_path: Path) -> No
     assert (data / "token").read_text() == token
 
 
+def test_of_two_agents_that_start_at_once_both_have_the_same_token(tmp_path: Path) -> None:
+    """The second one finds the directory taken only afterwards: what the first one reads must stay."""
+    told: list[str] = []
+    together = threading.Barrier(8)
+
+    def start() -> None:
+        together.wait()
+        told.append(_own_token(tmp_path / "data"))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert len(told) == 8 and set(told) == {(tmp_path / "data" / "token").read_text().strip()}
+    assert [p.name for p in (tmp_path / "data").iterdir()] == ["token"]
+
+
+def test_the_paces_of_the_file_arrive(tmp_path: Path) -> None:
+    sections = ("gpu", "kernel_log", "network", "infiniband", "storage", "nccl_ras", "nccl_inspector", "jobs")
+    paces = {name: 7.0 + n for n, name in enumerate(sections)}
+    text = "".join(f"{name}: {{enabled: true, interval_seconds: {pace}}}\n" for name, pace in paces.items())
+    (tmp_path / "agent.yaml").write_text("node: node-1\n" + text)
+    node, clock = NodeId("node-1"), FakeClock()
+    events = EventLog(tmp_path / "events.jsonl", node, clock)
+    exits = ExitWatch()
+    registry = Registry(node=node, data_dir=tmp_path, token="t", events=events, exits=exits, clock=clock)
+    found = collectors_of(load_agent_file(tmp_path / "agent.yaml"), node, tmp_path, registry)
+    assert paces.items() <= {c.name: c.interval_seconds for c in found}.items()
+    exits.stop()
+    events.close()
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -142,6 +192,12 @@ def test_users_are_asked_for_and_the_port_can_be_overruled(tmp_path: Path) -> No
         assert url == f"http://127.0.0.1:{port}"
         assert get(url + "/metrics")[0] == 401
         assert get(url + "/metrics", basic("prometheus", PASSWORD))[0] == 200
+        for authorization in ("", basic("prometheus", "wrong")):  # as a kubelet asks; and it learns nothing else
+            assert get(url + "/healthz", authorization) == (200, '{"ok":true}')
+            assert get(url + "/healthz?x=1", authorization)[0] == 400
+            for path in ("/metrics/dcgm", "/v1/samples", "/v1/events", "/v1/evidence/stacks?pid=1", "/none"):
+                assert get(url + path, authorization)[0] == 401
+        assert '"node":"node-7"' in get(url + "/healthz", basic("prometheus", PASSWORD))[1]
 
 
 def test_a_second_agent_on_the_same_directory_is_refused(tmp_path: Path) -> None:

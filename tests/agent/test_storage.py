@@ -26,7 +26,7 @@ DISKSTATS = """ 259       0 nvme0n1 100 5 2000 300 200 6 4000 700 3 500 1000 0 0
    8      16 sdb 1 2 3
 """
 MOUNTS = """proc /proc proc rw 0 0
-overlay / overlay rw 0 0
+overlay / overlay ro,relatime 0 0
 tmpfs /dev/shm tmpfs rw 0 0
 tmpfs /run tmpfs rw 0 0
 /dev/nvme0n1p1 /data/with\\040space ext4 rw 0 0
@@ -35,9 +35,10 @@ server:/home /home nfs4 rw 0 0
 """
 
 
-def result(*, blocks: int = 1000, available: int = 250, files: int = 64, flags: int = 0) -> os.statvfs_result:
-    """Blocks of 4096 bytes."""
-    return os.statvfs_result((4096, 4096, blocks, available + 10, available, files, files // 2, files // 2, flags, 255))
+def result(*, blocks: int = 1000, available: int = 250, files: int = 64) -> os.statvfs_result:
+    """Blocks of 4096 bytes; read-only, as a container sees it."""
+    numbers = (4096, 4096, blocks, available + 10, available, files, files // 2, files // 2, os.ST_RDONLY, 255)
+    return os.statvfs_result(numbers)
 
 
 def proc(tmp_path: Path, **files: str) -> Path:
@@ -102,7 +103,7 @@ def test_file_systems(tmp_path: Path) -> None:
         asked.append(path)
         if path == "/dev/shm":
             raise PermissionError(13, "Permission denied")
-        return result(files=0, flags=os.ST_RDONLY) if path == "/" else result()
+        return result(files=0) if path == "/" else result()
 
     it = StorageCollector(NODE, proc=proc(tmp_path, mounts=MOUNTS), statvfs=statvfs)
     assert values(it.read(0.0)) == {
@@ -155,6 +156,23 @@ def test_a_network_file_system_is_asked_only_if_named_and_may_hang(tmp_path: Pat
         thread.join(60)
 
 
+def test_in_a_container_the_host_is_asked_by_the_hosts_names(tmp_path: Path) -> None:
+    """`mounts` of a mounted /proc would be of who reads it: the mounts of the host are those of its first process."""
+    asked = list[str]()
+
+    def statvfs(path: str) -> os.statvfs_result:
+        asked.append(path)
+        return result()
+
+    root = proc(tmp_path, mounts="overlay / overlay rw 0 0\n/dev/sdz /etc/hosts ext4 rw 0 0\n")
+    (root / "1").mkdir()
+    (root / "1" / "mounts").write_text("/dev/vda1 / ext4 rw 0 0\n/dev/vdb /data xfs ro 0 0\nnas:/x /nas nfs4 rw 0 0\n")
+    it = StorageCollector(NODE, mounts=["/nas"], proc=root, rootfs=Path("/host/root"), statvfs=statvfs)
+    shown = values(it.read(0.0))
+    assert sorted(asked) == ["/host/root", "/host/root/data", "/host/root/nas"]
+    assert {k[1]: v for k, v in shown.items() if k[0] == "filesystem_readonly"} == {"/": 0.0, "/data": 1.0, "/nas": 0.0}
+
+
 def test_mounts_are_chosen_once_a_device_and_bounded() -> None:
     many = [Mount(f"/dev/sd{n}", f"/disk/{n}", "xfs") for n in range(2 * NUM_MOUNTS_MAX)]
     assert len(chosen(many, [])) == NUM_MOUNTS_MAX
@@ -171,7 +189,9 @@ def test_mounts_are_chosen_once_a_device_and_bounded() -> None:
 def test_formats_with_damage() -> None:
     assert set(parse_diskstats(DISKSTATS)) == {"nvme0n1", "nvme0n1p1", "loop0"}
     assert parse_diskstats("") == {}
-    assert parse_mounts("short\n\n/dev/sda /a\\011b ext4 rw 0 0\n") == [Mount("/dev/sda", "/a\tb", "ext4")]
+    assert parse_mounts("short\n/dev/sda /a xfs\n\n/dev/sda /a\\011b ext4 rw 0 0\n") == [
+        Mount("/dev/sda", "/a\tb", "ext4")
+    ]
     assert parse_stalls("some total=x\nfull total=2000000\nwhat total=1\n") == {"full": 2.0}
 
 

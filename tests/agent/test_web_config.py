@@ -3,6 +3,7 @@
 import datetime
 import http.client
 import json
+import logging
 import ssl
 import threading
 from base64 import b64encode
@@ -19,6 +20,7 @@ from cryptography.x509.oid import NameOID
 from rolecall.agent.server import Answer, HttpServer, Request
 from rolecall.agent.web_config import BasicAuth, load_web_config
 from rolecall.core.errors import ConfigError
+from tests.support import eventually
 
 PASSWORD = "scrape me: gently"
 HASH = bcrypt.hashpw(PASSWORD.encode(), b"$2b$04$NrjLZreFPdF1CbiX4iFmlO").decode()
@@ -63,12 +65,12 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(folder: Path) -> Iterator[HttpServer]:
     web = load_web_config(folder / "web.yml")
-    assert web.auth is not None
+    assert web.auth is not None and web.tls is not None
 
     def hello(request: Request) -> Answer:
         return Answer.json({"said": "hello"})
 
-    made = HttpServer("127.0.0.1", 0, {"/hello": hello}, tls=web.tls, allows=web.auth.allows)
+    made = HttpServer("127.0.0.1", 0, {"/hello": hello}, tls=web.tls.context, allows=web.auth.allows)
     made.start()
     yield made
     made.stop()
@@ -111,6 +113,33 @@ def test_plain_http_and_who_says_nothing_hold_up_nobody(server: HttpServer, fold
     assert get(server, folder, basic("prometheus", PASSWORD))[0] == 200
     for one in silent:
         one.close()
+
+
+def test_a_certificate_that_is_renewed_is_shown_to_the_next_connection(server: HttpServer, folder: Path) -> None:
+    user = basic("prometheus", PASSWORD)
+    assert get(server, folder, user)[0] == 200
+    certificate(folder)  # cert and key of another pair: the old ones are no longer believed
+    assert get(server, folder, user)[0] == 200
+    key = (folder / "node.key").read_bytes()
+    (folder / "node.key").write_bytes(b"half of a pair")
+    assert get(server, folder, user)[0] == 200, "the one of before is kept"
+    (folder / "node.key").write_bytes(key)
+    assert get(server, folder, user)[0] == 200
+
+
+def test_handshakes_that_fail_in_a_loop_fill_no_log(
+    server: HttpServer, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(3):
+        plain = http.client.HTTPConnection("localhost", server.server_address[1], timeout=10)
+        plain.request("GET", "/hello")
+        with pytest.raises((http.client.HTTPException, OSError)):
+            plain.getresponse()
+        plain.close()
+    assert get(server, folder, basic("prometheus", PASSWORD))[0] == 200
+    eventually(lambda: "handshake failed" in caplog.text, "the first is told")
+    assert caplog.text.count("handshake failed") == 1
 
 
 def test_a_right_password_is_checked_once_and_a_wrong_one_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,4 +205,4 @@ def test_a_client_certificate_is_asked_for(folder: Path) -> None:
         " client_auth_type: RequireAndVerifyClientCert}"
     )
     web = load_web_config(folder / "web.yml")
-    assert web.tls is not None and web.tls.verify_mode is ssl.CERT_REQUIRED and web.auth is None
+    assert web.tls is not None and web.tls.context().verify_mode is ssl.CERT_REQUIRED and web.auth is None

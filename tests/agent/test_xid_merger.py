@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.xid_merger import NUM_SERIES_MAX, SAME_SECONDS, XidCounts, XidMerger, gpu_key
+from rolecall.agent.collectors.xid_merger import NUM_SERIES_MAX, SAME_SECONDS, XidCollector, XidMerger, gpu_key
 from rolecall.core.clock import FakeClock
 from rolecall.core.ids import NodeId
 
@@ -89,14 +89,14 @@ def test_keys() -> None:
     assert gpu_key(3) == gpu_key("3") == "3" and gpu_key("PCI:0000:3B:00") == "0000:3b:00"
 
 
-def values(collector: XidCounts, at: float) -> dict[tuple[str, ...], float]:
+def values(collector: XidCollector, at: float) -> dict[tuple[str, ...], float]:
     return {(v.metric.name, *v.labels[1:]): v.value for v in collector.read(at).values}
 
 
 def test_counts_are_metrics_and_go_on_over_a_restart(tmp_path: Path) -> None:
     clock = FakeClock(now=100.0, wall_offset=1_000_000.0)
     merger = XidMerger()
-    collector = XidCounts(merger, node=NODE, state_file=tmp_path / "xids.json", clock=clock)
+    collector = XidCollector(merger, node=NODE, state_file=tmp_path / "xids.json", clock=clock)
     assert values(collector, 100.0) == {("rolecall_xid_events_not_counted_total",): 0.0}
     merger.merge(99.0, 3, 79, "kernel")
     shown = values(collector, 101.0)
@@ -107,7 +107,7 @@ def test_counts_are_metrics_and_go_on_over_a_restart(tmp_path: Path) -> None:
 
     clock = FakeClock(now=5.0, wall_offset=1_000_200.0)  # the machine booted anew
     merger = XidMerger()
-    collector = XidCounts(merger, node=NODE, state_file=tmp_path / "xids.json", clock=clock)
+    collector = XidCollector(merger, node=NODE, state_file=tmp_path / "xids.json", clock=clock)
     shown = values(collector, 5.0)
     assert shown["rolecall_xid_events_total", "3", "79"] == 2.0
     assert shown["rolecall_xid_last_timestamp_seconds", "3", "79"] == 1_000_120.0
@@ -120,7 +120,7 @@ def test_counts_are_metrics_and_go_on_over_a_restart(tmp_path: Path) -> None:
 def test_a_damaged_file_costs_the_counts_alone(tmp_path: Path, damage: str) -> None:
     (tmp_path / "xids.json").write_text(damage)
     merger = XidMerger()
-    collector = XidCounts(merger, node=NODE, state_file=tmp_path / "xids.json", clock=FakeClock())
+    collector = XidCollector(merger, node=NODE, state_file=tmp_path / "xids.json", clock=FakeClock())
     assert merger.counts() == {} and collector.read(1.0).values
 
 
@@ -129,7 +129,7 @@ def test_a_full_disk_stops_nothing(tmp_path: Path) -> None:
         raise OSError(28, "No space left on device")
 
     merger = XidMerger()
-    collector = XidCounts(merger, node=NODE, state_file=tmp_path / "x", clock=FakeClock(), save=full)
+    collector = XidCollector(merger, node=NODE, state_file=tmp_path / "x", clock=FakeClock(), save=full)
     merger.merge(1.0, 3, 79, "kernel")
     assert values(collector, 2.0)["rolecall_xid_events_total", "3", "79"] == 1.0
     collector.close()

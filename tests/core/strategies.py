@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Finding, Plan, Suspect, Target
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
-from rolecall.core.telemetry import AgentEvent, AgentEventKind, HostSample, Phase, ProcessSample, SampleBatch
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, GpuSample, HostSample, Phase, ProcessSample, SampleBatch
 
 TEXT = st.text(max_size=20)
 TIMES = st.floats(0, 4e9, allow_nan=False)
@@ -84,6 +84,17 @@ HOST_SAMPLES = st.builds(
     memory_total_bytes=COUNTS,
     memory_available_bytes=COUNTS,
 )
+GPU_SAMPLES = st.builds(
+    GpuSample,
+    node=NODES,
+    gpu=st.integers(0, 15),
+    uuid=TEXT,
+    at=TIMES,
+    wall_at=TIMES,
+    pids=st.lists(st.integers(1, 2**22), max_size=3).map(tuple),
+    sm_clock_hertz=st.floats(allow_infinity=False),
+    thermal_throttle_seconds=TIMES,
+)
 AGENT_EVENTS = st.builds(
     AgentEvent,
     seq=COUNTS,
@@ -105,6 +116,7 @@ BATCHES = st.builds(
     wall_at=TIMES,
     processes=st.lists(PROCESS_SAMPLES, max_size=3).map(tuple),
     hosts=st.lists(HOST_SAMPLES, max_size=3).map(tuple),
+    gpus=st.lists(GPU_SAMPLES, max_size=3).map(tuple),
 )
 JSON_BODIES = st.dictionaries(
     TEXT,

@@ -1,27 +1,24 @@
 """Messages of the kernel beside near-misses, the stamps before them, and any bytes."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolecall.core.kernel_lines import (
     FAULTS,
-    GpuLost,
-    GpuNamed,
     HardwareError,
     KernelFault,
     KernelReader,
     LinkChange,
-    NvLink5,
     OomKill,
-    SxidLine,
-    XidLine,
-    normal_pci,
-    nvlink_error,
     parse_message,
 )
+from rolecall.core.kernel_nvidia import GpuLost, GpuNamed, NvLink5, SxidLine, XidLine, normal_pci
 from rolecall.core.kernel_stamps import parse_line, parse_record, wall_of_local
-from rolecall.core.xid import RecoveryAction
+from rolecall.core.xid import RecoveryAction, XidAction
+from rolecall.core.xid_nvlink import ruling
 
 UUID = "GPU-5a1b2c3d-0011-2233-4455-66778899aabb"
 
@@ -59,6 +56,7 @@ def xid_line(message: str) -> XidLine:
 def test_xid_lines_of_both_generations(message: str, wanted: tuple[str, int, int | None, str, str]) -> None:
     fact = xid_line(message)
     assert (fact.pci, fact.code, fact.pid, fact.name, fact.partition) == wanted
+    assert fact.instance == ({"gpu_instance": "5", "compute_instance": "0"} if fact.partition else {})
 
 
 @pytest.mark.parametrize(
@@ -80,6 +78,27 @@ def test_xid_lines_of_both_generations(message: str, wanted: tuple[str, int, int
         "NVRM: nvidia-bug-report.sh as root to collect this data before the NVIDIA kernel module is unloaded.",
         "nvidia-nvlink: Nvlink Core is being initialized, major device number 234",
         "nvidia 0000:3b:00.0: enabling device (0000 -> 0003)",
+        "NVRM: Xid (PCI:0000:66:00): 31 , pid=1",
+        "NVRM: Xid (PCI:0000:66:00): -31, pid=1",
+        "NVRM: Xid (PCI:0000:66:00): 031, pid=1",
+        "NVRM: Xid (PCI:0000:66:00): 31.5, pid=1",
+        "NVRM: Xid (PCI:0000:66:00): 31; pid=1",
+        "NVRM: Xid (PCI:0000:66:00): 0x31, pid=1",
+        "NVRM: Xid (PCI:0000:66:00): 12345, pid=1",
+        "NVRM: Xid (PCI:0000:66:00): 3\u0661, digits of another script",
+        "NVRM: Xid (PCI:0000:66:00)): 31, pid=1",
+        "NVRM: Xid (PCI:0000:zz:00): 31, pid=1",
+        "NVRM: Xid (PCI:0000:66:00 GPU-X:05): 31, pid=1",
+        f"NVRM: Xid ({UUID}): 31, pid=1",
+        "NVRM: XID (PCI:0000:66:00): 31, pid=1",
+        "NVRM: Xids (PCI:0000:66:00): 31, pid=1",
+        "NVRM:  Xid (PCI:0000:66:00): 31, pid=1",
+        "NVRM: NVRM: Xid (PCI:0000:66:00): 31, pid=1",
+        "NVRM: nvAssertFailedNoLog: Xid (PCI:0000:66:00): 31, pid=1",
+        "NVRM: GPU at PCI:0000:3b:00: GPU-5a1b2c3d",
+        "NVRM: The NVIDIA probe routine was not called for 1 device(s).",
+        "message repeated 2 times: [ NVRM: Xid (PCI:0000:66:00): 31, pid=1]",
+        "NVRM: Xid (0000[4711]: segfault at 0 ip 0 sp 0 error 4 in libc.so.6",  # its name is "NVRM: Xid (0000"
     ],
 )
 def test_lines_like_an_xid_that_are_none(message: str) -> None:
@@ -100,6 +119,10 @@ NVLINK5 = (
             NvLink5(unit="NETIR_LINK_EVT", fatal=True, link=1, subcode=0, interrupt=10, status=0),
         ),
         (
+            "NVRM: Xid (PCI:0000:00:1e): 150, MSE Degraded Fatal XC0 i0 Link -1 (0x00000000 0xffffffff 0x00000000)",
+            NvLink5(unit="MSE Degraded", fatal=True, link=None, subcode=0, interrupt=0, status=0xFFFFFFFF),
+        ),
+        (
             (
                 "NVRM: Xid (PCI:0018:01:00): 145, pid=812, name=python3, RLW_REMAP/ADDR Nonfatal XC0 i0 Link 00 "
                 "(0x00000004 0x80000000 0x00000000 0x00000000 0x00000000 0x00000000)"
@@ -111,7 +134,10 @@ NVLINK5 = (
     ],
 )
 def test_nvlink5(message: str, wanted: NvLink5 | None) -> None:
-    assert xid_line(message).nvlink == wanted
+    line = xid_line(message)
+    assert (line.nvlink and replace(line.nvlink, ruling=None)) == wanted
+    if line.nvlink is not None:
+        assert line.nvlink.ruling == ruling(line.code, line.nvlink.unit, line.nvlink.interrupt, line.nvlink.status)
 
 
 @pytest.mark.parametrize("code", range(144, 151))
@@ -138,6 +164,43 @@ def test_154_names_the_recovery_action(change: str, wanted: RecoveryAction | Non
     assert xid_line(f"NVRM: Xid (PCI:0008:01:00): 154, GPU recovery action changed {change}").recovery is wanted
 
 
+NVLINK5_SHORT = "NVRM: Xid (PCI:0018:01:00): {}, {} {} XC0 i0 Link 09 ({:#010x} {:#010x} 0x00000000)"
+
+
+@pytest.mark.parametrize(
+    ("line", "action", "fatal", "words"),
+    [
+        ((149, "NETIR_LINK_EVT", "Fatal", 0x004505C6, 0), "RESET_GPU", True, "signal integrity"),
+        ((149, "NETIR_LINK_DOWN", "Fatal", 0x02600011, 0), "IGNORE", False, "software that uses NVLink"),
+        ((145, "RLW_REMAP", "Nonfatal", 0x4, 0x40), "RESET_GPU", True, "reset it"),  # the table is the worse
+        ((145, "RLW_REMAP", "Fatal", 0x4, 0x100), "WORKFLOW_NVLINK5_ERR", True, "says Fatal"),  # the line is
+        ((145, "RLW_REMAP", "Nonfatal", 0x4, 0x4), "XID_154_EVAL", False, "XID 154 beside it"),
+        ((147, "TREX", "Nonfatal", 0xE, 0x80000000), "IGNORE", False, "nothing"),
+        ((147, "SOMETHING_LATER", "Fatal", 0xE, 0x1), "WORKFLOW_NVLINK5_ERR", True, "says Fatal"),
+        ((147, "SOMETHING_LATER", "Nonfatal", 0xE, 0x1), "IGNORE", False, "nothing"),
+    ],
+)
+def test_of_144_to_150_line_and_table_decide(
+    line: tuple[int, str, str, int, int], action: str, fatal: bool, words: str
+) -> None:
+    fact = xid_line(NVLINK5_SHORT.format(*line))
+    assert (fact.action, fact.fatal) == (XidAction(action), fatal) and words in fact.advice
+
+
+@pytest.mark.parametrize(
+    ("registers", "action", "fatal", "words"),
+    [
+        ("0x0, 0x0, 0x10000, 0x0, 0x0, 0x0, 0x0", "WORKFLOW_NVLINK_ERR", True, "field diagnostics"),
+        ("0x40000001, 0x0, 0x0, 0x0, 0x0, 0x0, 0x0", "IGNORE", False, "nothing"),
+        ("0x0, 0x0, 0x0, 0x0, 0x100000, 0x0, 0x0", "IGNORE", False, "go on"),
+        ("0x0, 0xffffffff, 0x0, 0x0, 0x0, 0xffffffff, 0xffffffff", "WORKFLOW_NVLINK_ERR", True, "reset the GPU"),
+    ],
+)
+def test_of_74_the_registers_decide(registers: str, action: str, fatal: bool, words: str) -> None:
+    fact = xid_line(f"NVRM: Xid (PCI:0003:00:00): 74, NVLink: fatal error detected on link 14({registers})")
+    assert fact.link == 14 and (fact.action, fact.fatal) == (XidAction(action), fatal) and words in fact.advice
+
+
 def test_13_names_its_place_and_74_its_registers() -> None:
     thirteen = xid_line(
         "NVRM: Xid (PCI:0000:3b:00): 13, pid=9, name=a, Graphics SM Warp Exception on (GPC 1, TPC 4, SM 0): Out Of Range"
@@ -146,9 +209,8 @@ def test_13_names_its_place_and_74_its_registers() -> None:
     link = xid_line(
         "NVRM: Xid (PCI:0000:c1:00): 74, pid=5, name=x, NVLink: fatal error detected on link 6(0x200010, 0x0, 0x0, 0x0)"
     )
-    assert link.registers == (0x200010, 0, 0, 0)
-    assert nvlink_error(link.registers) == "ECC or parity error, signal integrity"
-    assert nvlink_error(()) == "" == nvlink_error((0,))
+    assert link.registers == (0x200010, 0, 0, 0) and link.link == 6
+    assert link.signs == ("signal", "ecc")
 
 
 # --- GPUs that are gone, SXid
@@ -220,6 +282,11 @@ def test_sxid(message: str, wanted: tuple[int, str, int, bool, int | None, str])
         "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 12028, Severity 0 Engine instance 61 Sub-engine instance 00",
         "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): garbled, Fatal",
         "nvidia-nvswitch3: open (major=508)",
+        "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 12028, Fatality, Link 32 text",
+        "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 12028 Fatal, Link 32 text",
+        "nvidia-nvswitch: SXid (PCI:0000:c1:00.0): 12028, Fatal, Link 32 text",
+        "nvidia-nvswitch3: SXid: 12028, Fatal, Link 32 text",
+        "nvidia-nvswitch3: Xid (PCI:0000:c1:00.0): 12028, Fatal, Link 32 text",
     ],
 )
 def test_what_follows_an_sxid_is_the_same_event(message: str) -> None:
@@ -316,6 +383,17 @@ def test_other_messages(message: str, wanted: object) -> None:
 )
 def test_near_misses(message: str) -> None:
     assert parse_message(message) is None
+
+
+# A process chooses its own name, 15 characters of it.
+NAMES = ("EDAC MC0: 1 UE ", "Oops: 0002", "kernel BUG at m", "igb: a Link Up", "NVRM: Xid (0000", "Out of memory: ")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_process_cannot_write_the_kernels_lines_by_its_name(name: str) -> None:
+    line = f"{name}[4711]: segfault at 7f79 ip 00007f sp 00007f error 4 in libc.so.6[7f7c7ac00000+d3d3000]"
+    assert parse_message(line) == KernelFault(what="segfault", pid=4711, name=name, device="libc.so.6")
+    assert parse_message(f"{name} invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0") is None
 
 
 # --- stamps

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Plan, Suspect, Target
 from rolecall.core.events import Event
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
-from rolecall.core.telemetry import AgentEvent, HostSample, ProcessSample, SampleBatch
+from rolecall.core.telemetry import AgentEvent, GpuSample, HostSample, ProcessSample, SampleBatch
 from tests.core.strategies import (
     AGENT_EVENTS,
     BATCHES,
     DIAGNOSES,
     EVENTS,
     FINDINGS,
+    GPU_SAMPLES,
     HOST_SAMPLES,
     PLANS,
     PROCESS_SAMPLES,
@@ -34,7 +35,7 @@ def test_values_survive_json(value: Finding | Diagnosis | Plan | Event | AgentEv
     assert _through_json(value) == value
 
 
-def _same_sample(a: ProcessSample, b: ProcessSample) -> bool:
+def _same_sample(a: ProcessSample | GpuSample, b: ProcessSample | GpuSample) -> bool:
     """Equality in which NaN equals NaN."""
     left, right = asdict(a), asdict(b)
     return all(
@@ -49,18 +50,28 @@ def test_a_process_sample_survives_json_and_nan_is_absence(sample: ProcessSample
     assert ("loss" in sample.to_dict()) == (not math.isnan(sample.loss))
 
 
+@given(GPU_SAMPLES)
+def test_a_gpu_sample_survives_json_and_nan_is_absence(sample: GpuSample) -> None:
+    assert _same_sample(_through_json(sample), sample)
+    assert ("sm_clock_hertz" in sample.to_dict()) == (not math.isnan(sample.sm_clock_hertz))
+    assert "tensor_active_ratio" not in sample.to_dict()
+
+
 @given(BATCHES)
 def test_a_batch_survives_json(batch: SampleBatch) -> None:
     back = _through_json(batch)
     assert back.hosts == batch.hosts
     assert (back.node, back.cursor, back.lost) == (batch.node, batch.cursor, batch.lost)
     assert all(_same_sample(a, b) for a, b in zip(back.processes, batch.processes, strict=True))
+    assert all(_same_sample(a, b) for a, b in zip(back.gpus, batch.gpus, strict=True))
+    assert SampleBatch.from_dict({k: v for k, v in batch.to_dict().items() if k != "gpus"}).gpus == (), "an older agent"
 
 
-@given(PROCESS_SAMPLES, AGENT_EVENTS)
-def test_fields_of_a_later_version_are_ignored(sample: ProcessSample, event: AgentEvent) -> None:
+@given(PROCESS_SAMPLES, AGENT_EVENTS, GPU_SAMPLES)
+def test_fields_of_a_later_version_are_ignored(sample: ProcessSample, event: AgentEvent, gpu: GpuSample) -> None:
     # An agent may be newer than the watch that reads it.
     assert _same_sample(ProcessSample.from_dict({**sample.to_dict(), "invented_later": 1}), sample)
+    assert _same_sample(GpuSample.from_dict({**gpu.to_dict(), "invented_later": 1}), gpu)
     assert AgentEvent.from_dict({**event.to_dict(), "invented_later": 1}) == event
 
 

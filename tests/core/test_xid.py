@@ -3,9 +3,10 @@
 import pytest
 
 from rolecall.core.diagnosis import FaultClass
-from rolecall.core.kernel_lines import XidLine, parse_message
+from rolecall.core.kernel_lines import parse_message
+from rolecall.core.kernel_nvidia import XidLine
 from rolecall.core.xid import ADVICE, RECOVERY_ADVICE, SXIDS, XIDS, RecoveryAction, XidAction, sxid, xid
-from rolecall.core.xid_table import CODE_MAX, XID_ROWS
+from rolecall.core.xid_table import CODE_MAX, NOTES, UNUSED_ROWS, XID_ROWS
 
 
 @pytest.mark.parametrize("code", range(1, CODE_MAX + 1))
@@ -22,8 +23,19 @@ def test_every_code_is_decoded_from_its_line_with_class_and_action(code: int) ->
 def test_the_table_has_each_code_once_and_the_rest_is_unused() -> None:
     codes = [row[0] for row in XID_ROWS]
     assert codes == sorted(set(codes)) and len(codes) == 111
-    assert {c for c, known in XIDS.items() if known.unused} == set(range(1, CODE_MAX + 1)) - set(codes)
+    assert sorted(XIDS) == list(range(1, CODE_MAX + 1)) and len(UNUSED_ROWS) == CODE_MAX - len(codes)
+    assert {c for c, known in XIDS.items() if known.unused} == set(UNUSED_ROWS) == set(XIDS) - set(codes)
     assert all(known.immediate is XidAction.CONTACT_SUPPORT for known in XIDS.values() if known.unused)
+    mnemonics = [known.mnemonic for known in XIDS.values()]
+    assert len(set(mnemonics)) == len(mnemonics) and not any(m.startswith("XID_") for m in mnemonics)
+
+
+def test_of_codes_without_an_action_the_catalogues_remark_decides() -> None:
+    without = {c: known for c, known in XIDS.items() if known.immediate is XidAction.NONE}
+    assert set(NOTES) < set(without) == set(range(162, 173))
+    assert {c for c, known in without.items() if known.fatal} == {166, 167, 169, 172}
+    assert "no reset is needed" in xid(163).advice and "REBOOT" in xid(163).second_opinion, "NVIDIA decides"
+    assert xid(167).advice == ADVICE[XidAction.NONE]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from rolecall.core.columns import PROCESSES
+from rolecall.core.telemetry import ProcessSample
+
 NODE = "node-1"
 
 
@@ -29,7 +32,10 @@ def sample(**changes: Any) -> dict[str, Any]:
 
 @dataclass
 class FakeAgent:
-    """Answers like rolecall.agent. `bad` by path: bytes sent instead of the JSON, a status, or "drip", "silent"."""
+    """Answers like rolecall.agent. `bad` by path: bytes sent instead of the JSON, a status, or "drip", "silent".
+    `old`: like one that does not know `/v1/news`."""
+
+    old: bool = False
 
     agent_pid: int = 1
     port: int = 0
@@ -95,14 +101,17 @@ class FakeAgent:
         self.asked.append(handler.path)
         parts = urlsplit(handler.path)
         query = {k: v[0] for k, v in parse_qs(parts.query).items()}
-        bad = self.bad.get(parts.path)
+        bad = self.bad.get(parts.path, 404 if self.old and parts.path == "/v1/news" else None)
         if bad == "silent":
             self.released.wait(30)
         if bad == "drip":
             self.drip(handler)
             return
         status, location = (bad, "/elsewhere") if isinstance(bad, int) else (200, "")
-        body = bad if isinstance(bad, bytes) else json.dumps(self.value(parts.path, query)).encode()
+        if isinstance(bad, bytes):
+            body = bad
+        else:
+            body = b"" if isinstance(bad, int) else json.dumps(self.value(parts.path, query)).encode()
         handler.send_response(status)
         handler.send_header("Content-Length", str(len(body)))
         if location:
@@ -121,9 +130,14 @@ class FakeAgent:
 
     def value(self, path: str, query: dict[str, str]) -> dict[str, Any]:
         head = {"node": NODE, "agent_pid": self.agent_pid, "lost": 0, "at": 12.0, "wall_at": time.time(), **self.extra}
-        if path == "/v1/events":
-            after = int(query["after"])
-            with self.changed:
-                self.changed.wait_for(lambda: len(self.events) > after, float(query["wait"]))
-                return {**head, "newest": len(self.events), "events": self.events[after:]}
-        return {**head, "cursor": 100, "processes": self.samples if query["since"] == "0" else [], "hosts": []}
+        if path == "/v1/samples":
+            return {**head, "cursor": 100, "processes": self.samples if query["since"] == "0" else [], "hosts": []}
+        after = int(query["after"])
+        with self.changed:
+            self.changed.wait_for(lambda: len(self.events) > after, float(query["wait"]))
+            head |= {"newest": len(self.events), "events": self.events[after:]}
+        if path == "/v1/news":
+            head |= {"cursor": 100, "samples_lost": 0}
+            if query["since"] == "0" and self.samples:
+                head["processes"] = PROCESSES.encode([ProcessSample.from_dict(s) for s in self.samples])
+        return head

@@ -7,11 +7,13 @@ import pytest
 
 from rolecall.agent.events import EventLog
 from rolecall.core.clock import FakeClock
+from rolecall.core.diagnosis import FaultClass
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector import agent_events
 from rolecall.detector.budget import Budget, Limits
+from rolecall.detector.fusion import ADVICE
 from rolecall.detector.registry import detector
 from rolecall.diagnosing import diagnose
 
@@ -52,6 +54,16 @@ def test_an_xid_and_the_crash_after_it_are_one_diagnosis(tmp_path: Path) -> None
     assert looked.kind == "agent events" and "6 event(s) of 1 node(s)" in looked.looked_at
 
 
+def test_what_to_do_is_said_once(tmp_path: Path) -> None:
+    agent = Agent(tmp_path / "events.jsonl")
+    for rank in range(4):
+        agent.says(AgentEventKind.REGISTERED, rank)
+    agent.says(AgentEventKind.EXITED, 2, signal="9", last_phase="compute")
+    agent.log.close()
+    (d,) = diagnose([tmp_path / "events.jsonl"], [detector("sequential")]).diagnoses
+    assert d.advice == ADVICE[FaultClass.CRASH]
+
+
 def test_events_of_several_nodes_are_one_story(tmp_path: Path) -> None:
     """The same exception on all ranks is the job's code, whichever node each ran on."""
     for n, folder in enumerate(("a", "b")):
@@ -65,6 +77,24 @@ def test_events_of_several_nodes_are_one_story(tmp_path: Path) -> None:
         agent.log.close()
     (d,) = diagnose([tmp_path], [detector("sequential")]).diagnoses
     assert d.fault_class == "user_code" and "KeyError" in d.because
+
+
+def test_a_replica_that_lost_ranks_on_two_nodes_is_one_diagnosis_that_names_both(tmp_path: Path) -> None:
+    for n, (name, how) in enumerate((("a", {"signal": "9"}), ("b", {"signal": "11"}))):
+        agent = Agent(tmp_path / name / "events.jsonl", f"node-{n}")
+        process = ProcessId(node=agent.node, pid=100, start_ticks=7)
+        for kind, after, detail in (
+            (AgentEventKind.REGISTERED, 1.0, {}),
+            (AgentEventKind.EXITED, 60.0 + 30.0 * n, how),
+        ):
+            agent.clock.advance(after)
+            agent.log.append(
+                kind, process=process, role="trainer", replica="trainer/0", rank=n, incarnation=1, detail=detail
+            )
+        agent.log.close()
+    (d,) = diagnose([tmp_path], [detector("sequential")]).diagnoses
+    assert [(s.node, s.rank) for s in d.suspects] == [("node-0", 0), ("node-1", 1)]
+    assert "and by a fault of its own: trainer/0 rank 1 (node-1" in d.because
 
 
 def test_a_quiet_node_is_healthy_and_torn_lines_are_left_out(tmp_path: Path) -> None:

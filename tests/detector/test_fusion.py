@@ -6,7 +6,7 @@ import pytest
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
 from rolecall.core.ids import NodeId, split_replica
-from rolecall.detector.findings import GAIN, PANEL
+from rolecall.detector.findings import GAIN, OF_GPU, PANEL
 from rolecall.detector.fusion import fuse, on_panels_alone, to_diagnosis, unexplained
 
 F = FaultClass
@@ -177,3 +177,12 @@ def test_a_slowness_that_was_measured_takes_the_place_of_what_a_panel_said() -> 
     assert (then.key, then.gain_ratio, on_panels_alone(then)) == (first.key, 3.0, False)
     (still,) = fuse([measured], {then.key: then}, SIZES, 21.0)
     assert still is then
+
+
+def test_what_a_panel_said_of_a_gpu_stays_when_the_slowness_is_measured() -> None:
+    of_gpu = Evidence(kind=OF_GPU, text="GPU 3: SM clock 1200 MHz (peers 1755 MHz)", values={"gpu": 3.0})
+    said = replace(_panel("rollout/0"), evidence=(Evidence(kind="metric:x", text="x"), of_gpu))
+    (first,) = fuse([], {}, SIZES, 13.0, [said])
+    (then,) = fuse([_found(F.SLOW, "rollout/0")], {first.key: first}, SIZES, 20.0)
+    assert not on_panels_alone(then) and then.evidence[-1] == of_gpu
+    assert [e.kind for e in then.evidence].count("metric:x") == 0

@@ -211,6 +211,17 @@ def test_counters_without_peers_cannot_be_told(tmp_path: Path) -> None:
         ("symbol_error", 5000, 5100, 60.0, True),
         ("symbol_error", 5000, 5100, 7200.0, False),
         ("roce_slow_restart", 0, 700, 60.0, True),
+        ("roce_slow_restart", 0, 500, 60.0, False),
+        ("port_rcv_errors", 0, 700, 60.0, True),
+        ("port_rcv_errors", 0, 500, 60.0, False),
+        ("port_xmit_discards", 0, 7000, 60.0, True),
+        ("port_xmit_discards", 0, 5000, 60.0, False),
+        ("local_ack_timeout_err", 0, 70, 60.0, True),
+        ("local_ack_timeout_err", 0, 50, 60.0, False),
+        ("link_error_recovery", 0, 6, 60.0, True),
+        ("link_error_recovery", 0, 6, 600.0, False),
+        ("rnr_nak_retry_err", 0, 1, 3600.0, True),
+        ("np_cnp_sent", 0, 10**9, 60.0, False),  # nobody to compare it with
     ],
 )
 def test_two_copies_tell_what_counts_now(
@@ -224,6 +235,46 @@ def test_two_copies_tell_what_counts_now(
     assert [suspects(d) for d in found] == ([["node-1"]] if is_found else []) and remarks == ()
     for d in found:
         assert f"port mlx5_4/1: {name} grew by" in d.because and (d.onset, d.detected_at) == (1000.0, 1000.0 + seconds)
+
+
+def test_what_others_may_cause_is_told_with_less_confidence_and_what_settles_it(tmp_path: Path) -> None:
+    for copy, at in (("first", 1000.0), ("second", 1060.0)):
+        fleet(tmp_path / copy, num_nodes=2)
+        grown = 900 if copy == "second" else 0
+        port(tmp_path / copy / "node-0", "mlx5_4", counters={"symbol_error": grown})
+        port(tmp_path / copy / "node-1", "mlx5_4", counters={"local_ack_timeout_err": grown})
+        made_at(tmp_path / copy, at)
+    own, of_others = sorted((d for d in diagnosed(tmp_path)[0]), key=lambda d: d.suspects[0].node)
+    assert (own.confidence, own.settle) == (0.8, "")
+    assert of_others.confidence == 0.5 and "whether those whom it talks to count the same" in of_others.settle
+
+
+@pytest.mark.parametrize(
+    ("mine", "usual", "is_found"),
+    [
+        (2_000_000, 1_000, True),  # 33,333 a second
+        (2_000_000, 300_000, False),  # a fabric that is busy everywhere
+        (30_000, 0, False),  # 500 a second are none
+    ],
+)
+def test_congestion_is_a_matter_of_peers(tmp_path: Path, mine: int, usual: int, is_found: bool) -> None:
+    for copy, at in (("first", 1000.0), ("second", 1060.0)):
+        for n in range(5):
+            sent = (mine if n == 1 else usual) if copy == "second" else 0
+            port(tmp_path / copy / f"node-{n}", "mlx5_0", link_layer="Ethernet", counters={"np_cnp_sent": 7 + sent})
+        made_at(tmp_path / copy, at)
+    found, remarks, _ = diagnosed(tmp_path)
+    assert [suspects(d) for d in found] == ([["node-1"]] if is_found else []) and remarks == ()
+    for d in found:
+        assert "it sent congestion notifications (CNP) to those who send to it" in d.because
+        assert "the median of 5 ports is 17 a second" in d.because
+        assert d.confidence == 0.4 and "PFC pauses" in d.settle
+
+
+def test_a_single_copy_says_nothing_of_congestion(tmp_path: Path) -> None:
+    for n in range(5):
+        port(tmp_path / f"node-{n}", "mlx5_0", counters={"np_cnp_sent": 10**9 if n == 1 else 0})
+    assert diagnosed(tmp_path)[:2] == ([], ())
 
 
 def test_names_of_nodes(tmp_path: Path) -> None:

@@ -255,12 +255,58 @@ def test_a_fatal_code_that_keeps_coming_back_is_for_support(tmp_path: Path) -> N
 
 def test_nvlink_says_its_links_and_whether_it_is_fatal(tmp_path: Path) -> None:
     line = "NETIR_LINK_EVT  {}   XC0 i0 Link 09 (0x025525c6 0x00000000 0x00000000 0x0 0x0 0x0)"
-    [d], _ = told(tmp_path, (0, of_xid(149, line.format("Nonfatal"), process="")))
-    assert "not fatal" in d.because and d.fault_class == FaultClass.NETWORK
     [d], _ = told(tmp_path, (0, of_xid(149, line.format("Fatal"), process="")))
+    assert d.fault_class == FaultClass.NETWORK and "other end of the link" in d.advice
     assert ", fatal" in d.because and any("NVLink 9, NETIR_LINK_EVT" in e.text for e in d.evidence)
-    [d], _ = told(tmp_path, (0, of_xid(74, "NVLink: fatal error detected on link 6(0x200000, 0x0, 0x0)", process="")))
-    assert "its registers say: signal integrity" in d.because
+    assert "NVIDIA's table (driver before R575): RESET_GPU, link fatal, to investigate INVESTIGATE_PEER" in d.because
+    [d], _ = told(tmp_path, (0, of_xid(149, line.format("Nonfatal"), process="")))
+    assert ", fatal" in d.because and "but the line says not fatal: the worse counts" in d.because
+    [d], _ = told(tmp_path, (0, of_xid(149, line.replace("025525c6", "003525c6").format("Fatal"), process="")))
+    assert (
+        ", fatal" in d.because and "NVIDIA's table has no row for it: the line's own word (fatal) decides" in d.because
+    )
+
+
+def test_nvlink_errors_that_nvidia_says_to_ignore_are_remarks(tmp_path: Path) -> None:
+    counted = "NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0 0x0 0x0)"
+    diagnoses, remarks = told(
+        tmp_path,
+        (0, of_xid(149, counted, process="")),
+        (
+            1,
+            of_74(6, "0x40000001"),
+        ),
+        (2, of_xid(63)),
+    )
+    assert diagnoses == [] and len(remarks) == 3
+    assert "IGNORE, non-fatal, to investigate INVESTIGATE_LINK_SI_AND_CABLES" in remarks[0]
+    [d], _ = told(tmp_path, (0, of_xid(149, counted, process="")), (1, of_xid(94)))
+    assert "XID 94" in d.because, "what is to be ignored leads nothing"
+
+
+def of_74(link: int, *registers: str) -> str:
+    words = ", ".join([*registers, *["0x0"] * (7 - len(registers))])
+    return of_xid(74, f"NVLink: fatal error detected on link {link}({words})", process="")
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "advice"),
+    [
+        ([(0, of_74(6, "0x200000"))], "its registers say: signal integrity", "mechanical connections"),
+        ([(0, of_74(6, "0x0", "0x0", "0x10000"))], "matters when it repeats", "field diagnostics"),
+        ([(i, of_74(6, "0x10")) for i in range(2)], "ECC or parity error", "reset the GPU"),
+        ([(i, of_74(6, "0x10")) for i in range(3)], "ECC or parity error, 3 times on link 6", "support"),
+        ([(i, of_74(i, "0x10")) for i in range(3)], "ECC or parity error", "reset the GPU"),
+        ([(0, of_74(6, "0x2"))], "and no other error came with it", "support"),
+        ([(0, of_74(6, "0x2")), (1, of_xid(45))], "a consequence of another error", "follow the error"),
+        ([(0, of_74(6, "0x0", "0x0", "0x0", "0x40000"))], "the fabric is to be reset", "reset the fabric"),
+        ([(0, of_74(6, "0x200001"))], "its registers say: signal integrity", "mechanical connections"),
+        ([(0, of_xid(74, "NVLink: something", process=""))], "XID 74 (NVLink error", "reset the GPU"),
+    ],
+)
+def test_of_74_the_registers_decide(tmp_path: Path, lines: list[tuple[float, str]], words: str, advice: str) -> None:
+    [d], _ = told(tmp_path, *lines)
+    assert words in d.because and advice in d.advice and d.fault_class == FaultClass.NETWORK
 
 
 SXID = "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): {}, {}, Link 32 text"

@@ -1,12 +1,18 @@
 """What hardware and kernel of a node say: who is named for it, for how long, and that one fault is told once."""
 
+import json
+from dataclasses import replace
+
+import pytest
+
 from rolecall.core.config import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, FaultClass
-from rolecall.core.ids import NodeId
-from rolecall.core.telemetry import AgentEvent, AgentEventKind
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, SampleBatch
 from rolecall.detector.codec import decode, encode
 from rolecall.detector.engine import Detector
-from rolecall.detector.node_faults import FAULTS_MAX, FLAP_SECONDS, STANDS_SECONDS, NodeFaults
+from rolecall.detector.node_faults import FAULTS_MAX, FLAP_SECONDS, HELD_SECONDS, STANDS_SECONDS, NodeFaults
+from rolecall.detector.observation import Observation
 from rolecall.detector.testing import WALL_OFFSET, FakeFleet
 
 CONFIG = DetectorConfig(mask_proc_state=True)
@@ -56,6 +62,50 @@ def test_what_the_kernel_log_tells_of_long_ago_is_not_now() -> None:
     faults.take(event(AgentEventKind.XID, xid="79", gpu="3", seconds_ago="12"), WALL)
     (found,) = faults.join([], WALL + 1)
     assert found.onset == WALL - 12
+
+
+def test_an_xid_of_a_mig_instance_names_it() -> None:
+    faults = NodeFaults()
+    faults.take(event(AgentEventKind.XID, xid="95", gpu="3", gpu_instance="9", compute_instance="0"), WALL)
+    assert "XID 95 on GPU 3 (MIG instance 9) of node-7" in alone(faults, 1.0)[0][2]
+
+
+def test_the_drivers_own_verdict_stands_until_it_is_taken_back() -> None:
+    faults = NodeFaults()
+    asks = {"xid": "154", "gpu": "3", "recovery": "drain_and_reset", "advice": "drain and reset it", "fatal": "yes"}
+    faults.take(event(AgentEventKind.XID, **asks), WALL)
+    ((fault_class, gpus, because),) = alone(faults, 2 * STANDS_SECONDS)
+    assert (fault_class, gpus) == ("gpu", [3]) and "asks for its recovery: drain and reset" in because
+    faults.take(event(AgentEventKind.XID, xid="154", gpu="3", recovery="none", fatal="no"), WALL + 5)
+    assert alone(faults, 6.0) == []
+    faults.take(event(AgentEventKind.XID, xid="154", gpu="3", fatal="no"), WALL)  # a line that names no action
+    assert alone(faults, 1.0) == []
+
+
+def test_of_nvlink_nvml_tells_the_number_and_the_kernels_line_decides() -> None:
+    by_nvml = event(AgentEventKind.XID, xid="149", gpu="3", source="nvml")
+    faults = NodeFaults()
+    faults.take(by_nvml, WALL)
+    assert alone(faults, HELD_SECONDS / 2) == []
+    assert len(alone(faults, HELD_SECONDS)) == 1, "no kernel log to be read: the number is all there is"
+
+    faults = NodeFaults()
+    faults.take(by_nvml, WALL)
+    faults.take(event(AgentEventKind.XID, xid="149", gpu="3", fatal="no", adds_to="nvml"), WALL)
+    assert alone(faults, HELD_SECONDS + 1) == []
+
+    faults = NodeFaults()
+    faults.take(by_nvml, WALL)
+    line = {"fatal": "yes", "adds_to": "nvml", "advice": "reset it", "line": "NVRM: Xid .."}
+    faults.take(event(AgentEventKind.XID, xid="149", gpu="3", **line), WALL)
+    assert len(alone(faults, 0.1)) == 1
+
+    faults = NodeFaults()
+    faults.take(event(AgentEventKind.XID, xid="79", gpu="3", source="nvml"), WALL)
+    assert len(alone(faults, 0.0)) == 1, "of others the number says all"
+    faults.take(by_nvml, WALL)
+    faults.take(event(AgentEventKind.XID, xid="149", gpu="3", fatal="no", adds_to="nvml"), WALL)
+    assert len(alone(faults, 0.1)) == 1
 
 
 def test_two_gpus_of_a_node_are_one_finding_and_a_recovered_one_leaves_it() -> None:
@@ -152,6 +202,17 @@ def test_a_crash_in_the_wake_of_an_xid_is_told_once_as_the_gpus_and_goes_elsewhe
     assert told(detector, fleet, 1.0) == []  # its replacement runs elsewhere: nothing is told twice
 
 
+def test_a_number_that_the_line_may_take_back_explains_no_crash_yet() -> None:
+    fleet, detector = FakeFleet(seed=5), Detector(CONFIG)
+    told(detector, fleet, 20.0)
+    node = fleet.processes["trainer/1"].node
+    hardware(fleet, node, AgentEventKind.XID, xid="149", gpu="3", source="nvml")
+    fleet.kill("trainer/1")
+    assert [d.fault_class for d in told(detector, fleet, 1.0)] == [FaultClass.CRASH]
+    hardware(fleet, node, AgentEventKind.XID, xid="149", gpu="3", fatal="yes", adds_to="nvml", line="NVRM: Xid ..")
+    assert [d.fault_class for d in told(detector, fleet, 0.5)] == [FaultClass.NETWORK]
+
+
 def test_a_crash_elsewhere_stays_a_crash() -> None:
     fleet, detector = FakeFleet(seed=5), Detector(CONFIG)
     told(detector, fleet, 20.0)
@@ -168,3 +229,91 @@ def test_a_stored_window_with_hardware_in_it_decides_the_same_again() -> None:
     last = told(detector, fleet, 2.0)
     replayed = Detector.replay_window(detector.window())
     assert [d.to_dict() for d in replayed[-1]] == [d.to_dict() for d in last] != []
+
+
+def test_of_what_an_agent_keeps_of_days_conditions_stand_and_moments_do_not() -> None:
+    faults, day = NodeFaults(), 86_400.0
+    faults.take(event(AgentEventKind.XID, -day, xid="79", gpu="3"), WALL, day)
+    faults.take(event(AgentEventKind.GPU_FAULT, -day, gpu="1", what="ecc", count="2"), WALL, day)
+    assert alone(faults, 1.0) == []
+    faults.take(event(AgentEventKind.XID, -day, xid="154", gpu="4", recovery="drain_and_reset"), WALL, day)
+    faults.take(event(AgentEventKind.GPU_LOST, -day, gpu="5"), WALL, day)
+    (found,) = faults.join([], WALL + 1.0)
+    assert [s.gpu for s in found.suspects] == [4, 5] and found.onset == WALL - day
+
+
+def test_what_an_agent_that_starts_does_not_tell_again_is_over() -> None:
+    """A lost GPU is mended by a reboot, and the agent that starts after it has never seen it lost."""
+    faults = NodeFaults()
+    faults.take(event(AgentEventKind.GPU_LOST, gpu="5"), WALL)
+    faults.take(event(AgentEventKind.GPU_LOST, gpu="6"), WALL)
+    faults.take(event(AgentEventKind.AGENT_STARTED, 300.0), WALL + 300)
+    faults.take(event(AgentEventKind.GPU_LOST, 301.0, gpu="6"), WALL + 301)
+    assert alone(faults, 310.0)[0][1] == [5, 6]
+    assert alone(faults, 301 + STANDS_SECONDS)[0][1] == [6]
+    faults.leave("node-7")
+    assert alone(faults, 302 + STANDS_SECONDS) == []
+
+
+def test_a_watch_that_begins_takes_nothing_of_last_week_for_now() -> None:
+    detector = Detector(CONFIG)
+    week, who = 604_800.0, ProcessId(node=NodeId("node-7"), pid=5, start_ticks=6)
+    gone = AgentEvent(
+        seq=1,
+        kind=AgentEventKind.EXITED,
+        node=NodeId("node-7"),
+        at=0.0,
+        wall_at=WALL - week,
+        process=who,
+        role="trainer",
+        replica="trainer/0",
+        detail={"signal": "11"},
+    )
+    old = (event(AgentEventKind.XID, -week, xid="79", gpu="3"), gone)
+
+    def looked(seconds: float, events: tuple[AgentEvent, ...] = (), set_back: float = 0.0) -> list[Diagnosis]:
+        """The node's clock is 50 s behind ours, and then `set_back` more."""
+        wall = WALL + seconds - set_back
+        batch = SampleBatch(
+            node=NodeId("node-7"), agent_pid=1, cursor=1, lost=0, at=1.0, wall_at=wall, processes=(), hosts=()
+        )
+        return detector.observe(Observation(wall_at=WALL + seconds + 50.0, batches=(batch,), events=events))
+
+    assert [looked(float(n), old if not n else ()) for n in range(30)] == [[]] * 30
+    (now,) = looked(30.0, (event(AgentEventKind.XID, 28.0, xid="79", gpu="3"),))
+    assert now.onset == pytest.approx(WALL + 78.0, abs=0.1)
+    assert looked(31.0, set_back=3600.0) == [now]
+    later = event(AgentEventKind.XID, 31.0 - 3600.0, sxid="20034", device="nvswitch2", fatal="yes")
+    _, switch = looked(32.0, (later,), set_back=3600.0)
+    assert switch.onset == pytest.approx(WALL + 81.0, abs=0.1)
+
+
+def test_a_node_that_is_listed_no_more_is_spoken_of_no_more() -> None:
+    fleet, detector = FakeFleet(seed=1), Detector(CONFIG)
+    for o in fleet.run(10.0):
+        detector.observe(o)
+    node = str(fleet.processes["rollout/0"].process.node)
+    at = o.wall_at
+    lost = event(AgentEventKind.GPU_LOST, node=node, gpu="3")
+    (d,) = detector.observe(replace(o, wall_at=at + 1, events=(lost,)))
+    assert d.suspects[0].node == node
+    assert detector.observe(Observation(wall_at=at + 2, left=(node,))) == []
+    here = {str(s.node) for s in detector.processes()}
+    assert here and node not in here
+    again = Detector.replay_window(json.loads(json.dumps(detector.window())))
+    assert [d.key for d in again[-2]] == [d.key] and again[-1] == []
+
+
+def test_a_link_that_was_back_at_once_explains_no_crash() -> None:
+    fleet, detector = FakeFleet(seed=1), Detector(CONFIG)
+    for o in fleet.run(10.0):
+        detector.observe(o)
+    p = fleet.processes["trainer/1"]
+    for kind, seconds in ((AgentEventKind.LINK_DOWN, 0.0), (AgentEventKind.LINK_UP, FLAP_SECONDS - 0.5)):
+        flap = event(kind, node=str(p.process.node), interface="eth7")
+        fleet.events.append(replace(flap, wall_at=fleet.now + WALL_OFFSET + seconds))
+    for o in fleet.run(8.0):
+        detector.observe(o)
+    fleet.kill("trainer/1", signal="11")
+    told = [d for o in fleet.run(3.0) for d in detector.observe(o)]
+    assert told and {d.fault_class for d in told} == {FaultClass.CRASH}

@@ -10,12 +10,16 @@ import pytest
 from rolecall.core.config import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding
 from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.metrics import process_values
 from rolecall.core.telemetry import AgentEventKind, Phase, ProcessSample, SampleBatch
+from rolecall.core.unpaged import NO_PAGE
 from rolecall.detector import engine
 from rolecall.detector.engine import Detector
 from rolecall.detector.findings import PANEL
 from rolecall.detector.observation import Observation
 from rolecall.detector.panel import Floats, PanelShape
+from rolecall.detector.panel_metrics import panel_metric
+from rolecall.detector.readings import process_reading
 from rolecall.detector.registry import detector
 from rolecall.detector.run_panels import SETTLE_TICKS, SILENT_SECONDS, RunPanels
 from rolecall.detector.testing import FakeFleet, Fault
@@ -227,6 +231,16 @@ def test_a_process_that_takes_the_name_of_another_takes_its_place_at_once() -> N
     run.processes[1] = replace(run.processes[1], pid=999)
     run.go(SETTLE_TICKS + int(SILENT_SECONDS))
     assert [len(shape.machines) for shape in accuser.made] == [3, 3]
+
+
+@pytest.mark.parametrize("phase", [Phase.GENERATE, NO_PAGE])
+def test_processes_are_compared_in_what_is_exposed_of_them(phase: str) -> None:
+    """`/metrics` and panels have one translation each: they must not drift apart."""
+    sample = SteadyRun(RunPanels(Accuser()))._batch(1).processes[0]
+    sample = replace(sample, phase=phase, loss=1.5, throttled_seconds=2.5)
+    exposed = {v.metric.name: v.value for v in process_values(sample) if panel_metric(v.metric)}
+    assert process_reading(sample).values == exposed
+    assert ("rolecall_train_loss" in exposed) == (phase == Phase.GENERATE) and "rolecall_train_reward" not in exposed
 
 
 # --- what the engine makes of it

@@ -2,14 +2,19 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
+from rolecall.core.config import DetectorConfig
+from rolecall.core.diagnosis import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import Phase, ProcessSample
 from rolecall.detector import slow
+from rolecall.detector.engine import Detector
 from rolecall.detector.slow import SIGMA_MIN, SlowState
 from rolecall.detector.subject import Subject
+from rolecall.detector.testing import FakeFleet, Fault
 
 DRIFT = math.log(2) / 2
 
@@ -86,3 +91,14 @@ def test_a_quota_is_not_taken_for_neighbours_while_its_throttling_is_unread() ->
             taken.append(work.seconds_per_unit)
     assert len(taken) >= 10
     assert all(0.035 < seconds < 0.045 for seconds in taken), "0.04 s a unit, all of it its own"
+
+
+def test_the_onset_is_on_our_clock_whatever_the_nodes_say() -> None:
+    fleet, detector, ahead = FakeFleet(seed=4), Detector(DetectorConfig(mask_proc_state=True)), 1000.0
+    for o in fleet.run(60.0):
+        detector.observe(replace(o, wall_at=o.wall_at + ahead))
+    began = o.wall_at + ahead
+    fleet.processes["rollout/0"].fault = Fault("unit_delay")
+    told = [d for o in fleet.run(60.0) for d in detector.observe(replace(o, wall_at=o.wall_at + ahead))]
+    assert told and told[0].fault_class is FaultClass.SLOW
+    assert began - 5.0 <= told[0].onset < told[0].detected_at  # a sum of strides takes its time

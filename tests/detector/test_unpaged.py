@@ -140,6 +140,68 @@ def test_a_killed_rank_is_named_and_those_that_end_after_it_are_not(job: Job) ->
     assert set(job.run(5)) == {"crash:trainer/0#0", "crash:rollout/0#0"}
 
 
+ERROR = {"code": "1", "cause": "exit"}
+ABORT = {"signal": "6", "cause": "crashed"}
+
+
+@pytest.mark.parametrize(
+    ("who", "seconds", "accused"),
+    [
+        ("rollout/1:0", 5, False),  # its job is being taken down
+        ("rollout/1:0", 300, True),  # too late for that, too early for a collective that both were in
+        ("rollout/1:0", 610, False),  # a collective's timeout
+        ("rollout/1:0", 950, True),
+    ],
+)
+@pytest.mark.parametrize("how", [ERROR, ABORT])
+def test_whose_error_is_the_consequence_of_an_exit(
+    job: Job, who: str, seconds: int, accused: bool, how: dict[str, str]
+) -> None:
+    job.ends("trainer/0:2", KILLED)
+    job.run(seconds)
+    job.ends(who, how)
+    assert ("crash:rollout/1#0" in job.run(5)) == accused
+
+
+def test_an_exit_drags_others_along_as_long_as_one_follows_another(job: Job) -> None:
+    job.ends("trainer/0:2", KILLED)
+    job.run(200)
+    job.ends("trainer/0:0", ABORT)  # its collective gave up: the job's end begins here
+    job.run(30)
+    job.ends("rollout/1:0", ERROR)
+    assert set(job.run(5)) == {"crash:trainer/0#0"}
+
+
+def test_when_the_first_began_anew_those_that_followed_it_are_not_accused(job: Job) -> None:
+    job.ends("trainer/0:2", KILLED)
+    job.run(1)
+    job.ends("trainer/0:0", ERROR)
+    assert job.run(5)
+    job.pids["trainer/0:2"] = 2000
+    job.tell(AgentEventKind.REGISTERED, "trainer/0:2", {})
+    assert not job.run(5)
+    job.ends("trainer/0:1", ERROR)  # seen late, and of the old fault
+    assert not job.run(5)
+    for n in (0, 1):
+        job.pids[f"trainer/0:{n}"] = 2001 + n
+        job.tell(AgentEventKind.REGISTERED, f"trainer/0:{n}", {})
+    assert not job.run(5)
+    job.ends("trainer/0:1", ERROR)
+    assert "pid 2002" in job.run(5)["crash:trainer/0#0"], "a fault of the job that runs now"
+
+
+def test_every_rank_that_is_lost_is_named_and_a_second_fault_elsewhere_is_told(job: Job) -> None:
+    job.ends("trainer/0:0", KILLED)
+    job.run(1)
+    job.ends("trainer/0:1", ERROR)
+    (told,) = job.run(5).values()
+    assert "trainer/0 (node-1, pid 1000) is gone" in told and "trainer/0 rank 1 (node-1, pid 1001) with code 1" in told
+    job.ends("trainer/0:3", {"signal": "11", "cause": "crashed"})  # no peer's death does that
+    ((key, told),) = job.run(5).items()
+    assert key == "crash:trainer/0#0,trainer/0#0"
+    assert "and by a fault of its own: trainer/0 rank 3 (node-2, pid 1003) is gone" in told
+
+
 def test_the_first_error_is_named_where_all_end_with_errors(job: Job) -> None:
     job.ends("trainer/0:3", {"code": "1", "cause": "exit"})
     job.run(1)
@@ -159,6 +221,18 @@ def test_a_job_that_ends_as_a_whole_is_no_fault(job: Job, detail: dict[str, str]
         if name == names[3]:
             assert not job.run(1)
     assert not job.run(30)
+
+
+def test_a_job_that_was_ended_as_a_whole_is_not_accused_while_the_next_one_starts(job: Job) -> None:
+    for name in job.who:
+        job.ends(name, KILLED)
+    assert not job.run(30)
+    for n in range(3):  # rank after rank; the fourth is still to come
+        job.pids[f"trainer/0:{n}"] = 2000 + n
+        job.tell(AgentEventKind.REGISTERED, f"trainer/0:{n}", {})
+        assert not job.run(2)
+    job.ends("trainer/0:2", ERROR)
+    assert "pid 2002" in job.run(5)["crash:trainer/0#0"], "a fault of the job that runs now"
 
 
 def test_one_rank_that_dies_and_takes_all_down_with_it_is_a_fault(job: Job) -> None:
@@ -231,3 +305,17 @@ def test_a_stored_window_gives_the_same_again(job: Job) -> None:
     standing = job.run(20)
     window = json.loads(json.dumps(job.detector.window()))
     assert {d.key: d.because for d in Detector.replay_window(window)[-1]} == standing
+
+
+def test_the_exit_of_one_whose_place_is_taken_unseats_nobody(job: Job) -> None:
+    """A watch that begins is told what agents keep: a rank crashed some minutes ago and began anew."""
+    name = "rollout/1:0"
+    job.ends(name, {"signal": "11", "cause": "crashed"})
+    job.dead.clear()
+    job.pids[name] = 2000
+    job.detector = Detector(DetectorConfig(), {})
+    assert not job.run(1)
+    # Of many agents each is asked once in eight seconds.
+    for seconds in range(1, 8):
+        assert job.detector.observe(Observation(wall_at=WALL + job.at + seconds)) == []
+    assert {s.process for s in job.detector.processes() if s.replica == "rollout/1"} == {job.process(name, 2000)}

@@ -159,7 +159,7 @@ def test_a_diagnosis_that_cannot_be_taken_in_does_not_hold_back_the_others(
 
 
 def test_a_window_that_cannot_be_kept_costs_its_incident_nothing(world: World) -> None:
-    world.detector.window = lambda: {"at": object()}  # type: ignore[method-assign]
+    world.detector.window = lambda _suspects: {"at": object()}  # type: ignore[method-assign,misc,assignment]
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.until(world.all_closed, watch)

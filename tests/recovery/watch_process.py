@@ -7,13 +7,13 @@ import json
 import logging
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.config import RecoveryConfig
-from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal import Journal
 from rolecall.core.membership import ReplicaState
@@ -48,7 +48,7 @@ class FileDetector:
     def forget(self, replica: str, below_incarnation: int) -> None:
         del replica, below_incarnation
 
-    def window(self) -> Mapping[str, Any]:
+    def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
         return {}
 
 

@@ -10,6 +10,7 @@ from rolecall.core.events import Event, EventKind
 from rolecall.core.journal import Journal
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.incidents import Incident, fold
+from rolecall.recovery.interfaces import Witnesses
 from rolecall.recovery.testing import (
     FakeDetector,
     FakeRuntime,
@@ -37,6 +38,7 @@ class World:
         self.switch = KillSwitch()
         self.actuators: list[MortalActuator] = []
         self.num_watches = 0
+        self.witnesses: Witnesses | None = None
         self.others: list[Callable[[], object]] = []  # what people do: asked before each look of the watches
 
     def watch(self, config: RecoveryConfig | None = None, holder: str = "") -> Watch:
@@ -55,6 +57,7 @@ class World:
             self.clock,
             holder or f"host:{self.num_watches}:1",
             run_id="test-run",
+            witnesses=self.witnesses,
         )
 
     def step(self, *watches: Watch, seconds: float = TICK_SECONDS) -> None:

@@ -7,6 +7,7 @@ import importlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,22 +16,41 @@ from typing import Any
 import pytest
 
 SOURCE = Path(__file__).with_name("nvml.c")
+TIMED_SOURCE = SOURCE.with_name("timed.c")
 LIBRARY_NAME = "libnvidia-ml.so.1"
 STATE_VARIABLE = "STANDIN_NVML_STATE"
+TIME_VARIABLE = "STANDIN_NVML_TIME"
 NUM_LINKS = 18
 NOT_SUPPORTED = "@3"
 
 
-def build(folder: Path, *, without: tuple[str, ...] = ()) -> Path:
-    """The library, in `folder`; `without`: symbols that it lacks, as an old driver's does."""
+def build(folder: Path, *, without: tuple[str, ...] = (), timed: bool = False) -> Path:
+    """The library, in `folder`; `without`: symbols that it lacks, as an old driver's does; `timed`: it counts its own
+    CPU time, see `timed.c`."""
     gcc = shutil.which("gcc")
     if gcc is None:
         pytest.skip("gcc is not installed")
     library = folder / LIBRARY_NAME
     options = ["-std=gnu11", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    absent = [f"-D{symbol}=absent_{symbol}" for symbol in without]
-    subprocess.run([gcc, *options, f"-Wl,-soname,{LIBRARY_NAME}", *absent, str(SOURCE), "-o", str(library)], check=True)
+    options += [f"-D{symbol}=absent_{symbol}" for symbol in without]
+    sources = [str(SOURCE)]
+    if timed:
+        options += ["-finstrument-functions", f"-finstrument-functions-exclude-function-list={','.join(_INNER)}"]
+        sources.append(str(TIMED_SOURCE))
+    subprocess.run([gcc, *options, f"-Wl,-soname,{LIBRARY_NAME}", *sources, "-o", str(library)], check=True)
     return library
+
+
+_INNER = (
+    *("by_key", "reread", "find", "number", "sleep_ms", "gpu_of", "enter", "text_of", "uuid_of", "plain", "coder"),
+    *("mig_of", "find_mig", "mig_number", "enter_mig", "mig_id"),
+)
+"""Functions of `nvml.c` that are not exported: their time is that of who calls them."""
+
+
+def read_time(file: Path) -> float:
+    """Seconds of CPU that a timed library has taken, from the file that TIME_VARIABLE named."""
+    return int.from_bytes(file.read_bytes()[:8], sys.byteorder) / 1e9
 
 
 def healthy(num_gpus: int) -> dict[str, object]:

@@ -10,18 +10,25 @@
  *   gpm.<id>                        a GPM metric; absent: its own return code says NOT_SUPPORTED
  *   error.<symbol>=<code>           that call fails; `lost=1`: every call on the GPU answers GPU_IS_LOST
  *   hang=1                          calls on the GPU do not return until it is cleared; delay_ms: they return late
- *   event_seq, event_type, event_data   an event, delivered once for each increase of event_seq
+ *   event_seq, event_type, event_data   an event, delivered once for each increase of event_seq; event_gpu_instance,
+ *       event_compute_instance where it is of a MIG instance
+ *   mig.<index>=<gpu instance>:<compute instance>:<profile>   a MIG device; its own keys stand behind mig.<index>:
+ *       MemoryInfo.total, MemoryInfo.used, processes, error.<symbol>; gpm.mig.<gpu instance>.<id> is a GPM metric
  *
  * Layouts are those of nvml.h as nvidia-ml-py declares them (structures carry a version that is checked).
  * Leave a symbol out, as an old driver does: -D<symbol>=absent_<symbol>.
  */
+#include <limits.h>
+#include <poll.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/inotify.h>
 #include <sys/stat.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { OK = 0, UNINITIALIZED = 1, INVALID_ARGUMENT = 2, NOT_SUPPORTED = 3, NOT_FOUND = 6, INSUFFICIENT_SIZE = 7,
        TIMEOUT = 10, GPU_IS_LOST = 15, VERSION_MISMATCH = 25 };
@@ -98,7 +105,8 @@ static void sleep_ms(unsigned ms) {
     nanosleep(&t, NULL);
 }
 
-static int gpu_of(void *device) { return (int)(intptr_t)device - 1; }
+static int gpu_of(void *device) { return ((int)(intptr_t)device & 0xffff) - 1; }
+static int mig_of(void *device) { return ((int)(intptr_t)device >> 16) - 1; } /* -1: the whole GPU */
 
 /* What every call on a device does first: 0, or the code that it fails with. */
 static int enter(int gpu, const char *symbol) {
@@ -160,10 +168,67 @@ static int uuid_of(int gpu, char *out, unsigned size) {
 }
 int nvmlDeviceGetUUID(void *device, char *out, unsigned size) {
     ENTER(device);
+    if (mig_of(device) >= 0) {
+        snprintf(out, size, "MIG-00000000-0000-0000-%04d-%012d", gpu_of(device), mig_of(device));
+        return OK;
+    }
     return uuid_of(gpu_of(device), out, size);
 }
+
+/* What is said of a MIG device under `mig.<index>` or `mig.<index>.<rest>`. 0: nothing. */
+static int find_mig(void *device, const char *rest, char *out, size_t size) {
+    char key[160];
+    snprintf(key, sizeof key, rest[0] ? "mig.%d.%s" : "mig.%d", mig_of(device), rest);
+    return find(gpu_of(device), key, out, size);
+}
+static unsigned long long mig_number(void *device, const char *rest, unsigned long long otherwise) {
+    char v[128];
+    return find_mig(device, rest, v, sizeof v) ? strtoull(v, NULL, 0) : otherwise;
+}
+/* 0, or the code that a call on this MIG device fails with. */
+static int enter_mig(void *device, const char *symbol) {
+    char key[160], v[128];
+    snprintf(key, sizeof key, "error.%s", symbol);
+    if (mig_of(device) < 0) return INVALID_ARGUMENT;
+    if (!find_mig(device, "", v, sizeof v)) return NOT_FOUND;
+    return (int)mig_number(device, key, OK);
+}
+int nvmlDeviceGetMaxMigDeviceCount(void *device, unsigned *out) {
+    ENTER(device);
+    *out = (unsigned)number(gpu_of(device), "MaxMigDeviceCount", 7);
+    return OK;
+}
+int nvmlDeviceGetMigDeviceHandleByIndex(void *device, unsigned index, void **out) {
+    ENTER(device);
+    *out = (void *)((intptr_t)device | (intptr_t)(index + 1) << 16);
+    return enter_mig(*out, __func__);
+}
+static int mig_id(void *device, const char *symbol, int which, unsigned *out) {
+    char v[128];
+    unsigned ids[2] = {0, 0};
+    int failed = enter_mig(device, symbol);
+    if (failed) return failed;
+    find_mig(device, "", v, sizeof v);
+    sscanf(v, "%u:%u", &ids[0], &ids[1]);
+    *out = ids[which];
+    return OK;
+}
+int nvmlDeviceGetGpuInstanceId(void *device, unsigned *out) { return mig_id(device, __func__, 0, out); }
+int nvmlDeviceGetComputeInstanceId(void *device, unsigned *out) { return mig_id(device, __func__, 1, out); }
+
 int nvmlDeviceGetName(void *device, char *out, unsigned size) {
     ENTER(device);
+    if (mig_of(device) >= 0) {
+        char v[128], own[128];
+        int failed = enter_mig(device, __func__);
+        if (failed) return failed;
+        find_mig(device, "", v, sizeof v);
+        const char *profile = strrchr(v, ':');
+        text_of(gpu_of(device), "Name", "NVIDIA Stand-in", own, sizeof own);
+        if ((unsigned)snprintf(out, size, "%s MIG %s", own, profile == NULL ? "" : profile + 1) >= size)
+            return INSUFFICIENT_SIZE;
+        return OK;
+    }
     return text_of(gpu_of(device), "Name", "NVIDIA Stand-in", out, size);
 }
 int nvmlDeviceGetMinorNumber(void *device, unsigned *out) {
@@ -201,6 +266,7 @@ static int plain(void *device, const char *symbol, const char *key, unsigned lon
     char v[64];
     int failed = enter(gpu_of(device), symbol);
     if (failed) return failed;
+    if (mig_of(device) >= 0) return NOT_SUPPORTED;
     if (!find(gpu_of(device), key, v, sizeof v)) return NOT_SUPPORTED;
     *out = strtoull(v, NULL, 0);
     return OK;
@@ -289,6 +355,14 @@ int nvmlDeviceGetUtilizationRates(void *device, utilization_t *out) {
 typedef struct { unsigned long long total, free, used; } memory_t;
 int nvmlDeviceGetMemoryInfo(void *device, memory_t *out) {
     ENTER(device);
+    if (mig_of(device) >= 0) {
+        int failed = enter_mig(device, __func__);
+        if (failed) return failed;
+        out->total = mig_number(device, "MemoryInfo.total", 0);
+        out->used = mig_number(device, "MemoryInfo.used", 0);
+        out->free = out->total - out->used;
+        return OK;
+    }
     out->total = number(gpu_of(device), "MemoryInfo.total", 0);
     out->used = number(gpu_of(device), "MemoryInfo.used", 0) + number(gpu_of(device), "MemoryInfo.reserved", 0);
     out->free = out->total - out->used;
@@ -360,7 +434,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *device, unsigned *count, proce
     process_t found[256];
     unsigned n = 0;
     ENTER(device);
-    if (find(gpu_of(device), "processes", v, sizeof v)) {
+    if (mig_of(device) < 0 ? find(gpu_of(device), "processes", v, sizeof v) : find_mig(device, "processes", v, sizeof v)) {
         char *rest = v, *one;
         while ((one = strsep(&rest, ",")) != NULL && n < 256) {
             unsigned pid;
@@ -430,7 +504,7 @@ int nvmlDeviceGetFieldValues(void *device, int count, field_t *fields) {
 
 /* ---- GPM: a sample is the number of looks so far; metrics need two different ones */
 
-typedef struct { int gpu; unsigned long long taken; } sample_t;
+typedef struct { int gpu, gpu_instance; unsigned long long taken; } sample_t;
 typedef struct { unsigned metricId; int nvmlReturn; double value; const char *names[3]; } gpm_metric_t;
 typedef struct { unsigned version, numMetrics; sample_t *sample1, *sample2; gpm_metric_t metrics[]; } gpm_get_t;
 typedef struct { unsigned version, isSupportedDevice; } gpm_support_t;
@@ -447,16 +521,28 @@ int nvmlGpmSampleGet(void *device, sample_t *out) {
     static unsigned long long looks;
     ENTER(device);
     out->gpu = gpu_of(device);
+    out->gpu_instance = -1;
+    out->taken = __atomic_add_fetch(&looks, 1, __ATOMIC_RELAXED);
+    return OK;
+}
+int nvmlGpmMigSampleGet(void *device, unsigned gpu_instance, sample_t *out) {
+    static unsigned long long looks;
+    ENTER(device);
+    out->gpu = gpu_of(device);
+    out->gpu_instance = (int)gpu_instance;
     out->taken = __atomic_add_fetch(&looks, 1, __ATOMIC_RELAXED);
     return OK;
 }
 int nvmlGpmMetricsGet(gpm_get_t *io) {
     if (io->version != 1) return VERSION_MISMATCH;
+    int gpu_instance = io->sample1->gpu_instance;
+    if (gpu_instance != io->sample2->gpu_instance) return INVALID_ARGUMENT;
     if (io->sample1->gpu != io->sample2->gpu || io->sample1->taken >= io->sample2->taken) return INVALID_ARGUMENT;
     for (unsigned i = 0; i < io->numMetrics; i++) {
-        char key[32], v[64];
+        char key[64], v[64];
         gpm_metric_t *m = &io->metrics[i];
-        snprintf(key, sizeof key, "gpm.%u", m->metricId);
+        if (gpu_instance < 0) snprintf(key, sizeof key, "gpm.%u", m->metricId);
+        else snprintf(key, sizeof key, "gpm.mig.%d.%u", gpu_instance, m->metricId);
         m->nvmlReturn = find(io->sample1->gpu, key, v, sizeof v) ? OK : NOT_SUPPORTED;
         m->value = m->nvmlReturn == OK ? strtod(v, NULL) : -1e9; /* what nobody may believe */
     }
@@ -465,11 +551,30 @@ int nvmlGpmMetricsGet(gpm_get_t *io) {
 
 /* ---- events */
 
-typedef struct { unsigned long long types[MAX_GPUS], delivered[MAX_GPUS]; } set_t;
+/* `changes`: an inotify descriptor that tells of another file under the state's name. The real library sleeps in the
+ * kernel until the driver wakes it; so does this one, lest a waiting process pay for looks that no real one makes. */
+typedef struct { unsigned long long types[MAX_GPUS], delivered[MAX_GPUS]; int changes; } set_t;
 typedef struct { void *device; unsigned long long eventType, eventData; unsigned gpuInstanceId, computeInstanceId; } event_t;
 
-int nvmlEventSetCreate(set_t **out) { *out = calloc(1, sizeof **out); return OK; }
-int nvmlEventSetFree(set_t *set) { free(set); return OK; }
+int nvmlEventSetCreate(set_t **out) {
+    const char *path = getenv("STANDIN_NVML_STATE");
+    char folder[PATH_MAX];
+    set_t *set = *out = calloc(1, sizeof *set);
+    snprintf(folder, sizeof folder, "%s", path == NULL ? "" : path);
+    char *slash = strrchr(folder, '/');
+    if (slash != NULL) *slash = 0;
+    set->changes = inotify_init1(IN_NONBLOCK | IN_CLOEXEC);
+    if (set->changes >= 0 && inotify_add_watch(set->changes, slash == NULL ? "." : folder, IN_MOVED_TO) < 0) {
+        close(set->changes);
+        set->changes = -1;
+    }
+    return OK;
+}
+int nvmlEventSetFree(set_t *set) {
+    if (set->changes >= 0) close(set->changes);
+    free(set);
+    return OK;
+}
 int nvmlDeviceGetSupportedEventTypes(void *device, unsigned long long *out) {
     ENTER(device);
     *out = number(gpu_of(device), "SupportedEventTypes", 0xfe0f);
@@ -485,7 +590,11 @@ int nvmlEventSetWait_v2(set_t *set, event_t *out, unsigned timeout_ms) {
     int failed = (int)number(-1, "error.nvmlEventSetWait_v2", OK);
     if (failed) return failed;
     unsigned seen = 0;
-    for (unsigned waited_ms = 0;; waited_ms += WAIT_STEP_MS) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    for (long long now_ms, end_ms = now.tv_sec * 1000LL + now.tv_nsec / 1000000 + timeout_ms;;) {
+        char drained[4096];
+        while (set->changes >= 0 && read(set->changes, drained, sizeof drained) > 0) {}
         number(-1, "count", 1); /* looks at the file */
         for (int gpu = 0; gpu < MAX_GPUS && seen != generation; gpu++) {
             if (!set->types[gpu]) continue;
@@ -493,11 +602,16 @@ int nvmlEventSetWait_v2(set_t *set, event_t *out, unsigned timeout_ms) {
             unsigned long long type = number(gpu, "event_type", 8);
             if (number(gpu, "event_seq", 0) <= set->delivered[gpu] || !(type & set->types[gpu])) continue;
             set->delivered[gpu]++;
-            *out = (event_t){(void *)(intptr_t)(gpu + 1), type, number(gpu, "event_data", 0), ~0u, ~0u};
+            *out = (event_t){(void *)(intptr_t)(gpu + 1), type, number(gpu, "event_data", 0),
+                             (unsigned)number(gpu, "event_gpu_instance", ~0u),
+                             (unsigned)number(gpu, "event_compute_instance", ~0u)};
             return OK;
         }
         seen = generation;
-        if (waited_ms >= timeout_ms) return TIMEOUT;
-        sleep_ms(WAIT_STEP_MS); /* each look costs the process that waits, which the real library does not */
+        clock_gettime(CLOCK_MONOTONIC, &now);
+        now_ms = now.tv_sec * 1000LL + now.tv_nsec / 1000000;
+        if (now_ms >= end_ms) return TIMEOUT;
+        struct pollfd changed = {set->changes, POLLIN, 0}; /* without inotify: looks again in a while */
+        poll(&changed, 1, set->changes < 0 && end_ms - now_ms > WAIT_STEP_MS ? WAIT_STEP_MS : (int)(end_ms - now_ms));
     }
 }

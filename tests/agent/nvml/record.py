@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.agent.collectors.gpm import GPM_INTERVAL_SECONDS_MIN, GPM_METRICS
-from rolecall.agent.collectors.gpu_calls import FAST_FIELDS, LINK_FIELDS, NVLINK_ERRORS, SLOW_FIELDS, field_value
+from rolecall.agent.collectors.gpu_calls import FAST_FIELDS, LINK_FIELDS, NVLINK_ERRORS, SLOW_FIELDS
+from rolecall.agent.collectors.gpu_fields import FieldQuery
 from rolecall.agent.collectors.nvml import close_nvml, code_of, errors_of, open_nvml
 from rolecall.core.clock import Clock, SystemClock
 
@@ -117,9 +118,8 @@ def _fields(nvml: Any, gpu: Any, state: dict[str, object]) -> int:
     """Adds field values to `state`; the number of NVLinks."""
 
     def ask(wanted: list[tuple[int, int]], name: Callable[[int, int], str]) -> None:
-        for (number, link), answer in zip(wanted, nvml.nvmlDeviceGetFieldValues(gpu, wanted), strict=True):
-            value = field_value(answer) if answer.nvmlReturn == 0 else None
-            state[name(number, link)] = f"@{answer.nvmlReturn or 3}" if value is None else f"{value:.0f}"
+        for (number, link), (code, value) in zip(wanted, FieldQuery(nvml, wanted).ask(gpu), strict=True):
+            state[name(number, link)] = f"{value:.0f}" if code == 0 and value is not None else f"@{code or 3}"
 
     ask([(number, 0) for number in (*FAST_FIELDS, *SLOW_FIELDS)], lambda number, _: f"field.{number}")
     links = str(state["field.91"])

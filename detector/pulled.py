@@ -1,0 +1,33 @@
+"""What pulled evidence settles: a tie of the live detectors, of which stacks or Flight Recorder dumps name the one. Pure.
+
+Evidence was looked at once, and says nothing of now. So it never stands alone: it counts for as long as the finding does
+that could not be told, and only where it names some of those, not all, whom that named already. Fusion then drops the tie.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from rolecall.core.diagnosis import FaultClass, Finding
+
+SETTLES = frozenset({FaultClass.HANG, FaultClass.NETWORK})
+"""Classes for which policy has an answer, and which end a tie in fusion. Others are told with the evidence."""
+CONFIDENCE_MIN = 0.7
+"""One look at stacks that finds somebody at work (0.6) or elsewhere (0.5) may have met a slow one."""
+
+Who = tuple[str, int | None, int | None]
+
+
+def take(before: Sequence[Finding], fresh: Iterable[Finding], standing: Sequence[Finding]) -> list[Finding]:
+    """Of those taken before and the fresh ones, the findings that settle something that stands now."""
+    ties = [whom for f in standing if f.fault_class is FaultClass.CANNOT_TELL and (whom := _who(f))]
+    found = [f for f in (*before, *fresh) if f.fault_class in SETTLES and f.confidence >= CONFIDENCE_MIN]
+    kept: list[Finding] = []
+    for f in sorted(found, key=lambda f: -f.confidence):
+        named = _who(f)
+        of_another = any(named & _who(k) for k in kept)
+        if named and not of_another and any(named < whom for whom in ties):
+            kept.append(f)
+    return kept
+
+
+def _who(f: Finding) -> frozenset[Who]:
+    return frozenset((s.replica, s.rank, s.incarnation) for s in f.suspects if s.replica)

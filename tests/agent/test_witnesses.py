@@ -1,0 +1,105 @@
+"""Collectors that are asked for what they saw: the kernel log's newest lines, and RAS' answer of now."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from rolecall.agent.collectors import kernel_log, nccl_ras
+from rolecall.agent.collectors.collector import CannotRead
+from rolecall.agent.collectors.kernel_log import KernelLogCollector
+from rolecall.agent.collectors.nccl_ras import NcclRasCollector
+from rolecall.agent.collectors.xid_merger import XidMerger
+from rolecall.agent.events import EventLog
+from rolecall.agent.probes import NoSuchCollector, Probes
+from rolecall.core.clock import SystemClock
+from rolecall.core.ids import NodeId
+from rolecall.core.kernel_stamps import parse_line
+from tests.agent.ras_server import RasServer, answers
+
+NODE = NodeId("gpu-7")
+
+
+def kernel(path: Path) -> KernelLogCollector:
+    return KernelLogCollector(node=NODE, merger=XidMerger(), path=path)
+
+
+def test_the_newest_lines_are_told_and_the_cursor_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_log, "NUM_LINES_SHOWN", 3)
+    log = tmp_path / "kern.log"
+    log.write_text("".join(f"[ {n:4}.500000] usb 1-1: device {n}\n" for n in range(9)))
+    it = kernel(log)
+    it.read(1.0)
+    for _ in range(2):
+        assert it.evidence().decode().splitlines() == [
+            "[    6.500000] usb 1-1: device 6",
+            "[    7.500000] usb 1-1: device 7",
+            "[    8.500000] usb 1-1: device 8",
+        ]
+    with log.open("a") as f:
+        f.write("[   99.000000] usb 1-1: the last\n")
+    assert it.evidence().endswith(b"the last\n")
+    counted = {v.metric.name: v.value for v in it.read(2.0).values}
+    assert 10.0 in counted.values(), "the regular looks miss nothing and repeat nothing"
+    it.close()
+
+
+def test_a_line_with_a_time_of_day_is_told_as_one_of_this_node(tmp_path: Path) -> None:
+    log = tmp_path / "kern.log"
+    log.write_text("2026-01-31T12:00:00.250000+00:00 other kernel: usb 1-1: gone\n")
+    stamped = parse_line(kernel(log).evidence().decode().strip())
+    assert stamped is not None and (stamped.host, stamped.message) == (NODE, "usb 1-1: gone")
+    assert stamped.wall_at == 1_769_860_800.25
+
+
+def test_a_kernel_log_that_cannot_be_read_says_how_to_mend_it(tmp_path: Path) -> None:
+    with pytest.raises(CannotRead, match="does not exist: name the kernel log"):
+        kernel(tmp_path / "none").evidence()
+
+
+def test_ras_is_asked_anew_in_json_then_in_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = RasServer(answers(b'{"nccl_version": 1}', text=b"Job summary"))
+    try:
+        it = NcclRasCollector(NODE, server.address)
+        assert it.evidence() == b'{"nccl_version": 1}'
+        monkeypatch.setattr(nccl_ras, "JSON_BYTES_MAX", 12)
+        assert it.evidence() == b"Job summary"
+        monkeypatch.setattr(nccl_ras, "JSON_BYTES_MAX", 5)
+        with pytest.raises(CannotRead, match="more than 5 bytes"):
+            it.evidence()
+        server.serve = lambda connection: connection.sendall(b"SSH-2.0\n")
+        with pytest.raises(CannotRead, match="does not greet as RAS does"):
+            it.evidence()
+    finally:
+        server.close()
+    with pytest.raises(CannotRead, match="nobody listens"):
+        it.evidence()
+
+
+def test_ras_that_goes_silent_in_its_answer_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that leaps over every deadline as soon as it is waited for."""
+    monkeypatch.setattr(nccl_ras, "LOOK_SECONDS_MAX", 0.1)
+    now = [0.0]
+
+    def leap(connection: socket.socket) -> None:
+        answers(b"")(connection)
+        now[0] += 100.0
+        connection.recv(1)  # until the client has gone
+
+    server = RasServer(leap)
+    try:
+        with pytest.raises(CannotRead, match="did not answer in time"):
+            NcclRasCollector(NODE, server.address, monotonic=lambda: now[0]).evidence()
+    finally:
+        server.close()
+
+
+def test_a_collector_that_does_not_run_is_named(tmp_path: Path) -> None:
+    clock = SystemClock()
+    events = EventLog(tmp_path / "events.jsonl", NODE, clock)
+    (tmp_path / "kern.log").write_text("[    1.000000] usb 1-1: gone\n")
+    probes = Probes([kernel(tmp_path / "kern.log")], events, clock)
+    assert probes.evidence("kernel_log") == b"[    1.000000] usb 1-1: gone\n"
+    with pytest.raises(NoSuchCollector, match=r"nccl_ras does not run here: agent\.yaml"):
+        probes.evidence("nccl_ras")
+    events.close()

@@ -1,0 +1,1 @@
+../../../rolecall/agents_file.py

@@ -1,0 +1,1 @@
+../../../rolecall/evidence_asking.py

@@ -1,0 +1,1 @@
+../../../rolecall/evidence_files.py

@@ -1,0 +1,1 @@
+../../../rolecall/incident_material.py

@@ -1,0 +1,1 @@
+../../../rolecall/places.py

@@ -1,0 +1,1 @@
+../../../rolecall/private_file.py

@@ -22,6 +22,8 @@ class Subject(StrEnum):
     NCCL = "nccl"
     VLLM = "vllm"
     AGENT = "agent"  # the agent's own counters
+    WATCH = "watch"  # `rolecall watch`: itself and its incidents (watch_metrics.py)
+    RUN = "run"  # the run, as its journal has it (run_account.py)
 
 
 NODE = ("node",)
@@ -31,6 +33,7 @@ LABELS_ALLOWED = frozenset(
     {*RANK, "phase", "state", "probe", "kind", "version"}
     | {*GPU, "uuid", "name", "link", "error", "reason", "xid", "action", "gpu_instance", "compute_instance", "profile"}
     | {"nic", "port", "interface", "priority", "mount", "device", "resource", "communicator", "collective"}
+    | {"run", "mode", "fault", "outcome", "guard", "decision", "verdict", "detector"}
 )
 """Every label that a metric may carry. All are bounded by the topology or by a closed set."""
 

@@ -20,6 +20,7 @@ from rolecall.core.metrics_nccl import NCCL_METRICS
 from rolecall.core.metrics_network import NETWORK_METRICS
 from rolecall.core.metrics_storage import STORAGE_METRICS
 from rolecall.core.metrics_vllm import VLLM_METRICS
+from rolecall.core.metrics_watch import RUN_METRICS, WATCH_METRICS
 from rolecall.core.telemetry import GpuSample, HostSample, ProcessSample
 from rolecall.core.unpaged import has_page
 
@@ -212,6 +213,8 @@ CATALOGUE: tuple[Metric, ...] = (
     *NCCL_METRICS,
     *VLLM_METRICS,
     *_OF_AGENT,
+    *WATCH_METRICS,
+    *RUN_METRICS,
 )
 BY_NAME: dict[str, Metric] = {m.name: m for m in CATALOGUE}
 
@@ -255,16 +258,24 @@ _TITLES = {
     Subject.NCCL: "NCCL",
     Subject.VLLM: "vLLM",
     Subject.AGENT: "The agent itself",
+    Subject.WATCH: "`rolecall watch`: itself and its incidents",
+    Subject.RUN: "The run",
 }
 
 _HEAD = """# Metrics
 
 Made from `rolecall/core/metrics.py`; `python -m rolecall.core.metrics > docs/metrics.md` writes it, a test compares.
 
-Each node's agent serves these at `/metrics` in the Prometheus text format. Units are base units, `_total` stands on
+Each node's agent serves these at `/metrics` in the Prometheus text format, `rolecall watch` those of the last two tables
+(`--metrics`; of a run of ours the address is in `RUN/watch.json`). Units are base units, `_total` stands on
 counters, and a counter of a process starts again at 0 with each incarnation of its replica. Labels are bounded: `node`,
 `role`, `replica` and `rank` by the topology, `phase`, `state`, `probe` and `kind` by closed sets. Metrics marked *detect*
 are also in `/v1/samples`, which is what the detector reads.
+
+What a watch says of incidents and of the run is folded from the journal: every watch of a run says the same, and a restarted
+one goes on where its predecessor was. Of several watches take the maximum, never the sum. Seconds of ETTR are gauges,
+because a fault is found after it began: `delta(rolecall_run_effective_seconds[1h]) / delta(rolecall_run_training_seconds[1h])`
+is the ETTR of an hour. A job that rolecall did not start has no metrics of the run but `rolecall_run_info`.
 """
 
 

@@ -1,11 +1,11 @@
-"""What a person can say to recovery, and ask it: the functions behind `rolecall pause`, `status`, `approve` and so on.
+"""What a person can say to recovery: the functions behind `rolecall pause`, `approve`, `hold` and so on.
 
 A person's word is an event like any other. Nothing here acts: a request opens an incident, which the watch that holds
 the lease takes through the same guards as a diagnosis. Works with any watch, on any machine that reaches the database.
+
+All that a person may say or ask has its name here; nodes stand in `node_commands`, questions in `asking`.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
@@ -14,67 +14,84 @@ from rolecall.core.errors import CommandRefused
 from rolecall.core.events import EventKind
 from rolecall.core.ids import split_replica
 from rolecall.core.journal import Journal
-from rolecall.core.rows import reading
-from rolecall.core.rundir import RunDir
-from rolecall.core.store import canonical
-from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
+from rolecall.recovery.asking import incidents, incidents_text, replay, status, status_text
 from rolecall.recovery.book import Book, open_incident
 from rolecall.recovery.fleet import fleet_view
-from rolecall.recovery.guards import HOUR_SECONDS
-from rolecall.recovery.incidents import PERSON, Attempt, Incident, IncidentState, evictions
+from rolecall.recovery.incidents import PERSON, Attempt, Incident, IncidentState
 from rolecall.recovery.moves import decision_key
-from rolecall.recovery.policy import Question, decide
-from rolecall.recovery.telling import shown
+from rolecall.recovery.node_commands import burned_in, drain, nodes, quarantine, return_node
+from rolecall.recovery.place import JournalPlace, Place, journal_of, opened
 from rolecall.recovery.watch import LEASE_NAME, PAUSED_FLAG
+
+__all__ = [
+    "JournalPlace",
+    "Place",
+    "approve",
+    "burned_in",
+    "drain",
+    "hold",
+    "incidents",
+    "incidents_text",
+    "lift",
+    "mark",
+    "nodes",
+    "pause",
+    "quarantine",
+    "reject",
+    "replace",
+    "replay",
+    "resume",
+    "return_node",
+    "status",
+    "status_text",
+]  # fmt: skip
 
 K = EventKind
 
 
-@contextmanager
-def _journal(run: RunDir, clock: Clock | None = None) -> Iterator[Journal]:
-    journal = Journal(run.database_url, clock=clock, create=False)
-    try:
-        yield journal
-    finally:
-        journal.close()
+def hold(place: Place, digest: str, by: str, because: str, seconds: float, clock: Clock | None = None) -> str:
+    """Nothing of this plan begins for so long; returns the sentence that says so."""
+    raise CommandRefused("hold: not built yet")
 
 
-@contextmanager
-def _opened(run: RunDir, clock: Clock | None = None) -> Iterator[tuple[Journal, Book]]:
-    with _journal(run, clock) as journal:
-        book = Book()
-        book.refresh(journal)
-        yield journal, book
+def lift(place: Place, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
+    """Ends a hold before its time; returns the sentence that says so."""
+    raise CommandRefused("lift: not built yet")
+
+
+def mark(place: Place, incident_id: str, right: bool, by: str, because: str = "", clock: Clock | None = None) -> str:
+    """Says whether the diagnosis of an incident was right."""
+    raise CommandRefused("mark: not built yet")
 
 
 # --- saying -------------------------------------------------------------------------------------------------------
 
 
-def pause(run: RunDir, by: str, because: str) -> str:
+def pause(place: Place, by: str, because: str) -> str:
     """Stops all acting before the next action; returns the sentence that says so."""
-    with _journal(run) as journal:
+    with journal_of(place) as journal:
         # The flag first: it is what stops the next action, the event is what remembers.
         journal.set_flag(PAUSED_FLAG, f"{by}: {because}")
         journal.append(K.PAUSED, {"by": by, "because": because})
-    return f"{run.run_id} is paused: no action begins until `rolecall resume`"
+    return f"{place.run_id} is paused: no action begins until `rolecall resume`"
 
 
-def resume(run: RunDir, by: str) -> str:
+def resume(place: Place, by: str) -> str:
     """Ends a pause; returns the sentence that says so."""
-    with _journal(run) as journal:
+    with journal_of(place) as journal:
         was = journal.flag(PAUSED_FLAG)
         journal.set_flag(PAUSED_FLAG, None)
         journal.append(K.RESUMED, {"by": by})
-    return f"{run.run_id} acts again" if was is not None else f"{run.run_id} was not paused"
+    return f"{place.run_id} acts again" if was is not None else f"{place.run_id} was not paused"
 
 
-def approve(run: RunDir, digest: str, by: str, clock: Clock | None = None) -> str:
+def approve(place: Place, digest: str, by: str, clock: Clock | None = None) -> str:
     """Approves the proposed plan of this digest, once; the guards look again before it is performed.
 
     Raises:
         CommandRefused: no such proposal, or it was decided or has lapsed already.
     """
-    with _opened(run, clock) as (journal, book):
+    with opened(place, clock) as (journal, book):
         incident, attempt = _proposal(book, digest)
         now = (clock or SystemClock()).wall()
         if attempt.expires_at is not None and now > attempt.expires_at:
@@ -83,13 +100,13 @@ def approve(run: RunDir, digest: str, by: str, clock: Clock | None = None) -> st
     return f"{attempt.plan.action} of {_targets(attempt)} is approved, for {incident.incident_id}"
 
 
-def reject(run: RunDir, digest: str, by: str, because: str = "") -> str:
+def reject(place: Place, digest: str, by: str, because: str = "") -> str:
     """Rejects the proposed plan of this digest.
 
     Raises:
         CommandRefused: no such proposal, or it was decided or has lapsed already.
     """
-    with _opened(run) as (journal, book):
+    with opened(place) as (journal, book):
         incident, attempt = _proposal(book, digest)
         _decide(journal, incident, attempt, K.PLAN_REJECTED, {"by": by, "because": because})
     return f"{attempt.plan.action} of {_targets(attempt)} is rejected, for {incident.incident_id}"
@@ -126,7 +143,7 @@ def _targets(attempt: Attempt) -> str:
     return ", ".join(f"{t.replica}#{t.incarnation}" for t in attempt.plan.targets) or "the job"
 
 
-def replace(run: RunDir, replica: str, reason: str, by: str, clock: Clock | None = None) -> str:
+def replace(place: Place, replica: str, reason: str, by: str, clock: Clock | None = None) -> str:
     """Asks for the present incarnation of `replica` to be replaced; returns the sentence with the incident's id.
 
     Raises:
@@ -134,7 +151,7 @@ def replace(run: RunDir, replica: str, reason: str, by: str, clock: Clock | None
         CommandRefused: there is no such replica, or an incident deals with it already.
     """
     role, _ = split_replica(replica)
-    with _opened(run, clock) as (journal, book):
+    with opened(place, clock) as (journal, book):
         view = fleet_view(journal.desired(), journal.current()).find(replica)
         if view is None:
             known = ", ".join(sorted(journal.desired()))
@@ -158,182 +175,3 @@ def replace(run: RunDir, replica: str, reason: str, by: str, clock: Clock | None
         watched = lease is not None and lease.holder != "" and lease.expires_at > now
     hint = "" if watched else " (no watch holds the lease now: one must be started)"
     return f"{name} is open: {replica} is replaced when the guards pass{hint}"
-
-
-# --- asking -------------------------------------------------------------------------------------------------------
-
-
-def status(run: RunDir, clock: Clock | None = None) -> dict[str, Any]:
-    """How the run stands: who acts, what runs, what is open. Plain values."""
-    now = (clock or SystemClock()).wall()
-    with _opened(run) as (journal, book):
-        lease, taken = journal.lease(LEASE_NAME), journal.last(K.LEASE_TAKEN)
-        desired = journal.desired()
-        fleet = fleet_view(desired, journal.current())
-        paused, stopping = journal.flag(PAUSED_FLAG), journal.flag(STOP_FLAG)
-    acting = lease is not None and lease.holder != "" and lease.expires_at > now
-    lately = [e for e in evictions(book.incidents.values(), since=now - HOUR_SECONDS) if e.at > now - HOUR_SECONDS]
-    return {
-        "run": str(run.run_id),
-        "mode": taken.body.get("mode") if taken else None,
-        "watch": {"holder": lease.holder, "fence": lease.fence} if lease is not None and acting else None,
-        "paused": paused,
-        "stopping": stopping,
-        "ended": book.ended,
-        "evictions_last_hour": len(lately),
-        "replicas": [
-            {
-                "replica": r.replica,
-                "incarnation": r.incarnation,
-                "desired_incarnation": r.desired_incarnation,
-                "state": str(r.state) if r.state else None,
-                "node": r.node,
-                "since": r.changed_at,
-                "because": r.because,
-            }
-            for r in fleet.replicas
-        ],
-        "open_incidents": [_summary(i, book) for i in book.open_incidents()],
-        "broken_incidents": {name: str(e).splitlines()[0] for name, e in sorted(book.broken.items())},
-    }
-
-
-def incidents(run: RunDir, incident_id: str | None = None) -> list[dict[str, Any]]:
-    """All incidents, or the one asked for with its events, as plain values.
-
-    Raises:
-        CommandRefused: there is no incident of this id.
-    """
-    with _opened(run) as (journal, book):
-        told = [_summary(i, book) for i in book.incidents.values() if incident_id in (None, i.incident_id)]
-        if incident_id is None:
-            return told
-        found = _known(book, incident_id)
-        events = [e.to_dict() for e in journal.events(incident_id=incident_id)]
-    return [{**told[0], "diagnosis": found.diagnosis.to_dict(), "events": events}]
-
-
-def _known(book: Book, incident_id: str) -> Incident:
-    """Raises CommandRefused: there is no such incident, or nothing of it could be read."""
-    found = book.incidents.get(incident_id)
-    if found is None and incident_id in book.broken:
-        raise CommandRefused(f"{incident_id} is set aside: {book.broken[incident_id]}")
-    if found is None:
-        raise CommandRefused(f"no incident {incident_id}; there are: {', '.join(book.incidents) or 'none'}")
-    return found
-
-
-def _summary(i: Incident, book: Book) -> dict[str, Any]:
-    attempt, broken = i.attempt, book.broken.get(i.incident_id)
-    return {
-        "incident_id": i.incident_id,
-        "state": str(i.state),
-        "fault_class": str(i.diagnosis.fault_class),
-        "suspects": [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in i.diagnosis.suspects],
-        "because": i.diagnosis.because,
-        "opened_at": i.opened_at,
-        "action": str(attempt.plan.action) if attempt else None,
-        "plan": attempt.plan.to_dict() if attempt else None,
-        "num_attempts": len(i.attempts),
-        "held_by": sorted(attempt.held_by) if attempt else [],
-        "expires_at": attempt.expires_at if attempt else None,
-        "verified_at": i.verified_at,
-        "closed_at": i.closed_at,
-        "outcome": str(i.outcome) if i.outcome else None,
-        "closed_because": i.because,
-        "person_called": bool(i.person_topics),
-        "person_because": i.person_because,
-        "set_aside": str(broken).splitlines()[0] if broken is not None else None,
-    }
-
-
-def replay(run: RunDir, incident_id: str) -> dict[str, Any]:
-    """Decides each plan of an incident again, from what is stored with it, and says whether the decision is the same.
-
-    Raises:
-        CommandRefused: there is no incident of this id, or it has no plan.
-    """
-    with _opened(run) as (journal, book):
-        _known(book, incident_id)
-        where = journal.store.where
-        made = journal.events(incident_id=incident_id, kinds=[K.PLAN_MADE])
-        (opened,) = journal.events(incident_id=incident_id, kinds=[K.INCIDENT_OPENED])
-    if not made:
-        raise CommandRefused(f"{incident_id} has no plan to decide again")
-    plans = []
-    for event in made:
-        with reading(where, f"events line {event.seq}, a plan"):
-            asked = Question.from_dict(event.body["question"])
-            then = {k: v for k, v in event.body.items() if k != "question"}
-            # Whom else an action would disturb is the actuator's word, and no part of the decision.
-            then["plan"] = {**then["plan"], "also_hit": []}
-        again = decide(asked).to_dict()
-        same = canonical(again) == canonical(then)
-        plans.append({"event": event.event_id, "same": same, "then": then["plan"], "again": again["plan"]})
-    same = all(p["same"] for p in plans)
-    word = "the same" if same else "ANOTHER"
-    lines = [f"{incident_id}: {word} decision from the same input"]
-    lines += [f"  {p['event']}: {p['again']['action']}, because {p['again']['because']}" for p in plans]
-    text = _text(lines)
-    diagnosis = opened.body["diagnosis"]
-    return {"incident_id": incident_id, "same": same, "plans": plans, "diagnosis": diagnosis, "text": text}
-
-
-# --- as text ------------------------------------------------------------------------------------------------------
-
-
-def status_text(value: dict[str, Any]) -> str:
-    """`status` for people."""
-    watch = value["watch"]
-    who = f"watch {watch['holder']} holds fence {watch['fence']}" if watch else "NO WATCH HOLDS THE LEASE"
-    lines = [f"run {value['run']}: mode {value['mode'] or 'unknown'}, {who}"]
-    for word in ("paused", "stopping", "ended"):
-        if value[word] is not None:
-            lines.append(f"{word.upper()}: {value[word]}")
-    for r in value["replicas"]:
-        wanted = "" if r["incarnation"] == r["desired_incarnation"] else f", #{r['desired_incarnation']} is desired"
-        lines.append(f"  {r['replica']:<16} #{r['incarnation']} {r['state'] or 'not there'} on {r['node']}{wanted}")
-    lines.append(f"evictions within the last hour: {value['evictions_last_hour']}")
-    lines += _incident_lines(value["open_incidents"]) or ["no open incident"]
-    lines += [f"SET ASIDE: {name}: {why}" for name, why in value["broken_incidents"].items()]
-    return _text(lines)
-
-
-def incidents_text(value: list[dict[str, Any]]) -> str:
-    """`incidents` for people."""
-    lines = _incident_lines(value) or ["no incident"]
-    for i in value:
-        for event in i.get("events", ()):
-            told = event["body"].get("because") or event["body"].get("outcome") or ""
-            lines.append(f"  e{event['seq']} {event['kind']} {told}".rstrip())
-            lines += _evidence_lines(event)
-    return _text(lines)
-
-
-def _evidence_lines(event: Mapping[str, Any]) -> list[str]:
-    """What witnesses said, what was not had of them, and where the files lie, below the run."""
-    if event["kind"] != K.EVIDENCE_PULLED:
-        return []
-    body = event["body"]
-    lines = [*body.get("told", ()), *(f"not had: {text}" for text in body.get("missing", ()))]
-    return [f"    {text}" for text in (*lines, *(f["name"] for f in body.get("files", ())))]
-
-
-def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
-    lines = []
-    for i in found:
-        state = "SET ASIDE" if i["set_aside"] else i["outcome"] or i["state"]
-        lines.append(f"{i['incident_id']} {state}: {i['set_aside'] or i['because']}")
-        if i["plan"]:
-            held = f", held by {', '.join(i['held_by'])}" if i["held_by"] and i["outcome"] is None else ""
-            lines.append(f"  {i['action']} (plan {i['plan']['digest']}, attempt {i['num_attempts']}{held})")
-            lines += [f"  also: {hit}" for hit in i["plan"]["also_hit"]]
-        if i["person_called"] and i["outcome"] is None:
-            lines.append(f"  A PERSON WAS CALLED: {i['person_because']}")
-        if i["state"] == IncidentState.PROPOSED:
-            lines.append(f"  waits for: rolecall approve {i['plan']['digest']}")
-    return lines
-
-
-def _text(lines: list[str]) -> str:
-    return "\n".join(shown(line) for line in lines)

@@ -34,15 +34,22 @@ class EventKind(StrEnum):
     PLAN_APPROVED = "plan_approved"  # digest, by
     PLAN_REJECTED = "plan_rejected"  # digest, by, because
     PLAN_LAPSED = "plan_lapsed"  # digest, because
+    HOLD_PLACED = "hold_placed"  # digest, by, because, until: nothing of this plan begins before
+    HOLD_LIFTED = "hold_lifted"  # digest, by, because
     ACTION_STARTED = "action_started"  # plan
     ACTION_DONE = "action_done"  # digest, result
     ACTION_FAILED = "action_failed"  # digest, because
     INCIDENT_VERIFIED = "incident_verified"  # because: what progress was seen
     INCIDENT_CLOSED = "incident_closed"  # outcome: cured, tolerated, observed, refuted, gave_up; because
     PERSON_CALLED = "person_called"  # because, channel
+    DIAGNOSIS_MARKED = "diagnosis_marked"  # verdict: right, wrong; by, because; the newest counts, also after the close
     EVIDENCE_PULLED = "evidence_pulled"  # because, files, told, findings, missing, seconds
     PAUSED = "paused"  # by, because
     RESUMED = "resumed"  # by
+    NODE_QUARANTINED = "node_quarantined"  # node, by, because: nothing is placed there
+    NODE_DRAINED = "node_drained"  # node, by, because, incidents: those that were opened to move its replicas away
+    NODE_RETURNED = "node_returned"  # node, by, because: it may take replicas again
+    NODE_BURNED_IN = "node_burned_in"  # node, by, passed, seconds, checks: each name, passed, because, values
     JOB_STOP_REQUESTED = "job_stop_requested"  # because
 
 

@@ -34,6 +34,7 @@ from rolecall.doctor import doctor_app
 from rolecall.fleet_cli import fleet
 from rolecall.incident_cli import incident
 from rolecall.options import ROOT, JsonOption, RootOption, RunArgument, RunOption, out, print_json
+from rolecall.people_cli import people
 from rolecall.text import plain
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def _whoami() -> str:
 app.add_typer(fleet)
 app.add_typer(doctor_app)
 app.add_typer(incident, name="incident")
+app.add_typer(people, name="people")
 
 
 # --- running ------------------------------------------------------------------------------------------------------

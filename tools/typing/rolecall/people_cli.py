@@ -1,0 +1,1 @@
+../../../rolecall/people_cli.py

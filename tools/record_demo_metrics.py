@@ -1,0 +1,156 @@
+"""Records the metrics of a real demo run, as a Prometheus that scrapes it would have them.
+
+    .venv/bin/python -m tools.record_demo_metrics            # about five minutes; writes tests/dashboards/metrics/
+
+Scrapes every agent and the watch of `rolecall demo` (three faults), and beside them an agent on a stand-in of a GPU node
+(tests/agent/full_node.py), on which counters move, a GPU gets hot and XIDs happen: its numbers are no measurements, they
+are there so that every panel and alert has something to show. The Grafana tests run on the result.
+"""
+
+import argparse
+import contextlib
+import http.client
+import json
+import math
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tests.agent.full_node import FullNode, full_node, reporting
+from tests.agent.test_network import interface
+from tests.dashboards.openmetrics import Recording
+from tests.infiniband_tree import port
+
+OUT = Path(__file__).parent.parent / "tests" / "dashboards" / "metrics" / "demo.om.gz"
+SCRAPE_SECONDS = 5.0
+ANSWER_SECONDS = 4.0
+AFTER_SECONDS = 20.0
+"""The stand-in node goes on for so long once the demo is over."""
+DEMO_SECONDS_MAX = 900.0
+BYTES_MAX = 1_500_000
+GPU_NODE = "gpu-1"
+XID_AFTER, HOT_FROM, HOT_UNTIL = 12, 20, 32
+"""Rounds of the stand-in node at which things happen to it."""
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    arguments.add_argument("--seed", type=int, default=7)
+    arguments.add_argument("--steps", type=int, default=120)
+    arguments.add_argument("--out", type=Path, default=OUT)
+    given = arguments.parse_args()
+    recording = Recording()
+    with tempfile.TemporaryDirectory(prefix="rolecall-record-") as folder:
+        code = _record(recording, Path(folder), given.seed, given.steps)
+    size = recording.write(given.out)
+    print(f"{given.out}: {len(recording.names)} names, {size} bytes; the demo ended with {code}")
+    if size > BYTES_MAX:
+        print(f"that is more than {BYTES_MAX} bytes", file=sys.stderr)
+        return 1
+    return code
+
+
+def _record(recording: Recording, folder: Path, seed: int, steps: int) -> int:
+    """Until the demo is over, and a little longer. Returns its exit code."""
+    (folder / "node").mkdir()
+    run = folder / "runs" / f"demo-{seed}"
+    with full_node(folder / "node", node=GPU_NODE) as node, reporting(node), _demo(run, seed, steps) as demo:
+        began, over_at, number = time.monotonic(), math.inf, 0
+        while time.monotonic() < over_at + AFTER_SECONDS:
+            _move(node, number)
+            _round(recording, run, node)
+            if demo.poll() is not None:
+                over_at = min(over_at, time.monotonic())
+            if time.monotonic() - began > DEMO_SECONDS_MAX:
+                raise TimeoutError(f"the demo is not over after {DEMO_SECONDS_MAX:.0f} s")
+            number += 1
+            time.sleep(max(0.0, began + number * SCRAPE_SECONDS - time.monotonic()))
+        return demo.wait()
+
+
+@contextlib.contextmanager
+def _demo(run: Path, seed: int, steps: int) -> Iterator[subprocess.Popen[bytes]]:
+    argv = [sys.executable, "-m", "rolecall", "demo", "--seed", str(seed), "--steps", str(steps), "--plain"]
+    argv += ["--no-dashboard", "--id", run.name, "--runs", str(run.parent)]
+    process = subprocess.Popen(argv)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+
+
+def _round(recording: Recording, run: Path, node: FullNode) -> None:
+    """Asks everybody once. A scrape's moment is that of its start, as Prometheus has it."""
+    targets = [(f"agent-{path.parent.name}", path) for path in sorted(run.glob("nodes/*/agent.json"))]
+    asked = [("rolecall-agent", f"{run.name}/{path.parent.name}", _url(path)) for _, path in targets]
+    if (run / "watch.json").exists():
+        asked.append(("rolecall-watch", f"{run.name}/watch", _url(run / "watch.json")))
+    asked.append(("rolecall-agent", GPU_NODE, node.url))
+    for job, instance, url in asked:
+        _scrape(recording, job, instance, url, "/metrics")
+    _scrape(recording, "dcgm", GPU_NODE, node.url, "/metrics/dcgm")
+
+
+def _url(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text())["url"])
+    except (OSError, ValueError, KeyError):
+        return ""  # just being written: nobody answers
+
+
+def _scrape(recording: Recording, job: str, instance: str, url: str, path: str) -> None:
+    at, began = time.time(), time.monotonic()
+    page = None
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        connection = http.client.HTTPConnection(urlsplit(url).netloc or "127.0.0.1:1", timeout=ANSWER_SECONDS)
+        with contextlib.closing(connection):
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            page = answer.read() if answer.status == 200 else None
+    recording.scraped(at, job, instance, page, time.monotonic() - began)
+
+
+def _move(node: FullNode, number: int) -> None:
+    """What happens on the stand-in node in its round `number`."""
+    wave = math.sin(number / 3.0)
+    hot = HOT_FROM <= number < HOT_UNTIL
+    for gpu in range(2):
+        mine = hot and gpu == 1
+        node.machine.set(
+            {
+                "UtilizationRates": round(80 + 15 * wave),
+                "PowerUsage": round(512_000 + 90_000 * wave),
+                "TotalEnergyConsumption": 123_456_789_000 + number * 2_560_000,
+                "Temperature": 86 if mine else round(52 + 6 * wave) + gpu,
+                "ClockInfo.sm": 1200 if mine else 1755,
+                "CurrentClocksEventReasons": 0x40 if mine else 0,
+                "CurrentClocksThrottleReasons": 0x40 if mine else 0,
+                "PcieReplayCounter": number // 10 if gpu else 0,
+                "TotalEccErrors.0.1": 3 + number // 8,
+                "field.138": (1 << 20) + number * (1 << 21),
+                "field.139": (1 << 20) + number * (1 << 21),
+            },
+            gpu,
+        )
+    root = node.folder / "sys/class"
+    for n in range(2):
+        counters = {
+            "port_rcv_data": 5 + number * 600_000_000,
+            "port_xmit_data": 5 + number * 580_000_000,
+            "symbol_error": number // 6 if n else 0,
+            "link_downed": int(number > XID_AFTER) if n else 0,
+        }
+        port(root / "infiniband", f"mlx5_{n}", counters=counters, hw_counters={"np_cnp_sent": 1 + 40 * number})
+    interface(root / "net", "eth0", rx_bytes=1000 + number * 50_000_000, tx_bytes=2000 + number * 48_000_000)
+    if number == XID_AFTER:
+        node.happen()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+../../../rolecall/lost_time.py

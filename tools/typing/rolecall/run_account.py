@@ -1,0 +1,1 @@
+../../../rolecall/run_account.py

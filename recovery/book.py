@@ -5,6 +5,7 @@ a damaged line, a bug) is set aside with its story, and does not stop the others
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rolecall.core.diagnosis import Diagnosis
@@ -39,7 +40,10 @@ class Book:
     def refresh(self, journal: Journal) -> None:
         """Takes in what was written since the last look."""
         damaged: list[DamagedLine] = []
-        events = journal.events(after=self._seen_seq, kinds=READ_KINDS, damaged=damaged)
+        self.take(journal.events(after=self._seen_seq, kinds=READ_KINDS, damaged=damaged), damaged)
+
+    def take(self, events: Sequence[Event], damaged: Sequence[DamagedLine]) -> None:
+        """Takes in what somebody else has read: events of `READ_KINDS`, and lines that could not be read."""
         lines: list[Event | DamagedLine] = [*events, *damaged]
         for line in sorted(lines, key=lambda line: line.seq):
             self._seen_seq = line.seq

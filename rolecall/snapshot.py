@@ -94,6 +94,8 @@ class Memory:
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=REWARDS_KEPT))
     commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=400))
     incidents: dict[str, IncidentRow] = field(default_factory=dict)
+    """Those that are open."""
+    closed: deque[IncidentRow] = field(default_factory=lambda: deque(maxlen=CLOSED_SHOWN))
 
     def read(self, events: Iterable[Event]) -> None:
         for event in events:
@@ -141,7 +143,9 @@ class Memory:
             said = str(plan["because"]) if isinstance(plan, dict) else str(body.get("because") or row.detail)
             if event.kind is _K.INCIDENT_CLOSED:
                 outcome = str(body.get("outcome", "closed"))
-                self.incidents[which] = replace(row, stage=outcome, detail=said, closed_at=event.wall_at)
+                self.closed.append(
+                    replace(self.incidents.pop(which), stage=outcome, detail=said, closed_at=event.wall_at)
+                )
             elif event.kind is _K.PLAN_PROPOSED:
                 said = f"rolecall approve {body.get('digest')}, or reject: {said}"
                 self.incidents[which] = replace(row, stage=_STAGES[event.kind], detail=said)
@@ -157,10 +161,6 @@ class Memory:
         note: str = "",
     ) -> Snapshot:
         """The value to show at `now` (wall seconds)."""
-        open_ = [i for i in self.incidents.values() if i.closed_at is None]
-        closed = sorted(
-            (i for i in self.incidents.values() if i.closed_at is not None), key=lambda i: i.closed_at or 0.0
-        )
         return Snapshot(
             now=now,
             started_at=self.started_at,
@@ -169,17 +169,18 @@ class Memory:
             epoch=self.epoch,
             rewards=tuple(self.rewards),
             loss=self.loss,
-            tokens_per_second=self._rate(now),
+            tokens_per_second=self.tokens_per_second(now),
             step_seconds=self._step_seconds(),
             replicas=replica_rows(desired, current),
-            open_incidents=tuple(open_),
-            closed_incidents=tuple(closed[-CLOSED_SHOWN:]),
+            open_incidents=tuple(self.incidents.values()),
+            closed_incidents=tuple(self.closed),
             paused=paused or "",
             ended=self.ended,
             note=note,
         )
 
-    def _rate(self, now: float) -> float | None:
+    def tokens_per_second(self, now: float) -> float | None:
+        """Over the last `RATE_SECONDS`; None before there is anything to divide by."""
         if not self.commits:
             return None
         since = max(now - RATE_SECONDS, self.commits[0][0])

@@ -4,6 +4,7 @@ Plain values for programs, and the same as text for people. Nothing here writes.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
@@ -15,7 +16,7 @@ from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
 from rolecall.recovery.book import Book
 from rolecall.recovery.fleet import fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS
-from rolecall.recovery.incidents import Incident, IncidentState, evictions
+from rolecall.recovery.incidents import RIGHT, WRONG, Incident, IncidentState, evictions
 from rolecall.recovery.place import Place, opened
 from rolecall.recovery.policy import Question, decide
 from rolecall.recovery.telling import shown
@@ -98,6 +99,10 @@ def _summary(i: Incident, book: Book) -> dict[str, Any]:
         "num_attempts": len(i.attempts),
         "held_by": sorted(attempt.held_by) if attempt else [],
         "expires_at": attempt.expires_at if attempt else None,
+        "decision": str(attempt.decision) if attempt and attempt.decision else None,
+        "decided_by": attempt.decided_by if attempt else "",
+        "hold": {**asdict(attempt.hold), "until_text": attempt.hold.until_text} if attempt and attempt.hold else None,
+        "mark": {**asdict(i.mark), "verdict": RIGHT if i.mark.right else WRONG} if i.mark else None,
         "verified_at": i.verified_at,
         "closed_at": i.closed_at,
         "outcome": str(i.outcome) if i.outcome else None,
@@ -189,6 +194,12 @@ def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
             held = f", held by {', '.join(i['held_by'])}" if i["held_by"] and i["outcome"] is None else ""
             lines.append(f"  {i['action']} (plan {i['plan']['digest']}, attempt {i['num_attempts']}{held})")
             lines += [f"  also: {hit}" for hit in i["plan"]["also_hit"]]
+        if (hold := i["hold"]) and not hold["lifted"] and i["outcome"] is None:
+            lines.append(f"  held by {hold['by']} until {hold['until_text']}: {hold['because']}")
+        if mark := i["mark"]:
+            lines.append(
+                f"  marked {mark['verdict']} by {mark['by']}" + (f": {mark['because']}" if mark["because"] else "")
+            )
         if i["person_called"] and i["outcome"] is None:
             lines.append(f"  A PERSON WAS CALLED: {i['person_because']}")
         if i["state"] == IncidentState.PROPOSED:

@@ -1,7 +1,7 @@
 """Guards: may this plan be performed now? Pass, or hold with the reason. Pure.
 
-Order is from what a person decided (mode, pause) over what is true (incarnations, evidence) to what is counted (limits).
-A hold is of two kinds: `wait` ends by itself (a pause, another repair); at a limit rolecall stops acting and a person
+Order is from what a person decided (mode, pause, hold) over what is true (incarnations, evidence) to what is counted (limits).
+A hold is of two kinds: `wait` ends by itself (a pause, a hold, another repair); at a limit rolecall stops acting and a person
 is called, once. All counts come from the journal, so a restarted watch has spent what its predecessor spent.
 """
 
@@ -17,6 +17,7 @@ from rolecall.recovery.incidents import PERSON, Decision, Incident, IncidentStat
 
 HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"
+HOLD = "hold"
 NOT_PEERS = ("self", "progress", "exit", "signal", "person")
 """Evidence kinds that start so do not compare with peers: one of them is enough not to lean on peers alone. So is a
 comparison that says that it had no `peers`."""
@@ -50,7 +51,7 @@ def check(
     now: float,
 ) -> Guarded:
     """The first guard that objects, or PASSED. `now`: wall seconds. Mode `approve` passes here: who calls asks a person."""
-    held = _by_people(config, paused, stopping) or _incarnations(plan, fleet)
+    held = _by_people(config, paused, stopping) or _hold(incident, now) or _incarnations(plan, fleet)
     if held is None and plan.action is not ActionKind.STOP_JOB:
         held = _peer_evidence(plan, incident, fleet, incidents) or _limits(
             plan, incident, fleet, config, incidents, now
@@ -66,6 +67,13 @@ def _by_people(config: RecoveryConfig, paused: str | None, stopping: str | None)
     if stopping is not None:
         return Guarded(guard="stopping", because=f"the job is being stopped: {stopping}")
     return None
+
+
+def _hold(incident: Incident, now: float) -> Guarded | None:
+    hold = incident.attempt.hold if incident.attempt else None
+    if hold is None or not hold.stands(now):
+        return None
+    return Guarded(guard=HOLD, because=f"{hold.by} holds it until {hold.until_text}: {hold.because}")
 
 
 def _incarnations(plan: Plan, fleet: FleetView) -> Guarded | None:

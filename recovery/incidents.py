@@ -5,12 +5,16 @@
       |        +- closed ---+           |          |        nothing was to be done, the fault went away, or a person said no
       +---------------------------------+----------+        the action failed: plan again, one rung up
 
+A person may hold a plan that has not begun: until the hold's own end nothing of it does, and no proposal lapses. A mark
+says whether the diagnosis was right, at any time, and moves nothing.
+
 Every event names the state that it may happen in; anything else is an `InvalidTransition` that tells its story.
 Pure: events in, frozen values out.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from enum import StrEnum
 
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
@@ -19,6 +23,8 @@ from rolecall.core.events import Event, EventKind
 
 PERSON = "person"
 """`Diagnosis.detectors` of a request that a person made."""
+RIGHT, WRONG = "right", "wrong"
+"""What a person may say of a diagnosis."""
 STORY_LINES_MAX = 50
 """How much of an incident's past an error tells."""
 
@@ -56,6 +62,7 @@ class Decision(StrEnum):
 
 S, K = IncidentState, EventKind
 UNDECIDED = frozenset({S.OPEN, S.PLANNED, S.PROPOSED})
+NOT_BEGUN = frozenset({S.PLANNED, S.PROPOSED})
 UNDER_REPAIR = frozenset({S.ACTING, S.VERIFYING})
 
 LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {
@@ -65,16 +72,47 @@ LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {
     K.PLAN_HELD: frozenset({S.PLANNED, S.PROPOSED}),
     K.PLAN_PROPOSED: frozenset({S.PLANNED}),
     K.PLAN_APPROVED: frozenset({S.PROPOSED}),
-    K.PLAN_REJECTED: frozenset({S.PROPOSED}),
+    K.PLAN_REJECTED: NOT_BEGUN,
     K.PLAN_LAPSED: frozenset({S.PROPOSED}),
-    K.ACTION_STARTED: frozenset({S.PLANNED, S.PROPOSED}),
+    K.HOLD_PLACED: NOT_BEGUN,
+    K.HOLD_LIFTED: NOT_BEGUN,
+    K.ACTION_STARTED: NOT_BEGUN,
     K.ACTION_DONE: frozenset({S.ACTING}),
     K.ACTION_FAILED: frozenset({S.ACTING, S.VERIFYING}),
     K.INCIDENT_VERIFIED: frozenset({S.VERIFYING}),
     K.INCIDENT_CLOSED: frozenset(set(S) - {S.CLOSED}),
     K.PERSON_CALLED: frozenset(set(S) - {S.CLOSED}),
+    K.DIAGNOSIS_MARKED: frozenset(S),
 }
 INCIDENT_KINDS = tuple(LEGAL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hold:
+    """A person's word that a plan must not begin. Times are wall seconds."""
+
+    number: int  # of this incident, from 1
+    by: str
+    because: str
+    until: float  # when it ends by itself; when it was lifted, once it was
+    lifted: bool = False
+
+    @property
+    def until_text(self) -> str:
+        return datetime.fromtimestamp(self.until, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+    def stands(self, now: float) -> bool:
+        return not self.lifted and now < self.until
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A person's verdict on a diagnosis."""
+
+    right: bool
+    by: str
+    because: str
+    at: float  # wall seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +125,9 @@ class Attempt:
     outcome: str  # what closes the incident when the plan is to do nothing
     made_at: float
     held_by: frozenset[str] = frozenset()  # guards that have held it
-    expires_at: float | None = None  # of its proposal
+    expires_at: float | None = None  # of its proposal; never before a hold's end and as long again
+    approval_seconds: float = 0.0  # how long its proposal waits
+    hold: Hold | None = None  # the newest
     decision: Decision | None = None
     decided_by: str = ""
     decision_because: str = ""
@@ -111,6 +151,7 @@ class Incident:
     because: str = ""  # of the close
     person_topics: frozenset[str] = frozenset()
     person_because: str = ""  # why a person was last called
+    mark: Mark | None = None  # the newest
     last_event_id: str = ""
     story: tuple[str, ...] = field(default=(), compare=False)
 
@@ -118,6 +159,11 @@ class Incident:
     def attempt(self) -> Attempt | None:
         """The newest plan."""
         return self.attempts[-1] if self.attempts else None
+
+    @property
+    def last_seq(self) -> int:
+        """Journal line of its newest event."""
+        return int(self.last_event_id.removeprefix("e"))
 
     @property
     def by_person(self) -> bool:
@@ -246,15 +292,20 @@ def _with(i: Incident, attempt: Attempt, state: IncidentState | None = None) -> 
 def _updated(i: Incident, event: Event) -> Incident:
     diagnosis = Diagnosis.from_dict(event.body["diagnosis"])
     # A plan made on less knowledge is made again; an action under way goes on.
-    state = S.OPEN if i.state is S.PLANNED else i.state
+    rejected = i.attempt is not None and i.attempt.decision is Decision.REJECTED
+    state = S.OPEN if i.state is S.PLANNED and not rejected else i.state
     return replace(i, diagnosis=diagnosis, seen_keys=i.seen_keys | {diagnosis.key}, state=state)
 
 
 def _planned(i: Incident, event: Event) -> Incident:
-    body = event.body
+    body, before = event.body, i.attempt
+    plan = Plan.from_dict(body["plan"])
+    # Made again on more knowledge it is the same plan: who held it meant this one.
+    stays = before is not None and before.plan.digest == plan.digest and before.hold is not None
     attempt = Attempt(
         number=len(i.attempts) + 1,
-        plan=Plan.from_dict(body["plan"]),
+        plan=plan,
+        hold=before.hold if before is not None and stays else None,
         call_person=bool(body.get("call_person", False)),
         outcome=str(body.get("outcome", Outcome.TOLERATED)),
         made_at=event.wall_at,
@@ -268,7 +319,11 @@ def _held(i: Incident, event: Event) -> Incident:
 
 
 def _proposed(i: Incident, event: Event) -> Incident:
-    return _with(i, replace(_current(i, event), expires_at=float(event.body["expires_at"])), S.PROPOSED)
+    attempt, expires_at = _current(i, event), float(event.body["expires_at"])
+    approval_seconds = expires_at - event.wall_at
+    if attempt.hold is not None:
+        expires_at = max(expires_at, attempt.hold.until + approval_seconds)
+    return _with(i, replace(attempt, expires_at=expires_at, approval_seconds=approval_seconds), S.PROPOSED)
 
 
 def _decided(i: Incident, event: Event) -> Incident:
@@ -286,10 +341,51 @@ def _decided(i: Incident, event: Event) -> Incident:
     return _with(i, told)
 
 
+def _hold(i: Incident, event: Event) -> Incident:
+    attempt = _current(i, event)
+    if attempt.decision in (Decision.REJECTED, Decision.LAPSED):
+        raise _Misfit(f"it was {attempt.decision} already")
+    hold = Hold(
+        number=1 + max((a.hold.number for a in i.attempts if a.hold is not None), default=0),
+        by=str(event.body["by"]),
+        because=str(event.body.get("because", "")),
+        until=float(event.body["until"]),
+    )
+    return _with(i, _until(attempt, hold))
+
+
+def _lifted(i: Incident, event: Event) -> Incident:
+    attempt = _current(i, event)
+    if attempt.hold is None or attempt.hold.lifted:
+        raise _Misfit("nobody holds it")
+    return _with(i, _until(attempt, replace(attempt.hold, until=min(attempt.hold.until, event.wall_at), lifted=True)))
+
+
+def _until(attempt: Attempt, hold: Hold) -> Attempt:
+    if attempt.expires_at is None:
+        return replace(attempt, hold=hold)
+    return replace(attempt, hold=hold, expires_at=hold.until + attempt.approval_seconds)
+
+
+def _marked(i: Incident, event: Event) -> Incident:
+    body = event.body
+    if body["verdict"] not in (RIGHT, WRONG):
+        raise _Misfit(f"verdict {body['verdict']!r} is neither {RIGHT} nor {WRONG}")
+    mark = Mark(
+        right=body["verdict"] == RIGHT,
+        by=str(body["by"]),
+        because=str(body.get("because", "")),
+        at=event.wall_at,
+    )
+    return replace(i, mark=mark)
+
+
 def _started(i: Incident, event: Event) -> Incident:
     attempt = _current(i, event)
     if i.state is S.PROPOSED and attempt.decision is not Decision.APPROVED:
         raise _Misfit("nobody approved the plan")
+    if attempt.decision is Decision.REJECTED:
+        raise _Misfit("the plan was rejected")
     return _with(i, replace(attempt, started_at=event.wall_at), S.ACTING)
 
 
@@ -330,10 +426,13 @@ _MOVES = {
     K.PLAN_APPROVED: _decided,
     K.PLAN_REJECTED: _decided,
     K.PLAN_LAPSED: _decided,
+    K.HOLD_PLACED: _hold,
+    K.HOLD_LIFTED: _lifted,
     K.ACTION_STARTED: _started,
     K.ACTION_DONE: _done,
     K.ACTION_FAILED: _failed,
     K.INCIDENT_VERIFIED: _verified,
     K.INCIDENT_CLOSED: _closed,
     K.PERSON_CALLED: _person,
+    K.DIAGNOSIS_MARKED: _marked,
 }

@@ -4,7 +4,7 @@ Each move is keyed by (incident, attempt, what), so that a watch that died befor
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rolecall.core.config import RecoveryConfig
@@ -22,6 +22,8 @@ CLEAR_SECONDS = 5.0
 """How long a diagnosis must not stand, its suspects making progress, before the fault counts as over."""
 
 K, S = EventKind, IncidentState
+STOPS_A_START = frozenset({K.HOLD_PLACED, K.PLAN_REJECTED})
+"""What a person may say while a watch is about to begin: nothing begins that is held or rejected already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,7 @@ class Append:
     kind: EventKind
     key: str
     body: Mapping[str, Any] = field(default_factory=dict)
+    unless: frozenset[EventKind] = frozenset()  # a person's word that came meanwhile: decide again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,19 +103,24 @@ def _from_planned(i: Incident, a: Attempt, s: Situation) -> Move | None:
             if called is not None:
                 return called
         return _close(i, Outcome(a.outcome), a.plan.because)
+    if a.decision is Decision.REJECTED:
+        return _rejected(i, a, s)
     over = _over(i, s)
     if over:
         return _close(i, Outcome.OBSERVED if s.config.mode == "observe" else Outcome.REFUTED, over)
+    told = _hold_ended(i, a, s)
+    if told is not None:
+        return told
     guarded = check(a.plan, i, **_guard_inputs(s))
     if guarded.passed:
         if s.config.mode == "approve" and not i.by_person:
             expires_at = s.now + s.config.approval_seconds
             return _about(i, a, K.PLAN_PROPOSED, "proposed", {"plan": a.plan.to_dict(), "expires_at": expires_at})
-        return _about(i, a, K.ACTION_STARTED, "started", {"plan": a.plan.to_dict()})
+        return _start(i, a, {"plan": a.plan.to_dict()})
     if guarded.guard not in a.held_by:
         body = {"guard": guarded.guard, "because": guarded.because}
         return _about(i, a, K.PLAN_HELD, f"held:{guarded.guard}", body)
-    if i.by_person and s.now > i.opened_at + s.config.approval_seconds:
+    if i.by_person and s.now > max(i.opened_at, a.hold.until if a.hold else 0.0) + s.config.approval_seconds:
         because = f"the request was held for {s.config.approval_seconds:.0f} s: {guarded.because}"
         return _call_person(i, "request_held", because, s) or _close(i, Outcome.GAVE_UP, because)
     if guarded.call_person:
@@ -122,8 +130,7 @@ def _from_planned(i: Incident, a: Attempt, s: Situation) -> Move | None:
 
 def _from_proposed(i: Incident, a: Attempt, s: Situation) -> Move | None:
     if a.decision is Decision.REJECTED:
-        because = f"rejected by {a.decided_by}" + (f": {a.decision_because}" if a.decision_because else "")
-        return _call_person(i, "rejected", because, s) or _close(i, Outcome.GAVE_UP, because)
+        return _rejected(i, a, s)
     over = _over(i, s)
     if a.decision is Decision.LAPSED:
         if over:
@@ -132,6 +139,9 @@ def _from_proposed(i: Incident, a: Attempt, s: Situation) -> Move | None:
         return _call_person(i, "lapsed", because, s) or _close(i, Outcome.GAVE_UP, because)
     if over:
         return _lapse(i, a, over)
+    told = _hold_ended(i, a, s)
+    if told is not None:
+        return told
     if s.now > (a.expires_at or 0.0):
         seconds = s.config.approval_seconds
         what = "approved and held by a guard" if a.decision is Decision.APPROVED else "not approved"
@@ -141,7 +151,7 @@ def _from_proposed(i: Incident, a: Attempt, s: Situation) -> Move | None:
     guarded = check(a.plan, i, **_guard_inputs(s))
     if guarded.passed:
         body = {"plan": a.plan.to_dict(), "approved_by": a.decided_by}
-        return _about(i, a, K.ACTION_STARTED, "started", body)
+        return _start(i, a, body)
     if guarded.guard not in a.held_by:
         body = {"guard": guarded.guard, "because": guarded.because}
         return _about(i, a, K.PLAN_HELD, f"held:{guarded.guard}", body)
@@ -194,6 +204,24 @@ def done(i: Incident, a: Attempt, result: Mapping[str, Any]) -> Append:
 def decision_key(incident_id: str, number: int) -> str:
     """Approval, rejection and lapse of one proposal share this key: whichever is written first is the decision."""
     return f"{incident_id}:decision:{number}"
+
+
+def _start(i: Incident, a: Attempt, body: Mapping[str, Any]) -> Append:
+    return replace(_about(i, a, K.ACTION_STARTED, "started", body), unless=STOPS_A_START)
+
+
+def _rejected(i: Incident, a: Attempt, s: Situation) -> Append:
+    because = f"rejected by {a.decided_by}" + (f": {a.decision_because}" if a.decision_because else "")
+    return _call_person(i, "rejected", because, s) or _close(i, Outcome.GAVE_UP, because)
+
+
+def _hold_ended(i: Incident, a: Attempt, s: Situation) -> Append | None:
+    """Who held a plan and forgot it hears so once, before it goes on."""
+    hold = a.hold
+    if hold is None or hold.lifted or hold.stands(s.now):
+        return None
+    because = f"the hold by {hold.by} is over ({hold.because}): {a.plan.action}, because {a.plan.because}, goes on"
+    return _call_person(i, f"hold_over:{hold.number}", because, s)
 
 
 def _lapse(i: Incident, a: Attempt, because: str) -> Append:

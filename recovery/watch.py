@@ -14,13 +14,13 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 
 from rolecall.core.clock import Clock
 from rolecall.core.config import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass
-from rolecall.core.errors import ActuatorError, Fenced, JournalCorrupt, JournalError
+from rolecall.core.errors import ActuatorError, Fenced, JournalCorrupt, JournalError, Overtaken
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal import Journal, Lease
@@ -183,7 +183,15 @@ class Watch:
             self._file.adopt(self._journal, (i for i in self._book.open_incidents() if i.opened_at > recent))
         return True
 
-    def _write(self, kind: EventKind, body: dict[str, object], *, key: str, incident: Incident | None = None) -> Event:
+    def _write(
+        self,
+        kind: EventKind,
+        body: dict[str, object],
+        *,
+        key: str,
+        incident: Incident | None = None,
+        unless: Collection[EventKind] = (),
+    ) -> Event:
         event = self._journal.append(
             kind,
             body,
@@ -191,6 +199,8 @@ class Watch:
             caused_by=incident.last_event_id if incident else None,
             key=key,
             lease=self._lease,
+            unless=unless,
+            since=incident.last_seq if incident else 0,
         )
         line = {"event": str(kind), "incident": event.incident_id, "because": body.get("because"), "seq": event.seq}
         logger.info("%s", json.dumps(line))
@@ -314,7 +324,11 @@ class Watch:
             self._perform(incident, move)
 
     def _append(self, incident: Incident, move: Append) -> None:
-        self._write(move.kind, dict(move.body), key=move.key, incident=incident)
+        try:
+            self._write(move.kind, dict(move.body), key=move.key, incident=incident, unless=move.unless)
+        except Overtaken as e:
+            logger.info("%s", e)
+            self._book.refresh(self._journal)
 
     def _perform(self, incident: Incident, move: Perform) -> None:
         assert self._lease is not None and incident.attempt is not None

@@ -84,6 +84,14 @@ class Fenced(JournalError):
         super().__init__(f"lease {lease!r}: fencing number {fence} is over, {holder} holds it now")
 
 
+class Overtaken(JournalError):
+    """Somebody wrote first, and what was to be written may no longer be meant: read again and decide again."""
+
+    def __init__(self, *, incident_id: str, event: str, by: str) -> None:
+        self.incident_id, self.event, self.by = incident_id, event, by
+        super().__init__(f"{incident_id}: {event} was not written, {by} came first")
+
+
 class LedgerViolation(RolecallError):
     pass
 

@@ -5,14 +5,14 @@ Tables: `events` (the chain), `desired` and `actual` (the border between recover
 diagnosis had read, for replay). All writes that belong together go in one transaction.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import sqlalchemy as sa
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.errors import Fenced, JournalCorrupt
+from rolecall.core.errors import Fenced, JournalCorrupt, Overtaken
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import ReplicaId
 from rolecall.core.membership import Actual, Desired, Epoch, ReplicaState
@@ -126,18 +126,41 @@ class Journal:
         caused_by: str | None = None,
         key: str | None = None,
         lease: Lease | None = None,
+        unless: Collection[EventKind] = (),
+        since: int = 0,
     ) -> Event:
         """Adds one event and returns it once it is on disk.
 
         With `key`, an event of that key that stands already is returned and nothing is written: a writer that died
         between writing and remembering repeats itself without harm. With `lease`, the write is refused when another
-        holder's fencing number is newer.
+        holder's fencing number is newer. With `unless`, when this incident has an event of these kinds after line
+        `since`, up to which the writer had read: a person and a watch may speak at the same moment.
 
         Raises:
             Fenced: `lease` is over.
+            Overtaken: `unless` says so.
         """
         with self.store.write() as conn:
+            if unless:
+                self._check_overtaken(conn, kind, incident_id, key, unless, since)
             return self._append(conn, kind, body or {}, incident_id, caused_by, key, lease)
+
+    def _check_overtaken(
+        self,
+        conn: sa.Connection,
+        kind: EventKind,
+        incident_id: str | None,
+        key: str | None,
+        unless: Collection[EventKind],
+        since: int,
+    ) -> None:
+        if key is not None and conn.execute(sa.select(_events.c.seq).where(_events.c.key == key)).first() is not None:
+            return  # it stands already
+        newer = (_events.c.incident_id == incident_id) & (_events.c.seq > since)
+        meant = newer & _events.c.kind.in_([str(k) for k in unless])
+        found = conn.execute(sa.select(_events.c.seq, _events.c.kind).where(meant)).first()
+        if found is not None:
+            raise Overtaken(incident_id=str(incident_id), event=str(kind), by=f"e{found.seq} {found.kind}")
 
     def _append(
         self,

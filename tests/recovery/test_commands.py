@@ -244,7 +244,7 @@ def _hostile_world(path: Path) -> World:
         diagnosis(FaultClass.CONTROL_PLANE, ("reward/0", 1), onset=world.clock.wall(), because=HOSTILE)
     ]
     watch = world.watch()
-    commands.pause(RunDir(path), f"bob{HOSTILE}", HOSTILE)
+    commands.pause(RunDir(path), "bob", HOSTILE)
     world.run(3, watch)
     return world
 

@@ -15,7 +15,7 @@ from rolecall.core.diagnosis import FaultClass
 from rolecall.core.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.recovery import commands
-from rolecall.recovery.incidents import INCIDENT_KINDS, IncidentState
+from rolecall.recovery.incidents import INCIDENT_KINDS, NOT_BEGUN, Attempt, IncidentState
 from rolecall.recovery.interfaces import Message
 from rolecall.recovery.moves import decision_key
 from rolecall.recovery.testing import RecordingNotifier, SimulatedKill, diagnosis
@@ -143,23 +143,89 @@ def code_explains_it(world: World) -> None:
     world.others.append(found)
 
 
+def _run(world: World) -> RunDir:
+    return RunDir(Path(world.url.removeprefix("sqlite:///")).parent)
+
+
 def asked_by_a_person(world: World) -> None:
-    run = RunDir(Path(world.url.removeprefix("sqlite:///")).parent)
-    commands.replace(run, "trainer/1", "it feels slow", "alice", world.clock)
+    commands.replace(_run(world), "trainer/1", "it feels slow", "alice", world.clock)
+
+
+Word = Callable[[RunDir, str], object]
+
+
+def _says(world: World, *words: tuple[Callable[[Attempt], object], Word]) -> None:
+    """A person who says these words of the plan, in order, each in a look of its own when the plan stands so."""
+    run, left = _run(world), list(words)
+
+    def say() -> None:
+        for i in world.incidents():
+            a = i.attempt
+            if left and a is not None and i.state in NOT_BEGUN and left[0][0](a):
+                left.pop(0)[1](run, a.plan.digest)
+
+    world.others.append(say)
+
+
+def _held_by(guard: str) -> Callable[[Attempt], object]:
+    return lambda a: guard in a.held_by
+
+
+def _proposed(attempt: Attempt) -> object:
+    return attempt.expires_at
+
+
+def _holds(world: World, seconds: float) -> Word:
+    return lambda run, digest: commands.hold(run, digest, "alice", "a look", seconds, world.clock)
+
+
+def _resumes(world: World) -> Word:
+    return lambda run, digest: world.journal.set_flag("paused", None)
+
+
+def held_by_a_person(world: World) -> None:
+    """Held while a pause holds it; the pause ends, then the hold by itself."""
+    world.journal.set_flag("paused", "bob: a look")
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    _says(world, (_held_by("paused"), _holds(world, 20.0)), (_held_by("paused"), _resumes(world)))
+
+
+def held_and_lifted(world: World) -> None:
+    """A proposal is held, approved in that time, and begins when the hold is lifted."""
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    _says(
+        world,
+        (_proposed, _holds(world, 60.0)),
+        (_proposed, lambda run, digest: commands.approve(run, digest, "alice", world.clock)),
+        (_held_by("hold"), lambda run, digest: commands.lift(run, digest, "alice", "done", world.clock)),
+    )
+
+
+def vetoed_while_held(world: World) -> None:
+    world.journal.set_flag("paused", "bob: a look")
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    _says(
+        world,
+        (_held_by("paused"), _holds(world, 60.0)),
+        (_held_by("paused"), _resumes(world)),
+        (_held_by("hold"), lambda run, digest: commands.reject(run, digest, "alice", "mine", world.clock)),
+    )
 
 
 SCENARIOS: list[Scenario] = [
     crash, replacement_dies, two_faults, gives_up, user_code, nothing_helps, tolerated, gets_worse, moves_to_another_node,
     nobody_diagnoses, approved, rejected, lapses, observed, code_explains_it, asked_by_a_person,
+    held_by_a_person, held_and_lifted, vetoed_while_held,
 ]  # fmt: skip
 CONFIGS: dict[Scenario, dict[str, Any]] = {
     approved: {"mode": "approve"},
     rejected: {"mode": "approve"},
+    held_and_lifted: {"mode": "approve"},
     lapses: {"mode": "approve", "approval_seconds": 5.0},
     observed: {"mode": "observe"},
     moves_to_another_node: {"verify_seconds": 5.0},
 }
-PEOPLE_WRITE = frozenset({K.PLAN_APPROVED, K.PLAN_REJECTED})
+PEOPLE_WRITE = frozenset({K.PLAN_APPROVED, K.PLAN_REJECTED, K.HOLD_PLACED, K.HOLD_LIFTED, K.DIAGNOSIS_MARKED})
 
 
 def _outcome(world: World) -> dict[str, object]:

@@ -1,5 +1,6 @@
 """The state machine of an incident: every event in every state either moves it or tells the story of why not."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,9 @@ BODY: dict[EventKind, dict[str, Any]] = {
     K.PLAN_APPROVED: {"digest": PLAN.digest, "by": "alice"},
     K.PLAN_REJECTED: {"digest": PLAN.digest, "by": "alice", "because": "no"},
     K.PLAN_LAPSED: {"digest": PLAN.digest, "because": "late"},
+    K.HOLD_PLACED: {"digest": PLAN.digest, "by": "alice", "because": "a look", "until": 50.0},
+    K.HOLD_LIFTED: {"digest": PLAN.digest, "by": "alice", "because": ""},
+    K.DIAGNOSIS_MARKED: {"verdict": "wrong", "by": "alice", "because": "a flaky test"},
     K.ACTION_STARTED: {"plan": PLAN.to_dict()},
     K.ACTION_DONE: {"digest": PLAN.digest, "result": {}},
     K.ACTION_FAILED: {"digest": PLAN.digest, "failure": "died", "because": "it died"},
@@ -58,8 +62,8 @@ def events(*kinds: EventKind, **changed: dict[str, Any]) -> list[Event]:
 def test_every_event_in_every_state(state: IncidentState, kind: EventKind) -> None:
     path = TO_STATE[state]
     assert fold(events(*path))[NAME].state is state
-    # Starting is legal from proposed only after a yes: see below.
-    needs_more = state is S.PROPOSED and kind is K.ACTION_STARTED
+    # Starting is legal from proposed only after a yes, and only what is held can be lifted: see below.
+    needs_more = (state is S.PROPOSED and kind is K.ACTION_STARTED) or kind is K.HOLD_LIFTED
     if state in LEGAL[kind] and not needs_more:
         fold(events(*path, kind))
         return
@@ -136,3 +140,50 @@ def test_a_long_story_is_cut() -> None:
     with pytest.raises(InvalidTransition) as error:
         fold(events(K.INCIDENT_OPENED, *[K.INCIDENT_UPDATED] * 200, K.ACTION_DONE))
     assert len(error.value.story) == 50 and error.value.story[-1].startswith("e202 action_done")
+
+
+def test_a_hold_moves_the_end_of_its_proposal() -> None:
+    proposed = TO_STATE[S.PROPOSED]
+    attempt = fold(events(*proposed, K.HOLD_PLACED))[NAME].attempt
+    assert attempt is not None and attempt.hold is not None
+    # Proposed at 3 until 100: it waits for 97 s, again from the hold's end at 50 on.
+    assert attempt.expires_at == 50.0 + 97.0 and attempt.hold.stands(49.9) and not attempt.hold.stands(50.0)
+    attempt = fold(events(*proposed, K.HOLD_PLACED, K.HOLD_LIFTED))[NAME].attempt
+    assert attempt is not None and attempt.hold is not None and not attempt.hold.stands(49.9)
+    assert attempt.expires_at == 5.0 + 97.0
+    with pytest.raises(InvalidTransition, match="nobody holds it"):
+        fold(events(*proposed, K.HOLD_PLACED, K.HOLD_LIFTED, K.HOLD_LIFTED))
+
+
+def test_a_hold_stays_with_the_same_plan_made_again() -> None:
+    path = [*TO_STATE[S.PLANNED], K.HOLD_PLACED, K.INCIDENT_UPDATED, K.PLAN_MADE]
+    attempt = fold(events(*path))[NAME].attempt
+    assert attempt is not None and attempt.number == 2 and attempt.hold is not None and attempt.hold.by == "alice"
+    other = replace(PLAN, action=ActionKind.REPLACE_NODE)
+    again = Event(seq=9, kind=K.PLAN_MADE, wall_at=9.0, body={"plan": other.to_dict()}, incident_id=NAME)
+    attempt = fold([*events(*path[:-1]), again])[NAME].attempt
+    assert attempt is not None and attempt.number == 2 and attempt.hold is None, "another plan: nobody held it"
+
+
+def test_what_was_rejected_is_not_planned_again_and_never_begins() -> None:
+    rejected = [*TO_STATE[S.PLANNED], K.PLAN_REJECTED]
+    assert fold(events(*rejected, K.INCIDENT_UPDATED))[NAME].state is S.PLANNED
+    with pytest.raises(InvalidTransition, match="the plan was rejected"):
+        fold(events(*rejected, K.ACTION_STARTED))
+    with pytest.raises(InvalidTransition, match="it was rejected already"):
+        fold(events(*rejected, K.HOLD_PLACED))
+
+
+@pytest.mark.parametrize("state", list(S))
+def test_a_mark_changes_nothing_but_itself(state: IncidentState) -> None:
+    path = TO_STATE[state]
+    before = fold(events(*path))[NAME]
+    marked = fold(events(*path, K.DIAGNOSIS_MARKED))[NAME]
+    assert marked.mark is not None and marked.mark.right is False and marked.mark.by == "alice"
+    assert replace(marked, mark=None, last_event_id=before.last_event_id) == before
+    right = {"verdict": "right", "by": "bob", "because": ""}
+    newest = Event(seq=20, kind=K.DIAGNOSIS_MARKED, wall_at=20.0, body=right, incident_id=NAME)
+    told = fold([*events(*path, K.DIAGNOSIS_MARKED), newest])[NAME].mark
+    assert told is not None and told.right is True and told.by == "bob"
+    with pytest.raises(InvalidTransition, match="neither right nor wrong"):
+        fold(events(*path, K.DIAGNOSIS_MARKED, diagnosis_marked={"verdict": "maybe", "by": "bob"}))

@@ -1,0 +1,273 @@
+"""Puts dashboards on a Grafana server: looks at everything first, writes only when nothing speaks against it.
+
+    missing        -> created
+    as we want it  -> unchanged: not written, its version stays
+    other, and the newest version is one that we wrote -> updated, from exactly that version
+    other, and somebody else wrote the newest version  -> a conflict: told, nothing is written, unless `overwrite`
+
+All problems are told at once. A write names the version that was looked at, so that an edit in between is refused by
+the server (412) and not lost. Alert rules are not pushed: they are Prometheus's (`rolecall grafana export`).
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, NoReturn
+from urllib.parse import quote
+
+from rolecall.core.errors import CommandRefused
+from rolecall.dashboards.grafana.server import GrafanaRefused, Json, Server
+from rolecall.text import plain
+
+MESSAGE = "rolecall grafana push"
+"""Stands at each version that we write: how a later push tells our versions from those of people."""
+UID_MAX = 40
+NAMES_SHOWN_MAX = 20
+FOLDERS_MAX = 1000
+"""Most that one page of Grafana's list holds. Beyond it a folder that exists could be made a second time: refused."""
+CONFLICT = 412
+
+
+class Verdict(StrEnum):
+    CREATE = "created"
+    UPDATE = "updated"
+    UNCHANGED = "unchanged"
+
+
+class Problems(CommandRefused):
+    """Everything that speaks against the push; nothing was written."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        self.problems = tuple(problems)
+        lines = "\n".join(f"  {p}" for p in problems)
+        super().__init__(f"nothing was written, {len(problems)} problem(s)\n{lines}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What is to be done for one dashboard. `body` is what the server shall hold, with the version looked at."""
+
+    uid: str
+    title: str
+    verdict: Verdict
+    body: Json
+    because: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    folder: str
+    folder_uid: str | None  # None: to be made. "": the top level
+    changes: tuple[Change, ...]
+    overwrite: bool = False
+
+    @property
+    def writes(self) -> tuple[Change, ...]:
+        return tuple(c for c in self.changes if c.verdict is not Verdict.UNCHANGED)
+
+
+@dataclass(slots=True)
+class Pushed:
+    """What came of it, a line each; `failed` is empty when all is as wanted."""
+
+    done: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+
+
+def plan(
+    server: Server, dashboards: Sequence[Mapping[str, Any]], *, folder: str, datasource: str, overwrite: bool = False
+) -> Plan:
+    """Looks, and writes nothing. `folder` "": the top level. `datasource` "": each viewer's own choice.
+
+    Raises:
+        Problems: all that speaks against it.
+        GrafanaRefused: the server cannot be used at all.
+    """
+    server.mapping(lambda g: g.client.GET("/health"))  # asks for no token: tells a wrong address from a wrong token
+    problems: list[str] = []
+    folder_uid = _folder_uid(server, folder)
+    source = None
+    try:
+        source = _source(server, datasource) if datasource else None
+    except Problems as e:
+        problems += e.problems
+    changes = []
+    for one in dashboards:
+        try:
+            changes.append(_change(server, _ready(one, source), folder_uid, overwrite))
+        except Problems as e:
+            problems += e.problems
+        except GrafanaRefused as e:
+            if e.status in (0, 401):  # it will say so for every other one as well
+                raise
+            problems.append(f"{plain(one.get('uid'), UID_MAX)}: {e}")
+    uids = [c.uid for c in changes]
+    problems += [f"{uid}: two dashboards have this uid" for uid in sorted({u for u in uids if uids.count(u) > 1})]
+    if problems:
+        raise Problems(problems)
+    return Plan(folder=folder, folder_uid=folder_uid, changes=tuple(changes), overwrite=overwrite)
+
+
+def push(server: Server, wanted: Plan) -> Pushed:
+    """Writes what the plan says, and tells of each dashboard what became of it. Raises nothing but our own bugs."""
+    pushed = Pushed()
+    folder_uid = wanted.folder_uid
+    if folder_uid is None and wanted.writes:
+        try:
+            made = server.mapping(lambda g: g.folder.create_folder(wanted.folder))
+            folder_uid = _text(made, "uid")
+        except GrafanaRefused as e:
+            pushed.failed.append(f"folder {plain(wanted.folder)!r} was not made, no dashboard was written: {e}")
+            return pushed
+        pushed.done.append(f"created    folder {plain(wanted.folder)!r}")
+    gone = ""
+    for change in wanted.changes:
+        name = f"{change.uid}  {plain(change.title, 100)}"
+        if change.verdict is Verdict.UNCHANGED:
+            pushed.done.append(f"unchanged  {name}")
+        elif gone:
+            pushed.failed.append(f"not tried  {name}")
+        else:
+            try:
+                version = _write(server, change, folder_uid or "", wanted.overwrite)
+                pushed.done.append(f"{change.verdict:<9}  {name} (version {version})")
+            except GrafanaRefused as e:
+                gone = "" if e.status else str(e)
+                doubt = "" if e.status else "; it may have been written: push again to know"
+                pushed.failed.append(f"failed     {name}: {_conflict_told(server, change, e)}{doubt}")
+    return pushed
+
+
+# --- looking ------------------------------------------------------------------------------------------------------
+
+
+def _folder_uid(server: Server, title: str) -> str | None:
+    if not title:
+        return ""
+    found = server.listing(lambda g: g.client.GET(f"/folders?limit={FOLDERS_MAX}"))
+    for one in found:
+        if one.get("title") == title and one.get("uid"):
+            return str(one["uid"])
+    if len(found) >= FOLDERS_MAX:
+        raise Problems([f"--folder: {title!r} is not among the first {FOLDERS_MAX} folders, and may be beyond them"])
+    return None
+
+
+def _source(server: Server, name: str) -> Json:
+    try:
+        found = server.mapping(lambda g: g.datasource.get_datasource_by_name(quote(name, safe="")))
+    except GrafanaRefused as e:
+        if e.status != 404:
+            raise
+        there = [
+            f"{plain(s.get('name'), 60)!r} ({plain(s.get('type'), 30)})"
+            for s in server.listing(lambda g: g.datasource.list_datasources())
+        ]
+        shown = ", ".join(there[:NAMES_SHOWN_MAX]) or "none"
+        raise Problems([f"--datasource: there is no data source {plain(name)!r}; there are: {shown}"]) from None
+    if found.get("type") != "prometheus":
+        kind = plain(found.get("type"), 30)
+        raise Problems([f"--datasource: {plain(name)!r} is of type {kind!r}; the dashboards ask a Prometheus"])
+    return {"text": name, "value": _text(found, "uid"), "selected": True}
+
+
+def _ready(dashboard: Mapping[str, Any], source: Json | None) -> Json:
+    """The dashboard as it shall stand there: without an id of another server, its variable set to the data source."""
+    body = deepcopy(dict(dashboard))
+    body.pop("id", None)
+    body.pop("version", None)
+    uid = body.get("uid")
+    if not isinstance(uid, str) or not uid or len(uid) > UID_MAX or not body.get("title"):
+        raise Problems([f"{plain(uid, UID_MAX)!r}: a dashboard needs a title and a uid of 1 to {UID_MAX} characters"])
+    if source is not None:
+        for variable in body.get("templating", {}).get("list", []):
+            if variable.get("type") == "datasource" and variable.get("query") == "prometheus":
+                variable["current"] = source
+    return body
+
+
+def _change(server: Server, body: Json, folder_uid: str | None, overwrite: bool) -> Change:
+    uid, title = str(body["uid"]), str(body["title"])
+    try:
+        found = server.mapping(lambda g: g.dashboard.get_dashboard(quote(uid, safe="")))
+    except GrafanaRefused as e:
+        if e.status != 404:
+            raise
+        return Change(uid=uid, title=title, verdict=Verdict.CREATE, body=body, because="it is not there")
+    there, meta = found.get("dashboard"), found.get("meta")
+    if not isinstance(there, dict) or not isinstance(meta, dict) or not isinstance(there.get("version"), int):
+        raise Problems([f"{uid}: what the server holds cannot be read: no dashboard with a version"])
+    moved = folder_uid is None or (meta.get("folderUid") or "") != folder_uid
+    if not moved and holds(there, body):
+        return Change(uid=uid, title=title, verdict=Verdict.UNCHANGED, body=body)
+    if meta.get("provisioned"):
+        raise Problems([f"{uid}: it is provisioned from a file on the server, and can only be changed there"])
+    if not overwrite and (who := _edited(server, uid)):
+        raise Problems([f"{uid}: {who}; --overwrite replaces that (Grafana keeps it among the versions)"])
+    because = "it is in another folder" if moved else "it differs"
+    return Change(
+        uid=uid,
+        title=title,
+        verdict=Verdict.UPDATE,
+        body={**body, "version": there["version"]},
+        because=because,
+    )
+
+
+def holds(there: object, wanted: object) -> bool:
+    """Whether all that is wanted is there, and lists are no longer. What a server adds to objects (ids, defaults of
+    another release) is no difference, or each push would make a version."""
+    if isinstance(wanted, Mapping):
+        return isinstance(there, Mapping) and all(
+            holds(there.get(k), v) if k in there else v is None for k, v in wanted.items()
+        )
+    if isinstance(wanted, list):
+        return isinstance(there, list) and len(there) == len(wanted) and all(map(holds, there, wanted))
+    return isinstance(there, bool) == isinstance(wanted, bool) and there == wanted
+
+
+def _edited(server: Server, uid: str) -> str:
+    """Who wrote the newest version, where it was not a push; else ""."""
+    path = f"/dashboards/uid/{quote(uid, safe='')}/versions?limit=1"
+    found = server._asked(lambda g: g.client.GET(path))
+    versions = found.get("versions") if isinstance(found, dict) else found  # an object since Grafana 11, a list before
+    if not isinstance(versions, list) or not versions or not isinstance(versions[0], dict):
+        return "who wrote its newest version cannot be told"
+    newest = versions[0]
+    if str(newest.get("message") or "").startswith(MESSAGE):
+        return ""
+    who, when = plain(newest.get("createdBy") or "somebody", 60), plain(newest.get("created") or "some time", 40)
+    return f"{who} edited it at {when} (version {plain(newest.get('version'), 20)})"
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+def _write(server: Server, change: Change, folder_uid: str, overwrite: bool) -> int:
+    sent = {"dashboard": change.body, "folderUid": folder_uid, "message": MESSAGE, "overwrite": overwrite}
+    said = server.mapping(lambda g: g.dashboard.update_dashboard(sent))
+    if said.get("status") != "success" or said.get("uid") != change.uid or not isinstance(said.get("version"), int):
+        raise GrafanaRefused("it did not say that it has saved this dashboard")
+    return int(said["version"])
+
+
+def _conflict_told(server: Server, change: Change, error: GrafanaRefused) -> str:
+    if error.status != CONFLICT or error.said.get("status") != "version-mismatch":
+        return str(error)
+    try:
+        who = _edited(server, change.uid) or "another push wrote it"
+    except GrafanaRefused:
+        who = "somebody edited it"
+    return f"{who}, since it was looked at; theirs stands: push again"
+
+
+def _text(said: Mapping[str, Any], key: str) -> str:
+    value = said.get(key)
+    if isinstance(value, str) and value:
+        return value
+    _nothing(key)
+
+
+def _nothing(key: str) -> NoReturn:
+    raise GrafanaRefused(f"its answer makes no sense: it has no {key}")

@@ -1,0 +1,36 @@
+"""Charts of the page `Fleet`."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import altair as alt
+
+from rolecall.recovery.incidents import Incident
+from rolecall.text import plain
+
+
+def incidents_chart(found: Sequence[Incident]) -> Any:
+    """A node's incidents over time, a row a class: place and shape say the class, colour repeats it."""
+    rows = [
+        {
+            "at": datetime.fromtimestamp(i.opened_at, UTC).isoformat(),
+            "class": str(i.diagnosis.fault_class),
+            "outcome": str(i.outcome or "open"),
+            "what": plain(i.diagnosis.because, 300),
+            "incident": plain(i.incident_id),
+        }
+        for i in found
+    ]
+    return (
+        alt.Chart(alt.Data(values=rows))
+        .mark_point(filled=True, size=90, opacity=0.8)
+        .encode(
+            x=alt.X("at:T", title="time (UTC)", scale=alt.Scale(type="utc", nice=True)),
+            y=alt.Y("class:N", title=None),
+            shape=alt.Shape("class:N", legend=None),
+            color=alt.Color("class:N", legend=None),
+            tooltip=["incident:N", "outcome:N", "what:N", alt.Tooltip("at:T", format="%Y-%m-%d %H:%M:%S")],
+        )
+        .properties(height=40 + 34 * len({r["class"] for r in rows}))
+    )

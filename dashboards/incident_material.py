@@ -1,0 +1,162 @@
+"""All that one incident's page is made of, read from the journal at once: its own events, what the run did at that time,
+the window that the diagnosis had read, and the injector's log where the run is on this machine.
+
+What cannot be had is a sentence, and the page goes on with the rest.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rolecall.core.errors import JournalCorrupt
+from rolecall.core.events import Event, EventKind
+from rolecall.core.journal import Journal
+from rolecall.core.rows import DamagedLine
+from rolecall.core.rundir import RunDir
+from rolecall.dashboards.incidents_view import first_line
+from rolecall.injections import Fault, parse_injections
+from rolecall.lanes import Key, Life, lives
+from rolecall.recovery.book import WINDOW_NAME, Book
+from rolecall.recovery.incidents import INCIDENT_KINDS, Incident
+from rolecall.text import plain
+
+EVENTS_MAX = 20_000
+"""Events of one incident that are read."""
+AROUND_MAX = 20_000
+"""Events of the run that are read beside them."""
+LINES_BEFORE = 2_000
+"""So many lines of the journal before the incident's first are looked at: the fault stands before the finding."""
+BEFORE_SECONDS, AFTER_SECONDS = 120.0, 60.0
+"""What the run did so long before the onset and after the incident's last event is part of its story."""
+
+K = EventKind
+AROUND_KINDS = (
+    *INCIDENT_KINDS,
+    K.RUN_STARTED,
+    K.RUN_ENDED,
+    K.REPLICA_STARTING,
+    K.REPLICA_READY,
+    K.REPLICA_LOST,
+    K.REPLICA_STOPPED,
+    K.EPOCH_GROWN,
+    K.STEP_COMMITTED,
+    K.STEP_INTERRUPTED,
+    K.WEIGHTS_ADMITTED,
+    K.WEIGHTS_REFUSED,
+    K.REQUESTS_MOVED,
+    K.PAUSED,
+    K.RESUMED,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Material:
+    incident_id: str
+    now: float
+    incident: Incident | None
+    """None: nothing of it can be read."""
+    set_aside: str
+    """Why nothing more is done for it; empty: it is whole."""
+    others: tuple[Incident, ...]
+    events: tuple[Event, ...]
+    """Its own, oldest first."""
+    around: tuple[Event, ...]
+    """Everything of that time, its own events among it, oldest first."""
+    known: Mapping[Key, Life]
+    window: Mapping[str, Any] | None
+    faults: tuple[Fault, ...]
+    missing: tuple[str, ...]
+    """What could not be had, each with its reason."""
+
+    @property
+    def is_open(self) -> bool:
+        return self.incident is not None and self.incident.closed_at is None and not self.set_aside
+
+    @property
+    def newest_seq(self) -> int:
+        return self.events[-1].seq if self.events else 0
+
+
+def read(journal: Journal, book: Book, incident_id: str, run: RunDir | None, now: float) -> Material:
+    """Raises JournalError: the journal cannot be read at all."""
+    incident = book.incidents.get(incident_id)
+    missing: list[str] = []
+    damaged: list[DamagedLine] = []
+    events = journal.events(incident_id=incident_id, limit=EVENTS_MAX, damaged=damaged)
+    if len(events) == EVENTS_MAX:
+        missing.append(f"its events after the first {EVENTS_MAX}")
+    around = _around(journal, incident, events, damaged, missing)
+    missing += [plain(str(line.error)) for line in damaged[:5]]
+    return Material(
+        incident_id=incident_id,
+        now=now,
+        incident=incident,
+        set_aside=first_line(book.broken[incident_id]) if incident_id in book.broken else "",
+        others=tuple(i for i in list(book.incidents.values()) if i.incident_id != incident_id),
+        events=tuple(events),
+        around=tuple(around),
+        known=_lives(journal, around, missing),
+        window=_window(journal, incident_id, missing),
+        faults=_faults(run, around, missing),
+        missing=tuple(missing),
+    )
+
+
+def _around(
+    journal: Journal,
+    incident: Incident | None,
+    events: list[Event],
+    damaged: list[DamagedLine],
+    missing: list[str],
+) -> list[Event]:
+    if not events:
+        return []
+    after = max(0, events[0].seq - LINES_BEFORE)
+    there: list[DamagedLine] = []
+    found = journal.events(after=after, kinds=AROUND_KINDS, limit=AROUND_MAX, damaged=there)
+    if len(found) == AROUND_MAX:
+        missing.append(f"what the run did after the first {AROUND_MAX} events from there on")
+    have = {line.seq for line in damaged}
+    damaged += [line for line in there if line.seq not in have]
+    begin = min(incident.diagnosis.onset if incident else events[0].wall_at, events[0].wall_at)
+    is_open = incident is not None and incident.closed_at is None
+    end = float("inf") if is_open else max(e.wall_at for e in events) + AFTER_SECONDS
+    kept = {e.seq: e for e in found if begin - BEFORE_SECONDS <= e.wall_at <= end}
+    kept |= {e.seq: e for e in events}
+    return [kept[seq] for seq in sorted(kept)]
+
+
+def _lives(journal: Journal, around: list[Event], missing: list[str]) -> Mapping[Key, Life]:
+    try:
+        return lives(around, journal.actual())
+    except (JournalCorrupt, KeyError, TypeError, ValueError) as e:
+        missing.append(f"which process stood for which replica: {plain(e)}")
+        return {}
+
+
+def _window(journal: Journal, incident_id: str, missing: list[str]) -> Mapping[str, Any] | None:
+    try:
+        window = journal.windows(incident_id).get(WINDOW_NAME)
+    except JournalCorrupt as e:
+        missing.append(plain(e))
+        return None
+    if window is not None and not isinstance(window, Mapping):
+        missing.append(f"the window of {plain(incident_id)}: it is {type(window).__name__}, not a mapping")
+        return None
+    return window
+
+
+def _faults(run: RunDir | None, around: list[Event], missing: list[str]) -> tuple[Fault, ...]:
+    """Those of the injector's log that fall into this time."""
+    if run is None or not around:
+        return ()
+    try:
+        text = run.injections_path.read_text(encoding="utf-8")
+        faults = parse_injections(text)
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError) as e:
+        missing.append(f"the injector's log: {plain(e)}")
+        return ()
+    begin, end = around[0].wall_at, around[-1].wall_at
+    return tuple(f for f in faults if begin <= f.injected_at <= end and not f.of_helper)

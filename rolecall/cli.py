@@ -32,6 +32,7 @@ from rolecall.core.errors import (
 )
 from rolecall.doctor import doctor_app
 from rolecall.fleet_cli import fleet
+from rolecall.grafana_cli import grafana
 from rolecall.incident_cli import incident
 from rolecall.options import ROOT, JsonOption, RootOption, RunArgument, RunOption, out, print_json
 from rolecall.people_cli import people
@@ -68,6 +69,7 @@ app.add_typer(fleet)
 app.add_typer(doctor_app)
 app.add_typer(incident, name="incident")
 app.add_typer(people, name="people")
+app.add_typer(grafana, name="grafana")
 
 
 # --- running ------------------------------------------------------------------------------------------------------
@@ -158,9 +160,11 @@ def down(run: RunArgument, runs: RootOption = ROOT, as_json: JsonOption = False)
     """Ends every process that belongs to a run: what a kill -9 of its supervisor left behind."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.rl_runtime.processes import stop_run
+    from rolecall.watch_address import withdraw
 
     where = open_run_dir(runs, run)
     ended = stop_run(where.path)
+    withdraw(where)
     if as_json:
         print_json({"run": where.run_id, "ended": [str(p) for p in ended]})
     else:

@@ -1,0 +1,219 @@
+"""A dashboard: variables, annotations of incidents and links are the same on all; panels stand in rows, left to right.
+
+Panels and dashboards have fixed ids, so that links to them go on working. What a page shows is chosen by its variables:
+`run` names a run, and the hidden `watch` follows from it (the servers that tell of the run); `instance` are agents.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from grafana_foundation_sdk.builders import dashboard as builders
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import (
+    AnnotationContainer,
+    AnnotationQuery,
+    AnnotationTarget,
+    Dashboard,
+    DashboardCursorSync,
+    DataSourceRef,
+    GridPos,
+    Panel,
+    RowPanel,
+    VariableHide,
+    VariableOption,
+    VariableRefresh,
+    VariableSort,
+)
+
+from rolecall.dashboards.grafana.panels import DATASOURCE, Link
+from rolecall.dashboards.grafana.promql import labels_of, scoped
+
+TAG = "rolecall"
+"""Of dashboards, and of the annotations that `rolecall grafana annotate` writes."""
+REFRESH = "30s"
+UID_CHARS_MAX = 40
+WIDTH = 24
+"""Columns of Grafana's grid."""
+
+VARIABLE_REF = "PrometheusVariableQueryEditor-VariableQuery"
+LABEL_VALUES, QUERY_RESULT = 1, 3
+"""Kinds of variables of Grafana's Prometheus source."""
+
+OVERVIEW, ROLES, REPLICA, GPUS, NETWORK, ITSELF = (
+    f"rolecall-{name}" for name in ("overview", "roles", "replica", "gpus", "network", "itself")
+)
+"""Addresses of the dashboards."""
+
+EVERYTHING = ".+"
+OF_AGENT, OF_EXPORTER, OF_WATCH = "rolecall_agent_build_info", "DCGM_FI_DEV_GPU_TEMP", "rolecall_watch_build_info"
+"""A metric by which each kind of server is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Panels side by side, each with its width (of 24); they wrap."""
+
+    title: str
+    height: int
+    panels: Sequence[tuple[int, Panel]]
+
+
+class _IncidentQuery(AnnotationQuery):
+    """Fields that Grafana's Prometheus source reads of an annotation query, and that its schema does not list."""
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            **super().to_json(),
+            "titleFormat": "{{replica}}: {{fault}}",
+            "textFormat": "role {{role}}, node {{node}}",
+            "tagKeys": "role,fault",
+            "step": "15s",
+            "useValueForTime": False,
+        }
+
+
+def board(
+    uid: str, title: str, description: str, variables: Iterable[builders.QueryVariable], rows: Iterable[Row]
+) -> Dashboard:
+    """The whole dashboard. Raises ValueError where a row does not fit."""
+    if len(uid) > UID_CHARS_MAX:
+        raise ValueError(f"{uid}: a uid has at most {UID_CHARS_MAX} characters")
+    made = builders.Dashboard(f"rolecall: {title}").uid(uid).description(" ".join(description.split()))
+    made = made.tags([TAG]).readonly().refresh(REFRESH).time("now-1h", "now").timezone("browser")
+    made = made.tooltip(DashboardCursorSync.CROSSHAIR)
+    made = made.with_variable(_datasource())
+    for variable in variables:
+        made = made.with_variable(variable)
+    made = made.links([_link(*to) for to in _PAGES if to[0] != uid])
+    dashboard = made.build()
+    dashboard.panels = list(_placed(rows))
+    dashboard.annotations = _annotations()
+    return dashboard
+
+
+def document(dashboard: Dashboard) -> dict[str, Any]:
+    """As Grafana reads it. The builders give each variable fields of intervals, which its schema does not know."""
+    made: dict[str, Any] = json.loads(json.dumps(dashboard, cls=JSONEncoder))
+    for variable in made["templating"]["list"]:
+        for name in ("auto", "auto_min", "auto_count"):
+            variable.pop(name, None)
+    return made
+
+
+def to(uid: str, *variables: str) -> str:
+    """Address of another dashboard with time, source and job as they are here; `variables` as `var-role=...`."""
+    kept = ("${__url_time_range}", "${datasource:queryparam}", "${job:queryparam}", "${run:queryparam}", *variables)
+    return f"/d/{uid}?" + "&".join(kept)
+
+
+def incident_links(page: str) -> tuple[Link, ...]:
+    """To the incidents of rolecall's own dashboard, where its address is known."""
+    return (Link(title="Incidents of this run", url=page.rstrip("/") + "/incidents"),) if page else ()
+
+
+# --- variables --------------------------------------------------------------------------------------------------------
+
+
+class Choice(Enum):
+    """How many values a variable may have at once."""
+
+    ONE = "one"
+    SEVERAL = "several"
+    ANY = "any"  # all of them at first
+    ANY_NAMED = "any named"  # the same, but all means each that there is: not what another run has
+
+
+def query_variable(
+    name: str, label: str, query: str, choice: Choice = Choice.ANY, *, hidden: bool = False
+) -> builders.QueryVariable:
+    """Its values are asked of Prometheus, again whenever the time changes."""
+    kind = QUERY_RESULT if query.startswith("query_result(") else LABEL_VALUES
+    made = builders.QueryVariable(name).label(label).query({"query": query, "refId": VARIABLE_REF, "qryType": kind})
+    made = made.datasource(DATASOURCE).refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+    made = made.sort(VariableSort.ALPHABETICAL_CASE_INSENSITIVE_ASC).multi(choice is not Choice.ONE)
+    if choice in (Choice.ANY, Choice.ANY_NAMED):
+        made = made.include_all(True).current(VariableOption(selected=True, text=["All"], value=["$__all"]))
+    if choice is Choice.ANY:
+        made = made.all_value(EVERYTHING)
+    return made.hide(VariableHide.HIDE_VARIABLE) if hidden else made
+
+
+def of_servers() -> list[builders.QueryVariable]:
+    """Which servers' metrics: on every dashboard."""
+    servers, agents = _any_of(OF_WATCH, OF_AGENT, OF_EXPORTER), _any_of(OF_AGENT, OF_EXPORTER)
+    runs = 'label_values(rolecall_run_info{job=~"$job"},run)'
+    watches = 'label_values(rolecall_run_info{job=~"$job",run=~"$run"},instance)'
+    return [
+        query_variable("job", "Scrape job", f"label_values({{{servers}}},job)"),
+        query_variable("run", "Run", runs, Choice.ONE),
+        query_variable("watch", "Watch", watches, Choice.ANY_NAMED, hidden=True),
+        query_variable("instance", "Agent", f'label_values({{{agents},job=~"$job"}},instance)'),
+    ]
+
+
+def values_of(label: str, title: str, metric: str, choice: Choice = Choice.ANY) -> builders.QueryVariable:
+    """Values of a label of a metric, on the chosen servers; `metric` may have matchers."""
+    return query_variable(label, title, f"label_values({scoped(metric)},{label})", choice)
+
+
+def _any_of(*metrics: str) -> str:
+    assert all(labels_of(name) for name in metrics)  # each is known
+    return f'__name__=~"{"|".join(metrics)}"'
+
+
+def _datasource() -> builders.DatasourceVariable:
+    return builders.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
+
+
+# --- what is around the panels ----------------------------------------------------------------------------------------
+
+_PAGES = (
+    (OVERVIEW, "Run overview"),
+    (ROLES, "Roles"),
+    (REPLICA, "One replica"),
+    (GPUS, "GPUs of a node"),
+    (NETWORK, "Network of a node"),
+    (ITSELF, "rolecall itself"),
+)
+
+
+def _link(uid: str, title: str) -> builders.DashboardLink:
+    return builders.DashboardLink(title).url(f"/d/{uid}").include_vars(True).keep_time(True)
+
+
+def _annotations() -> AnnotationContainer:
+    """Incidents, from two places: the metric (to a scrape exactly), and what `rolecall grafana annotate` wrote (exactly)."""
+    seen = _IncidentQuery(
+        name="Incidents (metric)",
+        datasource=DATASOURCE,
+        icon_color="red",
+        expr=scoped("max by (node, role, replica, fault) (rolecall_incident_open)"),
+    )
+    target = AnnotationTarget(limit=100, match_any=False, tags=[TAG], type_val="tags")
+    written = AnnotationQuery(
+        name="Incidents (annotated)",
+        datasource=DataSourceRef(type_val="grafana", uid="-- Grafana --"),
+        icon_color="orange",
+        target=target,
+    )
+    return AnnotationContainer(list_val=[seen, written])
+
+
+def _placed(rows: Iterable[Row]) -> Iterable[Panel | RowPanel]:
+    y = 0
+    for n, row in enumerate(rows, start=1):
+        first = 100 * n
+        yield RowPanel(
+            title=row.title, id_val=first, collapsed=False, panels=[], grid_pos=GridPos(x=0, y=y, w=WIDTH, h=1)
+        )
+        x, y = 0, y + 1
+        for m, (width, panel) in enumerate(row.panels, start=1):
+            if x + width > WIDTH:
+                x, y = 0, y + row.height
+            panel.id_val, panel.grid_pos = first + m, GridPos(x=x, y=y, w=width, h=row.height)
+            x += width
+            yield panel
+        y += row.height

@@ -1,0 +1,233 @@
+"""Panels: the few shapes that all dashboards are made of. Each has a title, a sentence on how to read it, and a unit.
+
+Colours never stand alone: a state has its word (value mappings), a limit its line, a series its name in the legend.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from grafana_foundation_sdk.builders import bargauge, common, stat, statetimeline, table, timeseries
+from grafana_foundation_sdk.builders import dashboard as builders
+from grafana_foundation_sdk.builders import prometheus as prometheus_builders
+from grafana_foundation_sdk.models import common as common_models
+from grafana_foundation_sdk.models import prometheus
+from grafana_foundation_sdk.models.dashboard import (
+    DataSourceRef,
+    DataTransformerConfig,
+    DynamicConfigValue,
+    FieldColorModeId,
+    Panel,
+    Threshold,
+    ThresholdsMode,
+    ValueMap,
+    ValueMapping,
+    ValueMappingResult,
+)
+
+from rolecall.dashboards.grafana.promql import scoped
+
+DATASOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+GREEN, YELLOW, ORANGE, RED, BLUE, GREY = "green", "yellow", "orange", "red", "blue", "text"
+
+Builder = TypeVar("Builder", timeseries.Panel, stat.Panel, table.Panel, statetimeline.Panel, bargauge.Panel)
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One expression. `legend`: as Grafana has it, `{{label}}`."""
+
+    expression: str
+    legend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a number means to people."""
+
+    text: str
+    colour: str
+
+
+Words = Mapping[int | str, Word]
+NO_YES_BAD: Words = {0: Word("no", GREEN), 1: Word("YES", RED)}
+NO_YES_GOOD: Words = {0: Word("NO", RED), 1: Word("yes", GREEN)}
+UP_DOWN: Words = {0: Word("DOWN", RED), 1: Word("up", GREEN)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """From a value to where it is explained. `url` as Grafana has it, with its variables."""
+
+    title: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """How values are shown. `limits`: from which value on which colour, the first from the start."""
+
+    unit: str
+    words: Words | None = None
+    limits: Sequence[tuple[float | None, str]] = ()
+    decimals: int | None = None
+    least: float | None = 0.0
+    most: float | None = None
+    links: Sequence[Link] = ()
+    no_value: str = ""
+
+
+def lines(title: str, description: str, look: Look, *queries: Query, stacked: bool = False) -> Panel:
+    """Series over time."""
+    panel = _with(timeseries.Panel(), title, description, look, queries)
+    panel = panel.line_width(1).fill_opacity(30 if stacked else 5).show_points(common_models.VisibilityMode.AUTO)
+    if stacked:
+        panel = panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL))
+    if look.limits:
+        panel = panel.thresholds_style(
+            common.GraphThresholdsStyleConfig().mode(common_models.GraphThresholdsStyleMode.DASHED)
+        )
+    return _of_time(panel).color_scheme(_colour(FieldColorModeId.PALETTE_CLASSIC_BY_NAME)).build()
+
+
+SUSPECT, LOWEST, MEDIAN, HIGHEST = "this replica, rank {{rank}}", "peers: lowest", "peers: median", "peers: highest"
+
+
+def band(title: str, description: str, look: Look, own: str, peers: str) -> Panel:
+    """A replica's series against the band of its peers, which do not hold it."""
+    queries = (
+        Query(own, SUSPECT),
+        Query(f"min({peers})", LOWEST),
+        Query(f"quantile(0.5, {peers})", MEDIAN),
+        Query(f"max({peers})", HIGHEST),
+    )
+    panel = _of_time(_with(timeseries.Panel(), title, description, look, queries)).line_width(2)
+    panel = panel.show_points(common_models.VisibilityMode.AUTO).fill_opacity(0)
+    edge = [_value("color", {"mode": "fixed", "fixedColor": GREY}), _value("custom.lineWidth", 1)]
+    dashed = _value("custom.lineStyle", {"fill": "dash", "dash": [6, 6]})
+    panel = panel.override_by_name(LOWEST, edge)
+    panel = panel.override_by_name(
+        HIGHEST, [*edge, _value("custom.fillBelowTo", LOWEST), _value("custom.fillOpacity", 15)]
+    )
+    panel = panel.override_by_name(MEDIAN, [*edge, dashed])
+    return panel.color_scheme(_colour(FieldColorModeId.PALETTE_CLASSIC_BY_NAME)).build()
+
+
+def numbers(title: str, description: str, look: Look, *queries: Query, trend: bool = False) -> Panel:
+    """One large value for each series: the newest."""
+    panel = _with(stat.Panel(), title, description, look, queries, instant=not trend)
+    panel = panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
+    panel = panel.graph_mode(common_models.BigValueGraphMode.AREA if trend else common_models.BigValueGraphMode.NONE)
+    panel = panel.color_mode(common_models.BigValueColorMode.VALUE).wide_layout(False)
+    panel = panel.text_mode(
+        common_models.BigValueTextMode.VALUE_AND_NAME
+        if any(q.legend for q in queries)
+        else common_models.BigValueTextMode.VALUE
+    )
+    return panel.build()
+
+
+def bars(title: str, description: str, look: Look, *queries: Query) -> Panel:
+    """A bar for each series: the newest value."""
+    panel = _with(bargauge.Panel(), title, description, look, queries, instant=True)
+    panel = panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
+    panel = panel.orientation(common_models.VizOrientation.HORIZONTAL)
+    return panel.display_mode(common_models.BarGaugeDisplayMode.BASIC).build()
+
+
+def states(title: str, description: str, look: Look, *queries: Query) -> Panel:
+    """Words over time, a row for each series."""
+    assert look.words, f"{title}: states need words"
+    panel = _with(statetimeline.Panel(), title, description, look, queries)
+    panel = panel.show_value(common_models.VisibilityMode.AUTO).merge_values(True).row_height(0.8).fill_opacity(70)
+    return panel.legend(_legend([])).color_scheme(_colour(FieldColorModeId.THRESHOLDS)).build()
+
+
+def rows(title: str, description: str, look: Look, query: Query, columns: Mapping[str, str]) -> Panel:
+    """A table of the newest values: `columns` of labels to their headings, in order, and last the value under the
+    query's legend. Words and unit are the value's: a label "1" stays what it is."""
+    plain = replace(look, unit="none", words=None, limits=())
+    panel = _with(table.Panel(), title, description, plain, (query,), instant=True, as_table=True)
+    order = {name: n for n, name in enumerate((*columns, "Value"))}
+    organize = DataTransformerConfig(
+        id_val="organize",
+        options={
+            "excludeByName": {"Time": True},
+            "indexByName": order,
+            "renameByName": {**columns, "Value": query.legend},
+        },
+    )
+    of_value = [_value("unit", look.unit)]
+    if look.words:
+        of_value.append(_value("mappings", [_mapping(look.words)]))
+    if look.limits or look.words:
+        of_value.append(_value("thresholds", _thresholds(look).build()))
+        of_value.append(_value("custom.cellOptions", {"type": "color-text"}))
+    panel = panel.with_transformation(organize).override_by_name(query.legend, of_value)
+    return panel.show_header(True).cell_height(common_models.TableCellHeight.SM).build()
+
+
+def _with(
+    panel: Builder,
+    title: str,
+    description: str,
+    look: Look,
+    queries: Sequence[Query],
+    *,
+    instant: bool = False,
+    as_table: bool = False,
+) -> Builder:
+    panel = panel.title(title).description(" ".join(description.split())).datasource(DATASOURCE).unit(look.unit)
+    for n, query in enumerate(queries):
+        target = prometheus_builders.Dataquery().expr(scoped(query.expression)).ref_id(chr(ord("A") + n))
+        target = target.datasource(DATASOURCE).editor_mode(prometheus.QueryEditorMode.CODE)
+        target = target.legend_format(query.legend or "__auto")
+        target = target.instant() if instant else target.range()
+        if as_table:
+            target = target.format(prometheus.PromQueryFormat.TABLE)
+        panel = panel.with_target(target)
+    if look.words:
+        panel = panel.mappings([_mapping(look.words)])
+    if look.decimals is not None:
+        panel = panel.decimals(look.decimals)
+    if look.least is not None:
+        panel = panel.min(look.least)
+    if look.most is not None:
+        panel = panel.max(look.most)
+    if look.no_value:
+        panel = panel.no_value(look.no_value)
+    if look.links:
+        panel = panel.data_links([builders.DashboardLink(link.title).url(link.url) for link in look.links])
+    return panel.thresholds(_thresholds(look))
+
+
+def _thresholds(look: Look) -> builders.ThresholdsConfig:
+    steps = [Threshold(value=v, color=c) for v, c in (look.limits or ((None, GREEN if look.words else BLUE),))]
+    return builders.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
+
+
+def _of_time(panel: timeseries.Panel) -> timeseries.Panel:
+    tip = common.VizTooltipOptions().mode(common_models.TooltipDisplayMode.MULTI)
+    return panel.legend(_legend(["lastNotNull", "max"])).tooltip(tip.sort(common_models.SortOrder.DESCENDING))
+
+
+def _legend(calcs: list[str]) -> common.VizLegendOptions:
+    mode = common_models.LegendDisplayMode.TABLE if calcs else common_models.LegendDisplayMode.LIST
+    legend = common.VizLegendOptions().show_legend(bool(calcs)).display_mode(mode).calcs(calcs)
+    return legend.placement(common_models.LegendPlacement.BOTTOM)
+
+
+def _colour(mode: FieldColorModeId) -> builders.FieldColor:
+    return builders.FieldColor().mode(mode)
+
+
+def _mapping(words: Words) -> ValueMapping:
+    options = {
+        str(value): ValueMappingResult(text=word.text, color=word.colour, index=n)
+        for n, (value, word) in enumerate(words.items())
+    }
+    return ValueMap(options=options)
+
+
+def _value(name: str, value: object) -> DynamicConfigValue:
+    return DynamicConfigValue(id_val=name, value=value)

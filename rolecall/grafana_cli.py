@@ -1,0 +1,34 @@
+"""`rolecall grafana`: dashboards and alert rules for Grafana and Prometheus."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rolecall.options import out
+from rolecall.text import plain
+
+grafana = typer.Typer(no_args_is_help=True, help="Dashboards for Grafana, alert rules for Prometheus.")
+
+IncidentsAtOption = Annotated[
+    str,
+    typer.Option("--incidents-at", help="address of `rolecall dashboard`, to which links lead", metavar="URL"),
+]
+
+
+@grafana.command()
+def export(
+    folder: Annotated[Path, typer.Option("--out", help="folder to write to; made if missing", metavar="DIR")],
+    incidents_at: IncidentsAtOption = "",
+    dashboards_path: Annotated[
+        str, typer.Option(help="where the dashboards will lie on Grafana's machine", metavar="PATH")
+    ] = "",
+) -> int:
+    """Writes dashboards (JSON), how Grafana loads them (provisioning) and alert rules. The same bytes every time."""
+    from rolecall.dashboards.grafana import export as exporting
+    from rolecall.dashboards.grafana.all import documents, rules
+
+    path = dashboards_path or exporting.DASHBOARDS_PATH
+    for written in exporting.write(folder, exporting.files(documents(incidents_at), rules(), path)):
+        out(plain(str(written)))
+    return 0

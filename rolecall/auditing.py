@@ -95,12 +95,17 @@ def audit_run(run: RunDir) -> RunAudit:
     """
     journal = Journal(run.database_url, create=False)
     try:
-        return _audit(run, journal)
+        return audit_journal(journal, run.run_id, run)
     finally:
         journal.close()
 
 
-def _audit(run: RunDir, journal: Journal) -> RunAudit:
+def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit:
+    """The same of an open journal. `run`: where checkpoints and report are, if they can be reached.
+
+    Raises:
+        JournalError: it cannot be read now.
+    """
     problems: list[str] = []
     notes: list[str] = []
     events: list[Event] = []
@@ -112,10 +117,10 @@ def _audit(run: RunDir, journal: Journal) -> RunAudit:
     except JournalCorrupt as e:
         damage = e
         problems.append(f"journal: {e}; what its events say is not used")
-    report = _report(run.path / "report.json", problems)
+    report = _report(run.path / "report.json", problems) if run is not None else {}
     anchors = [
         *_from_events(events),
-        *_from_checkpoints(run.checkpoints, problems),
+        *(_from_checkpoints(run.checkpoints, problems) if run is not None else ()),
         *_from_last_word(journal, problems),
     ]
     if report:
@@ -136,7 +141,7 @@ def _audit(run: RunDir, journal: Journal) -> RunAudit:
     problems += [f"{a.replica}#{a.incarnation}: {a.problem}" for a in admissions if a.problem]
     return RunAudit(
         ok=not problems,
-        run_id=run.run_id,
+        run_id=run_id,
         problems=tuple(problems),
         journal=journal_head,
         ledger=found,

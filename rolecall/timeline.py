@@ -13,6 +13,7 @@ Seconds of an incident count from the finding (`detected_at`, the moment at whic
     cured_seconds              finding -> the replacement serves AND was seen to make progress
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -178,10 +179,10 @@ def tell(
     """
     stories = list(_fold(events).values())
     stories, missed, false_alarms = _join(stories, faults)
-    finished = []
+    work, finished = _Work(events), []
     for story in stories:
         told = replace(story, replacements=_replacements(story, known))
-        finished.append(_work_lost(told, events, steps_undone or {}))
+        finished.append(_work_lost(told, work, steps_undone or {}))
     return Joined(stories=tuple(finished), missed=tuple(missed), false_alarms=tuple(false_alarms))
 
 
@@ -316,12 +317,26 @@ def _replacements(story: Story, known: Mapping[Key, Life]) -> tuple[Replacement,
     return tuple(found)
 
 
-def _work_lost(story: Story, events: Sequence[Event], steps_undone: Mapping[int, float]) -> Story:
+class _Work:
+    """Events that tell of work, by time: each incident looks at its own span, and not through the whole journal."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        kinds = (_K.REQUESTS_MOVED, _K.STEP_INTERRUPTED, _K.STEP_COMMITTED)
+        self._events = sorted((e for e in events if e.kind in kinds), key=lambda e: e.wall_at)
+        self._times = [e.wall_at for e in self._events]
+
+    def between(self, since: float, until: float) -> list[Event]:
+        """Both ends included, in the order of the journal."""
+        found = self._events[bisect_left(self._times, since) : bisect_right(self._times, until)]
+        return sorted(found, key=lambda e: e.seq)
+
+
+def _work_lost(story: Story, work: _Work, steps_undone: Mapping[int, float]) -> Story:
     """What the fault cost: tokens, steps, and when the work that it interrupted went on."""
     hurt = {s.replica for s in story.diagnosis.suspects if s.replica} | set(story.fault.hit if story.fault else ())
     since = story.began_at - CLOCK_SLACK_SECONDS
     until = story.ends_at if story.ends_at is not None else float("inf")
-    during = [e for e in events if since <= e.wall_at <= until]
+    during = work.between(since, until)
     named = {(s.replica, s.incarnation) for s in story.diagnosis.suspects}
     moved = [e for e in during if e.kind is _K.REQUESTS_MOVED and _moved_from(e, hurt, named)]
     undone = [step for step, at in steps_undone.items() if since <= at <= until]

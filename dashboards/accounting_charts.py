@@ -1,0 +1,54 @@
+"""Charts of the page `Accounting`."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import altair as alt
+
+from rolecall.dashboards.accounting_time import LostTo, Slice
+from rolecall.text import plain
+
+
+def ettr_chart(slices: Sequence[Slice]) -> Any:
+    """A bar a slice; its height is the ratio, so that colour says nothing that the axis does not."""
+    rows = [
+        {
+            "start": datetime.fromtimestamp(s.start, UTC).isoformat(),
+            "end": datetime.fromtimestamp(s.end, UTC).isoformat(),
+            "ETTR": s.ettr,
+            "steps": s.num_steps,
+            "incidents": s.num_incidents,
+            "lost seconds": round(s.lost_seconds, 1),
+        }
+        for s in slices
+        if s.ettr is not None
+    ]
+    return (
+        alt.Chart(alt.Data(values=rows))
+        .mark_bar()
+        .encode(
+            x=alt.X("start:T", title="time (UTC)", scale=alt.Scale(type="utc")),
+            x2="end:T",
+            y=alt.Y("ETTR:Q", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
+            tooltip=[
+                alt.Tooltip("start:T", format="%Y-%m-%d %H:%M"),
+                alt.Tooltip("ETTR:Q", format=".1%"),
+                "steps:Q",
+                "incidents:Q",
+                "lost seconds:Q",
+            ],
+        )
+        .properties(height=220)
+    )
+
+
+def lost_chart(lost: Sequence[LostTo]) -> Any:
+    """A bar a name, longest first, with its seconds."""
+    rows = [{"name": plain(part.name, 60), "seconds": round(part.seconds, 1)} for part in lost]
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        y=alt.Y("name:N", title=None, sort=None),
+        x=alt.X("seconds:Q", title="seconds of the whole run"),
+        tooltip=["name:N", "seconds:Q"],
+    )
+    return base.mark_bar().properties(height=30 + 26 * len(rows))

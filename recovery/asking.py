@@ -17,6 +17,7 @@ from rolecall.recovery.book import Book
 from rolecall.recovery.fleet import fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS
 from rolecall.recovery.incidents import RIGHT, WRONG, Incident, IncidentState, evictions
+from rolecall.recovery.nodes import NODE_KINDS, fold_nodes
 from rolecall.recovery.place import Place, opened
 from rolecall.recovery.policy import Question, decide
 from rolecall.recovery.telling import shown
@@ -32,6 +33,7 @@ def status(place: Place, clock: Clock | None = None) -> dict[str, Any]:
         lease, taken = journal.lease(LEASE_NAME), journal.last(K.LEASE_TAKEN)
         desired = journal.desired()
         fleet = fleet_view(desired, journal.current())
+        shut = {n: r for n, r in fold_nodes(journal.events(kinds=NODE_KINDS)).items() if r.quarantined}
         paused, stopping = journal.flag(PAUSED_FLAG), journal.flag(STOP_FLAG)
     acting = lease is not None and lease.holder != "" and lease.expires_at > now
     lately = [e for e in evictions(book.incidents.values(), since=now - HOUR_SECONDS) if e.at > now - HOUR_SECONDS]
@@ -43,6 +45,7 @@ def status(place: Place, clock: Clock | None = None) -> dict[str, Any]:
         "stopping": stopping,
         "ended": book.ended,
         "evictions_last_hour": len(lately),
+        "quarantined_nodes": {n: f"{r.quarantined_by}: {r.quarantined_because}" for n, r in sorted(shut.items())},
         "replicas": [
             {
                 "replica": r.replica,
@@ -161,6 +164,7 @@ def status_text(value: dict[str, Any]) -> str:
         lines.append(f"  {r['replica']:<16} #{r['incarnation']} {r['state'] or 'not there'} on {r['node']}{wanted}")
     lines.append(f"evictions within the last hour: {value['evictions_last_hour']}")
     lines += _incident_lines(value["open_incidents"]) or ["no open incident"]
+    lines += [f"QUARANTINED: {node}, by {why}" for node, why in value["quarantined_nodes"].items()]
     lines += [f"SET ASIDE: {name}: {why}" for name, why in value["broken_incidents"].items()]
     return _text(lines)
 

@@ -3,6 +3,7 @@
     crash, hang, out of memory, bad weights   replace the named incarnation of the replica, nothing else
     slow                                      replace if horizon x (1 - 1/ratio) > cost of replacing, else tolerate
     node lost, GPU, network                   the replicas named, on another node, if there is one
+    anything on a quarantined node            the same: nothing is placed there again
     user code                                 stop the job, evict nobody: the same code would fail again anywhere
     cannot tell, control plane, data          nothing; a person is called
 
@@ -72,6 +73,11 @@ class Question:
     past: tuple[Past, ...]
     supports: frozenset[ActionKind]
     lost_nodes: frozenset[str] = frozenset()  # nodes that were diagnosed as lost: nothing is placed there
+    quarantined_nodes: frozenset[str] = frozenset()  # nor on these, for as long as nobody returns them
+
+    @property
+    def avoided(self) -> frozenset[str]:
+        return self.lost_nodes | self.quarantined_nodes
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -83,6 +89,7 @@ class Question:
             "past": [p.to_dict() for p in self.past],
             "supports": sorted(str(a) for a in self.supports),
             "lost_nodes": sorted(self.lost_nodes),
+            "quarantined_nodes": sorted(self.quarantined_nodes),
         }
 
     @classmethod
@@ -95,6 +102,7 @@ class Question:
             past=tuple(Past.from_dict(p) for p in d["past"]),
             supports=frozenset(ActionKind(a) for a in d["supports"]),
             lost_nodes=frozenset(d["lost_nodes"]),
+            quarantined_nodes=frozenset(d.get("quarantined_nodes", ())),  # older questions have none
         )
 
 
@@ -117,6 +125,7 @@ def question(
     fleet: FleetView,
     config: RecoveryConfig,
     supports: frozenset[ActionKind],
+    quarantined_nodes: frozenset[str] = frozenset(),
 ) -> Question:
     """What `decide` must know of an incident, and of the others that bear on it."""
     past = tuple(
@@ -134,6 +143,7 @@ def question(
         lost_nodes=frozenset(
             s.node for i in incidents if i.diagnosis.fault_class is FaultClass.NODE_LOST for s in i.diagnosis.suspects
         ),
+        quarantined_nodes=quarantined_nodes,
     )
 
 
@@ -201,7 +211,7 @@ def _replace(q: Question, because: str) -> Verdict:
     action = _rung(q, targets)
     tried = f"{because} (attempt {len(q.past) + 1}: {q.past[-1].because})" if q.past else because
     if action is ActionKind.REPLACE_NODE and _elsewhere(q, targets) is None:
-        if q.diagnosis.fault_class in MOVE or _on_lost_node(q, targets):
+        if q.diagnosis.fault_class in MOVE or _on_avoided_node(q, targets):
             return _nothing(q, f"{because}: there is no other node to move to", person=True)
         action = ActionKind.REPLACE_REPLICA
     if action not in q.supports:
@@ -274,16 +284,16 @@ def _exhausted(q: Question) -> str:
 
 
 def _rung(q: Question, targets: Sequence[Target]) -> ActionKind:
-    if q.diagnosis.fault_class in MOVE or _on_lost_node(q, targets):
+    if q.diagnosis.fault_class in MOVE or _on_avoided_node(q, targets):
         return ActionKind.REPLACE_NODE
     if q.past and q.past[-1].failure is Failure.NO_PROGRESS and ActionKind.REPLACE_NODE in q.supports:
         return ActionKind.REPLACE_NODE
     return ActionKind.REPLACE_REPLICA
 
 
-def _on_lost_node(q: Question, targets: Sequence[Target]) -> bool:
-    return any(t.node in q.lost_nodes for t in targets)
+def _on_avoided_node(q: Question, targets: Sequence[Target]) -> bool:
+    return any(t.node in q.avoided for t in targets)
 
 
 def _elsewhere(q: Question, targets: Sequence[Target]) -> NodeId | None:
-    return q.fleet.spare_node(q.lost_nodes | {t.node for t in targets})
+    return q.fleet.spare_node(q.avoided | {t.node for t in targets})

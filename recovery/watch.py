@@ -19,11 +19,12 @@ from contextlib import suppress
 
 from rolecall.core.clock import Clock
 from rolecall.core.config import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass
+from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan
 from rolecall.core.errors import ActuatorError, Fenced, JournalCorrupt, JournalError, Overtaken
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal import Journal, Lease
+from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators.base import ActionResult, Actuator
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
 from rolecall.recovery.book import WINDOW_NAME, Book, open_incident
@@ -34,7 +35,8 @@ from rolecall.recovery.intake import Kind, receive, unrepaired
 from rolecall.recovery.interfaces import Detector, Notifier, Source, Witnesses
 from rolecall.recovery.judging import Judge
 from rolecall.recovery.moves import Append, Decide, Move, Perform, Situation, done, failed, next_move, plan_made
-from rolecall.recovery.policy import Question, decide, question
+from rolecall.recovery.nodes import known_nodes, to_quarantine
+from rolecall.recovery.policy import MOVE, Question, decide, question
 from rolecall.recovery.telling import Teller
 from rolecall.recovery.troubles import Troubles
 
@@ -52,6 +54,10 @@ ADOPTED_SECONDS = 600.0
 """A successor looks whether incidents younger than this lack the window that their watch died before it kept."""
 UNHANDLED = "unhandled"
 """Topic of the call for a person when an incident cannot be handled."""
+QUARANTINE = "quarantine"
+"""Topic of the call for a person when too many nodes would be quarantined."""
+BY_WATCH = "watch"
+"""Who quarantines a node that no person spoke of."""
 FAILED_TICKS_MAX = 50
 """After so many failed ticks in a row the process ends with the error, and who started it starts another."""
 DAMAGED_TICKS_MAX = 5
@@ -304,6 +310,7 @@ class Watch:
                 fleet=situation.fleet,
                 config=self._config,
                 supports=self._actuator.supports,
+                quarantined_nodes=quarantined_nodes(self._journal),
             )
             move = next_move(incident, situation, asked)
             if move is None:
@@ -330,8 +337,29 @@ class Watch:
             logger.info("%s", e)
             self._book.refresh(self._journal)
 
+    def _quarantine(self, incident: Incident, plan: Plan) -> None:
+        """Before a replica leaves a node for the node's own fault: nothing is to come after it."""
+        if plan.action is not ActionKind.REPLACE_NODE or incident.diagnosis.fault_class not in MOVE:
+            return
+        # A retry leaves a node that nobody has diagnosed.
+        faulty = {str(t.node) for t in plan.targets} & {str(s.node) for s in incident.diagnosis.suspects}
+        shut, known = quarantined_nodes(self._journal), known_nodes(self._journal)
+        take, left = to_quarantine(faulty, shut, known, self._config.quarantined_share_max)
+        name = incident.incident_id
+        for node in take:
+            body = {"node": node, "by": BY_WATCH, "because": f"{name}: {incident.diagnosis.because}"}
+            self._write(EventKind.NODE_QUARANTINED, body, key=f"{name}:quarantine:{node}", incident=incident)
+        if left and self._config.quarantined_share_max > 0:
+            because = (
+                f"{', '.join(left)} should be quarantined, and {len(shut) + len(take)} of {len(known)} nodes are: "
+                f"the limit is {self._config.quarantined_share_max:.0%}"
+            )
+            key = f"{name}:person:{QUARANTINE}"
+            self._write(EventKind.PERSON_CALLED, self._call(because, QUARANTINE), key=key, incident=incident)
+
     def _perform(self, incident: Incident, move: Perform) -> None:
         assert self._lease is not None and incident.attempt is not None
+        self._quarantine(incident, move.plan)
         for target in move.plan.targets:
             # Before it dies: from now on its end is wanted, and no second fault.
             self._judge.forget(target.replica, target.incarnation + 1)

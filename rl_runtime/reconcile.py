@@ -34,6 +34,7 @@ class Fleet:
     alive: Collection[Incarnation]  # whose process is seen to run
     busy: Collection[Incarnation]  # somebody is starting, promoting or ending it right now
     nodes: Sequence[NodeId]  # nodes that can take a replica
+    quarantined: Collection[NodeId] = ()  # of these: where nothing is placed that recovery did not put there by name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,7 +162,8 @@ def _ready_standby(fleet: Fleet, promoted: set[Incarnation]) -> Actual | None:
         desired = fleet.desired.get(record.replica)
         fit = record.state is ReplicaState.READY and key in fleet.alive and key not in fleet.busy
         wanted = desired is not None and desired.incarnation == record.incarnation
-        if split_replica(record.replica)[0] == STANDBY_ROLE and fit and wanted and key not in promoted:
+        shut = record.node in fleet.quarantined
+        if split_replica(record.replica)[0] == STANDBY_ROLE and fit and wanted and not shut and key not in promoted:
             return record
     return None
 
@@ -194,11 +196,11 @@ def _whole(fleet: Fleet) -> bool:
 
 
 def free_nodes(fleet: Fleet) -> list[NodeId]:
-    """Nodes with no living replica on them, and none to come."""
+    """Nodes with no living replica on them, and none to come; those in quarantine are not free."""
     used = {a.node for a in fleet.actual.values() if a.state in LIVING}
     current = {r for (r, i), a in fleet.actual.items() if r in fleet.desired and fleet.desired[r].incarnation == i}
     used |= {d.node for r, d in fleet.desired.items() if r not in current}
-    return [n for n in fleet.nodes if n not in used]
+    return [n for n in fleet.nodes if n not in used and n not in fleet.quarantined]
 
 
 def place(job: JobConfig) -> dict[ReplicaId, NodeId]:

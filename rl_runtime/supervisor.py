@@ -23,6 +23,7 @@ from rolecall.core.events import EventKind
 from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks, split_replica
 from rolecall.core.journal import Journal
 from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
+from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.agent_keeper import AgentKeeper
 from rolecall.rl_runtime.cluster import Cluster
@@ -139,7 +140,7 @@ class Supervisor:
             }
         )
         roles = {**self.job.roles.counts(), STANDBY_ROLE: self.job.runtime.standbys}
-        body = {"seed": self.job.seed, "config_digest": self.job.digest(), "roles": roles}
+        body = {"seed": self.job.seed, "config_digest": self.job.digest(), "roles": roles, "nodes": list(self.nodes)}
         self.journal.append(EventKind.RUN_STARTED, body, key="run-started")
         for replica, node in placed.items():
             first = Desired(replica=replica, incarnation=1, node=node, prefer_standby=False, because="the run starts")
@@ -226,6 +227,7 @@ class Supervisor:
             alive=alive,
             busy=busy,
             nodes=[n for n in self.nodes if n not in dead_nodes],
+            quarantined=quarantined_nodes(self.journal),
         )
 
     def _fence(self, nodes: set[NodeId], actual: Mapping[Incarnation, Actual]) -> None:

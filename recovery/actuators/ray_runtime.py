@@ -11,6 +11,7 @@ from rolecall.core.events import EventKind
 from rolecall.core.ids import split_replica
 from rolecall.core.journal import Journal, Lease
 from rolecall.core.membership import Desired
+from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators.base import ActionResult
 from rolecall.recovery.fleet import FleetView, fleet_view
 
@@ -34,7 +35,8 @@ class RayRuntime:
     def also_hit(self, plan: Plan) -> tuple[str, ...]:
         if plan.action is ActionKind.STOP_JOB:
             return ("every process of the job",)
-        standbys = self._fleet().standbys()
+        shut = quarantined_nodes(self._journal)
+        standbys = [s for s in self._fleet().standbys() if s.node not in shut]
         takes = [t.replica for t in plan.targets if split_replica(t.replica)[0] == STANDBY_TAKES]
         # A promoted standby keeps its process: it is used up, not hurt.
         return tuple(f"{s.replica} becomes {t}" for s, t in zip(standbys, takes, strict=False))
@@ -78,9 +80,10 @@ class RayRuntime:
     def _wanted(self, target: Target, plan: Plan, lease: Lease) -> Desired:
         node = target.node
         if plan.action is ActionKind.REPLACE_NODE:
-            other = self._fleet().spare_node(frozenset(t.node for t in plan.targets))
+            avoid = quarantined_nodes(self._journal) | {t.node for t in plan.targets}
+            other = self._fleet().spare_node(frozenset(avoid))
             if other is None:
-                raise ActuatorError(f"{target.replica}: there is no node beside {target.node} to move to")
+                raise ActuatorError(f"{target.replica}: there is no node beside {', '.join(sorted(avoid))} to move to")
             node = other
         return Desired(
             replica=target.replica,

@@ -128,6 +128,9 @@ class RecoveryConfig(Section):
     """Replacements of one replica within an hour before a person is called instead."""
     role_share_max: Ratio = 0.5
     """Largest share of a role that may be under repair at once; one replica is always allowed."""
+    quarantined_share_max: Annotated[float, Field(ge=0, le=0.5)] = 0.5
+    """Largest share of the run's nodes that rolecall quarantines by itself, because it moved a replica away from a fault
+    of the node (gpu, network, node_lost). 0: never. A person may quarantine more."""
     approval_seconds: Seconds = 600.0
     """An approval not given within this lapses."""
     verify_seconds: Seconds = 120.0

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 class EventKind(StrEnum):
     # the run (rl_runtime)
-    RUN_STARTED = "run_started"  # seed, config_digest, roles
+    RUN_STARTED = "run_started"  # seed, config_digest, roles, nodes
     RUN_ENDED = "run_ended"  # outcome, because
     REPLICA_STARTING = "replica_starting"  # replica, incarnation, node
     REPLICA_READY = "replica_ready"  # replica, incarnation, node, pid, start_ticks, from_standby

@@ -6,6 +6,7 @@ journal and the fleet cannot be told from those of the run where nobody died.
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from rolecall.core.diagnosis import FaultClass
 from rolecall.core.events import EventKind
+from rolecall.core.ids import ReplicaId
 from rolecall.core.rundir import RunDir
 from rolecall.recovery import commands
 from rolecall.recovery.incidents import INCIDENT_KINDS, NOT_BEGUN, Attempt, IncidentState
@@ -212,10 +214,21 @@ def vetoed_while_held(world: World) -> None:
     )
 
 
+def node_at_fault(world: World) -> None:
+    """The replica moves, and its node is quarantined before."""
+    node = world.journal.current()[ReplicaId("rollout/1")].node
+    found = diagnosis(FaultClass.GPU, ("rollout/1", 1), onset=world.clock.wall())
+    world.detector.extra = [replace(found, suspects=(replace(found.suspects[0], node=node),))]
+
+
+def drained(world: World) -> None:
+    commands.drain(_run(world), world.journal.current()[ReplicaId("trainer/1")].node, "alice", "a fan", world.clock)
+
+
 SCENARIOS: list[Scenario] = [
     crash, replacement_dies, two_faults, gives_up, user_code, nothing_helps, tolerated, gets_worse, moves_to_another_node,
     nobody_diagnoses, approved, rejected, lapses, observed, code_explains_it, asked_by_a_person,
-    held_by_a_person, held_and_lifted, vetoed_while_held,
+    held_by_a_person, held_and_lifted, vetoed_while_held, node_at_fault, drained,
 ]  # fmt: skip
 CONFIGS: dict[Scenario, dict[str, Any]] = {
     approved: {"mode": "approve"},
@@ -271,7 +284,7 @@ def _world(path: Path, scenario: Scenario) -> World:
 
 def test_every_kind_of_write_is_enumerated(tmp_path: Path) -> None:
     points = {p for s in SCENARIOS for p in _undisturbed(tmp_path / s.__name__, s)[1]}
-    kinds = {K.LEASE_TAKEN, K.JOB_STOP_REQUESTED, *INCIDENT_KINDS} - PEOPLE_WRITE
+    kinds = {K.LEASE_TAKEN, K.JOB_STOP_REQUESTED, K.NODE_QUARANTINED, *INCIDENT_KINDS} - PEOPLE_WRITE
     others = {"acquire", "perform", "set_desired", "set_flag stop", "set_flag notified", "save_window"}
     wanted = {f"append {k}" for k in kinds} | others
     assert {p.removeprefix("before ") for p in points if p.startswith("before ")} == wanted

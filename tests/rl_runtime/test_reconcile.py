@@ -187,6 +187,17 @@ def test_promotion_names_the_standby_and_its_node() -> None:
     assert "a reason" in promote.because
 
 
+def test_a_quarantined_node_takes_nothing() -> None:
+    other = (want("standby/1", node="node-5"), have("standby/1", pid=105, node="node-5"))
+    lost = have("rollout/0", state=S.LOST)
+    both = fleet([want("rollout/0", 2), STANDBY[0], other[0]], [lost, STANDBY[1], other[1]], dead=("rollout/0#1",))
+    (promote,) = reconcile(replace(both, quarantined=(NodeId("node-6"),)), NOW)
+    assert isinstance(promote, Promote) and promote.standby == "standby/1"
+    shut = replace(both, quarantined=(NodeId("node-5"), NodeId("node-6")))
+    assert said(reconcile(shut, NOW)) == ["Start rollout/0#2"], "on the node that recovery named"
+    assert set(free_nodes(shut)).isdisjoint(shut.quarantined)
+
+
 def test_used_up_standby_is_refilled_on_the_free_node_after_a_while() -> None:
     used = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=NOW)
     others = [have(f"trainer/{i}", node=f"node-{i}", pid=i + 1) for i in range(4)] + [have("rollout/0", node="node-5")]

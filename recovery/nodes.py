@@ -1,0 +1,148 @@
+"""What is known of each node: a fold over node events, as an incident is one over its own. Pure but for `known_nodes`.
+
+A node that is quarantined takes nothing new, and what runs there goes on; a drained one was quarantined, and its
+replicas were asked to move. Both end when a person returns it.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Self
+
+from rolecall.core.errors import CommandRefused
+from rolecall.core.events import Event, EventKind
+from rolecall.core.journal import Journal
+
+K = EventKind
+NODE_KINDS = (K.NODE_QUARANTINED, K.NODE_DRAINED, K.NODE_RETURNED, K.NODE_BURNED_IN)
+BURN_INS_KEPT = 20
+"""Of one node: what it did a year ago says little."""
+CHECKS_MAX = 64
+"""Of one burn-in, against a writer that never ends."""
+TEXT_CHARS_MAX = 500
+"""Of one check's sentence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One part of a burn-in. `passed` None: it could not be done here, for the reason that it gives."""
+
+    name: str
+    passed: bool | None
+    because: str
+    values: Mapping[str, Any]
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
+        passed = d["passed"]
+        if not isinstance(passed, bool | None):
+            raise TypeError(f"passed is {passed!r}")
+        because = str(d.get("because", ""))[:TEXT_CHARS_MAX]
+        return cls(name=str(d["name"])[:64], passed=passed, because=because, values=dict(d.get("values") or {}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurnIn:
+    """A node was worked hard on purpose, and its answers compared."""
+
+    passed: bool  # no check failed; at least one was done
+    seconds: float
+    checks: tuple[Check, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
+        """
+        Raises:
+            CommandRefused: it is none.
+        """
+        try:
+            checks = tuple(Check.from_dict(c) for c in d["checks"])[:CHECKS_MAX]
+            passed = any(c.passed for c in checks) and all(c.passed is not False for c in checks)
+            if bool(d["passed"]) != passed:
+                raise ValueError(f"passed is {d['passed']!r}, and its checks say {passed}")
+            return cls(passed=passed, seconds=float(d["seconds"]), checks=checks)
+        except (KeyError, TypeError, ValueError) as e:
+            raise CommandRefused(f"this is no result of a burn-in: {e!r}") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A burn-in in the journal."""
+
+    at: float  # wall seconds
+    by: str
+    result: BurnIn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRecord:
+    """Times are wall seconds; None: it is not so."""
+
+    node: str
+    quarantined_since: float | None = None
+    quarantined_by: str = ""
+    quarantined_because: str = ""
+    drained_at: float | None = None
+    drained_by: str = ""
+    moved: tuple[str, ...] = ()  # incidents that its draining opened
+    returned_at: float | None = None
+    returned_by: str = ""
+    burn_ins: tuple[Recorded, ...] = ()  # newest last
+
+    @property
+    def quarantined(self) -> bool:
+        return self.quarantined_since is not None
+
+
+def fold_nodes(events: Iterable[Event]) -> dict[str, NodeRecord]:
+    """All nodes of which something was said. Events of other things, and those that name no node, are skipped."""
+    nodes: dict[str, NodeRecord] = {}
+    for event in events:
+        node = event.body.get("node")
+        if event.kind in NODE_KINDS and isinstance(node, str) and node:
+            nodes[node] = _after(nodes.get(node) or NodeRecord(node=node), event)
+    return nodes
+
+
+def _after(before: NodeRecord, event: Event) -> NodeRecord:
+    body, by = event.body, str(event.body.get("by", ""))
+    if event.kind is K.NODE_QUARANTINED:
+        if before.quarantined:
+            return before  # who said it first is who knows why
+        because = str(body.get("because", ""))
+        return replace(
+            before, quarantined_since=event.wall_at, quarantined_by=by, quarantined_because=because, returned_at=None
+        )
+    if event.kind is K.NODE_DRAINED:
+        moved = (*before.moved, *map(str, body.get("incidents") or ()))
+        return replace(before, drained_at=event.wall_at, drained_by=by, moved=moved)
+    if event.kind is K.NODE_RETURNED:
+        return NodeRecord(node=before.node, returned_at=event.wall_at, returned_by=by, burn_ins=before.burn_ins)
+    try:
+        found = Recorded(at=event.wall_at, by=by, result=BurnIn.from_dict(body))
+    except CommandRefused:
+        return before  # a foreign writer's
+    return replace(before, burn_ins=(*before.burn_ins, found)[-BURN_INS_KEPT:])
+
+
+def to_quarantine(
+    faulty: Collection[str], quarantined: Collection[str], known: Collection[str], share_max: float
+) -> tuple[list[str], list[str]]:
+    """Of nodes with a fault: those to quarantine, and those that would be too many of all."""
+    take: list[str] = []
+    left: list[str] = []
+    for node in sorted(set(faulty) - set(quarantined)):
+        within = len({*quarantined, *take, node}) <= share_max * len({*known, node})
+        (take if within else left).append(node)
+    return take, left
+
+
+def known_nodes(journal: Journal) -> set[str]:
+    """Every node that the run began with, or that a replica was ever on."""
+    started = journal.last(K.RUN_STARTED)
+    listed = started.body.get("nodes") if started else None
+    found = {str(n) for n in listed} if isinstance(listed, list) else set()
+    found |= {str(d.node) for d in journal.desired().values()}
+    return found | {str(a.node) for a in journal.actual().values()}

@@ -1,0 +1,31 @@
+"""Nodes that take nothing new: a fold over what people and `watch` have said of nodes.
+
+Recovery chooses the node that a replica moves to, the runtime promotes standbys and fills their places: both ask here.
+"""
+
+from collections.abc import Iterable
+
+from rolecall.core.events import Event, EventKind
+from rolecall.core.ids import NodeId
+from rolecall.core.journal import Journal
+from rolecall.core.rows import DamagedLine
+
+QUARANTINE_KINDS = (EventKind.NODE_QUARANTINED, EventKind.NODE_RETURNED)
+
+
+def quarantined(events: Iterable[Event]) -> frozenset[NodeId]:
+    """Nodes that were quarantined and have not been returned since. Events of other kinds are skipped."""
+    nodes: set[NodeId] = set()
+    for event in events:
+        node = NodeId(str(event.body.get("node", "")))
+        if event.kind is EventKind.NODE_QUARANTINED:
+            nodes.add(node)
+        elif event.kind is EventKind.NODE_RETURNED:
+            nodes.discard(node)
+    return frozenset(nodes)
+
+
+def quarantined_nodes(journal: Journal) -> frozenset[NodeId]:
+    """The same, as the journal stands now. A line that cannot be read says nothing."""
+    damaged: list[DamagedLine] = []
+    return quarantined(journal.events(kinds=QUARANTINE_KINDS, damaged=damaged))

@@ -104,4 +104,4 @@ class Exposition:
 
 def _prefix(metric: Metric, labels: tuple[str, ...]) -> str:
     pairs = ",".join(f'{name}="{_escaped(value)}"' for name, value in zip(metric.labels, labels, strict=True))
-    return f"{metric.name}{{{pairs}}}"
+    return f"{metric.name}{{{pairs}}}" if pairs else metric.name

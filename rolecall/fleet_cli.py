@@ -181,15 +181,29 @@ def watch(
     mode: Annotated[str, typer.Option(help="of --agents: observe, the only one")] = "observe",
     run_id: Annotated[str, typer.Option("--id", help="of --agents: name of what is kept (default: watch-<time>)")] = "",
     webhook: Annotated[str, typer.Option(help="of --agents: where a person is called, http://...")] = "",
+    metrics: Annotated[
+        str,
+        typer.Option(
+            help="HOST:PORT that serves /metrics of this watch (default: of a run of ours a free port of 127.0.0.1, in "
+            "RUN/watch.json; with --agents none)"
+        ),
+    ] = "",
+    web_config: Annotated[
+        Path | None,
+        typer.Option("--web-config", help="of --metrics: TLS and users, as Prometheus' exporters take them"),
+    ] = None,
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
 ) -> int:
     """Watches a run (detects, diagnoses and, where the job file says so, acts), or any fleet on a Prometheus server or
     in a recording (detects). Exit code 1 if a fault was found."""
+    serve = _served_at(metrics, web_config)
+    if serve is not None and source != "agents":
+        raise ConfigError([f"--metrics: goes with --source agents, not with {source}"])
     if agents:
         if run or source != "agents" or mode != "observe":
             raise ConfigError(["--agents: goes with neither RUN nor another --source, and with no --mode but observe"])
-        return _watch_agents(agents, run_id, webhook, runs, seconds, credentials)
+        return _watch_agents(agents, run_id, webhook, runs, seconds, credentials, serve)
     if source == "agents":
         from rolecall.core.rundir import open_run_dir
         from rolecall.watching import watch_run
@@ -198,7 +212,7 @@ def watch(
             raise ConfigError(["RUN: which run? (or --agents, for a job that rolecall did not start)"])
         if model is not None:
             raise ConfigError(["--model: a run's own detectors have none; --source prometheus or recording takes one"])
-        return watch_run(open_run_dir(runs, run), seconds)
+        return watch_run(open_run_dir(runs, run), seconds, metrics=serve)
     from rolecall.detector.registry import detector as named
     from rolecall.detector.registry import with_step_time
     from rolecall.fleet_watching import watch_prometheus, watch_recording
@@ -215,8 +229,21 @@ def watch(
     raise ConfigError([f"--source: {source!r} is none of agents, prometheus, recording"])
 
 
+def _served_at(metrics: str, web_config: Path | None) -> Any:
+    """None where nothing is asked for."""
+    if not metrics:
+        if web_config is not None:
+            raise ConfigError(["--web-config: goes with --metrics"])
+        return None
+    from rolecall.agent.web_config import load_web_config
+    from rolecall.watch_address import parse_address
+    from rolecall.watching import Serve
+
+    return Serve(parse_address(metrics), None if web_config is None else load_web_config(web_config))
+
+
 def _watch_agents(
-    agents: str, run_id: str, webhook: str, runs: Path, seconds: float | None, credentials: Path | None
+    agents: str, run_id: str, webhook: str, runs: Path, seconds: float | None, credentials: Path | None, serve: Any
 ) -> int:
     import datetime
 
@@ -240,7 +267,7 @@ def _watch_agents(
     found = file.first() if file else named_agents(listed(agents), ask)
     run = observing_run(runs, run_id, found, webhook or None)
     _say(f"watching {len(found)} node(s); incidents: rolecall incidents --run {run.path}")
-    return watch_run(run, seconds, header, file.urls if file else None)
+    return watch_run(run, seconds, header, file.urls if file else None, serve)
 
 
 @fleet.command()

@@ -12,6 +12,7 @@ that is hurt and to the class of its fault, of several to the one that began fir
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -150,7 +151,7 @@ class LostTime:
         if self._ended and self._committed_at is not None:
             end = self._committed_at
         self._settle(min(end, now - self.settle_seconds, *self._open.values()))
-        known = self._losses + (_caused(self._stories(list(self._open)), end) if self._open else [])
+        known = self._losses + (_caused(self._stories(self._open), end) if self._open else [])
         lost = dict(self._settled)
         for cause, seconds in self._between(self._settled_until, end, known).items():
             lost[cause] = lost.get(cause, 0.0) + seconds
@@ -169,10 +170,14 @@ class LostTime:
         self._settled_until = until
         self._losses = [c for c in self._losses if c.loss.until > until]
 
-    def _stories(self, which: Sequence[str]) -> tuple[Story, ...]:
-        wanted = frozenset(which)
-        events = [e for e in self._events if e.incident_id is None or e.incident_id in wanted]
-        return tell(events, lives(events, {}), ()).stories
+    def _stories(self, which: Iterable[str]) -> list[Story]:
+        """Of incidents that can be told: one whose events lack what their kinds have costs nothing, and stops nobody."""
+        found: list[Story] = []
+        for incident in which:
+            events = [e for e in self._events if e.incident_id in (None, incident)]
+            with suppress(LookupError, TypeError, ValueError):
+                found += tell(events, lives(events, {}), ()).stories
+        return found
 
 
 def _caused(stories: Iterable[Story], end: float) -> list[CausedLoss]:

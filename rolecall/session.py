@@ -31,6 +31,7 @@ from rolecall.report import write_report
 from rolecall.rl_runtime.ray_commands import check_ray
 from rolecall.rl_runtime.reconcile import place
 from rolecall.rl_runtime.supervisor import Supervisor
+from rolecall.watch_address import withdraw
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,7 @@ class Session:
             finally:
                 with _uninterrupted(), ExitStack() as last:  # each of these happens, whatever the one before raised
                     last.callback(journal.close)
+                    last.callback(withdraw, run)
                     body = {"outcome": outcome, "because": because, "faults_wanted": self.struck}
                     last.callback(lambda: journal.append(EventKind.RUN_ENDED, body, key="run-ended"))
                     last.callback(supervisor.stop, because)

@@ -140,7 +140,7 @@ def _incident_values(view: JournalView, now: float) -> Iterator[MetricValue]:
     for state in sorted({*UNDECIDED, *UNDER_REPAIR}):
         yield _value("incidents_open", states[state], state)
     yield _value("incidents_broken", view.num_broken)
-    oldest: dict[tuple[str, ...], float] = {}
+    oldest: dict[tuple[str, str, str, str], float] = {}
     for incident in still_open:
         for suspect in _suspects(incident):
             oldest[suspect] = min(incident.opened_at, oldest.get(suspect, math.inf))
@@ -165,8 +165,8 @@ def _suspects(incident: Incident) -> Iterable[tuple[str, str, str, str]]:
 
 
 def _counted(account: RunAccount, roles: list[str]) -> Iterator[MetricValue]:
-    for key in _with(account.opened, ((role, str(fault)) for role in roles for fault in FaultClass)):
-        yield _value("incidents_opened_total", account.opened[key], *key)
+    for cause in _with(account.opened, ((role, str(fault)) for role in roles for fault in FaultClass)):
+        yield _value("incidents_opened_total", account.opened[cause], *cause)
     for detector, number in sorted(account.found.items()):
         yield _value("incidents_found_total", number, detector)
     for name, tally, closed_set in (

@@ -13,14 +13,15 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
+from rolecall.agent.web_config import WebConfig
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config import JobConfig, parse_job
 from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
-from rolecall.core.errors import RunNotFound
+from rolecall.core.errors import ConfigError, RunNotFound
 from rolecall.core.journal import Journal
 from rolecall.core.rows import reading
 from rolecall.core.rundir import RunDir, bearer_token, write_atomically
@@ -39,8 +40,11 @@ from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.book import Book
 from rolecall.recovery.interfaces import Notifier
 from rolecall.recovery.notify import LogNotifier, WebhookNotifier
-from rolecall.recovery.watch import Watch, holder_name
+from rolecall.recovery.watch import holder_name
 from rolecall.text import plain
+from rolecall.watch_address import LOOPBACK, Address
+from rolecall.watch_meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
+from rolecall.watch_serving import WatchServer
 
 logger = logging.getLogger(__name__)
 
@@ -162,14 +166,24 @@ class _Remembering:
         return self._detector.window(suspects)
 
 
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Where `/metrics` is served, with which TLS and users."""
+
+    address: Address
+    web: WebConfig | None = None
+
+
 def watch_run(
     run: RunDir,
     seconds: float | None = None,
     authorization: str = "",
     agents: Callable[[], Mapping[str, str]] | None = None,
+    metrics: Serve | None = None,
 ) -> int:
     """Watches until the run is over, `seconds` are, or SIGTERM. Returns the exit code. `authorization`: value of that
     header, for agents that want a user. `agents`: those there are now (agents_file.py), in place of run.json's.
+    `metrics`: where `/metrics` is served; None: of a run of ours on a free port of loopback, else nowhere.
 
     A run with `agents` in run.json is somebody else's job (agents_watching.py): it is only observed, nothing says when it
     is over, and exit code 1 says that incidents were opened.
@@ -188,7 +202,7 @@ def watch_run(
         timer = threading.Timer(seconds, stop.set)
         timer.daemon = True
         timer.start()
-    return watch_until(run, stop, authorization, agents)
+    return watch_until(run, stop, authorization, agents, metrics)
 
 
 def watch_until(
@@ -196,6 +210,7 @@ def watch_until(
     stop: threading.Event,
     authorization: str = "",
     living: Callable[[], Mapping[str, str]] | None = None,
+    metrics: Serve | None = None,
 ) -> int:
     """`watch_run` without signals and logging: until `stop` is set."""
     clock = SystemClock()
@@ -221,12 +236,15 @@ def watch_until(
     token = _own_bearer(run) if ours else authorization if authorization.startswith("Bearer ") else ""
     pull = EvidencePull(run, lambda: listed.newest, token, lambda: detector.processes(), clock)
     detector = _Remembering(run, job, clock, None if ours else {}, pull.findings)
+    meter, server = Meter(clock), None
     source.start()
     try:
-        Watch(
+        server = _serve(run, job, metrics, meter, notifier, ours=ours)
+        looked_at = source if ours else OnePlaceEach(source)
+        MeteredWatch(
             journal,
-            source if ours else OnePlaceEach(source),
-            detector,
+            MeteredSource(looked_at, meter, lambda: len(listed.newest)),
+            MeteredDetector(detector, meter, lambda: len(detector.processes())),
             RayRuntime(journal) if ours else Nothing(),
             job.recovery,
             notifier,
@@ -235,13 +253,45 @@ def watch_until(
             run_id=run.run_id,
             poll_seconds=job.detector.poll_seconds,
             witnesses=pull,
+            meter=meter,
         ).run(stop)
         return 0 if ours or _num_incidents(journal) == known else 1
     finally:
+        if server is not None:
+            server.close()
         pull.close()
         source.close()
         notifier.close(CLOSE_SECONDS)
         journal.close()
+
+
+def _serve(
+    run: RunDir, job: JobConfig, wanted: Serve | None, meter: Meter, notifier: Notifier, *, ours: bool
+) -> WatchServer | None:
+    """Raises:
+    ConfigError: nobody can listen where it was asked for.
+    """
+    if wanted is None and not ours:
+        return None
+    asked = wanted or Serve(Address(LOOPBACK, 0))
+    try:
+        server = WatchServer(
+            run,
+            job,
+            asked.address,
+            meter,
+            meter.clock,
+            agents=(lambda: agent_urls(run)) if ours else None,
+            calls_failed=lambda: int(getattr(notifier, "num_failed", 0)),
+            web=asked.web,
+        )
+    except ConfigError as e:
+        if wanted is not None:
+            raise
+        logger.warning("no /metrics: %s", e)
+        return None
+    logger.info("/metrics is served at %s", server.url)
+    return server
 
 
 def _num_incidents(journal: Journal) -> int:

@@ -1,0 +1,1 @@
+../../../rolecall/watch_serving.py

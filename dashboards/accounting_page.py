@@ -16,7 +16,7 @@ from rolecall.dashboards.fleet_nodes import age
 from rolecall.dashboards.reading import Look, Reader
 from rolecall.dashboards.settings import Settings
 from rolecall.dashboards.shell import page, reader
-from rolecall.dashboards.signing_in import Who, sidebar, who
+from rolecall.dashboards.signing_in import Who, follow, sidebar
 from rolecall.recovery.incidents import Incident
 from rolecall.text import plain, seconds
 
@@ -28,7 +28,7 @@ PROBLEMS_SHOWN = 50
 
 def show() -> None:
     sidebar(reader())
-    page("Accounting", _draw)
+    page("Accounting", _draw, slow=_draw_told)
 
 
 @st.cache_resource(show_spinner=False)
@@ -42,19 +42,23 @@ def keeper(settings: Settings) -> Bookkeeper:
 
 
 def _draw(r: Reader, look: Look) -> None:
-    person, now = who(r), r.now()
+    person, now = follow(r), r.now()
     answer()
     books = keeper(r.settings).look(audit_now=bool(st.session_state.pop(AUDIT_NOW, False)))
     if books.trouble:
         st.warning("The books could not be made up.", icon=":material/report:")
         st.text(plain(books.trouble))
     _audit(books, now)
-    if books.told is not None:
-        _effective(books.told)
-        _speed(books.told)
-    else:
-        st.text("The accounts are being made up: the journal is long, or its database slow.")
     _marks(r, person, tuple(look.book.incidents.values()))
+
+
+def _draw_told(r: Reader, _look: Look) -> None:
+    told = keeper(r.settings).look().told
+    if told is None:
+        st.text("The accounts are being made up: the journal is long, or its database slow.")
+        return
+    _effective(told)
+    _speed(told)
 
 
 # --- audit --------------------------------------------------------------------------------------------------------

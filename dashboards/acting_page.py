@@ -16,7 +16,7 @@ from rolecall.dashboards.fleet_nodes import node_names
 from rolecall.dashboards.fleet_past import quarantined
 from rolecall.dashboards.reading import Look, Reader
 from rolecall.dashboards.shell import page, reader
-from rolecall.dashboards.signing_in import HOW_TO, Who, sidebar, who
+from rolecall.dashboards.signing_in import HOW_TO, Who, follow, sidebar
 from rolecall.recovery.incidents import Incident
 from rolecall.text import plain, seconds
 
@@ -32,7 +32,7 @@ def show() -> None:
 
 
 def _draw(r: Reader, look: Look) -> None:
-    person, state, now = who(r), desk(r).look(r), r.now()
+    person, state, now = follow(r), desk(r).look(r), r.now()
     incidents = tuple(look.book.incidents.values())
     answer()
     _who_acts(r, person, state)
@@ -148,7 +148,7 @@ def _nodes(r: Reader, person: Who, state: State, incidents: Sequence[Incident], 
         return
     node = st.selectbox("Node", names, key="acting.node")
     if node in away:
-        st.text(plain(f"{node} is in quarantine, by {away[node].by}: {away[node].because}"))
+        st.text(plain(f"{node} is in quarantine, by {away[node].quarantined_by}: {away[node].quarantined_because}"))
         back = Ask(what=What.RETURN, on=node)
         form(r, person, f"return:{node}", {"End the quarantine": back})
         as_commands(r, person, back)

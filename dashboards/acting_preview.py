@@ -5,13 +5,13 @@ those of the newest plan in the journal, for no other word of the watch tells th
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rolecall.core.config import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Suspect
 from rolecall.core.ids import IncidentId
-from rolecall.recovery.fleet import LIVING, FleetView, ReplicaView
+from rolecall.recovery.fleet import FleetView, ReplicaView
 from rolecall.recovery.guards import check
 from rolecall.recovery.incidents import PERSON, Incident, IncidentState
 from rolecall.recovery.policy import decide, question
@@ -52,8 +52,8 @@ def limits_of(plan_made: Mapping[str, Any] | None) -> Limits:
 
 
 def replicas_on(fleet: FleetView, node: str) -> tuple[ReplicaView, ...]:
-    """Those that live there now, or should."""
-    return tuple(r for r in fleet.replicas if r.node == node and (r.state is None or r.state in LIVING))
+    """Those that draining the node would ask to move."""
+    return tuple(r for r in fleet.replicas if r.node == node)
 
 
 def preview(
@@ -71,8 +71,15 @@ def preview(
     found = []
     for r in replicas_on(fleet, node):
         asked = _asked(r, node, now)
-        wondered = question(asked, incidents, fleet=fleet, config=limits.config, supports=limits.supports)
-        plan = decide(replace(wondered, lost_nodes=wondered.lost_nodes | avoided | {node})).plan
+        wondered = question(
+            asked,
+            incidents,
+            fleet=fleet,
+            config=limits.config,
+            supports=limits.supports,
+            quarantined_nodes=avoided | {node},
+        )
+        plan = decide(wondered).plan
         guarded = check(
             plan,
             asked,

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from rolecall.core.events import Event, EventKind
 from rolecall.core.journal import Journal
 from rolecall.recovery.incidents import Incident
+from rolecall.recovery.nodes import NODE_KINDS
 
 K = EventKind
-NODE_KINDS = (K.NODE_QUARANTINED, K.NODE_RETURNED, K.NODE_DRAINED, K.NODE_BURNED_IN)
 WORD_KINDS = (
     *NODE_KINDS,
     K.PLAN_APPROVED,

@@ -12,9 +12,10 @@ from enum import StrEnum
 
 from rolecall.core.diagnosis import FaultClass
 from rolecall.dashboards.fleet_hardware import Code, Live
-from rolecall.dashboards.fleet_past import Past, Said
+from rolecall.dashboards.fleet_past import Past, past_of
 from rolecall.recovery.fleet import FleetView, ReplicaView
 from rolecall.recovery.incidents import Incident, IncidentState
+from rolecall.recovery.nodes import NodeRecord
 
 HOUR, DAY, MONTH = 3600.0, 86400.0, 30 * 86400.0
 OFTEN_TIMES = 3.0
@@ -104,10 +105,11 @@ def natural(name: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def incidents_by_node(incidents: Iterable[Incident]) -> dict[str, list[Incident]]:
-    """Every incident under each node that it suspects; a request that a person made is nobody's fault."""
+    """Every incident under each node that it suspects. Requests of people, and diagnoses that were marked wrong, count
+    against nobody."""
     found: dict[str, list[Incident]] = {}
     for i in incidents:
-        if not i.by_person:
+        if not i.by_person and (i.mark is None or i.mark.right):
             for node in {str(s.node) for s in i.diagnosis.suspects if s.node}:
                 found.setdefault(node, []).append(i)
     return found
@@ -152,7 +154,7 @@ def fleet_rows(
             node,
             tuple(replicas.get(node, ())),
             by_node.get(node, ()),
-            pasts.get(node) or Past(node=node),
+            pasts.get(node) or past_of(node),
             tuple(sorted(seen.get(node, ()), key=lambda c: -(c.at or 0.0))),
             live,
             counts[node],
@@ -179,7 +181,7 @@ def _row(
     median_month: float,
 ) -> NodeRow:
     still_open = [i for i in found if i.state is not IncidentState.CLOSED]
-    health, because = _health(node, replicas, still_open, past.quarantine, live, counts[2], median_month)
+    health, because = _health(node, replicas, still_open, past.record, live, counts[2], median_month)
     return NodeRow(
         node=node,
         health=health,
@@ -200,7 +202,7 @@ def _health(
     node: str,
     replicas: Sequence[ReplicaView],
     still_open: Sequence[Incident],
-    quarantine: Said | None,
+    record: NodeRecord,
     live: Live,
     in_month: int,
     median_month: float,
@@ -218,8 +220,8 @@ def _health(
         return Health.FAULTY, f"NVML answers no call for GPU {', '.join(gpus)}"
     if still_open:
         return Health.SUSPECT, still_open[-1].diagnosis.because
-    if quarantine is not None:
-        return Health.QUARANTINED, f"{quarantine.what} by {quarantine.by}: {quarantine.because}"
+    if record.quarantined:
+        return Health.QUARANTINED, f"quarantined by {record.quarantined_by}: {record.quarantined_because}"
     if in_month >= OFTEN_MIN and in_month > OFTEN_TIMES * median_month:
         return Health.OFTEN, f"{in_month} incidents within 30 days, the fleet's median is {median_month:g}"
     if not replicas:

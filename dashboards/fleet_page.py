@@ -142,9 +142,10 @@ def _codes_told(codes: Sequence[Code]) -> str:
 
 
 def _burn_in_told(past: Past) -> str:
-    if not past.burn_ins:
+    found = past.record.burn_ins
+    if not found:
         return "–"
-    return "✓ passed" if past.burn_ins[-1].passed else "✗ failed"
+    return "✓ passed" if found[-1].result.passed else "✗ failed"
 
 
 # --- one node -----------------------------------------------------------------------------------------------------
@@ -222,15 +223,15 @@ def _said(past: Past) -> None:
 
 def _burn_ins(past: Past) -> None:
     st.markdown("**Burn-ins**")
-    if not past.burn_ins:
+    if not past.record.burn_ins:
         st.text("It was never burned in: `rolecall node burn-in` runs one.")
-    for b in reversed(past.burn_ins):
-        word = "✓ passed" if b.passed else "✗ failed"
-        st.text(plain(f"{_when(b.at)} {word} in {seconds(b.seconds)}, by {b.by}"))
-        for c in b.checks:
-            st.text(
-                plain(f"    {'✓' if c.passed else '✗'} {c.name}: {c.because} {f'({c.values})' if c.values else ''}")
-            )
+    for b in reversed(past.record.burn_ins):
+        word = "✓ passed" if b.result.passed else "✗ failed"
+        st.text(plain(f"{_when(b.at)} {word} in {seconds(b.result.seconds)}, by {b.by}"))
+        for c in b.result.checks:
+            values = ", ".join(f"{k} {v}" for k, v in sorted(c.values.items()))
+            glyph = "– not done:" if c.passed is None else "✓" if c.passed else "✗"
+            st.text(plain(f"    {glyph} {c.name}: {c.because}{f' ({values})' if values else ''}"))
 
 
 def _when(at: float) -> str:

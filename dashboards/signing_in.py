@@ -12,7 +12,7 @@ import streamlit as st
 from rolecall.dashboards.people import Door, Pass, Refused
 from rolecall.dashboards.reading import Reader
 
-_PASS, _SAID, _TOKEN = "rolecall.pass", "rolecall.pass.said", "rolecall.token"
+_PASS, _SAID, _TOKEN, _PAINTED = "rolecall.pass", "rolecall.pass.said", "rolecall.token", "rolecall.painted"
 HOW_TO = "rolecall people add NAME --file people.yaml\nrolecall dashboard ... --people people.yaml"
 
 
@@ -55,6 +55,15 @@ def clicked(reader: Reader) -> None:
         st.session_state[_PASS] = replace(held, seen_at=reader.now())
 
 
+def follow(reader: Reader) -> Who:
+    """Who is signed in, for what is drawn again by itself: the whole page, when the sidebar shows somebody else."""
+    found = who(reader)
+    if st.session_state.get(_PAINTED, found.name) != found.name:
+        st.session_state[_PAINTED] = found.name
+        st.rerun(scope="app")
+    return found
+
+
 def sidebar(reader: Reader) -> None:
     """The form, or who is signed in. Called once by a page, outside of what is drawn again by itself."""
     path = reader.settings.people_path
@@ -64,6 +73,7 @@ def sidebar(reader: Reader) -> None:
             return
         clicked(reader)
         found = who(reader)
+        st.session_state[_PAINTED] = found.name
         if found.may_act:
             st.text(f"signed in: {found.name}")
             st.button("Sign out", key="rolecall.out", on_click=_leave, width="stretch")

@@ -2,6 +2,9 @@
 
 import streamlit as st
 
+from rolecall.dashboards.shell import gate
+
+# File below app_pages/ and address, title, icon.
 PAGES = (
     ("now", "Now", ":material/monitor_heart:"),
     ("incidents", "Incidents", ":material/emergency:"),
@@ -9,7 +12,14 @@ PAGES = (
     ("accounting", "Accounting", ":material/receipt_long:"),
     ("acting", "Acting", ":material/front_hand:"),
 )
-"""File below app_pages/ and address, title, icon."""
 
-st.set_page_config(page_title="rolecall", page_icon=":material/health_and_safety:", layout="wide")
-st.navigation([st.Page(f"app_pages/{name}.py", title=title, icon=icon) for name, title, icon in PAGES]).run()
+# Drawn here: an icon by name would be fetched from a server on the internet.
+ICON = (
+    "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Crect width='16' height='16' "
+    "rx='4' fill='%232f5fb3'/%3E%3Cpath d='M2 8h3l2-4 3 8 2-4h2' fill='none' stroke='white' stroke-width='1.6'/%3E%3C/svg%3E"
+)
+
+st.set_page_config(page_title="rolecall", page_icon=ICON, layout="wide")
+chosen = st.navigation([st.Page(f"app_pages/{name}.py", title=title, icon=icon) for name, title, icon in PAGES])
+if gate():
+    chosen.run()

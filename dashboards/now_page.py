@@ -1,14 +1,97 @@
-"""The page `Now`."""
+"""The page `Now`: what is open, who is there, how the run goes. The decisions are in now_view.py."""
 
 import streamlit as st
 
+from rolecall.dashboards import charts, now_html
+from rolecall.dashboards.now_prometheus import show as show_prometheus
+from rolecall.dashboards.now_style import banner, figures, table
+from rolecall.dashboards.now_view import (
+    Role,
+    headline_figures,
+    lost_rows,
+    notices,
+    roles,
+    status_line,
+    troubles,
+)
 from rolecall.dashboards.reading import Look, Reader
 from rolecall.dashboards.shell import page
+from rolecall.text import plain
+
+OPEN_MAX = 12
+"""Open incidents told in full; of more the number is told, and the page Incidents lists them."""
+TABLE_KEY = "now.table"
 
 
 def show() -> None:
-    page("Now", _draw)
+    page("Now", _draw, slow=_draw_slow)
 
 
 def _draw(_reader: Reader, look: Look) -> None:
-    st.text(f"step {look.snapshot.step}")
+    for kind, head, sentence in notices(look):
+        st.html(banner(kind, head, sentence))
+    _draw_incidents(look)
+    if not look.snapshot.ended:
+        st.text(status_line(look))
+    st.html(figures(headline_figures(look)))
+    _draw_replicas(roles(look))
+
+
+def _draw_incidents(look: Look) -> None:
+    open_ = troubles(look)
+    for t in open_[:OPEN_MAX]:
+        st.html(now_html.incident(t, look.at))
+        story, acting, _ = st.columns([1, 1, 4], vertical_alignment="center")
+        with story:
+            link = {"incident": t.incident_id}
+            st.page_link("app_pages/incidents.py", label="Its story", icon=":material/timeline:", query_params=link)
+        if t.asks:
+            with acting:
+                st.page_link("app_pages/acting.py", label="Decide", icon=":material/front_hand:")
+    if len(open_) > OPEN_MAX:
+        st.page_link("app_pages/incidents.py", label=f"{len(open_) - OPEN_MAX} more incidents are open")
+    if not open_ and not look.snapshot.ended and look.snapshot.replicas:
+        st.html(banner("good", "No incident is open."))
+
+
+def _draw_replicas(found: tuple[Role, ...]) -> None:
+    if not found:
+        return
+    st.subheader("Replicas")
+    st.html("".join(now_html.role(r) for r in found))
+    if st.toggle("Every replica in a table", key=TABLE_KEY):
+        cells = [c for r in found for c in r.cells]
+        st.dataframe(
+            {
+                "replica": [plain(c.replica, 80) for c in cells],
+                "state": [c.state for c in cells],
+                "incarnation": [c.incarnation for c in cells],
+                "node": [plain(c.node, 80) for c in cells],
+                "policy version": [c.policy_version if c.policy_version >= 0 else None for c in cells],
+            },
+            hide_index=True,
+        )
+
+
+def _draw_slow(reader: Reader, look: Look) -> None:
+    curve = look.course.curve
+    if len(curve) > 1:
+        st.subheader("The run so far")
+        drawn = (
+            ("reward", charts.rows(curve, lambda b: b.reward), charts.LINE, "~g"),
+            ("seconds a step, the slowest", charts.rows(curve, lambda b: b.seconds_max), charts.SECOND, "~g"),
+            ("tokens a second", charts.rows(curve, lambda b: b.tokens_per_second), charts.LINE, "~s"),
+        )
+        for column, (title, points, colour, form) in zip(st.columns(3), drawn, strict=True):
+            if points:
+                with column:
+                    st.altair_chart(charts.curve(points, title, colour=colour, figures=form), width="stretch")
+    rows = lost_rows(look)
+    if rows:
+        st.subheader("Where the lost time went")
+        st.html(table(["role", "fault", "work lost", "of all time"], rows))
+        st.caption(
+            "ETTR: the share of time in which rollouts and trainers worked. A loss counts from the onset that its "
+            "diagnosis gives, in seconds of the whole run's work."
+        )
+    show_prometheus(reader)

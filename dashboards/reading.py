@@ -219,7 +219,8 @@ class _Following:
         self._forget()
 
     def _forget(self) -> None:
-        self._fold, self._behind = Fold(), None
+        self._fold = Fold()
+        self._behind: Fold | None = None
         self._records = Records()
         self._of = 0
 

@@ -19,6 +19,10 @@ class Settings:
     prometheus_authorization: str = field(default="", repr=False)
     people_path: Path | None = None
     """Who may act, and with which token (`people.py`); None: nobody."""
+    sign_in: bool = False
+    """Who is not signed in sees nothing: others than this machine's users can reach it."""
+    name: str = ""
+    """Of the run, as pages show it."""
 
 
 _current: list[Settings] = []

@@ -30,6 +30,7 @@ from rolecall.core.errors import (
     TooFewNodes,
     UnreadableInput,
 )
+from rolecall.dashboard_cli import dashboards
 from rolecall.doctor import doctor_app
 from rolecall.fleet_cli import fleet
 from rolecall.grafana_cli import grafana
@@ -66,6 +67,7 @@ def _whoami() -> str:
 
 
 app.add_typer(fleet)
+app.add_typer(dashboards)
 app.add_typer(doctor_app)
 app.add_typer(incident, name="incident")
 app.add_typer(people, name="people")

@@ -18,7 +18,7 @@ def escape(text: object, limit: int = 2000) -> str:
 
 
 def seconds(value: float | None, none: str = "–") -> str:
-    """`0.31 s`, `9.8 s`, `2 min 05 s`."""
+    """`0.31 s`, `9.8 s`, `2 min 05 s`, `3 h 20 min`, `2 d 04 h`."""
     if value is None:
         return none
     if value < 10:
@@ -26,4 +26,7 @@ def seconds(value: float | None, none: str = "–") -> str:
     if value < 120:
         return f"{value:.1f} s"
     minutes, rest = divmod(round(value), 60)
-    return f"{minutes} min {rest:02d} s"
+    if minutes < 120:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24:02d} h"

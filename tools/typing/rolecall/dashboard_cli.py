@@ -1,0 +1,1 @@
+../../../rolecall/dashboard_cli.py

@@ -4,7 +4,7 @@ A node that is quarantined takes nothing new, and what runs there goes on; a dra
 replicas were asked to move. Both end when a person returns it.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
@@ -125,18 +125,6 @@ def _after(before: NodeRecord, event: Event) -> NodeRecord:
     except CommandRefused:
         return before  # a foreign writer's
     return replace(before, burn_ins=(*before.burn_ins, found)[-BURN_INS_KEPT:])
-
-
-def to_quarantine(
-    faulty: Collection[str], quarantined: Collection[str], known: Collection[str], share_max: float
-) -> tuple[list[str], list[str]]:
-    """Of nodes with a fault: those to quarantine, and those that would be too many of all."""
-    take: list[str] = []
-    left: list[str] = []
-    for node in sorted(set(faulty) - set(quarantined)):
-        within = len({*quarantined, *take, node}) <= share_max * len({*known, node})
-        (take if within else left).append(node)
-    return take, left
 
 
 def known_nodes(journal: Journal) -> set[str]:

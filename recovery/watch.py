@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 from rolecall.core.clock import Clock
@@ -35,8 +35,9 @@ from rolecall.recovery.intake import Kind, receive, unrepaired
 from rolecall.recovery.interfaces import Detector, Notifier, Source, Witnesses
 from rolecall.recovery.judging import Judge
 from rolecall.recovery.moves import Append, Decide, Move, Perform, Situation, done, failed, next_move, plan_made
-from rolecall.recovery.nodes import known_nodes, to_quarantine
-from rolecall.recovery.policy import MOVE, Question, decide, question
+from rolecall.recovery.nodes import known_nodes
+from rolecall.recovery.policy import Question, decide, question
+from rolecall.recovery.quarantine import before_leaving
 from rolecall.recovery.telling import Teller
 from rolecall.recovery.troubles import Troubles
 
@@ -54,10 +55,6 @@ ADOPTED_SECONDS = 600.0
 """A successor looks whether incidents younger than this lack the window that their watch died before it kept."""
 UNHANDLED = "unhandled"
 """Topic of the call for a person when an incident cannot be handled."""
-QUARANTINE = "quarantine"
-"""Topic of the call for a person when too many nodes would be quarantined."""
-BY_WATCH = "watch"
-"""Who quarantines a node that no person spoke of."""
 FAILED_TICKS_MAX = 50
 """After so many failed ticks in a row the process ends with the error, and who started it starts another."""
 DAMAGED_TICKS_MAX = 5
@@ -192,7 +189,7 @@ class Watch:
     def _write(
         self,
         kind: EventKind,
-        body: dict[str, object],
+        body: Mapping[str, object],
         *,
         key: str,
         incident: Incident | None = None,
@@ -337,29 +334,21 @@ class Watch:
             logger.info("%s", e)
             self._book.refresh(self._journal)
 
-    def _quarantine(self, incident: Incident, plan: Plan) -> None:
-        """Before a replica leaves a node for the node's own fault: nothing is to come after it."""
-        if plan.action is not ActionKind.REPLACE_NODE or incident.diagnosis.fault_class not in MOVE:
-            return
-        # A retry leaves a node that nobody has diagnosed.
-        faulty = {str(t.node) for t in plan.targets} & {str(s.node) for s in incident.diagnosis.suspects}
-        shut, known = quarantined_nodes(self._journal), known_nodes(self._journal)
-        take, left = to_quarantine(faulty, shut, known, self._config.quarantined_share_max)
-        name = incident.incident_id
-        for node in take:
-            body = {"node": node, "by": BY_WATCH, "because": f"{name}: {incident.diagnosis.because}"}
-            self._write(EventKind.NODE_QUARANTINED, body, key=f"{name}:quarantine:{node}", incident=incident)
-        if left and self._config.quarantined_share_max > 0:
-            because = (
-                f"{', '.join(left)} should be quarantined, and {len(shut) + len(take)} of {len(known)} nodes are: "
-                f"the limit is {self._config.quarantined_share_max:.0%}"
-            )
-            key = f"{name}:person:{QUARANTINE}"
-            self._write(EventKind.PERSON_CALLED, self._call(because, QUARANTINE), key=key, incident=incident)
+    def _leave(self, incident: Incident, plan: Plan) -> None:
+        said = before_leaving(
+            incident,
+            plan,
+            shut=quarantined_nodes(self._journal),
+            known=known_nodes(self._journal),
+            share_max=self._config.quarantined_share_max,
+            channel=self._notifier.channel,
+        )
+        for word in said:
+            self._append(incident, word)
 
     def _perform(self, incident: Incident, move: Perform) -> None:
         assert self._lease is not None and incident.attempt is not None
-        self._quarantine(incident, move.plan)
+        self._leave(incident, move.plan)
         for target in move.plan.targets:
             # Before it dies: from now on its end is wanted, and no second fault.
             self._judge.forget(target.replica, target.incarnation + 1)

@@ -35,9 +35,11 @@ from rolecall.doctor import doctor_app
 from rolecall.fleet_cli import fleet
 from rolecall.grafana_cli import grafana
 from rolecall.incident_cli import incident
-from rolecall.options import ROOT, JsonOption, RootOption, RunArgument, RunOption, out, print_json
+from rolecall.node_cli import node
+from rolecall.options import ROOT, JsonOption, RootOption, RunArgument, RunOption, out, print_json, whoami
 from rolecall.people_cli import people
 from rolecall.text import plain
+from rolecall.word_cli import words
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +64,12 @@ def _complain(error: object) -> None:
         typer.echo(("rolecall: " if n == 0 else "") + plain(line), err=True)
 
 
-def _whoami() -> str:
-    return f"{os.environ.get('USER') or os.getuid()}@{os.uname().nodename}"
-
-
 app.add_typer(fleet)
 app.add_typer(dashboards)
 app.add_typer(doctor_app)
 app.add_typer(incident, name="incident")
+app.add_typer(words)
+app.add_typer(node, name="node")
 app.add_typer(people, name="people")
 app.add_typer(grafana, name="grafana")
 
@@ -254,7 +254,7 @@ def pause(
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery import commands
 
-    out(commands.pause(open_run_dir(runs, run), _whoami(), because))
+    out(commands.pause(open_run_dir(runs, run), whoami(), because))
     return 0
 
 
@@ -264,7 +264,7 @@ def resume(run: RunOption = "latest", runs: RootOption = ROOT) -> int:
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery import commands
 
-    out(commands.resume(open_run_dir(runs, run), _whoami()))
+    out(commands.resume(open_run_dir(runs, run), whoami()))
     return 0
 
 
@@ -278,7 +278,7 @@ def approve(
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery import commands
 
-    out(commands.approve(open_run_dir(runs, run), digest, _whoami()))
+    out(commands.approve(open_run_dir(runs, run), digest, whoami()))
     return 0
 
 
@@ -289,11 +289,11 @@ def reject(
     run: RunOption = "latest",
     runs: RootOption = ROOT,
 ) -> int:
-    """Rejects a proposed plan."""
+    """Rejects a plan that is proposed or held: its incident ends, and a person is told."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery import commands
 
-    out(commands.reject(open_run_dir(runs, run), digest, _whoami(), because))
+    out(commands.reject(open_run_dir(runs, run), digest, whoami(), because))
     return 0
 
 
@@ -308,7 +308,7 @@ def replace(
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery import commands
 
-    out(commands.replace(open_run_dir(runs, run), replica, because, _whoami()))
+    out(commands.replace(open_run_dir(runs, run), replica, because, whoami()))
     return 0
 
 

@@ -1,10 +1,13 @@
 """Options that several commands share, and how commands print."""
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from rolecall.text import plain
 
 RUNS_ENV = "ROLECALL_RUNS"
 RunArgument = Annotated[str, typer.Argument(help="run id, path of a run directory, or 'latest'", metavar="RUN")]
@@ -29,6 +32,11 @@ CredentialsOption = Annotated[
     Path | None, typer.Option("--credentials", help="file with one line: 'bearer TOKEN' or 'basic USER:PASSWORD'")
 ]
 ForOption = Annotated[float | None, typer.Option("--for", help="end after so many seconds")]
+
+
+def whoami() -> str:
+    """Whose word it is, as the journal keeps it: user and machine, at most 64 characters."""
+    return plain(f"{os.environ.get('USER') or os.getuid()}@{os.uname().nodename}", 64)
 
 
 def out(text: str) -> None:

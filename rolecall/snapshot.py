@@ -73,6 +73,8 @@ _STAGES: Mapping[EventKind, str] = {
     _K.PLAN_MADE: "planned",
     _K.PLAN_HELD: "held",
     _K.PLAN_PROPOSED: "waits for approval",
+    _K.HOLD_PLACED: "held by a person",
+    _K.HOLD_LIFTED: "hold lifted",
     _K.ACTION_STARTED: "acting",
     _K.ACTION_DONE: "verifying",
     _K.ACTION_FAILED: "action failed",

@@ -16,8 +16,9 @@ from rolecall.recovery import commands
 from rolecall.recovery.book import Book
 from rolecall.recovery.incidents import Outcome
 from rolecall.recovery.node_commands import drained
-from rolecall.recovery.nodes import NODE_KINDS, BurnIn, fold_nodes, to_quarantine
+from rolecall.recovery.nodes import NODE_KINDS, BurnIn, fold_nodes
 from rolecall.recovery.policy import Question, decide
+from rolecall.recovery.quarantine import to_quarantine
 from rolecall.recovery.testing import KillSwitch, MortalJournal, SimulatedKill, diagnosis
 from rolecall.recovery.watch import Watch
 from tests.recovery.world import World

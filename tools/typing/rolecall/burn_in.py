@@ -1,0 +1,1 @@
+../../../rolecall/burn_in.py

@@ -1,0 +1,1 @@
+../../../rolecall/node_cli.py

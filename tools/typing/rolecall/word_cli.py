@@ -1,0 +1,1 @@
+../../../rolecall/word_cli.py

@@ -1,0 +1,546 @@
+"""What each alert must do, as little histories: fires, and the near miss that must not.
+
+Times are seconds since 0, a sample each 15 s, values in promtool's notation (`1x4` is five times 1). `@W` are the labels of
+a watch, `@N` those of an agent. `fires`: the labels of each alert that must be firing at `at`; () for none.
+"""
+
+from typing import NamedTuple
+
+WATCH = 'job="rolecall-watch",instance="r/watch"'
+NODE = 'job="rolecall",instance="n:9477",node="n1"'
+GOOD = "0+15x400"
+"""A time stamp that goes with the clock."""
+STOOD = "0+15x4 60x400"
+"""One that stands still from a minute on."""
+
+
+class Case(NamedTuple):
+    alert: str
+    what: str
+    series: dict[str, str]
+    at: str
+    fires: tuple[str, ...] = ()
+
+
+RUNS = {"rolecall_run_ended{@W}": "0x400"}
+OVER = {"rolecall_run_ended{@W}": "1x400"}
+STEPS = {"rolecall_run_step_seconds{@W}": "6x400", **RUNS}
+COUNTS = "0x4 1x400"
+
+CASES = (
+    Case("RolecallWatchDown", "gone", {'up{job="rolecall-watch",instance="r/watch"}': "1x4 0x40"}, "4m", ("@W",)),
+    Case("RolecallWatchDown", "a scrape missed", {'up{job="rolecall-watch",instance="r/watch"}': "1x4 0x1 1x40"}, "4m"),
+    Case("RolecallWatchDown", "another job", {'up{job="web",instance="r/watch"}': "0x40"}, "4m"),
+    Case("RolecallNobodyActs", "ran out", {"rolecall_watch_lease_expires_timestamp_seconds{@W}": STOOD}, "5m", ("@W",)),
+    Case(
+        "RolecallNobodyActs",
+        "another watch takes it",
+        {"rolecall_watch_lease_expires_timestamp_seconds{@W}": "0+15x4 60x4 150+15x100"},
+        "5m",
+    ),
+    Case(
+        "RolecallNobodyActs",
+        "observe only",
+        {
+            "rolecall_watch_lease_expires_timestamp_seconds{@W}": STOOD,
+            'rolecall_watch_mode{@W,mode="observe"}': "1x100",
+        },
+        "5m",
+    ),
+    Case("RolecallNobodyActs", "over", {"rolecall_watch_lease_expires_timestamp_seconds{@W}": STOOD, **OVER}, "5m"),
+    Case("RolecallWatchBlind", "for long", {"rolecall_watch_blind{@W}": COUNTS}, "4m", ("@W",)),
+    Case("RolecallWatchBlind", "for a moment", {"rolecall_watch_blind{@W}": "0x4 1x2 0x40"}, "4m"),
+    Case("RolecallWatchStalled", "stands", {"rolecall_watch_tick_timestamp_seconds{@W}": STOOD}, "5m", ("@W",)),
+    Case("RolecallWatchStalled", "turns", {"rolecall_watch_tick_timestamp_seconds{@W}": GOOD}, "5m"),
+    Case("RolecallWatchTicksFail", "many", {"rolecall_watch_tick_failures_total{@W}": "0+1x100"}, "8m", ("@W",)),
+    Case("RolecallWatchTicksFail", "a few", {"rolecall_watch_tick_failures_total{@W}": "0x10 4x100"}, "5m"),
+    Case(
+        "RolecallJournalUnread", "locked", {"rolecall_watch_journal_read_timestamp_seconds{@W}": STOOD}, "5m", ("@W",)
+    ),
+    Case("RolecallJournalUnread", "read", {"rolecall_watch_journal_read_timestamp_seconds{@W}": GOOD}, "5m"),
+    Case("RolecallObservationsOld", "old", {"rolecall_watch_observed_age_seconds{@W}": "2x4 16x40"}, "5m", ("@W",)),
+    Case("RolecallObservationsOld", "as usual", {"rolecall_watch_observed_age_seconds{@W}": "14x40"}, "5m"),
+    Case(
+        "RolecallAgentUnreachable",
+        "for long",
+        {'rolecall_watch_agent_unreachable_timestamp_seconds{@W,node="n1"}': "10x60"},
+        "6m",
+        ('@W,node="n1"',),
+    ),
+    Case(
+        "RolecallAgentUnreachable",
+        "a restart",
+        {'rolecall_watch_agent_unreachable_timestamp_seconds{@W,node="n1"}': "10x10 stale"},
+        "6m",
+    ),
+    Case("RolecallPersonCalled", "once", {"rolecall_persons_called_total{@W}": COUNTS}, "3m", ("@W",)),
+    Case("RolecallPersonCalled", "long ago", {"rolecall_persons_called_total{@W}": COUNTS}, "15m"),
+    Case("RolecallPlanWaits", "waits", {"rolecall_plans_waiting{@W}": COUNTS}, "3m", ("@W",)),
+    Case("RolecallPlanWaits", "approved soon", {"rolecall_plans_waiting{@W}": "0x4 1x2 0x40"}, "3m"),
+    Case(
+        "RolecallPlanLapsesSoon",
+        "two minutes before",
+        {
+            "rolecall_plans_waiting{@W}": "1x40",
+            "rolecall_plans_waiting_deadline_timestamp_seconds{@W}": "600x40",
+        },
+        "8m15s",
+        ("@W",),
+    ),
+    Case(
+        "RolecallPlanLapsesSoon",
+        "long before",
+        {
+            "rolecall_plans_waiting{@W}": "1x40",
+            "rolecall_plans_waiting_deadline_timestamp_seconds{@W}": "600x40",
+        },
+        "7m45s",
+    ),
+    Case(
+        "RolecallIncidentOpenLong",
+        "twenty minutes",
+        {
+            'rolecall_incident_opened_timestamp_seconds{@W,node="n1",role="rollout",replica="rollout/1",fault="hang"}': "60x100"
+        },
+        "20m",
+        ('@W,node="n1",role="rollout",replica="rollout/1",fault="hang"',),
+    ),
+    Case(
+        "RolecallIncidentOpenLong",
+        "fourteen minutes",
+        {
+            'rolecall_incident_opened_timestamp_seconds{@W,node="n1",role="rollout",replica="rollout/1",fault="hang"}': "360x100"
+        },
+        "20m",
+    ),
+    Case("RolecallIncidentUnhandled", "fails", {"rolecall_watch_unhandled{@W}": COUNTS}, "8m", ("@W",)),
+    Case("RolecallIncidentUnhandled", "broken", {"rolecall_incidents_broken{@W}": COUNTS}, "8m", ("@W",)),
+    Case("RolecallIncidentUnhandled", "mends itself", {"rolecall_watch_unhandled{@W}": "0x4 1x8 0x40"}, "8m"),
+    Case("RolecallCallsFail", "one", {"rolecall_watch_calls_failed_total{@W}": COUNTS}, "3m", ("@W",)),
+    Case("RolecallCallsFail", "none", {"rolecall_watch_calls_failed_total{@W}": "1x40"}, "3m"),
+    Case(
+        "RolecallEvictionLimit",
+        "reached",
+        {"rolecall_evictions_last_hour{@W}": "5x4 6x40", "rolecall_evictions_limit{@W}": "6x40"},
+        "3m",
+        ("@W",),
+    ),
+    Case(
+        "RolecallEvictionLimit",
+        "one less",
+        {"rolecall_evictions_last_hour{@W}": "5x40", "rolecall_evictions_limit{@W}": "6x40"},
+        "3m",
+    ),
+    Case(
+        "RolecallActionsFail",
+        "three of two kinds",
+        {
+            'rolecall_actions_total{@W,action="replace_replica",outcome="died"}': "0x60 2x60",
+            'rolecall_actions_total{@W,action="replace_node",outcome="no_progress"}': "0x60 1x60",
+        },
+        "29m",
+        ("@W",),
+    ),
+    Case(
+        "RolecallActionsFail",
+        "done is no failure",
+        {
+            'rolecall_actions_total{@W,action="replace_replica",outcome="done"}': "0x60 9x60",
+            'rolecall_actions_total{@W,action="replace_node",outcome="no_progress"}': "0x60 1x60",
+        },
+        "29m",
+    ),
+    Case("RolecallPaused", "forgotten", {"rolecall_watch_paused{@W}": "1x400", **RUNS}, "61m", ("@W",)),
+    Case("RolecallPaused", "for a while", {"rolecall_watch_paused{@W}": "1x230 0x400", **RUNS}, "61m"),
+    Case("RolecallPaused", "over", {"rolecall_watch_paused{@W}": "1x400", **OVER}, "61m"),
+    Case("RolecallQuarantineForgotten", "half a day", {"rolecall_nodes_quarantined{@W}": "1x3000"}, "721m", ("@W",)),
+    Case("RolecallQuarantineForgotten", "back", {"rolecall_nodes_quarantined{@W}": "1x2800 0x100"}, "721m"),
+    Case("RolecallRunStalled", "no step", {"rolecall_run_step_timestamp_seconds{@W}": STOOD, **STEPS}, "7m", ("@W",)),
+    Case("RolecallRunStalled", "not yet", {"rolecall_run_step_timestamp_seconds{@W}": STOOD, **STEPS}, "5m45s"),
+    Case(
+        "RolecallRunStalled",
+        "slow by nature",
+        {"rolecall_run_step_timestamp_seconds{@W}": STOOD, "rolecall_run_step_seconds{@W}": "60x100", **RUNS},
+        "10m",
+    ),
+    Case(
+        "RolecallRunStalled",
+        "over",
+        {"rolecall_run_step_timestamp_seconds{@W}": STOOD, "rolecall_run_step_seconds{@W}": "6x400", **OVER},
+        "20m",
+    ),
+    Case(
+        "RolecallEttrLow",
+        "half",
+        {"rolecall_run_effective_seconds{@W}": "0+7x300", "rolecall_run_training_seconds{@W}": "0+15x300", **RUNS},
+        "70m",
+        ("@W",),
+    ),
+    Case(
+        "RolecallEttrLow",
+        "nine tenths",
+        {"rolecall_run_effective_seconds{@W}": "0+13.5x300", "rolecall_run_training_seconds{@W}": "0+15x300", **RUNS},
+        "70m",
+    ),
+    Case(
+        "RolecallEttrLow",
+        "too early to say",
+        {"rolecall_run_effective_seconds{@W}": "0+1x300", "rolecall_run_training_seconds{@W}": "0+4x300", **RUNS},
+        "70m",
+    ),
+    Case(
+        "RolecallTrainingNotFinite",
+        "once",
+        {'rolecall_train_unfinite_total{@N,role="trainer",replica="trainer/0",rank="0"}': COUNTS},
+        "3m",
+        ('@N,role="trainer",replica="trainer/0",rank="0"',),
+    ),
+    Case(
+        "RolecallTrainingNotFinite",
+        "before",
+        {'rolecall_train_unfinite_total{@N,role="trainer",replica="trainer/0",rank="0"}': "3x40"},
+        "3m",
+    ),
+    Case(
+        "RolecallRoleGone",
+        "none left",
+        {
+            'rolecall_replicas{@W,role="reward",state="serving"}': "2x4 0x40",
+            'rolecall_replicas{@W,role="reward",state="ready"}': "0x40",
+            'rolecall_replicas_wanted{@W,role="reward"}': "2x40",
+            "rolecall_run_step{@W}": "3x40",
+            **RUNS,
+        },
+        "4m",
+        ('@W,role="reward"',),
+    ),
+    Case(
+        "RolecallRoleGone",
+        "one left",
+        {
+            'rolecall_replicas{@W,role="reward",state="serving"}': "2x4 1x40",
+            'rolecall_replicas_wanted{@W,role="reward"}': "2x40",
+            "rolecall_run_step{@W}": "3x40",
+            **RUNS,
+        },
+        "4m",
+    ),
+    Case(
+        "RolecallRoleGone",
+        "it only begins",
+        {
+            'rolecall_replicas{@W,role="reward",state="serving"}': "0x40",
+            'rolecall_replicas_wanted{@W,role="reward"}': "2x40",
+            "rolecall_run_step{@W}": "-1x40",
+            **RUNS,
+        },
+        "4m",
+    ),
+    Case(
+        "RolecallRoleGone",
+        "a standby is nobody's work",
+        {
+            'rolecall_replicas{@W,role="standby",state="ready"}': "0x40",
+            'rolecall_replicas_wanted{@W,role="standby"}': "1x40",
+            "rolecall_run_step{@W}": "3x40",
+            **RUNS,
+        },
+        "4m",
+    ),
+    Case(
+        "RolecallRoleThin",
+        "two of three",
+        {
+            'rolecall_replicas{@W,role="rollout",state="serving"}': "2x80",
+            'rolecall_replicas_wanted{@W,role="rollout"}': "3x80",
+            "rolecall_run_step{@W}": "3x80",
+            **RUNS,
+        },
+        "11m",
+        ('@W,role="rollout"',),
+    ),
+    Case(
+        "RolecallRoleThin",
+        "three of four",
+        {
+            'rolecall_replicas{@W,role="rollout",state="serving"}': "3x80",
+            'rolecall_replicas_wanted{@W,role="rollout"}': "4x80",
+            "rolecall_run_step{@W}": "3x80",
+            **RUNS,
+        },
+        "11m",
+    ),
+    Case(
+        "RolecallAgentDown",
+        "gone, under either name",
+        {'up{job="rolecall",instance="n:9477"}': "1x4 0x40", 'up{job="rolecall-agent",instance="n2"}': "0x40"},
+        "5m",
+        ('job="rolecall",instance="n:9477"', 'job="rolecall-agent",instance="n2"'),
+    ),
+    Case("RolecallAgentDown", "restarts", {'up{job="rolecall",instance="n:9477"}': "1x4 0x6 1x40"}, "5m"),
+    Case("RolecallAgentDown", "told once", {'up{job="rolecall-dcgm",instance="n:9477"}': "0x40"}, "5m"),
+    Case("RolecallAgentStalled", "stands", {"rolecall_agent_rounds_total{@N}": "0+30x8 240x40"}, "8m", ("@N",)),
+    Case("RolecallAgentStalled", "slow", {"rolecall_agent_rounds_total{@N}": "0+1x40"}, "8m"),
+    Case("RolecallAgentLags", "lags", {"rolecall_agent_round_seconds{@N}": "2.5x60"}, "6m", ("@N",)),
+    Case("RolecallAgentLags", "once", {"rolecall_agent_round_seconds{@N}": "2.5x10 0.1 2.5x10"}, "5m"),
+    Case(
+        "RolecallProbeDown",
+        "no driver",
+        {'rolecall_probe_up{@N,probe="gpu"}': "0x60"},
+        "11m",
+        ('@N,probe="gpu"',),
+    ),
+    Case("RolecallProbeDown", "for nine minutes", {'rolecall_probe_up{@N,probe="gpu"}': "0x36 1x20"}, "11m"),
+    Case("RolecallProbeDown", "no job, so no RAS", {'rolecall_probe_up{@N,probe="nccl_ras"}': "0x60"}, "11m"),
+    Case(
+        "RolecallClockAhead",
+        "ahead",
+        {'rolecall_process_progress_timestamp_seconds{@N,role="trainer",replica="trainer/0",rank="0"}': "10+15x60"},
+        "7m",
+        ("@N",),
+    ),
+    Case(
+        "RolecallClockAhead",
+        "within a scrape",
+        {'rolecall_process_progress_timestamp_seconds{@N,role="trainer",replica="trainer/0",rank="0"}': "4+15x60"},
+        "7m",
+    ),
+    Case("RolecallOutOfMemory", "killed", {"rolecall_host_oom_kills_total{@N}": "7x4 8x40"}, "3m", ("@N",)),
+    Case("RolecallOutOfMemory", "before", {"rolecall_host_oom_kills_total{@N}": "7x40"}, "3m"),
+    Case("RolecallGpuLost", "lost", {'rolecall_gpu_up{@N,gpu="3"}': "1x4 0x40"}, "3m", ('@N,gpu="3"',)),
+    Case("RolecallGpuLost", "a look missed", {'rolecall_gpu_up{@N,gpu="3"}': "1x8 0 1x40"}, "2m15s"),
+    Case(
+        "RolecallXid",
+        "off the bus, and one that no catalogue has",
+        {
+            'rolecall_xid_last_timestamp_seconds{@N,gpu="1",xid="79"}': "60x40",
+            'rolecall_xid_last_timestamp_seconds{@N,gpu="1",xid="999"}': "60x40",
+        },
+        "5m",
+        ('@N,gpu="1",xid="79"', '@N,gpu="1",xid="999"'),
+    ),
+    Case(
+        "RolecallXid",
+        "the application's own, a remapped row",
+        {
+            'rolecall_xid_last_timestamp_seconds{@N,gpu="1",xid="13"}': "60x40",
+            'rolecall_xid_last_timestamp_seconds{@N,gpu="1",xid="31"}': "60x40",
+            'rolecall_xid_last_timestamp_seconds{@N,gpu="1",xid="63"}': "60x40",
+        },
+        "5m",
+    ),
+    Case("RolecallXid", "long ago", {'rolecall_xid_last_timestamp_seconds{@N,gpu="1",xid="79"}': "60x100"}, "17m"),
+    Case(
+        "RolecallNvswitchError",
+        "the first of its kind",
+        {'rolecall_nvswitch_errors_total{@N,device="0",error="22003"}': "_x70 1x10"},
+        "18m",
+        ('@N,device="0",error="22003"',),
+    ),
+    Case(
+        "RolecallNvswitchError",
+        "long ago",
+        {'rolecall_nvswitch_errors_total{@N,device="0",error="22003"}': "1x100"},
+        "18m",
+    ),
+    Case(
+        "RolecallNvswitchError",
+        "corrected",
+        {'rolecall_nvswitch_errors_total{@N,device="0",error="11012"}': "_x70 1x10"},
+        "18m",
+    ),
+    Case(
+        "RolecallGpuResetNeeded",
+        "pending",
+        {'rolecall_gpu_remapped_rows_pending{@N,gpu="0"}': COUNTS},
+        "4m",
+        ('@N,gpu="0"',),
+    ),
+    Case(
+        "RolecallGpuResetNeeded",
+        "the driver asks",
+        {'rolecall_gpu_recovery_action{@N,gpu="0",action="gpu_reset"}': COUNTS},
+        "4m",
+        ('@N,gpu="0",action="gpu_reset"',),
+    ),
+    Case(
+        "RolecallGpuResetNeeded",
+        "the driver asks nothing",
+        {
+            'rolecall_gpu_recovery_action{@N,gpu="0",action="none"}': "1x40",
+            'rolecall_gpu_remapped_rows_pending{@N,gpu="0"}': "0x40",
+        },
+        "4m",
+    ),
+    Case(
+        "RolecallGpuReplace",
+        "failed",
+        {'rolecall_gpu_remapped_rows_failed{@N,gpu="0"}': COUNTS},
+        "4m",
+        ('@N,gpu="0"',),
+    ),
+    Case(
+        "RolecallGpuReplace",
+        "worn out",
+        {'rolecall_gpu_sram_threshold_exceeded{@N,gpu="0"}': COUNTS},
+        "4m",
+        ('@N,gpu="0"',),
+    ),
+    Case("RolecallGpuReplace", "sound", {'rolecall_gpu_remapped_rows_failed{@N,gpu="0"}': "0x40"}, "4m"),
+    Case(
+        "RolecallGpuThrottled",
+        "a third of the time",
+        {'rolecall_gpu_thermal_throttle_seconds_total{@N,gpu="0"}': "0+5x100"},
+        "21m",
+        ('@N,gpu="0"',),
+    ),
+    Case(
+        "RolecallGpuThrottled",
+        "a tenth of the time",
+        {'rolecall_gpu_thermal_throttle_seconds_total{@N,gpu="0"}': "0+1.5x100"},
+        "21m",
+    ),
+    Case(
+        "RolecallNvlinkDown",
+        "one of eighteen",
+        {
+            'rolecall_gpu_nvlinks_active{@N,gpu="0"}': "18x40",
+            'rolecall_gpu_nvlinks_active{@N,gpu="1"}': "18x4 17x40",
+        },
+        "5m",
+        ('@N,gpu="1"',),
+    ),
+    Case(
+        "RolecallNvlinkDown",
+        "none of them is wired",
+        {
+            'rolecall_gpu_nvlinks_active{@N,gpu="0"}': "0x40",
+            'rolecall_gpu_nvlinks_active{@N,gpu="1"}': "0x40",
+        },
+        "5m",
+    ),
+    Case(
+        "RolecallLinkDown",
+        "a port of each kind",
+        {
+            'rolecall_infiniband_up{@N,nic="mlx5_0",port="1"}': "1x4 0x40",
+            'rolecall_infiniband_downs_total{@N,nic="mlx5_0",port="1"}': COUNTS,
+            'rolecall_nic_up{@N,interface="eth0"}': "1x4 0x40",
+            'rolecall_nic_downs_total{@N,interface="eth0"}': COUNTS,
+        },
+        "4m",
+        ('@N,nic="mlx5_0",port="1"', '@N,interface="eth0"'),
+    ),
+    Case(
+        "RolecallLinkDown",
+        "never plugged in, and a flap",
+        {
+            'rolecall_infiniband_up{@N,nic="mlx5_0",port="1"}': "0x40",
+            'rolecall_infiniband_downs_total{@N,nic="mlx5_0",port="1"}': "0x40",
+            'rolecall_nic_up{@N,interface="eth0"}': "1x4 0x2 1x40",
+            'rolecall_nic_downs_total{@N,interface="eth0"}': COUNTS,
+        },
+        "4m",
+    ),
+    Case(
+        "RolecallLinkFlaps",
+        "twice",
+        {
+            'rolecall_nic_downs_total{@N,interface="eth0"}': "0x20 1x4 2x40",
+            'rolecall_infiniband_downs_total{@N,nic="mlx5_0",port="1"}': "0x20 1x4 2x40",
+        },
+        "8m",
+        ('@N,interface="eth0"', '@N,nic="mlx5_0",port="1"'),
+    ),
+    Case("RolecallLinkFlaps", "once", {'rolecall_nic_downs_total{@N,interface="eth0"}': "0x20 1x40"}, "8m"),
+    Case(
+        "RolecallPortErrors",
+        "one that is always fatal",
+        {'rolecall_infiniband_events_total{@N,nic="mlx5_0",port="1",name="local_link_integrity_errors"}': COUNTS},
+        "4m",
+        ('@N,nic="mlx5_0",port="1",name="local_link_integrity_errors"',),
+    ),
+    Case(
+        "RolecallPortErrors",
+        "symbols, beyond 120 an hour",
+        {'rolecall_infiniband_events_total{@N,nic="mlx5_0",port="1",name="symbol_error"}': "0+1x300"},
+        "61m",
+        ('@N,nic="mlx5_0",port="1",name="symbol_error"',),
+    ),
+    Case(
+        "RolecallPortErrors",
+        "symbols, a hundred an hour",
+        {'rolecall_infiniband_events_total{@N,nic="mlx5_0",port="1",name="symbol_error"}': "0+0.4x300"},
+        "61m",
+    ),
+    Case(
+        "RolecallPortErrors",
+        "recovers all the time",
+        {'rolecall_infiniband_events_total{@N,nic="mlx5_0",port="1",name="link_error_recovery"}': "0+2x40"},
+        "6m",
+        ('@N,nic="mlx5_0",port="1",name="link_error_recovery"',),
+    ),
+    Case(
+        "RolecallPortErrors",
+        "recovers now and then",
+        {'rolecall_infiniband_events_total{@N,nic="mlx5_0",port="1",name="link_error_recovery"}': "0+1x40"},
+        "6m",
+    ),
+    Case(
+        "RolecallHardwareError",
+        "the first",
+        {'rolecall_kernel_hardware_errors_total{@N,kind="memory",state="uncorrected"}': "_x70 1x10"},
+        "18m",
+        ('@N,kind="memory",state="uncorrected"',),
+    ),
+    Case(
+        "RolecallHardwareError",
+        "corrected",
+        {'rolecall_kernel_hardware_errors_total{@N,kind="memory",state="corrected"}': "_x70 1x10"},
+        "18m",
+    ),
+    Case(
+        "RolecallDiskFull",
+        "space",
+        {
+            'rolecall_filesystem_available_bytes{@N,mount="/"}': "9x4 4x40",
+            'rolecall_filesystem_size_bytes{@N,mount="/"}': "100x40",
+        },
+        "4m",
+        ('@N,mount="/"',),
+    ),
+    Case(
+        "RolecallDiskFull",
+        "files",
+        {
+            'rolecall_filesystem_files_free{@N,mount="/"}': "4x40",
+            'rolecall_filesystem_files{@N,mount="/"}': "100x40",
+        },
+        "4m",
+        ('@N,mount="/"',),
+    ),
+    Case(
+        "RolecallDiskFull",
+        "six in a hundred left",
+        {
+            'rolecall_filesystem_available_bytes{@N,mount="/"}': "6x40",
+            'rolecall_filesystem_size_bytes{@N,mount="/"}': "100x40",
+        },
+        "4m",
+    ),
+    Case(
+        "RolecallDiskGone",
+        "hangs",
+        {'rolecall_filesystem_up{@N,mount="/ckpt"}': "1x4 0x40"},
+        "4m",
+        ('@N,mount="/ckpt"',),
+    ),
+    Case(
+        "RolecallDiskGone",
+        "became read-only",
+        {'rolecall_filesystem_readonly{@N,mount="/ckpt"}': COUNTS},
+        "4m",
+        ('@N,mount="/ckpt"',),
+    ),
+    Case("RolecallDiskGone", "read-only by nature", {'rolecall_filesystem_readonly{@N,mount="/usr"}': "1x40"}, "4m"),
+)

@@ -1,0 +1,147 @@
+"""Alert and recording rules, evaluated by Prometheus' own tool: each alert fires, and does not by a hair."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rolecall.core.metrics import BY_NAME
+from rolecall.dashboards.grafana.rules import Alert, Record, Severity, alerts, check, groups, rules_yaml
+from tests.dashboards.grafana.rules_cases import CASES, NODE, WATCH, Case
+
+ALERTS = {a.name: a for a in alerts()}
+_SERIES = re.compile(r"(\w+)\{(.*)\}")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_USED = re.compile(r"\$labels\.(\w+)")
+
+
+@pytest.fixture
+def promtool() -> str:
+    found = shutil.which("promtool")
+    if found is None:
+        pytest.skip("no promtool here: the Debian package `prometheus` has it")
+    return found
+
+
+def _run(promtool: str, *arguments: str, cwd: Path) -> str:
+    done = subprocess.run([promtool, *arguments], cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout + done.stderr
+
+
+def _written(folder: Path) -> list[str]:
+    for name, text in rules_yaml().items():
+        (folder / name).write_text(text)
+    return list(rules_yaml())
+
+
+def _full(labels: str) -> str:
+    return labels.replace("@W", WATCH).replace("@N", NODE)
+
+
+def _firing(case: Case, labels: str) -> dict[str, str]:
+    fixed = {"alertname": case.alert, "alertstate": "firing", "severity": str(ALERTS[case.alert].severity)}
+    return {**fixed, **dict(_LABEL.findall(_full(labels)))}
+
+
+def _as_promtool(case: Case) -> dict[str, object]:
+    expected = []
+    for labels in case.fires:
+        told = ",".join(f'{k}="{v}"' for k, v in _firing(case, labels).items())
+        expected.append({"labels": f"ALERTS{{{told}}}", "value": 1})
+    query = f'ALERTS{{alertname="{case.alert}",alertstate="firing"}}'
+    return {
+        "name": f"{case.alert}: {case.what}",
+        "interval": "15s",
+        "input_series": [{"series": _full(s), "values": v} for s, v in case.series.items()],
+        "promql_expr_test": [{"expr": query, "eval_time": case.at, "exp_samples": expected}],
+    }
+
+
+def test_promtool_accepts_the_files(promtool: str, tmp_path: Path) -> None:
+    told = _run(promtool, "check", "rules", "--lint=all", "--lint-fatal", *_written(tmp_path), cwd=tmp_path)
+    assert f"{len(ALERTS)} rules found" in told
+
+
+def _tried(promtool: str, folder: Path, name: str, **changed: str) -> str:
+    """Runs the histories of one alert against a file that holds nothing else, which is quicker by far."""
+    (rule,) = [
+        {**rule, **changed}
+        for text in rules_yaml().values()
+        for group in yaml.safe_load(text)["groups"]
+        for rule in group["rules"]
+        if rule.get("alert") == name
+    ]
+    (folder / "rule.yaml").write_text(json.dumps({"groups": [{"name": "one", "interval": "15s", "rules": [rule]}]}))
+    tests = [_as_promtool(c) for c in CASES if c.alert == name]
+    (folder / "tests.yaml").write_text(
+        json.dumps({"rule_files": ["rule.yaml"], "evaluation_interval": "15s", "tests": tests})
+    )
+    return _run(promtool, "test", "rules", "tests.yaml", cwd=folder)
+
+
+@pytest.mark.parametrize("name", sorted(ALERTS))
+def test_an_alert_fires_when_it_must_and_not_otherwise(name: str, promtool: str, tmp_path: Path) -> None:
+    assert "SUCCESS" in _tried(promtool, tmp_path, name)
+
+
+def test_promtool_would_tell_if_an_alert_were_deaf_or_loud(promtool: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="got: nil"):
+        _tried(promtool, tmp_path, "RolecallGpuLost", expr="rolecall_gpu_upp == 0")
+    with pytest.raises(AssertionError, match="exp: nil"):
+        _tried(promtool, tmp_path, "RolecallGpuLost", **{"for": "0s"})
+
+
+@pytest.mark.parametrize("name", sorted(ALERTS))
+def test_every_alert_is_tried_both_ways_and_its_text_uses_labels_that_it_has(name: str) -> None:
+    cases = [c for c in CASES if c.alert == name]
+    firing = [c for c in cases if c.fires]
+    assert firing and len(firing) < len(cases), "a case that fires and one that does not"
+    had = set().union(*(_firing(c, labels) for c in firing for labels in c.fires))
+    alert = ALERTS[name]
+    used = set(_USED.findall(alert.summary + alert.description))
+    assert used <= had, f"{used - had} would be empty"
+
+
+def _series() -> Iterator[tuple[str, set[str]]]:
+    for case in CASES:
+        for series in case.series:
+            found = _SERIES.fullmatch(_full(series))
+            assert found is not None, series
+            yield found[1], {k for k, _ in _LABEL.findall(found[2])} - {"job", "instance"}
+
+
+def test_the_histories_are_of_series_that_rolecall_serves() -> None:
+    # Else an alert and its test could share a misspelt label.
+    for name, labels in _series():
+        if name != "up":
+            assert labels == set(BY_NAME[name].labels), name
+
+
+def test_a_misspelt_metric_or_label_is_refused() -> None:
+    with pytest.raises(ValueError, match="rolecall_gpu_upp"):
+        Alert(name="RolecallGpu", expr="rolecall_gpu_upp == 0", severity=Severity.WARNING, summary="", description="")
+    with pytest.raises(ValueError, match="no label node_name"):
+        check('rolecall_gpu_up{node_name="a"} == 0')
+    with pytest.raises(ValueError, match="level:rolecall_metric:operation"):
+        Record(name="rolecall_x", expr="sum(rolecall_gpu_up)")
+    with pytest.raises(ValueError, match="no metric of ours"):
+        check("vector(1)")
+
+
+def test_names_are_once_and_files_are_the_same_each_time() -> None:
+    names = [r.name for made in groups().values() for g in made for r in g.rules]
+    assert len(names) == len(set(names))
+    assert rules_yaml() == rules_yaml()
+    for text in rules_yaml().values():
+        assert yaml.safe_load(text)["groups"]
+
+
+def test_runbooks_lead_where_people_keep_them() -> None:
+    (text, _) = rules_yaml("https://wiki.example/rolecall/").values()
+    assert "runbook_url: https://wiki.example/rolecall/RolecallXid.md" in text

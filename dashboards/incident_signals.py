@@ -10,10 +10,12 @@ same role that the diagnosis does not name.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.events import Event, EventKind
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.metric import MetricType, Subject
 from rolecall.core.metrics import CATALOGUE
@@ -31,6 +33,7 @@ BUCKET_SECONDS_MIN = 1.0
 NUM_LINES_MAX = 4
 """More suspects than that in one drawing cannot be told apart."""
 NUM_SIGNALS_MAX = 5
+NUM_COMMITS_MIN = 2
 NUM_SAMPLES_MAX = 400_000
 """Of a larger window every k-th observation is read."""
 
@@ -80,6 +83,8 @@ class Signal:
     """(at, smallest, median, largest) of the peers."""
     num_peers: int
     limit: Limit | None = None
+    of_run: bool = False
+    """It is the run's as a whole, and no suspect's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +290,17 @@ def from_window(window: Mapping[str, Any], d: Diagnosis) -> Signals:
         return Signals(missing=f"the stored window cannot be read ({type(e).__name__}: {plain(e, 200)})")
 
 
+def of_commits(events: Iterable[Event]) -> Signal | None:
+    """Whether the run went on: the time from one committed step to the next, as the journal has it, to the end."""
+    at = [e.wall_at for e in events if e.kind is EventKind.STEP_COMMITTED]
+    points = tuple((b, b - a) for a, b in pairwise(at))
+    if len(points) < NUM_COMMITS_MIN:
+        return None
+    line = Line(name="the run", points=points)
+    title = "The run: time from one committed step to the next"
+    return Signal(key="commits", title=title, unit="s", lines=(line,), band=(), num_peers=0, of_run=True)
+
+
 def _thinned(observations: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     num = sum(len(b["processes"]) for o in observations for b in o["batches"])
     return observations[:: max(1, math.ceil(num / NUM_SAMPLES_MAX))]
@@ -305,7 +321,7 @@ def _signals(observations: Sequence[Observation], d: Diagnosis) -> Signals:
     for kind in kinds_for(d):
         series = {k: _series(kind, k, by_process[k], gpus, bucket) for k in (*ordered, *peers)}
         lines = tuple(Line(name=_name(k), points=tuple(series[k])) for k in ordered[:NUM_LINES_MAX] if series[k])
-        band = _band([series[k] for k in peers])
+        band = band_of([series[k] for k in peers])
         if lines and (any(v for line in lines for _, v in line.points) or any(high for *_, high in band)):
             drawn.append(
                 Signal(
@@ -389,7 +405,7 @@ def _series(kind: Kind, key: Key, sampled: list[_Sampled], gpus: "_Gpus", bucket
     return points
 
 
-def _band(series: Iterable[list[Point]]) -> tuple[tuple[float, float, float, float], ...]:
+def band_of(series: Iterable[list[Point]]) -> tuple[tuple[float, float, float, float], ...]:
     """Smallest, median and largest of the peers, a second at a time; one that has no value in it is left out."""
     at: dict[int, list[float]] = {}
     for points in series:

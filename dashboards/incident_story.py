@@ -19,7 +19,7 @@ WORDS_MAX = 400
 CONTEXT_SHARE = 0.25
 CONTEXT_SECONDS_MIN = 4.0
 """So much of the time from onset to the last moment, and so many seconds at least, are shown before and after."""
-ZOOM_FROM = 12.0
+ZOOM_FROM = 3.0
 """A story so many times longer than the time from onset to action is drawn around the finding first."""
 
 K = EventKind
@@ -41,10 +41,6 @@ class Mark(StrEnum):
     PROOF = "proof"
     CURED = "seen to work"
     CLOSED = "closed"
-
-
-MAIN = frozenset({Mark.FAULT, Mark.ONSET, Mark.FOUND, Mark.ACTION, Mark.PROOF, Mark.CURED})
-"""Those that are drawn through all series."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +100,17 @@ def told(m: Material, story: Story | None) -> Told:
     left_out = max(0, len(moments) - MARKS_MAX)
     if left_out:
         moments = [*moments[: MARKS_MAX // 2], *moments[-(MARKS_MAX - MARKS_MAX // 2) :]]
-    numbered = tuple(replace(x, number=n) for n, x in enumerate(moments, start=1))
+    known = plain(m.incident.diagnosis.because) if m.incident else ""
+    numbered = tuple(replace(x, number=n, words=_shorter(x.words, known)) for n, x in enumerate(moments, start=1))
     whole, around = _axes(m, numbered)
     return Told(moments=numbered, whole=whole, around=around, num_left_out=left_out)
+
+
+def _shorter(words: str, known: str) -> str:
+    """Without the diagnosis, which stands on top of the page and which every reason repeats."""
+    short = words.replace(known, "…") if known else words
+    begun = next((n for n in range(len(known), 20, -1) if short.endswith(known[:n])), 0) if known else 0
+    return plain(short[: len(short) - begun] + "…" if begun else short, WORDS_MAX)
 
 
 def _axes(m: Material, moments: Sequence[Moment]) -> tuple[Axis, Axis | None]:
@@ -140,7 +144,7 @@ def _moments(m: Material, story: Story | None) -> list[Moment]:
         made = OWN.get(e.kind)
         if made is not None:
             mark, words = made
-            found.append(Moment(at=e.wall_at, mark=mark, words=plain(words(e), WORDS_MAX)))
+            found.append(Moment(at=e.wall_at, mark=mark, words=plain(words(e))))
     return found + _of_run(m, story)
 
 
@@ -171,7 +175,7 @@ def _plan_words(e: Event) -> str:
 
 
 OWN: Mapping[EventKind, tuple[Mark, Callable[[Event], str]]] = {
-    K.INCIDENT_OPENED: (Mark.FOUND, lambda e: f"found: {_of_diagnosis(e)}"),
+    K.INCIDENT_OPENED: (Mark.FOUND, lambda e: _found_words(e)),
     K.INCIDENT_UPDATED: (Mark.KNOWN, lambda e: f"more is known: {_of_diagnosis(e)}"),
     K.EVIDENCE_PULLED: (Mark.KNOWN, _because("evidence came")),
     K.PLAN_MADE: (Mark.PLAN, lambda e: f"decided: {_plan_words(e)}"),
@@ -196,6 +200,14 @@ OWN: Mapping[EventKind, tuple[Mark, Callable[[Event], str]]] = {
 def _of_diagnosis(e: Event) -> str:
     diagnosis = e.body.get("diagnosis")
     return str(diagnosis.get("because", "")) if isinstance(diagnosis, dict) else "its diagnosis cannot be read"
+
+
+def _found_words(e: Event) -> str:
+    diagnosis = e.body.get("diagnosis")
+    if not isinstance(diagnosis, dict):
+        return "found; its diagnosis cannot be read"
+    by = ", ".join(str(d) for d in _listed(diagnosis.get("detectors", ())))
+    return f"{str(diagnosis.get('fault_class', '')).replace('_', ' ')} found by {by or 'nobody'}"
 
 
 def _result(e: Event) -> str:
@@ -247,7 +259,7 @@ def _of_run(m: Material, story: Story | None) -> list[Moment]:
             case K.STEP_COMMITTED if interrupted is not None and e.body.get("step") == interrupted:
                 words, interrupted = f"step {e.body.get('step')}, which was interrupted, is committed", None
         if words and e.incident_id in (None, m.incident_id):
-            found.append(Moment(at=e.wall_at, mark=mark, words=plain(words, WORDS_MAX)))
+            found.append(Moment(at=e.wall_at, mark=mark, words=plain(words)))
     return found + _serving(m, story, proven)
 
 

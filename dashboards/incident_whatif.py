@@ -70,7 +70,7 @@ class Answer:
             return of
         if self.first == ASKS:
             return f"{of}, once a person has approved it"
-        return f"{of} is decided, and the guard `{self.first}` holds it"
+        return f"{of} is decided, and the guard '{self.first}' holds it"
 
 
 ACTS, ASKS = "acts", "asks"

@@ -1,0 +1,139 @@
+"""Everything that one incident's page shows, made once for each state of it and kept for all who look.
+
+A closed incident changes no more: what was made of it stands until the page's memory is needed for others.
+"""
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+
+from rolecall.core.clock import Clock
+from rolecall.dashboards.incident_cost import Cost, cost
+from rolecall.dashboards.incident_material import Material, read
+from rolecall.dashboards.incident_prometheus import from_prometheus
+from rolecall.dashboards.incident_signals import Signal, Signals, from_window, of_commits
+from rolecall.dashboards.incident_story import Told, story_of, told
+from rolecall.dashboards.incident_view import (
+    Cure,
+    Decided,
+    Finding,
+    Head,
+    Witness,
+    cure,
+    decisions,
+    findings,
+    head,
+    witnesses,
+)
+from rolecall.dashboards.incident_whatif import Margin, WhatIf, asked, margins, what_if
+from rolecall.dashboards.reading import Look, Reader
+from rolecall.dashboards.settings import Settings
+
+KEPT_MAX = 32
+"""Incidents whose pages are kept: a window takes some megabytes."""
+SETTLED_SECONDS = 120.0
+"""So long after its close an incident may still get evidence; then nothing of it is read again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    material: Material
+    head: Head
+    told: Told
+    signals: Signals
+    run: Signal | None
+    """The run's own pace through all of it."""
+    findings: tuple[Finding, ...]
+    witnesses: tuple[Witness, ...]
+    decisions: tuple[Decided, ...]
+    cure: Cure
+    cost: Cost | None
+    what_if: WhatIf | None
+    margins: tuple[Margin, ...]
+
+
+def whole(m: Material, signals: Signals | None = None) -> Whole:
+    """`signals`: those of a Prometheus server, in place of the window's. Pure."""
+    story = story_of(m)
+    question = asked(m)
+    if signals is None:
+        signals = signals_of(m)
+    return Whole(
+        material=m,
+        head=head(m, story),
+        told=told(m, story),
+        signals=signals,
+        run=of_commits(m.around),
+        findings=findings(m),
+        witnesses=witnesses(m),
+        decisions=decisions(m),
+        cure=cure(m, story),
+        cost=cost(m, story, signals.gpus_per_process),
+        what_if=what_if(question) if question is not None else None,
+        margins=margins(m.incident.diagnosis) if m.incident else (),
+    )
+
+
+def signals_of(m: Material) -> Signals:
+    if m.incident is None:
+        return Signals(missing="the diagnosis cannot be read")
+    if m.window is None:
+        return Signals(missing="no window is stored with this incident")
+    return from_window(m.window, m.incident.diagnosis)
+
+
+@dataclass
+class Shelf:
+    """One a process and journal. Thread-safe: two who look at once may both read, and nobody waits."""
+
+    clock: Clock
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _kept: OrderedDict[str, tuple[tuple[object, ...], Whole]] = field(default_factory=OrderedDict)
+    _asked: dict[str, Signals] = field(default_factory=dict)
+
+    def take(self, r: Reader, look: Look, incident_id: str) -> Whole:
+        """Raises JournalError: the journal cannot be read now, and nothing was kept."""
+        now = r.now()
+        state = self._state(look, incident_id, now)
+        with self._lock:
+            before = self._kept.get(incident_id)
+            if before is not None:
+                self._kept.move_to_end(incident_id)
+        if before is not None and before[0] == state and not before[1].material.is_open:
+            return before[1]
+        if before is not None and before[0] == state:
+            return whole(replace(before[1].material, now=now), before[1].signals)
+        with r.journal() as journal:
+            material = read(journal, look.book, incident_id, r.settings.run, now)
+        made = whole(material)
+        if not made.signals.signals:
+            made = self._with_prometheus(made, r.settings)
+        with self._lock:
+            self._kept[incident_id] = (state, made)
+            while len(self._kept) > KEPT_MAX:
+                gone, _ = self._kept.popitem(last=False)
+                self._asked.pop(gone, None)
+        return made
+
+    def _state(self, look: Look, incident_id: str, now: float) -> tuple[object, ...]:
+        """What it depends on: while it can change, every new look."""
+        incident = look.book.incidents.get(incident_id)
+        settled = incident is not None and incident.closed_at is not None and now - incident.closed_at > SETTLED_SECONDS
+        return (incident, incident_id in look.book.broken, None if settled else look.version)
+
+    def _with_prometheus(self, made: Whole, settings: Settings) -> Whole:
+        m = made.material
+        if not settings.prometheus_url or m.incident is None:
+            return made
+        key = m.incident_id
+        found = self._asked.get(key)
+        if found is None:
+            # Once: an open incident is drawn every few seconds, and a server that is away must not hold it up again.
+            axis = made.told.around or made.told.whole
+            found = from_prometheus(
+                settings.prometheus_url, settings.prometheus_authorization, m.incident.diagnosis, axis, self.clock
+            )
+            self._asked[key] = found
+        if found.signals:
+            return whole(m, found)
+        return replace(made, signals=replace(made.signals, missing=f"{made.signals.missing}; {found.missing}"))

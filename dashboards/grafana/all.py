@@ -8,6 +8,12 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 from rolecall.core.errors import ConfigError
 from rolecall.dashboards.grafana.board import document
 from rolecall.dashboards.grafana.gpus import gpus
+from rolecall.dashboards.grafana.itself import itself
+from rolecall.dashboards.grafana.links import incidents
+from rolecall.dashboards.grafana.network import network
+from rolecall.dashboards.grafana.overview import overview
+from rolecall.dashboards.grafana.replica import replica
+from rolecall.dashboards.grafana.roles import roles
 
 
 def dashboards(incidents_at: str = "") -> list[Dashboard]:
@@ -15,7 +21,8 @@ def dashboards(incidents_at: str = "") -> list[Dashboard]:
     Raises ConfigError."""
     if incidents_at:
         _checked(incidents_at)
-    return [gpus()]
+    links = incidents(incidents_at)
+    return [overview(links), roles(), replica(links), gpus(), network(), itself()]
 
 
 def documents(incidents_at: str = "") -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from grafana_foundation_sdk.models.dashboard import (
     VariableSort,
 )
 
-from rolecall.dashboards.grafana.panels import DATASOURCE, Link
+from rolecall.dashboards.grafana.panels import DATASOURCE
 from rolecall.dashboards.grafana.promql import labels_of, scoped
 
 TAG = "rolecall"
@@ -54,11 +54,12 @@ OF_AGENT, OF_EXPORTER, OF_WATCH = "rolecall_agent_build_info", "DCGM_FI_DEV_GPU_
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Panels side by side, each with its width (of 24); they wrap."""
+    """Panels side by side, each with its width (of 24), all of one height; they wrap."""
 
     title: str
     height: int
-    panels: Sequence[tuple[int, Panel]]
+    widths: Sequence[int]
+    panels: Sequence[Panel]
 
 
 class _IncidentQuery(AnnotationQuery):
@@ -107,11 +108,6 @@ def to(uid: str, *variables: str) -> str:
     """Address of another dashboard with time, source and job as they are here; `variables` as `var-role=...`."""
     kept = ("${__url_time_range}", "${datasource:queryparam}", "${job:queryparam}", "${run:queryparam}", *variables)
     return f"/d/{uid}?" + "&".join(kept)
-
-
-def incident_links(page: str) -> tuple[Link, ...]:
-    """To the incidents of rolecall's own dashboard, where its address is known."""
-    return (Link(title="Incidents of this run", url=page.rstrip("/") + "/incidents"),) if page else ()
 
 
 # --- variables --------------------------------------------------------------------------------------------------------
@@ -210,7 +206,7 @@ def _placed(rows: Iterable[Row]) -> Iterable[Panel | RowPanel]:
             title=row.title, id_val=first, collapsed=False, panels=[], grid_pos=GridPos(x=0, y=y, w=WIDTH, h=1)
         )
         x, y = 0, y + 1
-        for m, (width, panel) in enumerate(row.panels, start=1):
+        for m, (width, panel) in enumerate(zip(row.widths, row.panels, strict=True), start=1):
             if x + width > WIDTH:
                 x, y = 0, y + row.height
             panel.id_val, panel.grid_pos = first + m, GridPos(x=x, y=y, w=width, h=row.height)

@@ -7,14 +7,14 @@ DCGM's, brought to the same unit and labels (`either`).
 from grafana_foundation_sdk.builders.dashboard import QueryVariable
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from rolecall.dashboards.grafana.board import GPUS, REPLICA, Choice, Row, board, of_servers, query_variable, to
+from rolecall.dashboards.grafana.board import GPUS, Choice, Row, board, of_servers, query_variable
+from rolecall.dashboards.grafana.links import ROW_TO_REPLICA
 from rolecall.dashboards.grafana.panels import (
     GREEN,
     ORANGE,
     RED,
     UP_DOWN,
     YELLOW,
-    Link,
     Look,
     Query,
     Word,
@@ -27,10 +27,6 @@ from rolecall.dashboards.grafana.promql import grown, scoped
 
 NODE, GPU = 'node=~"$node"', 'node=~"$node",gpu=~"$gpu"'
 OF_NODE, OF_GPU = "{{node}}", "{{node}} GPU {{gpu}}"
-TO_REPLICA = Link(
-    title="This replica against its peers",
-    url=to(REPLICA, "var-role=${__data.fields.role}", "var-replica=${__data.fields.replica}"),
-)
 HOT_CELSIUS = 85.0
 """Data-centre GPUs begin to slow down a few degrees above (H100: 87 to 90)."""
 MANY_ERRORS = 0.1
@@ -38,13 +34,20 @@ MANY_ERRORS = 0.1
 
 
 def either(ours: str, theirs: str, scale: str = "", *, also: str = "", rate: bool = False) -> str:
-    """`ours` (and those that match `also`) of each node and GPU; where there is none, `theirs`, brought to our unit by
-    `scale`. `rate`: both are counters, and their rate is meant."""
+    """`ours` (those that match `also`) of each node and GPU; where there is none, `theirs`, brought to our unit by `scale`.
+    `rate`: both are counters, and their rate is meant."""
     own = f"{ours}{{{GPU}{',' + also if also else ''}}}"
-    found = [own, *(f'{theirs}{{{name}=~"$node",gpu=~"$gpu"}}' for name in ("hostname", "Hostname"))]
-    if rate:
-        found = [f"rate({selector}[$__rate_interval])" for selector in found]
-    return f"max by (node, gpu) ({found[0]}) or max by (node, gpu) ({_named(*found[1:])}) {scale}".strip()
+    return f"max by (node, gpu) ({_rate(own) if rate else own}) or {of_exporter(theirs, scale, rate=rate)}"
+
+
+def of_exporter(metric: str, scale: str = "", *, rate: bool = False) -> str:
+    """A metric of dcgm-exporter by our labels."""
+    found = [f'{metric}{{{name}=~"$node",gpu=~"$gpu"}}' for name in ("hostname", "Hostname")]
+    return f"max by (node, gpu) ({_named(*map(_rate, found) if rate else found)}) {scale}".strip()
+
+
+def _rate(selector: str) -> str:
+    return f"rate({selector}[$__rate_interval])"
 
 
 def _named(of_hostname: str, of_old: str) -> str:
@@ -61,7 +64,8 @@ def node_variable() -> QueryVariable:
     return query_variable("node", "Node", f"query_result({nodes})", Choice.SEVERAL).regex('/node="([^"]+)"/')
 
 
-def _gpu_variable() -> QueryVariable:
+def gpu_variable() -> QueryVariable:
+    """GPUs of the chosen nodes."""
     found = (
         'rolecall_gpu_up{node=~"$node"}',
         *(f'DCGM_FI_DEV_GPU_TEMP{{{n}=~"$node"}}' for n in ("hostname", "Hostname")),
@@ -76,98 +80,67 @@ def gpus() -> Dashboard:
         "GPUs of a node",
         "GPUs and host of the chosen nodes: work, heat and clocks, memory errors, XIDs; from rolecall's agent or from "
         "dcgm-exporter.",
-        [*of_servers(), node_variable(), _gpu_variable()],
+        [*of_servers(), node_variable(), gpu_variable()],
         [_health(), _work(), _heat(), _memory(), _host()],
     )
 
 
 def _health() -> Row:
-    up = (
-        f"min by (node, gpu) (rolecall_gpu_up{{{GPU}}}) or "
-        + either("rolecall_gpu_temperature_celsius", "DCGM_FI_DEV_GPU_TEMP", "* 0 + 1").partition(" or ")[2]
-    )
+    up = f"min by (node, gpu) (rolecall_gpu_up{{{GPU}}}) or {of_exporter('DCGM_FI_DEV_GPU_TEMP', '* 0 + 1')}"
     xids = grown(f"rolecall_xid_events_total{{{NODE}}}", "node, gpu, xid") + " > 0"
     failed = either("rolecall_gpu_remapped_rows_failed", "DCGM_FI_DEV_ROW_REMAP_FAILURE")
     pending = either("rolecall_gpu_remapped_rows_pending", "DCGM_FI_DEV_ROW_REMAP_PENDING")
     return Row(
         "Is something broken?",
         7,
+        (6, 6, 4, 8, 6, 6, 12),
         [
-            (
-                6,
-                numbers(
-                    "GPUs that answer",
-                    "DOWN: no call of NVML on the GPU succeeds any more. With dcgm-exporter alone a lost GPU has no series.",
-                    Look(unit="none", words=UP_DOWN),
-                    Query(up, OF_GPU),
-                ),
+            numbers(
+                "GPUs that answer",
+                "DOWN: no call of NVML on the GPU succeeds any more. With dcgm-exporter alone a lost GPU has no series.",
+                Look(unit="none", words=UP_DOWN),
+                Query(up, OF_GPU),
             ),
-            (
-                6,
-                rows(
-                    "XIDs in the time shown",
-                    "How often each XID was told, by the driver or the kernel log; the first one included. An empty table is "
-                    "good news. `rolecall diagnose` on a kernel log says what each means.",
-                    Look(unit="none", limits=((None, RED),), no_value="none"),
-                    Query(xids, "Times"),
-                    {"node": "Node", "gpu": "GPU", "xid": "XID"},
-                ),
+            rows(
+                "XIDs in the time shown",
+                "How often each XID was told, by the driver or the kernel log; the first one included. An empty table is "
+                "good news. `rolecall diagnose` on a kernel log says what each means.",
+                Look(unit="none", limits=((None, RED),), no_value="none"),
+                Query(xids, "Times"),
+                {"node": "node", "gpu": "GPU", "xid": "XID"},
             ),
-            (
-                4,
-                numbers(
-                    "Newest XID, as DCGM has it",
-                    "Code of the last XID of each GPU since its driver was loaded. It never goes back to 0, and the same code "
-                    "twice does not show; `XIDs in the time shown` counts.",
-                    Look(unit="none", words={0: Word("none", GREEN)}, limits=((None, GREEN), (1, RED))),
-                    Query(
-                        "max by (node, gpu) ("
-                        + _named(
-                            'DCGM_FI_DEV_XID_ERRORS{hostname=~"$node",gpu=~"$gpu"}',
-                            'DCGM_FI_DEV_XID_ERRORS{Hostname=~"$node",gpu=~"$gpu"}',
-                        )
-                        + ")",
-                        OF_GPU,
-                    ),
-                ),
+            numbers(
+                "Newest XID, as DCGM has it",
+                "Code of the last XID of each GPU since its driver was loaded. It never goes back to 0, and the same code "
+                "twice does not show; `XIDs in the time shown` counts.",
+                Look(unit="none", words={0: Word("none", GREEN)}, limits=((None, GREEN), (1, RED))),
+                Query(of_exporter("DCGM_FI_DEV_XID_ERRORS"), OF_GPU),
             ),
-            (
-                8,
-                rows(
-                    "What the driver recommends",
-                    "Recovery action by GPU: none, or what has to be done to mend it. Needs rolecall's agent.",
-                    Look(unit="none", words={1: Word("this", ORANGE)}),
-                    Query(f"max by (node, gpu, action) (rolecall_gpu_recovery_action{{{GPU}}} == 1)", "Recommended"),
-                    {"node": "Node", "gpu": "GPU", "action": "Action"},
-                ),
+            rows(
+                "What the driver recommends",
+                "Recovery action by GPU: none, or what has to be done to mend it. Needs rolecall's agent.",
+                Look(unit="none", words={1: Word("this", ORANGE)}),
+                Query(f"max by (node, gpu, action) (rolecall_gpu_recovery_action{{{GPU}}} == 1)", "Recommended"),
+                {"node": "node", "gpu": "GPU", "action": "Action"},
             ),
-            (
-                6,
-                numbers(
-                    "Row remapping failed",
-                    "FAILED: the GPU has no spare memory rows left and is to be replaced.",
-                    Look(unit="none", words={0: Word("no", GREEN), 1: Word("FAILED", RED)}),
-                    Query(failed, OF_GPU),
-                ),
+            numbers(
+                "Row remapping failed",
+                "FAILED: the GPU has no spare memory rows left and is to be replaced.",
+                Look(unit="none", words={0: Word("no", GREEN), 1: Word("FAILED", RED)}),
+                Query(failed, OF_GPU),
             ),
-            (
-                6,
-                numbers(
-                    "Row remapping waits for a reset",
-                    "WAITS: memory rows are replaced at the GPU's next reset; plan one.",
-                    Look(unit="none", words={0: Word("no", GREEN), 1: Word("WAITS", YELLOW)}),
-                    Query(pending, OF_GPU),
-                ),
+            numbers(
+                "Row remapping waits for a reset",
+                "WAITS: memory rows are replaced at the GPU's next reset; plan one.",
+                Look(unit="none", words={0: Word("no", GREEN), 1: Word("WAITS", YELLOW)}),
+                Query(pending, OF_GPU),
             ),
-            (
-                12,
-                rows(
-                    "Ranks on these GPUs",
-                    "Which rank uses which GPU; the link shows the replica against its peers. Needs rolecall's agent.",
-                    Look(unit="none", words={1: Word("here", GREEN)}, links=(TO_REPLICA,)),
-                    Query(f"max by (node, gpu, role, replica, rank) (rolecall_gpu_rank{{{GPU}}} == 1)", "Runs"),
-                    {"node": "Node", "gpu": "GPU", "role": "role", "replica": "replica", "rank": "rank"},
-                ),
+            rows(
+                "Ranks on these GPUs",
+                "Which rank uses which GPU; the link shows the replica against its peers. Needs rolecall's agent.",
+                Look(unit="none", words={1: Word("here", GREEN)}, links=(ROW_TO_REPLICA,)),
+                Query(f"max by (node, gpu, role, replica, rank) (rolecall_gpu_rank{{{GPU}}} == 1)", "Runs"),
+                {"node": "node", "gpu": "GPU", "role": "role", "replica": "replica", "rank": "rank"},
             ),
         ],
     )
@@ -179,52 +152,38 @@ def _work() -> Row:
     return Row(
         "Work",
         8,
+        (8, 8, 8, 8, 8, 8),
         [
-            (
-                8,
-                lines(
-                    "Tensor cores at work",
-                    "Near 0 while the GPU counts as busy: it spins in a collective and waits for somebody. Hopper and later.",
-                    share,
-                    Query(either("rolecall_gpu_tensor_active_ratio", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"), OF_GPU),
-                ),
+            lines(
+                "Tensor cores at work",
+                "Near 0 while the GPU counts as busy: it spins in a collective and waits for somebody. Hopper and later.",
+                share,
+                Query(either("rolecall_gpu_tensor_active_ratio", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"), OF_GPU),
             ),
-            (
-                8,
-                lines(
-                    "SMs at work",
-                    "Share of streaming multiprocessors that had work.",
-                    share,
-                    Query(either("rolecall_gpu_sm_active_ratio", "DCGM_FI_PROF_SM_ACTIVE"), OF_GPU),
-                ),
+            lines(
+                "SMs at work",
+                "Share of streaming multiprocessors that had work.",
+                share,
+                Query(either("rolecall_gpu_sm_active_ratio", "DCGM_FI_PROF_SM_ACTIVE"), OF_GPU),
             ),
-            (
-                8,
-                lines(
-                    "Any kernel ran",
-                    "Utilization as nvidia-smi has it. A collective that spins counts as busy: do not trust it alone.",
-                    share,
-                    Query(either("rolecall_gpu_utilization_ratio", "DCGM_FI_DEV_GPU_UTIL", "/ 100"), OF_GPU),
-                ),
+            lines(
+                "Any kernel ran",
+                "Utilization as nvidia-smi has it. A collective that spins counts as busy: do not trust it alone.",
+                share,
+                Query(either("rolecall_gpu_utilization_ratio", "DCGM_FI_DEV_GPU_UTIL", "/ 100"), OF_GPU),
             ),
-            (
-                8,
-                lines(
-                    "Memory bandwidth used",
-                    "Of the most that the device memory gives.",
-                    share,
-                    Query(either("rolecall_gpu_dram_active_ratio", "DCGM_FI_PROF_DRAM_ACTIVE"), OF_GPU),
-                ),
+            lines(
+                "Memory bandwidth used",
+                "Of the most that the device memory gives.",
+                share,
+                Query(either("rolecall_gpu_dram_active_ratio", "DCGM_FI_PROF_DRAM_ACTIVE"), OF_GPU),
             ),
-            (8, lines("Memory allocated", "Device memory in use.", Look(unit="bytes"), Query(used, OF_GPU))),
-            (
-                8,
-                lines(
-                    "Processes on the GPU",
-                    "Processes with a context. One more than ranks is a guest. Needs rolecall's agent.",
-                    Look(unit="none", decimals=0),
-                    Query(f"max by (node, gpu) (rolecall_gpu_processes{{{GPU}}})", OF_GPU),
-                ),
+            lines("Memory allocated", "Device memory in use.", Look(unit="bytes"), Query(used, OF_GPU)),
+            lines(
+                "Processes on the GPU",
+                "Processes with a context. One more than ranks is a guest. Needs rolecall's agent.",
+                Look(unit="none", decimals=0),
+                Query(f"max by (node, gpu) (rolecall_gpu_processes{{{GPU}}})", OF_GPU),
             ),
         ],
     )
@@ -238,66 +197,47 @@ def _heat() -> Row:
     return Row(
         "Heat, power, clocks",
         8,
+        (8, 8, 8, 8, 8, 8),
         [
-            (
-                8,
-                lines(
-                    "Temperature",
-                    "Of the GPU itself. The line: shortly below where clocks are held down.",
-                    Look(unit="celsius", limits=((None, GREEN), (HOT_CELSIUS, RED))),
-                    Query(either("rolecall_gpu_temperature_celsius", "DCGM_FI_DEV_GPU_TEMP"), OF_GPU),
+            lines(
+                "Temperature",
+                "Of the GPU itself. The line: shortly below where clocks are held down.",
+                Look(unit="celsius", limits=((None, GREEN), (HOT_CELSIUS, RED))),
+                Query(either("rolecall_gpu_temperature_celsius", "DCGM_FI_DEV_GPU_TEMP"), OF_GPU),
+            ),
+            lines(
+                "Temperature of memory",
+                "Of the device memory.",
+                Look(unit="celsius"),
+                Query(either("rolecall_gpu_memory_temperature_celsius", "DCGM_FI_DEV_MEMORY_TEMP"), OF_GPU),
+            ),
+            lines(
+                "Power",
+                "Drawn, and the limit in force (the limit needs rolecall's agent). Flat and low while busy: it waits.",
+                Look(unit="watt"),
+                Query(either("rolecall_gpu_power_watts", "DCGM_FI_DEV_POWER_USAGE"), OF_GPU),
+                Query(f"max by (node, gpu) (rolecall_gpu_power_limit_watts{{{GPU}}})", f"{OF_GPU} limit"),
+            ),
+            lines(
+                "SM clock",
+                "Lower than its neighbours' under the same work: it is held down, see why beside.",
+                Look(unit="hertz"),
+                Query(either("rolecall_gpu_sm_clock_hertz", "DCGM_FI_DEV_SM_CLOCK", "* 1e6"), OF_GPU),
+            ),
+            lines(
+                "Held down by heat",
+                "Share of time in which heat held clocks down.",
+                share,
+                Query(
+                    throttled("rolecall_gpu_thermal_throttle_seconds_total", "DCGM_FI_DEV_THERMAL_VIOLATION"),
+                    OF_GPU,
                 ),
             ),
-            (
-                8,
-                lines(
-                    "Temperature of memory",
-                    "Of the device memory.",
-                    Look(unit="celsius"),
-                    Query(either("rolecall_gpu_memory_temperature_celsius", "DCGM_FI_DEV_MEMORY_TEMP"), OF_GPU),
-                ),
-            ),
-            (
-                8,
-                lines(
-                    "Power",
-                    "Drawn, and the limit in force (the limit needs rolecall's agent). Flat and low while busy: it waits.",
-                    Look(unit="watt"),
-                    Query(either("rolecall_gpu_power_watts", "DCGM_FI_DEV_POWER_USAGE"), OF_GPU),
-                    Query(f"max by (node, gpu) (rolecall_gpu_power_limit_watts{{{GPU}}})", f"{OF_GPU} limit"),
-                ),
-            ),
-            (
-                8,
-                lines(
-                    "SM clock",
-                    "Lower than its neighbours' under the same work: it is held down, see why beside.",
-                    Look(unit="hertz"),
-                    Query(either("rolecall_gpu_sm_clock_hertz", "DCGM_FI_DEV_SM_CLOCK", "* 1e6"), OF_GPU),
-                ),
-            ),
-            (
-                8,
-                lines(
-                    "Held down by heat",
-                    "Share of time in which heat held clocks down.",
-                    share,
-                    Query(
-                        throttled("rolecall_gpu_thermal_throttle_seconds_total", "DCGM_FI_DEV_THERMAL_VIOLATION"),
-                        OF_GPU,
-                    ),
-                ),
-            ),
-            (
-                8,
-                lines(
-                    "Held down by power",
-                    "Share of time in which the power limit held clocks down; usual under full load, not at half of it.",
-                    Look(unit="percentunit", most=1.0),
-                    Query(
-                        throttled("rolecall_gpu_power_throttle_seconds_total", "DCGM_FI_DEV_POWER_VIOLATION"), OF_GPU
-                    ),
-                ),
+            lines(
+                "Held down by power",
+                "Share of time in which the power limit held clocks down; usual under full load, not at half of it.",
+                Look(unit="percentunit", most=1.0),
+                Query(throttled("rolecall_gpu_power_throttle_seconds_total", "DCGM_FI_DEV_POWER_VIOLATION"), OF_GPU),
             ),
         ],
     )
@@ -313,33 +253,25 @@ def _memory() -> Row:
     return Row(
         "Memory errors",
         8,
+        (8, 8, 8),
         [
-            (
-                8,
-                lines(
-                    "Uncorrected memory errors",
-                    "Since the driver was loaded. Each ended what used that memory.",
-                    Look(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
-                    Query(errors("uncorrected", "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"), OF_GPU),
-                ),
+            lines(
+                "Uncorrected memory errors",
+                "Since the driver was loaded. Each ended what used that memory.",
+                Look(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
+                Query(errors("uncorrected", "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"), OF_GPU),
             ),
-            (
-                8,
-                lines(
-                    "Corrected memory errors",
-                    "Since the driver was loaded. Harmless one by one; many on one GPU announce worse.",
-                    Look(unit="none", decimals=0),
-                    Query(errors("corrected", "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL"), OF_GPU),
-                ),
+            lines(
+                "Corrected memory errors",
+                "Since the driver was loaded. Harmless one by one; many on one GPU announce worse.",
+                Look(unit="none", decimals=0),
+                Query(errors("corrected", "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL"), OF_GPU),
             ),
-            (
-                8,
-                bars(
-                    "Rows remapped after uncorrected errors",
-                    "Memory rows replaced by spare ones, in the life of the GPU.",
-                    Look(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
-                    Query(remapped, OF_GPU),
-                ),
+            bars(
+                "Rows remapped after uncorrected errors",
+                "Memory rows replaced by spare ones, in the life of the GPU.",
+                Look(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
+                Query(remapped, OF_GPU),
             ),
         ],
     )
@@ -357,45 +289,34 @@ def _host() -> Row:
     return Row(
         "The host (needs rolecall's agent)",
         8,
+        (6, 6, 6, 6),
         [
-            (
-                6,
-                lines(
-                    "CPU",
-                    "Share of all CPUs that is busy.",
-                    Look(unit="percentunit", most=1.0),
-                    Query(
-                        f"{rate('rolecall_host_cpu_busy_seconds_total')} / max by (node) (rolecall_host_cpus{{{NODE}}})",
-                        OF_NODE,
-                    ),
+            lines(
+                "CPU",
+                "Share of all CPUs that is busy.",
+                Look(unit="percentunit", most=1.0),
+                Query(
+                    f"{rate('rolecall_host_cpu_busy_seconds_total')} / max by (node) (rolecall_host_cpus{{{NODE}}})",
+                    OF_NODE,
                 ),
             ),
-            (
-                6,
-                lines(
-                    "Memory left",
-                    "What can be had without swapping.",
-                    Look(unit="bytes"),
-                    Query(f"max by (node) (rolecall_host_memory_available_bytes{{{NODE}}})", OF_NODE),
-                ),
+            lines(
+                "Memory left",
+                "What can be had without swapping.",
+                Look(unit="bytes"),
+                Query(f"max by (node) (rolecall_host_memory_available_bytes{{{NODE}}})", OF_NODE),
             ),
-            (
-                6,
-                lines(
-                    "Waiting for a resource",
-                    "Share of time in which some task waited for it (PSI).",
-                    Look(unit="percentunit", most=1.0),
-                    *(Query(rate(metric), f"{OF_NODE} {what}") for what, metric in waits),
-                ),
+            lines(
+                "Waiting for a resource",
+                "Share of time in which some task waited for it (PSI).",
+                Look(unit="percentunit", most=1.0),
+                *(Query(rate(metric), f"{OF_NODE} {what}") for what, metric in waits),
             ),
-            (
-                6,
-                numbers(
-                    "Killed for want of memory",
-                    "Processes that the kernel killed in the time shown.",
-                    Look(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
-                    Query(f"max by (node) (increase(rolecall_host_oom_kills_total{{{NODE}}}[$__range]))", OF_NODE),
-                ),
+            numbers(
+                "Killed for want of memory",
+                "Processes that the kernel killed in the time shown.",
+                Look(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
+                Query(f"max by (node) (increase(rolecall_host_oom_kills_total{{{NODE}}}[$__range]))", OF_NODE),
             ),
         ],
     )

@@ -49,7 +49,7 @@ class Word:
     colour: str
 
 
-Words = Mapping[int | str, Word]
+Words = Mapping[int, Word]
 NO_YES_BAD: Words = {0: Word("no", GREEN), 1: Word("YES", RED)}
 NO_YES_GOOD: Words = {0: Word("NO", RED), 1: Word("yes", GREEN)}
 UP_DOWN: Words = {0: Word("DOWN", RED), 1: Word("up", GREEN)}

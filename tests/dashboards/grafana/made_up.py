@@ -24,7 +24,8 @@ VALUES = {
     "gpu": ("0", "1"),
     "run": (RUN,),
     "action": ("replace",),
-    "error": ("corrected", "uncorrected", "crc_flit"),
+    "error": ("corrected", "uncorrected", "crc_flit", "crc_data", "replay", "recovery"),
+    "phase": ("compute",),
     "xid": ("79",),
     "fault": ("slow",),
     "priority": ("3",),
@@ -68,6 +69,8 @@ def _value(metric: Metric, n: int, at: float, number: int) -> float:
         return float((n + 1) * (number + 1))
     if "timestamp" in metric.name:
         return at - 5.0
+    if metric.name == "rolecall_probe_up":
+        return float(number == 0 and n < ROUNDS // 2)
     if metric.unit == "ratio":
         return 0.5
     return {"bytes": 2.0**30, "celsius": 60.0, "watts": 400.0, "hertz": 1.5e9}.get(metric.unit, 1.0)

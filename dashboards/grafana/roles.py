@@ -1,0 +1,196 @@
+"""The replicas of a role side by side: who stands out."""
+
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from rolecall.dashboards.grafana.board import ROLES, Row, board, of_servers, values_of
+from rolecall.dashboards.grafana.links import SERIES_TO_REPLICA
+from rolecall.dashboards.grafana.panels import (
+    GREEN,
+    GREY,
+    ORANGE,
+    RED,
+    YELLOW,
+    Look,
+    Query,
+    Word,
+    lines,
+    numbers,
+    rows,
+    states,
+)
+from rolecall.dashboards.grafana.promql import grown
+
+OF_ROLE = 'role=~"$role"'
+REPLICA_STATES = {
+    "wanted": Word("wanted", YELLOW),
+    "starting": Word("starting", YELLOW),
+    "ready": Word("ready", GREEN),
+    "serving": Word("serving", GREEN),
+    "lost": Word("LOST", RED),
+    "stopped": Word("stopped", GREY),
+}
+"""As core/membership.py has them, and `wanted`: nothing of it is there yet."""
+
+
+def replica_state(matchers: str) -> str:
+    """The state of each replica as a number: its place in REPLICA_STATES, from 1."""
+    return " or ".join(
+        f'max by (role, replica) (rolecall_replica_state{{{matchers},state="{state}"}} == 1) * {n}'
+        for n, state in enumerate(REPLICA_STATES, start=1)
+    )
+
+
+STATE_WORDS = dict(enumerate(REPLICA_STATES.values(), start=1))
+
+
+def of_replicas(metric: str) -> str:
+    """The rate of a counter of each replica's ranks."""
+    return f"max by (role, replica, rank) (rate({metric}{{{OF_ROLE}}}[$__rate_interval]))"
+
+
+def roles() -> Dashboard:
+    return board(
+        ROLES,
+        "roles",
+        "The replicas of the chosen roles side by side: their states, their pace, what the trainers' numbers say.",
+        [*of_servers(), values_of("role", "Role", "rolecall_process_up")],
+        [_health(), _pace(), _training()],
+    )
+
+
+def _health() -> Row:
+    look = Look(unit="none", words=STATE_WORDS, links=(SERIES_TO_REPLICA,))
+    exits = grown(f"rolecall_process_exits_total{{{OF_ROLE}}}", "node, role, replica, rank, reason") + " > 0"
+    return Row(
+        "Health",
+        9,
+        (14, 5, 5, 12, 12),
+        [
+            states(
+                "Replicas",
+                "State of each replica over time. LOST: it is fenced and gets no work; starting: its replacement is made.",
+                look,
+                Query(replica_state(OF_ROLE), "{{replica}}"),
+            ),
+            numbers(
+                "Replicas by state",
+                "How many replicas of each role are in which state now.",
+                Look(unit="none", decimals=0),
+                Query(f"max by (role, state) (rolecall_replicas{{{OF_ROLE}}}) > 0", "{{role}} {{state}}"),
+            ),
+            rows(
+                "Incidents in the time shown",
+                "Opened in the time shown, by fault.",
+                Look(unit="none", limits=((None, RED),), no_value="none"),
+                Query(grown(f"rolecall_incidents_opened_total{{{OF_ROLE}}}", "role, fault") + " > 0", "incidents"),
+                {"role": "role", "fault": "fault"},
+            ),
+            rows(
+                "Ends of processes in the time shown",
+                "What ended each: finished is well; killed, crashed, oom and exception are not.",
+                Look(unit="none", decimals=0, limits=((None, ORANGE),), no_value="none"),
+                Query(exits, "times"),
+                {"role": "role", "replica": "replica", "rank": "rank", "node": "node", "reason": "reason"},
+            ),
+            lines(
+                "Incarnations",
+                "Which start of the replica is wanted: a step up is a replacement.",
+                Look(unit="none", decimals=0, links=(SERIES_TO_REPLICA,)),
+                Query(f"max by (role, replica) (rolecall_replica_incarnation{{{OF_ROLE}}})", "{{replica}}"),
+            ),
+        ],
+    )
+
+
+def _pace() -> Row:
+    busy, units = of_replicas("rolecall_process_busy_seconds_total"), of_replicas("rolecall_process_work_units_total")
+    newest = f"scalar(max(rolecall_process_policy_version{{{OF_ROLE}}}))"
+    idle = f"time() - max by (role, replica, rank) (rolecall_process_progress_timestamp_seconds{{{OF_ROLE}}})"
+    each = "{{replica}} rank {{rank}}"
+    linked = (SERIES_TO_REPLICA,)
+    return Row(
+        "Pace",
+        8,
+        (8, 8, 8, 8, 8, 8),
+        [
+            lines(
+                "Tokens per second",
+                "Generated (rollout) or trained on (trainer). One line far below the others: a slow replica.",
+                Look(unit="short", links=linked),
+                Query(of_replicas("rolecall_process_tokens_total"), each),
+            ),
+            lines(
+                "Seconds a unit of work takes",
+                "Microbatch, engine step or scored sample. One line far above the others: a slow replica.",
+                Look(unit="s", links=linked),
+                Query(f"{busy} / ({units} > 0)", each),
+            ),
+            lines(
+                "Since the last progress",
+                "Seconds since a unit of work was finished. It may lawfully grow while a replica waits or idles.",
+                Look(unit="s", links=linked),
+                Query(idle, each),
+            ),
+            lines(
+                "Versions behind the newest",
+                "Policy versions by which a replica is behind the newest of the chosen roles.",
+                Look(unit="none", decimals=0, links=linked),
+                Query(
+                    f"{newest} - max by (role, replica, rank) (rolecall_process_policy_version{{{OF_ROLE}}} >= 0)",
+                    each,
+                ),
+            ),
+            lines(
+                "Requests held",
+                "Requests that each engine works on.",
+                Look(unit="none", decimals=0, links=linked),
+                Query(f"max by (role, replica, rank) (rolecall_process_requests_active{{{OF_ROLE}}})", each),
+            ),
+            lines(
+                "CPU",
+                "CPUs that each process uses.",
+                Look(unit="none", links=linked),
+                Query(of_replicas("rolecall_process_cpu_seconds_total"), each),
+            ),
+        ],
+    )
+
+
+def _training() -> Row:
+    def of_ranks(metric: str) -> Query:
+        return Query(f"max by (replica, rank) ({metric}{{{OF_ROLE}}})", "{{replica}} rank {{rank}}")
+
+    unfinite = f"max by (replica, rank) (increase(rolecall_train_unfinite_total{{{OF_ROLE}}}[$__range]))"
+    jumps = f"max by (replica, rank) (increase(rolecall_train_jumps_total{{{OF_ROLE}}}[$__range]))"
+    return Row(
+        "What the trainers compute (empty for other roles)",
+        8,
+        (6, 6, 6, 6),
+        [
+            lines(
+                "Loss",
+                "Of the newest step of each rank.",
+                Look(unit="none", least=None),
+                of_ranks("rolecall_train_loss"),
+            ),
+            lines(
+                "Gradient norm",
+                "Before clipping. Ranks of one group agree; one that does not computes something else.",
+                Look(unit="none"),
+                of_ranks("rolecall_train_grad_norm"),
+            ),
+            lines(
+                "Reward",
+                "Of the newest step of each rank.",
+                Look(unit="none", least=None),
+                of_ranks("rolecall_train_reward"),
+            ),
+            numbers(
+                "NaN, infinite, jumps",
+                "How often loss, gradient norm or reward were no number, or left their recent range, in the time shown.",
+                Look(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
+                Query(f"max({unfinite})", "NaN or infinite"),
+                Query(f"max({jumps})", "jumps"),
+            ),
+        ],
+    )

@@ -13,6 +13,7 @@ import yaml
 
 from rolecall.agent.daemon import _parser
 from rolecall.agent.settings import AgentFile, explain, load_agent_file
+from rolecall.watch_address import AGENT_JOB, WATCH_JOB
 from tests.agent.processes import AgentProcess
 
 ROOT = Path(__file__).parent.parent
@@ -211,7 +212,13 @@ def _promtool_takes(path: Path) -> None:
 
 def test_prometheus_takes_its_file() -> None:
     scrapes = yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]
-    assert [s["metrics_path"] for s in scrapes] == ["/metrics", "/metrics/dcgm"]
+    paths = {s["job_name"]: s["metrics_path"] for s in scrapes}
+    assert paths == {
+        AGENT_JOB: "/metrics",
+        "rolecall-dcgm": "/metrics/dcgm",
+        WATCH_JOB: "/metrics",
+        "rolecall-run": "/metrics",
+    }
     _promtool_takes(PROMETHEUS)
 
 

@@ -102,7 +102,9 @@ def test_labels_of_the_catalogue_are_a_closed_set() -> None:
     codes = {"xid", "error", "priority", "version"}
     words = {"phase", "state", "name", "action", "reason", "profile", "kind", "resource", "collective", "probe"}
     sessions = {"communicator"}  # as many as live at a time, and bounded by the collector
-    assert {name for metric in BY_NAME.values() for name in metric.labels} == who | devices | codes | words | sessions
+    of_watch = {"run", "mode", "fault", "outcome", "guard", "decision", "verdict", "detector"}
+    known = who | devices | codes | words | sessions | of_watch
+    assert {name for metric in BY_NAME.values() for name in metric.labels} == known
 
 
 # --- without rights
@@ -142,6 +144,10 @@ def _config(folder: Path, node: FullNode, **of_agents: Any) -> Path:
     """deploy/prometheus.yaml as it is, but for where its lists lie and how often it asks."""
     value = yaml.safe_load((DEPLOY / "prometheus.yaml").read_text())
     (folder / "nodes.yaml").write_text(yaml.safe_dump([{"targets": [node.netloc.replace("127.0.0.1", "localhost")]}]))
+    # Those of the agents; no watch is here.
+    value["scrape_configs"] = [
+        s for s in value["scrape_configs"] if s["job_name"] in ("rolecall-agent", "rolecall-dcgm")
+    ]
     for scrape in value["scrape_configs"]:
         scrape |= {"scrape_interval": "1s", "scrape_timeout": "1s", **of_agents}
         assert scrape["file_sd_configs"] == [{"files": ["/etc/prometheus/rolecall/*.yaml"]}]
@@ -152,13 +158,13 @@ def _config(folder: Path, node: FullNode, **of_agents: Any) -> Path:
 
 def _scraped(folder: Path, config: Path) -> None:
     with prometheus(folder, config=config) as server:
-        for job in ("rolecall", "rolecall-dcgm"):
+        for job in ("rolecall-agent", "rolecall-dcgm"):
             eventually(lambda j=job: server.count(f'up{{job="{j}"}} == 1'), f"{job} is scraped")
-        assert server.count('rolecall_gpu_power_watts{job="rolecall",node="node-1"}') == 2
+        assert server.count('rolecall_gpu_power_watts{job="rolecall-agent",node="node-1"}') == 2
         assert server.count('DCGM_FI_DEV_POWER_USAGE{job="rolecall-dcgm",gpu="1"}') == 1
-        assert server.count('rolecall_probe_up{job="rolecall"} == 1') == len(EVERY)
-        assert server.count('scrape_samples_scraped{job="rolecall"} > 200') == 1
-        assert not server.count('{__name__=~"DCGM_.*",job="rolecall"}')
+        assert server.count('rolecall_probe_up{job="rolecall-agent"} == 1') == len(EVERY)
+        assert server.count('scrape_samples_scraped{job="rolecall-agent"} > 200') == 1
+        assert not server.count('{__name__=~"DCGM_.*",job="rolecall-agent"}')
 
 
 def test_a_real_prometheus_scrapes_it_as_deploy_says(node: FullNode, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ _ASKED, _ANSWER = "rolecall.asked", "rolecall.answer"
 
 
 @st.cache_resource(show_spinner=False)
-def _desk(_journal_url: str) -> Desk:
+def _desk(journal_url: str) -> Desk:
     return Desk()
 
 
@@ -45,6 +45,8 @@ def act(reader: Reader, ask: Ask, painted: int) -> None:
         return
     clicked(reader)
     st.session_state[_ANSWER] = perform(place_of(reader), ask, person.name)
+    # What was just written is on the page that is drawn now.
+    reader.fresh()
     desk(reader).forget()
 
 

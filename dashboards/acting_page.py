@@ -167,7 +167,7 @@ def _drain(
     if not replicas_on(state.fleet, node):
         st.text("No replica runs there.")
     try:
-        limits = newest_limits(r)
+        limits = newest_limits(r, state.mode)
     except JournalError:
         st.text("What the guards would say cannot be read now.")
         return

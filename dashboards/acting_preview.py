@@ -20,6 +20,9 @@ SUPPORTS = frozenset({ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, Actio
 """What a run of ours can do."""
 
 
+MODES = ("observe", "approve", "act")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """How the watch decides, as far as the journal knows."""
@@ -40,15 +43,16 @@ class Moving:
     guard_because: str
 
 
-def limits_of(plan_made: Mapping[str, Any] | None) -> Limits:
-    """`plan_made`: body of the newest PLAN_MADE."""
+def limits_of(plan_made: Mapping[str, Any] | None, mode: str) -> Limits:
+    """`plan_made`: body of the newest PLAN_MADE. `mode`: of the watch, which may have changed since."""
     try:
         asked = (plan_made or {})["question"]
-        config = RecoveryConfig.model_validate(asked["config"])
+        config = RecoveryConfig.model_validate({**asked["config"], **({"mode": mode} if mode else {})})
         return Limits(config=config, supports=frozenset(ActionKind(a) for a in asked["supports"]), known=True)
     except (KeyError, TypeError, ValueError):
         # A plan of another writer: it tells nothing of its limits.
-        return Limits(config=RecoveryConfig(), supports=SUPPORTS, known=False)
+        config = RecoveryConfig.model_validate({"mode": mode} if mode in MODES else {})
+        return Limits(config=config, supports=SUPPORTS, known=False)
 
 
 def replicas_on(fleet: FleetView, node: str) -> tuple[ReplicaView, ...]:

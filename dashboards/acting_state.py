@@ -75,11 +75,11 @@ class Desk:
         )
 
 
-def newest_limits(reader: Reader) -> Limits:
+def newest_limits(reader: Reader, mode: str) -> Limits:
     """Raises JournalError."""
     with reader.journal() as journal:
         made = journal.last(EventKind.PLAN_MADE)
-    return limits_of(made.body if made else None)
+    return limits_of(made.body if made else None, mode)
 
 
 def place_of(reader: Reader) -> Place:

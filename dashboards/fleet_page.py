@@ -61,7 +61,7 @@ class _Drawer:
 
 
 @st.cache_resource(show_spinner=False)
-def _drawer(_journal_url: str) -> _Drawer:
+def _drawer(journal_url: str) -> _Drawer:
     return _Drawer()
 
 

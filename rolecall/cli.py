@@ -103,8 +103,8 @@ def demo(
 
     names = parse_faults(faults, {name: kind.hows for name, kind in KINDS.items()})
     job = demo_job(seed=seed, num_steps=steps, injection_allowed=bool(names) or allow_injection, settings=settings)
-    del no_dashboard  # there is no dashboard yet to switch off
-    return _execute(job, runs, run_id or _new_run_id("demo", seed), names, not plain, minutes_max, hold_minutes)
+    run_id = run_id or _new_run_id("demo", seed)
+    return _execute(job, runs, run_id, names, not plain, minutes_max, hold_minutes, dashboard=not no_dashboard)
 
 
 @app.command()
@@ -122,7 +122,15 @@ def run(
 
 
 def _execute(
-    job: Any, runs: Path, run_id: str, faults: Sequence[str], show: bool, minutes_max: float, hold_minutes: float
+    job: Any,
+    runs: Path,
+    run_id: str,
+    faults: Sequence[str],
+    show: bool,
+    minutes_max: float,
+    hold_minutes: float,
+    *,
+    dashboard: bool = False,
 ) -> int:
     from rolecall.core.ids import checked_id
     from rolecall.demo import FaultSchedule
@@ -139,6 +147,7 @@ def _execute(
         show=show and console.is_terminal,
         minutes_max=minutes_max,
         hold_seconds=hold_minutes * 60,
+        dashboard=dashboard,
     )
     try:
         report = session.execute()
@@ -148,6 +157,8 @@ def _execute(
         console.print(f"interrupted: everything of run {escape(run_id)} has been stopped", highlight=False)
         return 130
     console.print(summary(report))
+    if dashboard:
+        console.print(f"to look at it again: rolecall dashboard {escape(run_id)}", highlight=False, soft_wrap=True)
     return 0 if report["ok"] else 1
 
 

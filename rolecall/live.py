@@ -24,6 +24,7 @@ class Screen:
         self._memory = Memory(num_steps=num_steps)
         self._before: Snapshot | None = None
         self._note = ""
+        self._said: list[str] = []
         self._size = self._console.size
         self._live = Live(console=self._console, auto_refresh=False, vertical_overflow="ellipsis") if live else None
 
@@ -47,6 +48,11 @@ class Screen:
             self._print(text)
         elif self._before is None:
             self._draw(Snapshot(now=0.0, note=text))
+
+    def say(self, text: str) -> None:
+        """Prints a line that stays above what is drawn."""
+        self._said.append(text)
+        self._print(text)
 
     def draw(self, journal: Journal, now: float) -> None:
         """Reads what is new and shows it. `now`: monotonic seconds, for whoever calls; what is shown has wall times."""
@@ -72,6 +78,8 @@ class Screen:
             # The terminal has moved or wrapped the lines of the last picture: nobody knows where they are now.
             self._size = self._console.size
             self._console.clear()
+            for text in self._said:
+                self._print(text)
         self._live.update(render(snapshot, self._title, self._console.width), refresh=True)
 
     def _print(self, text: str) -> None:

@@ -6,11 +6,8 @@ the run ends - done, a fault that nothing cures, Ctrl-C, an error - everything s
 
 import json
 import logging
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,13 +16,15 @@ from types import FrameType
 from typing import Any
 
 from rolecall import live
+from rolecall.children import Child, rolecall_command
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config import JobConfig
 from rolecall.core.errors import ConfigError, JournalUnavailable, RolecallError
 from rolecall.core.events import EventKind
 from rolecall.core.journal import Journal
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
-from rolecall.core.rundir import RUN_ENV, RunDir, create_run_dir
+from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.dashboard_beside import DashboardBeside
 from rolecall.demo import FaultSchedule, Stage, Strike, View
 from rolecall.report import write_report
 from rolecall.rl_runtime.ray_commands import check_ray
@@ -53,42 +52,6 @@ class Interrupted(BaseException):
 
 
 @dataclass
-class Child:
-    """A helper process of the run, restarted when it dies if `restarts` allows."""
-
-    argv: list[str]
-    log: Path
-    run: RunDir
-    process: subprocess.Popen[bytes] | None = None
-    starts: int = 0
-
-    def start(self) -> None:
-        self.starts += 1
-        env = {**os.environ, RUN_ENV: str(self.run.path)}
-        with self.log.open("ab") as out:
-            self.process = subprocess.Popen(
-                self.argv, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=env, start_new_session=True
-            )
-
-    def died(self) -> int | None:
-        return None if self.process is None else self.process.poll()
-
-    def stop(self, seconds: float = 5.0) -> None:
-        if self.process is None or self.process.poll() is not None:
-            return
-        self.process.terminate()
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(seconds)
-
-
-def _rolecall(*args: str) -> list[str]:
-    return [sys.executable, "-m", "rolecall", *args]
-
-
-@dataclass
 class Session:
     job: JobConfig
     root: Path
@@ -97,6 +60,7 @@ class Session:
     show: bool
     minutes_max: float
     hold_seconds: float = 0.0
+    dashboard: bool = False
     clock: Clock = field(default_factory=SystemClock)
     injectors: list[Child] = field(default_factory=list)
     struck: int = 0  # faults that the schedule asked for
@@ -117,15 +81,18 @@ class Session:
             num_steps=self.job.num_steps,
         )
         supervisor = Supervisor(run, self.job, self.clock)
-        watch = Child(_rolecall("watch", str(run.path)), run.logs / "watch.log", run)
+        watch = Child(rolecall_command("watch", str(run.path)), run.logs / "watch.log", run)
+        beside = DashboardBeside(run) if self.dashboard else None
         outcome, because = "failed", "ended before it was done"
         with _interrupts():
             try:
                 with screen:
                     journal.set_flag(HOLD_FLAG, "faults or minutes are still to come")
+                    if beside is not None:
+                        beside.start()
                     supervisor.start(screen.note)
                     watch.start()
-                    outcome, because = self._loop(run, journal, supervisor, watch, screen)
+                    outcome, because = self._loop(run, journal, supervisor, watch, screen, beside)
             except Interrupted:
                 outcome, because = "interrupted", "Ctrl-C or SIGTERM"
                 raise
@@ -141,6 +108,8 @@ class Session:
                     last.callback(supervisor.stop, because)
                     for child in [watch, *self.injectors]:
                         last.callback(child.stop)
+                    if beside is not None:
+                        last.callback(beside.stop)
         return write_report(run, None)
 
     def _create(self) -> tuple[RunDir, Journal]:
@@ -157,7 +126,13 @@ class Session:
         return run, journal
 
     def _loop(
-        self, run: RunDir, journal: Journal, supervisor: Supervisor, watch: Child, screen: live.Screen
+        self,
+        run: RunDir,
+        journal: Journal,
+        supervisor: Supervisor,
+        watch: Child,
+        screen: live.Screen,
+        beside: DashboardBeside | None = None,
     ) -> tuple[str, str]:
         """Until the controller says done: (outcome, because)."""
         began = self.clock.monotonic()
@@ -186,6 +161,8 @@ class Session:
                     raise
                 screen.note(str(e))
                 continue
+            if beside is not None and (news := beside.news()):
+                screen.say(news)
             if done is not None or now - drawn_at >= (DRAW_SECONDS if self.show else LINE_SECONDS):
                 screen.draw(journal, now)
                 drawn_at = now
@@ -208,7 +185,7 @@ class Session:
         watch.start()
 
     def _strike(self, run: RunDir, strike: Strike) -> None:
-        argv = _rolecall("inject", str(run.path), "--kind", strike.kind, "--seed", str(strike.seed))
+        argv = rolecall_command("inject", str(run.path), "--kind", strike.kind, "--seed", str(strike.seed))
         if strike.how:
             argv += ["--how", strike.how]
         child = Child(argv, run.logs / "inject.log", run)

@@ -113,6 +113,7 @@ def test_nothing_imports_dashboards_but_the_composition_root() -> None:
             "rolecall.people_cli",
             "rolecall.grafana_cli",
             "rolecall.dashboard_cli",
+            "rolecall.dashboard_beside",
         )
         if any(_inside(name, "rolecall.dashboards") for name in _imports(module))
     ]

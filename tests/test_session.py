@@ -6,13 +6,14 @@ from typing import NoReturn
 
 import pytest
 
+from rolecall.children import Child
 from rolecall.cli import main
 from rolecall.core.clock import FakeClock
 from rolecall.core.journal import Journal
 from rolecall.demo import FaultSchedule, demo_job
 from rolecall.live import Screen
 from rolecall.rl_runtime.supervisor import Supervisor
-from rolecall.session import DONE_FLAG, HOLD_FLAG, TICK_SECONDS, Child, Interrupted, Session
+from rolecall.session import DONE_FLAG, HOLD_FLAG, TICK_SECONDS, Interrupted, Session
 
 HOLD_SECONDS = 42.0
 

@@ -1,0 +1,1 @@
+../../../rolecall/children.py

@@ -1,0 +1,1 @@
+../../../rolecall/dashboard_beside.py

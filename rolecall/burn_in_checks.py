@@ -8,7 +8,9 @@ import os
 import random
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from rolecall.burn_in import Check, CheckResult, Work
 from rolecall.core.clock import Clock
@@ -22,6 +24,7 @@ MATRIX_SIZE = 2048
 CPU_MATRIX_SIZE = 192
 SOCKET_SECONDS = 10.0
 """Longest wait for one block over loopback."""
+Values = dict[str, float | int | str]
 PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
 
 
@@ -34,43 +37,53 @@ def gpu_math(work: Work, clock: Clock) -> CheckResult:
         return CheckResult(name=name, passed=None, because="torch is not installed here: no GPU was tested")
     if not torch.cuda.is_available():
         return CheckResult(name=name, passed=None, because="torch sees no GPU: none was tested")
-    count = torch.cuda.device_count()
-    made = torch.Generator().manual_seed(SEED)
-    left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, generator=made) for _ in range(2))
-    digests: dict[str, str] = {}
-    rounds = 0
-    for device in (f"cuda:{n}" for n in range(count)):
-        a, b = (m.to(device=device, dtype=torch.bfloat16) for m in (left, right))
-        first = a @ b
-        ends = clock.monotonic() + work.seconds / count
-        while True:
-            rounds += 1
-            wrong = int(((a @ b).view(torch.int16) != first.view(torch.int16)).sum())
-            if wrong:
-                because = f"{device}: {wrong} of {first.numel()} results had other bits in round {rounds}"
-                return CheckResult(name=name, passed=False, because=because, values={"rounds": rounds, "wrong": wrong})
-            if clock.monotonic() >= ends:
-                break
-        digests[device] = hashlib.sha256(first.cpu().view(torch.int16).numpy().tobytes()).hexdigest()[:16]
-    kinds = {torch.cuda.get_device_name(n) for n in range(count)}
-    values: dict[str, float | int | str] = {
-        "gpus": count,
-        "rounds": rounds,
-        "kind": ", ".join(sorted(kinds)),
-        **digests,
-    }
-    if len(kinds) == 1 and len(set(digests.values())) > 1:
+    devices = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    found = products(torch, devices, work.seconds, clock)
+    kinds = sorted({str(torch.cuda.get_device_name(d)) for d in devices})
+    values: Values = {"gpus": len(devices), "rounds": found.rounds, "kind": ", ".join(kinds), **found.digests}
+    if found.wrong:
+        return CheckResult(name=name, passed=False, because=found.wrong, values=values)
+    if len(kinds) == 1 and len(set(found.digests.values())) > 1:
         return CheckResult(
             name=name, passed=False, because="GPUs of one kind disagree about one product", values=values
         )
-    return CheckResult(
-        name=name, passed=True, because=f"{count} GPU(s), {rounds} products: every bit the same", values=values
-    )
+    because = f"{len(devices)} GPU(s), {found.rounds} products: every bit the same"
+    return CheckResult(name=name, passed=True, because=because, values=values)
 
 
-def cpu_math(work: Work, clock: Clock) -> CheckResult:
+@dataclass(frozen=True, slots=True)
+class Products:
+    """`wrong` says which device gave other bits; empty when none did."""
+
+    wrong: str
+    rounds: int
+    digests: dict[str, str]  # of the product, by device
+
+
+def products(torch: Any, devices: Sequence[str], seconds: float, clock: Clock, size: int = MATRIX_SIZE) -> Products:
+    """One product over and over on each device, for its share of `seconds`."""
+    made = torch.Generator().manual_seed(SEED)
+    left, right = (torch.randn(size, size, generator=made) for _ in range(2))
+    rounds, digests = 0, dict[str, str]()
+    for device in devices:
+        a, b = (m.to(device=device, dtype=torch.bfloat16) for m in (left, right))
+        first = (a @ b).view(torch.int16)
+        ends = clock.monotonic() + seconds / len(devices)
+        while True:
+            rounds += 1
+            wrong = int(((a @ b).view(torch.int16) != first).sum())
+            if wrong:
+                because = f"{device}: {wrong} of {first.numel()} results had other bits in round {rounds}"
+                return Products(because, rounds, digests)
+            if clock.monotonic() >= ends:
+                break
+        digests[device] = hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest()[:16]
+    return Products("", rounds, digests)
+
+
+def cpu_math(work: Work, clock: Clock, arithmetic: tuple[Callable[[], str], str] | None = None) -> CheckResult:
     """The same arithmetic on each core, over and over: the bits must be the same everywhere."""
-    product, what = _arithmetic()
+    product, what = arithmetic or _arithmetic()
     cores = sorted(os.sched_getaffinity(0))
     wanted, rounds = product(), 0
     ends = clock.monotonic() + work.seconds
@@ -83,7 +96,7 @@ def cpu_math(work: Work, clock: Clock) -> CheckResult:
                 return CheckResult(name="cpu_math", passed=False, because=because, values={"core": core})
         if clock.monotonic() >= ends:
             break
-    values: dict[str, float | int | str] = {"cores": len(cores), "rounds": rounds, "digest": wanted[:16], "what": what}
+    values: Values = {"cores": len(cores), "rounds": rounds, "digest": wanted[:16], "what": what}
     because = f"{len(cores)} core(s), {rounds} rounds of {what}: every bit the same"
     return CheckResult(name="cpu_math", passed=True, because=because, values=values)
 
@@ -112,11 +125,11 @@ def _scalar() -> str:
     return digest.hexdigest()
 
 
-def memory(work: Work, clock: Clock) -> CheckResult:
+def memory(work: Work, clock: Clock, num_bytes: int = MEMORY_BYTES) -> CheckResult:
     """Patterns and noise, written to memory and read back."""
     ends = clock.monotonic() + work.seconds
     noise, rounds, began = random.Random(SEED).randbytes(BLOCK_BYTES), 0, clock.monotonic()
-    held = [bytearray(BLOCK_BYTES) for _ in range(MEMORY_BYTES // BLOCK_BYTES)]
+    held = [bytearray(BLOCK_BYTES) for _ in range(num_bytes // BLOCK_BYTES)]
     while True:
         for wanted in (*(bytes([p]) * BLOCK_BYTES for p in PATTERNS), noise):
             for block in held:
@@ -128,23 +141,23 @@ def memory(work: Work, clock: Clock) -> CheckResult:
                 return CheckResult(name="memory", passed=False, because=because, values={"blocks": len(wrong)})
         if clock.monotonic() >= ends:
             break
-    gigabytes = rounds * MEMORY_BYTES / 1e9
-    values = {"bytes": MEMORY_BYTES, "rounds": rounds, "gb_per_second": _rate(gigabytes, clock.monotonic() - began)}
-    because = f"{MEMORY_BYTES >> 20} MiB, {rounds} times, came back as written (the rest of memory was not tested)"
+    gigabytes = rounds * num_bytes / 1e9
+    values = {"bytes": num_bytes, "rounds": rounds, "gb_per_second": _rate(gigabytes, clock.monotonic() - began)}
+    because = f"{num_bytes >> 20} MiB, {rounds} times, came back as written (the rest of memory was not tested)"
     return CheckResult(name="memory", passed=True, because=because, values=values)
 
 
-def disk(work: Work, clock: Clock) -> CheckResult:
+def disk(work: Work, clock: Clock, num_bytes: int = DISK_BYTES) -> CheckResult:
     """A file is written, flushed and read back; its digest must be the same."""
     ends, rounds, began = clock.monotonic() + work.seconds, 0, clock.monotonic()
     made = random.Random(SEED)
     path = work.folder / f".rolecall-burn-in-{os.getpid()}"
     blocks = [made.randbytes(BLOCK_BYTES) for _ in range(4)]
-    wanted = _digest(blocks[n % 4] for n in range(DISK_BYTES // BLOCK_BYTES))
+    wanted = _digest(blocks[n % 4] for n in range(num_bytes // BLOCK_BYTES))
     try:
         while True:
             with path.open("wb") as f:
-                for n in range(DISK_BYTES // BLOCK_BYTES):
+                for n in range(num_bytes // BLOCK_BYTES):
                     f.write(blocks[n % 4])
                 f.flush()
                 os.fsync(f.fileno())
@@ -161,9 +174,9 @@ def disk(work: Work, clock: Clock) -> CheckResult:
         return CheckResult(name="disk", passed=False, because=f"{work.folder}: {e.strerror}")
     finally:
         path.unlink(missing_ok=True)
-    rate = _rate(rounds * DISK_BYTES * 2 / 1e9, clock.monotonic() - began)
-    values = {"bytes": DISK_BYTES, "rounds": rounds, "gb_per_second": rate}
-    because = f"{DISK_BYTES >> 20} MiB, {rounds} times, came back as written (the kernel may have kept some in memory)"
+    rate = _rate(rounds * num_bytes * 2 / 1e9, clock.monotonic() - began)
+    values = {"bytes": num_bytes, "rounds": rounds, "gb_per_second": rate}
+    because = f"{num_bytes >> 20} MiB, {rounds} times, came back as written (the kernel may have kept some in memory)"
     return CheckResult(name="disk", passed=True, because=because, values=values)
 
 

@@ -181,6 +181,15 @@ def watch(
     mode: Annotated[str, typer.Option(help="of --agents: observe, the only one")] = "observe",
     run_id: Annotated[str, typer.Option("--id", help="of --agents: name of what is kept (default: watch-<time>)")] = "",
     webhook: Annotated[str, typer.Option(help="of --agents: where a person is called, http://...")] = "",
+    approve: Annotated[
+        bool,
+        typer.Option(
+            "--approve",
+            help="of RUN: a person approves each plan (`rolecall approve`, or the dashboard) before it begins, though the job "
+            "file says act; a plan that nobody approves within recovery.approval_seconds lapses, and a person is called. A "
+            "job of mode observe is refused",
+        ),
+    ] = False,
     metrics: Annotated[
         str,
         typer.Option(
@@ -200,6 +209,8 @@ def watch(
     serve = _served_at(metrics, web_config)
     if serve is not None and source != "agents":
         raise ConfigError([f"--metrics: goes with --source agents, not with {source}"])
+    if approve and (agents or source != "agents"):
+        raise ConfigError(["--approve: goes with RUN, whose job rolecall acts on"])
     if agents:
         if run or source != "agents" or mode != "observe":
             raise ConfigError(["--agents: goes with neither RUN nor another --source, and with no --mode but observe"])
@@ -212,7 +223,7 @@ def watch(
             raise ConfigError(["RUN: which run? (or --agents, for a job that rolecall did not start)"])
         if model is not None:
             raise ConfigError(["--model: a run's own detectors have none; --source prometheus or recording takes one"])
-        return watch_run(open_run_dir(runs, run), seconds, metrics=serve)
+        return watch_run(open_run_dir(runs, run), seconds, metrics=serve, approve=approve)
     from rolecall.detector.registry import detector as named
     from rolecall.detector.registry import with_step_time
     from rolecall.fleet_watching import watch_prometheus, watch_recording

@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 from rolecall.agent.web_config import WebConfig
+from rolecall.asking_first import approving
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config import JobConfig, parse_job
 from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
@@ -180,10 +181,12 @@ def watch_run(
     authorization: str = "",
     agents: Callable[[], Mapping[str, str]] | None = None,
     metrics: Serve | None = None,
+    approve: bool = False,
 ) -> int:
     """Watches until the run is over, `seconds` are, or SIGTERM. Returns the exit code. `authorization`: value of that
     header, for agents that want a user. `agents`: those there are now (agents_file.py), in place of run.json's.
-    `metrics`: where `/metrics` is served; None: of a run of ours on a free port of loopback, else nowhere.
+    `metrics`: where `/metrics` is served; None: of a run of ours on a free port of loopback, else nowhere. `approve`: a
+    person approves each plan, though the job file says `act` (asking_first.py).
 
     A run with `agents` in run.json is somebody else's job (agents_watching.py): it is only observed, nothing says when it
     is over, and exit code 1 says that incidents were opened.
@@ -202,7 +205,7 @@ def watch_run(
         timer = threading.Timer(seconds, stop.set)
         timer.daemon = True
         timer.start()
-    return watch_until(run, stop, authorization, agents, metrics)
+    return watch_until(run, stop, authorization, agents, metrics, approve)
 
 
 def watch_until(
@@ -211,6 +214,7 @@ def watch_until(
     authorization: str = "",
     living: Callable[[], Mapping[str, str]] | None = None,
     metrics: Serve | None = None,
+    approve: bool = False,
 ) -> int:
     """`watch_run` without signals and logging: until `stop` is set."""
     clock = SystemClock()
@@ -223,6 +227,8 @@ def watch_until(
     if not isinstance(agents, dict | None):
         raise RunNotFound(f"{run.path / 'run.json'}: damaged: agents is no mapping")
     journal = Journal(run.database_url, create=False)
+    if approve:
+        job = approving(job, journal)
     known = _num_incidents(journal)
     listed = _Listed(living or (lambda: agents or agent_urls(run)))
     source = AgentsSource(

@@ -1,0 +1,1 @@
+../../../rolecall/asking_first.py

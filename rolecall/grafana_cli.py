@@ -23,12 +23,17 @@ def export(
     dashboards_path: Annotated[
         str, typer.Option(help="where the dashboards will lie on Grafana's machine", metavar="PATH")
     ] = "",
+    runbooks: Annotated[
+        str, typer.Option(help="address of a copy of docs/runbooks that people on call can open", metavar="URL")
+    ] = "",
 ) -> int:
     """Writes dashboards (JSON), how Grafana loads them (provisioning) and alert rules. The same bytes every time."""
     from rolecall.dashboards.grafana import export as exporting
-    from rolecall.dashboards.grafana.all import documents, rules
+    from rolecall.dashboards.grafana.all import documents
+    from rolecall.dashboards.grafana.rules import RUNBOOKS, rules_yaml
 
     path = dashboards_path or exporting.DASHBOARDS_PATH
-    for written in exporting.write(folder, exporting.files(documents(incidents_at), rules(), path)):
+    made = exporting.files(documents(incidents_at), rules_yaml(runbooks or RUNBOOKS), path)
+    for written in exporting.write(folder, made):
         out(plain(str(written)))
     return 0

@@ -30,11 +30,6 @@ def documents(incidents_at: str = "") -> list[dict[str, Any]]:
     return [document(dashboard) for dashboard in dashboards(incidents_at)]
 
 
-def rules() -> dict[str, str]:
-    """Alert and recording rules: file name and YAML."""
-    return {}
-
-
 def _checked(address: str) -> None:
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:

@@ -148,7 +148,7 @@ def _findings() -> Row:
                 "Diagnoses that stand",
                 "By class of fault, as the detectors see it now.",
                 Look(unit="none", decimals=0),
-                Query("max by (fault) (rolecall_watch_diagnoses)", "{{fault}}"),
+                Query("max by (fault) (rolecall_watch_diagnoses) > 0", "{{fault}}"),
             ),
             lines(
                 "Open incidents",
@@ -176,14 +176,14 @@ def _acting() -> Row:
             bars(
                 "Plans",
                 "Plans made, by action.",
-                Look(unit="none", decimals=0),
-                Query("max by (action) (rolecall_plans_total)", "{{action}}"),
+                Look(unit="none", decimals=0, no_value="none yet"),
+                Query("max by (action) (rolecall_plans_total) > 0", "{{action}}"),
             ),
             bars(
                 "Actions",
                 "By outcome: started; done; refused, died and no_progress are failures.",
-                Look(unit="none", decimals=0),
-                Query("max by (action, outcome) (rolecall_actions_total)", "{{action}}: {{outcome}}"),
+                Look(unit="none", decimals=0, no_value="none yet"),
+                Query("max by (action, outcome) (rolecall_actions_total) > 0", "{{action}}: {{outcome}}"),
             ),
             rows(
                 "Plans held by a guard in the time shown",

@@ -75,6 +75,11 @@ def grown(counter: str, by: str) -> str:
     return f"{now} - ({before} or {now} * 0)"
 
 
+def alive(vector: str) -> str:
+    """Of what agents tell of processes: without those that have ended, whose last values stay for a while."""
+    return f"({vector} and on (instance, node, role, replica, rank) (rolecall_process_up == 1))"
+
+
 def labels_of(name: str) -> frozenset[str]:
     """The labels that a metric may be chosen by."""
     if name in DCGM_NAMES:

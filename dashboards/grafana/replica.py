@@ -1,6 +1,6 @@
 """One replica against the band of its peers: is it really it?"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
@@ -23,7 +23,7 @@ from rolecall.dashboards.grafana.panels import (
     rows,
     states,
 )
-from rolecall.dashboards.grafana.promql import grown
+from rolecall.dashboards.grafana.promql import alive, grown
 from rolecall.dashboards.grafana.roles import STATE_WORDS, replica_state
 
 OWN = 'role=~"$role",replica=~"$replica"'
@@ -71,14 +71,13 @@ def replica(incidents: Sequence[Link] = ()) -> Dashboard:
     )
 
 
-def _coded(metric: str, words: dict[str, Word], label: str) -> str:
+def _coded(metric: str, words: Mapping[str, Word], label: str) -> str:
     """A 1-for-the-state metric as a number: the state's place, from 1."""
-    return " or ".join(
-        f'max by (rank) ({metric}{{{OWN},{label}="{name}"}} == 1) * {n}' for n, name in enumerate(words, start=1)
-    )
+    each = (f'{metric}{{{OWN},{label}="{name}"}} * {n}' for n, name in enumerate(words, start=1))
+    return f"max by (rank) ({alive('(' + ' or '.join(each) + ')')})"
 
 
-def _words(words: dict[str, Word]) -> dict[int, Word]:
+def _words(words: Mapping[str, Word]) -> dict[int, Word]:
     return dict(enumerate(words.values(), start=1))
 
 
@@ -105,7 +104,7 @@ def _now(incidents: Sequence[Link]) -> Row:
                 "Policy version",
                 "Version that the process holds; -1: none yet.",
                 Look(unit="none", decimals=0, least=None),
-                Query(f"max by (rank) (rolecall_process_policy_version{{{OWN}}})", "rank {{rank}}"),
+                Query(_values("rolecall_process_policy_version")[0], "rank {{rank}}"),
             ),
             rows(
                 "Where it runs",
@@ -137,7 +136,8 @@ def _rates(metric: str) -> tuple[str, str]:
 
 
 def _values(metric: str) -> tuple[str, str]:
-    return f"max by (rank) ({metric}{{{OWN}}})", f"max by (replica, rank) ({metric}{{{PEERS}}})"
+    own, peers = alive(f"{metric}{{{OWN}}}"), alive(f"{metric}{{{PEERS}}}")
+    return f"max by (rank) ({own})", f"max by (replica, rank) ({peers})"
 
 
 def _pace() -> Row:
@@ -262,7 +262,8 @@ def _engine() -> Row:
                 "KV cache in use",
                 "Share of blocks. Full: requests are put back and computed again.",
                 Look(unit="percentunit", most=1.0),
-                *_values("rolecall_vllm_kv_cache_used_ratio"),
+                "max by (rank) (rolecall_vllm_kv_cache_used_ratio{" + OWN + "})",
+                "max by (replica, rank) (rolecall_vllm_kv_cache_used_ratio{" + PEERS + "})",
             ),
             band(
                 "Requests put back",

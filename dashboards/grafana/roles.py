@@ -3,8 +3,9 @@
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from rolecall.dashboards.grafana.board import ROLES, Row, board, of_servers, values_of
-from rolecall.dashboards.grafana.links import SERIES_TO_REPLICA
+from rolecall.dashboards.grafana.links import ROW_TO_REPLICA, SERIES_TO_REPLICA
 from rolecall.dashboards.grafana.panels import (
+    BLUE,
     GREEN,
     GREY,
     ORANGE,
@@ -18,8 +19,12 @@ from rolecall.dashboards.grafana.panels import (
     rows,
     states,
 )
-from rolecall.dashboards.grafana.promql import grown
+from rolecall.dashboards.grafana.promql import alive, grown
 
+FIRST = 10
+SLOW_TIMES = 1.5
+"""Of the median of peers: beyond what unequal work explains in most jobs."""
+STARVED = 0.2
 OF_ROLE = 'role=~"$role"'
 REPLICA_STATES = {
     "wanted": Word("wanted", YELLOW),
@@ -54,7 +59,7 @@ def roles() -> Dashboard:
         "roles",
         "The replicas of the chosen roles side by side: their states, their pace, what the trainers' numbers say.",
         [*of_servers(), values_of("role", "Role", "rolecall_process_up")],
-        [_health(), _pace(), _training()],
+        [_health(), _outstanding(), _pace(), _training()],
     )
 
 
@@ -102,10 +107,50 @@ def _health() -> Row:
     )
 
 
+def _outstanding() -> Row:
+    """Of a thousand replicas, the few that one wants to look at."""
+    busy, units = of_replicas("rolecall_process_busy_seconds_total"), of_replicas("rolecall_process_work_units_total")
+    unit = f"{busy} / ({units} > 0)"
+    slowness = f"({unit}) / on (role) group_left () quantile by (role) (0.5, {unit})"
+    delay = of_replicas("rolecall_process_main_run_delay_seconds_total")
+    idle = f"time() - max by (role, replica, rank) (rolecall_process_progress_timestamp_seconds{{{OF_ROLE}}})"
+    columns = {"role": "role", "replica": "replica", "rank": "rank"}
+    linked = (ROW_TO_REPLICA,)
+    return Row(
+        f"Who stands out (the first {FIRST})",
+        8,
+        (8, 8, 8),
+        [
+            rows(
+                "Slowest",
+                "How many times as long a unit of work takes as in the median of its role.",
+                Look(unit="none", decimals=2, limits=((None, GREEN), (SLOW_TIMES, ORANGE)), links=linked),
+                Query(f"topk({FIRST}, {slowness})", "times the median"),
+                columns,
+            ),
+            rows(
+                "Longest without progress",
+                "Seconds since a unit of work was finished. Replicas that wait or idle stand here lawfully.",
+                Look(unit="s", limits=((None, BLUE),), links=linked),
+                Query(f"topk({FIRST}, {idle})", "since"),
+                columns,
+            ),
+            rows(
+                "Starved of CPU",
+                "Share of time in which the working thread could run and got no CPU.",
+                Look(unit="percentunit", decimals=1, limits=((None, GREEN), (STARVED, ORANGE)), links=linked),
+                Query(f"topk({FIRST}, {delay})", "waits for a CPU"),
+                columns,
+            ),
+        ],
+    )
+
+
 def _pace() -> Row:
     busy, units = of_replicas("rolecall_process_busy_seconds_total"), of_replicas("rolecall_process_work_units_total")
     newest = f"scalar(max(rolecall_process_policy_version{{{OF_ROLE}}}))"
     idle = f"time() - max by (role, replica, rank) (rolecall_process_progress_timestamp_seconds{{{OF_ROLE}}})"
+    requests = f"rolecall_process_requests_active{{{OF_ROLE}}}"
     each = "{{replica}} rank {{rank}}"
     linked = (SERIES_TO_REPLICA,)
     return Row(
@@ -144,7 +189,7 @@ def _pace() -> Row:
                 "Requests held",
                 "Requests that each engine works on.",
                 Look(unit="none", decimals=0, links=linked),
-                Query(f"max by (role, replica, rank) (rolecall_process_requests_active{{{OF_ROLE}}})", each),
+                Query(f"max by (role, replica, rank) ({alive(requests)})", each),
             ),
             lines(
                 "CPU",

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from rolecall.dashboards.grafana.all import documents
-from rolecall.dashboards.grafana.promql import selectors
+from rolecall.dashboards.grafana.promql import alive, grown, scoped, selectors
 from tests.dashboards.grafana import made_up
 from tests.dashboards.grafana.viewing import Asked, Viewer
+from tests.dashboards.openmetrics import Recording
 from tests.dashboards.prometheus_of_demo import DemoPrometheus, prometheus_of
 
 DOCUMENTS = {d["uid"]: d for d in documents()}
@@ -147,3 +148,37 @@ def test_one_metric_that_is_gone_is_noticed_where_it_is_read_and_nowhere_else(tm
 def test_the_list_of_what_may_be_empty_names_only_what_is_shown() -> None:
     assert set(RIGHTLY_EMPTY) <= set(METRICS)
     assert set(RIGHTLY_QUIET) <= {panel for _, panel, _ in EXPRESSIONS}
+
+
+def _of_one_watch(folder: Path, pages: list[str]) -> Path:
+    recording = Recording()
+    for n, page in enumerate(pages):
+        recording.scraped(made_up.START + n * made_up.STEP, "rolecall", "a:9477", page.encode())
+    recording.write(folder / "few.om.gz")
+    return folder / "few.om.gz"
+
+
+def test_the_first_event_of_a_kind_counts(tmp_path: Path) -> None:
+    """`increase()` does not see it: the series begins with it."""
+    old, new = (
+        'rolecall_xid_events_total{node="n",gpu="0",xid="31"} 7\n',
+        'rolecall_xid_events_total{node="n",gpu="0",xid="79"} 1\n',
+    )
+    with prometheus_of(tmp_path, file=_of_one_watch(tmp_path, [old] * 4 + [old + new] * 4)) as server:
+        viewer = Viewer(server)
+        seconds = {"__range": "90s", "job": ".+", "instance": ".+"}
+        expression = viewer.filled(scoped(grown("rolecall_xid_events_total", "xid")), seconds)
+        assert {v.labels["xid"]: v.value for v in server.query(expression)} == {"31": 0.0, "79": 1.0}
+        assert {v.value for v in server.query("increase(rolecall_xid_events_total[90s])")} == {0.0}
+
+
+def test_what_an_ended_process_had_is_not_shown(tmp_path: Path) -> None:
+    labels = 'node="n",role="rollout",replica="rollout/0",rank="0"'
+    held = f"rolecall_process_requests_active{{{labels}}} 40\n"
+    up, gone = (f"rolecall_process_up{{{labels}}} {n}\n" for n in (1, 0))
+    with prometheus_of(tmp_path, file=_of_one_watch(tmp_path, [up + held] * 3 + [gone + held] * 3)) as server:
+        expression = Viewer(server).filled(
+            scoped(alive("rolecall_process_requests_active")), {"job": ".+", "instance": ".+"}
+        )
+        assert server.query(expression) == []
+        assert [v.value for v in server.query(expression, at=made_up.START + made_up.STEP)] == [40.0]

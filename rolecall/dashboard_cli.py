@@ -50,8 +50,9 @@ def dashboard(
     runs: RootOption = ROOT,
 ) -> int:
     """Serves the incident dashboard until Ctrl-C: on loopback, unless told otherwise."""
-    settings = _settings(run, journal, prometheus, credentials, people, runs)
     serving = _serving()
+    settings = _settings(run, journal, prometheus, credentials, people, runs)
+    origins = tuple(_checked_origin(n) for n in names)
     _check_tls(tls_cert, tls_key)
     if not serving.is_loopback(host) and people is None and not open_to_readers:
         raise ConfigError(
@@ -62,7 +63,6 @@ def dashboard(
     sign_in = not serving.is_loopback(host) and not open_to_readers
     listener = serving.bound(host, port)
     address = serving.address_of(listener, host, tls=tls_cert is not None)
-    origins = tuple(_checked_origin(n) for n in names)
 
     def ready() -> None:
         out(f"dashboard of {plain(settings.name or 'the journal', 100)}: {address}")

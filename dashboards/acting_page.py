@@ -49,7 +49,7 @@ def _who_acts(r: Reader, person: Who, state: State) -> None:
         st.code(HOW_TO, language=None, wrap_lines=True)
     elif not person.may_act:
         st.info("You look as a guest: sign in (in the sidebar) to act.", icon=":material/lock:")
-    watch = f"{plain(state.watch)} holds the lease and acts" if state.watch else "NO WATCH HOLDS THE LEASE: nobody acts"
+    watch = f"{plain(state.watch)} holds the lease" if state.watch else "NO WATCH HOLDS THE LEASE: nobody acts"
     st.text(f"mode {state.mode or 'unknown'}: {MODES.get(state.mode, 'no watch has said how it acts yet.')}")
     st.text(watch)
     if state.paused is not None:
@@ -182,7 +182,7 @@ def _drain(
         now=now,
     )
     for m in moving:
-        word = "✓ the guards would pass" if not m.guard else f"⛔ guard {m.guard} would hold it: {m.guard_because}"
+        word = "✓ the guards would pass" if not m.guard else f"✗ guard {m.guard} would hold it: {m.guard_because}"
         st.text(plain(f"{m.replica}: {m.action} ({m.because}). {word}"))
     if moving and not limits.known:
         st.text("No plan was made in this run yet: these are the guards' default limits.")

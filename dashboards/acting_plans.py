@@ -29,13 +29,13 @@ class Standing(StrEnum):
 
 
 GLYPHS: Mapping[Standing, str] = {
-    Standing.WAITS: "✋",
-    Standing.HELD: "⏸",
-    Standing.GUARDED: "⛔",
+    Standing.WAITS: "◐",
+    Standing.HELD: "‖",
+    Standing.GUARDED: "▲",
     Standing.APPROVED: "✓",
     Standing.DUE: "▶",
-    Standing.WOULD: "👁",
-    Standing.LAPSED: "⌛",
+    Standing.WOULD: "○",
+    Standing.LAPSED: "◇",
     Standing.REFUSED: "✗",
 }
 _ORDER = tuple(Standing)

@@ -32,5 +32,5 @@ def incidents_chart(found: Sequence[Incident]) -> Any:
             color=alt.Color("class:N", legend=None),
             tooltip=["incident:N", "outcome:N", "what:N", alt.Tooltip("at:T", format="%Y-%m-%d %H:%M:%S")],
         )
-        .properties(height=40 + 34 * len({r["class"] for r in rows}))
+        .properties(height=90 + 34 * len({r["class"] for r in rows}))
     )

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rolecall.core.xid import sxid, xid
@@ -12,6 +12,7 @@ from rolecall.recovery.incidents import Incident
 XID = re.compile(r"\bXID (\d{1,5})\b")
 SXID = re.compile(r"\bSXid (\d{1,6})\b")
 GPU = re.compile(r"\bGPU (\w[\w:.]{0,31})")
+PROMETHEUS = "Prometheus"
 TEXTS_MAX = 64
 """Lines of evidence that are looked through, of one incident."""
 
@@ -94,6 +95,19 @@ class Live:
     agents: Mapping[str, bool] | None = None  # node -> whether its agent was scraped
 
 
+def merged(codes: Iterable[Code]) -> tuple[Code, ...]:
+    """One line a code, GPU and kind of source, the newest first; how often incidents name a code is added up."""
+    found: dict[tuple[bool, int, str, bool], list[Code]] = {}
+    for c in codes:
+        found.setdefault((c.switch, c.code, c.gpu, c.source == PROMETHEUS), []).append(c)
+    lines = []
+    for same in found.values():
+        newest = max(same, key=lambda c: c.at or 0.0)
+        source = newest.source if len(same) == 1 else f"{len(same)} incidents, the newest {newest.source}"
+        lines.append(replace(newest, count=sum(c.count for c in same), source=source))
+    return tuple(sorted(lines, key=lambda c: -(c.at or 0.0)))
+
+
 Sample = tuple[Mapping[str, str], float]
 """Labels and value of one series of an instant query."""
 
@@ -161,7 +175,7 @@ def _code(labels: Mapping[str, str], text: str, count: int, at: float | None) ->
         switch=False,
         count=count,
         at=at,
-        source="Prometheus",
+        source=PROMETHEUS,
     )
 
 

@@ -40,8 +40,8 @@ GLYPHS: Mapping[Health, str] = {
     Health.LOST: "✖",
     Health.FAULTY: "▲",
     Health.SUSPECT: "◆",
-    Health.QUARANTINED: "⛔",
-    Health.OFTEN: "↻",
+    Health.QUARANTINED: "■",
+    Health.OFTEN: "△",
     Health.IDLE: "○",
     Health.HEALTHY: "●",
 }

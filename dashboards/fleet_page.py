@@ -11,7 +11,7 @@ from rolecall.core.clock import SystemClock
 from rolecall.dashboards.acting_buttons import desk
 from rolecall.dashboards.acting_state import State
 from rolecall.dashboards.fleet_charts import incidents_chart
-from rolecall.dashboards.fleet_hardware import Code, codes_of
+from rolecall.dashboards.fleet_hardware import Code, codes_of, merged
 from rolecall.dashboards.fleet_nodes import (
     GLYPHS,
     Fleet,
@@ -195,7 +195,7 @@ def _codes(codes: Sequence[Code]) -> None:
     if not codes:
         st.text("No XID is known of this node.")
         return
-    shown = codes[:CODES_SHOWN]
+    shown = merged(codes)[:CODES_SHOWN]
     st.dataframe(
         {
             "code": [c.name for c in shown],
@@ -224,7 +224,7 @@ def _said(past: Past) -> None:
 def _burn_ins(past: Past) -> None:
     st.markdown("**Burn-ins**")
     if not past.record.burn_ins:
-        st.text("It was never burned in: `rolecall node burn-in` runs one.")
+        st.text("It was never burned in: rolecall node burn-in runs one.")
     for b in reversed(past.record.burn_ins):
         word = "✓ passed" if b.result.passed else "✗ failed"
         st.text(plain(f"{_when(b.at)} {word} in {seconds(b.result.seconds)}, by {b.by}"))

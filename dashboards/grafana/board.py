@@ -34,6 +34,8 @@ from rolecall.dashboards.grafana.promql import labels_of, scoped
 TAG = "rolecall"
 """Of dashboards, and of the annotations that `rolecall grafana annotate` writes."""
 REFRESH = "30s"
+ANNOTATION_STEP = "15s"
+"""Between the points by which an incident is seen; as far apart, they are one region."""
 UID_CHARS_MAX = 40
 WIDTH = 24
 """Columns of Grafana's grid."""
@@ -63,15 +65,17 @@ class Row:
 
 
 class _IncidentQuery(AnnotationQuery):
-    """Fields that Grafana's Prometheus source reads of an annotation query, and that its schema does not list."""
+    """Fields that Grafana's Prometheus source reads of an annotation query, and that its schema does not list. The
+    expression stands there twice: versions differ in whether they take it from `target` or from beside it."""
 
     def to_json(self) -> dict[str, object]:
         return {
             **super().to_json(),
+            "target": {"refId": "Anno", "expr": self.expr, "datasource": DATASOURCE, "interval": ANNOTATION_STEP},
             "titleFormat": "{{replica}}: {{fault}}",
             "textFormat": "role {{role}}, node {{node}}",
             "tagKeys": "role,fault",
-            "step": "15s",
+            "step": ANNOTATION_STEP,
             "useValueForTime": False,
         }
 

@@ -68,6 +68,6 @@ export type Board = Partial<Plain<Omit<Dashboard, "panels" | "annotations">>>;
 
 // What Grafana's Prometheus source reads of an annotation query and the schema of dashboards does not list.
 export type Annotation = Plain<Omit<AnnotationQuery, "target">> & {
-  target?: Plain<AnnotationTarget>;
+  target: Plain<AnnotationTarget> | { refId: string; expr: string; datasource: Plain<DataSourceRef>; interval: string };
   expr?: string; step?: string; titleFormat?: string; textFormat?: string; tagKeys?: string; useValueForTime?: boolean;
 };

@@ -93,6 +93,7 @@ def test_incidents_are_annotated_from_both_places(uid: str) -> None:
     assert all(
         f"{{{{{label}}}}}" in metric["titleFormat"] + metric["textFormat"] for label in ("role", "replica", "fault")
     )
+    assert metric["target"]["expr"] == metric["expr"]
     assert written["datasource"]["uid"] == "-- Grafana --" and written["target"]["tags"] == [board.TAG]
 
 

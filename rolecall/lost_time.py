@@ -10,16 +10,18 @@ Each second goes to effective or lost time by the share of replicas at work; wha
 that is hurt and to the class of its fault, of several to the one that began first. Pure.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.events import Event, EventKind
 from rolecall.effective import Loss, losses, training_began
 from rolecall.lanes import lives
-from rolecall.timeline import Joined, Story, tell
+from rolecall.timeline import CLOCK_SLACK_SECONDS, Joined, Story, tell
 
 SETTLE_SECONDS = 600.0
 """Slow replicas are found within minutes; panels, the slowest of all, lead to no action and so to no loss."""
@@ -115,6 +117,7 @@ class LostTime:
     _ended: bool = False
     _events: deque[Event] = field(default_factory=lambda: deque(maxlen=NUM_RETAINED_MAX))
     _open: dict[str, float] = field(default_factory=dict)  # incident -> when its harm began
+    _started: set[str] = field(default_factory=set)  # open ones with an action: the others have taken nothing yet
     _losses: list[CausedLoss] = field(default_factory=list)  # of closed incidents, not settled yet
     _settled_until: float = 0.0
     _settled: dict[Cause, float] = field(default_factory=dict)
@@ -133,11 +136,14 @@ class LostTime:
         self._events.append(event)
         which = event.incident_id or ""
         if event.kind is _K.INCIDENT_OPENED:
-            self._open[which] = event.wall_at
-            self._open[which] = min((s.began_at for s in self._stories([which])), default=event.wall_at)
+            self._settle(self._settled_by(event.wall_at))
+            self._open[which] = _began_at(event)
+        elif event.kind is _K.ACTION_STARTED and which in self._open:
+            self._started.add(which)
         elif event.kind is _K.INCIDENT_CLOSED and which in self._open:
             story = next(iter(self._stories([which])), None)
             del self._open[which]
+            self._started.discard(which)
             if story is not None:
                 self._losses += _caused([story], event.wall_at)
             return story
@@ -150,8 +156,8 @@ class LostTime:
         end = now
         if self._ended and self._committed_at is not None:
             end = self._committed_at
-        self._settle(min(end, now - self.settle_seconds, *self._open.values()))
-        known = self._losses + (_caused(self._stories(self._open), end) if self._open else [])
+        self._settle(min(end, self._settled_by(now)))
+        known = self._losses + _caused(self._stories(sorted(self._started)), end)
         lost = dict(self._settled)
         for cause, seconds in self._between(self._settled_until, end, known).items():
             lost[cause] = lost.get(cause, 0.0) + seconds
@@ -159,6 +165,9 @@ class LostTime:
 
     def _between(self, start: float, end: float, lost: Sequence[CausedLoss]) -> dict[Cause, float]:
         return lost_between(start, end, lost, num_rollouts=self.num_rollouts, num_trainers=self.num_trainers)
+
+    def _settled_by(self, now: float) -> float:
+        return min(now - self.settle_seconds, *self._open.values(), math.inf)
 
     def _settle(self, until: float) -> None:
         while self._events and self._events[0].wall_at < until:
@@ -174,10 +183,18 @@ class LostTime:
         """Of incidents that can be told: one whose events lack what their kinds have costs nothing, and stops nobody."""
         found: list[Story] = []
         for incident in which:
-            events = [e for e in self._events if e.incident_id in (None, incident)]
+            since = self._open[incident] - CLOCK_SLACK_SECONDS
+            events = [e for e in self._events if e.incident_id in (None, incident) and e.wall_at >= since]
             with suppress(LookupError, TypeError, ValueError):
                 found += tell(events, lives(events, {}), ()).stories
         return found
+
+
+def _began_at(opened: Event) -> float:
+    with suppress(LookupError, TypeError, ValueError):
+        d = Diagnosis.from_dict(opened.body["diagnosis"])
+        return min(d.onset, d.detected_at, opened.wall_at)
+    return opened.wall_at
 
 
 def _caused(stories: Iterable[Story], end: float) -> list[CausedLoss]:

@@ -42,7 +42,11 @@ NUM_SUSPECTS_MAX = 1_000
 NUM_UNREACHABLE_MAX = 1_000
 VERDICTS = ("right", "wrong")
 OUTCOMES = ("started", "done", *map(str, Failure))
+RECENT_SECONDS = 120.0
+"""A scrape a minute sees each incident twice."""
 K = TypeVar("K")
+Who = tuple[str, str, str, str]
+"""(node, role, replica, class of the fault)."""
 ACTIONS = tuple(a for a in ActionKind if a is not ActionKind.TOLERATE)
 
 
@@ -140,13 +144,21 @@ def _incident_values(view: JournalView, now: float) -> Iterator[MetricValue]:
     for state in sorted({*UNDECIDED, *UNDER_REPAIR}):
         yield _value("incidents_open", states[state], state)
     yield _value("incidents_broken", view.num_broken)
-    oldest: dict[tuple[str, str, str, str], float] = {}
+    oldest: dict[Who, float] = {}
     for incident in still_open:
         for suspect in _suspects(incident):
             oldest[suspect] = min(incident.opened_at, oldest.get(suspect, math.inf))
+    newest: dict[Who, float] = {}
+    for incident in view.incidents.values():
+        # One that was set aside counts as closed and has no time of it.
+        if incident.state is not IncidentState.CLOSED or now - (incident.closed_at or 0.0) < RECENT_SECONDS:
+            for suspect in _suspects(incident):
+                newest[suspect] = max(incident.opened_at, newest.get(suspect, 0.0))
     for suspect, opened_at in sorted(oldest.items(), key=lambda kv: kv[1])[:NUM_SUSPECTS_MAX]:
         yield _value("incident_open", 1.0, *suspect)
         yield _value("incident_opened_timestamp_seconds", opened_at, *suspect)
+    for suspect, opened_at in sorted(newest.items(), key=lambda kv: -kv[1])[:NUM_SUSPECTS_MAX]:
+        yield _value("incident_recent_timestamp_seconds", opened_at, *suspect)
     waiting = [
         i.attempt.expires_at
         for i in still_open
@@ -158,7 +170,7 @@ def _incident_values(view: JournalView, now: float) -> Iterator[MetricValue]:
     yield _value("evictions_last_hour", sum(e.at > since for e in evictions(view.incidents.values(), since)))
 
 
-def _suspects(incident: Incident) -> Iterable[tuple[str, str, str, str]]:
+def _suspects(incident: Incident) -> Iterable[Who]:
     d = incident.diagnosis
     fault = str(d.fault_class)
     return [(s.node, s.role, s.replica, fault) for s in d.suspects] or [("", d.role_at_fault, "", fault)]

@@ -40,6 +40,7 @@ from tests.fake_run import FakeRun
 from tests.recovery.world import World
 from tests.support import PATIENCE_SECONDS, eventually
 
+WALL_OFFSET = FakeClock(0.0).wall()
 LOOPBACK = Address("127.0.0.1", 0)
 Values = Mapping[tuple[str, ...], float]
 
@@ -114,6 +115,21 @@ class Read(Journal):
         found = super().events(**how)
         self.num_given += len(found)
         return found
+
+
+def test_an_incident_that_was_over_between_two_scrapes_shows_for_two_minutes(fake_run: RunDir) -> None:
+    closed_at = max(e.wall_at for e in _events(fake_run) if e.kind is EventKind.INCIDENT_CLOSED)
+    soon = _looked(fake_run, FakeClock(now=closed_at + 100.0 - WALL_OFFSET))
+    recent = {k[3:]: v for k, v in soon.items() if k[0] == "incident_recent_timestamp_seconds"}
+    assert set(recent) == {("rollout/0", "slow")} and closed_at - 60 < recent["rollout/0", "slow"] < closed_at
+    assert not any(k[0] in ("incident_open", "incident_opened_timestamp_seconds") for k in soon)
+    later = _looked(fake_run, FakeClock(now=closed_at + 121.0 - WALL_OFFSET))
+    assert not any(k[0] == "incident_recent_timestamp_seconds" for k in later)
+
+
+def _events(run: RunDir) -> list[Event]:
+    with closing(Journal(run.database_url, create=False)) as journal:
+        return journal.events()
 
 
 def test_looks_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
@@ -226,6 +242,7 @@ def test_a_watch_at_work_says_what_it_does(tmp_path: Path) -> None:
         who = ("node-rollout-1", "rollout", "rollout/1", "crash")
         assert found["incident_open", *who] == 1
         assert found["incident_opened_timestamp_seconds", *who] <= world.clock.wall()
+        assert found["incident_recent_timestamp_seconds", *who] <= world.clock.wall()
         assert found["incidents_open", "proposed"] == 1
         assert found["plans_waiting",] == 1 and found["evictions_limit",] == 6
         assert found["plans_waiting_deadline_timestamp_seconds",] > world.clock.wall()

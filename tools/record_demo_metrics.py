@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from tests.agent.full_node import FullNode, full_node, reporting
 from tests.agent.test_network import interface
+from tests.core.test_nccl_inspector import line
 from tests.dashboards.openmetrics import Recording
 from tests.infiniband_tree import port
 
@@ -35,6 +36,16 @@ BYTES_MAX = 1_500_000
 GPU_NODE = "gpu-1"
 XID_AFTER, HOT_FROM, HOT_UNTIL = 12, 20, 32
 """Rounds of the stand-in node at which things happen to it."""
+
+KERNEL_SAYS = (
+    "nvidia-nvswitch0: SXid (PCI:0000:c3:00.0): 24007, Fatal, Link 30 sourcetrack timeout error",
+    "mlx5_core 0000:41:00.0 ens1f0np0: Link down",
+    "mlx5_core 0000:41:00.0 ens1f0np0: Link up",
+    "EDAC MC0: 1 CE memory read error on CPU_SrcID#0_Ha#0_Chan#1_DIMM#0 (channel:1 slot:0 page:0x3f)",
+    "{1}[Hardware Error]: event severity: fatal",
+    "INFO: task python3:4711 blocked for more than 120 seconds.",
+)
+"""Lines as tests/core/test_kernel_lines.py has them."""
 
 
 def main() -> int:
@@ -58,7 +69,13 @@ def _record(recording: Recording, folder: Path, seed: int, steps: int) -> int:
     """Until the demo is over, and a little longer. Returns its exit code."""
     (folder / "node").mkdir()
     run = folder / "runs" / f"demo-{seed}"
-    with full_node(folder / "node", node=GPU_NODE) as node, reporting(node), _demo(run, seed, steps) as demo:
+    _disk(folder / "node")
+    with (
+        full_node(folder / "node", node=GPU_NODE) as node,
+        reporting(node) as process,
+        _demo(run, seed, steps) as demo,
+    ):
+        node.machine.set({"processes": f"{process.pid}:{60 << 30}"}, 0)
         began, over_at, number = time.monotonic(), math.inf, 0
         while time.monotonic() < over_at + AFTER_SECONDS:
             _move(node, number)
@@ -116,6 +133,13 @@ def _scrape(recording: Recording, job: str, instance: str, url: str, path: str) 
     recording.scraped(at, job, instance, page, time.monotonic() - began)
 
 
+def _disk(folder: Path) -> None:
+    """The stand-in node has one disk of this machine's."""
+    names = [line.split()[2] for line in Path("/proc/diskstats").read_text().splitlines()]
+    busy = next((n for n in names if not n.startswith(("loop", "ram"))), names[0])
+    (folder / "sys" / "block" / busy / "device").mkdir(parents=True)
+
+
 def _move(node: FullNode, number: int) -> None:
     """What happens on the stand-in node in its round `number`."""
     wave = math.sin(number / 3.0)
@@ -147,9 +171,25 @@ def _move(node: FullNode, number: int) -> None:
             "link_downed": int(number > XID_AFTER) if n else 0,
         }
         port(root / "infiniband", f"mlx5_{n}", counters=counters, hw_counters={"np_cnp_sent": 1 + 40 * number})
-    interface(root / "net", "eth0", rx_bytes=1000 + number * 50_000_000, tx_bytes=2000 + number * 48_000_000)
+    interface(
+        root / "net",
+        "eth0",
+        rx_bytes=1000 + number * 50_000_000,
+        tx_bytes=2000 + number * 48_000_000,
+        rx_packets=10 + number * 40_000,
+        tx_packets=10 + number * 39_000,
+        rx_dropped=max(0, number - HOT_FROM) * 3,
+    )
+    with (node.folder / "inspector" / "n-pid1.log").open("ab") as f:
+        f.write(b"".join(line(rank, number * 4 + n, 500.0 + 80.0 * wave) for rank in range(2) for n in range(4)))
     if number == XID_AFTER:
         node.happen()
+    if number == HOT_FROM:
+        node.machine.set({"NvLinkState.7": 0, "NvLinkErrorCounter.7.0": 12}, 1)
+        with node.kernel_log.open("a") as f:
+            f.writelines(
+                f"Nov 22 10:00:{n:02} n kernel: [  20{n}.000001] {said}\n" for n, said in enumerate(KERNEL_SAYS)
+            )
 
 
 if __name__ == "__main__":

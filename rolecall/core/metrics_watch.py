@@ -81,6 +81,14 @@ _INCIDENTS = (
         "When the oldest open incident about it was opened, seconds since 1970; absent when none is",
         _SUSPECT,
     ),
+    _watch(
+        "incident_recent_timestamp_seconds",
+        _G,
+        "seconds",
+        "When the newest incident about it was opened, seconds since 1970; while it is open and two minutes after its "
+        "end, so that no scrape misses one that was over in a second",
+        _SUSPECT,
+    ),
     _watch("incidents_open", _G, "", "Open incidents by state: open, planned, proposed, acting, verifying", ("state",)),
     _watch("incidents_broken", _G, "", "Incidents set aside because their events do not fit or cannot be read"),
     _watch("incidents_opened_total", _C, "", "Incidents opened, by role of the first suspect (empty: none)", _FAULT),

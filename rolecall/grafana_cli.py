@@ -5,10 +5,13 @@ from typing import Annotated
 
 import typer
 
+from rolecall.grafana_push_cli import annotate, push
 from rolecall.options import out
 from rolecall.text import plain
 
 grafana = typer.Typer(no_args_is_help=True, help="Dashboards for Grafana, alert rules for Prometheus.")
+grafana.command()(push)
+grafana.command()(annotate)
 
 IncidentsAtOption = Annotated[
     str,

@@ -112,6 +112,7 @@ def test_nothing_imports_dashboards_but_the_composition_root() -> None:
             "rolecall.demo",
             "rolecall.people_cli",
             "rolecall.grafana_cli",
+            "rolecall.grafana_push_cli",
             "rolecall.dashboard_cli",
             "rolecall.dashboard_beside",
         )

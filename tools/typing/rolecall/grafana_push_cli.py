@@ -1,0 +1,1 @@
+../../../rolecall/grafana_push_cli.py

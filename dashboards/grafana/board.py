@@ -5,7 +5,7 @@ Panels and dashboards have fixed ids, so that links to them go on working. What 
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -62,6 +62,8 @@ class Row:
     height: int
     widths: Sequence[int]
     panels: Sequence[Panel]
+    collapsed: bool = False
+    """Grafana asks for what is in it once somebody opens it."""
 
 
 class _IncidentQuery(AnnotationQuery):
@@ -202,18 +204,37 @@ def _annotations() -> AnnotationContainer:
     return AnnotationContainer(list_val=[seen, written])
 
 
+def all_panels(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Those of a document, in rows that are open and collapsed, without the rows."""
+    for panel in document["panels"]:
+        if panel["type"] == "row":
+            yield from panel["panels"]
+        else:
+            yield panel
+
+
 def _placed(rows: Iterable[Row]) -> Iterable[Panel | RowPanel]:
     y = 0
     for n, row in enumerate(rows, start=1):
         first = 100 * n
-        yield RowPanel(
-            title=row.title, id_val=first, collapsed=False, panels=[], grid_pos=GridPos(x=0, y=y, w=WIDTH, h=1)
-        )
-        x, y = 0, y + 1
-        for m, (width, panel) in enumerate(zip(row.widths, row.panels, strict=True), start=1):
-            if x + width > WIDTH:
-                x, y = 0, y + row.height
-            panel.id_val, panel.grid_pos = first + m, GridPos(x=x, y=y, w=width, h=row.height)
-            x += width
-            yield panel
-        y += row.height
+        place = GridPos(x=0, y=y, w=WIDTH, h=1)
+        head = RowPanel(title=row.title, id_val=first, collapsed=row.collapsed, panels=[], grid_pos=place)
+        below = _in_row(row, first, y + 1)
+        if row.collapsed:
+            head.panels = below
+            yield head
+            y += 1
+        else:
+            yield head
+            yield from below
+            y = max(panel.grid_pos.y for panel in below if panel.grid_pos) + row.height
+
+
+def _in_row(row: Row, first: int, y: int) -> list[Panel]:
+    x = 0
+    for m, (width, panel) in enumerate(zip(row.widths, row.panels, strict=True), start=1):
+        if x + width > WIDTH:
+            x, y = 0, y + row.height
+        panel.id_val, panel.grid_pos = first + m, GridPos(x=x, y=y, w=width, h=row.height)
+        x += width
+    return list(row.panels)

@@ -90,6 +90,8 @@ def lines(title: str, description: str, look: Look, *queries: Query, stacked: bo
     return _of_time(panel).color_scheme(_colour(FieldColorModeId.PALETTE_CLASSIC_BY_NAME)).build()
 
 
+BAND_POINTS_MAX = 120
+"""At each the band is made of every replica of the role: 30 s apart in an hour, for 1,000 replicas still quick enough."""
 SUSPECT, LOWEST, MEDIAN, HIGHEST = "this replica, rank {{rank}}", "peers: lowest", "peers: median", "peers: highest"
 
 
@@ -102,6 +104,7 @@ def band(title: str, description: str, look: Look, own: str, peers: str) -> Pane
         Query(f"max({peers})", HIGHEST),
     )
     panel = _of_time(_with(timeseries.Panel(), title, description, look, queries)).line_width(2)
+    panel = panel.max_data_points(BAND_POINTS_MAX)
     panel = panel.show_points(common_models.VisibilityMode.AUTO).fill_opacity(0)
     edge = [_value("color", {"mode": "fixed", "fixedColor": GREY}), _value("custom.lineWidth", 1)]
     dashed = _value("custom.lineStyle", {"fill": "dash", "dash": [6, 6]})

@@ -226,6 +226,7 @@ def _waits() -> Row:
                 {"node": "node", "rank": "rank", "reason": "reason"},
             ),
         ],
+        collapsed=True,
     )
 
 
@@ -279,4 +280,5 @@ def _engine() -> Row:
                 Query(f"max by (rank) (rolecall_vllm_awake{{{OWN}}})", "awake, rank {{rank}}"),
             ),
         ],
+        collapsed=True,
     )

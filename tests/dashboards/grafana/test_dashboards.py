@@ -5,8 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -28,12 +26,8 @@ UNITS = {"none", "short", "s", "dtdurations", "percentunit", "bytes", "Bps", "ce
 SECRET_WORDS = ("password", "token=", "Bearer")
 
 
-def _panels(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    return (p for p in document["panels"] if p["type"] != "row")
-
-
-PANELS = [(uid, p["id"]) for uid, d in DOCUMENTS.items() for p in _panels(d)]
-PANEL = {(uid, p["id"]): p for uid, d in DOCUMENTS.items() for p in _panels(d)}
+PANELS = [(uid, p["id"]) for uid, d in DOCUMENTS.items() for p in board.all_panels(d)]
+PANEL = {(uid, p["id"]): p for uid, d in DOCUMENTS.items() for p in board.all_panels(d)}
 IDS = [f"{uid}-{PANEL[uid, n]['title']}" for uid, n in PANELS]
 each_board = pytest.mark.parametrize("uid", DOCUMENTS)
 each_panel = pytest.mark.parametrize("at", PANELS, ids=IDS)
@@ -51,7 +45,8 @@ def test_a_dashboard_is_what_grafana_expects(uid: str) -> None:
     assert document["schemaVersion"] in SCHEMA_VERSIONS
     assert document["editable"] is False and document["refresh"] == "30s"
     assert "id" not in document and "version" not in document, "both are the server's"
-    panels = [p["id"] for p in document["panels"]]
+    rows = [p for p in document["panels"] if p["type"] == "row"]
+    panels = [p["id"] for p in (*rows, *board.all_panels(document))]
     assert len(panels) == len(set(panels))
     assert not any(word in json.dumps(document) for word in SECRET_WORDS)
 
@@ -79,6 +74,7 @@ def test_variables_let_people_choose_and_follow_the_time(uid: str) -> None:
 def test_panels_stand_side_by_side(uid: str) -> None:
     taken: dict[tuple[int, int], str] = {}
     for panel in DOCUMENTS[uid]["panels"]:
+        assert bool(panel.get("panels")) == bool(panel.get("collapsed")), "panels of an open row stand beside it"
         at = panel["gridPos"]
         assert at["x"] + at["w"] <= board.WIDTH
         for cell in ((x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])):
@@ -102,7 +98,7 @@ def test_links_lead_to_dashboards_that_are_there_and_carry_the_time(uid: str) ->
     document = DOCUMENTS[uid]
     assert {link["url"] for link in document["links"]} == {f"/d/{other}" for other in DOCUMENTS if other != uid}
     assert all(link["includeVars"] and link["keepTime"] for link in document["links"])
-    for panel in _panels(document):
+    for panel in board.all_panels(document):
         for link in panel["fieldConfig"]["defaults"].get("links", ()):
             target, _, query = link["url"].removeprefix("/d/").partition("?")
             assert target in DOCUMENTS, link["url"]

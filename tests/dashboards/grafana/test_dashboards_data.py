@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.dashboards.grafana.all import documents
+from rolecall.dashboards.grafana.board import all_panels
 from rolecall.dashboards.grafana.promql import alive, grown, scoped, selectors
 from tests.dashboards.grafana import made_up
 from tests.dashboards.grafana.viewing import Asked, Viewer
@@ -22,8 +23,8 @@ DOCUMENTS = {d["uid"]: d for d in documents()}
 EXPRESSIONS = {
     (uid, panel["title"], target["refId"]): target["expr"]
     for uid, d in DOCUMENTS.items()
-    for panel in d["panels"]
-    for target in panel.get("targets", ())
+    for panel in all_panels(d)
+    for target in panel["targets"]
 }
 METRICS = sorted({s.metric for e in EXPRESSIONS.values() for s in selectors(e)})
 OF_NODE = ("rolecall-gpus", "rolecall-network")

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from rolecall.dashboards.grafana.board import all_panels
+
 HOME = Path(__file__).parents[3] / "tools" / "grafana-schema"
 INSTALL_SECONDS = 180
 CHECK_SECONDS = 180
@@ -64,7 +66,8 @@ def source(document: Mapping[str, Any]) -> str:
     parts = [f'import type {{ Annotation, Board, {", ".join(kinds)} }} from "./shapes";']
     parts.append(f"export const board = {_text(head)} satisfies Board;")
     parts.append(f"export const annotations = {_text(document['annotations']['list'])} satisfies Annotation[];")
-    for panel in document["panels"]:
+    rows = [{**p, "panels": []} for p in document["panels"] if p["type"] == "row"]
+    for panel in (*rows, *all_panels(document)):
         parts.append(f"export const panel{panel['id']} = {_text(panel)} satisfies {KINDS[panel['type']]};")
     return "\n".join(parts) + "\n"
 

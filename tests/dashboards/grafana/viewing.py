@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rolecall.dashboards.grafana.board import all_panels
 from rolecall.dashboards.grafana.promql import selectors
 from tests.dashboards.prometheus_of_demo import DemoPrometheus
 
@@ -57,8 +58,8 @@ class Viewer:
     def look(self, document: Mapping[str, Any]) -> Iterator[Asked]:
         """Every expression of every panel, and of the annotations."""
         values = self._values(document, self.variables(document))
-        for panel in document["panels"]:
-            for target in panel.get("targets", ()):
+        for panel in all_panels(document):
+            for target in panel["targets"]:
                 yield self._asked(document["uid"], panel["title"], target["refId"], target["expr"], values)
         for annotation in document["annotations"]["list"]:
             if "expr" in annotation:

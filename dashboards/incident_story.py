@@ -3,6 +3,7 @@
 The number stands in the drawing and in the list beside it, so that neither colour nor space for words is needed there.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -224,7 +225,7 @@ def touched(m: Material) -> frozenset[str]:
 
 def _of_run(m: Material, story: Story | None) -> list[Moment]:
     """What the run did that belongs to it: the replaced replicas' lives, proofs, requests, interrupted steps."""
-    who = touched(m)
+    who, made = touched(m), m.incident.touched if m.incident else {}
     until = story.ends_at if story is not None else None
     since = story.began_at if story is not None else (m.events[0].wall_at if m.events else m.now)
     found = []
@@ -235,6 +236,7 @@ def _of_run(m: Material, story: Story | None) -> list[Moment]:
             continue
         words, mark = "", Mark.RUN
         replica, number = str(e.body.get("replica", "")), e.body.get("incarnation")
+        key = (replica, int(number or 0))
         match e.kind:
             case K.REPLICA_LOST if replica in who:
                 words = f"{replica}#{number} is lost: {e.body.get('because')}"
@@ -244,8 +246,8 @@ def _of_run(m: Material, story: Story | None) -> list[Moment]:
                 standby = e.body.get("from_standby")
                 came = f", from the standby{f' {standby}' if isinstance(standby, str) else ''}" if standby else ""
                 words = f"{replica}#{number} is ready on {e.body.get('node')}, pid {e.body.get('pid')}{came}"
-            case K.WEIGHTS_ADMITTED if replica in who and (replica, int(number or 0)) not in proven:
-                proven.add((replica, int(number or 0)))
+            case K.WEIGHTS_ADMITTED if key[1] >= made.get(replica, sys.maxsize) and key not in proven:
+                proven.add(key)
                 version = e.body.get("policy_version")
                 words, mark = f"{replica}#{number} serves: its weights (version {version}) are proven", Mark.PROOF
             case K.WEIGHTS_REFUSED if replica in who:

@@ -158,7 +158,17 @@ def asked(m: Material) -> Asked | None:
     before = tuple(a for a in m.incident.attempts if a.made_at < at)
     others = tuple(o for i in m.others if (o := as_of(i, at)) is not None)
     incident = replace(m.incident, attempts=before, verified_at=None, closed_at=None, outcome=None, state=S.OPEN)
-    return Asked(question=question, incident=incident, others=others, now=at)
+    return Asked(question=question, incident=incident, others=others, paused=_paused(m), now=at)
+
+
+def _paused(m: Material) -> str | None:
+    """Who had paused rolecall, as the guard said it of this plan."""
+    for e in reversed(m.events):
+        if e.kind is K.PLAN_MADE:
+            return None
+        if e.kind is K.PLAN_HELD and e.body.get("guard") == "paused":
+            return str(e.body.get("because", "")).removeprefix("paused by ") or "somebody"
+    return None
 
 
 def as_of(i: Incident, at: float) -> Incident | None:
@@ -219,7 +229,10 @@ def _by_person(a: Asked) -> Iterable[Change]:
     for other in ("observe", "approve", "act"):
         if other != mode:
             yield f"the mode been {other} (it is {mode})", _of_config(a, mode=other)
-    yield "a person paused rolecall", replace(a, paused="somebody: wait")
+    if a.paused is None:
+        yield "a person paused rolecall", replace(a, paused="somebody: wait")
+    else:
+        yield "nobody paused rolecall", replace(a, paused=None)
 
 
 def _by_class(a: Asked) -> Iterable[Change]:

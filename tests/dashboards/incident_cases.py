@@ -1,0 +1,191 @@
+"""Journals with an incident of every kind, made by the real watch on a fake clock; and windows made by the real detector."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rolecall.core.config import DetectorConfig
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.events import EventKind
+from rolecall.core.ids import NodeId
+from rolecall.dashboards.incident_material import Material, read
+from rolecall.detector.engine import Detector
+from rolecall.detector.testing import FakeFleet, Fault
+from rolecall.recovery import commands
+from rolecall.recovery.book import Book
+from rolecall.recovery.place import JournalPlace
+from rolecall.recovery.testing import diagnosis
+from tests.recovery.world import World
+
+F, K = FaultClass, EventKind
+HOSTILE = (
+    "<script>alert(1)</script> **bold** $x^2$ :red[x] [a](http://b) \x1b[31mred\x1b[0m \u202eback `code` <img src=x>"
+)
+"""What a log line may hold: HTML, Markdown, LaTeX, Streamlit's own colours, control and direction characters."""
+
+
+def cured(world: World, fault: FaultClass = F.CRASH, replica: str = "rollout/1") -> None:
+    watch = world.watch()
+    world.run(2.0, watch)
+    world.runtime.inject(replica, fault)
+    world.until(world.all_closed, watch)
+
+
+def hung_trainer(world: World) -> None:
+    cured(world, F.HANG, "trainer/1")
+
+
+def slow(world: World) -> None:
+    cured(world, F.SLOW, "rollout/0")
+
+
+def retried(world: World) -> None:
+    """The first replacement dies before its first work."""
+    world.runtime.starts_that_die["rollout/1"] = 1
+    cured(world)
+
+
+def gave_up(world: World) -> None:
+    world.runtime.starts_that_die["rollout/1"] = 9
+    cured(world)
+
+
+def proposed(world: World) -> None:
+    watch = world.watch(world.config.model_copy(update={"mode": "approve"}))
+    world.run(2.0, watch)
+    world.runtime.inject("rollout/1", F.CRASH)
+    world.until(lambda: world.events(K.PLAN_PROPOSED), watch)
+
+
+def approved(world: World) -> None:
+    proposed(world)
+    attempt = world.only().attempt
+    assert attempt is not None
+    commands.approve(JournalPlace(world.url), attempt.plan.digest, "Ada", clock=world.clock)
+    world.until(world.all_closed, world.watch(world.config.model_copy(update={"mode": "approve"})))
+
+
+def held(world: World) -> None:
+    watch = world.watch()
+    world.run(2.0, watch)
+    commands.pause(JournalPlace(world.url), "Ada", "let me look")
+    world.runtime.inject("rollout/1", F.CRASH)
+    world.until(lambda: world.events(K.PLAN_HELD), watch)
+
+
+def observed(world: World) -> None:
+    watch = world.watch(world.config.model_copy(update={"mode": "observe"}))
+    world.run(2.0, watch)
+    world.runtime.inject("rollout/1", F.HANG)
+    world.until(lambda: world.events(K.PLAN_HELD), watch)
+    world.runtime.processes["rollout/1"].fault = None
+    world.until(world.all_closed, watch)
+
+
+def asked_by_person(world: World) -> None:
+    watch = world.watch()
+    world.run(2.0, watch)
+    commands.replace(JournalPlace(world.url), "rollout/1", "it looks odd", "Ada", clock=world.clock)
+    world.until(world.all_closed, watch)
+
+
+def said(world: World, d: Diagnosis) -> None:
+    """A diagnosis of somebody else's making, for as long as it takes to close."""
+    watch = world.watch()
+    world.run(2.0, watch)
+    world.detector.extra.append(replace(d, onset=world.clock.wall() - 3.0, detected_at=world.clock.wall()))
+    world.until(lambda: world.events(K.INCIDENT_CLOSED) or world.events(K.ACTION_DONE), watch)
+
+
+def node_lost(world: World) -> None:
+    d = diagnosis(F.NODE_LOST, because="node-7's agent has been silent for 31 s, and so has its raylet")
+    said(world, replace(d, suspects=(Suspect(node=NodeId("node-7")),)))
+
+
+def user_code(world: World) -> None:
+    because = "all trainers raised ValueError: shapes differ, at train.py:31"
+    said(
+        world, diagnosis(F.USER_CODE, ("trainer/0", 1), ("trainer/1", 1), because=because, about="trainer:ValueError:1")
+    )
+
+
+def cannot_tell(world: World) -> None:
+    because = "rollouts stand still together, and nobody is seen whom they wait for"
+    said(world, diagnosis(F.CANNOT_TELL, because=because, settle="the stacks of role rollout"))
+
+
+def hostile(world: World) -> None:
+    """Text of a log in every place that text of others can come to."""
+    from rolecall.core.diagnosis import Evidence
+
+    evidence = (Evidence(kind=HOSTILE, text=HOSTILE, values={HOSTILE: 1.0, "deadline_seconds": 2.0}),)
+    d = diagnosis(F.CRASH, ("rollout/1", 1), because=HOSTILE, advice=HOSTILE, settle=HOSTILE, evidence=evidence)
+    said(world, replace(d, detectors=(HOSTILE,)))
+    name = world.only().incident_id
+    body = {
+        "because": HOSTILE,
+        "told": [HOSTILE],
+        "missing": [HOSTILE],
+        "files": [{"name": HOSTILE}],
+        "findings": [{"detector": HOSTILE, "because": HOSTILE, "evidence": [{"kind": HOSTILE, "text": HOSTILE}]}],
+        "seconds": 1.0,
+    }
+    world.journal.append(K.EVIDENCE_PULLED, body, incident_id=name)
+    world.journal.append(K.DIAGNOSIS_MARKED, {"verdict": "wrong", "by": HOSTILE, "because": HOSTILE}, incident_id=name)
+    weights = {"replica": "rollout/1", "incarnation": 2, "policy_version": HOSTILE, "holder": HOSTILE, "proof": {}}
+    world.journal.append(K.WEIGHTS_ADMITTED, weights)
+    world.journal.append(K.WEIGHTS_REFUSED, {**weights, "part": HOSTILE, "because": HOSTILE})
+    world.journal.append(K.REPLICA_LOST, {"replica": "rollout/1", "incarnation": 2, "because": HOSTILE})
+
+
+KINDS: Mapping[str, Callable[[World], None]] = {
+    "cured": cured,
+    "hung trainer": hung_trainer,
+    "slow": slow,
+    "retried": retried,
+    "gave up": gave_up,
+    "proposed": proposed,
+    "approved": approved,
+    "held": held,
+    "observed": observed,
+    "asked by a person": asked_by_person,
+    "node lost": node_lost,
+    "user code": user_code,
+    "cannot tell": cannot_tell,
+    "hostile": hostile,
+}
+
+
+def world_of(kind: str, path: Path) -> World:
+    world = World(path)
+    KINDS[kind](world)
+    return world
+
+
+def material_of(world: World, *, window: Mapping[str, Any] | None = None) -> Material:
+    book = Book()
+    book.refresh(world.journal)
+    (name,) = book.incidents
+    if window is not None:
+        world.journal.save_window(name, "observations", window)
+    return read(world.journal, book, name, None, world.clock.wall())
+
+
+@cache
+def found(fault: str, replica: str) -> tuple[Diagnosis, Mapping[str, Any]]:
+    """What the real detector says of a simulated run, and the window that it had read."""
+    fleet = FakeFleet(seed=7)
+    detector = Detector(DetectorConfig(), {"trainer": 2, "rollout": 3, "reward": 2, "controller": 1})
+    for o in fleet.run(60.0):
+        detector.observe(o)
+    if fault == "kill":
+        fleet.kill(replica)
+    else:
+        fleet.processes[replica].fault = Fault(fault)
+    for o in fleet.run(60.0):
+        standing = detector.observe(o)
+        if standing:
+            return standing[0], detector.window(standing[0].suspects)
+    raise AssertionError(f"nothing was found of {fault} at {replica}")

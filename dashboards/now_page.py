@@ -15,7 +15,8 @@ from rolecall.dashboards.now_view import (
     troubles,
 )
 from rolecall.dashboards.reading import Look, Reader
-from rolecall.dashboards.shell import page
+from rolecall.dashboards.shell import page, reader
+from rolecall.dashboards.signing_in import sidebar
 from rolecall.text import plain
 
 OPEN_MAX = 12
@@ -24,10 +25,11 @@ TABLE_KEY = "now.table"
 
 
 def show() -> None:
+    sidebar(reader())
     page("Now", _draw, slow=_draw_slow)
 
 
-def _draw(_reader: Reader, look: Look) -> None:
+def _draw(_: Reader, look: Look) -> None:
     for kind, head, sentence in notices(look):
         st.html(banner(kind, head, sentence))
     _draw_incidents(look)
@@ -73,7 +75,7 @@ def _draw_replicas(found: tuple[Role, ...]) -> None:
         )
 
 
-def _draw_slow(reader: Reader, look: Look) -> None:
+def _draw_slow(r: Reader, look: Look) -> None:
     curve = look.course.curve
     if len(curve) > 1:
         st.subheader("The run so far")
@@ -94,4 +96,4 @@ def _draw_slow(reader: Reader, look: Look) -> None:
             "ETTR: the share of time in which rollouts and trainers worked. A loss counts from the onset that its "
             "diagnosis gives, in seconds of the whole run's work."
         )
-    show_prometheus(reader)
+    show_prometheus(r)

@@ -1,0 +1,225 @@
+"""How quick the dashboard is on a large cluster's journal: `python benchmarks/dashboard.py`.
+
+1,000 replicas and 10,000 incidents of about ten events each (tests/dashboards/big_journal.py). `rolecall dashboard` serves
+it as an operator would have it, a headless Chromium opens each page. First paint: from the beginning of the navigation
+until the page's own content stands (not its heading), with nothing in the browser's cache. Cold: the very first page
+of a server that has just told its address, while it still reads the history. Warm: a server that has read all of it.
+At rest: CPU of the server with one page open and nothing happening; memory when the history is read.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+
+sys.path.insert(0, str(common.ROOT))
+
+from playwright.sync_api import Browser, TimeoutError, sync_playwright
+
+from rolecall.core.clock import SystemClock
+from rolecall.core.rundir import RunDir
+from tests.dashboards.big_journal import BigJournal
+
+CONTENT = {
+    "/": ".rc-figures",
+    "/incidents": "[data-testid=stDataFrame], [data-testid=stTable], .rc",
+    "/fleet": "[data-testid=stDataFrame], [data-testid=stTable], [data-testid=stMetric], .rc",
+    "/accounting": "[data-testid=stMetric], [data-testid=stDataFrame], [data-testid=stTable], .rc",
+    "/acting": "[data-testid=stAlert], [data-testid=stButton], .rc",
+}
+"""Address of each page, and what of it is content: it is there only when the journal was read."""
+BAR_SECONDS = 2.0
+WAIT_SECONDS = 120.0
+PAINT_SECONDS_MAX = 20.0
+"""A page without content for so long has none: its figure is infinite, and the report says so."""
+CHROMIUM = "/usr/bin/chromium"
+
+
+class Server:
+    """`rolecall dashboard` in a process of its own. `started_seconds`: until it told its address."""
+
+    def __init__(self, run: RunDir, log: Path) -> None:
+        self._log = log
+        began = time.monotonic()
+        argv = [sys.executable, "-m", "rolecall", "dashboard", str(run.path), "--port", "0"]
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(argv, cwd=common.ROOT, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        while not (found := re.search(r"http://\S+", log.read_text())):
+            if self._process.poll() is not None or time.monotonic() > began + WAIT_SECONDS:
+                raise SystemExit(f"the dashboard did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.01)
+        self.url, self.started_seconds = found[0], time.monotonic() - began
+
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def resident_bytes(self) -> int:
+        pages = int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+    def close(self) -> None:
+        self._process.send_signal(signal.SIGINT)
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+@contextlib.contextmanager
+def server(run: RunDir, folder: Path) -> Iterator[Server]:
+    found = Server(run, folder / "dashboard.log")
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def paint(browser: Browser, url: str, path: str, *, dark: bool = False) -> tuple[float, Any]:
+    """(seconds from the navigation to content, the page, still open)."""
+    context = browser.new_context(viewport={"width": 1440, "height": 900}, color_scheme="dark" if dark else "light")
+    page = context.new_page()
+    began = time.perf_counter()
+    page.goto(url + path, wait_until="commit", timeout=WAIT_SECONDS * 1e3)
+    content = page.locator(f"[data-testid=stMain] :is({CONTENT[path]})").first
+    try:
+        content.wait_for(timeout=PAINT_SECONDS_MAX * 1e3)
+    except TimeoutError as e:
+        print(f"{path}: no content: {e.message.splitlines()[0]}: {page.inner_text('body')[:300]!r}", file=sys.stderr)
+        return math.inf, page
+    return time.perf_counter() - began, page
+
+
+def cold(browser: Browser, run: RunDir, folder: Path, number: int) -> tuple[dict[str, list[float]], list[float]]:
+    """(first paint by page, seconds to start): a fresh server for each."""
+    found: dict[str, list[float]] = {path: [] for path in CONTENT}
+    starts = []
+    for path, took in found.items():
+        for _ in range(number):
+            with server(run, folder) as s:
+                seconds, page = paint(browser, s.url, path)
+                took.append(seconds)
+                starts.append(s.started_seconds)
+                page.context.close()
+    return found, starts
+
+
+def read_whole(browser: Browser, s: Server) -> float:
+    """Seconds until the notice that the history is being read is gone, from now."""
+    began = time.perf_counter()
+    _, page = paint(browser, s.url, "/")
+    page.wait_for_function(
+        "() => !document.body.innerText.includes('history is being read')", timeout=WAIT_SECONDS * 1e3
+    )
+    page.context.close()
+    return time.perf_counter() - began
+
+
+def warm(browser: Browser, s: Server, number: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {path: [] for path in CONTENT}
+    for _ in range(number):
+        for path, took in found.items():
+            seconds, page = paint(browser, s.url, path)
+            took.append(seconds)
+            page.context.close()
+    return found
+
+
+def at_rest(browser: Browser, s: Server, path: str | None, seconds: float) -> float:
+    """Share of a core that the server uses, with one page open or none."""
+    page = paint(browser, s.url, path)[1] if path else None
+    time.sleep(5)
+    before, began = s.cpu_seconds(), time.monotonic()
+    time.sleep(seconds)
+    share = (s.cpu_seconds() - before) / (time.monotonic() - began)
+    if page is not None:
+        page.context.close()
+    return share
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--incidents", type=int, default=10_000)
+    parser.add_argument("--replicas", type=int, default=1_000)
+    parser.add_argument("--runs", type=int, default=10, help="of each page on a warm server")
+    parser.add_argument("--cold-runs", type=int, default=3, help="fresh servers for each page")
+    parser.add_argument("--seconds", type=float, default=30.0, help="over which CPU at rest is measured")
+    parser.add_argument("--no-file", action="store_true", help="print only")
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
+        folder = Path(name)
+        now = SystemClock().wall()
+        big = BigJournal(folder, num_incidents=args.incidents, num_replicas=args.replicas, ends_at=now)
+        run = big.build()
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        version = browser.version
+        colds, starts = cold(browser, run, folder, args.cold_runs)
+        with server(run, folder) as s:
+            whole = read_whole(browser, s)
+            memory = s.resident_bytes()
+            warms = warm(browser, s, args.runs)
+            rest = {path: at_rest(browser, s, path, args.seconds) for path in (None, *CONTENT)}
+            grown = s.resident_bytes()
+        browser.close()
+    size = (len(big.lines), sum(len(line["body"]) for line in big.lines))
+    report(args, version, size, colds, starts, warms, whole, (memory, grown), rest)
+    return 0
+
+
+def report(
+    args: argparse.Namespace,
+    chromium: str,
+    size: tuple[int, int],
+    colds: dict[str, list[float]],
+    starts: list[float],
+    warms: dict[str, list[float]],
+    whole: float,
+    memory: tuple[int, int],
+    rest: dict[str | None, float],
+) -> None:
+    config = (
+        f"{args.replicas:,} replicas, {args.incidents:,} incidents, {size[0]:,} events ({size[1] / 2**20:.0f} MiB of "
+        f"bodies), SQLite; Chromium {chromium}, headless, empty cache, on the same machine"
+    )
+    lines = common.header("The dashboard", config, "7 (the journal)")
+    lines += ["First paint, seconds from navigation to content: median, quartiles, worst (bar: 2 s):", ""]
+    lines += ["| page | warm server | cold server |", "|---|---|---|"]
+    for path in CONTENT:
+        lines.append(f"| {path.strip('/').capitalize() or 'Now'} | {spread(warms[path])} | {spread(colds[path])} |")
+    over = [p for found in (warms, colds) for p, took in found.items() if statistics.median(took) > BAR_SECONDS]
+    lines += ["", f"Over the bar: {', '.join(sorted(set(over))) or 'none'}.", ""]
+    lines += ["| what | measured |", "|---|---|"]
+    lines.append(f"| start of the server until it tells its address | {spread(starts)} |")
+    lines.append(f"| until the whole history is read, a page open | {whole:.1f} s |")
+    lines.append(
+        f"| memory, history read; after all pages | {memory[0] / 2**20:.0f} MiB; {memory[1] / 2**20:.0f} MiB |"
+    )
+    for path, share in rest.items():
+        what = "no page open" if path is None else f"`{path}` open"
+        lines.append(f"| CPU at rest, {what} | {100 * share:.1f} % of a core |")
+    lines.append("")
+    print("\n".join(lines))
+    if not args.no_file:
+        common.write("dashboard", lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    middle, low, high = common.middle_and_spread(values)
+    return f"{middle:.2f} s ({low:.2f} to {high:.2f}, worst {max(values):.2f}, n={len(values)})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

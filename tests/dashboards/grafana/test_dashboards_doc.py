@@ -1,0 +1,39 @@
+"""docs/grafana.md says what there is."""
+
+import re
+import shlex
+from pathlib import Path
+
+from rolecall.dashboards.grafana import board, export
+from rolecall.dashboards.grafana.all import documents
+
+DOC = (Path(__file__).parents[3] / "docs" / "grafana.md").read_text()
+
+
+def test_every_dashboard_is_in_the_table() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| `/d/([a-z-]+)` \|", DOC, re.MULTILINE)
+    assert {uid: f"rolecall: {title}" for title, uid in rows} == {d["uid"]: d["title"] for d in documents()}
+
+
+def test_its_commands_and_files_are_there() -> None:
+    from typer.main import get_command
+
+    from rolecall.grafana_cli import grafana
+
+    commands = get_command(grafana)
+    found = re.findall(r"^rolecall grafana (\w+)(.*?)(?:#.*)?$", DOC, re.MULTILINE)
+    assert {name for name, _ in found} == {"export", "push", "annotate"}
+    for name, rest in found:
+        known = {o for p in commands.commands[name].params for o in p.opts}  # type: ignore[attr-defined]
+        assert {word for word in shlex.split(rest) if word.startswith("--")} <= known
+    assert export.DASHBOARDS_PATH in DOC
+    for name in export.files([], {}, export.DASHBOARDS_PATH):
+        assert name.removeprefix("provisioning/") in DOC, name
+
+
+def test_it_names_the_version_of_the_schema() -> None:
+    from tests.dashboards.grafana.typescript import HOME
+
+    assert '"@grafana/schema": "11.6.0"' in (HOME / "package.json").read_text()
+    assert "`@grafana/schema` 11.6.0" in DOC
+    assert all(f"/d/{uid}" in DOC for uid in (board.OVERVIEW, board.ITSELF))

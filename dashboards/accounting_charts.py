@@ -26,11 +26,12 @@ def ettr_chart(slices: Sequence[Slice]) -> Any:
     ]
     return (
         alt.Chart(alt.Data(values=rows))
-        .mark_bar()
+        .mark_rect(stroke="white", strokeWidth=0.5)
         .encode(
             x=alt.X("start:T", title="time (UTC)", scale=alt.Scale(type="utc")),
             x2="end:T",
             y=alt.Y("ETTR:Q", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
+            y2=alt.datum(0),
             tooltip=[
                 alt.Tooltip("start:T", format="%Y-%m-%d %H:%M"),
                 alt.Tooltip("ETTR:Q", format=".1%"),
@@ -51,4 +52,4 @@ def lost_chart(lost: Sequence[LostTo]) -> Any:
         x=alt.X("seconds:Q", title="seconds of the whole run"),
         tooltip=["name:N", "seconds:Q"],
     )
-    return base.mark_bar().properties(height=30 + 26 * len(rows))
+    return base.mark_bar().properties(height=80 + 26 * len(rows))

@@ -230,7 +230,7 @@ def holds(there: object, wanted: object) -> bool:
 def _edited(server: Server, uid: str) -> str:
     """Who wrote the newest version, where it was not a push; else ""."""
     path = f"/dashboards/uid/{quote(uid, safe='')}/versions?limit=1"
-    found = server._asked(lambda g: g.client.GET(path))
+    found = server.answer(lambda g: g.client.GET(path))
     versions = found.get("versions") if isinstance(found, dict) else found  # an object since Grafana 11, a list before
     if not isinstance(versions, list) or not versions or not isinstance(versions[0], dict):
         return "who wrote its newest version cannot be told"

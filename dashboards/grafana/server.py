@@ -132,14 +132,14 @@ class Server:
 
     def mapping(self, ask: Callable[[Any], Any]) -> Json:
         """The answer to one call of grafana-client, a JSON object. Raises GrafanaRefused."""
-        found = self._asked(ask)
+        found = self.answer(ask)
         if isinstance(found, dict):
             return found
         raise self._odd(found, "object")
 
     def listing(self, ask: Callable[[Any], Any]) -> list[Json]:
         """The answer to one call of grafana-client, a JSON list of objects. Raises GrafanaRefused."""
-        found = self._asked(ask)
+        found = self.answer(ask)
         if isinstance(found, list) and all(isinstance(one, dict) for one in found):
             return found
         raise self._odd(found, "list of objects")
@@ -148,7 +148,8 @@ class Server:
         kind = "a text" if isinstance(found, str) else f"a JSON {type(found).__name__}"
         return GrafanaRefused(f"{self.where} answered with {kind} where a JSON {wanted} belongs: is this a Grafana?")
 
-    def _asked(self, ask: Callable[[Any], Any]) -> Any:
+    def answer(self, ask: Callable[[Any], Any]) -> Any:
+        """The answer to one call of grafana-client, whatever JSON it is, or a text. Raises GrafanaRefused."""
         # In a thread: looking up a name, or headers that come byte by byte, know no deadline.
         answers: list[Any] = []
         errors: list[Exception] = []

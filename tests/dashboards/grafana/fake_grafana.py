@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 import socketserver
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -283,14 +284,20 @@ class _Handler(BaseHTTPRequestHandler):
 class _Threads(socketserver.ThreadingMixIn, HTTPServer):
     daemon_threads = True
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # a client that does not trust the certificate hangs up
+
 
 @contextlib.contextmanager
-def fake_grafana() -> Iterator[FakeGrafana]:
-    """One that answers at `url`."""
+def fake_grafana(tls: ssl.SSLContext | None = None) -> Iterator[FakeGrafana]:
+    """One that answers at `url`; with `tls` over https, as localhost."""
     grafana = FakeGrafana()
     handler = type("Handler", (_Handler,), {"grafana": grafana})
     server = _Threads(("127.0.0.1", 0), handler)
     grafana.url = f"http://127.0.0.1:{server.server_address[1]}"
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+        grafana.url = f"https://localhost:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

@@ -2,7 +2,9 @@
 
 import contextlib
 import gc
+import ssl
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from rolecall.core.errors import ConfigError
 from rolecall.dashboards.grafana.push import MESSAGE, Plan, Problems, Pushed, holds, plan, push
 from rolecall.dashboards.grafana.server import GrafanaRefused, Server, Token, address
+from tests.agent.test_web_config import certificate
 from tests.dashboards.grafana.fake_grafana import EDITOR, VIEWER, FakeGrafana, Refused, fake_grafana, raw_server
 
 Json = dict[str, Any]
@@ -318,6 +321,18 @@ def test_a_path_below_a_proxy_and_an_ipv6_address_are_kept(grafana: FakeGrafana,
     with pytest.raises(GrafanaRefused, match="Not found"):
         planned(ask(grafana.url + "/grafana"))
     assert grafana.requests == [("GET", "/grafana/api/health")]
+
+
+def test_a_certificate_is_verified_and_one_of_our_own_can_be_trusted(tmp_path: Path, ask: Ask) -> None:
+    certificate(tmp_path)
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(tmp_path / "node.crt", tmp_path / "node.key")
+    with fake_grafana(tls) as grafana:
+        with pytest.raises(GrafanaRefused, match=r"(?i)certificate"):
+            planned(ask(grafana.url))
+        assert grafana.requests == []
+        assert pushed(ask(grafana.url, ca_file=tmp_path / "node.crt")).failed == []
+    assert set(grafana.dashboards) == {d["uid"] for d in BOTH}
 
 
 def test_a_token_over_http_is_in_the_clear_except_on_this_machine() -> None:

@@ -20,7 +20,7 @@ from rolecall.core.membership import ReplicaState
 from rolecall.core.metric import MetricValue
 from rolecall.core.metrics import BY_NAME
 from rolecall.recovery.fleet import FleetView, ReplicaView
-from rolecall.recovery.guards import HOUR_SECONDS
+from rolecall.recovery.guards import AT_ONCE, HOLD, HOUR_SECONDS
 from rolecall.recovery.incidents import (
     UNDECIDED,
     UNDER_REPAIR,
@@ -202,8 +202,8 @@ def _counted(account: RunAccount, roles: list[str]) -> Iterator[MetricValue]:
 
 
 GUARDS = (
-    *("mode", "paused", "stopping", "incarnation", "majority", "last_living", "retries", "evictions", "at_once"),
-    *("role_share", "hold"),
+    *("mode", "paused", "stopping", "incarnation", "majority", "last_living", "retries", "evictions", "role_share"),
+    *(AT_ONCE, HOLD),
 )
 """Of recovery/guards.py, so that each has a series before it first holds something; a further one gets its own then."""
 

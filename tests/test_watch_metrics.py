@@ -4,7 +4,9 @@ import http.client
 import json
 import math
 import os
+import re
 import shutil
+import ssl
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping
@@ -12,11 +14,14 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 from urllib.parse import urlsplit
 
 import pytest
 
 from rolecall.agent.collectors.prometheus_text import parse_page
+from rolecall.agent.web_config import load_web_config
+from rolecall.cli import main
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.config import JobConfig, parse_job
 from rolecall.core.diagnosis import FaultClass
@@ -29,14 +34,17 @@ from rolecall.core.metrics import CATALOGUE
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.core.telemetry import SampleBatch
 from rolecall.detector.observation import Observation
-from rolecall.recovery import commands
+from rolecall.recovery import commands, guards
 from rolecall.recovery.book import Book, open_incident
 from rolecall.recovery.testing import FakeSource, diagnosis
 from rolecall.watch_address import Address, Announced, Serving, own, parse_address, serving, targets_path, withdraw
 from rolecall.watch_meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
+from rolecall.watch_metrics import GUARDS
 from rolecall.watch_serving import JournalLooks, WatchServer
 from rolecall.watching import watch_until
+from tests.agent.test_web_config import HASH, PASSWORD, basic, certificate
 from tests.fake_run import FakeRun
+from tests.prometheus_server import prometheus
 from tests.recovery.world import World
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -421,3 +429,85 @@ def test_a_real_watch_serves_and_its_address_goes_with_it(tmp_path: Path) -> Non
     assert not thread.is_alive() and not (run.path / "watch.json").exists()
     with pytest.raises(OSError, match="refused"):
         _get(at.url)
+
+
+def _main(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    return main(["watch", *argv]), capsys.readouterr().err
+
+
+def test_the_command_refuses_what_it_cannot_serve(
+    tmp_path: Path, fake_run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = str(fake_run.path)
+    assert _main(capsys, run, "--metrics", "9478") == (2, ANY)
+    code, said = _main(capsys, run, "--web-config", str(tmp_path / "web.yml"))
+    assert code == 2 and "--web-config: goes with --metrics" in said
+    code, said = _main(capsys, run, "--metrics", "127.0.0.1:0", "--web-config", str(tmp_path / "web.yml"))
+    assert code == 2 and "web.yml" in said
+    code, said = _main(capsys, "--source", "prometheus", "--url", "http://127.0.0.1:1", "--metrics", "127.0.0.1:0")
+    assert code == 2 and "--metrics: goes with --source agents" in said
+    assert not (fake_run.path / "watch.json").exists()
+
+
+def test_tls_and_users_are_asked_for_and_strangers_learn_only_that_it_lives(tmp_path: Path) -> None:
+    certificate(tmp_path)
+    (tmp_path / "web.yml").write_text(
+        f"tls_server_config: {{cert_file: node.crt, key_file: node.key}}\nbasic_auth_users: {{prometheus: {HASH}}}\n"
+    )
+    world = World(tmp_path)
+    _, meter = _metered(world)
+    web = load_web_config(tmp_path / "web.yml")
+    server = WatchServer(RunDir(tmp_path), parse_job({}), LOOPBACK, meter, world.clock, agents=None, web=web)
+    context = ssl.create_default_context(cafile=tmp_path / "node.crt")
+
+    def get(path: str, authorization: str = "") -> tuple[int, bytes]:
+        port = urlsplit(server.url).port
+        with closing(http.client.HTTPSConnection("localhost", port, timeout=10, context=context)) as connection:
+            connection.request("GET", path, headers={"Authorization": authorization})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+    try:
+        assert server.url.startswith("https://")
+        assert get("/metrics")[0] == 401 and get("/metrics", basic("prometheus", "wrong"))[0] == 401
+        assert get("/healthz") == (200, b'{"ok":true}')
+        status, page = get("/metrics", basic("prometheus", PASSWORD))
+        assert status == 200 and b"rolecall_watch_build_info" in page
+    finally:
+        server.close()
+
+
+def test_a_job_of_somebody_else_has_a_watch_and_incidents_and_no_run(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    watch, meter = _metered(world)
+    world.step(watch)
+    with _served(tmp_path, world, meter, ours=False) as server:
+        eventually(lambda: ("watch_fence",) in _scraped(server), "the journal is read")
+        names = {key[0] for key in _scraped(server)}
+    assert {n for n in names if n.startswith(("run_", "replica"))} == {"run_info"}
+    assert "incidents_open" in names
+    assert not (tmp_path / "watch.json").exists() and not targets_path(RunDir(tmp_path)).exists()
+
+
+def test_every_guard_has_a_series_before_it_holds_something() -> None:
+    named = set(re.findall(r'guard="(\w+)"', Path(guards.__file__).read_text()))
+    assert len(named) > 5 and named | {guards.AT_ONCE, guards.HOLD} == set(GUARDS)
+
+
+def test_a_real_prometheus_finds_the_watch_by_the_runs_targets(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    watch, meter = _metered(world)
+    world.step(watch)
+    run, folder = RunDir(tmp_path), tmp_path / "server"
+    folder.mkdir()
+    scrape = {"job_name": "rolecall-run", "scrape_interval": "1s", "scrape_timeout": "1s"}
+    files = [{"files": [str(targets_path(run))], "refresh_interval": "1s"}]
+    config = {"scrape_configs": [{**scrape, "file_sd_configs": files}]}
+    (folder / "scrape.yml").write_text(json.dumps(config))
+    name = f'job="rolecall-watch",instance="{tmp_path.name}/watch"'
+    with prometheus(folder, config=folder / "scrape.yml") as scraper:
+        with _served(tmp_path, world, meter):
+            eventually(lambda: scraper.count(f"rolecall_watch_acting{{{name}}} == 1"), "the watch is scraped")
+        assert scraper.count(f"up{{{name}}}"), "it is gone, and the run goes on"
+        withdraw(run)
+        eventually(lambda: not scraper.count(f"up{{{name}}}"), "the run is over")

@@ -31,7 +31,7 @@ SCRAPE_SECONDS = 5.0
 ANSWER_SECONDS = 4.0
 AFTER_SECONDS = 20.0
 """The stand-in node goes on for so long once the demo is over."""
-DEMO_SECONDS_MAX = 900.0
+DEMO_SECONDS_MAX = 1200.0
 BYTES_MAX = 1_500_000
 GPU_NODE = "gpu-1"
 XID_AFTER, HOT_FROM, HOT_UNTIL = 12, 20, 32
@@ -92,7 +92,7 @@ def _record(recording: Recording, folder: Path, seed: int, steps: int) -> int:
 @contextlib.contextmanager
 def _demo(run: Path, seed: int, steps: int) -> Iterator[subprocess.Popen[bytes]]:
     argv = [sys.executable, "-m", "rolecall", "demo", "--seed", str(seed), "--steps", str(steps), "--plain"]
-    argv += ["--no-dashboard", "--id", run.name, "--runs", str(run.parent)]
+    argv += ["--no-dashboard", "--minutes-max", "18", "--id", run.name, "--runs", str(run.parent)]
     process = subprocess.Popen(argv)
     try:
         yield process

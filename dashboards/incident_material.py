@@ -77,8 +77,16 @@ class Material:
         return self.events[-1].seq if self.events else 0
 
 
-def read(journal: Journal, book: Book, incident_id: str, run: RunDir | None, now: float) -> Material:
-    """Raises JournalError: the journal cannot be read at all."""
+def read(
+    journal: Journal,
+    book: Book,
+    incident_id: str,
+    run: RunDir | None,
+    now: float,
+    window: Mapping[str, Any] | None = None,
+) -> Material:
+    """`window`: as it was read before; the first one that is stored stays. Raises JournalError: the journal cannot be read
+    at all."""
     incident = book.incidents.get(incident_id)
     missing: list[str] = []
     damaged: list[DamagedLine] = []
@@ -96,7 +104,7 @@ def read(journal: Journal, book: Book, incident_id: str, run: RunDir | None, now
         events=tuple(events),
         around=tuple(around),
         known=_lives(journal, around, missing),
-        window=_window(journal, incident_id, missing),
+        window=window if window is not None else _window(journal, incident_id, missing),
         faults=_faults(run, around, missing),
         missing=tuple(missing),
     )

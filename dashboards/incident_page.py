@@ -17,7 +17,6 @@ from rolecall.dashboards.incident_cost import Cost
 from rolecall.dashboards.incident_replay import replay
 from rolecall.dashboards.incident_story import Axis, Told
 from rolecall.dashboards.incident_view import Decided, Facts, Finding, Head, Witness
-from rolecall.dashboards.incident_whatif import Margin, WhatIf
 from rolecall.dashboards.incident_whole import Shelf, Whole
 from rolecall.dashboards.incidents_view import INCIDENT, moment
 from rolecall.dashboards.reading import Look, Reader
@@ -69,7 +68,7 @@ def draw(r: Reader, look: Look, incident_id: str) -> None:
     _section("Decision", "decision", lambda: _decisions(whole.decisions))
     _section("Action and proof", "proof", lambda: _cure(whole))
     _section("What it cost", "cost", lambda: _cost(whole.cost))
-    _section("What would have changed the decision", "whatif", lambda: _what_if(whole.what_if, whole.margins))
+    _section("What would have changed the decision", "whatif", lambda: _what_if(whole))
     _section("Decide it again", "replay", lambda: _replay(r, whole, incident_id))
     _section("Events", "events", lambda: _events(whole.material.events, whole.material.missing))
 
@@ -275,8 +274,10 @@ def _cost(cost: Cost | None) -> None:
 # --- asked again ------------------------------------------------------------------------------------------------------
 
 
-def _what_if(what_if: WhatIf | None, margins: Sequence[Margin]) -> None:
-    _texts("How far the evidence was from its threshold", [m.text for m in margins])
+def _what_if(whole: Whole) -> None:
+    what_if = whole.what_if
+    _texts("How far the evidence was from its threshold", [m.text for m in whole.margins])
+    _thresholds(whole)
     if what_if is None:
         st.text("No question is stored with a plan: it cannot be asked again.")
         return
@@ -286,6 +287,25 @@ def _what_if(what_if: WhatIf | None, margins: Sequence[Margin]) -> None:
         for line in what_if.lines:
             st.text(f"• {line.text}")
     _texts("Would have changed nothing", what_if.unmoved)
+
+
+def _thresholds(whole: Whole) -> None:
+    """At which threshold the detectors would have kept silent; takes seconds, so only when it is asked for."""
+    m = whole.material
+    if m.window is None or m.incident is None or not whole.margins:
+        return
+    done = st.session_state.setdefault("incident-thresholds", {})
+    if st.button("Ask the detectors again with higher thresholds", icon=":material/tune:", key="incident-tune"):
+        with st.spinner("Replaying the stored window…"):
+            try:
+                from rolecall.dashboards.incident_thresholds import edge
+
+                found = edge(m.window, m.incident.diagnosis)
+                done[m.incident_id] = found if isinstance(found, str) else found.text
+            except ImportError as e:
+                done[m.incident_id] = plain(f"The detectors are not on this machine: {e}", 300)
+    if m.incident_id in done:
+        st.text(done[m.incident_id])
 
 
 def _replay(r: Reader, whole: Whole, incident_id: str) -> None:

@@ -74,6 +74,13 @@ def whole(m: Material, signals: Signals | None = None) -> Whole:
     )
 
 
+def _same_signals(before: Whole, m: Material) -> bool:
+    """Whether nothing new can be drawn: they depend on window and diagnosis alone, and cost most of a page."""
+    then, now = before.material.incident, m.incident
+    same = then is not None and now is not None and then.diagnosis == now.diagnosis
+    return same and bool(before.signals.signals) and before.material.window is not None
+
+
 def signals_of(m: Material) -> Signals:
     if m.incident is None:
         return Signals(missing="the diagnosis cannot be read")
@@ -103,9 +110,11 @@ class Shelf:
             return before[1]
         if before is not None and before[0] == state:
             return whole(replace(before[1].material, now=now), before[1].signals)
+        kept = before[1] if before is not None else None
         with r.journal() as journal:
-            material = read(journal, look.book, incident_id, r.settings.run, now)
-        made = whole(material)
+            window = kept.material.window if kept is not None else None
+            material = read(journal, look.book, incident_id, r.settings.run, now, window)
+        made = whole(material, kept.signals if kept is not None and _same_signals(kept, material) else None)
         if not made.signals.signals:
             made = self._with_prometheus(made, r.settings)
         with self._lock:

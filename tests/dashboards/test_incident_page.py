@@ -191,6 +191,9 @@ def test_a_stored_window_is_drawn_and_decided_again(shows: Shows, tmp_path: Path
     at.button(key="incident-again").click().run()
     assert at.success[0].value == "The same, from the same input."
     assert "diagnosed again from the stored window" in texts(at)
+    at.button(key="incident-tune").click().run()
+    assert "Had the shortest deadline of a hang been" in texts(at)
+    assert not at.exception
 
 
 def test_evidence_files_are_shown_as_text(shows: Shows, tmp_path: Path) -> None:

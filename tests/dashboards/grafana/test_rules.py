@@ -145,3 +145,32 @@ def test_names_are_once_and_files_are_the_same_each_time() -> None:
 def test_runbooks_lead_where_people_keep_them() -> None:
     (text, _) = rules_yaml("https://wiki.example/rolecall/").values()
     assert "runbook_url: https://wiki.example/rolecall/RolecallXid.md" in text
+
+
+def test_recorded_pace_is_that_of_ranks_at_work(promtool: str, tmp_path: Path) -> None:
+    of_rank = '{@N,role="rollout",replica="rollout/%d",rank="0"}'
+    busy = {0: 15, 1: 15, 2: 45, 3: 0}  # busy seconds and units in 15 s; the last one idles
+    series = [
+        {"series": _full(f"rolecall_process_{name}_total{of_rank % n}"), "values": f"0+{value}x40"}
+        for n, seconds in busy.items()
+        for name, value in (("busy_seconds", seconds), ("work_units", 15 if seconds else 0), ("progress", n))
+    ]
+    ratio = '{job="rolecall",role="rollout",replica="rollout/%d",rank="0"}'
+    slowness = "rank:rolecall_process_unit_slowness:ratio1m"
+    role = '{job="rolecall",role="rollout"}'
+    expected = {
+        slowness: [(ratio % 0, 1), (ratio % 1, 1), (ratio % 2, 3)],
+        "role:rolecall_process_unit_seconds:median1m": [(role, 1)],
+        "role:rolecall_process_progress:min_rate1m": [(role, 0)],
+        "role:rolecall_process_progress:median_rate1m": [(role, 0.1)],
+    }
+    asked = [
+        {"expr": n, "eval_time": "5m", "exp_samples": [{"labels": n + labels, "value": v} for labels, v in samples]}
+        for n, samples in expected.items()
+    ]
+    test = {"interval": "15s", "input_series": series, "promql_expr_test": asked}
+    names = _written(tmp_path)
+    (tmp_path / "tests.yaml").write_text(
+        json.dumps({"rule_files": names[1:], "evaluation_interval": "15s", "tests": [test]})
+    )
+    assert "SUCCESS" in _run(promtool, "test", "rules", "tests.yaml", cwd=tmp_path)

@@ -1,5 +1,6 @@
 """Alerts and recording rules on a real Prometheus that holds the metrics of a real demo run with its injected faults."""
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from rolecall.dashboards.grafana.promql import selectors
-from rolecall.dashboards.grafana.rules import Alert, Record, alerts, groups
+from rolecall.dashboards.grafana.rules import Alert, Record, alerts, groups, rules_yaml
 from tests.dashboards.prometheus_of_demo import DemoPrometheus, Series, prometheus_of
+from tests.prometheus_server import prometheus
+from tests.support import eventually
 
 ALERTS = {a.name: a for a in alerts()}
 RECORDS = {r.name: r for made in groups().values() for g in made for r in g.rules if isinstance(r, Record)}
@@ -55,6 +58,23 @@ def test_what_an_alert_looks_at_is_there(name: str, demo_prometheus: DemoPrometh
 @pytest.mark.parametrize("name", sorted(RECORDS))
 def test_a_recording_rule_has_something_to_record(name: str, demo_prometheus: DemoPrometheus) -> None:
     assert demo_prometheus.query_range(RECORDS[name].expr)
+
+
+def test_prometheus_evaluates_every_rule(tmp_path: Path) -> None:
+    for name, text in rules_yaml().items():
+        (tmp_path / name).write_text(text.replace("interval: 15s", "interval: 1s"))
+    config = {"rule_files": [str(tmp_path / name) for name in rules_yaml()]}
+    (tmp_path / "with_rules.yml").write_text(json.dumps(config))
+    with prometheus(tmp_path, config=tmp_path / "with_rules.yml") as server:
+        demo = DemoPrometheus(server.netloc, 0.0, 0.0)
+
+        def health() -> set[tuple[str, str]]:
+            groups = demo.get("/api/v1/rules")["groups"]
+            return {(r["health"], r.get("lastError", "")) for g in groups for r in g["rules"]}
+
+        eventually(lambda: health() == {("ok", "")}, "every rule was evaluated")
+        told = [r["name"] for g in demo.get("/api/v1/rules")["groups"] for r in g["rules"]]
+    assert sorted(told) == sorted([*ALERTS, *RECORDS])
 
 
 def test_what_is_called_absent_is(demo_prometheus: DemoPrometheus) -> None:

@@ -11,7 +11,7 @@ from rolecall.recovery.incidents import Incident
 
 XID = re.compile(r"\bXID (\d{1,5})\b")
 SXID = re.compile(r"\bSXid (\d{1,6})\b")
-GPU = re.compile(r"\bGPU (\w[\w:.]{0,31})")
+GPU = re.compile(r"\bGPU (\w{1,16}(?:[:.]\w{1,16}){0,4})")
 PROMETHEUS = "Prometheus"
 TEXTS_MAX = 64
 """Lines of evidence that are looked through, of one incident."""

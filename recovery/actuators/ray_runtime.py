@@ -78,9 +78,10 @@ class RayRuntime:
         return ActionResult(done=True, because="the job was asked to stop")
 
     def _wanted(self, target: Target, plan: Plan, lease: Lease) -> Desired:
-        node = target.node
-        if plan.action is ActionKind.REPLACE_NODE:
-            avoid = quarantined_nodes(self._journal) | {t.node for t in plan.targets}
+        node, shut = target.node, quarantined_nodes(self._journal)
+        # A node may be quarantined after the plan was made, and nothing is placed there either.
+        if plan.action is ActionKind.REPLACE_NODE or node in shut:
+            avoid = shut | {t.node for t in plan.targets}
             other = self._fleet().spare_node(frozenset(avoid))
             if other is None:
                 raise ActuatorError(f"{target.replica}: there is no node beside {', '.join(sorted(avoid))} to move to")

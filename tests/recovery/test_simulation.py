@@ -7,6 +7,7 @@ pytest --seed 17 tests/recovery/test_simulation.py     # other seeds; a failing 
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ class Slot:
 
 
 class Simulation:
-    def __init__(self, path: Path, seed: int) -> None:
+    def __init__(self, path: Path, seed: int, **config: Any) -> None:
         self.rng = rng = random.Random(seed)
         self.world = World(
             path,
@@ -63,6 +64,7 @@ class Simulation:
             evictions_per_hour_max=rng.choice([2, 6, 30]),
             retries_per_replica_max=rng.choice([1, 3]),
             verify_seconds=15.0,
+            **config,
         )
         self.slots = [Slot(self.world), Slot(self.world)]
         self.book = Book()

@@ -146,6 +146,13 @@ def test_one_metric_that_is_gone_is_noticed_where_it_is_read_and_nowhere_else(tm
     assert noticed == _readers(gone) != frozenset()
 
 
+def test_a_variable_whose_metric_is_gone_is_noticed(tmp_path: Path) -> None:
+    gone = {"rolecall_run_info", "rolecall_process_up"}
+    with prometheus_of(tmp_path, without=gone, file=made_up.write(tmp_path / "made_up.om.gz")) as server:
+        found = Viewer(server).variables(DOCUMENTS["rolecall-replica"])
+    assert {name for name, values in found.items() if not values} == {"run", "watch", "role", "replica"}
+
+
 def test_the_list_of_what_may_be_empty_names_only_what_is_shown() -> None:
     assert set(RIGHTLY_EMPTY) <= set(METRICS)
     assert set(RIGHTLY_QUIET) <= {panel for _, panel, _ in EXPRESSIONS}

@@ -41,7 +41,7 @@ CONTENT = {
 }
 """Address of each page, and what of it is content: it is there only when the journal was read."""
 BAR_SECONDS = 2.0
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 400.0
 PAINT_SECONDS_MAX = 20.0
 """A page without content for so long has none: its figure is infinite, and the report says so."""
 CHROMIUM = "/usr/bin/chromium"

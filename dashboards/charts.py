@@ -22,22 +22,31 @@ def rows(curve: Sequence[Bucket], value: Callable[[Bucket], float]) -> list[dict
     return [{"step": b.last_step, "value": value(b)} for b in kept]
 
 
-def curve(points: Sequence[dict[str, float]], title: str, *, colour: str = LINE, figures: str = "~s") -> Any:
-    """One curve over steps; a point tells its values. `figures`: how the axis writes numbers (d3-format)."""
-    # Domains are given: Vega draws once before the data has come, and complains of an empty extent.
-    steps, values = [p["step"] for p in points], [p["value"] for p in points]
+def columns(points: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+    """The same, as a table of columns: what goes with `curve`."""
+    return {name: [p[name] for p in points] for name in ("step", "value")}
+
+
+def curve(points: Sequence[dict[str, float]], title: str, *, colour: str = LINE, figures: str = "~s") -> dict[str, Any]:
+    """The description of one curve over steps, without its data; a point tells its values. `figures`: how the axis writes
+    numbers (d3-format). It stays the same while points come, so that a browser redraws the line and not the chart."""
     axis = {"tickCount": 4, "labelFlush": True}
-    base = alt.Chart(alt.Data(values=list(points))).encode(
-        x=alt.X("step:Q", title=None, scale=_domain(steps, nice=False), axis=alt.Axis(grid=False, format="~s", **axis)),
-        y=alt.Y("value:Q", title=None, scale=_domain(values), axis=alt.Axis(format=figures, **axis)),
+    across, up = _domain([p["step"] for p in points]), _domain([p["value"] for p in points])
+    base = alt.Chart(alt.NamedData("points")).encode(
+        x=alt.X("step:Q", title=None, scale=across, axis=alt.Axis(grid=False, format="~s", **axis)),
+        y=alt.Y("value:Q", title=None, scale=up, axis=alt.Axis(format=figures, **axis)),
         tooltip=[alt.Tooltip("step:Q", format=","), alt.Tooltip("value:Q", title=title, format=",.4~g")],
     )
     mark = base.mark_line(color=colour, strokeWidth=2) if len(points) > 1 else base.mark_point(color=colour)
-    return mark.properties(height=HEIGHT_PIXELS, title=alt.TitleParams(title, anchor="start", fontSize=13))
+    whole = mark.properties(height=HEIGHT_PIXELS, title=alt.TitleParams(title, anchor="start", fontSize=13))
+    spec: dict[str, Any] = whole.to_dict()
+    return {k: v for k, v in spec.items() if k not in ("data", "$schema", "config")}
 
 
-def _domain(values: Sequence[float], *, nice: bool = True) -> Any:
+def _domain(values: Sequence[float]) -> Any:
+    """Given, because Vega draws once before the data has come and complains of an empty extent; round, so that it seldom
+    changes."""
     low, high = min(values), max(values)
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    return alt.Scale(domain=[low, high], nice=nice)
+    span = high - low or abs(high) or 1.0
+    grain = 10 ** math.floor(math.log10(span)) / 5
+    return alt.Scale(domain=[math.floor(low / grain) * grain, math.ceil(high / grain) * grain], nice=False)

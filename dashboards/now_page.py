@@ -30,8 +30,8 @@ def show() -> None:
 
 
 def _draw(_: Reader, look: Look) -> None:
-    for kind, head, sentence in notices(look):
-        st.html(banner(kind, head, sentence))
+    for kind, head, sentence, advice in notices(look):
+        st.html(banner(kind, head, sentence, advice=advice))
     _draw_incidents(look)
     if not look.snapshot.ended:
         st.text(status_line(look))
@@ -43,12 +43,10 @@ def _draw_incidents(look: Look) -> None:
     open_ = troubles(look)
     for t in open_[:OPEN_MAX]:
         st.html(now_html.incident(t, look.at))
-        story, acting, _ = st.columns([1, 1, 4], vertical_alignment="center")
-        with story:
+        with st.container(horizontal=True):
             link = {"incident": t.incident_id}
             st.page_link("app_pages/incidents.py", label="Its story", icon=":material/timeline:", query_params=link)
-        if t.asks:
-            with acting:
+            if t.asks:
                 st.page_link("app_pages/acting.py", label="Decide", icon=":material/front_hand:")
     if len(open_) > OPEN_MAX:
         st.page_link("app_pages/incidents.py", label=f"{len(open_) - OPEN_MAX} more incidents are open")
@@ -87,7 +85,11 @@ def _draw_slow(r: Reader, look: Look) -> None:
         for column, (title, points, colour, form) in zip(st.columns(3), drawn, strict=True):
             if points:
                 with column:
-                    st.altair_chart(charts.curve(points, title, colour=colour, figures=form), width="stretch")
+                    st.vega_lite_chart(
+                        charts.columns(points),
+                        charts.curve(points, title, colour=colour, figures=form),
+                        width="stretch",
+                    )
     rows = lost_rows(look)
     if rows:
         st.subheader("Where the lost time went")

@@ -121,7 +121,7 @@ def show(reader: Reader) -> None:
     st.subheader("Machines")
     if answers.because:
         old = "" if answers.at is None else f"What is shown is {seconds(reader.now() - answers.at)} old."
-        st.html(banner("warn", "Prometheus does not answer.", plain(answers.because, 300), ADVICE, old))
+        st.html(banner("warn", "Prometheus does not answer.", plain(answers.because, 300), old, advice=ADVICE))
     elif answers.at is None:
         st.caption("Prometheus is being asked.")
     elif not answers.values:

@@ -85,9 +85,13 @@ def class_of(state: str) -> str:
     return state.replace(" ", "-")
 
 
-def banner(kind: str, head: str, *sentences: str) -> str:
-    """A notice: what is the matter, and below it what to know and to do. `kind`: bad, warn, note or good."""
-    told = "".join(f"<p>{_code(escape(s, 600))}</p>" for s in sentences if s)
+def banner(kind: str, head: str, *sentences: str, advice: str = "") -> str:
+    """A notice: what is the matter, below it what to know, and last what to do. `kind`: bad, warn, note or good.
+
+    Only `advice`, which is ours, shows `words` in backticks as code.
+    """
+    told = "".join(f"<p>{escape(s, 600)}</p>" for s in sentences if s)
+    told += f"<p>{_code(escape(advice, 600))}</p>" if advice else ""
     role = "alert" if kind == "bad" else "status"
     return f'<div class="rc rc-banner {kind}" role="{role}"><b>{SIGNS[kind]} {escape(head, 300)}</b>{told}</div>'
 

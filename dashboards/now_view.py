@@ -187,32 +187,33 @@ def troubles(look: Look) -> list[Trouble]:
     return sorted(told, key=lambda t: (not t.asks, -t.opened_at))
 
 
-def notices(look: Look) -> list[tuple[str, str, str]]:
-    """(kind, headline, sentence) of what a person must know before anything else."""
+def notices(look: Look) -> list[tuple[str, str, str, str]]:
+    """(kind, headline, sentence, what to do) of what a person must know before anything else."""
     found = []
     s = look.snapshot
     if s.ended:
         because = look.book.ended or ""
-        found.append(("good" if s.ended == "completed" else "warn", f"Ended: {s.ended}.", because))
-    if s.paused and not s.ended:
-        found.append(("warn", "All acting is paused.", f"{s.paused}. Watching and diagnosing go on."))
-    if not s.ended and look.lease is not None and not look.watched:
-        since = f" since {seconds(max(0.0, look.at - look.lease.expires_at))}" if look.lease.expires_at else ""
-        said = (
-            f"No watch holds the lease{since}: nothing is found and nothing is replaced. `rolecall status` tells more."
+        found.append(("good" if s.ended == "completed" else "warn", f"Ended: {s.ended}.", because, ""))
+    elif s.paused:
+        found.append(
+            ("warn", "All acting is paused.", s.paused, "Watching and diagnosing go on. `rolecall resume` ends it.")
         )
-        found.append(("bad", "Nobody watches.", said))
-    elif not s.ended and look.lease is None and s.started_at is not None:
-        found.append(("bad", "Nobody watches.", "No watch has ever held the lease: nothing is found or replaced."))
+    if not s.ended and not look.watched and (look.lease is not None or s.started_at is not None):
+        said = "No watch has ever held the lease: nothing is found or replaced."
+        if look.lease is not None:
+            since = f" since {seconds(max(0.0, look.at - look.lease.expires_at))}" if look.lease.expires_at else ""
+            said = f"No watch holds the lease{since}: nothing is found and nothing is replaced."
+        found.append(("bad", "Nobody watches.", said, "Start `rolecall watch` again; `rolecall status` tells more."))
     if look.watched and look.mode == "observe" and not s.ended:
-        found.append(("note", "It only watches.", "Mode observe: rolecall says what it would do, and does nothing."))
+        found.append(
+            ("note", "It only watches.", "Mode observe: rolecall says what it would do, and does nothing.", "")
+        )
     if look.book.broken:
         names = ", ".join(sorted(look.book.broken)[:5])
-        found.append(
-            ("warn", f"{len(look.book.broken)} incident(s) or line(s) are set aside.", f"They cannot be read: {names}")
-        )
+        head = f"{len(look.book.broken)} incident(s) or line(s) are set aside."
+        found.append(("warn", head, f"They cannot be read: {names}", "`rolecall incidents` says why."))
     if s.started_at is None and not s.replicas and not look.book.incidents:
-        found.append(("note", "The run has not begun yet.", "This page fills when its first process starts."))
+        found.append(("note", "The run has not begun yet.", "This page fills when its first process starts.", ""))
     return found
 
 

@@ -116,7 +116,7 @@ def _drawn(r: Reader, look: Look, draw: Callable[[Reader, Look], None]) -> None:
         draw(r, look)
     except JournalError as e:
         # The look was fine; the database went away while the page asked it for more.
-        st.html(banner("warn", "The journal does not answer.", str(e), ADVICE[Trouble.AWAY]))
+        st.html(banner("warn", "The journal does not answer.", str(e), advice=ADVICE[Trouble.AWAY]))
 
 
 def show_trouble(look: Look) -> None:
@@ -125,7 +125,7 @@ def show_trouble(look: Look) -> None:
         old = ""
         if look.read_at is not None and look.at - look.read_at > STALE_SECONDS:
             old = f"What is shown is {seconds(look.at - look.read_at)} old."
-        st.html(banner("warn", WORDS[look.trouble], look.because, *look.damaged[:5], ADVICE[look.trouble], old))
+        st.html(banner("warn", WORDS[look.trouble], look.because, *look.damaged[:5], old, advice=ADVICE[look.trouble]))
     if not look.history.whole:
         done = f"{look.history.percent} % of {look.history.of:,} lines are read; what is newest is here already."
         st.html(banner("note", "The history is being read.", done))

@@ -245,9 +245,10 @@ def _contrast(one: str, other: str) -> float:
 
 
 def test_code_in_a_banner_is_ours_and_a_half_mark_is_text() -> None:
-    assert "<code>rolecall audit</code>" in banner("warn", "x", "say `rolecall audit`")
-    assert "<code>" not in banner("warn", "x", "half a ` mark")
-    assert "<code>&lt;b&gt;</code>" in banner("warn", "x", "`<b>`")
+    assert "<code>rolecall audit</code>" in banner("warn", "x", advice="say `rolecall audit`")
+    assert "<code>" not in banner("warn", "x", advice="half a ` mark")
+    assert "<code>&lt;b&gt;</code>" in banner("warn", "x", advice="`<b>`")
+    assert "<code>" not in banner("warn", "`x`", "foreign `words`")
 
 
 def test_a_large_role_names_who_is_not_well() -> None:
@@ -260,9 +261,14 @@ def test_a_large_role_names_who_is_not_well() -> None:
 
 
 def test_a_chart_of_one_point_and_of_many() -> None:
-    assert charts.curve([{"step": 1, "value": 0.5}], "reward").to_dict()["mark"]["type"] == "point"
-    many = [{"step": float(n), "value": float(n)} for n in range(50)]
-    assert charts.curve(many, "reward").to_dict()["mark"]["type"] == "line"
+    assert charts.curve([{"step": 1, "value": 0.5}], "reward")["mark"]["type"] == "point"
+    many = [{"step": float(n), "value": 0.2 + n / 100} for n in range(42)]
+    spec = charts.curve(many, "reward")
+    assert spec["mark"]["type"] == "line" and "data" not in spec
+    low, high = spec["encoding"]["x"]["scale"]["domain"]
+    assert low <= 0 and 41 <= high <= 50
+    more = [*many, {"step": 41.5, "value": 0.3}]
+    assert charts.curve(more, "reward") == spec  # one more point is the same chart
 
 
 def test_versions_behind(tmp_path: Path) -> None:

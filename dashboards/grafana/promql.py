@@ -23,7 +23,11 @@ SCOPE_LABELS = frozenset({"job", "instance"})
 SCOPE_OF_WATCH = 'job=~"$job",instance=~"$watch"'
 SCOPE_OF_AGENT = 'job=~"$job",instance=~"$instance"'
 
-_SELECTOR = re.compile(r"\b(rolecall_\w+|DCGM_\w+)(?:\{([^}]*)\})?")
+SCOPE_OF_RECORD = 'job=~"$job"'
+_RECORD_LABELS = {"rank": frozenset({"role", "replica", "rank"}), "role": frozenset({"role"})}
+"""By the level that the name of a recorded series begins with; of servers they keep the job alone."""
+
+_SELECTOR = re.compile(r"\b((?:rank|role):rolecall_\w+:\w+|rolecall_\w+|DCGM_\w+)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"[^"]*"')
 
 
@@ -65,6 +69,7 @@ def _scoped(selector: Selector) -> Selector:
         raise UnknownMetric(f"{selector.text}: {selector.metric} has no label {', '.join(sorted(wrong))}")
     metric = BY_NAME.get(selector.metric)
     scope = SCOPE_OF_WATCH if metric is not None and metric.subject in OF_WATCH else SCOPE_OF_AGENT
+    scope = SCOPE_OF_RECORD if ":" in selector.metric else scope
     return Selector(selector.metric, f"{scope},{selector.matchers}" if selector.matchers else scope)
 
 
@@ -86,4 +91,17 @@ def labels_of(name: str) -> frozenset[str]:
         return DCGM_LABELS
     if name in BY_NAME:
         return frozenset(BY_NAME[name].labels)
+    level = name.partition(":")[0]
+    if level in _RECORD_LABELS and name in _recorded():
+        return _RECORD_LABELS[level]
     raise UnknownMetric(f"{name} is in neither the metric catalogue nor the list of dcgm-exporter's names")
+
+
+def _recorded() -> frozenset[str]:
+    """Names of the recording rules."""
+    # Here, because their expressions are checked with what is above.
+    from rolecall.dashboards.grafana.rules import Record, groups
+
+    return frozenset(
+        rule.name for made in groups().values() for g in made for rule in g.rules if isinstance(rule, Record)
+    )

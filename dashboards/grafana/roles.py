@@ -59,7 +59,7 @@ def roles() -> Dashboard:
         "roles",
         "The replicas of the chosen roles side by side: their states, their pace, what the trainers' numbers say.",
         [*of_servers(), values_of("role", "Role", "rolecall_process_up")],
-        [_health(), _outstanding(), _pace(), _training()],
+        [_health(), _outstanding(), _pace(), _recorded(), _training()],
     )
 
 
@@ -198,6 +198,40 @@ def _pace() -> Row:
                 Query(of_replicas("rolecall_process_cpu_seconds_total"), each),
             ),
         ],
+    )
+
+
+def _recorded() -> Row:
+    """What takes seconds to compute of a thousand ranks, recorded as it happens."""
+    return Row(
+        "Over long times (needs the recording rules that `rolecall grafana export` writes)",
+        8,
+        (12, 6, 6),
+        [
+            lines(
+                f"The {FIRST} slowest at each moment",
+                "How many times as long a unit of work takes as in the median of the role.",
+                Look(unit="none", limits=((None, GREEN), (SLOW_TIMES, ORANGE)), links=(SERIES_TO_REPLICA,)),
+                Query(
+                    f"topk({FIRST}, rank:rolecall_process_unit_slowness:ratio1m{{{OF_ROLE}}})",
+                    "{{replica}} rank {{rank}}",
+                ),
+            ),
+            lines(
+                "Seconds a unit of work takes",
+                "Median of the role. It rises for all: not a replica, but the work or the network.",
+                Look(unit="s"),
+                Query(f"max by (role) (role:rolecall_process_unit_seconds:median1m{{{OF_ROLE}}})", "{{role}}"),
+            ),
+            lines(
+                "Units of work per second",
+                "Of a rank: median of the role, and the slowest.",
+                Look(unit="cps"),
+                Query(f"max by (role) (role:rolecall_process_progress:median_rate1m{{{OF_ROLE}}})", "{{role}} median"),
+                Query(f"min by (role) (role:rolecall_process_progress:min_rate1m{{{OF_ROLE}}})", "{{role}} slowest"),
+            ),
+        ],
+        collapsed=True,
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from rolecall.core.metric import Metric, MetricType, Subject
 from rolecall.core.metrics import CATALOGUE
 from rolecall.dashboards.grafana.promql import DCGM_NAMES, OF_WATCH
+from rolecall.dashboards.grafana.rules import Record, groups
 from tests.dashboards.openmetrics import Recording
 
 START, STEP, ROUNDS = 1_700_000_000.0, 15.0, 41
@@ -49,13 +50,21 @@ def write(path: Path) -> Path:
         at = START + n * STEP
         watch = "".join(line for m in CATALOGUE if m.subject in OF_WATCH for line in _lines(m, n, at))
         agent = "".join(line for m in CATALOGUE if m.subject not in OF_WATCH for line in _lines(m, n, at))
-        recording.scraped(at, "rolecall-watch", "control:9478", watch.encode())
+        recording.scraped(at, "rolecall-watch", "control:9478", (watch + _recorded()).encode())
         recording.scraped(at, "rolecall", f"{OURS}:9477", agent.encode())
         recording.scraped(at, "rolecall-dcgm", f"{OURS}:9477", _exported("hostname", OURS, n).encode())
         recording.scraped(at, "dcgm", f"{EXPORTED}:9400", _exported("hostname", EXPORTED, n).encode())
         recording.scraped(at, "dcgm", f"{EXPORTED_OLD}:9400", _exported("Hostname", EXPORTED_OLD, n).encode())
     recording.write(path)
     return path
+
+
+def _recorded() -> str:
+    """What the recording rules make."""
+    names = [r.name for made in groups().values() for g in made for r in g.rules if isinstance(r, Record)]
+    of_role = 'role="rollout"'
+    of_rank = ",".join(f'{k}="{v}"' for k, v in {"role": "rollout", "replica": REPLICAS[1], "rank": "0"}.items())
+    return "".join(f"{n}{{{of_rank if n.startswith('rank:') else of_role}}} 1.5\n" for n in names)
 
 
 def _lines(metric: Metric, n: int, at: float) -> Iterator[str]:

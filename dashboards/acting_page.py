@@ -142,7 +142,7 @@ def _all(r: Reader, person: Who, state: State) -> None:
 def _nodes(r: Reader, person: Who, state: State, incidents: Sequence[Incident], now: float) -> None:
     st.subheader("Nodes")
     away = quarantined(state.words)
-    names = node_names(state.fleet, away)
+    names = node_names(state.fleet, [*away, *state.nodes])
     if not names:
         st.text("The journal names no node.")
         return

@@ -19,6 +19,8 @@ from rolecall.recovery.watch import LEASE_NAME, PAUSED_FLAG
 
 STATE_SECONDS = 1.0
 """A state younger than this serves all who ask."""
+IDLE_FACTOR = 10.0
+"""After a state that took a second to read (ten thousand incarnations take a fifth), so many pass until the next."""
 NOBODY = FleetView(replicas=())
 
 
@@ -32,6 +34,7 @@ class State:
     paused: str | None = None
     stopping: str | None = None
     fleet: FleetView = field(default=NOBODY)
+    nodes: tuple[str, ...] = ()  # that the run began with
     words: tuple[Event, ...] = ()
 
 
@@ -42,16 +45,18 @@ class Desk:
         self._lock = threading.Lock()
         self._words = Words()
         self._last: State | None = None
-        self._stale = False
+        self._stale, self._due = False, 0.0
 
     def look(self, reader: Reader) -> State:
         """What the journal says now, or said when it could last be read."""
         with self._lock:
             now = reader.now()
-            if self._stale or self._last is None or not 0 <= now - self._last.at < STATE_SECONDS:
+            if self._stale or self._last is None or not self._last.at <= now < self._due:
                 try:
                     with reader.journal() as journal:
                         self._last, self._stale = self._state(journal, now), False
+                    took = max(0.0, reader.now() - now)
+                    self._due = now + max(STATE_SECONDS, IDLE_FACTOR * took)
                 except JournalError:
                     # The page says so above; what is known stays, and is looked at again at the next draw.
                     return self._last or State(at=now)
@@ -63,6 +68,8 @@ class Desk:
 
     def _state(self, journal: Journal, now: float) -> State:
         lease, taken = journal.lease(LEASE_NAME), journal.last(EventKind.LEASE_TAKEN)
+        started = journal.last(EventKind.RUN_STARTED)
+        listed = started.body.get("nodes") if started else None
         held = lease is not None and lease.holder and lease.expires_at > now
         return State(
             at=now,
@@ -71,6 +78,7 @@ class Desk:
             paused=journal.flag(PAUSED_FLAG),
             stopping=journal.flag(STOP_FLAG),
             fleet=fleet_view(journal.desired(), journal.current()),
+            nodes=tuple(str(n) for n in listed) if isinstance(listed, list) else (),
             words=self._words.read(journal),
         )
 

@@ -127,6 +127,15 @@ def samples(data: Any) -> list[Sample]:
     return found
 
 
+def of_run(found: Iterable[Sample], run_id: str) -> list[Sample]:
+    """Without what other runs on this machine say: their nodes have the same names, and an `instance` of `RUN/NODE`."""
+    return [
+        (labels, value)
+        for labels, value in found
+        if "/" not in labels.get("instance", "") or labels["instance"].startswith(f"{run_id}/")
+    ]
+
+
 def live_of(
     counts: Iterable[Sample],
     last_seen: Iterable[Sample],
@@ -144,7 +153,7 @@ def live_of(
     ours = {node for node, _, _ in codes}
     for labels, value in dcgm:
         theirs = {
-            "node": labels.get("Hostname") or labels.get("node") or _host(labels),
+            "node": labels.get("hostname") or labels.get("Hostname") or labels.get("node") or _host(labels),
             "gpu": labels.get("gpu", ""),
             "xid": str(int(value)),
         }

@@ -138,15 +138,17 @@ def fleet_rows(
     codes: Sequence[Code],
     live: Live,
     now: float,
+    idle: Iterable[str] = (),
 ) -> Fleet:
-    """`by_node`: of `incidents_by_node`. `now`: wall seconds."""
+    """`by_node`: of `incidents_by_node`. `now`: wall seconds. `idle`: nodes that the run has, whatever lives there. Of
+    nodes that are none of this run's nothing is told, though Prometheus may know them."""
     replicas: dict[str, list[ReplicaView]] = {}
     for r in fleet.replicas:
         replicas.setdefault(str(r.node), []).append(r)
     seen: dict[str, list[Code]] = {}
     for code in (*codes, *live.codes):
         seen.setdefault(code.node, []).append(code)
-    names = {*replicas, *by_node, *pasts, *seen, *(live.agents or {})} - {""}
+    names = {*replicas, *by_node, *pasts, *idle} - {""}
     counts = {n: tuple(_since(by_node.get(n, ()), now - s) for s in (HOUR, DAY, MONTH)) for n in names}
     medians = [statistics.median(c[k] for c in counts.values()) if counts else 0.0 for k in range(3)]
     rows = [

@@ -9,7 +9,7 @@ import streamlit as st
 
 from rolecall.core.clock import SystemClock
 from rolecall.dashboards.acting_buttons import desk
-from rolecall.dashboards.acting_state import State
+from rolecall.dashboards.acting_state import State, place_of
 from rolecall.dashboards.fleet_charts import incidents_chart
 from rolecall.dashboards.fleet_hardware import Code, codes_of, merged
 from rolecall.dashboards.fleet_nodes import (
@@ -57,7 +57,7 @@ class _Drawer:
                 self.by_node, self.codes = incidents_by_node(incidents), codes_of(incidents)
                 self.pasts, self.of = pasts(state.words), (incidents, state.words)
             until = counted_until(incidents, state.fleet, look.book.ended is not None, now)
-            return fleet_rows(state.fleet, self.by_node, self.pasts, self.codes, seen.live, until)
+            return fleet_rows(state.fleet, self.by_node, self.pasts, self.codes, seen.live, until, state.nodes)
 
 
 @st.cache_resource(show_spinner=False)
@@ -66,15 +66,15 @@ def _drawer(journal_url: str) -> _Drawer:
 
 
 @st.cache_resource(show_spinner=False)
-def _eye(url: str, _authorization: str) -> Eye:
-    return Eye(url, _authorization, SystemClock())
+def _eye(url: str, _authorization: str, run_id: str) -> Eye:
+    return Eye(url, _authorization, SystemClock(), run_id)
 
 
 def _draw(r: Reader, look: Look) -> None:
     settings, now = r.settings, r.now()
     seen = Seen()
     if settings.prometheus_url:
-        seen = _eye(settings.prometheus_url, settings.prometheus_authorization).look()
+        seen = _eye(settings.prometheus_url, settings.prometheus_authorization, place_of(r).run_id).look()
     drawer = _drawer(settings.journal_url)
     fleet = drawer.fleet(look, desk(r).look(r), seen, now)
     if not fleet.rows:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from rolecall.core.clock import Clock
 from rolecall.core.errors import RolecallError
-from rolecall.dashboards.fleet_hardware import Live, Sample, live_of, samples
+from rolecall.dashboards.fleet_hardware import Live, Sample, live_of, of_run, samples
 from rolecall.detector.prometheus_api import Client, Limits, NoAnswer, TooMuch
 
 ASK_SECONDS = 10.0
@@ -13,11 +13,15 @@ ASK_SECONDS = 10.0
 FIRST_SECONDS = 0.7
 """How long the first page waits for the first answer."""
 LIMITS = Limits(answer_bytes_max=8 << 20, connect_seconds=2.0, answer_seconds=5.0, patience_seconds=0.0)
-COUNTS = "sum by (node, gpu, xid) (rolecall_xid_events_total)"
-LAST_SEEN = "max by (node, gpu, xid) (rolecall_xid_last_timestamp_seconds)"
-LOST_GPUS = "min by (node, gpu) (rolecall_gpu_up) == 0"
-AGENTS = 'min by (node, instance) (up{job=~".*rolecall.*", node!=""})'
-DCGM = "max by (Hostname, instance, gpu) (DCGM_FI_DEV_XID_ERRORS) > 0"
+COUNTS = "sum by (node, instance, gpu, xid) (rolecall_xid_events_total)"
+LAST_SEEN = "max by (node, instance, gpu, xid) (rolecall_xid_last_timestamp_seconds)"
+LOST_GPUS = "min by (node, instance, gpu) (rolecall_gpu_up) == 0"
+AGENTS = (
+    "up * on (job, instance) group_left (node) "
+    "group by (job, instance, node) (last_over_time(rolecall_agent_build_info[1d]))"
+)
+"""An agent that is away tells its node no more: the last that it told counts."""
+DCGM = "max by (hostname, Hostname, instance, gpu) (DCGM_FI_DEV_XID_ERRORS) > 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +36,8 @@ class Seen:
 class Eye:
     """Thread-safe; one a process and server."""
 
-    def __init__(self, url: str, authorization: str, clock: Clock) -> None:
-        self._url, self._authorization, self._clock = url, authorization, clock
+    def __init__(self, url: str, authorization: str, clock: Clock, run_id: str = "") -> None:
+        self._url, self._authorization, self._clock, self._run_id = url, authorization, clock, run_id
         self._lock = threading.Lock()
         self._seen = Seen()
         self._asked_at: float | None = None
@@ -72,6 +76,7 @@ class Eye:
             def asked(expression: str) -> list[Sample]:
                 return samples(client.ask("query", {"query": expression}, lambda: False))
 
-            return live_of(asked(COUNTS), asked(LAST_SEEN), asked(LOST_GPUS), asked(AGENTS), asked(DCGM))
+            answers = [asked(e) for e in (COUNTS, LAST_SEEN, LOST_GPUS, AGENTS, DCGM)]
+            return live_of(*(of_run(found, self._run_id) for found in answers))
         finally:
             client.close()

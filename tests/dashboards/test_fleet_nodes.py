@@ -9,7 +9,7 @@ from rolecall.core.diagnosis import FaultClass
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.dashboards.fleet_hardware import Live, codes_of, live_of, merged, samples
+from rolecall.dashboards.fleet_hardware import Live, codes_of, live_of, merged, of_run, samples
 from rolecall.dashboards.fleet_nodes import (
     DAY,
     GLYPHS,
@@ -223,6 +223,21 @@ def test_prometheus_tells_of_codes_gpus_and_agents_and_dcgm_where_our_agent_does
 )
 def test_what_is_no_answer_of_prometheus_is_nothing(data: object) -> None:
     assert samples(data) == []
+
+
+def test_other_runs_of_the_machine_have_the_same_names_and_are_left_out() -> None:
+    found = [
+        ({"node": "node-1", "instance": "mine/node-1"}, 1.0),
+        ({"node": "node-1", "instance": "other/node-1"}, 0.0),
+        ({"node": "gpu-7", "instance": "gpu-7:9477"}, 1.0),
+    ]
+    assert of_run(found, "mine") == [found[0], found[2]]
+
+
+def test_a_node_that_the_run_has_and_nothing_lives_on_is_idle_and_foreign_ones_are_left_out() -> None:
+    live = Live(agents={"node-7": True, "elsewhere": False})
+    found = fleet_rows(_fleet(["node-1"]), {}, {}, (), live, NOW, ["node-1", "node-7"])
+    assert {r.node: r.health for r in found.rows} == {"node-1": Health.HEALTHY, "node-7": Health.IDLE}
 
 
 def test_a_thousand_nodes_and_ten_thousand_incidents() -> None:

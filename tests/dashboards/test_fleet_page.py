@@ -7,9 +7,13 @@ import pytest
 from rolecall.core.clock import FakeClock
 from rolecall.core.diagnosis import FaultClass
 from rolecall.core.events import EventKind
+from rolecall.dashboards import fleet_prometheus
+from rolecall.dashboards.fleet_hardware import live_of, of_run
 from rolecall.dashboards.fleet_prometheus import ASK_SECONDS, Eye
 from rolecall.recovery import commands
 from tests.dashboards.acting_world import HOSTILE, World, page, texts, world
+from tests.dashboards.prometheus_of_demo import DemoPrometheus
+from tests.support import PATIENCE_SECONDS
 
 K = EventKind
 NOBODY_THERE = "http://127.0.0.1:9"
@@ -69,6 +73,26 @@ def test_a_prometheus_that_is_away_is_a_sentence(made: World) -> None:
     at = page("fleet", made, prometheus_url=NOBODY_THERE)
     assert not at.exception
     assert "Prometheus does not answer" in texts(at)
+
+
+def test_what_a_real_prometheus_tells_of_a_demo_shows(demo_prometheus: DemoPrometheus) -> None:
+    eye = Eye(demo_prometheus.url, "", FakeClock(), "demo-7")
+    answers = [
+        [(v.labels, v.value) for v in demo_prometheus.query(e)]
+        for e in (
+            fleet_prometheus.COUNTS,
+            fleet_prometheus.LAST_SEEN,
+            fleet_prometheus.LOST_GPUS,
+            fleet_prometheus.AGENTS,
+            fleet_prometheus.DCGM,
+        )
+    ]
+    live = live_of(*(of_run(found, "demo-7") for found in answers))
+    assert {(c.node, c.gpu, c.code) for c in live.codes} == {("gpu-1", "1", 31), ("gpu-1", "1", 79)}
+    assert set(live.agents or {}) == {*(f"node-{n}" for n in range(7)), "gpu-1"}
+    eye.look()
+    assert eye.wait(PATIENCE_SECONDS)
+    assert eye.look().away == ""
 
 
 def test_hostile_text_is_shown_as_text(made: World) -> None:

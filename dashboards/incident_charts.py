@@ -23,7 +23,7 @@ NUMBER_SHARE = 0.07
 POINTS_MAX = 1_500
 """Of one drawing: more are thinned, keeping the extremes of each stretch."""
 PADDING = {"left": 2, "right": 26, "top": 4, "bottom": 2}
-AXIS_WIDTH = 52
+AXIS_WIDTH = 66
 """Room for numbers at the left, the same in every drawing, so that all stand on one axis."""
 
 SUSPECT, PEER, LIMIT, RULE = "#d1495b", "#4d7ea8", "#b8860b", "#808080"

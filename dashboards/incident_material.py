@@ -30,8 +30,8 @@ BEFORE_SECONDS, AFTER_SECONDS = 120.0, 60.0
 """What the run did so long before the onset and after the incident's last event is part of its story."""
 
 K = EventKind
-AROUND_KINDS = (
-    *INCIDENT_KINDS,
+CHUNK_LINES = 1_000
+RUN_KINDS = (
     K.RUN_STARTED,
     K.RUN_ENDED,
     K.REPLICA_STARTING,
@@ -93,7 +93,8 @@ def read(
     events = journal.events(incident_id=incident_id, limit=EVENTS_MAX, damaged=damaged)
     if len(events) == EVENTS_MAX:
         missing.append(f"its events after the first {EVENTS_MAX}")
-    around = _around(journal, incident, events, damaged, missing)
+    faults = _faults(run, missing)
+    around = _around(journal, incident, events, damaged, missing, others=bool(faults))
     missing += [plain(str(line.error)) for line in damaged[:5]]
     return Material(
         incident_id=incident_id,
@@ -105,7 +106,7 @@ def read(
         around=tuple(around),
         known=_lives(journal, around, missing),
         window=window if window is not None else _window(journal, incident_id, missing),
-        faults=_faults(run, around, missing),
+        faults=_of_that_time(faults, around),
         missing=tuple(missing),
     )
 
@@ -116,20 +117,31 @@ def _around(
     events: list[Event],
     damaged: list[DamagedLine],
     missing: list[str],
+    *,
+    others: bool,
 ) -> list[Event]:
+    """`others`: with the events of other incidents, among whom faults that were injected are shared out."""
     if not events:
         return []
-    after = max(0, events[0].seq - LINES_BEFORE)
-    there: list[DamagedLine] = []
-    found = journal.events(after=after, kinds=AROUND_KINDS, limit=AROUND_MAX, damaged=there)
-    if len(found) == AROUND_MAX:
-        missing.append(f"what the run did after the first {AROUND_MAX} events from there on")
-    have = {line.seq for line in damaged}
-    damaged += [line for line in there if line.seq not in have]
-    begin = min(incident.diagnosis.onset if incident else events[0].wall_at, events[0].wall_at)
+    begin = min(incident.diagnosis.onset if incident else events[0].wall_at, events[0].wall_at) - BEFORE_SECONDS
     is_open = incident is not None and incident.closed_at is None
     end = float("inf") if is_open else max(e.wall_at for e in events) + AFTER_SECONDS
-    kept = {e.seq: e for e in found if begin - BEFORE_SECONDS <= e.wall_at <= end}
+    kinds = (*INCIDENT_KINDS, *RUN_KINDS) if others else RUN_KINDS
+    after, num_read = max(0, events[0].seq - LINES_BEFORE), 0
+    there: list[DamagedLine] = []
+    kept: dict[int, Event] = {}
+    while True:
+        chunk = journal.events(after=after, kinds=kinds, limit=CHUNK_LINES, damaged=there)
+        kept |= {e.seq: e for e in chunk if begin <= e.wall_at <= end}
+        num_read += len(chunk)
+        if not chunk or len(chunk) < CHUNK_LINES - len(there) or chunk[-1].wall_at > end:
+            break
+        if num_read >= AROUND_MAX:
+            missing.append(f"what the run did after the first {AROUND_MAX} events from there on")
+            break
+        after = chunk[-1].seq
+    have = {line.seq for line in damaged}
+    damaged += [line for line in there if line.seq not in have]
     kept |= {e.seq: e for e in events}
     return [kept[seq] for seq in sorted(kept)]
 
@@ -154,17 +166,21 @@ def _window(journal: Journal, incident_id: str, missing: list[str]) -> Mapping[s
     return window
 
 
-def _faults(run: RunDir | None, around: list[Event], missing: list[str]) -> tuple[Fault, ...]:
-    """Those of the injector's log that fall into this time."""
-    if run is None or not around:
-        return ()
+def _faults(run: RunDir | None, missing: list[str]) -> list[Fault]:
+    """All of the injector's log."""
+    if run is None:
+        return []
     try:
-        text = run.injections_path.read_text(encoding="utf-8")
-        faults = parse_injections(text)
+        return parse_injections(run.injections_path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return ()
+        return []
     except (OSError, ValueError) as e:
         missing.append(f"the injector's log: {plain(e)}")
+        return []
+
+
+def _of_that_time(faults: list[Fault], around: list[Event]) -> tuple[Fault, ...]:
+    if not around:
         return ()
     begin, end = around[0].wall_at, around[-1].wall_at
     return tuple(f for f in faults if begin <= f.injected_at <= end and not f.of_helper)

@@ -26,6 +26,9 @@ EVENTS_PER_PAGE = 100
 """Raw events on one page of their table."""
 BODY_CHARS_MAX = 20_000
 """Of one event's JSON: a question holds the whole fleet."""
+MARK_HELP = (
+    "Was the diagnosis right? The page Accounting takes the word of who is signed in, and counts precision by it."
+)
 COST_HELP = (
     "Each hurt replica from the onset until its replacement serves; while a trainer is lost, each other trainer, too, "
     "until the interrupted step is committed. GPU-seconds are the same times the GPUs of each such process."
@@ -169,18 +172,21 @@ def _findings(r: Reader, whole: Whole, incident_id: str) -> None:
     for n, f in enumerate(whole.findings):
         if n == 1:
             st.caption("Later, more was known")
-        _finding(f)
+        _finding(f, known=whole.head.sentence)
     if not whole.findings:
         st.text("No diagnosis of it can be read.")
+    st.caption(MARK_HELP)
     for w in whole.witnesses:
         _witness(w)
     _files(r, incident_id, [name for w in whole.witnesses for name in w.files])
 
 
-def _finding(f: Finding) -> None:
+def _finding(f: Finding, known: str = "") -> None:
+    """`known`: the sentence on top of the page, which is not told twice."""
     st.caption("Finding")
     st.text(f.title)
-    st.text(f.because)
+    if f.because != known:
+        st.text(f.because)
     for e in f.evidence:
         numbers = f"  [{e.numbers}]" if e.numbers else ""
         st.text(f"• {e.kind}: {e.text}{numbers}")

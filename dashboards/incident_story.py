@@ -138,7 +138,7 @@ def _moments(m: Material, story: Story | None) -> list[Moment]:
     found: list[Moment] = []
     if m.incident is not None:
         d = m.incident.diagnosis
-        found.append(Moment(at=min(d.onset, d.detected_at), mark=Mark.ONSET, words="onset, as the diagnosis has it"))
+        found.append(Moment(at=min(d.onset, d.detected_at), mark=Mark.ONSET, words="as the diagnosis has it"))
     for fault in (*((story.fault,) if story and story.fault else ()), *(story.further_faults if story else ())):
         found.append(Moment(at=fault.injected_at, mark=Mark.FAULT, words=_of_fault(fault)))
     for e in m.events:
@@ -151,7 +151,7 @@ def _moments(m: Material, story: Story | None) -> list[Moment]:
 
 def _of_fault(fault: Fault) -> str:
     how = f", {fault.how}" if fault.how else ""
-    return plain(f"the injector struck {', '.join(fault.hit)}: {fault.kind}{how}", WORDS_MAX)
+    return plain(f"{fault.kind}{how} at {', '.join(fault.hit)}", WORDS_MAX)
 
 
 def _because(prefix: str) -> Callable[[Event], str]:
@@ -177,23 +177,23 @@ def _plan_words(e: Event) -> str:
 
 OWN: Mapping[EventKind, tuple[Mark, Callable[[Event], str]]] = {
     K.INCIDENT_OPENED: (Mark.FOUND, lambda e: _found_words(e)),
-    K.INCIDENT_UPDATED: (Mark.KNOWN, lambda e: f"more is known: {_of_diagnosis(e)}"),
+    K.INCIDENT_UPDATED: (Mark.KNOWN, lambda e: _of_diagnosis(e)),
     K.EVIDENCE_PULLED: (Mark.KNOWN, _because("evidence came")),
-    K.PLAN_MADE: (Mark.PLAN, lambda e: f"decided: {_plan_words(e)}"),
-    K.PLAN_HELD: (Mark.HELD, lambda e: f"held by the guard {e.body.get('guard')}: {e.body.get('because')}"),
-    K.PLAN_PROPOSED: (Mark.PERSON, lambda e: f"proposed to a person: {_plan_words(e)}"),
+    K.PLAN_MADE: (Mark.PLAN, lambda e: _plan_words(e)),
+    K.PLAN_HELD: (Mark.HELD, lambda e: f"by the guard {e.body.get('guard')}: {e.body.get('because')}"),
+    K.PLAN_PROPOSED: (Mark.PERSON, lambda e: f"is asked: {_plan_words(e)}"),
     K.PLAN_APPROVED: (Mark.PERSON, _by("approved it")),
     K.PLAN_REJECTED: (Mark.PERSON, _by("said no")),
     K.PLAN_LAPSED: (Mark.PERSON, _because("the proposal lapsed")),
     K.HOLD_PLACED: (Mark.PERSON, _by("put it on hold")),
     K.HOLD_LIFTED: (Mark.PERSON, _by("lifted the hold")),
     K.DIAGNOSIS_MARKED: (Mark.PERSON, lambda e: _by(f"marked the diagnosis {e.body.get('verdict')}")(e)),
-    K.PERSON_CALLED: (Mark.PERSON, _because("a person was called")),
-    K.ACTION_STARTED: (Mark.ACTION, lambda e: f"action begins: {_plan_words(e)}"),
-    K.ACTION_DONE: (Mark.ACTION, lambda e: f"action done: {_result(e)}"),
-    K.ACTION_FAILED: (Mark.FAILED, _because("the action failed")),
-    K.INCIDENT_VERIFIED: (Mark.CURED, _because("seen to work")),
-    K.INCIDENT_CLOSED: (Mark.CLOSED, lambda e: f"closed as {e.body.get('outcome')}"),
+    K.PERSON_CALLED: (Mark.PERSON, _because("is called")),
+    K.ACTION_STARTED: (Mark.ACTION, lambda e: f"begins: {_plan_words(e)}"),
+    K.ACTION_DONE: (Mark.ACTION, lambda e: f"done: {_result(e)}"),
+    K.ACTION_FAILED: (Mark.FAILED, lambda e: str(e.body.get("because") or "no reason is given")),
+    K.INCIDENT_VERIFIED: (Mark.CURED, lambda e: str(e.body.get("because") or "")),
+    K.INCIDENT_CLOSED: (Mark.CLOSED, lambda e: f"as {e.body.get('outcome')}"),
 }
 """The incident's own events: what they are in the drawing, and in words."""
 

@@ -17,6 +17,8 @@ from rolecall.timeline import Story
 SENTENCE_MAX = 2_000
 NUM_SHOWN_MAX = 40
 """Suspects, pieces of evidence, sentences of witnesses: of more the number is told."""
+VISIBLE_SECONDS = 0.05
+"""Two moments nearer than this are one to a reader."""
 K = EventKind
 
 Facts = tuple[tuple[str, str], ...]
@@ -130,7 +132,10 @@ def _closed_words(i: Incident, story: Story | None) -> str:
         after = seconds(max(0.0, (cured_at if cured_at is not None else i.opened_at) - found))
         attempts = f", at attempt {len(i.attempts)}" if len(i.attempts) > 1 else ""
         seen = f": {story.verified_because}" if story is not None and story.verified_because else ""
-        return f"Cured after {after}{attempts}{seen}"
+        worked = ""
+        if i.verified_at is not None and cured_at is not None and i.verified_at - cured_at >= VISIBLE_SECONDS:
+            worked = f" (seen to work after {seconds(max(0.0, i.verified_at - found))})"
+        return f"Cured after {after}{worked}{attempts}{seen}"
     words = {
         "tolerated": "Tolerated, nothing was worth doing",
         "observed": "Only observed: the fault ended without rolecall",
@@ -315,13 +320,21 @@ def _decided(a: Attempt, i: Incident, events: Iterable[Event]) -> Decided:
         number=a.number,
         title=action_words(a.plan),
         digest=plain(a.plan.digest, 40),
-        because=plain(a.plan.because, SENTENCE_MAX),
+        because=_beyond(plain(a.plan.because, SENTENCE_MAX), plain(i.diagnosis.because, SENTENCE_MAX)),
         also_hit=tuple(plain(text, 300) for text in a.plan.also_hit[:NUM_SHOWN_MAX]),
         held=tuple(plain(text, 600) for text in held[:NUM_SHOWN_MAX]),
         words=tuple(_spoken(during)),
         outcome=plain(_became(a, i), 600),
         facts=tuple(facts),
     )
+
+
+def _beyond(because: str, diagnosis: str) -> str:
+    """A reason without the diagnosis, which stands on top of the page."""
+    if not diagnosis or diagnosis not in because:
+        return because
+    rest = because.replace(diagnosis, "").strip(" :;,.")
+    return f"of the diagnosis; {rest}" if rest else "of the diagnosis"
 
 
 _SAID: Mapping[EventKind, str] = {

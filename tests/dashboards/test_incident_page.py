@@ -61,7 +61,7 @@ def test_the_table_names_each_incident_with_a_link(shows: Shows, tmp_path: Path)
         "crash",
         "replace replica",
     )
-    assert row["to find"] == "0.50 s"
+    assert row["found after"] == "0.50 s"
 
 
 def test_an_open_one_is_told_above_the_table(shows: Shows, tmp_path: Path) -> None:

@@ -104,6 +104,18 @@ def test_nothing_is_placed_on_a_quarantined_node(tmp_path: Path) -> None:
     assert f"QUARANTINED: {node}, by alice: ECC errors" in commands.status_text(commands.status(run, world.clock))
 
 
+def test_a_node_quarantined_after_the_plan_takes_nothing_either(tmp_path: Path) -> None:
+    world, run, watch = running(tmp_path)
+    node = node_of(world, "rollout/1")
+    commands.pause(run, "alice", "a look")
+    faulty(world, "rollout/1", FaultClass.CRASH)
+    world.until(lambda: world.events(K.PLAN_HELD), watch)
+    commands.quarantine(run, node, "alice", "ECC errors", world.clock)
+    commands.resume(run, "alice")
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is Outcome.CURED and node_of(world, "rollout/1") != node
+
+
 def test_a_returned_node_takes_replicas_again(tmp_path: Path) -> None:
     world, run, watch = running(tmp_path)
     node = node_of(world, "rollout/1")

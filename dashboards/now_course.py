@@ -143,6 +143,11 @@ class CourseFold:
         """Whether a replacement has yet to prove its weights."""
         return any(at is None for at in self._awaited.values())
 
+    @property
+    def suffers(self) -> bool:
+        """Whether an incident is open."""
+        return bool(self._open)
+
     def take(self, event: Event) -> None:
         """Raises KeyError, TypeError, ValueError: the body is not what the kind should have."""
         body = event.body

@@ -64,6 +64,7 @@ _CSS = """
   .rc-incident dl { grid-template-columns: 1fr; } .rc-incident dd { margin-bottom: .3rem; }
   .rc-figures { grid-template-columns: repeat(auto-fit, minmax(6.6rem, 1fr)); }
   [data-testid="stMainBlockContainer"] { padding: 3.5rem 1rem 3rem; } }
+[data-stale="true"] { opacity: 1 !important; transition: none !important; }
 @media (prefers-reduced-motion: reduce) { * { animation: none !important; transition: none !important; } }
 """
 

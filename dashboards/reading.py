@@ -267,10 +267,20 @@ class _Following:
         before = self._shown
         if before is not None and not changed and before.version == self._versions and before.snapshot.paused == paused:
             snapshot = replace(before.snapshot, now=now, tokens_per_second=fold.memory.tokens_per_second(now))
+            course = before.course
+            if fold.course.suffers:  # what it loses grows with time alone
+                course = self._course(fold, now, ended=snapshot.ended != "", lease=lease)
             return replace(
-                before, at=now, read_at=now, trouble=_of_lines(fold), because=_damage(fold), lease=lease,
-                snapshot=snapshot, history=self._history(),
-            )  # fmt: skip
+                before,
+                at=now,
+                read_at=now,
+                trouble=_of_lines(fold),
+                because=_damage(fold),
+                lease=lease,
+                snapshot=snapshot,
+                course=course,
+                history=self._history(),
+            )
         self._versions += 1
         snapshot = fold.memory.snapshot(now, self._records.desired, self._records.current, paused)
         empty = fold.seq == 0

@@ -58,6 +58,20 @@ def test_what_was_written_since_is_in_the_next_look(tmp_path: Path) -> None:
         assert [i.incident_id for i in second.book.open_incidents()] == ["i-1"]  # a look never changes
 
 
+def test_what_an_open_incident_costs_grows_with_time_alone(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    plan = made.open()
+    made.plan(plan)
+    made.act(plan)
+    clock = FakeClock(wall_offset=SystemClock().wall() - 1000.0)
+    with reader_of(made.run.database_url, clock) as look:
+        before = look().course.account
+        clock.advance(60.0)
+        after = look().course.account
+    assert before is not None and after is not None
+    assert sum(after.lost.values()) - sum(before.lost.values()) == pytest.approx(61.0 / 4, rel=0.1)  # one of four
+
+
 def test_records_and_flags_are_news_too(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     with reader_of(made.run.database_url) as look:

@@ -5,7 +5,7 @@ its last committed step. What an hour lacks to 1 is shared among the incidents a
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rolecall.effective import Loss, Step, ettr, losses
@@ -101,9 +101,9 @@ def times(
         ettr=effective / total if total > 0 and num_rollouts + num_trainers else None,
         training_seconds=total,
         lost_seconds=sum(lost.values()),
-        by_role=_ranked({role: _sum(lost, 0, role) for role, _ in lost}),
-        by_class=_ranked(_by_class(lost, classes)),
-        by_incident=_ranked({which: _sum(lost, 1, which) for _, which in lost})[:TOP_INCIDENTS],
+        by_role=_ranked((role, seconds) for (role, _), seconds in lost.items()),
+        by_class=_ranked((classes.get(which, which), seconds) for (_, which), seconds in lost.items()),
+        by_incident=_ranked((which, seconds) for (_, which), seconds in lost.items())[:TOP_INCIDENTS],
         num_replicas=num_rollouts + num_trainers,
     )
 
@@ -118,19 +118,11 @@ def _caused(joined: Joined, end: float) -> list[CausedLoss]:
     return found + [CausedLoss(loss=loss, fault=UNNOTICED) for loss in unseen]
 
 
-def _sum(lost: Mapping[tuple[str, str], float], part: int, name: str) -> float:
-    return sum(seconds for cause, seconds in lost.items() if cause[part] == name)
-
-
-def _by_class(lost: Mapping[tuple[str, str], float], classes: Mapping[str, str]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for (_, which), seconds in lost.items():
-        name = classes.get(which, which)
-        found[name] = found.get(name, 0.0) + seconds
-    return found
-
-
-def _ranked(seconds: Mapping[str, float]) -> tuple[LostTo, ...]:
+def _ranked(parts: Iterable[tuple[str, float]]) -> tuple[LostTo, ...]:
+    """Added up by name, most first."""
+    seconds: dict[str, float] = {}
+    for name, part in parts:
+        seconds[name] = seconds.get(name, 0.0) + part
     total = sum(seconds.values())
     ranked = sorted(seconds.items(), key=lambda kv: (-kv[1], kv[0]))
     return tuple(LostTo(name=n, seconds=s, share=s / total if total else 0.0) for n, s in ranked)

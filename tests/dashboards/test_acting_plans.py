@@ -147,9 +147,7 @@ def test_a_preview_with_no_other_node_left_says_so() -> None:
     assert "no other node" in moving.because
 
 
-@pytest.mark.parametrize(
-    "body", [None, {}, {"question": 5}, {"question": {"config": {"never": 1}, "supports": []}}]
-)
+@pytest.mark.parametrize("body", [None, {}, {"question": 5}, {"question": {"config": {"never": 1}, "supports": []}}])
 def test_limits_of_a_plan_that_tells_none_are_the_defaults(body: dict[str, object] | None) -> None:
     assert not limits_of(body, "act").known
 

@@ -67,6 +67,12 @@ def holder_name() -> str:
     return f"{socket.gethostname()}:{os.getpid()}:{process_start_ticks(os.getpid())}"
 
 
+def holder_pid(holder: str) -> int | None:
+    """The PID in such a name."""
+    parts = holder.rsplit(":", 2)
+    return int(parts[1]) if len(parts) == 3 and parts[1].isdigit() else None
+
+
 class Watch:
     """One watch process. `tick` does everything once; `run` repeats it."""
 

@@ -26,6 +26,7 @@ from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.dashboard_beside import DashboardBeside
 from rolecall.demo import FaultSchedule, Stage, Strike, View
+from rolecall.recovery.watch import LEASE_NAME, holder_pid
 from rolecall.report import write_report
 from rolecall.rl_runtime.ray_commands import check_ray
 from rolecall.rl_runtime.reconcile import place
@@ -40,6 +41,9 @@ VIEW_SECONDS = 0.3
 DRAW_SECONDS = 0.5
 LINE_SECONDS = 3.0
 """Without a terminal, one line of progress this often."""
+WATCH_STUCK_SECONDS = 30.0
+"""A watch whose lease ran out so long ago is stopped or stuck: it is ended, so that another one watches."""
+LEASE_LOOK_SECONDS = 2.0
 WATCH_RESTARTS_MAX = 20
 """`watch` is restarted like a system service would; one that dies more often than this is broken."""
 JOURNAL_FAILURES_MAX = 2
@@ -64,6 +68,7 @@ class Session:
     clock: Clock = field(default_factory=SystemClock)
     injectors: list[Child] = field(default_factory=list)
     struck: int = 0  # faults that the schedule asked for
+    _lease_looked_at: float = float("-inf")
 
     def execute(self) -> dict[str, Any]:
         """Runs the job and returns its report.
@@ -176,6 +181,7 @@ class Session:
     def _keep_watch(self, watch: Child, journal: Journal) -> None:
         code = watch.died()
         if code is None:
+            self._end_stuck(watch, journal)
             return
         if watch.starts > WATCH_RESTARTS_MAX:
             because = f"watch has ended {watch.starts} times, last with {code}: nobody watches this run any more"
@@ -183,6 +189,20 @@ class Session:
             return
         journal.append(EventKind.PROCESS_RESTARTED, {"what": "watch", "node": "", "because": f"it ended with {code}"})
         watch.start()
+
+    def _end_stuck(self, watch: Child, journal: Journal) -> None:
+        """It is started again when it is found to have ended."""
+        now = self.clock.monotonic()
+        if watch.process is None or now < self._lease_looked_at + LEASE_LOOK_SECONDS:
+            return
+        self._lease_looked_at = now
+        lease = journal.lease(LEASE_NAME)
+        if lease is None or holder_pid(lease.holder) != watch.process.pid:
+            return
+        late_seconds = self.clock.wall() - lease.expires_at
+        if late_seconds > WATCH_STUCK_SECONDS:
+            logger.warning("watch has not renewed its lease for %.0f s: it is ended", late_seconds)
+            watch.process.kill()
 
     def _strike(self, run: RunDir, strike: Strike) -> None:
         argv = rolecall_command("inject", str(run.path), "--kind", strike.kind, "--seed", str(strike.seed))

@@ -1,6 +1,8 @@
 """A run's loop on a clock that we turn, without Ray: how long it is held (whole runs: tests/e2e)."""
 
 import json
+import signal
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -9,11 +11,14 @@ import pytest
 from rolecall.children import Child
 from rolecall.cli import main
 from rolecall.core.clock import FakeClock
+from rolecall.core.events import EventKind
 from rolecall.core.journal import Journal
 from rolecall.demo import FaultSchedule, demo_job
 from rolecall.live import Screen
+from rolecall.recovery.watch import LEASE_NAME
 from rolecall.rl_runtime.supervisor import Supervisor
-from rolecall.session import DONE_FLAG, HOLD_FLAG, TICK_SECONDS, Interrupted, Session
+from rolecall.session import DONE_FLAG, HOLD_FLAG, TICK_SECONDS, WATCH_STUCK_SECONDS, Interrupted, Session
+from tests.support import eventually
 
 HOLD_SECONDS = 42.0
 
@@ -60,3 +65,45 @@ def test_minutes_of_the_command_line_are_seconds_of_the_run(tmp_path: Path, monk
     monkeypatch.setattr(Session, "execute", execute)
     assert main(["demo", "--faults", "none", "--hold-minutes", "1.5", "--runs", str(tmp_path)]) == 130
     assert asked == [90.0]
+
+
+def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path) -> None:
+    clock = FakeClock()
+    session = Session(
+        job=demo_job(seed=1, num_steps=1, injection_allowed=False),
+        root=tmp_path,
+        run_id="stuck",
+        schedule=FaultSchedule(1, ()),
+        show=False,
+        minutes_max=10,
+        clock=clock,
+    )
+    run, made = session._create()
+    made.close()
+    journal = Journal(run.database_url, clock=clock)
+    watch = Child([sys.executable, "-c", "import signal; signal.pause()"], run.logs / "watch.log", run)
+    watch.start()
+    first = watch.process
+    assert first is not None
+    try:
+        assert journal.acquire(LEASE_NAME, f"some:host:{first.pid}:77", 5.0) is not None
+        first.send_signal(signal.SIGSTOP)
+        for _ in range(30):  # late, and not late enough
+            clock.advance(1.0)
+            session._keep_watch(watch, journal)
+        assert first.poll() is None and watch.starts == 1
+        clock.advance(10.0)
+        session._keep_watch(watch, journal)
+        eventually(lambda: first.poll() is not None, "the stuck one ends")
+        session._keep_watch(watch, journal)
+        assert watch.starts == 2 and watch.died() is None
+        (restarted,) = journal.events(kinds=[EventKind.PROCESS_RESTARTED])
+        assert restarted.body["what"] == "watch"
+        clock.advance(WATCH_STUCK_SECONDS + 10.0)
+        session._keep_watch(watch, journal)
+        assert watch.died() is None, "the lease that ran out is not of the second one, which has not got so far"
+    finally:
+        first.kill()
+        first.wait(10)
+        watch.stop()
+        journal.close()

@@ -73,11 +73,12 @@ def command(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 @contextmanager
-def demo_run(root: Path, run_id: str, args: Sequence[str]) -> Iterator[DemoRun]:
+def demo_run(root: Path, run_id: str, args: Sequence[str], *, dashboard: bool = False) -> Iterator[DemoRun]:
     """A demo in the background. However the test ends, nothing of it is left running."""
     path = root / run_id
     log = root / f"{run_id}.log"
-    argv = [sys.executable, "-m", "rolecall", "demo", "--plain", "--no-dashboard", "--runs", str(root), "--id", run_id]
+    argv = [sys.executable, "-m", "rolecall", "demo", "--plain", "--runs", str(root), "--id", run_id]
+    argv += [] if dashboard else ["--no-dashboard"]
     with log.open("wb") as out:
         process = subprocess.Popen([*argv, *args], cwd=ROOT, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
     observer = Observer(path.resolve())

@@ -1,0 +1,131 @@
+"""Pictures of the dashboard on a real demo run: `python -m tests.dashboards.screenshots docs/images` (about 5 minutes).
+
+A demo is started with its dashboard beside it; once a trainer hangs, Now is taken as a person on call sees it. When the run
+is over, the other pages are taken from what it left. With `--run DIR` only the latter, of a run that there is.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from playwright.sync_api import Browser
+
+from rolecall.core.clock import SystemClock
+from rolecall.core.errors import JournalError
+from rolecall.core.events import Event, EventKind
+from rolecall.core.journal import Journal
+from rolecall.core.rundir import RunDir, open_run_dir
+from tests.dashboards.browser import ADDRESS, Visit, browser, served, visit
+
+T = TypeVar("T")
+SEED = 7
+RUN_ID = "pictures"
+DEMO_SECONDS = 900.0
+LOOK_SECONDS = 0.2
+PAINT_MILLISECONDS = 2500
+"""For what is drawn after the page stands: charts fade in."""
+SETTLING_LOOKS = 8
+HEIGHT = "() => document.querySelector('[data-testid=\"stMain\"]')?.scrollHeight ?? 900"
+TRIMMED = "[data-testid='stHeader'], [data-testid='stStatusWidget'] {visibility: hidden}"
+
+
+def take(shot: Visit, path: Path, *, whole: bool = False) -> None:
+    """Writes one picture; `whole`: of all that can be scrolled to."""
+    shot.page.add_style_tag(content=TRIMMED)
+    seen = (0, -1)  # height of the page, and the one before: what is read in the background comes later
+    for _ in range(SETTLING_LOOKS if whole else 1):
+        shot.page.wait_for_timeout(PAINT_MILLISECONDS)
+        seen = (int(shot.page.evaluate(HEIGHT)), seen[0])
+        if seen[0] == seen[1]:
+            break
+        if whole:
+            width = (shot.page.viewport_size or {"width": 1440})["width"]
+            shot.page.set_viewport_size({"width": width, "height": max(900, seen[0])})
+    shot.page.screenshot(path=str(path))
+    print(path, flush=True)
+
+
+def of_a_demo(of: Browser, runs: Path, out: Path) -> RunDir:
+    """Runs the demo, and takes Now while a trainer hangs."""
+    argv = [sys.executable, "-m", "rolecall", "demo", "--plain", "--seed", str(SEED), "--id", RUN_ID]
+    log = runs / "demo.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen([*argv, "--runs", str(runs)], stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+    try:
+        address = _until(process, lambda: ADDRESS.search(log.read_text(errors="replace"))).group()
+        with visit(of, address) as shot:
+            shot.open("/")
+            _until(process, lambda: _hang(runs / RUN_ID))
+            take(shot, out / "now.png")
+        process.wait(DEMO_SECONDS)
+    finally:
+        process.terminate()
+        process.wait(60)
+    return open_run_dir(runs, RUN_ID)
+
+
+def _until(process: subprocess.Popen[bytes], look: Callable[[], T | None]) -> T:
+    clock = SystemClock()
+    end = clock.monotonic() + DEMO_SECONDS
+    while clock.monotonic() < end:
+        found = look()
+        if found is not None:
+            return found
+        if process.poll() is not None:
+            raise SystemExit(f"the demo ended early, with {process.returncode}")
+        clock.sleep(LOOK_SECONDS)
+    raise SystemExit(f"nothing to take a picture of within {DEMO_SECONDS:.0f} s")
+
+
+def _hang(path: Path) -> Event | None:
+    """The incident of a trainer, once there is one."""
+    try:
+        journal = Journal(RunDir(path).database_url, create=False)
+    except JournalError:
+        return None
+    try:
+        opened = journal.events(kinds=[EventKind.INCIDENT_OPENED])
+    finally:
+        journal.close()
+    return next((e for e in opened if str(e.body["diagnosis"]["suspects"][0]["replica"]).startswith("trainer")), None)
+
+
+def of_a_run(of: Browser, run: RunDir, out: Path) -> None:
+    """What a finished run shows."""
+    told = _hang(run.path)
+    incident = told.incident_id if told is not None else "inc-1"
+    with tempfile.TemporaryDirectory() as folder, served(Path(folder), [str(run.path)]) as address:
+        pages = {"incidents": "/incidents", "incident": f"/incidents?incident={incident}"}
+        pages |= {"fleet": "/fleet", "accounting": "/accounting", "acting": "/acting"}
+        for name, path in pages.items():
+            with visit(of, address) as shot:
+                shot.open(path)
+                take(shot, out / f"{name}.png", whole=True)
+        for name in ("incident", "accounting"):
+            with visit(of, address, dark=True) as shot:
+                shot.open(pages[name])
+                take(shot, out / f"{name}-dark.png", whole=True)
+        for name in ("now", "incident"):
+            with visit(of, address, size="phone") as shot:
+                shot.open(pages.get(name, "/"))
+                take(shot, out / f"{name}-phone.png")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=re.sub(r"\s+", " ", str(__doc__)))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--run", type=Path)
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    with browser() as of, tempfile.TemporaryDirectory() as runs:
+        run = RunDir(asked.run.resolve()) if asked.run else of_a_demo(of, Path(runs), asked.out)
+        of_a_run(of, run, asked.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -66,6 +66,8 @@ def test_demo_cures_three_faults_and_its_report_is_true(tmp_path: Path) -> None:
         served = run.observer.serving[(fault["target"], fault["incarnation"] + 1)]
         assert served.agrees(detected_at + incident["cured_seconds"], AGREEMENT_SECONDS), incident
 
+    assert not (run.path / "watch.json").exists(), "nobody serves any more"
+    assert not (run.path / "prometheus" / "targets.json").exists(), "there is nothing more to scrape"
     html = (run.path / "report.html").read_text()
     assert "http://" not in html.replace("http://www.w3.org", "") and "https://" not in html.replace(
         "https://arxiv", ""

@@ -10,11 +10,13 @@ import ipaddress
 import logging
 import os
 import socket
+import traceback
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from rolecall.core.database import redacted
 from rolecall.core.errors import ConfigError
 from rolecall.dashboards import settings
 
@@ -136,7 +138,9 @@ def _options(listener: socket.socket, address: str, names: tuple[str, ...]) -> d
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "none",
         "client.showSidebarNavigation": True,
-        "logger.level": "error",
+        # It would log tracebacks as they are; ours (`_complain`) show no password.
+        "logger.level": "critical",
+        "logger.enableRich": False,
         "logger.hideWelcomeMessage": True,
         "global.developmentMode": False,
     }
@@ -165,8 +169,12 @@ def _complain(error: Exception) -> bool:
     """A page that fails says so in a sentence; what failed stands in the log of this process, where its owner reads it."""
     import streamlit as st
 
-    logger.error("a page of the dashboard failed", exc_info=error)
-    st.error("This page could not be drawn. What went wrong is told where `rolecall dashboard` runs.", icon="⚠️")
+    told = redacted("".join(traceback.format_exception(error)))
+    logger.error("a page of the dashboard failed\n%s", told)
+    st.error(
+        "This page could not be drawn. What went wrong is told where `rolecall dashboard` runs.",
+        icon=":material/error:",
+    )
     return True
 
 

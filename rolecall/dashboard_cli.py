@@ -136,7 +136,7 @@ def _settings(
 
 
 def _checked_journal(text: str) -> str:
-    url = os.environ.get(JOURNAL_ENV, "") if text == "-" else text
+    url = os.environ.pop(JOURNAL_ENV, "") if text == "-" else text
     if not url:
         raise ConfigError([f"--journal: {JOURNAL_ENV} is not set"])
     if "://" not in url and Path(url).exists():

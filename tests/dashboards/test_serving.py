@@ -159,6 +159,14 @@ def test_beyond_loopback_with_people_and_sigterm(made: MadeRun, tmp_path: Path) 
         assert "Traceback" not in dashboard.output()
 
 
+def test_a_page_that_fails_tells_its_owner_why_and_no_password(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise RuntimeError("postgresql://anna:s3cret@db/x is away")
+    except RuntimeError as e:
+        assert serving._complain(e)  # Streamlit shows nothing of its own
+    assert "RuntimeError" in caplog.text and "anna:***@db" in caplog.text and "s3cret" not in caplog.text
+
+
 def test_without_streamlit_it_says_what_to_install() -> None:
     code = (
         "import sys; sys.modules['streamlit'] = None; from rolecall.cli import main; sys.exit(main(['dashboard', 'x']))"

@@ -104,11 +104,15 @@ def _words_on(r: Reader, person: Who, row: PlanRow) -> None:
     if row.hold is not None:
         button(r, person, "Lift the hold", lift, primary=True)
     if row.can_be_stopped:
-        with st.expander("Hold or veto"):
-            asks = {"Veto": veto} if row.hold is not None else {"Hold": hold, "Veto": veto}
-            form(r, person, f"plan:{row.digest}", asks, seconds=None if row.hold is not None else HOLD_FOR)
-        stop = (lift, veto) if row.hold is not None else (hold, veto)
-        as_commands(r, person, *((approve,) if row.can_be_approved else ()), *stop)
+        stops = {"Hold": hold, "Veto": veto}
+        if row.hold is not None:
+            del stops["Hold"]
+        if row.standing is Standing.APPROVED:
+            del stops["Veto"]  # it was said yes to already: a hold, or a pause, still stops it
+        with st.expander(" or ".join(stops)):
+            form(r, person, f"plan:{row.digest}", stops, seconds=HOLD_FOR if "Hold" in stops else None)
+        said = ((approve,) if row.can_be_approved else ()) + ((lift,) if row.hold is not None else ())
+        as_commands(r, person, *said, *stops.values())
 
 
 def _until(row: PlanRow, now: float) -> str:

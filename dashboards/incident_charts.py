@@ -15,7 +15,7 @@ from rolecall.dashboards.incident_signals import Signal
 from rolecall.dashboards.incident_story import Axis, Mark, Moment, Told
 
 SIGNAL_HEIGHT = 140
-X_AXIS_HEIGHT = 48
+X_AXIS_HEIGHT = 72
 """Of the last drawing, which alone has the numbers of the axis."""
 ROW_HEIGHT = 26
 NUMBER_SHARE = 0.07

@@ -38,7 +38,8 @@ def show() -> None:
 
 
 @st.cache_resource(show_spinner=False)
-def _records(_journal_url: str) -> Records:
+def _records(journal_url: str) -> Records:
+    del journal_url  # one for each
     return Records()
 
 

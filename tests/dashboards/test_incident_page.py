@@ -241,3 +241,14 @@ def test_ten_thousand_events_are_paged(shows: Shows, tmp_path: Path) -> None:
     assert len(rows(at)) == 100
     at.number_input(key="incident-events-page").set_value(3).run()
     assert len(rows(at)) == len(events) + 250 - 200
+
+
+def test_journals_are_not_mixed_up(shows: Shows, tmp_path: Path) -> None:
+    """Two runs have incidents of one name."""
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    crash, held = world_of("cured", tmp_path / "a"), world_of("held", tmp_path / "b")
+    name = crash.only().incident_id
+    assert held.only().incident_id == name
+    assert "✓ CURED" in texts(shows(crash.url, incident=name))
+    assert "‖ HELD" in texts(shows(held.url, incident=name))
+    assert [rows(shows(w.url))[0]["state"] for w in (crash, held)] == ["✓ cured", "‖ held"]

@@ -78,7 +78,7 @@ class _IncidentQuery(AnnotationQuery):
             "textFormat": "role {{role}}, node {{node}}",
             "tagKeys": "role,fault",
             "step": ANNOTATION_STEP,
-            "useValueForTime": False,
+            "useValueForTime": True,  # milliseconds since 1970
         }
 
 
@@ -187,12 +187,13 @@ def _link(uid: str, title: str) -> builders.DashboardLink:
 
 
 def _annotations() -> AnnotationContainer:
-    """Incidents, from two places: the metric (to a scrape exactly), and what `rolecall grafana annotate` wrote (exactly)."""
+    """Incidents, from two places: the metric, as the moment at which each was opened (also of one that was over before the
+    next scrape), and what `rolecall grafana annotate` wrote, from beginning to end."""
     seen = _IncidentQuery(
         name="Incidents (metric)",
         datasource=DATASOURCE,
         icon_color="red",
-        expr=scoped("max by (node, role, replica, fault) (rolecall_incident_open)"),
+        expr=scoped("1000 * max by (node, role, replica, fault) (rolecall_incident_recent_timestamp_seconds)"),
     )
     target = AnnotationTarget(limit=100, match_any=False, tags=[TAG], type_val="tags")
     written = AnnotationQuery(

@@ -85,11 +85,13 @@ def test_panels_stand_side_by_side(uid: str) -> None:
 @each_board
 def test_incidents_are_annotated_from_both_places(uid: str) -> None:
     metric, written = DOCUMENTS[uid]["annotations"]["list"]
-    assert metric["datasource"]["uid"] == "${datasource}" and "rolecall_incident_open{" in metric["expr"]
+    assert metric["datasource"]["uid"] == "${datasource}" and "rolecall_incident_recent_timestamp_seconds{" in metric["expr"]
     assert all(
         f"{{{{{label}}}}}" in metric["titleFormat"] + metric["textFormat"] for label in ("role", "replica", "fault")
     )
     assert metric["target"]["expr"] == metric["expr"]
+    # The value is the moment, in milliseconds: an incident that was over before the next scrape stands at its own time.
+    assert metric["useValueForTime"] is True and metric["expr"].startswith("1000 * ")
     assert written["datasource"]["uid"] == "-- Grafana --" and written["target"]["tags"] == [board.TAG]
 
 

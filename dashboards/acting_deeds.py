@@ -100,7 +100,7 @@ def command_line(ask: Ask, run: str) -> str:
     reason = "" if ask.what in NEEDS_NO_REASON else ' --reason "WHY"'
     match ask.what:
         case What.HOLD:
-            said = f"hold {on} --for 600"
+            said = f"hold {on} --minutes 10"
         case What.VETO:
             said = f"reject {on}"
         case What.REPLACE:

@@ -1,9 +1,12 @@
 """Plans that stand, from incidents; and what a preview of draining says."""
 
+import shlex
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from rolecall.cli import main
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import NodeId, ReplicaId
@@ -164,3 +167,14 @@ def test_a_replica_that_a_person_had_replaced_is_in_the_history() -> None:
     first, second = history(words, found)
     assert (first.by, first.what, first.on) == ("anna", "asked for a replacement", "rollout/1#1, i-1")
     assert (second.by, second.what, second.on) == ("bert", "paused all acting", "the run")
+
+
+@pytest.mark.parametrize("what", What)
+def test_every_command_that_is_shown_is_one_of_the_command_line(
+    what: What, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    on = "" if what in (What.PAUSE, What.RESUME) else "rollout/0"
+    argv = shlex.split(command_line(Ask(what=what, on=on), "nowhere"))[1:]
+    assert main([*argv, "--runs", str(tmp_path)]) == 2
+    # The run is missed, and nothing before that: no unknown command, no unknown or missing option.
+    assert "nowhere: no run of this name" in capsys.readouterr().err

@@ -189,7 +189,7 @@ def held_by_a_person(world: World) -> None:
     """Held while a pause holds it; the pause ends, then the hold by itself."""
     world.journal.set_flag("paused", "bob: a look")
     world.runtime.inject("rollout/1", FaultClass.HANG)
-    _says(world, (_held_by("paused"), _holds(world, 20.0)), (_held_by("paused"), _resumes(world)))
+    _says(world, (_held_by("paused"), _holds(world, 8.0)), (_held_by("paused"), _resumes(world)))
 
 
 def held_and_lifted(world: World) -> None:

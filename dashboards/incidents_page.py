@@ -104,7 +104,8 @@ def _write(wanted: Filter) -> None:
 
 def _count(found: Shown, look: Look) -> None:
     of = f" of {found.num_all:,}" if found.num_found != found.num_all else ""
-    st.text(f"{found.num_found:,}{of} incidents, open ones first, then the newest")
+    what = "incident" if found.num_found == 1 and not of else "incidents, open ones first, then the newest"
+    st.text(f"{found.num_found:,}{of} {what}")
     if not look.history.whole:
         st.text(f"The journal is still being read ({look.history.percent} %): older ones come.")
 

@@ -5,6 +5,7 @@ waits a moment for news, and never for a database that is away, locked or slow. 
 with its age and the trouble beside it. A long journal is read from its end first (`reading_fold.py`).
 """
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -345,6 +346,8 @@ class _Following:
             return False
         if events or damaged:
             behind.take(events, damaged)
+        # What a long journal leaves in memory is no garbage, and the collector needs 0.3 s to walk it: out of its sight.
+        gc.freeze()
         if behind.seq >= self._fold.seq or not (events or damaged):
             self._fold, self._behind = behind, None
             self._versions += 1

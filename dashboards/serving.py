@@ -129,6 +129,7 @@ def _options(listener: socket.socket, address: str, names: tuple[str, ...]) -> d
         "server.fileWatcherType": "none",
         "server.runOnSave": False,
         "runner.magicEnabled": False,
+        "runner.postScriptGC": False,  # all of the journal's objects, after every run of a page: 0.3 s each
         "server.enableCORS": True,
         "server.enableXsrfProtection": True,
         "server.corsAllowedOrigins": [address, *names],

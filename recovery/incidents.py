@@ -300,17 +300,20 @@ def _updated(i: Incident, event: Event) -> Incident:
 def _planned(i: Incident, event: Event) -> Incident:
     body, before = event.body, i.attempt
     plan = Plan.from_dict(body["plan"])
-    # Made again on more knowledge it is the same plan: who held it meant this one.
-    stays = before is not None and before.plan.digest == plan.digest and before.hold is not None
     attempt = Attempt(
         number=len(i.attempts) + 1,
         plan=plan,
-        hold=before.hold if before is not None and stays else None,
+        # Made again on more knowledge, it may look otherwise: whom a person wanted left alone is left alone.
+        hold=before.hold if before is not None and _taken_down(before.plan) & _taken_down(plan) else None,
         call_person=bool(body.get("call_person", False)),
         outcome=str(body.get("outcome", Outcome.TOLERATED)),
         made_at=event.wall_at,
     )
     return replace(i, attempts=(*i.attempts, attempt), state=S.PLANNED)
+
+
+def _taken_down(plan: Plan) -> set[tuple[str, int]]:
+    return {(str(t.replica), t.incarnation) for t in plan.targets}
 
 
 def _held(i: Incident, event: Event) -> Incident:

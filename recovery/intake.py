@@ -2,7 +2,8 @@
 
 At most one incident is open for a replica. Diagnoses repeat while they stand, and one fault may be named in turn by
 several detectors (slow, then hung, then dead): all of that is one incident. A closed incident swallows its diagnosis
-for as long as that goes on standing; the same words about something that began later are a new fault.
+for as long as that goes on standing; the same words about something that began later are a new fault. What a person said
+no to is not taken up again under another name.
 """
 
 import math
@@ -15,7 +16,7 @@ from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.incidents import PERSON, Failure, Incident, IncidentState, Outcome
+from rolecall.recovery.incidents import PERSON, Decision, Failure, Incident, IncidentState, Outcome
 from rolecall.recovery.policy import MOVE, REPLACE
 
 LOST_GRACE_SECONDS = 6.0
@@ -108,7 +109,21 @@ def _against_closed(
         for s in d.suspects:
             if s.replica in unhelped(incident, fleet) and s.incarnation == incident.touched[s.replica]:
                 return Intake(kind=Kind.IGNORE, because=f"{this} gave up on it: a person was called", incident_id=this)
+    if vetoed(d, incident):
+        return Intake(kind=Kind.IGNORE, because=f"a person said no to it in {this}", incident_id=this)
     return None
+
+
+def vetoed(d: Diagnosis, incident: Incident) -> bool:
+    """Whether a person rejected to touch what it names: however detectors call what began before that word, it is what
+    the word was about. A request of a person is a newer word."""
+    attempt = incident.attempt
+    if attempt is None or attempt.decision is not Decision.REJECTED or _by_person(d):
+        return False
+    before = d.onset <= (incident.closed_at or math.inf)
+    spared = {(str(t.replica), t.incarnation) for t in attempt.plan.targets}
+    named = {(s.replica, s.incarnation) for s in d.suspects}
+    return before and d.fault_class in REPLACE | MOVE | {FaultClass.SLOW} and bool(spared & named)
 
 
 def _by_person(d: Diagnosis) -> bool:

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.diagnosis import ActionKind, FaultClass
 from rolecall.core.errors import CommandRefused, ConfigError, Overtaken
 from rolecall.core.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.recovery import commands
 from rolecall.recovery.incidents import IncidentState, Outcome
+from rolecall.recovery.testing import diagnosis
 from rolecall.recovery.watch import Watch
 from tests.recovery.world import World
 
@@ -127,6 +128,37 @@ def test_a_veto_ends_it(tmp_path: Path, setting: Callable[[Path], tuple[World, R
     assert world.runtime.replaced == [] and world.only().outcome is Outcome.GAVE_UP
     assert world.only().because == "rejected by alice: I debug it"
     assert [e.body["topic"] for e in world.events(K.PERSON_CALLED)] == ["rejected"]
+
+
+def test_more_that_is_known_does_not_end_a_hold(tmp_path: Path) -> None:
+    """The plan is another one then, and takes down whom the held one would have."""
+    world, run, watch, digest = holding(tmp_path)
+    commands.hold(run, digest, "alice", "let me get a dump", 30.0, world.clock)
+    commands.resume(run, "bob")
+    world.detector.extra = [diagnosis(FaultClass.GPU, ("rollout/1", 1), onset=world.clock.wall())]
+    world.run(29, watch)
+    attempt = world.only().attempt
+    assert attempt is not None and attempt.plan.action is ActionKind.REPLACE_NODE and _digest(world) != digest
+    assert world.runtime.replaced == [] and world.only().state is IncidentState.PLANNED
+    world.until(lambda: world.runtime.replaced, watch)
+
+
+@pytest.mark.parametrize(("seconds", "replaced"), [(-5.0, []), (5.0, [("rollout/1", 1)])])
+def test_a_veto_is_not_gone_around_under_another_name(
+    tmp_path: Path, seconds: float, replaced: list[tuple[str, int]]
+) -> None:
+    """What began before the word is what it was about; what began after it is a new fault."""
+    world, run, watch, digest = holding(tmp_path)
+    commands.reject(run, digest, "alice", "I debug it", world.clock)
+    commands.resume(run, "bob")
+    world.until(world.all_closed, watch)
+    onset = world.clock.wall() + seconds
+    world.run(10, watch)
+    world.detector.extra = [diagnosis(FaultClass.GPU, ("rollout/1", 1), onset=onset)]
+    world.run(5, watch)
+    assert world.runtime.replaced == replaced
+    commands.replace(run, "rollout/1", "done with it", "alice", world.clock)
+    world.until(lambda: world.runtime.replaced, watch)
 
 
 def test_what_acts_cannot_be_held(tmp_path: Path) -> None:

@@ -155,14 +155,19 @@ def test_a_hold_moves_the_end_of_its_proposal() -> None:
         fold(events(*proposed, K.HOLD_PLACED, K.HOLD_LIFTED, K.HOLD_LIFTED))
 
 
-def test_a_hold_stays_with_the_same_plan_made_again() -> None:
+def test_a_hold_stays_when_its_plan_is_made_again() -> None:
     path = [*TO_STATE[S.PLANNED], K.HOLD_PLACED, K.INCIDENT_UPDATED, K.PLAN_MADE]
     attempt = fold(events(*path))[NAME].attempt
     assert attempt is not None and attempt.number == 2 and attempt.hold is not None and attempt.hold.by == "alice"
-    other = replace(PLAN, action=ActionKind.REPLACE_NODE)
+
+
+@pytest.mark.parametrize(("incarnation", "stays"), [(PLAN.targets[0].incarnation, True), (9, False)])
+def test_a_hold_is_about_whom_the_plan_takes_down(incarnation: int, stays: bool) -> None:
+    target = replace(PLAN.targets[0], incarnation=incarnation)
+    other = replace(PLAN, action=ActionKind.REPLACE_NODE, targets=(target,))
     again = Event(seq=9, kind=K.PLAN_MADE, wall_at=9.0, body={"plan": other.to_dict()}, incident_id=NAME)
-    attempt = fold([*events(*path[:-1]), again])[NAME].attempt
-    assert attempt is not None and attempt.number == 2 and attempt.hold is None, "another plan: nobody held it"
+    attempt = fold([*events(*TO_STATE[S.PLANNED], K.HOLD_PLACED, K.INCIDENT_UPDATED), again])[NAME].attempt
+    assert attempt is not None and attempt.number == 2 and (attempt.hold is not None) is stays
 
 
 def test_what_was_rejected_is_not_planned_again_and_never_begins() -> None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rolecall.core.database import checked_url, redacted
 from rolecall.core.errors import ConfigError
-from rolecall.options import ROOT, RootOption, out
+from rolecall.options import ROOT, JournalOption, RootOption, checked_journal, out
 from rolecall.text import plain
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
 
     from rolecall.dashboards.settings import Settings
 
-JOURNAL_ENV = "ROLECALL_JOURNAL_URL"
 PORT = 8501
 dashboards = typer.Typer()
 
@@ -26,10 +24,7 @@ dashboards = typer.Typer()
 @dashboards.command()
 def dashboard(
     run: Annotated[str, typer.Argument(help="run id, path of a run directory, or 'latest'", metavar="[RUN]")] = "",
-    journal: Annotated[
-        str,
-        typer.Option(help=f"the journal's URL instead of a run; '-' reads it from {JOURNAL_ENV}, unseen by others"),
-    ] = "",
+    journal: JournalOption = "",
     prometheus: Annotated[str, typer.Option(help="Prometheus-compatible server, as http://HOST:9090[/PATH]")] = "",
     credentials: Annotated[
         Path | None, typer.Option(help="file with one line for Prometheus: 'bearer TOKEN' or 'basic USER:PASSWORD'")
@@ -118,7 +113,7 @@ def _settings(
 
         read_people(people)
     if journal:
-        url = _checked_journal(journal)
+        url = checked_journal(journal)
         from rolecall.recovery.place import run_id_of
 
         where, name = None, run_id_of(url)
@@ -133,18 +128,6 @@ def _settings(
         people_path=people,
         name=str(name),
     )
-
-
-def _checked_journal(text: str) -> str:
-    url = os.environ.pop(JOURNAL_ENV, "") if text == "-" else text
-    if not url:
-        raise ConfigError([f"--journal: {JOURNAL_ENV} is not set"])
-    if "://" not in url and Path(url).exists():
-        url = f"sqlite:///{Path(url).resolve()}"
-    try:
-        return checked_url(url)
-    except ValueError as e:
-        raise ConfigError([f"--journal: {redacted(url)[:200]!r} {e}"]) from None
 
 
 def _checked_prometheus(url: str, credentials: Path | None) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 
 from rolecall.core.errors import ConfigError
-from rolecall.options import ROOT, JsonOption, RootOption, RunArgument, out, print_json
+from rolecall.options import ROOT, JournalOption, JsonOption, RootOption, checked_journal, out, print_json
 from rolecall.text import plain
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ def push(
 
 def annotate(
     url: UrlOption,
-    run: RunArgument = "latest",
+    run: Annotated[str, typer.Argument(help="run id, path of a run directory, or 'latest'", metavar="[RUN]")] = "",
+    journal: JournalOption = "",
     token: TokenOption = "",
     token_file: TokenFileOption = None,
     ca_file: CaOption = None,
@@ -79,9 +80,11 @@ def annotate(
     """Puts the incidents of a run on Grafana's time axes, one annotation each. Again: only what changed is written."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.dashboards.grafana import annotations
-    from rolecall.recovery.place import opened
+    from rolecall.recovery.place import JournalPlace, Place, opened
 
-    place = open_run_dir(runs, run)
+    if run and journal:
+        raise ConfigError(["--journal: a run is named, too: one of them is meant"])
+    place: Place = JournalPlace(checked_journal(journal)) if journal else open_run_dir(runs, run or "latest")
     with opened(place) as (_, book):
         told = [episode(incident) for incident in book.incidents.values()]
     with _server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file) as server:

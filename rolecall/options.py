@@ -7,8 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
+from rolecall.core.database import checked_url, redacted
+from rolecall.core.errors import ConfigError
 from rolecall.text import plain
 
+JOURNAL_ENV = "ROLECALL_JOURNAL_URL"
 RUNS_ENV = "ROLECALL_RUNS"
 RunArgument = Annotated[str, typer.Argument(help="run id, path of a run directory, or 'latest'", metavar="RUN")]
 RunOption = Annotated[str, typer.Option("--run", help="run id, path of a run directory, or 'latest'")]
@@ -31,12 +34,35 @@ HistoryOption = Annotated[float | None, typer.Option("--history", help="begin wi
 CredentialsOption = Annotated[
     Path | None, typer.Option("--credentials", help="file with one line: 'bearer TOKEN' or 'basic USER:PASSWORD'")
 ]
+JournalOption = Annotated[
+    str,
+    typer.Option(
+        "--journal", help=f"the journal's URL instead of a run; '-' reads it from {JOURNAL_ENV}, unseen by others"
+    ),
+]
 ForOption = Annotated[float | None, typer.Option("--for", help="end after so many seconds")]
 
 
 def whoami() -> str:
     """Whose word it is, as the journal keeps it: user and machine, at most 64 characters."""
     return plain(f"{os.environ.get('USER') or os.getuid()}@{os.uname().nodename}", 64)
+
+
+def checked_journal(text: str) -> str:
+    """The URL that `--journal` means.
+
+    Raises:
+        ConfigError: none that a journal can live at. The reason shows no password.
+    """
+    url = os.environ.pop(JOURNAL_ENV, "") if text == "-" else text
+    if not url:
+        raise ConfigError([f"--journal: {JOURNAL_ENV} is not set"])
+    if "://" not in url and Path(url).exists():
+        url = f"sqlite:///{Path(url).resolve()}"
+    try:
+        return checked_url(url)
+    except ValueError as e:
+        raise ConfigError([f"--journal: {redacted(url)[:200]!r} {e}"]) from None
 
 
 def out(text: str) -> None:

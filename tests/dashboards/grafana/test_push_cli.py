@@ -12,6 +12,7 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.grafana.all import documents
 from rolecall.grafana_push_cli import TOKEN_ENV, read_token
+from rolecall.options import JOURNAL_ENV
 from tests.dashboards.grafana.fake_grafana import EDITOR, VIEWER, FakeGrafana, fake_grafana
 
 
@@ -93,6 +94,27 @@ def test_incidents_of_a_run_are_annotated_once(
     grafana.requests.clear()
     assert main(argv) == 0
     assert capsys.readouterr().out.count("unchanged") == 3 and grafana.writes == []
+
+
+def test_the_url_of_a_journal_is_enough(
+    grafana: FakeGrafana,
+    token_file: str,
+    fake_run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ["grafana", "annotate", "--url", grafana.url, "--token-file", token_file]
+    assert main([*argv, "--journal", fake_run.database_url]) == 0
+    assert len(grafana.annotations) == 3
+    assert all(f"run:{fake_run.run_id}" in a["tags"] for a in grafana.annotations.values())
+    grafana.requests.clear()
+    monkeypatch.setenv(JOURNAL_ENV, fake_run.database_url)
+    assert main([*argv, "--journal", "-"]) == 0
+    assert grafana.writes == [], "the same run, found again"
+    assert main([*argv, str(fake_run.path), "--journal", fake_run.database_url]) == 2
+    assert main([*argv, "--journal", "mysql://u:hush@h/d"]) == 2
+    told = capsys.readouterr().err
+    assert "one of them is meant" in told and "is not supported" in told and "hush" not in told
 
 
 def test_a_token_comes_from_one_place_and_is_in_no_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

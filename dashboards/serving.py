@@ -19,6 +19,7 @@ from typing import Any
 from rolecall.core.database import redacted
 from rolecall.core.errors import ConfigError
 from rolecall.dashboards import settings
+from rolecall.dashboards.callers import Callers, Known, known
 
 logger = logging.getLogger(__name__)
 
@@ -26,13 +27,8 @@ APP = Path(__file__).with_name("app.py")
 BACKLOG = 64
 GRACE_SECONDS = 1
 """How long open connections are waited for at the end."""
-HEADERS = {
-    # A page that others could frame is a page whose buttons others could have clicked.
-    b"x-frame-options": b"DENY",
-    b"content-security-policy": b"frame-ancestors 'none'",
-    b"referrer-policy": b"no-referrer",
-    b"x-content-type-options": b"nosniff",
-}
+CONNECTIONS_MAX = 500
+"""Open at once; each page holds one. More are told to come back later, so that files are left for the journal."""
 WARM = ("altair", "pandas", "pyarrow", "streamlit.dataframe_util")
 """Imported before the address is told, because the first page would wait for them."""
 
@@ -96,7 +92,7 @@ def serve(
     from rolecall.dashboards.shell import reader
 
     reader().start()  # reads while Streamlit is imported
-    app = _app(_options(listener, address, names), ready)
+    app = _app(_options(listener, address, names), ready, known(address, names, sign_in=what.sign_in))
     for name in (*WARM, "rolecall.dashboards.now_page"):
         importlib.import_module(name)
     import uvicorn
@@ -112,6 +108,7 @@ def serve(
         ws_ping_interval=20,
         ws_ping_timeout=20,
         ws_max_size=8 << 20,
+        limit_concurrency=CONNECTIONS_MAX,
         lifespan="on",
     )
     try:
@@ -139,6 +136,7 @@ def _options(listener: socket.socket, address: str, names: tuple[str, ...]) -> d
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "none",
         "client.showSidebarNavigation": True,
+        "client.allowedOrigins": [],  # whose pages may send this one messages
         # It would log tracebacks as they are; ours (`_complain`) show no password.
         "logger.level": "critical",
         "logger.enableRich": False,
@@ -147,7 +145,7 @@ def _options(listener: socket.socket, address: str, names: tuple[str, ...]) -> d
     }
 
 
-def _app(options: dict[str, Any], ready: Callable[[], None]) -> Any:
+def _app(options: dict[str, Any], ready: Callable[[], None], names: Known) -> Any:
     os.environ.setdefault("STREAMLIT_BROWSER_GATHER_USAGE_STATS", "false")
     import streamlit as st
     from starlette.middleware import Middleware
@@ -163,7 +161,7 @@ def _app(options: dict[str, Any], ready: Callable[[], None]) -> Any:
         ready()
         yield
 
-    return st.App(APP, lifespan=lifespan, middleware=[Middleware(_Headers)], on_script_error=_complain)
+    return st.App(APP, lifespan=lifespan, middleware=[Middleware(Callers, known=names)], on_script_error=_complain)
 
 
 def _complain(error: Exception) -> bool:
@@ -177,19 +175,3 @@ def _complain(error: Exception) -> bool:
         icon=":material/error:",
     )
     return True
-
-
-class _Headers:
-    """ASGI: every answer carries `HEADERS`."""
-
-    def __init__(self, app: Any) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def with_headers(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                kept = [(k, v) for k, v in message.get("headers", ()) if k.lower() not in HEADERS]
-                message = {**message, "headers": [*kept, *HEADERS.items()]}
-            await send(message)
-
-        await self._app(scope, receive, with_headers)

@@ -42,8 +42,10 @@ DRAW_SECONDS = 0.5
 LINE_SECONDS = 3.0
 """Without a terminal, one line of progress this often."""
 WATCH_STUCK_SECONDS = 30.0
-"""A watch whose lease ran out so long ago is stopped or stuck: it is ended, so that another one watches."""
+"""A watch whose lease is seen to be over for so long is stopped or stuck: it is ended, so that another one watches."""
 LEASE_LOOK_SECONDS = 2.0
+LATE_LOOKS_MAX = int(WATCH_STUCK_SECONDS / LEASE_LOOK_SECONDS)
+"""In looks and not by the clock: after a database that was away, or a machine that slept, it is not the watch that is late."""
 WATCH_RESTARTS_MAX = 20
 """`watch` is restarted like a system service would; one that dies more often than this is broken."""
 JOURNAL_FAILURES_MAX = 2
@@ -69,6 +71,7 @@ class Session:
     injectors: list[Child] = field(default_factory=list)
     struck: int = 0  # faults that the schedule asked for
     _lease_looked_at: float = float("-inf")
+    _late_looks: int = 0  # in a row
 
     def execute(self) -> dict[str, Any]:
         """Runs the job and returns its report.
@@ -197,12 +200,13 @@ class Session:
             return
         self._lease_looked_at = now
         lease = journal.lease(LEASE_NAME)
-        if lease is None or holder_pid(lease.holder) != watch.process.pid:
-            return
-        late_seconds = self.clock.wall() - lease.expires_at
-        if late_seconds > WATCH_STUCK_SECONDS:
+        own = lease is not None and holder_pid(lease.holder) == watch.process.pid
+        late_seconds = self.clock.wall() - lease.expires_at if lease is not None and own else 0.0
+        self._late_looks = self._late_looks + 1 if late_seconds > 0 else 0
+        if self._late_looks > LATE_LOOKS_MAX:
             logger.warning("watch has not renewed its lease for %.0f s: it is ended", late_seconds)
             watch.process.kill()
+            self._late_looks = 0
 
     def _strike(self, run: RunDir, strike: Strike) -> None:
         argv = rolecall_command("inject", str(run.path), "--kind", strike.kind, "--seed", str(strike.seed))

@@ -88,7 +88,8 @@ _PEOPLE = (
         expr="increase(rolecall_persons_called_total[10m]) > 0",
         severity=Severity.CRITICAL,
         summary=f"rolecall called a person, {SAID_BY}",
-        description="It has come to the end of what it may or can do about an incident. `rolecall incidents` has why.",
+        description="It has come to the end of what it may or can do, or goes on after a hold that ended. `rolecall incidents` "
+        "has why.",
     ),
     Alert(
         name="RolecallPlanWaits",

@@ -188,14 +188,14 @@ def _link(uid: str, title: str) -> builders.DashboardLink:
 
 def _annotations() -> AnnotationContainer:
     """Incidents, from two places: the metric, as the moment at which each was opened (also of one that was over before the
-    next scrape), and what `rolecall grafana annotate` wrote, from beginning to end."""
+    next scrape), and what `rolecall grafana annotate` wrote of the chosen run, from beginning to end."""
     seen = _IncidentQuery(
         name="Incidents (metric)",
         datasource=DATASOURCE,
         icon_color="red",
         expr=scoped("1000 * max by (node, role, replica, fault) (rolecall_incident_recent_timestamp_seconds)"),
     )
-    target = AnnotationTarget(limit=100, match_any=False, tags=[TAG], type_val="tags")
+    target = AnnotationTarget(limit=100, match_any=False, tags=[TAG, "run:$run"], type_val="tags")
     written = AnnotationQuery(
         name="Incidents (annotated)",
         datasource=DataSourceRef(type_val="grafana", uid="-- Grafana --"),

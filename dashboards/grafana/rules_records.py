@@ -13,7 +13,6 @@ UNIT_SECONDS = """max by (job, role, replica, rank) (rate(rolecall_process_busy_
 PROGRESS = "max by (job, role, replica, rank) (rate(rolecall_process_progress_total[1m]))"
 
 _ROLES = (
-    Record(name="rank:rolecall_process_unit_seconds:rate1m", expr=UNIT_SECONDS),
     Record(name="role:rolecall_process_unit_seconds:median1m", expr=f"quantile by (job, role) (0.5, {UNIT_SECONDS})"),
     Record(
         name="rank:rolecall_process_unit_slowness:ratio1m",

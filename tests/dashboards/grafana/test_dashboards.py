@@ -14,6 +14,7 @@ from rolecall.core.metrics import BY_NAME
 from rolecall.dashboards.grafana import board
 from rolecall.dashboards.grafana.all import documents
 from rolecall.dashboards.grafana.promql import DCGM_NAMES, SCOPE_LABELS, UnknownMetric, scoped, selectors
+from rolecall.dashboards.grafana.rules import Record, groups
 
 DOCUMENTS = {d["uid"]: d for d in documents()}
 SCHEMA_VERSIONS = range(39, 42)
@@ -85,14 +86,24 @@ def test_panels_stand_side_by_side(uid: str) -> None:
 @each_board
 def test_incidents_are_annotated_from_both_places(uid: str) -> None:
     metric, written = DOCUMENTS[uid]["annotations"]["list"]
-    assert metric["datasource"]["uid"] == "${datasource}" and "rolecall_incident_recent_timestamp_seconds{" in metric["expr"]
+    assert (
+        metric["datasource"]["uid"] == "${datasource}"
+        and "rolecall_incident_recent_timestamp_seconds{" in metric["expr"]
+    )
     assert all(
         f"{{{{{label}}}}}" in metric["titleFormat"] + metric["textFormat"] for label in ("role", "replica", "fault")
     )
     assert metric["target"]["expr"] == metric["expr"]
     # The value is the moment, in milliseconds: an incident that was over before the next scrape stands at its own time.
     assert metric["useValueForTime"] is True and metric["expr"].startswith("1000 * ")
-    assert written["datasource"]["uid"] == "-- Grafana --" and written["target"]["tags"] == [board.TAG]
+    assert written["datasource"]["uid"] == "-- Grafana --" and written["target"]["tags"] == [board.TAG, "run:$run"]
+    assert written["target"]["matchAny"] is False
+
+
+def test_what_is_recorded_is_read() -> None:
+    recorded = {r.name for made in groups().values() for g in made for r in g.rules if isinstance(r, Record)}
+    targets = [t["expr"] for panel in PANEL.values() for t in panel["targets"]]
+    assert recorded and recorded == {s.metric for e in targets for s in selectors(e) if ":" in s.metric}
 
 
 @each_board

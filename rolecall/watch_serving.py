@@ -56,6 +56,7 @@ class JournalLooks:
         if not self._reader.look():
             return False
         self._book.refresh(self._journal)
+        self._book.to_tell.clear()  # nobody is told from here
         now = self._clock.wall()
         view = JournalView(
             read_at=now,

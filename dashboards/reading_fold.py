@@ -76,7 +76,7 @@ class Fold:
         try:
             self.memory.read([event])
             self.course.take(event)
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+        except Exception as e:  # noqa: BLE001 - whatever a body does to its reader, the other lines are shown
             error = JournalCorrupt(where=f"events line {event.seq}", reason=f"{event.kind} cannot be read: {e!r}"[:200])
             return DamagedLine(seq=event.seq, incident_id=event.incident_id, error=error)
         return None

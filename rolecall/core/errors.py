@@ -6,6 +6,7 @@ RolecallError
 ├── JournalError
 │   ├── JournalCorrupt       the hash chain or the file does not hold: where, and what was expected
 │   ├── JournalUnavailable   its database cannot be used now: server away, disk full, locked too long
+│   ├── Overtaken            somebody wrote in between: read it, and decide again
 │   └── Fenced               a newer lease holder acts: this one must stop
 ├── LedgerViolation          a prompt group would be trained twice, or moved against its state machine
 ├── StaleIncarnation         a message is meant for an incarnation or epoch that is over

@@ -5,6 +5,7 @@ What is not what was written is a `JournalCorrupt` that names file and row, neve
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,18 @@ from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.membership import Actual, Epoch, ReplicaState
 
 Row = Mapping[str, Any] | sa.RowMapping
+
+WALL_MAX = 253_402_300_799.0
+"""The last second that a calendar has (9999-12-31); later ones, and ones before 1970, no clock of a run shows."""
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no JSON")
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number)
+_SURROGATES = re.compile(r"\\u[dD][89a-fA-F]")
+"""As JSON spells one; most are halves of a pair, and fine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +52,7 @@ def reading(file: str, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except (KeyError, TypeError, ValueError, zlib.error) as e:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, zlib.error) as e:
         raise JournalCorrupt(where=f"{file}: {what}", reason=f"cannot be read: {e}") from e
 
 
@@ -58,19 +71,32 @@ def storable(value: Any) -> Any:
 def event_of(row: Row, file: str) -> Event:
     """Raises JournalCorrupt: the row is not what `append` writes."""
     with reading(file, f"events line {row['seq']}"):
-        body = json.loads(row["body"])
+        body = _body(row["body"])
         if not isinstance(body, dict):
             raise TypeError(f"its body is {type(body).__name__}, not a mapping")
+        wall_at = float(row["wall_at"])
+        if not 0.0 <= wall_at <= WALL_MAX:
+            raise ValueError(f"its time {wall_at:g} is none")
         return Event(
             seq=row["seq"],
             kind=EventKind(row["kind"]),
-            wall_at=float(row["wall_at"]),
+            wall_at=wall_at,
             body=body,
             incident_id=row["incident_id"],
             caused_by=row["caused_by"],
             key=row["key"],
             hash=row["hash"],
         )
+
+
+def _body(text: str) -> Any:
+    """As `append` writes it: no NaN. Half a surrogate pair, as bytes that are no UTF-8 leave it in a name or a log line,
+    can be written but not sent to anybody: it becomes U+FFFD."""
+    body = _JSON.decode(text)
+    if _SURROGATES.search(text):
+        whole = json.dumps(body, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        body = json.loads(whole)
+    return body
 
 
 def actual_of(row: Row, file: str) -> Actual:

@@ -1,0 +1,37 @@
+"""What stands in a row of the journal is read with suspicion: each of these bodies was once in somebody's file."""
+
+from typing import Any
+
+import pytest
+
+from rolecall.core.errors import JournalCorrupt
+from rolecall.core.events import Event
+from rolecall.core.rows import WALL_MAX, event_of
+
+
+def read(body: str, wall_at: Any = 5.0) -> Event:
+    row = {"seq": 7, "kind": "paused", "wall_at": wall_at, "body": body, "incident_id": None, "caused_by": None}
+    return event_of({**row, "key": None, "hash": "00"}, "the file")
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["[]", "null", "5", "{", "", '{"a": NaN}', '{"a": -Infinity}', '{"a":' + "[" * 100_000 + "]" * 100_000 + "}",
+     '{"a":' + "9" * 5_000 + "}"],
+    ids=["list", "null", "number", "half", "empty", "nan", "infinity", "deep", "long number"],
+)  # fmt: skip
+def test_a_body_that_nobody_wrote_is_a_damaged_line_that_is_named(body: str) -> None:
+    with pytest.raises(JournalCorrupt, match="the file: events line 7: cannot be read"):
+        read(body)
+
+
+@pytest.mark.parametrize("wall_at", [-1.0, WALL_MAX * 2, float("nan"), float("inf"), "yesterday", None])
+def test_a_time_that_no_calendar_has(wall_at: Any) -> None:
+    with pytest.raises(JournalCorrupt, match="cannot be read"):
+        read("{}", wall_at)
+
+
+def test_half_a_surrogate_pair_becomes_the_replacement_character_and_whole_ones_stay() -> None:
+    found = read(r'{"na\uDC80me": ["a\ud800b", "\ud83d\ude00", {"x": "\\ud800"}]}').body
+    assert found == {"na\ufffdme": ["a\ufffdb", "\N{GRINNING FACE}", {"x": r"\ud800"}]}
+    str(found).encode()

@@ -22,8 +22,8 @@ CLEAR_SECONDS = 5.0
 """How long a diagnosis must not stand, its suspects making progress, before the fault counts as over."""
 
 K, S = EventKind, IncidentState
-STOPS_A_START = frozenset({K.HOLD_PLACED, K.PLAN_REJECTED})
-"""What a person may say while a watch is about to begin: nothing begins that is held or rejected already."""
+A_PERSONS_NO = frozenset({K.HOLD_PLACED, K.PLAN_REJECTED})
+"""What a person may say while a watch is about to begin a plan, or to let it lapse: then it decides again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +207,7 @@ def decision_key(incident_id: str, number: int) -> str:
 
 
 def _start(i: Incident, a: Attempt, body: Mapping[str, Any]) -> Append:
-    return replace(_about(i, a, K.ACTION_STARTED, "started", body), unless=STOPS_A_START)
+    return replace(_about(i, a, K.ACTION_STARTED, "started", body), unless=A_PERSONS_NO)
 
 
 def _rejected(i: Incident, a: Attempt, s: Situation) -> Append:
@@ -226,7 +226,8 @@ def _hold_ended(i: Incident, a: Attempt, s: Situation) -> Append | None:
 
 def _lapse(i: Incident, a: Attempt, because: str) -> Append:
     key = f"{i.incident_id}:expired:{a.number}" if a.decision else decision_key(i.incident_id, a.number)
-    return Append(kind=K.PLAN_LAPSED, key=key, body={"digest": a.plan.digest, "because": because})
+    body = {"digest": a.plan.digest, "because": because}
+    return Append(kind=K.PLAN_LAPSED, key=key, body=body, unless=A_PERSONS_NO)
 
 
 def _about(i: Incident, a: Attempt, kind: EventKind, what: str, body: Mapping[str, Any]) -> Append:

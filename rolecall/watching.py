@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -226,9 +227,10 @@ def watch_until(
     ours = agents is None
     if not isinstance(agents, dict | None):
         raise RunNotFound(f"{run.path / 'run.json'}: damaged: agents is no mapping")
-    journal = Journal(run.database_url, create=False)
     if approve:
-        job = approving(job, journal)
+        with closing(Journal(run.database_url, create=False)) as asked:
+            job = approving(job, asked)
+    journal = Journal(run.database_url, create=False)
     known = _num_incidents(journal)
     listed = _Listed(living or (lambda: agents or agent_urls(run)))
     source = AgentsSource(

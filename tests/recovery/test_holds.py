@@ -193,23 +193,41 @@ def test_a_hold_has_an_end(tmp_path: Path, seconds: float) -> None:
         commands.hold(run, digest, "alice", "for ever", seconds, world.clock)
 
 
+def _just_before(world: World, kind: EventKind, say: Callable[[], str]) -> list[str]:
+    """Says it once, when the watch has decided to write an event of this kind and has not written it."""
+    pass_on, said = world.switch.point, list[str]()
+
+    def point(what: str) -> None:
+        pass_on(what)
+        if what == f"before append {kind}" and not said:
+            said.append(say())
+
+    world.switch.point = point  # type: ignore[method-assign]
+    return said
+
+
 def test_a_word_that_comes_as_the_action_begins_is_not_lost(tmp_path: Path) -> None:
     """The watch has decided to begin, and a person's word is written first: nothing begins."""
     world, run, watch, digest = holding(tmp_path)
     commands.resume(run, "bob")
-    append = world.switch.point
-    said: list[str] = []
-
-    def just_before(what: str) -> None:
-        append(what)
-        if what == f"before append {K.ACTION_STARTED}" and not said:
-            said.append(commands.hold(run, digest, "alice", "stop!", 20.0, world.clock))
-
-    world.switch.point = just_before  # type: ignore[method-assign]
+    said = _just_before(
+        world, K.ACTION_STARTED, lambda: commands.hold(run, digest, "alice", "stop!", 20.0, world.clock)
+    )
     world.run(19, watch)
     assert said and world.runtime.replaced == [] and world.events(K.ACTION_STARTED) == []
     world.until(world.all_closed, watch)
     assert world.only().outcome is Outcome.CURED and world.runtime.replaced == [("rollout/1", 1)]
+
+
+def test_a_hold_that_comes_as_the_proposal_lapses_is_not_lost(tmp_path: Path) -> None:
+    world, run, watch, digest = proposing(tmp_path)
+    said = _just_before(world, K.PLAN_LAPSED, lambda: commands.hold(run, digest, "alice", "wait", 20.0, world.clock))
+    world.until(lambda: said, watch, seconds=APPROVAL_SECONDS + 5)
+    world.run(15, watch)
+    assert world.only().state is IncidentState.PROPOSED and world.events(K.PLAN_LAPSED) == []
+    commands.approve(run, digest, "bob", world.clock)
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is Outcome.CURED
 
 
 def test_overtaken_counts_only_what_was_named_and_is_newer(tmp_path: Path) -> None:

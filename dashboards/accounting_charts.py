@@ -48,7 +48,8 @@ def lost_chart(lost: Sequence[LostTo]) -> Any:
     """A bar a name, longest first, with its seconds."""
     rows = [{"name": plain(part.name, 60), "seconds": round(part.seconds, 1)} for part in lost]
     base = alt.Chart(alt.Data(values=rows)).encode(
-        y=alt.Y("name:N", title=None, sort=None),
+        # Every bar has its name: room for it is kept, and none is left out for want of room.
+        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelOverlap=False, labelLimit=140, minExtent=60)),
         x=alt.X("seconds:Q", title="seconds of the whole run"),
         tooltip=["name:N", "seconds:Q"],
     )

@@ -201,16 +201,20 @@ def _speed(told: Told) -> None:
     st.dataframe(
         {
             "class": [c.fault_class for c in told.recovery],
-            "n": [c.num for c in told.recovery],
-            "serving again": [c.num_served for c in told.recovery],
-            "median": [seconds(c.serving_median) for c in told.recovery],
-            "worst": [seconds(c.serving_worst) for c in told.recovery],
+            "acted on": [c.num for c in told.recovery],
             "cured": [c.num_cured for c in told.recovery],
-            "median to cure": [seconds(c.cured_median) for c in told.recovery],
-            "worst to cure": [seconds(c.cured_worst) for c in told.recovery],
+            "cured after, median": [seconds(c.cured_median) for c in told.recovery],
+            "worst": [seconds(c.cured_worst) for c in told.recovery],
+            "serve again": [c.num_served for c in told.recovery],
+            "serve after, median": [seconds(c.serving_median) for c in told.recovery],
+            "the worst": [seconds(c.serving_worst) for c in told.recovery],
         },
         hide_index=True,
         width="stretch",
+    )
+    st.caption(
+        "Counted from the finding. Cured: the replacement serves, and was later seen to finish work; the time is when it "
+        "began to serve."
     )
 
 

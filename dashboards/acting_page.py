@@ -35,7 +35,7 @@ def _draw(r: Reader, look: Look) -> None:
     person, state, now = follow(r), desk(r).look(r), r.now()
     incidents = tuple(look.book.incidents.values())
     answer()
-    _who_acts(r, person, state)
+    _who_acts(r, person, state, ended=look.snapshot.ended)
     _plans(r, person, plan_rows(incidents, state.mode, now), now)
     _all(r, person, state)
     _nodes(r, person, state, incidents, now)
@@ -43,12 +43,16 @@ def _draw(r: Reader, look: Look) -> None:
     _history(history(state.words, incidents))
 
 
-def _who_acts(r: Reader, person: Who, state: State) -> None:
+def _who_acts(r: Reader, person: Who, state: State, *, ended: str) -> None:
     if r.settings.people_path is None:
         st.info("Nobody may act here: this dashboard was started without a people file. To make one:")
         st.code(HOW_TO, language=None, wrap_lines=True)
     elif not person.may_act:
         st.info("You look as a guest: sign in (in the sidebar) to act.", icon=":material/lock:")
+    if ended:
+        st.info("The run is over: no word said here is acted on any more.", icon=":material/flag:")
+        st.text(plain(f"ended: {ended}"))
+        return
     watch = f"{plain(state.watch)} holds the lease" if state.watch else "NO WATCH HOLDS THE LEASE: nobody acts"
     st.text(f"mode {state.mode or 'unknown'}: {MODES.get(state.mode, 'no watch has said how it acts yet.')}")
     st.text(watch)

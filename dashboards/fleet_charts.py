@@ -9,6 +9,9 @@ import altair as alt
 from rolecall.recovery.incidents import Incident
 from rolecall.text import plain
 
+SPARE_SECONDS = 60.0
+"""Left and right of the first and the last: one incident alone stands in the middle of two minutes."""
+
 
 def incidents_chart(found: Sequence[Incident]) -> Any:
     """A node's incidents over time, a row a class: place and shape say the class, colour repeats it."""
@@ -22,11 +25,15 @@ def incidents_chart(found: Sequence[Incident]) -> Any:
         }
         for i in found
     ]
+    times = [i.opened_at for i in found]
+    spare = max(SPARE_SECONDS, (max(times) - min(times)) / 20)
+    between = [datetime.fromtimestamp(at, UTC).isoformat() for at in (min(times) - spare, max(times) + spare)]
+    axis = alt.Axis(format="%m-%d %H:%M:%S", tickCount=4, labelOverlap=True, labelFlush=True, grid=True)
     return (
         alt.Chart(alt.Data(values=rows))
         .mark_point(filled=True, size=90, opacity=0.8)
         .encode(
-            x=alt.X("at:T", title="time (UTC)", scale=alt.Scale(type="utc", nice=True)),
+            x=alt.X("at:T", title="opened at (UTC)", scale=alt.Scale(type="utc", domain=between), axis=axis),
             y=alt.Y("class:N", title=None),
             shape=alt.Shape("class:N", legend=None),
             color=alt.Color("class:N", legend=None),

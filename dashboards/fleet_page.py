@@ -224,7 +224,8 @@ def _said(past: Past) -> None:
 def _burn_ins(past: Past) -> None:
     st.markdown("**Burn-ins**")
     if not past.record.burn_ins:
-        st.text("It was never burned in: rolecall node burn-in runs one.")
+        st.text("It was never burned in. On the node itself:")
+        st.code("rolecall node burn-in", language=None)
     for b in reversed(past.record.burn_ins):
         word = "✓ passed" if b.result.passed else "✗ failed"
         st.text(plain(f"{_when(b.at)} {word} in {seconds(b.result.seconds)}, by {b.by}"))

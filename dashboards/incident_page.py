@@ -133,6 +133,8 @@ def _story(whole: Whole) -> None:
                 st.text(text[:1].upper() + text[1:] + ".")
         if signals.num_not_drawn:
             st.text(f"{signals.num_not_drawn} more suspects are not drawn.")
+        if told.moments:
+            st.caption("Each moment with its time after the onset")
         with st.container(gap="xxsmall", key="incident-moments"):
             for m in told.moments:
                 st.text(f"{m.number:>2}  {_after(m.at - told.whole.zero)}  {m.mark}: {m.words}")

@@ -135,7 +135,7 @@ def _closed_words(i: Incident, story: Story | None) -> str:
         worked = ""
         if i.verified_at is not None and cured_at is not None and i.verified_at - cured_at >= VISIBLE_SECONDS:
             worked = f" (seen to work after {seconds(max(0.0, i.verified_at - found))})"
-        return f"Cured after {after}{worked}{attempts}{seen}"
+        return f"Cured {after} after the finding{worked}{attempts}{seen}"
     words = {
         "tolerated": "Tolerated, nothing was worth doing",
         "observed": "Only observed: the fault ended without rolecall",

@@ -1,8 +1,8 @@
 """How the run goes: curves of its steps, how much of its time was training (ETTR), and what the rest was lost to.
 
 ETTR and lost work are those of `effective.py`, taken in event by event, so that a run of weeks costs a look no more than a
-young one. Only what the journal says counts: a loss begins at the onset that the diagnosis gives (the report of an injected
-fault knows its very moment, and begins there). The clock runs to the last committed step; while an incident is open, to now.
+young one. A loss begins where the report's does: at the injected fault, if the injector's log is at hand and has one, else at
+the onset that the diagnosis gives. The clock runs to the last committed step; while work is being lost, to now.
 """
 
 import math
@@ -17,6 +17,7 @@ from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import ReplicaId
 from rolecall.core.membership import Actual
 from rolecall.effective import Loss, losses, training_began
+from rolecall.injections import Fault
 from rolecall.lanes import Key, Life
 from rolecall.timeline import Joined, tell
 
@@ -26,6 +27,9 @@ WINDOW_STEPS = 5_000
 """Commits and interruptions that are kept, to see which of them an incident held up."""
 INCIDENT_EVENTS_MAX = 300
 """Of one open incident; what more it says changes no time."""
+
+NOT_NOTICED = "not noticed"
+"""An injected fault that no incident tells of, yet or at all."""
 
 _K = EventKind
 _STEPS = (_K.STEP_COMMITTED, _K.STEP_INTERRUPTED)
@@ -128,7 +132,10 @@ class Curve:
 class CourseFold:
     """Owned by one thread."""
 
+    faults: Sequence[Fault] = ()
+    """The injected ones as far as they are known, oldest first; whoever reads the injector's log sets them."""
     curve: Curve = field(default_factory=Curve)
+    _told_of: set[Fault] = field(default_factory=set)  # by incidents that are closed
     _roles: dict[str, int] = field(default_factory=dict)
     _began: float | None = None
     _last_commit: float | None = None
@@ -145,8 +152,8 @@ class CourseFold:
 
     @property
     def suffers(self) -> bool:
-        """Whether an incident is open."""
-        return bool(self._open)
+        """Whether work is being lost: what is shown grows with time alone."""
+        return bool(self._open) or len(self._told_of) < len(self.faults)
 
     def take(self, event: Event) -> None:
         """Raises KeyError, TypeError, ValueError: the body is not what the kind should have."""
@@ -190,13 +197,16 @@ class CourseFold:
                 self._awaited.setdefault((str(target["replica"]), int(target["incarnation"]) + 1), None)
         if event.kind is _K.INCIDENT_CLOSED:
             try:
-                self._closed += self._costs(which, math.inf)
+                costs, told_of = self._costs(which, math.inf)
+                self._closed += costs
+                self._told_of |= told_of
             finally:
                 for e in self._open.pop(which):
                     for target in e.body.get("plan", {}).get("targets", ()):
                         self._awaited.pop((str(target["replica"]), int(target["incarnation"]) + 1), None)
 
-    def _costs(self, which: str, end: float) -> list[Cost]:
+    def _costs(self, which: str, end: float) -> tuple[list[Cost], set[Fault]]:
+        """What the incident took, and the faults that it tells of."""
         events = self._open[which]
         since = events[0].wall_at - 3600.0 if not events else min(_onset(events[0]), events[0].wall_at) - 1.0
         known = {
@@ -204,10 +214,12 @@ class CourseFold:
             for key, at in self._awaited.items()
             if at is not None
         }
-        joined = tell(sorted([*events, *self._steps_since(since)], key=lambda e: e.seq), known, ())
+        faults = [f for f in self.faults if f not in self._told_of]
+        joined = tell(sorted([*events, *self._steps_since(since)], key=lambda e: e.seq), known, faults)
         told: Joined = replace(joined, missed=())
         classes = {s.incident_id: str(s.diagnosis.fault_class) for s in told.stories}
-        return [Cost(incident_id=which, fault_class=classes[which], loss=loss) for loss in losses(told, end)]
+        costs = [Cost(incident_id=which, fault_class=classes[which], loss=loss) for loss in losses(told, end)]
+        return costs, {f for f in faults if f not in joined.missed}
 
     def _steps_since(self, since: float) -> list[Event]:
         found = []
@@ -223,11 +235,23 @@ class CourseFold:
         curve = self.curve.points()
         if not whole or self._began is None or self._last_commit is None:
             return Course(curve=curve, num_rollouts=rollouts, num_trainers=trainers)
-        end = max(self._last_commit, now or 0.0) if self._open else self._last_commit
-        still = [cost for which in self._open for cost in self._costs(which, end)]
+        end = max(self._last_commit, now or 0.0) if self.suffers else self._last_commit
+        still = self._still(end)
         account = self._account(still, end, rollouts, trainers)
         costs = (*self._closed, *still)
         return Course(curve=curve, account=account, costs=costs, num_rollouts=rollouts, num_trainers=trainers)
+
+    def _still(self, end: float) -> list[Cost]:
+        """What the open incidents take until `end`, and the faults that nobody noticed."""
+        found: list[Cost] = []
+        noticed = set(self._told_of)
+        for which in self._open:
+            costs, told_of = self._costs(which, end)
+            found += costs
+            noticed |= told_of
+        missed = tuple(f for f in self.faults if f not in noticed)
+        unseen = losses(Joined(stories=(), missed=missed, false_alarms=()), end)
+        return found + [Cost(incident_id="", fault_class=NOT_NOTICED, loss=loss) for loss in unseen]
 
     def _number(self, role: str, current: Mapping[ReplicaId, Actual]) -> int:
         return self._roles.get(role) or sum(r.startswith(f"{role}/") for r in current)

@@ -95,7 +95,7 @@ def _draw_slow(r: Reader, look: Look) -> None:
         st.subheader("Where the lost time went")
         st.html(table(["role", "fault", "work lost", "of all time"], rows))
         st.caption(
-            "ETTR: the share of time in which rollouts and trainers worked. A loss counts from the onset that its "
-            "diagnosis gives, in seconds of the whole run's work."
+            "ETTR: the share of time in which rollouts and trainers worked. A loss counts from the injected fault where one "
+            "is known, else from the onset that its diagnosis gives, in seconds of the whole run's work."
         )
     show_prometheus(r)

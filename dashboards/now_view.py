@@ -218,13 +218,14 @@ def notices(look: Look) -> list[tuple[str, str, str, str]]:
 
 
 def versions(look: Look) -> tuple[int, list[tuple[int, int]]] | None:
-    """(newest policy version, [(versions behind, number of rollouts)]) of rollouts that have any; None without one."""
+    """(newest policy version, [(versions behind, number of rollouts)]) of rollouts that have any; None without one. A rollout
+    is one behind while the trainers' newest is on its way."""
     known = [
         r.policy_version for r in look.snapshot.replicas if r.replica.startswith("rollout/") and r.policy_version >= 0
     ]
     if not known:
         return None
-    newest = max(known)
+    newest = max(look.snapshot.policy_version, *known)
     return newest, sorted(Counter(newest - v for v in known).items())
 
 
@@ -233,7 +234,7 @@ def headline_figures(look: Look) -> list[tuple[str, str, str]]:
     s, account = look.snapshot, look.course.account
     lags = versions(look)
     behind = (
-        "" if lags is None else ", ".join(f"{num} are {lag} behind" for lag, num in lags[1] if lag) or "all the same"
+        "" if lags is None else ", ".join(_behind(num, lag) for lag, num in lags[1] if lag) or "every rollout has it"
     )
     curve = look.course.curve
     rate = s.tokens_per_second
@@ -248,6 +249,10 @@ def headline_figures(look: Look) -> list[tuple[str, str, str]]:
         ("policy version", "–" if lags is None else str(lags[0]), behind),
         ("ETTR", "–" if account is None or account.ettr is None else f"{100 * account.ettr:.1f} %", _ettr_word(look)),
     ]
+
+
+def _behind(num: int, lag: int) -> str:
+    return f"{num} rollout{' is' if num == 1 else 's are'} {lag} behind"
 
 
 def _ettr_word(look: Look) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 
 import sqlalchemy as sa
 
@@ -22,6 +23,7 @@ from rolecall.core.journal import Journal, Lease
 from rolecall.dashboards.now_course import Course
 from rolecall.dashboards.reading_fold import CHUNK_EVENTS, Fold, Records, events_after, holds, newest
 from rolecall.dashboards.settings import Settings
+from rolecall.injections import Fault, parse_injections
 from rolecall.recovery.book import Book
 from rolecall.recovery.watch import LEASE_NAME, PAUSED_FLAG
 from rolecall.snapshot import Snapshot
@@ -112,7 +114,7 @@ class Reader:
         self._last: Look | None = None
         self._began: float | None = None  # the reading under way, monotonic seconds
         self._thread: threading.Thread | None = None
-        self._following = _Following(settings.journal_url, clock)
+        self._following = _Following(settings, clock)
 
     def now(self) -> float:
         return self._clock.wall()
@@ -211,8 +213,9 @@ def _opened(url: str, clock: Clock) -> Journal:
 class _Following:
     """One journal, followed: owned by the reading thread."""
 
-    def __init__(self, url: str, clock: Clock) -> None:
-        self._url, self._clock = url, clock
+    def __init__(self, settings: Settings, clock: Clock) -> None:
+        self._url, self._clock = settings.journal_url, clock
+        self._injections = _Injections(settings.run.injections_path if settings.run else None)
         self._journal: Journal | None = None
         self._file: tuple[int, int] | None = None
         self._shown: Look | None = None
@@ -262,7 +265,9 @@ class _Following:
             if self._of > WHOLE_EVENTS:
                 self._behind = Fold()
                 self._fold = fold = newest(journal, self._of)
-        changed = self._take_new(journal, fold)
+        before_faults = fold.course.faults
+        fold.course.faults = self._injections.read()
+        changed = self._take_new(journal, fold) or before_faults != fold.course.faults
         paused, lease = journal.flag(PAUSED_FLAG) or "", journal.lease(LEASE_NAME)
         changed |= self._records.refresh(journal)
         before = self._shown
@@ -340,6 +345,7 @@ class _Following:
         journal, behind = self._journal, self._behind
         if journal is None or behind is None:
             return False
+        behind.course.faults = self._injections.read()
         try:
             events, damaged = events_after(journal, behind.seq, CHUNK_EVENTS, wants_admissions=behind.course.awaits)
         except Exception:  # noqa: BLE001 - the next look meets the same trouble, and says so
@@ -353,6 +359,28 @@ class _Following:
             self._versions += 1
             return False
         return True
+
+
+class _Injections:
+    """The injector's log, where there is one: read again when it has grown. What cannot be read tells of no fault (the page
+    Accounting says so)."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._size = -1
+        self._faults: tuple[Fault, ...] = ()
+
+    def read(self) -> tuple[Fault, ...]:
+        if self._path is None:
+            return ()
+        try:
+            size = self._path.stat().st_size
+            if size != self._size:
+                found = parse_injections(self._path.read_text(encoding="utf-8"))
+                self._faults, self._size = tuple(f for f in found if not f.of_helper), size
+        except (OSError, ValueError):
+            return self._faults
+        return self._faults
 
 
 def _file_of(url: str) -> tuple[int, int] | None:

@@ -53,6 +53,8 @@ class Snapshot:
     step: int = -1
     num_steps: int | None = None
     epoch: int = 0
+    policy_version: int = -1
+    """What the trainers made with the last committed step."""
     rewards: tuple[float, ...] = ()
     loss: float | None = None
     tokens_per_second: float | None = None
@@ -93,6 +95,9 @@ class Memory:
     step: int = -1
     epoch: int = 0
     loss: float | None = None
+    policy_version: int = -1
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Of the rollouts, as the last committed step tells them."""
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=REWARDS_KEPT))
     commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=400))
     incidents: dict[str, IncidentRow] = field(default_factory=dict)
@@ -116,6 +121,8 @@ class Memory:
                 self.epoch = int(body.get("epoch", 0))
             case _K.STEP_COMMITTED:
                 self.step = int(body["step"])
+                self.policy_version = int(body.get("policy_version", self.policy_version))
+                self.versions = body.get("versions") or {}
                 self.commits.append((event.wall_at, int(body.get("tokens") or 0)))
                 if body.get("reward") is not None:
                     self.rewards.append(float(body["reward"]))
@@ -169,11 +176,12 @@ class Memory:
             step=self.step,
             num_steps=self.num_steps,
             epoch=self.epoch,
+            policy_version=self.policy_version,
             rewards=tuple(self.rewards),
             loss=self.loss,
             tokens_per_second=self.tokens_per_second(now),
             step_seconds=self._step_seconds(),
-            replicas=replica_rows(desired, current),
+            replicas=replica_rows(desired, current, self.versions, self.commits[-1][0] if self.commits else 0.0),
             open_incidents=tuple(self.incidents.values()),
             closed_incidents=tuple(self.closed),
             paused=paused or "",
@@ -202,19 +210,30 @@ def suspect_text(suspect: Mapping[str, object]) -> str:
     return replica if incarnation is None else f"{replica}#{incarnation}"
 
 
-def replica_rows(desired: Mapping[ReplicaId, Desired], current: Mapping[ReplicaId, Actual]) -> tuple[ReplicaRow, ...]:
-    """Every replica that should be or is, by role and number."""
+def replica_rows(
+    desired: Mapping[ReplicaId, Desired],
+    current: Mapping[ReplicaId, Actual],
+    versions: Mapping[str, int] | None = None,
+    versions_at: float = 0.0,
+) -> tuple[ReplicaRow, ...]:
+    """Every replica that should be or is, by role and number.
+
+    `versions`: policy versions as they were at `versions_at`; a record knows only the one with which its replica began.
+    """
     rows = []
     for replica in {*desired, *current}:
         wanted, there = desired.get(replica), current.get(replica)
         if there is not None and (wanted is None or there.incarnation >= wanted.incarnation):
+            version = there.policy_version
+            if versions and (versions_at > there.changed_at or there.state != ReplicaState.SERVING):
+                version = int(versions.get(replica, version))
             rows.append(
                 ReplicaRow(
                     replica=replica,
                     node=there.node,
                     incarnation=there.incarnation,
                     state=str(there.state),
-                    policy_version=there.policy_version,
+                    policy_version=version,
                 )
             )
         elif wanted is not None:

@@ -2,14 +2,26 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from rolecall.core.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.dashboards.now_course import BUCKETS_MAX, Account, Bucket, Cost, CourseFold, Curve, lost_seconds, merged
+from rolecall.dashboards.now_course import (
+    BUCKETS_MAX,
+    NOT_NOTICED,
+    Account,
+    Bucket,
+    Cost,
+    CourseFold,
+    Curve,
+    lost_seconds,
+    merged,
+)
 from rolecall.effective import Loss, ettr, losses, steps, training_began
 from rolecall.facts import read_facts
+from rolecall.injections import parse_injections
 from rolecall.timeline import tell
 
 
@@ -57,14 +69,16 @@ def test_where_the_lost_time_went(costs: list[Cost], expected: dict[tuple[str, s
     assert lost == pytest.approx(expected)
 
 
-def test_a_real_run_read_in_order_gives_the_ettr_of_its_report(fake_run: RunDir) -> None:
+@pytest.mark.parametrize("injections", [True, False])
+def test_a_real_run_read_in_order_gives_the_ettr_of_its_report(fake_run: RunDir, injections: bool) -> None:
     facts = read_facts(fake_run)
     committed = steps(facts.events)
     began = training_began(facts.events)
     assert began is not None
-    lost = losses(tell(facts.events, facts.known, ()), committed[-1].at)
+    faults = parse_injections(fake_run.injections_path.read_text())[: None if injections else 0]
+    lost = losses(tell(facts.events, facts.known, faults), committed[-1].at)
     expected = ettr(began, committed[-1].at, lost, num_rollouts=3, num_trainers=2)
-    fold = CourseFold()
+    fold = CourseFold(faults=faults)
     journal = Journal(fake_run.database_url, create=False)
     for event in journal.events():
         fold.take(event)
@@ -74,7 +88,23 @@ def test_a_real_run_read_in_order_gives_the_ettr_of_its_report(fake_run: RunDir)
     assert {key for key, seconds in course.account.lost.items() if seconds} == {
         ("rollout", "crash"), ("trainer", "hang"), ("rollout", "slow"),
     }  # fmt: skip
+    assert not fold.suffers
     assert fold.told(None, {}, whole=False).account is None  # half a history has no ETTR
+
+
+def test_a_fault_that_nobody_notices_is_lost_time_too(fake_run: RunDir) -> None:
+    seen = parse_injections(fake_run.injections_path.read_text())
+    missed = replace(
+        seen[0], target="rollout/0", targets=(), injected_at=seen[-1].injected_at + 5.0, pid=0, kind="unseen"
+    )
+    fold = CourseFold(faults=[*seen, missed])
+    journal = Journal(fake_run.database_url, create=False)
+    for event in journal.events():
+        fold.take(event)
+    journal.close()
+    account = fold.told(None, {}, whole=True).account
+    assert fold.suffers and account is not None
+    assert account.lost["rollout", NOT_NOTICED] > 0
 
 
 def test_a_curve_keeps_few_points_and_every_step() -> None:

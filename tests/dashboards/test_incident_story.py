@@ -103,7 +103,7 @@ def test_every_kind_has_a_head_a_story_and_drawings(kind: str, tmp_path: Path) -
 
 
 STATES = {
-    "cured": ("✓", "Cured after 2.25 s: rollout/1#2"),
+    "cured": ("✓", "Cured 2.25 s after the finding: rollout/1#2"),
     "retried": ("✓", "at attempt 2"),
     "gave up": ("✗", "Given up, after 2.50 s: 2 replacements in a row ended before their first work"),
     "proposed": (

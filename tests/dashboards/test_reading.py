@@ -208,7 +208,7 @@ def test_the_newest_of_a_long_journal_is_there_first(tmp_path: Path) -> None:
 
 def test_a_long_journal_is_not_read_whole_for_the_first_look(tmp_path: Path) -> None:
     run = BigJournal(tmp_path, num_replicas=20, num_incidents=300).build()
-    following = reading._Following(run.database_url, SystemClock())
+    following = reading._Following(Settings(journal_url=run.database_url), SystemClock())
     first = following.look()
     assert not first.history.whole and first.history.read == 0
     assert 100 <= len(first.book.incidents) < 110
@@ -217,7 +217,7 @@ def test_a_long_journal_is_not_read_whole_for_the_first_look(tmp_path: Path) -> 
 
 def test_a_look_at_rest_asks_little(tmp_path: Path) -> None:
     run = BigJournal(tmp_path, num_replicas=100, num_incidents=50).build()
-    following = reading._Following(run.database_url, SystemClock())
+    following = reading._Following(Settings(journal_url=run.database_url), SystemClock())
     following.look()
     asked: list[str] = []
     assert following._journal is not None

@@ -17,7 +17,8 @@ from rolecall.dashboards.incidents_view import first_line
 from rolecall.injections import Fault, parse_injections
 from rolecall.lanes import Key, Life, lives
 from rolecall.recovery.book import WINDOW_NAME, Book
-from rolecall.recovery.incidents import INCIDENT_KINDS, Incident
+from rolecall.recovery.incident_events import INCIDENT_KINDS
+from rolecall.recovery.incidents import Incident
 from rolecall.text import plain
 
 EVENTS_MAX = 20_000

@@ -13,7 +13,8 @@ from rolecall.core.errors import InvalidTransition, JournalCorrupt, JournalError
 from rolecall.core.events import Event, EventKind
 from rolecall.core.journal import Journal, Lease
 from rolecall.core.rows import DamagedLine
-from rolecall.recovery.incidents import INCIDENT_KINDS, Incident, IncidentState, apply
+from rolecall.recovery.incident_events import INCIDENT_KINDS, apply
+from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.recovery.intake import incident_name, storable
 
 logger = logging.getLogger(__name__)

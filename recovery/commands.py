@@ -18,16 +18,8 @@ from rolecall.core.ids import split_replica
 from rolecall.recovery.asking import incidents, incidents_text, known, replay, status, status_text
 from rolecall.recovery.book import Book
 from rolecall.recovery.fleet import fleet_view
-from rolecall.recovery.incidents import (
-    INCIDENT_KINDS,
-    NOT_BEGUN,
-    RIGHT,
-    WRONG,
-    Attempt,
-    Decision,
-    Incident,
-    IncidentState,
-)
+from rolecall.recovery.incident_events import INCIDENT_KINDS
+from rolecall.recovery.incidents import NOT_BEGUN, RIGHT, WRONG, Attempt, Decision, Incident, IncidentState
 from rolecall.recovery.moves import decision_key
 from rolecall.recovery.node_commands import burned_in, drain, nodes, quarantine, return_node
 from rolecall.recovery.place import JournalPlace, Place, checked_name, checked_reason, journal_of, opened

@@ -14,7 +14,8 @@ from rolecall.core.journal import Journal
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.dashboards import people, settings
-from rolecall.recovery.incidents import Incident, fold
+from rolecall.recovery.incident_events import fold
+from rolecall.recovery.incidents import Incident
 
 K = EventKind
 APP = Path(settings.__file__).with_name("app.py")

@@ -11,7 +11,8 @@ from rolecall.dashboards.accounting_marks import marks, wilson
 from rolecall.dashboards.accounting_time import SLICES_MAX, UNNOTICED, times
 from rolecall.effective import Step, ettr, losses
 from rolecall.injections import Fault
-from rolecall.recovery.incidents import Incident, fold
+from rolecall.recovery.incident_events import fold
+from rolecall.recovery.incidents import Incident
 from rolecall.timeline import Joined, Replacement, Story
 from tests.dashboards.acting_world import diagnosis
 

@@ -16,7 +16,8 @@ from rolecall.dashboards.acting_plans import GLYPHS, PlanRow, Standing, plan_row
 from rolecall.dashboards.acting_preview import limits_of, preview
 from rolecall.dashboards.acting_words import history
 from rolecall.recovery.fleet import FleetView, fleet_view
-from rolecall.recovery.incidents import Incident, fold
+from rolecall.recovery.incident_events import fold
+from rolecall.recovery.incidents import Incident
 from tests.dashboards.acting_world import HOMES, diagnosis, plan
 
 K = EventKind

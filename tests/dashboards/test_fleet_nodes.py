@@ -26,7 +26,8 @@ from rolecall.dashboards.fleet_nodes import (
 )
 from rolecall.dashboards.fleet_past import pasts, quarantined
 from rolecall.recovery.fleet import FleetView, fleet_view
-from rolecall.recovery.incidents import Incident, fold
+from rolecall.recovery.incident_events import fold
+from rolecall.recovery.incidents import Incident
 from tests.dashboards.acting_world import diagnosis
 
 K = EventKind

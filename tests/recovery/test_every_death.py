@@ -17,7 +17,8 @@ from rolecall.core.events import EventKind
 from rolecall.core.ids import ReplicaId
 from rolecall.core.rundir import RunDir
 from rolecall.recovery import commands
-from rolecall.recovery.incidents import INCIDENT_KINDS, NOT_BEGUN, Attempt, IncidentState
+from rolecall.recovery.incident_events import INCIDENT_KINDS
+from rolecall.recovery.incidents import NOT_BEGUN, Attempt, IncidentState
 from rolecall.recovery.interfaces import Message
 from rolecall.recovery.moves import decision_key
 from rolecall.recovery.testing import RecordingNotifier, SimulatedKill, diagnosis

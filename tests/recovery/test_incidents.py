@@ -9,7 +9,8 @@ from rolecall.core.diagnosis import ActionKind, FaultClass, Plan, Target
 from rolecall.core.errors import InvalidTransition
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
-from rolecall.recovery.incidents import INCIDENT_KINDS, LEGAL, Failure, IncidentState, Outcome, evictions, fold
+from rolecall.recovery.incident_events import INCIDENT_KINDS, LEGAL, fold
+from rolecall.recovery.incidents import Failure, IncidentState, Outcome, evictions
 from rolecall.recovery.testing import diagnosis
 
 K, S = EventKind, IncidentState

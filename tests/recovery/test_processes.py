@@ -15,7 +15,8 @@ from rolecall.core.diagnosis import Diagnosis, FaultClass
 from rolecall.core.events import EventKind
 from rolecall.core.journal import Journal
 from rolecall.core.rundir import write_atomically
-from rolecall.recovery.incidents import IncidentState, Outcome, fold
+from rolecall.recovery.incident_events import fold
+from rolecall.recovery.incidents import IncidentState, Outcome
 from rolecall.recovery.testing import FakeRuntime, diagnosis
 from tests.recovery.test_watch import A_CURE
 from tests.support import PATIENCE_SECONDS, eventually

@@ -9,7 +9,8 @@ from rolecall.core.config import RecoveryConfig
 from rolecall.core.events import Event, EventKind
 from rolecall.core.journal import Journal
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
-from rolecall.recovery.incidents import Incident, fold
+from rolecall.recovery.incident_events import fold
+from rolecall.recovery.incidents import Incident
 from rolecall.recovery.interfaces import Witnesses
 from rolecall.recovery.testing import (
     FakeDetector,

@@ -44,4 +44,4 @@ lock: $(VENV)/.ready  ## renew requirements/linux-cpu.txt (needs uv)
 	  $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS)) requirements/linux-cpu.in -o requirements/linux-cpu.txt
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) tools/grafana-schema/node_modules .mypy_cache .ruff_cache .pytest_cache

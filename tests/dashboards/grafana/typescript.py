@@ -3,6 +3,7 @@
 Both are npm packages pinned in tools/grafana-schema; they are installed there once (git ignores the folder).
 """
 
+import fcntl
 import json
 import os
 import re
@@ -17,8 +18,8 @@ import pytest
 from rolecall.dashboards.grafana.board import all_panels
 
 HOME = Path(__file__).parents[3] / "tools" / "grafana-schema"
-INSTALL_SECONDS = 180
-CHECK_SECONDS = 180
+INSTALL_SECONDS = 120
+CHECK_SECONDS = 120
 AWAY = ("ENOTFOUND", "EAI_AGAIN", "ECONNREFUSED", "ECONNRESET", "ENETUNREACH", "ETIMEDOUT", "ERR_SOCKET_TIMEOUT")
 """What npm says where no registry can be reached. Whatever else it says is a mistake of ours."""
 
@@ -36,27 +37,29 @@ def packages() -> Path:
     """`node_modules` with what the lock names. Skips the test where node, npm or a registry is missing."""
     if shutil.which("node") is None or shutil.which("npm") is None:
         pytest.skip("no node and npm here: the Debian packages `nodejs` and `npm` have them")
-    installed, lock = HOME / "node_modules" / ".package-lock.json", HOME / "package-lock.json"
-    if not installed.exists() or installed.stat().st_mtime < lock.stat().st_mtime:
-        argv = [
-            "npm",
-            "ci",
-            "--ignore-scripts",
-            "--no-audit",
-            "--no-fund",
-            "--fetch-retries=1",
-            "--fetch-timeout=60000",
-        ]
-        try:
-            done = subprocess.run(argv, cwd=HOME, capture_output=True, text=True, check=False, timeout=INSTALL_SECONDS)
-        except subprocess.TimeoutExpired:
-            pytest.skip(f"npm ci did not end within {INSTALL_SECONDS} s")
-        said = done.stdout + done.stderr
-        if done.returncode != 0 and any(word in said for word in AWAY):
-            pytest.skip("npm reaches no registry")
-        assert done.returncode == 0, said[-2000:]
-        os.utime(installed)
+    home = os.open(HOME, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(home, fcntl.LOCK_EX)  # tests run in several processes: one installs, the others find it
+        _install()
+    finally:
+        os.close(home)
     return HOME / "node_modules"
+
+
+def _install() -> None:
+    installed, lock = HOME / "node_modules" / ".package-lock.json", HOME / "package-lock.json"
+    if installed.exists() and installed.stat().st_mtime >= lock.stat().st_mtime:
+        return
+    argv = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--fetch-retries=1", "--fetch-timeout=60000"]
+    try:
+        done = subprocess.run(argv, cwd=HOME, capture_output=True, text=True, check=False, timeout=INSTALL_SECONDS)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"npm ci did not end within {INSTALL_SECONDS} s")
+    said = done.stdout + done.stderr
+    if done.returncode != 0 and any(word in said for word in AWAY):
+        pytest.skip("npm reaches no registry")
+    assert done.returncode == 0, said[-2000:]
+    os.utime(installed)
 
 
 def source(document: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from rolecall.core.diagnosis import Diagnosis
@@ -133,7 +133,7 @@ class LostTime:
             self._ended = True
         if event.kind not in RETAINED:
             return None
-        self._events.append(event)
+        self._events.append(_slim(event))
         which = event.incident_id or ""
         if event.kind is _K.INCIDENT_OPENED:
             self._settle(self._settled_by(event.wall_at))
@@ -188,6 +188,13 @@ class LostTime:
             with suppress(LookupError, TypeError, ValueError):
                 found += tell(events, lives(events, {}), ()).stories
         return found
+
+
+def _slim(event: Event) -> Event:
+    """Without the question that a plan answers: it holds the whole fleet, and no story is told from it."""
+    if "question" not in event.body:
+        return event
+    return replace(event, body={k: v for k, v in event.body.items() if k != "question"})
 
 
 def _began_at(opened: Event) -> float:

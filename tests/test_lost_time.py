@@ -53,6 +53,15 @@ def test_a_run_followed_event_by_event_ends_with_the_reports_ettr(fake_run: RunD
     assert not followed._losses and followed._events[0].wall_at >= committed[-1].at, "what is settled is let go"
 
 
+def test_what_is_kept_of_a_plan_has_no_fleet_in_it() -> None:
+    followed = LostTime(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+    body = {"plan": {"action": "tolerate"}, "question": {"fleet": {"replicas": ["x" * 1000]}}}
+    made = Event(seq=1, kind=K.PLAN_MADE, wall_at=1.0, body=body, incident_id="inc-1")
+    followed.take(made)
+    assert [e.body for e in followed._events] == [{"plan": {"action": "tolerate"}}]
+    assert "question" in made.body, "it is others' too"
+
+
 def test_an_outage_shows_while_it_lasts(fake_run: RunDir) -> None:
     events = _events(fake_run)
     hung = next(e for e in events if e.kind is K.ACTION_STARTED and "trainer/1" in str(e.body))

@@ -7,6 +7,7 @@ groups them. A run that is over alerts nobody.
 from rolecall.dashboards.grafana.rules import WATCH_JOB, Alert, Group, Severity
 
 RUNNING = "unless on (job, instance) (rolecall_run_ended == 1)"
+OBSERVING = 'on (job, instance) (rolecall_watch_mode{mode="observe"} == 1)'
 SAID_BY = "says {{ $labels.instance }}"
 
 _WATCH = (
@@ -22,7 +23,7 @@ _WATCH = (
     Alert(
         name="RolecallNobodyActs",
         expr=f"""time() - rolecall_watch_lease_expires_timestamp_seconds > 30
-        unless on (job, instance) (rolecall_watch_mode{{mode="observe"}} == 1) {RUNNING}""",
+        unless {OBSERVING} {RUNNING}""",
         hold="1m",
         severity=Severity.CRITICAL,
         summary=f"no watch holds the lease of the run, {SAID_BY}",
@@ -110,8 +111,17 @@ _PEOPLE = (
         "DIGEST --reason ...`.",
     ),
     Alert(
+        name="RolecallFaultObserved",
+        expr=f"rolecall_incident_open == 1 and {OBSERVING}",
+        hold="1m",
+        severity=Severity.CRITICAL,
+        summary="{{ $labels.fault }} of {{ $labels.replica }} on {{ $labels.node }}, and nobody acts",
+        description="{{ $labels.instance }} only observes: what it found stands for a minute, and is for people to mend. "
+        "`rolecall incidents` has the sentence and the evidence.",
+    ),
+    Alert(
         name="RolecallIncidentOpenLong",
-        expr="time() - rolecall_incident_opened_timestamp_seconds > 900",
+        expr=f"time() - rolecall_incident_opened_timestamp_seconds > 900 unless {OBSERVING}",
         severity=Severity.CRITICAL,
         summary="{{ $labels.fault }} of {{ $labels.replica }} is not cured",
         description="The incident about {{ $labels.replica }} on {{ $labels.node }} has been open for "

@@ -26,6 +26,9 @@ RUNS = {"rolecall_run_ended{@W}": "0x400"}
 OVER = {"rolecall_run_ended{@W}": "1x400"}
 STEPS = {"rolecall_run_step_seconds{@W}": "6x400", **RUNS}
 COUNTS = "0x4 1x400"
+HANGS = '@W,node="n1",role="rollout",replica="rollout/1",fault="hang"'
+OBSERVES = {'rolecall_watch_mode{@W,mode="observe"}': "1x400"}
+ACTS = {'rolecall_watch_mode{@W,mode="observe"}': "0x400"}
 
 CASES = (
     Case("RolecallWatchDown", "gone", {'up{job="rolecall-watch",instance="r/watch"}': "1x4 0x40"}, "4m", ("@W",)),
@@ -97,6 +100,13 @@ CASES = (
         "7m45s",
     ),
     Case(
+        "RolecallFaultObserved", "stands", {f"rolecall_incident_open{{{HANGS}}}": "1x100", **OBSERVES}, "3m", (HANGS,)
+    ),
+    Case(
+        "RolecallFaultObserved", "over by itself", {f"rolecall_incident_open{{{HANGS}}}": "1x2 stale", **OBSERVES}, "3m"
+    ),
+    Case("RolecallFaultObserved", "rolecall acts", {f"rolecall_incident_open{{{HANGS}}}": "1x100", **ACTS}, "3m"),
+    Case(
         "RolecallIncidentOpenLong",
         "twenty minutes",
         {
@@ -111,6 +121,12 @@ CASES = (
         {
             'rolecall_incident_opened_timestamp_seconds{@W,node="n1",role="rollout",replica="rollout/1",fault="hang"}': "360x100"
         },
+        "20m",
+    ),
+    Case(
+        "RolecallIncidentOpenLong",
+        "nobody is to act",
+        {f"rolecall_incident_opened_timestamp_seconds{{{HANGS}}}": "60x100", **OBSERVES},
         "20m",
     ),
     Case("RolecallIncidentUnhandled", "fails", {"rolecall_watch_unhandled{@W}": COUNTS}, "8m", ("@W",)),

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.clock import FakeClock
+from rolecall.core.errors import JournalError
 from rolecall.core.events import EventKind
+from rolecall.core.journal import Journal
 from rolecall.core.rundir import RunDir
+from rolecall.dashboards.accounting_audit import audited
 from rolecall.dashboards.accounting_books import AUDIT_SECONDS, Bookkeeper
 from rolecall.dashboards.settings import Settings
 from tests.dashboards.acting_world import HOSTILE, World, button, fill, page, sign_in, texts, world
@@ -51,6 +54,27 @@ def test_a_finished_run_is_accounted_for(finished: World) -> None:
         ("slow", 1, 1.0),
     ]
     assert all(d.injected for d in told.detection)
+
+
+def test_a_long_journal_is_audited_in_a_process_of_its_own_with_the_same_result(finished: World) -> None:
+    settings = Settings(journal_url=finished.run.database_url, run=finished.run)
+    found = []
+    for apart_events in (0, 10**9):
+        keeper = Bookkeeper(settings, FakeClock(), apart_events=apart_events)
+        keeper.look()
+        assert keeper.wait(PATIENCE_SECONDS)
+        found.append(keeper.look())
+    assert found[0].trouble == found[1].trouble == ""
+    assert found[0].audit == found[1].audit is not None
+
+
+def test_what_the_process_of_an_audit_meets_is_raised_here(finished: World, tmp_path: Path) -> None:
+    journal = Journal(finished.run.database_url)
+    try:
+        with pytest.raises(JournalError, match="no journal"):
+            audited(journal, f"sqlite:///{tmp_path}/none.db", "x", None, apart=True)
+    finally:
+        journal.close()
 
 
 def test_by_its_journal_alone_the_moments_of_faults_are_estimates(finished: World) -> None:

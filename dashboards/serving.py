@@ -4,15 +4,16 @@ is asked of anybody but the journal and the Prometheus that were named.
 Settings stay in memory: a journal's URL may hold a password, and goes into no argument, environment, page or log.
 """
 
+import contextlib
 import errno
 import importlib
 import ipaddress
 import logging
 import os
+import resource
 import socket
 import traceback
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ GRACE_SECONDS = 1
 """How long open connections are waited for at the end."""
 CONNECTIONS_MAX = 500
 """Open at once; each page holds one. More are told to come back later, so that files are left for the journal."""
+FILES = 4_096
+"""Open at once: four for each page (Streamlit gives each an event loop), also for the 128 that were closed last. Many systems
+give 1,024, and more to who asks."""
 WARM = ("altair", "pandas", "pyarrow", "streamlit.dataframe_util")
 """Imported before the address is told, because the first page would wait for them."""
 
@@ -89,6 +93,7 @@ def serve(
     """Blocks until Ctrl-C or SIGTERM. `address`: from `address_of`. `names`: other origins under which browsers may come
     (`https://dash.example`). `ready` is called once pages can be asked for."""
     settings.use(what)
+    _allow_files(FILES)
     from rolecall.dashboards.shell import reader
 
     reader().start()  # reads while Streamlit is imported
@@ -115,6 +120,15 @@ def serve(
         uvicorn.Server(config).run(sockets=[listener])
     finally:
         listener.close()
+
+
+def _allow_files(number: int) -> None:
+    """So many open files, or as many as the system gives."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _options(listener: socket.socket, address: str, names: tuple[str, ...]) -> dict[str, Any]:
@@ -156,7 +170,7 @@ def _app(options: dict[str, Any], ready: Callable[[], None], names: Known) -> An
     # Streamlit asks a server on the internet for this machine's address when a foreign page knocks. It shall not.
     net_util.get_external_ip = lambda: None
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(_app: object) -> AsyncIterator[None]:
         ready()
         yield

@@ -5,7 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import yaml
 
 from rolecall.agent.daemon import _parser
 from rolecall.agent.settings import AgentFile, explain, load_agent_file
+from rolecall.dashboards.grafana.rules import rules_yaml
 from rolecall.watch_address import AGENT_JOB, WATCH_JOB
 from tests.agent.processes import AgentProcess
 
@@ -211,7 +212,10 @@ def _promtool_takes(path: Path) -> None:
 
 
 def test_prometheus_takes_its_file() -> None:
-    scrapes = yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]
+    told = yaml.safe_load(PROMETHEUS.read_text())
+    scrapes = told["scrape_configs"]
+    (rules,) = told["rule_files"]
+    assert all(PurePath(rules).with_name(name).match(rules) for name in rules_yaml())
     paths = {s["job_name"]: s["metrics_path"] for s in scrapes}
     assert paths == {
         AGENT_JOB: "/metrics",

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.core.config import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Suspect
+from rolecall.core.diagnosis import ActionKind
 from rolecall.core.ids import IncidentId
 from rolecall.recovery.fleet import FleetView, ReplicaView
 from rolecall.recovery.guards import check
-from rolecall.recovery.incidents import PERSON, Incident, IncidentState
+from rolecall.recovery.incidents import Incident, IncidentState
 from rolecall.recovery.policy import decide, question
+from rolecall.recovery.requests import request
 
 SUPPORTS = frozenset({ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, ActionKind.STOP_JOB})
 """What a run of ours can do."""
@@ -107,16 +108,7 @@ def preview(
 
 
 def _asked(r: ReplicaView, node: str, now: float) -> Incident:
-    suspect = Suspect(node=r.node, role=r.role, replica=r.replica, incarnation=r.desired_incarnation)
-    diagnosis = Diagnosis(
-        suspects=(suspect,),
-        fault_class=FaultClass.CANNOT_TELL,
-        onset=now,
-        detected_at=now,
-        confidence=1.0,
-        because=f"{node} is to be drained",
-        detectors=(PERSON,),
-    )
+    diagnosis = request(r, f"{node} is to be drained", now)
     name = IncidentId("preview")
     return Incident(
         incident_id=name,

@@ -8,20 +8,24 @@ from rolecall.recovery.incidents import PERSON, Incident
 from rolecall.recovery.watch import LEASE_NAME
 
 
-def ask_replacement(journal: Journal, book: Book, view: ReplicaView, by: str, reason: str) -> str:
-    """Opens an incident that asks for this incarnation to be replaced; returns its id."""
-    now = journal.clock.wall()
+def request(view: ReplicaView, because: str, now: float) -> Diagnosis:
+    """That this incarnation should be replaced, as a diagnosis. `now`: wall seconds."""
     suspect = Suspect(node=view.node, role=view.role, replica=view.replica, incarnation=view.desired_incarnation)
-    asked = Diagnosis(
+    return Diagnosis(
         suspects=(suspect,),
         fault_class=FaultClass.CANNOT_TELL,
         onset=now,
         detected_at=now,
         confidence=1.0,
-        because=f"{by} asks for {view.replica}#{view.desired_incarnation} to be replaced: {reason}",
+        because=because,
         detectors=(PERSON,),
     )
-    return open_incident(journal, book, asked)
+
+
+def ask_replacement(journal: Journal, book: Book, view: ReplicaView, by: str, reason: str) -> str:
+    """Opens an incident that asks for this incarnation to be replaced; returns its id."""
+    because = f"{by} asks for {view.replica}#{view.desired_incarnation} to be replaced: {reason}"
+    return open_incident(journal, book, request(view, because, journal.clock.wall()))
 
 
 def dealt_with_by(book: Book, replica: str) -> Incident | None:

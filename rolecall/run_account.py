@@ -23,6 +23,8 @@ PAGES_A_LOOK = 20
 """A first look at a long journal goes on with the next one."""
 NUM_PLANS_REMEMBERED = 1_000
 """Of these the events name the digest alone."""
+NUM_ROLES_MAX = 64
+"""Roles that have counters of their own; a further one counts as none, for agents say which roles there are."""
 
 _K = EventKind
 
@@ -55,6 +57,7 @@ class RunAccount:
     actions: Counter[tuple[str, str]] = field(default_factory=Counter)  # by action, outcome
     quarantined: set[str] = field(default_factory=set)
     marks: dict[str, str] = field(default_factory=dict)  # incident -> newest verdict of a person
+    _roles: set[str] = field(default_factory=set)
     _plans: dict[tuple[str, str], ActionKind] = field(default_factory=dict)  # (incident, digest) -> action
 
     def take(self, event: Event) -> None:
@@ -117,7 +120,7 @@ class RunAccount:
                 self.marks[str(event.incident_id)] = str(body["verdict"])
 
     def _opened(self, d: Diagnosis) -> None:
-        role = role_of(d)
+        role = self._role(d)
         self.opened[role, str(d.fault_class)] += 1
         self.found.update(d.detectors)
         if PERSON not in d.detectors:  # a request has no onset
@@ -126,7 +129,13 @@ class RunAccount:
     def _closed(self, story: Story) -> None:
         seconds = story.since_finding(story.cured_at)
         if story.cured and seconds is not None:
-            self.cure_seconds.setdefault(role_of(story.diagnosis), Took()).add(seconds)
+            self.cure_seconds.setdefault(self._role(story.diagnosis), Took()).add(seconds)
+
+    def _role(self, d: Diagnosis) -> str:
+        role = role_of(d)
+        if len(self._roles) < NUM_ROLES_MAX:
+            self._roles.add(role)
+        return role if role in self._roles else ""
 
     def _remember(self, event: Event, plan: Plan) -> None:
         if len(self._plans) >= NUM_PLANS_REMEMBERED:

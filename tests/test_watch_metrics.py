@@ -37,6 +37,7 @@ from rolecall.detector.observation import Observation
 from rolecall.recovery import commands, guards
 from rolecall.recovery.book import Book, open_incident
 from rolecall.recovery.testing import FakeSource, diagnosis
+from rolecall.run_account import NUM_ROLES_MAX
 from rolecall.watch_address import Address, Announced, Serving, own, parse_address, serving, targets_path, withdraw
 from rolecall.watch_meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
 from rolecall.watch_metrics import GUARDS
@@ -354,6 +355,18 @@ def test_hostile_names_stay_text_and_are_bounded(tmp_path: Path) -> None:
     ((_, _, _, replica, _),) = [k for k in found if k[0] == "incident_open"]
     assert found["watch_agent_unreachable_timestamp_seconds", "node-?\n"] == 1
     assert replica.startswith('rollout/1"} 1\nrolecall') and len(replica) == 120
+
+
+def test_roles_that_an_agent_invents_fill_no_prometheus(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    book = Book()
+    for n in range(NUM_ROLES_MAX + 10):
+        open_incident(world.journal, book, diagnosis(FaultClass.CRASH, (f"invented{n}/0", 1)))
+    looks = JournalLooks(world.journal, parse_job({}), "r-1", world.clock, ours=False)
+    assert looks.look()
+    opened = {k[1]: v for k, v in _by_key(looks).items() if k[0] == "incidents_opened_total" and v}
+    assert len(opened) == NUM_ROLES_MAX + 1 and opened[""] == 10
+    assert len({k[1] for k in _by_key(looks) if k[0] == "incident_findings_total"}) < NUM_ROLES_MAX + 10
 
 
 # --- where it is served ---------------------------------------------------------------------------------------------

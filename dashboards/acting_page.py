@@ -18,7 +18,7 @@ from rolecall.dashboards.reading import Look, Reader
 from rolecall.dashboards.shell import page, reader
 from rolecall.dashboards.signing_in import HOW_TO, Who, follow, sidebar
 from rolecall.recovery.incidents import Incident
-from rolecall.text import plain, seconds
+from rolecall.text import plain, seconds, utc
 
 HOLD_FOR = {"10 minutes": 600.0, "1 hour": 3600.0, "4 hours": 14400.0, "12 hours": 43200.0}
 PLANS_SHOWN = 20
@@ -127,7 +127,7 @@ def _until(row: PlanRow, now: float) -> str:
 
 
 def _clock(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).strftime("%H:%M:%S UTC")
+    return utc(at, "%H:%M:%S UTC")
 
 
 # --- the rest -----------------------------------------------------------------------------------------------------

@@ -6,13 +6,12 @@ page draws `PAGE_ROWS` of them, never all.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from datetime import UTC, datetime
 from typing import Self
 from urllib.parse import urlencode
 
 from rolecall.core.ids import split_replica
 from rolecall.recovery.incidents import Incident, IncidentState
-from rolecall.text import plain
+from rolecall.text import plain, utc
 
 PAGE_ROWS = 50
 """Incidents on one page of the table: more than anyone reads, few enough to draw at once."""
@@ -213,10 +212,7 @@ def day_of(at: float) -> str:
 
 def moment(at: float) -> str:
     """`2026-11-22 13:54:01 UTC`."""
-    try:
-        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (OverflowError, ValueError, OSError):
-        return "at an unknown time"
+    return utc(at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,9 @@ WINDOW_STEPS = 5_000
 INCIDENT_EVENTS_MAX = 300
 """Of one open incident; what more it says changes no time."""
 
+STEP_MAX = 2**53
+"""What a chart can count to."""
+
 NOT_NOTICED = "not noticed"
 """An injected fault that no incident tells of, yet or at all."""
 
@@ -271,6 +274,8 @@ class CourseFold:
 
 def _bucket(event: Event) -> Bucket:
     body, step = event.body, int(event.body["step"])
+    if not 0 <= step <= STEP_MAX:
+        raise ValueError(f"step {str(step)[:30]} is none")
     seconds = _number(body.get("seconds"))
     return Bucket(
         first_step=step,

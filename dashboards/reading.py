@@ -144,7 +144,8 @@ class Reader:
         """What the journal says now, or said when it could last be read. Never waits long."""
         with self._changed:
             before = self._last
-            if before is not None and self._clock.wall() - before.at < LOOK_SECONDS:
+            # A clock that was set back makes a look of the future, which is no news for as long.
+            if before is not None and 0 <= self._clock.wall() - before.at < LOOK_SECONDS:
                 return before
             return self._await(before, FIRST_SECONDS if before is None else FRESH_SECONDS)
 

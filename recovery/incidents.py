@@ -65,7 +65,10 @@ class Hold:
 
     @property
     def until_text(self) -> str:
-        return datetime.fromtimestamp(self.until, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        try:
+            return datetime.fromtimestamp(self.until, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        except (OverflowError, ValueError, OSError):  # of a foreign writer: no calendar has it
+            return "an unknown time"
 
     def stands(self, now: float) -> bool:
         return not self.lifted and now < self.until

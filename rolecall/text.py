@@ -1,6 +1,7 @@
 """Foreign text made harmless: names, reasons and log lines come from elsewhere, and a terminal or a browser obeys them."""
 
 import html
+from datetime import UTC, datetime
 
 
 def plain(text: object, limit: int = 2000) -> str:
@@ -15,6 +16,14 @@ def plain(text: object, limit: int = 2000) -> str:
 def escape(text: object, limit: int = 2000) -> str:
     """`text` for HTML: as content or inside a quoted attribute."""
     return html.escape(plain(text, limit), quote=True)
+
+
+def utc(at: float, form: str = "%Y-%m-%d %H:%M:%S UTC", none: str = "at an unknown time") -> str:
+    """Wall seconds as a moment; `none` where no calendar has it, for others wrote it."""
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime(form)
+    except (OverflowError, ValueError, OSError):
+        return none
 
 
 def seconds(value: float | None, none: str = "–") -> str:

@@ -24,6 +24,8 @@ from rolecall.recovery.telling import shown
 from rolecall.recovery.watch import LEASE_NAME, PAUSED_FLAG
 
 K = EventKind
+NAMES_SHOWN_MAX = 20
+"""In a sentence about one that there is not."""
 
 
 def status(place: Place, clock: Clock | None = None) -> dict[str, Any]:
@@ -84,7 +86,9 @@ def known(book: Book, incident_id: str) -> Incident:
     if found is None and incident_id in book.broken:
         raise CommandRefused(f"{incident_id} is set aside: {book.broken[incident_id]}")
     if found is None:
-        raise CommandRefused(f"no incident {incident_id}; there are: {', '.join(book.incidents) or 'none'}")
+        left = len(book.incidents) - NAMES_SHOWN_MAX
+        newest = ", ".join(list(book.incidents)[-NAMES_SHOWN_MAX:]) + (f" and {left} older ones" if left > 0 else "")
+        raise CommandRefused(f"no incident {incident_id}; there are: {newest or 'none'}")
     return found
 
 

@@ -231,7 +231,8 @@ def _marks(r: Reader, person: Who, incidents: Sequence[Incident]) -> None:
     st.subheader("Were the diagnoses right?")
     found = marks(incidents)
     st.text(found.of_all.sentence)
-    st.text(f"{found.of_all.num_unmarked} of {found.of_all.num_marked + found.of_all.num_unmarked} are not marked yet.")
+    unmarked, known = found.of_all.num_unmarked, found.of_all.num_marked + found.of_all.num_unmarked
+    st.text(f"{unmarked:,} of {known:,} are not marked yet.")
     if found.of_all.num_marked:
         for title, rows in (("by class of fault", found.by_class), ("by detector", found.by_detector)):
             st.markdown(f"**Precision {title}**")

@@ -69,7 +69,7 @@ def _who_acts(r: Reader, person: Who, state: State, *, ended: str) -> None:
 
 def _plans(r: Reader, person: Who, rows: Sequence[PlanRow], now: float) -> None:
     waiting = sum(row.standing is Standing.WAITS for row in rows)
-    st.subheader(f"Plans: {waiting} wait for a person" if waiting else "Plans")
+    st.subheader(f"Plans: {waiting} wait{'s' if waiting == 1 else ''} for a person" if waiting else "Plans")
     if not rows:
         st.text("No plan stands that is not begun.")
     for row in rows[:PLANS_SHOWN]:

@@ -84,7 +84,7 @@ def _draw(r: Reader, look: Look) -> None:
     _hardware_source(settings.prometheus_url, seen, now)
     _table(fleet, now)
     names = [row.node for row in fleet.rows]
-    node = st.selectbox("One node", sorted(names, key=natural), key="fleet.node", index=None, placeholder="choose one")
+    node = st.selectbox("One node", sorted(names, key=natural), key="fleet.node", index=None, placeholder="the worst")
     row = fleet.find(node or names[0])
     if row is not None:
         _node(row, drawer.by_node.get(row.node, ()), fleet)
@@ -117,13 +117,13 @@ def _table(fleet: Fleet, now: float) -> None:
             "health": [r.told for r in rows],
             "node": [plain(r.node) for r in rows],
             "why": [plain(r.because) for r in rows],
-            "replicas": [plain(", ".join(f"{v.replica}#{v.incarnation}" for v in r.replicas)) for r in rows],
             "1 h": [r.in_hour for r in rows],
             "24 h": [r.in_day for r in rows],
             "30 d": [r.in_month for r in rows],
             "XIDs": [_codes_told(r.codes) for r in rows],
             "burn-in": [_burn_in_told(r.past) for r in rows],
             "last change": [f"{age(now - r.changed_at)} ago" if r.changed_at else "–" for r in rows],
+            "replicas": [plain(", ".join(f"{v.replica}#{v.incarnation}" for v in r.replicas)) for r in rows],
         },
         hide_index=True,
         width="stretch",
@@ -158,8 +158,9 @@ def _node(row: NodeRow, found: Sequence[Incident], fleet: Fleet) -> None:
             st.text(plain(row.because))
         if row.open_incidents:
             st.text(plain(f"open: {', '.join(row.open_incidents)}"))
-        for v in row.replicas:
-            st.text(plain(f"{v.replica}#{v.incarnation} {v.state or 'not there yet'} {v.because}".strip()))
+        with st.container(gap="xxsmall"):
+            for v in row.replicas:
+                st.text(plain(f"{v.replica}#{v.incarnation} {v.state or 'not there yet'} {v.because}".strip()))
         _incidents(row, found, fleet)
         _codes(row.codes)
         _said(row.past)

@@ -60,7 +60,7 @@ _CSS = """
 .rc-table { border-collapse: collapse; } .rc-table td, .rc-table th { text-align: left; padding: .12rem 1.1rem .12rem 0;
   border-bottom: 1px solid light-dark(#e6eaee, #2e3843); font-weight: 400; } .rc-table td.n { text-align: right; }
 .rc-table th { color: light-dark(#55616f, #a3afbb); font-size: .82rem; }
-@media (max-width: 640px) { .rc-chips { grid-template-columns: repeat(auto-fill, minmax(9.2rem, 1fr)); }
+@media (max-width: 640px) { .rc-map { font-size: 9px; line-height: 1.5; } .rc-map span.row { letter-spacing: 0; } .rc-chips { grid-template-columns: repeat(auto-fill, minmax(9.2rem, 1fr)); }
   .rc-incident dl { grid-template-columns: 1fr; } .rc-incident dd { margin-bottom: .3rem; }
   .rc-figures { grid-template-columns: repeat(auto-fit, minmax(6.6rem, 1fr)); }
   [data-testid="stMainBlockContainer"] { padding: 3.5rem 1rem 3rem; } }

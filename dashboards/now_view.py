@@ -241,10 +241,11 @@ def headline_figures(look: Look) -> list[tuple[str, str, str]]:
     if s.ended and s.started_at is not None and curve:
         span = curve[-1].at - (account.start if account else s.started_at)
         rate = sum(b.tokens for b in curve) / span if span > 0 else None
+    rated = "of the whole run" if s.ended else f"in the last {seconds(round(s.rate_seconds))}"
     return [
         ("step", f"{s.step + 1:,}" if s.step >= 0 else "–", f"of {s.num_steps:,}" if s.num_steps else "committed"),
         ("reward", _short(s.rewards[-1]) if s.rewards else "–", _trend(s.rewards)),
-        ("tokens a second", "–" if rate is None else f"{rate:,.0f}", "of the whole run" if s.ended else "last 15 s"),
+        ("tokens a second", "–" if rate is None else f"{rate:,.0f}", rated),
         ("a step takes", seconds(s.step_seconds), "mean of the last five"),
         ("policy version", "–" if lags is None else str(lags[0]), behind),
         ("ETTR", "–" if account is None or account.ettr is None else f"{100 * account.ettr:.1f} %", _ettr_word(look)),

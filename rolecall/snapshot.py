@@ -10,8 +10,8 @@ from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import ReplicaId
 from rolecall.core.membership import Actual, Desired, ReplicaState
 
-RATE_SECONDS = 15.0
-"""Tokens per second are a mean over this long: a few steps, and a stall shows within it."""
+RATE_SECONDS, RATE_STEPS = 15.0, 3.0
+"""Tokens per second are a mean over this long, and over so many steps where those take longer: a stall shows within it."""
 REWARDS_KEPT = 2000
 CLOSED_SHOWN = 3
 
@@ -58,6 +58,8 @@ class Snapshot:
     rewards: tuple[float, ...] = ()
     loss: float | None = None
     tokens_per_second: float | None = None
+    rate_seconds: float = RATE_SECONDS
+    """Over which `tokens_per_second` is a mean."""
     step_seconds: float | None = None
     replicas: tuple[ReplicaRow, ...] = ()
     open_incidents: tuple[IncidentRow, ...] = ()
@@ -96,7 +98,7 @@ class Memory:
     epoch: int = 0
     loss: float | None = None
     policy_version: int = -1
-    versions: Mapping[str, int] = field(default_factory=dict)
+    versions: Mapping[str, object] = field(default_factory=dict)
     """Of the rollouts, as the last committed step tells them."""
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=REWARDS_KEPT))
     commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=400))
@@ -121,8 +123,9 @@ class Memory:
                 self.epoch = int(body.get("epoch", 0))
             case _K.STEP_COMMITTED:
                 self.step = int(body["step"])
-                self.policy_version = int(body.get("policy_version", self.policy_version))
-                self.versions = body.get("versions") or {}
+                made, held = body.get("policy_version"), body.get("versions")
+                self.policy_version = made if isinstance(made, int) else self.policy_version
+                self.versions = held if isinstance(held, Mapping) else {}
                 self.commits.append((event.wall_at, int(body.get("tokens") or 0)))
                 if body.get("reward") is not None:
                     self.rewards.append(float(body["reward"]))
@@ -180,6 +183,7 @@ class Memory:
             rewards=tuple(self.rewards),
             loss=self.loss,
             tokens_per_second=self.tokens_per_second(now),
+            rate_seconds=self._rate_seconds(),
             step_seconds=self._step_seconds(),
             replicas=replica_rows(desired, current, self.versions, self.commits[-1][0] if self.commits else 0.0),
             open_incidents=tuple(self.incidents.values()),
@@ -190,12 +194,15 @@ class Memory:
         )
 
     def tokens_per_second(self, now: float) -> float | None:
-        """Over the last `RATE_SECONDS`; None before there is anything to divide by."""
+        """Over the last seconds or steps; None before there is anything to divide by."""
         if not self.commits:
             return None
-        since = max(now - RATE_SECONDS, self.commits[0][0])
+        since = max(now - self._rate_seconds(), self.commits[0][0])
         seconds = now - since
         return sum(tokens for at, tokens in self.commits if at > since) / seconds if seconds > 1.0 else None
+
+    def _rate_seconds(self) -> float:
+        return max(RATE_SECONDS, RATE_STEPS * (self._step_seconds() or 0.0))
 
     def _step_seconds(self) -> float | None:
         last = list(self.commits)[-6:]
@@ -213,7 +220,7 @@ def suspect_text(suspect: Mapping[str, object]) -> str:
 def replica_rows(
     desired: Mapping[ReplicaId, Desired],
     current: Mapping[ReplicaId, Actual],
-    versions: Mapping[str, int] | None = None,
+    versions: Mapping[str, object] | None = None,
     versions_at: float = 0.0,
 ) -> tuple[ReplicaRow, ...]:
     """Every replica that should be or is, by role and number.
@@ -226,7 +233,8 @@ def replica_rows(
         if there is not None and (wanted is None or there.incarnation >= wanted.incarnation):
             version = there.policy_version
             if versions and (versions_at > there.changed_at or there.state != ReplicaState.SERVING):
-                version = int(versions.get(replica, version))
+                told = versions.get(replica)
+                version = told if isinstance(told, int) else version
             rows.append(
                 ReplicaRow(
                     replica=replica,

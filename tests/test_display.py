@@ -347,3 +347,32 @@ def test_a_picture_that_fails_does_not_end_the_run(fake_run: RunDir, caplog: pyt
         screen.draw(journal, 1.0)
     journal.close()
     assert "cannot draw" in caplog.text
+
+
+def test_the_rate_of_slow_steps_is_a_mean_over_some_of_them() -> None:
+    memory = Memory()
+    memory.read(
+        Event(seq=n, kind=EventKind.STEP_COMMITTED, wall_at=100.0 * n, body={"step": n, "tokens": 5000})
+        for n in range(9)
+    )
+    shown = memory.snapshot(880.0, {}, {}, None)
+    assert shown.rate_seconds == 300.0
+    assert shown.tokens_per_second == pytest.approx(3 * 5000 / 300.0)
+    assert memory.tokens_per_second(1300.0) == 0.0, "a stall shows"
+
+
+def test_a_rollout_holds_what_the_last_step_says_and_a_newer_replacement_what_it_began_with() -> None:
+    def rollout(number: int, state: ReplicaState, changed_at: float) -> Actual:
+        name = ReplicaId(f"rollout/{number}")
+        return Actual(
+            replica=name, incarnation=1, node=NodeId("n"), state=state, policy_version=4, changed_at=changed_at
+        )
+
+    there = [
+        rollout(0, ReplicaState.SERVING, 10.0),
+        rollout(1, ReplicaState.SERVING, 60.0),
+        rollout(2, ReplicaState.STOPPED, 60.0),
+        rollout(3, ReplicaState.SERVING, 10.0),
+    ]
+    rows = replica_rows({}, {a.replica: a for a in there}, {"rollout/0": 9, "rollout/1": 9, "rollout/2": 9}, 50.0)
+    assert [r.policy_version for r in rows] == [9, 4, 9, 4]

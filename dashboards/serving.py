@@ -13,6 +13,7 @@ import os
 import resource
 import socket
 import traceback
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rolecall.core.database import redacted
 from rolecall.core.errors import ConfigError
 from rolecall.dashboards import settings
 from rolecall.dashboards.callers import Callers, Known, known
+from rolecall.dashboards.incident_files import harmless
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ CONNECTIONS_MAX = 500
 FILES = 4_096
 """Open at once: four for each page (Streamlit gives each an event loop), also for the 128 that were closed last. Many systems
 give 1,024, and more to who asks."""
+_told: deque[str] = deque(maxlen=20)
+"""Failures of pages that stand in the log already."""
 WARM = ("altair", "pandas", "pyarrow", "streamlit.dataframe_util")
 """Imported before the address is told, because the first page would wait for them."""
 
@@ -182,8 +186,10 @@ def _complain(error: Exception) -> bool:
     """A page that fails says so in a sentence; what failed stands in the log of this process, where its owner reads it."""
     import streamlit as st
 
-    told = redacted("".join(traceback.format_exception(error)))
-    logger.error("a page of the dashboard failed\n%s", told)
+    told = harmless(redacted("".join(traceback.format_exception(error))))
+    if told not in _told:  # the page is drawn again in two seconds, for everybody who looks
+        _told.append(told)
+        logger.error("a page of the dashboard failed\n%s", told)
     st.error(
         "This page could not be drawn. What went wrong is told where `rolecall dashboard` runs.",
         icon=":material/error:",

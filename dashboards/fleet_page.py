@@ -82,7 +82,7 @@ def _draw(r: Reader, look: Look) -> None:
         return
     _counts(fleet)
     _hardware_source(settings.prometheus_url, seen, now)
-    _table(fleet, now)
+    _table(fleet, now, whole=look.history.whole)
     names = [row.node for row in fleet.rows]
     node = st.selectbox("One node", sorted(names, key=natural), key="fleet.node", index=None, placeholder="the worst")
     row = fleet.find(node or names[0])
@@ -110,7 +110,7 @@ def _hardware_source(url: str, seen: Seen, now: float) -> None:
         st.text("Prometheus has been asked and has not answered yet.")
 
 
-def _table(fleet: Fleet, now: float) -> None:
+def _table(fleet: Fleet, now: float, *, whole: bool) -> None:
     rows = fleet.rows
     st.dataframe(
         {
@@ -133,6 +133,7 @@ def _table(fleet: Fleet, now: float) -> None:
     st.caption(
         f"Incidents per node, fleet's median: {fleet.median_hour:g} in 1 h, {fleet.median_day:g} in 24 h, "
         f"{fleet.median_month:g} in 30 days. Of a run that is over they are counted back from its end."
+        + ("" if whole else " Older incidents are still being read: the counts grow.")
     )
 
 

@@ -22,7 +22,6 @@ from rolecall.core.database import redacted
 from rolecall.core.errors import ConfigError
 from rolecall.dashboards import settings
 from rolecall.dashboards.callers import Callers, Known, known
-from rolecall.dashboards.incident_files import harmless
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +184,8 @@ def _app(options: dict[str, Any], ready: Callable[[], None], names: Known) -> An
 def _complain(error: Exception) -> bool:
     """A page that fails says so in a sentence; what failed stands in the log of this process, where its owner reads it."""
     import streamlit as st
+
+    from rolecall.dashboards.incident_files import harmless
 
     told = harmless(redacted("".join(traceback.format_exception(error))))
     if told not in _told:  # the page is drawn again in two seconds, for everybody who looks

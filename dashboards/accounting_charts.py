@@ -9,6 +9,8 @@ import altair as alt
 from rolecall.dashboards.accounting_time import LostTo, Slice
 from rolecall.text import plain
 
+DAY_SECONDS = 86_400.0
+
 
 def ettr_chart(slices: Sequence[Slice]) -> Any:
     """A bar a slice; its height is the ratio, so that colour says nothing that the axis does not."""
@@ -16,6 +18,8 @@ def ettr_chart(slices: Sequence[Slice]) -> Any:
         {
             "start": datetime.fromtimestamp(s.start, UTC).isoformat(),
             "end": datetime.fromtimestamp(s.end, UTC).isoformat(),
+            # As text: a browser tells times in a tooltip by its own zone.
+            "from (UTC)": datetime.fromtimestamp(s.start, UTC).strftime("%Y-%m-%d %H:%M"),
             "ETTR": s.ettr,
             "steps": s.num_steps,
             "incidents": s.num_incidents,
@@ -28,12 +32,12 @@ def ettr_chart(slices: Sequence[Slice]) -> Any:
         alt.Chart(alt.Data(values=rows))
         .mark_rect(stroke="white", strokeWidth=0.5)
         .encode(
-            x=alt.X("start:T", title="time (UTC)", scale=alt.Scale(type="utc")),
+            x=alt.X("start:T", title="time (UTC)", scale=alt.Scale(type="utc"), axis=_times(slices)),
             x2="end:T",
             y=alt.Y("ETTR:Q", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
             y2=alt.datum(0),
             tooltip=[
-                alt.Tooltip("start:T", format="%Y-%m-%d %H:%M"),
+                "from (UTC):N",
                 alt.Tooltip("ETTR:Q", format=".1%"),
                 "steps:Q",
                 "incidents:Q",
@@ -42,6 +46,12 @@ def ettr_chart(slices: Sequence[Slice]) -> Any:
         )
         .properties(height=220)
     )
+
+
+def _times(slices: Sequence[Slice]) -> Any:
+    """Of 24 hours: by itself Vega counts twelve."""
+    days = bool(slices) and slices[-1].end - slices[0].start > DAY_SECONDS
+    return alt.Axis(format="%m-%d %H:%M" if days else "%H:%M", tickCount=6, labelOverlap=True, labelFlush=True)
 
 
 def lost_chart(lost: Sequence[LostTo]) -> Any:

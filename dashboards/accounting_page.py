@@ -159,8 +159,9 @@ def _slices(t: Times) -> None:
 def _lost(title: str, parts: Sequence[LostTo]) -> None:
     st.markdown(f"**Lost {title}**")
     st.altair_chart(lost_chart(parts), width="stretch")
-    for part in parts:
-        st.text(plain(f"{part.name}: {seconds(part.seconds)} ({part.share:.0%})"))
+    with st.container(gap="xxsmall"):
+        for part in parts:
+            st.text(plain(f"{part.name}: {seconds(part.seconds)} ({part.share:.0%})"))
 
 
 # --- speed --------------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ def incidents_chart(found: Sequence[Incident]) -> Any:
     rows = [
         {
             "at": datetime.fromtimestamp(i.opened_at, UTC).isoformat(),
+            # As text: a browser tells times in a tooltip by its own zone.
+            "opened (UTC)": datetime.fromtimestamp(i.opened_at, UTC).strftime("%Y-%m-%d %H:%M:%S"),
             "class": str(i.diagnosis.fault_class),
             "outcome": str(i.outcome or "open"),
             "what": plain(i.diagnosis.because, 300),
@@ -37,7 +39,7 @@ def incidents_chart(found: Sequence[Incident]) -> Any:
             y=alt.Y("class:N", title=None),
             shape=alt.Shape("class:N", legend=None),
             color=alt.Color("class:N", legend=None),
-            tooltip=["incident:N", "outcome:N", "what:N", alt.Tooltip("at:T", format="%Y-%m-%d %H:%M:%S")],
+            tooltip=["incident:N", "outcome:N", "what:N", "opened (UTC):N"],
         )
         .properties(height=90 + 34 * len({r["class"] for r in rows}))
     )

@@ -85,7 +85,7 @@ class Place:
     def name(self) -> str:
         name, _, source, destination = self.key
         pair = f", rank {source} to {destination}" if source >= 0 else ""
-        return f"group {name}{f' ({self.desc})' if self.desc and self.desc != 'undefined' else ''}{pair}"
+        return f"{f'group {name}' if name else 'a group without a name'}{f' ({self.desc})' if self.desc and self.desc != 'undefined' else ''}{pair}"
 
 
 @dataclass(slots=True)

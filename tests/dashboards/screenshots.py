@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, FloatRect
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
@@ -30,12 +30,13 @@ LOOK_SECONDS = 0.2
 PAINT_MILLISECONDS = 2500
 """For what is drawn after the page stands: charts fade in."""
 SETTLING_LOOKS = 8
+HEIGHT_MAX = 1500
 HEIGHT = "() => document.querySelector('[data-testid=\"stMain\"]')?.scrollHeight ?? 900"
 TRIMMED = "[data-testid='stHeader'], [data-testid='stStatusWidget'] {visibility: hidden}"
 
 
 def take(shot: Visit, path: Path, *, whole: bool = False) -> None:
-    """Writes one picture; `whole`: of all that can be scrolled to."""
+    """Writes one picture; `whole`: of what can be scrolled to, as far as `HEIGHT_MAX`."""
     shot.page.add_style_tag(content=TRIMMED)
     seen = (0, -1)  # height of the page, and the one before: what is read in the background comes later
     for _ in range(SETTLING_LOOKS if whole else 1):
@@ -46,7 +47,9 @@ def take(shot: Visit, path: Path, *, whole: bool = False) -> None:
         if whole:
             width = (shot.page.viewport_size or {"width": 1440})["width"]
             shot.page.set_viewport_size({"width": width, "height": max(900, seen[0])})
-    shot.page.screenshot(path=str(path))
+    size = shot.page.viewport_size or {"width": 1440, "height": 900}
+    clip = FloatRect(x=0, y=0, width=size["width"], height=min(HEIGHT_MAX, size["height"]))
+    shot.page.screenshot(path=str(path), clip=clip)
     print(path, flush=True)
 
 

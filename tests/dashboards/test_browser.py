@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
-from playwright.sync_api import Browser, Locator
+from playwright.sync_api import Browser, Locator, TimeoutError
 
 from rolecall.core.diagnosis import FaultClass, Plan
 from rolecall.core.events import EventKind
@@ -162,12 +162,24 @@ def test_hostile_text_makes_no_element_no_link_and_no_script(
         assert shot.page.evaluate("() => window.harmed") is None
 
 
+OPENING_MILLISECONDS = 3000
+
+
 def _choose(shot: Visit, label: str, option: str) -> None:
-    """By keys: a list that is open is closed by the scrolling of a click."""
+    """By keys: a list that is open is closed by the scrolling of a click, or of a page that is still growing."""
     field = shot.page.get_by_role("combobox", name=label)
-    field.scroll_into_view_if_needed()
-    field.press("ArrowDown")
-    shot.page.get_by_role("option", name=option).wait_for()
+    listed = shot.page.get_by_role("option", name=option)
+
+    def opened() -> bool:
+        field.scroll_into_view_if_needed()
+        field.press("ArrowDown")
+        try:
+            listed.wait_for(timeout=OPENING_MILLISECONDS)
+        except TimeoutError:
+            return False
+        return True
+
+    eventually(opened, f"the list of {label}")
     field.press("ArrowDown")
     field.press("Enter")
 

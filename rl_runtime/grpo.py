@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rolecall.core.config import AlgorithmConfig
+from rolecall.core.config_algorithm import AlgorithmConfig
 from rolecall.rl_runtime.protocol import Group
 
 NOT_COMPARED = -1.0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rolecall.core.config import AlgorithmConfig
+from rolecall.core.config_algorithm import AlgorithmConfig
 from rolecall.rl_runtime.grpo import grpo_loss, make_batch, token_logprobs
 from rolecall.rl_runtime.protocol import Microbatch
 from rolecall.rl_runtime.reduce import MicrobatchStats

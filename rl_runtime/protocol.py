@@ -5,6 +5,7 @@ Every call that changes something carries the incarnation it is meant for; an ol
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal import ChainHead
@@ -52,16 +53,29 @@ class PulledTokens:
     unknown: tuple[str, ...] = ()
 
 
+class End(StrEnum):
+    """Why a sample's tokens end where they do. Never an infrastructure reason."""
+
+    STOP = "stop"  # the model ended its answer
+    LENGTH = "length"  # the task's longest response
+    CUT = "cut"  # here its window ends; generation goes on in the next one, and there is no reward yet
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A finished trajectory with its reward."""
+    """A trajectory, or what there is of it, whatever engines and versions made it; with its reward once it is over."""
 
     request_id: str
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # of the whole response
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
-    reward: float
-    advantage: float = 0.0
+    reward: float  # as the task gave it; means nothing while the answer is not over
+    end: End = End.STOP
+    first_fresh: int = 0  # tokens before this one were used by earlier steps: context, not trained on again
+
+    @property
+    def is_over(self) -> bool:
+        return self.end is not End.CUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from rolecall.core.config import AlgorithmConfig
+from rolecall.core.config_algorithm import AlgorithmConfig
 from rolecall.core.errors import ProofMismatch, StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal import ChainHead

@@ -24,7 +24,8 @@ import numpy as np
 from pydantic import Field, ValidationError
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.config import Section, read_yaml
+from rolecall.core.config import read_yaml
+from rolecall.core.config_section import Section
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.rundir import RunDir

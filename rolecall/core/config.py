@@ -9,20 +9,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_serializer, field_validator, model_validator
+from pydantic import Field, ValidationError, field_serializer, field_validator, model_validator
 
+from rolecall.core.config_algorithm import AlgorithmConfig
+from rolecall.core.config_section import PositiveInt, Ratio, Seconds, Section
 from rolecall.core.database import checked_url, redacted
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import ID_PATTERN
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-PositiveInt = Annotated[int, Field(gt=0)]
-Seconds = Annotated[float, Field(gt=0, le=86_400)]
-Ratio = Annotated[float, Field(ge=0, le=1)]
 
 
 class ModelConfig(Section):
@@ -50,30 +43,6 @@ class TaskConfig(Section):
     """Length of prompt and answer: raising it makes responses longer and the task harder."""
     fixed_length: bool = False
     """Every response is as long as the longest: for measurements of speed, where lengths must not change."""
-
-
-class AlgorithmConfig(Section):
-    name: Literal["grpo"] = "grpo"
-    group_size: Annotated[int, Field(ge=2, le=256)] = 8
-    """Samples of one prompt: the group that advantages are relative to."""
-    microbatches_per_step: Annotated[int, Field(ge=1, le=1024)] = 4
-    """B of the constant-work law: each optimizer step uses exactly this many, whatever the number of survivors."""
-    groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 4
-    learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    clip_high: Annotated[float, Field(gt=0, lt=10)] = 1.0
-    """A token's ratio to the policy that made it is clipped to [1 - clip_low, 1 + clip_high]. DAPO's 0.2 and 0.28 suit
-    a learning rate of 1e-6; here two versions of staleness move ratios far more, and most tokens would be cut off."""
-    grad_norm_max: Annotated[float, Field(gt=0)] = 1.0
-    divide_by_std: bool = True
-    """GRPO divides a group's advantages by their standard deviation; Dr. GRPO does not."""
-    entropy_coefficient: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Bonus for the policy's entropy at each token. A model that starts from random weights settles on one answer
-    without it; raising it keeps answers random for longer."""
-
-    @property
-    def groups_per_step(self) -> int:
-        return self.microbatches_per_step * self.groups_per_microbatch
 
 
 class RolesConfig(Section):

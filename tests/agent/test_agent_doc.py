@@ -11,7 +11,7 @@ import yaml
 from rolecall.agent.discovery import DEFAULTS, Match, ProcessFacts, parse_discovery
 from rolecall.agent.routes import Routes
 from rolecall.agent.settings import AgentFile, explain
-from rolecall.core.config import Section
+from rolecall.core.config_section import Section
 from rolecall.core.telemetry import AgentEventKind
 
 DOC = (Path(__file__).parent.parent.parent / "docs" / "agent.md").read_text()

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from rolecall.core.config import AlgorithmConfig
+from rolecall.core.config_algorithm import AlgorithmConfig
 from rolecall.core.ids import GroupId
 from rolecall.rl_runtime.grpo import NOT_COMPARED, Batch, advantages, grpo_loss, make_batch, normaliser, token_logprobs
 from rolecall.rl_runtime.protocol import Group, Sample

@@ -1,0 +1,73 @@
+"""What each token was worth: advantages relative to a group, or to a critic; and the reward they start from.
+
+    group (GRPO, DAPO)   A_i = R_i - mean(R), divided by std(R) if asked                DeepSeekMath (2402.03300) 4.1.2
+    GAE (PPO)            d_t = r_t + gamma V(s_t+1) - V(s_t),  A_t = sum_k (gamma lambda)^k d_t+k    1506.02438 eq. 16
+    EGAE (T-PPO)         the same sum up to the cut of an unfinished answer, 2506.15050 sec. 3
+    overlong (DAPO)      0 up to Lmax - Lcache, then linearly down to -1 at Lmax and beyond, 2503.14476 eq. 13
+
+The state s_t is the prompt and the tokens before o_t; V(s_t) is the critic's word before o_t is chosen. Behind the last
+token of a finished answer there is nothing (0); behind a cut there is a value, the *bootstrap*, and it alone makes the
+difference between GAE and EGAE. Pure; tensors keep their dtype.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+STD_FLOOR = 1e-6
+"""Keeps a division finite where all rewards are equal."""
+
+
+def group_relative(rewards: Sequence[float], *, divide_by_std: bool) -> tuple[float, ...]:
+    """Of the samples of one prompt; all 0 when all rewards are equal. The deviation is the population's."""
+    mean = sum(rewards) / len(rewards)
+    centred = tuple(r - mean for r in rewards)
+    if not divide_by_std:
+        return centred
+    std = (sum(c * c for c in centred) / len(rewards)) ** 0.5
+    return tuple(c / (std + STD_FLOOR) for c in centred)
+
+
+def overlong_punishment(length: int, *, longest: int, cache: int) -> float:
+    """In [-1, 0] for a response of `length` tokens; `cache` 0: never any.
+
+    At exactly `longest` the linear piece has reached -1; DAPO's third piece begins behind it with the same value.
+    """
+    if cache == 0 or length <= longest - cache:
+        return 0.0
+    return -min(1.0, (length - (longest - cache)) / cache)
+
+
+def gae(
+    rewards_st: Tensor, values_st: Tensor, response_st: Tensor, bootstrap_s: Tensor, *, gamma: float, decay: float
+) -> Tensor:
+    """Advantages (S, T), 0 outside the response.
+
+    Args:
+        rewards_st: reward given for token t.
+        values_st: V(s_t), of the state in which token t was chosen.
+        response_st: 1 where token t was generated; one run of ones a row.
+        bootstrap_s: value of the state behind the last token: 0 where the answer is finished.
+        gamma: discount. decay: lambda.
+    """
+    advantage = torch.zeros_like(bootstrap_s)
+    after = bootstrap_s
+    columns: list[Tensor] = []
+    for t in range(values_st.shape[1] - 1, -1, -1):
+        here = response_st[:, t] > 0
+        difference = rewards_st[:, t] + gamma * after - values_st[:, t]
+        summed = difference + gamma * decay * advantage
+        # Behind the response nothing moves: the first step into it sees the bootstrap and no advantage.
+        advantage = torch.where(here, summed, torch.zeros_like(summed))
+        after = torch.where(here, values_st[:, t], bootstrap_s)
+        columns.append(advantage)
+    return torch.stack(columns[::-1], dim=1)
+
+
+def last_of(values_st: Tensor, response_st: Tensor) -> Tensor:
+    """(S,) the value at each row's last response token; 0 for a row without one."""
+    positions = torch.arange(values_st.shape[1], device=values_st.device).expand_as(values_st)
+    last = torch.where(response_st > 0, positions, torch.full_like(positions, -1)).max(dim=1).values
+    found = values_st.gather(1, last.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return torch.where(last >= 0, found, torch.zeros_like(found))

@@ -1,0 +1,14 @@
+"""What every section of a job file shares: frozen, unknown keys refused, and the kinds of numbers."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=86_400)]
+Ratio = Annotated[float, Field(ge=0, le=1)]

@@ -47,7 +47,32 @@ W_FINISHED = 28  # 1 once the coming exit is wanted
 W_IDENTITIES = 29  # how often the identity was written: 1 after start, 2 after a promotion
 W_UNFINITE = 30  # how often loss, gradient norm or reward were NaN or infinite
 W_JUMPS = 31  # how often one of them jumped (jumps.py)
+W_HEALTHS = 32  # how often the health of a step was told; 0: no word of it means anything
+W_ENTROPY = 33
+W_CLIP_FRACTION_LOW = 34
+W_CLIP_FRACTION_HIGH = 35
+W_RATIO_MEAN = 36
+W_RATIO_MAX = 37
+W_KL_SAMPLER = 38
+W_RESPONSE_LENGTH = 39
+W_TRUNCATED_FRACTION = 40
+W_FILTERED_FRACTION = 41
+W_LOG_RATIO_MAX = 42
 NUM_WORDS = 64
+
+HEALTH_WORDS = {
+    "entropy": W_ENTROPY,
+    "clip_fraction_low": W_CLIP_FRACTION_LOW,
+    "clip_fraction_high": W_CLIP_FRACTION_HIGH,
+    "ratio_mean": W_RATIO_MEAN,
+    "ratio_max": W_RATIO_MAX,
+    "kl_sampler": W_KL_SAMPLER,
+    "response_length": W_RESPONSE_LENGTH,
+    "truncated_fraction": W_TRUNCATED_FRACTION,
+    "filtered_fraction": W_FILTERED_FRACTION,
+    "log_ratio_max": W_LOG_RATIO_MAX,
+}
+"""Where each sign of the policy's health stands. Pages of before these words have zeros there: `W_HEALTHS` tells."""
 
 FLOAT_WORDS = frozenset(
     {
@@ -58,6 +83,7 @@ FLOAT_WORDS = frozenset(
         W_GRAD_NORM,
         W_REWARD,
         W_EXCEPTION_AT,
+        *HEALTH_WORDS.values(),
     }
 )
 

@@ -70,6 +70,17 @@ class PageState:
     reward: float
     unfinite: int
     jumps: int
+    healths: int
+    entropy: float
+    clip_fraction_low: float
+    clip_fraction_high: float
+    ratio_mean: float
+    ratio_max: float
+    kl_sampler: float
+    response_length: float
+    truncated_fraction: float
+    filtered_fraction: float
+    log_ratio_max: float
     finished: bool
     finish_reason: str
     exception: ReportedException | None
@@ -142,10 +153,18 @@ def parse_page(raw: bytes) -> PageState:
         reward=_finite(d[at.W_REWARD]),
         unfinite=q[at.W_UNFINITE],
         jumps=q[at.W_JUMPS],
+        healths=q[at.W_HEALTHS],
+        **_parse_health(q, d),
         finished=bool(q[at.W_FINISHED]),
         finish_reason=_text(raw, at.A_FINISH_REASON) if q[at.W_FINISHED] else "",
         exception=_parse_exception(raw, q, d) if q[at.W_EXCEPTIONS] > 0 else None,
     )
+
+
+def _parse_health(q: "memoryview[int]", d: "memoryview[float]") -> dict[str, float]:
+    """NaN until it is told, as on the pages of a reporter that cannot tell."""
+    told = q[at.W_HEALTHS] > 0
+    return {name: _finite(d[word]) if told else math.nan for name, word in at.HEALTH_WORDS.items()}
 
 
 def _parse_exception(raw: bytes, q: "memoryview[int]", d: "memoryview[float]") -> ReportedException:

@@ -333,6 +333,32 @@ def update(
             page.set_training(at.W_REWARD, reward)
 
 
+def health(
+    *,
+    entropy: float | None = None,
+    clip_fraction_low: float | None = None,
+    clip_fraction_high: float | None = None,
+    ratio_mean: float | None = None,
+    ratio_max: float | None = None,
+    kl_sampler: float | None = None,
+    response_length: float | None = None,
+    truncated_fraction: float | None = None,
+    filtered_fraction: float | None = None,
+    log_ratio_max: float | None = None,
+) -> None:
+    """Signs of the policy's health at the step that a trainer has just finished: all of that step, so that what is not
+    given, None or NaN is unknown from now on (fields of core.telemetry.ProcessSample; rl_runtime/health.py)."""
+    signs = (
+        *(entropy, clip_fraction_low, clip_fraction_high, ratio_mean, ratio_max, kl_sampler, response_length),
+        *(truncated_fraction, filtered_fraction, log_ratio_max),
+    )
+    with _page as page:
+        told = [math.nan if sign is None else float(sign) for sign in signs]
+        for word, value in zip(at.HEALTH_WORDS.values(), told, strict=True):
+            page.d[word] = value
+        page.q[at.W_HEALTHS] += 1
+
+
 def exception(exc: BaseException) -> None:
     """Tells of an exception that ends this process or its work. It is on the page when this returns, whatever becomes of the
     process; the side thread tells the agent at once, and the interpreter's end waits for it (<= FLUSH_SECONDS)."""

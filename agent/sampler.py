@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rolecall.agent import layout as at
 from rolecall.agent.collectors.host import HostProbe
 from rolecall.agent.registry import Registry, Tracked
 from rolecall.agent.samples import SampleRing
@@ -65,6 +66,8 @@ _PAGE_FIELDS = (
     "reward",
     "unfinite",
     "jumps",
+    "healths",
+    *at.HEALTH_WORDS,
 )
 
 

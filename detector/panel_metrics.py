@@ -1,6 +1,7 @@
 """What of the catalogue (core/metrics.py) machines are compared in, and what it is called in panels."""
 
 from rolecall.core.metric import GPU, NODE, RANK, Metric, MetricType
+from rolecall.core.telemetry import HEALTH_SIGNS
 
 NODE_ROLE = "node"
 """Role of what is measured of a node and not of a process."""
@@ -18,6 +19,7 @@ NOT_COMPARED = frozenset(
         # Of the training, not of the machine: the replicas of a step share them.
         "rolecall_train_unfinite_total",
         "rolecall_train_jumps_total",
+        "rolecall_train_healths_total",
         # Properties of the hardware.
         "rolecall_host_cpus",
         "rolecall_host_memory_total_bytes",
@@ -31,6 +33,8 @@ def panel_metric(metric: Metric) -> str:
     """What a metric of the catalogue is called in panels: a gauge is itself, a counter its rate (`..._per_second`, of
     seconds `..._ratio`). "" for what peers are not compared in: states, which a label holds, and NOT_COMPARED."""
     if not metric.detect or metric.node_clock or metric.labels not in (NODE, RANK, GPU) or metric.name in NOT_COMPARED:
+        return ""
+    if metric.source in HEALTH_SIGNS:  # of the training, too
         return ""
     if metric.type is not MetricType.COUNTER:
         return metric.name

@@ -15,6 +15,7 @@ from rolecall.core.columns import GPUS, HOSTS, PROCESSES, Column, Layout, S
 from rolecall.core.errors import BadId
 from rolecall.core.ids import ID_PATTERN, NodeId, ProcessId, split_replica
 from rolecall.core.telemetry import (
+    HEALTH_SIGNS,
     WIRE_VERSION,
     AgentEvent,
     EventBatch,
@@ -26,7 +27,7 @@ from rolecall.core.telemetry import (
 
 logger = logging.getLogger(__name__)
 
-MAY_BE_UNFINITE = frozenset({"loss", "grad_norm", "reward"})
+MAY_BE_UNFINITE = frozenset({"loss", "grad_norm", "reward", *HEALTH_SIGNS})
 """What a diverged training reports as it is."""
 TEXT_MAX = 4096
 """Characters in one text field."""

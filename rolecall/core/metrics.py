@@ -109,6 +109,37 @@ _FROM_PAGE = (
         "train_unfinite_total", _C, "", "unfinite", "How often loss, gradient norm or reward were NaN or infinite"
     ),
     _process("train_jumps_total", _C, "", "jumps", "How often one of them left its own recent range, up or down"),
+    _process(
+        "train_healths_total", _C, "", "healths", "How often the health of a step was told; the next rows are of it"
+    ),
+    _process("train_entropy_nats", _G, "nats", "entropy", "Mean entropy of the policy over the trained tokens"),
+    _process(
+        "train_clip_low_ratio", _G, "ratio", "clip_fraction_low", "Trained tokens whose ratio was clipped from below"
+    ),
+    _process(
+        "train_clip_high_ratio", _G, "ratio", "clip_fraction_high", "Trained tokens whose ratio was clipped from above"
+    ),
+    _process("train_ratio_mean", _G, "", "ratio_mean", "Mean importance ratio, policy to the one that made the token"),
+    _process("train_ratio_max", _G, "", "ratio_max", "Largest importance ratio of a trained token"),
+    _process(
+        "train_kl_sampler_nats", _G, "nats", "kl_sampler", "KL from those who made the tokens to the policy, a token"
+    ),
+    _process("train_response_tokens", _G, "", "response_length", "Mean tokens of the step's answers that are over"),
+    _process("train_truncated_ratio", _G, "ratio", "truncated_fraction", "Of these, cut off at the longest response"),
+    _process(
+        "train_filtered_ratio",
+        _G,
+        "ratio",
+        "filtered_fraction",
+        "Of the groups generated for the step, dropped because they teach nothing (dynamic sampling)",
+    ),
+    _process(
+        "train_log_ratio_max",
+        _G,
+        "",
+        "log_ratio_max",
+        "Largest difference of log-probabilities between trainer and engine of one and the same version",
+    ),
 )
 
 _FROM_PROC = (

@@ -73,6 +73,17 @@ class ProcessSample:
     reward: float = float("nan")
     unfinite: int = 0  # how often one of these three was NaN or infinite
     jumps: int = 0  # how often one of them left its own recent range (agent/jumps.py)
+    healths: int = 0  # how often a trainer told the health of a step; the next ones are of the newest, NaN: unknown
+    entropy: float = float("nan")  # nats a token
+    clip_fraction_low: float = float("nan")  # of the trained tokens, by the side of the clip
+    clip_fraction_high: float = float("nan")
+    ratio_mean: float = float("nan")  # policy over who made the token
+    ratio_max: float = float("nan")
+    kl_sampler: float = float("nan")  # nats a token
+    response_length: float = float("nan")  # mean tokens of the answers that are over
+    truncated_fraction: float = float("nan")  # of these answers, cut off at the longest response
+    filtered_fraction: float = float("nan")  # of the groups generated for the step, those that teach nothing
+    log_ratio_max: float = float("nan")  # |log ratio| of tokens made by the very weights that were trained
 
     # --- from /proc
     proc_state: str = "?"  # R S D T Z X, or ? when masked or unknown
@@ -94,6 +105,13 @@ class ProcessSample:
     def from_dict(cls, d: dict[str, Any]) -> Self:
         known = {k: v for k, v in d.items() if k in cls.__dataclass_fields__}
         return cls(**{**known, "process": ProcessId(**d["process"])})
+
+
+HEALTH_SIGNS = (
+    *("entropy", "clip_fraction_low", "clip_fraction_high", "ratio_mean", "ratio_max", "kl_sampler", "response_length"),
+    *("truncated_fraction", "filtered_fraction", "log_ratio_max"),
+)
+"""Of ProcessSample, those that are signs of the policy's health (rl_runtime/health.py), all of one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

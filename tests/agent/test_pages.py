@@ -1,5 +1,6 @@
 """Reading pages: torn ones, foreign ones, ones that somebody writes at the same time."""
 
+import math
 import multiprocessing
 import os
 import random
@@ -12,6 +13,7 @@ import pytest
 from rolecall.agent import layout
 from rolecall.agent.pages import PageReader, PageUnreadable, parse_page
 from rolecall.agent.reporter import _Page
+from rolecall.core.telemetry import HEALTH_SIGNS
 from tests.support import PATIENCE_SECONDS, eventually
 
 
@@ -22,6 +24,18 @@ def page() -> bytearray:
 def test_a_fresh_page_says_nothing_yet() -> None:
     state = parse_page(bytes(page()))
     assert (state.phase, state.step, state.policy_version, state.progress) == ("start", -1, -1, 0)
+
+
+def test_a_page_of_a_reporter_that_knows_no_health_has_none() -> None:
+    state = parse_page(bytes(page()))  # zeros where the signs stand
+    assert state.healths == 0 and all(math.isnan(getattr(state, sign)) for sign in HEALTH_SIGNS)
+
+
+def test_every_sign_of_health_has_its_word_behind_the_older_ones() -> None:
+    words = [layout.W_HEALTHS, *layout.HEALTH_WORDS.values()]
+    assert tuple(layout.HEALTH_WORDS) == HEALTH_SIGNS
+    assert words == list(range(layout.W_JUMPS + 1, layout.W_JUMPS + 1 + len(words))) and words[-1] < layout.NUM_WORDS
+    assert set(layout.HEALTH_WORDS.values()) <= layout.FLOAT_WORDS and layout.LAYOUT_VERSION == 1
 
 
 def _damage(what: str) -> bytes:

@@ -16,6 +16,7 @@ import pytest
 from rolecall.agent import layout
 from rolecall.agent.pages import PageReader, parse_page
 from rolecall.agent.telling import NUM_QUEUED_MAX, Refused, Teller, describe_exception, socket_address, tell
+from rolecall.core.telemetry import HEALTH_SIGNS
 from tests.agent.processes import Child, secret
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -56,6 +57,24 @@ def test_values_of_the_training_that_are_none_or_jump_are_counted(child: Child) 
     )
     page = PageReader(child.page).read()
     assert (page.loss, page.reward, page.jumps, page.unfinite) == (1.0, 0.5, 1, 1) and math.isnan(page.grad_norm)
+
+
+def test_the_health_of_a_step_is_told_whole_and_what_is_unknown_stays_unknown(child: Child) -> None:
+    child.start("trainer/0")
+    read = PageReader(child.page).read
+    first = read()
+    assert first.healths == 0 and all(math.isnan(getattr(first, sign)) for sign in HEALTH_SIGNS)
+    child.do(f"reporter.health(**dict(zip({HEALTH_SIGNS}, range(1, 100))))")
+    page = read()
+    assert [getattr(page, sign) for sign in HEALTH_SIGNS] == [float(n + 1) for n in range(len(HEALTH_SIGNS))]
+    child.do("reporter.health(entropy=0.5, kl_sampler=float('nan'), ratio_max=float('inf'), clip_fraction_low=None)")
+    page = read()
+    assert (page.healths, page.entropy, page.ratio_max, page.unfinite) == (2, 0.5, sys.float_info.max, 0)
+    unknown = set(HEALTH_SIGNS) - {"entropy", "ratio_max"}
+    assert all(math.isnan(getattr(page, sign)) for sign in unknown), "of the step before"
+    child.do("reporter.health(entropy='low', kl_sampler=1.0); reporter.progress()")
+    page = read()
+    assert (page.healths, page.entropy, page.progress) == (2, 0.5, 1) and math.isnan(page.kl_sampler)
 
 
 def test_phases_nest_and_collectives_are_counted(child: Child) -> None:

@@ -7,7 +7,16 @@ from hypothesis import strategies as st
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Finding, Plan, Suspect, Target
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
-from rolecall.core.telemetry import AgentEvent, AgentEventKind, GpuSample, HostSample, Phase, ProcessSample, SampleBatch
+from rolecall.core.telemetry import (
+    HEALTH_SIGNS,
+    AgentEvent,
+    AgentEventKind,
+    GpuSample,
+    HostSample,
+    Phase,
+    ProcessSample,
+    SampleBatch,
+)
 
 TEXT = st.text(max_size=20)
 TIMES = st.floats(0, 4e9, allow_nan=False)
@@ -72,6 +81,8 @@ PROCESS_SAMPLES = st.builds(
     tokens=COUNTS,
     loss=st.floats(allow_infinity=False),
     reward=st.floats(allow_infinity=False),
+    healths=COUNTS,
+    **{sign: st.floats(allow_infinity=False) for sign in HEALTH_SIGNS},
 )
 HOST_SAMPLES = st.builds(
     HostSample,

@@ -12,7 +12,7 @@ from rolecall.core.metrics import BY_NAME, CATALOGUE, host_values, markdown, pro
 from rolecall.core.telemetry import HostSample, ProcessSample
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
-UNITS = ("seconds", "bytes", "ratio", "celsius", "watts", "joules", "hertz", "bytes_per_second")
+UNITS = ("seconds", "bytes", "ratio", "nats", "celsius", "watts", "joules", "hertz", "bytes_per_second")
 
 
 def _sample(**changes: object) -> ProcessSample:

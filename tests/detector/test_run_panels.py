@@ -237,10 +237,11 @@ def test_a_process_that_takes_the_name_of_another_takes_its_place_at_once() -> N
 def test_processes_are_compared_in_what_is_exposed_of_them(phase: str) -> None:
     """`/metrics` and panels have one translation each: they must not drift apart."""
     sample = SteadyRun(RunPanels(Accuser()))._batch(1).processes[0]
-    sample = replace(sample, phase=phase, loss=1.5, throttled_seconds=2.5)
+    sample = replace(sample, phase=phase, loss=1.5, throttled_seconds=2.5, healths=1, entropy=0.5)
     exposed = {v.metric.name: v.value for v in process_values(sample) if panel_metric(v.metric)}
     assert process_reading(sample).values == exposed
     assert ("rolecall_train_loss" in exposed) == (phase == Phase.GENERATE) and "rolecall_train_reward" not in exposed
+    assert not [name for name in exposed if "entropy" in name or "healths" in name], "of the training, not the machine"
 
 
 # --- what the engine makes of it

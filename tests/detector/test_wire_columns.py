@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rolecall.core.columns import GPUS, HOSTS, PROCESSES
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.telemetry import GpuSample, HostSample, ProcessSample
+from rolecall.core.telemetry import HEALTH_SIGNS, GpuSample, HostSample, ProcessSample
 from rolecall.detector.wire import BadAnswer, checked_batch, checked_columns, checked_news
 from tests.detector.fake_agent import NODE, sample
 
@@ -34,6 +34,9 @@ PROCESS = st.builds(
     tokens=COUNT,
     loss=ANY_LOSS,
     reward=ANY_LOSS,
+    healths=st.integers(0, 3),
+    entropy=ANY_LOSS,
+    kl_sampler=ANY_LOSS,
     proc_state=st.sampled_from("RS?"),
     cpu_seconds=NUMBER,
 )
@@ -89,6 +92,18 @@ def test_what_all_ranks_agree_in_is_said_once_and_what_is_as_usual_not_at_all() 
     columns = block["columns"]
     assert columns["role"] == "rollout" and columns["rank"] == [0, 1, 2] and columns["pid"] == 42
     assert "loss" not in columns and "progress" not in columns
+
+
+def test_an_agent_or_a_watcher_that_knows_no_health_understands_the_other() -> None:
+    told = ProcessSample.from_dict(sample(healths=3, entropy=0.5, ratio_max=1e300))
+    block = over_the_wire(PROCESSES.encode([told]))
+    assert block["columns"]["entropy"] == 0.5 and "kl_sampler" not in block["columns"]
+    older = {**block, "columns": {k: v for k, v in block["columns"].items() if k not in ("healths", *HEALTH_SIGNS)}}
+    (found,) = checked_columns(PROCESSES, older, NODE_ID, "processes")
+    assert found.to_dict() == ProcessSample.from_dict(sample()).to_dict(), "an older agent"
+    newer = {**block, "columns": {**block["columns"], "invented_later": 0.5}}
+    (found,) = checked_columns(PROCESSES, newer, NODE_ID, "processes")
+    assert found.to_dict() == told.to_dict(), "a newer one"
 
 
 def two(**columns: Any) -> dict[str, Any]:

@@ -10,23 +10,32 @@ token of a finished answer there is nothing (0); behind a cut there is a value, 
 difference between GAE and EGAE. Pure; tensors keep their dtype.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-STD_FLOOR = 1e-6
-"""Keeps a division finite where all rewards are equal."""
+EQUAL_WITHIN = 1e-6
+"""Rewards of a group that differ by no more are equal. Their mean and deviation would be of rounding alone, and division
+by the deviation would blow it up to advantages of full size. So the division itself needs no floor, and is exact."""
+
+
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether a group of these rewards teaches nothing."""
+    return max(rewards) - min(rewards) <= EQUAL_WITHIN
 
 
 def group_relative(rewards: Sequence[float], *, divide_by_std: bool) -> tuple[float, ...]:
-    """Of the samples of one prompt; all 0 when all rewards are equal. The deviation is the population's."""
-    mean = sum(rewards) / len(rewards)
+    """Of the samples of one prompt; all exactly 0 when all rewards are equal. The deviation is the population's."""
+    if all_equal(rewards):
+        return (0.0,) * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
     centred = tuple(r - mean for r in rewards)
     if not divide_by_std:
         return centred
-    std = (sum(c * c for c in centred) / len(rewards)) ** 0.5
-    return tuple(c / (std + STD_FLOOR) for c in centred)
+    std = math.sqrt(math.fsum(c * c for c in centred) / len(rewards))
+    return tuple(c / std for c in centred)
 
 
 def overlong_punishment(length: int, *, longest: int, cache: int) -> float:

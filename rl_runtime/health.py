@@ -8,6 +8,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+ROUNDING = 1e-12
+"""Share of a mean square below which a variance that was taken from sums is not to be told from 0."""
 _MAXIMA = frozenset({"ratio_max", "length_max", "log_ratio_max"})
 
 
@@ -36,6 +38,7 @@ class HealthSums:
     value_loss: float = 0.0
     returns: float = 0.0
     returns_squared: float = 0.0
+    value_error: float = 0.0  # V - return
     value_error_squared: float = 0.0
     log_ratio_max: float = -1.0  # of tokens made by the very weights that were trained; -1: none was
 
@@ -81,16 +84,12 @@ def health(sums: HealthSums, *, filtered_fraction: float | None = None) -> Healt
     """Means of the sums."""
     s = sums
     tokens, ended, values = s.tokens or None, s.ended or None, s.value_tokens or None
-    mean = s.ratio / tokens if tokens else None
-    spread = None
-    if values:
-        spread = s.returns_squared / values - (s.returns / values) ** 2
     return Health(
         entropy=s.entropy / tokens if tokens else None,
         clip_fraction_low=s.clipped_low / tokens if tokens else None,
         clip_fraction_high=s.clipped_high / tokens if tokens else None,
-        ratio_mean=mean,
-        ratio_std=math.sqrt(max(0.0, s.ratio_squared / tokens - mean * mean)) if tokens and mean is not None else None,
+        ratio_mean=s.ratio / tokens if tokens else None,
+        ratio_std=math.sqrt(_variance(s.ratio, s.ratio_squared, tokens)) if tokens else None,
         ratio_max=s.ratio_max if tokens else None,
         kl_sampler=s.kl_sampler / tokens if tokens else None,
         kl_reference=s.kl_reference / tokens if tokens else None,
@@ -100,6 +99,19 @@ def health(sums: HealthSums, *, filtered_fraction: float | None = None) -> Healt
         response_length_max=s.length_max if ended else None,
         truncated_fraction=s.truncated / ended if ended else None,
         value_loss=s.value_loss / values if values else None,
-        explained_variance=1.0 - s.value_error_squared / values / spread if values and spread else None,
+        explained_variance=_explained(s, values) if values else None,
         filtered_fraction=filtered_fraction,
     )
+
+
+def _explained(s: HealthSums, values: int) -> float | None:
+    """1 - Var(V - return) / Var(return); None where all returns are equal."""
+    spread = _variance(s.returns, s.returns_squared, values)
+    return 1.0 - _variance(s.value_error, s.value_error_squared, values) / spread if spread else None
+
+
+def _variance(total: float, squares: float, count: int) -> float:
+    """From sums; 0 where what is left is their rounding."""
+    mean_square = squares / count
+    found = mean_square - (total / count) ** 2
+    return found if found > ROUNDING * mean_square else 0.0

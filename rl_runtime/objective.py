@@ -10,10 +10,20 @@
 microbatches were added up over all replicas (`divisors`). So the split cannot matter, nor who was lost. Averages of
 averages, the usual mistake, cannot be written down here.
 
+**At the bounds of the clip range** a ratio is inside: the gradient there is that of r_t A_t, whatever the advantage's
+sign; beyond them it is 0 where clipping took it away. (Autograd gives just that: `minimum` shares a tie between two
+equal terms, and `clamp` passes at its bounds.)
+
+**No single token can poison a step.** A log-ratio counts within LOG_RATIO_MIN .. LOG_RATIO_MAX and has no gradient
+beyond, so neither exp nor its square overflows and no 0 times infinity arises, not even behind the clip; what is not
+trained is left out before exp sees it, and never multiplied by 0. A number that is no number (a log-probability or a
+reward of NaN or infinity) is refused by name in `make_batch`; one that the model makes ends as NotFinite of the step.
+
 Which tokens: the policy is trained on *fresh* tokens (no earlier step had them) that are not older than the bound on
 staleness, of answers that are over or not; the critic on all tokens of answers that are over. Never on prompts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +33,13 @@ from torch import Tensor
 from rolecall.core.config_algorithm import AlgorithmConfig
 from rolecall.rl_runtime.advantages import gae, group_relative, last_of, overlong_punishment
 from rolecall.rl_runtime.health import HealthSums
-from rolecall.rl_runtime.protocol import End, Group
+from rolecall.rl_runtime.protocol import End, Group, Sample
+
+LOG_RATIO_MAX = 20.0
+"""A token that became e^20 times as probable as when it was sampled tells of an engine and a trainer that disagree, not
+of learning; without this it alone would be the step's direction. `Health.ratio_max` shows it."""
+LOG_RATIO_MIN = -100.0
+"""Below, a ratio is 0 in float32 anyway; it keeps the divergence finite where a probability is 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +97,8 @@ def make_batch(
     """Pads the samples of whole groups into tensors.
 
     Raises:
-        ValueError: a sample's tokens, log-probabilities and versions do not fit together, or an answer without a
-            reward is to be compared with others.
+        ValueError: a sample's tokens, log-probabilities and versions do not fit together or are no numbers, or an answer
+            without a reward is to be compared with others.
     """
     rows = [(g.prompt_tokens, s) for g in groups for s in g.samples]
     shape = len(rows), max(len(p) + len(s.tokens) for p, s in rows)
@@ -93,18 +109,14 @@ def make_batch(
     rewards: list[float] = []
     for i, (prompt, sample) in enumerate(rows):
         start, end = len(prompt), len(prompt) + len(sample.tokens)
-        if not len(sample.tokens) == len(sample.logprobs) == len(sample.versions) or start == 0:
-            raise ValueError(f"sample {sample.request_id}: tokens, logprobs and versions differ in length")
+        _refuse_unfit(sample, start, algorithm)
         tokens[i, :end] = torch.tensor((*prompt, *sample.tokens), dtype=torch.int64)
         response[i, start:end] = 1.0
         sampler[i, start:end] = torch.tensor(sample.logprobs, dtype=dtype)
         versions[i, start:end] = torch.tensor(sample.versions, dtype=torch.int64)
         policy[i, start + sample.first_fresh : end] = 1.0
         over[i] = sample.is_over
-        if sample.is_over:
-            value[i, start:end] = 1.0
-        elif not algorithm.has_critic:
-            raise ValueError(f"sample {sample.request_id}: its answer is not over, it has no place in a group")
+        value[i, start:end] = float(sample.is_over)
         rewards.append(_shaped(sample.reward, len(sample.tokens), algorithm, terms) if sample.is_over else 0.0)
     fresh = policy
     policy = fresh * (terms.policy_version - versions <= terms.staleness_max)
@@ -124,6 +136,20 @@ def make_batch(
         relative_s=torch.tensor(_relative(groups, rewards, algorithm), dtype=dtype),
         sums=_known_sums(groups, tokens=int(policy.sum()), fresh=int(fresh.sum()), value_tokens=int(value.sum())),
     )
+
+
+def _refuse_unfit(sample: Sample, num_prompt_tokens: int, algorithm: AlgorithmConfig) -> None:
+    who = f"sample {sample.request_id}"
+    if not len(sample.tokens) == len(sample.logprobs) == len(sample.versions):
+        raise ValueError(f"{who}: tokens, logprobs and versions differ in length")
+    if num_prompt_tokens == 0:
+        raise ValueError(f"{who}: without a prompt nothing predicts its first token")
+    if not all(map(math.isfinite, sample.logprobs)):
+        raise ValueError(f"{who}: a log-probability is not finite")
+    if sample.is_over and not math.isfinite(sample.reward):
+        raise ValueError(f"{who}: its reward is {sample.reward}")
+    if not sample.is_over and not algorithm.has_critic:
+        raise ValueError(f"{who}: its answer is not over, it has no place in a group")
 
 
 def _shaped(reward: float, length: int, algorithm: AlgorithmConfig, terms: Terms) -> float:
@@ -160,12 +186,13 @@ def _known_sums(groups: Sequence[Group], *, tokens: int, fresh: int, value_token
 def token_logprobs(logits_stv: Tensor, tokens_st: Tensor) -> tuple[Tensor, Tensor]:
     """Log-probability of each token given those before it, and the entropy there; 0 at t = 0, which nothing predicts.
 
-    At least float32, whatever the model computes in.
+    At least float32, whatever the model computes in. A logit may be -inf: that token has no part in the entropy.
     """
     logits = logits_stv[:, :-1]
     logprobs_stv = torch.log_softmax(logits if logits.dtype is torch.float64 else logits.float(), dim=-1)
     picked = logprobs_stv.gather(-1, tokens_st[:, 1:].unsqueeze(-1)).squeeze(-1)
-    entropy = -(logprobs_stv.exp() * logprobs_stv).sum(-1)
+    # 0 log 0 is 0: with a finite second factor, so are product and gradient.
+    entropy = -(logprobs_stv.exp() * logprobs_stv.clamp(min=torch.finfo(logprobs_stv.dtype).min)).sum(-1)
     return torch.nn.functional.pad(picked, (1, 0)), torch.nn.functional.pad(entropy, (1, 0))
 
 
@@ -198,31 +225,43 @@ def objective(
         sums = sums + value_sums
     else:
         advantages_st = batch.relative_s.unsqueeze(-1).expand_as(batch.policy_st)
-    log_ratio = (logprobs_st - batch.sampler_logprobs_st) * batch.response_st
-    gain = _clipped_or_capped(log_ratio, logprobs_st, advantages_st, algorithm)
-    gain = gain + algorithm.entropy_coefficient * entropy_st
+    moved = logprobs_st - batch.sampler_logprobs_st
+    log_ratio = _trained(batch, moved).clamp(LOG_RATIO_MIN, LOG_RATIO_MAX)
+    gain = _clipped_or_capped(log_ratio, advantages_st, algorithm)
+    gain = gain + algorithm.entropy_coefficient * _trained(batch, entropy_st)
     kl_reference = None
     if algorithm.kl_coefficient > 0:
         assert reference_logprobs_st is not None, "kl_coefficient needs the reference's log-probabilities"
-        away = (reference_logprobs_st - logprobs_st) * batch.response_st
-        kl_reference = away.exp() - away - 1.0
+        kl_reference = _divergence(_trained(batch, reference_logprobs_st - logprobs_st))
         gain = gain - algorithm.kl_coefficient * kl_reference
     policy = -(gain * batch.weights_st).sum()
-    sums = sums + _policy_sums(batch, algorithm, terms, log_ratio.detach(), advantages_st, entropy_st, kl_reference)
-    return Objective(policy=policy, value=value, sums=sums)
+    same = moved.detach()[(batch.versions_st == terms.policy_version) & (batch.response_st > 0)]
+    return Objective(
+        policy=policy,
+        value=value,
+        sums=sums
+        + _policy_sums(batch, algorithm, log_ratio.detach(), advantages_st, entropy_st, kl_reference)
+        + HealthSums(log_ratio_max=_largest(same.abs().clamp(max=-LOG_RATIO_MIN), none=-1.0)),
+    )
 
 
-def _clipped_or_capped(
-    log_ratio: Tensor, logprobs_st: Tensor, advantages_st: Tensor, algorithm: AlgorithmConfig
-) -> Tensor:
+def _trained(batch: Batch, x_st: Tensor) -> Tensor:
+    """0 where the policy is not trained, whatever stands there."""
+    return torch.where(batch.policy_st > 0, x_st, 0.0)
+
+
+def _divergence(away: Tensor) -> Tensor:
+    """pi_ref/pi - 1 - log pi_ref/pi, never below 0: exact where both are nearly the same."""
+    away = away.clamp(LOG_RATIO_MIN, LOG_RATIO_MAX)
+    return torch.expm1(away) - away
+
+
+def _clipped_or_capped(log_ratio: Tensor, advantages_st: Tensor, algorithm: AlgorithmConfig) -> Tensor:
     ratio = log_ratio.exp()
     if algorithm.importance_cap is not None:
         # Its value is the weight, its gradient that of the log-probability.
-        return (
-            ratio.detach().clamp(max=algorithm.importance_cap)
-            * advantages_st
-            * (logprobs_st - logprobs_st.detach()).exp()
-        )
+        weight = ratio.detach().clamp(max=algorithm.importance_cap)
+        return weight * advantages_st * (log_ratio - log_ratio.detach()).exp()
     clipped = ratio.clamp(1.0 - algorithm.clip_low, 1.0 + algorithm.clip_high)
     return torch.minimum(ratio * advantages_st, clipped * advantages_st)
 
@@ -230,7 +269,7 @@ def _clipped_or_capped(
 def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -> tuple[Tensor, Tensor, HealthSums]:
     """Advantages for the policy, the critic's own sum, and what they add to the health."""
     values_st = state_values(values_after_st)
-    fixed = values_st.detach() * batch.response_st
+    fixed = torch.where(batch.response_st > 0, values_st.detach(), 0.0)
     behind = values_after_st.detach() if algorithm.cut_value == "critic" else fixed
     bootstrap = torch.where(batch.over_s, torch.zeros_like(batch.rewards_s), last_of(behind, batch.response_st))
     rewards_st = _at_the_end(batch)
@@ -240,13 +279,16 @@ def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -
         return gae(rewards_st, fixed, batch.response_st, bootstrap, gamma=gamma, decay=decay)
 
     returns = advantages(algorithm.lambda_value) + fixed
-    error = (values_st - returns) * batch.value_st
+    valued = batch.value_st > 0
+    error = torch.where(valued, values_st - returns, 0.0)
     value = 0.5 * (error * error).sum()
+    wrong, target = error.detach()[valued].double(), returns[valued].double()
     sums = HealthSums(
-        value_loss=float(value.detach()),
-        returns=float((returns * batch.value_st).sum()),
-        returns_squared=float((returns * returns * batch.value_st).sum()),
-        value_error_squared=float((error * error).detach().sum()),
+        value_loss=float(wrong.square().sum()) / 2,
+        returns=float(target.sum()),
+        returns_squared=float(target.square().sum()),
+        value_error=float(wrong.sum()),
+        value_error_squared=float(wrong.square().sum()),
     )
     return advantages(algorithm.lambda_policy), value, sums
 
@@ -260,7 +302,6 @@ def _at_the_end(batch: Batch) -> Tensor:
 def _policy_sums(
     batch: Batch,
     algorithm: AlgorithmConfig,
-    terms: Terms,
     log_ratio: Tensor,
     advantages_st: Tensor,
     entropy_st: Tensor,
@@ -268,18 +309,25 @@ def _policy_sums(
 ) -> HealthSums:
     trained = batch.policy_st > 0
     log_r, advantage = log_ratio[trained], advantages_st[trained]
+    # What was clipped is told of the ratio as the objective has it; what is summed, in float64.
     r = log_r.exp()
-    same = log_ratio[(batch.versions_st == terms.policy_version) & (batch.response_st > 0)].abs()
-    capped = algorithm.importance_cap is not None
+    cap = algorithm.importance_cap
     return HealthSums(
-        entropy=float(entropy_st.detach()[trained].sum()),
-        clipped_low=0 if capped else int(((r < 1.0 - algorithm.clip_low) & (advantage < 0)).sum()),
-        clipped_high=0 if capped else int(((r > 1.0 + algorithm.clip_high) & (advantage > 0)).sum()),
-        ratio=float(r.sum()),
-        ratio_squared=float((r * r).sum()),
-        ratio_max=float(r.max()) if r.numel() else 0.0,
-        kl_sampler=float((r - 1.0 - log_r).sum()),
-        kl_reference=0.0 if kl_reference is None else float(kl_reference.detach()[trained].sum()),
-        capped=int((r > algorithm.importance_cap).sum()) if algorithm.importance_cap is not None else 0,
-        log_ratio_max=float(same.max()) if same.numel() else -1.0,
+        entropy=_total(entropy_st.detach()[trained]),
+        clipped_low=0 if cap is not None else int(((r < 1.0 - algorithm.clip_low) & (advantage < 0)).sum()),
+        clipped_high=0 if cap is not None else int(((r > 1.0 + algorithm.clip_high) & (advantage > 0)).sum()),
+        ratio=_total(r),
+        ratio_squared=_total(r.double().square()),
+        ratio_max=_largest(r, none=0.0),
+        kl_sampler=_total(_divergence(log_r.double())),
+        kl_reference=0.0 if kl_reference is None else _total(kl_reference.detach()[trained]),
+        capped=0 if cap is None else int((r > cap).sum()),
     )
+
+
+def _total(x: Tensor) -> float:
+    return float(x.sum(dtype=torch.float64))
+
+
+def _largest(x: Tensor, *, none: float) -> float:
+    return float(x.max()) if x.numel() else none

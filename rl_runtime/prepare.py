@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     run = RunDir(Path(argv[0]))
     try:
         job = parse_job(run.read()["config"])
-        write_model_folder(run.path / "model", job.model, job.seed)
+        write_model_folder(run.path / "model", job.model, job.seed, job.task.name)
     except RolecallError as e:
         print(e, file=sys.stderr)
         return 2

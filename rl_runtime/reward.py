@@ -4,31 +4,25 @@ A reward comes from tokens and nothing else. What goes wrong here is raised, and
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from rolecall.agent import reporter
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.config import JobConfig, ModelConfig
+from rolecall.core.config import JobConfig
 from rolecall.core.errors import StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.protocol import Group
-from rolecall.rl_runtime.task import DigitParity, make_task
-from rolecall.rl_runtime.tokenizer import Vocabulary, folder_vocabulary, local_vocabulary
+from rolecall.rl_runtime.task import Task, make_task
+from rolecall.rl_runtime.tokenizer import vocabulary
 
 
-def vocabulary_of(model: ModelConfig) -> Vocabulary:
-    """The vocabulary of a model, without loading the model.
+def task_of(job: JobConfig) -> Task:
+    """The job's task: makes prompts from group numbers and judges answers.
 
     Raises:
-        ConfigError: the model folder cannot be used.
+        ConfigError: the model folder cannot be used, or lacks a character of the task.
     """
-    return local_vocabulary() if model.path is None else folder_vocabulary(Path(model.path))
-
-
-def task_of(job: JobConfig) -> DigitParity:
-    """The job's task: makes prompts from group numbers and judges answers."""
-    return make_task(job.task, vocabulary_of(job.model), job.seed)
+    return make_task(job.task, vocabulary(job.model, job.task.name), job.seed)
 
 
 class RewardWorker:

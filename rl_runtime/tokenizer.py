@@ -1,18 +1,27 @@
-"""Characters and token ids. The local vocabulary has one token a character; a model folder brings its own.
+"""Characters and token ids. A local vocabulary has one token a character; a model folder brings its own.
 
 Engines run without a tokenizer (token ids in, token ids out), so this is needed only where prompts are made and
 answers are judged. `tokenizer.json` is written into local model folders as well, so that other tools can read them.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from rolecall.core.config import ModelConfig, TaskName
 from rolecall.core.errors import ConfigError
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
-CHARACTERS = "0123456789=eo"
+FILLER = "_"
+CHARACTERS: Mapping[TaskName, str] = MappingProxyType(
+    {TaskName.DIGIT_PARITY: "0123456789=eo", TaskName.LONG_ADDITION: f"0123456789={FILLER}"}
+)
+"""What prompts and answers of a task are written in."""
+ROWS_MIN = 16
+"""A local vocabulary has no fewer rows, so that the canary's tokens (`proof.CANARY`) are in each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +53,20 @@ class Vocabulary:
         return "".join(text)
 
 
-def local_vocabulary() -> Vocabulary:
-    """pad 0, bos 1, eos 2, then the characters: 16 tokens."""
-    names = [PAD, BOS, EOS, *CHARACTERS]
-    ids = {c: names.index(c) for c in CHARACTERS}
-    return Vocabulary(ids=ids, pad=0, bos=1, eos=2, size=len(names))
+def local_vocabulary(task: TaskName = TaskName.DIGIT_PARITY) -> Vocabulary:
+    """pad 0, bos 1, eos 2, then the task's characters."""
+    names = [PAD, BOS, EOS, *CHARACTERS[task]]
+    ids = {c: names.index(c) for c in CHARACTERS[task]}
+    return Vocabulary(ids=ids, pad=0, bos=1, eos=2, size=max(ROWS_MIN, len(names)))
+
+
+def vocabulary(model: ModelConfig, task: TaskName = TaskName.DIGIT_PARITY) -> Vocabulary:
+    """What the model that `model` names writes a task in, without loading it.
+
+    Raises:
+        ConfigError: the model folder cannot be used.
+    """
+    return local_vocabulary(task) if model.path is None else folder_vocabulary(Path(model.path), task)
 
 
 def write_tokenizer(folder: Path, vocab: Vocabulary) -> None:
@@ -72,13 +90,13 @@ def write_tokenizer(folder: Path, vocab: Vocabulary) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def folder_vocabulary(folder: Path) -> Vocabulary:
-    """The vocabulary of any Hugging Face model folder (config.json, tokenizer.json).
+def folder_vocabulary(folder: Path, task: TaskName = TaskName.DIGIT_PARITY) -> Vocabulary:
+    """The vocabulary of any Hugging Face model folder (config.json, tokenizer.json), as far as a task needs it.
 
     A model without a start token (Qwen) starts prompts with its end token.
 
     Raises:
-        ConfigError: a file is missing or malformed, or a character of `CHARACTERS` is not a single token there.
+        ConfigError: a file is missing or malformed, or a character of the task is not a single token there.
     """
     from tokenizers import Tokenizer
 
@@ -91,7 +109,7 @@ def folder_vocabulary(folder: Path) -> Vocabulary:
         tokenizer = Tokenizer.from_str(text)
     except Exception as e:  # the Rust extension raises plain Exception; a bad file is the user's mistake
         raise ConfigError([f"model.path: tokenizer.json: {e}"], str(folder)) from e
-    found = {c: tokenizer.token_to_id(c) for c in CHARACTERS}
+    found = {c: tokenizer.token_to_id(c) for c in CHARACTERS[task]}
     missing = [c for c, i in found.items() if i is None]
     eos = _first_id(config.get("eos_token_id"))
     problems = [f"model.path: tokenizer.json has no token of its own for {c!r}" for c in missing]

@@ -5,11 +5,20 @@ validate a job file without torch or Ray.
 """
 
 import hashlib
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_serializer, field_validator, model_validator
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from rolecall.core.config_algorithm import AlgorithmConfig
 from rolecall.core.config_section import PositiveInt, Ratio, Seconds, Section
@@ -37,12 +46,46 @@ class ModelConfig(Section):
         return self
 
 
+SURPLUS_TOKENS = 3
+"""How many tokens beyond a right answer may be generated: a model must learn to stop, and cheaply."""
+
+
+class TaskName(StrEnum):
+    DIGIT_PARITY = "digit_parity"
+    LONG_ADDITION = "long_addition"
+
+
 class TaskConfig(Section):
-    name: Literal["digit_parity"] = "digit_parity"
+    name: TaskName = TaskName.DIGIT_PARITY
+    """digit_parity: whether each digit is odd or even. long_addition: two numbers added place by place; most answers
+    are short, some are long."""
     num_digits: Annotated[int, Field(ge=1, le=64)] = 12
-    """Length of prompt and answer: raising it makes responses longer and the task harder."""
+    """Length of prompt and answer, the greatest one where lengths vary: raising it makes the task harder."""
+    base: Annotated[int, Field(ge=2, le=10)] = 3
+    """Of long_addition's numbers: raising it makes the task harder, there are more sums to know."""
     fixed_length: bool = False
     """Every response is as long as the longest: for measurements of speed, where lengths must not change."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The longest response."""
+        a_place = {TaskName.DIGIT_PARITY: 1, TaskName.LONG_ADDITION: 2}[self.name]
+        return a_place * self.num_digits + 1 + SURPLUS_TOKENS
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_this_name(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "base" in value and value.get("name", TaskName.DIGIT_PARITY) in _WITHOUT_BASE:
+            raise ValueError("base has no meaning for digit_parity: only long_addition adds numbers")
+        return value
+
+    @model_serializer(mode="wrap")
+    def _only_what_it_has(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        said: dict[str, Any] = handler(self)
+        return {k: v for k, v in said.items() if k != "base" or self.name not in _WITHOUT_BASE}
+
+
+_WITHOUT_BASE = (TaskName.DIGIT_PARITY,)
 
 
 class RolesConfig(Section):
@@ -157,6 +200,23 @@ class JobConfig(Section):
     @classmethod
     def _journal(cls, value: str | None) -> str | None:
         return None if value is None else checked_url(value)
+
+    @model_validator(mode="after")
+    def _lengths(self) -> "JobConfig":
+        """What the algorithm says of lengths, against the longest response of the task."""
+        longest, a = self.task.max_new_tokens, self.algorithm
+        found = [
+            f"algorithm.{name} ({value}) is longer than the longest response ({longest} tokens, of task.num_digits): {so}"
+            for name, value, so in (
+                ("overlong_max", a.overlong_max, "nothing would be punished with the whole of it"),
+                ("overlong_cache", a.overlong_cache, "every response would be punished"),
+                ("window_tokens", a.window_tokens, "nothing would be cut"),
+            )
+            if value is not None and value > longest
+        ]
+        if found:
+            raise ValueError("; ".join(found))
+        return self
 
     @field_serializer("journal")
     def _without_password(self, value: str | None) -> str | None:

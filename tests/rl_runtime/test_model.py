@@ -8,8 +8,8 @@ import torch
 
 from rolecall.core.config import ModelConfig
 from rolecall.core.errors import ConfigError
-from rolecall.rl_runtime.model import load_model_folder, make_model, vocabulary, write_model_folder
-from rolecall.rl_runtime.tokenizer import local_vocabulary
+from rolecall.rl_runtime.model import load_model_folder, make_model, write_model_folder
+from rolecall.rl_runtime.tokenizer import local_vocabulary, vocabulary
 
 TINY = ModelConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16)
 

@@ -1,22 +1,39 @@
 """pytest tests/rl_runtime/test_task.py"""
 
 import json
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rolecall.core.config import ModelConfig, TaskConfig
+from rolecall.core.config import ModelConfig, TaskConfig, TaskName
 from rolecall.core.errors import BadId, ConfigError
 from rolecall.rl_runtime.model import write_model_folder
-from rolecall.rl_runtime.task import DigitParity, group_id, group_number, make_task
-from rolecall.rl_runtime.tokenizer import CHARACTERS, folder_vocabulary, local_vocabulary
+from rolecall.rl_runtime.proof import CANARY
+from rolecall.rl_runtime.task import Task, group_id, group_number, make_task
+from rolecall.rl_runtime.tokenizer import CHARACTERS, FILLER, ROWS_MIN, folder_vocabulary, local_vocabulary
 
 VOCAB = local_vocabulary()
+PARITY_CHARACTERS = CHARACTERS[TaskName.DIGIT_PARITY]
+OF_ADDITION = local_vocabulary(TaskName.LONG_ADDITION)
 TINY = ModelConfig(hidden_size=32, intermediate_size=32, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=16)
 
 
-def task(num_digits: int = 3, seed: int = 0) -> DigitParity:
+def task(num_digits: int = 3, seed: int = 0) -> Task:
     return make_task(TaskConfig(num_digits=num_digits), VOCAB, seed)
+
+
+def addition(num_digits: int = 12, base: int = 3, seed: int = 0) -> Task:
+    config = TaskConfig(name=TaskName.LONG_ADDITION, num_digits=num_digits, base=base)
+    return make_task(config, OF_ADDITION, seed)
+
+
+def digits_of(prompt: tuple[int, ...]) -> str:
+    return VOCAB.decode(prompt[1:-1])
 
 
 def test_prompts_are_made_from_seed_and_number_alone() -> None:
@@ -26,11 +43,33 @@ def test_prompts_are_made_from_seed_and_number_alone() -> None:
     assert len(prompts) == 150
     tokens = task().prompt(7).tokens
     assert tokens[0] == VOCAB.bos
-    assert VOCAB.decode(tokens[1:]) == task().digits(7) + "="
+    assert len(digits_of(tokens)) == 3 and VOCAB.decode(tokens[-1:]) == "="
 
 
 def test_prompt_of_this_seed_and_number_stays_the_same_over_versions() -> None:
-    assert task(12).digits(0) == "746436276472"
+    assert digits_of(task(12).prompt(0).tokens) == "746436276472"
+    assert OF_ADDITION.decode(addition(5, base=10).prompt(8).tokens[1:]) == "4356______="
+
+
+def test_prompts_are_the_same_in_another_process() -> None:
+    """Whatever its hash seed: prompts are found again by number alone after every process died."""
+    code = (
+        "from rolecall.core.config import TaskConfig, TaskName\n"
+        "from rolecall.rl_runtime.task import make_task\n"
+        "from rolecall.rl_runtime.tokenizer import local_vocabulary\n"
+        "name = TaskName.LONG_ADDITION\n"
+        "task = make_task(TaskConfig(name=name), local_vocabulary(name), 3)\n"
+        "print([task.prompt(n).tokens for n in range(20)])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONHASHSEED": "77"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert ran.stdout.strip() == str([addition(seed=3).prompt(n).tokens for n in range(20)])
 
 
 def test_group_numbers_round_trip() -> None:
@@ -79,8 +118,24 @@ def test_folder_brings_its_own_vocabulary(tmp_path: Path) -> None:
     write_model_folder(tmp_path, TINY, seed=0)
     assert folder_vocabulary(tmp_path) == VOCAB
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert tuple(tokenizer.encode(CHARACTERS).ids) == VOCAB.encode(CHARACTERS)
-    assert tokenizer.decode(list(VOCAB.encode(CHARACTERS))) == CHARACTERS
+    assert tuple(tokenizer.encode(PARITY_CHARACTERS).ids) == VOCAB.encode(PARITY_CHARACTERS)
+    assert tokenizer.decode(list(VOCAB.encode(PARITY_CHARACTERS))) == PARITY_CHARACTERS
+
+
+def test_folder_needs_the_characters_of_the_task_alone(tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "parity", TINY, seed=0)
+    with pytest.raises(ConfigError, match=f"no token of its own for '{FILLER}'"):
+        folder_vocabulary(tmp_path / "parity", TaskName.LONG_ADDITION)
+    write_model_folder(tmp_path / "addition", TINY, seed=0, task=TaskName.LONG_ADDITION)
+    assert folder_vocabulary(tmp_path / "addition", TaskName.LONG_ADDITION) == OF_ADDITION
+    with pytest.raises(ConfigError, match="no token of its own for 'e'"):
+        folder_vocabulary(tmp_path / "addition")
+
+
+@pytest.mark.parametrize("name", list(TaskName))
+def test_every_local_vocabulary_has_the_canarys_tokens(name: TaskName) -> None:
+    assert local_vocabulary(name).size >= ROWS_MIN > max(CANARY)
+    assert VOCAB.size == 16 and VOCAB.encode("09=eo") == (3, 12, 13, 14, 15)  # weights of a seed depend on it
 
 
 def test_folder_that_cannot_be_used_says_why(tmp_path: Path) -> None:
@@ -95,3 +150,77 @@ def test_folder_that_cannot_be_used_says_why(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         folder_vocabulary(tmp_path)
+
+
+# --- long_addition
+
+numbers = st.integers(min_value=0, max_value=10**6)
+
+
+def number_of(digits: list[int], base: int) -> int:
+    return sum(d * base**place for place, d in enumerate(digits))
+
+
+@given(number=numbers, base=st.integers(min_value=2, max_value=10), num_digits=st.integers(min_value=1, max_value=64))
+def test_answer_adds_as_python_does(number: int, base: int, num_digits: int) -> None:
+    made = addition(num_digits, base)
+    prompt = made.prompt(number).tokens
+    assert len(prompt) == 2 * num_digits + 2 and prompt[0] == OF_ADDITION.bos
+    text = OF_ADDITION.decode(prompt[1:])
+    written = text.rstrip("=").rstrip(FILLER)
+    assert text == written.ljust(2 * num_digits, FILLER) + "="
+    given_digits = [int(c) for c in written]
+    assert max(given_digits) < base
+    answer = made.answer(prompt)
+    assert answer[-1] == OF_ADDITION.eos and len(answer) <= made.max_new_tokens
+    worked = [int(c) for c in OF_ADDITION.decode(answer)]
+    carries, kept = worked[::2], worked[1::2]
+    total = number_of(given_digits[::2], base) + number_of(given_digits[1::2], base)
+    assert number_of([*kept, carries[-1]], base) == total
+    for place, (carry, digit) in enumerate(zip(carries, kept, strict=True)):
+        a, b, before = given_digits[2 * place], given_digits[2 * place + 1], carries[place - 1] if place else 0
+        assert carry * base + digit == a + b + before
+
+
+def test_answer_of_the_example_in_the_documentation() -> None:
+    prompt = (OF_ADDITION.bos, *OF_ADDITION.encode("785690__="))
+    assert addition(4, base=10).answer(prompt) == (*OF_ADDITION.encode("151210"), OF_ADDITION.eos)
+
+
+ADDED = [
+    ("exact", "151210.", 1.0),
+    ("end token missing", "151210", 6 / 7),
+    ("carry forgotten: only that digit is wrong", "151110.", 6 / 7),
+    ("ends early", "1512.", 4 / 7),
+    ("goes on behind the last place", "151210000.", 6 / 10),
+    ("shifted by one", "0151210.", 0.0),
+    ("nothing", "", 0.0),
+]
+
+
+@pytest.mark.parametrize(("response", "reward"), [row[1:] for row in ADDED], ids=[row[0] for row in ADDED])
+def test_reward_of_addition(response: str, reward: float) -> None:
+    prompt = (OF_ADDITION.bos, *OF_ADDITION.encode("785690__="))
+    tokens = tuple(OF_ADDITION.eos if c == "." else OF_ADDITION.ids[c] for c in response)
+    assert addition(4, base=10).reward(prompt, tokens) == pytest.approx(reward)
+
+
+@given(number=numbers, place=st.integers(min_value=0), wrong=st.integers(min_value=0, max_value=15))
+def test_only_the_exact_answer_has_full_reward(number: int, place: int, wrong: int) -> None:
+    made = addition()
+    prompt = made.prompt(number).tokens
+    answer = made.answer(prompt)
+    assert made.reward(prompt, answer) == 1.0
+    place %= len(answer)
+    other = (*answer[:place], wrong, *answer[place + 1 :])
+    assert (made.reward(prompt, other) == 1.0) == (other == answer)
+    assert made.reward(prompt, answer[:place]) < 1.0 and made.reward(prompt, (*answer, wrong)) < 1.0
+
+
+def test_most_answers_are_short_and_some_are_long() -> None:
+    made = addition(12)
+    places = Counter((len(made.answer(made.prompt(n).tokens)) - 1) // 2 for n in range(4000))
+    assert set(places) == set(range(1, 13))
+    assert places.most_common(1)[0][0] == 1
+    expected = {k: 4000 / k / sum(1 / j for j in range(1, 13)) for k in range(1, 13)}
+    assert sum((places[k] - e) ** 2 / e for k, e in expected.items()) < 31.3  # chi-square, 11 degrees, 0.1 %

@@ -1,0 +1,51 @@
+"""Section `task`, and what the algorithm says of lengths against the task's longest response."""
+
+from typing import Any
+
+import pytest
+
+from rolecall.core.config import TaskConfig, TaskName, parse_job
+from rolecall.core.errors import ConfigError
+
+LENGTHS = [("digit_parity", 12, 16), ("digit_parity", 1, 5), ("long_addition", 12, 28), ("long_addition", 1, 6)]
+
+
+@pytest.mark.parametrize(("name", "num_digits", "longest"), LENGTHS)
+def test_longest_response(name: str, num_digits: int, longest: int) -> None:
+    assert TaskConfig(name=TaskName(name), num_digits=num_digits).max_new_tokens == longest
+
+
+def test_a_base_is_of_long_addition_alone() -> None:
+    assert parse_job({"task": {"name": "long_addition", "base": 10}}).task.base == 10
+    for task in ({"base": 3}, {"name": "digit_parity", "base": 3}):
+        with pytest.raises(ConfigError, match="task: base has no meaning for digit_parity"):
+            parse_job({"task": task})
+    for base in (1, 11):
+        with pytest.raises(ConfigError, match=r"task\.base"):
+            parse_job({"task": {"name": "long_addition", "base": base}})
+
+
+@pytest.mark.parametrize("task", [{}, {"name": "long_addition"}, {"name": "long_addition", "base": 7}])
+def test_what_is_written_down_is_read_again(task: dict[str, Any]) -> None:
+    job = parse_job({"task": task})
+    assert parse_job(job.model_dump()) == parse_job(job.model_dump(mode="json")) == job
+    assert ("base" in job.model_dump()["task"]) == bool(task)
+
+
+TOO_LONG = [
+    ("overlong_max", {"name": "grpo", "overlong_cache": 2, "overlong_max": 17}),
+    ("overlong_cache", {"name": "dapo", "overlong_cache": 17}),
+    ("window_tokens", {"name": "tppo", "window_tokens": 17}),
+]
+
+
+@pytest.mark.parametrize(("setting", "algorithm"), TOO_LONG, ids=[row[0] for row in TOO_LONG])
+def test_lengths_beyond_the_longest_response_are_refused_with_the_reason(
+    setting: str, algorithm: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"algorithm\.{setting} \(17\) is longer than the longest response \(16 tokens"
+    ):
+        parse_job({"algorithm": algorithm})
+    assert parse_job({"algorithm": algorithm, "task": {"name": "long_addition"}})
+    assert parse_job({"algorithm": {**algorithm, setting: 16}})

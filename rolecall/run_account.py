@@ -13,6 +13,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.events import Event, EventKind
 from rolecall.core.journal import Journal
 from rolecall.core.rows import DamagedLine
+from rolecall.core.signs import signs_of
 from rolecall.effective import Step, steps
 from rolecall.lost_time import LostTime
 from rolecall.recovery.incidents import PERSON
@@ -39,6 +40,7 @@ class RunAccount:
     ended: bool = False
     step: Step | None = None
     staleness: float | None = None
+    signs: dict[str, float] = field(default_factory=dict)  # of the newest step, those that it had (core/signs.py)
     num_tokens: int = 0
     epoch: int = 0
     requests_moved: int = 0
@@ -79,6 +81,7 @@ class RunAccount:
             case _K.STEP_COMMITTED:
                 (self.step,) = steps([event])
                 self.num_tokens += self.step.num_tokens
+                self.signs = signs_of(body)
                 self.staleness = None if body.get("staleness") is None else float(body["staleness"])
             case _K.EPOCH_GROWN:
                 self.epoch = int(body["epoch"])

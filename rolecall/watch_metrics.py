@@ -19,6 +19,7 @@ from rolecall.core.journal import Lease
 from rolecall.core.membership import ReplicaState
 from rolecall.core.metric import MetricValue
 from rolecall.core.metrics import BY_NAME
+from rolecall.core.signs import BY_NAME as SIGNS_BY_NAME
 from rolecall.recovery.fleet import FleetView, ReplicaView
 from rolecall.recovery.guards import AT_ONCE, HOLD, HOUR_SECONDS
 from rolecall.recovery.incidents import (
@@ -239,6 +240,8 @@ def run_values(
         yield from _known("run_step_seconds", step.seconds)
         yield from _known("run_reward", step.reward)
         yield from _known("run_loss", step.loss)
+        for name, value in account.signs.items():
+            yield _value(f"run_{SIGNS_BY_NAME[name].metric}", value)
     yield from _time_values(account, now)
     yield from _replica_values(view.fleet, account)
 

@@ -32,6 +32,7 @@ from rolecall.core.journal import Journal
 from rolecall.core.metric import Subject
 from rolecall.core.metrics import CATALOGUE
 from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.core.signs import SIGNS
 from rolecall.core.telemetry import SampleBatch
 from rolecall.detector.observation import Observation
 from rolecall.recovery import commands, guards
@@ -44,7 +45,7 @@ from rolecall.watch_metrics import GUARDS
 from rolecall.watch_serving import JournalLooks, WatchServer
 from rolecall.watching import watch_until
 from tests.agent.test_web_config import HASH, PASSWORD, basic, certificate
-from tests.fake_run import FakeRun
+from tests.fake_run import FakeRun, made_health
 from tests.prometheus_server import prometheus
 from tests.recovery.world import World
 from tests.support import PATIENCE_SECONDS, eventually
@@ -111,6 +112,27 @@ def test_a_finished_run_comes_out_as_its_journal_has_it(fake_run: RunDir) -> Non
     assert found["replica_policy_version", "rollout", "rollout/1"] == 120
     assert found["journal_events_total", "checkpoint_written"] == 6
     assert not any(math.isnan(v) for v in found.values())
+    told = made_health(119, 120)
+    assert found["run_entropy_nats",] == told["entropy"] and found["run_filtered_ratio",] == told["filtered_fraction"]
+    assert found["run_clip_low_ratio",] > found["run_clip_high_ratio",] > 0
+    assert found["run_log_ratio_max",] == 0.002
+    # Of its last step no answer was over, and there is no critic: nothing, and not 0.
+    absent = {"run_response_tokens", "run_response_tokens_max", "run_truncated_ratio", "run_value_loss"}
+    assert not absent & {k[0] for k in found}
+
+
+def test_signs_of_health_are_those_of_the_newest_step_and_none_of_a_run_without_them(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, num_steps=5, strikes=(), finish=False).build()
+    names = {f"run_{sign.metric}" for sign in SIGNS}
+    assert {k[0] for k in _looked(run)} & names
+    with closing(Journal(run.database_url, create=False)) as journal:
+        journal.append(EventKind.STEP_COMMITTED, {"step": 5, "health": {"entropy": math.nan, "kl_sampler": math.inf}})
+    told = {k[0]: v for k, v in _looked(run).items() if k[0] in names}
+    assert told == {"run_kl_sampler_nats": math.inf}
+    with closing(Journal(run.database_url, create=False)) as journal:
+        journal.append(EventKind.STEP_COMMITTED, {"step": 6, "reward": 0.5})  # as old controllers wrote it
+    found = _looked(run)
+    assert found["run_step",] == 6 and not {k[0] for k in found} & names
 
 
 class Read(Journal):

@@ -21,7 +21,8 @@ from rolecall.core.metrics_network import NETWORK_METRICS
 from rolecall.core.metrics_storage import STORAGE_METRICS
 from rolecall.core.metrics_vllm import VLLM_METRICS
 from rolecall.core.metrics_watch import RUN_METRICS, WATCH_METRICS
-from rolecall.core.telemetry import GpuSample, HostSample, ProcessSample
+from rolecall.core.signs import SIGNS
+from rolecall.core.telemetry import HEALTH_SIGNS, GpuSample, HostSample, ProcessSample
 from rolecall.core.unpaged import has_page
 
 
@@ -112,33 +113,10 @@ _FROM_PAGE = (
     _process(
         "train_healths_total", _C, "", "healths", "How often the health of a step was told; the next rows are of it"
     ),
-    _process("train_entropy_nats", _G, "nats", "entropy", "Mean entropy of the policy over the trained tokens"),
-    _process(
-        "train_clip_low_ratio", _G, "ratio", "clip_fraction_low", "Trained tokens whose ratio was clipped from below"
-    ),
-    _process(
-        "train_clip_high_ratio", _G, "ratio", "clip_fraction_high", "Trained tokens whose ratio was clipped from above"
-    ),
-    _process("train_ratio_mean", _G, "", "ratio_mean", "Mean importance ratio, policy to the one that made the token"),
-    _process("train_ratio_max", _G, "", "ratio_max", "Largest importance ratio of a trained token"),
-    _process(
-        "train_kl_sampler_nats", _G, "nats", "kl_sampler", "KL from those who made the tokens to the policy, a token"
-    ),
-    _process("train_response_tokens", _G, "", "response_length", "Mean tokens of the step's answers that are over"),
-    _process("train_truncated_ratio", _G, "ratio", "truncated_fraction", "Of these, cut off at the longest response"),
-    _process(
-        "train_filtered_ratio",
-        _G,
-        "ratio",
-        "filtered_fraction",
-        "Of the groups generated for the step, dropped because they teach nothing (dynamic sampling)",
-    ),
-    _process(
-        "train_log_ratio_max",
-        _G,
-        "",
-        "log_ratio_max",
-        "Largest difference of log-probabilities between trainer and engine of one and the same version",
+    *(
+        _process(f"train_{sign.metric}", _G, sign.unit, sign.name, sign.help)
+        for sign in SIGNS
+        if sign.name in HEALTH_SIGNS
     ),
 )
 
@@ -307,6 +285,10 @@ What a watch says of incidents and of the run is folded from the journal: every 
 one goes on where its predecessor was. Of several watches take the maximum, never the sum. Seconds of ETTR are gauges,
 because a fault is found after it began: `delta(rolecall_run_effective_seconds[1h]) / delta(rolecall_run_training_seconds[1h])`
 is the ETTR of an hour. A job that rolecall did not start has no metrics of the run but `rolecall_run_info`.
+
+Signs of the policy's health (entropy, clipped shares, importance ratios, KL, lengths) are of the newest step: trainers tell
+them as `rolecall_train_*`, the journal's lines as `rolecall_run_*`. They are means over all tokens or answers of the step, on
+however many replicas it was trained. What a step had none of is absent, and never 0.
 """
 
 

@@ -8,6 +8,7 @@ counted as effective until then becomes lost. `delta()` and differences are righ
 """
 
 from rolecall.core.metric import NODE, Metric, MetricType, Subject
+from rolecall.core.signs import SIGNS
 
 _G, _C = MetricType.GAUGE, MetricType.COUNTER
 _FAULT = ("role", "fault")
@@ -157,6 +158,7 @@ _OF_RUN = (
     _run("run_tokens_total", _C, "", "Tokens in committed steps"),
     _run("run_reward", _G, "", "Mean reward of the newest committed step"),
     _run("run_loss", _G, "", "Loss of the newest committed step"),
+    *(_run(f"run_{sign.metric}", _G, sign.unit, sign.help) for sign in SIGNS),
     _run("run_epoch", _G, "", "Newest membership epoch"),
     _run("run_staleness", _G, "", "Largest distance of policy versions in the newest committed step"),
     _run("run_requests_moved_total", _C, "", "Requests that went from a lost rollout to others"),

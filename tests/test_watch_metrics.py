@@ -289,6 +289,7 @@ def test_every_name_of_the_catalogue_is_served(tmp_path: Path, fake_run: RunDir)
     watch, meter = _metered(world)
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.until(lambda: any(e.kind is EventKind.PLAN_PROPOSED for e in world.journal.events()), watch)
+    world.journal.append(EventKind.STEP_COMMITTED, {"step": 0, "health": {sign.name: 0.5 for sign in SIGNS}})
     with _served(tmp_path, world, meter) as server:
         eventually(lambda: ("plans_waiting",) in _scraped(server), "the journal is read")
         names = {f"rolecall_{key[0]}" for key in (*_scraped(server), *_looked(fake_run))}

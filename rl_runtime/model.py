@@ -1,4 +1,4 @@
-"""Models: a small Qwen3-shaped decoder made locally, or any Hugging Face folder.
+"""Models: a small Qwen3-shaped decoder made locally, or any Hugging Face folder; and the critic, which is its body.
 
 Parameter names are Hugging Face's everywhere (manifests, transfers, checkpoints), so that an engine can load them by
 name. The local model is float32 with untied embeddings: 0.6 M parameters by default.
@@ -11,14 +11,18 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor, nn
 
-from rolecall.core.config import ModelConfig
+from rolecall.core.config import ModelConfig, TaskName
 from rolecall.core.errors import ConfigError
 from rolecall.rl_runtime.qwen3 import Qwen3, Qwen3Shape
-from rolecall.rl_runtime.tokenizer import Vocabulary, folder_vocabulary, local_vocabulary, write_tokenizer
+from rolecall.rl_runtime.tokenizer import Vocabulary, vocabulary, write_tokenizer
 
 INITIALIZER_RANGE = 0.05
 """Standard deviation of fresh weights. Measured over 0.035, 0.05 and 0.08: learns soonest, and from every seed tried."""
+
+VALUE_HEAD_STD = 1e-3
+"""Of the critic's fresh head. Its first values are about 0.01 then: nothing is known, and nothing is claimed."""
 
 POSITIONS_MAX = 512
 
@@ -27,13 +31,18 @@ ROPE_THETA = 100.0
 them, and looking a fixed distance back takes twice as many steps to learn (30 against 60, supervised)."""
 
 
-def vocabulary(config: ModelConfig) -> Vocabulary:
-    """The vocabulary of the model that `config` names.
+class Critic(nn.Module):
+    """`critic(input_ids)`: a value after each token, of shape (batch, sequence)."""
 
-    Raises:
-        ConfigError: the model folder cannot be used.
-    """
-    return local_vocabulary() if config.path is None else folder_vocabulary(Path(config.path))
+    def __init__(self, body: Any, hidden_size: int) -> None:
+        super().__init__()
+        self.model = body
+        self.value_head = nn.Linear(hidden_size, 1, bias=False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        hidden_bsh = self.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        values: Tensor = self.value_head(hidden_bsh).squeeze(-1)
+        return values
 
 
 def make_model(config: ModelConfig, vocab: Vocabulary, seed: int) -> Any:
@@ -49,13 +58,28 @@ def make_model(config: ModelConfig, vocab: Vocabulary, seed: int) -> Any:
         return Qwen3(_shape(config, vocab)).eval()
 
 
-def write_model_folder(folder: Path, config: ModelConfig, seed: int) -> None:
+def make_critic(config: ModelConfig, vocab: Vocabulary, seed: int) -> Critic:
+    """A value model: the body that the policy begins with, and a fresh scalar head. Same (config, seed), same bits.
+
+    Raises:
+        ConfigError: the model folder cannot be loaded.
+    """
+    body = make_model(config, vocab, seed).base_model
+    hidden_size = config.hidden_size if config.path is None else body.config.get_text_config().hidden_size
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        critic = Critic(body, hidden_size)
+        nn.init.normal_(critic.value_head.weight, std=VALUE_HEAD_STD)
+    return critic.eval()
+
+
+def write_model_folder(folder: Path, config: ModelConfig, seed: int, task: TaskName = TaskName.DIGIT_PARITY) -> None:
     """Writes what an engine starts from: config.json, model.safetensors, tokenizer. Of a given folder: a copy.
 
     Raises:
         ConfigError: the given model folder cannot be used.
     """
-    vocab = vocabulary(config)
+    vocab = vocabulary(config, task)
     folder.mkdir(parents=True, exist_ok=True)
     if config.path is not None:
         _copy_model_folder(Path(config.path), folder)

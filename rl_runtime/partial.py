@@ -1,6 +1,8 @@
 """What a trainer has of a step that is not committed: gradients of single microbatches, and their sum.
 
-The sum is float64: the order in which microbatches are added, which a loss changes, then shows only beyond float32.
+Gradients are of sums over tokens, never of means: what they are divided by is known only when all microbatches of the
+step are together (`objective.divisors`). The sum is float64: the order in which microbatches are added, which a loss
+changes, then shows only beyond float32. It is flat: the policy's parameters, then the critic's.
 """
 
 import threading
@@ -12,39 +14,66 @@ from typing import Any
 import torch
 
 from rolecall.core.config_algorithm import AlgorithmConfig
-from rolecall.rl_runtime.grpo import grpo_loss, make_batch, token_logprobs
+from rolecall.rl_runtime.objective import Batch, Objective, Terms, make_batch, objective, token_logprobs
 from rolecall.rl_runtime.protocol import Microbatch
 from rolecall.rl_runtime.reduce import MicrobatchStats
 from rolecall.rl_runtime.trainer_state import TrainerState
 
 
 class Gradients:
-    """Computes the gradient of one microbatch: a function of weights and samples, the same on every replica."""
+    """Computes the gradient of one microbatch: a function of weights and samples, the same on every replica.
 
-    def __init__(self, algorithm: AlgorithmConfig, *, pad: int, normaliser: float) -> None:
-        self._algorithm, self._pad, self._normaliser = algorithm, pad, normaliser
+    `reference`: the policy that the run began with, where the objective asks for it. Frozen, and a function of the job:
+    it is made anew by each replica, never copied.
+    """
+
+    def __init__(
+        self, algorithm: AlgorithmConfig, *, pad: int, staleness_max: int, longest: int, reference: Any = None
+    ) -> None:
+        self._algorithm, self._pad, self._reference = algorithm, pad, reference
+        self._staleness_max, self._longest = staleness_max, longest
 
     def of(self, state: TrainerState, microbatch: Microbatch) -> tuple[torch.Tensor, MicrobatchStats]:
-        """Flat float32 gradient in the order of the state's names, and what the microbatch adds to the step."""
-        batch = make_batch(microbatch.groups, pad=self._pad, divide_by_std=self._algorithm.divide_by_std)
-        logits = state.model(input_ids=batch.tokens_st, use_cache=False).logits
-        logprobs, entropy = token_logprobs(logits, batch.tokens_st)
-        version = state.commit.policy_version
-        loss = grpo_loss(logprobs, entropy, batch, self._algorithm, normaliser=self._normaliser, policy_version=version)
-        grads: Any = torch.autograd.grad(loss.total, state.parameters, materialize_grads=True)
+        """Flat gradient of the sums, in the order of the state's parameters, and what the microbatch adds to the step."""
+        terms = Terms(
+            policy_version=state.commit.policy_version, staleness_max=self._staleness_max, longest=self._longest
+        )
+        dtype = state.policy.parameters[0].dtype
+        batch = make_batch(microbatch.groups, self._algorithm, terms, pad=self._pad, dtype=dtype)
+        found = self._objective(state, batch, terms)
+        grads: list[Any] = list(torch.autograd.grad(found.policy, state.policy.parameters, materialize_grads=True))
+        if state.critic is not None:
+            assert found.value is not None
+            grads += torch.autograd.grad(found.value, state.critic.parameters, materialize_grads=True)
         flat = torch.cat([g.reshape(-1) for g in grads])
-        total = loss.total.detach()
-        samples = [s for g in microbatch.groups for s in g.samples]
+        sums = [found.policy] if found.value is None else [found.policy, found.value]
         return flat, MicrobatchStats(
             microbatch_id=microbatch.microbatch_id,
             group_ids=tuple(g.group_id for g in microbatch.groups),
-            loss=float(total),
-            reward_sum=sum(s.reward for s in samples),
-            num_samples=len(samples),
-            num_tokens=sum(len(s.tokens) for s in samples),
-            log_ratio_max=loss.log_ratio_max,
-            finite=bool(torch.isfinite(flat).all()) and bool(torch.isfinite(total)),
+            policy_loss=float(found.policy.detach()),
+            health=found.sums,
+            finite=bool(torch.isfinite(flat).all()) and all(bool(torch.isfinite(s)) for s in sums),
         )
+
+    def _objective(self, state: TrainerState, batch: Batch, terms: Terms) -> Objective:
+        logprobs, entropy = self._logprobs(state.policy.module, batch)
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference, _ = self._logprobs(self._reference, batch)
+        return objective(
+            batch,
+            self._algorithm,
+            terms,
+            logprobs_st=logprobs,
+            entropy_st=entropy,
+            values_after_st=None if state.critic is None else state.critic.module(batch.tokens_st),
+            reference_logprobs_st=reference,
+        )
+
+    @staticmethod
+    def _logprobs(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_logprobs(model(input_ids=batch.tokens_st, use_cache=False).logits, batch.tokens_st)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

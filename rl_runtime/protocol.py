@@ -10,6 +10,7 @@ from enum import StrEnum
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal import ChainHead
 from rolecall.core.store import GENESIS
+from rolecall.rl_runtime.health import Health
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +136,11 @@ class StepResult:
     replica: ReplicaId
     incarnation: int
     commit: CommitRecord
-    loss: float
-    grad_norm: float
-    reward: float  # mean over all samples of the step
-    num_tokens: int
+    loss: float  # the policy's, divided by what the gradient was divided by
+    grad_norm: float  # of the policy, before clipping
+    reward: float | None  # mean over the answers that are over; None: no answer was
+    num_tokens: int  # that the policy was trained on
+    health: Health
     seconds: float
     my_microbatches: tuple[str, ...]
     log_ratio_max: float | None

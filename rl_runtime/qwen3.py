@@ -124,11 +124,29 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
+    """The body: `decoder(input_ids).last_hidden_state`, as the library's answers it."""
+
     def __init__(self, s: Qwen3Shape) -> None:
         super().__init__()
+        self.shape = s
         self.embed_tokens = nn.Embedding(s.vocab_size, s.hidden_size)
         self.layers = nn.ModuleList(Layer(s) for _ in range(s.num_hidden_layers))
         self.norm = RMSNorm(s.hidden_size, s.rms_norm_eps)
+
+    def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
+        del use_cache  # there is none: a trainer sees each sequence whole
+        cos_sd, sin_sd = self._angles(input_ids.shape[1])
+        x_bsh = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            x_bsh = layer(x_bsh, cos_sd, sin_sd)
+        return SimpleNamespace(last_hidden_state=self.norm(x_bsh))
+
+    def _angles(self, length: int) -> tuple[Tensor, Tensor]:
+        even = torch.arange(0, self.shape.head_dim, 2, dtype=torch.int64).float()
+        inverse = 1.0 / (self.shape.rope_theta ** (even / self.shape.head_dim))
+        angles = torch.outer(torch.arange(length).float(), inverse)
+        both = torch.cat((angles, angles), dim=-1)
+        return both.cos(), both.sin()
 
 
 class Qwen3(nn.Module):
@@ -144,16 +162,9 @@ class Qwen3(nn.Module):
                 nn.init.normal_(module.weight, mean=0.0, std=shape.initializer_range)
 
     def forward(self, input_ids: Tensor, use_cache: bool = False) -> SimpleNamespace:
-        del use_cache  # there is none: a trainer sees each sequence whole
-        cos_sd, sin_sd = self._angles(input_ids.shape[1])
-        x_bsh = self.model.embed_tokens(input_ids)
-        for layer in self.model.layers:
-            x_bsh = layer(x_bsh, cos_sd, sin_sd)
-        return SimpleNamespace(logits=self.lm_head(self.model.norm(x_bsh)))
+        return SimpleNamespace(logits=self.lm_head(self.model(input_ids, use_cache).last_hidden_state))
 
-    def _angles(self, length: int) -> tuple[Tensor, Tensor]:
-        even = torch.arange(0, self.shape.head_dim, 2, dtype=torch.int64).float()
-        inverse = 1.0 / (self.shape.rope_theta ** (even / self.shape.head_dim))
-        angles = torch.outer(torch.arange(length).float(), inverse)
-        both = torch.cat((angles, angles), dim=-1)
-        return both.cos(), both.sin()
+    @property
+    def base_model(self) -> Decoder:
+        """The body, under the library's name for it."""
+        return self.model

@@ -4,7 +4,8 @@ Each trainer adds up the gradients of its own microbatches first. Then one bucke
 sum: the local gradients stay as they are, so that after a loss the survivors add the lost microbatches to what they
 have and reduce again in the next epoch (ReCoVer's snapshot, without its per-bucket rewind: the copy is thrown away
 whole). Sums are kept and reduced in float64: the order of additions, which a loss changes, then shows only beyond
-float32, and the step taken is the failure-free one.
+float32, and the step taken is the failure-free one. What is reduced is never divided: the ballots carry how many tokens
+there were, and each member divides by the count of all of them after the vote.
 
 A process group lives for one epoch: a `TCPStore` on its lowest rank, a `ProcessGroupGloo` over it, no global
 `init_process_group`. The store listens on its trainer's address, and each member's gloo device on the member's own:
@@ -29,6 +30,7 @@ from rolecall.agent import reporter
 from rolecall.core.errors import PeerLost, StaleIncarnation
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal import ChainHead
+from rolecall.rl_runtime.health import HealthSums
 
 logger = logging.getLogger(__name__)
 
@@ -47,16 +49,13 @@ def nothing() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchStats:
-    """What one microbatch put into the step, beside its gradient."""
+    """What one microbatch put into the step, beside its gradient. All are sums (and extremes), nothing is divided."""
 
     microbatch_id: str
     group_ids: tuple[GroupId, ...]
-    loss: float
-    reward_sum: float
-    num_samples: int
-    num_tokens: int
-    log_ratio_max: float
-    finite: bool  # loss and gradient
+    policy_loss: float
+    health: HealthSums
+    finite: bool  # losses and gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +77,13 @@ class Ballot:
     @classmethod
     def from_bytes(cls, raw: bytes) -> Self:
         d: dict[str, Any] = json.loads(raw)
-        stats = (MicrobatchStats(**{**m, "group_ids": tuple(m["group_ids"])}) for m in d["microbatches"])
-        return cls(**{**d, "microbatches": tuple(stats), "ledger": ChainHead(**d["ledger"])})
+        return cls(
+            **{**d, "microbatches": tuple(map(_stats_of, d["microbatches"])), "ledger": ChainHead(**d["ledger"])}
+        )
+
+
+def _stats_of(d: dict[str, Any]) -> MicrobatchStats:
+    return MicrobatchStats(**{**d, "group_ids": tuple(d["group_ids"]), "health": HealthSums(**d["health"])})
 
 
 def disagreement(ballots: Sequence[Ballot], *, members: Sequence[str], all_ids: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from rolecall.core.ids import ReplicaId
 from rolecall.core.journal import ChainHead
 from rolecall.rl_runtime import protocol
 from rolecall.rl_runtime.clients import LoadedCheckpoint
+from rolecall.rl_runtime.health import HealthSums, health
 
 if TYPE_CHECKING:
     from rolecall.rl_runtime.testing import Fleet, Process
@@ -34,6 +35,11 @@ def expected_tokens(seed: int) -> tuple[int, ...]:
 
 def expected_reward(tokens: Sequence[int]) -> float:
     return sum(tokens) / (16.0 * MAX_NEW_TOKENS)
+
+
+def expected_logprob(version: int, position: int) -> float:
+    """What every engine says of the token at a place: who made it under which version shows, and whether it was moved."""
+    return -1.0 - version / 1000.0 - position / 1_000_000.0
 
 
 class _Body:
@@ -220,15 +226,17 @@ class FakeTrainer(_Body):
         )
         self.lineage, self.computed = digest, {}
         self.fleet.optimizer.setdefault(step, {})[digest] = self.commit
-        rewards = [s.reward for g in groups for s in g.samples]
+        rewards = [s.reward for g in groups for s in g.samples if s.is_over]
+        num_tokens = sum(g.num_tokens for g in groups)
         self.last = protocol.StepResult(
             replica=self.replica,
             incarnation=self.incarnation,
             commit=self.commit,
             loss=0.1,
             grad_norm=1.0,
-            reward=sum(rewards) / len(rewards),
-            num_tokens=sum(g.num_tokens for g in groups),
+            reward=sum(rewards) / len(rewards) if rewards else None,
+            num_tokens=num_tokens,
+            health=health(HealthSums(tokens=num_tokens, entropy=float(num_tokens), ratio=float(num_tokens))),
             seconds=0.1,
             my_microbatches=tuple(all_ids),
             log_ratio_max=0.0,
@@ -257,8 +265,14 @@ class Held:
 
     request: protocol.Request
     tokens: list[int]
+    logprobs: list[float]
     versions: list[int]
     since: float
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """What it has in the end."""
+        return expected_tokens(self.request.seed)[: self.request.max_new_tokens]
 
 
 @dataclass(frozen=True)
@@ -285,26 +299,28 @@ class FakeRollout(_Body):
     def _catch_up(self) -> None:
         now = asyncio.get_running_loop().time()
         for h in self.held.values():
-            whole = expected_tokens(h.request.seed)
+            whole = h.whole
             count = min(len(whole) - len(h.tokens), int((now - h.since) * self.rate))
             if count > 0:
                 start = len(h.tokens)
                 h.tokens += whole[start : start + count]
+                h.logprobs += [expected_logprob(self.version, n) for n in range(start, start + count)]
                 h.versions += [self.version] * count
                 h.since += count / self.rate
                 self.generated += count
                 self.fleet.tokens_made[h.request.request_id] += count
 
     def _chunk(self, h: Held, offset: int) -> protocol.TokenChunk:
-        finished = len(h.tokens) == len(expected_tokens(h.request.seed))
+        finished = len(h.tokens) == len(h.whole)
+        ends = len(h.tokens) == len(expected_tokens(h.request.seed))
         return protocol.TokenChunk(
             request_id=h.request.request_id,
             offset=offset,
             tokens=tuple(h.tokens[offset:]),
-            logprobs=(-1.0,) * len(h.tokens[offset:]),
+            logprobs=tuple(h.logprobs[offset:]),
             versions=tuple(h.versions[offset:]),
             finished=finished,
-            finish_reason="stop" if finished else "",
+            finish_reason=("stop" if ends else "length") if finished else "",
         )
 
     def info(self) -> protocol.RolloutInfo:
@@ -329,7 +345,9 @@ class FakeRollout(_Body):
                 self.fleet.started_over.append(r.request_id)
             if r.request_id not in self.held:
                 assert r.prefix_tokens == expected_tokens(r.seed)[: len(r.prefix_tokens)], "a prefix lost tokens"
-                self.held[r.request_id] = Held(r, list(r.prefix_tokens), list(r.prefix_versions), now)
+                self.held[r.request_id] = Held(
+                    r, list(r.prefix_tokens), list(r.prefix_logprobs), list(r.prefix_versions), now
+                )
 
     def tokens_since(self, incarnation: int, offsets: Mapping[str, int]) -> protocol.PulledTokens:
         self._check(incarnation)

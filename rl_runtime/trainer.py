@@ -5,8 +5,11 @@ and only when all members agree, move the optimizer. Until then nothing that las
 interrupted at any point and finished in the next epoch, with the microbatches of the lost added to the same sum. Who
 missed a commit copies the whole state from a member that made it.
 
-Exactly B microbatches enter each step (ReCoVer's invariant): the vote checks their ids. The loss is divided by a number
-that depends on the job alone, never by how many survive.
+Exactly B microbatches enter each step (ReCoVer's invariant): the vote checks their ids. Gradients are sums over tokens
+and are divided once, after the vote, by what all microbatches together say (`objective.divisors`): never by how many
+survive, never a mean of means.
+
+An algorithm with a critic has it here, in the same process and the same commit: two networks, one reduce, one vote.
 
 No Ray here. `train_step`, `join` and `load_state` belong to one working thread; `info`, `commit_record`,
 `reset_step` and everything that reads state may be called from others at the same time.
@@ -27,22 +30,25 @@ from rolecall.core.errors import NotFinite, StaleIncarnation, VoteRefused
 from rolecall.core.ids import GroupId, ReplicaId, process_start_ticks
 from rolecall.core.journal import ChainHead
 from rolecall.core.telemetry import Phase
-from rolecall.rl_runtime.grpo import NOT_COMPARED, normaliser
-from rolecall.rl_runtime.model import make_model, vocabulary
+from rolecall.rl_runtime.health import HealthSums, health
+from rolecall.rl_runtime.model import make_model
+from rolecall.rl_runtime.objective import Divisors, divisors
 from rolecall.rl_runtime.partial import Contribution, Gradients, PartialStep
-from rolecall.rl_runtime.protocol import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo, first_commit
+from rolecall.rl_runtime.protocol import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo
 from rolecall.rl_runtime.reduce import (
     BUCKET_BYTES,
     LOOPBACK,
     Ballot,
     EpochStore,
+    MicrobatchStats,
     ReduceGroup,
     disagreement,
     nothing,
     refuse_stale,
 )
 from rolecall.rl_runtime.task import make_task
-from rolecall.rl_runtime.trainer_state import TrainerState
+from rolecall.rl_runtime.tokenizer import vocabulary
+from rolecall.rl_runtime.trainer_state import TrainerState, first_state
 
 LOG_RATIO_ALARM: Final = 0.02
 """Trainer and engine agree to about 1e-5 on a token of the same version; beyond this one of the two has wrong weights."""
@@ -60,6 +66,7 @@ class TrainerReplica:
         has_state: bool = True,
         bucket_bytes: int = BUCKET_BYTES,
         address: str = LOOPBACK,
+        dtype: torch.dtype = torch.float32,
         clock: Clock | None = None,
         on_microbatch: Callable[[], None] = nothing,
         on_bucket: Callable[[], None] = nothing,
@@ -68,18 +75,27 @@ class TrainerReplica:
         """`has_state` False: the fresh weights made here must be replaced (load_state) before this replica may join.
 
         `address`: of this replica's node, where the other trainers reach its process group.
+        `dtype`: of the weights. In float64 rounding vanishes beside what is to be shown of a step.
         `on_publish(policy_version)` runs in phase publish after each commit; `policy_tensors` gives the weights.
         """
         torch.set_num_threads(1)
         self.replica, self.incarnation, self.job = replica, incarnation, job
         self._clock, self._bucket_bytes, self._address = clock or SystemClock(), bucket_bytes, address
         self._on_microbatch, self._on_bucket, self._on_publish = on_microbatch, on_bucket, on_publish
-        self._vocab = vocabulary(job.model)
-        max_new = make_task(job.task, self._vocab, job.seed).max_new_tokens
-        model = make_model(job.model, self._vocab, job.seed)
-        self._state = TrainerState(model, job.algorithm, first_commit(), replica=replica)
+        self._vocab = vocabulary(job.model, job.task.name)
+        self._longest = make_task(job.task, self._vocab, job.seed).max_new_tokens
+        self._state = first_state(job, self._vocab, replica=replica, dtype=dtype)
         self._has_state = has_state
-        self._gradients = Gradients(job.algorithm, pad=self._vocab.pad, normaliser=normaliser(job.algorithm, max_new))
+        reference = None
+        if job.algorithm.kl_coefficient > 0:
+            reference = make_model(job.model, self._vocab, job.seed).to(dtype).requires_grad_(False)
+        self._gradients = Gradients(
+            job.algorithm,
+            pad=self._vocab.pad,
+            staleness_max=job.runtime.staleness_max,
+            longest=self._longest,
+            reference=reference,
+        )
         self._partial = PartialStep(self._state.num_parameters)
         self._stores_lock = threading.Lock()
         self._stores: dict[int, EpochStore] = {}
@@ -121,6 +137,10 @@ class TrainerReplica:
     def export_state(self) -> tuple[dict[str, torch.Tensor], str]:
         """Everything that a replacement needs, and the JSON meta that belongs to it; taken between two steps."""
         return self._state.export()
+
+    def first_state(self) -> TrainerState:
+        """The state that the run began with, made anew."""
+        return first_state(self.job, self._vocab, replica=self.replica)
 
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
         """An immutable copy of the weights of policy version `version`, Hugging Face names.
@@ -198,7 +218,7 @@ class TrainerReplica:
         ledger: ChainHead,
         members: Sequence[ReplicaId],
     ) -> StepResult:
-        """Computes what is missing of `mine`, reduces, votes, steps the optimizer, publishes version `step` + 1.
+        """Computes what is missing of `mine`, reduces, votes, divides, steps the optimizers, publishes `step` + 1.
 
         After any error the call may be repeated, in a newer epoch and with more microbatches: nothing was committed.
 
@@ -222,8 +242,11 @@ class TrainerReplica:
                 # Peers may be in the reduce already. They must not wait there for a member that will not come.
                 self._group.close(f"{self.replica} left the step: {type(e).__name__}")
                 raise
-            ballots, gradient = self._reduce_and_vote(self._group, epoch, step, local, ledger)
-            self._refuse_disagreement(ballots, gradient, epoch, step, all_ids, members)
+            ballots, sums = self._reduce_and_vote(self._group, epoch, step, local, ledger)
+            self._refuse_disagreement(ballots, epoch, step, all_ids, members)
+            stats = _in_order(ballots)
+            total = sum((s.health for s in stats), HealthSums())
+            by = divisors(self.job.algorithm, total, longest=self._longest)
             commit = CommitRecord(
                 step=step,
                 epoch=epoch,
@@ -233,9 +256,8 @@ class TrainerReplica:
                 ledger=ledger,
             )
             with reporter.phase(Phase.OPTIMIZER):
-                grad_norm = self._state.apply(gradient, commit)
-                self._partial.clear(step + 1)
-            result = self._result(commit, ballots, grad_norm, started)
+                grad_norm = self._apply(sums, by, commit)
+            result = self._result(commit, stats, mine, total, by, grad_norm, started)
             if self._on_publish is not None:
                 with reporter.phase(Phase.PUBLISH):
                     self._on_publish(commit.policy_version)
@@ -284,8 +306,10 @@ class TrainerReplica:
                 gradient, stats = self._gradients.of(self._state, microbatch)
                 self._partial.add(microbatch, gradient, stats)
                 busy = self._clock.monotonic() - started
-                reporter.progress(1, busy_seconds=busy, tokens=stats.num_tokens)
-                reporter.update(loss=stats.loss)
+                reporter.progress(1, busy_seconds=busy, tokens=stats.health.tokens)
+                # For whoever watches this replica, in the size of a step's loss; nothing is computed from it.
+                own = divisors(self.job.algorithm, stats.health, longest=self._longest)
+                reporter.update(loss=stats.policy_loss / own.policy)
 
     def _contribution(self, epoch: int, step: int, mine: Sequence[Microbatch]) -> Contribution:
         held = self._partial.taken({m.microbatch_id for m in mine})
@@ -296,18 +320,17 @@ class TrainerReplica:
     def _reduce_and_vote(
         self, group: ReduceGroup, epoch: int, step: int, local: Contribution, ledger: ChainHead
     ) -> tuple[list[Ballot], torch.Tensor]:
-        """All members' ballots and the sum of their gradients, in float32."""
+        """All members' ballots and the sum of their gradients."""
         with reporter.phase(Phase.REDUCE):
             try:
-                total = group.all_reduce(local.gradient, bucket_bytes=self._bucket_bytes, on_bucket=self._on_bucket)
-                gradient = total.float()
+                sums = group.all_reduce(local.gradient, bucket_bytes=self._bucket_bytes, on_bucket=self._on_bucket)
                 ballot = Ballot(
                     replica=self.replica,
                     incarnation=self.incarnation,
                     epoch=epoch,
                     step=step,
                     microbatches=local.stats,
-                    gradient_digest=_digest(gradient),
+                    gradient_digest=_digest(sums),
                     weights_digest=self._state.weights_digest,
                     ledger=ledger,
                 )
@@ -315,12 +338,11 @@ class TrainerReplica:
             except BaseException as e:
                 group.close(f"{self.replica} left the reduce: {type(e).__name__}")
                 raise
-        return [Ballot.from_bytes(r) for r in raw], gradient
+        return [Ballot.from_bytes(r) for r in raw], sums
 
     def _refuse_disagreement(
         self,
         ballots: Sequence[Ballot],
-        gradient: torch.Tensor,
         epoch: int,
         step: int,
         all_ids: Sequence[str],
@@ -334,28 +356,54 @@ class TrainerReplica:
         because = disagreement(ballots, members=members, all_ids=all_ids)
         if because:
             raise VoteRefused(epoch=epoch, step=step, because=because)
-        if not bool(torch.isfinite(gradient).all()):
-            self.reset_step(step)
-            raise NotFinite(replica=self.replica, step=step, what="the sum of finite gradients")
 
-    def _result(self, commit: CommitRecord, ballots: Sequence[Ballot], grad_norm: float, started: float) -> StepResult:
-        stats = [s for b in ballots for s in b.microbatches]
-        mine = next(b for b in ballots if b.replica == self.replica)
-        self._last_result = StepResult(
+    def _apply(self, sums: torch.Tensor, by: Divisors, commit: CommitRecord) -> float:
+        """The same at every member: all have the same sums, which they voted on."""
+        try:
+            grad_norm = self._state.apply(sums, by, commit)
+        except NotFinite:
+            self.reset_step(commit.step)
+            raise
+        self._partial.clear(commit.step + 1)
+        return grad_norm
+
+    def _result(
+        self,
+        commit: CommitRecord,
+        stats: Sequence[MicrobatchStats],
+        mine: Sequence[Microbatch],
+        total: HealthSums,
+        by: Divisors,
+        grad_norm: float,
+        started: float,
+    ) -> StepResult:
+        result = self._last_result = StepResult(
             replica=self.replica,
             incarnation=self.incarnation,
             commit=commit,
-            loss=sum(s.loss for s in stats),
+            loss=sum(s.policy_loss for s in stats) / by.policy,
             grad_norm=grad_norm,
-            reward=sum(s.reward_sum for s in stats) / max(1, sum(s.num_samples for s in stats)),
-            num_tokens=sum(s.num_tokens for s in stats),
+            reward=total.reward / total.ended if total.ended else None,
+            num_tokens=total.tokens,
+            health=health(total),
             seconds=self._clock.monotonic() - started,
-            my_microbatches=tuple(sorted(s.microbatch_id for s in mine.microbatches)),
-            log_ratio_max=_compared(max((s.log_ratio_max for s in stats), default=NOT_COMPARED)),
+            my_microbatches=tuple(sorted(m.microbatch_id for m in mine)),
+            log_ratio_max=total.log_ratio_max if total.log_ratio_max >= 0 else None,
         )
-        result = self._last_result
         reporter.update(
             policy_version=commit.policy_version, loss=result.loss, grad_norm=grad_norm, reward=result.reward
+        )
+        signs = result.health
+        reporter.health(
+            entropy=signs.entropy,
+            clip_fraction_low=signs.clip_fraction_low,
+            clip_fraction_high=signs.clip_fraction_high,
+            ratio_mean=signs.ratio_mean,
+            ratio_max=signs.ratio_max,
+            kl_sampler=signs.kl_sampler,
+            response_length=signs.response_length,
+            truncated_fraction=signs.truncated_fraction,
+            log_ratio_max=result.log_ratio_max,
         )
         return result
 
@@ -369,8 +417,9 @@ def _group_ids(ballots: Sequence[Ballot]) -> tuple[GroupId, ...]:
     return tuple(sorted(g for b in ballots for s in b.microbatches for g in s.group_ids))
 
 
-def _compared(log_ratio_max: float) -> float | None:
-    return None if log_ratio_max == NOT_COMPARED else log_ratio_max
+def _in_order(ballots: Sequence[Ballot]) -> list[MicrobatchStats]:
+    """By microbatch: their sums are then the same to the bit, whoever computed which."""
+    return sorted((s for b in ballots for s in b.microbatches), key=lambda s: s.microbatch_id)
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -146,8 +146,7 @@ class TrainerService:
             self.replica.load_state(search.found.tensors, search.found.meta)
             path = str(search.found.path)
         else:
-            first = TrainerReplica(replica=self._spawn.replica, incarnation=self._spawn.incarnation, job=self._job)
-            self.replica.load_state(*first.export_state())
+            self.replica.load_state(*self.replica.first_state().export())
             path = ""
         self._publish(self.replica.commit_record().policy_version)
         return LoadedCheckpoint(path=path, refused=refused)

@@ -1,7 +1,9 @@
-"""A trainer's state: weights, AdamW's moments and the commit record. One lock, so that a reader sees one step's.
+"""A trainer's state: the policy, the critic where there is one, and the commit record. One lock, so that a reader sees
+one step's.
 
-The optimizer is the only writer and runs with the lock held; exports, policy snapshots and digests are copies made
-under the same lock. In exports tensors are named `weight/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`.
+The optimizers are the only writers and run with the lock held; exports, policy snapshots and digests are copies made
+under the same lock. In exports tensors are named `weight/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, the
+critic's with `critic/` before that. Only the policy ever leaves for the engines.
 """
 
 import hashlib
@@ -13,36 +15,28 @@ from typing import Any, Final
 
 import torch
 
-from rolecall.core.config_algorithm import AlgorithmConfig
-from rolecall.core.errors import ProofMismatch, StaleIncarnation
+from rolecall.core.config import JobConfig
+from rolecall.core.errors import NotFinite, ProofMismatch, StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal import ChainHead
-from rolecall.rl_runtime.grpo import token_logprobs
-from rolecall.rl_runtime.protocol import CommitRecord
+from rolecall.rl_runtime.model import make_critic, make_model
+from rolecall.rl_runtime.network import Network
+from rolecall.rl_runtime.objective import Divisors, token_logprobs
+from rolecall.rl_runtime.protocol import CommitRecord, first_commit
+from rolecall.rl_runtime.tokenizer import Vocabulary
 
-META_FORMAT: Final = 1
-WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
-ADAM_BETAS: Final = (0.9, 0.999)
+META_FORMAT: Final = 2
+META_FORMATS: Final = (1, META_FORMAT)
+"""Format 1 knew no critic; a state without one reads the same in both."""
+CRITIC: Final = "critic/"
 
 
 class TrainerState:
-    def __init__(self, model: Any, algorithm: AlgorithmConfig, commit: CommitRecord, *, replica: ReplicaId) -> None:
-        self.model = model
+    def __init__(self, policy: Network, critic: Network | None, commit: CommitRecord, *, replica: ReplicaId) -> None:
+        self.policy, self.critic = policy, critic
         self._replica = replica
-        named = sorted(model.named_parameters())  # a tied parameter appears once
-        self.names: tuple[str, ...] = tuple(n for n, _ in named)
-        self.parameters: tuple[torch.nn.Parameter, ...] = tuple(p for _, p in named)
-        self.num_parameters = sum(p.numel() for p in self.parameters)
-        self._grad_norm_max = algorithm.grad_norm_max
-        self._optimizer = torch.optim.AdamW(
-            self.parameters, lr=algorithm.learning_rate, betas=ADAM_BETAS, weight_decay=0.0, fused=True
-        )
-        for p in self.parameters:  # made now and not in the first step: a state of step 0 can be copied, too
-            self._optimizer.state[p] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(p),
-                "exp_avg_sq": torch.zeros_like(p),
-            }
+        self._networks = (policy,) if critic is None else (policy, critic)
+        self.num_parameters = sum(n.num_parameters for n in self._networks)
         self._commit = commit
         self._lock = threading.RLock()
         self._weights_digest = self._digest_weights()
@@ -53,23 +47,31 @@ class TrainerState:
 
     @property
     def weights_digest(self) -> str:
-        """SHA-256 over all weights in the order of their names."""
+        """SHA-256 over all weights in the order of their names, the critic's behind the policy's."""
         return self._weights_digest
 
-    def apply(self, gradient: torch.Tensor, commit: CommitRecord) -> float:
-        """Clips `gradient` (flat, in the order of names), steps the optimizer, takes over the record: all or nothing
-        for readers. Returns the norm before clipping."""
-        start = 0
+    def apply(self, sums: torch.Tensor, divisors: Divisors, commit: CommitRecord) -> float:
+        """Divides the step's sums (flat: policy, then critic), clips, steps the optimizers, takes over the record: all
+        or nothing for readers. Returns the norm of the policy's gradient before clipping.
+
+        Raises:
+            NotFinite: a gradient is too large for its parameters' numbers; nothing was changed.
+        """
+        end = self.policy.num_parameters
         with self._lock:
-            for p in self.parameters:
-                p.grad = gradient[start : start + p.numel()].view_as(p).to(p.dtype)
-                start += p.numel()
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters, self._grad_norm_max)
-            self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+            norm = self.policy.take_gradient(sums[:end], divisors.policy)
+            norms = [norm]
+            if self.critic is not None:
+                norms.append(self.critic.take_gradient(sums[end:], divisors.value))
+            if not bool(torch.isfinite(torch.tensor(norms)).all()):
+                for network in self._networks:
+                    network.drop_gradient()
+                raise NotFinite(replica=self._replica, step=commit.step, what="the sum of finite gradients")
+            for network in self._networks:
+                network.step()
             self._commit = commit
             self._weights_digest = self._digest_weights()
-        return float(norm)
+        return norm
 
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
         with self._lock:
@@ -77,23 +79,23 @@ class TrainerState:
                 raise StaleIncarnation(
                     replica=self._replica, wanted=f"version {self._commit.policy_version}", got=f"version {version}"
                 )
-            return {n: p.detach().clone() for n, p in zip(self.names, self.parameters, strict=True)}
+            return self.policy.weights()
 
     def canary_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
         row = torch.tensor([list(tokens)], dtype=torch.int64)
         with self._lock, torch.no_grad():
-            logprobs, _ = token_logprobs(self.model(input_ids=row, use_cache=False).logits, row)
+            logprobs, _ = token_logprobs(self.policy.module(input_ids=row, use_cache=False).logits, row)
         return tuple(float(x) for x in logprobs[0, 1:])
 
     def export(self) -> tuple[dict[str, torch.Tensor], str]:
         """Copies of all tensors, and the meta that belongs to them."""
         with self._lock:
-            tensors = {f"{WEIGHT}/{n}": p.detach().clone() for n, p in zip(self.names, self.parameters, strict=True)}
-            for n, p in zip(self.names, self.parameters, strict=True):
-                for moment in MOMENTS:
-                    tensors[f"{moment}/{n}"] = self._optimizer.state[p][moment].detach().clone()
-            steps = int(self._optimizer.state[self.parameters[0]]["step"])
-            meta = {"format": META_FORMAT, "optimizer_step": steps, "commit": asdict(self._commit)}
+            tensors = {name: t.clone() for network in self._networks for name, t in network.tensors()}
+            meta = {
+                "format": META_FORMAT,
+                "optimizer_step": self.policy.optimizer_step,
+                "commit": asdict(self._commit),
+            }
         return tensors, json.dumps(meta, sort_keys=True)
 
     def load(self, tensors: dict[str, torch.Tensor], meta: str) -> None:
@@ -105,11 +107,10 @@ class TrainerState:
         steps, commit = self._parsed_meta(meta)
         self._check_tensors(tensors)
         with self._lock, torch.no_grad():
-            for n, p in zip(self.names, self.parameters, strict=True):
-                p.copy_(tensors[f"{WEIGHT}/{n}"])
-                for moment in MOMENTS:
-                    self._optimizer.state[p][moment].copy_(tensors[f"{moment}/{n}"])
-                self._optimizer.state[p]["step"].fill_(float(steps))
+            for network in self._networks:
+                for name, mine in network.tensors():
+                    mine.copy_(tensors[name])
+                network.set_optimizer_step(steps)
             self._commit = commit
             self._weights_digest = self._digest_weights()
 
@@ -121,15 +122,17 @@ class TrainerState:
         return steps, commit
 
     def _check_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        wanted = {
-            f"{kind}/{n}": p for kind in (WEIGHT, *MOMENTS) for n, p in zip(self.names, self.parameters, strict=True)
-        }
+        has_critic = any(name.startswith(CRITIC) for name in tensors)
+        if has_critic != (self.critic is not None):
+            said = "it holds a critic, this job's algorithm has none" if has_critic else "it holds no critic"
+            raise self._mismatch(f"{CRITIC}*", f"{said}: the state is that of another algorithm")
+        wanted = {name: t for network in self._networks for name, t in network.tensors()}
         for name in sorted(wanted.keys() ^ tensors.keys()):
             raise self._mismatch(name, "missing" if name in wanted else "not of this model")
-        for name, p in wanted.items():
+        for name, mine in wanted.items():
             got = tensors[name]
-            if got.shape != p.shape or got.dtype != p.dtype:
-                want = f"{p.dtype} {tuple(p.shape)}"
+            if got.shape != mine.shape or got.dtype != mine.dtype:
+                want = f"{mine.dtype} {tuple(mine.shape)}"
                 raise self._mismatch(name, f"expected {want}, got {got.dtype} {tuple(got.shape)}")
 
     def _mismatch(self, tensor: str, reason: str) -> ProofMismatch:
@@ -137,9 +140,35 @@ class TrainerState:
 
     def _digest_weights(self) -> str:
         total = hashlib.sha256()
-        for p in self.parameters:
-            total.update(p.detach().contiguous().view(torch.uint8).numpy().data)
+        for network in self._networks:
+            for p in network.parameters:
+                total.update(p.detach().contiguous().view(torch.uint8).numpy().data)
         return total.hexdigest()
+
+
+def first_state(
+    job: JobConfig, vocab: Vocabulary, *, replica: ReplicaId, dtype: torch.dtype = torch.float32
+) -> TrainerState:
+    """What a run begins with: a function of the job alone, so that every replica makes the same bits.
+
+    Raises:
+        ConfigError: the model folder cannot be loaded.
+    """
+    a = job.algorithm
+    policy = Network(
+        make_model(job.model, vocab, job.seed).to(dtype),
+        learning_rate=a.learning_rate,
+        grad_norm_max=a.grad_norm_max,
+    )
+    critic = None
+    if a.has_critic:
+        critic = Network(
+            make_critic(job.model, vocab, job.seed).to(dtype),
+            learning_rate=a.value_learning_rate,
+            grad_norm_max=a.grad_norm_max,
+            prefix=CRITIC,
+        )
+    return TrainerState(policy, critic, first_commit(), replica=replica)
 
 
 def parse_meta(meta: str) -> tuple[int, CommitRecord]:
@@ -150,8 +179,8 @@ def parse_meta(meta: str) -> tuple[int, CommitRecord]:
     """
     try:
         d: dict[str, Any] = json.loads(meta)
-        if d["format"] != META_FORMAT:
-            raise ValueError(f"format {d['format']}, expected {META_FORMAT}")
+        if d["format"] not in META_FORMATS:
+            raise ValueError(f"format {d['format']}, this version reads {META_FORMATS}")
         c: dict[str, Any] = d["commit"]
         commit = CommitRecord(
             step=int(c["step"]),

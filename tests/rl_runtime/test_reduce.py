@@ -20,6 +20,7 @@ from rolecall.core.ids import GroupId, NodeId, ReplicaId
 from rolecall.core.journal import ChainHead
 from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.batching import assign
+from rolecall.rl_runtime.health import HealthSums
 from rolecall.rl_runtime.reduce import Ballot, EpochStore, MicrobatchStats, ReduceGroup, disagreement
 from rolecall.rl_runtime.spawn import make_spawn
 from rolecall.rl_runtime.trainer_service import TrainerService
@@ -32,11 +33,8 @@ def stats(microbatch_id: str) -> MicrobatchStats:
     return MicrobatchStats(
         microbatch_id=microbatch_id,
         group_ids=(GroupId("g00000001"), GroupId("g00000002")),
-        loss=0.1,
-        reward_sum=1.5,
-        num_samples=2,
-        num_tokens=9,
-        log_ratio_max=1e-6,
+        policy_loss=0.1,
+        health=HealthSums(tokens=9, samples=2, ended=2, reward=1.5, log_ratio_max=1e-6),
         finite=True,
     )
 
@@ -88,7 +86,7 @@ def test_a_member_that_did_not_vote_is_missed() -> None:
 
 
 def test_ballot_round_trips_exactly() -> None:
-    odd = replace(stats("7.0"), loss=0.1 + 0.2, log_ratio_max=5e-324, reward_sum=1e300)
+    odd = replace(stats("7.0"), policy_loss=0.1 + 0.2, health=HealthSums(log_ratio_max=5e-324, reward=1e300, capped=3))
     for original in (ballot(0, []), replace(ballot(1, ["7.1"]), microbatches=(odd,))):
         assert Ballot.from_bytes(original.to_bytes()) == original
 

@@ -240,7 +240,8 @@ def test_vote_refuses_what_members_do_not_share(team: Team) -> None:
 
 def test_not_a_number_names_the_replica_that_made_it(team: Team) -> None:
     one, other = pair(team)
-    team.tell_step(0, {one: [0, 1], other: [2, 3]}, spoilt=2)
+    other.ask("corrupt_weight", "policy", float("nan"))
+    team.tell_step(0, {one: [0, 1], other: [2, 3]})
     for member in (one, other):
         with pytest.raises(NotFinite) as bad:
             member.answer()

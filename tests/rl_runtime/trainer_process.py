@@ -10,7 +10,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -22,10 +22,11 @@ from rolecall.core.errors import RolecallError
 from rolecall.core.ids import ReplicaId, replica_id
 from rolecall.core.journal import ChainHead
 from rolecall.core.store import GENESIS
-from rolecall.rl_runtime.model import vocabulary
+from rolecall.rl_runtime.objective import Divisors
 from rolecall.rl_runtime.protocol import Group, Microbatch, Sample
 from rolecall.rl_runtime.reduce import LOOPBACK
 from rolecall.rl_runtime.task import make_task
+from rolecall.rl_runtime.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer import TrainerReplica
 from tests.netns import Machine
 
@@ -72,7 +73,7 @@ def tiny_job(**runtime: Any) -> JobConfig:
 
 def make_microbatches(job: JobConfig, step: int) -> list[Microbatch]:
     """Groups with random answers and made-up log-probabilities: the gradient does not ask where they came from."""
-    vocab = vocabulary(job.model)
+    vocab = vocabulary(job.model, job.task.name)
     task = make_task(job.task, vocab, job.seed)
     rng = random.Random(step)
     microbatches = []
@@ -95,27 +96,23 @@ def make_microbatches(job: JobConfig, step: int) -> list[Microbatch]:
     return microbatches
 
 
-def spoil(microbatch: Microbatch) -> Microbatch:
-    group = microbatch.groups[0]
-    first = group.samples[0]
-    bad = replace(first, logprobs=(float("nan"), *first.logprobs[1:]))
-    return replace(microbatch, groups=(replace(group, samples=(bad, *group.samples[1:])),))
-
-
 class Spied(TrainerReplica):
-    """Keeps the reduced gradients that its optimizer was given, by step and parameter."""
+    """Keeps the gradients that its optimizers were given, by step and parameter: divided, not yet clipped."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.gradients: dict[int, dict[str, torch.Tensor]] = {}
         apply = self._state.apply
 
-        def spy(gradient: torch.Tensor, commit: Any) -> float:
-            named = zip(self._state.names, self._state.parameters, strict=True)
-            sizes = [p.numel() for p in self._state.parameters]
-            parts = gradient.clone().split(sizes)
-            self.gradients[commit.step] = {n: part for (n, _), part in zip(named, parts, strict=True)}
-            return apply(gradient, commit)
+        def spy(sums: torch.Tensor, by: Divisors, commit: Any) -> float:
+            state, start = self._state, 0
+            found = self.gradients[commit.step] = {}
+            for network, divisor in ((state.policy, by.policy), (state.critic, by.value)):
+                for name, p in zip(network.names, network.parameters, strict=True) if network else ():
+                    found[f"{network.prefix}{name}"] = sums[start : start + p.numel()] / divisor
+                    start += p.numel()
+            assert start == sums.numel()
+            return apply(sums, by, commit)
 
         self._state.apply = spy  # type: ignore[method-assign]
 
@@ -129,9 +126,10 @@ class Spied(TrainerReplica):
     def take(self, tensors: dict[str, Any], meta: str) -> None:
         self.load_state({n: torch.from_numpy(t) for n, t in tensors.items()}, meta)
 
-    def corrupt_weight(self) -> None:
+    def corrupt_weight(self, network: str = "policy", by: float = 1.0) -> None:
+        """One weight is another one, and this replica's digest says so."""
         with torch.no_grad():
-            self._state.parameters[0].view(-1)[0] += 1.0
+            getattr(self._state, network).parameters[0].view(-1)[-1] += by
         self._state._weights_digest = self._state._digest_weights()
 
 
@@ -304,9 +302,8 @@ class Team:
         for rank, member in enumerate(members):
             member.tell("join", 1, self.epoch, rank, len(members), host, port)
 
-    def tell_step(self, step: int, shares: Mapping[TrainerProcess, list[int]], *, spoilt: int = -1) -> None:
-        """Tells members to take the step; microbatch `spoilt` has a log-probability that is not a number."""
-        microbatches = [spoil(m) if n == spoilt else m for n, m in enumerate(make_microbatches(self.job, step))]
+    def tell_step(self, step: int, shares: Mapping[TrainerProcess, list[int]]) -> None:
+        microbatches = make_microbatches(self.job, step)
         ids = [m.microbatch_id for m in microbatches]
         names = [m.replica for m in self.members]
         for member, numbers in shares.items():

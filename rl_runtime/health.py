@@ -107,7 +107,10 @@ def health(sums: HealthSums, *, filtered_fraction: float | None = None) -> Healt
 def _explained(s: HealthSums, values: int) -> float | None:
     """1 - Var(V - return) / Var(return); None where all returns are equal."""
     spread = _variance(s.returns, s.returns_squared, values)
-    return 1.0 - _variance(s.value_error, s.value_error_squared, values) / spread if spread else None
+    # Returns are made of values: equal ones differ by the rounding of those, however small they are themselves.
+    if spread <= ROUNDING * s.value_error_squared / values:
+        return None
+    return 1.0 - _variance(s.value_error, s.value_error_squared, values) / spread
 
 
 def _variance(total: float, squares: float, count: int) -> float:

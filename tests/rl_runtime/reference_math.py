@@ -170,7 +170,7 @@ class Step:
 
 def step(groups: Sequence[Sequence[Answer]], method: Method) -> Step:
     answers = [a for group in groups for a in group]
-    token_advantages = _advantages(groups, method)
+    token_advantages = token_advantages(groups, method)
     weights = _weights(groups, method)
     total, by_logprob, by_entropy = 0.0, [], []
     for a, answer in enumerate(answers):
@@ -193,19 +193,19 @@ def step(groups: Sequence[Sequence[Answer]], method: Method) -> Step:
     return Step(policy=total, value=value_loss, by_logprob=by_logprob, by_entropy=by_entropy, by_value=by_value)
 
 
-def _advantages(groups: Sequence[Sequence[Answer]], method: Method) -> list[list[float]]:
+def token_advantages(groups: Sequence[Sequence[Answer]], method: Method) -> list[list[float]]:
     found = []
     for group in groups:
         if method.critic:
-            found += [advantages(_punished(a, method), method, method.lambda_policy) for a in group]
+            found += [advantages(punished(a, method), method, method.lambda_policy) for a in group]
             continue
-        rewards = [_punished(a, method).reward for a in group]
+        rewards = [punished(a, method).reward for a in group]
         relative = group_advantages(rewards, divide_by_std=method.divide_by_std)
         found += [[r] * len(a.logprobs) for r, a in zip(relative, group, strict=True)]
     return found
 
 
-def _punished(answer: Answer, method: Method) -> Answer:
+def punished(answer: Answer, method: Method) -> Answer:
     if not method.overlong_cache:
         return answer
     less = overlong(len(answer.logprobs), longest=method.overlong_longest, cache=method.overlong_cache)
@@ -239,7 +239,7 @@ def _critic(answers: Sequence[Answer], method: Method) -> tuple[float, list[list
     for a, answer in enumerate(answers):
         if answer.cut:
             continue
-        for t, target in enumerate(returns(_punished(answer, method), method)):
+        for t, target in enumerate(returns(punished(answer, method), method)):
             off = answer.values[t] - target
             total += off * off / 2 / tokens
             by_value[a][t] = off / tokens

@@ -1,0 +1,255 @@
+"""Batches with everything that models would say of them: once as tensors for the implementation, once as the lists of
+numbers of `reference_math`. Logits and values that must not matter (padding, prompts) are garbage.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rolecall.core.config_algorithm import AlgorithmConfig
+from rolecall.core.ids import GroupId
+from rolecall.rl_runtime.objective import Batch, Objective, Terms, divisors, make_batch, objective, token_logprobs
+from rolecall.rl_runtime.protocol import End, Group, Sample
+from tests.rl_runtime import reference_math
+from tests.rl_runtime.reference_math import Answer, Method
+
+VOCABULARY = 5
+PAD = 0
+GARBAGE = 1e30
+TERMS = Terms(policy_version=7, staleness_max=2, longest=9)
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {"name": "grpo", "aggregation": "sample", "clip_low": 0.2, "clip_high": 0.2, "kl_coefficient": 0.04},
+    "dr. grpo": {"name": "grpo", "aggregation": "constant", "divide_by_std": False, "entropy_coefficient": 0.0},
+    "grpo, as it comes": {"name": "grpo"},
+    "grpo, capped": {"name": "grpo", "aggregation": "token", "importance_cap": 1.3},
+    "dapo": {"name": "dapo", "overlong_cache": 4, "entropy_coefficient": 0.0},
+    "dapo, of less than the longest": {"name": "dapo", "overlong_cache": 3, "overlong_max": 6},
+    "ppo": {"name": "ppo", "gamma": 0.99, "lambda_policy": 0.9, "lambda_value": 0.7},
+    "ppo, as it comes": {"name": "ppo"},
+    "ppo, capped": {"name": "ppo", "importance_cap": 2.0, "kl_coefficient": 0.1, "aggregation": "sample"},
+    "tppo": {"name": "tppo", "gamma": 0.95, "lambda_value": 0.5},
+    "tppo, as in the paper": {"name": "tppo", "cut_value": "previous"},
+}
+CUTS = tuple(name for name in ALGORITHMS if name.startswith("tppo"))
+
+
+def configured(name: str, groups: int, group_size: int) -> AlgorithmConfig:
+    size = 1 if name in CUTS else group_size
+    said = {**ALGORITHMS[name], "microbatches_per_step": 1, "groups_per_microbatch": groups, "group_size": size}
+    return AlgorithmConfig.model_validate(said)
+
+
+def method_of(algorithm: AlgorithmConfig, terms: Terms) -> Method:
+    a = algorithm
+    return Method(
+        clip_low=a.clip_low,
+        clip_high=a.clip_high,
+        cap=a.importance_cap,
+        aggregation=a.aggregation,
+        longest=terms.longest,
+        divide_by_std=a.divide_by_std,
+        overlong_longest=a.overlong_max or terms.longest,
+        overlong_cache=a.overlong_cache,
+        entropy=a.entropy_coefficient,
+        kl=a.kl_coefficient,
+        critic=a.has_critic,
+        gamma=a.gamma,
+        lambda_policy=a.lambda_policy,
+        lambda_value=a.lambda_value,
+        cut_value=a.cut_value,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """One sample, and what the models say of it: of T tokens T rows of logits, and T + 1 values."""
+
+    sample: Sample
+    logits: list[list[float]]
+    reference_logits: list[list[float]]
+    values: list[float]
+
+    def answer(self, terms: Terms) -> Answer:
+        tokens, versions = self.sample.tokens, self.sample.versions
+        said = [reference_math.log_softmax(row) for row in self.logits]
+        known = [reference_math.log_softmax(row) for row in self.reference_logits]
+        return Answer(
+            logprobs=[row[token] for row, token in zip(said, tokens, strict=True)],
+            sampler_logprobs=self.sample.logprobs,
+            trained=[
+                t >= self.sample.first_fresh and terms.policy_version - version <= terms.staleness_max
+                for t, version in enumerate(versions)
+            ],
+            reward=self.sample.reward,
+            cut=self.sample.end is End.CUT,
+            values=self.values,
+            entropies=[reference_math.entropy(row) for row in self.logits],
+            reference_logprobs=[row[token] for row, token in zip(known, tokens, strict=True)],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Groups of (prompt, samples)."""
+
+    algorithm: AlgorithmConfig
+    terms: Terms
+    groups: tuple[tuple[tuple[int, ...], tuple[Said, ...]], ...]
+
+    def protocol_groups(self) -> list[Group]:
+        return [
+            Group(group_id=GroupId(f"g{n:08d}"), prompt_tokens=prompt, samples=tuple(s.sample for s in said))
+            for n, (prompt, said) in enumerate(self.groups)
+        ]
+
+    def rows(self) -> list[tuple[int, Said]]:
+        """(length of the prompt, what is said) in the order of the batch's rows."""
+        return [(len(prompt), said) for prompt, group in self.groups for said in group]
+
+    def answers(self) -> list[list[Answer]]:
+        return [[said.answer(self.terms) for said in group] for _, group in self.groups]
+
+    def method(self) -> Method:
+        return method_of(self.algorithm, self.terms)
+
+    def only(self, numbers: Sequence[int]) -> "Case":
+        """The same step's microbatch of these groups alone."""
+        return Case(algorithm=self.algorithm, terms=self.terms, groups=tuple(self.groups[n] for n in numbers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What the implementation makes of a case: leaves, and sums that depend on them."""
+
+    batch: Batch
+    logits: Tensor
+    values_after: Tensor
+    found: Objective
+
+    def gradients(self, *, policy: float = 1.0, value: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Of both sums, each divided by its divisor, by the leaves."""
+        loss = self.found.policy / policy
+        if self.found.value is not None:
+            loss = loss + self.found.value / value
+        by_logits, by_values = torch.autograd.grad(
+            loss, [self.logits, self.values_after], allow_unused=True, materialize_grads=True
+        )
+        return by_logits, by_values
+
+
+def measure(case: Case, *, dtype: torch.dtype = torch.float64, garbage: float = GARBAGE, pad: int = PAD) -> Measured:
+    batch = make_batch(case.protocol_groups(), case.algorithm, case.terms, pad=pad, dtype=dtype)
+    shape = tuple(batch.tokens_st.shape)
+    logits, reference = (garbage * _signs(*shape, VOCABULARY).to(dtype) for _ in range(2))
+    values = garbage * _signs(*shape).to(dtype)
+    for i, (start, said) in enumerate(case.rows()):
+        length = len(said.sample.tokens)
+        if length == 0:
+            continue
+        logits[i, start - 1 : start - 1 + length] = torch.tensor(said.logits, dtype=dtype)
+        reference[i, start - 1 : start - 1 + length] = torch.tensor(said.reference_logits, dtype=dtype)
+        values[i, start - 1 : start + length] = torch.tensor(said.values, dtype=dtype)
+    logits.requires_grad_()
+    values.requires_grad_()
+    logprobs, entropy = token_logprobs(logits, batch.tokens_st)
+    found = objective(
+        batch,
+        case.algorithm,
+        case.terms,
+        logprobs_st=logprobs,
+        entropy_st=entropy,
+        values_after_st=values if case.algorithm.has_critic else None,
+        reference_logprobs_st=token_logprobs(reference, batch.tokens_st)[0] if case.algorithm.kl_coefficient else None,
+    )
+    return Measured(batch=batch, logits=logits, values_after=values, found=found)
+
+
+def expected_gradients(case: Case, like: Measured) -> tuple[Tensor, Tensor]:
+    """The reference's, by every logit and value of the batch: 0 but for what stands in its lists."""
+    wanted = reference_math.step(case.answers(), case.method())
+    by_logits, by_values = torch.zeros_like(like.logits), torch.zeros_like(like.values_after)
+    for i, (start, said) in enumerate(case.rows()):
+        for t, token in enumerate(said.sample.tokens):
+            slopes = reference_math.logprob_gradient(said.logits[t], token)
+            turns = reference_math.entropy_gradient(said.logits[t])
+            row = [
+                wanted.by_logprob[i][t] * a + wanted.by_entropy[i][t] * b for a, b in zip(slopes, turns, strict=True)
+            ]
+            by_logits[i, start - 1 + t] = torch.tensor(row, dtype=torch.float64)
+        length = len(said.sample.tokens)
+        by_values[i, start - 1 : start + length] = torch.tensor(wanted.by_value[i][: length + 1], dtype=torch.float64)
+    return by_logits, by_values
+
+
+def divided(case: Case, measured: Measured) -> tuple[float, float]:
+    by = divisors(case.algorithm, measured.found.sums, longest=case.terms.longest)
+    value = 0.0 if measured.found.value is None else float(measured.found.value.detach()) / by.value
+    return float(measured.found.policy.detach()) / by.policy, value
+
+
+# --- making samples
+
+
+def said(
+    rng: Random,
+    number: int,
+    *,
+    length: int,
+    end: End = End.STOP,
+    reward: float | None = None,
+    first_fresh: int = 0,
+    ages: Sequence[int] | None = None,
+    spread: float = 0.4,
+    terms: Terms = TERMS,
+) -> Said:
+    """Random logits and values; the sampler's log-probabilities lie about `spread` away from the policy's."""
+    tokens = [rng.randrange(VOCABULARY) for _ in range(length)]
+    logits = [[rng.gauss(0, 1) for _ in range(VOCABULARY)] for _ in range(length)]
+    logprobs = [
+        reference_math.log_softmax(row)[token] + rng.gauss(0, spread) for row, token in zip(logits, tokens, strict=True)
+    ]
+    ages = [rng.randint(0, 3) for _ in range(length)] if ages is None else ages
+    return Said(
+        sample=Sample(
+            request_id=f"r{number}",
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            versions=tuple(terms.policy_version - age for age in ages),
+            reward=rng.choice([-1.0, 0.0, 0.3, 1.0]) if reward is None else reward,
+            end=end,
+            first_fresh=first_fresh,
+        ),
+        logits=logits,
+        reference_logits=[[z + rng.gauss(0, 0.5) for z in row] for row in logits],
+        values=[rng.gauss(0, 1) for _ in range(length + 1)],
+    )
+
+
+def random_case(name: str, seed: int, *, groups: int | None = None, terms: Terms = TERMS) -> Case:
+    rng = Random(seed)
+    count = rng.randint(1, 4) if groups is None else groups
+    algorithm = configured(name, count, rng.randint(2, 4))
+    ends = [End.STOP, End.LENGTH, End.CUT] if name in CUTS else [End.STOP, End.LENGTH]
+    made = []
+    for g in range(count):
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5)))
+        samples = []
+        for i in range(algorithm.group_size):
+            length = rng.randint(1, terms.longest)
+            fresh = rng.randint(0, length) if name in CUTS else 0
+            samples.append(said(rng, 10 * g + i, length=length, end=rng.choice(ends), first_fresh=fresh, terms=terms))
+        made.append((prompt, tuple(samples)))
+    return Case(algorithm=algorithm, terms=terms, groups=tuple(made))
+
+
+def _signs(*shape: int) -> Tensor:
+    """+1 and -1 in turns."""
+    count = 1
+    for n in shape:
+        count *= n
+    return (1.0 - 2.0 * (torch.arange(count, dtype=torch.float64) % 2)).reshape(shape)

@@ -1,15 +1,17 @@
 """Small curves of the run, for both themes: the colours are readable on light and on dark, and each chart says its unit."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import altair as alt
 
 from rolecall.dashboards.now_course import Bucket
 
-LINE, SECOND = "#3b7dd8", "#c2711c"
-"""Blue and orange: 3:1 against white and against Streamlit's dark page, and told apart by everybody."""
+LINE, SECOND, THIRD = "#3b7dd8", "#c2711c", "#7a8290"
+"""Blue, orange and grey: 3:1 against white and against Streamlit's dark page, and told apart by everybody."""
+DASHES = ([1, 0], [6, 3], [2, 2])
+"""Of the first, second and third line of a chart: nobody has to tell them by their colours."""
 HEIGHT_PIXELS = 210
 POINTS_MAX = 200
 
@@ -41,6 +43,67 @@ def curve(points: Sequence[dict[str, float]], title: str, *, colour: str = LINE,
     whole = mark.properties(height=HEIGHT_PIXELS, title=alt.TitleParams(title, anchor="start", fontSize=13))
     spec: dict[str, Any] = whole.to_dict()
     return {k: v for k, v in spec.items() if k not in ("data", "$schema", "config")}
+
+
+def curves(
+    lines: Mapping[str, Sequence[dict[str, float]]],
+    title: str,
+    *,
+    across: tuple[float, float],
+    figures: str = "~s",
+    zero: bool = True,
+) -> dict[str, Any]:
+    """The same of up to three curves with a name each, told apart by colour and dashes. `across`: first and last step of the
+    axis, so that several charts have one. `zero`: the axis of values begins at 0."""
+    every = [p for points in lines.values() for p in points]
+    values = [p["value"] for p in every]
+    axis = {"tickCount": 4, "labelFlush": True}
+    names = list(lines)
+    legend = alt.Legend(title=None, orient="top", symbolType="stroke", symbolSize=200, **_CLOSE) if names[1:] else None
+    colours, dashes = [LINE, SECOND, THIRD][: len(names)], list(DASHES[: len(names)])
+    base = alt.Chart(alt.NamedData("points")).encode(
+        x=alt.X(
+            "step:Q",
+            title=None,
+            scale=_domain(across),
+            axis=alt.Axis(grid=False, format="~s", **axis),
+        ),
+        y=alt.Y(
+            "value:Q",
+            title=None,
+            scale=_domain([0.0, *values] if zero else values),
+            axis=alt.Axis(format=figures, **axis),
+        ),
+        color=alt.Color("line:N", scale=alt.Scale(domain=names, range=colours), legend=legend),
+        tooltip=[
+            alt.Tooltip("step:Q", format=","),
+            alt.Tooltip("line:N", title="what"),
+            alt.Tooltip("value:Q", title=title, format=",.4~g"),
+        ],
+    )
+    if max(map(len, lines.values())) > 1:
+        drawn = base.mark_line(strokeWidth=2).encode(
+            strokeDash=alt.StrokeDash("line:N", scale=alt.Scale(domain=names, range=dashes), legend=legend)
+        )
+    else:
+        drawn = base.mark_point()
+    whole = drawn.properties(height=HEIGHT_PIXELS, title=alt.TitleParams(title, anchor="start", fontSize=13))
+    spec: dict[str, Any] = whole.to_dict()
+    return {k: v for k, v in spec.items() if k not in ("data", "$schema", "config")}
+
+
+_CLOSE = {"offset": 0, "padding": 0, "columnPadding": 8, "labelFontSize": 11, "labelOffset": 3}
+"""A legend that leaves room for the lines, and for three names in a third of a page."""
+
+
+def line_columns(lines: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, list[Any]]:
+    """What goes with `curves`."""
+    every = [(name, p) for name, points in lines.items() for p in points]
+    return {
+        "step": [p["step"] for _, p in every],
+        "value": [p["value"] for _, p in every],
+        "line": [name for name, _ in every],
+    }
 
 
 def _domain(values: Sequence[float]) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import ReplicaId
 from rolecall.core.membership import Actual
+from rolecall.core.signs import BY_NAME, signs_of
 from rolecall.effective import Loss, losses, training_began
 from rolecall.injections import Fault
 from rolecall.lanes import Key, Life
@@ -50,6 +51,8 @@ class Bucket:
     seconds: float
     seconds_max: float
     tokens: float
+    signs: Mapping[str, float] = field(default_factory=dict)
+    """Of the policy's health (core/signs.py), those that its steps had."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -107,7 +110,18 @@ def merged(a: Bucket, b: Bucket) -> Bucket:
         seconds=mean(a.seconds, b.seconds),
         seconds_max=max(a.seconds_max, b.seconds_max),
         tokens=a.tokens + b.tokens,
+        signs={
+            name: (_larger if BY_NAME[name].is_extreme else mean)(
+                a.signs.get(name, math.nan), b.signs.get(name, math.nan)
+            )
+            for name in {**a.signs, **b.signs}
+        },
     )
+
+
+def _larger(x: float, y: float) -> float:
+    """Of what is known."""
+    return max((v for v in (x, y) if math.isfinite(v)), default=math.nan)
 
 
 class Curve:
@@ -286,6 +300,7 @@ def _bucket(event: Event) -> Bucket:
         seconds=seconds,
         seconds_max=seconds if math.isfinite(seconds) else 0.0,
         tokens=float(body.get("tokens") or 0),
+        signs=signs_of(body),
     )
 
 

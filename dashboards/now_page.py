@@ -2,7 +2,7 @@
 
 import streamlit as st
 
-from rolecall.dashboards import charts, now_html
+from rolecall.dashboards import charts, now_health, now_html
 from rolecall.dashboards.now_prometheus import show as show_prometheus
 from rolecall.dashboards.now_style import banner, figures, table
 from rolecall.dashboards.now_view import (
@@ -90,6 +90,7 @@ def _draw_slow(r: Reader, look: Look) -> None:
                         charts.curve(points, title, colour=colour, figures=form),
                         width="stretch",
                     )
+    now_health.show(curve)
     rows = lost_rows(look)
     if rows:
         st.subheader("Where the lost time went")

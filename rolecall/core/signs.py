@@ -19,6 +19,11 @@ class Sign:
     help: str
     normal: str  # a sentence for who has never seen it
 
+    @property
+    def is_extreme(self) -> bool:
+        """Of several steps together the largest counts, and not the mean."""
+        return self.name.endswith("_max")
+
 
 SIGNS = (
     Sign(

@@ -170,7 +170,7 @@ class Step:
 
 def step(groups: Sequence[Sequence[Answer]], method: Method) -> Step:
     answers = [a for group in groups for a in group]
-    token_advantages = token_advantages(groups, method)
+    worth = token_advantages(groups, method)
     weights = _weights(groups, method)
     total, by_logprob, by_entropy = 0.0, [], []
     for a, answer in enumerate(answers):
@@ -180,7 +180,7 @@ def step(groups: Sequence[Sequence[Answer]], method: Method) -> Step:
             if not answer.trained[t]:
                 continue
             gain = clipped if method.cap is None else capped
-            value, slope = gain(math.exp(logprob - answer.sampler_logprobs[t]), token_advantages[a][t], method)
+            value, slope = gain(math.exp(logprob - answer.sampler_logprobs[t]), worth[a][t], method)
             if method.entropy:
                 value += method.entropy * answer.entropies[t]
             if method.kl:

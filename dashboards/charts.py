@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import lru_cache
 from typing import Any
 
 import altair as alt
@@ -14,6 +16,8 @@ DASHES = ([1, 0], [6, 3], [2, 2])
 """Of the first, second and third line of a chart: nobody has to tell them by their colours."""
 HEIGHT_PIXELS = 210
 POINTS_MAX = 200
+SPECS_KEPT = 64
+Extent = tuple[float, float]
 
 
 def rows(curve: Sequence[Bucket], value: Callable[[Bucket], float]) -> list[dict[str, float]]:
@@ -40,9 +44,7 @@ def curve(points: Sequence[dict[str, float]], title: str, *, colour: str = LINE,
         tooltip=[alt.Tooltip("step:Q", format=","), alt.Tooltip("value:Q", title=title, format=",.4~g")],
     )
     mark = base.mark_line(color=colour, strokeWidth=2) if len(points) > 1 else base.mark_point(color=colour)
-    whole = mark.properties(height=HEIGHT_PIXELS, title=alt.TitleParams(title, anchor="start", fontSize=13))
-    spec: dict[str, Any] = whole.to_dict()
-    return {k: v for k, v in spec.items() if k not in ("data", "$schema", "config")}
+    return _without_data(mark.properties(height=HEIGHT_PIXELS, title=_title(title)).to_dict())
 
 
 def curves(
@@ -55,41 +57,35 @@ def curves(
 ) -> dict[str, Any]:
     """The same of up to three curves with a name each, told apart by colour and dashes. `across`: first and last step of the
     axis, so that several charts have one. `zero`: the axis of values begins at 0."""
-    every = [p for points in lines.values() for p in points]
-    values = [p["value"] for p in every]
+    values = [p["value"] for points in lines.values() for p in points]
+    up = _rounded([0.0, *values] if zero else values)
+    # A copy: whoever draws it may write into it.
+    return deepcopy(_spec(tuple(lines), title, _rounded(across), up, figures, max(map(len, lines.values())) > 1))
+
+
+@lru_cache(SPECS_KEPT)
+def _spec(
+    names: tuple[str, ...], title: str, across: Extent, up: Extent, figures: str, are_lines: bool
+) -> dict[str, Any]:
+    """Kept, because making one takes 20 ms and a page has eight, for every viewer, every few seconds."""
     axis = {"tickCount": 4, "labelFlush": True}
-    names = list(lines)
     legend = alt.Legend(title=None, orient="top", symbolType="stroke", symbolSize=200, **_CLOSE) if names[1:] else None
     colours, dashes = [LINE, SECOND, THIRD][: len(names)], list(DASHES[: len(names)])
     base = alt.Chart(alt.NamedData("points")).encode(
-        x=alt.X(
-            "step:Q",
-            title=None,
-            scale=_domain(across),
-            axis=alt.Axis(grid=False, format="~s", **axis),
-        ),
-        y=alt.Y(
-            "value:Q",
-            title=None,
-            scale=_domain([0.0, *values] if zero else values),
-            axis=alt.Axis(format=figures, **axis),
-        ),
-        color=alt.Color("line:N", scale=alt.Scale(domain=names, range=colours), legend=legend),
+        x=alt.X("step:Q", title=None, scale=_scale(across), axis=alt.Axis(grid=False, format="~s", **axis)),
+        y=alt.Y("value:Q", title=None, scale=_scale(up), axis=alt.Axis(format=figures, **axis)),
+        color=alt.Color("line:N", scale=alt.Scale(domain=list(names), range=colours), legend=legend),
         tooltip=[
             alt.Tooltip("step:Q", format=","),
             alt.Tooltip("line:N", title="what"),
             alt.Tooltip("value:Q", title=title, format=",.4~g"),
         ],
     )
-    if max(map(len, lines.values())) > 1:
-        drawn = base.mark_line(strokeWidth=2).encode(
-            strokeDash=alt.StrokeDash("line:N", scale=alt.Scale(domain=names, range=dashes), legend=legend)
-        )
-    else:
-        drawn = base.mark_point()
-    whole = drawn.properties(height=HEIGHT_PIXELS, title=alt.TitleParams(title, anchor="start", fontSize=13))
-    spec: dict[str, Any] = whole.to_dict()
-    return {k: v for k, v in spec.items() if k not in ("data", "$schema", "config")}
+    drawn = base.mark_point()
+    if are_lines:
+        told_apart = alt.StrokeDash("line:N", scale=alt.Scale(domain=list(names), range=dashes), legend=legend)
+        drawn = base.mark_line(strokeWidth=2).encode(strokeDash=told_apart)
+    return _without_data(drawn.properties(height=HEIGHT_PIXELS, title=_title(title)).to_dict())
 
 
 _CLOSE = {"offset": 0, "padding": 0, "columnPadding": 8, "labelFontSize": 11, "labelOffset": 3}
@@ -106,10 +102,26 @@ def line_columns(lines: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, l
     }
 
 
+def _title(text: str) -> Any:
+    return alt.TitleParams(text, anchor="start", fontSize=13)
+
+
+def _without_data(spec: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in spec.items() if k not in ("data", "$schema", "config")}
+
+
 def _domain(values: Sequence[float]) -> Any:
+    return _scale(_rounded(values))
+
+
+def _scale(extent: Extent) -> Any:
+    return alt.Scale(domain=list(extent), nice=False)
+
+
+def _rounded(values: Sequence[float]) -> Extent:
     """Given, because Vega draws once before the data has come and complains of an empty extent; round, so that it seldom
     changes."""
     low, high = min(values), max(values)
     span = high - low or abs(high) or 1.0
     grain = 10 ** math.floor(math.log10(span)) / 5
-    return alt.Scale(domain=[math.floor(low / grain) * grain, math.ceil(high / grain) * grain], nice=False)
+    return math.floor(low / grain) * grain, math.ceil(high / grain) * grain

@@ -80,6 +80,13 @@ app.add_typer(grafana, name="grafana")
 @app.command()
 def demo(
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="seed of task, model and moments of the faults")] = 0,
+    algorithm: Annotated[
+        str, typer.Option(help="what it learns with: grpo, dapo, ppo or tppo (default: grpo)", metavar="NAME")
+    ] = "",
+    task: Annotated[
+        str,
+        typer.Option(help="what it learns: digit_parity (default), or long_addition of varying length", metavar="NAME"),
+    ] = "",
     faults: Annotated[
         str, typer.Option(help="faults in order, 'kind' or 'kind:how', comma separated; 'none' for the run to compare")
     ] = "rollout-kill,trainer-hang,rollout-slow",
@@ -102,7 +109,10 @@ def demo(
     from rolecall.rl_runtime.injector import KINDS
 
     names = parse_faults(faults, {name: kind.hows for name, kind in KINDS.items()})
-    job = demo_job(seed=seed, num_steps=steps, injection_allowed=bool(names) or allow_injection, settings=settings)
+    allowed = bool(names) or allow_injection
+    job = demo_job(
+        seed=seed, num_steps=steps, injection_allowed=allowed, settings=settings, algorithm=algorithm, task=task
+    )
     run_id = run_id or _new_run_id("demo", seed)
     return _execute(job, runs, run_id, names, not plain, minutes_max, hold_minutes, dashboard=not no_dashboard)
 

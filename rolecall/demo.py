@@ -9,6 +9,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 from rolecall.core.config import JobConfig, parse_job, read_yaml
@@ -24,13 +25,26 @@ CURE_DEADLINE_SECONDS = 150.0
 """A fault that is not cured within this counts as not cured; the demo goes on to the next."""
 WARM_STEPS = 8
 """Optimizer steps before the first fault: deadlines and peers' rates are learned from healthy work."""
+DEMO_OF: Mapping[str, Mapping[str, Any]] = MappingProxyType({"dapo": {"at_refill_limit": "take"}})
+"""Settings of an algorithm that are the demo's own. Its steps go on while a fault is open, and the task may be solved by
+then: DAPO would rightly say that there is nothing more to learn, and end the run."""
 
 
-def demo_job(*, seed: int, num_steps: int, injection_allowed: bool, settings: Sequence[str] = ()) -> JobConfig:
-    """The job of `rolecall demo`: acts on its own, and is otherwise the default job, changed by `settings`.
+def demo_job(
+    *,
+    seed: int,
+    num_steps: int,
+    injection_allowed: bool,
+    settings: Sequence[str] = (),
+    algorithm: str = "",
+    task: str = "",
+) -> JobConfig:
+    """The job of `rolecall demo`: acts on its own, and is otherwise the default job of `algorithm` and `task`, changed
+    by `settings`.
 
     Raises:
-        ConfigError: a setting is not `path=value`, or the job does not hold with it.
+        ConfigError: a setting is not `path=value`, says another name than `algorithm` or `task`, or the job does not
+            hold with it.
     """
     value: dict[str, Any] = {
         "name": "demo",
@@ -45,8 +59,15 @@ def demo_job(*, seed: int, num_steps: int, injection_allowed: bool, settings: Se
             _apply(value, setting)
         except (TypeError, ValueError) as e:
             problems.append(f"--set {setting}: {e}")
+    for section, name in (("algorithm", algorithm), ("task", task)):
+        said = value.setdefault(section, {})
+        if name and isinstance(said, dict) and said.setdefault("name", name) != name:
+            problems.append(f"--{section} {name}: --set says {section}.name={said['name']}")
     if problems:
         raise ConfigError([redacted(p) for p in problems])
+    own = value["algorithm"]
+    if isinstance(own, dict):
+        value["algorithm"] = {**DEMO_OF.get(str(own.get("name")), {}), **own}
     return parse_job(value, "demo")
 
 

@@ -185,7 +185,7 @@ def summary(report: Mapping[str, Any]) -> RenderableType:
         if pace["baseline"] is not None
         else "faultless pace, estimate"
     )
-    parts: list[RenderableType] = [Text(), _line((headline(report), style)), Text()]
+    parts: list[RenderableType] = [Text(), _line((headline(report), style)), _line((report["learns"], "dim")), Text()]
     if report["incidents"] or report["missed"]:
         parts += [_table(report), Text()]
     parts.append(

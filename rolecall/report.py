@@ -93,6 +93,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "run_id": facts.run_id,
         "name": str(facts.config.get("name", "")),
         "seed": _seed(facts),
+        "learns": _learns(facts.config),
         "config_digest": config_digest(facts),
         "ok": all(v["ok"] for v in verdict),
         "verdict": verdict,
@@ -224,6 +225,12 @@ def _effective(
         "ettr_with_start": ratio(zero),
         "ettr_baseline": baseline.get("ettr") if baseline else None,
     }
+
+
+def _learns(config: Mapping[str, Any]) -> str:
+    """`dapo on long_addition`, as far as the configuration says so."""
+    sections = [config.get(name) for name in ("algorithm", "task")]
+    return " on ".join(str(s["name"]) for s in sections if isinstance(s, Mapping) and s.get("name"))
 
 
 def _seed(facts: Facts) -> int | None:

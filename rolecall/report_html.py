@@ -66,7 +66,8 @@ def headline(report: Report) -> str:
 
 def _header(report: Report) -> str:
     when = datetime.fromtimestamp(float(report["started_at"]), UTC).strftime("%Y-%m-%d %H:%M UTC")
-    facts = [f"seed {report['seed']}", f"{report['num_steps']} steps in {seconds(report['wall_seconds'])}", when]
+    steps = f"{report['num_steps']} steps in {seconds(report['wall_seconds'])}"
+    facts = [*filter(None, [report["learns"]]), f"seed {report['seed']}", steps, when]
     return (
         f'<header><p class="eyebrow">rolecall run {escape(report["run_id"])}</p>'
         f"<h1>{escape(headline(report))}</h1>"

@@ -85,7 +85,7 @@ class Session:
         run, journal = self._create()
         screen = live.Screen(
             live=self.show,
-            title=f"{self.job.name} · run {run.run_id} · seed {self.job.seed}",
+            title=f"{self.job.name} · {self.job.learns} · run {run.run_id} · seed {self.job.seed}",
             num_steps=self.job.num_steps,
         )
         supervisor = Supervisor(run, self.job, self.clock)

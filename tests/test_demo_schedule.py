@@ -2,6 +2,7 @@
 
 import pytest
 
+from rolecall.core.config import JobConfig
 from rolecall.core.errors import ConfigError
 from rolecall.demo import GAP_SECONDS, WARM_STEPS, FaultSchedule, Stage, View, demo_job, parse_faults, strikes
 
@@ -91,3 +92,24 @@ def test_settings_that_are_none_are_all_named_at_once() -> None:
         demo_job(seed=1, num_steps=5, injection_allowed=True, settings=["name=x", *wrong])
     assert [p.split(": ", 1)[0] for p in caught.value.problems] == [f"--set {w}".split(": ", 1)[0] for w in wrong]
     assert all("\n" not in p for p in caught.value.problems)
+
+
+def demo_of(algorithm: str = "", task: str = "", *settings: str) -> JobConfig:
+    return demo_job(seed=1, num_steps=5, injection_allowed=True, settings=settings, algorithm=algorithm, task=task)
+
+
+def test_algorithm_and_task_are_picked_and_go_on_when_the_task_is_solved() -> None:
+    assert demo_of().learns == "grpo on digit_parity"
+    assert demo_of("tppo", "long_addition", "algorithm.window_tokens=4").learns == "tppo on long_addition"
+    assert demo_of("dapo").algorithm.at_refill_limit == "take"
+    assert demo_of("", "", "algorithm.name=dapo").algorithm.at_refill_limit == "take"
+    assert demo_of("dapo", "", "algorithm.at_refill_limit=fail").algorithm.at_refill_limit == "fail"
+    assert demo_of("dapo", "", "algorithm.name=dapo").algorithm.name == "dapo"
+    with pytest.raises(ConfigError, match=r"--algorithm dapo: --set says algorithm\.name=ppo"):
+        demo_of("dapo", "", "algorithm.name=ppo")
+    with pytest.raises(
+        ConfigError, match=r"task\.name: Input should be 'digit_parity' or 'long_addition', got 'chess'"
+    ):
+        demo_of("", "chess")
+    with pytest.raises(ConfigError, match="algorithm"):
+        demo_of("dapo", "", "algorithm=3")

@@ -61,7 +61,7 @@ class TaskConfig(Section):
     are short, some are long."""
     num_digits: Annotated[int, Field(ge=1, le=64)] = 12
     """Length of prompt and answer, the greatest one where lengths vary: raising it makes the task harder."""
-    base: Annotated[int, Field(ge=2, le=10)] = 3
+    base: Annotated[int, Field(ge=2, le=10)] = 2
     """Of long_addition's numbers: raising it makes the task harder, there are more sums to know."""
     fixed_length: bool = False
     """Every response is as long as the longest: for measurements of speed, where lengths must not change."""
@@ -222,6 +222,11 @@ class JobConfig(Section):
     def _without_password(self, value: str | None) -> str | None:
         # What is written into run.json and the report; the whole URL stands in `RunDir.database_path`.
         return None if value is None else redacted(value)
+
+    @property
+    def learns(self) -> str:
+        """How it learns what, for people: `dapo on long_addition`."""
+        return f"{self.algorithm.name} on {self.task.name}"
 
     def digest(self) -> str:
         """Names the configuration without seed: runs of one digest may be compared."""

@@ -109,7 +109,7 @@ class Spied(TrainerReplica):
             found = self.gradients[commit.step] = {}
             for network, divisor in ((state.policy, by.policy), (state.critic, by.value)):
                 for name, p in zip(network.names, network.parameters, strict=True) if network else ():
-                    found[f"{network.prefix}{name}"] = sums[start : start + p.numel()] / divisor
+                    found[f"{network.prefix}{name}"] = sums[start : start + p.numel()].view(p.shape) / divisor
                     start += p.numel()
             assert start == sums.numel()
             return apply(sums, by, commit)

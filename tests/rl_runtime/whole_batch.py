@@ -1,0 +1,144 @@
+"""A step computed once, in float64, of the whole batch: no padding, no microbatches, no replicas, no divisors.
+
+Each answer goes through the model alone. What its tokens are worth, and what every token's loss gives back, is asked of
+the equations (`reference_math.py`); autograd only carries that to the weights. Clip and AdamW are written out.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rolecall.core.config import JobConfig
+from rolecall.core.config_algorithm import AlgorithmConfig
+from rolecall.rl_runtime.model import make_model
+from rolecall.rl_runtime.network import ADAM_BETAS, Network
+from rolecall.rl_runtime.protocol import Group, Sample
+from rolecall.rl_runtime.task import make_task
+from rolecall.rl_runtime.tokenizer import vocabulary
+from rolecall.rl_runtime.trainer_state import CRITIC, TrainerState
+from tests.rl_runtime.reference_math import Answer, Method, Step, step
+
+CLIP_EPS, ADAM_EPS = 1e-6, 1e-8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """By parameter, the critic's names behind `critic/`."""
+
+    gradients: Mapping[str, Tensor]
+    weights: Mapping[str, Tensor]  # after the step
+    losses: Step
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    sample: Sample
+    logprobs: Tensor
+    entropies: Tensor
+    values: Tensor  # one more than tokens
+
+
+def whole_step(job: JobConfig, state: TrainerState, groups: Sequence[Group]) -> Whole:
+    """The step that `state` (float64; not changed) must make of `groups`."""
+    vocab = vocabulary(job.model, job.task.name)
+    reference = make_model(job.model, vocab, job.seed).double() if job.algorithm.kl_coefficient > 0 else None
+    rows, answers = [], []
+    for group in groups:
+        found = [_row(state, group, s) for s in group.samples]
+        rows += found
+        answers.append([_answer(job, state, reference, group, r) for r in found])
+    method = _method(job.algorithm, make_task(job.task, vocab, job.seed).max_new_tokens)
+    losses = step(answers, method)
+    policy = sum(
+        _dot(r.logprobs, a) + _dot(r.entropies, b)
+        for r, a, b in zip(rows, losses.by_logprob, losses.by_entropy, strict=True)
+    )
+    assert isinstance(policy, Tensor)
+    gradients, weights = _moved(state.policy, policy, job.algorithm.grad_norm_max, job.algorithm.learning_rate)
+    if state.critic is not None:
+        value = sum(_dot(r.values, v) for r, v in zip(rows, losses.by_value, strict=True))
+        assert isinstance(value, Tensor)
+        more = _moved(state.critic, value, job.algorithm.grad_norm_max, job.algorithm.value_learning_rate)
+        gradients |= {f"{CRITIC}{n}": g for n, g in more[0].items()}
+        weights |= {f"{CRITIC}{n}": w for n, w in more[1].items()}
+    return Whole(gradients=gradients, weights=weights, losses=losses)
+
+
+def _dot(tokens: Tensor, derivatives: Sequence[float]) -> Tensor:
+    return (tokens * torch.tensor(derivatives, dtype=torch.float64)).sum()
+
+
+def _row(state: TrainerState, group: Group, sample: Sample) -> _Row:
+    """What the models say of one answer, token by token."""
+    tokens = (*group.prompt_tokens, *sample.tokens)
+    start = len(group.prompt_tokens)
+    logprobs, entropies = _said(state.policy.module, tokens, start)
+    values = torch.zeros(len(sample.tokens) + 1, dtype=torch.float64)
+    if state.critic is not None:
+        values = state.critic.module(torch.tensor([tokens]))[0, start - 1 :]
+    return _Row(sample=sample, logprobs=logprobs, entropies=entropies, values=values)
+
+
+def _said(model: Any, tokens: Sequence[int], start: int) -> tuple[Tensor, Tensor]:
+    said = torch.log_softmax(model(input_ids=torch.tensor([tokens])).logits[0, start - 1 : -1], dim=-1)
+    picked = said[torch.arange(len(said)), torch.tensor(tokens[start:])]
+    return picked, -(said.exp() * said).sum(-1)
+
+
+def _answer(job: JobConfig, state: TrainerState, reference: Any, group: Group, row: _Row) -> Answer:
+    s, version = row.sample, state.commit.policy_version
+    frozen: list[float] = []
+    if reference is not None:
+        frozen = _said(reference, (*group.prompt_tokens, *s.tokens), len(group.prompt_tokens))[0].tolist()
+    return Answer(
+        logprobs=row.logprobs.tolist(),
+        sampler_logprobs=s.logprobs,
+        trained=[t >= s.first_fresh and version - v <= job.runtime.staleness_max for t, v in enumerate(s.versions)],
+        reward=s.reward,
+        cut=not s.is_over,
+        values=row.values.tolist(),
+        entropies=row.entropies.tolist(),
+        reference_logprobs=frozen,
+    )
+
+
+def _method(a: AlgorithmConfig, longest: int) -> Method:
+    return Method(
+        clip_low=a.clip_low,
+        clip_high=a.clip_high,
+        cap=a.importance_cap,
+        aggregation=a.aggregation,
+        longest=longest,
+        divide_by_std=a.divide_by_std,
+        overlong_longest=a.overlong_max or longest,
+        overlong_cache=a.overlong_cache,
+        entropy=a.entropy_coefficient,
+        kl=a.kl_coefficient,
+        critic=a.has_critic,
+        gamma=a.gamma,
+        lambda_policy=a.lambda_policy,
+        lambda_value=a.lambda_value,
+        cut_value=a.cut_value,
+    )
+
+
+def _moved(
+    network: Network, loss: Tensor, norm_max: float, learning_rate: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Gradients before the clip, and the weights behind AdamW's step."""
+    found: Any = torch.autograd.grad(loss, network.parameters, retain_graph=True)
+    norm = math.sqrt(sum(float((g * g).sum()) for g in found))
+    scale = min(1.0, norm_max / (norm + CLIP_EPS))
+    exported = dict(network.tensors())
+    n, (b1, b2) = network.optimizer_step + 1, ADAM_BETAS
+    weights = {}
+    for name, g in zip(network.names, found, strict=True):
+        at = {kind: exported[f"{network.prefix}{kind}/{name}"] for kind in ("weight", "exp_avg", "exp_avg_sq")}
+        m = (b1 * at["exp_avg"] + (1 - b1) * scale * g) / (1 - b1**n)
+        v = (b2 * at["exp_avg_sq"] + (1 - b2) * (scale * g) ** 2) / (1 - b2**n)
+        weights[name] = at["weight"] - learning_rate * m / (v.sqrt() + ADAM_EPS)
+    return dict(zip(network.names, found, strict=True)), weights

@@ -2,6 +2,7 @@
 
     fleet.ingest -> crash, user_code, stall + collective, slow, lost, nccl -> node_faults -> lost_ranks -> fusion -> diagnoses that stand now
     findings of panels (part of the observation), if nothing explains them ---^
+    collapse of the policy, which explains nobody's fault and is explained by none ---^
 
 A diagnosis is returned by every `observe` while its evidence holds, as the same object under the same key; when it is
 no longer returned, its evidence is gone. What an incarnation is accused of ends when its successor registers, or when
@@ -21,6 +22,7 @@ from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Suspect
 from rolecall.core.telemetry import Phase
 from rolecall.detector import collective, crash, fusion, lost, lost_ranks, pulled, slow, stall, unpaged, user_code
 from rolecall.detector.codec import decode, encode
+from rolecall.detector.collapse import CollapseWatch
 from rolecall.detector.fleet import Fleet
 from rolecall.detector.history import History
 from rolecall.detector.learned import learned_deadline
@@ -60,6 +62,7 @@ class Detector:
         self._fleet = Fleet(mask_proc_state=config.mask_proc_state)
         self._slow = SlowState()
         self._nodes, self._nccl = NodeFaults(), NcclStandings()
+        self._collapse = CollapseWatch()
         self._standing: dict[str, Diagnosis] = {}
         self._fault_wall = 0.0
         self._panels: list[PanelFault] = []
@@ -98,7 +101,9 @@ class Detector:
         self._pulled = pulled.take(self._pulled, observation.pulled_findings, findings)
         findings = [*findings, *self._pulled]
         of_panels = self._take_panels(observation.panel_findings, findings, all_stalls, now)
-        diagnoses = fusion.fuse(findings, self._standing, self._fleet.roster.sizes(), now, of_panels)
+        # Of the run and of no process: nobody is excused for it, and nobody's learning stops.
+        told = [*findings, *self._collapse.find(fleet, now)]
+        diagnoses = fusion.fuse(told, self._standing, self._fleet.roster.sizes(), now, of_panels)
         self._standing = {d.key: d for d in diagnoses}
         self._mark_quiet(findings)
         return diagnoses
@@ -281,6 +286,7 @@ class Detector:
             "panels": [[p.finding.to_dict(), p.last_wall, p.told] for p in self._panels],
             "trouble": list(self._trouble),
             "pulled": [f.to_dict() for f in self._pulled],
+            "collapse": self._collapse.to_dict(),
             "now": self._now,
         }
 
@@ -294,6 +300,7 @@ class Detector:
         self._standing = {d.key: d for d in decode(state["standing"])}
         self._fault_wall, self._now = state["fault_wall"], state["now"]
         self._pulled = [Finding.from_dict(f) for f in state.get("pulled", ())]
+        self._collapse = CollapseWatch.from_dict(state["collapse"]) if "collapse" in state else CollapseWatch()
         self._panels = [PanelFault(Finding.from_dict(f), *more) for f, *more in state.get("panels", ())]
         since, until = state.get("trouble", (0.0, 0.0))
         self._trouble = (since, until)

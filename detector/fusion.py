@@ -134,7 +134,8 @@ def _drop_consequences(findings: list[Finding], now: float) -> list[Finding]:
     crashed, hung = named.get(FaultClass.CRASH, set()), named.get(FaultClass.HANG, set())
     accused = crashed | hung | named.get(FaultClass.NETWORK, set())
     cut_off = {s.node for f in findings if f.fault_class == FaultClass.NETWORK for s in f.suspects}
-    broken_roles = {f.about.partition(":")[0] for f in findings if f.fault_class == FaultClass.USER_CODE}
+    # Not of a finding that is about no role's code, as the collapse of a policy is.
+    broken_roles = {f.about.partition(":")[0] for f in findings if f.fault_class == FaultClass.USER_CODE} - {""}
     kept = []
     for f in findings:
         who = _who(f.suspects)

@@ -5,6 +5,7 @@
     node lost, GPU, network                   the replicas named, on another node, if there is one
     anything on a quarantined node            the same: nothing is placed there again
     user code                                 stop the job, evict nobody: the same code would fail again anywhere
+    the policy collapsed                      nothing, whatever its class; a person is called
     cannot tell, control plane, data          nothing; a person is called
 
 The ladder climbs by cause (rungs that cannot help are skipped) and by count: a replacement that twice ends before its
@@ -36,6 +37,9 @@ REPLACE = frozenset(
 """Classes that a fresh process of the same replica cures, or at least settles."""
 MOVE = frozenset({FaultClass.NODE_LOST, FaultClass.GPU, FaultClass.NETWORK})
 """Classes that stay with the node: a replica that is named must go elsewhere; a node alone asks for a person."""
+COLLAPSE = "collapse"
+"""`Diagnosis.detectors` of a policy that collapsed. Its job still runs: to stop it on a statistical word would cost more,
+when the word is wrong, than a person who looks costs when it is right."""
 DEATHS_ON_START_MAX = 2
 """One death of a replacement may be a second fault; two in a row have their cause in what is started."""
 
@@ -150,6 +154,8 @@ def question(
 def decide(q: Question) -> Verdict:
     """What to do about it, and why."""
     d = q.diagnosis
+    if COLLAPSE in d.detectors:
+        return _nothing(q, f"{d.because}: no replacement helps, and whether to stop is for a person to say", person=True)
     if d.fault_class is FaultClass.USER_CODE:
         return _stop(q)
     if PERSON not in d.detectors:

@@ -117,7 +117,8 @@ class Diagnosis:
     gain_ratio: float | None = None
     """SLOW only: how many times slower than its peers the suspect works."""
     about: str = ""
-    """What it is in, where no suspect can say it: `<role>:<exception type>:<fingerprint of its frames>` of user code."""
+    """What it is in, where no suspect can say it: `<role>:<exception type>:<fingerprint of its frames>` of user code;
+    `:collapse` of a policy, where no role's code is accused."""
 
     @property
     def key(self) -> str:

@@ -69,6 +69,9 @@ ONLY_OF: Mapping[str, tuple[frozenset[AlgorithmName], str]] = MappingProxyType(
 )
 """Setting -> the algorithms that have it, and why the others do not."""
 CLIPS = ("clip_low", "clip_high")
+"""Have no meaning with `importance_cap`."""
+FILTERS = ("filter_by", "refills_max", "at_refill_limit")
+"""Have no meaning without `dynamic_sampling`."""
 
 
 class AlgorithmConfig(Section):
@@ -80,7 +83,7 @@ class AlgorithmConfig(Section):
     """B of the constant-work law: each optimizer step uses exactly this many, whatever the number of survivors."""
     groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 4
     learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
-    grad_norm_max: Annotated[float, Field(gt=0)] = 1.0
+    grad_norm_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.5
     clip_high: Annotated[float, Field(gt=0, lt=10)] = 1.0
     """A token's ratio to the policy that made it is clipped to [1 - clip_low, 1 + clip_high]. DAPO's 0.2 and 0.28 suit
@@ -168,6 +171,7 @@ class AlgorithmConfig(Section):
 
     def _rules(self) -> list[tuple[bool, str]]:
         """(whether it holds, what to say otherwise)."""
+        given = [key for key in FILTERS if key in self.model_fields_set]
         dapo, tppo = self.name is AlgorithmName.DAPO, self.name is AlgorithmName.TPPO
         instead = "begin with `name: grpo` to switch its parts on one by one"
         return [
@@ -185,6 +189,10 @@ class AlgorithmConfig(Section):
                 f"group_size must be at least 2: {self.name} compares the samples of a prompt",
             ),
             (
+                self.dynamic_sampling or not given,
+                f"{', '.join(given)}: no meaning without dynamic_sampling, every group is trained on then",
+            ),
+            (
                 self.overlong_max is None or self.overlong_cache > 0,
                 "overlong_max has no meaning without overlong_cache",
             ),
@@ -197,5 +205,5 @@ class AlgorithmConfig(Section):
     @model_serializer(mode="wrap")
     def _only_what_it_has(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         said: dict[str, Any] = handler(self)
-        unused = () if self.importance_cap is None else CLIPS
+        unused = (*(CLIPS if self.importance_cap is not None else ()), *(() if self.dynamic_sampling else FILTERS))
         return {k: v for k, v in said.items() if k not in unused and (k not in ONLY_OF or self.name in ONLY_OF[k][0])}

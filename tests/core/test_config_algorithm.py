@@ -1,0 +1,316 @@
+"""Section `algorithm`: what belongs to which algorithm, what contradicts itself, and that a job is what was written.
+
+pytest tests/core/test_config_algorithm.py
+"""
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rolecall.core.config import JobConfig, parse_job
+from rolecall.core.config_algorithm import (
+    CLIPS,
+    DEFAULTS,
+    FILTERS,
+    GROUP_RELATIVE,
+    ONLY_OF,
+    WITH_CRITIC,
+    AlgorithmConfig,
+    AlgorithmName,
+)
+from rolecall.core.errors import ConfigError
+
+# A legal value, and not the default, of every setting that only some algorithms have.
+OTHER: dict[str, Any] = {
+    "divide_by_std": False,
+    "dynamic_sampling": True,
+    "filter_by": "exact",
+    "refills_max": 3,
+    "at_refill_limit": "take",
+    "gamma": 0.9,
+    "lambda_policy": 0.5,
+    "lambda_value": 0.5,
+    "value_learning_rate": 0.5,
+    "window_tokens": 4,
+    "cut_value": "previous",
+    "prefixes": "train",
+}
+FOREIGN = [(name, key) for key, (names, _) in ONLY_OF.items() for name in AlgorithmName if name not in names]
+OWN = [(name, key) for key, (names, _) in ONLY_OF.items() for name in AlgorithmName if name in names]
+
+
+def made(**said: Any) -> AlgorithmConfig:
+    return AlgorithmConfig.model_validate(said)
+
+
+def refusal(**said: Any) -> str:
+    """The one sentence with which it is refused."""
+    with pytest.raises(ValidationError) as caught:
+        made(**said)
+    (error,) = caught.value.errors()
+    return str(error["msg"])
+
+
+# --- each algorithm's own
+
+
+def test_every_setting_that_some_lack_is_tried() -> None:
+    assert OTHER.keys() == ONLY_OF.keys()
+    assert AlgorithmConfig.model_fields.keys() >= {*ONLY_OF, *CLIPS, *FILTERS}
+    assert GROUP_RELATIVE | WITH_CRITIC == set(AlgorithmName) == DEFAULTS.keys()
+    assert not GROUP_RELATIVE & WITH_CRITIC
+
+
+@pytest.mark.parametrize(("name", "key"), FOREIGN)
+def test_what_belongs_to_another_algorithm_is_refused_with_the_reason(name: AlgorithmName, key: str) -> None:
+    _, why = ONLY_OF[key]
+    for value in (OTHER[key], AlgorithmConfig.model_fields[key].default):
+        assert f"{key} has no meaning for {name}: {why}" in refusal(name=name, **{key: value})
+
+
+@pytest.mark.parametrize(("name", "key"), OWN)
+def test_what_an_algorithm_has_may_be_given_and_is_said(name: AlgorithmName, key: str) -> None:
+    if (name, key) == ("dapo", "divide_by_std"):
+        return  # a rule of its own
+    needed = {"dynamic_sampling": True} if key in FILTERS else {}
+    found = made(name=name, **needed, **{key: OTHER[key]})
+    assert getattr(found, key) == OTHER[key] == found.model_dump()[key]
+
+
+@pytest.mark.parametrize("name", AlgorithmName)
+def test_an_algorithm_says_nothing_of_what_it_lacks(name: AlgorithmName) -> None:
+    assert not {key for n, key in FOREIGN if n is name} & made(name=name).model_dump().keys()
+
+
+def test_all_that_is_foreign_is_told_at_once() -> None:
+    said = refusal(name="grpo", gamma=0.9, window_tokens=3)
+    assert "gamma has" in said and "window_tokens has" in said
+
+
+# --- defaults
+
+
+def test_defaults_of_each_name() -> None:
+    grpo, dapo, ppo, tppo = (made(name=n) for n in AlgorithmName)
+    assert grpo == AlgorithmConfig() == made()
+    assert (grpo.aggregation, grpo.divide_by_std, grpo.dynamic_sampling, grpo.overlong_cache) == (
+        "constant",
+        True,
+        False,
+        0,
+    )
+    assert (dapo.aggregation, dapo.dynamic_sampling, dapo.divide_by_std) == ("token", True, True)
+    assert dapo.overlong_cache > 0 and dapo.clip_high > dapo.clip_low and dapo.kl_coefficient == 0
+    assert tppo.group_size == 1 and tppo.window_tokens is not None
+    assert [a.has_critic for a in (grpo, dapo, ppo, tppo)] == [False, False, True, True]
+    assert [a.window_tokens is None for a in (grpo, dapo, ppo, tppo)] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("name", AlgorithmName)
+def test_a_names_defaults_hold_where_nothing_is_given_and_give_way(name: AlgorithmName) -> None:
+    found = made(name=name)
+    assert {key: getattr(found, key) for key in DEFAULTS[name]} == DEFAULTS[name]
+    assert made(name=name, learning_rate=0.25).learning_rate == 0.25
+    assert made(name=name, clip_low=0.125).clip_low == 0.125
+
+
+def test_groups_of_a_step() -> None:
+    assert made(microbatches_per_step=3, groups_per_microbatch=5).groups_per_step == 15
+
+
+# --- rules
+
+RULES: dict[str, tuple[dict[str, Any], str]] = {
+    "dapo without sampling": ({"name": "dapo", "dynamic_sampling": False}, "dapo without dynamic_sampling is not DAPO"),
+    "dapo by sample": ({"name": "dapo", "aggregation": "sample"}, "dapo weighs tokens"),
+    "dapo without deviation": ({"name": "dapo", "divide_by_std": False}, "dapo divides advantages"),
+    "dapo without punishment": ({"name": "dapo", "overlong_cache": 0}, "dapo punishes length softly"),
+    "dapo clips evenly": ({"name": "dapo", "clip_low": 0.2, "clip_high": 0.2}, "dapo clips higher above than below"),
+    "dapo capped": ({"name": "dapo", "importance_cap": 2.0}, "dapo clips, importance_cap does not"),
+    "dapo with divergence": ({"name": "dapo", "kl_coefficient": 0.1}, "dapo has no divergence term"),
+    "tppo in groups": ({"name": "tppo", "group_size": 2}, "its groups have one sample"),
+    "tppo without windows": ({"name": "tppo", "window_tokens": None}, "tppo needs window_tokens"),
+    "grpo alone": ({"group_size": 1}, "group_size must be at least 2: grpo compares the samples of a prompt"),
+    "filter of nothing": ({"filter_by": "exact"}, "filter_by: no meaning without dynamic_sampling"),
+    "punishment at a length, of nothing": ({"overlong_max": 4}, "overlong_max has no meaning without overlong_cache"),
+    "punishment longer than all": (
+        {"overlong_max": 4, "overlong_cache": 5},
+        "overlong_cache (5) is longer than overlong_max (4)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("said", "why"), RULES.values(), ids=RULES)
+def test_a_contradiction_is_refused_with_the_reason(said: dict[str, Any], why: str) -> None:
+    assert why in refusal(**said)
+
+
+def test_every_rule_is_tried() -> None:
+    assert len(AlgorithmConfig()._rules()) == len(RULES)
+    tried = [why for _, why in RULES.values()]
+    assert len(set(tried)) == len(tried)
+
+
+ALLOWED: dict[str, dict[str, Any]] = {
+    "a critic alone": {"name": "ppo", "group_size": 1},
+    "a critic in groups": {"name": "ppo", "group_size": 8},
+    "a critic, with a punishment of length": {"name": "ppo", "overlong_cache": 2, "overlong_max": 2},
+    "dapo's parts one by one: clip": {"clip_low": 0.2, "clip_high": 0.28},
+    "dapo's parts one by one: tokens": {"aggregation": "token"},
+    "dapo's parts one by one: sampling": {"dynamic_sampling": True, "filter_by": "exact", "refills_max": 1},
+    "dapo's parts one by one: length": {"overlong_cache": 2},
+    "no limit on ratios but a cap": {"importance_cap": 1.0},
+}
+
+
+@pytest.mark.parametrize("said", ALLOWED.values(), ids=ALLOWED)
+def test_what_makes_sense_is_allowed(said: dict[str, Any]) -> None:
+    found = made(**said)
+    assert {key: getattr(found, key) for key in said} == said
+
+
+@pytest.mark.parametrize("key", FILTERS)
+@pytest.mark.parametrize("given", [{}, {"dynamic_sampling": False}], ids=["by default", "off"])
+def test_settings_of_a_filter_that_is_off_are_refused(given: dict[str, Any], key: str) -> None:
+    assert f"{key}: no meaning without dynamic_sampling" in refusal(**given, **{key: OTHER[key]})
+    assert key not in made(**given).model_dump()
+    assert getattr(made(dynamic_sampling=True, **{key: OTHER[key]}), key) == OTHER[key]
+
+
+@pytest.mark.parametrize("name", [n for n in AlgorithmName if n != "dapo"])
+@pytest.mark.parametrize("key", CLIPS)
+def test_with_a_cap_nothing_is_clipped(name: str, key: str) -> None:
+    assert f"{key} has no meaning with importance_cap" in refusal(name=name, importance_cap=2.0, **{key: 0.3})
+    assert key not in made(name=name, importance_cap=2.0).model_dump()
+    assert made(name=name, importance_cap=None, **{key: 0.3}).model_dump()[key] == 0.3
+
+
+UNFIT: dict[str, dict[str, Any]] = {
+    "no such algorithm": {"name": "reinforce"},
+    "a list for a name": {"name": ["grpo"]},
+    "unknown key": {"clip": 0.2},
+    "clip of everything": {"clip_low": 1.0},
+    "no clip range": {"clip_high": 0.0},
+    "cap below 1": {"importance_cap": 0.5},
+    "no number": {"learning_rate": math.nan},
+    "endless": {"grad_norm_max": math.inf},
+    "no norm": {"grad_norm_max": 0.0},
+    "aggregation": {"aggregation": "mean"},
+    "no discount factor": {"name": "ppo", "gamma": 0.0},
+    "lambda above 1": {"name": "ppo", "lambda_policy": 1.1},
+    "no window": {"name": "tppo", "window_tokens": 0},
+    "cut": {"name": "tppo", "cut_value": "zero"},
+    "prefixes": {"name": "tppo", "prefixes": "drop"},
+    "no refills": {"dynamic_sampling": True, "refills_max": 0},
+    "negative divergence": {"kl_coefficient": -0.1},
+    "negative cache": {"overlong_cache": -1},
+}
+
+
+@pytest.mark.parametrize("said", UNFIT.values(), ids=UNFIT)
+def test_what_is_no_value_is_refused_at_its_place(said: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_job({"algorithm": said})
+    *_, key = said
+    assert any(problem.startswith(f"algorithm.{key}: ") for problem in caught.value.problems)
+
+
+def test_a_contradiction_in_a_job_file_names_the_section() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_job({"algorithm": {"name": "ppo", "refills_max": 3}})
+    (problem,) = caught.value.problems
+    assert problem.startswith("algorithm: refills_max has no meaning for ppo: only dynamic sampling filters groups")
+
+
+@pytest.mark.parametrize("section", [None, [], "grpo", 3])
+def test_a_section_of_another_kind_is_refused(section: Any) -> None:
+    with pytest.raises(ConfigError, match="algorithm"):
+        parse_job({"algorithm": section})
+
+
+LONGEST = JobConfig().task.max_new_tokens
+TOO_LONG = [
+    ("overlong_max", {"overlong_cache": 1, "overlong_max": LONGEST + 1}),
+    ("overlong_cache", {"overlong_cache": LONGEST + 1}),
+    ("window_tokens", {"name": "tppo", "window_tokens": LONGEST + 1}),
+]
+
+
+@pytest.mark.parametrize(("key", "said"), TOO_LONG, ids=[key for key, _ in TOO_LONG])
+def test_lengths_are_held_against_the_tasks_longest_response(key: str, said: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"algorithm\.{key} \({LONGEST + 1}\) is longer than the longest response"):
+        parse_job({"algorithm": said})
+    parse_job({"algorithm": {**said, key: LONGEST}})
+
+
+# --- written and read
+
+
+def test_it_is_frozen() -> None:
+    with pytest.raises(ValidationError):
+        made().group_size = 3
+
+
+def settings_of(name: AlgorithmName) -> st.SearchStrategy[dict[str, Any]]:
+    """Settings that fit the name and one another."""
+    chosen: dict[str, st.SearchStrategy[Any]] = {
+        "learning_rate": st.floats(0, 1),
+        "grad_norm_max": st.floats(0.001, 1e6),
+        "entropy_coefficient": st.floats(0, 1),
+        "microbatches_per_step": st.integers(1, 1024),
+    }
+    chosen |= {key: st.just(OTHER[key]) for n, key in OWN if n is name and key not in FILTERS}
+    if name == "dapo":
+        del chosen["divide_by_std"]
+        chosen |= {"clip_high": st.floats(0.3, 9), "overlong_cache": st.integers(1, 9)}
+    else:
+        chosen |= {"kl_coefficient": st.floats(0, 10), "aggregation": st.sampled_from(["constant", "token", "sample"])}
+    ways: list[st.SearchStrategy[dict[str, Any]]] = [
+        st.fixed_dictionaries({}, optional={"clip_low": st.floats(0.01, 0.2)}),
+        st.fixed_dictionaries({"importance_cap": st.floats(1, 1000)}),
+    ]
+    way = ways[0] if name == "dapo" else st.one_of(ways)
+    plain = st.fixed_dictionaries({"name": st.just(name)}, optional=chosen)
+    filters = st.fixed_dictionaries({}, optional={key: st.just(OTHER[key]) for key in FILTERS})
+
+    def joined(parts: tuple[dict[str, Any], dict[str, Any], dict[str, Any]]) -> dict[str, Any]:
+        said, weight, sampling = parts
+        filtering = name == "dapo" or said.get("dynamic_sampling", False)
+        return {**said, **weight, **(sampling if filtering else {})}
+
+    return st.tuples(plain, way, filters).map(joined)
+
+
+@given(said=st.sampled_from(AlgorithmName).flatmap(settings_of))
+def test_it_survives_being_written_and_read(said: dict[str, Any]) -> None:
+    config = made(**said)
+    assert {key: getattr(config, key) for key in said} == said
+    assert AlgorithmConfig.model_validate(config.model_dump()) == config
+    assert AlgorithmConfig.model_validate(config.model_dump(mode="json")) == config
+    text = config.model_dump_json()
+    assert AlgorithmConfig.model_validate_json(text) == config
+    assert AlgorithmConfig.model_validate_json(text).model_dump_json() == text
+    assert config.model_dump(mode="json") == json.loads(text)
+
+
+@pytest.mark.parametrize("name", AlgorithmName)
+def test_a_whole_job_survives_too(name: str) -> None:
+    job = parse_job({"algorithm": {"name": name}})
+    assert parse_job(job.model_dump(mode="json")) == job == JobConfig.model_validate_json(job.model_dump_json())
+
+
+def test_the_digest_knows_every_setting() -> None:
+    jobs = [parse_job({"algorithm": {"name": name}}) for name in AlgorithmName]
+    for name, key in OWN:
+        if (name, key) != ("dapo", "divide_by_std"):
+            said = {"name": name, **({"dynamic_sampling": True} if key in FILTERS else {}), key: OTHER[key]}
+            jobs.append(parse_job({"algorithm": said}))
+    # Of dapo, dynamic_sampling is no change; of grpo, it is the base of its filters.
+    assert len({job.digest() for job in jobs}) == len({job.model_dump_json() for job in jobs}) == len(jobs) - 1
+    written = parse_job({"algorithm": made().model_dump()})
+    assert written.digest() == JobConfig().digest(), "defaults are the same whether they are written out or not"

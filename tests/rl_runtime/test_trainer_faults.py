@@ -29,8 +29,9 @@ GROUP_TIMEOUT_SECONDS = 600.0
 
 
 @pytest.fixture
-def team() -> Iterator[Team]:
-    team = Team(tiny_job(group_timeout_seconds=GROUP_TIMEOUT_SECONDS))
+def team(request: pytest.FixtureRequest) -> Iterator[Team]:
+    """Of the algorithm that a test names as this fixture's parameter; of grpo where it names none."""
+    team = Team(tiny_job(getattr(request, "param", "grpo"), group_timeout_seconds=GROUP_TIMEOUT_SECONDS))
     yield team
     team.close()
 
@@ -44,9 +45,9 @@ def pair(team: Team, **of_the_second: Any) -> tuple[TrainerProcess, TrainerProce
     return members
 
 
-def failure_free(steps: int) -> Spied:
+def failure_free(steps: int, name: str = "grpo") -> Spied:
     """One replica that computes everything: what every other way of splitting the work must equal."""
-    job = tiny_job()
+    job = tiny_job(name)
     alone = Spied(replica=replica_id("trainer", 0), incarnation=1, job=job, bucket_bytes=BUCKET_BYTES)
     alone.join(1, 1, 0, 1, "127.0.0.1", 0)
     for step in range(steps):
@@ -123,6 +124,7 @@ def test_killed_peer_costs_no_step(team: Team, stops: dict[str, int]) -> None:
     assert_gradients_equal(survivor.ask("gradient_of", 0), failure_free(1).gradient_of(0))
 
 
+@pytest.mark.parametrize("team", ["grpo", "dapo", "tppo"], indirect=True)
 def test_two_survivors_share_the_work_of_the_third(team: Team) -> None:
     one, other, victim = team.start(0), team.start(1), team.start(2, stops={"bucket": 2})
     [m.ready() for m in (one, other, victim)]
@@ -137,7 +139,13 @@ def test_two_survivors_share_the_work_of_the_third(team: Team) -> None:
     team.tell_step(0, {one: [0, 2], other: [1, 3]})
     commits = [m.answer().commit for m in (one, other)]
     assert commits[0] == commits[1]
-    assert_gradients_equal(one.ask("gradient_of", 0), failure_free(1).gradient_of(0))
+    wanted = failure_free(1, team.job.algorithm.name)
+    assert_gradients_equal(one.ask("gradient_of", 0), wanted.gradient_of(0))
+    got, whole = one.ask("exported")[0], wanted.exported()[0]
+    assert got.keys() == whole.keys()
+    assert any(n.startswith("critic/") for n in got) == team.job.algorithm.has_critic
+    for name in (n for n in whole if "weight/" in n):
+        assert np.linalg.norm(got[name] - whole[name]) <= REL_L2_MAX * np.linalg.norm(whole[name]), name
 
 
 def test_killed_after_the_commit_the_survivor_has_it_too(team: Team) -> None:
@@ -194,6 +202,7 @@ def test_join_without_its_peer_ends_at_the_timeout() -> None:
         team.close()
 
 
+@pytest.mark.parametrize("team", ["grpo", "ppo"], indirect=True)
 def test_replacement_copies_a_survivor_bit_by_bit_and_joins(team: Team) -> None:
     survivor, victim = pair(team)
     team.tell_step(0, {survivor: [0, 1], victim: [2, 3]})
@@ -216,7 +225,7 @@ def test_replacement_copies_a_survivor_bit_by_bit_and_joins(team: Team) -> None:
     team.tell_step(2, {survivor: [0, 1], replacement: [2, 3]})
     assert survivor.answer().commit == replacement.answer().commit
     assert_same_state(replacement.ask("exported"), survivor.ask("exported"))
-    assert_gradients_equal(survivor.ask("gradient_of", 2), failure_free(3).gradient_of(2))
+    assert_gradients_equal(survivor.ask("gradient_of", 2), failure_free(3, team.job.algorithm.name).gradient_of(2))
 
 
 def test_vote_refuses_what_members_do_not_share(team: Team) -> None:
@@ -230,7 +239,12 @@ def test_vote_refuses_what_members_do_not_share(team: Team) -> None:
         for member in (one, other):
             with pytest.raises(VoteRefused, match=because):
                 member.answer()
-    other.ask("corrupt_weight")
+
+
+@pytest.mark.parametrize(("team", "network"), [("grpo", "policy"), ("ppo", "critic")], indirect=["team"])
+def test_members_that_drifted_apart_do_not_go_on(team: Team, network: str) -> None:
+    one, other = pair(team)
+    other.ask("corrupt_weight", network)
     team.tell_step(0, {one: [0, 1], other: [2, 3]})
     for member in (one, other):
         with pytest.raises(VoteRefused, match="weights_digest"):
@@ -238,9 +252,12 @@ def test_vote_refuses_what_members_do_not_share(team: Team) -> None:
         assert member.ask("commit_record").step == -1
 
 
-def test_not_a_number_names_the_replica_that_made_it(team: Team) -> None:
+@pytest.mark.parametrize(
+    ("team", "network"), [("grpo", "policy"), ("ppo", "policy"), ("ppo", "critic")], indirect=["team"]
+)
+def test_not_a_number_names_the_replica_that_made_it(team: Team, network: str) -> None:
     one, other = pair(team)
-    other.ask("corrupt_weight", "policy", float("nan"))
+    other.ask("corrupt_weight", network, float("nan"))
     team.tell_step(0, {one: [0, 1], other: [2, 3]})
     for member in (one, other):
         with pytest.raises(NotFinite) as bad:

@@ -22,10 +22,11 @@ from rolecall.core.errors import RolecallError
 from rolecall.core.ids import ReplicaId, replica_id
 from rolecall.core.journal import ChainHead
 from rolecall.core.store import GENESIS
+from rolecall.rl_runtime.batching import form_microbatches
 from rolecall.rl_runtime.objective import Divisors
-from rolecall.rl_runtime.protocol import Group, Microbatch, Sample
+from rolecall.rl_runtime.protocol import End, Group, Microbatch, Sample
 from rolecall.rl_runtime.reduce import LOOPBACK
-from rolecall.rl_runtime.task import make_task
+from rolecall.rl_runtime.task import Prompt, make_task
 from rolecall.rl_runtime.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer import TrainerReplica
 from tests.netns import Machine
@@ -47,8 +48,9 @@ class Place:
     secret: str = ""
 
 
-def tiny_job(**runtime: Any) -> JobConfig:
-    """Four microbatches of one group of four samples; about 10 k parameters, three buckets."""
+def tiny_job(name: str = "grpo", **runtime: Any) -> JobConfig:
+    """Four microbatches of one group of four samples; about 10 k parameters, three buckets. T-PPO: of four windows."""
+    own = {"groups_per_microbatch": 4, "window_tokens": 3} if name == "tppo" else {"group_size": 4}
     return parse_job(
         {
             "model": {
@@ -61,10 +63,11 @@ def tiny_job(**runtime: Any) -> JobConfig:
             },
             "task": {"num_digits": 4},
             "algorithm": {
-                "group_size": 4,
+                "name": name,
                 "microbatches_per_step": 4,
                 "groups_per_microbatch": 1,
                 "learning_rate": 1e-3,
+                **own,
             },
             "runtime": runtime,
         }
@@ -72,28 +75,33 @@ def tiny_job(**runtime: Any) -> JobConfig:
 
 
 def make_microbatches(job: JobConfig, step: int) -> list[Microbatch]:
-    """Groups with random answers and made-up log-probabilities: the gradient does not ask where they came from."""
+    """Groups with random answers and made-up log-probabilities: the gradient does not ask where they came from.
+
+    Of T-PPO, every other window is cut, and has a token of context.
+    """
     vocab = vocabulary(job.model, job.task.name)
     task = make_task(job.task, vocab, job.seed)
     rng = random.Random(step)
-    microbatches = []
-    for number in range(job.algorithm.microbatches_per_step):
-        prompt = task.prompt(step * job.algorithm.microbatches_per_step + number)
-        samples = []
-        for index in range(job.algorithm.group_size):
-            tokens = tuple(rng.randrange(vocab.size) for _ in range(rng.randint(2, task.max_new_tokens)))
-            samples.append(
-                Sample(
-                    request_id=f"{prompt.group_id}.{index}",
-                    tokens=tokens,
-                    logprobs=tuple(rng.uniform(-3.0, -1.5) for _ in tokens),
-                    versions=tuple(max(0, step - rng.randint(0, 2)) for _ in tokens),
-                    reward=task.reward(prompt.tokens, tokens),
-                )
-            )
-        group = Group(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=tuple(samples))
-        microbatches.append(Microbatch(microbatch_id=f"{step}.{number}", groups=(group,)))
-    return microbatches
+
+    def sample(prompt: Prompt, index: int, cut: bool) -> Sample:
+        tokens = tuple(rng.randrange(vocab.size) for _ in range(rng.randint(2, task.max_new_tokens)))
+        return Sample(
+            request_id=f"{prompt.group_id}.{index}",
+            tokens=tokens,
+            logprobs=tuple(rng.uniform(-3.0, -1.5) for _ in tokens),
+            versions=tuple(max(0, step - rng.randint(0, 2)) for _ in tokens),
+            reward=task.reward(prompt.tokens, tokens),
+            end=End.CUT if cut else End.STOP,
+            first_fresh=int(cut),
+        )
+
+    groups = []
+    for number in range(step * job.algorithm.groups_per_step, (step + 1) * job.algorithm.groups_per_step):
+        prompt = task.prompt(number)
+        cut = job.algorithm.window_tokens is not None and number % 2 == 1
+        samples = tuple(sample(prompt, index, cut) for index in range(job.algorithm.group_size))
+        groups.append(Group(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=samples))
+    return form_microbatches(step, groups, job.algorithm.microbatches_per_step)
 
 
 class Spied(TrainerReplica):

@@ -78,7 +78,7 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contribution:
-    """One member's part of a step. `gradient`: flat float64."""
+    """One member's part of a step. `gradient`: flat float64, and not to be changed."""
 
     gradient: torch.Tensor
     stats: tuple[MicrobatchStats, ...]
@@ -124,14 +124,17 @@ class PartialStep:
             return tuple(sorted(self._done)) if self._step == step else ()
 
     def taken(self, wanted: AbstractSet[str]) -> Contribution | None:
-        """A copy of the sum and what is in it; None when that is not exactly `wanted`."""
+        """The sum and what is in it; None when that is not exactly `wanted`.
+
+        Not a copy: who adds is who took it, and clearing leaves it as it is.
+        """
         with self._lock:
             if self._done.keys() != wanted:
                 return None
             stats = tuple(stats for _, stats in self._done.values())
-            return Contribution(gradient=self._sum.clone(), stats=stats)
+            return Contribution(gradient=self._sum, stats=stats)
 
     def _clear(self, step: int) -> None:
         self._step = step
-        self._sum.zero_()
+        self._sum = torch.zeros_like(self._sum)
         self._done.clear()

@@ -62,12 +62,12 @@ PANELS = (
     Panel(
         title="KL to the sampler, nats a token",
         lines=(("kl_sampler", "KL"),),
-        normal="A few hundredths at most, more where tokens are old. A rise that stays: trainers leave the engines behind.",
+        normal="Below 0.05, stale tokens counted. A rise that stays: the policy runs away from its engines.",
     ),
     Panel(
         title="trainer and engine disagree by",
         lines=(("log_ratio_max", "largest log-ratio"),),
-        normal="Of the very same weights: rounding, far below 0.1. More: one of the two computes wrong.",
+        normal="Of the very same weights: rounding only, below 0.01 in one precision. More: one of the two computes wrong.",
     ),
     Panel(
         title="explained variance of the critic",

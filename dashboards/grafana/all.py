@@ -14,6 +14,7 @@ from rolecall.dashboards.grafana.network import network
 from rolecall.dashboards.grafana.overview import overview
 from rolecall.dashboards.grafana.replica import replica
 from rolecall.dashboards.grafana.roles import roles
+from rolecall.dashboards.grafana.training import training
 
 
 def dashboards(incidents_at: str = "") -> list[Dashboard]:
@@ -22,7 +23,7 @@ def dashboards(incidents_at: str = "") -> list[Dashboard]:
     if incidents_at:
         _checked(incidents_at)
     links = incidents(incidents_at)
-    return [overview(links), roles(), replica(links), gpus(), network(), itself()]
+    return [overview(links), training(), roles(), replica(links), gpus(), network(), itself()]
 
 
 def documents(incidents_at: str = "") -> list[dict[str, Any]]:

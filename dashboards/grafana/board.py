@@ -44,8 +44,8 @@ VARIABLE_REF = "PrometheusVariableQueryEditor-VariableQuery"
 LABEL_VALUES, QUERY_RESULT = 1, 3
 """Kinds of variables of Grafana's Prometheus source."""
 
-OVERVIEW, ROLES, REPLICA, GPUS, NETWORK, ITSELF = (
-    f"rolecall-{name}" for name in ("overview", "roles", "replica", "gpus", "network", "itself")
+OVERVIEW, TRAINING, ROLES, REPLICA, GPUS, NETWORK, ITSELF = (
+    f"rolecall-{name}" for name in ("overview", "training", "roles", "replica", "gpus", "network", "itself")
 )
 """Addresses of the dashboards."""
 
@@ -174,6 +174,7 @@ def _datasource() -> builders.DatasourceVariable:
 
 _PAGES = (
     (OVERVIEW, "Run overview"),
+    (TRAINING, "Training health"),
     (ROLES, "Roles"),
     (REPLICA, "One replica"),
     (GPUS, "GPUs of a node"),

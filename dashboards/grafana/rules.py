@@ -3,7 +3,7 @@ says what rolecall sees, and its runbook what rolecall has done already and what
 
 An expression with a metric that the catalogue does not have, or a label that the metric does not have, is refused when it
 is made: in Prometheus it would be silent for ever. `rules_yaml()` is the rules as files; the alerts themselves are in
-`rules_watch.py` (the watch, people, the run) and `rules_nodes.py` (agents, GPUs, links, disks).
+`rules_watch.py` (the watch, people, the run), `rules_training.py` and `rules_nodes.py` (agents, GPUs, links, disks).
 """
 
 import re
@@ -90,10 +90,14 @@ def groups() -> Mapping[str, tuple[Group, ...]]:
     # Here, because they are made of what is above.
     from rolecall.dashboards.grafana.rules_nodes import NODE_GROUPS
     from rolecall.dashboards.grafana.rules_records import RECORD_GROUPS
+    from rolecall.dashboards.grafana.rules_training import TRAINING_GROUPS
     from rolecall.dashboards.grafana.rules_watch import WATCH_GROUPS
 
     return MappingProxyType(
-        {"rolecall-alerts.yaml": (*WATCH_GROUPS, *NODE_GROUPS), "rolecall-records.yaml": RECORD_GROUPS}
+        {
+            "rolecall-alerts.yaml": (*WATCH_GROUPS, *TRAINING_GROUPS, *NODE_GROUPS),
+            "rolecall-records.yaml": RECORD_GROUPS,
+        }
     )
 
 

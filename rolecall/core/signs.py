@@ -74,8 +74,7 @@ SIGNS = (
         metric="kl_sampler_nats",
         unit="nats",
         help="KL from those who made the tokens to the policy, a token",
-        normal="A few hundredths at most: staleness raises it a little. A rise that stays means that engines and trainers "
-        "no longer agree.",
+        normal="Below 0.05, stale tokens counted. A rise that stays means that the policy runs away from its engines.",
     ),
     Sign(
         name="kl_reference",
@@ -146,7 +145,8 @@ SIGNS = (
         metric="log_ratio_max",
         unit="",
         help="Largest difference of log-probabilities between trainer and engine of one and the same version",
-        normal="Rounding, far below 0.1. More means that the same weights say different things on two machines.",
+        normal="Rounding only: below 0.01 where both compute in one precision. More means that the same weights say "
+        "different things on two machines.",
     ),
 )
 BY_NAME = {sign.name: sign for sign in SIGNS}

@@ -218,6 +218,52 @@ CASES = (
         "3m",
     ),
     Case(
+        "RolecallEntropyCollapsed",
+        "fell, and the reward with it",
+        {"rolecall_run_entropy_nats{@W}": "1.2x300 0.02x99", "rolecall_run_reward{@W}": "0.6x300 0.3x99", **RUNS},
+        "97m",
+        ("@W",),
+    ),
+    Case(
+        "RolecallEntropyCollapsed",
+        "fell, and the reward rose for it",
+        {"rolecall_run_entropy_nats{@W}": "1.2x300 0.02x99", "rolecall_run_reward{@W}": "0.6x300 0.9x99", **RUNS},
+        "97m",
+    ),
+    Case(
+        "RolecallEntropyCollapsed",
+        "falls slowly",
+        {"rolecall_run_entropy_nats{@W}": "1.2-0.0028x399", "rolecall_run_reward{@W}": "0.6x400", **RUNS},
+        "97m",
+    ),
+    Case(
+        "RolecallEntropyCollapsed",
+        "over",
+        {"rolecall_run_entropy_nats{@W}": "1.2x300 0.02x99", "rolecall_run_reward{@W}": "0.3x400", **OVER},
+        "97m",
+    ),
+    Case(
+        "RolecallPolicyRanAway", "high", {"rolecall_run_kl_sampler_nats{@W}": "0.01x40 0.5x80", **RUNS}, "25m", ("@W",)
+    ),
+    Case(
+        "RolecallPolicyRanAway", "one step", {"rolecall_run_kl_sampler_nats{@W}": "0.01x40 3x1 0.01x80", **RUNS}, "12m"
+    ),
+    Case("RolecallPolicyRanAway", "stale", {"rolecall_run_kl_sampler_nats{@W}": "0.15x120", **RUNS}, "25m"),
+    Case("RolecallPolicyRanAway", "over", {"rolecall_run_kl_sampler_nats{@W}": "0.5x120", **OVER}, "25m"),
+    Case("RolecallAllTruncated", "all", {"rolecall_run_truncated_ratio{@W}": "1x120", **RUNS}, "15m", ("@W",)),
+    Case(
+        "RolecallAllTruncated",
+        "all, and steps without an answer between",
+        {"rolecall_run_truncated_ratio{@W}": "1x10 _x5 1x10 _x5 1x60", **RUNS},
+        "15m",
+        ("@W",),
+    ),
+    Case("RolecallAllTruncated", "at first", {"rolecall_run_truncated_ratio{@W}": "1x30 0.9x90", **RUNS}, "15m"),
+    Case("RolecallAllTruncated", "over", {"rolecall_run_truncated_ratio{@W}": "1x120", **OVER}, "15m"),
+    Case("RolecallAllFiltered", "all", {"rolecall_run_filtered_ratio{@W}": "0.98x120", **RUNS}, "15m", ("@W",)),
+    Case("RolecallAllFiltered", "most", {"rolecall_run_filtered_ratio{@W}": "0.9x120", **RUNS}, "15m"),
+    Case("RolecallAllFiltered", "over", {"rolecall_run_filtered_ratio{@W}": "1x120", **OVER}, "15m"),
+    Case(
         "RolecallRoleGone",
         "none left",
         {

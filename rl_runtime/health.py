@@ -26,6 +26,7 @@ class HealthSums:
     ratio_max: float = 0.0
     kl_sampler: float = 0.0  # r - 1 - log r, never below 0: estimates KL(sampler || policy)
     kl_reference: float = 0.0
+    reference_tokens: int = 0  # those that the policy of the run's beginning was asked about: all or none
     capped: int = 0  # importance weights that were truncated
     stale: int = 0  # fresh tokens that were too old to be trained on
     samples: int = 0
@@ -92,7 +93,7 @@ def health(sums: HealthSums, *, filtered_fraction: float | None = None) -> Healt
         ratio_std=math.sqrt(_variance(s.ratio, s.ratio_squared, tokens)) if tokens else None,
         ratio_max=s.ratio_max if tokens else None,
         kl_sampler=s.kl_sampler / tokens if tokens else None,
-        kl_reference=s.kl_reference / tokens if tokens else None,
+        kl_reference=s.kl_reference / s.reference_tokens if s.reference_tokens else None,
         capped_fraction=s.capped / tokens if tokens else None,
         stale_fraction=s.stale / (s.tokens + s.stale) if s.tokens + s.stale else None,
         response_length=s.length / ended if ended else None,

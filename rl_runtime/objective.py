@@ -116,7 +116,7 @@ def make_batch(
         versions[i, start:end] = torch.tensor(sample.versions, dtype=torch.int64)
         policy[i, start + sample.first_fresh : end] = 1.0
         over[i] = sample.is_over
-        value[i, start:end] = float(sample.is_over)
+        value[i, start:end] = float(algorithm.has_critic and sample.is_over)
         rewards.append(_shaped(sample.reward, len(sample.tokens), algorithm, terms) if sample.is_over else 0.0)
     fresh = policy
     policy = fresh * (terms.policy_version - versions <= terms.staleness_max)
@@ -321,6 +321,7 @@ def _policy_sums(
         ratio_max=_largest(r, none=0.0),
         kl_sampler=_total(_divergence(log_r.double())),
         kl_reference=0.0 if kl_reference is None else _total(kl_reference.detach()[trained]),
+        reference_tokens=0 if kl_reference is None else r.numel(),
         capped=0 if cap is None else int((r > cap).sum()),
     )
 

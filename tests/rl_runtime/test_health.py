@@ -59,17 +59,14 @@ def from_lists(case: Case) -> Health:
         ratio_max=max(ratios, default=None),
         kl_sampler=mean([r - 1 - math.log(r) for r in ratios]),
         kl_reference=mean(
-            [reference_math.divergence(a.logprobs[t], a.reference_logprobs[t])[0] for a, t, _ in trained]
-            if method.kl
-            else [0.0 for _ in trained]
+            [reference_math.divergence(a.logprobs[t], a.reference_logprobs[t])[0] for a, t, _ in trained if method.kl]
         ),
         capped_fraction=mean([float(cap is not None and r > cap) for r in ratios]),
         stale_fraction=1 - len(trained) / fresh if fresh else None,
         response_length=mean([len(s.tokens) for s in over]),
         response_length_max=max((len(s.tokens) for s in over), default=None),
         truncated_fraction=mean([float(s.end is End.LENGTH) for s in over]),
-        # The tensors know of value tokens without a critic, too: what it loses is nothing then.
-        value_loss=mean([e * e / 2 for e in errors]) if method.critic else 0.0,
+        value_loss=mean([e * e / 2 for e in errors]),
         explained_variance=1 - pvariance(errors) / pvariance(targets)
         if targets and pvariance(targets) > 1e-12
         else None,

@@ -1,6 +1,6 @@
 """What the controller writes down: ledger lines, journal events, states and epochs, each only while it is the controller.
 
-Before every write the border is asked whether a newer incarnation of the controller is wanted or there; the older one
+The sampler's state is a fold of the ledger's lines, and goes on with each line written here. Before every write the border is asked whether a newer incarnation of the controller is wanted or there; the older one
 stops with `Superseded` and writes nothing more. Lines of one decision go in one transaction. All writes can be
 repeated: events of a step have keys, ledger lines are left out when the group stands there already.
 """
@@ -12,13 +12,23 @@ from rolecall.core.errors import StaleIncarnation
 from rolecall.core.events import EventKind
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal import ChainHead, Journal
-from rolecall.core.ledger import GroupState, Ledger, LedgerLine
+from rolecall.core.ledger import FILTERED, GroupState, Ledger, LedgerLine
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.membership import GONE, Fleet, members_after
 from rolecall.rl_runtime.protocol import CommitRecord, Proof
+from rolecall.rl_runtime.sampler import TAKEN, SamplerState, Verdict
+from rolecall.rl_runtime.task import group_number
 
 Member = tuple[ReplicaId, int]
-OPEN_STATES = (GroupState.ISSUED, GroupState.RETURNED, GroupState.UNDONE, GroupState.ASSIGNED)
+Judged = tuple[GroupId, int, Verdict]
+"""(group, number of tokens, what dynamic sampling thinks of it)."""
+OPEN_STATES = (
+    GroupState.ISSUED,
+    GroupState.ACCEPTED,
+    GroupState.RETURNED,
+    GroupState.UNDONE,
+    GroupState.ASSIGNED,
+)
 
 
 class Superseded(StaleIncarnation):
@@ -28,9 +38,12 @@ class Superseded(StaleIncarnation):
 class Books:
     """Journal and ledger in the controller's hands."""
 
-    def __init__(self, journal: Journal, ledger: Ledger, replica: ReplicaId, incarnation: int) -> None:
+    def __init__(
+        self, journal: Journal, ledger: Ledger, replica: ReplicaId, incarnation: int, *, job_seed: int = 0
+    ) -> None:
         self.journal, self.ledger = journal, ledger
         self.replica, self.incarnation = replica, incarnation
+        self.sampler = SamplerState(job_seed)
         last = journal.epoch()
         self.epoch = last.number if last else 0
         self.members = last.members if last else ()
@@ -104,14 +117,48 @@ class Books:
 
     def _write(self, lines: Sequence[LedgerLine]) -> ChainHead:
         self.check()
-        return self.ledger.write(lines)
+        head = self.ledger.write(lines)
+        self.sampler.advance_by(lines)
+        return head
+
+    def resume_sampler(self) -> None:
+        """Folds what controllers before this one wrote.
+
+        Raises:
+            SamplerMismatch: this one would go on otherwise.
+        """
+        self.sampler = SamplerState.of(self.ledger.lines(), self.sampler.job_seed)
 
     def issued(self, group_ids: Iterable[GroupId]) -> None:
-        self._write([LedgerLine(group_id=g, state=GroupState.ISSUED) for g in group_ids])
+        self._write(
+            [
+                LedgerLine(group_id=g, state=GroupState.ISSUED, reason=self.sampler.seed_line(group_number(g)))
+                for g in group_ids
+            ]
+        )
 
-    def assigned(self, step: int, groups: Iterable[tuple[GroupId, int]]) -> ChainHead:
-        """(group, number of tokens) of a step. Returns the head that goes into the commit record."""
-        lines = [LedgerLine(group_id=g, state=GroupState.ASSIGNED, step=step, num_tokens=n) for g, n in groups]
+    def judged(self, step: int, accepted: Iterable[Judged], filtered: Iterable[Judged]) -> None:
+        """What dynamic sampling made of groups while `step` was being formed. Who stands accepted already has his line."""
+        lines = [_accepted(step, j) for j in accepted if j[0] not in self.sampler.accepted]
+        lines += [_filtered(step, j) for j in filtered]
+        if lines:
+            self._write(lines)
+
+    def assigned(
+        self,
+        step: int,
+        groups: Iterable[tuple[GroupId, int]],
+        *,
+        taken: Iterable[Judged] = (),
+        filtered: Iterable[Judged] = (),
+    ) -> ChainHead:
+        """(group, number of tokens) of a step. Returns the head that goes into the commit record.
+
+        `taken`: of these, those that fill the batch although they teach nothing. `filtered`: others, not needed for it.
+        """
+        lines = [_filtered(step, j) for j in filtered]
+        lines += [_accepted(step, j, reason=f"{TAKEN}{j[2]}") for j in taken]
+        lines += [LedgerLine(group_id=g, state=GroupState.ASSIGNED, step=step, num_tokens=n) for g, n in groups]
         return self._write(lines)
 
     def returned(self, step: int, group_ids: Iterable[GroupId], reason: str) -> None:
@@ -140,7 +187,9 @@ class Books:
     def undone_after(self, step: int, reason: str) -> list[GroupId]:
         """Back to an older checkpoint: groups trained later are open again."""
         self.check()
-        return self.ledger.undo_after(step, reason)
+        undone = self.ledger.undo_after(step, reason)
+        self.sampler.advance_by(LedgerLine(group_id=g, state=GroupState.UNDONE, step=step) for g in undone)
+        return undone
 
     # --- proofs -------------------------------------------------------------------------------------------------
 
@@ -174,3 +223,14 @@ class Books:
             "because": because,
         }
         self.event(EventKind.WEIGHTS_REFUSED, body)
+
+
+def _accepted(step: int, judged: Judged, *, reason: str = "") -> LedgerLine:
+    group, num_tokens, _ = judged
+    return LedgerLine(group_id=group, state=GroupState.ACCEPTED, step=step, num_tokens=num_tokens, reason=reason)
+
+
+def _filtered(step: int, judged: Judged) -> LedgerLine:
+    group, num_tokens, verdict = judged
+    reason = f"{FILTERED}{verdict}"
+    return LedgerLine(group_id=group, state=GroupState.DROPPED, step=step, num_tokens=num_tokens, reason=reason)

@@ -9,6 +9,8 @@ RolecallError
 │   ├── Overtaken            somebody wrote in between: read it, and decide again
 │   └── Fenced               a newer lease holder acts: this one must stop
 ├── LedgerViolation          a prompt group would be trained twice, or moved against its state machine
+│   └── SamplerMismatch      the sampler would go on otherwise than the ledger says: which group, both values
+├── BatchNotFilled           dynamic sampling finds too few groups that teach something: how many, and why
 ├── StaleIncarnation         a message is meant for an incarnation or epoch that is over
 ├── DeadlineExceeded         a wait across processes ran out: who was waited for, how long
 ├── PeerLost                 a collective failed because a peer went away
@@ -26,7 +28,7 @@ RolecallError
 └── RunNotFound              no such run, or it has ended
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -95,6 +97,25 @@ class Overtaken(JournalError):
 
 class LedgerViolation(RolecallError):
     pass
+
+
+class SamplerMismatch(LedgerViolation):
+    def __init__(self, *, group: str, what: str, ledger: str, here: str) -> None:
+        self.group, self.what, self.ledger, self.here = group, what, ledger, here
+        super().__init__(f"group {group}: the ledger says {what} {ledger}, this sampler says {here}")
+
+
+class BatchNotFilled(RolecallError):
+    """`by_verdict`: how many groups of each kind taught nothing, e.g. {"all right": 3}."""
+
+    def __init__(self, *, step: int, wanted: int, accepted: int, by_verdict: Mapping[str, int], advice: str) -> None:
+        self.step, self.wanted, self.accepted = step, wanted, accepted
+        self.by_verdict, self.advice = dict(by_verdict), advice
+        told = ", ".join(f"{n} {verdict}" for verdict, n in by_verdict.items())
+        super().__init__(
+            f"step {step}: {accepted + sum(by_verdict.values())} groups were generated, and {accepted} of the {wanted} "
+            f"that it needs teach something; the others were {told}. {advice}"
+        )
 
 
 class StaleIncarnation(RolecallError):

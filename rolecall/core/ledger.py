@@ -2,11 +2,12 @@
 
 Groups move along
 
-    issued -> assigned -> trained            trained -> undone -> assigned ...   (back to an older checkpoint)
-       |         |  ^
-       |         v  |
-       |      returned                       issued | assigned | returned | undone -> dropped
+    issued -> accepted -> assigned -> trained            trained -> undone -> accepted, assigned ...
+       |                    ^ |  ^                           (back to an older checkpoint)
+       +--------------------+ v  |
+                          returned -> accepted            all but trained -> dropped
 
+Accepted is said of groups that dynamic sampling judged and found worth training on; a run that has it trains no others.
 Each move is one line of a hash chain, in one transaction with the check that the move is legal. The chain's head
 travels in the trainer's commit record, its checkpoints and the report, so that a tail cut off shows too. No prompt or
 sample text is kept: a group id names the prompt, because the task makes prompts from (seed, group number).
@@ -29,6 +30,7 @@ from rolecall.core.store import GENESIS, METADATA, Store, chain_hash
 
 class GroupState(StrEnum):
     ISSUED = "issued"
+    ACCEPTED = "accepted"
     ASSIGNED = "assigned"
     RETURNED = "returned"
     TRAINED = "trained"
@@ -38,13 +40,17 @@ class GroupState(StrEnum):
 
 LEGAL: Mapping[GroupState | None, frozenset[GroupState]] = {
     None: frozenset({GroupState.ISSUED}),
-    GroupState.ISSUED: frozenset({GroupState.ASSIGNED, GroupState.DROPPED}),
+    GroupState.ISSUED: frozenset({GroupState.ACCEPTED, GroupState.ASSIGNED, GroupState.DROPPED}),
+    GroupState.ACCEPTED: frozenset({GroupState.ASSIGNED, GroupState.DROPPED}),
     GroupState.ASSIGNED: frozenset({GroupState.TRAINED, GroupState.RETURNED, GroupState.DROPPED}),
-    GroupState.RETURNED: frozenset({GroupState.ASSIGNED, GroupState.DROPPED}),
+    GroupState.RETURNED: frozenset({GroupState.ACCEPTED, GroupState.ASSIGNED, GroupState.DROPPED}),
     GroupState.TRAINED: frozenset({GroupState.UNDONE}),
-    GroupState.UNDONE: frozenset({GroupState.ASSIGNED, GroupState.DROPPED}),
+    GroupState.UNDONE: frozenset({GroupState.ACCEPTED, GroupState.ASSIGNED, GroupState.DROPPED}),
     GroupState.DROPPED: frozenset(),
 }
+_STATES = frozenset(str(s) for s in GroupState)
+FILTERED = "filtered: "
+"""How the reason of a drop by dynamic sampling begins: a choice by rewards, and no loss."""
 
 _ledger = sa.Table(
     "ledger",
@@ -72,7 +78,7 @@ _FIELDS = ("seq", "group_id", "state", "step", "num_tokens", "reason", "wall_at"
 class LedgerLine:
     group_id: GroupId
     state: GroupState
-    step: int = -1  # optimizer step, for assigned, returned, trained, undone
+    step: int = -1  # optimizer step, for assigned, returned, trained, undone; for what dynamic sampling judged
     num_tokens: int = 0
     reason: str = ""
 
@@ -92,6 +98,7 @@ class Audit:
     unaccounted: int  # neither trained nor dropped in the end
     dropped_by_reason: dict[str, int] = field(default_factory=dict)
     dropped_by_length: dict[str, int] = field(default_factory=dict)  # bucket of num_tokens -> groups
+    filtered_by_length: dict[str, int] = field(default_factory=dict)  # of these, those that dynamic sampling chose
 
 
 class Ledger:
@@ -206,7 +213,9 @@ def audit(
     hash_at = {0: GENESIS}
     trained_open: set[str] = set()
     duplicates = undone = 0
-    reasons, lengths = Counter[str](), Counter[str]()
+    reasons, lengths, filtered = Counter[str](), Counter[str](), Counter[str]()
+    unjudged: list[str] = []
+    judges = False
     for expected, line in enumerate(lines, start=1):
         if line["seq"] != expected:
             problems.append(f"ledger line {expected} is missing or repeated: found line {line['seq']} in its place")
@@ -217,6 +226,9 @@ def audit(
             break
         link = line["hash"]
         hash_at[expected] = link
+        if line["state"] not in _STATES:
+            problems.append(f"ledger line {expected}: state {line['state']!r} is none that this rolecall knows")
+            break
         group, state = line["group_id"], GroupState(line["state"])
         if state is GroupState.TRAINED:
             duplicates += group in trained_open
@@ -226,13 +238,24 @@ def audit(
             trained_open.discard(group)
         elif state is GroupState.DROPPED:
             reasons[str(line["reason"])] += 1
-            lengths[length_bucket(int(line["num_tokens"]))] += 1
+            bucket = length_bucket(int(line["num_tokens"]))
+            lengths[bucket] += 1
+            filtered[bucket] += str(line["reason"]).startswith(FILTERED)
+        elif state is GroupState.ACCEPTED:
+            judges = True
+        elif state is GroupState.ASSIGNED and states.get(group) is not GroupState.ACCEPTED:
+            unjudged.append(str(group))
         move = LedgerLine(group_id=group, state=state, step=line["step"], reason=line["reason"])
         try:
             _check_move(move, states.get(group), steps.get(group, -1))
         except LedgerViolation as e:
             problems.append(f"ledger line {expected}: {e}")
         states[group], steps[group] = state, line["step"]
+    if judges and unjudged:
+        names = ", ".join(unjudged[:5])
+        problems.append(
+            f"{len(unjudged)} group(s) were assigned to a step that dynamic sampling had not accepted: {names}"
+        )
     for where, anchor in anchors:
         if anchor.position not in hash_at:
             problems.append(
@@ -257,4 +280,5 @@ def audit(
         unaccounted=unaccounted,
         dropped_by_reason=dict(reasons),
         dropped_by_length=dict(lengths),
+        filtered_by_length=dict(+filtered),
     )

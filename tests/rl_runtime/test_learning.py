@@ -1,11 +1,12 @@
-"""The default task is learnt from random weights, with samples as stale as the controller allows.
+"""The built-in tasks are learnt from random weights by every algorithm, with samples as stale as the controller allows.
 
-One process, no engine: the sampler is the trainer's own model, as it was two versions ago.
+One process, no engine: the sampler is the library's model with the trainer's weights of two versions ago.
 
 pytest tests/rl_runtime/test_learning.py
 """
 
-from collections import deque
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,99 +14,162 @@ import pytest
 import torch
 
 from rolecall.core.config import JobConfig, parse_job
-from rolecall.core.ids import replica_id
-from rolecall.core.journal import ChainHead
-from rolecall.core.store import GENESIS
-from rolecall.rl_runtime.batching import form_microbatches
-from rolecall.rl_runtime.model import load_model_folder, vocabulary, write_model_folder
-from rolecall.rl_runtime.protocol import Group, Sample
-from rolecall.rl_runtime.task import DigitParity, make_task
-from rolecall.rl_runtime.trainer import LOG_RATIO_ALARM, TrainerReplica
+from rolecall.core.errors import BatchNotFilled
+from rolecall.rl_runtime.model import write_model_folder
+from rolecall.rl_runtime.protocol import End
+from rolecall.rl_runtime.reward import task_of
+from rolecall.rl_runtime.task import group_number, group_start
+from rolecall.rl_runtime.testing_learning import Line, ModelWriter, Source, examine, learn
+from rolecall.rl_runtime.trainer import LOG_RATIO_ALARM
 
-LEDGER = ChainHead(position=0, hash=GENESIS)
-NAME = replica_id("trainer", 0)
 KNOWS_PARITY = 0.65
 """Letters guessed at random and the end in its place earn (12 / 2 + 1) / 13 = 0.54: more takes looking at the digits.
 Eleven runs over six seeds and staleness 0 to 2 ended between 0.75 and 1.0 after 80 steps; the 0.75 was 1.0 after 100."""
+TINY = {"hidden_size": 32, "intermediate_size": 64}
 
 
-class Sampler:
-    """Holds the weights of some version and answers prompts of equal length."""
-
-    def __init__(self, job: JobConfig, task: DigitParity, seed: int, folder: Path) -> None:
-        write_model_folder(folder, job.model, seed=0)
-        self.model = load_model_folder(folder)  # the library's model: it has a cache
-        self.task, self.version = task, -1
-        self._rng = torch.Generator().manual_seed(seed)
-
-    def load(self, version: int, weights: dict[str, torch.Tensor]) -> None:
-        self.model.load_state_dict(weights)
-        self.version = version
-
-    @torch.no_grad()
-    def group(self, number: int, size: int) -> Group:
-        prompt = self.task.prompt(number)
-        tokens = torch.tensor([prompt.tokens] * size)
-        cache: Any = None
-        rows: list[list[tuple[int, float]]] = [[] for _ in range(size)]
-        for _ in range(self.task.max_new_tokens):
-            out = self.model(input_ids=tokens, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            logprobs = torch.log_softmax(out.logits[:, -1].float(), dim=-1)
-            tokens = torch.multinomial(logprobs.exp(), 1, generator=self._rng)
-            for row, token, logprob in zip(rows, tokens[:, 0].tolist(), logprobs.gather(1, tokens)[:, 0], strict=True):
-                if not row or row[-1][0] != self.task.vocab.eos:
-                    row.append((token, float(logprob)))
-        samples = []
-        for index, row in enumerate(rows):
-            answer = tuple(token for token, _ in row)
-            samples.append(
-                Sample(
-                    request_id=f"{prompt.group_id}.{index}",
-                    tokens=answer,
-                    logprobs=tuple(logprob for _, logprob in row),
-                    versions=(self.version,) * len(row),
-                    reward=self.task.reward(prompt.tokens, answer),
-                )
-            )
-        return Group(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=tuple(samples))
-
-
-def learning_curve(job: JobConfig, folder: Path, *, num_steps: int, staleness: int) -> tuple[list[float], float]:
-    """Mean reward by step, and the largest log-ratio of a token whose version the trainer still was at."""
-    algorithm = job.algorithm
-    task = make_task(job.task, vocabulary(job.model), job.seed)
-    trainer = TrainerReplica(replica=NAME, incarnation=1, job=job)
-    trainer.join(1, 1, 0, 1, "127.0.0.1", 0)
-    sampler = Sampler(job, task, job.seed, folder)
-    versions = deque([(0, trainer.policy_tensors(0))], maxlen=staleness + 1)
-    rewards, log_ratio_max = [], 0.0
-    for step in range(num_steps):
-        sampler.load(*versions[0])
-        numbers = range(step * algorithm.groups_per_step, (step + 1) * algorithm.groups_per_step)
-        groups = [sampler.group(n, algorithm.group_size) for n in numbers]
-        microbatches = form_microbatches(step, groups, algorithm.microbatches_per_step)
-        result = trainer.train_step(1, 1, step, microbatches, [m.microbatch_id for m in microbatches], LEDGER, [NAME])
-        versions.append((step + 1, trainer.policy_tensors(step + 1)))
-        rewards.append(result.reward)
-        log_ratio_max = max(log_ratio_max, result.log_ratio_max or 0.0)
-    trainer.close()
-    return rewards, log_ratio_max
+def writer_of(job: JobConfig, folder: Path) -> ModelWriter:
+    write_model_folder(folder, job.model, 0, job.task.name)
+    return ModelWriter(folder, eos=task_of(job).vocab.eos, seed=job.seed)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)  # about 30 s of CPU each, on machines that may be shared
 @pytest.mark.parametrize(("seed", "staleness"), [(1, 0), (2, 2)])
 def test_default_settings_learn_from_random_weights(tmp_path: Path, seed: int, staleness: int) -> None:
-    rewards, log_ratio_max = learning_curve(parse_job({"seed": seed}), tmp_path, num_steps=80, staleness=staleness)
-    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
-    assert first < 0.3
-    assert last > KNOWS_PARITY, [round(r, 2) for r in rewards]
-    assert log_ratio_max < LOG_RATIO_ALARM
+    job = parse_job({"seed": seed})
+    points = list(learn(job, writer_of(job, tmp_path), num_steps=80, staleness=staleness))
+    rewards = [p.reward or 0.0 for p in points]
+    assert sum(rewards[:5]) / 5 < 0.3
+    assert sum(rewards[-5:]) / 5 > KNOWS_PARITY, [round(r, 2) for r in rewards]
+    assert max(p.result.log_ratio_max or 0.0 for p in points) < LOG_RATIO_ALARM
 
 
-def test_same_seed_same_curve_and_the_ratio_of_fresh_samples_is_one(tmp_path: Path) -> None:
-    job = parse_job({"task": {"num_digits": 2}, "model": {"hidden_size": 32, "intermediate_size": 64}})
-    rewards, log_ratio_max = learning_curve(job, tmp_path, num_steps=3, staleness=0)
-    assert (rewards, log_ratio_max) == learning_curve(job, tmp_path, num_steps=3, staleness=0)
-    assert log_ratio_max < 1e-4
+ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {},
+    "dapo": {"at_refill_limit": "take"},
+    "ppo": {"kl_coefficient": 0.01},
+    "tppo": {"window_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("task", ["digit_parity", "long_addition"])
+def test_same_seed_same_curve_and_the_ratio_of_fresh_samples_is_one(tmp_path: Path, name: str, task: str) -> None:
+    value = {"task": {"name": task, "num_digits": 2}, "model": TINY, "algorithm": {"name": name, **ALGORITHMS[name]}}
+    job = parse_job(value)
+
+    def curve() -> list[tuple[float | None, float, float | None]]:
+        points = learn(job, writer_of(job, tmp_path), num_steps=3, staleness=0)
+        return [(p.reward, p.result.grad_norm, p.result.log_ratio_max) for p in points]
+
+    first = curve()
+    assert first == curve()
+    assert all(grad_norm > 0 for _, grad_norm, _ in first)
+    assert max(ratio or 0.0 for *_, ratio in first) < 1e-4
+
+
+class Dictated:
+    """Writes what the test says, line by line; else the right answer of the task."""
+
+    version = 7
+
+    def __init__(self, job: JobConfig, wrong: Sequence[int] = ()) -> None:
+        self.task, self.wrong = task_of(job), set(wrong)
+        self.written: list[tuple[int, ...]] = []
+
+    def load(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
+        del version, weights
+
+    def write(self, lines: Sequence[Line], upto: Sequence[int]) -> list[Line]:
+        done = []
+        for line, limit in zip(lines, upto, strict=True):
+            answer = self.task.answer(line.prompt)
+            if len(self.written) in self.wrong:
+                answer = (self.task.vocab.pad, *answer[1:])
+            self.written.append(line.prompt)
+            tokens = answer[len(line.tokens) : limit]
+            done.append(line.continued(tokens, [-0.5] * len(tokens), self.version))
+        return done
+
+
+def dapo(**settings: Any) -> JobConfig:
+    small = {"group_size": 2, "microbatches_per_step": 2, "groups_per_microbatch": 2, "refills_max": 3}
+    return parse_job({"task": {"num_digits": 4}, "algorithm": {"name": "dapo", **small, **settings}})
+
+
+def test_groups_that_teach_nothing_are_made_anew_until_the_batch_is_full() -> None:
+    job = dapo()
+    made = Source(job, task_of(job), Dictated(job, wrong=(0, 5, 8, 9, 10, 12))).generate()
+    # Two samples a group: 0, 5, 10 and 12 make groups 0, 2, 5 and 6 unequal; in group 4 both are wrong.
+    assert [group_number(g.group_id) for g in made.groups] == [0, 2, 5, 6]
+    assert (made.num_groups, made.num_filtered, len(made.over)) == (7, 3, 14)
+
+
+def test_no_full_batch_within_the_limit_is_an_error_or_takes_the_newest() -> None:
+    job = dapo()
+    with pytest.raises(BatchNotFilled, match=r"12 groups were generated, and 1 of the 4 .* 11 all right"):
+        Source(job, task_of(job), Dictated(job, wrong=(0,))).generate()
+    job = dapo(at_refill_limit="take")
+    made = Source(job, task_of(job), Dictated(job, wrong=(0,))).generate()
+    assert [group_number(g.group_id) for g in made.groups] == [0, 9, 10, 11]
+    assert (made.num_groups, made.num_filtered) == (12, 8)
+
+
+def test_windows_cover_every_token_once_and_slots_are_filled_at_once() -> None:
+    small = {"microbatches_per_step": 2, "groups_per_microbatch": 3, "window_tokens": 3}
+    job = parse_job({"task": {"name": "long_addition"}, "algorithm": {"name": "tppo", **small}})
+    writer = Dictated(job)
+    source = Source(job, writer.task, writer)
+    fresh: dict[int, list[tuple[int, int]]] = {}
+    over = set()
+    for _ in range(100):
+        groups = source.generate().groups
+        assert len(groups) == 6, "as many trajectories in every step"
+        for group in groups:
+            (sample,) = group.samples
+            number, start = group_number(group.group_id), group_start(group.group_id)
+            assert sample.first_fresh == start and number not in over
+            fresh.setdefault(number, []).append((start, len(sample.tokens)))
+            assert sample.tokens == writer.task.answer(group.prompt_tokens)[: len(sample.tokens)]
+            if sample.end is not End.CUT:
+                over.add(number)
+                assert sample.reward == 1.0
+    assert len(over) > 50
+    for number, windows in fresh.items():
+        starts, ends = zip(*windows, strict=True)
+        assert starts == (0, *ends[:-1]), f"windows of {number} leave a gap or overlap"
+
+
+def test_lines_of_all_lengths_are_written_behind_what_they_have(tmp_path: Path) -> None:
+    job = parse_job({"task": {"num_digits": 4}, "model": TINY})
+    writer = writer_of(job, tmp_path)
+    task = task_of(job)
+    eos = task.vocab.eos
+    lines = [Line(prompt=task.prompt(n).tokens).continued([5, 6][: n % 3], [-1.0, -2.0][: n % 3], 3) for n in range(9)]
+    writer.version = 4
+    upto = [2 + n % 4 for n in range(9)]
+    for old, new, limit in zip(lines, writer.write(lines, upto), upto, strict=True):
+        assert (new.prompt, new.tokens[: len(old.tokens)]) == (old.prompt, old.tokens)
+        assert len(new.tokens) == limit or new.tokens[-1] == eos
+        assert new.versions == (3,) * len(old.tokens) + (4,) * (len(new.tokens) - len(old.tokens))
+        with torch.no_grad():
+            whole = torch.tensor([(*new.prompt, *new.tokens)])
+            logprobs = torch.log_softmax(writer.model(input_ids=whole).logits[0, :-1].float(), -1)
+        said = logprobs.gather(1, whole[0, 1:, None])[:, 0][-len(new.tokens) :] if new.tokens else torch.zeros(0)
+        assert new.logprobs[len(old.tokens) :] == pytest.approx(said.tolist()[len(old.tokens) :], abs=1e-4)
+
+
+def test_an_examination_is_of_prompts_that_no_step_ever_had() -> None:
+    job = parse_job({})
+    writer = Dictated(job, wrong=(1,))
+    reward, exact = examine(writer, writer.task, num_prompts=4)
+    assert exact == 0.75 and 0.75 < reward < 1.0
+    assert not set(writer.written) & {writer.task.prompt(n).tokens for n in range(2000)}
+
+
+def test_a_curve_may_be_left_at_any_step(tmp_path: Path) -> None:
+    job = parse_job({"task": {"num_digits": 2}, "model": TINY})
+    points = learn(job, writer_of(job, tmp_path), num_steps=10_000, staleness=1)
+    assert [p.step for p in islice(points, 2)] == [0, 1]
+    points.close()  # type: ignore[attr-defined]

@@ -92,6 +92,7 @@ def with_rewards(*rewards: float) -> list[Said]:
 
 EDGES = {
     "one token each": row_of(2, lengths=[1, 1]),
+    "an answer without a token": row_of(2, lengths=[0, 3]),
     "one token, and the longest": row_of(2, lengths=[1, 9]),
     "all truncated": row_of(3, end=End.LENGTH, lengths=[9, 9, 9]),
     "all right": with_rewards(1.0, 1.0, 1.0),

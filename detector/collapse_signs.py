@@ -201,7 +201,9 @@ def shut(points: Sequence[Point]) -> Sign | None:
     if not nats <= ENTROPY_SHUT or not opened or opened[-1] >= len(points) - RECENT_STEPS:
         return None
     then = points[max(0, opened[-1] + 1 - OPEN_STEPS) : opened[-1] + 1]
-    before, after = middle(then, "reward"), middle(now, "reward")
+    before = middle(then, "reward")
+    # At its best since: what was earned and then lost is a fall of the reward, and not what entropy did.
+    after = max((x.value for x in levels(known(points[opened[-1] + 1 :], "reward"))), default=math.nan)
     error = 1.2533 * noise(reward) * math.sqrt(1 / OPEN_STEPS + 1 / RECENT_STEPS)  # of the difference of two medians
     cut = middle(now, "truncated_fraction")
     endless = cut >= CUT_OFF > min((v for _, v in known(points, "truncated_fraction")), default=1.0)
@@ -211,7 +213,7 @@ def shut(points: Sequence[Point]) -> Sign | None:
     why = f"{cut:.0%} of the answers have no end" if endless else "the reward did not rise for it"
     text = (
         f"entropy went to {nats:.2g} nats a token, one answer for everything, from {middle(then, 'entropy'):.2g} up to "
-        f"step {then[-1].step}, and {why} (reward {before:.3g} then, {after:.3g} now)"
+        f"step {then[-1].step}, and {why} (reward {before:.3g} then, at most {after:.3g} since)"
     )
     return Sign(
         kind="entropy_collapsed",

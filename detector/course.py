@@ -59,6 +59,8 @@ class Course:
             if sample is None or (sample.reward != sample.reward and sample.entropy != sample.entropy):
                 continue
             step, last = step_of(sample), self.points[-1].step if self.points else -1
+            if step < 0:
+                continue  # before the first one
             if step < last:
                 newest = _newest(fleet) if newest is None else newest
                 if newest >= last:

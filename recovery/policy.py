@@ -155,7 +155,9 @@ def decide(q: Question) -> Verdict:
     """What to do about it, and why."""
     d = q.diagnosis
     if COLLAPSE in d.detectors:
-        return _nothing(q, f"{d.because}: no replacement helps, and whether to stop is for a person to say", person=True)
+        return _nothing(
+            q, f"{d.because}: no replacement helps, and whether to stop is for a person to say", person=True
+        )
     if d.fault_class is FaultClass.USER_CODE:
         return _stop(q)
     if PERSON not in d.detectors:

@@ -26,6 +26,7 @@ says = ["lock"]
 until = 28.0                         # optional: it no longer stands from then on
 """
 
+import math
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ from typing import Any
 from rolecall.core.config import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.ids import NodeId, ProcessId, split_replica
-from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
+from rolecall.core.telemetry import HEALTH_SIGNS, AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.engine import Detector
 from rolecall.detector.observation import Observation
 
@@ -52,8 +53,10 @@ RATES = {
     "main_run_delay_seconds": 0.0,
     "throttled_seconds": 0.0,
     "collectives": 0.0,
+    "policy_version": 0.0,
 }
 FIELDS = {"phase": "idle", "epoch": 1, "step": 0, "requests_active": 0, "proc_state": "S", "replica": "", "alive": True}
+UNKNOWN = {"reward": math.nan, **dict.fromkeys(HEALTH_SIGNS, math.nan)}
 
 
 @dataclass
@@ -113,6 +116,8 @@ class Process:
             phase_since=self.phase_since,
             phase_entries=self.phase_entries,
             step=self.fields["step"],
+            policy_version=int(c.get("policy_version", 0.0)) if c.get("policy_version") else -1,
+            healths=int(self.fields["entropy"] == self.fields["entropy"]),
             progress=int(c.get("progress", 0.0)),
             progress_at=self.progress_at,
             beats=int(c.get("beats", 0.0)),
@@ -126,6 +131,7 @@ class Process:
             cpu_seconds=c.get("cpu_seconds", 0.0),
             main_run_delay_seconds=c.get("main_run_delay_seconds", 0.0),
             throttled_seconds=c.get("throttled_seconds", 0.0),
+            **{sign: self.fields[sign] for sign in UNKNOWN},
         )
 
 
@@ -151,7 +157,12 @@ class Scenario:
         node = values.pop("node", "node-" + replica.replace("/", "-"))
         incarnation = values.pop("incarnation", 1)
         p = Process(
-            replica, node, 100 + len(self.observations) + len(self.processes), incarnation, {**RATES}, {**FIELDS}
+            replica,
+            node,
+            100 + len(self.observations) + len(self.processes),
+            incarnation,
+            {**RATES},
+            {**FIELDS, **UNKNOWN},
         )
         p.progress_at = now
         p.change(now, values)

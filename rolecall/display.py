@@ -35,7 +35,7 @@ def render(snapshot: Snapshot, title: str = "", width: int = 80) -> RenderableTy
     """The whole live view, `width` columns wide."""
     parts: list[RenderableType] = [_head(snapshot, title), Text()]
     parts += _roles(snapshot.replicas)
-    parts += [Text(), _progress(snapshot), *_reward(snapshot.rewards, width), Text()]
+    parts += [Text(), _progress(snapshot), *_reward(snapshot.rewards, width), *_health(snapshot.signs), Text()]
     parts += _incidents(snapshot, width)
     return Group(*parts)
 
@@ -98,6 +98,22 @@ def _reward(rewards: Sequence[float], width: int) -> list[Text]:
     labels = {0: f"{high:.1f}", CHART_ROWS - 1: f"{low:.1f}"}
     return [_line((f"{labels.get(n, ''):>{CHART_LABEL - 1}} ", "dim"), (row, "blue")) for n, row in enumerate(rows)]
 
+
+def _health(signs: Mapping[str, float]) -> list[Text]:
+    """Of the newest step, in a line; none where it told nothing."""
+    told = [(f"{name} ", form.format(signs[sign])) for sign, name, form in _SIGNS if sign in signs]
+    pieces = [((name if n == 0 else "   " + name, "dim"), (value, "")) for n, (name, value) in enumerate(told)]
+    return [_line(*(piece for pair in pieces for piece in pair))] if told else []
+
+
+_SIGNS = (
+    ("entropy", "entropy", "{:.2f}"),
+    ("response_length", "tokens an answer", "{:.1f}"),
+    ("truncated_fraction", "cut off", "{:.0%}"),
+    ("filtered_fraction", "filtered", "{:.0%}"),
+    ("kl_sampler", "KL", "{:.2g}"),
+)
+"""Sign of core/signs.py, what it is called in 80 columns, and how it is written."""
 
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of a braille cell's dots: left and right column, from above."""

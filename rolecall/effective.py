@@ -15,10 +15,11 @@ The clock runs from the first membership epoch with a trainer and a rollout in i
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from rolecall.core.events import Event, EventKind
+from rolecall.core.signs import BY_NAME, signs_of
 from rolecall.timeline import Joined, Story
 
 
@@ -33,6 +34,8 @@ class Step:
     loss: float
     epoch: int
     num_tokens: int
+    signs: Mapping[str, float] = field(default_factory=dict)
+    """Of the policy's health (core/signs.py), those that the step had."""
 
     def to_dict(self, zero: float) -> dict[str, float | int | None]:
         """As the report holds it: `at` in seconds after `zero`; what is not a number is null."""
@@ -90,8 +93,15 @@ def steps(events: Iterable[Event]) -> list[Step]:
                 loss=_number(body.get("loss")),
                 epoch=int(body.get("epoch") or 0),
                 num_tokens=int(body.get("tokens") or 0),
+                signs=signs_of(body),
             )
     return [found[n] for n in sorted(found)]
+
+
+def health(committed: Sequence[Step]) -> dict[str, list[float | None]]:
+    """Signs of the policy's health as the report holds them: name -> a value for each step, null where it had none."""
+    told = [name for name in BY_NAME if any(name in step.signs for step in committed)]
+    return {name: [_finite(step.signs.get(name, math.nan)) for step in committed] for name in told}
 
 
 def losses(joined: Joined, end: float) -> list[Loss]:

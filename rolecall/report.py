@@ -21,7 +21,7 @@ from rolecall.core.config import parse_job
 from rolecall.core.errors import ConfigError
 from rolecall.core.events import EventKind
 from rolecall.core.rundir import RunDir, write_atomically
-from rolecall.effective import Loss, compare_pace, ettr, losses, mean_of_ends, steps, training_began
+from rolecall.effective import Loss, compare_pace, ettr, health, losses, mean_of_ends, steps, training_began
 from rolecall.facts import Facts, read_facts
 from rolecall.lanes import PidsKept, pids_kept
 from rolecall.report_html import render_html
@@ -122,6 +122,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "weights_proven": facts.audit.weights_proven,
         "proofs": [_proof(a, zero) for a in facts.audit.admissions],
         "steps": [s.to_dict(zero) for s in committed],
+        "health": health(committed),
         "lanes": [life.to_dict(zero) for life in facts.known.values()],
         "epochs": _epochs(facts, zero),
         "remarks": _remarks(facts, zero),

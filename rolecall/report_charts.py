@@ -189,6 +189,29 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def sign_chart(report: Mapping[str, Any], sign: str, label: str) -> str:
+    """A sign of the policy's health over time, from 0; empty where no step had it."""
+    values = report["health"].get(sign) or []
+    points = [(float(s["at"]), float(v)) for s, v in zip(report["steps"], values, strict=False) if v is not None]
+    if not points:
+        return ""
+    by, found = scale(report), marks(report)
+    top, bottom = 6.0, 96.0
+    low, high = min([0.0, *(v for _, v in points)]), max(v for _, v in points)
+    span = (high - low) or 1.0
+    parts = [*_time_axis(by, bottom, top), *_guides(found, by, top, bottom)]
+
+    def y(value: float) -> float:
+        return round(bottom - (value - low) / span * (bottom - top), 1)
+
+    for t in ticks(low, low + span, 3):
+        parts.append(f'<line class="grid" x1="{LEFT}" y1="{y(t)}" x2="{WIDTH - RIGHT}" y2="{y(t)}"/>')
+        parts.append(f'<text x="{LEFT - 10}" y="{y(t) + 4:g}" text-anchor="end">{t:g}</text>')
+    path = " ".join(f"{by.x(at)},{y(value)}" for at, value in points)
+    parts.append(f'<polyline class="curve" points="{path}"/>')
+    return _svg(bottom + 24, label, parts)
+
+
 def step_chart(report: Mapping[str, Any]) -> str:
     """Seconds from commit to commit: where a fault was felt, the bar is high."""
     by, found = scale(report), marks(report)

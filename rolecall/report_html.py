@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from rolecall.report_charts import key_of, lanes_chart, reward_chart, step_chart
+from rolecall.report_charts import key_of, lanes_chart, reward_chart, sign_chart, step_chart
 from rolecall.report_style import CSS
 from rolecall.text import escape, seconds
 
@@ -141,6 +141,10 @@ def _swatch(css: str, text: str, shape: str = "") -> str:
     return f'<li><svg viewBox="0 0 22 12" aria-hidden="true">{drawn}</svg>{escape(text)}</li>'
 
 
+SIGNS_DRAWN = (("entropy", "Entropy of the policy, nats a token"), ("response_length", "Tokens an answer"))
+"""A reward that rises while one of them runs away is not learning. The dashboard has the other signs."""
+
+
 def _charts(report: Report) -> str:
     legend = "".join(
         (
@@ -155,12 +159,14 @@ def _charts(report: Report) -> str:
     )
     cards = (
         ("Reward", reward_chart(report), ""),
+        *((title, sign_chart(report, sign, title), "") for sign, title in SIGNS_DRAWN),
         ("Seconds from commit to commit", step_chart(report), ""),
         ("Replicas", lanes_chart(report), f'<ul class="legend">{legend}</ul>'),
     )
     drawn = "".join(
         f'<section class="card chart"><h3>{title}</h3><div class="scroll">{chart}</div>{below}</section>'
         for title, chart, below in cards
+        if chart
     )
     lead = "Seconds since the run started. A letter is a fault; its band reaches from the injection to the cure."
     return f'<h2>What happened</h2><p class="lead">{lead}</p>{drawn}'

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import ReplicaId
 from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.core.signs import signs_of
 
 RATE_SECONDS, RATE_STEPS = 15.0, 3.0
 """Tokens per second are a mean over this long, and over so many steps where those take longer: a stall shows within it."""
@@ -56,6 +57,8 @@ class Snapshot:
     policy_version: int = -1
     """What the trainers made with the last committed step."""
     rewards: tuple[float, ...] = ()
+    signs: Mapping[str, float] = field(default_factory=dict)
+    """Of the policy's health (core/signs.py), those that the last committed step had."""
     loss: float | None = None
     tokens_per_second: float | None = None
     rate_seconds: float = RATE_SECONDS
@@ -101,6 +104,7 @@ class Memory:
     versions: Mapping[str, object] = field(default_factory=dict)
     """Of the rollouts, as the last committed step tells them."""
     rewards: deque[float] = field(default_factory=lambda: deque(maxlen=REWARDS_KEPT))
+    signs: Mapping[str, float] = field(default_factory=dict)
     commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=400))
     incidents: dict[str, IncidentRow] = field(default_factory=dict)
     """Those that are open."""
@@ -129,6 +133,7 @@ class Memory:
                 self.commits.append((event.wall_at, int(body.get("tokens") or 0)))
                 if body.get("reward") is not None:
                     self.rewards.append(float(body["reward"]))
+                self.signs = signs_of(body)
                 self.loss = None if body.get("loss") is None else float(body["loss"])
             case _ if event.incident_id:
                 self._incident(event)
@@ -181,6 +186,7 @@ class Memory:
             epoch=self.epoch,
             policy_version=self.policy_version,
             rewards=tuple(self.rewards),
+            signs=self.signs,
             loss=self.loss,
             tokens_per_second=self.tokens_per_second(now),
             rate_seconds=self._rate_seconds(),

@@ -169,6 +169,16 @@ def test_it_fits_into_the_window(fake_run: RunDir, seconds_in: float, width: int
     assert len(lines) <= 24 and max(map(len, lines)) <= width
 
 
+def test_the_policys_health_is_one_line_of_what_there_is(fake_run: RunDir) -> None:
+    text = _shown(render(_at(fake_run, 95.0)))
+    (line,) = [line for line in text.splitlines() if line.startswith("entropy ")]
+    assert "filtered 37%" in line and "KL 0.00" in line and len(line) <= 80
+    told = Snapshot(now=1.0, signs={"kl_sampler": 0.0031, "truncated_fraction": 0.021})
+    (line,) = [line for line in _shown(render(told)).splitlines() if "KL" in line]
+    assert line.rstrip() == "cut off 2%   KL 0.0031"
+    assert "KL" not in _shown(render(Snapshot(now=1.0, rewards=(0.5,)))), "a run of before there were signs"
+
+
 def test_a_plan_that_repeats_the_diagnosis_is_not_shown_twice() -> None:
     snapshot = Snapshot(now=101.0, open_incidents=(_incident(detail="it ended by signal 9"),))
     assert _shown(render(snapshot)).count("it ended by signal 9") == 1

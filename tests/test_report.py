@@ -1,18 +1,21 @@
 """report.json holds what the issue promises, comes out the same again, and is compared with the right failure-free run."""
 
 import json
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rolecall import effective
 from rolecall.baseline import REPORT_JSON
 from rolecall.core.errors import JournalError, RolecallError, RunNotFound
 from rolecall.core.events import EventKind
 from rolecall.core.journal import Journal
 from rolecall.core.rundir import RunDir
 from rolecall.report import write_report
-from tests.fake_run import HANG, KILL, FakeRun
+from tests.fake_run import HANG, KILL, FakeRun, made_health
 
 PROMISED = {
     "seed", "num_steps", "reward_first", "reward_last", "wall_seconds", "ettr", "seconds_to_n_steps", "incidents",
@@ -53,6 +56,19 @@ def test_the_report_of_a_cured_run(fake_run: RunDir) -> None:
     assert 0.85 < report["ettr"] < report["ettr_paper"] < 1.0
     assert report["ettr_with_start"] < report["ettr"]
     assert report["wall_seconds"] == pytest.approx(report["ended_at"] - report["started_at"], abs=1e-3)
+
+
+def test_the_policys_health_stands_beside_the_steps(fake_run: RunDir, tmp_path: Path) -> None:
+    report = write_report(fake_run)
+    health = report["health"]
+    assert set(health) == {*made_health(0, 120), "log_ratio_max"}
+    assert {len(values) for values in health.values()} == {len(report["steps"])}
+    assert health["entropy"][7] == pytest.approx(made_health(7, 120)["entropy"], abs=1e-6)
+    assert health["response_length"][8] > 0 and health["response_length"][9] is None
+    old = FakeRun(tmp_path, num_steps=3, strikes=(), finish=False).build()
+    with closing(Journal(old.database_url, create=False)) as journal:
+        events = [replace(e, body={**e.body, "health": None, "log_ratio_max": None}) for e in journal.events()]
+    assert effective.health(effective.steps(events)) == {}
 
 
 def test_ettr_of_one_hang_by_hand(tmp_path: Path) -> None:

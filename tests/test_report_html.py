@@ -116,8 +116,29 @@ def test_headlines_say_what_is_so(report: dict[str, Any]) -> None:
     assert "reward" not in said(reward_first=None)
 
 
+def test_entropy_and_length_are_drawn_where_there_are_any(report: dict[str, Any]) -> None:
+    text = render_html(report)
+    assert (
+        text.count('aria-label="Entropy of the policy, nats a token"')
+        == text.count('aria-label="Tokens an answer"')
+        == 1
+    )
+    short = render_html({**report, "health": {"response_length": [None] * len(report["steps"]), "entropy": [0.0]}})
+    assert "Tokens an answer" not in short and "Entropy of the policy" in short
+    assert "Entropy of the policy" not in render_html({**report, "health": {}}), "a run of before there were signs"
+
+
 def test_an_empty_report_is_a_page_too(report: dict[str, Any]) -> None:
-    empty = {"steps": [], "lanes": [], "incidents": [], "missed": [], "proofs": [], "config": {}, "wall_seconds": 0.0}
+    empty = {
+        "steps": [],
+        "health": {},
+        "lanes": [],
+        "incidents": [],
+        "missed": [],
+        "proofs": [],
+        "config": {},
+        "wall_seconds": 0.0,
+    }
     text = _read(render_html({**report, **empty, "reward_first": None, "reward_last": None})).text
     assert "nothing was injected and nothing was found" in text
 
@@ -162,5 +183,5 @@ def test_lanes_are_in_the_order_of_roles_and_numbers() -> None:
 def test_a_fault_stands_at_the_same_place_in_every_drawing(report: dict[str, Any]) -> None:
     html = render_html(report)
     guides = re.findall(r'<line class="guide" x1="([0-9.]+)"', html)
-    assert len(guides) == 9 and len(set(guides)) == 3
+    assert len(guides) == 5 * 3 and len(set(guides)) == 3
     assert [m.key for m in marks(report)] == ["A", "B", "C"]

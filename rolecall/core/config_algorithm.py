@@ -38,18 +38,19 @@ DEFAULTS: Mapping[AlgorithmName, Mapping[str, Any]] = MappingProxyType(
             "dynamic_sampling": True,
             "overlong_cache": 2,
         },
-        AlgorithmName.PPO: {"aggregation": "token", "clip_low": 0.2, "clip_high": 0.2},
+        AlgorithmName.PPO: {"aggregation": "token", "entropy_coefficient": 0.005},
         AlgorithmName.TPPO: {
             "aggregation": "token",
-            "clip_low": 0.2,
-            "clip_high": 0.2,
+            "entropy_coefficient": 0.005,
             "group_size": 1,
-            "groups_per_microbatch": 32,
+            "groups_per_microbatch": 64,
             "window_tokens": 8,
         },
     }
 )
-"""What a name changes in the defaults of the class."""
+"""What a name changes in the defaults of the class. DAPO learns the built-in tasks with its paper's clip range. With a
+critic the advantages are not divided by a deviation and are ten times smaller, and so is the bonus for entropy: with 0.05
+it is all that is learned. A step of T-PPO is as many tokens as one of PPO: twice the answers, half of each."""
 
 ONLY_OF: Mapping[str, tuple[frozenset[AlgorithmName], str]] = MappingProxyType(
     {

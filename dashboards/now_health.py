@@ -62,7 +62,7 @@ PANELS = (
     Panel(
         title="KL to the sampler, nats a token",
         lines=(("kl_sampler", "KL"),),
-        normal="Below 0.05, stale tokens counted. A rise that stays: the policy runs away from its engines.",
+        normal="Below 0.1, stale tokens counted. A rise that stays: the policy runs away from its engines.",
     ),
     Panel(
         title="trainer and engine disagree by",

@@ -74,7 +74,7 @@ SIGNS = (
         metric="kl_sampler_nats",
         unit="nats",
         help="KL from those who made the tokens to the policy, a token",
-        normal="Below 0.05, stale tokens counted. A rise that stays means that the policy runs away from its engines.",
+        normal="Below 0.1, stale tokens counted. A rise that stays means that the policy runs away from its engines.",
     ),
     Sign(
         name="kl_reference",

@@ -17,22 +17,22 @@ from typing import Any
 from rolecall.agent import reporter
 from rolecall.core.clock import Clock
 from rolecall.core.config import JobConfig
-from rolecall.core.errors import DeadlineExceeded, RolecallError
+from rolecall.core.errors import BatchNotFilled, DeadlineExceeded, RolecallError, SamplerMismatch
 from rolecall.core.events import EventKind
 from rolecall.core.ids import split_replica
 from rolecall.core.journal import ChainHead, Journal
 from rolecall.core.ledger import GroupState, Ledger
 from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
 from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime import windows
 from rolecall.rl_runtime.books import OPEN_STATES, Books, Superseded
 from rolecall.rl_runtime.clients import Connect, within
 from rolecall.rl_runtime.engine_state import Certifier
 from rolecall.rl_runtime.generation import Generation
-from rolecall.rl_runtime.protocol import Group
+from rolecall.rl_runtime.protocol import CommitRecord, Group, StepResult
 from rolecall.rl_runtime.scoring import Scoring
 from rolecall.rl_runtime.spawn import Spawn
 from rolecall.rl_runtime.supply import PromptSource, Supply
-from rolecall.rl_runtime.task import group_number
 from rolecall.rl_runtime.tasks import Tasks
 from rolecall.rl_runtime.trainer_group import NoTrainer, StepFailed
 from rolecall.rl_runtime.training import Committed, Plan, Training
@@ -85,13 +85,13 @@ class Controller:
         """
         self.job, self._clock = job, clock
         self._replica, self._incarnation = spawn.replica, spawn.incarnation
-        self.books = Books(journal, ledger, spawn.replica, spawn.incarnation)
+        self.books = Books(journal, ledger, spawn.replica, spawn.incarnation, job_seed=job.seed)
         self.table = TrajectoryTable()
         self._wake, self._stop, self._stop_because = asyncio.Event(), asyncio.Event(), ""
         self._tasks = Tasks()
         self._published = False  # rollouts have been told of the newest version
         self._tokens_trained, self._reward = 0, 0.0
-        books, table, tasks, wake = self.books, self.table, self._tasks, self._wake.set
+        books, table, tasks = self.books, self.table, self._tasks
         self.generation = Generation(
             books=books,
             table=table,
@@ -101,6 +101,7 @@ class Controller:
             transfer_seconds=job.runtime.transfer_timeout_seconds,
             tokens_generated=tokens_generated,
             on_finished=self._on_finished,
+            trains_prefixes=job.algorithm.prefixes == "train",
         )
         self.supply = Supply(
             books=books,
@@ -112,7 +113,12 @@ class Controller:
             wake=self._wake,
         )
         self.scoring = Scoring(
-            books=books, table=table, connect=connect, tasks=tasks, on_scored=wake, give_up=self.supply.give_up
+            books=books,
+            table=table,
+            connect=connect,
+            tasks=tasks,
+            on_scored=self._on_scored,
+            give_up=self.supply.give_up,
         )
         folder = str(spawn.run.checkpoints)
         self.training = Training(books=books, connect=connect, tasks=tasks, job=job, clock=clock, folder=folder)
@@ -130,6 +136,11 @@ class Controller:
     def _on_finished(self) -> None:
         """Groups are finished, or an engine may serve that could not before."""
         self.scoring.wake()
+        self._wake.set()
+
+    def _on_scored(self) -> None:
+        """What teaches nothing is replaced at once, also while a step is trained."""
+        self.supply.judge()
         self._wake.set()
 
     # --- the life of a controller -------------------------------------------------------------------------------
@@ -168,7 +179,7 @@ class Controller:
                 return "stopped", self._stop_because
             main.result()
             return "completed", f"{self.supply.step} steps"
-        except (StepFailed, DeadlineExceeded) as e:
+        except (StepFailed, DeadlineExceeded, BatchNotFilled, SamplerMismatch) as e:
             return "failed", str(e)
         finally:
             for task in (main, stop):
@@ -224,12 +235,11 @@ class Controller:
     async def _begin(self) -> Plan | None:
         """Takes over from the controller before, if there was one. Returns the step that it left unfinished."""
         states = self.books.ledger.groups()
-        self.supply.next_number = 1 + max((group_number(g) for g in states), default=-1)
+        self.books.resume_sampler()
         self.training.committed_step = self.books.ledger.last_trained_step()
         unfinished = [g for g, (state, _) in states.items() if state in OPEN_STATES]
         if states:
-            for group in unfinished:
-                self.supply.open(group)
+            self.supply.reopen(unfinished, states)
             self.generation.sync(self.books.check())
             await self.generation.greeted()
             await self._adopt()
@@ -271,6 +281,7 @@ class Controller:
             engine = self.generation.engines.get(key)
             if engine is not None:
                 self.table.adopt(key, requests, engine.version)
+        windows.restore(self.table)
         self._tell_adopted()
         self.generation.place_homeless()
         self.generation.wake_all()
@@ -303,8 +314,8 @@ class Controller:
     def _write_commit(self, committed: Committed, groups: Sequence[Group], seconds: float) -> None:
         """A step is part of the trainers' state: event, ledger, and the engines may forget its groups."""
         commit, result = committed.commit, committed.result
-        rewards_known = all(s.reward == s.reward for g in groups for s in g.samples)
-        reward = result.reward if result else mean_reward(groups) if groups and rewards_known else None
+        rewards_known = all(s.reward == s.reward for g in groups for s in g.samples if s.is_over)
+        reward = result.reward if result else mean_reward(groups) if rewards_known else None
         body = {
             "step": commit.step,
             "epoch": commit.epoch,
@@ -315,10 +326,11 @@ class Controller:
             "loss": result.loss if result else None,
             "grad_norm": result.grad_norm if result else None,
             "log_ratio_max": result.log_ratio_max if result else None,
+            "health": self._health(commit, result),
             "tokens": sum(g.num_tokens for g in groups),
             "seconds": round(seconds, 4),
             "attempts": committed.attempts,
-            "staleness": reached_staleness(commit.step, groups),
+            "staleness": reached_staleness(commit.step, groups, self.job.runtime.staleness_max),
             "gradient_digest": commit.gradient_digest,
             "ledger": asdict(commit.ledger),
             "versions": {e.key[0]: e.version for e in self.generation.engines.values()},
@@ -333,6 +345,13 @@ class Controller:
         self.supply.step = commit.step + 1
         reporter.set_step(self.supply.step)
         reporter.update(policy_version=commit.policy_version, reward=reward, loss=result.loss if result else None)
+
+    def _health(self, commit: CommitRecord, result: StepResult | None) -> dict[str, Any]:
+        """What the trainers measured, and what only the sampler knows."""
+        known = result.health.to_dict() if result else {}
+        if self.job.algorithm.dynamic_sampling:
+            known["filtered_fraction"] = self.books.sampler.filtered_fraction(commit.step, commit.group_ids)
+        return known
 
     async def _next_version(self) -> None:
         await self._publish()
@@ -380,8 +399,9 @@ class Controller:
             self.books.returned(plan.step, groups, "all trainers were lost")
             self.table.unassign(groups)
         undone = self.books.undone_after(step, f"went back to step {step}: {because}")
-        for group in undone:
-            self.supply.open(group)
+        self.supply.reopen(undone, self.books.ledger.groups())
+        windows.restore(self.table)
+        self.scoring.wake()
         await self._publish()
         return None
 

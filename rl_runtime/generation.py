@@ -23,7 +23,7 @@ from rolecall.rl_runtime.engine_state import Certifier, Engine, Target
 from rolecall.rl_runtime.membership import Fleet
 from rolecall.rl_runtime.protocol import Holder, Manifest, Proof, Request, TokenChunk
 from rolecall.rl_runtime.tasks import Tasks, set_or_timeout
-from rolecall.rl_runtime.trajectories import EngineKey, EngineLoad, TrajectoryTable, least_loaded
+from rolecall.rl_runtime.trajectories import NOTHING, EngineKey, EngineLoad, TrajectoryTable, least_loaded
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,15 @@ class Generation:
         transfer_seconds: float,
         tokens_generated: Callable[[Actual], int | None],
         on_finished: Callable[[], None],
+        trains_prefixes: bool = False,
     ) -> None:
+        """`trains_prefixes`: what a lost engine leaves unfinished is trained on as it stands, and goes on elsewhere
+        behind that; otherwise it goes on elsewhere first."""
         self._books, self._table, self._certifier = books, table, certifier
         self._connect, self._tasks = connect, tasks
         self._update_seconds = transfer_seconds + UPDATE_MARGIN_SECONDS
         self._tokens_generated, self._on_finished = tokens_generated, on_finished
+        self._trains_prefixes = trains_prefixes
         self._giving: set[Holder] = set()
         self._given: Counter[Holder] = Counter()  # how often each gave the target version
         self._offered = asyncio.Event()  # a holder is free again, or a new one is there
@@ -228,18 +232,23 @@ class Generation:
         `forgets`: it may be told to forget them, now or when it answers again.
         """
         made = None if forgets and not engine.silent else self._tokens_generated(engine.record)
+        lost = not forgets or engine.silent
+        cut = self._table.cut(engine.key) if self._trains_prefixes and lost else NOTHING
         moved = self._table.leave(engine.key, alive=forgets)
         takers = self.place_homeless()
-        if not moved.num_requests:
+        if cut.num_requests:
+            self._on_finished()
+        if not moved.num_requests and not cut.num_requests:
             return
         replica, incarnation = engine.key
         body = {
             "from": replica,
             "from_incarnation": incarnation,
             "to": sorted(takers),
-            "num_requests": moved.num_requests,
-            "num_groups": len(moved.group_ids),
-            "tokens_kept": moved.tokens_kept,
+            "num_requests": moved.num_requests + cut.num_requests,
+            "num_groups": len({*moved.group_ids, *cut.group_ids}),
+            "num_cut": cut.num_requests,  # trained on as they stand; the next windows of their answers go on elsewhere
+            "tokens_kept": moved.tokens_kept + cut.tokens_kept,
             "tokens_lost": 0 if made is None else max(0, made - engine.tokens_seen),
             "because": because,
         }

@@ -16,20 +16,21 @@ from typing import Any
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.config import JobConfig
-from rolecall.core.ids import NodeId, ReplicaId, replica_id, split_replica
+from rolecall.core.ids import GroupId, NodeId, ReplicaId, replica_id, split_replica
 from rolecall.core.journal import Journal
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.clients import ReplicaGone
-from rolecall.rl_runtime.protocol import CommitRecord, Holder, Manifest, Microbatch
+from rolecall.rl_runtime.protocol import CommitRecord, End, Group, Holder, Manifest, Microbatch
+from rolecall.rl_runtime.task import group_start
 from rolecall.rl_runtime.testing_roles import (
+    Answers,
     Collective,
     FakeReward,
     FakeRollout,
     FakeTrainer,
     Member,
     Pull,
-    expected_reward,
-    expected_tokens,
+    expected_logprob,
 )
 
 
@@ -127,8 +128,11 @@ BODIES: Mapping[str, Callable[["Fleet", Member], FakeTrainer | FakeRollout | Fak
 class Fleet:
     """All fake processes, and who looks after them. Time in seconds of the simulated loop."""
 
-    def __init__(self, job: JobConfig, journal: Journal, seed: int, *, recovers: bool = True) -> None:
+    def __init__(
+        self, job: JobConfig, journal: Journal, seed: int, *, recovers: bool = True, answers: Answers | None = None
+    ) -> None:
         self.job, self.journal, self.rng = job, journal, random.Random(seed)
+        self.answers = answers or Answers()
         self.recovers = recovers
         self.dead_seconds, self.hung_seconds, self.spawn_seconds = 0.2, 3.0, 1.0
         self.processes: dict[Member, Process] = {}
@@ -143,6 +147,8 @@ class Fleet:
         self.pulls: list[Pull] = []
         self.started_over: list[str] = []
         """Requests that were submitted with fewer tokens than a controller had had of them."""
+        self.used: dict[GroupId, tuple[int, int, End]] = {}
+        """Group -> which tokens of its (last) sample were fresh when it was last trained on, and how they end."""
         self.problems: list[str] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -247,19 +253,36 @@ class Fleet:
         assert len(microbatch.groups) == self.job.algorithm.groups_per_microbatch
         for group in microbatch.groups:
             assert len(group.samples) == self.job.algorithm.group_size
+            fresh = [v for s in group.samples for v in s.versions[s.first_fresh :] or s.versions]
+            assert step - max(fresh) <= self.job.runtime.staleness_max, f"all of {fresh} are too old in step {step}"
+            self.check_filter(group)
             for n, sample in enumerate(group.samples):
                 seed = request_seed_of(self.job.seed, sample.request_id)
                 assert sample.request_id == f"{group.group_id}.{n}"
-                assert sample.tokens == expected_tokens(seed), f"{sample.request_id}: tokens were lost or doubled"
+                whole = self.answers.tokens(seed)
+                wanted = whole[: len(sample.tokens)] if sample.end is End.CUT else whole
+                assert sample.tokens == wanted, f"{sample.request_id}: tokens were lost or doubled"
                 assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions)
-                assert sample.reward == expected_reward(sample.tokens), f"{sample.request_id}: reward {sample.reward}"
+                logprobs = tuple(expected_logprob(v, at) for at, v in enumerate(sample.versions))
+                assert sample.logprobs == logprobs, f"{sample.request_id}: log-probabilities of other versions"
+                if sample.is_over:
+                    assert sample.reward == self.answers.reward(sample.tokens), f"{sample.request_id}: {sample.reward}"
+                else:
+                    assert self.job.algorithm.window_tokens is not None, f"{sample.request_id} is not over"
                 assert all(0 <= v <= step for v in sample.versions), f"{sample.versions} in step {step}"
-                staleness = step - min(sample.versions)
-                assert staleness <= self.job.runtime.staleness_max, f"staleness {staleness}"
+                assert sample.first_fresh == group_start(group.group_id)
+                self.used[group.group_id] = (sample.first_fresh, len(sample.tokens), sample.end)
+
+    def check_filter(self, group: Group) -> None:
+        """With dynamic sampling no group is trained on that teaches nothing."""
+        algorithm = self.job.algorithm
+        if algorithm.dynamic_sampling and algorithm.at_refill_limit == "fail":
+            rewards = {s.reward for s in group.samples}
+            assert len(rewards) > 1, f"{group.group_id}: trained on, although all rewards are {rewards}"
 
 
 def request_seed_of(job_seed: int, request_id: str) -> int:
-    from rolecall.rl_runtime.supply import request_seed
+    from rolecall.rl_runtime.sampler import request_seed
     from rolecall.rl_runtime.task import group_number
 
     group, _, sample = request_id.rpartition(".")

@@ -27,14 +27,35 @@ MICROBATCH_SECONDS = 0.04
 UPDATE_SECONDS = 0.05
 
 
-def expected_tokens(seed: int) -> tuple[int, ...]:
-    """What every engine makes for a seed, whatever prefix it starts from: a lost or doubled token shows."""
+def expected_tokens(seed: int, longest: int = MAX_NEW_TOKENS, *, long_tail: bool = False) -> tuple[int, ...]:
+    """What every engine makes for a seed, whatever prefix it starts from: a lost or doubled token shows.
+
+    `long_tail`: as many lengths between 1 and 2 as between 2 and 4, and so on up to `longest`.
+    """
     rng = random.Random(f"tokens/{seed}")
-    return tuple(rng.randrange(3, 16) for _ in range(rng.randrange(1, MAX_NEW_TOKENS + 1)))
+    count = int(longest ** rng.random()) if long_tail else rng.randrange(1, longest + 1)
+    return tuple(rng.randrange(3, 16) for _ in range(count))
 
 
 def expected_reward(tokens: Sequence[int]) -> float:
     return sum(tokens) / (16.0 * MAX_NEW_TOKENS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What the fakes' model says to each prompt, and what that is worth: functions of the seed, whoever asks."""
+
+    longest: int = MAX_NEW_TOKENS
+    long_tail: bool = False
+    right_below: int | None = None
+    """None: rewards are graded. Otherwise an answer is exact (1.0) if its last token, one of 3 to 15, is below this,
+    and wrong (0.0) if not."""
+
+    def tokens(self, seed: int) -> tuple[int, ...]:
+        return expected_tokens(seed, self.longest, long_tail=self.long_tail)
+
+    def reward(self, tokens: Sequence[int]) -> float:
+        return expected_reward(tokens) if self.right_below is None else float(tokens[-1] < self.right_below)
 
 
 def expected_logprob(version: int, position: int) -> float:
@@ -264,6 +285,7 @@ class Held:
     """A request in a fake engine."""
 
     request: protocol.Request
+    answer: tuple[int, ...]
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
@@ -272,7 +294,7 @@ class Held:
     @property
     def whole(self) -> tuple[int, ...]:
         """What it has in the end."""
-        return expected_tokens(self.request.seed)[: self.request.max_new_tokens]
+        return self.answer[: self.request.max_new_tokens]
 
 
 @dataclass(frozen=True)
@@ -286,7 +308,7 @@ class Pull:
 
 
 class FakeRollout(_Body):
-    """Generates `expected_tokens` at a fixed rate, under whatever version it holds."""
+    """Generates the fleet's `answers` at a fixed rate, under whatever version it holds."""
 
     def __init__(self, fleet: "Fleet", member: Member) -> None:
         super().__init__(fleet, member)
@@ -312,7 +334,7 @@ class FakeRollout(_Body):
 
     def _chunk(self, h: Held, offset: int) -> protocol.TokenChunk:
         finished = len(h.tokens) == len(h.whole)
-        ends = len(h.tokens) == len(expected_tokens(h.request.seed))
+        ends = len(h.tokens) == len(h.answer)
         return protocol.TokenChunk(
             request_id=h.request.request_id,
             offset=offset,
@@ -344,9 +366,10 @@ class FakeRollout(_Body):
             if len(r.prefix_tokens) < self.fleet.offsets_asked[r.request_id]:
                 self.fleet.started_over.append(r.request_id)
             if r.request_id not in self.held:
-                assert r.prefix_tokens == expected_tokens(r.seed)[: len(r.prefix_tokens)], "a prefix lost tokens"
+                answer = self.fleet.answers.tokens(r.seed)
+                assert r.prefix_tokens == answer[: len(r.prefix_tokens)], "a prefix lost tokens"
                 self.held[r.request_id] = Held(
-                    r, list(r.prefix_tokens), list(r.prefix_logprobs), list(r.prefix_versions), now
+                    r, answer, list(r.prefix_tokens), list(r.prefix_logprobs), list(r.prefix_versions), now
                 )
 
     def tokens_since(self, incarnation: int, offsets: Mapping[str, int]) -> protocol.PulledTokens:
@@ -421,7 +444,7 @@ class FakeReward(_Body):
             if isinstance(answer, Exception):
                 raise answer
             return answer  # type: ignore[no-any-return]
-        return [[expected_reward(s.tokens) for s in g.samples] for g in groups]
+        return [[self.fleet.answers.reward(s.tokens) for s in g.samples] for g in groups]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 A group (all samples of one prompt) is generating -> finished -> scored -> assigned, and is closed when it was trained
 or dropped. Its requests live on one engine at a time; when that engine is lost they go on elsewhere from the tokens
 that the table holds. Tokens are taken only up to the policy version that the engine has proven: nothing unproven
-enters (law 2). An engine keeps tokens until it is told to forget them, which happens when the group is closed, so a
+enters (law 2). A request may be a *window* of an answer: earlier windows' tokens stand before its own (`first_fresh`), and
+where its limit cuts the answer (`End.CUT`) the next window goes on. What is cut is worth no reward yet, and is ready to
+be trained on at once. An engine keeps tokens until it is told to forget them, which happens when the group is closed, so a
 controller that restarts finds them all. Pure: no clock, no calls; the caller does what `unsent` and `to_forget` say.
 """
 
@@ -12,9 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import nan
+from typing import Final
 
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.rl_runtime.protocol import Group, Request, Sample, TokenChunk
+from rolecall.rl_runtime.protocol import End, Group, Request, Sample, TokenChunk
 
 EngineKey = tuple[ReplicaId, int]
 """(replica, incarnation): an engine that was replaced is another engine."""
@@ -23,8 +26,18 @@ EngineKey = tuple[ReplicaId, int]
 class GroupPhase(StrEnum):
     GENERATING = "generating"
     FINISHED = "finished"  # all samples ended; to be scored
-    SCORED = "scored"  # may be trained
+    SCORED = "scored"  # may be trained: its rewards are known, or it is a window that ended in the middle of an answer
+    ACCEPTED = "accepted"  # dynamic sampling: judged, it teaches something
+    ASIDE = "aside"  # dynamic sampling: it teaches nothing, and is kept in case the batch cannot be filled otherwise
     ASSIGNED = "assigned"  # part of the running step
+
+
+UNTRAINED = frozenset({GroupPhase.FINISHED, GroupPhase.SCORED, GroupPhase.ACCEPTED, GroupPhase.ASIDE})
+"""Everything is generated, no step has it."""
+
+NO_REWARD: Final = 0.0
+"""Stands in a sample whose answer is not over, where nobody looks. Not NaN, which is unlike itself: a trainer compares
+a plan that is repeated with what it has computed, and would throw its gradient away."""
 
 
 @dataclass(slots=True)
@@ -35,9 +48,30 @@ class Trajectory:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    finished: bool = False
+    end: End | None = None  # None: it is being generated
     engine: EngineKey | None = None
     sent: bool = False  # the engine has confirmed that it holds the request
+    first_fresh: int = 0  # tokens before this one belong to earlier windows
+    is_window: bool = False  # its limit is not the task's: an answer that reaches it is cut, and goes on elsewhere
+
+    @property
+    def finished(self) -> bool:
+        return self.end is not None
+
+    @property
+    def fresh_versions(self) -> Sequence[int]:
+        """Of the tokens that no earlier window had; of all where it has none of its own."""
+        return self.versions[self.first_fresh :] or (self.versions if self.finished else [])
+
+    def cut(self) -> None:
+        """Ends its window here, for good: what is generated again one day ends here as well, for the next window has
+        begun behind it."""
+        self.end, self.is_window = End.CUT, True
+        self.request = replace(self.request, max_new_tokens=len(self.tokens))
+
+    def become(self, other: "Trajectory", stop: int | None = None) -> None:
+        """Takes over the first tokens of another window of the same answer."""
+        self.tokens, self.logprobs, self.versions = other.tokens[:stop], other.logprobs[:stop], other.versions[:stop]
 
     def with_prefix(self) -> Request:
         return replace(
@@ -55,6 +89,18 @@ class OpenGroup:
     trajectories: list[Trajectory]
     phase: GroupPhase = GroupPhase.GENERATING
     rewards: tuple[float, ...] = ()
+    waits: bool = False
+    """A later window of an answer whose turn has not come: no engine has had it."""
+    followed: bool = False
+    """A window that was cut: the next one stands in the ledger."""
+
+    @property
+    def first_fresh(self) -> int:
+        return self.trajectories[0].first_fresh
+
+    @property
+    def is_cut(self) -> bool:
+        return any(t.end is End.CUT for t in self.trajectories)
 
     @property
     def num_tokens(self) -> int:
@@ -62,8 +108,17 @@ class OpenGroup:
 
     @property
     def version_min(self) -> int | None:
-        """Oldest policy version among its tokens; None while it has none."""
-        return min((v for t in self.trajectories for v in t.versions), default=None)
+        """Oldest policy version among the tokens that it would train; None while it has none."""
+        return min((v for t in self.trajectories for v in t.fresh_versions), default=None)
+
+    @property
+    def version_max(self) -> int | None:
+        """The newest."""
+        return max((v for t in self.trajectories for v in t.fresh_versions), default=None)
+
+    def oldest_since(self, version: int) -> int:
+        """The oldest version that is not older than this one: whose tokens are next to be too old. -1 if there is none."""
+        return min((v for t in self.trajectories for v in t.fresh_versions if v >= version), default=-1)
 
     def as_group(self) -> Group:
         """What is scored and trained. A reward that is not known yet is NaN: it can never pass for one."""
@@ -74,7 +129,9 @@ class OpenGroup:
                 tokens=tuple(t.tokens),
                 logprobs=tuple(t.logprobs),
                 versions=tuple(t.versions),
-                reward=reward,
+                reward=NO_REWARD if t.end is End.CUT else reward,
+                end=t.end or End.CUT,
+                first_fresh=t.first_fresh,
             )
             for t, reward in zip(self.trajectories, rewards, strict=True)
         )
@@ -88,6 +145,9 @@ class Moved:
     group_ids: tuple[GroupId, ...]
     num_requests: int
     tokens_kept: int
+
+
+NOTHING: Final = Moved(group_ids=(), num_requests=0, tokens_kept=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +188,19 @@ class TrajectoryTable:
 
     # --- opening, closing ---------------------------------------------------------------------------------------
 
-    def open(self, group_id: GroupId, prompt_tokens: tuple[int, ...], requests: Sequence[Request]) -> OpenGroup:
-        """A group that nobody generates yet."""
+    def open(
+        self,
+        group_id: GroupId,
+        prompt_tokens: tuple[int, ...],
+        requests: Sequence[Request],
+        *,
+        first_fresh: int = 0,
+        is_window: bool = False,
+    ) -> OpenGroup:
+        """A group that nobody generates yet. One that begins in the middle of an answer waits for its turn."""
         assert group_id not in self.groups, f"{group_id} is open already"
-        group = OpenGroup(group_id, prompt_tokens, [Trajectory(r) for r in requests])
+        made = [Trajectory(r, first_fresh=first_fresh, is_window=is_window) for r in requests]
+        group = OpenGroup(group_id, prompt_tokens, made, waits=first_fresh > 0)
         self.groups[group_id] = group
         self._by_request.update((t.request.request_id, t) for t in group.trajectories)
         return group
@@ -157,15 +226,19 @@ class TrajectoryTable:
 
     def place(self, group_id: GroupId, engine: EngineKey) -> int:
         """Gives the group's unfinished, homeless requests to an engine. Returns their number."""
-        homeless = [t for t in self.groups[group_id].trajectories if not t.finished and t.engine is None]
+        group = self.groups[group_id]
+        group.waits = False
+        homeless = [t for t in group.trajectories if not t.finished and t.engine is None]
         for t in homeless:
             t.engine, t.sent = engine, False
         return len(homeless)
 
     def homeless(self) -> list[GroupId]:
-        """Groups with unfinished requests that no engine has, oldest first."""
+        """Groups with unfinished requests that no engine has any more, oldest first."""
         return sorted(
-            g.group_id for g in self.groups.values() if any(t.engine is None and not t.finished for t in g.trajectories)
+            g.group_id
+            for g in self.groups.values()
+            if not g.waits and any(t.engine is None and not t.finished for t in g.trajectories)
         )
 
     def unsent(self, engine: EngineKey) -> list[Request]:
@@ -213,17 +286,37 @@ class TrajectoryTable:
                 continue
             start = len(t.tokens) - chunk.offset
             stop = next((i for i, v in enumerate(chunk.versions) if v > proven_version), len(chunk.tokens))
+            stop = min(stop, t.request.max_new_tokens - chunk.offset)
             if start < stop:
                 t.tokens.extend(chunk.tokens[start:stop])
                 t.logprobs.extend(chunk.logprobs[start:stop])
                 t.versions.extend(chunk.versions[start:stop])
-            if chunk.finished and stop == len(chunk.tokens):
-                t.finished = True
-                group = self.groups[t.request.group_id]
-                if all(other.finished for other in group.trajectories):
-                    group.phase = GroupPhase.FINISHED
-                    finished.append(group.group_id)
+            _note_end(t, chunk, whole=stop == len(chunk.tokens))
+            if t.finished and self._is_finished(t.request.group_id):
+                finished.append(t.request.group_id)
         return finished
+
+    def _is_finished(self, group_id: GroupId) -> bool:
+        """Whether all samples ended; then it is to be scored, unless it is a window without an end of the answer."""
+        group = self.groups[group_id]
+        if not all(t.finished for t in group.trajectories):
+            return False
+        group.phase = GroupPhase.SCORED if group.is_cut else GroupPhase.FINISHED
+        return True
+
+    def end_with(self, group_id: GroupId, other: OpenGroup) -> None:
+        """A window whose tokens a later one of the same answer still has: it takes them from there.
+
+        As far as they go: all of them, and it ends where the later one begins; or some, and it goes on behind them.
+        """
+        (t,), (later,) = self.groups[group_id].trajectories, other.trajectories
+        if t.engine is not None and t.sent:
+            self._forget[t.engine].append(t.request.request_id)
+        t.engine, t.sent = None, False
+        t.become(later, t.request.max_new_tokens)
+        if len(t.tokens) == t.request.max_new_tokens:
+            t.cut()
+            self._is_finished(group_id)
 
     def adopt(
         self, engine: EngineKey, held: Iterable[tuple[Request, TokenChunk]], proven_version: int
@@ -242,10 +335,20 @@ class TrajectoryTable:
                 self._forget[t.engine].append(request.request_id)
             t.tokens, t.logprobs, t.versions = [], [], []
             t.engine, t.sent = engine, True
+            self.groups[t.request.group_id].waits = False
             finished += self.take(engine, [chunk], proven_version)
         return finished
 
     # --- losing an engine ---------------------------------------------------------------------------------------
+
+    def cut(self, engine: EngineKey) -> Moved:
+        """Ends what an engine leaves unfinished where it stands, to be trained on as it is. What has no token of its
+        own yet is left."""
+        leaving = [t for t in self._unfinished_on(engine) if len(t.tokens) > t.first_fresh]
+        for t in leaving:
+            t.cut()
+            self._is_finished(t.request.group_id)
+        return _moved(leaving)
 
     def leave(self, engine: EngineKey, *, alive: bool = False) -> Moved:
         """Takes all unfinished requests away from an engine: they become homeless and keep their tokens.
@@ -262,11 +365,7 @@ class TrajectoryTable:
             self._forget.pop(engine, None)
         for t in leaving:
             t.engine, t.sent = None, False
-        return Moved(
-            group_ids=tuple(sorted({t.request.group_id for t in leaving})),
-            num_requests=len(leaving),
-            tokens_kept=sum(len(t.tokens) for t in leaving),
-        )
+        return _moved(leaving)
 
     # --- scoring and training -----------------------------------------------------------------------------------
 
@@ -279,32 +378,45 @@ class TrajectoryTable:
         assert group.phase is GroupPhase.FINISHED and len(rewards) == len(group.trajectories)
         group.rewards, group.phase = tuple(rewards), GroupPhase.SCORED
 
-    def assign(self, group_ids: Iterable[GroupId]) -> None:
+    def judge(self, group_ids: Iterable[GroupId], phase: GroupPhase) -> None:
+        """What dynamic sampling makes of scored groups: they are accepted, or set aside."""
         for group_id in group_ids:
             group = self.groups[group_id]
             assert group.phase is GroupPhase.SCORED, f"{group_id} is {group.phase}"
+            group.phase = phase
+
+    def assign(self, group_ids: Iterable[GroupId]) -> None:
+        for group_id in group_ids:
+            group = self.groups[group_id]
+            assert group.phase in UNTRAINED - {GroupPhase.FINISHED}, f"{group_id} is {group.phase}"
             group.phase = GroupPhase.ASSIGNED
 
     def unassign(self, group_ids: Iterable[GroupId]) -> None:
+        """They are scored again, and no more: dynamic sampling judges them anew, should their tokens be others."""
         for group_id in group_ids:
             group = self.groups.get(group_id)
             if group is not None and group.phase is GroupPhase.ASSIGNED:
                 group.phase = GroupPhase.SCORED
 
     def too_stale(self, step: int, staleness_max: int) -> list[OpenGroup]:
-        """Groups that can be trained neither in `step` nor later: their oldest token is too old by then."""
+        """Groups that can be trained neither in `step` nor later: even their newest token is too old by then.
+
+        Older tokens of a group are left out by the loss, one by one; so a long answer, whose first tokens are old when
+        its last one comes, is not lost for that. One that is being generated gets newer tokens yet.
+        """
         return [
             g
             for g in sorted(self.groups.values(), key=lambda g: g.group_id)
-            if g.phase is not GroupPhase.ASSIGNED and g.version_min is not None and step - g.version_min > staleness_max
+            if g.phase in UNTRAINED and g.version_max is not None and step - g.version_max > staleness_max
         ]
 
     def waiting(self, proven: Mapping[EngineKey, int]) -> dict[GroupId, int]:
-        """Version of the oldest token of each group that no step has yet.
+        """Version of the newest token of each group that a step may still take.
 
-        `proven`: the version of each engine, by which a group without tokens is judged: its first ones are of it.
+        `proven`: the version of each engine, of which the next tokens of an unfinished group are.
         """
-        found = {g.group_id: _oldest(g, proven) for g in self.groups.values() if g.phase is not GroupPhase.ASSIGNED}
+        over = (GroupPhase.ASSIGNED, GroupPhase.ASIDE)
+        found = {g.group_id: _newest(g, proven) for g in self.groups.values() if g.phase not in over}
         return {group_id: version for group_id, version in found.items() if version is not None}
 
     def truncate_after(self, version: int) -> None:
@@ -317,25 +429,46 @@ class TrajectoryTable:
                 keep = next((i for i, v in enumerate(t.versions) if v > version), None)
                 if keep is not None:
                     del t.tokens[keep:], t.logprobs[keep:], t.versions[keep:]
-                    t.finished, group.phase, group.rewards = False, GroupPhase.GENERATING, ()
+                    t.end, group.phase, group.rewards = None, GroupPhase.GENERATING, ()
+                    # Without what stood before it, a window waits for the one before to be made again.
+                    group.waits = len(t.tokens) < t.first_fresh
                 if not t.finished and t.engine is not None:
                     self._forget[t.engine].append(t.request.request_id)
                     t.engine, t.sent = None, False
 
 
-def _oldest(group: OpenGroup, proven: Mapping[EngineKey, int]) -> int | None:
-    if group.version_min is not None:
-        return group.version_min
-    engines = (t.engine for t in group.trajectories if t.engine is not None)
-    return min((proven[e] for e in engines if e in proven), default=None)
+def _newest(group: OpenGroup, proven: Mapping[EngineKey, int]) -> int | None:
+    coming = (proven.get(t.engine) for t in group.trajectories if t.engine is not None and not t.finished)
+    return max((v for v in (group.version_max, *coming) if v is not None), default=None)
 
 
-def mean_reward(groups: Iterable[Group]) -> float:
-    """Mean over all samples."""
-    rewards = [s.reward for g in groups for s in g.samples]
-    return sum(rewards) / len(rewards)
+def _moved(leaving: Sequence[Trajectory]) -> Moved:
+    return Moved(
+        group_ids=tuple(sorted({t.request.group_id for t in leaving})),
+        num_requests=len(leaving),
+        tokens_kept=sum(len(t.tokens) for t in leaving),
+    )
 
 
-def reached_staleness(step: int, groups: Iterable[Group]) -> int:
-    """Largest distance between a step and the version of a token trained in it."""
-    return max((step - v for g in groups for s in g.samples for v in s.versions), default=0)
+def _note_end(t: Trajectory, chunk: TokenChunk, *, whole: bool) -> None:
+    """Why the tokens of a trajectory end here, if they do. `whole`: all of the chunk was taken."""
+    at_limit = len(t.tokens) >= t.request.max_new_tokens
+    if chunk.finished and whole and chunk.finish_reason != "length":
+        t.end = End.STOP
+    elif t.is_window and at_limit:
+        # Its engine may hold more, from before the next window began here.
+        t.cut()
+    elif chunk.finished and whole:
+        t.end = End.LENGTH
+
+
+def mean_reward(groups: Iterable[Group]) -> float | None:
+    """Mean over all samples that are over; None where none is."""
+    rewards = [s.reward for g in groups for s in g.samples if s.is_over]
+    return sum(rewards) / len(rewards) if rewards else None
+
+
+def reached_staleness(step: int, groups: Iterable[Group], staleness_max: int) -> int:
+    """Largest distance between a step and the version of a token trained in it; older ones are left out by the loss."""
+    fresh = (step - v for g in groups for s in g.samples for v in s.versions[s.first_fresh :])
+    return max((d for d in fresh if d <= staleness_max), default=0)

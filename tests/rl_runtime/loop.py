@@ -18,7 +18,7 @@ from rolecall.rl_runtime.controller import Controller, Outcome
 from rolecall.rl_runtime.spawn import Spawn
 from rolecall.rl_runtime.task import Prompt, group_id
 from rolecall.rl_runtime.testing import Fleet, run_simulated
-from rolecall.rl_runtime.testing_roles import MAX_NEW_TOKENS, FakeCertifier
+from rolecall.rl_runtime.testing_roles import MAX_NEW_TOKENS, Answers, FakeCertifier
 
 CONTROLLER = ReplicaId("controller/0")
 RUN_SECONDS_MAX = 900.0
@@ -79,7 +79,8 @@ class MortalLedger(Ledger):
 class Prompts:
     """Two tokens that name the group."""
 
-    max_new_tokens = MAX_NEW_TOKENS
+    def __init__(self, max_new_tokens: int = MAX_NEW_TOKENS) -> None:
+        self.max_new_tokens = max_new_tokens
 
     def prompt(self, number: int) -> Prompt:
         return Prompt(group_id=group_id(number), tokens=(1, number))
@@ -112,6 +113,7 @@ class World:
     deaths: list[int] = field(default_factory=list)
     """After how many effects each controller dies; when it is used up, they live."""
     recovers: bool = True
+    answers: Answers = field(default_factory=Answers)
     script: Callable[["World"], Any] | None = None
     """A coroutine function that hurts the fleet while the run goes on."""
     outcome: Outcome | None = None
@@ -124,7 +126,7 @@ class World:
 
     async def _run(self) -> None:
         self.journal = Journal(self.url, clock=self.clock)
-        self.fleet = Fleet(self.job, self.journal, self.seed, recovers=self.recovers)
+        self.fleet = Fleet(self.job, self.journal, self.seed, recovers=self.recovers, answers=self.answers)
         self.rng = random.Random(self.seed + 1)
         self.fleet.start_all()
         script = asyncio.ensure_future(self.script(self)) if self.script else None
@@ -170,7 +172,7 @@ class World:
             spawn,
             self.job,
             connect=lambda record: self.fleet.connect(record, mortality),
-            source=Prompts(),
+            source=Prompts(self.answers.longest),
             certifier=FakeCertifier(),
             journal=journal,
             ledger=ledger,

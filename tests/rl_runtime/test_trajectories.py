@@ -136,14 +136,24 @@ def test_going_back_cuts_tokens_of_policies_that_never_were() -> None:
     assert t.to_forget(A) == [f"{G}.0"]
 
 
-def test_the_age_of_groups_is_told_by_their_oldest_token_or_by_the_engine_that_will_make_it() -> None:
+def test_the_age_of_groups_is_told_by_their_newest_token_or_by_the_engine_that_will_make_it() -> None:
     t = table(1)
     assert t.too_stale(9, 2) == [] and t.waiting({}) == {}, "without a token there is nothing to be old"
     assert t.waiting({A: 4}) == {G: 4}
     t.take(A, [chunk(0, 0, [5], 3)], 9)
     t.take(A, [chunk(0, 1, [5], 5)], 9)
-    assert t.waiting({A: 9}) == {G: 3} and t.too_stale(5, 2) == []
-    assert [g.group_id for g in t.too_stale(6, 2)] == [G]
+    assert t.waiting({A: 9}) == {G: 9} and t.waiting({}) == {G: 5}
+    assert t.groups[G].oldest_since(0) == 3 and t.groups[G].oldest_since(4) == 5 and t.groups[G].oldest_since(6) == -1
+    assert t.too_stale(99, 2) == [], "its newest token is still to come"
+    t.take(A, [chunk(0, 2, [5], 5, finished=True)], 9)
+    assert t.waiting({A: 9}) == {G: 5} and t.too_stale(7, 2) == []
+    assert [g.group_id for g in t.too_stale(8, 2)] == [G]
+    t.score(G, [1.0])
+    assert [g.group_id for g in t.too_stale(8, 2)] == [G]
+    t.judge([G], GroupPhase.ACCEPTED)
+    assert [g.group_id for g in t.too_stale(8, 2)] == [G]
+    t.assign([G])
+    assert t.too_stale(8, 2) == []
 
 
 @pytest.mark.parametrize(

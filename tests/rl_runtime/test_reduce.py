@@ -8,7 +8,7 @@ import itertools
 import os
 import socket
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from rolecall.core.journal import ChainHead
 from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.batching import assign
 from rolecall.rl_runtime.health import HealthSums
-from rolecall.rl_runtime.reduce import Ballot, EpochStore, MicrobatchStats, ReduceGroup, disagreement
+from rolecall.rl_runtime.reduce import BALLOT_BYTES_MAX, Ballot, EpochStore, MicrobatchStats, ReduceGroup, disagreement
 from rolecall.rl_runtime.spawn import make_spawn
 from rolecall.rl_runtime.trainer_service import TrainerService
 
@@ -89,6 +89,19 @@ def test_ballot_round_trips_exactly() -> None:
     odd = replace(stats("7.0"), policy_loss=0.1 + 0.2, health=HealthSums(log_ratio_max=5e-324, reward=1e300, capped=3))
     for original in (ballot(0, []), replace(ballot(1, ["7.1"]), microbatches=(odd,))):
         assert Ballot.from_bytes(original.to_bytes()) == original
+
+
+def test_the_largest_ballot_of_any_job_is_within_the_bound() -> None:
+    """1,024 microbatches of 256 windows, all computed by one member; every sum as long as a number can be written."""
+    sums = HealthSums(**{f.name: -1.2345678901234567e-300 for f in fields(HealthSums)})  # type: ignore[arg-type]
+    one = replace(
+        stats("1000000.1023"),
+        group_ids=tuple(GroupId(f"g{n:08d}-{1_000_000:05d}") for n in range(256)),
+        policy_loss=-1.2345678901234567e-300,
+        health=sums,
+    )
+    largest = replace(ballot(0, []), microbatches=(one,) * 1024)
+    assert BALLOT_BYTES_MAX // 2 < len(largest.to_bytes()) < BALLOT_BYTES_MAX
 
 
 def test_constant_work_over_any_order_of_losses() -> None:

@@ -264,3 +264,9 @@ def test_reporter_sees_the_work() -> None:
     assert (after.step, after.epoch, after.policy_version) == (0, 1, 1)
     assert after.loss == result.loss
     assert after.grad_norm == pytest.approx(result.grad_norm)
+    assert after.healths - before.healths == 1
+    told = result.health
+    assert (after.entropy, after.ratio_max, after.response_length) == pytest.approx(
+        (told.entropy, told.ratio_max, told.response_length)
+    )
+    assert math.isnan(after.filtered_fraction), "the sampler's, not the trainer's"

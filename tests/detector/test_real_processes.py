@@ -156,3 +156,21 @@ def duty_cycle(pid: int, over: threading.Event) -> None:
         over.wait(0.15)
         os.kill(pid, signal.SIGCONT)
         over.wait(0.05)
+
+
+def test_a_collapse_that_processes_tell_of_themselves(run: Run) -> None:
+    def newest() -> int:
+        points = run.detector.state()["collapse"]["course"]["points"]
+        return int(points[-1][0]) if points else -1
+
+    for step in range(17):
+        for replica in run.workers:
+            run.hurt(replica, f"step {step + 1} {0.9 if step < 8 else 0.2} 0.5")
+        deadline = time.monotonic() + 60
+        while newest() < step:
+            assert time.monotonic() < deadline, f"nobody told of step {step}"
+            run.watch(0.2, stop=False)
+    assert list(run.told) == ["user_code::collapse"]
+    d = run.told["user_code::collapse"][1]
+    assert not d.suspects and "mean reward fell from 0.9 (steps 0 to 7) to 0.2, since step 8" in d.because
+    assert "entropy 0.5 nats a token then" in d.because and "(to 1e-06)" in d.because

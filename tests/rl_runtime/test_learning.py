@@ -5,6 +5,8 @@ One process, no engine: the sampler is the library's model with the trainer's we
 pytest tests/rl_runtime/test_learning.py
 """
 
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -173,3 +175,44 @@ def test_a_curve_may_be_left_at_any_step(tmp_path: Path) -> None:
     points = learn(job, writer_of(job, tmp_path), num_steps=10_000, staleness=1)
     assert [p.step for p in islice(points, 2)] == [0, 1]
     points.close()  # type: ignore[attr-defined]
+
+
+ENGINE_AND_MODEL = """
+import sys
+from pathlib import Path
+from rolecall.core.config import parse_job
+from rolecall.rl_runtime.model import make_model, write_model_folder
+from rolecall.rl_runtime.reward import task_of
+from rolecall.rl_runtime.testing_learning import EngineWriter, Line
+import torch
+
+job = parse_job({"task": {"name": "long_addition", "num_digits": 4}})
+folder = Path(sys.argv[1])
+write_model_folder(folder, job.model, 0, job.task.name)
+task, writer = task_of(job), EngineWriter(folder, seed=5)
+model = make_model(job.model, task.vocab, 3)
+writer.load(1, dict(model.state_dict()))
+lines = [Line(prompt=task.prompt(n).tokens).continued([4, 3][: n % 3], [0.0, 0.0][: n % 3], 0) for n in range(6)]
+written = writer.write(lines, [4 + n % 5 for n in range(6)])
+worst = 0.0
+for n, line in enumerate(written):
+    assert line.tokens[: n % 3] == lines[n].tokens and line.versions == (0,) * (n % 3) + (1,) * (len(line.tokens) - n % 3)
+    assert len(line.tokens) == 4 + n % 5 or line.tokens[-1] == task.vocab.eos
+    whole = torch.tensor([(*line.prompt, *line.tokens)])
+    said = torch.log_softmax(model(whole).logits[0, :-1].float(), -1).gather(1, whole[0, 1:, None])[:, 0]
+    said = said[-len(line.tokens) :][n % 3 :]
+    worst = max(worst, float((torch.tensor(line.logprobs[n % 3 :]) - said).abs().max()))
+print("worst", worst)
+"""
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("engines")
+def test_an_engine_writes_behind_prefixes_with_the_models_probabilities(tmp_path: Path) -> None:
+    """In a process of its own: an engine wants its environment before torch is there."""
+    argv = [sys.executable, "-c", ENGINE_AND_MODEL, str(tmp_path / "model")]
+    ran = subprocess.run(argv, capture_output=True, text=True, timeout=280, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert float(ran.stdout.split("worst")[-1]) < 1e-4

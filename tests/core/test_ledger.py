@@ -75,10 +75,11 @@ def test_an_empty_ledger_is_whole(ledger: Ledger) -> None:
 @pytest.mark.parametrize("before", [None, *GroupState])
 @pytest.mark.parametrize("after", list(GroupState))
 def test_only_legal_moves_are_written(before: GroupState | None, after: GroupState, url: str) -> None:
-    """All 42 pairs of states: the ledger takes exactly the legal ones, and a refusal writes nothing."""
+    """All 56 pairs of states: the ledger takes exactly the legal ones, and a refusal writes nothing."""
     way: Mapping[GroupState | None, Sequence[GroupState]] = {
         None: [],
         S.ISSUED: [S.ISSUED],
+        S.ACCEPTED: [S.ISSUED, S.ACCEPTED],
         S.ASSIGNED: [S.ISSUED, S.ASSIGNED],
         S.RETURNED: [S.ISSUED, S.ASSIGNED, S.RETURNED],
         S.TRAINED: [S.ISSUED, S.ASSIGNED, S.TRAINED],
@@ -135,18 +136,25 @@ def test_length_buckets(num_tokens: int, bucket: str) -> None:
 
 
 @settings(max_examples=40)
-@given(choices=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(1, 400)), max_size=40))
+@given(
+    choices=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(1, 400)), max_size=40),
+    judges=st.booleans(),
+)
 def test_any_sequence_of_legal_moves_audits_well(
-    choices: list[tuple[int, int, int]], tmp_path_factory: pytest.TempPathFactory
+    choices: list[tuple[int, int, int]], judges: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Random walks of six groups through the state machine; the audit agrees with a plain count of them."""
+    """Random walks of six groups through the state machine; the audit agrees with a plain count of them.
+
+    `judges`: of a run with dynamic sampling, in which every group is accepted before it is assigned.
+    """
     store = Store(f"sqlite:///{tmp_path_factory.mktemp('l') / 'journal.db'}")
     ledger = Ledger(store)
     states, steps = dict[str, GroupState](), dict[str, int]()
     anchors = []
     for which, pick, tokens in choices:
         group = f"g{which}"
-        legal = sorted(LEGAL[states.get(group)])
+        never = {S.ACCEPTED} if not judges else {S.ASSIGNED} if states.get(group) is not S.ACCEPTED else set()
+        legal = sorted(LEGAL[states.get(group)] - never)
         if not legal:
             continue
         state = legal[pick % len(legal)]
@@ -162,6 +170,47 @@ def test_any_sequence_of_legal_moves_audits_well(
     assert audit(ledger.lines(), anchors).unaccounted == open_groups
     assert {g: s for g, (s, _) in ledger.groups().items()} == states
     store.close()
+
+
+# --- dynamic sampling ---------------------------------------------------------------------------------------------
+
+
+def _judged(ledger: Ledger, accepts: Sequence[str]) -> None:
+    """A step of two groups of four; the others teach nothing."""
+    ledger.write([_line(g, S.ISSUED) for g in ("g1", "g2", "g3", "g4")])
+    ledger.write([_line(g, S.ACCEPTED, 0, 12) for g in accepts])
+    drops = {"g3": ("filtered: all right", 12), "g4": ("filtered: all wrong", 3)}
+    for group, (reason, tokens) in drops.items():
+        dropped = LedgerLine(group_id=GroupId(group), state=S.DROPPED, step=0, num_tokens=tokens, reason=reason)
+        ledger.write([dropped])
+    ledger.write([_line("g1", S.ASSIGNED, 0), _line("g2", S.ASSIGNED, 0)])
+    ledger.write([_line("g1", S.TRAINED, 0), _line("g2", S.TRAINED, 0)])
+
+
+def test_what_was_filtered_is_counted_by_reason_and_length_apart_from_what_was_lost(ledger: Ledger) -> None:
+    _judged(ledger, ["g1", "g2"])
+    ledger.write([_line("g5", S.ISSUED), _line("g5", S.DROPPED, num_tokens=9)])
+    found = audit(ledger.lines())
+    assert found.ok and found.unaccounted == 0
+    assert found.dropped_by_reason == {"filtered: all right": 1, "filtered: all wrong": 1, "stale": 1}
+    assert found.dropped_by_length == {"8-15": 2, "2-3": 1} and found.filtered_by_length == {"8-15": 1, "2-3": 1}
+
+
+def test_a_group_that_was_trained_without_being_accepted_is_found(ledger: Ledger) -> None:
+    _judged(ledger, ["g1"])
+    found = audit(ledger.lines())
+    assert not found.ok
+    assert found.problems == ("1 group(s) were assigned to a step that dynamic sampling had not accepted: g2",)
+
+
+def test_a_state_of_a_later_rolecall_is_a_problem_and_no_traceback(ledger: Ledger) -> None:
+    _ordinary(ledger)
+    lines = [dict(line) for line in ledger.lines()]
+    link = lines[-2]["hash"]
+    lines[-1]["state"] = "frozen"
+    lines[-1]["hash"] = chain_hash(link, {k: v for k, v in lines[-1].items() if k != "hash"})
+    (problem,) = (p for p in audit(lines, ended=False).problems)
+    assert problem == f"ledger line {len(lines)}: state 'frozen' is none that this rolecall knows"
 
 
 # --- tampering ----------------------------------------------------------------------------------------------------

@@ -156,7 +156,7 @@ def decide(q: Question) -> Verdict:
     d = q.diagnosis
     if COLLAPSE in d.detectors:
         return _nothing(
-            q, f"{d.because}: no replacement helps, and whether to stop is for a person to say", person=True
+            q, f"{d.because}: nobody is evicted for it, and whether to stop is for a person to say", person=True
         )
     if d.fault_class is FaultClass.USER_CODE:
         return _stop(q)

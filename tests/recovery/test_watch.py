@@ -216,6 +216,23 @@ def test_user_code_takes_over_the_incidents_of_its_victims(world: World) -> None
     assert [i.outcome for i in world.incidents()] == [Outcome.REFUTED, Outcome.GAVE_UP]
 
 
+@pytest.mark.parametrize("fault", [FaultClass.USER_CODE, FaultClass.SILENT_CORRUPTION])
+def test_a_collapsed_policy_calls_a_person_once_and_a_crash_beside_it_is_cured(world: World, fault: FaultClass) -> None:
+    watch = world.watch()
+    said = diagnosis(
+        fault, onset=world.clock.wall(), because="mean reward fell", about=":collapse", detectors=("collapse",)
+    )
+    world.detector.extra = [said]
+    world.run(5, watch)
+    world.runtime.inject("trainer/0", FaultClass.CRASH)
+    world.until(world.all_closed, watch)
+    world.run(30, watch)  # it goes on standing
+    assert [i.outcome for i in world.incidents()] == [Outcome.TOLERATED, Outcome.CURED]
+    assert world.journal.flag("stop") is None and world.desired("trainer/0") == 2
+    (told,) = [m for m in world.notifier.messages if m.kind == "person_called"]
+    assert "mean reward fell" in told.because and "whether to stop is for a person" in told.because
+
+
 def _code_fails(world: World, about: str) -> Diagnosis:
     """As the detector says it: nobody is named."""
     because = f"role {about.partition(':')[0]} fails in its code"

@@ -133,8 +133,8 @@ def _engines_agree(points: Sequence[Point]) -> str:
 
 
 def _roles(fleet: Fleet) -> tuple[str, str]:
-    """Those who told the health of steps, and those who generate, in words."""
-    trainers = {s.role for s in fleet.current() if s.sample is not None and s.sample.healths}
+    """Those who told the entropy of steps, and those who generate, in words."""
+    trainers = {s.role for s in fleet.current() if s.sample is not None and s.sample.entropy == s.sample.entropy}
     engines = {s.role for s in fleet.current() if s.phase == Phase.GENERATE or Phase.GENERATE in s.phases_done}
     return _named(trainers, "those who train"), _named(engines - trainers, "those who generate")
 

@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -288,10 +289,15 @@ def test_fusion_keeps_a_crash_beside_a_collapse(role: str) -> None:
 # --- what becomes of it ----------------------------------------------------------------------------------------------
 
 
+@cache
+def told_of(name: str) -> Diagnosis:
+    return the_one([stands(COLLAPSES[name][0])[-1]])
+
+
 @pytest.mark.parametrize("mode", ["observe", "approve", "act"])
 @pytest.mark.parametrize("name", COLLAPSES)
 def test_a_person_is_called_nobody_is_evicted_and_the_job_goes_on(name: str, mode: str) -> None:
-    d = the_one([stands(COLLAPSES[name][0])[-1]])
+    d = told_of(name)
     question = Question(
         incident_id=IncidentId("inc-1-job"),
         diagnosis=d,

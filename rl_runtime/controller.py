@@ -326,7 +326,7 @@ class Controller:
             "loss": result.loss if result else None,
             "grad_norm": result.grad_norm if result else None,
             "log_ratio_max": result.log_ratio_max if result else None,
-            "health": self._health(commit, result),
+            "health": (health := self._health(commit, result)),
             "tokens": sum(g.num_tokens for g in groups),
             "seconds": round(seconds, 4),
             "attempts": committed.attempts,
@@ -345,6 +345,8 @@ class Controller:
         self.supply.step = commit.step + 1
         reporter.set_step(self.supply.step)
         reporter.update(policy_version=commit.policy_version, reward=reward, loss=result.loss if result else None)
+        if self.job.algorithm.dynamic_sampling:
+            reporter.health(filtered_fraction=health["filtered_fraction"])  # the other signs are the trainers'
 
     def _health(self, commit: CommitRecord, result: StepResult | None) -> dict[str, Any]:
         """What the trainers measured, and what only the sampler knows."""

@@ -1,7 +1,8 @@
-"""Distributions and growth as plain SVG, without a plotting library."""
+"""Distributions, growth and curves with bands as plain SVG, without a plotting library."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from measures import HEALTHY
@@ -103,3 +104,65 @@ def growth(title: str, across: str, up: str, curves: Mapping[str, Mapping[float,
         y = PANEL_HEIGHT - 10 - 14 * i
         parts.append(f'<text x="{PANEL_WIDTH - 6}" y="{y}" text-anchor="end" fill="{colour}">{escape(label)}</text>')
     return "\n".join([*parts, "</g></svg>"]) + "\n"
+
+
+BAND_COLOURS = ("#777777", "#1f6fb2", "#c0392b", "#2e8b57", OTHER_COLOUR)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """A middle curve, with a narrow and a wide band around it; as many values of each as there are `xs`."""
+
+    label: str
+    xs: Sequence[float]
+    middle: Sequence[float]
+    narrow: tuple[Sequence[float], Sequence[float]]  # lower end, upper end
+    wide: tuple[Sequence[float], Sequence[float]]
+
+
+def bands(panels: Mapping[str, tuple[str, Sequence[Band]]]) -> str:
+    """`panels`: title -> (what is across, bands). Up is a share from 0 to 1, across begins at 0."""
+    rows = math.ceil(len(panels) / COLUMNS)
+    width, height = COLUMNS * (PANEL_WIDTH + MARGIN) + MARGIN, rows * (PANEL_HEIGHT + 2 * MARGIN)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" {FONT}>',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    for i, (title, (across, curves)) in enumerate(panels.items()):
+        x = MARGIN + i % COLUMNS * (PANEL_WIDTH + MARGIN)
+        y = MARGIN + i // COLUMNS * (PANEL_HEIGHT + 2 * MARGIN)
+        parts += [f'<g transform="translate({x} {y})">', *_banded(title, across, curves), "</g>"]
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _banded(title: str, across: str, curves: Sequence[Band]) -> list[str]:
+    right = max((x for band in curves for x in band.xs), default=1.0) or 1.0
+
+    def line(xs: Sequence[float], ys: Sequence[float]) -> str:
+        return " ".join(
+            f"{x / right * PANEL_WIDTH:.1f},{PANEL_HEIGHT * (1 - y):.1f}" for x, y in zip(xs, ys, strict=True)
+        )
+
+    parts = [
+        f'<text y="-10" font-weight="bold">{escape(title)}</text>',
+        f'<rect width="{PANEL_WIDTH}" height="{PANEL_HEIGHT}" fill="none" stroke="#cccccc"/>',
+        f'<text x="{PANEL_WIDTH / 2}" y="{PANEL_HEIGHT + 30}" text-anchor="middle">{escape(across)}</text>',
+    ]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        x, y = share * PANEL_WIDTH, PANEL_HEIGHT * (1 - share)
+        parts.append(f'<line x1="0" y1="{y}" x2="{PANEL_WIDTH}" y2="{y}" stroke="#eeeeee"/>')
+        parts.append(f'<text x="{x}" y="{PANEL_HEIGHT + 14}" text-anchor="middle">{share * right:,.0f}</text>')
+        parts.append(f'<text x="-4" y="{y + 4:.1f}" text-anchor="end">{share:g}</text>')
+    for i, band in enumerate(curves):
+        colour = BAND_COLOURS[i % len(BAND_COLOURS)]
+        for (low, high), opacity in ((band.wide, 0.10), (band.narrow, 0.18)):
+            around = f"{line(band.xs, low)} {line(band.xs[::-1], high[::-1])}"
+            parts.append(f'<polygon points="{around}" fill="{colour}" fill-opacity="{opacity}"/>')
+        parts.append(
+            f'<polyline points="{line(band.xs, band.middle)}" fill="none" stroke="{colour}" stroke-width="1.6"/>'
+        )
+        y = PANEL_HEIGHT - 8 - 14 * (len(curves) - 1 - i)
+        parts.append(
+            f'<text x="{PANEL_WIDTH - 6}" y="{y}" text-anchor="end" fill="{colour}">{escape(band.label)}</text>'
+        )
+    return parts

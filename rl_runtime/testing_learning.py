@@ -117,6 +117,7 @@ class EngineWriter:
     def __init__(self, folder: Path, *, seed: int, num_seqs_max: int = 128) -> None:
         self.engine = Engine(EngineSettings(model_dir=str(folder), num_seqs_max=num_seqs_max, seed=seed))
         self.version = -1
+        self.num_steps = 0  # forward passes of the engine so far
         self._seed, self._num_written = seed, 0
 
     def load(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
@@ -131,6 +132,7 @@ class EngineWriter:
             self.engine.add(str(i), tokens, num_new_max=limit - len(line.tokens), seed=seed)
         written = list(lines)
         while self.engine.num_in_flight:
+            self.num_steps += 1
             for new in self.engine.step():
                 i = int(new.request_id)
                 written[i] = written[i].continued(new.tokens, new.logprobs, self.version)

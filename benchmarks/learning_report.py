@@ -1,0 +1,418 @@
+"""What the records of `learning.py` say together: tables, and panels for the picture.
+
+A reward is a mean over `SMOOTH_STEPS` steps, of all answers that ended in them. A run that ended because dynamic sampling
+found nothing more to teach keeps its last reward. Whatever a run did not reach counts as later than all that was reached.
+"""
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
+from itertools import accumulate, pairwise
+from typing import Any
+
+import common
+import numpy as np
+from learning_runs import CURVES, EXAM_PROMPTS, NOT_FILLED, PARTS, RACE, SEEDS, STALENESS
+from pictures import Band
+
+SMOOTH_STEPS = 5
+GOAL = 0.9
+STEPS_SHOWN = (20, 40, 60, 80, 100)
+RACE_GOALS = (0.5, 0.6, 0.7, 0.8, 0.9)
+LAST_STEPS = 10
+"""What a run ended with is the mean of so many steps."""
+GRID = 120
+"""Points of a curve in the picture."""
+Record = dict[str, Any]
+
+
+def known(values: Iterable[float | None]) -> list[float]:
+    return [v for v in values if v is not None]
+
+
+def smoothed(record: Record) -> list[float]:
+    """Reward by step; 0 until the first answer has ended."""
+    rewards, found = record["columns"]["reward"], list[float]()
+    for i in range(len(rewards)):
+        last = known(rewards[max(0, i + 1 - SMOOTH_STEPS) : i + 1])
+        found.append(statistics.fmean(last) if last else found[-1] if found else 0.0)
+    return found
+
+
+def ended_with(record: Record, column: str) -> float:
+    last = known(record["columns"][column][-LAST_STEPS:])
+    return statistics.fmean(last) if last else math.nan
+
+
+def total(record: Record, column: str) -> list[float]:
+    """Up to and with each step. `step` counts steps, `seconds` is generating and training together."""
+    columns = record["columns"]
+    if column == "step":
+        return [float(i + 1) for i in range(len(columns["reward"]))]
+    if column == "seconds":
+        return list(accumulate(w + t for w, t in zip(columns["write_seconds"], columns["train_seconds"], strict=True)))
+    return list(accumulate(columns[column]))
+
+
+def reached(record: Record, goal: float) -> int | None:
+    """Index of the first step at which the reward is that high, with as many steps as it is a mean of behind it."""
+    return next((i for i, r in enumerate(smoothed(record)) if i >= SMOOTH_STEPS - 1 and r >= goal), None)
+
+
+def reward_at(record: Record, column: str, amount: float) -> float | None:
+    """Reward once so much was spent; None: the run ended before, and not because all was learnt."""
+    spent, rewards = total(record, column), smoothed(record)
+    for have, reward in zip(spent, rewards, strict=True):
+        if have >= amount:
+            return reward
+    return rewards[-1] if rewards and record["ended"].startswith(NOT_FILLED) else None
+
+
+def spread(values: Sequence[float], digits: int = 2) -> str:
+    """`median (quartiles; extremes)`."""
+    if not values:
+        return "-"
+    middle, low, high = common.middle_and_spread(values)
+    d = digits
+    return f"{middle:,.{d}f} ({low:,.{d}f} to {high:,.{d}f}; {min(values):,.{d}f} to {max(values):,.{d}f})"
+
+
+def until(values: Sequence[float | None], digits: int = 0) -> str:
+    """`median (extremes; how many)` of what was spent until a goal; None: it was not reached."""
+    if not values:
+        return "-"
+    ordered = sorted(math.inf if v is None else v for v in values)
+
+    def said(value: float) -> str:
+        return "not reached" if math.isinf(value) else f"{value:,.{digits}f}"
+
+    ends = f"{said(ordered[0])} to {said(ordered[-1])}"
+    return f"{said(ordered[len(ordered) // 2])} ({ends}; {len(known(values))} of {len(values)})"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    line = "| " + " | ".join(head) + " |"
+    return [line, "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def by_name(records: Iterable[Record], part: str) -> dict[str, list[Record]]:
+    """Name -> its records by seed, in the order in which names were carried out first."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if record["run"]["part"] == part:
+            found.setdefault(record["run"]["name"], []).append(record)
+    order = ORDER[part]
+    return {
+        name: sorted(found[name], key=lambda r: r["run"]["seed"])
+        for name in sorted(found, key=lambda n: order.index(n) if n in order else len(order))
+    }
+
+
+ORDER = {
+    CURVES: ("grpo", "dapo", "ppo", "tppo"),
+    PARTS: ("GRPO", "+ clip-higher", "+ token-level loss", "+ overlong punishment", "+ dynamic sampling"),
+    RACE: ("ppo", "tppo"),
+}
+
+
+def spent_until(record: Record, goal: float, column: str) -> float | None:
+    at = reached(record, goal)
+    return None if at is None else total(record, column)[at]
+
+
+def curves(named: dict[str, list[Record]]) -> list[str]:
+    lines = ["## Four algorithms on `digit_parity`, from random weights", ""]
+    shown = [s for s in STEPS_SHOWN if any(len(r["columns"]["reward"]) >= s for rs in named.values() for r in rs)]
+    lines += ["Reward by step:", ""]
+    lines += table(
+        ("algorithm", "n", *(f"step {s}" for s in shown)),
+        [
+            (name, str(len(rs)), *(spread(known(reward_at(r, "step", s) for r in rs)) for s in shown))
+            for name, rs in named.items()
+        ],
+    )
+    lines += [f"Until a reward of {GOAL} (median, extremes, how many reached it):", ""]
+    lines += table(
+        ("algorithm", "steps", "tokens generated", "CPU seconds", "CPU seconds a step"),
+        [
+            (
+                name,
+                *(until([spent_until(r, GOAL, c) for r in rs]) for c in ("step", "tokens", "cpu_seconds")),
+                spread([statistics.median(r["columns"]["cpu_seconds"]) for r in rs]),
+            )
+            for name, rs in named.items()
+        ],
+    )
+    return lines + at_the_end(named)
+
+
+def at_the_end(named: dict[str, list[Record]]) -> list[str]:
+    lines = [f"At the end, examined on {EXAM_PROMPTS} prompts that no step had, one answer each, sampled:", ""]
+    lines += table(
+        ("", "reward", "exact", "tokens generated", "how the runs ended"),
+        [
+            (
+                name,
+                spread([r["final"][0] for r in rs]),
+                spread([r["final"][1] for r in rs]),
+                spread([total(r, "tokens")[-1] for r in rs], 0),
+                endings(rs),
+            )
+            for name, rs in named.items()
+        ],
+    )
+    return lines
+
+
+def endings(records: Iterable[Record]) -> str:
+    found = Counter("no full batch any more" if r["ended"].startswith(NOT_FILLED) else r["ended"] for r in records)
+    return ", ".join(f"{how} {n}" for how, n in sorted(found.items()))
+
+
+def parts(named: dict[str, list[Record]]) -> list[str]:
+    lines = ["## DAPO's four parts, one by one, on `long_addition`", ""]
+    lines += ["Each line has everything of the line before. The last is DAPO. Same number of steps; means of the last "]
+    lines[-1] += f"{LAST_STEPS} steps of each run, median (quartiles; extremes) over seeds:"
+    lines.append("")
+    columns = (("reward", 2), ("exact", 2), ("length", 1), ("truncated", 3), ("entropy", 2))
+    lines += table(
+        ("", "n", *(name for name, _ in columns)),
+        [
+            (name, str(len(rs)), *(spread([ended_with(r, c) for r in rs], d) for c, d in columns))
+            for name, rs in named.items()
+        ],
+    )
+    budget = min((total(r, "tokens")[-1] for rs in named.values() for r in rs if r["ended"] == "steps"), default=0.0)
+    lines += [
+        (
+            "What it took, over the whole run; `at equal tokens`: reward when as many tokens were generated as the run with "
+            f"the fewest generated in all ({budget:,.0f}):"
+        ),
+        "",
+    ]
+    lines += table(
+        ("", "groups a step", "tokens a step", "clipped above", "clipped below", "steps to 0.8", "at equal tokens"),
+        [
+            (
+                name,
+                *(spread([statistics.fmean(r["columns"][c]) for r in rs], 0) for c in ("groups", "tokens")),
+                *(
+                    spread([statistics.fmean(known(r["columns"][c]) or [0.0]) for r in rs], 3)
+                    for c in ("clipped_high", "clipped_low")
+                ),
+                until([spent_until(r, 0.8, "step") for r in rs]),
+                spread(known(reward_at(r, "tokens", budget) for r in rs)),
+            )
+            for name, rs in named.items()
+        ],
+    )
+    return [*lines, *steps_between(named), *at_the_end(named)]
+
+
+def steps_between(named: dict[str, list[Record]]) -> list[str]:
+    """What each part changed, seed by seed."""
+    rows, names = [], list(named)
+    for before, after in pairwise(names):
+        ones, others = ({r["run"]["seed"]: r for r in named[name]} for name in (before, after))
+        both = sorted(ones.keys() & others.keys())
+        changes = [ended_with(others[s], "reward") - ended_with(ones[s], "reward") for s in both]
+        exams = [others[s]["final"][0] - ones[s]["final"][0] for s in both]
+        better = f"{sum(c > 0 for c in changes)} of {len(changes)}"
+        rows.append((after, spread(changes, 3), better, spread(exams, 3)))
+    return [
+        "Change of the reward by each part, seed by seed (n is small: where the quartiles hold 0, nothing is shown):",
+        "",
+        *table(("", "reward of the last steps", "better in", "reward of the examination"), rows),
+    ]
+
+
+def race(named: dict[str, list[Record]]) -> list[str]:
+    lines = ["## PPO and T-PPO with a real engine, by the clock", ""]
+    seconds = max(r["run"]["seconds_max"] for rs in named.values() for r in rs)
+    lines += [
+        (
+            f"`long_addition`, {seconds:.0f} s of generating and training each, engine in the same process, one thread. The two "
+            "have the same settings (T-PPO's; PPO without the window, so groups of one there too), and the two of a seed ran at "
+            "the same time, on a core each."
+        ),
+        "",
+    ]
+
+    def a_step(column: str) -> Callable[[Record], float]:
+        return lambda r: statistics.fmean(r["columns"][column])
+
+    whats: tuple[tuple[str, Callable[[Record], float], int], ...] = (
+        ("steps", lambda r: float(len(r["columns"]["reward"])), 0),
+        ("tokens generated a step", a_step("tokens"), 0),
+        ("prompt and earlier tokens read a step", a_step("context"), 0),
+        ("engine steps a step", a_step("forwards"), 1),
+        ("slots occupied", lambda r: sum(r["columns"]["tokens"]) / sum(slots(r)), 2),
+        (
+            "generation's share of the time",
+            lambda r: sum(r["columns"]["write_seconds"]) / total(r, "seconds")[-1],
+            2,
+        ),
+        ("generated tokens a second of generation", generation_rate, 0),
+        ("generated tokens a second", lambda r: total(r, "tokens")[-1] / total(r, "seconds")[-1], 0),
+        ("answers that ended a step", a_step("over"), 0),
+    )
+    lines += table(
+        ("", *named), [(what, *(spread([f(r) for r in rs], d) for rs in named.values())) for what, f, d in whats]
+    )
+    lines += [cost_of_a_step([r for rs in named.values() for r in rs]), ""]
+    lines += [
+        (
+            f"Seconds until a reward, in an examination of {EXAM_PROMPTS} whole answers to held-out prompts every "
+            f"{named[next(iter(named))][0]['run']['exam_every']} steps (its time not counted):"
+        ),
+        "",
+    ]
+    rows = []
+    for goal in RACE_GOALS:
+        by_seed = {n: {r["run"]["seed"]: examined_at(r, goal) for r in rs} for n, rs in named.items()}
+        rows.append((f"{goal}", *(until(list(found.values())) for found in by_seed.values()), *paired(by_seed)))
+    lines += table(("reward", *named, "ppo / tppo, seed by seed", "T-PPO sooner"), rows)
+    return lines + at_the_end(named)
+
+
+def slots(record: Record) -> list[float]:
+    """Places for a token that the engine steps of each step had."""
+    columns = record["columns"]
+    return [f * s for f, s in zip(columns["forwards"], columns["samples"], strict=True)]
+
+
+def generation_rate(record: Record) -> float:
+    return float(sum(record["columns"]["tokens"]) / sum(record["columns"]["write_seconds"]))
+
+
+def cost_of_a_step(records: Sequence[Record]) -> str:
+    """Least squares over all steps of both: what an engine step costs however few rows it has, and what a token costs."""
+    columns = [r["columns"] for r in records]
+    took = np.array([s for c in columns for s in c["write_seconds"]])
+    steps = np.array([f for c in columns for f in c["forwards"]], dtype=float)
+    tokens = np.array([t for c in columns for t in c["tokens"]], dtype=float)
+    context = np.array([t for c in columns for t in c["context"]], dtype=float)
+    if len(took) < 2 * GRID:
+        return "Too few steps to tell what an engine step costs."
+    causes = np.stack([steps, tokens, context, np.ones_like(steps)], axis=1)
+    (step, token, read, rest), *_ = np.linalg.lstsq(causes, took, rcond=None)
+    explained = 1 - float(np.var(took - causes @ np.array([step, token, read, rest])) / np.var(took))
+    return (
+        f"Fitted over all {len(took):,} steps (explains {explained:.2f} of the variance): an engine step costs "
+        f"{1e3 * step:.1f} ms however few rows it has, a generated token {1e6 * token:.0f} us more, a token of a prompt or "
+        f"an earlier window {1e6 * read:.0f} us, and a step's generation {1e3 * rest:.0f} ms besides (new weights)."
+    )
+
+
+def examined_at(record: Record, goal: float) -> float | None:
+    return next((seconds for _, seconds, reward, _ in record["exams"] if reward >= goal), None)
+
+
+def paired(by_seed: dict[str, dict[int, float | None]]) -> tuple[str, str]:
+    """(ratio of the seeds in which both reached it, in how many pairs the second was sooner)."""
+    if len(by_seed) != 2:
+        return "-", "-"
+    ones, others = by_seed.values()
+    both = [(ones[s], others[s]) for s in sorted(ones.keys() & others.keys())]
+    times = [(math.inf if a is None else a, math.inf if b is None else b) for a, b in both]
+    ratios = [a / b for a, b in times if math.isfinite(a) and math.isfinite(b)]
+    reached_by_any = [(a, b) for a, b in times if math.isfinite(min(a, b))]
+    return spread(ratios), f"{sum(b < a for a, b in reached_by_any)} of {len(reached_by_any)}"
+
+
+READING = (
+    "## How to read this",
+    "",
+    "- The model has under a million parameters and starts from random weights, the tasks are made up, the answers short.",
+    "  What helps a pretrained model of billions may do nothing here, and the other way round. Nothing here confirms or",
+    "  refutes a paper's number.",
+    "- Settings were tuned on seeds from 100 on, for each algorithm about as long as for the others, not to the best.",
+    "- Five seeds show large differences only.",
+    "- In the race the occupancy of the slots is what T-PPO gains, and what an engine step costs however few rows it has",
+    "  is what an empty slot wastes: on a CPU a step with fewer rows is cheaper, so an empty slot costs less than on a",
+    "  GPU, where it costs nearly as much as a full one. T-PPO pays for it by reading prompt and earlier tokens again in",
+    "  each window, because new weights void the cache. Answers of a few dozen tokens have no tail as those of 20,000 have.",
+    "",
+)
+
+
+def report(records: Sequence[Record], commit: str) -> list[str]:
+    seeds = sorted({r["run"]["seed"] for r in records})
+    lines = common.header(
+        "Learning curves",
+        f"defaults of each algorithm; samples {STALENESS} versions old; model and tasks of the default job; details below",
+        ", ".join(map(str, seeds)),
+        commit,
+    )
+    loads = [x for r in records for x in r["load"]]
+    made = ((CURVES, curves), (PARTS, parts), (RACE, race))
+    lines[-1:-1] = [
+        (
+            f"- {len(records)} runs, two at a time on a thread each; load average at their beginnings and ends: "
+            f"{statistics.median(loads):.1f} (largest {max(loads):.1f})"
+        ),
+        f"- numbers are medians over seeds (quartiles; extremes); rewards are means over {SMOOTH_STEPS} steps",
+    ]
+    for part, tell in made:
+        named = by_name(records, part)
+        if not named:
+            lines += [f"Part {part} was not carried out.", ""]
+            continue
+        lines += tell(named)
+        short = [f"{name} {len(rs)}" for name, rs in named.items() if len(rs) < len(SEEDS)]
+        if short:
+            lines += [f"Fewer than {len(SEEDS)} seeds: {', '.join(short)}.", ""]
+    return [*lines, *READING, *settings(records)]
+
+
+def settings(records: Sequence[Record]) -> list[str]:
+    """All of every line, as the run had it."""
+    rows = {(r["run"]["part"], r["run"]["name"]): r["algorithm"] for r in records}
+    lines = ["## Settings", ""]
+    for (part, name), algorithm in sorted(rows.items()):
+        told = ", ".join(f"{k} {v}" for k, v in algorithm.items())
+        lines.append(f"- {part}, {name}: {told}")
+    return [*lines, ""]
+
+
+def band(label: str, records: Sequence[Record], column: str) -> Band:
+    """Of the smoothed reward, as far as the shortest run goes that did not end because all was learnt."""
+    unended = [r for r in records if not r["ended"].startswith(NOT_FILLED)]
+    right = min(total(r, column)[-1] for r in unended or records)
+    first = max(total(r, column)[0] for r in records)
+    xs = [first + (right - first) * i / (GRID - 1) for i in range(GRID)] if right > first else [first]
+    return _band(label, xs, [known(reward_at(r, column, x) for r in records) for x in xs])
+
+
+def exam_band(label: str, records: Sequence[Record]) -> Band:
+    right = min(r["exams"][-1][1] for r in records)
+    xs = [right * i / (GRID - 1) for i in range(GRID)]
+    rows = [
+        [next((e[2] for e in reversed(r["exams"]) if e[1] <= x), 0.0) for r in records] for x in xs
+    ]  # before the first examination nothing is known: 0, as from random weights
+    return _band(label, xs, rows)
+
+
+def _band(label: str, xs: Sequence[float], rows: Sequence[Sequence[float]]) -> Band:
+    middles, lows, highs = zip(*(common.middle_and_spread(row) for row in rows), strict=True)
+    wide = [min(row) for row in rows], [max(row) for row in rows]
+    return Band(label=label, xs=xs, middle=middles, narrow=(lows, highs), wide=wide)
+
+
+def panels(records: Sequence[Record]) -> dict[str, tuple[str, list[Band]]]:
+    four, dapo, runners = (by_name(records, part) for part in (CURVES, PARTS, RACE))
+    found: dict[str, tuple[str, list[Band]]] = {}
+    if four:
+        found["digit_parity: reward by step"] = "optimizer steps", [band(n, rs, "step") for n, rs in four.items()]
+        found["digit_parity: reward by tokens"] = "generated tokens", [band(n, rs, "tokens") for n, rs in four.items()]
+    if dapo:
+        found["long_addition: DAPO's parts"] = "generated tokens", [band(n, rs, "tokens") for n, rs in dapo.items()]
+    if runners and all(r["exams"] for rs in runners.values() for r in rs):
+        found["long_addition: examined, by the clock"] = "seconds", [exam_band(n, rs) for n, rs in runners.items()]
+    return found
+
+
+def picture_name() -> str:
+    return f"learning_{common.hardware()}_{datetime.now(UTC):%Y%m}.svg"

@@ -1,0 +1,155 @@
+"""The learning benchmark: what is compared differs in what it says, records are kept, numbers are those of records made up."""
+
+import json
+import math
+from concurrent.futures import Future
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import learning
+import learning_report
+import learning_runs
+import pytest
+from learning_runs import CURVES, PARTS, RACE, Run
+from pictures import bands
+
+from rolecall.core.config import parse_job
+from rolecall.core.config_algorithm import FILTERS, AlgorithmName
+
+TINY = {
+    "task": {"num_digits": 2},
+    "model": {"hidden_size": 32, "intermediate_size": 64},
+    "algorithm": {"group_size": 2, "groups_per_microbatch": 1},
+}
+
+
+def run(name: str = "grpo", seed: int = 0, part: str = CURVES, **more: Any) -> Run:
+    return Run(part=part, name=name, seed=seed, **{"job": TINY, "steps_max": 3, "seconds_max": 60.0, **more})
+
+
+def record(of: Run, rewards: list[float | None], ended: str = "steps", **columns: list[float]) -> dict[str, Any]:
+    """Each step generates 100 tokens in 4 engine steps for 50 samples, and takes 1 s and 2 s."""
+    n = len(rewards)
+    given: dict[str, list[Any]] = {
+        **{name: [0.0] * n for name in ("exact", "over", "length", "truncated", "entropy", "groups", "context")},
+        **{name: [0.0] * n for name in ("filtered", "clipped_low", "clipped_high")},
+        "tokens": [100] * n,
+        "samples": [50] * n,
+        "forwards": [4] * n,
+        "write_seconds": [1.0] * n,
+        "train_seconds": [2.0] * n,
+        "cpu_seconds": [2.5] * n,
+        "reward": rewards,
+        **columns,
+    }
+    return {
+        "commit": "c",
+        "run": json.loads(of.key),
+        "algorithm": {"name": of.name},
+        "ended": ended,
+        "load": [1.0, 2.0],
+        "final": [0.9, 0.8],
+        "exams": [[i + 1, 3.0 * (i + 1), r or 0.0, 0.0] for i, r in enumerate(rewards)],
+        "columns": given,
+    }
+
+
+def test_each_part_of_dapo_is_one_change_and_all_together_are_dapo() -> None:
+    rows = list(learning_runs.dapo_parts().values())
+    full = [parse_job({"algorithm": row}).algorithm.model_dump(mode="json") for row in rows]
+    assert full[0]["aggregation"] == "sample" and full[0]["clip_low"] == full[0]["clip_high"]
+    changed = [{k for k in b if a.get(k) != b[k]} for a, b in pairwise(full)]
+    assert changed == [{"clip_high"}, {"aggregation"}, {"overlong_cache"}, {"dynamic_sampling", *FILTERS}]
+    assert {**full[-1], "name": "dapo"} == learning_runs.settings_of(AlgorithmName.DAPO)
+
+
+def test_the_racers_differ_in_the_window_only() -> None:
+    ppo, tppo = (r.job["algorithm"] for r in learning_runs.race(seconds=1.0, exam_every=5, seeds=[0]))
+    assert {k for k in tppo if ppo.get(k) != tppo[k]} == {"name", "window_tokens", "cut_value", "prefixes"}
+    assert ppo.keys() <= tppo.keys()
+    for settings in (ppo, tppo):
+        parse_job({"task": {"name": "long_addition"}, "algorithm": settings})
+
+
+def test_a_run_leaves_a_record_that_json_gives_back(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    made = learning_runs.carried_out(run(exam_every=2), "c")
+    path.write_text(json.dumps(made) + "\n" + json.dumps({**made, "commit": "other"}) + "\n")
+    (again,) = learning_runs.read(path, "c")
+    assert again == json.loads(json.dumps(made)) and len(learning_runs.read(path)) == 2
+    assert {len(column) for column in made["columns"].values()} == {3}
+    assert made["ended"] == "steps" and [exam[0] for exam in made["exams"]] == [2]
+    assert learning_runs.missing([run(exam_every=2), run(seed=1)], [again]) == [run(seed=1)]
+    assert learning_runs.missing([run(exam_every=2, steps_max=4)], [again]), "another length is another run"
+
+
+def test_a_run_ends_with_its_time() -> None:
+    made = learning_runs.carried_out(run(steps_max=1000, seconds_max=1e-9), "c")
+    assert made["ended"] == "time" and len(made["columns"]["reward"]) == 1
+
+
+def test_when_time_is_up_what_has_begun_is_kept_and_nothing_else_begins() -> None:
+    begun, waiting = Future[dict[str, Any]](), Future[dict[str, Any]]()
+    begun.set_running_or_notify_cancel()
+    waiting.add_done_callback(lambda _: begun.set_result({}))  # it ends after time was up
+    told = learning._over({begun: run("begun"), waiting: run("waiting")}, 0.0)
+    assert [r.name for r, _ in told] == ["begun"]
+    assert waiting.cancelled()
+
+
+def test_a_goal_is_reached_by_a_mean_of_steps_and_never_before_there_are_so_many() -> None:
+    lucky = record(run(), [1.0, 0.0, 0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
+    assert learning_report.reached(lucky, 0.9) == 9
+    assert learning_report.spent_until(lucky, 0.9, "tokens") == 1000
+    assert learning_report.spent_until(lucky, 0.9, "seconds") == 30
+    assert learning_report.spent_until(lucky, 0.99, "step") == 11
+    assert learning_report.reached(record(run(), [None, 0.2, None]), 0.1) is None
+    assert learning_report.smoothed(record(run(), [None, 0.2, None, 0.4])) == pytest.approx([0.0, 0.2, 0.2, 0.3])
+
+
+def test_a_run_that_solved_everything_keeps_its_reward_and_one_that_was_cut_short_has_none() -> None:
+    solved = record(run(), [0.9] * 5, ended=f"{learning_runs.NOT_FILLED}all right")
+    short = record(run(), [0.9] * 5)
+    assert learning_report.reward_at(solved, "step", 50) == pytest.approx(0.9)
+    assert learning_report.reward_at(short, "step", 50) is None
+    assert learning_report.reward_at(short, "tokens", 450) == pytest.approx(0.9)
+
+
+def test_what_was_not_reached_is_later_than_everything() -> None:
+    assert learning_report.until([10.0, None, 30.0]) == "30 (10 to not reached; 2 of 3)"
+    assert learning_report.until([None, None, 3.0]) == "not reached (3 to not reached; 1 of 3)"
+    ratio, sooner = learning_report.paired({"ppo": {0: 30.0, 1: 20.0, 2: None}, "tppo": {0: 10.0, 1: None, 2: None}})
+    assert ratio.startswith("3.00 (") and sooner == "1 of 2"
+
+
+def test_the_report_says_all_parts_and_what_is_missing() -> None:
+    rising = [i / 20 for i in range(21)]
+    records = [record(run(n, s), [r * (1 + s) / 2 for r in rising]) for n in ("tppo", "grpo") for s in (0, 1)]
+    records += [record(run(n, 0, RACE, exam_every=1), rising) for n in ("ppo", "tppo")]
+    text = "\n".join(learning_report.report(records, "abc"))
+    assert "commit abc" in text and "Part parts was not carried out." in text
+    assert text.index("| grpo | 2 |") < text.index("| tppo | 2 |")
+    assert "Fewer than 5 seeds: grpo 2, tppo 2." in text
+    assert "| slots occupied | 0.50 (0.50 to 0.50; 0.50 to 0.50) |" in text  # 100 tokens, 4 x 50 places
+    assert "| 0.5 | 33 (33 to 33; 1 of 1) | 33 (33 to 33; 1 of 1) | 1.00 (" in text and "| 0 of 1 |" in text
+    assert "nan" not in text
+
+
+def test_each_parts_change_is_counted_seed_by_seed() -> None:
+    before = [record(run("GRPO", s, PARTS), [0.5] * 10) for s in range(3)]
+    after = [record(run("+ clip-higher", s, PARTS), [0.4 + 0.1 * s] * 10) for s in range(3)]
+    text = "\n".join(learning_report.steps_between(learning_report.by_name([*before, *after], PARTS)))
+    assert "| + clip-higher | 0.000 (-0.050 to 0.050; -0.100 to 0.100) | 1 of 3 |" in text
+
+
+def test_the_picture_is_sound_and_has_every_curve() -> None:
+    records = [record(run(n, s), [0.1 * s + i / 20 for i in range(10)]) for n in ("grpo", "<dapo>") for s in (0, 1)]
+    text = bands(learning_report.panels(records))
+    root = ElementTree.fromstring(text)
+    lines = root.findall(".//{*}polyline")
+    assert len(lines) == 4, "two algorithms, by step and by tokens"
+    numbers = [float(x) for line in lines for pair in line.attrib["points"].split() for x in pair.split(",")]
+    assert numbers and all(math.isfinite(x) for x in numbers)
+    assert "&lt;dapo&gt;" in text

@@ -40,6 +40,11 @@ NO_REWARD: Final = 0.0
 a plan that is repeated with what it has computed, and would throw its gradient away."""
 
 
+AGAIN_MAX: Final = 16
+"""How often the beginning of a window that lost it is made anew because the answer ended before the window."""
+SEED_MAX: Final = 2**31
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One request and what has been streamed of it."""
@@ -52,6 +57,7 @@ class Trajectory:
     engine: EngineKey | None = None
     sent: bool = False  # the engine has confirmed that it holds the request
     first_fresh: int = 0  # tokens before this one belong to earlier windows
+    num_again: int = 0
     is_window: bool = False  # its limit is not the task's: an answer that reaches it is cut, and goes on elsewhere
 
     @property
@@ -68,6 +74,21 @@ class Trajectory:
         begun behind it."""
         self.end, self.is_window = End.CUT, True
         self.request = replace(self.request, max_new_tokens=len(self.tokens))
+
+    @property
+    def ended_before(self) -> bool:
+        """What stood before this window was lost, and made again it was an answer that ends before the window."""
+        return self.end is End.STOP and len(self.tokens) <= self.first_fresh and self.num_again < AGAIN_MAX
+
+    def again(self) -> None:
+        """From the prompt, with other random numbers.
+
+        The answer that the window belongs to did reach it. If one that does not were taken in its place, answers would
+        be the fewer the longer they are.
+        """
+        self.request = replace(self.request, seed=(self.request.seed + 1) % SEED_MAX)
+        self.tokens, self.logprobs, self.versions, self.end = [], [], [], None
+        self.num_again += 1
 
     def become(self, other: "Trajectory", stop: int | None = None) -> None:
         """Takes over the first tokens of another window of the same answer."""
@@ -292,6 +313,10 @@ class TrajectoryTable:
                 t.logprobs.extend(chunk.logprobs[start:stop])
                 t.versions.extend(chunk.versions[start:stop])
             _note_end(t, chunk, whole=stop == len(chunk.tokens))
+            if t.ended_before:
+                t.again()
+                t.sent = False
+                self._forget[engine].append(t.request.request_id)
             if t.finished and self._is_finished(t.request.group_id):
                 finished.append(t.request.group_id)
         return finished

@@ -228,6 +228,41 @@ def test_the_papers_value_behind_a_cut_deviates_by_exactly_the_last_difference(
     assert deviation.abs().max() > 1e-3
 
 
+def lost_behind(tree: Tree, start: int, answer: Answer) -> Group | None:
+    """A window whose context was lost with engine and controller, made from the prompt; None if it is to be made anew."""
+    table, name, engine = TrajectoryTable(), group_id(0, start), (ReplicaId("rollout/0"), 1)
+    request = Request(request_id=f"{name}.0", group_id=name, prompt_tokens=PROMPT, max_new_tokens=LONGEST, seed=0)
+    group = table.open(name, PROMPT, [request], first_fresh=start)
+    assert windows.settle(table) == ([name], [])
+    table.place(name, engine)
+    table.mark_sent(engine, [request.request_id])
+    table.take(engine, [chunk(tree, request.request_id, answer, 0, len(answer))], 0)
+    if not group.trajectories[0].finished:
+        return None
+    table.score(name, [tree.rewards[answer]])
+    return group.as_group()
+
+
+def lost_cases(tree: Tree, death: int) -> Iterator[tuple[float, list[Group]]]:
+    """What was trained on is trained on; what would have come behind it comes from another answer that got there."""
+    made = {a: lost_behind(tree, death, a) for a in ANSWERS}
+    chances = {a: float(tree.probability(a).detach()) for a in ANSWERS}
+    reached = sum(chances[a] for a, group in made.items() if group is not None)
+    for answer in ANSWERS:
+        first = groups_of(tree, answer, death, "train")[0]
+        if first.samples[0].is_over:
+            yield chances[answer], [first]
+            continue
+        for other, group in made.items():
+            if group is not None:
+                yield chances[answer] * chances[other] / reached, [first, group]
+
+
+@pytest.mark.parametrize("death", [1, 2])
+def test_nor_does_a_context_that_was_lost_and_made_again(tree: Tree, death: int) -> None:
+    assert close(estimate(tree, list(lost_cases(tree, death)), lambda_policy=0.6), tree.exact_gradient())
+
+
 def used_again(group: Group) -> Group:
     """Trains again on what earlier windows were trained on."""
     return replace(group, samples=tuple(replace(s, first_fresh=0) for s in group.samples))

@@ -7,7 +7,7 @@ from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.rl_runtime import windows
 from rolecall.rl_runtime.protocol import End, Request, TokenChunk
 from rolecall.rl_runtime.task import group_id, group_number, group_start
-from rolecall.rl_runtime.trajectories import EngineKey, GroupPhase, OpenGroup, TrajectoryTable
+from rolecall.rl_runtime.trajectories import AGAIN_MAX, EngineKey, GroupPhase, OpenGroup, TrajectoryTable
 
 A: EngineKey = (ReplicaId("rollout/0"), 1)
 B: EngineKey = (ReplicaId("rollout/1"), 1)
@@ -149,6 +149,19 @@ def test_a_window_whose_forerunners_are_gone_is_made_from_the_prompt() -> None:
     give(table, window.group_id, A)
     stream(table, window, [51, 52, 53, 54, 55])
     assert (window.version_min, window.trajectories[0].tokens[4:]) == (5, [55])
+
+
+def test_an_answer_that_ends_before_the_window_it_is_made_for_is_made_anew() -> None:
+    table = TrajectoryTable()
+    window = opened(table, 4)
+    (t,) = window.trajectories
+    seed = t.request.seed
+    stream(table, window, [51, 52, 53], "stop")
+    assert ends(window) == (None, GroupPhase.GENERATING, 0) and t.request.seed != seed
+    assert table.to_forget(A) == [t.request.request_id] and table.unsent(A) == [t.request]
+    for _ in range(AGAIN_MAX):
+        stream(table, window, [51, 52, 53, 54], "stop")
+    assert ends(window) == (End.STOP, GroupPhase.FINISHED, 4), "not for ever: the critic learns from it"
 
 
 def test_what_an_engine_holds_beyond_the_next_windows_beginning_is_not_taken() -> None:

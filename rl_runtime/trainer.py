@@ -27,10 +27,9 @@ from rolecall.agent import reporter
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config import JobConfig
 from rolecall.core.errors import NotFinite, StaleIncarnation, VoteRefused
-from rolecall.core.ids import GroupId, ReplicaId, process_start_ticks
+from rolecall.core.ids import ReplicaId, process_start_ticks
 from rolecall.core.journal import ChainHead
 from rolecall.core.telemetry import Phase
-from rolecall.rl_runtime.health import HealthSums, health
 from rolecall.rl_runtime.model import make_model
 from rolecall.rl_runtime.objective import Divisors, divisors
 from rolecall.rl_runtime.partial import Contribution, Gradients, PartialStep
@@ -40,12 +39,12 @@ from rolecall.rl_runtime.reduce import (
     LOOPBACK,
     Ballot,
     EpochStore,
-    MicrobatchStats,
     ReduceGroup,
     disagreement,
     nothing,
     refuse_stale,
 )
+from rolecall.rl_runtime.tally import Tally
 from rolecall.rl_runtime.task import make_task
 from rolecall.rl_runtime.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer_state import TrainerState, first_state
@@ -244,20 +243,18 @@ class TrainerReplica:
                 raise
             ballots, sums = self._reduce_and_vote(self._group, epoch, step, local, ledger)
             self._refuse_disagreement(ballots, epoch, step, all_ids, members)
-            stats = _in_order(ballots)
-            total = sum((s.health for s in stats), HealthSums())
-            by = divisors(self.job.algorithm, total, longest=self._longest)
+            tally = Tally.of(ballots, self.job.algorithm, longest=self._longest)
             commit = CommitRecord(
                 step=step,
                 epoch=epoch,
                 microbatch_ids=tuple(sorted(all_ids)),
-                group_ids=_group_ids(ballots),
+                group_ids=tally.group_ids,
                 gradient_digest=ballots[0].gradient_digest,
                 ledger=ledger,
             )
             with reporter.phase(Phase.OPTIMIZER):
-                grad_norm = self._apply(sums, by, commit)
-            result = self._result(commit, stats, mine, total, by, grad_norm, started)
+                grad_norm = self._apply(sums, tally.divisors, commit)
+            result = self._result(commit, tally, mine, grad_norm, started)
             if self._on_publish is not None:
                 with reporter.phase(Phase.PUBLISH):
                     self._on_publish(commit.policy_version)
@@ -368,58 +365,29 @@ class TrainerReplica:
         return grad_norm
 
     def _result(
-        self,
-        commit: CommitRecord,
-        stats: Sequence[MicrobatchStats],
-        mine: Sequence[Microbatch],
-        total: HealthSums,
-        by: Divisors,
-        grad_norm: float,
-        started: float,
+        self, commit: CommitRecord, tally: Tally, mine: Sequence[Microbatch], grad_norm: float, started: float
     ) -> StepResult:
-        result = self._last_result = StepResult(
+        self._last_result = StepResult(
             replica=self.replica,
             incarnation=self.incarnation,
             commit=commit,
-            loss=sum(s.policy_loss for s in stats) / by.policy,
+            loss=tally.loss,
             grad_norm=grad_norm,
-            reward=total.reward / total.ended if total.ended else None,
-            num_tokens=total.tokens,
-            health=health(total),
+            reward=tally.reward,
+            num_tokens=tally.num_tokens,
+            health=tally.health,
             seconds=self._clock.monotonic() - started,
             my_microbatches=tuple(sorted(m.microbatch_id for m in mine)),
-            log_ratio_max=total.log_ratio_max if total.log_ratio_max >= 0 else None,
+            log_ratio_max=tally.log_ratio_max,
         )
-        reporter.update(
-            policy_version=commit.policy_version, loss=result.loss, grad_norm=grad_norm, reward=result.reward
-        )
-        signs = result.health
-        reporter.health(
-            entropy=signs.entropy,
-            clip_fraction_low=signs.clip_fraction_low,
-            clip_fraction_high=signs.clip_fraction_high,
-            ratio_mean=signs.ratio_mean,
-            ratio_max=signs.ratio_max,
-            kl_sampler=signs.kl_sampler,
-            response_length=signs.response_length,
-            truncated_fraction=signs.truncated_fraction,
-            log_ratio_max=result.log_ratio_max,
-        )
-        return result
+        reporter.update(policy_version=commit.policy_version, grad_norm=grad_norm)
+        tally.tell()
+        return self._last_result
 
     def _leave(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-
-def _group_ids(ballots: Sequence[Ballot]) -> tuple[GroupId, ...]:
-    return tuple(sorted(g for b in ballots for s in b.microbatches for g in s.group_ids))
-
-
-def _in_order(ballots: Sequence[Ballot]) -> list[MicrobatchStats]:
-    """By microbatch: their sums are then the same to the bit, whoever computed which."""
-    return sorted((s for b in ballots for s in b.microbatches), key=lambda s: s.microbatch_id)
 
 
 def _digest(tensor: torch.Tensor) -> str:

@@ -68,6 +68,14 @@ class MortalJournal(Journal):
 
 class MortalLedger(Ledger):
     mortality: Callable[[str], None] = staticmethod(lambda _: None)
+    lines_found: list[int] | None = None
+    """How many lines there were, each time that they were all read: once in a controller's life."""
+
+    def lines(self) -> Any:
+        found = super().lines()
+        if self.lines_found is not None:
+            self.lines_found.append(len(found))
+        return found
 
     def write(self, lines: Any) -> ChainHead:
         self.mortality("before a ledger write")
@@ -119,6 +127,8 @@ class World:
     outcome: Outcome | None = None
     controllers: list[Controller] = field(default_factory=list)
     mortalities: list[Mortality] = field(default_factory=list)
+    lines_found: list[int] = field(default_factory=list)
+    """Lines of the ledger when each controller began."""
 
     def run(self) -> "World":
         run_simulated(self.clock, self._run())
@@ -159,6 +169,7 @@ class World:
         journal = MortalJournal(self.url, clock=self.clock)
         ledger = MortalLedger(journal.store, clock=self.clock)
         journal.mortality = ledger.mortality = mortality  # type: ignore[method-assign]
+        ledger.lines_found = self.lines_found
         spawn = Spawn(
             run_dir=str(self.path),
             run_id=RunId("sim"),

@@ -1,73 +1,35 @@
-"""What the records of `learning.py` say together: tables, and panels for the picture.
-
-A reward is a mean over `SMOOTH_STEPS` steps, of all answers that ended in them. A run that ended because dynamic sampling
-found nothing more to teach keeps its last reward. Whatever a run did not reach counts as later than all that was reached.
-"""
+"""What the records of `learning.py` say together: tables, and panels for the picture."""
 
 import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
-from itertools import accumulate, pairwise
-from typing import Any
+from itertools import pairwise
 
 import common
 import numpy as np
+from learning_record import (
+    LAST_STEPS,
+    SMOOTH_STEPS,
+    Record,
+    ended_with,
+    examined_at,
+    generation_rate,
+    known,
+    reward_at,
+    slots,
+    spent_until,
+    total,
+)
 from learning_runs import CURVES, EXAM_PROMPTS, NOT_FILLED, PARTS, RACE, SEEDS, STALENESS
 from pictures import Band
 
-SMOOTH_STEPS = 5
 GOAL = 0.9
 STEPS_SHOWN = (20, 40, 60, 80, 100)
 RACE_GOALS = (0.5, 0.6, 0.7, 0.8, 0.9)
-LAST_STEPS = 10
-"""What a run ended with is the mean of so many steps."""
 GRID = 120
 """Points of a curve in the picture."""
-Record = dict[str, Any]
-
-
-def known(values: Iterable[float | None]) -> list[float]:
-    return [v for v in values if v is not None]
-
-
-def smoothed(record: Record) -> list[float]:
-    """Reward by step; 0 until the first answer has ended."""
-    rewards, found = record["columns"]["reward"], list[float]()
-    for i in range(len(rewards)):
-        last = known(rewards[max(0, i + 1 - SMOOTH_STEPS) : i + 1])
-        found.append(statistics.fmean(last) if last else found[-1] if found else 0.0)
-    return found
-
-
-def ended_with(record: Record, column: str) -> float:
-    last = known(record["columns"][column][-LAST_STEPS:])
-    return statistics.fmean(last) if last else math.nan
-
-
-def total(record: Record, column: str) -> list[float]:
-    """Up to and with each step. `step` counts steps, `seconds` is generating and training together."""
-    columns = record["columns"]
-    if column == "step":
-        return [float(i + 1) for i in range(len(columns["reward"]))]
-    if column == "seconds":
-        return list(accumulate(w + t for w, t in zip(columns["write_seconds"], columns["train_seconds"], strict=True)))
-    return list(accumulate(columns[column]))
-
-
-def reached(record: Record, goal: float) -> int | None:
-    """Index of the first step at which the reward is that high, with as many steps as it is a mean of behind it."""
-    return next((i for i, r in enumerate(smoothed(record)) if i >= SMOOTH_STEPS - 1 and r >= goal), None)
-
-
-def reward_at(record: Record, column: str, amount: float) -> float | None:
-    """Reward once so much was spent; None: the run ended before, and not because all was learnt."""
-    spent, rewards = total(record, column), smoothed(record)
-    for have, reward in zip(spent, rewards, strict=True):
-        if have >= amount:
-            return reward
-    return rewards[-1] if rewards and record["ended"].startswith(NOT_FILLED) else None
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
@@ -115,11 +77,6 @@ ORDER = {
     PARTS: ("GRPO", "+ clip-higher", "+ token-level loss", "+ overlong punishment", "+ dynamic sampling"),
     RACE: ("ppo", "tppo"),
 }
-
-
-def spent_until(record: Record, goal: float, column: str) -> float | None:
-    at = reached(record, goal)
-    return None if at is None else total(record, column)[at]
 
 
 def curves(named: dict[str, list[Record]]) -> list[str]:
@@ -234,8 +191,9 @@ def race(named: dict[str, list[Record]]) -> list[str]:
     lines += [
         (
             f"`long_addition`, {seconds:.0f} s of generating and training each, engine in the same process, one thread. The two "
-            "have the same settings (T-PPO's; PPO without the window, so groups of one there too), and the two of a seed ran at "
-            "the same time, on a core each."
+            "have the same settings but for the window; the groups are of one sample with PPO too. PPO has its default "
+            "number of whole answers a step, T-PPO its default number of windows. The two of a seed ran at the same time, "
+            "on a core each."
         ),
         "",
     ]
@@ -245,6 +203,7 @@ def race(named: dict[str, list[Record]]) -> list[str]:
 
     whats: tuple[tuple[str, Callable[[Record], float], int], ...] = (
         ("steps", lambda r: float(len(r["columns"]["reward"])), 0),
+        ("answers or windows a step (slots)", a_step("samples"), 0),
         ("tokens generated a step", a_step("tokens"), 0),
         ("prompt and earlier tokens read a step", a_step("context"), 0),
         ("engine steps a step", a_step("forwards"), 1),
@@ -277,16 +236,6 @@ def race(named: dict[str, list[Record]]) -> list[str]:
     return lines + at_the_end(named)
 
 
-def slots(record: Record) -> list[float]:
-    """Places for a token that the engine steps of each step had."""
-    columns = record["columns"]
-    return [f * s for f, s in zip(columns["forwards"], columns["samples"], strict=True)]
-
-
-def generation_rate(record: Record) -> float:
-    return float(sum(record["columns"]["tokens"]) / sum(record["columns"]["write_seconds"]))
-
-
 def cost_of_a_step(records: Sequence[Record]) -> str:
     """Least squares over all steps of both: what an engine step costs however few rows it has, and what a token costs."""
     columns = [r["columns"] for r in records]
@@ -304,10 +253,6 @@ def cost_of_a_step(records: Sequence[Record]) -> str:
         f"{1e3 * step:.1f} ms however few rows it has, a generated token {1e6 * token:.0f} us more, a token of a prompt or "
         f"an earlier window {1e6 * read:.0f} us, and a step's generation {1e3 * rest:.0f} ms besides (new weights)."
     )
-
-
-def examined_at(record: Record, goal: float) -> float | None:
-    return next((seconds for _, seconds, reward, _ in record["exams"] if reward >= goal), None)
 
 
 def paired(by_seed: dict[str, dict[int, float | None]]) -> tuple[str, str]:

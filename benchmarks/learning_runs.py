@@ -109,9 +109,14 @@ def parts(*, steps: int, seconds: float, seeds: Sequence[int] = SEEDS) -> list[R
 
 
 def race(*, seconds: float, exam_every: int, seeds: Sequence[int] = SEEDS) -> list[Run]:
-    """PPO and T-PPO with a real engine and the same time. They differ in the window, and in nothing else."""
-    tppo = settings_of(AlgorithmName.TPPO)
-    ppo = {**{k: v for k, v in tppo.items() if k not in ("window_tokens", "cut_value", "prefixes")}, "name": "ppo"}
+    """PPO and T-PPO with a real engine and the same time: T-PPO's settings, without the window for PPO.
+
+    PPO has as many answers a step as by its own defaults, each to a prompt of its own. A step of T-PPO has windows of
+    about as many tokens together.
+    """
+    tppo, own = settings_of(AlgorithmName.TPPO), settings_of(AlgorithmName.PPO)
+    ppo = {k: v for k, v in tppo.items() if k not in ("window_tokens", "cut_value", "prefixes")}
+    ppo |= {"name": "ppo", "groups_per_microbatch": own["group_size"] * own["groups_per_microbatch"]}
     return [
         Run(
             part=RACE,

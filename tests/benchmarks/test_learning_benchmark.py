@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import learning
+import learning_record
 import learning_report
 import learning_runs
 import pytest
@@ -65,10 +66,11 @@ def test_each_part_of_dapo_is_one_change_and_all_together_are_dapo() -> None:
     assert {**full[-1], "name": "dapo"} == learning_runs.settings_of(AlgorithmName.DAPO)
 
 
-def test_the_racers_differ_in_the_window_only() -> None:
+def test_the_racers_differ_in_the_window_and_in_how_many_there_are() -> None:
     ppo, tppo = (r.job["algorithm"] for r in learning_runs.race(seconds=1.0, exam_every=5, seeds=[0]))
-    assert {k for k in tppo if ppo.get(k) != tppo[k]} == {"name", "window_tokens", "cut_value", "prefixes"}
-    assert ppo.keys() <= tppo.keys()
+    differing = {k for k in tppo if ppo.get(k) != tppo[k]}
+    assert differing - {"groups_per_microbatch"} == {"name", "window_tokens", "cut_value", "prefixes"}
+    assert ppo.keys() <= tppo.keys() and ppo["group_size"] == 1
     for settings in (ppo, tppo):
         parse_job({"task": {"name": "long_addition"}, "algorithm": settings})
 
@@ -101,20 +103,20 @@ def test_when_time_is_up_what_has_begun_is_kept_and_nothing_else_begins() -> Non
 
 def test_a_goal_is_reached_by_a_mean_of_steps_and_never_before_there_are_so_many() -> None:
     lucky = record(run(), [1.0, 0.0, 0.0, 0.0, 0.0, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0])
-    assert learning_report.reached(lucky, 0.9) == 9
-    assert learning_report.spent_until(lucky, 0.9, "tokens") == 1000
-    assert learning_report.spent_until(lucky, 0.9, "seconds") == 30
-    assert learning_report.spent_until(lucky, 0.99, "step") == 11
-    assert learning_report.reached(record(run(), [None, 0.2, None]), 0.1) is None
-    assert learning_report.smoothed(record(run(), [None, 0.2, None, 0.4])) == pytest.approx([0.0, 0.2, 0.2, 0.3])
+    assert learning_record.reached(lucky, 0.9) == 9
+    assert learning_record.spent_until(lucky, 0.9, "tokens") == 1000
+    assert learning_record.spent_until(lucky, 0.9, "seconds") == 30
+    assert learning_record.spent_until(lucky, 0.99, "step") == 11
+    assert learning_record.reached(record(run(), [None, 0.2, None]), 0.1) is None
+    assert learning_record.smoothed(record(run(), [None, 0.2, None, 0.4])) == pytest.approx([0.0, 0.2, 0.2, 0.3])
 
 
 def test_a_run_that_solved_everything_keeps_its_reward_and_one_that_was_cut_short_has_none() -> None:
     solved = record(run(), [0.9] * 5, ended=f"{learning_runs.NOT_FILLED}all right")
     short = record(run(), [0.9] * 5)
-    assert learning_report.reward_at(solved, "step", 50) == pytest.approx(0.9)
-    assert learning_report.reward_at(short, "step", 50) is None
-    assert learning_report.reward_at(short, "tokens", 450) == pytest.approx(0.9)
+    assert learning_record.reward_at(solved, "step", 50) == pytest.approx(0.9)
+    assert learning_record.reward_at(short, "step", 50) is None
+    assert learning_record.reward_at(short, "tokens", 450) == pytest.approx(0.9)
 
 
 def test_what_was_not_reached_is_later_than_everything() -> None:

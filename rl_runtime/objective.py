@@ -269,7 +269,7 @@ def _clipped_or_capped(log_ratio: Tensor, advantages_st: Tensor, algorithm: Algo
 def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -> tuple[Tensor, Tensor, HealthSums]:
     """Advantages for the policy, the critic's own sum, and what they add to the health."""
     values_st = state_values(values_after_st)
-    fixed = torch.where(batch.response_st > 0, values_st.detach(), 0.0)
+    fixed = values_st.detach()  # outside the response anything: nothing below looks there
     behind = values_after_st.detach() if algorithm.cut_value == "critic" else fixed
     bootstrap = torch.where(batch.over_s, torch.zeros_like(batch.rewards_s), last_of(behind, batch.response_st))
     rewards_st = _at_the_end(batch)

@@ -35,6 +35,8 @@ VIEWS = {
 """What people choose where there is a choice; an expression has to find data in one view at least."""
 
 NO_VLLM = "the demo's engines are not vLLM; the stand-in node has one, without traffic or peers"
+NO_CRITIC, NO_REFERENCE = "the demo's algorithm has no critic", "the demo's algorithm has no reference policy"
+NO_SAMPLING = "the demo's algorithm has no dynamic sampling, which alone filters groups"
 NO_PAUSES = "the interfaces that were recorded count no pause frames"
 RIGHTLY_EMPTY = {
     "rolecall_gpu_rank": "the demo's ranks use no GPU",
@@ -42,11 +44,18 @@ RIGHTLY_EMPTY = {
     "rolecall_nic_paused_seconds_total": NO_PAUSES,
     "rolecall_nic_pauses_received_total": NO_PAUSES,
     "rolecall_nic_pauses_sent_total": NO_PAUSES,
+    "rolecall_run_explained_variance": NO_CRITIC,
+    "rolecall_run_value_loss": NO_CRITIC,
+    "rolecall_run_kl_reference_nats": NO_REFERENCE,
+    "rolecall_run_filtered_ratio": NO_SAMPLING,
+    "rolecall_run_log_ratio_max": "absent in steps without a token of the very weights that were trained, all but the first",
+    "rolecall_train_filtered_ratio": NO_SAMPLING,
     **{m: "made by recording rules, which test_rules.py tries" for m in METRICS if ":" in m},
     **{m: NO_VLLM for m in METRICS if m.startswith("rolecall_vllm_")},
 }
 """Metrics of which the demo run has no series, or none that moves, and why that is right. Each has data in the made-up cluster."""
 RIGHTLY_QUIET = {
+    "Diagnoses that stand": "each was acted upon, and stood no more, before the next scrape",
     "Plans held by a guard in the time shown": "no guard had to hold a plan",
     "What became of plans that waited, in the time shown": "the demo acts by itself: no plan waited",
 }

@@ -124,8 +124,13 @@ def at_the_end(named: dict[str, list[Record]]) -> list[str]:
 
 
 def endings(records: Iterable[Record]) -> str:
-    found = Counter("no full batch any more" if r["ended"].startswith(NOT_FILLED) else r["ended"] for r in records)
-    return ", ".join(f"{how} {n}" for how, n in sorted(found.items()))
+    return ", ".join(f"{how} {n}" for how, n in sorted(Counter(ending(r["ended"]) for r in records).items()))
+
+
+def ending(how: str) -> str:
+    if not how.startswith(NOT_FILLED):
+        return how
+    return "prompts too easy for a full batch" if "too easy" in how else "prompts too hard for a full batch"
 
 
 def parts(named: dict[str, list[Record]]) -> list[str]:

@@ -566,3 +566,17 @@ def test_the_bound_on_staleness_is_the_terms(terms: Terms) -> None:
     agrees(case)
     trained = sum(sum(a.trained) for group in case.answers() for a in group)
     assert measure(case).found.sums.tokens == trained
+
+
+def test_the_alarm_looks_only_at_tokens_of_this_version() -> None:
+    sample = replace(GOOD, logprobs=(-1.0, -1.0), versions=(6, 7))
+    group = Group(group_id=GroupId("g"), prompt_tokens=(1,), samples=(sample,))
+    algorithm = configured("grpo, as it comes", 1, 2)
+    now = torch.tensor([[0.0, -3.0, -1.25]], dtype=torch.float64)
+
+    def seen(version: int) -> float:
+        terms = replace(TERMS, policy_version=version)
+        batch = make_batch([group], algorithm, terms, pad=0, dtype=torch.float64)
+        return objective(batch, algorithm, terms, logprobs_st=now, entropy_st=now * 0).sums.log_ratio_max
+
+    assert [seen(version) for version in (6, 7, 8)] == [2.0, 0.25, -1.0], "of version 8 nothing was compared"

@@ -279,6 +279,25 @@ def test_a_prefix_goes_on_at_another_engine_with_equal_log_probabilities(stage: 
     assert a.tokens_since(1, {ids[0]: 0}).unknown == (ids[0],)
 
 
+def test_a_window_ends_and_the_answer_goes_on_behind_it_at_another_engine(stage: Stage, a: Remote, b: Remote) -> None:
+    """Window after window, each elsewhere and under a later version: every token has what its own version gives it."""
+    ids = [f"window.{i}" for i in range(4)]
+    held: dict[str, TokenChunk | None] = dict.fromkeys(ids)
+    wanted: dict[str, list[float]] = {i: [] for i in ids}
+    for limit, engine in [(6, a), (12, b), (18, a)]:
+        stage.update(engine, stage.publish(noise=5e-3))
+        going = [i for i in ids if not (c := held[i]) or c.finish_reason != "stop"]
+        engine.submit(1, [request(i, n, num=limit, prefix=held[i]) for n, i in enumerate(ids) if i in going])
+        for request_id, chunk in finished(engine, *going).items():
+            before = held[request_id]
+            assert before is None or chunk.tokens[: len(before.tokens)] == before.tokens
+            assert chunk.finish_reason == ("stop" if chunk.tokens[-1] == 2 else "length") and len(chunk.tokens) <= limit
+            wanted[request_id] += stage.score(PROMPT, chunk.tokens)[len(wanted[request_id]) :]
+            assert largest_difference(chunk.logprobs, wanted[request_id]) < 1e-5
+            held[request_id] = chunk
+    assert {len(set(c.versions)) for c in held.values() if c} >= {3}, "no answer got through all windows"
+
+
 def test_each_token_of_a_request_in_flight_is_what_its_version_gives_to_the_whole_prefix(
     stage: Stage, a: Remote
 ) -> None:

@@ -74,6 +74,7 @@ class RunAudit:
             "unaccounted": a.unaccounted,
             "dropped_by_reason": a.dropped_by_reason,
             "dropped_by_length": a.dropped_by_length,
+            "filtered_by_length": a.filtered_by_length,
             "problems": list(self.problems),
             "notes": list(self.notes),
             "anchors": self.num_anchors,
@@ -342,6 +343,20 @@ def audit_text(found: RunAudit) -> str:
         f"  weights   {proven}",
     ]
     lines += [f"  dropped   {n} because {plain(reason)}" for reason, n in sorted(a.dropped_by_reason.items())]
+    lines += [
+        f"  tokens    {b}: {n} dropped{_filtered(a, b)}" for b, n in sorted(a.dropped_by_length.items(), key=_low)
+    ]
     lines += [f"  note      {plain(note)}" for note in found.notes]
     lines += [f"  PROBLEM   {plain(problem)}" for problem in found.problems]
     return "\n".join(lines)
+
+
+def _low(bucket: tuple[str, int]) -> int:
+    """Where a bucket of lengths begins."""
+    return int(bucket[0].partition("-")[0])
+
+
+def _filtered(a: Audit, bucket: str) -> str:
+    """Of the dropped groups of a length, those that dynamic sampling chose."""
+    chosen = a.filtered_by_length.get(bucket, 0)
+    return f", {chosen} of them filtered" if chosen else ""

@@ -165,7 +165,8 @@ class RuntimeConfig(Section):
     standbys: Annotated[int, Field(ge=0, le=16)] = 1
     """Warm rollout processes that can take a replica's place."""
     staleness_max: Annotated[int, Field(ge=0, le=64)] = 2
-    """No group is trained more than this many policy versions after its first token was made."""
+    """A token that is older by more policy versions than this is not trained on. A group is dropped as too old only when
+    all of its tokens are, so that long answers are lost no more often than short ones."""
     gather_seconds: Annotated[float, Field(ge=0, le=3600)] = 90.0
     """A fresh run waits this long for all replicas before it begins with those that are there."""
     lease_seconds: Seconds = 30.0

@@ -38,7 +38,7 @@ DEFAULTS: Mapping[AlgorithmName, Mapping[str, Any]] = MappingProxyType(
             "dynamic_sampling": True,
             "overlong_cache": 2,
         },
-        AlgorithmName.PPO: {"aggregation": "token", "entropy_coefficient": 0.005},
+        AlgorithmName.PPO: {"aggregation": "token", "entropy_coefficient": 0.007},
         AlgorithmName.TPPO: {
             "aggregation": "token",
             "entropy_coefficient": 0.005,

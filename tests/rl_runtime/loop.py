@@ -168,7 +168,7 @@ class World:
         self.mortalities.append(mortality)
         journal = MortalJournal(self.url, clock=self.clock)
         ledger = MortalLedger(journal.store, clock=self.clock)
-        journal.mortality = ledger.mortality = mortality  # type: ignore[method-assign]
+        journal.mortality = ledger.mortality = mortality
         ledger.lines_found = self.lines_found
         spawn = Spawn(
             run_dir=str(self.path),

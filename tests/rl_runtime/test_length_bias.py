@@ -11,6 +11,7 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,7 @@ def counted(path: Path, algorithm: str, runs: range) -> Counts:
         rng = random.Random(f"bias/{algorithm}/{run}")
         settings = {f"algorithm__{k}": v for k, v in ALGORITHMS[algorithm].items()}
         job = small_job(num_steps=4, seed=run, algorithm__name=algorithm, **settings)
-        w = World(
-            job=job, path=folder, seed=run, answers=LONG_TAIL, script=lambda w, rng=rng: kill_again_and_again(w, rng)
-        )
+        w = World(job=job, path=folder, seed=run, answers=LONG_TAIL, script=partial(kill_again_and_again, rng=rng))
         w.run()
         w.check()
         counts.add(w)

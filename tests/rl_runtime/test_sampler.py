@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.core.config_algorithm import AlgorithmConfig
+from rolecall.core.config_algorithm import AlgorithmConfig, AlgorithmName
 from rolecall.core.errors import SamplerMismatch
 from rolecall.core.ids import GroupId
 from rolecall.core.journal import Journal
@@ -65,7 +65,7 @@ def test_a_verdict_does_not_depend_on_the_order_of_samples(rewards: list[float],
     shuffled = list(rewards)
     rng.shuffle(shuffled)  # type: ignore[attr-defined]
     for by in ("reward", "exact"):
-        assert judge(rewards, by) is judge(shuffled, by)  # type: ignore[arg-type]
+        assert judge(rewards, by) is judge(shuffled, by)
     exact = sum(r == 1.0 for r in rewards)
     assert (judge(rewards, "exact") is V.TEACHES) == (0 < exact < len(rewards)), "DAPO: 0 < #correct < G"
 
@@ -77,7 +77,7 @@ def test_the_limit_is_on_groups_judged_for_a_step_that_is_not_full(
     accepted: int, filtered: int, at_limit: bool
 ) -> None:
     algorithm = AlgorithmConfig(
-        name="dapo", microbatches_per_step=2, groups_per_microbatch=2, refills_max=3, overlong_cache=1
+        name=AlgorithmName.DAPO, microbatches_per_step=2, groups_per_microbatch=2, refills_max=3, overlong_cache=1
     )
     assert is_at_limit(algorithm, accepted=accepted, filtered=filtered) is at_limit
 
@@ -86,7 +86,9 @@ def test_the_limit_is_on_groups_judged_for_a_step_that_is_not_full(
 def test_what_was_not_filled_is_told_with_counts_and_what_to_change(
     right: int, wrong: int, word: str, change: str
 ) -> None:
-    algorithm = AlgorithmConfig(name="dapo", microbatches_per_step=2, groups_per_microbatch=2, overlong_cache=1)
+    algorithm = AlgorithmConfig(
+        name=AlgorithmName.DAPO, microbatches_per_step=2, groups_per_microbatch=2, overlong_cache=1
+    )
     error = not_filled(algorithm, 5, accepted=1, verdicts={V.ALL_RIGHT: right, V.ALL_WRONG: wrong})
     text = str(error)
     assert text.startswith("step 5: 10 groups were generated, and 1 of the 4 that it needs teach something")
@@ -136,7 +138,7 @@ def test_groups_that_fill_a_batch_although_they_teach_nothing_count_as_filtered(
 
 
 def test_a_prompt_that_was_skipped_is_named() -> None:
-    with pytest.raises(SamplerMismatch, match="g00000002.*g00000001 comes next"):
+    with pytest.raises(SamplerMismatch, match=r"g00000002.*g00000001 comes next"):
         folded(line(0, S.ISSUED), line(2, S.ISSUED))
 
 

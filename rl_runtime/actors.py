@@ -220,6 +220,7 @@ class RolloutActor(_Actor):
         settings = EngineSettings(
             model_dir=str(spawn.run.path / "model"),
             kv_cache_bytes=job.runtime.kv_cache_bytes,
+            max_model_len=max(EngineSettings(model_dir="").max_model_len, job.task.max_tokens),
             seed=job.seed,
             fixed_length=job.task.fixed_length,
         )

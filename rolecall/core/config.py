@@ -69,8 +69,16 @@ class TaskConfig(Section):
     @property
     def max_new_tokens(self) -> int:
         """The longest response."""
-        a_place = {TaskName.DIGIT_PARITY: 1, TaskName.LONG_ADDITION: 2}[self.name]
-        return a_place * self.num_digits + 1 + SURPLUS_TOKENS
+        return self._tokens_a_place * self.num_digits + 1 + SURPLUS_TOKENS
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and longest response together."""
+        return self._tokens_a_place * self.num_digits + 2 + self.max_new_tokens
+
+    @property
+    def _tokens_a_place(self) -> int:
+        return {TaskName.DIGIT_PARITY: 1, TaskName.LONG_ADDITION: 2}[self.name]
 
     @model_validator(mode="before")
     @classmethod

@@ -58,7 +58,7 @@ def test_prompts_are_the_same_in_another_process() -> None:
         "from rolecall.rl_runtime.task import make_task\n"
         "from rolecall.rl_runtime.tokenizer import local_vocabulary\n"
         "name = TaskName.LONG_ADDITION\n"
-        "task = make_task(TaskConfig(name=name), local_vocabulary(name), 3)\n"
+        "task = make_task(TaskConfig(name=name, base=3), local_vocabulary(name), 3)\n"
         "print([task.prompt(n).tokens for n in range(20)])"
     )
     ran = subprocess.run(
@@ -173,6 +173,8 @@ def test_answer_adds_as_python_does(number: int, base: int, num_digits: int) -> 
     assert max(given_digits) < base
     answer = made.answer(prompt)
     assert answer[-1] == OF_ADDITION.eos and len(answer) <= made.max_new_tokens
+    config = TaskConfig(name=TaskName.LONG_ADDITION, num_digits=num_digits, base=base)
+    assert len(prompt) + made.max_new_tokens == config.max_tokens
     worked = [int(c) for c in OF_ADDITION.decode(answer)]
     carries, kept = worked[::2], worked[1::2]
     total = number_of(given_digits[::2], base) + number_of(given_digits[1::2], base)

@@ -23,7 +23,7 @@ OTHERS = [name for name in AlgorithmName if name is not AlgorithmName.GRPO]
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_run_with_this_algorithm_survives_the_loss_of_an_engine(tmp_path: Path, name: AlgorithmName) -> None:
-    args = ["--algorithm", name, "--task", "long_addition", "--seed", str(SEED), "--steps", "15"]
+    args = ["--algorithm", name, "--task", "long_addition", "--seed", str(SEED), "--steps", "10"]
     with demo_run(tmp_path, name, [*args, "--faults", "rollout-kill"]) as run:
         code = run.wait(240)
         assert code == 0, run.output()[-3000:]

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from rolecall.core.membership import Actual
 from rolecall.rl_runtime.clients import RolloutPort
+from rolecall.rl_runtime.open_group import EngineKey
 from rolecall.rl_runtime.protocol import Holder, Manifest, Proof
-from rolecall.rl_runtime.trajectories import EngineKey
 
 
 class Verdict(Protocol):

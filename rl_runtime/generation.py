@@ -21,9 +21,10 @@ from rolecall.rl_runtime.books import Books
 from rolecall.rl_runtime.clients import Connect, ReplicaGone, RolloutPort
 from rolecall.rl_runtime.engine_state import Certifier, Engine, Target
 from rolecall.rl_runtime.membership import Fleet
+from rolecall.rl_runtime.open_group import EngineKey
 from rolecall.rl_runtime.protocol import Holder, Manifest, Proof, Request, TokenChunk
 from rolecall.rl_runtime.tasks import Tasks, set_or_timeout
-from rolecall.rl_runtime.trajectories import NOTHING, EngineKey, EngineLoad, TrajectoryTable, least_loaded
+from rolecall.rl_runtime.trajectories import NOTHING, EngineLoad, TrajectoryTable, least_loaded
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,10 @@ from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.books import Books
 from rolecall.rl_runtime.clients import Connect, ReplicaGone, RewardPort
 from rolecall.rl_runtime.membership import Fleet
+from rolecall.rl_runtime.open_group import EngineKey, GroupPhase, OpenGroup
 from rolecall.rl_runtime.protocol import Group
 from rolecall.rl_runtime.tasks import Tasks, set_or_timeout
-from rolecall.rl_runtime.trajectories import EngineKey, GroupPhase, OpenGroup, TrajectoryTable
+from rolecall.rl_runtime.trajectories import TrajectoryTable
 
 logger = logging.getLogger(__name__)
 

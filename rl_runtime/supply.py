@@ -25,19 +25,13 @@ from rolecall.rl_runtime import windows
 from rolecall.rl_runtime.batching import form_microbatches
 from rolecall.rl_runtime.books import Books, Judged
 from rolecall.rl_runtime.generation import Generation
+from rolecall.rl_runtime.open_group import EngineKey, GroupPhase, OpenGroup
 from rolecall.rl_runtime.protocol import Request
 from rolecall.rl_runtime.sampler import Verdict, is_at_limit, judge, not_filled, request_seed
 from rolecall.rl_runtime.task import Prompt, group_id, group_number, group_start
 from rolecall.rl_runtime.tasks import set_or_timeout
 from rolecall.rl_runtime.training import Plan
-from rolecall.rl_runtime.trajectories import (
-    EngineKey,
-    GroupPhase,
-    OpenGroup,
-    TrajectoryTable,
-    least_loaded,
-    staleness_if_issued,
-)
+from rolecall.rl_runtime.trajectories import TrajectoryTable, least_loaded, staleness_if_issued
 
 TURN_SECONDS = 0.1
 """How often a step is looked for when nothing wakes the loop."""

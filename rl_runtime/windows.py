@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from rolecall.core.ids import GroupId
+from rolecall.rl_runtime.open_group import OpenGroup
 from rolecall.rl_runtime.protocol import End
 from rolecall.rl_runtime.task import group_id, group_number, group_start
-from rolecall.rl_runtime.trajectories import OpenGroup, TrajectoryTable
+from rolecall.rl_runtime.trajectories import TrajectoryTable
 
 NOTHING_FRESH = "nothing_fresh: its answer ended before this window"
 

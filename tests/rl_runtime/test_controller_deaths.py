@@ -16,9 +16,9 @@ from rolecall.core.journal import Journal
 from rolecall.core.ledger import Ledger
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.books import Books
+from rolecall.rl_runtime.open_group import GroupPhase
 from rolecall.rl_runtime.testing import request_seed_of
 from rolecall.rl_runtime.testing_roles import expected_tokens
-from rolecall.rl_runtime.trajectories import GroupPhase
 from tests.rl_runtime.loop import CONTROLLER, World, small_job
 
 SHORT = {"num_steps": 4, "checkpoint__every_steps": 2}

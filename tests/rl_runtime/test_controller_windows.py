@@ -13,9 +13,9 @@ from rolecall.core.events import EventKind
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.ledger import GroupState, Ledger
 from rolecall.rl_runtime import windows
+from rolecall.rl_runtime.open_group import GroupPhase
 from rolecall.rl_runtime.protocol import End
 from rolecall.rl_runtime.task import group_number, group_start
-from rolecall.rl_runtime.trajectories import GroupPhase
 from tests.rl_runtime.loop import World, small_job
 
 PREFIXES = ["continue", "train"]

@@ -18,9 +18,10 @@ from rolecall.core.config_algorithm import AlgorithmConfig
 from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime import windows
 from rolecall.rl_runtime.objective import Terms, make_batch, objective
+from rolecall.rl_runtime.open_group import EngineKey, GroupPhase
 from rolecall.rl_runtime.protocol import End, Group, Request, TokenChunk
 from rolecall.rl_runtime.task import group_id, group_start
-from rolecall.rl_runtime.trajectories import EngineKey, GroupPhase, TrajectoryTable
+from rolecall.rl_runtime.trajectories import TrajectoryTable
 
 STOP, LONGEST, WINDOW = 0, 3, 2
 PROMPT = (1,)

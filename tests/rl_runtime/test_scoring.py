@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from rolecall.core.ids import ReplicaId
+from rolecall.rl_runtime.open_group import EngineKey
 from rolecall.rl_runtime.scoring import Scoring
-from rolecall.rl_runtime.trajectories import EngineKey
 
 A: EngineKey = (ReplicaId("reward/0"), 1)
 B: EngineKey = (ReplicaId("reward/1"), 2)

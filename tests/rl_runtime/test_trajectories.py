@@ -7,15 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.rl_runtime.open_group import EngineKey, GroupPhase
 from rolecall.rl_runtime.protocol import Request, TokenChunk
-from rolecall.rl_runtime.trajectories import (
-    EngineKey,
-    EngineLoad,
-    GroupPhase,
-    TrajectoryTable,
-    least_loaded,
-    staleness_if_issued,
-)
+from rolecall.rl_runtime.trajectories import EngineLoad, TrajectoryTable, least_loaded, staleness_if_issued
 
 A: EngineKey = (ReplicaId("rollout/0"), 1)
 B: EngineKey = (ReplicaId("rollout/1"), 1)

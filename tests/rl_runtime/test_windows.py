@@ -5,9 +5,10 @@ import pytest
 from rolecall.core.errors import BadId
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.rl_runtime import windows
+from rolecall.rl_runtime.open_group import AGAIN_MAX, EngineKey, GroupPhase, OpenGroup
 from rolecall.rl_runtime.protocol import End, Request, TokenChunk
 from rolecall.rl_runtime.task import group_id, group_number, group_start
-from rolecall.rl_runtime.trajectories import AGAIN_MAX, EngineKey, GroupPhase, OpenGroup, TrajectoryTable
+from rolecall.rl_runtime.trajectories import TrajectoryTable
 
 A: EngineKey = (ReplicaId("rollout/0"), 1)
 B: EngineKey = (ReplicaId("rollout/1"), 1)

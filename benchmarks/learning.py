@@ -6,7 +6,7 @@
     python benchmarks/learning.py report        the report and its picture, of all that was carried out at this commit
 
 Each run is a line of benchmarks/results/learning.jsonl as soon as it is over. What is there already at this commit
-(`--commit`) is not done again, so an interrupted part goes on where it stopped. Two runs at a time, each on one thread; the
+is not done again, so an interrupted part goes on where it stopped. Two runs at a time, each on one thread; the
 two of a pair of the race at the same time.
 """
 
@@ -45,7 +45,7 @@ def wanted(args: argparse.Namespace) -> list[list[Run]]:
 def carry_out(batches: Sequence[Sequence[Run]], *, commit: str, path: Path, minutes: float) -> int:
     """Adds a line of each run to `path`. Returns how many were not carried out."""
     ends = time.monotonic() + 60 * minutes
-    batches = [learning_runs.missing(batch, learning_runs.read(path, commit)) for batch in batches]
+    batches = [learning_runs.missing(batch, learning_runs.read(path, [commit])) for batch in batches]
     left = sum(map(len, batches))
     for batch in batches:
         if not batch or time.monotonic() > ends:
@@ -102,19 +102,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--exam-every", type=int, default=10, help="steps between examinations of the race")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(learning_runs.SEEDS))
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no further run begins")
-    parser.add_argument("--commit", default="", help="under which records are kept, if not the one checked out")
+    parser.add_argument(
+        "--commits", nargs="+", default=[], help="of which the report is, if not of the one checked out"
+    )
     parser.add_argument("--records", type=Path, default=RECORDS)
     parser.add_argument("--no-file", action="store_true", help="print the report only")
     args = parser.parse_args(argv)
-    commit = args.commit or common.commit()
     if args.part != "report":
-        left = carry_out(wanted(args), commit=commit, path=args.records, minutes=args.minutes)
+        left = carry_out(wanted(args), commit=common.commit(), path=args.records, minutes=args.minutes)
         return 1 if left else 0
-    records = learning_runs.read(args.records, commit)
+    commits = args.commits or [common.commit()]
+    records = learning_runs.read(args.records, commits)
     if not records:
-        print(f"{args.records}: no record of {commit}: carry out a part first", file=sys.stderr)
+        print(f"{args.records}: no record of {', '.join(commits)}: carry out a part first", file=sys.stderr)
         return 2
-    lines = learning_report.report(records, commit)
+    lines = learning_report.report(records)
     print("\n".join(lines))
     if not args.no_file:
         path = common.write("learning", [*lines, f"![Curves of learning]({learning_report.picture_name()})"])

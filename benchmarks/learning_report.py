@@ -22,7 +22,7 @@ from learning_record import (
     spent_until,
     total,
 )
-from learning_runs import CURVES, EXAM_PROMPTS, NOT_FILLED, PARTS, RACE, SEEDS, STALENESS
+from learning_runs import CURVES, EXAM_PROMPTS, NOT_FILLED, PARTS, PARTS_DIGITS, RACE, RACE_DIGITS, SEEDS, STALENESS
 from pictures import Band
 
 GOAL = 0.9
@@ -134,7 +134,7 @@ def ending(how: str) -> str:
 
 
 def parts(named: dict[str, list[Record]]) -> list[str]:
-    lines = ["## DAPO's four parts, one by one, on `long_addition`", ""]
+    lines = [f"## DAPO's four parts, one by one, on `long_addition` of {PARTS_DIGITS} places", ""]
     lines += ["Each line has everything of the line before. The last is DAPO. Same number of steps; means of the last "]
     lines[-1] += f"{LAST_STEPS} steps of each run, median (quartiles; extremes) over seeds:"
     lines.append("")
@@ -195,7 +195,7 @@ def race(named: dict[str, list[Record]]) -> list[str]:
     seconds = max(r["run"]["seconds_max"] for rs in named.values() for r in rs)
     lines += [
         (
-            f"`long_addition`, {seconds:.0f} s of generating and training each, engine in the same process, one thread. The two "
+            f"`long_addition` of {RACE_DIGITS} places, {seconds:.0f} s of generating and training each, engine in the same process, one thread. The two "
             "have the same settings but for the window; the groups are of one sample with PPO too. PPO has its default "
             "number of whole answers a step, T-PPO its default number of windows. The two of a seed ran at the same time, "
             "on a core each."
@@ -288,13 +288,13 @@ READING = (
 )
 
 
-def report(records: Sequence[Record], commit: str) -> list[str]:
+def report(records: Sequence[Record]) -> list[str]:
     seeds = sorted({r["run"]["seed"] for r in records})
     lines = common.header(
         "Learning curves",
-        f"defaults of each algorithm; samples {STALENESS} versions old; model and tasks of the default job; details below",
+        f"defaults of each algorithm; samples {STALENESS} versions old; settings of each line at the end",
         ", ".join(map(str, seeds)),
-        commit,
+        ", ".join(sorted({f"{r['commit']} ({r['run']['part']})" for r in records})),
     )
     loads = [x for r in records for x in r["load"]]
     made = ((CURVES, curves), (PARTS, parts), (RACE, race))

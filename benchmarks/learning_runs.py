@@ -32,6 +32,10 @@ EXAM_PROMPTS = 256
 DIGITS = 4
 """Significant digits of what is kept."""
 CURVES, PARTS, RACE = "curves", "parts", "race"
+SMALL = {"hidden_size": 64, "intermediate_size": 128}
+"""Model of `parts` and `race`: a step costs a third, so that an hour of two CPUs is enough for five seeds of everything."""
+PARTS_DIGITS, RACE_DIGITS = 6, 8
+"""Most places of a number: answers have 3 to 13 and 3 to 17 tokens. In the race a third are longer than a window of 8."""
 NOT_FILLED = "not filled: "
 """How `ended` begins where dynamic sampling found no full batch, in most cases because everything is solved."""
 
@@ -87,6 +91,10 @@ def dapo_parts() -> dict[str, dict[str, Any]]:
     return found
 
 
+def addition(num_digits: int) -> dict[str, Any]:
+    return {"name": "long_addition", "num_digits": num_digits}
+
+
 def settings_of(name: AlgorithmName) -> dict[str, Any]:
     """All that a job file which says only this name stands for."""
     return parse_job({"algorithm": {"name": str(name)}}).algorithm.model_dump(mode="json")
@@ -99,7 +107,7 @@ def parts(*, steps: int, seconds: float, seeds: Sequence[int] = SEEDS) -> list[R
             part=PARTS,
             name=name,
             seed=seed,
-            job={"task": {"name": "long_addition"}, "algorithm": settings},
+            job={"task": addition(PARTS_DIGITS), "model": SMALL, "algorithm": settings},
             steps_max=steps,
             seconds_max=seconds,
         )
@@ -122,7 +130,7 @@ def race(*, seconds: float, exam_every: int, seeds: Sequence[int] = SEEDS) -> li
             part=RACE,
             name=str(settings["name"]),
             seed=seed,
-            job={"task": {"name": "long_addition"}, "algorithm": settings},
+            job={"task": addition(RACE_DIGITS), "model": SMALL, "algorithm": settings},
             steps_max=100_000,
             seconds_max=seconds,
             with_engine=True,
@@ -216,11 +224,11 @@ def _short(values: Iterable[float | None]) -> list[float | None]:
     return [v if v is None or isinstance(v, int) else float(f"{v:.{DIGITS}g}") for v in values]
 
 
-def read(path: Path, commit: str = "") -> list[dict[str, Any]]:
-    """Records of that commit, or all; of a run that was repeated the last one."""
+def read(path: Path, commits: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Records of these commits, or all; of a run that was repeated the last one."""
     lines = path.read_text().splitlines() if path.exists() else []
-    found = [record for line in lines if (record := json.loads(line))["commit"] == commit or not commit]
-    return list({(r["commit"], Run(**r["run"]).key): r for r in found}.values())
+    found = [record for line in lines if (record := json.loads(line))["commit"] in commits or not commits]
+    return list({Run(**r["run"]).key: r for r in found}.values())
 
 
 def missing(runs: Iterable[Run], records: Iterable[Mapping[str, Any]]) -> list[Run]:

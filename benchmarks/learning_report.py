@@ -25,9 +25,11 @@ from learning_record import (
 from learning_runs import CURVES, EXAM_PROMPTS, NOT_FILLED, PARTS, PARTS_DIGITS, RACE, RACE_DIGITS, SEEDS, STALENESS
 from pictures import Band
 
-GOAL = 0.9
+from rolecall.core.config import parse_job
+
+GOALS = (0.5, 0.7, 0.9)
 STEPS_SHOWN = (20, 40, 60, 80, 100)
-RACE_GOALS = (0.5, 0.6, 0.7, 0.8, 0.9)
+RACE_GOALS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 GRID = 120
 """Points of a curve in the picture."""
 
@@ -90,14 +92,23 @@ def curves(named: dict[str, list[Record]]) -> list[str]:
             for name, rs in named.items()
         ],
     )
-    lines += [f"Until a reward of {GOAL} (median, extremes, how many reached it):", ""]
+    lines += ["Until a reward (median, extremes, how many reached it):", ""]
+    spent = (("steps", "step"), ("thousand tokens generated", "tokens"), ("CPU seconds", "cpu_seconds"))
+    rows = []
+    for goal in GOALS:
+        for name, rs in named.items():
+            untils = [[spent_until(r, goal, column) for r in rs] for _, column in spent]
+            untils[1] = [None if v is None else v / 1e3 for v in untils[1]]
+            rows.append((f"{goal}", name, *map(until, untils)))
+    lines += table(("reward", "algorithm", *(what for what, _ in spent)), rows)
+    lines += ["A step (median of each run):", ""]
     lines += table(
-        ("algorithm", "steps", "tokens generated", "CPU seconds", "CPU seconds a step"),
+        ("algorithm", "CPU seconds", "tokens generated"),
         [
             (
                 name,
-                *(until([spent_until(r, GOAL, c) for r in rs]) for c in ("step", "tokens", "cpu_seconds")),
                 spread([statistics.median(r["columns"]["cpu_seconds"]) for r in rs]),
+                spread([statistics.median(r["columns"]["tokens"]) for r in rs], 0),
             )
             for name, rs in named.items()
         ],
@@ -319,12 +330,19 @@ def report(records: Sequence[Record]) -> list[str]:
 
 def settings(records: Sequence[Record]) -> list[str]:
     """All of every line, as the run had it."""
-    rows = {(r["run"]["part"], r["run"]["name"]): r["algorithm"] for r in records}
     lines = ["## Settings", ""]
-    for (part, name), algorithm in sorted(rows.items()):
-        told = ", ".join(f"{k} {v}" for k, v in algorithm.items())
-        lines.append(f"- {part}, {name}: {told}")
+    for part in ORDER:
+        for name, rs in by_name(records, part).items():
+            job = parse_job(rs[0]["run"]["job"])
+            sections = {"task": job.task, "model": job.model}
+            told = {s: section.model_dump(mode="json") for s, section in sections.items()}
+            told["algorithm"] = rs[0]["algorithm"]
+            lines.append(f"- {part}, {name}: " + "; ".join(f"{s}: {_plain(values)}" for s, values in told.items()))
     return [*lines, ""]
+
+
+def _plain(values: dict[str, object]) -> str:
+    return ", ".join(f"{k} {v}" for k, v in values.items() if v is not None)
 
 
 def band(label: str, records: Sequence[Record], column: str) -> Band:

@@ -1,6 +1,7 @@
 """Do the four algorithms learn, what does each part of DAPO do, and does T-PPO reach the same reward sooner than PPO?
 
     python benchmarks/learning.py curves        GRPO, DAPO, PPO, T-PPO on the default job, from random weights
+    python benchmarks/learning.py smaller       the same on a smaller model and shorter answers
     python benchmarks/learning.py parts         DAPO's four parts switched on one by one, on long_addition
     python benchmarks/learning.py race          PPO and T-PPO with a real engine, the same time for both
     python benchmarks/learning.py report        the report and its picture, of all that was carried out at this commit
@@ -26,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two runs use both
 import common
 import learning_report
 import learning_runs
-from learning_runs import CURVES, PARTS, RACE, Run
+from learning_runs import CURVES, PARTS, RACE, SMALLER, Run
 from pictures import bands
 
 RECORDS = common.RESULTS / "learning.jsonl"
@@ -38,7 +39,7 @@ def wanted(args: argparse.Namespace) -> list[list[Run]]:
     if args.part == RACE:
         runs = learning_runs.race(seconds=args.seconds, exam_every=args.exam_every, seeds=args.seeds)
         return [[run for run in runs if run.seed == seed] for seed in args.seeds]
-    make = {CURVES: learning_runs.curves, PARTS: learning_runs.parts}[args.part]
+    make = {CURVES: learning_runs.curves, SMALLER: learning_runs.smaller, PARTS: learning_runs.parts}[args.part]
     return [make(steps=args.steps, seconds=args.seconds, seeds=args.seeds)]
 
 
@@ -96,8 +97,8 @@ def _told(run: Run, record: dict[str, Any], left: int) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=(CURVES, PARTS, RACE, "report"))
-    parser.add_argument("--steps", type=int, default=100, help="of each run of curves and parts")
+    parser.add_argument("part", choices=(CURVES, SMALLER, PARTS, RACE, "report"))
+    parser.add_argument("--steps", type=int, default=100, help="of each run but the race's")
     parser.add_argument("--seconds", type=float, default=150.0, help="of each run: the race's time, else a limit")
     parser.add_argument("--exam-every", type=int, default=10, help="steps between examinations of the race")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(learning_runs.SEEDS))

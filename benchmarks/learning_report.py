@@ -22,7 +22,18 @@ from learning_record import (
     spent_until,
     total,
 )
-from learning_runs import CURVES, EXAM_PROMPTS, NOT_FILLED, PARTS, PARTS_DIGITS, RACE, RACE_DIGITS, SEEDS, STALENESS
+from learning_runs import (
+    CURVES,
+    EXAM_PROMPTS,
+    NOT_FILLED,
+    PARTS,
+    PARTS_DIGITS,
+    RACE,
+    RACE_DIGITS,
+    SEEDS,
+    SMALLER,
+    STALENESS,
+)
 from pictures import Band
 
 from rolecall.core.config import parse_job
@@ -76,13 +87,15 @@ def by_name(records: Iterable[Record], part: str) -> dict[str, list[Record]]:
 
 ORDER = {
     CURVES: ("grpo", "dapo", "ppo", "tppo"),
+    SMALLER: ("grpo", "dapo", "ppo", "tppo"),
     PARTS: ("GRPO", "+ clip-higher", "+ token-level loss", "+ overlong punishment", "+ dynamic sampling"),
     RACE: ("ppo", "tppo"),
 }
 
 
 def curves(named: dict[str, list[Record]]) -> list[str]:
-    lines = ["## Four algorithms on `digit_parity`, from random weights", ""]
+    (job,) = {str(r["run"]["job"].get("task", "default job")) for rs in named.values() for r in rs}
+    lines = [f"## Four algorithms on `digit_parity` ({job.strip('{}')}), from random weights", ""]
     shown = [s for s in STEPS_SHOWN if any(len(r["columns"]["reward"]) >= s for rs in named.values() for r in rs)]
     lines += ["Reward by step:", ""]
     lines += table(
@@ -308,7 +321,7 @@ def report(records: Sequence[Record]) -> list[str]:
         ", ".join(sorted({f"{r['commit']} ({r['run']['part']})" for r in records})),
     )
     loads = [x for r in records for x in r["load"]]
-    made = ((CURVES, curves), (PARTS, parts), (RACE, race))
+    made = ((CURVES, curves), (SMALLER, curves), (PARTS, parts), (RACE, race))
     lines[-1:-1] = [
         (
             f"- {len(records)} runs, two at a time on a thread each; load average at their beginnings and ends: "
@@ -370,11 +383,12 @@ def _band(label: str, xs: Sequence[float], rows: Sequence[Sequence[float]]) -> B
 
 
 def panels(records: Sequence[Record]) -> dict[str, tuple[str, list[Band]]]:
-    four, dapo, runners = (by_name(records, part) for part in (CURVES, PARTS, RACE))
+    dapo, runners = (by_name(records, part) for part in (PARTS, RACE))
     found: dict[str, tuple[str, list[Band]]] = {}
-    if four:
-        found["digit_parity: reward by step"] = "optimizer steps", [band(n, rs, "step") for n, rs in four.items()]
-        found["digit_parity: reward by tokens"] = "generated tokens", [band(n, rs, "tokens") for n, rs in four.items()]
+    for part, task in ((CURVES, "digit_parity"), (SMALLER, "digit_parity, smaller")):
+        if four := by_name(records, part):
+            found[f"{task}: reward by step"] = "optimizer steps", [band(n, rs, "step") for n, rs in four.items()]
+            found[f"{task}: by tokens"] = "generated tokens", [band(n, rs, "tokens") for n, rs in four.items()]
     if dapo:
         found["long_addition: DAPO's parts"] = "generated tokens", [band(n, rs, "tokens") for n, rs in dapo.items()]
     if runners and all(r["exams"] for rs in runners.values() for r in rs):

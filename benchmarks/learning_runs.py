@@ -10,7 +10,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,11 @@ STALENESS = 2
 EXAM_PROMPTS = 256
 DIGITS = 4
 """Significant digits of what is kept."""
-CURVES, PARTS, RACE = "curves", "parts", "race"
+CURVES, SMALLER, PARTS, RACE = "curves", "smaller", "parts", "race"
 SMALL = {"hidden_size": 64, "intermediate_size": 128}
-"""Model of `parts` and `race`: a step costs a third, so that an hour of two CPUs is enough for five seeds of everything."""
+"""Model of all parts but `curves`: a step costs a third, so that an hour of two CPUs is enough for five seeds of everything."""
+SMALLER_DIGITS = 8
+"""Of digit_parity: an answer has 9 tokens, one more than a window."""
 PARTS_DIGITS, RACE_DIGITS = 6, 8
 """Most places of a number: answers have 3 to 13 and 3 to 17 tokens. In the race a third are longer than a window of 8."""
 NOT_FILLED = "not filled: "
@@ -72,6 +74,13 @@ def curves(*, steps: int, seconds: float, seeds: Sequence[int] = SEEDS) -> list[
         for seed in seeds
         for name in map(str, AlgorithmName)
     ]
+
+
+def smaller(*, steps: int, seconds: float, seeds: Sequence[int] = SEEDS) -> list[Run]:
+    """The four algorithms on a smaller model and shorter answers."""
+    job = {"task": {"num_digits": SMALLER_DIGITS}, "model": SMALL}
+    runs = curves(steps=steps, seconds=seconds, seeds=seeds)
+    return [replace(run, part=SMALLER, job={**job, **run.job}) for run in runs]
 
 
 def dapo_parts() -> dict[str, dict[str, Any]]:

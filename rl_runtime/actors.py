@@ -319,16 +319,18 @@ class ControllerActor(_Actor):
 
         clock = SystemClock()
         journal = Journal(self._spawn.database_url, clock=clock, create=False)
+        task = task_of(self._job)
         self._controller = Controller(
             self._spawn,
             self._job,
             connect=connect,
-            source=task_of(self._job),
+            source=task,
             certifier=Certifier(),
             journal=journal,
             ledger=Ledger(journal.store, clock=clock),
             clock=clock,
             tokens_generated=tokens_on_page(self._spawn.run),
+            vocab_size=task.vocab.size,
         )
         try:
             return await self._controller.run()

@@ -78,10 +78,12 @@ class Controller:
         ledger: Ledger,
         clock: Clock,
         tokens_generated: Callable[[Actual], int | None] = no_page,
+        vocab_size: int | None = None,
     ) -> None:
         """Must be made inside the event loop that runs it.
 
         `tokens_generated`: what an engine's own counter says, dead or alive, of all tokens it ever made.
+        `vocab_size`: of the model; a token beyond it is no token.
         """
         self.job, self._clock = job, clock
         self._replica, self._incarnation = spawn.replica, spawn.incarnation
@@ -102,6 +104,7 @@ class Controller:
             tokens_generated=tokens_generated,
             on_finished=self._on_finished,
             trains_prefixes=job.algorithm.prefixes == "train",
+            vocab_size=vocab_size,
         )
         self.supply = Supply(
             books=books,

@@ -24,6 +24,7 @@ from rolecall.rl_runtime.membership import Fleet
 from rolecall.rl_runtime.open_group import EngineKey
 from rolecall.rl_runtime.protocol import Holder, Manifest, Proof, Request, TokenChunk
 from rolecall.rl_runtime.tasks import Tasks, set_or_timeout
+from rolecall.rl_runtime.tokens_check import BadTokens, check_chunks
 from rolecall.rl_runtime.trajectories import NOTHING, EngineLoad, TrajectoryTable, least_loaded
 
 logger = logging.getLogger(__name__)
@@ -64,14 +65,15 @@ class Generation:
         tokens_generated: Callable[[Actual], int | None],
         on_finished: Callable[[], None],
         trains_prefixes: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
         """`trains_prefixes`: what a lost engine leaves unfinished is trained on as it stands, and goes on elsewhere
-        behind that; otherwise it goes on elsewhere first."""
+        behind that; otherwise it goes on elsewhere first. `vocab_size`: tokens beyond it are refused."""
         self._books, self._table, self._certifier = books, table, certifier
         self._connect, self._tasks = connect, tasks
         self._update_seconds = transfer_seconds + UPDATE_MARGIN_SECONDS
         self._tokens_generated, self._on_finished = tokens_generated, on_finished
-        self._trains_prefixes = trains_prefixes
+        self._trains_prefixes, self._vocab_size = trains_prefixes, vocab_size
         self._giving: set[Holder] = set()
         self._given: Counter[Holder] = Counter()  # how often each gave the target version
         self._offered = asyncio.Event()  # a holder is free again, or a new one is there
@@ -149,7 +151,12 @@ class Generation:
 
         async def ask(engine: Engine) -> list[tuple[Request, TokenChunk]]:
             try:
-                return await engine.port.list_requests()
+                held = await engine.port.list_requests()
+                check_chunks((chunk for _, chunk in held), self._vocab_size)
+                return held
+            except BadTokens as e:
+                self.contain(engine.key, str(e))
+                return []
             except (ReplicaGone, DeadlineExceeded, StaleIncarnation) as e:
                 logger.warning("what %s holds is not known: %s", engine.port, e)
                 return []
@@ -208,6 +215,7 @@ class Generation:
             pulled = await engine.port.drain(self._table.offsets(engine.key), DRAIN_SECONDS / 2)
             if engine.key in self.engines and (pulled.replica, pulled.incarnation) == engine.key:
                 engine.tokens_seen = self._tokens_generated(engine.record) or engine.tokens_seen
+                check_chunks(pulled.chunks, self._vocab_size)
                 if self._table.take(engine.key, pulled.chunks, engine.version):
                     self._on_finished()
         except Exception as e:  # noqa: BLE001
@@ -266,7 +274,8 @@ class Generation:
             except asyncio.CancelledError:
                 turn.cancel()
                 raise
-            except (ReplicaGone, StaleIncarnation) as e:
+            except (ReplicaGone, StaleIncarnation, BadTokens) as e:
+                # Who computes what is no number would do so again: its place is taken by another at once.
                 self.contain(engine.key, e.because if isinstance(e, ReplicaGone) else str(e))
                 return
             except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
@@ -295,6 +304,7 @@ class Generation:
         engine.tokens_seen = self._tokens_generated(engine.record) or engine.tokens_seen
         if (pulled.replica, pulled.incarnation) != key:
             raise StaleIncarnation(replica=key[0], wanted=f"#{pulled.incarnation}", got=f"#{key[1]}")
+        check_chunks(pulled.chunks, self._vocab_size)
         finished = self._table.take(key, pulled.chunks, engine.version)
         self._table.resend(key, pulled.unknown)
         if finished:

@@ -315,6 +315,8 @@ class FakeRollout(_Body):
         self.version, self.manifest_digest = -1, ""
         self.held: dict[str, Held] = {}
         self.bad_proofs = 0
+        self.bad_logprob: float | None = None
+        """What it says of every token instead of the right number."""
         self.rate = TOKENS_PER_SECOND
         self.generated = 0
 
@@ -339,7 +341,9 @@ class FakeRollout(_Body):
             request_id=h.request.request_id,
             offset=offset,
             tokens=tuple(h.tokens[offset:]),
-            logprobs=tuple(h.logprobs[offset:]),
+            logprobs=tuple(
+                h.logprobs[offset:] if self.bad_logprob is None else [self.bad_logprob] * len(h.tokens[offset:])
+            ),
             versions=tuple(h.versions[offset:]),
             finished=finished,
             finish_reason=("stop" if ends else "length") if finished else "",

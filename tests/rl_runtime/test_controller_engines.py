@@ -126,6 +126,36 @@ def test_a_rollout_that_comes_to_itself_counts_nothing_twice_and_works_again(tmp
     assert len(w.events(EventKind.REQUESTS_MOVED)) == 1 and not w.events(EventKind.REPLICA_LOST)
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 0.5])
+def test_an_engine_that_streams_what_is_no_log_probability_is_replaced_and_nothing_of_it_is_trained(
+    tmp_path: Path, bad: float
+) -> None:
+    async def script(w: World) -> None:
+        await at_step(w, 3)
+        w.fleet.newest("rollout/1").body.bad_logprob = bad
+
+    w = world(tmp_path, script).run()
+    w.check()  # every token that was trained on has the log-probability that it was made with
+    (lost,) = w.events(EventKind.REPLICA_LOST)
+    assert (lost["replica"], lost["incarnation"]) == ("rollout/1", 1)
+    assert f"has a log-probability of {bad}" in lost["because"]
+    (moved,) = w.events(EventKind.REQUESTS_MOVED)
+    assert moved["from"] == "rollout/1" and moved["num_requests"] > 0 and not w.fleet.started_over
+
+
+def test_a_controller_that_takes_over_refuses_what_an_engine_holds_that_is_no_log_probability(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        await at_step(w, 3)
+        w.fleet.newest("rollout/1").body.bad_logprob = float("nan")
+        w.mortalities[-1].dies_at = 0
+
+    w = world(tmp_path, script).run()
+    w.check()
+    assert len(w.controllers) == 2
+    (lost,) = w.events(EventKind.REPLICA_LOST)
+    assert lost["replica"] == "rollout/1" and "has a log-probability of nan" in lost["because"]
+
+
 def test_the_first_to_have_a_version_does_not_get_the_work_of_those_who_follow(tmp_path: Path) -> None:
     w = World(job=small_job(num_steps=30), path=tmp_path, seed=0).run()
     w.check()

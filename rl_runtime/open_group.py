@@ -51,6 +51,8 @@ class Trajectory:
     engine: EngineKey | None = None
     sent: bool = False  # the engine has confirmed that it holds the request
     first_fresh: int = 0  # tokens before this one belong to earlier windows
+    context: tuple[EngineKey, str] | None = None
+    """(engine, request) that keeps what stands before this window, until an engine has the window itself."""
     num_again: int = 0
     is_window: bool = False  # its limit is not the task's: an answer that reaches it is cut, and goes on elsewhere
 
@@ -77,7 +79,7 @@ class Trajectory:
         elif self.is_window and at_limit:
             # Its engine may hold more, from before the next window began here.
             self.cut()
-        elif chunk.finished and whole:
+        elif chunk.finished and whole and at_limit:
             self.end = End.LENGTH
 
     @property
@@ -95,9 +97,20 @@ class Trajectory:
         self.tokens, self.logprobs, self.versions, self.end = [], [], [], None
         self.num_again += 1
 
+    def reach(self, longest: int) -> None:
+        """Where it ended, no window is to begin any more: should it be made again, it goes on to the answer's end."""
+        self.is_window = False
+        self.request = replace(self.request, max_new_tokens=longest)
+
     def become(self, other: "Trajectory", stop: int | None = None) -> None:
         """Takes over the first tokens of another window of the same answer."""
         self.tokens, self.logprobs, self.versions = other.tokens[:stop], other.logprobs[:stop], other.versions[:stop]
+
+    def stand_on(self, before: "Trajectory") -> None:
+        """Takes over all that stands before this window."""
+        self.become(before)
+        if before.engine is not None and before.sent:
+            self.context = before.engine, before.request.request_id
 
     def with_prefix(self) -> Request:
         return replace(
@@ -115,10 +128,10 @@ class OpenGroup:
     trajectories: list[Trajectory]
     phase: GroupPhase = GroupPhase.GENERATING
     rewards: tuple[float, ...] = ()
-    waits: bool = False
-    """A later window of an answer whose turn has not come: no engine has had it."""
+    waits: bool = True
+    """Nothing of it is there, or nothing of its own, and no engine has it: it is given to one when its turn comes."""
     followed: bool = False
-    """A window that was cut: the next one stands in the ledger."""
+    """A window whose end is final: the next one stands in the ledger."""
 
     @property
     def first_fresh(self) -> int:
@@ -127,6 +140,11 @@ class OpenGroup:
     @property
     def is_cut(self) -> bool:
         return any(t.end is End.CUT for t in self.trajectories)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no engine has made anything of it, or not even all that stands before it."""
+        return all(len(t.tokens) < max(t.first_fresh, 1) for t in self.trajectories)
 
     @property
     def num_tokens(self) -> int:

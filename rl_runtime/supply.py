@@ -108,7 +108,8 @@ class Supply:
 
     def reopen(self, groups: Iterable[GroupId], known: Iterable[GroupId]) -> None:
         """Groups of the ledger that are to be made again. `known`: all that it ever issued."""
-        ends = windows.ends(known)
+        void = self._books.ledger.dropped_for(windows.NOTHING_FRESH)
+        ends = windows.ends(known, void, longest=self._source.max_new_tokens)
         for group in groups:
             self.open(group, ends.get(group))
 
@@ -120,7 +121,8 @@ class Supply:
         self._books.issued(windows.successor(g) for g in cut)
         for group in cut:
             group.followed = True
-            self.open(windows.successor(group))
+            # With what it stands on: the one before it may be closed before its turn comes.
+            self.open(windows.successor(group)).trajectories[0].stand_on(group.trajectories[0])
 
     def issue(self) -> None:
         """Issues as many groups as can be trained in time. The ledger knows them before an engine does."""
@@ -146,7 +148,7 @@ class Supply:
         )
         placed: list[tuple[GroupId, EngineKey]] = []
         # Answers that go on come before new ones: a slot that is free is filled at once, and no answer is left lying.
-        waiting, void = windows.settle(self._table)
+        waiting, void = windows.settle(self._table, self._source.max_new_tokens)
         self._drop(void, windows.NOTHING_FRESH)
         groups = chain(waiting, map(group_id, count(self.next_number)))
         while self.hold or self.step + ahead // self._num_groups < self._job.num_steps:

@@ -147,6 +147,8 @@ class Fleet:
         self.pulls: list[Pull] = []
         self.started_over: list[str] = []
         """Requests that were submitted with fewer tokens than a controller had had of them."""
+        self.contexts_lost: list[str] = []
+        """Windows that were submitted without all that stands before them."""
         self.used: dict[GroupId, tuple[int, int, End]] = {}
         """Group -> which tokens of its (last) sample were fresh when it was last trained on, and how they end."""
         self.problems: list[str] = []

@@ -16,6 +16,7 @@ from rolecall.core.journal import ChainHead
 from rolecall.rl_runtime import protocol
 from rolecall.rl_runtime.clients import LoadedCheckpoint
 from rolecall.rl_runtime.health import HealthSums, health
+from rolecall.rl_runtime.task import group_start
 
 if TYPE_CHECKING:
     from rolecall.rl_runtime.testing import Fleet, Process
@@ -369,6 +370,8 @@ class FakeRollout(_Body):
         for r in requests:
             if len(r.prefix_tokens) < self.fleet.offsets_asked[r.request_id]:
                 self.fleet.started_over.append(r.request_id)
+            if len(r.prefix_tokens) < group_start(r.group_id):
+                self.fleet.contexts_lost.append(r.request_id)
             if r.request_id not in self.held:
                 answer = self.fleet.answers.tokens(r.seed)
                 assert r.prefix_tokens == answer[: len(r.prefix_tokens)], "a prefix lost tokens"

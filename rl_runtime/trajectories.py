@@ -5,8 +5,8 @@ or dropped. Its requests live on one engine at a time; when that engine is lost 
 that the table holds. Tokens are taken only up to the policy version that the engine has proven: nothing unproven
 enters (law 2). A request may be a *window* of an answer: earlier windows' tokens stand before its own (`first_fresh`), and
 where its limit cuts the answer (`End.CUT`) the next window goes on. What is cut is worth no reward yet, and is ready to
-be trained on at once. An engine keeps tokens until it is told to forget them, which happens when the group is closed, so a
-controller that restarts finds them all. Pure: no clock, no calls; the caller does what `unsent` and `to_forget` say.
+be trained on at once. An engine keeps tokens until it is told to forget them, which happens when the group is closed and
+an engine has the next window if there is one, so a controller that restarts finds them all. Pure: no clock, no calls; the caller does what `unsent` and `to_forget` say.
 """
 
 from collections import defaultdict
@@ -17,6 +17,7 @@ from typing import Final
 from rolecall.core.ids import GroupId
 from rolecall.rl_runtime.open_group import UNTRAINED, EngineKey, GroupPhase, OpenGroup, Trajectory
 from rolecall.rl_runtime.protocol import Group, Request, TokenChunk
+from rolecall.rl_runtime.task import group_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +79,10 @@ class TrajectoryTable:
         first_fresh: int = 0,
         is_window: bool = False,
     ) -> OpenGroup:
-        """A group that nobody generates yet. One that begins in the middle of an answer waits for its turn."""
+        """A group that nobody generates yet: it waits for its turn."""
         assert group_id not in self.groups, f"{group_id} is open already"
         made = [Trajectory(r, first_fresh=first_fresh, is_window=is_window) for r in requests]
-        group = OpenGroup(group_id, prompt_tokens, made, waits=first_fresh > 0)
+        group = OpenGroup(group_id, prompt_tokens, made)
         self.groups[group_id] = group
         self._by_request.update((t.request.request_id, t) for t in group.trajectories)
         return group
@@ -91,9 +92,20 @@ class TrajectoryTable:
         group = self.groups.pop(group_id)
         for t in group.trajectories:
             del self._by_request[t.request.request_id]
-            if t.engine is not None and t.sent:
+            self._let_go(t)
+            if t.engine is not None and t.sent and not self._is_needed(t.engine, t.request.request_id):
                 self._forget[t.engine].append(t.request.request_id)
         return group
+
+    def _is_needed(self, engine: EngineKey, request_id: str) -> bool:
+        """Whether the next window stands on this one, and no engine has it yet."""
+        return any(t.context == (engine, request_id) for t in self._by_request.values())
+
+    def _let_go(self, t: Trajectory) -> None:
+        """An engine has the window, or it is over: what stands before it may be forgotten where that is closed."""
+        if t.context is not None and t.context[1] not in self._by_request:
+            self._forget[t.context[0]].append(t.context[1])
+        t.context = None
 
     def forget_stray(self, engine: EngineKey, request_ids: Iterable[str]) -> None:
         """An engine holds requests of groups that are closed, or that went on elsewhere."""
@@ -131,6 +143,7 @@ class TrajectoryTable:
             t = self._by_request.get(request_id)
             if t is not None and t.engine == engine:
                 t.sent = True
+                self._let_go(t)
             else:
                 # Closed or moved while the call was under way: the engine holds it in vain.
                 self._forget[engine].append(request_id)
@@ -172,9 +185,12 @@ class TrajectoryTable:
                 t.tokens.extend(chunk.tokens[start:stop])
                 t.logprobs.extend(chunk.logprobs[start:stop])
                 t.versions.extend(chunk.versions[start:stop])
-            t.note_end(chunk, whole=stop == len(chunk.tokens))
+            whole = stop == len(chunk.tokens)
+            t.note_end(chunk, whole=whole)
             if t.ended_before:
                 t.again()
+            if chunk.finished and whole and not t.finished:
+                # It is wanted with other random numbers, or longer than this engine was told: it is given anew.
                 t.sent = False
                 self._forget[engine].append(t.request.request_id)
             if t.finished and self._is_finished(t.request.group_id):
@@ -201,6 +217,7 @@ class TrajectoryTable:
         t.become(later, t.request.max_new_tokens)
         if len(t.tokens) == t.request.max_new_tokens:
             t.cut()
+            self.groups[group_id].waits = False
             self._is_finished(group_id)
 
     def adopt(
@@ -213,6 +230,8 @@ class TrajectoryTable:
         finished: list[GroupId] = []
         for request, chunk in held:
             t = self._by_request.get(request.request_id)
+            if t is None and self._inherit(engine, request, chunk, proven_version):
+                continue
             if t is None or t.finished or (t.engine is not None and len(chunk.tokens) <= len(t.tokens)):
                 self._forget[engine].append(request.request_id)
                 continue
@@ -220,16 +239,37 @@ class TrajectoryTable:
                 self._forget[t.engine].append(request.request_id)
             t.tokens, t.logprobs, t.versions = [], [], []
             t.engine, t.sent = engine, True
+            self._let_go(t)
             self.groups[t.request.group_id].waits = False
             finished += self.take(engine, [chunk], proven_version)
         return finished
 
+    def _inherit(self, engine: EngineKey, request: Request, chunk: TokenChunk, proven_version: int) -> bool:
+        """Whether an engine holds a window that is closed, and what stands before a later one that nobody has."""
+        number = group_number(request.group_id)
+        proven = next((i for i, v in enumerate(chunk.versions) if v > proven_version), len(chunk.tokens))
+        later = (
+            t
+            for t in self._by_request.values()
+            if group_number(t.request.group_id) == number and t.engine is None and not t.tokens
+        )
+        heir = max((t for t in later if 0 < t.first_fresh <= proven), key=lambda t: t.first_fresh, default=None)
+        if heir is None:
+            return False
+        stop = heir.first_fresh
+        heir.tokens, heir.logprobs = list(chunk.tokens[:stop]), list(chunk.logprobs[:stop])
+        heir.versions, heir.context = list(chunk.versions[:stop]), (engine, request.request_id)
+        return True
+
     # --- losing an engine ---------------------------------------------------------------------------------------
 
     def cut(self, engine: EngineKey) -> Moved:
-        """Ends what an engine leaves unfinished where it stands, to be trained on as it is. What has no token of its
-        own yet is left."""
-        leaving = [t for t in self._unfinished_on(engine) if len(t.tokens) > t.first_fresh]
+        """Ends what an engine leaves unfinished where it stands, to be trained on as it is.
+
+        What has no token of its own yet is left; so is what must reach the next window, which has begun.
+        """
+        open_ended = (t for t in self._unfinished_on(engine) if not self.groups[t.request.group_id].followed)
+        leaving = [t for t in open_ended if len(t.tokens) > t.first_fresh]
         for t in leaving:
             t.cut()
             self._is_finished(t.request.group_id)
@@ -247,6 +287,8 @@ class TrajectoryTable:
             for t in self._by_request.values():
                 if t.engine == engine:
                     t.engine, t.sent = None, False
+                if t.context is not None and t.context[0] == engine:
+                    t.context = None
             self._forget.pop(engine, None)
         for t in leaving:
             t.engine, t.sent = None, False
@@ -311,15 +353,17 @@ class TrajectoryTable:
         """
         for group in self.groups.values():
             for t in group.trajectories:
+                self._let_go(t)
                 keep = next((i for i, v in enumerate(t.versions) if v > version), None)
                 if keep is not None:
                     del t.tokens[keep:], t.logprobs[keep:], t.versions[keep:]
                     t.end, group.phase, group.rewards = None, GroupPhase.GENERATING, ()
-                    # Without what stood before it, a window waits for the one before to be made again.
-                    group.waits = len(t.tokens) < t.first_fresh
                 if not t.finished and t.engine is not None:
                     self._forget[t.engine].append(t.request.request_id)
                     t.engine, t.sent = None, False
+            # More is open now than the next steps can take: what has nothing yet is not begun before its time, when it
+            # would only wait until it is too old. And a window waits for what stands before it to be made again.
+            group.waits = group.waits or group.is_untouched
 
 
 def _newest(group: OpenGroup, proven: Mapping[EngineKey, int]) -> int | None:

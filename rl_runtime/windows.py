@@ -9,7 +9,7 @@ and controller both died. Pure.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
 
 from rolecall.core.ids import GroupId
@@ -31,12 +31,27 @@ def limit_of(start: int, *, window_tokens: int | None, longest: int, end: int | 
     return longest if window_tokens is None else min(longest, start + window_tokens)
 
 
-def ends(groups: Iterable[GroupId]) -> dict[GroupId, int]:
-    """Group -> where its next window begins, of all groups that the ledger knows."""
+def ends(groups: Iterable[GroupId], void: Collection[GroupId] = (), *, longest: int) -> dict[GroupId, int]:
+    """Group -> where its next window begins, of all groups that the ledger knows.
+
+    `void`: those dropped because their answer ended before them. An id is issued once; so, should the window before be
+    made again and go further this time, what would have been theirs is its own.
+    """
     starts: defaultdict[int, list[int]] = defaultdict(list)
     for group in groups:
         starts[group_number(group)].append(group_start(group))
-    return {group_id(n, a): b for n, found in starts.items() for a, b in pairwise(sorted(found))}
+    found: dict[GroupId, int] = {}
+    for number, begins in starts.items():
+        end: int | None = None
+        for start in sorted(begins, reverse=True):
+            group = group_id(number, start)
+            if group in void:
+                end = end or longest
+            else:
+                if end is not None:
+                    found[group] = end
+                end = start
+    return found
 
 
 def successor(group: OpenGroup) -> GroupId:
@@ -51,7 +66,8 @@ def to_follow(table: TrajectoryTable) -> list[OpenGroup]:
 
 
 def restore(table: TrajectoryTable) -> list[GroupId]:
-    """Windows whose tokens were lost take them from later ones of the same answer, which stand on them.
+    """Windows whose tokens were lost take them from later ones of the same answer, which stand on them; and those that
+    nobody has yet take over what they stand on.
 
     Returns:
         Those that are finished by it.
@@ -69,30 +85,45 @@ def restore(table: TrajectoryTable) -> list[GroupId]:
                 table.end_with(window.group_id, held)
                 if t.finished:
                     finished.append(window.group_id)
+        _hand_on(windows)
     return finished
 
 
-def settle(table: TrajectoryTable) -> tuple[list[GroupId], list[OpenGroup]]:
-    """(windows that may be given to an engine now, windows whose answer ended before them); oldest first.
+def settle(table: TrajectoryTable, longest: int) -> tuple[list[GroupId], list[OpenGroup]]:
+    """(groups that wait and may be given to an engine now, windows whose answer ended before them); oldest first.
 
     A window waits while the one before it is being made (again), and takes over what it stands on when that is there.
+    One whose forerunner is trained or dropped has nobody to wait for, whatever becomes of windows before that.
     """
     ready: list[GroupId] = []
     void: list[OpenGroup] = []
+    first = {g.group_id for g in table.groups.values() if g.waits and not g.first_fresh}
     for windows in _answers(table):
+        _hand_on(windows)
         for before, window in pairwise((None, *windows)):
             assert window is not None
             if not window.waits:
                 continue
             (t,) = window.trajectories
-            if before is None or len(t.tokens) >= t.first_fresh:
-                ready.append(window.group_id)
-            elif before.trajectories[0].end is End.CUT:
-                t.become(before.trajectories[0])
+            if before is None or not _meet(before, window) or len(t.tokens) >= t.first_fresh:
                 ready.append(window.group_id)
             elif before.trajectories[0].finished or before in void:
                 void.append(window)
-    return sorted(ready), void
+                before.trajectories[0].reach(longest)
+    return sorted(first.union(ready)), void
+
+
+def _hand_on(windows: Iterable[OpenGroup]) -> None:
+    """A window that waits takes over what it stands on as soon as that is there."""
+    for before, window in pairwise(windows):
+        (earlier,), (t,) = before.trajectories, window.trajectories
+        if window.waits and earlier.end is End.CUT and len(earlier.tokens) == t.first_fresh > len(t.tokens):
+            t.stand_on(earlier)
+
+
+def _meet(before: OpenGroup, window: OpenGroup) -> bool:
+    """Whether one ends where the other begins, with no window in between that is closed."""
+    return before.trajectories[0].request.max_new_tokens >= window.first_fresh
 
 
 def _answers(table: TrajectoryTable) -> Iterator[list[OpenGroup]]:

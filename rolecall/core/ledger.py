@@ -160,6 +160,14 @@ class Ledger:
         with self._store.read() as conn:
             return {GroupId(r.group_id): (GroupState(r.state), r.step) for r in conn.execute(query)}
 
+    def dropped_for(self, reason: str) -> set[GroupId]:
+        """Groups that were dropped with this very reason."""
+        query = sa.select(_ledger.c.group_id).where(
+            _ledger.c.state == str(GroupState.DROPPED), _ledger.c.reason == reason
+        )
+        with self._store.read() as conn:
+            return {GroupId(r.group_id) for r in conn.execute(query)}
+
     def last_trained_step(self) -> int:
         """Highest step with a trained group, -1 if there is none."""
         with self._store.read() as conn:

@@ -112,7 +112,7 @@ def groups_of(tree: Tree, answer: Answer, death: int | None, prefixes: str) -> l
             request_id=f"{following}.0", group_id=following, prompt_tokens=PROMPT, max_new_tokens=limit, seed=0
         )
         group = table.open(following, PROMPT, [request], first_fresh=start, is_window=limit < LONGEST)
-        windows.settle(table)
+        windows.settle(table, LONGEST)
         (t,) = group.trajectories
         assert len(t.tokens) == start, "a window stands on all that came before it"
         while not t.finished:
@@ -234,7 +234,7 @@ def lost_behind(tree: Tree, start: int, answer: Answer) -> Group | None:
     table, name, engine = TrajectoryTable(), group_id(0, start), (ReplicaId("rollout/0"), 1)
     request = Request(request_id=f"{name}.0", group_id=name, prompt_tokens=PROMPT, max_new_tokens=LONGEST, seed=0)
     group = table.open(name, PROMPT, [request], first_fresh=start)
-    assert windows.settle(table) == ([name], [])
+    assert windows.settle(table, LONGEST) == ([name], [])
     table.place(name, engine)
     table.mark_sent(engine, [request.request_id])
     table.take(engine, [chunk(tree, request.request_id, answer, 0, len(answer))], 0)

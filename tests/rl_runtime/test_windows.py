@@ -59,7 +59,19 @@ def test_a_window_ends_when_it_is_full_or_where_the_next_begins_or_with_the_task
 
 def test_where_windows_end_follows_from_the_ids_that_were_issued() -> None:
     known = [group_id(7, 9), group_id(7), group_id(8), group_id(7, 4), group_id(9, 2)]
-    assert windows.ends(known) == {group_id(7): 4, group_id(7, 4): 9}
+    assert windows.ends(known, longest=LONGEST) == {group_id(7): 4, group_id(7, 4): 9}
+
+
+@pytest.mark.parametrize(
+    ("void", "ends"),
+    [([9], {0: 4, 4: LONGEST}), ([4, 9], {0: LONGEST}), ([4], {0: 9}), ([], {0: 4, 4: 9})],
+)
+def test_what_windows_without_an_answer_left_free_belongs_to_the_one_before(
+    void: list[int], ends: dict[int, int]
+) -> None:
+    known, gone = [group_id(7), group_id(7, 4), group_id(7, 9)], [group_id(7, n) for n in void]
+    found = windows.ends(known, gone, longest=LONGEST)
+    assert found == {group_id(7, start): end for start, end in ends.items()}
 
 
 def opened(table: TrajectoryTable, start: int = 0, end: int | None = None, engine: EngineKey | None = A) -> OpenGroup:
@@ -126,7 +138,7 @@ def test_the_next_window_stands_on_the_one_before_and_is_ready_at_once() -> None
     stream(table, first, [11, 12, 13, 24], "length")
     second = opened(table, 4, engine=None)
     assert table.homeless() == [], "it waits for its turn, nobody has lost it"
-    assert windows.settle(table) == ([second.group_id], [])
+    assert windows.settle(table, LONGEST) == ([second.group_id], [])
     give(table, second.group_id, B)
     (t,) = second.trajectories
     assert t.with_prefix().prefix_tokens == (11, 12, 13, 24) and t.with_prefix().prefix_versions == (1, 1, 1, 2)
@@ -138,15 +150,15 @@ def test_the_next_window_stands_on_the_one_before_and_is_ready_at_once() -> None
 def test_a_window_waits_while_the_one_before_is_made_again_and_is_void_if_that_ends_early() -> None:
     table = TrajectoryTable()
     first, second, third = opened(table, 0, 4), opened(table, 4, 6, None), opened(table, 6, engine=None)
-    assert windows.settle(table) == ([], [])
+    assert windows.settle(table, LONGEST) == ([], [])
     stream(table, first, [11, 12], "stop")
-    assert windows.settle(table) == ([], [second, third])
+    assert windows.settle(table, LONGEST) == ([], [second, third])
 
 
 def test_a_window_whose_forerunners_are_gone_is_made_from_the_prompt() -> None:
     table = TrajectoryTable()
     window = opened(table, 4, engine=None)
-    assert windows.settle(table) == ([window.group_id], [])
+    assert windows.settle(table, LONGEST) == ([window.group_id], [])
     give(table, window.group_id, A)
     stream(table, window, [51, 52, 53, 54, 55])
     assert (window.version_min, window.trajectories[0].tokens[4:]) == (5, [55])
@@ -192,15 +204,15 @@ def test_going_back_makes_a_later_window_wait_for_what_it_stood_on() -> None:
     first = opened(table)
     stream(table, first, [11, 12, 33, 34], "length")
     second = opened(table, 4, engine=None)
-    windows.settle(table)
+    windows.settle(table, LONGEST)
     give(table, second.group_id, B)
     stream(table, second, [45], engine=B)
     table.truncate_after(2)
     assert first.trajectories[0].tokens == second.trajectories[0].tokens == [11, 12]
-    assert table.homeless() == [first.group_id] and windows.settle(table) == ([], [])
+    assert table.homeless() == [first.group_id] and windows.settle(table, LONGEST) == ([], [])
     give(table, first.group_id, A)
     stream(table, first, [23, 24], "length")
-    assert windows.settle(table) == ([second.group_id], [])
+    assert windows.settle(table, LONGEST) == ([second.group_id], [])
     assert second.trajectories[0].tokens == [11, 12, 23, 24]
 
 
@@ -215,3 +227,47 @@ def test_lost_tokens_come_back_from_later_windows_as_far_as_they_go() -> None:
     stream(table, lost, [71])
     stream(table, later, [11, 12, 13, 14, 15])
     assert windows.restore(table) == [] and lost.trajectories[0].tokens == [71], "it is being made another way"
+
+
+def test_an_answer_that_goes_further_when_it_is_made_again_has_room_although_its_next_window_was_void() -> None:
+    table = TrajectoryTable()
+    first, second = opened(table, 0, 4), opened(table, 4, engine=None)
+    stream(table, first, [11, 32], "stop")
+    assert windows.settle(table, LONGEST) == ([], [second])
+    table.close(second.group_id)
+    table.truncate_after(2)
+    assert ends(first) == (None, GroupPhase.GENERATING, 1)
+    give(table, first.group_id, B)
+    stream(table, first, [12, 13, 14, 15, 16], "stop", B)
+    assert ends(first) == (End.STOP, GroupPhase.FINISHED, 6) and windows.to_follow(table) == []
+
+
+def test_a_window_behind_one_that_is_closed_does_not_wait_for_those_before_that() -> None:
+    table = TrajectoryTable()
+    first, third = opened(table, 0, 4), opened(table, 8, engine=None)
+    assert windows.settle(table, LONGEST) == ([third.group_id], [])
+    stream(table, first, [11, 12], "stop")
+    assert windows.settle(table, LONGEST) == ([third.group_id], []), (
+        "its answer had reached it: the one between says so"
+    )
+
+
+def test_a_dead_engines_window_goes_on_to_where_the_next_one_begins_already() -> None:
+    table = TrajectoryTable()
+    first, second = opened(table, 0, 4), opened(table, 4, engine=None)
+    first.followed = True
+    stream(table, first, [11, 12])
+    assert table.cut(A).num_requests == 0 and table.leave(A).tokens_kept == 2
+    give(table, first.group_id, B)
+    stream(table, first, [13, 14], "length", B)
+    assert windows.settle(table, LONGEST) == ([second.group_id], [])
+    assert second.trajectories[0].tokens == [11, 12, 13, 14]
+
+
+def test_an_engine_that_was_told_to_end_before_the_limit_of_now_is_given_the_request_again() -> None:
+    table = TrajectoryTable()
+    first = opened(table, 0, LONGEST)
+    (t,) = first.trajectories
+    stream(table, first, [11, 12, 13, 14], "length")
+    assert ends(first) == (None, GroupPhase.GENERATING, 4)
+    assert table.to_forget(A) == [t.request.request_id] and table.unsent(A) == [t.with_prefix()]

@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=(CURVES, SMALLER, PARTS, RACE, "report"))
     parser.add_argument("--steps", type=int, default=100, help="of each run but the race's")
-    parser.add_argument("--seconds", type=float, default=150.0, help="of each run: the race's time, else a limit")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of each run: the race's time, else a limit")
     parser.add_argument("--exam-every", type=int, default=10, help="steps between examinations of the race")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(learning_runs.SEEDS))
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no further run begins")

@@ -51,7 +51,7 @@ class Run:
     seed: int
     job: Mapping[str, Any]
     steps_max: int
-    seconds_max: float  # of generating and training; examinations are not counted
+    seconds_max: float  # of generating and training, without examinations: by the clock with an engine, else of CPU
     with_engine: bool = False
     exam_every: int = 0  # steps; 0: only at the end
 
@@ -204,7 +204,7 @@ def carried_out(run: Run, commit: str) -> dict[str, Any]:
                     "forwards": _forwards(writer) - forwards,
                 }
                 rows.append(row)
-                seconds += point.write_seconds + point.train_seconds
+                seconds += point.write_seconds + point.train_seconds if run.with_engine else row["cpu_seconds"]
                 if run.exam_every and point.step % run.exam_every == run.exam_every - 1:
                     exams.append([point.step + 1, seconds, *examine(writer, task, num_prompts=EXAM_PROMPTS)])
                 if seconds >= run.seconds_max:

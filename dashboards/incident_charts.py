@@ -219,7 +219,7 @@ def _signal(s: Signal, moments: Sequence[Moment], axis: Axis, *, last: bool) -> 
                 x=x,
                 y=alt.Y("value:Q", title=None, scale=scale, axis=y_axis),
                 tooltip=[
-                    alt.Tooltip("who:N", title="suspect"),
+                    alt.Tooltip("who:N", title="of" if s.of_run else "suspect"),
                     alt.Tooltip("after:Q", title="seconds", format="+.2f"),
                     alt.Tooltip("at:N", title="UTC"),
                     alt.Tooltip("value:Q", title="value", format=".4g"),

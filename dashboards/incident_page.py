@@ -124,7 +124,7 @@ def _story(whole: Whole) -> None:
     with st.container(key="incident-story"):
         if told.moments:
             with st.container(gap=None, key="incident-charts"):
-                drawn = (*signals.signals, *((whole.run,) if whole.run else ()))
+                drawn = (*signals.signals, *whole.run)
                 for n, chart in enumerate(story_charts(told, axis, drawn)):
                     st.altair_chart(chart, width="stretch", key=f"incident-chart-{n}")
             _legend(whole)

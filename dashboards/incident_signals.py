@@ -19,6 +19,7 @@ from rolecall.core.events import Event, EventKind
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.metric import MetricType, Subject
 from rolecall.core.metrics import CATALOGUE
+from rolecall.core.signs import signs_of
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, GpuSample, Phase, ProcessSample
 from rolecall.detector.observation import Observation
 from rolecall.detector.panel_metrics import SECONDS_PER_UNIT, panel_metric
@@ -242,6 +243,15 @@ BY_CLASS: Mapping[FaultClass, tuple[Kind, ...]] = {
     FaultClass.USER_CODE: (WORK, CPU),
 }
 OTHERWISE = (WORK, STANDING, CPU)
+OF_POLICY = (
+    ("reward", "The policy: mean reward of a step", ""),
+    ("entropy", "The policy: entropy", "nats a token"),
+    ("response_length", "The policy: mean length of its answers", "tokens"),
+    ("truncated_fraction", "The policy: answers cut off at the longest response", "share"),
+    ("kl_sampler", "The policy: KL to those who made its tokens", "nats a token"),
+    ("log_ratio_max", "Trainer and engine disagree about tokens of the same weights by", "nats"),
+)
+"""What is drawn of a collapse: (sign of the journal's steps, title, unit)."""
 
 
 def kinds_for(d: Diagnosis) -> tuple[Kind, ...]:
@@ -301,6 +311,29 @@ def of_commits(events: Iterable[Event]) -> Signal | None:
     return Signal(key="commits", title=title, unit="s", lines=(line,), band=(), num_peers=0, of_run=True)
 
 
+def of_the_policy(events: Iterable[Event]) -> tuple[Signal, ...]:
+    """The course that a collapse is told from, as the journal's steps have it: reward, entropy, lengths, who disagrees."""
+    steps = [e for e in events if e.kind is EventKind.STEP_COMMITTED]
+    found: dict[str, list[Point]] = {}
+    for e in steps:
+        for name, value in (*signs_of(e.body).items(), ("reward", e.body.get("reward"))):
+            if isinstance(value, int | float) and math.isfinite(value):
+                found.setdefault(name, []).append((e.wall_at, float(value)))
+    return tuple(
+        Signal(
+            key=name,
+            title=title,
+            unit=unit,
+            lines=(Line(name="the policy", points=tuple(found[name])),),
+            band=(),
+            num_peers=0,
+            of_run=True,
+        )
+        for name, title, unit in OF_POLICY
+        if len(found.get(name, [])) >= NUM_COMMITS_MIN
+    )
+
+
 def _thinned(observations: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     num = sum(len(b["processes"]) for o in observations for b in o["batches"])
     return observations[:: max(1, math.ceil(num / NUM_SAMPLES_MAX))]
@@ -350,7 +383,7 @@ def _nobody(d: Diagnosis, any_process: bool) -> str:
     who = ", ".join(plain(s.replica or s.node, 60) for s in d.suspects[:NUM_LINES_MAX])
     if not any_process:
         return "the stored window holds no sample of a process"
-    return f"the stored window holds no sample of {who}" if who else "the diagnosis names nobody"
+    return f"the stored window holds no sample of {who}" if who else "the diagnosis names nobody: no process is drawn"
 
 
 def _by_process(observations: Sequence[Observation]) -> dict[Key, list[_Sampled]]:

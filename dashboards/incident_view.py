@@ -125,8 +125,11 @@ def state_words(i: Incident, story: Story | None, now: float) -> str:
 
 
 def _closed_words(i: Incident, story: Story | None) -> str:
-    found, called = i.diagnosis.detected_at, i.person_because
-    person = f" A person was called: {called}" if called else ""
+    found, known = i.diagnosis.detected_at, i.diagnosis.because
+    because, called = (_rest(text, known) for text in (i.because, i.person_because))
+    person = ""
+    if i.person_because:
+        person = f" A person was called: {called}" if called and called != because else " A person was called."
     if str(i.outcome) == "cured":
         cured_at = story.cured_at if story is not None and story.cured_at is not None else i.verified_at
         after = seconds(max(0.0, (cured_at if cured_at is not None else i.opened_at) - found))
@@ -137,13 +140,14 @@ def _closed_words(i: Incident, story: Story | None) -> str:
             worked = f" (seen to work after {seconds(max(0.0, i.verified_at - found))})"
         return f"Cured {after} after the finding{worked}{attempts}{seen}"
     words = {
-        "tolerated": "Tolerated, nothing was worth doing",
+        "tolerated": "Tolerated, nothing was done",
         "observed": "Only observed: the fault ended without rolecall",
         "refuted": "Refuted: the fault ended before rolecall acted",
         "gave_up": "Given up",
     }
     lasted = seconds(max(0.0, (i.closed_at or i.opened_at) - i.opened_at))
-    return f"{words.get(str(i.outcome), str(i.outcome))}, after {lasted}: {i.because}.{person}"
+    told = f"{words.get(str(i.outcome), str(i.outcome))}, after {lasted}"
+    return f"{told}: {because}.{person}" if because else f"{told}.{person}"
 
 
 def action_words(plan: Plan) -> str:
@@ -333,8 +337,13 @@ def _beyond(because: str, diagnosis: str) -> str:
     """A reason without the diagnosis, which stands on top of the page."""
     if not diagnosis or diagnosis not in because:
         return because
-    rest = because.replace(diagnosis, "").strip(" :;,.")
+    rest = _rest(because, diagnosis)
     return f"of the diagnosis; {rest}" if rest else "of the diagnosis"
+
+
+def _rest(text: str, diagnosis: str) -> str:
+    """What it says beyond the diagnosis."""
+    return text.replace(diagnosis, "").strip(" :;,.") if diagnosis and diagnosis in text else text
 
 
 _SAID: Mapping[EventKind, str] = {

@@ -11,7 +11,7 @@ from rolecall.core.clock import Clock
 from rolecall.dashboards.incident_cost import Cost, cost
 from rolecall.dashboards.incident_material import Material, read
 from rolecall.dashboards.incident_prometheus import from_prometheus
-from rolecall.dashboards.incident_signals import Signal, Signals, from_window, of_commits
+from rolecall.dashboards.incident_signals import Signal, Signals, from_window, of_commits, of_the_policy
 from rolecall.dashboards.incident_story import Told, story_of, told
 from rolecall.dashboards.incident_view import (
     Cure,
@@ -28,6 +28,7 @@ from rolecall.dashboards.incident_view import (
 from rolecall.dashboards.incident_whatif import Margin, WhatIf, asked, margins, what_if
 from rolecall.dashboards.reading import Look, Reader
 from rolecall.dashboards.settings import Settings
+from rolecall.detector.collapse import DETECTOR as COLLAPSE
 
 KEPT_MAX = 32
 """Incidents whose pages are kept: a window takes some megabytes."""
@@ -41,8 +42,8 @@ class Whole:
     head: Head
     told: Told
     signals: Signals
-    run: Signal | None
-    """The run's own pace through all of it."""
+    run: tuple[Signal, ...]
+    """The run's own pace through all of it; of a collapse, what became of the policy as well."""
     findings: tuple[Finding, ...]
     witnesses: tuple[Witness, ...]
     decisions: tuple[Decided, ...]
@@ -63,7 +64,7 @@ def whole(m: Material, signals: Signals | None = None) -> Whole:
         head=head(m, story),
         told=told(m, story),
         signals=signals,
-        run=of_commits(m.around),
+        run=_of_the_run(m),
         findings=findings(m),
         witnesses=witnesses(m),
         decisions=decisions(m),
@@ -72,6 +73,12 @@ def whole(m: Material, signals: Signals | None = None) -> Whole:
         what_if=what_if(question) if question is not None else None,
         margins=margins(m.incident.diagnosis) if m.incident else (),
     )
+
+
+def _of_the_run(m: Material) -> tuple[Signal, ...]:
+    pace = of_commits(m.around)
+    collapsed = m.incident is not None and COLLAPSE in m.incident.diagnosis.detectors
+    return (*(of_the_policy(m.around) if collapsed else ()), *((pace,) if pace else ()))
 
 
 def _same_signals(before: Whole, m: Material) -> bool:

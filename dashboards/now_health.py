@@ -56,18 +56,19 @@ PANELS = (
     Panel(
         title="tokens clipped",
         lines=(("clip_fraction_low", "from below"), ("clip_fraction_high", "from above")),
-        normal="A few per cent at most. Much more: the policy is far from who made its tokens.",
+        normal="A few per cent, more in the first steps. Much more for long: the policy is far from who made its tokens.",
         figures=".1~%",
     ),
     Panel(
         title="KL to the sampler, nats a token",
         lines=(("kl_sampler", "KL"),),
-        normal="Below 0.1, stale tokens counted. A rise that stays: the policy runs away from its engines.",
+        normal="Below 0.1 after the first steps, stale tokens counted. A rise that stays: the policy runs away from its engines.",
     ),
     Panel(
         title="trainer and engine disagree by",
         lines=(("log_ratio_max", "largest log-ratio"),),
         normal="Of the very same weights: rounding only, below 0.01 in one precision. More: one of the two computes wrong.",
+        figures=".1~e",
     ),
     Panel(
         title="explained variance of the critic",

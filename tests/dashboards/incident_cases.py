@@ -17,6 +17,7 @@ from rolecall.recovery import commands
 from rolecall.recovery.book import Book
 from rolecall.recovery.place import JournalPlace
 from rolecall.recovery.testing import diagnosis
+from tests.detector.courses import STEP_SECONDS, told
 from tests.recovery.world import World
 
 F, K = FaultClass, EventKind
@@ -111,6 +112,21 @@ def user_code(world: World) -> None:
     )
 
 
+def collapsed(world: World) -> None:
+    """What the real detector says of a course, over the steps that it says it of."""
+    rows = [{"reward": 0.9, "entropy": 0.6, "response_length": 9.0, "kl_sampler": 0.01, "log_ratio_max": 1e-6}] * 40
+    rows += [{**rows[0], "reward": 0.2, "entropy": 0.02, "response_length": 1.5}] * 12
+    for step, row in enumerate(rows):
+        world.clock.advance(STEP_SECONDS)
+        health = {k: v for k, v in row.items() if k != "reward"}
+        world.journal.append(K.STEP_COMMITTED, {"step": step, "reward": row["reward"], "health": health})
+    detector = Detector(DetectorConfig(mask_proc_state=True))
+    (d,) = [standing for o in told(rows) for standing in detector.observe(o)][-1:]
+    watch, now = world.watch(), world.clock.wall()
+    world.detector.extra.append(replace(d, onset=now - 12 * STEP_SECONDS, detected_at=now))
+    world.until(lambda: world.events(K.INCIDENT_CLOSED), watch)
+
+
 def cannot_tell(world: World) -> None:
     because = "rollouts stand still together, and nobody is seen whom they wait for"
     said(world, diagnosis(F.CANNOT_TELL, because=because, settle="the stacks of role rollout"))
@@ -153,6 +169,7 @@ KINDS: Mapping[str, Callable[[World], None]] = {
     "asked by a person": asked_by_person,
     "node lost": node_lost,
     "user code": user_code,
+    "collapsed": collapsed,
     "cannot tell": cannot_tell,
     "hostile": hostile,
 }

@@ -1,6 +1,7 @@
 """The suspect's series against its peers', from windows of the real detector and from made-up ones."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,10 +10,18 @@ from rolecall.core.diagnosis import Evidence, FaultClass, Suspect
 from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import GpuSample, ProcessSample, SampleBatch
-from rolecall.dashboards.incident_signals import STANDING, Signal, from_window, kinds_for, of_commits
+from rolecall.dashboards.incident_signals import (
+    STANDING,
+    Signal,
+    from_window,
+    kinds_for,
+    of_commits,
+    of_the_policy,
+)
+from rolecall.dashboards.incident_whole import whole
 from rolecall.detector.observation import Observation
 from rolecall.recovery.testing import diagnosis
-from tests.dashboards.incident_cases import found
+from tests.dashboards.incident_cases import found, material_of, world_of
 
 F = FaultClass
 
@@ -156,3 +165,23 @@ def test_the_pace_of_the_run_is_the_time_between_commits() -> None:
     assert pace.lines[0].points == ((3.0, 2.0), (9.0, 6.0))
     assert of_commits(events[:2]) is None
     assert STANDING.needs_before is False
+
+
+def test_of_a_collapse_the_policys_own_course_is_drawn(tmp_path: Path) -> None:
+    drawn = whole(material_of(world_of("collapsed", tmp_path))).run
+    assert all(s.of_run for s in drawn)
+    by_key = {s.key: [v for _, v in s.lines[0].points] for s in drawn}
+    assert list(by_key) == ["reward", "entropy", "response_length", "kl_sampler", "log_ratio_max", "commits"]
+    assert by_key["reward"][0] == 0.9 and by_key["reward"][-1] == 0.2
+    assert by_key["entropy"][-1] == 0.02 and by_key["response_length"][-1] == 1.5
+
+
+def test_of_other_faults_it_is_not(tmp_path: Path) -> None:
+    assert {s.key for s in whole(material_of(world_of("user code", tmp_path))).run} <= {"commits"}
+
+
+def test_a_journal_of_before_there_were_signs_has_the_reward_alone() -> None:
+    bodies = ({"reward": 0.5}, {"reward": None, "health": "?"}, {"reward": 0.25, "health": {"entropy": "nan"}})
+    events = [Event(seq=n, kind=EventKind.STEP_COMMITTED, wall_at=float(n), body=b) for n, b in enumerate(bodies)]
+    (reward,) = of_the_policy(events)
+    assert reward.lines[0].points == ((0.0, 0.5), (2.0, 0.25))

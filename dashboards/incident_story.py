@@ -253,8 +253,7 @@ def _of_run(m: Material, story: Story | None) -> list[Moment]:
             case K.WEIGHTS_REFUSED if replica in who:
                 words, mark = f"weights of {replica}#{number} were refused: {e.body.get('because')}", Mark.FAILED
             case K.REQUESTS_MOVED if str(e.body.get("from")) in who:
-                to = ", ".join(str(t) for t in _listed(e.body.get("to")))
-                words = f"{e.body.get('num_requests')} requests of {e.body.get('from')} go on at {to}"
+                words = moved_words(e.body)
             case K.STEP_INTERRUPTED:
                 interrupted = e.body.get("step")
                 words = f"step {interrupted} is interrupted: {e.body.get('because')}"
@@ -263,6 +262,17 @@ def _of_run(m: Material, story: Story | None) -> list[Moment]:
         if words and e.incident_id in (None, m.incident_id):
             found.append(Moment(at=e.wall_at, mark=mark, words=plain(words)))
     return found + _serving(m, story, proven)
+
+
+def moved_words(body: Mapping[str, object]) -> str:
+    """What became of the requests of an engine that was lost."""
+    to = ", ".join(str(t) for t in _listed(body.get("to"))) or "the next that may serve"
+    cut = (
+        f", {body['num_cut']} of them in their next windows: what there was is trained on"
+        if body.get("num_cut")
+        else ""
+    )
+    return f"{body.get('num_requests')} requests of {body.get('from')} go on at {to}{cut}"
 
 
 def _listed(value: object) -> Sequence[object]:

@@ -14,7 +14,7 @@ from rolecall.dashboards.incident_charts import story_charts
 from rolecall.dashboards.incident_cost import cost
 from rolecall.dashboards.incident_material import EVENTS_MAX, Material, read
 from rolecall.dashboards.incident_signals import from_window
-from rolecall.dashboards.incident_story import MARKS_MAX, Mark, story_of, told
+from rolecall.dashboards.incident_story import MARKS_MAX, Mark, moved_words, story_of, told
 from rolecall.dashboards.incident_view import cure, decisions, findings, head, quantity, witnesses
 from rolecall.recovery.book import Book
 from rolecall.text import plain
@@ -40,6 +40,15 @@ def of_fake_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Mat
 
 def marks(m: Material) -> list[Mark]:
     return [x.mark for x in told(m, story_of(m)).moments]
+
+
+def test_requests_that_were_cut_are_told_of() -> None:
+    body: dict[str, object] = {"from": "rollout/1", "num_requests": 9, "to": ["rollout/0"], "num_cut": 0}
+    assert moved_words(body) == "9 requests of rollout/1 go on at rollout/0"
+    told_of = (
+        "9 requests of rollout/1 go on at the next that may serve, 4 of them in their next windows: what there was"
+    )
+    assert moved_words({**body, "to": [], "num_cut": 4}) == f"{told_of} is trained on"
 
 
 def test_a_cure_is_told_from_the_fault_to_the_close(of_fake_run: Callable[[int], Material]) -> None:

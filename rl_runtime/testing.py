@@ -142,6 +142,8 @@ class Fleet:
         """Step -> gradient digest -> commit: more than one digest only after going back to a checkpoint."""
         self.tokens_made: Counter[str] = Counter()
         """Request -> tokens generated for it by all engines: more than it has means that some were made again."""
+        self.context_made: Counter[str] = Counter()
+        """Of these, tokens that stand before the request's window: their engine was lost, and the controller with it."""
         self.offsets_asked: Counter[str] = Counter()
         """Request -> tokens that a controller had of it when it asked for more."""
         self.pulls: list[Pull] = []
@@ -199,6 +201,7 @@ class Fleet:
     def kill(self, replica: str) -> Process:
         """SIGKILL."""
         process = self.newest(replica)
+        process.body.die()
         process.dead.set()
         process.running.set()
         self.spawn(self._recover(process, self.dead_seconds))

@@ -79,6 +79,9 @@ class _Body:
         self._may_answer()
         return 1, 1
 
+    def die(self) -> None:
+        """Its last moment."""
+
     def _may_answer(self) -> None:
         if self.info_raises:
             raise self.info_raises.pop(0)
@@ -321,6 +324,10 @@ class FakeRollout(_Body):
         self.rate = TOKENS_PER_SECOND
         self.generated = 0
 
+    def die(self) -> None:
+        """What nobody has pulled was made all the same."""
+        self._catch_up()
+
     def _catch_up(self) -> None:
         now = asyncio.get_running_loop().time()
         for h in self.held.values():
@@ -334,6 +341,8 @@ class FakeRollout(_Body):
                 h.since += count / self.rate
                 self.generated += count
                 self.fleet.tokens_made[h.request.request_id] += count
+                context = min(count, max(0, group_start(h.request.group_id) - start))
+                self.fleet.context_made[h.request.request_id] += context
 
     def _chunk(self, h: Held, offset: int) -> protocol.TokenChunk:
         finished = len(h.tokens) == len(h.whole)

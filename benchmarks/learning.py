@@ -16,8 +16,9 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from pictures import bands
 
 RECORDS = common.RESULTS / "learning.jsonl"
 WORKERS = 2
+RUN_SECONDS_MAX = 3600.0
+"""A run that takes longer, on a machine however busy, hangs."""
 
 
 def wanted(args: argparse.Namespace) -> list[list[Run]]:
@@ -48,15 +51,13 @@ def carry_out(batches: Sequence[Sequence[Run]], *, commit: str, path: Path, minu
     ends = time.monotonic() + 60 * minutes
     batches = [learning_runs.missing(batch, learning_runs.read(path, [commit])) for batch in batches]
     left = sum(map(len, batches))
-    for batch in batches:
-        if not batch or time.monotonic() > ends:
-            continue
+    for batch in filter(None, batches):
         # A process of its own for each engine; else the import of torch is paid once a worker.
         alone = 1 if any(run.with_engine for run in batch) else None
-        pool = ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"), max_tasks_per_child=alone)
-        try:
-            waiting = {pool.submit(learning_runs.carried_out, run, commit): run for run in batch}
-            for run, future in _over(waiting, max(1.0, ends - time.monotonic())):
+        with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn"), max_tasks_per_child=alone) as pool:
+            for run, future in over(
+                batch, lambda run: pool.submit(learning_runs.carried_out, run, commit), lambda: time.monotonic() < ends
+            ):
                 if (error := future.exception()) is not None:  # the others are worth having all the same
                     print(f"{run.part}, {run.name}, seed {run.seed}: {type(error).__name__}: {error}", file=sys.stderr)
                     continue
@@ -65,25 +66,25 @@ def carry_out(batches: Sequence[Sequence[Run]], *, commit: str, path: Path, minu
                     out.write(json.dumps(record, separators=(",", ":")) + "\n")
                 left -= 1
                 print(_told(run, record, left), flush=True)
-        finally:  # what has not begun is not begun; what runs is bounded by its own seconds
-            pool.shutdown(cancel_futures=True)
     return left
 
 
-Waiting = dict[Future[dict[str, Any]], Run]
-
-
-def _over(waiting: Waiting, seconds: float) -> Iterator[tuple[Run, Future[dict[str, Any]]]]:
-    """Runs as they end. When time is up those that have begun are waited for, and the others never begin."""
-    left = dict(waiting)
-    try:
-        for future in as_completed(waiting, timeout=seconds):
-            yield left.pop(future), future
-    except TimeoutError:
-        print("time is up: no further run begins", file=sys.stderr)
-        begun = {future: run for future, run in left.items() if not future.cancel()}
-        for future in as_completed(begun):
-            yield begun[future], future
+def over(
+    runs: Iterable[Run], begin: Callable[[Run], Future[dict[str, Any]]], may_begin: Callable[[], bool]
+) -> Iterator[tuple[Run, Future[dict[str, Any]]]]:
+    """Runs as they end, `WORKERS` at a time. When no more may begin, those that have begun are waited for."""
+    left, going = deque(runs), dict[Future[dict[str, Any]], Run]()
+    while True:
+        while left and len(going) < WORKERS and may_begin():
+            run = left.popleft()
+            going[begin(run)] = run
+        if not going:
+            return
+        done, _ = wait(going, timeout=RUN_SECONDS_MAX, return_when=FIRST_COMPLETED)
+        if not done:
+            raise TimeoutError(f"no run ended within {RUN_SECONDS_MAX:.0f} s")
+        for future in done:
+            yield going.pop(future), future
 
 
 def _told(run: Run, record: dict[str, Any], left: int) -> str:

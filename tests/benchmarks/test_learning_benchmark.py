@@ -92,13 +92,26 @@ def test_a_run_ends_with_its_time() -> None:
     assert made["ended"] == "time" and len(made["columns"]["reward"]) == 1
 
 
-def test_when_time_is_up_what_has_begun_is_kept_and_nothing_else_begins() -> None:
-    begun, waiting = Future[dict[str, Any]](), Future[dict[str, Any]]()
-    begun.set_running_or_notify_cancel()
-    waiting.add_done_callback(lambda _: begun.set_result({}))  # it ends after time was up
-    told = learning._over({begun: run("begun"), waiting: run("waiting")}, 0.0)
-    assert [r.name for r, _ in told] == ["begun"]
-    assert waiting.cancelled()
+def test_two_runs_go_at_a_time_and_when_time_is_up_those_that_have_begun_are_kept() -> None:
+    begun: list[int] = []
+    going: list[Future[dict[str, Any]]] = []
+
+    def begin(of: Run) -> Future[dict[str, Any]]:
+        """Whoever begins ends the one before."""
+        begun.append(of.seed)
+        if going:
+            going[-1].set_result({})
+        going.append(Future())
+        return going[-1]
+
+    def may_begin() -> bool:
+        if len(begun) == 3:
+            going[-1].set_result({})  # it goes on after time was up
+        return len(begun) < 3
+
+    told = learning.over([run(seed=s) for s in range(5)], begin, may_begin)
+    assert next(told)[0].seed == 0 and begun == [0, 1]
+    assert [r.seed for r, _ in told] == [1, 2] and begun == [0, 1, 2]
 
 
 def test_a_goal_is_reached_by_a_mean_of_steps_and_never_before_there_are_so_many() -> None:

@@ -79,6 +79,7 @@ class Controller:
         clock: Clock,
         tokens_generated: Callable[[Actual], int | None] = no_page,
         vocab_size: int | None = None,
+        table: TrajectoryTable | None = None,
     ) -> None:
         """Must be made inside the event loop that runs it.
 
@@ -88,7 +89,7 @@ class Controller:
         self.job, self._clock = job, clock
         self._replica, self._incarnation = spawn.replica, spawn.incarnation
         self.books = Books(journal, ledger, spawn.replica, spawn.incarnation, job_seed=job.seed)
-        self.table = TrajectoryTable()
+        self.table = table or TrajectoryTable()
         self._wake, self._stop, self._stop_because = asyncio.Event(), asyncio.Event(), ""
         self._tasks = Tasks()
         self._published = False  # rollouts have been told of the newest version

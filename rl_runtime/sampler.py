@@ -21,6 +21,7 @@ from rolecall.core.config_algorithm import AlgorithmConfig
 from rolecall.core.errors import BatchNotFilled, SamplerMismatch
 from rolecall.core.ids import GroupId
 from rolecall.core.ledger import FILTERED, GroupState, LedgerLine
+from rolecall.rl_runtime.advantages import all_equal
 from rolecall.rl_runtime.task import group_id, group_number, group_start
 
 EXACT_REWARD: Final = 1.0
@@ -45,7 +46,7 @@ def judge(rewards: Sequence[float], filter_by: Literal["reward", "exact"]) -> Ve
         return Verdict.ALL_RIGHT
     if filter_by == "exact":
         return Verdict.TEACHES if exact else Verdict.ALL_WRONG
-    if min(rewards) != max(rewards):
+    if not all_equal(rewards):
         return Verdict.TEACHES
     return Verdict.ALL_EQUAL if rewards[0] > 0.0 else Verdict.ALL_WRONG
 

@@ -19,6 +19,7 @@ from rolecall.rl_runtime.spawn import Spawn
 from rolecall.rl_runtime.task import Prompt, group_id
 from rolecall.rl_runtime.testing import Fleet, run_simulated
 from rolecall.rl_runtime.testing_roles import MAX_NEW_TOKENS, Answers, FakeCertifier
+from rolecall.rl_runtime.trajectories import TrajectoryTable
 
 CONTROLLER = ReplicaId("controller/0")
 RUN_SECONDS_MAX = 900.0
@@ -122,6 +123,7 @@ class World:
     """After how many effects each controller dies; when it is used up, they live."""
     recovers: bool = True
     answers: Answers = field(default_factory=Answers)
+    table: Callable[[], TrajectoryTable] = TrajectoryTable
     script: Callable[["World"], Any] | None = None
     """A coroutine function that hurts the fleet while the run goes on."""
     outcome: Outcome | None = None
@@ -188,6 +190,7 @@ class World:
             journal=journal,
             ledger=ledger,
             clock=self.clock,
+            table=self.table(),
         )
         self.controllers.append(controller)
         try:

@@ -50,8 +50,11 @@ def folded(*lines: LedgerLine, job_seed: int = 3) -> SamplerState:
         ([0.5, 0.5, 0.25], V.TEACHES, V.ALL_WRONG),
         ([1.0, 1.0, 0.75], V.TEACHES, V.TEACHES),
         ([-1.0, -1.0], V.ALL_WRONG, V.ALL_WRONG),
-        ([0.0, 5e-324], V.TEACHES, V.ALL_WRONG),
-        ([1.0, 1.0 - 2**-53], V.TEACHES, V.TEACHES),
+        # Equal but for rounding: its advantages are all 0.
+        ([0.0, 5e-324], V.ALL_WRONG, V.ALL_WRONG),
+        ([0.1 + 0.2, 0.3], V.ALL_EQUAL, V.ALL_WRONG),
+        ([0.3, 0.3 + 1e-5], V.TEACHES, V.ALL_WRONG),
+        ([1.0, 1.0 - 2**-53], V.ALL_EQUAL, V.TEACHES),
     ],
 )
 def test_what_teaches_nothing_is_told_by_the_rewards_alone(

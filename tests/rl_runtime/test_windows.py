@@ -271,3 +271,47 @@ def test_an_engine_that_was_told_to_end_before_the_limit_of_now_is_given_the_req
     stream(table, first, [11, 12, 13, 14], "length")
     assert ends(first) == (None, GroupPhase.GENERATING, 4)
     assert table.to_forget(A) == [t.request.request_id] and table.unsent(A) == [t.with_prefix()]
+
+
+def a_window_that_waits_behind_one_that_is_closed() -> tuple[TrajectoryTable, str, OpenGroup]:
+    table = TrajectoryTable()
+    first, second = opened(table), opened(table, 4, engine=None)
+    stream(table, first, [11, 12, 13, 14], "length")
+    windows.settle(table, LONGEST)
+    table.close(first.group_id)
+    return table, first.trajectories[0].request.request_id, second
+
+
+def test_an_engine_keeps_a_closed_window_until_another_has_the_next_one() -> None:
+    table, request_id, second = a_window_that_waits_behind_one_that_is_closed()
+    assert table.to_forget(A) == []
+    give(table, second.group_id, B)
+    assert table.to_forget(A) == [request_id] and table.to_forget(B) == []
+
+
+def test_nor_for_longer_than_the_next_one_is_open() -> None:
+    table, request_id, second = a_window_that_waits_behind_one_that_is_closed()
+    table.close(second.group_id)
+    assert table.to_forget(A) == [request_id]
+
+
+def test_a_controller_that_takes_over_finds_there_what_a_window_stands_on() -> None:
+    _, request_id, _ = a_window_that_waits_behind_one_that_is_closed()
+    request = Request(request_id=request_id, group_id=group_id(7), prompt_tokens=(1,), max_new_tokens=4, seed=5)
+    whole = TokenChunk(
+        request_id=request_id,
+        offset=0,
+        tokens=(11, 12, 13, 14),
+        logprobs=(-1.0,) * 4,
+        versions=(1,) * 4,
+        finished=True,
+        finish_reason="length",
+    )
+    for proven, tokens, forgotten in [(1, [11, 12, 13, 14], []), (0, [], [request_id])]:
+        table = TrajectoryTable()
+        second = opened(table, 4, engine=None)
+        assert table.adopt(A, [(request, whole)], proven) == []
+        assert second.trajectories[0].tokens == tokens and table.to_forget(A) == forgotten
+        assert windows.settle(table, LONGEST) == ([second.group_id], [])
+        give(table, second.group_id, B)
+        assert table.to_forget(A) == ([request_id] if tokens else [])

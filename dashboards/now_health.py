@@ -67,7 +67,8 @@ PANELS = (
     Panel(
         title="trainer and engine disagree by",
         lines=(("log_ratio_max", "largest log-ratio"),),
-        normal="Of the very same weights: rounding only, below 0.01 in one precision. More: one of the two computes wrong.",
+        normal="Of the very same weights: rounding only, below 0.01 in one precision. More: one of the two computes wrong. "
+        "A step whose tokens are all of older weights tells none.",
         figures=".1~e",
     ),
     Panel(

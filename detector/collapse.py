@@ -117,7 +117,7 @@ def _of_weights(what: str, began: Point, trainers: str, engines: str) -> tuple[s
 
 
 def _of_the_job(what: str, began: Point, points: Sequence[Point]) -> tuple[str, tuple[Evidence, ...]]:
-    because = f"the policy collapsed, and no machine did it: {what}; {_engines_agree(points)}"
+    because = f"the policy collapsed, and no machine did it: {what}; {_engines_agree(points, began.step)}"
     advice = (
         f"look at learning rate, reward function and data of step {began.step}, and at what was changed before it; "
         f"keep a checkpoint of an earlier step, newer ones will push it out"
@@ -125,11 +125,18 @@ def _of_the_job(what: str, began: Point, points: Sequence[Point]) -> tuple[str, 
     return because, (Evidence(kind=ADVISES, text=advice),)
 
 
-def _engines_agree(points: Sequence[Point]) -> str:
-    ratios = [v for p in points if (v := p.get("log_ratio_max")) == v]
+def _engines_agree(points: Sequence[Point], since: int) -> str:
+    """A step whose tokens are all of older weights tells nothing of it: with engines a version behind, hardly one does."""
+    ratios = [(p.step, v) for p in points if (v := p.get("log_ratio_max")) == v][-8:]
     if not ratios:
         return "whether engines hold the trainers' weights was not told (no log ratio)"
-    return f"engines and trainers agree about tokens of the same version (to {max(ratios[-8:]):.1g})"
+    (last, _), largest = ratios[-1], max(v for _, v in ratios)
+    if last < since:
+        return (
+            f"whether engines and trainers agree about tokens of the same version was last told at step {last} "
+            f"(they did, to {largest:.1g})"
+        )
+    return f"engines and trainers agree about tokens of the same version (to {largest:.1g})"
 
 
 def _roles(fleet: Fleet) -> tuple[str, str]:

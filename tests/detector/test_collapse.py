@@ -157,6 +157,14 @@ def test_it_is_the_runs_fault_and_says_what_to_look_at() -> None:
     assert d.evidence[0].values == {"step": 60.0, "reward": 0.3, "reward_before": pytest.approx(0.98, abs=0.02)}
 
 
+def test_an_agreement_of_before_is_not_told_as_one_of_now() -> None:
+    rows = [{**row, "log_ratio_max": math.nan} for row in then(20, reward=0.3)]
+    rows[50] = {**rows[50], "log_ratio_max": 1e-6}
+    assert "was last told at step 50 (they did, to 1e-06)" in the_one(stands(rows)).because
+    rows[50] = {**rows[50], "log_ratio_max": math.nan}
+    assert "was not told (no log ratio)" in the_one(stands(rows)).because
+
+
 def test_wrong_weights_are_silent_corruption_between_two_roles_and_name_no_replica() -> None:
     d = the_one(stands(then(20, reward=0.3, log_ratio_max=0.4)))
     assert (d.fault_class, d.suspects) == (FaultClass.SILENT_CORRUPTION, ())

@@ -331,7 +331,7 @@ class Controller:
             "grad_norm": result.grad_norm if result else None,
             "log_ratio_max": result.log_ratio_max if result else None,
             "health": (health := self._health(commit, result)),
-            "tokens": sum(g.num_tokens for g in groups),
+            "tokens": sum(g.num_fresh for g in groups),
             "seconds": round(seconds, 4),
             "attempts": committed.attempts,
             "staleness": reached_staleness(commit.step, groups, self.job.runtime.staleness_max),
@@ -344,7 +344,7 @@ class Controller:
         for group in commit.group_ids:
             if group in self.table.groups:
                 self.table.close(group)
-        self._tokens_trained += sum(g.num_tokens for g in groups)
+        self._tokens_trained += sum(g.num_fresh for g in groups)
         self._reward = self._reward if reward is None else reward
         self.supply.step = commit.step + 1
         reporter.set_step(self.supply.step)

@@ -91,6 +91,11 @@ class Group:
     def num_tokens(self) -> int:
         return sum(len(s.tokens) for s in self.samples)
 
+    @property
+    def num_fresh(self) -> int:
+        """Without what stands before a window: over its windows an answer's tokens count once."""
+        return sum(max(0, len(s.tokens) - s.first_fresh) for s in self.samples)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:

@@ -5,6 +5,7 @@ pytest tests/core/test_config_algorithm.py
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rolecall.core.config import JobConfig, parse_job
+from rolecall.core.config import JobConfig, TaskConfig, parse_job
 from rolecall.core.config_algorithm import (
     CLIPS,
     DEFAULTS,
@@ -314,3 +315,10 @@ def test_the_digest_knows_every_setting() -> None:
     assert len({job.digest() for job in jobs}) == len({job.model_dump_json() for job in jobs}) == len(jobs) - 1
     written = parse_job({"algorithm": made().model_dump()})
     assert written.digest() == JobConfig().digest(), "defaults are the same whether they are written out or not"
+
+
+@pytest.mark.parametrize("section", [AlgorithmConfig, TaskConfig])
+def test_every_setting_stands_in_the_page_on_algorithms(section: type[AlgorithmConfig] | type[TaskConfig]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    settings = page.partition("## Settings")[2].partition("## Tasks")[0]
+    assert [name for name in section.model_fields if f"`{name}`" not in settings] == []

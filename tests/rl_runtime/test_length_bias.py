@@ -27,10 +27,10 @@ from typing import Any
 import pytest
 
 from rolecall.core.ledger import FILTERED, GroupState, Ledger
-from rolecall.rl_runtime.open_group import UNTRAINED, OpenGroup
+from rolecall.rl_runtime.open_group import UNTRAINED, EngineKey, OpenGroup
 from rolecall.rl_runtime.testing import request_seed_of
 from rolecall.rl_runtime.testing_roles import Answers
-from rolecall.rl_runtime.trajectories import EngineKey, Moved, TrajectoryTable
+from rolecall.rl_runtime.trajectories import Moved, TrajectoryTable
 from tests.rl_runtime.loop import World, small_job
 
 LONG_TAIL = Answers(longest=256, long_tail=True, right_below=9)

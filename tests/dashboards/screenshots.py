@@ -95,7 +95,10 @@ def _hang(path: Path) -> Event | None:
         opened = journal.events(kinds=[EventKind.INCIDENT_OPENED])
     finally:
         journal.close()
-    return next((e for e in opened if str(e.body["diagnosis"]["suspects"][0]["replica"]).startswith("trainer")), None)
+    return next(
+        (e for e in opened if any(str(s["replica"]).startswith("trainer") for s in e.body["diagnosis"]["suspects"])),
+        None,
+    )
 
 
 def of_a_run(of: Browser, run: RunDir, out: Path) -> None:

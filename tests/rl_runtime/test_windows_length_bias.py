@@ -32,7 +32,7 @@ class Counts:
     """One entry a run; in it, one for each answer."""
 
     windows: list[Losses] = field(default_factory=list)
-    """The share of its windows that was dropped."""
+    """The share of its windows that was dropped, of answers that fill a window: a shorter one is at risk for less time."""
     tokens: list[Losses] = field(default_factory=list)
     """Tokens of its own windows made again, for each one trained on."""
     reasons: Counter[str] = field(default_factory=Counter)
@@ -58,7 +58,8 @@ class Counts:
             elif reasons[group] != "run_ended":
                 ended[number].append(1.0)
                 self.reasons[reasons[group]] += 1
-        self.windows.append([(lengths[n], sum(found) / len(found)) for n, found in ended.items()])
+        full = {n: found for n, found in ended.items() if lengths[n] >= bucket(WINDOW)}
+        self.windows.append([(lengths[n], sum(found) / len(found)) for n, found in full.items()])
         self.tokens.append([(lengths[n], max(0, made[n] - used[n]) / used[n]) for n in used])
         self.context_tokens += w.fleet.context_made.total()
         self.trained_tokens += used.total()

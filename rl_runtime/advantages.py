@@ -1,6 +1,5 @@
-"""What each token was worth: advantages relative to a group, or to a critic; and the reward they start from.
+"""What each token was worth to a critic, and the punishment of length. Relative to a group: `group_relative.py`.
 
-    group (GRPO, DAPO)   A_i = R_i - mean(R), divided by std(R) if asked                DeepSeekMath (2402.03300) 4.1.2
     GAE (PPO)            d_t = r_t + gamma V(s_t+1) - V(s_t),  A_t = sum_k (gamma lambda)^k d_t+k    1506.02438 eq. 16
     EGAE (T-PPO)         the same sum up to the cut of an unfinished answer, 2506.15050 sec. 3
     overlong (DAPO)      0 up to Lmax - Lcache, then linearly down to -1 at Lmax and beyond, 2503.14476 eq. 13
@@ -10,32 +9,8 @@ token of a finished answer there is nothing (0); behind a cut there is a value, 
 difference between GAE and EGAE. Pure; tensors keep their dtype.
 """
 
-import math
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
-
-EQUAL_WITHIN = 1e-6
-"""Rewards of a group that differ by no more are equal. Their mean and deviation would be of rounding alone, and division
-by the deviation would blow it up to advantages of full size. So the division itself needs no floor, and is exact."""
-
-
-def all_equal(rewards: Sequence[float]) -> bool:
-    """Whether a group of these rewards teaches nothing."""
-    return max(rewards) - min(rewards) <= EQUAL_WITHIN
-
-
-def group_relative(rewards: Sequence[float], *, divide_by_std: bool) -> tuple[float, ...]:
-    """Of the samples of one prompt; all exactly 0 when all rewards are equal. The deviation is the population's."""
-    if all_equal(rewards):
-        return (0.0,) * len(rewards)
-    mean = math.fsum(rewards) / len(rewards)
-    centred = tuple(r - mean for r in rewards)
-    if not divide_by_std:
-        return centred
-    std = math.sqrt(math.fsum(c * c for c in centred) / len(rewards))
-    return tuple(c / std for c in centred)
 
 
 def overlong_punishment(length: int, *, longest: int, cache: int) -> float:

@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from rolecall.core.config_algorithm import AlgorithmConfig
-from rolecall.rl_runtime.advantages import gae, group_relative, last_of, overlong_punishment
+from rolecall.rl_runtime.advantages import gae, last_of, overlong_punishment
+from rolecall.rl_runtime.group_relative import group_relative
 from rolecall.rl_runtime.health import HealthSums
 from rolecall.rl_runtime.protocol import End, Group, Sample
 

@@ -21,7 +21,7 @@ from rolecall.core.config_algorithm import AlgorithmConfig
 from rolecall.core.errors import BatchNotFilled, SamplerMismatch
 from rolecall.core.ids import GroupId
 from rolecall.core.ledger import FILTERED, GroupState, LedgerLine
-from rolecall.rl_runtime.advantages import all_equal
+from rolecall.rl_runtime.group_relative import all_equal
 from rolecall.rl_runtime.task import group_id, group_number, group_start
 
 EXACT_REWARD: Final = 1.0

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rolecall.rl_runtime.advantages import all_equal, gae, group_relative, last_of, overlong_punishment
+from rolecall.rl_runtime.advantages import gae, last_of, overlong_punishment
+from rolecall.rl_runtime.group_relative import all_equal, group_relative
 from tests.rl_runtime import reference_math
 from tests.rl_runtime.reference_math import Answer, Method
 

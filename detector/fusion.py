@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Finding, Suspect
+from rolecall.detector import collapse
 from rolecall.detector.findings import ADVISES, GAIN, OF_GPU, PANEL, SETTLE, settles
 
 ADVICE = {
@@ -105,6 +106,8 @@ def _advice(finding: Finding) -> str:
     if finding.detector.startswith(PANEL):
         return ADVICE_ON_PANELS
     own = [e.text for e in finding.evidence if e.kind == ADVISES]
+    if finding.detector == collapse.DETECTOR:
+        return "; ".join(own)  # whether to stop is for a person to say
     usual = ADVICE.get(finding.fault_class, "")
     if not any(text.endswith(usual) for text in own):  # it does where a diagnosis is told again (agent_events.py)
         own.append(usual)

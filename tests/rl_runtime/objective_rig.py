@@ -44,16 +44,16 @@ def configured(name: str, groups: int, group_size: int) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate(said)
 
 
-def method_of(algorithm: AlgorithmConfig, terms: Terms) -> Method:
+def method_of(algorithm: AlgorithmConfig, longest: int) -> Method:
     a = algorithm
     return Method(
         clip_low=a.clip_low,
         clip_high=a.clip_high,
         cap=a.importance_cap,
         aggregation=a.aggregation,
-        longest=terms.longest,
+        longest=longest,
         divide_by_std=a.divide_by_std,
-        overlong_longest=a.overlong_max or terms.longest,
+        overlong_longest=a.overlong_max or longest,
         overlong_cache=a.overlong_cache,
         entropy=a.entropy_coefficient,
         kl=a.kl_coefficient,
@@ -115,7 +115,7 @@ class Case:
         return [[said.answer(self.terms) for said in group] for _, group in self.groups]
 
     def method(self) -> Method:
-        return method_of(self.algorithm, self.terms)
+        return method_of(self.algorithm, self.terms.longest)
 
     def only(self, numbers: Sequence[int]) -> "Case":
         """The same step's microbatch of these groups alone."""

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from rolecall.core.config import JobConfig
-from rolecall.core.config_algorithm import AlgorithmConfig
 from rolecall.rl_runtime.model import make_model
 from rolecall.rl_runtime.network import ADAM_BETAS, Network
 from rolecall.rl_runtime.protocol import Group, Sample
 from rolecall.rl_runtime.task import make_task
 from rolecall.rl_runtime.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer_state import CRITIC, TrainerState
-from tests.rl_runtime.reference_math import Answer, Method, Step, step
+from tests.rl_runtime.objective_rig import method_of
+from tests.rl_runtime.reference_math import Answer, Step, step
 
 CLIP_EPS, ADAM_EPS = 1e-6, 1e-8
 
@@ -51,7 +51,7 @@ def whole_step(job: JobConfig, state: TrainerState, groups: Sequence[Group]) -> 
         found = [_row(state, group, s) for s in group.samples]
         rows += found
         answers.append([_answer(job, state, reference, group, r) for r in found])
-    method = _method(job.algorithm, make_task(job.task, vocab, job.seed).max_new_tokens)
+    method = method_of(job.algorithm, make_task(job.task, vocab, job.seed).max_new_tokens)
     losses = step(answers, method)
     policy = sum(
         _dot(r.logprobs, a) + _dot(r.entropies, b)
@@ -103,26 +103,6 @@ def _answer(job: JobConfig, state: TrainerState, reference: Any, group: Group, r
         values=row.values.tolist(),
         entropies=row.entropies.tolist(),
         reference_logprobs=frozen,
-    )
-
-
-def _method(a: AlgorithmConfig, longest: int) -> Method:
-    return Method(
-        clip_low=a.clip_low,
-        clip_high=a.clip_high,
-        cap=a.importance_cap,
-        aggregation=a.aggregation,
-        longest=longest,
-        divide_by_std=a.divide_by_std,
-        overlong_longest=a.overlong_max or longest,
-        overlong_cache=a.overlong_cache,
-        entropy=a.entropy_coefficient,
-        kl=a.kl_coefficient,
-        critic=a.has_critic,
-        gamma=a.gamma,
-        lambda_policy=a.lambda_policy,
-        lambda_value=a.lambda_value,
-        cut_value=a.cut_value,
     )
 
 

@@ -224,9 +224,8 @@ def race(named: dict[str, list[Record]]) -> list[str]:
     lines += [
         (
             f"`long_addition` of {RACE_DIGITS} places, {seconds:.0f} s of generating and training each, engine in the same process, one thread. The two "
-            "have the same settings but for the window; the groups are of one sample with PPO too. PPO has its default "
-            "number of whole answers a step, T-PPO its default number of windows. The two of a seed ran at the same time, "
-            "on a core each."
+            "have the same settings but for the window: groups are of one sample with PPO too, and a step has as many of "
+            "its whole answers as of T-PPO's windows. The two of a seed ran at the same time, on a core each."
         ),
         "",
     ]

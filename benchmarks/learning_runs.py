@@ -34,10 +34,10 @@ DIGITS = 4
 CURVES, SMALLER, PARTS, RACE = "curves", "smaller", "parts", "race"
 SMALL = {"hidden_size": 64, "intermediate_size": 128}
 """Model of all parts but `curves`: a step costs a third, so that an hour of two CPUs is enough for five seeds of everything."""
-SMALLER_DIGITS = 8
-"""Of digit_parity: an answer has 9 tokens, one more than a window."""
-PARTS_DIGITS, RACE_DIGITS = 6, 8
-"""Most places of a number: answers have 3 to 13 and 3 to 17 tokens. In the race a third are longer than a window of 8."""
+SMALLER_DIGITS, SMALLER_WINDOW = 8, 10
+"""Of digit_parity: a right answer has 9 tokens, the longest 12. By T-PPO's default no window would be cut there."""
+PARTS_DIGITS, RACE_DIGITS = 6, 12
+"""Most places of a number: answers have 3 to 13 and 3 to 25 tokens. In the race a sixth are longer than a window of 16."""
 NOT_FILLED = "not filled: "
 """How `ended` begins where dynamic sampling found no full batch, in most cases because everything is solved."""
 
@@ -79,8 +79,11 @@ def curves(*, steps: int, seconds: float, seeds: Sequence[int] = SEEDS) -> list[
 def smaller(*, steps: int, seconds: float, seeds: Sequence[int] = SEEDS) -> list[Run]:
     """The four algorithms on a smaller model and shorter answers."""
     job = {"task": {"num_digits": SMALLER_DIGITS}, "model": SMALL}
-    runs = curves(steps=steps, seconds=seconds, seeds=seeds)
-    return [replace(run, part=SMALLER, job={**job, **run.job}) for run in runs]
+    cut = {"algorithm": {"name": str(AlgorithmName.TPPO), "window_tokens": SMALLER_WINDOW}}
+    return [
+        replace(run, part=SMALLER, job={**job, **(cut if run.name == AlgorithmName.TPPO else run.job)})
+        for run in curves(steps=steps, seconds=seconds, seeds=seeds)
+    ]
 
 
 def dapo_parts() -> dict[str, dict[str, Any]]:
@@ -128,12 +131,10 @@ def parts(*, steps: int, seconds: float, seeds: Sequence[int] = SEEDS) -> list[R
 def race(*, seconds: float, exam_every: int, seeds: Sequence[int] = SEEDS) -> list[Run]:
     """PPO and T-PPO with a real engine and the same time: T-PPO's settings, without the window for PPO.
 
-    PPO has as many answers a step as by its own defaults, each to a prompt of its own. A step of T-PPO has windows of
-    about as many tokens together.
+    So PPO's answers of a step are each to a prompt of its own, and it has as many of them as T-PPO has windows.
     """
-    tppo, own = settings_of(AlgorithmName.TPPO), settings_of(AlgorithmName.PPO)
-    ppo = {k: v for k, v in tppo.items() if k not in ("window_tokens", "cut_value", "prefixes")}
-    ppo |= {"name": "ppo", "groups_per_microbatch": own["group_size"] * own["groups_per_microbatch"]}
+    tppo = {k: v for k, v in settings_of(AlgorithmName.TPPO).items() if k != "window_tokens"}  # its task says it
+    ppo = {k: v for k, v in tppo.items() if k not in ("cut_value", "prefixes")} | {"name": str(AlgorithmName.PPO)}
     return [
         Run(
             part=RACE,

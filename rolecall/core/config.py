@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from rolecall.core.config_algorithm import AlgorithmConfig
+from rolecall.core.config_algorithm import WINDOW_TOKENS, AlgorithmConfig, AlgorithmName
 from rolecall.core.config_section import PositiveInt, Ratio, Seconds, Section
 from rolecall.core.database import checked_url, redacted
 from rolecall.core.errors import ConfigError
@@ -225,6 +225,15 @@ class JobConfig(Section):
         ]
         if found:
             raise ValueError("; ".join(found))
+        return self
+
+    @model_validator(mode="after")
+    def _window(self) -> "JobConfig":
+        """Says T-PPO's window where the file does not, so that whoever reads the job reads a number."""
+        if self.algorithm.name is AlgorithmName.TPPO and self.algorithm.window_tokens is None:
+            window = min(WINDOW_TOKENS, self.task.max_new_tokens)
+            algorithm = self.algorithm.model_copy(update={"window_tokens": window})
+            object.__setattr__(self, "algorithm", algorithm)  # frozen for everybody who comes later
         return self
 
     @field_serializer("journal")

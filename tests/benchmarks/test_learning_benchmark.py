@@ -66,13 +66,22 @@ def test_each_part_of_dapo_is_one_change_and_all_together_are_dapo() -> None:
     assert {**full[-1], "name": "dapo"} == learning_runs.settings_of(AlgorithmName.DAPO)
 
 
-def test_the_racers_differ_in_the_window_and_in_how_many_there_are() -> None:
-    ppo, tppo = (r.job["algorithm"] for r in learning_runs.race(seconds=1.0, exam_every=5, seeds=[0]))
-    differing = {k for k in tppo if ppo.get(k) != tppo[k]}
-    assert differing - {"groups_per_microbatch"} == {"name", "window_tokens", "cut_value", "prefixes"}
+def test_the_racers_differ_in_the_window_alone() -> None:
+    runs = learning_runs.race(seconds=1.0, exam_every=5, seeds=[0])
+    ppo, tppo = (parse_job(r.job).algorithm.model_dump() for r in runs)
+    assert {k for k in tppo if ppo.get(k) != tppo[k]} == {"name", "window_tokens", "cut_value", "prefixes"}
     assert ppo.keys() <= tppo.keys() and ppo["group_size"] == 1
-    for settings in (ppo, tppo):
-        parse_job({"task": {"name": "long_addition"}, "algorithm": settings})
+    longest = parse_job(runs[0].job).task.max_new_tokens
+    assert tppo["window_tokens"] < longest, "windows that cut nothing would be no race"
+
+
+def test_each_algorithm_of_the_smaller_part_is_by_its_defaults_and_tppo_cuts() -> None:
+    jobs = {r.name: parse_job(r.job) for r in learning_runs.smaller(steps=1, seconds=1.0, seeds=[0])}
+    assert list(jobs) == list(map(str, AlgorithmName))
+    for name, job in jobs.items():
+        settings = {k: v for k, v in job.algorithm.model_dump(mode="json").items() if k != "window_tokens"}
+        assert settings == {k: v for k, v in learning_runs.settings_of(AlgorithmName(name)).items() if k in settings}
+        assert job.algorithm.window_tokens is None or job.algorithm.window_tokens < job.task.max_new_tokens
 
 
 def test_a_run_leaves_a_record_that_json_gives_back(tmp_path: Path) -> None:

@@ -49,3 +49,19 @@ def test_lengths_beyond_the_longest_response_are_refused_with_the_reason(
         parse_job({"algorithm": algorithm})
     assert parse_job({"algorithm": algorithm, "task": {"name": "long_addition"}})
     assert parse_job({"algorithm": {**algorithm, setting: 16}})
+
+
+@pytest.mark.parametrize("given", [{}, {"window_tokens": None}])
+@pytest.mark.parametrize(
+    ("task", "window"),
+    [({}, 16), ({"name": "long_addition"}, 16), ({"num_digits": 3}, 7)],
+    ids=["as long as the longest", "shorter", "the longest response"],
+)
+def test_tppo_says_its_window_where_the_file_does_not(given: dict[str, Any], task: dict[str, Any], window: int) -> None:
+    job = parse_job({"task": task, "algorithm": {"name": "tppo", **given}})
+    assert job.algorithm.window_tokens == job.model_dump()["algorithm"]["window_tokens"] == window
+    assert parse_job(job.model_dump(mode="json")) == job
+
+
+def test_only_tppo_has_a_window() -> None:
+    assert parse_job({"algorithm": {"name": "ppo"}}).algorithm.window_tokens is None

@@ -154,7 +154,7 @@ def test_every_token_is_used_once_whoever_dies(tmp_path: Path, seed: int, trial:
     job = {"num_steps": 16, "checkpoint__every_steps": 4}
     w = world(tmp_path, prefixes, rng.randrange(1000), job, deaths=deaths, script=script).run()
     check(w)
-    assert len(w.controllers) == 4
+    assert len(w.controllers) in (3, 4), "a run may be over before its third death"
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def _of_the_job(what: str, began: Point, points: Sequence[Point]) -> tuple[str, 
 
 
 def _engines_agree(points: Sequence[Point], since: int) -> str:
-    """A step whose tokens are all of older weights tells nothing of it: with engines a version behind, hardly one does."""
+    """A step whose tokens were all made by weights that no trainer holds any more tells nothing of it."""
     ratios = [(p.step, v) for p in points if (v := p.get("log_ratio_max")) == v][-8:]
     if not ratios:
         return "whether engines hold the trainers' weights was not told (no log ratio)"

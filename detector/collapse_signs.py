@@ -61,7 +61,7 @@ LOG_RATIO_ALARM: Final = 0.02
 always: they are measured by their habit."""
 LOG_RATIO_FACTOR: Final = 10.0
 LOG_RATIO_SEEN, LOG_RATIO_ABOVE = 4, 3
-"""Of the last four steps that had such tokens, three."""
+"""Of the last four steps that told one, three."""
 
 Known = Sequence[tuple[Point, float]]
 
@@ -254,7 +254,7 @@ def disagreeing(points: Sequence[Point]) -> Sign | None:
         return None
     text = (
         f"log-probabilities of tokens of the very same version differ by up to {max(v for _, v in above):.2g} "
-        f"(usual: {usual:.2g}; more than {limit:.2g} in {len(above)} of the last {len(recent)} steps that had such tokens)"
+        f"(usual: {usual:.2g}; more than {limit:.2g} in {len(above)} of the last {len(recent)} steps that told it)"
     )
     values = {"log_ratio_max": max(v for _, v in above), "log_ratio_usual": usual}
     return Sign(kind="engines_disagree", since=above[0][0], text=text, values=values)

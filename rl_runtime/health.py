@@ -41,7 +41,7 @@ class HealthSums:
     returns_squared: float = 0.0
     value_error: float = 0.0  # V - return
     value_error_squared: float = 0.0
-    log_ratio_max: float = -1.0  # of tokens made by the very weights that were trained; -1: none was
+    log_ratio_max: float = -1.0  # of tokens, by the very weights that made them; -1: none was asked
 
     def __add__(self, other: Self) -> Self:
         joined = {}

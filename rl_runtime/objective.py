@@ -236,14 +236,21 @@ def objective(
         kl_reference = _divergence(_trained(batch, reference_logprobs_st - logprobs_st))
         gain = gain - algorithm.kl_coefficient * kl_reference
     policy = -(gain * batch.weights_st).sum()
-    same = moved.detach()[(batch.versions_st == terms.policy_version) & (batch.response_st > 0)]
+    same = disagreement(logprobs_st.detach(), batch.sampler_logprobs_st, batch.versions_st, terms.policy_version)
     return Objective(
         policy=policy,
         value=value,
         sums=sums
         + _policy_sums(batch, algorithm, log_ratio.detach(), advantages_st, entropy_st, kl_reference)
-        + HealthSums(log_ratio_max=_largest(same.abs().clamp(max=-LOG_RATIO_MIN), none=-1.0)),
+        + HealthSums(log_ratio_max=same),
     )
+
+
+def disagreement(logprobs_st: Tensor, sampler_logprobs_st: Tensor, versions_st: Tensor, version: int) -> float:
+    """Largest |log-ratio| of tokens that `version` made, where `logprobs_st` is what its weights say; no number is far
+    off, too. -1: it made none."""
+    away = (logprobs_st - sampler_logprobs_st)[versions_st == version]
+    return _largest(away.abs().nan_to_num(nan=-LOG_RATIO_MIN).clamp(max=-LOG_RATIO_MIN), none=-1.0)
 
 
 def _trained(batch: Batch, x_st: Tensor) -> Tensor:

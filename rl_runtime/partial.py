@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from rolecall.core.config_algorithm import AlgorithmConfig
+from rolecall.rl_runtime.agreement import asked_again
+from rolecall.rl_runtime.health import HealthSums
 from rolecall.rl_runtime.objective import Batch, Objective, Terms, make_batch, objective, token_logprobs
 from rolecall.rl_runtime.protocol import Microbatch
 from rolecall.rl_runtime.reduce import MicrobatchStats
@@ -47,11 +49,12 @@ class Gradients:
             grads += torch.autograd.grad(found.value, state.critic.parameters, materialize_grads=True)
         flat = torch.cat([g.reshape(-1) for g in grads])
         sums = [found.policy] if found.value is None else [found.policy, found.value]
+        again = asked_again(state.policy.module, batch, state.former, state.commit.step + 1)
         return flat, MicrobatchStats(
             microbatch_id=microbatch.microbatch_id,
             group_ids=tuple(g.group_id for g in microbatch.groups),
             policy_loss=float(found.policy.detach()),
-            health=found.sums,
+            health=found.sums + HealthSums(log_ratio_max=again),
             finite=bool(torch.isfinite(flat).all()) and all(bool(torch.isfinite(s)) for s in sums),
         )
 

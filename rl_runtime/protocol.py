@@ -149,8 +149,8 @@ class StepResult:
     seconds: float
     my_microbatches: tuple[str, ...]
     log_ratio_max: float | None
-    """Largest |trainer log-prob - rollout log-prob| of tokens made by the weights that were trained: an alarm if large.
-    None: the step had no such token."""
+    """Largest |trainer log-prob - rollout log-prob| under the weights that made the token: an alarm if large. Of all tokens
+    of the weights that were trained, and of a share of those of former versions (`agreement`). None: there was neither."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,6 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final
 
 import torch
 
@@ -48,9 +47,6 @@ from rolecall.rl_runtime.tally import Tally
 from rolecall.rl_runtime.task import make_task
 from rolecall.rl_runtime.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer_state import TrainerState, first_state
-
-LOG_RATIO_ALARM: Final = 0.02
-"""Trainer and engine agree to about 1e-5 on a token of the same version; beyond this one of the two has wrong weights."""
 
 
 class TrainerReplica:

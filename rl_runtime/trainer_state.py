@@ -3,13 +3,14 @@ one step's.
 
 The optimizers are the only writers and run with the lock held; exports, policy snapshots and digests are copies made
 under the same lock. In exports tensors are named `weight/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, the
-critic's with `critic/` before that. Only the policy ever leaves for the engines.
+critic's with `critic/` before that. Only the policy ever leaves for the engines. Copies of its newest former versions
+stay here, for `agreement`; no export has them.
 """
 
 import hashlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -19,6 +20,7 @@ from rolecall.core.config import JobConfig
 from rolecall.core.errors import NotFinite, ProofMismatch, StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal import ChainHead
+from rolecall.rl_runtime.agreement import VERSIONS_KEPT
 from rolecall.rl_runtime.model import make_critic, make_model
 from rolecall.rl_runtime.network import Network
 from rolecall.rl_runtime.objective import Divisors, token_logprobs
@@ -32,8 +34,19 @@ CRITIC: Final = "critic/"
 
 
 class TrainerState:
-    def __init__(self, policy: Network, critic: Network | None, commit: CommitRecord, *, replica: ReplicaId) -> None:
+    def __init__(
+        self,
+        policy: Network,
+        critic: Network | None,
+        commit: CommitRecord,
+        *,
+        replica: ReplicaId,
+        versions_kept: int = 0,
+    ) -> None:
+        """`versions_kept`: how many former versions of the policy are remembered."""
         self.policy, self.critic = policy, critic
+        self.former: Mapping[int, dict[str, torch.Tensor]] = {}  # version -> weights; the working thread alone looks
+        self._versions_kept = versions_kept
         self._replica = replica
         self._networks = (policy,) if critic is None else (policy, critic)
         self.num_parameters = sum(n.num_parameters for n in self._networks)
@@ -67,11 +80,19 @@ class TrainerState:
                 for network in self._networks:
                     network.drop_gradient()
                 raise NotFinite(replica=self._replica, step=commit.step, what="the sum of finite gradients")
+            self._remember()
             for network in self._networks:
                 network.step()
             self._commit = commit
             self._weights_digest = self._digest_weights()
         return norm
+
+    def _remember(self) -> None:
+        """Keeps the policy as it is, about to become a former one."""
+        version, kept = self._commit.policy_version, self._versions_kept
+        if kept:
+            old = {v: w for v, w in self.former.items() if v > version - kept}
+            self.former = {**old, version: self.policy.weights()}
 
     def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
         with self._lock:
@@ -111,6 +132,7 @@ class TrainerState:
                 for name, mine in network.tensors():
                     mine.copy_(tensors[name])
                 network.set_optimizer_step(steps)
+            self.former = {}  # of another course, perhaps
             self._commit = commit
             self._weights_digest = self._digest_weights()
 
@@ -168,7 +190,8 @@ def first_state(
             grad_norm_max=a.grad_norm_max,
             prefix=CRITIC,
         )
-    return TrainerState(policy, critic, first_commit(), replica=replica)
+    kept = min(VERSIONS_KEPT, job.runtime.staleness_max)
+    return TrainerState(policy, critic, first_commit(), replica=replica, versions_kept=kept)
 
 
 def parse_meta(meta: str) -> tuple[int, CommitRecord]:

@@ -83,7 +83,7 @@ class ProcessSample:
     response_length: float = float("nan")  # mean tokens of the answers that are over
     truncated_fraction: float = float("nan")  # of these answers, cut off at the longest response
     filtered_fraction: float = float("nan")  # of the groups generated for the step, those that teach nothing
-    log_ratio_max: float = float("nan")  # |log ratio| of tokens made by the very weights that were trained
+    log_ratio_max: float = float("nan")  # |log ratio| of tokens under the very weights that made them
 
     # --- from /proc
     proc_state: str = "?"  # R S D T Z X, or ? when masked or unknown

@@ -17,12 +17,12 @@ import torch
 
 from rolecall.core.config import JobConfig, parse_job
 from rolecall.core.errors import BatchNotFilled
+from rolecall.detector.collapse_signs import LOG_RATIO_ALARM
 from rolecall.rl_runtime.model import write_model_folder
 from rolecall.rl_runtime.protocol import End
 from rolecall.rl_runtime.reward import task_of
 from rolecall.rl_runtime.task import group_number, group_start
 from rolecall.rl_runtime.testing_learning import Line, ModelWriter, Source, examine, learn
-from rolecall.rl_runtime.trainer import LOG_RATIO_ALARM
 
 KNOWS_PARITY = 0.65
 """Letters guessed at random and the end in its place earn (12 / 2 + 1) / 13 = 0.54: more takes looking at the digits.

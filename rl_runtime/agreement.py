@@ -1,0 +1,51 @@
+"""Do engines and trainers agree? A token's log-probability, asked again of the very weights that made it.
+
+Tokens of the weights that are trained are compared for nothing: the step's own forward pass says it (`objective`). In an
+asynchronous run nearly all tokens are a version or two older. So a trainer keeps the weights of the newest former
+versions, and asks them about a small share of each microbatch, other rows in each step. Where both compute in one
+precision the two differ by rounding; more means wrong weights or wrong numerics in an engine or a trainer.
+
+What a replica does not hold (it has just joined, the token is older) it does not judge.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from rolecall.rl_runtime.objective import Batch, disagreement, token_logprobs
+
+VERSIONS_KEPT: Final = 2
+"""Former versions, one copy of the policy each: what a default job lets a token be older by."""
+ROWS_SHARE: Final = 16
+"""One row in so many is asked again, at least one: a sixteenth of a forward pass, about 2 % of a step's arithmetic."""
+
+Weights = Mapping[str, Tensor]
+
+
+def rows_to_ask(versions_st: Tensor, former: Mapping[int, Weights], step: int) -> tuple[int, list[int]] | None:
+    """(former version with the most tokens here, rows that have some); None where there is no token of any."""
+    counts = {version: int((versions_st == version).sum()) for version in former}
+    version = max(counts, key=lambda v: (counts[v], v), default=-1)
+    if not counts.get(version):
+        return None
+    having = (versions_st == version).any(dim=1).nonzero()[:, 0].tolist()
+    wanted = min(len(having), -(-len(versions_st) // ROWS_SHARE))
+    return version, [having[(step * wanted + i) % len(having)] for i in range(wanted)]
+
+
+@torch.no_grad()
+def asked_again(module: Any, batch: Batch, former: Mapping[int, Weights], step: int) -> float:
+    """Largest |log-probability under its own former version - as it was sampled|, of some rows; -1 where nothing can be
+    asked. `module`: the policy; its own weights are not used."""
+    found = rows_to_ask(batch.versions_st, former, step)
+    if found is None:
+        return -1.0
+    version, rows = found
+    end = int(batch.response_st[rows].any(dim=0).nonzero().max()) + 1
+    tokens = batch.tokens_st[rows, :end]
+    out = functional_call(module, dict(former[version]), kwargs={"input_ids": tokens, "use_cache": False})
+    logprobs, _ = token_logprobs(out.logits, tokens)
+    return disagreement(logprobs, batch.sampler_logprobs_st[rows, :end], batch.versions_st[rows, :end], version)

@@ -35,8 +35,13 @@ class Gradients:
         self._algorithm, self._pad, self._reference = algorithm, pad, reference
         self._staleness_max, self._longest = staleness_max, longest
 
-    def of(self, state: TrainerState, microbatch: Microbatch) -> tuple[torch.Tensor, MicrobatchStats]:
-        """Flat gradient of the sums, in the order of the state's parameters, and what the microbatch adds to the step."""
+    def of(
+        self, state: TrainerState, microbatch: Microbatch, *, ask_again: bool = False
+    ) -> tuple[torch.Tensor, MicrobatchStats]:
+        """Flat gradient of the sums, in the order of the state's parameters, and what the microbatch adds to the step.
+
+        `ask_again`: former versions are asked about tokens of theirs (`agreement`).
+        """
         terms = Terms(
             policy_version=state.commit.policy_version, staleness_max=self._staleness_max, longest=self._longest
         )
@@ -49,12 +54,21 @@ class Gradients:
             grads += torch.autograd.grad(found.value, state.critic.parameters, materialize_grads=True)
         flat = torch.cat([g.reshape(-1) for g in grads])
         sums = [found.policy] if found.value is None else [found.policy, found.value]
-        again = asked_again(state.policy.module, batch, state.former, state.commit.step + 1)
+        health = found.sums
+        if ask_again:
+            apart = asked_again(
+                state.policy.module,
+                batch,
+                state.former,
+                state.commit.step + 1,
+                microbatches=self._algorithm.microbatches_per_step,
+            )
+            health += HealthSums(log_ratio_max=apart)
         return flat, MicrobatchStats(
             microbatch_id=microbatch.microbatch_id,
             group_ids=tuple(g.group_id for g in microbatch.groups),
             policy_loss=float(found.policy.detach()),
-            health=found.sums + HealthSums(log_ratio_max=again),
+            health=health,
             finite=bool(torch.isfinite(flat).all()) and all(bool(torch.isfinite(s)) for s in sums),
         )
 

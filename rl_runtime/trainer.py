@@ -29,6 +29,7 @@ from rolecall.core.errors import NotFinite, StaleIncarnation, VoteRefused
 from rolecall.core.ids import ReplicaId, process_start_ticks
 from rolecall.core.journal import ChainHead
 from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.agreement import is_asked
 from rolecall.rl_runtime.model import make_model
 from rolecall.rl_runtime.objective import Divisors, divisors
 from rolecall.rl_runtime.partial import Contribution, Gradients, PartialStep
@@ -231,7 +232,7 @@ class TrainerReplica:
         with reporter.step(step):
             try:
                 self._refuse_bad_plan(epoch, step, mine, all_ids)
-                self._compute(step, mine)
+                self._compute(step, mine, all_ids)
                 local = self._contribution(epoch, step, mine)
             except BaseException as e:
                 # Peers may be in the reduce already. They must not wait there for a member that will not come.
@@ -288,7 +289,7 @@ class TrainerReplica:
                 epoch=epoch, step=step, because=f"my microbatches repeat or are not of the step: {foreign}"
             )
 
-    def _compute(self, step: int, mine: Sequence[Microbatch]) -> None:
+    def _compute(self, step: int, mine: Sequence[Microbatch], all_ids: Sequence[str]) -> None:
         self._partial.prepare(step, mine)
         with reporter.phase(Phase.COMPUTE):
             for microbatch in mine:
@@ -296,7 +297,8 @@ class TrainerReplica:
                     continue
                 self._on_microbatch()
                 started = self._clock.monotonic()
-                gradient, stats = self._gradients.of(self._state, microbatch)
+                ask_again = is_asked(microbatch.microbatch_id, all_ids, step)
+                gradient, stats = self._gradients.of(self._state, microbatch, ask_again=ask_again)
                 self._partial.add(microbatch, gradient, stats)
                 busy = self._clock.monotonic() - started
                 reporter.progress(1, busy_seconds=busy, tokens=stats.health.tokens)

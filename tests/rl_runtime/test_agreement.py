@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rolecall.core.config import JobConfig, parse_job
 from rolecall.detector.collapse_signs import LOG_RATIO_ALARM
-from rolecall.rl_runtime.agreement import ROWS_SHARE, VERSIONS_KEPT, asked_again, rows_to_ask
+from rolecall.rl_runtime.agreement import SHARE, VERSIONS_KEPT, asked_again, is_asked, rows_to_ask
 from rolecall.rl_runtime.batching import form_microbatches
 from rolecall.rl_runtime.model import write_model_folder
 from rolecall.rl_runtime.objective import Batch, Terms, make_batch
@@ -109,9 +109,9 @@ def test_asking_leaves_the_weights_that_are_trained_as_they_are(tmp_path: Path) 
         for p in model.parameters():
             p.mul_(1.5)
     now = {n: p.detach().clone() for n, p in model.named_parameters()}
-    assert 0.0 <= asked_again(model, batch, {0: own}, step=1) < ROUNDING
-    assert asked_again(model, batch, {0: now}, step=1) > LOG_RATIO_ALARM
-    assert asked_again(model, batch, {5: own}, step=1) == -1.0
+    assert 0.0 <= asked_again(model, batch, {0: own}, 1, microbatches=1) < ROUNDING
+    assert asked_again(model, batch, {0: now}, 1, microbatches=1) > LOG_RATIO_ALARM
+    assert asked_again(model, batch, {5: own}, 1, microbatches=1) == -1.0
     assert all(torch.equal(p, now[n]) and p.grad is None for n, p in model.named_parameters())
 
 
@@ -126,15 +126,21 @@ def rows(*versions: Sequence[int]) -> Tensor:
 
 def test_the_version_with_the_most_tokens_is_asked_the_newer_of_two_with_as_many() -> None:
     former: dict[int, dict[str, Tensor]] = {3: NOBODY, 4: NOBODY}
-    assert rows_to_ask(rows([3, 3], [3, 4], [2, 2]), former, 0) == (3, [0])
-    assert rows_to_ask(rows([3, 4], [2, 2]), former, 0) == (4, [0])
-    assert rows_to_ask(rows([2, 2], [5, -1]), former, 0) is None
-    assert rows_to_ask(rows([3, 3]), {}, 0) is None
+    assert rows_to_ask(rows([3, 3], [3, 4], [2, 2]), former, 0, microbatches=SHARE) == (3, [0, 1])
+    assert rows_to_ask(rows([3, 4], [2, 2]), former, 0, microbatches=SHARE) == (4, [0])
+    assert rows_to_ask(rows([2, 2], [5, -1]), former, 0, microbatches=SHARE) is None
+    assert rows_to_ask(rows([3, 3]), {}, 0, microbatches=SHARE) is None
 
 
-def test_over_the_steps_every_row_has_its_turn() -> None:
-    many = 3 * ROWS_SHARE - 7
-    versions = rows(*[[1 if i % 2 else 0] for i in range(many)])
-    asked = [rows_to_ask(versions, {1: NOBODY}, step) for step in range(many)]
-    assert all(found is not None and len(found[1]) == len(set(found[1])) == 3 for found in asked)
-    assert {row for found in asked if found for row in found[1]} == set(range(1, many, 2))
+@pytest.mark.parametrize(("microbatches", "asked"), [(1, 3), (4, 10), (SHARE, 20), (100, 20)])
+def test_over_the_steps_every_row_is_asked_and_in_each_a_sixteenth_of_the_step(microbatches: int, asked: int) -> None:
+    versions = rows(*[[1 if i % 2 else 0] for i in range(40)])
+    found = [rows_to_ask(versions, {1: NOBODY}, step, microbatches=microbatches) for step in range(60)]
+    assert all(f is not None and len(f[1]) == len(set(f[1])) == asked for f in found)
+    assert {row for f in found if f for row in f[1]} == set(range(1, 40, 2))
+
+
+def test_one_microbatch_of_each_step_is_asked_and_each_in_its_turn() -> None:
+    for step in range(8):
+        ids = [f"{step}.{n}" for n in (2, 0, 3, 1)]
+        assert [i for i in ids if is_asked(i, ids, step)] == [f"{step}.{step % 4}"]

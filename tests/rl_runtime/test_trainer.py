@@ -91,7 +91,7 @@ def test_step_of_another_size_is_refused(trainer: Spied) -> None:
 def test_keeps_what_it_computed_and_adds_to_it(trainer: Spied) -> None:
     counted: list[str] = []
     of = trainer._gradients.of
-    trainer._gradients.of = lambda state, m: (counted.append(m.microbatch_id), of(state, m))[1]  # type: ignore[method-assign]
+    trainer._gradients.of = lambda state, m, **rest: (counted.append(m.microbatch_id), of(state, m, **rest))[1]  # type: ignore[method-assign]
     microbatches = make_microbatches(JOB, 0)
     with pytest.raises(VoteRefused, match="missing"):
         take_step(trainer, 0, microbatches[:2])

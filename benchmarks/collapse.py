@@ -28,7 +28,7 @@ from rolecall.detector.course import SIGNS, STEPS_KEPT, Point
 KEPT = common.ROOT / "tests" / "detector" / "courses.json"
 SIGN_KINDS = ("reward_fell", "reward_dived", "entropy_collapsed", "policy_diverged", "engines_disagree")
 UPPER_95 = 3.0
-"""Of none seen in N: the 95 % bound on the rate is 3 / N."""
+"""Of none seen in N: the 95 % bound on the rate is 3 / N, if they come independently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +126,21 @@ def _spoiled(found: Sequence[Judged]) -> list[str]:
 def _healthy(found: Sequence[Judged]) -> list[str]:
     lines = ["## Healthy", "", "| course | n | steps | false alarms |", "|---|---|---|---|"]
     kinds: dict[str, list[Judged]] = defaultdict(list)
-    for j in found:
+    lawful = [j for j in found if j.lawful_rows]
+    for j in lawful:
         kinds["before a spoiled step" if j.spec.spoiled else j.spec.kind].append(j)
     for name, of_kind in kinds.items():
         rows, false = sum(j.lawful_rows for j in of_kind), sum(j.false_alarms for j in of_kind)
         lines.append(f"| {name} | {len(of_kind)} | {rows} | {false} |")
-    rows, false = sum(j.lawful_rows for j in found), sum(j.false_alarms for j in found)
-    bound = f"; with 95 % confidence below {1000 * UPPER_95 / rows:.2f}" if not false else ""
-    lines += ["", f"{false} false alarms in {rows} steps: {1000 * false / rows:.2f} per 1,000 steps{bound}."]
+    rows, false = sum(j.lawful_rows for j in lawful), sum(j.false_alarms for j in lawful)
+    lines += ["", f"{false} false alarms in {rows} steps: {1000 * false / rows:.2f} per 1,000 steps."]
+    if not false:
+        courses = min(1.0, UPPER_95 / len(lawful))
+        lines.append(
+            f"With 95 % confidence below {1000 * UPPER_95 / rows:.2f} if each step were a trial of its own; but the steps of a "
+            f"course are alike, and the {len(lawful)} courses as trials only say that at most {courses:.0%} of courses have one."
+        )
+    lines.append("The thresholds were chosen with such courses at hand: another job may show more.")
     told = [j for j in found if j.false_alarms]
     return [*lines, *(f"Told: {j.spec.kind}, seed {j.spec.seed}, {j.alarms}." for j in told)]
 

@@ -100,7 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=(CURVES, SMALLER, PARTS, RACE, "report"))
     parser.add_argument("--steps", type=int, default=100, help="of each run but the race's")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of each run: the race's time, else a limit")
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, help="of each run: the race's time, else a limit of CPU"
+    )
     parser.add_argument("--exam-every", type=int, default=10, help="steps between examinations of the race")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(learning_runs.SEEDS))
     parser.add_argument("--minutes", type=float, default=60.0, help="after which no further run begins")
@@ -121,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = learning_report.report(records)
     print("\n".join(lines))
     if not args.no_file:
-        path = common.write("learning", [*lines, f"![Curves of learning]({learning_report.picture_name()})"])
+        drawn = ("Lines are medians over seeds, bands their quartiles and, paler, extremes.", "")
+        path = common.write("learning", [*lines, *drawn, f"![Curves of learning]({learning_report.picture_name()})"])
         path.with_name(learning_report.picture_name()).write_text(bands(learning_report.panels(records)))
     return 0
 

@@ -43,6 +43,8 @@ STEPS_SHOWN = (20, 40, 60, 80, 100)
 RACE_GOALS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 GRID = 120
 """Points of a curve in the picture."""
+EXPLAINED_MIN = 0.5
+"""A fit that explains less tells no costs; nor does one in which something costs less than nothing."""
 
 
 def spread(values: Sequence[float], digits: int = 2) -> str:
@@ -54,8 +56,16 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{middle:,.{d}f} ({low:,.{d}f} to {high:,.{d}f}; {min(values):,.{d}f} to {max(values):,.{d}f})"
 
 
+def spread_of(values: Sequence[float | None], digits: int = 2) -> str:
+    """The same of those that there are, and how many where some are missing."""
+    there = known(values)
+    some = f", {len(there)} of {len(values)}" if len(there) < len(values) else ""
+    return spread(there, digits) + some
+
+
 def until(values: Sequence[float | None], digits: int = 0) -> str:
-    """`median (extremes; how many)` of what was spent until a goal; None: it was not reached."""
+    """`median (extremes; how many)` of what was spent until a goal; None: it was not reached. Of an even number the later
+    one of the middle, for there is no mean with what was not reached."""
     if not values:
         return "-"
     ordered = sorted(math.inf if v is None else v for v in values)
@@ -94,14 +104,14 @@ ORDER = {
 
 
 def curves(named: dict[str, list[Record]]) -> list[str]:
-    (job,) = {str(r["run"]["job"].get("task", "default job")) for rs in named.values() for r in rs}
-    lines = [f"## Four algorithms on `digit_parity` ({job.strip('{}')}), from random weights", ""]
+    (job,) = {_task_and_model(r) for rs in named.values() for r in rs}
+    lines = [f"## Four algorithms on `digit_parity` ({job}), from random weights", "", *_cuts(named.get("tppo", []))]
     shown = [s for s in STEPS_SHOWN if any(len(r["columns"]["reward"]) >= s for rs in named.values() for r in rs)]
     lines += ["Reward by step:", ""]
     lines += table(
         ("algorithm", "n", *(f"step {s}" for s in shown)),
         [
-            (name, str(len(rs)), *(spread(known(reward_at(r, "step", s) for r in rs)) for s in shown))
+            (name, str(len(rs)), *(spread_of([reward_at(r, "step", s) for r in rs]) for s in shown))
             for name, rs in named.items()
         ],
     )
@@ -133,8 +143,29 @@ def curves(named: dict[str, list[Record]]) -> list[str]:
     return lines + at_the_end(named)
 
 
+def _task_and_model(record: Record) -> str:
+    """What its job says of them."""
+    job = record["run"]["job"]
+    return "; ".join(_plain(job[section]) for section in ("task", "model") if section in job) or "default job"
+
+
+def _cuts(tppo: Sequence[Record]) -> list[str]:
+    """Whether T-PPO cuts any answer there."""
+    window = tppo[0]["algorithm"].get("window_tokens") if tppo else None
+    if window is None:
+        return []
+    longest = parse_job(tppo[0]["run"]["job"]).task.max_new_tokens
+    told = f"T-PPO's windows have {window} tokens, the longest answer {longest}"
+    if window >= longest:
+        told += ": nothing is cut, and what sets it apart from PPO here is its lambda and a prompt for each answer"
+    return [f"{told}.", ""]
+
+
 def at_the_end(named: dict[str, list[Record]]) -> list[str]:
-    lines = [f"At the end, examined on {EXAM_PROMPTS} prompts that no step had, one answer each, sampled:", ""]
+    lines = [
+        f"At the end, examined on {EXAM_PROMPTS} prompts of numbers that no step had, one answer each, sampled:",
+        "",
+    ]
     lines += table(
         ("", "reward", "exact", "tokens generated", "how the runs ended"),
         [
@@ -177,8 +208,8 @@ def parts(named: dict[str, list[Record]]) -> list[str]:
     budget = min((total(r, "tokens")[-1] for rs in named.values() for r in rs if r["ended"] == "steps"), default=0.0)
     lines += [
         (
-            "What it took, over the whole run; `at equal tokens`: reward when as many tokens were generated as the run with "
-            f"the fewest generated in all ({budget:,.0f}):"
+            "What it took, over the whole run; `at equal tokens`: reward when as many tokens were generated as by that one "
+            f"of the runs with all their steps which generated the fewest ({budget:,.0f}):"
         ),
         "",
     ]
@@ -193,7 +224,7 @@ def parts(named: dict[str, list[Record]]) -> list[str]:
                     for c in ("clipped_high", "clipped_low")
                 ),
                 until([spent_until(r, 0.8, "step") for r in rs]),
-                spread(known(reward_at(r, "tokens", budget) for r in rs)),
+                spread_of([reward_at(r, "tokens", budget) for r in rs]),
             )
             for name, rs in named.items()
         ],
@@ -212,7 +243,10 @@ def steps_between(named: dict[str, list[Record]]) -> list[str]:
         better = f"{sum(c > 0 for c in changes)} of {len(changes)}"
         rows.append((after, spread(changes, 3), better, spread(exams, 3)))
     return [
-        "Change of the reward by each part, seed by seed (n is small: where the quartiles hold 0, nothing is shown):",
+        (
+            "Change of the reward by each part, seed by seed. n is small: where the quartiles hold 0, nothing is shown, and "
+            "all five in one direction come by chance once in 16, of each part:"
+        ),
         "",
         *table(("", "reward of the last steps", "better in", "reward of the examination"), rows),
     ]
@@ -225,7 +259,8 @@ def race(named: dict[str, list[Record]]) -> list[str]:
         (
             f"`long_addition` of {RACE_DIGITS} places, {seconds:.0f} s of generating and training each, engine in the same process, one thread. The two "
             "have the same settings but for the window: groups are of one sample with PPO too, and a step has as many of "
-            "its whole answers as of T-PPO's windows. The two of a seed ran at the same time, on a core each."
+            "its whole answers as of T-PPO's windows. The settings are T-PPO's defaults, not PPO's (lambda 1 among them). The "
+            "two of a seed ran at the same time, on a core each."
         ),
         "",
     ]
@@ -248,6 +283,11 @@ def race(named: dict[str, list[Record]]) -> list[str]:
         ("generated tokens a second of generation", generation_rate, 0),
         ("generated tokens a second", lambda r: total(r, "tokens")[-1] / total(r, "seconds")[-1], 0),
         ("answers that ended a step", a_step("over"), 0),
+        (
+            "seconds between examinations",
+            lambda r: r["run"]["exam_every"] * total(r, "seconds")[-1] / len(r["columns"]["reward"]),
+            1,
+        ),
     )
     lines += table(
         ("", *named), [(what, *(spread([f(r) for r in rs], d) for rs in named.values())) for what, f, d in whats]
@@ -255,8 +295,11 @@ def race(named: dict[str, list[Record]]) -> list[str]:
     lines += [cost_of_a_step([r for rs in named.values() for r in rs]), ""]
     lines += [
         (
-            f"Seconds until a reward, in an examination of {EXAM_PROMPTS} whole answers to held-out prompts every "
-            f"{named[next(iter(named))][0]['run']['exam_every']} steps (its time not counted):"
+            f"Seconds until the first examination that shows a reward: {EXAM_PROMPTS} whole answers to prompts of other "
+            f"numbers, every {named[next(iter(named))][0]['run']['exam_every']} steps, its time not counted (median, extremes, "
+            "how many reached it). Both are asked every so many steps and not seconds: the seconds between examinations are "
+            "how late a time may be, and whoever is asked more often is lucky more often (the standard error of one "
+            "examination is at most 0.03):"
         ),
         "",
     ]
@@ -280,6 +323,11 @@ def cost_of_a_step(records: Sequence[Record]) -> str:
     causes = np.stack([steps, tokens, context, np.ones_like(steps)], axis=1)
     (step, token, read, rest), *_ = np.linalg.lstsq(causes, took, rcond=None)
     explained = 1 - float(np.var(took - causes @ np.array([step, token, read, rest])) / np.var(took))
+    if explained < EXPLAINED_MIN or min(step, token, read, rest) < 0:
+        return (
+            f"What an engine step costs however few rows it has, and what a token more, cannot be told apart here: a fit over "
+            f"all {len(took):,} steps explains {explained:.2f} of the variance."
+        )
     return (
         f"Fitted over all {len(took):,} steps (explains {explained:.2f} of the variance): an engine step costs "
         f"{1e3 * step:.1f} ms however few rows it has, a generated token {1e6 * token:.0f} us more, a token of a prompt or "
@@ -294,9 +342,9 @@ def paired(by_seed: dict[str, dict[int, float | None]]) -> tuple[str, str]:
     ones, others = by_seed.values()
     both = [(ones[s], others[s]) for s in sorted(ones.keys() & others.keys())]
     times = [(math.inf if a is None else a, math.inf if b is None else b) for a, b in both]
-    ratios = [a / b for a, b in times if math.isfinite(a) and math.isfinite(b)]
+    ratios = [a / b if math.isfinite(a) and math.isfinite(b) else None for a, b in times]
     reached_by_any = [(a, b) for a, b in times if math.isfinite(min(a, b))]
-    return spread(ratios), f"{sum(b < a for a, b in reached_by_any)} of {len(reached_by_any)}"
+    return spread_of(ratios), f"{sum(b < a for a, b in reached_by_any)} of {len(reached_by_any)}"
 
 
 READING = (
@@ -305,9 +353,12 @@ READING = (
     "- The model has under a million parameters and starts from random weights, the tasks are made up, the answers short.",
     "  What helps a pretrained model of billions may do nothing here, and the other way round. Nothing here confirms or",
     "  refutes a paper's number.",
-    "- Settings are the defaults, found by a few trials on seeds from 100 on, not the best that there are. DAPO keeps its",
-    "  paper's narrow clip range, GRPO and PPO have a wider one: what is clipped stands in the tables.",
+    "- Settings are the defaults but where a part says otherwise: found by a few trials on seeds from 100 on, not the best",
+    "  that there are. Which algorithm comes first is true of these settings and not of the methods. DAPO keeps its paper's",
+    "  narrow clip range, GRPO, PPO and T-PPO have a wider one: what is clipped stands in the tables.",
     "- Five seeds show large differences only, fewer show none to rely on.",
+    "- Examinations ask prompts of numbers that no step had. Of `long_addition`'s short prompts there are so few that most",
+    "  were trained on all the same: there an examination shows what was learned, and hardly how it generalises.",
     "",
 )
 RACE_READING = (
@@ -323,7 +374,7 @@ def report(records: Sequence[Record]) -> list[str]:
     seeds = sorted({r["run"]["seed"] for r in records})
     lines = common.header(
         "Learning curves",
-        f"defaults of each algorithm; samples {STALENESS} versions old; settings of each line at the end",
+        f"defaults of each algorithm but where a part says otherwise; samples {STALENESS} versions old; settings at the end",
         ", ".join(map(str, seeds)),
         ", ".join(sorted({f"{r['commit']} ({r['run']['part']})" for r in records})),
     )
@@ -334,7 +385,10 @@ def report(records: Sequence[Record]) -> list[str]:
             f"- {len(records)} runs, two at a time on a thread each; load average at their beginnings and ends: "
             f"{statistics.median(loads):.1f} (largest {max(loads):.1f})"
         ),
-        f"- numbers are medians over seeds (quartiles; extremes); rewards are means over {SMOOTH_STEPS} steps",
+        (
+            "- numbers are medians over seeds (quartiles; extremes), of fewer runs where the cell says so; rewards are means "
+            f"over {SMOOTH_STEPS} steps, of all answers that ended in them"
+        ),
     ]
     for part, tell in made:
         named = by_name(records, part)
@@ -375,12 +429,10 @@ def band(label: str, records: Sequence[Record], column: str) -> Band:
 
 
 def exam_band(label: str, records: Sequence[Record]) -> Band:
-    right = min(r["exams"][-1][1] for r in records)
-    xs = [right * i / (GRID - 1) for i in range(GRID)]
-    rows = [
-        [next((e[2] for e in reversed(r["exams"]) if e[1] <= x), 0.0) for r in records] for x in xs
-    ]  # before the first examination nothing is known: 0, as from random weights
-    return _band(label, xs, rows)
+    """From where each run was examined once: before, nothing is known."""
+    first, right = max(r["exams"][0][1] for r in records), min(r["exams"][-1][1] for r in records)
+    xs = [first + (right - first) * i / (GRID - 1) for i in range(GRID)] if right > first else [first]
+    return _band(label, xs, [[next(e[2] for e in reversed(r["exams"]) if e[1] <= x) for r in records] for x in xs])
 
 
 def _band(label: str, xs: Sequence[float], rows: Sequence[Sequence[float]]) -> Band:

@@ -33,7 +33,7 @@ from rolecall.rl_runtime.trainer import TrainerReplica
 TRAINER = replica_id("trainer", 0)
 LEDGER = ChainHead(position=0, hash=GENESIS)
 HELD_OUT = 10**9
-"""Prompts from this number on are for examinations: no run ever comes to them."""
+"""Numbers of prompts for examinations: no run ever comes so far. Short prompts may be the same all the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +269,7 @@ class Point:
 
 
 def examine(writer: Writer, task: Task, *, num_prompts: int) -> tuple[float, float]:
-    """(mean reward, share of exact answers) of whole answers to prompts that no step ever had."""
+    """(mean reward, share of exact answers) of whole answers to prompts of numbers that no step ever had."""
     prompts = [task.prompt(HELD_OUT + n).tokens for n in range(num_prompts)]
     written = writer.write([Line(prompt=p) for p in prompts], [task.max_new_tokens] * num_prompts)
     rewards = [task.reward(line.prompt, line.tokens) for line in written]

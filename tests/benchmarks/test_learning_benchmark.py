@@ -161,6 +161,44 @@ def test_the_report_says_all_parts_and_what_is_missing() -> None:
     assert "nan" not in text
 
 
+def test_a_cell_says_of_how_many_runs_it_is_where_some_have_no_such_value() -> None:
+    assert learning_report.spread_of([1.0, None, 1.0]) == "1.00 (1.00 to 1.00; 1.00 to 1.00), 2 of 3"
+    assert learning_report.spread_of([1.0]) == "1.00 (1.00 to 1.00; 1.00 to 1.00)"
+    assert learning_report.spread_of([None]) == "-, 0 of 1"
+
+
+@pytest.mark.parametrize(("window", "said"), [(6, "nothing is cut"), (4, "4 tokens, the longest answer 6.")])
+def test_the_report_says_whether_tppo_cut_anything(window: int, said: str) -> None:
+    made = record(run("tppo"), [0.5] * 20)  # TINY: two digits, the end token, and three too many
+    text = "\n".join(learning_report.report([{**made, "algorithm": {"name": "tppo", "window_tokens": window}}]))
+    assert said in text
+    assert ("nothing is cut" in text) == (window == 6)
+
+
+def test_a_curve_of_examinations_begins_with_the_first_one() -> None:
+    rewards: list[float | None] = [0.4, 0.6, 0.8]
+    early, late = (record(run("ppo", s, RACE), rewards[s:]) for s in (0, 1))
+    late["exams"] = [[n, x + 3.0, *rest] for n, x, *rest in late["exams"]]
+    drawn = learning_report.exam_band("ppo", [early, late])
+    assert (drawn.xs[0], drawn.xs[-1]) == (6.0, 9.0) and min(drawn.wide[0]) == 0.6
+    alone = learning_report.exam_band("ppo", [record(run("ppo", 0, RACE), [0.4])])
+    assert list(alone.xs) == [3.0] and list(alone.middle) == [0.4]
+
+
+def test_costs_are_told_by_a_fit_that_explains_them_and_by_no_other() -> None:
+    n = 300
+    forwards, tokens = [float(i % 7 + 1) for i in range(n)], [float(i % 11 + 5) for i in range(n)]
+    context = [float(i % 13) for i in range(n)]
+    exact = [0.002 * f + 5e-5 * t + 1e-5 * c + 0.05 for f, t, c in zip(forwards, tokens, context, strict=True)]
+    causes: dict[str, Any] = {"forwards": forwards, "tokens": tokens, "context": context}
+    told = learning_report.cost_of_a_step([record(run(), [0.5] * n, write_seconds=exact, **causes)])
+    assert "an engine step costs 2.0 ms" in told and "a generated token 50 us more" in told
+    odd = [0.3 if i % 17 == 0 else 0.1 for i in range(n)]
+    for seconds in (odd, [s - 0.004 * f for s, f in zip(exact, forwards, strict=True)]):
+        told = learning_report.cost_of_a_step([record(run(), [0.5] * n, write_seconds=seconds, **causes)])
+        assert "cannot be told apart" in told and "ms" not in told
+
+
 def test_each_parts_change_is_counted_seed_by_seed() -> None:
     before = [record(run("GRPO", s, PARTS), [0.5] * 10) for s in range(3)]
     after = [record(run("+ clip-higher", s, PARTS), [0.4 + 0.1 * s] * 10) for s in range(3)]

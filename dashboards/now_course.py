@@ -22,8 +22,9 @@ from rolecall.injections import Fault
 from rolecall.lanes import Key, Life
 from rolecall.timeline import Joined, tell
 
-BUCKETS_MAX = 400
-"""Points of a curve: more than a chart has pixels for. With more steps, two points become one, and so on."""
+BUCKETS_MAX = 200
+"""Points of a curve, and no more than a chart draws (`charts.POINTS_MAX`): none is left out, the highest least of all. With
+more steps, two points become one, and so on."""
 WINDOW_STEPS = 5_000
 """Commits and interruptions that are kept, to see which of them an incident held up."""
 INCIDENT_EVENTS_MAX = 300

@@ -287,8 +287,8 @@ because a fault is found after it began: `delta(rolecall_run_effective_seconds[1
 is the ETTR of an hour. A job that rolecall did not start has no metrics of the run but `rolecall_run_info`.
 
 Signs of the policy's health (entropy, clipped shares, importance ratios, KL, lengths) are of the newest step: trainers tell
-them as `rolecall_train_*`, the journal's lines as `rolecall_run_*`. They are means over all tokens or answers of the step, on
-however many replicas it was trained. What a step had none of is absent, and never 0.
+them as `rolecall_train_*`, the journal's lines as `rolecall_run_*`. They are means (`_max`: the largest) over all tokens or
+answers of the step, on however many replicas it was trained. What a step had none of is absent, and never 0.
 """
 
 

@@ -31,8 +31,8 @@ SIGNS = (
         metric="entropy_nats",
         unit="nats",
         help="Mean entropy of the policy over the trained tokens",
-        normal="Falls slowly while the policy learns. A fall to nearly 0 means that it says one thing only, and can learn "
-        "no more; a rise without end means that it babbles.",
+        normal="Falls slowly while the policy learns, to nearly 0 where it has learned the task. Nearly 0 while the reward is "
+        "low means that it says one thing only, and can learn no more; a rise without end means that it babbles.",
     ),
     Sign(
         name="clip_fraction_low",
@@ -80,7 +80,7 @@ SIGNS = (
         name="kl_reference",
         metric="kl_reference_nats",
         unit="nats",
-        help="KL to the reference policy, a token; 0 without one",
+        help="KL to the reference policy, a token; absent without one",
         normal="Grows slowly, where there is a reference.",
     ),
     Sign(

@@ -83,6 +83,18 @@ def test_several_steps_as_one_point_keep_means_and_extremes() -> None:
     assert max(p.signs["log_ratio_max"] for p in points) == 9.0
 
 
+@pytest.mark.parametrize("highest", [76, 77])
+@pytest.mark.parametrize("num_steps", [78, 199, 200, 201, 399, 400, 1_000])
+def test_the_highest_value_is_drawn_however_long_the_run(num_steps: int, highest: int) -> None:
+    curve = Curve()
+    for step in range(num_steps):
+        curve.add(bucket(step, log_ratio_max=9.0 if step == highest else 0.001))
+    ((_, lines),) = drawn(curve.points())
+    (shown,) = lines.values()
+    assert len(shown) == len(curve.points()), "a point that is left out may be the one that matters"
+    assert max(p["value"] for p in shown) == 9.0
+
+
 LINES = {name: [{"step": float(n), "value": n / 100} for n in range(40)] for name in ("mean", "longest")}
 
 

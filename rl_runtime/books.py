@@ -155,9 +155,10 @@ class Books:
         """(group, number of tokens) of a step. Returns the head that goes into the commit record.
 
         `taken`: of these, those that fill the batch although they teach nothing. `filtered`: others, not needed for it.
+        Who stands accepted already has his line: what he had taught was lost with his tokens, and those made again do not.
         """
         lines = [_filtered(step, j) for j in filtered]
-        lines += [_accepted(step, j, reason=f"{TAKEN}{j[2]}") for j in taken]
+        lines += [_accepted(step, j, reason=f"{TAKEN}{j[2]}") for j in taken if j[0] not in self.sampler.accepted]
         lines += [LedgerLine(group_id=g, state=GroupState.ASSIGNED, step=step, num_tokens=n) for g, n in groups]
         return self._write(lines)
 

@@ -52,6 +52,7 @@ class Engine:
     behind_since: float | None = None  # seconds of the loop's clock; None: it has proven what it should hold
     silent: bool = False
     draining: bool = False
+    holds_unknown: bool = False  # it was greeted with requests of the controller before, and nobody asked yet which
     failures: int = 0
     tokens_seen: int = 0  # its own counter of tokens made, just after the last pull
     wake: asyncio.Event = field(default_factory=asyncio.Event)

@@ -79,6 +79,7 @@ class Generation:
         self._offered = asyncio.Event()  # a holder is free again, or a new one is there
         self._greeting: dict[EngineKey, asyncio.Task[None]] = {}
         self._unmet: Counter[EngineKey] = Counter()  # failed greetings of those that are not engines yet
+        self._took_over = False  # who serves was asked what it holds for the controller before
         self.engines: dict[EngineKey, Engine] = {}
         self.target: Target | None = None
 
@@ -123,7 +124,7 @@ class Generation:
         self._unmet.pop(key, None)
         if key in self.engines:
             return
-        engine = Engine(port=port, record=record, holder=info.holder)
+        engine = Engine(port=port, record=record, holder=info.holder, holds_unknown=info.num_requests > 0)
         if record.state is ReplicaState.SERVING and info.policy_version >= 0:
             # A controller before this one admitted it; the next update proves it anew.
             engine.version, engine.serving = info.policy_version, True
@@ -153,6 +154,7 @@ class Generation:
             try:
                 held = await engine.port.list_requests()
                 check_chunks((chunk for _, chunk in held), self._vocab_size)
+                engine.holds_unknown = False
                 return held
             except BadTokens as e:
                 self.contain(engine.key, str(e))
@@ -163,6 +165,7 @@ class Generation:
 
         serving = [e for e in self.engines.values() if e.serving]
         answers = await asyncio.gather(*(ask(e) for e in serving))
+        self._took_over = True
         return {e.key: answer for e, answer in zip(serving, answers, strict=True)}
 
     # --- placing work -------------------------------------------------------------------------------------------
@@ -298,8 +301,20 @@ class Generation:
         (task,) = done
         task.result()
 
+    async def _forget_unknown(self, engine: Engine) -> None:
+        """What it made for the controller before, and nobody took over: it did not answer then, or did not serve.
+
+        Given such a request again it would go on from its own tokens: behind another prefix than the one that it is
+        given, or of a policy that never was.
+        """
+        held = await engine.port.list_requests()
+        self._table.forget_stray(engine.key, [request.request_id for request, _ in held])
+        engine.holds_unknown = False
+
     async def _turn(self, engine: Engine) -> None:
         key, port = engine.key, engine.port
+        if engine.holds_unknown and self._took_over:
+            await self._forget_unknown(engine)
         pulled = await port.tokens_since(self._table.offsets(key))
         engine.tokens_seen = self._tokens_generated(engine.record) or engine.tokens_seen
         if (pulled.replica, pulled.incarnation) != key:
@@ -318,7 +333,7 @@ class Generation:
             except RolecallError:
                 self._table.forget_stray(key, forget)
                 raise
-        fresh = self._table.unsent(key) if engine.serving else []
+        fresh = self._table.unsent(key) if engine.serving and not engine.holds_unknown else []
         if fresh:
             await port.submit(fresh)
             self._table.mark_sent(key, [r.request_id for r in fresh])

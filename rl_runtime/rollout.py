@@ -179,6 +179,8 @@ class RolloutReplica:
 
     def _add(self, engine: Engine, requests: Sequence[Request]) -> None:
         for r in requests:
+            if not self._book.begin(r):
+                continue  # forgotten before its turn came
             seed = _seed_behind(r.seed, len(r.prefix_tokens))
             tokens = (*r.prompt_tokens, *r.prefix_tokens)
             try:

@@ -182,13 +182,13 @@ class Scoring:
             else:
                 await asyncio.sleep(RETRY_SECONDS)
         else:
-            for group_id, rewards in zip(ids, answer, strict=True):
-                group = self._table.groups.get(group_id)
-                # Closed or cut back to an older policy meanwhile: the answer is for a group that is no more.
-                if group is not None and group.phase is GroupPhase.FINISHED:
-                    self._table.score(group_id, rewards)
-                self._failed_at.pop(group_id, None)
-                self._losses.pop(group_id, None)
+            for sent, rewards in zip(groups, answer, strict=True):
+                group = self._table.groups.get(sent.group_id)
+                # Closed, or cut back to an older policy and made anew meanwhile: the answer is for tokens that are no more.
+                if group is not None and group.phase is GroupPhase.FINISHED and _has_tokens_of(group, sent):
+                    self._table.score(sent.group_id, rewards)
+                self._failed_at.pop(sent.group_id, None)
+                self._losses.pop(sent.group_id, None)
             self._on_scored()
         finally:
             self._under_way.difference_update(ids)
@@ -212,3 +212,7 @@ class Scoring:
         self._losses.pop(group_id, None)
         if group_id in self._table.groups:
             self._give_up(group_id, reason)
+
+
+def _has_tokens_of(group: OpenGroup, sent: Group) -> bool:
+    return [tuple(t.tokens) for t in group.trajectories] == [s.tokens for s in sent.samples]

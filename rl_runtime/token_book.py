@@ -36,6 +36,7 @@ class _Held:
     logprobs: list[float]
     versions: list[int]
     finish_reason: str = ""
+    begun: bool = False  # the engine works on it: what a step makes is of this one, and of none of its name before
 
     def chunk(self, offset: int) -> TokenChunk:
         return TokenChunk(
@@ -110,8 +111,18 @@ class TokenBook:
             held.finish_reason = "length"
         return held
 
+    def begin(self, request: Request) -> bool:
+        """The engine's next step works on it. False where this very request is held no more."""
+        with self._lock:
+            held = self._held.get(request.request_id)
+            if held is None or held.request is not request:
+                return False
+            held.begun = True
+            return True
+
     def record(self, made: Iterable[NewTokens], version: int) -> int:
-        """Writes what one engine step made under `version`; of requests forgotten meanwhile nothing.
+        """Writes what one engine step made under `version`; of requests forgotten meanwhile nothing, also where they
+        were given again, behind other tokens perhaps, before the step was over.
 
         Returns:
             How many tokens were made, forgotten requests included.
@@ -121,7 +132,7 @@ class TokenBook:
             for new in made:
                 num_made += len(new.tokens)
                 held = self._held.get(new.request_id)
-                if held is None:
+                if held is None or not held.begun:
                     continue
                 held.tokens.extend(new.tokens)
                 held.logprobs.extend(new.logprobs)

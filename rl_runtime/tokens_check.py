@@ -13,6 +13,9 @@ from rolecall.rl_runtime.protocol import TokenChunk
 
 LOGPROB_MAX: Final = 1e-3
 """A probability is at most 1, up to the rounding of an engine's arithmetic."""
+ENDS: Final = ("", "stop", "length")
+"""Of an answer. An engine's library has others (abort, error): taken for the model's own end, they would make a failure of
+infrastructure a wrong answer (design law 7)."""
 
 
 class BadTokens(RolecallError):
@@ -24,7 +27,8 @@ class BadTokens(RolecallError):
 def check_chunks(chunks: Iterable[TokenChunk], vocab_size: int | None = None) -> None:
     """
     Raises:
-        BadTokens: naming the first token that is not one of the model's, or is not as probable as a token can be.
+        BadTokens: naming the first token that is not one of the model's, or is not as probable as a token can be; or an
+            end that is none of an answer.
     """
     for chunk in chunks:
         reason = _unfit(chunk, vocab_size)
@@ -41,4 +45,6 @@ def _unfit(chunk: TokenChunk, vocab_size: int | None) -> str:
             return f"token {place} has a log-probability of {logprob}"
         if token < 0 or (vocab_size is not None and token >= vocab_size):
             return f"token {place} is {token}, and the vocabulary has {vocab_size}"
+    if chunk.finish_reason not in ENDS:
+        return f"its end is {chunk.finish_reason[:40]!r}, which is no end of an answer"
     return ""

@@ -242,6 +242,11 @@ class TrajectoryTable:
             self._let_go(t)
             self.groups[t.request.group_id].waits = False
             finished += self.take(engine, [chunk], proven_version)
+            if not t.finished and any(v > proven_version for v in chunk.versions):
+                # Perhaps of a policy that never was: the run went back, and the controller died before it could tell the
+                # engine. One day that version is proven, and is another one. It goes on from what is proven now.
+                t.sent = False
+                self._forget[engine].append(request.request_id)
         return finished
 
     def _inherit(self, engine: EngineKey, request: Request, chunk: TokenChunk, proven_version: int) -> bool:

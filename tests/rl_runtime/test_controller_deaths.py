@@ -18,7 +18,7 @@ from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.books import Books
 from rolecall.rl_runtime.open_group import GroupPhase
 from rolecall.rl_runtime.testing import request_seed_of
-from rolecall.rl_runtime.testing_roles import expected_tokens
+from rolecall.rl_runtime.testing_roles import FakeRollout, Held, expected_tokens
 from tests.rl_runtime.loop import CONTROLLER, World, small_job
 
 SHORT = {"num_steps": 4, "checkpoint__every_steps": 2}
@@ -93,6 +93,36 @@ def test_tokens_of_open_requests_are_recovered_from_the_engines(tmp_path: Path) 
         assert made <= len(whole), f"{request_id}: {made} tokens were generated, {len(whole)} are needed"
     (taken_over,) = [b for b in w.events(EventKind.REQUESTS_MOVED) if b["from"] == CONTROLLER]
     assert taken_over["num_requests"] >= streaming[0] and taken_over["tokens_kept"] >= streaming[0]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_engines_forget_what_is_of_a_policy_that_never_was_although_the_controller_died_before_it_told_them(
+    tmp_path: Path, seed: int
+) -> None:
+    never: list[Held] = []
+    kept: list[Held] = []
+
+    def held(w: World) -> list[Held]:
+        return [h for p in w.fleet.processes.values() if isinstance(p.body, FakeRollout) for h in p.body.held.values()]
+
+    async def script(w: World) -> None:
+        while not (w.controllers and w.controllers[-1].supply.step >= 8):
+            await asyncio.sleep(0.01)
+        w.fleet.kill("trainer/0")
+        w.fleet.kill("trainer/1")
+        while w.controllers[-1].supply.step >= 8:
+            await asyncio.sleep(0.001)
+        w.mortalities[-1].dies_at = 0
+        never.extend(h for h in held(w) if max(h.versions, default=0) > w.controllers[-1].supply.step)
+        while len(w.controllers) < 2 or not w.controllers[-1].supply.flowing:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.5)
+        kept.extend(h for h in held(w) if any(h is one for one in never))
+
+    w = World(job=small_job(num_steps=30), path=tmp_path, seed=seed, script=script).run()
+    w.check()
+    assert len(w.controllers) == 2 and never, "no engine held any such token"
+    assert not kept, [h.request.request_id for h in kept]
 
 
 def test_an_older_controller_writes_nothing_once_a_newer_one_is_wanted(tmp_path: Path) -> None:

@@ -64,6 +64,17 @@ def test_a_request_told_twice_runs_once(rig: Rig) -> None:
     assert len(rig.finished("g.0").tokens) == 5 and rig.replica.info().tokens_generated == 5
 
 
+def test_what_a_step_still_makes_of_a_forgotten_request_is_not_taken_for_the_same_one_given_again(rig: Rig) -> None:
+    rig.serve(0)
+    rig.in_flight(request(num=60))
+    rig.hang()
+    rig.replica.ack(1, ["g.0"])
+    rig.submit(request(num=60, prefix_tokens=(9,), prefix_logprobs=(-0.5,), prefix_versions=(0,)))
+    rig.go_on()
+    rig.scripted.hold.set()
+    assert rig.finished("g.0").tokens == (9, *(3 + n % 8 for n in range(1, 60)))
+
+
 def test_abort_stops_the_engine_on_it(rig: Rig) -> None:
     rig.serve(0)
     rig.in_flight(request(num=60))

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from rolecall.core.config_algorithm import AlgorithmConfig, AlgorithmName
 from rolecall.core.errors import SamplerMismatch
-from rolecall.core.ids import GroupId
+from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal import Journal
 from rolecall.core.ledger import FILTERED, GroupState, Ledger, LedgerLine
+from rolecall.rl_runtime.books import Books
 from rolecall.rl_runtime.sampler import (
     TAKEN,
     SamplerState,
@@ -191,4 +192,17 @@ def test_a_ledger_gives_what_the_fold_needs(tmp_path: Path) -> None:
     ledger.write([line(1, S.ACCEPTED, 0)])
     state = SamplerState.of(ledger.lines(), 0)
     assert state == SamplerState(0, cursor=2, accepted={GroupId(group_id(1))})
+    journal.close()
+
+
+def test_a_group_that_taught_something_before_its_tokens_were_lost_may_fill_a_batch(tmp_path: Path) -> None:
+    journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}")
+    books = Books(journal, Ledger(journal.store), ReplicaId("controller/0"), 1)
+    groups = [group_id(n) for n in range(2)]
+    books.issued(groups)
+    books.judged(0, [(groups[0], 3, V.TEACHES)], [])
+    # Made again they are all equal, and so are those of the other.
+    books.assigned(0, [(g, 3) for g in groups], taken=[(g, 3, V.ALL_EQUAL) for g in groups])
+    assert {state for state, _ in books.ledger.groups().values()} == {S.ASSIGNED}
+    assert books.sampler == SamplerState.of(books.ledger.lines(), 0)
     journal.close()

@@ -46,7 +46,8 @@ def test_too_many_requests_are_refused() -> None:
 
 def test_too_many_unacknowledged_tokens_are_refused() -> None:
     held = book(unacked_tokens_max=3)
-    held.take([request("a")])
+    (one,) = held.take([request("a")])
+    assert held.begin(one)
     held.record([NewTokens(request_id="a", tokens=(3, 4, 5, 6), logprobs=(0.0,) * 4, finish_reason="length")], 0)
     with pytest.raises(BookFull, match="4 tokens are not acknowledged"):
         held.take([request("b")])
@@ -64,3 +65,17 @@ def test_nothing_new_is_no_chunk() -> None:
     held = book()
     held.take([request("a")])
     assert held.since({"a": 0}) == ((), ())
+
+
+def test_a_request_that_was_forgotten_and_given_again_has_nothing_of_the_one_before() -> None:
+    held = book()
+    (before,) = held.take([request("a")])
+    assert held.begin(before)
+    held.forget(["a"])
+    (again,) = held.take([request("a", prefix_tokens=(9,), prefix_logprobs=(-0.5,), prefix_versions=(0,))])
+    assert not held.begin(before)
+    late = NewTokens(request_id="a", tokens=(3,), logprobs=(-1.0,), finish_reason="stop")
+    assert held.record([late], 0) == 1 and held.since({"a": 0})[0][0].tokens == (9,)
+    assert held.begin(again)
+    held.record([late], 0)
+    assert held.since({"a": 0})[0][0].tokens == (9, 3)

@@ -19,11 +19,13 @@ BAD = {
     "token 5 is -1, and": replace(GOOD, tokens=(-1, 15)),
     "2 tokens with 1 log-probabilities and 2 versions": replace(GOOD, logprobs=(-2.5,)),
     "1 tokens with 2 log-probabilities and 2 versions": replace(GOOD, tokens=(0,)),
+    "its end is 'abort', which is no end of an answer": replace(GOOD, finished=True, finish_reason="abort"),
 }
 
 
 def test_good_tokens_pass() -> None:
     check_chunks([GOOD, replace(GOOD, tokens=(), logprobs=(), versions=(), finished=True)], 16)
+    check_chunks([replace(GOOD, finished=True, finish_reason=reason) for reason in ("stop", "length")], 16)
     check_chunks([replace(GOOD, tokens=(0, 100_000))])
     check_chunks([replace(GOOD, logprobs=(-2.5, 1e-7))], 16)  # a probability of 1, rounded
 

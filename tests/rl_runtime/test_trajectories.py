@@ -119,6 +119,19 @@ def test_a_restarted_controller_takes_over_what_engines_hold_and_prefers_the_lon
     assert t.to_forget(A) == [f"{G}.0"] and t.to_forget(B) == [f"{G}.9"]
 
 
+def test_what_an_engine_holds_beyond_what_it_has_proven_is_given_anew_to_it() -> None:
+    t = table(1, engine=None)
+    held = TokenChunk(
+        request_id=f"{G}.0", offset=0, tokens=(5, 6, 7), logprobs=(-5.0, 0, 0), versions=(3, 9, 9), finished=True
+    )
+    assert t.adopt(A, [(request(0), held)], proven_version=4) == [] and tokens(t, 0) == [5]
+    assert t.to_forget(A) == [f"{G}.0"] and t.offsets(A) == {}
+    assert [r.prefix_tokens for r in t.unsent(A)] == [(5,)]
+    t.mark_sent(A, [f"{G}.0"])
+    t.take(A, [chunk(0, 1, [8], 4, finished=True)], 4)
+    assert tokens(t, 0) == [5, 8], "version 9 of the day it comes is another one"
+
+
 def test_going_back_cuts_tokens_of_policies_that_never_were() -> None:
     t = table()
     t.take(A, [chunk(0, 0, [5], 3), chunk(1, 0, [8], 3, finished=True)], 9)

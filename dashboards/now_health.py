@@ -34,7 +34,8 @@ PANELS = (
     Panel(
         title="entropy, nats a token",
         lines=(("entropy", "entropy"),),
-        normal="Falls slowly while the policy learns. Nearly 0 early on: it says one thing only, and can learn no more.",
+        normal="Falls slowly while the policy learns, to nearly 0 when it has. Nearly 0 while the reward is low: it says one "
+        "thing only, and can learn no more.",
     ),
     Panel(
         title="answers, tokens",
@@ -58,6 +59,11 @@ PANELS = (
         lines=(("clip_fraction_low", "from below"), ("clip_fraction_high", "from above")),
         normal="A few per cent, more in the first steps. Much more for long: the policy is far from who made its tokens.",
         figures=".1~%",
+    ),
+    Panel(
+        title="importance ratios",
+        lines=(("ratio_mean", "mean"), ("ratio_std", "spread")),
+        normal="Of the policy to the one that made each token. Mean close to 1; spread well below 1, more with staleness.",
     ),
     Panel(
         title="KL to the sampler, nats a token",

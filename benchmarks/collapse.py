@@ -26,7 +26,14 @@ from rolecall.detector.collapse_signs import signs
 from rolecall.detector.course import SIGNS, STEPS_KEPT, Point
 
 KEPT = common.ROOT / "tests" / "detector" / "courses.json"
-SIGN_KINDS = ("reward_fell", "reward_dived", "entropy_collapsed", "policy_diverged", "engines_disagree")
+SIGN_KINDS = (
+    "reward_fell",
+    "reward_dived",
+    "length_collapsed",
+    "entropy_collapsed",
+    "policy_diverged",
+    "engines_disagree",
+)
 UPPER_95 = 3.0
 """Of none seen in N: the 95 % bound on the rate is 3 / N, if they come independently."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.signs import LOG_RATIO_ALARM
 from rolecall.core.telemetry import Phase
 from rolecall.detector.collapse_signs import Sign, signs
 from rolecall.detector.course import Course, Point
@@ -134,8 +135,10 @@ def _engines_agree(points: Sequence[Point], since: int) -> str:
     if last < since:
         return (
             f"whether engines and trainers agree about tokens of the same version was last told at step {last} "
-            f"(they did, to {largest:.1g})"
+            f"(to {largest:.1g})"
         )
+    if largest > LOG_RATIO_ALARM:
+        return f"engines and trainers differ about tokens of the same version (by {largest:.1g}), not more than is usual here"
     return f"engines and trainers agree about tokens of the same version (to {largest:.1g})"
 
 

@@ -5,12 +5,13 @@ last `RECENT_STEPS` show is compared with that:
 
     fallen       reward lies clearly below the best stretch and stays there
     dived        it did lately, and came back while answers became of another kind: a reward that can be had for nothing
+    other        answers became three times as long or short, or lost their end, and the reward did not rise for it
     shut         entropy fell to almost 0 and the reward did not rise for it: one answer for everything
     diverged     the policy is far from the one that made its tokens
     disagreeing  trainer and engine differ about tokens of the very same weights: then weights or numerics are wrong
 
 Entropy may fall and reward may rise as far as they like, in step with each other: that is learning. A medians' window
-forgives single steps. Nothing is said before `LEVEL_STEPS + RECENT_STEPS` steps were seen.
+forgives single steps. Nothing is said before a level is known, and as many newer steps as a sign needs.
 """
 
 import math
@@ -21,6 +22,7 @@ from statistics import median
 from typing import Final
 
 from rolecall.core.diagnosis import Evidence
+from rolecall.core.signs import LOG_RATIO_ALARM
 from rolecall.detector.course import Point
 
 RECENT_STEPS: Final = 8
@@ -55,10 +57,6 @@ DIVERGED_NATS: Final = 0.2
 no four steps in a row, once their level was known."""
 DIVERGED_FACTOR: Final = 10.0
 DIVERGED_STEPS: Final = 4
-LOG_RATIO_ALARM: Final = 0.02
-"""The same weights in float32 give log-probabilities that agree to 1e-5, whoever computes them; one matrix with noise of
-0.3 of its deviation gives 0.02 in most steps, long before a reward shows it. Engines of another precision are further off
-always: they are measured by their habit."""
 LOG_RATIO_FACTOR: Final = 10.0
 LOG_RATIO_SEEN, LOG_RATIO_ABOVE = 4, 3
 """Of the last four steps that told one, three."""
@@ -91,7 +89,8 @@ class Sign:
 
 def signs(points: Sequence[Point]) -> list[Sign]:
     """All that can be said of the newest of these points, the gravest first."""
-    found = (disagreeing(points), fallen(points) or dived(points), shut(points), diverged(points))
+    reward = fallen(points) or dived(points)
+    found = (disagreeing(points), reward or other(points), shut(points), diverged(points))
     return [sign for sign in found if sign is not None]
 
 
@@ -192,6 +191,26 @@ def dived(points: Sequence[Point]) -> Sign | None:
     )
 
 
+def other(points: Sequence[Point]) -> Sign | None:
+    """Answers have another length than in the best stretch of a run that had learned, and nothing is earned by it.
+
+    Before anything was learned, lengths may go anywhere: an answer's end is often learned first.
+    """
+    reward = known(points, "reward")
+    best = best_stretch(reward[:-RECENT_STEPS])
+    if best is None:
+        return None
+    error = 1.2533 * best.noise * math.sqrt(1 / LEVEL_STEPS + 1 / RECENT_STEPS)  # of the difference of two medians
+    first, now = median(v for _, v in reward[:LEVEL_STEPS]), points[-RECENT_STEPS:]
+    earned = middle(now, "reward")
+    change = _of_other_length(best.level.points, now)
+    if not change or best.level.value - first <= best.clear or not earned - best.level.value <= RISE_NOISE * error:
+        return None
+    text = f"{change} as in {best.level.steps}, since step {now[0].step}, and the reward did not rise for it ({earned:.3g})"
+    values = {"reward": earned, "reward_before": best.level.value}
+    return Sign(kind="length_collapsed", since=now[0], text=text, values=values)
+
+
 def shut(points: Sequence[Point]) -> Sign | None:
     """Entropy went from open to shut, and the reward earned nothing by it."""
     entropy, reward = known(points, "entropy"), known(points, "reward")
@@ -277,14 +296,19 @@ def _since(series: Known, line: float) -> Point:
 
 
 def _of_another_kind(then: Sequence[Point], now: Sequence[Point]) -> str:
-    length, length_then = middle(now, "response_length"), middle(then, "response_length")
     entropy, entropy_then = middle(now, "entropy"), middle(then, "entropy")
-    if length * OTHER_FACTOR <= length_then or length >= OTHER_FACTOR * length_then:
-        return f"responses have {length:.3g} tokens, not {length_then:.3g}"
     if entropy >= OTHER_FACTOR * entropy_then and entropy - entropy_then >= ENTROPY_HIGH:
         return f"entropy is {entropy:.2g} nats a token, not {entropy_then:.2g}"
-    if middle(now, "truncated_fraction") >= CUT_OFF > 0.5 >= middle(then, "truncated_fraction"):
-        return f"{middle(now, 'truncated_fraction'):.0%} of the responses are cut off at the limit"
+    return _of_other_length(then, now)
+
+
+def _of_other_length(then: Sequence[Point], now: Sequence[Point]) -> str:
+    length, length_then = middle(now, "response_length"), middle(then, "response_length")
+    cut, cut_then = middle(now, "truncated_fraction"), middle(then, "truncated_fraction")
+    if length * OTHER_FACTOR <= length_then or length >= OTHER_FACTOR * length_then:
+        return f"responses have {length:.3g} tokens, not {length_then:.3g}"
+    if cut >= CUT_OFF > 0.5 >= cut_then:
+        return f"{cut:.0%} of the responses are cut off at the limit, not {cut_then:.0%}"
     return ""
 
 

@@ -3,7 +3,7 @@ of sharing the step out: microbatches are added in the order of their ids, whoev
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from rolecall.agent import reporter
@@ -35,7 +35,7 @@ class Tally:
             divisors=by,
             loss=sum(s.policy_loss for s in stats) / by.policy,
             reward=sums.reward / sums.ended if sums.ended else None,
-            health=health(sums),
+            health=_of_what_there_is(health(sums), algorithm),
             log_ratio_max=sums.log_ratio_max if sums.log_ratio_max >= 0 else None,
         )
 
@@ -54,3 +54,10 @@ class Tally:
             truncated_fraction=signs.truncated_fraction,
             log_ratio_max=self.log_ratio_max,
         )
+
+
+def _of_what_there_is(found: Health, algorithm: AlgorithmConfig) -> Health:
+    """Nothing is clipped where weights are truncated, nor the other way round: that is no share of 0."""
+    if algorithm.importance_cap is None:
+        return replace(found, capped_fraction=None)
+    return replace(found, clip_fraction_low=None, clip_fraction_high=None)

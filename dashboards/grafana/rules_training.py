@@ -9,7 +9,9 @@ from rolecall.dashboards.grafana.rules import Alert, Group, Severity
 from rolecall.dashboards.grafana.rules_watch import RUNNING, SAID_BY
 
 ALL = 0.95
-"""Of answers or groups, for "all": single ones get through by chance."""
+"""Of answers, for "all": single ones get through by chance."""
+FILTERED = 0.85
+"""Of groups: with `refills_max` 10 and `at_refill_limit: fail` a run ends before more than 0.9 of them are."""
 KL_HIGH_NATS = 0.2
 """A token: importance weights spread by a factor of two. Single steps of a healthy demo reach 0.07 with stale tokens."""
 SHUT = 0.1
@@ -47,7 +49,7 @@ _TRAINING = (
     ),
     Alert(
         name="RolecallAllFiltered",
-        expr=f"min_over_time(rolecall_run_filtered_ratio[10m]) > {ALL} {RUNNING}",
+        expr=f"min_over_time(rolecall_run_filtered_ratio[10m]) > {FILTERED} {RUNNING}",
         hold="10m",
         severity=Severity.WARNING,
         summary=f"{{{{ $value | humanizePercentage }}}} of the groups teach nothing, {SAID_BY}",

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
-from rolecall.core.signs import BY_NAME
+from rolecall.core.signs import BY_NAME, LOG_RATIO_ALARM
 from rolecall.dashboards.grafana.board import TRAINING, Row, board, of_servers
 from rolecall.dashboards.grafana.links import SERIES_TO_REPLICA
 from rolecall.dashboards.grafana.panels import BLUE, RED, Look, Query, lines, numbers
-from rolecall.dashboards.grafana.rules_training import ALL, KL_HIGH_NATS
+from rolecall.dashboards.grafana.rules_training import ALL, FILTERED, KL_HIGH_NATS
 
 SHARE = Look(unit="percentunit", most=1.0)
+FEW = Look(unit="percentunit")
+"""A share of which a few per cent matter."""
 
 
 def training() -> Dashboard:
@@ -57,7 +59,7 @@ def _numbers() -> Row:
             now("Tokens an answer", "response_length", Look(unit="none", decimals=1)),
             now("KL to the sampler, nats", "kl_sampler", _limited(KL_HIGH_NATS, "none", decimals=4)),
             now("Answers cut off", "truncated_fraction", _limited(ALL, "percentunit", decimals=1)),
-            now("Groups filtered", "filtered_fraction", _limited(ALL, "percentunit", decimals=1)),
+            now("Groups filtered", "filtered_fraction", _limited(FILTERED, "percentunit", decimals=1)),
         ],
     )
 
@@ -104,7 +106,7 @@ def _distance() -> Row:
             ),
             _of_run(
                 "Tokens clipped",
-                SHARE,
+                FEW,
                 ("clip_fraction_low", "from below"),
                 ("clip_fraction_high", "from above"),
                 ("capped_fraction", "weight truncated"),
@@ -118,7 +120,7 @@ def _distance() -> Row:
             ),
             _of_run(
                 "Trainer and engine disagree by",
-                Look(unit="none"),
+                _limited(LOG_RATIO_ALARM, "none"),
                 ("log_ratio_max", "largest |log-ratio|, same weights"),
             ),
         ],
@@ -132,8 +134,8 @@ def _unused() -> Row:
         (8, 8, 8),
         [
             _of_run("Answers cut off", _limited(ALL, "percentunit"), ("truncated_fraction", "cut off")),
-            _of_run("Groups filtered", _limited(ALL, "percentunit"), ("filtered_fraction", "filtered")),
-            _of_run("Tokens too old", SHARE, ("stale_fraction", "too old")),
+            _of_run("Groups filtered", _limited(FILTERED, "percentunit"), ("filtered_fraction", "filtered")),
+            _of_run("Tokens too old", FEW, ("stale_fraction", "too old")),
         ],
     )
 
@@ -168,14 +170,15 @@ def _trainers() -> Row:
     return Row(
         "As each trainer tells it (of any job that calls `reporter.health`)",
         8,
-        (8, 8, 8, 8, 8, 8),
+        (8, 8, 8, 8, 8, 8, 8),
         [
             each("Entropy, nats a token", Look(unit="none", links=linked), "entropy"),
             each("Tokens an answer", Look(unit="none", links=linked), "response_length"),
             each("Answers cut off, groups filtered", SHARE, "truncated_fraction", "filtered_fraction"),
             each("KL to the sampler, nats a token", Look(unit="none", links=linked), "kl_sampler"),
-            each("Tokens clipped", SHARE, "clip_fraction_low", "clip_fraction_high"),
-            each("Ratios", Look(unit="none", links=linked), "ratio_mean", "ratio_max", "log_ratio_max"),
+            each("Tokens clipped", FEW, "clip_fraction_low", "clip_fraction_high"),
+            each("Ratios", Look(unit="none", links=linked), "ratio_mean", "ratio_max"),
+            each("Apart from engines, same weights", Look(unit="none", links=linked), "log_ratio_max"),
         ],
         collapsed=True,
     )

@@ -8,7 +8,7 @@ no answer was over has no length. What is missing stays missing; 0 would be a fi
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,11 @@ class Sign:
         """Of several steps together the largest counts, and not the mean."""
         return self.name.endswith("_max")
 
+
+LOG_RATIO_ALARM: Final = 0.02
+"""Nats. The same weights in float32 give log-probabilities that agree to 1e-5, whoever computes them; one matrix with noise of
+0.3 of its deviation gives 0.02 in most steps, long before a reward shows it. Engines of another precision are further off
+always: they are measured by their habit."""
 
 SIGNS = (
     Sign(

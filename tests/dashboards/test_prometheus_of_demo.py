@@ -37,7 +37,7 @@ ABSENT_WITH_ITS_ALGORITHM = {
     *("rolecall_run_value_loss", "rolecall_run_explained_variance"),  # of a critic
     "rolecall_run_kl_reference_nats",
     "rolecall_run_filtered_ratio",  # of dynamic sampling
-    "rolecall_run_log_ratio_max",  # of steps with tokens of the very weights that were trained
+    "rolecall_run_log_ratio_max",  # of steps with tokens of weights that a trainer holds
 }
 
 

@@ -93,6 +93,9 @@ COLLAPSES: dict[str, tuple[list[Row], str]] = {
         then(20, reward=lambda i: 0.1 if i < 4 else 1.0, response_length=lambda i: 7.0 if i < 4 else 1.3),
         "reward_dived",
     ),
+    "three times as long for as much": (then(12, response_length=24.0), "length_collapsed"),
+    "one token for as much": (then(12, response_length=1.1), "length_collapsed"),
+    "no end for as much": (then(12, truncated_fraction=1.0), "length_collapsed"),
     "far from its sampler": (then(5, kl_sampler=1.5), "policy_diverged"),
     "wrong weights": (then(4, log_ratio_max=0.3), "engines_disagree"),
 }
@@ -100,6 +103,11 @@ LAWFUL: dict[str, list[Row]] = {
     "learning": learning(200),
     "a noisy reward": learning(200, noise=0.08),
     "a slow start": [{"reward": 0.02, "entropy": 2.7, "kl_sampler": 0.0}] * 60 + learning(60),
+    "shorter answers that earn more": then(30, before=25, reward=0.9, response_length=2.0),
+    "an end is learned before anything else": [
+        {"reward": 0.05 + 0.01 * (i % 3), "response_length": 15.0 if i < 30 else 4.0} for i in range(80)
+    ],
+    "other lengths for a moment": then(40, response_length=lambda i: 30.0 if 5 <= i < 9 else 7.0),
     "a dip of six steps": then(30, reward=lambda i: 0.5 if 3 <= i < 9 else 0.97),
     "a fifth less": then(40, reward=0.8),
     "a rollback": learning(60) + [{**row, "step": 21 + i} for i, row in enumerate(learning(60, seed=1)[21:])],
@@ -161,7 +169,7 @@ def test_it_is_the_runs_fault_and_says_what_to_look_at() -> None:
 def test_an_agreement_of_before_is_not_told_as_one_of_now() -> None:
     rows = [{**row, "log_ratio_max": math.nan} for row in then(20, reward=0.3)]
     rows[50] = {**rows[50], "log_ratio_max": 1e-6}
-    assert "was last told at step 50 (they did, to 1e-06)" in the_one(stands(rows)).because
+    assert "was last told at step 50 (to 1e-06)" in the_one(stands(rows)).because
     rows[50] = {**rows[50], "log_ratio_max": math.nan}
     assert "was not told (no log ratio)" in the_one(stands(rows)).because
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rolecall.core.config import JobConfig, parse_job
-from rolecall.detector.collapse_signs import LOG_RATIO_ALARM
+from rolecall.core.signs import LOG_RATIO_ALARM
 from rolecall.rl_runtime.agreement import SHARE, VERSIONS_KEPT, asked_again, is_asked, rows_to_ask
 from rolecall.rl_runtime.batching import form_microbatches
 from rolecall.rl_runtime.model import write_model_folder

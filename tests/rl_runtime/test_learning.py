@@ -17,7 +17,7 @@ import torch
 
 from rolecall.core.config import JobConfig, parse_job
 from rolecall.core.errors import BatchNotFilled
-from rolecall.detector.collapse_signs import LOG_RATIO_ALARM
+from rolecall.core.signs import LOG_RATIO_ALARM
 from rolecall.rl_runtime.model import write_model_folder
 from rolecall.rl_runtime.protocol import End
 from rolecall.rl_runtime.reward import task_of

@@ -48,7 +48,7 @@ RIGHTLY_EMPTY = {
     "rolecall_run_value_loss": NO_CRITIC,
     "rolecall_run_kl_reference_nats": NO_REFERENCE,
     "rolecall_run_filtered_ratio": NO_SAMPLING,
-    "rolecall_run_log_ratio_max": "absent in steps without a token of the very weights that were trained, all but the first",
+    "rolecall_run_log_ratio_max": "absent in steps without a token of weights that a trainer holds; this run had none else",
     "rolecall_train_filtered_ratio": NO_SAMPLING,
     **{m: "made by recording rules, which test_rules.py tries" for m in METRICS if ":" in m},
     **{m: NO_VLLM for m in METRICS if m.startswith("rolecall_vllm_")},

@@ -322,8 +322,8 @@ class MeanOfMeans(Spied):
         of, apply = self._gradients.of, self._state.apply
         task = make_task(self.job.task, self._vocab, self.job.seed)
 
-        def divided(state: TrainerState, microbatch: Microbatch) -> Any:
-            gradient, stats = of(state, microbatch)
+        def divided(state: TrainerState, microbatch: Microbatch, **rest: Any) -> Any:
+            gradient, stats = of(state, microbatch, **rest)
             own = divisors(self.job.algorithm, stats.health, longest=task.max_new_tokens)
             end = state.policy.num_parameters
             return torch.cat([gradient[:end] / own.policy, gradient[end:] / own.value]), stats

@@ -204,8 +204,11 @@ def other(points: Sequence[Point]) -> Sign | None:
     first, now = median(v for _, v in reward[:LEVEL_STEPS]), points[-RECENT_STEPS:]
     earned = middle(now, "reward")
     change = _of_other_length(best.level.points, now)
-    if not change or best.level.value - first <= best.clear or not earned - best.level.value <= RISE_NOISE * error:
+    if not change or sum(bool(_of_other_length(best.level.points, [p])) for p in now) < RECENT_STEPS - 1:
         return None
+    had_learned = best.level.value - first > best.clear
+    if not had_learned or not best.line <= earned <= best.level.value + RISE_NOISE * error:
+        return None  # a fall of the reward is a sign of its own
     text = f"{change} as in {best.level.steps}, since step {now[0].step}, and the reward did not rise for it ({earned:.3g})"
     values = {"reward": earned, "reward_before": best.level.value}
     return Sign(kind="length_collapsed", since=now[0], text=text, values=values)

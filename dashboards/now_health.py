@@ -74,7 +74,7 @@ PANELS = (
         title="trainer and engine disagree by",
         lines=(("log_ratio_max", "largest log-ratio"),),
         normal="Of the very same weights: rounding only, below 0.01 in one precision. More: one of the two computes wrong. "
-        "A step whose tokens are all of older weights tells none.",
+        "A step whose tokens were all made by weights that no trainer holds any more tells none.",
         figures=".1~e",
     ),
     Panel(

@@ -138,7 +138,10 @@ def _engines_agree(points: Sequence[Point], since: int) -> str:
             f"(to {largest:.1g})"
         )
     if largest > LOG_RATIO_ALARM:
-        return f"engines and trainers differ about tokens of the same version (by {largest:.1g}), not more than is usual here"
+        return (
+            f"engines and trainers differ about tokens of the same version by up to {largest:.1g}: too seldom, or too usual "
+            "here, to say that weights are wrong"
+        )
     return f"engines and trainers agree about tokens of the same version (to {largest:.1g})"
 
 

@@ -38,8 +38,8 @@ from rolecall.rl_runtime.protocol import End, Group, Sample
 
 LOG_RATIO_MAX = 20.0
 """A token that became e^20 times as probable as when it was sampled tells of an engine and a trainer that disagree, not
-of learning; without this it alone would be the step's direction. `Health.ratio_max` shows it. So does
-one that became so improbable beside the reference (`kl_coefficient`): beyond e^20 its divergence pulls no more."""
+of learning; without this it alone would be the step's direction. `Health.ratio_max` shows it. The divergence
+from a reference (`kl_coefficient`) has no gradient there either, where the reference is e^20 times as sure of a token."""
 LOG_RATIO_MIN = -100.0
 """Below, a ratio is 0 in float32 anyway; it keeps the divergence finite where a probability is 0."""
 

@@ -136,6 +136,12 @@ def test_what_healthy_runs_do_is_no_sign(name: str) -> None:
     assert kinds(LAWFUL[name]) == set()
 
 
+def test_a_difference_in_too_few_steps_is_said_with_its_size_and_is_no_agreement() -> None:
+    rows = then(20, reward=0.3, log_ratio_max=lambda i: 0.3 if i == 2 else 1e-6)
+    because = the_one(stands(rows)).because
+    assert "differ about tokens of the same version by up to 0.3: too seldom" in because and "agree" not in because
+
+
 def test_how_soon() -> None:
     fell = points(then(20, reward=0.3))
     assert next(n for n in range(60, 80) if signs(fell[:n])) == 67  # one of eight may still be as before

@@ -23,6 +23,7 @@ check: $(VENV)/.ready  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 soak: $(VENV)/.ready  ## ten real seeds of each fault; prints a report and adds to benchmarks/results/
 	$(BIN)/python -m pytest -m long
@@ -32,7 +33,7 @@ bench: $(VENV)/.ready  ## what watching costs a step
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 
 docs: $(VENV)/.ready  ## the generated pages
-	$(BIN)/python -m rolecall.core.metrics > docs/metrics.md
+	$(BIN)/python -m rolecall.core.metrics.catalogue > docs/metrics.md
 
 setup: $(VENV)/.ready
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rolecall.agent.collectors.collector import Collector
+from rolecall.agent.collectors.base import Collector
 from rolecall.agent.registry import Registry
 from rolecall.agent.settings import AgentFile
 from rolecall.core.errors import ConfigError
@@ -23,8 +23,8 @@ def collectors_of(file: AgentFile, node: NodeId, data_dir: Path, registry: Regis
     with _said_of("nccl_ras"):
         _add_nccl(file, node, found)
     if file.jobs.enabled:
-        from rolecall.agent.collectors.foreign import ForeignCollector
-        from rolecall.agent.discovery import parse_discovery
+        from rolecall.agent.collectors.process.discovery import parse_discovery
+        from rolecall.agent.collectors.process.uninstrumented import ForeignCollector
 
         rules = parse_discovery(file.jobs.rules or {})
         interval = file.jobs.interval_seconds
@@ -46,10 +46,10 @@ def _said_of(key: str) -> Iterator[None]:
 
 def _add_gpus(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry, found: list[Collector]) -> None:
     """GPUs and the kernel log, which tell of the same XIDs."""
-    from rolecall.agent.collectors.gpu import GpuCollector
-    from rolecall.agent.collectors.gpu_events import GpuEventsCollector
-    from rolecall.agent.collectors.xid_merger import XidCollector, XidMerger
-    from rolecall.core.xid import xid
+    from rolecall.agent.collectors.gpu.collector import GpuCollector
+    from rolecall.agent.collectors.gpu.events import GpuEventsCollector
+    from rolecall.agent.collectors.gpu.xid_merger import XidCollector, XidMerger
+    from rolecall.formats.xid.xid import xid
 
     merger = XidMerger()
     library = Path(file.gpu.library) if file.gpu.library else None
@@ -76,7 +76,7 @@ def _add_gpus(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry,
         if file.gpu.events:
             found.append(events)
     if file.kernel_log.enabled:
-        from rolecall.agent.collectors.kernel_log import WAIT_SECONDS, KernelLogCollector
+        from rolecall.agent.collectors.kernel.collector import WAIT_SECONDS, KernelLogCollector
 
         found.append(
             KernelLogCollector(
@@ -97,7 +97,7 @@ def _add_gpus(file: AgentFile, node: NodeId, data_dir: Path, registry: Registry,
 
 def _add_network(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
     if file.network.enabled:
-        from rolecall.agent.collectors.network import NetworkCollector
+        from rolecall.agent.collectors.network.collector import NetworkCollector
 
         found.append(
             NetworkCollector(
@@ -110,12 +110,12 @@ def _add_network(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
             )
         )
     if file.infiniband.enabled:
-        from rolecall.agent.collectors.infiniband import InfinibandCollector
+        from rolecall.agent.collectors.network.infiniband import InfinibandCollector
 
         root = file.sys / "class" / "infiniband"
         found.append(InfinibandCollector(node, root=root, interval_seconds=file.infiniband.interval_seconds))
     if file.storage.enabled:
-        from rolecall.agent.collectors.storage import StorageCollector
+        from rolecall.agent.collectors.storage.collector import StorageCollector
 
         found.append(
             StorageCollector(
@@ -131,13 +131,13 @@ def _add_network(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
 
 def _add_nccl(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
     if file.nccl_ras.enabled:
-        from rolecall.agent.collectors.nccl_ras import NcclRasCollector
+        from rolecall.agent.collectors.nccl.ras import NcclRasCollector
 
         ras = file.nccl_ras
         interval, confirm = ras.interval_seconds, ras.confirm_seconds
         found.append(NcclRasCollector(node, ras.address, interval_seconds=interval, confirm_seconds=confirm))
     if file.nccl_inspector.enabled:
-        from rolecall.agent.collectors.nccl_inspector import NcclInspectorCollector
+        from rolecall.agent.collectors.nccl.inspector import NcclInspectorCollector
 
         interval = file.nccl_inspector.interval_seconds
         found.append(NcclInspectorCollector(node, file.nccl_inspector.folder, interval_seconds=interval))
@@ -145,20 +145,20 @@ def _add_nccl(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
 
 def _add_exporters(file: AgentFile, node: NodeId, found: list[Collector]) -> None:
     if file.dcgm_exporter.enabled:
-        from rolecall.agent.collectors.exporters import DCGM_URL, dcgm_exporter
+        from rolecall.agent.collectors.exporters.collector import DCGM_URL, dcgm_exporter
 
         section = file.dcgm_exporter
         interval, url = section.interval_seconds, section.url or DCGM_URL
         with _said_of("dcgm_exporter"):
             found.append(dcgm_exporter(node, url=url, hostname=section.hostname, interval_seconds=interval))
     if file.node_exporter.enabled:
-        from rolecall.agent.collectors.exporters import NODE_URL, node_exporter
+        from rolecall.agent.collectors.exporters.collector import NODE_URL, node_exporter
 
         url, interval = file.node_exporter.url or NODE_URL, file.node_exporter.interval_seconds
         with _said_of("node_exporter"):
             found.append(node_exporter(node, url=url, interval_seconds=interval))
     if file.vllm.enabled and file.vllm.engines:
-        from rolecall.agent.collectors.vllm import Endpoint, VllmCollector
+        from rolecall.agent.collectors.engine.vllm import Endpoint, VllmCollector
 
         engines = tuple(Endpoint(e.url, e.replica.partition("/")[0], e.replica, e.rank) for e in file.vllm.engines)
         found.append(VllmCollector(node, lambda: engines, interval_seconds=file.vllm.interval_seconds))

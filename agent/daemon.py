@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import mkstemp
 
-from rolecall.agent.collectors.exits import WatchRefused
+from rolecall.agent.collectors.process.exits import WatchRefused
 from rolecall.agent.node import Agent, AgentSettings, DirectoryInUse
 from rolecall.core.errors import BadId, ConfigError
 from rolecall.core.ids import NodeId, checked_id
@@ -126,7 +126,7 @@ def _from_file(p: argparse.ArgumentParser, a: argparse.Namespace) -> AgentSettin
     token_file = a.token_file or file.token_file
     web = None
     if file.web_config_file is not None:
-        from rolecall.agent.web_config import load_web_config
+        from rolecall.agent.http.web_config import load_web_config
 
         web = load_web_config(a.config.parent / file.web_config_file)
     return AgentSettings(

@@ -1,6 +1,6 @@
 """Evidence that is pulled when something looks wrong: Python stacks and Flight Recorder of a registered process.
 
-Stacks by py-spy, from outside. The Flight Recorder by asking the process itself (flight_request.py).
+Stacks by py-spy, from outside. The Flight Recorder by asking the process itself (agent/reporter/flight_recorder_request.py).
 
 `--nonblocking`: a process that is stopped can be looked at too, and a healthy one is not stopped for it; the price is
 that a stack may be torn while the process runs. Local variables are never read. One dump at a time, within a deadline.
@@ -19,8 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rolecall.agent.flight_request import DUMP_BYTES_MAX, REASON_CHARS_MAX, answer_paths, request_path
-from rolecall.agent.layout import page_name
+from rolecall.agent.reporter.flight_recorder_request import (
+    DUMP_BYTES_MAX,
+    REASON_CHARS_MAX,
+    answer_paths,
+    request_path,
+)
+from rolecall.agent.reporter.page_layout import page_name
 from rolecall.core.clock import Clock
 
 DUMP_SECONDS_MAX = 10.0

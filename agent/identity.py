@@ -4,7 +4,7 @@ import hmac
 from dataclasses import dataclass
 from typing import Any
 
-from rolecall.agent.pages import PageState
+from rolecall.agent.processes.state_pages import PageState
 from rolecall.core.errors import BadId
 from rolecall.core.ids import NodeId, ProcessId, split_replica
 from rolecall.core.rundir import registration_secret

@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rolecall.agent.collectors.collector import Collector
-from rolecall.agent.collectors.exits import ExitStatus, ExitWatch, WatchRefused
-from rolecall.agent.collectors.host import HostProbe
+from rolecall.agent.collectors.base import Collector
+from rolecall.agent.collectors.gpu.samples import GPU_PROBES, GpuSamples
+from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused
+from rolecall.agent.collectors.process.host import HostProbe
+from rolecall.agent.collectors.runner import Probes
 from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import FlightRecorders, Stacks
-from rolecall.agent.gpu_samples import GPU_PROBES, GpuSamples
-from rolecall.agent.intake import Intake
-from rolecall.agent.probes import Probes
+from rolecall.agent.http.routes import Routes
+from rolecall.agent.http.server import HttpServer
+from rolecall.agent.registration_socket import Intake
 from rolecall.agent.registry import Registry
-from rolecall.agent.routes import Routes
 from rolecall.agent.sampler import Sampler
 from rolecall.agent.samples import SampleRing
-from rolecall.agent.server import HttpServer
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import RolecallError
 from rolecall.core.ids import NodeId, ProcessId, process_start_ticks

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rolecall.agent.collectors.exits import ExitStatus, ExitWatch, WatchRefused, asked_to_end, guess_cause
-from rolecall.agent.collectors.process import ProcessProbe
+from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused, asked_to_end, guess_cause
+from rolecall.agent.collectors.process.process import ProcessProbe
 from rolecall.agent.events import EventLog
 from rolecall.agent.identity import Refusal, Registration, proven, sender, verified
-from rolecall.agent.layout import page_name
-from rolecall.agent.pages import PageReader, PageState, PageUnreadable
+from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
+from rolecall.agent.reporter.page_layout import page_name
 from rolecall.core.clock import Clock
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.rundir import write_atomically

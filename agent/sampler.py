@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rolecall.agent import layout as at
-from rolecall.agent.collectors.host import HostProbe
+from rolecall.agent.collectors.process.host import HostProbe
 from rolecall.agent.registry import Registry, Tracked
+from rolecall.agent.reporter import page_layout as at
 from rolecall.agent.samples import SampleRing
 from rolecall.core.clock import Clock
 from rolecall.core.telemetry import GpuSample, HostSample, ProcessSample
-from rolecall.core.unpaged import NO_PAGE
+from rolecall.core.uninstrumented import NO_PAGE
 
 HOST_SECONDS = 1.0
 

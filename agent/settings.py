@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from rolecall.core.config import problems_of, read_yaml
-from rolecall.core.config_section import Section
+from rolecall.core.config.job import problems_of, read_yaml
+from rolecall.core.config.section import Section
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import checked_id, split_replica
 

@@ -26,7 +26,7 @@ from agent_node import NUM_GPUS, NUM_NICS, NUM_RANKS, REPLICA, TOKEN, Node, node
 
 sys.path.insert(0, str(common.ROOT))
 
-from rolecall.agent import reporter
+from rolecall.agent.reporter import reporter
 from rolecall.core.rundir import registration_secret
 from tests.agent.nvml import read_time
 

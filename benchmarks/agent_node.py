@@ -34,7 +34,7 @@ KERNEL_LINE = (
 )
 RANK = """
 import sys, time
-from rolecall.agent import reporter
+from rolecall.agent.reporter import reporter
 folder, replica, rank, incarnation, secret = sys.argv[1:]
 reporter.start(replica=replica, rank=int(rank), incarnation=int(incarnation), secret=secret, node_dir=folder)
 reporter.enter_phase("compute")

@@ -28,14 +28,14 @@ import common
 sys.path.insert(0, str(common.ROOT))
 
 from rolecall.agent.assembly import collectors_of
-from rolecall.agent.collectors.exits import ExitWatch
-from rolecall.agent.collectors.gpu_events import GpuEventsCollector
-from rolecall.agent.collectors.host import HostProbe
-from rolecall.agent.collectors.kernel_log import KernelLogCollector
+from rolecall.agent.collectors.gpu.events import GpuEventsCollector
+from rolecall.agent.collectors.gpu.samples import GpuSamples
+from rolecall.agent.collectors.kernel.collector import KernelLogCollector
+from rolecall.agent.collectors.process.exits import ExitWatch
+from rolecall.agent.collectors.process.host import HostProbe
+from rolecall.agent.collectors.runner import DOWN_INTERVAL_SECONDS, Probe
 from rolecall.agent.events import NUM_KEPT, EventLog
-from rolecall.agent.exposition import Exposition, all_values
-from rolecall.agent.gpu_samples import GpuSamples
-from rolecall.agent.probes import DOWN_INTERVAL_SECONDS, Probe
+from rolecall.agent.http.exposition import Exposition, all_values
 from rolecall.agent.registry import Registry
 from rolecall.agent.sampler import Sampler
 from rolecall.agent.samples import SampleRing

@@ -20,10 +20,10 @@ import common
 import torch
 from collapse_courses import Spec, course, specs
 
-from rolecall.detector import collapse_signs
-from rolecall.detector.collapse import QUIET_STEPS
-from rolecall.detector.collapse_signs import signs
-from rolecall.detector.course import SIGNS, STEPS_KEPT, Point
+from rolecall.detector.live import collapse_tests as collapse_signs
+from rolecall.detector.live.collapse_tests import signs
+from rolecall.detector.live.stages.collapse import QUIET_STEPS
+from rolecall.detector.live.training_history import SIGNS, STEPS_KEPT, Point
 
 KEPT = common.ROOT / "tests" / "detector" / "courses.json"
 SIGN_KINDS = (

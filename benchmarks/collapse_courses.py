@@ -24,18 +24,18 @@ from typing import Any
 
 import torch
 
-from rolecall.core.config import JobConfig, parse_job
+from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.ids import replica_id
-from rolecall.core.journal import ChainHead
-from rolecall.core.store import GENESIS
-from rolecall.detector.course import SIGNS
-from rolecall.rl_runtime.batching import form_microbatches
-from rolecall.rl_runtime.model import write_model_folder
-from rolecall.rl_runtime.protocol import Group
-from rolecall.rl_runtime.task import make_task
-from rolecall.rl_runtime.testing_learning import ModelWriter, Source
-from rolecall.rl_runtime.tokenizer import vocabulary
-from rolecall.rl_runtime.trainer import TrainerReplica
+from rolecall.core.journal.journal import ChainHead
+from rolecall.core.journal.store import GENESIS
+from rolecall.detector.live.training_history import SIGNS
+from rolecall.rl_runtime.algorithms.batching import form_microbatches
+from rolecall.rl_runtime.protocol.messages import Group
+from rolecall.rl_runtime.tasks.task import make_task
+from rolecall.rl_runtime.tasks.tokenizer import vocabulary
+from rolecall.rl_runtime.trainer.model import write_model_folder
+from rolecall.rl_runtime.trainer.trainer import TrainerReplica
+from rolecall.testing.learning import ModelWriter, Source
 
 TRAINER = replica_id("trainer", 0)
 LEDGER = ChainHead(position=0, hash=GENESIS)

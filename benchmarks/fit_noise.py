@@ -31,8 +31,8 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, stats
 
-from rolecall.detector import recording
-from rolecall.detector.panel import Panel
+from rolecall.detector.panels.panel import Panel
+from rolecall.detector.sources import recording
 
 DATA = Path(__file__).resolve().parent.parent.parent / "shared" / "data"
 SETS = {"exathlon": "healthy-*", "asd": "day0[06]"}

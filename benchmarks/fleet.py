@@ -5,7 +5,7 @@
     python benchmarks/fleet.py --false-alarms-per-1000-machine-days 1,10,100,1000   calibration
     python benchmarks/fleet.py --machine-seconds 0                               Minder's sizes in full, 4 to 1,500
 
-The fleet is that of `detector/simulation.py`. Every detector sees each task tick by tick, as a live one would.
+The fleet is that of `detector/simulation/fleet.py`. Every detector sees each task tick by tick, as a live one would.
 
 An alarm is a machine named. It is right when it names the faulty machine between the fault's onset and 60 s after its
 end; further ones of it in that time are free. Every other alarm is false, one that names a neighbour hit by propagation
@@ -28,9 +28,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before numpy: the pool already 
 import common
 from fleet_report import Outcome, curve, report
 
-from rolecall.detector.panel import PanelDetector
-from rolecall.detector.simulation import EPOCH_SECONDS, NUM_MACHINES_MAX, NUM_MACHINES_MIN, Task, chunks, fleet
-from rolecall.simulating import GRACE_SECONDS, REPEAT_GAP_SECONDS
+from rolecall.detector.panels.panel import PanelDetector
+from rolecall.detector.simulation.fleet import EPOCH_SECONDS, NUM_MACHINES_MAX, NUM_MACHINES_MIN, Task, chunks, fleet
+from rolecall.diagnose.simulate import GRACE_SECONDS, REPEAT_GAP_SECONDS
 
 MACHINE_SECONDS = 40e6
 """What a run may cost by default: the largest task is made so small that all tasks together fit."""
@@ -89,7 +89,7 @@ def score(task: Task, alarms: Iterable[Alarm], *, detector: str, asked: float, c
 @cache
 def made(name: str, asked: float, model: Path | None) -> PanelDetector:
     """Once in each process: some load models. `model`: minder's."""
-    from rolecall.detector.registry import detector
+    from rolecall.detector.panels.registry import detector
 
     return detector(name, false_alarms_per_1000_machine_days=asked, model=model if name == "minder" else None)
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from scipy import stats
 
-from rolecall.detector.simulation import NUM_MACHINES_MAX, NUM_MACHINES_MIN, Task
+from rolecall.detector.simulation.fleet import NUM_MACHINES_MAX, NUM_MACHINES_MIN, Task
 
 SECONDS_PER_DAY = 86_400.0
 CONFIDENCE = 0.95
@@ -271,7 +271,7 @@ def report(runs: Sequence[Sequence[Outcome]]) -> list[str]:
     what = (
         f"{num_faults} faults in as many tasks, {len(tasks) - num_faults} healthy tasks; {sizes[0]} to {sizes[-1]} machines "
         f"(median {sizes[len(sizes) // 2]}), {days:,.0f} machine-days. A missed fault is later than every found one. What is "
-        "simulated, and from which source: `detector/simulation.py`; what counts as right: `benchmarks/fleet.py`."
+        "simulated, and from which source: `detector/simulation/fleet.py`; what counts as right: `benchmarks/fleet.py`."
     )
     lines = [what, ""]
     for name in dict.fromkeys(mine[0].detector for mine in runs):

@@ -26,7 +26,8 @@ from typing import Any
 import common
 from flight_job import NUM_PLACES, PP, PREFIX, SCENARIOS, TP, Layout, play, write_dumps
 
-from rolecall.detector import flight_dumps, flight_recorder
+from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
+from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
 
 # --- reading -----------------------------------------------------------------------------------------------------------
 

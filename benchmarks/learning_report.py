@@ -36,7 +36,7 @@ from learning_runs import (
 )
 from pictures import Band
 
-from rolecall.core.config import parse_job
+from rolecall.core.config.job import parse_job
 
 GOALS = (0.5, 0.7, 0.9)
 STEPS_SHOWN = (20, 40, 60, 80, 100)

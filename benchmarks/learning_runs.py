@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from rolecall.core.config import JobConfig, parse_job
-from rolecall.core.config_algorithm import FILTERS, AlgorithmName
+from rolecall.core.config.algorithm import FILTERS, AlgorithmName
+from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import BatchNotFilled
-from rolecall.rl_runtime.model import write_model_folder
-from rolecall.rl_runtime.protocol import End
-from rolecall.rl_runtime.reward import task_of
-from rolecall.rl_runtime.testing_learning import EngineWriter, ModelWriter, Point, examine, learn
+from rolecall.rl_runtime.protocol.messages import End
+from rolecall.rl_runtime.tasks.reward_worker import task_of
+from rolecall.rl_runtime.trainer.model import write_model_folder
+from rolecall.testing.learning import EngineWriter, ModelWriter, Point, examine, learn
 
 SEEDS = (0, 1, 2, 3, 4)
 """Of the measurement. Settings were tuned on seeds from 100 on."""

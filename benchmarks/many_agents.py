@@ -32,16 +32,16 @@ from urllib.parse import parse_qs, urlsplit
 
 import common
 
-from rolecall import watching
-from rolecall.agent.routes import LOOK_SECONDS, NEAR_ENOUGH
-from rolecall.agent.server import DEFLATE_LEVEL
-from rolecall.agents_watching import observing_run
+from rolecall.agent.http.routes import LOOK_SECONDS, NEAR_ENOUGH
+from rolecall.agent.http.server import DEFLATE_LEVEL
 from rolecall.core.clock import SystemClock
 from rolecall.core.columns import HOSTS, PROCESSES
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import WIRE_VERSION, HostSample, ProcessSample
-from rolecall.detector.observation import Observation
-from rolecall.detector.source import AgentsSource
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.sources.agents import AgentsSource
+from rolecall.watch import run as watching
+from rolecall.watch.agents import observing_run
 
 CPU_CORES_MAX, AGE_SECONDS_MAX = 1.0, 3.0
 ROUNDS_MAX = 60

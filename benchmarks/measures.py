@@ -23,12 +23,12 @@ from pathlib import Path
 
 from recording import Recording, replayed
 
-from rolecall.core.config import DetectorConfig
+from rolecall.core.config.job import DetectorConfig
 from rolecall.core.telemetry import ProcessSample
-from rolecall.detector import slow
-from rolecall.detector.fleet import Fleet
-from rolecall.detector.slow import SlowState
-from rolecall.detector.subject import starved_seconds
+from rolecall.detector.live.fleet import Fleet
+from rolecall.detector.live.stages import slow
+from rolecall.detector.live.stages.slow import SlowState
+from rolecall.detector.live.subject import starved_seconds
 
 MEASURES = ("busy", "cpu", "delay", "effective")
 LOGARITHMIC = frozenset({"busy", "cpu", "effective"})

@@ -32,20 +32,15 @@ from fleet import score, watch
 from fleet_report import table
 from minder_own_kind import own_kind, share_told
 
-from rolecall.detector import minder, minder_fit, recording
-from rolecall.detector.baselines import BASELINES as METHODS
-from rolecall.detector.minder import Minder, Variant, Weights
-from rolecall.detector.minder_fit import Fault
-from rolecall.detector.panel import Floats, Machine, Panel, PanelDetector, PanelShape, findings
-from rolecall.detector.registry import BASELINES, FALSE_ALARMS_PER_1000_MACHINE_DAYS, detector
-from rolecall.detector.simulation import (
-    METRICS,
-    Onset,
-    SimulatedFault,
-    Task,
-    fleet,
-    panel,
-)
+from rolecall.detector.panels.baselines.detectors import BASELINES as METHODS
+from rolecall.detector.panels.minder import detector as minder
+from rolecall.detector.panels.minder import fit as minder_fit
+from rolecall.detector.panels.minder.detector import Minder, Variant, Weights
+from rolecall.detector.panels.minder.fit import Fault
+from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelDetector, PanelShape, findings
+from rolecall.detector.panels.registry import BASELINES, FALSE_ALARMS_PER_1000_MACHINE_DAYS, detector
+from rolecall.detector.simulation.fleet import METRICS, Onset, SimulatedFault, Task, fleet, panel
+from rolecall.detector.sources import recording
 
 DATA = common.ROOT.parent / "shared" / "data"
 FIT_SEED, FIT_TASKS, FIT_MACHINES_MAX = 1001, 60, 32

@@ -21,14 +21,14 @@ from pathlib import Path
 
 import common
 
-from rolecall.agent import reporter
+from rolecall.agent.reporter import reporter
 from rolecall.core.clock import SystemClock
-from rolecall.core.events import EventKind
 from rolecall.core.ids import ProcessId
-from rolecall.core.journal import Journal
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.detector.source import AgentsSource
-from rolecall.watching import agent_urls
+from rolecall.detector.sources.agents import AgentsSource
+from rolecall.watch.run import agent_urls
 
 SETTINGS = ("algorithm.learning_rate=0", "task.fixed_length=true", "recovery.mode=observe")
 

@@ -29,9 +29,9 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.ids import NodeId
 from rolecall.core.rundir import RunDir
 from rolecall.core.telemetry import HostSample, ProcessSample, SampleBatch
-from rolecall.detector.observation import Observation
-from rolecall.detector.source import AgentsSource
-from rolecall.watching import agent_urls
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.sources.agents import AgentsSource
+from rolecall.watch.run import agent_urls
 
 FILE_NAME = "samples.jsonl.gz"
 ROUND_SECONDS = 4.0

@@ -20,16 +20,16 @@ import common
 import numpy as np
 from scipy.stats import chi2
 
-from rolecall.detector import recording
-from rolecall.detector.merging import merged
-from rolecall.detector.panel import Panel, PanelShape, findings
-from rolecall.detector.registry import (
+from rolecall.detector.live.merging import merged
+from rolecall.detector.panels.panel import Panel, PanelShape, findings
+from rolecall.detector.panels.registry import (
     DEFAULT,
     FALSE_ALARMS_PER_1000_MACHINE_DAYS,
     NAMES,
     detector,
     with_step_time,
 )
+from rolecall.detector.sources import recording
 
 DATA = common.ROOT.parent / "shared" / "data"
 SETS = ("asd", "exathlon", "straggler")

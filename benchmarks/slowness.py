@@ -27,9 +27,9 @@ import recording
 from measures import DISTURBED, HEALTHY, MEASURES, ROLES, Slowdown, Stride, Window, quantile
 from pictures import distributions
 
-from rolecall.core.config import DetectorConfig, parse_job
+from rolecall.core.config.job import DetectorConfig, parse_job
 from rolecall.core.rundir import RunDir
-from rolecall.detector import slow
+from rolecall.detector.live.stages import slow
 
 WINDOW_SECONDS = (1.0, 5.0, 10.0, 30.0)
 PICTURE_SECONDS = 5.0

@@ -28,8 +28,8 @@ from typing import Any
 import common
 import soak_report
 
-from rolecall.core.events import EventKind
-from rolecall.core.journal import Journal
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
 
 HANGS = ("stop", "gil", "lock", "read")
 SLOWS = ("duty", "delay", "quota")

@@ -18,8 +18,8 @@ import common
 import numpy as np
 from pictures import growth
 
-from rolecall.detector.panel import Machine, PanelShape
-from rolecall.detector.sequential import Sequential
+from rolecall.detector.panels.panel import Machine, PanelShape
+from rolecall.detector.panels.sequential.detector import Sequential
 
 NUM_METRICS = 21
 NUM_TICKS = 900

@@ -1,16 +1,16 @@
-"""The dashboard as Streamlit runs it: navigation, and nothing else. `rolecall dashboard` starts it (serving.py)."""
+"""The dashboard as Streamlit runs it: navigation, and nothing else. `rolecall dashboard` starts it (dashboards/server/serving.py)."""
 
 import streamlit as st
 
-from rolecall.dashboards.shell import gate
+from rolecall.dashboards.pages.shell import gate
 
-# File below app_pages/ and address, title, icon.
+# File below scripts/ and address, title, icon.
 PAGES = (
-    ("now", "Now", ":material/monitor_heart:"),
+    ("overview", "Overview", ":material/monitor_heart:"),
     ("incidents", "Incidents", ":material/emergency:"),
     ("fleet", "Fleet", ":material/dns:"),
     ("accounting", "Accounting", ":material/receipt_long:"),
-    ("acting", "Acting", ":material/front_hand:"),
+    ("operations", "Operations", ":material/front_hand:"),
 )
 
 # Drawn here: an icon by name would be fetched from a server on the internet.
@@ -20,6 +20,6 @@ ICON = (
 )
 
 st.set_page_config(page_title="rolecall", page_icon=ICON, layout="wide")
-chosen = st.navigation([st.Page(f"app_pages/{name}.py", title=title, icon=icon) for name, title, icon in PAGES])
+chosen = st.navigation([st.Page(f"scripts/{name}.py", title=title, icon=icon) for name, title, icon in PAGES])
 if gate():
     chosen.run()

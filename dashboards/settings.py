@@ -18,7 +18,7 @@ class Settings:
     prometheus_url: str = ""
     prometheus_authorization: str = field(default="", repr=False)
     people_path: Path | None = None
-    """Who may act, and with which token (`people.py`); None: nobody."""
+    """Who may act, and with which token (`users.py`); None: nobody."""
     sign_in: bool = False
     """Who is not signed in sees nothing: others than this machine's users can reach it."""
     name: str = ""

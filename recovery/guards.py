@@ -8,12 +8,12 @@ is called, once. All counts come from the journal, so a restarted watch has spen
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rolecall.core.config import RecoveryConfig
+from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.incidents import PERSON, Decision, Incident, IncidentState, evictions
+from rolecall.recovery.incidents.incident import PERSON, Decision, Incident, IncidentState, evictions
 
 HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"

@@ -16,7 +16,7 @@ from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.incidents import PERSON, Decision, Failure, Incident, IncidentState, Outcome
+from rolecall.recovery.incidents.incident import PERSON, Decision, Failure, Incident, IncidentState, Outcome
 from rolecall.recovery.policy import MOVE, REPLACE
 
 LOST_GRACE_SECONDS = 6.0

@@ -1,6 +1,6 @@
 """What recovery needs from others, as Protocols: somebody who looks, somebody who judges, somebody who can be told.
 
-Recovery imports neither detector nor agent: `rolecall watch` is given objects of these shapes (see `rolecall.watching`),
+Recovery imports neither detector nor agent: `rolecall watch` is given objects of these shapes (see `rolecall.watch.run`),
 tests give it fakes (`recovery.testing`). Waiting for "healthy again" is recovery's, the predicate is the detector's.
 """
 

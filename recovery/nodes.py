@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 from rolecall.core.errors import CommandRefused
-from rolecall.core.events import Event, EventKind
-from rolecall.core.journal import Journal
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
 
 K = EventKind
 NODE_KINDS = (K.NODE_QUARANTINED, K.NODE_DRAINED, K.NODE_RETURNED, K.NODE_BURNED_IN)

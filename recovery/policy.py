@@ -19,11 +19,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from rolecall.core.config import RecoveryConfig
+from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, Suspect, Target
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.recovery.fleet import DEAD, FleetView
-from rolecall.recovery.incidents import PERSON, Failure, Incident, Outcome
+from rolecall.recovery.incidents.incident import PERSON, Failure, Incident, Outcome
 
 REPLACE = frozenset(
     {

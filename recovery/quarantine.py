@@ -7,9 +7,9 @@ that is wrong about a whole rack must not leave a run without nodes.
 from collections.abc import Collection
 
 from rolecall.core.diagnosis import ActionKind, Plan
-from rolecall.core.events import EventKind
-from rolecall.recovery.incidents import Incident
-from rolecall.recovery.moves import Append
+from rolecall.core.journal.events import EventKind
+from rolecall.recovery.incidents.incident import Incident
+from rolecall.recovery.next_step import Append
 from rolecall.recovery.policy import MOVE
 
 BY_WATCH = "watch"

@@ -1,6 +1,6 @@
 """`python -m rolecall` is the same as the `rolecall` command."""
 
-from rolecall.cli import main
+from rolecall.cli.main import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

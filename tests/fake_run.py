@@ -18,12 +18,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from rolecall.core.clock import FakeClock
-from rolecall.core.config import parse_job
+from rolecall.core.config.job import parse_job
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, Suspect, Target
-from rolecall.core.events import EventKind as K
 from rolecall.core.ids import GroupId, IncidentId, NodeId, ReplicaId
-from rolecall.core.journal import ChainHead, Journal
-from rolecall.core.ledger import GroupState, Ledger, LedgerLine
+from rolecall.core.journal.events import EventKind as K
+from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.core.journal.ledger import GroupState, Ledger, LedgerLine
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.database import run_url
 from rolecall.core.ids import RunId
+from rolecall.core.journal.database import run_url
 from tests.support import eventually
 
 START_SECONDS = 60.0

@@ -20,10 +20,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from tests.agent.collectors.test_network import interface
 from tests.agent.full_node import FullNode, full_node, reporting
-from tests.agent.test_network import interface
-from tests.core.test_nccl_inspector import line
 from tests.dashboards.openmetrics import Recording
+from tests.formats.test_nccl_inspector import line
 from tests.infiniband_tree import port
 
 OUT = Path(__file__).parent.parent / "tests" / "dashboards" / "metrics" / "demo.om.gz"
@@ -45,7 +45,7 @@ KERNEL_SAYS = (
     "{1}[Hardware Error]: event severity: fatal",
     "INFO: task python3:4711 blocked for more than 120 seconds.",
 )
-"""Lines as tests/core/test_kernel_lines.py has them."""
+"""Lines as tests/formats/test_kernel_log.py has them."""
 
 
 def main() -> int:

@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import quote
 
 from rolecall.core.errors import CommandRefused
+from rolecall.core.text import escape, plain
 from rolecall.dashboards.grafana.push import Pushed
 from rolecall.dashboards.grafana.server import GrafanaRefused, Json, Server
-from rolecall.text import escape, plain
 
 TAG = "rolecall"
 EPISODES_MAX = 1000

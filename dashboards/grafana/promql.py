@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rolecall.agent import dcgm
-from rolecall.core.metric import Subject
-from rolecall.core.metrics import BY_NAME
+from rolecall.agent.collectors.gpu import dcgm
+from rolecall.core.metrics.catalogue import BY_NAME
+from rolecall.core.metrics.metric import Subject
 
 OF_WATCH = frozenset({Subject.WATCH, Subject.RUN})
 DCGM_NAMES = frozenset({s.name for s in dcgm.SERIES} | {dcgm.NVLINK_BANDWIDTH, dcgm.XID})
@@ -100,7 +100,7 @@ def labels_of(name: str) -> frozenset[str]:
 def _recorded() -> frozenset[str]:
     """Names of the recording rules."""
     # Here, because their expressions are checked with what is above.
-    from rolecall.dashboards.grafana.rules import Record, groups
+    from rolecall.dashboards.grafana.rules.rule import Record, groups
 
     return frozenset(
         rule.name for made in groups().values() for g in made for rule in g.rules if isinstance(rule, Record)

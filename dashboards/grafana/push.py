@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 from urllib.parse import quote
 
 from rolecall.core.errors import CommandRefused
+from rolecall.core.text import plain
 from rolecall.dashboards.grafana.server import GrafanaRefused, Json, Server
-from rolecall.text import plain
 
 MESSAGE = "rolecall grafana push"
 """Stands at each version that we write: how a later push tells our versions from those of people."""

@@ -19,7 +19,7 @@ from grafana_client.client import GrafanaException
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import CommandRefused, ConfigError
-from rolecall.text import plain
+from rolecall.core.text import plain
 
 DEADLINE_SECONDS = 20.0
 """For one question. A Grafana with a slow database takes seconds for a large dashboard; a person waits before the screen."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rolecall.core.diagnosis import ActionKind, Plan
-from rolecall.core.journal import Lease
+from rolecall.core.journal.journal import Lease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ and carries the fencing number; the record says which incident wrote it, so that
 
 from rolecall.core.diagnosis import ActionKind, Plan, Target
 from rolecall.core.errors import ActuatorError
-from rolecall.core.events import EventKind
 from rolecall.core.ids import split_replica
-from rolecall.core.journal import Journal, Lease
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.membership import Desired
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators.base import ActionResult

@@ -5,10 +5,10 @@ Recovery chooses the node that a replica moves to, the runtime promotes standbys
 
 from collections.abc import Iterable
 
-from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import NodeId
-from rolecall.core.journal import Journal
-from rolecall.core.rows import DamagedLine
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.rows import DamagedLine
 
 QUARANTINE_KINDS = (EventKind.NODE_QUARANTINED, EventKind.NODE_RETURNED)
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.core.database import run_url
 from rolecall.core.errors import RunNotFound
 from rolecall.core.ids import ProcessId, RunId
+from rolecall.core.journal.database import run_url
 
 RUN_ENV = "ROLECALL_RUN"
 """Set to the run directory in every process that belongs to a run, so that none can be overlooked."""

@@ -72,7 +72,7 @@ class ProcessSample:
     grad_norm: float = float("nan")
     reward: float = float("nan")
     unfinite: int = 0  # how often one of these three was NaN or infinite
-    jumps: int = 0  # how often one of them left its own recent range (agent/jumps.py)
+    jumps: int = 0  # how often one of them left its own recent range (agent/reporter/jumps.py)
     healths: int = 0  # how often a trainer told the health of a step; the next ones are of the newest, NaN: unknown
     entropy: float = float("nan")  # nats a token
     clip_fraction_low: float = float("nan")  # of the trained tokens, by the side of the clip
@@ -111,7 +111,7 @@ HEALTH_SIGNS = (
     *("entropy", "clip_fraction_low", "clip_fraction_high", "ratio_mean", "ratio_max", "kl_sampler", "response_length"),
     *("truncated_fraction", "filtered_fraction", "log_ratio_max"),
 )
-"""Of ProcessSample, those that are signs of the policy's health (rl_runtime/health.py), all of one step."""
+"""Of ProcessSample, those that are signs of the policy's health (rl_runtime/protocol/policy_health.py), all of one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from rolecall.agent import reporter
+from rolecall.agent.reporter import reporter
 
 for line in sys.stdin:
     exec(line, {"reporter": reporter, "os": os})  # noqa: S102 the lines are the test's own

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.gpu import GpuCollector
+from rolecall.agent.collectors.gpu.collector import GpuCollector
 from tests.agent.nvml import Machine, build, shown_by
 from tests.agent.processes import NODE
 

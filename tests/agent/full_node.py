@@ -16,14 +16,14 @@ from urllib.parse import urlsplit
 import yaml
 
 from rolecall.core.rundir import registration_secret
+from tests.agent.collectors.test_network import interface
+from tests.agent.collectors.test_vllm import NEW as VLLM_PAGE
 from tests.agent.nvml import STATE_VARIABLE, Machine, build
 from tests.agent.page_server import PageServer, http_page
 from tests.agent.processes import TOKEN
 from tests.agent.ras_server import RasServer, answers
-from tests.agent.test_network import interface
-from tests.agent.test_vllm import NEW as VLLM_PAGE
-from tests.core.test_nccl_inspector import line
-from tests.core.test_nccl_ras import communicator, rank, raw
+from tests.formats.test_nccl_inspector import line
+from tests.formats.test_nccl_ras import communicator, rank, raw
 from tests.infiniband_tree import port
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -36,7 +36,7 @@ OOM = (
 )
 REPORTS = """
 import sys
-from rolecall.agent import reporter
+from rolecall.agent.reporter import reporter
 folder, secret = sys.argv[1:]
 reporter.start(replica="trainer/0", rank=0, incarnation=1, secret=secret, node_dir=folder)
 reporter.enter_phase("compute")

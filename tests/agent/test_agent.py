@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
+from rolecall.agent.http.server import Answer, Request
 from rolecall.agent.node import Agent, AgentSettings
-from rolecall.agent.server import Answer, Request
 from rolecall.core.clock import FakeClock
 from rolecall.core.ids import process_start_ticks
 from rolecall.core.rundir import bearer_token
 from rolecall.core.telemetry import EventBatch, SampleBatch
-from rolecall.detector.wire import checked_news
+from rolecall.detector.sources.agent_wire import checked_news
 from tests.agent.processes import NODE, TOKEN, AgentProcess, Child, secret
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -294,13 +294,13 @@ def test_wrong_arguments(node_dir: Path, options: list[str], reason: str) -> Non
 def test_what_the_agent_and_the_reporter_import() -> None:
     """The agent starts seven times on two cores, the reporter sits in every training process."""
     heavy = ("torch", "ray", "vllm", "numpy", "pydantic", "sqlalchemy", "prometheus_client", "http.server", "asyncio")
-    for module in ("rolecall.agent.reporter", "rolecall.agent.__main__"):
+    for module in ("rolecall.agent.reporter.reporter", "rolecall.agent.__main__"):
         code = f"import {module}, sys; print([m for m in {heavy!r} if m in sys.modules])"
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
         )
         assert done.stdout.strip() == "[]", (module, done.stdout, done.stderr)
-    code = "import rolecall.agent.reporter, sys; print(sorted(m for m in sys.modules if m.startswith('rolecall')))"
+    code = "import rolecall.agent.reporter.reporter, sys; print(sorted(m for m in sys.modules if m.startswith('rolecall')))"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
     )

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 import yaml
 
-from rolecall.agent.discovery import DEFAULTS, Match, ProcessFacts, parse_discovery
-from rolecall.agent.routes import Routes
+from rolecall.agent.collectors.process.discovery import DEFAULTS, Match, ProcessFacts, parse_discovery
+from rolecall.agent.http.routes import Routes
 from rolecall.agent.settings import AgentFile, explain
-from rolecall.core.config_section import Section
+from rolecall.core.config.section import Section
 from rolecall.core.telemetry import AgentEventKind
 
 DOC = (Path(__file__).parent.parent.parent / "docs" / "agent.md").read_text()

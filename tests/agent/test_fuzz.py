@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from rolecall.agent.collectors.exits import ExitWatch
+from rolecall.agent.collectors.process.exits import ExitWatch
 from rolecall.agent.events import EventLog
-from rolecall.agent.intake import Intake
-from rolecall.agent.layout import PAGE_BYTES
-from rolecall.agent.pages import PageUnreadable, parse_page
+from rolecall.agent.processes.state_pages import PageUnreadable, parse_page
+from rolecall.agent.registration_socket import Intake
 from rolecall.agent.registry import Registry
-from rolecall.agent.reporter import _Page
+from rolecall.agent.reporter.page_layout import PAGE_BYTES
+from rolecall.agent.reporter.reporter import _Page
 from rolecall.core.clock import FakeClock
 from tests.agent.processes import NODE, TOKEN, secret
 

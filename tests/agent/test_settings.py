@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from rolecall.agent.assembly import collectors_of
-from rolecall.agent.collectors.exits import ExitWatch
+from rolecall.agent.collectors.process.exits import ExitWatch
 from rolecall.agent.daemon import _own_token, main
 from rolecall.agent.events import EventLog
 from rolecall.agent.registry import Registry
@@ -24,7 +24,7 @@ from rolecall.agent.settings import AgentFile, explain, load_agent_file
 from rolecall.core.clock import FakeClock
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import NodeId
-from tests.agent.test_web_config import HASH, PASSWORD, basic
+from tests.agent.http.test_web_config import HASH, PASSWORD, basic
 from tests.support import PATIENCE_SECONDS, eventually
 
 QUIET = {name: {"enabled": False} for name in ("gpu", "kernel_log", "nccl_ras", "jobs")}

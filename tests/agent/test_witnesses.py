@@ -5,16 +5,17 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors import kernel_log, nccl_ras
-from rolecall.agent.collectors.collector import CannotRead
-from rolecall.agent.collectors.kernel_log import KernelLogCollector
-from rolecall.agent.collectors.nccl_ras import NcclRasCollector
-from rolecall.agent.collectors.xid_merger import XidMerger
+from rolecall.agent.collectors.base import CannotRead
+from rolecall.agent.collectors.gpu.xid_merger import XidMerger
+from rolecall.agent.collectors.kernel import collector as kernel_log
+from rolecall.agent.collectors.kernel.collector import KernelLogCollector
+from rolecall.agent.collectors.nccl import ras as nccl_ras
+from rolecall.agent.collectors.nccl.ras import NcclRasCollector
+from rolecall.agent.collectors.runner import NoSuchCollector, Probes
 from rolecall.agent.events import EventLog
-from rolecall.agent.probes import NoSuchCollector, Probes
 from rolecall.core.clock import SystemClock
 from rolecall.core.ids import NodeId
-from rolecall.core.kernel_stamps import parse_line
+from rolecall.formats.kernel_log.timestamps import parse_line
 from tests.agent.ras_server import RasServer, answers
 
 NODE = NodeId("gpu-7")

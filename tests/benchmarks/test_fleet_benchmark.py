@@ -10,8 +10,8 @@ import pytest
 from fleet import Alarm
 
 from rolecall.core.diagnosis import FaultClass, Finding
-from rolecall.detector.panel import Floats, PanelShape
-from rolecall.detector.simulation import EPOCH_SECONDS, Onset, SimulatedFault, Task, Victim
+from rolecall.detector.panels.panel import Floats, PanelShape
+from rolecall.detector.simulation.fleet import EPOCH_SECONDS, Onset, SimulatedFault, Task, Victim
 
 ONSET = EPOCH_SECONDS + 200
 FAULT = SimulatedFault(

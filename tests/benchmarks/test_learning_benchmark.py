@@ -16,8 +16,8 @@ import pytest
 from learning_runs import CURVES, PARTS, RACE, Run
 from pictures import bands
 
-from rolecall.core.config import parse_job
-from rolecall.core.config_algorithm import FILTERS, AlgorithmName
+from rolecall.core.config.algorithm import FILTERS, AlgorithmName
+from rolecall.core.config.job import parse_job
 
 TINY = {
     "task": {"num_digits": 2},

@@ -11,9 +11,9 @@ import recording
 from measures import DISTURBED, HEALTHY, Slowdown
 from recording import Recording
 
-from rolecall.core.config import DetectorConfig
-from rolecall.detector.observation import Observation
-from rolecall.detector.testing import FakeFleet, Fault
+from rolecall.core.config.job import DetectorConfig
+from rolecall.detector.base.observation import Observation
+from rolecall.testing.synthetic_run import FakeFleet, Fault
 
 HEALTHY_SECONDS, SLOW_SECONDS = 60.0, 20.0
 

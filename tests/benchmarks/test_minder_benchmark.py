@@ -11,7 +11,7 @@ import pytest
 from minder import Count, compared, of_its_kind
 from minder_own_kind import Change, of_own_kind
 
-from rolecall.detector.simulation import AFTERMATH_SECONDS, EPOCH_SECONDS, METRICS, Onset, SimulatedFault, Task
+from rolecall.detector.simulation.fleet import AFTERMATH_SECONDS, EPOCH_SECONDS, METRICS, Onset, SimulatedFault, Task
 
 ONSET = EPOCH_SECONDS + 900
 FAULT = SimulatedFault(

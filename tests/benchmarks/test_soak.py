@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import soak
 
-from rolecall.core.events import EventKind
-from rolecall.core.journal import Journal
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
 
 CONFIG = {"algorithm": {"microbatches_per_step": 2}}
 

@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Finding, Plan, Suspect, Target
-from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
+from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.telemetry import (
     HEALTH_SIGNS,
     AgentEvent,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rolecall.core.config import JobConfig, load_job, parse_job
-from rolecall.core.config_section import Section
+from rolecall.core.config.job import JobConfig, load_job, parse_job
+from rolecall.core.config.section import Section
 from rolecall.core.errors import ConfigError
 
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from rolecall.core.config import JobConfig, TaskConfig, parse_job
-from rolecall.core.config_algorithm import (
+from rolecall.core.config.algorithm import (
     CLIPS,
     DEFAULTS,
     FILTERS,
@@ -24,6 +23,7 @@ from rolecall.core.config_algorithm import (
     AlgorithmConfig,
     AlgorithmName,
 )
+from rolecall.core.config.job import JobConfig, TaskConfig, parse_job
 from rolecall.core.errors import ConfigError
 
 # A legal value, and not the default, of every setting that only some algorithms have.

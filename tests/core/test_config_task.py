@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.config import TaskConfig, TaskName, parse_job
+from rolecall.core.config.job import TaskConfig, TaskName, parse_job
 from rolecall.core.errors import ConfigError
 
 LENGTHS = [("digit_parity", 12, 16), ("digit_parity", 1, 5), ("long_addition", 12, 28), ("long_addition", 1, 6)]

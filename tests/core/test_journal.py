@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.errors import Fenced, JournalCorrupt, JournalError
-from rolecall.core.events import EventKind
 from rolecall.core.ids import NodeId, ReplicaId
-from rolecall.core.journal import Journal
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.store import GENESIS
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.core.store import GENESIS
 from tests.core.strategies import JSON_BODIES
 
 WRITER = Path(__file__).with_name("writer.py")
@@ -180,7 +180,7 @@ def test_two_processes_may_create_the_same_journal_at_once(url: str) -> None:
 @pytest.mark.parametrize("verb", ["UPDATE {} SET hash = ''", "DELETE FROM {}"])
 def test_the_database_itself_forbids_changes(journal: Journal, table: str, verb: str) -> None:
     from rolecall.core.ids import GroupId
-    from rolecall.core.ledger import GroupState, Ledger, LedgerLine
+    from rolecall.core.journal.ledger import GroupState, Ledger, LedgerLine
 
     _write(journal, 2)
     Ledger(journal.store).write([LedgerLine(group_id=GroupId("g1"), state=GroupState.ISSUED)])

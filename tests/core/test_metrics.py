@@ -7,8 +7,15 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.metric import LABELS_ALLOWED, Metric, MetricType, Subject
-from rolecall.core.metrics import BY_NAME, CATALOGUE, host_values, markdown, process_values, uncovered_fields
+from rolecall.core.metrics.catalogue import (
+    BY_NAME,
+    CATALOGUE,
+    host_values,
+    markdown,
+    process_values,
+    uncovered_fields,
+)
+from rolecall.core.metrics.metric import LABELS_ALLOWED, Metric, MetricType, Subject
 from rolecall.core.telemetry import HostSample, ProcessSample
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -62,7 +69,7 @@ def test_names_are_unique_and_no_field_is_forgotten() -> None:
 
 
 def test_docs_are_made_from_the_table() -> None:
-    assert DOCS.read_text() == markdown(), "run: python -m rolecall.core.metrics > docs/metrics.md"
+    assert DOCS.read_text() == markdown(), "run: python -m rolecall.core.metrics.catalogue > docs/metrics.md"
 
 
 def test_process_values_carry_states_as_labels_and_leave_out_what_is_not_known() -> None:

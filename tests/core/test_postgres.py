@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core import store
-from rolecall.core.config import JobConfig, parse_job
-from rolecall.core.database import checked_url, redacted, run_url
+from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import ConfigError, JournalError, JournalUnavailable
-from rolecall.core.events import EventKind
 from rolecall.core.ids import RunId
-from rolecall.core.journal import Journal
+from rolecall.core.journal import store
+from rolecall.core.journal.database import checked_url, redacted, run_url
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import create_run_dir
 from tests import postgres
 from tests.core.test_journal import WRITER
@@ -110,7 +110,7 @@ def test_a_writer_stopped_in_the_middle_of_a_transaction_loses_its_turn(postgres
     url = postgres_server.fresh_url()
     journal = Journal(url)
     holds = (
-        "import sys, rolecall.core.journal as j\n"
+        "import sys, rolecall.core.journal.journal as j\n"
         "with j.Journal(sys.argv[1], create=False).store.write():\n"
         "    print('mine', flush=True); sys.stdin.read()\n"
     )

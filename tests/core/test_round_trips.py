@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Plan, Suspect, Target
-from rolecall.core.events import Event
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
+from rolecall.core.journal.events import Event
 from rolecall.core.telemetry import AgentEvent, GpuSample, HostSample, ProcessSample, SampleBatch
 from tests.core.strategies import (
     AGENT_EVENTS,

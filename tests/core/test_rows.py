@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from rolecall.core.errors import JournalCorrupt
-from rolecall.core.events import Event
-from rolecall.core.rows import WALL_MAX, event_of
+from rolecall.core.journal.events import Event
+from rolecall.core.journal.rows import WALL_MAX, event_of
 
 
 def read(body: str, wall_at: Any = 5.0) -> Event:

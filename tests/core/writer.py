@@ -6,8 +6,8 @@ Each line on stdout is `<seq> <hash>` of an event whose append has returned. NUM
 import itertools
 import sys
 
-from rolecall.core.events import EventKind
-from rolecall.core.journal import Journal
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
 
 
 def main(url: str, name: str, num: int) -> None:

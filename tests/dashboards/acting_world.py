@@ -8,14 +8,15 @@ from typing import Any
 from streamlit.testing.v1 import AppTest
 
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, Suspect, Target
-from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
-from rolecall.core.journal import Journal
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
-from rolecall.dashboards import people, settings
-from rolecall.recovery.incident_events import fold
-from rolecall.recovery.incidents import Incident
+from rolecall.dashboards import settings
+from rolecall.dashboards import users as people
+from rolecall.recovery.incidents.incident import Incident
+from rolecall.recovery.incidents.projection import fold
 
 K = EventKind
 APP = Path(settings.__file__).with_name("app.py")
@@ -147,7 +148,7 @@ def page(name: str, made: World, *, acting: bool = True, prometheus_url: str = "
             prometheus_url=prometheus_url,
         )
     )
-    return AppTest.from_file(str(APP), default_timeout=60).switch_page(f"app_pages/{name}.py").run()
+    return AppTest.from_file(str(APP), default_timeout=60).switch_page(f"scripts/{name}.py").run()
 
 
 def session(at: AppTest) -> str:

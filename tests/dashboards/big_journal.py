@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.clock import FakeClock, SystemClock
-from rolecall.core.config import RecoveryConfig
+from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, Suspect, Target
-from rolecall.core.events import EventKind as K
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
-from rolecall.core.journal import Journal
+from rolecall.core.journal.events import EventKind as K
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.rows import storable
+from rolecall.core.journal.store import GENESIS, METADATA, canonical, chain_hash
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.core.rows import storable
 from rolecall.core.rundir import RunDir, create_run_dir
-from rolecall.core.store import GENESIS, METADATA, canonical, chain_hash
 from rolecall.recovery.fleet import FleetView, ReplicaView
 from rolecall.recovery.policy import Question
 

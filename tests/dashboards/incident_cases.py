@@ -6,17 +6,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rolecall.core.config import DetectorConfig
+from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
-from rolecall.core.events import EventKind
 from rolecall.core.ids import NodeId
-from rolecall.dashboards.incident_material import Material, read
-from rolecall.detector.engine import Detector
-from rolecall.detector.testing import FakeFleet, Fault
-from rolecall.recovery import commands
-from rolecall.recovery.book import Book
-from rolecall.recovery.place import JournalPlace
-from rolecall.recovery.testing import diagnosis
+from rolecall.core.journal.events import EventKind
+from rolecall.dashboards.pages.incidents.material import Material, read
+from rolecall.detector.live.engine import Detector
+from rolecall.recovery.incident_store import Book
+from rolecall.recovery.operators import commands
+from rolecall.recovery.operators.run_location import JournalPlace
+from rolecall.testing.recovery_world import diagnosis
+from rolecall.testing.synthetic_run import FakeFleet, Fault
 from tests.detector.courses import STEP_SECONDS, told
 from tests.recovery.world import World
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, Suspect, Target
-from rolecall.core.events import EventKind as K
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
-from rolecall.core.journal import Journal
+from rolecall.core.journal.events import EventKind as K
+from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
-from rolecall.dashboards import settings, shell
-from rolecall.dashboards.reading import Look
+from rolecall.dashboards import settings
+from rolecall.dashboards.data.reader import Look
+from rolecall.dashboards.pages import shell
 from rolecall.dashboards.settings import Settings
 from tests.support import eventually
 

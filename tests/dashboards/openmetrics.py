@@ -7,7 +7,7 @@ A series has `job` and `instance` as a scrape gives them, and `up` and its compa
 import gzip
 from pathlib import Path
 
-from rolecall.agent.collectors.prometheus_text import Sample, parse_page
+from rolecall.agent.collectors.exporters.prometheus_text import Sample, parse_page
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 

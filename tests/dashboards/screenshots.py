@@ -17,8 +17,8 @@ from playwright.sync_api import Browser, FloatRect
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
-from rolecall.core.events import Event, EventKind
-from rolecall.core.journal import Journal
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, open_run_dir
 from tests.dashboards.browser import ADDRESS, Visit, browser, served, visit
 
@@ -107,7 +107,7 @@ def of_a_run(of: Browser, run: RunDir, out: Path) -> None:
     incident = told.incident_id if told is not None else "inc-1"
     with tempfile.TemporaryDirectory() as folder, served(Path(folder), [str(run.path)]) as address:
         pages = {"incidents": "/incidents", "incident": f"/incidents?incident={incident}"}
-        pages |= {"fleet": "/fleet", "accounting": "/accounting", "acting": "/acting"}
+        pages |= {"fleet": "/fleet", "accounting": "/accounting", "operations": "/operations"}
         for name, path in pages.items():
             with visit(of, address) as shot:
                 shot.open(path)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.metric import Subject
-from rolecall.core.metrics import CATALOGUE
+from rolecall.core.metrics.catalogue import CATALOGUE
+from rolecall.core.metrics.metric import Subject
 from tests.dashboards.openmetrics import Recording
 from tests.dashboards.prometheus_of_demo import FILE, DemoPrometheus, QueryFailed, prometheus_of
 

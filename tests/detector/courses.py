@@ -6,8 +6,8 @@ from typing import Any
 
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import ProcessSample, SampleBatch
-from rolecall.detector.course import Point
-from rolecall.detector.observation import Observation
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.live.training_history import Point
 
 Row = Mapping[str, float]
 WALL = 1_700_000_000.0

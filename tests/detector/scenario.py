@@ -32,12 +32,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rolecall.core.config import DetectorConfig
+from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.ids import NodeId, ProcessId, split_replica
 from rolecall.core.telemetry import HEALTH_SIGNS, AgentEvent, AgentEventKind, ProcessSample, SampleBatch
-from rolecall.detector.engine import Detector
-from rolecall.detector.observation import Observation
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.live.engine import Detector
 
 SAMPLE_SECONDS = 0.2
 POLLS_PER_SAMPLE = 1

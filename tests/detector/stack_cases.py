@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from rolecall.core.diagnosis import Finding
-from rolecall.detector.findings import SETTLE
-from rolecall.detector.stack_dumps import Dump, Frame, Thread
+from rolecall.detector.artifacts.stacks.dumps import Dump, Frame, Thread
+from rolecall.detector.base.findings import SETTLE
 
 C10D = "torch/distributed/distributed_c10d.py"
 WRAPPER = "torch/distributed/c10d_logger.py:wrapper"

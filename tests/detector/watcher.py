@@ -9,10 +9,10 @@ import sys
 import threading
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.config import DetectorConfig
-from rolecall.detector.engine import Detector
-from rolecall.detector.source import AgentsSource
-from rolecall.detector.subject import EXPERIENCED_UNITS
+from rolecall.core.config.job import DetectorConfig
+from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.subject import EXPERIENCED_UNITS
+from rolecall.detector.sources.agents import AgentsSource
 
 agents, roles = json.loads(sys.argv[1]), json.loads(sys.argv[2])
 detector = Detector(DetectorConfig(mask_proc_state=True), roles)

@@ -5,7 +5,7 @@ import sys
 import threading
 import time
 
-from rolecall.agent import reporter
+from rolecall.agent.reporter import reporter
 
 replica, node_dir, secret, unit_seconds = sys.argv[1], sys.argv[2], sys.argv[3], float(sys.argv[4])
 fault: list[str] = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.cli import main
+from rolecall.cli.main import main
 from tests.e2e.observer import Observer, is_alive
 from tests.support import eventually
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.config_algorithm import AlgorithmName
-from rolecall.core.events import EventKind
-from rolecall.core.journal import Journal
-from rolecall.core.ledger import GroupState, Ledger
+from rolecall.core.config.algorithm import AlgorithmName
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.ledger import GroupState, Ledger
 from rolecall.core.rundir import RunDir
-from rolecall.rl_runtime.task import group_number, group_start
+from rolecall.rl_runtime.tasks.task import group_number, group_start
 from tests.e2e.runs import demo_run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.events import Event, EventKind
-from rolecall.core.journal import Journal
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.dashboard_beside import PERSON, TOKEN_FILE
+from rolecall.session.dashboard import PERSON, TOKEN_FILE
 from tests.dashboards.browser import ADDRESS, Visit, browser, visit
 from tests.e2e.runs import DemoRun, alive, demo_run
 from tests.support import eventually
@@ -57,7 +57,7 @@ def test_a_click_approves_a_plan_and_the_run_is_cured(tmp_path: Path) -> None:
             shot.page.get_by_text(sentence[:60], exact=False).first.wait_for()
             shot.open(f"/incidents?incident={proposed.incident_id}")
             shot.page.get_by_text(sentence[:60], exact=False).first.wait_for()
-            shot.open("/acting")
+            shot.open("/operations")
             assert shot.page.get_by_role("button", name="Approve").first.is_disabled()
             assert _events(run, EventKind.PLAN_APPROVED) == [], "looking approves nothing"
             _sign_in(shot, token)

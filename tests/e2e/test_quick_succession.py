@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from rolecall.agent.pages import PageReader, PageState, PageUnreadable
+from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
 from rolecall.core.rundir import RunDir, write_atomically
-from rolecall.rl_runtime.faults import WEIGHTS, Inside, Request, effect_path, request_path
-from rolecall.rl_runtime.injector import inject
+from rolecall.rl_runtime.controller.supply import TOO_STALE
+from rolecall.rl_runtime.faults.injector import inject
+from rolecall.rl_runtime.faults.process_side import WEIGHTS, Inside, Request, effect_path, request_path
 from rolecall.rl_runtime.processes import find_processes
-from rolecall.rl_runtime.supply import TOO_STALE
 from tests.e2e.observer import ESTABLISHED, LISTEN, Observer, is_alive, socket_inodes, stopped, tcp_sockets
 from tests.e2e.runs import DemoRun, alive, command, demo_run, rolecall
 from tests.support import eventually

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from rolecall.core.diagnosis import FaultClass
-from rolecall.core.events import EventKind
 from rolecall.core.ids import ReplicaId
+from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
-from rolecall.recovery import commands
-from rolecall.recovery.incident_events import INCIDENT_KINDS
-from rolecall.recovery.incidents import NOT_BEGUN, Attempt, IncidentState
+from rolecall.recovery.incidents.incident import NOT_BEGUN, Attempt, IncidentState
+from rolecall.recovery.incidents.projection import INCIDENT_KINDS
 from rolecall.recovery.interfaces import Message
-from rolecall.recovery.moves import decision_key
-from rolecall.recovery.testing import RecordingNotifier, SimulatedKill, diagnosis
-from rolecall.recovery.watch import Watch
+from rolecall.recovery.loop import Watch
+from rolecall.recovery.next_step import decision_key
+from rolecall.recovery.operators import commands
+from rolecall.testing.recovery_world import RecordingNotifier, SimulatedKill, diagnosis
 from tests.recovery.world import World
 
 K = EventKind

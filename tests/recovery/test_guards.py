@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.config import RecoveryConfig
+from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, Target
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
 from rolecall.recovery.guards import check, on_peer_evidence_alone
-from rolecall.recovery.incidents import PERSON, Attempt, Failure, Incident, IncidentState, Outcome
-from rolecall.recovery.testing import diagnosis
+from rolecall.recovery.incidents.incident import PERSON, Attempt, Failure, Incident, IncidentState, Outcome
+from rolecall.testing.recovery_world import diagnosis
 from tests.recovery.test_policy import fleet
 
 A, F, S = ActionKind, FaultClass, IncidentState

@@ -8,19 +8,19 @@ import pytest
 
 from rolecall.core.diagnosis import ActionKind, FaultClass
 from rolecall.core.errors import CommandRefused
-from rolecall.core.events import Event, EventKind
 from rolecall.core.ids import NodeId
+from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.nodes import quarantined, quarantined_nodes
 from rolecall.core.rundir import RunDir
-from rolecall.recovery import commands
-from rolecall.recovery.book import Book
-from rolecall.recovery.incidents import Outcome
-from rolecall.recovery.node_commands import drained
+from rolecall.recovery.incident_store import Book
+from rolecall.recovery.incidents.incident import Outcome
+from rolecall.recovery.loop import Watch
 from rolecall.recovery.nodes import NODE_KINDS, BurnIn, fold_nodes
+from rolecall.recovery.operators import commands
+from rolecall.recovery.operators.node_commands import drained
 from rolecall.recovery.policy import Question, decide
 from rolecall.recovery.quarantine import to_quarantine
-from rolecall.recovery.testing import KillSwitch, MortalJournal, SimulatedKill, diagnosis
-from rolecall.recovery.watch import Watch
+from rolecall.testing.recovery_world import KillSwitch, MortalJournal, SimulatedKill, diagnosis
 from tests.recovery.world import World
 
 K = EventKind

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.config import RecoveryConfig
+from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Suspect, Target
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView, ReplicaView
-from rolecall.recovery.incidents import PERSON, Failure, Outcome
+from rolecall.recovery.incidents.incident import PERSON, Failure, Outcome
 from rolecall.recovery.policy import Past, Question, decide, slow_gain
-from rolecall.recovery.testing import FLEET, diagnosis
+from rolecall.testing.recovery_world import FLEET, diagnosis
 
 A, F = ActionKind, FaultClass
 SUPPORTS = frozenset({A.REPLACE_REPLICA, A.REPLACE_NODE, A.STOP_JOB})

@@ -12,13 +12,13 @@ import pytest
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.diagnosis import Diagnosis, FaultClass
-from rolecall.core.events import EventKind
-from rolecall.core.journal import Journal
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import write_atomically
-from rolecall.recovery.incident_events import fold
-from rolecall.recovery.incidents import IncidentState, Outcome
-from rolecall.recovery.testing import FakeRuntime, diagnosis
-from tests.recovery.test_watch import A_CURE
+from rolecall.recovery.incidents.incident import IncidentState, Outcome
+from rolecall.recovery.incidents.projection import fold
+from rolecall.testing.recovery_world import FakeRuntime, diagnosis
+from tests.recovery.test_loop import A_CURE
 from tests.support import PATIENCE_SECONDS, eventually
 
 K = EventKind

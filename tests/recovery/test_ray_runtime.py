@@ -8,7 +8,7 @@ import pytest
 from rolecall.core.diagnosis import ActionKind, Plan, Target
 from rolecall.core.errors import ActuatorError, Fenced
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
-from rolecall.core.journal import Lease
+from rolecall.core.journal.journal import Lease
 from rolecall.core.membership import Desired
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from tests.recovery.world import World

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from rolecall.core.diagnosis import FaultClass
-from rolecall.core.events import EventKind
-from rolecall.recovery.book import Book
+from rolecall.core.journal.events import EventKind
 from rolecall.recovery.guards import HOUR_SECONDS
-from rolecall.recovery.incidents import UNDER_REPAIR, Outcome
-from rolecall.recovery.testing import FLEET, SimulatedKill
-from rolecall.recovery.watch import Watch
+from rolecall.recovery.incident_store import Book
+from rolecall.recovery.incidents.incident import UNDER_REPAIR, Outcome
+from rolecall.recovery.loop import Watch
+from rolecall.testing.recovery_world import FLEET, SimulatedKill
 from tests.recovery.world import World
 
 K = EventKind

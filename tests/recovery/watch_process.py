@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.config import RecoveryConfig
+from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.ids import ReplicaId
-from rolecall.core.journal import Journal
+from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
-from rolecall.recovery.notify import LogNotifier
-from rolecall.recovery.testing import Look
-from rolecall.recovery.watch import Watch, holder_name
+from rolecall.recovery.loop import Watch, holder_name
+from rolecall.recovery.notifications.webhook import LogNotifier
+from rolecall.testing.recovery_world import Look
 
 POLL_SECONDS = 0.05
 

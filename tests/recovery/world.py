@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.clock import FakeClock
-from rolecall.core.config import RecoveryConfig
-from rolecall.core.events import Event, EventKind
-from rolecall.core.journal import Journal
+from rolecall.core.config.job import RecoveryConfig
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
-from rolecall.recovery.incident_events import fold
-from rolecall.recovery.incidents import Incident
+from rolecall.recovery.incidents.incident import Incident
+from rolecall.recovery.incidents.projection import fold
 from rolecall.recovery.interfaces import Witnesses
-from rolecall.recovery.testing import (
+from rolecall.recovery.loop import Watch
+from rolecall.testing.recovery_world import (
     FakeDetector,
     FakeRuntime,
     FakeSource,
@@ -21,7 +22,6 @@ from rolecall.recovery.testing import (
     MortalJournal,
     RecordingNotifier,
 )
-from rolecall.recovery.watch import Watch
 
 TICK_SECONDS = 0.25
 ACT = {"mode": "act", "horizon_seconds": 3600.0, "verify_seconds": 20.0}

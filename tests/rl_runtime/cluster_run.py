@@ -10,12 +10,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rolecall.agent import reporter
+from rolecall.agent.reporter import reporter
 from rolecall.core.clock import SystemClock
-from rolecall.core.config import parse_job
+from rolecall.core.config.job import parse_job
 from rolecall.core.ids import process_start_ticks
 from rolecall.core.rundir import create_run_dir
-from rolecall.rl_runtime.supervisor import TICK_SECONDS, Supervisor
+from rolecall.rl_runtime.cluster.supervisor import TICK_SECONDS, Supervisor
 
 
 class Idle:

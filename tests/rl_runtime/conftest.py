@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.rl_runtime.weights import TensorServer
+from rolecall.rl_runtime.weights.port import TensorServer
 from tests.rl_runtime.rollout_rig import Rig
 from tests.rl_runtime.weight_port import TOKEN, Start
 from tests.support import eventually

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from rolecall.core.clock import SystemClock
-from rolecall.rl_runtime.engine import Engine
-from rolecall.rl_runtime.rollout import RolloutReplica
+from rolecall.rl_runtime.rollout.engine import Engine
+from rolecall.rl_runtime.rollout.rollout import RolloutReplica
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 SWAPPED = ("model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight")

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.clock import FakeClock
-from rolecall.core.config import JobConfig, parse_job
-from rolecall.core.events import EventKind
+from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.ids import NodeId, ReplicaId, RunId
-from rolecall.core.journal import ChainHead, Journal
-from rolecall.core.ledger import Audit, GroupState, Ledger, audit
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.rl_runtime.controller import Controller, Outcome
-from rolecall.rl_runtime.spawn import Spawn
-from rolecall.rl_runtime.task import Prompt, group_id
-from rolecall.rl_runtime.testing import Fleet, run_simulated
-from rolecall.rl_runtime.testing_roles import MAX_NEW_TOKENS, Answers, FakeCertifier
-from rolecall.rl_runtime.trajectories import TrajectoryTable
+from rolecall.rl_runtime.controller.controller import Controller, Outcome
+from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.protocol.spawn import Spawn
+from rolecall.rl_runtime.tasks.task import Prompt, group_id
+from rolecall.testing.runtime_fleet import Fleet, run_simulated
+from rolecall.testing.runtime_roles import MAX_NEW_TOKENS, Answers, FakeCertifier
 
 CONTROLLER = ReplicaId("controller/0")
 RUN_SECONDS_MAX = 900.0

@@ -10,10 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolecall.core.config_algorithm import AlgorithmConfig
+from rolecall.core.config.algorithm import AlgorithmConfig
 from rolecall.core.ids import GroupId
-from rolecall.rl_runtime.objective import Batch, Objective, Terms, divisors, make_batch, objective, token_logprobs
-from rolecall.rl_runtime.protocol import End, Group, Sample
+from rolecall.rl_runtime.algorithms.objective import (
+    Batch,
+    Objective,
+    Terms,
+    divisors,
+    make_batch,
+    objective,
+    token_logprobs,
+)
+from rolecall.rl_runtime.protocol.messages import End, Group, Sample
 from tests.rl_runtime import reference_math
 from tests.rl_runtime.reference_math import Answer, Method
 

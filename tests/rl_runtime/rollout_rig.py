@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 
 from rolecall.core.ids import GroupId
-from rolecall.rl_runtime.digest import build_manifest, entries_digest, entries_of, tensor_digest
-from rolecall.rl_runtime.engine import EngineSettings, NewTokens
-from rolecall.rl_runtime.protocol import Holder, Manifest, Request, TokenChunk
-from rolecall.rl_runtime.rollout import RolloutReplica
-from rolecall.rl_runtime.weights import TensorServer
-from rolecall.rl_runtime.worker_extension import Storage
+from rolecall.rl_runtime.protocol.messages import Holder, Manifest, Request, TokenChunk
+from rolecall.rl_runtime.rollout.engine import EngineSettings, NewTokens
+from rolecall.rl_runtime.rollout.rollout import RolloutReplica
+from rolecall.rl_runtime.rollout.worker_extension import Storage
+from rolecall.rl_runtime.weights.digest import build_manifest, entries_digest, entries_of, tensor_digest
+from rolecall.rl_runtime.weights.port import TensorServer
 from tests.rl_runtime.weight_port import ROLLOUT, TOKEN, TRAINER
 from tests.support import PATIENCE_SECONDS, eventually
 

@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 
-from rolecall.agent import reporter
-from rolecall.core.config import JobConfig, parse_job
+from rolecall.agent.reporter import reporter
+from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import RolecallError
 from rolecall.core.ids import ReplicaId, replica_id
-from rolecall.core.journal import ChainHead
-from rolecall.core.store import GENESIS
-from rolecall.rl_runtime.batching import form_microbatches
-from rolecall.rl_runtime.objective import Divisors
-from rolecall.rl_runtime.protocol import End, Group, Microbatch, Sample
-from rolecall.rl_runtime.reduce import LOOPBACK
-from rolecall.rl_runtime.task import Prompt, make_task
-from rolecall.rl_runtime.tokenizer import vocabulary
-from rolecall.rl_runtime.trainer import TrainerReplica
+from rolecall.core.journal.journal import ChainHead
+from rolecall.core.journal.store import GENESIS
+from rolecall.rl_runtime.algorithms.batching import form_microbatches
+from rolecall.rl_runtime.algorithms.objective import Divisors
+from rolecall.rl_runtime.protocol.messages import End, Group, Microbatch, Sample
+from rolecall.rl_runtime.tasks.task import Prompt, make_task
+from rolecall.rl_runtime.tasks.tokenizer import vocabulary
+from rolecall.rl_runtime.trainer.reduce import LOOPBACK
+from rolecall.rl_runtime.trainer.trainer import TrainerReplica
 from tests.netns import Machine
 
 LEDGER = ChainHead(position=0, hash=GENESIS)

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from rolecall.core.ids import ReplicaId
-from rolecall.rl_runtime.protocol import Holder, Manifest
-from rolecall.rl_runtime.weights import Pieces, TensorServer, pull, pull_any
+from rolecall.rl_runtime.protocol.messages import Holder, Manifest
+from rolecall.rl_runtime.weights.port import Pieces, TensorServer, pull, pull_any
 from tests.support import PATIENCE_SECONDS, eventually
 
 TOKEN = "a token of this run"

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rolecall.core.config import JobConfig
-from rolecall.rl_runtime.model import make_model
-from rolecall.rl_runtime.network import ADAM_BETAS, Network
-from rolecall.rl_runtime.protocol import Group, Sample
-from rolecall.rl_runtime.task import make_task
-from rolecall.rl_runtime.tokenizer import vocabulary
-from rolecall.rl_runtime.trainer_state import CRITIC, TrainerState
+from rolecall.core.config.job import JobConfig
+from rolecall.rl_runtime.protocol.messages import Group, Sample
+from rolecall.rl_runtime.tasks.task import make_task
+from rolecall.rl_runtime.tasks.tokenizer import vocabulary
+from rolecall.rl_runtime.trainer.model import make_model
+from rolecall.rl_runtime.trainer.network import ADAM_BETAS, Network
+from rolecall.rl_runtime.trainer.state import CRITIC, TrainerState
 from tests.rl_runtime.objective_rig import method_of
 from tests.rl_runtime.reference_math import Answer, Step, step
 

@@ -7,10 +7,10 @@ What is rightly empty in a healthy run has data here, so that an expression can 
 from collections.abc import Iterator
 from pathlib import Path
 
-from rolecall.core.metric import Metric, MetricType, Subject
-from rolecall.core.metrics import CATALOGUE
+from rolecall.core.metrics.catalogue import CATALOGUE
+from rolecall.core.metrics.metric import Metric, MetricType, Subject
 from rolecall.dashboards.grafana.promql import DCGM_NAMES, OF_WATCH
-from rolecall.dashboards.grafana.rules import Record, groups
+from rolecall.dashboards.grafana.rules.rule import Record, groups
 from tests.dashboards.openmetrics import Recording
 
 START, STEP, ROUNDS = 1_700_000_000.0, 15.0, 41

@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from rolecall.core.errors import ConfigError
-from rolecall.core.metric import MetricType
-from rolecall.core.metrics import BY_NAME
+from rolecall.core.metrics.catalogue import BY_NAME
+from rolecall.core.metrics.metric import MetricType
 from rolecall.dashboards.grafana import board
-from rolecall.dashboards.grafana.all import documents
+from rolecall.dashboards.grafana.boards.all import documents
 from rolecall.dashboards.grafana.promql import DCGM_NAMES, SCOPE_LABELS, UnknownMetric, scoped, selectors
-from rolecall.dashboards.grafana.rules import Record, groups
+from rolecall.dashboards.grafana.rules.rule import Record, groups
 
 DOCUMENTS = {d["uid"]: d for d in documents()}
 SCHEMA_VERSIONS = range(39, 42)
@@ -185,7 +185,7 @@ def test_what_the_watch_tells_is_asked_of_the_watch() -> None:
 
 
 def test_the_same_bytes_in_every_process() -> None:
-    code = "import json; from rolecall.dashboards.grafana.all import documents; print(json.dumps(documents()))"
+    code = "import json; from rolecall.dashboards.grafana.boards.all import documents; print(json.dumps(documents()))"
     texts = {
         subprocess.run(
             [sys.executable, "-c", code],

@@ -5,7 +5,7 @@ import shlex
 from pathlib import Path
 
 from rolecall.dashboards.grafana import board, export
-from rolecall.dashboards.grafana.all import documents
+from rolecall.dashboards.grafana.boards.all import documents
 
 DOC = (Path(__file__).parents[3] / "docs" / "grafana.md").read_text()
 
@@ -18,7 +18,7 @@ def test_every_dashboard_is_in_the_table() -> None:
 def test_its_commands_and_files_are_there() -> None:
     from typer.main import get_command
 
-    from rolecall.grafana_cli import grafana
+    from rolecall.cli.grafana import grafana
 
     commands = get_command(grafana)
     found = re.findall(r"^rolecall grafana (\w+)(.*?)(?:#.*)?$", DOC, re.MULTILINE)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rolecall.cli import main
+from rolecall.cli.main import main
 from rolecall.dashboards.grafana import export
-from rolecall.dashboards.grafana.all import documents
+from rolecall.dashboards.grafana.boards.all import documents
 
 
 def _all_files(folder: Path) -> dict[str, bytes]:

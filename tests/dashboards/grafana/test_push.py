@@ -12,7 +12,7 @@ import pytest
 from rolecall.core.errors import ConfigError
 from rolecall.dashboards.grafana.push import MESSAGE, Plan, Problems, Pushed, holds, plan, push
 from rolecall.dashboards.grafana.server import GrafanaRefused, Server, Token, address
-from tests.agent.test_web_config import certificate
+from tests.agent.http.test_web_config import certificate
 from tests.dashboards.grafana.fake_grafana import EDITOR, VIEWER, FakeGrafana, Refused, fake_grafana, raw_server
 
 Json = dict[str, Any]

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.cli import main
+from rolecall.cli.grafana_push import TOKEN_ENV, read_token
+from rolecall.cli.main import main
+from rolecall.cli.options import JOURNAL_ENV
 from rolecall.core.errors import ConfigError
 from rolecall.core.rundir import RunDir
-from rolecall.dashboards.grafana.all import documents
-from rolecall.grafana_push_cli import TOKEN_ENV, read_token
-from rolecall.options import JOURNAL_ENV
+from rolecall.dashboards.grafana.boards.all import documents
 from tests.dashboards.grafana.fake_grafana import EDITOR, VIEWER, FakeGrafana, fake_grafana
 
 

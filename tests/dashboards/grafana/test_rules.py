@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rolecall.core.metrics import BY_NAME
-from rolecall.dashboards.grafana.rules import Alert, Record, Severity, alerts, check, groups, rules_yaml
+from rolecall.core.metrics.catalogue import BY_NAME
+from rolecall.dashboards.grafana.rules.rule import Alert, Record, Severity, alerts, check, groups, rules_yaml
 from tests.dashboards.grafana.rules_cases import CASES, NODE, WATCH, Case
 
 ALERTS = {a.name: a for a in alerts()}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.dashboards.grafana.promql import selectors
-from rolecall.dashboards.grafana.rules import Alert, Record, alerts, groups, rules_yaml
+from rolecall.dashboards.grafana.rules.rule import Alert, Record, alerts, groups, rules_yaml
 from tests.dashboards.prometheus_of_demo import DemoPrometheus, Series, prometheus_of
 from tests.prometheus_server import prometheus
 from tests.support import eventually

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import typer
 
-from rolecall.cli import app
-from rolecall.dashboards.grafana.all import documents
-from rolecall.dashboards.grafana.rules import alerts
+from rolecall.cli.main import app
+from rolecall.dashboards.grafana.boards.all import documents
+from rolecall.dashboards.grafana.rules.rule import alerts
 
 FOLDER = Path(__file__).parents[3] / "docs" / "runbooks"
 RUNBOOKS = {p.stem: p.read_text() for p in sorted(FOLDER.glob("*.md"))}

@@ -1,0 +1,165 @@
+"""vLLM's own metrics: the pages of the engines on this node, joined with the replica that each one serves.
+
+Names: vLLM's documentation, "Production Metrics", versions 0.5 to 0.32. Where a name changed, both are known: of a
+version that has both for the same thing the newer one counts. The page is made by the engine's API server, in the loop
+that serves requests: it is asked rarely.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rolecall.agent.collectors.base import CannotRead, Reading
+from rolecall.agent.collectors.exporters.prometheus_text import Sample
+from rolecall.agent.collectors.exporters.scrape import Scraper, parse_address
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.ids import NodeId
+from rolecall.core.metrics.metric import Metric, MetricValue
+from rolecall.core.metrics.vllm import VLLM_METRICS
+
+logger = logging.getLogger(__name__)
+
+NUM_ENGINES_MAX = 64
+INTERVAL_SECONDS = 5.0
+ENGINE_SECONDS = 1.0
+"""For one engine's page. A server that is busy with long prompts takes a while."""
+LOOK_SECONDS = 4.0
+"""For all engines together: less than it takes until a read counts as hung. Who was asked in vain comes last."""
+
+_BY_NAME = {m.name: m for m in VLLM_METRICS}
+_UP = _BY_NAME["rolecall_vllm_up"]
+_AWAKE = _BY_NAME["rolecall_vllm_awake"]
+_FINISHED = _BY_NAME["rolecall_vllm_requests_finished_total"]
+_SLEEP_STATE, _SUCCESS = "vllm:engine_sleep_state", "vllm:request_success_total"
+REASONS = frozenset({"stop", "length", "abort", "error", "repetition"})
+OTHER = "other"
+
+
+class Endpoint(NamedTuple):
+    """An engine's page, and whose it is. `url`: `http://host:port[/metrics]`."""
+
+    url: str
+    role: str
+    replica: str
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """`names`: of vLLM, the newest first; `join`: of the values that one page has of it."""
+
+    metric: Metric
+    names: tuple[str, ...]
+    join: Callable[[Iterable[float]], float]
+
+
+def _row(name: str, *names: str, join: Callable[[Iterable[float]], float] = sum) -> _Row:
+    return _Row(_BY_NAME[f"rolecall_vllm_{name}"], tuple(f"vllm:{n}" for n in names), join)
+
+
+_ROWS = (
+    _row("requests_running", "num_requests_running"),
+    _row("requests_waiting", "num_requests_waiting"),
+    _row("kv_cache_used_ratio", "kv_cache_usage_perc", "gpu_cache_usage_perc", join=max),
+    _row("preemptions_total", "num_preemptions_total"),
+    _row("prompt_tokens_total", "prompt_tokens_total"),
+    _row("generated_tokens_total", "generation_tokens_total"),
+    _row("prefix_cache_queries_total", "prefix_cache_queries_total", "gpu_prefix_cache_queries_total"),
+    _row("prefix_cache_hits_total", "prefix_cache_hits_total", "gpu_prefix_cache_hits_total"),
+    _row("first_token_seconds_total", "time_to_first_token_seconds_sum"),
+    _row("first_tokens_total", "time_to_first_token_seconds_count"),
+    _row("token_gap_seconds_total", "inter_token_latency_seconds_sum", "time_per_output_token_seconds_sum"),
+    _row("token_gaps_total", "inter_token_latency_seconds_count", "time_per_output_token_seconds_count"),
+    _row("queue_seconds_total", "request_queue_time_seconds_sum"),
+    _row("queue_waits_total", "request_queue_time_seconds_count"),
+)
+WANTED = frozenset({n for row in _ROWS for n in row.names} | {_SLEEP_STATE, _SUCCESS})
+
+
+def engine_values(samples: Iterable[Sample], rank: tuple[str, ...]) -> Iterator[MetricValue]:
+    """Rows of the catalogue from one engine's page; what it lacks has no value. `rank`: node, role, replica, rank."""
+    found: dict[str, list[float]] = {}
+    finished: dict[str, float] = {}
+    for name, labels, value, _ in samples:
+        if not math.isfinite(value):
+            continue
+        if name == _SUCCESS:
+            reason = labels.get("finished_reason", OTHER)
+            reason = reason if reason in REASONS else OTHER
+            finished[reason] = finished.get(reason, 0.0) + value
+        elif name != _SLEEP_STATE or labels.get("sleep_state") == "awake":
+            found.setdefault(name, []).append(value)
+    for row in _ROWS:
+        for name in row.names:
+            if name in found:
+                yield MetricValue(row.metric, rank, float(row.join(found[name])))
+                break
+    if awake := found.get(_SLEEP_STATE):
+        yield MetricValue(_AWAKE, rank, min(awake))
+    for reason, number in finished.items():
+        yield MetricValue(_FINISHED, (*rank, reason), number)
+
+
+class VllmCollector:
+    """`endpoints()`: the engines of this node now; it is asked at each look.
+
+    An engine that cannot be read is `up` 0, and why is logged, once for each reason: the others are read all the same.
+    """
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        node: NodeId,
+        endpoints: Callable[[], Sequence[Endpoint]],
+        *,
+        interval_seconds: float = INTERVAL_SECONDS,
+        engine_seconds: float = ENGINE_SECONDS,
+        look_seconds: float = LOOK_SECONDS,
+        remote: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
+        self.interval_seconds = interval_seconds
+        self._node, self._endpoints, self._remote = node, endpoints, remote
+        self._clock, self._look_seconds = clock or SystemClock(), look_seconds
+        self._scraper = Scraper(node, self.name, WANTED, clock=self._clock, deadline_seconds=engine_seconds)
+        self._down: dict[Endpoint, str] = {}  # why, of those that the look before could not read
+        self._failed_at: dict[Endpoint, float] = {}  # when they were last asked in vain
+
+    def read(self, at: float) -> Reading:
+        """Never raises CannotRead: `up` tells it for each engine."""
+        engines = list(dict.fromkeys(Endpoint(*e) for e in self._endpoints()))[:NUM_ENGINES_MAX]
+        self._failed_at = {e: t for e, t in self._failed_at.items() if e in engines}
+        if not engines:
+            self._down = {}
+            return Reading()
+        values: list[MetricValue] = []
+        down: dict[Endpoint, str] = {}
+        end = self._clock.monotonic() + self._look_seconds
+        for engine in sorted(engines, key=lambda e: self._failed_at.get(e, -math.inf)):
+            rank = (self._node, engine.role, engine.replica, str(engine.rank))
+            why = "not asked: others took all the time" if self._clock.monotonic() >= end else ""
+            if not why:
+                try:
+                    values += self._of(engine, rank)
+                    self._failed_at.pop(engine, None)
+                except (CannotRead, ValueError) as e:  # ValueError: of the address, which a job's settings may have
+                    why, self._failed_at[engine] = str(e), at
+            values.append(MetricValue(_UP, rank, float(not why)))
+            if why:
+                down[engine] = why
+                if self._down.get(engine) != why:
+                    logger.warning("vLLM of %s: %s", engine.replica, why)
+        self._down = down
+        return Reading((*values, *self._scraper.counts()))
+
+    def close(self) -> None:
+        pass
+
+    def _of(self, engine: Endpoint, rank: tuple[str, ...]) -> list[MetricValue]:
+        _, samples = self._scraper.look(parse_address(engine.url, remote=self._remote))
+        if not samples:
+            raise CannotRead(f"{engine.url}: no metric of vLLM on this page")
+        return list(engine_values(samples, rank))

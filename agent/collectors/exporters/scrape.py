@@ -1,0 +1,193 @@
+"""One page of another program's metrics, over HTTP on this node: bounded in time and size, no redirects, no credentials.
+
+A page is asked for at each look and the connection closed: the programs asked are on this node, and one that hangs must
+cost no more than its deadline.
+"""
+
+import http.client
+import io
+import ipaddress
+import socket
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from rolecall.agent.collectors.base import CannotRead
+from rolecall.agent.collectors.exporters.prometheus_text import NUM_SAMPLES_MAX, Sample, parse_page
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.ids import NodeId
+from rolecall.core.metrics.catalogue import BY_NAME
+from rolecall.core.metrics.metric import MetricValue
+
+DEADLINE_SECONDS = 2.0
+"""For the whole of it: connecting, the head and the body. An exporter answers in milliseconds."""
+PAGE_BYTES_MAX = 8 << 20
+"""dcgm-exporter's page of eight GPUs has 0.2 MB, node_exporter's 0.1 to 1 MB."""
+_MALFORMED, _DROPPED = BY_NAME["rolecall_probe_lines_malformed_total"], BY_NAME["rolecall_probe_series_dropped_total"]
+_HEADERS = "Accept: text/plain;version=0.0.4\r\nUser-Agent: rolecall-agent\r\nConnection: close\r\n"
+"""No Accept-Encoding: a compressed page could be of any size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`host` as the socket takes it, `host_header` as it stands in the URL."""
+
+    url: str
+    host: str
+    host_header: str
+    port: int
+    path: str
+
+
+def parse_address(url: str, *, remote: bool = False) -> Address:
+    """`http://host[:port][/path]`; without a path `/metrics`.
+
+    remote: hosts beyond loopback may be asked. What another node says would stand under this node's name.
+
+    Raises:
+        ValueError: it is no such URL, holds credentials, or is not of this node: which.
+    """
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise ValueError(f"{url!r}: not a URL")
+    parts = urlsplit(url)
+    if parts.scheme != "http":
+        raise ValueError(f"{url}: must begin with http://")
+    if "@" in parts.netloc:
+        raise ValueError("a URL of metrics must hold no user and password")
+    host = parts.hostname
+    if not host:
+        raise ValueError(f"{url}: names no host")
+    if not remote and not _is_loopback(host):
+        raise ValueError(f"{url}: {host} is not loopback; `remote: true` allows it")
+    path = (parts.path or "/metrics") + (f"?{parts.query}" if parts.query else "")
+    return Address(url, host, parts.netloc, parts.port or 80, path)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def fetch(
+    address: Address, clock: Clock, *, deadline_seconds: float = DEADLINE_SECONDS, bytes_max: int = PAGE_BYTES_MAX
+) -> bytes:
+    """The page. Looking up a name other than localhost is not under the deadline.
+
+    Raises:
+        CannotRead: address and reason.
+    """
+    try:
+        return _fetch(address, _Deadline(clock, deadline_seconds), bytes_max)
+    except TimeoutError:
+        raise CannotRead(f"{address.url}: no page within {deadline_seconds:g} s") from None
+    except OSError as e:
+        raise CannotRead(f"{address.url}: {e.strerror or e or type(e).__name__}") from None
+    except http.client.HTTPException as e:
+        raise CannotRead(f"{address.url}: no HTTP answer ({type(e).__name__})") from None
+    except ValueError as e:  # of http.client, from a chunk's length that is no number
+        raise CannotRead(f"{address.url}: no HTTP answer ({e})") from None
+
+
+class _Deadline:
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self._clock, self._end = clock, clock.monotonic() + seconds
+
+    def left(self) -> float:
+        """Raises TimeoutError."""
+        left = self._end - self._clock.monotonic()
+        if left <= 0.0:
+            raise TimeoutError
+        return left
+
+
+class _Stream(io.RawIOBase):
+    """A socket whose reads together keep one deadline: its own timeout starts again with each byte."""
+
+    def __init__(self, sock: socket.socket, deadline: _Deadline) -> None:
+        self._sock, self._deadline = sock, deadline
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._sock.settimeout(self._deadline.left())
+        return self._sock.recv_into(buffer)
+
+    def makefile(self, mode: str) -> io.BufferedReader:
+        """What http.client asks of a socket."""
+        return io.BufferedReader(self)
+
+
+def _fetch(address: Address, deadline: _Deadline, bytes_max: int) -> bytes:
+    with _connected(address, deadline) as sock:
+        sock.settimeout(deadline.left())
+        sock.sendall(f"GET {address.path} HTTP/1.1\r\nHost: {address.host_header}\r\n{_HEADERS}\r\n".encode())
+        stream: Any = _Stream(sock, deadline)
+        response = http.client.HTTPResponse(stream)
+        with response:
+            response.begin()
+            if 300 <= response.status < 400:
+                raise CannotRead(f"{address.url}: answers with a redirect ({response.status}), which is not followed")
+            if response.status != http.client.OK:
+                raise CannotRead(f"{address.url}: answers with status {response.status}")
+            body = response.read(bytes_max + 1)
+            if len(body) > bytes_max:
+                raise CannotRead(f"{address.url}: a page of more than {bytes_max} bytes")
+            if response.length:
+                raise CannotRead(f"{address.url}: the page ended {response.length} bytes early")
+            return body
+
+
+def _connected(address: Address, deadline: _Deadline) -> socket.socket:
+    """Tries all that the name stands for: an exporter listens perhaps on IPv4 only. Raises OSError."""
+    error: OSError = OSError("the name has no address")
+    for family, kind, protocol, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        try:
+            sock = socket.socket(family, kind, protocol)
+        except OSError as e:  # a kernel without IPv6
+            error = e
+            continue
+        try:
+            sock.settimeout(deadline.left())
+            sock.connect(place)
+            return sock
+        except OSError as e:
+            sock.close()
+            error = e
+    raise error
+
+
+class Scraper:
+    """Reads pages for one collector, and counts what of them could not be."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        probe: str,
+        wanted: Container[str],
+        *,
+        clock: Clock | None = None,
+        deadline_seconds: float = DEADLINE_SECONDS,
+        bytes_max: int = PAGE_BYTES_MAX,
+        num_samples_max: int = NUM_SAMPLES_MAX,
+    ) -> None:
+        self._labels, self._wanted, self._clock = (node, probe), wanted, clock or SystemClock()
+        self._deadline_seconds, self._bytes_max, self._num_samples_max = deadline_seconds, bytes_max, num_samples_max
+        self.num_malformed = self.num_dropped = 0
+
+    def look(self, address: Address) -> tuple[bytes, list[Sample]]:
+        """The page as it came, and its samples that are wanted. Raises CannotRead."""
+        body = fetch(address, self._clock, deadline_seconds=self._deadline_seconds, bytes_max=self._bytes_max)
+        page = parse_page(body, self._wanted, num_samples_max=self._num_samples_max)
+        self.num_malformed += page.num_malformed
+        self.num_dropped += page.num_dropped
+        return body, page.samples
+
+    def counts(self) -> tuple[MetricValue, MetricValue]:
+        return (
+            MetricValue(_MALFORMED, self._labels, float(self.num_malformed)),
+            MetricValue(_DROPPED, self._labels, float(self.num_dropped)),
+        )

@@ -1,0 +1,309 @@
+"""GPU metrics as dcgm-exporter names them, so that dashboards made for it work: lines for `/metrics/dcgm`.
+
+Names, units, label order and label spelling: NVIDIA/dcgm-exporter (`etc/default-counters.csv` and its templates). They
+follow neither Prometheus's naming rules nor ours and so have a page of their own. Made from the numbers of
+`collectors/gpu_calls.py`, whose base units are turned back into DCGM's (MHz, MiB, mJ, ns, percent).
+
+DCGM_FI_DEV_XID_ERRORS is a gauge of the last code: it never goes back to 0, and the same code twice does not show.
+Counts are in `rolecall_xid_events_total`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rolecall.agent.collectors.gpu.nvml_calls import Key
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    name: str
+    type: str
+    help: str
+    key: Key
+    scale: float = 1.0
+
+
+_MEBI = 1.0 / (1 << 20)
+SERIES: tuple[Series, ...] = (
+    Series("DCGM_FI_DEV_SM_CLOCK", "gauge", "SM clock frequency (in MHz).", ("sm_clock_hertz",), 1e-6),
+    Series("DCGM_FI_DEV_MEM_CLOCK", "gauge", "Memory clock frequency (in MHz).", ("memory_clock_hertz",), 1e-6),
+    Series("DCGM_FI_DEV_MEMORY_TEMP", "gauge", "Memory temperature (in C).", ("memory_temperature_celsius",)),
+    Series("DCGM_FI_DEV_GPU_TEMP", "gauge", "GPU temperature (in C).", ("temperature_celsius",)),
+    Series("DCGM_FI_DEV_POWER_USAGE", "gauge", "Power draw (in W).", ("power_watts",)),
+    Series(
+        "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
+        "counter",
+        "Total energy consumption since boot (in mJ).",
+        ("energy_joules_total",),
+        1e3,
+    ),
+    Series("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "counter", "Total number of PCIe retries.", ("pcie_replays_total",)),
+    Series("DCGM_FI_DEV_GPU_UTIL", "gauge", "GPU utilization (in %).", ("utilization_ratio",), 100),
+    Series("DCGM_FI_DEV_MEM_COPY_UTIL", "gauge", "Memory utilization (in %).", ("memory_utilization_ratio",), 100),
+    Series("DCGM_FI_DEV_ENC_UTIL", "gauge", "Encoder utilization (in %).", ("encoder_utilization_ratio",), 100),
+    Series("DCGM_FI_DEV_DEC_UTIL", "gauge", "Decoder utilization (in %).", ("decoder_utilization_ratio",), 100),
+    Series("DCGM_FI_DEV_FB_FREE", "gauge", "Framebuffer memory free (in MiB).", ("memory_free_bytes",), _MEBI),
+    Series("DCGM_FI_DEV_FB_USED", "gauge", "Framebuffer memory used (in MiB).", ("memory_used_bytes",), _MEBI),
+    Series(
+        "DCGM_FI_DEV_FB_RESERVED", "gauge", "Framebuffer memory reserved (in MiB).", ("memory_reserved_bytes",), _MEBI
+    ),
+    Series(
+        "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
+        "gauge",
+        "Number of remapped rows for uncorrectable errors",
+        ("remapped_rows_total", "uncorrected"),
+    ),
+    Series(
+        "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS",
+        "gauge",
+        "Number of remapped rows for correctable errors",
+        ("remapped_rows_total", "corrected"),
+    ),
+    Series(
+        "DCGM_FI_DEV_ROW_REMAP_FAILURE",
+        "gauge",
+        "Whether remapping of rows has failed",
+        ("remapped_rows_failed",),
+    ),
+    Series("DCGM_FI_DEV_ROW_REMAP_PENDING", "gauge", "Whether a row remap is pending", ("remapped_rows_pending",)),
+    Series(
+        "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL",
+        "counter",
+        "Total number of single-bit volatile ECC errors.",
+        ("ecc_errors_total", "corrected"),
+    ),
+    Series(
+        "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
+        "counter",
+        "Total number of double-bit volatile ECC errors.",
+        ("ecc_errors_total", "uncorrected"),
+    ),
+    Series(
+        "DCGM_FI_DEV_ECC_SBE_AGG_TOTAL",
+        "counter",
+        "Total number of single-bit persistent ECC errors.",
+        ("ecc_lifetime_errors_total", "corrected"),
+    ),
+    Series(
+        "DCGM_FI_DEV_ECC_DBE_AGG_TOTAL",
+        "counter",
+        "Total number of double-bit persistent ECC errors.",
+        ("ecc_lifetime_errors_total", "uncorrected"),
+    ),
+    Series(
+        "DCGM_FI_DEV_POWER_VIOLATION",
+        "counter",
+        "Throttling duration due to power constraints (in ns).",
+        ("throttle_seconds_total", "sw_power_cap"),
+        1e9,
+    ),
+    Series(
+        "DCGM_FI_DEV_THERMAL_VIOLATION",
+        "counter",
+        "Throttling duration due to thermal constraints (in ns).",
+        ("throttle_seconds_total", "thermal"),
+        1e9,
+    ),
+    Series(
+        "DCGM_FI_DEV_SYNC_BOOST_VIOLATION",
+        "counter",
+        "Throttling duration due to sync-boost constraints (in ns).",
+        ("throttle_seconds_total", "sync_boost"),
+        1e9,
+    ),
+    Series(
+        "DCGM_FI_DEV_BOARD_LIMIT_VIOLATION",
+        "counter",
+        "Throttling duration due to board limit constraints (in ns).",
+        ("throttle_seconds_total", "board_limit"),
+        1e9,
+    ),
+    Series(
+        "DCGM_FI_DEV_RELIABILITY_VIOLATION",
+        "counter",
+        "Throttling duration due to reliability constraints (in ns).",
+        ("throttle_seconds_total", "reliability"),
+        1e9,
+    ),
+    Series(
+        "DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL",
+        "counter",
+        "Total number of NVLink flow-control CRC errors.",
+        ("nvlink_errors_total", "crc_flit"),
+    ),
+    Series(
+        "DCGM_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL",
+        "counter",
+        "Total number of NVLink data CRC errors.",
+        ("nvlink_errors_total", "crc_data"),
+    ),
+    Series(
+        "DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL",
+        "counter",
+        "Total number of NVLink retries.",
+        ("nvlink_errors_total", "replay"),
+    ),
+    Series(
+        "DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
+        "counter",
+        "Total number of NVLink recovery errors.",
+        ("nvlink_errors_total", "recovery"),
+    ),
+    Series(
+        "DCGM_FI_PROF_GR_ENGINE_ACTIVE",
+        "gauge",
+        "Ratio of time the graphics engine is active.",
+        ("graphics_active_ratio",),
+    ),
+    Series("DCGM_FI_PROF_SM_ACTIVE", "gauge", "The ratio of cycles an SM has work assigned.", ("sm_active_ratio",)),
+    Series("DCGM_FI_PROF_SM_OCCUPANCY", "gauge", "The ratio of warps resident on an SM.", ("sm_occupancy_ratio",)),
+    Series(
+        "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
+        "gauge",
+        "Ratio of cycles the tensor pipe is active.",
+        ("tensor_active_ratio",),
+    ),
+    Series(
+        "DCGM_FI_PROF_DRAM_ACTIVE",
+        "gauge",
+        "Ratio of cycles the device memory interface is active.",
+        ("dram_active_ratio",),
+    ),
+    Series(
+        "DCGM_FI_PROF_PIPE_FP64_ACTIVE", "gauge", "Ratio of cycles the fp64 pipe is active.", ("fp64_active_ratio",)
+    ),
+    Series(
+        "DCGM_FI_PROF_PIPE_FP32_ACTIVE", "gauge", "Ratio of cycles the fp32 pipe is active.", ("fp32_active_ratio",)
+    ),
+    Series(
+        "DCGM_FI_PROF_PIPE_FP16_ACTIVE", "gauge", "Ratio of cycles the fp16 pipe is active.", ("fp16_active_ratio",)
+    ),
+    Series(
+        "DCGM_FI_PROF_PCIE_TX_BYTES",
+        "gauge",
+        "Rate of data transmitted over PCIe (in bytes per second).",
+        ("pcie_transmit_bytes_per_second",),
+    ),
+    Series(
+        "DCGM_FI_PROF_PCIE_RX_BYTES",
+        "gauge",
+        "Rate of data received over PCIe (in bytes per second).",
+        ("pcie_receive_bytes_per_second",),
+    ),
+)
+
+NVLINK_BANDWIDTH = "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL"
+"""Of both directions, in MiB/s as DCGM has it."""
+XID = "DCGM_FI_DEV_XID_ERRORS"
+
+_LINK_SERIES = {
+    error: f"DCGM_FI_DEV_NVLINK_{error.upper()}_ERROR_COUNT_L"
+    for error in ("crc_flit", "crc_data", "replay", "recovery")
+}
+"""By link, only where the count is not zero."""
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def no_labels(profile: str, gpu_instance: int | None) -> str:
+    """Of a GPU that nobody has looked at yet."""
+    return ""
+
+
+def label_text(
+    profile: str = "",
+    gpu_instance: int | None = None,
+    *,
+    gpu: int,
+    uuid: str,
+    pci_bus_id: str,
+    minor: int,
+    model: str,
+    hostname: str,
+    driver: str,
+) -> str:
+    """The labels of one GPU, or of one of its MIG instances, as they stand in each of its lines, without braces."""
+    labels = {
+        "gpu": str(gpu),
+        "UUID": uuid,
+        "pci_bus_id": pci_bus_id,
+        "device": f"nvidia{minor}",
+        "modelName": model,
+        **({} if gpu_instance is None else {"GPU_I_PROFILE": profile, "GPU_I_ID": str(gpu_instance)}),
+        "hostname": hostname,
+        "DCGM_FI_DRIVER_VERSION": driver,
+    }
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items())
+
+
+@dataclass(frozen=True, slots=True)
+class GpuNumbers:
+    """One GPU's: `labels` of `label_text`, numbers by key, the last XID (0: none; None: of a MIG instance, of which nobody
+    tells) and its mnemonic."""
+
+    labels: str
+    numbers: Mapping[Key, float]
+    xid: int | None = 0
+    xid_text: str = ""
+
+
+def _head(name: str, type_: str, help_: str) -> str:
+    return f"# HELP {name} {help_}\n# TYPE {name} {type_}\n"
+
+
+_HEADS = {s.name: _head(s.name, s.type, s.help) for s in SERIES}
+_NVLINK_HEAD = _head(NVLINK_BANDWIDTH, "gauge", "Total NVLink bandwidth of all links (in MiB/s).")
+_XID_HEAD = _head(XID, "gauge", "Value of the last XID error encountered.")
+
+
+def _text(number: float) -> str:
+    """Plain digits: counters of ns and mJ pass 10^15, scaled ratios are not quite whole."""
+    rounded = round(number, 6)
+    return str(int(rounded)) if rounded == int(rounded) else repr(rounded)
+
+
+def render(gpus: Iterable[GpuNumbers]) -> str:
+    """All series of all GPUs, each with its HELP and TYPE; a series that no GPU has is left out."""
+    gpus = tuple(gpus)
+    parts: list[str] = []
+    for s in SERIES:
+        key, scale, name = s.key, s.scale, s.name
+        lines = [
+            f"{name}{{{g.labels}}} {_text(number * scale)}\n"
+            for g in gpus
+            if (number := g.numbers.get(key)) is not None
+        ]
+        if lines:
+            parts.append(_HEADS[name])
+            parts += lines
+    parts += _nvlink(gpus)
+    if gpus:
+        parts.append(_XID_HEAD)
+        parts += (
+            f'{XID}{{{g.labels},err_code="{g.xid}",err_msg="{_escaped(g.xid_text or "No Error")}"}} {g.xid}\n'
+            for g in gpus
+            if g.xid is not None
+        )
+    return "".join(parts)
+
+
+def _nvlink(gpus: Iterable[GpuNumbers]) -> Iterable[str]:
+    bandwidth: list[str] = []
+    links: dict[str, list[str]] = {}
+    for g in gpus:
+        sent = g.numbers.get(("nvlink_transmit_bytes_per_second",))
+        received = g.numbers.get(("nvlink_receive_bytes_per_second",))
+        if sent is not None and received is not None:
+            bandwidth.append(f"{NVLINK_BANDWIDTH}{{{g.labels}}} {_text((sent + received) * _MEBI)}\n")
+        for key, number in g.numbers.items():
+            if key[0] == "nvlink_link_errors_total" and number and key[2] in _LINK_SERIES:
+                name = _LINK_SERIES[key[2]] + key[1]
+                links.setdefault(name, []).append(f"{name}{{{g.labels}}} {_text(number)}\n")
+    if bandwidth:
+        yield _NVLINK_HEAD
+        yield from bandwidth
+    for name, lines in sorted(links.items()):
+        yield _head(name, "counter", "NVLink errors of one link.")
+        yield from lines

@@ -1,0 +1,156 @@
+"""MIG instances: the parts of one GPU as devices of their own, each with its memory, processes and activity.
+
+On a GPU that is cut (A100 and later) NVML knows no utilisation of the whole; what it knows of a part hangs on the part:
+memory and processes on the MIG device (a compute instance), activity (GPM, Hopper and later) on the GPU instance that
+holds it, from which it is copied to each of its compute instances. Instances come and go while the agent runs: one that does not
+answer is left out until the next look finds which there are.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolecall.agent.collectors.gpu.gpm import Gpm
+from rolecall.agent.collectors.gpu.nvml import UNSUPPORTED, Handle, code_of, errors_of
+from rolecall.agent.collectors.gpu.nvml_calls import Key, Numbers
+from rolecall.core.metrics.gpu import MIG_METRICS
+from rolecall.core.metrics.metric import Metric, MetricValue
+
+LOOK_SECONDS = 5.0
+"""Between two looks at the instances of a GPU: of eight GPUs there may be 56."""
+INSTANCES_MAX = 16
+"""Of one GPU, so that their labels are bounded: today's can be cut into 7, with 8 compute instances."""
+_PROFILE = re.compile(r" MIG (?:\d{1,2}c\.)?(\d{1,2}g\.\d{1,4}gb(?:\+\w{1,12})*)")
+"""At the end of a MIG device's name: `NVIDIA H100 80GB HBM3 MIG 1g.10gb`; a compute instance that is a part of its GPU
+instance has its own share before that (`1c.3g.40gb`)."""
+
+_METRICS: dict[str, Metric] = {m.name.removeprefix("rolecall_gpu_instance_"): m for m in MIG_METRICS}
+PER_INSTANCE = frozenset((name,) for name in _METRICS if name not in ("info", "processes"))
+"""Keys that a cut GPU has by instance; on dcgm-exporter's page those of the whole are then left out, lest sums count twice."""
+
+
+@dataclass(slots=True)
+class Instance:
+    """One MIG device."""
+
+    gpu_instance: int
+    compute_instance: int
+    uuid: str
+    profile: str  # `1g.10gb`, or empty
+    handle: Handle = None
+    numbers: Numbers = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class MigInstances:
+    """Of one GPU."""
+
+    instances: list[Instance] = field(default_factory=list)
+    gpms: dict[int, Gpm | None] = field(default_factory=dict)  # by GPU instance; None: NVML has none for it
+    due_at: float = float("-inf")
+    unsupported: set[str] = field(default_factory=set)
+
+    def look(self, nvml: Any, gpu: Handle, at: float, *, enabled: bool) -> None:
+        """Nothing that goes wrong with an instance is the GPU's: it is left out, and the GPU's own calls tell the rest."""
+        if not enabled:
+            self.forget()
+            return
+        if at < self.due_at:
+            return
+        self.due_at = at + LOOK_SECONDS
+        self.instances = list(_found(nvml, gpu))
+        for gone in self.gpms.keys() - {i.gpu_instance for i in self.instances}:
+            self._close(gone)
+        activity: dict[int, Numbers] = {}
+        for i in self.instances:
+            if i.gpu_instance not in activity:
+                activity[i.gpu_instance] = self._activity(nvml, gpu, i.gpu_instance, at)
+            i.numbers = self._asked(nvml, i) | activity[i.gpu_instance]
+
+    def forget(self) -> None:
+        """It is not cut any more, or lost."""
+        for gpu_instance in list(self.gpms):
+            self._close(gpu_instance)
+        self.instances, self.due_at = [], float("-inf")
+        self.unsupported.clear()
+
+    def values(self, node: str, gpu: int) -> Iterator[MetricValue]:
+        for i in self.instances:
+            labels = node, str(gpu), str(i.gpu_instance), str(i.compute_instance)
+            yield MetricValue(_METRICS["info"], (*labels, i.uuid, i.profile), 1.0)
+            for key, number in i.numbers.items():
+                yield MetricValue(_METRICS[key[0]], labels, number)
+
+    def _asked(self, nvml: Any, i: Instance) -> Numbers:
+        numbers: Numbers = {}
+        for name, read in _CALLS.items():
+            if name in self.unsupported:
+                continue
+            try:
+                numbers |= read(nvml, i.handle)
+            except errors_of(nvml) as e:
+                if code_of(e) in UNSUPPORTED:
+                    self.unsupported.add(name)
+        return numbers
+
+    def _activity(self, nvml: Any, gpu: Handle, gpu_instance: int, at: float) -> Numbers:
+        try:
+            if gpu_instance not in self.gpms:
+                found = Gpm(nvml, gpu, gpu_instance)
+                self.gpms[gpu_instance] = found if found.supported else None
+            gpm = self.gpms[gpu_instance]
+            numbers: Mapping[Key, float] = gpm.look(at) if gpm is not None else {}
+        except errors_of(nvml) as e:
+            if code_of(e) in UNSUPPORTED:
+                self._close(gpu_instance)
+                self.gpms[gpu_instance] = None
+            return {}
+        return {key: number for key, number in numbers.items() if key[0] in _METRICS}
+
+    def _close(self, gpu_instance: int) -> None:
+        gpm = self.gpms.pop(gpu_instance, None)
+        if gpm is not None:
+            gpm.close()
+
+
+def _found(nvml: Any, gpu: Handle) -> Iterator[Instance]:
+    """Those that are there; of numbers below the maximum some are not."""
+    try:
+        count = min(nvml.nvmlDeviceGetMaxMigDeviceCount(gpu), INSTANCES_MAX)
+    except errors_of(nvml):
+        return
+    for index in range(count):
+        try:
+            handle = nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index)
+            yield Instance(
+                gpu_instance=nvml.nvmlDeviceGetGpuInstanceId(handle),
+                compute_instance=nvml.nvmlDeviceGetComputeInstanceId(handle),
+                uuid=nvml.nvmlDeviceGetUUID(handle),
+                profile=profile_of(nvml.nvmlDeviceGetName(handle)),
+                handle=handle,
+            )
+        except errors_of(nvml):
+            continue  # none of this number, or it went while it was looked at
+
+
+def profile_of(name: str) -> str:
+    """The GPU instance's: `3g.40gb` of `.. MIG 1c.3g.40gb`."""
+    found = _PROFILE.search(name)
+    return found[1] if found else ""
+
+
+def _memory(nvml: Any, device: Handle) -> Numbers:
+    memory = nvml.nvmlDeviceGetMemoryInfo(device)
+    return {
+        ("memory_total_bytes",): float(memory.total),
+        ("memory_used_bytes",): float(memory.used),
+        ("memory_free_bytes",): float(memory.free),
+    }
+
+
+def _processes(nvml: Any, device: Handle) -> Numbers:
+    return {("processes",): float(len(nvml.nvmlDeviceGetComputeRunningProcesses(device)))}
+
+
+_CALLS = {"nvmlDeviceGetMemoryInfo": _memory, "nvmlDeviceGetComputeRunningProcesses": _processes}

@@ -1,0 +1,154 @@
+"""Samples of GPUs: what the newest look at them found, joined with the ranks that use them. No GPU is asked for it.
+
+The look is that of our own NVML reader, or of dcgm-exporter's page, whichever the node has (agent/collectors).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
+
+from rolecall.agent.collectors.base import Reading
+from rolecall.agent.collectors.gpu.owners import NOBODY, GpuOwners, Owners
+from rolecall.agent.identity import Registration
+from rolecall.core.ids import NodeId
+from rolecall.core.metrics.catalogue import BY_NAME
+from rolecall.core.metrics.gpu import GPU_METRICS
+from rolecall.core.metrics.metric import MetricValue
+from rolecall.core.telemetry import GpuSample
+
+GPU_PROBES = ("gpu", "dcgm_exporter")
+"""Names of the collectors that look at GPUs."""
+GPUS_MAX = 64
+
+_FIELDS = {m.name: m.source for m in GPU_METRICS if m.source}
+_INFO, _THROTTLED = "rolecall_gpu_info", "rolecall_gpu_throttle_seconds_total"
+_TRAFFIC = {
+    f"rolecall_gpu_{link}_{way}_bytes_total": f"{link}_{way}_bytes_per_second"
+    for link in ("pcie", "nvlink")
+    for way in ("transmit", "receive")
+}
+"""Counters of what GPM gives as a rate, where there is GPM."""
+_WANTED = frozenset({*_FIELDS, *_TRAFFIC, _INFO, _THROTTLED})
+_HEAT, _HEAT_OLD, _POWER = "thermal_throttle_seconds", "thermal", "power_throttle_seconds"
+_SUMS = {_HEAT: ("sw_thermal", "hw_thermal"), _POWER: ("sw_power_cap", "hw_power_brake")}
+_METRICS = {name: BY_NAME[f"rolecall_gpu_{name}_total"] for name in _SUMS}
+_RANK = BY_NAME["rolecall_gpu_rank"]
+_DIGITS = {"_ratio": 4, "_seconds": 3, "_watts": 1, "_celsius": 0, "_hertz": 0, "_bytes": 0, "_per_second": -3}
+"""After the point, by unit: more is noise, and costs bytes in each answer."""
+_ROUNDING = {f: next(n for unit, n in _DIGITS.items() if f.endswith(unit)) for f in _FIELDS.values()}
+
+
+@dataclass(slots=True)
+class _Gpu:
+    """What one look says of one GPU. `compared`: by field of GpuSample; `throttled`: seconds by reason."""
+
+    uuid: str = ""
+    compared: dict[str, float] = field(default_factory=dict)
+    throttled: dict[str, float] = field(default_factory=dict)
+    traffic: dict[str, float] = field(default_factory=dict)  # bytes so far, by field of GpuSample
+
+
+class GpuSamples:
+    """Mutable; `take` is called from one thread. `newest()`: the newest look at the GPUs, and when it began (node
+    monotonic); `ranks()`: the live registered processes."""
+
+    def __init__(
+        self,
+        node: NodeId,
+        newest: Callable[[], tuple[float, Reading]],
+        ranks: Callable[[], Sequence[Registration]],
+        proc: Path = Path("/proc"),
+    ) -> None:
+        self._node, self._newest, self._ranks = node, newest, ranks
+        self._owners = GpuOwners(proc)
+        self._reading = Reading()
+        self._traffic: dict[tuple[int, str], tuple[float, float]] = {}  # when such a counter changed, and to what
+        self.values: tuple[MetricValue, ...] = ()
+        """For `/metrics`, what is known only here. Replaced as a whole: any thread may read it."""
+
+    def take(self, now: float, wall: float) -> tuple[GpuSample, ...]:
+        """Of the newest look; empty where that is the one of before. `now`, `wall`: the same moment on both clocks."""
+        at, reading = self._newest()
+        if reading is self._reading:
+            return ()
+        self._reading = reading
+        ranks = self._ranks() if reading.values else ()
+        gpus = _sorted_out(reading)
+        listed = {gpu: pids for gpu, pids in (reading.gpu_pids or {}).items() if gpu in gpus}
+        owners = self._owners.of_gpus(listed, {n: gpu.uuid for n, gpu in gpus.items()}, ranks) if gpus else {}
+        for number, gpu in gpus.items():
+            gpu.compared |= _throttle_sums(gpu.throttled) | self._rates(number, gpu, at)
+        self.values = tuple(self._own_values(gpus, owners, {rank.process.pid: rank for rank in ranks}))
+        return tuple(
+            GpuSample(
+                node=self._node,
+                gpu=number,
+                at=at,
+                wall_at=wall - (now - at),
+                uuid=gpu.uuid,
+                pids=owners.get(number, NOBODY).pids,
+                joined_by=owners.get(number, NOBODY).by,
+                **{name: round(value, _ROUNDING[name]) for name, value in gpu.compared.items() if isfinite(value)},
+            )
+            for number, gpu in gpus.items()
+            if gpu.compared  # nothing is known of a lost one
+        )
+
+    def _rates(self, number: int, gpu: _Gpu, at: float) -> dict[str, float]:
+        """Of counters that changed, where nobody gives the rate itself. NVML is not asked for all of them at each look."""
+        rates = {}
+        for name, total in gpu.traffic.items():
+            then, before = self._traffic.get((number, name), (at, total))
+            if total != before or (number, name) not in self._traffic:
+                self._traffic[number, name] = (at, total)
+            if total > before and at > then and name not in gpu.compared:
+                rates[name] = (total - before) / (at - then)
+        return rates
+
+    def _own_values(
+        self, gpus: Mapping[int, _Gpu], owners: Mapping[int, Owners], ranks: Mapping[int, Registration]
+    ) -> Iterator[MetricValue]:
+        for number, gpu in gpus.items():
+            for name in _SUMS:
+                if name in gpu.compared:
+                    yield MetricValue(_METRICS[name], (self._node, str(number)), gpu.compared[name])
+            for pid in owners.get(number, NOBODY).pids:
+                rank = ranks[pid]
+                labels = (self._node, str(number), rank.role, rank.replica, str(rank.rank))
+                yield MetricValue(_RANK, labels, 1.0)
+
+
+def _sorted_out(reading: Reading) -> dict[int, _Gpu]:
+    """By index, in order."""
+    found: dict[str, _Gpu] = {}
+    for metric, labels, value in reading.values:
+        name = metric.name
+        if name not in _WANTED:
+            continue
+        gpu = found.get(labels[1])
+        if gpu is None:
+            if len(found) >= GPUS_MAX:
+                continue
+            gpu = found[labels[1]] = _Gpu()
+        if name in _FIELDS:
+            gpu.compared[_FIELDS[name]] = value
+        elif name == _THROTTLED:
+            gpu.throttled[labels[2]] = value
+        elif name == _INFO:
+            gpu.uuid = labels[2]
+        else:
+            gpu.traffic[_TRAFFIC[name]] = value
+    return dict(sorted((int(number), gpu) for number, gpu in found.items()))
+
+
+def _throttle_sums(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Reasons put together; older drivers know of one counter of heat."""
+    sums = {}
+    for name, reasons in _SUMS.items():
+        known = [seconds[reason] for reason in reasons if reason in seconds]
+        if not known and name == _HEAT and _HEAT_OLD in seconds:
+            known = [seconds[_HEAT_OLD]]
+        if known:
+            sums[name] = sum(known)
+    return sums

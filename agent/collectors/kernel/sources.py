@@ -1,0 +1,373 @@
+"""Where kernel messages come from: /dev/kmsg or a text log, each read from a cursor, never waiting for more.
+
+/dev/kmsg gives one record a read, from the oldest that the kernel still has, numbered without gaps since boot. A reader
+too slow for the ring is told once by EPIPE and goes on with the oldest record left: how many were lost is the gap in the
+numbers. Numbers start anew at each boot, so that a cursor is one of a boot id (Documentation/ABI/testing/dev-kmsg).
+
+A file is followed by inode and offset, with the last bytes before it: after a rename the rest of the old file is read
+first, and what was truncated (copytruncate) is read from its beginning, even if it has grown beyond the offset again.
+"""
+
+import errno
+import logging
+import os
+import select
+import stat
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rolecall.agent.collectors.base import CannotRead
+from rolecall.agent.collectors.file_changes import FileChanges
+from rolecall.formats.kernel_log.timestamps import KERNEL_FACILITY, parse_line, parse_record, wall_of_local
+
+logger = logging.getLogger(__name__)
+
+RECORD_BYTES_MAX = 8192
+"""The kernel refuses (EINVAL) a read that is too short for the next record; CONSOLE_EXT_LOG_MAX is 8192."""
+READ_BYTES_MAX = 128 << 10
+"""Of a file at a time."""
+LOOKBACK_BYTES = 1 << 20
+"""Of a file that was never read before: what is older is history."""
+LINE_BYTES_MAX = 64 << 10
+"""A line without an end is taken as one when it is so long."""
+TAIL_BYTES = 64
+NUM_SIBLINGS_MAX = 64
+"""Rotated files that are looked at for the one that was being read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A message of the kernel. `record`: names it for ever (`<boot>:<sequence>`, `<inode>:<offset>`)."""
+
+    message: str
+    record: str
+    uptime_seconds: float | None = None
+    wall_at: float | None = None
+
+
+class Source(Protocol):
+    """`num_lost`: lines that were gone before they could be read. `at_end`: the newest line has been read."""
+
+    num_lost: int
+    at_end: bool
+
+    def look(self) -> Iterator[Line | None]:
+        """New lines, oldest first, up to the newest; None for each that is no line of the kernel. May be left off
+        anywhere: the next look goes on behind the last one given. Raises CannotRead."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Until there may be a new line, or for `seconds`; not at all where nothing tells."""
+        ...
+
+    def cursor(self) -> dict[str, Any]:
+        """Behind the last line given."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def source(path: Path, cursor: dict[str, Any], proc: Path = Path("/proc")) -> Source:
+    """Of the kind that lies at `path`. Raises CannotRead: nothing of use does."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as e:
+        raise cannot_open(path, e) from None
+    if stat.S_ISCHR(mode):
+        return Kmsg(path, cursor, boot_id(proc))
+    if stat.S_ISREG(mode):
+        return LogFile(path, cursor)
+    raise CannotRead(f"{path} is neither a device nor a file: name /dev/kmsg or a log file")
+
+
+def boot_id(proc: Path = Path("/proc")) -> str:
+    """Of the running kernel; empty where it cannot be read."""
+    try:
+        return (proc / "sys/kernel/random/boot_id").read_text().strip()[:64]
+    except OSError:
+        return ""
+
+
+def cannot_open(path: Path, e: OSError) -> CannotRead:
+    """Why, and how to mend it."""
+    if e.errno in (errno.EACCES, errno.EPERM):
+        how = "run the agent with CAP_SYSLOG (or set kernel.dmesg_restrict=0)"
+        if path != Path("/dev/kmsg"):
+            how = "put the agent's user into the group that may read it (adm on Debian and Ubuntu)"
+        return CannotRead(f"{path}: no permission: {how}")
+    if e.errno == errno.ENOENT:
+        return CannotRead(f"{path} does not exist: name the kernel log, or give the container /dev/kmsg")
+    return CannotRead(f"{path}: {os.strerror(e.errno or 0)}")
+
+
+class Kmsg:
+    """/dev/kmsg. `open_` and `read` are os.open and os.read, or a test's."""
+
+    def __init__(
+        self,
+        path: Path,
+        cursor: dict[str, Any],
+        boot: str,
+        *,
+        open_: Callable[[Path, int], int] = os.open,
+        read: Callable[[int, int], bytes] = os.read,
+        close: Callable[[int], None] = os.close,
+        facilities: frozenset[int] = frozenset({KERNEL_FACILITY}),
+    ) -> None:
+        self._path, self._boot = path, boot
+        self._open, self._read, self._close = open_, read, close
+        self._facilities = facilities
+        same_boot = cursor.get("boot_id") == boot and type(cursor.get("next")) is int
+        self._next: int | None = cursor["next"] if same_boot else None  # None: whatever comes first
+        self._newest = -1  # since the device was opened
+        self._descriptor = -1
+        self.num_lost = 0
+        self.at_end = False
+
+    def look(self) -> Iterator[Line | None]:
+        self.at_end = False
+        if self._descriptor < 0:
+            try:
+                self._descriptor = self._open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError as e:
+                raise cannot_open(self._path, e) from None
+            self._newest = -1
+        while True:
+            try:
+                raw = self._read(self._descriptor, RECORD_BYTES_MAX)
+            except BlockingIOError:
+                self.at_end = self._numbers_fit()
+                return
+            except BrokenPipeError:
+                continue  # overrun: the gap in the numbers will tell how many
+            except OSError as e:
+                self.close()
+                raise cannot_open(self._path, e) from None
+            if not raw:  # no device does so; a loop without an end would
+                return
+            yield self._line(raw)
+
+    def _line(self, raw: bytes) -> Line | None:
+        record = parse_record(raw.decode("utf-8", "replace"))
+        if record is None:
+            return None
+        self._newest = record.sequence
+        if self._next is not None:
+            if record.sequence < self._next:
+                return None  # read before the restart
+            self.num_lost += record.sequence - self._next
+        self._next = record.sequence + 1
+        if record.facility not in self._facilities:
+            return None
+        return Line(record.message, f"{self._boot[:8]}:{record.sequence}", uptime_seconds=record.uptime_seconds)
+
+    def _numbers_fit(self) -> bool:
+        """A cursor beyond the newest record is of another boot, although its id is the same (or none can be read): all
+        is read again."""
+        if self._next is None or not 0 <= self._newest < self._next - 1:
+            return True
+        self._next = None
+        self.close()
+        return False
+
+    def wait(self, seconds: float) -> None:
+        if self._descriptor >= 0:
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLIN)
+            poll.poll(seconds * 1000)
+
+    def cursor(self) -> dict[str, Any]:
+        return {} if self._next is None else {"boot_id": self._boot, "next": self._next}
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            self._close(self._descriptor)
+            self._descriptor = -1
+
+
+class LogFile:
+    """A text log, followed over renames and truncations."""
+
+    def __init__(self, path: Path, cursor: dict[str, Any]) -> None:
+        self._path = path
+        self._descriptor = -1
+        self._inode, self._offset, self._tail = 0, 0, b""  # what stands just before the offset
+        self._cursor = cursor
+        self._changes: FileChanges | _NothingTells | None = None
+        self.num_lost = 0  # nobody can count them
+        self.at_end = False
+
+    def look(self) -> Iterator[Line | None]:
+        self.at_end = False
+        if self._descriptor < 0:
+            self._begin()
+        try:
+            while True:
+                # Asked first: what its writer put into the old file before it turned to the new one is still read.
+                replaced = self._replaced()
+                yield from self._rest(whole=replaced)
+                if not replaced:
+                    break
+                descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                self.close()
+                self._take(descriptor, 0, b"")
+        except FileNotFoundError:
+            return  # rotated once more in this moment
+        except OSError as e:
+            self.close()
+            raise cannot_open(self._path, e) from None
+        self.at_end = True
+
+    def _begin(self) -> None:
+        """Opens the file that was being read, whatever its name is now; else the one at the path."""
+        inode, offset, tail = _checked(self._cursor)
+        if inode:
+            for file in (self._path, *self._siblings()):
+                descriptor = self._opened(file, inode)
+                if descriptor < 0:
+                    continue
+                if _before(descriptor, offset, len(tail)) == tail:
+                    self._take(descriptor, offset, tail)
+                    return
+                os.close(descriptor)
+        try:
+            descriptor = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as e:
+            raise cannot_open(self._path, e) from None
+        self._take(descriptor, 0, b"")
+        size = os.fstat(descriptor).st_size
+        if not inode and size > LOOKBACK_BYTES:
+            self._offset = size - LOOKBACK_BYTES
+            start = os.pread(descriptor, LINE_BYTES_MAX, self._offset)
+            self._advance(start, start.find(b"\n") + 1)
+
+    def _siblings(self) -> list[Path]:
+        """`kern.log.1`, `kern.log-20261122`; those that were compressed have another inode."""
+        try:
+            names = os.listdir(self._path.parent)
+        except OSError:
+            return []
+        rotated = sorted(n for n in names if n.startswith((f"{self._path.name}.", f"{self._path.name}-")))
+        return [self._path.parent / n for n in rotated[:NUM_SIBLINGS_MAX]]
+
+    def _opened(self, file: Path, inode: int) -> int:
+        """A descriptor of `file` if it is the one with this inode; else -1."""
+        try:
+            if os.stat(file).st_ino != inode:
+                return -1
+            return os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return -1  # rotated once more in this moment
+
+    def _take(self, descriptor: int, offset: int, tail: bytes) -> None:
+        self._descriptor, self._inode = descriptor, os.fstat(descriptor).st_ino
+        self._offset, self._tail = offset, tail
+
+    def _replaced(self) -> bool:
+        """Whether another file stands at the path and is written to: until then its writer may still hold the old one."""
+        try:
+            now = os.stat(self._path)
+        except OSError:
+            return False  # between rename and creation there is none
+        return now.st_ino != self._inode and now.st_size > 0
+
+    def _rest(self, whole: bool) -> Iterator[Line | None]:
+        """Lines from the offset to the end of this file. `whole`: the last one needs no line break."""
+        status = os.fstat(self._descriptor)
+        if status.st_size == self._offset:
+            return
+        if status.st_size < self._offset or _before(self._descriptor, self._offset, len(self._tail)) != self._tail:
+            self._offset, self._tail = 0, b""  # truncated, and perhaps written anew
+        while raw := os.pread(self._descriptor, READ_BYTES_MAX, self._offset):
+            chunk_at, begin = self._offset, 0
+            unfinished_counts = whole and len(raw) < READ_BYTES_MAX
+            while begin < len(raw):
+                end = raw.find(b"\n", begin) + 1
+                if not end:
+                    cut = min(len(raw), begin + LINE_BYTES_MAX)
+                    if cut - begin < LINE_BYTES_MAX and not unfinished_counts:
+                        break
+                    end = cut
+                line = self._line(raw[begin:end], chunk_at + begin, status.st_mtime)
+                self._advance(raw, end, chunk_at)
+                begin = end
+                yield line
+            if begin == 0:
+                return  # the last line is not finished
+
+    def _line(self, raw: bytes, offset: int, written_at: float) -> Line | None:
+        stamped = parse_line(raw.decode("utf-8", "replace"))
+        if stamped is None:
+            return None
+        wall_at = stamped.wall_at
+        if stamped.local is not None:
+            # The node's own log shows the node's own zone.
+            zone_seconds = time.localtime(written_at).tm_gmtoff
+            in_zone = wall_of_local(stamped.local, written_at + zone_seconds)
+            wall_at = None if in_zone is None else in_zone - zone_seconds
+        return Line(stamped.message, f"{self._inode}:{offset}", stamped.uptime_seconds, wall_at)
+
+    def _advance(self, raw: bytes, end: int, raw_at: int | None = None) -> None:
+        """Behind `raw[:end]`, which stands at `raw_at` (default: at the offset)."""
+        start = self._offset if raw_at is None else raw_at
+        self._tail = (
+            raw[end - TAIL_BYTES : end] if end >= TAIL_BYTES else _before(self._descriptor, start + end, TAIL_BYTES)
+        )
+        self._offset = start + end
+
+    def wait(self, seconds: float) -> None:
+        if self._descriptor < 0:
+            return
+        if self._changes is not None:
+            self._changes.wait(seconds)
+            return
+        try:
+            self._changes = FileChanges(self._descriptor, self._path)
+        except OSError as e:
+            logger.info("%s is looked at in turn: %s", self._path, e)
+            self._changes = _NothingTells()
+        # What came before there was a watch is not told: no wait this time.
+
+    def cursor(self) -> dict[str, Any]:
+        if not self._inode:
+            return self._cursor
+        return {"inode": self._inode, "offset": self._offset, "tail": self._tail.hex()}
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            self._cursor = self.cursor()
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self._changes is not None:
+            self._changes.close()
+            self._changes = None
+
+
+class _NothingTells:
+    """Of a node whose inotify watches are used up: the collector's own pace is all there is."""
+
+    def wait(self, seconds: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def _before(descriptor: int, offset: int, num: int) -> bytes:
+    """At most `num` bytes that stand before `offset`."""
+    start = max(0, offset - num)
+    return os.pread(descriptor, offset - start, start)
+
+
+def _checked(cursor: dict[str, Any]) -> tuple[int, int, bytes]:
+    """(inode, offset, bytes before it); inode 0: there is no cursor of use."""
+    inode, offset, tail = cursor.get("inode"), cursor.get("offset"), cursor.get("tail")
+    if type(inode) is not int or type(offset) is not int or offset < 0 or not isinstance(tail, str):
+        return 0, 0, b""
+    try:
+        return inode, offset, bytes.fromhex(tail)
+    except ValueError:
+        return 0, 0, b""

@@ -1,0 +1,205 @@
+"""Reads what the NCCL Inspector writes into its directory: `*.log` (JSON lines) as they grow, `*.prom` (text files) whole.
+
+At each look at most BYTES_PER_LOOK of new lines are read of all files together; where files grow faster (a job with small
+collectives writes megabytes a second), the newest part is read and the rest passed over and counted. What lay in a file when
+it was first seen is history: reading begins at its end, and with the next dump. A file that shrank or was replaced is read
+from its beginning.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rolecall.agent.collectors.base import CannotRead, Reading
+from rolecall.core.ids import NodeId
+from rolecall.core.metrics import nccl as rows
+from rolecall.core.metrics.metric import Metric, MetricValue
+from rolecall.formats.nccl.inspector import LINE_BYTES_MAX, Lines, Operation, gauges
+
+INTERVAL_SECONDS = 5.0
+NUM_FILES_MAX = 256
+"""Newest first: directories keep the files of jobs that ended."""
+BYTES_PER_LOOK = 256 << 10
+"""Of all files: some 700 operations a look; reading them takes some 5 ms."""
+TEXTFILE_BYTES_MAX = 4 << 20
+NUM_KINDS_MAX = 16
+"""Kinds of operation that get a label; further ones are `other`."""
+NUM_GPUS_MAX = 64
+
+
+@dataclass(slots=True)
+class Tail:
+    """Where reading of one file stands."""
+
+    identity: tuple[int, int]  # device and inode
+    at: int
+    lines: Lines = field(default_factory=Lines)
+    rest: bytes = b""
+    skipping: bool = False  # until the next end of line
+
+
+@dataclass(slots=True)
+class Sums:
+    """Of one kind of operation, cumulative."""
+
+    num: int = 0
+    seconds: float = 0.0
+    message_bytes: float = 0.0
+    bus_bytes: float = 0.0
+
+    def add(self, o: Operation) -> None:
+        self.num += 1
+        self.seconds += o.seconds
+        self.message_bytes += o.size_bytes
+        self.bus_bytes += o.bus_bytes_per_second * o.seconds
+
+
+class NcclInspectorCollector:
+    """A collector (see `agent/collectors/base.py`)."""
+
+    name = "nccl_inspector"
+
+    def __init__(self, node: NodeId, directory: Path, *, interval_seconds: float = INTERVAL_SECONDS) -> None:
+        """`directory`: NCCL_INSPECTOR_DUMP_DIR of the jobs. One that is not there (yet) is no failure."""
+        self.interval_seconds = interval_seconds
+        self._node, self._directory = node, directory
+        self._tails: dict[str, Tail] = {}
+        self._sums: dict[str, Sums] = {}
+        self._num_lines = self._num_bad = self._num_skipped_bytes = self._num_dropped = 0
+        self._first = True
+        self._stamps: tuple[tuple[str, int, int, int], ...] = ()
+        self._of_gpus: tuple[MetricValue, ...] = ()
+
+    def close(self) -> None:
+        self._tails.clear()
+
+    def read(self, at: float) -> Reading:
+        """Raises CannotRead: the directory is there and cannot be listed."""
+        try:
+            logs, textfiles = self._files()
+        except OSError as e:
+            raise CannotRead(f"{self._directory}: {e.strerror or e}") from None
+        for gone in self._tails.keys() - {name for name, _ in logs}:
+            del self._tails[gone]
+        left = BYTES_PER_LOOK
+        for n, (name, about) in enumerate(logs):
+            # What one file leaves of its share the others may use.
+            left -= self._follow(name, about, left // (len(logs) - n))
+        self._first = False
+        return Reading(tuple(self._values(textfiles)))
+
+    def _files(self) -> tuple[list[tuple[str, os.stat_result]], list[tuple[str, os.stat_result]]]:
+        """Raises OSError."""
+        logs: list[tuple[str, os.stat_result]] = []
+        textfiles: list[tuple[str, os.stat_result]] = []
+        try:
+            with os.scandir(self._directory) as entries:
+                for entry in entries:
+                    kind = logs if entry.name.endswith(".log") else textfiles if entry.name.endswith(".prom") else None
+                    try:
+                        if kind is not None and entry.is_file(follow_symlinks=False):
+                            kind.append((entry.name, entry.stat(follow_symlinks=False)))
+                    except OSError:
+                        continue  # it vanished meanwhile
+        except FileNotFoundError:
+            return [], []
+        for found in (logs, textfiles):
+            found.sort(key=lambda pair: -pair[1].st_mtime)
+            del found[NUM_FILES_MAX:]
+        return logs, textfiles
+
+    # --- JSON lines
+
+    def _follow(self, name: str, about: os.stat_result, num_bytes: int) -> int:
+        """Reads at most so many new bytes of a file; how many it read."""
+        identity = (about.st_dev, about.st_ino)
+        tail = self._tails.get(name)
+        if tail is None or tail.identity != identity or about.st_size < tail.at:
+            # One byte before its end: if that ends a line, the next one is whole.
+            begin = max(0, about.st_size - 1) if tail is None and self._first else 0
+            tail = self._tails[name] = Tail(identity=identity, at=begin, skipping=begin > 0)
+        if about.st_size == tail.at:
+            return 0
+        num_new = about.st_size - tail.at
+        if num_new > num_bytes:
+            self._num_skipped_bytes += num_new - num_bytes + len(tail.rest)
+            tail.at, tail.rest, tail.skipping = about.st_size - num_bytes, b"", True
+            tail.lines.lose_context()
+        try:
+            descriptor = os.open(self._directory / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return 0  # it vanished meanwhile, or is not ours to read
+        try:
+            data = os.pread(descriptor, min(num_bytes, num_new), tail.at)
+        except OSError:
+            return 0
+        finally:
+            os.close(descriptor)
+        tail.at += len(data)
+        self._take(tail, data)
+        return len(data)
+
+    def _take(self, tail: Tail, data: bytes) -> None:
+        if tail.skipping:
+            _, newline, data = data.partition(b"\n")
+            if not newline:
+                return
+            tail.skipping = False
+        *whole, tail.rest = (tail.rest + data).split(b"\n")
+        before = tail.lines.num_lines, tail.lines.num_bad, tail.lines.num_dropped
+        for line in whole:
+            operation = tail.lines.take(line)
+            if operation is not None:
+                self._sums_of(operation.kind).add(operation)
+        self._num_lines += tail.lines.num_lines - before[0]
+        self._num_bad += tail.lines.num_bad - before[1]
+        self._num_dropped += tail.lines.num_dropped - before[2]
+        if len(tail.rest) > LINE_BYTES_MAX:
+            self._num_bad += 1
+            tail.rest, tail.skipping = b"", True
+
+    def _sums_of(self, kind: str) -> Sums:
+        if kind not in self._sums and len(self._sums) >= NUM_KINDS_MAX:
+            kind = "other"
+        return self._sums.setdefault(kind, Sums())
+
+    # --- values
+
+    def _values(self, textfiles: list[tuple[str, os.stat_result]]) -> Iterable[MetricValue]:
+        node = self._node
+        for kind, sums in self._sums.items():
+            yield MetricValue(rows.OPERATIONS, (node, kind), float(sums.num))
+            yield MetricValue(rows.EXECUTION, (node, kind), sums.seconds)
+            yield MetricValue(rows.MESSAGE_BYTES, (node, kind), sums.message_bytes)
+            yield MetricValue(rows.BUS_BYTES, (node, kind), sums.bus_bytes)
+        yield MetricValue(rows.LINES, (node,), float(self._num_lines))
+        yield MetricValue(rows.LINES_BAD, (node,), float(self._num_bad))
+        yield MetricValue(rows.SKIPPED, (node,), float(self._num_skipped_bytes))
+        yield MetricValue(rows.DROPPED, (node,), float(self._num_dropped))
+        # The Inspector writes them each half minute or more.
+        stamps = tuple((name, s.st_mtime_ns, s.st_size, s.st_ino) for name, s in textfiles[:NUM_GPUS_MAX])
+        if stamps != self._stamps:
+            self._stamps, self._of_gpus = stamps, tuple(self._of_textfiles([name for name, *_ in stamps]))
+        yield from self._of_gpus
+
+    def _of_textfiles(self, names: list[str]) -> Iterable[MetricValue]:
+        worst: dict[tuple[Metric, str, str], float] = {}
+        kinds: set[str] = set()
+        for name in names:
+            path = self._directory / name
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                with open(descriptor, "rb") as file:
+                    text = file.read(TEXTFILE_BYTES_MAX).decode("utf-8", "replace")
+            except OSError:
+                continue  # it vanished meanwhile, or is not ours to read
+            for g in gauges(text)[0]:
+                kind = g.kind if g.kind in kinds or len(kinds) < NUM_KINDS_MAX else "other"
+                kinds.add(kind)
+                key = (rows.TIME_GPU if g.is_time else rows.BUSY_GPU, g.gpu, kind)
+                known = worst.get(key, g.value)
+                if key in worst or len(worst) < 2 * NUM_GPUS_MAX * NUM_KINDS_MAX:
+                    worst[key] = max(known, g.value) if g.is_time else min(known, g.value)
+        for (metric, gpu, kind), value in worst.items():
+            yield MetricValue(metric, (self._node, gpu, kind), value)

@@ -1,0 +1,272 @@
+"""NICs and TCP: `/sys/class/net`, the statistics of NICs' drivers, `/proc/net/snmp` and `netstat`.
+
+Physical interfaces, those with a `device` link, and others that are named: a node with containers has hundreds of
+virtual ones. Counters are totals: they go on over a driver that is loaded again.
+"""
+
+import os
+import re
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rolecall.agent.collectors.base import CannotRead, Fact, Reading
+from rolecall.agent.collectors.counters import KeptFiles, Totals, natural, read_whole
+from rolecall.agent.collectors.network.ethtool import EthtoolStatistics
+from rolecall.agent.collectors.network.links import LinkChange, LinkWatch
+from rolecall.core.ids import NodeId
+from rolecall.core.metrics.metric import Metric, MetricValue
+from rolecall.core.metrics.network import NETWORK_METRICS
+from rolecall.core.telemetry import AgentEventKind
+
+NUM_INTERFACES_MAX = 64
+DRIVER_EVERY_SECONDS = 5.0
+"""Between two looks at a driver's statistics: it asks its firmware for hundreds, and we want a dozen."""
+MEGABIT_BYTES = 1e6 / 8
+SPEED_UNKNOWN = 2**32 - 1
+"""-1, as some drivers write it; others do write -1."""
+
+_BY_NAME = {m.name: m for m in NETWORK_METRICS}
+
+
+def _nic(name: str) -> Metric:
+    return _BY_NAME[f"rolecall_nic_{name}"]
+
+
+_UP, _SPEED, _DOWNS = map(_nic, ("up", "speed_bytes_per_second", "downs_total"))
+_CARRIER_CHANGES, _ERRORS = _nic("carrier_changes_total"), _nic("errors_total")
+_PAUSES_RECEIVED, _PAUSES_SENT = _nic("pauses_received_total"), _nic("pauses_sent_total")
+_PAUSED = _nic("paused_seconds_total")
+_STATISTICS = (
+    ("rx_bytes", _nic("received_bytes_total")),
+    ("tx_bytes", _nic("sent_bytes_total")),
+    ("rx_packets", _nic("received_packets_total")),
+    ("tx_packets", _nic("sent_packets_total")),
+)
+_ERROR_STATISTICS = (
+    *("rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "rx_crc_errors", "rx_missed_errors"),
+    *("rx_fifo_errors", "rx_length_errors", "tx_carrier_errors", "tx_fifo_errors"),
+)
+
+# Names of drivers: mlx5 `rx_prio3_pause`, `rx_prio3_pause_duration` (microseconds), `rx_pause_ctrl_phy`; bnxt_en
+# `rx_pfc_ena_frames_pri3`, `rx_pause_frames`; Intel ice `rx_priority_3_xoff.nic`, i40e `port.rx_priority_3_xoff`.
+_OF_PRIORITY = re.compile(
+    r"(?:port\.)?(rx|tx)_(?:prio(\d)_pause|pfc_ena_frames_pri(\d)|priority_(\d)_xoff(?:\.nic)?|prio(\d)_pause_duration)\Z"
+)
+_OF_LINK = re.compile(
+    r"(rx|tx)_(?:pause_ctrl_phy|pause_frames|pause|global_pause|link_xoff)\Z|port\.(rx|tx)_link_xoff\Z"
+)
+_DRIVER_ERRORS = re.compile(
+    r"(?:rx_discards_phy|tx_discards_phy|rx_symbol_err_phy|rx_crc_errors_phy|rx_pcs_symbol_err_phy|link_down_events_phy|"
+    r"rx_out_of_buffer|rx_prio\d_discards|tx_pause_storm_warning_events|tx_pause_storm_error_events|"
+    r"rx_prio\d_buf_discard|module_bad_shorted|module_high_temp)\Z"
+)
+WHOLE_LINK = "link"
+
+_TCP = (
+    ("Tcp", "OutSegs", _BY_NAME["rolecall_tcp_segments_sent_total"]),
+    ("Tcp", "RetransSegs", _BY_NAME["rolecall_tcp_retransmits_total"]),
+    ("TcpExt", "TCPTimeouts", _BY_NAME["rolecall_tcp_timeouts_total"]),
+    ("TcpExt", "TCPSynRetrans", _BY_NAME["rolecall_tcp_syn_retransmits_total"]),
+    ("TcpExt", "ListenDrops", _BY_NAME["rolecall_tcp_listen_drops_total"]),
+)
+_TCP_FILES = (("snmp", "Tcp"), ("netstat", "TcpExt"))
+
+
+def wanted(name: str) -> bool:
+    """Whether a statistic of a driver is of use."""
+    return bool(_OF_PRIORITY.match(name) or _OF_LINK.match(name) or _DRIVER_ERRORS.match(name))
+
+
+def parse_tables(text: str, wanted: Container[str]) -> dict[tuple[str, str], int]:
+    """(table, field) to number, of `/proc/net/snmp` and `netstat`: pairs of lines, names and then numbers. Tables that are
+    `wanted`; most of some four hundred fields are not."""
+    found = dict[tuple[str, str], int]()
+    lines = text.split("\n")
+    for names, numbers in zip(lines[::2], lines[1::2], strict=False):
+        table, _, fields = names.partition(":")
+        same, _, values = numbers.partition(":")
+        if table == same and table in wanted:
+            pairs = zip(fields.split(), values.split(), strict=False)
+            found |= {(table, key): int(value) for key, value in pairs if value.isascii() and value.isdecimal()}
+    return found
+
+
+@dataclass(slots=True)
+class _Interface:
+    name: str
+    folder: str
+    instance: int  # inode of its folder: another one after its driver was loaded again
+    anew: bool = False
+    watch: LinkWatch = field(default_factory=LinkWatch)
+    driver: tuple[MetricValue, ...] = ()
+    driver_due_at: float = float("-inf")
+
+
+class NetworkCollector:
+    """`interfaces`: to look at beside the physical ones. `proc_net`: of the network name space that is meant."""
+
+    name = "network"
+
+    def __init__(
+        self,
+        node: NodeId,
+        *,
+        interfaces: Iterable[str] = (),
+        root: Path = Path("/sys/class/net"),
+        proc_net: Path = Path("/proc/net"),
+        statistics: EthtoolStatistics | None = None,
+        interval_seconds: float = 1.0,
+        driver_every_seconds: float = DRIVER_EVERY_SECONDS,
+    ) -> None:
+        self.interval_seconds = interval_seconds
+        self._node, self._named = node, frozenset(interfaces)
+        self._root, self._proc_net = str(root), proc_net
+        self._statistics = statistics or EthtoolStatistics()
+        self._driver_every_seconds = driver_every_seconds
+        self._known: dict[str, _Interface] = {}
+        self._virtual = set[str]()
+        self._totals = Totals()
+        self._files = KeptFiles()
+
+    def read(self, at: float) -> Reading:
+        """Raises CannotRead: neither interfaces nor TCP can be read."""
+        values, facts = self._tcp(), list[Fact]()
+        try:
+            here = self._found()
+        except OSError as e:
+            if not values:
+                raise CannotRead(f"{self._root}: {e.strerror or e}, and nothing of {self._proc_net}") from e
+            return Reading(tuple(values))
+        for name, interface in self._known.items():
+            changes = self._look(interface, at, values) if name in here else self._missing(interface, at, values)
+            facts += [self._fact(name, change) for change in changes]
+        return Reading(tuple(values), tuple(facts))
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _found(self) -> set[str]:
+        """Interfaces that are there now and are to be looked at; those not met before become known. Raises OSError."""
+        names = set(os.listdir(self._root))
+        self._virtual &= names
+        here = set[str]()
+        for name in sorted(names - self._virtual, key=natural):
+            folder = f"{self._root}/{name}"
+            try:
+                instance = os.stat(folder).st_ino
+            except OSError:
+                continue  # it went just now
+            known = self._known.get(name)
+            if known is None:
+                if name not in self._named and not os.path.exists(f"{folder}/device"):
+                    self._virtual.add(name)
+                    continue
+                if len(self._known) >= NUM_INTERFACES_MAX and not self._forget_one():
+                    continue
+                known = self._known[name] = _Interface(name, folder, instance)
+            elif known.instance != instance:
+                known.instance, known.anew, known.driver_due_at = instance, True, float("-inf")
+                self._statistics.forget(name)
+            here.add(name)
+        return here
+
+    def _forget_one(self) -> bool:
+        """Makes room by one that is gone: virtual NICs come back under other names. False: all are there."""
+        name = next((name for name, known in self._known.items() if known.watch.gone), None)
+        if name is None:
+            return False
+        del self._known[name]
+        self._totals.forget(name)
+        self._statistics.forget(name)
+        return True
+
+    def _look(self, interface: _Interface, at: float, values: list[MetricValue]) -> list[LinkChange]:
+        folder, labels = interface.folder, (self._node, interface.name)
+        state = self._files.text(f"{folder}/operstate")
+        if state is None:
+            return self._missing(interface, at, values)
+        # Not every driver keeps an operational state (`unknown`); a carrier cannot be read of what is shut down.
+        up = state in ("up", "unknown") and self._files.text(f"{folder}/carrier") == "1"
+        carrier_changes = self._files.number(f"{folder}/carrier_changes")
+        num_downs = self._files.number(f"{folder}/carrier_down_count")
+        changes = interface.watch.look(at, up, num_downs, anew=interface.anew)
+        interface.anew = False
+        values.append(MetricValue(_UP, labels, float(up)))
+        values.append(MetricValue(_DOWNS, labels, float(interface.watch.num_downs)))
+        speed = self._files.number(f"{folder}/speed") if up else None
+        if speed and speed != SPEED_UNKNOWN:
+            values.append(MetricValue(_SPEED, labels, speed * MEGABIT_BYTES))
+        self._add(values, _CARRIER_CHANGES, labels, interface, "carrier_changes", carrier_changes)
+        for name, metric in _STATISTICS:
+            self._add(values, metric, labels, interface, name, self._files.number(f"{folder}/statistics/{name}"))
+        for name in _ERROR_STATISTICS:
+            total = self._totals.add((interface.name, name), self._files.number(f"{folder}/statistics/{name}"))
+            if total:
+                values.append(MetricValue(_ERRORS, (*labels, name), float(total)))
+        if at >= interface.driver_due_at:
+            interface.driver = self._of_driver(interface)
+            interface.driver_due_at = at + self._driver_every_seconds
+        values += interface.driver
+        return changes
+
+    def _add(
+        self,
+        values: list[MetricValue],
+        metric: Metric,
+        labels: tuple[str, ...],
+        interface: _Interface,
+        name: str,
+        reading: int | None,
+    ) -> None:
+        total = self._totals.add((interface.name, name), reading)
+        if total is not None:
+            values.append(MetricValue(metric, labels, float(total)))
+
+    def _missing(self, interface: _Interface, at: float, values: list[MetricValue]) -> list[LinkChange]:
+        labels = (self._node, interface.name)
+        values.append(MetricValue(_UP, labels, 0.0))
+        changes = interface.watch.missing(at)
+        values.append(MetricValue(_DOWNS, labels, float(interface.watch.num_downs)))
+        return changes
+
+    def _of_driver(self, interface: _Interface) -> tuple[MetricValue, ...]:
+        labels = (self._node, interface.name)
+        values = list[MetricValue]()
+        for name, reading in self._statistics.read(interface.name, wanted).items():
+            total = self._totals.add((interface.name, "driver", name), reading)
+            if total is None:
+                continue
+            if found := _OF_PRIORITY.match(name):
+                direction, *priorities = found.groups()
+                priority = next(p for p in priorities if p)
+                if name.endswith("_duration"):
+                    if direction == "rx":
+                        values.append(MetricValue(_PAUSED, (*labels, priority), total / 1e6))
+                    continue
+                metric = _PAUSES_RECEIVED if direction == "rx" else _PAUSES_SENT
+                values.append(MetricValue(metric, (*labels, priority), float(total)))
+            elif found := _OF_LINK.match(name):
+                metric = _PAUSES_RECEIVED if "rx" in found.groups() else _PAUSES_SENT
+                values.append(MetricValue(metric, (*labels, WHOLE_LINK), float(total)))
+            elif total:
+                values.append(MetricValue(_ERRORS, (*labels, name), float(total)))
+        return tuple({(v.metric.name, v.labels): v for v in values}.values())
+
+    def _tcp(self) -> list[MetricValue]:
+        found = dict[tuple[str, str], int]()
+        for file, table in _TCP_FILES:
+            try:
+                text = read_whole(f"{self._proc_net}/{file}")
+            except OSError:
+                continue  # a kernel without it
+            found |= parse_tables(text, (table,))
+        return [
+            MetricValue(metric, (self._node,), float(found[table, name]))
+            for table, name, metric in _TCP
+            if (table, name) in found
+        ]
+
+    def _fact(self, name: str, change: LinkChange) -> Fact:
+        detail = {"interface": name, "what": change.what, "flaps": str(change.num_flaps)}
+        return Fact(kind=AgentEventKind.LINK_UP if change.up else AgentEventKind.LINK_DOWN, detail=detail)

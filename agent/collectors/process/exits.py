@@ -1,0 +1,194 @@
+"""Notices within milliseconds that a process is gone: one thread, one epoll, one pidfd per process.
+
+A pidfd becomes readable when the last thread of its process has ended, and never speaks of another process that got
+the PID later. How it ended is asked of the zombie (`/proc/PID/stat`, field 52) and, when its parent was faster, of the
+pidfd itself (PIDFD_GET_INFO with PIDFD_INFO_EXIT, Linux 6.15 and later; include/uapi/linux/pidfd.h); else it is unknown.
+"""
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import select
+import signal
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolecall.agent.collectors.process.process import parse_stat
+
+logger = logging.getLogger(__name__)
+
+_PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, struct pidfd_info of 64 bytes)
+_PIDFD_INFO_EXIT = 1 << 3
+_INFO_FORMAT = "=QQ11Ii"  # mask, cgroupid, pid .. fsgid, exit_code (a wait status)
+
+NUM_WATCHED_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitStatus:
+    """How a process ended: by a signal, with a code, or unknown (both None)."""
+
+    signal: int | None = None
+    code: int | None = None
+
+    @classmethod
+    def from_wait_status(cls, status: int) -> "ExitStatus":
+        if os.WIFSIGNALED(status):
+            return cls(signal=os.WTERMSIG(status))
+        return cls(code=os.WEXITSTATUS(status))
+
+
+_CRASH_SIGNALS = frozenset({signal.SIGILL, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGSEGV})
+
+
+def guess_cause(status: ExitStatus, *, finished: bool, raised: bool, oom: bool) -> str:
+    """`finished` (it said so), `oom`, `killed`, `crashed`, `exception` (it reported one), `exit` or `unknown`.
+
+    `oom`: the kernel's count of out-of-memory kills grew since the last exit: a guess, it may have been another process.
+    """
+    if finished:
+        return "finished"
+    if status.signal == signal.SIGKILL:
+        return "oom" if oom else "killed"
+    if status.signal is not None:
+        return "crashed" if status.signal in _CRASH_SIGNALS else "killed"
+    if raised:
+        return "exception"
+    return "unknown" if status.code is None else "exit"
+
+
+_ASKED_TO_END: Mapping[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "SIGINT", signal.SIGHUP: "SIGHUP"}
+
+
+def asked_to_end(status: ExitStatus) -> str:
+    """Why the end of a process that says no goodbye was wanted, by its job or by whoever asked it to; empty: it was not.
+
+    A job's launcher ends the others with SIGTERM when one rank dies: they are no second fault.
+    """
+    if status.code == 0:
+        return "exited with code 0"
+    asked = _ASKED_TO_END.get(status.signal or 0)
+    return f"ended on {asked}" if asked else ""
+
+
+class WatchRefused(Exception):
+    """The process cannot be watched. `gone`: it has ended, or was another one; else it may live: there are too many, or
+    the kernel gives no descriptor."""
+
+    def __init__(self, reason: str, *, gone: bool = False) -> None:
+        self.gone = gone
+        super().__init__(reason)
+
+
+def reaped_status(pidfd: int) -> int | None:
+    """Wait status of a process that its parent has reaped already; None before that, or where the kernel cannot say."""
+    asked = bytearray(struct.pack(_INFO_FORMAT, _PIDFD_INFO_EXIT, *[0] * 13))
+    try:
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, asked)
+    except OSError:
+        return None
+    answer = struct.unpack(_INFO_FORMAT, asked)
+    return int(answer[-1]) if answer[0] & _PIDFD_INFO_EXIT else None
+
+
+def exit_status(pidfd: int, pid: int, start_ticks: int, proc: Path = Path("/proc")) -> ExitStatus:
+    """How the process that `pidfd` names ended, as far as anybody still knows."""
+    try:
+        stat = parse_stat((proc / str(pid) / "stat").read_bytes())
+        if stat.state in ("Z", "X") and stat.start_ticks == start_ticks:
+            return ExitStatus.from_wait_status(stat.exit_code)
+    except (OSError, ValueError):
+        pass  # reaped
+    status = reaped_status(pidfd)
+    return ExitStatus() if status is None else ExitStatus.from_wait_status(status)
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    pid: int
+    start_ticks: int
+    on_exit: Callable[[ExitStatus], None]
+
+
+class ExitWatch:
+    """Calls back, in its own thread, once for each watched process that ends."""
+
+    def __init__(self, proc: Path = Path("/proc")) -> None:
+        self._proc = proc
+        self._epoll = select.epoll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._lock = threading.Lock()
+        self._watched: dict[int, _Watched] = {}  # by pidfd
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="exits", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Forgets all processes and ends the thread (waits <= 2 s for it)."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+        with self._lock:
+            for pidfd in self._watched:
+                os.close(pidfd)
+            self._watched.clear()
+        self._epoll.close()
+        os.close(self._wake)
+
+    def watch(self, pid: int, start_ticks: int, on_exit: Callable[[ExitStatus], None]) -> None:
+        """Calls `on_exit` once when this process has ended; it must not raise.
+
+        Raises:
+            WatchRefused: there is no such process (any more), or the limit is reached.
+        """
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as e:
+            raise WatchRefused(f"process {pid}: {os.strerror(e.errno or 0)}", gone=e.errno == errno.ESRCH) from None
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, pidfd)
+            # Looked at after the pidfd exists: from here on the PID cannot become another process unnoticed.
+            try:
+                stat = parse_stat((self._proc / str(pid) / "stat").read_bytes())
+            except (FileNotFoundError, ProcessLookupError):
+                raise WatchRefused(f"process {pid} is gone", gone=True) from None
+            except (OSError, ValueError) as e:
+                raise WatchRefused(f"process {pid}: its start time cannot be read: {e}") from None
+            if stat.start_ticks != start_ticks:
+                raise WatchRefused(f"process {pid} started at {stat.start_ticks}, not at {start_ticks}", gone=True)
+            with self._lock:
+                if len(self._watched) >= NUM_WATCHED_MAX:
+                    raise WatchRefused(f"{NUM_WATCHED_MAX} processes are watched already")
+                self._watched[pidfd] = _Watched(pid, start_ticks, on_exit)
+                self._epoll.register(pidfd, select.EPOLLIN)
+            undo.pop_all()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for descriptor, _ in self._epoll.poll():  # no timeout: `stop` writes to the eventfd
+                if descriptor != self._wake:
+                    self._ended(descriptor)
+
+    def _ended(self, pidfd: int) -> None:
+        with self._lock:
+            watched = self._watched.pop(pidfd, None)
+            if watched is None:
+                return
+            self._epoll.unregister(pidfd)
+        try:
+            status = exit_status(pidfd, watched.pid, watched.start_ticks, self._proc)
+        finally:
+            os.close(pidfd)
+        try:
+            watched.on_exit(status)
+        except Exception:  # deliberate: a defect in one callback must not end the watch over all other processes
+            logger.exception("the exit of process %d could not be handled", watched.pid)

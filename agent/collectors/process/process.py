@@ -1,0 +1,199 @@
+"""What the kernel says of one process: state, CPU time, waits for a CPU, throttling, memory.
+
+One `read()` costs two small reads of `/proc` (stat of the process, schedstat of its working thread); the sum of run
+delays over all threads and the cgroup are looked at every SLOW_ROUNDS reads only, because a process of torch or Ray
+has a hundred threads. `/proc/PID/stat` stays open: the descriptor names this process for ever, whoever gets its PID.
+
+Formats: proc(5); Documentation/scheduler/sched-stats.rst for schedstat (run time, run delay, both in ns).
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rolecall.agent.collectors.process.cgroup import ThrottleProbe
+
+SLOW_ROUNDS = 50
+"""All threads' run delay is summed this often (10 s at five reads a second); the working thread's at each read."""
+THROTTLE_ROUNDS = 10
+"""The cgroup is looked at this often (2 s)."""
+NUM_THREADS_MAX = 4096
+"""Threads beyond this number are not looked at."""
+STAT_BYTES_MAX = 4096
+NANOSECONDS = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessReading:
+    """Fields mean what they mean in `telemetry.ProcessSample`."""
+
+    proc_state: str = "?"
+    cpu_seconds: float = 0.0
+    run_delay_seconds: float = 0.0
+    main_run_delay_seconds: float = 0.0
+    throttled_seconds: float = 0.0
+    rss_bytes: int = 0
+    num_threads: int = 0
+    major_faults: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stat:
+    """Fields of `/proc/PID/stat`, numbered as in proc(5)."""
+
+    state: str  # 3
+    major_faults: int  # 12
+    cpu_ticks: int  # 14 + 15: user and system
+    num_threads: int  # 20
+    start_ticks: int  # 22
+    rss_pages: int  # 24
+    exit_code: int  # 52, wait status; meaningful for a zombie only
+
+
+def parse_stat(raw: bytes) -> Stat:
+    """Raises ValueError when `raw` is not a `stat` line."""
+    # The command name (field 2) may hold spaces and brackets: fields are counted after its last bracket.
+    fields = raw[raw.rindex(b")") + 2 :].split()
+    try:
+        return Stat(
+            state=fields[0].decode("ascii"),
+            major_faults=int(fields[9]),
+            cpu_ticks=int(fields[11]) + int(fields[12]),
+            num_threads=int(fields[17]),
+            start_ticks=int(fields[19]),
+            rss_pages=int(fields[21]),
+            exit_code=int(fields[49]) if len(fields) > 49 else 0,
+        )
+    except IndexError:
+        raise ValueError("too few fields in stat") from None
+
+
+def parse_run_delay(raw: bytes) -> float:
+    """Seconds of run delay from a `schedstat` line; 0 where the kernel keeps none."""
+    fields = raw.split()
+    return int(fields[1]) * NANOSECONDS if len(fields) >= 2 else 0.0
+
+
+def read_small(path: str) -> bytes:
+    """A small file of `/proc`, whole. A third of the cost of `Path.read_bytes`, which counts with hundreds of threads.
+
+    Raises:
+        OSError: there is no such process or thread (any more).
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, STAT_BYTES_MAX)
+    finally:
+        os.close(descriptor)
+
+
+class ProcessProbe:
+    """Reads one process. `read` never raises: what cannot be read keeps its last value, `proc_state` becomes `?`."""
+
+    def __init__(
+        self,
+        pid: int,
+        *,
+        proc: Path = Path("/proc"),
+        cgroup_root: Path = Path("/sys/fs/cgroup"),
+        ticks_per_second: int = os.sysconf("SC_CLK_TCK"),
+        page_bytes: int = os.sysconf("SC_PAGE_SIZE"),
+    ) -> None:
+        self._dir = proc / str(pid)
+        self._ticks_per_second, self._page_bytes = ticks_per_second, page_bytes
+        self._stat = _OpenFile(self._dir / "stat")
+        self._work: _OpenFile | None = None
+        self._throttle = ThrottleProbe(self._dir, cgroup_root)
+        self._work_tid = 0
+        self._delay_of_tid: dict[str, float] = {}
+        self._rounds = 0
+        self._reading = ProcessReading()
+
+    def close(self) -> None:
+        self._stat.close()
+        if self._work is not None:
+            self._work.close()
+            self._work = None
+
+    def read(self, work_tid: int = 0) -> ProcessReading:
+        """The process now. `work_tid`: native id of its working thread, 0: its main thread."""
+        last = self._reading
+        try:
+            stat = parse_stat(self._stat.read())
+        except (OSError, ValueError):
+            self._reading = replace(last, proc_state="?")
+            return self._reading
+        work_delay = self._work_delay(work_tid)
+        total, throttled = last.run_delay_seconds, last.throttled_seconds
+        if self._rounds % SLOW_ROUNDS == 0:
+            total += self._grown_delay()
+        if self._rounds % THROTTLE_ROUNDS == 0:
+            throttled = max(throttled, self._tolerant(self._throttle.read))
+        self._rounds += 1
+        self._reading = ProcessReading(
+            proc_state=stat.state,
+            cpu_seconds=stat.cpu_ticks / self._ticks_per_second,
+            run_delay_seconds=total,
+            main_run_delay_seconds=work_delay,
+            throttled_seconds=throttled,
+            rss_bytes=stat.rss_pages * self._page_bytes,
+            num_threads=stat.num_threads,
+            major_faults=stat.major_faults,
+        )
+        return self._reading
+
+    def _work_delay(self, work_tid: int) -> float:
+        """Run delay of the working thread. It starts anew when another thread takes over the work."""
+        if work_tid != self._work_tid or self._work is None:
+            if self._work is not None:
+                self._work.close()
+            self._work_tid = work_tid
+            name = str(work_tid) if work_tid else self._dir.name
+            self._work = _OpenFile(self._dir / "task" / name / "schedstat")
+        return self._tolerant(lambda: parse_run_delay(self._work.read()) if self._work else 0.0)
+
+    def _grown_delay(self) -> float:
+        """Seconds of run delay of all threads since the last call; what a thread had when it ended is kept."""
+        grown, now, tasks = 0.0, {}, f"{self._dir}/task"
+        try:
+            tids = os.listdir(tasks)[:NUM_THREADS_MAX]
+        except OSError:
+            return 0.0
+        for tid in tids:
+            try:
+                delay = parse_run_delay(read_small(f"{tasks}/{tid}/schedstat"))
+            except (OSError, ValueError):
+                continue  # the thread ended, or the kernel keeps no such statistics
+            now[tid] = delay
+            grown += max(0.0, delay - self._delay_of_tid.get(tid, 0.0))
+        self._delay_of_tid = now
+        return grown
+
+    @staticmethod
+    def _tolerant(read: Callable[[], float]) -> float:
+        try:
+            return read()
+        except (OSError, ValueError):
+            return 0.0  # the thread ended, or the kernel keeps no such statistics
+
+
+class _OpenFile:
+    """A small file of `/proc`, opened at the first read and kept open."""
+
+    __slots__ = ("_descriptor", "_path")
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor = -1
+
+    def read(self) -> bytes:
+        """Raises OSError: there is no such process (any more)."""
+        if self._descriptor < 0:
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        return os.pread(self._descriptor, STAT_BYTES_MAX, 0)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -1,0 +1,309 @@
+"""Finds the processes of jobs that know nothing of rolecall, and registers them with the agent.
+
+What a process is, rules decide (`agent/collectors/process/discovery.py`); here `/proc` is read. A look lists the PIDs and reads what is new:
+a process that was seen (same PID, same start time) and fits no rule costs nothing until its turn, once in
+`ROTATION` looks, when its name and start time are compared. Young ones are read again, because they may still call exec
+or take a title; an idle Ray worker for as long as it is one.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from rolecall.agent.collectors.base import CannotRead, Reading, SaidOnce
+from rolecall.agent.collectors.process.discovery import (
+    SLOTS_PER_NODE,
+    Discovery,
+    Match,
+    ProcessFacts,
+    default_discovery,
+    job_number,
+    node_index,
+    parse_labels,
+)
+from rolecall.agent.identity import Refusal, Registration
+from rolecall.core.errors import BadId
+from rolecall.core.ids import NodeId, ProcessId, replica_id
+from rolecall.core.rundir import RUN_ENV
+from rolecall.core.uninstrumented import UNCOUNTED
+
+logger = logging.getLogger(__name__)
+
+PIDS_MAX = 1 << 16
+"""Processes of a node looked at; further ones are left out, and that is said."""
+READS_MAX = 512
+"""Command lines read in one look; the rest of a full node follows in the next ones."""
+ROTATION = 8
+"""A settled process is checked (another one under its PID? a new name?) once in so many looks."""
+YOUNG_SECONDS = 30.0
+"""So long after it was first seen a process is read again in each look."""
+ANCESTORS_MAX = 16
+COMMAND_BYTES_MAX = 16 * 1024
+ENVIRON_BYTES_MAX = 256 * 1024
+LABELS_BYTES_MAX = 64 * 1024
+KERNEL_THREADS = 2
+"""PID of kthreadd, the parent of all threads of the kernel."""
+RAY_TITLE, RAY_WORKER = "ray::", "default_worker.py"
+RAY_WORKER_ARGUMENTS = 4
+"""The script is among these: `python -u .../default_worker.py ...`; a raylet names it further on."""
+
+
+class Finder(Protocol):
+    """Where found processes go: the agent's registry."""
+
+    def discover(self, found: Registration, detail: dict[str, str]) -> None: ...
+
+    def registrations(self) -> tuple[Registration, ...]: ...
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What is remembered of one process."""
+
+    pid: int
+    parent: int
+    start_ticks: int
+    name: str
+    first_at: float
+    title: str = ""
+    environ: dict[str, str] = field(default_factory=dict)  # a Ray worker's, from before it took a title
+    is_kernel: bool = False
+    is_job: bool = False  # it, or an ancestor, was found: never looked at again
+
+    def restless(self, at: float) -> bool:
+        """It may yet become something else."""
+        if self.is_kernel or self.is_job:
+            return False
+        return at - self.first_at < YOUNG_SECONDS or self.title.startswith((RAY_TITLE, RAY_WORKER))
+
+
+class ForeignCollector:
+    """Mutable; `read` is called from one thread."""
+
+    name = "jobs"
+
+    def __init__(
+        self,
+        registry: Finder,
+        node: NodeId,
+        discovery: Discovery | None = None,
+        *,
+        interval_seconds: float = 2.0,
+        proc: Path = Path("/proc"),
+    ) -> None:
+        self._registry, self._node, self._proc = registry, node, str(proc)
+        self.interval_seconds = interval_seconds
+        self._discovery = discovery or default_discovery()
+        index = self._discovery.node_index
+        self._node_index = node_index(node) if index is None else index
+        self._names = self._discovery.names | {RUN_ENV}
+        self._seen: dict[int, _Seen] = {}
+        self._looks = 0
+        self._said = SaidOnce()
+
+    def close(self) -> None:
+        self._seen.clear()
+
+    def read(self, at: float) -> Reading:
+        """One look. What is found goes to the registry, which tells of it."""
+        try:
+            pids = sorted(int(name) for name in os.listdir(self._proc) if name.isdecimal())
+        except OSError as e:
+            raise CannotRead(f"{self._proc}: {e.strerror}") from None
+        if len(pids) > PIDS_MAX:
+            self._say(f"{len(pids)} processes: only {PIDS_MAX} of them are looked at")
+        here = set(pids[:PIDS_MAX])
+        for gone in self._seen.keys() - here:
+            del self._seen[gone]
+        due = [seen for seen in (self._due(pid, at) for pid in pids[:PIDS_MAX]) if seen is not None]
+        # Parents began before their children: whose parent was found is its helper.
+        due.sort(key=lambda seen: (seen.start_ticks, seen.pid))
+        for seen in due[READS_MAX:]:
+            if seen.first_at == at:
+                del self._seen[seen.pid]  # new to us: it is new in the next look, too
+        known = {r.process.pid: r for r in self._registry.registrations()}
+        for seen in due[:READS_MAX]:
+            self._examine(seen, known)
+        self._looks += 1
+        return Reading()
+
+    def _due(self, pid: int, at: float) -> _Seen | None:
+        """The process, if it is to be examined in this look."""
+        seen = self._seen.get(pid)
+        if seen is not None and not seen.restless(at) and (pid + self._looks) % ROTATION:
+            return None
+        stat = self._stat(pid)
+        if stat is None:
+            return None
+        name, parent, start_ticks = stat
+        if seen is None or seen.start_ticks != start_ticks:
+            is_kernel = parent == KERNEL_THREADS or pid == KERNEL_THREADS
+            seen = self._seen[pid] = _Seen(pid, parent, start_ticks, name, at, is_kernel=is_kernel)
+        elif seen.is_job or seen.is_kernel or not (seen.restless(at) or seen.name != name):
+            return None
+        seen.name = name
+        return None if seen.is_kernel else seen
+
+    def _examine(self, seen: _Seen, known: dict[int, Registration]) -> None:
+        process = ProcessId(node=self._node, pid=seen.pid, start_ticks=seen.start_ticks)
+        if (registered := known.get(seen.pid)) is not None and registered.process == process:
+            seen.is_job = True
+            return
+        if self._of_a_job(seen):
+            seen.is_job = True
+            return
+        arguments = self._arguments(seen.pid)
+        if not arguments:
+            return  # gone, or a zombie
+        is_worker = any(argument.endswith(RAY_WORKER) for argument in arguments[:RAY_WORKER_ARGUMENTS])
+        seen.title = RAY_WORKER if is_worker else arguments[0]
+        if is_worker or seen.title.startswith(RAY_TITLE):
+            seen.environ |= self._environ(seen.pid) or {}
+        facts = ProcessFacts(arguments=arguments)
+        rules = self._discovery.may_find(facts)
+        if not rules:
+            return
+        environ = {**seen.environ, **(self._environ(seen.pid) or {})}
+        if RUN_ENV in environ:
+            return  # of a run of our own: it registers by itself
+        if not environ and any(rule.environ for rule in rules) and _refused(f"{self._proc}/{seen.pid}/environ"):
+            self._say(
+                f"the environment of some processes that may be ranks ({rules[0].name}) cannot be read: run the agent "
+                "as their user or as root"
+            )
+        labels = self._labels(seen.pid) if any(rule.labels for rule in rules) or self._discovery.labels_file else {}
+        match = self._discovery.find(ProcessFacts(arguments=arguments, environ=environ, labels=labels))
+        if match is not None:
+            self._register(seen, process, match)
+
+    def _of_a_job(self, seen: _Seen) -> bool:
+        """Whether an ancestor was found: then it is a helper, whose environment it inherited."""
+        parent = seen.parent
+        for _ in range(ANCESTORS_MAX):
+            above = self._seen.get(parent)
+            if above is None:
+                return False
+            if above.is_job:
+                return True
+            parent = above.parent
+        return False
+
+    def _register(self, seen: _Seen, process: ProcessId, match: Match) -> None:
+        replica = self._free_slot(match.role) if match.replica is None else self._number(match, match.replica)
+        if replica is None:
+            self._say(f"more than {SLOTS_PER_NODE} processes of role {match.role} without a number")
+            return
+        detail = {"found_by": match.rule}
+        if match.replica is None:
+            detail["numbered_by"] = "start order on its node"
+        elif replica != match.replica:
+            detail["numbered_by"] = "its job"
+        if match.job:
+            detail["job"] = match.job
+        try:
+            found = Registration(
+                process=process,
+                replica=replica_id(match.role, replica),
+                role=match.role,
+                rank=match.rank,
+                incarnation=UNCOUNTED,
+                found=True,
+                job=match.job,
+            )
+            self._registry.discover(found, detail)
+        except (BadId, Refusal) as e:
+            self._say(f"process {seen.pid} ({match.rule}) is not watched: {e}")
+            return
+        seen.is_job = True
+
+    def _number(self, match: Match, given: int) -> int:
+        """What the rule gives; where a living process of another job on this node has that, one made of the job."""
+        if not match.job or self._discovery.by_job:
+            return job_number(match.job) if match.job else given
+        replica = replica_id(match.role, given)
+        others = {r.job for r in self._registry.registrations() if r.found and r.replica == replica}
+        if not others - {match.job, ""}:
+            return given
+        self._say(
+            f"several jobs on this node have a {replica}: all but the first get numbers of their own; where jobs share "
+            "nodes, set jobs.rules.by_job on each of them"
+        )
+        return job_number(match.job)
+
+    def _free_slot(self, role: str) -> int | None:
+        """The lowest free number of this role on this node: a successor takes the place of the dead."""
+        taken = {r.replica for r in self._registry.registrations() if r.role == role}
+        first = self._node_index * SLOTS_PER_NODE
+        return next((n for n in range(first, first + SLOTS_PER_NODE) if f"{role}/{n}" not in taken), None)
+
+    def _say(self, text: str) -> None:
+        if self._said.is_new(text):
+            logger.warning("%s", text)
+
+    # --- /proc: whatever vanishes while it is read is gone, and that is normal
+
+    def _stat(self, pid: int) -> tuple[str, int, int] | None:
+        """Name, parent and start time (proc(5), fields 2, 4 and 22); None: gone, or a zombie."""
+        raw = _read(f"{self._proc}/{pid}/stat", 4096)
+        opened, closed = raw.find(b"("), raw.rfind(b")")
+        fields = raw[closed + 2 :].split()
+        if opened < 0 or len(fields) < 20 or fields[0] in (b"Z", b"X"):
+            return None
+        return raw[opened + 1 : closed].decode("utf-8", "replace"), int(fields[1]), int(fields[19])
+
+    def _arguments(self, pid: int) -> tuple[str, ...]:
+        raw = _read(f"{self._proc}/{pid}/cmdline", COMMAND_BYTES_MAX).rstrip(b"\0")
+        return tuple(part.decode("utf-8", "replace") for part in raw.split(b"\0")) if raw else ()
+
+    def _environ(self, pid: int) -> dict[str, str] | None:
+        """What the rules ask for; None: not readable, or overwritten by a title."""
+        raw = _read(f"{self._proc}/{pid}/environ", ENVIRON_BYTES_MAX)
+        if b"=" not in raw:
+            return None
+        return dict(_wanted(raw, self._names))
+
+    def _labels(self, pid: int) -> dict[str, str]:
+        if not self._discovery.labels_file:
+            return {}
+        path = f"{self._proc}/{pid}/root/{self._discovery.labels_file.lstrip('/')}"
+        return parse_labels(_read(path, LABELS_BYTES_MAX).decode("utf-8", "replace"))
+
+
+def _wanted(raw: bytes, names: frozenset[str]) -> Iterator[tuple[str, str]]:
+    for part in raw.split(b"\0"):
+        name, equals, value = part.decode("utf-8", "replace").partition("=")
+        if equals and name in names:
+            yield name, value
+
+
+def _refused(path: str) -> bool:
+    """Whether it is there, and not ours to read."""
+    try:
+        with open(path, "rb") as f:
+            f.read(1)
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _read(path: str, bytes_max: int) -> bytes:
+    """At most `bytes_max` of a file; empty where there is none (any more), or it is not ours to read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        parts, left = [], bytes_max
+        while left > 0 and (part := os.read(descriptor, left)):
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,211 @@
+"""Reads state pages: those of running, stopped and dead processes alike.
+
+A page is taken only when its sequence number was even and the same before and after the copy; otherwise the read is
+repeated, and given up after NUM_TRIES (a writer that was stopped in the middle of a write). The file is read with
+`pread`, never mapped: a page that somebody truncates must not kill the agent (SIGBUS).
+"""
+
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolecall.agent.reporter import page_layout as at
+
+NUM_TRIES = 4
+_WORD_BYTES = 8
+_FLOAT_MAX = sys.float_info.max
+
+
+class PageUnreadable(Exception):
+    """No consistent state could be read: why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportedException:
+    """The last exception that a process reported. `number` counts from 1 within the process."""
+
+    number: int
+    step: int
+    at: float  # node monotonic
+    fingerprint: str
+    type: str
+    where: str
+    message: str
+
+    def detail(self) -> dict[str, str]:
+        keys = ("type", "message", "where", "fingerprint")
+        return {**{k: getattr(self, k) for k in keys}, "step": str(self.step), "number": str(self.number)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageState:
+    """What a process said of itself, at one moment. Fields mean what they mean in `telemetry.ProcessSample`."""
+
+    replica: str
+    rank: int
+    incarnation: int
+    pid: int
+    start_ticks: int
+    proof: str
+    work_tid: int
+    epoch: int
+    phase: str
+    phase_since: float
+    phase_entries: int
+    step: int
+    policy_version: int
+    progress: int
+    progress_at: float
+    beats: int
+    collectives_entered: int
+    collectives_done: int
+    busy_seconds: float
+    work_units: int
+    tokens: int
+    requests_active: int
+    loss: float
+    grad_norm: float
+    reward: float
+    unfinite: int
+    jumps: int
+    healths: int
+    entropy: float
+    clip_fraction_low: float
+    clip_fraction_high: float
+    ratio_mean: float
+    ratio_max: float
+    kl_sampler: float
+    response_length: float
+    truncated_fraction: float
+    filtered_fraction: float
+    log_ratio_max: float
+    finished: bool
+    finish_reason: str
+    exception: ReportedException | None
+
+    def proven_by(self, secret: str) -> bool:
+        """Whether who wrote this identity held `secret`."""
+        import hmac
+
+        wanted = at.identity_proof(
+            secret,
+            replica=self.replica,
+            rank=self.rank,
+            incarnation=self.incarnation,
+            pid=self.pid,
+            start_ticks=self.start_ticks,
+        )
+        return hmac.compare_digest(wanted, self.proof)
+
+
+def _text(raw: bytes, area: tuple[int, int]) -> str:
+    return at.text_of(raw[area[0] : area[0] + area[1]])
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinity: the largest float stands for it. NaN stays (it means: not reported)."""
+    return math.copysign(_FLOAT_MAX, value) if math.isinf(value) else value
+
+
+def parse_page(raw: bytes) -> PageState:
+    """The state on a page that was copied while nobody wrote.
+
+    Raises:
+        PageUnreadable: not a page, another layout, or copied in the middle of a write.
+    """
+    if len(raw) != at.PAGE_BYTES:
+        raise PageUnreadable(f"{len(raw)} bytes instead of {at.PAGE_BYTES}")
+    if raw[:8] != at.MAGIC:
+        raise PageUnreadable("not a state page")
+    view = memoryview(raw)
+    q, d = view.cast("q"), view.cast("d")
+    if q[at.W_LAYOUT] != at.LAYOUT_VERSION:
+        raise PageUnreadable(f"layout {q[at.W_LAYOUT]}, this agent reads {at.LAYOUT_VERSION}")
+    if q[at.W_SEQUENCE] & 1:
+        raise PageUnreadable("copied in the middle of a write")
+    return PageState(
+        replica=_text(raw, at.A_REPLICA),
+        rank=q[at.W_RANK],
+        incarnation=q[at.W_INCARNATION],
+        pid=q[at.W_PID],
+        start_ticks=q[at.W_START_TICKS],
+        proof=_text(raw, at.A_PROOF),
+        work_tid=q[at.W_WORK_TID],
+        epoch=q[at.W_EPOCH],
+        phase=_text(raw, at.A_PHASE),
+        phase_since=_finite(d[at.W_PHASE_SINCE]),
+        phase_entries=q[at.W_PHASE_ENTRIES],
+        step=q[at.W_STEP],
+        policy_version=q[at.W_POLICY_VERSION],
+        progress=q[at.W_PROGRESS],
+        progress_at=_finite(d[at.W_PROGRESS_AT]),
+        beats=q[at.W_BEATS],
+        collectives_entered=q[at.W_COLLECTIVES_ENTERED],
+        collectives_done=q[at.W_COLLECTIVES_DONE],
+        busy_seconds=_finite(d[at.W_BUSY_SECONDS]),
+        work_units=q[at.W_WORK_UNITS],
+        tokens=q[at.W_TOKENS],
+        requests_active=q[at.W_REQUESTS_ACTIVE],
+        loss=_finite(d[at.W_LOSS]),
+        grad_norm=_finite(d[at.W_GRAD_NORM]),
+        reward=_finite(d[at.W_REWARD]),
+        unfinite=q[at.W_UNFINITE],
+        jumps=q[at.W_JUMPS],
+        healths=q[at.W_HEALTHS],
+        **_parse_health(q, d),
+        finished=bool(q[at.W_FINISHED]),
+        finish_reason=_text(raw, at.A_FINISH_REASON) if q[at.W_FINISHED] else "",
+        exception=_parse_exception(raw, q, d) if q[at.W_EXCEPTIONS] > 0 else None,
+    )
+
+
+def _parse_health(q: "memoryview[int]", d: "memoryview[float]") -> dict[str, float]:
+    """NaN until it is told, as on the pages of a reporter that cannot tell."""
+    told = q[at.W_HEALTHS] > 0
+    return {name: _finite(d[word]) if told else math.nan for name, word in at.HEALTH_WORDS.items()}
+
+
+def _parse_exception(raw: bytes, q: "memoryview[int]", d: "memoryview[float]") -> ReportedException:
+    return ReportedException(
+        number=q[at.W_EXCEPTIONS],
+        step=q[at.W_EXCEPTION_STEP],
+        at=_finite(d[at.W_EXCEPTION_AT]),
+        fingerprint=_text(raw, at.A_EXCEPTION_FINGERPRINT),
+        type=_text(raw, at.A_EXCEPTION_TYPE),
+        where=_text(raw, at.A_EXCEPTION_WHERE),
+        message=_text(raw, at.A_EXCEPTION_MESSAGE)[: at.MESSAGE_CHARACTERS_MAX],
+    )
+
+
+class PageReader:
+    """Keeps one page file open. Close it when the process is forgotten."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError when there is no such file."""
+        self.path = path
+        # Whoever the page is of made the file: no link is followed, and no writer of a pipe waited for.
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _sequence(self) -> bytes:
+        return os.pread(self._descriptor, _WORD_BYTES, at.W_SEQUENCE * _WORD_BYTES)
+
+    def read(self) -> PageState:
+        """The state now.
+
+        Raises:
+            PageUnreadable: see `parse_page`; or the process kept writing, or stands still inside a write.
+            OSError: the file cannot be read any more.
+        """
+        for _ in range(NUM_TRIES):
+            before = self._sequence()
+            raw = os.pread(self._descriptor, at.PAGE_BYTES, 0)
+            if before == self._sequence() and not (before and before[0 if sys.byteorder == "little" else -1] & 1):
+                return parse_page(raw)
+        raise PageUnreadable(f"no quiet moment in {NUM_TRIES} tries")

@@ -1,0 +1,191 @@
+"""The agent's Unix socket: one JSON line in, one JSON line out, then closed.
+
+`{"kind": "register", pid, start_ticks, replica, rank, incarnation, secret}`, `{"kind": "exception", ..., number,
+detail}`, `{"kind": "finished", ..., reason}`. Who speaks is asked of the kernel (SO_PEERCRED), never of the message.
+One thread serves all connections; a slow or silent one holds up nobody and is closed after a deadline. Beyond
+`CALLS_PER_SECOND_MAX` callers wait: a process that calls in a loop costs the node no more CPU than that.
+"""
+
+import json
+import logging
+import os
+import select
+import selectors
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rolecall.agent.identity import Refusal
+from rolecall.agent.reporter.sender import socket_address
+from rolecall.core.clock import Clock
+
+logger = logging.getLogger(__name__)
+
+LINE_BYTES_MAX = 16 * 1024
+NUM_CONNECTIONS_MAX = 64
+CONNECTION_SECONDS_MAX = 2.0
+CALLS_PER_SECOND_MAX = 500
+"""More than all ranks of a node say at once when a job begins or fails; some 3 % of a core."""
+COMPLAINT_SECONDS = 5.0
+"""At least so long between two lines of the log about refused messages; the registry counts them all."""
+LISTEN_BACKLOG = 64
+_PEERCRED = struct.Struct("3i")  # pid, uid, gid
+
+Answerer = Callable[[int, dict[str, Any]], None]
+"""Takes the sender's PID and the message; raises Refusal."""
+
+
+@dataclass(slots=True)
+class _Connection:
+    socket: socket.socket
+    peer_pid: int
+    deadline: float
+    received: bytearray
+
+
+class Intake:
+    """Listens at `path`. Every answerer is called in the intake's own thread."""
+
+    def __init__(self, path: Path, answerers: Mapping[str, Answerer], clock: Clock) -> None:
+        """Replaces a socket file that a dead predecessor left.
+
+        Raises:
+            OSError: the socket cannot be made.
+        """
+        self._path, self._answerers, self._clock = path, answerers, clock
+        self._selector = selectors.DefaultSelector()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._stopping = False
+        self._listener = self._listen()
+        self._selector.register(self._listener, selectors.EVENT_READ, None)
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
+        self._open: dict[int, _Connection] = {}
+        self.num_malformed = 0  # messages that were none: no JSON, no known kind, too long
+        self._complained_at = float("-inf")
+        self._second_at, self._num_in_second = clock.monotonic(), 0
+        self._thread = threading.Thread(target=self._run, name="intake", daemon=True)
+
+    def _listen(self) -> socket.socket:
+        self._path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK)
+        address, directory = socket_address(self._path)
+        try:
+            listener.bind(address)
+            self._path.chmod(0o600)
+            listener.listen(LISTEN_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+        finally:
+            if directory is not None:
+                os.close(directory)
+        return listener
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread (waits <= 2 s) and removes the socket file."""
+        self._stopping = True
+        os.eventfd_write(self._wake, 1)
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+        for connection in self._open.values():
+            connection.socket.close()
+        self._listener.close()
+        self._selector.close()
+        os.close(self._wake)
+        self._path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            for key, _ in self._selector.select(CONNECTION_SECONDS_MAX if self._open else None):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fd in self._open:
+                    self._receive(self._open[key.fd])
+            now = self._clock.monotonic()
+            for late in [c for c in self._open.values() if c.deadline <= now]:
+                self._close(late)
+            if now - self._second_at >= 1.0:
+                self._second_at, self._num_in_second = now, 0
+            elif self._num_in_second >= CALLS_PER_SECOND_MAX:
+                self._rest(self._second_at + 1.0 - now)
+
+    def _rest(self, seconds: float) -> None:
+        """Until `stop`, or for so long: callers wait in the backlog meanwhile."""
+        select.select([self._wake], [], [], seconds)
+
+    def _accept(self) -> None:
+        self._num_in_second += 1  # whatever comes of it: without descriptors it fails again at once
+        try:
+            accepted, _ = self._listener.accept()
+        except OSError:
+            return  # the caller went away again, or descriptors ran out: it will try again
+        if len(self._open) >= NUM_CONNECTIONS_MAX:
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+        peer_pid = int(_PEERCRED.unpack(credentials)[0])
+        deadline = self._clock.monotonic() + CONNECTION_SECONDS_MAX
+        self._open[accepted.fileno()] = _Connection(accepted, peer_pid, deadline, bytearray())
+        self._selector.register(accepted, selectors.EVENT_READ, None)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            got = connection.socket.recv(LINE_BYTES_MAX)
+        except BlockingIOError:
+            return
+        except OSError:
+            got = b""
+        connection.received += got
+        if b"\n" in connection.received:
+            self._answer(connection)
+        elif not got or len(connection.received) >= LINE_BYTES_MAX:
+            self.num_malformed += bool(connection.received)
+            self._close(connection)
+
+    def _answer(self, connection: _Connection) -> None:
+        answer = self._result(connection.peer_pid, bytes(connection.received).split(b"\n", 1)[0])
+        try:
+            connection.socket.send(json.dumps(answer).encode() + b"\n")
+        except OSError:
+            pass  # it did not wait for the answer
+        self._close(connection)
+
+    def _result(self, peer_pid: int, line: bytes) -> dict[str, Any]:
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            return self._malformed("not JSON")
+        if not isinstance(message, dict):
+            return self._malformed("not a JSON object")
+        answerer = self._answerers.get(str(message.get("kind")))
+        if answerer is None:
+            return self._malformed(f"kind must be one of {', '.join(sorted(self._answerers))}")
+        try:
+            answerer(peer_pid, message)
+        except Refusal as e:
+            now = self._clock.monotonic()
+            if now - self._complained_at >= COMPLAINT_SECONDS:
+                self._complained_at = now
+                logger.warning("process %d: %s", peer_pid, e)
+            return {"ok": False, "reason": str(e)}
+        except Exception:  # deliberate: one bad message must not silence the agent for all others
+            logger.exception("a message of process %d could not be handled", peer_pid)
+            return {"ok": False, "retry": True, "reason": "the agent failed at this message"}
+        return {"ok": True}
+
+    def _malformed(self, reason: str) -> dict[str, Any]:
+        self.num_malformed += 1
+        return {"ok": False, "reason": reason}
+
+    def _close(self, connection: _Connection) -> None:
+        self._open.pop(connection.socket.fileno(), None)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()

@@ -1,0 +1,429 @@
+"""What a training process says of itself: its state on one memory-mapped page, rare events over a Unix socket.
+
+Call `start(...)` once; everything else works before it, after it and outside of a run. State goes to the page
+(`page_layout.py`), which the node's agent reads even while this process is stopped or dead. A call costs about a
+microsecond, takes no system call, never waits (see LOCK_SECONDS for the one bounded exception) and never raises into
+training. What needs the agent (registration, exceptions, goodbye) is put on the page, too, and said by a side thread
+(`sender.py`) that wakes at once: the calling thread hands it over and goes on.
+Standard library only.
+
+    with reporter.step(n):
+        with reporter.phase("compute"):
+            ...
+            reporter.progress(busy_seconds=0.12)
+"""
+
+import atexit
+import logging
+import math
+import mmap
+import os
+import sys
+import threading
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+from rolecall.agent.reporter import page_layout as at
+from rolecall.agent.reporter.flight_recorder_request import Answering
+from rolecall.agent.reporter.jumps import JumpWatch
+from rolecall.agent.reporter.sender import Teller, describe_exception
+from rolecall.core.ids import process_start_ticks
+
+logger = logging.getLogger(__name__)
+
+LOCK_SECONDS = 0.001
+"""How long a writer waits for another thread that is inside a write; then it writes anyway: a reader may then see
+words of both writes, which is better than a training thread that waits for a stopped one."""
+BEAT_SECONDS = 0.2
+"""Period of the ticker thread."""
+BEATS_PER_LOOK = 5
+OFF_SWITCH = "reporter.off"
+"""While this file lies in the run directory no process of the run beats: how `make bench` measures what beats cost."""
+FLUSH_SECONDS = 0.2
+"""How long the interpreter's end waits until the agent has been told what is left to say; the page holds it anyway."""
+NUM_PHASES_CACHED_MAX = 64
+
+_phase_bytes: dict[str, bytes] = {}
+
+
+def _phase_area(name: str) -> bytes:
+    area = _phase_bytes.get(name)
+    if area is None:
+        area = at.padded(name, at.A_PHASE[1])
+        if len(_phase_bytes) < NUM_PHASES_CACHED_MAX:
+            _phase_bytes[name] = area
+    return area
+
+
+class _Page:
+    """The page of this process. `with page:` is a write: it takes the lock, and swallows what went wrong inside."""
+
+    def __init__(self) -> None:
+        self.detach()
+
+    def detach(self) -> None:
+        """Back to a fresh page in anonymous memory: at import, and in a forked child (the file is its parent's)."""
+        self.lock = threading.RLock()  # reentrant: a signal handler may report from inside a write
+        self.work_ident = 0
+        self.phase = ""
+        self.failures = 0
+        self.flight: Answering | None = None  # used by the ticker thread alone
+        self.watches = {word: JumpWatch() for word in (at.W_LOSS, at.W_GRAD_NORM, at.W_REWARD)}
+        self._map(memoryview(bytearray(at.PAGE_BYTES)))
+        self.d[at.W_LOSS] = self.d[at.W_GRAD_NORM] = self.d[at.W_REWARD] = math.nan
+        self.q[at.W_STEP] = self.q[at.W_POLICY_VERSION] = self.q[at.W_EXCEPTION_STEP] = -1
+        self.q[at.W_LAYOUT] = at.LAYOUT_VERSION
+        self.raw[0:8] = at.MAGIC
+        self.set_phase("start")
+
+    def _map(self, memory: memoryview) -> None:
+        self.raw, self.q, self.d = memory, memory.cast("q"), memory.cast("d")
+
+    def move_to(self, path: Path) -> None:
+        """Continues on a file at `path`; where that cannot be made or has no room, stays in memory and warns."""
+        try:
+            self._move_to(path)
+        except (OSError, ValueError) as e:
+            logger.warning("no state page at %s, the agent will not see what this process does: %s", path, e)
+
+    def _move_to(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        try:
+            # Writing, not truncating, allocates the block: a store to a hole on a full disk would be SIGBUS.
+            if os.write(descriptor, bytes(self.raw)) != at.PAGE_BYTES:
+                raise OSError("short write")
+            mapped = mmap.mmap(descriptor, at.PAGE_BYTES)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        with self:
+            mapped[:] = bytes(self.raw)
+            self._map(memoryview(mapped))
+
+    def __enter__(self) -> Self:
+        if not self.lock.acquire(False):
+            self.lock.acquire(timeout=LOCK_SECONDS)
+        self.q[at.W_SEQUENCE] |= 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, where: TracebackType | None) -> bool:
+        self.q[at.W_SEQUENCE] = (self.q[at.W_SEQUENCE] | 1) + 1
+        try:
+            self.lock.release()
+        except RuntimeError:
+            pass  # not ours: the wait for it ran out
+        if e is None:
+            return False
+        if isinstance(e, Exception):  # deliberate: a wrong argument to the reporter must not stop training
+            self.failures += 1
+            if self.failures == 1:
+                logger.warning("a report could not be written (said once): %s: %s", type(e).__name__, e)
+            return True
+        return False
+
+    def set_phase(self, name: str) -> None:
+        offset, length = at.A_PHASE
+        with self:
+            self.raw[offset : offset + length] = _phase_area(name)
+            self.phase = name
+            self.d[at.W_PHASE_SINCE] = monotonic()
+            self.q[at.W_PHASE_ENTRIES] += 1
+            if not self.work_ident:  # until somebody reports progress, who enters phases is the working thread
+                self.q[at.W_WORK_TID] = threading.get_native_id()
+
+    def set_training(self, word: int, value: float) -> None:
+        """Loss, gradient norm or reward, and whether it is to be flagged. Inside `with page:` only."""
+        self.d[word] = value
+        said = self.d[word]  # a float, whatever was given: a tensor must not keep its graph alive here
+        if not math.isfinite(said):
+            self.q[at.W_UNFINITE] += 1
+        elif self.watches[word].jumps(said):
+            self.q[at.W_JUMPS] += 1
+
+    def set_text(self, area: tuple[int, int], text: str) -> None:
+        """Inside `with page:` only."""
+        self.raw[area[0] : area[0] + area[1]] = at.padded(text, area[1])
+
+    def set_identity(self, replica: str, rank: int, incarnation: int, secret: str, pid: int, start_ticks: int) -> None:
+        proof = at.identity_proof(
+            secret, replica=replica, rank=rank, incarnation=incarnation, pid=pid, start_ticks=start_ticks
+        )
+        with self:
+            self.q[at.W_PID], self.q[at.W_START_TICKS] = pid, start_ticks
+            self.q[at.W_RANK], self.q[at.W_INCARNATION] = rank, incarnation
+            self.set_text(at.A_REPLICA, replica)
+            self.set_text(at.A_PROOF, proof)
+            self.q[at.W_IDENTITIES] += 1
+
+
+_page = _Page()
+_teller: Teller | None = None
+_ticker: threading.Thread | None = None
+_previous_excepthook = sys.excepthook
+_starting = threading.Lock()
+
+
+def _tick(page: _Page) -> None:
+    pause = threading.Event()  # never set: a wait on it is a sleep that shutdown can cut short
+    run = os.environ.get("ROLECALL_RUN")
+    switch = os.path.join(run, OFF_SWITCH) if run else ""
+    beats = 0
+    while True:
+        pause.wait(BEAT_SECONDS)
+        page.q[at.W_BEATS] += 1
+        if page.flight is not None:
+            page.flight.look()
+        beats += 1
+        if beats % BEATS_PER_LOOK == 0:
+            while switch and os.path.exists(switch):
+                pause.wait(BEAT_SECONDS * BEATS_PER_LOOK)
+
+
+def _default_node_dir() -> Path | None:
+    run, node = os.environ.get("ROLECALL_RUN"), os.environ.get("ROLECALL_NODE")
+    return Path(run) / "nodes" / node if run and node else None
+
+
+def start(*, replica: str, rank: int, incarnation: int, secret: str, node_dir: str | None = None) -> None:
+    """Makes this process visible as `rank` of `replica`; `secret` was given at its spawn (registration_secret).
+
+    `node_dir`: default `$ROLECALL_RUN/nodes/$ROLECALL_NODE`. Outside of a run, or where the directory cannot be
+    written, the page stays in anonymous memory and a warning is logged. Called again, it changes the identity.
+    """
+    global _teller, _ticker
+    with _starting:
+        try:
+            pid = os.getpid()
+            start_ticks = process_start_ticks(pid) or 0
+            directory = Path(node_dir) if node_dir else _default_node_dir()
+            _page.set_identity(replica, rank, incarnation, secret, pid, start_ticks)
+            if directory is not None and _teller is None:
+                _teller = Teller(directory / "agent.sock", pid, start_ticks)
+                path = directory / "pages" / at.page_name(pid, start_ticks)
+                _page.move_to(path)
+                _page.flight = Answering(path)
+            if _teller is not None:
+                _teller.register(replica=replica, rank=rank, incarnation=incarnation, secret=secret)
+        except Exception as e:  # noqa: BLE001 deliberate: training goes on unseen rather than not at all
+            logger.warning("this process is not visible to its agent: %s: %s", type(e).__name__, e)
+        if _ticker is None:
+            _ticker = threading.Thread(target=_tick, args=(_page,), name="rolecall-beats", daemon=True)
+            _ticker.start()
+        if sys.excepthook is not _excepthook:
+            _install_excepthook()
+
+
+def become(*, replica: str, incarnation: int, secret: str) -> None:
+    """A promoted standby takes the place of `replica`, as the same rank; its counters go on."""
+    start(replica=replica, rank=_page.q[at.W_RANK], incarnation=incarnation, secret=secret)
+
+
+def enter_phase(name: str) -> None:
+    """What this process does from now on (core.telemetry.Phase)."""
+    _page.set_phase(name)
+
+
+class phase:
+    """`with phase("update"):` enters a phase, and on exit the one before."""
+
+    __slots__ = ("_before", "_name")
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._before = _page.phase
+        _page.set_phase(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        _page.set_phase(self._before)
+
+
+class collective(phase):
+    """`with collective():` is phase `reduce`, and counts: inside one while entered > done. Left by an error counts
+    as done, too: the collective is over for this rank."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__("reduce")
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        with _page as page:
+            page.q[at.W_COLLECTIVES_ENTERED] += 1
+
+    def __exit__(self, *_: object) -> None:
+        with _page as page:
+            page.q[at.W_COLLECTIVES_DONE] += 1
+        super().__exit__()
+
+
+def set_step(n: int) -> None:
+    """The optimizer step that this process works on."""
+    with _page as page:
+        page.q[at.W_STEP] = n
+
+
+class step:
+    """`with step(n):` sets the step; it stays after the block, until the next."""
+
+    __slots__ = ("_n",)
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+
+    def __enter__(self) -> None:
+        set_step(self._n)
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def progress(units: int = 1, *, busy_seconds: float = 0.0, tokens: int = 0) -> None:
+    """`units` of work are finished, which took `busy_seconds` of wall time and made `tokens` tokens.
+
+    The calling thread is from now on the one whose run delay the agent reports.
+    """
+    with _page as page:
+        q, d = page.q, page.d
+        ident = threading.get_ident()
+        if ident != page.work_ident:
+            page.work_ident = ident
+            q[at.W_WORK_TID] = threading.get_native_id()
+        q[at.W_PROGRESS] += units
+        d[at.W_PROGRESS_AT] = monotonic()
+        if busy_seconds > 0.0:
+            d[at.W_BUSY_SECONDS] += busy_seconds
+            q[at.W_WORK_UNITS] += units
+        if tokens:
+            q[at.W_TOKENS] += tokens
+
+
+def update(
+    *,
+    epoch: int | None = None,
+    policy_version: int | None = None,
+    requests_active: int | None = None,
+    loss: float | None = None,
+    grad_norm: float | None = None,
+    reward: float | None = None,
+) -> None:
+    """Sets the values given, leaves the others. A loss, gradient norm or reward that is NaN or infinite, or that leaves
+    its own recent range (jumps.py), is counted."""
+    with _page as page:
+        q = page.q
+        if epoch is not None:
+            q[at.W_EPOCH] = epoch
+        if policy_version is not None:
+            q[at.W_POLICY_VERSION] = policy_version
+        if requests_active is not None:
+            q[at.W_REQUESTS_ACTIVE] = requests_active
+        if loss is not None:
+            page.set_training(at.W_LOSS, loss)
+        if grad_norm is not None:
+            page.set_training(at.W_GRAD_NORM, grad_norm)
+        if reward is not None:
+            page.set_training(at.W_REWARD, reward)
+
+
+def health(
+    *,
+    entropy: float | None = None,
+    clip_fraction_low: float | None = None,
+    clip_fraction_high: float | None = None,
+    ratio_mean: float | None = None,
+    ratio_max: float | None = None,
+    kl_sampler: float | None = None,
+    response_length: float | None = None,
+    truncated_fraction: float | None = None,
+    filtered_fraction: float | None = None,
+    log_ratio_max: float | None = None,
+) -> None:
+    """Signs of the policy's health at the step that a trainer has just finished: all of that step, so that what is not
+    given, None or NaN is unknown from now on (fields of core.telemetry.ProcessSample; rl_runtime/protocol/policy_health.py)."""
+    signs = (
+        *(entropy, clip_fraction_low, clip_fraction_high, ratio_mean, ratio_max, kl_sampler, response_length),
+        *(truncated_fraction, filtered_fraction, log_ratio_max),
+    )
+    with _page as page:
+        told = [math.nan if sign is None else float(sign) for sign in signs]
+        for word, value in zip(at.HEALTH_WORDS.values(), told, strict=True):
+            page.d[word] = value
+        page.q[at.W_HEALTHS] += 1
+
+
+def exception(exc: BaseException) -> None:
+    """Tells of an exception that ends this process or its work. It is on the page when this returns, whatever becomes of the
+    process; the side thread tells the agent at once, and the interpreter's end waits for it (<= FLUSH_SECONDS)."""
+    try:
+        told = describe_exception(exc)
+        texts = (
+            told["fingerprint"].encode(),
+            at.fitting(told["type"], at.A_EXCEPTION_TYPE[1]),
+            at.fitting(told["where"], at.A_EXCEPTION_WHERE[1]),
+            at.fitting(told["message"], at.A_EXCEPTION_MESSAGE[1]),
+        )
+        with _page as page:
+            q = page.q
+            number, in_step = q[at.W_EXCEPTIONS] + 1, q[at.W_STEP]
+            q[at.W_EXCEPTIONS], q[at.W_EXCEPTION_STEP] = number, in_step
+            page.d[at.W_EXCEPTION_AT] = monotonic()
+            at.EXCEPTION_TEXTS.pack_into(page.raw, at.A_EXCEPTION_FINGERPRINT[0], *texts)
+        if _teller is not None:
+            told["step"] = str(in_step)
+            _teller.exception(told, number=number)
+    except Exception as e:  # noqa: BLE001 deliberate: reporting one error must not raise another
+        logger.warning("an exception could not be reported: %s", type(e).__name__)
+
+
+def finish(reason: str = "") -> None:
+    """The coming exit of this process is wanted."""
+    with _page as page:
+        page.set_text(at.A_FINISH_REASON, reason)
+        page.q[at.W_FINISHED] = 1
+    if _teller is not None:
+        _teller.finished(reason)
+
+
+def page_bytes() -> bytes:
+    """A copy of this process's page, for tests and for tools in the same process."""
+    return bytes(_page.raw)
+
+
+def _excepthook(kind: type[BaseException], exc: BaseException, where: TracebackType | None) -> None:
+    if not isinstance(exc, KeyboardInterrupt):  # Ctrl-C is a person's wish, not a fault
+        exception(exc)
+    _previous_excepthook(kind, exc, where)
+
+
+def _flush() -> None:
+    """At the interpreter's end: daemon threads still run then."""
+    if _teller is not None:
+        _teller.flush(FLUSH_SECONDS)
+
+
+atexit.register(_flush)
+
+
+def _install_excepthook() -> None:
+    global _previous_excepthook
+    _previous_excepthook = sys.excepthook
+    sys.excepthook = _excepthook
+
+
+def _after_fork_in_child() -> None:
+    """The child is another process: it must not write its parent's page, and has none of its parent's threads."""
+    global _teller, _ticker, _starting
+    _teller = _ticker = None
+    _starting = threading.Lock()
+    _page.detach()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,182 @@
+"""The reporter's side thread: tells the agent over its Unix socket who this process is, and rare events.
+
+Who has something to say puts it into a queue and goes on; the thread wakes at once. One message is one connection: a JSON
+line out, a JSON line back (`{"ok": true}` or `{"ok": false, "reason": ...}`). Registration is repeated until the agent
+answers: an agent that is missing, or restarts, never holds up training. Everything said here also stands on the state page,
+which the agent reads once more when the process is gone: a message that is lost costs time only. Standard library only.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from rolecall.agent.reporter.page_layout import MESSAGE_CHARACTERS_MAX
+
+logger = logging.getLogger(__name__)
+
+SEND_SECONDS = 1.0
+"""Limit of one attempt from the side thread."""
+RETRY_SECONDS_MIN = 0.05
+RETRY_SECONDS_MAX = 2.0
+"""Pauses between attempts double from the one to the other."""
+NUM_ATTEMPTS_EVENT = 5
+"""After these an event is left to the page; registration is tried for ever."""
+NUM_QUEUED_MAX = 64
+REPLY_BYTES_MAX = 4096
+NUM_FRAMES_MAX = 20
+"""Innermost frames that enter a fingerprint."""
+NUM_FILES_REMEMBERED = 256
+SOCKET_PATH_BYTES_MAX = 100
+"""sockaddr_un holds 108 bytes; a longer path goes through the directory's descriptor."""
+
+
+def describe_exception(exc: BaseException) -> dict[str, str]:
+    """`type`, `message`, `where` (innermost frame) and `fingerprint` (type and frames, without lines and values)."""
+    kind = type(exc)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    try:
+        message = str(exc)[:MESSAGE_CHARACTERS_MAX]
+    except Exception:  # noqa: BLE001 deliberate: the exception's own __str__ is foreign code
+        message = "(no message: __str__ failed)"
+    # A walk without `extract_tb`: that would read source files of a process that is dying.
+    frames, where, short, at = [], "", _short_names.get, exc.__traceback__
+    while at is not None:
+        code = at.tb_frame.f_code
+        file, function = code.co_filename, code.co_name
+        frames.append(f"{short(file) or _short(file)}:{function}")
+        last, at = at, at.tb_next
+        if at is None:
+            where = f"{file}:{last.tb_lineno} {function}"
+    shape = "|".join(frames[-NUM_FRAMES_MAX:])
+    fingerprint = hashlib.blake2s(f"{name}|{shape}".encode(), digest_size=8).hexdigest()  # half of SHA-256's time
+    return {"type": name, "message": message, "where": where, "fingerprint": fingerprint}
+
+
+def _short(file: str) -> str:
+    """`folder/file.py`: the same on every node."""
+    short = "/".join(file.split("/")[-2:])
+    if len(_short_names) < NUM_FILES_REMEMBERED:
+        _short_names[file] = short
+    return short
+
+
+_short_names: dict[str, str] = {}
+
+
+class Refused(Exception):
+    """The agent understood and said no."""
+
+
+def socket_address(path: Path) -> tuple[str, int | None]:
+    """An address for `path` that fits into sockaddr_un, and a descriptor to close afterwards (or None)."""
+    if len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX:
+        return str(path), None
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    return f"/proc/self/fd/{directory}/{path.name}", directory
+
+
+def tell(path: Path, message: Mapping[str, Any], seconds: float) -> None:
+    """One message to the agent that listens at `path`, within `seconds`.
+
+    Raises:
+        OSError: nobody listens, or no answer in time.
+        Refused: the agent said no.
+    """
+    deadline = monotonic() + seconds
+    address, directory = socket_address(path)
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as s:
+            s.settimeout(seconds)
+            s.connect(address)
+            s.sendall(json.dumps(message).encode() + b"\n")
+            reply = b""
+            while not reply.endswith(b"\n") and len(reply) < REPLY_BYTES_MAX:
+                s.settimeout(max(0.001, deadline - monotonic()))
+                got = s.recv(REPLY_BYTES_MAX)
+                if not got:
+                    raise ConnectionError("closed without an answer")
+                reply += got
+    finally:
+        if directory is not None:
+            os.close(directory)
+    try:
+        answer = json.loads(reply)
+    except ValueError as e:
+        raise ConnectionError("the answer is not JSON") from e
+    if not isinstance(answer, dict) or answer.get("retry"):
+        raise ConnectionError("the agent failed at it")
+    if answer.get("ok") is not True:
+        raise Refused(str(answer.get("reason", "")))
+
+
+class Teller:
+    """Owns the side thread, which sleeps until there is something to say."""
+
+    def __init__(self, path: Path, pid: int, start_ticks: int) -> None:
+        self._path = path
+        self._who = {"pid": pid, "start_ticks": start_ticks}
+        # Not queue.Queue: its lock is not reentrant, and a signal handler may report from inside a `put`.
+        self._queue: queue.SimpleQueue[dict[str, Any] | threading.Event] = queue.SimpleQueue()
+        self._newest_identity = 0
+        self._heard = True  # whether anybody listened the last time
+        threading.Thread(target=self._run, name="rolecall-tell", daemon=True).start()
+
+    def register(self, *, replica: str, rank: int, incarnation: int, secret: str) -> None:
+        self._newest_identity += 1
+        identity = {"replica": replica, "rank": rank, "incarnation": incarnation, "secret": secret}
+        self._put({"kind": "register", "identity_number": self._newest_identity, **identity})
+
+    def exception(self, detail: Mapping[str, str], *, number: int) -> None:
+        self._put({"kind": "exception", "number": number, "detail": detail})
+
+    def finished(self, reason: str) -> None:
+        self._put({"kind": "finished", "reason": reason[:MESSAGE_CHARACTERS_MAX]})
+
+    def flush(self, seconds: float) -> None:
+        """Waits until all is said, for at most `seconds`; not at all where nobody listens."""
+        if self._heard:
+            said = threading.Event()
+            self._queue.put(said)
+            said.wait(seconds)
+
+    def _put(self, message: dict[str, Any]) -> None:
+        if self._queue.qsize() < NUM_QUEUED_MAX:  # else the page still says it
+            self._queue.put(message)
+
+    def _run(self) -> None:
+        while True:
+            message = self._queue.get()
+            if isinstance(message, threading.Event):
+                message.set()
+            else:
+                self._deliver({**self._who, **message})
+
+    def _deliver(self, message: dict[str, Any]) -> None:
+        pause_seconds, attempts = RETRY_SECONDS_MIN, 0
+        waiting = threading.Event()
+        while True:
+            if message["kind"] == "register" and message["identity_number"] != self._newest_identity:
+                return  # promoted meanwhile: the older identity is over
+            try:
+                tell(self._path, message, SEND_SECONDS)
+                self._heard = True
+                return
+            except Refused as e:
+                self._heard = True
+                logger.warning("the agent refused %s: %s", message["kind"], e)
+                return
+            except OSError:
+                self._heard = False
+                attempts += 1
+            if message["kind"] != "register" and attempts >= NUM_ATTEMPTS_EVENT:
+                return
+            waiting.wait(pause_seconds)
+            pause_seconds = min(RETRY_SECONDS_MAX, 2 * pause_seconds)

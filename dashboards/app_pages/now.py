@@ -1,5 +1,0 @@
-"""The page `now`, as Streamlit runs it."""
-
-from rolecall.dashboards.now_page import show
-
-show()

@@ -1,0 +1,196 @@
+"""XIDs and lost GPUs of nodes: as incidents quote them, and as Prometheus counts them, with what each code means. Pure."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rolecall.formats.xid.xid import sxid, xid
+from rolecall.recovery.incidents.incident import Incident
+
+XID = re.compile(r"\bXID (\d{1,5})\b")
+SXID = re.compile(r"\bSXid (\d{1,6})\b")
+GPU = re.compile(r"\bGPU (\w{1,16}(?:[:.]\w{1,16}){0,4})")
+PROMETHEUS = "Prometheus"
+TEXTS_MAX = 64
+"""Lines of evidence that are looked through, of one incident."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Code:
+    """An XID (or a switch's SXid) of one GPU of one node. `at`: wall seconds of the newest; None: not told."""
+
+    node: str
+    gpu: str
+    code: int
+    switch: bool
+    count: int
+    at: float | None
+    source: str  # an incident's id, or "Prometheus"
+
+    @property
+    def name(self) -> str:
+        return f"{'SXid' if self.switch else 'XID'} {self.code}"
+
+    @property
+    def meaning(self) -> str:
+        return sxid(self.code).meaning if self.switch else xid(self.code).meaning
+
+    @property
+    def fault_class(self) -> str:
+        return sxid(self.code).group if self.switch else str(xid(self.code).fault_class)
+
+    @property
+    def fatal(self) -> bool:
+        return sxid(self.code).fatal if self.switch else xid(self.code).fatal
+
+    @property
+    def advice(self) -> str:
+        return sxid(self.code).advice if self.switch else xid(self.code).advice
+
+
+def codes_of(incidents: Iterable[Incident]) -> tuple[Code, ...]:
+    """Every code that an incident's sentence or evidence names, once an incident, for the first node that it suspects."""
+    found = []
+    for i in incidents:
+        d = i.diagnosis
+        nodes = [s.node for s in d.suspects if s.node]
+        if not nodes:
+            continue
+        texts = [d.because, *(e.text for e in d.evidence[:TEXTS_MAX])]
+        for (switch, code), (gpu, count) in _named(texts).items():
+            found.append(
+                Code(
+                    node=nodes[0],
+                    gpu=gpu,
+                    code=code,
+                    switch=switch,
+                    count=count,
+                    at=d.detected_at,
+                    source=i.incident_id,
+                )
+            )
+    return tuple(found)
+
+
+def _named(texts: Iterable[str]) -> dict[tuple[bool, int], tuple[str, int]]:
+    found: dict[tuple[bool, int], tuple[str, int]] = {}
+    for text in texts:
+        for pattern, switch in ((XID, False), (SXID, True)):
+            for match in pattern.finditer(text):
+                gpu = GPU.search(text)
+                before = found.get((switch, int(match[1])), ("", 0))
+                # The sentence and its evidence quote the same event: it is counted once.
+                found[switch, int(match[1])] = (before[0] or (gpu[1] if gpu else ""), 1)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """What Prometheus says now."""
+
+    codes: tuple[Code, ...] = ()
+    lost_gpus: Mapping[str, tuple[str, ...]] | None = None  # node -> GPUs that NVML answers no call for
+    agents: Mapping[str, bool] | None = None  # node -> whether its agent was scraped
+
+
+def merged(codes: Iterable[Code]) -> tuple[Code, ...]:
+    """One line a code, GPU and kind of source, the newest first; how often incidents name a code is added up."""
+    found: dict[tuple[bool, int, str, bool], list[Code]] = {}
+    for c in codes:
+        found.setdefault((c.switch, c.code, c.gpu, c.source == PROMETHEUS), []).append(c)
+    lines = []
+    for same in found.values():
+        newest = max(same, key=lambda c: c.at or 0.0)
+        source = newest.source if len(same) == 1 else f"{len(same)} incidents, the newest {newest.source}"
+        lines.append(replace(newest, count=sum(c.count for c in same), source=source))
+    return tuple(sorted(lines, key=lambda c: -(c.at or 0.0)))
+
+
+Sample = tuple[Mapping[str, str], float]
+"""Labels and value of one series of an instant query."""
+
+
+def samples(data: Any) -> list[Sample]:
+    """What `query` of Prometheus's API gave; a series that is none is left out."""
+    found: list[Sample] = []
+    result = data.get("result") if isinstance(data, Mapping) else None
+    for series in result if isinstance(result, list) else []:
+        try:
+            labels = {str(k): str(v) for k, v in series["metric"].items()}
+            value = float(series["value"][1])
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError):
+            continue  # foreign: one bad series does not take the others along
+        if math.isfinite(value):
+            found.append((labels, value))
+    return found
+
+
+def of_run(found: Iterable[Sample], run_id: str) -> list[Sample]:
+    """Without what other runs on this machine say: their nodes have the same names, and an `instance` of `RUN/NODE`."""
+    return [
+        (labels, value)
+        for labels, value in found
+        if "/" not in labels.get("instance", "") or labels["instance"].startswith(f"{run_id}/")
+    ]
+
+
+def live_of(
+    counts: Iterable[Sample],
+    last_seen: Iterable[Sample],
+    gpus: Iterable[Sample],
+    agents: Iterable[Sample],
+    dcgm: Iterable[Sample],
+) -> Live:
+    """Our agent's series first; dcgm-exporter's last XID where our agent says nothing of the node."""
+    at = {_key(labels): value for labels, value in last_seen}
+    codes = {
+        _key(labels): _code(labels, labels.get("xid", ""), int(value), at.get(_key(labels)))
+        for labels, value in counts
+        if value > 0
+    }
+    ours = {node for node, _, _ in codes}
+    for labels, value in dcgm:
+        theirs = {
+            "node": labels.get("hostname") or labels.get("Hostname") or labels.get("node") or _host(labels),
+            "gpu": labels.get("gpu", ""),
+            "xid": str(int(value)),
+        }
+        if value > 0 and theirs["node"] not in ours:
+            codes[_key(theirs)] = _code(theirs, theirs["xid"], 1, None)
+    lost: dict[str, list[str]] = {}
+    for labels, value in gpus:
+        if value == 0:
+            lost.setdefault(_node(labels), []).append(labels.get("gpu", "?"))
+    return Live(
+        codes=tuple(c for c in codes.values() if c is not None),
+        lost_gpus={node: tuple(sorted(found)) for node, found in lost.items()},
+        agents={_node(labels): value > 0 for labels, value in agents if _node(labels)},
+    )
+
+
+def _key(labels: Mapping[str, str]) -> tuple[str, str, str]:
+    return _node(labels), labels.get("gpu", ""), labels.get("xid", "")
+
+
+def _code(labels: Mapping[str, str], text: str, count: int, at: float | None) -> Code | None:
+    if not (text.isascii() and text.isdecimal() and len(text) < 6):
+        return None
+    return Code(
+        node=_node(labels),
+        gpu=labels.get("gpu", ""),
+        code=int(text),
+        switch=False,
+        count=count,
+        at=at,
+        source=PROMETHEUS,
+    )
+
+
+def _node(labels: Mapping[str, str]) -> str:
+    return labels.get("node") or _host(labels)
+
+
+def _host(labels: Mapping[str, str]) -> str:
+    return labels.get("instance", "").rpartition(":")[0] or labels.get("instance", "")

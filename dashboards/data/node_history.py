@@ -1,0 +1,61 @@
+"""What was said and found of each node, in the order of the journal: `recovery.nodes` knows how it stands, this how it came
+to that. Pure.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.recovery.nodes import NODE_KINDS, NodeRecord, fold_nodes
+
+_K = EventKind
+_WHAT: Mapping[EventKind, str] = {
+    _K.NODE_QUARANTINED: "quarantined",
+    _K.NODE_DRAINED: "drained",
+    _K.NODE_RETURNED: "returned",
+    _K.NODE_BURNED_IN: "burned in",
+}
+SAID_MAX = 200
+"""Of one node, the newest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """One thing that a person (or a program under a name) said of the node."""
+
+    at: float  # wall seconds
+    what: str
+    by: str
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    record: NodeRecord
+    said: tuple[Said, ...] = ()  # newest last
+
+
+def past_of(node: str) -> Past:
+    """Of a node of which nothing was ever said."""
+    return Past(record=NodeRecord(node=node))
+
+
+def pasts(events: Iterable[Event]) -> dict[str, Past]:
+    """Node -> what its events tell."""
+    told: dict[str, list[Said]] = {}
+    kept = [e for e in events if e.kind in NODE_KINDS]
+    for event in kept:
+        because = str(event.body.get("because", ""))
+        if event.kind is _K.NODE_BURNED_IN:
+            because = "passed" if event.body.get("passed") is True else "failed"
+        said = Said(at=event.wall_at, what=_WHAT[event.kind], by=str(event.body.get("by", "")), because=because)
+        told.setdefault(str(event.body.get("node", "")), []).append(said)
+    return {
+        node: Past(record=record, said=tuple(told.get(node, ())[-SAID_MAX:]))
+        for node, record in fold_nodes(kept).items()
+    }
+
+
+def quarantined(events: Iterable[Event]) -> dict[str, NodeRecord]:
+    """Node -> who put it into quarantine, and why."""
+    return {node: record for node, record in fold_nodes(events).items() if record.quarantined}

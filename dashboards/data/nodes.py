@@ -1,0 +1,231 @@
+"""The fleet node by node, worst first: how it is, why one thinks so, and whether it is at fault more often than others. Pure.
+
+A node is lost when an open incident says so or its agent cannot be scraped; faulty when an open incident or a GPU of it
+says that hardware or network is broken; suspect when an open incident names a replica on it. Of nodes that are well, those
+at fault more often than `OFTEN_TIMES` the fleet's median within 30 days (and at least `OFTEN_MIN` times) stand out.
+"""
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rolecall.core.diagnosis import FaultClass
+from rolecall.dashboards.data.hardware import Code, Live
+from rolecall.dashboards.data.node_history import Past, past_of
+from rolecall.recovery.fleet import FleetView, ReplicaView
+from rolecall.recovery.incidents.incident import Incident, IncidentState
+from rolecall.recovery.nodes import NodeRecord
+
+HOUR, DAY, MONTH = 3600.0, 86400.0, 30 * 86400.0
+OFTEN_TIMES = 3.0
+OFTEN_MIN = 3
+"""Two incidents within a month are nothing to speak of, whatever the median."""
+HARDWARE = frozenset({FaultClass.GPU, FaultClass.NETWORK})
+
+
+class Health(StrEnum):
+    """Worst first."""
+
+    LOST = "lost"
+    FAULTY = "faulty"
+    SUSPECT = "suspect"
+    QUARANTINED = "quarantined"
+    OFTEN = "often at fault"
+    IDLE = "nothing runs there"
+    HEALTHY = "healthy"
+
+
+GLYPHS: Mapping[Health, str] = {
+    Health.LOST: "✖",
+    Health.FAULTY: "▲",
+    Health.SUSPECT: "◆",
+    Health.QUARANTINED: "■",
+    Health.OFTEN: "△",
+    Health.IDLE: "○",
+    Health.HEALTHY: "●",
+}
+_ORDER = tuple(Health)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeRow:
+    """`changed_at`: the newest change of a replica on it that the journal knows, wall seconds."""
+
+    node: str
+    health: Health
+    because: str
+    replicas: tuple[ReplicaView, ...]
+    open_incidents: tuple[str, ...]
+    in_hour: int
+    in_day: int
+    in_month: int
+    changed_at: float | None
+    last_incident_at: float | None
+    codes: tuple[Code, ...]
+    past: Past
+
+    @property
+    def told(self) -> str:
+        return f"{GLYPHS[self.health]} {self.health}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """`median_*`: of all nodes, those without incidents among them."""
+
+    rows: tuple[NodeRow, ...]  # worst first
+    median_hour: float
+    median_day: float
+    median_month: float
+
+    def find(self, node: str) -> NodeRow | None:
+        return next((r for r in self.rows if r.node == node), None)
+
+    def count(self, health: Health) -> int:
+        return sum(r.health is health for r in self.rows)
+
+
+def node_names(fleet: FleetView, away: Iterable[str] = ()) -> list[str]:
+    """Every node that is known, in the order in which people count: node-2 before node-10."""
+    return sorted({*(str(r.node) for r in fleet.replicas if r.node), *away}, key=natural)
+
+
+def natural(name: str) -> tuple[tuple[int, int | str], ...]:
+    """Sorts digits as numbers."""
+    parts: list[tuple[int, int | str]] = []
+    text = ""
+    for c in name + "\0":
+        digit = c.isascii() and c.isdigit()
+        if text and digit != (text[-1].isascii() and text[-1].isdigit()):
+            parts.append((0, int(text)) if text.isascii() and text.isdigit() else (1, text))
+            text = ""
+        text += c
+    return tuple(parts)
+
+
+def incidents_by_node(incidents: Iterable[Incident]) -> dict[str, list[Incident]]:
+    """Every incident under each node that it suspects. Requests of people, and diagnoses that were marked wrong, count
+    against nobody."""
+    found: dict[str, list[Incident]] = {}
+    for i in incidents:
+        if not i.by_person and (i.mark is None or i.mark.right):
+            for node in {str(s.node) for s in i.diagnosis.suspects if s.node}:
+                found.setdefault(node, []).append(i)
+    return found
+
+
+def counted_until(incidents: Iterable[Incident], fleet: FleetView, ended: bool, now: float) -> float:
+    """From when back incidents are counted: now, and of a run that is over its last known moment."""
+    if not ended:
+        return now
+    times = [t for i in incidents for t in (i.opened_at, i.closed_at or 0.0)]
+    return min(now, max([*times, *(r.changed_at for r in fleet.replicas)], default=now))
+
+
+def age(seconds: float) -> str:
+    """`40 s`, `12 min`, `5 h`, `3 d`."""
+    for size, unit in ((DAY, "d"), (HOUR, "h"), (60.0, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def fleet_rows(
+    fleet: FleetView,
+    by_node: Mapping[str, Sequence[Incident]],
+    pasts: Mapping[str, Past],
+    codes: Sequence[Code],
+    live: Live,
+    now: float,
+    idle: Iterable[str] = (),
+) -> Fleet:
+    """`by_node`: of `incidents_by_node`. `now`: wall seconds. `idle`: nodes that the run has, whatever lives there. Of
+    nodes that are none of this run's nothing is told, though Prometheus may know them."""
+    replicas: dict[str, list[ReplicaView]] = {}
+    for r in fleet.replicas:
+        replicas.setdefault(str(r.node), []).append(r)
+    seen: dict[str, list[Code]] = {}
+    for code in (*codes, *live.codes):
+        seen.setdefault(code.node, []).append(code)
+    names = {*replicas, *by_node, *pasts, *idle} - {""}
+    counts = {n: tuple(_since(by_node.get(n, ()), now - s) for s in (HOUR, DAY, MONTH)) for n in names}
+    medians = [statistics.median(c[k] for c in counts.values()) if counts else 0.0 for k in range(3)]
+    rows = [
+        _row(
+            node,
+            tuple(replicas.get(node, ())),
+            by_node.get(node, ()),
+            pasts.get(node) or past_of(node),
+            tuple(sorted(seen.get(node, ()), key=lambda c: -(c.at or 0.0))),
+            live,
+            counts[node],
+            medians[2],
+        )
+        for node in names
+    ]
+    rows.sort(key=lambda r: (_ORDER.index(r.health), -r.in_month, natural(r.node)))
+    return Fleet(rows=tuple(rows), median_hour=medians[0], median_day=medians[1], median_month=medians[2])
+
+
+def _since(found: Sequence[Incident], since: float) -> int:
+    return sum(i.opened_at >= since for i in found)
+
+
+def _row(
+    node: str,
+    replicas: tuple[ReplicaView, ...],
+    found: Sequence[Incident],
+    past: Past,
+    codes: tuple[Code, ...],
+    live: Live,
+    counts: tuple[int, ...],
+    median_month: float,
+) -> NodeRow:
+    still_open = [i for i in found if i.state is not IncidentState.CLOSED]
+    health, because = _health(node, replicas, still_open, past.record, live, counts[2], median_month)
+    return NodeRow(
+        node=node,
+        health=health,
+        because=because,
+        replicas=replicas,
+        open_incidents=tuple(i.incident_id for i in still_open),
+        in_hour=counts[0],
+        in_day=counts[1],
+        in_month=counts[2],
+        changed_at=max((r.changed_at for r in replicas if r.changed_at), default=None),
+        last_incident_at=max((i.opened_at for i in found), default=None),
+        codes=codes,
+        past=past,
+    )
+
+
+def _health(
+    node: str,
+    replicas: Sequence[ReplicaView],
+    still_open: Sequence[Incident],
+    record: NodeRecord,
+    live: Live,
+    in_month: int,
+    median_month: float,
+) -> tuple[Health, str]:
+    lost = next((i for i in still_open if i.diagnosis.fault_class is FaultClass.NODE_LOST), None)
+    if lost is not None:
+        return Health.LOST, lost.diagnosis.because
+    if (live.agents or {}).get(node) is False:
+        return Health.LOST, "its agent cannot be scraped by Prometheus"
+    broken = next((i for i in still_open if i.diagnosis.fault_class in HARDWARE), None)
+    if broken is not None:
+        return Health.FAULTY, broken.diagnosis.because
+    gpus = (live.lost_gpus or {}).get(node, ())
+    if gpus:
+        return Health.FAULTY, f"NVML answers no call for GPU {', '.join(gpus)}"
+    if still_open:
+        return Health.SUSPECT, still_open[-1].diagnosis.because
+    if record.quarantined:
+        return Health.QUARANTINED, f"quarantined by {record.quarantined_by}: {record.quarantined_because}"
+    if in_month >= OFTEN_MIN and in_month > OFTEN_TIMES * median_month:
+        return Health.OFTEN, f"{in_month} incidents within 30 days, the fleet's median is {median_month:g}"
+    if not replicas:
+        return Health.IDLE, "no replica lives there, and nothing is wrong with it"
+    return Health.HEALTHY, ""

@@ -1,0 +1,358 @@
+"""How the run goes: curves of its steps, how much of its time was training (ETTR), and what the rest was lost to.
+
+ETTR and lost work are those of `effective.py`, taken in event by event, so that a run of weeks costs a look no more than a
+young one. A loss begins where the report's does: at the injected fault, if the injector's log is at hand and has one, else at
+the onset that the diagnosis gives. The clock runs to the last committed step; while work is being lost, to now.
+"""
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from rolecall.core.ids import ReplicaId
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.membership import Actual
+from rolecall.core.policy_health import BY_NAME, signs_of
+from rolecall.views.ettr import Loss, losses, training_began
+from rolecall.views.incidents import Joined, tell
+from rolecall.views.injections import Fault
+from rolecall.views.lifetimes import Key, Life
+
+BUCKETS_MAX = 200
+"""Points of a curve, and no more than a chart draws (`charts.POINTS_MAX`): none is left out, the highest least of all. With
+more steps, two points become one, and so on."""
+WINDOW_STEPS = 5_000
+"""Commits and interruptions that are kept, to see which of them an incident held up."""
+INCIDENT_EVENTS_MAX = 300
+"""Of one open incident; what more it says changes no time."""
+
+STEP_MAX = 2**53
+"""What a chart can count to."""
+
+NOT_NOTICED = "not noticed"
+"""An injected fault that no incident tells of, yet or at all."""
+
+_K = EventKind
+_STEPS = (_K.STEP_COMMITTED, _K.STEP_INTERRUPTED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Some successive steps as one point of a curve; what nobody reported is NaN."""
+
+    first_step: int
+    last_step: int
+    at: float  # of the last commit, wall seconds
+    num: int
+    reward: float
+    seconds: float
+    seconds_max: float
+    tokens: float
+    signs: Mapping[str, float] = field(default_factory=dict)
+    """Of the policy's health (core/policy_health.py), those that its steps had."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / (self.seconds * self.num) if self.seconds > 0 else math.nan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What one incident took from one replica."""
+
+    incident_id: str
+    fault_class: str
+    loss: Loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Where the time from `start` to `end` went. `lost`: (role, fault class) -> seconds of the whole run's work."""
+
+    start: float
+    end: float
+    lost: Mapping[tuple[str, str], float]
+
+    @property
+    def ettr(self) -> float | None:
+        span = self.end - self.start
+        return 1.0 - sum(self.lost.values()) / span if span > 0 else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What is shown of it. `account` is None until training began, and until the whole journal has been read."""
+
+    curve: tuple[Bucket, ...] = ()
+    account: Account | None = None
+    costs: tuple[Cost, ...] = ()
+    num_rollouts: int = 0
+    num_trainers: int = 0
+
+
+def merged(a: Bucket, b: Bucket) -> Bucket:
+    """Two neighbours as one: means over steps, the slowest step kept."""
+    num = a.num + b.num
+
+    def mean(x: float, y: float) -> float:
+        known = [(v, n) for v, n in ((x, a.num), (y, b.num)) if math.isfinite(v)]
+        return sum(v * n for v, n in known) / sum(n for _, n in known) if known else math.nan
+
+    return Bucket(
+        first_step=min(a.first_step, b.first_step),
+        last_step=max(a.last_step, b.last_step),
+        at=b.at,
+        num=num,
+        reward=mean(a.reward, b.reward),
+        seconds=mean(a.seconds, b.seconds),
+        seconds_max=max(a.seconds_max, b.seconds_max),
+        tokens=a.tokens + b.tokens,
+        signs={
+            name: (_larger if BY_NAME[name].is_extreme else mean)(
+                a.signs.get(name, math.nan), b.signs.get(name, math.nan)
+            )
+            for name in {**a.signs, **b.signs}
+        },
+    )
+
+
+def _larger(x: float, y: float) -> float:
+    """Of what is known."""
+    return max((v for v in (x, y) if math.isfinite(v)), default=math.nan)
+
+
+class Curve:
+    """All steps in at most `BUCKETS_MAX` points, each of the same number of steps but the last."""
+
+    def __init__(self) -> None:
+        self._full: list[Bucket] = []
+        self._last: Bucket | None = None
+        self._width = 1
+
+    def add(self, step: Bucket) -> None:
+        self._last = step if self._last is None else merged(self._last, step)
+        if self._last.num >= self._width:
+            self._full.append(self._last)
+            self._last = None
+        if len(self._full) >= BUCKETS_MAX:
+            self._full = [merged(a, b) for a, b in zip(self._full[::2], self._full[1::2], strict=True)]
+            self._width *= 2
+
+    def points(self) -> tuple[Bucket, ...]:
+        return (*self._full, *([self._last] if self._last else ()))
+
+
+@dataclass
+class CourseFold:
+    """Owned by one thread."""
+
+    faults: Sequence[Fault] = ()
+    """The injected ones as far as they are known, oldest first; whoever reads the injector's log sets them."""
+    curve: Curve = field(default_factory=Curve)
+    _told_of: set[Fault] = field(default_factory=set)  # by incidents that are closed
+    _roles: dict[str, int] = field(default_factory=dict)
+    _began: float | None = None
+    _last_commit: float | None = None
+    _steps: deque[Event] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    _open: dict[str, list[Event]] = field(default_factory=dict)
+    _awaited: dict[Key, float | None] = field(default_factory=dict)  # replacement -> when it served
+    _closed: list[Cost] = field(default_factory=list)
+    _base: tuple[tuple[int, float, float], Mapping[tuple[str, str], float]] | None = None
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a replacement has yet to prove its weights."""
+        return any(at is None for at in self._awaited.values())
+
+    @property
+    def suffers(self) -> bool:
+        """Whether work is being lost: what is shown grows with time alone."""
+        return bool(self._open) or len(self._told_of) < len(self.faults)
+
+    def take(self, event: Event) -> None:
+        """Raises KeyError, TypeError, ValueError: the body is not what the kind should have."""
+        body = event.body
+        match event.kind:
+            case _K.RUN_STARTED if isinstance(body.get("roles"), Mapping):
+                self._roles = {str(role): int(num) for role, num in body["roles"].items() if isinstance(num, int)}
+            case _K.EPOCH_GROWN:
+                self._began = training_began([event]) if self._began is None else self._began
+                if self.awaits:
+                    for replica, incarnation in body.get("members", ()):
+                        if not str(replica).startswith("rollout/"):
+                            self._serves((str(replica), int(incarnation)), event.wall_at)
+            case _K.WEIGHTS_ADMITTED if body:
+                self._serves((str(body["replica"]), int(body.get("incarnation", 1))), event.wall_at)
+            case _K.STEP_COMMITTED:
+                self.curve.add(_bucket(event))
+                self._last_commit = event.wall_at
+                self._steps.append(replace(event, body={"step": body["step"]}))
+            case _K.STEP_INTERRUPTED:
+                self._steps.append(replace(event, body={"step": body.get("step")}))
+            case _ if event.incident_id:
+                self._of_incident(event.incident_id, event)
+            case _:
+                pass
+
+    def _serves(self, key: Key, at: float) -> None:
+        if key in self._awaited and self._awaited[key] is None:
+            self._awaited[key] = at
+
+    def _of_incident(self, which: str, event: Event) -> None:
+        if event.kind is _K.INCIDENT_OPENED:
+            self._open.setdefault(which, [])
+        story = self._open.get(which)
+        if story is None:
+            return
+        if len(story) < INCIDENT_EVENTS_MAX or event.kind is _K.INCIDENT_CLOSED:
+            story.append(replace(event, body={k: v for k, v in event.body.items() if k != "question"}))
+        if event.kind is _K.PLAN_MADE:
+            for target in event.body["plan"]["targets"]:
+                self._awaited.setdefault((str(target["replica"]), int(target["incarnation"]) + 1), None)
+        if event.kind is _K.INCIDENT_CLOSED:
+            try:
+                costs, told_of = self._costs(which, math.inf)
+                self._closed += costs
+                self._told_of |= told_of
+            finally:
+                for e in self._open.pop(which):
+                    for target in e.body.get("plan", {}).get("targets", ()):
+                        self._awaited.pop((str(target["replica"]), int(target["incarnation"]) + 1), None)
+
+    def _costs(self, which: str, end: float) -> tuple[list[Cost], set[Fault]]:
+        """What the incident took, and the faults that it tells of."""
+        events = self._open[which]
+        since = events[0].wall_at - 3600.0 if not events else min(_onset(events[0]), events[0].wall_at) - 1.0
+        known = {
+            key: Life(replica=key[0], incarnation=key[1], serving_at=at)
+            for key, at in self._awaited.items()
+            if at is not None
+        }
+        faults = [f for f in self.faults if f not in self._told_of]
+        joined = tell(sorted([*events, *self._steps_since(since)], key=lambda e: e.seq), known, faults)
+        told: Joined = replace(joined, missed=())
+        classes = {s.incident_id: str(s.diagnosis.fault_class) for s in told.stories}
+        costs = [Cost(incident_id=which, fault_class=classes[which], loss=loss) for loss in losses(told, end)]
+        return costs, {f for f in faults if f not in joined.missed}
+
+    def _steps_since(self, since: float) -> list[Event]:
+        found = []
+        for event in reversed(self._steps):
+            if event.wall_at < since:
+                break
+            found.append(event)
+        return found
+
+    def told(self, now: float | None, current: Mapping[ReplicaId, Actual], *, whole: bool) -> Course:
+        """`now`: wall seconds, None for a run that is over. `whole`: everything before has been read."""
+        rollouts, trainers = (self._number(role, current) for role in ("rollout", "trainer"))
+        curve = self.curve.points()
+        if not whole or self._began is None or self._last_commit is None:
+            return Course(curve=curve, num_rollouts=rollouts, num_trainers=trainers)
+        end = max(self._last_commit, now or 0.0) if self.suffers else self._last_commit
+        still = self._still(end)
+        account = self._account(still, end, rollouts, trainers)
+        costs = (*self._closed, *still)
+        return Course(curve=curve, account=account, costs=costs, num_rollouts=rollouts, num_trainers=trainers)
+
+    def _still(self, end: float) -> list[Cost]:
+        """What the open incidents take until `end`, and the faults that nobody noticed."""
+        found: list[Cost] = []
+        noticed = set(self._told_of)
+        for which in self._open:
+            costs, told_of = self._costs(which, end)
+            found += costs
+            noticed |= told_of
+        missed = tuple(f for f in self.faults if f not in noticed)
+        unseen = losses(Joined(stories=(), missed=missed, false_alarms=()), end)
+        return found + [Cost(incident_id="", fault_class=NOT_NOTICED, loss=loss) for loss in unseen]
+
+    def _number(self, role: str, current: Mapping[ReplicaId, Actual]) -> int:
+        return self._roles.get(role) or sum(r.startswith(f"{role}/") for r in current)
+
+    def _account(self, still: Sequence[Cost], end: float, rollouts: int, trainers: int) -> Account:
+        """What lies before every open loss is summed up once."""
+        assert self._began is not None
+        cut = min([end, *(c.loss.since for c in still)])
+        key = (len(self._closed), cut, self._began)
+        if self._base is None or self._base[0] != key:
+            self._base = key, lost_seconds(self._closed, self._began, cut, num_rollouts=rollouts, num_trainers=trainers)
+        late = [c for c in self._closed if max(c.loss.until, c.loss.stalled_until) > cut]
+        rest = lost_seconds([*late, *still], cut, end, num_rollouts=rollouts, num_trainers=trainers)
+        lost = {k: self._base[1].get(k, 0.0) + rest.get(k, 0.0) for k in {*self._base[1], *rest}}
+        return Account(start=self._began, end=end, lost=lost)
+
+
+def _bucket(event: Event) -> Bucket:
+    body, step = event.body, int(event.body["step"])
+    if not 0 <= step <= STEP_MAX:
+        raise ValueError(f"step {str(step)[:30]} is none")
+    seconds = _number(body.get("seconds"))
+    return Bucket(
+        first_step=step,
+        last_step=step,
+        at=event.wall_at,
+        num=1,
+        reward=_number(body.get("reward")),
+        seconds=seconds,
+        seconds_max=seconds if math.isfinite(seconds) else 0.0,
+        tokens=float(body.get("tokens") or 0),
+        signs=signs_of(body),
+    )
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _onset(opened: Event) -> float:
+    return float(opened.body.get("diagnosis", {}).get("onset", opened.wall_at))
+
+
+def lost_seconds(
+    costs: Iterable[Cost], start: float, end: float, *, num_rollouts: int, num_trainers: int
+) -> dict[tuple[str, str], float]:
+    """Seconds of the run's work that were lost between `start` and `end`, by (role, fault class): their sum is
+    (1 - `effective.ettr`) x the time. Where two incidents took the same replica, the first counts."""
+    total = num_rollouts + num_trainers
+    there = [c for c in costs if c.loss.until > start and c.loss.since < end]
+    if total == 0 or end <= start or not there:
+        return {}
+    cuts = {start, end} | {
+        t for c in there for t in (c.loss.since, c.loss.until, c.loss.stalled_until) if start < t < end
+    }
+    there.sort(key=lambda c: c.loss.since)
+    begins = [c.loss.since for c in there]
+    active: list[Cost] = []
+    taken, lost = 0, dict[tuple[str, str], float]()
+    for left, right in pairwise(sorted(cuts)):
+        upto = bisect_left(begins, right)
+        active = [c for c in (*active, *there[taken:upto]) if c.loss.until > left]
+        taken = max(taken, upto)
+        units = _units([c for c in active if c.loss.since <= left], left, num_trainers)
+        whole = sum(units.values())
+        scale = min(1.0, total / whole) if whole else 0.0
+        for key, unit in units.items():
+            lost[key] = lost.get(key, 0.0) + (right - left) * unit * scale / total
+    return lost
+
+
+def _units(active: Sequence[Cost], at: float, num_trainers: int) -> dict[tuple[str, str], float]:
+    """How many replicas' work is lost, by (role, fault class). One trainer that stalls is all of them."""
+    units: dict[tuple[str, str], float] = {}
+    seen: set[str] = set()
+    stalls = next((c for c in active if c.loss.replica.startswith("trainer/") and at < c.loss.stalled_until), None)
+    if stalls is not None:
+        units["trainer", stalls.fault_class] = float(num_trainers)
+    for cost in active:
+        replica = cost.loss.replica
+        role = replica.partition("/")[0]
+        if replica in seen or role not in ("rollout", "trainer") or (role == "trainer" and stalls is not None):
+            continue
+        seen.add(replica)
+        units[role, cost.fault_class] = units.get((role, cost.fault_class), 0.0) + 1.0
+    return units

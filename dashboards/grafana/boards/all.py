@@ -1,0 +1,39 @@
+"""All dashboards, in the order in which a person on call walks through them."""
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from rolecall.core.errors import ConfigError
+from rolecall.dashboards.grafana.board import document
+from rolecall.dashboards.grafana.boards.gpus import gpus
+from rolecall.dashboards.grafana.boards.network import network
+from rolecall.dashboards.grafana.boards.overview import overview
+from rolecall.dashboards.grafana.boards.replica import replica
+from rolecall.dashboards.grafana.boards.rolecall import itself
+from rolecall.dashboards.grafana.boards.roles import roles
+from rolecall.dashboards.grafana.boards.training import training
+from rolecall.dashboards.grafana.links import incidents
+
+
+def dashboards(incidents_at: str = "") -> list[Dashboard]:
+    """`incidents_at`: address of rolecall's own dashboard (`rolecall dashboard`), to which links lead; "" without.
+    Raises ConfigError."""
+    if incidents_at:
+        _checked(incidents_at)
+    links = incidents(incidents_at)
+    return [overview(links), training(), roles(), replica(links), gpus(), network(), itself()]
+
+
+def documents(incidents_at: str = "") -> list[dict[str, Any]]:
+    """The same, as Grafana reads them."""
+    return [document(dashboard) for dashboard in dashboards(incidents_at)]
+
+
+def _checked(address: str) -> None:
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ConfigError([f"--incidents-at: expected http://HOST[:PORT][/PATH], got {address!r}"])
+    if parts.username or parts.password:
+        raise ConfigError(["--incidents-at: a password has no place in a link that everybody sees"])

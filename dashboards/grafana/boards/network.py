@@ -1,0 +1,250 @@
+"""The network of a node: interfaces, InfiniBand and RoCE, TCP, and what the GPUs' own links say.
+
+NVLink and PCIe work with dcgm-exporter alone as well; the rest needs rolecall's agent.
+"""
+
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from rolecall.dashboards.grafana.board import NETWORK, Row, board, of_servers
+from rolecall.dashboards.grafana.boards.gpus import (
+    GPU,
+    NODE,
+    OF_GPU,
+    OF_NODE,
+    either,
+    gpu_variable,
+    node_variable,
+    of_exporter,
+)
+from rolecall.dashboards.grafana.panels import GREEN, ORANGE, RED, UP_DOWN, Look, Query, lines, numbers, rows, states
+from rolecall.dashboards.grafana.promql import grown
+
+PORT, INTERFACE = "{{node}} {{nic}}/{{port}}", "{{node}} {{interface}}"
+BYTES = Look(unit="Bps")
+FAULTS = Look(unit="none", decimals=0, limits=((None, ORANGE),), no_value="none")
+NVLINK_ERRORS = {
+    "crc_flit": "Flow-control packets with a wrong checksum.",
+    "crc_data": "Data packets with a wrong checksum.",
+    "replay": "Packets sent again.",
+    "recovery": "Times that a link had to recover.",
+}
+RETRANSMITS_MANY = 0.01
+"""Of TCP segments: a healthy cluster network has far less."""
+
+
+def network() -> Dashboard:
+    return board(
+        NETWORK,
+        "network of a node",
+        "Interfaces, InfiniBand and RoCE ports, TCP, NVLink and PCIe of the chosen nodes.",
+        [*of_servers(), node_variable(), gpu_variable()],
+        [_faults(), _infiniband(), _interfaces(), _gpu_links()],
+    )
+
+
+def _rate(metric: str, by: str) -> str:
+    return f"max by ({by}) (rate({metric}{{{NODE}}}[$__rate_interval]))"
+
+
+def _faults() -> Row:
+    return Row(
+        "Is something broken?",
+        7,
+        (4, 4, 8, 8, 8, 8, 8),
+        [
+            numbers(
+                "InfiniBand and RoCE ports",
+                "DOWN: the port is not active, or its NIC is gone.",
+                Look(unit="none", words=UP_DOWN),
+                Query(f"min by (node, nic, port) (rolecall_infiniband_up{{{NODE}}})", PORT),
+            ),
+            numbers(
+                "Interfaces",
+                "DOWN: no carrier, or switched off.",
+                Look(unit="none", words=UP_DOWN),
+                Query(f"min by (node, interface) (rolecall_nic_up{{{NODE}}})", INTERFACE),
+            ),
+            rows(
+                "Port counters that moved in the time shown",
+                "By the driver's name. symbol_error, link_downed and port_rcv_errors: cable or port; port_xmit_wait: "
+                "congestion.",
+                FAULTS,
+                Query(grown(f"rolecall_infiniband_events_total{{{NODE}}}", "node, nic, port, name") + " > 0", "times"),
+                {"node": "node", "nic": "NIC", "port": "port", "name": "counter"},
+            ),
+            rows(
+                "Interface errors in the time shown",
+                "Packets lost or damaged, and faults of the link, by the driver's name.",
+                FAULTS,
+                Query(grown(f"rolecall_nic_errors_total{{{NODE}}}", "node, interface, error") + " > 0", "times"),
+                {"node": "node", "interface": "interface", "error": "error"},
+            ),
+            lines(
+                "Links that went down",
+                "How often, since the agent started: ports and interfaces.",
+                Look(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
+                Query(f"max by (node, nic, port) (rolecall_infiniband_downs_total{{{NODE}}})", PORT),
+                Query(f"max by (node, interface) (rolecall_nic_downs_total{{{NODE}}})", INTERFACE),
+            ),
+            lines(
+                "TCP segments sent again",
+                "Of those that were sent. Above the line: packets are lost.",
+                Look(unit="percentunit", limits=((None, GREEN), (RETRANSMITS_MANY, ORANGE))),
+                Query(
+                    f"{_rate('rolecall_tcp_retransmits_total', 'node')} / "
+                    f"({_rate('rolecall_tcp_segments_sent_total', 'node')} > 0)",
+                    OF_NODE,
+                ),
+            ),
+            lines(
+                "TCP gives up waiting",
+                "Retransmission timers that ran out, and connections dropped at a full listener, per second.",
+                Look(unit="cps"),
+                Query(_rate("rolecall_tcp_timeouts_total", "node"), f"{OF_NODE} timeouts"),
+                Query(_rate("rolecall_tcp_listen_drops_total", "node"), f"{OF_NODE} listen drops"),
+            ),
+        ],
+    )
+
+
+def _infiniband() -> Row:
+    by = "node, nic, port"
+    state = f"max by (node, nic, port) (rolecall_infiniband_up{{{NODE}}})"
+    return Row(
+        "InfiniBand and RoCE (RDMA included)",
+        8,
+        (8, 8, 8, 16, 8),
+        [
+            lines(
+                "Received",
+                "Bytes per second of each port.",
+                BYTES,
+                Query(_rate("rolecall_infiniband_received_bytes_total", by), PORT),
+            ),
+            lines(
+                "Sent",
+                "Bytes per second of each port. One far below its neighbours in the same collective: look at its errors.",
+                BYTES,
+                Query(_rate("rolecall_infiniband_sent_bytes_total", by), PORT),
+            ),
+            lines(
+                "Rate of the link",
+                "That the port has settled on; lower than its neighbours': a bad cable or a wrong setting.",
+                BYTES,
+                Query(f"max by ({by}) (rolecall_infiniband_rate_bytes_per_second{{{NODE}}})", PORT),
+            ),
+            states(
+                "Ports over time",
+                "Up or DOWN.",
+                Look(unit="none", words=UP_DOWN),
+                Query(state, PORT),
+            ),
+            lines(
+                "Counters at their end",
+                "Counters of the port that stand at their largest value and count no further until they are cleared.",
+                Look(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
+                Query(f"max by ({by}) (rolecall_infiniband_saturated{{{NODE}}})", PORT),
+            ),
+        ],
+    )
+
+
+def _interfaces() -> Row:
+    by = "node, interface"
+    priority = "{{node}} {{interface}} {{priority}}"
+    return Row(
+        "Interfaces",
+        8,
+        (8, 8, 8, 8, 8, 8),
+        [
+            lines(
+                "Received",
+                "Bytes per second. RDMA does not pass here.",
+                BYTES,
+                Query(_rate("rolecall_nic_received_bytes_total", by), INTERFACE),
+            ),
+            lines(
+                "Sent",
+                "Bytes per second. RDMA does not pass here.",
+                BYTES,
+                Query(_rate("rolecall_nic_sent_bytes_total", by), INTERFACE),
+            ),
+            lines(
+                "Speed of the link",
+                "That it has settled on.",
+                BYTES,
+                Query(f"max by ({by}) (rolecall_nic_speed_bytes_per_second{{{NODE}}})", INTERFACE),
+            ),
+            lines(
+                "Pause frames received",
+                "Per second, by priority: the other end could take no more.",
+                Look(unit="cps"),
+                Query(_rate("rolecall_nic_pauses_received_total", f"{by}, priority"), priority),
+            ),
+            lines(
+                "Pause frames sent",
+                "Per second, by priority: this node could take no more.",
+                Look(unit="cps"),
+                Query(_rate("rolecall_nic_pauses_sent_total", f"{by}, priority"), priority),
+            ),
+            lines(
+                "Sending stopped by pauses",
+                "Share of time, by priority.",
+                Look(unit="percentunit", most=1.0),
+                Query(_rate("rolecall_nic_paused_seconds_total", f"{by}, priority"), priority),
+            ),
+        ],
+    )
+
+
+def _gpu_links() -> Row:
+    sent, received = (
+        f"max by (node, gpu) (rolecall_gpu_nvlink_{way}_bytes_per_second{{{GPU}}})" for way in ("transmit", "receive")
+    )
+    nvlink = f"{sent} + {received} or {of_exporter('DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL', '* 1048576')}"
+
+    def errors(kind: str) -> str:
+        dcgm = f"DCGM_FI_DEV_NVLINK_{kind.upper()}_ERROR_COUNT_TOTAL"
+        return either("rolecall_gpu_nvlink_errors_total", dcgm, also=f'error="{kind}"')
+
+    return Row(
+        "Links of the GPUs",
+        8,
+        (8, 8, 8, *(6 for _ in NVLINK_ERRORS)),
+        [
+            lines(
+                "NVLink",
+                "Bytes per second over all links of a GPU, both ways.",
+                BYTES,
+                Query(nvlink, OF_GPU),
+            ),
+            lines(
+                "PCIe",
+                "Bytes per second, each way.",
+                BYTES,
+                Query(
+                    either("rolecall_gpu_pcie_transmit_bytes_per_second", "DCGM_FI_PROF_PCIE_TX_BYTES"),
+                    f"{OF_GPU} sent",
+                ),
+                Query(
+                    either("rolecall_gpu_pcie_receive_bytes_per_second", "DCGM_FI_PROF_PCIE_RX_BYTES"),
+                    f"{OF_GPU} received",
+                ),
+            ),
+            lines(
+                "PCIe packets sent again",
+                "Since the driver was loaded. One GPU far above the others: its slot or riser.",
+                Look(unit="none", decimals=0),
+                Query(either("rolecall_gpu_pcie_replays_total", "DCGM_FI_DEV_PCIE_REPLAY_COUNTER"), OF_GPU),
+            ),
+            *(
+                lines(
+                    f"NVLink errors: {kind}",
+                    f"{text} Since the driver was loaded, all links of a GPU.",
+                    Look(unit="none", decimals=0),
+                    Query(errors(kind), OF_GPU),
+                )
+                for kind, text in NVLINK_ERRORS.items()
+            ),
+        ],
+    )

@@ -1,0 +1,233 @@
+"""The books of a run, made up in a thread of their own: the audit, and what the stories of its incidents come to.
+
+A page gets the newest that there are and never waits for new ones, but for the very first a moment. Both are made again
+when the journal has grown, and at most so often that they cost a twentieth of one core; the audit, which walks the whole
+chain, also when somebody asks. Events are read once and kept without what no account needs.
+"""
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from rolecall.core.clock import Clock
+from rolecall.core.errors import RolecallError
+from rolecall.core.journal.database import redacted
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.dashboards.pages.accounting.audit import APART_EVENTS, audited
+from rolecall.dashboards.pages.accounting.goals import Detected, Recovered, detection, recovery
+from rolecall.dashboards.pages.accounting.time import Times, times
+from rolecall.dashboards.settings import Settings
+from rolecall.recovery.operators.run_location import run_id_of
+from rolecall.views.audit import RunAudit
+from rolecall.views.ettr import steps, training_began
+from rolecall.views.incidents import tell
+from rolecall.views.injections import Fault, parse_injections
+from rolecall.views.lifetimes import lives
+from rolecall.views.lost_time import RETAINED
+
+_K = EventKind
+KINDS = (*RETAINED, _K.RUN_STARTED, _K.RUN_ENDED)
+PAGE_EVENTS = 2_000
+"""Read at a time: a page is drawn between two of them."""
+IDLE_FACTOR = 20.0
+"""After an account that took a second none is made for this many."""
+ACCOUNT_SECONDS, AUDIT_SECONDS = 5.0, 60.0
+"""Between two accounts, and two audits, at least."""
+FIRST_SECONDS = 0.5
+"""How long the first page waits for the first account; a short journal's takes 50 ms."""
+_NEEDED = {
+    _K.PLAN_MADE: ("plan",),  # not the question, which holds the whole fleet
+    _K.STEP_COMMITTED: ("step", "seconds", "reward", "loss", "epoch", "tokens"),
+    _K.WEIGHTS_ADMITTED: ("replica", "incarnation"),
+}
+"""Of the body of a kind, what accounts are made from; all of it for kinds that are not named."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What stories come to. `has_steps` false: an observed job, whose steps the journal does not have."""
+
+    times: Times | None
+    detection: tuple[Detected, ...]
+    recovery: tuple[Recovered, ...]
+    num_missed: int
+    num_false_alarms: int
+    num_injected: int
+    has_steps: bool
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Books:
+    """`at`: wall seconds of when each was made; None: not yet. `trouble`: why the newest try came to nothing."""
+
+    told: Told | None = None
+    told_at: float | None = None
+    audit: RunAudit | None = None
+    audited_at: float | None = None
+    audit_head: ChainHead | None = None  # of the journal, when it was audited
+    has_ledger: bool = True
+    busy: bool = False
+    trouble: str = ""
+
+
+class Bookkeeper:
+    """Thread-safe; one a process and journal."""
+
+    def __init__(self, settings: Settings, clock: Clock, *, apart_events: int = APART_EVENTS) -> None:
+        """A journal of more than `apart_events` lines is audited in a process of its own."""
+        self._settings, self._clock, self._apart_events = settings, clock, apart_events
+        self._lock = threading.Lock()
+        self._books = Books()
+        self._events: list[Event] = []
+        self._admitted: set[tuple[object, object]] = set()
+        self._seq = 0
+        self._thread: threading.Thread | None = None
+        self._first = threading.Event()
+        self._began: float | None = None
+        self._audit_due = self._told_due = 0.0  # monotonic seconds
+        self._told_head: ChainHead | None = None
+
+    def look(self, *, audit_now: bool = False) -> Books:
+        """The newest books; begins new ones when they are due."""
+        with self._lock:
+            if audit_now:
+                self._audit_due = 0.0
+                self._books = replace(self._books, audit_head=None)
+            now = self._clock.monotonic()
+            due = now >= self._told_due or now >= self._audit_due
+            if due and (self._thread is None or not self._thread.is_alive()):
+                self._thread = threading.Thread(target=self._work, name="bookkeeper", daemon=True)
+                self._thread.start()
+            began = self._began = now if self._began is None else self._began
+        # Of the first account alone: who comes while a long one is under way is told so at once.
+        self._first.wait(max(0.0, FIRST_SECONDS - (now - began)))
+        thread = self._thread
+        return replace(self._books, busy=thread is not None and thread.is_alive())
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the work under way ended within so long."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+        return thread is None or not thread.is_alive()
+
+    # --- in the thread ------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        try:
+            journal = Journal(self._settings.journal_url, clock=self._clock, create=False)
+            try:
+                head = journal.head()
+                self._tell(journal, head)
+                if head.position > self._apart_events:
+                    self._first.set()  # nobody waits for the audit of a long journal
+                self._audit(journal, head)
+            finally:
+                journal.close()
+        except RolecallError as e:
+            self._failed(redacted(str(e)))
+        except Exception as e:  # noqa: BLE001
+            # A body that is not what its kind must be: a foreign writer. The books say so, and the page lives.
+            self._failed(f"an event cannot be accounted for: {e!r}"[:500])
+        finally:
+            self._first.set()
+
+    def _failed(self, because: str) -> None:
+        with self._lock:
+            self._books = replace(self._books, trouble=because)
+            self._told_due = self._audit_due = self._clock.monotonic() + AUDIT_SECONDS
+
+    def _tell(self, journal: Journal, head: ChainHead) -> None:
+        began = self._clock.monotonic()
+        if began < self._told_due:
+            return
+        self._read(journal, head)
+        ended = any(e.kind is _K.RUN_ENDED for e in self._events[-200:])
+        told = self._books.told
+        if told is None or head != self._told_head or not ended:
+            told = self._told(journal)
+        took = self._clock.monotonic() - began
+        with self._lock:
+            self._told_head = head
+            self._told_due = self._clock.monotonic() + max(ACCOUNT_SECONDS, IDLE_FACTOR * took)
+            self._books = replace(self._books, told=told, told_at=self._clock.wall(), trouble="")
+
+    def _read(self, journal: Journal, head: ChainHead) -> None:
+        while self._seq < head.position:
+            page = journal.events(after=self._seq, kinds=KINDS, limit=PAGE_EVENTS, damaged=[])
+            self._seq = page[-1].seq if len(page) == PAGE_EVENTS else head.position
+            # What came after the head was asked for comes again with the next look.
+            self._events += self._kept(e for e in page if e.seq <= head.position)
+            self._seq = min(self._seq, head.position)
+
+    def _kept(self, events: Iterable[Event]) -> Iterable[Event]:
+        for event in events:
+            if event.kind is _K.WEIGHTS_ADMITTED:
+                who = (event.body.get("replica"), event.body.get("incarnation"))
+                if who in self._admitted:
+                    continue  # only the first tells when an incarnation began to serve
+                self._admitted.add(who)
+            names = _NEEDED.get(event.kind)
+            yield event if names is None else replace(event, body={k: event.body[k] for k in names if k in event.body})
+
+    def _told(self, journal: Journal) -> Told:
+        events, now = self._events, self._clock.wall()
+        known = lives(events, journal.actual())
+        faults, note = self._faults()
+        replica_faults = [f for f in faults if not f.of_helper]
+        joined = tell(events, known, replica_faults)
+        committed, began = steps(events), training_began(events)
+        over = next((e.wall_at for e in reversed(events) if e.kind is _K.RUN_ENDED), None)
+        until = now if over is None else (committed[-1].at if committed else over)
+        replicas = {r for r, _ in known}
+        counted = None
+        if began is not None and until > began:
+            counted = times(
+                joined,
+                committed,
+                began=began,
+                until=until,
+                num_rollouts=sum(r.startswith("rollout/") for r in replicas),
+                num_trainers=sum(r.startswith("trainer/") for r in replicas),
+            )
+        return Told(
+            times=counted,
+            detection=detection(joined.stories),
+            recovery=recovery(joined.stories),
+            num_missed=len(joined.missed),
+            num_false_alarms=len(joined.false_alarms) if replica_faults else 0,
+            num_injected=len(replica_faults),
+            has_steps=bool(committed),
+            note=note,
+        )
+
+    def _faults(self) -> tuple[list[Fault], str]:
+        run = self._settings.run
+        if run is None:
+            return [], ""
+        try:
+            return parse_injections(run.injections_path.read_text(encoding="utf-8")), ""
+        except FileNotFoundError:
+            return [], ""
+        except (OSError, ValueError) as e:
+            return [], f"the injector's log cannot be used: {e}"
+
+    def _audit(self, journal: Journal, head: ChainHead) -> None:
+        began = self._clock.monotonic()
+        if began < self._audit_due or head == self._books.audit_head:
+            return
+        run = self._settings.run
+        url, apart = self._settings.journal_url, head.position > self._apart_events
+        found = audited(journal, url, run.run_id if run else run_id_of(url), run, apart=apart)
+        took = self._clock.monotonic() - began
+        with self._lock:
+            self._audit_due = self._clock.monotonic() + max(AUDIT_SECONDS, IDLE_FACTOR * took)
+            self._books = replace(
+                self._books,
+                audit=found,
+                audited_at=self._clock.wall(),
+                audit_head=head,
+                has_ledger=found.ledger.head.position > 0,
+            )

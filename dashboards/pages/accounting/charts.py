@@ -1,0 +1,66 @@
+"""Charts of the page `Accounting`."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import altair as alt
+
+from rolecall.core.text import plain
+from rolecall.dashboards.pages.accounting.time import LostTo, Slice
+
+DAY_SECONDS = 86_400.0
+
+
+def ettr_chart(slices: Sequence[Slice]) -> Any:
+    """A bar a slice; its height is the ratio, so that colour says nothing that the axis does not."""
+    rows = [
+        {
+            "start": datetime.fromtimestamp(s.start, UTC).isoformat(),
+            "end": datetime.fromtimestamp(s.end, UTC).isoformat(),
+            # As text: a browser tells times in a tooltip by its own zone.
+            "from (UTC)": datetime.fromtimestamp(s.start, UTC).strftime("%Y-%m-%d %H:%M"),
+            "ETTR": s.ettr,
+            "steps": s.num_steps,
+            "incidents": s.num_incidents,
+            "lost seconds": round(s.lost_seconds, 1),
+        }
+        for s in slices
+        if s.ettr is not None
+    ]
+    return (
+        alt.Chart(alt.Data(values=rows))
+        .mark_rect(stroke="white", strokeWidth=0.5)
+        .encode(
+            x=alt.X("start:T", title="time (UTC)", scale=alt.Scale(type="utc"), axis=_times(slices)),
+            x2="end:T",
+            y=alt.Y("ETTR:Q", axis=alt.Axis(format="%"), scale=alt.Scale(domain=[0, 1])),
+            y2=alt.datum(0),
+            tooltip=[
+                "from (UTC):N",
+                alt.Tooltip("ETTR:Q", format=".1%"),
+                "steps:Q",
+                "incidents:Q",
+                "lost seconds:Q",
+            ],
+        )
+        .properties(height=220)
+    )
+
+
+def _times(slices: Sequence[Slice]) -> Any:
+    """Of 24 hours: by itself Vega counts twelve."""
+    days = bool(slices) and slices[-1].end - slices[0].start > DAY_SECONDS
+    return alt.Axis(format="%m-%d %H:%M" if days else "%H:%M", tickCount=6, labelOverlap=True, labelFlush=True)
+
+
+def lost_chart(lost: Sequence[LostTo]) -> Any:
+    """A bar a name, longest first, with its seconds."""
+    rows = [{"name": plain(part.name, 60), "seconds": round(part.seconds, 1)} for part in lost]
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        # Every bar has its name: room for it is kept, and none is left out for want of room.
+        y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelOverlap=False, labelLimit=140, minExtent=60)),
+        x=alt.X("seconds:Q", title="seconds of the whole run"),
+        tooltip=["name:N", "seconds:Q"],
+    )
+    return base.mark_bar().properties(height=80 + 26 * len(rows))

@@ -1,0 +1,138 @@
+"""How fast faults are found and cured, against the goals, by the kind of evidence that finds them. Pure.
+
+From fault to finding: for an injected fault from its true moment, for every other one from the onset that its diagnosis
+gives, which is an estimate made by the same detector, and shown apart. From finding to serving and cured: as `timeline.py`.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rolecall.core.diagnosis import Diagnosis, FaultClass
+from rolecall.recovery.incidents.incident import PERSON
+from rolecall.views.incidents import Story
+
+
+class Evidence(StrEnum):
+    """What finds a fault, fastest first."""
+
+    EXIT = "process exit"
+    HARDWARE = "XID, GPU, link"
+    STALL = "no progress"
+    COLLECTIVE = "collective stalls"
+    SLOW = "slow"
+    WRONG = "wrong values"
+    OTHER = "other"
+
+
+GOAL_SECONDS: dict[Evidence, float] = {
+    Evidence.EXIT: 1.0,
+    Evidence.HARDWARE: 2.0,
+    Evidence.STALL: 5.0,
+    Evidence.COLLECTIVE: 10.0,
+    Evidence.SLOW: 30.0,
+}
+"""From fault to finding, with metrics straight from agents. Wrong values have a goal of one step; others have none."""
+OF_COLLECTIVES = frozenset({"nccl", "nccl_ras", "nccl_inspector", "flight_recorder", "lost", "infiniband_trees"})
+OF_MACHINES = frozenset({"node", "kernel-log"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detected:
+    """`share`: of those within the goal; None where there is no goal, or nothing to count."""
+
+    evidence: Evidence
+    goal_seconds: float | None
+    injected: bool  # whether the true moment of the faults is known
+    num: int
+    median_seconds: float | None
+    worst_seconds: float | None
+    share: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """Of the incidents of one class on which something was done. Seconds from the finding."""
+
+    fault_class: str
+    num: int
+    num_served: int
+    serving_median: float | None
+    serving_worst: float | None
+    num_cured: int
+    cured_median: float | None
+    cured_worst: float | None
+
+
+def evidence_of(d: Diagnosis) -> Evidence:
+    """By the class of the fault and who found it."""
+    seen = frozenset(d.detectors)
+    match d.fault_class:
+        case FaultClass.CRASH | FaultClass.RESOURCE_EXHAUSTED | FaultClass.USER_CODE:
+            return Evidence.EXIT
+        case FaultClass.GPU:
+            return Evidence.HARDWARE
+        case FaultClass.NETWORK:
+            return Evidence.HARDWARE if seen & OF_MACHINES else Evidence.COLLECTIVE
+        case FaultClass.HANG:
+            return Evidence.COLLECTIVE if seen & OF_COLLECTIVES else Evidence.STALL
+        case FaultClass.SLOW:
+            return Evidence.SLOW
+        case FaultClass.SILENT_CORRUPTION | FaultClass.WRONG_WEIGHTS:
+            return Evidence.WRONG
+        case _:
+            return Evidence.OTHER
+
+
+def detection(stories: Iterable[Story]) -> tuple[Detected, ...]:
+    """A line for each kind of evidence that found something, injected faults and others apart."""
+    found: dict[tuple[Evidence, bool], list[float]] = {}
+    for story in stories:
+        if PERSON in story.diagnosis.detectors or (story.fault is not None and not story.named_right):
+            continue  # a request is no finding, and the wrong name is none of this fault
+        key = evidence_of(story.diagnosis), story.fault is not None
+        found.setdefault(key, []).append(max(0.0, story.detected_at - story.began_at))
+    order = list(Evidence)
+    return tuple(
+        _detected(e, injected, found[e, injected]) for e, injected in sorted(found, key=lambda k: order.index(k[0]))
+    )
+
+
+def _detected(evidence: Evidence, injected: bool, seconds: Sequence[float]) -> Detected:
+    goal = GOAL_SECONDS.get(evidence)
+    return Detected(
+        evidence=evidence,
+        goal_seconds=goal,
+        injected=injected,
+        num=len(seconds),
+        median_seconds=statistics.median(seconds),
+        worst_seconds=max(seconds),
+        share=None if goal is None else sum(s < goal for s in seconds) / len(seconds),
+    )
+
+
+def recovery(stories: Iterable[Story]) -> tuple[Recovered, ...]:
+    """A line for each class of fault on which an action was started."""
+    found: dict[str, list[Story]] = {}
+    for story in stories:
+        if story.action_started_at is not None:
+            found.setdefault(str(story.diagnosis.fault_class), []).append(story)
+    return tuple(_recovered(name, found[name]) for name in sorted(found))
+
+
+def _recovered(name: str, stories: Sequence[Story]) -> Recovered:
+    def took(at: Callable[[Story], float | None]) -> list[float]:
+        return [s for story in stories if (s := story.since_finding(at(story))) is not None]
+
+    serving, cured = took(lambda s: s.serving_at), took(lambda s: s.cured_at)
+    return Recovered(
+        fault_class=name,
+        num=len(stories),
+        num_served=len(serving),
+        serving_median=statistics.median(serving) if serving else None,
+        serving_worst=max(serving, default=None),
+        num_cured=len(cured),
+        cured_median=statistics.median(cured) if cured else None,
+        cured_worst=max(cured, default=None),
+    )

@@ -1,0 +1,128 @@
+"""ETTR hour by hour, and where the lost time went: by role, by class of fault, by incident. Pure.
+
+The definition is `effective.ettr`, over each hour by itself. A run that goes on is counted up to now, one that is over up to
+its last committed step. What an hour lacks to 1 is shared among the incidents as `lost_time.lost_between` does.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from rolecall.views.ettr import Loss, Step, ettr, losses
+from rolecall.views.incidents import Joined
+from rolecall.views.lost_time import CausedLoss, lost_between
+
+HOUR_SECONDS = 3600.0
+SHORT_RUNS = ((1800.0, 60.0), (3 * HOUR_SECONDS, 300.0))
+"""(shorter than, seconds of a slice): of a run of a few hours two bars would tell nothing."""
+SLICES_MAX = 24 * 62
+"""Two months of hours; of a longer run the newest are shown."""
+UNNOTICED = "not noticed"
+TOP_INCIDENTS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """One hour, or what of it the run was there. Times are wall seconds."""
+
+    start: float
+    end: float
+    ettr: float | None
+    lost_seconds: float
+    num_steps: int
+    num_incidents: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostTo:
+    name: str
+    seconds: float
+    share: float  # of all that was lost
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """`slice_seconds`: 3600, or less for a short run. `ettr`: of the whole run."""
+
+    slice_seconds: float
+    slices: tuple[Slice, ...]
+    ettr: float | None
+    training_seconds: float
+    lost_seconds: float
+    by_role: tuple[LostTo, ...]
+    by_class: tuple[LostTo, ...]
+    by_incident: tuple[LostTo, ...]  # the first ten
+    num_replicas: int
+
+
+def times(
+    joined: Joined,
+    committed: Sequence[Step],
+    *,
+    began: float,
+    until: float,
+    num_rollouts: int,
+    num_trainers: int,
+) -> Times:
+    """`began`, `until`: of training, wall seconds."""
+    caused = _caused(joined, until)
+    classes = {s.incident_id: str(s.diagnosis.fault_class) for s in joined.stories}
+    width = next((width for shorter, width in SHORT_RUNS if until - began < shorter), HOUR_SECONDS)
+    first = max(began // width, (until // width) - SLICES_MAX + 1)
+    edges = [max(began, (first + n) * width) for n in range(int(until // width - first) + 1)]
+    ends = [*edges[1:], until]
+    commits, opened = sorted(s.at for s in committed), sorted(s.opened_at for s in joined.stories)
+    slices, lost = [], dict[tuple[str, str], float]()
+    effective = 0.0
+    for start, end in zip(edges, ends, strict=True):
+        if end <= start:
+            continue
+        here = [c for c in caused if c.loss.since < end and c.loss.until > start]
+        ratio = ettr(start, end, [c.loss for c in here], num_rollouts=num_rollouts, num_trainers=num_trainers)
+        shares = lost_between(start, end, here, num_rollouts=num_rollouts, num_trainers=num_trainers)
+        for cause, seconds in shares.items():
+            lost[cause] = lost.get(cause, 0.0) + seconds
+        effective += (ratio or 0.0) * (end - start)
+        slices.append(
+            Slice(
+                start=start,
+                end=end,
+                ettr=ratio,
+                lost_seconds=(1.0 - ratio) * (end - start) if ratio is not None else 0.0,
+                # The last commit ends the counted time of a run that is over, and belongs to it.
+                num_steps=(bisect_right if end == until else bisect_left)(commits, end) - bisect_left(commits, start),
+                num_incidents=bisect_left(opened, end) - bisect_left(opened, start),
+            )
+        )
+    total = sum(s.end - s.start for s in slices)
+    return Times(
+        slice_seconds=width,
+        slices=tuple(slices),
+        ettr=effective / total if total > 0 and num_rollouts + num_trainers else None,
+        training_seconds=total,
+        lost_seconds=sum(lost.values()),
+        by_role=_ranked((role, seconds) for (role, _), seconds in lost.items()),
+        by_class=_ranked((classes.get(which, which), seconds) for (_, which), seconds in lost.items()),
+        by_incident=_ranked((which, seconds) for (_, which), seconds in lost.items())[:TOP_INCIDENTS],
+        num_replicas=num_rollouts + num_trainers,
+    )
+
+
+def _caused(joined: Joined, end: float) -> list[CausedLoss]:
+    """Every loss with the incident that tells of it."""
+    found = []
+    for story in joined.stories:
+        alone = Joined(stories=(story,), missed=(), false_alarms=())
+        found += [CausedLoss(loss=loss, fault=story.incident_id) for loss in losses(alone, end)]
+    unseen: Sequence[Loss] = losses(Joined(stories=(), missed=joined.missed, false_alarms=()), end)
+    return found + [CausedLoss(loss=loss, fault=UNNOTICED) for loss in unseen]
+
+
+def _ranked(parts: Iterable[tuple[str, float]]) -> tuple[LostTo, ...]:
+    """Added up by name, most first."""
+    seconds: dict[str, float] = {}
+    for name, part in parts:
+        seconds[name] = seconds.get(name, 0.0) + part
+    total = sum(seconds.values())
+    ranked = sorted(seconds.items(), key=lambda kv: (-kv[1], kv[0]))
+    return tuple(LostTo(name=n, seconds=s, share=s / total if total else 0.0) for n, s in ranked)

@@ -1,0 +1,88 @@
+"""What an incident cost, counted from the journal. Pure.
+
+replica-seconds   each replica that was hurt, from the onset (or the fault, where the injector's log is there) until its
+                  replacement serves; and while a trainer is lost each other trainer, too, until the interrupted step
+                  is committed: they wait for it
+GPU-seconds       the same times the GPUs that each such process uses, where the stored window tells how many
+tokens            of requests that left the hurt replica: kept means that they went on elsewhere from where they were
+steps             interrupted: begun again; undone: committed, and committed once more
+"""
+
+from dataclasses import dataclass
+
+from rolecall.core.journal.events import EventKind
+from rolecall.core.text import plain, seconds
+from rolecall.dashboards.pages.incidents.material import Material
+from rolecall.views.ettr import Loss, losses
+from rolecall.views.incidents import Joined, Story
+
+K = EventKind
+TRAINER = "trainer/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    replica_seconds: float
+    gpu_seconds: float | None
+    """None: no GPU was seen, so that replica-seconds say it."""
+    tokens_lost: int
+    tokens_kept: int
+    requests_moved: int
+    steps_interrupted: int
+    steps_undone: int
+    is_final: bool
+    """False: it still grows."""
+    how: tuple[str, ...]
+    """How the replica-seconds come about, a sentence each."""
+
+
+def cost(m: Material, story: Story | None, gpus_per_process: float = 0.0) -> Cost | None:
+    """None: the story cannot be told."""
+    if story is None:
+        return None
+    lost = losses(Joined(stories=(story,), missed=(), false_alarms=()), m.now if m.is_open else _end(m))
+    waiting = _waiting(m, lost)
+    replica_seconds = sum(loss.until - loss.since for loss in lost) + sum(s for _, s in waiting)
+    during = [e for e in m.around if story.began_at - 0.05 <= e.wall_at <= (story.ends_at or float("inf"))]
+    moved = [e for e in during if e.kind is K.REQUESTS_MOVED and str(e.body.get("from")) in {x.replica for x in lost}]
+    return Cost(
+        replica_seconds=replica_seconds,
+        gpu_seconds=replica_seconds * gpus_per_process if gpus_per_process > 0 else None,
+        tokens_lost=story.tokens_lost,
+        tokens_kept=story.tokens_kept,
+        requests_moved=sum(_number(e.body.get("num_requests")) for e in moved),
+        steps_interrupted=sum(e.kind is K.STEP_INTERRUPTED for e in during) if _hit_trainer(lost) else 0,
+        steps_undone=story.steps_lost,
+        is_final=not m.is_open,
+        how=tuple(_words(lost, waiting)),
+    )
+
+
+def _end(m: Material) -> float:
+    return m.events[-1].wall_at if m.events else m.now
+
+
+def _number(value: object) -> int:
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def _hit_trainer(lost: list[Loss]) -> bool:
+    return any(loss.replica.startswith(TRAINER) for loss in lost)
+
+
+def _waiting(m: Material, lost: list[Loss]) -> list[tuple[str, float]]:
+    """Trainers that nothing ailed, and for how long they waited for those that were lost."""
+    of_trainers = [loss for loss in lost if loss.replica.startswith(TRAINER)]
+    if not of_trainers:
+        return []
+    hurt = {loss.replica for loss in of_trainers}
+    since = min(loss.since for loss in of_trainers)
+    until = max(loss.stalled_until for loss in of_trainers)
+    others = sorted({replica for replica, _ in m.known if replica.startswith(TRAINER)} - hurt)
+    return [(replica, until - since) for replica in others if until > since]
+
+
+def _words(lost: list[Loss], waiting: list[tuple[str, float]]) -> list[str]:
+    hurt = [f"{loss.replica} did not work as it should for {seconds(loss.until - loss.since)}" for loss in lost]
+    idle = [f"{replica} waited for {seconds(s)} until the interrupted step was committed" for replica, s in waiting]
+    return [plain(text, 200) for text in (*hurt, *idle)]

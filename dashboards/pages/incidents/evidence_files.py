@@ -1,0 +1,63 @@
+"""Files of pulled evidence, shown as text: only those that lie in the incident's own folder, and never all of a large one.
+
+Names come from the journal, which others write: none becomes a path. What is listed on disk is compared with them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolecall.core.rundir import RunDir
+from rolecall.reports.incident_material import EVIDENCE_DIR
+
+SHOWN_BYTES_MAX = 64 << 10
+"""Of one file: some thousand lines, as much as a browser lays out at once without a pause."""
+LINE_CHARS_MAX = 2_000
+NUM_FILES_MAX = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileText:
+    """`note`: what of it is not shown, or why nothing is."""
+
+    text: str = ""
+    note: str = ""
+
+
+def names(run: RunDir | None, incident_id: str) -> tuple[str, ...]:
+    """Of the files that are there."""
+    return tuple(sorted(_files(run, incident_id)))
+
+
+def _files(run: RunDir | None, incident_id: str) -> dict[str, Path]:
+    if run is None:
+        return {}
+    try:
+        folders = [p for p in (run.path / EVIDENCE_DIR).iterdir() if p.name == incident_id and not p.is_symlink()]
+        found = [p for folder in folders if folder.is_dir() for p in folder.iterdir()]
+        kept = [p for p in found if p.is_file() and not p.is_symlink() and not p.name.startswith(".")]
+    except OSError:
+        return {}
+    return {p.name: p for p in sorted(kept)[:NUM_FILES_MAX]}
+
+
+def read(run: RunDir | None, incident_id: str, name: str) -> FileText:
+    path = _files(run, incident_id).get(name)
+    if path is None:
+        return FileText(note="It is not on this machine.")
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as f:
+            raw = f.read(SHOWN_BYTES_MAX)
+    except OSError as e:
+        return FileText(note=f"It cannot be read: {e.strerror or e}.")
+    note = f"The first {SHOWN_BYTES_MAX >> 10} KiB of {size:,} bytes." if size > SHOWN_BYTES_MAX else f"{size:,} bytes."
+    return FileText(text=harmless(raw.decode("utf-8", "replace")), note=note)
+
+
+def harmless(text: str) -> str:
+    """Lines stay lines; what else controls a terminal or turns text around becomes U+FFFD."""
+    lines = []
+    for line in text.split("\n"):
+        shown = "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in line.rstrip("\r"))
+        lines.append(shown if len(shown) <= LINE_CHARS_MAX else shown[:LINE_CHARS_MAX] + "…")
+    return "\n".join(lines)

@@ -1,0 +1,121 @@
+"""The suspect's series and its peers' from a Prometheus server, for an incident whose window holds none.
+
+Every question has a deadline, all together a few seconds: a server that is away costs a sentence.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rolecall.core.clock import Clock
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.errors import ConfigError, UnreadableInput
+from rolecall.core.text import plain
+from rolecall.dashboards.pages.incidents.signals import (
+    Kind,
+    Line,
+    Point,
+    Signal,
+    Signals,
+    band_of,
+    kinds_for,
+    limit_of,
+)
+from rolecall.dashboards.pages.incidents.timeline import Axis
+from rolecall.detector.sources.prometheus_api import Client, Limits, NoAnswer, TooMuch
+
+LIMITS = Limits(answer_bytes_max=8 << 20, connect_seconds=2.0, answer_seconds=3.0, patience_seconds=2.0)
+NUM_POINTS = 240
+STEP_SECONDS_MIN = 1.0
+WINDOW_STEPS = 4
+"""A rate looks back so many steps, and 20 s at least: four scrapes of a server that asks every 5 s."""
+WINDOW_SECONDS_MIN = 20.0
+SPAN_SECONDS_MAX = 24 * 3600.0
+"""Of an incident open for longer the first day is asked for."""
+
+
+def from_prometheus(url: str, authorization: str, d: Diagnosis, axis: Axis, clock: Clock) -> Signals:
+    """What the server has of the suspects and of others of their roles."""
+    roles = sorted({s.role for s in d.suspects if s.role})
+    selector = ",".join(_selector(d.suspects, roles))
+    if not selector:
+        return Signals(missing="the diagnosis names neither role nor node to ask Prometheus for")
+    try:
+        client = Client(url, clock, authorization=authorization, limits=LIMITS)
+    except ConfigError as e:
+        return Signals(missing=plain(f"Prometheus: {e}", 300))
+    end = min(axis.end, axis.begin + SPAN_SECONDS_MAX, clock.wall())
+    step = max(STEP_SECONDS_MIN, (end - axis.begin) / NUM_POINTS)
+    window = f"{max(WINDOW_SECONDS_MIN, WINDOW_STEPS * step):.0f}s"
+    drawn: list[Signal] = []
+    try:
+        for kind in kinds_for(d):
+            if kind.promql:
+                expression = kind.promql.replace("$match", selector).replace("$window", window)
+                signal = _signal(kind, client.matrix(expression, axis.begin, end, step, lambda: False), d)
+                drawn += [signal] if signal else []
+    except (NoAnswer, TooMuch, UnreadableInput) as e:
+        if not drawn:
+            return Signals(missing=plain(f"Prometheus at {client.where} does not tell: {e}", 300))
+    finally:
+        client.close()
+    missing = "" if drawn else plain(f"Prometheus at {client.where} holds nothing of the suspects at that time", 300)
+    return Signals(signals=tuple(drawn), missing=missing, source=f"Prometheus at {plain(client.where, 100)}")
+
+
+def _selector(suspects: Sequence[Suspect], roles: Sequence[str]) -> list[str]:
+    if roles:
+        return [f"role=~{_quoted('|'.join(_literal(r) for r in roles))}"]
+    nodes = sorted({str(s.node) for s in suspects if s.node})
+    return [f"node=~{_quoted('|'.join(_literal(n) for n in nodes))}"] if nodes else []
+
+
+def _literal(name: str) -> str:
+    """A name in a regular expression of RE2."""
+    return "".join(c if c.isalnum() or c in "_-/" else f"\\x{{{ord(c):x}}}" for c in name)
+
+
+def _quoted(text: str) -> str:
+    """A string of PromQL."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _signal(kind: Kind, result: Sequence[Any], d: Diagnosis) -> Signal | None:
+    lines, peers = [], []
+    for series in result:
+        labels, points = _read(series)
+        if not points:
+            continue
+        if any(_is(labels, s) for s in d.suspects):
+            name = f"{labels.get('replica') or labels.get('node', '')} ({labels.get('node', '')})"
+            lines.append(Line(name=plain(name, 100), points=tuple(points)))
+        else:
+            peers.append(points)
+    if not lines:
+        return None
+    return Signal(
+        key=kind.key,
+        title=kind.title,
+        unit=kind.unit,
+        lines=tuple(lines[:4]),
+        band=band_of(peers),
+        num_peers=len(peers),
+        limit=limit_of(kind, d),
+    )
+
+
+def _read(series: Any) -> tuple[Mapping[str, str], list[Point]]:
+    try:
+        labels = {str(k): str(v) for k, v in series["metric"].items()}
+        points = [(float(t), float(v)) for t, v in series["values"]]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return {}, []
+    return labels, [(t, v) for t, v in points if math.isfinite(v)]
+
+
+def _is(labels: Mapping[str, str], s: Suspect) -> bool:
+    """Labels do not tell incarnations: a replica's line goes on through its replacement."""
+    if s.replica:
+        return labels.get("replica") == s.replica and (s.rank is None or labels.get("rank", str(s.rank)) == str(s.rank))
+    return labels.get("node") == s.node

@@ -1,0 +1,62 @@
+"""Decides an incident again from what is stored with it: each plan from its question, the diagnosis from its window."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.store import canonical
+from rolecall.core.text import plain
+from rolecall.recovery.policy import Question, decide
+
+K = EventKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """`same`: None, nothing is stored that could be decided again."""
+
+    same: bool | None
+    lines: tuple[str, ...]
+
+
+def replay(events: Sequence[Event], window: Mapping[str, Any] | None) -> Replayed:
+    """The incident's own events; the window that its diagnosis had read."""
+    plans = [_plan(e) for e in events if e.kind is K.PLAN_MADE]
+    told = [*plans, _diagnosis(events, window)]
+    known = [same for same, _ in told if same is not None]
+    return Replayed(same=all(known) if known else None, lines=tuple(plain(line, 1000) for _, line in told))
+
+
+def _plan(e: Event) -> tuple[bool | None, str]:
+    try:
+        asked = Question.from_dict(e.body["question"])
+        then = {k: v for k, v in e.body.items() if k != "question"}
+        # Whom else an action would disturb is the actuator's word, and no part of the decision.
+        then["plan"] = {**then["plan"], "also_hit": []}
+    except (KeyError, TypeError, ValueError) as error:
+        return None, f"{e.event_id}: the question of this plan cannot be read ({type(error).__name__}: {error})"
+    again = decide(asked).to_dict()
+    same = canonical(again) == canonical(then)
+    word = "the same plan" if same else "ANOTHER plan"
+    return same, f"{e.event_id}: {word}, {again['plan']['action']}, because {again['plan']['because']}"
+
+
+def _diagnosis(events: Sequence[Event], window: Mapping[str, Any] | None) -> tuple[bool | None, str]:
+    if window is None:
+        return None, "no window is stored with it: the diagnosis cannot be made again"
+    try:
+        from rolecall.detector.live.engine import Detector
+    except ImportError as e:
+        return None, f"the diagnosis cannot be made again on this machine: {e}"
+    try:
+        first = next(e for e in events if e.kind is K.INCIDENT_OPENED)
+        opened = Diagnosis.from_dict(first.body["diagnosis"])
+        standing = {d.key: d for looked in Detector.replay_window(window) for d in looked}
+    except (StopIteration, KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        return None, f"the stored window cannot be read ({type(e).__name__}: {e})"
+    again = standing.get(opened.key)
+    if again is None:
+        return False, "the stored window does not give this diagnosis again"
+    return True, f"diagnosed again from the stored window: {again.because}"

@@ -1,0 +1,479 @@
+"""The suspect's series against those of its peers, made from the window that the diagnosis had read. Pure.
+
+    samples of processes -> one value a bucket of time and process -> suspects' lines, and min, median, max of their peers
+
+Which signals are drawn follows from what the diagnosis speaks of: its class, and the metrics that its evidence names.
+Rates take the counters of two samples of one process; a process that starts anew begins anew. Peers are processes of the
+same role that the diagnosis does not name.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.membership import STANDBY_ROLE
+from rolecall.core.metrics.catalogue import CATALOGUE
+from rolecall.core.metrics.metric import MetricType, Subject
+from rolecall.core.policy_health import signs_of
+from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, GpuSample, Phase, ProcessSample
+from rolecall.core.text import plain
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.panels.metrics import SECONDS_PER_UNIT, panel_metric
+
+METRIC = "metric:"
+"""How the kind of evidence begins that is about one metric."""
+GPU_PREFIX = "rolecall_gpu_"
+NUM_BUCKETS_MAX = 240
+BUCKET_SECONDS_MIN = 1.0
+"""Shorter than this a rate of samples five times a second is noise."""
+NUM_LINES_MAX = 4
+"""More suspects than that in one drawing cannot be told apart."""
+NUM_SIGNALS_MAX = 5
+NUM_COMMITS_MIN = 2
+NUM_SAMPLES_MAX = 400_000
+"""Of a larger window every k-th observation is read."""
+
+Value = Callable[[ProcessSample | None, ProcessSample], float | None]
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One thing to draw. `value` of the newest sample of the bucket before (None: there is none) and of this one."""
+
+    key: str
+    title: str
+    unit: str
+    value: Value
+    needs_before: bool = True
+    """It is a rate: two samples make one value."""
+    promql: str = ""
+    """The same of a Prometheus server; `$match` stands for the selector."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One suspect."""
+
+    name: str
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What the diagnosis compared with."""
+
+    value: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signal:
+    """Times are wall seconds on the watch's clock."""
+
+    key: str
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+    band: tuple[tuple[float, float, float, float], ...]
+    """(at, smallest, median, largest) of the peers."""
+    num_peers: int
+    limit: Limit | None = None
+    of_run: bool = False
+    """It is the run's as a whole, and no suspect's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signals:
+    signals: tuple[Signal, ...] = ()
+    missing: str = ""
+    """Why there are none, or fewer than there should be."""
+    source: str = ""
+    num_not_drawn: int = 0
+    """Suspects beyond those that can be told apart."""
+    gpus_per_process: float = 0.0
+    """GPUs that each of the suspects' processes uses, as far as the window tells."""
+
+
+# --- what there is to draw ------------------------------------------------------------------------------------------
+
+
+def _rate(before: float, now: float, seconds: float) -> float | None:
+    return (now - before) / seconds if seconds > 0 and now >= before else None
+
+
+def _rate_of(name: str) -> Value:
+    def value(before: ProcessSample | None, now: ProcessSample) -> float | None:
+        if before is None:
+            return None
+        return _rate(float(getattr(before, name)), float(getattr(now, name)), now.at - before.at)
+
+    return value
+
+
+def _gauge_of(name: str) -> Value:
+    return lambda _before, now: float(getattr(now, name))
+
+
+def _standing(_before: ProcessSample | None, now: ProcessSample) -> float | None:
+    """How long nothing was finished where something is due."""
+    due = now.phase not in PHASES_WITHOUT_DUE_PROGRESS or (now.phase == Phase.IDLE and now.requests_active > 0)
+    return max(0.0, now.at - max(now.progress_at, now.phase_since)) if due else 0.0
+
+
+def _per_unit(before: ProcessSample | None, now: ProcessSample) -> float | None:
+    if before is None or now.work_units <= before.work_units or now.busy_seconds < before.busy_seconds:
+        return None
+    return (now.busy_seconds - before.busy_seconds) / (now.work_units - before.work_units)
+
+
+def _promql_rate(metric: str) -> str:
+    return f"rate({metric}{{$match}}[$window])"
+
+
+WORK = Kind(
+    key="work",
+    title="Units of work finished",
+    unit="1/s",
+    value=_rate_of("progress"),
+    promql=_promql_rate("rolecall_process_progress_total"),
+)
+STANDING = Kind(
+    key="standing",
+    title="Time since work was last finished",
+    unit="s",
+    value=_standing,
+    needs_before=False,
+    promql="timestamp(rolecall_process_progress_timestamp_seconds{$match})"
+    " - rolecall_process_progress_timestamp_seconds{$match}",
+)
+PER_UNIT = Kind(
+    key="per_unit",
+    title="Busy seconds per unit of work",
+    unit="s",
+    value=_per_unit,
+    promql="rate(rolecall_process_busy_seconds_total{$match}[$window])"
+    " / (rate(rolecall_process_work_units_total{$match}[$window]) > 0)",
+)
+TOKENS = Kind(
+    key="tokens",
+    title="Tokens",
+    unit="1/s",
+    value=_rate_of("tokens"),
+    promql=_promql_rate("rolecall_process_tokens_total"),
+)
+CPU = Kind(
+    key="cpu",
+    title="CPUs in use",
+    unit="CPUs",
+    value=_rate_of("cpu_seconds"),
+    promql=_promql_rate("rolecall_process_cpu_seconds_total"),
+)
+DELAY = Kind(
+    key="delay",
+    title="Kept from the CPU by others (working thread)",
+    unit="s/s",
+    value=_rate_of("main_run_delay_seconds"),
+    promql=_promql_rate("rolecall_process_main_run_delay_seconds_total"),
+)
+MEMORY = Kind(
+    key="memory",
+    title="Resident memory",
+    unit="bytes",
+    value=_gauge_of("rss_bytes"),
+    needs_before=False,
+    promql="rolecall_process_resident_memory_bytes{$match}",
+)
+REQUESTS = Kind(
+    key="requests",
+    title="Requests that the engine holds",
+    unit="",
+    value=_gauge_of("requests_active"),
+    needs_before=False,
+    promql="rolecall_process_requests_active{$match}",
+)
+LOSS = Kind(
+    key="loss", title="Loss", unit="", value=_gauge_of("loss"), needs_before=False, promql="rolecall_train_loss{$match}"
+)
+
+
+def _of_catalogue() -> dict[str, Kind]:
+    """What processes are compared in, by the names that panels have for it."""
+    found = {}
+    for m in CATALOGUE:
+        name = panel_metric(m)
+        if name and m.subject is Subject.PROCESS and m.source:
+            rates = m.type is MetricType.COUNTER
+            found[name] = Kind(
+                key=name,
+                title=name.removeprefix("rolecall_").replace("_", " "),
+                unit=_unit(name),
+                value=_rate_of(m.source) if rates else _gauge_of(m.source),
+                needs_before=rates,
+                promql=_promql_rate(m.name) if rates else f"{m.name}{{$match}}",
+            )
+    return found
+
+
+def _unit(name: str) -> str:
+    return next((u for u in ("per_second", "celsius", "watts", "hertz", "bytes", "ratio") if name.endswith(u)), "")
+
+
+BY_METRIC: Mapping[str, Kind] = {
+    **_of_catalogue(),
+    "rolecall_process_progress_per_second": WORK,
+    "rolecall_process_tokens_per_second": TOKENS,
+    "rolecall_process_cpu_ratio": CPU,
+    "rolecall_process_resident_memory_bytes": MEMORY,
+    "rolecall_process_requests_active": REQUESTS,
+    "rolecall_train_loss": LOSS,
+    SECONDS_PER_UNIT: PER_UNIT,
+}
+BY_CLASS: Mapping[FaultClass, tuple[Kind, ...]] = {
+    FaultClass.HANG: (STANDING, WORK, CPU),
+    FaultClass.SLOW: (PER_UNIT, TOKENS, CPU, DELAY),
+    FaultClass.CRASH: (WORK, REQUESTS, CPU),
+    FaultClass.RESOURCE_EXHAUSTED: (MEMORY, WORK, CPU),
+    FaultClass.SILENT_CORRUPTION: (LOSS, WORK),
+    FaultClass.USER_CODE: (WORK, CPU),
+}
+OTHERWISE = (WORK, STANDING, CPU)
+OF_POLICY = (
+    ("reward", "The policy: mean reward of a step", ""),
+    ("entropy", "The policy: entropy", "nats a token"),
+    ("response_length", "The policy: mean length of its answers", "tokens"),
+    ("truncated_fraction", "The policy: answers cut off at the longest response", "share"),
+    ("kl_sampler", "The policy: KL to those who made its tokens", "nats a token"),
+    ("log_ratio_max", "Trainer and engine disagree about tokens of the same weights by", "nats"),
+)
+"""What is drawn of a collapse: (sign of the journal's steps, title, unit)."""
+
+
+def kinds_for(d: Diagnosis) -> tuple[Kind, ...]:
+    """What the diagnosis speaks of comes first."""
+    named = [e.kind.removeprefix(METRIC) for e in d.evidence if e.kind.startswith(METRIC)]
+    found = [BY_METRIC[n] for n in named if n in BY_METRIC] + [_gpu_kind(n) for n in named if n.startswith(GPU_PREFIX)]
+    found += BY_CLASS.get(d.fault_class, OTHERWISE)
+    return tuple({k.key: k for k in found}.values())[:NUM_SIGNALS_MAX]
+
+
+def _gpu_kind(metric: str) -> Kind:
+    """Drawn of GPU samples, which `value` never sees."""
+    title = f"GPU: {plain(metric.removeprefix(GPU_PREFIX), 60).replace('_', ' ')}"
+    return Kind(key=metric, title=title, unit=_unit(metric), value=lambda _before, _now: None)
+
+
+def limit_of(kind: Kind, d: Diagnosis) -> Limit | None:
+    """What the value was compared with, where the evidence says it."""
+    for e in d.evidence:
+        if kind is STANDING and "deadline_seconds" in e.values:
+            return Limit(value=e.values["deadline_seconds"], label="deadline")
+        if kind is PER_UNIT and "expected_seconds_per_unit" in e.values:
+            return Limit(value=e.values["expected_seconds_per_unit"], label="expected at this load")
+    return None
+
+
+# --- from the window ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    at: float  # wall seconds of the watch
+    sample: ProcessSample
+
+
+Key = tuple[str, int, int, str]
+"""Replica, rank, incarnation, node."""
+
+
+def from_window(window: Mapping[str, Any], d: Diagnosis) -> Signals:
+    """What can be drawn of a stored window; of one that is damaged, why nothing can."""
+    try:
+        observations = [Observation.from_dict(o) for o in _thinned(window["observations"])]
+        return _signals(observations, d)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
+        return Signals(missing=f"the stored window cannot be read ({type(e).__name__}: {plain(e, 200)})")
+
+
+def of_commits(events: Iterable[Event]) -> Signal | None:
+    """Whether the run went on: the time from one committed step to the next, as the journal has it, to the end."""
+    at = [e.wall_at for e in events if e.kind is EventKind.STEP_COMMITTED]
+    points = tuple((b, b - a) for a, b in pairwise(at))
+    if len(points) < NUM_COMMITS_MIN:
+        return None
+    line = Line(name="the run", points=points)
+    title = "The run: time from one committed step to the next"
+    return Signal(key="commits", title=title, unit="s", lines=(line,), band=(), num_peers=0, of_run=True)
+
+
+def of_the_policy(events: Iterable[Event]) -> tuple[Signal, ...]:
+    """The course that a collapse is told from, as the journal's steps have it: reward, entropy, lengths, who disagrees."""
+    steps = [e for e in events if e.kind is EventKind.STEP_COMMITTED]
+    found: dict[str, list[Point]] = {}
+    for e in steps:
+        for name, value in (*signs_of(e.body).items(), ("reward", e.body.get("reward"))):
+            if isinstance(value, int | float) and math.isfinite(value):
+                found.setdefault(name, []).append((e.wall_at, float(value)))
+    return tuple(
+        Signal(
+            key=name,
+            title=title,
+            unit=unit,
+            lines=(Line(name="the policy", points=tuple(found[name])),),
+            band=(),
+            num_peers=0,
+            of_run=True,
+        )
+        for name, title, unit in OF_POLICY
+        if len(found.get(name, [])) >= NUM_COMMITS_MIN
+    )
+
+
+def _thinned(observations: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    num = sum(len(b["processes"]) for o in observations for b in o["batches"])
+    return observations[:: max(1, math.ceil(num / NUM_SAMPLES_MAX))]
+
+
+def _signals(observations: Sequence[Observation], d: Diagnosis) -> Signals:
+    by_process = _by_process(observations)
+    accused = {key for key in by_process if any(_is(key, s) for s in d.suspects)}
+    roles = {by_process[key][0].sample.role for key in accused} - {STANDBY_ROLE}
+    peers = {k for k, found in by_process.items() if k not in accused and found[0].sample.role in roles}
+    if not accused:
+        return Signals(missing=_nobody(d, bool(by_process)))
+    times = [s.at for found in by_process.values() for s in found]
+    bucket = max(BUCKET_SECONDS_MIN, (max(times) - min(times)) / NUM_BUCKETS_MAX)
+    gpus = _gpu_values(observations)
+    drawn = []
+    ordered = sorted(accused)
+    for kind in kinds_for(d):
+        series = {k: _series(kind, k, by_process[k], gpus, bucket) for k in (*ordered, *peers)}
+        lines = tuple(Line(name=_name(k), points=tuple(series[k])) for k in ordered[:NUM_LINES_MAX] if series[k])
+        band = band_of([series[k] for k in peers])
+        if lines and (any(v for line in lines for _, v in line.points) or any(high for *_, high in band)):
+            drawn.append(
+                Signal(
+                    key=kind.key,
+                    title=kind.title,
+                    unit=kind.unit,
+                    lines=lines,
+                    band=band,
+                    num_peers=len({k for k in peers if series[k]}),
+                    limit=limit_of(kind, d),
+                )
+            )
+    processes = {by_process[k][-1].sample.process for k in accused}
+    users = [(p.node, p.pid) for p in processes]
+    num_gpus = sum(user in g_users for user in users for g_users in gpus.users.values())
+    return Signals(
+        signals=tuple(drawn),
+        missing="" if drawn else "the stored window holds no series of the suspects",
+        source=f"window stored with the incident: {len(observations)} looks over {max(times) - min(times):.0f} s",
+        num_not_drawn=max(0, len(ordered) - NUM_LINES_MAX),
+        gpus_per_process=num_gpus / max(1, len(users)),
+    )
+
+
+def _nobody(d: Diagnosis, any_process: bool) -> str:
+    who = ", ".join(plain(s.replica or s.node, 60) for s in d.suspects[:NUM_LINES_MAX])
+    if not any_process:
+        return "the stored window holds no sample of a process"
+    return f"the stored window holds no sample of {who}" if who else "the diagnosis names nobody: no process is drawn"
+
+
+def _by_process(observations: Sequence[Observation]) -> dict[Key, list[_Sampled]]:
+    offsets: dict[str, float] = {}
+    for o in observations:
+        for b in o.batches:
+            # Nodes have clocks of their own: the smallest difference is that of the answer that travelled fastest.
+            offsets[b.node] = min(offsets.get(b.node, math.inf), o.wall_at - b.wall_at)
+    found: dict[Key, list[_Sampled]] = {}
+    for o in observations:
+        for b in o.batches:
+            for p in b.processes:
+                key = (p.replica, p.rank, p.incarnation, str(b.node))
+                found.setdefault(key, []).append(_Sampled(p.wall_at + offsets[b.node], p))
+    return found
+
+
+def _is(key: Key, s: Suspect) -> bool:
+    """Whether this process is meant: what the suspect leaves open fits all."""
+    replica, rank, incarnation, node = key
+    if not s.replica:
+        return node == s.node and (s.rank is None or rank == s.rank)
+    return (
+        replica == s.replica
+        and (s.incarnation is None or incarnation == s.incarnation)
+        and (s.rank is None or rank == s.rank)
+    )
+
+
+def _name(key: Key) -> str:
+    replica, rank, incarnation, node = key
+    of_rank = f" rank {rank}" if rank else ""
+    number = f"#{incarnation}" if incarnation > 0 else ""
+    return plain(f"{replica}{number}{of_rank} ({node})", 100)
+
+
+def _series(kind: Kind, key: Key, sampled: list[_Sampled], gpus: "_Gpus", bucket: float) -> list[Point]:
+    if kind.key.startswith(GPU_PREFIX):
+        return gpus.series(kind.key, key[3], sampled[-1].sample.process.pid)
+    last: dict[int, _Sampled] = {}
+    for s in sampled:
+        last[math.floor(s.at / bucket)] = s
+    points: list[Point] = []
+    before: ProcessSample | None = None
+    for _, s in sorted(last.items()):
+        if kind.needs_before and before is not None and s.sample.at - before.at < bucket / 2:
+            continue  # the window ends within a bucket: a rate over a tenth of a second is noise
+        value = kind.value(before, s.sample)
+        before = s.sample
+        if value is not None and math.isfinite(value):
+            points.append((s.at, value))
+    return points
+
+
+def band_of(series: Iterable[list[Point]]) -> tuple[tuple[float, float, float, float], ...]:
+    """Smallest, median and largest of the peers, a second at a time; one that has no value in it is left out."""
+    at: dict[int, list[float]] = {}
+    for points in series:
+        for t, value in points:
+            at.setdefault(round(t), []).append(value)
+    return tuple((float(t), min(v), median(v), max(v)) for t, v in sorted(at.items()))
+
+
+@dataclass
+class _Gpus:
+    """Samples of GPUs, by the process that uses them."""
+
+    samples: dict[tuple[str, int], list[tuple[float, GpuSample]]]
+    users: dict[tuple[str, int], set[tuple[str, int]]]
+
+    def series(self, metric: str, node: str, pid: int) -> list[Point]:
+        """Of several GPUs the one that stands out has its own finding: here their mean."""
+        name = metric.removeprefix(GPU_PREFIX)
+        at: dict[int, list[float]] = {}
+        for gpu, found in self.samples.items():
+            if (node, pid) not in self.users[gpu]:
+                continue
+            for t, sample in found:
+                value = getattr(sample, name, None)
+                if isinstance(value, int | float) and math.isfinite(value):
+                    at.setdefault(round(t), []).append(float(value))
+        return [(float(t), sum(v) / len(v)) for t, v in sorted(at.items())]
+
+
+def _gpu_values(observations: Sequence[Observation]) -> _Gpus:
+    found = _Gpus({}, {})
+    for o in observations:
+        for b in o.batches:
+            for g in b.gpus:
+                key = (str(g.node), g.gpu)
+                found.samples.setdefault(key, []).append((o.wall_at, g))
+                found.users.setdefault(key, set()).update((str(g.node), pid) for pid in g.pids)
+    return found

@@ -1,0 +1,269 @@
+"""The table of incidents: one light record each, and the filter that a URL holds. Pure, and quick with ten thousand.
+
+A record is made again only when its incident has changed (`Records`); filtering is one pass over records in memory, and a
+page draws `PAGE_ROWS` of them, never all.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Self
+from urllib.parse import urlencode
+
+from rolecall.core.ids import split_replica
+from rolecall.core.text import plain, utc
+from rolecall.recovery.incidents.incident import Incident, IncidentState
+
+PAGE_ROWS = 50
+"""Incidents on one page of the table: more than anyone reads, few enough to draw at once."""
+TEXT_CHARS_MAX = 200
+"""Of what is searched for."""
+INCIDENT = "incident"
+"""Parameter of the URL that names one incident: its page in place of the table."""
+SET_ASIDE = "set aside"
+HELD = "held"
+
+GLYPHS: Mapping[str, str] = {
+    IncidentState.OPEN: "●",
+    IncidentState.PLANNED: "●",
+    HELD: "‖",
+    IncidentState.PROPOSED: "?",
+    IncidentState.ACTING: "▶",
+    IncidentState.VERIFYING: "◐",
+    "cured": "✓",
+    "tolerated": "–",
+    "observed": "○",
+    "refuted": "⊘",
+    "gave_up": "✗",
+    SET_ASIDE: "⚠",
+}
+"""A shape for each status, so that no colour has to carry it."""
+WITHIN_SECONDS: Mapping[str, float] = {"hour": 3600.0, "day": 86_400.0, "week": 7 * 86_400.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One incident as the table shows it. Times are wall seconds; texts are plain."""
+
+    incident_id: str
+    status: str  # state while it is open, outcome once it is closed, or `set aside`
+    is_open: bool
+    who: str
+    roles: tuple[str, ...]
+    nodes: tuple[str, ...]
+    fault_class: str
+    opened_at: float
+    closed_at: float | None
+    found_seconds: float | None
+    """From the onset, as the diagnosis gives it, to the finding."""
+    cured_seconds: float | None
+    """From the finding until the replacement was seen to work."""
+    action: str
+    because: str
+    marked: str = ""  # right, wrong, or nothing was said
+    haystack: str = ""  # what a search looks through
+
+    @property
+    def glyph(self) -> str:
+        return GLYPHS.get(self.status, "·")
+
+    @property
+    def words(self) -> str:
+        return f"{self.glyph} {self.status.replace('_', ' ')}"
+
+    def lasted_seconds(self, now: float) -> float:
+        return max(0.0, (self.closed_at if self.closed_at is not None else now) - self.opened_at)
+
+
+def status_of(incident: Incident) -> str:
+    """In one word."""
+    if incident.outcome is not None:
+        return str(incident.outcome)
+    attempt = incident.attempt
+    if incident.state is IncidentState.PLANNED and attempt is not None and attempt.held_by:
+        return HELD
+    return str(incident.state)
+
+
+def row_of(incident: Incident, set_aside: str = "") -> Row:
+    """`set_aside`: why nothing more is done for it; empty: it is whole."""
+    d, attempt = incident.diagnosis, incident.attempt
+    names = [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in d.suspects]
+    roles = {s.role or _role(s.replica) for s in d.suspects if s.role or s.replica}
+    because = plain(set_aside or d.because)
+    row = Row(
+        incident_id=incident.incident_id,
+        status=SET_ASIDE if set_aside else status_of(incident),
+        is_open=incident.state is not IncidentState.CLOSED and not set_aside,
+        who=plain(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""), 200) or "nobody",
+        roles=tuple(sorted(plain(r, 60) for r in roles)),
+        nodes=tuple(sorted({plain(s.node, 60) for s in d.suspects if s.node})),
+        fault_class=str(d.fault_class),
+        opened_at=incident.opened_at,
+        closed_at=incident.closed_at,
+        found_seconds=max(0.0, d.detected_at - d.onset),
+        cured_seconds=None if incident.verified_at is None else max(0.0, incident.verified_at - d.detected_at),
+        action="" if attempt is None else str(attempt.plan.action),
+        because=because,
+        marked="" if incident.mark is None else "right" if incident.mark.right else "wrong",
+    )
+    return _searchable(row)
+
+
+def broken_row(name: str, why: str) -> Row:
+    """Of one that could not be read at all."""
+    row = Row(
+        incident_id=name,
+        status=SET_ASIDE,
+        is_open=False,
+        who="unknown",
+        roles=(),
+        nodes=(),
+        fault_class="",
+        opened_at=0.0,
+        closed_at=None,
+        found_seconds=None,
+        cured_seconds=None,
+        action="",
+        because=plain(why),
+    )
+    return _searchable(row)
+
+
+def _role(replica: str) -> str:
+    try:
+        return split_replica(replica)[0]
+    except ValueError:
+        return ""
+
+
+def _searchable(row: Row) -> Row:
+    words = (row.incident_id, row.status, row.who, *row.nodes, row.fault_class, row.action, row.because)
+    return replace(row, haystack="\n".join(words).casefold())
+
+
+@dataclass
+class Records:
+    """Rows by incident, made again only for those that changed. Owned by one page."""
+
+    _made: dict[str, tuple[Incident, str, Row]] = field(default_factory=dict)
+
+    def rows(self, incidents: Mapping[str, Incident], broken: Mapping[str, object]) -> list[Row]:
+        """Open ones on top, then newest first."""
+        found = []
+        for name, incident in list(incidents.items()):
+            why = first_line(broken[name]) if name in broken else ""
+            before = self._made.get(name)
+            if before is None or before[0] is not incident or before[1] != why:
+                before = self._made[name] = (incident, why, row_of(incident, why))
+            found.append(before[2])
+        found += [broken_row(name, first_line(why)) for name, why in list(broken.items()) if name not in incidents]
+        return sorted(found, key=lambda r: (not r.is_open, -r.opened_at, r.incident_id))
+
+
+def first_line(error: object) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """What is shown; the fields are the parameters of the URL."""
+
+    text: str = ""
+    status: str = ""  # a status, or `open` for all that are open
+    role: str = ""
+    fault: str = ""
+    node: str = ""
+    within: str = ""  # of WITHIN_SECONDS, before now
+    day: str = ""  # 2026-11-22, in UTC
+    marked: str = ""  # right, wrong, none
+    page: int = 1
+
+    @classmethod
+    def from_query(cls, query: Mapping[str, str]) -> Self:
+        """What cannot be meant is left out: a URL comes from anywhere."""
+        known = {f.name: str(query[f.name])[:TEXT_CHARS_MAX] for f in fields(cls) if f.name in query}
+        page = known.pop("page", "1")
+        number = int(page) if page.isascii() and page.isdecimal() and len(page) < 7 else 1
+        if known.get("within") not in WITHIN_SECONDS:
+            known.pop("within", None)
+        return cls(page=max(1, number), **known)
+
+    def to_query(self) -> dict[str, str]:
+        """Only what is not the default."""
+        empty = type(self)()
+        return {f.name: str(v) for f in fields(self) if (v := getattr(self, f.name)) != getattr(empty, f.name)}
+
+    def takes(self, row: Row, now: float) -> bool:
+        return (
+            (not self.status or self.status == row.status or (self.status == "open" and row.is_open))
+            and (not self.role or self.role in row.roles)
+            and (not self.fault or self.fault == row.fault_class)
+            and (not self.node or self.node in row.nodes)
+            and (not self.marked or self.marked == (row.marked or "none"))
+            and (not self.within or now - row.opened_at <= WITHIN_SECONDS[self.within])
+            and (not self.day or day_of(row.opened_at) == self.day)
+            and (not self.text or self.text.casefold() in row.haystack)
+        )
+
+
+def day_of(at: float) -> str:
+    return moment(at)[:10]
+
+
+def moment(at: float) -> str:
+    """`2026-11-22 13:54:01 UTC`."""
+    return utc(at)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What the filters offer: what there is."""
+
+    statuses: tuple[str, ...]
+    roles: tuple[str, ...]
+    faults: tuple[str, ...]
+    nodes: tuple[str, ...]
+    days: tuple[str, ...]  # newest first
+
+
+def choices(rows: Iterable[Row]) -> Choices:
+    kept = list(rows)
+    statuses = {r.status for r in kept}
+    first = ("open",) if any(r.is_open for r in kept) else ()
+    return Choices(
+        statuses=(*first, *sorted(statuses - {"open"})),
+        roles=tuple(sorted({role for r in kept for role in r.roles})),
+        faults=tuple(sorted({r.fault_class for r in kept if r.fault_class})),
+        nodes=tuple(sorted({node for r in kept for node in r.nodes})),
+        days=tuple(sorted({day_of(r.opened_at) for r in kept if r.opened_at > 0}, reverse=True)),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """One page of what the filter takes."""
+
+    rows: tuple[Row, ...]
+    num_found: int
+    num_all: int
+    page: int
+    num_pages: int
+
+
+def shown(rows: Sequence[Row], wanted: Filter, now: float) -> Shown:
+    found = [r for r in rows if wanted.takes(r, now)]
+    num_pages = max(1, -(-len(found) // PAGE_ROWS))
+    page = min(wanted.page, num_pages)
+    begin = (page - 1) * PAGE_ROWS
+    return Shown(
+        rows=tuple(found[begin : begin + PAGE_ROWS]),
+        num_found=len(found),
+        num_all=len(rows),
+        page=page,
+        num_pages=num_pages,
+    )
+
+
+def href(incident_id: str) -> str:
+    """Link to the page of one incident, from any page of the dashboard."""
+    return f"incidents?{urlencode({INCIDENT: incident_id})}"

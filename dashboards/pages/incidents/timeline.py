@@ -1,0 +1,292 @@
+"""An incident on one time axis: every moment that counts, in order, numbered, with its words. Pure.
+
+The number stands in the drawing and in the list beside it, so that neither colour nor space for words is needed there.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.text import plain
+from rolecall.dashboards.pages.incidents.material import Material
+from rolecall.views.incidents import Story, tell
+from rolecall.views.injections import Fault
+
+MARKS_MAX = 60
+"""Moments of one story; of a longer one those in the middle are left out, and that is said."""
+WORDS_MAX = 400
+CONTEXT_SHARE = 0.25
+CONTEXT_SECONDS_MIN = 4.0
+"""So much of the time from onset to the last moment, and so many seconds at least, are shown before and after."""
+ZOOM_FROM = 3.0
+"""A story so many times longer than the time from onset to action is drawn around the finding first."""
+
+K = EventKind
+
+
+class Mark(StrEnum):
+    """Kinds of moments; each has a shape of its own in the drawing."""
+
+    FAULT = "fault injected"
+    ONSET = "onset"
+    FOUND = "finding"
+    KNOWN = "more is known"
+    PLAN = "decision"
+    HELD = "held"
+    PERSON = "a person"
+    ACTION = "action"
+    FAILED = "failed"
+    RUN = "the run"
+    PROOF = "proof"
+    CURED = "seen to work"
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """`at`: wall seconds."""
+
+    at: float
+    mark: Mark
+    words: str
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """What of time is drawn. Wall seconds; zero is the onset."""
+
+    begin: float
+    end: float
+    zero: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """The whole story."""
+
+    moments: tuple[Moment, ...]
+    whole: Axis
+    around: Axis | None
+    """The time around the finding, where the whole story is so long that nothing could be seen of it."""
+    num_left_out: int = 0
+
+
+def story_of(m: Material) -> Story | None:
+    """The incident as the report tells it; None: it cannot be told."""
+    try:
+        joined = tell(m.around, m.known, m.faults, _undone(m.around))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return None  # a body that lacks what its kind must have
+    return next((s for s in joined.stories if s.incident_id == m.incident_id), None)
+
+
+def _undone(around: Sequence[Event]) -> Mapping[int, float]:
+    """Steps that were committed again: the first time was undone."""
+    seen: set[int] = set()
+    undone = {}
+    for e in around:
+        if e.kind is K.STEP_COMMITTED:
+            step = int(e.body.get("step", -1))
+            if step in seen:
+                undone[step] = e.wall_at
+            seen.add(step)
+    return undone
+
+
+def told(m: Material, story: Story | None) -> Told:
+    moments = sorted(_moments(m, story), key=lambda x: x.at)
+    left_out = max(0, len(moments) - MARKS_MAX)
+    if left_out:
+        moments = [*moments[: MARKS_MAX // 2], *moments[-(MARKS_MAX - MARKS_MAX // 2) :]]
+    known = plain(m.incident.diagnosis.because) if m.incident else ""
+    numbered = tuple(replace(x, number=n, words=_shorter(x.words, known)) for n, x in enumerate(moments, start=1))
+    whole, around = _axes(m, numbered)
+    return Told(moments=numbered, whole=whole, around=around, num_left_out=left_out)
+
+
+def _shorter(words: str, known: str) -> str:
+    """Without the diagnosis, which stands on top of the page and which every reason repeats."""
+    short = words.replace(known, "…") if known else words
+    begun = next((n for n in range(len(known), 20, -1) if short.endswith(known[:n])), 0) if known else 0
+    return plain(short[: len(short) - begun] + "…" if begun else short, WORDS_MAX)
+
+
+def _axes(m: Material, moments: Sequence[Moment]) -> tuple[Axis, Axis | None]:
+    d = m.incident.diagnosis if m.incident else None
+    zero = min(d.onset, d.detected_at) if d else (moments[0].at if moments else m.now)
+    times = [x.at for x in moments] or [zero]
+    last = m.now if m.is_open else max(times)
+    whole = _padded(min(*times, zero), max(last, zero), zero)
+    acted = next((x.at for x in moments if x.mark in (Mark.ACTION, Mark.PLAN)), d.detected_at if d else zero)
+    short = _padded(min(*times, zero), max(acted, zero), zero)
+    too_long = whole.end - whole.begin > ZOOM_FROM * (short.end - short.begin)
+    return whole, short if too_long else None
+
+
+def _padded(begin: float, end: float, zero: float) -> Axis:
+    context = max(CONTEXT_SECONDS_MIN, CONTEXT_SHARE * (end - begin))
+    return Axis(begin=begin - context, end=end + context, zero=zero)
+
+
+# --- moments --------------------------------------------------------------------------------------------------------
+
+
+def _moments(m: Material, story: Story | None) -> list[Moment]:
+    found: list[Moment] = []
+    if m.incident is not None:
+        d = m.incident.diagnosis
+        found.append(Moment(at=min(d.onset, d.detected_at), mark=Mark.ONSET, words="as the diagnosis has it"))
+    for fault in (*((story.fault,) if story and story.fault else ()), *(story.further_faults if story else ())):
+        found.append(Moment(at=fault.injected_at, mark=Mark.FAULT, words=_of_fault(fault)))
+    for e in m.events:
+        made = OWN.get(e.kind)
+        if made is not None:
+            mark, words = made
+            found.append(Moment(at=e.wall_at, mark=mark, words=plain(words(e))))
+    return found + _of_run(m, story)
+
+
+def _of_fault(fault: Fault) -> str:
+    how = f", {fault.how}" if fault.how else ""
+    return plain(f"{fault.kind}{how} at {', '.join(fault.hit)}", WORDS_MAX)
+
+
+def _because(prefix: str) -> Callable[[Event], str]:
+    return lambda e: f"{prefix}: {e.body.get('because') or 'no reason is given'}"
+
+
+def _by(verb: str) -> Callable[[Event], str]:
+    def words(e: Event) -> str:
+        because = f": {e.body['because']}" if e.body.get("because") else ""
+        return f"{e.body.get('by') or 'somebody'} {verb}{because}"
+
+    return words
+
+
+def _plan_words(e: Event) -> str:
+    plan = e.body.get("plan")
+    if not isinstance(plan, dict):
+        return str(e.kind)
+    targets = ", ".join(f"{t.get('replica')}#{t.get('incarnation')}" for t in plan.get("targets", ()))
+    action = str(plan.get("action", "")).replace("_", " ")
+    return f"{action} of {targets}" if targets else action
+
+
+OWN: Mapping[EventKind, tuple[Mark, Callable[[Event], str]]] = {
+    K.INCIDENT_OPENED: (Mark.FOUND, lambda e: _found_words(e)),
+    K.INCIDENT_UPDATED: (Mark.KNOWN, lambda e: _of_diagnosis(e)),
+    K.EVIDENCE_PULLED: (Mark.KNOWN, _because("evidence came")),
+    K.PLAN_MADE: (Mark.PLAN, lambda e: _plan_words(e)),
+    K.PLAN_HELD: (Mark.HELD, lambda e: f"by the guard {e.body.get('guard')}: {e.body.get('because')}"),
+    K.PLAN_PROPOSED: (Mark.PERSON, lambda e: f"is asked: {_plan_words(e)}"),
+    K.PLAN_APPROVED: (Mark.PERSON, _by("approved it")),
+    K.PLAN_REJECTED: (Mark.PERSON, _by("said no")),
+    K.PLAN_LAPSED: (Mark.PERSON, _because("the proposal lapsed")),
+    K.HOLD_PLACED: (Mark.PERSON, _by("put it on hold")),
+    K.HOLD_LIFTED: (Mark.PERSON, _by("lifted the hold")),
+    K.DIAGNOSIS_MARKED: (Mark.PERSON, lambda e: _by(f"marked the diagnosis {e.body.get('verdict')}")(e)),
+    K.PERSON_CALLED: (Mark.PERSON, _because("is called")),
+    K.ACTION_STARTED: (Mark.ACTION, lambda e: f"begins: {_plan_words(e)}"),
+    K.ACTION_DONE: (Mark.ACTION, lambda e: f"done: {_result(e)}"),
+    K.ACTION_FAILED: (Mark.FAILED, lambda e: str(e.body.get("because") or "no reason is given")),
+    K.INCIDENT_VERIFIED: (Mark.CURED, lambda e: str(e.body.get("because") or "")),
+    K.INCIDENT_CLOSED: (Mark.CLOSED, lambda e: f"as {e.body.get('outcome')}"),
+}
+"""The incident's own events: what they are in the drawing, and in words."""
+
+
+def _of_diagnosis(e: Event) -> str:
+    diagnosis = e.body.get("diagnosis")
+    return str(diagnosis.get("because", "")) if isinstance(diagnosis, dict) else "its diagnosis cannot be read"
+
+
+def _found_words(e: Event) -> str:
+    diagnosis = e.body.get("diagnosis")
+    if not isinstance(diagnosis, dict):
+        return "found; its diagnosis cannot be read"
+    by = ", ".join(str(d) for d in _listed(diagnosis.get("detectors", ())))
+    return f"{str(diagnosis.get('fault_class', '')).replace('_', ' ')} found by {by or 'nobody'}"
+
+
+def _result(e: Event) -> str:
+    result = e.body.get("result")
+    return str(result.get("because", "")) if isinstance(result, dict) else str(result or "")
+
+
+def touched(m: Material) -> frozenset[str]:
+    """Replicas that the incident is about."""
+    if m.incident is None:
+        return frozenset()
+    return frozenset({*m.incident.named, *m.incident.touched})
+
+
+def _of_run(m: Material, story: Story | None) -> list[Moment]:
+    """What the run did that belongs to it: the replaced replicas' lives, proofs, requests, interrupted steps."""
+    who, made = touched(m), m.incident.touched if m.incident else {}
+    until = story.ends_at if story is not None else None
+    since = story.began_at if story is not None else (m.events[0].wall_at if m.events else m.now)
+    found = []
+    interrupted: int | None = None
+    proven: set[tuple[str, int]] = set()
+    for e in m.around:
+        if e.wall_at < since - 1.0 or (until is not None and e.wall_at > until + 1.0):
+            continue
+        words, mark = "", Mark.RUN
+        replica, number = str(e.body.get("replica", "")), e.body.get("incarnation")
+        key = (replica, int(number or 0))
+        match e.kind:
+            case K.REPLICA_LOST if replica in who:
+                words = f"{replica}#{number} is lost: {e.body.get('because')}"
+            case K.REPLICA_STARTING if replica in who:
+                words = f"{replica}#{number} starts on {e.body.get('node')}"
+            case K.REPLICA_READY if replica in who:
+                standby = e.body.get("from_standby")
+                came = f", from the standby{f' {standby}' if isinstance(standby, str) else ''}" if standby else ""
+                words = f"{replica}#{number} is ready on {e.body.get('node')}, pid {e.body.get('pid')}{came}"
+            case K.WEIGHTS_ADMITTED if key[1] >= made.get(replica, sys.maxsize) and key not in proven:
+                proven.add(key)
+                version = e.body.get("policy_version")
+                words, mark = f"{replica}#{number} serves: its weights (version {version}) are proven", Mark.PROOF
+            case K.WEIGHTS_REFUSED if replica in who:
+                words, mark = f"weights of {replica}#{number} were refused: {e.body.get('because')}", Mark.FAILED
+            case K.REQUESTS_MOVED if str(e.body.get("from")) in who:
+                words = moved_words(e.body)
+            case K.STEP_INTERRUPTED:
+                interrupted = e.body.get("step")
+                words = f"step {interrupted} is interrupted: {e.body.get('because')}"
+            case K.STEP_COMMITTED if interrupted is not None and e.body.get("step") == interrupted:
+                words, interrupted = f"step {e.body.get('step')}, which was interrupted, is committed", None
+        if words and e.incident_id in (None, m.incident_id):
+            found.append(Moment(at=e.wall_at, mark=mark, words=plain(words)))
+    return found + _serving(m, story, proven)
+
+
+def moved_words(body: Mapping[str, object]) -> str:
+    """What became of the requests of an engine that was lost."""
+    to = ", ".join(str(t) for t in _listed(body.get("to"))) or "the next that may serve"
+    cut = (
+        f", {body['num_cut']} of them in their next windows: what there was is trained on"
+        if body.get("num_cut")
+        else ""
+    )
+    return f"{body.get('num_requests')} requests of {body.get('from')} go on at {to}{cut}"
+
+
+def _listed(value: object) -> Sequence[object]:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _serving(m: Material, story: Story | None, proven: set[tuple[str, int]]) -> list[Moment]:
+    """Of a replica without weights of its own to prove: when it joined an epoch."""
+    if story is None:
+        return []
+    return [
+        Moment(
+            at=r.serving_at, mark=Mark.PROOF, words=plain(f"{r.replica}#{r.incarnation} is a member again", WORDS_MAX)
+        )
+        for r in story.replacements
+        if r.serving_at is not None and (r.replica, r.incarnation) not in proven
+    ]

@@ -1,0 +1,111 @@
+"""What people said: the journal's events that carry a name, read on from where the last look ended.
+
+The history of who did what, and of nodes. Pure but for `Words`, one of which a process keeps.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.recovery.incidents.incident import Incident
+from rolecall.recovery.nodes import NODE_KINDS
+
+K = EventKind
+WORD_KINDS = (
+    *NODE_KINDS,
+    K.PLAN_APPROVED,
+    K.PLAN_REJECTED,
+    K.HOLD_PLACED,
+    K.HOLD_LIFTED,
+    K.DIAGNOSIS_MARKED,
+    K.PAUSED,
+    K.RESUMED,
+)
+TOLD_AS: Mapping[EventKind, str] = {
+    K.PLAN_APPROVED: "approved a plan",
+    K.PLAN_REJECTED: "vetoed a plan",
+    K.HOLD_PLACED: "held a plan",
+    K.HOLD_LIFTED: "lifted a hold",
+    K.DIAGNOSIS_MARKED: "marked a diagnosis",
+    K.PAUSED: "paused all acting",
+    K.RESUMED: "let it act again",
+    K.NODE_QUARANTINED: "quarantined a node",
+    K.NODE_RETURNED: "ended a quarantine",
+    K.NODE_DRAINED: "drained a node",
+    K.NODE_BURNED_IN: "burned a node in",
+}
+PAGE_EVENTS = 20_000
+"""Read at a time; a journal gives so many lines in less than a second."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deed:
+    """One line of the history."""
+
+    at: float
+    by: str
+    what: str
+    on: str
+    because: str
+
+
+class Words:
+    """Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seq = 0
+        self._events: tuple[Event, ...] = ()
+
+    def read(self, journal: Journal) -> tuple[Event, ...]:
+        """Takes in what is new.
+
+        Raises:
+            JournalError: it cannot be read now.
+        """
+        with self._lock:
+            head = journal.head().position
+            while self._seq < head:
+                page = journal.events(after=self._seq, kinds=WORD_KINDS, limit=PAGE_EVENTS, damaged=[])
+                # A whole page may not be all; less than one is, up to the head that was asked for before.
+                self._seq = page[-1].seq if len(page) == PAGE_EVENTS else max(head, *(e.seq for e in page), 0)
+                self._events += tuple(page)
+            return self._events
+
+    @property
+    def last(self) -> tuple[Event, ...]:
+        """What was read before."""
+        return self._events
+
+
+def history(words: Iterable[Event], incidents: Iterable[Incident]) -> tuple[Deed, ...]:
+    """Who did what, newest first. A replica that a person had replaced shows as its incident."""
+    deeds = [_deed(e) for e in words]
+    deeds += [
+        Deed(
+            at=i.opened_at,
+            # The request's own sentence begins with who asked.
+            by=i.diagnosis.because.partition(" asks for ")[0] if " asks for " in i.diagnosis.because else "",
+            what="asked for a replacement",
+            on=", ".join([*(f"{s.replica}#{s.incarnation}" for s in i.diagnosis.suspects), i.incident_id]),
+            because=i.diagnosis.because,
+        )
+        for i in incidents
+        if i.by_person
+    ]
+    return tuple(sorted(deeds, key=lambda d: d.at, reverse=True))
+
+
+def _deed(event: Event) -> Deed:
+    body = event.body
+    verdict = f" as {body['verdict']}" if event.kind is K.DIAGNOSIS_MARKED and "verdict" in body else ""
+    on = [str(body[k]) for k in ("node", "digest") if body.get(k)] + ([event.incident_id] if event.incident_id else [])
+    return Deed(
+        at=event.wall_at,
+        by=str(body.get("by", "")),
+        what=TOLD_AS[event.kind] + verdict,
+        on=", ".join(on) or "the run",
+        because=str(body.get("because", "")),
+    )

@@ -1,0 +1,5 @@
+"""The page `fleet`, as Streamlit runs it."""
+
+from rolecall.dashboards.pages.fleet.page import show
+
+show()

@@ -1,0 +1,5 @@
+"""The page `acting`, as Streamlit runs it."""
+
+from rolecall.dashboards.pages.operations.page import show
+
+show()

@@ -1,0 +1,80 @@
+"""Who holds up a job's collectives, from the Flight Recorder dumps of its ranks.
+
+In each process group, k is the first collective that a waiting rank has not finished. In this order:
+
+    some ranks entered something else as k       mismatch of type, size or dtype: the code's fault, nobody's machine
+    some ranks have not enqueued k               host side: Python, data loader, CPU; or they wait in another group
+    all that left a dump have, some left none    those: dead, stopped or cut off before they could write
+    some finished k, or alone did not start it   GPU side: enqueued, and not finished (their GPU, or their link)
+    all wait inside k                            a tie
+
+Causes come before symptoms: whoever is late for one group because it waits in another is a victim of that one, so the
+waits are followed to their ends (group -> its late ranks -> the groups they wait in), and each end is scored by the
+ranks whose wait leads to it. An end that more than half of a group would have to answer for accuses nobody. Waits that
+lead back to themselves are ranks in different collectives. Pairs of `send` and `recv` are groups of two.
+
+Pure: dumps in, findings out (dumps.py reads them). Sequence numbers, not times, decide; the one use of time is
+that an operation that was enqueued less than a second before the dump was written waits for nobody yet.
+"""
+
+from collections.abc import Sequence
+
+from rolecall.core.diagnosis import Finding
+from rolecall.detector.artifacts.flight_recorder.dumps import Dump
+from rolecall.detector.artifacts.flight_recorder.findings import alone, findings, nobody_waits
+from rolecall.detector.artifacts.flight_recorder.progress import WAIT_SECONDS_MIN, Cause, gathered
+from rolecall.detector.artifacts.flight_recorder.text import count_text, ranks_text
+from rolecall.detector.artifacts.flight_recorder.waits import ends_of
+from rolecall.detector.artifacts.stacks.dumps import Topology
+
+NUM_WITNESSES = 8
+"""So many of those who wait are read whole by the fast way, beside the suspects."""
+
+
+def diagnose(
+    dumps: Sequence[Dump], *, world_size: int | None = None, topology: Topology | None = None
+) -> list[Finding]:
+    """What holds the job up, the cause that explains most first; nothing where nobody waits.
+
+    `world_size`: number of ranks; without it what the groups tell, or else the highest rank seen. `topology`: node, role
+    and replica of ranks; it knows better than the names of files.
+    """
+    if not dumps:
+        return []
+    job = gathered(dumps, world_size, topology)
+    if len(job.dumps) == 1 and job.absent:
+        return alone(job)
+    ends = ends_of(job)
+    if ends:
+        return findings(job, ends)
+    return nobody_waits(job)
+
+
+def entries_wanted(dumps: Sequence[Dump], *, world_size: int | None = None) -> set[int]:
+    """Ranks whose entries could change or explain what their status says; empty when enough is known."""
+    if not dumps:
+        return set()
+    job = gathered(dumps, world_size)
+    wanted = set(job.unread)
+    for end in ends_of(job):
+        wanted.update(end.ranks)
+        place = end.place
+        everybody = end.cause in (Cause.INSIDE, Cause.AHEAD, Cause.BEHIND, Cause.NO_DUMP)
+        wanted.update(place.seats if everybody else sorted(place.waiting)[:NUM_WITNESSES])
+    return {r for r in wanted if r in job.dumps and job.dumps[r].entries is None}
+
+
+def looked_at(dumps: Sequence[Dump], *, world_size: int | None = None) -> str:
+    """What an answer stands on, one sentence."""
+    if not dumps:
+        return "no dump"
+    job = gathered(dumps, world_size)
+    operations = sum(len(d.entries) for d in job.dumps.values() if d.entries is not None)
+    groups = len({(p.key[0], p.key[1]) for p in job.places.values()})
+    waiting = {r for p in job.places.values() for r in p.waiting}
+    who, how_long = (ranks_text(waiting), " or longer") if waiting else ("none", "")
+    missing = f"; no dump of {ranks_text(job.absent)}" if job.absent else ""
+    return (
+        f"Flight Recorder dumps of {count_text(len(job.dumps), 'rank')}, {count_text(groups, 'process group')}, "
+        f"{count_text(operations, 'operation')}: {who} waited for {WAIT_SECONDS_MIN:g} s{how_long}{missing}"
+    )

@@ -1,0 +1,396 @@
+"""Flight Recorder dumps, read safely: what each rank of a PyTorch job last did in its process groups.
+
+A dump is a pickle or JSON that PyTorch writes per rank (torch/csrc/distributed/c10d/FlightRecorder, versions 2.x):
+`pg_config` (groups and their ranks), `pg_status` (last enqueued, started and completed collective of each group) and
+`entries`, a ring of the newest operations. It may come from a compromised machine, so nothing in it is trusted: pickles
+are read by detector/base/plain_pickle.py, which can neither import nor call; sizes, counts and types are bounded before they are used.
+Whatever does not fit is UnreadableInput, with the file and, where it wanted to run something, what that was.
+"""
+
+import io
+import json
+import os
+import re
+import stat
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from gc import disable, enable, isenabled
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from rolecall.core.errors import UnreadableInput
+from rolecall.detector.artifacts.flight_recorder import regular_entries as flight_regular
+from rolecall.detector.artifacts.flight_recorder.entries import (
+    NUM_GROUPS_MAX,
+    Entries,
+    Group,
+    Malformed,
+    columns,
+    ints_of,
+    number_of,
+    text_of,
+)
+from rolecall.detector.artifacts.flight_recorder.regular_entries import Cut
+from rolecall.detector.base.plain_pickle import MAGIC, NUM_CONTAINERS_MAX, NotPlain, loads, safe
+from rolecall.detector.base.read_budget import Budget
+
+SIZE_BYTES_MAX = 64 << 20
+"""A dump of 2,000 entries, PyTorch's default, takes 0.3 to 1 MB; this is room for 100,000."""
+RANK_MAX = 1_000_000
+NUM_RANKS_MAX = 2_000_000
+"""Of all groups of one dump together."""
+HEAD_BYTES = 128 << 10
+"""Read first where only the status is wanted: it stands before the entries, behind the ranks of each group."""
+POOL_MIN = 64
+"""Fewer files than this are read here: starting processes takes longer."""
+CHUNK = 16
+"""Files that a process is given at once."""
+NUM_CHUNKS_EACH = 2
+"""So many of a process are asked for and not yet taken: what it has read meanwhile waits in memory."""
+
+JSON_KEYS = (b'"entries"', b'"pg_config"', b'"pg_status"')
+KEYS = ("entries", "pg_config", "pg_status")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """Sequence numbers of the newest collective in each state; 0 or less: none yet."""
+
+    enqueued: int
+    started: int
+    completed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """`written_at`: wall seconds, the file's. `status`: by index into `groups`. `entries`: None when not read. `host`:
+    what its name says beside the rank; `folder`: the name of the folder it is in."""
+
+    path: str
+    rank: int
+    host: str
+    folder: str
+    version: str
+    written_at: float
+    groups: tuple[Group, ...]
+    status: dict[int, Status]
+    entries: Entries | None
+
+
+def is_dump(path: Path) -> bool:
+    """Whether it begins like one: a pickle, or JSON with a dump's keys. False for pipes. Raises OSError."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(4096)
+    return MAGIC.match(head) is not None or (head.lstrip()[:1] == b"{" and any(k in head for k in JSON_KEYS))
+
+
+def read(path: Path, *, entries: bool = True) -> Dump:
+    """One dump; without `entries` only its head is read where it has the order in which PyTorch writes.
+
+    Raises UnreadableInput: too large, cut short, not a dump, or something that plain data do not need.
+    """
+    where = str(path)
+    try:
+        with _collector_paused():
+            return _read(path, where, entries)
+    except NotPlain as e:
+        raise UnreadableInput(where=where, reason=str(e)) from None
+    except Malformed as e:
+        raise UnreadableInput(where=where, reason=f"not a Flight Recorder dump: {e}") from None
+    except OSError as e:
+        raise UnreadableInput(where=where, reason=f"cannot be read: {e.strerror or e}") from e
+    except MemoryError as e:
+        raise UnreadableInput(where=where, reason="takes more memory than there is") from e
+
+
+def read_many(
+    paths: Sequence[Path],
+    *,
+    entries: bool = True,
+    num_processes: int | None = None,
+    told: Callable[[int], None] = lambda num: None,
+    budget: Budget | None = None,
+) -> tuple[list[Dump], list[UnreadableInput]]:
+    """All that can be read, in order, and why the others cannot. `told` hears how many are done so far.
+
+    Raises UnreadableInput: a process that reads them was killed, or the budget is used up.
+    """
+    dumps: list[Dump] = []
+    unreadable: list[UnreadableInput] = []
+    budget, counted = budget or Budget(), set[tuple[str, int]]()
+    with closing(_each(paths, entries, num_processes or os.cpu_count() or 1)) as each:
+        for n, (path, got) in enumerate(zip(paths, each, strict=True), start=1):
+            if isinstance(got, Dump):
+                dumps.append(got)
+                budget.keep(_kept_bytes(got, counted), str(path))
+            else:
+                unreadable.append(got)
+            budget.check_time(str(path))
+            told(n)
+    return dumps, unreadable
+
+
+def _kept_bytes(dump: Dump, counted: set[tuple[str, int]]) -> int:
+    """Memory that it takes, with what is made of it later, rather too much than too little. Dumps of one job share the
+    same few lists of ranks: `counted` holds those that were met, by group and object."""
+    num_bytes = 32 * len(dump.entries or ()) + 512 * (len(dump.groups) + len(dump.status))
+    for group in dump.groups:
+        if (met := (group.name, id(group.ranks))) not in counted:
+            counted.add(met)
+            num_bytes += 48 * len(group.ranks)
+    for operation in dump.entries.operations if dump.entries is not None else ():
+        sizes = (*operation.input_sizes, *operation.output_sizes)
+        dtypes = (*operation.input_dtypes, *operation.output_dtypes)
+        num_bytes += 512 + 64 * (len(sizes) + len(dtypes)) + 40 * sum(map(len, sizes)) + sum(map(len, dtypes))
+    return num_bytes
+
+
+def read_as_needed(
+    paths: Sequence[Path],
+    wanted: Callable[[Sequence[Dump]], set[int]],
+    *,
+    num_processes: int | None = None,
+    budget: Budget | None = None,
+) -> tuple[list[Dump], list[UnreadableInput]]:
+    """The fast way: the status of all, then the entries of those ranks that `wanted` asks for, until it asks no more.
+
+    Raises UnreadableInput: a process that reads them was killed, or the budget is used up.
+    """
+    budget = budget or Budget()
+    dumps, unreadable = read_many(paths, entries=False, num_processes=num_processes, budget=budget)
+    asked: set[str] = set()  # some dumps have none, however often they are read
+    while True:
+        chosen = wanted(dumps)
+        missing = [i for i, d in enumerate(dumps) if d.entries is None and d.rank in chosen and d.path not in asked]
+        if not missing:
+            return dumps, unreadable
+        again = [Path(dumps[i].path) for i in missing]
+        whole, failed = read_many(again, num_processes=num_processes, budget=budget)
+        unreadable += failed
+        asked.update(dumps[i].path for i in missing)
+        by_path = {d.path: d for d in whole}
+        lost = {e.where for e in failed}
+        dumps = [by_path.get(d.path, d) for d in dumps if d.path not in lost]
+
+
+def _each(paths: Sequence[Path], entries: bool, num_processes: int) -> Generator[Dump | UnreadableInput]:
+    if len(paths) < POOL_MIN or num_processes < 2:
+        yield from (_read_or_error(path, entries) for path in paths)
+        return
+    waiting: deque[Future[list[Dump | UnreadableInput]]] = deque()
+    # Not forked: other threads of this process may hold locks.
+    try:
+        with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
+            try:
+                for n in range(0, len(paths), CHUNK):
+                    waiting.append(pool.submit(_read_chunk, paths[n : n + CHUNK], entries))
+                    if len(waiting) == NUM_CHUNKS_EACH * num_processes:
+                        yield from waiting.popleft().result()
+                while waiting:
+                    yield from waiting.popleft().result()
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)  # nobody may want the rest
+    except BrokenProcessPool:
+        reason = f"a process that read {len(paths):,} dumps was ended from outside, perhaps for want of memory"
+        raise UnreadableInput(where=str(paths[0].parent), reason=reason) from None
+
+
+def _read_chunk(paths: Sequence[Path], entries: bool) -> list[Dump | UnreadableInput]:
+    return [_read_or_error(path, entries) for path in paths]
+
+
+def _read_or_error(path: Path, entries: bool) -> Dump | UnreadableInput:
+    try:
+        return read(path, entries=entries)
+    except UnreadableInput as e:
+        return e
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Tens of thousands of dicts come at once, none of them garbage: looking through them doubles the time."""
+    was = isenabled()
+    disable()
+    try:
+        yield
+    finally:
+        if was:
+            enable()
+
+
+def _read(path: Path, where: str, entries: bool) -> Dump:
+    # Not to wait for a pipe that nobody writes to: Flight Recorder's own stand beside its dumps.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
+        about = os.fstat(file.fileno())
+        if not stat.S_ISREG(about.st_mode):
+            raise UnreadableInput(where=where, reason="not a regular file")
+        if about.st_size > SIZE_BYTES_MAX:
+            reason = f"{about.st_size:,} bytes, and a dump of more than {SIZE_BYTES_MAX:,} is not read"
+            raise UnreadableInput(where=where, reason=reason)
+        data = b""
+        if not entries:
+            data = _up_to(file, HEAD_BYTES)
+            if (status := _head(data)) is not None:
+                return _dump(status, path, where, about.st_mtime)
+        data += _up_to(file, about.st_size - len(data))
+    if data[:1] != b"\x80":
+        return _dump(_from_json(data), path, where, about.st_mtime, entries=entries)
+    found = flight_regular.cut(data, data.find(_ENTRIES_KEY)) if entries else None
+    if found is not None:
+        try:
+            return _dump(loads(found.rest), path, where, about.st_mtime, cut=found)
+        except (NotPlain, Malformed):
+            pass  # not all that looked like an entry was one, or the dump is bad: reading the whole of it will tell
+    return _dump(loads(data), path, where, about.st_mtime, entries=entries)
+
+
+def _up_to(file: io.FileIO, num_bytes: int) -> bytes:
+    pieces: list[bytes] = []
+    while num_bytes > 0 and (piece := file.read(num_bytes)):
+        pieces.append(piece)
+        num_bytes -= len(piece)
+    return b"".join(pieces)
+
+
+def _head(data: bytes) -> Any:
+    """What stands before the entries, or None where they cannot be told apart: the beginning of a dict, closed."""
+    end = data.find(_ENTRIES_KEY)
+    if end < 0 or data[:2] != b"\x80\x02":
+        return None
+    try:
+        content = loads(data[:end] + _SETITEMS_STOP)
+    except NotPlain:
+        return None  # whatever is wrong with it, reading the whole file will tell
+    return content if isinstance(content, dict) and "pg_status" in content else None
+
+
+_ENTRIES_KEY = b"X\x07\x00\x00\x00entries"
+_SETITEMS_STOP = b"u."
+
+
+def _from_json(data: bytes) -> Any:
+    """Raises NotPlain."""
+    if data.lstrip()[:1] != b"{":
+        raise NotPlain("neither a pickle nor JSON" if data else "it is empty")
+    if data.count(b"{") + data.count(b"[") > NUM_CONTAINERS_MAX:
+        raise NotPlain(f"it may hold more than {NUM_CONTAINERS_MAX:,} lists and objects")
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise NotPlain("not readable JSON: nested too deeply") from None
+    except ValueError as e:  # UnicodeDecodeError, and integers of too many digits, too
+        raise NotPlain(f"not readable JSON: {safe(str(e))}") from None
+
+
+# --- what they hold --------------------------------------------------------------------------------------------------
+
+
+def _dump(
+    content: Any, path: Path, where: str, written_at: float, *, entries: bool = True, cut: Cut | None = None
+) -> Dump:
+    """Raises Malformed."""
+    if not isinstance(content, dict) or not any(k in content for k in KEYS):
+        raise Malformed(f"it has none of {', '.join(KEYS)}")
+    rank, host = _rank_and_host(path.name)
+    told = content.get("rank")
+    if type(told) is int and 0 <= told <= RANK_MAX:
+        rank = told
+    if not 0 <= rank <= RANK_MAX:
+        raise Malformed("neither it nor the name of its file tells its rank")
+    groups = _groups(content.get("pg_config") or {})
+    rows, pairs = None, dict[int, int]()
+    if entries and ("entries" in content or "pg_status" not in content):
+        rows, pairs = columns(content.get("entries") or [], groups, cut)
+    version = content.get("version", "")
+    return Dump(
+        path=where,
+        rank=rank,
+        host=host,
+        folder=safe(path.absolute().parent.name),
+        version=text_of(version, "version"),
+        written_at=written_at,
+        groups=tuple(groups),
+        status=_status(content.get("pg_status") or {}, groups, pairs),
+        entries=rows,
+    )
+
+
+def _groups(config: Any) -> list[Group]:
+    if not isinstance(config, dict) or len(config) > NUM_GROUPS_MAX:
+        raise Malformed("pg_config is not a table of groups")
+    groups, num_ranks = [], 0
+    for name, about in config.items():
+        if not isinstance(about, dict):
+            raise Malformed("pg_config is not a table of groups")
+        told = about.get("ranks", "[]")
+        ranks = _ranks(told) if isinstance(told, str) else ints_of(told, NUM_RANKS_MAX, "ranks")
+        num_ranks += len(ranks)
+        if num_ranks > NUM_RANKS_MAX or (ranks and not 0 <= min(ranks) <= max(ranks) <= RANK_MAX):
+            raise Malformed(f"the ranks of its groups are not at most {NUM_RANKS_MAX:,} numbers up to {RANK_MAX:,}")
+        if not name and not ranks:
+            continue  # gloo's only line, which stands for all of its groups and tells nothing of them
+        groups.append(Group(name=safe(name), desc=text_of(about.get("desc", ""), "desc"), ranks=ranks))
+    return groups
+
+
+@lru_cache(maxsize=64)
+def _ranks(text: str) -> tuple[int, ...]:
+    """`[0, 1, 2]`: a string where a list is meant, since PyTorch writes it so."""
+    if not re.fullmatch(r"\[(?:[0-9]{1,7}(?:, ?[0-9]{1,7})*+)?\]", text):
+        raise Malformed("the ranks of a group are not a list of numbers")
+    return tuple(sorted(map(int, text[1:-1].split(",")))) if len(text) > 2 else ()
+
+
+def _status(table: Any, groups: Sequence[Group], pairs: dict[int, int]) -> dict[int, Status]:
+    """By group. The table goes by a number that `pairs`, from the entries, translates. Both the numbers and the names of
+    groups count up as groups are made, and a group without operations is in no status: a number that no entry has is
+    paired with the group at its place, if no entry says otherwise."""
+    if not isinstance(table, dict) or len(table) > NUM_GROUPS_MAX:
+        raise Malformed("pg_status is not a table")
+    read = {}
+    for key, values in table.items():
+        if not isinstance(values, dict):
+            raise Malformed("pg_status is not a table")
+        numbers = (values.get(f"last_{what}_collective", 0) for what in ("enqueued", "started", "completed"))
+        enqueued, started, completed = (number_of(n, "pg_status") for n in numbers)
+        read[number_of(key, "pg_status")] = Status(enqueued=enqueued, started=started, completed=completed)
+    by_order: dict[int, int] = {}
+    if all(g.name.isdecimal() for g in groups):
+        in_order = sorted(range(len(groups)), key=lambda i: int(groups[i].name))
+        if all(0 <= pg_id < len(groups) for pg_id in read):
+            by_order = {pg_id: in_order[pg_id] for pg_id in read}
+        elif len(read) == len(groups):
+            by_order = dict(zip(sorted(read), in_order, strict=True))
+        if any(by_order.get(pg_id, group) != group for pg_id, group in pairs.items()):
+            by_order = {}
+    paired = {**by_order, **pairs}
+    return {paired[pg_id]: status for pg_id, status in read.items() if paired.get(pg_id, -1) >= 0}
+
+
+_SUFFIX = re.compile(r"\.(?:pickle|pkl|json|dump|bin|trace|txt)$", re.IGNORECASE)
+_RANK = re.compile(r"rank[_.=-]*([0-9]{1,7})", re.IGNORECASE)
+_NUMBER = re.compile(r"([0-9]{1,7})(?![0-9]|.*[0-9])")
+_NO_HOST = re.compile(
+    r"(?<![a-z0-9])(?:nccl|ncclx|gloo|comm|lib|trace|traces|rank|dump|flight|recorder|fr|debug|info|pg)(?![a-z0-9])"
+)
+_HOST = re.compile(r"[a-z0-9][a-z0-9_.-]{0,62}")
+
+
+def _rank_and_host(name: str) -> tuple[int, str]:
+    """`node7_nccl_trace_rank_12` -> 12, `node7`. -1 without a number; the host is empty where nothing is left of the
+    name. The rank follows the word, or is the last number."""
+    stem = _SUFFIX.sub("", name)
+    found = [*_NUMBER.finditer(stem), *_RANK.finditer(stem)]
+    if not found:
+        return -1, ""
+    rest = _NO_HOST.sub("", f"{stem[: found[-1].start()]}_{stem[found[-1].end() :]}".lower().replace("_", " ").strip())
+    host = re.sub(r"[ _]+", "_", rest).strip("_.- ")
+    return int(found[-1].group(1)), host if _HOST.fullmatch(host) else ""

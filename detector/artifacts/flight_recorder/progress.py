@@ -1,0 +1,321 @@
+"""Where ranks meet: how far each is in each process group, and in each pair of `send` and `recv`, as its dump tells.
+
+The newest dump of each rank counts. Who is in a group and left no dump is known where dumps list the group's ranks; of
+gloo's, which do not, only the group of all is known.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.core.diagnosis import Suspect
+from rolecall.core.ids import NodeId
+from rolecall.detector.artifacts.flight_recorder.dumps import Dump
+from rolecall.detector.artifacts.flight_recorder.entries import Entries, Operation
+from rolecall.detector.artifacts.flight_recorder.text import ranks_text
+from rolecall.detector.artifacts.stacks.dumps import Topology
+
+WAIT_SECONDS_MIN = 1.0
+"""Dumps of a job that works are not taken at one moment: what was enqueued just before is not waiting."""
+DEFAULT_DESC = "default_pg"
+
+Key = tuple[str, int, int, int]
+"""Of a place where ranks meet: the group's name, the number of its list of ranks (groups of one name may have several),
+and of a pair its source and destination, -1 where it is none."""
+Rows = NDArray[np.intp]
+"""Of entries, in order."""
+
+
+class Cause(StrEnum):
+    """What a chain of waits ends in."""
+
+    OUTSIDE = "host_side"
+    NO_DUMP = "no_dump"
+    MISMATCH = "mismatch"
+    ELSEWHERE = "other_collective"
+    BEHIND = "gpu_side"
+    AHEAD = "ahead"
+    INSIDE = "all_inside"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """How far one rank is in one place: sequence numbers. `since`: creation of what it waits for; None: unknown."""
+
+    enqueued: int
+    started: int
+    completed: int
+    since: float | None = None
+    waits: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A group, or a pair of `send` and `recv`: who takes part, how far each is, and what is wrong there."""
+
+    key: Key
+    desc: str
+    members: tuple[int, ...]
+    members_known: bool
+    seats: dict[int, Seat] = field(default_factory=dict)
+    absent: tuple[int, ...] = ()
+    frontier: int = 0
+    cause: Cause | None = None
+    culprits: tuple[int, ...] = ()
+    detail: str = ""
+
+    @property
+    def waiting(self) -> list[int]:
+        return [r for r, s in self.seats.items() if s.waits]
+
+    @property
+    def inside(self) -> list[int]:
+        return [r for r, s in self.seats.items() if s.enqueued >= self.frontier > s.completed]
+
+    @property
+    def late(self) -> list[int]:
+        return [r for r, s in self.seats.items() if s.enqueued < self.frontier]
+
+    @property
+    def name(self) -> str:
+        name, _, source, destination = self.key
+        pair = f", rank {source} to {destination}" if source >= 0 else ""
+        return f"{f'group {name}' if name else 'a group without a name'}{f' ({self.desc})' if self.desc and self.desc != 'undefined' else ''}{pair}"
+
+
+@dataclass(slots=True)
+class RankLists:
+    """Numbers the lists of ranks of all groups. Thousands of dumps hold the same few objects, of thousands of ranks each:
+    to compare them each time would take longer than all the rest."""
+
+    by_object: dict[int, int] = field(default_factory=dict)
+    by_value: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+    def number(self, ranks: tuple[int, ...]) -> int:
+        found = self.by_object.get(id(ranks))
+        if found is None:
+            found = self.by_object[id(ranks)] = self.by_value.setdefault(ranks, len(self.by_value))
+        return found
+
+
+@dataclass(slots=True)
+class Job:
+    """The newest dump of each rank, and who left none."""
+
+    dumps: dict[int, Dump]
+    world: tuple[int, ...]
+    absent: tuple[int, ...]
+    nodes: dict[int, str]
+    written_at: float
+    ranks: RankLists
+    topology: Topology
+    places: dict[Key, Place] = field(default_factory=dict)
+    index: dict[tuple[int, Key], int] = field(default_factory=dict)  # of a group in a rank's dump
+    unread: set[int] = field(default_factory=set)  # ranks whose entries are needed before more can be said
+
+    def suspects(self, ranks: Iterable[int]) -> tuple[Suspect, ...]:
+        return tuple(self._suspect(r) for r in sorted(ranks))
+
+    def _suspect(self, rank: int) -> Suspect:
+        """Where nothing tells the machine the rank stands for it: two ranks are never taken for one machine."""
+        replica = self.topology.replicas.get(rank, "")
+        role = self.topology.role or replica.partition("/")[0]
+        return Suspect(node=NodeId(self.nodes.get(rank, f"rank-{rank}")), role=role, replica=replica, rank=rank)
+
+    def who(self, ranks: Sequence[int]) -> str:
+        """For sentences: `rank 3 of trainer/1 (node m07)`, `ranks 0-3 (node m01)`: as far as known, and common to all."""
+        suspects = self.suspects(ranks)
+        replicas = {s.replica or s.role for s in suspects}
+        nodes = {self.nodes.get(s.rank, "") for s in suspects if s.rank is not None}
+        of = f" of {replicas.pop()}" if len(replicas) == 1 and "" not in replicas else ""
+        at = f" (node {nodes.pop()})" if len(nodes) == 1 and "" not in nodes else ""
+        return f"{ranks_text(ranks)}{of}{at}"
+
+
+def gathered(dumps: Sequence[Dump], world_size: int | None, topology: Topology | None = None) -> Job:
+    newest: dict[int, Dump] = {}
+    for dump in sorted(dumps, key=lambda d: (d.written_at, d.path)):
+        newest[dump.rank] = dump
+    newest = dict(sorted(newest.items()))
+    ranks = RankLists()
+    for group in (g for d in newest.values() for g in d.groups):
+        ranks.number(group.ranks)
+    told = {r for known in ranks.by_value for r in known}
+    world = told | set(newest) | set(range(world_size if world_size is not None else max(newest) + 1))
+    created = [float(d.entries.created_at.max()) for d in newest.values() if d.entries is not None and len(d.entries)]
+    job = Job(
+        dumps=newest,
+        world=tuple(sorted(world)),
+        absent=tuple(sorted(world - set(newest))),
+        nodes={**_nodes(newest), **(topology.nodes if topology else {})},
+        written_at=max([d.written_at for d in newest.values()] + created),
+        ranks=ranks,
+        topology=topology or Topology(),
+    )
+    paired = {
+        (g.name, ranks.number(g.ranks))
+        for d in newest.values()
+        if d.entries is not None
+        for i in _p2p_groups(d.entries)
+        for g in (d.groups[i],)
+    }
+    for rank, dump in newest.items():
+        _take_seats(job, rank, dump, paired)
+    for place in job.places.values():
+        _complete(job, place, paired)
+    return job
+
+
+def _nodes(dumps: dict[int, Dump]) -> dict[int, str]:
+    """From the files' names, else from their folders, where these differ: one name for all names no machine. A rank
+    between two of one machine is on it, too."""
+    for names in ({r: d.host for r, d in dumps.items()}, {r: d.folder for r, d in dumps.items()}):
+        if len(set(names.values())) > 1 and all(names.values()):
+            between = dict(names)
+            known = sorted(names)
+            for left, right in pairwise(known):
+                if names[left] == names[right]:
+                    between.update(dict.fromkeys(range(left + 1, right), names[left]))
+            return between
+    return {}
+
+
+def _p2p_groups(entries: Entries) -> list[int]:
+    p2p = np.array([o.is_p2p for o in entries.operations], dtype=bool)
+    return [int(g) for g in np.unique(entries.group[p2p[entries.operation]])] if p2p.any() else []
+
+
+def _take_seats(job: Job, rank: int, dump: Dump, paired: set[tuple[str, int]]) -> None:
+    entries = dump.entries
+    collectives, pairs = _rows_by_group(entries) if entries is not None else ({}, {})
+    for i, group in enumerate(dump.groups):
+        place = _place(job, (group.name, job.ranks.number(group.ranks), -1, -1), group.desc, group.ranks)
+        job.index[rank, place.key] = i
+        seat = None
+        if entries is not None:
+            if i in collectives:
+                seat = _collective_seat(entries, collectives[i], dump.written_at)
+            if i in pairs:
+                _take_pairs(job, rank, dump, entries, pairs[i], i)
+        status = dump.status.get(i)
+        if seat is None and status is not None and group.ranks and place.key[:2] not in paired:
+            # Where there is point-to-point traffic its own numbers are in the status, too, and it says nothing. So it
+            # is with gloo, which leaves no entry of that traffic, but whose groups have no ranks.
+            done = max(0, status.completed)
+            seat = Seat(max(0, status.enqueued), max(0, status.started), done, None, status.enqueued > done)
+        if seat is not None:
+            place.seats[rank] = seat
+    if entries is None and not dump.status:
+        job.unread.add(rank)
+
+
+def _rows_by_group(entries: Entries) -> tuple[dict[int, Rows], dict[int, Rows]]:
+    """Of each group that has any: rows of its collectives, and of its point-to-point operations."""
+    p2p = np.array([o.is_p2p for o in entries.operations], dtype=bool)[entries.operation]
+    split: tuple[dict[int, Rows], dict[int, Rows]] = ({}, {})
+    for of_kind, kind in zip(split, (~p2p, p2p), strict=True):
+        rows = np.flatnonzero(kind)
+        rows = rows[np.argsort(entries.group[rows], kind="stable")]
+        groups, first = np.unique(entries.group[rows], return_index=True)
+        of_kind.update(zip(groups.tolist(), np.split(rows, first[1:]), strict=True) if len(rows) else ())
+    return split
+
+
+def _place(job: Job, key: Key, desc: str, members: tuple[int, ...]) -> Place:
+    found = job.places.get(key)
+    if found is None:
+        found = job.places[key] = Place(key, desc, members, bool(members))
+    return found
+
+
+def _collective_seat(entries: Entries, rows: Rows, written_at: float) -> Seat:
+    seqs = entries.seq[rows]
+    enqueued = int(seqs.max())
+    pending = rows[~entries.done[rows]]
+    if not len(pending):
+        return Seat(enqueued, enqueued, enqueued)
+    first = int(entries.seq[pending].min())
+    started = seqs[entries.started[rows]]
+    since = float(entries.created_at[pending[entries.seq[pending] == first]].min())
+    return Seat(enqueued, int(started.max()) if len(started) else 0, first - 1, since, _has_waited(since, written_at))
+
+
+def _has_waited(since: float, written_at: float) -> bool:
+    """A file that is older than what is in it has a clock of its own, which then says nothing."""
+    return not 0 <= written_at - since < WAIT_SECONDS_MIN
+
+
+def _take_pairs(job: Job, rank: int, dump: Dump, entries: Entries, mine: Rows, group: int) -> None:
+    """`send` and `recv` of two ranks follow each other in order: the n-th of one meets the n-th of the other. They are
+    counted from the job's first on, or, where the ring has lost that, among those that are pending."""
+    about = dump.groups[group]
+    pair_of: dict[int, tuple[int, int]] = {}
+    rows_of: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for row, operation in zip(mine.tolist(), entries.operation[mine].tolist(), strict=True):
+        pair = pair_of.get(operation)
+        if pair is None:
+            pair = pair_of[operation] = peers_of(entries.operations[operation], about.ranks)
+        if rank in pair and min(pair) >= 0 and pair[0] != pair[1]:
+            rows_of[pair].append(row)
+    for pair, rows in rows_of.items():
+        place = _place(job, (about.name, job.ranks.number(about.ranks), *pair), about.desc, pair)
+        job.index[rank, place.key] = group
+        pending = [row for row in rows if not entries.done[row]]
+        since = float(entries.created_at[pending[0]]) if pending else None
+        waits = since is not None and _has_waited(since, dump.written_at)
+        place.seats[rank] = Seat(len(rows), 0, len(rows) - len(pending), since, waits)
+
+
+def peers_of(operation: Operation, ranks: tuple[int, ...]) -> tuple[int, int]:
+    """Global ranks of source and destination; where the group's are not known its own numbers. -1: none."""
+    places = (operation.source, operation.destination)
+    if not ranks:
+        return places
+    source, destination = (ranks[p] if 0 <= p < len(ranks) else -1 for p in places)
+    return source, destination
+
+
+def _complete(job: Job, place: Place, paired: set[tuple[str, int]]) -> None:
+    """Seats of members that say nothing about the place, who left no dump, and the frontier."""
+    if not place.members_known:
+        everybody = place.desc == DEFAULT_DESC
+        place.members = job.world if everybody else tuple(sorted(place.seats))
+        place.members_known = everybody
+    # Of all ranks, only those with a dump are walked through: a hostile one may hold thousands of groups of all.
+    of_all = place.members is job.world
+    place.absent = job.absent if of_all else tuple(r for r in place.members if r not in job.dumps)
+    is_pair = place.key[2] >= 0
+    for rank in job.dumps if of_all else place.members:
+        dump = job.dumps.get(rank)
+        if dump is None or rank in place.seats:
+            continue
+        if dump.entries is None:
+            # Nothing in the status means nothing begun, if the status could be read; with pairs it never can.
+            if is_pair or place.key[:2] in paired or not dump.status:
+                job.unread.add(rank)
+                continue
+        elif dump.entries.first_record > 0 and not dump.status and not is_pair:
+            continue  # what it did here may be lost
+        place.seats[rank] = Seat(0, 0, 0)
+    if is_pair and any(_overflowed(job.dumps[r]) for r in place.seats):
+        place.seats = {r: Seat(s.enqueued - s.completed, 0, 0, s.since, s.waits) for r, s in place.seats.items()}
+    waiting = place.waiting
+    place.frontier = min((place.seats[r].completed for r in waiting), default=-1) + 1
+
+
+def _overflowed(dump: Dump) -> bool:
+    return dump.entries is None or dump.entries.first_record > 0
+
+
+def operations_at(job: Job, rank: int, key: Key, seq: int) -> list[Operation]:
+    entries, group = job.dumps[rank].entries, job.index.get((rank, key))
+    if entries is None or group is None:
+        return []
+    rows = np.flatnonzero((entries.group == group) & (entries.seq == seq))
+    operations = [entries.operations[entries.operation[row]] for row in rows]
+    return [o for o in operations if not o.is_p2p]

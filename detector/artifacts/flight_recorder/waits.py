@@ -1,0 +1,159 @@
+"""Waits followed to their ends: what is wrong where ranks meet, and who waits because of it.
+
+In each group, k is the first collective that a waiting rank has not finished (diagnosis.py has the order in which
+causes are looked for). Whoever is late for one group because it waits in another is a victim of that one.
+"""
+
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rolecall.detector.artifacts.flight_recorder.mismatch import mismatch
+from rolecall.detector.artifacts.flight_recorder.progress import Cause, Job, Key, Place
+
+STRONG = (Cause.MISMATCH, Cause.OUTSIDE, Cause.ELSEWHERE)
+"""They stand on what a rank itself recorded; the others give way to them where they explain the same waits."""
+WEAK = (Cause.AHEAD, Cause.INSIDE)
+"""They accuse nobody."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Where waits end: `place` is what is wrong there, or the place that waits for `ranks`. `waiters` lead to it."""
+
+    cause: Cause
+    ranks: tuple[int, ...]
+    place: Place
+    waiters: frozenset[int]
+
+
+def ends_of(job: Job) -> list[End]:
+    """Where the waits end, most votes first."""
+    stuck = [p for p in job.places.values() if p.frontier > 0]
+    waits_in: dict[int, list[Place]] = defaultdict(list)
+    for place in stuck:
+        for rank in place.waiting:
+            waits_in[rank].append(place)
+    ends: list[End] = []
+    explained_by: list[tuple[Cause, tuple[int, ...], Place]] = []
+    blocked_by: dict[int, list[Place]] = defaultdict(list)  # places that are held up by a rank
+    for place in stuck:
+        _judge(job, place, waits_in)
+        if place.cause is None:
+            for rank in place.culprits:
+                blocked_by[rank].append(place)
+        else:
+            explained_by.append((place.cause, place.culprits, place))
+    outside = [r for r in blocked_by if r not in waits_in]
+    for rank in outside:
+        explained_by.append((Cause.OUTSIDE, (rank,), min(blocked_by[rank], key=_age)))
+    reached: set[int] = set()
+    for cause, ranks, place in explained_by:
+        first = blocked_by[ranks[0]] if cause is Cause.OUTSIDE else [place]
+        waiters = _led_by(first, blocked_by)
+        if cause not in WEAK:
+            reached.update(waiters)
+        ends.append(End(cause, ranks, place, frozenset(waiters)))
+    unexplained = [p for p in stuck if p.cause is None and not reached.intersection(p.waiting)]
+    ends += _circles(unexplained, waits_in, blocked_by)
+    return _most_telling(ends, waits_in)
+
+
+def _age(place: Place) -> tuple[bool, float, int]:
+    """Sorts groups before pairs, who has waited longest first, then by how many do."""
+    since = min((s.since for s in place.seats.values() if s.waits and s.since is not None), default=float("inf"))
+    return place.key[2] >= 0, since, -len(place.waiting)
+
+
+def _judge(job: Job, place: Place, waits_in: dict[int, list[Place]]) -> None:
+    """Sets what is wrong here, or, with no cause, the ranks that are late (`culprits`)."""
+    k, half = place.frontier, len(place.members) / 2
+    odd, place.detail = mismatch(job, place)
+    late = place.late
+    if odd:
+        place.cause, place.culprits = Cause.MISMATCH, odd
+    elif late:
+        outside = [r for r in late if r not in waits_in]
+        if len(outside) > half and len(outside) == len(late):
+            place.cause, place.culprits = Cause.AHEAD, tuple(place.waiting)
+        else:
+            place.culprits = tuple(late if len(outside) <= half else [r for r in late if r in waits_in])
+    elif place.absent and len(place.absent) <= half:
+        place.cause, place.culprits = Cause.NO_DUMP, place.absent
+    elif not place.members_known and job.absent and len(job.absent) <= len(job.dumps):
+        place.cause, place.culprits = Cause.NO_DUMP, job.absent
+    else:
+        inside = place.inside
+        idle = [r for r in inside if place.seats[r].started < k]
+        behind = inside if len(inside) < len(place.seats) else idle
+        if 0 < len(behind) <= half and not place.absent:
+            place.cause, place.culprits = Cause.BEHIND, tuple(behind)
+            place.detail = "start" if behind is idle else "finish"
+        else:
+            place.cause, place.culprits = Cause.INSIDE, tuple(inside)
+
+
+def _led_by(first: Iterable[Place], blocked_by: dict[int, list[Place]]) -> set[int]:
+    """Ranks whose wait leads to these places: those in them, those who wait for these elsewhere, and so on."""
+    waiters: set[int] = set()
+    seen: set[Key] = set()
+    places = deque(first)
+    while places:
+        place = places.popleft()
+        if place.key in seen:
+            continue
+        seen.add(place.key)
+        for rank in place.waiting:
+            if rank not in waiters:
+                waiters.add(rank)
+                places.extend(blocked_by.get(rank, ()))
+    return waiters
+
+
+def _circles(places: list[Place], waits_in: dict[int, list[Place]], blocked_by: dict[int, list[Place]]) -> list[End]:
+    """Waits that lead back to themselves: ranks are in different collectives. Whoever is late where the smallest share
+    is late has left the others."""
+    known = {p.key for p in places}
+    beyond = {p.key: [q for r in p.culprits for q in waits_in.get(r, ()) if q.key in known] for p in places}
+    reach: dict[Key, set[Key]] = {}
+    for place in places:
+        seen: set[Key] = set()
+        ahead = deque(beyond[place.key])
+        while ahead:
+            q = ahead.popleft()
+            if q.key not in seen:
+                seen.add(q.key)
+                ahead.extend(beyond[q.key])
+        reach[place.key] = seen
+    ends = []
+    told: set[Key] = set()
+    for place in places:
+        together = [q for q in places if q.key in reach[place.key] and place.key in reach[q.key]]
+        if not together or place.key in told:
+            continue
+        told.update(q.key for q in together)
+        share = min(len(q.culprits) / len(q.members) for q in together)
+        least = [q for q in together if len(q.culprits) / len(q.members) == share]
+        odd = tuple(sorted({r for q in least for r in q.culprits}))
+        waiters = frozenset(_led_by(together, blocked_by))
+        ends.append(End(Cause.ELSEWHERE, odd, max(least, key=lambda q: len(q.waiting)), waiters))
+    return ends
+
+
+def _most_telling(ends: list[End], waits_in: dict[int, list[Place]]) -> list[End]:
+    strong = {r for e in ends if e.cause in STRONG for r in e.waiters}
+    kept = [e for e in ends if e.cause in STRONG or not strong.intersection(e.place.inside)]
+    medium = {r for e in kept if e.cause in (Cause.NO_DUMP, Cause.BEHIND) for r in e.waiters}
+    kept = [e for e in kept if e.cause not in WEAK or not medium.intersection(e.place.inside)]
+    kept = [e for e in kept if e.cause is not Cause.INSIDE or _is_oldest(e.place, waits_in)] or kept
+    return sorted(kept, key=lambda e: (e.cause in WEAK, -len(e.waiters), e.ranks))
+
+
+def _is_oldest(place: Place, waits_in: dict[int, list[Place]]) -> bool:
+    """Whether one of its ranks waits for nothing older: what was enqueued later stands behind it."""
+    for rank in place.waiting:
+        since = [p.seats[rank].since for p in waits_in[rank]]
+        mine = place.seats[rank].since
+        if mine is None or all(s is None or s >= mine for s in since):
+            return True
+    return False

@@ -1,0 +1,357 @@
+"""What copies of InfiniBand trees (trees.py) show: ports that are down or slow, counters out of order.
+
+The same port of other nodes is its *rail*: rails often share a switch. A port is compared with its rail, else with its
+node's others.
+
+    down: not active, while most of its rail is, or it has carried traffic
+    slow: active at a lower rate than most of its rail (else of its node's alike), or InfiniBand on one lane of its own
+    counters: far above those of the other ports (`MANY`), or, of two copies of a node, growing too fast (`GROWTH`)
+    congested: of two copies, it asks far more often than the others to be sent less (`CONGESTION`)
+
+What many nodes share on one rail, or most of the fleet everywhere, is no fault of theirs (a switch lifts many): it is told
+as one `cannot tell` that names them. What a single copy does not tell is a remark.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from statistics import median
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.ids import NodeId
+from rolecall.detector.artifacts.infiniband.trees import Port
+from rolecall.detector.base.findings import settles
+from rolecall.formats.infiniband import SATURATES_AT
+
+DETECTOR = "infiniband_trees"
+NUM_TOLD = 8
+NUM_UNDECIDED_MAX = 64
+"""A "cannot tell" names no more nodes than this."""
+MANY = {
+    **dict.fromkeys(("excessive_buffer_overrun_errors", "local_link_integrity_errors"), 1),
+    "link_downed": 2,
+    "link_error_recovery": 5,
+    "rnr_nak_retry_err": 10,
+    "symbol_error": 120,
+    "roce_slow_restart": 600,
+    "port_rcv_errors": 600,
+    "port_xmit_discards": 6000,
+    "local_ack_timeout_err": 60,
+}
+"""Counts below this are not many, however few the others have: single flaps are tolerated, a job that dies leaves some
+retries behind, and the rest is what may be counted within an hour or a minute (`GROWTH`)."""
+TIMES_PEERS = 10.0
+"""Many are ten times as many as the median of the others: counters of links in order differ, but not by this."""
+NUM_PEERS_MIN = 3
+GROWTH: Mapping[str, tuple[float, float, str]] = {
+    **dict.fromkeys(
+        ("link_downed", "excessive_buffer_overrun_errors", "local_link_integrity_errors", "rnr_nak_retry_err"),
+        (0.0, 1.0, "no increase is in order"),
+    ),
+    "symbol_error": (120.0, 3600.0, "at most 120 an hour are in order"),
+    "link_error_recovery": (5.0, 60.0, "at most 5 a minute are in order"),
+    **dict.fromkeys(("roce_slow_restart", "port_rcv_errors"), (10.0, 1.0, "at most 10 a second are in order")),
+    "port_xmit_discards": (100.0, 1.0, "at most 100 a second are in order"),
+    "local_ack_timeout_err": (1.0, 1.0, "at most one a second is in order"),
+}
+"""By counter: no more than so many in so many seconds (NVIDIA/NVSentinel, nic-health-monitor, link counter detection; 120
+symbol errors an hour are the IBTA's bit error rate of 1e-12)."""
+OF_OTHERS = frozenset({"local_ack_timeout_err", "rnr_nak_retry_err", "roce_slow_restart", "port_xmit_discards"})
+"""Counted here for what the other end or the path between does: a peer that died answers nobody."""
+CONGESTION: Mapping[str, tuple[float, str]] = {
+    "np_cnp_sent": (1000.0, "congestion notifications (CNP)"),
+}
+"""By counter: fewer a second are none, and what it counts in words. Nobody publishes how many are in order: they are
+compared with the other ports alone. A flow whose packets are all marked sends one each 50 us, 20,000 a second (DCQCN,
+Zhu et al., SIGCOMM 2015, section 5). PFC pauses are in no InfiniBand tree, `ethtool -S` has them."""
+NUM_GROWN_MIN = 5
+"""Fewer make no rate: two in a second are not 7,200 an hour."""
+NUM_NODES_SHARED_MIN = 3
+SHARED_RATIO = 0.5
+NUM_RAILS_MIN = 4
+"""With as many rails, faults of single machines do not gather on one of them."""
+CONFIDENCE_CANNOT_TELL = 0.3
+SETTLE_COUNTS = (
+    "a second copy of the same nodes some minutes later, in a folder beside the first: whether it still counts"
+)
+SETTLE_OTHERS = "whether those whom it talks to count the same: then it is one of them, or the path between"
+SETTLE_CONGESTED = "the PFC pauses that it sends (ethtool -S: tx_prio*_pause) and its PCIe link: a machine that takes too little pauses others"
+SETTLE_SHARED = "what they have in common: the switch of this rail, its cabling, the subnet manager and their logs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Complaint:
+    """What is wrong with one port. `kind`: `down`, `slow`, or the counter's name."""
+
+    port: Port
+    kind: str
+    confidence: float
+    text: str
+    values: Mapping[str, float] = field(default_factory=dict)
+    settle: str = ""
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(kind=f"infiniband_{self.kind}", text=f"{self.port.node}: {self.text}", values=dict(self.values))
+
+
+class Fleet:
+    """`ports`: the newest copy of each; `before`: the oldest by (node, rail), where there is an older one."""
+
+    def __init__(self, copies: Iterable[Port]) -> None:
+        first, last = dict[tuple[str, str], Port](), dict[tuple[str, str], Port]()
+        for port in sorted(copies, key=lambda p: (p.at, p.path)):
+            key = port.node, port.rail
+            first.setdefault(key, port)
+            last[key] = port
+        self.ports = tuple(last[key] for key in sorted(last))
+        self.before = {k: p for k, p in first.items() if last[k].at > p.at}
+        self.rails, self.nodes = dict[str, list[Port]](), dict[NodeId, list[Port]]()
+        counts = dict[tuple[str, str], list[int]]()
+        for port in self.ports:
+            self.rails.setdefault(port.rail, []).append(port)
+            self.nodes.setdefault(port.node, []).append(port)
+            for name, count in port.counters.items():
+                counts.setdefault((port.link_layer, name), []).append(count)
+        self._usual = {key: (median(its), len(its)) for key, its in counts.items()}
+        rates = dict[tuple[str, str], list[float]]()
+        for port in self.ports:
+            for name in CONGESTION:
+                if (grown := self.grown(port, name)) is not None:
+                    rates.setdefault((port.link_layer, name), []).append(grown[0] / grown[1])
+        self._usual_rates = {key: (median(its), len(its)) for key, its in rates.items()}
+
+    def grown(self, port: Port, counter: str) -> tuple[int, float] | None:
+        """(by how much, in how many seconds) between the oldest and the newest copy; None: there is one copy only."""
+        before = self.before.get((port.node, port.rail))
+        if before is None or counter not in before.counters or counter not in port.counters:
+            return None
+        old, new = before.counters[counter], port.counters[counter]
+        return (new - old if new >= old else new), port.at - before.at  # less than before: it began anew
+
+    def usual_rate(self, port: Port, counter: str) -> tuple[float, int]:
+        """(median, number) a second of all ports of its kind of which there are two copies."""
+        return self._usual_rates[port.link_layer, counter]
+
+    def rail(self, port: Port) -> list[Port]:
+        """The same port of other nodes."""
+        return [p for p in self.rails[port.rail] if p is not port]
+
+    def alike(self, port: Port) -> list[Port]:
+        """Its node's other ports of the same kind."""
+        return [p for p in self.nodes[port.node] if p.link_layer == port.link_layer and p is not port]
+
+    def usual(self, port: Port, counter: str) -> tuple[float, int]:
+        """(median, number) of all ports of its kind."""
+        return self._usual[port.link_layer, counter]
+
+
+def diagnose(ports: Sequence[Port]) -> tuple[list[Finding], list[str]]:
+    """Findings, one a node or for what several share; and what cannot be told of these copies."""
+    if not ports:
+        return [], ["cannot tell anything: the ports went while they were read"]
+    fleet = Fleet(ports)
+    remarks = list[str]()
+    complaints = [c for p in fleet.ports for c in _complaints(fleet, p, remarks)]
+    shared, own = _shared(fleet, complaints)
+    times = [p.at for p in ports]
+    findings = [
+        _of_node(list(its), min(times), max(times))
+        for _, its in groupby(sorted(own, key=lambda c: c.port.node), key=lambda c: c.port.node)
+    ]
+    named = {c.port.node for c in own}
+    findings += [_of_several(s, named, fleet, min(times), max(times)) for s in shared]
+    return findings, _folded(remarks)
+
+
+def looked_at(ports: Sequence[Port]) -> str:
+    fleet = Fleet(ports)
+    up = sum(p.up for p in fleet.ports)
+    copies = ", two or more copies of some" if fleet.before else ""
+    return f"{len(fleet.ports)} port(s) of {len(fleet.nodes)} node(s), {up} of them active{copies}"
+
+
+def _complaints(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Complaint]:
+    if port.up:
+        yield from _slow(fleet, port, remarks)
+    else:
+        yield from _down(fleet, port, remarks)
+    for name in MANY:
+        if name in port.counters:
+            yield from _counted(fleet, port, name, remarks)
+    for name in CONGESTION:
+        yield from _congested(fleet, port, name)
+
+
+def _down(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Complaint]:
+    rail = fleet.rail(port)
+    up = sum(p.up for p in rail)
+    values = {"num_up": float(up), "num_peers": float(len(rail))}
+    what = f"port {port.rail} is down ({port.condition})"
+    if up > SHARED_RATIO * len(rail):
+        confidence = 0.9 if up > 1 else 0.7
+        text = f"{what}, and active on {up} of {len(rail)} other node(s)"
+        yield Complaint(port=port, kind="down", confidence=confidence, text=text, values=values)
+    elif port.used:
+        yield Complaint(port=port, kind="down", confidence=0.7, text=f"{what}, and has been in use", values=values)
+    else:
+        remarks.append(f"whether port {port.rail} should be active: it is down, and no counter says that it ever was")
+
+
+def _slow(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Complaint]:
+    if port.rate is None:
+        return
+    for group, words, confidence in (
+        (fleet.rail(port), "of other nodes", 0.85),
+        (fleet.alike(port), "of its node", 0.6),
+    ):
+        rates = [p.rate for p in group if p.up and p.rate is not None]
+        usual = _usual([r.bytes_per_second for r in rates])
+        if usual is None:
+            continue
+        if port.rate.bytes_per_second < usual:
+            other = next(r for r in rates if r.bytes_per_second == usual)
+            number = sum(r.bytes_per_second == usual for r in rates)
+            text = f"port {port.rail} runs at {port.rate}, {number} of {len(rates)} ports {words} at {other}"
+            values = {"rate_bytes_per_second": port.rate.bytes_per_second, "peers_bytes_per_second": usual}
+            yield Complaint(port=port, kind="slow", confidence=confidence, text=text, values=values)
+        return  # its rail knows best
+    if port.link_layer == "InfiniBand" and port.rate.num_lanes == 1:
+        text = f"port {port.rail} runs at {port.rate}: one lane, and an InfiniBand port has four"
+        yield Complaint(port=port, kind="slow", confidence=0.6, text=text, values={"num_lanes": 1.0})
+    elif port.link_layer == "InfiniBand" and port.rate.num_lanes == 2:
+        remarks.append(f"whether port {port.rail} should run on four lanes: it runs on two, as split cables make it do")
+
+
+def _usual(rates: Sequence[float]) -> float | None:
+    """The rate of more than half, of two or more."""
+    if len(rates) < 2:
+        return None
+    rate, number = Counter(rates).most_common(1)[0]
+    return rate if number > len(rates) / 2 else None
+
+
+def _counted(fleet: Fleet, port: Port, name: str, remarks: list[str]) -> Iterator[Complaint]:
+    count = port.counters[name]
+    settle = SETTLE_OTHERS if name in OF_OTHERS else ""
+    if (growth := fleet.grown(port, name)) is not None:
+        grown, seconds = growth
+        most, per_seconds, in_order = GROWTH[name]
+        if grown > most * seconds / per_seconds and (not most or grown >= NUM_GROWN_MIN):
+            text = f"port {port.rail}: {name} grew by {grown} to {count} in {seconds:.0f} s, and {in_order}"
+            values = {"num_grown": float(grown), "seconds": seconds}
+            confidence = 0.5 if settle else 0.8
+            yield Complaint(port=port, kind=name, confidence=confidence, text=text, values=values, settle=settle)
+        return
+    if count < MANY[name]:
+        return
+    middle, num_ports = fleet.usual(port, name)
+    if num_ports <= NUM_PEERS_MIN:
+        remarks.append(f"whether {name} of port {port.rail} is much: one copy, and fewer than {NUM_PEERS_MIN} peers")
+    elif count >= TIMES_PEERS * middle:
+        at_end = ", where it counts no further" if count == SATURATES_AT.get(name) else ""
+        text = f"port {port.rail}: {name} {count}{at_end}; the median of {num_ports} ports is {middle:g}"
+        values = {"count": float(count), "median": float(middle)}
+        yield Complaint(port=port, kind=name, confidence=0.5, text=text, values=values, settle=SETTLE_COUNTS)
+
+
+def _congested(fleet: Fleet, port: Port, name: str) -> Iterator[Complaint]:
+    growth = fleet.grown(port, name)
+    if growth is None:
+        return
+    grown, seconds = growth
+    least, words = CONGESTION[name]
+    usual, num_ports = fleet.usual_rate(port, name)
+    rate = grown / seconds
+    if num_ports > NUM_PEERS_MIN and rate >= max(least, TIMES_PEERS * usual):
+        text = (
+            f"port {port.rail}: {name} grew by {rate:,.0f} a second in {seconds:.0f} s: it sent {words} to those who send "
+            f"to it; the median of {num_ports} ports is {usual:,.0f} a second"
+        )
+        values = {"per_second": rate, "median_per_second": usual, "seconds": seconds}
+        yield Complaint(port=port, kind=name, confidence=0.4, text=text, values=values, settle=SETTLE_CONGESTED)
+
+
+# --- what several share -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """`rails`: those that are hit as such; empty when it is most of the nodes, on whatever rail."""
+
+    kind: str
+    rails: tuple[str, ...]
+    complaints: tuple[Complaint, ...]
+
+
+def _shared(fleet: Fleet, complaints: Sequence[Complaint]) -> tuple[list[Shared], list[Complaint]]:
+    """What machines have in common, by kind; and what is left, each one's own."""
+    shared, own = list[Shared](), list[Complaint]()
+    for kind in dict.fromkeys(c.kind for c in complaints):
+        of_kind = [c for c in complaints if c.kind == kind]
+        by_rail = dict[str, list[Complaint]]()
+        for c in of_kind:
+            by_rail.setdefault(c.port.rail, []).append(c)
+        hit = tuple(rail for rail, its in by_rail.items() if _is_shared(fleet, len(its), rail, len(of_kind)))
+        if hit:
+            shared.append(Shared(kind, hit, tuple(c for rail in hit for c in by_rail.pop(rail))))
+        rest = [c for its in by_rail.values() for c in its]
+        affected = len({c.port.node for c in rest})
+        if affected >= NUM_NODES_SHARED_MIN and affected >= SHARED_RATIO * len(fleet.nodes):
+            shared.append(Shared(kind, (), tuple(rest)))
+        else:
+            own += rest
+    return shared, own
+
+
+def _is_shared(fleet: Fleet, number: int, rail: str, num_of_kind: int) -> bool:
+    if number > 1 and number >= SHARED_RATIO * len(fleet.rails[rail]):
+        return True
+    gathers = len(fleet.rails) >= NUM_RAILS_MIN and number > SHARED_RATIO * num_of_kind
+    return gathers and number >= NUM_NODES_SHARED_MIN
+
+
+def _of_node(complaints: Sequence[Complaint], first_at: float, last_at: float) -> Finding:
+    worst_first = sorted(complaints, key=lambda c: -c.confidence)
+    node = worst_first[0].port.node
+    more = f"; and {len(worst_first) - 1} more" if len(worst_first) > 1 else ""
+    told = tuple(dict.fromkeys(c.settle for c in complaints if c.settle))
+    return Finding(
+        detector=DETECTOR,
+        suspects=(Suspect(node=node),),
+        fault_class=FaultClass.NETWORK,
+        onset=first_at,
+        detected_at=last_at,
+        confidence=worst_first[0].confidence,
+        because=f"node {node}: {worst_first[0].text}{more}",
+        evidence=(*(c.evidence for c in worst_first[:NUM_TOLD]), *map(settles, told)),
+    )
+
+
+def _of_several(shared: Shared, named: set[NodeId], fleet: Fleet, first_at: float, last_at: float) -> Finding:
+    nodes = list(dict.fromkeys(c.port.node for c in shared.complaints))
+    # A node that something of its own was found about is not undecided.
+    suspects = [n for n in nodes if n not in named] or nodes
+    what = {"down": "is down", "slow": "runs slow"}.get(shared.kind, f"counts {shared.kind}")
+    more = f" (and {len(shared.rails) - 1} more)" if len(shared.rails) > 1 else ""
+    which = f"port {shared.rails[0]}{more}" if shared.rails else "some port"
+    return Finding(
+        detector=DETECTOR,
+        suspects=tuple(Suspect(node=n) for n in suspects[:NUM_UNDECIDED_MAX]),
+        fault_class=FaultClass.CANNOT_TELL,
+        onset=first_at,
+        detected_at=last_at,
+        confidence=CONFIDENCE_CANNOT_TELL,
+        because=f"{which} {what} on {len(nodes)} of {len(fleet.nodes)} nodes: what they share, not a single machine",
+        evidence=(*(c.evidence for c in shared.complaints[:NUM_TOLD]), settles(SETTLE_SHARED)),
+        about=f":{shared.kind} {' '.join(shared.rails)}",  # of no role
+    )
+
+
+def _folded(remarks: Sequence[str]) -> list[str]:
+    """Each once, with how many nodes it is of."""
+    return [
+        f"cannot tell {text}" + (f" (on {number} nodes)" if number > 1 else "")
+        for text, number in Counter(remarks).items()
+    ]

@@ -1,0 +1,151 @@
+"""Copies of `/sys/class/infiniband`, of one node or of many side by side, as they are read.
+
+A folder `<node>/[infiniband/]<device>/ports/<n>` whose file `state` reads like a port's is one; what a port's files say of
+it that a verdict needs (findings.py) becomes a `Port`. Foreign files: sizes and numbers are bounded.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rolecall.core.ids import NodeId
+from rolecall.formats.infiniband import PHYSICAL_STATES, STATES, UNKNOWN, UP_STATES, Rate, parse_rate, parse_state
+
+TEXT_BYTES_MAX = 4096
+NUM_PORTS_MAX = 16
+"""Of one device: those that are known have one or two."""
+CLASS_FOLDERS = frozenset({"infiniband", "class", "sys", "ports", ""})
+"""Names on the way that are no node's."""
+THIS_NODE = NodeId("this-node")
+TRAFFIC = ("port_rcv_data", "port_xmit_data")
+COUNTERS = (
+    *TRAFFIC,
+    *("link_downed", "link_error_recovery", "symbol_error", "rnr_nak_retry_err", "roce_slow_restart"),
+    *("excessive_buffer_overrun_errors", "local_link_integrity_errors", "port_rcv_errors", "port_xmit_discards"),
+    *("local_ack_timeout_err", "np_cnp_sent"),
+)
+"""Those that are judged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Port:
+    """One port in one copy. `at`: when the copy was made, wall seconds of its file `state`; `gid`: its own in the world,
+    where the copy has it; `node_folder`: the folder whose name is the node's."""
+
+    node: NodeId
+    device: str
+    number: str
+    path: str
+    node_folder: str
+    at: float
+    gid: str = ""
+    state: int
+    physical: int | None = None
+    link_layer: str = ""
+    rate: Rate | None = None
+    counters: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def rail(self) -> str:
+        return f"{self.device}/{self.number}"
+
+    @property
+    def up(self) -> bool:
+        return self.state in UP_STATES
+
+    @property
+    def used(self) -> bool:
+        return any(self.counters.get(c, 0) for c in (*TRAFFIC, "link_downed"))
+
+    @property
+    def condition(self) -> str:
+        physical = PHYSICAL_STATES.get(self.physical or 0, UNKNOWN)
+        return f"{STATES.get(self.state, UNKNOWN)}, physical state {physical}"
+
+
+def is_device(folder: Path) -> bool:
+    """Whether it is an RDMA device's: `ports/<n>/state` reads like the state of a port."""
+    return next(_port_folders(folder), None) is not None
+
+
+def devices_in(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Those of its folders `names` that are devices; links too, for `/sys/class/infiniband` itself holds only links."""
+    return [device for name in sorted(names) if is_device(device := folder / name)]
+
+
+def read(devices: Sequence[Path]) -> list[Port]:
+    """All ports. A file that is missing or not of its form leaves out what it would tell."""
+    ports = [p for device in devices for folder in _port_folders(device) if (p := _port(device, folder)) is not None]
+    gids = dict[tuple[NodeId, str], set[str]]()
+    for p in ports:
+        gids.setdefault((p.node, p.rail), set()).add(p.gid)
+    if all(len(its) == 1 for its in gids.values()):
+        return ports
+    # `rack-1/node-1` and `rack-2/node-1` are not two copies of one node.
+    top = os.path.commonpath([p.node_folder for p in ports])
+    return [replace(p, node=NodeId(os.path.relpath(p.node_folder, top))) for p in ports]
+
+
+def _port_folders(device: Path) -> Iterator[Path]:
+    for number in _names(device / "ports")[:NUM_PORTS_MAX]:
+        folder = device / "ports" / number
+        if re.fullmatch("[0-9]{1,3}", number) and parse_state(_text(folder / "state")) is not None:
+            yield folder
+
+
+def _port(device: Path, folder: Path) -> Port | None:
+    state, made_at = parse_state(_text(folder / "state")), _made_at(folder / "state")
+    if state is None or made_at is None:
+        return None  # it went while it was read
+    counters = dict[str, int]()
+    for name in COUNTERS:
+        text = _text(folder / "counters" / name) or _text(folder / "hw_counters" / name)
+        if text and re.fullmatch("[0-9]{1,20}", text) and int(text) < 2**64 - 1:  # all ones: a device that is dead
+            counters[name] = int(text)
+    node_folder = next((parent for parent in device.absolute().parents if parent.name not in CLASS_FOLDERS), None)
+    return Port(
+        node=NodeId(node_folder.name) if node_folder else THIS_NODE,
+        node_folder=str(node_folder or "/"),
+        device=device.name,
+        number=folder.name,
+        path=str(folder),
+        at=made_at,
+        gid=_text(folder / "gids" / "0") or "",
+        state=state,
+        physical=parse_state(_text(folder / "phys_state")),
+        link_layer=(_text(folder / "link_layer") or "")[:40],
+        rate=parse_rate(_text(folder / "rate")),
+        counters=counters,
+    )
+
+
+def _made_at(file: Path) -> float | None:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return None
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def _text(file: Path) -> str | None:
+    try:
+        number = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        # A pipe or a device in a foreign tree could wait for ever.
+        is_file = stat.S_ISREG(os.fstat(number).st_mode)
+        return os.read(number, TEXT_BYTES_MAX).decode("utf-8", "replace").strip() if is_file else None
+    except OSError:
+        return None
+    finally:
+        os.close(number)

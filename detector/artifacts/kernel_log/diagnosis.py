@@ -1,0 +1,103 @@
+"""What kernel logs tell of GPUs, switches, links, memory and the machine: one finding for each thing that is ill.
+
+Of GPUs and switches `gpu_findings.py` judges, of the rest `machine_findings.py`; what is no fault by itself is a remark.
+What a GPU with a finding of its own reports through PCIe is that finding's. Pure: facts in, findings out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rolecall.core.diagnosis import Diagnosis, Finding
+from rolecall.detector.artifacts.kernel_log.gpu_findings import (
+    explained_by,
+    gpu_finding,
+    gpus_of,
+    leading_code,
+    of_sxid,
+    of_xid,
+    switch_finding,
+)
+from rolecall.detector.artifacts.kernel_log.grouping import ADVICE, DETECTOR, grouped, in_order, of, times
+from rolecall.detector.artifacts.kernel_log.logs import Log, Seen, time_remarks
+from rolecall.detector.artifacts.kernel_log.machine_findings import (
+    fault_finding,
+    hardware_finding,
+    link_finding,
+    oom_finding,
+)
+from rolecall.formats.kernel_log.messages import HardwareError, KernelFault, LinkChange, OomKill
+from rolecall.formats.kernel_log.nvidia import SxidLine, XidLine, normal_pci
+from rolecall.formats.xid.xid import sxid
+
+NUM_REMARKS_MAX = 50
+
+
+def diagnose(logs: Sequence[Log]) -> list[Finding]:
+    """One finding for each thing that is ill."""
+    seen = in_order(logs)
+    gpus = gpus_of(seen, logs)
+    found, explained = list[Finding](), set[tuple[str, str]]()
+    for (node, switch), pairs in grouped(of(seen, SxidLine), lambda s, f: (s.node, f.switch)).items():
+        fatal = [(s, f) for s, f in pairs if f.fatal or sxid(f.code).fatal]
+        if fatal:
+            victims = [g for g in gpus if g.node == node and explained_by(g, [s.at for s, _ in fatal])]
+            found.append(switch_finding(node, switch, fatal, victims))
+            explained |= {(g.node, g.pci) for g in victims}
+    num_with_31 = sum(31 in g.codes for g in gpus)
+    ill = [g for g in gpus if leading_code(g) is not None]
+    found += [gpu_finding(g, num_with_31) for g in ill if (g.node, g.pci) not in explained]
+    found += [oom_finding(node, pairs) for node, pairs in grouped(of(seen, OomKill), lambda s, _: s.node).items()]
+    links = grouped(of(seen, LinkChange), lambda s, f: (s.node, f.interface))
+    found += [f for (node, name), pairs in links.items() if (f := link_finding(node, name, pairs)) is not None]
+    of_gpus = {(g.node, g.pci) for g in ill}
+    uncorrected = [(s, f) for s, f in of(seen, HardwareError) if not f.corrected and not _is_of(s, f.device, of_gpus)]
+    hardware = grouped(uncorrected, lambda s, f: (s.node, f.what))
+    found += [hardware_finding(node, what, pairs) for (node, what), pairs in hardware.items()]
+    faults = [(s, f) for s, f in of(seen, KernelFault) if not _is_of(s, f.device, of_gpus)]
+    by_what = grouped(faults, lambda s, f: (s.node, f.what))
+    return found + [fault_finding(node, what, pairs) for (node, what), pairs in by_what.items()]
+
+
+def remarks(logs: Sequence[Log]) -> tuple[str, ...]:
+    """What was seen and is no fault by itself, and what the times are worth."""
+    seen, said = in_order(logs), list[str]()
+    for gpu in gpus_of(seen, logs):
+        if leading_code(gpu) is None:
+            said += [f"{gpu.title}: {of_xid(gpu, code)}: no fault by itself" for code in gpu.codes]
+    sxids = grouped(of(seen, SxidLine), lambda s, f: (s.node, f.switch, f.code))
+    for (node, switch, code), pairs in sxids.items():
+        if not sxid(code).fatal and not any(f.fatal for _, f in pairs):
+            often = times([s for s, _ in pairs])
+            said.append(f"NVSwitch {switch} of node {node}: {of_sxid(code)}, not fatal, {often}; {sxid(code).advice}")
+    corrected = [(s, f) for s, f in of(seen, HardwareError) if f.corrected]
+    for (node, what), lines in grouped(corrected, lambda s, f: (s.node, f.what)).items():
+        said.append(f"node {node}: {len(lines)} line(s) of corrected hardware errors ({what})")
+    for (node, name), changes in grouped(of(seen, LinkChange), lambda s, f: (s.node, f.interface)).items():
+        if any(not f.up for _, f in changes) and link_finding(node, name, changes) is None:
+            said.append(f"node {node}: link {name} went down and came up again: single flaps are no fault")
+    if len(said) > NUM_REMARKS_MAX:
+        said = [*said[:NUM_REMARKS_MAX], f"{len(said) - NUM_REMARKS_MAX:,} more of the kind"]
+    return (*said, *time_remarks(logs))
+
+
+def looked_at(logs: Sequence[Log]) -> str:
+    """A sentence for people."""
+    seen = in_order(logs)
+    num_nodes, num_xids = len({s.node for s in seen}), len(of(seen, XidLine))
+    told = (
+        f"{len(seen):,} of them tell of something on {num_nodes} node(s), {num_xids:,} XID(s)" if seen else "no event"
+    )
+    return f"{sum(log.num_lines for log in logs):,} line(s) of the kernel, {told}"
+
+
+def with_advice(d: Diagnosis) -> Diagnosis:
+    """A diagnosis made of one of these findings, its advice where it belongs."""
+    advice = [e.text for e in d.evidence if e.kind == ADVICE]
+    if DETECTOR not in d.detectors or not advice:
+        return d
+    return replace(d, advice=advice[0], evidence=tuple(e for e in d.evidence if e.kind != ADVICE))
+
+
+def _is_of(s: Seen, device: str, gpus: set[tuple[str, str]]) -> bool:
+    """Whether the device is a GPU that has a finding of its own."""
+    return ":" in device and (s.node, normal_pci(device)) in gpus

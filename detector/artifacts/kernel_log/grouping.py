@@ -1,0 +1,81 @@
+"""What findings from kernel logs share: facts sorted and grouped, times in words, and the shape of a finding."""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import TypeVar
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.ids import NodeId
+from rolecall.detector.artifacts.kernel_log.logs import SAME_SECONDS, Log, Seen
+
+DETECTOR = "kernel-log"
+ADVICE = "kernel_advice"
+"""Evidence of this kind says what to do. It becomes the diagnosis's advice in place of what is said of the whole class
+(`kernel_findings.with_advice`): NVIDIA's action is exact, and a process that is to be restarted leaves its GPU in use."""
+NUM_LINES_SHOWN = 8
+CONFIDENCE_FATAL, CONFIDENCE = 0.95, 0.8
+
+Fact = TypeVar("Fact")
+Key = TypeVar("Key", bound=Hashable)
+
+
+def in_order(logs: Sequence[Log]) -> list[Seen]:
+    """Those that say only seconds since boot first. What several files hold (kern.log and the journal) is there once."""
+    seen = sorted(
+        ((s, i) for i, log in enumerate(logs) for s in log.seen), key=lambda pair: (pair[0].dated, pair[0].at)
+    )
+    if len(logs) < 2:
+        return [s for s, _ in seen]
+    kept: dict[tuple[str, bool, str], tuple[float, int]] = {}
+    found = []
+    for s, i in seen:
+        key = s.node, s.dated, s.text
+        at, of = kept.get(key, (float("-inf"), i))
+        if of != i and s.at - at < SAME_SECONDS:
+            continue
+        kept[key] = s.at, i
+        found.append(s)
+    return found
+
+
+def of(seen: Iterable[Seen], kind: type[Fact]) -> list[tuple[Seen, Fact]]:
+    return [(s, s.fact) for s in seen if isinstance(s.fact, kind)]
+
+
+def grouped(pairs: Iterable[tuple[Seen, Fact]], key: Callable[[Seen, Fact], Key]) -> dict[Key, list[tuple[Seen, Fact]]]:
+    groups: dict[Key, list[tuple[Seen, Fact]]] = {}
+    for s, fact in pairs:
+        groups.setdefault(key(s, fact), []).append((s, fact))
+    return groups
+
+
+def times(seen: Sequence[Seen]) -> str:
+    return "once" if len(seen) == 1 else f"{len(seen)} times in {span(seen[-1].at - seen[0].at)}"
+
+
+def span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"
+
+
+def finding(
+    node: str,
+    fault_class: FaultClass,
+    because: str,
+    seen: Sequence[Seen],
+    advice: str,
+    about: str,
+    evidence: Sequence[Evidence] = (),
+) -> Finding:
+    lines = [Evidence(kind="line", text=s.text) for s in seen[:NUM_LINES_SHOWN]]
+    return Finding(
+        detector=DETECTOR,
+        suspects=(Suspect(node=NodeId(node)),),
+        fault_class=fault_class,
+        onset=seen[0].at,
+        detected_at=seen[0].at,
+        confidence=CONFIDENCE,
+        because=because,
+        evidence=(*evidence, *lines, Evidence(kind=ADVICE, text=advice)),
+        about=f":{about}",
+    )

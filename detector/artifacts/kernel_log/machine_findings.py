@@ -1,0 +1,93 @@
+"""What kernel logs tell of a node's memory, links, hardware and kernel: one finding for each thing that is ill.
+
+Pure: facts in, findings out.
+"""
+
+from rolecall.core.diagnosis import FaultClass, Finding
+from rolecall.detector.artifacts.kernel_log.grouping import NUM_LINES_SHOWN, finding, times
+from rolecall.detector.artifacts.kernel_log.logs import Seen
+from rolecall.formats.kernel_log.messages import HardwareError, KernelFault, LinkChange, OomKill
+
+NUM_FLAPS = 2
+FLAP_SECONDS = 300.0
+"""One flap of a link is tolerated, two within this are not (ByteRobust)."""
+
+
+def oom_finding(node: str, pairs: list[tuple[Seen, OomKill]]) -> Finding:
+    who = ", ".join(f"{f.name} ({f.pid}, {f.rss_bytes / (1 << 30):.1f} GiB)" for _, f in pairs[:NUM_LINES_SHOWN])
+    more = f" and {len(pairs) - NUM_LINES_SHOWN} more" if len(pairs) > NUM_LINES_SHOWN else ""
+    in_cgroup = all(f.of_cgroup for _, f in pairs)
+    where = "its cgroup's limit was reached" if in_cgroup else "the machine was out of memory"
+    because = f"node {node}: the kernel killed {who}{more}: {where}"
+    advice = "raise the memory limit, or make the process need less" if in_cgroup else "place less on this node"
+    return finding(node, FaultClass.RESOURCE_EXHAUSTED, because, [s for s, _ in pairs], advice, "oom")
+
+
+def link_finding(node: str, name: str, pairs: list[tuple[Seen, LinkChange]]) -> Finding | None:
+    """Down for good, or flapping."""
+    downs = [s for s, f in pairs if not f.up]
+    if not downs:
+        return None
+    flaps = max(sum(a.at <= b.at <= a.at + FLAP_SECONDS for b in downs) for a in downs)
+    if not pairs[-1][1].up:
+        because = f"node {node}: link {name} went down and did not come up again"
+    elif flaps >= NUM_FLAPS:
+        because = f"node {node}: link {name} flaps: {flaps} times down within {FLAP_SECONDS / 60:.0f} min"
+    else:
+        return None
+    advice = "check cable, transceiver and switch port; place nothing that needs this link on the node"
+    return finding(node, FaultClass.NETWORK, because, downs, advice, name)
+
+
+_HARDWARE = {
+    "machine_check": "an uncorrected machine check",
+    "memory": "an uncorrected error of its memory",
+    "pcie": "an uncorrected PCIe error",
+    "firmware": "an uncorrected hardware error (told by the firmware)",
+}
+
+
+def hardware_finding(node: str, what: str, pairs: list[tuple[Seen, HardwareError]]) -> Finding:
+    devices = ", ".join(list(dict.fromkeys(f.device for _, f in pairs if f.device))[:NUM_LINES_SHOWN])
+    because = f"node {node} has {_HARDWARE[what]}{f' at {devices}' if devices else ''}, {times([s for s, _ in pairs])}"
+    advice = "place nothing on this node, and have its hardware inspected"
+    return finding(node, FaultClass.NODE_LOST, because, [s for s, _ in pairs], advice, what)
+
+
+_FAULTS: dict[str, tuple[FaultClass, str, str]] = {
+    "soft_lockup": (FaultClass.HANG, "a CPU is stuck in the kernel", "reboot the node"),
+    "hard_lockup": (FaultClass.HANG, "a CPU is stuck and takes no interrupts", "reboot the node"),
+    "hung_task": (
+        FaultClass.HANG,
+        "tasks wait in the kernel and cannot be killed",
+        "see what they wait for: disk, NFS, driver",
+    ),
+    "rcu_stall": (FaultClass.HANG, "a CPU does not answer the others", "reboot the node"),
+    "panic": (FaultClass.NODE_LOST, "the kernel panicked", "place nothing on this node until the cause is found"),
+    "oops": (FaultClass.NODE_LOST, "the kernel failed inside", "reboot the node"),
+    "segfault": (FaultClass.CRASH, "processes died of a segmentation fault", "look at the library that is named"),
+    "disk_error": (FaultClass.NODE_LOST, "a disk fails", "place nothing on this node, and replace the disk"),
+    "filesystem_error": (FaultClass.NODE_LOST, "a file system is damaged", "place nothing on this node, and check it"),
+    "nic_fault": (FaultClass.NETWORK, "a network adapter fails", "place nothing on this node, and inspect the adapter"),
+    "nic_cable": (
+        FaultClass.NETWORK,
+        "a cable of a network adapter is unplugged or bad",
+        "check cable and transceiver",
+    ),
+    "pcie_link_down": (
+        FaultClass.NODE_LOST,
+        "a PCIe device is gone",
+        "place nothing on this node, and inspect the slot",
+    ),
+    "cpu_throttled": (FaultClass.SLOW, "CPUs are too hot and slow themselves down", "check fans and air flow"),
+    "gpu_init_failed": (FaultClass.GPU, "the driver cannot initialise a GPU", "reset the GPU, else reboot the node"),
+}
+"""Class, sentence and advice of each of `kernel_lines.FAULTS`."""
+
+
+def fault_finding(node: str, what: str, pairs: list[tuple[Seen, KernelFault]]) -> Finding:
+    fault_class, words, advice = _FAULTS[what]
+    who = [f"{f.name} ({f.pid})" if f.pid is not None else f.device for _, f in pairs]
+    places = ", ".join(list(dict.fromkeys(w for w in who if w))[:NUM_LINES_SHOWN])
+    because = f"node {node}: {words}{f': {places}' if places else ''}, {times([s for s, _ in pairs])}"
+    return finding(node, fault_class, because, [s for s, _ in pairs], advice, what)

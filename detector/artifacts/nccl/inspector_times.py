@@ -1,0 +1,314 @@
+"""Whose collectives differ from its peers', from what the NCCL Inspector wrote on each rank (JSON lines).
+
+Joined over ranks by communicator, kind and sequence number. Who comes LATE to a collective has the SHORTEST time in it: the
+others' includes their wait. A rank whose time is at most half of the median in many of the joint operations, and for which
+the others wait a good part of their time in collectives, is slow before it gets there. A communicator whose bandwidth is
+far below that of its likes (same kind, message size, ranks and nodes) in spite of that has a slow link or GPU among its ranks.
+
+Only finished operations are recorded: one that hangs is absent, and what is absent is not known.
+"""
+
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.errors import UnreadableInput
+from rolecall.core.ids import NodeId
+from rolecall.detector.artifacts.stacks.dumps import Topology
+from rolecall.formats.nccl.inspector import LINE_BYTES_MAX, Context, Lines
+
+DETECTOR = "nccl_inspector"
+FILE_BYTES_MAX = 64 << 20
+"""The end of a larger file is read."""
+HEAD_BYTES = 8192
+NUM_OPERATIONS_MAX = 20_000
+"""Of one communicator in one file: the newest."""
+OPERATION_BYTES = 250
+NUM_JOINT_MIN = 10
+LATE_RATIO_MAX = 0.5
+"""Of its time to the median of all ranks, in an operation to which it came late."""
+LATE_SHARE_MIN = 0.3
+"""Of the joint operations."""
+WAIT_SHARE_MIN = 0.2
+"""Of the time of a median rank in these operations, that it waits for the late one."""
+NUM_LIKES_MIN = 3
+BANDWIDTH_RATIO_MAX = 0.6
+NUM_SUSPECTS_MAX = 16
+
+Key = tuple[str, int]
+"""Kind and sequence number: NCCL counts each kind for itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    seconds: float
+    size_bytes: int
+    bus_bytes_per_second: float
+
+
+@dataclass(slots=True)
+class Log:
+    """One file. `operations`: by communicator and rank, in the order in which they stand."""
+
+    path: str
+    at: float  # wall seconds, the file's
+    num_lines: int = 0
+    num_bad: int = 0
+    num_dropped: int = 0
+    cut: bool = False
+    operations: dict[tuple[str, int], deque[tuple[Key, Timed]]] = field(default_factory=dict)
+    contexts: dict[tuple[str, int], Context] = field(default_factory=dict)
+
+    def num_operations(self) -> int:
+        return sum(map(len, self.operations.values()))
+
+
+def is_log(path: Path) -> bool:
+    """Whether its first whole line is one of the Inspector. Raises OSError."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    line = head.lstrip().partition(b"\n")[0]
+    # The whole line may be longer than the head, with the trace of many channels.
+    return line[:1] == b"{" and any(k in line for k in (b'"coll_perf"', b'"p2p_perf"', b'"dump_stats"'))
+
+
+def read(path: Path) -> Log:
+    """Raises UnreadableInput: no line of it is whole, or it cannot be read."""
+    lines = Lines()
+    try:
+        about = path.stat()
+        log = Log(path=str(path), at=about.st_mtime, cut=about.st_size > FILE_BYTES_MAX)
+        with path.open("rb") as file:
+            if log.cut:
+                file.seek(-FILE_BYTES_MAX, os.SEEK_END)
+                file.readline(LINE_BYTES_MAX)
+            left = min(about.st_size, FILE_BYTES_MAX)
+            while left > 0 and (line := file.readline(LINE_BYTES_MAX + 1)):
+                left -= len(line)
+                _keep(log, lines, line)
+    except OSError as e:
+        raise UnreadableInput(where=str(path), reason=e.strerror or str(e)) from None
+    log.num_lines, log.num_bad, log.num_dropped = lines.num_lines, lines.num_bad, lines.num_dropped
+    if not log.contexts:
+        raise UnreadableInput(where=str(path), reason="no line of it is a finished operation of the NCCL Inspector")
+    return log
+
+
+def _keep(log: Log, lines: Lines, line: bytes) -> None:
+    operation = lines.take(line)
+    if operation is None or operation.is_p2p:
+        return
+    place = (operation.context.communicator, operation.context.rank)
+    log.contexts[place] = operation.context
+    kept = log.operations.get(place)
+    if kept is None:
+        kept = log.operations[place] = deque(maxlen=NUM_OPERATIONS_MAX)
+    timed = Timed(operation.seconds, operation.size_bytes, operation.bus_bytes_per_second)
+    kept.append(((operation.kind, operation.sequence), timed))
+
+
+def kept_bytes(log: Log) -> int:
+    return 2048 + OPERATION_BYTES * log.num_operations()
+
+
+def looked_at(logs: Sequence[Log]) -> str:
+    """What an answer stands on, one sentence."""
+    ranks = {place for log in logs for place in log.operations}
+    communicators = {communicator for communicator, _ in ranks}
+    total = sum(log.num_operations() for log in logs)
+    return f"NCCL Inspector: {total:,} finished collective(s) of {len(communicators)} communicator(s), {len(ranks)} rank(s) of them"
+
+
+@dataclass(slots=True)
+class Joint:
+    """A communicator: by rank its operations, and who is who. `operations`: those that all reporting ranks finished."""
+
+    name: str
+    ranks: dict[int, dict[Key, Timed]] = field(default_factory=dict)
+    contexts: dict[int, Context] = field(default_factory=dict)
+
+    def operations(self) -> list[Key]:
+        tables = list(self.ranks.values())
+        first = min(tables, key=len)
+        return [key for key in first if all(key in t for t in tables)]
+
+
+def _joined(logs: Sequence[Log]) -> list[Joint]:
+    found: dict[str, Joint] = {}
+    for log in logs:
+        for (communicator, rank), operations in log.operations.items():
+            joint = found.setdefault(communicator, Joint(communicator))
+            joint.ranks.setdefault(rank, {}).update(operations)
+            joint.contexts[rank] = log.contexts[communicator, rank]
+    return list(found.values())
+
+
+def diagnose(logs: Sequence[Log], *, topology: Topology | None = None) -> tuple[list[Finding], tuple[str, ...]]:
+    """(findings, remarks: lines cut, ranks without a file, what cannot be told)."""
+    if not logs:
+        return [], ()
+    topology = topology or Topology()
+    remarks, found = list(_about_files(logs)), list[Finding]()
+    now = max(log.at for log in logs)
+    joints = _joined(logs)
+    sizes = [next(iter(j.contexts.values())).num_ranks for j in joints]
+    for joint, size in zip(joints, sizes, strict=True):
+        whole = size == max(sizes) and sizes.count(size) == 1
+        if len(joint.ranks) < 2:
+            continue
+        operations = joint.operations()
+        remarks += _open_ends(joint)
+        if len(operations) < NUM_JOINT_MIN:
+            remarks.append(
+                f"cannot tell: {len(operations)} operation(s) of communicator {joint.name} were recorded by all of its "
+                f"{len(joint.ranks)} ranks at hand, and {NUM_JOINT_MIN} are compared"
+            )
+            continue
+        if (late := _late(joint, operations, whole, topology, now)) is not None:
+            found.append(late)
+    if all(len(j.ranks) < 2 for j in joints):
+        remarks.append("cannot tell: of no communicator there are two ranks: take the files of all nodes")
+    found += _narrow(joints, now)
+    return found, tuple(dict.fromkeys(remarks))
+
+
+def _about_files(logs: Sequence[Log]) -> Iterable[str]:
+    if bad := sum(log.num_bad for log in logs):
+        yield f"{bad:,} line(s) cut or of no known form passed over"
+    if dropped := sum(log.num_dropped for log in logs):
+        yield f"the Inspector says that it dropped {dropped:,} operation(s)"
+    if cut := [log.path for log in logs if log.cut]:
+        yield f"of {len(cut)} file(s) the last {FILE_BYTES_MAX >> 20} MiB were read, first {cut[0]}"
+
+
+def _open_ends(joint: Joint) -> Iterable[str]:
+    num_ranks = next(iter(joint.contexts.values())).num_ranks
+    if len(joint.ranks) < num_ranks:
+        yield f"cannot tell: of communicator {joint.name} {num_ranks - len(joint.ranks)} of {num_ranks} ranks left no file"
+    newest: dict[str, dict[int, int]] = {}
+    for rank, operations in joint.ranks.items():
+        for kind, sequence in operations:
+            of_kind = newest.setdefault(kind, {})
+            of_kind[rank] = max(of_kind.get(rank, 0), sequence)
+    for kind, last in newest.items():
+        most = max(last.values())
+        short = sorted(r for r in joint.ranks if last.get(r, 0) < most)
+        if short and 2 * len(short) <= len(joint.ranks):
+            who = ", ".join(str(r) for r in short[:8])
+            yield (
+                f"cannot tell: rank(s) {who} of communicator {joint.name} finished {kind} up to {last.get(short[0], 0)}, others up to "
+                f"{most}: behind, dead, or written later; what hangs is not in these files"
+            )
+
+
+def _late(joint: Joint, operations: list[Key], whole: bool, topology: Topology, now: float) -> Finding | None:
+    num_late = dict.fromkeys(joint.ranks, 0)
+    waited = dict.fromkeys(joint.ranks, 0.0)
+    total = 0.0
+    own: dict[int, list[float]] = {r: [] for r in joint.ranks}
+    medians: list[float] = []
+    for key in operations:
+        times = {rank: table[key].seconds for rank, table in joint.ranks.items()}
+        middle = max(times.values()) if len(times) == 2 else median(times.values())
+        total += middle
+        medians.append(middle)
+        for rank, seconds in times.items():
+            own[rank].append(seconds)
+            if seconds <= LATE_RATIO_MAX * middle:
+                num_late[rank] += 1
+                waited[rank] += middle - seconds
+    if total <= 0.0:
+        return None
+    late = [
+        r
+        for r in joint.ranks
+        if num_late[r] >= LATE_SHARE_MIN * len(operations) and waited[r] >= WAIT_SHARE_MIN * total
+    ]
+    if not late or 2 * len(late) > len(joint.ranks):
+        return None
+    late.sort(key=lambda r: -waited[r])
+    first = late[0]
+    kinds = sorted({kind for kind, _ in operations})
+    because = (
+        f"{_who(joint, late)} come(s) late to the collectives of communicator {joint.name} ({', '.join(kinds[:4])}): in "
+        f"{num_late[first]} of {len(operations)} its own time was at most half of the others', {median(own[first]) * 1e3:.2f} ms where "
+        f"they took {median(medians) * 1e3:.2f} ms, {waited[first] / total:.0%} of it waiting: slow before it gets there"
+    )
+    evidence = tuple(
+        Evidence(
+            kind="nccl_late",
+            text=f"rank {r}: late in {num_late[r]} of {len(operations)} collectives, others waited {waited[r]:.3f} s",
+            values={"num_late": float(num_late[r]), "num_joint": float(len(operations)), "waited_seconds": waited[r]},
+        )
+        for r in late[:8]
+    )
+    return Finding(
+        detector=DETECTOR,
+        suspects=tuple(_suspect(joint.contexts[r], whole, topology) for r in sorted(late)[:NUM_SUSPECTS_MAX]),
+        fault_class=FaultClass.SLOW,
+        onset=now,
+        detected_at=now,
+        confidence=0.7,
+        because=because,
+        evidence=evidence,
+    )
+
+
+def _who(joint: Joint, ranks: Sequence[int]) -> str:
+    named = [f"rank {r} ({joint.contexts[r].host}, process {joint.contexts[r].pid})" for r in ranks[:8]]
+    return ", ".join(named) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+def _suspect(c: Context, whole: bool, topology: Topology) -> Suspect:
+    """`whole`: of the one largest communicator: its ranks are taken for the job's."""
+    rank = c.rank if whole else None
+    node = c.host or f"rank-{c.rank}"
+    replica = ""
+    if rank is not None:
+        node, replica = topology.nodes.get(rank, node), topology.replicas.get(rank, "")
+    return Suspect(node=NodeId(node), role=topology.role or replica.partition("/")[0], replica=replica, rank=rank)
+
+
+def _narrow(joints: Sequence[Joint], now: float) -> list[Finding]:
+    """Communicators with far less bandwidth than their likes; that of an operation is its fastest rank's: without waits."""
+    likes: dict[tuple[str, int, int, int], list[tuple[float, Joint]]] = {}
+    for joint in joints:
+        about = next(iter(joint.contexts.values()))
+        best: dict[tuple[str, int], dict[int, float]] = {}
+        for table in joint.ranks.values():
+            for (kind, sequence), timed in table.items():
+                of_size = best.setdefault((kind, timed.size_bytes), {})
+                of_size[sequence] = max(of_size.get(sequence, 0.0), timed.bus_bytes_per_second)
+        for (kind, size), bandwidths in best.items():
+            if len(bandwidths) >= NUM_JOINT_MIN and size:
+                key = (kind, size, about.num_ranks, about.num_nodes)
+                likes.setdefault(key, []).append((median(bandwidths.values()), joint))
+    found: dict[str, Finding] = {}
+    for (kind, size, num_ranks, _), listed in likes.items():
+        if len(listed) < NUM_LIKES_MIN:
+            continue
+        for n, (own, joint) in enumerate(listed):
+            others = median(b for m, (b, _) in enumerate(listed) if m != n)
+            if own < BANDWIDTH_RATIO_MAX * others and joint.name not in found:
+                because = (
+                    f"communicator {joint.name} moves {kind} of {size:,} bytes at {own / 1e9:.3g} GB/s, the {len(listed) - 1} others of "
+                    f"{num_ranks} ranks at {others / 1e9:.3g} GB/s: a link or GPU of {_who(joint, sorted(joint.ranks))} is slow; "
+                    "whose, its own times do not tell"
+                )
+                suspects = [_suspect(c, False, Topology()) for _, c in sorted(joint.contexts.items())]
+                found[joint.name] = Finding(
+                    detector=DETECTOR,
+                    suspects=tuple(dict.fromkeys(suspects))[:NUM_SUSPECTS_MAX],
+                    fault_class=FaultClass.NETWORK,
+                    onset=now,
+                    detected_at=now,
+                    confidence=0.5,
+                    because=because,
+                )
+    return list(found.values())

@@ -1,0 +1,392 @@
+"""Who holds up a job's collectives, from answers of NCCL's RAS (`ncclras`, or `VERBOSE STATUS` by hand), text or JSON.
+
+In this order: ranks that RAS considers dead or cannot reach; ranks with an error of their own (a remote error is that of a
+victim); ranks that launched another collective than their peers (code); ranks that are behind in a communicator in which
+nobody launches anything any more. Who is behind in one communicator and waits in another is a victim of that one.
+
+RAS counts what was LAUNCHED, so that who is behind did not get there: its host side. One answer alone accuses nobody of being
+behind: ranks of a healthy job are apart at any moment. Two answers at least MOVED_SECONDS apart, or three, tell whether they
+advance. What cannot be told is said: a hang inside a collective that all have launched has no ranks apart.
+
+Times of answers are those of their files: what RAS writes is local, without a zone.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.errors import UnreadableInput
+from rolecall.core.ids import NodeId
+from rolecall.detector.artifacts.stacks.dumps import Topology
+from rolecall.formats.nccl.ras import (
+    Communicator,
+    Condition,
+    Malformed,
+    Member,
+    NcclResult,
+    RasStatus,
+    behind,
+    ranks_text,
+)
+from rolecall.formats.nccl.ras_answers import statuses
+
+DETECTOR = "nccl_ras"
+FILE_BYTES_MAX = 32 << 20
+HEAD_BYTES = 8192
+MOVED_SECONDS = 10.0
+"""Between two answers in which nobody launched anything; less is within one step of a large model."""
+NUM_POLLS_MIN = 3
+"""So many answers of one file, whose times nobody knows, stand for that."""
+NUM_SUSPECTS_MAX = 64
+CONFIDENCE_DEAD, CONFIDENCE_MISSING, CONFIDENCE_FAILED, CONFIDENCE_CODE = 0.8, 0.6, 0.7, 0.6
+CONFIDENCE_BEHIND, CONFIDENCE_BEHIND_UNTIMED = 0.75, 0.6
+
+_CLASSES = {
+    NcclResult.CUDA: FaultClass.GPU,
+    NcclResult.SYSTEM: FaultClass.NETWORK,
+    NcclResult.ARGUMENT: FaultClass.USER_CODE,
+    NcclResult.USAGE: FaultClass.USER_CODE,
+}
+
+SYMMETRIC = (
+    "cannot tell: RAS counts launched collectives, and all ranks of it launched as many: a hang inside one that all have "
+    "launched looks the same as a healthy or an idle job. Flight Recorder dumps or stacks of all ranks tell"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Poll:
+    """One answer. `at`: wall seconds, of its file."""
+
+    path: str
+    at: float
+    status: RasStatus
+
+
+def is_status(path: Path) -> bool:
+    """Whether it begins as an answer of RAS does. Raises OSError."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(HEAD_BYTES)
+    if b'"communicators"' in head and (b'"nccl_version"' in head or b'"missing_ranks' in head):
+        return True
+    return b"Job summary" in head and b"Communicators..." in head
+
+
+def read(path: Path) -> list[Poll]:
+    """Raises UnreadableInput: too large, cut short, not an answer of RAS."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(FILE_BYTES_MAX + 1)
+        at = path.stat().st_mtime
+    except OSError as e:
+        raise UnreadableInput(where=str(path), reason=e.strerror or str(e)) from None
+    if len(raw) > FILE_BYTES_MAX:
+        raise UnreadableInput(
+            where=str(path), reason=f"answers of RAS of more than {FILE_BYTES_MAX:,} bytes are not read"
+        )
+    try:
+        return [Poll(path=str(path), at=at, status=s) for s in statuses(raw)]
+    except Malformed as e:
+        raise UnreadableInput(where=str(path), reason=f"not an answer of NCCL RAS: {e}") from None
+
+
+def kept_bytes(polls: Sequence[Poll]) -> int:
+    """Memory that they take."""
+    ranks = sum(len(c.ranks) + len(c.missing) for p in polls for c in p.status.communicators)
+    return 1024 * len(polls) + 700 * ranks
+
+
+def looked_at(polls: Sequence[Poll]) -> str:
+    """What an answer stands on, one sentence."""
+    with_counts = sum(p.status.has_counts for p in polls)
+    newest = max(polls, key=lambda p: p.at).status if polls else None
+    if newest is None:
+        return "no answer of NCCL RAS"
+    ranks = max((c.size for c in newest.communicators), default=0)
+    return (
+        f"{len(polls)} answer(s) of NCCL RAS, {with_counts} with counts; the newest of {newest.num_communicators} "
+        f"communicator(s){f', the largest of {ranks} ranks' if ranks else ''}"
+    )
+
+
+def diagnose(polls: Sequence[Poll], *, topology: Topology | None = None) -> tuple[list[Finding], tuple[str, ...]]:
+    """(findings, remarks: what was repaired, passed over, or cannot be told)."""
+    if not polls:
+        return [], ()
+    ordered = sorted(polls, key=lambda p: p.at)  # stable: within a file as they stand
+    case = _Case(ordered, topology)
+    told = [*case.lost(), *case.failed(), *case.apart()]
+    return told, tuple(dict.fromkeys(case.remarks))
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """A communicator of which nobody launched anything in the last `num_polls`, over `seconds`. `behind`: by collective."""
+
+    communicator: Communicator
+    num_polls: int
+    seconds: float
+    behind: dict[str, tuple[Member, ...]]
+
+    def since(self) -> str:
+        over = f" over {self.seconds:.0f} s" if self.seconds >= 1 else ""
+        return f"no rank of it launched anything in {self.num_polls} answers{over}"
+
+
+def _members(c: Communicator) -> Iterable[Member]:
+    return (*(r.member for r in c.ranks), *(m.member for m in c.missing))
+
+
+def _whole(polls: Sequence[Poll]) -> Communicator | None:
+    """The communicator that holds all processes of the job, whose ranks are the job's; None where there is none such."""
+    communicators = [c for p in polls for c in p.status.communicators]
+    largest = max(communicators, key=lambda c: len(c.ranks) + len(c.missing), default=None)
+    if largest is None or any(p.status.form == "text" and p.status.num_communicators > 1 for p in polls):
+        return None
+    held = {m.process for m in _members(largest)}
+    if any(m.process not in held for c in communicators for m in _members(c)):
+        return None
+    return largest
+
+
+class _Case:
+    def __init__(self, polls: Sequence[Poll], topology: Topology | None) -> None:
+        self.polls, self.newest, self.topology = polls, polls[-1], topology or Topology()
+        self.remarks: list[str] = []
+        self.whole = _whole(polls)
+        self.world: dict[tuple[str, int | None, int | None], int] = {}
+        if self.whole is not None:
+            self.world = {m.process: m.rank for m in _members(self.whole)}
+        for p in polls:
+            if p.status.repaired:
+                self.remarks.append(f"{p.path}: its JSON lacks commas (NCCL 2.28.9 does that) and was repaired")
+            if p.status.communicators and p.status.form == "json" and not p.status.has_counts:
+                self.remarks.append(
+                    f"{p.path}: all counts are 0, as in a third of the answers of healthy jobs: not read as standing still"
+                )
+
+    def _suspect(self, m: Member, whole: bool) -> Suspect:
+        """`whole`: its rank is one of the communicator of all."""
+        rank = self.world.get(m.process, m.rank if whole else None) if m.host else (m.rank if whole else None)
+        node, replica = m.host or f"rank-{m.rank}", ""
+        if rank is not None:
+            node, replica = self.topology.nodes.get(rank, node), self.topology.replicas.get(rank, "")
+        role = self.topology.role or replica.partition("/")[0]
+        return Suspect(node=NodeId(node), role=role, replica=replica, rank=rank, gpu=m.gpu)
+
+    def _finding(
+        self,
+        suspects: Iterable[Suspect],
+        fault_class: FaultClass,
+        confidence: float,
+        because: str,
+        evidence: tuple[Evidence, ...] = (),
+        onset: float | None = None,
+    ) -> Finding:
+        unique = sorted(set(suspects), key=lambda s: (s.rank is None, s.rank or 0, s.node, s.gpu or 0))
+        return Finding(
+            detector=DETECTOR,
+            suspects=tuple(unique[:NUM_SUSPECTS_MAX]),
+            fault_class=fault_class,
+            onset=self.newest.at if onset is None else onset,
+            detected_at=self.newest.at,
+            confidence=confidence,
+            because=because,
+            evidence=evidence,
+        )
+
+    def _whole(self, c: Communicator) -> bool:
+        return self.whole is not None and c.hash == self.whole.hash
+
+    # --- dead and missing
+
+    def lost(self) -> list[Finding]:
+        status, found = self.newest.status, list[Finding]()
+        for dead, fault_class, confidence in (
+            (True, FaultClass.CRASH, CONFIDENCE_DEAD),
+            (False, FaultClass.HANG, CONFIDENCE_MISSING),
+        ):
+            suspects, words = list[Suspect](), list[str]()
+            processes = {(p.host, p.pid): p for p in status.lost if p.dead is dead}
+            for c in status.communicators:
+                named = [m.member for m in c.missing if m.dead is dead and (m.unresponsive or m.dead)]
+                if len(named) == 1 and not named[0].host and len(processes) == 1:
+                    p = next(iter(processes.values()))  # text of older versions tells rank and process apart
+                    named = [Member(named[0].rank, p.host, p.pid)]
+                for m in named:
+                    processes.pop((m.host, m.pid or -1), None)
+                if named:
+                    suspects += [self._suspect(m, self._whole(c)) for m in named]
+                    words.append(f"{ranks_text(named)} of communicator {c.hash}")
+                unnamed = c.num_missing - sum(m.unresponsive or m.dead for m in c.missing)
+                if unnamed > 0:
+                    self.remarks.append(
+                        f"cannot tell: {unnamed} missing rank(s) of communicator {c.hash} are not named: ask with VERBOSE"
+                    )
+            for p in processes.values():
+                suspects.append(Suspect(node=NodeId(p.host)))
+                words.append(f"process {p.pid} on {p.host} (GPU {p.gpus})")
+            if suspects:
+                what = (
+                    "RAS considers dead (not reached for a minute: ended, stopped or cut off): "
+                    if dead
+                    else "does not answer RAS (stopped, hanging in a system call, or cut off): "
+                )
+                found.append(self._finding(suspects, fault_class, confidence, what + "; ".join(words[:8])))
+        return found
+
+    # --- errors
+
+    def failed(self) -> list[Finding]:
+        by_result: dict[NcclResult, list[Suspect]] = {}
+        words: dict[NcclResult, list[str]] = {}
+        for c in self.newest.status.communicators:
+            for result in {f.result for f in c.failures}:
+                members = [f.member for f in c.failures if f.result is result]
+                by_result.setdefault(result, []).extend(self._suspect(m, self._whole(c)) for m in members)
+                words.setdefault(result, []).append(f"{ranks_text(members)} of communicator {c.hash}")
+        if victims := words.pop(NcclResult.REMOTE, []):
+            self.remarks.append(f"report a remote error, and so are victims of another rank: {'; '.join(victims[:4])}")
+        return [
+            self._finding(
+                by_result[result],
+                _CLASSES.get(result, FaultClass.CANNOT_TELL),
+                CONFIDENCE_FAILED,
+                f"NCCL reports {str(result).lower()}: {'; '.join(told[:4])}",
+            )
+            for result, told in words.items()
+        ]
+
+    # --- apart
+
+    def apart(self) -> list[Finding]:
+        stuck, together, single = list[Stuck](), False, False
+        for c, num_polls, seconds, num_usable in self._histories():
+            still = num_polls >= 2 and (seconds >= MOVED_SECONDS or num_polls >= NUM_POLLS_MIN)
+            if not c.width:
+                if any(len(s.levels) < 2 for s in c.spreads):
+                    self.remarks.append(
+                        f"cannot tell: ranks of communicator {c.hash} launched different numbers, and the text names none: "
+                        "ask with VERBOSE, or for JSON"
+                    )
+                elif still or num_usable == 1:
+                    together = True
+            elif still:
+                stuck.append(Stuck(c, num_polls, seconds, behind(c)))
+            elif num_usable == 1 or num_polls > 1:
+                single = True
+                self.remarks.append(self._apart_once(c))
+        if together and not stuck:
+            self.remarks.append(SYMMETRIC)
+        if single:
+            self.remarks.append("ask again after some seconds: who is at the same count then does not move")
+        return self._judged(stuck)
+
+    def _histories(self) -> Iterable[tuple[Communicator, int, float, int]]:
+        """(newest with counts, answers in which it stood so, over how many seconds, answers with counts)."""
+        told: dict[str, list[tuple[float, Communicator]]] = {}
+        for p in self.polls:
+            for c in p.status.communicators:
+                if c.has_counts or (p.status.form == "text" and Condition.MISMATCH in c.conditions):
+                    told.setdefault(c.hash, []).append((p.at, c))
+        present = {c.hash for c in self.newest.status.communicators} if self.newest.status.form == "json" else set(told)
+        for key, history in told.items():
+            if key not in present:
+                continue  # torn down since
+            last_at, last = history[-1]
+            same = 0
+            for _, c in reversed(history):
+                if c.standing() != last.standing():
+                    break
+                same += 1
+            yield last, same, last_at - history[-same][0], len(history)
+
+    def _apart_once(self, c: Communicator) -> str:
+        who = "; ".join(f"{ranks_text(m)} in {name}" for name, m in behind(c).items()) or "more than half of its ranks"
+        return (
+            f"cannot tell: in communicator {c.hash} are behind by {c.width} collective(s): {who}; in one answer ranks of a "
+            "healthy job are apart, too"
+        )
+
+    def _judged(self, stuck: list[Stuck]) -> list[Finding]:
+        found = list[Finding]()
+        waiting: dict[str, set[tuple[str, int | None, int | None]]] = {}
+        for s in stuck:
+            late = {m.process for members in s.behind.values() for m in members}
+            waiting[s.communicator.hash] = {
+                m.process for spread in s.communicator.spreads for v in spread.levels[:-1] for m in v.members
+            } - late
+        for s in stuck:
+            c = s.communicator
+            if c.num_missing:
+                self.remarks.append(
+                    f"ranks of communicator {c.hash} are apart and stand still: they wait for those missing"
+                )
+                continue
+            if (other := self._other_collective(s)) is not None:
+                found.append(other)
+                continue
+            elsewhere = set().union(*(w for key, w in waiting.items() if key != c.hash))
+            causes = {name: [m for m in members if m.process not in elsewhere] for name, members in s.behind.items()}
+            causes = {name: members for name, members in causes.items() if members}
+            if causes:
+                found.append(self._behind(s, causes))
+            elif s.behind:
+                self.remarks.append(f"who is behind in communicator {c.hash} waits in another one: a victim of that")
+            else:
+                self.remarks.append(
+                    f"cannot tell: {s.since()} (communicator {c.hash}), and more than half of its ranks are behind the others, "
+                    "or they are not named: stacks of all ranks tell"
+                )
+        if stuck and not found and all(s.behind and not s.communicator.num_missing for s in stuck):
+            suspects = [
+                self._suspect(m, self._whole(s.communicator)) for s in stuck for b in s.behind.values() for m in b
+            ]
+            because = "ranks wait for each other in different communicators: collectives in different order?"
+            found.append(self._finding(suspects, FaultClass.CANNOT_TELL, 0.4, because))
+        return found
+
+    def _other_collective(self, s: Stuck) -> Finding | None:
+        """A minority that launched fewer of one collective and more of another than the rest."""
+        c = s.communicator
+        low = {name: {m.process for m in members} for name, members in s.behind.items()}
+        for spread in c.spreads:
+            first, num_ranks = spread.levels[0], sum(v.num_ranks for v in spread.levels)
+            if 2 * first.num_ranks > num_ranks:
+                continue
+            ahead = {m.process for m in first.members}
+            for name, late in low.items():
+                if name != spread.collective and ahead and ahead == late:
+                    because = (
+                        f"{ranks_text(first.members)} launched {spread.collective} where the other ranks of communicator "
+                        f"{c.hash} launched {name}; {s.since()}: the ranks run different code"
+                    )
+                    suspects = [self._suspect(m, self._whole(c)) for m in first.members]
+                    return self._finding(suspects, FaultClass.USER_CODE, CONFIDENCE_CODE, because, _levels(c))
+        return None
+
+    def _behind(self, s: Stuck, causes: dict[str, list[Member]]) -> Finding:
+        c = s.communicator
+        words = []
+        for name, members in causes.items():
+            levels = next(x.levels for x in c.spreads if x.collective == name)
+            words.append(f"{ranks_text(members)} launched {levels[-1].launched} {name}, others {levels[0].launched}")
+        because = (
+            f"{'; '.join(words)} in communicator {c.hash}, and {s.since()}: not launched, so held up on the host side (Python, "
+            "data loader, CPU, or another wait), and the others wait"
+        )
+        suspects = [self._suspect(m, self._whole(c)) for members in causes.values() for m in members]
+        sure = CONFIDENCE_BEHIND if s.seconds >= MOVED_SECONDS else CONFIDENCE_BEHIND_UNTIMED
+        return self._finding(suspects, FaultClass.HANG, sure, because, _levels(c), self.newest.at - s.seconds)
+
+
+def _levels(c: Communicator) -> tuple[Evidence, ...]:
+    told = []
+    for spread in c.spreads[:8]:
+        parts = [f"{v.num_ranks} rank(s) at {v.launched}" for v in spread.levels[:8]]
+        text = f"{spread.collective} of communicator {c.hash}: {', '.join(parts)}"
+        told.append(Evidence(kind="nccl_counts", text=text, values={"num_behind": float(spread.width)}))
+    return tuple(told)

@@ -1,0 +1,313 @@
+"""Stacks: who holds up the rest, from one look at the stacks of all processes of a role.
+
+Each process is at one place: the thread that tells most, its main thread unless that only waits for another. Equal
+places make a group; two waits for others are the same when the call that waits and its callers are, whatever lies
+below. Then, cause before symptom:
+
+  most wait for others, some do not        those who do not are the suspects: the rest waits for them; most at the same
+                                           place in two looks wait, too
+  all wait, and a rank has no dump         that rank: the stopped and the dead cannot be looked at
+  all wait, most in one collective         the others, as the smallest parallel group that holds them, and how many of
+                                           it are likely innocent (ByteRobust, arXiv 2509.16293, stack aggregation)
+  all wait in one place; most do not wait  nobody: a healthy moment looks like this
+  two halves                               cannot tell, and what would settle it
+
+One look cannot tell a slow process from a hung one. Several rounds can, see `stack_roster` for what they are: an outlier
+of the last that has stood since, while nobody got any further, hangs; one that is an outlier in most of them while the
+job goes on is slow, by the count of `stack_rounds`; of any other one cannot tell.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rolecall.core.diagnosis import FaultClass, Finding
+from rolecall.detector.artifacts.stacks.dumps import Dump, Topology
+from rolecall.detector.artifacts.stacks.findings import (
+    NUM_GROUPS_SHOWN,
+    NUM_NAMES_SHOWN,
+    NUM_TOLD,
+    Case,
+    Place,
+    Shared,
+    all_at_last,
+    as_a_whole,
+    at_last,
+    flagged_name,
+    gil_evidence,
+    names_text,
+    places,
+    rounds_evidence,
+    said,
+    shared,
+    standing_evidence,
+)
+from rolecall.detector.artifacts.stacks.positions import Doing, Stack
+from rolecall.detector.artifacts.stacks.processes import Process, Role, Who, roster
+from rolecall.detector.artifacts.stacks.rounds import NUM_FLAGS_MIN, NUM_ROUNDS, ROUND_SECONDS, tally
+
+CONFIDENCE_OUTSIDE = 0.8
+CONFIDENCE_AT_WORK = 0.6
+"""Somebody is always the last to arrive: one who computes may only be slow."""
+CONFIDENCE_ABSENT = 0.6
+CONFIDENCE_ELSEWHERE = 0.5
+CONFIDENCE_AGAIN = 0.7
+"""Of a slow process, the same in most of the rounds."""
+STANDS_CHANGE = 0.1
+"""An older dump that shows the same place makes a hang likelier."""
+
+NUM_STANDING_ROUNDS = 3
+"""Twenty seconds at one place, and nobody got any further."""
+LIKELY = 0.5
+"""Flags that are as likely by chance tell nothing, not even that one cannot tell."""
+
+DUMP_AGAIN = (
+    "dumps of the same processes some seconds later: who is then at the same place, outside of a wait, is stuck"
+)
+MORE_ROUNDS = (
+    f"{NUM_ROUNDS} rounds of dumps of all processes, {ROUND_SECONDS:g} s apart: who holds up the others in "
+    f"{NUM_FLAGS_MIN} of them is slow, who stands at one place hangs"
+)
+RECORDER = "Flight Recorder dumps, which tell who has not entered which collective; or stacks some seconds later"
+
+
+def diagnose(dumps: Sequence[Dump], *, topology: Topology | None = None) -> list[Finding]:
+    """At most one finding per role. Times are those of the files: by the first of them the fault stood."""
+    found = [_judge(role) for role in roster(dumps, topology)]
+    return [f for f in found if f is not None]
+
+
+def looked_at(dumps: Sequence[Dump], *, topology: Topology | None = None) -> str:
+    """What the dumps show, for an answer without a finding: `trainer: 8 stacks: 8 wait in a collective: all_reduce ...`."""
+    parts = []
+    for role in roster(dumps, topology):
+        found = places(role.processes)
+        number = sum(len(place.processes) for place in found)
+        told = [f"{len(p.processes)} {said(p.stack, len(p.processes))}" for p in found[:NUM_GROUPS_SHOWN]]
+        if len(found) > NUM_GROUPS_SHOWN:
+            told.append(f"{len(found) - NUM_GROUPS_SHOWN} more places")
+        which = f", the last of {len(role.rounds)} rounds" if len(role.rounds) > 1 else ""
+        stacks = f"{number} stack{'s' if number != 1 else ''}{which}"
+        parts.append(f"{role.name or 'no role named'}: {stacks}: {'; '.join(told)}")
+    return ". ".join(parts)
+
+
+def _judge(role: Role) -> Finding | None:
+    """By the last round, unless who is an outlier in it does not hang: then by all of them."""
+    if len(role.rounds) == 1:
+        return _judge_once(role.name, role.processes)
+    rounds = [_stood(r) for r in role.rounds]
+    outliers = [_outliers(r) for r in rounds]
+    last = {p.key for p in outliers[-1]}
+    hung = _hanging(role.rounds, outliers)
+    now = _judge_once(role.name, [replace(p, moves=p.key not in hung) if p.key in last else p for p in role.processes])
+    if now is not None and now.fault_class != FaultClass.CANNOT_TELL:
+        stands = [p for p in role.processes if p.key in hung][:NUM_TOLD]
+        return replace(now, evidence=(*now.evidence, *(standing_evidence(p, role.rounds) for p in stands)))
+    counted = [() if _in_pipeline(r, its) else its for r, its in zip(rounds, outliers, strict=True)]
+    again = None if hung else _again(role, counted)
+    if again is not None or now is None:
+        return again
+    # What nobody could tell of a job that goes on was a moment of it.
+    goes_on = not hung and any(p.moves for p in role.processes) and all(p.stack for p in role.processes)
+    return None if goes_on else now
+
+
+def _hanging(rounds: Sequence[Sequence[Process]], outliers: Sequence[Sequence[Process]]) -> set[Who]:
+    """Outliers of the last round that have stood at one place for some rounds in which nobody left a wait: for
+    `NUM_STANDING_ROUNDS`, or for two and ever since they are outliers. Else the job goes on."""
+    seen = [{p.key: p for p in r} for r in rounds]
+    flagged = [{p.key for p in some} for some in outliers]
+    begin = 0  # of the rounds in which nobody left a wait
+    waits: dict[Who, tuple[int, Stack]] = {}
+    for n, r in enumerate(seen):
+        for key, p in r.items():
+            waited = waits.pop(key, None)
+            if waited is not None and p.stack is not None and waited[1].key != p.stack.key:
+                begin = max(begin, waited[0] + 1)
+            if p.stack is not None and p.stack.waits:
+                waits[key] = n, p.stack
+    found = set()
+    for key in flagged[-1]:
+        its = [n for n, r in enumerate(seen) if key in r]
+        since = next(n for n in its if key in flagged[n])
+        stood = [its[-1]]
+        for n, later in zip(its[-2::-1], its[:0:-1], strict=True):
+            if n < begin or seen[later][key].moves is not False:
+                break
+            stood.append(n)
+        if len(stood) >= NUM_STANDING_ROUNDS or (len(stood) > 1 and since >= stood[-1]):
+            found.add(key)
+    return found
+
+
+def _stood(processes: Sequence[Process]) -> Sequence[Process]:
+    """Most at one place that is not known as a wait, twice: a wait that Python does not show, such as reading a value
+    from a GPU whose peers have not come. Once, it would be work that all do."""
+    found = places(processes)
+    if not found:
+        return processes
+    top = found[0]
+    if top.stack.waits or 2 * len(top.processes) <= sum(len(place.processes) for place in found):
+        return processes
+    if any(p.moves is not False for p in top.processes):
+        return processes
+    return [
+        replace(p, stack=replace(p.stack, doing=Doing.STOOD)) if p.stack and p.stack.key == top.stack.key else p
+        for p in processes
+    ]
+
+
+def _outliers(processes: Sequence[Process]) -> tuple[Process, ...]:
+    """Of one round: who does not wait while as many wait, or more; where all do, who waits elsewhere than most."""
+    waiting = [p for p in processes if p.stack is not None and p.stack.waits]
+    outside = [p for p in processes if p.stack is not None and not p.stack.waits]
+    if len(outside) > len(waiting):
+        return ()
+    if outside:
+        return tuple(outside)
+    top, *rest = places(waiting)
+    others = tuple(p for place in rest for p in place.processes)
+    return others if _most(top, others) else ()
+
+
+def _in_pipeline(processes: Sequence[Process], outside: Sequence[Process]) -> bool:
+    """Most that wait, wait for a neighbour, and the others compute: a healthy pipeline does."""
+    waits = [p.stack.doing == Doing.PIPELINE for p in processes if p.stack is not None and p.stack.waits]
+    at_work = all(p.stack is not None and p.stack.doing == Doing.WORK for p in outside)
+    return bool(outside) and at_work and 2 * sum(waits) > len(waits)
+
+
+def _most(top: Place, others: Sequence[Process]) -> bool:
+    """Whether most wait at one place, where everybody comes together."""
+    return len(top.processes) > len(others) and top.stack.doing != Doing.PIPELINE
+
+
+def _judge_once(role: str, processes: Sequence[Process]) -> Finding | None:
+    processes = _stood(processes)
+    waiting = [p for p in processes if p.stack is not None and p.stack.waits]
+    outside = [p for p in processes if p.stack is not None and not p.stack.waits]
+    absent = [p for p in processes if p.stack is None]
+    if not waiting or len(outside) > len(waiting):
+        return None  # most are at work: who is early waits, and that accuses nobody
+    case = Case(role, tuple(processes), tuple(places(processes)))
+    if len(processes) == 1:
+        because = f"{at_last(processes[0])}, and no other process was looked at"
+        return case.cannot_tell(waiting, because, "dumps of the processes that it waits for")
+    if outside:
+        return _late(case, waiting, outside, absent)
+    if absent:
+        return _absent(case, waiting, absent)
+    if len(case.places) > 1:
+        return _elsewhere(case)
+    if any(p.moves is not False for p in waiting):
+        return None
+    return case.cannot_tell(waiting, f"all {case.who} {said(case.places[0].stack, 0)}, now as in older dumps", RECORDER)
+
+
+def _late(case: Case, waiting: list[Process], outside: list[Process], absent: list[Process]) -> Finding:
+    """Some do not wait for others: they are the cause, but for those that move."""
+    told = f"{len(waiting)} of {case.who} wait for others"
+    if len(outside) == len(waiting):
+        return case.cannot_tell(outside, f"{told}, as many do not: {names_text(outside)}", DUMP_AGAIN)
+    largest = next(place for place in case.places if place.stack.waits)
+    moving = [p for p in outside if p.moves is True]
+    if len(moving) == len(outside):
+        because = f"{told} ({largest.stack.at}), but who does not, moves: {all_at_last(outside)}"
+        return case.cannot_tell(outside, because, MORE_ROUNDS)
+    outside = [p for p in outside if p.moves is not True]
+    stuck = any(p.moves is False for p in outside)
+    if _in_pipeline(case.processes, outside) and not stuck:
+        because = f"{told}, most of them in a pipeline, while {names_text(outside)} compute: so does a healthy pipeline"
+        return case.cannot_tell(outside, because, DUMP_AGAIN)
+    at_work = {p.key for p in outside if p.stack is not None and p.stack.doing == Doing.WORK}
+    outside.sort(key=lambda p: p.key in at_work)
+    confidence = CONFIDENCE_AT_WORK if len(at_work) == len(outside) or absent else CONFIDENCE_OUTSIDE
+    confidence += STANDS_CHANGE * stuck
+    because = f"{told} ({largest.stack.at}); {all_at_last(outside)}"
+    if len(outside) > 1 and (group := shared(case.processes, outside)):
+        because += f". All of them are in {group.name}"
+    if moving:
+        because += f". Of the others that do not wait, an older dump shows that they move: {names_text(moving)}"
+    if absent:
+        because += f". There is no dump of {names_text(absent)}"
+    return case.finding(outside, confidence, because, gil_evidence(outside))
+
+
+def _absent(case: Case, waiting: list[Process], absent: list[Process]) -> Finding:
+    """All that were looked at wait, and some were not: the stopped and the dead give no dump."""
+    told = f"all {case.who} that have a dump wait for others ({case.places[0].stack.at})"
+    if len(absent) >= len(waiting):
+        because = f"{told}, and {len(absent)} have none: {names_text(absent)}"
+        return case.cannot_tell(absent, because, "dumps of the other processes")
+    if all(p.moves is True for p in waiting):
+        because = f"{told}, where they were not in the round before, and there is no dump of {names_text(absent)}"
+        return case.cannot_tell(absent, because, f"{DUMP_AGAIN}; a dump of {names_text(absent)}")
+    because = f"{told}, and there is no dump of {names_text(absent)}: the stopped and the dead give none"
+    if len(absent) > 1 and (group := shared(case.processes, absent)):
+        because += f". All of them are in {group.name}"
+    return case.finding(absent, CONFIDENCE_ABSENT, because)
+
+
+def _elsewhere(case: Case) -> Finding:
+    """All wait, not in the same place."""
+    top, *rest = case.places
+    others = [p for place in rest for p in place.processes]
+    told = "; ".join(f"{len(place.processes)} {said(place.stack, len(place.processes))}" for place in case.places[:3])
+    if not _most(top, others):
+        because = f"all {case.who} wait for others, and no collective holds the most of them: {told}"
+        return case.cannot_tell(others, because, RECORDER)
+    because = f"all {case.who} wait for others, most of them in one place: {told}"
+    if all(p.moves is True for p in others):
+        return case.cannot_tell(others, f"{because}. Those elsewhere move: {names_text(others)}", MORE_ROUNDS)
+    group = shared(case.processes, others) if len(others) > 1 else None
+    if group is None:
+        return case.finding(others, CONFIDENCE_ELSEWHERE, f"{because}. Elsewhere: {names_text(others)}")
+    # Who waits for a cause waits one level further out, with more others: the fewest are the nearest to it.
+    alone = len(rest) == 1 or len(rest[-1].processes) < len(rest[-2].processes)
+    first = rest[-1].processes if alone else ()
+    words, members, evidence = as_a_whole(group, first)
+    return case.finding(members, CONFIDENCE_ELSEWHERE, f"{because}. Those elsewhere are in {words}", (evidence,))
+
+
+def _again(role: Role, outliers: Sequence[Sequence[Process]]) -> Finding | None:
+    """The same processes, or the same group, hold up the others in round after round, and move: slow."""
+    found = tally(outliers, role.processes)
+    if found is None:
+        return None
+    suspected = [p for f in found.best for p in f.members]
+    flagged, num_flags = sorted({n for f in found.best for n in f.rounds}), len(found.best[0].rounds)
+    by_chance = num_flags < 2 or found.best[0].chance > LIKELY
+    num_flagging = sum(map(bool, outliers))
+    if not found.named and by_chance and (not outliers[-1] or num_flagging > 2):
+        return None  # once is chance, and by now it is over, or it is another's turn each time
+    last = role.rounds[flagged[-1]]
+    case = Case(role.name, tuple(last), tuple(places(_stood(last))))
+    whom = {p.key for p in suspected}
+    seen = [p for n in flagged for p in outliers[n] if p.key in whom]
+    often = Counter(p.key for p in seen)
+    num = f"{num_flags} of {len(role.rounds)} rounds of stacks"
+    names = flagged_name(found.best[0])
+    evidence = tuple(rounds_evidence(f, len(role.rounds)) for f in found.flagged[:NUM_GROUPS_SHOWN])
+    if not found.named:
+        because = f"the others wait for {names} in {num}: slow, or late by chance"
+        if len(found.best) > 1:
+            tied = " or ".join(flagged_name(f) for f in found.best[:NUM_NAMES_SHOWN])
+            because = f"the others wait for {tied}, for each in {num}: a tie"
+        seldom = [p for p in suspected if often[p.key]]
+        finding = case.cannot_tell(seldom, because, MORE_ROUNDS)
+    elif all(p.stack is not None and p.stack.waits for p in seen):
+        group = Shared(names, tuple(suspected))
+        first = [p for p in suspected if often[p.key] == max(often.values())]
+        words, members, whole = as_a_whole(group, first if len(first) < len(suspected) else ())
+        because = f"all wait for others, in {num} most of them at one place and those elsewhere in {words}"
+        finding = case.slow(members, CONFIDENCE_ELSEWHERE, because, (whole,))
+    else:
+        suspected = sorted((p for p in suspected if often[p.key]), key=lambda p: -often[p.key])
+        at = [p for p in outliers[flagged[-1]] if p.key in often]
+        because = (
+            f"the others wait for {names} in {num}, and go on in between: slow, not hung. At last: {all_at_last(at)}"
+        )
+        finding = case.slow(suspected, CONFIDENCE_AGAIN, because, ())
+    times = [p.at for n in flagged for p in role.rounds[n]], [p.at for p in role.rounds[-1]]
+    return replace(finding, onset=min(times[0]), detected_at=max(times[1]), evidence=(*finding.evidence, *evidence))

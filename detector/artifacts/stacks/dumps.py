@@ -1,0 +1,411 @@
+"""Stack dumps of many processes, read and made comparable. Foreign text: sizes and counts are bounded.
+
+Kinds, told by content: what `py-spy dump --json` writes, what `py-spy dump` prints, and the answer of an agent's
+`/v1/evidence/stacks`. Whose stack it is, an agent's answer says itself; else the names of the file and its folders do
+(file_names.py), and a topology file fills in the rest: `{"role", "world_size", "ranks": {"3": {"node", "replica",
+"pid"}}, "parallel": {"tp": 2, "pp": 4, "dp": 4}, "groups": {"pp": [[0, 2], [1, 3]]}}`, each part optional. Of `parallel`
+the first varies fastest with the rank, as Megatron counts. Ranks are global: of the whole role, not of one replica.
+
+A frame becomes `file:function`, so that two processes at the same place look the same: no line numbers, addresses,
+installation prefixes or template arguments; names that are generated anew in each process are folded.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from rolecall.core.errors import UnreadableInput
+from rolecall.detector.artifacts.stacks.file_names import WORLD_SIZE_MAX, place_of
+
+DUMP_BYTES_MAX = 16 << 20
+"""Of one file. A trainer with 30 threads of 40 frames takes 0.3 MB as JSON."""
+HEAD_BYTES = 8192
+"""So much of a file decides what it is."""
+NUM_THREADS_MAX = 4096
+NUM_FRAMES_MAX = 4096
+"""py-spy itself gives up beyond both."""
+TEXT_CHARS_MAX = 512
+"""Longer names of files and functions are cut."""
+RANK_DIGITS_MAX = 18
+"""Of a rank as a key: longer ones are no ranks, and slow to read."""
+NUM_AXES_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """`file`: from the package on (`torch/distributed/distributed_c10d.py`), else the bare name; `name`: the function."""
+
+    file: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.file})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thread:
+    """`frames`: innermost first. `active`: on a CPU or ready for one when it was looked at."""
+
+    name: str
+    frames: tuple[Frame, ...]
+    active: bool
+    owns_gil: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """The threads of one process, its main thread first. `at`: wall seconds of the file, for py-spy writes no time.
+
+    What nobody said is empty or None. `axes`: its coordinates (`pp`, 1) where the file name has them. `round_index`: the
+    number of the round of dumps in the names; `series`: the path without it, where names call it a round. `one_of_some`:
+    not all processes of its role were looked at, so that nobody is missed.
+    """
+
+    path: str
+    at: float
+    threads: tuple[Thread, ...]
+    pid: int | None = None
+    node: str = ""
+    role: str = ""
+    replica: str = ""
+    rank: int | None = None
+    incarnation: int | None = None
+    world_size: int | None = None
+    axes: tuple[tuple[str, int], ...] = ()
+    round_index: int | None = None
+    series: str = ""
+    one_of_some: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A parallel group that a topology file lists: `pp 3` is the fourth of its kind."""
+
+    axis: str
+    index: int
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """What a topology file says of one role (of all, when `role` is empty), by global rank. `sizes`: its `parallel`."""
+
+    role: str = ""
+    world_size: int | None = None
+    nodes: Mapping[int, str] = field(default_factory=dict)
+    replicas: Mapping[int, str] = field(default_factory=dict)
+    pids: Mapping[int, int] = field(default_factory=dict)
+    sizes: tuple[tuple[str, int], ...] = ()
+    groups: tuple[Group, ...] = ()
+
+    def axes(self, rank: int) -> tuple[tuple[str, int], ...]:
+        """Coordinates of a rank in the grid of `sizes`."""
+        at = []
+        for axis, size in self.sizes:
+            rank, index = divmod(rank, size)
+            at.append((axis, index))
+        return tuple(at)
+
+
+# --- kinds --------------------------------------------------------------------------------------------------------
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_JSON_HEAD = re.compile(r'\s*\[\s*\{.*"(?:thread_id|owns_gil|frames)"\s*:', re.DOTALL)
+_AGENT_HEAD = re.compile(r'\s*\{.*"threads"\s*:\s*\[', re.DOTALL)
+_THREAD_LINE = re.compile(r'^Thread (\S{1,32}) \((idle|active|active\+gil)\)(?:: "(.{0,512})")?\r?$', re.MULTILINE)
+_TOPOLOGY_KEY = re.compile(r'"(?:parallel|groups)"\s*:\s*\{|"ranks"\s*:\s*\{\s*"\d+"\s*:\s*\{')
+_PROCESS_LINE = re.compile(r"^Process (\d{1,10}): ", re.MULTILINE)
+_TEXT_HEAD = re.compile(r"^Process \d{1,10}: .*\n(?:.*\n)?Python v", re.MULTILINE)
+
+
+def is_dump(path: Path) -> bool:
+    """Whether the file begins as one of the three kinds does. Raises OSError."""
+    head = _head(path)
+    return bool(_JSON_HEAD.match(head) or _AGENT_HEAD.match(head) or _is_text(head))
+
+
+def is_topology(path: Path) -> bool:
+    """Whether it is a JSON object with `parallel`, `groups`, or `ranks` of objects by number. Raises OSError."""
+    head = _head(path)
+    if not head.lstrip().startswith("{") or _AGENT_HEAD.match(head) or '"pg_config"' in head or '"entries"' in head:
+        return False
+    return bool(_TOPOLOGY_KEY.search(head))
+
+
+def _head(path: Path) -> str:
+    if not path.is_file():  # a pipe would wait for its writer
+        return ""
+    with path.open("rb") as file:
+        return _COLOUR.sub("", file.read(HEAD_BYTES).decode("utf-8", "replace"))
+
+
+def _is_text(head: str) -> bool:
+    return bool(_TEXT_HEAD.search(head) or _THREAD_LINE.search(head))
+
+
+# --- dumps --------------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> Dump:
+    """Raises UnreadableInput: too large, cut short, no threads in it, not a dump."""
+    text, at = _text(path)
+    place = place_of(path)
+    if text.lstrip()[:1] in ("[", "{"):
+        value = _json(path, text)
+        if isinstance(value, dict):
+            place |= _told(path, value)
+            value = value.get("threads")
+        pid, threads = _from_json(path, value, place.get("pid"))
+    elif _is_text(text[:HEAD_BYTES]):
+        pid, threads = _from_text(path, text)
+    else:
+        raise _wrong(path, "neither JSON nor text of py-spy")
+    if not any(t.frames for t in threads):
+        raise _wrong(path, "no thread in it has a Python frame")
+    return Dump(**{**place, "path": str(path), "at": at, "threads": tuple(threads), "pid": pid or place.get("pid")})
+
+
+def _wrong(path: Path, reason: str) -> UnreadableInput:
+    return UnreadableInput(where=str(path), reason=reason)
+
+
+def _text(path: Path) -> tuple[str, float]:
+    try:
+        if not path.is_file():
+            raise _wrong(path, "not a file")
+        status = path.stat()
+        with path.open("rb") as file:
+            raw = file.read(DUMP_BYTES_MAX + 1)
+    except OSError as e:
+        raise _wrong(path, e.strerror or str(e)) from None
+    if len(raw) > DUMP_BYTES_MAX:
+        raise _wrong(path, f"{status.st_size:,} bytes, and {DUMP_BYTES_MAX:,} are read of one dump")
+    return _COLOUR.sub("", raw.decode("utf-8", "replace")), status.st_mtime
+
+
+def _json(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise _wrong(path, "nested too deep") from None
+    except ValueError as e:
+        raise _wrong(path, f"not JSON, or cut short: {e}") from None
+
+
+def _from_json(path: Path, value: Any, pid: int | None) -> tuple[int | None, list[Thread]]:
+    if not isinstance(value, list) or not all(isinstance(t, dict) for t in value):
+        raise _wrong(path, "not a list of threads")
+    if len(value) > NUM_THREADS_MAX:
+        raise _wrong(path, f"{len(value):,} threads, and {NUM_THREADS_MAX:,} are read")
+    # With --subprocesses the children are in it, too: the process itself is what is compared.
+    pids = [p for t in value if (p := _integer(t.get("pid"))) is not None]
+    pid = pid if pid in pids else pids[0] if pids else pid
+    threads: list[Thread] = []
+    main: int | None = None
+    for t in value:
+        if pids and _integer(t.get("pid")) != pid:
+            continue
+        frames = t.get("frames")
+        if not isinstance(frames, list) or not all(isinstance(f, dict) for f in frames):
+            raise _wrong(path, f"thread {len(threads)} has no list of frames")
+        if len(frames) > NUM_FRAMES_MAX:
+            raise _wrong(path, f"a thread of {len(frames):,} frames, and {NUM_FRAMES_MAX:,} are read")
+        name = _word(t.get("thread_name"))
+        if name == "MainThread" or (main is None and pid is not None and t.get("os_thread_id") == pid):
+            main = len(threads)
+        pairs = ((_word(f.get("short_filename")) or _word(f.get("filename")), _word(f.get("name"))) for f in frames)
+        threads.append(
+            Thread(
+                name=name,
+                frames=_frames(pairs),
+                active=t.get("active") is True,
+                owns_gil=t.get("owns_gil") is True,
+            )
+        )
+    # The interpreter lists its newest thread first.
+    return pid, _main_first(threads, len(threads) - 1 if main is None else main)
+
+
+def _from_text(path: Path, text: str) -> tuple[int | None, list[Thread]]:
+    processes = list(_PROCESS_LINE.finditer(text))
+    pid = int(processes[0].group(1)) if processes else None
+    own = text[: processes[1].start()] if len(processes) > 1 else text
+    heads = list(_THREAD_LINE.finditer(own))
+    if len(heads) > NUM_THREADS_MAX:
+        raise _wrong(path, f"{len(heads):,} threads, and {NUM_THREADS_MAX:,} are read")
+    threads: list[Thread] = []
+    main: int | None = None
+    for n, head in enumerate(heads):
+        body = own[head.end() : heads[n + 1].start() if n + 1 < len(heads) else len(own)]
+        pairs = [pair for line in body.splitlines() if (pair := _frame_of(line)) is not None]
+        if len(pairs) > NUM_FRAMES_MAX:
+            raise _wrong(path, f"a thread of {len(pairs):,} frames, and {NUM_FRAMES_MAX:,} are read")
+        name = _word(head.group(3))
+        if name == "MainThread" or (main is None and head.group(1) == str(pid)):
+            main = n
+        status = head.group(2)
+        threads.append(
+            Thread(
+                name=name,
+                frames=_frames(pairs),
+                active=status != "idle",
+                owns_gil=status == "active+gil",
+            )
+        )
+    return pid, _main_first(threads, main or 0)
+
+
+def _frame_of(line: str) -> tuple[str, str] | None:
+    """(file, function) of `    step (train.py:12)`; local variables are indented further."""
+    line = line[: 4 * TEXT_CHARS_MAX].rstrip()
+    if not line.startswith("    ") or line[4:5].isspace() or not line.endswith(")"):
+        return None
+    name, bracket, place = line[4:-1].partition(" (")
+    file, colon, number = place.rpartition(":")
+    return (_word(file if colon and number.isdecimal() else place), _word(name)) if bracket else None
+
+
+def _main_first(threads: list[Thread], main: int) -> list[Thread]:
+    return threads[main : main + 1] + threads[:main] + threads[main + 1 :]
+
+
+def _word(value: Any) -> str:
+    return value[:TEXT_CHARS_MAX] if isinstance(value, str) else ""
+
+
+def _integer(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
+
+
+def kept_bytes(dump: Dump, counted: set[int]) -> int:
+    """Memory that it takes. Dumps share most of their frames: `counted` holds the ids of those that were met, and is of
+    use as long as their dumps are kept."""
+    num_bytes = sum(256 + 4 * len(t.name) + 8 * len(t.frames) for t in dump.threads)
+    met = {id(frame): frame for t in dump.threads for frame in t.frames}
+    for number in met.keys() - counted:
+        num_bytes += 256 + 4 * (len(met[number].file) + len(met[number].name))
+    counted.update(met)
+    return num_bytes
+
+
+def _told(path: Path, answer: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a Dump that an agent's answer gives."""
+    if not isinstance(answer.get("threads"), list):
+        raise _wrong(path, "a JSON object without a list `threads`")
+    place: dict[str, Any] = {"one_of_some": answer.get("one_of_some") is True}
+    for key in ("rank", "pid", "incarnation"):
+        if (number := _integer(answer.get(key))) is not None:
+            place[key] = number
+    if node := _word(answer.get("node")):
+        place["node"] = node
+    if replica := _word(answer.get("replica")):
+        place |= {"replica": replica, "role": replica.partition("/")[0]}
+    return place
+
+
+# --- frames -------------------------------------------------------------------------------------------------------
+
+_STANDARD_LIBRARY = re.compile(r"lib(?:64)?/python\d[\d.]*t?/")
+_GENERATED_NAME = re.compile(r"__compiled_fn|torch_dynamo_resume_in|triton_")
+_GENERATED_STEM = re.compile(r"(?=.*\d)[0-9a-z]{24,}\Z")
+_ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
+
+
+def _frames(pairs: Iterable[tuple[str, str]]) -> tuple[Frame, ...]:
+    return tuple(f for file, name in pairs if (f := normal_frame(file, name)) is not None)
+
+
+@lru_cache(maxsize=65_536)
+def normal_frame(file: str, name: str) -> Frame | None:
+    """The frame as it is compared; None for one that says nothing (a bare address)."""
+    name = _ADDRESS.sub("", name).strip()
+    if not name or name == "<shim>":
+        return None
+    if _GENERATED_NAME.match(name):
+        name = re.sub(r"_?\d+", "", name)
+    elif "::" in name or "(" in name:
+        name = re.split(r"[<(]", name, maxsplit=1)[0].strip() or name  # C++: arguments and template arguments
+    return Frame(normal_file(file), name)
+
+
+def normal_file(file: str) -> str:
+    if file.startswith("<"):  # <string>, <frozen runpy>, <ipython-input-3-4f2a>, <eval_with_key>.12
+        found = re.match(r"<[A-Za-z_ .-]+", file)
+        return found.group(0).rstrip(" .-_") + ">" if found else "<generated>"
+    if "ipykernel_" in file:
+        return "<ipython-input>"
+    if "torchinductor_" in file:
+        return "<torchinductor>"
+    for installed in ("site-packages/", "dist-packages/"):
+        if installed in file:
+            return file.rpartition(installed)[2]
+    if found := _STANDARD_LIBRARY.search(file):
+        return file[found.end() :]
+    base = file.rpartition("/")[2]
+    if _GENERATED_STEM.match(base.partition(".")[0]):
+        return "<generated>"
+    return base if file.startswith("/") else file  # the same script may lie elsewhere on another node
+
+
+# --- topology -----------------------------------------------------------------------------------------------------
+
+
+def read_topology(path: Path) -> Topology:
+    """Raises UnreadableInput: not JSON, a part of the wrong kind, sizes that contradict each other."""
+    value = _json(path, _text(path)[0])
+    if not isinstance(value, dict):
+        raise _wrong(path, "a topology is a JSON object")
+    world_size = value.get("world_size")
+    if world_size is not None and not 1 <= (_integer(world_size) or 0) <= WORLD_SIZE_MAX:
+        raise _wrong(path, f"world_size: {str(world_size)[:40]} is not a number from 1 to {WORLD_SIZE_MAX:,}")
+    ranks = value.get("ranks", {})
+    if not isinstance(ranks, dict) or not all(
+        k.isdecimal() and len(k) <= RANK_DIGITS_MAX and isinstance(v, dict) for k, v in ranks.items()
+    ):
+        raise _wrong(path, "ranks: not an object of rank to object")
+    by_rank = {int(k): v for k, v in ranks.items()}
+    sizes, groups = _sizes(path, value.get("parallel", {}), world_size), _listed(path, value.get("groups", {}))
+    if sizes:
+        world_size = math.prod(sizes.values())
+    known = [*by_rank, *(r for g in groups for r in g.ranks)]
+    if known and max(known) >= (world_size or WORLD_SIZE_MAX):
+        raise _wrong(path, f"rank {max(known)} is outside of world_size {world_size or WORLD_SIZE_MAX}")
+    return Topology(
+        role=_word(value.get("role")),
+        world_size=world_size,
+        nodes={r: node for r, v in by_rank.items() if (node := _word(v.get("node")))},
+        replicas={r: replica for r, v in by_rank.items() if (replica := _word(v.get("replica")))},
+        pids={r: pid for r, v in by_rank.items() if (pid := _integer(v.get("pid"))) is not None},
+        sizes=tuple(sizes.items()),
+        groups=tuple(groups),
+    )
+
+
+def _sizes(path: Path, sizes: Any, world_size: int | None) -> dict[str, int]:
+    if not isinstance(sizes, dict) or not all((_integer(s) or 0) >= 1 for s in sizes.values()):
+        raise _wrong(path, "parallel: not an object of axis to size")
+    if len(sizes) > NUM_AXES_MAX or (total := math.prod(sizes.values())) > WORLD_SIZE_MAX:
+        raise _wrong(path, f"parallel: more than {NUM_AXES_MAX} axes or {WORLD_SIZE_MAX:,} ranks")
+    if sizes and world_size is not None and total != world_size:
+        raise _wrong(path, f"parallel: the sizes make {total} ranks, and world_size is {world_size}")
+    return {axis[:40]: size for axis, size in sizes.items()}
+
+
+def _listed(path: Path, groups: Any) -> list[Group]:
+    if not isinstance(groups, dict):
+        raise _wrong(path, "groups: not an object of axis to lists of ranks")
+    found = []
+    for axis, lists in groups.items():
+        if not isinstance(lists, list) or not all(isinstance(ranks, list) for ranks in lists):
+            raise _wrong(path, f"groups: {axis[:40]}: not a list of lists of ranks")
+        for index, ranks in enumerate(lists):
+            numbers = [r for r in ranks if _integer(r) is not None]
+            if len(numbers) != len(ranks):
+                raise _wrong(path, f"groups: {axis[:40]} {index}: not a list of ranks")
+            found.append(Group(axis=axis[:40], index=index, ranks=frozenset(numbers)))
+    return found

@@ -1,0 +1,206 @@
+"""What a process is at, read from its stacks: whom it waits for, or what it does instead. Pure.
+
+The thread that tells most speaks for its process: the main one, unless that only waits for another. From the innermost
+frame outward, frames that wait or pass on for their caller (locks, sockets, wrappers of torch) are passed over; the
+first that is left is the place. Called like a wait for others (`all_reduce`, `recv_forward`, a GPU synchronisation), it
+is one; anything else is the process's own business.
+"""
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rolecall.detector.artifacts.stacks.dumps import Dump, Frame, Thread
+
+NUM_CALLERS = 2
+"""Two waits are the same when the call and so many callers are: further out, rank 0 has wrappers of its own."""
+FRAME_CHARS_SHOWN = 120
+
+
+class Doing(StrEnum):
+    """What a process is at, as a sentence says it. Which wait for others: `WAITS`."""
+
+    COLLECTIVE = "waits in a collective"
+    PIPELINE = "waits for its neighbour in the pipeline"
+    RENDEZVOUS = "waits in a rendezvous"
+    DEVICE = "waits for its GPU"
+    BACKWARD = "waits in backward, where gradients are reduced"
+    STOOD = "stands where most stand, now as in an older dump"
+    DATA = "is in its data loader"
+    CHECKPOINT = "reads or writes a checkpoint"
+    COMPILE = "compiles"
+    GARBAGE = "collects garbage"
+    LOCK = "waits for a lock or for another thread of its own"
+    IO = "reads or writes"
+    STILL = "stands still in its own code"
+    WORK = "is at work in its own code"
+
+
+WAITS = frozenset((Doing.COLLECTIVE, Doing.PIPELINE, Doing.RENDEZVOUS, Doing.DEVICE, Doing.BACKWARD, Doing.STOOD))
+"""For other processes: a GPU that computes a collective waits for its peers, and DDP reduces inside of backward."""
+
+_COLLECTIVE = re.compile(
+    r"_?(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|(?:monitored_)?barrier|(?:start|finish)_(?:grad|param)_sync)(?:_|\Z)"
+)
+_COLLECTIVE_OF_TORCH = re.compile(r"_?(?:reduce|gather|scatter|broadcast)(?:_|\Z)")
+_PIPELINE = re.compile(
+    r"_?(?:isend|irecv|batch_isend_irecv|batched_p2p_ops|p2p_ops|(?:send|recv)_(?:forward|backward))(?:_|\Z)"
+)
+_PIPELINE_OF_TORCH = re.compile(r"(?:send|recv)(?:_|\Z)")
+_RENDEZVOUS = re.compile(r"_?(?:init_process_group|new_group|store_based_barrier|next_rendezvous|rendezvous)\Z")
+_DEVICE = re.compile(r"cu(?:da)?(?:stream|device|event|ctx)synchronize")
+_NATIVE = re.compile(r"nccl|gloo::|c10d::")
+_CHECKPOINT = re.compile(r"(?:save|load|write|read)_\w*checkpoint|checkpoint_(?:save|load)")
+_THROUGH = (
+    *("threading.py", "queue.py", "socket.py", "selectors.py", "ssl.py", "contextlib.py", "functools.py", "asyncio/"),
+    *("multiprocessing/", "concurrent/futures/", "subprocess.py", "torch/distributed/", "torch/multiprocessing/"),
+    *("torch/utils/_contextlib.py", "torch/autograd/", "torch/_ops.py", "torch/nn/modules/module.py"),
+)
+"""Frames of these files wait or pass on for whoever called them: the caller says what for."""
+_LOCK = ("threading.py", "queue.py", "multiprocessing/", "concurrent/futures/", "filelock")
+_IO = ("socket.py", "ssl.py", "selectors.py", "subprocess.py", "shutil.py", "http/", "urllib", "requests/", "fsspec/")
+_LAUNCH = (
+    "runpy.py",
+    "<frozen runpy>",
+    "multiprocessing/spawn.py",
+    "multiprocessing/process.py",
+    "multiprocessing/popen",
+)
+_HELPER_NAME = re.compile(
+    r"queuefeeder|pin_memory|heartbeat|\bbeat|watchdog|monitor|tqdm|tensorboard|wandb|autograd|event.?writer",
+    re.IGNORECASE,
+)
+_HELPER_FILES = (
+    *("torch/utils/data/_utils/pin_memory.py", "torch/_inductor/compile_worker/", "multiprocessing/pool.py"),
+    *("tqdm/_monitor.py", "tensorboard/", "wandb/", "prometheus_client/"),
+)
+_HELPER_FUNCTIONS = re.compile(r"_feed\Z|_?(?:heart)?beat(?:_loop|_forever|s)?\Z", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The place of a process. `key` is equal for processes at the same place. `gil_holder`: another thread that has it."""
+
+    doing: Doing
+    frames: tuple[Frame, ...]
+    key: tuple[Frame, ...]
+    gil_holder: str = ""
+
+    @property
+    def waits(self) -> bool:
+        return self.doing in WAITS
+
+    @property
+    def at(self) -> str:
+        """`all_reduce (torch/distributed/distributed_c10d.py), called by step (train.py)`."""
+        return ", called by ".join(shown(f) for f in self.key[:2])
+
+
+def shown(frame: Frame) -> str:
+    text = str(frame)
+    return text if len(text) <= FRAME_CHARS_SHOWN else text[: FRAME_CHARS_SHOWN - 1] + "…"
+
+
+def stack_of(dump: Dump) -> Stack:
+    """What the process is at, by the thread that tells most."""
+    main, *others = dump.threads
+    kept = [t for t in others if not is_helper(t)]
+    thread = max(kept, key=_telling) if kept and (not main.frames or _awaits_a_thread(main)) else main
+    if not thread.frames:  # as one begins or ends: a helper says more than nothing
+        thread = max(dump.threads, key=lambda t: len(t.frames))
+    holder = next((t for t in dump.threads if t.owns_gil and t is not thread), None)
+    gil_holder = f"{holder.name or 'unnamed'} in {shown(holder.frames[0])}" if holder and holder.frames else ""
+    frames = thread.frames
+    while len(frames) > 1 and (frames[-1].file.startswith(_LAUNCH) or _is_bootstrap(frames[-1])):
+        frames = frames[:-1]
+    for n, frame in enumerate(frames):
+        doing = _wait_of(frame, thread.active)
+        if doing is not None:
+            callers = [f for f in frames[n + 1 :] if not _passes_on(f)]
+            return Stack(doing, frames, (frame, *callers[:NUM_CALLERS]), gil_holder)
+        if not _passes_on(frame):
+            break
+    own = next((n for n, f in enumerate(frames) if not _passes_on(f)), 0)
+    return Stack(_outside(thread, frames, own), frames, frames[own:], gil_holder)
+
+
+def is_helper(thread: Thread) -> bool:
+    """A thread that is idle or busy for its own reasons: queue feeders, pin-memory, beats, writers, empty pool slots."""
+    frames = thread.frames
+    if not frames or _HELPER_NAME.search(thread.name):
+        return True
+    if frames[0].file == "concurrent/futures/thread.py" and _bare(frames[0]) == "_worker":
+        return True
+    return any(f.file.startswith(_HELPER_FILES) or _HELPER_FUNCTIONS.match(_bare(f)) for f in frames)
+
+
+def _telling(thread: Thread) -> tuple[bool, bool, bool, int]:
+    return any(_wait_of(f, thread.active) for f in thread.frames), thread.owns_gil, thread.active, len(thread.frames)
+
+
+def _awaits_a_thread(thread: Thread) -> bool:
+    """In an event loop with nothing to do (asyncio, a Ray worker), or joining a thread."""
+    if thread.owns_gil or any(_wait_of(f, thread.active) for f in thread.frames):
+        return False
+    inner = (thread.frames[0].file, _bare(thread.frames[0]))
+    where = {(f.file, _bare(f)) for f in thread.frames}
+    if inner[0] == "selectors.py":
+        return ("asyncio/base_events.py", "run_forever") in where
+    return inner == ("ray/_private/worker.py", "main_loop") or (
+        inner[0] == "threading.py" and ("threading.py", "join") in where
+    )
+
+
+def _is_bootstrap(frame: Frame) -> bool:
+    return frame.file == "threading.py" and _bare(frame) in ("_bootstrap", "_bootstrap_inner", "run")
+
+
+def _bare(frame: Frame) -> str:
+    """`Trainer.step` -> `step`: newer interpreters give qualified names."""
+    return frame.name.rpartition(".")[2]
+
+
+def _passes_on(frame: Frame) -> bool:
+    return frame.file.startswith(_THROUGH) or ".so" in frame.file
+
+
+def _wait_of(frame: Frame, active: bool = False) -> Doing | None:
+    """The wait for others that this frame is, if it is one."""
+    name, file = _bare(frame).lower(), frame.file
+    of_torch = file.startswith("torch/distributed/")
+    if _RENDEZVOUS.match(name) or file == "torch/distributed/rendezvous.py":
+        return Doing.RENDEZVOUS
+    if (
+        _PIPELINE.match(name)
+        or (of_torch and _PIPELINE_OF_TORCH.match(name))
+        or ("p2p" in file and name == "_communicate")
+    ):
+        return Doing.PIPELINE
+    if _COLLECTIVE.match(name) or (of_torch and _COLLECTIVE_OF_TORCH.match(name)):
+        return Doing.COLLECTIVE
+    if _DEVICE.match(name) or (file.startswith("torch/cuda/") and name in ("synchronize", "wait")):
+        return Doing.DEVICE
+    if not active and file == "torch/autograd/graph.py" and name == "_engine_run_backward":
+        return Doing.BACKWARD
+    return Doing.COLLECTIVE if ".so" in file and _NATIVE.search(frame.name.lower()) else None
+
+
+def _outside(thread: Thread, frames: tuple[Frame, ...], own: int) -> Doing:
+    for frame in frames:
+        name, file = _bare(frame).lower(), frame.file.lower()
+        if file.startswith("torch/utils/data/") or re.search(r"data_?loader|dataset", f"{file}:{name}"):
+            return Doing.DATA
+        if file.startswith(("torch/_dynamo/", "torch/_inductor/", "triton/compiler/")):
+            return Doing.COMPILE
+        if file.startswith(("torch/serialization.py", "torch/distributed/checkpoint/", "safetensors/")):
+            return Doing.CHECKPOINT
+        if _CHECKPOINT.search(name):
+            return Doing.CHECKPOINT
+        if name.startswith("gc_collect"):
+            return Doing.GARBAGE
+    inner = frames[: own + 1]
+    if any(f.file.startswith(_LOCK) for f in inner):
+        return Doing.LOCK
+    if any(f.file.startswith(_IO) for f in inner):
+        return Doing.IO
+    return Doing.WORK if thread.active else Doing.STILL

@@ -1,0 +1,154 @@
+"""Who holds up the others again and again: flags counted over several rounds of stacks. Pure.
+
+After ByteRobust (arXiv 2509.16293, stack aggregation, fail-slow): every ten seconds the group with most of the outliers
+is flagged, and after five rounds the group flagged most is named. Here:
+
+  a flag      goes to each outlier of a round, and to each group (node, replica, parallel group, never the whole role)
+              that holds at least half of them: one who is among them once, by chance, spoils no round
+  a suspect   is a group, or all processes that are flagged in the same rounds
+  named is    of the suspects with `NUM_FLAGS_MIN` flags, in `FLAGGED_RATIO_MIN` of the rounds, the one whose flags are the
+              least likely if outliers were drawn by lot, at most `CHANCE_MAX`: many flags, few processes. Several
+              processes are named as the smallest group that holds them, if that was flagged in the same rounds
+  a tie       are processes with as many flags in other rounds: nobody is named
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rolecall.detector.artifacts.stacks.processes import Group, Process, Who, group_name, groups_of
+
+NUM_ROUNDS = 5
+ROUND_SECONDS = 10.0
+"""ByteRobust's: what is asked for where rounds are too few."""
+NUM_FLAGS_MIN = 3
+"""One noisy round, or two, accuse nobody."""
+FLAGGED_RATIO_MIN = 0.6
+"""Three of five. Somebody is always the last: one for whom the others wait in most of the looks costs them that time."""
+CHANCE_MAX = 0.05
+NUM_GROUPS_MAX = 512
+"""So many groups, flagged most, are compared: a grid of many axes has very many."""
+NUM_DRAWN_MAX = 32
+"""Of more outliers in a round, half are as good as never in one group by lot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flagged:
+    """`rounds`: indices of those that flagged it. `chance`: how likely it is that anybody like it has so many flags when
+    each round draws its outliers by lot. `name`: empty for processes that share no more than their rounds."""
+
+    name: str
+    members: tuple[Process, ...]
+    rounds: tuple[int, ...]
+    chance: float
+
+    @property
+    def who(self) -> frozenset[Who]:
+        return frozenset(p.key for p in self.members)
+
+    def enough(self, num_rounds: int) -> bool:
+        num = len(self.rounds)
+        return num >= NUM_FLAGS_MIN and num >= FLAGGED_RATIO_MIN * num_rounds and self.chance <= CHANCE_MAX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """`best`: who is the most to blame; several are a tie. `named`: whether it is named, and not only suspected. `flagged`:
+    all, the least likely first."""
+
+    best: tuple[Flagged, ...]
+    named: bool
+    flagged: tuple[Flagged, ...]
+
+
+def tally(outliers: Sequence[Sequence[Process]], processes: Sequence[Process]) -> Tally | None:
+    """`outliers`: of each round; `processes`: all of the role. None if no round has any."""
+    single = _processes(outliers, processes)
+    if not single:
+        return None
+    groups = _groups(outliers, processes)
+    flagged = sorted((*single, *groups), key=lambda f: (f.chance, len(f.members)))
+    enough = [f for f in flagged if f.enough(len(outliers))]
+    first = (enough or flagged)[0]
+    alike = [f for f in single if len(f.rounds) == len(first.rounds)] if first in single else [first]
+    if len(alike) == 1 and len(first.members) > 1 and first in single:
+        holding = [f for f in groups if f.who >= first.who and set(f.rounds) >= set(first.rounds)]
+        holding = [f for f in holding if f.enough(len(outliers)) or not enough]
+        alike = [min(holding, key=lambda f: len(f.members))] if holding else alike
+    return Tally(best=tuple(alike), named=bool(enough) and len(alike) == 1, flagged=tuple(flagged))
+
+
+def _processes(outliers: Sequence[Sequence[Process]], processes: Sequence[Process]) -> list[Flagged]:
+    """By the rounds in which they were outliers."""
+    rounds: dict[Who, list[int]] = {}
+    for n, some in enumerate(outliers):
+        for p in some:
+            rounds.setdefault(p.key, []).append(n)
+    alike: dict[tuple[int, ...], list[Process]] = {}
+    for p in processes:
+        if p.key in rounds:
+            alike.setdefault(tuple(rounds[p.key]), []).append(p)
+    num_drawn = [len(some) for some in outliers if some]
+    share = sum(num_drawn) / len(num_drawn) / len(processes) if num_drawn else 0.0
+    return [
+        Flagged(
+            name=its[0].name if len(its) == 1 else "",
+            members=tuple(its),
+            rounds=when,
+            chance=at_least(len(its), len(processes) * often(len(when), len(num_drawn), share)),
+        )
+        for when, its in alike.items()
+    ]
+
+
+def _groups(outliers: Sequence[Sequence[Process]], processes: Sequence[Process]) -> list[Flagged]:
+    rounds: dict[Group, list[int]] = {}
+    for n, some in enumerate(outliers):
+        held = Counter(group for p in some for group in groups_of(p))
+        for group, num in held.items():
+            if 2 * num >= len(some):
+                rounds.setdefault(group, []).append(n)
+    most = sorted(rounds, key=lambda group: -len(rounds[group]))[:NUM_GROUPS_MAX]
+    members: dict[Group, list[Process]] = {group: [] for group in most}
+    for p in processes:
+        for group in groups_of(p):
+            if group in members:
+                members[group].append(p)
+    num_drawn = [min(len(some), NUM_DRAWN_MAX) for some in outliers if some]
+    found: dict[frozenset[Who], Flagged] = {}
+    for group in most:
+        its = members[group]
+        if not 1 < len(its) < len(processes):
+            continue
+        share = len(its) / len(processes)
+        flag = sum(often((num + 1) // 2, num, share) for num in num_drawn) / len(num_drawn)
+        made = Flagged(
+            name=group_name(group),
+            members=tuple(its),
+            rounds=tuple(rounds[group]),
+            chance=at_least(1, often(len(rounds[group]), len(num_drawn), flag) / share),
+        )
+        found.setdefault(made.who, made)  # of several names for the same processes the plainest, which comes first
+    return list(found.values())
+
+
+def often(num: int, num_draws: int, share: float) -> float:
+    """The probability of `num` hits or more in so many draws."""
+    return math.fsum(
+        math.comb(num_draws, k) * share**k * (1 - share) ** (num_draws - k) for k in range(num, num_draws + 1)
+    )
+
+
+def at_least(num: int, expected: float) -> float:
+    """The probability of `num` or more where `expected` come on average (Poisson); `num` is at least 1."""
+    if expected <= 0:
+        return 0.0
+    if num <= expected:
+        return 1.0
+    term = math.exp(num * math.log(expected) - expected - math.lgamma(num + 1))
+    total, n = 0.0, num
+    while term > total * 1e-9:
+        total, n = total + term, n + 1
+        term *= expected / n
+    return min(1.0, total)

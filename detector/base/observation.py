@@ -1,0 +1,48 @@
+"""What a source hands to the detector: everything heard since the last poll. All sources yield this same value."""
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rolecall.core.diagnosis import Finding
+from rolecall.core.telemetry import AgentEvent, SampleBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """`wall_at` is the only time a detector knows, seconds since 1970 on the detector's own clock."""
+
+    wall_at: float
+    batches: tuple[SampleBatch, ...] = ()
+    events: tuple[AgentEvent, ...] = ()
+    unreachable: tuple[tuple[str, float, str], ...] = ()
+    """(node, since when in wall seconds, why) of each agent that does not answer."""
+    left: tuple[str, ...] = ()
+    """Nodes that were taken off the list of agents: what was said of them is over."""
+    panel_findings: tuple[Finding, ...] = ()
+    """What panel detectors began to say with this (detector/live/stages/run_panels.py). It is part of what the engine sees, so that a stored
+    window replays: their trackers have hours of memory, a window has half a minute."""
+    pulled_findings: tuple[Finding, ...] = ()
+    """What evidence says that was pulled for an incident: stacks, Flight Recorder dumps (detector/live/stages/pulled_evidence.py)."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "wall_at": self.wall_at,
+            "batches": [b.to_dict() for b in self.batches],
+            "events": [e.to_dict() for e in self.events],
+            "unreachable": [list(u) for u in self.unreachable],
+            "left": list(self.left),
+            "panel_findings": [f.to_dict() for f in self.panel_findings],
+            "pulled_findings": [f.to_dict() for f in self.pulled_findings],
+        }
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        return cls(
+            wall_at=d["wall_at"],
+            batches=tuple(SampleBatch.from_dict(b) for b in d["batches"]),
+            events=tuple(AgentEvent.from_dict(e) for e in d["events"]),
+            unreachable=tuple((u[0], u[1], u[2]) for u in d["unreachable"]),
+            left=tuple(d.get("left", ())),
+            panel_findings=tuple(Finding.from_dict(f) for f in d.get("panel_findings", ())),
+            pulled_findings=tuple(Finding.from_dict(f) for f in d.get("pulled_findings", ())),
+        )

@@ -1,0 +1,149 @@
+"""Who holds up a collective: the one who has not entered it, never those who wait inside.
+
+Evidence in order: a node that cannot be seen while peers wait for its rank; a rank that has not entered (its counter
+of collectives, aligned with its peers' where both last computed the same step, is lower; or it is outside while all
+others are inside); then, among ranks that all wait inside, the one that burns CPU where the others sleep. Beats are
+judged before this (detector/live/stages/stall.py). What is left is a tie, and a tie accuses nobody: the group's own timeout decides.
+"""
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
+from rolecall.detector.base.findings import finding, settles
+from rolecall.detector.live.deadlines import Deadline
+from rolecall.detector.live.fleet import Fleet, names
+from rolecall.detector.live.stages.agent_lost import REFUSED, unseen_because
+from rolecall.detector.live.stages.stall import BUSY_CPUS, WORKING_CPUS, Stall
+from rolecall.detector.live.subject import Subject
+
+ASLEEP_CPUS = 0.15
+"""A rank that sleeps in a collective uses less than this: beats, the agent's probe and gloo's thread take a few percent."""
+BEHIND_MARGIN_SECONDS = 1.0
+"""A peer outside the collective is accused only if it has been outside for so much longer than others are inside:
+five samples, so that one late sample does not turn the order."""
+
+
+def find(fleet: Fleet, now: float, all_stalls: list[Stall]) -> list[Finding]:
+    groups: dict[tuple[str, int], list[Stall]] = {}
+    for s in all_stalls:
+        if s.subject.phase == Phase.REDUCE and s.ripe and not s.beats_stopped and s.subject.sample is not None:
+            groups.setdefault((s.subject.role, s.subject.sample.epoch), []).append(s)
+    found = [_judge(fleet, role, epoch, waiting, all_stalls, now) for (role, epoch), waiting in groups.items()]
+    return [f for f in found if f is not None]
+
+
+def _judge(
+    fleet: Fleet, role: str, epoch: int, waiting: list[Stall], all_stalls: list[Stall], now: float
+) -> Finding | None:
+    role_members = fleet.roster.of_role(role).values()
+    members = [s for s in role_members if s.sample is not None and s.sample.epoch == epoch]
+    if any(m.gone for m in members):
+        return None  # detector/live/stages/crash.py names it; its peers wait for the runtime to contain that
+    if any(s.role == role and s.sample and s.sample.epoch == epoch for s in fleet.closed()):
+        return None  # a member is being replaced: whoever is left waits for its end, then for a new epoch
+    waiters = [w.subject for w in waiting]
+    unseen = {m.key: unseen_because(fleet, m.node, now) for m in members if m not in waiters}
+    if any(REFUSED in why for why in unseen.values()):
+        return None  # only an agent is gone: whether its trainer computes or hangs cannot be seen
+    silent = [m for m in members if unseen.get(m.key)]
+    if silent:
+        return _verdict(silent, waiting, FaultClass.NETWORK, 0.8, "is on a node that cannot be seen", now)
+    stopped = {s.subject.key for s in all_stalls if s.beats_stopped}
+    outside = [m for m in members if m.phase != Phase.REDUCE]
+    if outside or any(m.key in stopped for m in members):
+        # Whoever is outside and owes progress, or has stopped beating, is judged by his own deadline.
+        late = [m for m in outside if m.phase in PHASES_WITHOUT_DUE_PROGRESS and m.key not in stopped]
+        if len(late) != len(outside) or any(m.key in stopped for m in members):
+            return None
+        since = max(w.clocks.wall for w in waiting)
+        if any(_phase_seconds(m) < since + BEHIND_MARGIN_SECONDS for m in late):
+            return None
+        if any(m.stall.cpu >= WORKING_CPUS * m.stall.effective for m in late):
+            return None  # it is at work on something that has no phase of its own, such as a checkpoint
+        return _verdict(late, waiting, FaultClass.HANG, 0.8, "has not entered the collective", now)
+    if len(waiting) < len(members) or len(members) < 2:
+        return _alone(waiting, now) if len(members) < 2 else None
+    return _all_inside(members, waiting, now)
+
+
+def _phase_seconds(subject: Subject) -> float:
+    return subject.sample.at - subject.sample.phase_since if subject.sample else 0.0
+
+
+def _alone(waiting: list[Stall], now: float) -> Finding | None:
+    """A collective of one waits for nobody else."""
+    return _verdict([waiting[0].subject], waiting, FaultClass.HANG, 0.8, "stands still in a collective of its own", now)
+
+
+def _all_inside(members: list[Subject], waiting: list[Stall], now: float) -> Finding:
+    counts = _aligned(members)
+    if counts and min(counts.values()) < max(counts.values()):
+        low = min(counts.values())
+        behind = [m for m in members if counts[m.key] == low]
+        lag = max(counts.values()) - low
+        if len(behind) < len(members):
+            text = f"is {lag} collective{'s' if lag > 1 else ''} behind the others"
+            return _verdict(behind, waiting, FaultClass.HANG, 0.9, text, now)
+    pending = [m for m in members if m.sample and m.sample.collectives_entered > m.sample.collectives_done]
+    if pending and len(pending) < len(members):
+        behind = [m for m in members if m not in pending]
+        return _verdict(behind, waiting, FaultClass.HANG, 0.85, "is outside while all others are inside", now)
+    rates = {w.subject.key: w.clocks.cpu / w.clocks.wall for w in waiting}
+    burning = [m for m in members if rates[m.key] >= BUSY_CPUS]
+    if len(burning) == 1 and all(r < ASLEEP_CPUS for k, r in rates.items() if k != burning[0].key):
+        text = f"uses {rates[burning[0].key]:.1f} CPUs inside the collective where the others sleep"
+        return _verdict(burning, waiting, FaultClass.HANG, 0.7, text, now)
+    return _tie(members, waiting, now)
+
+
+def _aligned(members: list[Subject]) -> dict[tuple[str, int, int], int]:
+    """Collectives entered since a step that all members were last seen computing; empty when there is none."""
+    common = set.intersection(*(set(m.rests) for m in members))
+    if not common:
+        return {}
+    base = max(common)
+    return {m.key: m.sample.collectives_entered - m.rests[base] for m in members if m.sample}
+
+
+def _sentence_of_waiters(waiting: list[Stall], culprits: list[Subject]) -> tuple[str, Deadline, float]:
+    others = [w for w in waiting if w.subject not in culprits] or waiting
+    longest = max(others, key=lambda w: w.clocks.wall)
+    return names(w.subject for w in others), longest.deadline, longest.clocks.wall
+
+
+def _verdict(
+    culprits: list[Subject], waiting: list[Stall], fault: FaultClass, confidence: float, text: str, now: float
+) -> Finding:
+    who, deadline, seconds = _sentence_of_waiters(waiting, culprits)
+    named = " and ".join(c.name() for c in culprits)
+    because = f"{named} holds up a collective: it {text}, where {who} waited {seconds:.1f} s (deadline {deadline.text})"
+    values = {"waited_seconds": seconds, "deadline_seconds": deadline.seconds}
+    return finding(
+        "collective",
+        culprits,
+        fault,
+        onset=min(w.subject.onset_wall(w.clocks.wall) for w in waiting),
+        now=now,
+        confidence=confidence,
+        because=because,
+        evidence=(Evidence(kind="collective", text=text, values=values),),
+    )
+
+
+def _tie(members: list[Subject], waiting: list[Stall], now: float) -> Finding:
+    seconds = max(w.clocks.wall for w in waiting)
+    because = (
+        f"{names(members)} all wait inside the same collective for {seconds:.1f} s (deadline "
+        f"{waiting[0].deadline.text}), all beat, none is behind: who holds it up cannot be told"
+    )
+    return finding(
+        "collective",
+        members,
+        FaultClass.CANNOT_TELL,
+        onset=min(w.subject.onset_wall(w.clocks.wall) for w in waiting),
+        now=now,
+        confidence=0.3,
+        because=because,
+        evidence=(
+            settles("the process group's timeout: whoever does not raise then is the one; or Flight Recorder dumps"),
+        ),
+    )

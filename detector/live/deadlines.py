@@ -1,0 +1,72 @@
+"""Deadlines learned per (role, phase): max(floor, k x own P99), never above the ceiling.
+
+What is learned is the effective time (run delay subtracted) between two signs of progress. Only gaps that ended are
+learned, and none of a process that is under a finding: a fault must not become normal.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from rolecall.core.config.job import DetectorConfig
+from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS
+
+BEATS = "(beats)"
+"""Where the gaps between beats are learned, beside the phases."""
+GAPS_KEPT = 512
+"""Gaps kept per (role, phase): the P99 of 512 values rests on the five largest."""
+GAPS_MIN = 8
+"""Fewer than this say nothing about a P99: the role's other phases, or the first-unit deadline, stand in."""
+REFRESH_EVERY = 16
+"""The P99 is computed again after so many new gaps: sorting 512 numbers at each sample would cost more than it tells."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadline:
+    seconds: float
+    text: str  # how it came about, for the sentence
+    learned: bool
+
+
+@dataclass(slots=True)
+class Gaps:
+    values: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
+    cached: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def add(self, role: str, phase: str, seconds: float) -> None:
+        key = (role, phase)
+        kept = self.values.get(key)
+        if kept is None:
+            kept = self.values[key] = deque(maxlen=GAPS_KEPT)
+            self.counts[key] = 0
+        kept.append(seconds)
+        self.counts[key] += 1
+        if self.counts[key] % REFRESH_EVERY == 0 or self.counts[key] <= REFRESH_EVERY:
+            self.cached[key] = _p99(kept)
+
+    def p99(self, role: str, phase: str) -> float | None:
+        """Seconds, or None when too little is known."""
+        key = (role, phase)
+        return self.cached[key] if self.counts.get(key, 0) >= GAPS_MIN else None
+
+    def p99_of_role(self, role: str) -> float | None:
+        """The largest P99 of the role's phases: stands in for a phase so short that no sample fell into it."""
+        lawful_waits = PHASES_WITHOUT_DUE_PROGRESS | {BEATS}
+        keys = [k for k in self.values if k[0] == role and k[1] not in lawful_waits]
+        known = [self.cached[k] for k in keys if self.counts[k] >= GAPS_MIN]
+        return max(known) if known else None
+
+
+def _p99(values: deque[float]) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+
+
+def learned_deadline(p99: float | None, config: DetectorConfig) -> Deadline:
+    """max(floor, k x P99), capped; without a P99 the deadline of a first unit."""
+    if p99 is None:
+        seconds = config.first_unit_seconds
+        return Deadline(seconds=seconds, text=f"{seconds:g} s, nothing learned yet", learned=False)
+    floor, factor = config.hang_floor_seconds, config.hang_p99_factor
+    seconds = min(config.hang_ceiling_seconds, max(floor, factor * p99))
+    return Deadline(seconds=seconds, text=f"{seconds:.1f} s = max({floor:g}, {factor:g} x P99 {p99:.2f})", learned=True)

@@ -1,0 +1,306 @@
+"""Everybody under watch: one `Subject` per (replica, rank, incarnation), fed by samples and events.
+
+Here names are kept straight: a newer incarnation ends the older one, a promoted standby is the same process under
+another name, what recovery has forgotten stays forgotten. Nothing here judges. All time comes from the observation.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from rolecall.core.ids import ProcessId
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.live.deadlines import Gaps
+from rolecall.detector.live.roster import Roster
+from rolecall.detector.live.subject import Key, Subject, advance, first
+
+SUBJECTS_MAX = 65_536
+"""Processes remembered at once, past incarnations included: `source.AGENTS_MAX` nodes of sixteen ranks."""
+EXCEPTIONS_MAX = 256
+"""Exception reports remembered for the user-code rule."""
+CLOSED_SECONDS = 120.0
+"""How long a past incarnation is remembered after its successor came or it was forgotten."""
+UNPAGED_GONE_SECONDS = 900.0
+"""How long the exit of a process of a job that knows nothing of us is told, unless another takes its place."""
+DEAD_SAMPLE_SECONDS = 1.0
+"""A sample says that a process is dead, and no event has: the event (with its goodbye before it, or its signal) gets
+so long to arrive before the sample counts alone."""
+OLD_EVENT_SECONDS = 900.0
+"""A watch that begins is told whatever its agents keep, of days: what is older than this, of a process that is not known
+by its samples, is history. As long as the exit of a process is told at all (`UNPAGED_GONE_SECONDS`)."""
+OFFSET_STEP_SECONDS = 5.0
+"""An answer so much later than any before: a clock was set. If only the answer was late, the next one shows it."""
+OFFSET_UNCERTAINTY_SECONDS = 1.0
+"""A clock offset of a node below this is not told apart from the delay of its answer, and read as none."""
+
+
+@dataclass(slots=True)
+class SeenException:
+    event: AgentEvent
+    received_wall: float
+    worked: int  # units its process had finished then
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Mutable; owned by one Detector."""
+
+    mask_proc_state: bool = False
+    subjects: dict[Key, Subject] = field(default_factory=dict)
+    newest: dict[str, int] = field(default_factory=dict)  # replica -> newest incarnation heard of
+    forgotten: dict[str, int] = field(default_factory=dict)  # replica -> incarnations below this are over
+    exceptions: deque[SeenException] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
+    unreachable: tuple[tuple[str, float, str], ...] = ()
+    raylets_gone: dict[str, float] = field(default_factory=dict)  # node -> wall
+    offsets: dict[str, float] = field(default_factory=dict)  # of each node that is listened to
+    walls: dict[str, float] = field(default_factory=dict)  # node -> its own wall clock in its newest answer
+    oom_kills: dict[str, int] = field(default_factory=dict)
+    oom_wall: dict[str, float] = field(default_factory=dict)
+    changed_wall: float = 0.0  # when the set of processes last changed
+    gaps: Gaps = field(default_factory=Gaps)
+    quiet: set[Key] = field(default_factory=set)  # under a finding: nothing is learned from these
+    roster: Roster = field(init=False, default_factory=Roster)
+    sampled: list[Subject] = field(init=False, default_factory=list)  # of whom the newest observation had a sample
+    by_process: dict[ProcessId, Key] = field(init=False, default_factory=dict)
+    before: dict[Key, Subject | None] = field(init=False, default_factory=dict)
+    """Those that changed since somebody last emptied this, as they were before; None: not there. See history.py."""
+    _dead: dict[Key, Subject] = field(init=False, default_factory=dict)  # a sample said so, and nothing else yet
+    _closed: dict[Key, Subject] = field(init=False, default_factory=dict)
+    _unpaged: list[Subject] = field(init=False, default_factory=list)
+    _unpaged_of: int = field(init=False, default=-1)  # changes of the roster of which it was made
+
+    def __post_init__(self) -> None:
+        for s in self.subjects.values():
+            if s.closed_wall:
+                self._closed[s.key] = s
+                if s.process is not None:
+                    self.by_process.setdefault(s.process, s.key)
+                continue
+            if s.process is not None:
+                self.by_process[s.process] = s.key
+            self.roster.add(s)
+            if s.dead_wall and not s.gone:
+                self._dead[s.key] = s
+
+    def current(self) -> Iterator[Subject]:
+        return iter(self.roster)
+
+    def closed(self) -> Iterable[Subject]:
+        """Past incarnations that are still remembered."""
+        return self._closed.values()
+
+    def unpaged(self) -> Sequence[Subject]:
+        """The current ones that write no state page."""
+        if self._unpaged_of != self.roster.changes:
+            self._unpaged_of = self.roster.changes
+            self._unpaged = [s for s in self.roster if not s.reports]
+        return self._unpaged
+
+    def changes(self, subject: Subject) -> None:
+        """Called before anything of it does."""
+        if subject.key not in self.before:
+            self.before[subject.key] = subject.copied()
+
+    def peers(self, subject: Subject) -> list[Subject]:
+        return [s for s in self.roster.of_role(subject.role).values() if s.key != subject.key]
+
+    def ingest(self, observation: Observation) -> None:
+        now = observation.wall_at
+        self.unreachable = observation.unreachable
+        self.sampled = []
+        for node in observation.left:
+            self._leave(node, now)
+        for batch in observation.batches:
+            self._measure_offset(batch.node, now - batch.wall_at)
+            self.walls[batch.node] = batch.wall_at
+            for sample in batch.processes:
+                self._take_sample(sample, now)
+            for host in batch.hosts:
+                if host.oom_kills > self.oom_kills.get(host.node, host.oom_kills):
+                    self.oom_wall[host.node] = now
+                self.oom_kills[host.node] = host.oom_kills
+        for event in observation.events:
+            self._take_event(event, now)
+        self._sweep(now)
+
+    def forget(self, replica: str, below_incarnation: int, now: float) -> None:
+        """What is known of older incarnations is over: their exits are expected, their findings end."""
+        self.forgotten[replica] = max(below_incarnation, self.forgotten.get(replica, 0))
+        self._close_older(replica, below_incarnation, now)
+
+    def age(self, event: AgentEvent) -> float:
+        """Seconds since it was written, by the clock of its node; 0 where that is not known."""
+        return max(0.0, self.walls.get(event.node, event.wall_at) - event.wall_at)
+
+    def _leave(self, node: str, now: float) -> None:
+        for s in [s for s in self.roster if s.node == node]:
+            self._close(s, now)
+        for known in (self.offsets, self.walls, self.raylets_gone, self.oom_kills, self.oom_wall):
+            known.pop(node, None)
+
+    def _close_older(self, replica: str, below_incarnation: int, now: float) -> None:
+        for s in list(self.roster.of_replica(replica).values()):
+            if s.incarnation < below_incarnation:
+                self._close(s, now)
+
+    def _close(self, subject: Subject, now: float) -> None:
+        self.changes(subject)
+        subject.closed_wall = now
+        self.roster.remove(subject)
+        self._closed[subject.key] = subject
+        self._dead.pop(subject.key, None)
+
+    def _lost(self, subject: Subject, now: float) -> None:
+        self.changes(subject)
+        subject.exit_wall = now
+        self.changed_wall = now
+        self._dead.pop(subject.key, None)
+        self.roster.note_gone(subject)
+
+    # --- samples
+
+    def _take_sample(self, sample: ProcessSample, now: float) -> None:
+        if self.mask_proc_state and sample.proc_state != "?":
+            sample = _masked(sample)
+        place = sample.replica, sample.rank, sample.incarnation
+        if not sample.alive and self._is_succeeded(place, sample.process):
+            return
+        subject = self._find(sample.process, sample.replica, sample.role, sample.rank, sample.incarnation, now)
+        if subject is None or subject.gone:
+            return
+        self.changes(subject)
+        subject.offset_seconds = self.offsets.get(subject.node, 0.0)
+        if not sample.alive:
+            subject.dead_wall = subject.dead_wall or now
+            if not subject.closed_wall:
+                self._dead[subject.key] = subject
+            return
+        previous, subject.sample = subject.sample, sample
+        subject.seen_wall = now
+        self.sampled.append(subject)
+        if previous is None:
+            first(subject, sample)
+            self._unpaged_of = -1  # whether it writes a page is known now
+        elif sample.at > previous.at:
+            advance(subject, previous, sample, None if subject.key in self.quiet else self.gaps, now)
+
+    def _is_succeeded(self, place: Key, process: ProcessId) -> bool:
+        """Another process stands in its place already: those that rolecall did not start share an incarnation."""
+        there = self.subjects.get(place)
+        return there is not None and there.process not in (None, process)
+
+    def _find(
+        self, process: ProcessId | None, replica: str, role: str, rank: int, incarnation: int, now: float
+    ) -> Subject | None:
+        """The subject of this name, made if need be; None when its incarnation is over."""
+        if incarnation < self.forgotten.get(replica, 0) or incarnation < self.newest.get(replica, 0):
+            return None
+        key = (replica, rank, incarnation)
+        subject = self.subjects.get(key)
+        if subject is not None and (process is None or subject.process in (None, process)):
+            if subject.process is None and process is not None:
+                self.changes(subject)
+                subject.process = process
+                self.by_process[process] = key
+            return subject
+        if len(self.subjects) >= SUBJECTS_MAX:
+            return None
+        return self._make(process, replica, role, rank, incarnation, now)
+
+    def _make(
+        self, process: ProcessId | None, replica: str, role: str, rank: int, incarnation: int, now: float
+    ) -> Subject:
+        key = (replica, rank, incarnation)
+        node = str(process.node) if process else ""
+        subject = Subject(replica, role, rank, incarnation, node, process, seen_wall=now)
+        self.newest[replica] = incarnation
+        self._close_older(replica, incarnation, now)
+        if process is not None:
+            before = self.subjects.get(self.by_process.get(process, key))
+            if before is not None and before.key != key:
+                # A promoted standby: the same process under another name. Its old name is over, its history is not.
+                self._close(before, now)
+                subject.beats_seen = before.beats_seen
+                subject.sample = before.sample
+            self.by_process[process] = key
+        if key in self.subjects:
+            self.changes(self.subjects[key])
+        self.before.setdefault(key, None)
+        self.subjects[key] = subject
+        self._closed.pop(key, None)
+        self._dead.pop(key, None)
+        self.roster.add(subject)
+        self.changed_wall = now
+        return subject
+
+    # --- events
+
+    def _take_event(self, event: AgentEvent, now: float) -> None:
+        if self.age(event) > OLD_EVENT_SECONDS and (event.process is None or event.process not in self.by_process):
+            return
+        if event.kind == AgentEventKind.RAYLET_EXITED:
+            self.raylets_gone[event.node] = now
+            return
+        if event.kind == AgentEventKind.EXCEPTION and event.replica:
+            subject = self.subjects.get((event.replica, event.rank, event.incarnation))
+            self.exceptions.append(SeenException(event, now, subject.worked if subject else 0))
+        if not event.replica:
+            return
+        subject = self._by_event(event, now)
+        if subject is None:
+            return
+        self.changes(subject)
+        subject.seen_wall = now
+        if event.kind == AgentEventKind.FINISHED:
+            subject.finished = True
+        elif event.kind == AgentEventKind.EXITED and subject.exit_event is None:
+            subject.exit_event = event
+            self._lost(subject, subject.exit_wall or now)
+            self.changed_wall = now
+
+    def _by_event(self, event: AgentEvent, now: float) -> Subject | None:
+        if event.process is not None and event.kind != AgentEventKind.REGISTERED:
+            # A process may have been promoted since the agent last read its name: the process decides.
+            known = self.subjects.get(self.by_process.get(event.process, ("", 0, 0)))
+            if known is not None and known.process == event.process:
+                return None if known.closed_wall else known
+        place = event.replica, event.rank, event.incarnation
+        taken = event.process is not None and self._is_succeeded(place, event.process)
+        if event.kind == AgentEventKind.EXITED and taken and not self.subjects[place].gone:
+            return None  # told late, or again to a watch that begins
+        subject = self._find(event.process, event.replica, event.role, event.rank, event.incarnation, now)
+        if subject is not None and not subject.node:
+            self.changes(subject)
+            subject.node = event.node
+        return subject
+
+    # --- housekeeping
+
+    def _measure_offset(self, node: str, seen: float) -> None:
+        """The smallest delay seen is closest to the offset; it may creep up slowly, for clocks drift."""
+        known = self.offsets.get(node)
+        smallest = seen if known is None or seen - known > OFFSET_STEP_SECONDS else min(seen, known + 1e-3)
+        self.offsets[node] = smallest if abs(smallest) > OFFSET_UNCERTAINTY_SECONDS else 0.0
+
+    def _sweep(self, now: float) -> None:
+        for s in list(self._dead.values()):
+            if now - s.dead_wall >= DEAD_SAMPLE_SECONDS:
+                self._lost(s, now)
+        for s in list(self.roster.gone.values()):
+            if not s.reports and now - s.exit_wall >= UNPAGED_GONE_SECONDS:
+                self._close(s, now)  # nothing will say that its place is not to be filled again
+        old = [s for s in self._closed.values() if now - s.closed_wall > CLOSED_SECONDS]
+        for s in old:
+            self.changes(s)
+            del self.subjects[s.key], self._closed[s.key]
+            if s.process is not None and self.by_process.get(s.process) == s.key:
+                del self.by_process[s.process]
+
+
+def _masked(sample: ProcessSample) -> ProcessSample:
+    return replace(sample, proc_state="?")
+
+
+def names(subjects: Iterable[Subject]) -> str:
+    return ", ".join(sorted(s.replica for s in subjects))

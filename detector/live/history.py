@@ -1,0 +1,106 @@
+"""What a detector has read lately, with the state before it: a window that replays to the same diagnosis.
+
+Two halves of the wanted length follow each other; when a third begins the first is dropped, so that between half of the
+length and all of it is there. A half begins with what was known then. Subjects are not copied at that moment - sixteen
+thousand at once would hold up the detector for seconds - but each when it first changes (`Fleet.before`): one that has
+not changed since is still what it was.
+
+A large fleet's window is narrowed to those whom a diagnosis is about and some of their peers: all of it would be hundreds
+of megabytes of JSON.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+from rolecall.core.diagnosis import Suspect
+from rolecall.core.telemetry import SampleBatch
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.live.codec import encode
+from rolecall.detector.live.fleet import Fleet
+from rolecall.detector.live.subject import Key, Subject
+
+OBSERVATIONS_KEPT_MAX = 4096
+"""Observations kept for a window at most, whatever its length."""
+SAMPLES_KEPT_MAX = 500_000
+"""The same for samples of processes, which take 0.8 KiB each: half a minute of sixteen thousand ranks."""
+SUBJECTS_WHOLE_MAX = 1024
+"""A window of more subjects than this is narrowed."""
+PEERS_KEPT = 256
+"""Peers of each role concerned that are in a narrowed window."""
+
+
+@dataclass(slots=True)
+class _Half:
+    began: float
+    learned: dict[str, Any]
+    before: dict[Key, Subject | None] = field(default_factory=dict)
+    observations: deque[Observation] = field(default_factory=deque)
+    num_samples: int = 0
+
+    def full(self, now: float, seconds: float) -> bool:
+        return (
+            now - self.began > seconds
+            or len(self.observations) >= OBSERVATIONS_KEPT_MAX // 2
+            or self.num_samples >= SAMPLES_KEPT_MAX // 2
+        )
+
+
+class History:
+    """Of one detector. `add` comes before the fleet is told."""
+
+    def __init__(self, window_seconds: float) -> None:
+        self._seconds = window_seconds / 2
+        self._halves: deque[_Half] = deque(maxlen=2)
+
+    def add(self, observation: Observation, fleet: Fleet, learned: Callable[[], dict[str, Any]]) -> None:
+        """`learned`: everything that is known beside the subjects, as JSON."""
+        newest = self._halves[-1] if self._halves else None
+        if newest is None or newest.full(observation.wall_at, self._seconds):
+            newest = _Half(observation.wall_at, learned())
+            self._halves.append(newest)
+            fleet.before = newest.before
+        newest.observations.append(observation)
+        newest.num_samples += sum(len(b.processes) for b in observation.batches)
+
+    def window(self, fleet: Fleet, suspects: Iterable[Suspect] = ()) -> tuple[dict[str, Any] | None, list[Any]]:
+        """State at the beginning, None when nothing was read yet; and the observations since, both as JSON."""
+        if not self._halves:
+            return None, []
+        subjects = self._subjects_then(fleet)
+        if len(fleet.subjects) <= SUBJECTS_WHOLE_MAX:
+            keep = None
+            kept: Iterable[Subject] = subjects.values()
+        else:
+            keep = _concerned(fleet, tuple(suspects))
+            kept = [s for key, s in subjects.items() if key in keep]
+        start = {**self._halves[0].learned, "subjects": [encode(s) for s in kept]}
+        observations = (o for half in self._halves for o in half.observations)
+        return start, [(o if keep is None else _narrowed(o, keep)).to_dict() for o in observations]
+
+    def _subjects_then(self, fleet: Fleet) -> Mapping[Key, Subject]:
+        """Everybody as he was when the older half began."""
+        then: dict[Key, Subject | None] = dict(fleet.subjects)
+        for half in reversed(self._halves):
+            then |= half.before
+        return {key: s for key, s in then.items() if s is not None}
+
+
+def _concerned(fleet: Fleet, suspects: tuple[Suspect, ...]) -> set[Key]:
+    """Those whom the suspects name, and of each of their roles some more."""
+    replicas, nodes = {s.replica for s in suspects if s.replica}, {str(s.node) for s in suspects if s.node}
+    accused = [s for s in fleet.subjects.values() if s.replica in replicas or s.node in nodes]
+    roles = {s.role for s in accused} or {s.role for s in fleet.current()}
+    peers = (s for role in sorted(roles) for s in islice(fleet.roster.of_role(role).values(), PEERS_KEPT))
+    return {s.key for s in (*accused, *peers)}
+
+
+def _narrowed(o: Observation, keep: set[Key]) -> Observation:
+    batches = (_narrowed_batch(b, keep) for b in o.batches)
+    return replace(o, batches=tuple(b for b in batches if b.processes))
+
+
+def _narrowed_batch(batch: SampleBatch, keep: set[Key]) -> SampleBatch:
+    return replace(batch, processes=tuple(p for p in batch.processes if (p.replica, p.rank, p.incarnation) in keep))

@@ -1,0 +1,88 @@
+"""Findings of panels and dumps become diagnoses: one per fault, cause before symptom, each told when it is first known.
+
+Rules, in order:
+  findings of one node and one fault class that lie within `SAME_FAULT_SECONDS` of each other are one fault, whatever
+  rank or GPU of it they name: the earliest is told. Flight Recorder dumps may know no role and no node, so that
+  there the same ranks count as the same nodes;
+  a slowness of a node that was named for a hang or crash before is its consequence;
+  a `cannot_tell` falls when something that could tell has named one of its suspects.
+What was said at a time is never taken back, nor altered, by what comes later: live and offline say the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Suspect
+from rolecall.detector.live.fusion import to_diagnosis
+
+SAME_FAULT_SECONDS = 600.0
+"""Detectors of one fault speak this close together: the slowest needs a few minutes more than the fastest."""
+CAUSES = frozenset(
+    {
+        FaultClass.HANG,
+        FaultClass.CRASH,
+        FaultClass.GPU,
+        FaultClass.NODE_LOST,
+        FaultClass.NETWORK,
+        FaultClass.USER_CODE,
+    }
+)
+
+
+@dataclass(slots=True)
+class Merger:
+    """Findings go in as they come, in order of `detected_at`."""
+
+    told: list[Finding] = field(default_factory=list)
+    last_at: list[float] = field(default_factory=list)  # of each told fault: when it was last found again
+
+    def add(self, f: Finding) -> Diagnosis | None:
+        """The diagnosis that begins with this finding; None if it is of a fault that was told, or explained by one."""
+        for i, first in enumerate(self.told):
+            if _same(first, f) and f.detected_at - self.last_at[i] <= SAME_FAULT_SECONDS:
+                self.last_at[i] = f.detected_at
+                return None
+        explained = any(
+            at <= f.detected_at <= at + SAME_FAULT_SECONDS and _explains(first, f)
+            for first, at in zip(self.told, self.last_at, strict=True)
+        )
+        if explained:
+            return None
+        self.told.append(f)
+        self.last_at.append(f.detected_at)
+        return to_diagnosis(f)
+
+
+def merged(findings: Sequence[Finding]) -> list[Diagnosis]:
+    """All diagnoses of these findings, by `detected_at`."""
+    merger = Merger()
+    # At one moment causes come first.
+    ordered = sorted(findings, key=lambda f: (f.detected_at, f.fault_class not in CAUSES, f.detector, _nodes(f)))
+    return [d for f in ordered if (d := merger.add(f)) is not None]
+
+
+def _nodes(f: Finding) -> tuple[str, ...]:
+    return tuple(sorted({s.node for s in f.suspects}))
+
+
+def _same(first: Finding, f: Finding) -> bool:
+    alike = first.fault_class == f.fault_class and first.about == f.about
+    return alike and (_nodes(first) == _nodes(f) or _same_ranks(first.suspects, f.suspects))
+
+
+def _same_ranks(first: tuple[Suspect, ...], others: tuple[Suspect, ...]) -> bool:
+    """Whether they are the same ranks of the one job, where of each one of both knows nothing else, or both its node."""
+    mine, theirs = {s.rank: s for s in first}, {s.rank: s for s in others}
+    if not mine or None in mine or mine.keys() != theirs.keys() or len(mine) < max(len(first), len(others)):
+        return False  # nobody, unknown ranks, other ranks, or ranks that each node counts anew
+    pairs = [(s, theirs[rank]) for rank, s in mine.items()]
+    return all(a.node == b.node or any(not s.role and not s.replica for s in (a, b)) for a, b in pairs)
+
+
+def _explains(cause: Finding, f: Finding) -> bool:
+    """Whether `cause`, told before, is why `f` was found."""
+    if f.fault_class == FaultClass.SLOW:
+        return cause.fault_class in CAUSES and set(_nodes(f)) <= set(_nodes(cause))
+    if f.fault_class == FaultClass.CANNOT_TELL:
+        return cause.fault_class != FaultClass.CANNOT_TELL and bool(set(_nodes(f)) & set(_nodes(cause)))
+    return False

@@ -1,0 +1,84 @@
+"""Who is under watch now, found by name, role and replica without a walk over everybody.
+
+A watch of a thousand nodes has sixteen thousand subjects and looks at them several times a second: what is asked for
+each sample, or at each look, must not cost a pass over all of them (docs/why.md, "Watching a thousand agents").
+"""
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+
+from rolecall.detector.live.subject import Key, Subject
+
+NOBODY: Mapping[Key, Subject] = MappingProxyType({})
+
+
+class Roster:
+    """The subjects that are not closed, in the order in which they came. `changes` grows whenever one comes, goes or is
+    closed: what was made of the roster before is then out of date."""
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._all: dict[Key, Subject] = {}
+        self._by_role: dict[str, dict[Key, Subject]] = {}
+        self._by_replica: dict[str, dict[Key, Subject]] = {}
+        self._gone: dict[Key, Subject] = {}
+        self._sizes: dict[str, int] = {}
+        self._sizes_of = -1
+
+    def __iter__(self) -> Iterator[Subject]:
+        return iter(self._all.values())
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, subject: Subject) -> None:
+        """Whoever had this key before is there no more."""
+        before = self._all.get(subject.key)
+        if before is not None:
+            self.remove(before)
+        self._all[subject.key] = subject
+        self._by_role.setdefault(subject.role, {})[subject.key] = subject
+        self._by_replica.setdefault(subject.replica, {})[subject.key] = subject
+        if subject.gone:
+            self._gone[subject.key] = subject
+        self.changes += 1
+
+    def remove(self, subject: Subject) -> None:
+        """Nothing happens when it is not there."""
+        if self._all.get(subject.key) is not subject:
+            return
+        del self._all[subject.key]
+        self._gone.pop(subject.key, None)
+        for index, name in ((self._by_role, subject.role), (self._by_replica, subject.replica)):
+            del index[name][subject.key]
+            if not index[name]:
+                del index[name]
+        self.changes += 1
+
+    def note_gone(self, subject: Subject) -> None:
+        """Its process is known to be gone now."""
+        if self._all.get(subject.key) is subject:
+            self._gone[subject.key] = subject
+            self.changes += 1
+
+    def of_role(self, role: str) -> Mapping[Key, Subject]:
+        return self._by_role.get(role, NOBODY)
+
+    def of_replica(self, replica: str) -> Mapping[Key, Subject]:
+        return self._by_replica.get(replica, NOBODY)
+
+    @property
+    def gone(self) -> Mapping[Key, Subject]:
+        """Those whose process is gone, in the order in which that was noticed."""
+        return self._gone
+
+    def sizes(self) -> Mapping[str, int]:
+        """Replicas of each role of which a process is there."""
+        if self._sizes_of != self.changes:
+            replicas: dict[str, set[str]] = {}
+            for s in self:
+                if not s.gone:
+                    replicas.setdefault(s.role, set()).add(s.replica)
+            self._sizes = {role: len(names) for role, names in replicas.items()}
+            self._sizes_of = self.changes
+        return self._sizes

@@ -1,0 +1,118 @@
+"""An agent that does not answer: the node is unseen, which is not yet a fault of what runs there.
+
+A refused connection comes from a living host, so the agent itself is gone: `control_plane`. Silence may be a dead
+node, a partition or a stuck agent: `cannot_tell`, with what would settle it. Neither names a replica: blindness
+alone is never a reason to evict. (A peer waiting in a collective for somebody on that node is a second, independent
+piece of evidence: stall.py joins the two.)
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.ids import NodeId
+from rolecall.detector.base.findings import settles
+from rolecall.detector.live.fleet import Fleet, names
+
+UNREACHABLE_GRACE_SECONDS = 3.0
+"""An agent restarts in about a second; three without an answer are worth a sentence."""
+MANY_MIN = 3
+"""So many silent agents, and more than half of all, are one fault and not many: what they share, or the watch itself."""
+MANY_GRACE_SECONDS = 12.0
+"""So long the silence of several waits for that of the others: agents of a large fleet are asked once in eight seconds, and
+an answer has two more (`source.REQUESTS_PER_SECOND_MAX`, `agent_client.Limits`)."""
+RAYLET_SECONDS = 120.0
+"""How long the loss of a raylet is told: by then its node is replaced or was never needed."""
+REFUSED = "refused"
+"""Part of the reason that a source gives when nobody listens on the agent's port."""
+
+
+def find(fleet: Fleet, now: float) -> list[Finding]:
+    silent = fleet.unreachable
+    known = fleet.offsets.keys() | {node for node, _, _ in silent}
+    several = len(silent) >= MANY_MIN
+    most = several and 2 * len(silent) > len(known)
+    grace = MANY_GRACE_SECONDS if several and not most else UNREACHABLE_GRACE_SECONDS
+    told = [u for u in silent if now - u[1] >= grace]
+    found = [_many(silent, len(known), now)] if most and told else [_unreachable(fleet, *u, now) for u in told]
+    found += [_raylet(fleet, node, at, now) for node, at in fleet.raylets_gone.items() if now - at < RAYLET_SECONDS]
+    return found
+
+
+def unseen_because(fleet: Fleet, node: str, now: float) -> str:
+    """Why the node has not been seen for longer than a restart of its agent takes; empty when it is seen."""
+    for name, since, reason in fleet.unreachable:
+        if name == node and now - since >= UNREACHABLE_GRACE_SECONDS:
+            return reason
+    return ""
+
+
+def _on(fleet: Fleet, node: str) -> str:
+    here = names(s for s in fleet.current() if s.node == node and not s.gone)
+    return f" ({here} last seen there)" if here else ""
+
+
+def _unreachable(fleet: Fleet, node: str, since: float, reason: str, now: float) -> Finding:
+    seconds = now - since
+    agent_only = REFUSED in reason
+    if agent_only:
+        because = (
+            f"the agent of {node} is gone: {reason} for {seconds:.0f} s, so the host is up and nobody listens there; "
+            f"what runs on {node} is unseen{_on(fleet, node)} and not accused"
+        )
+        settle = f"restart the agent of {node}; it finds its processes again"
+    else:
+        because = (
+            f"{node} does not answer: {reason} for {seconds:.0f} s; a dead node, a partition and a stuck agent look "
+            f"alike from here{_on(fleet, node)}"
+        )
+        settle = f"whether Ray counts {node} as alive, and whether peers still hear the replicas that run there"
+    return Finding(
+        detector="lost",
+        suspects=(Suspect(node=NodeId(node)),),
+        fault_class=FaultClass.CONTROL_PLANE if agent_only else FaultClass.CANNOT_TELL,
+        onset=since,
+        detected_at=now,
+        confidence=0.9 if agent_only else 0.5,
+        because=because,
+        evidence=(Evidence(kind="unreachable", text=reason, values={"seconds": seconds}), settles(settle)),
+    )
+
+
+def _many(silent: Sequence[tuple[str, float, str]], num_known: int, now: float) -> Finding:
+    since = min(at for _, at, _ in silent)
+    reasons = Counter(reason for _, _, reason in silent).most_common(2)
+    told = "; ".join(f"{count} of them: {reason}" for reason, count in reasons)
+    some = ", ".join(sorted(node for node, _, _ in silent)[:3])
+    because = (
+        f"{len(silent)} of {num_known} agents do not answer ({some}{', ...' if len(silent) > 3 else ''}): {told}; so many "
+        "at once share a cause: this watch's own host or its network, a switch, or an operator who stops them; what runs "
+        "there is unseen and not accused"
+    )
+    return Finding(
+        detector="lost",
+        suspects=(),
+        fault_class=FaultClass.CANNOT_TELL,
+        onset=since,
+        detected_at=now,
+        confidence=0.6,
+        because=because,
+        evidence=(
+            Evidence(kind="unreachable", text=told, values={"agents": float(len(silent)), "known": float(num_known)}),
+            settles("whether the agents answer from another host than the watch's"),
+        ),
+        about="agents",
+    )
+
+
+def _raylet(fleet: Fleet, node: str, at: float, now: float) -> Finding:
+    return Finding(
+        detector="lost",
+        suspects=(Suspect(node=NodeId(node)),),
+        fault_class=FaultClass.NODE_LOST,
+        onset=at,
+        detected_at=now,
+        confidence=0.9,
+        because=f"{node} is lost to Ray: its raylet exited{_on(fleet, node)}; each replica that died is told by itself",
+        evidence=(Evidence(kind="raylet", text=f"raylet of {node} exited"),),
+    )

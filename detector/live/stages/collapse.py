@@ -1,0 +1,156 @@
+"""Collapse of a policy: a finding about the run, and about no machine.
+
+    fleet -> course (one point a step) -> collapse_signs -> one finding while they stand
+
+Where trainer and engine disagree about tokens of the very same weights, somebody's weights or numerics are wrong:
+`silent_corruption`, between two roles. These numbers are the maximum over all engines: they do not tell which, so no
+replica is named, and what would settle it is said. Else learning rate, reward or data are at fault: `user_code`. A person
+is called; replacing a machine would not help, and a false word here must not stop a run that took days
+(`recovery.policy`). A fault of a machine meanwhile is a diagnosis of its own: this one explains none, and none explains it,
+because a course that went back to an older checkpoint is judged by what it had reached there.
+
+A finding stands until `QUIET_STEPS` steps in a row show no sign any more, or the run went back to before it began.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Self
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.policy_health import LOG_RATIO_ALARM
+from rolecall.core.telemetry import Phase
+from rolecall.detector.base.findings import ADVISES, finding, settles
+from rolecall.detector.live.collapse_tests import Sign, signs
+from rolecall.detector.live.fleet import Fleet
+from rolecall.detector.live.training_history import Course, Point
+
+DETECTOR: Final = "collapse"
+QUIET_STEPS: Final = 16
+"""Twice what a sign needs to be seen: one that flickers is one incident."""
+CONFIDENCE: Final = {FaultClass.SILENT_CORRUPTION: 0.9, FaultClass.USER_CODE: 0.7}
+"""Log-probabilities that differ are a fact; why a reward fell is judged."""
+
+
+@dataclass(slots=True)
+class CollapseWatch:
+    """Of one run."""
+
+    course: Course = field(default_factory=Course)
+    told: Finding | None = None
+    since_step: int = 0  # what is told began here
+    quiet: int = 0  # steps since the last sign
+
+    def find(self, fleet: Fleet, now: float) -> list[Finding]:
+        if self.course.take(fleet):
+            self._judge(fleet, now)
+        return [self.told] if self.told else []
+
+    def _judge(self, fleet: Fleet, now: float) -> None:
+        points = self.course.done
+        if self.told and (not points or points[-1].step < self.since_step):
+            self.told = None
+        seen = signs(points)
+        if seen:
+            self.quiet = 0
+            if self.told is None or _graver(seen, self.told):
+                made = _finding(seen, points, fleet, now)
+                self.told, self.since_step = made, min(sign.since.step for sign in seen)
+        elif self.told:
+            self.quiet += 1
+            if self.quiet >= QUIET_STEPS:
+                self.told = None
+
+    def to_dict(self) -> dict[str, Any]:
+        told = self.told.to_dict() if self.told else None
+        return {"course": self.course.to_dict(), "told": told, "since_step": self.since_step, "quiet": self.quiet}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Self:
+        return cls(
+            course=Course.from_dict(d["course"]),
+            told=Finding.from_dict(d["told"]) if d["told"] else None,
+            since_step=d["since_step"],
+            quiet=d["quiet"],
+        )
+
+
+def _class(seen: Sequence[Sign]) -> FaultClass:
+    disagree = any(sign.kind == "engines_disagree" for sign in seen)
+    return FaultClass.SILENT_CORRUPTION if disagree else FaultClass.USER_CODE
+
+
+def _graver(seen: Sequence[Sign], told: Finding) -> bool:
+    return _class(seen) is FaultClass.SILENT_CORRUPTION and told.fault_class is not FaultClass.SILENT_CORRUPTION
+
+
+def _finding(seen: Sequence[Sign], points: Sequence[Point], fleet: Fleet, now: float) -> Finding:
+    fault = _class(seen)
+    began = min((sign.since for sign in seen), key=lambda p: p.step)
+    what = "; ".join(sign.text for sign in seen)
+    if fault is FaultClass.SILENT_CORRUPTION:
+        because, more = _of_weights(what, began, *_roles(fleet))
+    else:
+        because, more = _of_the_job(what, began, points)
+    return finding(
+        DETECTOR,
+        [],
+        fault,
+        onset=began.wall_at,
+        now=now,
+        confidence=CONFIDENCE[fault],
+        because=because,
+        evidence=(*(sign.evidence() for sign in seen), *more),
+        about=f":{DETECTOR}",  # no role's code: its crashes and hangs are not explained by it
+    )
+
+
+def _of_weights(what: str, began: Point, trainers: str, engines: str) -> tuple[str, tuple[Evidence, ...]]:
+    because = (
+        f"weights or numerics are wrong somewhere between {trainers} and {engines}: {what}; "
+        "these numbers do not tell which replica, so nobody is evicted"
+    )
+    settle = (
+        f"the digest of the weights that each replica of {engines} holds, and what it says of one fixed text, beside "
+        f"those of {trainers}: the one that differs is wrong"
+    )
+    advice = f"find and replace the replica whose weights differ; steps from {began.step} on were trained on its tokens"
+    return because, (settles(settle), Evidence(kind=ADVISES, text=advice))
+
+
+def _of_the_job(what: str, began: Point, points: Sequence[Point]) -> tuple[str, tuple[Evidence, ...]]:
+    because = f"the policy collapsed, and no machine did it: {what}; {_engines_agree(points, began.step)}"
+    advice = (
+        f"look at learning rate, reward function and data of step {began.step}, and at what was changed before it; "
+        f"keep a checkpoint of an earlier step, newer ones will push it out"
+    )
+    return because, (Evidence(kind=ADVISES, text=advice),)
+
+
+def _engines_agree(points: Sequence[Point], since: int) -> str:
+    """A step whose tokens were all made by weights that no trainer holds any more tells nothing of it."""
+    ratios = [(p.step, v) for p in points if (v := p.get("log_ratio_max")) == v][-8:]
+    if not ratios:
+        return "whether engines hold the trainers' weights was not told (no log ratio)"
+    (last, _), largest = ratios[-1], max(v for _, v in ratios)
+    if last < since:
+        return (
+            f"whether engines and trainers agree about tokens of the same version was last told at step {last} "
+            f"(to {largest:.1g})"
+        )
+    if largest > LOG_RATIO_ALARM:
+        return (
+            f"engines and trainers differ about tokens of the same version by up to {largest:.1g}: too seldom, or too usual "
+            "here, to say that weights are wrong"
+        )
+    return f"engines and trainers agree about tokens of the same version (to {largest:.1g})"
+
+
+def _roles(fleet: Fleet) -> tuple[str, str]:
+    """Those who told the entropy of steps, and those who generate, in words."""
+    trainers = {s.role for s in fleet.current() if s.sample is not None and s.sample.entropy == s.sample.entropy}
+    engines = {s.role for s in fleet.current() if s.phase == Phase.GENERATE or Phase.GENERATE in s.phases_done}
+    return _named(trainers, "those who train"), _named(engines - trainers, "those who generate")
+
+
+def _named(roles: set[str], nobody: str) -> str:
+    return f"role {' and '.join(sorted(roles))}" if roles else nobody

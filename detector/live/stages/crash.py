@@ -1,0 +1,159 @@
+"""Crash: a process is gone and had not said that it would go.
+
+The fastest evidence there is: the agent's pidfd tells within milliseconds. Who dies of a signal is told at once. With an
+exception before the exit the verdict waits, because the same exception on its peers makes it user code (user_code.py):
+for `EXCEPTION_GRACE_SECONDS`, and for as long again and more, within `EXCEPTION_HOLD_SECONDS_MAX`, while a peer is still
+in the step in which it was raised. Survivors that take over the work of the dead come to the same line late.
+An exception whose process lives on is a crash of its work, once it did nothing more while a peer worked.
+"""
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.telemetry import AgentEventKind, Phase
+from rolecall.detector.base.findings import EXIT, finding
+from rolecall.detector.live.exceptions import blames_code, exception_text, last_exception, step_of
+from rolecall.detector.live.fleet import Fleet, SeenException
+from rolecall.detector.live.subject import Subject
+
+EXCEPTION_GRACE_SECONDS = 2.0
+"""How long one exception waits for its twins: ranks of one role reach the same line within a step of each other."""
+EXCEPTION_HOLD_SECONDS_MAX = 5.0
+"""How long peers may take to get through the step that one of them failed in, before it is judged without them: a lost
+peer is noticed, the group is built anew (2.7 s measured on CPU) and the step begun again. Recovery waits a little longer
+(`recovery.intake.LOST_GRACE_SECONDS`) before it repairs what nobody diagnosed."""
+EXCEPTION_ALIVE_SECONDS = 5.0
+"""A process that raised, lives on and finished nothing for so long while a peer did has lost its work."""
+OOM_SECONDS = 5.0
+"""The host's count of OOM kills grew within this of the exit: worth naming beside a SIGKILL."""
+SIGKILL_NAMES = ("9", "SIGKILL", "")
+
+DOING = {
+    "start": "started",
+    "idle": "was idle",
+    "wait": "waited",
+    "paused": "was paused",
+    "compute": "computed",
+    "reduce": "was in a collective",
+    "optimizer": "stepped the optimizer",
+    "publish": "published weights",
+    "copy": "copied state",
+    "checkpoint": "wrote a checkpoint",
+    "generate": "generated",
+    "update": "updated weights",
+    "score": "scored",
+    "control": "turned its loop",
+}
+"""What a process did when it went, in words."""
+
+
+def find(fleet: Fleet, now: float, explained: set[str]) -> list[Finding]:
+    """`explained`: fingerprints that are user code, so that their exits are no crashes of their own."""
+    found = []
+    raisers = {(e.replica, e.rank, e.incarnation) for e in (seen.event for seen in fleet.exceptions)}
+    if not raisers and not fleet.roster.gone:
+        return []
+    for subject in fleet.current():
+        if not subject.gone and subject.key not in raisers:
+            continue
+        if subject.finished or not subject.reports:  # uninstrumented.py judges those who cannot say goodbye
+            continue
+        raised = last_exception(fleet, subject)
+        if raised is not None and raised.event.detail.get("fingerprint", "") in explained:
+            continue
+        if subject.gone:
+            if raised is None or not _held_for_peers(fleet, subject, raised, now):
+                found.append(_gone(fleet, subject, raised, now))
+        elif raised is not None and _gave_up(fleet, subject, raised, now):
+            found.append(_given_up(subject, raised, now))
+    return found
+
+
+def _held_for_peers(fleet: Fleet, subject: Subject, raised: SeenException, now: float) -> bool:
+    waited = now - raised.received_wall
+    if waited < EXCEPTION_GRACE_SECONDS:
+        return True
+    if waited >= EXCEPTION_HOLD_SECONDS_MAX or not blames_code(raised):
+        return False
+    return any(_undecided(fleet, peer, raised) for peer in fleet.peers(subject))
+
+
+def _undecided(fleet: Fleet, peer: Subject, raised: SeenException) -> bool:
+    """Whether this peer may yet come to the line that raised."""
+    if peer.gone or peer.finished or peer.sample is None or peer.phase == Phase.START:
+        return False
+    last = last_exception(fleet, peer)
+    if last is not None and last.received_wall >= raised.received_wall and blames_code(last):
+        return False
+    step = step_of(raised)
+    if step >= 0:
+        return peer.sample.step <= step
+    return peer.worked_wall <= raised.received_wall
+
+
+def _gone(fleet: Fleet, subject: Subject, raised: SeenException | None, now: float) -> Finding:
+    event, sample = subject.exit_event, subject.sample
+    detail = event.detail if event else {}
+    phase = detail.get("last_phase") or subject.phase
+    how = ""
+    if detail.get("signal"):
+        how = f" on signal {detail['signal']}"
+    elif detail.get("code"):
+        how = f" with code {detail['code']}"
+    open_requests = sample.requests_active if sample else 0
+    requests = f", {open_requests} request{'s were' if open_requests != 1 else ' was'} open" if open_requests else ""
+    reported = f"it had raised {exception_text(raised.event)}" if raised else "no exception was reported"
+    because = (
+        f"{subject.name()} is gone: its process exited{how} while it {DOING.get(phase, 'was in ' + phase)}"
+        f"{requests}; {reported}{_oom(fleet, subject, detail.get('signal', ''), now)}"
+    )
+    onset = event.wall_at + subject.offset_seconds if event else subject.exit_wall
+    values = {"requests_open": float(open_requests), "step": float(sample.step if sample else -1)}
+    values |= exit_values(detail.get("signal", ""), oom=bool(_oom(fleet, subject, detail.get("signal", ""), now)))
+    evidence = [Evidence(kind=EXIT, text=f"process {subject.process} exited{how}", values=values)]
+    if raised:
+        evidence.append(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event)))
+    return finding(
+        "crash",
+        [subject],
+        FaultClass.CRASH,
+        onset=onset,
+        now=now,
+        confidence=1.0,
+        because=because,
+        evidence=tuple(evidence),
+    )
+
+
+def exit_values(signal: str, *, oom: bool) -> dict[str, float]:
+    """Of the evidence of an exit."""
+    values = {"signal": float(signal)} if signal.isascii() and signal.isdecimal() and len(signal) < 4 else {}
+    return values | ({"oom": 1.0} if oom else {})
+
+
+def _oom(fleet: Fleet, subject: Subject, signal: str, now: float) -> str:
+    struck = fleet.oom_wall.get(subject.node)
+    if struck is None or abs(subject.exit_wall - struck) > OOM_SECONDS or signal not in SIGKILL_NAMES:
+        return ""
+    return "; the host's OOM killer struck at that moment"
+
+
+def _gave_up(fleet: Fleet, subject: Subject, raised: SeenException, now: float) -> bool:
+    if now - raised.received_wall < EXCEPTION_ALIVE_SECONDS or subject.worked > raised.worked:
+        return False
+    return any(p.worked_wall > raised.received_wall for p in fleet.peers(subject))
+
+
+def _given_up(subject: Subject, raised: SeenException, now: float) -> Finding:
+    because = (
+        f"{subject.name()} raised {exception_text(raised.event)} and has finished nothing for "
+        f"{now - raised.received_wall:.0f} s, while its peers work: its process lives, its work is lost"
+    )
+    return finding(
+        "crash",
+        [subject],
+        FaultClass.CRASH,
+        onset=raised.event.wall_at + subject.offset_seconds,
+        now=now,
+        confidence=0.8,
+        because=because,
+        evidence=(Evidence(kind=AgentEventKind.EXCEPTION, text=exception_text(raised.event)),),
+    )

@@ -1,0 +1,68 @@
+"""Ranks of one replica that are gone at once are one fault: told once, all of them named, the cause first.
+
+A replica is replaced as a whole, so its incident is one. It is named by the rank whose node's hardware spoke, else by the
+first that went: the errors of its peers come after it. A rank of another node that went by a fault of its own (its
+hardware's, a segmentation fault or the like, the OOM killer) is a second suspect: whoever places the replacement has two
+nodes to look at. Each of these makes the diagnosis another one (its key has one name more), so that it is told anew.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.detector.base.findings import EXIT
+
+OWN_SIGNALS = frozenset({4, 7, 8, 11})
+"""SIGILL, SIGBUS, SIGFPE, SIGSEGV: no launcher sends them. SIGABRT is NCCL's watchdog, SIGKILL and SIGTERM the launcher's
+who ends the rest of a job."""
+NUM_NAMED_MAX = 8
+_HARDWARE = (FaultClass.GPU, FaultClass.NETWORK)
+
+
+def folded(findings: Sequence[Finding]) -> list[Finding]:
+    """The findings, those of one incarnation's exits as one, in the place of the first of them."""
+    groups: dict[tuple[str, int | None], list[Finding]] = {}
+    for f in findings:
+        if _is_exit(f):
+            groups.setdefault((f.suspects[0].replica, f.suspects[0].incarnation), []).append(f)
+    one = {id(group[0]): _one(group) for group in groups.values()}
+    dropped = {id(f) for group in groups.values() for f in group[1:]}
+    return [one.get(id(f), f) for f in findings if id(f) not in dropped]
+
+
+def _is_exit(f: Finding) -> bool:
+    alone = len(f.suspects) == 1 and bool(f.suspects[0].replica)
+    return alone and f.fault_class in (FaultClass.CRASH, *_HARDWARE) and any(e.kind == EXIT for e in f.evidence)
+
+
+def _one(group: Sequence[Finding]) -> Finding:
+    lead, *others = sorted(group, key=lambda f: (f.fault_class not in _HARDWARE, f.onset))
+    if not others:
+        return lead
+    nodes, own, also = {lead.suspects[0].node}, list[Finding](), list[Finding]()
+    for f in others:
+        its = f.suspects[0].node
+        (own if _by_itself(f) and its not in nodes else also).append(f)
+        nodes |= {its} if f in own else set()
+    because = "; and by a fault of its own: ".join([lead.because, *(f.because for f in own)])
+    if also:
+        more = f" and {len(also) - NUM_NAMED_MAX} more" if len(also) > NUM_NAMED_MAX else ""
+        because += f"; gone with it: {', '.join(map(_name, also[:NUM_NAMED_MAX]))}{more}"
+    told = (e for f in also[:NUM_NAMED_MAX] for e in f.evidence if e.kind == EXIT)
+    return replace(
+        lead,
+        suspects=(lead.suspects[0], *(f.suspects[0] for f in own)),
+        because=because,
+        evidence=(*lead.evidence, *(e for f in own for e in f.evidence), *told),
+    )
+
+
+def _by_itself(f: Finding) -> bool:
+    exits: list[Evidence] = [e for e in f.evidence if e.kind == EXIT]
+    signals = {int(e.values.get("signal", 0)) for e in exits}
+    return f.fault_class in _HARDWARE or bool(signals & OWN_SIGNALS) or any(e.values.get("oom") for e in exits)
+
+
+def _name(f: Finding) -> str:
+    s = f.suspects[0]
+    return f"rank {s.rank} ({s.node})"

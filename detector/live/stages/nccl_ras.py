@@ -1,0 +1,122 @@
+"""What NCCL's RAS says of a running job, as the agents tell: whose collectives stand still with ranks apart.
+
+Every agent of a job hears the same of a communicator: it is one finding, until all who said so say that it goes on. Who is
+behind is named where the process number fits exactly one rank that is watched (RAS tells hosts by address, and ranks in
+containers often have the same number); else nobody is, and what RAS said is the evidence. A symmetric hang has no rank
+behind: RAS is silent then, and stacks or Flight Recorder dumps must tell.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.ids import NodeId
+from rolecall.core.telemetry import AgentEvent, AgentEventKind
+from rolecall.detector.base.findings import finding, settles
+from rolecall.detector.live.fleet import Fleet
+from rolecall.detector.live.subject import Subject
+
+COMMUNICATORS_MAX = 64
+FORGOTTEN_SECONDS = 3600.0
+"""An agent that was killed says no more that it goes on."""
+
+
+@dataclass(slots=True)
+class Standing:
+    """A communicator of which ranks are apart. Wall seconds. `told_by`: nodes whose agents say so."""
+
+    communicator: str
+    since: float
+    last: float
+    because: str
+    pids: list[int]
+    told_by: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class NcclStandings:
+    """Owned by one detector."""
+
+    standing: dict[str, Standing] = field(default_factory=dict)
+
+    def take(self, event: AgentEvent, now: float, age: float = 0.0) -> None:
+        """One event of an agent, as it comes, with its time on our clock. `now`: wall seconds; `age`: since it was written."""
+        if event.kind is AgentEventKind.AGENT_STARTED:
+            self.leave(str(event.node))
+            return
+        if event.kind is not AgentEventKind.NCCL:
+            return
+        what, key = event.detail.get("what", ""), event.detail.get("communicator", "")
+        known = self.standing.get(key)
+        if what == "advances" and known is not None:
+            self._leave(known, str(event.node))
+        elif what == "suspicious":
+            if known is None:
+                if len(self.standing) >= COMMUNICATORS_MAX:
+                    return
+                because = event.detail.get("because", "")
+                known = self.standing[key] = Standing(key, event.wall_at, now - age, because, _pids(event))
+            known.last = max(known.last, now - age)
+            if event.node not in known.told_by:
+                known.told_by.append(str(event.node))
+
+    def leave(self, node: str) -> None:
+        """What its agent said is over."""
+        for s in list(self.standing.values()):
+            self._leave(s, node)
+
+    def _leave(self, s: Standing, node: str) -> None:
+        if node in s.told_by:
+            s.told_by.remove(node)
+        if not s.told_by:
+            self.standing.pop(s.communicator, None)
+
+    def find(self, fleet: Fleet, now: float) -> list[Finding]:
+        self.standing = {k: s for k, s in self.standing.items() if now - s.last <= FORGOTTEN_SECONDS}
+        if not self.standing:
+            return []
+        by_pid: dict[int, list[Subject]] = {}
+        for x in fleet.current():
+            if x.process and not x.gone:
+                by_pid.setdefault(x.process.pid, []).append(x)
+        found: dict[tuple[object, ...], Finding] = {}
+        for s in self.standing.values():
+            f = _finding(s, by_pid, now)
+            # Ranks stand in several communicators: who is behind in all of them is told once.
+            found.setdefault((f.fault_class, *f.suspects), f)
+        return list(found.values())
+
+
+def _pids(event: AgentEvent) -> list[int]:
+    words = event.detail.get("pids", "").split()
+    return [int(w) for w in words if w.isascii() and w.isdecimal() and len(w) < 10]
+
+
+def _finding(s: Standing, by_pid: Mapping[int, list[Subject]], now: float) -> Finding:
+    named = [by_pid[pid][0] for pid in dict.fromkeys(s.pids) if len(by_pid.get(pid, ())) == 1]
+    evidence = Evidence(kind="nccl_ras", text=f"communicator {s.communicator}: {s.because}")
+    if named and len(named) == len(s.pids):
+        who = ", ".join(sorted(x.name() for x in named))
+        return finding(
+            "nccl",
+            named,
+            FaultClass.HANG,
+            onset=s.since,
+            now=now,
+            confidence=0.8,
+            because=f"{who} launched fewer collectives than the peers who wait: {s.because}",
+            evidence=(evidence,),
+        )
+    return Finding(
+        detector="nccl",
+        suspects=tuple(Suspect(node=NodeId(node)) for node in sorted(s.told_by)[:1]),
+        fault_class=FaultClass.CANNOT_TELL,
+        onset=min(s.since, now),
+        detected_at=now,
+        confidence=0.5,
+        because=f"a communicator stands still, as the RAS of NCCL says: {s.because}",
+        evidence=(
+            evidence,
+            settles("stacks or Flight Recorder dumps of its ranks: who is behind is not a watched process"),
+        ),
+    )

@@ -1,0 +1,301 @@
+"""What a node's own hardware and kernel say: XIDs, lost GPUs, links that are down, drivers that do not answer.
+
+The agent tells these as events. Those that are the application's (an XID 13 or 31 asks for a restart of the process) name
+nobody: whoever dies of one is told as a crash. What stays with the node names the node and its GPU; recovery evicts no
+replica for it alone, for nothing tells yet that one suffers. A replica on that node that crashes or hangs within
+`TIED_SECONDS` of it is the same fault: it is then told once, as the hardware's, so that it is replaced elsewhere.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.ids import NodeId
+from rolecall.core.telemetry import AgentEvent, AgentEventKind
+from rolecall.detector.base.findings import ADVISES
+from rolecall.formats.xid.nvlink import LINE_DECIDES
+from rolecall.formats.xid.xid import RecoveryAction, xid
+
+STANDS_SECONDS = 600.0
+"""An XID is over when it was not told again for so long; what has an end of its own (a link, a driver) stands until then,
+or until its agent started anew and did not tell it again."""
+TIED_SECONDS = 60.0
+"""Between the node's word and the end of what runs there: a lost GPU is noticed at the next call of the driver."""
+FLAP_SECONDS = 2.0
+"""A link that is back within this is told by its counters (`rolecall_link_changes_total`), not as a fault, and explains
+none: RDMA retries for longer."""
+STALE_SECONDS = 60.0
+"""An agent that starts tells what the kernel log holds, and a watch that starts is told what its agents keep: what was
+before is not what happens now."""
+FAULTS_MAX = 256
+EVIDENCE_MAX = 8
+
+RECOVERY = 154
+"""The XID in which the driver names the action that a GPU needs."""
+HELD_SECONDS = 2.0
+"""NVML tells the number of an XID within milliseconds, the kernel's line follows within 0.2 s: of NVLink's codes it decides.
+As long as `xid_merger.SAME_SECONDS` of the agent."""
+
+ONCE_TOLD = frozenset({"ecc"})
+"""What a GPU tells of when it happens; the others are conditions, and their end is told, too."""
+GPU_PROBES = ("gpu", "gpu_events")
+HANGS = "hangs"
+"""Part of the reason that the agent gives for a probe whose read does not come back (agent/collectors/runner.py)."""
+
+
+@dataclass(slots=True)
+class NodeFault:
+    """One thing of a node that is broken. Wall seconds; `ended` is 0 while it stands."""
+
+    node: str
+    thing: str  # `gpu 3`, `link mlx5_0/1`, `driver`
+    gpu: int | None
+    fault_class: str
+    onset: float
+    last: float
+    because: str
+    advice: str
+    lasts: bool  # it stands until something says that it is over
+    told: list[str] = field(default_factory=list)
+    ended: float = 0.0
+    held_until: float = 0.0  # not told before: the kernel's line may yet say that it is nothing
+    explains: bool = False  # a crash or hang was told as its doing: it is not told by itself any more
+
+
+@dataclass(slots=True)
+class NodeFaults:
+    """Owned by one detector."""
+
+    faults: dict[str, NodeFault] = field(default_factory=dict)
+
+    def take(self, event: AgentEvent, now: float, age: float = 0.0) -> None:
+        """One event of an agent, as it comes, with its time on our clock. `now`: wall seconds; `age`: since it was written."""
+        if _age(event) > STALE_SECONDS or (age > STALE_SECONDS and _is_of_a_moment(event)):
+            return
+        match event.kind:
+            case AgentEventKind.XID:
+                self._take_xid(event, now)
+            case AgentEventKind.GPU_LOST:
+                gpu = event.detail.get("gpu", "")
+                because = f"GPU {gpu} of {event.node} is lost: the driver answers no call for it any more"
+                advice = "drain the machine and reboot it; if the GPU stays away, have it inspected"
+                self._note(event, now, f"gpu {gpu}", FaultClass.GPU, because, advice, lasts=True)
+            case AgentEventKind.GPU_FAULT:
+                gpu, what = event.detail.get("gpu", ""), event.detail.get("what", "")
+                words = " ".join(
+                    f"{k}={v}" for k, v in sorted(event.detail.items()) if k not in ("gpu", "uuid", "what")
+                )
+                because = f"GPU {gpu} of {event.node} reports {what.replace('_', ' ')}: {words}"
+                advice = event.detail.get("advice") or "drain the GPU and do what its driver asks for"
+                lasts = what not in ONCE_TOLD
+                self._note(event, now, f"gpu {gpu}", FaultClass.GPU, because, advice, lasts=lasts)
+            case AgentEventKind.GPU_RECOVERED:
+                self._end(event, f"gpu {event.detail.get('gpu', '')}", now)
+            case AgentEventKind.LINK_DOWN:
+                because = f"{_link(event)} of {event.node} is down"
+                self._note(event, now, _link(event), FaultClass.NETWORK, because, "look at cable and port", lasts=True)
+            case AgentEventKind.LINK_UP:
+                self._end(event, _link(event), now)
+            case AgentEventKind.PROBE_DOWN if HANGS in event.detail.get("reason", ""):
+                self._take_hang(event, now)
+            case AgentEventKind.PROBE_UP:
+                self._end(event, f"probe {event.detail.get('probe', '')}", now)
+            case AgentEventKind.AGENT_STARTED:
+                self._begin_anew(event, now, age)
+
+    def _take_xid(self, event: AgentEvent, now: float) -> None:
+        if event.detail.get("sxid"):
+            self._take_sxid(event, now)
+            return
+        text = event.detail.get("xid", "")
+        if not (text.isascii() and text.isdecimal() and len(text) < 6):
+            return
+        code = xid(int(text))
+        if code.code == RECOVERY and event.detail.get("recovery"):
+            self._take_verdict(event, now)
+            return
+        # Of NVLink's codes the line itself says whether it is fatal: the agent tells.
+        fatal = code.fatal and event.detail.get("fatal", "yes") == "yes"
+        if event.detail.get("adds_to") and not fatal:
+            self._withdraw(event, code.code)
+        if not fatal or code.fault_class not in (FaultClass.GPU, FaultClass.NETWORK):
+            return
+        where = event.detail.get("gpu") or event.detail.get("pci", "")
+        part = event.detail.get("gpu_instance", "")
+        because = (
+            f"XID {code.code} on GPU {where}{f' (MIG instance {part})' if part else ''} of {event.node}: {code.meaning}"
+        )
+        advice = event.detail.get("advice") or code.advice
+        known = self._note(event, now, f"gpu {where}", code.fault_class, because, advice, lasts=False)
+        if known is None:
+            return
+        if code.code in LINE_DECIDES and event.detail.get("source") == "nvml":
+            known.held_until = now + HELD_SECONDS if len(known.told) == 1 else known.held_until
+        else:
+            known.held_until = 0.0
+
+    def _withdraw(self, event: AgentEvent, code: int) -> None:
+        """NVML told a number, and the kernel's line says that it is nothing: what rests on it alone was none."""
+        key = f"{event.node} gpu {event.detail.get('gpu', '')}"
+        known = self.faults.get(key)
+        if known is not None and known.held_until and known.because.startswith(f"XID {code} "):
+            del self.faults[key]
+
+    def _take_verdict(self, event: AgentEvent, now: float) -> None:
+        """The driver's own word on a GPU. It stands until the driver takes it back."""
+        recovery = event.detail["recovery"]
+        where = event.detail.get("gpu") or event.detail.get("pci", "")
+        if recovery == RecoveryAction.NONE:
+            self._end(event, f"gpu {where}", now)
+            return
+        because = f"the driver of GPU {where} of {event.node} asks for its recovery: {recovery.replace('_', ' ')}"
+        self._note(event, now, f"gpu {where}", FaultClass.GPU, because, event.detail.get("advice", ""), lasts=True)
+
+    def _take_sxid(self, event: AgentEvent, now: float) -> None:
+        if event.detail.get("fatal") != "yes":
+            return
+        detail = event.detail
+        device, meaning = detail.get("device", "NVSwitch"), detail.get("meaning", "")
+        because = f"SXid {detail['sxid']} of {device} of {event.node}: {meaning}"
+        self._note(event, now, device, FaultClass.NETWORK, because, detail.get("advice", ""), lasts=False)
+
+    def _take_hang(self, event: AgentEvent, now: float) -> None:
+        probe, reason = event.detail["probe"], event.detail["reason"]
+        if probe in GPU_PROBES:
+            because = (
+                f"the GPU driver of {event.node} does not answer: {reason}; it does so when a GPU fell off the bus"
+            )
+            advice = "look at the kernel log and at nvidia-smi; reboot the machine if both hang"
+            self._note(event, now, f"probe {probe}", FaultClass.GPU, because, advice, lasts=True)
+        else:
+            because = f"the agent of {event.node} cannot read its {probe}: {reason}"
+            self._note(
+                event, now, f"probe {probe}", FaultClass.CONTROL_PLANE, because, "look at the machine", lasts=True
+            )
+
+    def _note(
+        self, event: AgentEvent, now: float, thing: str, what: FaultClass, because: str, advice: str, *, lasts: bool
+    ) -> NodeFault | None:
+        """The fault that it is, or goes on; None: there are too many."""
+        known = self.faults.get(f"{event.node} {thing}")
+        if known is None or known.ended:
+            if known is None and len(self.faults) >= FAULTS_MAX:
+                return None
+            gpu = thing.removeprefix("gpu ")
+            index = int(gpu) if thing != gpu and gpu.isascii() and gpu.isdecimal() and len(gpu) < 4 else None
+            onset = event.wall_at - _age(event)
+            known = NodeFault(str(event.node), thing, index, str(what), onset, now, because, advice, lasts)
+            self.faults[f"{event.node} {thing}"] = known
+        known.last, known.lasts = now, known.lasts or lasts
+        if len(known.told) < EVIDENCE_MAX:
+            known.told.append(event.detail.get("line") or because)
+        return known
+
+    def _end(self, event: AgentEvent, thing: str, now: float) -> None:
+        known = self.faults.get(f"{event.node} {thing}")
+        if known is not None:
+            known.ended = known.ended or min(now, event.wall_at)
+
+    def _begin_anew(self, event: AgentEvent, now: float, age: float) -> None:
+        """An agent that starts does not know what the one before it said, and after a reboot all of it may be over: a read
+        that hung ended with its agent, and what stands is told again soon."""
+        for known in self.faults.values():
+            if known.node == event.node and known.thing.startswith("probe "):
+                known.ended = known.ended or min(now, event.wall_at)
+            elif known.node == event.node:
+                known.lasts, known.last = False, now - age
+
+    def leave(self, node: str) -> None:
+        """It is watched no more."""
+        self.faults = {k: f for k, f in self.faults.items() if f.node != node}
+
+    def sweep(self, now: float) -> None:
+        for fault in self.faults.values():
+            if not fault.lasts and not fault.ended and now - fault.last > STANDS_SECONDS:
+                fault.ended = now
+        self.faults = {k: f for k, f in self.faults.items() if not f.ended or now - f.ended <= TIED_SECONDS}
+
+    def join(self, findings: list[Finding], now: float) -> list[Finding]:
+        """`findings` of the other detectors, those that hardware explains told as its; then what stands by itself."""
+        self.sweep(now)
+        joined = []
+        for f in findings:
+            cause = self._cause(f, now) if f.fault_class in (FaultClass.CRASH, FaultClass.HANG) else None
+            if cause is not None:
+                cause.explains = True
+                f = _because_of(f, cause)
+            joined.append(f)
+        return joined + self._alone(now)
+
+    def _cause(self, f: Finding, now: float) -> NodeFault | None:
+        nodes = {str(s.node) for s in f.suspects}
+        tied = [
+            n
+            for n in self.faults.values()
+            if n.node in nodes
+            and now >= n.held_until
+            and n.fault_class in (FaultClass.GPU, FaultClass.NETWORK)
+            and abs(f.onset - n.onset) <= TIED_SECONDS
+            and not (n.thing.startswith("link ") and n.ended and n.ended - n.onset < FLAP_SECONDS)
+        ]
+        return min(tied, key=lambda n: abs(f.onset - n.onset)) if tied and len(nodes) == 1 else None
+
+    def _alone(self, now: float) -> list[Finding]:
+        standing: dict[tuple[str, str], list[NodeFault]] = {}
+        for n in self.faults.values():
+            young = n.thing.startswith("link ") and now - n.onset < FLAP_SECONDS
+            if not n.ended and not young and now >= n.held_until and not n.explains:
+                standing.setdefault((n.node, n.fault_class), []).append(n)
+        return [_finding(group, now) for group in standing.values()]
+
+
+def _is_of_a_moment(event: AgentEvent) -> bool:
+    """Told when it happens, and not a condition that may still stand. The driver's verdict (XID 154) is one."""
+    if event.kind is AgentEventKind.XID:
+        return not event.detail.get("recovery")
+    return event.kind is AgentEventKind.GPU_FAULT and event.detail.get("what") in ONCE_TOLD
+
+
+def _age(event: AgentEvent) -> float:
+    """Seconds between what happened and its event, as the agent tells."""
+    text = event.detail.get("seconds_ago", "")
+    return float(text) if len(text) < 12 and text.isascii() and text.isdecimal() else 0.0
+
+
+def _link(event: AgentEvent) -> str:
+    """A port of an InfiniBand device (sysfs), or a network interface (the kernel log, or sysfs)."""
+    nic, port, interface = (event.detail.get(key, "") for key in ("nic", "port", "interface"))
+    return f"link {nic}/{port}" if nic and port else f"link {interface or nic or '?'}"
+
+
+def _evidence(faults: Iterable[NodeFault]) -> tuple[Evidence, ...]:
+    return tuple(Evidence(kind=n.thing, text=text) for n in faults for text in n.told)
+
+
+def _because_of(f: Finding, cause: NodeFault) -> Finding:
+    seconds = f.onset - cause.onset
+    when = f"{seconds:.1f} s before" if seconds >= 0 else f"{-seconds:.1f} s after"
+    return replace(
+        f,
+        fault_class=FaultClass(cause.fault_class),
+        because=f"{f.because}; {when}, {cause.because}",
+        evidence=(*f.evidence, *_evidence([cause]), Evidence(kind=ADVISES, text=cause.advice)),
+        onset=min(f.onset, cause.onset),
+    )
+
+
+def _finding(group: list[NodeFault], now: float) -> Finding:
+    first = min(group, key=lambda n: n.onset)
+    suspects = {(n.node, n.gpu) for n in group}
+    return Finding(
+        detector="node",
+        suspects=tuple(
+            Suspect(node=NodeId(node), gpu=gpu) for node, gpu in sorted(suspects, key=lambda s: (s[0], s[1] or 0))
+        ),
+        fault_class=FaultClass(first.fault_class),
+        onset=first.onset,
+        detected_at=now,
+        confidence=0.95 if first.fault_class != FaultClass.CONTROL_PLANE else 0.8,
+        because="; ".join(n.because for n in sorted(group, key=lambda n: n.onset)[:EVIDENCE_MAX]),
+        evidence=(*_evidence(group), *(Evidence(kind=ADVISES, text=n.advice) for n in group[:1])),
+    )

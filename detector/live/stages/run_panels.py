@@ -1,0 +1,200 @@
+"""What panel detectors say of a live run: its processes become panels, one for each role, out of what `watch` hears anyhow.
+
+    samples -> readings -> a tick a second and role -> tracker -> findings that name replica, rank and incarnation
+
+A panel holds the processes of one role as they are now. When one of them goes, comes or is replaced, the role is learned
+anew: others take over its work or give some away, and a fresh process is not like those that have worked for hours.
+That costs some minutes of silence after each replacement, in which the engine's own detectors see all that they ever
+see. Roles of fewer than `PEERS_MIN` say nothing. Standbys do not work, and processes that start are not like any other.
+Metrics of nodes are left out: nodes of a run do different work, and are no peers. Those of the GPUs that a process uses
+are the process's own (detector/live/gpu_readings.py), and a finding in them says which GPU it is.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rolecall.core.diagnosis import Finding
+from rolecall.core.ids import ProcessId
+from rolecall.core.membership import STANDBY_ROLE
+from rolecall.core.telemetry import AgentEvent, AgentEventKind, Phase, ProcessSample
+from rolecall.detector.base.findings import PANEL
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.live.gpu_readings import GPU_METRICS, GpuReadings, Who
+from rolecall.detector.panels.panel import Machine, PanelDetector, PanelShape, Tracker
+from rolecall.detector.panels.readings import Reading, measured, process_reading
+
+INTERVAL_SECONDS = 1.0
+PEERS_MIN = 3
+"""Two that differ accuse each other."""
+SETTLE_TICKS = 20
+"""A panel begins when its members, and with them what they report, have been the same for so many ticks."""
+SILENT_SECONDS = 30.0
+"""A process that was not heard of for so long is no member any more. An agent that restarts is back by then."""
+METRIC = "metric:"
+"""How the kind of evidence begins that is about one metric."""
+PROCESSES_MAX = 65_536
+"""As many as the engine knows."""
+
+
+@dataclass(slots=True)
+class _Process:
+    """A member of its role's panel, or about to be."""
+
+    role: str
+    replica: str
+    rank: int
+    incarnation: int
+    process: ProcessId
+    heard_wall: float
+    newest: ProcessSample | None = None  # since the last tick
+    before: Reading | None = None  # at the last tick that had a sample
+
+    @property
+    def who(self) -> Who:
+        return self.process.node, self.process.pid
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return self.replica, self.rank, self.incarnation
+
+    def read(self) -> dict[str, float]:
+        """What it is compared in, by name, of the time since it was last read; empty where it was not sampled since."""
+        if self.newest is None:
+            return {}
+        reading = process_reading(self.newest)
+        values = measured(self.before, reading, INTERVAL_SECONDS)
+        self.newest, self.before = None, reading
+        return values
+
+
+@dataclass(slots=True)
+class _Role:
+    """`members`: the columns of its panel, in order; `tracker`: None until they have settled."""
+
+    members: tuple[ProcessId, ...]
+    metrics: set[str] = field(default_factory=set)
+    ticks: int = 0
+    shape: PanelShape | None = None
+    tracker: Tracker | None = None
+
+
+class RunPanels:
+    """Mutable; one per watcher. What it says of an observation depends on that and earlier ones only."""
+
+    def __init__(self, detector: PanelDetector) -> None:
+        self._detector = detector
+        self._processes: dict[ProcessId, _Process] = {}
+        self._by_key: dict[tuple[str, int, int], _Process] = {}  # may name some who are gone since the last tick
+        self._gpus = GpuReadings()
+        self._roles: dict[str, _Role] = {}
+        self._ticked = -1  # number of the last tick, in intervals since 1970
+
+    def findings(self, observation: Observation) -> tuple[Finding, ...]:
+        """Those that begin with this observation, each told once."""
+        now = observation.wall_at
+        for batch in observation.batches:
+            for sample in batch.processes:
+                self._take(sample, now)
+            for gpu in batch.gpus:
+                self._gpus.take(gpu, now)
+        for event in observation.events:
+            self._take_event(event)
+        number = int(now / INTERVAL_SECONDS)
+        if number <= self._ticked:
+            return ()
+        self._ticked = number
+        return tuple(self._tick(now))
+
+    def _take(self, sample: ProcessSample, now: float) -> None:
+        if not sample.alive or sample.role == STANDBY_ROLE or sample.phase == Phase.START:
+            self._processes.pop(sample.process, None)
+            return
+        known = self._processes.get(sample.process)
+        if known is None or known.key != (sample.replica, sample.rank, sample.incarnation):
+            # A promoted standby is the same process under another name, and a stranger among its peers.
+            if known is None and len(self._processes) >= PROCESSES_MAX:
+                return
+            place = (sample.role, sample.replica, sample.rank, sample.incarnation)
+            # Whoever had this name is gone, though nobody said so: two of one name would be two columns of one panel.
+            before = self._by_key.get(place[1:])
+            if before is not None and self._processes.get(before.process) is before:
+                del self._processes[before.process]
+            known = self._processes[sample.process] = _Process(*place, sample.process, now)
+            self._by_key[known.key] = known
+        known.heard_wall = now
+        if known.newest is None or sample.at > known.newest.at:
+            known.newest = sample
+
+    def _take_event(self, event: AgentEvent) -> None:
+        if event.process is not None and event.kind in (AgentEventKind.EXITED, AgentEventKind.FINISHED):
+            self._processes.pop(event.process, None)
+
+    def _tick(self, now: float) -> list[Finding]:
+        found: list[Finding] = []
+        members = self._members(now)
+        of_gpus = self._gpus.tick(now)
+        self._roles = {role: panel for role, panel in self._roles.items() if role in members}
+        for role, processes in members.items():
+            panel = self._roles.get(role)
+            who = tuple(p.process for p in processes)
+            if panel is None or panel.members != who:
+                panel = self._roles[role] = _Role(who)
+            found += self._tick_role(role, panel, processes, of_gpus, now)
+        return found
+
+    def _members(self, now: float) -> dict[str, list[_Process]]:
+        """By role, the newest incarnation of each rank, in a fixed order."""
+        self._processes = {k: p for k, p in self._processes.items() if now - p.heard_wall <= SILENT_SECONDS}
+        self._by_key = {p.key: p for p in self._processes.values()}
+        newest: dict[str, int] = {}
+        for p in self._processes.values():
+            newest[p.replica] = max(p.incarnation, newest.get(p.replica, 0))
+        members: dict[str, list[_Process]] = {}
+        for p in sorted(self._processes.values(), key=lambda p: p.key):
+            if p.incarnation == newest[p.replica]:
+                members.setdefault(p.role, []).append(p)
+        return {role: processes for role, processes in members.items() if len(processes) >= PEERS_MIN}
+
+    def _tick_role(
+        self, role: str, panel: _Role, processes: list[_Process], of_gpus: dict[Who, dict[str, float]], at: float
+    ) -> list[Finding]:
+        told = [p.read() | of_gpus.get(p.who, {}) for p in processes]
+        panel.ticks += 1
+        if panel.shape is None or panel.tracker is None:
+            panel.metrics.update(*told)
+            if panel.ticks < SETTLE_TICKS or not panel.metrics:
+                return []
+            panel.shape = PanelShape(
+                role=role,
+                metrics=tuple(sorted(panel.metrics)),
+                machines=tuple(Machine(node=p.process.node, replica=p.replica, rank=p.rank) for p in processes),
+                interval_seconds=INTERVAL_SECONDS,
+            )
+            panel.tracker = self._detector.track(panel.shape)
+            return []
+        rows = [[values.get(metric, np.nan) for values in told] for metric in panel.shape.metrics]
+        values = np.array(rows, dtype=np.float32)
+        values[~np.isfinite(values)] = np.nan
+        by_place = {(p.replica, p.rank): p for p in processes}
+        return [self._with_gpus(_named(f, by_place), processes) for f in panel.tracker.tick(at, values)]
+
+    def _with_gpus(self, f: Finding, processes: list[_Process]) -> Finding:
+        """With what their suspects' GPUs say, where it is about metrics of GPUs."""
+        named = [e.kind.removeprefix(METRIC) for e in f.evidence if e.kind.startswith(METRIC)]
+        of_gpus = [metric for metric in named if metric in GPU_METRICS]
+        peers = [p.who for p in processes]
+        suspects = [(s.process.node, s.process.pid) for s in f.suspects if s.process is not None]
+        found = [e for who in suspects if of_gpus for e in self._gpus.evidence(who, peers, of_gpus)]
+        if not found:
+            return f
+        return replace(f, because=f"{f.because}; {'; '.join(e.text for e in found)}", evidence=(*f.evidence, *found))
+
+
+def _named(f: Finding, by_place: dict[tuple[str, int], _Process]) -> Finding:
+    """With incarnation and process of its suspects, and told as a panel's."""
+    suspects = []
+    for s in f.suspects:
+        p = by_place[(s.replica, s.rank or 0)]
+        suspects.append(replace(s, incarnation=p.incarnation, process=p.process))
+    return replace(f, detector=f"{PANEL}{f.detector}", suspects=tuple(suspects))

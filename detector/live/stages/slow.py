@@ -1,0 +1,363 @@
+"""Slow: a sequential test of seconds per unit of work against peers and against its own past.
+
+Per stride of each process: e = (busy seconds - seconds starved by others) / units. Starved is run delay less what the
+process's own CPU quota took; a stop by signal, a quota and a delay inside the unit stay in e, a busy neighbour does
+not. Work per unit differs with the load (tokens per unit, else open requests), so log e is compared with what the role
+takes at that load:
+
+    r_i = log e_i - baseline(role, load)          how far from the role's habit
+    x_i = min(r_i - median of peers' r,           slower than peers now   (cancels what slows all)
+              r_i - own habitual offset)          slower than itself      (cancels lasting differences)
+    S_i = max(0, S_i + x_i - log(slow_ratio) / 2) Page's CUSUM; alarm at S_i >= h
+
+h follows from the wanted false alarm rate by Siegmund's formula for the run length of a CUSUM (D. Siegmund, Sequential
+Analysis, 1985), with the residuals' standard deviation widened for their lag-1 autocorrelation. Without a peer at work
+the reference is how far the rest of the fleet is from its habit, and the sentence says so.
+"""
+
+import math
+from dataclasses import dataclass, field
+from statistics import median
+
+from rolecall.core.config.job import DetectorConfig
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.telemetry import ProcessSample
+from rolecall.detector.base.findings import GAIN, finding
+from rolecall.detector.live.fleet import Fleet
+from rolecall.detector.live.slow_peers import PEER_AGE_SECONDS, RISING_SUM, Peers
+from rolecall.detector.live.subject import WORK_PHASES, SlowMeter, Subject, starved_seconds
+
+BUSY_SECONDS_MIN = 0.05
+"""A stride goes on until its units should have taken this long: timer noise and single pauses loom large in less. What
+they did take must not decide, or only strides with a pause in them would count."""
+STRIDE_SECONDS_MAX = 30.0
+"""A stride that has not seen so much work by then is dropped: the slowness of somebody with nothing to do hurts nobody."""
+STARVED_SHARE_MAX = 0.85
+"""A stride starved for more than this of its busy time leaves too little of its own to be judged."""
+RATIO_CLIP = math.log(4.0)
+"""One observation counts at most as a factor of four: a pause of a second is an event, not a slowness."""
+SIGMA_MIN = 0.6
+"""Standard deviation assumed at least, autocorrelation included: on shared CPUs the tails are heavier than normal. With
+it four times slower is found after about 6 strides, twice slower after 18."""
+SIGMA_PRIOR_WEIGHT = 30
+"""The assumed deviation counts as so many observations."""
+STRIDES_MIN = 5
+"""No alarm on fewer consecutive strides than this."""
+HISTORY_MIN = 5
+"""A load must have been seen so often before an observation at it is compared."""
+MAJORITY_WAIT_SECONDS = 10.0
+"""An alarm waits for at most so long for peers that are on their way to one: together they may be a majority."""
+PEER_SMOOTHING = 0.5
+"""Weight of a peer's newest observation in what others are compared with: about its last three strides."""
+OFFSET_PRIOR_WEIGHT = 10
+"""A process is taken to be like its role until so many observations say otherwise."""
+RHO_MAX = 0.9
+"""Autocorrelation is estimated from few values at first and is held below this."""
+LEARN_RATE_MIN = 1 / 300
+"""Baselines follow slower changes than this many strides (five minutes of work)."""
+OFFSET_MAX = math.log(1.5)
+"""A process's own habit explains no more than this: who was four times slower from its first unit on is slow."""
+LOADS_PER_OCTAVE = 2
+"""Loads are told apart by half octaves: within one, seconds per unit differ by less than 1.41."""
+LOAD_REACH = 2
+"""A load not seen before borrows from one this many bins away, one octave."""
+SECONDS_PER_DAY = 86_400.0
+
+
+@dataclass(slots=True)
+class Baseline:
+    """What one load takes a role: mean of log seconds per unit."""
+
+    mean: float = 0.0
+    count: int = 0
+
+
+@dataclass(slots=True)
+class SlowState:
+    """What is learned of each role; owned by one Detector."""
+
+    baselines: dict[tuple[str, int], Baseline] = field(default_factory=dict)
+    moments: dict[str, tuple[float, float, float, int]] = field(default_factory=dict)  # means of x, x^2, x x'; count
+    peers: Peers = field(init=False, default_factory=Peers)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One observation: a closed stride, or a lower bound from a unit that does not end."""
+
+    seconds_per_unit: float
+    load: float
+    censored: bool
+
+
+def measure(subject: Subject, stride_seconds: float, gap_p99: float | None) -> Work | None:
+    """The observation that became due with the subject's newest sample, if any. Advances its stride."""
+    sample, meter = subject.sample, subject.slow
+    if sample is None or subject.gone:
+        return None
+    start = meter.start
+    if start is None or start.work_units > sample.work_units:
+        meter.start = sample
+        return None
+    if sample.work_units == start.work_units:
+        return _censored(subject, sample, meter, stride_seconds, gap_p99)
+    seconds = sample.at - start.at
+    if seconds < stride_seconds or subject.stall.wall > SAMPLE_FRESH_SECONDS or _awaits_throttling(start, sample):
+        return None
+    enough = _expected_busy(meter, start, sample) >= BUSY_SECONDS_MIN
+    if not enough and seconds < STRIDE_SECONDS_MAX:
+        return None
+    meter.start, meter.censored_at = sample, sample.at
+    return _closed(start, sample) if enough else None
+
+
+def _expected_busy(meter: SlowMeter, start: ProcessSample, sample: ProcessSample) -> float:
+    """What the units of a stride should have taken; before anything is known, what they took."""
+    if not meter.expected_seconds_per_unit:
+        return sample.busy_seconds - start.busy_seconds
+    return (sample.work_units - start.work_units) * meter.expected_seconds_per_unit
+
+
+SAMPLE_FRESH_SECONDS = 0.25
+"""A stride ends at a sample that saw a unit end: there the busy seconds and the run delay cover the same time."""
+
+
+THROTTLED_READ_SECONDS = 2.5
+"""Agents read a cgroup's throttling every 2 s, and run delay, of which it is a part, with every sample."""
+
+
+def _awaits_throttling(start: ProcessSample, sample: ProcessSample) -> bool:
+    """A quota has stopped this process before, and what it did since is not read yet: in a stride that ended here, its
+    throttling would look like time that neighbours took."""
+    unread = 0.0 < start.throttled_seconds == sample.throttled_seconds
+    return unread and sample.at - start.at < THROTTLED_READ_SECONDS
+
+
+def _closed(start: ProcessSample, sample: ProcessSample) -> Work | None:
+    busy = sample.busy_seconds - start.busy_seconds
+    starved = starved_seconds(start, sample)
+    if busy <= 0 or starved > STARVED_SHARE_MAX * busy:
+        return None
+    units = sample.work_units - start.work_units
+    tokens = sample.tokens - start.tokens
+    load = tokens / units if tokens > 0 else max(1.0, (start.requests_active + sample.requests_active) / 2)
+    return Work((busy - starved) / units, load, False)
+
+
+def _censored(
+    subject: Subject, sample: ProcessSample, meter: SlowMeter, stride_seconds: float, gap_p99: float | None
+) -> Work | None:
+    """A unit under way for longer than any unit should take counts by the time it has taken."""
+    if gap_p99 is None or subject.phase not in WORK_PHASES or not meter.load:
+        return None
+    if sample.at - max(meter.censored_at, sample.progress_at) < stride_seconds:
+        return None
+    meter.censored_at = sample.at
+    # What lies between two units beside the work itself (scheduling) is part of gap_p99 and is not held against it.
+    seconds = subject.stall.effective * min(1.0, meter.expected_seconds_per_unit / gap_p99)
+    return Work(seconds, meter.load, True) if seconds > meter.expected_seconds_per_unit else None
+
+
+def load_bin(load: float) -> int:
+    return round(LOADS_PER_OCTAVE * math.log2(max(load, 1e-3)))
+
+
+def expected(state: SlowState, role: str, load: float) -> float | None:
+    """Log seconds per unit of the role at this load, or None when no load within reach was seen often enough."""
+    here = load_bin(load)
+    exact = state.baselines.get((role, here))
+    if exact is not None and exact.count >= HISTORY_MIN:
+        return exact.mean
+    for distance in range(1, LOAD_REACH + 1):
+        near = [state.baselines.get((role, here + d)) for d in (-distance, distance)]
+        known = [b.mean for b in near if b is not None and b.count >= HISTORY_MIN]
+        if known:
+            return sum(known) / len(known)
+    return None
+
+
+def learn(state: SlowState, role: str, load: float, log_seconds: float, num_peers: int = 0) -> None:
+    """One observation more. A role of many learns no faster than a role of one: else a host that becomes slower would
+    become normal for the one before it does for the other."""
+    baseline = state.baselines.setdefault((role, load_bin(load)), Baseline())
+    baseline.count += 1
+    difference = log_seconds - baseline.mean
+    if baseline.count > HISTORY_MIN:
+        difference = max(-OFFSET_MAX, min(OFFSET_MAX, difference))
+    baseline.mean += difference * max(1 / baseline.count, LEARN_RATE_MIN / (1 + num_peers))
+
+
+def sigma(state: SlowState, role: str) -> float:
+    """Standard deviation of x with its autocorrelation: what a sum of n of them has, over sqrt(n)."""
+    mean, square, product, count = state.moments.get(role, (0.0, 0.0, 0.0, 0))
+    variance = square - mean * mean
+    if variance <= 0:
+        return SIGMA_MIN
+    rho = max(0.0, min(RHO_MAX, (product - mean * mean) / variance))
+    seen = math.sqrt(variance * (1 + rho) / (1 - rho))
+    weight = count / (count + SIGMA_PRIOR_WEIGHT)
+    return max(SIGMA_MIN, weight * seen + (1 - weight) * SIGMA_MIN)
+
+
+def threshold(sigma_: float, drift: float, strides_between_alarms: float) -> float:
+    """h with a run length of `strides_between_alarms`: Siegmund's (exp(2kb) - 2kb - 1) / 2k^2, b = h/sigma + 1.166.
+
+    k is the drift in sigmas. The term -2kb - 1 is small beside the exponential at any rate of interest and is dropped.
+    """
+    k = drift / sigma_
+    b = math.log(2 * k * k * strides_between_alarms) / (2 * k)
+    return max(drift, (b - 1.166) * sigma_)
+
+
+def update(state: SlowState, fleet: Fleet, config: DetectorConfig, now: float) -> None:
+    """Feeds every observation that became due."""
+    state.peers.refresh(fleet.roster, now)
+    for subject in fleet.sampled:  # without a new sample nothing becomes due
+        if subject.closed_wall:
+            continue
+        work = measure(subject, config.slow_stride_seconds, fleet.gaps.p99(subject.role, subject.phase))
+        if work is not None:
+            _observe(state, fleet, subject, work, config, now)
+
+
+def _observe(state: SlowState, fleet: Fleet, subject: Subject, work: Work, config: DetectorConfig, now: float) -> None:
+    role, meter = subject.role, subject.slow
+    log_seconds = math.log(work.seconds_per_unit)
+    habit = expected(state, role, work.load)
+    if habit is None:
+        learn(state, role, work.load, log_seconds)
+        return
+    meter.load, meter.expected_seconds_per_unit = work.load, math.exp(habit)
+    meter.seconds_per_unit = work.seconds_per_unit
+    meter.residual = log_seconds - habit
+    meter.smooth += (meter.residual - meter.smooth) * (PEER_SMOOTHING if meter.residual_wall else 1.0)
+    meter.residual_wall = now
+    state.peers.note(subject)
+    meter.peers, reference = state.peers.median_without(subject)
+    if not meter.peers:
+        reference = _fleet_shift(fleet, subject, now)
+    x = min(meter.residual - reference, meter.residual - meter.offset)
+    x = max(-RATIO_CLIP, min(RATIO_CLIP, x))
+    drift = _drift(config, bool(meter.peers))
+    h = _threshold(state, role, config, drift)
+    _accumulate(meter, x, drift, h, now)
+    state.peers.note_sum(subject)
+    if not work.censored:
+        meter.pending.append((work.load, log_seconds, x, meter.last_x))
+    meter.last_x = x
+    # An excursion that ended by itself was noise, and is learned from then; one that became a finding never is. While
+    # one of a role rises its peers look fast, so that they wait, too.
+    if meter.cusum <= 0 and not state.peers.rising_without(subject):
+        if subject.key not in fleet.quiet:
+            for item in meter.pending:
+                _learn_from(state, role, meter, *item)
+        meter.pending.clear()
+
+
+def _accumulate(meter: SlowMeter, x: float, drift: float, h: float, now: float) -> None:
+    if meter.cusum <= 0:
+        meter.rising_since, meter.rising_strides, meter.ratio_log = now, 0, 0.0
+    # Capped, so that recovery shows as soon after a long fault as after a short one.
+    meter.cusum = min(2 * h, max(0.0, meter.cusum + x - drift))
+    meter.rising_strides += 1
+    meter.ratio_log += (x - meter.ratio_log) / meter.rising_strides
+    if meter.alarmed:
+        meter.alarmed = meter.cusum >= h / 2
+    else:
+        meter.alarmed = meter.cusum >= h and meter.rising_strides >= STRIDES_MIN
+        meter.alarmed_wall = now
+
+
+def _learn_from(
+    state: SlowState, role: str, meter: SlowMeter, load: float, log_seconds: float, x: float, x_before: float
+) -> None:
+    habit = expected(state, role, load)
+    learn(state, role, load, log_seconds, meter.peers)
+    if habit is not None:
+        meter.offset_count += 1
+        rate = max(1 / (meter.offset_count + OFFSET_PRIOR_WEIGHT), LEARN_RATE_MIN)
+        meter.offset += (log_seconds - habit - meter.offset) * rate
+        meter.offset = max(-OFFSET_MAX, min(OFFSET_MAX, meter.offset))
+    mean, square, product, count = state.moments.get(role, (0.0, 0.0, 0.0, 0))
+    rate = max(1 / (count + 1), LEARN_RATE_MIN)
+    state.moments[role] = (
+        mean + (x - mean) * rate,
+        square + (x * x - square) * rate,
+        product + (x * x_before - product) * rate,
+        count + 1,
+    )
+
+
+def _fleet_shift(fleet: Fleet, subject: Subject, now: float) -> float:
+    """How far all other roles are from their habits: the host may have become slower as a whole."""
+    others = [
+        s.slow.smooth - s.slow.offset
+        for s in fleet.current()
+        if s.key != subject.key and s.slow.residual_wall and now - s.slow.residual_wall <= PEER_AGE_SECONDS
+    ]
+    return median(others) if others else 0.0
+
+
+def _drift(config: DetectorConfig, has_peers: bool) -> float:
+    """Half of what is looked for, as Page has it; all of it without peers, where a change of the host or of the work
+    looks like a slowness and is cancelled only roughly."""
+    return math.log(config.slow_ratio) / (2 if has_peers else 1)
+
+
+def _threshold(state: SlowState, role: str, config: DetectorConfig, drift: float) -> float:
+    strides = SECONDS_PER_DAY / config.slow_stride_seconds / config.slow_false_alarms_per_day
+    return threshold(sigma(state, role), drift, strides)
+
+
+def find(state: SlowState, fleet: Fleet, config: DetectorConfig, now: float) -> list[Finding]:
+    alarmed = [s for s in fleet.current() if s.slow.alarmed and not s.gone and not s.finished]
+    return [_finding(state, s, config, now) for s in alarmed if not _may_be_of_a_majority(fleet, s, now)]
+
+
+def _may_be_of_a_majority(fleet: Fleet, subject: Subject, now: float) -> bool:
+    """Whether the first of several is about to be named alone. Peers of one that is slow by itself look fast, not slow."""
+    if now - subject.slow.alarmed_wall >= MAJORITY_WAIT_SECONDS:
+        return False
+    peers = list(fleet.peers(subject))
+    coming = sum(p.slow.cusum >= RISING_SUM and not p.slow.alarmed for p in peers)
+    slow = 1 + coming + sum(p.slow.alarmed for p in peers)
+    return coming > 0 and 2 * slow > 1 + len(peers)
+
+
+def _finding(state: SlowState, subject: Subject, config: DetectorConfig, now: float) -> Finding:
+    meter = subject.slow
+    ratio = math.exp(meter.ratio_log)
+    h = _threshold(state, subject.role, config, _drift(config, bool(meter.peers)))
+    against = (
+        f"{meter.peers} peer{'s' if meter.peers != 1 else ''} at equal load"
+        if meter.peers
+        else "its own past alone, for it has no peer at work"
+    )
+    because = (
+        f"{subject.name()} is slow: {ratio:.1f} times the seconds per unit of {against}, over "
+        f"{meter.rising_strides} strides since {now - meter.rising_since:.0f} s, time starved by neighbours subtracted "
+        f"(last {meter.seconds_per_unit:.3g} s a unit at load {meter.load:.3g}, expected "
+        f"{meter.expected_seconds_per_unit:.3g}; sum {meter.cusum:.1f} over threshold {h:.1f}, set for "
+        f"{config.slow_false_alarms_per_day:g} false alarms a day)"
+    )
+    values = {
+        "seconds_per_unit": meter.seconds_per_unit,
+        "expected_seconds_per_unit": meter.expected_seconds_per_unit,
+        "cusum": meter.cusum,
+        "threshold": h,
+        "strides": float(meter.rising_strides),
+        "peers": float(meter.peers),
+    }
+    return finding(
+        "sequential",
+        [subject],
+        FaultClass.SLOW,
+        onset=meter.rising_since,
+        now=now,
+        confidence=0.9 if meter.peers else 0.6,
+        because=because,
+        evidence=(
+            Evidence(kind="seconds_per_unit", text=f"{ratio:.1f} times slower", values=values),
+            Evidence(kind=GAIN, text="gain of a replacement", values={"ratio": ratio}),
+        ),
+    )

@@ -1,0 +1,103 @@
+"""User code told from hardware: the same exception on all ranks of a role, or twice in one step.
+
+Hardware fails in one place; a wrong line fails wherever it is run. So one fingerprint (exception type and frames,
+without values) on every rank of a role, or raised again in the same step by another rank or by the replacement of
+the first, is the code's or its input's fault: nobody is named, for replacing any machine would change nothing. What the
+diagnosis is about - role, exception, frames - tells one such fault from another.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.telemetry import AgentEventKind, Phase
+from rolecall.detector.base.findings import finding
+from rolecall.detector.live.exceptions import blames_code, exception_text, step_of
+from rolecall.detector.live.fleet import Fleet, SeenException
+
+RANKS_MIN = 2
+"""'On all ranks' says nothing about a role of one process: there only a repetition in the same step does."""
+REMEMBER_SECONDS = 3600.0
+"""Exceptions further apart than this are not held to be the same failure, even in the same step of a stuck job."""
+ALL_RANKS_SECONDS = 60.0
+"""Ranks of one role that raise within this raised together: steps may take this long, and a step apart is not."""
+
+
+def find(fleet: Fleet, expected_roles: Mapping[str, int] | None, now: float) -> tuple[list[Finding], set[str]]:
+    """Findings, and the fingerprints that they explain."""
+    by_print: dict[tuple[str, str], list[SeenException]] = defaultdict(list)
+    for seen in fleet.exceptions:
+        fingerprint = seen.event.detail.get("fingerprint", "")
+        if fingerprint and blames_code(seen) and now - seen.received_wall <= REMEMBER_SECONDS:
+            by_print[(seen.event.role, fingerprint)].append(seen)
+    found, explained = [], set()
+    for (role, fingerprint), seen_list in by_print.items():
+        why = _why(fleet, role, seen_list, expected_roles)
+        if why is None or _overcome(fleet, role, seen_list):
+            continue
+        explained.add(fingerprint)
+        found.append(_finding(fleet, role, fingerprint, seen_list, why, now))
+    return found, explained
+
+
+def _why(
+    fleet: Fleet, role: str, seen_list: list[SeenException], expected_roles: Mapping[str, int] | None
+) -> str | None:
+    """Why these reports of one fingerprint blame the code, or None."""
+    newest = seen_list[-1].received_wall
+    recent = [s for s in seen_list if newest - s.received_wall <= ALL_RANKS_SECONDS]
+    together = {(s.event.replica, s.event.rank) for s in recent}
+    ranks = {(s.replica, s.rank) for s in fleet.roster.of_role(role).values()} | together
+    num_ranks = max(len(ranks), (expected_roles or {}).get(role, 0))
+    if num_ranks >= RANKS_MIN and len(together) >= num_ranks:
+        return f"all {num_ranks} ranks of role {role} raised it"
+    by_step: dict[int, set[tuple[str, int, int]]] = defaultdict(set)
+    for seen in seen_list:
+        step = step_of(seen)
+        if step >= 0 or seen in recent:  # without a step only those who raised together did the same work
+            by_step[step].add((seen.event.replica, seen.event.rank, seen.event.incarnation))
+    for step, raisers in by_step.items():
+        if len(raisers) > 1:
+            who = ", ".join(f"{replica}#{incarnation}" for replica, _, incarnation in sorted(raisers))
+            when = f"in step {step}" if step >= 0 else f"within {ALL_RANKS_SECONDS:.0f} s"
+            return f"it was raised {len(raisers)} times {when} ({who})"
+    return None
+
+
+def _overcome(fleet: Fleet, role: str, seen_list: list[SeenException]) -> bool:
+    """The role has since gone beyond the step in which it failed."""
+    last = max((step_of(seen) for seen in seen_list), default=-1)
+    newest = seen_list[-1].received_wall
+    return any(
+        s.sample is not None
+        and s.worked_wall > newest
+        and s.phase != Phase.START
+        and (last < 0 or s.sample.step > last)
+        for s in fleet.roster.of_role(role).values()
+    )
+
+
+def _finding(
+    fleet: Fleet, role: str, fingerprint: str, seen_list: list[SeenException], why: str, now: float
+) -> Finding:
+    first = seen_list[0].event
+    text = exception_text(first)
+    kind = first.detail.get("type", "").rpartition(".")[2]
+    return finding(
+        "user_code",
+        [],
+        FaultClass.USER_CODE,
+        onset=first.wall_at + fleet.offsets.get(first.node, 0.0),
+        now=now,
+        confidence=0.95,
+        because=f"role {role} fails in its code, not in its machines: {why}: {text}",
+        evidence=tuple(
+            Evidence(
+                kind=AgentEventKind.EXCEPTION,
+                text=f"{s.event.replica}#{s.event.incarnation} in step {s.event.detail.get('step', '?')}: "
+                f"{exception_text(s.event)}",
+            )
+            for s in seen_list[-8:]
+        ),
+        about=f"{role}:{kind}:{fingerprint}",
+    )

@@ -1,0 +1,293 @@
+"""One process under watch: its clocks since the last sign of life, and what moves them.
+
+A subject keeps clocks, not histories: how long it has stood still on the wall clock, and how long on the effective
+clock, which does not run while the process was runnable and got no CPU. A clock advances only by what was sampled, and
+by at most `SAMPLE_GAP_SECONDS_MAX` a sample: when the agent, or the whole machine, was paused, nobody is blamed for it.
+"""
+
+from collections import deque
+from copy import copy
+from dataclasses import dataclass, field
+
+from rolecall.core.ids import ProcessId
+from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, AgentEvent, Phase, ProcessSample
+from rolecall.core.uninstrumented import UNCOUNTED, has_page
+from rolecall.detector.live.deadlines import BEATS, Gaps
+
+Key = tuple[str, int, int]
+"""(replica, rank, incarnation)"""
+
+SAMPLE_GAP_SECONDS_MAX = 0.6
+"""Three sample intervals (0.2 s each): what lies between two samples beyond this was not observed, and counts for
+nobody. Without the limit a machine paused for 3 s makes each of its processes look hung."""
+
+LOOKS_MAX = 3
+"""The same where an agent looks, or is asked, more rarely: as many of its usual intervals."""
+SLOW_LOOK_SECONDS = 0.5
+"""Usual intervals from here on are long by design; shorter ones are pauses of agents that look five times a second."""
+LOOK_SMOOTHING = 0.1
+
+UNPAGED_GAP_SECONDS_MAX = 3.0
+"""The same for processes that report nothing: agents of jobs that know nothing of us look once a second."""
+
+HELD_STATES = frozenset({"T", "t", "D"})
+"""Stopped, traced, in an uninterruptible wait: proc(5)."""
+
+STARVED_SAMPLE_SHARE = 0.5
+"""Kept from the CPU for so much of the time between two samples counts as starved; a sample below it ends that."""
+
+EXPERIENCED_UNITS = 8
+"""Units of work after which an incarnation has been through every phase of its work at least once (two steps of four
+microbatches): from then on a phase never seen is one too short to be sampled, not one that may take long."""
+
+RESTS_MAX = 8
+"""Points at which collective counters of peers can be aligned, kept per subject."""
+
+PENDING_MAX = 64
+"""Observations of an excursion of the slow test kept until it has ended one way or the other."""
+
+WORK_PHASES = frozenset({Phase.COMPUTE, Phase.GENERATE, Phase.SCORE, Phase.CONTROL})
+"""Phases whose finished units prove that a replica is of use again."""
+
+
+@dataclass(slots=True)
+class Clocks:
+    """How long something has not moved."""
+
+    wall: float = 0.0
+    effective: float = 0.0
+    cpu: float = 0.0  # CPU seconds used meanwhile
+
+    def advance(self, wall: float, starved: float, cpu: float) -> None:
+        self.wall += wall
+        self.effective += max(0.0, wall - starved)
+        self.cpu += cpu
+
+    def reset(self, wall: float = 0.0) -> None:
+        self.wall, self.effective, self.cpu = wall, wall, 0.0
+
+    def copied(self) -> "Clocks":
+        return Clocks(self.wall, self.effective, self.cpu)
+
+
+@dataclass(slots=True)
+class SlowMeter:
+    """State of the slow test of one subject (see detector/live/stages/slow.py)."""
+
+    start: ProcessSample | None = None  # the running stride began here
+    censored_at: float = 0.0  # node time of the last observation made of an unfinished unit
+    offset: float = 0.0  # its own habitual log ratio to the role's baseline
+    offset_count: int = 0
+    residual: float = 0.0  # newest log ratio to the role's baseline
+    residual_wall: float = 0.0  # when it was made; 0: never
+    smooth: float = 0.0  # mean of the last few residuals
+    pending: deque[tuple[float, float, float, float]] = field(default_factory=lambda: deque(maxlen=PENDING_MAX))
+    """(load, log seconds, x, x before) of an excursion, learned from when it ends by itself."""
+    last_x: float = 0.0
+    cusum: float = 0.0
+    rising_since: float = 0.0  # wall time when the sum last left zero
+    rising_strides: int = 0
+    ratio_log: float = 0.0  # mean log ratio since then
+    seconds_per_unit: float = 0.0
+    expected_seconds_per_unit: float = 0.0
+    load: float = 0.0
+    peers: int = 0
+    alarmed: bool = False
+    alarmed_wall: float = 0.0  # since when
+
+
+@dataclass(slots=True)
+class Subject:
+    replica: str
+    role: str
+    rank: int
+    incarnation: int
+    node: str
+    process: ProcessId | None
+    seen_wall: float  # when anything of it last reached us
+    sample: ProcessSample | None = None
+    stall: Clocks = field(default_factory=Clocks)
+    beat: Clocks = field(default_factory=Clocks)
+    beats_seen: bool = False
+    tainted: bool = False  # what it does now began, or went on, under a finding: not to be learned as normal
+    worked: int = 0  # units finished in a work phase under this name
+    worked_wall: float = 0.0
+    phases_done: set[str] = field(default_factory=set)
+    epoch_fresh: bool = True  # no collective finished yet in the epoch it is in
+    rests: dict[tuple[int, int], int] = field(default_factory=dict)  # (epoch, step) -> collectives done before it
+    exit_event: AgentEvent | None = None
+    exit_wall: float = 0.0
+    followed: bool = False  # without a page: it ended because of another's exit
+    dead_wall: float = 0.0  # when a sample first said that it is dead
+    finished: bool = False
+    halted: Clocks = field(default_factory=Clocks)  # without a page: how long the kernel has held it in one state
+    starved: Clocks = field(
+        default_factory=Clocks
+    )  # without a page: how long it has been kept from the CPU (effective)
+    closed_wall: float = 0.0  # 0: current; else when it was superseded, promoted or forgotten
+    offset_seconds: float = 0.0  # our wall clock minus its node's
+    slow: SlowMeter = field(default_factory=SlowMeter)
+    look_seconds: float = 0.0  # usual time between two samples
+    key: Key = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = (self.replica, self.rank, self.incarnation)
+
+    def copied(self) -> "Subject":
+        """One that stays as this one is now."""
+        other = copy(self)
+        other.stall, other.beat = self.stall.copied(), self.beat.copied()
+        other.halted, other.starved = self.halted.copied(), self.starved.copied()
+        other.phases_done, other.rests = set(self.phases_done), dict(self.rests)
+        other.slow = copy(self.slow)
+        other.slow.pending = self.slow.pending.copy()
+        return other
+
+    @property
+    def phase(self) -> str:
+        return self.sample.phase if self.sample else Phase.START
+
+    @property
+    def reports(self) -> bool:
+        """Whether it writes a state page; False once it is known to be of a job that knows nothing of us."""
+        return self.incarnation != UNCOUNTED if self.sample is None else has_page(self.sample)
+
+    @property
+    def gone(self) -> bool:
+        return self.exit_wall > 0.0
+
+    @property
+    def experienced(self) -> bool:
+        return self.worked >= EXPERIENCED_UNITS
+
+    @property
+    def progress_due(self) -> bool:
+        """Whether it owes progress now: an idle engine that holds requests does. Who reports none owes none."""
+        if self.sample is None or not self.reports:
+            return False
+        if self.phase == Phase.IDLE:
+            return self.sample.requests_active > 0
+        return self.phase not in PHASES_WITHOUT_DUE_PROGRESS
+
+    def onset_wall(self, standing_seconds: float) -> float:
+        """Our wall time when it began to stand still."""
+        wall_at = self.sample.wall_at if self.sample else self.seen_wall
+        return wall_at + self.offset_seconds - standing_seconds
+
+    def name(self) -> str:
+        pid = f", pid {self.process.pid}" if self.process else ""
+        rank = f" rank {self.rank}" if self.rank else ""
+        incarnation = "" if self.incarnation == UNCOUNTED else f", incarnation {self.incarnation}"
+        return f"{self.replica}{rank} ({self.node}{pid}{incarnation})"
+
+
+def first(subject: Subject, sample: ProcessSample) -> None:
+    """The first sample of a process: its counters are its own, so finished work counts."""
+    subject.slow.start = sample
+    if sample.phase in WORK_PHASES:
+        subject.worked = sample.progress
+
+
+def starved_seconds(previous: ProcessSample, sample: ProcessSample) -> float:
+    """How long the working thread was runnable and got no CPU, because of others.
+
+    The kernel counts time throttled by the process's own quota as run delay too: that part is its own slowness.
+    """
+    delay = sample.main_run_delay_seconds - previous.main_run_delay_seconds
+    return max(0.0, delay - max(0.0, sample.throttled_seconds - previous.throttled_seconds))
+
+
+def advance(subject: Subject, previous: ProcessSample, sample: ProcessSample, gaps: Gaps | None, now: float) -> None:
+    """Moves the subject's clocks from one sample to the next; `gaps` learns from it unless None."""
+    if not has_page(sample):
+        _advance_unpaged(subject, previous, sample)
+        return
+    counted = min(sample.at - previous.at, _gap_seconds_max(subject))
+    subject.look_seconds += (
+        min(sample.at - previous.at, UNPAGED_GAP_SECONDS_MAX) - subject.look_seconds
+    ) * LOOK_SMOOTHING
+    starved = min(counted, starved_seconds(previous, sample))
+    subject.tainted |= gaps is None
+    cpu = max(0.0, sample.cpu_seconds - previous.cpu_seconds)
+    if sample.beats != previous.beats:
+        if gaps is not None and subject.beats_seen:
+            gaps.add(subject.role, BEATS, subject.beat.effective + counted / 2)
+        subject.beats_seen = True
+        subject.beat.reset()
+    else:
+        # The working thread's run delay stands for the beat thread's: agents read the others' every 10 s only.
+        subject.beat.advance(counted, starved, cpu)
+    units = sample.progress - previous.progress
+    # A unit may take far less time than lies between two samples: whoever changed phase may have worked meanwhile.
+    changed = sample.phase_entries != previous.phase_entries
+    if units > 0 and (changed or sample.phase in WORK_PHASES or previous.phase in WORK_PHASES):
+        subject.worked += units
+        subject.worked_wall = now
+    if _moved(previous, sample):
+        _learn(subject, previous, sample, starved, None if subject.tainted else gaps)
+        subject.tainted = gaps is None
+        since = max(sample.progress_at, sample.phase_since)
+        subject.stall.reset(min(counted, max(0.0, sample.at - since)))
+    else:
+        subject.stall.advance(counted, starved, cpu)
+    _track_collectives(subject, previous, sample)
+
+
+def _gap_seconds_max(subject: Subject) -> float:
+    usual = subject.look_seconds
+    return max(SAMPLE_GAP_SECONDS_MAX, LOOKS_MAX * usual if usual >= SLOW_LOOK_SECONDS else 0.0)
+
+
+def _advance_unpaged(subject: Subject, previous: ProcessSample, sample: ProcessSample) -> None:
+    """What can be told of a process that reports nothing: whether the kernel lets it run, and others do."""
+    counted = min(sample.at - previous.at, UNPAGED_GAP_SECONDS_MAX)
+    cpu = max(0.0, sample.cpu_seconds - previous.cpu_seconds)
+    held = sample.proc_state in HELD_STATES and sample.proc_state == previous.proc_state and not cpu
+    if held:
+        subject.halted.advance(counted, 0.0, cpu)
+    else:
+        subject.halted.reset()
+    kept_from = starved_seconds(previous, sample)
+    if kept_from >= STARVED_SAMPLE_SHARE * counted:
+        subject.starved.wall += counted
+        subject.starved.effective += min(counted, kept_from)
+    else:
+        subject.starved.reset()
+
+
+def _moved(previous: ProcessSample, sample: ProcessSample) -> bool:
+    return (
+        sample.progress != previous.progress
+        or sample.phase_entries != previous.phase_entries
+        or sample.phase != previous.phase
+        or sample.collectives_done != previous.collectives_done
+        or sample.collectives_entered != previous.collectives_entered
+    )
+
+
+def _learn(subject: Subject, previous: ProcessSample, sample: ProcessSample, starved: float, gaps: Gaps | None) -> None:
+    """How long the unit, or the phase, that just ended took on the effective clock."""
+    left = sample.phase != previous.phase or sample.phase_entries != previous.phase_entries
+    ended_at = sample.phase_since if left else max(sample.progress_at, previous.at)
+    tail = min(_gap_seconds_max(subject), max(0.0, min(ended_at, sample.at) - previous.at))
+    share = tail / (sample.at - previous.at) if sample.at > previous.at else 0.0
+    gap = subject.stall.effective + max(0.0, tail - starved * min(1.0, share))
+    # The first time of each phase in an incarnation includes warm-up, and the first of an epoch a rendezvous.
+    warm = previous.phase in subject.phases_done and not (subject.epoch_fresh and previous.phase == Phase.REDUCE)
+    if gaps is not None and warm:
+        gaps.add(subject.role, previous.phase, gap)
+    subject.phases_done.add(previous.phase)
+
+
+def _track_collectives(subject: Subject, previous: ProcessSample, sample: ProcessSample) -> None:
+    if sample.epoch != previous.epoch:
+        subject.epoch_fresh = True
+        subject.rests.clear()
+    elif sample.collectives_done != previous.collectives_done:
+        subject.epoch_fresh = False
+    if sample.phase == Phase.COMPUTE and sample.collectives_entered == sample.collectives_done:
+        # Computing step n, it has been through all collectives of earlier steps and none of this one: here the
+        # counters of peers, which began at different times, can be compared.
+        subject.rests[(sample.epoch, sample.step)] = sample.collectives_done
+        while len(subject.rests) > RESTS_MAX:
+            del subject.rests[next(iter(subject.rests))]

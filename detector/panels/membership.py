@@ -1,0 +1,158 @@
+"""How a detector follows a fleet whose machines come and go.
+
+A tracker knows one fixed set of machines. So a machine that leaves is missing (NaN) from then on, which is a gap and no
+fault; for machines or metrics that come, `PanelWatch` makes a new tracker once they have been there for some ticks, and
+shows it the ticks that it has kept before it goes on.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rolecall.core.diagnosis import FaultClass, Finding, Suspect
+from rolecall.detector.panels.panel import Floats, PanelDetector, PanelShape, Tracker
+from rolecall.detector.panels.series import PANELS_MAX
+from rolecall.detector.panels.source import PanelKey, Tick, panel_key
+from rolecall.detector.panels.standing import cannot_tell
+
+TOLD_MAX = 10_000
+"""Findings of a panel that are remembered, so that none is told twice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchLimits:
+    grow_ticks: int = 20
+    """A panel grows when something new has been there for so many ticks: raising it makes new machines wait, lowering
+    it makes a fleet that grows machine by machine cost more."""
+    history_ticks: int = 720
+    """So many ticks are shown to the tracker of a panel that grew, and kept for that: with fewer than 383, in a role of
+    three 703, the default detector begins with a time in which it says nothing."""
+    repeat_ticks: int = 300
+    """For so long after a panel grew nothing is told that was told before: its new tracker may find it again. Raising it
+    hides faults that come back."""
+    history_bytes: int = 256 << 20
+    """Of one panel; fewer ticks are kept where they need more."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    shape: PanelShape
+    tracker: Tracker
+    history: deque[Tick] = field(default_factory=deque)
+    history_bytes: int = 0
+    growing_since: float | None = None  # first tick with something that the tracker does not know
+    growing_ticks: int = 0
+    told: dict[tuple[tuple[Suspect, ...], FaultClass], float] = field(default_factory=dict)
+    repeats_until: float = float("-inf")  # a tracker that is new may tell again what its predecessor told
+    columns_of: "tuple[PanelShape, _Picked] | None" = None  # for the newest shape that is not the tracker's own
+
+    def laid_out(self, tick: Tick) -> Floats:
+        """The tick's values in the tracker's rows and columns."""
+        if tick.shape is self.shape:
+            return tick.values
+        picked = self.picked(tick.shape)
+        values = np.full((len(self.shape.metrics), len(self.shape.machines)), np.nan, dtype=np.float32)
+        values[np.ix_(picked.m_to, picked.n_to)] = tick.values[np.ix_(picked.m_from, picked.n_from)]
+        return values
+
+    def picked(self, shape: PanelShape) -> "_Picked":
+        if self.columns_of is None or self.columns_of[0] is not shape:
+            self.columns_of = shape, _Picked.of(shape, self.shape)
+        return self.columns_of[1]
+
+    def keep(self, tick: Tick, limits: WatchLimits) -> None:
+        self.history.append(tick)
+        self.history_bytes += tick.values.nbytes
+        while len(self.history) > limits.history_ticks or self.history_bytes > limits.history_bytes:
+            self.history_bytes -= self.history.popleft().values.nbytes
+
+    def knows(self, shape: PanelShape) -> bool:
+        return shape is self.shape or self.picked(shape).complete
+
+
+@dataclass(frozen=True, slots=True)
+class _Picked:
+    """Rows and columns that two shapes share: where they are in the one, where in the other."""
+
+    m_from: list[int]
+    m_to: list[int]
+    n_from: list[int]
+    n_to: list[int]
+    complete: bool  # the other one has all of the one
+
+    @classmethod
+    def of(cls, source: PanelShape, target: PanelShape) -> "_Picked":
+        metrics = {m: i for i, m in enumerate(target.metrics)}
+        machines = {m: i for i, m in enumerate(target.machines)}
+        m = [(i, metrics[x]) for i, x in enumerate(source.metrics) if x in metrics]
+        n = [(i, machines[x]) for i, x in enumerate(source.machines) if x in machines]
+        complete = len(m) == len(source.metrics) and len(n) == len(source.machines)
+        return cls([i for i, _ in m], [i for _, i in m], [i for i, _ in n], [i for _, i in n], complete)
+
+
+class PanelWatch:
+    """One detector on all panels of a source.
+
+    While the shapes stay as they are, its findings are those of `panel.findings`. Of what a grown panel's new tracker
+    says about the ticks that it is shown again, only what begins after the growth counts: its predecessor has judged
+    the rest.
+    """
+
+    def __init__(self, detector: PanelDetector, limits: WatchLimits | None = None) -> None:
+        self._detector, self._limits = detector, limits or WatchLimits()
+        self._panels: dict[PanelKey, _Watched] = {}
+
+    @property
+    def shapes(self) -> list[PanelShape]:
+        """What is being watched."""
+        return [p.shape for p in self._panels.values()]
+
+    @property
+    def open_ends(self) -> list[str]:
+        """What cannot be told, one sentence each."""
+        hindrances = (cannot_tell(p.shape, self._detector.name, p.tracker) for p in self._panels.values())
+        return [h for h in hindrances if h]
+
+    def tick(self, tick: Tick) -> list[Finding]:
+        """Takes the next tick of its panel; findings that begin with it."""
+        key = panel_key(tick.shape)
+        panel = self._panels.pop(key, None)
+        if panel is None:
+            panel = _Watched(tick.shape, self._detector.track(tick.shape))
+            if len(self._panels) >= PANELS_MAX:  # the one that had no tick for the longest
+                del self._panels[next(iter(self._panels))]
+        self._panels[key] = panel
+        panel.keep(tick, self._limits)
+        if not panel.knows(tick.shape):
+            panel.growing_since = tick.at if panel.growing_since is None else panel.growing_since
+            panel.growing_ticks += 1
+            if panel.growing_ticks >= self._limits.grow_ticks:
+                return self._grow(panel, tick.shape)
+        return _told_once(panel, panel.tracker.tick(tick.at, panel.laid_out(tick)), tick.at)
+
+    def _grow(self, panel: _Watched, shape: PanelShape) -> list[Finding]:
+        since = panel.growing_since
+        assert since is not None
+        panel.shape, panel.tracker, panel.columns_of = shape, self._detector.track(shape), None
+        panel.growing_since, panel.growing_ticks = None, 0
+        found: list[Finding] = []
+        for tick in panel.history:
+            found += [f for f in panel.tracker.tick(tick.at, panel.laid_out(tick)) if f.detected_at >= since]
+        now = panel.history[-1].at
+        panel.repeats_until = now + self._limits.repeat_ticks * shape.interval_seconds
+        return _told_once(panel, found, now)
+
+
+def _told_once(panel: _Watched, found: list[Finding], now: float) -> list[Finding]:
+    """Without what a predecessor of the tracker told already."""
+    fresh = []
+    for f in found:
+        who = f.suspects, f.fault_class
+        if who in panel.told and now <= panel.repeats_until:
+            continue
+        panel.told[who] = now
+        if len(panel.told) > TOLD_MAX:
+            del panel.told[next(iter(panel.told))]
+        fresh.append(f)
+    return fresh

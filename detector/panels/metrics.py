@@ -1,0 +1,43 @@
+"""What of the catalogue (core/metrics/catalogue.py) machines are compared in, and what it is called in panels."""
+
+from rolecall.core.metrics.metric import GPU, NODE, RANK, Metric, MetricType
+from rolecall.core.telemetry import HEALTH_SIGNS
+
+NODE_ROLE = "node"
+"""Role of what is measured of a node and not of a process."""
+
+
+NOT_COMPARED = frozenset(
+    {
+        # Ordinals and truths: peers that differ in them are at another point of the same work, or were restarted.
+        "rolecall_process_up",
+        "rolecall_process_page_ok",
+        "rolecall_process_incarnation",
+        "rolecall_process_epoch",
+        "rolecall_process_step",
+        "rolecall_process_policy_version",
+        # Of the training, not of the machine: the replicas of a step share them.
+        "rolecall_train_unfinite_total",
+        "rolecall_train_jumps_total",
+        "rolecall_train_healths_total",
+        # Properties of the hardware.
+        "rolecall_host_cpus",
+        "rolecall_host_memory_total_bytes",
+    }
+)
+SECONDS_PER_UNIT = "rolecall_process_busy_seconds_per_work_unit"
+BUSY, UNITS = "rolecall_process_busy_seconds_total", "rolecall_process_work_units_total"
+
+
+def panel_metric(metric: Metric) -> str:
+    """What a metric of the catalogue is called in panels: a gauge is itself, a counter its rate (`..._per_second`, of
+    seconds `..._ratio`). "" for what peers are not compared in: states, which a label holds, and NOT_COMPARED."""
+    if not metric.detect or metric.node_clock or metric.labels not in (NODE, RANK, GPU) or metric.name in NOT_COMPARED:
+        return ""
+    if metric.source in HEALTH_SIGNS:  # of the training, too
+        return ""
+    if metric.type is not MetricType.COUNTER:
+        return metric.name
+    if metric.unit == "seconds":
+        return f"{metric.name.removesuffix('_seconds_total')}_ratio"
+    return f"{metric.name.removesuffix('_total')}_per_second"

@@ -1,0 +1,320 @@
+"""Training of `minder`: a denoiser for each metric, and the order in which the metrics are tried. Needs torch.
+
+Denoisers: LSTM-VAEs (Minder, section 4.2: window 8, hidden 4, latent 8, one layer) for windows scaled as the detector
+scales them. Encoder: an LSTM over the window; its last hidden state gives mean and spread of the latent. Decoder: an
+LSTM that begins in a state made of the latent and is fed it at each tick (without the first, the error stays tenfold
+what the paper reaches). Loss: mean squared error + `KL_WEIGHT` times the Kullback-Leibler divergence +
+`SHAPE_WEIGHT` times the error of the shape, a window less its mean.
+Stretches that labels call faulty are left out, of the whole panel.
+
+Priority: per tick and metric the largest |z-score| over machines of the window means; a decision tree (scikit-learn)
+learns from them which ticks are faulty, and the metrics nearest its root come first.
+"""
+
+import json
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.detector.panels.minder.detector import (
+    ANY_METRIC,
+    HIDDEN,
+    MODEL_FORMAT,
+    RANGE_TICKS,
+    Model,
+    Weights,
+    denoise,
+    scaled,
+    weight_shapes,
+)
+from rolecall.detector.panels.panel import Floats, Panel, Times
+from rolecall.detector.panels.peer_scores import WINDOW_TICKS, Scores, nearest_filled
+
+NUM_STEPS = 1500
+BATCH_WINDOWS = 256
+LEARNING_RATE = 3e-2
+KL_WEIGHT = 1e-6
+"""Small beside the error aimed at (1e-4): a denoiser that gives back what it was not told is of no use."""
+SHAPE_WEIGHT = 3.0
+"""Most of what windows differ by is their level: weighed alike, the shape is learned late or never."""
+NUM_STARTS = 2
+NUM_WINDOWS_COMPARED = 1024
+NUM_WINDOWS_MAX = 8192
+"""Of each metric: the models have a few hundred numbers to learn."""
+NUM_TICKS_OF_PANEL = 256
+"""Moments that windows are taken from, of each panel; at each, of up to `NUM_MACHINES_AT_TICK` machines."""
+NUM_MACHINES_AT_TICK = 32
+HELD_OUT_RATIO = 0.1
+NUM_TREE_TICKS_OF_PANEL = 400
+TREE_DEPTH_MAX = 8
+TREE_LEAF_RATIO = 0.005
+"""A leaf holds at least this part of all ticks: fewer are chance."""
+SPREAD_MIN = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A labelled stretch: this node was faulty. Seconds, of the panel's clock."""
+
+    node: str
+    onset: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """`mse`: of each metric's denoiser on windows that it was not trained on; `spread`: the variance of those windows,
+    that is, the error of whoever answers with the mean. `num_faulty_ticks`: what the priority was learned from."""
+
+    model: Model
+    mse: dict[str, float]
+    spread: dict[str, float]
+    num_windows: int
+    num_faulty_ticks: int
+    num_tree_ticks: int
+
+
+def fit(
+    panels: Sequence[Panel],
+    faults: Sequence[Sequence[Fault]],
+    *,
+    any_metric: Weights | None = None,
+    seed: int = 0,
+    num_steps: int = NUM_STEPS,
+) -> Fitted:
+    """`faults`: those of each panel. `any_metric`: a denoiser for metrics that are in no panel; by default one is
+    trained on the windows of all metrics. Raises ValueError: no panel has a whole window."""
+    rng = np.random.default_rng(seed)
+    metrics = sorted({m for p in panels for m in p.shape.metrics})
+    cut = [windows_of(p, f, rng) for p, f in zip(panels, faults, strict=True)]
+    windows = {m: _joined(m, panels, cut, rng) for m in metrics}
+    metrics = [m for m in metrics if windows[m].shape[1]]
+    if not metrics:
+        raise ValueError("there is no window of eight ticks in what was given")
+    size = max(windows[m].shape[1] for m in metrics)
+    # Each metric's windows are repeated up to the same number: all models train side by side.
+    rows = [windows[m][:, rng.permutation(size) % windows[m].shape[1]] for m in metrics]
+    names = list(metrics)
+    if any_metric is None:
+        pool = np.concatenate(rows, axis=1)
+        rows.append(pool[:, rng.permutation(pool.shape[1])[:size]])
+        names.append(ANY_METRIC)
+    stacked = np.stack(rows, axis=1)[:, :, None]
+    num_held = max(1, math.ceil(HELD_OUT_RATIO * size))
+    held, given = stacked[..., :num_held], stacked[..., num_held:] if size > num_held else stacked
+    weights = train(given, seed=seed, num_steps=num_steps)
+    mse = mean_squared_error(weights, held)
+    if any_metric is not None:
+        weights = weights.stacked(any_metric)
+        names.append(ANY_METRIC)
+    order, num_faulty, num_ticks = priority(panels, faults)
+    about = f"{len(panels)} panels, {size} windows a metric, {num_steps} steps, seed {seed}"
+    return Fitted(
+        model=Model(metrics=tuple(names), weights=weights, priority=order, about=about),
+        mse=dict(zip(metrics, mse.tolist(), strict=False)),
+        spread=dict(zip(metrics, held.var(axis=(0, 2, 3)).tolist(), strict=False)),
+        num_windows=size,
+        num_faulty_ticks=num_faulty,
+        num_tree_ticks=num_ticks,
+    )
+
+
+def write(path: Path, model: Model) -> None:
+    """One safetensors file; what is not a number stands as JSON in its header. Raises OSError."""
+    from safetensors.numpy import save
+
+    about = {"format": MODEL_FORMAT, "metrics": model.metrics, "priority": model.priority, "about": model.about}
+    arrays = {name: np.ascontiguousarray(a, dtype=np.float32) for name, a in asdict(model.weights).items()}
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(save(arrays, metadata={"rolecall": json.dumps(about)}))
+    partial.replace(path)
+
+
+def mean_squared_error(weights: Weights, windows: Floats) -> Scores:
+    """(W, K, I, N) -> (K,)."""
+    error = denoise(weights, windows) - windows
+    found: Scores = np.mean(error.astype(np.float64) ** 2, axis=(0, 2, 3))
+    return found
+
+
+def windows_of(panel: Panel, faults: Sequence[Fault], rng: np.random.Generator) -> Floats:
+    """(W, M, B): whole windows of normal time, scaled by the range that a call at that tick would see. A metric that a
+    machine lacks is NaN."""
+    normal = np.flatnonzero(~faulty(panel.at, faults, WINDOW_TICKS)[WINDOW_TICKS - 1 :]) + WINDOW_TICKS - 1
+    if not len(normal):
+        return np.empty((WINDOW_TICKS, len(panel.shape.metrics), 0), dtype=np.float32)
+    ticks = np.sort(rng.permutation(normal)[:NUM_TICKS_OF_PANEL])
+    lows, highs = np.fmin.reduce(panel.values, axis=2), np.fmax.reduce(panel.values, axis=2)  # (M, T)
+    found = []
+    for t in ticks:
+        seen = slice(max(0, t + 1 - RANGE_TICKS), t + 1)
+        low, high = np.fmin.reduce(lows[:, seen], axis=1), np.fmax.reduce(highs[:, seen], axis=1)
+        some = rng.permutation(len(panel.shape.machines))[:NUM_MACHINES_AT_TICK]
+        window = panel.values[:, t + 1 - WINDOW_TICKS : t + 1][:, :, some].transpose(1, 0, 2)
+        found.append(scaled(nearest_filled(window), low, high))
+    return np.concatenate(found, axis=2)
+
+
+def faulty(at: Times, faults: Sequence[Fault], num_ticks_after: int = 0) -> NDArray[np.bool_]:
+    """(T,): whether the tick lies inside a fault, or within so many ticks after one."""
+    inside = np.zeros(len(at), dtype=np.bool_)
+    for f in faults:
+        first, end = np.searchsorted(at, f.onset, "left"), np.searchsorted(at, f.end, "right")
+        inside[first : end + num_ticks_after] = True
+    return inside
+
+
+def _joined(metric: str, panels: Sequence[Panel], cut: Sequence[Floats], rng: np.random.Generator) -> Floats:
+    """(W, B): the whole windows of one metric, of all panels that have it; `cut`: what `windows_of` gave of each."""
+    parts = [w[:, p.shape.metrics.index(metric)] for p, w in zip(panels, cut, strict=True) if metric in p.shape.metrics]
+    windows = np.concatenate(parts, axis=1)
+    windows = windows[:, np.isfinite(windows).all(axis=0)]
+    return windows[:, rng.permutation(windows.shape[1])[:NUM_WINDOWS_MAX]]
+
+
+def train(windows: Floats, *, seed: int = 0, num_steps: int = NUM_STEPS, num_starts: int = NUM_STARTS) -> Weights:
+    """(W, K, I, B) of scaled windows -> K models, trained side by side. The same seed gives the same weights.
+
+    Each is trained from `num_starts` random starts, since some never get beyond a window's level; the best is kept.
+    """
+    num_models = windows.shape[1]
+    trained = _train(np.repeat(windows, num_starts, axis=1), seed, num_steps)
+    some = windows[..., :NUM_WINDOWS_COMPARED]
+    errors = mean_squared_error(trained, np.repeat(some, num_starts, axis=1)).reshape(num_models, num_starts)
+    return trained.taken([k * num_starts + int(best) for k, best in enumerate(errors.argmin(axis=1))])
+
+
+def _train(windows: Floats, seed: int, num_steps: int) -> Weights:
+    import torch
+
+    num_ticks, num_models, num_inputs, num_windows = windows.shape
+    random = torch.Generator().manual_seed(seed)
+    shapes = weight_shapes(num_models, num_inputs)
+    shapes["spread_weight"], shapes["spread_bias"] = shapes["latent_weight"], shapes["latent_bias"]
+
+    def begun(name: str, shape: tuple[int, int, int]) -> torch.Tensor:
+        start = torch.rand(shape, generator=random) * 2 - 1
+        if name == "spread_bias":
+            start = torch.full(shape, SPREAD_BIAS)
+        return start.requires_grad_(True)
+
+    p = {name: begun(name, shape) for name, shape in shapes.items()}
+    optimizer = torch.optim.Adam(list(p.values()), lr=LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=num_steps)
+    x_all = torch.from_numpy(np.ascontiguousarray(windows))
+    for _ in range(num_steps):
+        chosen = torch.randint(num_windows, (min(BATCH_WINDOWS, num_windows),), generator=random)
+        x = x_all[..., chosen]
+        size = (num_models, HIDDEN, x.shape[3])
+        hidden, cell = torch.zeros(size), torch.zeros(size)
+        for t in range(num_ticks):
+            gates = p["encoder_input"] @ x[t] + p["encoder_hidden"] @ hidden + p["encoder_bias"]
+            hidden, cell = _lstm(gates, cell)
+        mean = p["latent_weight"] @ hidden + p["latent_bias"]
+        log_variance = p["spread_weight"] @ hidden + p["spread_bias"]
+        noise = torch.randn(mean.shape, generator=random)
+        latent = mean + noise * torch.exp(0.5 * log_variance)
+        constant = p["decoder_input"] @ latent + p["decoder_bias"]
+        state = p["state_weight"] @ latent + p["state_bias"]
+        hidden, cell = state[:, :HIDDEN].tanh(), state[:, HIDDEN:]
+        given_back = []
+        for _ in range(num_ticks):
+            hidden, cell = _lstm(constant + p["decoder_hidden"] @ hidden, cell)
+            given_back.append(p["output_weight"] @ hidden + p["output_bias"])
+        off = torch.stack(given_back) - x
+        error = off.square() + SHAPE_WEIGHT * (off - off.mean(dim=0)).square()
+        divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(dim=1).mean(dim=1).sum()
+        loss = error.mean(dim=(0, 2, 3)).sum() + KL_WEIGHT * divergence
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+    kept = {f.name: p[f.name].detach().numpy().copy() for f in fields(Weights)}
+    return Weights(**kept)
+
+
+SPREAD_BIAS = -6.0
+"""The latent's log variance at the start: a wide one would drown the signal in the first hundreds of steps."""
+
+
+def _lstm(gates: Any, cell: Any) -> tuple[Any, Any]:
+    """One step, gates in the order of `Weights`: (hidden, cell), torch tensors."""
+    opened = gates[:, : 3 * HIDDEN].sigmoid()
+    cell = opened[:, HIDDEN : 2 * HIDDEN] * cell + opened[:, :HIDDEN] * gates[:, 3 * HIDDEN :].tanh()
+    return opened[:, 2 * HIDDEN :] * cell.tanh(), cell
+
+
+def priority(panels: Sequence[Panel], faults: Sequence[Sequence[Fault]]) -> tuple[tuple[str, ...], int, int]:
+    """(metrics nearest the tree's root first, faulty ticks, ticks); metrics that the tree does not ask about follow, by
+    how well they alone tell the ticks apart. Empty without faulty ticks or without others."""
+    from sklearn.tree import DecisionTreeClassifier  # type: ignore[import-untyped]
+
+    metrics = sorted({m for p in panels for m in p.shape.metrics})
+    rows, labels = [], []
+    for panel, some in zip(panels, faults, strict=True):
+        scores, at = largest_scores(panel)
+        full = np.zeros((len(at), len(metrics)))
+        full[:, [metrics.index(m) for m in panel.shape.metrics]] = scores
+        rows.append(full)
+        labels.append(faulty(at, some))
+    features, label = np.concatenate(rows), np.concatenate(labels)
+    num_faulty = int(label.sum())
+    if not 0 < num_faulty < len(label):
+        return (), num_faulty, len(label)
+    tree: Any = DecisionTreeClassifier(
+        max_depth=TREE_DEPTH_MAX, min_samples_leaf=TREE_LEAF_RATIO, class_weight="balanced", random_state=0
+    )
+    tree.fit(features, label)
+    asked = [metrics[m] for m in nearest_root(tree.tree_)]
+    alone = _separation(features, label)
+    rest = sorted((m for m in metrics if m not in asked), key=lambda m: (-alone[metrics.index(m)], m))
+    return (*asked, *rest), num_faulty, len(label)
+
+
+def nearest_root(tree: Any) -> list[int]:
+    """The features of a scikit-learn tree in the order of their first question, level by level; of one level the one
+    that more samples reach comes first."""
+    order: list[int] = []
+    level = deque([0])
+    while level:
+        nodes = sorted(level, key=lambda node: -float(tree.weighted_n_node_samples[node]))
+        level.clear()
+        for node in nodes:
+            if tree.children_left[node] < 0:
+                continue
+            feature = int(tree.feature[node])
+            if feature not in order:
+                order.append(feature)
+            level.extend((tree.children_left[node], tree.children_right[node]))
+    return order
+
+
+def _separation(features: Scores, label: NDArray[np.bool_]) -> Scores:
+    """(M,): how far the mean score of faulty ticks lies from that of others, in standard deviations."""
+    spread = features.std(axis=0)
+    gap = features[label].mean(axis=0) - features[~label].mean(axis=0)
+    return np.where(spread > 0, gap / np.where(spread > 0, spread, 1), 0.0)
+
+
+def largest_scores(panel: Panel) -> tuple[Scores, Times]:
+    """((T', M), (T',) seconds): at evenly spaced ticks, the largest |z-score| over machines of each metric's window
+    mean, 0 where there is none."""
+    ticks = np.arange(WINDOW_TICKS - 1, len(panel.at))
+    ticks = ticks[:: math.ceil(len(ticks) / NUM_TREE_TICKS_OF_PANEL) or 1]
+    found = np.zeros((len(ticks), len(panel.shape.metrics)))
+    for row, t in enumerate(ticks):
+        window = panel.values[:, t + 1 - WINDOW_TICKS : t + 1].transpose(1, 0, 2)
+        mean = nearest_filled(window).mean(axis=0, dtype=np.float64)
+        known = np.isfinite(mean)
+        num = np.maximum(known.sum(axis=1, keepdims=True), 1)
+        centred = mean - np.where(known, mean, 0).sum(axis=1, keepdims=True) / num
+        spread = np.sqrt(np.where(known, centred**2, 0).sum(axis=1, keepdims=True) / num)
+        scores = np.abs(centred) / np.where(spread > 0, spread, 1)
+        found[row] = np.where(known, scores, 0).max(axis=1)
+    return found, panel.at[ticks]

@@ -1,0 +1,54 @@
+"""The panel detectors by name. Each is imported when it is asked for: most need more than numpy."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from rolecall.core.errors import ConfigError
+from rolecall.detector.panels.panel import PanelDetector
+
+DEFAULT = "sequential"
+BASELINES = ("mahalanobis", "isolation-forest", "pca", "knn", "robust-z", "pairwise")
+NAMES = (DEFAULT, "minder", *BASELINES)
+FALSE_ALARMS_PER_1000_MACHINE_DAYS = 100.0
+"""The published operating point: one false alarm in ten days of one machine."""
+FALSE_ALARMS_MIN, FALSE_ALARMS_MAX = 1e-3, 1e6
+
+
+def detector(
+    name: str = DEFAULT,
+    *,
+    false_alarms_per_1000_machine_days: float = FALSE_ALARMS_PER_1000_MACHINE_DAYS,
+    model: Path | None = None,
+) -> PanelDetector:
+    """`model`: what `rolecall fit` wrote; `minder` alone has one. Raises ConfigError, or UnreadableInput for a model."""
+    problems = []
+    if name not in NAMES:
+        problems.append(f"detector: {name!r} is none of {', '.join(NAMES)}")
+    asked = false_alarms_per_1000_machine_days
+    if not FALSE_ALARMS_MIN <= asked <= FALSE_ALARMS_MAX:
+        wanted = f"{FALSE_ALARMS_MIN:g} to {FALSE_ALARMS_MAX:g}"
+        problems.append(f"false alarms: {asked:g} per 1,000 machine-days is not within {wanted}")
+    if model is not None and name != "minder":
+        problems.append(f"model: detector {name!r} has none; only minder is fitted")
+    if problems:
+        raise ConfigError(problems)
+    if name == DEFAULT:
+        from rolecall.detector.panels.sequential.detector import Sequential
+
+        return Sequential(false_alarms_per_1000_machine_days=asked)
+    if name == "minder":
+        from rolecall.detector.panels.minder import detector as minder
+
+        return minder.make(asked, model=model)
+    made: Callable[..., PanelDetector] = import_module("rolecall.detector.panels.baselines.detectors").BASELINES[name]
+    return made(asked)
+
+
+def with_step_time(chosen: PanelDetector, false_alarms_per_1000_machine_days: float) -> list[PanelDetector]:
+    """What looks at a panel: the chosen detector and, but for baselines, step time at the same asked rate."""
+    from rolecall.detector.panels.step_time import StepTime
+
+    if chosen.name in BASELINES:
+        return [chosen]
+    return [chosen, StepTime(false_alarms_per_1000_machine_days=false_alarms_per_1000_machine_days)]

@@ -1,0 +1,349 @@
+"""`sequential`, the default detector of machines: who differs from its peers and from its own past, told at once.
+
+Three scores look at each tick of a panel: of `shifts` that of the strongest metric and that of the strongest few
+together (a metric leaves its place among its peers and stays away), and `novelty` (many metrics leap where they were not
+before). Each becomes a surprise by its own healthy tail on this very panel (`tails`); the largest has a tail again, and the
+threshold follows from that and the asked rate of false alarms, with nothing tuned to the panel. Nothing is said before
+there is such a tail, so a fault present from the first sample is learned as habit: "cannot tell", unless its metrics are
+seconds of own work (`steptime`).
+
+While a machine is suspected nothing is learned from it; after `TOLERATED_SECONDS` a shift that stays becomes its habit.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.detector.panels.panel import Floats, PanelShape
+from rolecall.detector.panels.registry import FALSE_ALARMS_PER_1000_MACHINE_DAYS
+from rolecall.detector.panels.sequential.novelty import Novelty
+from rolecall.detector.panels.sequential.shifts import Shifts
+from rolecall.detector.panels.sequential.tails import BLOCK_TICKS, BLOCKS_MIN, Prior, Tail
+
+SECONDS_PER_DAY = 86_400.0
+SUSPECT_SHARE = 0.6
+"""Nothing is learned from a machine whose score is above this share of the threshold."""
+SHARE_TOLD = 0.5
+"""Metrics are told whose score is at least this share of the strongest."""
+SHARE_ALIKE = 0.2
+"""A culprit's alarm is about metrics whose score is at least this share of its strongest."""
+CALM_SHARE = 0.5
+CALM_TICKS = 32
+"""An alarm is over when the scores were below `CALM_SHARE` of the threshold, or the short averages as usual, for so long."""
+TOLERATED_SECONDS = 3600.0
+PROPAGATION_SECONDS = 300.0
+"""After one machine's alarm, weaker ones of its peers that begin within this time are what it does to them; those in the
+same metrics for as long as they last."""
+SKEW_SECONDS = 4.0
+"""Machines may be so much apart in what they do alike: clocks set wrong by 3 s, samples that average over a second. What a
+machine does before its peers is no leap of its own until they have had the time to follow."""
+VALUE_MAX = 1e15
+"""What is larger counts as this: squares of float32 end at 1e38."""
+MACHINES_MIN = 3
+"""Fewer are no peers: two that differ accuse each other."""
+BLOCKS_YOUNG = 12
+"""Scores of earlier blocks, made of habits and scales just begun, are too high: they count only until there are
+`MATURE_SIZE` others."""
+MATURE_SIZE = 150
+NOVELTY_PRIOR = Prior(location=0.12, beta=0.08, weight=64.0)
+"""Location and mean excess, in usual ranges, as 25 unlabelled days of twelve servers have them (docs/why.md)."""
+SINGLE_PRIOR = Prior(location=5.0, beta=1.6, weight=256.0)
+SEVERAL_PRIOR = Prior(location=10.0, beta=2.6, weight=256.0)
+"""Of the largest score, and of that with the next two. Theory has a mean excess of 1 for the former, and healthy simulated
+fleets 1.0 to 1.3: of a panel of which little is known the worse is expected."""
+QUARANTINE_BLOCKS = 3
+"""Nothing is learned of how high shifts get from blocks younger than this: what begins in them may turn out a fault, and in
+a role of four one machine makes a quarter of the sample. A leap is over at once."""
+QUARANTINE_TICKS = 2 * BLOCK_TICKS
+"""Nor from a machine that has been suspect for longer."""
+BOTH_PRIOR = Prior(location=math.log(2), beta=1.0, weight=256.0, beta_min=1.35)
+"""What theory says of the larger of two surprises: it rules until a panel has shown much of itself. Far tails are a
+little heavier than the sample shows: with less, simulated fleets have several times the asked rate (docs/why.md)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequential:
+    false_alarms_per_1000_machine_days: float = FALSE_ALARMS_PER_1000_MACHINE_DAYS
+
+    @property
+    def name(self) -> str:
+        return "sequential"
+
+    def track(self, shape: PanelShape) -> "SequentialTracker":
+        return SequentialTracker(shape, self.false_alarms_per_1000_machine_days)
+
+
+@dataclass(slots=True)
+class Channel:
+    """Scores of one channel, or their combination, and their healthy tail."""
+
+    tail: Tail
+    block_max: Floats  # (N,)
+    scores: Floats  # (N,)
+    quarantine: int  # blocks
+    # Maxima (N,) of earlier blocks, and whether they count.
+    waiting: deque[tuple[Floats, NDArray[np.bool_]]] = field(default_factory=deque)
+
+    @classmethod
+    def of(cls, num_machines: int, prior: Prior, quarantine: int = QUARANTINE_BLOCKS) -> "Channel":
+        low, zeros = np.full(num_machines, -np.inf, dtype=np.float32), np.zeros(num_machines, dtype=np.float32)
+        return cls(Tail(prior), low, zeros, quarantine)
+
+    def score(self, scores: Floats) -> Floats:
+        """Takes the scores of a tick; returns their surprise, (N,)."""
+        self.scores = scores
+        np.maximum(self.block_max, scores, out=self.block_max)
+        return self.tail.surprise(scores)
+
+    def end_block(self, counted: NDArray[np.bool_], trusted: NDArray[np.bool_]) -> None:
+        """`counted` (N,): whose maxima of this block are healthy; `trusted` (N,): whose of earlier blocks still seem so."""
+        self.waiting.append((self.block_max.copy(), counted & np.isfinite(self.block_max)))
+        self.block_max[:] = -np.inf
+        if len(self.waiting) > self.quarantine:
+            maxima, healthy = self.waiting.popleft()
+            if (healthy & trusted).any():
+                self.tail.add(maxima[healthy & trusted])
+
+
+@dataclass(slots=True)
+class SequentialTracker:
+    shape: PanelShape
+    asked: float
+    shifts: Shifts = field(init=False)
+    novelty: Novelty = field(init=False)
+    single: Channel = field(init=False)
+    several: Channel = field(init=False)
+    novel: Channel = field(init=False)
+    both: Channel = field(init=False)
+    last: Floats = field(init=False)  # (M, N): the newest known value
+    seen: NDArray[np.bool_] = field(init=False)  # (M, N)
+    alarmed: NDArray[np.bool_] = field(init=False)  # (N,), as all below
+    age: NDArray[np.int64] = field(init=False)  # ticks with a sample
+    explained: NDArray[np.bool_] = field(init=False)  # by the culprit, since they came after it
+    calm: NDArray[np.int64] = field(init=False)  # ticks since it was last above CALM_SHARE
+    suspected_at: NDArray[np.float64] = field(init=False)  # NaN: not suspected
+    middles: deque[Floats] = field(init=False)  # medians (M,) of the last ticks, as many as machines may be apart
+    leaps: deque[Floats] = field(init=False)  # novelty scores (N,) of the same ticks
+    shift_blocks: deque[tuple[Floats, NDArray[np.bool_]]] = field(default_factory=deque)  # as `Channel.waiting`
+    ticks: int = 0
+    at: float = math.nan
+    culprit: int = -1  # the last that was told first, or as the strongest
+    culprit_at: float = -math.inf
+    culprit_score: float = 0.0  # its highest so far, as a multiple of the threshold
+    culprit_size: float = 0.0  # the largest deviation of its strongest metric so far, robust scales
+    culprit_metrics: frozenset[int] = frozenset()  # that its alarm was about
+    deviation: Floats = field(init=False)
+    reference: float = 0.0
+    threshold: float = math.inf  # of `both`
+
+    def __post_init__(self) -> None:
+        m, n = len(self.shape.metrics), len(self.shape.machines)
+        self.shifts, self.novelty = Shifts(m, n), Novelty(m, n)
+        skew_ticks = 1 + int(SKEW_SECONDS / self.shape.interval_seconds)
+        self.middles, self.leaps = deque(maxlen=skew_ticks), deque(maxlen=skew_ticks)
+        self.single, self.several = Channel.of(n, SINGLE_PRIOR), Channel.of(n, SEVERAL_PRIOR)
+        self.novel, self.both = Channel.of(n, NOVELTY_PRIOR, quarantine=0), Channel.of(n, BOTH_PRIOR)
+        self.last = np.zeros((m, n), dtype=np.float32)
+        self.deviation = np.zeros((m, n), dtype=np.float32)
+        self.seen = np.zeros((m, n), dtype=np.bool_)
+        self.alarmed, self.explained = np.zeros(n, dtype=np.bool_), np.zeros(n, dtype=np.bool_)
+        self.age, self.calm = np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64)
+        self.suspected_at = np.full(n, np.nan)
+
+    @property
+    def rate_per_block(self) -> float:
+        """False alarms asked for, per machine and block."""
+        return self.asked / 1000 * BLOCK_TICKS * self.shape.interval_seconds / SECONDS_PER_DAY
+
+    def tick(self, at: float, values: Floats) -> list[Finding]:
+        if len(self.shape.machines) < MACHINES_MIN:
+            return []
+        self.ticks += 1
+        self.at = at
+        known = np.isfinite(values)
+        values = np.clip(values, -np.float32(VALUE_MAX), np.float32(VALUE_MAX))
+        np.copyto(self.last, values, where=known)
+        self.seen |= known
+        middle = self._middle()
+        residual = np.where(known, values - middle[:, None], 0).astype(np.float32)
+        learning = ~(at - self.suspected_at <= TOLERATED_SECONDS)  # NaN: not suspected
+        single, several = self.shifts.tick(residual, known, middle, learning, ~self.alarmed)
+        shift = np.maximum(self.single.score(single), self.several.score(several))
+        self.middles.append(middle)
+        away = np.where(known, _beyond(values, np.array(self.middles)), 0).astype(np.float32)
+        self.deviation = self.novelty.tick(at, np.where(known, values, self.last), away, known)
+        self.leaps.append(self.novelty.scores(self.deviation))
+        novel = self.novel.score(np.min(self.leaps, axis=0))
+        self._renew_tail()
+        self.age += known.any(axis=0)
+        young = self.age <= BLOCKS_MIN * BLOCK_TICKS  # of its habits nothing is known yet
+        self.both.score(np.where(young, 0, np.maximum(shift, novel)).astype(np.float32))
+        fresh = self._judge(at)
+        self._end_block()
+        return fresh
+
+    def _middle(self) -> Floats:
+        """Median over machines of the newest known values, (M,)."""
+        if self.seen.all():
+            return np.asarray(np.median(self.last, axis=1), dtype=np.float32)
+        middle = np.zeros(len(self.last), dtype=np.float32)
+        for m in np.flatnonzero(self.seen.any(axis=1)):
+            middle[m] = np.median(self.last[m, self.seen[m]])
+        return middle
+
+    def _renew_tail(self) -> None:
+        """Scores with something to compare with are lower: thresholds from scores without it do not fit them."""
+        if self.novelty.reference > self.reference:
+            self.reference = self.novelty.reference
+            self.novel.tail.renew(BLOCKS_MIN * len(self.alarmed))
+            self.novel.block_max[:] = -np.inf
+
+    def _judge(self, at: float) -> list[Finding]:
+        relative = self.both.scores / self.threshold
+        calm = (relative < CALM_SHARE) | (self.shifts.calm & (self.novel.scores < self.novel.tail.location))
+        leaping = self.novel.tail.surprise(self.novel.scores)
+        above = (relative > 1) & ~(self.shifts.calm & (leaping <= self.threshold))  # nobody is accused of what is over
+        self.calm = np.where(calm, self.calm + 1, 0)
+        over = (self.alarmed | self.explained) & (self.calm >= CALM_TICKS)
+        if over.any():
+            self.shifts.levels.forget(over)
+            self.alarmed &= ~over
+            if self.culprit < 0 or not self.alarmed[self.culprit]:
+                self.explained &= ~over  # else it may come and go with its culprit
+            above &= ~over  # what the sums remembered
+        suspect = relative > SUSPECT_SHARE
+        begins = suspect & np.isnan(self.suspected_at)
+        self.suspected_at[begins] = at
+        self.suspected_at[~suspect & ~self.alarmed] = np.nan
+        if self.culprit >= 0:
+            self.culprit_score = max(self.culprit_score, float(relative[self.culprit]))
+            self.culprit_size = max(self.culprit_size, self._size(self.culprit))
+        fresh = above & ~self.alarmed
+        if not fresh.any():
+            return []
+        found = []
+        for n in np.flatnonzero(fresh)[np.argsort(-relative[fresh], kind="stable")]:
+            soon = 0 < at - self.culprit_at <= PROPAGATION_SECONDS
+            explained = soon or (bool(self.explained[n]) and self._alike(int(n)))
+            # Scores of shifts grow with time as with size: who was hit longer is not who was hit more.
+            more = leaping[n] >= self.both.scores[n] or self._size(int(n)) > self.culprit_size
+            outgrown = bool(relative[n] > self.culprit_score and more)
+            self.explained[n] = explained and not outgrown
+            if self.explained[n]:
+                self.calm[n] = 0
+                continue  # what the first one does to its neighbours; told when it outgrows that, or is something else
+            if 2 * int(above.sum()) > len(above):
+                continue  # the majority: peer evidence is void
+            self.alarmed[n] = True
+            self.calm[n] = 0
+            found.append(self._finding(int(n), at))
+            if not explained or outgrown:
+                self.culprit, self.culprit_at, self.culprit_score = int(n), at, float(relative[n])
+                self.culprit_size = self._size(int(n))
+                first, *others = self.shifts.strongest(int(n))
+                alike = (o for o in others if o[3] > SHARE_ALIKE * first[3])
+                self.culprit_metrics = frozenset(m for m, *_ in (first, *alike))
+        return found
+
+    @property
+    def scores(self) -> Floats:
+        """(N,): what `threshold` is for."""
+        return self.both.scores
+
+    def _size(self, n: int) -> float:
+        """Deviation of a machine's strongest metric, robust scales."""
+        return abs(self.shifts.first(n)[1])
+
+    def _alike(self, n: int) -> bool:
+        """Whether a machine's strongest metric is one that the culprit's alarm was about."""
+        return self.shifts.first(n)[0] in self.culprit_metrics
+
+    def _end_block(self) -> None:
+        if self.ticks % BLOCK_TICKS:
+            return
+        # Whoever is beyond the threshold counts for nothing, told or not: a fault must not be learned as a tail.
+        counted = ~self.alarmed & (self.age > 0) & (self.both.block_max <= self.threshold)
+        suspect_for = self.at - self.suspected_at
+        trusted = ~self.alarmed & ~(suspect_for > QUARANTINE_TICKS * self.shape.interval_seconds)
+        num = self.ticks // BLOCK_TICKS
+        if num == BLOCKS_YOUNG:
+            self.shifts.levels.renew(MATURE_SIZE)
+            self.single.tail.renew(MATURE_SIZE)
+            self.several.tail.renew(MATURE_SIZE)
+            self.both.tail.renew(MATURE_SIZE)
+        self.shift_blocks.append((self.shifts.levels.end_block(), counted))
+        if len(self.shift_blocks) > QUARANTINE_BLOCKS:
+            maxima, healthy = self.shift_blocks.popleft()
+            self.shifts.levels.learn(maxima[:, :, healthy & trusted])
+        # The first block holds the beginnings of all averages; shifts of the second are measured by the tails of the first.
+        self.single.end_block(counted & (num > 2), trusted)
+        self.several.end_block(counted & (num > 2), trusted)
+        self.novel.end_block(counted & (num > 1), counted)
+        # Of the last tail only blocks whose surprises are those of known tails.
+        self.both.end_block(counted & (num > BLOCKS_MIN + 1), trusted)
+        self.threshold = self.both.tail.threshold(self.rate_per_block)
+
+    def _finding(self, n: int, at: float) -> Finding:
+        machine = self.shape.machines[n]
+        peers = len(self.shape.machines) - 1
+        shifts = (self.single, self.several)
+        shift = max(float(c.tail.surprise(c.scores)[n]) for c in shifts) / self.threshold
+        novel = float(self.novel.tail.surprise(self.novel.scores)[n]) / self.threshold
+        onset = float(self.suspected_at[n]) if math.isfinite(self.suspected_at[n]) else at
+        evidence: list[Evidence] = []
+        words = []
+        if shift > 1 or novel <= 1:
+            first, *others = self.shifts.strongest(n)[:3]
+            strongest = [first, *(o for o in others if o[3] > SHARE_TOLD * first[3])]
+            for m, age, mean, metric_score in strongest:
+                way = "above" if mean > 0 else "below"
+                text = (
+                    f"{self.shape.metrics[m]}: {abs(mean):.1f} robust standard deviations {way} where it usually is "
+                    f"among its peers, since about {age} ticks, which neither its past nor theirs foretold"
+                )
+                values = {"sigmas": mean, "score": metric_score}
+                evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
+                onset = min(onset, at - age * self.shape.interval_seconds)
+            words.append(f"{self.shape.metrics[strongest[0][0]]} stays away from its {peers} peers")
+            evidence.append(_score("shift", shift * self.threshold, self.threshold))
+        if novel > 1:
+            score = float(self.novel.scores[n])
+            moved = [int(m) for m in np.argsort(-self.deviation[:, n], kind="stable") if self.deviation[m, n] >= score]
+            for m in moved[:3]:
+                text = (
+                    f"{self.shape.metrics[m]}: moved by {self.deviation[m, n]:.2f} of its usual range to where neither "
+                    f"it nor its peers were"
+                )
+                values = {"ranges": float(self.deviation[m, n])}
+                evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
+            # The score is the least of these ticks: it has been away for as long.
+            onset = min(onset, at - (len(self.leaps) - 1) * self.shape.interval_seconds)
+            words.append(f"{len(moved)} of {len(self.shape.metrics)} metrics leap where its {peers} peers do not")
+            evidence.append(_score("novelty", novel * self.threshold, self.threshold))
+        times = max(shift, novel)
+        return Finding(
+            detector="sequential",
+            suspects=(self.shape.suspect(n),),
+            fault_class=FaultClass.SLOW,
+            onset=min(onset, at),
+            detected_at=at,
+            confidence=round(min(0.99, 1 - 0.3 / float(times)), 2),
+            because=f"{machine.name} of {self.shape.name} is not as it was: {' and '.join(words)}",
+            evidence=tuple(evidence),
+        )
+
+
+def _beyond(values: Floats, middles: Floats) -> Floats:
+    """How far values (M, N) lie outside of all middles (T, M): negative below, positive above, 0 within."""
+    low, high = middles.min(axis=0)[:, None], middles.max(axis=0)[:, None]
+    away: Floats = np.maximum(values - high, 0) + np.minimum(values - low, 0)
+    return away
+
+
+def _score(channel: str, score: float, threshold: float) -> Evidence:
+    text = f"score of {channel}: {score:.2f}, threshold for the asked rate of false alarms {threshold:.2f}"
+    return Evidence(kind="score", text=text, values={"score": score, "threshold": threshold})

@@ -1,0 +1,216 @@
+"""How a machine follows its peers, metric by metric: where it usually lies among them, how far it goes along with what
+they all do, and how early or late. What remains is its own.
+
+Residual r = value - median over machines. With x the median's distance from its mean over time and y its last step,
+
+    r(t) = habit + gain x(t) + lag y(t) + lead y(t + 1) + what is its own,
+
+for a machine that answers more strongly than its peers (`gain`), and one that is sampled, or has its clock, a little
+before (`lead`) or after them (`lag`): at every edge of a training step it shows a spike that says nothing of its health.
+All are learned by normalised steps (LMS; Haykin, Adaptive Filter Theory, 4th ed., ch. 6), limited so that the onset of a fault
+hardly moves them, and not while a machine is suspected. `lead` is known one tick late: what it explains is taken out of
+the past, so that no forecast is made from it. Some of a fleet-wide move remains unexplained: deviations are intervals.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.detector.panels.panel import Floats
+
+HABIT_TICKS = 1000.0
+"""Memory of all that is learned here."""
+STEP_LIMIT = 3.0
+"""Scales: what a single sample may count in the habit ..."""
+SIZE_LIMIT = 8.0
+"""Scales: ... and in the scale: less would make it blind to how wild a metric is, more would let faults hide in it."""
+START_TICKS = 8
+"""Before a machine has a scale, its peers' deviations of the moment are one."""
+POOLED_TICKS = 100.0
+"""A machine's own scale counts as much as that of its peers after so many ticks."""
+SCALE_SHARE_MIN = 0.5
+"""No machine's scale is taken below this share of its peers': a metric that stood still is not infinitely precise."""
+VALUE_SHARE_MIN = 1e-4
+"""... nor below this share of the metric's level: the resolution of float32 and of many counters."""
+MEAN_TO_SIGMA = 1.2533
+"""Standard deviation of a Gaussian over its mean absolute deviation."""
+GAIN_MAX = 0.5
+"""A machine that goes along by half more or less than its peers is none of them."""
+GAIN_SPREADS, GAIN_SURE = 4.5, 0.05
+"""No gain is taken as more than so many robust standard deviations of those of its peers, or the second: slow wander beside
+a slow move of the fleet, and a clock that is wrong by more than a tick, look like a gain, and at the fleet's next move the
+machine would be accused of what it was wrongly held for."""
+GAIN_RENEW_TICKS = 8
+MACHINES_KEPT = 256
+"""Of large fleets so many machines, evenly spread, stand for all."""
+MAD_TO_SIGMA = 1.4826
+"""Standard deviation of a Gaussian over its median absolute deviation."""
+GAIN_RIDGE = 10.0
+"""A fleet must move by about three scales before anything is learned of gains: the median's own noise is no move."""
+LAG_MAX = 1.0
+"""Ticks."""
+LEARNING_TICKS_MIN = 20
+"""Gain, lag and lead never follow faster than if they had so many ticks behind them."""
+AWAY_SHARE, STEP_SHARE = 0.01, 0.1
+"""Of the median's distance from its mean, and of its step: so much may be left unexplained ..."""
+AWAY_NEW_SHARE, AWAY_USUAL = 0.05, 2.0
+"""... and so much of the distance beyond twice its usual (root mean square) one."""
+EDGE_SCALES, EDGE_MEANS = 2.0, 1.0
+"""A step of the median beyond so many scales and mean steps is an edge: machines differ there for a moment."""
+GONE_SCALES, STILL_SCALES, STILL_TICKS = 100.0, 3.0, 32
+"""A median that is so far from its mean, and made no step of the second for so long, has gone for good."""
+STAYED_SHARE = 0.5
+"""Of a machine's distance from its peers: nearer to where it usually is, it stayed there."""
+DEVIATION_MAX = 1e4
+"""Scales: what is farther away is as far as can be told."""
+
+
+class Deviations(NamedTuple):
+    """In robust scales. `low`, `high` (M, N): the deviation lies between; `lead` (M, N): so much of the last one was the
+    step that the peers made now; `edge` (M, 1): whether now is an edge; `stayed` (M, N): who is about where it usually is,
+    and away from its peers because they are not."""
+
+    low: Floats
+    high: Floats
+    lead: Floats
+    edge: NDArray[np.bool_]
+    stayed: NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Following:
+    """State for M metrics and N machines."""
+
+    num_metrics: int
+    num_machines: int
+    habit: Floats = field(init=False)  # (M, N), as the next six
+    gain: Floats = field(init=False)
+    lag: Floats = field(init=False)
+    lead: Floats = field(init=False)
+    size: Floats = field(init=False)  # mean |d|
+    count: Floats = field(init=False)  # ticks learned from
+    last: Floats = field(init=False)  # d one tick ago
+    level: Floats = field(init=False)  # (M, 1), as the next eight: mean over time of the medians
+    middle: Floats = field(init=False)  # the last median
+    usual: Floats = field(init=False)  # median scale
+    still: NDArray[np.int64] = field(init=False)  # ticks since it last made a step
+    away: Floats = field(init=False)  # its distance from the level
+    away_square: Floats = field(init=False)
+    step_square: Floats = field(init=False)
+    step_size: Floats = field(init=False)  # mean |y|
+    edge: NDArray[np.bool_] = field(init=False)  # one tick ago
+    known: NDArray[np.bool_] = field(init=False)  # (M, N): one tick ago
+    gain_max: Floats = field(init=False)  # (M, 1)
+    ticks: int = 0
+
+    def __post_init__(self) -> None:
+        m, n = self.num_metrics, self.num_machines
+        zeros, column = np.zeros((m, n), dtype=np.float32), np.zeros((m, 1), dtype=np.float32)
+        self.habit, self.gain, self.lag, self.lead = zeros, zeros.copy(), zeros.copy(), zeros.copy()
+        self.size, self.count, self.last = zeros.copy(), zeros.copy(), zeros.copy()
+        self.level, self.middle, self.away = column, column.copy(), column.copy()
+        self.usual, self.still = column.copy(), np.zeros((m, 1), dtype=np.int64)
+        self.away_square, self.step_square, self.step_size = column.copy(), column.copy(), column.copy()
+        self.edge = np.zeros((m, 1), dtype=np.bool_)
+        self.known = np.zeros((m, n), dtype=np.bool_)
+        self.gain_max = np.full((m, 1), GAIN_MAX, dtype=np.float32)
+
+    def tick(
+        self, residual: Floats, known: NDArray[np.bool_], middle: Floats, learning: NDArray[np.bool_]
+    ) -> Deviations:
+        """`residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `learning` (N,): of whom is learned."""
+        self.ticks += 1
+        middle = middle[:, None]
+        learned = known & learning
+        np.copyto(self.habit, residual, where=learned & (self.count == 0))
+        if self.ticks == 1:
+            self.level, self.middle = middle.copy(), middle.copy()
+        self._begin_anew(middle)
+        away, step = middle - self.level, middle - self.middle
+        own = residual - self.habit - self.gain * away - self.lag * step
+        scale = self._scale(middle)
+        self.usual = usual = np.median(scale, axis=1, keepdims=True)
+        most = np.float32(DEVIATION_MAX)
+        lead = np.clip(self.lead * step / scale, -most, most)
+        # How machines follow a move that the fleet never made before, nobody knows.
+        new = np.maximum(np.abs(away) - np.float32(AWAY_USUAL) * np.sqrt(self.away_square), 0)
+        slack = np.float32(AWAY_SHARE) * np.abs(away) + np.float32(AWAY_NEW_SHARE) * new
+        slack += np.float32(STEP_SHARE) * np.abs(step)
+        low, high = np.clip((own - slack) / scale, -most, most), np.clip((own + slack) / scale, -most, most)
+        stayed = (np.abs(own + away) < np.float32(STAYED_SHARE) * np.abs(own)) & (new > 0)
+        memory = np.float32(max(1 / self.ticks, 1 / HABIT_TICKS)) * known.any(axis=1, keepdims=True)
+        self.step_size += memory * (np.abs(step) - self.step_size)
+        edge = np.abs(step) > np.maximum(np.float32(EDGE_SCALES) * usual, np.float32(EDGE_MEANS) * self.step_size)
+        self.away_square += memory * (away * away - self.away_square)
+        self.step_square += memory * (step * step - self.step_square)
+        self._learn(own, scale, usual, step, edge, learned)
+        self.level += memory * (middle - self.level)
+        self.last, self.away, self.middle, self.edge, self.known = own, away, middle.copy(), edge, known
+        return Deviations(low.astype(np.float32), high.astype(np.float32), lead.astype(np.float32), edge, stayed)
+
+    def _begin_anew(self, middle: Floats) -> None:
+        """Metrics of which the whole fleet has gone, and stays, where it never was: what was learned there is void."""
+        usual = self.usual
+        moved = np.abs(middle - self.middle) > np.float32(STILL_SCALES) * usual
+        self.still = np.where(moved, 0, self.still + 1)
+        far = np.abs(middle - self.level) > np.float32(GONE_SCALES) * usual
+        gone = far & (self.still >= STILL_TICKS)
+        if gone.any():
+            self.level = np.where(gone, middle, self.level)
+            self.away_square = np.where(gone, 0, self.away_square).astype(np.float32)
+            self.count *= ~gone
+            self.gain *= ~gone
+
+    def _scale(self, middle: Floats) -> Floats:
+        own = self.size * np.float32(MEAN_TO_SIGMA)
+        pooled = np.median(own, axis=1, keepdims=True)
+        weight = self.count / (self.count + np.float32(POOLED_TICKS))
+        mixed = weight * own + (1 - weight) * pooled
+        floor = np.maximum(SCALE_SHARE_MIN * pooled, VALUE_SHARE_MIN * np.abs(middle))
+        return np.asarray(np.maximum(mixed, np.maximum(floor, 1e-30)), dtype=np.float32)
+
+    def _learn(
+        self,
+        own: Floats,
+        scale: Floats,
+        usual: Floats,
+        step: Floats,
+        edge: NDArray[np.bool_],
+        learned: NDArray[np.bool_],
+    ) -> None:
+        begun = self.count >= START_TICKS
+        # What is wild in a young machine its peers say.
+        rough = scale
+        if not begun.all():
+            among = np.float32(MEAN_TO_SIGMA) * np.median(np.abs(own), axis=1, keepdims=True)
+            rough = np.where(begun, scale, np.maximum(scale, among))
+        most, most_size = np.float32(STEP_LIMIT) * rough, np.float32(SIZE_LIMIT) * rough
+        edge_before, edge = self.edge, edge & begun
+        least = usual * usual + np.float32(1e-30)
+        rate = np.maximum(1 / np.maximum(self.count, LEARNING_TICKS_MIN), 1 / HABIT_TICKS).astype(np.float32) * learned
+        limited = np.clip(own, -most, most)
+        self.lag = np.clip(self.lag + rate * limited * step / (self.step_square + least), -LAG_MAX, LAG_MAX)
+        if self.ticks > 1:
+            # The last deviation, now that the next step is known: only here leaders can be told from the strong.
+            left = np.clip(self.last - self.lead * step, -most, most)
+            even = self.known & ~edge & ~edge_before
+            gain = self.gain + rate * even * left * self.away / (self.away_square + np.float32(GAIN_RIDGE) * least)
+            if self.ticks % GAIN_RENEW_TICKS == 0:
+                self.gain_max = _gain_max(gain)
+            self.gain = np.clip(gain, -self.gain_max, self.gain_max)
+            lead = self.lead + rate * self.known * left * step / (self.step_square + least)
+            self.lead = np.clip(lead, -LAG_MAX, LAG_MAX)
+        self.count += learned
+        rate = np.maximum(1 / np.maximum(self.count, 1), 1 / HABIT_TICKS).astype(np.float32) * (learned & ~edge)
+        # By limited steps: one wild sample, or the onset of a fault, hardly moves the habit.
+        self.habit += rate * limited
+        self.size += rate * (np.minimum(np.abs(own), most_size) - self.size)
+
+
+def _gain_max(gain: Floats) -> Floats:
+    """The largest credible gain (M, 1) of a metric whose machines have those, (M, N)."""
+    kept = gain[:, :: -(-gain.shape[1] // MACHINES_KEPT)]
+    spread = np.float32(MAD_TO_SIGMA) * np.median(np.abs(kept), axis=1, keepdims=True)
+    return np.asarray(np.clip(GAIN_SPREADS * spread, GAIN_SURE, GAIN_MAX), dtype=np.float32)

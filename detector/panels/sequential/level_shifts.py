@@ -1,0 +1,228 @@
+"""Has a metric of a machine gone to another level? Cumulative log likelihood ratios, and their healthy tails.
+
+Against "nothing happened" (the forecast of `whitening`) stands "since some moment everything lies higher by h": then the
+noise around the new level is foretold by its own past,
+
+    forecast = h + rho (z(t-1) - h) - theta e'(t-1),
+
+with innovations e' of its own. Each tick adds the log likelihood ratio of the two under the metric's Student t,
+
+    W(t) = max(0, W(t-1) + log f(e') - log f(e), rarity of e),
+
+which is Page's CUSUM (1954) with h estimated from earlier ticks only (Robbins and Siegmund 1974: a plug-in that keeps
+exp(W) a supermartingale between restarts, so that P(W > w) falls like exp(-w) whatever the metric's noise). h is the mean
+deviation of the last `LENGTHS` ticks, one test each: short ones see steps at once, long ones faint ones; but not less
+than what healthy machines of this metric have as their mean of 36 ticks now and then (`_least`), for smaller
+shifts are nobody's concern, and the ratio would never fall. The jump itself, of which no earlier tick tells, counts by
+how rare an innovation as large is in this metric: heavy tails make it worth little, and only what stays adds to it.
+A machine that stayed where it was while its peers went elsewhere may be the faulty one, but often they are soon back: it
+is accused more slowly. What comes and goes is over before W is high: what it reached beyond what healthy metrics do
+counts when it comes again (`earlier`), at most as much as what has come since.
+
+Models are never quite right. Of each metric and length the healthy block maxima of all machines are kept, and their tail
+is taken as exponential above its `TAIL_SHARE` highest, with slope at least 1:
+
+    score = -log P(block > W) = (W - location) / beta - log TAIL_SHARE.
+"""
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.detector.panels.panel import Floats
+from rolecall.detector.panels.sequential.following import MACHINES_KEPT
+from rolecall.detector.panels.sequential.tails import SPACINGS_MIN, TAIL_SHARE, spacings
+from rolecall.detector.panels.sequential.whitening import Innovations, Whitening
+
+LENGTHS = (1, 6, 36)
+"""Ticks."""
+LEVEL_LENGTH = 1
+"""Index of the length whose mean is told as the deviation."""
+LEVEL_MIN, LEVEL_MAX = 3.0, 6.0
+"""Robust scales: the smallest shift looked for lies between. Evidence begins at half of it."""
+LEVEL_QUANTILE, LEVEL_MARGIN = 0.98, 1.25
+"""Of healthy block maxima of the longest mean; times this much."""
+LEVEL_PRIOR, LEVEL_WEIGHT = 5.5, 128.0
+"""What is expected of a metric that has not yet shown how far its healthy machines stand off for some ticks, as their work
+is unequal: counts as so many block maxima (docs/why.md)."""
+RATIO_MAX, RATIO_STAYED = 6.0, 1.0
+"""What one tick may add: 1 in 400; and of a machine that stayed while its peers went."""
+RARITY_MAX, RARITY_COST = 8.0, 1.0
+"""What an innovation may add by itself, and what is taken off for the many moments at which a shift may begin."""
+MEMORY = 1 - 1 / 256
+"""W falls by as much a tick ..."""
+STANDING_SHARE, STALE_MEMORY = 1 / 4, 1 - 1 / 36
+"""... and by more where neither of the longer means is this share of the smallest shift: where models are wrong, as with
+clocks badly set, both forecasts fail alike, and W would stay up where nothing stands."""
+SUM_MAX = 300.0
+SUM_BEGUN = 2.0
+"""A shift is dated from where W was last below, or a single tick outweighed all before."""
+
+EPISODE_COST = 4.0
+"""Taken off what an episode leaves as evidence, beside what a healthy one reaches: some episodes are chance."""
+EARLIER_MIN = 1e-3
+"""Less is nothing: numbers near the smallest of float32 are slow."""
+BLOCKS_KEPT = 64
+SKIPPED_SHARE = 0.01
+"""The topmost block maxima may be faults."""
+FAR_SHARE = 1 / 3
+"""Of the tail's spacings the topmost so many count by themselves, too, where they are larger: tails that grow heavier."""
+LOCATION_PRIOR, LOCATION_MIN = 5.0, 5.0
+BETA_PRIOR, BETA_MIN = 1.2, 1.0
+PRIOR_WEIGHT = 64.0
+"""Counts as so many block maxima. Theory has a slope of 1 and a location near log of the ticks of a block over `TAIL_SHARE`."""
+
+
+@dataclass(slots=True)
+class LevelShifts:
+    """State for M metrics, N machines and the K lengths."""
+
+    num_metrics: int
+    num_machines: int
+    sums: Floats = field(init=False)  # (K, M, N): W, as the next four
+    levels: Floats = field(init=False)  # mean deviations
+    states: Floats = field(init=False)  # level and noise together, were there this shift
+    innovations: Floats = field(init=False)  # e'
+    ages: Floats = field(init=False)  # ticks since W began to rise
+    trough: Floats = field(init=False)  # (M, N): of the first W, where this episode began
+    peak: Floats = field(init=False)  # (M, N): of the first W since
+    earlier: Floats = field(init=False)  # (M, N): what the episodes before left
+    since: Floats = field(init=False)  # (M, N): ticks since the first of these began
+    maxima: Floats = field(init=False)  # (K + 1, M, N): of this block, of W and of the longest mean's size
+    least: Floats = field(init=False)  # (M, 1): the smallest shift looked for
+    location: Floats = field(init=False)  # (K, M, 1)
+    beta: Floats = field(init=False)  # (K, M, 1)
+    blocks: deque[Floats] = field(default_factory=deque)  # each (K + 1, M, machines)
+    old_blocks: int = 0  # of sums that meant something else
+    size_min: int = 0
+    known: NDArray[np.bool_] = field(init=False)  # (M, N): one tick ago
+
+    def __post_init__(self) -> None:
+        k, m, n = len(LENGTHS), self.num_metrics, self.num_machines
+        zeros = np.zeros((k, m, n), dtype=np.float32)
+        self.sums, self.levels, self.states, self.innovations = zeros, zeros.copy(), zeros.copy(), zeros.copy()
+        self.ages, self.maxima = zeros.copy(), np.zeros((k + 1, m, n), dtype=np.float32)
+        self.least = np.full((m, 1), LEVEL_PRIOR, dtype=np.float32)
+        self.location = np.full((k, m, 1), LOCATION_PRIOR, dtype=np.float32)
+        self.beta = np.full((k, m, 1), BETA_PRIOR, dtype=np.float32)
+        self.known = np.zeros((m, n), dtype=np.bool_)
+        self.trough, self.peak, self.earlier, self.since = (np.zeros((m, n), dtype=np.float32) for _ in range(4))
+
+    def correct(self, amount: Floats) -> None:
+        """So much of the last deviations, (M, N), is explained by now, and foretells nothing."""
+        amount = amount * self.known
+        self.states -= amount
+        self.innovations -= amount
+
+    def tick(
+        self,
+        low: Floats,
+        high: Floats,
+        known: NDArray[np.bool_],
+        stayed: NDArray[np.bool_],
+        new: Innovations,
+        past: Whitening,
+    ) -> Floats:
+        """Scores (M, N). `low`, `high`, `known`: (M, N), as `past` had them for what is `new`; `stayed` (M, N): who is
+        away from its peers because they went."""
+        usual = past.surprise(new.size)
+        alone = (np.minimum(past.rarity, np.float32(RARITY_MAX)) - np.float32(RARITY_COST)) * (new.paired & ~stayed)
+        most = np.where(stayed, np.float32(RATIO_STAYED), np.float32(RATIO_MAX))
+        limit = past.limit(new.unit)
+        stands = np.maximum(np.abs(self.levels[1]), np.abs(self.levels[2])) >= np.float32(STANDING_SHARE) * self.least
+        memory = np.where(stands, np.float32(MEMORY), np.float32(STALE_MEMORY))
+        for k, length in enumerate(LENGTHS):
+            mean = self.levels[k]
+            level = np.copysign(np.maximum(np.abs(mean), self.least), mean)
+            forecast = level + past.rho * (self.states[k] - level) - past.theta * self.innovations[k]
+            e = np.maximum(low - forecast, 0) + np.minimum(high - forecast, 0)
+            ratio = (usual - past.surprise(e / new.unit)) * new.paired
+            total = self.sums[k] * memory + np.minimum(ratio, most)
+            self.ages[k] = np.where((alone > total) | (total < SUM_BEGUN), 1, self.ages[k] + 1)
+            np.clip(np.maximum(total, alone), 0, np.float32(SUM_MAX), out=self.sums[k])
+            tame = np.clip(e, -limit, limit) * known
+            self.states[k] = np.where(known & ~past.white, np.clip(forecast, low, high), forecast + tame)
+            self.innovations[k] = tame
+            mean += np.float32(1 - math.exp(-1 / length)) * (new.clean - mean) * known
+        self.known = known
+        self._end_episodes()
+        sums = self.sums + np.minimum(self.earlier, self.sums[0] - self.trough)
+        np.maximum(self.maxima[:-1], sums, out=self.maxima[:-1])
+        np.maximum(self.maxima[-1], np.abs(self.levels[-1]), out=self.maxima[-1])
+        score = ((sums - self.location) / self.beta).max(axis=0) - np.float32(math.log(TAIL_SHARE))
+        return np.asarray(np.maximum(score, 0), dtype=np.float32)
+
+    def _end_episodes(self) -> None:
+        """What comes and goes leaves evidence each time."""
+        now = self.sums[0]
+        self.since = np.where(self.earlier < SUM_BEGUN, self.ages[0], self.since + 1)
+        self.earlier *= np.float32(MEMORY) * (self.earlier > EARLIER_MIN)
+        np.maximum(self.peak, now, out=self.peak)
+        rise = self.peak - self.trough
+        over = now < self.trough + rise / 2
+        left = np.maximum(rise - self.location[0] - np.float32(EPISODE_COST), 0)
+        self.earlier = np.minimum(self.earlier + left * over, np.float32(SUM_MAX))
+        np.copyto(self.peak, now, where=over)
+        np.copyto(self.trough, now, where=over)
+
+    def age(self, metric: int, machine: int) -> int:
+        """Ticks since the shift began, by the test that is surest of it (Page's estimate of the moment of change), or since it
+        first came, if much of the evidence is from before."""
+        if self.earlier[metric, machine] >= self.sums[0, metric, machine] / 2:
+            return int(self.since[metric, machine])
+        scores = (self.sums[:, metric, machine] - self.location[:, metric, 0]) / self.beta[:, metric, 0]
+        return int(self.ages[scores.argmax(), metric, machine])
+
+    def end_block(self) -> Floats:
+        """The block's maxima, (K + 1, M, N); the next begins."""
+        maxima = self.maxima.copy()
+        self.maxima[:] = 0.0
+        return maxima
+
+    def renew(self, size_min: int) -> None:
+        """From now on the sums are of models that know their metrics, and are lower: block maxima from before count only
+        until there are `size_min` new ones."""
+        self.old_blocks, self.size_min = len(self.blocks), size_min
+
+    def learn(self, maxima: Floats) -> None:
+        """The tails and the smallest shifts, from an earlier block's maxima of healthy machines, (K + 1, M, machines)."""
+        if maxima.shape[2] == 0:
+            return
+        self.blocks.append(maxima[:, :, :: -(-maxima.shape[2] // MACHINES_KEPT)].copy())  # not a view of all
+        if self.old_blocks and sum(b.shape[2] for b in list(self.blocks)[self.old_blocks :]) >= self.size_min:
+            for _ in range(self.old_blocks):
+                self.blocks.popleft()
+            self.old_blocks = 0
+        if len(self.blocks) > BLOCKS_KEPT:
+            self.blocks.popleft()
+            self.old_blocks = max(0, self.old_blocks - 1)
+        sample = np.concatenate(self.blocks, axis=2)
+        size = sample.shape[2]
+        num = int(TAIL_SHARE * size)
+        skipped = max(1, math.ceil(SKIPPED_SHARE * size))
+        if num - skipped < SPACINGS_MIN:
+            return
+        location, used = spacings(sample[:-1], num, skipped)
+        beta = used.mean(axis=2) * (1 + 1 / math.sqrt(used.shape[2]))
+        beta = np.maximum(beta, used[:, :, : max(SPACINGS_MIN, int(num * FAR_SHARE))].mean(axis=2))
+        own = size / (size + PRIOR_WEIGHT)
+        location = np.maximum(own * location + (1 - own) * LOCATION_PRIOR, LOCATION_MIN)
+        self.location = location[:, :, None].astype(np.float32)
+        self.beta = np.maximum(own * beta + (1 - own) * BETA_PRIOR, BETA_MIN)[:, :, None].astype(np.float32)
+        self.least = self._least(sample[-1])
+
+    @staticmethod
+    def _least(standing: Floats) -> Floats:
+        """The smallest shift looked for, (M, 1), where healthy machines had such block maxima (M, S) of the longest mean."""
+        usual = np.quantile(standing, LEVEL_QUANTILE, axis=1, keepdims=True)
+        own = standing.shape[1] / (standing.shape[1] + LEVEL_WEIGHT)
+        least = own * np.clip(LEVEL_MARGIN * usual, LEVEL_MIN, LEVEL_MAX) + (1 - own) * LEVEL_PRIOR
+        return np.asarray(least, dtype=np.float32)
+
+    def forget(self, machines: NDArray[np.bool_]) -> None:
+        """Tests of these begin anew, (N,): what they remember is over and told."""
+        self.sums[:, :, machines] = 0.0
+        self.trough[:, machines] = self.peak[:, machines] = self.earlier[:, machines] = 0.0

@@ -1,0 +1,87 @@
+"""Channel `shift`: a machine that differs from its peers more than it used to, for long enough, in any metric.
+
+`following` says how far each value lies from where the machine usually is among its peers, `whitening` what of that its
+past did not foretell, `level_shifts` how likely the metric has gone to another level. Of a machine two scores are told:
+that of its strongest metric, and the same with `OTHERS_SHARE` of the next ones added, for faults show in few metrics and
+often in more than one; but metrics of one machine go together even where nothing is wrong, so the others count for less.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.detector.panels.panel import Floats
+from rolecall.detector.panels.sequential.following import Following
+from rolecall.detector.panels.sequential.level_shifts import LEVEL_LENGTH, LevelShifts
+from rolecall.detector.panels.sequential.whitening import Whitening
+
+NUM_METRICS_ADDED = 3
+OTHERS_SHARE = 0.6
+YOUNG_TICKS = 16
+"""Before a machine has shown so many values of a metric, its scale there is too rough for all that follows."""
+CALM_SCORE = 5.3
+"""Of one metric: exceeded in one of 200 healthy blocks."""
+
+
+@dataclass(slots=True)
+class Shifts:
+    """State for M metrics and N machines."""
+
+    num_metrics: int
+    num_machines: int
+    following: Following = field(init=False)
+    whitening: Whitening = field(init=False)
+    levels: LevelShifts = field(init=False)
+    edge: NDArray[np.bool_] = field(init=False)  # (M, 1): one tick ago
+    scores: Floats = field(init=False)  # (M, N)
+
+    def __post_init__(self) -> None:
+        m, n = self.num_metrics, self.num_machines
+        self.following, self.whitening, self.levels = Following(m, n), Whitening(m, n), LevelShifts(m, n)
+        self.edge = np.zeros((m, 1), dtype=np.bool_)
+        self.scores = np.zeros((m, n), dtype=np.float32)
+
+    def tick(
+        self,
+        residual: Floats,
+        known: NDArray[np.bool_],
+        middle: Floats,
+        learning: NDArray[np.bool_],
+        counted: NDArray[np.bool_],
+    ) -> tuple[Floats, Floats]:
+        """Scores of the strongest metric and of the strongest few together, (N,) each.
+
+        `residual` (M, N), 0 where not `known` (M, N); `middle` (M,): the medians; `learning` (N,): whose habit is learned;
+        `counted` (N,): of whose noise is learned. The latter are more: what looks suspicious for a moment is noise, too.
+        """
+        low, high, lead, edge, stayed = self.following.tick(residual, known, middle, learning)
+        known = known & (self.following.count > YOUNG_TICKS)
+        self.whitening.correct(lead)
+        self.levels.correct(lead)
+        new = self.whitening.tick(low, high, known, counted, edge | self.edge)
+        self.edge = edge
+        self.scores = self.levels.tick(low, high, known, stayed, new, self.whitening)
+        rank = min(NUM_METRICS_ADDED, self.num_metrics)
+        top = np.partition(self.scores, self.num_metrics - rank, axis=0)[self.num_metrics - rank :]
+        strongest = top.max(axis=0)
+        return strongest, strongest + np.float32(OTHERS_SHARE) * (top.sum(axis=0) - strongest)
+
+    @property
+    def calm(self) -> NDArray[np.bool_]:
+        """(N,): machines no metric of which is both suspect and away from its peers now, whatever the sums remember."""
+        back = np.abs(self.levels.levels[LEVEL_LENGTH]) < self.levels.least / 2  # more is evidence of a shift
+        return np.asarray(((self.scores < CALM_SCORE) | back).all(axis=0), dtype=np.bool_)
+
+    def first(self, machine: int) -> tuple[int, float]:
+        """Of one machine: its strongest metric, and that one's mean deviation of the last ticks with its sign."""
+        m = int(self.scores[:, machine].argmax())
+        return m, float(self.levels.levels[LEVEL_LENGTH, m, machine])
+
+    def strongest(self, machine: int) -> list[tuple[int, int, float, float]]:
+        """Of one machine: (metric, ticks since it shifted, mean deviation of the last ticks with its sign, score),
+        strongest metric first."""
+        scores = self.scores[:, machine]
+        deviations = self.levels.levels[LEVEL_LENGTH, :, machine]
+        order = [int(m) for m in np.argsort(-scores, kind="stable")]
+        return [(m, self.levels.age(m, machine), float(deviations[m]), float(scores[m])) for m in order]

@@ -1,0 +1,293 @@
+"""What of a metric could not be foreseen from its own past: innovations, and how rare they are.
+
+Metrics of machines are autocorrelated and have heavy tails: a lone outlier of twenty deviations that fades over half a
+minute is everyday life, and a plain average of it looks like a fault. Here each deviation z is compared with what its
+past foretells, under the model of a slow part and a part that comes and goes,
+
+    z = s + w,   s(t) = rho s(t-1) + u,   w white,
+
+of which the linear forecast is that of an ARMA(1,1) process, rho z(t-1) - theta e(t-1) (Box and Jenkins 1976, ch. 5).
+rho and theta follow from autocovariances c0, c1, c2 of the metric over all machines: rho = c2 / c1 (an instrumental
+variable: w has no part in it), the slow part's share of the variance is c1 / (rho c0), and theta is the Kalman gain's
+complement in the steady state. After an outlier nobody knows in which part it was: whatever lies between "gone at once"
+and "fades as outliers of this metric do" (`rho_far`) was to be expected. Where the white part rules, outliers are of it,
+and move the forecast by a few units only.
+
+Innovations e are told in units of their robust size on that machine. How they are distributed is learned of all machines
+of the metric: as a Student t whose degrees of freedom and width follow from three quantiles (for likelihoods), and as
+counts (for how rare the largest are).
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.detector.panels.panel import Floats
+from rolecall.detector.panels.sequential.following import MACHINES_KEPT, MEAN_TO_SIGMA, POOLED_TICKS
+
+MEMORY_TICKS = 1000.0
+"""Of sizes and autocovariances."""
+SIZE_SHARE_MIN = 0.5
+"""No machine's innovations are taken as smaller than this share of its peers' ..."""
+UNIT_SHARE_MIN = 0.8
+"""... nor than this share of what the model implies for deviations of size 1: where bursts make a metric's scale it is quiet
+in between, but bursts there will be ..."""
+UNIT_MIN = 0.1
+"""... nor than this: a metric that stands still or glides is not infinitely precise."""
+SIZE_LIMIT = 3.0
+"""In units: what an outlier counts in the size."""
+INSTRUMENT_MAX, RESPONSE_MAX = 3.0, 20.0
+"""Of z in autocovariances: with an earlier value beyond the first it does not count, for that may be a fault; the later
+ones are limited to the second."""
+RHO_MAX = 0.99
+PHI_MIN = 0.05
+"""With less autocorrelation there is no slow part."""
+RHO_TICKS = 64
+"""Before so many ticks lag 2 says nothing."""
+RENEW_TICKS = 8
+OUTLIER = 3.0
+"""Units: from here on an innovation may be of either part."""
+FAR = 5.0
+"""Deviation from which a value is an outlier that fades."""
+FAR_WEIGHT = 20.0
+"""rho counts as so many outliers of that size, until the metric has shown how its own fade."""
+FAR_MAX = 0.95
+"""Whatever rho: what is far away and stays there is not foreseen, unless the metric is a plain random walk."""
+WALK_THETA = 0.3
+"""... which has a theta of less than this share of rho."""
+WHITE_THETA, WHITE_RHO = 0.75, 0.85
+"""The white part rules, with theta at least this share of rho, and rho at least the second."""
+SLACK = 0.02
+"""How far off rho may be: of the part of a deviation beyond `INSTRUMENT_MAX`."""
+
+BINS = 128
+LOG_LOW, LOG_HIGH = math.log(0.01), math.log(1000)
+HISTORY_TICKS = 4000.0
+TABLE_TICKS = 32
+SKIPPED_TICKS = 8
+"""The first ones have no scale yet."""
+FREEDOM_YOUNG = 3.0
+QUANTILES = (0.7, 0.96, 0.995)
+"""Of |e|: the first gives the width, the heavier of its ratios to the others the degrees of freedom. Not lower ones: an
+innovation within what was to be expected is 0."""
+WIDTH_MIN = 0.3
+FREEDOMS = np.array([2, 2.5, 3, 4, 6, 10, 30.0])
+STUDENT = np.array(
+    [
+        (1.3862, 4.8487, 14.089),
+        (1.3017, 3.9555, 9.5281),
+        (1.2498, 3.4819, 7.4533),
+        (1.1896, 2.9985, 5.5976),
+        (1.1342, 2.6122, 4.3168),
+        (1.0931, 2.3593, 3.5814),
+        (1.0547, 2.1470, 3.0298),
+    ]
+)
+"""(degrees of freedom, quantile): of |t|. A table, for `scipy` takes a second to import."""
+_MIDDLES = np.exp(LOG_LOW + (np.arange(BINS) + 1) * (LOG_HIGH - LOG_LOW) / BINS)
+
+
+class Innovations(NamedTuple):
+    """All (M, N). `size` in units, with sign; `clean`: the deviation in its interval that was foreseen best; `paired`:
+    there is a sample, and was one within the two ticks before."""
+
+    size: Floats
+    unit: Floats
+    clean: Floats
+    paired: NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Whitening:
+    """State for M metrics and N machines."""
+
+    num_metrics: int
+    num_machines: int
+    rho: Floats = field(init=False)  # (M, 1), as the next three
+    rho_far: Floats = field(init=False)
+    far_max: Floats = field(init=False)
+    theta: Floats = field(init=False)
+    white: NDArray[np.bool_] = field(init=False)  # (M, 1): whether the white part rules
+    freedom: Floats = field(init=False)  # (M, 1): of the innovations' Student t
+    width: Floats = field(init=False)  # (M, 1): ..., in units
+    state: Floats = field(init=False)  # (M, N): z, or its forecast where there was none; as the next ones
+    innovation: Floats = field(init=False)
+    unit_size: Floats = field(init=False)  # mean |e|
+    count: Floats = field(init=False)
+    known1: NDArray[np.bool_] = field(init=False)  # one tick ago
+    known2: NDArray[np.bool_] = field(init=False)  # two ticks ago
+    z1: Floats = field(init=False)
+    z2: Floats = field(init=False)
+    covariances: Floats = field(init=False)  # (4, M): c0 and c1 of lag 1, c1 and c2 of lag 2
+    fades: Floats = field(init=False)  # (2, M): of outliers that are over, sum of z(t) z(t-1), and of z(t-1)^2
+    fading: Floats = field(init=False)  # (2, M, machines kept): the same of those that are not
+    pooled: Floats = field(init=False)  # (M, 1)
+    unit_min: Floats = field(init=False)  # (M, 1)
+    history: NDArray[np.float64] = field(init=False)  # (M, BINS): how often |e| was how large
+    table: Floats = field(init=False)  # (M, BINS): -log of the share of |e| that is as large
+    rarity: Floats = field(init=False)  # (M, N): of the last innovations, from the table
+    ticks: int = 0
+
+    def __post_init__(self) -> None:
+        m, n = self.num_metrics, self.num_machines
+        column, zeros, no = np.zeros((m, 1), np.float32), np.zeros((m, n), np.float32), np.zeros((m, n), np.bool_)
+        self.rho, self.rho_far, self.theta = column, column.copy(), column.copy()
+        self.far_max = np.full((m, 1), FAR_MAX, np.float32)
+        self.white = np.zeros((m, 1), np.bool_)
+        self.freedom, self.width = np.full((m, 1), FREEDOM_YOUNG, np.float32), np.ones((m, 1), np.float32)
+        self.state, self.innovation, self.count = zeros, zeros.copy(), zeros.copy()
+        self.z1, self.z2, self.rarity = zeros.copy(), zeros.copy(), zeros.copy()
+        self.unit_size = np.full((m, n), 1 / MEAN_TO_SIGMA, np.float32)
+        self.known1, self.known2 = no, no.copy()
+        self.covariances, self.fades = np.zeros((4, m), np.float32), np.zeros((2, m), np.float32)
+        self.fading = np.zeros((2, m, len(range(n)[self._kept()])), np.float32)
+        self.pooled, self.unit_min = np.ones((m, 1), np.float32), np.full((m, 1), UNIT_MIN, np.float32)
+        self.history = np.zeros((m, BINS))
+        self.table = np.zeros((m, BINS), np.float32)
+
+    def correct(self, amount: Floats) -> None:
+        """So much of the last deviations, (M, N), is explained by now, and foretells nothing."""
+        self.z1 = np.where(self.known1, self.z1 - amount, self.z1)
+        self.state = np.where(self.known1, self.state - amount, self.state)
+        self.innovation = np.where(self.known1, self.innovation - amount, self.innovation)
+
+    def tick(
+        self,
+        low: Floats,
+        high: Floats,
+        known: NDArray[np.bool_],
+        counted: NDArray[np.bool_],
+        edge: NDArray[np.bool_],
+    ) -> Innovations:
+        """`low`, `high` (M, N): between them lie the deviations; `known` (M, N); learned is of machines that are
+        `counted` (N,), and not of metrics at an `edge` (M, 1)."""
+        self.ticks += 1
+        unit = self._unit()
+        near = self.rho * self.state - self.theta * self.innovation
+        size = np.abs(self.state)
+        bound = np.where(size > FAR, self.far_max * size, np.float32(np.inf))
+        near = np.clip(near, -bound, bound)
+        unclear = ((np.abs(self.innovation) > OUTLIER * unit) | (size > FAR)) & ~self.white
+        far = np.where(unclear, np.where(size > FAR, self.rho_far, self.rho) * self.state, near)
+        least, most = np.minimum(near, far), np.maximum(near, far)
+        least = np.where(unclear, np.minimum(least, 0), least)
+        most = np.where(unclear, np.maximum(most, 0), most)
+        slack = np.float32(SLACK) * np.maximum(size - np.float32(INSTRUMENT_MAX), 0)
+        e = np.maximum(low - most - slack, 0) + np.minimum(high - least + slack, 0)
+        e *= known
+        clean = np.clip(near, low, high)
+        paired = known & (self.known1 | self.known2)
+        used = known & self.known1 & counted & ~edge
+        x = np.asarray(e / unit, dtype=np.float32)
+        self._count(x, used)
+        # After a gap little is foretold: what differs is no news, and yet the forecast goes on from it.
+        self.rarity *= paired
+        self._learn(clean, e, unit, used, counted)
+        self.known2, self.known1 = self.known1, known
+        self.z2, self.z1 = self.z1, clean
+        limit = self.limit(unit)
+        tame = np.clip(e, -limit, limit)
+        self.state = np.where(known, np.where(self.white, near + tame, clean), near)
+        self.innovation = tame
+        return Innovations(x, unit, clean, paired)
+
+    def limit(self, unit: Floats) -> Floats:
+        """How far an innovation may move the forecast, (M, N)."""
+        return np.asarray(np.where(self.white, np.float32(OUTLIER) * unit, np.float32(np.inf)), dtype=np.float32)
+
+    def surprise(self, x: Floats) -> Floats:
+        """-log of the density of innovations `x` (M, N) in units, up to a constant of the metric."""
+        return np.asarray((self.freedom + 1) / 2 * np.log(self.freedom * self.width**2 + x * x), dtype=np.float32)
+
+    def _unit(self) -> Floats:
+        own = self.unit_size * np.float32(MEAN_TO_SIGMA)
+        if self.ticks % RENEW_TICKS == 1 or self.ticks < TABLE_TICKS:
+            self.pooled = np.asarray(np.median(own, axis=1, keepdims=True), dtype=np.float32)
+        weight = self.count / (self.count + np.float32(POOLED_TICKS))
+        mixed = weight * own + (1 - weight) * self.pooled
+        return np.asarray(np.maximum(mixed, np.maximum(np.float32(SIZE_SHARE_MIN) * self.pooled, self.unit_min)))
+
+    def _count(self, x: Floats, used: NDArray[np.bool_]) -> None:
+        """Innovations in units, (M, N), into the history; and how rare they are."""
+        places = (np.log(np.abs(x) + np.float32(1e-6)) - np.float32(LOG_LOW)) * np.float32(BINS / (LOG_HIGH - LOG_LOW))
+        bins = np.clip(places, 0, BINS - 1).astype(np.int32)
+        bins += (BINS * np.arange(self.num_metrics, dtype=np.int32))[:, None]
+        if self.ticks > SKIPPED_TICKS:
+            kept = self._kept()
+            new = np.bincount(bins[:, kept][used[:, kept]], minlength=self.history.size).reshape(self.history.shape)
+            self.history *= np.where(new.any(axis=1, keepdims=True), 1 - 1 / HISTORY_TICKS, 1)
+            self.history += new
+        if self.ticks % TABLE_TICKS == 0:
+            self._fit_distribution()
+        self.rarity = self.table.ravel()[bins]
+
+    def _fit_distribution(self) -> None:
+        below = np.cumsum(self.history, axis=1)
+        total = below[:, -1:]
+        share = (total - below + self.history / 2 + 0.5) / (total + 1)
+        self.table = np.where(total > 0, -np.log(share), 0).astype(np.float32)
+        places = [np.minimum((below < q * np.maximum(total, 1e-9)).sum(axis=1), BINS - 1) for q in QUANTILES]
+        first, *others = (_MIDDLES[p] for p in places)
+        freedom = np.full(self.num_metrics, FREEDOMS[-1])
+        for i, point in enumerate(others, start=1):
+            ratios = STUDENT[:, i] / STUDENT[:, 0]  # falling with the degrees of freedom
+            freedom = np.minimum(freedom, np.interp(-point / first, -ratios, FREEDOMS))
+        width = np.maximum(first / np.interp(freedom, FREEDOMS, STUDENT[:, 0]), WIDTH_MIN)
+        self.freedom, self.width = freedom[:, None].astype(np.float32), width[:, None].astype(np.float32)
+
+    def _kept(self) -> slice:
+        return slice(None, None, -(-self.num_machines // MACHINES_KEPT))
+
+    def _learn(self, z: Floats, e: Floats, unit: Floats, used: NDArray[np.bool_], counted: NDArray[np.bool_]) -> None:
+        self.count += used
+        own_gain = np.maximum(1 / np.maximum(self.count, 1), np.float32(1 / MEMORY_TICKS)) * used
+        self.unit_size += own_gain * (np.minimum(np.abs(e), np.float32(SIZE_LIMIT) * unit) - self.unit_size)
+        kept = self._kept()
+        used, z = used[:, kept], z[:, kept]
+        z1, z2, used2 = self.z1[:, kept], self.z2[:, kept], used & self.known2[:, kept]
+        num = np.maximum(1, used.sum(axis=1))
+        # What is not sampled is not forgotten.
+        gain = np.float32(max(1 / self.ticks, 1 / MEMORY_TICKS)) * used.any(axis=1)
+        before = z1 * (used & (np.abs(z1) <= INSTRUMENT_MAX))
+        before2 = z2 * (used2 & (np.abs(z2) <= INSTRUMENT_MAX))
+        late, late1 = np.clip(z, -RESPONSE_MAX, RESPONSE_MAX), np.clip(z1, -RESPONSE_MAX, RESPONSE_MAX)
+        pairs = ((before, late1), (before, late), (before2, late1), (before2, late))
+        now = np.stack([(a * b).sum(axis=1) for a, b in pairs]) / num
+        self.covariances += gain * (now.astype(np.float32) - self.covariances)
+        self.fading *= counted[kept]  # what became an alarm teaches nothing
+        far1, far2 = np.abs(z1) > FAR, np.abs(z2) > FAR
+        self._follow_outliers(late, late1, used2 & far1 & far2, self.known1[:, kept] & ~far1)
+        if self.ticks % RENEW_TICKS == 0 or self.ticks < TABLE_TICKS:
+            self._fit_model()
+
+    def _follow_outliers(self, z: Floats, z1: Floats, outside: NDArray[np.bool_], inside: NDArray[np.bool_]) -> None:
+        """How outliers fade, learned when they have: one that stands may be a fault, and must not become what is expected."""
+        self.fading[0] += z * z1 * outside
+        self.fading[1] += z1 * z1 * outside
+        over = inside & (self.fading[1] > 0)
+        self.fades *= np.float32(1 - 1 / HISTORY_TICKS)
+        if over.any():
+            self.fades += np.where(over, self.fading, 0).sum(axis=2)
+            self.fading *= ~over
+
+    def _fit_model(self) -> None:
+        c0, c1, d1, d2 = self.covariances
+        phi = np.clip(c1 / np.maximum(c0, 1e-3), 0, RHO_MAX)
+        rho = np.clip(d2 / np.maximum(d1, 1e-3), phi, RHO_MAX)
+        rho = np.where((phi < PHI_MIN) | (self.ticks < RHO_TICKS), phi, rho)
+        slow = phi / np.maximum(rho, 1e-3)  # share of the variance
+        white, driven = 1 - slow, slow * (1 - rho**2)
+        q = rho * white / np.maximum(driven + white * (1 + rho**2), 1e-6)
+        theta = np.where(q > 1e-6, (1 - np.sqrt(np.maximum(1 - 4 * q**2, 0))) / np.maximum(2 * q, 1e-6), 0)
+        weight = FAR_WEIGHT * FAR**2
+        far = (self.fades[0] + weight * rho) / (self.fades[1] + weight)
+        far_max = np.where(theta > WALK_THETA * rho, FAR_MAX, np.maximum(FAR_MAX, rho))
+        far = np.minimum(np.maximum(rho, np.minimum(far, FAR_MAX)), far_max)
+        implied = 1 / np.sqrt(1 + (rho - theta) ** 2 / (1 - rho**2))
+        self.unit_min = np.maximum(UNIT_SHARE_MIN * implied, UNIT_MIN)[:, None].astype(np.float32)
+        self.white = ((theta > WHITE_THETA * rho) & (rho >= WHITE_RHO))[:, None]
+        self.rho, self.theta = rho[:, None].astype(np.float32), theta[:, None].astype(np.float32)
+        self.rho_far, self.far_max = far[:, None].astype(np.float32), far_max[:, None].astype(np.float32)

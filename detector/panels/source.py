@@ -1,0 +1,83 @@
+"""Live panels: what a source of ticks is, and the one that plays a recording.
+
+A source yields the ticks of all its panels, oldest first: a Prometheus server (detector/sources/prometheus.py), the agents of a run
+(detector/sources/agent_panels.py), or a recording (here).
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from rolecall.core.clock import Clock
+from rolecall.core.errors import ConfigError
+from rolecall.detector.panels.panel import Floats, Panel, PanelShape
+from rolecall.detector.sources import recording
+
+Stopped = Callable[[], bool]
+"""Whether to end now. Asked often: sources never wait for longer than PAUSE_SECONDS without asking."""
+PanelKey = tuple[str, str, str, bool, bool]
+"""Job, role, phase, and whether its machines have a rank and a gpu; as in recordings."""
+
+
+PAUSE_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """`values`: (M, N) float32 of metric and machine of `shape`; NaN is missing, and no value is infinite."""
+
+    shape: PanelShape
+    at: float
+    values: Floats
+
+
+class PanelSource(Protocol):
+    def ticks(self, stopped: Stopped) -> Iterator[Tick]:
+        """Ticks of all panels, each panel's in order. Ends when there are no more, or soon after `stopped()`.
+
+        The shape of a panel may change from tick to tick. Raises UnreadableInput.
+        """
+        ...
+
+
+def panel_key(shape: PanelShape) -> PanelKey:
+    first = shape.machines[0]
+    return shape.job, shape.role, shape.phase, first.rank is not None, first.gpu is not None
+
+
+def ticks_of(panels: Sequence[Panel]) -> Iterator[Tick]:
+    """The ticks of several panels in the order of time."""
+
+    def of(panel: Panel) -> Iterator[Tick]:
+        return (Tick(shape=panel.shape, at=at, values=values) for at, values in panel.ticks())
+
+    return heapq.merge(*map(of, panels), key=lambda tick: tick.at)
+
+
+def pause(clock: Clock, seconds: float, stopped: Stopped) -> None:
+    """Sleeps, and less than that when stopped."""
+    until = clock.monotonic() + seconds
+    while not stopped() and (left := until - clock.monotonic()) > 0:
+        clock.sleep(min(left, PAUSE_SECONDS))
+
+
+class RecordingSource:
+    """A recording, as if it happened now. `speed`: recorded seconds a second; infinite: without any wait."""
+
+    def __init__(self, path: Path, speed: float, clock: Clock) -> None:
+        """Raises UnreadableInput; ConfigError: no such speed."""
+        if not speed > 0:
+            raise ConfigError([f"--speed: must be above 0, got {speed:g}"])
+        self._speed, self._clock = speed, clock
+        self.recording = recording.read(path)
+
+    def ticks(self, stopped: Stopped) -> Iterator[Tick]:
+        first, begun = None, self._clock.monotonic()
+        for tick in ticks_of(self.recording.panels):
+            first = tick.at if first is None else first
+            pause(self._clock, begun + (tick.at - first) / self._speed - self._clock.monotonic(), stopped)
+            if stopped():
+                return
+            yield tick

@@ -1,0 +1,165 @@
+"""Who is slow in synchronous work: seconds of own work per step, compared among peers from the first step on.
+
+Peers of one role and phase (one pipeline stage, one expert group) are given equal work, so that here a level that
+differs is a fault and not a habit: nothing is learned as normal. What a worker spends waiting for others (receive,
+reduce, gather) is not its own work, and those who wait for the slow one are not named.
+
+With x = log(own seconds / median of the peers), each machine and metric has a sum S = max(0, S + 2k (x - k) / s^2), the
+log-likelihood ratio of "slower by 2k" against "equal" for Gaussian x, where k = -log 0.75 (the score below which NVIDIA's
+resiliency extension calls a straggler) and s is the spread of x over peers and steps so far, never below `SPREAD_MIN`.
+An alarm at S > log(1 / rate) has a mean time between false alarms of at least 1 / rate ticks (Lorden 1971, theorem 2);
+one tick adds at most a third of that, so that one stalled step is no straggler.
+"""
+
+import math
+import re
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.detector.panels.panel import Floats, PanelShape
+from rolecall.detector.panels.registry import FALSE_ALARMS_PER_1000_MACHINE_DAYS
+
+OWN_WORK = frozenset({"compute", "forward", "backward", "fwd", "bwd", "kernel", "gemm", "matmul"})
+WAITING = frozenset(
+    {"recv", "send", "wait", "reduce", "gather", "scatter", "broadcast", "comm", "idle", "sync", "alltoall"}
+)
+NOT_SECONDS = frozenset({"ratio", "percent", "util", "utilization", "flops", "bytes", "count", "rate", "active"})
+"""Words of a metric's name. A metric is own work if it has one of the first kind, or is of busy seconds, and none of the
+others. That a disk is busy is no work."""
+
+SLOW_LOG_RATIO = -math.log(0.75)
+SPREAD_MIN = 0.1
+"""Of x: kernels of equal work differ by a few per cent; below this the sum would react to differences of no interest."""
+TICKS_MIN = 3
+PEERS_MIN = 2
+SECONDS_PER_DAY = 86_400.0
+
+
+def is_own_work(metric: str) -> bool:
+    words = set(re.split(r"[^a-z0-9]+", re.sub(r"([a-z])([A-Z])", r"\1 \2", metric).lower()))
+    return (bool(words & OWN_WORK) or {"busy", "seconds"} <= words) and not words & (WAITING | NOT_SECONDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTime:
+    false_alarms_per_1000_machine_days: float = FALSE_ALARMS_PER_1000_MACHINE_DAYS
+
+    @property
+    def name(self) -> str:
+        return "step-time"
+
+    def track(self, shape: PanelShape) -> "StepTimeTracker":
+        return StepTimeTracker(shape, self.false_alarms_per_1000_machine_days)
+
+
+@dataclass(slots=True)
+class StepTimeTracker:
+    shape: PanelShape
+    asked: float
+    rows: list[int] = field(init=False)
+    threshold: float = field(init=False)
+    sums: NDArray[np.float64] = field(init=False)  # (own-work metrics, N), as are all below
+    since: NDArray[np.float64] = field(init=False)  # when the sum last left zero, seconds
+    ratio_sum: NDArray[np.float64] = field(init=False)  # of x since then
+    ticks: NDArray[np.int64] = field(init=False)
+    told: NDArray[np.bool_] = field(init=False)  # (N,)
+    spread_sum: float = 0.0  # of |x - middle| over peers
+    spread_count: int = 0
+
+    def __post_init__(self) -> None:
+        self.rows = [i for i, m in enumerate(self.shape.metrics) if is_own_work(m)]
+        size = (len(self.rows), len(self.shape.machines))
+        rate = self.asked / 1000 * self.shape.interval_seconds / SECONDS_PER_DAY
+        self.threshold = math.log(max(2, len(self.rows)) / min(rate, 0.5))
+        self.sums, self.since, self.ratio_sum = np.zeros(size), np.zeros(size), np.zeros(size)
+        self.ticks = np.zeros(size, dtype=np.int64)
+        self.told = np.zeros(size[1], dtype=np.bool_)
+
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """(N,)."""
+        return np.asarray(self.sums.max(axis=0, initial=0.0))
+
+    def tick(self, at: float, values: Floats) -> list[Finding]:
+        if not self.rows or len(self.shape.machines) <= PEERS_MIN:
+            return []
+        x = _log_ratios(values[self.rows].astype(np.float64))
+        known = np.isfinite(x)
+        spread = self._spread(x)
+        step = 2 * SLOW_LOG_RATIO * (x - SLOW_LOG_RATIO) / spread**2
+        step = np.where(known, np.clip(step, -self.threshold, self.threshold / TICKS_MIN), 0.0)
+        begins = (self.sums == 0) & (step > 0)
+        self.since[begins] = at
+        self.ratio_sum[begins], self.ticks[begins] = 0.0, 0
+        self.ratio_sum += np.where(known, x, 0.0)
+        self.ticks += known
+        self.sums = np.clip(self.sums + step, 0.0, 2 * self.threshold)
+        slow = (self.sums > self.threshold).any(axis=0)
+        self.told &= (self.sums > 0).any(axis=0)  # healthy again: a later slowness is another fault
+        fresh = np.flatnonzero(slow & ~self.told)
+        self.told |= slow
+        return [self._finding(int(n), at) for n in fresh] if 2 * slow.sum() < len(self.shape.machines) else []
+
+    def _spread(self, x: NDArray[np.float64]) -> float:
+        """Standard deviation of x so far, from mean absolute deviations, which one slow peer hardly moves."""
+        size = np.abs(x[np.isfinite(x).any(axis=1)])
+        middle = np.nanmedian(size, axis=1) if len(size) else np.empty(0)
+        self.spread_sum += float(middle.sum())
+        self.spread_count += len(middle)
+        mean = self.spread_sum / self.spread_count if self.spread_count else 0.0
+        return max(SPREAD_MIN, 1.4826 * mean)
+
+    def _finding(self, n: int, at: float) -> Finding:
+        row = int(np.argmax(self.sums[:, n]))
+        metric = self.shape.metrics[self.rows[row]]
+        ratio = math.exp(self.ratio_sum[row, n] / max(1, self.ticks[row, n]))
+        machine, onset = self.shape.machines[n], float(self.since[row, n])
+        text = (
+            f"{machine.name} takes {ratio:.2f} times the {metric} of its {len(self.shape.machines) - 1} peers of "
+            f"{self.shape.name} over {int(self.ticks[row, n])} steps; it is its own work, not waiting"
+        )
+        return Finding(
+            detector="step-time",
+            suspects=(self.shape.suspect(n),),
+            fault_class=FaultClass.SLOW,
+            onset=onset,
+            detected_at=at,
+            confidence=0.95,
+            because=text,
+            evidence=(
+                Evidence(
+                    kind=f"metric:{metric}",
+                    text=f"{metric}: {ratio:.2f} times its peers, log-likelihood ratio {self.sums[row, n]:.1f} over "
+                    f"{self.threshold:.1f}",
+                    values={"ratio": ratio, "score": float(self.sums[row, n]), "threshold": self.threshold},
+                ),
+            ),
+        )
+
+
+def _log_ratios(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """log(own / median of the others), (rows, N); NaN where unknown or not positive."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        logs = np.log(np.where(seconds > 0, seconds, np.nan))
+    out: NDArray[np.float64] = np.full_like(logs, np.nan)
+    num = np.isfinite(logs).sum(axis=1)
+    for row in np.flatnonzero(num > PEERS_MIN):
+        known = np.flatnonzero(np.isfinite(logs[row]))
+        out[row, known] = logs[row, known] - _median_of_others(logs[row, known])
+    return np.asarray(out)
+
+
+def _median_of_others(x: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Of each element: the median of all the others, (N,); N >= 2."""
+    order = np.argsort(x, kind="stable")
+    ranked, n = x[order], len(x)
+    rank = np.empty(n, dtype=np.int64)
+    rank[order] = np.arange(n)
+    low, high = (n - 2) // 2, (n - 1) // 2  # places of the middle among the n - 1 others
+    pick_low = np.where(rank <= low, low + 1, low)
+    pick_high = np.where(rank <= high, high + 1, high)
+    middle: NDArray[np.float64] = (ranked[pick_low] + ranked[pick_high]) / 2
+    return middle

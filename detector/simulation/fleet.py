@@ -1,0 +1,348 @@
+"""A simulated fleet: training tasks of which it is known who is faulty, since when and by how much. Numpy only.
+
+Value of metric m at tick t on machine n:
+
+    level_m + sigma_m * (offset_mn + noise_mtn + gain_mn * common_m(t + skew_n) + effect_mtn)
+
+`common` is what all machines do alike: the training step's phases, checkpoints, level shifts, drifts. `noise` is
+scale_mn * (sqrt(1 - s) AR(1) with Student-t innovations + sqrt(s) slow wander), of variance 1 over peers and time.
+
+One *peer standard deviation* is sigma_m: the standard deviation, over peers and time, of what is a machine's own in a
+healthy metric, its constant offset taken out (with it in, an effect of "1 sigma" would be several times the noise for
+whoever compares a machine with its own past, and every figure of recall would flatter). The skew of clocks at the edges
+of a step and gains come on top of sigma, so effects are if anything smaller than stated.
+
+Where numbers come from: [Minder] Y. Deng et al., "Minder: Faulty Machine Detection for Large-scale Distributed Model
+Training", NSDI 2025; [issue] the specification of this benchmark; [fit] `benchmarks/fit_noise.py` on healthy real
+recordings; [assumed] ours, plausible, with the reason beside it. A seed gives the same fleet on every machine.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelShape
+from rolecall.detector.simulation.signals import (
+    CHUNK_TICKS,
+    FINE,
+    MARGIN_SECONDS,
+    MISSING_RATIO_SINGLE,
+    Noise,
+    common,
+    gone,
+    skews,
+)
+
+EPOCH_SECONDS = 1_700_000_000.0
+"""Wall time of a task's first tick."""
+INTERVAL_SECONDS = 1.0  # [issue]; [Minder] reads counters of every second too
+NUM_MACHINES_MIN, NUM_MACHINES_MAX = 4, 1500  # [Minder]: 4 to more than 1,500 machines
+EFFECT_SIGMAS_MIN, EFFECT_SIGMAS_MAX = 1.0, 20.0  # [issue]
+NUM_METRICS_HIT_MAX = 3  # [issue]: 1 to 3
+
+LEAD_IN_SECONDS = 900
+"""Healthy at least so long before a fault: [Minder]'s window of 15 minutes. Up to LEAD_IN_SPREAD_SECONDS more."""
+LEAD_IN_SPREAD_SECONDS = 300
+FAULT_SECONDS_MEDIAN, FAULT_SECONDS_SPREAD = 600.0, 0.54
+"""Log-normal: nine in ten last longer than 5 minutes ([Minder]: mostly more than 5 minutes; the spread is [assumed])."""
+FAULT_SECONDS_MIN, FAULT_SECONDS_MAX = 120.0, 1800.0
+AFTERMATH_SECONDS = 120
+"""A task goes on so long after its fault's end: false alarms of those who come too late."""
+HEALTHY_SECONDS = 3600
+"""Length of a task without a fault."""
+
+RAMP_SECONDS = 60.0  # [issue]
+INTERMITTENT_SECONDS, INTERMITTENT_DUTY = 30.0, 0.5
+"""[assumed] An intermittent fault is there for the first 15 of every 30 seconds, beginning at its onset."""
+
+GAIN_SPREAD = 0.02
+"""[assumed] Machines answer to what hits all alike within 2 % (one standard deviation)."""
+
+GROUP_SIZE = 8  # [assumed] neighbours of a fault: machines of its block of 8, as of one pipeline
+VICTIM_SHARE = 1 / 3
+"""Fewer than this share of all machines is hit by propagation: beyond it peers say nothing."""
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """`wave`, `checkpoint`: how far computing and a checkpoint move it, peer standard deviations; `sign`: where a fault does.
+
+    A peer standard deviation is 2 % of the level, so that an effect of 20 keeps every value positive.
+    """
+
+    name: str
+    group: str
+    level: float
+    wave: float
+    checkpoint: float
+    sign: int
+
+
+SIGMA_OF_LEVEL = 0.02
+
+# 21 as [Minder] has, its seven most telling ones among them; the rest are of the kinds that it names. Levels, waves (at
+# most 4 sigma) and signs are [assumed]: computing raises the GPU's activity, communication the network's, a fault lowers
+# work done and raises pause and congestion packets.
+METRICS = tuple(
+    Metric(name=name, group=group, level=level, wave=wave, checkpoint=checkpoint, sign=sign)
+    for name, group, level, wave, checkpoint, sign in (
+        ("cpu_usage_ratio", "cpu", 0.4, 1.0, 5.0, -1),
+        ("host_memory_used_bytes", "memory", 8e11, 0.0, 2.0, 1),
+        ("disk_used_bytes", "disk", 2e12, 0.0, 3.0, 1),
+        ("pfc_tx_packets_per_second", "network", 5e3, -3.0, 0.0, 1),
+        ("ecn_packets_per_second", "network", 2e3, -2.0, 0.0, 1),
+        ("cnp_packets_per_second", "network", 1e3, -2.0, 0.0, 1),
+        ("tcp_bytes_per_second", "network", 2e8, -1.0, 6.0, -1),
+        ("rdma_bytes_per_second", "network", 2e10, -4.0, -4.0, -1),
+        ("pcie_bytes_per_second", "pcie", 1e10, -3.0, 2.0, -1),
+        ("pcie_usage_ratio", "pcie", 0.4, -3.0, 2.0, -1),
+        ("nvlink_bytes_per_second", "nvlink", 1e11, 3.0, -4.0, -1),
+        ("gpu_duty_cycle_ratio", "gpu", 0.6, 3.0, -6.0, -1),
+        ("gpu_power_watts", "gpu", 400.0, 3.0, -6.0, -1),
+        ("gpu_temperature_celsius", "gpu", 60.0, 0.0, -1.0, 1),
+        ("gpu_clock_hertz", "gpu", 1.4e9, -1.0, 1.0, -1),
+        ("gpu_sm_activity_ratio", "gpu", 0.5, 4.0, -6.0, -1),
+        ("gpu_tensor_activity_ratio", "gpu", 0.4, 4.0, -6.0, -1),
+        ("gpu_graphics_engine_activity_ratio", "gpu", 0.6, 4.0, -6.0, -1),
+        ("gpu_fp_activity_ratio", "gpu", 0.2, 3.0, -4.0, -1),
+        ("gpu_memory_used_bytes", "gpu_memory", 6e10, 0.0, 0.0, 1),
+        ("gpu_memory_bandwidth_ratio", "gpu_memory", 0.5, 2.0, -4.0, -1),
+    )
+)
+ROLE = "trainer"
+
+
+class Onset(StrEnum):
+    STEP = "step"
+    RAMP = "ramp"
+    INTERMITTENT = "intermittent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FaultKind:
+    """`production_share`, `evaluation_share`: of 1, in [Minder]'s seven months of production and 150 faults of evaluation.
+
+    `groups`: metrics that show it. [Minder] says that no metric shows every fault, that CPU and GPU show most and that
+    a PCIe downgrade shows in PFC; which groups go with which kind is [assumed] from that. `spreads_fast`: [Minder]
+    names GPU execution errors and PCIe downgrades as spreading fast through the parallel group.
+    """
+
+    name: str
+    production_share: float
+    evaluation_share: float
+    groups: tuple[str, ...]
+    spreads_fast: bool = False
+
+
+# Published for the evaluation set are only the first four kinds with a share > 8 %; the remaining 40.7 % are split as
+# in production ([assumed]). "other" is what the published production shares leave of 100 %.
+_PRODUCTION = (
+    ("ecc_error", 0.389, 0.257, ("cpu", "gpu", "memory", "gpu_memory"), False),
+    ("cuda_execution_error", 0.146, 0.15, ("cpu", "gpu", "nvlink"), False),
+    ("gpu_execution_error", 0.077, 0.10, ("gpu", "cpu"), True),
+    ("pcie_downgrade", 0.066, 0.086, ("pcie", "network"), True),
+    ("machine_unreachable", 0.060, 0.0, ("cpu", "gpu", "network"), False),
+    ("nic_dropout", 0.057, 0.0, ("network", "gpu", "cpu"), False),
+    ("hdfs_error", 0.057, 0.0, ("disk", "cpu", "network"), False),
+    ("gpu_card_drop", 0.020, 0.0, ("gpu", "gpu_memory", "cpu"), False),
+    ("nvlink_error", 0.017, 0.0, ("nvlink", "gpu"), False),
+    ("optical_cable_error", 0.009, 0.0, ("network",), False),
+    ("other", 0.102, 0.0, tuple(sorted({m.group for m in METRICS})), False),
+)
+_NAMED = sum(row[2] for row in _PRODUCTION)
+_UNNAMED = sum(row[1] for row in _PRODUCTION if not row[2])
+FAULT_KINDS = tuple(
+    FaultKind(
+        name=name,
+        production_share=production,
+        evaluation_share=evaluation or (1 - _NAMED) * production / _UNNAMED,
+        groups=groups,
+        spreads_fast=fast,
+    )
+    for name, production, evaluation, groups, fast in _PRODUCTION
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """A neighbour that a fault reaches: weaker (`share` of the effect) and later."""
+
+    machine: int
+    share: float
+    delay_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedFault:
+    """`onset`, `end`: wall seconds; `effect_sigmas`: peer standard deviations on each of `metrics` (indices)."""
+
+    kind: str
+    machine: int
+    onset: float
+    end: float
+    effect_sigmas: float
+    metrics: tuple[int, ...]
+    how: Onset
+    victims: tuple[Victim, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One training task, `num_ticks` seconds of it. `mix`: whose shares of faults it was drawn from."""
+
+    seed: int
+    index: int
+    mix: str
+    num_machines: int
+    num_ticks: int
+    fault: SimulatedFault | None
+
+    @property
+    def shape(self) -> PanelShape:
+        machines = tuple(Machine(node=f"m{n:04d}", replica=f"{ROLE}/{n}") for n in range(self.num_machines))
+        return PanelShape(
+            job=f"task-{self.index:03d}",
+            role=ROLE,
+            metrics=tuple(m.name for m in METRICS),
+            machines=machines,
+            interval_seconds=INTERVAL_SECONDS,
+        )
+
+
+def fleet(
+    *, seed: int, num_tasks: int = 300, num_healthy: int = 60, num_machines_max: int = NUM_MACHINES_MAX
+) -> tuple[Task, ...]:
+    """`num_tasks` tasks with one fault each, by turns of the production and the evaluation mix; then healthy ones.
+
+    Sizes are log-uniform from 4 to `num_machines_max`, effects log-uniform, onsets in equal parts, kinds in the shares
+    published: all spread evenly over their distributions, so that a small fleet has them all too.
+
+    Raises:
+        ValueError: `num_machines_max` is not between 4 and 1500.
+    """
+    if not NUM_MACHINES_MIN <= num_machines_max <= NUM_MACHINES_MAX:
+        raise ValueError(f"tasks have {NUM_MACHINES_MIN} to {NUM_MACHINES_MAX} machines, not {num_machines_max}")
+    rng = np.random.default_rng(seed)
+    size_ratio = num_machines_max / NUM_MACHINES_MIN
+    sizes = [round(NUM_MACHINES_MIN * size_ratio**u) for u in (*_spread(rng, num_tasks), *_spread(rng, num_healthy))]
+    effects = EFFECT_SIGMAS_MIN * (EFFECT_SIGMAS_MAX / EFFECT_SIGMAS_MIN) ** _spread(rng, num_tasks)
+    onsets = rng.permutation(num_tasks) % len(Onset)
+    kinds = np.empty(num_tasks, dtype=np.int64)
+    shares = [[k.production_share for k in FAULT_KINDS], [k.evaluation_share for k in FAULT_KINDS]]
+    for start, of_mix in enumerate(shares):
+        mine = kinds[start::2]
+        mine[:] = np.searchsorted(np.cumsum(of_mix) / np.sum(of_mix), _spread(rng, len(mine)))
+    tasks = []
+    for index, size in enumerate(sizes):
+        faulty = index < num_tasks
+        fault = None
+        if faulty:
+            kind, how = FAULT_KINDS[kinds[index]], list(Onset)[onsets[index]]
+            fault = _fault(np.random.default_rng([seed, index]), size, kind, float(effects[index]), how)
+        seconds = fault.end - EPOCH_SECONDS + AFTERMATH_SECONDS if fault else HEALTHY_SECONDS
+        mix = ("production", "evaluation")[index % 2] if faulty else "healthy"
+        tasks.append(Task(seed=seed, index=index, mix=mix, num_machines=size, num_ticks=int(seconds), fault=fault))
+    return tuple(tasks)
+
+
+def _spread(rng: np.random.Generator, size: int) -> Array:
+    """(size,) uniform in [0, 1), one in each part of it, in random order."""
+    return (rng.permutation(size) + rng.random(size)) / max(size, 1)
+
+
+def _fault(rng: np.random.Generator, num_machines: int, kind: FaultKind, effect: float, how: Onset) -> SimulatedFault:
+    lead_in = LEAD_IN_SECONDS + int(rng.integers(LEAD_IN_SPREAD_SECONDS + 1))
+    lasts = FAULT_SECONDS_MEDIAN * np.exp(FAULT_SECONDS_SPREAD * rng.standard_normal())
+    lasts = round(min(max(lasts, FAULT_SECONDS_MIN), FAULT_SECONDS_MAX))
+    shows = [m for m, metric in enumerate(METRICS) if metric.group in kind.groups]
+    num_hit = min(int(rng.integers(1, NUM_METRICS_HIT_MAX + 1)), len(shows))
+    machine = int(rng.integers(num_machines))
+    return SimulatedFault(
+        kind=kind.name,
+        machine=machine,
+        onset=EPOCH_SECONDS + lead_in,
+        end=EPOCH_SECONDS + lead_in + lasts,
+        effect_sigmas=effect,
+        metrics=tuple(sorted(int(m) for m in rng.choice(shows, num_hit, replace=False))),
+        how=how,
+        victims=_victims(rng, num_machines, machine, kind.spreads_fast),
+    )
+
+
+def _victims(rng: np.random.Generator, num_machines: int, machine: int, fast: bool) -> tuple[Victim, ...]:
+    """[assumed] Of a fast kind: up to the whole group within 10 s, at 0.3 to 0.6 of the effect; of others in every second
+    case one or two within a minute, at 0.1 to 0.3."""
+    block = machine // GROUP_SIZE * GROUP_SIZE
+    group = [n for n in range(block, min(block + GROUP_SIZE, num_machines)) if n != machine]
+    wanted = int(rng.integers(1, GROUP_SIZE)) if fast else int(rng.integers(1, 3)) * int(rng.random() < 0.5)
+    wanted = max(0, min(wanted, len(group), int(num_machines * VICTIM_SHARE) - 1))
+    share, delay = ((0.3, 0.6), (1, 10)) if fast else ((0.1, 0.3), (10, 60))
+    chosen: list[int] = rng.choice(group, wanted, replace=False).tolist() if wanted else []
+    return tuple(
+        Victim(
+            machine=int(n), share=float(rng.uniform(*share)), delay_seconds=float(rng.integers(delay[0], delay[1] + 1))
+        )
+        for n in chosen
+    )
+
+
+def envelope(how: Onset, since: Array, lasts: float) -> Array:
+    """Share of the effect that is there, 0..1, `since` seconds after the onset of a fault of `lasts` seconds."""
+    there = (since >= 0) & (since < lasts)
+    if how is Onset.RAMP:
+        return np.where(there, np.minimum(since / RAMP_SECONDS, 1.0), 0.0)
+    if how is Onset.INTERMITTENT:
+        there &= np.mod(since, INTERMITTENT_SECONDS) < INTERMITTENT_SECONDS * INTERMITTENT_DUTY
+    return there.astype(np.float64)
+
+
+def panel(task: Task) -> Panel:
+    """The whole task at once: 84 bytes a machine and second."""
+    parts = list(chunks(task))
+    at = np.concatenate([p.at for p in parts])
+    return Panel(shape=parts[0].shape, at=at, values=np.concatenate([p.values for p in parts], axis=1))
+
+
+def chunks(task: Task) -> Iterator[Panel]:
+    """The task in order, CHUNK_TICKS at a time (fewer at its end): the same values however they are read."""
+    rng = np.random.default_rng([task.seed, task.index, 1])
+    shape, size = task.shape, (len(METRICS), task.num_machines)
+    noise = Noise(rng, size)
+    sigma = np.array([SIGMA_OF_LEVEL * m.level for m in METRICS], dtype=np.float32)[:, None]
+    base = np.array([m.level for m in METRICS], dtype=np.float32)[:, None] + sigma * noise.offset
+    gain = sigma * (1 + GAIN_SPREAD * rng.standard_normal(size, dtype=np.float32))
+    skew = skews(rng, task.num_machines)
+    waves, checkpoints = np.array([m.wave for m in METRICS]), np.array([m.checkpoint for m in METRICS])
+    alike = common(rng, task.num_ticks, waves, checkpoints)
+    runs = gone(rng, task.num_ticks, task.num_machines)
+    for start in range(0, task.num_ticks, CHUNK_TICKS):
+        ticks = np.arange(start, min(start + CHUNK_TICKS, task.num_ticks))
+        values = noise.ahead(rng)
+        missing = rng.random(values.shape, dtype=np.float32) < MISSING_RATIO_SINGLE
+        values *= sigma
+        values += base
+        fine = (np.arange(start, start + CHUNK_TICKS)[:, None] + MARGIN_SECONDS) * FINE + skew
+        for m in range(size[0]):
+            values[:, m] += gain[m] * alike[m][fine]
+        values, missing = values[: len(ticks)], missing[: len(ticks)]
+        at = (EPOCH_SECONDS + ticks * INTERVAL_SECONDS).astype(np.float64)
+        if task.fault:
+            _hit(values, task.fault, at, sigma[:, 0])
+        values[missing | runs[ticks][:, None, :]] = np.nan
+        yield Panel(shape=shape, at=at, values=values.transpose(1, 0, 2))
+
+
+def _hit(values: Floats, fault: SimulatedFault, at: Array, sigma: Floats) -> None:
+    """Adds what a fault does to `values` (T, M, N)."""
+    lasts = fault.end - fault.onset
+    culprit = Victim(machine=fault.machine, share=1.0, delay_seconds=0.0)
+    for v in (culprit, *fault.victims):
+        there = envelope(fault.how, at - fault.onset - v.delay_seconds, lasts - v.delay_seconds)
+        for m in fault.metrics:
+            size = METRICS[m].sign * v.share * fault.effect_sigmas * float(sigma[m])
+            values[:, m, v.machine] += (size * there).astype(np.float32)

@@ -1,0 +1,134 @@
+"""An agent's own events as a file (`events.jsonl` of its data directory, copied from one node or from many): the same
+detectors as on a live run are shown them in the order of their times, and say what they would have said.
+
+Events tell exits, exceptions and what hardware and kernel said; samples are not in them, so that what stands still or is
+slow is not told from here. Lines that are damaged are counted; a line torn by the agent's end is the last.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rolecall.core.config.job import DetectorConfig
+from rolecall.core.diagnosis import Diagnosis, Evidence, Finding
+from rolecall.core.errors import UnreadableInput
+from rolecall.core.telemetry import AgentEvent
+from rolecall.detector.base.findings import ADVISES, settles
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.base.read_budget import Budget
+from rolecall.detector.live.engine import Detector
+from rolecall.detector.sources.agent_wire import BadAnswer, checked_event
+
+KEYS = frozenset({"seq", "kind", "node", "wall_at", "at"})
+LINE_BYTES_MAX = 256 << 10
+"""An event holds at most 16 texts of 2,000 characters (agent/events.py)."""
+EVENTS_MAX = 1_000_000
+KEPT_BYTES = 2000
+"""Of an event in memory, about."""
+GRACES_SECONDS = (1.0, 3.0, 6.0, 12.0)
+"""After an event the detectors are asked again so much later, if nothing else came: some wait for its twins."""
+
+
+@dataclass(slots=True)
+class Events:
+    path: Path
+    events: list[AgentEvent] = field(default_factory=list)
+    num_damaged: int = 0
+
+
+def is_events(path: Path) -> bool:
+    """Whether the file begins with an event. Raises OSError."""
+    with path.open("rb") as f:
+        line = f.readline(LINE_BYTES_MAX)
+    if not line.startswith(b"{"):
+        return False
+    try:
+        first = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and set(first) >= KEYS
+
+
+def read(path: Path, budget: Budget) -> Events:
+    """Raises UnreadableInput: it cannot be read, holds no event, or too many."""
+    found = Events(path)
+    try:
+        with path.open("rb") as f:
+            while line := f.readline(LINE_BYTES_MAX + 1):
+                event = _event(line)
+                if event is None:
+                    found.num_damaged += 1
+                    continue
+                found.events.append(event)
+                if len(found.events) > EVENTS_MAX:
+                    raise UnreadableInput(where=str(path), reason=f"more than {EVENTS_MAX:,} events")
+                if len(found.events) % 1000 == 0:
+                    budget.check_time(str(path))
+                    budget.keep(1000 * KEPT_BYTES, str(path))
+    except OSError as e:
+        raise UnreadableInput(where=str(path), reason=f"it cannot be read: {e.strerror}") from e
+    if not found.events:
+        raise UnreadableInput(where=str(path), reason="none of its lines is an event")
+    return found
+
+
+def _event(line: bytes) -> AgentEvent | None:
+    try:
+        return checked_event(json.loads(line))
+    except (ValueError, RecursionError, BadAnswer):
+        return None
+
+
+def diagnose(files: Sequence[Events]) -> list[Finding]:
+    """What the live detectors say, each fault once, at the moment at which they say it first."""
+    detector, told = Detector(DetectorConfig()), dict[str, Diagnosis]()
+    for observation in _observations(sorted((e for f in files for e in f.events), key=lambda e: (e.wall_at, e.seq))):
+        for d in detector.observe(observation):
+            told.setdefault(d.key, d)
+    # A node's hardware is told alone until somebody dies of it: then that diagnosis says more of the same fault.
+    exact = {(d.fault_class, s.node) for d in told.values() for s in d.suspects if s.replica}
+    vague = [d for d in told.values() if d.suspects and not any(s.replica for s in d.suspects)]
+    outdone = [d for d in vague if all((d.fault_class, s.node) in exact for s in d.suspects)]
+    # Of a replica that lost ranks one after another the diagnosis that names the most says it all.
+    outdone += [d for d in told.values() if any(_tells_more(other, d) for other in told.values())]
+    return [_finding(d) for d in told.values() if d not in outdone]
+
+
+def _tells_more(other: Diagnosis, d: Diagnosis) -> bool:
+    named, others = ({s.process for s in x.suspects if s.process is not None} for x in (d, other))
+    return bool(named) and named < others and other.fault_class == d.fault_class
+
+
+def _observations(events: Sequence[AgentEvent]) -> Iterator[Observation]:
+    for i, event in enumerate(events):
+        yield Observation(wall_at=event.wall_at, batches=(), events=(event,), unreachable=())
+        until = events[i + 1].wall_at if i + 1 < len(events) else float("inf")
+        for seconds in GRACES_SECONDS:
+            if event.wall_at + seconds < until:
+                yield Observation(wall_at=event.wall_at + seconds, batches=(), events=(), unreachable=())
+
+
+def _finding(d: Diagnosis) -> Finding:
+    more = [Evidence(kind=ADVISES, text=d.advice)] if d.advice else []
+    more += [settles(d.settle)] if d.settle else []
+    return Finding(
+        detector=d.detectors[0],
+        suspects=d.suspects,
+        fault_class=d.fault_class,
+        onset=d.onset,
+        detected_at=d.detected_at,
+        confidence=d.confidence,
+        because=d.because,
+        evidence=(*d.evidence, *more),
+        about=d.about,
+    )
+
+
+def looked_at(files: Sequence[Events]) -> str:
+    nodes = {str(e.node) for f in files for e in f.events}
+    return f"{sum(len(f.events) for f in files):,} event(s) of {len(nodes)} node(s)"
+
+
+def remarks(files: Sequence[Events]) -> tuple[str, ...]:
+    return tuple(f"{f.path}: {f.num_damaged} damaged line(s) left out" for f in files if f.num_damaged)

@@ -1,0 +1,332 @@
+"""Source `prometheus`: panels from any server that speaks Prometheus's HTTP API (v1), by range queries.
+
+Ticks lie on multiples of the interval, on the server's clock. The newest one asked for is `lag_seconds` old: by then
+every target has been scraped since the tick before it. Queries go out in blocks of ticks. What a server refuses as too
+much is asked again in halves, of time first, then of machines; the sizes that worked are remembered. Ends of series are
+taken from the server, which marks them stale; the values that it sends are checked.
+"""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rolecall.core.clock import Clock
+from rolecall.core.errors import ConfigError, UnreadableInput
+from rolecall.detector.panels.panel import Times
+from rolecall.detector.panels.series import Panels, Place, Series
+from rolecall.detector.panels.source import Stopped, Tick, pause, ticks_of
+from rolecall.detector.sources.prometheus_api import RETRY_SECONDS_MAX, Client, NoAnswer, TooMuch, short
+from rolecall.detector.sources.prometheus_queries import Query
+
+logger = logging.getLogger(__name__)
+
+BLOCK_TICKS = 60
+"""Ticks of one query: far below the 11,000 points of a series that Prometheus allows, and 50 MB of panel at 10,000
+machines and 21 metrics."""
+WINDOW_INTERVALS = 4
+"""A rate is taken over so many intervals: two samples are in it even if a scrape fails."""
+INTERVAL_SECONDS_MIN, INTERVAL_SECONDS_MAX = 0.1, 86_400.0
+CATCH_UP_TICKS = 300
+"""What is older is left out when a server is back after an outage."""
+EMPTY_ROUNDS = 10
+"""A query that gave nothing is left out for so many rounds."""
+PLACES_MAX = 500_000
+"""Label sets that a query remembers the machine of."""
+
+_Part = tuple[str, ...] | None
+"""Machines that one query asks for, by name; none named: those in no other part; None: all."""
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A query and what was learned about asking it."""
+
+    query: Query
+    ticks_max: int = BLOCK_TICKS
+    parts: list[_Part] = field(default_factory=lambda: [None])
+    node_label: str = ""  # the one that parts pick
+    empty_rounds: int = 0  # to go until it is asked again
+    warned: set[str] = field(default_factory=set)
+    names: tuple[str, ...] = ()  # of all labels that matter
+    places: dict[tuple[str | None, ...], Place | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.names = self.query.labels.names
+
+    def matching(self, part: _Part, match: str) -> str:
+        """The expression for these machines, `$interval` and `$window` aside."""
+        picked = match
+        if part is not None:
+            named = part or tuple(n for p in self.parts if p for n in p)
+            pattern = json.dumps("|".join(map(re.escape, named)), ensure_ascii=False)
+            picked = ",".join(filter(None, (match, f"{self.node_label}{'=~' if part else '!~'}{pattern}")))
+        return self.query.expression.replace("$match", picked)
+
+    def place(self, labels: Mapping[str, str]) -> Place | None:
+        key = tuple(map(labels.get, self.names))
+        if key not in self.places:
+            if len(self.places) >= PLACES_MAX:
+                self.places.clear()
+            self.places[key] = self.query.labels.place(labels)
+        return self.places[key]
+
+    def warn(self, text: str) -> None:
+        """Once for each text."""
+        if text not in self.warned and len(self.warned) < 10:
+            self.warned.add(text)
+            logger.warning("%s: %s", self.query.metric, text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Points:
+    """Values of one answer: each its row (place), tick and number, all (P,)."""
+
+    rows: NDArray[np.int64]
+    ticks: NDArray[np.int64]
+    values: Times
+
+
+class PrometheusSource:
+    """Ticks of all queries, from `history_seconds` ago on and then as they come."""
+
+    def __init__(
+        self,
+        client: Client,
+        queries: Sequence[Query],
+        clock: Clock,
+        *,
+        interval_seconds: float,
+        history_seconds: float = 0.0,
+        match: str = "",
+        lag_seconds: float | None = None,
+    ) -> None:
+        """`interval_seconds`: at least the servers' scrape interval. `match`: label matchers for `$match`, as
+        `cluster="a"`. `lag_seconds`: one interval if None. Raises ConfigError."""
+        problems = []
+        if not INTERVAL_SECONDS_MIN <= interval_seconds <= INTERVAL_SECONDS_MAX:
+            within = f"{INTERVAL_SECONDS_MIN} and {INTERVAL_SECONDS_MAX:g} s"
+            problems.append(f"--interval: must be within {within}, got {interval_seconds:g}")
+        if not queries:
+            problems.append("no query")
+        match = match.strip().removeprefix("{").removesuffix("}").strip().rstrip(",")
+        if match:
+            fixed = [q.metric for q in queries if "$match" not in q.expression]
+            problems += [f"{m}: its expression has no $match, so that --match could not hold for it" for m in fixed]
+        if problems:
+            raise ConfigError(problems)
+        self._client, self._clock, self._match = client, clock, match
+        self._interval_seconds = round(interval_seconds, 3)  # the API's resolution
+        self._history_seconds = history_seconds
+        self._lag_seconds = self._interval_seconds if lag_seconds is None else lag_seconds
+        self._asked = [_Asked(q) for q in queries]
+        self._panels = Panels(self._interval_seconds)
+        self._begun, self._told = False, 0  # number of the newest tick that held anything
+        self.failing = ""
+        """Why the server gives no ticks now; "" while it does."""
+
+    def ticks(self, stopped: Stopped) -> Iterator[Tick]:
+        """Raises UnreadableInput: before the first answer if there is none, later only if the server refuses."""
+        try:
+            yield from self._ticks(stopped)
+        finally:
+            self._client.close()
+
+    def _ticks(self, stopped: Stopped) -> Iterator[Tick]:
+        following: int | None = None
+        while not stopped():
+            try:
+                offset = self._client.now(stopped) - self._clock.wall()
+                newest = math.floor((self._clock.wall() + offset - self._lag_seconds) / self._interval_seconds + 1e-6)
+                following = self._first_due(following, newest)
+                for asked in self._asked:
+                    asked.empty_rounds = max(0, asked.empty_rounds - 1)
+                while following <= newest and not stopped():
+                    last = min(newest, following + BLOCK_TICKS - 1)
+                    block = self._block(following, last, last == newest, stopped)
+                    following = last + 1
+                    self._answered()
+                    yield from block
+                due = following * self._interval_seconds + self._lag_seconds - offset
+                pause(self._clock, due - self._clock.wall(), stopped)
+            except NoAnswer as e:
+                if stopped():
+                    return
+                self._not_answered(str(e))
+                pause(self._clock, min(self._interval_seconds, RETRY_SECONDS_MAX), stopped)
+
+    def _first_due(self, following: int | None, newest: int) -> int:
+        """Number of the first tick to ask for."""
+        if following is None:
+            return newest + 1 - max(1, math.ceil(self._history_seconds / self._interval_seconds))
+        if following > newest + 1 + CATCH_UP_TICKS:
+            # Its clock was wrong, and there was nothing to tell of that time: it goes on where it was.
+            for asked in self._asked:
+                asked.empty_rounds = 0
+            return max(newest - CATCH_UP_TICKS, self._told) + 1
+        skipped = newest + 1 - CATCH_UP_TICKS - following
+        if skipped > 0:
+            logger.warning("%s: %d ticks are too long ago and left out", self._client.where, skipped)
+        return following + max(0, skipped)
+
+    def _answered(self) -> None:
+        if self.failing:
+            logger.warning("%s answers again", self._client.where)
+        self._begun, self.failing = True, ""
+
+    def _not_answered(self, reason: str) -> None:
+        if not self._begun:
+            raise UnreadableInput(where=self._client.where, reason=f"no answer: {reason}")
+        if not self.failing:
+            logger.warning("%s does not answer, trying on: %s", self._client.where, reason)
+        self.failing = reason
+
+    def _block(self, first: int, last: int, is_newest: bool, stopped: Stopped) -> Iterator[Tick]:
+        """All panels from tick `first` to `last`. Raises UnreadableInput, NoAnswer."""
+        series, refusal = [], ""
+        for asked in self._asked:
+            if asked.empty_rounds:
+                continue
+            try:
+                one = self._fetch(asked, first, last, stopped)
+            except UnreadableInput as e:
+                if not self._begun:
+                    raise UnreadableInput(where=f"{e.where}: {asked.query.metric}", reason=e.reason) from None
+                asked.warn(f"left out: {e.reason}")  # the others go on
+                refusal = e.reason
+                continue
+            if one.places:
+                series.append(one)
+            elif is_newest:
+                asked.empty_rounds = EMPTY_ROUNDS
+        if refusal and not series:
+            raise NoAnswer(refusal)  # it is not one query: no tick is given up
+        if is_newest and not series and not self._begun:
+            logger.warning("%s has no series for any query yet", self._client.where)
+        at = np.arange(first, last + 1, dtype=np.float64) * self._interval_seconds
+        panels = self._panels.build(at, series)
+        if panels:
+            self._told = last
+        return ticks_of(panels)
+
+    def _fetch(self, asked: _Asked, first: int, last: int, stopped: Stopped) -> Series:
+        """One query from tick `first` to `last`, in as many pieces as it takes."""
+        places: dict[Place, int] = {}
+        found: list[_Points] = []
+        pieces = [
+            (low, min(low + asked.ticks_max - 1, last), part)
+            for low in range(first, last + 1, asked.ticks_max)
+            for part in asked.parts
+        ]
+        while pieces:
+            if stopped():
+                raise NoAnswer("it was not waited for")
+            low, high, part = pieces.pop(0)
+            try:
+                answer = self._client.matrix(
+                    self._expression(asked, part),
+                    low * self._interval_seconds,
+                    high * self._interval_seconds,
+                    self._interval_seconds,
+                    stopped,
+                )
+            except TooMuch as e:
+                if high > low:
+                    asked.ticks_max = half = (high - low + 1) // 2
+                    pieces[:0] = [(low, low + half - 1, part), (low + half, high, part)]
+                else:
+                    smaller = self._split(asked, part, low, e, stopped)
+                    pieces.insert(0, (low, high, part))
+                    pieces = [(a, b, q) for a, b, p in pieces for q in (smaller if p == part else [p])]
+                continue
+            found.append(self._read(asked, answer, places, first, last))
+        return _series(asked, places, found, last - first + 1)
+
+    def _expression(self, asked: _Asked, part: _Part) -> str:
+        interval = f"{round(self._interval_seconds * 1000)}ms"
+        window = f"{round(self._interval_seconds * 1000) * WINDOW_INTERVALS}ms"
+        return asked.matching(part, self._match).replace("$window", window).replace("$interval", interval)
+
+    def _split(self, asked: _Asked, part: _Part, tick: int, refusal: TooMuch, stopped: Stopped) -> list[_Part]:
+        """Halves of the machines of `part`, which a server refused to answer for at a single tick."""
+        if "$match" not in asked.query.expression:
+            reason = f"{refusal}; with {{$match}} in its expression it could be asked machine by machine"
+            raise UnreadableInput(where=self._client.where, reason=reason)
+        names = list(part or ())
+        if not part:
+            known = {n for p in asked.parts if p for n in p}
+            names = [n for n in self._machines(asked, tick, stopped) if n not in known]
+        if len(names) < 2:
+            raise UnreadableInput(where=self._client.where, reason=f"{refusal}, for a single machine and tick")
+        halves: list[_Part] = [tuple(names[: len(names) // 2]), tuple(names[len(names) // 2 :])]
+        rest: list[_Part] = [] if part else [()]
+        asked.parts = [p for p in asked.parts if p != part] + halves + rest
+        return halves + rest
+
+    def _machines(self, asked: _Asked, tick: int, stopped: Stopped) -> list[str]:
+        """Names of the machines at a tick, of the first label that has any."""
+        at = tick * self._interval_seconds
+        labels = [asked.node_label] if asked.node_label else asked.query.labels.node
+        for label in labels:
+            match = ",".join(filter(None, (f'{label}!=""', self._match)))
+            try:
+                names = self._client.label_values(label, match, at - self._interval_seconds, at, stopped)
+            except TooMuch as e:
+                raise UnreadableInput(where=self._client.where, reason=str(e)) from None
+            if names:
+                asked.node_label = label
+                return names
+        return []
+
+    def _read(self, asked: _Asked, answer: list[Any], places: dict[Place, int], first: int, last: int) -> _Points:
+        """What an answer holds; new places are added. Raises NoAnswer: it makes no sense."""
+        rows: list[int] = []
+        ticks: list[int] = []
+        values: list[float] = []
+        scale = 1.0 / self._interval_seconds
+        try:
+            for one in answer:
+                if "values" not in one and "histograms" in one:
+                    asked.warn("native histograms are left out: ask for a rate, a quantile or a count of them")
+                    continue
+                place = asked.place(one["metric"])
+                if place is None:
+                    asked.warn("series without a node, or with a rank or gpu that is no number, are left out")
+                    continue
+                row = places.setdefault(place, len(places))
+                for at, value in one["values"]:
+                    tick = round(at * scale)
+                    if not first <= tick <= last:
+                        raise ValueError("a time that was not asked for")
+                    rows.append(row)
+                    ticks.append(tick - first)
+                    values.append(float(value))
+        except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
+            raise NoAnswer(f"its answer makes no sense: {short(e)}") from None
+        return _Points(
+            np.array(rows, dtype=np.int64), np.array(ticks, dtype=np.int64), np.array(values, dtype=np.float64)
+        )
+
+
+def _series(asked: _Asked, places: dict[Place, int], found: list[_Points], num_ticks: int) -> Series:
+    """Values on their places; of several for one place and tick the first counts."""
+    rows = np.concatenate([p.rows for p in found])
+    ticks = np.concatenate([p.ticks for p in found])
+    values = np.concatenate([p.values for p in found])
+    table = np.full((len(places), num_ticks), np.nan, dtype=np.float32)
+    if len(rows):
+        with np.errstate(over="ignore"):  # beyond float32: infinite, and so missing
+            numbers = values.astype(np.float32)
+        good = np.isfinite(numbers)
+        where = (rows * num_ticks + ticks)[good]
+        distinct, one = np.unique(where, return_index=True)
+        table.ravel()[distinct] = numbers[good][one]
+        if len(distinct) < len(where):
+            asked.warn("several series fall on one machine, and the first counts: map more labels, or aggregate")
+    return Series(metric=asked.query.metric, places=list(places), values=table)

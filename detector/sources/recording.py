@@ -1,0 +1,268 @@
+"""Recordings: metrics of a fleet as one long Parquet table, read into panels and written from them.
+
+Columns: `timestamp` (seconds), `role`, `replica`, `node`, `metric` (strings), `value` (a number); optional: `job`,
+`phase` (strings), `gpu`, `rank`, `step` (integers). Rows in any order; samples may be missing. Each panel (job, role,
+phase) gets a grid of its own: by `step` where every row has one, else by time, at the usual distance of its first
+samples, so that a recording cut short has the same grid. Ticks at which nothing was sampled are left out.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from rolecall.core.errors import UnreadableInput
+from rolecall.detector.panels.panel import Machine, Panel, PanelShape, Times
+
+MAGIC = b"PAR1"
+STRINGS = ("role", "replica", "node", "metric")
+REQUIRED = ("timestamp", *STRINGS, "value")
+OPTIONAL_STRINGS = ("job", "phase")
+OPTIONAL_INTEGERS = ("gpu", "rank", "step")
+PANEL_KEY = ("job", "role", "phase", "by_rank", "by_gpu")
+MACHINE_KEY = ("node", "replica", "rank", "gpu")
+
+NUM_ROWS_MAX = 100_000_000
+"""About 5 GB in memory while it is read; ten thousand machines with 21 metrics for eight minutes."""
+NUM_VALUES_MAX = 500_000_000
+"""Of all panels of a file, 2 GB: more comes only of a grid that does not fit its samples."""
+TIME_MAX = 1e11
+"""Seconds: three thousand years."""
+NUM_FIRST_SAMPLES = 64
+"""The interval is their usual distance: few enough to be at hand early, enough to outvote gaps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """`remarks`: what was left out of the panels and why, one sentence each."""
+
+    path: str
+    panels: tuple[Panel, ...]
+    num_rows: int
+    remarks: tuple[str, ...] = ()
+
+
+def is_parquet(path: Path) -> bool:
+    """Whether the file begins as Parquet does. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def is_recording(path: Path) -> bool:
+    """Whether it is Parquet with a recording's columns; also if it is too damaged to tell. Raises OSError."""
+    if not is_parquet(path):
+        return False
+    try:
+        return set(REQUIRED) <= set(_schema_of(path))
+    except (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError):
+        return True
+
+
+def _schema_of(path: Path) -> pl.Schema:
+    return pl.scan_parquet(path, glob=False).collect_schema()  # a name may hold what elsewhere is a pattern
+
+
+def read(path: Path) -> Recording:
+    """Raises UnreadableInput: no regular file, damaged, too large, columns missing or of a wrong type, nothing in it."""
+    if path.exists() and not path.is_file():
+        raise UnreadableInput(where=str(path), reason="not a regular file")  # a pipe would be waited for
+    table, remarks = _table(path)
+    num_rows = len(table)
+    table, dropped = _clean(table)
+    remarks += dropped
+    if not len(table):
+        raise UnreadableInput(where=str(path), reason="it holds no sample with a time, a node, a metric and a value")
+    panels, room = [], NUM_VALUES_MAX
+    for part in table.partition_by(PANEL_KEY, maintain_order=False):
+        panels.append(_panel(path, part, room))
+        room -= panels[-1].values.size
+    panels.sort(key=lambda p: (p.shape.job, p.shape.role, p.shape.phase, p.shape.machines))
+    return Recording(path=str(path), panels=tuple(panels), num_rows=num_rows, remarks=tuple(remarks))
+
+
+def write(path: Path, panels: Iterable[Panel]) -> int:
+    """Writes panels as one recording; how many samples. Missing values are left out."""
+    tables = [_rows(panel) for panel in panels]
+    table = pl.concat(tables) if tables else pl.DataFrame(schema=_schema())
+    partial = path.with_name(path.name + ".partial")
+    table.write_parquet(partial, compression="zstd")
+    partial.replace(path)
+    return len(table)
+
+
+def _schema() -> dict[str, Any]:
+    integers = dict.fromkeys(OPTIONAL_INTEGERS[:2], pl.Int32)
+    return {
+        "timestamp": pl.Float64,
+        **dict.fromkeys((*STRINGS, *OPTIONAL_STRINGS), pl.String),
+        **integers,
+        "value": pl.Float32,
+    }
+
+
+def _table(path: Path) -> tuple[pl.DataFrame, list[str]]:
+    where = str(path)
+    try:
+        schema = _schema_of(path)
+        missing = [c for c in REQUIRED if c not in schema]
+        if missing:
+            raise UnreadableInput(where=where, reason=f"not a recording: it has no column {', '.join(missing)}")
+        num_rows = pl.scan_parquet(path, glob=False).select(pl.len()).collect().item()
+        if num_rows > NUM_ROWS_MAX:
+            reason = f"it has {num_rows:,} samples, and {NUM_ROWS_MAX:,} are read at most: cut it by time or by role"
+            raise UnreadableInput(where=where, reason=reason)
+        wanted = [c for c in (*REQUIRED, *OPTIONAL_STRINGS, *OPTIONAL_INTEGERS) if c in schema]
+        table = pl.read_parquet(path, columns=wanted, glob=False)
+    except pl.exceptions.PanicException as e:  # a defect of the reader that damaged files bring out
+        raise UnreadableInput(where=where, reason="the Parquet file is damaged") from e
+    except (pl.exceptions.PolarsError, OSError) as e:
+        first = (str(e).splitlines() or [type(e).__name__])[0][:200]
+        raise UnreadableInput(where=where, reason=f"not a readable Parquet file: {first}") from e
+    return _typed(table, where), []
+
+
+def _typed(table: pl.DataFrame, where: str) -> pl.DataFrame:
+    """All columns present and of one type; missing ones hold null."""
+    schema = table.schema
+    for name in ("value", *(c for c in OPTIONAL_INTEGERS if c in schema)):
+        if not schema[name].is_numeric() and schema[name] != pl.Null:
+            raise UnreadableInput(where=where, reason=f"column {name} holds {schema[name]}, not numbers")
+    at = pl.col("timestamp")
+    if schema["timestamp"].is_temporal() and schema["timestamp"] != pl.Duration:
+        at = at.cast(pl.Datetime("us")).dt.epoch("us") / 1e6
+    elif not schema["timestamp"].is_numeric():
+        reason = f"column timestamp holds {schema['timestamp']}, neither seconds nor times"
+        raise UnreadableInput(where=where, reason=reason)
+    columns = [at.cast(pl.Float64).alias("timestamp"), pl.col("value").cast(pl.Float32)]
+    for name in (*STRINGS, *OPTIONAL_STRINGS):
+        column = pl.col(name).cast(pl.String).fill_null("") if name in schema else pl.lit("")
+        columns.append(column.cast(pl.Categorical).alias(name))
+    for name in OPTIONAL_INTEGERS:
+        column = pl.col(name).cast(pl.Int64, strict=False) if name in schema else pl.lit(None, dtype=pl.Int64)
+        columns.append(column.alias(name))
+    try:
+        return table.select(columns)
+    except pl.exceptions.PolarsError as e:
+        first = (str(e).splitlines() or [type(e).__name__])[0][:200]
+        raise UnreadableInput(where=where, reason=f"a column cannot be converted: {first}") from e
+
+
+def _clean(table: pl.DataFrame) -> tuple[pl.DataFrame, list[str]]:
+    """Without rows that say nothing; the remarks about them."""
+    good = {
+        "have no sensible time": pl.col("timestamp").is_between(-TIME_MAX, TIME_MAX).fill_null(False),
+        "name no node": pl.col("node").cast(pl.String) != "",
+        "name no metric": pl.col("metric").cast(pl.String) != "",
+        "hold no finite value": pl.col("value").is_finite().fill_null(False),
+    }
+    remarks = []
+    for what, keep in good.items():
+        before = len(table)
+        table = table.filter(keep)
+        if len(table) < before:
+            remarks.append(f"{before - len(table):,} rows {what} and are left out")
+    by = [pl.col("rank").is_not_null().alias("by_rank"), pl.col("gpu").is_not_null().alias("by_gpu")]
+    return table.with_columns(by), remarks
+
+
+def _panel(path: Path, part: pl.DataFrame, room: int) -> Panel:
+    machine_rows = part.select(MACHINE_KEY).unique()
+    machines = sorted(
+        Machine(**row) for row in machine_rows.with_columns(pl.col("node", "replica").cast(pl.String)).to_dicts()
+    )
+    metrics = sorted(part["metric"].cast(pl.String).unique().to_list())
+    index = pl.DataFrame(
+        {
+            **{k: [getattr(m, k) for m in machines] for k in MACHINE_KEY},
+            "machine": np.arange(len(machines), dtype=np.int32),
+        },
+        schema={"node": pl.String, "replica": pl.String, "rank": pl.Int64, "gpu": pl.Int64, "machine": pl.Int32},
+    )
+    names = pl.DataFrame(
+        {"metric": metrics, "m": np.arange(len(metrics), dtype=np.int32)}, schema={"metric": pl.String, "m": pl.Int32}
+    )
+    part = (
+        part.with_columns(pl.col("node", "replica", "metric").cast(pl.String))
+        .join(index, on=MACHINE_KEY, how="left", nulls_equal=True)
+        .join(names, on="metric", how="left")
+        # Of samples that fall on one tick the latest counts; the value decides between equal times, not the row order.
+        .sort("timestamp", "value")
+    )
+    head = part.row(0, named=True)
+    by_step = part["step"].null_count() == 0 and part["step"].n_unique() > 1
+    if by_step:
+        step = part["step"].to_numpy()
+        steps, tick = np.unique(step, return_inverse=True)
+        at = np.full(len(steps), -np.inf)
+        np.maximum.at(at, tick, part["timestamp"].to_numpy())
+        at = np.maximum.accumulate(at)
+        interval = _usual_distance([np.unique(at)])
+    else:
+        interval = _interval(part)
+        first = head["timestamp"]
+        number = np.rint((part["timestamp"].to_numpy() - first) / interval).astype(np.int64)
+        numbers, tick = np.unique(number, return_inverse=True)
+        at = first + numbers * interval
+    shape = PanelShape(
+        job=str(head["job"]),
+        role=str(head["role"]),
+        phase=str(head["phase"]),
+        metrics=tuple(metrics),
+        machines=tuple(machines),
+        interval_seconds=interval,
+    )
+    size = len(metrics) * len(at) * len(machines)
+    if size > room:
+        raise UnreadableInput(
+            where=str(path),
+            reason=f"{shape.name}: {len(machines)} machines, {len(metrics)} metrics and {len(at)} ticks of {interval:g} s "
+            f"are {size:,} values, and {room:,} of {NUM_VALUES_MAX:,} are left: cut it by time or by role",
+        )
+    values = np.full((len(metrics), len(at), len(machines)), np.nan, dtype=np.float32)
+    values[part["m"].to_numpy(), tick, part["machine"].to_numpy()] = part["value"].to_numpy()
+    return Panel(shape=shape, at=at, values=values)
+
+
+def _interval(part: pl.DataFrame) -> float:
+    """Usual distance between the first samples of a machine, over machines; 1 s where there is only one sample."""
+    seen = part.select("machine", "timestamp").unique().sort("timestamp")
+    first = seen.group_by("machine", maintain_order=True).head(NUM_FIRST_SAMPLES)
+    return _usual_distance([g["timestamp"].to_numpy() for g in first.partition_by("machine")])
+
+
+def _usual_distance(times: Sequence[Times]) -> float:
+    """Median over machines of the median positive distance, the lower one of two; seconds, 1 where there is none."""
+    distances = [_lower_median(d) for t in times if len(d := np.diff(t)[np.diff(t) > 0])]
+    return _lower_median(np.array(distances)) if distances else 1.0
+
+
+def _lower_median(values: Times) -> float:
+    return float(np.quantile(values, 0.5, method="lower"))  # between two a gap would decide
+
+
+def _rows(panel: Panel) -> pl.DataFrame:
+    shape = panel.shape
+    m, t, n = np.nonzero(np.isfinite(panel.values))
+    machines = shape.machines
+
+    def strings(words: Sequence[str], which: np.ndarray[Any, Any]) -> pl.Series:
+        return pl.Series(words, dtype=pl.String).gather(which) if words else pl.Series([], dtype=pl.String)
+
+    return pl.DataFrame(
+        {
+            "timestamp": panel.at[t],
+            "role": pl.repeat(shape.role, len(m), eager=True, dtype=pl.String),
+            "replica": strings([x.replica for x in machines], n),
+            "node": strings([x.node for x in machines], n),
+            "metric": strings(shape.metrics, m),
+            "job": pl.repeat(shape.job, len(m), eager=True, dtype=pl.String),
+            "phase": pl.repeat(shape.phase, len(m), eager=True, dtype=pl.String),
+            "gpu": pl.Series([x.gpu for x in machines], dtype=pl.Int32).gather(n),
+            "rank": pl.Series([x.rank for x in machines], dtype=pl.Int32).gather(n),
+            "value": panel.values[m, t, n],
+        },
+        schema=_schema(),
+    )

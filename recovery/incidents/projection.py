@@ -1,0 +1,283 @@
+"""An incident is a fold of its journal events: no other memory of it exists, so a restarted watch knows all of it.
+
+    open -> planned -> [proposed ->] acting -> verifying -> closed
+      ^        |            |           |          |
+      |        +- closed ---+           |          |        nothing was to be done, the fault went away, or a person said no
+      +---------------------------------+----------+        the action failed: plan again, one rung up
+
+A person may hold a plan that has not begun: until the hold's own end nothing of it does, and no proposal lapses. A mark
+says whether the diagnosis was right, at any time, and moves nothing.
+
+Every event names the state that it may happen in; anything else is an `InvalidTransition` that tells its story.
+Pure: events in, frozen values out.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from rolecall.core.diagnosis import Diagnosis, Plan
+from rolecall.core.errors import InvalidTransition
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.recovery.incidents.incident import (
+    NOT_BEGUN,
+    RIGHT,
+    WRONG,
+    Attempt,
+    Decision,
+    Failure,
+    Hold,
+    Incident,
+    IncidentState,
+    Mark,
+    Outcome,
+)
+
+STORY_LINES_MAX = 50
+"""How much of an incident's past an error tells."""
+S, K = IncidentState, EventKind
+
+LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {
+    K.INCIDENT_OPENED: frozenset({None}),
+    K.INCIDENT_UPDATED: frozenset({S.OPEN, S.PLANNED, S.ACTING, S.VERIFYING}),
+    K.PLAN_MADE: frozenset({S.OPEN}),
+    K.PLAN_HELD: frozenset({S.PLANNED, S.PROPOSED}),
+    K.PLAN_PROPOSED: frozenset({S.PLANNED}),
+    K.PLAN_APPROVED: frozenset({S.PROPOSED}),
+    K.PLAN_REJECTED: NOT_BEGUN,
+    K.PLAN_LAPSED: frozenset({S.PROPOSED}),
+    K.HOLD_PLACED: NOT_BEGUN,
+    K.HOLD_LIFTED: NOT_BEGUN,
+    K.ACTION_STARTED: NOT_BEGUN,
+    K.ACTION_DONE: frozenset({S.ACTING}),
+    K.ACTION_FAILED: frozenset({S.ACTING, S.VERIFYING}),
+    K.INCIDENT_VERIFIED: frozenset({S.VERIFYING}),
+    K.INCIDENT_CLOSED: frozenset(set(S) - {S.CLOSED}),
+    K.PERSON_CALLED: frozenset(set(S) - {S.CLOSED}),
+    K.DIAGNOSIS_MARKED: frozenset(S),
+}
+INCIDENT_KINDS = tuple(LEGAL)
+
+
+def apply(before: Incident | None, event: Event) -> Incident:
+    """The incident after one more of its events.
+
+    Raises:
+        InvalidTransition: the event does not fit; the message tells the incident's story.
+    """
+    line = f"{event.event_id} {event.kind} {_gist(event)}".rstrip()
+    story = (*(before.story if before else ()), line)[-STORY_LINES_MAX:]
+    state = before.state if before else None
+    if state not in LEGAL[event.kind]:
+        raise _misfit(before, event, story, "no such move")
+    if before is None:
+        return replace(_opened(event), story=story)
+    try:
+        after = _MOVES[event.kind](before, event)
+    except _Misfit as e:
+        raise _misfit(before, event, story, str(e)) from None
+    return replace(after, last_event_id=event.event_id, story=story)
+
+
+def fold(events: Iterable[Event]) -> dict[str, Incident]:
+    """All incidents of a journal, in the order they were opened. Events of other things are skipped."""
+    incidents: dict[str, Incident] = {}
+    for event in events:
+        if event.incident_id and event.kind in LEGAL:
+            incidents[event.incident_id] = apply(incidents.get(event.incident_id), event)
+    return incidents
+
+
+class _Misfit(Exception):
+    pass
+
+
+def _misfit(before: Incident | None, event: Event, story: tuple[str, ...], reason: str) -> InvalidTransition:
+    return InvalidTransition(
+        incident_id=str(event.incident_id),
+        state=str(before.state) if before else "(unknown)",
+        event=str(event.kind),
+        reason=reason,
+        story=story,
+    )
+
+
+def _gist(event: Event) -> str:
+    return str(event.body.get("because") or event.body.get("outcome") or event.body.get("digest") or "")[:200]
+
+
+def _opened(event: Event) -> Incident:
+    diagnosis = Diagnosis.from_dict(event.body["diagnosis"])
+    return Incident(
+        incident_id=str(event.incident_id),
+        state=S.OPEN,
+        diagnosis=diagnosis,
+        opened_at=event.wall_at,
+        seen_keys=frozenset({diagnosis.key}),
+        last_event_id=event.event_id,
+    )
+
+
+def _current(i: Incident, event: Event) -> Attempt:
+    attempt = i.attempt
+    if attempt is None:
+        raise _Misfit("there is no plan")
+    digest = event.body.get("digest") or event.body.get("plan", {}).get("digest")
+    if digest != attempt.plan.digest:
+        raise _Misfit(f"it names plan {digest}, the plan is {attempt.plan.digest}")
+    return attempt
+
+
+def _with(i: Incident, attempt: Attempt, state: IncidentState | None = None) -> Incident:
+    return replace(i, attempts=(*i.attempts[:-1], attempt), state=state or i.state)
+
+
+def _updated(i: Incident, event: Event) -> Incident:
+    diagnosis = Diagnosis.from_dict(event.body["diagnosis"])
+    # A plan made on less knowledge is made again; an action under way goes on.
+    rejected = i.attempt is not None and i.attempt.decision is Decision.REJECTED
+    state = S.OPEN if i.state is S.PLANNED and not rejected else i.state
+    return replace(i, diagnosis=diagnosis, seen_keys=i.seen_keys | {diagnosis.key}, state=state)
+
+
+def _planned(i: Incident, event: Event) -> Incident:
+    body, before = event.body, i.attempt
+    plan = Plan.from_dict(body["plan"])
+    attempt = Attempt(
+        number=len(i.attempts) + 1,
+        plan=plan,
+        # Made again on more knowledge, it may look otherwise: whom a person wanted left alone is left alone.
+        hold=before.hold if before is not None and _taken_down(before.plan) & _taken_down(plan) else None,
+        call_person=bool(body.get("call_person", False)),
+        outcome=str(body.get("outcome", Outcome.TOLERATED)),
+        made_at=event.wall_at,
+    )
+    return replace(i, attempts=(*i.attempts, attempt), state=S.PLANNED)
+
+
+def _taken_down(plan: Plan) -> set[tuple[str, int]]:
+    return {(str(t.replica), t.incarnation) for t in plan.targets}
+
+
+def _held(i: Incident, event: Event) -> Incident:
+    attempt = _current(i, event)
+    return _with(i, replace(attempt, held_by=attempt.held_by | {str(event.body["guard"])}))
+
+
+def _proposed(i: Incident, event: Event) -> Incident:
+    attempt, expires_at = _current(i, event), float(event.body["expires_at"])
+    approval_seconds = expires_at - event.wall_at
+    if attempt.hold is not None:
+        expires_at = max(expires_at, attempt.hold.until + approval_seconds)
+    return _with(i, replace(attempt, expires_at=expires_at, approval_seconds=approval_seconds), S.PROPOSED)
+
+
+def _decided(i: Incident, event: Event) -> Incident:
+    attempt = _current(i, event)
+    late = event.kind is K.PLAN_LAPSED and attempt.decision is Decision.APPROVED
+    if attempt.decision is not None and not late:
+        raise _Misfit(f"it was {attempt.decision} already")
+    what = {K.PLAN_APPROVED: Decision.APPROVED, K.PLAN_REJECTED: Decision.REJECTED, K.PLAN_LAPSED: Decision.LAPSED}
+    told = replace(
+        attempt,
+        decision=what[event.kind],
+        decided_by=str(event.body.get("by", "")),
+        decision_because=str(event.body.get("because", "")),
+    )
+    return _with(i, told)
+
+
+def _hold(i: Incident, event: Event) -> Incident:
+    attempt = _current(i, event)
+    if attempt.decision in (Decision.REJECTED, Decision.LAPSED):
+        raise _Misfit(f"it was {attempt.decision} already")
+    hold = Hold(
+        number=1 + max((a.hold.number for a in i.attempts if a.hold is not None), default=0),
+        by=str(event.body["by"]),
+        because=str(event.body.get("because", "")),
+        until=float(event.body["until"]),
+    )
+    return _with(i, _until(attempt, hold))
+
+
+def _lifted(i: Incident, event: Event) -> Incident:
+    attempt = _current(i, event)
+    if attempt.hold is None or attempt.hold.lifted:
+        raise _Misfit("nobody holds it")
+    return _with(i, _until(attempt, replace(attempt.hold, until=min(attempt.hold.until, event.wall_at), lifted=True)))
+
+
+def _until(attempt: Attempt, hold: Hold) -> Attempt:
+    if attempt.expires_at is None:
+        return replace(attempt, hold=hold)
+    return replace(attempt, hold=hold, expires_at=hold.until + attempt.approval_seconds)
+
+
+def _marked(i: Incident, event: Event) -> Incident:
+    body = event.body
+    if body["verdict"] not in (RIGHT, WRONG):
+        raise _Misfit(f"verdict {body['verdict']!r} is neither {RIGHT} nor {WRONG}")
+    mark = Mark(
+        right=body["verdict"] == RIGHT,
+        by=str(body["by"]),
+        because=str(body.get("because", "")),
+        at=event.wall_at,
+    )
+    return replace(i, mark=mark)
+
+
+def _started(i: Incident, event: Event) -> Incident:
+    attempt = _current(i, event)
+    if i.state is S.PROPOSED and attempt.decision is not Decision.APPROVED:
+        raise _Misfit("nobody approved the plan")
+    if attempt.decision is Decision.REJECTED:
+        raise _Misfit("the plan was rejected")
+    return _with(i, replace(attempt, started_at=event.wall_at), S.ACTING)
+
+
+def _done(i: Incident, event: Event) -> Incident:
+    return _with(i, replace(_current(i, event), done_at=event.wall_at), S.VERIFYING)
+
+
+def _failed(i: Incident, event: Event) -> Incident:
+    attempt = replace(
+        _current(i, event), failure=Failure(event.body["failure"]), failed_because=str(event.body["because"])
+    )
+    return _with(i, attempt, S.OPEN)
+
+
+def _verified(i: Incident, event: Event) -> Incident:
+    return replace(i, verified_at=event.wall_at)
+
+
+def _closed(i: Incident, event: Event) -> Incident:
+    outcome = Outcome(event.body["outcome"])
+    if outcome is Outcome.CURED and i.verified_at is None:
+        raise _Misfit("nothing was verified: it cannot be cured")
+    return replace(
+        i, state=S.CLOSED, closed_at=event.wall_at, outcome=outcome, because=str(event.body.get("because", ""))
+    )
+
+
+def _person(i: Incident, event: Event) -> Incident:
+    topics = i.person_topics | {str(event.body.get("topic", ""))}
+    return replace(i, person_topics=topics, person_because=str(event.body.get("because", "")))
+
+
+_MOVES = {
+    K.INCIDENT_UPDATED: _updated,
+    K.PLAN_MADE: _planned,
+    K.PLAN_HELD: _held,
+    K.PLAN_PROPOSED: _proposed,
+    K.PLAN_APPROVED: _decided,
+    K.PLAN_REJECTED: _decided,
+    K.PLAN_LAPSED: _decided,
+    K.HOLD_PLACED: _hold,
+    K.HOLD_LIFTED: _lifted,
+    K.ACTION_STARTED: _started,
+    K.ACTION_DONE: _done,
+    K.ACTION_FAILED: _failed,
+    K.INCIDENT_VERIFIED: _verified,
+    K.INCIDENT_CLOSED: _closed,
+    K.PERSON_CALLED: _person,
+    K.DIAGNOSIS_MARKED: _marked,
+}

@@ -1,0 +1,97 @@
+"""What people hear of: the journal is the outbox.
+
+Calls, proposals and the ends of incidents that somebody was called for go to the notifier in journal order. How far it
+got is kept in the flag `notified`, so that the next watch tells what this one did not: at least once, never blocking.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from rolecall.core.clock import Clock
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.recovery.incident_store import Book
+from rolecall.recovery.incidents.incident import Incident, Outcome
+from rolecall.recovery.interfaces import Message, Notifier
+
+NOTIFIED_FLAG = "notified"
+OVER = (Outcome.CURED, Outcome.OBSERVED, Outcome.REFUTED)
+"""Ends that resolve an alert: given up and tolerated, the fault goes on."""
+SHOWN_CHARS_MAX = 2000
+"""Of one sentence: an exception's message may be a whole file."""
+_FACTS = ("outcome", "topic", "expires_at", "digest")
+
+
+def shown(text: object) -> str:
+    """Text as one line of text: a sentence may quote an exception's message or a name from elsewhere, and that must
+    neither steer a terminal nor look like a line of ours."""
+    line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text))
+    return line if len(line) <= SHOWN_CHARS_MAX else line[: SHOWN_CHARS_MAX - 1] + "…"
+
+
+class Teller:
+    """Owned by one watch; `adopt` when it begins to act."""
+
+    def __init__(self, notifier: Notifier, clock: Clock, *, run_id: str, deadman_seconds: float) -> None:
+        self._notifier, self._clock = notifier, clock
+        self._run_id, self._deadman_seconds = run_id, deadman_seconds
+        self._told_seq = 0
+        self._notified_seq = 0
+        self._heartbeat_at = 0.0
+
+    def adopt(self, journal: Journal) -> None:
+        """Starts where the last watch that delivered something ended."""
+        self._told_seq = self._notified_seq = int(journal.flag(NOTIFIED_FLAG) or 0)
+
+    def tell(self, journal: Journal, book: Book) -> None:
+        """Offers what is new, and remembers what was delivered."""
+        for event in book.to_tell:
+            if event.seq <= self._told_seq:
+                continue
+            told = self._message(event, book)
+            if told is not None and not self._notifier.offer(told):
+                break
+            self._told_seq = event.seq
+        settled = min(self._notifier.settled_seq, self._told_seq)
+        if settled > self._notified_seq:
+            journal.set_flag(NOTIFIED_FLAG, str(settled))
+            self._notified_seq = settled
+
+    def _message(self, event: Event, book: Book) -> Message | None:
+        try:
+            return message(event, book.incidents.get(event.incident_id or ""), self._run_id)
+        except Exception as e:  # noqa: BLE001
+            # Deliberate: a body that is not what its kind has must not keep all later ones from being told.
+            because = f"{event.event_id} ({event.kind}) should be told, and cannot be read: {e!r}"
+            return Message(
+                seq=event.seq, kind=str(event.kind), run_id=self._run_id, because=shown(because), wall_at=event.wall_at
+            )
+
+    def sign_of_life(self, facts: Callable[[], dict[str, Any]]) -> None:
+        """The dead-man signal, when it is due."""
+        now = self._clock.monotonic()
+        if now >= self._heartbeat_at:
+            self._heartbeat_at = now + self._deadman_seconds
+            self._notifier.heartbeat(facts())
+
+
+def message(event: Event, incident: Incident | None, run_id: str) -> Message | None:
+    """What to tell of an event; None when nobody needs to hear of it."""
+    closed = event.kind is EventKind.INCIDENT_CLOSED
+    if closed and (incident is None or incident.outcome not in OVER or not _was_told(incident)):
+        return None
+    facts: dict[str, Any] = {k: event.body[k] for k in _FACTS if k in event.body}
+    return Message(
+        seq=event.seq,
+        kind=str(event.kind),
+        run_id=run_id,
+        incident_id=event.incident_id or "",
+        because=shown(event.body.get("because") or event.body.get("plan", {}).get("because", "")),
+        wall_at=event.wall_at,
+        resolved=closed,
+        facts=facts,
+    )
+
+
+def _was_told(incident: Incident) -> bool:
+    return bool(incident.person_topics) or any(a.expires_at is not None for a in incident.attempts)

@@ -1,0 +1,219 @@
+"""What a person can ask of recovery: how the run stands, what went wrong, and whether it would be decided so again.
+
+Plain values for programs, and the same as text for people. Nothing here writes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.errors import CommandRefused
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.rows import reading
+from rolecall.core.journal.store import canonical
+from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
+from rolecall.recovery.fleet import fleet_view
+from rolecall.recovery.guards import HOUR_SECONDS
+from rolecall.recovery.incident_store import Book
+from rolecall.recovery.incidents.incident import RIGHT, WRONG, Incident, IncidentState, evictions
+from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
+from rolecall.recovery.nodes import NODE_KINDS, fold_nodes
+from rolecall.recovery.notifications.outbox import shown
+from rolecall.recovery.operators.run_location import Place, opened
+from rolecall.recovery.policy import Question, decide
+
+K = EventKind
+NAMES_SHOWN_MAX = 20
+"""In a sentence about one that there is not."""
+
+
+def status(place: Place, clock: Clock | None = None) -> dict[str, Any]:
+    """How the run stands: who acts, what runs, what is open. Plain values."""
+    now = (clock or SystemClock()).wall()
+    with opened(place) as (journal, book):
+        lease, taken = journal.lease(LEASE_NAME), journal.last(K.LEASE_TAKEN)
+        desired = journal.desired()
+        fleet = fleet_view(desired, journal.current())
+        shut = {n: r for n, r in fold_nodes(journal.events(kinds=NODE_KINDS)).items() if r.quarantined}
+        paused, stopping = journal.flag(PAUSED_FLAG), journal.flag(STOP_FLAG)
+    acting = lease is not None and lease.holder != "" and lease.expires_at > now
+    lately = [e for e in evictions(book.incidents.values(), since=now - HOUR_SECONDS) if e.at > now - HOUR_SECONDS]
+    return {
+        "run": str(place.run_id),
+        "mode": taken.body.get("mode") if taken else None,
+        "watch": {"holder": lease.holder, "fence": lease.fence} if lease is not None and acting else None,
+        "paused": paused,
+        "stopping": stopping,
+        "ended": book.ended,
+        "evictions_last_hour": len(lately),
+        "quarantined_nodes": {n: f"{r.quarantined_by}: {r.quarantined_because}" for n, r in sorted(shut.items())},
+        "replicas": [
+            {
+                "replica": r.replica,
+                "incarnation": r.incarnation,
+                "desired_incarnation": r.desired_incarnation,
+                "state": str(r.state) if r.state else None,
+                "node": r.node,
+                "since": r.changed_at,
+                "because": r.because,
+            }
+            for r in fleet.replicas
+        ],
+        "open_incidents": [_summary(i, book) for i in book.open_incidents()],
+        "broken_incidents": {name: str(e).splitlines()[0] for name, e in sorted(book.broken.items())},
+    }
+
+
+def incidents(place: Place, incident_id: str | None = None) -> list[dict[str, Any]]:
+    """All incidents, or the one asked for with its events, as plain values.
+
+    Raises:
+        CommandRefused: there is no incident of this id.
+    """
+    with opened(place) as (journal, book):
+        told = [_summary(i, book) for i in book.incidents.values() if incident_id in (None, i.incident_id)]
+        if incident_id is None:
+            return told
+        found = known(book, incident_id)
+        events = [e.to_dict() for e in journal.events(incident_id=incident_id)]
+    return [{**told[0], "diagnosis": found.diagnosis.to_dict(), "events": events}]
+
+
+def known(book: Book, incident_id: str) -> Incident:
+    """Raises CommandRefused: there is no such incident, or nothing of it could be read."""
+    found = book.incidents.get(incident_id)
+    if found is None and incident_id in book.broken:
+        raise CommandRefused(f"{incident_id} is set aside: {book.broken[incident_id]}")
+    if found is None:
+        left = len(book.incidents) - NAMES_SHOWN_MAX
+        newest = ", ".join(list(book.incidents)[-NAMES_SHOWN_MAX:]) + (f" and {left} older ones" if left > 0 else "")
+        raise CommandRefused(f"no incident {incident_id}; there are: {newest or 'none'}")
+    return found
+
+
+def _summary(i: Incident, book: Book) -> dict[str, Any]:
+    attempt, broken = i.attempt, book.broken.get(i.incident_id)
+    return {
+        "incident_id": i.incident_id,
+        "state": str(i.state),
+        "fault_class": str(i.diagnosis.fault_class),
+        "suspects": [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in i.diagnosis.suspects],
+        "because": i.diagnosis.because,
+        "opened_at": i.opened_at,
+        "action": str(attempt.plan.action) if attempt else None,
+        "plan": attempt.plan.to_dict() if attempt else None,
+        "num_attempts": len(i.attempts),
+        "held_by": sorted(attempt.held_by) if attempt else [],
+        "expires_at": attempt.expires_at if attempt else None,
+        "decision": str(attempt.decision) if attempt and attempt.decision else None,
+        "decided_by": attempt.decided_by if attempt else "",
+        "hold": {**asdict(attempt.hold), "until_text": attempt.hold.until_text} if attempt and attempt.hold else None,
+        "mark": {**asdict(i.mark), "verdict": RIGHT if i.mark.right else WRONG} if i.mark else None,
+        "verified_at": i.verified_at,
+        "closed_at": i.closed_at,
+        "outcome": str(i.outcome) if i.outcome else None,
+        "closed_because": i.because,
+        "person_called": bool(i.person_topics),
+        "person_because": i.person_because,
+        "set_aside": str(broken).splitlines()[0] if broken is not None else None,
+    }
+
+
+def replay(place: Place, incident_id: str) -> dict[str, Any]:
+    """Decides each plan of an incident again, from what is stored with it, and says whether the decision is the same.
+
+    Raises:
+        CommandRefused: there is no incident of this id, or it has no plan.
+    """
+    with opened(place) as (journal, book):
+        known(book, incident_id)
+        where = journal.store.where
+        made = journal.events(incident_id=incident_id, kinds=[K.PLAN_MADE])
+        (first,) = journal.events(incident_id=incident_id, kinds=[K.INCIDENT_OPENED])
+    if not made:
+        raise CommandRefused(f"{incident_id} has no plan to decide again")
+    plans = []
+    for event in made:
+        with reading(where, f"events line {event.seq}, a plan"):
+            asked = Question.from_dict(event.body["question"])
+            then = {k: v for k, v in event.body.items() if k != "question"}
+            # Whom else an action would disturb is the actuator's word, and no part of the decision.
+            then["plan"] = {**then["plan"], "also_hit": []}
+        again = decide(asked).to_dict()
+        same = canonical(again) == canonical(then)
+        plans.append({"event": event.event_id, "same": same, "then": then["plan"], "again": again["plan"]})
+    same = all(p["same"] for p in plans)
+    word = "the same" if same else "ANOTHER"
+    lines = [f"{incident_id}: {word} decision from the same input"]
+    lines += [f"  {p['event']}: {p['again']['action']}, because {p['again']['because']}" for p in plans]
+    text = _text(lines)
+    diagnosis = first.body["diagnosis"]
+    return {"incident_id": incident_id, "same": same, "plans": plans, "diagnosis": diagnosis, "text": text}
+
+
+# --- as text ------------------------------------------------------------------------------------------------------
+
+
+def status_text(value: dict[str, Any]) -> str:
+    """`status` for people."""
+    watch = value["watch"]
+    who = f"watch {watch['holder']} holds fence {watch['fence']}" if watch else "NO WATCH HOLDS THE LEASE"
+    lines = [f"run {value['run']}: mode {value['mode'] or 'unknown'}, {who}"]
+    for word in ("paused", "stopping", "ended"):
+        if value[word] is not None:
+            lines.append(f"{word.upper()}: {value[word]}")
+    for r in value["replicas"]:
+        wanted = "" if r["incarnation"] == r["desired_incarnation"] else f", #{r['desired_incarnation']} is desired"
+        lines.append(f"  {r['replica']:<16} #{r['incarnation']} {r['state'] or 'not there'} on {r['node']}{wanted}")
+    lines.append(f"evictions within the last hour: {value['evictions_last_hour']}")
+    lines += _incident_lines(value["open_incidents"]) or ["no open incident"]
+    lines += [f"QUARANTINED: {node}, by {why}" for node, why in value["quarantined_nodes"].items()]
+    lines += [f"SET ASIDE: {name}: {why}" for name, why in value["broken_incidents"].items()]
+    return _text(lines)
+
+
+def incidents_text(value: list[dict[str, Any]]) -> str:
+    """`incidents` for people."""
+    lines = _incident_lines(value) or ["no incident"]
+    for i in value:
+        for event in i.get("events", ()):
+            told = event["body"].get("because") or event["body"].get("outcome") or ""
+            lines.append(f"  e{event['seq']} {event['kind']} {told}".rstrip())
+            lines += _evidence_lines(event)
+    return _text(lines)
+
+
+def _evidence_lines(event: Mapping[str, Any]) -> list[str]:
+    """What witnesses said, what was not had of them, and where the files lie, below the run."""
+    if event["kind"] != K.EVIDENCE_PULLED:
+        return []
+    body = event["body"]
+    lines = [*body.get("told", ()), *(f"not had: {text}" for text in body.get("missing", ()))]
+    return [f"    {text}" for text in (*lines, *(f["name"] for f in body.get("files", ())))]
+
+
+def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for i in found:
+        state = "SET ASIDE" if i["set_aside"] else i["outcome"] or i["state"]
+        lines.append(f"{i['incident_id']} {state}: {i['set_aside'] or i['because']}")
+        if i["plan"]:
+            held = f", held by {', '.join(i['held_by'])}" if i["held_by"] and i["outcome"] is None else ""
+            lines.append(f"  {i['action']} (plan {i['plan']['digest']}, attempt {i['num_attempts']}{held})")
+            lines += [f"  also: {hit}" for hit in i["plan"]["also_hit"]]
+        if (hold := i["hold"]) and not hold["lifted"] and i["outcome"] is None:
+            lines.append(f"  held by {hold['by']} until {hold['until_text']}: {hold['because']}")
+        if mark := i["mark"]:
+            lines.append(
+                f"  marked {mark['verdict']} by {mark['by']}" + (f": {mark['because']}" if mark["because"] else "")
+            )
+        if i["person_called"] and i["outcome"] is None:
+            lines.append(f"  A PERSON WAS CALLED: {i['person_because']}")
+        if i["state"] == IncidentState.PROPOSED:
+            lines.append(f"  waits for: rolecall approve {i['plan']['digest']}")
+    return lines
+
+
+def _text(lines: list[str]) -> str:
+    return "\n".join(shown(line) for line in lines)

@@ -1,0 +1,75 @@
+"""Constant work: each optimizer step is exactly B microbatches, whoever is left to compute them (design law 5).
+
+A step's composition is a function of its set of groups alone: sorted by id and cut into equal pieces, so that a
+controller that restarts from the ledger forms the same microbatches under the same ids. Who computes which is decided
+by `assign`, again whenever somebody is lost. Pure.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from rolecall.core.ids import ReplicaId
+from rolecall.rl_runtime.protocol.messages import Group, Microbatch
+
+
+def microbatch_id(step: int, number: int) -> str:
+    """Step 12, 3 -> `12.3`."""
+    return f"{step}.{number}"
+
+
+def form_microbatches(step: int, groups: Sequence[Group], microbatches_per_step: int) -> tuple[Microbatch, ...]:
+    """The step's B microbatches of equal numbers of groups, the same for the same set of groups.
+
+    Raises:
+        ValueError: the groups cannot be cut into that many equal pieces, or one occurs twice.
+    """
+    ordered = sorted(groups, key=lambda g: g.group_id)
+    size, rest = divmod(len(ordered), microbatches_per_step)
+    if rest or not size:
+        raise ValueError(f"step {step}: {len(ordered)} groups do not make {microbatches_per_step} equal microbatches")
+    if len({g.group_id for g in ordered}) != len(ordered):
+        raise ValueError(f"step {step}: a group occurs twice")
+    return tuple(
+        Microbatch(microbatch_id=microbatch_id(step, n), groups=tuple(ordered[n * size : (n + 1) * size]))
+        for n in range(microbatches_per_step)
+    )
+
+
+def assign(
+    all_ids: Sequence[str], computed: Mapping[ReplicaId, Collection[str]], members: Collection[ReplicaId]
+) -> dict[ReplicaId, list[str]]:
+    """Who computes what: every id exactly once, work already done stays where it was done.
+
+    `computed`: gradients that members hold from an interrupted attempt; those of replicas that are no longer members
+    are gone, and where two hold the same id the first in order keeps it. How many each gets in all is levelled as far
+    as what they hold allows; then the free ids fill the members up in order. Deterministic, and stable: asked again
+    when part of its own result has been computed it gives the same result, so that an attempt which is repeated after
+    its answer was lost meets the one still running.
+
+    Raises:
+        ValueError: there is no member, or an id occurs twice.
+    """
+    order = sorted(members)
+    if not order:
+        raise ValueError(f"nobody is left to compute {len(all_ids)} microbatches")
+    if len(set(all_ids)) != len(all_ids):
+        raise ValueError("a microbatch id occurs twice")
+    owner: dict[str, ReplicaId] = {}
+    for replica in order:
+        for held in computed.get(replica, ()):
+            owner.setdefault(held, replica)
+    free = [i for i in all_ids if i not in owner]
+    held_count = {replica: sum(owner.get(i) == replica for i in all_ids) for replica in order}
+    room = {r: target - held_count[r] for r, target in _levelled(held_count, len(free)).items()}
+    for identity in free:
+        taker = next(r for r in order if room[r] > 0)
+        room[taker] -= 1
+        owner[identity] = taker
+    return {replica: [i for i in all_ids if owner[i] == replica] for replica in order}
+
+
+def _levelled(counts: Mapping[ReplicaId, int], num_free: int) -> dict[ReplicaId, int]:
+    """`counts` after `num_free` more, each given to whoever has least; ties in order."""
+    levels = dict(counts)
+    for _ in range(num_free):
+        levels[min(levels, key=lambda r: (levels[r], r))] += 1
+    return levels

@@ -1,0 +1,313 @@
+"""A local Ray cluster: one GCS and one raylet a node, started directly, on loopback, with this run's own token.
+
+`ray start` imports Python for seconds per node, and each raylet then starts two Python agents (dashboard and runtime
+environments). Neither is used here, so the binaries are started themselves, with port files that say that the agents
+listen nowhere: seven nodes are up in about a second. In the agents' place stand two `cat`: one waits on the pipe that
+the raylet gives its agents, one on a pipe that only the supervisor holds. A raylet ends when an agent of its ends, so
+no raylet outlives a killed supervisor. Ray binds everything to loopback when its node address is one.
+Actors take `resources={"<node>": 1}` and no CPUs: placement is ours, and no idle worker is started in advance.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.errors import ActuatorError, DeadlineExceeded
+from rolecall.core.ids import NodeId
+from rolecall.core.rundir import RunDir, write_atomically
+from rolecall.rl_runtime import processes
+from rolecall.rl_runtime.cluster.ray_commands import (
+    LIFELINE,
+    LOOPBACK,
+    gcs_command,
+    ray_environment,
+    raylet_command,
+    store_folder,
+)
+from rolecall.rl_runtime.processes import RunProcess, is_alive, kill_process, record_process, run_environment
+from rolecall.rl_runtime.protocol.spawn import NAMESPACE
+
+logger = logging.getLogger(__name__)
+
+GCS_SECONDS = 30.0
+NODES_SECONDS = 60.0
+STAGGER_SECONDS = 0.05
+"""Between two raylets: started at the very same moment on one file system, some crash."""
+POLL_SECONDS = 0.02
+STOP_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class Started:
+    """A Ray process that this cluster started."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    start_ticks: int
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+
+@dataclass
+class Cluster:
+    """The Ray processes of one run. Only the process that started it may connect through it."""
+
+    run: RunDir
+    nodes: Sequence[NodeId]
+    clock: Clock = field(default_factory=SystemClock)
+    address: str = ""
+    raylets: dict[NodeId, Started] = field(default_factory=dict)
+    gcs: Started | None = None
+    _temp: Path = Path()
+    _connected: bool = False
+    _lifeline: int | None = None
+
+    def start(self) -> None:
+        """Starts GCS and raylets, and waits until every node is a member.
+
+        Raises:
+            ActuatorError: a Ray process ended; the end of its log is in the message.
+            DeadlineExceeded: GCS or nodes did not come up.
+        """
+        os.environ.update(ray_environment(self.run))
+        _apply_settings()
+        self._make_folders()
+        node_ids = {node: os.urandom(28).hex() for node in self.nodes}
+        self.gcs = self._start_gcs(node_ids[self.nodes[0]])
+        self.address = f"{LOOPBACK}:{self._gcs_port(node_ids[self.nodes[0]])}"
+        cluster_id = self._introduce()
+        for number, node in enumerate(self.nodes):
+            self.raylets[node] = self._start_raylet(node, node_ids[node], cluster_id, head=number == 0)
+            self.clock.sleep(STAGGER_SECONDS)
+        self._wait_for_nodes()
+
+    def connect(self) -> None:
+        """Makes this process a driver of the cluster."""
+        import ray
+
+        _keep_ray_quiet()
+        # Ray puts the driver's working directory on its workers' path, where a file h2.py would be taken for a library.
+        with _own_signal_handlers(), chdir(self._temp):
+            ray.init(
+                address=self.address,
+                namespace=NAMESPACE,
+                _node_ip_address=LOOPBACK,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        self._connected = True
+
+    def dead_nodes(self) -> list[NodeId]:
+        """Nodes whose raylet has ended."""
+        return [node for node, raylet in self.raylets.items() if not raylet.alive]
+
+    @property
+    def gcs_alive(self) -> bool:
+        return self.gcs is not None and self.gcs.alive
+
+    def stop(self) -> None:
+        """Ends every Ray process; workers end with their raylet. Idempotent, never raises for a process that is gone."""
+        if self._connected:
+            import ray
+
+            self._connected = False
+            # A cluster that has half died may refuse the goodbye; its processes are ended below all the same.
+            try:
+                with _own_signal_handlers():
+                    ray.shutdown()
+            except Exception:
+                # Deliberate: whatever Ray says at the end, its processes must still be ended below.
+                logger.exception("disconnecting from Ray failed")
+        started = [*self.raylets.values(), *([self.gcs] if self.gcs else [])]
+        # SIGTERM makes a raylet drain for seconds; nothing of it is kept, so nothing is lost by SIGKILL.
+        for s in started:
+            kill_process(s.process.pid, s.start_ticks, signal.SIGKILL)
+        deadline = self.clock.monotonic() + STOP_SECONDS
+        while any(s.alive for s in started) and self.clock.monotonic() < deadline:
+            self.clock.sleep(POLL_SECONDS)
+        if self._lifeline is not None:
+            os.close(self._lifeline)
+            self._lifeline = None
+        if self._temp != Path():
+            shutil.rmtree(self._temp.parent, ignore_errors=True)
+
+    # --- steps of the start -------------------------------------------------------------------------------------
+
+    @property
+    def _session(self) -> Path:
+        return self._temp / "session_rolecall"  # short: a Unix socket's path holds 107 characters
+
+    @property
+    def _logs(self) -> Path:
+        return self.run.logs / "ray"
+
+    def _make_folders(self) -> None:
+        # Ray opens its own folder to every user; the one around it stays ours alone.
+        private = Path(tempfile.mkdtemp(prefix=processes.RAY_DIR_PREFIX))
+        (self.run.path / "ray_dir").write_text(str(private))
+        self._temp = private / "t"
+        self._temp.mkdir()
+        for sub in ("sockets", "runtime_resources"):
+            (self._session / sub).mkdir(parents=True)
+        os.mkfifo(self._temp / LIFELINE, 0o600)
+        # Held for writing by this process alone (Linux lets one open both ends): readers see its end with ours.
+        self._lifeline = os.open(self._temp / LIFELINE, os.O_RDWR | os.O_CLOEXEC)
+        self._logs.mkdir(parents=True, exist_ok=True)
+        (self._session / "logs").symlink_to(self._logs)
+
+    def _start(self, name: str, argv: list[str], node: NodeId) -> Started:
+        with (self._logs / f"{name}.console").open("ab") as out:
+            process = subprocess.Popen(
+                argv,
+                env={**run_environment(self.run.path, node), "RAY_BACKEND_LOG_LEVEL": "warning"},
+                cwd=self._temp,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,  # Ctrl-C in the terminal is the supervisor's to handle
+            )
+        ticks = record_process(self.run.path, name, process.pid, node=node)
+        if ticks is None:
+            raise ActuatorError(f"{name} ended at once with code {process.wait()}{self._log_end(name)}")
+        return Started(name=name, process=process, start_ticks=ticks)
+
+    def _start_gcs(self, node_id: str) -> Started:
+        import ray
+
+        return self._start(
+            "gcs",
+            gcs_command(node_id=node_id, session=self._session, logs=self._logs, commit=ray.__commit__),
+            self.nodes[0],
+        )
+
+    def _gcs_port(self, node_id: str) -> int:
+        """GCS chooses a free port and writes it down."""
+        path, deadline = self._session / f"gcs_server_port_{node_id}", self.clock.monotonic() + GCS_SECONDS
+        while True:
+            text = path.read_text().strip() if path.exists() else ""
+            if text.isdigit():
+                return int(text)
+            if not self.gcs_alive:
+                raise ActuatorError(f"Ray's GCS ended while it started{self._log_end('gcs')}")
+            if self.clock.monotonic() > deadline:
+                raise DeadlineExceeded(waited_for="the port of Ray's GCS", seconds=GCS_SECONDS)
+            self.clock.sleep(POLL_SECONDS)
+
+    def _introduce(self) -> str:
+        """What a head node tells GCS before others may join; returns the cluster's id."""
+        from ray._common.usage import usage_lib
+
+        client = _ray_internals().GcsClient(address=self.address)
+        client.internal_kv_put(b"session_name", self._session.name.encode(), False, b"session")
+        # Versions of Ray and Python, which drivers compare with theirs. Nothing is reported to anyone.
+        usage_lib.put_cluster_metadata(client, ray_init_cluster=False)
+        return str(client.cluster_id.hex())
+
+    def _start_raylet(self, node: NodeId, node_id: str, cluster_id: str, *, head: bool) -> Started:
+        # Without these files a raylet waits for its Python agents to write their ports, and ends when they do not.
+        for what in ("dashboard_agent_listen", "metrics_agent", "metrics_export", "runtime_env_agent"):
+            (self._session / f"{what}_port_{node_id}").write_text("0")
+        argv = raylet_command(
+            node=node,
+            node_id=node_id,
+            cluster_id=cluster_id,
+            gcs_address=self.address,
+            session=self._session,
+            logs=self._logs,
+            store=store_folder(len(self.nodes), self._temp),
+            head=head,
+        )
+        started = self._start(f"raylet-{node}", argv, node)
+        folder = self.run.node_dir(node)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(
+            folder / "raylet.json", f'{{"pid": {started.process.pid}, "start_ticks": {started.start_ticks}}}\n'
+        )
+        return started
+
+    def _wait_for_nodes(self) -> None:
+        client: Any = _ray_internals().GcsClient(address=self.address)
+        deadline = self.clock.monotonic() + NODES_SECONDS
+        while True:
+            members = {
+                str(n.node_name) for n in client.get_all_node_info(timeout=NODES_SECONDS).values() if n.state == 0
+            }
+            missing = [node for node in self.nodes if node not in members]
+            if not missing:
+                return
+            for node in self.dead_nodes():
+                raise ActuatorError(f"the raylet of {node} ended while it started{self._log_end(f'raylet-{node}')}")
+            if self.clock.monotonic() > deadline:
+                raise DeadlineExceeded(waited_for=f"Ray nodes {', '.join(missing)}", seconds=NODES_SECONDS)
+            self.clock.sleep(POLL_SECONDS)
+
+    def _log_end(self, name: str) -> str:
+        path = self._logs / f"{name}.console"
+        text = path.read_text(errors="replace")[-1500:].strip() if path.exists() else ""
+        return f"; the end of {path}:\n{text}" if text else f"; see {self._logs}"
+
+
+def _apply_settings() -> None:
+    """Ray reads its settings when imported; a process that imported it before must read them again."""
+    if "ray" not in sys.modules:
+        return
+    from ray._private import ray_constants
+
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    internals = _ray_internals()
+    internals.Config.initialize("")
+    internals.AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _ray_internals() -> Any:
+    """Ray's compiled module, which has no type information."""
+    return import_module("ray._raylet")
+
+
+@contextmanager
+def _own_signal_handlers() -> Iterator[None]:
+    """Ray sets handlers for SIGTERM and SIGINT of its own; ours stand again afterwards."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[signal.Signals, Any] = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def ray_processes(cluster: Cluster) -> list[RunProcess]:
+    """Living Ray processes that the cluster started itself (workers are their children)."""
+    started = [*cluster.raylets.values(), *([cluster.gcs] if cluster.gcs else [])]
+    return [
+        RunProcess(pid=s.process.pid, start_ticks=s.start_ticks, name=s.name)
+        for s in started
+        if is_alive(s.process.pid, s.start_ticks)
+    ]
+
+
+def _keep_ray_quiet() -> None:
+    """Ray prints every death of a worker into the driver's terminal, whatever `log_to_driver` says. Deaths are our
+    trade: they stand in the journal with their reason, and Ray's text goes to our log."""
+    from ray._private import worker
+
+    def log(data: Any, *_: Any, **__: Any) -> None:
+        logger.info("ray: %s", " ".join(data.get("lines", ()))[:500])
+
+    worker.print_to_stdstream = log

@@ -1,0 +1,260 @@
+"""What the supervisor does that takes time: each operation in a thread, its incarnations busy until it has ended.
+
+An operation writes `actual` itself, as the facts become true, and never raises out of its thread: what fails makes the
+incarnation LOST with the reason, and recovery decides again.
+"""
+
+import logging
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from rolecall.core.clock import Clock
+from rolecall.core.config.job import JobConfig
+from rolecall.core.errors import ActuatorError
+from rolecall.core.ids import split_replica
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
+from rolecall.core.rundir import RunDir, registration_secret
+from rolecall.rl_runtime.cluster.actor_operations import Hands
+from rolecall.rl_runtime.cluster.reconcile import Incarnation, Promote, Start
+from rolecall.rl_runtime.processes import RunProcess, is_alive, kill_process, wait_gone
+from rolecall.rl_runtime.protocol.spawn import actor_name, make_spawn
+
+logger = logging.getLogger(__name__)
+
+THREADS = 32
+ENGINES_AT_ONCE = 3
+"""Engines that start at the same time, each a core for about 8 s. Measured on two cores, beside two trainers: all
+replicas ready after 30 s with three at once, 30 and 37 s with two, where the third has a core idle beside it."""
+ENGINE_ROLES = frozenset({"rollout", STANDBY_ROLE})
+KILL_SECONDS = 5.0
+POLL_SECONDS = 0.02
+DRAIN_SECONDS = 1.2
+"""How long a living rollout that is replaced is left for the controller to take its last tokens and fence it."""
+PROMOTE_SECONDS = 10.0
+GONE = (ReplicaState.LOST, ReplicaState.STOPPED)
+
+
+class Operations:
+    """Performs instructions. `note` takes sentences for people; it is called from threads."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        job: JobConfig,
+        journal: Journal,
+        hands: Hands,
+        clock: Clock,
+        note: Callable[[str], None],
+    ) -> None:
+        self._run, self._job, self._journal, self._hands = run, job, journal, hands
+        self._clock, self._note = clock, note
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="operation")
+        self._busy: Counter[Incarnation] = Counter()  # one incarnation may be started and ended at the same time
+        self._lock = threading.Lock()
+        self._engines = threading.Semaphore(ENGINES_AT_ONCE)
+        self._closed = threading.Event()
+
+    def busy(self) -> frozenset[Incarnation]:
+        with self._lock:
+            return frozenset(+self._busy)
+
+    def close(self) -> None:
+        """No operation begins any more; those under way end with the processes that they wait for."""
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def drain(self, seconds: float) -> bool:
+        """Waits until no operation is under way; False when some still are after `seconds`."""
+        deadline = self._clock.monotonic() + seconds
+        while self.busy():
+            if self._clock.monotonic() > deadline:
+                return False
+            self._clock.sleep(POLL_SECONDS)
+        return True
+
+    # --- quick ones, in the caller's thread ---------------------------------------------------------------------
+
+    def lose(self, record: Actual, because: str) -> None:
+        """Writes a death down, once, and lets Ray forget the actor."""
+        if self._journal.set_actual(replace(record, state=ReplicaState.LOST, because=because), unless=GONE):
+            self._event(EventKind.REPLICA_LOST, record, because, key="lost")
+            self._note(f"{record.replica}#{record.incarnation} is lost: {because}")
+        if record.actor:
+            self._hands.forget(record.actor)
+
+    def stopped(self, record: Actual, because: str) -> None:
+        if self._journal.set_actual(replace(record, state=ReplicaState.STOPPED, because=because), unless=GONE):
+            self._event(EventKind.REPLICA_STOPPED, record, because, key="stopped")
+
+    # --- long ones, in a thread ---------------------------------------------------------------------------------
+
+    def start(self, what: Start, *, node_is_dead: bool) -> None:
+        record = Actual(
+            replica=what.replica,
+            incarnation=what.incarnation,
+            node=what.node,
+            state=ReplicaState.STARTING,
+            actor=actor_name(self._run.run_id, what.replica, what.incarnation),
+            because=what.because,
+        )
+        self._begin(record)
+        if node_is_dead:
+            self.lose(record, f"{what.node} has no raylet any more")
+            return
+        self._submit([(what.replica, what.incarnation)], lambda: self._start(record))
+
+    def _start(self, record: Actual) -> None:
+        spawn = make_spawn(
+            self._run, record.replica, record.incarnation, record.node, database_url=self._journal.store.url
+        )
+        is_engine = split_replica(record.replica)[0] in ENGINE_ROLES
+        if is_engine:
+            self._engines.acquire()
+        try:
+            if self._closed.is_set():
+                return
+            born = self._hands.start(spawn, self._job.detector.first_unit_seconds)
+        finally:
+            if is_engine:
+                self._engines.release()
+        self._admit(replace(record, pid=born.pid, start_ticks=born.start_ticks), from_standby="")
+
+    def promote(self, what: Promote, standby: Actual) -> None:
+        record = replace(
+            standby,
+            replica=what.replica,
+            incarnation=what.incarnation,
+            state=ReplicaState.STARTING,
+            because=what.because,
+        )
+        self._begin(record)
+        both = [(what.replica, what.incarnation), (standby.replica, standby.incarnation)]
+        self._submit(both, lambda: self._promote(record, standby))
+
+    def _promote(self, record: Actual, standby: Actual) -> None:
+        secret = registration_secret(self._run.token(), record.replica, 0, record.incarnation)
+        try:
+            self._hands.promote(standby.actor, record.replica, record.incarnation, secret, PROMOTE_SECONDS)
+        except Exception:
+            # Deliberate, and raised on: a standby that cannot be promoted has no known identity any more: it must not live on under either.
+            self.lose(standby, f"it could not become {record.replica}")
+            self._kill(standby)
+            raise
+        self.stopped(standby, f"it became {record.replica}#{record.incarnation}")
+        self._admit(record, from_standby=standby.replica)
+
+    def end(self, record: Actual, because: str, *, wanted: bool) -> None:
+        """Fences an incarnation, ends its process and confirms that it is gone. `wanted`: it is nobody's replacement."""
+        key = (record.replica, record.incarnation)
+        self._submit([key], lambda: self._end(record, because, wanted))
+
+    def _end(self, record: Actual, because: str, wanted: bool) -> None:
+        if not wanted and split_replica(record.replica)[0] == "rollout":
+            self._let_drain(record)
+        if not wanted:
+            self.lose(record, because)  # first: from now on nothing is accepted from it
+        self._kill(record)
+        if wanted:
+            self.stopped(record, because)
+
+    def _let_drain(self, record: Actual) -> None:
+        """A rollout that lives may still hold tokens: the controller takes them and then fences it, or time is up."""
+        deadline = self._clock.monotonic() + DRAIN_SECONDS
+        while self._clock.monotonic() < deadline:
+            standing = self._journal.actual().get((record.replica, record.incarnation))
+            if standing is None or standing.state in GONE or not is_alive(record.pid, record.start_ticks):
+                return
+            self._clock.sleep(POLL_SECONDS)
+
+    # --- parts --------------------------------------------------------------------------------------------------
+
+    def _submit(self, keys: list[Incarnation], operation: Callable[[], None]) -> None:
+        with self._lock:
+            self._busy.update(keys)
+
+        def run() -> None:
+            try:
+                operation()
+            except Exception as e:  # noqa: BLE001
+                # Whatever failed, failed for this incarnation: it is lost with the reason, and recovery decides again.
+                if not self._closed.is_set():  # at the end of a run, what was starting is ended
+                    logger.warning("%s#%d: %s", *keys[0], e)
+                self._fail(keys[0], f"{type(e).__name__}: {e}")
+            finally:
+                self._done(keys)
+
+        try:
+            future = self._pool.submit(run)
+        except RuntimeError:  # the pool is closed: the run ends
+            self._done(keys)
+            return
+        future.add_done_callback(lambda f: self._done(keys) if f.cancelled() else None)
+
+    def _done(self, keys: list[Incarnation]) -> None:
+        with self._lock:
+            self._busy.subtract(keys)
+
+    def _fail(self, key: Incarnation, because: str) -> None:
+        if self._closed.is_set():
+            return
+        record = self._journal.actual().get(key)
+        if record is None:
+            return
+        self.lose(record, because)
+        try:
+            self._kill(record)
+        except ActuatorError as e:
+            logger.error("%s", e)  # its record stays alive beside LOST: reconcile asks again
+
+    def _kill(self, record: Actual) -> None:
+        if record.pid:
+            kill_process(record.pid, record.start_ticks, signal.SIGKILL)
+            target = RunProcess(pid=record.pid, start_ticks=record.start_ticks, name=record.replica)
+            if wait_gone([target], KILL_SECONDS, self._clock):
+                raise ActuatorError(
+                    f"{record.replica}: process {record.pid} is not gone {KILL_SECONDS} s after SIGKILL"
+                )
+        if record.actor:
+            self._hands.forget(record.actor)
+
+    def _begin(self, record: Actual) -> None:
+        self._journal.set_actual(record)
+        self._event(EventKind.REPLICA_STARTING, record, record.because, key="starting")
+
+    def _admit(self, record: Actual, from_standby: str) -> None:
+        """READY, unless it was fenced while it started: recovery wants another incarnation by then."""
+        standing = self._journal.actual().get((record.replica, record.incarnation))
+        if standing is None or standing.state in GONE:
+            self._kill(record)
+            return
+        # The event comes first, so that whatever others do with a READY replica stands behind it in the journal.
+        body: dict[str, int | str] = {
+            "pid": record.pid,
+            "start_ticks": record.start_ticks,
+            "from_standby": from_standby,
+        }
+        self._event(EventKind.REPLICA_READY, record, record.because, key="ready", more=body)
+        if not self._journal.set_actual(replace(record, state=ReplicaState.READY), unless=GONE):
+            self._kill(record)
+            return
+        how = f" (was {from_standby})" if from_standby else ""
+        self._note(f"{record.replica}#{record.incarnation} is ready on {record.node}, pid {record.pid}{how}")
+
+    def _event(
+        self, kind: EventKind, record: Actual, because: str, *, key: str, more: dict[str, int | str] | None = None
+    ) -> None:
+        body = {"replica": record.replica, "incarnation": record.incarnation, "node": record.node, "because": because}
+        desired = self._journal.desired().get(record.replica)
+        same = desired is not None and desired.incarnation == record.incarnation
+        self._journal.append(
+            kind,
+            {**body, **(more or {})},
+            incident_id=desired.incident_id if desired is not None and same else None,
+            key=f"{key}:{record.replica}#{record.incarnation}",
+        )

@@ -1,0 +1,232 @@
+"""What the supervisor should do now: desired compared with actual, nothing remembered, nothing performed.
+
+Desired is written by recovery (and by the supervisor itself at the start), actual by the runtime. For each replica: a
+process of an incarnation below the desired one is ended first; only when it is gone is the desired incarnation made, by
+promotion of a standby or by a start. A dead process is marked lost, and stays so until recovery desires another
+incarnation: replacing is recovery's decision alone. The one exception is a standby that was used up by a promotion.
+
+Asked again without a change, the answer is the same; once performed, the answer is empty. No instruction ever names an
+incarnation that is desired and alive.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rolecall.core.config.job import JobConfig
+from rolecall.core.errors import TooFewNodes
+from rolecall.core.ids import NodeId, ReplicaId, replica_id, split_replica
+from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
+
+REFILL_SECONDS = 5.0
+"""A used-up standby is replaced so long after its promotion: starting an engine takes a core for seconds, which the
+replica that it just became needs to pull and prove its weights."""
+LIVING = frozenset({ReplicaState.STARTING, ReplicaState.READY, ReplicaState.SERVING})
+
+Incarnation = tuple[ReplicaId, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """Everything that the decision may look at."""
+
+    desired: Mapping[ReplicaId, Desired]
+    actual: Mapping[Incarnation, Actual]
+    alive: Collection[Incarnation]  # whose process is seen to run
+    busy: Collection[Incarnation]  # somebody is starting, promoting or ending it right now
+    nodes: Sequence[NodeId]  # nodes that can take a replica
+    quarantined: Collection[NodeId] = ()  # of these: where nothing is placed that recovery did not put there by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    replica: ReplicaId
+    incarnation: int
+    because: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkLost(Instruction):
+    """Its process is gone: write it down, so that nobody waits for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillOld(Instruction):
+    """End the process of an incarnation that has been replaced, and confirm that it is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopReplica(Instruction):
+    """End a replica that nobody desires any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start(Instruction):
+    """Make a new process for it."""
+
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promote(Instruction):
+    """Let a standby's process take its place, on the standby's node."""
+
+    standby: ReplicaId
+    standby_incarnation: int
+    node: NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefillStandby(Instruction):
+    """Desire a new standby for one that was used up. `incarnation` is the new one."""
+
+    node: NodeId
+
+
+def reconcile(fleet: Fleet, now: float) -> list[Instruction]:
+    """Instructions for this moment (`now`: wall seconds), in the order of replicas."""
+    found: list[Instruction] = []
+    promoted: set[Incarnation] = set()
+    for replica in sorted({r for r, _ in fleet.actual} | set(fleet.desired)):
+        desired = fleet.desired.get(replica)
+        records = sorted((a for (r, _), a in fleet.actual.items() if r == replica), key=lambda a: a.incarnation)
+        endings = [i for a in records if (i := _ending(fleet, desired, a)) is not None]
+        found += endings
+        if desired is None or endings or _old_remains(fleet, desired, records):
+            continue
+        current = next((a for a in records if a.incarnation == desired.incarnation), None)
+        if current is None:
+            beginning = _beginning(fleet, desired, promoted)
+            found.append(beginning)
+            if isinstance(beginning, Promote):
+                promoted.add((beginning.standby, beginning.standby_incarnation))
+        elif refill := _refill(fleet, current, now, taken={i.node for i in found if isinstance(i, RefillStandby)}):
+            found.append(refill)
+    return found
+
+
+def _ending(fleet: Fleet, desired: Desired | None, record: Actual) -> Instruction | None:
+    """What must happen to a process that is dead, replaced or not wanted."""
+    key = (record.replica, record.incarnation)
+    if key in fleet.busy and record.pid:
+        return None  # it is being ended, or promoted
+    replica, incarnation = key
+    if record.state is ReplicaState.STOPPED:
+        return None  # confirmed dead, or its process works on under the name that it was promoted to
+    living, alive = record.state in LIVING, key in fleet.alive
+    if living and record.pid and not alive:
+        return MarkLost(
+            replica=replica, incarnation=incarnation, because=f"its process (pid {record.pid}) on {record.node} is gone"
+        )
+    if living and not record.pid and key not in fleet.busy:
+        return MarkLost(
+            replica=replica, incarnation=incarnation, because="its start was given up before its process was known"
+        )
+    if desired is None and (living or alive):
+        return StopReplica(replica=replica, incarnation=incarnation, because="it is no longer desired")
+    if desired is not None and record.incarnation < desired.incarnation and (living or alive):
+        return KillOld(
+            replica=replica,
+            incarnation=incarnation,
+            because=f"incarnation {desired.incarnation} takes its place: {desired.because}",
+        )
+    return None
+
+
+def _old_remains(fleet: Fleet, desired: Desired, records: Iterable[Actual]) -> bool:
+    """Whether a process of an older incarnation may still run. Two of one replica must never work at once."""
+    older = [a for a in records if a.incarnation < desired.incarnation]
+    keys = [(a.replica, a.incarnation) for a in older if a.state is not ReplicaState.STOPPED]
+    return any(k in fleet.alive or k in fleet.busy for k in keys)
+
+
+def _beginning(fleet: Fleet, desired: Desired, promoted: set[Incarnation]) -> Start | Promote:
+    replica, incarnation = desired.replica, desired.incarnation
+    role, _ = split_replica(desired.replica)
+    if role == "rollout" and desired.prefer_standby:
+        standby = _ready_standby(fleet, promoted)
+        if standby is not None:
+            because = f"{standby.replica} on {standby.node} is warm: {desired.because}"
+            return Promote(
+                replica=replica,
+                incarnation=incarnation,
+                because=because,
+                standby=standby.replica,
+                standby_incarnation=standby.incarnation,
+                node=standby.node,
+            )
+    return Start(replica=replica, incarnation=incarnation, because=desired.because, node=desired.node)
+
+
+def _ready_standby(fleet: Fleet, promoted: set[Incarnation]) -> Actual | None:
+    for key, record in sorted(fleet.actual.items()):
+        desired = fleet.desired.get(record.replica)
+        fit = record.state is ReplicaState.READY and key in fleet.alive and key not in fleet.busy
+        wanted = desired is not None and desired.incarnation == record.incarnation
+        shut = record.node in fleet.quarantined
+        if split_replica(record.replica)[0] == STANDBY_ROLE and fit and wanted and not shut and key not in promoted:
+            return record
+    return None
+
+
+def _refill(fleet: Fleet, current: Actual, now: float, taken: set[NodeId]) -> RefillStandby | None:
+    role, _ = split_replica(current.replica)
+    # A LOST standby is recovery's to replace, a STOPPED one was used up by us.
+    if role != STANDBY_ROLE or current.state is not ReplicaState.STOPPED:
+        return None
+    if now - current.changed_at < REFILL_SECONDS:
+        return None
+    if not _whole(fleet):
+        return None
+    node = next((n for n in free_nodes(fleet) if n not in taken), None)
+    if node is None:
+        return None
+    return RefillStandby(
+        replica=current.replica,
+        incarnation=current.incarnation + 1,
+        because=f"the last one was used up ({current.because}), {node} is free",
+        node=node,
+    )
+
+
+def _whole(fleet: Fleet) -> bool:
+    """Whether every other replica has its process: starting one more engine would slow a cure that is under way."""
+    working = {(r, i) for (r, i), a in fleet.actual.items() if a.state in (ReplicaState.READY, ReplicaState.SERVING)}
+    others = [d for r, d in fleet.desired.items() if split_replica(r)[0] != STANDBY_ROLE]
+    return all((d.replica, d.incarnation) in working for d in others)
+
+
+def free_nodes(fleet: Fleet) -> list[NodeId]:
+    """Nodes with no living replica on them, and none to come; those in quarantine are not free."""
+    used = {a.node for a in fleet.actual.values() if a.state in LIVING}
+    current = {r for (r, i), a in fleet.actual.items() if r in fleet.desired and fleet.desired[r].incarnation == i}
+    used |= {d.node for r, d in fleet.desired.items() if r not in current}
+    return [n for n in fleet.nodes if n not in used and n not in fleet.quarantined]
+
+
+def place(job: JobConfig) -> dict[ReplicaId, NodeId]:
+    """First placement: controller and rewards on the head, then one trainer, rollout or standby a node.
+
+    Raises:
+        TooFewNodes: which role lacks what.
+    """
+    nodes = [NodeId(f"node-{i}") for i in range(job.runtime.nodes)]
+    placed = {replica_id("controller", 0): nodes[0]}
+    placed |= {replica_id("reward", i): nodes[0] for i in range(job.roles.reward)}
+    free, lacking = nodes[1:], []
+    for role, count in (
+        ("trainer", job.roles.trainer),
+        ("rollout", job.roles.rollout),
+        (STANDBY_ROLE, job.runtime.standbys),
+    ):
+        got = min(count, len(free))
+        placed |= {replica_id(role, i): free[i] for i in range(got)}
+        free = free[got:]
+        if got < count:
+            lacking.append(f"{role} lacks {count - got} of {count}")
+    if lacking:
+        needed = 1 + job.roles.trainer + job.roles.rollout + job.runtime.standbys
+        raise TooFewNodes(
+            f"runtime.nodes: {job.runtime.nodes}, but the roles need {needed} (controller and rewards share one; "
+            f"each trainer, rollout and standby has its own): {', '.join(lacking)}"
+        )
+    return placed

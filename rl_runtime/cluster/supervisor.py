@@ -1,0 +1,334 @@
+"""The supervisor: starts a run, keeps actual at desired, and leaves nothing behind.
+
+`tick()` is the control loop's one turn: it looks (journal, pidfds), asks the pure `reconcile`, and performs. What takes
+longer than a moment - starting an actor, a promotion, ending a process - goes to a thread (`operations.py`), and its
+incarnation counts as busy meanwhile, so that a turn never waits. The supervisor decides nothing about health: it only
+writes down deaths that it sees, and makes what recovery desires.
+"""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config.job import JobConfig
+from rolecall.core.errors import ActuatorError, ConfigError, DeadlineExceeded, JournalError, RolecallError
+from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks, split_replica
+from rolecall.core.journal.database import redacted
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
+from rolecall.core.nodes import quarantined_nodes
+from rolecall.core.rundir import RunDir
+from rolecall.rl_runtime.cluster.actor_operations import Hands, RayHands, runtime_classes
+from rolecall.rl_runtime.cluster.agent_keeper import AgentKeeper
+from rolecall.rl_runtime.cluster.local_cluster import Cluster
+from rolecall.rl_runtime.cluster.operations import Operations
+from rolecall.rl_runtime.cluster.reconcile import (
+    LIVING,
+    Fleet,
+    Incarnation,
+    Instruction,
+    KillOld,
+    MarkLost,
+    Promote,
+    RefillStandby,
+    Start,
+    StopReplica,
+    place,
+    reconcile,
+)
+from rolecall.rl_runtime.processes import (
+    ProcessWatch,
+    find_processes,
+    kill_process,
+    record_process,
+    run_environment,
+    stop_run,
+)
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.1
+RENEW_SECONDS_MAX = 5.0
+PREPARE_SECONDS = 120.0
+GOODBYE_SECONDS = 5.0
+"""How long the controller may take to finish in order when the run is stopped."""
+
+NEED_MODEL = frozenset({"trainer", "rollout", STANDBY_ROLE})
+"""Roles that wait for the model folder; standbys wait until all others are ready, too."""
+
+DRAIN_SECONDS = 10.0
+
+Progress = Callable[[str], None]
+GONE = (ReplicaState.LOST, ReplicaState.STOPPED)
+
+
+class Supervisor:
+    """One per run, in the process that started it. `start`, then `tick` each 100 ms, then `stop`, from one thread."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        job: JobConfig,
+        clock: Clock | None = None,
+        *,
+        classes: Callable[[], Mapping[str, Any]] = runtime_classes,
+        hands: Hands | None = None,
+    ) -> None:
+        """`classes`: role -> actor class, for tests with trivial actors; `hands`: instead of Ray, for tests without."""
+        self.run, self.job, self.clock = run, job, clock or SystemClock()
+        self.nodes = [NodeId(f"node-{i}") for i in range(job.runtime.nodes)]
+        self.journal = Journal(run.database_url, clock=self.clock)
+        self.cluster = Cluster(run, self.nodes, self.clock)
+        self.hands = hands or RayHands(job, classes)
+        self.agents = AgentKeeper(run, self.nodes, self.clock, self._agent_restarted)
+        self._notes: SimpleQueue[str] = SimpleQueue()
+        self._operations = Operations(run, job, self.journal, self.hands, self.clock, self._notes.put)
+        self._watch = ProcessWatch()
+        self._progress: Progress = lambda _: None
+        self._fenced_nodes: set[NodeId] = set()
+        self._renewed_at = 0.0
+        self._held = NEED_MODEL
+        self._stopped = False
+
+    # --- start --------------------------------------------------------------------------------------------------
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Brings the run up; returns when every replica but the standbys is ready.
+
+        Raises:
+            TooFewNodes: before anything is started.
+            ConfigError: the model cannot be used.
+            ActuatorError: a process did not start: which, and why.
+            DeadlineExceeded: who was not ready in time.
+        """
+        self._progress = progress or self._progress
+        placed = place(self.job)
+        self._write_run(placed)
+        preparing = self._prepare_model()
+        self._progress(f"starting {len(self.nodes)} nodes: one agent and one raylet each")
+        self.agents.start()
+        self.cluster.start()
+        self.cluster.connect()
+        self._progress("Ray is up; starting controller and rewards while the model is written")
+        self._finish_preparing(preparing)
+        self._held = frozenset({STANDBY_ROLE})
+        self._progress("the model is written; starting trainers and engines")
+        self._wait_until_ready([r for r in placed if split_replica(r)[0] != STANDBY_ROLE])
+        self._held = frozenset()
+
+    def _write_run(self, placed: Mapping[ReplicaId, NodeId]) -> None:
+        me, ticks = os.getpid(), process_start_ticks(os.getpid())
+        record_process(self.run.path, "supervisor", me)
+        self.run.write(
+            {
+                "run_id": self.run.run_id,
+                "created_at": self.clock.wall(),
+                "seed": self.job.seed,
+                "config": self.job.model_dump(mode="json"),
+                "config_digest": self.job.digest(),
+                "database_url": redacted(self.run.database_url),
+                "supervisor": {"pid": me, "start_ticks": ticks},
+                "nodes": list(self.nodes),
+                "injection_allowed": self.job.injection_allowed,
+            }
+        )
+        roles = {**self.job.roles.counts(), STANDBY_ROLE: self.job.runtime.standbys}
+        body = {"seed": self.job.seed, "config_digest": self.job.digest(), "roles": roles, "nodes": list(self.nodes)}
+        self.journal.append(EventKind.RUN_STARTED, body, key="run-started")
+        for replica, node in placed.items():
+            first = Desired(replica=replica, incarnation=1, node=node, prefer_standby=False, because="the run starts")
+            self.journal.set_desired(first)
+
+    def _prepare_model(self) -> subprocess.Popen[bytes]:
+        with (self.run.logs / "prepare.log").open("wb") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rolecall.rl_runtime.trainer.prepare_model", str(self.run.path)],
+                env={**run_environment(self.run.path), "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+        record_process(self.run.path, "prepare", process.pid)
+        return process
+
+    def _finish_preparing(self, process: subprocess.Popen[bytes]) -> None:
+        deadline = self.clock.monotonic() + PREPARE_SECONDS
+        while (code := process.poll()) is None:
+            self.tick()
+            if self.clock.monotonic() > deadline:
+                process.kill()
+                raise DeadlineExceeded(waited_for="the model folder to be written", seconds=PREPARE_SECONDS)
+            self.clock.sleep(TICK_SECONDS)
+        if code:
+            said = (self.run.logs / "prepare.log").read_text(errors="replace").strip()[-1500:]
+            if code == 2:
+                raise ConfigError([said])
+            raise ActuatorError(f"writing the model folder failed with code {code}: {said}")
+
+    def _wait_until_ready(self, replicas: list[ReplicaId]) -> None:
+        seconds = 2 * self.job.detector.first_unit_seconds
+        deadline = self.clock.monotonic() + seconds
+        shown = -1
+        while True:
+            self.tick()
+            current = self.journal.current()
+            for replica in replicas:
+                if replica in current and current[replica].state in GONE:
+                    raise ActuatorError(f"{replica} did not start: {current[replica].because}")
+            missing = [r for r in replicas if r not in current or current[r].state is ReplicaState.STARTING]
+            if not missing:
+                return
+            if len(missing) != shown:
+                shown = len(missing)
+                self._progress(f"{len(replicas) - shown} of {len(replicas)} replicas are ready")
+            if self.clock.monotonic() > deadline:
+                raise DeadlineExceeded(waited_for=", ".join(missing), seconds=seconds)
+            self.clock.sleep(TICK_SECONDS)
+
+    # --- the control loop ---------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """One turn; never waits for another process.
+
+        Raises:
+            ActuatorError: Ray's GCS is gone. That is not survivable: no actor can be reached any more.
+        """
+        self._tell_notes()
+        if self.cluster.gcs is not None and not self.cluster.gcs_alive:
+            raise ActuatorError("Ray's head (GCS) has ended: the run cannot go on without it")
+        self.agents.tick()
+        fleet = self._look()
+        for instruction in reconcile(fleet, self.clock.wall()):
+            self._perform(instruction, fleet)
+        self._renew()
+
+    def _look(self) -> Fleet:
+        # Before the records: an operation that ends in between still counts as busy, and its result is seen next turn.
+        busy = self._operations.busy()
+        actual = self.journal.actual()
+        dead_nodes = set(self.cluster.dead_nodes())
+        self._fence(dead_nodes - self._fenced_nodes, actual)
+        alive = {
+            key
+            for key, a in actual.items()
+            if a.pid and a.state is not ReplicaState.STOPPED and self._watch.alive(a.pid, a.start_ticks)
+        }
+        return Fleet(
+            desired=self.journal.desired(),
+            actual=actual,
+            alive=alive,
+            busy=busy,
+            nodes=[n for n in self.nodes if n not in dead_nodes],
+            quarantined=quarantined_nodes(self.journal),
+        )
+
+    def _fence(self, nodes: set[NodeId], actual: Mapping[Incarnation, Actual]) -> None:
+        """A worker outlives its raylet for a moment: it is ended, so that no two of one incarnation ever work."""
+        for record in actual.values():
+            if record.node in nodes and record.state in LIVING and record.pid:
+                kill_process(record.pid, record.start_ticks, signal.SIGKILL)
+        for node in sorted(nodes):
+            self._progress(f"{node}: its raylet has ended, and with it every process there")
+        self._fenced_nodes |= nodes
+
+    def _perform(self, instruction: Instruction, fleet: Fleet) -> None:
+        record = fleet.actual.get((instruction.replica, instruction.incarnation))
+        match instruction:
+            case MarkLost():
+                assert record is not None, "only what is written can be lost"
+                because = instruction.because
+                if record.node in self._fenced_nodes:
+                    because += f"; the raylet of {record.node} has ended"
+                self._operations.lose(record, because)
+            case KillOld() | StopReplica():
+                assert record is not None, "only what is written can be ended"
+                self._operations.end(record, instruction.because, wanted=isinstance(instruction, StopReplica))
+            case Start():
+                if split_replica(instruction.replica)[0] in self._held:
+                    return
+                self._operations.start(instruction, node_is_dead=instruction.node in self._fenced_nodes)
+            case Promote():
+                standby = fleet.actual[(instruction.standby, instruction.standby_incarnation)]
+                self._operations.promote(instruction, standby)
+            case RefillStandby():
+                wanted = Desired(
+                    replica=instruction.replica,
+                    incarnation=instruction.incarnation,
+                    node=instruction.node,
+                    prefer_standby=False,
+                    because=instruction.because,
+                )
+                self.journal.set_desired(wanted, expect_incarnation=instruction.incarnation - 1)
+
+    def _renew(self) -> None:
+        now = self.clock.monotonic()
+        if now - self._renewed_at >= min(RENEW_SECONDS_MAX, self.job.runtime.lease_seconds / 4):
+            self._renewed_at = now
+            self.hands.renew(self.job.runtime.lease_seconds)
+
+    def _agent_restarted(self, node: NodeId, because: str) -> None:
+        self.journal.append(EventKind.PROCESS_RESTARTED, {"what": "agent", "node": node, "because": because})
+        self._progress(f"{node}: agent restarted, {because}")
+
+    def _tell_notes(self) -> None:
+        while True:
+            try:
+                self._progress(self._notes.get_nowait())
+            except Empty:
+                return
+
+    # --- the end ------------------------------------------------------------------------------------------------
+
+    def stop(self, because: str = "the run is stopped") -> None:
+        """Ends everything that was started, and returns when it is gone. Idempotent; safe after a failed start."""
+        if self._stopped:
+            return
+        self._stopped = True
+        self._operations.close()
+        records = self._living()
+        for record in sorted(records, key=lambda a: not a.replica.startswith("controller/")):
+            self._say_goodbye(record)
+        # Actors that are still starting have no record of their process yet: they are known by their name and marker.
+        for process in find_processes(self.run.path, exclude=(os.getpid(),)):
+            if process.name.startswith("ray::") or process.pid in {r.pid for r in records}:
+                kill_process(process.pid, process.start_ticks, signal.SIGKILL)
+        # Their calls must have ended before this process leaves Ray: a call after that would end this process.
+        if not self._operations.drain(DRAIN_SECONDS):
+            logger.error("operations are still under way after %.0f s", DRAIN_SECONDS)
+        self.cluster.stop()
+        self.agents.stop()
+        stop_run(self.run.path, clock=self.clock, term_seconds=1.0)
+        try:
+            for record in records:
+                self._operations.stopped(record, because)
+        except JournalError as e:
+            logger.error("not written down that everything was stopped: %s", e)
+        self._watch.close()
+        self._tell_notes()
+        self.journal.close()
+
+    def _living(self) -> list[Actual]:
+        try:
+            return [a for a in self.journal.actual().values() if a.state in LIVING]
+        except JournalError as e:
+            # Nobody is told beforehand, but all end: every process of the run carries its marker.
+            logger.error("ending everything without its records: %s", e)
+            return []
+
+    def _say_goodbye(self, record: Actual) -> None:
+        # The controller finishes its books; the others only tell their agents that the exit is wanted.
+        seconds = GOODBYE_SECONDS if record.replica.startswith("controller/") else 1.0
+        if not record.actor or not self._watch.alive(record.pid, record.start_ticks):
+            return
+        try:
+            self.hands.stop(record.actor, seconds)
+        except RolecallError as e:
+            logger.warning("%s did not finish in order: %s", record.replica, e)

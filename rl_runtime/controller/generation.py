@@ -1,0 +1,477 @@
+"""The rollouts in the controller's hands: admitted on proof, fed, listened to, and given up at once when they are lost.
+
+Each engine has two tasks of its own: a pump (give it work, pull what it made, tell it what to forget) and an updater
+(bring it to the newest policy version and have it prove that). An engine that does not answer holds up nobody but
+itself: after `SILENT_SECONDS` its requests go on elsewhere, from the tokens that were streamed, and it gets no more.
+Its one call stays under way. Whether it is replaced is recovery's to decide; if it comes to itself, what it made
+meanwhile is not taken, it is told to forget, and it works on.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation, WireError
+from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.core.journal.events import EventKind
+from rolecall.core.membership import Actual, ReplicaState
+from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
+from rolecall.rl_runtime.controller.engine_state import Certifier, Engine, Target
+from rolecall.rl_runtime.controller.journal_writer import Books
+from rolecall.rl_runtime.controller.open_group import EngineKey
+from rolecall.rl_runtime.controller.trajectories import NOTHING, EngineLoad, TrajectoryTable, least_loaded
+from rolecall.rl_runtime.protocol.clients import Connect, ReplicaGone, RolloutPort
+from rolecall.rl_runtime.protocol.membership import Fleet
+from rolecall.rl_runtime.protocol.messages import Holder, Manifest, Proof, Request, TokenChunk
+from rolecall.rl_runtime.protocol.token_checks import BadTokens, check_chunks
+
+logger = logging.getLogger(__name__)
+
+PULL_SECONDS = 0.1
+"""Cadence of pulls from an engine with work. Raising it delays tokens and the move of a dead engine's requests."""
+IDLE_SECONDS = 0.5
+"""Cadence of the same call to an engine without work: so it is noticed that it is dead or silent."""
+DRAIN_SECONDS = 0.8
+"""How long an engine that is replaced alive may take to give its last tokens. Four times a pause of the slowest."""
+SILENT_SECONDS = 1.5
+"""An engine that owes an answer for this long gets no work until it has answered, and what it had goes on elsewhere.
+Ten times a pause of one slowed four times; a false alarm costs the prefixes of its requests, computed again. Less than
+a step's patience (supply.py) by what a sample takes: so those that were moved are not too old when they are done."""
+UPDATE_MARGIN_SECONDS = 20.0
+"""On top of the transfer's own deadline: loading and the canary of an engine that has just started."""
+SLOT_SECONDS = 2.0
+"""How long an update may keep its holder from giving to the next, and how long new work is kept for an engine that is
+behind. A holder gives to one at a time, and who has a version is a holder: a round takes the logarithm of their number.
+An update that takes longer, or hangs, goes on, and holds up nobody."""
+RETRY_SECONDS = 0.25
+FAILURES_MAX = 4
+"""Failed greetings, turns or updates in a row, each for a reason of the engine's own, after which it is given up."""
+
+
+class Generation:
+    """All engines of a run, and the table of what they generate."""
+
+    def __init__(
+        self,
+        *,
+        books: Books,
+        table: TrajectoryTable,
+        certifier: Certifier,
+        connect: Connect,
+        tasks: Tasks,
+        transfer_seconds: float,
+        tokens_generated: Callable[[Actual], int | None],
+        on_finished: Callable[[], None],
+        trains_prefixes: bool = False,
+        vocab_size: int | None = None,
+    ) -> None:
+        """`trains_prefixes`: what a lost engine leaves unfinished is trained on as it stands, and goes on elsewhere
+        behind that; otherwise it goes on elsewhere first. `vocab_size`: tokens beyond it are refused."""
+        self._books, self._table, self._certifier = books, table, certifier
+        self._connect, self._tasks = connect, tasks
+        self._update_seconds = transfer_seconds + UPDATE_MARGIN_SECONDS
+        self._tokens_generated, self._on_finished = tokens_generated, on_finished
+        self._trains_prefixes, self._vocab_size = trains_prefixes, vocab_size
+        self._giving: set[Holder] = set()
+        self._given: Counter[Holder] = Counter()  # how often each gave the target version
+        self._offered = asyncio.Event()  # a holder is free again, or a new one is there
+        self._greeting: dict[EngineKey, asyncio.Task[None]] = {}
+        self._unmet: Counter[EngineKey] = Counter()  # failed greetings of those that are not engines yet
+        self._took_over = False  # who serves was asked what it holds for the controller before
+        self.engines: dict[EngineKey, Engine] = {}
+        self.target: Target | None = None
+
+    # --- reconciling with the border ----------------------------------------------------------------------------
+
+    def sync(self, fleet: Fleet) -> None:
+        """Gives up what is over and greets what is there; called again and again."""
+        for key in list(self.engines):
+            because = fleet.lost_because(*key)
+            if because is None:
+                continue
+            if not fleet.may_still_speak(*key):
+                self.contain(key, because)
+            elif not self.engines[key].draining:
+                self.engines[key].draining = True
+                self._tasks.start(self._drain(self.engines[key], because), f"drain {key}")
+        for record in fleet.usable("rollout").values():
+            key = (record.replica, record.incarnation)
+            if key not in self.engines and key not in self._greeting:
+                greeting = self._tasks.start(self._greet(record), f"greet {key}")
+                self._greeting[key] = greeting
+                greeting.add_done_callback(lambda _, key=key: self._greeting.pop(key, None))  # type: ignore[misc]
+
+    async def greeted(self) -> None:
+        """Waits for the greetings under way; each has its deadline."""
+        await asyncio.gather(*self._greeting.values(), return_exceptions=True)
+
+    async def _greet(self, record: Actual) -> None:
+        key = (record.replica, record.incarnation)
+        try:
+            port = RolloutPort(self._connect(record))
+            info = await port.info()
+        except ReplicaGone as e:
+            self._books.fence(*key, e.because)
+            return
+        except DeadlineExceeded as e:
+            logger.warning("%s", e)  # the next look at the border greets it again
+            return
+        except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
+            await self._failed_to_greet(key, e)
+            return
+        self._unmet.pop(key, None)
+        if key in self.engines:
+            return
+        engine = Engine(port=port, record=record, holder=info.holder, holds_unknown=info.num_requests > 0)
+        if record.state is ReplicaState.SERVING and info.policy_version >= 0:
+            # A controller before this one admitted it; the next update proves it anew.
+            engine.version, engine.serving = info.policy_version, True
+        engine.tokens_seen = self._tokens_generated(record) or 0
+        self.engines[key] = engine
+        self._books.change_members(joined=[key], because=f"{record.replica}#{record.incarnation} answers")
+        engine.tasks = [
+            self._tasks.start(self._pump(engine), f"pump {port}"),
+            self._tasks.start(self._keep_updated(engine), f"update {port}"),
+        ]
+        engine.wanted.set()
+
+    async def _failed_to_greet(self, key: EngineKey, error: Exception) -> None:
+        """Counts it; the next look at the border greets it again, until it is given up for it."""
+        self._unmet[key] += 1
+        because = f"its greeting failed {self._unmet[key]} times, last: {type(error).__name__}: {error}"
+        logger.warning("%s#%d: %s", *key, because)
+        if self._unmet[key] >= FAILURES_MAX:
+            self._books.fence(*key, because)
+        else:
+            await asyncio.sleep(RETRY_SECONDS * self._unmet[key])
+
+    async def held_requests(self) -> dict[EngineKey, list[tuple[Request, TokenChunk]]]:
+        """What each serving engine holds, for a controller that restarts. One that does not answer is left out."""
+
+        async def ask(engine: Engine) -> list[tuple[Request, TokenChunk]]:
+            try:
+                held = await engine.port.list_requests()
+                check_chunks((chunk for _, chunk in held), self._vocab_size)
+                engine.holds_unknown = False
+                return held
+            except BadTokens as e:
+                self.contain(engine.key, str(e))
+                return []
+            except (ReplicaGone, DeadlineExceeded, StaleIncarnation) as e:
+                logger.warning("what %s holds is not known: %s", engine.port, e)
+                return []
+
+        serving = [e for e in self.engines.values() if e.serving]
+        answers = await asyncio.gather(*(ask(e) for e in serving))
+        self._took_over = True
+        return {e.key: answer for e, answer in zip(serving, answers, strict=True)}
+
+    # --- placing work -------------------------------------------------------------------------------------------
+
+    def loads(self) -> list[EngineLoad]:
+        now = asyncio.get_running_loop().time()
+        return [
+            EngineLoad(
+                key=e.key,
+                version=e.version,
+                may_serve=e.serving and not e.silent,
+                num_requests=self._table.num_unfinished(e.key),
+                is_due=e.behind_since is not None and now - e.behind_since < SLOT_SECONDS,
+            )
+            for e in self.engines.values()
+        ]
+
+    def place(self, group_id: GroupId, key: EngineKey) -> None:
+        self._table.place(group_id, key)
+        self.engines[key].wake.set()
+
+    def place_homeless(self) -> set[ReplicaId]:
+        """Gives requests without an engine to the least loaded. Returns who took some."""
+        takers: set[ReplicaId] = set()
+        for group_id in self._table.homeless():
+            taker = least_loaded(self.loads())
+            if taker is None:
+                break
+            self.place(group_id, taker.key)
+            takers.add(taker.key[0])
+        return takers
+
+    def is_stuck(self, group_id: GroupId) -> bool:
+        """Whether some of the group's requests lie with an engine that does not answer, or with none."""
+        silent = {e.key for e in self.engines.values() if e.silent}
+        trajectories = self._table.groups[group_id].trajectories
+        return any(not t.finished and (t.engine is None or t.engine in silent) for t in trajectories)
+
+    def wake_all(self) -> None:
+        """There is something to forget."""
+        for engine in self.engines.values():
+            engine.wake.set()
+
+    # --- containment --------------------------------------------------------------------------------------------
+
+    async def _drain(self, engine: Engine, because: str) -> None:
+        """One that is replaced alive gives its last tokens before it is fenced; the supervisor waits that long."""
+        engine.serving = False  # no new requests; an answer of a turn under way is taken as well
+        try:
+            pulled = await engine.port.drain(self._table.offsets(engine.key), DRAIN_SECONDS / 2)
+            if engine.key in self.engines and (pulled.replica, pulled.incarnation) == engine.key:
+                engine.tokens_seen = self._tokens_generated(engine.record) or engine.tokens_seen
+                check_chunks(pulled.chunks, self._vocab_size)
+                if self._table.take(engine.key, pulled.chunks, engine.version):
+                    self._on_finished()
+        except Exception as e:  # noqa: BLE001
+            # Whatever it is, nothing more is to be had from this engine: its requests go on from what was streamed.
+            logger.warning("%s gave no last tokens: %s", engine.port, e)
+        self.contain(engine.key, because)
+
+    def contain(self, key: EngineKey, because: str) -> None:
+        """An engine is lost: fence it, let its requests go on elsewhere, say so. Without any wait."""
+        engine = self.engines.pop(key, None)
+        if engine is None:
+            return
+        for task in engine.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        self._books.fence(*key, because)
+        self._move(engine, because, forgets=False)
+        self._books.change_members(left=[key], because=f"{key[0]}#{key[1]}: {because}")
+
+    def _move(self, engine: Engine, because: str, *, forgets: bool) -> None:
+        """Its unfinished requests go on elsewhere from the tokens that were streamed; how many were not is said.
+
+        `forgets`: it may be told to forget them, now or when it answers again.
+        """
+        made = None if forgets and not engine.silent else self._tokens_generated(engine.record)
+        lost = not forgets or engine.silent
+        cut = self._table.cut(engine.key) if self._trains_prefixes and lost else NOTHING
+        moved = self._table.leave(engine.key, alive=forgets)
+        takers = self.place_homeless()
+        if cut.num_requests:
+            self._on_finished()
+        if not moved.num_requests and not cut.num_requests:
+            return
+        replica, incarnation = engine.key
+        body = {
+            "from": replica,
+            "from_incarnation": incarnation,
+            "to": sorted(takers),
+            "num_requests": moved.num_requests + cut.num_requests,
+            "num_groups": len({*moved.group_ids, *cut.group_ids}),
+            "num_cut": cut.num_requests,  # trained on as they stand; the next windows of their answers go on elsewhere
+            "tokens_kept": moved.tokens_kept + cut.tokens_kept,
+            "tokens_lost": 0 if made is None else max(0, made - engine.tokens_seen),
+            "because": because,
+        }
+        self._books.event(EventKind.REQUESTS_MOVED, body)
+
+    # --- the pump -----------------------------------------------------------------------------------------------
+
+    async def _pump(self, engine: Engine) -> None:
+        while engine.key in self.engines:
+            turn = asyncio.ensure_future(self._turn(engine))
+            try:
+                await self._watched(engine, turn)
+                engine.failures = 0
+            except asyncio.CancelledError:
+                turn.cancel()
+                raise
+            except (ReplicaGone, StaleIncarnation, BadTokens) as e:
+                # Who computes what is no number would do so again: its place is taken by another at once.
+                self.contain(engine.key, e.because if isinstance(e, ReplicaGone) else str(e))
+                return
+            except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
+                if not await self._failed(engine, "a turn of its requests", e):
+                    return
+            busy = bool(self._table.num_unfinished(engine.key))
+            await set_or_timeout(engine.wake, PULL_SECONDS if busy else IDLE_SECONDS)
+
+    async def _watched(self, engine: Engine, turn: Awaitable[None]) -> None:
+        """Waits for one turn as long as it takes, but after `SILENT_SECONDS` nothing depends on it any more."""
+        waiting = {asyncio.ensure_future(turn)}
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=SILENT_SECONDS)
+            if not done and not engine.silent and engine.key in self.engines:
+                engine.silent = True
+                because = str(DeadlineExceeded(waited_for=f"{engine.port}", seconds=SILENT_SECONDS))
+                logger.warning("%s", because)
+                self._move(engine, because, forgets=True)
+        engine.silent = False
+        (task,) = done
+        task.result()
+
+    async def _forget_unknown(self, engine: Engine) -> None:
+        """What it made for the controller before, and nobody took over: it did not answer then, or did not serve.
+
+        Given such a request again it would go on from its own tokens: behind another prefix than the one that it is
+        given, or of a policy that never was.
+        """
+        held = await engine.port.list_requests()
+        self._table.forget_stray(engine.key, [request.request_id for request, _ in held])
+        engine.holds_unknown = False
+
+    async def _turn(self, engine: Engine) -> None:
+        key, port = engine.key, engine.port
+        if engine.holds_unknown and self._took_over:
+            await self._forget_unknown(engine)
+        pulled = await port.tokens_since(self._table.offsets(key))
+        engine.tokens_seen = self._tokens_generated(engine.record) or engine.tokens_seen
+        if (pulled.replica, pulled.incarnation) != key:
+            raise StaleIncarnation(replica=key[0], wanted=f"#{pulled.incarnation}", got=f"#{key[1]}")
+        check_chunks(pulled.chunks, self._vocab_size)
+        finished = self._table.take(key, pulled.chunks, engine.version)
+        self._table.resend(key, pulled.unknown)
+        if finished:
+            self._on_finished()
+        if engine.serving and pulled.policy_version < 0:
+            self._unserve(engine, "it says itself that its weights are not proven any more")
+        forget = self._table.to_forget(key)
+        if forget:
+            try:
+                await port.ack(forget)
+            except RolecallError:
+                self._table.forget_stray(key, forget)
+                raise
+        fresh = self._table.unsent(key) if engine.serving and not engine.holds_unknown else []
+        if fresh:
+            await port.submit(fresh)
+            self._table.mark_sent(key, [r.request_id for r in fresh])
+
+    async def _failed(self, engine: Engine, what: str, error: Exception) -> bool:
+        """Counts a failure; False when the engine was given up for it."""
+        engine.failures += 1
+        logger.warning("%s: %s failed: %s: %s", engine.port, what, type(error).__name__, error)
+        if engine.failures >= FAILURES_MAX:
+            self.contain(engine.key, f"{what} failed {engine.failures} times, last: {type(error).__name__}: {error}")
+            return False
+        await asyncio.sleep(RETRY_SECONDS * engine.failures)
+        return engine.key in self.engines
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def publish(self, manifest: Manifest, holders: Sequence[Holder]) -> None:
+        """A version that every engine should take over; requests under way go on meanwhile."""
+        if self.target is None or self.target.manifest.digest != manifest.digest:
+            self._given.clear()
+        self.target = Target(manifest, tuple(holders))
+        self._offered.set()
+        now = asyncio.get_running_loop().time()
+        for engine in self.engines.values():
+            if engine.behind_since is None and engine.proven != manifest.digest:
+                engine.behind_since = now
+            engine.wanted.set()
+
+    def demote(self, because: str) -> None:
+        """What engines have proven is of a policy that never was: nobody serves until it has proven the one now."""
+        for engine in self.engines.values():
+            engine.version, engine.proven = -1, ""
+            self._unserve(engine, because)
+
+    def _unserve(self, engine: Engine, because: str) -> None:
+        """It lives but may not serve until it proves a version again; its requests go on elsewhere meanwhile."""
+        engine.proven = ""
+        engine.wanted.set()
+        if not engine.serving:
+            return
+        engine.serving = False
+        self._books.set_state(*engine.key, ReplicaState.READY, because)
+        self._move(engine, because, forgets=True)
+
+    async def _keep_updated(self, engine: Engine) -> None:
+        while engine.key in self.engines:
+            await engine.wanted.wait()
+            engine.wanted.clear()
+            while self.target is not None and (engine.proven != self.target.manifest.digest or not engine.serving):
+                try:
+                    proof = await self._update(engine)
+                except ReplicaGone as e:
+                    self.contain(engine.key, e.because)
+                    return
+                except ProofMismatch as e:
+                    version = self.target.manifest.policy_version
+                    self._books.refused(*engine.key, version, e.part, e.tensor, e.reason)
+                    if not await self._failed(engine, "its proof", e):
+                        return
+                except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
+                    if not await self._failed(engine, "its update", e):
+                        return
+                else:
+                    if proof is None:
+                        await asyncio.sleep(RETRY_SECONDS)
+                    elif not self._admit(engine, proof):
+                        return
+
+    async def _update(self, engine: Engine) -> Proof | None:
+        """One attempt. None when it should be tried again for no fault of the engine's own."""
+        if engine.silent:
+            return None
+        call: asyncio.Future[Proof] | None = None
+        try:
+            holders = await self._free_holders(engine)
+            # Only now: the target may have been replaced while this one waited.
+            manifest, epoch = self._wanted().manifest, self._books.epoch
+            call = asyncio.ensure_future(engine.port.update_weights(epoch, manifest, holders, self._update_seconds))
+            with self._gives(holders[:1]):
+                await asyncio.wait({call}, timeout=SLOT_SECONDS)
+            proof = await call
+        except asyncio.CancelledError:
+            if call is not None:
+                call.cancel()
+            raise
+        except (DeadlineExceeded, StaleIncarnation, WireError) as e:
+            logger.warning("%s: version %d not taken over: %s", engine.port, manifest.policy_version, e)
+            return None
+        verdict = self._certifier.judge(manifest, proof, incarnation=engine.key[1], epoch=epoch)
+        if not verdict.admitted or proof.replica != engine.key[0]:
+            reason = verdict.because if not verdict.admitted else f"the proof is {proof.replica}'s"
+            # It computes with what it could not prove. What it streams beyond its last proof is not taken.
+            self._unserve(engine, f"refused: {reason}")
+            raise ProofMismatch(replica=str(engine.port), part=verdict.part, tensor=verdict.tensor, reason=reason)
+        return proof
+
+    def _wanted(self) -> Target:
+        assert self.target is not None, "a target is replaced, never taken away"
+        return self.target
+
+    async def _free_holders(self, engine: Engine) -> list[Holder]:
+        """Who has the target version (trainers, and rollouts that took it over), the one to ask first being free."""
+        while True:
+            target = self._wanted()
+            digest = target.manifest.digest
+            relays = [
+                e.holder for e in self.engines.values() if e is not engine and e.proven == digest and not e.silent
+            ]
+            holders = [*target.holders, *relays]
+            free = [h for h in holders if h not in self._giving]
+            if free or not holders:
+                return sorted(holders, key=lambda h: (h in self._giving, self._given[h]))
+            await set_or_timeout(self._offered, SLOT_SECONDS)
+
+    @contextmanager
+    def _gives(self, holders: Sequence[Holder]) -> Iterator[None]:
+        """Within: nobody else is sent to them. Nobody is named where no holder is left; the update then says so."""
+        self._giving.update(holders)
+        self._given.update(holders)
+        try:
+            yield
+        finally:
+            self._giving.difference_update(holders)
+            self._offered.set()
+
+    def _admit(self, engine: Engine, proof: Proof) -> bool:
+        """It proved a version; the first time, it serves from now on. False when it was fenced meanwhile."""
+        engine.version, engine.proven, engine.failures = proof.policy_version, proof.manifest_digest, 0
+        if self.target is not None and engine.proven == self.target.manifest.digest:
+            engine.behind_since = None
+        if engine.serving:
+            self._on_finished()
+            return True
+        self._books.admitted(proof)
+        because = f"proved policy version {proof.policy_version}"
+        if not self._books.set_state(*engine.key, ReplicaState.SERVING, because, proof.policy_version):
+            return False
+        engine.serving = True
+        self.place_homeless()
+        self._on_finished()
+        return True

@@ -1,0 +1,237 @@
+"""What the controller writes down: ledger lines, journal events, states and epochs, each only while it is the controller.
+
+The sampler's state is a fold of the ledger's lines, and goes on with each line written here. Before every write the border is asked whether a newer incarnation of the controller is wanted or there; the older one
+stops with `Superseded` and writes nothing more. Lines of one decision go in one transaction. All writes can be
+repeated: events of a step have keys, ledger lines are left out when the group stands there already.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rolecall.core.errors import StaleIncarnation
+from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.core.journal.ledger import FILTERED, GroupState, Ledger, LedgerLine
+from rolecall.core.membership import Actual, ReplicaState
+from rolecall.rl_runtime.algorithms.sampler import TAKEN, SamplerState, Verdict
+from rolecall.rl_runtime.protocol.membership import GONE, Fleet, members_after
+from rolecall.rl_runtime.protocol.messages import CommitRecord, Proof
+from rolecall.rl_runtime.tasks.task import group_number
+
+Member = tuple[ReplicaId, int]
+Judged = tuple[GroupId, int, Verdict]
+"""(group, number of tokens, what dynamic sampling thinks of it)."""
+OPEN_STATES = (
+    GroupState.ISSUED,
+    GroupState.ACCEPTED,
+    GroupState.RETURNED,
+    GroupState.UNDONE,
+    GroupState.ASSIGNED,
+)
+
+
+class Superseded(StaleIncarnation):
+    """A newer incarnation of the controller is wanted or there: this one writes nothing more."""
+
+
+class Books:
+    """Journal and ledger in the controller's hands."""
+
+    def __init__(
+        self, journal: Journal, ledger: Ledger, replica: ReplicaId, incarnation: int, *, job_seed: int = 0
+    ) -> None:
+        self.journal, self.ledger = journal, ledger
+        self.replica, self.incarnation = replica, incarnation
+        self.sampler = SamplerState(job_seed)
+        last = journal.epoch()
+        self.epoch = last.number if last else 0
+        self.members = last.members if last else ()
+
+    # --- the right to write -------------------------------------------------------------------------------------
+
+    def fleet(self) -> Fleet:
+        """Both records of the border, as they stand."""
+        return Fleet(self.journal.desired(), self.journal.actual())
+
+    def check(self, fleet: Fleet | None = None) -> Fleet:
+        """The border's records, if this still is the controller.
+
+        Raises:
+            Superseded: it is not; whoever is takes over.
+        """
+        fleet = fleet or self.fleet()
+        wanted = fleet.desired.get(self.replica)
+        newest = max((i for r, i in fleet.actual if r == self.replica), default=self.incarnation)
+        newest = max(newest, wanted.incarnation if wanted else self.incarnation)
+        if newest > self.incarnation:
+            raise Superseded(replica=self.replica, wanted=f"#{newest}", got=f"#{self.incarnation}")
+        return fleet
+
+    def event(self, kind: EventKind, body: Mapping[str, Any], key: str | None = None) -> None:
+        self.check()
+        self.journal.append(kind, body, key=key)
+
+    # --- states and epochs --------------------------------------------------------------------------------------
+
+    def set_state(
+        self, replica: ReplicaId, incarnation: int, state: ReplicaState, because: str, policy_version: int = -1
+    ) -> bool:
+        """Writes what a replica is now; False where that is not so any more (it was fenced meanwhile)."""
+        record = self.check().actual.get((replica, incarnation))
+        if record is None or record.state in GONE:
+            return False
+        changed = Actual(
+            replica=replica,
+            incarnation=incarnation,
+            node=record.node,
+            state=state,
+            pid=record.pid,
+            start_ticks=record.start_ticks,
+            actor=record.actor,
+            because=because,
+            policy_version=policy_version if policy_version >= 0 else record.policy_version,
+        )
+        return self.journal.set_actual(changed, unless=GONE)
+
+    def fence(self, replica: ReplicaId, incarnation: int, because: str) -> bool:
+        """Marks an incarnation LOST, once; False where it was gone already."""
+        if not self.set_state(replica, incarnation, ReplicaState.LOST, because):
+            return False
+        body = {"replica": replica, "incarnation": incarnation, "because": because}
+        self.event(EventKind.REPLICA_LOST, body, key=f"lost:{replica}#{incarnation}")
+        return True
+
+    def change_members(
+        self, *, joined: Iterable[Member] = (), left: Iterable[Member] = (), because: str, always: bool = False
+    ) -> int:
+        """The epoch after members came or went; the same one if nothing changes, unless a new one is wanted `always`."""
+        members = members_after(self.members, joined=joined, left=left)
+        if members != self.members or always:
+            self.check()
+            grown = self.journal.grow_epoch(members, because)
+            self.epoch, self.members = grown.number, grown.members
+        return self.epoch
+
+    # --- the ledger ---------------------------------------------------------------------------------------------
+
+    def _write(self, lines: Sequence[LedgerLine]) -> ChainHead:
+        self.check()
+        head = self.ledger.write(lines)
+        self.sampler.advance_by(lines)
+        return head
+
+    def resume_sampler(self) -> None:
+        """Folds what controllers before this one wrote.
+
+        Raises:
+            SamplerMismatch: this one would go on otherwise.
+        """
+        self.sampler = SamplerState.of(self.ledger.lines(), self.sampler.job_seed)
+
+    def issued(self, group_ids: Iterable[GroupId]) -> None:
+        self._write(
+            [
+                LedgerLine(group_id=g, state=GroupState.ISSUED, reason=self.sampler.seed_line(group_number(g)))
+                for g in group_ids
+            ]
+        )
+
+    def judged(self, step: int, accepted: Iterable[Judged], filtered: Iterable[Judged]) -> None:
+        """What dynamic sampling made of groups while `step` was being formed. Who stands accepted already has his line."""
+        lines = [_accepted(step, j) for j in accepted if j[0] not in self.sampler.accepted]
+        lines += [_filtered(step, j) for j in filtered]
+        if lines:
+            self._write(lines)
+
+    def assigned(
+        self,
+        step: int,
+        groups: Iterable[tuple[GroupId, int]],
+        *,
+        taken: Iterable[Judged] = (),
+        filtered: Iterable[Judged] = (),
+    ) -> ChainHead:
+        """(group, number of tokens) of a step. Returns the head that goes into the commit record.
+
+        `taken`: of these, those that fill the batch although they teach nothing. `filtered`: others, not needed for it.
+        Who stands accepted already has his line: what he had taught was lost with his tokens, and those made again do not.
+        """
+        lines = [_filtered(step, j) for j in filtered]
+        lines += [_accepted(step, j, reason=f"{TAKEN}{j[2]}") for j in taken if j[0] not in self.sampler.accepted]
+        lines += [LedgerLine(group_id=g, state=GroupState.ASSIGNED, step=step, num_tokens=n) for g, n in groups]
+        return self._write(lines)
+
+    def returned(self, step: int, group_ids: Iterable[GroupId], reason: str) -> None:
+        lines = [LedgerLine(group_id=g, state=GroupState.RETURNED, step=step, reason=reason) for g in group_ids]
+        self._write(lines)
+
+    def dropped(self, groups: Iterable[tuple[GroupId, int]], reason: str) -> None:
+        """(group, number of tokens) that nobody will train on."""
+        lines = [LedgerLine(group_id=g, state=GroupState.DROPPED, num_tokens=n, reason=reason) for g, n in groups]
+        if lines:
+            self._write(lines)
+
+    def trained(self, commit: CommitRecord, num_tokens: Mapping[GroupId, int]) -> list[GroupId]:
+        """Writes what a commit record proves, and nothing else. Returns the groups that were not written before."""
+        # Only this step's groups are asked for: all that were ever trained would cost more with every step.
+        known = self.ledger.groups([GroupState.TRAINED], among=commit.group_ids)
+        fresh = [g for g in commit.group_ids if g not in known]
+        lines = [
+            LedgerLine(group_id=g, state=GroupState.TRAINED, step=commit.step, num_tokens=num_tokens.get(g, 0))
+            for g in fresh
+        ]
+        if lines:
+            self._write(lines)
+        return fresh
+
+    def undone_after(self, step: int, reason: str) -> list[GroupId]:
+        """Back to an older checkpoint: groups trained later are open again."""
+        self.check()
+        undone = self.ledger.undo_after(step, reason)
+        self.sampler.advance_by(LedgerLine(group_id=g, state=GroupState.UNDONE, step=step) for g in undone)
+        return undone
+
+    # --- proofs -------------------------------------------------------------------------------------------------
+
+    def admitted(self, proof: Proof) -> None:
+        body = {
+            "replica": proof.replica,
+            "incarnation": proof.incarnation,
+            "epoch": proof.epoch,
+            "policy_version": proof.policy_version,
+            "holder": proof.holder,
+            "bytes": proof.bytes_received,
+            "seconds": round(proof.seconds, 4),
+            "proof": {
+                "manifest_digest": proof.manifest_digest,
+                "received_digest": proof.received_digest,
+                "storage_digest": proof.storage_digest,
+                "covered": proof.covered,
+                "uncovered": list(proof.uncovered),
+                "canary_logprobs": list(proof.canary_logprobs),
+            },
+        }
+        self.event(EventKind.WEIGHTS_ADMITTED, body)
+
+    def refused(self, replica: ReplicaId, incarnation: int, version: int, part: str, tensor: str, because: str) -> None:
+        body = {
+            "replica": replica,
+            "incarnation": incarnation,
+            "policy_version": version,
+            "part": part,
+            "tensor": tensor,
+            "because": because,
+        }
+        self.event(EventKind.WEIGHTS_REFUSED, body)
+
+
+def _accepted(step: int, judged: Judged, *, reason: str = "") -> LedgerLine:
+    group, num_tokens, _ = judged
+    return LedgerLine(group_id=group, state=GroupState.ACCEPTED, step=step, num_tokens=num_tokens, reason=reason)
+
+
+def _filtered(step: int, judged: Judged) -> LedgerLine:
+    group, num_tokens, verdict = judged
+    reason = f"{FILTERED}{verdict}"
+    return LedgerLine(group_id=group, state=GroupState.DROPPED, step=step, num_tokens=num_tokens, reason=reason)

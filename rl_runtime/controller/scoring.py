@@ -1,0 +1,218 @@
+"""Rewards: finished groups go to any worker that answers, and elsewhere when it fails. A failure is never a reward.
+
+What a worker returns counts only if it is one finite number for each sample. A group whose scoring fails `ATTEMPTS_MAX`
+times is given up with its reason, for the ledger; loss of a worker is not the group's fault and does not count.
+"""
+
+import asyncio
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from rolecall.core.errors import DeadlineExceeded
+from rolecall.core.ids import GroupId
+from rolecall.core.membership import Actual, ReplicaState
+from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
+from rolecall.rl_runtime.controller.journal_writer import Books
+from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase, OpenGroup
+from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.protocol.clients import Connect, ReplicaGone, RewardPort
+from rolecall.rl_runtime.protocol.membership import Fleet
+from rolecall.rl_runtime.protocol.messages import Group
+
+logger = logging.getLogger(__name__)
+
+GROUPS_PER_CALL = 8
+ATTEMPTS_MAX = 4
+"""Answers that were wrong or an exception, for one group."""
+LOSSES_MAX = 3
+"""Workers that died while they scored one group: three deaths are not chance, the group is what kills them."""
+IDLE_SECONDS = 0.5
+RETRY_SECONDS = 0.25
+
+
+class BadScores(ValueError):
+    """A worker's answer does not fit the question."""
+
+
+def checked_scores(groups: Sequence[Group], answer: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+    """The answer, if it has one finite number for each sample.
+
+    Raises:
+        BadScores: saying for which group it does not.
+    """
+    if len(answer) != len(groups):
+        raise BadScores(f"{len(answer)} answers for {len(groups)} groups")
+    for group, rewards in zip(groups, answer, strict=True):
+        if len(rewards) != len(group.samples):
+            raise BadScores(f"group {group.group_id}: {len(rewards)} rewards for {len(group.samples)} samples")
+        if not all(math.isfinite(r) for r in rewards):
+            raise BadScores(f"group {group.group_id}: a reward is not finite")
+    return [tuple(float(r) for r in rewards) for rewards in answer]
+
+
+class Scoring:
+    """All reward workers of a run."""
+
+    def __init__(
+        self,
+        *,
+        books: Books,
+        table: TrajectoryTable,
+        connect: Connect,
+        tasks: Tasks,
+        on_scored: Callable[[], None],
+        give_up: Callable[[GroupId, str], None],
+    ) -> None:
+        self._books, self._table, self._connect, self._tasks = books, table, connect, tasks
+        self._on_scored, self._give_up = on_scored, give_up
+        self._workers: dict[EngineKey, asyncio.Task[None]] = {}
+        self._wakes: dict[EngineKey, asyncio.Event] = {}
+        self._resting: set[EngineKey] = set()
+        self._used: dict[EngineKey, int] = {}  # number of the last call to each, by the count of all calls
+        self._num_calls = 0
+        self._under_way: set[GroupId] = set()
+        self._failed_at: dict[GroupId, list[EngineKey]] = defaultdict(list)
+        self._losses: dict[GroupId, int] = defaultdict(int)
+
+    def sync(self, fleet: Fleet) -> None:
+        """Gives up workers that are over and takes on those that are there."""
+        for key in list(self._workers):
+            if fleet.lost_because(*key) is not None:
+                self._workers[key].cancel()
+                self._forget(key)
+        for record in fleet.usable("reward").values():
+            key = (record.replica, record.incarnation)
+            if key not in self._workers:
+                self._wakes[key] = asyncio.Event()
+                self._workers[key] = self._tasks.start(self._work(record), f"score {key}")
+
+    def wake(self) -> None:
+        """A group is finished."""
+        for event in self._wakes.values():
+            event.set()
+
+    def _forget(self, key: EngineKey) -> None:
+        self._workers.pop(key, None)
+        self._wakes.pop(key, None)
+        self._resting.discard(key)
+        self._used.pop(key, None)
+        self.wake()
+
+    async def _work(self, record: Actual) -> None:
+        key = (record.replica, record.incarnation)
+        try:
+            port = RewardPort(self._connect(record))
+            await self._until_ready(port)
+            if not self._books.set_state(*key, ReplicaState.SERVING, "answers"):
+                self._forget(key)
+                return
+            while True:
+                groups = self._take(key)
+                if groups:
+                    await self._score(port, key, groups)
+                else:
+                    self._resting.add(key)
+                    await set_or_timeout(self._wakes[key], IDLE_SECONDS)
+                    self._resting.discard(key)
+        except ReplicaGone as e:
+            self._forget(key)
+            self._books.fence(*key, e.because)
+
+    async def _until_ready(self, port: RewardPort) -> None:
+        """A worker that let a deadline pass gets nothing more until it answers.
+
+        Raises:
+            ReplicaGone: it is, or it answers with errors again and again.
+        """
+        failures = 0
+        while True:
+            try:
+                await port.ready()
+                return
+            except DeadlineExceeded as e:
+                logger.warning("%s", e)
+            except ReplicaGone:
+                raise
+            except Exception as e:  # deliberate: whatever one worker raises must not end the controller
+                failures += 1
+                because = f"its greeting failed {failures} times, last: {type(e).__name__}: {e}"
+                logger.warning("%s: %s", port, because)
+                if failures >= ATTEMPTS_MAX:
+                    raise ReplicaGone(replica=port.replica, incarnation=port.incarnation, because=because) from e
+                await asyncio.sleep(RETRY_SECONDS * failures)
+
+    def _take(self, key: EngineKey) -> list[OpenGroup]:
+        """Finished groups for one worker; none while a worker rests that was used less recently.
+
+        Without turns the first worker would do everything, and nobody would ever see whether another one works.
+        """
+        for other in self._resting:
+            if self._used.get(other, 0) < self._used.get(key, 0) and self._free_for(other):
+                self._wakes[other].set()
+                return []
+        free = self._free_for(key)
+        if free:
+            self._num_calls += 1
+            self._used[key] = self._num_calls
+        return free[:GROUPS_PER_CALL]
+
+    def _free_for(self, key: EngineKey) -> list[OpenGroup]:
+        """Finished groups that nobody scores; one that failed here is left to others, if there are any."""
+        others = len(self._workers) > 1
+        free = [g for g in self._table.in_phase(GroupPhase.FINISHED) if g.group_id not in self._under_way]
+        return [g for g in free if not (others and self._failed_at[g.group_id][-1:] == [key])]
+
+    async def _score(self, port: RewardPort, key: EngineKey, open_groups: Sequence[OpenGroup]) -> None:
+        groups = [g.as_group() for g in open_groups]
+        ids = [g.group_id for g in groups]
+        self._under_way.update(ids)
+        try:
+            answer = checked_scores(groups, await port.score(groups))
+        except ReplicaGone as e:
+            self._count_loss(ids, e.because)
+            raise
+        except Exception as e:  # noqa: BLE001 deliberate: an exception of the checker is retried elsewhere, and never a reward
+            self._count_failure(ids, key, e)
+            if isinstance(e, DeadlineExceeded):
+                self._under_way.difference_update(ids)
+                self.wake()
+                await self._until_ready(port)
+            else:
+                await asyncio.sleep(RETRY_SECONDS)
+        else:
+            for sent, rewards in zip(groups, answer, strict=True):
+                group = self._table.groups.get(sent.group_id)
+                # Closed, or cut back to an older policy and made anew meanwhile: the answer is for tokens that are no more.
+                if group is not None and group.phase is GroupPhase.FINISHED and _has_tokens_of(group, sent):
+                    self._table.score(sent.group_id, rewards)
+                self._failed_at.pop(sent.group_id, None)
+                self._losses.pop(sent.group_id, None)
+            self._on_scored()
+        finally:
+            self._under_way.difference_update(ids)
+            self.wake()
+
+    def _count_failure(self, ids: Sequence[GroupId], key: EngineKey, error: Exception) -> None:
+        logger.warning("%s#%d: scoring of %s failed: %s: %s", *key, ", ".join(ids), type(error).__name__, error)
+        for group_id in ids:
+            self._failed_at[group_id].append(key)
+            if len(self._failed_at[group_id]) >= ATTEMPTS_MAX:
+                self._drop(group_id, f"reward_failed: {type(error).__name__}")
+
+    def _count_loss(self, ids: Sequence[GroupId], because: str) -> None:
+        for group_id in ids:
+            self._losses[group_id] += 1
+            if self._losses[group_id] >= LOSSES_MAX:
+                self._drop(group_id, f"reward_failed: {LOSSES_MAX} workers died of it, last: {because}")
+
+    def _drop(self, group_id: GroupId, reason: str) -> None:
+        self._failed_at.pop(group_id, None)
+        self._losses.pop(group_id, None)
+        if group_id in self._table.groups:
+            self._give_up(group_id, reason)
+
+
+def _has_tokens_of(group: OpenGroup, sent: Group) -> bool:
+    return [tuple(t.tokens) for t in group.trajectories] == [s.tokens for s in sent.samples]

@@ -1,0 +1,137 @@
+"""Windows of an answer (T-PPO): it is trained on piece by piece, while it goes on.
+
+An answer grows by `window_tokens`, is cut there, and what it grew by makes a group of the ledger of its own: the first
+window is `g00000007`, one that begins behind 12 tokens `g00000007-00012`. Everything about a window follows from its
+id, and from where the next one begins if there is one. A window that is cut is followed by the next before the ledger
+has any other line of it, so no death forgets the rest of an answer. What stands before a window is its context: no step
+trains on it again, whether it still is what an earlier window was trained on, or had to be made again because engine
+and controller both died. Pure.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from itertools import pairwise
+
+from rolecall.core.ids import GroupId
+from rolecall.rl_runtime.controller.open_group import OpenGroup
+from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
+from rolecall.rl_runtime.protocol.messages import End
+from rolecall.rl_runtime.tasks.task import group_id, group_number, group_start
+
+NOTHING_FRESH = "nothing_fresh: its answer ended before this window"
+
+
+def limit_of(start: int, *, window_tokens: int | None, longest: int, end: int | None = None) -> int:
+    """Tokens of the whole answer at which a window that begins behind `start` ends.
+
+    `end`: where the next window is known to begin. `window_tokens` None: there are no windows.
+    """
+    if end is not None:
+        return end
+    return longest if window_tokens is None else min(longest, start + window_tokens)
+
+
+def ends(groups: Iterable[GroupId], void: Collection[GroupId] = (), *, longest: int) -> dict[GroupId, int]:
+    """Group -> where its next window begins, of all groups that the ledger knows.
+
+    `void`: those dropped because their answer ended before them. An id is issued once; so, should the window before be
+    made again and go further this time, what would have been theirs is its own.
+    """
+    starts: defaultdict[int, list[int]] = defaultdict(list)
+    for group in groups:
+        starts[group_number(group)].append(group_start(group))
+    found: dict[GroupId, int] = {}
+    for number, begins in starts.items():
+        end: int | None = None
+        for start in sorted(begins, reverse=True):
+            group = group_id(number, start)
+            if group in void:
+                end = end or longest
+            else:
+                if end is not None:
+                    found[group] = end
+                end = start
+    return found
+
+
+def successor(group: OpenGroup) -> GroupId:
+    """The window that goes on where this one was cut."""
+    return group_id(group_number(group.group_id), len(group.trajectories[0].tokens))
+
+
+def to_follow(table: TrajectoryTable) -> list[OpenGroup]:
+    """Windows that were cut and that nobody has followed up, oldest first."""
+    found = (g for g in table.groups.values() if g.is_cut and not g.followed)
+    return sorted(found, key=lambda g: g.group_id)
+
+
+def restore(table: TrajectoryTable) -> list[GroupId]:
+    """Windows whose tokens were lost take them from later ones of the same answer, which stand on them; and those that
+    nobody has yet take over what they stand on.
+
+    Returns:
+        Those that are finished by it.
+    """
+    finished: list[GroupId] = []
+    for windows in _answers(table):
+        for i, window in enumerate(windows):
+            (t,) = window.trajectories
+            held = max(windows[i + 1 :], key=lambda g: len(g.trajectories[0].tokens), default=None)
+            if held is None or t.finished:
+                continue
+            (longer,) = held.trajectories
+            # Only what goes on where this one stands: it may have been made again, another way, in the meantime.
+            if len(longer.tokens) > len(t.tokens) and longer.tokens[: len(t.tokens)] == t.tokens:
+                table.end_with(window.group_id, held)
+                if t.finished:
+                    finished.append(window.group_id)
+        _hand_on(windows)
+    return finished
+
+
+def settle(table: TrajectoryTable, longest: int) -> tuple[list[GroupId], list[OpenGroup]]:
+    """(groups that wait and may be given to an engine now, windows whose answer ended before them); oldest first.
+
+    A window waits while the one before it is being made (again), and takes over what it stands on when that is there.
+    One whose forerunner is trained or dropped has nobody to wait for, whatever becomes of windows before that.
+    """
+    ready: list[GroupId] = []
+    void: list[OpenGroup] = []
+    first = {g.group_id for g in table.groups.values() if g.waits and not g.first_fresh}
+    for windows in _answers(table):
+        _hand_on(windows)
+        for before, window in pairwise((None, *windows)):
+            assert window is not None
+            if not window.waits:
+                continue
+            (t,) = window.trajectories
+            if before is None or not _meet(before, window) or len(t.tokens) >= t.first_fresh:
+                ready.append(window.group_id)
+            elif before.trajectories[0].finished or before in void:
+                void.append(window)
+                before.trajectories[0].reach(longest)
+    return sorted(first.union(ready)), void
+
+
+def _hand_on(windows: Iterable[OpenGroup]) -> None:
+    """A window that waits takes over what it stands on as soon as that is there."""
+    for before, window in pairwise(windows):
+        (earlier,), (t,) = before.trajectories, window.trajectories
+        if window.waits and earlier.end is End.CUT and len(earlier.tokens) == t.first_fresh > len(t.tokens):
+            t.stand_on(earlier)
+
+
+def _meet(before: OpenGroup, window: OpenGroup) -> bool:
+    """Whether one ends where the other begins, with no window in between that is closed."""
+    return before.trajectories[0].request.max_new_tokens >= window.first_fresh
+
+
+def _answers(table: TrajectoryTable) -> Iterator[list[OpenGroup]]:
+    """The open windows of each answer that has later ones, first to last."""
+    numbers = {group_number(g.group_id) for g in table.groups.values() if g.first_fresh}
+    found: defaultdict[int, list[OpenGroup]] = defaultdict(list)
+    for group in table.groups.values():
+        if group_number(group.group_id) in numbers:
+            found[group_number(group.group_id)].append(group)
+    for _, windows in sorted(found.items()):
+        yield sorted(windows, key=lambda g: g.first_fresh)

@@ -1,0 +1,385 @@
+"""Injects real faults into a run that allows it, from a process of its own that does not use Ray.
+
+A target is one incarnation's process, by PID and start time, and must carry the run's marker in its environment: no
+other process can be hit. Faults that should come in the middle of work first meet the target at a checkpoint inside
+that work (`process_side.py`). Each injection is one line of `injections.jsonl`, written at the moment of its effect; no
+detector reads that file. Every fault is bounded in time, and undone when its target lives on: by the injector, or by
+its guardian (`guardian.py`) when the injector is killed.
+"""
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.errors import InjectionRefused
+from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
+from rolecall.core.rundir import RUN_ENV, RunDir, write_atomically
+from rolecall.rl_runtime.faults.cpu_quota import QuotaUnavailable, cpu_quota
+from rolecall.rl_runtime.faults.guardian import guarded
+from rolecall.rl_runtime.faults.process_side import (
+    ENGINE_STEP,
+    MICROBATCH,
+    WEIGHTS,
+    Inside,
+    Request,
+    effect_path,
+    request_path,
+)
+from rolecall.rl_runtime.processes import environment_of, find_processes, is_alive, kill_process
+
+SECONDS_MAX = 600.0
+"""A fault whose target lives on is undone after this at the latest."""
+MEET_SECONDS = 15.0
+"""How long a target may take to come to the work in whose middle it should be hit; then it is hit where it is."""
+MEET_HOLD_SECONDS = 1.0
+EFFECT_SECONDS = 20.0
+"""A fault from inside must have begun within this."""
+DUTY_STOPPED_SECONDS, DUTY_PERIOD_SECONDS = 0.15, 0.2
+"""Stopped 150 of each 200 ms: four times slower."""
+QUOTA_RATIO = 0.25
+DELAY_SECONDS = 0.03
+"""Added to each engine step, which takes about 10 ms: four times slower."""
+POLL_SECONDS = 0.005
+USER_CODE_MESSAGE = "shape mismatch in the loss: expected 8 advantages, got 7"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """One fault that can be asked for."""
+
+    role: str  # whose; empty: no replica
+    hows: tuple[str, ...]  # the first is the default
+    at: str = ""  # checkpoint in whose middle it should come
+    every_rank: bool = False
+
+
+KINDS: dict[str, Kind] = {
+    "rollout-kill": Kind(role="rollout", hows=("kill",), at=ENGINE_STEP),
+    "trainer-hang": Kind(role="trainer", hows=("stop", "gil", "lock", "read"), at=MICROBATCH),
+    "rollout-slow": Kind(role="rollout", hows=("duty", "quota", "delay"), at=ENGINE_STEP),
+    "trainer-kill": Kind(role="trainer", hows=("kill",), at=MICROBATCH),
+    "holder-kill": Kind(role="trainer", hows=("kill",), at=WEIGHTS),  # while a rollout pulls weights from it
+    "rollout-hang": Kind(role="rollout", hows=("stop", "gil", "lock", "read"), at=ENGINE_STEP),
+    "reward-kill": Kind(role="reward", hows=("kill",)),
+    "controller-kill": Kind(role="controller", hows=("kill",)),
+    "standby-kill": Kind(role=STANDBY_ROLE, hows=("kill",)),
+    "trainer-exception": Kind(role="trainer", hows=("raise",), at=MICROBATCH, every_rank=True),
+    "agent-kill": Kind(role="", hows=("kill",)),
+    "watch-kill": Kind(role="", hows=("kill",)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """Whom a fault hits, checked to be a living process of the run."""
+
+    target: str
+    pid: int
+    start_ticks: int
+    node: str = ""
+    incarnation: int | None = None
+
+    @property
+    def lives(self) -> bool:
+        return is_alive(self.pid, self.start_ticks)
+
+
+def inject(
+    run: RunDir,
+    kind: str,
+    target: str | None = None,
+    how: str | None = None,
+    seconds: float | None = None,
+    seed: int = 0,
+    *,
+    clock: Clock | None = None,
+) -> dict[str, Any]:
+    """Injects one fault and returns its record once it is over (a kill: at once).
+
+    `target`: a replica, or for agent-kill a node; None: one that serves, chosen by `seed`. `seconds`: bound of a hang or
+    slowness; None: until the target is gone, at most `SECONDS_MAX`.
+
+    Raises:
+        InjectionRefused: the run does not allow it, the target is not a living process of it, or it cannot be done here.
+        RunNotFound: no such run.
+    """
+    spec = KINDS.get(kind)
+    if spec is None:
+        raise InjectionRefused(f"{kind}: unknown, known are {', '.join(KINDS)}")
+    if how is not None and how not in spec.hows:
+        raise InjectionRefused(f"{kind}: how={how!r} is unknown, known are {', '.join(spec.hows)}")
+    facts = run.read()
+    if facts.get("injection_allowed") is not True:
+        raise InjectionRefused(f"run {run.run_id} was not started with injection allowed")
+    victims = _victims(run, kind, spec, target, run.database_url, random.Random(seed))
+    chosen = how or spec.hows[0]
+    bound = min(seconds or SECONDS_MAX, SECONDS_MAX)
+    with _terminable():
+        return _Injection(run, kind, spec.at, chosen, bound, clock or SystemClock()).perform(victims)
+
+
+# --- whom ---------------------------------------------------------------------------------------------------------
+
+
+def _victims(run: RunDir, kind: str, spec: Kind, target: str | None, url: str, rng: random.Random) -> list[Victim]:
+    if kind == "agent-kill":
+        found = _agents(run)
+    elif kind == "watch-kill":
+        found = _watches(run)
+    else:
+        found = _replicas(run, spec.role, url)
+    wanted = [v for v in found if target is None or v.target == target]
+    if not wanted:
+        known = ", ".join(v.target for v in found) or "none"
+        raise InjectionRefused(f"{kind}: no such target {target or ''} at work in run {run.run_id} (at work: {known})")
+    chosen = wanted if spec.every_rank else [rng.choice(wanted)]
+    for victim in chosen:
+        check_victim(run, victim)
+    return chosen
+
+
+def check_victim(run: RunDir, victim: Victim) -> None:
+    """Refuses whatever is not a living process of this very run.
+
+    Raises:
+        InjectionRefused: with the reason.
+    """
+    if not victim.lives:
+        raise InjectionRefused(
+            f"{victim.target}: process {victim.pid} that started at tick {victim.start_ticks} is gone (its PID may be "
+            "another's by now)"
+        )
+    if environment_of(victim.pid).get(RUN_ENV) != str(run.path):
+        raise InjectionRefused(f"{victim.target}: process {victim.pid} does not belong to run {run.run_id}")
+
+
+def _replicas(run: RunDir, role: str, url: str) -> list[Victim]:
+    journal = Journal(url, create=False)
+    try:
+        current, desired = journal.current(), journal.desired()
+    finally:
+        journal.close()
+    working = {ReplicaState.SERVING, *([ReplicaState.READY] if role == STANDBY_ROLE else [])}
+    return [
+        _victim(record)
+        for replica, record in sorted(current.items())
+        if replica.startswith(f"{role}/") and record.state in working and replica in desired and record.pid
+    ]
+
+
+def _victim(record: Actual) -> Victim:
+    return Victim(
+        target=record.replica,
+        pid=record.pid,
+        start_ticks=record.start_ticks,
+        node=record.node,
+        incarnation=record.incarnation,
+    )
+
+
+def _agents(run: RunDir) -> list[Victim]:
+    found = []
+    for path in sorted((run.path / "nodes").glob("*/agent.json")):
+        said = json.loads(path.read_text())
+        node = path.parent.name
+        found.append(Victim(target=node, pid=int(said["pid"]), start_ticks=int(said["start_ticks"]), node=node))
+    return found
+
+
+def _watches(run: RunDir) -> list[Victim]:
+    found = []
+    for p in find_processes(run.path, exclude=(os.getpid(),)):
+        try:
+            words = Path(f"/proc/{p.pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it ended meanwhile
+        if b"rolecall" in words and b"watch" in words:
+            found.append(Victim(target="watch", pid=p.pid, start_ticks=p.start_ticks))
+    return found
+
+
+# --- how ----------------------------------------------------------------------------------------------------------
+
+
+class _Injection:
+    """One injection under way."""
+
+    def __init__(self, run: RunDir, kind: str, at: str, how: str, bound: float, clock: Clock) -> None:
+        self._run, self._kind, self._at, self._how = run, kind, at, how
+        self._bound, self._clock = bound, clock
+
+    def perform(self, victims: list[Victim]) -> dict[str, Any]:
+        if self._how == "kill":
+            with self._met(victims[0]) as met:
+                self._signal(victims[0], signal.SIGKILL)
+                return self._record(victims, met=met)
+        with ExitStack() as guards:
+            for v in victims:
+                guards.enter_context(guarded(self._run, v.pid, v.start_ticks))
+            return self._hurt(victims)
+
+    def _hurt(self, victims: list[Victim]) -> dict[str, Any]:
+        """A fault whose target lives on."""
+        if self._how == "raise":
+            return self._inside(victims, Inside.RAISE, message=USER_CODE_MESSAGE)
+        if self._how == "delay":
+            return self._inside(victims, Inside.DELAY, delay_seconds=DELAY_SECONDS)
+        if self._how in ("gil", "lock", "read"):
+            return self._inside(victims, Inside(self._how))
+        slow: dict[str, Callable[[Victim], dict[str, Any]]] = {
+            "stop": self._stop,
+            "duty": self._duty,
+            "quota": self._quota,
+        }
+        record = slow[self._how](victims[0])
+        return {**record, "ended_at": self._clock.wall()}
+
+    def _stop(self, victim: Victim) -> dict[str, Any]:
+        try:
+            with self._met(victim) as met:
+                self._signal(victim, signal.SIGSTOP)
+                record = self._record([victim], met=met)
+            self._until_gone([victim])
+        finally:
+            kill_process(victim.pid, victim.start_ticks, signal.SIGCONT)
+        return record
+
+    def _duty(self, victim: Victim) -> dict[str, Any]:
+        record: dict[str, Any] = {}
+        deadline = self._clock.monotonic() + self._bound
+        try:
+            with self._met(victim) as met:
+                self._signal(victim, signal.SIGSTOP)
+                record = self._record([victim], met=met)
+            while self._clock.monotonic() < deadline:
+                self._clock.sleep(DUTY_STOPPED_SECONDS)
+                if not kill_process(victim.pid, victim.start_ticks, signal.SIGCONT):
+                    break
+                self._clock.sleep(DUTY_PERIOD_SECONDS - DUTY_STOPPED_SECONDS)
+                if not kill_process(victim.pid, victim.start_ticks, signal.SIGSTOP):
+                    break
+        finally:
+            kill_process(victim.pid, victim.start_ticks, signal.SIGCONT)
+        return record
+
+    def _quota(self, victim: Victim) -> dict[str, Any]:
+        try:
+            with cpu_quota(victim.pid, QUOTA_RATIO):
+                record = self._record([victim])
+                self._until_gone([victim])
+        except QuotaUnavailable as e:
+            raise InjectionRefused(f"{self._kind}: no CPU quota can be set here: {e}") from e
+        return record
+
+    def _inside(
+        self, victims: list[Victim], how: Inside, *, delay_seconds: float = 0.0, message: str = ""
+    ) -> dict[str, Any]:
+        """Asks the processes themselves; the record is written when the first of them has begun."""
+        asked = [(v, self._ask(v, how, self._bound, delay_seconds=delay_seconds, message=message)) for v in victims]
+        try:
+            began = self._wait_for_effect(asked, EFFECT_SECONDS)
+            if began is None:
+                raise InjectionRefused(f"{victims[0].target}: did not come to {self._at} within {EFFECT_SECONDS:.0f} s")
+            record = self._record(victims, injected_at=began)
+            self._until_gone(victims)
+        finally:
+            for v in victims:
+                self._take_back(v)
+        return {**record, "ended_at": self._clock.wall()}
+
+    # --- parts ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _met(self, victim: Victim) -> Iterator[bool]:
+        """Within: the victim stands in the middle of the work that is to be interrupted. False: it did not come there
+        in time, and is hit wherever it is."""
+        if not self._at:
+            yield True
+            return
+        request_id = self._ask(victim, Inside.MEET, MEET_HOLD_SECONDS)
+        try:
+            yield self._wait_for_effect([(victim, request_id)], MEET_SECONDS) is not None
+        finally:
+            self._take_back(victim)
+
+    def _ask(self, victim: Victim, how: Inside, seconds: float, **more: Any) -> str:
+        request_id = os.urandom(8).hex()
+        request = Request(request_id=request_id, how=how, seconds=seconds, at=self._at, **more)
+        self._run.inject_dir.mkdir(exist_ok=True)
+        write_atomically(request_path(self._run, victim.pid, victim.start_ticks), request.to_json())
+        return request_id
+
+    def _take_back(self, victim: Victim) -> None:
+        request_path(self._run, victim.pid, victim.start_ticks).unlink(missing_ok=True)
+
+    def _wait_for_effect(self, asked: list[tuple[Victim, str]], seconds: float) -> float | None:
+        """When (wall) the first of them began; None if none did in time."""
+        deadline = self._clock.monotonic() + seconds
+        while self._clock.monotonic() < deadline:
+            for victim, request_id in asked:
+                path = effect_path(self._run, victim.pid, victim.start_ticks)
+                if path.exists():
+                    effect = json.loads(path.read_text())
+                    if effect["request_id"] == request_id:
+                        return float(effect["wall_at"])
+            if not any(v.lives for v, _ in asked):
+                return None
+            self._clock.sleep(POLL_SECONDS)
+        return None
+
+    def _signal(self, victim: Victim, sig: signal.Signals) -> None:
+        if not kill_process(victim.pid, victim.start_ticks, sig):
+            raise InjectionRefused(f"{victim.target}: process {victim.pid} ended by itself before it could be hit")
+
+    def _until_gone(self, victims: list[Victim]) -> None:
+        deadline = self._clock.monotonic() + self._bound
+        while any(v.lives for v in victims) and self._clock.monotonic() < deadline:
+            self._clock.sleep(0.05)
+
+    def _record(self, victims: list[Victim], *, injected_at: float | None = None, met: bool = True) -> dict[str, Any]:
+        """`met`: it came at the moment that it was aimed at, or was aimed at none."""
+        first = victims[0]
+        record: dict[str, Any] = {
+            "kind": self._kind,
+            "how": self._how,
+            "target": first.target,
+            "targets": [v.target for v in victims],
+            "incarnation": first.incarnation,
+            "node": first.node,
+            "pid": first.pid,
+            "start_ticks": first.start_ticks,
+            "met": met,
+            "injected_at": self._clock.wall() if injected_at is None else injected_at,
+        }
+        with self._run.injections_path.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(record) + "\n")
+            f.flush()
+            os.fsync(f.fileno())
+        return record
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Within: SIGTERM unwinds the stack, so that what was done is undone."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

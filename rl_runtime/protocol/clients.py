@@ -1,0 +1,203 @@
+"""How the controller reaches replicas: one small Protocol at the edge, and typed ports with a deadline on every call.
+
+A client carries a call to one incarnation of one replica. It raises what the method raised there, or `ReplicaGone` when
+the process is no more (Ray: the actor died; tests: a scripted death). A call that outlives its deadline raises
+`DeadlineExceeded` naming the replica and the method: whether it took effect is then unknown, so all calls are idempotent.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, cast
+
+from rolecall.core.errors import DeadlineExceeded, RolecallError
+from rolecall.core.ids import ReplicaId
+from rolecall.core.journal.journal import ChainHead
+from rolecall.core.membership import Actual
+from rolecall.rl_runtime.protocol.messages import (
+    CommitRecord,
+    Group,
+    Holder,
+    Manifest,
+    Microbatch,
+    Proof,
+    PulledTokens,
+    Request,
+    RolloutInfo,
+    StepResult,
+    TokenChunk,
+    TrainerInfo,
+)
+
+T = TypeVar("T")
+
+CONTROL_SECONDS = 3.0
+"""Deadline of calls that only look or take note. They have threads of their own in each actor."""
+CHECKPOINT_SECONDS = 120.0
+SCORE_SECONDS = 2.0
+"""A worker that has not scored a few groups within this is passed over: the groups go to another one."""
+
+
+class ReplicaGone(RolecallError):
+    """The process behind a replica is no more: its calls can never be answered."""
+
+    def __init__(self, *, replica: ReplicaId, incarnation: int, because: str) -> None:
+        self.replica, self.incarnation, self.because = replica, incarnation, because
+        super().__init__(f"{replica}#{incarnation} is gone: {because}")
+
+
+class ReplicaClient(Protocol):
+    """One incarnation of one replica, however it is reached."""
+
+    replica: ReplicaId
+    incarnation: int
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Calls the replica's method of that name. Raises what it raised, or `ReplicaGone`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedCheckpoint:
+    """What `load_checkpoint` took over. `refused`: newer ones that were damaged, each with what is wrong with it."""
+
+    path: str  # empty: the weights that the run began with
+    refused: tuple[str, ...]
+
+
+Connect = Callable[[Actual], ReplicaClient]
+"""Makes a client of what `actual` says. Raises `ReplicaGone` when there is no such process."""
+
+
+async def within(call: Awaitable[T], seconds: float, waited_for: str) -> T:
+    """The call's answer.
+
+    Raises:
+        DeadlineExceeded: no answer in time. A `TimeoutError` that the call itself raised is not taken for one.
+    """
+    task = asyncio.ensure_future(call)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        task.cancel()
+        raise
+    if not done:
+        task.cancel()
+        raise DeadlineExceeded(waited_for=waited_for, seconds=seconds)
+    return task.result()
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """What all roles answer."""
+
+    client: ReplicaClient
+
+    @property
+    def replica(self) -> ReplicaId:
+        return self.client.replica
+
+    @property
+    def incarnation(self) -> int:
+        return self.client.incarnation
+
+    def __str__(self) -> str:
+        return f"{self.replica}#{self.incarnation}"
+
+    async def _ask(self, seconds: float, method: str, *args: Any) -> Any:
+        return await within(self.client.call(method, *args), seconds, f"{self} {method}")
+
+    async def ready(self) -> tuple[int, int]:
+        return cast(tuple[int, int], await self._ask(CONTROL_SECONDS, "ready"))
+
+
+class TrainerPort(Port):
+    __slots__ = ()
+
+    async def info(self) -> TrainerInfo:
+        return cast(TrainerInfo, await self._ask(CONTROL_SECONDS, "info"))
+
+    async def open_store(self, epoch: int) -> tuple[str, int]:
+        return cast(tuple[str, int], await self._ask(CONTROL_SECONDS, "open_store", epoch))
+
+    async def join(self, epoch: int, rank: int, size: int, store: tuple[str, int], seconds: float) -> None:
+        await self._ask(seconds, "join", self.incarnation, epoch, rank, size, *store)
+
+    async def train_step(
+        self,
+        epoch: int,
+        step: int,
+        mine: Sequence[Microbatch],
+        all_ids: Sequence[str],
+        ledger: ChainHead,
+        members: Sequence[ReplicaId],
+        seconds: float,
+    ) -> StepResult:
+        args = (self.incarnation, epoch, step, list(mine), list(all_ids), ledger, list(members))
+        return cast(StepResult, await self._ask(seconds, "train_step", *args))
+
+    async def copy_from(self, holder: Holder, seconds: float) -> None:
+        await self._ask(seconds, "copy_from", holder)
+
+    async def idle(self, seconds: float) -> None:
+        """Returns when the working thread is free: one that hangs there still answers `info`."""
+        await self._ask(seconds, "idle")
+
+    async def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
+        """Takes over the newest good checkpoint, or the weights that the run began with where there is none."""
+        return cast(LoadedCheckpoint, await self._ask(CHECKPOINT_SECONDS, "load_checkpoint", folder))
+
+    async def save_checkpoint(self, folder: str, keep: int) -> str:
+        """Path of the checkpoint written; all but the newest `keep` are removed."""
+        return cast(str, await self._ask(CHECKPOINT_SECONDS, "save_checkpoint", folder, keep))
+
+    async def last_result(self) -> StepResult | None:
+        return cast("StepResult | None", await self._ask(CONTROL_SECONDS, "last_result"))
+
+    async def reset_step(self, step: int) -> None:
+        await self._ask(CONTROL_SECONDS, "reset_step", step)
+
+    async def commit_record(self) -> CommitRecord:
+        return cast(CommitRecord, await self._ask(CONTROL_SECONDS, "commit_record"))
+
+    async def manifest(self, policy_version: int) -> Manifest:
+        return cast(Manifest, await self._ask(CONTROL_SECONDS, "manifest", policy_version))
+
+
+class RolloutPort(Port):
+    """Calls of the pump (`submit`, `tokens_since`, `ack`) have no deadline here: one that is not answered
+    stays the only one under way to that engine until it answers or is fenced, and the pump keeps watch over it."""
+
+    __slots__ = ()
+
+    async def info(self) -> RolloutInfo:
+        return cast(RolloutInfo, await self._ask(CONTROL_SECONDS, "info"))
+
+    async def list_requests(self) -> list[tuple[Request, TokenChunk]]:
+        held = await self._ask(CONTROL_SECONDS, "list_requests", self.incarnation)
+        return cast(list[tuple[Request, TokenChunk]], held)
+
+    async def update_weights(self, epoch: int, manifest: Manifest, holders: Sequence[Holder], seconds: float) -> Proof:
+        args = (self.incarnation, epoch, manifest, list(holders))
+        return cast(Proof, await self._ask(seconds, "update_weights", *args))
+
+    async def submit(self, requests: Sequence[Request]) -> None:
+        await self.client.call("submit", self.incarnation, list(requests))
+
+    async def tokens_since(self, offsets: dict[str, int]) -> PulledTokens:
+        return cast(PulledTokens, await self.client.call("tokens_since", self.incarnation, offsets))
+
+    async def drain(self, offsets: dict[str, int], seconds: float) -> PulledTokens:
+        """The last tokens of an engine that is replaced alive; it stops generating within `seconds` or not."""
+        return cast(PulledTokens, await self._ask(seconds * 2, "drain", self.incarnation, offsets, seconds))
+
+    async def ack(self, request_ids: Sequence[str]) -> None:
+        """The engine forgets them; what still runs of them is aborted."""
+        await self.client.call("ack", self.incarnation, list(request_ids))
+
+
+class RewardPort(Port):
+    __slots__ = ()
+
+    async def score(self, groups: Sequence[Group]) -> list[list[float]]:
+        answer = await self._ask(SCORE_SECONDS, "score", self.incarnation, list(groups))
+        return cast(list[list[float]], answer)

@@ -1,0 +1,50 @@
+"""What an engine streams is looked at before any of it is taken: a number that is no number stops nobody but its engine.
+
+Taken unseen, one such token ends the run: every trainer refuses the step it is part of, in the same way, as if the
+job's own code were wrong (design law 8).
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Final
+
+from rolecall.core.errors import RolecallError
+from rolecall.rl_runtime.protocol.messages import TokenChunk
+
+LOGPROB_MAX: Final = 1e-3
+"""A probability is at most 1, up to the rounding of an engine's arithmetic."""
+ENDS: Final = ("", "stop", "length")
+"""Of an answer. An engine's library has others (abort, error): taken for the model's own end, they would make a failure of
+infrastructure a wrong answer (design law 7)."""
+
+
+class BadTokens(RolecallError):
+    def __init__(self, *, request_id: str, reason: str) -> None:
+        self.request_id, self.reason = request_id, reason
+        super().__init__(f"it made what no step can be trained on: request {request_id}: {reason}")
+
+
+def check_chunks(chunks: Iterable[TokenChunk], vocab_size: int | None = None) -> None:
+    """
+    Raises:
+        BadTokens: naming the first token that is not one of the model's, or is not as probable as a token can be; or an
+            end that is none of an answer.
+    """
+    for chunk in chunks:
+        reason = _unfit(chunk, vocab_size)
+        if reason:
+            raise BadTokens(request_id=chunk.request_id, reason=reason)
+
+
+def _unfit(chunk: TokenChunk, vocab_size: int | None) -> str:
+    num = len(chunk.tokens)
+    if not num == len(chunk.logprobs) == len(chunk.versions):
+        return f"{num} tokens with {len(chunk.logprobs)} log-probabilities and {len(chunk.versions)} versions"
+    for place, (token, logprob) in enumerate(zip(chunk.tokens, chunk.logprobs, strict=True), start=chunk.offset):
+        if not (math.isfinite(logprob) and logprob <= LOGPROB_MAX):
+            return f"token {place} has a log-probability of {logprob}"
+        if token < 0 or (vocab_size is not None and token >= vocab_size):
+            return f"token {place} is {token}, and the vocabulary has {vocab_size}"
+    if chunk.finish_reason not in ENDS:
+        return f"its end is {chunk.finish_reason[:40]!r}, which is no end of an answer"
+    return ""

@@ -1,0 +1,300 @@
+"""vLLM in this process, one `step()` at a time: tokens out with log-probabilities, weights in between two steps.
+
+Nothing runs unless `step` is called, from one thread only (`rollout.py` has the loop). A policy version is therefore
+exact per token: weights change between steps, never inside one. Requests stay in flight over an update; their key-value
+cache is made again under the new weights, so that every token's log-probability is the one that its version gives to
+the whole prefix, and a resumed prefix gets the same on any other engine.
+
+Start costs, measured on one core: import 6.3 s -> 4.6 s by holding the garbage collector off meanwhile, engine 2.3 s ->
+0.8 s by freezing what was imported (vLLM collects five times in its start), and 8 s less on a machine that has never
+started this architecture, because the model class is registered here instead of being inspected in a process of its own.
+"""
+
+import gc
+import importlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import torch
+
+from rolecall.core.errors import DeadlineExceeded, RolecallError
+from rolecall.rl_runtime.rollout.worker_extension import RolecallWorker, Storage, keep_storage_readable
+from rolecall.rl_runtime.weights.proof import CANARY
+
+ENVIRONMENT: Final[Mapping[str, str]] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process, driven by us
+    "OMP_NUM_THREADS": "1",  # without it throughput varies from 20 to 1600 tokens a second (design section 8)
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "VLLM_PLUGINS": "",  # load no plugin that happens to be installed
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",  # even a group of one opens a port
+}
+"""Must be set before `import vllm`; a value that is already set differently is replaced."""
+
+ENVIRONMENT_DEFAULTS: Final[Mapping[str, str]] = {"VLLM_LOGGING_LEVEL": "ERROR"}
+
+KNOWN_ARCHITECTURES: Final[Mapping[str, str]] = {
+    "Qwen3ForCausalLM": "vllm.model_executor.models.qwen3",
+    "Qwen2ForCausalLM": "vllm.model_executor.models.qwen2",
+    "LlamaForCausalLM": "vllm.model_executor.models.llama",
+}
+"""Architectures whose class is registered directly. Others work as well, and are inspected by vLLM (8 s, once)."""
+
+CANARY_ID: Final = "rolecall-canary"
+CANARY_STEPS_MAX: Final = 64
+"""Engine steps that the canary may take. It takes one; more mean that it does not get cache blocks."""
+BATCHED_TOKENS_MIN: Final = 2048
+
+
+class EngineBroken(RolecallError):
+    """The engine cannot be used: it did not start, or loading left it in a state that cannot be proven."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What an engine is started with."""
+
+    model_dir: str  # config.json, and weights unless load_format is `dummy`
+    load_format: str = "dummy"  # weights come by transfer, with proof; those of the folder would be thrown away
+    dtype: str = "float32"
+    max_model_len: int = 256  # prompt and response together, tokens
+    num_seqs_max: int = 64  # requests computed in one step
+    kv_cache_bytes: int = 64 << 20
+    seed: int = 0
+    readable_storage: bool = True
+    fixed_length: bool = False  # generate to the limit, whatever the end tokens: for measurements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewTokens:
+    """What one step made for one request."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str  # "" while it goes on, else "stop" or "length"
+
+
+def import_vllm() -> Any:
+    """`vllm`, with the environment it needs. Safe to call again.
+
+    Raises:
+        EngineBroken: somebody imported vllm before, with an environment that does not fit.
+    """
+    import sys
+
+    if "vllm" in sys.modules:
+        odd = [k for k, v in ENVIRONMENT.items() if os.environ.get(k) != v]
+        if odd:
+            raise EngineBroken(f"vllm was imported before its environment was set: {', '.join(odd)}")
+        return sys.modules["vllm"]
+    os.environ.update(ENVIRONMENT)
+    for name, value in ENVIRONMENT_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        vllm = importlib.import_module("vllm")
+        for name in ("vllm.engine.arg_utils", "vllm.v1.engine.llm_engine", "vllm.sampling_params"):
+            importlib.import_module(name)
+        gc.freeze()
+    finally:
+        if was_enabled:
+            gc.enable()
+    return vllm
+
+
+def end_tokens(model_dir: Path) -> tuple[int, ...]:
+    """End-of-text ids that the model folder names (config.json, generation_config.json); may be none."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        try:
+            value = json.loads((model_dir / name).read_text()).get("eos_token_id")
+        except FileNotFoundError:
+            continue
+        found.update(value if isinstance(value, list) else [] if value is None else [value])
+    return tuple(sorted(found))
+
+
+def vocab_size(settings: EngineSettings) -> int:
+    """Rows of the embedding, by the folder's config.json."""
+    return int(json.loads((Path(settings.model_dir) / "config.json").read_text())["vocab_size"])
+
+
+class Engine:
+    """One engine. All calls from one thread.
+
+    Raises:
+        EngineBroken: it does not start.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.end_tokens = () if settings.fixed_length else end_tokens(Path(settings.model_dir))
+        # OMP_NUM_THREADS comes too late where torch is imported already, and OpenMP keeps the number per thread.
+        torch.set_num_threads(1)
+        vllm = import_vllm()
+        if settings.readable_storage:
+            keep_storage_readable()
+        _register_architecture(vllm, Path(settings.model_dir))
+        try:
+            self._llm = _start(settings)
+        except (OSError, ValueError, RuntimeError) as e:
+            raise EngineBroken(f"engine of {settings.model_dir} does not start: {e}") from e
+        self._in_flight: set[str] = set()
+        self._rpc("rolecall_prepare")
+        gc.freeze()
+
+    # --- requests
+
+    def add(self, request_id: str, tokens: Sequence[int], *, num_new_max: int, seed: int) -> None:
+        """Queues a request. Sampling is at temperature 1 from the whole distribution, by a generator of its own."""
+        parameters = _sampling(
+            temperature=1.0,
+            top_p=1.0,
+            seed=seed,
+            max_tokens=num_new_max,
+            logprobs=0,  # of the sampled token only
+            stop_token_ids=list(self.end_tokens),
+            ignore_eos=self.settings.fixed_length,
+            output_kind="DELTA",
+        )
+        self._llm.add_request(request_id, _prompt(tokens), parameters)
+        self._in_flight.add(request_id)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Forgets requests; unknown ones are ignored."""
+        known = [r for r in request_ids if r in self._in_flight]
+        if known:
+            self._llm.abort_request(known)
+            self._in_flight.difference_update(known)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def step(self) -> list[NewTokens]:
+        """One forward pass over what is in flight."""
+        made = []
+        for output in self._llm.step():
+            one = output.outputs[0]
+            tokens = tuple(int(t) for t in one.token_ids)
+            logprobs = tuple(float(entry[t].logprob) for t, entry in zip(tokens, one.logprobs or (), strict=True))
+            reason = str(one.finish_reason or "") if output.finished else ""
+            if output.finished:
+                self._in_flight.discard(output.request_id)
+            made.append(NewTokens(request_id=output.request_id, tokens=tokens, logprobs=logprobs, finish_reason=reason))
+        return made
+
+    # --- weights
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Puts weights into the model, and drops every key-value block that older weights made.
+
+        Returns:
+            Parameters that were not loaded, over all ranks.
+        """
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        return sorted({name for rank in self._rpc("rolecall_load", tensors) for name in rank})
+
+    def storage(self) -> list[Storage]:
+        """Digests of the parameter storage, by rank."""
+        return cast(list[Storage], self._rpc("rolecall_storage"))
+
+    def canary(self) -> tuple[float, ...]:
+        """Log-probabilities of the canary, computed alone, through the same path that serves requests.
+
+        No other request advances meanwhile: nothing may be generated with weights that are not proven.
+
+        Raises:
+            DeadlineExceeded: it did not finish within its steps.
+        """
+        core = self._llm.engine_core.engine_core
+        # Everything running goes back to the queue, and only one may be admitted: the canary, by its priority.
+        self._llm.reset_prefix_cache(reset_running_requests=True)
+        admitted = core.scheduler.max_num_active_reqs
+        core.scheduler.max_num_active_reqs = 1
+        try:
+            parameters = _sampling(temperature=1.0, max_tokens=1, prompt_logprobs=0, output_kind="FINAL_ONLY")
+            self._llm.add_request(CANARY_ID, _prompt(CANARY), parameters, priority=-1)
+            for _ in range(CANARY_STEPS_MAX):
+                for output in self._llm.step():
+                    assert output.request_id == CANARY_ID, "a request advanced beside the canary"
+                    if output.finished:
+                        pairs = zip(CANARY[1:], output.prompt_logprobs[1:], strict=True)
+                        return tuple(float(entry[token].logprob) for token, entry in pairs)
+            self._llm.abort_request([CANARY_ID])
+            raise DeadlineExceeded(waited_for=f"canary, {CANARY_STEPS_MAX} engine steps", seconds=0.0)
+        finally:
+            core.scheduler.max_num_active_reqs = admitted
+
+    def close(self) -> None:
+        """Closes the groups with their ports and threads. Memory goes with the process, which ends after this: vLLM's own
+        shutdown collects garbage twice first (1.7 s)."""
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        return cast(list[Any], self._llm.collective_rpc(method, args=args))
+
+
+def _prompt(tokens: Sequence[int]) -> Any:
+    from vllm.inputs.engine import tokens_input
+
+    return tokens_input(list(tokens))
+
+
+def _sampling(*, output_kind: str, **parameters: Any) -> Any:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(detokenize=False, output_kind=RequestOutputKind[output_kind], **parameters)
+
+
+def _register_architecture(vllm: Any, model_dir: Path) -> None:
+    try:
+        config = json.loads((model_dir / "config.json").read_text())
+    except (OSError, ValueError) as e:
+        raise EngineBroken(f"{model_dir / 'config.json'}: {e}") from e
+    for name in config.get("architectures", []):
+        if name in KNOWN_ARCHITECTURES:
+            module = importlib.import_module(KNOWN_ARCHITECTURES[name])
+            vllm.ModelRegistry.register_model(name, getattr(module, name))
+
+
+def _start(settings: EngineSettings) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    arguments = EngineArgs(
+        model=settings.model_dir,
+        skip_tokenizer_init=True,
+        load_format=settings.load_format,
+        dtype=settings.dtype,
+        seed=settings.seed,
+        enforce_eager=True,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.num_seqs_max,
+        max_num_batched_tokens=max(BATCHED_TOKENS_MIN, settings.max_model_len),
+        # Of a prompt computed in parts, vLLM takes a draw back from the request's generator, which on a CPU cannot be.
+        enable_chunked_prefill=False,
+        kv_cache_memory_bytes=settings.kv_cache_bytes,
+        enable_prefix_caching=True,  # samples of a group share their prompt; dropped at every update
+        async_scheduling=False,  # a token must belong to the step that made it
+        scheduling_policy="priority",  # all requests have the same; the canary goes first
+        logprobs_mode="processed_logprobs",
+        distributed_executor_backend="uni",
+        worker_extension_cls=f"{RolecallWorker.__module__}.{RolecallWorker.__qualname__}",
+        disable_log_stats=True,
+    )
+    return LLMEngine.from_engine_args(arguments)

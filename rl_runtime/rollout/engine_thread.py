@@ -1,0 +1,194 @@
+"""The one thread that touches an engine: it steps while there are requests, and obeys between two steps.
+
+It also tells the reporter what it does: `generate` from the moment that requests are taken (progress with every step),
+`idle` without, `wait` while weights are awaited and nothing else is to do: so one that hangs before it gets to its first
+request is seen to owe work. A step that fails ends the thread: the engine is broken then,
+every later call says so, and `on_failure` hears of it once.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final, TypeVar
+
+from rolecall.agent.reporter import reporter
+from rolecall.core.clock import Clock
+from rolecall.core.errors import DeadlineExceeded
+from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.rollout.engine import Engine, EngineBroken, NewTokens
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+IDLE_WAIT_SECONDS: Final = 1.0
+"""An idle engine looks around this often by itself; whoever has work wakes it at once."""
+
+
+class EngineThread:
+    """Makes an engine in a thread of its own and runs it there.
+
+    Args:
+        make: makes the engine; called in the thread.
+        on_tokens: what a step made, called in the thread; returns the number of tokens.
+        on_step: called before every step, in the thread: where fault injection hooks in.
+        on_failure: called in the thread, once, when the engine broke.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Engine],
+        on_tokens: Callable[[list[NewTokens]], int],
+        *,
+        clock: Clock,
+        on_step: Callable[[], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        self._make, self._on_tokens, self._clock = make, on_tokens, clock
+        self._on_step, self._on_failure = on_step, on_failure
+        self._orders: deque[tuple[Callable[[Engine], object], Future[object]]] = deque()
+        self._wake, self._closing = threading.Event(), False
+        self._started: Future[Engine] = Future()
+        self._failure: BaseException | None = None
+        self._phase = Phase.START
+        self._phase_lock = threading.Lock()
+        self._resting = False
+        self.awaits_weights = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    def wait_started(self, seconds: float) -> Engine:
+        """The engine once it runs. It may be read from other threads, and called only through `call`.
+
+        Raises:
+            EngineBroken: it did not start.
+            DeadlineExceeded: not within `seconds`.
+        """
+        try:
+            return self._started.result(seconds)
+        except TimeoutError:
+            raise DeadlineExceeded(waited_for="the engine to start", seconds=seconds) from None
+
+    def post(self, order: Callable[[Engine], object]) -> Future[object]:
+        """Has `order` done between two steps, in the order of posting.
+
+        Raises:
+            EngineBroken: the engine has failed.
+        """
+        if self._failure is not None:
+            raise EngineBroken(f"the engine failed: {type(self._failure).__name__}: {self._failure}")
+        done: Future[object] = Future()
+        self._orders.append((order, done))
+        self._wake.set()
+        if self._failure is not None:  # it failed between the look and the append: nobody will come
+            self._refuse_orders()
+        return done
+
+    def post_requests(self, num_requests: int, order: Callable[[Engine], object]) -> None:
+        """Posts an order that brings requests: from now on this process owes progress.
+
+        Raises:
+            EngineBroken: the engine has failed.
+        """
+        with self._phase_lock:
+            # While it obeys or steps, the thread itself says what it does, and comes to this order next.
+            if self._resting:
+                self._resting = False
+                self._enter(Phase.GENERATE)
+                reporter.update(requests_active=num_requests)
+        self.post(order)
+
+    def call(self, order: Callable[[Engine], T], seconds: float, what: str) -> T:
+        """The same, and waits for the answer.
+
+        Raises:
+            DeadlineExceeded: no answer within `seconds`: the engine hangs in a step, or the order does.
+            EngineBroken: the engine has failed.
+        """
+        done = self.post(order)
+        try:
+            return done.result(seconds)  # type: ignore[return-value]  # a Future[object] per order: T is what order gives
+        except TimeoutError:
+            done.cancel()  # if it has not begun, it never will
+            raise DeadlineExceeded(waited_for=f"the engine thread to {what}", seconds=seconds) from None
+
+    def close(self, seconds: float = 5.0) -> None:
+        self._closing = True
+        self._wake.set()
+        self._thread.join(seconds)
+
+    @property
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    # --- in the thread
+
+    def _run(self) -> None:
+        try:
+            engine = self._make()
+        except Exception as e:  # noqa: BLE001 deliberate: whatever kept it from starting is the answer to who waits
+            self._failure = e
+            self._started.set_exception(e)
+            self._refuse_orders()
+            return
+        self._started.set_result(engine)
+        try:
+            while not self._closing:
+                self._obey(engine)
+                if engine.num_in_flight:
+                    self._step(engine)
+                else:
+                    self._rest()
+                    self._wake.wait(IDLE_WAIT_SECONDS)
+                self._wake.clear()
+            engine.close()
+        except Exception as e:  # deliberate: a broken engine must be told, not vanish with its thread
+            self._failure = e
+            logger.exception("the engine failed")
+            reporter.exception(e)
+            if self._on_failure is not None:
+                self._on_failure(e)
+        finally:
+            self._refuse_orders()
+
+    def _refuse_orders(self) -> None:
+        while self._orders:
+            _, done = self._orders.popleft()
+            if done.set_running_or_notify_cancel():
+                done.set_exception(EngineBroken(f"the engine is gone: {self._failure or 'closed'}"))
+
+    def _obey(self, engine: Engine) -> None:
+        while self._orders:
+            order, done = self._orders.popleft()
+            if not done.set_running_or_notify_cancel():
+                continue
+            with self._phase_lock:
+                self._resting = False  # from here on the order says what this thread does
+            try:
+                done.set_result(order(engine))
+            except Exception as e:  # noqa: BLE001 deliberate: belongs to who gave the order
+                done.set_exception(e)
+
+    def _step(self, engine: Engine) -> None:
+        self._enter(Phase.GENERATE)
+        begun = self._clock.monotonic()
+        if self._on_step is not None:
+            self._on_step()
+        num_tokens = self._on_tokens(engine.step())
+        reporter.progress(busy_seconds=self._clock.monotonic() - begun, tokens=num_tokens)
+        reporter.update(requests_active=engine.num_in_flight)
+
+    def _rest(self) -> None:
+        with self._phase_lock:
+            if self._orders:
+                return  # posted since the last look: there is no rest
+            if self._phase in (Phase.START, Phase.GENERATE):
+                reporter.update(requests_active=0)
+            self._enter(Phase.WAIT if self.awaits_weights else Phase.IDLE)
+            self._resting = True
+
+    def _enter(self, phase: Phase) -> None:
+        if phase is not self._phase:
+            self._phase = phase
+            reporter.enter_phase(phase)

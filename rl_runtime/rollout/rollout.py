@@ -1,0 +1,351 @@
+"""A rollout replica without Ray: requests in, tokens out until acknowledged, weights pulled, proven, applied, relayed.
+
+Three kinds of threads. The engine thread alone touches the engine (`engine_thread.py`). Control calls (`submit`,
+`tokens_since`, ...) take a lock for microseconds and answer even while the engine hangs. One caller at a time updates
+weights: it pulls without disturbing generation, then hands the engine thread what it verified.
+
+Nothing is generated with weights that were not proven (law 2). A version of which only a part arrived is never applied.
+When an update fails, the version before goes on serving, after its storage and canary were proven to be what they were;
+when that cannot be shown, nothing is generated, and `policy_version` is -1.
+"""
+
+import hashlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from rolecall.agent.reporter import reporter
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.errors import DeadlineExceeded, RolecallError, StaleIncarnation
+from rolecall.core.ids import ReplicaId, process_start_ticks
+from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.protocol.messages import (
+    Holder,
+    Manifest,
+    Proof,
+    PulledTokens,
+    Request,
+    RolloutInfo,
+    TokenChunk,
+)
+from rolecall.rl_runtime.rollout.engine import Engine, EngineSettings, NewTokens, vocab_size
+from rolecall.rl_runtime.rollout.engine_thread import EngineThread
+from rolecall.rl_runtime.rollout.proof import Claim, load, prove
+from rolecall.rl_runtime.rollout.token_buffer import Limits, TokenBook
+from rolecall.rl_runtime.weights.port import Pieces, TensorServer, TransferFailed, pull_any
+
+logger = logging.getLogger(__name__)
+
+START_SECONDS: Final = 180.0
+"""Import and start of the engine: 6 s alone on a core, several times that when all engines of a node start together."""
+APPLY_SECONDS: Final = 30.0
+"""Wait for the engine thread to finish its step, then load, read back and prove: 30 ms for a small model."""
+
+
+class NotProven(RolecallError):
+    """This rollout has no proven weights: it may not generate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Serving:
+    """The version that is served, with the verified bytes it was loaded from."""
+
+    manifest: Manifest
+    tensors: Mapping[str, torch.Tensor]
+    proof: Proof
+
+
+class RolloutReplica:
+    """One engine with what it holds. Returns from construction once the engine runs, without weights.
+
+    Args:
+        token: the run's token, for the weight port.
+        address: where the weight port listens: the node's own, so that others can pull from here.
+        transfer_seconds: deadline of one pull over all holders.
+        on_step: called before each engine step, in its thread.
+        on_failure: called once when the engine broke; an actor ends its process then.
+
+    Raises:
+        EngineBroken, DeadlineExceeded: the engine does not start.
+    """
+
+    def __init__(
+        self,
+        *,
+        replica: ReplicaId,
+        incarnation: int,
+        token: str,
+        settings: EngineSettings,
+        address: str = "127.0.0.1",
+        transfer_seconds: float = 10.0,
+        limits: Limits | None = None,
+        clock: Clock | None = None,
+        on_step: Callable[[], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
+        make_engine: Callable[[EngineSettings], Engine] = Engine,
+    ) -> None:
+        self._replica, self._incarnation, self._epoch = replica, incarnation, -1
+        self._token, self._transfer_seconds = token, transfer_seconds
+        self._clock = clock or SystemClock()
+        self._identity_lock, self._updating = threading.Lock(), threading.Lock()
+        self._serving: _Serving | None = None
+        self._partial: Pieces | None = None
+        self._server = TensorServer(token, address, clock=self._clock)
+        self._thread = EngineThread(
+            lambda: make_engine(settings), self._record, clock=self._clock, on_step=on_step, on_failure=on_failure
+        )
+        try:
+            self._engine = self._thread.wait_started(START_SECONDS)
+        except RolecallError:
+            self._server.close()
+            raise
+        self._book = TokenBook(
+            limits=limits or Limits(),
+            end_tokens=frozenset(self._engine.end_tokens),
+            model_len_max=settings.max_model_len,
+            vocab_size=vocab_size(settings),
+        )
+
+    # --- who it is
+
+    def info(self) -> RolloutInfo:
+        with self._identity_lock:
+            replica, incarnation = self._replica, self._incarnation
+        return RolloutInfo(
+            replica=replica,
+            incarnation=incarnation,
+            pid=os.getpid(),
+            start_ticks=process_start_ticks(os.getpid()) or 0,
+            policy_version=self.policy_version,
+            holder=self._server.holder(replica, incarnation),
+            num_requests=self._book.num_requests,
+            tokens_generated=self._book.tokens_generated,
+        )
+
+    @property
+    def policy_version(self) -> int:
+        """The proven version it generates with, -1 when there is none."""
+        serving = self._serving
+        return serving.manifest.policy_version if serving is not None else -1
+
+    @property
+    def server(self) -> TensorServer:
+        return self._server
+
+    def promote(self, replica: ReplicaId, incarnation: int, secret: str) -> None:
+        """A standby becomes `replica`. Its weights stay, and count only once proven under the new name.
+
+        Raises:
+            StaleIncarnation: it is this replica in a later incarnation already.
+        """
+        with self._identity_lock:
+            if (replica, incarnation) == (self._replica, self._incarnation):
+                return
+            if replica == self._replica and incarnation < self._incarnation:
+                raise self._stale(incarnation)
+            self._replica, self._incarnation, self._epoch = replica, incarnation, -1
+        reporter.become(replica=replica, incarnation=incarnation, secret=secret)
+
+    def _stale(self, incarnation: int) -> StaleIncarnation:
+        return StaleIncarnation(
+            replica=self._replica, wanted=f"incarnation {self._incarnation}", got=f"incarnation {incarnation}"
+        )
+
+    def _checked(self, incarnation: int) -> ReplicaId:
+        with self._identity_lock:
+            if incarnation != self._incarnation:
+                raise self._stale(incarnation)
+            return self._replica
+
+    def close(self) -> None:
+        """Stops the engine and the port; safe to call twice."""
+        self._thread.close()
+        self._server.close()
+
+    # --- requests
+
+    def submit(self, incarnation: int, requests: Sequence[Request]) -> None:
+        """Takes requests; those it holds already are passed over.
+
+        Raises:
+            NotProven: it has no proven weights.
+            RequestRefused, BookFull: none of them is taken.
+            EngineBroken: the engine has failed.
+        """
+        replica = self._checked(incarnation)
+        if self._serving is None:
+            raise NotProven(f"{replica}#{incarnation} has no proven weights, it may not generate")
+        taken = self._book.take(requests)
+        if taken:
+            self._thread.post_requests(len(taken), lambda engine: self._add(engine, taken))
+
+    def _add(self, engine: Engine, requests: Sequence[Request]) -> None:
+        for r in requests:
+            if not self._book.begin(r):
+                continue  # forgotten before its turn came
+            seed = _seed_behind(r.seed, len(r.prefix_tokens))
+            tokens = (*r.prompt_tokens, *r.prefix_tokens)
+            try:
+                engine.add(r.request_id, tokens, num_new_max=r.max_new_tokens - len(r.prefix_tokens), seed=seed)
+            except ValueError:
+                # Was checked when it was taken, so this is a mistake of ours. It must not take others with it: once
+                # forgotten here, its owner finds it unknown and sends it elsewhere.
+                logger.exception("the engine refuses request %s", r.request_id)
+                self._book.forget([r.request_id])
+
+    def _record(self, made: list[NewTokens]) -> int:
+        return self._book.record(made, self.policy_version)
+
+    def tokens_since(self, incarnation: int, offsets: dict[str, int]) -> PulledTokens:
+        """Whatever is new behind `offsets`. Asking again gives it again: only `ack` forgets."""
+        replica = self._checked(incarnation)
+        chunks, unknown = self._book.since(offsets)
+        return PulledTokens(
+            replica=replica,
+            incarnation=incarnation,
+            policy_version=self.policy_version,
+            chunks=chunks,
+            unknown=unknown,
+        )
+
+    def drain(self, incarnation: int, offsets: dict[str, int], seconds: float) -> PulledTokens:
+        """The last pull before it is replaced alive: the engine stops generating first, if it can within `seconds`."""
+        self._checked(incarnation)
+        try:
+            self._thread.call(lambda engine: engine.abort(list(offsets)), seconds, "stop generating")
+        except RolecallError as e:  # it hangs, or has failed
+            logger.warning("draining what there is: %s", e)
+        return self.tokens_since(incarnation, offsets)
+
+    def ack(self, incarnation: int, request_ids: Sequence[str]) -> None:
+        """Forgets requests whose tokens are safe elsewhere; what still runs of them is aborted."""
+        self.abort(incarnation, request_ids)
+
+    def abort(self, incarnation: int, request_ids: Sequence[str]) -> None:
+        """Forgets requests and their tokens."""
+        self._checked(incarnation)
+        running = self._book.forget(request_ids)
+        if running and self._thread.failure is None:
+            self._thread.post(lambda engine: engine.abort(running))
+
+    def list_requests(self, incarnation: int) -> list[tuple[Request, TokenChunk]]:
+        """All it holds, finished or not, each with all its tokens: for a controller that lost its memory."""
+        self._checked(incarnation)
+        return self._book.everything()
+
+    # --- weights
+
+    def update_weights(self, incarnation: int, epoch: int, manifest: Manifest, holders: Sequence[Holder]) -> Proof:
+        """Pulls, verifies, applies and proves one version; requests in flight go on with it. From then on it is served
+        onward to whoever asks. Of the version it serves already, only the proof is made anew.
+
+        Raises:
+            TransferFailed: no holder could give all; what arrived is kept for the next call.
+            ProofMismatch: part (a), (b) or (c) fails, and at which tensor. The version before is served, if it proves.
+            StaleIncarnation: of incarnation, or an epoch before the last one seen.
+            DeadlineExceeded: the engine thread does not come, or another update is under way.
+        """
+        with self._one_update():
+            replica = self._checked(incarnation)
+            if epoch < self._epoch:
+                raise StaleIncarnation(replica=replica, wanted=f"epoch {self._epoch}", got=f"epoch {epoch}")
+            self._epoch = epoch
+            begun = self._clock.monotonic()
+            pieces = self._pull(replica, manifest, holders)
+            proof = Claim(replica=replica, incarnation=incarnation, epoch=epoch).received(manifest, pieces)
+            proof = self._thread.call(
+                lambda engine: self._apply(engine, manifest, pieces.tensors, proof),
+                APPLY_SECONDS,
+                f"apply version {manifest.policy_version}",
+            )
+            self._server.publish(manifest, pieces.tensors, copy=False)
+            self._partial = None
+            return replace(proof, seconds=self._clock.monotonic() - begun)
+
+    @contextmanager
+    def _one_update(self) -> Iterator[None]:
+        seconds = self._transfer_seconds + APPLY_SECONDS
+        if not self._updating.acquire(timeout=seconds):
+            raise DeadlineExceeded(waited_for="another weight update of this replica", seconds=seconds)
+        try:
+            yield
+        finally:
+            self._thread.awaits_weights = False
+            self._updating.release()
+
+    def _pull(self, replica: ReplicaId, manifest: Manifest, holders: Sequence[Holder]) -> Pieces:
+        pieces = Pieces.of(manifest)
+        if self._partial is not None and self._partial.digest == pieces.digest:
+            pieces = self._partial
+        elif self._serving is not None and self._serving.manifest.digest == pieces.digest:
+            pieces.tensors.update(self._serving.tensors)
+        if not pieces.missing():
+            return pieces
+        self._thread.awaits_weights = True
+        others = [h for h in holders if (h.host, h.port) != (self._server.host, self._server.port)]
+        try:
+            return pull_any(
+                others,
+                manifest,
+                token=self._token,
+                puller=replica,
+                timeout_seconds=self._transfer_seconds,
+                pieces=pieces,
+                clock=self._clock,
+            )
+        except TransferFailed as e:
+            self._partial = e.pieces
+            raise
+        finally:
+            self._thread.awaits_weights = False
+
+    # --- in the engine thread
+
+    def _apply(self, engine: Engine, manifest: Manifest, tensors: Mapping[str, torch.Tensor], proof: Proof) -> Proof:
+        self._checked(proof.incarnation)  # it may have been promoted while it pulled
+        before = self._serving
+        with reporter.phase(Phase.UPDATE):
+            try:
+                if before is None or before.manifest.digest != manifest.digest:
+                    load(engine, tensors, proof.replica)
+                proof = prove(engine, manifest, proof)
+            except Exception as e:  # deliberate: whatever went wrong, the storage is now nobody's version
+                logger.error("version %s is not applied: %s", manifest.policy_version, e)
+                self._restore(engine, before)
+                raise
+            self._serving = _Serving(manifest=manifest, tensors=dict(tensors), proof=proof)
+            reporter.update(policy_version=manifest.policy_version, epoch=proof.epoch)
+            reporter.progress()
+        return proof
+
+    def _restore(self, engine: Engine, before: _Serving | None) -> None:
+        """Back to the version before, if it proves to be what it was; else nothing may be generated any more."""
+        if before is not None:
+            try:
+                load(engine, before.tensors, before.proof.replica)
+                again = prove(engine, before.manifest, before.proof)
+                same = (again.storage_digest, again.canary_logprobs) == (
+                    before.proof.storage_digest,
+                    before.proof.canary_logprobs,
+                )
+                if same:
+                    return
+                logger.error("version %s does not come back as it was", before.manifest.policy_version)
+            except Exception as e:  # noqa: BLE001 deliberate: no proof, no service, whatever the reason
+                logger.error("version %s does not come back: %s", before.manifest.policy_version, e)
+        self._serving = None
+        engine.abort([request.request_id for request, _ in self._book.everything()])
+        reporter.update(policy_version=-1)
+
+
+def _seed_behind(seed: int, num_prefix: int) -> int:
+    """Seed for going on behind a prefix: a fresh draw, so that the same random numbers are not used a second time."""
+    if num_prefix == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed}:{num_prefix}".encode()).digest()[:4], "big")

@@ -1,0 +1,184 @@
+"""Every request that a rollout holds, with its tokens, until somebody acknowledged them. No engine, no clock.
+
+A token is written once and never changes; offsets count from the first new token of all, those of other engines (the
+prefix) included. So an answer may be lost, asked again or come twice, and no token is.
+"""
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rolecall.core.errors import RolecallError
+from rolecall.rl_runtime.protocol.messages import Request, TokenChunk
+from rolecall.rl_runtime.rollout.engine import NewTokens
+
+
+class RequestRefused(RolecallError, ValueError):
+    """A request that this engine can never serve: which, and why. Nothing of its batch was taken."""
+
+
+class BookFull(RolecallError):
+    """Too many requests or unacknowledged tokens are held. Nothing of the batch was taken; acknowledge, or wait."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What one rollout holds at most."""
+
+    requests_max: int = 4096
+    unacked_tokens_max: int = 4_000_000  # about 100 bytes each
+
+
+@dataclass(slots=True)
+class _Held:
+    request: Request
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str = ""
+    begun: bool = False  # the engine works on it: what a step makes is of this one, and of none of its name before
+
+    def chunk(self, offset: int) -> TokenChunk:
+        return TokenChunk(
+            request_id=self.request.request_id,
+            offset=offset,
+            tokens=tuple(self.tokens[offset:]),
+            logprobs=tuple(self.logprobs[offset:]),
+            versions=tuple(self.versions[offset:]),
+            finished=bool(self.finish_reason),
+            finish_reason=self.finish_reason,
+        )
+
+
+@dataclass(slots=True)
+class TokenBook:
+    """Requests and their tokens. Safe for use by several threads; each call takes microseconds."""
+
+    limits: Limits
+    end_tokens: frozenset[int]
+    model_len_max: int
+    vocab_size: int
+    _held: dict[str, _Held] = field(default_factory=dict)
+    _num_tokens: int = 0
+    _generated: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, requests: Sequence[Request]) -> list[Request]:
+        """Notes new requests; those held already are passed over, so that a repeated call does no harm.
+
+        Returns:
+            The ones to generate for: new, and not complete by their prefix alone.
+
+        Raises:
+            RequestRefused, BookFull: then none of them is taken.
+        """
+        for request in requests:
+            self._check(request)
+        with self._lock:
+            new = {r.request_id: r for r in requests if r.request_id not in self._held}
+            num_tokens = self._num_tokens + sum(len(r.prefix_tokens) for r in new.values())
+            if len(self._held) + len(new) > self.limits.requests_max:
+                raise BookFull(f"{len(self._held)} requests are held, {self.limits.requests_max} at most")
+            if num_tokens > self.limits.unacked_tokens_max:
+                raise BookFull(
+                    f"{self._num_tokens} tokens are not acknowledged, {self.limits.unacked_tokens_max} at most"
+                )
+            self._num_tokens = num_tokens
+            for request in new.values():
+                self._held[request.request_id] = self._fresh(request)
+            return [r for r in new.values() if not self._held[r.request_id].finish_reason]
+
+    def _check(self, request: Request) -> None:
+        length = len(request.prompt_tokens) + request.max_new_tokens
+        sizes = {len(request.prefix_tokens), len(request.prefix_logprobs), len(request.prefix_versions)}
+        problem = ""
+        if not request.prompt_tokens or request.max_new_tokens < 1:
+            problem = "has no prompt, or asks for no token"
+        elif length > self.model_len_max:
+            problem = f"may grow to {length} tokens, the engine takes {self.model_len_max}"
+        elif len(sizes) != 1 or len(request.prefix_tokens) > request.max_new_tokens:
+            problem = "has a prefix whose tokens, log-probabilities and versions do not fit together or the limit"
+        elif not all(0 <= t < self.vocab_size for t in (*request.prompt_tokens, *request.prefix_tokens)):
+            problem = f"has a token outside of the vocabulary of {self.vocab_size}"
+        if problem:
+            raise RequestRefused(f"request {request.request_id[:100]!r} {problem}")
+
+    def _fresh(self, request: Request) -> _Held:
+        held = _Held(request, list(request.prefix_tokens), list(request.prefix_logprobs), list(request.prefix_versions))
+        if held.tokens and held.tokens[-1] in self.end_tokens:
+            held.finish_reason = "stop"
+        elif len(held.tokens) >= request.max_new_tokens:
+            held.finish_reason = "length"
+        return held
+
+    def begin(self, request: Request) -> bool:
+        """The engine's next step works on it. False where this very request is held no more."""
+        with self._lock:
+            held = self._held.get(request.request_id)
+            if held is None or held.request is not request:
+                return False
+            held.begun = True
+            return True
+
+    def record(self, made: Iterable[NewTokens], version: int) -> int:
+        """Writes what one engine step made under `version`; of requests forgotten meanwhile nothing, also where they
+        were given again, behind other tokens perhaps, before the step was over.
+
+        Returns:
+            How many tokens were made, forgotten requests included.
+        """
+        num_made = 0
+        with self._lock:
+            for new in made:
+                num_made += len(new.tokens)
+                held = self._held.get(new.request_id)
+                if held is None or not held.begun:
+                    continue
+                held.tokens.extend(new.tokens)
+                held.logprobs.extend(new.logprobs)
+                held.versions.extend([version] * len(new.tokens))
+                held.finish_reason = new.finish_reason
+                self._num_tokens += len(new.tokens)
+            self._generated += num_made
+        return num_made
+
+    def since(self, offsets: Mapping[str, int]) -> tuple[tuple[TokenChunk, ...], tuple[str, ...]]:
+        """(chunks with something new, ids not held here)."""
+        chunks, unknown = [], []
+        with self._lock:
+            for request_id, offset in offsets.items():
+                held = self._held.get(request_id)
+                if held is None:
+                    unknown.append(request_id)
+                elif offset < len(held.tokens) or held.finish_reason:
+                    chunks.append(held.chunk(max(0, offset)))
+        return tuple(chunks), tuple(unknown)
+
+    def everything(self) -> list[tuple[Request, TokenChunk]]:
+        with self._lock:
+            return [(held.request, held.chunk(0)) for held in self._held.values()]
+
+    def forget(self, request_ids: Iterable[str]) -> list[str]:
+        """Drops requests; unknown ones are ignored.
+
+        Returns:
+            Those that the engine was still working on.
+        """
+        unfinished = []
+        with self._lock:
+            for request_id in request_ids:
+                held = self._held.pop(request_id, None)
+                if held is not None:
+                    self._num_tokens -= len(held.tokens)
+                    if not held.finish_reason:
+                        unfinished.append(request_id)
+        return unfinished
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._held)
+
+    @property
+    def tokens_generated(self) -> int:
+        """Since this process started."""
+        return self._generated

@@ -1,0 +1,138 @@
+"""What runs inside each of the engine's workers (one per tensor-parallel rank): loading weights, and reading them back.
+
+vLLM mixes this class into its worker and calls it by name through `collective_rpc`, so that more ranks need no second
+way. This module must be importable without vLLM; the worker brings `model_runner`, `model_config`, `vllm_config`.
+
+Readable storage. vLLM's CPU backend packs linear weights into a private format and empties the parameter (16 of the 35
+of a small Qwen3): nothing is left that could be read back. With `keep_storage_readable()` called before the model is
+built, linear layers keep their weights and use torch's own linear instead: measured at the same speed for a small model
+(8.7 ms a step for 64 requests either way), all 35 parameters covered, and loading is a copy in place (1.6 ms instead of
+16 to 29 ms for vLLM's reload). Without it, packed layers are listed as uncovered.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypedDict
+
+import torch
+
+from rolecall.rl_runtime.protocol.messages import TensorEntry
+from rolecall.rl_runtime.weights.digest import DTYPE_NAMES, entries_digest, tensor_digest, tensor_entry
+
+
+class Storage(TypedDict):
+    """One rank's parameters and buffers, read back."""
+
+    digest: str  # over all entries
+    layout: str  # over names, dtypes and shapes, of uncovered ones as well
+    digests: list[tuple[str, str]]  # (name, digest) of each one covered
+    uncovered: list[str]
+    wrong: list[str]  # covered, and not what the tensors given last should have made of it
+
+
+def keep_storage_readable() -> None:
+    """Makes linear layers built from now on keep their weights where they can be read (vLLM on a CPU only)."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    LinearBase._cpu_skip_gemm_dispatch = True
+
+
+class RolecallWorker:
+    """Mixed into vLLM's worker. Names carry a prefix because the worker must not have them already."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def rolecall_prepare(self) -> None:
+        """Once after start: embeddings compute from the storage that is read back, not from a packed copy beside it."""
+        self._rolecall_expected: dict[str, str] = {}
+        if getattr(_linear_base(), "_cpu_skip_gemm_dispatch", False):
+            for module in self.model_runner.get_model().modules():
+                if hasattr(module, "cpu_linear"):
+                    module.cpu_linear = torch.nn.functional.linear
+
+    def rolecall_load(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        """Loads weights under their Hugging Face names into the running model.
+
+        Returns:
+            Parameters that nothing was loaded into: empty when all is well.
+        """
+        from vllm.config import set_current_vllm_config
+
+        model = self.model_runner.get_model()
+        names = [name for name, _ in model.named_parameters()]
+        self._rolecall_expected = _expected(model, tensors)
+        if any(p.numel() == 0 for p in model.parameters()):
+            # Packed layers must be unpacked, loaded and packed again: vLLM does that layer by layer.
+            with set_current_vllm_config(self.vllm_config):
+                self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+            return []
+        loaded = model.load_weights(iter(tensors.items()))
+        return [] if loaded is None else sorted(set(names) - set(loaded))
+
+    def rolecall_storage(self) -> Storage:
+        """Digests of everything that this rank computes with, read from where it lies now."""
+        model = self.model_runner.get_model()
+        entries, layout, uncovered = list[TensorEntry](), list[TensorEntry](), list[str]()
+        for name, tensor, readable in _named_storage(model):
+            dtype = DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+            layout.append(TensorEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), digest=str(readable)))
+            if readable:
+                entries.append(tensor_entry(name, tensor))
+            else:
+                uncovered.append(name)
+        expected = self._rolecall_expected
+        return Storage(
+            digest=entries_digest(entries),
+            layout=entries_digest(layout),
+            digests=[(e.name, e.digest) for e in entries],
+            uncovered=sorted(uncovered),
+            wrong=sorted(e.name for e in entries if expected.get(e.name, e.digest) != e.digest),
+        )
+
+
+def _linear_base() -> Any:
+    from vllm.model_executor.layers.linear import LinearBase
+
+    return LinearBase
+
+
+def _named_storage(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Each parameter and buffer by name, and whether what is read there is what the model computes with."""
+    packed = {
+        f"{prefix}.weight"
+        for prefix, module in model.named_modules()
+        if getattr(module, "cpu_linear", torch.nn.functional.linear) is not torch.nn.functional.linear
+    }
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield name, tensor, name not in packed and tensor.numel() > 0 and tensor.dtype in DTYPE_NAMES
+
+
+def _expected(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Digest that each parameter must have once `tensors` are loaded, where that can be said without the loader.
+
+    Said of parameters that are one tensor, or several in a row (query, key, value; gate, up), in the same dtype, and
+    filled up with rows of zeros where vLLM pads the vocabulary: all of a dense model on one rank. Of others (sharded,
+    quantised) nothing is claimed.
+    """
+    packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+    found = {}
+    for name, parameter in model.named_parameters():
+        sources = [tensors[s] for s in _sources(name, packed) if s in tensors]
+        if len(sources) != len(_sources(name, packed)):
+            continue
+        whole = sources[0] if len(sources) == 1 else torch.cat(sources)
+        num_padding = parameter.shape[0] - whole.shape[0] if parameter.dim() and whole.dim() else 0
+        if num_padding > 0:
+            whole = torch.cat([whole, whole.new_zeros(num_padding, *whole.shape[1:])])
+        if whole.dtype == parameter.dtype and whole.shape == parameter.shape:
+            found[name] = tensor_digest(whole)
+    return found
+
+
+def _sources(name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
+    """`...qkv_proj.weight` -> `...q_proj.weight`, `...k_proj.weight`, `...v_proj.weight`; others: the name itself."""
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part in packed:
+            return [".".join([*parts[:i], source, *parts[i + 1 :]]) for source in packed[part]]
+    return [name]

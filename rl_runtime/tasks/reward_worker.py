@@ -1,0 +1,60 @@
+"""Reward worker without Ray: asks the task what finished groups are worth. Standard library only, starts at once.
+
+A reward comes from tokens and nothing else. What goes wrong here is raised, and scored by another worker (law 7).
+"""
+
+from collections.abc import Callable, Sequence
+
+from rolecall.agent.reporter import reporter
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config.job import JobConfig
+from rolecall.core.errors import StaleIncarnation
+from rolecall.core.ids import ReplicaId
+from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.protocol.messages import Group
+from rolecall.rl_runtime.tasks.task import Task, make_task
+from rolecall.rl_runtime.tasks.tokenizer import vocabulary
+
+
+def task_of(job: JobConfig) -> Task:
+    """The job's task: makes prompts from group numbers and judges answers.
+
+    Raises:
+        ConfigError: the model folder cannot be used, or lacks a character of the task.
+    """
+    return make_task(job.task, vocabulary(job.model, job.task.name), job.seed)
+
+
+class RewardWorker:
+    """One worker. Stateless: any other gives the same answer."""
+
+    def __init__(
+        self,
+        *,
+        replica: ReplicaId,
+        incarnation: int,
+        job: JobConfig,
+        clock: Clock | None = None,
+        on_group: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_group` is called before each group: where faults may be injected."""
+        self._replica, self._incarnation = replica, incarnation
+        self._task, self._clock, self._on_group = task_of(job), clock or SystemClock(), on_group
+        reporter.enter_phase(Phase.WAIT)
+
+    def score(self, incarnation: int, groups: Sequence[Group]) -> list[list[float]]:
+        """One reward for each sample of each group.
+
+        Raises:
+            StaleIncarnation: meant for another incarnation.
+        """
+        if incarnation != self._incarnation:
+            raise StaleIncarnation(replica=self._replica, wanted=f"#{self._incarnation}", got=f"#{incarnation}")
+        rewards = []
+        with reporter.phase(Phase.SCORE):
+            for group in groups:
+                self._on_group()
+                started = self._clock.monotonic()
+                rewards.append([self._task.reward(group.prompt_tokens, s.tokens) for s in group.samples])
+                reporter.progress(1, busy_seconds=self._clock.monotonic() - started, tokens=group.num_tokens)
+        return rewards

@@ -1,0 +1,157 @@
+"""What a trainer has of a step that is not committed: gradients of single microbatches, and their sum.
+
+Gradients are of sums over tokens, never of means: what they are divided by is known only when all microbatches of the
+step are together (`objective.divisors`). The sum is float64: the order in which microbatches are added, which a loss
+changes, then shows only beyond float32. It is flat: the policy's parameters, then the critic's.
+"""
+
+import threading
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rolecall.core.config.algorithm import AlgorithmConfig
+from rolecall.rl_runtime.algorithms.agreement import asked_again
+from rolecall.rl_runtime.algorithms.objective import Batch, Objective, Terms, make_batch, objective, token_logprobs
+from rolecall.rl_runtime.protocol.messages import Microbatch
+from rolecall.rl_runtime.protocol.policy_health import HealthSums
+from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
+from rolecall.rl_runtime.trainer.state import TrainerState
+
+
+class Gradients:
+    """Computes the gradient of one microbatch: a function of weights and samples, the same on every replica.
+
+    `reference`: the policy that the run began with, where the objective asks for it. Frozen, and a function of the job:
+    it is made anew by each replica, never copied.
+    """
+
+    def __init__(
+        self, algorithm: AlgorithmConfig, *, pad: int, staleness_max: int, longest: int, reference: Any = None
+    ) -> None:
+        self._algorithm, self._pad, self._reference = algorithm, pad, reference
+        self._staleness_max, self._longest = staleness_max, longest
+
+    def of(
+        self, state: TrainerState, microbatch: Microbatch, *, ask_again: bool = False
+    ) -> tuple[torch.Tensor, MicrobatchStats]:
+        """Flat gradient of the sums, in the order of the state's parameters, and what the microbatch adds to the step.
+
+        `ask_again`: former versions are asked about tokens of theirs (`agreement`).
+        """
+        terms = Terms(
+            policy_version=state.commit.policy_version, staleness_max=self._staleness_max, longest=self._longest
+        )
+        dtype = state.policy.parameters[0].dtype
+        batch = make_batch(microbatch.groups, self._algorithm, terms, pad=self._pad, dtype=dtype)
+        found = self._objective(state, batch, terms)
+        grads: list[Any] = list(torch.autograd.grad(found.policy, state.policy.parameters, materialize_grads=True))
+        if state.critic is not None:
+            assert found.value is not None
+            grads += torch.autograd.grad(found.value, state.critic.parameters, materialize_grads=True)
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        sums = [found.policy] if found.value is None else [found.policy, found.value]
+        health = found.sums
+        if ask_again:
+            apart = asked_again(
+                state.policy.module,
+                batch,
+                state.former,
+                state.commit.step + 1,
+                microbatches=self._algorithm.microbatches_per_step,
+            )
+            health += HealthSums(log_ratio_max=apart)
+        return flat, MicrobatchStats(
+            microbatch_id=microbatch.microbatch_id,
+            group_ids=tuple(g.group_id for g in microbatch.groups),
+            policy_loss=float(found.policy.detach()),
+            health=health,
+            finite=bool(torch.isfinite(flat).all()) and all(bool(torch.isfinite(s)) for s in sums),
+        )
+
+    def _objective(self, state: TrainerState, batch: Batch, terms: Terms) -> Objective:
+        logprobs, entropy = self._logprobs(state.policy.module, batch)
+        reference = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference, _ = self._logprobs(self._reference, batch)
+        return objective(
+            batch,
+            self._algorithm,
+            terms,
+            logprobs_st=logprobs,
+            entropy_st=entropy,
+            values_after_st=None if state.critic is None else state.critic.module(batch.tokens_st),
+            reference_logprobs_st=reference,
+        )
+
+    @staticmethod
+    def _logprobs(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_logprobs(model(input_ids=batch.tokens_st, use_cache=False).logits, batch.tokens_st)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """One member's part of a step. `gradient`: flat float64, and not to be changed."""
+
+    gradient: torch.Tensor
+    stats: tuple[MicrobatchStats, ...]
+
+
+class PartialStep:
+    """The sum so far, and of what. Its working thread adds; others may ask and clear."""
+
+    def __init__(self, num_parameters: int) -> None:
+        self._step = 0
+        self._sum = torch.zeros(num_parameters, dtype=torch.float64)
+        self._done: dict[str, tuple[Microbatch, MicrobatchStats]] = {}
+        self._lock = threading.Lock()
+
+    def clear(self, step: int) -> None:
+        """Throws everything away; `step` comes next."""
+        with self._lock:
+            self._clear(step)
+
+    def prepare(self, step: int, mine: Sequence[Microbatch]) -> None:
+        """Keeps what is there when all of it is still wanted.
+
+        A sum cannot give back one of its parts: a microbatch that is no longer mine, or has other content under its
+        id, means a new start.
+        """
+        plan = {m.microbatch_id: m for m in mine}
+        with self._lock:
+            if self._step != step or any(plan.get(i) != m for i, (m, _) in self._done.items()):
+                self._clear(step)
+
+    def add(self, microbatch: Microbatch, gradient: torch.Tensor, stats: MicrobatchStats) -> None:
+        with self._lock:
+            self._sum += gradient
+            self._done[microbatch.microbatch_id] = (microbatch, stats)
+
+    def has(self, microbatch_id: str) -> bool:
+        with self._lock:
+            return microbatch_id in self._done
+
+    def computed(self, step: int) -> tuple[str, ...]:
+        """Ids whose gradients are in the sum for `step`, sorted."""
+        with self._lock:
+            return tuple(sorted(self._done)) if self._step == step else ()
+
+    def taken(self, wanted: AbstractSet[str]) -> Contribution | None:
+        """The sum and what is in it; None when that is not exactly `wanted`.
+
+        Not a copy: who adds is who took it, and clearing leaves it as it is.
+        """
+        with self._lock:
+            if self._done.keys() != wanted:
+                return None
+            stats = tuple(stats for _, stats in self._done.values())
+            return Contribution(gradient=self._sum, stats=stats)
+
+    def _clear(self, step: int) -> None:
+        self._step = step
+        self._sum = torch.zeros_like(self._sum)
+        self._done.clear()

@@ -1,0 +1,256 @@
+"""One explicit reduce a step, and the vote before the optimizer moves.
+
+Each trainer adds up the gradients of its own microbatches first. Then one bucketed all-reduce runs on a *copy* of that
+sum: the local gradients stay as they are, so that after a loss the survivors add the lost microbatches to what they
+have and reduce again in the next epoch (ReCoVer's snapshot, without its per-bucket rewind: the copy is thrown away
+whole). Sums are kept and reduced in float64: the order of additions, which a loss changes, then shows only beyond
+float32, and the step taken is the failure-free one. What is reduced is never divided: the ballots carry how many tokens
+there were, and each member divides by the count of all of them after the vote.
+
+A process group lives for one epoch: a `TCPStore` on its lowest rank, a `ProcessGroupGloo` over it, no global
+`init_process_group`. The store listens on its trainer's address, and each member's gloo device on the member's own:
+no other interface. Every failure of a collective is `PeerLost`. A wait for a
+stopped peer ends when that peer is killed, or at the group's timeout; abort() and shutdown() do not end it.
+"""
+
+import json
+import logging
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, Final, Self
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import ProcessGroupGloo as _ProcessGroupGloo
+
+from rolecall.agent.reporter import reporter
+from rolecall.core.errors import PeerLost, StaleIncarnation
+from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.core.journal.journal import ChainHead
+from rolecall.rl_runtime.protocol.policy_health import HealthSums
+
+logger = logging.getLogger(__name__)
+
+ProcessGroupGloo: Any = _ProcessGroupGloo  # torch's stubs lack its options and its collectives
+
+BUCKET_BYTES: Final = 2 << 20
+"""Small enough that a stall shows at which bucket, large enough that gloo's latency (0.3 ms) does not show."""
+BALLOT_BYTES_MAX: Final = 8 << 20
+"""A peer's announced ballot beyond this is refused before anything is allocated. The largest step that a job file may ask
+for, computed by one member, comes to 6 MB."""
+LOOPBACK: Final = "127.0.0.1"
+
+
+def nothing() -> None:
+    """The hook of whoever wants none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchStats:
+    """What one microbatch put into the step, beside its gradient. All are sums (and extremes), nothing is divided."""
+
+    microbatch_id: str
+    group_ids: tuple[GroupId, ...]
+    policy_loss: float
+    health: HealthSums
+    finite: bool  # losses and gradients
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ballot:
+    """What one member is about to commit."""
+
+    replica: ReplicaId
+    incarnation: int
+    epoch: int
+    step: int
+    microbatches: tuple[MicrobatchStats, ...]
+    gradient_digest: str  # of the reduced gradient
+    weights_digest: str  # of the weights before the step: members that have drifted apart must not go on
+    ledger: ChainHead
+
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_bytes(cls, raw: bytes) -> Self:
+        d: dict[str, Any] = json.loads(raw)
+        return cls(
+            **{**d, "microbatches": tuple(map(_stats_of, d["microbatches"])), "ledger": ChainHead(**d["ledger"])}
+        )
+
+
+def _stats_of(d: dict[str, Any]) -> MicrobatchStats:
+    return MicrobatchStats(**{**d, "group_ids": tuple(d["group_ids"]), "health": HealthSums(**d["health"])})
+
+
+def disagreement(ballots: Sequence[Ballot], *, members: Sequence[str], all_ids: Sequence[str]) -> str:
+    """Why these ballots must not be committed, empty when they agree. Pure, and the same at every member.
+
+    Agreement: one ballot from each member, one epoch, step, ledger head, gradient and weights, and the microbatches
+    of all together are exactly `all_ids`, each once.
+    """
+    voters = sorted(b.replica for b in ballots)
+    if voters != sorted(members):
+        return f"voters are {voters}, members {sorted(members)}"
+    first = ballots[0]
+    for name in ("epoch", "step", "ledger", "gradient_digest", "weights_digest"):
+        for other in ballots[1:]:
+            if getattr(other, name) != getattr(first, name):
+                mine, theirs = str(getattr(first, name))[:60], str(getattr(other, name))[:60]
+                return f"{name}: {first.replica} has {mine}, {other.replica} has {theirs}"
+    owners: dict[str, str] = {}
+    for ballot in ballots:
+        for stats in ballot.microbatches:
+            before = owners.setdefault(stats.microbatch_id, ballot.replica)
+            if before != ballot.replica:
+                return f"microbatch {stats.microbatch_id}: computed by both {before} and {ballot.replica}"
+    missing, surplus = sorted(set(all_ids) - set(owners)), sorted(set(owners) - set(all_ids))
+    if missing or surplus:
+        return f"microbatches missing: {missing or 'none'}, not of this step: {surplus or 'none'}"
+    return ""
+
+
+class EpochStore:
+    """The rendezvous of one epoch, on its lowest rank. Thrown away with the epoch."""
+
+    def __init__(self, host: str, timeout_seconds: float) -> None:
+        # A socket of our own: by itself TCPStore listens on all addresses.
+        listener = socket.create_server((host, 0), backlog=128)
+        self.host, self.port = host, int(listener.getsockname()[1])
+        self._store: TCPStore | None = TCPStore(
+            host,
+            self.port,
+            None,
+            True,
+            timedelta(seconds=timeout_seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.fileno(),
+        )
+        listener.detach()  # the store owns and closes it
+
+    def close(self) -> None:
+        self._store = None
+
+
+class ReduceGroup:
+    """The trainers of one epoch. Used by one thread. After its first failure it fails at once."""
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        rank: int,
+        size: int,
+        host: str,
+        port: int,
+        timeout_seconds: float,
+        address: str = LOOPBACK,
+    ) -> None:
+        """Connects to all members. `host`, `port`: the epoch's store; `address`: where the others reach this member.
+
+        Raises:
+            PeerLost: not all members came within `timeout_seconds`, or one went away.
+        """
+        self.epoch, self.rank, self.size = epoch, rank, size
+        self._failure = ""
+        self._group: Any = None
+        if size == 1:
+            return
+        timeout = timedelta(seconds=timeout_seconds)
+        try:
+            store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)
+            options = ProcessGroupGloo._Options()
+            options._timeout = timeout
+            options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+            self._group = ProcessGroupGloo(PrefixStore(f"epoch-{epoch}", store), rank, size, options)
+        except RuntimeError as e:
+            raise self._lost("joining", e) from e
+
+    def all_reduce(
+        self, local: torch.Tensor, *, bucket_bytes: int = BUCKET_BYTES, on_bucket: Callable[[], None] = nothing
+    ) -> torch.Tensor:
+        """The sum over all members, in a tensor of its own; `local` (flat) is not touched.
+
+        Raises:
+            PeerLost: a peer went away, or the timeout passed. What was reduced so far is thrown away.
+        """
+        snapshot = local.clone()
+        stride = max(1, bucket_bytes // local.element_size())
+        for number, start in enumerate(range(0, snapshot.numel(), stride)):
+            on_bucket()
+            with reporter.collective():
+                self._all_reduce_in_place(snapshot[start : start + stride], f"bucket {number}")
+        return snapshot
+
+    def gather(self, message: bytes, *, on_bucket: Callable[[], None] = nothing) -> list[bytes]:
+        """Every member's message, by rank.
+
+        Raises:
+            PeerLost: as `all_reduce`.
+        """
+        on_bucket()
+        if self.size == 1:
+            self._refuse_if_failed()
+            return [message]
+        lengths = torch.zeros(self.size, dtype=torch.int64)
+        lengths[self.rank] = len(message)
+        with reporter.collective():
+            self._all_reduce_in_place(lengths, "vote lengths")
+        if int(lengths.max()) > BALLOT_BYTES_MAX:
+            raise self._lost("vote", RuntimeError(f"a ballot of {int(lengths.max())} bytes"))
+        # One row a member; the rows of the others are zero here, so that a sum is a gather.
+        rows = torch.zeros(self.size, int(lengths.max()), dtype=torch.uint8)
+        rows[self.rank, : len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        with reporter.collective():
+            self._all_reduce_in_place(rows, "vote")
+        return [bytes(rows[r, : int(lengths[r])].numpy().tobytes()) for r in range(self.size)]
+
+    def close(self, because: str = "the group is closed") -> None:
+        """Lets go of the group without waiting: tearing down a broken gloo group can block, so a daemon thread does.
+
+        Peers that wait for this member fail at once, since its connections close.
+        """
+        group, self._group = self._group, None
+        self._failure = self._failure or because
+        if group is not None:
+            holder = [group]
+            del group
+            threading.Thread(target=holder.clear, name=f"close-epoch-{self.epoch}", daemon=True).start()
+
+    def _all_reduce_in_place(self, tensor: torch.Tensor, what: str) -> None:
+        self._refuse_if_failed()
+        if self.size == 1:
+            return
+        try:
+            self._group.allreduce([tensor]).wait()
+        except RuntimeError as e:
+            raise self._lost(what, e) from e
+
+    def _refuse_if_failed(self) -> None:
+        if self._failure:
+            raise PeerLost(epoch=self.epoch, because=self._failure)
+
+    def _lost(self, what: str, error: RuntimeError) -> PeerLost:
+        # Closed here and now: a third member may wait for this one, and knows nothing of the peer that went away.
+        self.close(f"{what}: {_first_line(error)}")
+        logger.warning("epoch %d: %s", self.epoch, self._failure)
+        return PeerLost(epoch=self.epoch, because=self._failure)
+
+
+def refuse_stale(replica: str, what: str, wanted: int, got: int) -> None:
+    """Fences one number of a message.
+
+    Raises:
+        StaleIncarnation: it is not the one that this replica is at.
+    """
+    if wanted != got:
+        raise StaleIncarnation(replica=replica, wanted=f"{what} {wanted}", got=f"{what} {got}")
+
+
+def _first_line(error: RuntimeError) -> str:
+    """Torch appends a C++ stack to its messages."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,156 @@
+"""A trainer replica with what surrounds it: its weight port, the manifests of its versions, copies and checkpoints.
+
+After each commit the version is offered under its manifest; the state stream gives a replacement everything, as of
+between two steps. Without Ray; one working thread calls `join`, `train_step`, `copy_from` and the checkpoint methods.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from rolecall.agent.reporter import reporter
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config.job import JobConfig
+from rolecall.core.errors import StaleIncarnation
+from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.protocol.clients import LoadedCheckpoint
+from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Manifest, StepResult, TrainerInfo
+from rolecall.rl_runtime.protocol.spawn import Spawn
+from rolecall.rl_runtime.trainer import checkpoint
+from rolecall.rl_runtime.trainer.reduce import LOOPBACK
+from rolecall.rl_runtime.trainer.trainer import TrainerReplica
+from rolecall.rl_runtime.weights.digest import build_manifest
+from rolecall.rl_runtime.weights.port import TensorServer
+from rolecall.rl_runtime.weights.proof import CANARY
+from rolecall.rl_runtime.weights.pull import pull_state
+
+MANIFESTS_MAX: Final = 4
+"""Newest versions whose manifest can be asked for."""
+
+
+class TrainerService:
+    """What a trainer's process serves, on `address` only. The first incarnations hold the run's first weights; later ones must copy."""
+
+    def __init__(
+        self,
+        spawn: Spawn,
+        job: JobConfig,
+        *,
+        address: str = LOOPBACK,
+        clock: Clock | None = None,
+        on_microbatch: Callable[[], None] = lambda: None,
+        on_bucket: Callable[[], None] = lambda: None,
+        on_tensor: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_tensor`: called before each tensor is sent, in a thread of the weight port."""
+        self._spawn, self._job, self._clock = spawn, job, clock or SystemClock()
+        self._token = spawn.run.token()
+        self._manifests: OrderedDict[int, Manifest] = OrderedDict()
+        self.replica = TrainerReplica(
+            replica=spawn.replica,
+            incarnation=spawn.incarnation,
+            job=job,
+            has_state=spawn.incarnation == 1,
+            address=address,
+            clock=self._clock,
+            on_microbatch=on_microbatch,
+            on_bucket=on_bucket,
+            on_publish=self._publish,
+        )
+        self.join, self.train_step = self.replica.join, self.replica.train_step
+        self._server = TensorServer(
+            self._token, address, clock=self._clock, on_tensor=lambda _puller, _name: on_tensor()
+        )
+        self._server.state_provider = self.replica.export_state
+        if spawn.incarnation == 1:
+            self._publish(self.replica.commit_record().policy_version)
+
+    def _publish(self, version: int) -> None:
+        tensors = self.replica.policy_tensors(version)
+        manifest = build_manifest(version, tensors, self.replica.canary_logprobs(CANARY))
+        self._server.publish(manifest, tensors, copy=False)
+        self._manifests[version] = manifest
+        self._manifests.move_to_end(version)
+        while len(self._manifests) > MANIFESTS_MAX:
+            self._manifests.popitem(last=False)
+
+    # --- at any time
+
+    def info(self) -> TrainerInfo:
+        return self.replica.info(self._server.holder(self._spawn.replica, self._spawn.incarnation))
+
+    def manifest(self, policy_version: int) -> Manifest:
+        """
+        Raises:
+            StaleIncarnation: that version is not offered here (any more).
+        """
+        found = self._manifests.get(policy_version)
+        if found is None:
+            newest = self.replica.commit_record().policy_version
+            raise StaleIncarnation(
+                replica=self._spawn.replica, wanted=f"version {newest}", got=f"version {policy_version}"
+            )
+        return found
+
+    def commit_record(self) -> CommitRecord:
+        return self.replica.commit_record()
+
+    def last_result(self) -> StepResult | None:
+        return self.replica.last_result
+
+    def open_store(self, epoch: int) -> tuple[str, int]:
+        return self.replica.open_store(epoch)
+
+    def reset_step(self, step: int) -> None:
+        self.replica.reset_step(step)
+
+    # --- the working thread
+
+    def idle(self) -> None:
+        """Answers when the working thread is free."""
+
+    def copy_from(self, holder: Holder) -> None:
+        """Becomes a copy of another trainer: weights, optimizer state, commit record.
+
+        Raises:
+            TransferFailed: the holder could not give all; nothing was changed.
+            ProofMismatch: what it gave is not a state of this model; nothing was changed.
+        """
+        copy = pull_state(
+            holder,
+            token=self._token,
+            puller=self._spawn.replica,
+            timeout_seconds=self._job.runtime.transfer_timeout_seconds,
+            clock=self._clock,
+        )
+        self.replica.load_state(copy.tensors, copy.meta)
+        self._publish(self.replica.commit_record().policy_version)
+
+    def save_checkpoint(self, folder: str, keep: int) -> str:
+        """Path of the checkpoint written.
+
+        Raises:
+            OSError: it could not be written; older ones stand.
+        """
+        with reporter.phase(Phase.CHECKPOINT):
+            tensors, meta = self.replica.export_state()
+            step = self.replica.commit_record().step
+            return str(checkpoint.save(Path(folder), step, tensors, meta, keep=keep))
+
+    def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
+        """Takes over the newest good checkpoint; without one, the weights that the run began with."""
+        search = checkpoint.newest_good(Path(folder))
+        refused = tuple(str(e) for e in search.bad)
+        if search.found is not None:
+            self.replica.load_state(search.found.tensors, search.found.meta)
+            path = str(search.found.path)
+        else:
+            self.replica.load_state(*self.replica.first_state().export())
+            path = ""
+        self._publish(self.replica.commit_record().policy_version)
+        return LoadedCheckpoint(path=path, refused=refused)
+
+    def close(self) -> None:
+        self.replica.close()
+        self._server.close()

@@ -1,0 +1,392 @@
+"""One trainer replica: model, AdamW, and the gradient of the running step as far as it is computed.
+
+A step: compute those of my microbatches that I have not computed yet and add their gradients up; reduce a copy; vote;
+and only when all members agree, move the optimizer. Until then nothing that lasts has changed, so that a step may be
+interrupted at any point and finished in the next epoch, with the microbatches of the lost added to the same sum. Who
+missed a commit copies the whole state from a member that made it.
+
+Exactly B microbatches enter each step (ReCoVer's invariant): the vote checks their ids. Gradients are sums over tokens
+and are divided once, after the vote, by what all microbatches together say (`objective.divisors`): never by how many
+survive, never a mean of means.
+
+An algorithm with a critic has it here, in the same process and the same commit: two networks, one reduce, one vote.
+
+No Ray here. `train_step`, `join` and `load_state` belong to one working thread; `info`, `commit_record`,
+`reset_step` and everything that reads state may be called from others at the same time.
+"""
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rolecall.agent.reporter import reporter
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config.job import JobConfig
+from rolecall.core.errors import NotFinite, StaleIncarnation, VoteRefused
+from rolecall.core.ids import ReplicaId, process_start_ticks
+from rolecall.core.journal.journal import ChainHead
+from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.algorithms.agreement import is_asked
+from rolecall.rl_runtime.algorithms.objective import Divisors, divisors
+from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Microbatch, StepResult, TrainerInfo
+from rolecall.rl_runtime.tasks.task import make_task
+from rolecall.rl_runtime.tasks.tokenizer import vocabulary
+from rolecall.rl_runtime.trainer.model import make_model
+from rolecall.rl_runtime.trainer.partial_step import Contribution, Gradients, PartialStep
+from rolecall.rl_runtime.trainer.reduce import (
+    BUCKET_BYTES,
+    LOOPBACK,
+    Ballot,
+    EpochStore,
+    ReduceGroup,
+    disagreement,
+    nothing,
+    refuse_stale,
+)
+from rolecall.rl_runtime.trainer.state import TrainerState, first_state
+from rolecall.rl_runtime.trainer.vote_totals import Tally
+
+
+class TrainerReplica:
+    """A data-parallel copy. Hooks are where faults may be injected, and where a version is handed on."""
+
+    def __init__(
+        self,
+        *,
+        replica: ReplicaId,
+        incarnation: int,
+        job: JobConfig,
+        has_state: bool = True,
+        bucket_bytes: int = BUCKET_BYTES,
+        address: str = LOOPBACK,
+        dtype: torch.dtype = torch.float32,
+        clock: Clock | None = None,
+        on_microbatch: Callable[[], None] = nothing,
+        on_bucket: Callable[[], None] = nothing,
+        on_publish: Callable[[int], None] | None = None,
+    ) -> None:
+        """`has_state` False: the fresh weights made here must be replaced (load_state) before this replica may join.
+
+        `address`: of this replica's node, where the other trainers reach its process group.
+        `dtype`: of the weights. In float64 rounding vanishes beside what is to be shown of a step.
+        `on_publish(policy_version)` runs in phase publish after each commit; `policy_tensors` gives the weights.
+        """
+        torch.set_num_threads(1)
+        self.replica, self.incarnation, self.job = replica, incarnation, job
+        self._clock, self._bucket_bytes, self._address = clock or SystemClock(), bucket_bytes, address
+        self._on_microbatch, self._on_bucket, self._on_publish = on_microbatch, on_bucket, on_publish
+        self._vocab = vocabulary(job.model, job.task.name)
+        self._longest = make_task(job.task, self._vocab, job.seed).max_new_tokens
+        self._state = first_state(job, self._vocab, replica=replica, dtype=dtype)
+        self._has_state = has_state
+        reference = None
+        if job.algorithm.kl_coefficient > 0:
+            reference = make_model(job.model, self._vocab, job.seed).to(dtype).requires_grad_(False)
+        self._gradients = Gradients(
+            job.algorithm,
+            pad=self._vocab.pad,
+            staleness_max=job.runtime.staleness_max,
+            longest=self._longest,
+            reference=reference,
+        )
+        self._partial = PartialStep(self._state.num_parameters)
+        self._stores_lock = threading.Lock()
+        self._stores: dict[int, EpochStore] = {}
+        self._group: ReduceGroup | None = None
+        self._joined_epoch = -1
+        self._last_result: StepResult | None = None
+
+    # --- what others may ask at any time
+
+    def info(self, holder: Holder) -> TrainerInfo:
+        """`holder`: where this replica serves tensors."""
+        pid = os.getpid()
+        commit = self._state.commit
+        computed = self._partial.computed(commit.step + 1)
+        return TrainerInfo(
+            replica=self.replica,
+            incarnation=self.incarnation,
+            pid=pid,
+            start_ticks=process_start_ticks(pid) or 0,
+            has_state=self._has_state,
+            commit=commit,
+            holder=holder,
+            computed=computed,
+            joined_epoch=self._joined_epoch,
+        )
+
+    def commit_record(self) -> CommitRecord:
+        return self._state.commit
+
+    @property
+    def last_result(self) -> StepResult | None:
+        """The answer of the newest committed step: for a controller that restarted before it heard it."""
+        return self._last_result
+
+    def state_tensors(self) -> dict[str, torch.Tensor]:
+        """Weights and optimizer state as copies; `export_state` gives them together with their meta."""
+        return self.export_state()[0]
+
+    def export_state(self) -> tuple[dict[str, torch.Tensor], str]:
+        """Everything that a replacement needs, and the JSON meta that belongs to it; taken between two steps."""
+        return self._state.export()
+
+    def first_state(self) -> TrainerState:
+        """The state that the run began with, made anew."""
+        return first_state(self.job, self._vocab, replica=self.replica)
+
+    def policy_tensors(self, version: int) -> dict[str, torch.Tensor]:
+        """An immutable copy of the weights of policy version `version`, Hugging Face names.
+
+        Raises:
+            StaleIncarnation: this replica is at another version.
+        """
+        return self._state.policy_tensors(version)
+
+    def canary_logprobs(self, tokens: Sequence[int]) -> tuple[float, ...]:
+        """Log-probability of each of `tokens` but the first, under the present weights."""
+        return self._state.canary_logprobs(tokens)
+
+    def open_store(self, epoch: int) -> tuple[str, int]:
+        """Opens the rendezvous of `epoch` on this replica and returns where; asked again, the same."""
+        if epoch <= self._joined_epoch:
+            raise StaleIncarnation(
+                replica=self.replica, wanted=f"an epoch after {self._joined_epoch}", got=f"epoch {epoch}"
+            )
+        with self._stores_lock:
+            store = self._stores.get(epoch)
+            if store is None:
+                store = self._stores[epoch] = EpochStore(self._address, self.job.runtime.group_timeout_seconds)
+            return store.host, store.port
+
+    def reset_step(self, step: int) -> None:
+        """Throws away partial gradients of `step`.
+
+        Raises:
+            StaleIncarnation: that step is committed.
+        """
+        refuse_stale(self.replica, "step", self._state.commit.step + 1, step)
+        self._partial.clear(step)
+
+    # --- the working thread
+
+    def join(self, incarnation: int, epoch: int, rank: int, size: int, host: str, port: int) -> None:
+        """Becomes rank `rank` of `size` in `epoch`.
+
+        Raises:
+            StaleIncarnation: meant for another incarnation, an epoch that is over, or this replica has no state yet.
+            PeerLost: not all members came in time.
+        """
+        refuse_stale(self.replica, "incarnation", self.incarnation, incarnation)
+        if epoch <= self._joined_epoch:
+            raise StaleIncarnation(
+                replica=self.replica, wanted=f"an epoch after {self._joined_epoch}", got=f"epoch {epoch}"
+            )
+        if not self._has_state:
+            raise StaleIncarnation(replica=self.replica, wanted="state copied first", got=f"join of epoch {epoch}")
+        self._leave()
+        self._joined_epoch = epoch
+        self._group = ReduceGroup(
+            epoch=epoch,
+            rank=rank,
+            size=size,
+            host=host,
+            port=port,
+            timeout_seconds=self.job.runtime.group_timeout_seconds,
+            address=self._address,
+        )
+        with self._stores_lock:
+            for old in [e for e in self._stores if e < epoch]:
+                self._stores.pop(old).close()
+        reporter.update(epoch=epoch, policy_version=self._state.commit.policy_version)
+        reporter.enter_phase(Phase.WAIT)
+
+    def train_step(
+        self,
+        incarnation: int,
+        epoch: int,
+        step: int,
+        mine: Sequence[Microbatch],
+        all_ids: Sequence[str],
+        ledger: ChainHead,
+        members: Sequence[ReplicaId],
+    ) -> StepResult:
+        """Computes what is missing of `mine`, reduces, votes, divides, steps the optimizers, publishes `step` + 1.
+
+        After any error the call may be repeated, in a newer epoch and with more microbatches: nothing was committed.
+
+        Raises:
+            StaleIncarnation: meant for another incarnation, epoch or step.
+            PeerLost: a peer went away; local gradients are kept.
+            VoteRefused: the members do not agree; `reset_step` and try again.
+            NotFinite: names the replica and microbatch; partial gradients are thrown away.
+        """
+        started = self._clock.monotonic()
+        refuse_stale(self.replica, "incarnation", self.incarnation, incarnation)
+        refuse_stale(self.replica, "epoch", self._joined_epoch, epoch)
+        refuse_stale(self.replica, "step", self._state.commit.step + 1, step)
+        assert self._group is not None, "the epoch was checked, so a group was joined"
+        with reporter.step(step):
+            try:
+                self._refuse_bad_plan(epoch, step, mine, all_ids)
+                self._compute(step, mine, all_ids)
+                local = self._contribution(epoch, step, mine)
+            except BaseException as e:
+                # Peers may be in the reduce already. They must not wait there for a member that will not come.
+                self._group.close(f"{self.replica} left the step: {type(e).__name__}")
+                raise
+            ballots, sums = self._reduce_and_vote(self._group, epoch, step, local, ledger)
+            self._refuse_disagreement(ballots, epoch, step, all_ids, members)
+            tally = Tally.of(ballots, self.job.algorithm, longest=self._longest)
+            commit = CommitRecord(
+                step=step,
+                epoch=epoch,
+                microbatch_ids=tuple(sorted(all_ids)),
+                group_ids=tally.group_ids,
+                gradient_digest=ballots[0].gradient_digest,
+                ledger=ledger,
+            )
+            with reporter.phase(Phase.OPTIMIZER):
+                grad_norm = self._apply(sums, tally.divisors, commit)
+            result = self._result(commit, tally, mine, grad_norm, started)
+            if self._on_publish is not None:
+                with reporter.phase(Phase.PUBLISH):
+                    self._on_publish(commit.policy_version)
+        return result
+
+    def load_state(self, tensors: dict[str, torch.Tensor], meta: str) -> None:
+        """Becomes a copy: weights, optimizer state, commit record, bit by bit.
+
+        Raises:
+            ProofMismatch: names, shapes or dtypes are not those of this model; nothing was changed then.
+        """
+        with reporter.phase(Phase.COPY):
+            self._state.load(tensors, meta)
+        self._partial.clear(self._state.commit.step + 1)
+        self._has_state = True
+        reporter.update(policy_version=self._state.commit.policy_version)
+
+    def close(self) -> None:
+        """Leaves the group and closes all stores, without waiting."""
+        self._leave()
+        for store in self._stores.values():
+            store.close()
+        self._stores.clear()
+
+    # --- inside a step
+
+    def _refuse_bad_plan(self, epoch: int, step: int, mine: Sequence[Microbatch], all_ids: Sequence[str]) -> None:
+        wanted = self.job.algorithm.microbatches_per_step
+        if len(set(all_ids)) != wanted or len(all_ids) != wanted:
+            because = f"{len(set(all_ids))} microbatches in the plan, {wanted} make a step"
+            raise VoteRefused(epoch=epoch, step=step, because=because)
+        foreign = sorted({m.microbatch_id for m in mine} - set(all_ids))
+        if foreign or len({m.microbatch_id for m in mine}) != len(mine):
+            raise VoteRefused(
+                epoch=epoch, step=step, because=f"my microbatches repeat or are not of the step: {foreign}"
+            )
+
+    def _compute(self, step: int, mine: Sequence[Microbatch], all_ids: Sequence[str]) -> None:
+        self._partial.prepare(step, mine)
+        with reporter.phase(Phase.COMPUTE):
+            for microbatch in mine:
+                if self._partial.has(microbatch.microbatch_id):
+                    continue
+                self._on_microbatch()
+                started = self._clock.monotonic()
+                ask_again = is_asked(microbatch.microbatch_id, all_ids, step)
+                gradient, stats = self._gradients.of(self._state, microbatch, ask_again=ask_again)
+                self._partial.add(microbatch, gradient, stats)
+                busy = self._clock.monotonic() - started
+                reporter.progress(1, busy_seconds=busy, tokens=stats.health.tokens)
+                # For whoever watches this replica, in the size of a step's loss; nothing is computed from it.
+                own = divisors(self.job.algorithm, stats.health, longest=self._longest)
+                reporter.update(loss=stats.policy_loss / own.policy)
+
+    def _contribution(self, epoch: int, step: int, mine: Sequence[Microbatch]) -> Contribution:
+        held = self._partial.taken({m.microbatch_id for m in mine})
+        if held is None:
+            raise VoteRefused(epoch=epoch, step=step, because="the step was reset while it was computed")
+        return held
+
+    def _reduce_and_vote(
+        self, group: ReduceGroup, epoch: int, step: int, local: Contribution, ledger: ChainHead
+    ) -> tuple[list[Ballot], torch.Tensor]:
+        """All members' ballots and the sum of their gradients."""
+        with reporter.phase(Phase.REDUCE):
+            try:
+                sums = group.all_reduce(local.gradient, bucket_bytes=self._bucket_bytes, on_bucket=self._on_bucket)
+                ballot = Ballot(
+                    replica=self.replica,
+                    incarnation=self.incarnation,
+                    epoch=epoch,
+                    step=step,
+                    microbatches=local.stats,
+                    gradient_digest=_digest(sums),
+                    weights_digest=self._state.weights_digest,
+                    ledger=ledger,
+                )
+                raw = group.gather(ballot.to_bytes(), on_bucket=self._on_bucket)
+            except BaseException as e:
+                group.close(f"{self.replica} left the reduce: {type(e).__name__}")
+                raise
+        return [Ballot.from_bytes(r) for r in raw], sums
+
+    def _refuse_disagreement(
+        self,
+        ballots: Sequence[Ballot],
+        epoch: int,
+        step: int,
+        all_ids: Sequence[str],
+        members: Sequence[ReplicaId],
+    ) -> None:
+        """The same verdict at every member, because all look at the same ballots and the same sum."""
+        for other in ballots:
+            for bad in (s for s in other.microbatches if not s.finite):
+                self.reset_step(step)
+                raise NotFinite(replica=other.replica, step=step, what=f"loss or gradient of {bad.microbatch_id}")
+        because = disagreement(ballots, members=members, all_ids=all_ids)
+        if because:
+            raise VoteRefused(epoch=epoch, step=step, because=because)
+
+    def _apply(self, sums: torch.Tensor, by: Divisors, commit: CommitRecord) -> float:
+        """The same at every member: all have the same sums, which they voted on."""
+        try:
+            grad_norm = self._state.apply(sums, by, commit)
+        except NotFinite:
+            self.reset_step(commit.step)
+            raise
+        self._partial.clear(commit.step + 1)
+        return grad_norm
+
+    def _result(
+        self, commit: CommitRecord, tally: Tally, mine: Sequence[Microbatch], grad_norm: float, started: float
+    ) -> StepResult:
+        self._last_result = StepResult(
+            replica=self.replica,
+            incarnation=self.incarnation,
+            commit=commit,
+            loss=tally.loss,
+            grad_norm=grad_norm,
+            reward=tally.reward,
+            num_tokens=tally.num_tokens,
+            health=tally.health,
+            seconds=self._clock.monotonic() - started,
+            my_microbatches=tuple(sorted(m.microbatch_id for m in mine)),
+            log_ratio_max=tally.log_ratio_max,
+        )
+        reporter.update(policy_version=commit.policy_version, grad_norm=grad_norm)
+        tally.tell()
+        return self._last_result
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().data).hexdigest()

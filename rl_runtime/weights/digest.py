@@ -1,0 +1,131 @@
+"""Digests of tensors, and the manifest that names what a policy version consists of.
+
+A tensor's digest is the SHA-256 of its raw bytes in little-endian row-major order, nothing else: name, dtype and shape
+stand beside it in the entry, and a manifest's digest covers version and entries. Digests are equal exactly when the bits
+are: -0.0 and 0.0 differ, and so do two NaNs of different payload. No floating-point tolerance enters here.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import torch
+
+from rolecall.core.errors import WireError
+from rolecall.rl_runtime.protocol.messages import Manifest, TensorEntry
+
+DTYPES: Final[Mapping[str, torch.dtype]] = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+}
+"""The dtypes that may travel: a closed list, because a name from a wire must never reach getattr."""
+
+DTYPE_NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes in row-major order, without a copy where it is contiguous and on the CPU.
+
+    Raises:
+        RuntimeError: on a big-endian machine, whose bytes would need swapping (no such machine runs vLLM).
+    """
+    if sys.byteorder != "little":
+        raise RuntimeError("tensor digests are defined over little-endian bytes; this machine is big-endian")
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """SHA-256 of the tensor's raw bytes, hex. hashlib lets other threads run meanwhile."""
+    return hashlib.sha256(raw_bytes(tensor)).hexdigest()
+
+
+def tensor_entry(name: str, tensor: torch.Tensor) -> TensorEntry:
+    """Name, dtype, shape and digest of one tensor.
+
+    Raises:
+        WireError: the dtype is not one that may travel.
+    """
+    dtype = DTYPE_NAMES.get(tensor.dtype)
+    if dtype is None:
+        raise WireError(f"{name}: dtype {tensor.dtype} may not travel")
+    return TensorEntry(name=name, dtype=dtype, shape=tuple(tensor.shape), digest=tensor_digest(tensor))
+
+
+def entries_of(tensors: Mapping[str, torch.Tensor]) -> tuple[TensorEntry, ...]:
+    """Entries of all tensors, sorted by name."""
+    return tuple(tensor_entry(name, tensors[name]) for name in sorted(tensors))
+
+
+def entries_digest(entries: Iterable[TensorEntry]) -> str:
+    """SHA-256 over the entries in the order of their names. Fields are separated so that no two lists read alike."""
+    total = hashlib.sha256()
+    for e in sorted(entries, key=lambda e: e.name):
+        shape = ",".join(str(n) for n in e.shape)
+        total.update(f"{len(e.name.encode())}:{e.name}|{e.dtype}|{shape}|{e.digest}\n".encode())
+    return total.hexdigest()
+
+
+def manifest_digest(policy_version: int, entries: Iterable[TensorEntry]) -> str:
+    """Digest of a manifest: version and entries.
+
+    The canary's log-probabilities are left out: they are computed, and two trainers that hold the same bits on different
+    machines may differ in the last place, yet each must be able to serve the other's version.
+    """
+    return hashlib.sha256(f"{policy_version}|{entries_digest(entries)}".encode()).hexdigest()
+
+
+def build_manifest(
+    policy_version: int, tensors: Mapping[str, torch.Tensor], canary_logprobs: Sequence[float]
+) -> Manifest:
+    """What a trainer publishes after a commit.
+
+    Args:
+        policy_version: 0 for the initial weights.
+        tensors: weights under their Hugging Face names.
+        canary_logprobs: the trainer's log-probabilities of `proof.CANARY`: the anchor of proof part (c).
+    """
+    entries = entries_of(tensors)
+    return Manifest(
+        policy_version=policy_version,
+        tensors=entries,
+        canary_logprobs=tuple(float(x) for x in canary_logprobs),
+        digest=manifest_digest(policy_version, entries),
+    )
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """A manifest must carry its own digest, and name each tensor once.
+
+    Raises:
+        WireError: saying which of the two does not hold.
+    """
+    names = [e.name for e in manifest.tensors]
+    if not names:
+        raise WireError(f"manifest of version {manifest.policy_version} names no tensor")
+    if len(set(names)) != len(names):
+        raise WireError(f"manifest of version {manifest.policy_version} names a tensor twice")
+    wanted = manifest_digest(manifest.policy_version, manifest.tensors)
+    if wanted != manifest.digest:
+        raise WireError(
+            f"manifest of version {manifest.policy_version}: digest is {manifest.digest[:12]}, content {wanted[:12]}"
+        )
+
+
+def received_digest(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Proof part (a): the manifest's digest as it comes out of the bytes at hand, computed anew.
+
+    Equal to `manifest.digest` only when every tensor is there, none is added, and each has its dtype, shape and bits.
+    """
+    return manifest_digest(manifest.policy_version, entries_of(tensors))

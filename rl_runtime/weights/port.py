@@ -1,0 +1,279 @@
+"""Weights and states, point to point: every trainer and rollout serves what it holds, whoever needs it pulls.
+
+There is no communicator and no group: a puller needs a `Holder` (host, port) and the run's token. Two streams:
+`policy` serves immutable snapshots by version, and `state` a trainer's whole state (weights, optimizer, commit record),
+taken when asked. A pull goes tensor by tensor, and a tensor counts only when its SHA-256, taken after the last byte was
+read, is the one that the manifest names: a puller whose holder dies goes on at the first missing tensor with another.
+Frames and authentication: `wire.py`. Which snapshot may be read by whom: `snapshots.py`. The pulling side: `pull.py`.
+"""
+
+import functools
+import logging
+import socket
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.errors import BadId, DeadlineExceeded, RolecallError, WireError
+from rolecall.core.ids import ReplicaId, split_replica
+from rolecall.rl_runtime.protocol.messages import Holder, Manifest
+from rolecall.rl_runtime.weights.digest import entries_digest, entries_of, raw_bytes
+from rolecall.rl_runtime.weights.pull import (
+    Pieces,
+    StateCopy,
+    TransferFailed,
+    TransferProblem,
+    pull,
+    pull_any,
+    pull_state,
+)
+from rolecall.rl_runtime.weights.snapshots import Lease, Shelf, Snapshot, SnapshotAbsent, SourceBusy
+from rolecall.rl_runtime.weights.wire import Wire
+
+__all__ = [
+    "Pieces",
+    "StateCopy",
+    "StateProvider",
+    "TensorServer",
+    "TransferFailed",
+    "TransferProblem",
+    "pull",
+    "pull_any",
+    "pull_state",
+]
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS: Final = 2.0
+"""A peer that has not shown the token within this is cut off; it holds one of the few connections meanwhile."""
+NUM_CONNECTIONS_MAX: Final = 32
+NUM_REFUSALS_KEPT: Final = 64
+NUM_COUNTERS_MAX: Final = 4096
+REQUEST_BYTES_MAX: Final = 4096
+"""A request is an operation, a version and a name: longer ones are refused before they are read."""
+
+StateProvider = Callable[[], tuple[Mapping[str, torch.Tensor], str] | None]
+"""Gives (tensors, meta JSON), or None when there is no state yet. The tensors must not change afterwards: copies."""
+
+
+class TensorServer:
+    """Serves one replica's snapshots on a port of its own, from threads of its own.
+
+    Args:
+        token: the run's token; a peer without it learns nothing.
+        host: interface to listen on; loopback unless told otherwise.
+        lease_seconds: how long a puller may be silent before another one is let in.
+        on_tensor: called with (puller, name) before each tensor is sent: where tests and fault injection hook in.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        token: str,
+        host: str = "127.0.0.1",
+        *,
+        port: int = 0,
+        lease_seconds: float = 5.0,
+        clock: Clock | None = None,
+        on_tensor: Callable[[str, str], None] | None = None,
+    ) -> None:
+        self._token, self._clock = token.encode(), clock or SystemClock()
+        self._lease_seconds, self._on_tensor = lease_seconds, on_tensor
+        self._policy, self._state = Shelf(self._clock, lease_seconds), Shelf(self._clock, lease_seconds)
+        self.state_provider: StateProvider | None = None
+        self._sent: Counter[tuple[str, int, str]] = Counter()
+        self._refusals: deque[str] = deque(maxlen=NUM_REFUSALS_KEPT)
+        self._lock, self._closed = threading.Lock(), False
+        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._listener = socket.create_server((host, port), backlog=NUM_CONNECTIONS_MAX)
+        self.host, self.port = self._listener.getsockname()[:2]
+        self._acceptor = threading.Thread(target=self._accept, name="weight-port", daemon=True)
+        self._acceptor.start()
+
+    # --- what the owner does
+
+    def publish(self, manifest: Manifest, tensors: Mapping[str, torch.Tensor], *, copy: bool = True) -> None:
+        """Offers a policy version. With `copy=False` the caller promises never to change these tensors again.
+
+        Raises:
+            WireError: the names are not the manifest's.
+        """
+        if set(tensors) != {e.name for e in manifest.tensors}:
+            raise WireError(f"version {manifest.policy_version}: tensors at hand are not those of the manifest")
+        kept = {n: t.detach().to("cpu", copy=copy).contiguous() for n, t in tensors.items()}
+        self._policy.publish(
+            Snapshot(version=manifest.policy_version, digest=manifest.digest, entries=manifest.tensors, tensors=kept)
+        )
+
+    def versions(self) -> tuple[int, ...]:
+        """Policy versions offered now."""
+        return self._policy.versions()
+
+    def holder(self, replica: ReplicaId, incarnation: int) -> Holder:
+        """How others find this server."""
+        return Holder(replica=replica, incarnation=incarnation, host=self.host, port=self.port)
+
+    def bytes_sent(self) -> dict[tuple[str, int, str], int]:
+        """Payload bytes sent by (stream, version, puller); a state's version is -1."""
+        with self._lock:
+            return dict(self._sent)
+
+    def refusals(self) -> tuple[str, ...]:
+        """The last refused or failed peers, each a sentence with address and reason."""
+        with self._lock:
+            return tuple(self._refusals)
+
+    def close(self, wait_seconds: float = 2.0) -> None:
+        """Cuts every connection and waits for the threads; safe to call twice."""
+        with self._lock:
+            self._closed = True
+            open_now = dict(self._connections)
+        for sock in (self._listener, *open_now):
+            # A blocked accept or recv in another thread ends by shutdown, not by close.
+            try:
+                sock.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass  # not connected any more: nothing to cut
+            sock.close()
+        until = self._clock.monotonic() + wait_seconds
+        for thread in (self._acceptor, *open_now.values()):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - self._clock.monotonic()))
+
+    # --- threads
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, address = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                # Out of descriptors, or a peer gone before it was accepted: the port stays open.
+                self._clock.sleep(0.05)
+                continue
+            peer = f"{address[0]}:{address[1]}"
+            thread = threading.Thread(target=self._serve, args=(sock, peer), name=f"weights-{peer}", daemon=True)
+            with self._lock:
+                full = self._closed or len(self._connections) >= NUM_CONNECTIONS_MAX
+                if not full:
+                    self._connections[sock] = thread
+            if full:
+                self._refuse(f"{peer}: {NUM_CONNECTIONS_MAX} connections are open, no more are taken")
+                sock.close()
+            else:
+                thread.start()
+
+    def _refuse(self, sentence: str) -> None:
+        if self._closed:
+            return
+        with self._lock:
+            self._refusals.append(sentence)
+        logger.warning("weight port %s refuses %s", self.port, sentence)
+
+    def _serve(self, sock: socket.socket, peer: str) -> None:
+        wire = Wire(sock, peer=peer, clock=self._clock, is_server=True)
+        lease: tuple[Shelf, Lease] | None = None
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wire.greet_client(self._token, self._clock.monotonic() + HANDSHAKE_SECONDS)
+            lease = self._open(wire)
+            if lease is not None:
+                self._send_tensors(wire, *lease)
+        except (WireError, DeadlineExceeded, OSError) as e:
+            self._refuse(str(e) if str(e).startswith(peer) else f"{peer}: {e}")
+        finally:
+            if lease is not None:
+                lease[0].release(lease[1])
+            with self._lock:
+                self._connections.pop(sock, None)
+            sock.close()
+
+    def _deadline(self) -> float:
+        return self._clock.monotonic() + self._lease_seconds
+
+    def _open(self, wire: Wire) -> tuple[Shelf, Lease] | None:
+        """Grants a lease and says what there is, or says in one header why not."""
+        request = wire.receive(self._deadline(), REQUEST_BYTES_MAX)
+        stream, version, puller = _checked_open(wire.peer, request)
+        shelf = self._state if stream == "state" else self._policy
+        try:
+            if stream == "state":
+                lease = shelf.lease_fresh(puller, self._state_snapshot)
+            else:
+                lease = shelf.lease(version, puller)
+        except SourceBusy as e:
+            wire.send({"error": "busy", "reason": str(e)}, self._deadline())
+            return None
+        except SnapshotAbsent as e:
+            wire.send({"error": "absent", "reason": str(e)}, self._deadline())
+            return None
+        try:
+            wire.send(_opened(lease.snapshot, stream), self._deadline())
+        except RolecallError:
+            shelf.release(lease)
+            raise
+        return shelf, lease
+
+    def _state_snapshot(self) -> Snapshot:
+        given = self.state_provider() if self.state_provider is not None else None
+        if given is None:
+            raise SnapshotAbsent("no state is held here")
+        tensors, meta = given
+        entries = entries_of(tensors)
+        return Snapshot(version=-1, digest=entries_digest(entries), entries=entries, tensors=tensors, meta=meta)
+
+    def _send_tensors(self, wire: Wire, shelf: Shelf, lease: Lease) -> None:
+        """Answers requests for tensors until the puller says that it has all, or leaves."""
+        entries = {e.name: e for e in lease.snapshot.entries}
+        stream = "state" if shelf is self._state else "policy"
+        while True:
+            request = wire.receive(self._deadline(), REQUEST_BYTES_MAX)
+            if request.get("op") == "done":
+                return
+            name = request.get("name")
+            if request.get("op") != "tensor" or not isinstance(name, str) or name not in entries:
+                raise WireError(f"{wire.peer}: asks for {str(request)[:100]!r}, which is not held")
+            shelf.renew(lease)
+            if self._on_tensor is not None:
+                self._on_tensor(lease.puller, name)
+            payload = raw_bytes(lease.snapshot.tensors[name])
+            entry = entries[name]
+            header = {"name": name, "dtype": entry.dtype, "shape": entry.shape, "num_bytes": len(payload)}
+            wire.send(header, self._deadline())
+            wire.write_payload(payload, self._lease_seconds, name, functools.partial(shelf.renew, lease))
+            self._count(stream, lease, len(payload))
+
+    def _count(self, stream: str, lease: Lease, num_bytes: int) -> None:
+        key = (stream, lease.snapshot.version, lease.puller)
+        with self._lock:
+            if key not in self._sent and len(self._sent) >= NUM_COUNTERS_MAX:
+                del self._sent[next(iter(self._sent))]  # oldest first: dictionaries keep their order
+            self._sent[key] += num_bytes
+
+
+def _checked_open(peer: str, request: dict[str, Any]) -> tuple[str, int, str]:
+    stream, version, puller = request.get("stream"), request.get("version", -1), request.get("puller")
+    if request.get("op") != "open" or stream not in ("policy", "state"):
+        raise WireError(f"{peer}: first request must open `policy` or `state`, not {str(request)[:100]!r}")
+    if not isinstance(version, int) or isinstance(version, bool) or not isinstance(puller, str):
+        raise WireError(f"{peer}: version and puller must be an integer and a name")
+    try:
+        split_replica(puller)
+    except BadId as e:
+        raise WireError(f"{peer}: {e}") from e
+    return str(stream), version, puller
+
+
+def _opened(snapshot: Snapshot, stream: str) -> dict[str, Any]:
+    head: dict[str, Any] = {"stream": stream, "version": snapshot.version, "digest": snapshot.digest}
+    if stream == "state":  # a policy's entries are in its manifest, which the puller has
+        head["meta"] = snapshot.meta
+        head["entries"] = [[e.name, e.dtype, list(e.shape), e.digest] for e in snapshot.entries]
+    return head

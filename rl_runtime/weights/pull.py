@@ -1,0 +1,323 @@
+"""The pulling side of the weight port: what was read and verified is kept, what is missing is asked of another holder.
+
+A tensor is allocated only after the holder's header agrees with the manifest (or, for a state, passed the limits), and
+counts only after the digest of the bytes read is the wanted one. A holder that serves somebody else says so at once;
+`pull_any` then asks the next, and waits for one to become free only when none else can help. A holder that does not yet
+have the version is asked again while others are busy: so weights spread from puller to puller, not from one source.
+"""
+
+import json
+import math
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import Any, Final
+
+import torch
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.errors import DeadlineExceeded, WireError
+from rolecall.core.ids import ReplicaId
+from rolecall.rl_runtime.protocol.messages import Holder, Manifest, TensorEntry
+from rolecall.rl_runtime.weights.digest import DTYPES, check_manifest, entries_digest, raw_bytes, tensor_digest
+from rolecall.rl_runtime.weights.wire import Wire
+
+CONNECT_SHARE: Final = 0.2
+"""Share of the transfer timeout that connecting and the handshake may take: a stopped holder must not use up all."""
+PIECE_SHARE: Final = 0.3
+"""Share of the transfer timeout that one header, or one MiB of payload, may take."""
+BUSY_WAIT_SECONDS: Final = 0.02
+"""Pause before busy holders are asked again: about the time that 50 MB take on loopback."""
+NUM_TENSORS_MAX: Final = 100_000
+NUM_DIMS_MAX: Final = 8
+NAME_CHARS_MAX: Final = 512
+STATE_BYTES_MAX: Final = 1 << 40
+"""Largest state accepted, 1 TiB: a limit against nonsense in a header, not a budget."""
+
+
+class TransferProblem(StrEnum):
+    BUSY = "busy"  # serves another puller: try elsewhere, or again
+    ABSENT = "absent"  # does not hold this version
+    LOST = "lost"  # refused, or broke off
+    TIMEOUT = "timeout"  # too slow, or stopped
+    CORRUPT = "corrupt"  # sent bytes that are not what the manifest says
+
+
+class TransferFailed(WireError):
+    """A pull did not finish. `pieces` holds what was verified: give it to the next `pull` to go on from there."""
+
+    def __init__(self, *, holder: Holder | None, problem: TransferProblem, reason: str, pieces: "Pieces") -> None:
+        self.holder, self.problem, self.reason, self.pieces = holder, problem, reason, pieces
+        who = f"{holder.replica}#{holder.incarnation}" if holder is not None else "all holders"
+        have = f"{len(pieces.tensors)} of {len(pieces.entries)} tensors"
+        super().__init__(f"transfer from {who}: {problem}: {reason} ({have} are kept)")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # In another process the pieces are of no use, and Ray would carry every byte of them.
+        rebuild, (cls, args, facts) = super().__reduce__()
+        return rebuild, (cls, args, {**facts, "pieces": replace(self.pieces, tensors={})})
+
+
+@dataclass(slots=True, kw_only=True)
+class Pieces:
+    """What one puller has of one snapshot. Every tensor in it has the digest that its entry names."""
+
+    digest: str  # of the manifest, or of a state's index
+    version: int
+    entries: tuple[TensorEntry, ...]
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    bytes_by_holder: dict[ReplicaId, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Pieces":
+        """Nothing yet of this manifest.
+
+        Raises:
+            WireError: the manifest contradicts itself or passes the limits.
+        """
+        check_manifest(manifest)
+        _check_limits(manifest.tensors)
+        return cls(digest=manifest.digest, version=manifest.policy_version, entries=manifest.tensors)
+
+    def missing(self) -> tuple[TensorEntry, ...]:
+        return tuple(e for e in self.entries if e.name not in self.tensors)
+
+    @property
+    def bytes_received(self) -> int:
+        return sum(self.bytes_by_holder.values())
+
+    @property
+    def main_holder(self) -> ReplicaId:
+        """The holder that most bytes came from."""
+        return max(self.bytes_by_holder, key=lambda r: self.bytes_by_holder[r])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCopy:
+    """A trainer's whole state as its holder had it at one moment."""
+
+    tensors: dict[str, torch.Tensor]
+    meta: str  # JSON
+    holder: ReplicaId
+    bytes_received: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Terms:
+    """How one pull is made: who asks, with which token, until when."""
+
+    token: str
+    puller: str
+    timeout_seconds: float
+    deadline: float
+    clock: Clock
+
+    def until(self, share: float) -> float:
+        return min(self.deadline, self.clock.monotonic() + share * self.timeout_seconds)
+
+
+def pull(
+    holder: Holder,
+    manifest: Manifest,
+    *,
+    token: str,
+    puller: str,
+    timeout_seconds: float,
+    pieces: Pieces | None = None,
+    clock: Clock | None = None,
+) -> Pieces:
+    """Everything of `manifest` that `pieces` lacks, from one holder.
+
+    Raises:
+        TransferFailed: with the pieces so far.
+        WireError: the manifest itself is wrong.
+    """
+    pieces = _fitting(pieces, manifest)
+    clock = clock or SystemClock()
+    deadline = clock.monotonic() + timeout_seconds
+    terms = _Terms(token=token, puller=puller, timeout_seconds=timeout_seconds, deadline=deadline, clock=clock)
+    _attempt(holder, pieces, terms)
+    return pieces
+
+
+def pull_any(
+    holders: Sequence[Holder],
+    manifest: Manifest,
+    *,
+    token: str,
+    puller: str,
+    timeout_seconds: float,
+    pieces: Pieces | None = None,
+    clock: Clock | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Pieces:
+    """Everything of `manifest` from whichever of `holders` can give it, in their order, within `timeout_seconds` in all.
+
+    Raises:
+        TransferFailed: no holder is left, or time ran out; `holder` is None, and the reason names each one's.
+        WireError: the manifest itself is wrong.
+    """
+    pieces = _fitting(pieces, manifest)
+    clock = clock or SystemClock()
+    deadline = clock.monotonic() + timeout_seconds
+    terms = _Terms(token=token, puller=puller, timeout_seconds=timeout_seconds, deadline=deadline, clock=clock)
+    left, said = list(holders), dict[str, str]()
+    problem, may_help = TransferProblem.ABSENT, bool(left)
+    while may_help and not cancelled() and clock.monotonic() < deadline:
+        may_help = False
+        for holder in tuple(left):
+            try:
+                _attempt(holder, pieces, terms)
+                return pieces
+            except TransferFailed as e:
+                problem = e.problem
+                said[holder.replica] = f"{holder.replica}: {e.problem}: {e.reason}"
+                may_help = may_help or e.problem is TransferProblem.BUSY
+                if e.problem not in (TransferProblem.BUSY, TransferProblem.ABSENT):
+                    left.remove(holder)
+        if may_help:
+            clock.sleep(BUSY_WAIT_SECONDS)
+    if may_help:
+        problem = TransferProblem.TIMEOUT
+    reason = "; ".join(said.values()) or "no holder was named"
+    raise TransferFailed(holder=None, problem=problem, reason=reason, pieces=pieces)
+
+
+def pull_state(
+    holder: Holder,
+    *,
+    token: str,
+    puller: str,
+    timeout_seconds: float,
+    bytes_max: int = STATE_BYTES_MAX,
+    clock: Clock | None = None,
+) -> StateCopy:
+    """A trainer's whole state.
+
+    Raises:
+        TransferFailed: nothing of a state is kept, because the next one asked has another moment's.
+    """
+    clock = clock or SystemClock()
+    deadline = clock.monotonic() + timeout_seconds
+    terms = _Terms(token=token, puller=puller, timeout_seconds=timeout_seconds, deadline=deadline, clock=clock)
+    pieces = Pieces(digest="", version=-1, entries=())
+    meta = ""
+
+    def opened(answer: dict[str, Any]) -> None:
+        nonlocal meta
+        meta, pieces.entries = _checked_index(answer, bytes_max)
+        pieces.digest = str(answer["digest"])
+
+    _attempt(holder, pieces, terms, opened)
+    return StateCopy(tensors=pieces.tensors, meta=meta, holder=holder.replica, bytes_received=pieces.bytes_received)
+
+
+def _fitting(pieces: Pieces | None, manifest: Manifest) -> Pieces:
+    fresh = Pieces.of(manifest)
+    return pieces if pieces is not None and pieces.digest == fresh.digest else fresh
+
+
+def _attempt(
+    holder: Holder, pieces: Pieces, terms: _Terms, opened: Callable[[dict[str, Any]], None] | None = None
+) -> None:
+    def failed(problem: TransferProblem, reason: str) -> TransferFailed:
+        return TransferFailed(holder=holder, problem=problem, reason=reason, pieces=pieces)
+
+    try:
+        sock = socket.create_connection(
+            (holder.host, holder.port), timeout=max(0.001, terms.until(CONNECT_SHARE) - terms.clock.monotonic())
+        )
+    except OSError as e:
+        raise failed(TransferProblem.LOST, f"cannot connect to {holder.host}:{holder.port}: {e}") from e
+    with sock:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        wire = Wire(sock, peer=f"{holder.replica}#{holder.incarnation}", clock=terms.clock, is_server=False)
+        try:
+            wire.greet_server(terms.token.encode(), terms.until(CONNECT_SHARE))
+            _open(wire, pieces, terms, failed, opened)
+            for entry in pieces.missing():
+                tensor = _read_tensor(wire, entry, terms, failed)
+                pieces.tensors[entry.name] = tensor
+                size = tensor.numel() * tensor.element_size()
+                pieces.bytes_by_holder[holder.replica] = pieces.bytes_by_holder.get(holder.replica, 0) + size
+            wire.send({"op": "done"}, terms.until(PIECE_SHARE))
+        except DeadlineExceeded as e:
+            raise failed(TransferProblem.TIMEOUT, str(e)) from e
+        except TransferFailed:
+            raise
+        except WireError as e:
+            raise failed(TransferProblem.LOST, str(e)) from e
+
+
+_Failed = Callable[[TransferProblem, str], TransferFailed]
+
+
+def _open(
+    wire: Wire, pieces: Pieces, terms: _Terms, failed: _Failed, opened: Callable[[dict[str, Any]], None] | None
+) -> None:
+    stream = "policy" if opened is None else "state"
+    request = {"op": "open", "stream": stream, "version": pieces.version, "puller": terms.puller}
+    wire.send(request, terms.until(PIECE_SHARE))
+    answer = wire.receive(terms.until(PIECE_SHARE))
+    if "error" in answer:
+        known = {"busy": TransferProblem.BUSY, "absent": TransferProblem.ABSENT}
+        raise failed(known.get(str(answer["error"]), TransferProblem.LOST), str(answer.get("reason"))[:300])
+    if opened is not None:
+        opened(answer)
+    elif answer.get("digest") != pieces.digest:
+        # Same number, other weights: the holder has not yet followed a way back to a checkpoint, or we have not.
+        raise failed(TransferProblem.ABSENT, f"holds another version {pieces.version}: its digest differs")
+
+
+def _read_tensor(wire: Wire, entry: TensorEntry, terms: _Terms, failed: _Failed) -> torch.Tensor:
+    wire.send({"op": "tensor", "name": entry.name}, terms.until(PIECE_SHARE))
+    header = wire.receive(terms.until(PIECE_SHARE))
+    size = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+    wanted = {"name": entry.name, "dtype": entry.dtype, "shape": list(entry.shape), "num_bytes": size}
+    if header != wanted:
+        raise failed(TransferProblem.CORRUPT, f"{entry.name}: announced as {json.dumps(header)[:200]}")
+    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    wire.read_payload(raw_bytes(tensor), PIECE_SHARE * terms.timeout_seconds, terms.deadline, entry.name)
+    if tensor_digest(tensor) != entry.digest:
+        raise failed(TransferProblem.CORRUPT, f"{entry.name}: bytes received have another digest")
+    return tensor
+
+
+def _checked_index(answer: dict[str, Any], bytes_max: int) -> tuple[str, tuple[TensorEntry, ...]]:
+    raw, meta = answer.get("entries"), answer.get("meta")
+    if not isinstance(raw, list) or not isinstance(meta, str):
+        raise WireError("index of the state is malformed")
+    entries = []
+    for item in raw:
+        match item:
+            case [str(name), str(dtype), [*shape], str(digest)] if all(type(n) is int for n in shape):
+                entries.append(TensorEntry(name=name, dtype=dtype, shape=tuple(shape), digest=digest))
+            case _:
+                raise WireError(f"index of the state is malformed at {str(item)[:100]!r}")
+    _check_limits(entries, bytes_max)
+    if entries_digest(entries) != answer.get("digest"):
+        raise WireError("index of the state does not have the digest it names")
+    return meta, tuple(entries)
+
+
+def _check_limits(entries: Sequence[TensorEntry], bytes_max: int = STATE_BYTES_MAX) -> None:
+    """Before anything is allocated.
+
+    Raises:
+        WireError: naming the tensor and the limit.
+    """
+    if len(entries) > NUM_TENSORS_MAX:
+        raise WireError(f"{len(entries)} tensors are more than {NUM_TENSORS_MAX}")
+    total, seen = 0, set[str]()
+    for e in entries:
+        if not e.name or len(e.name) > NAME_CHARS_MAX or e.name in seen:
+            raise WireError(f"tensor name {e.name[:80]!r} is empty, too long or there twice")
+        if e.dtype not in DTYPES:
+            raise WireError(f"{e.name}: dtype {e.dtype[:40]!r} may not travel")
+        if len(e.shape) > NUM_DIMS_MAX or any(n < 0 for n in e.shape):
+            raise WireError(f"{e.name}: shape {e.shape[:10]} is not possible")
+        seen.add(e.name)
+        total += math.prod(e.shape) * DTYPES[e.dtype].itemsize
+        if total > bytes_max:
+            raise WireError(f"{e.name}: tensors so far take {total} bytes, more than {bytes_max}")

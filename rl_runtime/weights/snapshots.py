@@ -1,0 +1,151 @@
+"""What a holder has to give: immutable snapshots of policy versions, and who may read one now.
+
+The newest two published are kept (double buffer), so that a puller which asked for one version still finds it when the
+next is published. A lease names the one puller that a source serves at a time (RobustRL: each source is pulled by
+exactly one rollout) and keeps its snapshot alive past two further publications; it ends when released, or when it was
+not renewed in time and somebody else wants the source. No I/O here; the clock is given.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from rolecall.core.clock import Clock
+from rolecall.core.errors import WireError
+from rolecall.rl_runtime.protocol.messages import TensorEntry
+
+NUM_KEPT: Final = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Tensors that nobody changes any more. `digest` names all of it; a whole state has version -1 and `meta`."""
+
+    version: int
+    digest: str
+    entries: tuple[TensorEntry, ...]
+    tensors: Mapping[str, torch.Tensor]
+    meta: str = ""
+
+
+NOTHING: Final = Snapshot(version=-1, digest="", entries=(), tensors={})
+
+
+class SourceBusy(WireError):
+    """Another puller is being served. `holds` names it."""
+
+    def __init__(self, *, holds: str) -> None:
+        self.holds = holds
+        super().__init__(f"busy: {holds} is being served")
+
+
+class SnapshotAbsent(WireError):
+    """This version is not here (not yet, no longer, or never)."""
+
+
+class LeaseOver(WireError):
+    """The lease was not renewed in time, and somebody else has it now."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    puller: str
+    snapshot: Snapshot
+    expires_at: float  # monotonic seconds
+
+
+@dataclass(slots=True)
+class Shelf:
+    """Snapshots of one stream and the one lease on it. Safe for use by several threads."""
+
+    clock: Clock
+    lease_seconds: float
+    _snapshots: list[Snapshot] = field(default_factory=list)  # oldest first, in order of publication
+    _lease: Lease | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def publish(self, snapshot: Snapshot) -> None:
+        """Adds a snapshot; of those published before, the newest stays.
+
+        Newest is the last published, not the highest number: going back to a checkpoint makes lower numbers again,
+        and then a number that is on the shelf is replaced.
+        """
+        with self._lock:
+            others = [s for s in self._snapshots if s.version != snapshot.version]
+            self._snapshots = [*others, snapshot][-NUM_KEPT:]
+
+    def versions(self) -> tuple[int, ...]:
+        """Versions that can be asked for, oldest publication first; one kept only by a lease counts."""
+        with self._lock:
+            kept = [s.version for s in self._snapshots]
+            lease = self._live_lease()
+            return tuple(([lease.snapshot.version] if lease and lease.snapshot.version not in kept else []) + kept)
+
+    def lease(self, version: int, puller: str) -> Lease:
+        """Makes `puller` the one that is served.
+
+        Raises:
+            SourceBusy: another lease is alive.
+            SnapshotAbsent: there is no such version.
+        """
+
+        with self._lock:
+            self._refuse_if_leased()
+            held = [s for s in self._snapshots if s.version == version]
+            if not held:
+                raise SnapshotAbsent(f"version {version} is not here, {sorted(s.version for s in self._snapshots)} are")
+            self._lease = Lease(puller=puller, snapshot=held[0], expires_at=self._expiry())
+            return self._lease
+
+    def lease_fresh(self, puller: str, make: Callable[[], Snapshot]) -> Lease:
+        """The same for a snapshot made on demand (a trainer's whole state): others are told busy while it is made.
+
+        Raises:
+            SourceBusy: another lease is alive.
+        """
+        lease = Lease(puller=puller, snapshot=NOTHING, expires_at=math.inf)
+        with self._lock:
+            self._refuse_if_leased()
+            self._lease = lease
+        try:
+            lease.snapshot = make()
+        except BaseException:
+            self.release(lease)
+            raise
+        with self._lock:
+            lease.expires_at = self._expiry()
+        return lease
+
+    def _refuse_if_leased(self) -> None:
+        current = self._live_lease()
+        if current is not None:
+            raise SourceBusy(holds=current.puller)
+
+    def _expiry(self) -> float:
+        return self.clock.monotonic() + self.lease_seconds
+
+    def renew(self, lease: Lease) -> None:
+        """Called with each piece that is sent.
+
+        Raises:
+            LeaseOver: it expired, and another puller has the source.
+        """
+        with self._lock:
+            if self._lease is not lease:
+                raise LeaseOver(f"lease of {lease.puller} on version {lease.snapshot.version} is over")
+            lease.expires_at = self._expiry()
+
+    def release(self, lease: Lease) -> None:
+        """Lets the next one in. Harmless when the lease is over already."""
+        with self._lock:
+            if self._lease is lease:
+                self._lease = None
+
+    def _live_lease(self) -> Lease | None:
+        if self._lease is not None and self._lease.expires_at <= self.clock.monotonic():
+            self._lease = None
+        return self._lease

@@ -1,0 +1,214 @@
+"""Section `algorithm` of a job file: which of the four, and its settings.
+
+A name stands for a method: settings that are the method (DAPO's dynamic sampling, T-PPO's groups of one) cannot be
+switched off under its name, and settings of another method are refused, with the reason. To switch DAPO's parts on one
+by one, begin with `grpo`. What is not given has the name's own default (`DEFAULTS`), which suits the built-in tasks and
+their model of a million parameters; figures of papers stand in docs/algorithms.md.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from rolecall.core.config.section import Section
+
+
+class AlgorithmName(StrEnum):
+    GRPO = "grpo"
+    DAPO = "dapo"
+    PPO = "ppo"
+    TPPO = "tppo"
+
+
+GROUP_RELATIVE = frozenset({AlgorithmName.GRPO, AlgorithmName.DAPO})
+"""Baseline: the other samples of the same prompt."""
+WITH_CRITIC = frozenset({AlgorithmName.PPO, AlgorithmName.TPPO})
+"""Baseline: a value model of its own, trained beside the policy."""
+
+DEFAULTS: Mapping[AlgorithmName, Mapping[str, Any]] = MappingProxyType(
+    {
+        AlgorithmName.GRPO: {},
+        AlgorithmName.DAPO: {
+            "aggregation": "token",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "dynamic_sampling": True,
+            "overlong_cache": 2,
+        },
+        AlgorithmName.PPO: {"aggregation": "token", "entropy_coefficient": 0.007},
+        AlgorithmName.TPPO: {
+            "aggregation": "token",
+            "entropy_coefficient": 0.007,
+            "group_size": 1,
+            "groups_per_microbatch": 32,
+            "lambda_policy": 1.0,
+        },
+    }
+)
+"""What a name changes in the defaults of the class, found by trial on the built-in tasks and by no search. DAPO learns them
+with its paper's clip range. With a critic the advantages are not divided by a deviation and are smaller by far, so the
+bonus for entropy must be, too. A step of T-PPO has as many answers as one of PPO, each to a prompt of its own. Its policy
+is not told what a critic thinks that began with the run and has learned little: lambda 1 but for the value behind a cut."""
+
+WINDOW_TOKENS = 16
+"""Of T-PPO where the job says nothing, or the task's longest response if that is shorter: most answers to the built-in tasks
+are over by then. Where most are cut, the reward reaches the policy through the critic alone, which does not know it yet."""
+
+ONLY_OF: Mapping[str, tuple[frozenset[AlgorithmName], str]] = MappingProxyType(
+    {
+        "divide_by_std": (GROUP_RELATIVE, "a critic's advantages are not relative to a group"),
+        "dynamic_sampling": (GROUP_RELATIVE, "with a critic a group of equal rewards still teaches something"),
+        "filter_by": (GROUP_RELATIVE, "only dynamic sampling filters groups"),
+        "refills_max": (GROUP_RELATIVE, "only dynamic sampling filters groups"),
+        "at_refill_limit": (GROUP_RELATIVE, "only dynamic sampling filters groups"),
+        "gamma": (WITH_CRITIC, "only a critic sees states to discount"),
+        "lambda_policy": (WITH_CRITIC, "only a critic has temporal differences"),
+        "lambda_value": (WITH_CRITIC, "there is no critic to train"),
+        "value_learning_rate": (WITH_CRITIC, "there is no critic to train"),
+        "window_tokens": (frozenset({AlgorithmName.TPPO}), "only T-PPO trains on truncated trajectories"),
+        "cut_value": (frozenset({AlgorithmName.TPPO}), "only T-PPO trains on truncated trajectories"),
+        "prefixes": (frozenset({AlgorithmName.TPPO}), "only EGAE knows what an answer without a reward is worth"),
+    }
+)
+"""Setting -> the algorithms that have it, and why the others do not."""
+CLIPS = ("clip_low", "clip_high")
+"""Have no meaning with `importance_cap`."""
+FILTERS = ("filter_by", "refills_max", "at_refill_limit")
+"""Have no meaning without `dynamic_sampling`."""
+
+
+class AlgorithmConfig(Section):
+    name: AlgorithmName = AlgorithmName.GRPO
+    """grpo, dapo, ppo or tppo."""
+    group_size: Annotated[int, Field(ge=1, le=256)] = 8
+    """Samples of one prompt: the group that advantages are relative to. With a critic it may be 1."""
+    microbatches_per_step: Annotated[int, Field(ge=1, le=1024)] = 4
+    """B of the constant-work law: each optimizer step uses exactly this many, whatever the number of survivors."""
+    groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 4
+    learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
+    grad_norm_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    clip_high: Annotated[float, Field(gt=0, lt=10)] = 1.0
+    """A token's ratio to the policy that made it is clipped to [1 - clip_low, 1 + clip_high]. DAPO's 0.2 and 0.28 are
+    for a learning rate of 1e-6; here two versions of staleness move ratios far more, most of all in the first steps."""
+    aggregation: Literal["constant", "token", "sample"] = "constant"
+    """What the sum over tokens is divided by. constant: samples times the longest response (Dr. GRPO); token: the tokens
+    trained in the whole step (DAPO); sample: each sample's own tokens first, then the samples (GRPO)."""
+    divide_by_std: bool = True
+    """GRPO divides a group's advantages by their standard deviation; Dr. GRPO does not."""
+    entropy_coefficient: Annotated[float, Field(ge=0, le=1)] = 0.05
+    """Bonus for the policy's entropy at each token. A model that starts from random weights settles on one answer
+    without it; raising it keeps answers random for longer."""
+    kl_coefficient: Annotated[float, Field(ge=0, le=10)] = 0.0
+    """Weight of the divergence from the policy that the run began with. Above 0 each trainer keeps a frozen copy of it."""
+    importance_cap: Annotated[float, Field(ge=1, le=1000)] | None = None
+    """None: ratios against the policy that made each token, clipped. A number: instead a token counts by that ratio, at
+    most by this (truncated importance weight); there is no clip range then."""
+    dynamic_sampling: bool = False
+    """Groups that teach nothing are dropped, and others generated, until the step's batch is full (DAPO)."""
+    filter_by: Literal["reward", "exact"] = "reward"
+    """What teaches nothing: reward: a group whose rewards are all equal; exact: one in which all answers are exact, or
+    none is (DAPO's words; with graded rewards nothing is learned before the first exact answer)."""
+    refills_max: Annotated[int, Field(ge=1, le=10_000)] = 10
+    """Batches of groups that may be generated for one step, counted in `groups_per_step`."""
+    at_refill_limit: Literal["fail", "take"] = "fail"
+    """fail: the run ends, and says that its prompts are too easy or too hard. take: the newest filtered groups fill the
+    batch; they teach nothing, and the step goes on."""
+    overlong_cache: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Tokens before the longest response over which the punishment of length grows to 1 (DAPO); 0: no punishment."""
+    overlong_max: Annotated[int, Field(ge=1)] | None = None
+    """Response length at which the punishment is 1. None: the longest that the task lets a response be."""
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Discount of what a token earns later."""
+    lambda_policy: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """GAE's trade between the critic's word (0) and what really came (1), for the policy's advantages."""
+    lambda_value: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The same for what the critic is trained on. 1: the discounted reward itself."""
+    value_learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
+    window_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """T-PPO: tokens that a trajectory grows by before it is trained on. None: of a whole job, `WINDOW_TOKENS`."""
+    cut_value: Literal["critic", "previous"] = "critic"
+    """T-PPO: value of the state behind a cut. critic: what the critic says of it; previous: the same as of the state
+    before the last token, as the paper assumes, so that without discount the last difference is 0."""
+    prefixes: Literal["continue", "train"] = "continue"
+    """What becomes of an unfinished trajectory whose engine died. continue: it goes on elsewhere until its window is
+    full. train: its window ends where the engine died; it is trained on as it stands, and goes on in the next one."""
+
+    @property
+    def groups_per_step(self) -> int:
+        return self.microbatches_per_step * self.groups_per_microbatch
+
+    @property
+    def has_critic(self) -> bool:
+        return self.name in WITH_CRITIC
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_this_name(cls, value: Any) -> Any:
+        """Fills in the name's defaults, and refuses what belongs to another algorithm."""
+        if not isinstance(value, dict):
+            return value
+        try:
+            name = AlgorithmName(value.get("name", AlgorithmName.GRPO))
+        except ValueError:
+            return value  # said by the field itself
+        foreign = [
+            f"{key} has no meaning for {name}: {why}"
+            for key, (names, why) in ONLY_OF.items()
+            if key in value and name not in names
+        ]
+        if value.get("importance_cap") is not None:
+            foreign += [
+                f"{key} has no meaning with importance_cap: nothing is clipped" for key in CLIPS if key in value
+            ]
+        if foreign:
+            raise ValueError("; ".join(foreign))
+        return {**DEFAULTS[name], **value}
+
+    @model_validator(mode="after")
+    def _is_what_it_says(self) -> Self:
+        problems = [why for holds, why in self._rules() if not holds]
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def _rules(self) -> list[tuple[bool, str]]:
+        """(whether it holds, what to say otherwise)."""
+        given = [key for key in FILTERS if key in self.model_fields_set]
+        dapo, tppo = self.name is AlgorithmName.DAPO, self.name is AlgorithmName.TPPO
+        instead = "begin with `name: grpo` to switch its parts on one by one"
+        return [
+            (not dapo or self.dynamic_sampling, f"dapo without dynamic_sampling is not DAPO: {instead}"),
+            (not dapo or self.aggregation == "token", f"dapo weighs tokens (aggregation: token): {instead}"),
+            (not dapo or self.divide_by_std, f"dapo divides advantages by their standard deviation: {instead}"),
+            (not dapo or self.overlong_cache > 0, f"dapo punishes length softly (overlong_cache above 0): {instead}"),
+            (not dapo or self.clip_high > self.clip_low, f"dapo clips higher above than below: {instead}"),
+            (not dapo or self.importance_cap is None, f"dapo clips, importance_cap does not: {instead}"),
+            (not dapo or self.kl_coefficient == 0, "dapo has no divergence term (kl_coefficient: 0)"),
+            (not tppo or self.group_size == 1, "tppo refills slots one by one, so its groups have one sample"),
+            (
+                self.name in WITH_CRITIC or self.group_size > 1,
+                f"group_size must be at least 2: {self.name} compares the samples of a prompt",
+            ),
+            (
+                self.dynamic_sampling or not given,
+                f"{', '.join(given)}: no meaning without dynamic_sampling, every group is trained on then",
+            ),
+            (
+                self.overlong_max is None or self.overlong_cache > 0,
+                "overlong_max has no meaning without overlong_cache",
+            ),
+            (
+                self.overlong_max is None or self.overlong_cache <= self.overlong_max,
+                f"overlong_cache ({self.overlong_cache}) is longer than overlong_max ({self.overlong_max})",
+            ),
+        ]
+
+    @model_serializer(mode="wrap")
+    def _only_what_it_has(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        said: dict[str, Any] = handler(self)
+        unused = (*(CLIPS if self.importance_cap is not None else ()), *(() if self.dynamic_sampling else FILTERS))
+        return {k: v for k, v in said.items() if k not in unused and (k not in ONLY_OF or self.name in ONLY_OF[k][0])}

@@ -1,0 +1,335 @@
+"""A job file: one frozen model a component, unknown keys refused, every problem reported at once as `path: reason`.
+
+All models stand here and not in their components, because core imports nothing and a launcher must be able to
+validate a job file without torch or Ray.
+"""
+
+import hashlib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+
+from rolecall.core.config.algorithm import WINDOW_TOKENS, AlgorithmConfig, AlgorithmName
+from rolecall.core.config.section import PositiveInt, Ratio, Seconds, Section
+from rolecall.core.errors import ConfigError
+from rolecall.core.ids import ID_PATTERN
+from rolecall.core.journal.database import checked_url, redacted
+
+
+class ModelConfig(Section):
+    """A Qwen3-shaped decoder made locally from `seed`, or a Hugging Face model folder."""
+
+    path: str | None = None
+    """Folder with config.json and safetensors; None makes a small model locally."""
+    hidden_size: Annotated[int, Field(ge=32, le=4096)] = 128
+    intermediate_size: Annotated[int, Field(ge=32, le=16_384)] = 1024
+    num_layers: Annotated[int, Field(ge=1, le=64)] = 2
+    num_heads: Annotated[int, Field(ge=1, le=64)] = 4
+    num_kv_heads: Annotated[int, Field(ge=1, le=64)] = 2
+    head_dim: Annotated[int, Field(ge=16, le=256)] = 32
+
+    @model_validator(mode="after")
+    def _heads(self) -> "ModelConfig":
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads ({self.num_heads}) must be a multiple of num_kv_heads ({self.num_kv_heads})")
+        return self
+
+
+SURPLUS_TOKENS = 3
+"""How many tokens beyond a right answer may be generated: a model must learn to stop, and cheaply."""
+
+
+class TaskName(StrEnum):
+    DIGIT_PARITY = "digit_parity"
+    LONG_ADDITION = "long_addition"
+
+
+class TaskConfig(Section):
+    name: TaskName = TaskName.DIGIT_PARITY
+    """digit_parity: whether each digit is odd or even. long_addition: two numbers added place by place; most answers
+    are short, some are long."""
+    num_digits: Annotated[int, Field(ge=1, le=64)] = 12
+    """Length of prompt and answer, the greatest one where lengths vary: raising it makes the task harder."""
+    base: Annotated[int, Field(ge=2, le=10)] = 2
+    """Of long_addition's numbers: raising it makes the task harder, there are more sums to know."""
+    fixed_length: bool = False
+    """Every response is as long as the longest: for measurements of speed, where lengths must not change."""
+
+    @property
+    def max_new_tokens(self) -> int:
+        """The longest response."""
+        return self._tokens_a_place * self.num_digits + 1 + SURPLUS_TOKENS
+
+    @property
+    def max_tokens(self) -> int:
+        """Prompt and longest response together."""
+        return self._tokens_a_place * self.num_digits + 2 + self.max_new_tokens
+
+    @property
+    def _tokens_a_place(self) -> int:
+        return {TaskName.DIGIT_PARITY: 1, TaskName.LONG_ADDITION: 2}[self.name]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_this_name(cls, value: Any) -> Any:
+        if isinstance(value, dict) and "base" in value and value.get("name", TaskName.DIGIT_PARITY) in _WITHOUT_BASE:
+            raise ValueError("base has no meaning for digit_parity: only long_addition adds numbers")
+        return value
+
+    @model_serializer(mode="wrap")
+    def _only_what_it_has(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        said: dict[str, Any] = handler(self)
+        return {k: v for k, v in said.items() if k != "base" or self.name not in _WITHOUT_BASE}
+
+
+_WITHOUT_BASE = (TaskName.DIGIT_PARITY,)
+
+
+class RolesConfig(Section):
+    """How many replicas of each role."""
+
+    trainer: Annotated[int, Field(ge=1, le=64)] = 2
+    rollout: Annotated[int, Field(ge=1, le=256)] = 3
+    reward: Annotated[int, Field(ge=1, le=64)] = 2
+    controller: Annotated[int, Field(ge=1, le=1)] = 1
+
+    def counts(self) -> dict[str, int]:
+        return self.model_dump()
+
+
+class CheckpointConfig(Section):
+    every_steps: Annotated[int, Field(ge=1)] = 20
+    keep: Annotated[int, Field(ge=1, le=100)] = 3
+
+
+class DetectorConfig(Section):
+    """Settings of the live detectors. They are the same for every role; deadlines are learned per (role, phase)."""
+
+    poll_seconds: Seconds = 1.0
+    """How often agents are asked for samples: findings from samples come later by half of it. Events do not wait."""
+    window_seconds: Seconds = 30.0
+    """How much is kept for peer comparison."""
+    hang_floor_seconds: Seconds = 2.5
+    """No stall below this is a hang, whatever was learned: deadline = max(floor, k x own P99)."""
+    hang_p99_factor: Annotated[float, Field(ge=1)] = 5.0
+    hang_ceiling_seconds: Seconds = 60.0
+    """A learned deadline never grows beyond this."""
+    first_unit_seconds: Seconds = 120.0
+    """Deadline of start, compilation and the first unit of work of an incarnation."""
+    slow_ratio: Annotated[float, Field(gt=1)] = 2.0
+    """Slower than peers by this factor is what the sequential test looks for; half of its logarithm is allowed drift."""
+    slow_false_alarms_per_day: Annotated[float, Field(gt=0)] = 0.1
+    """Wanted false-alarm rate of the slow test per replica; lowering it delays findings."""
+    slow_stride_seconds: Seconds = 1.0
+    """Length of one observation of the slow test."""
+    mask_proc_state: bool = False
+    """Hide the kernel's process state (R, S, T) from the detectors: a test of the other evidence."""
+
+
+class RecoveryConfig(Section):
+    mode: Literal["observe", "approve", "act"] = "observe"
+    """observe: findings and incidents only. approve: a person approves each plan. act: guards decide."""
+    evictions_per_hour_max: Annotated[int, Field(ge=0)] = 6
+    replicas_at_once_max: Annotated[int, Field(ge=1)] = 2
+    """Replicas under repair at the same time, over all incidents. With 1, a hung trainer, for whom a whole step waits,
+    would wait itself for the cold start of a rollout."""
+    retries_per_replica_max: Annotated[int, Field(ge=1)] = 3
+    """Replacements of one replica within an hour before a person is called instead."""
+    role_share_max: Ratio = 0.5
+    """Largest share of a role that may be under repair at once; one replica is always allowed."""
+    quarantined_share_max: Annotated[float, Field(ge=0, le=0.5)] = 0.5
+    """Largest share of the run's nodes that rolecall quarantines by itself, because it moved a replica away from a fault
+    of the node (gpu, network, node_lost). 0: never. A person may quarantine more."""
+    approval_seconds: Seconds = 600.0
+    """An approval not given within this lapses."""
+    verify_seconds: Seconds = 120.0
+    """A replacement must be seen to make progress within this, else the action counts as failed."""
+    horizon_seconds: Annotated[float, Field(gt=0)] | None = None
+    """How much longer the job is expected to run: a slow replica is replaced only if the gain over the horizon
+    exceeds the cost. None: unknown, slow replicas are tolerated."""
+    replace_cost_seconds: Seconds = 30.0
+    """What a replacement costs the replica until it serves, for the trade against slowness."""
+    lease_seconds: Seconds = 5.0
+    """A watch that does not renew for this long may be succeeded."""
+    webhook_url: str | None = None
+    """Where a person is called (JSON POST), and where the dead-man signal goes."""
+    deadman_seconds: Seconds = 60.0
+    """Interval of watch's own sign of life to the webhook."""
+
+
+class RuntimeConfig(Section):
+    nodes: Annotated[int, Field(ge=1, le=512)] = 7
+    standbys: Annotated[int, Field(ge=0, le=16)] = 1
+    """Warm rollout processes that can take a replica's place."""
+    staleness_max: Annotated[int, Field(ge=0, le=64)] = 2
+    """A token that is older by more policy versions than this is not trained on. A group is dropped as too old only when
+    all of its tokens are, so that long answers are lost no more often than short ones."""
+    gather_seconds: Annotated[float, Field(ge=0, le=3600)] = 90.0
+    """A fresh run waits this long for all replicas before it begins with those that are there."""
+    lease_seconds: Seconds = 30.0
+    """An actor whose supervisor does not renew its lease for this long exits."""
+    group_timeout_seconds: Seconds = 20.0
+    """Timeout of the trainers' process group: the only way out of a partition."""
+    kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 64 << 20
+    transfer_timeout_seconds: Seconds = 10.0
+
+
+class JobConfig(Section):
+    """One RL post-training run."""
+
+    name: Annotated[str, Field(pattern=ID_PATTERN.pattern)] = "job"
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    num_steps: PositiveInt = 100
+    injection_allowed: bool = False
+    """Whether `rolecall inject` may touch this job's processes."""
+    journal: str | None = None
+    """Where journal and ledger live: postgresql://USER@HOST/DATABASE (each run makes a schema of its own there), or
+    sqlite:////PATH/TO/FILE. None: a SQLite file in the run's directory. A password is better kept in ~/.pgpass."""
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    roles: RolesConfig = RolesConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    detector: DetectorConfig = DetectorConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+
+    @field_validator("journal")
+    @classmethod
+    def _journal(cls, value: str | None) -> str | None:
+        return None if value is None else checked_url(value)
+
+    @model_validator(mode="after")
+    def _lengths(self) -> "JobConfig":
+        """What the algorithm says of lengths, against the longest response of the task."""
+        longest, a = self.task.max_new_tokens, self.algorithm
+        found = [
+            f"algorithm.{name} ({value}) is longer than the longest response ({longest} tokens, of task.num_digits): {so}"
+            for name, value, so in (
+                ("overlong_max", a.overlong_max, "nothing would be punished with the whole of it"),
+                ("overlong_cache", a.overlong_cache, "every response would be punished"),
+                ("window_tokens", a.window_tokens, "nothing would be cut"),
+            )
+            if value is not None and value > longest
+        ]
+        if found:
+            raise ValueError("; ".join(found))
+        return self
+
+    @model_validator(mode="after")
+    def _window(self) -> "JobConfig":
+        """Says T-PPO's window where the file does not, so that whoever reads the job reads a number."""
+        if self.algorithm.name is AlgorithmName.TPPO and self.algorithm.window_tokens is None:
+            window = min(WINDOW_TOKENS, self.task.max_new_tokens)
+            algorithm = self.algorithm.model_copy(update={"window_tokens": window})
+            object.__setattr__(self, "algorithm", algorithm)  # frozen for everybody who comes later
+        return self
+
+    @field_serializer("journal")
+    def _without_password(self, value: str | None) -> str | None:
+        # What is written into run.json and the report; the whole URL stands in `RunDir.database_path`.
+        return None if value is None else redacted(value)
+
+    @property
+    def learns(self) -> str:
+        """How it learns what, for people: `dapo on long_addition`."""
+        return f"{self.algorithm.name} on {self.task.name}"
+
+    def digest(self) -> str:
+        """Names the configuration without seed: runs of one digest may be compared."""
+        text = self.model_copy(update={"seed": 0, "injection_allowed": False}).model_dump_json(exclude={"journal"})
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def parse_job(value: Any, source: str = "") -> JobConfig:
+    """Checks a job given as plain values.
+
+    Raises:
+        ConfigError: with every problem, each `path: reason`.
+    """
+    if value is None:
+        value = {}
+    if not isinstance(value, dict):
+        raise ConfigError([f"(top): expected a mapping, got {type(value).__name__}"], source)
+    strange = [f"{key!r}: unknown key" for key in value if not isinstance(key, str)]
+    if strange:
+        raise ConfigError(strange, source)
+    try:
+        return JobConfig.model_validate(value)
+    except ValidationError as e:
+        raise ConfigError(problems_of(e), source) from None
+
+
+def problems_of(e: ValidationError) -> list[str]:
+    """What is wrong, each `path: reason, got what`; passwords of URLs are left out."""
+    problems = []
+    for error in e.errors():
+        path = ".".join(str(part) for part in error["loc"]) or "(top)"
+        shown = redacted(repr(error["input"]))
+        got = "" if error["type"] in ("missing", "extra_forbidden") else f", got {shown[:80]}"
+        reason = "unknown key" if error["type"] == "extra_forbidden" else error["msg"].removeprefix("Value error, ")
+        problems.append(f"{path}: {reason}{got if path != '(top)' else ''}")
+    return problems
+
+
+def load_job(path: Path) -> JobConfig:
+    """Reads and checks a job file (YAML).
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or has problems.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError([f"(file): {e}"], str(path)) from e
+    try:
+        value = read_yaml(text)
+    except ValueError as e:
+        raise ConfigError([f"(file): {e}"], str(path)) from e
+    return parse_job(value, str(path))
+
+
+def read_yaml(text: str) -> Any:
+    """The value that `text` holds.
+
+    Raises:
+        ValueError: it is not YAML, or a key stands twice in one mapping: the reason, in one line.
+    """
+    try:
+        loader = _Loader(text)
+        value = loader.get_single_data()
+    except (yaml.YAMLError, ValueError) as e:  # a date that is none is a ValueError
+        raise ValueError(f"not YAML: {' '.join(str(e).split())}") from e
+    except RecursionError:
+        raise ValueError("not YAML: nested too deeply") from None
+    if loader.repeated:
+        raise ValueError("; ".join(f"line {line}: {key!r} stands twice" for line, key in sorted(loader.repeated)))
+    return value
+
+
+class _Loader(yaml.SafeLoader):
+    """Finds what YAML forbids and PyYAML lets pass: of two equal keys it would silently take the last."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.repeated = set[tuple[int, str]]()  # (line from 1, key)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    self.repeated.add((key.start_mark.line + 1, key.value))
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)

@@ -1,0 +1,421 @@
+"""The memory of a run: an append-only chain of events, and the small records that control loops compare.
+
+Tables: `events` (the chain), `desired` and `actual` (the border between recovery and runtime), `epochs`, `leases`
+(who may act, with a fencing number that only grows), `flags` (paused, stop requested) and `windows` (what a
+diagnosis had read, for replay). All writes that belong together go in one transaction.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.errors import Fenced, JournalCorrupt, Overtaken
+from rolecall.core.ids import ReplicaId
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.rows import DamagedLine, actual_of, epoch_of, event_of, packed, storable, unpacked
+from rolecall.core.journal.store import GENESIS, METADATA, Store, canonical, chain_hash
+from rolecall.core.membership import Actual, Desired, Epoch, ReplicaState
+
+_events = sa.Table(
+    "events",
+    METADATA,
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("kind", sa.Text, nullable=False, index=True),
+    sa.Column("wall_at", sa.Float, nullable=False),
+    sa.Column("incident_id", sa.Text, index=True),
+    sa.Column("caused_by", sa.Text),
+    sa.Column("key", sa.Text, unique=True),
+    sa.Column("body", sa.Text, nullable=False),
+    sa.Column("hash", sa.Text, nullable=False),
+)
+_desired = sa.Table(
+    "desired",
+    METADATA,
+    sa.Column("replica", sa.Text, primary_key=True),
+    sa.Column("incarnation", sa.Integer, nullable=False),
+    sa.Column("node", sa.Text, nullable=False),
+    sa.Column("prefer_standby", sa.Boolean, nullable=False),
+    sa.Column("fence", sa.Integer, nullable=False),
+    sa.Column("because", sa.Text, nullable=False),
+    sa.Column("incident_id", sa.Text),
+)
+_actual = sa.Table(
+    "actual",
+    METADATA,
+    sa.Column("replica", sa.Text, primary_key=True),
+    sa.Column("incarnation", sa.Integer, primary_key=True),
+    sa.Column("node", sa.Text, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("pid", sa.Integer, nullable=False),
+    sa.Column("start_ticks", sa.BigInteger, nullable=False),
+    sa.Column("actor", sa.Text, nullable=False),
+    sa.Column("because", sa.Text, nullable=False),
+    sa.Column("policy_version", sa.Integer, nullable=False),
+    sa.Column("changed_at", sa.Float, nullable=False),
+)
+_epochs = sa.Table(
+    "epochs",
+    METADATA,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("members", sa.Text, nullable=False),
+    sa.Column("because", sa.Text, nullable=False),
+    sa.Column("wall_at", sa.Float, nullable=False),
+)
+_leases = sa.Table(
+    "leases",
+    METADATA,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("holder", sa.Text, nullable=False),
+    sa.Column("fence", sa.Integer, nullable=False),
+    sa.Column("expires_at", sa.Float, nullable=False),
+)
+_flags = sa.Table(
+    "flags",
+    METADATA,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
+)
+_windows = sa.Table(
+    "windows",
+    METADATA,
+    sa.Column("incident_id", sa.Text, primary_key=True),
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("blob", sa.LargeBinary, nullable=False),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to act. `fence` grows with every change of holder and goes with every action."""
+
+    name: str
+    holder: str
+    fence: int
+    expires_at: float  # wall seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainHead:
+    """Last link of a chain: how many entries it has, and the hash that covers them all."""
+
+    position: int
+    hash: str
+
+
+class Journal:
+    """Reads and writes a run's memory. Every method is one transaction."""
+
+    def __init__(self, url: str, *, clock: Clock | None = None, create: bool = True) -> None:
+        self.store = Store(url, create=create)
+        self.clock = clock or SystemClock()
+
+    def close(self) -> None:
+        self.store.close()
+
+    # --- events -------------------------------------------------------------------------------------------------
+
+    def append(
+        self,
+        kind: EventKind,
+        body: Mapping[str, Any] | None = None,
+        *,
+        incident_id: str | None = None,
+        caused_by: str | None = None,
+        key: str | None = None,
+        lease: Lease | None = None,
+        unless: Collection[EventKind] = (),
+        since: int = 0,
+    ) -> Event:
+        """Adds one event and returns it once it is on disk.
+
+        With `key`, an event of that key that stands already is returned and nothing is written: a writer that died
+        between writing and remembering repeats itself without harm. With `lease`, the write is refused when another
+        holder's fencing number is newer. With `unless`, when this incident has an event of these kinds after line
+        `since`, up to which the writer had read: a person and a watch may speak at the same moment.
+
+        Raises:
+            Fenced: `lease` is over.
+            Overtaken: `unless` says so.
+        """
+        with self.store.write() as conn:
+            if unless:
+                self._check_overtaken(conn, kind, incident_id, key, unless, since)
+            return self._append(conn, kind, body or {}, incident_id, caused_by, key, lease)
+
+    def _check_overtaken(
+        self,
+        conn: sa.Connection,
+        kind: EventKind,
+        incident_id: str | None,
+        key: str | None,
+        unless: Collection[EventKind],
+        since: int,
+    ) -> None:
+        if key is not None and conn.execute(sa.select(_events.c.seq).where(_events.c.key == key)).first() is not None:
+            return  # it stands already
+        newer = (_events.c.incident_id == incident_id) & (_events.c.seq > since)
+        meant = newer & _events.c.kind.in_([str(k) for k in unless])
+        found = conn.execute(sa.select(_events.c.seq, _events.c.kind).where(meant)).first()
+        if found is not None:
+            raise Overtaken(incident_id=str(incident_id), event=str(kind), by=f"e{found.seq} {found.kind}")
+
+    def _append(
+        self,
+        conn: sa.Connection,
+        kind: EventKind,
+        body: Mapping[str, Any],
+        incident_id: str | None,
+        caused_by: str | None,
+        key: str | None,
+        lease: Lease | None,
+    ) -> Event:
+        if key is not None:
+            row = conn.execute(sa.select(_events).where(_events.c.key == key)).mappings().first()
+            if row is not None:
+                return event_of(row, self.store.where)
+        if lease is not None:
+            self._check_fence(conn, lease)
+        last = conn.execute(sa.select(_events.c.seq, _events.c.hash).order_by(_events.c.seq.desc()).limit(1)).first()
+        seq, previous = (last.seq + 1, last.hash) if last else (1, GENESIS)
+        entry = {
+            "seq": seq,
+            "kind": str(kind),
+            "wall_at": self.clock.wall(),
+            "incident_id": incident_id,
+            "caused_by": caused_by,
+            "key": key,
+            "body": canonical(storable(body)),
+        }
+        link = chain_hash(previous, entry)
+        conn.execute(_events.insert().values(**entry, hash=link))
+        return event_of({**entry, "hash": link}, self.store.where)
+
+    def events(
+        self,
+        *,
+        after: int = 0,
+        kinds: Iterable[EventKind] | None = None,
+        incident_id: str | None = None,
+        limit: int = 100_000,
+        damaged: list[DamagedLine] | None = None,
+    ) -> list[Event]:
+        """Events with `seq > after`, oldest first.
+
+        `damaged`: takes the lines that cannot be read, for a reader that must go on without them.
+
+        Raises:
+            JournalCorrupt: a line cannot be read, and `damaged` was not given.
+        """
+        query = sa.select(_events).where(_events.c.seq > after).order_by(_events.c.seq).limit(limit)
+        if kinds is not None:
+            query = query.where(_events.c.kind.in_([str(k) for k in kinds]))
+        if incident_id is not None:
+            query = query.where(_events.c.incident_id == incident_id)
+        with self.store.read() as conn:
+            rows = conn.execute(query).mappings().all()
+        found = []
+        for row in rows:
+            try:
+                found.append(event_of(row, self.store.where))
+            except JournalCorrupt as e:
+                if damaged is None:
+                    raise
+                damaged.append(DamagedLine(seq=row["seq"], incident_id=row["incident_id"], error=e))
+        return found
+
+    def last(self, kind: EventKind) -> Event | None:
+        """The newest event of a kind."""
+        query = sa.select(_events).where(_events.c.kind == str(kind)).order_by(_events.c.seq.desc()).limit(1)
+        with self.store.read() as conn:
+            row = conn.execute(query).mappings().first()
+        return event_of(row, self.store.where) if row else None
+
+    def head(self) -> ChainHead:
+        with self.store.read() as conn:
+            row = conn.execute(sa.select(_events.c.seq, _events.c.hash).order_by(_events.c.seq.desc()).limit(1)).first()
+        return ChainHead(position=row.seq, hash=row.hash) if row else ChainHead(position=0, hash=GENESIS)
+
+    def verify(self) -> ChainHead:
+        """Walks the whole chain.
+
+        Raises:
+            JournalCorrupt: the first link that does not hold.
+        """
+        self.store.check_file()
+        previous, position = GENESIS, 0
+        with self.store.read() as conn:
+            for row in conn.execute(sa.select(_events).order_by(_events.c.seq)).mappings():
+                position += 1
+                if row["seq"] != position:
+                    raise JournalCorrupt(
+                        where=f"{self.store.where}: events line {position}",
+                        reason=f"line is missing, found {row['seq']}",
+                    )
+                entry = {k: row[k] for k in ("seq", "kind", "wall_at", "incident_id", "caused_by", "key", "body")}
+                if chain_hash(previous, entry) != row["hash"]:
+                    raise JournalCorrupt(
+                        where=f"{self.store.where}: events line {position}", reason="hash does not match the line"
+                    )
+                previous = row["hash"]
+        return ChainHead(position=position, hash=previous)
+
+    # --- leases -------------------------------------------------------------------------------------------------
+
+    def acquire(self, name: str, holder: str, ttl_seconds: float) -> Lease | None:
+        """Takes the lease if it is free, expired or already ours; None while another holds it.
+
+        A new holder gets a fencing number one above all before it; a renewal keeps its number.
+        """
+        now = self.clock.wall()
+        with self.store.write() as conn:
+            row = conn.execute(sa.select(_leases).where(_leases.c.name == name)).mappings().first()
+            if row is not None and row["holder"] != holder and row["expires_at"] > now:
+                return None
+            fence = 1 if row is None else row["fence"] + (row["holder"] != holder)
+            lease = Lease(name=name, holder=holder, fence=fence, expires_at=now + ttl_seconds)
+            if row is None:
+                conn.execute(_leases.insert().values(**asdict(lease)))
+            else:
+                conn.execute(_leases.update().where(_leases.c.name == name).values(**asdict(lease)))
+            return lease
+
+    def release(self, lease: Lease) -> None:
+        """Gives the lease back; does nothing when it is over already."""
+        with self.store.write() as conn:
+            mine = (_leases.c.name == lease.name) & (_leases.c.fence == lease.fence)
+            conn.execute(_leases.update().where(mine).values(expires_at=0.0, holder=""))
+
+    def lease(self, name: str) -> Lease | None:
+        with self.store.read() as conn:
+            row = conn.execute(sa.select(_leases).where(_leases.c.name == name)).mappings().first()
+        return Lease(**row) if row else None
+
+    def _check_fence(self, conn: sa.Connection, lease: Lease) -> None:
+        row = conn.execute(sa.select(_leases).where(_leases.c.name == lease.name)).mappings().first()
+        if row is None or row["fence"] != lease.fence or row["holder"] != lease.holder:
+            raise Fenced(lease=lease.name, fence=lease.fence, holder=row["holder"] if row else "nobody")
+
+    # --- desired and actual -------------------------------------------------------------------------------------
+
+    def set_desired(
+        self, record: Desired, *, expect_incarnation: int | None = None, lease: Lease | None = None
+    ) -> bool:
+        """Writes what should be, if the record still is at `expect_incarnation`; False when it is not.
+
+        Idempotent: writing the record that stands already is True.
+
+        Raises:
+            Fenced: `lease` is over.
+        """
+        with self.store.write() as conn:
+            if lease is not None:
+                self._check_fence(conn, lease)
+            row = conn.execute(sa.select(_desired).where(_desired.c.replica == record.replica)).mappings().first()
+            if row is not None and row["incarnation"] == record.incarnation and row["node"] == record.node:
+                return True
+            if row is None:
+                conn.execute(_desired.insert().values(**asdict(record)))
+                return True
+            if expect_incarnation is not None and row["incarnation"] != expect_incarnation:
+                return False
+            if record.incarnation <= row["incarnation"]:
+                return False
+            conn.execute(_desired.update().where(_desired.c.replica == record.replica).values(**asdict(record)))
+            return True
+
+    def remove_desired(self, replica: ReplicaId) -> None:
+        """The replica should not be: the runtime stops it."""
+        with self.store.write() as conn:
+            conn.execute(_desired.delete().where(_desired.c.replica == replica))
+
+    def desired(self) -> dict[ReplicaId, Desired]:
+        with self.store.read() as conn:
+            rows = conn.execute(sa.select(_desired)).mappings().all()
+        return {ReplicaId(r["replica"]): Desired(**r) for r in rows}
+
+    def set_actual(self, record: Actual, *, unless: Iterable[ReplicaState] = ()) -> bool:
+        """Writes what is. False, with nothing written, when the record stands in one of the states `unless`.
+
+        A LOST replica must not be called SERVING again by a message that was under way: pass
+        `unless=(LOST, STOPPED)` whenever the new state is one of work.
+        """
+        with self.store.write() as conn:
+            return self._set_actual(conn, record, tuple(unless))
+
+    def _set_actual(self, conn: sa.Connection, record: Actual, unless: tuple[ReplicaState, ...]) -> bool:
+        values = {**asdict(record), "state": str(record.state), "changed_at": self.clock.wall()}
+        this = (_actual.c.replica == record.replica) & (_actual.c.incarnation == record.incarnation)
+        row = conn.execute(sa.select(_actual.c.state).where(this)).first()
+        if row is None:
+            conn.execute(_actual.insert().values(**values))
+            return True
+        if row.state in [str(u) for u in unless]:
+            return False
+        conn.execute(_actual.update().where(this).values(**values))
+        return True
+
+    def actual(self) -> dict[tuple[ReplicaId, int], Actual]:
+        """All incarnations ever seen, by (replica, incarnation)."""
+        with self.store.read() as conn:
+            rows = conn.execute(sa.select(_actual)).mappings().all()
+        records = (actual_of(r, self.store.where) for r in rows)
+        return {(record.replica, record.incarnation): record for record in records}
+
+    def current(self) -> dict[ReplicaId, Actual]:
+        """The newest incarnation of each replica. The others stay where they are: they are many, and it is read often."""
+        newest = sa.select(_actual.c.replica, sa.func.max(_actual.c.incarnation).label("incarnation"))
+        last = newest.group_by(_actual.c.replica).subquery()
+        these = (_actual.c.replica == last.c.replica) & (_actual.c.incarnation == last.c.incarnation)
+        with self.store.read() as conn:
+            rows = conn.execute(sa.select(_actual).join(last, these)).mappings().all()
+        records = (actual_of(r, self.store.where) for r in rows)
+        return {record.replica: record for record in records}
+
+    # --- epochs -------------------------------------------------------------------------------------------------
+
+    def grow_epoch(self, members: Iterable[tuple[ReplicaId, int]], because: str) -> Epoch:
+        """The next membership epoch. Only the runtime calls this. The event is written in the same transaction."""
+        sorted_members = tuple(sorted((str(r), i) for r, i in members))
+        with self.store.write() as conn:
+            last = conn.execute(sa.select(sa.func.max(_epochs.c.number))).scalar() or 0
+            number, now = last + 1, self.clock.wall()
+            text = canonical([list(m) for m in sorted_members])
+            conn.execute(_epochs.insert().values(number=number, members=text, because=because, wall_at=now))
+            body = {"epoch": number, "members": [list(m) for m in sorted_members], "because": because}
+            self._append(conn, EventKind.EPOCH_GROWN, body, None, None, None, None)
+        typed = tuple((ReplicaId(r), i) for r, i in sorted_members)
+        return Epoch(number=number, members=typed, because=because, wall_at=now)
+
+    def epoch(self) -> Epoch | None:
+        with self.store.read() as conn:
+            row = conn.execute(sa.select(_epochs).order_by(_epochs.c.number.desc()).limit(1)).mappings().first()
+        return None if row is None else epoch_of(row, self.store.where)
+
+    # --- flags and windows --------------------------------------------------------------------------------------
+
+    def set_flag(self, name: str, value: str | None) -> None:
+        """Sets a flag, or removes it with None. Known: `paused`, `stop`, `run` (see `core.rundir`)."""
+        with self.store.write() as conn:
+            conn.execute(_flags.delete().where(_flags.c.name == name))
+            if value is not None:
+                conn.execute(_flags.insert().values(name=name, value=value))
+
+    def flag(self, name: str) -> str | None:
+        with self.store.read() as conn:
+            return conn.execute(sa.select(_flags.c.value).where(_flags.c.name == name)).scalar()
+
+    def save_window(self, incident_id: str, name: str, value: Any) -> None:
+        """Keeps what a diagnosis had read (JSON, compressed). The first one saved under a name stays."""
+        blob = packed(value)
+        with self.store.write() as conn:
+            this = (_windows.c.incident_id == incident_id) & (_windows.c.name == name)
+            if conn.execute(sa.select(_windows.c.name).where(this)).first() is None:
+                conn.execute(_windows.insert().values(incident_id=incident_id, name=name, blob=blob))
+
+    def windows(self, incident_id: str) -> dict[str, Any]:
+        with self.store.read() as conn:
+            rows = conn.execute(sa.select(_windows).where(_windows.c.incident_id == incident_id)).all()
+        return {r.name: unpacked(r.blob, self.store.where, f"window {r.name!r} of {incident_id}") for r in rows}

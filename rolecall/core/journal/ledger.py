@@ -1,0 +1,292 @@
+"""Exactly once: each prompt group is trained on once, or dropped with a reason, across any sequence of deaths.
+
+Groups move along
+
+    issued -> accepted -> assigned -> trained            trained -> undone -> accepted, assigned ...
+       |                    ^ |  ^                           (back to an older checkpoint)
+       +--------------------+ v  |
+                          returned -> accepted            all but trained -> dropped
+
+Accepted is said of groups that dynamic sampling judged and found worth training on; a run that has it trains no others.
+Each move is one line of a hash chain, in one transaction with the check that the move is legal. The chain's head
+travels in the trainer's commit record, its checkpoints and the report, so that a tail cut off shows too. No prompt or
+sample text is kept: a group id names the prompt, because the task makes prompts from (seed, group number).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import sqlalchemy as sa
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.errors import LedgerViolation
+from rolecall.core.ids import GroupId
+from rolecall.core.journal.journal import ChainHead
+from rolecall.core.journal.store import GENESIS, METADATA, Store, chain_hash
+
+
+class GroupState(StrEnum):
+    ISSUED = "issued"
+    ACCEPTED = "accepted"
+    ASSIGNED = "assigned"
+    RETURNED = "returned"
+    TRAINED = "trained"
+    DROPPED = "dropped"
+    UNDONE = "undone"
+
+
+LEGAL: Mapping[GroupState | None, frozenset[GroupState]] = {
+    None: frozenset({GroupState.ISSUED}),
+    GroupState.ISSUED: frozenset({GroupState.ACCEPTED, GroupState.ASSIGNED, GroupState.DROPPED}),
+    GroupState.ACCEPTED: frozenset({GroupState.ASSIGNED, GroupState.DROPPED}),
+    GroupState.ASSIGNED: frozenset({GroupState.TRAINED, GroupState.RETURNED, GroupState.DROPPED}),
+    GroupState.RETURNED: frozenset({GroupState.ACCEPTED, GroupState.ASSIGNED, GroupState.DROPPED}),
+    GroupState.TRAINED: frozenset({GroupState.UNDONE}),
+    GroupState.UNDONE: frozenset({GroupState.ACCEPTED, GroupState.ASSIGNED, GroupState.DROPPED}),
+    GroupState.DROPPED: frozenset(),
+}
+_STATES = frozenset(str(s) for s in GroupState)
+FILTERED = "filtered: "
+"""How the reason of a drop by dynamic sampling begins: a choice by rewards, and no loss."""
+
+_ledger = sa.Table(
+    "ledger",
+    METADATA,
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("group_id", sa.Text, nullable=False, index=True),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("step", sa.Integer, nullable=False),
+    sa.Column("num_tokens", sa.Integer, nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("wall_at", sa.Float, nullable=False),
+    sa.Column("hash", sa.Text, nullable=False),
+)
+_groups = sa.Table(
+    "ledger_groups",
+    METADATA,
+    sa.Column("group_id", sa.Text, primary_key=True),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("step", sa.Integer, nullable=False),
+)
+_FIELDS = ("seq", "group_id", "state", "step", "num_tokens", "reason", "wall_at")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerLine:
+    group_id: GroupId
+    state: GroupState
+    step: int = -1  # optimizer step, for assigned, returned, trained, undone; for what dynamic sampling judged
+    num_tokens: int = 0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """What a walk over the whole ledger found. `ok` only without problems."""
+
+    ok: bool
+    problems: tuple[str, ...]
+    head: ChainHead
+    groups_issued: int
+    groups_trained: int
+    groups_dropped: int
+    groups_undone: int  # undo moves, not groups that ended undone
+    duplicates: int
+    unaccounted: int  # neither trained nor dropped in the end
+    dropped_by_reason: dict[str, int] = field(default_factory=dict)
+    dropped_by_length: dict[str, int] = field(default_factory=dict)  # bucket of num_tokens -> groups
+    filtered_by_length: dict[str, int] = field(default_factory=dict)  # of these, those that dynamic sampling chose
+
+
+class Ledger:
+    """The table of prompt groups. Shares the journal's database."""
+
+    def __init__(self, store: Store, *, clock: Clock | None = None) -> None:
+        self._store = store
+        self._clock = clock or SystemClock()
+
+    def write(self, lines: Sequence[LedgerLine]) -> ChainHead:
+        """Appends all lines, or none.
+
+        Raises:
+            LedgerViolation: naming the group and the move that is not legal.
+        """
+        with self._store.write() as conn:
+            last = conn.execute(
+                sa.select(_ledger.c.seq, _ledger.c.hash).order_by(_ledger.c.seq.desc()).limit(1)
+            ).first()
+            seq, link = (last.seq, last.hash) if last else (0, GENESIS)
+            for line in lines:
+                before = conn.execute(sa.select(_groups).where(_groups.c.group_id == line.group_id)).first()
+                _check_move(line, GroupState(before.state) if before else None, before.step if before else -1)
+                seq += 1
+                entry = {
+                    "seq": seq,
+                    "group_id": line.group_id,
+                    "state": str(line.state),
+                    "step": line.step,
+                    "num_tokens": line.num_tokens,
+                    "reason": line.reason,
+                    "wall_at": self._clock.wall(),
+                }
+                link = chain_hash(link, entry)
+                conn.execute(_ledger.insert().values(**entry, hash=link))
+                values = {"state": str(line.state), "step": line.step}
+                if before is None:
+                    conn.execute(_groups.insert().values(group_id=line.group_id, **values))
+                else:
+                    conn.execute(_groups.update().where(_groups.c.group_id == line.group_id).values(**values))
+            return ChainHead(position=seq, hash=link)
+
+    def head(self) -> ChainHead:
+        with self._store.read() as conn:
+            last = conn.execute(
+                sa.select(_ledger.c.seq, _ledger.c.hash).order_by(_ledger.c.seq.desc()).limit(1)
+            ).first()
+        return ChainHead(position=last.seq, hash=last.hash) if last else ChainHead(position=0, hash=GENESIS)
+
+    def groups(
+        self, states: Iterable[GroupState] | None = None, *, among: Iterable[GroupId] | None = None
+    ) -> dict[GroupId, tuple[GroupState, int]]:
+        """group -> (state, step), in the order of their ids; of those `among` only, where it is given."""
+        query = sa.select(_groups).order_by(_groups.c.group_id)
+        if states is not None:
+            query = query.where(_groups.c.state.in_([str(s) for s in states]))
+        if among is not None:
+            query = query.where(_groups.c.group_id.in_([str(g) for g in among]))
+        with self._store.read() as conn:
+            return {GroupId(r.group_id): (GroupState(r.state), r.step) for r in conn.execute(query)}
+
+    def dropped_for(self, reason: str) -> set[GroupId]:
+        """Groups that were dropped with this very reason."""
+        query = sa.select(_ledger.c.group_id).where(
+            _ledger.c.state == str(GroupState.DROPPED), _ledger.c.reason == reason
+        )
+        with self._store.read() as conn:
+            return {GroupId(r.group_id) for r in conn.execute(query)}
+
+    def last_trained_step(self) -> int:
+        """Highest step with a trained group, -1 if there is none."""
+        with self._store.read() as conn:
+            query = sa.select(sa.func.max(_groups.c.step)).where(_groups.c.state == str(GroupState.TRAINED))
+            step = conn.execute(query).scalar()
+        return -1 if step is None else int(step)
+
+    def undo_after(self, step: int, reason: str) -> list[GroupId]:
+        """Marks groups trained after `step` undone: they go back to the queue. Returns them."""
+        later = [g for g, (state, at) in self.groups([GroupState.TRAINED]).items() if at > step]
+        self.write([LedgerLine(group_id=g, state=GroupState.UNDONE, step=step, reason=reason) for g in later])
+        return later
+
+    def lines(self) -> list[Mapping[str, Any]]:
+        with self._store.read() as conn:
+            return [dict(r) for r in conn.execute(sa.select(_ledger).order_by(_ledger.c.seq)).mappings()]
+
+
+def _check_move(line: LedgerLine, before: GroupState | None, before_step: int) -> None:
+    if line.state not in LEGAL[before]:
+        raise LedgerViolation(f"group {line.group_id}: {before or 'unknown'} -> {line.state} is not a legal move")
+    if line.state is GroupState.TRAINED and line.step != before_step:
+        raise LedgerViolation(
+            f"group {line.group_id}: assigned to step {before_step}, cannot be trained in step {line.step}"
+        )
+    if line.state is GroupState.DROPPED and not line.reason:
+        raise LedgerViolation(f"group {line.group_id}: dropped without a reason")
+
+
+def length_bucket(num_tokens: int) -> str:
+    """`0`, `1-1`, `2-3`, `4-7`, ...: drops are counted by length, since losing the long ones is bias."""
+    if num_tokens <= 0:
+        return "0"
+    low = 1 << (num_tokens.bit_length() - 1)
+    return f"{low}-{2 * low - 1}"
+
+
+def audit(
+    lines: Sequence[Mapping[str, Any]],
+    anchors: Sequence[tuple[str, ChainHead]] = (),
+    *,
+    ended: bool = True,
+) -> Audit:
+    """Walks the ledger from its first line and checks chain, moves and anchors. Pure.
+
+    `anchors`: (where it was kept, head) - each names a position and the hash that the chain must have there; one
+    beyond the last line means that the tail was cut off. `ended`: the run is over, so open groups are unaccounted.
+    """
+    problems: list[str] = []
+    link, states, steps = GENESIS, dict[str, GroupState](), dict[str, int]()
+    hash_at = {0: GENESIS}
+    trained_open: set[str] = set()
+    duplicates = undone = 0
+    reasons, lengths, filtered = Counter[str](), Counter[str](), Counter[str]()
+    unjudged: list[str] = []
+    judges = False
+    for expected, line in enumerate(lines, start=1):
+        if line["seq"] != expected:
+            problems.append(f"ledger line {expected} is missing or repeated: found line {line['seq']} in its place")
+            break
+        entry = {k: line[k] for k in _FIELDS}
+        if chain_hash(link, entry) != line["hash"]:
+            problems.append(f"ledger line {expected} (group {line['group_id']}) was changed: its hash does not match")
+            break
+        link = line["hash"]
+        hash_at[expected] = link
+        if line["state"] not in _STATES:
+            problems.append(f"ledger line {expected}: state {line['state']!r} is none that this rolecall knows")
+            break
+        group, state = line["group_id"], GroupState(line["state"])
+        if state is GroupState.TRAINED:
+            duplicates += group in trained_open
+            trained_open.add(group)
+        elif state is GroupState.UNDONE:
+            undone += 1
+            trained_open.discard(group)
+        elif state is GroupState.DROPPED:
+            reasons[str(line["reason"])] += 1
+            bucket = length_bucket(int(line["num_tokens"]))
+            lengths[bucket] += 1
+            filtered[bucket] += str(line["reason"]).startswith(FILTERED)
+        elif state is GroupState.ACCEPTED:
+            judges = True
+        elif state is GroupState.ASSIGNED and states.get(group) is not GroupState.ACCEPTED:
+            unjudged.append(str(group))
+        move = LedgerLine(group_id=group, state=state, step=line["step"], reason=line["reason"])
+        try:
+            _check_move(move, states.get(group), steps.get(group, -1))
+        except LedgerViolation as e:
+            problems.append(f"ledger line {expected}: {e}")
+        states[group], steps[group] = state, line["step"]
+    if judges and unjudged:
+        names = ", ".join(unjudged[:5])
+        problems.append(
+            f"{len(unjudged)} group(s) were assigned to a step that dynamic sampling had not accepted: {names}"
+        )
+    for where, anchor in anchors:
+        if anchor.position not in hash_at:
+            problems.append(
+                f"{where} knows {anchor.position} ledger lines, the ledger has {len(hash_at) - 1}: its tail was cut off"
+            )
+        elif hash_at[anchor.position] != anchor.hash:
+            problems.append(f"{where} knows another ledger: line {anchor.position} has another hash")
+    final = Counter(states.values())
+    open_groups = len(states) - final[GroupState.TRAINED] - final[GroupState.DROPPED]
+    unaccounted = open_groups if ended else 0
+    if unaccounted:
+        problems.append(f"{unaccounted} group(s) were neither trained nor dropped")
+    return Audit(
+        ok=not problems and not duplicates,
+        problems=tuple(problems),
+        head=ChainHead(position=len(hash_at) - 1, hash=link),
+        groups_issued=len(states),
+        groups_trained=final[GroupState.TRAINED],
+        groups_dropped=final[GroupState.DROPPED],
+        groups_undone=undone,
+        duplicates=duplicates,
+        unaccounted=unaccounted,
+        dropped_by_reason=dict(reasons),
+        dropped_by_length=dict(lengths),
+        filtered_by_length=dict(+filtered),
+    )

@@ -1,0 +1,123 @@
+"""Values in the rows of the journal, and values out of them again: read with suspicion, for a file may be damaged.
+
+What is not what was written is a `JournalCorrupt` that names file and row, never a half-read value.
+"""
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import sqlalchemy as sa
+
+from rolecall.core.errors import JournalCorrupt
+from rolecall.core.ids import NodeId, ReplicaId
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.membership import Actual, Epoch, ReplicaState
+
+Row = Mapping[str, Any] | sa.RowMapping
+
+WALL_MAX = 253_402_300_799.0
+"""The last second that a calendar has (9999-12-31); later ones, and ones before 1970, no clock of a run shows."""
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no JSON")
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number)
+_SURROGATES = re.compile(r"\\u[dD][89a-fA-F]")
+"""As JSON spells one; most are halves of a pair, and fine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DamagedLine:
+    """A line of the chain that cannot be read."""
+
+    seq: int
+    incident_id: str | None
+    error: JournalCorrupt
+
+
+@contextmanager
+def reading(file: str, what: str) -> Iterator[None]:
+    """Whatever cannot be read in the block is damage of `what` in `file`.
+
+    Raises:
+        JournalCorrupt: naming both, and the reason.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, zlib.error) as e:
+        raise JournalCorrupt(where=f"{file}: {what}", reason=f"cannot be read: {e}") from e
+
+
+def storable(value: Any) -> Any:
+    """`value` with NaN and infinities as the words that `float()` reads: JSON has none, and a loss that is NaN is
+    exactly what must not be lost, or stop its writer."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {k: storable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [storable(v) for v in value]
+    return value
+
+
+def event_of(row: Row, file: str) -> Event:
+    """Raises JournalCorrupt: the row is not what `append` writes."""
+    with reading(file, f"events line {row['seq']}"):
+        body = _body(row["body"])
+        if not isinstance(body, dict):
+            raise TypeError(f"its body is {type(body).__name__}, not a mapping")
+        wall_at = float(row["wall_at"])
+        if not 0.0 <= wall_at <= WALL_MAX:
+            raise ValueError(f"its time {wall_at:g} is none")
+        return Event(
+            seq=row["seq"],
+            kind=EventKind(row["kind"]),
+            wall_at=wall_at,
+            body=body,
+            incident_id=row["incident_id"],
+            caused_by=row["caused_by"],
+            key=row["key"],
+            hash=row["hash"],
+        )
+
+
+def _body(text: str) -> Any:
+    """As `append` writes it: no NaN. Half a surrogate pair, as bytes that are no UTF-8 leave it in a name or a log line,
+    can be written but not sent to anybody: it becomes U+FFFD."""
+    body = _JSON.decode(text)
+    if _SURROGATES.search(text):
+        whole = json.dumps(body, ensure_ascii=False).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        body = json.loads(whole)
+    return body
+
+
+def actual_of(row: Row, file: str) -> Actual:
+    """Raises JournalCorrupt: the row is not what `set_actual` writes."""
+    with reading(file, f"actual record of {row['replica']}#{row['incarnation']}"):
+        return Actual(**{**row, "state": ReplicaState(row["state"]), "node": NodeId(row["node"])})
+
+
+def epoch_of(row: Row, file: str) -> Epoch:
+    """Raises JournalCorrupt: the row is not what `grow_epoch` writes."""
+    with reading(file, f"epoch {row['number']}"):
+        members = tuple((ReplicaId(r), int(i)) for r, i in json.loads(row["members"]))
+        return Epoch(number=row["number"], members=members, because=row["because"], wall_at=row["wall_at"])
+
+
+def packed(value: Any) -> bytes:
+    """A window as it is kept: JSON, compressed."""
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode(), 6)
+
+
+def unpacked(blob: bytes, file: str, what: str) -> Any:
+    """Raises JournalCorrupt: these are not the bytes of `packed`."""
+    with reading(file, what):
+        return json.loads(zlib.decompress(blob))

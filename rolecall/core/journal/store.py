@@ -1,0 +1,283 @@
+"""The run's one database: opening it, its schema version, and the hash chain that both journal and ledger use.
+
+SQLite in WAL mode by default, or PostgreSQL. Writers take turns: a write transaction starts with BEGIN IMMEDIATE
+(SQLite) or an advisory lock (PostgreSQL), because the next link of a chain depends on the last one. With
+`synchronous=FULL` (SQLite) or `synchronous_commit` (PostgreSQL) an acknowledged write survives SIGKILL and loss of power.
+"""
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError, ProgrammingError
+
+from rolecall.core.clock import SystemClock
+from rolecall.core.errors import JournalCorrupt, JournalError, JournalUnavailable
+from rolecall.core.journal.database import redacted
+
+SCHEMA_VERSION = 1
+BUSY_SECONDS = 10.0
+"""How long a writer waits for its turn, or for a server that went away, before it gives up with an error."""
+MODE_RETRY_SECONDS = 0.02
+RECONNECT_SECONDS = 0.2
+GENESIS = "0" * 64
+_ADVISORY_LOCK = 0x726F6C65
+DAMAGE_SIGNS = ("Could not decode", "no such table", "no such column", "malformed", "not a database")
+"""What SQLite says, under the same name as 'busy', when the file itself is at fault."""
+
+METADATA = sa.MetaData()
+
+_meta = sa.Table("meta", METADATA, sa.Column("name", sa.Text, primary_key=True), sa.Column("value", sa.Text))
+
+
+def canonical(value: Any) -> str:
+    """JSON with one spelling: what is hashed today hashes the same tomorrow."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
+def chain_hash(previous: str, entry: Mapping[str, Any]) -> str:
+    """Link of an append-only chain: SHA-256 over the link before and the canonical entry, in hex."""
+    return hashlib.sha256(f"{previous}\n{canonical(entry)}".encode()).hexdigest()
+
+
+class Store:
+    """An open database. Threads may share it; processes open their own."""
+
+    def __init__(self, url: str, *, create: bool = True) -> None:
+        """Opens the database, creating its tables when `create`.
+
+        Raises:
+            JournalError: it does not exist (and `create` is false) or cannot be reached.
+            JournalCorrupt: the file is not a database of ours, or of a schema version that we do not know.
+        """
+        self.url = url
+        self.where = _named(url)
+        self._is_sqlite = url.startswith("sqlite")
+        self._was_open = False
+        self._clock = SystemClock()
+        self.engine = _sqlite_engine(url, create) if self._is_sqlite else _postgresql_engine(url)
+        try:
+            self._open(create)
+            self._was_open = True
+        except ProgrammingError as e:
+            raise JournalError(f"{self.where}: holds no journal: {_first_line(e)}") from e
+        finally:
+            if not self._was_open:
+                self.engine.dispose()
+
+    def _open(self, create: bool) -> None:
+        # Every module that owns tables must have registered them before the first open.
+        import rolecall.core.journal.journal
+        import rolecall.core.journal.ledger  # noqa: F401
+
+        if create:
+            with self.write() as conn:
+                if not self._is_sqlite:
+                    _create_schema(conn)
+                METADATA.create_all(conn)
+                if conn.execute(sa.select(_meta.c.value).where(_meta.c.name == "schema")).scalar() is None:
+                    conn.execute(_meta.insert().values(name="schema", value=str(SCHEMA_VERSION)))
+                    for table in ("events", "ledger"):
+                        (_forbid_changes if self._is_sqlite else _forbid_changes_postgresql)(conn, table)
+        with self.read() as conn:
+            version = conn.execute(sa.select(_meta.c.value).where(_meta.c.name == "schema")).scalar()
+        if version != str(SCHEMA_VERSION):
+            raise JournalCorrupt(
+                where=self.where, reason=f"schema version {version}, this rolecall reads {SCHEMA_VERSION}"
+            )
+
+    @contextmanager
+    def write(self) -> Iterator[sa.Connection]:
+        """One write transaction: all of it is kept, or nothing.
+
+        Raises:
+            JournalUnavailable: the database cannot be used now. What was written may have been kept: ask again.
+        """
+        with self._connected(rolecall_write=True) as conn, conn.begin():
+            if not self._is_sqlite:
+                # Of this schema only: each run has its own, and runs do not wait for each other.
+                lock = "select pg_advisory_xact_lock(:k, hashtext(current_setting('search_path')))"
+                conn.execute(sa.text(lock), {"k": _ADVISORY_LOCK})
+            yield conn
+
+    @contextmanager
+    def read(self) -> Iterator[sa.Connection]:
+        """One consistent view.
+
+        Raises:
+            JournalUnavailable: the database cannot be used now. JournalCorrupt: the file is damaged.
+        """
+        options: dict[str, Any] = {} if self._is_sqlite else {"isolation_level": "REPEATABLE READ"}
+        with self._connected(**options) as conn, conn.begin():
+            yield conn
+
+    @contextmanager
+    def _connected(self, **options: Any) -> Iterator[sa.Connection]:
+        try:
+            with self._connect() as conn:
+                yield conn.execution_options(**options)
+        except (OperationalError, InterfaceError) as e:
+            if self._is_sqlite and any(sign in str(e.orig) for sign in DAMAGE_SIGNS):
+                raise JournalCorrupt(where=self.where, reason=_first_line(e)) from e
+            raise JournalUnavailable(where=self.where, reason=_first_line(e), hint=self._hint()) from e
+        except DatabaseError as e:
+            if type(e) is DatabaseError and self._is_sqlite:  # its subclasses are mistakes and refusals, not damage
+                raise JournalCorrupt(where=self.where, reason=_first_line(e)) from e
+            raise
+
+    def _connect(self) -> sa.Connection:
+        """A connection that works: no transaction has begun yet, so that waiting for a server to come back is safe."""
+        deadline = self._clock.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                return self.engine.connect()
+            except OperationalError:
+                if self._is_sqlite or not self._was_open or self._clock.monotonic() > deadline:
+                    raise
+            self._clock.sleep(RECONNECT_SECONDS)
+
+    def _hint(self) -> str:
+        if self._is_sqlite:
+            return "is its directory writable, and has its disk room?"
+        if self._was_open:
+            return "start the server again: whoever has the journal open reconnects by itself"
+        return "is the server running, and is the URL right?"
+
+    def check_file(self) -> None:
+        """The database's own integrity check.
+
+        Raises:
+            JournalCorrupt: what SQLite found.
+        """
+        if not self._is_sqlite:
+            return
+        with self.read() as conn:
+            result = str(conn.exec_driver_sql("PRAGMA quick_check(1)").scalar())
+        if result != "ok":
+            raise JournalCorrupt(where=self.where, reason=result)
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+
+def _named(url: str) -> str:
+    """The database in words: its file, or its URL without the password."""
+    parsed = sa.make_url(url)
+    if parsed.get_backend_name() == "sqlite" and parsed.database:
+        return parsed.database
+    return redacted(parsed.set(query={}).render_as_string(hide_password=True))
+
+
+def _first_line(error: DatabaseError | InterfaceError) -> str:
+    return next(iter(redacted(str(error.orig)).splitlines()), type(error.orig).__name__)
+
+
+# --- SQLite -------------------------------------------------------------------------------------------------------
+
+
+def _sqlite_engine(url: str, create: bool) -> sa.Engine:
+    if not create:
+        _check_exists(Path(url.removeprefix("sqlite:///")))
+        url = f"sqlite:///file:{url.removeprefix('sqlite:///')}?mode=rw&uri=true"
+    engine = sa.create_engine(url, connect_args={"timeout": BUSY_SECONDS, "check_same_thread": False})
+    sa.event.listen(engine, "connect", _configure_sqlite)
+    sa.event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _check_exists(path: Path) -> None:
+    # SQLite has one sentence for all of these, and a person needs three.
+    if not path.exists():
+        raise JournalError(f"{path}: there is no journal (the file is missing)")
+    if not path.is_file():
+        raise JournalCorrupt(where=str(path), reason="this is no file")
+    if path.stat().st_size == 0:
+        raise JournalCorrupt(where=str(path), reason="the file is empty")
+
+
+def _configure_sqlite(dbapi_connection: Any, _record: Any) -> None:
+    # We begin transactions ourselves: the driver's own habit of beginning late breaks BEGIN IMMEDIATE.
+    dbapi_connection.isolation_level = None
+    cursor = dbapi_connection.cursor()
+    cursor.execute(f"PRAGMA busy_timeout={int(BUSY_SECONDS * 1000)}")
+    _use_wal(cursor)
+    cursor.execute("PRAGMA synchronous=FULL")
+    cursor.close()
+
+
+def _use_wal(cursor: Any) -> None:
+    """SQLite does not wait for its busy timeout when two change a new file's mode at once: this does."""
+    clock = SystemClock()
+    deadline = clock.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as e:
+            if "locked" not in str(e) or clock.monotonic() > deadline:
+                raise
+        clock.sleep(MODE_RETRY_SECONDS)
+
+
+def _begin_sqlite(conn: sa.Connection) -> None:
+    conn.exec_driver_sql("BEGIN IMMEDIATE" if conn.get_execution_options().get("rolecall_write") else "BEGIN")
+
+
+def _forbid_changes(conn: sa.Connection, table: str) -> None:
+    for verb in ("UPDATE", "DELETE"):
+        conn.exec_driver_sql(
+            f"CREATE TRIGGER {table}_no_{verb.lower()} BEFORE {verb} ON {table} "
+            f"BEGIN SELECT RAISE(ABORT, '{table} is append-only'); END"
+        )
+
+
+# --- PostgreSQL ---------------------------------------------------------------------------------------------------
+
+_SESSION = (
+    # Whatever the server's default is: an acknowledged event is on disk.
+    "SET synchronous_commit = on",
+    f"SET lock_timeout = '{BUSY_SECONDS:.0f}s'",
+    # A writer stopped in the middle of a transaction (a fault we inject ourselves) loses its turn before others give up.
+    f"SET idle_in_transaction_session_timeout = '{BUSY_SECONDS / 2:.0f}s'",
+)
+_KEEPALIVE = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3, "tcp_user_timeout": 10_000}
+"""A server whose machine is gone says nothing: without these a write would wait for many minutes."""
+
+
+def _postgresql_engine(url: str) -> sa.Engine:
+    try:
+        engine = sa.create_engine(url, pool_pre_ping=True, connect_args={"connect_timeout": 5, **_KEEPALIVE})
+    except ModuleNotFoundError as e:
+        raise JournalError(f"{redacted(url)}: needs {e.name}; install it with: pip install 'rolecall[postgres]'") from e
+    sa.event.listen(engine, "connect", _configure_postgresql)
+    return engine
+
+
+def _configure_postgresql(dbapi_connection: Any, _record: Any) -> None:
+    with dbapi_connection.cursor() as cursor:
+        for statement in _SESSION:
+            cursor.execute(statement)
+    dbapi_connection.commit()  # a SET that is rolled back is undone
+
+
+def _create_schema(conn: sa.Connection) -> None:
+    """The schema that the URL names, if the URL names one that is not there yet (`core.database.run_url`)."""
+    if conn.execute(sa.text("select current_schema()")).scalar() is None:
+        name = str(conn.execute(sa.text("select current_setting('search_path')")).scalar()).strip('"')
+        conn.execute(sa.schema.CreateSchema(name, if_not_exists=True))
+
+
+def _forbid_changes_postgresql(conn: sa.Connection, table: str) -> None:
+    conn.exec_driver_sql(
+        f"CREATE FUNCTION {table}_is_append_only() RETURNS trigger LANGUAGE plpgsql AS "
+        f"$$BEGIN RAISE EXCEPTION '{table} is append-only'; END$$"
+    )
+    conn.exec_driver_sql(
+        f"CREATE TRIGGER {table}_no_change BEFORE UPDATE OR DELETE OR TRUNCATE ON {table} "
+        f"FOR EACH STATEMENT EXECUTE FUNCTION {table}_is_append_only()"
+    )

@@ -1,0 +1,106 @@
+"""`rolecall fit RECORDING... -o MODEL [--labels LABEL]...`: a model for the detector `minder`, from recordings.
+
+Labels are files as they lie beside the recordings of a simulated fleet: one JSON object with a list `events`, each with
+`node`, `onset` and `end` (seconds, the recording's clock). Without them everything counts as normal, and the order of
+the metrics is not learned.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rolecall.core.errors import CommandRefused, UnreadableInput
+from rolecall.core.text import plain
+from rolecall.detector.panels.minder.detector import ANY_METRIC, BUILT_IN, NUM_METRICS, Weights
+from rolecall.detector.panels.minder.detector import read as read_model
+from rolecall.detector.panels.minder.fit import NUM_STEPS, Fault, fit, write
+from rolecall.detector.panels.panel import Panel
+from rolecall.detector.sources.recording import read
+
+LABEL_BYTES_MAX = 16 << 20
+SECONDS_MAX = 1e12
+"""No time of a recording lies so far from 1970."""
+
+
+def fit_recordings(
+    recordings: Sequence[Path], out: Path, *, labels: Sequence[Path] = (), seed: int = 0, num_steps: int = NUM_STEPS
+) -> str:
+    """Writes the model to `out`; what was learned, in sentences.
+
+    Raises:
+        CommandRefused: `labels` are not one for each recording, `out` exists or cannot be written, torch is missing.
+        UnreadableInput: a recording or label is damaged, or no recording has eight ticks.
+    """
+    if labels and len(labels) != len(recordings):
+        raise CommandRefused(
+            f"{len(labels)} labels for {len(recordings)} recordings: give one for each, in their order"
+        )
+    if out.exists():
+        raise CommandRefused(f"{out} exists already: it is not overwritten")
+    panels: list[Panel] = []
+    faults: list[tuple[Fault, ...]] = []
+    for i, path in enumerate(recordings):
+        events = read_faults(labels[i]) if labels else ()
+        for panel in read(path).panels:
+            nodes = {m.node for m in panel.shape.machines}
+            panels.append(panel)
+            faults.append(tuple(e for e in events if e.node in nodes))
+    try:
+        fitted = fit(panels, faults, any_metric=_any_metric(), seed=seed, num_steps=num_steps)
+    except ValueError as e:
+        raise UnreadableInput(where=", ".join(map(str, recordings)), reason=str(e)) from e
+    except ModuleNotFoundError as e:
+        raise CommandRefused(f"fitting needs {e.name}: pip install 'rolecall[runtime]'") from e
+    try:
+        write(out, fitted.model)
+    except OSError as e:
+        raise CommandRefused(f"{out} cannot be written: {e.strerror}") from e
+    lines = [f"{out}: {len(fitted.mse)} denoisers, {fitted.num_windows:,} windows each"]
+    lines += [
+        f"  {plain(m)}: mean squared error {fitted.mse[m]:.1e} of a variance of {fitted.spread[m]:.1e}"
+        for m in fitted.mse
+    ]
+    first = [plain(m) for m in fitted.model.priority[:NUM_METRICS]]
+    if first:
+        told = f"{fitted.num_faulty_ticks:,} of {fitted.num_tree_ticks:,} ticks labelled faulty"
+        lines.append(f"priority ({told}): {' > '.join(first)}")
+    else:
+        lines.append("priority: not learned, since nothing is labelled faulty; all metrics are tried")
+    return "\n".join(lines)
+
+
+def _any_metric() -> Weights:
+    """The built-in denoiser stands in for metrics that no recording has."""
+    model = read_model(BUILT_IN)
+    return model.weights.taken(model.rows([ANY_METRIC]))
+
+
+def read_faults(path: Path) -> tuple[Fault, ...]:
+    """The labelled stretches of a file. Raises UnreadableInput."""
+    where = str(path)
+    try:
+        if path.stat().st_size > LABEL_BYTES_MAX:
+            raise UnreadableInput(where=where, reason=f"a label file has at most {LABEL_BYTES_MAX:,} bytes")
+        label: Any = json.loads(path.read_bytes())
+    except OSError as e:
+        raise UnreadableInput(where=where, reason=e.strerror or str(e)) from e
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise UnreadableInput(where=where, reason=f"not JSON: {e}") from e
+    events = label.get("events") if isinstance(label, dict) else None
+    if not isinstance(events, list):
+        raise UnreadableInput(where=where, reason="not a label file: it has no list `events`")
+    return tuple(_fault(where, i, e) for i, e in enumerate(events))
+
+
+def _fault(where: str, number: int, event: Any) -> Fault:
+    if isinstance(event, dict):
+        node, onset, end = (event.get(k) for k in ("node", "onset", "end"))
+        if (
+            isinstance(node, str)
+            and isinstance(onset, int | float)
+            and isinstance(end, int | float)
+            and -SECONDS_MAX < onset <= end < SECONDS_MAX
+        ):
+            return Fault(node=node, onset=float(onset), end=float(end))
+    raise UnreadableInput(where=where, reason=f"event {number} has no node, onset and end in seconds")

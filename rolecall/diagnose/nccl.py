@@ -1,0 +1,82 @@
+"""What `rolecall diagnose` does with NCCL's own evidence: answers of RAS, and files of the Inspector."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from rolecall.core.diagnosis import Finding
+from rolecall.core.errors import UnreadableInput
+from rolecall.detector.artifacts.nccl import inspector_times as nccl_times
+from rolecall.detector.artifacts.nccl import ras_status as nccl_status
+from rolecall.detector.artifacts.stacks.dumps import Topology
+from rolecall.detector.base.read_budget import Budget
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class NcclFiles:
+    answers: list[Path] = field(default_factory=list)
+    logs: list[Path] = field(default_factory=list)
+
+    def take(self, file: Path) -> bool:
+        """Whether it is of NCCL; then it is kept. Raises OSError."""
+        for kind, files in ((nccl_status.is_status, self.answers), (nccl_times.is_log, self.logs)):
+            if kind(file):
+                files.append(file)
+                return True
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookedAt:
+    files: Sequence[Path]
+    kind: str
+    looked_at: str
+    remarks: tuple[str, ...]
+
+
+def diagnose(
+    files: NcclFiles, named: Sequence[Path], budget: Callable[[], Budget], topology: Topology | None
+) -> tuple[list[Finding], list[LookedAt]]:
+    """Raises UnreadableInput: a file that was named cannot be read, or none can, or a budget is used up."""
+    told, looked = list[Finding](), list[LookedAt]()
+    if files.answers:
+        read, remarks = _read(
+            files.answers, named, budget(), lambda file: (p := nccl_status.read(file), nccl_status.kept_bytes(p))
+        )
+        polls = [p for several in read for p in several]
+        found, more = nccl_status.diagnose(polls, topology=topology)
+        told += found
+        about = nccl_status.looked_at(polls)
+        looked.append(LookedAt(files=files.answers, kind="nccl ras", looked_at=about, remarks=(*remarks, *more)))
+    if files.logs:
+        logs, remarks = _read(
+            files.logs, named, budget(), lambda file: (log := nccl_times.read(file), nccl_times.kept_bytes(log))
+        )
+        found, more = nccl_times.diagnose(logs, topology=topology)
+        told += found
+        about = nccl_times.looked_at(logs)
+        looked.append(LookedAt(files=files.logs, kind="nccl inspector", looked_at=about, remarks=(*remarks, *more)))
+    return told, looked
+
+
+def _read(
+    files: Sequence[Path], named: Sequence[Path], budget: Budget, read: Callable[[Path], tuple[T, int]]
+) -> tuple[list[T], tuple[str, ...]]:
+    kept, unreadable = list[T](), list[UnreadableInput]()
+    for file in files:
+        budget.check_time(str(file))
+        try:
+            value, num_bytes = read(file)
+        except UnreadableInput as e:
+            if file in named:
+                raise
+            unreadable.append(e)
+            continue
+        budget.keep(num_bytes, str(file))
+        kept.append(value)
+    if not kept:
+        raise unreadable[0]
+    return kept, tuple(str(e) for e in unreadable)

@@ -1,0 +1,114 @@
+"""`rolecall simulate fleet`: writes simulated tasks as recordings with labels, in the format of the real ones.
+
+    OUT/case-000/recording.parquet   what `rolecall diagnose` reads
+    OUT/case-000/label.json          who is faulty since when; also what the simulation did, for whoever studies it
+
+A task is written in pieces, so that memory does not grow with its length.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from rolecall.core.errors import CommandRefused
+from rolecall.detector.simulation.fleet import EPOCH_SECONDS, INTERVAL_SECONDS, METRICS, Task, chunks, fleet
+from rolecall.detector.sources import recording
+
+NUM_MACHINES_MAX_DEFAULT = 128
+"""1,500 machines are Minder's largest tasks, and a recording of one is half a gigabyte."""
+GRACE_SECONDS = 60.0
+"""An alarm is right until so long after the fault's end."""
+REPEAT_GAP_SECONDS = 300.0
+"""Alarms of one node closer together than this are one alarm."""
+
+
+def simulate_fleet(
+    out: Path,
+    *,
+    seed: int,
+    num_tasks: int,
+    num_healthy: int = 0,
+    num_machines_max: int = NUM_MACHINES_MAX_DEFAULT,
+    progress: Callable[[str], None] = lambda line: None,
+) -> int:
+    """How many cases it wrote: `num_tasks` with a fault, then `num_healthy` without one.
+
+    Raises:
+        CommandRefused: a number makes no sense, or `out` holds something already.
+    """
+    if num_tasks < 0 or num_healthy < 0 or num_tasks + num_healthy < 1:
+        raise CommandRefused(
+            f"cannot simulate {num_tasks} faulty and {num_healthy} healthy tasks: at least one is needed"
+        )
+    if seed < 0:
+        raise CommandRefused(f"the seed must be 0 or more, not {seed}")
+    try:
+        tasks = fleet(seed=seed, num_tasks=num_tasks, num_healthy=num_healthy, num_machines_max=num_machines_max)
+    except ValueError as e:
+        raise CommandRefused(str(e)) from e
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(out.iterdir()):
+            raise CommandRefused(f"{out} is not empty: name a folder that is new or empty")
+        for task in tasks:
+            case = out / f"case-{task.index:03d}"
+            case.mkdir()
+            num_samples = write_recording(case / "recording.parquet", task)
+            (case / "label.json").write_text(json.dumps(label(task), indent=1) + "\n")
+            progress(f"{case.name}: {task.num_machines} machines, {task.num_ticks} s, {num_samples:,} samples")
+    except OSError as e:
+        raise CommandRefused(f"{out}: {e.strerror or e}") from e
+    return len(tasks)
+
+
+def write_recording(path: Path, task: Task) -> int:
+    """How many samples. Raises OSError."""
+    parts, num_samples = [], 0
+    try:
+        for i, part in enumerate(chunks(task)):
+            parts.append(path.with_name(f"part-{i:04d}.parquet"))
+            num_samples += recording.write(parts[-1], [part])
+        partial = path.with_name(path.name + ".partial")
+        pl.scan_parquet(parts).sink_parquet(partial, compression="zstd")
+        partial.replace(path)
+    finally:
+        for part_path in parts:
+            part_path.unlink(missing_ok=True)
+    return num_samples
+
+
+def label(task: Task) -> dict[str, Any]:
+    """What label.json holds."""
+    fault, shape = task.fault, task.shape
+    events = []
+    if fault:
+        events.append(
+            {
+                "node": shape.machines[fault.machine].node,
+                "onset": fault.onset,
+                "end": fault.end,
+                "kind": fault.kind,
+                "how": str(fault.how),
+                "effect_sigmas": fault.effect_sigmas,
+                "metrics": [METRICS[m].name for m in fault.metrics],
+                "victims": [
+                    {"node": shape.machines[v.machine].node, "share": v.share, "delay_seconds": v.delay_seconds}
+                    for v in fault.victims
+                ],
+            }
+        )
+    return {
+        "healthy": fault is None,
+        "interval_seconds": INTERVAL_SECONDS,
+        "score_from": EPOCH_SECONDS,
+        "events": events,
+        "ignore": [],
+        "early_tolerance_seconds": 0,
+        "grace_seconds": GRACE_SECONDS,
+        "repeat_gap_seconds": REPEAT_GAP_SECONDS,
+        "source": f"rolecall simulate fleet, seed {task.seed}, task {task.index}, mix {task.mix}",
+        "licence": "generated",
+    }

@@ -1,0 +1,282 @@
+"""What one message of the kernel says: XIDs, lost GPUs, NVSwitch errors, OOM kills, links, hardware errors, lockups.
+
+Pure: a message in (without its time stamp, see `timestamps.py`), a fact or None out. Each pattern begins at the first
+character, so that a message that merely quotes another one says nothing. Formats: NVIDIA's drivers (`nvidia.py`),
+Linux mm/oom_kill.c, kernel/watchdog.c, kernel/hung_task.c, drivers/edac, drivers/pci/pcie/aer.c,
+arch/x86/kernel/cpu/mce, drivers/firmware/efi/cper.c and the network drivers named below. Real lines and near-misses of
+each stand in tests/formats/test_kernel_log.py.
+"""
+
+import re
+from dataclasses import dataclass
+
+from rolecall.formats.kernel_log.nvidia import (
+    GpuInitFailed,
+    GpuLost,
+    GpuNamed,
+    SxidLine,
+    XidLine,
+    parse_nvidia,
+    parse_nvswitch,
+)
+
+MESSAGE_CHARS_MAX = 4096
+"""Of one message so much is looked at; the kernel itself cuts a record at 1 KiB (2 KiB from 6.x on)."""
+
+_PCI_BARE = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"
+
+
+# --- facts ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomKill:
+    """`of_cgroup`: its cgroup was out of memory; else the whole machine (or not said, by old kernels)."""
+
+    pid: int
+    name: str
+    of_cgroup: bool
+    rss_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkChange:
+    up: bool
+    interface: str
+    nic: str = ""  # PCI address, or empty
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HardwareError:
+    """`what`: `machine_check`, `memory`, `pcie`, `firmware`. `device`: bank, memory controller or PCI address."""
+
+    what: str
+    corrected: bool
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelFault:
+    """Another fault: `what` is one of FAULTS. `pid` and `name` of the process that it struck, where it says so."""
+
+    what: str
+    pid: int | None = None
+    name: str = ""
+    device: str = ""
+
+
+KernelFact = XidLine | SxidLine | GpuLost | GpuNamed | OomKill | LinkChange | HardwareError | KernelFault
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+# Memory cgroup out of memory: Killed process 812 (python3) total-vm:9kB, anon-rss:8kB, file-rss:1kB, ..
+# Out of memory: Killed process 812 (python3) total-vm:..     Out of memory (oom_kill_allocating_task): Killed ..
+# Killed process 812 (python3) total-vm:..   before Linux 5.1, after "Out of memory: Kill process 812 .. score 9 or .."
+_OOM = re.compile(
+    r"(?:(Memory cgroup )?[Oo]ut of memory(?: \(\w{1,40}\))?: )?Killed process (\d{1,10}) \((.{0,64})\),? "
+    r"(?:UID[ :]?\d+, )?total-vm:\d+kB, anon-rss:(\d{1,15})kB"
+)
+
+
+def _oom(m: re.Match[str]) -> OomKill:
+    return OomKill(pid=int(m[2]), name=m[3], of_cgroup=m[1] is not None, rss_bytes=int(m[4]) * 1024)
+
+
+# --- links ----------------------------------------------------------------------------------------------------------
+
+_INTERFACE = r"([A-Za-z][\w.@-]{0,31})"
+# mlx5_core 0000:41:00.0 ens1f0np0: Link down    tg3 0000:02:00.0 eth0: Link is down
+# ice 0000:17:00.0 ens1f0: NIC Link is up 100 Gbps, ..   igb 0000:07:00.0 eth0: igb: eth0 NIC Link is Down
+_LINK = re.compile(
+    rf"\w{{1,32}} ({_PCI_BARE}) {_INTERFACE}: (?:\w{{1,32}}: \S{{1,32}} )?(?:NIC )?[Ll]ink (?:is )?([Uu]p|[Dd]own)\b"
+)
+# e1000e: eth0 NIC Link is Up 1000 Mbps    mlx4_en: eth2: Link Down
+_LINK_OLD = re.compile(rf"(?:e1000e?|ixgbe|igb|mlx4_en): {_INTERFACE}:? (?:NIC )?Link (?:is )?(Up|Down)\b")
+# IPv6: ADDRCONF(NETDEV_CHANGE): ib0: link becomes ready    (of Ethernet the driver says it itself)
+_LINK_IB = re.compile(r"(?:IPv6: )?ADDRCONF\(NETDEV_CHANGE\): (ib[\w.]{1,31}): link becomes ready")
+
+
+def _link(message: str) -> LinkChange | None:
+    if m := _LINK.match(message):
+        return LinkChange(up=m[3].lower() == "up", interface=m[2], nic=m[1].lower())
+    if m := _LINK_OLD.match(message):
+        return LinkChange(up=m[2] == "Up", interface=m[1])
+    if m := _LINK_IB.match(message):
+        return LinkChange(up=True, interface=m[1])
+    return None
+
+
+# --- hardware errors ------------------------------------------------------------------------------------------------
+
+_MCE_BANK = re.compile(
+    r"(?:mce: )?\[Hardware Error\]: CPU \d{1,5}: Machine Check(?: Exception)?: [0-9a-f]{1,16} Bank (\d{1,3}): ([0-9a-f]{1,16})\b"
+)
+MCE_UNCORRECTED = 1 << 61
+"""Bit UC of a bank's status (Intel SDM volume 3, IA32_MCi_STATUS)."""
+_MCE_LOGGED = re.compile(r"(?:mce: )?\[Hardware Error\]: Machine check events logged")
+_EDAC = re.compile(r"EDAC (MC\d{1,3}): \d{1,9} (CE|UE) ")
+_GHES = re.compile(r"(?:\{\d{1,9}\})?\[Hardware Error\]: event severity: (\w{1,20})")
+_AER = re.compile(
+    rf"[\w-]{{1,32}} ({_PCI_BARE}): AER: (?:Multiple )?(Correct|Uncorrect)(?:ed|able)(?: \(\S{{1,20}}\))? "
+    rf"error (?:message )?received(?:: | from |$)(?:({_PCI_BARE}))?"
+)
+_MEMORY_FAILURE = re.compile(r"Memory failure: (0x[0-9a-f]{1,16}): recovery action for ")
+
+
+def _hardware(message: str) -> HardwareError | None:
+    if m := _MCE_BANK.match(message):
+        # Corrected ones are told of by the line "events logged" already.
+        uncorrected = int(m[2], 16) & MCE_UNCORRECTED
+        return HardwareError(what="machine_check", corrected=False, device=f"bank {m[1]}") if uncorrected else None
+    if _MCE_LOGGED.match(message):
+        return HardwareError(what="machine_check", corrected=True)
+    if m := _EDAC.match(message):
+        return HardwareError(what="memory", corrected=m[2] == "CE", device=m[1])
+    if m := _GHES.match(message):
+        return HardwareError(what="firmware", corrected=m[1] in ("corrected", "info"))
+    if m := _AER.match(message):
+        return HardwareError(what="pcie", corrected=m[2] == "Correct", device=(m[3] or m[1]).lower())
+    if m := _MEMORY_FAILURE.match(message):
+        return HardwareError(what="memory", corrected=False, device=m[1])
+    return None
+
+
+# --- other faults ---------------------------------------------------------------------------------------------------
+
+_NAME = r"(?P<name>.{0,64})"
+_FAULTS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    (
+        "soft_lockup",
+        re.compile(
+            rf"(?:NMI )?(?:watchdog: )?BUG: soft lockup - (?P<device>CPU#\d{{1,5}}) stuck for \d{{1,9}}s! "
+            rf"\[{_NAME}:(?P<pid>\d{{1,10}})\]"
+        ),
+    ),
+    (
+        "hard_lockup",
+        re.compile(
+            r"(?:NMI )?watchdog: (?:CPU\d{1,5}: )?(?:NMI )?Watchdog detected hard LOCKUP on (?P<device>cpu \d{1,5})"
+        ),
+    ),
+    (
+        "hung_task",
+        re.compile(rf"INFO: task {_NAME}:(?P<pid>\d{{1,10}}) blocked (?:in I/O wait )?for more than \d{{1,9}} seconds"),
+    ),
+    ("rcu_stall", re.compile(r"(?:rcu: )?INFO: rcu_\w{1,20} (?:self-)?detected (?:expedited )?stalls? on CPU")),
+    ("panic", re.compile(r"Kernel panic - not syncing: ")),
+    ("oops", re.compile(r"BUG: (?:unable to handle |kernel NULL pointer )|Oops: \w|kernel BUG at ")),
+    (
+        "disk_error",
+        re.compile(
+            r"(?:blk_update_request: )?(?:critical (?:medium|target) error|I/O error), dev (?P<device>[\w!-]{1,32}), sector "
+        ),
+    ),
+    (
+        "disk_error",
+        re.compile(
+            r"nvme (?P<device>nvme\d{1,4}): (?:I/O .{1,80} timeout|controller is down; will reset|Device not ready"
+            r"|Removing after probe failure)"
+        ),
+    ),
+    ("filesystem_error", re.compile(r"(?:EXT4-fs error \(device |BTRFS error \(device )(?P<device>[\w!-]{1,32})")),
+    (
+        "filesystem_error",
+        re.compile(
+            r"(?:EXT4-fs|XFS) \((?P<device>[\w!-]{1,32})\): (?:Remounting filesystem read-only|Corruption "
+            r"|[Ll]og I/O [Ee]rror|Filesystem has been shut down)"
+        ),
+    ),
+    (
+        "nic_fault",
+        re.compile(
+            rf"mlx5_core (?P<pci>{_PCI_BARE})(?: \S{{1,32}})?: (?:\w{{1,40}}:\d{{1,6}}:\(pid \d{{1,10}}\): )?"
+            r"(?:Fatal error \d|device's health compromised|handling bad device here|\S{1,60} timeout\. Will cause a leak)"
+        ),
+    ),
+    (
+        "nic_cable",
+        re.compile(
+            rf"mlx5_core (?P<pci>{_PCI_BARE}): Port module event(?:\[error\])?: module \d{{1,3}}, Cable (?:unplugged|error)"
+        ),
+    ),
+    ("nic_fault", re.compile(r"NETDEV WATCHDOG: (?P<device>[\w.@-]{1,32})\b.{0,80}: transmit queue \d{1,5} timed out")),
+    (
+        "pcie_link_down",
+        re.compile(rf"pcieport (?P<pci>{_PCI_BARE}): pciehp: Slot\(\S{{1,32}}\): (?:Link Down|Card not present)"),
+    ),
+    (
+        "cpu_throttled",
+        re.compile(r"(?:mce: )?(?P<device>CPU\d{1,5}): (?:Core|Package) temperature (?:is )?above threshold"),
+    ),
+)
+FAULTS: tuple[str, ...] = (*dict.fromkeys(what for what, _ in _FAULTS), "segfault", "gpu_init_failed")
+"""All that KernelFault.what may be."""
+
+
+_SEGFAULT = re.compile(
+    rf"{_NAME}\[(?P<pid>\d{{1,10}})\]: segfault at .{{1,200}} in (?P<device>[\w.+-]{{1,80}})\[", re.DOTALL
+)
+
+
+def _segfault(message: str) -> KernelFault | None:
+    m = _SEGFAULT.match(message)
+    return KernelFault(what="segfault", pid=int(m["pid"]), name=m["name"], device=m["device"]) if m else None
+
+
+def _fault(message: str) -> KernelFault | None:
+    for what, pattern in _FAULTS:
+        if m := pattern.match(message):
+            said = m.groupdict()
+            device = said.get("pci") or said.get("device") or ""
+            pid = int(said["pid"]) if said.get("pid") else None
+            return KernelFault(what=what, pid=pid, name=said.get("name") or "", device=device)
+    return None
+
+
+# python3[4711]: segfault at ..      python3 invoked oom-killer: ..
+_OF_A_PROCESS = re.compile(r".{0,64}?(?:(\[\d{1,10}\]: segfault at )| invoked oom-killer: )", re.DOTALL)
+"""Lines that begin with the name that a process gave itself, which may read like any other line (15 characters of it)."""
+
+
+def parse_message(message: str) -> KernelFact | None:
+    """What it says; None: nothing that is looked for. Never raises, whatever the text."""
+    message = message[:MESSAGE_CHARS_MAX].rstrip()
+    if m := _OF_A_PROCESS.match(message):
+        return _segfault(message) if m[1] else None
+    if message.startswith("NVRM: "):
+        found = parse_nvidia(message)
+        return KernelFault(what="gpu_init_failed", device=found.pci) if isinstance(found, GpuInitFailed) else found
+    if message.startswith("nvidia-nvswitch"):
+        return parse_nvswitch(message)
+    if m := _OOM.match(message):
+        return _oom(m)
+    return _link(message) or _hardware(message) or _fault(message)
+
+
+THREE_LINES = 4
+"""A GPU that is named is the one that fell off the bus in one of so many lines after."""
+NUM_GPUS_MAX = 64
+
+
+class KernelReader:
+    """Messages in their order: joins what stands in several lines, and keeps which GPU has which UUID."""
+
+    def __init__(self) -> None:
+        self.uuids: dict[str, str] = {}  # by PCI address
+        self._named, self._lines_left = "", 0
+
+    def take(self, message: str) -> KernelFact | None:
+        """The fact that this message completes. `GpuNamed` is kept here, and never given."""
+        fact = parse_message(message)
+        self._lines_left -= 1
+        if isinstance(fact, GpuNamed):
+            if not fact.uuid:
+                self._named, self._lines_left = fact.pci, THREE_LINES
+            elif len(self.uuids) < NUM_GPUS_MAX or fact.pci in self.uuids:
+                self.uuids[fact.pci] = fact.uuid
+            return None
+        if isinstance(fact, GpuLost) and not fact.pci:
+            named, self._named = self._named if self._lines_left > 0 else "", ""
+            return GpuLost(pci=named) if named else None
+        return fact

@@ -1,0 +1,264 @@
+"""What NVIDIA's XID and SXid codes mean, and what is done about each.
+
+NVIDIA's catalogue (`Xid-Catalog.xlsx`, codes 1 to 172; carried by leptonai/gpud and NVIDIA/NVSentinel) decides. Where
+gpud thinks otherwise, its opinion stands beside it and decides nothing. Fatal is what NVSentinel calls so: whatever is
+neither the application's, nor to be ignored, nor only a pointer to another code. The rows are in `table.py`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from rolecall.core.diagnosis import FaultClass
+from rolecall.formats.xid.table import NOTES, SXID_ROWS, UNUSED_ROWS, XID_ROWS
+
+
+class XidAction(StrEnum):
+    """Words of NVIDIA's catalogue, immediate and investigatory."""
+
+    NONE = ""  # the catalogue gives none (yet)
+    IGNORE = "IGNORE"
+    RESTART_APP = "RESTART_APP"
+    RESET_GPU = "RESET_GPU"
+    RESTART_VM = "RESTART_VM"
+    RESTART_BM = "RESTART_BM"
+    RESET_FABRIC = "RESET_FABRIC"
+    RESTART_FM = "RESTART_FM"
+    CHECK_MECHANICALS = "CHECK_MECHANICALS"
+    CONTACT_SUPPORT = "CONTACT_SUPPORT"
+    UPDATE_SWFW = "UPDATE_SWFW"
+    CHECK_APP = "CHECK_APP/CUDA"
+    CHECK_UVM = "CHECK_UVM"
+    INVESTIGATE_SW = "INVESTIGATE_SW"
+    INVESTIGATE_SW_USER = "INVESTIGATE_SW_USER"
+    INVESTIGATE_LINK_SI = "INVESTIGATE_LINK_SI"
+    SYMPATHETIC_REPORT_SOLO = "SYMPATHETIC_REPORT_SOLO"
+    WORKFLOW_XID_13 = "WORKFLOW_XID_13"
+    WORKFLOW_XID_31 = "WORKFLOW_XID_31"
+    WORKFLOW_XID_45 = "WORKFLOW_XID_45"
+    WORKFLOW_XID_48 = "WORKFLOW_XID_48"
+    WORKFLOW_NVLINK_ERR = "WORKFLOW_NVLINK_ERR"
+    WORKFLOW_NVLINK5_ERR = "WORKFLOW_NVLINK5_ERR"
+    XID_137_FLOW = "XID_137_FLOW"
+    XID_154 = "XID_154"
+    XID_154_EVAL = "XID_154_EVAL"
+    CHECK_NVLINK_FAILURE_FLOW = "CHECK_NVLINK_FAILURE_FLOW"
+    REPORT_ISSUE = "REPORT_ISSUE"
+    INVESTIGATE_SW_USER_LINK_SI = "INVESTIGATE_SW_USER_LINK_SI"
+    INVESTIGATE_PEER_DEVICE = "INVESTIGATE_PEER_DEVICE"
+    INVESTIGATE_HOST = "INVESTIGATE_HOST"
+    INVESTIGATE_LINK_SI_AND_CABLES = "INVESTIGATE_LINK_SI_AND_CABLES"
+
+
+ADVICE: Mapping[XidAction, str] = MappingProxyType(
+    {
+        XidAction.NONE: "look at it: NVIDIA's catalogue gives no action",
+        XidAction.IGNORE: "nothing: it is counted",
+        XidAction.RESTART_APP: "restart the process; the GPU and its machine stay",
+        XidAction.RESET_GPU: "drain the GPU and reset it (nvidia-smi --gpu-reset), then verify; else reboot",
+        XidAction.RESTART_VM: "reboot the virtual machine",
+        XidAction.RESTART_BM: "drain the machine and reboot it",
+        XidAction.RESET_FABRIC: "reset the fabric partition or reboot, then have the hardware inspected",
+        XidAction.RESTART_FM: "restart the fabric manager",
+        XidAction.CHECK_MECHANICALS: "have the power cables and the seat of the board checked",
+        XidAction.CONTACT_SUPPORT: "take the GPU out of use and call NVIDIA's support",
+        XidAction.UPDATE_SWFW: "update driver and firmware",
+        XidAction.CHECK_APP: "look for the fault in the application (compute-sanitizer, cuda-gdb)",
+        XidAction.CHECK_UVM: "look at the driver's unified-memory messages beside it",
+        XidAction.INVESTIGATE_SW: "look for the fault in the software: driver, firmware, application",
+        XidAction.INVESTIGATE_SW_USER: "look for the fault in the software that uses NVLink",
+        XidAction.INVESTIGATE_LINK_SI: "have the link's signal integrity checked",
+        XidAction.SYMPATHETIC_REPORT_SOLO: "a consequence of another error; alone, report it",
+        XidAction.WORKFLOW_XID_13: "look at the application first; the same GPC and TPC twice: extended diagnostics",
+        XidAction.WORKFLOW_XID_31: "look at the application first; the same GPU twice in a day: extended diagnostics",
+        XidAction.WORKFLOW_XID_45: "follow the XID that came before it; if there is none, restart the fabric manager",
+        XidAction.WORKFLOW_XID_48: "reset the GPU; if XID 63 or 64 follows, drain it first",
+        XidAction.WORKFLOW_NVLINK_ERR: "reset the GPU; if it comes back, have the link inspected",
+        XidAction.WORKFLOW_NVLINK5_ERR: "reset the GPU if the line says Fatal; if it comes back, have the link inspected",
+        XidAction.XID_137_FLOW: "look at the application first, then at the NVLink errors of its peers",
+        XidAction.XID_154: "do what the driver says in the line",
+        XidAction.XID_154_EVAL: "do what an XID 154 beside it says; if there is none, restart the process",
+        XidAction.CHECK_NVLINK_FAILURE_FLOW: "look for a link that went down in the 30 s before it; if none did, report it",
+        XidAction.REPORT_ISSUE: "if it comes more than once a day, report it to NVIDIA",
+        XidAction.INVESTIGATE_SW_USER_LINK_SI: "look for who took the link down, then have its signal integrity checked",
+        XidAction.INVESTIGATE_PEER_DEVICE: "look at the device at the other end of the link: it took the link down",
+        XidAction.INVESTIGATE_HOST: "look at the other logs of the host: something else failed first",
+        XidAction.INVESTIGATE_LINK_SI_AND_CABLES: "check cables, transceivers, seats and temperature of the link",
+    }
+)
+"""What an operator does, for every word of the catalogue."""
+
+NOT_FATAL = frozenset(
+    {XidAction.IGNORE, XidAction.RESTART_APP, XidAction.WORKFLOW_XID_45, XidAction.CHECK_UVM, XidAction.XID_154}
+)
+"""As NVSentinel maps the catalogue's words to severities. Of NVLink's codes the line decides (`XidLine.fatal`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Xid:
+    """One code. `unused`: NVIDIA gives it no meaning. `known`: it is in the catalogue at all."""
+
+    code: int
+    mnemonic: str
+    meaning: str
+    immediate: XidAction
+    investigatory: XidAction
+    fault_class: FaultClass
+    second_opinion: str = ""
+    """gpud's actions and the type of its event, where it has them: `REBOOT+HW_INSPECT / Fatal`."""
+    unused: bool = False
+    known: bool = True
+
+    @property
+    def fatal(self) -> bool:
+        """The GPU cannot be worked with until something was done. Of codes without an action the catalogue's remark
+        decides, else gpud's reboot."""
+        if self.immediate is XidAction.NONE:
+            return NOTES[self.code][0] if self.code in NOTES else "REBOOT" in self.second_opinion
+        return self.immediate not in NOT_FATAL
+
+    @property
+    def advice(self) -> str:
+        if self.immediate is XidAction.NONE and self.code in NOTES:
+            return NOTES[self.code][1]
+        return ADVICE[self.immediate]
+
+    @property
+    def tells_no_fault(self) -> bool:
+        """Alone it is to be counted, and no more."""
+        return self.immediate is XidAction.IGNORE
+
+
+class RecoveryAction(StrEnum):
+    """The driver's own verdict on a GPU: in XID 154 and in NVML's field GET_GPU_RECOVERY_ACTION, by its number."""
+
+    NONE = "none"
+    GPU_RESET = "gpu_reset"
+    NODE_REBOOT = "node_reboot"
+    DRAIN_P2P = "drain_p2p"
+    DRAIN_AND_RESET = "drain_and_reset"
+    RECOVER_IMEX_DOMAIN = "recover_imex_domain"
+    BUS_RESET = "bus_reset"
+    SYSTEM_REBOOT = "system_reboot"
+    UNKNOWN = "unknown"
+
+    @classmethod
+    def of_number(cls, number: int) -> "RecoveryAction":
+        return _BY_NUMBER[number] if 0 <= number < len(_BY_NUMBER) else cls.UNKNOWN
+
+
+_BY_NUMBER = tuple(a for a in RecoveryAction if a is not RecoveryAction.UNKNOWN)
+
+RECOVERY_ADVICE: Mapping[RecoveryAction, tuple[XidAction, str]] = MappingProxyType(
+    {
+        RecoveryAction.NONE: (XidAction.IGNORE, "nothing: the driver wants no recovery any more"),
+        RecoveryAction.GPU_RESET: (XidAction.RESET_GPU, ADVICE[XidAction.RESET_GPU]),
+        RecoveryAction.NODE_REBOOT: (XidAction.RESTART_BM, ADVICE[XidAction.RESTART_BM]),
+        RecoveryAction.DRAIN_P2P: (XidAction.RESET_GPU, "end the work that talks to this GPU over NVLink, then look"),
+        RecoveryAction.DRAIN_AND_RESET: (XidAction.RESET_GPU, ADVICE[XidAction.RESET_GPU]),
+        RecoveryAction.RECOVER_IMEX_DOMAIN: (XidAction.RESET_FABRIC, "recover the IMEX domain of the node"),
+        RecoveryAction.BUS_RESET: (XidAction.RESET_GPU, "drain the GPU and reset its PCIe bus"),
+        RecoveryAction.SYSTEM_REBOOT: (XidAction.RESTART_BM, ADVICE[XidAction.RESTART_BM]),
+        RecoveryAction.UNKNOWN: (XidAction.CONTACT_SUPPORT, "look it up in the driver's documentation"),
+    }
+)
+"""What the driver's verdict comes to, in the catalogue's words and for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sxid:
+    """One code of an NVSwitch. A fatal one concerns every GPU on the link that its line names."""
+
+    code: int
+    meaning: str
+    group: str  # `benign`, `other first`, `potentially fatal`, `always fatal`, `host`
+    action: XidAction
+    advice: str
+    known: bool = True
+
+    @property
+    def fatal(self) -> bool:
+        return self.group in ("potentially fatal", "always fatal")
+
+
+def xid(code: int) -> Xid:
+    """What `code` means; one that no catalogue has is fatal, and for NVIDIA's support."""
+    found = XIDS.get(code)
+    if found is not None:
+        return found
+    return Xid(
+        code=code,
+        mnemonic=f"XID_{code}",
+        meaning="not in the catalogue that rolecall knows",
+        immediate=XidAction.CONTACT_SUPPORT,
+        investigatory=XidAction.CONTACT_SUPPORT,
+        fault_class=FaultClass.GPU,
+        known=False,
+    )
+
+
+def sxid(code: int) -> Sxid:
+    """What `code` means; of one that is not known the line's own Fatal or Non-fatal decides."""
+    found = SXIDS.get(code)
+    if found is not None:
+        return found
+    return Sxid(
+        code=code,
+        meaning="not in the catalogue that rolecall knows",
+        group="unknown",
+        action=XidAction.CONTACT_SUPPORT,
+        advice="look at the line: it says itself whether it is fatal",
+        known=False,
+    )
+
+
+def _from_row(row: tuple[int, str, str, str, str, str, str]) -> Xid:
+    code, mnemonic, meaning, immediate, investigatory, fault_class, second = row
+    return Xid(
+        code=code,
+        mnemonic=mnemonic,
+        meaning=meaning,
+        immediate=XidAction(immediate),
+        investigatory=XidAction(investigatory),
+        fault_class=FaultClass(fault_class),
+        second_opinion=second,
+    )
+
+
+def _unused(code: int, mnemonic: str) -> Xid:
+    return Xid(
+        code=code,
+        mnemonic=mnemonic,
+        meaning="unused in NVIDIA's catalogue",
+        immediate=XidAction.CONTACT_SUPPORT,
+        investigatory=XidAction.NONE,
+        fault_class=FaultClass.GPU,
+        unused=True,
+    )
+
+
+_SXID_ACTIONS = {
+    "benign": (XidAction.IGNORE, "count it, and watch its rate"),
+    "other first": (XidAction.IGNORE, "follow the error that came before it; if there is none, reboot"),
+    "potentially fatal": (XidAction.RESET_FABRIC, ADVICE[XidAction.RESET_FABRIC]),
+    "always fatal": (XidAction.RESTART_BM, "reboot the host: the whole fabric is concerned"),
+    "host": (XidAction.IGNORE, "check temperatures and power"),
+}
+
+XIDS: Mapping[int, Xid] = MappingProxyType(
+    {code: _unused(code, mnemonic) for code, mnemonic in UNUSED_ROWS.items()}
+    | {row[0]: _from_row(row) for row in XID_ROWS}
+)
+"""By code, 1 to 172: all of NVIDIA's catalogue."""
+
+SXIDS: Mapping[int, Sxid] = MappingProxyType(
+    {
+        code: Sxid(
+            code=code, meaning=meaning, group=group, action=_SXID_ACTIONS[group][0], advice=_SXID_ACTIONS[group][1]
+        )
+        for group, rows in SXID_ROWS.items()
+        for code, meaning in rows.items()
+    }
+)
+"""By code."""

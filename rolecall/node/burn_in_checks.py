@@ -1,0 +1,226 @@
+"""What a burn-in does: one function a part of the machine, each working for its share of the time.
+
+Every check makes its data from a fixed seed, so that two machines, and one machine tomorrow, can be compared by digest.
+"""
+
+import hashlib
+import os
+import random
+import socket
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rolecall.core.clock import Clock
+from rolecall.node.burn_in import Check, CheckResult, Work
+
+SEED = 20_26
+MEMORY_BYTES = 256 << 20
+"""Written and read again and again. More would push out what other processes need, on a node that may be in use."""
+BLOCK_BYTES = 4 << 20
+DISK_BYTES = 64 << 20
+MATRIX_SIZE = 2048
+CPU_MATRIX_SIZE = 192
+SOCKET_SECONDS = 10.0
+"""Longest wait for one block over loopback."""
+Values = dict[str, float | int | str]
+PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
+
+
+def gpu_math(work: Work, clock: Clock) -> CheckResult:
+    """The same products on each GPU, over and over: their bits must not change."""
+    name = "gpu_math"
+    try:
+        import torch
+    except ImportError:
+        return CheckResult(name=name, passed=None, because="torch is not installed here: no GPU was tested")
+    if not torch.cuda.is_available():
+        return CheckResult(name=name, passed=None, because="torch sees no GPU: none was tested")
+    devices = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    found = products(torch, devices, work.seconds, clock)
+    kinds = sorted({str(torch.cuda.get_device_name(d)) for d in devices})
+    values: Values = {"gpus": len(devices), "rounds": found.rounds, "kind": ", ".join(kinds), **found.digests}
+    if found.wrong:
+        return CheckResult(name=name, passed=False, because=found.wrong, values=values)
+    if len(kinds) == 1 and len(set(found.digests.values())) > 1:
+        return CheckResult(
+            name=name, passed=False, because="GPUs of one kind disagree about one product", values=values
+        )
+    because = f"{len(devices)} GPU(s), {found.rounds} products: every bit the same"
+    return CheckResult(name=name, passed=True, because=because, values=values)
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """`wrong` says which device gave other bits; empty when none did."""
+
+    wrong: str
+    rounds: int
+    digests: dict[str, str]  # of the product, by device
+
+
+def products(torch: Any, devices: Sequence[str], seconds: float, clock: Clock, size: int = MATRIX_SIZE) -> Products:
+    """One product over and over on each device, for its share of `seconds`."""
+    made = torch.Generator().manual_seed(SEED)
+    left, right = (torch.randn(size, size, generator=made) for _ in range(2))
+    rounds, digests = 0, dict[str, str]()
+    for device in devices:
+        a, b = (m.to(device=device, dtype=torch.bfloat16) for m in (left, right))
+        first = (a @ b).view(torch.int16)
+        ends = clock.monotonic() + seconds / len(devices)
+        while True:
+            rounds += 1
+            wrong = int(((a @ b).view(torch.int16) != first).sum())
+            if wrong:
+                because = f"{device}: {wrong} of {first.numel()} results had other bits in round {rounds}"
+                return Products(because, rounds, digests)
+            if clock.monotonic() >= ends:
+                break
+        digests[device] = hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest()[:16]
+    return Products("", rounds, digests)
+
+
+def cpu_math(work: Work, clock: Clock, arithmetic: tuple[Callable[[], str], str] | None = None) -> CheckResult:
+    """The same arithmetic on each core, over and over: the bits must be the same everywhere."""
+    product, what = arithmetic or _arithmetic()
+    cores = sorted(os.sched_getaffinity(0))
+    wanted, rounds = product(), 0
+    ends = clock.monotonic() + work.seconds
+    while True:
+        for core in cores:
+            os.sched_setaffinity(0, {core})
+            rounds += 1
+            if product() != wanted:
+                because = f"core {core}: other bits than core {cores[0]} in round {rounds}"
+                return CheckResult(name="cpu_math", passed=False, because=because, values={"core": core})
+        if clock.monotonic() >= ends:
+            break
+    values: Values = {"cores": len(cores), "rounds": rounds, "digest": wanted[:16], "what": what}
+    because = f"{len(cores)} core(s), {rounds} rounds of {what}: every bit the same"
+    return CheckResult(name="cpu_math", passed=True, because=because, values=values)
+
+
+def _arithmetic() -> tuple[Callable[[], str], str]:
+    """Something that keeps a core busy and has one answer, as its digest; and what it is."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # one thread, on the core that is meant
+    try:
+        import numpy as np
+    except ImportError:
+        return _scalar, "scalar arithmetic (numpy is not installed: vector units were not tested)"
+    made = np.random.default_rng(SEED)
+    a, b = made.standard_normal((2, CPU_MATRIX_SIZE, CPU_MATRIX_SIZE))
+
+    def product() -> str:
+        return hashlib.sha256((a @ b @ a).tobytes()).hexdigest()
+
+    return product, "matrix products"
+
+
+def _scalar() -> str:
+    x, digest = 0.5, hashlib.sha256()
+    for n in range(1, 20_000):
+        x = (x * 3.999_999 * (1.0 - x)) or 0.5
+        digest.update(f"{x.hex()}{pow(n, n % 97, 1_000_000_007)}".encode())
+    return digest.hexdigest()
+
+
+def memory(work: Work, clock: Clock, num_bytes: int = MEMORY_BYTES) -> CheckResult:
+    """Patterns and noise, written to memory and read back."""
+    ends = clock.monotonic() + work.seconds
+    noise, rounds, began = random.Random(SEED).randbytes(BLOCK_BYTES), 0, clock.monotonic()
+    held = [bytearray(BLOCK_BYTES) for _ in range(num_bytes // BLOCK_BYTES)]
+    while True:
+        for wanted in (*(bytes([p]) * BLOCK_BYTES for p in PATTERNS), noise):
+            for block in held:
+                block[:] = wanted
+            wrong = [n for n, block in enumerate(held) if block != wanted]
+            rounds += 1
+            if wrong:
+                because = f"{len(wrong)} of {len(held)} blocks did not come back as written, in round {rounds}"
+                return CheckResult(name="memory", passed=False, because=because, values={"blocks": len(wrong)})
+        if clock.monotonic() >= ends:
+            break
+    gigabytes = rounds * num_bytes / 1e9
+    values = {"bytes": num_bytes, "rounds": rounds, "gb_per_second": _rate(gigabytes, clock.monotonic() - began)}
+    because = f"{num_bytes >> 20} MiB, {rounds} times, came back as written (the rest of memory was not tested)"
+    return CheckResult(name="memory", passed=True, because=because, values=values)
+
+
+def disk(work: Work, clock: Clock, num_bytes: int = DISK_BYTES) -> CheckResult:
+    """A file is written, flushed and read back; its digest must be the same."""
+    ends, rounds, began = clock.monotonic() + work.seconds, 0, clock.monotonic()
+    made = random.Random(SEED)
+    path = work.folder / f".rolecall-burn-in-{os.getpid()}"
+    blocks = [made.randbytes(BLOCK_BYTES) for _ in range(4)]
+    wanted = _digest(blocks[n % 4] for n in range(num_bytes // BLOCK_BYTES))
+    try:
+        while True:
+            with path.open("wb") as f:
+                for n in range(num_bytes // BLOCK_BYTES):
+                    f.write(blocks[n % 4])
+                f.flush()
+                os.fsync(f.fileno())
+                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            with path.open("rb") as f:
+                found = _digest(iter(lambda: f.read(BLOCK_BYTES), b""))
+            rounds += 1
+            if found != wanted:
+                because = f"the file did not come back as written, in round {rounds}"
+                return CheckResult(name="disk", passed=False, because=because, values={"rounds": rounds})
+            if clock.monotonic() >= ends:
+                break
+    except OSError as e:
+        return CheckResult(name="disk", passed=False, because=f"{work.folder}: {e.strerror}")
+    finally:
+        path.unlink(missing_ok=True)
+    rate = _rate(rounds * num_bytes * 2 / 1e9, clock.monotonic() - began)
+    values = {"bytes": num_bytes, "rounds": rounds, "gb_per_second": rate}
+    because = f"{num_bytes >> 20} MiB, {rounds} times, came back as written (the kernel may have kept some in memory)"
+    return CheckResult(name="disk", passed=True, because=because, values=values)
+
+
+def loopback(work: Work, clock: Clock) -> CheckResult:
+    """Noise through a TCP connection of this machine to itself."""
+    block, began = random.Random(SEED).randbytes(BLOCK_BYTES), clock.monotonic()
+    ends, sent = began + work.seconds, 0
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(SOCKET_SECONDS)
+        with socket.create_connection(server.getsockname(), SOCKET_SECONDS) as there, server.accept()[0] as here:
+            here.settimeout(SOCKET_SECONDS)
+            while True:
+                sender = threading.Thread(target=there.sendall, args=(block,), daemon=True)
+                sender.start()
+                found = bytearray()
+                while len(found) < len(block) and (piece := here.recv(1 << 20)):
+                    found += piece
+                sender.join(SOCKET_SECONDS)
+                sent += len(block)
+                if found != block:
+                    because = f"other bytes came than were sent, after {sent} bytes"
+                    return CheckResult(name="loopback", passed=False, because=because, values={"bytes": sent})
+                if clock.monotonic() >= ends:
+                    break
+    values = {"bytes": sent, "gb_per_second": _rate(sent / 1e9, clock.monotonic() - began)}
+    because = f"{sent >> 20} MiB came as they were sent (no network card was tested)"
+    return CheckResult(name="loopback", passed=True, because=because, values=values)
+
+
+def _digest(blocks: Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for block in blocks:
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _rate(gigabytes: float, seconds: float) -> float:
+    return round(gigabytes / max(seconds, 1e-9), 3)
+
+
+CHECKS: dict[str, Check] = {
+    "gpu_math": gpu_math,
+    "cpu_math": cpu_math,
+    "memory": memory,
+    "disk": disk,
+    "loopback": loopback,
+}

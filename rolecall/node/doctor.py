@@ -1,0 +1,438 @@
+"""`rolecall doctor`: is this node fit to be watched, and how to mend what is not.
+
+Facts of the node (`facts.py`) come in as one frozen value; each check is a pure function of them and says what it
+found, and where that is not well, what to do. Exit code 0: nothing is broken; 1: something is. With `--nhc` as node health
+checks and monitoring plug-ins have it: 0 well, 1 warnings, 2 broken, 3 cannot tell.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rolecall.cli.options import CredentialsOption, JsonOption, out, print_json
+from rolecall.core.text import plain
+
+CLOCK_ERROR_SECONDS_MAX = 0.5
+"""Of an incident's times between nodes; the detectors live with one second."""
+FREE_BYTES_MIN = 256 << 20
+FREE_BYTES_LOW = 2 << 30
+FILES_MIN = 1024
+FILES_LOW = 8192
+PTRACE_OFF = 3
+TIME_ERROR = 5
+"""State that adjtimex(2) returns for a clock that nobody keeps."""
+EXIT_STATUS_KERNEL = (6, 15)
+"""From this Linux on a pidfd tells how a process ended that somebody else has reaped."""
+
+
+class Level(StrEnum):
+    WELL = "well"
+    WARNING = "warning"
+    BROKEN = "broken"
+    UNKNOWN = "unknown"
+
+
+NHC_CODES = {Level.WELL: 0, Level.WARNING: 1, Level.BROKEN: 2, Level.UNKNOWN: 3}
+SEVERITY = (Level.WELL, Level.UNKNOWN, Level.WARNING, Level.BROKEN)
+"""What cannot be told is said only where nothing worse is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClockOffset:
+    """Another agent's wall clock less this node's, and how wrong that may be. `seconds` None: not known, see `reason`."""
+
+    agent: str
+    seconds: float | None = None
+    error_seconds: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What was read of a node. None: it could not be read, or there is none."""
+
+    is_root: bool = False
+    kernel: str = ""
+    gpu_devices: int = 0  # /dev/nvidia0 ...
+    pci_gpus: int = 0  # NVIDIA display controllers on the PCI bus
+    driver: str = ""  # version, of /proc/driver/nvidia
+    nvml: str = ""  # why NVML cannot be used; empty: it can
+    nvml_wanted: bool = True  # agent.yaml has `gpu` switched on
+    kmsg: str = ""  # why the kernel log cannot be read; empty: it can
+    kernel_log: str = "/dev/kmsg"  # where agent.yaml has it; empty: switched off
+    py_spy: bool = False
+    ptrace_scope: int | None = None  # kernel/yama
+    agent: str = ""  # what the agent's port answered; empty: nobody listens
+    agent_url: str = ""
+    probes_down: Mapping[str, str] = field(default_factory=dict)  # what the agent cannot read, and why
+    socket: bool = False  # the agent's socket for registrations is there
+    socket_uid: int | None = None  # whose it is
+    rank_uid: int | None = None  # whose the process is that was asked about
+    hidepid: str = ""  # of /proc, where other users' processes are hidden
+    data_dir: str = ""
+    data_dir_error: str = ""  # why it cannot be written; empty: it can
+    free_bytes: int | None = None
+    free_inodes: int | None = None
+    environ: Mapping[str, str] = field(default_factory=dict)  # of this shell, or of the process asked about
+    clock_state: int | None = None  # of adjtimex
+    clock_error_seconds: float | None = None
+    clock_offsets: tuple[ClockOffset, ...] = ()  # of other agents, where some were named
+    pressure: bool = False
+    pidfd: bool = False
+    files_soft: int = 0
+    files_hard: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """`mend`: what to do; empty where all is well."""
+
+    name: str
+    level: Level
+    says: str
+    mend: str = ""
+
+
+def examine(facts: NodeFacts) -> tuple[Check, ...]:
+    """Every check, in a fixed order."""
+    parts = (
+        *(_gpu, _kernel_log, _stacks, _processes, _agent, _probes, _socket, _storage, _nccl, _clock, _offsets),
+        *(_pressure, _exits, _files),
+    )
+    return tuple(check for part in parts for check in part(facts))
+
+
+def worst(checks: tuple[Check, ...]) -> Level:
+    return max((c.level for c in checks), key=SEVERITY.index, default=Level.UNKNOWN)
+
+
+def _well(name: str, says: str) -> Check:
+    return Check(name=name, level=Level.WELL, says=says)
+
+
+def _gpu(f: NodeFacts) -> Iterator[Check]:
+    there = max(f.gpu_devices, f.pci_gpus)
+    if not there and not f.driver:
+        yield _well("driver", "no NVIDIA GPU on this node, none is watched")
+        return
+    if not f.driver:
+        yield Check(
+            name="driver",
+            level=Level.BROKEN,
+            says=f"{there} NVIDIA GPU(s) and no driver loaded",
+            mend="load it (modprobe nvidia), and look at the kernel log for why it is not",
+        )
+    elif f.gpu_devices < f.pci_gpus:
+        yield Check(
+            name="driver",
+            level=Level.WARNING,
+            says=f"{f.pci_gpus} NVIDIA GPUs on the PCI bus, {f.gpu_devices} device files",
+            mend="run nvidia-modprobe -u -c 0, or look at the kernel log for a GPU that did not come up",
+        )
+    else:
+        yield _well("driver", f"driver {f.driver}, {f.gpu_devices} GPU(s)")
+    if not f.nvml_wanted:
+        yield _well("nvml", "not asked: agent.yaml has gpu switched off")
+    elif f.nvml:
+        yield Check(
+            name="nvml",
+            level=Level.BROKEN,
+            says=f"NVML cannot be used: {f.nvml}",
+            mend="pip install 'rolecall[agent]'; in a container mount the driver's libnvidia-ml.so.1 "
+            "(nvidia-container-toolkit); a version mismatch needs a reboot after a driver update",
+        )
+    else:
+        yield _well("nvml", "NVML answers")
+
+
+def _kernel_log(f: NodeFacts) -> Iterator[Check]:
+    if not f.kernel_log or not f.kmsg:
+        can = f"{f.kernel_log} can be read" if f.kernel_log else "not read: agent.yaml has it switched off"
+        yield _well("kernel_log", can)
+        return
+    yield Check(
+        name="kernel_log",
+        level=Level.WARNING,
+        says=f"no XID, OOM kill or link event is seen: {f.kernel_log}: {f.kmsg}",
+        mend="run the agent with CAP_SYSLOG (AmbientCapabilities=CAP_SYSLOG), or set kernel.dmesg_restrict=0, or name a "
+        "file that a syslog daemon writes (kernel_log: {path: ...})",
+    )
+
+
+def _stacks(f: NodeFacts) -> Iterator[Check]:
+    if not f.py_spy:
+        yield Check(
+            name="stacks",
+            level=Level.WARNING,
+            says="py-spy is not installed: no stacks of hung processes",
+            mend="pip install 'rolecall[agent]'",
+        )
+    elif f.ptrace_scope == PTRACE_OFF:
+        yield Check(
+            name="stacks",
+            level=Level.WARNING,
+            says="kernel.yama.ptrace_scope is 3: nobody can read stacks until the next boot",
+            mend="set kernel.yama.ptrace_scope=1 in /etc/sysctl.d and reboot",
+        )
+    elif f.ptrace_scope and not f.is_root:
+        yield Check(
+            name="stacks",
+            level=Level.WARNING,
+            says=f"kernel.yama.ptrace_scope is {f.ptrace_scope}: py-spy reads only its own children without CAP_SYS_PTRACE",
+            mend="run the agent as root or with CAP_SYS_PTRACE, or set kernel.yama.ptrace_scope=0",
+        )
+    else:
+        yield _well("stacks", "py-spy can read stacks" if f.is_root else "py-spy can read stacks of the same user")
+
+
+def _processes(f: NodeFacts) -> Iterator[Check]:
+    if f.hidepid and not f.is_root:
+        yield Check(
+            name="processes",
+            level=Level.WARNING,
+            says=f"/proc is mounted with hidepid={f.hidepid}: processes of other users are not seen",
+            mend="run the agent as root or as the job's user, or mount /proc with gid= of a group that the agent is in",
+        )
+
+
+def _probes(f: NodeFacts) -> Iterator[Check]:
+    for probe, reason in f.probes_down.items():
+        yield Check(
+            name="probe",
+            level=Level.WARNING,
+            says=f"the agent cannot read {probe}: {reason or 'it does not say why'}",
+            mend="give its user the right (docs/agent.md: what it cannot see without rights), or switch that section off",
+        )
+
+
+def _socket(f: NodeFacts) -> Iterator[Check]:
+    if f.rank_uid is None or f.socket_uid is None or f.rank_uid in (0, f.socket_uid):
+        return
+    yield Check(
+        name="socket",
+        level=Level.WARNING,
+        says=f"the process runs as user {f.rank_uid}, and {f.data_dir}/agent.sock is for user {f.socket_uid} alone: it "
+        "cannot register",
+        mend="run the agent as the job's user (systemd: DynamicUser=no, User=)",
+    )
+
+
+def _agent(f: NodeFacts) -> Iterator[Check]:
+    if not f.agent:
+        yield Check(
+            name="agent",
+            level=Level.WARNING,
+            says=f"no agent listens at {f.agent_url}",
+            mend="rolecall agent --config agent.yaml; its journal says why it ended",
+        )
+    elif f.agent != "ok":
+        yield Check(
+            name="agent",
+            level=Level.BROKEN,
+            says=f"{f.agent_url}: {f.agent}",
+            mend="something else holds the port, or the agent is stuck: restart it, or give it another port",
+        )
+    elif not f.socket:
+        yield Check(
+            name="agent",
+            level=Level.WARNING,
+            says=f"the agent answers, and its socket {f.data_dir}/agent.sock is not there",
+            mend="give doctor the agent's own --config; if the directory was cleared, restart the agent",
+        )
+    else:
+        yield _well("agent", f"the agent answers at {f.agent_url}")
+
+
+def _storage(f: NodeFacts) -> Iterator[Check]:
+    if f.data_dir_error:
+        yield Check(
+            name="data_dir",
+            level=Level.BROKEN,
+            says=f"{f.data_dir}: {f.data_dir_error}",
+            mend="make it, and give it to the agent's user, or name another (data_dir)",
+        )
+    elif f.free_bytes is None:
+        yield Check(
+            name="data_dir",
+            level=Level.UNKNOWN,
+            says=f"{f.data_dir}: free space cannot be read",
+            mend="run doctor as the agent's user",
+        )
+    elif f.free_bytes < FREE_BYTES_LOW or f.free_inodes == 0:
+        level = Level.BROKEN if f.free_bytes < FREE_BYTES_MIN or f.free_inodes == 0 else Level.WARNING
+        yield Check(
+            name="data_dir",
+            level=level,
+            says=f"{f.data_dir}: {f.free_bytes >> 20} MiB and {f.free_inodes} inodes free: events cannot be kept for long",
+            mend="free some room",
+        )
+    else:
+        yield _well("data_dir", f"{f.data_dir}: {f.free_bytes >> 30} GiB free")
+
+
+# Names of PyTorch's and NCCL's documentation; newer torch reads TORCH_FR_BUFFER_SIZE for the older name, too.
+_OFF = ("0", "false", "off", "no")
+_HINDRANCES: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    (
+        ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
+        "PyTorch's Flight Recorder is off: which collective hangs cannot be seen",
+        "set it to 2000",
+    ),
+    (("TORCH_NCCL_DUMP_ON_TIMEOUT",), "no Flight Recorder dump is written at a timeout", "set it to 1"),
+    (("TORCH_NCCL_ENABLE_MONITORING",), "torch's own watchdog is not watched", "set it to 1"),
+    (("TORCH_NCCL_ASYNC_ERROR_HANDLING",), "a collective that failed is waited for without an end", "unset it"),
+    (("NCCL_RAS_ENABLE",), "NCCL's RAS is off: communicators cannot be asked for their state", "set it to 1"),
+)
+
+
+def _nccl(f: NodeFacts) -> Iterator[Check]:
+    found = False
+    for names, says, mend in _HINDRANCES:
+        for name in names:
+            if f.environ.get(name, "").strip().lower() in _OFF:
+                found = True
+                yield Check(name="nccl", level=Level.WARNING, says=f"{name}={f.environ[name]}: {says}", mend=mend)
+    if not found:
+        yield _well("nccl", "no setting of torch or NCCL hinders diagnosis")
+
+
+def _clock(f: NodeFacts) -> Iterator[Check]:
+    if f.clock_state is None or f.clock_error_seconds is None:
+        yield Check(
+            name="clock",
+            level=Level.UNKNOWN,
+            says="the kernel does not say how well the clock is kept",
+            mend="in a container allow adjtimex, or run doctor on the node itself",
+        )
+    elif f.clock_state == TIME_ERROR:
+        yield Check(
+            name="clock",
+            level=Level.WARNING,
+            says="the kernel's clock is not synchronised",
+            mend="start chronyd or systemd-timesyncd",
+        )
+    elif f.clock_error_seconds > CLOCK_ERROR_SECONDS_MAX:
+        yield Check(
+            name="clock",
+            level=Level.WARNING,
+            says=f"the clock may be wrong by {f.clock_error_seconds:.2f} s",
+            mend="give chronyd a nearer server; the order of events on different nodes is no better than this",
+        )
+    else:
+        yield _well("clock", f"synchronised within {f.clock_error_seconds * 1000:.0f} ms")
+
+
+def _offsets(f: NodeFacts) -> Iterator[Check]:
+    apart = 0.0
+    for o in f.clock_offsets:
+        if o.seconds is None:
+            yield Check(
+                name="clocks",
+                level=Level.UNKNOWN,
+                says=f"{o.agent}: its clock is not known: {o.reason}",
+                mend="see that its agent runs and can be reached",
+            )
+            continue
+        apart = max(apart, abs(o.seconds))
+        if abs(o.seconds) - o.error_seconds > CLOCK_ERROR_SECONDS_MAX:
+            way = "ahead of" if o.seconds > 0 else "behind"
+            yield Check(
+                name="clocks",
+                level=Level.WARNING,
+                says=f"{o.agent}: its clock is {abs(o.seconds):.2f} s {way} this node's",
+                mend="start chronyd or systemd-timesyncd on both, with the same servers",
+            )
+    if f.clock_offsets and apart <= CLOCK_ERROR_SECONDS_MAX and all(o.seconds is not None for o in f.clock_offsets):
+        yield _well("clocks", f"{len(f.clock_offsets)} other clock(s), within {apart * 1000:.0f} ms of this node's")
+
+
+def _pressure(f: NodeFacts) -> Iterator[Check]:
+    if f.pressure:
+        yield _well("pressure", "/proc/pressure is there")
+    else:
+        yield Check(
+            name="pressure",
+            level=Level.WARNING,
+            says="/proc/pressure is not there: waits for CPU, memory and disk are not seen",
+            mend="boot with psi=1 (kernel built with CONFIG_PSI)",
+        )
+
+
+def _exits(f: NodeFacts) -> Iterator[Check]:
+    if not f.pidfd:
+        yield Check(
+            name="exits",
+            level=Level.BROKEN,
+            says="pidfd_open does not work: the agent cannot hear exits",
+            mend="Linux 5.3 or newer; in a container a seccomp profile that allows pidfd_open",
+        )
+    elif _version(f.kernel) < EXIT_STATUS_KERNEL:
+        yield Check(
+            name="exits",
+            level=Level.WARNING,
+            says=f"Linux {f.kernel}: how a process ended is not known where its parent was faster than the agent",
+            mend="Linux 6.15 or newer tells it; exits themselves are heard",
+        )
+    else:
+        yield _well("exits", "exits are heard, and how a process ended")
+
+
+def _files(f: NodeFacts) -> Iterator[Check]:
+    if f.files_soft < FILES_LOW:
+        yield Check(
+            name="files",
+            level=Level.BROKEN if f.files_soft < FILES_MIN else Level.WARNING,
+            says=f"{f.files_soft} open files allowed ({f.files_hard} at most): Ray and many ranks need more",
+            mend="ulimit -n 65536, LimitNOFILE=65536 in the unit",
+        )
+    else:
+        yield _well("files", f"{f.files_soft} open files allowed")
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """`6.18.33-cloud` -> (6, 18)."""
+    numbers = []
+    for part in text.split(".")[:2]:
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        numbers.append(int(digits) if digits else 0)
+    return tuple(numbers)
+
+
+def lines(checks: tuple[Check, ...]) -> Iterator[str]:
+    """For people: what is wrong last, with what to do."""
+    for check in sorted(checks, key=lambda c: SEVERITY.index(c.level)):
+        yield f"{check.level:8} {check.name}: {check.says}"
+        if check.mend:
+            yield f"         -> {check.mend}"
+
+
+doctor_app = typer.Typer()
+
+
+@doctor_app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Option("--config", help="the agent's agent.yaml")] = None,
+    pid: Annotated[int | None, typer.Option(min=1, help="a rank, whose settings of NCCL are looked at")] = None,
+    agents: Annotated[
+        str, typer.Option(help="other agents, as for watch: how far are their clocks from this node's")
+    ] = "",
+    credentials: CredentialsOption = None,
+    nhc: Annotated[bool, typer.Option("--nhc", help="exit codes 0 well, 1 warnings, 2 broken, 3 cannot tell")] = False,
+    as_json: JsonOption = False,
+) -> int:
+    """Is this node fit to be watched, and how to mend what is not. Exit code 1: something is broken."""
+    from rolecall.node.facts import read_facts
+
+    checks = examine(read_facts(config, pid, agents=agents, credentials=credentials))
+    level = worst(checks)
+    if as_json:
+        value: dict[str, Any] = {"level": str(level), "checks": [{**asdict(c), "level": str(c.level)} for c in checks]}
+        print_json(value)
+    else:
+        for line in lines(checks):
+            out(plain(line))
+    return NHC_CODES[level] if nhc else int(level is Level.BROKEN)

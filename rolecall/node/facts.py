@@ -1,0 +1,300 @@
+"""Facts of this node for `rolecall doctor`. Whatever cannot be read is a fact, too; nothing here judges.
+
+adjtimex(2), modes 0, reads the kernel's clock discipline without changing it: state, and the error that it may have.
+"""
+
+import ctypes
+import http.client
+import json
+import os
+import platform
+import resource
+import threading
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import yaml
+
+from rolecall.agent.evidence import find_py_spy
+from rolecall.core.errors import ConfigError
+from rolecall.node.agents import clock_offsets, down_probes, own_authorization
+from rolecall.node.doctor import ClockOffset, NodeFacts
+
+ASK_SECONDS: Final = 3.0
+ANSWER_BYTES_MAX: Final = 64 * 1024
+ENVIRON_BYTES_MAX: Final = 256 * 1024
+NVIDIA_VENDOR: Final = "0x10de"
+DISPLAY_CLASS: Final = "0x03"
+"""PCI base class of display controllers; without a monitor, too (3D controller)."""
+MICROSECONDS: Final = 1e-6
+DEFAULT_PORT: Final = 9477
+DEFAULT_KERNEL_LOG: Final = "/dev/kmsg"
+NVML_SECONDS: Final = 30.0
+"""Without the persistence daemon a node with eight GPUs takes some ten seconds."""
+DEFAULT_DATA_DIR: Final = Path("/var/lib/rolecall")
+
+
+def read_facts(
+    config: Path | None,
+    pid: int | None,
+    root: Path = Path("/"),
+    *,
+    agents: str = "",
+    credentials: Path | None = None,
+) -> NodeFacts:
+    """`config`: the agent's file; `pid`: whose environment is looked at; `root`: of `/proc`, `/sys` and `/dev`. `agents`:
+    others, as `watch --agents` takes them; `credentials`: for those that want a user.
+
+    Raises:
+        ConfigError: `config` or `credentials` cannot be read, `agents` names none, or there is no process `pid` whose
+            environment can be read.
+    """
+    settings = _settings(config)
+    others = _others(agents, credentials)
+    data_dir = Path(settings.get("data_dir", DEFAULT_DATA_DIR))
+    token_file = settings.get("token_file")
+    own = own_authorization(data_dir, Path(token_file) if token_file else None)
+    host = str(settings.get("host", "127.0.0.1"))
+    port = settings.get("port", DEFAULT_PORT)
+    reached = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    reached = f"[{reached}]" if ":" in reached else reached
+    url = f"{'https' if settings.get('web_config_file') else 'http'}://{reached}:{port}"
+    gpu, kernel_log = _section(settings, "gpu"), _section(settings, "kernel_log")
+    log = str(kernel_log.get("path", DEFAULT_KERNEL_LOG)) if kernel_log.get("enabled", True) else ""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    clock_state, clock_error_seconds = read_clock()
+    free_bytes, free_inodes = _free(data_dir)
+    return NodeFacts(
+        is_root=os.geteuid() == 0,
+        kernel=platform.release(),
+        gpu_devices=sum(p.name.removeprefix("nvidia").isdecimal() for p in (root / "dev").glob("nvidia[0-9]*")),
+        pci_gpus=_pci_gpus(root / "sys/bus/pci/devices"),
+        driver=_driver(root / "proc/driver/nvidia/version"),
+        nvml=within(NVML_SECONDS, _nvml) if gpu.get("enabled", True) else "",
+        nvml_wanted=bool(gpu.get("enabled", True)),
+        kmsg=_kmsg(root / log.lstrip("/")) if log else "",
+        kernel_log=log,
+        py_spy=find_py_spy() is not None,
+        ptrace_scope=_integer(root / "proc/sys/kernel/yama/ptrace_scope"),
+        agent=ask_agent(url),
+        agent_url=url,
+        probes_down=down_probes(url, own),
+        socket=(data_dir / "agent.sock").exists(),
+        socket_uid=_owner(data_dir / "agent.sock"),
+        rank_uid=None if pid is None else _owner(root / "proc" / str(pid)),
+        hidepid=_hidepid(root / "proc/self/mounts"),
+        data_dir=str(data_dir),
+        data_dir_error=_data_dir_error(data_dir),
+        free_bytes=free_bytes,
+        free_inodes=free_inodes,
+        environ=dict(os.environ) if pid is None else _environ_of(root / "proc" / str(pid) / "environ", pid),
+        clock_state=clock_state,
+        clock_error_seconds=clock_error_seconds,
+        clock_offsets=others,
+        pressure=(root / "proc/pressure/cpu").exists(),
+        pidfd=_pidfd(),
+        files_soft=soft,
+        files_hard=hard,
+    )
+
+
+def _settings(config: Path | None) -> Mapping[str, Any]:
+    """Only where the agent listens and keeps its things: the agent itself checks the rest."""
+    if config is None:
+        return {}
+    try:
+        value = yaml.safe_load(config.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as e:
+        raise ConfigError([f"(file): {e}"], str(config)) from None
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError([f"(top): expected a mapping, got {type(value).__name__}"], str(config))
+    return value or {}
+
+
+def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = settings.get(name)
+    return value if isinstance(value, dict) else {}
+
+
+def _others(agents: str, credentials: Path | None) -> tuple[ClockOffset, ...]:
+    """Raises ConfigError."""
+    if not agents:
+        return ()
+    from rolecall.watch.agents import is_file, listed, url_of
+    from rolecall.watch.agents_file import entries_of
+    from rolecall.watch.panels import authorization
+
+    entries = entries_of(Path(agents)) if is_file(agents) else listed(agents)
+    return clock_offsets({entry: url_of(entry) for entry in entries}, authorization(credentials, {}))
+
+
+def _owner(path: Path) -> int | None:
+    try:
+        return path.stat().st_uid
+    except OSError:
+        return None
+
+
+def _hidepid(mounts: Path) -> str:
+    """`1`, `2`, `invisible`...; empty: all processes are seen."""
+    for line in _text(mounts).splitlines():
+        parts = line.split(" ")
+        if len(parts) >= 4 and parts[1] == "/proc":
+            found = [o.removeprefix("hidepid=") for o in parts[3].split(",") if o.startswith("hidepid=")]
+            return found[0] if found and found[0] not in ("0", "off") else ""
+    return ""
+
+
+def ask_agent(url: str) -> str:
+    """`ok`, what is wrong with the answer, or empty where nobody listens."""
+    parts = urlsplit(url)
+    try:
+        secure = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=ASK_SECONDS)
+    except ValueError as e:
+        return str(e)
+    try:
+        connection.request("GET", "/healthz")
+        answer = connection.getresponse()
+        body = answer.read(ANSWER_BYTES_MAX)
+    except ConnectionRefusedError:
+        return ""
+    except TimeoutError:
+        return f"no answer within {ASK_SECONDS:g} s"
+    except (OSError, http.client.HTTPException) as e:
+        # Behind TLS of its own authority, or with client certificates: somebody listens, and that is enough.
+        return "ok" if parts.scheme == "https" and "CERTIFICATE" in str(e).upper() else f"{type(e).__name__}: {e}"
+    finally:
+        connection.close()
+    if answer.status == http.client.UNAUTHORIZED:
+        return "ok"  # an agent of another version
+    try:
+        said = json.loads(body)
+        if answer.status == http.client.OK and said["ok"] is True:
+            return "ok"
+        if said == {"ok": False}:  # all that it says where it wants a user
+            return "it is not well: its newest look is too old"
+        return f"it is not well: its newest look is {float(said['newest_round_age_seconds']):.0f} s old"
+    except (ValueError, KeyError, TypeError):
+        return "what answers there is no agent"
+
+
+class _Timex(ctypes.Structure):
+    """The head of `struct timex` (adjtimex(2)), with room for the rest."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("rest", ctypes.c_char * 256),
+    )
+
+
+def read_clock() -> tuple[int | None, float | None]:
+    """State of the kernel's clock and the largest error it may have, seconds; None: it does not say."""
+    timex = _Timex()
+    try:
+        state = int(ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(timex)))
+    except (OSError, AttributeError):
+        return None, None
+    return (None, None) if state < 0 else (state, timex.maxerror * MICROSECONDS)
+
+
+def within(seconds: float, ask: Callable[[], str]) -> str:
+    """What `ask` answers, or that it does not: NVML hangs when a GPU fell off the bus, and just then doctor is run."""
+    told: list[str] = []
+    thread = threading.Thread(target=lambda: told.append(ask()), name="doctor-nvml", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return told[0] if told else f"no answer within {seconds:g} s"
+
+
+def _nvml() -> str:
+    try:
+        pynvml = import_module("pynvml")
+    except ImportError as e:
+        return f"{e}"
+    try:
+        pynvml.nvmlInit()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as e:
+        return str(e)
+    return ""
+
+
+def _kmsg(path: Path) -> str:
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+    except OSError as e:
+        return e.strerror or str(e)
+    return ""
+
+
+def _pci_gpus(devices: Path) -> int:
+    try:
+        found = list(devices.iterdir())
+    except OSError:
+        return 0
+    return sum(_text(d / "vendor") == NVIDIA_VENDOR and _text(d / "class").startswith(DISPLAY_CLASS) for d in found)
+
+
+def _driver(path: Path) -> str:
+    """`NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu ...`: the first word that is a version."""
+    for word in _text(path).split("\n", 1)[0].split():
+        if word[:1].isdecimal() and "." in word and word.replace(".", "").isdecimal():
+            return word
+    return ""
+
+
+def _data_dir_error(path: Path) -> str:
+    if not path.is_dir():
+        return "no such directory"
+    return "" if os.access(path, os.W_OK | os.X_OK) else "not writable for this user"
+
+
+def _free(path: Path) -> tuple[int | None, int | None]:
+    try:
+        stat = os.statvfs(path)
+    except OSError:
+        return None, None
+    # File systems without a table of inodes (btrfs) say 0 of 0.
+    return stat.f_bavail * stat.f_frsize, stat.f_favail if stat.f_files else None
+
+
+def _environ_of(path: Path, pid: int) -> dict[str, str]:
+    try:
+        with path.open("rb") as f:
+            raw = f.read(ENVIRON_BYTES_MAX)
+    except OSError as e:
+        raise ConfigError([f"--pid: the environment of process {pid} cannot be read: {e.strerror}"]) from None
+    if b"=" not in raw:
+        raise ConfigError([f"--pid: process {pid} has overwritten its environment (an actor of Ray does)"])
+    pairs = (part.decode("utf-8", "replace").partition("=") for part in raw.split(b"\0"))
+    return {name: value for name, equals, value in pairs if equals}
+
+
+def _pidfd() -> bool:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
+
+
+def _integer(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if text.isdecimal() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,368 @@
+"""`report.html`: one page for a person, made from `report.json` alone. No script, nothing loaded, every text escaped.
+
+It answers in this order: did it hold; what was learned meanwhile; where and when was it hurt; what was found, why, and
+what was done; is every group accounted for; what was measured, and on what.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from rolecall.core.text import escape, seconds
+from rolecall.reports.charts import key_of, lanes_chart, reward_chart, sign_chart, step_chart
+from rolecall.reports.style import CSS
+
+Report = Mapping[str, Any]
+
+
+def render_html(report: Report) -> str:
+    """The whole page."""
+    parts = [
+        _header(report),
+        _verdict(report),
+        _figures(report),
+        _charts(report),
+        _incident_table(report),
+        *[_incident(i, key_of(n)) for n, i in enumerate(report["incidents"])],
+        *[_missed(f, key_of(len(report["incidents"]) + n)) for n, f in enumerate(report["missed"])],
+        _audit(report),
+        _proofs(report),
+        _remarks(report),
+        _measured(report),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>rolecall: {escape(report['run_id'])}</title><style>{CSS}</style></head>\n<body><main>\n"
+        + "\n".join(p for p in parts if p)
+        + "\n</main></body></html>\n"
+    )
+
+
+def headline(report: Report) -> str:
+    """The run in one sentence. Also the first line of the terminal's summary."""
+    faults, first, last = report["faults_injected"], report["reward_first"], report["reward_last"]
+    cured = sum(i["fault"] is not None and i["outcome"] == "cured" for i in report["incidents"])
+    if faults and cured == faults:
+        what = f"{faults} of {faults} faults cured" if faults > 1 else "The fault was cured"
+    elif faults:
+        what = f"Only {cured} of {faults} faults cured"
+    elif report["incidents"]:
+        what = f"No fault injected, {len(report['incidents'])} incident(s)"
+    else:
+        what = "No fault, no finding"
+    alarms = len(report["false_alarms"])
+    if faults and alarms:
+        what += f", {alarms} false alarm{'s' if alarms > 1 else ''}"
+    holds = "the audit holds" if report["audit"]["ok"] else "the audit fails"
+    learned = "" if first is None or last is None else f"; reward went from {first:.2f} to {last:.2f}"
+    return f"{what}, {holds}{learned}"
+
+
+# --- top ----------------------------------------------------------------------------------------------------------
+
+
+def _header(report: Report) -> str:
+    when = datetime.fromtimestamp(float(report["started_at"]), UTC).strftime("%Y-%m-%d %H:%M UTC")
+    steps = f"{report['num_steps']} steps in {seconds(report['wall_seconds'])}"
+    facts = [*filter(None, [report["learns"]]), f"seed {report['seed']}", steps, when]
+    return (
+        f'<header><p class="eyebrow">rolecall run {escape(report["run_id"])}</p>'
+        f"<h1>{escape(headline(report))}</h1>"
+        f'<p class="lead">{escape(" · ".join(facts))}</p></header>'
+    )
+
+
+def _verdict(report: Report) -> str:
+    cells = []
+    for row in report["verdict"]:
+        mark, css = ("✓", "good") if row["ok"] else ("✕", "bad")
+        word = "holds" if row["ok"] else "fails"
+        cells.append(
+            f'<div><b><span class="{css}" role="img" aria-label="{word}">{mark}</span> {escape(row["what"])}</b>'
+            f"<span>{escape(row['because'])}</span></div>"
+        )
+    return f'<section class="card verdict" aria-label="verdict">{"".join(cells)}</section>'
+
+
+def _figures(report: Report) -> str:
+    incidents = report["incidents"]
+    found = [i["detected_seconds"] for i in incidents if i["detected_seconds"] is not None]
+    cured = [i["cured_seconds"] for i in incidents if i["cured_seconds"] is not None]
+    pace = report["seconds_to_n_steps"]
+    base, estimate = pace["baseline"], pace["estimate"]
+    if base is not None:
+        beside = f"failure-free run: {seconds(base)}"
+    else:
+        beside = (
+            f"without faults about {seconds(estimate)} (estimate)" if estimate is not None else "nothing to compare"
+        )
+    tokens_lost = sum(i["tokens_lost"] for i in incidents)
+    tokens_kept = sum(i["tokens_kept"] for i in incidents)
+    rows = [
+        ("ETTR", _percent(report["ettr"]), f"failure-free run: {_percent(report['ettr_baseline'])}"),
+        (f"Time to {pace['n']} steps", seconds(pace["this"]), beside),
+        (
+            "Fault to finding",
+            seconds(_median(found)),
+            f"median of {len(found)}, worst {seconds(max(found, default=None))}",
+        ),
+        (
+            "Finding to cure",
+            seconds(_median(cured)),
+            f"median of {len(cured)}, worst {seconds(max(cured, default=None))}",
+        ),
+        ("Tokens lost", f"{tokens_lost:,}", f"{tokens_kept:,} moved to another engine"),
+        ("Weights proven", str(report["weights_proven"]), "re-admissions, each with its proof"),
+    ]
+    cells = [f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd>{escape(c)}</dd></div>" for a, b, c in rows]
+    return f'<dl class="figures">{"".join(cells)}</dl>'
+
+
+def _median(values: Sequence[float]) -> float | None:
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+# --- drawings -----------------------------------------------------------------------------------------------------
+
+
+def _swatch(css: str, text: str, shape: str = "") -> str:
+    drawn = shape or f'<rect class="{css}" x="1" y="1" width="20" height="10" rx="2"/>'
+    return f'<li><svg viewBox="0 0 22 12" aria-hidden="true">{drawn}</svg>{escape(text)}</li>'
+
+
+SIGNS_DRAWN = (("entropy", "Entropy of the policy, nats a token"), ("response_length", "Tokens an answer"))
+"""A reward that rises while one of them runs away is not learning. The dashboard has the other signs."""
+
+
+def _charts(report: Report) -> str:
+    legend = "".join(
+        (
+            _swatch("bar", "first process of a replica"),
+            _swatch("bar-new", "replacement"),
+            _swatch("bar-standby", "warm standby"),
+            _swatch("", "starting", '<rect class="bar-starting" x="1" y="4" width="20" height="4" rx="2"/>'),
+            _swatch("undetected", "fault, not yet found"),
+            _swatch("curing", "found, being cured"),
+            _swatch("", "cured", '<polygon class="cured" points="11,0 17,6 11,12 5,6"/>'),
+        )
+    )
+    cards = (
+        ("Reward", reward_chart(report), ""),
+        *((title, sign_chart(report, sign, title), "") for sign, title in SIGNS_DRAWN),
+        ("Seconds from commit to commit", step_chart(report), ""),
+        ("Replicas", lanes_chart(report), f'<ul class="legend">{legend}</ul>'),
+    )
+    drawn = "".join(
+        f'<section class="card chart"><h3>{title}</h3><div class="scroll">{chart}</div>{below}</section>'
+        for title, chart, below in cards
+        if chart
+    )
+    lead = "Seconds since the run started. A letter is a fault; its band reaches from the injection to the cure."
+    return f'<h2>What happened</h2><p class="lead">{lead}</p>{drawn}'
+
+
+# --- incidents ----------------------------------------------------------------------------------------------------
+
+
+def _key(key: str, plain: bool = False) -> str:
+    return f'<span class="key{" none" if plain else ""}">{escape(key)}</span>'
+
+
+def _incident_table(report: Report) -> str:
+    if not report["incidents"] and not report["missed"]:
+        return '<h2>Incidents</h2><p class="lead">None: nothing was injected and nothing was found.</p>'
+    head = ("Fault", "Named", "Found after", "Requests resumed", "Step committed", "Serving", "Cured", "Lost")
+    rows = []
+    for n, i in enumerate(report["incidents"]):
+        fault = i["fault"]
+        what = f"{fault['kind']} on {fault['target']}" if fault else f"{i['fault_class']}, nothing injected"
+        lost = f"{i['tokens_lost']:,} tokens, {i['steps_lost']} steps"
+        times = [i[k] for k in ("detected_seconds", "requests_resumed_seconds", "step_committed_seconds")]
+        times += [i["serving_seconds"], i["cured_seconds"]]
+        cells = [_key(key_of(n), fault is None) + escape(what), escape(", ".join(i["suspects"]) or "nobody")]
+        rows.append((cells, [seconds(t) for t in times] + [lost]))
+    for n, fault in enumerate(report["missed"], start=len(report["incidents"])):
+        cells = [_key(key_of(n)) + escape(f"{fault['kind']} on {fault['target']}"), '<span class="bad">missed</span>']
+        rows.append((cells, ["–"] * 5 + ["–"]))
+    header = "".join(f'<th scope="col"{" class=n" if n > 1 else ""}>{h}</th>' for n, h in enumerate(head))
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{c}</td>" for c in cells)
+        + "".join(f'<td class="n">{escape(t)}</td>' for t in times)
+        + "</tr>"
+        for cells, times in rows
+    )
+    lead = "“Found after” counts from the injection, by the injector's own log; the other times from the finding."
+    return (
+        f'<h2>Incidents</h2><p class="lead">{lead}</p><div class="card scroll"><table><thead><tr>{header}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _incident(i: Report, key: str) -> str:
+    fault = i["fault"]
+    title = f"{fault['kind']} on {fault['target']}" if fault else f"{i['fault_class']}: {', '.join(i['suspects'])}"
+    css = "good" if i["outcome"] == "cured" else "bad"
+    rows = [("Found", _found(i)), ("Plan", _plan(i))]
+    if i["also_hit"]:
+        rows.append(("Also hit", "; ".join(i["also_hit"])))
+    rows += [("Held", text) for text in i["held"]]
+    rows += [("Action failed", text) for text in i["action_failed"]]
+    rows += [("Replaced by", _replacement(r)) for r in i["replacements"]]
+    if i["verified"]:
+        rows.append(("Verified", i["verified"]))
+    if i["closed_because"] and i["closed_because"] not in (i["verified"], i["because"], i["plan"]):
+        rows.append(("Closed", i["closed_because"]))
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
+    evidence = "".join(f"<li>{escape(e['text'])}</li>" for e in i["evidence"])
+    more = f"<details><summary>Evidence</summary><ul>{evidence}</ul></details>" if evidence else ""
+    return (
+        f'<article class="card incident"><header>{_key(key, fault is None)}<h3>{escape(title)}</h3>'
+        f'<span class="tag {css}">{escape(i["outcome"])}</span></header>'
+        f'<p class="because">{escape(i["because"])}</p><dl class="steps">{listed}</dl>{more}</article>'
+    )
+
+
+def _found(i: Report) -> str:
+    named = {True: "the right one named", False: "another one named", None: "nothing was injected"}[i["named_right"]]
+    after = f"{seconds(i['detected_seconds'])} after the injection, " if i["detected_seconds"] is not None else ""
+    return f"{after}{named}; class {i['fault_class']}, confidence {i['confidence']:.2f}"
+
+
+def _plan(i: Report) -> str:
+    """What was to be done to whom; why, where that is more than the diagnosis says already."""
+    if not i["action"]:
+        return "none"
+    what = f"{i['action'].replace('_', ' ')} {', '.join(i['plan_targets'])}".strip()
+    return what if i["plan"] in ("", i["because"]) else f"{what}: {i['plan']}"
+
+
+def _replacement(r: Report) -> str:
+    origin = "the warm standby" if r["from_standby"] else "a new process"
+    return f"{r['replica']}#{r['incarnation']}: {origin}, pid {r['pid']} on {r['node']}"
+
+
+def _missed(fault: Report, key: str) -> str:
+    title = f"{fault['kind']} on {fault['target']}"
+    return (
+        f'<article class="card incident"><header>{_key(key)}<h3>{escape(title)}</h3>'
+        '<span class="tag bad">missed</span></header><p class="because">No incident belongs to this fault.</p></article>'
+    )
+
+
+# --- audit and proofs ---------------------------------------------------------------------------------------------
+
+
+def _rows(rows: Iterable[tuple[str, object]]) -> str:
+    return "".join(f'<tr><td>{escape(name)}</td><td class="n">{escape(value)}</td></tr>' for name, value in rows)
+
+
+def _list(texts: Sequence[str], css: str) -> str:
+    return "".join(f'<p class="{css}">{escape(t)}</p>' for t in texts)
+
+
+def _audit(report: Report) -> str:
+    audit, pids = report["audit"], report["pids"]
+    groups = [(name, f"{audit['groups_' + name]:,}") for name in ("issued", "trained", "dropped", "undone")]
+    groups += [("trained twice", audit["duplicates"]), ("unaccounted", audit["unaccounted"])]
+    groups += [(f"dropped because {reason}", n) for reason, n in audit["dropped_by_reason"].items()]
+    heads = [
+        (f"{name} head", f"{audit[f'{name}_head']['position']} · {audit[f'{name}_head']['hash'][:12]}")
+        for name in ("journal", "ledger")
+    ]
+    rest = [
+        *heads,
+        ("anchors checked", audit["anchors"]),
+        ("processes that kept their PID", pids["num_kept"]),
+        ("named by plans", ", ".join(pids["named"]) or "none"),
+    ]
+    lead = "Every prompt group is trained on once or dropped with a reason; a process that no plan names keeps its PID."
+    return (
+        f'<h2>Audit</h2><p class="lead">{lead}</p>'
+        f"{_list(audit['problems'], 'bad')}{_list(pids['violations'], 'bad')}{_list(audit['notes'], 'muted')}"
+        f'<div class="two"><div class="card"><table><tbody>{_rows(groups)}</tbody></table></div>'
+        f'<div class="card"><table><tbody>{_rows(rest)}</tbody></table></div></div>'
+    )
+
+
+def _proofs(report: Report) -> str:
+    back = [p for p in report["proofs"] if p["readmitted"] or p["problem"]]
+    if not back:
+        return ""
+    head = ("Replica", "At", "Version", "From", "Bytes", "Tensors read back", "Not readable", "Manifest")
+    body = ""
+    for p in back:
+        uncovered = p.get("uncovered") or []
+        cells = (
+            (f"{p['replica']}#{p['incarnation']}", ""),
+            (seconds(p["at"]), "n"),
+            (p["policy_version"], "n"),
+            (p.get("holder") or "", ""),
+            (f"{int(p.get('bytes') or 0):,}", "n"),
+            (p.get("covered", 0), "n"),
+            (len(uncovered), "n"),
+        )
+        digest = p["problem"] or str(p.get("manifest_digest", ""))[-12:]
+        row = "".join(f'<td class="{css}">{escape(text)}</td>' for text, css in cells)
+        body += f'<tr>{row}<td class="hash {"bad" if p["problem"] else "mono"}">{escape(digest)}</td></tr>'
+    header = "".join(
+        f'<th scope="col"{" class=n" if n in (1, 2, 4, 5, 6) else ""}>{h}</th>' for n, h in enumerate(head)
+    )
+    lead = (
+        "A rollout that comes back serves only on a proof of its own: digests of the bytes received equal the manifest, "
+        "its storage equals its peers', and its log-probabilities of the canary equal a certified replica's."
+    )
+    return (
+        f'<h2>Weights proven</h2><p class="lead">{lead}</p><div class="card scroll"><table><thead><tr>{header}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _remarks(report: Report) -> str:
+    if not report["remarks"]:
+        return ""
+    body = "".join(
+        f'<tr><td class="n">{seconds(r["at"])}</td><td>{escape(r["kind"].replace("_", " "))}</td>'
+        f"<td>{escape(r['what'])}</td><td>{escape(r['because'])}</td></tr>"
+        for r in report["remarks"][:200]
+    )
+    return f'<h2>Also noted</h2><div class="card scroll"><table><tbody>{body}</tbody></table></div>'
+
+
+def _measured(report: Report) -> str:
+    env = report["environment"]
+    packages = ", ".join(f"{name} {version}" for name, version in env["packages"].items())
+    pace = report["seconds_to_n_steps"]
+    ettr = f"{_percent(report['ettr'])}; by the paper's formula alone {_percent(report['ettr_paper'])}"
+    rows = [
+        ("host", f"{env['cpus']} CPUs, {env['memory_gib']} GiB, {env['platform']}"),
+        ("software", f"rolecall {report['rolecall']}, Python {env['python']}, {packages}"),
+        ("configuration", report["config_digest"]),
+        ("failure-free run", pace["baseline_run"] or "none of this configuration beside this run"),
+        ("ETTR", f"{ettr}; start-up counted as lost {_percent(report['ettr_with_start'])}"),
+    ]
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
+    config = escape_block(json.dumps(report["config"], indent=2, ensure_ascii=False))
+    return (
+        f'<h2>Measured on</h2><div class="card"><dl class="steps">{listed}</dl>'
+        f"<details><summary>Configuration</summary><pre>{config}</pre></details></div>"
+        "<footer>ETTR: RobustRL, arXiv 2512.22492: while trainers recover and rollouts live, a window counts "
+        "rollouts / (rollouts + trainers). Ours also takes off each rollout that is lost. "
+        "Made by rolecall from the run's journal and ledger.</footer>"
+    )
+
+
+def escape_block(text: str) -> str:
+    """Escaped line by line: the newlines are ours, all else is foreign."""
+    return "\n".join(escape(line) for line in text.split("\n"))

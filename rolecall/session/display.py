@@ -1,0 +1,242 @@
+"""How a run looks in a terminal: live, as lines where there is no terminal, and as the summary at its end. Pure.
+
+Everything foreign goes through `plain` into `Text`, never into markup: a replica named `[red]` is shown as `[red]`,
+and no escape sequence reaches the terminal. It fits into 80 x 24.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rolecall.core.text import plain, seconds
+from rolecall.reports.charts import ROLE_ORDER, key_of
+from rolecall.reports.html import headline
+from rolecall.views.snapshot import IncidentRow, ReplicaRow, Snapshot
+
+CHART_ROWS = 4
+CHART_LABEL = 6  # columns left of the reward curve
+REPLICAS_SHOWN = 6
+"""Of one role in one line; of more, only those are shown that do not serve."""
+OPEN_SHOWN = 3
+SENTENCE_LINES = 3
+"""Of an open incident's sentence; what does not fit is cut."""
+RAGGED = 4
+"""Columns of a line that a long word may leave empty, and the indent."""
+_STYLE = {"serving": "green", "ready": "cyan", "starting": "yellow", "wanted": "yellow", "lost": "bold red"}
+_SIGN = {"serving": "●", "ready": "○", "starting": "◔", "wanted": "◌", "lost": "✕", "stopped": "·"}
+
+
+def render(snapshot: Snapshot, title: str = "", width: int = 80) -> RenderableType:
+    """The whole live view, `width` columns wide."""
+    parts: list[RenderableType] = [_head(snapshot, title), Text()]
+    parts += _roles(snapshot.replicas)
+    parts += [Text(), _progress(snapshot), *_reward(snapshot.rewards, width), *_health(snapshot.signs), Text()]
+    parts += _incidents(snapshot, width)
+    return Group(*parts)
+
+
+def _line(*pieces: tuple[str, str]) -> Text:
+    """One line; what does not fit is cut with an ellipsis."""
+    return Text.assemble(*((plain(text), style) for text, style in pieces), no_wrap=True, overflow="ellipsis")
+
+
+def _head(s: Snapshot, title: str) -> Text:
+    state = (
+        ("paused: " + s.paused, "bold yellow") if s.paused else (s.ended or "running", "bold" if s.ended else "green")
+    )
+    age = "" if s.started_at is None else f"  {seconds(s.elapsed_seconds)}"
+    return _line((title or "rolecall", "bold"), ("  ", ""), state, (age, "dim"))
+
+
+def _roles(rows: Sequence[ReplicaRow]) -> list[Text]:
+    roles: dict[str, list[ReplicaRow]] = {}
+    for row in rows:
+        roles.setdefault(row.replica.partition("/")[0], []).append(row)
+    known = {role: n for n, role in enumerate(ROLE_ORDER)}
+    lines = []
+    for role in sorted(roles, key=lambda r: (known.get(r, len(known)), r)):
+        its = roles[role]
+        pieces = [(f"{role:<11.11}", "bold"), (f"{sum(r.serves for r in its)}/{len(its)}  ", "dim")]
+        shown = its if len(its) <= REPLICAS_SHOWN else [r for r in its if not r.serves][:REPLICAS_SHOWN]
+        for row in shown:
+            pieces += _chip(row)
+        lines.append(_line(*pieces))
+    return lines
+
+
+def _chip(row: ReplicaRow) -> list[tuple[str, str]]:
+    index = row.replica.partition("/")[2]
+    again = f"#{row.incarnation}" if row.incarnation > 1 else ""
+    said = "" if row.serves else f" {row.state}"
+    style = "green" if row.serves else _STYLE.get(row.state, "dim")
+    return [(f"{_SIGN.get(row.state, '?')} ", style), (f"{index}{again}{said}   ", "" if row.serves else style)]
+
+
+def _progress(s: Snapshot) -> Text:
+    if s.step < 0:
+        return _line((s.note or "starting", "dim"))
+    of = f"/{s.num_steps}" if s.num_steps else ""
+    reward = f"{s.rewards[-1]:.2f}" if s.rewards else "-"
+    rate = f"{s.tokens_per_second:,.0f}" if s.tokens_per_second is not None else "-"
+    pace = f"{s.step_seconds:.2f}" if s.step_seconds is not None else "-"
+    return _line(
+        ("step ", "dim"), (f"{s.step + 1}{of}", "bold"), ("   reward ", "dim"), (reward, "bold"),
+        ("   tokens/s ", "dim"), (rate, "bold"), ("   s/step ", "dim"), (pace, "bold"),
+        ("   epoch ", "dim"), (str(s.epoch), "bold"),
+    )  # fmt: skip
+
+
+def _reward(rewards: Sequence[float], width: int) -> list[Text]:
+    columns = max(10, width - CHART_LABEL - 2)
+    low, high = min([0.0, *rewards]), max([1.0, *rewards])
+    rows = braille(rewards, columns, CHART_ROWS, low, high)
+    labels = {0: f"{high:.1f}", CHART_ROWS - 1: f"{low:.1f}"}
+    return [_line((f"{labels.get(n, ''):>{CHART_LABEL - 1}} ", "dim"), (row, "blue")) for n, row in enumerate(rows)]
+
+
+def _health(signs: Mapping[str, float]) -> list[Text]:
+    """Of the newest step, in a line; none where it told nothing."""
+    told = [(f"{name} ", form.format(signs[sign])) for sign, name, form in _SIGNS if sign in signs]
+    pieces = [((name if n == 0 else "   " + name, "dim"), (value, "")) for n, (name, value) in enumerate(told)]
+    return [_line(*(piece for pair in pieces for piece in pair))] if told else []
+
+
+_SIGNS = (
+    ("entropy", "entropy", "{:.2f}"),
+    ("response_length", "tokens an answer", "{:.1f}"),
+    ("truncated_fraction", "cut off", "{:.0%}"),
+    ("filtered_fraction", "filtered", "{:.0%}"),
+    ("kl_sampler", "KL", "{:.2g}"),
+)
+"""Sign of core/policy_health.py, what it is called in 80 columns, and how it is written."""
+
+_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+"""Bits of a braille cell's dots: left and right column, from above."""
+
+
+def braille(values: Sequence[float], columns: int, rows: int, low: float, high: float) -> list[str]:
+    """A curve in braille dots, two a column and four a row; more values than dots are averaged."""
+    cells = [[0] * columns for _ in range(rows)]
+    dots = columns * 2
+    num = min(len(values), dots)
+    before: int | None = None
+    for n in range(num):
+        chunk = values[n * len(values) // num : (n + 1) * len(values) // num]
+        share = (sum(chunk) / len(chunk) - low) / (high - low)
+        tall = rows * 4 - 1
+        y = tall - round(min(1.0, max(0.0, share)) * tall)
+        # Between two neighbours the curve is drawn through, so that a jump stays one line.
+        start = y if before is None else before + (1 if y > before else -1 if y < before else 0)
+        for dot in range(min(start, y), max(start, y) + 1):
+            cells[dot // 4][n // 2] |= _DOTS[n % 2][dot % 4]
+        before = y
+    return ["".join(chr(0x2800 + bits) for bits in row) for row in cells]
+
+
+def _incidents(s: Snapshot, width: int) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    for n, incident in enumerate(reversed(s.open_incidents[-OPEN_SHOWN:])):
+        age = seconds(max(0.0, s.now - incident.opened_at))
+        what, who = (f"▲ {incident.fault_class}", "bold red"), (f"  {_who(incident)}  ", "bold")
+        parts.append(_line(what, who, (f"{incident.stage}, {age}", "yellow")))
+        if n == 0:  # the newest in full, the others by name
+            sentence = plain(incident.because, SENTENCE_LINES * max(10, width - RAGGED))
+            parts.append(Padding(Text(sentence), (0, 0, 0, 2)))
+            if incident.detail != incident.because:  # a plan often gives the diagnosis as its reason
+                parts.append(_line(("  " + incident.detail, "dim")))
+    if not s.open_incidents:
+        parts.append(_line(("no incident open", "dim")))
+    closed = s.closed_incidents[-1:] if s.open_incidents else s.closed_incidents
+    for incident in reversed(closed):
+        took = seconds((incident.closed_at or s.now) - incident.opened_at)
+        sign, style = ("✓", "green") if incident.stage == "cured" else ("✕", "yellow")
+        parts.append(_line((f"{sign} {incident.stage} ", style), (f"{_who(incident)} ", ""),
+                           (f"{incident.fault_class}, {took}: {incident.because}", "dim")))  # fmt: skip
+    return parts
+
+
+def _who(incident: IncidentRow) -> str:
+    return ", ".join(incident.suspects) or "nobody named"
+
+
+# --- without a terminal -------------------------------------------------------------------------------------------
+
+
+def plain_lines(before: Snapshot | None, now: Snapshot) -> list[str]:
+    """What to print since the snapshot before: changes first, then one line of progress. No colour, no control character."""
+    at = f"{now.elapsed_seconds:7.1f} s  "
+    lines = []
+    states = {r.replica: (r.incarnation, r.state) for r in before.replicas} if before else {}
+    for row in now.replicas:
+        if before and states.get(row.replica) != (row.incarnation, row.state):
+            lines.append(f"{at}{row.replica}#{row.incarnation} on {row.node}: {row.state}")
+    known = {i.incident_id: i for i in (*before.open_incidents, *before.closed_incidents)} if before else {}
+    for incident in (*now.open_incidents, *now.closed_incidents):
+        old = known.get(incident.incident_id)
+        if old is None:
+            lines.append(f"{at}INCIDENT {incident.incident_id} {incident.fault_class}: {incident.because}")
+        if old is None or old.stage != incident.stage:
+            lines.append(f"{at}incident {incident.incident_id} {_who(incident)}: {incident.stage}. {incident.detail}")
+    if now.paused and (before is None or before.paused != now.paused):
+        lines.append(f"{at}paused: {now.paused}")
+    lines.append(at + _progress(now).plain)
+    return [plain(line, 500).rstrip() for line in lines]
+
+
+# --- the end ------------------------------------------------------------------------------------------------------
+
+
+def summary(report: Mapping[str, Any]) -> RenderableType:
+    """The report in one screen."""
+    style = "bold green" if report["ok"] else "bold red"
+    pace = report["seconds_to_n_steps"]
+    beside = pace["baseline"] if pace["baseline"] is not None else pace["estimate"]
+    how = (
+        f"failure-free run {plain(pace['baseline_run'])}"
+        if pace["baseline"] is not None
+        else "faultless pace, estimate"
+    )
+    parts: list[RenderableType] = [Text(), _line((headline(report), style)), _line((report["learns"], "dim")), Text()]
+    if report["incidents"] or report["missed"]:
+        parts += [_table(report), Text()]
+    parts.append(
+        _line((f"{pace['n']} steps in {seconds(pace['this'])}", "bold"), (f"  ({how}: {seconds(beside)})", "dim"))
+    )
+    ratio = "-" if report["ettr"] is None else f"{100 * report['ettr']:.1f} %"
+    parts.append(_line(("ETTR ", "dim"), (ratio, "bold"), ("  weights proven ", "dim"), (str(report["weights_proven"]), "bold"),
+                       ("  processes kept ", "dim"), (str(report["pids"]["num_kept"]), "bold")))  # fmt: skip
+    for row in report["verdict"]:
+        sign = ("✓ ", "green") if row["ok"] else ("✕ ", "bold red")
+        parts.append(_line(sign, (f"{row['what']}: {row['because']}", "")))
+    parts += [_line(("  " + problem, "red")) for problem in report["audit"]["problems"][:10]]
+    if report.get("html"):
+        # Not cut: a person copies it.
+        parts += [Text(), Text.assemble(("report  ", "dim"), plain(report["html"]), overflow="fold")]
+    return Group(*parts)
+
+
+def _table(report: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for name in ("", "fault", "target", "named", "found", "cured", "lost"):
+        table.add_column(name, justify="right" if name in ("found", "cured") else "left", overflow="ellipsis")
+    for n, i in enumerate(report["incidents"]):
+        fault = i["fault"]
+        kind, target = (fault["kind"], fault["target"]) if fault else (i["fault_class"], "not injected")
+        cured = seconds(i["cured_seconds"]) if i["cured_seconds"] is not None else i["outcome"]
+        cells = (
+            kind,
+            target,
+            ", ".join(i["suspects"]),
+            seconds(i["detected_seconds"]),
+            cured,
+            f"{i['tokens_lost']} tokens",
+        )
+        table.add_row(key_of(n), *(Text(plain(c)) for c in cells))
+    for n, fault in enumerate(report["missed"], start=len(report["incidents"])):
+        table.add_row(key_of(n), Text(plain(fault["kind"])), Text(plain(fault["target"])), Text("missed", style="red"))
+    return table

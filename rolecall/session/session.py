@@ -1,0 +1,280 @@
+"""One run from start to report: supervisor, watch, and (for a demo) the injector and the live display.
+
+The supervisor ticks in this process; `rolecall watch` and every `rolecall inject` are processes of their own. However
+the run ends - done, a fault that nothing cures, Ctrl-C, an error - everything started is stopped before this returns.
+"""
+
+import json
+import logging
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config.job import JobConfig
+from rolecall.core.errors import ConfigError, JournalUnavailable, RolecallError
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import STANDBY_ROLE, ReplicaState
+from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.recovery.loop import LEASE_NAME, holder_pid
+from rolecall.reports.report import write_report
+from rolecall.rl_runtime.cluster.ray_commands import check_ray
+from rolecall.rl_runtime.cluster.reconcile import place
+from rolecall.rl_runtime.cluster.supervisor import Supervisor
+from rolecall.session import live
+from rolecall.session.children import Child, rolecall_command
+from rolecall.session.dashboard import DashboardBeside
+from rolecall.session.demo import FaultSchedule, Stage, Strike, View
+from rolecall.watch.addresses import withdraw
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.1
+VIEW_SECONDS = 0.3
+"""How often the fault schedule looks at the fleet."""
+DRAW_SECONDS = 0.5
+LINE_SECONDS = 3.0
+"""Without a terminal, one line of progress this often."""
+WATCH_STUCK_SECONDS = 30.0
+"""A watch whose lease is seen to be over for so long is stopped or stuck: it is ended, so that another one watches."""
+LEASE_LOOK_SECONDS = 2.0
+LATE_LOOKS_MAX = int(WATCH_STUCK_SECONDS / LEASE_LOOK_SECONDS)
+"""In looks and not by the clock: after a database that was away, or a machine that slept, it is not the watch that is late."""
+WATCH_RESTARTS_MAX = 20
+"""`watch` is restarted like a system service would; one that dies more often than this is broken."""
+JOURNAL_FAILURES_MAX = 2
+"""Turns in a row that may fail because the journal's server is away; each waits for it (`core.store.BUSY_SECONDS`)."""
+HOLD_FLAG, DONE_FLAG = "hold", "done"
+
+
+class Interrupted(BaseException):
+    """Ctrl-C or SIGTERM. Not an Exception, so that no tolerant `except` swallows it."""
+
+
+@dataclass
+class Session:
+    job: JobConfig
+    root: Path
+    run_id: str
+    schedule: FaultSchedule
+    show: bool
+    minutes_max: float
+    hold_seconds: float = 0.0
+    dashboard: bool = False
+    clock: Clock = field(default_factory=SystemClock)
+    injectors: list[Child] = field(default_factory=list)
+    struck: int = 0  # faults that the schedule asked for
+    _lease_looked_at: float = float("-inf")
+    _late_looks: int = 0  # in a row
+
+    def execute(self) -> dict[str, Any]:
+        """Runs the job and returns its report.
+
+        Raises:
+            ConfigError, TooFewNodes: before anything is started.
+            Interrupted: Ctrl-C; everything has been stopped.
+        """
+        check_ray()  # these two raise before there is even a directory
+        place(self.job)
+        run, journal = self._create()
+        screen = live.Screen(
+            live=self.show,
+            title=f"{self.job.name} · {self.job.learns} · run {run.run_id} · seed {self.job.seed}",
+            num_steps=self.job.num_steps,
+        )
+        supervisor = Supervisor(run, self.job, self.clock)
+        watch = Child(rolecall_command("watch", str(run.path)), run.logs / "watch.log", run)
+        beside = DashboardBeside(run) if self.dashboard else None
+        outcome, because = "failed", "ended before it was done"
+        with _interrupts():
+            try:
+                with screen:
+                    journal.set_flag(HOLD_FLAG, "faults or minutes are still to come")
+                    if beside is not None:
+                        beside.start()
+                    supervisor.start(screen.note)
+                    watch.start()
+                    outcome, because = self._loop(run, journal, supervisor, watch, screen, beside)
+            except Interrupted:
+                outcome, because = "interrupted", "Ctrl-C or SIGTERM"
+                raise
+            except Exception as e:
+                because = f"{type(e).__name__}: {e}"
+                raise
+            finally:
+                with _uninterrupted(), ExitStack() as last:  # each of these happens, whatever the one before raised
+                    last.callback(journal.close)
+                    last.callback(withdraw, run)
+                    body = {"outcome": outcome, "because": because, "faults_wanted": self.struck}
+                    last.callback(lambda: journal.append(EventKind.RUN_ENDED, body, key="run-ended"))
+                    last.callback(supervisor.stop, because)
+                    for child in [watch, *self.injectors]:
+                        last.callback(child.stop)
+                    if beside is not None:
+                        last.callback(beside.stop)
+        return write_report(run, None)
+
+    def _create(self) -> tuple[RunDir, Journal]:
+        """The run's directory and its journal: both, or neither."""
+        run = create_run_dir(self.root, self.run_id, self.job.journal)
+        try:
+            journal = Journal(run.database_url)
+            if journal.head().position:
+                journal.close()
+                raise ConfigError([f"journal: {journal.store.where} holds the journal of another run {run.run_id!r}"])
+        except (RolecallError, OSError):
+            shutil.rmtree(run.path, ignore_errors=True)
+            raise
+        return run, journal
+
+    def _loop(
+        self,
+        run: RunDir,
+        journal: Journal,
+        supervisor: Supervisor,
+        watch: Child,
+        screen: live.Screen,
+        beside: DashboardBeside | None = None,
+    ) -> tuple[str, str]:
+        """Until the controller says done: (outcome, because)."""
+        began = self.clock.monotonic()
+        drawn_at = viewed_at = 0.0
+        holds = True
+        failures = 0
+        while True:
+            now = self.clock.monotonic()
+            try:
+                supervisor.tick()
+                self._keep_watch(watch, journal)
+                if self.schedule.stage is not Stage.DONE and now - viewed_at >= VIEW_SECONDS:
+                    viewed_at = now
+                    strike = self.schedule.tick(self._view(run, journal, now))
+                    if strike is not None:
+                        self._strike(run, strike)
+                if holds and self.schedule.stage is Stage.DONE and now - began >= self.hold_seconds:
+                    journal.set_flag(HOLD_FLAG, None)
+                    holds = False
+                done = journal.flag(DONE_FLAG)
+                failures = 0
+            except JournalUnavailable as e:
+                # Its server went away within a transaction. The next turn waits for it and goes on from what is true.
+                failures += 1
+                if failures > JOURNAL_FAILURES_MAX:
+                    raise
+                screen.note(str(e))
+                continue
+            if beside is not None and (news := beside.news()):
+                screen.say(news)
+            if done is not None or now - drawn_at >= (DRAW_SECONDS if self.show else LINE_SECONDS):
+                screen.draw(journal, now)
+                drawn_at = now
+            if done is not None:
+                value = json.loads(done)
+                return str(value["outcome"]), str(value["because"])
+            if now - began > self.minutes_max * 60:
+                return "failed", f"not done within {self.minutes_max:.0f} minutes"
+            self.clock.sleep(max(0.0, TICK_SECONDS - (self.clock.monotonic() - now)))
+
+    def _keep_watch(self, watch: Child, journal: Journal) -> None:
+        code = watch.died()
+        if code is None:
+            self._end_stuck(watch, journal)
+            return
+        if watch.starts > WATCH_RESTARTS_MAX:
+            because = f"watch has ended {watch.starts} times, last with {code}: nobody watches this run any more"
+            journal.append(EventKind.PERSON_CALLED, {"because": because, "channel": "log"}, key="watch-gave-up")
+            return
+        journal.append(EventKind.PROCESS_RESTARTED, {"what": "watch", "node": "", "because": f"it ended with {code}"})
+        watch.start()
+
+    def _end_stuck(self, watch: Child, journal: Journal) -> None:
+        """It is started again when it is found to have ended."""
+        now = self.clock.monotonic()
+        if watch.process is None or now < self._lease_looked_at + LEASE_LOOK_SECONDS:
+            return
+        self._lease_looked_at = now
+        lease = journal.lease(LEASE_NAME)
+        own = lease is not None and holder_pid(lease.holder) == watch.process.pid
+        late_seconds = self.clock.wall() - lease.expires_at if lease is not None and own else 0.0
+        self._late_looks = self._late_looks + 1 if late_seconds > 0 else 0
+        if self._late_looks > LATE_LOOKS_MAX:
+            logger.warning("watch has not renewed its lease for %.0f s: it is ended", late_seconds)
+            watch.process.kill()
+            self._late_looks = 0
+
+    def _strike(self, run: RunDir, strike: Strike) -> None:
+        argv = rolecall_command("inject", str(run.path), "--kind", strike.kind, "--seed", str(strike.seed))
+        if strike.how:
+            argv += ["--how", strike.how]
+        child = Child(argv, run.logs / "inject.log", run)
+        child.start()
+        self.injectors.append(child)
+        self.struck += 1
+
+    def _view(self, run: RunDir, journal: Journal, now: float) -> View:
+        current, desired = journal.current(), journal.desired()
+        serving = {
+            r
+            for r, record in current.items()
+            if record.state is ReplicaState.SERVING and r in desired and record.incarnation == desired[r].incarnation
+        }
+        wanted = {r for r in desired if not r.startswith(STANDBY_ROLE)}
+        standbys = [r for r in desired if r.startswith(STANDBY_ROLE)]
+        opened = journal.events(kinds=[EventKind.INCIDENT_OPENED])
+        closed = journal.events(kinds=[EventKind.INCIDENT_CLOSED])
+        restarted = journal.events(kinds=[EventKind.PROCESS_RESTARTED])
+        step = journal.last(EventKind.STEP_COMMITTED)
+        injections = read_injections(run)
+        return View(
+            now=now,
+            step=int(step.body["step"]) if step else -1,
+            whole=serving >= wanted and len(opened) == len(closed),
+            standbys_ready=all(s in current and current[s].state is ReplicaState.READY for s in standbys),
+            injected=len(injections),
+            incident_closed_at=closed[-1].wall_at if closed else 0.0,
+            injected_at=float(injections[-1]["injected_at"]) if injections else 0.0,
+            restarted_at=restarted[-1].wall_at if restarted else 0.0,
+        )
+
+
+def read_injections(run: RunDir) -> list[dict[str, Any]]:
+    """Lines of the injector's log, oldest first; a last line that is still being written is left out."""
+    try:
+        text = run.injections_path.read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Within: SIGINT and SIGTERM raise Interrupted, once."""
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C must not stop the stopping
+        raise Interrupted
+
+    before = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Within: SIGINT and SIGTERM are ignored, so that stopping is not stopped half-way."""
+    before = {s: signal.signal(s, signal.SIG_IGN) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

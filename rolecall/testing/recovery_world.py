@@ -1,0 +1,311 @@
+"""A fleet, a detector and a person for tests of the control loop: real journal, fake clock, no process.
+
+`FakeRuntime` does what the supervisor and the controller do: it reads desired records and brings incarnations up, each
+after a while, unless told that they die on the way. `FakeDetector` knows what was done to the fleet and says so after
+its delay, for as long as it is true. `KillSwitch` ends the loop at the n-th journal write or actuator call.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import sqlalchemy as sa
+
+from rolecall.core.clock import Clock, FakeClock
+from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, Suspect
+from rolecall.core.ids import NodeId, ReplicaId, split_replica
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal, Lease
+from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.recovery.actuators.base import ActionResult, Actuator
+from rolecall.recovery.interfaces import Message
+
+FLEET = ("controller/0", "reward/0", "reward/1", "rollout/0", "rollout/1", "rollout/2", "trainer/0", "trainer/1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """An observation of the fake source: only when it was."""
+
+    wall_at: float
+
+
+class FakeSource:
+    """Looks without waiting."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def poll(self, timeout_seconds: float) -> Look:
+        del timeout_seconds
+        return Look(wall_at=self._clock.wall())
+
+
+@dataclass(slots=True)
+class _Process:
+    incarnation: int
+    state: ReplicaState
+    next_at: float  # monotonic: when it takes its next step up
+    fault: FaultClass | None = None
+    fault_at: float = 0.0
+    dies_starting: bool = False
+
+
+class FakeRuntime:
+    """Reads Desired from `journal`, writes Actual. One process a replica, `node-<n>` each its own node."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        clock: Clock,
+        replicas: Sequence[str] = FLEET,
+        *,
+        ready_seconds: float = 1.0,
+        serving_seconds: float = 1.0,
+    ) -> None:
+        self.journal, self.clock = journal, clock
+        self.ready_seconds, self.serving_seconds = ready_seconds, serving_seconds
+        self.starts_that_die: dict[str, int] = {}  # replica -> how many of its next starts end before work
+        self.starts_that_hang: dict[str, int] = {}  # replica -> how many of its next starts never get ready
+        self.reports_losses = True
+        self.processes: dict[str, _Process] = {}
+        self.replaced: list[tuple[str, int]] = []  # (replica, incarnation that was taken down), in order
+        for number, replica in enumerate(replicas):
+            node = NodeId(f"node-{number}")
+            journal.set_desired(Desired(replica=ReplicaId(replica), incarnation=1, node=node))
+            self.processes[replica] = _Process(incarnation=1, state=ReplicaState.SERVING, next_at=0.0)
+            self._write(replica, node)
+
+    def inject(self, replica: str, fault: FaultClass) -> None:
+        """Something happens to the process that runs as `replica` now."""
+        process = self.processes[replica]
+        process.fault, process.fault_at = fault, self.clock.monotonic()
+        if fault is FaultClass.CRASH:
+            process.state = ReplicaState.LOST
+            if self.reports_losses:
+                self._write(replica, because="its process exited")
+
+    def healthy(self, replica: str) -> bool:
+        process = self.processes[replica]
+        return process.state is ReplicaState.SERVING and process.fault is None
+
+    def tick(self) -> None:
+        """Reconciles once."""
+        now = self.clock.monotonic()
+        for replica, desired in self.journal.desired().items():
+            process = self.processes.get(replica)
+            if process is None or desired.incarnation > process.incarnation:
+                self._start(replica, desired, now)
+            elif now >= process.next_at and process.state in (ReplicaState.STARTING, ReplicaState.READY):
+                self._rise(replica, process, now)
+
+    def _start(self, replica: str, desired: Desired, now: float) -> None:
+        before = self.processes.get(replica)
+        if before is not None:
+            self.replaced.append((replica, before.incarnation))
+            before.state = ReplicaState.STOPPED
+            self._write(replica, because="replaced")
+        hangs = self.starts_that_hang.get(replica, 0)
+        dies = 0 if hangs else self.starts_that_die.get(replica, 0)
+        self.starts_that_hang[replica] = max(0, hangs - 1)
+        self.starts_that_die[replica] = max(0, dies - 1) if dies else self.starts_that_die.get(replica, 0)
+        rises_at = float("inf") if hangs else now + self.ready_seconds
+        self.processes[replica] = _Process(
+            incarnation=desired.incarnation,
+            state=ReplicaState.STARTING,
+            next_at=rises_at,
+            dies_starting=dies > 0,
+        )
+        self._write(replica, desired.node)
+
+    def _rise(self, replica: str, process: _Process, now: float) -> None:
+        if process.dies_starting:
+            self.inject(replica, FaultClass.CRASH)
+            return
+        starting = process.state is ReplicaState.STARTING
+        process.state = ReplicaState.READY if starting else ReplicaState.SERVING
+        process.next_at = now + self.serving_seconds
+        self._write(replica)
+
+    def _write(self, replica: str, node: NodeId | None = None, because: str = "") -> None:
+        process = self.processes[replica]
+        name = ReplicaId(replica)
+        where = node or self.journal.actual()[(name, process.incarnation)].node
+        self.journal.set_actual(
+            Actual(replica=name, incarnation=process.incarnation, node=where, state=process.state, because=because)
+        )
+
+
+class FakeDetector:
+    """Says what `FakeRuntime` did to its processes, `delay_seconds` later, while it is true."""
+
+    def __init__(self, runtime: FakeRuntime, *, delay_seconds: float = 0.5, gain_ratio: float | None = 4.0) -> None:
+        self.runtime, self.delay_seconds, self.gain_ratio = runtime, delay_seconds, gain_ratio
+        self.extra: list[Diagnosis] = []  # said as well, for as long as it stands here
+        self.silent = False
+        self.forgotten: list[tuple[str, int]] = []
+
+    def observe(self, observation: Any) -> list[Diagnosis]:
+        del observation
+        return [] if self.silent else [*self._true_ones(), *self.extra]
+
+    def _true_ones(self) -> list[Diagnosis]:
+        now, found = self.runtime.clock.monotonic(), []
+        for replica, process in sorted(self.runtime.processes.items()):
+            if process.fault is not None and now >= process.fault_at + self.delay_seconds:
+                offset = self.runtime.clock.wall() - now
+                found.append(
+                    diagnosis(
+                        process.fault,
+                        (replica, process.incarnation),
+                        onset=process.fault_at + offset,
+                        detected_at=process.fault_at + self.delay_seconds + offset,
+                        gain_ratio=self.gain_ratio if process.fault is FaultClass.SLOW else None,
+                    )
+                )
+        return found
+
+    def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
+        process = self.runtime.processes[replica]
+        moves = self.runtime.healthy(replica) and process.incarnation >= incarnation_min
+        return moves, f"{replica}#{process.incarnation} {'works' if moves else 'does not work'}"
+
+    def forget(self, replica: str, below_incarnation: int) -> None:
+        self.forgotten.append((replica, below_incarnation))
+
+    def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
+        return {"at": self.runtime.clock.wall()}
+
+
+def diagnosis(
+    fault_class: FaultClass, *who: tuple[str, int], because: str = "", onset: float = 0.0, **more: Any
+) -> Diagnosis:
+    """A diagnosis of (replica, incarnation) pairs; `node-<index>` where nothing else is said."""
+    suspects = tuple(
+        Suspect(node=NodeId(f"node-{replica}".replace("/", "-")), role=split_replica(replica)[0], replica=replica,
+                incarnation=incarnation)
+        for replica, incarnation in who
+    )  # fmt: skip
+    names = ", ".join(f"{r}#{i}" for r, i in who)
+    fixed: dict[str, Any] = {"detected_at": onset, "confidence": 0.9, "detectors": ("fake",), **more}
+    return Diagnosis(
+        suspects=suspects, fault_class=fault_class, onset=onset, because=because or f"{names}: {fault_class}", **fixed
+    )
+
+
+@dataclass(slots=True)
+class RecordingNotifier:
+    """A person who hears everything at once."""
+
+    channel: str = "test"
+    settled_seq: int = 0
+    messages: list[Message] = field(default_factory=list)
+    heartbeats: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def offer(self, message: Message) -> bool:
+        self.messages.append(message)
+        self.settled_seq = max(self.settled_seq, message.seq)
+        return True
+
+    def heartbeat(self, facts: Mapping[str, Any]) -> None:
+        self.heartbeats.append(facts)
+
+    def close(self, seconds: float) -> None:
+        del seconds
+
+
+class SimulatedKill(BaseException):
+    """SIGKILL, as far as one thread can play it: no handler of the product may catch it."""
+
+
+class KillSwitch:
+    """Counts the points where a watch may die: before and after each write, before and after each action."""
+
+    def __init__(self) -> None:
+        self.points: list[str] = []
+        self.num_transactions = 0  # begun for writing, whichever method did it
+        self.dies_at: int | None = None  # index into `points`; None: never
+        self.dies_before = ""  # or: before the next call of this name
+
+    def point(self, what: str) -> None:
+        self.points.append(what)
+        counted = self.dies_at is not None and len(self.points) - 1 == self.dies_at
+        if counted or (self.dies_before and what == f"before {self.dies_before}"):
+            raise SimulatedKill(what)
+
+    def around(self, what: str, call: Callable[[], Any]) -> Any:
+        self.point(f"before {what}")
+        result = call()
+        self.point(f"after {what}")
+        return result
+
+
+class MortalJournal(Journal):
+    """A journal whose every write passes a `KillSwitch`."""
+
+    def __init__(self, url: str, *, clock: FakeClock, switch: KillSwitch) -> None:
+        super().__init__(url, clock=clock)
+        self._switch = switch
+        begin = self.store.write
+
+        @contextmanager
+        def counted() -> Iterator[sa.Connection]:
+            switch.num_transactions += 1
+            with begin() as conn:
+                yield conn
+
+        # What passes no switch shows in this count.
+        self.store.write = counted  # type: ignore[method-assign]
+
+    def append(self, kind: EventKind, body: Mapping[str, Any] | None = None, **more: Any) -> Event:
+        event: Event = self._switch.around(
+            f"append {kind}", lambda: super(MortalJournal, self).append(kind, body, **more)
+        )
+        return event
+
+    def acquire(self, name: str, holder: str, ttl_seconds: float) -> Lease | None:
+        lease: Lease | None = self._switch.around(
+            "acquire", lambda: super(MortalJournal, self).acquire(name, holder, ttl_seconds)
+        )
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        self._switch.around("release", lambda: super(MortalJournal, self).release(lease))
+
+    def set_desired(self, record: Desired, **more: Any) -> bool:
+        done: bool = self._switch.around("set_desired", lambda: super(MortalJournal, self).set_desired(record, **more))
+        return done
+
+    def set_flag(self, name: str, value: str | None) -> None:
+        self._switch.around(f"set_flag {name}", lambda: super(MortalJournal, self).set_flag(name, value))
+
+    def save_window(self, incident_id: str, name: str, value: Any) -> None:
+        self._switch.around("save_window", lambda: super(MortalJournal, self).save_window(incident_id, name, value))
+
+
+class MortalActuator:
+    """An actuator whose every action passes a `KillSwitch`, and is counted."""
+
+    def __init__(self, inner: Actuator, switch: KillSwitch) -> None:
+        self._inner, self._switch = inner, switch
+        self.performed: list[Plan] = []
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
+
+    @property
+    def supports(self) -> frozenset[ActionKind]:
+        return self._inner.supports
+
+    def failure_unit(self, replica: str) -> str:
+        return self._inner.failure_unit(replica)
+
+    def also_hit(self, plan: Plan) -> tuple[str, ...]:
+        return self._inner.also_hit(plan)
+
+    def perform(self, plan: Plan, lease: Lease) -> ActionResult:
+        self.performed.append(plan)
+        result: ActionResult = self._switch.around("perform", lambda: self._inner.perform(plan, lease))
+        return result

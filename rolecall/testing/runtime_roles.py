@@ -1,0 +1,486 @@
+"""Fake replicas of each role, for tests of the controller's loop: what they make can be told apart, token by token.
+
+They check what they are asked to do, and note in the fleet (`testing.Fleet`) what tests compare.
+"""
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rolecall.core.errors import PeerLost, StaleIncarnation, WireError
+from rolecall.core.ids import ReplicaId
+from rolecall.core.journal.journal import ChainHead
+from rolecall.rl_runtime.protocol import messages as protocol
+from rolecall.rl_runtime.protocol.clients import LoadedCheckpoint
+from rolecall.rl_runtime.protocol.policy_health import HealthSums, health
+from rolecall.rl_runtime.tasks.task import group_start
+
+if TYPE_CHECKING:
+    from rolecall.testing.runtime_fleet import Fleet, Process
+
+Member = tuple[ReplicaId, int]
+TOKENS_PER_SECOND = 40.0
+MAX_NEW_TOKENS = 16
+MICROBATCH_SECONDS = 0.04
+UPDATE_SECONDS = 0.05
+
+
+def expected_tokens(seed: int, longest: int = MAX_NEW_TOKENS, *, long_tail: bool = False) -> tuple[int, ...]:
+    """What every engine makes for a seed, whatever prefix it starts from: a lost or doubled token shows.
+
+    `long_tail`: as many lengths between 1 and 2 as between 2 and 4, and so on up to `longest`.
+    """
+    rng = random.Random(f"tokens/{seed}")
+    count = int(longest ** rng.random()) if long_tail else rng.randrange(1, longest + 1)
+    return tuple(rng.randrange(3, 16) for _ in range(count))
+
+
+def expected_reward(tokens: Sequence[int]) -> float:
+    return sum(tokens) / (16.0 * MAX_NEW_TOKENS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """What the fakes' model says to each prompt, and what that is worth: functions of the seed, whoever asks."""
+
+    longest: int = MAX_NEW_TOKENS
+    long_tail: bool = False
+    right_below: int | None = None
+    """None: rewards are graded. Otherwise an answer is exact (1.0) if its last token, one of 3 to 15, is below this,
+    and wrong (0.0) if not."""
+
+    def tokens(self, seed: int) -> tuple[int, ...]:
+        return expected_tokens(seed, self.longest, long_tail=self.long_tail)
+
+    def reward(self, tokens: Sequence[int]) -> float:
+        return expected_reward(tokens) if self.right_below is None else float(tokens[-1] < self.right_below)
+
+
+def expected_logprob(version: int, position: int) -> float:
+    """What every engine says of the token at a place: who made it under which version shows, and whether it was moved."""
+    return -1.0 - version / 1000.0 - position / 1_000_000.0
+
+
+class _Body:
+    """What all fakes share."""
+
+    def __init__(self, fleet: "Fleet", member: Member) -> None:
+        self.fleet, self.replica, self.incarnation = fleet, *member
+        self.info_raises: list[Exception] = []
+        """Scripted: what the next questions for `info` or `ready` meet."""
+        self.holder = protocol.Holder(
+            replica=self.replica, incarnation=self.incarnation, host="fake", port=self.incarnation
+        )
+
+    def ready(self) -> tuple[int, int]:
+        self._may_answer()
+        return 1, 1
+
+    def die(self) -> None:
+        """Its last moment."""
+
+    def _may_answer(self) -> None:
+        if self.info_raises:
+            raise self.info_raises.pop(0)
+
+    def _check(self, incarnation: int) -> None:
+        if incarnation != self.incarnation:
+            raise StaleIncarnation(replica=self.replica, wanted=f"#{self.incarnation}", got=f"#{incarnation}")
+
+
+def fake_manifest(version: int, lineage: str) -> protocol.Manifest:
+    digest = hashlib.sha256(f"{version}/{lineage}".encode()).hexdigest()
+    entry = protocol.TensorEntry(name="w", dtype="float32", shape=(1,), digest=digest)
+    return protocol.Manifest(policy_version=version, tensors=(entry,), canary_logprobs=(0.0,), digest=digest)
+
+
+class Collective:
+    """The process group of one epoch: a barrier that fails for all when one of them is gone."""
+
+    def __init__(self, fleet: "Fleet", epoch: int, size: int) -> None:
+        self.fleet, self.epoch, self.size = fleet, epoch, size
+        self.joined: dict[Member, Process] = {}
+        self.left: set[Member] = set()
+        self._arrived: dict[str, dict[Member, Any]] = {}
+
+    async def meet(self, what: str, member: Member, value: Any) -> dict[Member, Any]:
+        """What all brought.
+
+        Raises:
+            PeerLost: one is dead or has left, or the group's timeout ran out.
+        """
+        arrived = self._arrived.setdefault(what, {})
+        arrived[member] = value
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.fleet.job.runtime.group_timeout_seconds
+        while len(arrived) < self.size:
+            gone = [m for m, p in self.joined.items() if p.dead.is_set() or m in self.left]
+            if gone:
+                raise PeerLost(epoch=self.epoch, because=f"connection closed by {gone[0]}")
+            if loop.time() > deadline:
+                raise PeerLost(epoch=self.epoch, because=f"timeout in {what}")
+            await asyncio.sleep(0.01)
+        return arrived
+
+
+class FakeTrainer(_Body):
+    """Keeps gradients of an interrupted step, reduces in a collective, commits when all agree."""
+
+    def __init__(self, fleet: "Fleet", member: Member) -> None:
+        super().__init__(fleet, member)
+        self.commit, self.has_state = protocol.first_commit(), member[1] == 1
+        self.lineage = "first"
+        self.computed: dict[str, protocol.Microbatch] = {}
+        self.group: Collective | None = None
+        self.joined_epoch = -1
+        self.last: protocol.StepResult | None = None
+        self._work = asyncio.Lock()
+        self.raises: list[Exception] = []
+
+    def info(self) -> protocol.TrainerInfo:
+        self._may_answer()
+        return protocol.TrainerInfo(
+            replica=self.replica,
+            incarnation=self.incarnation,
+            pid=1,
+            start_ticks=1,
+            has_state=self.has_state,
+            commit=self.commit,
+            holder=self.holder,
+            computed=tuple(sorted(self.computed)),
+            joined_epoch=self.joined_epoch,
+        )
+
+    def commit_record(self) -> protocol.CommitRecord:
+        return self.commit
+
+    def last_result(self) -> protocol.StepResult | None:
+        return self.last
+
+    def open_store(self, epoch: int) -> tuple[str, int]:
+        return "fake", epoch
+
+    def reset_step(self, step: int) -> None:
+        self.computed = {}
+
+    def manifest(self, policy_version: int) -> protocol.Manifest:
+        if policy_version != self.commit.policy_version:
+            raise StaleIncarnation(
+                replica=self.replica, wanted=f"{self.commit.policy_version}", got=f"{policy_version}"
+            )
+        return fake_manifest(policy_version, self.lineage)
+
+    async def idle(self) -> None:
+        async with self._work:
+            pass
+
+    async def join(self, incarnation: int, epoch: int, rank: int, size: int, host: str, port: int) -> None:
+        self._check(incarnation)
+        self._leave()
+        async with self._work:
+            assert self.has_state, "a trainer without state must not join"
+            assert epoch > self.joined_epoch
+            self.joined_epoch = epoch
+            self.group = self.fleet.collectives.setdefault(epoch, Collective(self.fleet, epoch, size))
+            me = (self.replica, self.incarnation)
+            self.group.joined[me] = self.fleet.processes[me]
+            await self.group.meet("join", me, self.commit)
+
+    def _leave(self) -> None:
+        if self.group is not None:
+            self.group.left.add((self.replica, self.incarnation))
+
+    async def copy_from(self, holder: protocol.Holder) -> None:
+        async with self._work:
+            await asyncio.sleep(0.1)
+            source = self.fleet.processes[holder.replica, holder.incarnation]
+            if source.dead.is_set():
+                raise WireError(f"{holder.replica} does not answer")
+            self.commit, self.lineage, self.has_state = source.body.commit, source.body.lineage, True
+            self.computed = {}
+
+    async def train_step(
+        self,
+        incarnation: int,
+        epoch: int,
+        step: int,
+        mine: Sequence[protocol.Microbatch],
+        all_ids: Sequence[str],
+        ledger: ChainHead,
+        members: Sequence[ReplicaId],
+    ) -> protocol.StepResult:
+        self._check(incarnation)
+        async with self._work:
+            if epoch != self.joined_epoch or step != self.commit.step + 1:
+                raise StaleIncarnation(replica=self.replica, wanted=f"{self.joined_epoch}", got=f"{epoch}/{step}")
+            assert self.group is not None and self.group.size == len(members)
+            plan = {m.microbatch_id: m for m in mine}
+            if any(plan.get(i) != m for i, m in self.computed.items()):
+                self.computed = {}
+            for microbatch in mine:
+                if microbatch.microbatch_id not in self.computed:
+                    if self.raises:
+                        self._leave()
+                        raise self.raises.pop(0)
+                    await asyncio.sleep(MICROBATCH_SECONDS)
+                    self.fleet.check_microbatch(step, microbatch)
+                    self.computed[microbatch.microbatch_id] = microbatch
+            return await self._commit(epoch, step, list(all_ids), ledger)
+
+    async def _commit(self, epoch: int, step: int, all_ids: list[str], ledger: ChainHead) -> protocol.StepResult:
+        assert self.group is not None
+        me = (self.replica, self.incarnation)
+        ballots = await self.group.meet(f"step {step}", me, dict(self.computed))
+        union = {i: m for ballot in ballots.values() for i, m in ballot.items()}
+        assert sum(len(b) for b in ballots.values()) == len(union), "a microbatch was computed by two"
+        assert sorted(union) == sorted(all_ids), "the union is not the step"
+        await asyncio.sleep(self.fleet.rng.uniform(0.0, 0.01))  # some commit, then the others: one may die between
+        groups = sorted((g for m in union.values() for g in m.groups), key=lambda g: g.group_id)
+        content = f"{self.lineage}/{[(i, [g.group_id for g in union[i].groups]) for i in sorted(union)]}"
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        self.commit = protocol.CommitRecord(
+            step=step,
+            epoch=epoch,
+            microbatch_ids=tuple(sorted(all_ids)),
+            group_ids=tuple(g.group_id for g in groups),
+            gradient_digest=digest,
+            ledger=ledger,
+        )
+        self.lineage, self.computed = digest, {}
+        self.fleet.optimizer.setdefault(step, {})[digest] = self.commit
+        rewards = [s.reward for g in groups for s in g.samples if s.is_over]
+        num_tokens = sum(g.num_tokens for g in groups)
+        self.last = protocol.StepResult(
+            replica=self.replica,
+            incarnation=self.incarnation,
+            commit=self.commit,
+            loss=0.1,
+            grad_norm=1.0,
+            reward=sum(rewards) / len(rewards) if rewards else None,
+            num_tokens=num_tokens,
+            health=health(HealthSums(tokens=num_tokens, entropy=float(num_tokens), ratio=float(num_tokens))),
+            seconds=0.1,
+            my_microbatches=tuple(all_ids),
+            log_ratio_max=0.0,
+        )
+        return self.last
+
+    async def save_checkpoint(self, folder: str, keep: int) -> str:
+        async with self._work:
+            await asyncio.sleep(0.05)
+            self.fleet.checkpoints[self.commit.step] = (self.commit, self.lineage)
+            return f"{folder}/step-{self.commit.step:08d}"
+
+    async def load_checkpoint(self, folder: str) -> LoadedCheckpoint:
+        async with self._work:
+            await asyncio.sleep(0.1)
+            step = max(self.fleet.checkpoints, default=-1)
+            self.commit, self.lineage = self.fleet.checkpoints.get(step, (protocol.first_commit(), "first"))
+            self.has_state, self.computed = True, {}
+            path = f"{folder}/step-{step:08d}" if step >= 0 else ""
+            return LoadedCheckpoint(path=path, refused=())
+
+
+@dataclass
+class Held:
+    """A request in a fake engine."""
+
+    request: protocol.Request
+    answer: tuple[int, ...]
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    since: float
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """What it has in the end."""
+        return self.answer[: self.request.max_new_tokens]
+
+
+@dataclass(frozen=True)
+class Pull:
+    """Weights that a rollout took over."""
+
+    version: int
+    replica: ReplicaId
+    holder: ReplicaId
+    begun: float  # seconds of the simulated loop; it takes UPDATE_SECONDS
+
+
+class FakeRollout(_Body):
+    """Generates the fleet's `answers` at a fixed rate, under whatever version it holds."""
+
+    def __init__(self, fleet: "Fleet", member: Member) -> None:
+        super().__init__(fleet, member)
+        self.version, self.manifest_digest = -1, ""
+        self.held: dict[str, Held] = {}
+        self.bad_proofs = 0
+        self.bad_logprob: float | None = None
+        """What it says of every token instead of the right number."""
+        self.rate = TOKENS_PER_SECOND
+        self.generated = 0
+
+    def die(self) -> None:
+        """What nobody has pulled was made all the same."""
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for h in self.held.values():
+            whole = h.whole
+            count = min(len(whole) - len(h.tokens), int((now - h.since) * self.rate))
+            if count > 0:
+                start = len(h.tokens)
+                h.tokens += whole[start : start + count]
+                h.logprobs += [expected_logprob(self.version, n) for n in range(start, start + count)]
+                h.versions += [self.version] * count
+                h.since += count / self.rate
+                self.generated += count
+                self.fleet.tokens_made[h.request.request_id] += count
+                context = min(count, max(0, group_start(h.request.group_id) - start))
+                self.fleet.context_made[h.request.request_id] += context
+
+    def _chunk(self, h: Held, offset: int) -> protocol.TokenChunk:
+        finished = len(h.tokens) == len(h.whole)
+        ends = len(h.tokens) == len(h.answer)
+        return protocol.TokenChunk(
+            request_id=h.request.request_id,
+            offset=offset,
+            tokens=tuple(h.tokens[offset:]),
+            logprobs=tuple(
+                h.logprobs[offset:] if self.bad_logprob is None else [self.bad_logprob] * len(h.tokens[offset:])
+            ),
+            versions=tuple(h.versions[offset:]),
+            finished=finished,
+            finish_reason=("stop" if ends else "length") if finished else "",
+        )
+
+    def info(self) -> protocol.RolloutInfo:
+        self._may_answer()
+        return protocol.RolloutInfo(
+            replica=self.replica,
+            incarnation=self.incarnation,
+            pid=1,
+            start_ticks=1,
+            policy_version=self.version,
+            holder=self.holder,
+            num_requests=len(self.held),
+            tokens_generated=self.generated,
+        )
+
+    def submit(self, incarnation: int, requests: Sequence[protocol.Request]) -> None:
+        self._check(incarnation)
+        assert self.version >= 0, "an engine without proven weights was given work"
+        now = asyncio.get_running_loop().time()
+        for r in requests:
+            if len(r.prefix_tokens) < self.fleet.offsets_asked[r.request_id]:
+                self.fleet.started_over.append(r.request_id)
+            if len(r.prefix_tokens) < group_start(r.group_id):
+                self.fleet.contexts_lost.append(r.request_id)
+            if r.request_id not in self.held:
+                answer = self.fleet.answers.tokens(r.seed)
+                assert r.prefix_tokens == answer[: len(r.prefix_tokens)], "a prefix lost tokens"
+                self.held[r.request_id] = Held(
+                    r, answer, list(r.prefix_tokens), list(r.prefix_logprobs), list(r.prefix_versions), now
+                )
+
+    def tokens_since(self, incarnation: int, offsets: Mapping[str, int]) -> protocol.PulledTokens:
+        self._check(incarnation)
+        self._catch_up()
+        for request_id, offset in offsets.items():
+            self.fleet.offsets_asked[request_id] = max(offset, self.fleet.offsets_asked[request_id])
+        return protocol.PulledTokens(
+            replica=self.replica,
+            incarnation=self.incarnation,
+            policy_version=self.version,
+            chunks=tuple(self._chunk(self.held[r], o) for r, o in offsets.items() if r in self.held),
+            unknown=tuple(r for r in offsets if r not in self.held),
+        )
+
+    def drain(self, incarnation: int, offsets: Mapping[str, int], seconds: float) -> protocol.PulledTokens:
+        del seconds
+        return self.tokens_since(incarnation, offsets)
+
+    def ack(self, incarnation: int, request_ids: Sequence[str]) -> None:
+        self._check(incarnation)
+        for request_id in request_ids:
+            self.held.pop(request_id, None)
+
+    def list_requests(self, incarnation: int) -> list[tuple[protocol.Request, protocol.TokenChunk]]:
+        self._check(incarnation)
+        self._catch_up()
+        return [(h.request, self._chunk(h, 0)) for h in self.held.values()]
+
+    async def update_weights(
+        self, incarnation: int, epoch: int, manifest: protocol.Manifest, holders: Sequence[protocol.Holder]
+    ) -> protocol.Proof:
+        self._check(incarnation)
+        if not any(self.fleet.holds(h, manifest) for h in holders):
+            raise WireError(f"no holder of version {manifest.policy_version} answers")
+        begun = asyncio.get_running_loop().time()
+        await asyncio.sleep(UPDATE_SECONDS)
+        self.fleet.pulls.append(Pull(manifest.policy_version, self.replica, holders[0].replica, begun))
+        self._catch_up()
+        self.version, self.manifest_digest = manifest.policy_version, manifest.digest
+        received = manifest.digest
+        if self.bad_proofs:
+            self.bad_proofs, received = self.bad_proofs - 1, "0" * 64
+        return protocol.Proof(
+            replica=self.replica,
+            incarnation=self.incarnation,
+            epoch=epoch,
+            policy_version=manifest.policy_version,
+            manifest_digest=manifest.digest,
+            received_digest=received,
+            storage_digest=received,
+            covered=1,
+            uncovered=(),
+            canary_logprobs=manifest.canary_logprobs,
+            holder=holders[0].replica,
+            bytes_received=4,
+            seconds=UPDATE_SECONDS,
+        )
+
+
+class FakeReward(_Body):
+    def __init__(self, fleet: "Fleet", member: Member) -> None:
+        super().__init__(fleet, member)
+        self.answers: list[Any] = []
+        """Scripted: an exception to raise, or a wrong answer, for the next calls."""
+
+    async def score(self, incarnation: int, groups: Sequence[protocol.Group]) -> list[list[float]]:
+        self._check(incarnation)
+        await asyncio.sleep(0.01)
+        if self.answers:
+            answer = self.answers.pop(0)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer  # type: ignore[no-any-return]
+        return [[self.fleet.answers.reward(s.tokens) for s in g.samples] for g in groups]
+
+
+@dataclass(frozen=True)
+class FakeVerdict:
+    admitted: bool
+    because: str
+    part: str
+    tensor: str
+
+
+class FakeCertifier:
+    """Part (a) of the real one is enough for tests of the loop."""
+
+    def judge(
+        self,
+        manifest: protocol.Manifest,
+        proof: protocol.Proof,
+        *,
+        incarnation: int | None = None,
+        epoch: int | None = None,
+    ) -> FakeVerdict:
+        fits = proof.received_digest == manifest.digest and (proof.incarnation, proof.epoch) == (incarnation, epoch)
+        return FakeVerdict(admitted=fits, because="" if fits else "not the manifest's bytes", part="a", tensor="w")

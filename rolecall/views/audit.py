@@ -1,0 +1,362 @@
+"""`rolecall audit RUN`: does the memory of a run hold, and did every prompt group enter the optimizer exactly once?
+
+Checked are the journal's chain; the ledger's chain and moves; every place outside of the ledger that knows its head
+(anchors): commit records in the journal and in checkpoints, the controller's last word, and the report; that the groups of each committed step are
+those which the ledger calls trained in it; and that each rollout that came back served on a proof of its own.
+A problem is a sentence. Nothing here writes.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rolecall.core.errors import JournalCorrupt
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
+from rolecall.core.rundir import RunDir
+from rolecall.core.text import plain
+
+COMPLETED = "completed"
+CLOSED_BOOKS = frozenset({COMPLETED, "stopped"})
+"""Outcomes of a run whose controller closed its books: after these no group may be open."""
+
+DONE_FLAG = "done"
+"""Where the controller leaves its last word, the ledger's head with it, when it has closed its books."""
+
+Anchor = tuple[str, ChainHead]
+"""(where it was kept, head)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """One rollout incarnation that began to serve, and the first proof that it gave."""
+
+    replica: str
+    incarnation: int
+    policy_version: int
+    wall_at: float
+    readmitted: bool  # not the first of its name: a replacement, or a promoted standby
+    proof: dict[str, Any]
+    problem: str = ""  # why the proof does not prove; empty when it does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunAudit:
+    """What was found. `ok` only without problems."""
+
+    ok: bool
+    run_id: str
+    problems: tuple[str, ...]
+    journal: ChainHead
+    ledger: Audit
+    num_anchors: int
+    admissions: tuple[Admission, ...] = ()
+    weights_proven: int = 0
+    """Re-admissions with a proof that holds."""
+    damage: JournalCorrupt | None = None
+    """Why nothing that the journal's events say was used."""
+    notes: tuple[str, ...] = field(default=())
+
+    def summary(self) -> dict[str, Any]:
+        """The report's `audit`."""
+        a = self.ledger
+        return {
+            "ok": self.ok,
+            "groups_issued": a.groups_issued,
+            "groups_trained": a.groups_trained,
+            "groups_dropped": a.groups_dropped,
+            "groups_undone": a.groups_undone,
+            "duplicates": a.duplicates,
+            "unaccounted": a.unaccounted,
+            "dropped_by_reason": a.dropped_by_reason,
+            "dropped_by_length": a.dropped_by_length,
+            "filtered_by_length": a.filtered_by_length,
+            "problems": list(self.problems),
+            "notes": list(self.notes),
+            "anchors": self.num_anchors,
+            "journal_head": head_to_dict(self.journal),
+            "ledger_head": head_to_dict(a.head),
+        }
+
+
+def head_to_dict(head: ChainHead) -> dict[str, Any]:
+    return {"position": head.position, "hash": head.hash}
+
+
+def audit_run(run: RunDir) -> RunAudit:
+    """Audits the run as it lies there, finished or not.
+
+    Raises:
+        JournalError: there is no journal.
+        JournalCorrupt: the file is no database that can be read at all; which file, and why.
+    """
+    journal = Journal(run.database_url, create=False)
+    try:
+        return audit_journal(journal, run.run_id, run)
+    finally:
+        journal.close()
+
+
+def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit:
+    """The same of an open journal. `run`: where checkpoints and report are, if they can be reached.
+
+    Raises:
+        JournalError: it cannot be read now.
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    events: list[Event] = []
+    journal_head = ChainHead(position=0, hash="")
+    damage: JournalCorrupt | None = None
+    try:
+        journal_head = journal.verify()
+        events = journal.events(limit=journal_head.position)
+    except JournalCorrupt as e:
+        damage = e
+        problems.append(f"journal: {e}; what its events say is not used")
+    report = _report(run.path / "report.json", problems) if run is not None else {}
+    anchors = [
+        *_from_events(events),
+        *(_from_checkpoints(run.checkpoints, problems) if run is not None else ()),
+        *_from_last_word(journal, problems),
+    ]
+    if report:
+        anchors += _from_report(report, "ledger_head")
+        for where, head in _from_report(report, "journal_head"):
+            problems += _journal_anchor(where, head, journal_head, events)
+    lines = Ledger(journal.store).lines()
+    outcome = next((str(e.body.get("outcome")) for e in reversed(events) if e.kind is EventKind.RUN_ENDED), "")
+    found = audit(lines, anchors, ended=outcome in CLOSED_BOOKS)
+    problems += found.problems
+    if found.duplicates:
+        problems.append(f"{found.duplicates} group(s) were trained twice")
+    if outcome not in CLOSED_BOOKS:
+        notes.append(f"the run {'ended as ' + outcome if outcome else 'has not ended'}: open groups are not counted")
+    if not found.problems:  # a ledger that does not hold cannot be compared step by step
+        problems += compare_steps(events, lines, complete=outcome in CLOSED_BOOKS)
+    admissions = admitted(events)
+    problems += [f"{a.replica}#{a.incarnation}: {a.problem}" for a in admissions if a.problem]
+    return RunAudit(
+        ok=not problems,
+        run_id=run_id,
+        problems=tuple(problems),
+        journal=journal_head,
+        ledger=found,
+        num_anchors=len(anchors),
+        admissions=tuple(admissions),
+        weights_proven=sum(a.readmitted and not a.problem for a in admissions),
+        damage=damage,
+        notes=tuple(notes),
+    )
+
+
+# --- anchors ------------------------------------------------------------------------------------------------------
+
+
+def _head(value: Any) -> ChainHead | None:
+    try:
+        return ChainHead(position=int(value["position"]), hash=str(value["hash"]))
+    except (TypeError, KeyError, ValueError):
+        return None
+
+
+def _from_events(events: Iterable[Event]) -> list[Anchor]:
+    found = []
+    for event in events:
+        head = _head(event.body.get("ledger")) if event.kind is EventKind.STEP_COMMITTED else None
+        if head is not None and head.position > 0:
+            found.append((f"commit record of step {event.body.get('step')}", head))
+    return found
+
+
+def _from_last_word(journal: Journal, problems: list[str]) -> list[Anchor]:
+    word = journal.flag(DONE_FLAG)
+    if word is None:
+        return []  # the books are still open
+    try:
+        head = _head(json.loads(word)["ledger"])
+    except (ValueError, KeyError, TypeError):
+        head = None
+    if head is None:
+        problems.append("the controller's last word holds no ledger head")
+        return []
+    return [("the controller's last word", head)]
+
+
+def _from_checkpoints(folder: Path, problems: list[str]) -> list[Anchor]:
+    """Ledger heads in the commit records of checkpoints; a record that is not what was written is a problem."""
+    found = []
+    for path in sorted(p for p in folder.glob("step-*") if p.is_dir()):
+        where = f"checkpoint {path.name}"
+        try:
+            raw = (path / "commit.json").read_bytes()
+            written = json.loads((path / "meta.json").read_text(encoding="utf-8"))["files"]
+            head = _head(json.loads(raw)["commit"]["ledger"])
+            sizes = {name: (path / name).stat().st_size for name in written}
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            problems.append(f"{where} cannot be read: {e!r}")
+            continue
+        if hashlib.sha256(raw).hexdigest() != written["commit.json"]["sha256"]:
+            problems.append(f"{where}: commit.json was changed: its SHA-256 is not that of what was written")
+            continue
+        wrong = [n for n, size in sizes.items() if size != written[n]["bytes"]]
+        problems += [f"{where}: {name} does not have the size that was written" for name in wrong]
+        if head is None:
+            problems.append(f"{where}: its commit record holds no ledger head")
+        elif head.position > 0:
+            found.append((where, head))
+    return found
+
+
+def _report(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        problems.append(f"report.json cannot be read: {e}")
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _from_report(report: Mapping[str, Any], which: str) -> list[Anchor]:
+    summary = report.get("audit")
+    head = _head(summary.get(which)) if isinstance(summary, dict) else None
+    return [] if head is None else [("report.json", head)]
+
+
+def _journal_anchor(where: str, anchor: ChainHead, head: ChainHead, events: Sequence[Event]) -> list[str]:
+    if not head.hash or anchor.position == 0:
+        return []
+    if anchor.position > head.position:
+        return [f"{where} knows {anchor.position} journal lines, the journal has {head.position}: its tail was cut off"]
+    if events[anchor.position - 1].hash != anchor.hash:
+        return [f"{where} knows another journal: line {anchor.position} has another hash"]
+    return []
+
+
+# --- steps and proofs ---------------------------------------------------------------------------------------------
+
+
+def compare_steps(events: Iterable[Event], lines: Iterable[Mapping[str, Any]], *, complete: bool) -> list[str]:
+    """Where journal and ledger disagree on which groups a step trained. Pure.
+
+    `complete`: the run is over, so a trained step without its event is a problem, not just not written yet.
+    """
+    step_of: dict[str, int] = {}
+    undone: set[str] = set()
+    for line in lines:
+        group = str(line["group_id"])
+        if line["state"] == GroupState.TRAINED:
+            step_of[group] = int(line["step"])
+        elif line["state"] == GroupState.UNDONE:
+            step_of.pop(group, None)
+            undone.add(group)
+    trained: dict[int, set[str]] = {}
+    for group, step in step_of.items():
+        trained.setdefault(step, set()).add(group)
+    told: dict[int, set[str]] = {}
+    for event in events:
+        groups = event.body.get("groups")
+        if event.kind is EventKind.STEP_COMMITTED and isinstance(groups, list):
+            told[int(event.body["step"])] = {str(g) for g in groups}
+    problems = []
+    for step in sorted(told):
+        by_ledger = trained.get(step, set())
+        missing, more = told[step] - by_ledger, by_ledger - told[step]
+        if not by_ledger and (missing <= undone or (step == max(told) and not complete)):
+            continue  # undone and not reached again; or the controller died between the event and the ledger
+        if more or missing:
+            names = ", ".join(sorted(missing | more)[:5])
+            problems.append(f"step {step}: journal and ledger disagree on {len(missing | more)} group(s): {names}")
+    if complete and told:
+        lone = sorted(trained.keys() - told.keys())
+        problems += [f"step {s}: trained by the ledger, never committed by the journal" for s in lone]
+    return problems
+
+
+def admitted(events: Iterable[Event]) -> list[Admission]:
+    """The first admission of every rollout incarnation, and whether its proof proves. Pure.
+
+    The manifest of a version is what the first proof of that version names: all others must agree, and so must the
+    storage digests of one version, since the rollouts of one run have one layout.
+    """
+    manifests: dict[int, str] = {}
+    storages: dict[int, str] = {}
+    promoted: set[tuple[str, int]] = set()
+    first: dict[tuple[str, int], Admission] = {}
+    for event in events:
+        body = event.body
+        if event.kind is EventKind.REPLICA_READY and body.get("from_standby"):
+            promoted.add((str(body.get("replica")), int(body.get("incarnation", 1))))
+        if event.kind is not EventKind.WEIGHTS_ADMITTED:
+            continue
+        key = (str(body.get("replica")), int(body.get("incarnation", 1)))
+        proof = body.get("proof")
+        proof = dict(proof) if isinstance(proof, dict) else {}
+        version = int(body.get("policy_version", -1))
+        problem = _proof_problem(proof, version, manifests, storages)
+        if key not in first or (problem and not first[key].problem):
+            admission = Admission(
+                replica=key[0],
+                incarnation=key[1],
+                policy_version=version,
+                wall_at=event.wall_at,
+                readmitted=key[1] > 1 or key in promoted,
+                proof={**proof, "holder": body.get("holder"), "bytes": body.get("bytes"), "epoch": body.get("epoch")},
+                problem=problem,
+            )
+            first[key] = admission
+    return list(first.values())
+
+
+def _proof_problem(proof: Mapping[str, Any], version: int, manifests: dict[int, str], storages: dict[int, str]) -> str:
+    if not proof.get("manifest_digest") or not proof.get("canary_logprobs"):
+        return f"admitted to version {version} without a whole proof"
+    manifest, storage = str(proof["manifest_digest"]), str(proof.get("storage_digest", ""))
+    if proof.get("received_digest") != manifest:
+        return f"admitted to version {version} although the bytes received are not the manifest's"
+    if manifests.setdefault(version, manifest) != manifest:
+        return f"admitted to version {version} of another manifest than its peers"
+    if storages.setdefault(version, storage) != storage:
+        return f"admitted to version {version} with another storage digest than its peers"
+    return ""
+
+
+def audit_text(found: RunAudit) -> str:
+    """For people: what was checked, what was found, and every problem in a line of its own."""
+    a = found.ledger
+    groups = (
+        f"{a.groups_issued} issued, {a.groups_trained} trained, {a.groups_dropped} dropped, "
+        f"{a.groups_undone} undone, {a.duplicates} trained twice, {a.unaccounted} unaccounted"
+    )
+    proven = f"{len(found.admissions)} rollout incarnations served, {found.weights_proven} re-admission(s) proven"
+    lines = [
+        f"run {found.run_id}: {'the audit holds' if found.ok else f'{len(found.problems)} problem(s)'}",
+        f"  journal   {found.journal.position} events",
+        f"  ledger    {a.head.position} lines, {found.num_anchors} anchors",
+        f"  groups    {groups}",
+        f"  weights   {proven}",
+    ]
+    lines += [f"  dropped   {n} because {plain(reason)}" for reason, n in sorted(a.dropped_by_reason.items())]
+    lines += [
+        f"  tokens    {b}: {n} dropped{_filtered(a, b)}" for b, n in sorted(a.dropped_by_length.items(), key=_low)
+    ]
+    lines += [f"  note      {plain(note)}" for note in found.notes]
+    lines += [f"  PROBLEM   {plain(problem)}" for problem in found.problems]
+    return "\n".join(lines)
+
+
+def _low(bucket: tuple[str, int]) -> int:
+    """Where a bucket of lengths begins."""
+    return int(bucket[0].partition("-")[0])
+
+
+def _filtered(a: Audit, bucket: str) -> str:
+    """Of the dropped groups of a length, those that dynamic sampling chose."""
+    chosen = a.filtered_by_length.get(bucket, 0)
+    return f", {chosen} of them filtered" if chosen else ""

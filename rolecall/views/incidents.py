@@ -1,0 +1,369 @@
+"""What happened, told from the journal: each incident with its times, joined with the fault that caused it. Pure.
+
+The injector's log is read here for the first time: rolecall's detectors never see it. A fault belongs to the earliest
+incident after it that names its target; else to one that was opened within its time and names somebody else (the fault
+was noticed and the wrong one named). What is left over is a missed fault, or a false alarm.
+
+Seconds of an incident count from the finding (`detected_at`, the moment at which the detectors were sure):
+
+    detected_seconds           fault injected -> finding
+    requests_resumed_seconds   finding -> its open requests were given to other engines; 0 if that was done before
+    step_committed_seconds     finding -> the step that the fault interrupted was committed; 0 if before
+    serving_seconds            finding -> the replacement serves (rollout: on proof of its weights; trainer: in an epoch)
+    cured_seconds              finding -> the replacement serves AND was seen to make progress
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rolecall.core.diagnosis import Diagnosis, Plan, Suspect
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.views.injections import Fault
+from rolecall.views.lifetimes import Key, Life
+
+CLOCK_SLACK_SECONDS = 0.05
+"""The injector writes down its moment after it acted: a finding may stand this much before it."""
+WRONG_NAME_SECONDS = 60.0
+"""An incident that names somebody else may still belong to a fault if it opened this soon after it."""
+
+_K = EventKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement:
+    """The new incarnation that a plan asked for."""
+
+    replica: str
+    incarnation: int
+    node: str
+    pid: int
+    from_standby: bool
+    serving_at: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """One incident, from fault to close. Times are wall seconds, None when it never came to that."""
+
+    incident_id: str
+    opened_at: float
+    diagnosis: Diagnosis
+    plan: Plan | None = None
+    num_plans: int = 0
+    held: tuple[str, ...] = ()  # what guards said
+    action_started_at: float | None = None
+    action_failed: tuple[str, ...] = ()
+    verified_at: float | None = None
+    verified_because: str = ""
+    closed_at: float | None = None
+    outcome: str = ""  # empty while it is open
+    closed_because: str = ""
+    suspects: tuple[Suspect, ...] = ()  # all that were ever named: knowledge grows, and a replacement may fail too
+    targets: frozenset[Key] = frozenset()  # all that were ever to be replaced
+    fault: Fault | None = None
+    named_right: bool | None = None  # None without a fault
+    further_faults: tuple[Fault, ...] = ()  # of what this incident had made itself: cured with it, or not
+    replacements: tuple[Replacement, ...] = ()
+    requests_resumed_at: float | None = None
+    step_committed_at: float | None = None
+    tokens_kept: int = 0
+    tokens_lost: int = 0
+    steps_lost: int = 0
+
+    @property
+    def detected_at(self) -> float:
+        return self.diagnosis.detected_at
+
+    @property
+    def began_at(self) -> float:
+        """When the harm began: the fault's own moment if it is known, else the onset that the diagnosis gives."""
+        return self.fault.injected_at if self.fault else min(self.diagnosis.onset, self.detected_at)
+
+    @property
+    def serving_at(self) -> float | None:
+        times = [r.serving_at for r in self.replacements]
+        known = [t for t in times if t is not None]
+        return max(known) if known and len(known) == len(times) else None
+
+    @property
+    def cured_at(self) -> float | None:
+        """When the replacement served with proof, once it was also seen to finish work; without one, the latter."""
+        if self.verified_at is None:
+            return None
+        return self.verified_at if self.serving_at is None else self.serving_at
+
+    @property
+    def cured(self) -> bool:
+        return self.outcome == "cured" and self.cured_at is not None
+
+    @property
+    def ends_at(self) -> float | None:
+        """When nothing of it is left to do."""
+        return self.closed_at if self.closed_at is not None else self.cured_at
+
+    def since_finding(self, at: float | None) -> float | None:
+        return None if at is None else round(max(0.0, at - self.detected_at), 3)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the report holds it."""
+        d, plan = self.diagnosis, self.plan
+        return {
+            "incident_id": self.incident_id,
+            "fault": self.fault.to_dict() if self.fault else None,
+            "further_faults": [f.to_dict() for f in self.further_faults],
+            "named_right": self.named_right,
+            "suspects": [suspect_name(s) for s in d.suspects],
+            "fault_class": str(d.fault_class),
+            "confidence": d.confidence,
+            "detectors": list(d.detectors),
+            "because": d.because,
+            "advice": d.advice,
+            "evidence": [{"kind": e.kind, "text": e.text} for e in d.evidence],
+            "onset": d.onset,
+            "detected_at": d.detected_at,
+            "opened_at": self.opened_at,
+            "serving_at": self.serving_at,
+            "cured_at": self.cured_at,
+            "closed_at": self.closed_at,
+            "detected_seconds": round(d.detected_at - self.fault.injected_at, 3) if self.fault else None,
+            "requests_resumed_seconds": self.since_finding(self.requests_resumed_at),
+            "step_committed_seconds": self.since_finding(self.step_committed_at),
+            "serving_seconds": self.since_finding(self.serving_at),
+            "cured_seconds": self.since_finding(self.cured_at),
+            "verified_seconds": self.since_finding(self.verified_at),
+            "action": str(plan.action) if plan else None,
+            "plan": plan.because if plan else "",
+            "plan_targets": [f"{t.replica}#{t.incarnation}" for t in plan.targets] if plan else [],
+            "also_hit": list(plan.also_hit) if plan else [],
+            "num_plans": self.num_plans,
+            "held": list(self.held),
+            "action_failed": list(self.action_failed),
+            "replacements": [r.to_dict() for r in self.replacements],
+            "verified": self.verified_because,
+            "outcome": self.outcome or "open",
+            "closed_because": self.closed_because,
+            "tokens_kept": self.tokens_kept,
+            "tokens_lost": self.tokens_lost,
+            "steps_lost": self.steps_lost,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    stories: tuple[Story, ...]
+    missed: tuple[Fault, ...]
+    false_alarms: tuple[str, ...]  # incident ids
+
+
+def suspect_name(suspect: Suspect) -> str:
+    """`rollout/1#2`, or the node where no replica is named."""
+    if not suspect.replica:
+        return suspect.node
+    return suspect.replica if suspect.incarnation is None else f"{suspect.replica}#{suspect.incarnation}"
+
+
+def tell(
+    events: Sequence[Event],
+    known: Mapping[Key, Life],
+    faults: Sequence[Fault],
+    steps_undone: Mapping[int, float] | None = None,
+) -> Joined:
+    """All incidents with their faults and times.
+
+    `steps_undone`: optimizer step -> wall time at which its groups were marked undone (from the ledger).
+    """
+    stories = list(_fold(events).values())
+    stories, missed, false_alarms = _join(stories, faults)
+    work, finished = _Work(events), []
+    for story in stories:
+        told = replace(story, replacements=_replacements(story, known))
+        finished.append(_work_lost(told, work, steps_undone or {}))
+    return Joined(stories=tuple(finished), missed=tuple(missed), false_alarms=tuple(false_alarms))
+
+
+def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:
+    """Every incarnation that a started plan named."""
+    plans: dict[str, Plan] = {}
+    named: set[Key] = set()
+    for event in events:
+        plan = _plan_of(event)
+        if plan is not None:
+            plans[plan.digest] = plan
+        if event.kind is _K.ACTION_STARTED:
+            plan = plan or plans.get(str(event.body.get("digest")))
+            named |= {(t.replica, t.incarnation) for t in plan.targets} if plan else set()
+    return frozenset(named)
+
+
+def _plan_of(event: Event) -> Plan | None:
+    body = event.body.get("plan")
+    return Plan.from_dict(body) if isinstance(body, dict) else None
+
+
+def _fold(events: Iterable[Event]) -> dict[str, Story]:
+    stories: dict[str, Story] = {}
+    for event in events:
+        which = event.incident_id
+        if not which:
+            continue
+        if event.kind is _K.INCIDENT_OPENED:
+            diagnosis = Diagnosis.from_dict(event.body["diagnosis"])
+            story = Story(incident_id=which, opened_at=event.wall_at, diagnosis=diagnosis, suspects=diagnosis.suspects)
+            stories.setdefault(which, story)
+        elif which in stories:
+            stories[which] = _after(stories[which], event)
+    return stories
+
+
+def _after(story: Story, event: Event) -> Story:
+    because = str(event.body.get("because", ""))
+    match event.kind:
+        case _K.INCIDENT_UPDATED:
+            # The words and suspects of the newest knowledge, the moment of the first.
+            newest = Diagnosis.from_dict(event.body["diagnosis"])
+            first = story.diagnosis
+            newest = replace(newest, detected_at=first.detected_at, onset=first.onset)
+            return replace(story, diagnosis=newest, suspects=(*story.suspects, *newest.suspects))
+        case _K.PLAN_MADE:
+            plan = _plan_of(event) or story.plan
+            more = {(str(t.replica), t.incarnation) for t in plan.targets} if plan else set()
+            return replace(story, plan=plan, num_plans=story.num_plans + 1, targets=story.targets | more)
+        case _K.PLAN_HELD:
+            return replace(story, held=(*story.held, because))
+        case _K.ACTION_STARTED:
+            return replace(story, action_started_at=story.action_started_at or event.wall_at)
+        case _K.ACTION_FAILED:
+            return replace(story, action_failed=(*story.action_failed, because))
+        case _K.INCIDENT_VERIFIED:
+            return replace(story, verified_at=event.wall_at, verified_because=because)
+        case _K.INCIDENT_CLOSED:
+            outcome = str(event.body.get("outcome", "closed"))
+            return replace(story, closed_at=event.wall_at, outcome=outcome, closed_because=because)
+        case _:
+            return story
+
+
+def _names(story: Story, fault: Fault) -> bool:
+    for suspect in story.suspects:
+        process = suspect.process
+        if process is not None and fault.pid and len(fault.hit) == 1:
+            if (process.pid, process.start_ticks) == (fault.pid, fault.start_ticks):
+                return True
+            continue
+        same = suspect.replica in fault.hit or (not suspect.replica and suspect.node == (fault.node or fault.target))
+        if same and (None in (suspect.incarnation, fault.incarnation) or suspect.incarnation == fault.incarnation):
+            return True
+    return False
+
+
+def _join(stories: Sequence[Story], faults: Sequence[Fault]) -> tuple[list[Story], list[Fault], list[str]]:
+    told = {s.incident_id: s for s in stories}
+    free = [s.incident_id for s in sorted(stories, key=lambda s: s.detected_at)]
+    left = list(faults)
+
+    def join(right: bool) -> None:
+        for fault in list(left):
+            for which in free:
+                story = told[which]
+                late = story.detected_at - fault.injected_at
+                fits = _names(story, fault) if right else story.opened_at - fault.injected_at < WRONG_NAME_SECONDS
+                if late >= -CLOCK_SLACK_SECONDS and fits:
+                    told[which] = replace(story, fault=fault, named_right=right)
+                    free.remove(which)
+                    left.remove(fault)
+                    break
+
+    join(right=True)
+    for fault in list(left):
+        for story in told.values():
+            if _hit_its_replacement(story, fault):
+                told[story.incident_id] = replace(story, further_faults=(*story.further_faults, fault))
+                left.remove(fault)
+                break
+    join(right=False)
+    # A request that a person made is no alarm.
+    alarms = [w for w in free if "person" not in told[w].diagnosis.detectors]
+    return list(told.values()), left, alarms
+
+
+def _hit_its_replacement(story: Story, fault: Fault) -> bool:
+    """Whether a fault struck, while the incident was open, what it had put in the place of its first suspect."""
+    during = story.opened_at <= fault.injected_at <= (story.closed_at or float("inf"))
+    return during and len(fault.hit) == 1 and (fault.target, fault.incarnation) in story.targets
+
+
+def _replacements(story: Story, known: Mapping[Key, Life]) -> tuple[Replacement, ...]:
+    if story.plan is None or story.action_started_at is None:
+        return ()
+    found = []
+    for target in story.plan.targets:
+        life = known.get((target.replica, target.incarnation + 1))
+        if life is not None:
+            found.append(
+                Replacement(
+                    replica=life.replica,
+                    incarnation=life.incarnation,
+                    node=life.node,
+                    pid=life.pid,
+                    from_standby=life.from_standby,
+                    serving_at=life.serving_at,
+                )
+            )
+    return tuple(found)
+
+
+class _Work:
+    """Events that tell of work, by time: each incident looks at its own span, and not through the whole journal."""
+
+    def __init__(self, events: Iterable[Event]) -> None:
+        kinds = (_K.REQUESTS_MOVED, _K.STEP_INTERRUPTED, _K.STEP_COMMITTED)
+        self._events = sorted((e for e in events if e.kind in kinds), key=lambda e: e.wall_at)
+        self._times = [e.wall_at for e in self._events]
+
+    def between(self, since: float, until: float) -> list[Event]:
+        """Both ends included, in the order of the journal."""
+        found = self._events[bisect_left(self._times, since) : bisect_right(self._times, until)]
+        return sorted(found, key=lambda e: e.seq)
+
+
+def _work_lost(story: Story, work: _Work, steps_undone: Mapping[int, float]) -> Story:
+    """What the fault cost: tokens, steps, and when the work that it interrupted went on."""
+    hurt = {s.replica for s in story.diagnosis.suspects if s.replica} | set(story.fault.hit if story.fault else ())
+    since = story.began_at - CLOCK_SLACK_SECONDS
+    until = story.ends_at if story.ends_at is not None else float("inf")
+    during = work.between(since, until)
+    named = {(s.replica, s.incarnation) for s in story.diagnosis.suspects}
+    moved = [e for e in during if e.kind is _K.REQUESTS_MOVED and _moved_from(e, hurt, named)]
+    undone = [step for step, at in steps_undone.items() if since <= at <= until]
+    return replace(
+        story,
+        requests_resumed_at=max((e.wall_at for e in moved), default=None),
+        tokens_kept=sum(int(e.body.get("tokens_kept", 0)) for e in moved),
+        tokens_lost=sum(int(e.body.get("tokens_lost", 0)) for e in moved),
+        steps_lost=len(undone),
+        step_committed_at=_step_committed_at(during, hurt, story.detected_at),
+    )
+
+
+def _moved_from(event: Event, hurt: set[str], named: set[tuple[str, int | None]]) -> bool:
+    """Whether requests left one of the replicas in question, and the incarnation that was named if both are known."""
+    who, incarnation = str(event.body.get("from")), event.body.get("from_incarnation")
+    others = {i for r, i in named if r == who} - {None}
+    return who in hurt and (incarnation is None or not others or incarnation in others)
+
+
+def _step_committed_at(during: Sequence[Event], hurt: set[str], detected_at: float) -> float | None:
+    """When the interrupted step was committed; without a note of it, the first commit after the finding."""
+    if not any(r.startswith("trainer/") for r in hurt):
+        return None
+    interrupted = next((e for e in during if e.kind is _K.STEP_INTERRUPTED), None)
+    commits = [e for e in during if e.kind is _K.STEP_COMMITTED]
+    if interrupted is not None:
+        step = interrupted.body.get("step")
+        return next((e.wall_at for e in commits if e.seq > interrupted.seq and e.body.get("step") == step), None)
+    return next((e.wall_at for e in commits if e.wall_at >= detected_at), None)

@@ -1,0 +1,199 @@
+"""What a watch's `/metrics` says of incidents and of the run: a fold of the journal's events, each taken once.
+
+Never the whole journal at a scrape: `JournalReader` reads what is new, some pages a look, so that a look is short even on
+a journal of millions of lines. A line that cannot be read, or lacks what its kind has, is passed over: the others count.
+"""
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from rolecall.core.config.job import JobConfig
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.rows import DamagedLine
+from rolecall.core.policy_health import signs_of
+from rolecall.recovery.incidents.incident import PERSON
+from rolecall.views.ettr import Step, steps
+from rolecall.views.incidents import Story
+from rolecall.views.lost_time import LostTime
+
+PAGE_EVENTS = 5_000
+PAGES_A_LOOK = 20
+"""A first look at a long journal goes on with the next one."""
+NUM_PLANS_REMEMBERED = 1_000
+"""Of these the events name the digest alone."""
+NUM_ROLES_MAX = 64
+"""Roles that have counters of their own; a further one counts as none, for agents say which roles there are."""
+
+_K = EventKind
+
+
+@dataclass
+class RunAccount:
+    """Everything counted since the journal's first line. Owned by one thread."""
+
+    lost_time: LostTime
+    events: Counter[str] = field(default_factory=Counter)  # by kind
+    started_at: float | None = None
+    ended: bool = False
+    step: Step | None = None
+    staleness: float | None = None
+    signs: dict[str, float] = field(
+        default_factory=dict
+    )  # of the newest step, those that it had (core/policy_health.py)
+    num_tokens: int = 0
+    epoch: int = 0
+    requests_moved: int = 0
+    tokens_kept: int = 0
+    tokens_lost: int = 0
+    checkpoint_at: float | None = None
+    policy_versions: dict[str, int] = field(default_factory=dict)  # replica -> newest proven version
+    opened: Counter[tuple[str, str]] = field(default_factory=Counter)  # by role of the first suspect, class of fault
+    found: Counter[str] = field(default_factory=Counter)  # by detector
+    closed: Counter[str] = field(default_factory=Counter)  # by outcome
+    finding_seconds: dict[str, "Took"] = field(default_factory=dict)  # by role
+    cure_seconds: dict[str, "Took"] = field(default_factory=dict)
+    plans: Counter[str] = field(default_factory=Counter)  # by action
+    held: Counter[str] = field(default_factory=Counter)  # by guard
+    decided: Counter[str] = field(default_factory=Counter)
+    actions: Counter[tuple[str, str]] = field(default_factory=Counter)  # by action, outcome
+    quarantined: set[str] = field(default_factory=set)
+    marks: dict[str, str] = field(default_factory=dict)  # incident -> newest verdict of a person
+    _roles: set[str] = field(default_factory=set)
+    _plans: dict[tuple[str, str], ActionKind] = field(default_factory=dict)  # (incident, digest) -> action
+
+    def take(self, event: Event) -> None:
+        """Raises what a body raises that is not as its kind has it; the event is counted all the same."""
+        self.events[str(event.kind)] += 1
+        story = self.lost_time.take(event)
+        if story is not None:
+            self._closed(story)
+        self._take_run(event)
+        self._take_incident(event)
+
+    def _take_run(self, event: Event) -> None:
+        body = event.body
+        match event.kind:
+            case _K.RUN_STARTED:
+                self.started_at = event.wall_at
+            case _K.RUN_ENDED:
+                self.ended = True
+            case _K.STEP_COMMITTED:
+                (self.step,) = steps([event])
+                self.num_tokens += self.step.num_tokens
+                self.signs = signs_of(body)
+                self.staleness = None if body.get("staleness") is None else float(body["staleness"])
+            case _K.EPOCH_GROWN:
+                self.epoch = int(body["epoch"])
+            case _K.REQUESTS_MOVED:
+                self.requests_moved += int(body.get("num_requests", 0))
+                self.tokens_kept += int(body.get("tokens_kept", 0))
+                self.tokens_lost += int(body.get("tokens_lost", 0))
+            case _K.CHECKPOINT_WRITTEN:
+                self.checkpoint_at = event.wall_at
+            case _K.WEIGHTS_ADMITTED:
+                self.policy_versions[str(body["replica"])] = int(body["policy_version"])
+            case _K.NODE_QUARANTINED:
+                self.quarantined.add(str(body["node"]))
+            case _K.NODE_RETURNED:
+                self.quarantined.discard(str(body["node"]))
+
+    def _take_incident(self, event: Event) -> None:
+        body = event.body
+        match event.kind:
+            case _K.INCIDENT_OPENED:
+                self._opened(Diagnosis.from_dict(body["diagnosis"]))
+            case _K.INCIDENT_CLOSED:
+                self.closed[str(body["outcome"])] += 1
+            case _K.PLAN_MADE:
+                plan = Plan.from_dict(body["plan"])
+                self.plans[str(plan.action)] += 1
+                self._remember(event, plan)
+            case _K.PLAN_HELD:
+                self.held[str(body["guard"])] += 1
+            case _K.PLAN_APPROVED | _K.PLAN_REJECTED | _K.PLAN_LAPSED:
+                self.decided[str(event.kind).removeprefix("plan_")] += 1
+            case _K.ACTION_STARTED:
+                self.actions[self._action(event), "started"] += 1
+            case _K.ACTION_DONE:
+                self.actions[self._action(event), "done"] += 1
+            case _K.ACTION_FAILED:
+                self.actions[self._action(event), str(body["failure"])] += 1
+            case _K.DIAGNOSIS_MARKED:
+                self.marks[str(event.incident_id)] = str(body["verdict"])
+
+    def _opened(self, d: Diagnosis) -> None:
+        role = self._role(d)
+        self.opened[role, str(d.fault_class)] += 1
+        self.found.update(d.detectors)
+        if PERSON not in d.detectors:  # a request has no onset
+            self.finding_seconds.setdefault(role, Took()).add(max(0.0, d.detected_at - d.onset))
+
+    def _closed(self, story: Story) -> None:
+        seconds = story.since_finding(story.cured_at)
+        if story.cured and seconds is not None:
+            self.cure_seconds.setdefault(self._role(story.diagnosis), Took()).add(seconds)
+
+    def _role(self, d: Diagnosis) -> str:
+        role = role_of(d)
+        if len(self._roles) < NUM_ROLES_MAX:
+            self._roles.add(role)
+        return role if role in self._roles else ""
+
+    def _remember(self, event: Event, plan: Plan) -> None:
+        if len(self._plans) >= NUM_PLANS_REMEMBERED:
+            del self._plans[next(iter(self._plans))]
+        self._plans[str(event.incident_id), plan.digest] = plan.action
+
+    def _action(self, event: Event) -> str:
+        digest = event.body.get("digest") or event.body.get("plan", {}).get("digest")
+        return str(self._plans.get((str(event.incident_id), str(digest)), ""))
+
+
+@dataclass(slots=True)
+class Took:
+    """How long something took: all together, how often, and the newest."""
+
+    seconds: float = 0.0
+    number: int = 0
+    newest: float = 0.0
+
+    def add(self, seconds: float) -> None:
+        self.seconds, self.number, self.newest = self.seconds + seconds, self.number + 1, seconds
+
+
+def role_of(d: Diagnosis) -> str:
+    """Of the first suspect; of the code at fault where nobody is suspected; else empty."""
+    return next((s.role for s in d.suspects if s.role), d.role_at_fault)
+
+
+def run_account(job: JobConfig) -> RunAccount:
+    return RunAccount(lost_time=LostTime(num_rollouts=job.roles.rollout, num_trainers=job.roles.trainer))
+
+
+class JournalReader:
+    """Goes on from where its last look ended."""
+
+    def __init__(self, journal: Journal, account: RunAccount) -> None:
+        self._journal, self.account = journal, account
+        self._seen_seq = 0
+
+    def look(self) -> bool:
+        """Takes in what is new; False when there is more than one look reads.
+
+        Raises:
+            JournalError: the journal cannot be read.
+        """
+        for _ in range(PAGES_A_LOOK):
+            damaged: list[DamagedLine] = []
+            events = self._journal.events(after=self._seen_seq, limit=PAGE_EVENTS, damaged=damaged)
+            for event in events:
+                # Deliberate: a foreign writer's line must not blind the person who looks at the others.
+                with suppress(Exception):
+                    self.account.take(event)
+            self._seen_seq = max([self._seen_seq, *(e.seq for e in events[-1:]), *(d.seq for d in damaged)])
+            if len(events) + len(damaged) < PAGE_EVENTS:
+                return True
+        return False

@@ -1,0 +1,260 @@
+"""What the terminal shows of a running job, as one frozen value made from the journal. Pure but for `Memory`, which
+one loop owns: it keeps what it has read, so that each look reads only what is new.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from rolecall.core.ids import ReplicaId
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.core.policy_health import signs_of
+
+RATE_SECONDS, RATE_STEPS = 15.0, 3.0
+"""Tokens per second are a mean over this long, and over so many steps where those take longer: a stall shows within it."""
+REWARDS_KEPT = 2000
+CLOSED_SHOWN = 3
+
+_K = EventKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaRow:
+    replica: str
+    node: str
+    incarnation: int
+    state: str  # of `ReplicaState`, or "wanted": desired, and nothing is there yet
+    policy_version: int = -1
+
+    @property
+    def serves(self) -> bool:
+        standby = self.replica.startswith("standby/") and self.state == ReplicaState.READY
+        return standby or self.state == ReplicaState.SERVING
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentRow:
+    incident_id: str
+    suspects: tuple[str, ...]
+    fault_class: str
+    because: str
+    stage: str  # opened, planned, held, proposed, acting, verifying; or the outcome once it is closed
+    detail: str  # the newest sentence: of the plan, the guard, the verification
+    opened_at: float
+    closed_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """Times are wall seconds."""
+
+    now: float
+    started_at: float | None = None
+    step: int = -1
+    num_steps: int | None = None
+    epoch: int = 0
+    policy_version: int = -1
+    """What the trainers made with the last committed step."""
+    rewards: tuple[float, ...] = ()
+    signs: Mapping[str, float] = field(default_factory=dict)
+    """Of the policy's health (core/policy_health.py), those that the last committed step had."""
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    rate_seconds: float = RATE_SECONDS
+    """Over which `tokens_per_second` is a mean."""
+    step_seconds: float | None = None
+    replicas: tuple[ReplicaRow, ...] = ()
+    open_incidents: tuple[IncidentRow, ...] = ()
+    closed_incidents: tuple[IncidentRow, ...] = ()  # newest last
+    paused: str = ""
+    ended: str = ""
+    note: str = ""  # what is going on while nothing trains yet
+
+    @property
+    def elapsed_seconds(self) -> float:
+        return 0.0 if self.started_at is None else max(0.0, self.now - self.started_at)
+
+
+_STAGES: Mapping[EventKind, str] = {
+    _K.PLAN_MADE: "planned",
+    _K.PLAN_HELD: "held",
+    _K.PLAN_PROPOSED: "waits for approval",
+    _K.HOLD_PLACED: "held by a person",
+    _K.HOLD_LIFTED: "hold lifted",
+    _K.ACTION_STARTED: "acting",
+    _K.ACTION_DONE: "verifying",
+    _K.ACTION_FAILED: "action failed",
+    _K.INCIDENT_VERIFIED: "verified",
+}
+
+
+@dataclass
+class Memory:
+    """What was read so far."""
+
+    num_steps: int | None = None
+    seq: int = 0
+    started_at: float | None = None
+    ended: str = ""
+    step: int = -1
+    epoch: int = 0
+    loss: float | None = None
+    policy_version: int = -1
+    versions: Mapping[str, object] = field(default_factory=dict)
+    """Of the rollouts, as the last committed step tells them."""
+    rewards: deque[float] = field(default_factory=lambda: deque(maxlen=REWARDS_KEPT))
+    signs: Mapping[str, float] = field(default_factory=dict)
+    commits: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=400))
+    incidents: dict[str, IncidentRow] = field(default_factory=dict)
+    """Those that are open."""
+    closed: deque[IncidentRow] = field(default_factory=lambda: deque(maxlen=CLOSED_SHOWN))
+
+    def read(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.seq = max(self.seq, event.seq)
+            self._read(event)
+
+    def _read(self, event: Event) -> None:
+        body = event.body
+        match event.kind:
+            case _K.RUN_STARTED:
+                self.started_at = event.wall_at
+                self.num_steps = self.num_steps or body.get("num_steps")
+            case _K.RUN_ENDED:
+                self.ended = str(body.get("outcome", "ended"))
+            case _K.EPOCH_GROWN:
+                self.epoch = int(body.get("epoch", 0))
+            case _K.STEP_COMMITTED:
+                self.step = int(body["step"])
+                made, held = body.get("policy_version"), body.get("versions")
+                self.policy_version = made if isinstance(made, int) else self.policy_version
+                self.versions = held if isinstance(held, Mapping) else {}
+                self.commits.append((event.wall_at, int(body.get("tokens") or 0)))
+                if body.get("reward") is not None:
+                    self.rewards.append(float(body["reward"]))
+                self.signs = signs_of(body)
+                self.loss = None if body.get("loss") is None else float(body["loss"])
+            case _ if event.incident_id:
+                self._incident(event)
+            case _:
+                pass
+
+    def _incident(self, event: Event) -> None:
+        which, body = str(event.incident_id), event.body
+        if event.kind in (_K.INCIDENT_OPENED, _K.INCIDENT_UPDATED):
+            found = body.get("diagnosis") or {}
+            before = self.incidents.get(which)
+            self.incidents[which] = IncidentRow(
+                incident_id=which,
+                suspects=tuple(suspect_text(s) for s in found.get("suspects", ())),
+                fault_class=str(found.get("fault_class", "")),
+                because=str(found.get("because", "")),
+                stage=before.stage if before else "found",
+                detail=before.detail if before else "",
+                opened_at=before.opened_at if before else event.wall_at,
+            )
+        elif which in self.incidents:
+            row = self.incidents[which]
+            plan = body.get("plan")
+            said = str(plan["because"]) if isinstance(plan, dict) else str(body.get("because") or row.detail)
+            if event.kind is _K.INCIDENT_CLOSED:
+                outcome = str(body.get("outcome", "closed"))
+                self.closed.append(
+                    replace(self.incidents.pop(which), stage=outcome, detail=said, closed_at=event.wall_at)
+                )
+            elif event.kind is _K.PLAN_PROPOSED:
+                said = f"rolecall approve {body.get('digest')}, or reject: {said}"
+                self.incidents[which] = replace(row, stage=_STAGES[event.kind], detail=said)
+            elif event.kind in _STAGES:
+                self.incidents[which] = replace(row, stage=_STAGES[event.kind], detail=said)
+
+    def snapshot(
+        self,
+        now: float,
+        desired: Mapping[ReplicaId, Desired],
+        current: Mapping[ReplicaId, Actual],
+        paused: str | None,
+        note: str = "",
+    ) -> Snapshot:
+        """The value to show at `now` (wall seconds)."""
+        return Snapshot(
+            now=now,
+            started_at=self.started_at,
+            step=self.step,
+            num_steps=self.num_steps,
+            epoch=self.epoch,
+            policy_version=self.policy_version,
+            rewards=tuple(self.rewards),
+            signs=self.signs,
+            loss=self.loss,
+            tokens_per_second=self.tokens_per_second(now),
+            rate_seconds=self._rate_seconds(),
+            step_seconds=self._step_seconds(),
+            replicas=replica_rows(desired, current, self.versions, self.commits[-1][0] if self.commits else 0.0),
+            open_incidents=tuple(self.incidents.values()),
+            closed_incidents=tuple(self.closed),
+            paused=paused or "",
+            ended=self.ended,
+            note=note,
+        )
+
+    def tokens_per_second(self, now: float) -> float | None:
+        """Over the last seconds or steps; None before there is anything to divide by."""
+        if not self.commits:
+            return None
+        since = max(now - self._rate_seconds(), self.commits[0][0])
+        seconds = now - since
+        return sum(tokens for at, tokens in self.commits if at > since) / seconds if seconds > 1.0 else None
+
+    def _rate_seconds(self) -> float:
+        return max(RATE_SECONDS, RATE_STEPS * (self._step_seconds() or 0.0))
+
+    def _step_seconds(self) -> float | None:
+        last = list(self.commits)[-6:]
+        return (last[-1][0] - last[0][0]) / (len(last) - 1) if len(last) > 1 else None
+
+
+def suspect_text(suspect: Mapping[str, object]) -> str:
+    """`rollout/1#2`, or the node where no replica is named."""
+    replica, incarnation = str(suspect.get("replica") or ""), suspect.get("incarnation")
+    if not replica:
+        return str(suspect.get("node", ""))
+    return replica if incarnation is None else f"{replica}#{incarnation}"
+
+
+def replica_rows(
+    desired: Mapping[ReplicaId, Desired],
+    current: Mapping[ReplicaId, Actual],
+    versions: Mapping[str, object] | None = None,
+    versions_at: float = 0.0,
+) -> tuple[ReplicaRow, ...]:
+    """Every replica that should be or is, by role and number.
+
+    `versions`: policy versions as they were at `versions_at`; a record knows only the one with which its replica began.
+    """
+    rows = []
+    for replica in {*desired, *current}:
+        wanted, there = desired.get(replica), current.get(replica)
+        if there is not None and (wanted is None or there.incarnation >= wanted.incarnation):
+            version = there.policy_version
+            if versions and (versions_at > there.changed_at or there.state != ReplicaState.SERVING):
+                told = versions.get(replica)
+                version = told if isinstance(told, int) else version
+            rows.append(
+                ReplicaRow(
+                    replica=replica,
+                    node=there.node,
+                    incarnation=there.incarnation,
+                    state=str(there.state),
+                    policy_version=version,
+                )
+            )
+        elif wanted is not None:
+            rows.append(ReplicaRow(replica=replica, node=wanted.node, incarnation=wanted.incarnation, state="wanted"))
+
+    def order(row: ReplicaRow) -> tuple[str, int]:
+        role, _, index = row.replica.partition("/")
+        return role, int(index) if index.isdigit() else 0
+
+    return tuple(sorted(rows, key=order))

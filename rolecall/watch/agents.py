@@ -1,0 +1,155 @@
+"""`rolecall watch --agents`: one watch over the agents of any job, which need not know of rolecall. It observes.
+
+The run directory holds only what the watch itself writes (run.json, the journal, what the detectors have learned), so
+that `rolecall status`, `incidents` and `replay` work on it as on any other run.
+"""
+
+import http.client
+import json
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rolecall.core.config.job import parse_job
+from rolecall.core.errors import ConfigError
+from rolecall.core.ids import ID_PATTERN, checked_id
+from rolecall.core.journal.journal import Journal
+from rolecall.core.rundir import RunDir, create_run_dir
+
+ASK_SECONDS = 3.0
+"""Deadline of asking one agent for its name."""
+ASKED_AT_ONCE = 32
+ANSWER_BYTES_MAX = 64 * 1024
+AGENTS_MAX = 4096
+_NAMED = re.compile(r"([a-z0-9][a-z0-9_.-]{0,62})=(https?://.+)")
+_SCHEMES = ("http", "https")
+
+
+def is_file(text: str) -> bool:
+    """Whether `--agents` names a file (agents_file.py)."""
+    return "://" not in text
+
+
+def listed(text: str) -> list[str]:
+    """The agents that `--agents` names, with commas between.
+
+    Raises:
+        ConfigError: nothing is named, too many, or an entry is no address.
+    """
+    return checked_entries(text.split(","))
+
+
+def checked_entries(lines: list[str]) -> list[str]:
+    """Each `http[s]://HOST:PORT` or `NODE=...`, without comments and blanks. Raises ConfigError as `listed`."""
+    entries = [entry for line in lines if (entry := line.partition("#")[0].strip())]
+    wrong = [e for e in entries if not _is_address(url_of(e))]
+    if wrong:
+        raise ConfigError(
+            [f"--agents: {e!r} is neither http[s]://HOST:PORT nor NODE=http[s]://HOST:PORT" for e in wrong]
+        )
+    if not 0 < len(entries) <= AGENTS_MAX:
+        raise ConfigError([f"--agents: expected 1 to {AGENTS_MAX} addresses, got {len(entries)}"])
+    return entries
+
+
+def url_of(entry: str) -> str:
+    named = _NAMED.fullmatch(entry)
+    return named.group(2) if named else entry
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in _SCHEMES and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def named_agents(entries: list[str], ask: Callable[[str], str] | None = None) -> dict[str, str]:
+    """node -> URL. Each agent whose node is not named is asked for it, all at once.
+
+    Raises:
+        ConfigError: agents that do not answer, or two of one node.
+    """
+    names, problems = asked_names(entries, ask or node_of)
+    found: dict[str, str] = {}
+    for entry, node in names.items():
+        if node in found:
+            problems.append(f"--agents: {found[node]} and {url_of(entry)} both speak for {node}")
+        found[node] = url_of(entry)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def asked_names(entries: list[str], ask: Callable[[str], str]) -> tuple[dict[str, str], list[str]]:
+    """entry -> node of those that are named or answer, and why the others are missing. All are asked at once."""
+    names: dict[str, str] = {}
+    problems = []
+    with ThreadPoolExecutor(max_workers=ASKED_AT_ONCE) as pool:
+        answers = pool.map(lambda entry: _named(entry, ask), entries)
+        for entry, (node, problem) in zip(entries, answers, strict=True):
+            if problem:
+                problems.append(f"--agents: {entry}: {problem}; start it first, or write NODE={url_of(entry)}")
+            else:
+                names[entry] = node
+    return names, problems
+
+
+def _named(entry: str, ask: Callable[[str], str]) -> tuple[str, str]:
+    """Node of one entry, and why it is not known."""
+    named = _NAMED.fullmatch(entry)
+    if named:
+        return named.group(1), ""
+    try:
+        return ask(entry), ""
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError) as e:
+        return "", f"no agent answers there ({str(e) or type(e).__name__})"
+
+
+def node_of(url: str, authorization: str = "") -> str:
+    """The name of the node whose agent serves at `url` (`/healthz`). `authorization`: value of that header.
+
+    Raises:
+        OSError, http.client.HTTPException, ValueError, KeyError, TypeError, AttributeError: nobody answers, or
+            something else.
+    """
+    parts = urlsplit(url)
+    made = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+    connection = made(parts.hostname or "", parts.port, timeout=ASK_SECONDS)
+    try:
+        connection.request("GET", "/healthz", headers={"Authorization": authorization} if authorization else {})
+        answer = connection.getresponse()
+        said = json.loads(answer.read(ANSWER_BYTES_MAX))
+    finally:
+        connection.close()
+    # To who is not let in an agent says only that it lives; an agent before that refuses.
+    if answer.status == http.client.UNAUTHORIZED or said.keys() == {"ok"}:
+        raise ValueError("it wants a user or a token: --credentials")
+    node = said["node"]
+    if not isinstance(node, str) or not ID_PATTERN.fullmatch(node):
+        raise ValueError("it does not say which node it is of")
+    return node
+
+
+def observing_run(root: Path, run_id: str, agents: Mapping[str, str], webhook_url: str | None = None) -> RunDir:
+    """A run directory for a watch over these agents; one of this name that a watch made is gone on with.
+
+    Raises:
+        BadId: `run_id` is none.
+        ConfigError: the name belongs to a run that rolecall started.
+    """
+    checked_id(run_id, "run id")
+    value = {"name": run_id, "recovery": {"mode": "observe", "webhook_url": webhook_url}}
+    config = parse_job(value).model_dump(mode="json")
+    run = RunDir((root / run_id).resolve())
+    if run.path.exists():
+        if "agents" not in run.read():
+            raise ConfigError([f"--id: {run_id!r} is a run that rolecall started itself, in {root}"])
+    else:
+        run = create_run_dir(root, run_id)
+    run.write({"run_id": run_id, "config": config, "agents": dict(agents)})
+    Journal(run.database_url).close()  # from now on the other commands can read it
+    return run

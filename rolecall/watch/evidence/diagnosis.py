@@ -1,0 +1,134 @@
+"""What pulled evidence says: the detectors of `rolecall diagnose` over the files of one incident, in words and findings.
+
+Findings name processes as the live detectors do, so that they can sharpen what stands. A rank whose dump is missing is
+not accused for that: here an agent may have been too slow, and who was not asked left none either.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rolecall.core.diagnosis import Finding, Suspect
+from rolecall.core.errors import UnreadableInput
+from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
+from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
+from rolecall.detector.artifacts.kernel_log import diagnosis as kernel_findings
+from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
+from rolecall.detector.artifacts.nccl import ras_status as nccl_status
+from rolecall.detector.artifacts.stacks import diagnosis as stacks
+from rolecall.detector.artifacts.stacks import dumps as stack_dumps
+from rolecall.detector.artifacts.stacks.dumps import Dump, Topology
+from rolecall.detector.artifacts.stacks.positions import shown, stack_of
+from rolecall.detector.base.read_budget import Budget
+from rolecall.watch.evidence.requests import Kind, called
+
+NUM_FRAMES_TOLD = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """One file of evidence. `who`: whose stack or dump it is."""
+
+    kind: Kind
+    path: Path
+    who: Suspect | None = None
+    suspected: bool = False
+
+
+@dataclass(slots=True)
+class Judged:
+    """`told`: what each part shows, for people. `unread`: files that the detectors cannot read, and why."""
+
+    told: list[str] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+
+
+def judge(files: Sequence[Kept]) -> Judged:
+    """Never raises UnreadableInput: what comes from elsewhere may be anything."""
+    judged = Judged()
+    by_kind = {kind: [f for f in files if f.kind is kind] for kind in Kind}
+    parts: tuple[tuple[Kind, Callable[[Sequence[Kept], Judged], None]], ...] = (
+        (Kind.STACKS, _stacks),
+        (Kind.FLIGHT, _flight),
+        (Kind.NCCL, _nccl),
+        (Kind.KERNEL, _kernel),
+    )
+    for kind, part in parts:
+        if by_kind[kind]:
+            try:
+                part(by_kind[kind], judged)
+            except UnreadableInput as e:
+                judged.unread.append(_unread(e))
+    return judged
+
+
+def _unread(e: UnreadableInput) -> str:
+    return f"{Path(e.where).name}: {e.reason}"
+
+
+def _stacks(files: Sequence[Kept], judged: Judged) -> None:
+    dumps, whose = list[Dump](), dict[tuple[str, int | None], Suspect]()
+    for file in files:
+        try:
+            dump = stack_dumps.read(file.path)
+        except UnreadableInput as e:
+            judged.unread.append(_unread(e))
+            continue
+        assert file.who is not None
+        dumps.append(dump)
+        whose[dump.replica, dump.rank] = file.who
+        judged.told.append(_stack_told(dump, file))
+    for found in stacks.diagnose(dumps) if dumps else ():
+        judged.findings.append(_renamed(found, lambda s: whose.get((s.replica, s.rank))))
+
+
+def _stack_told(dump: Dump, file: Kept) -> str:
+    assert file.who is not None
+    stack = stack_of(dump)
+    frames = " < ".join(shown(f) for f in stack.frames[:NUM_FRAMES_TOLD])
+    peer = "" if file.suspected else ", a peer,"
+    held = f"; another thread holds the GIL: {stack.gil_holder}" if stack.gil_holder else ""
+    return f"stack: {called(file.who)}{peer} {stack.doing}: {frames}{held}"
+
+
+def _flight(files: Sequence[Kept], judged: Judged) -> None:
+    dumps, unreadable = flight_dumps.read_many([f.path for f in files], num_processes=1, budget=Budget())
+    judged.unread += map(_unread, unreadable)
+    if not dumps:
+        return
+    by_path = {str(f.path): f.who for f in files}
+    whose = {d.rank: who for d in dumps if (who := by_path[d.path]) is not None}
+    topology = _topology(whose)
+    judged.told.append(flight_recorder.looked_at(dumps))
+    for found in flight_recorder.diagnose(dumps, topology=topology):
+        if all(s.rank in whose for s in found.suspects):
+            judged.findings.append(_renamed(found, lambda s: None if s.rank is None else whose.get(s.rank)))
+
+
+def _topology(whose: Mapping[int, Suspect]) -> Topology:
+    roles = {who.role for who in whose.values()}
+    return Topology(
+        role=roles.pop() if len(roles) == 1 else "",
+        nodes={rank: str(who.node) for rank, who in whose.items()},
+        replicas={rank: who.replica for rank, who in whose.items()},
+    )
+
+
+def _nccl(files: Sequence[Kept], judged: Judged) -> None:
+    polls = [poll for file in files for poll in nccl_status.read(file.path)]
+    findings, remarks = nccl_status.diagnose(polls)
+    judged.told += [f"NCCL RAS: {nccl_status.looked_at(polls)}", *(f"NCCL RAS: {text}" for text in remarks)]
+    judged.findings += findings
+
+
+def _kernel(files: Sequence[Kept], judged: Judged) -> None:
+    logs, unread = kernel_logs.read_all([f.path for f in files], (), Budget())
+    judged.unread += unread
+    judged.told.append(f"kernel: {kernel_findings.looked_at(logs)}")
+    judged.findings += kernel_findings.diagnose(logs)
+
+
+def _renamed(found: Finding, of: Callable[[Suspect], Suspect | None]) -> Finding:
+    """With suspects as the live detectors name them, process included."""
+    return replace(found, suspects=tuple(of(s) or s for s in found.suspects))

@@ -1,0 +1,318 @@
+"""Pulls the evidence of an incident from the agents by itself: stacks, Flight Recorder dumps, NCCL RAS, kernel lines.
+
+The watch asks, and goes on: nothing waits for an answer, whatever comes within `DEADLINE_SECONDS` is kept, and the rest is
+told as missing with its reason. Questions to one agent follow each other, agents are asked side by side, all in daemon
+threads. Files lie in `evidence/<incident>/` of the run, for their owner alone, redacted as those of `rolecall incident
+export`; what the detectors read in them is told with the files in one event of the journal.
+"""
+
+import hashlib
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from rolecall.core.clock import Clock
+from rolecall.core.diagnosis import Diagnosis, Finding
+from rolecall.core.rundir import RunDir
+from rolecall.core.text import plain
+from rolecall.detector.live.stages.pulled_evidence import SETTLES
+from rolecall.detector.live.subject import Subject
+from rolecall.recovery.intake import finite
+from rolecall.recovery.interfaces import Account
+from rolecall.reports.incident_material import EVIDENCE_DIR, run_redactor
+from rolecall.watch.evidence.diagnosis import Judged, Kept, judge
+from rolecall.watch.evidence.files import EvidenceFiles, NoEvidence
+from rolecall.watch.evidence.query import NotHad, asked
+from rolecall.watch.evidence.requests import Ask, Kind, called, wanted
+
+logger = logging.getLogger(__name__)
+
+DEADLINE_SECONDS = 20.0
+"""Of one incident, from the first question. An agent gives up a stack or a dump after 10 s."""
+ASKED_AT_ONCE = 16
+"""Agents of one incident."""
+NUM_INCIDENTS_AT_ONCE = 2
+NUM_WAITING_MAX = 32
+BUSY_PAUSE_SECONDS = 0.2
+BYTES_MAX = {Kind.STACKS: 2 << 20, Kind.FLIGHT: 8 << 20, Kind.NCCL: 4 << 20, Kind.KERNEL: 1 << 20}
+"""Of one answer. A trainer with 30 threads of 40 frames takes 0.3 MB, a dump of 2,000 entries as much to 1 MB."""
+NUM_TOLD_MAX = 40
+"""Sentences of each kind in the event."""
+NUM_NAMED_MAX = 4
+NO_TOKEN = (
+    "no evidence was asked for: agents give it for their bearer token only. Name it: `rolecall watch --agents ... "
+    "--credentials FILE`, one line `bearer VALUE` (docs/agent.md says how VALUE is made of an agent's token)"
+)
+WRONG_TOKEN = "give the watch the token of these agents (docs/agent.md, Security)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    incident_id: str
+    asks: tuple[Ask, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    ask: Ask
+    body: bytes | None = None  # None: it is missing
+    wall_at: float = 0.0
+    missing: str = ""
+
+
+class EvidencePull:
+    """A `recovery.interfaces.Witnesses`. `ask` and `heard` are for the watch's thread, and never block."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        agents: Callable[[], Mapping[str, str]],
+        authorization: str,
+        fleet: Callable[[], Iterable[Subject]],
+        clock: Clock,
+        *,
+        deadline_seconds: float = DEADLINE_SECONDS,
+    ) -> None:
+        """`agents`: node -> URL. `authorization`: value of that header, with the bearer token; empty: nobody is asked.
+        `fleet`: the processes that the detectors know, called by `ask`."""
+        self._run, self._agents, self._authorization, self._fleet = run, agents, authorization, fleet
+        self._clock, self._deadline_seconds = clock, deadline_seconds
+        self._jobs: queue.Queue[_Job] = queue.Queue(NUM_WAITING_MAX)
+        self._heard: deque[Account] = deque()
+        self._findings: deque[Finding] = deque()
+        self._closed = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def ask(self, incident_id: str, diagnosis: Diagnosis) -> None:
+        asks = tuple(wanted(diagnosis, self._fleet()))
+        if not asks:
+            return
+        if not self._authorization:
+            self._tell(incident_id, missing=[NO_TOKEN])
+            return
+        if not self._threads:
+            self._threads = [
+                threading.Thread(target=self._work, name=f"evidence-{n}", daemon=True)
+                for n in range(NUM_INCIDENTS_AT_ONCE)
+            ]
+            for thread in self._threads:
+                thread.start()
+        try:
+            self._jobs.put_nowait(_Job(incident_id=incident_id, asks=asks))
+        except queue.Full:
+            because = f"no evidence was asked for: that of {NUM_WAITING_MAX} other incidents is waited for"
+            self._tell(incident_id, missing=[because])
+
+    def heard(self) -> list[Account]:
+        return [self._heard.popleft() for _ in range(len(self._heard))]
+
+    def findings(self) -> tuple[Finding, ...]:
+        """What the evidence of some incident said since the last call."""
+        return tuple(self._findings.popleft() for _ in range(len(self._findings)))
+
+    def close(self) -> None:
+        """Lets go of everything that is under way."""
+        self._closed.set()
+
+    # --- in threads of its own
+
+    def _work(self) -> None:
+        while not self._closed.is_set():
+            try:
+                job = self._jobs.get(timeout=BUSY_PAUSE_SECONDS)
+            except queue.Empty:
+                continue
+            try:
+                self._pull(job)
+            except Exception as e:  # deliberate: a defect here costs this incident's evidence, and nothing else
+                logger.exception("evidence of %s", job.incident_id)
+                self._tell(job.incident_id, missing=[f"the evidence could not be taken in: {type(e).__name__}: {e}"])
+
+    def _pull(self, job: _Job) -> None:
+        begun = self._clock.monotonic()
+        answers = self._answers(job.asks, begun + self._deadline_seconds)
+        missing = _missing(answers)
+        try:
+            kept, refused = self._kept(job, answers, begun + 2 * self._deadline_seconds)
+            missing += refused
+            judged = judge(kept)
+        except OSError as e:
+            kept, judged = [], Judged()
+            missing.append(f"what was had could not be kept: {e.strerror or e}")
+        seconds = self._clock.monotonic() - begun
+        self._findings.extend(f for f in judged.findings if f.fault_class in SETTLES)
+        self._tell(job.incident_id, kept=kept, judged=judged, missing=missing, seconds=seconds)
+
+    def _kept(self, job: _Job, answers: Sequence[_Answer], until: float) -> tuple[list[Kept], list[str]]:
+        """The files, and why there are no more. `until`: redacting takes a second for a few megabytes. Raises OSError."""
+        # A kernel log may be empty; anything else that is empty makes no sense.
+        had = [(a, a.body) for a in answers if a.body is not None and (a.body or a.ask.kind is not Kind.KERNEL)]
+        if not had:
+            return [], []
+        known = run_redactor(self._run, nodes=[a.node for a in job.asks])
+        files = EvidenceFiles(self._run.path / EVIDENCE_DIR / job.incident_id, known)
+        numbers = _dump_numbers([a for a in job.asks if a.kind is Kind.FLIGHT])
+        kept, refused = list[Kept](), list[str]()
+        for a, body in had:
+            if self._clock.monotonic() > until:
+                refused.append(f"{a.ask.what}: had, and no time was left to redact it")
+                continue
+            try:
+                kept.append(files.keep(a.ask, numbers.get(a.ask, 0), body, a.wall_at))
+            except NoEvidence as e:
+                refused.append(f"{a.ask.what}: {plain(e, 300)}")
+        return kept, refused
+
+    def _answers(self, asks: Sequence[Ask], until: float) -> list[_Answer]:
+        """In the order of `asks`; each is answered, or missing, once `until` is past."""
+        try:
+            urls = dict(self._agents())
+        except (OSError, ValueError) as e:
+            return [_Answer(ask=a, missing=f"the list of agents cannot be read: {e}") for a in asks]
+        by_node: dict[str, list[Ask]] = {}
+        for ask in asks:
+            by_node.setdefault(ask.node, []).append(ask)
+        nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
+        for node in by_node:
+            nodes.put(node)
+        told: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+
+        def converse() -> None:
+            while True:
+                try:
+                    node = nodes.get_nowait()
+                except queue.Empty:
+                    return
+                self._of_node(urls.get(node, ""), by_node[node], until, told)
+
+        for n in range(min(ASKED_AT_ONCE, len(by_node))):
+            threading.Thread(target=converse, name=f"evidence-ask-{n}", daemon=True).start()
+        found: dict[Ask, _Answer] = {}
+        while len(found) < len(asks):
+            left = until - self._clock.monotonic()
+            try:
+                answer = told.get(timeout=max(left, 0.001))
+            except queue.Empty:
+                break
+            found[answer.ask] = answer
+        late = f"no answer within the {self._deadline_seconds:.0f} s that evidence may take"
+        return [found.get(a) or _Answer(ask=a, missing=late) for a in asks]
+
+    def _of_node(self, url: str, asks: Sequence[Ask], until: float, told: "queue.SimpleQueue[_Answer]") -> None:
+        """Asks one agent, one thing after the other; after it did not answer at all, nothing more."""
+        gone = "" if url else "its agent is not there"
+        for ask in asks:
+            if gone or self._closed.is_set():
+                told.put(_Answer(ask=ask, missing=gone or "the watch ended"))
+                continue
+            try:
+                body = self._one(url, ask, until)
+                told.put(_Answer(ask=ask, body=body, wall_at=self._clock.wall()))
+            except NotHad as e:
+                gone = "" if e.status else str(e)
+                told.put(_Answer(ask=ask, missing=_worded(ask, e)))
+
+    def _one(self, url: str, ask: Ask, until: float) -> bytes:
+        """Raises NotHad."""
+        pid = "" if ask.who is None or ask.who.process is None else f"?pid={ask.who.process.pid}"
+        while True:
+            left = until - self._clock.monotonic()
+            if left <= 0 or self._closed.is_set():
+                raise NotHad(f"not had within the {self._deadline_seconds:.0f} s that evidence may take")
+            path = f"/v1/evidence/{ask.kind}{pid}"
+            try:
+                return asked(url, path, self._authorization, seconds=left, bytes_max=BYTES_MAX[ask.kind])
+            except NotHad as e:
+                if e.status != HTTPStatus.TOO_MANY_REQUESTS:
+                    raise
+            self._closed.wait(BUSY_PAUSE_SECONDS)  # it dumps another process for somebody else
+
+    def _tell(
+        self,
+        incident_id: str,
+        *,
+        kept: Sequence[Kept] = (),
+        judged: Judged | None = None,
+        missing: Sequence[str] = (),
+        seconds: float = 0.0,
+    ) -> None:
+        judged = judged or Judged()
+        if not kept and not missing:
+            return  # what was asked for is no part of these agents
+        body = {
+            "because": _because(kept, judged, missing),
+            "files": [_described(f, self._run.path) for f in kept],
+            "told": [plain(text) for text in judged.told[:NUM_TOLD_MAX]],
+            "findings": [f.to_dict() for f in judged.findings[:NUM_TOLD_MAX]],
+            "missing": [plain(text) for text in (*missing, *judged.unread)[:NUM_TOLD_MAX]],
+            "seconds": round(seconds, 3),
+        }
+        self._heard.append(Account(incident_id=incident_id, body=finite(body)))
+
+
+def _dump_numbers(asks: Sequence[Ask]) -> dict[Ask, int]:
+    """What stands for the rank of a dump that does not say it itself: the registered one, if it is each one's own."""
+    ranks = [a.who.rank for a in asks if a.who is not None and a.who.rank is not None]
+    own = len(set(ranks)) == len(asks)
+    return {a: ranks[n] if own else n for n, a in enumerate(asks)}
+
+
+# --- words ----------------------------------------------------------------------------------------------------------
+
+
+def _worded(ask: Ask, e: NotHad) -> str:
+    """Why it is missing; empty where that is nothing to speak of."""
+    if e.status == HTTPStatus.NOT_FOUND and ask.who is None:
+        return ""  # an agent without this collector, or of before it
+    return f"{e}; {WRONG_TOKEN}" if e.status == HTTPStatus.UNAUTHORIZED else str(e)
+
+
+def _missing(answers: Sequence[_Answer]) -> list[str]:
+    """One sentence a reason, with what it cost."""
+    by_reason: dict[tuple[str, str, Kind], list[str]] = {}
+    for a in answers:
+        if a.missing:
+            names = by_reason.setdefault((a.missing, a.ask.node, a.ask.kind), [])
+            names += [called(a.ask.who)] if a.ask.who is not None else []
+    said = []
+    for (reason, node, kind), names in by_reason.items():
+        of = f" of {_listed(names)}" if names else ""
+        said.append(f"{_WORDS[kind][len(names) > 1]}{of} (node {node}): {reason}")
+    return said
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NUM_NAMED_MAX} more" if len(names) > NUM_NAMED_MAX else ""
+    return ", ".join(names[:NUM_NAMED_MAX]) + more
+
+
+_WORDS = {
+    Kind.STACKS: ("stack", "stacks"),
+    Kind.FLIGHT: ("Flight Recorder dump", "Flight Recorder dumps"),
+    Kind.NCCL: ("answer of NCCL RAS", "answers of NCCL RAS"),
+    Kind.KERNEL: ("kernel log", "kernel logs"),
+}
+
+
+def _because(kept: Sequence[Kept], judged: Judged, missing: Sequence[str]) -> str:
+    numbers = [(kind, sum(f.kind is kind for f in kept)) for kind in Kind]
+    had = [f"{n} {_WORDS[kind][n > 1]}" for kind, n in numbers if n]
+    said = [f.because for f in judged.findings]
+    told = ", ".join(had) or "no evidence"
+    return plain("; ".join([told, *said[:NUM_NAMED_MAX], *(missing[:1] if not had else ())]))
+
+
+def _described(file: Kept, root: Path) -> dict[str, Any]:
+    content = file.path.read_bytes()
+    return {
+        "name": str(file.path.relative_to(root)),
+        "bytes": len(content),
+        "sha256": hashlib.sha256(content).hexdigest(),
+        "kind": str(file.kind),
+    }

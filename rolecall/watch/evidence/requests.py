@@ -1,0 +1,130 @@
+"""Which evidence an incident asks for, and of whom. Pure.
+
+    crash, node lost, GPU          last kernel lines of the suspects' nodes
+    slow                           those, and the stacks of the suspects and of two of their peers
+    hang, network, cannot tell     those, NCCL RAS, and Flight Recorder dumps of the whole role where it has collectives
+    user code                      nothing: its exception says more
+
+Only processes that their agent knows are looked at, and each kind is bounded: evidence is for comparing, not for keeping.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from heapq import nsmallest
+
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.telemetry import Phase
+from rolecall.detector.base.findings import suspect
+from rolecall.detector.live.subject import Subject
+
+NUM_STACKS_MAX = 16
+"""Of suspects. A tie names all members of its group."""
+NUM_PEERS = 2
+NUM_FLIGHT_MAX = 64
+"""A dump takes 0.3 MB and its process some milliseconds; one agent asks one process at a time."""
+NUM_NODES_MAX = 4
+"""Nodes that are asked for kernel lines; one answer of RAS covers the whole job."""
+
+
+class Kind(StrEnum):
+    """As the agent's path names it: `/v1/evidence/<kind>`."""
+
+    STACKS = "stacks"
+    FLIGHT = "flight_recorder"
+    NCCL = "nccl_ras"
+    KERNEL = "kernel_log"
+
+
+WAITS = frozenset({FaultClass.HANG, FaultClass.NETWORK, FaultClass.CANNOT_TELL})
+STACKS = WAITS | {FaultClass.SLOW}
+KERNEL = STACKS | {FaultClass.CRASH, FaultClass.GPU, FaultClass.NODE_LOST}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One question to one agent. `who`: of stacks and dumps, with its process."""
+
+    kind: Kind
+    node: str
+    who: Suspect | None = None
+    suspected: bool = False
+
+    @property
+    def what(self) -> str:
+        """For sentences: `stack of trainer/3 rank 3`."""
+        name = "" if self.who is None else " of " + called(self.who)
+        words = {Kind.STACKS: "stack", Kind.FLIGHT: "Flight Recorder dump", Kind.NCCL: "state of NCCL RAS"}
+        return f"{words.get(self.kind, 'kernel log')}{name or f' of {self.node}'}"
+
+
+def called(who: Suspect) -> str:
+    rank = "" if who.rank is None else f" rank {who.rank}"
+    return f"{who.replica or who.role}{rank}".strip() or str(who.node)
+
+
+def wanted(diagnosis: Diagnosis, fleet: Iterable[Subject]) -> list[Ask]:
+    """Suspects first: what is asked last may come too late."""
+    alive = [s for s in fleet if s.process is not None and not s.gone]
+    accused = _accused(alive, diagnosis)
+    keys = {s.key for s in accused}
+    known = {s.process for s in accused}
+    # One that the detector has no sample of yet (a watch that just began) is asked for by the diagnosis alone.
+    named = [s for s in diagnosis.suspects if s.process is not None and not alive and s.process not in known]
+    suspects = [*map(suspect, accused), *named]
+    fault = diagnosis.fault_class
+    asks: list[Ask] = []
+    if fault in STACKS:
+        asks += [_of(Kind.STACKS, who, True) for who in suspects[:NUM_STACKS_MAX]]
+        asks += [_of(Kind.STACKS, suspect(s), False) for s in _peers(accused, alive)]
+    if fault in WAITS:
+        asks += [_of(Kind.FLIGHT, suspect(s), s.key in keys) for s in _members(accused, alive)]
+    nodes = list(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node))[:NUM_NODES_MAX]
+    if fault in WAITS and nodes:
+        asks.append(Ask(kind=Kind.NCCL, node=_one_that_answers(nodes, alive)))
+    if fault in KERNEL:
+        asks += [Ask(kind=Kind.KERNEL, node=node) for node in nodes]
+    return asks
+
+
+def _of(kind: Kind, who: Suspect, suspected: bool) -> Ask:
+    assert who.process is not None
+    return Ask(kind=kind, node=str(who.process.node), who=who, suspected=suspected)
+
+
+def _accused(alive: Sequence[Subject], diagnosis: Diagnosis) -> list[Subject]:
+    """Processes of the suspects: of the ranks that are named, of whole replicas, of whole nodes."""
+    whole = {str(who.node) for who in diagnosis.suspects if who.node and not who.replica}
+    named = {(who.replica, who.rank, who.incarnation) for who in diagnosis.suspects if who.replica}
+
+    def is_named(s: Subject) -> bool:
+        # A suspect without a rank, or an incarnation, stands for all of them.
+        return any((s.replica, rank, number) in named for rank in (s.rank, None) for number in (s.incarnation, None))
+
+    return [s for s in alive if s.node in whole or is_named(s)]
+
+
+def _peers(accused: Sequence[Subject], alive: Sequence[Subject]) -> list[Subject]:
+    """Of the suspects' roles, on other nodes if there are: they do the same work, and are not accused."""
+    roles, nodes, keys = {s.role for s in accused}, {s.node for s in accused}, {s.key for s in accused}
+    others = (s for s in alive if s.role in roles and s.key not in keys)
+    return nsmallest(NUM_PEERS, others, key=lambda s: (s.node in nodes, s.key))
+
+
+def _members(accused: Sequence[Subject], alive: Sequence[Subject]) -> list[Subject]:
+    """Who takes part in the collectives of the suspects: all of a role whose processes count collectives."""
+    roles = {s.role for s in accused}
+    members = [s for s in alive if s.role in roles and s.reports]
+    if len(members) < 2 or not any(map(_in_collectives, members)):
+        return []
+    return nsmallest(NUM_FLIGHT_MAX, members, key=lambda s: s.key)
+
+
+def _in_collectives(s: Subject) -> bool:
+    return s.sample is not None and (s.sample.collectives_entered > 0 or s.phase == Phase.REDUCE)
+
+
+def _one_that_answers(nodes: Sequence[str], alive: Sequence[Subject]) -> str:
+    """RAS tells of the whole job wherever it is asked: a node with live processes rather than another."""
+    living = {s.node for s in alive}
+    return next((n for n in nodes if n in living), nodes[0])

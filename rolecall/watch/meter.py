@@ -1,0 +1,125 @@
+"""What the watch's own loop knows, kept as one frozen `TickView` that is replaced after each tick.
+
+The loop writes it, whoever renders `/metrics` reads it: neither ever waits for the other, and while a tick is stuck the
+view of the one before stands, with its time.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rolecall.core.clock import Clock
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.detector.base.observation import Observation
+from rolecall.recovery import interfaces
+from rolecall.recovery.loop import Watch
+from rolecall.watch.metrics import TickView
+
+COUNT_SECONDS = 5.0
+"""The processes are counted this often: there may be sixteen thousand."""
+
+
+class Meter:
+    """Owned by the loop; `view` may be read from any thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.view = TickView(started_at=clock.wall(), mode="")
+        self.waited = 0.0  # of the tick under way
+        self.counted_at = -math.inf
+
+    def change(self, **changes: Any) -> None:
+        self.view = replace(self.view, **changes)
+
+
+class MeteredSource:
+    """`source`, and how long it waited, whom it cannot reach, how old its news is."""
+
+    def __init__(self, source: interfaces.Source, meter: Meter, num_agents: Callable[[], int]) -> None:
+        self._source, self._meter, self._num_agents = source, meter, num_agents
+
+    def poll(self, timeout_seconds: float) -> Any:
+        clock = self._meter.clock
+        began = clock.monotonic()
+        try:
+            observation = self._source.poll(timeout_seconds)
+        finally:
+            self._meter.waited += clock.monotonic() - began
+        if isinstance(observation, Observation):
+            self._looked(observation)
+        return observation
+
+    def _looked(self, o: Observation) -> None:
+        ages = [max(0.0, o.wall_at - batch.wall_at) for batch in o.batches]
+        self._meter.change(
+            observed_age_seconds=max(ages, default=self._meter.view.observed_age_seconds),
+            num_agents=self._num_agents(),
+            unreachable=tuple((node, since) for node, since, _ in o.unreachable),
+        )
+
+
+class MeteredDetector:
+    """`detector`, and how long it judged, what stands, how many processes it knows."""
+
+    def __init__(self, detector: interfaces.Detector, meter: Meter, num_processes: Callable[[], int]) -> None:
+        self._detector, self._meter, self._num_processes = detector, meter, num_processes
+
+    def observe(self, observation: Any) -> Sequence[Diagnosis]:
+        meter = self._meter
+        began = meter.clock.monotonic()
+        try:
+            standing = self._detector.observe(observation)
+        finally:
+            now = meter.clock.monotonic()
+            meter.change(judging_seconds=meter.view.judging_seconds + now - began)
+        meter.change(standing=Counter(str(d.fault_class) for d in standing))
+        if now - meter.counted_at >= COUNT_SECONDS:
+            meter.counted_at = now
+            meter.change(num_processes=self._num_processes())
+        return standing
+
+    def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
+        return self._detector.progressing(replica, incarnation_min)
+
+    def forget(self, replica: str, below_incarnation: int) -> None:
+        self._detector.forget(replica, below_incarnation)
+
+    def window(self, suspects: Iterable[Suspect] = ()) -> Mapping[str, Any]:
+        return self._detector.window(suspects)
+
+
+class MeteredWatch(Watch):
+    """The loop, each tick of it measured."""
+
+    def __init__(self, *arguments: Any, meter: Meter, **more: Any) -> None:
+        super().__init__(*arguments, **more)
+        self._meter = meter
+        meter.change(mode=self._config.mode)
+
+    def run(self, stop: Any) -> None:
+        try:
+            super().run(stop)
+        finally:
+            self._meter.change(acting=self.acting)
+
+    def tick(self) -> None:
+        meter = self._meter
+        meter.waited, began = 0.0, meter.clock.monotonic()
+        failed = 1
+        try:
+            super().tick()
+            failed = 0
+        finally:
+            busy = max(0.0, meter.clock.monotonic() - began - meter.waited)
+            meter.change(
+                num_ticks=meter.view.num_ticks + 1,
+                num_failures=meter.view.num_failures + failed,
+                ended_at=meter.clock.wall(),
+                seconds=busy,
+                busy_seconds=meter.view.busy_seconds + busy,
+                acting=self.acting,
+                blind=bool(self._judge.error),
+                num_unhandled=len(self._troubles.words()),
+            )

@@ -1,0 +1,437 @@
+"""`rolecall watch --source ...` and `rolecall record`: any fleet's metrics, live, to detectors or into a recording.
+
+A queries file (YAML) says what to ask a Prometheus server for, and which labels name a machine; without one it is what
+rolecall's agents and dcgm-exporter expose. Credentials come from a file or the environment, never from the command line.
+"""
+
+import base64
+import json
+import logging
+import math
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import numpy as np
+from pydantic import Field, ValidationError
+
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config.job import read_yaml
+from rolecall.core.config.section import Section
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.errors import ConfigError, UnreadableInput
+from rolecall.core.rundir import RunDir
+from rolecall.core.text import plain
+from rolecall.detector.live.merging import Merger
+from rolecall.detector.panels.membership import PanelWatch
+from rolecall.detector.panels.panel import Panel, PanelDetector, PanelShape
+from rolecall.detector.panels.source import PanelSource, RecordingSource, Stopped, Tick, panel_key
+from rolecall.detector.sources import recording
+from rolecall.detector.sources.agent_panels import AgentsPanels
+from rolecall.detector.sources.prometheus import PrometheusSource
+from rolecall.detector.sources.prometheus_api import Client
+from rolecall.detector.sources.prometheus_queries import Labels, Query, catalogue_queries, dcgm_queries
+
+logger = logging.getLogger(__name__)
+
+BEARER_ENV, USER_ENV, PASSWORD_ENV = (
+    "ROLECALL_PROMETHEUS_TOKEN",
+    "ROLECALL_PROMETHEUS_USER",
+    "ROLECALL_PROMETHEUS_PASSWORD",
+)
+INTERVAL_SECONDS = 15.0
+"""The scrape interval that most servers have."""
+HISTORY_TICKS = 720
+"""How much of the past a watch begins with: the default detector knows the habits of three machines after 703 ticks, of
+many after 383. Three hours, at the usual interval."""
+SECONDS_MAX = 31 * 86_400.0
+DATES_FROM_SECONDS = 1e8
+"""Smaller times count from a recording's own zero, not from 1970."""
+FILE_BYTES_MAX = 1 << 20
+Out = Callable[[str], None]
+
+
+# --- what to ask --------------------------------------------------------------------------------------------------
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+Names = tuple[Name, ...]
+
+
+class LabelsConfig(Section):
+    """Which labels name the machine of a series; of each list the first that is not empty counts."""
+
+    role: Names = Labels().role
+    role_otherwise: Name = Labels().role_otherwise
+    """Role of a series without such a label. Peers are the machines of one role."""
+    replica: Names = Labels().replica
+    node: Annotated[Names, Field(min_length=1)] = Labels().node
+    """A series without is left out."""
+    rank: Names = Labels().rank
+    gpu: Names = Labels().gpu
+    job: Names = Labels().job
+    phase: Names = Labels().phase
+    """Peers are compared within one phase only: for series that carry it, as a join with `group_left(phase)` gives."""
+
+
+class QueryConfig(Section):
+    expression: Annotated[str, Field(min_length=1, max_length=65_536)]
+    """PromQL. `$match` stands for --match, `$window` for the duration of rates (four intervals), `$interval` for the
+    interval."""
+    labels: LabelsConfig | None = None
+    """None: those of the file."""
+
+
+class QueriesConfig(Section):
+    """The queries file."""
+
+    labels: LabelsConfig = LabelsConfig()
+    queries: Annotated[dict[Name, QueryConfig], Field(max_length=500)] = Field(default_factory=dict)
+    """Name of the metric -> how it is asked for."""
+    defaults: bool = False
+    """Ask for what rolecall's agents and dcgm-exporter expose, too."""
+
+
+def load_queries(path: Path) -> tuple[Query, ...]:
+    """Raises ConfigError: the file cannot be read, is not YAML, or has problems."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            text = file.read(FILE_BYTES_MAX + 1)
+        if len(text) > FILE_BYTES_MAX:
+            raise ValueError(f"larger than {FILE_BYTES_MAX >> 20} MiB")
+        value = read_yaml(text)
+    except (OSError, ValueError) as e:
+        raise ConfigError([f"(file): {e}"], str(path)) from e
+    try:
+        config = QueriesConfig.model_validate({} if value is None else value)
+    except ValidationError as e:
+        problems = [f"{'.'.join(map(str, x['loc'])) or '(top)'}: {x['msg']}" for x in e.errors()]
+        raise ConfigError(problems, str(path)) from None
+    own = [
+        Query(metric=name, expression=q.expression, labels=Labels(**dict(q.labels or config.labels)))
+        for name, q in config.queries.items()
+    ]
+    if not own and not config.defaults:
+        raise ConfigError(["queries: none, and `defaults` is not set"], str(path))
+    return (*own, *(_default_queries() if config.defaults else ()))
+
+
+def _default_queries() -> tuple[Query, ...]:
+    return (*catalogue_queries(), *dcgm_queries())
+
+
+def parse_query(text: str) -> Query:
+    """`name=EXPR` of the command line. Raises ConfigError."""
+    name, equals, expression = text.partition("=")
+    if not equals or not name.strip() or not expression.strip():
+        raise ConfigError([f"--query: expected NAME=EXPRESSION, got {text[:80]!r}"])
+    return Query(metric=name.strip(), expression=expression.strip())
+
+
+def authorization(path: Path | None, environ: Mapping[str, str]) -> str:
+    """Value of the Authorization header; "" for none. The file holds one line: `bearer TOKEN` or `basic USER:PASSWORD`.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds something else (which is not repeated).
+    """
+    if path is None:
+        token, user, password = (environ.get(name, "") for name in (BEARER_ENV, USER_ENV, PASSWORD_ENV))
+        if token and user:
+            raise ConfigError([f"{BEARER_ENV} and {USER_ENV} are both set: one of them is meant"])
+        text, where = f"bearer {token}" if token else f"basic {user}:{password}" if user else "", "(environment)"
+        if not text:
+            return ""
+    else:
+        where = str(path)
+        try:
+            text = path.read_text(encoding="utf-8") if path.stat().st_size <= FILE_BYTES_MAX else ""
+        except (OSError, UnicodeDecodeError) as e:
+            reason = e.strerror if isinstance(e, OSError) else "not a text"
+            raise ConfigError([f"--credentials: {reason}"], where) from None
+    kind, _, secret = text.strip().partition(" ")
+    secret = secret.strip()
+    if kind.lower() == "basic" and ":" in secret and secret.isprintable():
+        return "Basic " + base64.b64encode(secret.encode()).decode()
+    if kind.lower() == "bearer" and secret and secret.isascii() and secret.isprintable() and " " not in secret:
+        return f"Bearer {secret}"
+    raise ConfigError(["expected one line, `bearer TOKEN` or `basic USER:PASSWORD`"], where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrometheusOptions:
+    """Of the command line."""
+
+    url: str
+    queries: tuple[str, ...] = ()
+    """`name=EXPR` each. With these or a file, the default queries are not asked, unless the file says so."""
+    queries_file: Path | None = None
+    match: str = ""
+    interval_seconds: float = INTERVAL_SECONDS
+    history_seconds: float | None = None
+    """None: what the command takes."""
+    credentials: Path | None = None
+
+
+def prometheus_source(
+    options: PrometheusOptions, history_seconds: float, clock: Clock, environ: Mapping[str, str] = os.environ
+) -> PrometheusSource:
+    """Raises ConfigError."""
+    client = Client(options.url, clock, authorization=authorization(options.credentials, environ))
+    queries = [*map(parse_query, options.queries)]
+    if options.queries_file is not None:
+        queries += load_queries(options.queries_file)
+    asked = options.history_seconds
+    if asked is not None and not 0 <= asked <= SECONDS_MAX:
+        raise ConfigError([f"--history: must be within 0 and {SECONDS_MAX:g} s, got {asked:g}"])
+    return PrometheusSource(
+        client,
+        queries or _default_queries(),
+        clock,
+        interval_seconds=options.interval_seconds,
+        history_seconds=history_seconds if asked is None else asked,
+        match=options.match,
+    )
+
+
+# --- the commands -------------------------------------------------------------------------------------------------
+
+
+def watch_prometheus(
+    options: PrometheusOptions,
+    detectors: Sequence[PanelDetector],
+    *,
+    out: Out,
+    as_json: bool = False,
+    seconds: float | None = None,
+    clock: Clock | None = None,
+) -> int:
+    """Until `seconds` are over or a signal. Exit code: 0 healthy, 1 a fault was found. Raises ConfigError,
+    UnreadableInput: the server cannot be asked, or did not answer when the watch ended and nothing was found."""
+    clock = clock or SystemClock()
+    source = prometheus_source(options, HISTORY_TICKS * options.interval_seconds, clock)
+    with _until(seconds, clock) as stopped:
+        code = watch(source, detectors, out=out, as_json=as_json, stopped=stopped, where=options.url)
+    if not code and source.failing:
+        raise UnreadableInput(where=options.url, reason=f"it did not answer at the end: {source.failing}")
+    return code
+
+
+def watch_recording(
+    path: Path,
+    speed: float,
+    detectors: Sequence[PanelDetector],
+    *,
+    out: Out,
+    as_json: bool = False,
+    seconds: float | None = None,
+    clock: Clock | None = None,
+) -> int:
+    """A recording, `speed` times as fast as it happened. Exit code: 0 healthy, 1 a fault was found."""
+    clock = clock or SystemClock()
+    source = RecordingSource(path, speed, clock)
+    for remark in source.recording.remarks:
+        logger.warning("%s: %s", path, remark)
+    with _until(seconds, clock) as stopped:
+        return watch(source, detectors, out=out, as_json=as_json, stopped=stopped, where=str(path))
+
+
+def watch(
+    source: PanelSource, detectors: Sequence[PanelDetector], *, out: Out, as_json: bool, stopped: Stopped, where: str
+) -> int:
+    """Tells every diagnosis as it comes. 1 if there was one, else 0. Raises UnreadableInput: `where` gave no tick."""
+    watches = [PanelWatch(d) for d in detectors]
+    merger = Merger()
+    found, ticks = 0, 0
+    for tick in source.ticks(stopped):
+        ticks += 1
+        for each in watches:
+            for finding in each.tick(tick):
+                diagnosis = merger.add(finding)
+                if diagnosis is not None:
+                    found += 1
+                    out(json.dumps(diagnosis.to_dict()) if as_json else sentence(diagnosis))
+    if not ticks:
+        raise UnreadableInput(where=where, reason="no tick came: nothing was looked at")
+    if not as_json:
+        shapes = watches[0].shapes if watches else []
+        looked_at = "; ".join(f"{s.name}: {len(s.machines)} machine(s), {len(s.metrics)} metric(s)" for s in shapes)
+        open_ends = list(dict.fromkeys(e for w in watches for e in w.open_ends))
+        nothing = "nothing found, but not all could be told, in" if open_ends else "healthy: nothing found in"
+        out(plain(f"{f'{found} diagnosis(es) in' if found else nothing} {ticks} tick(s) of {looked_at}"))
+        for line in open_ends:
+            out("    " + plain(line))
+    return 1 if found else 0
+
+
+def sentence(d: Diagnosis) -> str:
+    """One line: when it was found, what, why, since when, and what to do."""
+    advice = f"; {d.advice}" if d.advice else ""
+    since = f"since {utc(d.onset)}, confidence {d.confidence:.2f}"
+    return plain(f"{utc(d.detected_at)} {d.fault_class}: {d.because} ({since}{advice})")
+
+
+def utc(at: float) -> str:
+    """`2026-11-21T18:20:03Z`; plain seconds where a recording's times are no dates."""
+    if abs(at) < DATES_FROM_SECONDS:
+        return f"{at:.1f} s"
+    try:
+        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    except (OverflowError, OSError, ValueError):
+        return f"{at:g} s"
+
+
+@contextmanager
+def _until(seconds: float | None, clock: Clock) -> Iterator[Stopped]:
+    """True after `seconds`, SIGINT or SIGTERM. A second signal acts as it did before."""
+    if seconds is not None and not 0 < seconds <= SECONDS_MAX:
+        raise ConfigError([f"--for: must be above 0 and at most {SECONDS_MAX:g} s, got {seconds:g}"])
+    end = math.inf if seconds is None else clock.monotonic() + seconds
+    signalled = threading.Event()
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.getsignal(number) for number in numbers}
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        signalled.set()
+        signal.signal(number, before[signal.Signals(number)])
+
+    for number in numbers:
+        signal.signal(number, handle)
+    try:
+        yield lambda: signalled.is_set() or clock.monotonic() >= end
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)
+
+
+# --- recording ----------------------------------------------------------------------------------------------------
+
+PART_BYTES = 64 << 20
+"""Values kept in memory before they become a file."""
+PART_SECONDS = 60.0
+"""A killed recorder loses so much at most."""
+
+
+def record_prometheus(
+    options: PrometheusOptions, path: Path, *, out: Out, seconds: float | None = None, clock: Clock | None = None
+) -> int:
+    clock = clock or SystemClock()
+    source = prometheus_source(options, 0.0, clock)
+    with _until(seconds, clock) as stopped:
+        return record(source, path, out=out, stopped=stopped, clock=clock)
+
+
+def record_run(
+    run: RunDir,
+    path: Path,
+    *,
+    out: Out,
+    interval_seconds: float = 1.0,
+    seconds: float | None = None,
+    clock: Clock | None = None,
+) -> int:
+    """Samples straight from the agents of a run."""
+    from rolecall.detector.sources.agents import AgentsSource
+    from rolecall.watch.run import agent_urls
+
+    if not 0.2 <= interval_seconds <= 3600:
+        raise ConfigError([f"--interval: must be within 0.2 and 3600 s, got {interval_seconds:g}"])
+    clock = clock or SystemClock()
+    source = AgentsPanels(AgentsSource(lambda: agent_urls(run), clock), clock, interval_seconds)
+    with _until(seconds, clock) as stopped:
+        return record(source, path, out=out, stopped=stopped, clock=clock)
+
+
+def record(source: PanelSource, path: Path, *, out: Out, stopped: Stopped, clock: Clock) -> int:
+    """Writes all ticks until `stopped()` as one recording; 0. What was recorded is kept however it ends: parts lie in
+    `<path>.parts`, each a recording of its own, until they are joined.
+
+    Raises:
+        ConfigError: `path` or its parts exist, or cannot be written.
+        UnreadableInput: the source failed, or gave nothing. What it gave before has been written.
+    """
+    parts = _Parts(path, clock)
+    try:
+        for tick in source.ticks(stopped):
+            if not parts.add(tick):
+                logger.warning("%s: no more samples fit into one recording", path)
+                break
+    finally:
+        num_rows = parts.join()
+        if num_rows:
+            out(plain(f"{path}: {num_rows:,} samples"))
+    if not num_rows:
+        raise UnreadableInput(where=str(path), reason="not written: the source gave no sample")
+    return 0
+
+
+class _Parts:
+    """Ticks on their way into one recording, in bounded memory."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path, self._folder, self._clock = path, path.with_name(path.name + ".parts"), clock
+        if path.exists():
+            raise ConfigError([f"-o: {path} exists already, and is not overwritten"])
+        try:
+            self._folder.mkdir()
+        except FileExistsError:
+            left = f"{self._folder} is left of a recorder that was killed, or that still runs"
+            raise ConfigError([f"-o: {left}: `rolecall diagnose` reads it as it is; move it away"]) from None
+        except OSError as e:
+            raise ConfigError([f"-o: {self._folder}: {e.strerror}"]) from None
+        self._ticks: dict[tuple[Any, ...], list[Tick]] = {}
+        self._bytes, self._begun, self._number = 0, clock.monotonic(), 0
+        self.num_rows = 0
+
+    def add(self, tick: Tick) -> bool:
+        """False: the recording is full."""
+        self._ticks.setdefault((panel_key(tick.shape), id(tick.shape)), []).append(tick)
+        self._bytes += tick.values.nbytes
+        if self._bytes >= PART_BYTES or self._clock.monotonic() - self._begun >= PART_SECONDS:
+            self._write()
+        return self.num_rows + self._bytes // 4 < recording.NUM_ROWS_MAX
+
+    def _write(self) -> None:
+        if self._ticks:
+            panels = [_panel_of(ticks[0].shape, ticks) for ticks in self._ticks.values()]
+            with self._writing():
+                self.num_rows += recording.write(self._folder / f"{self._number:06d}.parquet", panels)
+            self._number += 1
+        self._ticks, self._bytes, self._begun = {}, 0, self._clock.monotonic()
+
+    def join(self) -> int:
+        """Makes one recording of all parts; how many samples."""
+        import polars as pl
+
+        self._write()
+        if self.num_rows:
+            partial = self._path.with_name(self._path.name + ".partial")
+            with self._writing():
+                pl.scan_parquet(sorted(self._folder.glob("*.parquet"))).sink_parquet(partial, compression="zstd")
+                if self._path.exists():
+                    raise FileExistsError(f"{self._path} appeared meanwhile, and is not overwritten")
+                partial.rename(self._path)
+        shutil.rmtree(self._folder)
+        return self.num_rows
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Raises UnreadableInput where a file cannot be written."""
+        import polars as pl
+
+        try:
+            yield
+        except (OSError, pl.exceptions.PolarsError) as e:
+            kept = f"what was recorded until then lies in {self._folder}" if self._number else "nothing was recorded"
+            raise UnreadableInput(where=str(self._path), reason=f"cannot be written: {e}; {kept}") from e
+
+
+def _panel_of(shape: PanelShape, ticks: Sequence[Tick]) -> Panel:
+    at = np.array([t.at for t in ticks])
+    return Panel(shape=shape, at=at, values=np.stack([t.values for t in ticks], axis=1))

@@ -1,0 +1,339 @@
+"""`rolecall watch`, put together: the agents as source, the detectors, recovery's loop, the actuator of the runtime.
+
+The default detector of panels looks at the metrics of the run's own processes, too, and the engine is told what it says.
+
+What the detectors have learned is kept beside the journal every few seconds, so that a restarted watch knows the
+deadlines and rates of this run and does not begin to learn in the middle of a fault.
+"""
+
+import gc
+import json
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any
+
+from rolecall.agent.http.web_config import WebConfig
+from rolecall.core.clock import Clock, SystemClock
+from rolecall.core.config.job import JobConfig, parse_job
+from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
+from rolecall.core.errors import ConfigError, RunNotFound
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.rows import reading
+from rolecall.core.rundir import RunDir, bearer_token, write_atomically
+from rolecall.core.text import plain
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.fusion import on_panels_alone
+from rolecall.detector.live.stages.run_panels import RunPanels
+from rolecall.detector.live.subject import Subject
+from rolecall.detector.panels.registry import detector as panel_detector
+from rolecall.detector.sources.agents import AgentsSource
+from rolecall.recovery.actuators.observe_only import Nothing
+from rolecall.recovery.actuators.ray_runtime import RayRuntime
+from rolecall.recovery.incident_store import Book
+from rolecall.recovery.interfaces import Notifier
+from rolecall.recovery.loop import holder_name
+from rolecall.recovery.notifications.webhook import LogNotifier, WebhookNotifier
+from rolecall.recovery.operators import commands
+from rolecall.watch.addresses import LOOPBACK, Address
+from rolecall.watch.approval_mode import approving
+from rolecall.watch.evidence.pull import EvidencePull
+from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
+from rolecall.watch.process_names import OnePlaceEach
+from rolecall.watch.server import WatchServer
+
+logger = logging.getLogger(__name__)
+
+KEEP_SECONDS = 10.0
+"""What was learned is written this often."""
+SUBJECTS_KEPT_A_LOOK = 32
+"""Of what was learned, so many subjects are made ready for writing at a look: 3 ms."""
+COLLECT_AFTER = (50_000, 20, 100)
+"""Thresholds of Python's search for cycles. A window of a large fleet is half a million samples without one: looking
+as often as by default took about a fifth of judging 16,000 ranks (measured once, on a busy machine)."""
+SWITCH_SECONDS = 0.0005
+"""How long the thread that hears agents waits for the one that judges, after each of its short calls into the kernel: with
+Python's 5 ms samples of a thousand agents were 3.1 s old (P99) when they were judged, with this 2.4 (measured once each, on a
+busy machine)."""
+CLOSE_SECONDS = 5.0
+LEARNED_FILE = "detector.json"
+
+
+def agent_urls(run: RunDir) -> dict[str, str]:
+    """node -> URL of its agent, as the agents wrote them; one that is just restarting is missing."""
+    found: dict[str, str] = {}
+    for path in (run.path / "nodes").glob("*/agent.json"):
+        try:
+            value = json.loads(path.read_text())
+            found[str(value["node"])] = str(value["url"])
+        except (OSError, ValueError, KeyError):
+            continue  # being replaced, or half a node: the source notices that this agent does not answer
+    return found
+
+
+class _Listed:
+    """The list of agents as the source asks for it, and the newest one for whoever else wants it: asking anew may take
+    long, and is not for several threads."""
+
+    def __init__(self, ask: Callable[[], Mapping[str, str]]) -> None:
+        self._ask = ask
+        self.newest: Mapping[str, str] = {}
+
+    def __call__(self) -> Mapping[str, str]:
+        self.newest = dict(self._ask())
+        return self.newest
+
+
+def _own_bearer(run: RunDir) -> str:
+    """Value of the header with which the agents of a run of ours give evidence; empty without the run's token."""
+    try:
+        return f"Bearer {bearer_token(run.token())}"
+    except OSError as e:
+        logger.warning("no evidence of incidents: %s", e)
+        return ""
+
+
+class _Remembering:
+    """Detectors, and on disk what the engine has learned, so that the next watch can take it up. Panels begin anew."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        job: JobConfig,
+        clock: Clock,
+        roles: Mapping[str, int] | None = None,
+        pulled: Callable[[], tuple[Finding, ...]] = tuple,
+    ) -> None:
+        """`roles`: how many replicas are meant to be; None: as the job file says. `pulled`: what the evidence of
+        incidents has said since it was last asked."""
+        roles = job.roles.counts() if roles is None else roles
+        self._path, self._clock, self._kept_at = run.path / LEARNED_FILE, clock, clock.monotonic()
+        self._parts: Iterator[str | None] | None = None
+        self._pulled = pulled
+        self._panels = RunPanels(panel_detector())
+        self._detector = Detector(job.detector, roles)
+        try:
+            state = json.loads(self._path.read_text())
+            self._detector = Detector.resumed(job.detector, roles, state)
+        except FileNotFoundError:
+            pass  # the first watch of this run
+        except (ValueError, KeyError, TypeError) as e:
+            logger.warning("%s is damaged (%s): learning from nothing", self._path, e)
+
+    def observe(self, observation: Observation) -> Sequence[Diagnosis]:
+        heard = replace(observation, panel_findings=self._of_panels(observation), pulled_findings=self._pulled())
+        standing = self._detector.observe(heard)
+        self._keep(standing)
+        return standing
+
+    def _keep(self, standing: Sequence[Diagnosis]) -> None:
+        """Writes what was learned when it is due, some subjects at each look: all of a large fleet would hold up a look
+        for seconds. What was begun before something stood is let go."""
+        if not all(map(on_panels_alone, standing)):
+            self._parts = None
+            return
+        now = self._clock.monotonic()
+        if self._parts is None and now - self._kept_at >= KEEP_SECONDS:
+            self._kept_at, self._parts = now, self._detector.state_in_parts(SUBJECTS_KEPT_A_LOOK)
+        text = next(self._parts, None) if self._parts is not None else None
+        if text is not None:
+            self._parts = None
+            write_atomically(self._path, text)
+
+    def _of_panels(self, observation: Observation) -> tuple[Finding, ...]:
+        try:
+            return self._panels.findings(observation)
+        except Exception:
+            # Deliberate: the engine finds what ends a run, and must not go blind for want of the weakest evidence.
+            logger.exception("panels begin anew")
+            self._panels = RunPanels(panel_detector())
+            return ()
+
+    def processes(self) -> list[Subject]:
+        return self._detector.processes()
+
+    def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
+        return self._detector.progressing(replica, incarnation_min)
+
+    def forget(self, replica: str, below_incarnation: int) -> None:
+        self._detector.forget(replica, below_incarnation)
+
+    def window(self, suspects: Iterable[Suspect] = ()) -> dict[str, Any]:
+        return self._detector.window(suspects)
+
+
+@dataclass(frozen=True, slots=True)
+class Serve:
+    """Where `/metrics` is served, with which TLS and users."""
+
+    address: Address
+    web: WebConfig | None = None
+
+
+def watch_run(
+    run: RunDir,
+    seconds: float | None = None,
+    authorization: str = "",
+    agents: Callable[[], Mapping[str, str]] | None = None,
+    metrics: Serve | None = None,
+    approve: bool = False,
+) -> int:
+    """Watches until the run is over, `seconds` are, or SIGTERM. Returns the exit code. `authorization`: value of that
+    header, for agents that want a user. `agents`: those there are now (agents_file.py), in place of run.json's.
+    `metrics`: where `/metrics` is served; None: of a run of ours on a free port of loopback, else nowhere. `approve`: a
+    person approves each plan, though the job file says `act` (approval_mode.py).
+
+    A run with `agents` in run.json is somebody else's job (agents.py): it is only observed, nothing says when it
+    is over, and exit code 1 says that incidents were opened.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    gc.set_threshold(*COLLECT_AFTER)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    stop = threading.Event()
+
+    def handle(_signal: int, _frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handle)
+    if seconds is not None:
+        timer = threading.Timer(seconds, stop.set)
+        timer.daemon = True
+        timer.start()
+    return watch_until(run, stop, authorization, agents, metrics, approve)
+
+
+def watch_until(
+    run: RunDir,
+    stop: threading.Event,
+    authorization: str = "",
+    living: Callable[[], Mapping[str, str]] | None = None,
+    metrics: Serve | None = None,
+    approve: bool = False,
+) -> int:
+    """`watch_run` without signals and logging: until `stop` is set."""
+    clock = SystemClock()
+    value = run.read()
+    if not isinstance(value.get("config"), dict):
+        raise RunNotFound(f"{run.path / 'run.json'}: damaged: it holds no config")
+    job = parse_job(value["config"], str(run.path / "run.json"))
+    agents = value.get("agents")
+    ours = agents is None
+    if not isinstance(agents, dict | None):
+        raise RunNotFound(f"{run.path / 'run.json'}: damaged: agents is no mapping")
+    if approve:
+        with closing(Journal(run.database_url, create=False)) as asked:
+            job = approving(job, asked)
+    journal = Journal(run.database_url, create=False)
+    known = _num_incidents(journal)
+    listed = _Listed(living or (lambda: agents or agent_urls(run)))
+    source = AgentsSource(
+        listed,
+        clock,
+        job.detector.poll_seconds,
+        authorization=authorization,
+        forgets=living is not None,
+    )
+    notifier = _notifier(run, job, clock)
+    token = _own_bearer(run) if ours else authorization if authorization.startswith("Bearer ") else ""
+    pull = EvidencePull(run, lambda: listed.newest, token, lambda: detector.processes(), clock)
+    detector = _Remembering(run, job, clock, None if ours else {}, pull.findings)
+    meter, server = Meter(clock), None
+    source.start()
+    try:
+        server = _serve(run, job, metrics, meter, notifier, ours=ours)
+        looked_at = source if ours else OnePlaceEach(source)
+        MeteredWatch(
+            journal,
+            MeteredSource(looked_at, meter, lambda: len(listed.newest)),
+            MeteredDetector(detector, meter, lambda: len(detector.processes())),
+            RayRuntime(journal) if ours else Nothing(),
+            job.recovery,
+            notifier,
+            clock,
+            holder_name(),
+            run_id=run.run_id,
+            poll_seconds=job.detector.poll_seconds,
+            witnesses=pull,
+            meter=meter,
+        ).run(stop)
+        return 0 if ours or _num_incidents(journal) == known else 1
+    finally:
+        if server is not None:
+            server.close()
+        pull.close()
+        source.close()
+        notifier.close(CLOSE_SECONDS)
+        journal.close()
+
+
+def _serve(
+    run: RunDir, job: JobConfig, wanted: Serve | None, meter: Meter, notifier: Notifier, *, ours: bool
+) -> WatchServer | None:
+    """Raises:
+    ConfigError: nobody can listen where it was asked for.
+    """
+    if wanted is None and not ours:
+        return None
+    asked = wanted or Serve(Address(LOOPBACK, 0))
+    try:
+        server = WatchServer(
+            run,
+            job,
+            asked.address,
+            meter,
+            meter.clock,
+            agents=(lambda: agent_urls(run)) if ours else None,
+            calls_failed=lambda: int(getattr(notifier, "num_failed", 0)),
+            web=asked.web,
+        )
+    except ConfigError as e:
+        if wanted is not None:
+            raise
+        logger.warning("no /metrics: %s", e)
+        return None
+    logger.info("/metrics is served at %s", server.url)
+    return server
+
+
+def _num_incidents(journal: Journal) -> int:
+    book = Book()
+    book.refresh(journal)
+    return len(book.incidents)
+
+
+def _notifier(run: RunDir, job: JobConfig, clock: Clock) -> Notifier:
+    url = job.recovery.webhook_url
+    if url is None:
+        return LogNotifier()
+    return WebhookNotifier(url, run_id=run.run_id, deadman_seconds=job.recovery.deadman_seconds, clock=clock)
+
+
+def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
+    """Decides an incident again: diagnosis from the stored window, plan from the question stored with it.
+
+    Returns `same`, the parts, and `text` for people.
+    """
+    value: dict[str, Any] = commands.replay(run, incident)
+    journal = Journal(run.database_url, create=False)
+    try:
+        where, window = journal.store.where, journal.windows(incident).get("observations")
+    finally:
+        journal.close()
+    if window is None:
+        return value
+    with reading(where, f"window of {incident}"):
+        opened = Diagnosis.from_dict(value["diagnosis"])
+        standing = {d.key: d for looked in Detector.replay_window(window) for d in looked}
+    again = standing.get(opened.key)
+    value["diagnosed_again"] = again is not None
+    value["same"] = bool(value["same"]) and again is not None
+    verdict = f"diagnosed again: {again.because}" if again else "the stored window does not give this diagnosis again"
+    value["text"] = f"{value['text']}\n{plain(verdict)}"
+    return value

@@ -1,0 +1,173 @@
+"""`/metrics` of a watch: an HTTP server, and a thread of its own that reads the journal every two seconds.
+
+A scrape renders what is there and asks nobody; the thread has its own connection to the journal, so that a tick that is
+stuck, a journal that is locked or a Prometheus that hangs hold up nobody but themselves.
+"""
+
+import logging
+import resource
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from http import HTTPStatus
+
+from rolecall.agent.http.exposition import CONTENT_TYPE, Exposition
+from rolecall.agent.http.routes import resident_bytes
+from rolecall.agent.http.server import Answer, HttpServer, Request
+from rolecall.agent.http.web_config import WebConfig
+from rolecall.core.clock import Clock
+from rolecall.core.config.job import JobConfig
+from rolecall.core.errors import ConfigError
+from rolecall.core.journal.journal import Journal
+from rolecall.core.metrics.metric import MetricValue
+from rolecall.core.rundir import RunDir
+from rolecall.recovery.fleet import fleet_view
+from rolecall.recovery.incident_store import Book
+from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
+from rolecall.views.run_totals import JournalReader, run_account
+from rolecall.watch.addresses import Address, Announced, own
+from rolecall.watch.meter import Meter
+from rolecall.watch.metrics import JournalView, TickView, journal_values, run_values, tick_values
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+"""Between two looks at the journal: less than any scrape interval that is in use."""
+CLOSE_SECONDS = 5.0
+TICK_AGE_SECONDS_MAX = 30.0
+"""`/healthz` fails when no tick ended for so long; one takes about a second, of a thousand agents three."""
+
+
+class JournalLooks:
+    """What the newest look at the journal gave, as values. `look` belongs to one thread, `values` to everybody."""
+
+    def __init__(self, journal: Journal, job: JobConfig, run_id: str, clock: Clock, *, ours: bool) -> None:
+        self._journal, self._job, self._run_id, self._clock, self._ours = journal, job, run_id, clock, ours
+        self._reader, self._book = JournalReader(journal, run_account(job)), Book()
+        self.values: tuple[MetricValue, ...] = ()
+
+    def look(self) -> bool:
+        """False while a long journal is not read to its end: half of it is no answer, the values of before stand.
+
+        Raises:
+            JournalError: it cannot be read, the same.
+        """
+        if not self._reader.look():
+            return False
+        self._book.refresh(self._journal)
+        self._book.to_tell.clear()  # nobody is told from here
+        now = self._clock.wall()
+        view = JournalView(
+            read_at=now,
+            lease=self._journal.lease(LEASE_NAME),
+            paused=self._journal.flag(PAUSED_FLAG) is not None,
+            incidents=self._book.incidents,
+            num_broken=len(self._book.broken),
+            fleet=fleet_view(self._journal.desired(), self._journal.current()),
+        )
+        account = self._reader.account
+        self.values = (
+            *journal_values(view, account, self._job, now),
+            *run_values(view, account, self._job, self._run_id, now, ours=self._ours),
+        )
+        return True
+
+
+class WatchServer:
+    """Serves from the moment it is made until `close`."""
+
+    def __init__(
+        self,
+        run: RunDir,
+        job: JobConfig,
+        address: Address,
+        meter: Meter,
+        clock: Clock,
+        *,
+        agents: Callable[[], Mapping[str, str]] | None,
+        calls_failed: Callable[[], int] = int,
+        web: WebConfig | None = None,
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
+        """`agents`: of a run of ours, node -> URL: they and this watch are announced in its directory.
+
+        Raises:
+            ConfigError: nobody can listen at `address`.
+            JournalError: there is no journal.
+        """
+        self._meter, self._clock, self._calls_failed = meter, clock, calls_failed
+        self._agents, self._look_seconds = agents, look_seconds
+        self._journal = Journal(run.database_url, create=False)
+        self._looks = JournalLooks(self._journal, job, run.run_id, clock, ours=agents is not None)
+        self._exposition = Exposition()
+        routes = {"/metrics": self._metrics, "/healthz": self._healthz}
+        tls = web.tls.context if web and web.tls else None
+        allows = web.auth.allows if web and web.auth else None
+        try:
+            self._server = HttpServer(
+                address.host, address.port, routes, tls=tls, allows=allows, strangers={"/healthz": self._alive}
+            )
+        except (OSError, OverflowError) as e:
+            self._journal.close()
+            raise ConfigError([f"--metrics: {address.host}:{address.port}: {e}"]) from None
+        self.url = self._server.url
+        self._announced = Announced(run, own(self.url)) if agents is not None else None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look_on, name="watch metrics", daemon=True)
+        self._server.start()
+        self._thread.start()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._thread.join(CLOSE_SECONDS)
+        if self._announced is not None:
+            with suppress(OSError):
+                self._announced.close()
+        self._server.stop()
+        self._journal.close()
+
+    def _look_on(self) -> None:
+        while not self._stop.is_set():
+            # Deliberate, twice: what cannot be read or written now may be in two seconds, and the time of the newest
+            # look says how old the rest is.
+            try:
+                if self._announced is not None and self._agents is not None:
+                    self._announced.announce(self._agents())
+            except Exception as e:  # noqa: BLE001
+                logger.warning("where to scrape cannot be written: %s", e)
+            try:
+                if not self._looks.look():
+                    continue
+            except Exception as e:  # noqa: BLE001
+                logger.warning("the journal cannot be read for /metrics: %s: %s", type(e).__name__, e)
+            self._stop.wait(self._look_seconds)
+
+    def _metrics(self, request: Request) -> Answer:
+        request.only()
+        return Answer(self._exposition.render((*tick_values(self._tick()), *self._looks.values)), CONTENT_TYPE)
+
+    def _tick(self) -> TickView:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return replace(
+            self._meter.view,
+            cpu_seconds=usage.ru_utime + usage.ru_stime,
+            resident_bytes=resident_bytes(),
+            num_calls_failed=self._calls_failed(),
+        )
+
+    def _tick_age(self) -> float:
+        view = self._meter.view
+        return max(0.0, self._clock.wall() - (view.ended_at or view.started_at))
+
+    def _healthz(self, request: Request) -> Answer:
+        request.only()
+        age = self._tick_age()
+        said = {"ok": age < TICK_AGE_SECONDS_MAX, "tick_age_seconds": round(age, 3), "acting": self._meter.view.acting}
+        return Answer.json(said, HTTPStatus.OK if said["ok"] else HTTPStatus.SERVICE_UNAVAILABLE)
+
+    def _alive(self, request: Request) -> Answer:
+        """To who has no user: whether, and nothing else."""
+        request.only()
+        fresh = self._tick_age() < TICK_AGE_SECONDS_MAX
+        return Answer.json({"ok": fresh}, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)

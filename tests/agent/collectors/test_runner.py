@@ -1,0 +1,155 @@
+"""Collectors in threads of their own: one that hangs, fails or floods is told, and hurts nobody else."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.agent.collectors.base import NUM_REASONS_MAX, CannotRead, Fact, Reading, SaidOnce
+from rolecall.agent.collectors.runner import FACTS_MAX, HANG_SECONDS, Probe, Probes
+from rolecall.agent.events import EventLog
+from rolecall.agent.http.exposition import agent_value
+from rolecall.core.clock import FakeClock, SystemClock
+from rolecall.core.ids import NodeId
+from rolecall.core.telemetry import AgentEventKind
+from tests.support import PATIENCE_SECONDS, eventually
+
+NODE = NodeId("node-1")
+VALUE = agent_value("agent_processes", 1.0, NODE)
+
+
+class Scripted:
+    """A collector that does as told."""
+
+    def __init__(self, name: str, read: Callable[[], Reading], interval_seconds: float = 0.01) -> None:
+        self.name, self.interval_seconds, self._read = name, interval_seconds, read
+        self.num_reads, self.closed = 0, False
+
+    def read(self, at: float) -> Reading:
+        self.num_reads += 1
+        return self._read()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> Iterator[EventLog]:
+    log = EventLog(tmp_path / "events.jsonl", NODE, SystemClock())
+    yield log
+    log.close()
+
+
+def told(events: EventLog) -> list[tuple[str, str]]:
+    return [(str(e.kind), e.detail.get("probe", "")) for e in events.after(0).events]
+
+
+def test_what_a_collector_finds_becomes_values_and_events(events: EventLog) -> None:
+    fact = Fact(kind=AgentEventKind.XID, detail={"xid": "79"}, role="trainer", replica="trainer/0", rank=3)
+    probe = Probe(Scripted("kernel", lambda: Reading((VALUE,), (fact,), lambda: "DCGM 1\n")), events, FakeClock())
+    assert probe.reading() == Reading() and not probe.state().up
+    assert probe.once()
+    assert probe.reading().values == (VALUE,) and probe.reading().dcgm() == "DCGM 1\n" and probe.state().up
+    (event,) = events.after(0).events
+    assert (event.kind, event.detail, event.replica, event.rank) == (AgentEventKind.XID, {"xid": "79"}, "trainer/0", 3)
+
+
+def test_a_collector_that_cannot_read_is_down_until_it_can_and_each_change_is_told_once(
+    events: EventLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    answers: list[Reading | Exception] = [
+        Reading((VALUE,)),
+        CannotRead("/dev/kmsg: permission denied"),
+        CannotRead("/dev/kmsg: permission denied"),
+        Reading((VALUE,)),
+        ZeroDivisionError("a defect"),
+    ]
+
+    def read() -> Reading:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    probe = Probe(Scripted("kernel", read), events, FakeClock())
+    assert [probe.once() for _ in range(3)] == [True, False, False]
+    assert probe.reading() == Reading() and probe.state().reason == "/dev/kmsg: permission denied"
+    assert probe.once() and probe.reading().values == (VALUE,)
+    assert not probe.once() and "ZeroDivisionError: a defect" in probe.state().reason
+    assert told(events) == [("probe_down", "kernel"), ("probe_up", "kernel"), ("probe_down", "kernel")]
+    assert caplog.messages.count("kernel cannot be read: /dev/kmsg: permission denied") == 1
+
+
+def test_a_read_that_hangs_is_told_once_and_its_values_are_shown_no_more(events: EventLog) -> None:
+    clock, inside, go_on, block = FakeClock(), threading.Event(), threading.Event(), threading.Event()
+
+    def read() -> Reading:
+        if block.is_set():
+            inside.set()
+            assert go_on.wait(PATIENCE_SECONDS)
+        return Reading((VALUE,))
+
+    probe = Probe(Scripted("gpu", read), events, clock)
+    probe.once()
+    block.set()
+    thread = threading.Thread(target=probe.once)
+    thread.start()
+    assert inside.wait(PATIENCE_SECONDS)
+    probe.look(clock.monotonic())
+    assert probe.reading().values == (VALUE,)  # it may still come
+    clock.advance(HANG_SECONDS + 1)
+    probe.look(clock.monotonic())
+    probe.look(clock.monotonic())
+    assert probe.reading() == Reading() and "hangs" in probe.state().reason
+    assert told(events) == [("probe_down", "gpu")]
+    go_on.set()
+    thread.join(PATIENCE_SECONDS)
+    assert probe.reading().values == (VALUE,)
+    assert told(events) == [("probe_down", "gpu"), ("probe_up", "gpu")]
+
+
+def test_a_read_that_ends_while_it_is_looked_at_is_no_hang(events: EventLog) -> None:
+    probe = Probe(Scripted("gpu", lambda: Reading((VALUE,))), events, FakeClock())
+    probe.once()
+    probe._tell("its read hangs", of_read=1000.0)  # what `look` saw had ended by the time that it speaks
+    assert probe.state().up and told(events) == []
+
+
+def test_a_flood_of_facts_is_cut_and_counted(events: EventLog) -> None:
+    facts = tuple(Fact(kind=AgentEventKind.KERNEL, detail={"line": str(n)}) for n in range(FACTS_MAX + 9))
+    probe = Probe(Scripted("kernel", lambda: Reading(facts=facts)), events, FakeClock())
+    probe.once()
+    assert len(events.after(0).events) == FACTS_MAX and probe.state().facts_dropped == 9
+
+
+def test_one_that_hangs_holds_up_neither_the_others_nor_the_end(events: EventLog) -> None:
+    never = threading.Event()
+
+    def hang() -> Reading:
+        never.wait(PATIENCE_SECONDS)
+        return Reading()
+
+    stuck, well = Scripted("gpu", hang), Scripted("storage", lambda: Reading((VALUE,)))
+    probes = Probes([stuck, well], events, SystemClock())
+    probes.start()
+    eventually(lambda: stuck.num_reads == 1 and well.num_reads > 3, "the other goes on")
+    assert {s.name: s.up for s in probes.states()} == {"gpu": False, "storage": True}
+    probes.stop()
+    reads = well.num_reads
+    assert well.closed and not stuck.closed
+    never.set()
+    assert well.num_reads == reads
+
+
+def test_a_reason_is_said_once() -> None:
+    said = SaidOnce()
+    assert [said.is_new(r) for r in ("a", "b", "a")] == [True, True, False]
+
+
+def test_what_was_said_is_remembered_but_not_without_bound() -> None:
+    said = SaidOnce()
+    assert said.is_new("a") and not said.is_new("a")
+    for n in range(3 * NUM_REASONS_MAX):
+        said.is_new(str(n))
+    assert len(said.reasons) <= NUM_REASONS_MAX

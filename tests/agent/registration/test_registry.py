@@ -1,0 +1,459 @@
+"""Who is believed: the kernel's word on the sender, the secret of the spawn, and what is told of a process's life."""
+
+import json
+import os
+import queue
+import re
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.agent.collectors.process.exits import ExitWatch, WatchRefused
+from rolecall.agent.collectors.process.host import HostProbe
+from rolecall.agent.events import EventLog
+from rolecall.agent.identity import Refusal
+from rolecall.agent.registration_socket import LINE_BYTES_MAX, Intake
+from rolecall.agent.registry import DEAD_SHOWN_SECONDS, EXCEPTIONS_MAX, EXCEPTIONS_SECONDS, REFUSED_SECONDS, Registry
+from rolecall.agent.reporter.sender import tell
+from rolecall.agent.sampler import Sampler, sample_of
+from rolecall.agent.samples import SampleRing
+from rolecall.core.clock import FakeClock, SystemClock
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.telemetry import AgentEvent, AgentEventKind
+from tests.agent.processes import NODE, TOKEN, Child, own_start_ticks, secret
+from tests.support import PATIENCE_SECONDS, eventually
+
+
+class World:
+    """A registry with its neighbours, in one directory that outlives it."""
+
+    def __init__(self, data_dir: Path) -> None:
+        self.data_dir = data_dir
+        (data_dir / "pages").mkdir(exist_ok=True)
+        self.clock = FakeClock()
+        self.events = EventLog(data_dir / "events.jsonl", NODE, self.clock)
+        self.exits = ExitWatch()
+        self.exits.start()
+        self.registry = Registry(
+            node=NODE, data_dir=data_dir, token=TOKEN, events=self.events, exits=self.exits, clock=self.clock
+        )
+
+    def close(self) -> None:
+        self.exits.stop()
+        self.events.close()
+
+    def told(self) -> list[AgentEvent]:
+        return list(self.events.after(0).events)
+
+    def kinds(self) -> list[str]:
+        return [str(e.kind) for e in self.told()]
+
+    def register(self, child: Child, replica: str, incarnation: int = 1) -> None:
+        self.registry.register(child.pid, claim(child, replica, incarnation))
+
+    def look(self) -> None:
+        for tracked in self.registry.processes():
+            if tracked.exited_at is None:
+                self.registry.look(tracked)
+
+
+def claim(child: Child, replica: str, incarnation: int = 1, **other: object) -> dict[str, object]:
+    said: dict[str, object] = {"kind": "register", "pid": child.pid, "start_ticks": child.start_ticks}
+    said |= {"replica": replica, "rank": 0, "incarnation": incarnation}
+    return {**said, "secret": secret(replica, 0, incarnation), **other}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    it = World(tmp_path)
+    yield it
+    it.close()
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Child]:
+    it = Child(tmp_path)
+    it.do("import signal")  # it is up
+    yield it
+    it.close()
+
+
+def test_a_right_claim_is_believed_and_told_once(world: World, child: Child) -> None:
+    world.register(child, "rollout/1", 3)
+    world.register(child, "rollout/1", 3)  # the answer to the first was lost
+    [event] = world.told()
+    assert (event.kind, event.replica, event.role, event.incarnation) == ("registered", "rollout/1", "rollout", 3)
+    assert event.process is not None and event.process.pid == child.pid
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"secret": "guess"}, "wrong secret"),
+        ({"secret": secret("rollout/2")}, "wrong secret"),
+        ({"incarnation": 2}, "wrong secret"),
+        ({"rank": 1}, "wrong secret"),
+        ({"replica": "trainer/0"}, "wrong secret"),
+        ({"secret": "\u2603"}, "wrong secret"),
+        ({"replica": "../../etc"}, "does not match"),
+        ({"replica": 5}, "must be strings"),
+        ({"rank": "0"}, "rank"),
+        ({"rank": True}, "rank"),
+        ({"incarnation": -1}, "incarnation"),
+        ({"pid": 1}, "may not speak for process 1"),
+        ({"pid": "x"}, "must be integers"),
+        ({"start_ticks": 1}, "started at"),
+    ],
+)
+def test_a_wrong_claim_is_refused_and_counted(
+    world: World, child: Child, wrong: dict[str, object], reason: str
+) -> None:
+    for _ in range(3):  # who asks in a loop fills no disk
+        with pytest.raises(Refusal, match=reason):
+            world.registry.register(child.pid, {**claim(child, "rollout/1"), **wrong})
+    assert world.registry.num_refused == 3 and world.registry.num_live() == 0
+    (event,) = world.events.after(0).events
+    assert event.kind is AgentEventKind.REFUSED and event.detail["pid"] == str(child.pid)
+    assert re.search(reason, event.detail["reason"])
+
+
+def test_who_lives_and_cannot_be_watched_after_a_restart_is_not_told_as_dead(world: World, child: Child) -> None:
+    child.start("rollout/1")
+    world.register(child, "rollout/1")
+    again = World(world.data_dir)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))  # its page takes the last descriptor
+    try:
+        with pytest.raises(WatchRefused, match="Too many open files"):
+            again.registry.adopt()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        again.close()
+    assert again.kinds() == ["registered"] and child.page.exists()
+
+
+def test_a_page_that_is_a_pipe_holds_nobody_up(world: World, child: Child) -> None:
+    os.mkfifo(child.page)
+    done = threading.Thread(target=world.register, args=(child, "rollout/1"), daemon=True)
+    done.start()
+    done.join(PATIENCE_SECONDS)
+    assert not done.is_alive(), "who opens it waits for a writer that never comes"
+    world.look()
+    [tracked] = world.registry.processes()
+    assert not tracked.page_ok
+
+
+def test_a_promotion_to_a_place_that_is_taken_is_refused(world: World, child: Child) -> None:
+    world.register(child, "rollout/1")
+    standby = Child(world.data_dir)
+    try:
+        standby.start("standby/0")
+        world.register(standby, "standby/0")
+        with pytest.raises(Refusal, match=f"is process {NODE}:{child.pid}"):
+            world.register(standby, "rollout/1")
+        standby.do(f"reporter.become(replica='rollout/1', incarnation=1, secret={secret('rollout/1')!r})")
+        world.look()  # nor by its page
+        assert sorted(t.registration.replica for t in world.registry.processes()) == ["rollout/1", "standby/0"]
+        assert world.kinds().count("refused") == 1
+    finally:
+        standby.close()
+
+
+def test_numbers_of_processes_are_told_while_somebody_holds_the_registry(world: World, child: Child) -> None:
+    """A scrape must not wait for a disk on which a registration is being written."""
+    world.register(child, "rollout/1")
+    told: queue.Queue[int] = queue.Queue()
+    with world.registry.locked():
+        threading.Thread(target=lambda: told.put(world.registry.num_live()), daemon=True).start()
+        assert told.get(timeout=PATIENCE_SECONDS) == 1
+
+
+def test_a_second_process_cannot_be_the_same_rank_while_the_first_lives(world: World, child: Child) -> None:
+    world.register(child, "rollout/1")
+    other = Child(world.data_dir)
+    try:
+        with pytest.raises(Refusal, match=f"is process {NODE}:{child.pid}"):
+            world.register(other, "rollout/1")
+        child.close()
+        world.register(other, "rollout/1")  # at once: the exit need not have been noticed yet
+    finally:
+        other.close()
+
+
+def test_an_event_of_a_stranger_is_refused(world: World, child: Child) -> None:
+    with pytest.raises(Refusal, match="not registered"):
+        world.registry.exception(child.pid, {**claim(child, "rollout/1"), "number": 1, "detail": {}})
+
+
+def test_the_story_of_a_process_that_fails(world: World, child: Child) -> None:
+    child.start("trainer/1")
+    world.register(child, "trainer/1")
+    child.do("reporter.set_step(9); reporter.enter_phase('compute')")
+    world.registry.exception(
+        child.pid, {**claim(child, "trainer/1"), "number": 1, "detail": {"type": "ValueError", "step": "9"}}
+    )
+    child.do("reporter.exception(ValueError('first')); reporter.exception(KeyError('second'))")
+    child.close()  # before anybody looked at the page again
+    eventually(lambda: "exited" in world.kinds(), "the exit was told")
+    told = world.told()
+    assert [str(e.kind) for e in told] == ["registered", "exception", "exception", "exited"]
+    assert [e.detail.get("number") for e in told[1:3]] == ["1", "2"]  # the first is not told twice
+    assert told[2].detail["type"] == "KeyError"
+    assert told[3].detail == {"cause": "killed", "last_phase": "compute", "step": "9", "signal": "9"}
+
+
+def test_exceptions_in_a_loop_do_not_wash_out_the_log(world: World, child: Child) -> None:
+    child.start("trainer/1")
+    world.register(child, "trainer/1")
+    said = {**claim(child, "trainer/1"), "detail": {"type": "ValueError"}}
+    for number in range(1, 200):
+        world.registry.exception(child.pid, {**said, "number": number})
+    assert world.kinds().count("exception") == EXCEPTIONS_MAX and world.registry.num_refused == 199 - EXCEPTIONS_MAX
+    child.do(*["reporter.exception(KeyError('x'))"] * 250)  # the page has the newest, a moment later
+    world.look()
+    assert world.kinds().count("exception") == EXCEPTIONS_MAX
+    world.clock.advance(EXCEPTIONS_SECONDS)
+    world.look()
+    assert world.told()[-1].detail["number"] == "250"
+
+
+def test_a_wanted_exit(world: World, child: Child) -> None:
+    child.start("reward/0")
+    world.register(child, "reward/0")
+    child.do("reporter.finish('no more work')")
+    child.close()
+    eventually(lambda: "exited" in world.kinds(), "the exit was told")
+    assert world.kinds() == ["registered", "finished", "exited"]
+    assert world.told()[1].detail == {"reason": "no more work"}
+    assert world.told()[2].detail["cause"] == "finished"
+
+
+def test_a_promotion_is_followed_on_the_page(world: World, child: Child) -> None:
+    child.start("standby/0")
+    world.register(child, "standby/0")
+    wrong = "reporter.become(replica='rollout/2', incarnation=5, secret='guess')"
+    child.do(wrong)
+    world.look()
+    [tracked] = world.registry.processes()
+    assert tracked.registration.replica == "standby/0", "an identity without its secret was believed"
+    child.do(wrong.replace("'guess'", repr(secret("rollout/2", 0, 5))))
+    world.look()
+    assert (tracked.registration.replica, tracked.registration.incarnation) == ("rollout/2", 5)
+    assert world.told()[-1].detail == {"was": "standby/0", "was_incarnation": "1"}
+    world.register(child, "rollout/2", 5)  # the same over the socket, later
+    assert world.kinds() == ["registered", "registered"]
+
+
+def test_a_node_that_is_called_otherwise_keeps_its_processes(world: World, child: Child) -> None:
+    world.register(child, "rollout/1")
+    exits = ExitWatch()
+    exits.start()
+    renamed = Registry(
+        node=NodeId("gpu-7"), data_dir=world.data_dir, token=TOKEN, events=world.events, exits=exits, clock=world.clock
+    )
+    renamed.adopt()
+    [kept] = renamed.registrations()
+    exits.stop()
+    assert kept.process == ProcessId(node=NodeId("gpu-7"), pid=child.pid, start_ticks=child.start_ticks)
+
+
+def test_an_answer_that_nobody_fetched_is_removed_at_the_next_start(world: World) -> None:
+    left = world.data_dir / "pages" / "1-1.0123456789abcdef.flight"
+    left.write_bytes(b"a dump")
+    world.registry.adopt()
+    assert not left.exists()
+
+
+def test_a_restarted_agent_goes_on_and_tells_what_it_missed(tmp_path: Path) -> None:
+    first, lives, dies = World(tmp_path), Child(tmp_path), Child(tmp_path)
+    try:
+        for child, replica in ((lives, "rollout/0"), (dies, "rollout/1")):
+            child.start(replica)
+            first.register(child, replica)
+        dies.do("reporter.enter_phase('generate'); reporter.exception(ValueError('x'))")
+        first.look()
+        first.close()
+        dies.close()
+        second = World(tmp_path)
+        second.registry.adopt()
+        assert second.kinds() == ["registered", "registered", "exception", "exited"]  # the exception once
+        last = second.told()[-1]
+        assert (last.replica, last.detail["last_phase"]) == ("rollout/1", "generate")
+        assert last.detail["noticed"] == "after a restart of the agent"
+        assert second.registry.num_live() == 1
+        third = World(tmp_path)
+        third.registry.adopt()
+        assert third.kinds() == second.kinds(), "an exit was told twice"
+        lives.close()
+        eventually(lambda: third.kinds()[-1] == "exited", "the adopted process is watched")
+        second.close()
+        third.close()
+    finally:
+        lives.close()
+        dies.close()
+
+
+def test_damaged_registrations_are_started_without(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    (world.data_dir / "registrations.json").write_text('[{"process": 5}]')
+    world.registry.adopt()
+    assert world.registry.num_live() == 0
+    assert "is damaged" in caplog.text
+
+
+def test_pages_of_the_forgotten_are_removed(world: World, child: Child) -> None:
+    stale = world.data_dir / "pages" / "4194305-1.page"  # above the largest PID
+    stale.write_bytes(b"")
+    child.start("rollout/0")
+    world.registry.adopt()
+    assert not stale.exists() and child.page.exists()  # the second may register any moment
+    world.register(child, "rollout/0")
+    child.close()
+    eventually(lambda: "exited" in world.kinds(), "the exit was told")
+    assert len(world.registry.processes()) == 1
+    world.clock.advance(DEAD_SHOWN_SECONDS + 1)
+    assert world.registry.processes() == () and not child.page.exists()
+
+
+def test_samples_of_a_live_and_a_dead_process(world: World, child: Child) -> None:
+    child.start("rollout/0", incarnation=2)
+    world.register(child, "rollout/0", 2)
+    child.do("reporter.enter_phase('generate'); reporter.progress(4, busy_seconds=0.5, tokens=64)")
+    ring = SampleRing(NODE, os.getpid(), world.clock)
+    sampler = Sampler(world.registry, HostProbe(NODE), ring, world.clock)
+    sampler.round()
+    batch = ring.since(0)
+    [live] = batch.processes
+    assert (live.alive, live.page_ok, live.phase, live.progress, live.tokens) == (True, True, "generate", 4, 64)
+    assert (live.replica, live.role, live.incarnation, live.work_units) == ("rollout/0", "rollout", 2, 4)
+    assert live.num_threads >= 2 and live.rss_bytes > 1 << 20 and live.proc_state in "RSD"
+    assert len(batch.hosts) == 1
+    child.close()
+    eventually(lambda: "exited" in world.kinds(), "the exit was told")
+    sampler.round()
+    [dead] = ring.since(batch.cursor).processes
+    assert (dead.alive, dead.proc_state, dead.phase, dead.progress) == (False, "X", "generate", 4)
+    assert dead.cpu_seconds >= live.cpu_seconds
+
+
+def test_a_torn_page_keeps_its_last_good_values(world: World, child: Child) -> None:
+    child.start("rollout/0")
+    world.register(child, "rollout/0")
+    child.do("reporter.progress(3)")
+    world.look()
+    child.do("reporter._page.q[2] |= 1; reporter._page.q[14] = 99")  # stopped in the middle of a write
+    world.look()
+    [tracked] = world.registry.processes()
+    sample = sample_of(tracked, 1.0, 2.0)
+    assert (sample.page_ok, sample.progress) == (False, 3)
+    assert world.registry.num_torn == 1
+
+
+# --- the socket
+
+
+def _defect(peer_pid: int, message: dict[str, object]) -> None:
+    raise RuntimeError("a defect")
+
+
+@pytest.fixture
+def intake(world: World) -> Iterator[Intake]:
+    answerers = {"register": world.registry.register, "defect": _defect}
+    it = Intake(world.data_dir / "agent.sock", answerers, SystemClock())
+    it.start()
+    yield it
+    it.stop()
+
+
+def _say(world: World, raw: bytes) -> bytes:
+    with socket.socket(socket.AF_UNIX) as s:
+        s.settimeout(PATIENCE_SECONDS)
+        s.connect(str(world.data_dir / "agent.sock"))
+        s.sendall(raw)
+        return s.recv(4096)
+
+
+@pytest.mark.parametrize(
+    ("raw", "answer"),
+    [
+        (b"not json\n", b"not JSON"),
+        (b"[1]\n", b"not a JSON object"),
+        (b'{"kind": "dance"}\n', b"kind must be one of defect, register"),
+        (b"{" * 5000 + b"\n", b"not JSON"),
+        (b'{"kind": "register"}\n', b"must be integers"),
+    ],
+)
+def test_bad_words_get_a_reason(world: World, intake: Intake, raw: bytes, answer: bytes) -> None:
+    said = _say(world, raw)
+    assert b'"ok": false' in said and answer in said
+    assert intake.num_malformed == (b'register"' not in raw)
+
+
+def test_a_defect_is_no_refusal(world: World, intake: Intake, child: Child) -> None:
+    assert b'"retry": true' in _say(world, b'{"kind": "defect"}\n')
+    child.start("rollout/1")  # and nobody else suffers
+    eventually(lambda: world.registry.num_live() == 1, "the child was registered")
+    with pytest.raises(ConnectionError):
+        tell(world.data_dir / "agent.sock", {"kind": "defect"}, PATIENCE_SECONDS)
+
+
+def test_a_line_without_end_is_cut_off(world: World, intake: Intake) -> None:
+    assert _say(world, b"x" * LINE_BYTES_MAX) == b""
+    assert intake.num_malformed == 1
+
+
+def test_who_is_refused_in_a_loop_fills_no_log(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    it = Intake(world.data_dir / "agent.sock", {"register": world.registry.register}, world.clock)
+    it.start()
+    try:
+        for _ in range(20):
+            assert b"must be integers" in _say(world, b'{"kind": "register"}\n')
+        world.clock.advance(REFUSED_SECONDS)
+        assert b"must be integers" in _say(world, b'{"kind": "register"}\n')
+    finally:
+        it.stop()
+    assert caplog.text.count("must be integers") == 2
+
+
+def test_who_calls_in_a_loop_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolecall.agent.registration_socket.CALLS_PER_SECOND_MAX", 5)
+    rested: list[float] = []
+
+    class Rested(Intake):
+        """Time passes only while it rests."""
+
+        def _rest(self, seconds: float) -> None:
+            rested.append(seconds)
+            world.clock.advance(seconds)
+
+    it = Rested(world.data_dir / "agent.sock", {}, world.clock)
+    it.start()
+    try:
+        for _ in range(23):
+            assert b"not JSON" in _say(world, b"x\n")
+        assert it.num_malformed == 23
+        assert rested[:4] == [1.0] * 4 and len(rested) in (4, 5)
+    finally:
+        it.stop()
+
+
+def test_the_kernel_says_who_speaks(world: World, intake: Intake, child: Child) -> None:
+    right_secret_wrong_sender = json.dumps(claim(child, "rollout/1")).encode() + b"\n"
+    said = _say(world, right_secret_wrong_sender)
+    assert f"process {os.getpid()} may not speak for process {child.pid}".encode() in said
+    own = {"pid": os.getpid(), "start_ticks": own_start_ticks()}
+    assert _say(world, json.dumps({**claim(child, "rollout/1"), **own}).encode() + b"\n") == b'{"ok": true}\n'
+
+
+def test_a_silent_connection_holds_up_nobody(world: World, intake: Intake, child: Child) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(str(world.data_dir / "agent.sock"))
+        child.start("rollout/1")
+        eventually(lambda: world.registry.num_live() == 1, "the child was registered meanwhile")
+        silent.settimeout(PATIENCE_SECONDS)
+        assert silent.recv(1) == b""  # closed at its deadline

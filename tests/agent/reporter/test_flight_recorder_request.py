@@ -1,0 +1,248 @@
+"""Flight Recorder dumps on request: a hung main thread, no torch, a recorder that fails, answers that nobody can trust."""
+
+import http.client
+import os
+import pickle
+import signal
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.agent import evidence
+from rolecall.agent.evidence import EvidenceFailed, FlightRecorders
+from rolecall.agent.reporter import flight_recorder_request as flight_request
+from rolecall.agent.reporter.flight_recorder_request import Answering, NoRecorder, answer_paths, dump, request_path
+from rolecall.core.clock import SystemClock
+from rolecall.core.rundir import bearer_token
+from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
+from tests.agent.processes import TOKEN, AgentProcess, Child
+from tests.support import PATIENCE_SECONDS, eventually
+
+CONTENT = {"version": "2.10", "pg_config": {}, "pg_status": {}, "entries": [], "rank": 3}
+STAND_IN = (
+    "import sys, types, pickle; m = types.ModuleType('torch._C._distributed_c10d'); "
+    f"m._dump_nccl_trace = lambda **options: pickle.dumps({CONTENT!r}, protocol=2); "
+    "sys.modules['torch._C._distributed_c10d'] = m"
+)
+"""For a process without torch."""
+HANG = "import threading; threading.Event().wait()"
+
+
+@pytest.fixture
+def node_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "node-1"
+    (path / "pages").mkdir(parents=True)
+    return path
+
+
+@pytest.fixture
+def child(node_dir: Path) -> Iterator[Child]:
+    it = Child(node_dir)
+    yield it
+    it.close()
+
+
+@pytest.fixture
+def recorders(node_dir: Path) -> FlightRecorders:
+    return FlightRecorders(node_dir / "pages", SystemClock())
+
+
+def asked(recorders: FlightRecorders, child: Child) -> bytes:
+    return recorders.dump(child.pid, child.start_ticks, lambda: child.process.poll() is None)
+
+
+def left(node_dir: Path) -> list[str]:
+    return sorted(p.name for p in (node_dir / "pages").iterdir() if "flight" in p.name)
+
+
+def test_a_process_with_a_hung_main_thread_answers(
+    child: Child, recorders: FlightRecorders, node_dir: Path, tmp_path: Path
+) -> None:
+    child.start("trainer/3")
+    child.do(STAND_IN)
+    child.tell(HANG)
+    for _ in range(2):
+        assert pickle.loads(asked(recorders, child)) == CONTENT
+    assert left(node_dir) == []
+    file = tmp_path / "trainer_rank_3"
+    file.write_bytes(asked(recorders, child))
+    assert flight_dumps.is_dump(file) and flight_dumps.read(file).rank == 3
+
+
+def test_torch_is_never_imported_for_it(child: Child, recorders: FlightRecorders) -> None:
+    child.start("trainer/0")
+    with pytest.raises(EvidenceFailed, match=r"torch\.distributed is not imported in this process"):
+        asked(recorders, child)
+    child.do("import sys; assert 'torch' not in sys.modules")
+
+
+def test_a_dump_that_takes_for_ever_stops_neither_beats_nor_the_agent(
+    child: Child, recorders: FlightRecorders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rolecall.agent.processes.state_pages import PageReader
+
+    monkeypatch.setattr(evidence, "FLIGHT_SECONDS_MAX", 0.6)
+    child.start("trainer/0")
+    child.do(STAND_IN, "import sys, threading; sys.modules['torch._C._distributed_c10d']._dump_nccl_trace = "
+             "lambda **options: threading.Event().wait()")  # fmt: skip
+    with pytest.raises(EvidenceFailed, match="no answer in"):
+        asked(recorders, child)
+    reader = PageReader(child.page)
+    beats = reader.read().beats
+    eventually(lambda: reader.read().beats > beats, "it still beats")
+
+
+def test_a_process_that_ends_or_has_no_page_is_not_waited_for(
+    child: Child, recorders: FlightRecorders, node_dir: Path
+) -> None:
+    with pytest.raises(EvidenceFailed, match="no state page"):
+        asked(recorders, child)
+    child.start("trainer/0")
+    child.signal(signal.SIGKILL)
+    child.process.wait(PATIENCE_SECONDS)
+    with pytest.raises(EvidenceFailed, match="the process ended"):
+        asked(recorders, child)
+    assert left(node_dir) == []
+
+
+@pytest.fixture
+def answering(tmp_path: Path) -> Answering:
+    page = tmp_path / "7-9.page"
+    page.touch()
+    return Answering(page)
+
+
+def module(**recorders: object) -> types.ModuleType:
+    made = types.ModuleType("torch._C._distributed_c10d")
+    vars(made).update(recorders)
+    return made
+
+
+def _fails(**options: object) -> bytes:
+    raise RuntimeError("no recorder here")
+
+
+def _older(*options: object) -> bytes:
+    return b"an older one"
+
+
+@pytest.mark.parametrize(
+    ("recorders", "told"),
+    [
+        ({"_dump_fr_trace": lambda **o: b"gloo"}, b"gloo"),
+        ({"_dump_nccl_trace": lambda **o: b"empty", "_dump_fr_trace": lambda **o: b"with entries"}, b"with entries"),
+        ({"_dump_nccl_trace": _fails, "_dump_fr_trace": lambda **o: b"gloo"}, b"gloo"),
+        ({"_dump_nccl_trace": _older}, b"an older one"),
+    ],
+)
+def test_the_recorder_that_holds_more_is_told(
+    monkeypatch: pytest.MonkeyPatch, recorders: dict[str, object], told: bytes
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module(**recorders))
+    assert dump() == told
+
+
+@pytest.mark.parametrize(
+    ("recorders", "reason"),
+    [
+        ({}, "no Flight Recorder"),
+        ({"_dump_nccl_trace": _fails}, "_dump_nccl_trace: RuntimeError: no recorder here"),
+        ({"_dump_nccl_trace": lambda **o: None}, "no Flight Recorder"),
+    ],
+)
+def test_why_there_is_no_dump(monkeypatch: pytest.MonkeyPatch, recorders: dict[str, object], reason: str) -> None:
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module(**recorders))
+    with pytest.raises(NoRecorder, match=reason):
+        dump()
+
+
+@pytest.mark.parametrize("request_", [b"", b"../../../etc/x", b"0123456789abcdeF", b"0123456789abcdef0", b"\xff" * 16])
+def test_requests_that_are_none_are_left_alone(answering: Answering, tmp_path: Path, request_: bytes) -> None:
+    request_path(tmp_path / "7-9.page").write_bytes(request_)
+    answering.look()
+    assert answering._thread is None
+
+
+def test_a_dump_too_large_is_not_written(answering: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flight_request, "DUMP_BYTES_MAX", 10)
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module(_dump_fr_trace=lambda **o: b"x" * 11))
+    page = tmp_path / "7-9.page"
+    request_path(page).write_text("0123456789abcdef")
+    answering.look()
+    whole, failed = answer_paths(page, "0123456789abcdef")
+    eventually(failed.exists, "the reason is written")
+    assert failed.read_text() == "its dump takes 11 bytes" and not whole.exists()
+
+
+def test_an_answer_that_nobody_waits_for_is_not_left_behind(
+    answering: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going, go = threading.Event(), threading.Event()
+
+    def slow(**options: object) -> bytes:
+        going.set()
+        go.wait(PATIENCE_SECONDS)
+        return b"late"
+
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module(_dump_fr_trace=slow))
+    request = request_path(tmp_path / "7-9.page")
+    request.write_text("0123456789abcdef")
+    answering.look()
+    assert going.wait(PATIENCE_SECONDS)
+    answering.look()  # while it is answered, nothing is begun
+    request.unlink()
+    go.set()
+    assert answering._thread is not None
+    answering._thread.join(PATIENCE_SECONDS)
+    assert [p.name for p in tmp_path.iterdir()] == ["7-9.page"]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "large"])
+def test_answers_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    page = tmp_path / "7-9.page"
+    page.touch()
+    monkeypatch.setattr(evidence.secrets, "token_hex", lambda n: "0123456789abcdef")
+    monkeypatch.setattr(evidence, "DUMP_BYTES_MAX", 10)
+    whole, _ = answer_paths(page, "0123456789abcdef")
+
+    def answered() -> bool:  # as an evil process would, between two looks
+        if not whole.exists() and not whole.is_symlink():
+            if kind == "link":
+                whole.symlink_to("/etc/passwd")
+            elif kind == "pipe":
+                os.mkfifo(whole)
+            else:
+                whole.write_bytes(b"x" * 11)
+        return True
+
+    reason = {"link": "cannot be written or its answer read", "pipe": "not a regular file", "large": "more than 10"}
+    with pytest.raises(EvidenceFailed, match=reason[kind]):
+        FlightRecorders(tmp_path, SystemClock()).dump(7, 9, answered)
+    assert [p.name for p in tmp_path.iterdir()] == ["7-9.page"]
+
+
+def test_over_http_with_the_token_and_for_registered_processes_only(node_dir: Path, child: Child) -> None:
+    agent = AgentProcess(node_dir)
+    try:
+        child.start("trainer/3")
+        eventually(lambda: agent.newest("trainer/3") is not None, "it is registered")
+        child.do(STAND_IN)
+        child.tell(HANG)
+        token = f"Bearer {bearer_token(TOKEN)}"
+        path = f"/v1/evidence/flight_recorder?pid={child.pid}"
+        assert agent.get(path)[0] == 401
+        assert agent.get(path.replace(str(child.pid), str(os.getpid())), Authorization=token)[0] == 404
+        connection = http.client.HTTPConnection(agent.netloc, timeout=PATIENCE_SECONDS)
+        connection.request("GET", path, headers={"Authorization": token})
+        answer = connection.getresponse()
+        body = answer.read()
+        assert answer.status == 200, body
+        assert answer.headers["Content-Type"] == "application/octet-stream"
+        assert pickle.loads(body) == CONTENT
+        connection.close()
+    finally:
+        agent.close()

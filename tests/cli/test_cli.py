@@ -1,0 +1,205 @@
+"""The command line: bad input is one clear message, the right exit code, and nothing started."""
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from rolecall.cli.main import main
+from rolecall.core.journal.database import run_url
+from rolecall.core.journal.store import METADATA, Store
+from rolecall.core.rundir import RunDir
+from tests import postgres
+
+
+def _run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
+    code = main(list(argv))
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_wrong_job_file_tells_every_problem_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("seed: -1\nfoo: 1\nroles: {trainer: 0}\n")
+    code, out, err = _run(capsys, "run", str(job), "--runs", str(tmp_path / "runs"))
+    assert code == 2 and out == ""
+    assert "3 problem(s)" in err
+    assert all(path in err for path in ("seed: ", "roles.trainer: ", "foo: unknown key"))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_too_few_nodes_says_who_lacks_what_and_starts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text("runtime: {nodes: 3}\n")
+    code, _, err = _run(capsys, "run", str(job), "--runs", str(tmp_path / "runs"))
+    assert code == 2
+    assert "rollout lacks 3 of 3" in err and "standby lacks 1 of 1" in err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("run", "nowhere.yaml"), "nowhere.yaml"),
+        (("demo", "--faults", "nope"), "nope: unknown"),
+        (("demo", "--faults", "trainer-hang:nope"), "known for trainer-hang are stop, gil"),
+        (("demo", "--set", "seed=["), "--set seed=[: not YAML"),
+        (("demo", "--set", "journal=mysql://u:pw@h/db"), "got 'mysql://u:***@h/db'"),
+        (("demo", "--id", "x\x1b[31m"), "run id"),
+        (("demo", "--set", "detector.nope=1"), "detector.nope: unknown key"),
+        (("demo", "--id", "Bad Id"), "Bad Id"),
+        (("demo", "--algorithm", "reinforce"), "algorithm.name: Input should be 'grpo', 'dapo', 'ppo' or 'tppo'"),
+        (("demo", "--task", "chess"), "task.name: Input should be 'digit_parity' or 'long_addition'"),
+        (("status", "nothing-here"), "nothing-here"),
+        (("audit", "nothing-here"), "nothing-here"),
+        (("down", "nothing-here"), "nothing-here"),
+        (("inject", "nothing-here", "--kind", "rollout-kill"), "nothing-here"),
+        (("inject", "nothing-here", "--kind", "nope"), "rollout-kill, trainer-hang"),
+        (("frobnicate",), "frobnicate"),
+    ],
+)
+def test_usage_errors_are_one_message_and_exit_code_2(
+    argv: tuple[str, ...],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = _run(capsys, *argv)
+    assert code == 2
+    assert said in err and "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def _job(tmp_path: Path, text: str = "{}") -> str:
+    path = tmp_path / "job.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_the_agents_own_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["agent", "--help"])
+    assert ended.value.code == 0 and "--explain" in capsys.readouterr().out
+
+
+def test_a_run_that_exists_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    code, _, err = _run(capsys, "run", _job(tmp_path), "--id", "x", "--runs", str(tmp_path / "runs"))
+    assert code == 2 and "a run 'x' exists already" in err
+    assert list((tmp_path / "runs" / "x").iterdir()) == []
+
+
+def test_runs_that_cannot_be_kept_there_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Root may write anywhere: a file where a directory should be stands for every path that cannot be written to."""
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    code, _, err = _run(capsys, "run", _job(tmp_path), "--id", "x", "--runs", str(blocked))
+    assert code == 2
+    assert err == f"rolecall: {blocked}/x: Not a directory\n"
+
+
+def test_a_journal_that_cannot_be_reached_starts_nothing_and_leaves_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("psycopg", reason="the driver psycopg is not installed")
+    job = _job(tmp_path, f"journal: 'postgresql://me:s3cr3t@/db?host={tmp_path}/nobody-here'\n")
+    code, out, err = _run(capsys, "run", job, "--id", "x", "--runs", str(tmp_path / "runs"))
+    assert code == 2 and out == ""
+    assert "the journal cannot be used now" in err and "me:***@" in err and "s3cr3t" not in err
+    assert not (tmp_path / "runs" / "x").exists()
+
+
+def test_a_disk_without_room_is_said_and_leaves_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fdopen", _full)  # the token is written through it, after the directories were made
+    code, _, err = _run(capsys, "run", _job(tmp_path), "--id", "x", "--runs", str(tmp_path / "runs"))
+    assert code == 2
+    assert err == "rolecall: No space left on device: free some room and try again\n"
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def _full(*_: object, **__: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _defect(_: Path) -> NoReturn:
+    raise AssertionError("boom \x1b[2J postgresql://me:s3cr3t@h/db")
+
+
+def _defective(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rolecall.core.config.job.load_job", _defect)
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own: a process that keeps a log writes it there
+
+
+def test_a_defect_is_one_sentence_and_shows_where_only_when_asked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _defective(monkeypatch)
+    code, _, err = _run(capsys, "run", "job.yaml")
+    assert code == 3
+    assert "AssertionError: boom" in err and "defect of rolecall" in err
+    assert "Traceback" not in err and "\x1b" not in err and "s3cr3t" not in err
+    monkeypatch.setenv("ROLECALL_TRACEBACK", "1")
+    assert "Traceback" in _run(capsys, "run", "job.yaml")[2]
+
+
+@pytest.mark.parametrize(("package", "extra"), [("torch", "all"), ("numpy", "detector")])
+def test_a_package_that_is_missing_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, package: str, extra: str
+) -> None:
+    def without(_: Path) -> NoReturn:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+
+    _defective(monkeypatch)
+    monkeypatch.setattr("rolecall.core.config.job.load_job", without)
+    code, _, err = _run(capsys, "run", "job.yaml")
+    assert code == 2
+    assert err == f"rolecall: this needs {package}, which is not installed; try: pip install 'rolecall[{extra}]'\n"
+
+
+def test_output_that_nobody_reads_any_more_is_no_defect(fake_run: RunDir) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "rolecall", "report", "--json", str(fake_run.path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as reader:
+        assert reader.stdout is not None and reader.stderr is not None
+        reader.stdout.close()
+        assert reader.stderr.read() == b""
+    assert reader.returncode == 1
+
+
+def test_a_run_reads_the_same_from_postgresql(fake_run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    which = (str(fake_run.path), "--json")
+    # The report first: once it is written, it is one more anchor of every later audit.
+    commands = [("report", *which), ("report", *which), ("status", *which), ("audit", *which)]
+    commands.append(("incidents", "--run", *which))
+    before = [_run(capsys, *argv) for argv in commands]
+    with postgres.server() as server:
+        _move_journal(fake_run, run_url(server.url, fake_run.run_id))
+        assert [_run(capsys, *argv) for argv in commands[1:]] == before[1:]
+
+
+def _move_journal(run: RunDir, url: str) -> None:
+    old, new = Store(run.database_url, create=False), Store(url)
+    with old.read() as source, new.write() as target:
+        for table in METADATA.sorted_tables:
+            rows = [dict(r) for r in source.execute(table.select()).mappings()]
+            if rows and table.name != "meta":
+                target.execute(table.insert(), rows)
+    for store in (old, new):
+        store.close()
+    run.database_path.write_text(url)
+    (run.path / "journal.db").unlink()

@@ -1,0 +1,41 @@
+"""Signs of a policy's health are read from any line that a journal may hold, and cover what trainers measure."""
+
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from rolecall.core.metrics.catalogue import BY_NAME as METRICS
+from rolecall.core.policy_health import BY_NAME, SIGNS, signs_of
+from rolecall.core.telemetry import HEALTH_SIGNS
+from rolecall.rl_runtime.protocol.policy_health import Health
+
+
+def test_what_trainers_measure_is_what_is_shown_each_with_a_metric_and_words() -> None:
+    assert {f.name for f in fields(Health)} <= set(BY_NAME)
+    assert set(HEALTH_SIGNS) <= set(BY_NAME) and len(BY_NAME) == len(SIGNS)
+    for sign in SIGNS:
+        assert METRICS[f"rolecall_run_{sign.metric}"].help == sign.help
+        assert (f"rolecall_train_{sign.metric}" in METRICS) == (sign.name in HEALTH_SIGNS)
+        assert sign.normal.endswith(".") and "|" not in sign.normal
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"step": 3, "loss": 0.1}, {}),  # a run of before there were signs
+        ({"health": None, "log_ratio_max": None}, {}),
+        ({"health": {}, "log_ratio_max": 0.25}, {"log_ratio_max": 0.25}),
+        ({"health": {"entropy": 1, "filtered_fraction": 0.0}}, {"entropy": 1.0, "filtered_fraction": 0.0}),
+        ({"health": {"log_ratio_max": 0.5}, "log_ratio_max": 0.25}, {"log_ratio_max": 0.5}),
+        ({"health": {"entropy": "nan", "kl_sampler": "inf"}}, {"kl_sampler": math.inf}),
+        ({"health": {"entropy": "much", "ratio_max": [2], "ratio_mean": True, "ratio_std": 10**400}}, {}),
+        ({"health": {"invented_later": 0.5}}, {}),
+        ({"health": [0.5]}, {}),
+        ({"health": "ill"}, {}),
+    ],
+    ids=str,
+)
+def test_any_line_can_be_read(body: dict[str, Any], told: dict[str, float]) -> None:
+    assert signs_of(body) == told

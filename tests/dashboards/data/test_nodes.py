@@ -1,0 +1,248 @@
+"""Nodes by health, their past, and their hardware, from values alone."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rolecall.core.diagnosis import FaultClass
+from rolecall.core.ids import NodeId, ReplicaId
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.dashboards.data.hardware import Live, codes_of, live_of, merged, of_run, samples
+from rolecall.dashboards.data.node_history import pasts, quarantined
+from rolecall.dashboards.data.nodes import (
+    DAY,
+    GLYPHS,
+    HOUR,
+    MONTH,
+    Fleet,
+    Health,
+    age,
+    counted_until,
+    fleet_rows,
+    incidents_by_node,
+    natural,
+    node_names,
+)
+from rolecall.recovery.fleet import FleetView, fleet_view
+from rolecall.recovery.incidents.incident import Incident
+from rolecall.recovery.incidents.projection import fold
+from tests.dashboards.acting_world import diagnosis
+
+K = EventKind
+NOW = 1_700_000_000.0
+
+
+def _fleet(nodes: Sequence[str]) -> FleetView:
+    desired, current = {}, {}
+    for n, node in enumerate(nodes):
+        replica = ReplicaId(f"rollout/{n}")
+        desired[replica] = Desired(replica=replica, incarnation=1, node=NodeId(node))
+        current[replica] = Actual(
+            replica=replica, incarnation=1, node=NodeId(node), state=ReplicaState.SERVING, changed_at=NOW - 500
+        )
+    return fleet_view(desired, current)
+
+
+def _incident(
+    name: str, node: str, *, ago: float = 60.0, closed: bool = False, mark: str = "", **more: Any
+) -> Incident:
+    found = diagnosis("rollout/1", more.pop("because", "it ended"), node=node, at=NOW - ago, **more)
+    events = [
+        Event(seq=1, kind=K.INCIDENT_OPENED, wall_at=NOW - ago, body={"diagnosis": found.to_dict()}, incident_id=name)
+    ]
+    if closed:
+        body = {"outcome": "refuted", "because": "over"}
+        events.append(Event(seq=2, kind=K.INCIDENT_CLOSED, wall_at=NOW - ago + 1, body=body, incident_id=name))
+    if mark:
+        body = {"verdict": mark, "by": "anna", "because": ""}
+        events.append(Event(seq=3, kind=K.DIAGNOSIS_MARKED, wall_at=NOW, body=body, incident_id=name))
+    return fold(events)[name]
+
+
+def _said(kind: EventKind, node: str, **body: Any) -> Event:
+    return Event(seq=1, kind=kind, wall_at=NOW, body={"node": node, "by": "carla", "because": "hot", **body})
+
+
+def _rows(
+    nodes: Sequence[str], incidents: Sequence[Incident] = (), events: Sequence[Event] = (), live: Live | None = None
+) -> Fleet:
+    return fleet_rows(
+        _fleet(nodes), incidents_by_node(incidents), pasts(events), codes_of(incidents), live or Live(), NOW
+    )
+
+
+@pytest.mark.parametrize(
+    ("incidents", "events", "live", "health"),
+    [
+        ((), (), Live(), Health.HEALTHY),
+        ((_incident("i", "node-1"),), (), Live(), Health.SUSPECT),
+        ((_incident("i", "node-1", fault_class=FaultClass.GPU),), (), Live(), Health.FAULTY),
+        ((_incident("i", "node-1", fault_class=FaultClass.NETWORK),), (), Live(), Health.FAULTY),
+        ((_incident("i", "node-1", fault_class=FaultClass.NODE_LOST),), (), Live(), Health.LOST),
+        ((), (), Live(agents={"node-1": False}), Health.LOST),
+        ((), (), Live(lost_gpus={"node-1": ("3",)}), Health.FAULTY),
+        ((), (_said(K.NODE_QUARANTINED, "node-1"),), Live(), Health.QUARANTINED),
+        ((_incident("i", "node-1"),), (_said(K.NODE_QUARANTINED, "node-1"),), Live(), Health.SUSPECT),
+        ((_incident("i", "node-1", closed=True),), (), Live(), Health.HEALTHY),
+        (tuple(_incident(f"i-{n}", "node-1", closed=True) for n in range(3)), (), Live(), Health.OFTEN),
+        (
+            tuple(_incident(f"i-{n}", "node-1", closed=True, ago=MONTH + 1) for n in range(3)),
+            (),
+            Live(),
+            Health.HEALTHY,
+        ),
+        ((_incident("i", "node-1", detectors=("person",)),), (), Live(), Health.HEALTHY),
+    ],
+)
+def test_health(incidents: Sequence[Incident], events: Sequence[Event], live: Live, health: Health) -> None:
+    row = _rows(["node-0", "node-1", "node-2"], incidents, events, live).find("node-1")
+    assert row is not None
+    assert row.health is health
+    assert (row.because == "") == (health is Health.HEALTHY)
+
+
+def test_the_worst_stands_first_and_every_health_has_a_glyph_of_its_own() -> None:
+    found = _rows(
+        ["node-10", "node-2", "node-3"],
+        [_incident("i", "node-3", fault_class=FaultClass.NODE_LOST)],
+        [_said(K.NODE_QUARANTINED, "node-10")],
+    )
+    assert [r.node for r in found.rows] == ["node-3", "node-10", "node-2"]
+    assert len({GLYPHS[h] for h in Health}) == len(Health)
+
+
+def test_incidents_are_counted_in_each_span_against_the_fleets_median() -> None:
+    incidents = [
+        _incident("a", "node-1", ago=HOUR / 2, closed=True),
+        _incident("b", "node-1", ago=DAY / 2, closed=True),
+        _incident("c", "node-1", ago=MONTH / 2, closed=True),
+        _incident("d", "node-2", ago=DAY / 2, closed=True),
+        _incident("e", "node-1", ago=60, closed=True, mark="wrong"),
+    ]
+    found = _rows(["node-0", "node-1", "node-2"], incidents)
+    row = found.find("node-1")
+    assert row is not None
+    assert (row.in_hour, row.in_day, row.in_month) == (1, 2, 3)
+    assert (found.median_hour, found.median_day, found.median_month) == (0, 1, 1)
+
+
+def test_a_run_that_is_over_is_counted_back_from_its_end() -> None:
+    incidents = [_incident("a", "node-1", ago=10 * DAY, closed=True)]
+    assert counted_until(incidents, _fleet([]), ended=True, now=NOW) == NOW - 10 * DAY + 1
+    assert counted_until(incidents, _fleet([]), ended=False, now=NOW) == NOW
+    assert counted_until([], _fleet([]), ended=True, now=NOW) == NOW
+
+
+def test_nodes_are_sorted_as_people_count() -> None:
+    assert node_names(_fleet(["node-10", "node-9", "node-1"]), ["node-2"]) == ["node-1", "node-2", "node-9", "node-10"]
+    assert sorted(["b1", "a10", "a9", "10", "9", ""], key=natural) == ["", "9", "10", "a9", "a10", "b1"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"), [(0, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (3 * DAY, "3 d")]
+)
+def test_age(seconds: float, told: str) -> None:
+    assert age(seconds) == told
+
+
+# --- past ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_nodes_past_keeps_who_said_what_after_its_return() -> None:
+    result = {"passed": False, "seconds": 3.0, "checks": [{"name": "memory", "passed": False, "because": "3 words"}]}
+    events = [
+        _said(K.NODE_QUARANTINED, "node-1"),
+        _said(K.NODE_BURNED_IN, "node-1", **result),
+        _said(K.NODE_RETURNED, "node-1", because="cooled"),
+    ]
+    past = pasts(events)["node-1"]
+    assert [s.what for s in past.said] == ["quarantined", "burned in", "returned"]
+    assert [s.because for s in past.said] == ["hot", "failed", "cooled"]
+    assert not past.record.quarantined
+    assert [b.result.passed for b in past.record.burn_ins] == [False]
+    assert quarantined(events[:1])["node-1"].quarantined_by == "carla"
+    assert quarantined(events) == {}
+
+
+# --- hardware -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("because", "evidence", "codes"),
+    [
+        ("XID 79 on GPU 3 of node-1: it has fallen off the bus", ("XID 79 on GPU 3",), [("XID 79", "3", True)]),
+        ("it ended", ("XID 63 on GPU 0: row remapped",), [("XID 63", "0", False)]),
+        ("SXid 20034 of NVSwitch 2", (), [("SXid 20034", "", True)]),
+        ("FIXID 79 and XID x", ("XID 1234567",), []),
+        ("it ended", (), []),
+    ],
+)
+def test_codes_that_an_incident_quotes(
+    because: str, evidence: tuple[str, ...], codes: list[tuple[str, str, bool]]
+) -> None:
+    found = codes_of([_incident("i", "node-1", because=because, evidence=evidence)])
+    assert [(c.name, c.gpu, c.fatal) for c in found] == codes
+    assert all(c.meaning and c.advice for c in found)
+
+
+def test_what_several_incidents_quote_is_one_line() -> None:
+    incidents = [_incident(f"i-{n}", "node-1", because="XID 79 on GPU 3 of node-1", ago=100 - n) for n in range(3)]
+    (line,) = merged(codes_of(incidents))
+    assert (line.count, line.at, line.source) == (3, NOW - 98, "3 incidents, the newest i-2")
+
+
+XIDS = [({"node": "node-1", "gpu": "3", "xid": "79"}, 2.0), ({"node": "node-1", "gpu": "0", "xid": "13"}, 0.0)]
+DCGM = [({"Hostname": "node-1", "gpu": "1"}, 63.0), ({"Hostname": "node-2", "gpu": "7"}, 48.0)]
+
+
+def test_prometheus_tells_of_codes_gpus_and_agents_and_dcgm_where_our_agent_does_not() -> None:
+    live = live_of(
+        XIDS,
+        [({"node": "node-1", "gpu": "3", "xid": "79"}, 123.0)],
+        [({"node": "node-1", "gpu": "3"}, 0.0), ({"node": "node-1", "gpu": "4"}, 1.0)],
+        [({"instance": "node-1:9400", "node": "node-1"}, 1.0), ({"instance": "node-9:9400"}, 0.0)],
+        DCGM,
+    )
+    assert [(c.node, c.gpu, c.code, c.count, c.at) for c in live.codes] == [
+        ("node-1", "3", 79, 2, 123.0),
+        ("node-2", "7", 48, 1, None),
+    ]
+    assert live.lost_gpus == {"node-1": ("3",)}
+    assert live.agents == {"node-1": True, "node-9": False}
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        None,
+        [],
+        {"result": 5},
+        {"result": [5, {}, {"metric": {}, "value": [1, "NaN"]}, {"metric": 1, "value": [1, "2"]}]},
+    ],
+)
+def test_what_is_no_answer_of_prometheus_is_nothing(data: object) -> None:
+    assert samples(data) == []
+
+
+def test_other_runs_of_the_machine_have_the_same_names_and_are_left_out() -> None:
+    found = [
+        ({"node": "node-1", "instance": "mine/node-1"}, 1.0),
+        ({"node": "node-1", "instance": "other/node-1"}, 0.0),
+        ({"node": "gpu-7", "instance": "gpu-7:9477"}, 1.0),
+    ]
+    assert of_run(found, "mine") == [found[0], found[2]]
+
+
+def test_a_node_that_the_run_has_and_nothing_lives_on_is_idle_and_foreign_ones_are_left_out() -> None:
+    live = Live(agents={"node-7": True, "elsewhere": False})
+    found = fleet_rows(_fleet(["node-1"]), {}, {}, (), live, NOW, ["node-1", "node-7"])
+    assert {r.node: r.health for r in found.rows} == {"node-1": Health.HEALTHY, "node-7": Health.IDLE}
+
+
+def test_a_thousand_nodes_and_ten_thousand_incidents() -> None:
+    incidents = [_incident(f"i-{n}", f"node-{n % 1000}", ago=n, closed=True) for n in range(10_000)]
+    found = _rows([f"node-{n}" for n in range(1000)], incidents)
+    assert len(found.rows) == 1000
+    assert sum(r.in_month for r in found.rows) == 10_000

@@ -1,0 +1,277 @@
+"""The reader: what is new is seen, nothing is waited for long, and every trouble is told in a sentence."""
+
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from rolecall.core.clock import FakeClock, SystemClock
+from rolecall.core.errors import JournalError, JournalUnavailable
+from rolecall.core.journal.events import EventKind as K
+from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import ReplicaState
+from rolecall.core.rundir import RunDir
+from rolecall.dashboards.data import reader as reading
+from rolecall.dashboards.data.reader import Look, Reader, Trouble
+from rolecall.dashboards.settings import Settings
+from tests.dashboards.big_journal import BigJournal
+from tests.dashboards.made_runs import MadeRun, damage
+from tests.postgres import server
+from tests.support import eventually
+
+
+@contextmanager
+def reader_of(url: str, clock: FakeClock | None = None) -> Iterator[Callable[[], Look]]:
+    """A function that gives the next look: the clock is turned, so that it is a new one."""
+    clock = clock or FakeClock(wall_offset=SystemClock().wall() - 1000.0)
+    reader = Reader(Settings(journal_url=url), clock)
+
+    def look() -> Look:
+        clock.advance(reading.LOOK_SECONDS)
+        found: list[Look] = []
+        eventually(lambda: found.append(reader.fresh()) or "has not answered" not in found[-1].because, "a look")
+        return found[-1]
+
+    try:
+        yield look
+    finally:
+        reader.close()
+
+
+def test_what_was_written_since_is_in_the_next_look(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    with reader_of(made.run.database_url) as look:
+        first = look()
+        assert (first.trouble, first.snapshot.step, len(first.book.incidents)) == (Trouble.NONE, 29, 0)
+        assert look().version == first.version  # nothing happened
+        plan = made.open()
+        second = look()
+        assert [i.incident_id for i in second.book.open_incidents()] == ["i-1"] and second.version > first.version
+        made.plan(plan)
+        made.act(plan)
+        made.cure(plan)
+        assert not look().book.open_incidents()
+        assert [i.incident_id for i in second.book.open_incidents()] == ["i-1"]  # a look never changes
+
+
+def test_what_an_open_incident_costs_grows_with_time_alone(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    plan = made.open()
+    made.plan(plan)
+    made.act(plan)
+    clock = FakeClock(wall_offset=SystemClock().wall() - 1000.0)
+    with reader_of(made.run.database_url, clock) as look:
+        before = look().course.account
+        clock.advance(60.0)
+        after = look().course.account
+    assert before is not None and after is not None
+    assert sum(after.lost.values()) - sum(before.lost.values()) == pytest.approx(61.0 / 4, rel=0.1)  # one of four
+
+
+def test_records_and_flags_are_news_too(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    with reader_of(made.run.database_url) as look:
+        before = look()
+        made.state("rollout/0", ReplicaState.LOST)
+        lost = look()
+        assert {r.replica: r.state for r in lost.snapshot.replicas}["rollout/0"] == "lost"
+        assert lost.version > before.version
+        made.journal.set_flag("paused", "by anna: night")
+        assert look().snapshot.paused == "by anna: night"
+        made.say(K.NODE_QUARANTINED, {"node": "node-3", "by": "anna", "because": "XID 79"})
+        made.say(K.NODE_QUARANTINED, {"node": "node-4", "by": "anna", "because": "XID 79"})
+        made.say(K.NODE_RETURNED, {"node": "node-4", "by": "anna", "because": "replaced"})
+        assert look().quarantined == {"node-3"}
+
+
+def test_no_journal_an_empty_file_and_a_journal_without_a_line(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'journal.db'}"
+    with reader_of(url) as look:
+        assert look().trouble is Trouble.MISSING
+        (tmp_path / "journal.db").touch()
+        assert look().trouble is Trouble.EMPTY
+        (tmp_path / "journal.db").unlink()
+        Journal(url).close()
+        nothing = look()
+        assert (nothing.trouble, nothing.usable) == (Trouble.EMPTY, False)
+        Journal(url).append(K.RUN_STARTED, {"num_steps": 3})
+        assert look().trouble is Trouble.NONE  # the page goes on by itself
+
+
+def test_another_schema_version_is_told(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    with sqlite3.connect(made.run.path / "journal.db") as conn:
+        conn.execute("UPDATE meta SET value = '99' WHERE name = 'schema'")
+    with reader_of(made.run.database_url) as look:
+        found = look()
+    assert found.trouble is Trouble.OLD and "schema version 99" in found.because
+
+
+@pytest.mark.parametrize("body", ["{", "[]", '{"diagnosis": 3}'])
+def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path: Path, body: str) -> None:
+    made = MadeRun(tmp_path)
+    made.open(name="i-1")
+    opened = made.journal.head().position
+    made.open(replica="rollout/0", name="i-2")
+    damage(made.run, opened, body)
+    with reader_of(made.run.database_url) as look:
+        found = look()
+    assert [i.incident_id for i in found.book.open_incidents()] == ["i-2"] and "i-1" in found.book.broken
+    if body != '{"diagnosis": 3}':  # that one is readable, and means nothing
+        assert found.trouble is Trouble.DAMAGED and str(opened) in found.because and found.num_damaged == 1
+
+
+def test_a_step_without_its_number_stops_nothing(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    line = made.say(K.STEP_COMMITTED, {"reward": 1.0})
+    made.say(K.STEP_COMMITTED, {"step": 30, "reward": 1.0})
+    with reader_of(made.run.database_url) as look:
+        found = look()
+    assert found.snapshot.step == 30 and str(line) in found.because
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    made.journal.close()
+    with reader_of(made.run.database_url) as look:
+        assert look().snapshot.step == 29
+        for path in made.run.path.glob("journal.db*"):
+            path.unlink()
+        (made.run.path / "journal.db").write_bytes(b"no database" * 500)
+        found = look()
+    assert found.trouble is Trouble.DAMAGED
+    assert found.snapshot.step == 29  # what was known stays
+
+
+def test_another_run_in_its_place_is_read_from_its_beginning(tmp_path: Path) -> None:
+    one, other = MadeRun(tmp_path / "a"), MadeRun(tmp_path / "b", num_steps=3)
+    one.open()
+    for made in (one, other):
+        made.journal.close()
+    with reader_of(one.run.database_url) as look:
+        assert look().snapshot.step == 29
+        for path in one.run.path.glob("journal.db*"):
+            path.unlink()
+        shutil.copy(other.run.path / "journal.db", one.run.path / "journal.db")
+        found = look()
+    assert (found.snapshot.step, len(found.book.incidents)) == (2, 0)
+
+
+def test_a_locked_journal_keeps_nobody_waiting(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    made.journal.close()
+    holder = sqlite3.connect(made.run.path / "journal.db", isolation_level=None)
+    holder.execute("PRAGMA locking_mode=EXCLUSIVE")
+    holder.execute("BEGIN EXCLUSIVE")
+    reader = Reader(Settings(journal_url=made.run.database_url), SystemClock())
+    try:
+        found = reader.look()
+        assert found.trouble is Trouble.AWAY and not found.usable and "locked" in found.because
+        with pytest.raises(JournalUnavailable), reader.journal():
+            raise AssertionError("nobody should have waited for it")
+        holder.close()
+        eventually(lambda: reader.look().trouble is Trouble.NONE, "it goes on by itself")
+        with reader.journal() as journal:
+            assert journal.head().position > 0
+    finally:
+        holder.close()
+        reader.close()
+
+
+def test_the_newest_of_a_long_journal_is_there_first(tmp_path: Path) -> None:
+    run = BigJournal(tmp_path, num_replicas=40, num_incidents=300, open_incidents=3).build()
+    clock = FakeClock(wall_offset=1_700_000_000.0 - 1000.0)
+    reader = Reader(Settings(journal_url=run.database_url), clock)
+    try:
+        first = reader.look()
+        if not first.usable:  # a machine under load: the first look took longer than a page waits
+            eventually(lambda: reader.look().usable, "the first look")
+            first = reader.look()
+        assert len(first.book.open_incidents()) == 3 and first.snapshot.step == 300
+        assert {f"i-{n:04d}" for n in range(210, 301)} <= {name[:6] for name in first.book.incidents}
+
+        def whole() -> bool:
+            clock.advance(reading.LOOK_SECONDS)
+            return reader.look().history.whole
+
+        eventually(whole, "the whole history is read")
+        last = reader.look()
+        assert len(last.book.incidents) == 300 and len(last.book.open_incidents()) == 3 and not last.book.broken
+        assert last.course.account is not None
+    finally:
+        reader.close()
+
+
+def test_a_long_journal_is_not_read_whole_for_the_first_look(tmp_path: Path) -> None:
+    run = BigJournal(tmp_path, num_replicas=20, num_incidents=300).build()
+    following = reading._Following(Settings(journal_url=run.database_url), SystemClock())
+    first = following.look()
+    assert not first.history.whole and first.history.read == 0
+    assert 100 <= len(first.book.incidents) < 110
+    following.close()
+
+
+def test_a_look_at_rest_asks_little(tmp_path: Path) -> None:
+    run = BigJournal(tmp_path, num_replicas=100, num_incidents=50).build()
+    following = reading._Following(Settings(journal_url=run.database_url), SystemClock())
+    following.look()
+    asked: list[str] = []
+    assert following._journal is not None
+    sa.event.listen(
+        following._journal.store.engine, "before_cursor_execute", lambda c, k, statement, *rest: asked.append(statement)
+    )
+    following.look()
+    following.close()
+    selects = [s for s in asked if s.startswith("SELECT")]
+    assert 0 < len(selects) <= 6 and not any("FROM desired" in s and "sum" not in s for s in selects)
+
+
+def test_the_journal_that_big_journal_makes_is_a_real_one(tmp_path: Path) -> None:
+    run = BigJournal(tmp_path, num_replicas=16, num_incidents=20).build()
+    journal = Journal(run.database_url, create=False)
+    assert journal.verify().position == journal.head().position > 200
+    journal.close()
+
+
+def test_a_password_is_never_told(tmp_path: Path) -> None:
+    url = "postgresql+psycopg://anna:s3cret@127.0.0.1:1/nowhere"
+    with reader_of(url) as look:
+        found = look()
+    assert found.trouble in (Trouble.AWAY, Trouble.MISSING)  # without the driver it is missing
+    assert "s3cret" not in repr(found) and "s3cret" not in repr(Settings(journal_url=url))
+
+
+@pytest.mark.slow
+def test_a_postgresql_that_goes_away_and_comes_back() -> None:
+    with server() as pg:
+        url = pg.fresh_url()
+        journal = Journal(url)
+        journal.append(K.RUN_STARTED, {"num_steps": 3})
+        journal.close()
+        reader = Reader(Settings(journal_url=url), SystemClock())
+        try:
+            eventually(lambda: reader.look().trouble is Trouble.NONE, "it is read")
+            pg.kill()
+            eventually(lambda: reader.look().trouble is Trouble.AWAY, "it is away")
+            assert reader.look().snapshot.num_steps == 3
+            pg.start()
+            eventually(lambda: reader.look().trouble is Trouble.NONE, "it is back")
+        finally:
+            reader.close()
+
+
+def test_a_finished_run_keeps_its_words(fake_run: RunDir) -> None:
+    with reader_of(fake_run.database_url) as look:
+        found = look()
+    assert found.snapshot.ended == "completed" and found.book.ended == "all 120 steps are committed"
+
+
+def test_one_question_of_a_page_raises_what_a_page_can_show(tmp_path: Path) -> None:
+    reader = Reader(Settings(journal_url=f"sqlite:///{tmp_path / 'none.db'}"), SystemClock())
+    with pytest.raises(JournalError), reader.journal():
+        pass
+    reader.close()

@@ -1,0 +1,187 @@
+"""The page `Accounting` in all its states, and the thread that makes up its books."""
+
+import shutil
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.clock import FakeClock
+from rolecall.core.errors import JournalError
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.rundir import RunDir
+from rolecall.dashboards.pages.accounting.accounts import AUDIT_SECONDS, Bookkeeper
+from rolecall.dashboards.pages.accounting.audit import audited
+from rolecall.dashboards.settings import Settings
+from tests.dashboards.acting_world import HOSTILE, World, button, fill, page, sign_in, texts, world
+from tests.support import PATIENCE_SECONDS
+
+K = EventKind
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> World:
+    return world(tmp_path)
+
+
+@pytest.fixture
+def finished(fake_run: RunDir, tmp_path: Path) -> World:
+    return World(run=fake_run, people_path=tmp_path / "people.yaml")
+
+
+def _keeper(run: RunDir, clock: FakeClock, *, url_only: bool = False) -> Bookkeeper:
+    return Bookkeeper(Settings(journal_url=run.database_url, run=None if url_only else run), clock)
+
+
+def test_a_finished_run_is_accounted_for(finished: World) -> None:
+    keeper = _keeper(finished.run, FakeClock())
+    keeper.look()
+    assert keeper.wait(PATIENCE_SECONDS)
+    books = keeper.look()
+    assert books.trouble == ""
+    assert books.audit is not None
+    assert books.audit.ok
+    assert books.audit.ledger.groups_trained == 960
+    told = books.told
+    assert told is not None
+    assert told.times is not None
+    assert 0.85 < (told.times.ettr or 0) < 0.95
+    assert [p.name for p in told.times.by_class] == ["hang", "slow", "crash"]
+    assert [(str(d.evidence), d.num, d.share) for d in told.detection] == [
+        ("process exit", 1, 1.0),
+        ("no progress", 1, 1.0),
+        ("slow", 1, 1.0),
+    ]
+    assert all(d.injected for d in told.detection)
+
+
+def test_a_long_journal_is_audited_in_a_process_of_its_own_with_the_same_result(finished: World) -> None:
+    settings = Settings(journal_url=finished.run.database_url, run=finished.run)
+    found = []
+    for apart_events in (0, 10**9):
+        keeper = Bookkeeper(settings, FakeClock(), apart_events=apart_events)
+        keeper.look()
+        assert keeper.wait(PATIENCE_SECONDS)
+        found.append(keeper.look())
+    assert found[0].trouble == found[1].trouble == ""
+    assert found[0].audit == found[1].audit is not None
+
+
+def test_what_the_process_of_an_audit_meets_is_raised_here(finished: World, tmp_path: Path) -> None:
+    journal = Journal(finished.run.database_url)
+    try:
+        with pytest.raises(JournalError, match="no journal"):
+            audited(journal, f"sqlite:///{tmp_path}/none.db", "x", None, apart=True)
+    finally:
+        journal.close()
+
+
+def test_by_its_journal_alone_the_moments_of_faults_are_estimates(finished: World) -> None:
+    keeper = _keeper(finished.run, FakeClock(), url_only=True)
+    keeper.look()
+    assert keeper.wait(PATIENCE_SECONDS)
+    books = keeper.look()
+    assert books.audit is not None
+    assert books.audit.ok
+    assert books.told is not None
+    assert not any(d.injected for d in books.told.detection)
+
+
+def test_books_are_kept_until_they_are_due_and_the_audit_until_the_journal_grows(finished: World) -> None:
+    clock = FakeClock()
+    keeper = _keeper(finished.run, clock)
+    keeper.look()
+    assert keeper.wait(PATIENCE_SECONDS)
+    first = keeper.look()
+    assert keeper.look().audited_at == first.audited_at
+    clock.advance(AUDIT_SECONDS + 1)
+    keeper.look()
+    assert keeper.wait(PATIENCE_SECONDS)
+    assert keeper.look().audited_at == first.audited_at, "nothing was written since"
+    finished.say(K.PAUSED, {"by": "anna", "because": "x"})
+    clock.advance(AUDIT_SECONDS + 1)
+    keeper.look()
+    assert keeper.wait(PATIENCE_SECONDS)
+    assert keeper.look().audited_at != first.audited_at
+
+
+def test_a_damaged_chain_is_told_with_its_first_broken_line(finished: World) -> None:
+    with sqlite3.connect(finished.run.path / "journal.db") as database:
+        for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            database.execute(f"DROP TRIGGER {name}")
+        database.execute("UPDATE events SET wall_at = wall_at + 1 WHERE seq = 40")
+    at = page("accounting", finished)
+    assert not at.exception
+    assert "✗ The audit found" in texts(at)
+    assert "events line 40" in texts(at)
+
+
+def test_a_finished_run_on_the_page(finished: World) -> None:
+    at = page("accounting", finished)
+    assert not at.exception
+    told = texts(at)
+    assert "✓ The audit holds." in told
+    assert "3 faults were injected; 0 were missed" in told
+    assert "no diagnosis is marked: nothing is known" in told
+    assert {m.label: m.value for m in at.metric}["trained"] == "960"
+
+
+def test_a_job_that_is_only_observed_says_what_is_not_known(made: World) -> None:
+    made.open("i-1")
+    at = page("accounting", made)
+    assert not at.exception
+    assert "keeps no ledger" in texts(at)
+    assert "Of a job that rolecall only observes" in texts(at)
+
+
+def test_a_live_run_is_counted_up_to_now(tmp_path: Path, finished: World) -> None:
+    shutil.copytree(finished.run.path, tmp_path / "live")
+    with sqlite3.connect(tmp_path / "live" / "journal.db") as database:
+        for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            database.execute(f"DROP TRIGGER {name}")
+        database.execute("DELETE FROM events WHERE kind = 'run_ended'")
+        (last,) = database.execute("SELECT max(wall_at) FROM events").fetchone()
+    clock = FakeClock(now=0.0, wall_offset=last + 60)
+    keeper = _keeper(RunDir(tmp_path / "live"), clock)
+    keeper.look()
+    assert keeper.wait(PATIENCE_SECONDS)
+    told = keeper.look().told
+    assert told is not None
+    assert told.times is not None
+    assert told.times.slices[-1].end == pytest.approx(last + 60)
+
+
+def test_a_diagnosis_is_marked_under_the_name_of_who_is_signed_in(finished: World) -> None:
+    at = sign_in(page("accounting", finished), finished.add_person("anna"))
+    before = len(finished.events())
+    at.selectbox(key="accounting.mark").select("i-2").run()
+    fill(at, "mark:i-2", "why", "it was the rack's power")
+    button(at, "✗ Wrong").click().run()
+    button(at, "✓ Right").click().run()
+    new = finished.events()[before:]
+    assert [(e.kind, e.incident_id, e.body["verdict"], e.body["by"]) for e in new] == [
+        (K.DIAGNOSIS_MARKED, "i-2", "wrong", "anna"),
+        (K.DIAGNOSIS_MARKED, "i-2", "right", "anna"),
+    ]
+    assert "1 of 1 marked diagnoses were right: 100%" in texts(at)
+    assert "2 of 3 are not marked yet." in texts(at)
+
+
+def test_a_wrong_mark_needs_a_reason_and_a_guest_marks_nothing(finished: World) -> None:
+    token = finished.add_person("anna")
+    at = page("accounting", finished)
+    assert button(at, "✓ Right").disabled
+    sign_in(at, token)
+    before = len(finished.events())
+    button(at, "✗ Wrong").click().run()
+    assert len(finished.events()) == before
+    assert "give a reason" in texts(at)
+
+
+def test_hostile_text_is_shown_as_text(made: World) -> None:
+    made.open("i-1", because=HOSTILE)
+    at = page("accounting", made)
+    assert not at.exception
+    assert HOSTILE in texts(at)
+    assert not any("onerror" in str(m.value) for m in at.markdown)

@@ -1,0 +1,210 @@
+"""The dashboard in a real Chromium: every page in light, dark and on a phone; hostile text; a person who acts.
+
+Two dashboards are served, of a run that is over and of one whose plan waits for a person, and one browser looks at both.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+from playwright.sync_api import Browser, Locator, TimeoutError
+
+from rolecall.core.diagnosis import FaultClass, Plan
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.rundir import RunDir
+from rolecall.reports.incident_material import EVIDENCE_DIR
+from tests.dashboards.acting_world import World, world
+from tests.dashboards.browser import Visit, browser, served, visit
+from tests.fake_run import FakeRun
+from tests.support import eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]  # one worker serves and looks
+
+K = EventKind
+HUNG = "i-2"
+PAGES = {
+    "overview": ("/", "Where the lost time went"),
+    "incidents": ("/incidents", "3 incidents"),
+    "incident": (f"/incidents?incident={HUNG}", "What would have changed the decision"),
+    "fleet": ("/fleet", "One node"),
+    "accounting": ("/accounting", "From finding to cure"),
+    "operations": ("/operations", "Who did what"),
+}
+"""Page: its address, and what stands on it when it is whole."""
+LOOKS = {"light": ("desktop", False), "dark": ("desktop", True), "phone": ("phone", True)}
+WIDER = """() => ['html', 'body', '[data-testid="stMain"]', '[data-testid="stMainBlockContainer"]']
+    .map(name => document.querySelector(name)).filter(e => e.scrollWidth > e.clientWidth).map(e => e.outerHTML.slice(0, 80))"""
+BRIGHTNESS = """() => getComputedStyle(document.querySelector('[data-testid="stApp"]')).backgroundColor
+    .match(/[0-9.]+/g).slice(0, 3).reduce((sum, part) => sum + Number(part), 0) / 765"""
+
+HARM = "window.harmed = true"
+HOSTILE = (
+    f'<img src=x class=harm onerror="{HARM}"><script>{HARM}</script><b class=harm>b</b> **hostile-bold** '
+    f"[hostile-link](javascript:{HARM}) https://hostile.example/a $x^2$ :red[hostile-red] `hostile-code`"
+)
+TRACEBACK = f'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: {HOSTILE}\n# hostile-heading\n'
+MADE_OF_IT = """() => {
+    const all = [...document.querySelectorAll('strong, em, a, code, h1, h2, h3, h4, .katex, span[class*=red], span[style*=color]')];
+    const ours = all.filter(e => /hostile-/.test(e.textContent) && !e.closest('[data-testid="stCode"]'));
+    const elements = [...document.querySelectorAll('.harm, script:not([src])')].filter(e => /harm/.test(e.outerHTML));
+    const links = [...document.querySelectorAll('a')].filter(e => /^javascript:|hostile.example/.test(e.href));
+    return [...ours, ...elements, ...links].map(e => e.outerHTML.slice(0, 200));
+}"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A run whose plan waits for a person, and the dashboard on which she may say yes."""
+
+    made: World
+    plan: Plan
+    token: str
+    address: str
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def finished(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RunDir, str]]:
+    folder = tmp_path_factory.mktemp("finished")
+    run = FakeRun(folder / "runs").build()
+    with served(folder, [str(run.path)]) as address:
+        yield run, address
+
+
+@pytest.fixture(scope="module")
+def asked(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+    folder = tmp_path_factory.mktemp("asked")
+    made = world(folder)
+    plan = made.propose("inc-asked", because=HOSTILE)
+    made.open("inc-hostile", "rollout/0", because=TRACEBACK, evidence=(HOSTILE, TRACEBACK), detectors=(HOSTILE,))
+    made.open("inc-nobody", HOSTILE, because=HOSTILE, fault_class=FaultClass.HANG, node=HOSTILE)
+    made.say(K.EVIDENCE_PULLED, _pulled(), "inc-hostile")
+    made.say(K.NODE_QUARANTINED, {"node": HOSTILE, "by": HOSTILE, "because": HOSTILE})
+    made.say(K.DIAGNOSIS_MARKED, {"verdict": "wrong", "by": HOSTILE, "because": HOSTILE}, "inc-hostile")
+    evidence = made.run.path / EVIDENCE_DIR / "inc-hostile"
+    evidence.mkdir(parents=True)
+    (evidence / "stacks.txt").write_text(TRACEBACK)
+    token = made.add_person("anna")
+    with served(folder, [str(made.run.path), "--people", str(made.people_path)]) as address:
+        yield Asked(made=made, plan=plan, token=token, address=address)
+
+
+def _pulled() -> dict[str, object]:
+    found = {"detector": HOSTILE, "because": HOSTILE, "evidence": [{"kind": HOSTILE, "text": TRACEBACK}]}
+    told = {"told": [HOSTILE], "missing": [HOSTILE], "files": [{"name": HOSTILE}, {"name": "stacks.txt"}]}
+    return {"because": HOSTILE, "seconds": 1.0, "findings": [found], **told}
+
+
+@contextmanager
+def at(of: Browser, address: str, path: str, whole: str, look: str = "light") -> Iterator[Visit]:
+    """The page, once it is whole; at the end it must have been without fault."""
+    size, dark = LOOKS[look]
+    with visit(of, address, size=size, dark=dark) as shot:
+        shot.open(path)
+        shot.page.get_by_text(whole).first.wait_for()
+        yield shot
+        shot.faultless()
+
+
+@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_is_without_fault(chromium: Browser, finished: tuple[RunDir, str], name: str, look: str) -> None:
+    path, whole = PAGES[name]
+    with at(chromium, finished[1], path, whole, look) as shot:
+        assert (shot.page.evaluate(BRIGHTNESS) < 0.3) is (look != "light")
+        assert shot.page.evaluate(WIDER) == [], "it is wider than the screen"
+
+
+def test_the_sentence_of_the_incident_is_on_its_page_and_in_the_address(
+    chromium: Browser, finished: tuple[RunDir, str]
+) -> None:
+    run, address = finished
+    journal = Journal(run.database_url, create=False)
+    (opened,) = [e for e in journal.events(kinds=[K.INCIDENT_OPENED]) if e.incident_id == HUNG]
+    journal.close()
+    with at(chromium, address, *PAGES["incident"]) as shot:
+        assert opened.body["diagnosis"]["because"] in shot.text()
+        shot.page.get_by_role("button", name="All incidents").click()
+        shot.page.get_by_text("3 incidents").wait_for()
+        assert "incident=" not in shot.page.url
+
+
+@pytest.mark.parametrize(
+    ("path", "whole"),
+    [
+        ("/", "Replicas"),
+        ("/incidents", "3 incidents"),
+        ("/incidents?incident=inc-hostile", "Decide it again"),
+        ("/incidents?incident=inc-nobody", "Decide it again"),
+        ("/incidents?incident=%3Cimg%20src%3Dx%20class%3Dharm%3E", "knows no such incident"),
+        ("/fleet", "One node"),
+        ("/accounting", "Were the diagnoses right?"),
+        ("/operations", "Who did what"),
+    ],
+)
+def test_hostile_text_makes_no_element_no_link_and_no_script(
+    chromium: Browser, asked: Asked, path: str, whole: str
+) -> None:
+    with at(chromium, asked.address, path, whole) as shot:
+        if "inc-hostile" in path:
+            _choose(shot, "Evidence files", "stacks.txt")
+            shot.page.get_by_text("hostile-heading").last.wait_for()
+        if path != "/fleet" and "%3C" not in path and path != "/incidents":
+            assert "**hostile-bold**" in shot.text(), "the text itself is to be read"
+        assert shot.page.evaluate(MADE_OF_IT) == []
+        assert shot.page.evaluate("() => window.harmed") is None
+
+
+OPENING_MILLISECONDS = 3000
+
+
+def _choose(shot: Visit, label: str, option: str) -> None:
+    """By keys: a list that is open is closed by the scrolling of a click, or of a page that is still growing."""
+    field = shot.page.get_by_role("combobox", name=label)
+    listed = shot.page.get_by_role("option", name=option)
+
+    def opened() -> bool:
+        field.scroll_into_view_if_needed()
+        field.press("ArrowDown")
+        try:
+            listed.wait_for(timeout=OPENING_MILLISECONDS)
+        except TimeoutError:
+            return False
+        return True
+
+    eventually(opened, f"the list of {label}")
+    field.press("ArrowDown")
+    field.press("Enter")
+
+
+def _approve(shot: Visit) -> Locator:
+    return shot.page.get_by_role("button", name="Approve", exact=True)
+
+
+def test_a_person_signs_in_and_approves_by_one_click(chromium: Browser, asked: Asked) -> None:
+    with at(chromium, asked.address, "/operations", "Who did what", "phone") as shot:
+        assert _approve(shot).is_disabled()
+        assert asked.made.events(K.PLAN_APPROVED) == []
+        shot.page.get_by_test_id("stExpandSidebarButton").click()
+        token = shot.page.get_by_label("Token", exact=True)
+        token.fill(asked.token)
+        token.press("Enter")
+        shot.page.get_by_text("signed in: anna").wait_for(state="attached")
+        shot.page.get_by_test_id("stSidebarCollapseButton").get_by_role("button").click()
+        _approve(shot).dblclick()
+        eventually(lambda: asked.made.events(K.PLAN_APPROVED), "the approval in the journal")
+        _approve(shot).wait_for(state="detached")
+        assert asked.token not in shot.page.content() and asked.token not in shot.page.url
+        assert asked.token not in repr(shot.page.context.cookies())
+        shot.open("/operations")  # a reload signs out, and says nothing again
+        shot.page.get_by_text("You look as a guest").wait_for()
+    (approved,) = asked.made.events(K.PLAN_APPROVED)
+    assert (approved.body["by"], approved.incident_id) == ("anna", asked.plan.incident_id)
+    assert approved.body["digest"] == asked.plan.digest

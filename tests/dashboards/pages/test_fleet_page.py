@@ -1,0 +1,126 @@
+"""The page `Fleet` in all its states."""
+
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.clock import FakeClock
+from rolecall.core.diagnosis import FaultClass
+from rolecall.core.journal.events import EventKind
+from rolecall.dashboards.data.hardware import live_of, of_run
+from rolecall.dashboards.pages.fleet import prometheus as fleet_prometheus
+from rolecall.dashboards.pages.fleet.prometheus import ASK_SECONDS, Eye
+from rolecall.recovery.operators import commands
+from tests.dashboards.acting_world import HOSTILE, World, page, texts, world
+from tests.dashboards.prometheus_of_demo import DemoPrometheus
+from tests.support import PATIENCE_SECONDS
+
+K = EventKind
+NOBODY_THERE = "http://127.0.0.1:9"
+"""The port `discard`: nothing listens."""
+BURN_IN = {
+    "passed": False,
+    "seconds": 31.5,
+    "checks": [
+        {"name": "matmul", "passed": True, "because": "the same bits", "values": {"rounds": 32}},
+        {"name": "memory", "passed": False, "because": "3 words differ", "values": {}},
+        {"name": "nccl", "passed": None, "because": "no second GPU", "values": {}},
+    ],
+}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> World:
+    return world(tmp_path)
+
+
+def test_nodes_worst_first_with_word_and_glyph(made: World) -> None:
+    made.open("i-1", "rollout/2", "XID 79 on GPU 3 of node-3: fallen off the bus", fault_class=FaultClass.GPU)
+    commands.quarantine(made.run, "node-5", "carla", "its fan is loud")
+    at = page("fleet", made)
+    assert not at.exception
+    table = at.dataframe[0].value
+    assert list(table["health"])[:2] == ["▲ faulty", "■ quarantined"]
+    assert list(table["node"])[:2] == ["node-3", "node-5"]
+    assert list(table["XIDs"])[:1] == ["XID 79!"]
+    assert "--prometheus URL" in texts(at)
+
+
+def test_a_nodes_panel_tells_its_incidents_codes_quarantines_and_burn_ins(made: World) -> None:
+    made.open("i-1", "rollout/2", "XID 79 on GPU 3 of node-3: fallen off the bus", fault_class=FaultClass.GPU)
+    commands.quarantine(made.run, "node-3", "carla", "its fan is loud")
+    commands.burned_in(made.run, "node-3", BURN_IN, "carla")
+    at = page("fleet", made)
+    at.selectbox(key="fleet.node").select("node-3").run()
+    told = texts(at)
+    assert not at.exception
+    for said in ("rollout/2#1 serving", "quarantined by carla: its fan is loud", "✗ memory: 3 words differ"):
+        assert said in told
+    assert "✗ failed in 31.5 s, by carla" in told
+    assert "– not done: nccl" in told
+    (codes,) = [d.value for d in at.dataframe if "severity" in d.value.columns]
+    assert list(codes["severity"]) == ["✖ fatal"]
+    assert list(codes["what to do"]) == ["drain the machine and reboot it"]
+
+
+def test_a_journal_without_nodes_says_so(tmp_path: Path) -> None:
+    at = page("fleet", world(tmp_path, homes={}))
+    assert not at.exception
+    assert "names no node yet" in texts(at)
+
+
+def test_a_prometheus_that_is_away_is_a_sentence(made: World) -> None:
+    at = page("fleet", made, prometheus_url=NOBODY_THERE)
+    assert not at.exception
+    assert "Prometheus does not answer" in texts(at)
+
+
+def test_what_a_real_prometheus_tells_of_a_demo_shows(demo_prometheus: DemoPrometheus) -> None:
+    eye = Eye(demo_prometheus.url, "", FakeClock(), "demo-7")
+    answers = [
+        [(v.labels, v.value) for v in demo_prometheus.query(e)]
+        for e in (
+            fleet_prometheus.COUNTS,
+            fleet_prometheus.LAST_SEEN,
+            fleet_prometheus.LOST_GPUS,
+            fleet_prometheus.AGENTS,
+            fleet_prometheus.DCGM,
+        )
+    ]
+    live = live_of(*(of_run(found, "demo-7") for found in answers))
+    assert {(c.node, c.gpu, c.code) for c in live.codes} == {("gpu-1", "1", 31), ("gpu-1", "1", 79)}
+    assert set(live.agents or {}) == {*(f"node-{n}" for n in range(7)), "gpu-1"}
+    eye.look()
+    assert eye.wait(PATIENCE_SECONDS)
+    assert eye.look().away == ""
+
+
+def test_hostile_text_is_shown_as_text(made: World) -> None:
+    made.open("i-1", "rollout/2", HOSTILE, evidence=(HOSTILE,))
+    commands.quarantine(made.run, "node-3", HOSTILE[:60], HOSTILE)
+    at = page("fleet", made)
+    at.selectbox(key="fleet.node").select("node-3").run()
+    assert not at.exception
+    assert HOSTILE in texts(at)
+    assert not any("onerror" in str(m.value) for m in at.markdown)
+
+
+def test_a_server_that_does_not_answer_is_asked_again_later_and_never_waited_for() -> None:
+    clock = FakeClock()
+    eye = Eye(NOBODY_THERE, "", clock)
+    eye.look()
+    assert eye.wait(30)
+    first = eye.look()
+    assert first.away
+    assert first.at is None
+    clock.advance(ASK_SECONDS)
+    eye.look()
+    assert eye.wait(30)
+
+
+def test_a_wrong_address_is_told_without_the_password_in_it() -> None:
+    eye = Eye("http://anna:secret@127.0.0.1:9", "", FakeClock())
+    eye.look()
+    assert eye.wait(30)
+    assert "credentials do not belong" in eye.look().away
+    assert "secret" not in eye.look().away

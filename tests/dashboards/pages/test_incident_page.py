@@ -1,0 +1,255 @@
+"""The pages as Streamlit runs them: the table, its filters in the URL, and the page of every kind of incident."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from rolecall.core.journal.events import EventKind
+from rolecall.core.rundir import RunDir
+from rolecall.dashboards import settings
+from rolecall.dashboards.pages.incidents import list_page as incidents_page
+from rolecall.dashboards.pages.incidents.table import PAGE_ROWS
+from rolecall.dashboards.settings import Settings
+from tests.dashboards.big_journal import BigJournal
+from tests.dashboards.incident_cases import HOSTILE, KINDS, found, world_of
+from tests.recovery.world import World
+
+K = EventKind
+PAGE = str(Path(incidents_page.__file__).parents[2] / "scripts" / "incidents.py")
+TIMEOUT_SECONDS = 60.0
+
+Shows = Callable[..., AppTest]
+
+
+@pytest.fixture
+def shows() -> Iterator[Shows]:
+    """Runs the page on a journal, with parameters of the URL."""
+
+    def run(url: str, of: RunDir | None = None, **query: str) -> AppTest:
+        settings.use(Settings(journal_url=url, run=of))
+        at = AppTest.from_file(PAGE, default_timeout=TIMEOUT_SECONDS)
+        for name, value in query.items():
+            at.query_params[name] = value
+        return at.run()
+
+    yield run
+    settings.use(Settings(journal_url="sqlite:///:memory:"))
+
+
+def texts(at: AppTest) -> str:
+    return "\n".join(t.value for t in at.text)
+
+
+def rows(at: AppTest) -> list[dict[str, Any]]:
+    return list(at.dataframe[0].value.to_dict("records")) if at.dataframe else []
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_names_each_incident_with_a_link(shows: Shows, tmp_path: Path) -> None:
+    world = world_of("cured", tmp_path)
+    at = shows(world.url)
+    assert not at.exception
+    (row,) = rows(at)
+    assert row["link"] == f"incidents?incident={world.only().incident_id}"
+    assert (row["state"], row["who"], row["fault"], row["action"]) == (
+        "✓ cured",
+        "rollout/1#1",
+        "crash",
+        "replace replica",
+    )
+    assert row["found after"] == "0.50 s"
+
+
+def test_an_open_one_is_told_above_the_table(shows: Shows, tmp_path: Path) -> None:
+    at = shows(world_of("proposed", tmp_path).url)
+    assert "? proposed: rollout/1#1: crash" in texts(at)
+
+
+def test_a_run_without_incident_says_so(shows: Shows, tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.run(2.0, world.watch())
+    at = shows(world.url)
+    assert not at.exception
+    assert at.info[0].value.startswith("No incident")
+
+
+def test_filters_of_the_url_are_those_of_the_page(shows: Shows, tmp_path: Path) -> None:
+    url = world_of("cured", tmp_path).url
+    at = shows(url, status="gave_up", text="x y")
+    assert at.selectbox(key="incidents-status").value == "gave_up"
+    assert at.text_input(key="incidents-text").value == "x y"
+    assert not rows(at)
+    assert at.info[0].value == "No incident fits these filters."
+
+
+def test_a_filter_is_written_into_the_url(shows: Shows, tmp_path: Path) -> None:
+    at = shows(world_of("cured", tmp_path).url)
+    at.selectbox(key="incidents-role").select("rollout").run()
+    assert at.query_params["role"] in ("rollout", ["rollout"])
+    assert len(rows(at)) == 1
+    at.selectbox(key="incidents-role").select("").run()
+    assert "role" not in at.query_params
+
+
+def test_pages_are_turned_and_filters_begin_at_the_first(shows: Shows, tmp_path: Path) -> None:
+    run = BigJournal(tmp_path, num_replicas=20, num_incidents=2 * PAGE_ROWS + 3).build()
+    at = shows(run.database_url)
+    assert len(rows(at)) == PAGE_ROWS
+    at.button(key="incidents-older").click().run()
+    assert at.query_params["page"] in ("2", ["2"])
+    at.button(key="incidents-older").click().run()
+    assert len(rows(at)) == 3
+    at.text_input(key="incidents-text").input("crash").run()
+    assert "page" not in at.query_params
+    assert not at.exception
+
+
+# --- the page of one --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_every_kind_of_incident_has_a_page(kind: str, shows: Shows, tmp_path: Path) -> None:
+    world = world_of(kind, tmp_path)
+    i = world.only()
+    at = shows(world.url, incident=i.incident_id)
+    assert not at.exception
+    said = texts(at)
+    if kind != "hostile":
+        assert i.diagnosis.because in said
+    assert i.incident_id in said
+    headings = [h.value for h in at.subheader]
+    assert headings == [
+        "The story",
+        "Findings and evidence",
+        "Decision",
+        "Action and proof",
+        "What it cost",
+        "What would have changed the decision",
+        "Decide it again",
+        "Events",
+    ]
+    assert "As it was: " in said
+    assert f"rolecall replay {i.incident_id}" in at.code[0].value
+
+
+def test_text_of_others_stands_in_no_place_that_is_not_text(shows: Shows, tmp_path: Path) -> None:
+    world = world_of("hostile", tmp_path)
+    name = world.only().incident_id
+    at = shows(world.url, incident=name)
+    assert not at.exception
+    assert "<script>alert(1)</script> **bold** $x^2$ :red[x]" in texts(at)
+    for kind in (
+        "markdown",
+        "title",
+        "header",
+        "subheader",
+        "caption",
+        "info",
+        "warning",
+        "error",
+        "success",
+        "button",
+    ):
+        for element in getattr(at, kind):
+            shown = f"{getattr(element, 'value', '')} {getattr(element, 'label', '')}"
+            assert "script" not in shown and ":red" not in shown, kind
+    for html in at.get("html"):
+        assert "script" not in html.proto.body  # our own style, and nothing else
+    every = texts(at) + repr([c.value for c in at.code]) + repr([d.value.to_dict() for d in at.dataframe])
+    assert "\x1b" not in every and "\u202e" not in every
+    table = shows(world.url)
+    assert "\x1b" not in repr(rows(table)) and "<script>" in repr(rows(table))
+
+
+def test_one_event_is_shown_as_json(shows: Shows, tmp_path: Path) -> None:
+    world = world_of("hostile", tmp_path)
+    at = shows(world.url, incident=world.only().incident_id)
+    chooser = at.selectbox(key="incident-event")
+    at.selectbox(key="incident-event").select(chooser.options[0]).run()
+    shown = at.code[-1].value
+    assert '"kind": "incident_opened"' in shown
+    assert "\x1b" not in shown and "\u202e" not in shown
+    assert not at.exception
+
+
+def test_a_stored_window_is_drawn_and_decided_again(shows: Shows, tmp_path: Path) -> None:
+    d, window = found("stopped", "trainer/1")
+    world = World(tmp_path)
+    body = {"diagnosis": d.to_dict(), "window": "observations"}
+    world.journal.append(K.INCIDENT_OPENED, body, incident_id="inc-1-trainer-1")
+    world.journal.save_window("inc-1-trainer-1", "observations", window)
+    at = shows(world.url, incident="inc-1-trainer-1")
+    assert not at.exception
+    said = texts(at)
+    assert "suspect: trainer/1#1 (node-trainer-1)" in said
+    assert "From the window stored with the incident" in said
+    assert "Standing still: " in said
+    at.button(key="incident-again").click().run()
+    assert at.success[0].value == "The same, from the same input."
+    assert "diagnosed again from the stored window" in texts(at)
+    at.button(key="incident-tune").click().run()
+    assert "Had the shortest deadline of a hang been" in texts(at)
+    assert not at.exception
+
+
+def test_evidence_files_are_shown_as_text(shows: Shows, tmp_path: Path) -> None:
+    world = world_of("cured", tmp_path)
+    name = world.only().incident_id
+    folder = tmp_path / "evidence" / name
+    folder.mkdir(parents=True)
+    (folder / "stacks.json").write_text(HOSTILE)
+    at = shows(world.url, RunDir(tmp_path), incident=name)
+    at.selectbox(key="incident-file").select("stacks.json").run()
+    assert not at.exception
+    (shown,) = [c for c in at.code if "<script>" in c.value]
+    assert "\x1b" not in shown.value
+    assert shown.language in ("", None, "plaintext")
+
+
+def test_an_incident_that_is_not_there_says_so_and_leads_back(shows: Shows, tmp_path: Path) -> None:
+    at = shows(world_of("cured", tmp_path).url, incident="<b>no</b>", role="rollout")
+    assert not at.exception
+    assert at.info[0].value == "The journal knows no such incident."
+    at.button(key="incident-back").click().run()
+    assert "incident" not in at.query_params
+    assert at.query_params["role"] in ("rollout", ["rollout"])
+    assert len(rows(at)) == 1
+
+
+def test_one_that_cannot_be_read_has_a_page(shows: Shows, tmp_path: Path) -> None:
+    world = World(tmp_path)
+    world.journal.append(K.PLAN_MADE, {"plan": 7}, incident_id="inc-broken")
+    at = shows(world.url, incident="inc-broken")
+    assert not at.exception
+    assert "⚠ SET ASIDE" in texts(at)
+    assert rows(shows(world.url))[0]["state"] == "⚠ set aside"
+
+
+def test_ten_thousand_events_are_paged(shows: Shows, tmp_path: Path) -> None:
+    world = world_of("held", tmp_path)
+    i = world.only()
+    events = world.journal.events(incident_id=i.incident_id)
+    body = {"topic": "t", "because": "again", "channel": "log"}
+    for n in range(250):
+        world.journal.append(K.PERSON_CALLED, {**body, "topic": f"t{n}"}, incident_id=i.incident_id)
+    at = shows(world.url, incident=i.incident_id)
+    assert not at.exception
+    assert len(rows(at)) == 100
+    at.number_input(key="incident-events-page").set_value(3).run()
+    assert len(rows(at)) == len(events) + 250 - 200
+
+
+def test_journals_are_not_mixed_up(shows: Shows, tmp_path: Path) -> None:
+    """Two runs have incidents of one name."""
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+    crash, held = world_of("cured", tmp_path / "a"), world_of("held", tmp_path / "b")
+    name = crash.only().incident_id
+    assert held.only().incident_id == name
+    assert "✓ CURED" in texts(shows(crash.url, incident=name))
+    assert "‖ HELD" in texts(shows(held.url, incident=name))
+    assert [rows(shows(w.url))[0]["state"] for w in (crash, held)] == ["✓ cured", "‖ held"]

@@ -1,0 +1,159 @@
+"""Deciding again, files of evidence, and Prometheus in place of a window."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs
+
+import pytest
+
+from rolecall.core.clock import SystemClock
+from rolecall.core.diagnosis import FaultClass
+from rolecall.core.journal.events import EventKind
+from rolecall.core.rundir import create_run_dir
+from rolecall.dashboards.pages.incidents.evidence_files import SHOWN_BYTES_MAX, names, read
+from rolecall.dashboards.pages.incidents.prometheus import from_prometheus
+from rolecall.dashboards.pages.incidents.replay import replay
+from rolecall.dashboards.pages.incidents.timeline import Axis
+from rolecall.testing.recovery_world import diagnosis
+from tests.dashboards.incident_cases import found, material_of, world_of
+
+K = EventKind
+
+
+def test_the_same_input_gives_the_same_plan(tmp_path: Path) -> None:
+    m = material_of(world_of("retried", tmp_path))
+    done = replay(m.events, None)
+    assert done.same is True
+    assert len(done.lines) == 3
+    assert "the same plan, replace_replica" in done.lines[0]
+
+
+def test_another_plan_is_told(tmp_path: Path) -> None:
+    m = material_of(world_of("cured", tmp_path))
+    changed = []
+    for e in m.events:
+        body = {**e.body}
+        if e.kind is K.PLAN_MADE:
+            body["plan"] = {**body["plan"], "because": "somebody wrote this"}
+        changed.append(replace(e, body=body))
+    done = replay(changed, None)
+    assert done.same is False
+    assert "ANOTHER plan" in done.lines[0]
+
+
+def test_the_diagnosis_is_made_again_from_its_window(tmp_path: Path) -> None:
+    d, window = found("stopped", "trainer/1")
+    m = material_of(world_of("cured", tmp_path))
+    opened = [replace(e, body={"diagnosis": d.to_dict()}) for e in m.events if e.kind is K.INCIDENT_OPENED]
+    done = replay(opened, window)
+    assert done.same is True
+    assert done.lines == (f"diagnosed again from the stored window: {d.because}",)
+    other = replace(d, fault_class=FaultClass.GPU)
+    done = replay([replace(opened[0], body={"diagnosis": other.to_dict()})], window)
+    assert done.same is False
+
+
+@pytest.mark.parametrize("window", [{"version": 99}, {"version": 1}, {}])
+def test_a_window_that_cannot_be_read_is_no_verdict(window: dict[str, object], tmp_path: Path) -> None:
+    m = material_of(world_of("cured", tmp_path))
+    done = replay([e for e in m.events if e.kind is K.INCIDENT_OPENED], window)
+    assert done.same is None
+    assert "cannot be read" in done.lines[0]
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def test_files_are_text_of_a_limited_size(tmp_path: Path) -> None:
+    run = create_run_dir(tmp_path, "r")
+    folder = run.path / "evidence" / "inc-1"
+    folder.mkdir(parents=True)
+    (folder / "stack.json").write_bytes(b"<b>\x1b[31m one\n\xff two\n")
+    (folder / "big").write_bytes(b"x" * (SHOWN_BYTES_MAX + 1))
+    (folder / ".hidden").write_text("no")
+    (folder / "link").symlink_to("/etc/passwd")
+    assert names(run, "inc-1") == ("big", "stack.json")
+    text = read(run, "inc-1", "stack.json").text
+    assert text == "<b>\N{REPLACEMENT CHARACTER}[31m one\n\N{REPLACEMENT CHARACTER} two\n"
+    big = read(run, "inc-1", "big")
+    assert len(big.text) < SHOWN_BYTES_MAX
+    assert big.note.startswith("The first 64 KiB of 65,537 bytes")
+
+
+@pytest.mark.parametrize("incident", ["..", "../..", "/etc", ".", "inc-2"])
+@pytest.mark.parametrize("name", ["passwd", "../token", "run.json", ""])
+def test_no_name_leaves_the_incidents_folder(incident: str, name: str, tmp_path: Path) -> None:
+    run = create_run_dir(tmp_path, "r")
+    (run.path / "evidence" / "inc-1").mkdir(parents=True)
+    (run.path / "evidence" / "inc-2").symlink_to("/etc")
+    assert names(run, incident) == ()
+    assert read(run, incident, name).note == "It is not on this machine."
+    assert names(None, "inc-1") == ()
+
+
+# --- Prometheus -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def server(answer: bytes, asked: list[str]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+            asked.append(form["query"][0])
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as http:
+        thread = threading.Thread(target=http.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{http.server_port}"
+        finally:
+            http.shutdown()
+            thread.join()
+
+
+AXIS = Axis(begin=1000.0, end=1100.0, zero=1050.0)
+
+
+def test_prometheus_gives_the_suspect_and_its_peers() -> None:
+    series = ",".join(
+        f'{{"metric":{{"replica":"rollout/{n}","node":"n-{n}","role":"rollout"}},"values":[[1000,"{n}"],[1001,"NaN"]]}}'
+        for n in range(3)
+    )
+    asked: list[str] = []
+    with server(f'{{"status":"success","data":{{"resultType":"matrix","result":[{series}]}}}}'.encode(), asked) as url:
+        told = from_prometheus(url, "", diagnosis(FaultClass.CRASH, ("rollout/1", 1)), AXIS, SystemClock())
+    work = told.signals[0]
+    assert asked[0] == 'rate(rolecall_process_progress_total{role=~"rollout"}[20s])'
+    assert work.lines[0].name == "rollout/1 (n-1)"
+    assert work.lines[0].points == ((1000.0, 1.0),)
+    assert work.band == ((1000.0, 0.0, 1.0, 2.0),)
+    assert told.source.startswith("Prometheus at http://127.0.0.1")
+
+
+def test_a_name_is_no_expression() -> None:
+    asked: list[str] = []
+    with server(b'{"status":"success","data":{"resultType":"matrix","result":[]}}', asked) as url:
+        d = diagnosis(FaultClass.CRASH, ("rollout/1", 1))
+        d = replace(d, suspects=tuple(replace(s, role='a"} or vector(1) #.*') for s in d.suspects))
+        told = from_prometheus(url, "", d, AXIS, SystemClock())
+    assert '{role=~"a\\\\x{22}\\\\x{7d}\\\\x{20}or' in asked[0]
+    assert "holds nothing of the suspects" in told.missing
+
+
+def test_a_server_that_is_away_costs_a_sentence() -> None:
+    told = from_prometheus("http://127.0.0.1:9", "", diagnosis(FaultClass.CRASH, ("rollout/1", 1)), AXIS, SystemClock())
+    assert not told.signals
+    assert "does not tell" in told.missing
+    told = from_prometheus("ftp://x", "", diagnosis(FaultClass.CRASH, ("rollout/1", 1)), AXIS, SystemClock())
+    assert "Prometheus: " in told.missing

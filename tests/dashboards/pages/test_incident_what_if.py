@@ -1,0 +1,161 @@
+"""What would have changed the decision: each line is asked again, on both sides of the number that it names."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.core.diagnosis import ActionKind, FaultClass
+from rolecall.core.journal.events import EventKind
+from rolecall.dashboards.pages.incidents.what_if import (
+    ACTS,
+    ASKS,
+    Asked,
+    WhatIf,
+    answer,
+    as_of,
+    asked,
+    margins,
+    what_if,
+)
+from rolecall.recovery.guards import check
+from rolecall.recovery.incidents.incident import IncidentState
+from rolecall.recovery.policy import decide
+from tests.dashboards.incident_cases import KINDS, found, material_of, world_of
+
+
+def asked_of(kind: str, path: Path) -> Asked:
+    a = asked(material_of(world_of(kind, path)))
+    assert a is not None
+    return a
+
+
+def line(found: WhatIf, words: str) -> Any:
+    (one,) = [x for x in found.lines if words in x.had]
+    return one
+
+
+@pytest.mark.parametrize("kind", sorted(set(KINDS) - {"hostile"}))
+def test_every_stated_flip_is_one(kind: str, tmp_path: Path) -> None:
+    a = asked_of(kind, tmp_path)
+    said = what_if(a)
+    assert bool(said.lines) == (kind != "collapsed")  # which names nobody, so that nothing could be done
+    for x in said.lines:
+        assert answer(x.asked).key != answer(a).key, x.text
+        # Asked of policy and guards themselves, without anything of ours in between.
+        verdict = decide(x.asked.question)
+        assert verdict.plan.action == x.answer.action
+        if x.answer.first not in (ACTS, ASKS) and verdict.plan.action is not ActionKind.TOLERATE:
+            i = replace(x.asked.incident, diagnosis=x.asked.question.diagnosis)
+            guarded = check(
+                verdict.plan,
+                i,
+                fleet=x.asked.question.fleet,
+                config=x.asked.question.config,
+                incidents=(*x.asked.others, i),
+                paused=x.asked.paused,
+                stopping=None,
+                now=x.asked.now,
+            )
+            assert guarded.guard == x.answer.first
+
+
+def test_the_answer_as_it_was_is_what_the_watch_did(tmp_path: Path) -> None:
+    for kind, first in {
+        "cured": ACTS,
+        "proposed": ASKS,
+        "held": "paused",
+        "observed": "mode",
+        "gave up": "gave_up",
+    }.items():
+        (tmp_path / kind).mkdir()
+        assert answer(asked_of(kind, tmp_path / kind)).first == first, kind
+
+
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [
+        ("times slower", lambda a, v: replace(a.question, diagnosis=replace(a.question.diagnosis, gain_ratio=v))),
+        (
+            "horizon",
+            lambda a, v: replace(a.question, config=a.question.config.model_copy(update={"horizon_seconds": v})),
+        ),
+        (
+            "cost",
+            lambda a, v: replace(a.question, config=a.question.config.model_copy(update={"replace_cost_seconds": v})),
+        ),
+    ],
+    ids=["ratio", "horizon", "cost"],
+)
+def test_of_a_slow_one_the_number_is_the_edge(words: str, changed: Any, tmp_path: Path) -> None:
+    a = asked_of("slow", tmp_path)
+    one = line(what_if(a), words)
+    number = float(re.search(r"[\d.,]+", one.had).group().replace(",", ""))  # type: ignore[union-attr]
+    slack = 0.02 * (number - 1 if words == "times slower" else number)
+    sign = 1 if "or more" in one.had else -1
+    assert decide(changed(a, number + sign * 1e-9 * number)).plan.action is ActionKind.TOLERATE
+    assert decide(changed(a, number - sign * slack)).plan.action is ActionKind.REPLACE_REPLICA
+
+
+def test_without_a_horizon_the_least_that_pays_is_named(tmp_path: Path) -> None:
+    a = asked_of("slow", tmp_path)
+    a = replace(a, question=replace(a.question, config=a.question.config.model_copy(update={"horizon_seconds": None})))
+    one = line(what_if(a), "a horizon of")
+    assert one.answer.action is ActionKind.REPLACE_REPLICA
+    assert "40" in one.had  # 40 s x (1 - 1/4) = 30 s, the cost
+
+
+@pytest.mark.parametrize(
+    ("words", "guard", "number"),
+    [
+        ("other replicas been replaced within", "evictions", 6),
+        ("it been replaced", "retries", 3),
+        ("under repair", "role_share", 1),
+        ("accused by their peers", "majority", 1),
+    ],
+)
+def test_counts_are_the_smallest_that_hold_it(words: str, guard: str, number: int, tmp_path: Path) -> None:
+    one = line(what_if(asked_of("slow", tmp_path)), words)
+    assert one.answer.first == guard
+    assert re.search(r"\d+", one.had).group() == str(number)  # type: ignore[union-attr]
+
+
+def test_two_that_die_on_start_end_it(tmp_path: Path) -> None:
+    one = line(what_if(asked_of("cured", tmp_path)), "ended without any work")
+    assert one.had.startswith("2 replacements")
+    assert (one.answer.action, one.answer.first, one.answer.call_person) == (ActionKind.TOLERATE, "gave_up", True)
+
+
+def test_what_changes_nothing_is_said_too(tmp_path: Path) -> None:
+    said = what_if(asked_of("cured", tmp_path))
+    assert any("hang" in text and "wrong weights" in text for text in said.unmoved)
+
+
+def test_others_are_taken_as_they_stood_then(tmp_path: Path) -> None:
+    i = world_of("cured", tmp_path).only()
+    attempt = i.attempts[0]
+    assert attempt.started_at is not None and attempt.done_at is not None
+    assert as_of(i, i.opened_at - 1) is None
+    acting = as_of(i, attempt.started_at)
+    assert acting is not None and acting.outcome is None
+    assert acting.state in (IncidentState.ACTING, IncidentState.VERIFYING)
+    assert as_of(i, i.closed_at or 0.0) == i
+
+
+def test_a_plan_without_a_question_is_not_asked_again(tmp_path: Path) -> None:
+    m = material_of(world_of("cured", tmp_path))
+    bare = [replace(e, body={"plan": e.body["plan"]}) if e.kind is EventKind.PLAN_MADE else e for e in m.events]
+    assert asked(replace(m, events=tuple(bare))) is None
+    broken = [replace(e, body={"question": {"fleet": 7}}) if e.kind is EventKind.PLAN_MADE else e for e in m.events]
+    assert asked(replace(m, events=tuple(broken))) is None
+
+
+@pytest.mark.parametrize("fault", ["stopped", "duty_cycle"])
+def test_margins_come_from_the_evidence(fault: str) -> None:
+    d, _ = found(fault, "trainer/1" if fault == "stopped" else "rollout/1")
+    assert d.fault_class is (FaultClass.HANG if fault == "stopped" else FaultClass.SLOW)
+    (margin,) = margins(d)
+    assert margin.seen > margin.limit > 0
+    assert f"{margin.limit:.3g}" in margin.text

@@ -1,0 +1,153 @@
+"""The table of incidents: rows, filters, the URL, pages."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.diagnosis import FaultClass
+from rolecall.core.errors import JournalError
+from rolecall.dashboards.pages.incidents.table import (
+    PAGE_ROWS,
+    SET_ASIDE,
+    Filter,
+    Records,
+    Row,
+    broken_row,
+    choices,
+    href,
+    row_of,
+    shown,
+)
+from rolecall.recovery.operators import commands
+from rolecall.recovery.operators.run_location import JournalPlace
+from tests.dashboards.incident_cases import HOSTILE, world_of
+
+NOW = 2_000_000.0
+
+
+def row(n: int = 1, **more: object) -> Row:
+    fixed = Row(
+        incident_id=f"inc-{n}",
+        status="cured",
+        is_open=False,
+        who="rollout/1#1",
+        roles=("rollout",),
+        nodes=("node-4",),
+        fault_class="crash",
+        opened_at=NOW - 60.0 * n,
+        closed_at=NOW - 60.0 * n + 5,
+        found_seconds=1.0,
+        cured_seconds=2.0,
+        action="replace_replica",
+        because="it is gone",
+        haystack=f"inc-{n}\nit is gone",
+    )
+    return replace(fixed, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "takes", "leaves"),
+    [
+        (Filter(text="GONE"), row(), row(haystack="slow")),
+        (Filter(status="open"), row(is_open=True, status="acting"), row()),
+        (Filter(status="gave_up"), row(status="gave_up"), row()),
+        (Filter(role="trainer"), row(roles=("rollout", "trainer")), row()),
+        (Filter(fault="hang"), row(fault_class="hang"), row()),
+        (Filter(node="node-5"), row(nodes=("node-4", "node-5")), row()),
+        (Filter(within="hour"), row(), row(opened_at=NOW - 3601)),
+        (Filter(day="1970-01-24"), row(), row(opened_at=NOW - 86_400 * 2)),
+        (Filter(marked="wrong"), row(marked="wrong"), row(marked="right")),
+        (Filter(marked="none"), row(), row(marked="right")),
+    ],
+    ids=lambda v: next(iter(v.to_query()), "") if isinstance(v, Filter) else "",
+)
+def test_each_filter_takes_what_it_says(wanted: Filter, takes: Row, leaves: Row) -> None:
+    assert wanted.takes(takes, NOW)
+    assert not wanted.takes(leaves, NOW)
+
+
+def test_filters_live_in_the_url() -> None:
+    wanted = Filter(text="a b&c", status="open", node="n", within="day", page=3)
+    assert Filter.from_query(wanted.to_query()) == wanted
+    assert Filter().to_query() == {}
+
+
+@pytest.mark.parametrize("page", ["0", "-1", "x", "9" * 40, "²", ""])
+def test_a_url_may_hold_anything(page: str) -> None:
+    found = Filter.from_query({"page": page, "within": "for ever", "strange": "1", "text": "x" * 9999})
+    assert (found.page, found.within, len(found.text)) == (1, "", 200)
+
+
+def test_a_page_beyond_the_last_is_the_last() -> None:
+    rows = [row(n) for n in range(1, 2 * PAGE_ROWS + 2)]
+    found = shown(rows, Filter(page=99), NOW)
+    assert (found.page, found.num_pages, len(found.rows), found.num_found) == (3, 3, 1, len(rows))
+
+
+def test_a_row_tells_who_what_when_and_how_long(tmp_path: Path) -> None:
+    world = world_of("cured", tmp_path)
+    found = row_of(world.only())
+    assert (found.status, found.words, found.who, found.roles) == ("cured", "✓ cured", "rollout/1#1", ("rollout",))
+    assert found.fault_class == FaultClass.CRASH
+    assert found.action == "replace_replica"
+    assert not found.is_open
+    assert found.found_seconds == pytest.approx(0.5)
+    assert found.cured_seconds is not None and found.cured_seconds > 1.0
+    assert found.lasted_seconds(NOW) == pytest.approx(world.only().closed_at - world.only().opened_at)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("kind", "status"), [("held", "held"), ("proposed", "proposed"), ("observed", "observed")])
+def test_states_in_one_word(kind: str, status: str, tmp_path: Path) -> None:
+    assert row_of(world_of(kind, tmp_path).only()).status == status
+
+
+def test_marks_show_and_are_found(tmp_path: Path) -> None:
+    world = world_of("cured", tmp_path)
+    commands.mark(JournalPlace(world.url), world.only().incident_id, right=False, by="Ada", because="it was the switch")
+    assert row_of(world.only()).marked == "wrong"
+
+
+def test_open_ones_are_on_top_then_the_newest(tmp_path: Path) -> None:
+    first = world_of("cured", tmp_path).only()
+    older = replace(first, incident_id="older", opened_at=first.opened_at - 100)
+    oldest_open = replace(first, incident_id="open", opened_at=first.opened_at - 200, outcome=None, closed_at=None)
+    oldest_open = replace(oldest_open, state=type(first.state).ACTING)
+    rows = Records().rows({i.incident_id: i for i in (older, first, oldest_open)}, {})
+    assert [r.incident_id for r in rows] == ["open", first.incident_id, "older"]
+
+
+def test_set_aside_ones_are_there_with_the_reason(tmp_path: Path) -> None:
+    i = world_of("cured", tmp_path).only()
+    rows = Records().rows(
+        {i.incident_id: i}, {i.incident_id: JournalError("no such move\nstory"), "line 7": ValueError()}
+    )
+    told = {r.incident_id: r for r in rows}
+    assert told[i.incident_id].status == SET_ASIDE
+    assert told[i.incident_id].because == "no such move"
+    assert told["line 7"].because == "ValueError"
+    assert SET_ASIDE in choices(rows).statuses
+
+
+def test_only_what_changed_is_made_again(tmp_path: Path) -> None:
+    i = world_of("cured", tmp_path).only()
+    records = Records()
+    (before,) = records.rows({"a": i}, {})
+    (same,) = records.rows({"a": i}, {})
+    (changed,) = records.rows({"a": replace(i, because="x")}, {})
+    assert same is before
+    assert changed is not before
+
+
+def test_what_there_is_is_offered() -> None:
+    offered = choices([row(status="acting", is_open=True), row(2, nodes=("b", "a")), row(3, opened_at=0.0)])
+    assert offered.statuses == ("open", "acting", "cured")
+    assert offered.nodes == ("a", "b", "node-4")
+    assert offered.days == ("1970-01-24",)
+
+
+def test_text_of_others_becomes_plain(tmp_path: Path) -> None:
+    found = row_of(world_of("hostile", tmp_path).only())
+    assert "\x1b" not in found.because and "\u202e" not in found.because
+    assert "\x1b" not in broken_row("x", HOSTILE).because
+    assert href("a&incident=b c/..") == "incidents?incident=a%26incident%3Db+c%2F.."

@@ -1,0 +1,313 @@
+"""The page `Acting`: each click is one event of the journal under the right name, and nothing else ever is."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.journal.events import EventKind
+from rolecall.dashboards import users as people
+from rolecall.recovery.nodes import fold_nodes
+from rolecall.recovery.operators import commands
+from tests.dashboards.acting_world import HOSTILE, World, button, fill, page, session, sign_in, texts, world
+
+K = EventKind
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> World:
+    return world(tmp_path)
+
+
+def _new(made: World, before: int) -> list[tuple[EventKind, object]]:
+    """(kind, by) of the events written after so many."""
+    return [(e.kind, e.body.get("by")) for e in made.events()[before:]]
+
+
+# --- looking ------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_plans_says_so(made: World) -> None:
+    at = page("operations", made)
+    assert not at.exception
+    assert "No plan stands" in texts(at)
+    assert "Nobody has said anything yet" in texts(at)
+    assert "rolecall asks first" in texts(at)
+
+
+def test_without_a_people_file_it_says_how_to_make_one_and_shows_the_commands(made: World) -> None:
+    proposed = made.propose("i-1")
+    at = page("operations", made, acting=False)
+    assert not at.exception
+    assert "rolecall people add" in texts(at)
+    assert f"rolecall approve {proposed.digest}" in texts(at)
+    assert button(at, "Approve").disabled
+
+
+def test_a_guest_sees_the_plan_whole_and_can_click_nothing(made: World) -> None:
+    made.propose("i-1", because="rollout/1 ended by signal 9")
+    at = page("operations", made)
+    told = texts(at)
+    for said in (
+        "rollout/1 ended by signal 9",
+        "replace replica",
+        "rollout/1#1 on node-2",
+        "rollout/2 takes its requests",
+        "its agent saw it end",
+        "lapses in",
+        "waits for a person",
+    ):
+        assert said in told
+    acting = [b for b in at.button if b.label not in ("Sign in",)]
+    assert acting
+    assert all(b.disabled for b in acting)
+
+
+def test_no_act_comes_from_a_load_or_an_address(made: World) -> None:
+    proposed = made.propose("i-1")
+    token = made.add_person("anna")
+    before = len(made.events())
+    at = page("operations", made)
+    at.query_params["approve"] = proposed.digest
+    at.query_params["token"] = token
+    at.run()
+    sign_in(at, token).run()
+    assert len(made.events()) == before
+
+
+def test_hostile_text_is_shown_as_text(made: World) -> None:
+    made.propose("i-1", because=HOSTILE)
+    made.say(K.PAUSED, {"by": HOSTILE[:60], "because": HOSTILE})
+    at = page("operations", made)
+    assert not at.exception
+    assert HOSTILE in texts(at)
+    assert not any("onerror" in str(m.value) or "bold" in str(m.value) for m in at.markdown)
+
+
+# --- signing in ---------------------------------------------------------------------------------------------------
+
+
+def test_signing_in_and_out(made: World) -> None:
+    token = made.add_person("anna")
+    at = sign_in(page("operations", made), token)
+    assert "signed in: anna" in "\n".join(str(t.value) for t in at.sidebar.text)
+    held = at.session_state["rolecall.pass"]
+    assert isinstance(held, people.Pass)
+    assert token not in session(at)
+    button(at, "Sign out").click().run()
+    assert "rolecall.pass" not in at.session_state
+    assert "look as a guest" in texts(at)
+
+
+def test_a_wrong_token_is_told_and_kept_nowhere(made: World) -> None:
+    made.add_person("anna")
+    at = sign_in(page("operations", made), "wrong-token")
+    assert "nobody in the people file has this token" in "\n".join(str(t.value) for t in at.sidebar.text)
+    assert "wrong-token" not in texts(at)
+    assert "wrong-token" not in session(at)
+
+
+def test_who_is_removed_meanwhile_is_out_before_the_click_counts(made: World) -> None:
+    made.propose("i-1")
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    people.remove(made.people_path, "anna")
+    before = len(made.events())
+    button(at, "Approve").click().run()
+    assert len(made.events()) == before
+    assert "may not act any more" in texts(at)
+
+
+def test_without_a_click_for_long_a_person_is_out(made: World) -> None:
+    made.propose("i-1")
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    held = at.session_state["rolecall.pass"]
+    at.session_state["rolecall.pass"] = people.Pass(
+        name=held.name, fingerprint=held.fingerprint, seen_at=held.seen_at - people.IDLE_SECONDS - 1
+    )
+    before = len(made.events())
+    button(at, "Approve").click().run()
+    assert len(made.events()) == before
+    assert "without a click" in texts(at) + "\n".join(str(t.value) for t in at.sidebar.text)
+
+
+# --- plans --------------------------------------------------------------------------------------------------------
+
+
+def test_a_click_approves_the_plan_under_the_name_of_the_file(made: World) -> None:
+    proposed = made.propose("i-1")
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    before = len(made.events())
+    button(at, "Approve").click().run()
+    assert _new(made, before) == [(K.PLAN_APPROVED, "anna")]
+    assert made.events()[-1].body["digest"] == proposed.digest
+    assert "is approved, for i-1" in texts(at)
+
+
+def test_a_double_click_is_one_word(made: World) -> None:
+    made.propose("i-1")
+    made.propose("i-2", "rollout/0")
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    first = button(at, "Approve")
+    before = len(made.events())
+    first.click().run()
+    first.click().run()  # the same button, as it was painted
+    assert _new(made, before) == [(K.PLAN_APPROVED, "anna")]
+
+
+def test_a_second_person_who_was_faster_is_told_of(made: World) -> None:
+    proposed = made.propose("i-1")
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    commands.reject(made.run, proposed.digest, "bert", "not now")
+    before = len(made.events())
+    button(at, "Approve").click().run()
+    assert len(made.events()) == before
+    assert "rejected" in texts(at)
+
+
+def test_a_plan_that_changed_between_painting_and_clicking_is_not_approved(made: World) -> None:
+    painted = made.propose("i-1")
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    made.say(K.PLAN_LAPSED, {"digest": painted.digest, "because": "nobody spoke"}, "i-1")
+    made.say(K.INCIDENT_CLOSED, {"outcome": "gave_up", "because": "lapsed"}, "i-1")
+    other = made.propose("i-2", "rollout/2")
+    before = len(made.events())
+    button(at, "Approve").click().run()
+    assert len(made.events()) == before
+    assert painted.digest in texts(at)
+    assert other.digest != painted.digest
+
+
+def test_a_plan_that_lapsed_is_not_approved(made: World) -> None:
+    made.propose("i-1", seconds=-1.0)
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    assert "lapsed" in texts(at)
+    assert not any(b.label == "Approve" for b in at.button)
+
+
+def test_a_journal_that_is_locked_is_said_and_nothing_is_lost(made: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    made.propose("i-1")
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    before = len(made.events())
+    monkeypatch.setattr("rolecall.core.journal.store.BUSY_SECONDS", 0.1)
+    lock = sqlite3.connect(made.run.path / "journal.db", isolation_level=None)
+    try:
+        lock.execute("BEGIN IMMEDIATE")
+        button(at, "Approve").click().run()
+    finally:
+        lock.close()
+    assert len(made.events()) == before
+    assert "Not done." in texts(at)
+    assert "is not known: look at the history" in texts(at)
+    at.run()
+    button(at, "Approve").click().run()
+    assert _new(made, before) == [(K.PLAN_APPROVED, "anna")]
+
+
+def test_a_hold_has_a_reason_and_an_end_and_is_lifted(made: World) -> None:
+    proposed = made.propose("i-1")
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    before = len(made.events())
+    button(at, "Hold").click().run()
+    assert len(made.events()) == before
+    assert "give a reason" in texts(at)
+    fill(at, "plan:", "why", "I look at the cable first")
+    button(at, "Hold").click().run()
+    assert _new(made, before) == [(K.HOLD_PLACED, "anna")]
+    placed = made.events()[-1]
+    assert placed.body["because"] == "I look at the cable first"
+    assert placed.body["digest"] == proposed.digest
+    assert placed.body["until"] == pytest.approx(placed.wall_at + 600, abs=5)
+    at.run()
+    assert "held by a person" in texts(at)
+    button(at, "Lift the hold").click().run()
+    assert _new(made, before) == [(K.HOLD_PLACED, "anna"), (K.HOLD_LIFTED, "anna")]
+
+
+def test_a_veto_ends_the_plan(made: World) -> None:
+    made.propose("i-1")
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    before = len(made.events())
+    fill(at, "plan:", "why", "it is being repaired by hand")
+    button(at, "Veto").click().run()
+    assert _new(made, before) == [(K.PLAN_REJECTED, "anna")]
+    assert made.events()[-1].body["because"] == "it is being repaired by hand"
+
+
+# --- everything else ----------------------------------------------------------------------------------------------
+
+
+def test_all_acting_is_paused_and_goes_on(made: World) -> None:
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    before = len(made.events())
+    fill(at, "pause", "why", "the network is being changed")
+    button(at, "Pause").click().run()
+    at.run()
+    assert "All acting is paused." in texts(at)
+    assert "anna: the network is being changed" in texts(at)
+    button(at, "Let it act again").click().run()
+    assert _new(made, before) == [(K.PAUSED, "anna"), (K.RESUMED, "anna")]
+
+
+def test_a_node_is_quarantined_and_returned(made: World) -> None:
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    before = len(made.events())
+    at.selectbox(key="acting.node").select("node-3").run()
+    fill(at, "quarantine:", "why", "it is hot")
+    button(at, "Quarantine").click().run()
+    at.run()
+    assert "node-3 is in quarantine, by anna: it is hot" in texts(at)
+    fill(at, "return:", "why", "cooled")
+    button(at, "End the quarantine").click().run()
+    assert _new(made, before) == [(K.NODE_QUARANTINED, "anna"), (K.NODE_RETURNED, "anna")]
+
+
+def test_a_node_is_drained_only_when_its_name_is_typed(made: World) -> None:
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    at.selectbox(key="acting.node").select("node-2").run()
+    assert "rollout/1#1: replace node" in texts(at)
+    assert "the guards would pass" in texts(at)
+    before = len(made.events())
+    fill(at, "drain:", "why", "its fan is loud")
+    fill(at, "drain:", "confirm", "node-1")
+    button(at, "Drain").click().run()
+    assert len(made.events()) == before
+    assert "'node-1' is not 'node-2'" in texts(at)
+    fill(at, "drain:", "why", "its fan is loud")
+    fill(at, "drain:", "confirm", "node-2")
+    button(at, "Drain").click().run()
+    drained = made.events(K.NODE_DRAINED)
+    assert [(e.body["by"], e.body["node"]) for e in drained] == [("anna", "node-2")]
+    assert fold_nodes(made.events())["node-2"].quarantined_by == "anna"
+    (asked,) = made.incidents().values()
+    assert asked.by_person
+    assert asked.diagnosis.because.startswith("anna asks for rollout/1#1")
+
+
+def test_a_replica_is_replaced_by_hand(made: World) -> None:
+    at = sign_in(page("operations", made), made.add_person("anna"))
+    before = len(made.events())
+    at.selectbox(key="acting.replica").select("trainer/1").run()
+    fill(at, "replace:", "why", "it stutters")
+    button(at, "Replace").click().run()
+    (opened,) = made.events()[before:]
+    assert opened.kind is K.INCIDENT_OPENED
+    assert "anna asks for trainer/1#1 to be replaced: it stutters" in opened.body["diagnosis"]["because"]
+
+
+def test_history_tells_who_did_what(made: World) -> None:
+    proposed = made.propose("i-1")
+    commands.hold(made.run, proposed.digest, "bert", "wait for me", 600.0)
+    commands.pause(made.run, "carla", "a change of the network")
+    at = page("operations", made)
+    (table,) = [d.value for d in at.dataframe if "who" in d.value.columns]
+    assert list(table["who"]) == ["carla", "bert"]
+    assert list(table["what"]) == ["paused all acting", "held a plan"]
+    assert list(table["why"]) == ["a change of the network", "wait for me"]
+
+
+def test_a_journal_by_url_alone_takes_a_word_too(made: World) -> None:
+    made.propose("i-1")
+    at = sign_in(page("operations", made, url_only=True), made.add_person("anna"))
+    before = len(made.events())
+    button(at, "Approve").click().run()
+    assert _new(made, before) == [(K.PLAN_APPROVED, "anna")]

@@ -1,0 +1,181 @@
+"""Plans that stand, from incidents; and what a preview of draining says."""
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rolecall.cli.main import main
+from rolecall.core.diagnosis import ActionKind
+from rolecall.core.ids import NodeId, ReplicaId
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.dashboards.pages.operations.commands import Ask, What, command_line
+from rolecall.dashboards.pages.operations.history import history
+from rolecall.dashboards.pages.operations.plans import GLYPHS, PlanRow, Standing, plan_rows
+from rolecall.dashboards.pages.operations.preview import limits_of, preview
+from rolecall.recovery.fleet import FleetView, fleet_view
+from rolecall.recovery.incidents.incident import Incident
+from rolecall.recovery.incidents.projection import fold
+from tests.dashboards.acting_world import HOMES, diagnosis, plan
+
+K = EventKind
+NOW = 1000.0
+
+
+def _incidents(*told: tuple[EventKind, dict[str, object]]) -> tuple[Incident, ...]:
+    events = [
+        Event(seq=n, kind=kind, wall_at=900.0 + n, body=dict(body), incident_id="i-1")
+        for n, (kind, body) in enumerate(told, 1)
+    ]
+    return tuple(fold(events).values())
+
+
+OPENED = (K.INCIDENT_OPENED, {"diagnosis": diagnosis("rollout/1", "it ended").to_dict()})
+PLAN = plan("i-1", "rollout/1", "a fresh process cures it")
+MADE = (K.PLAN_MADE, {"plan": PLAN.to_dict()})
+PROPOSED = (K.PLAN_PROPOSED, {"plan": PLAN.to_dict(), "expires_at": NOW + 60})
+APPROVED = (K.PLAN_APPROVED, {"digest": PLAN.digest, "by": "anna"})
+REJECTED = (K.PLAN_REJECTED, {"digest": PLAN.digest, "by": "anna", "because": "no"})
+LAPSED = (K.PLAN_LAPSED, {"digest": PLAN.digest, "because": "nobody spoke"})
+GUARDED = (K.PLAN_HELD, {"digest": PLAN.digest, "guard": "at_once", "because": "another first"})
+HOLD = (K.HOLD_PLACED, {"digest": PLAN.digest, "by": "bert", "because": "wait", "until": NOW + 30})
+LIFTED = (K.HOLD_LIFTED, {"digest": PLAN.digest, "by": "bert", "because": ""})
+STARTED = (K.ACTION_STARTED, {"plan": PLAN.to_dict(), "digest": PLAN.digest})
+
+
+@pytest.mark.parametrize(
+    ("told", "mode", "now", "standing"),
+    [
+        ((OPENED, MADE, PROPOSED), "approve", NOW, Standing.WAITS),
+        ((OPENED, MADE, PROPOSED), "approve", NOW + 61, Standing.LAPSED),
+        ((OPENED, MADE, PROPOSED, LAPSED), "approve", NOW, Standing.LAPSED),
+        ((OPENED, MADE, PROPOSED, APPROVED), "approve", NOW, Standing.APPROVED),
+        ((OPENED, MADE, PROPOSED, REJECTED), "approve", NOW, Standing.REFUSED),
+        ((OPENED, MADE, PROPOSED, HOLD), "approve", NOW, Standing.HELD),
+        ((OPENED, MADE, PROPOSED, HOLD, LIFTED), "approve", NOW, Standing.WAITS),
+        ((OPENED, MADE, HOLD), "act", NOW, Standing.HELD),
+        ((OPENED, MADE, HOLD), "act", NOW + 31, Standing.DUE),
+        ((OPENED, MADE), "act", NOW, Standing.DUE),
+        ((OPENED, MADE, GUARDED), "act", NOW, Standing.GUARDED),
+        ((OPENED, MADE), "observe", NOW, Standing.WOULD),
+    ],
+)
+def test_what_a_plan_waits_for(
+    told: tuple[tuple[EventKind, dict[str, object]], ...], mode: str, now: float, standing: Standing
+) -> None:
+    (row,) = plan_rows(_incidents(*told), mode, now)
+    assert row.standing is standing
+
+
+@pytest.mark.parametrize("told", [(OPENED,), (OPENED, MADE, STARTED)])
+def test_what_has_no_plan_or_has_begun_is_no_row(told: tuple[tuple[EventKind, dict[str, object]], ...]) -> None:
+    assert plan_rows(_incidents(*told), "act", NOW) == ()
+
+
+def test_a_plan_to_do_nothing_is_no_row() -> None:
+    nothing = replace(PLAN, action=ActionKind.TOLERATE, targets=())
+    found = _incidents(OPENED, (K.PLAN_MADE, {"plan": nothing.to_dict()}))
+    assert plan_rows(found, "act", NOW) == ()
+
+
+def test_only_what_waits_can_be_approved_and_the_time_left_counts_down() -> None:
+    (row,) = plan_rows(_incidents(OPENED, MADE, PROPOSED), "approve", NOW)
+    assert row.can_be_approved
+    assert (row.seconds_left(NOW), row.seconds_left(NOW + 100)) == (60.0, 0.0)
+    (held,) = plan_rows(_incidents(OPENED, MADE, PROPOSED, HOLD), "approve", NOW)
+    assert not held.can_be_approved
+    assert held.can_be_stopped
+    assert held.hold is not None
+    assert held.hold.by == "bert"
+
+
+def test_those_that_wait_for_a_person_come_first_and_of_these_what_lapses_soonest() -> None:
+    def of(name: str, *told: tuple[EventKind, dict[str, object]]) -> Incident:
+        (found,) = _incidents(*told)
+        return replace(found, incident_id=name)
+
+    later = (K.PLAN_PROPOSED, {"plan": PLAN.to_dict(), "expires_at": NOW + 500})
+    rows = plan_rows(
+        [of("due", OPENED, MADE), of("later", OPENED, MADE, later), of("soon", OPENED, MADE, PROPOSED)], "approve", NOW
+    )
+    assert [r.incident_id for r in rows] == ["soon", "later", "due"]
+
+
+def test_every_standing_has_a_glyph_of_its_own() -> None:
+    assert len({GLYPHS[s] for s in Standing}) == len(Standing)
+    assert PlanRow.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def _fleet(homes: dict[str, str] | None = None) -> FleetView:
+    homes = HOMES if homes is None else homes
+    desired = {ReplicaId(r): Desired(replica=ReplicaId(r), incarnation=1, node=NodeId(n)) for r, n in homes.items()}
+    current = {
+        ReplicaId(r): Actual(replica=ReplicaId(r), incarnation=1, node=NodeId(n), state=ReplicaState.SERVING)
+        for r, n in homes.items()
+    }
+    return fleet_view(desired, current)
+
+
+@pytest.mark.parametrize(
+    ("mode", "paused", "guard"), [("act", None, ""), ("act", "anna: wait", "paused"), ("observe", None, "mode")]
+)
+def test_a_preview_says_what_moves_and_which_guard_would_hold_it(mode: str, paused: str | None, guard: str) -> None:
+    (moving,) = preview(
+        "node-2",
+        fleet=_fleet(),
+        incidents=(),
+        avoided=frozenset(),
+        limits=limits_of(None, mode),
+        paused=paused,
+        stopping=None,
+        now=NOW,
+    )
+    assert moving.replica == "rollout/1#1"
+    assert moving.action == "replace node"
+    assert moving.guard == guard
+
+
+def test_a_preview_with_no_other_node_left_says_so() -> None:
+    (moving,) = preview(
+        "node-2",
+        fleet=_fleet(),
+        incidents=(),
+        avoided=frozenset({"node-1", "node-3", "node-4", "node-5"}),
+        limits=limits_of(None, "act"),
+        paused=None,
+        stopping=None,
+        now=NOW,
+    )
+    assert "no other node" in moving.because
+
+
+@pytest.mark.parametrize("body", [None, {}, {"question": 5}, {"question": {"config": {"never": 1}, "supports": []}}])
+def test_limits_of_a_plan_that_tells_none_are_the_defaults(body: dict[str, object] | None) -> None:
+    assert not limits_of(body, "act").known
+
+
+def test_a_name_from_elsewhere_cannot_leave_its_place_in_a_command() -> None:
+    line = command_line(Ask(what=What.DRAIN, on="x; rm -rf ~"), "run $(id)")
+    assert line == "rolecall node drain 'x; rm -rf ~' --reason \"WHY\" --run 'run $(id)'"
+
+
+def test_a_replica_that_a_person_had_replaced_is_in_the_history() -> None:
+    asked = diagnosis("rollout/1", "anna asks for rollout/1#1 to be replaced: it stutters", detectors=("person",))
+    found = _incidents((K.INCIDENT_OPENED, {"diagnosis": asked.to_dict()}))
+    words = [Event(seq=9, kind=K.PAUSED, wall_at=1.0, body={"by": "bert", "because": "x"})]
+    first, second = history(words, found)
+    assert (first.by, first.what, first.on) == ("anna", "asked for a replacement", "rollout/1#1, i-1")
+    assert (second.by, second.what, second.on) == ("bert", "paused all acting", "the run")
+
+
+@pytest.mark.parametrize("what", What)
+def test_every_command_that_is_shown_is_one_of_the_command_line(
+    what: What, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    on = "" if what in (What.PAUSE, What.RESUME) else "rollout/0"
+    argv = shlex.split(command_line(Ask(what=what, on=on), "nowhere"))[1:]
+    assert main([*argv, "--runs", str(tmp_path)]) == 2
+    # The run is missed, and nothing before that: no unknown command, no unknown or missing option.
+    assert "nowhere: no run of this name" in capsys.readouterr().err

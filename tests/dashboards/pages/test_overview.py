@@ -1,0 +1,280 @@
+"""The page Now in every state of a run, as Streamlit draws it; and its view functions by table."""
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from streamlit.testing.v1 import AppTest
+
+from rolecall.core.journal.events import EventKind as K
+from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import ReplicaState
+from rolecall.core.rundir import RunDir
+from rolecall.dashboards import settings
+from rolecall.dashboards.pages import charts, shell
+from rolecall.dashboards.pages.overview import view as now_view
+from rolecall.dashboards.pages.overview.html import role as role_html
+from rolecall.dashboards.pages.overview.view import Cell, Role, state_of
+from rolecall.dashboards.pages.style import STATES, banner, css
+from rolecall.dashboards.settings import Settings
+from rolecall.views.snapshot import ReplicaRow
+from tests.dashboards.big_journal import BigJournal
+from tests.dashboards.made_runs import MadeRun, damage, looked
+from tests.support import eventually
+
+APP = Path(shell.__file__).parents[1] / "app.py"
+HOSTILE = "<script>alert(1)</script> **bold** [x](javascript:alert(1)) $\\latex$ :red[red] `code` \x1b[31m\u202e"
+
+
+def drawn(what: Settings) -> AppTest:
+    looked(what)
+    at = AppTest.from_file(str(APP), default_timeout=60).run()
+    assert not at.exception
+    return at
+
+
+def text(at: AppTest) -> str:
+    """All that stands on the page, HTML included."""
+    parts = [str(getattr(e, "value", "") or "") for e in at.main]
+    parts += [h.proto.body for h in at.main if h.type == "html"]
+    return "\n".join(parts)
+
+
+def test_a_run_at_work(tmp_path: Path) -> None:
+    at = drawn(MadeRun(tmp_path).settings())
+    page = text(at)
+    assert at.title[0].value == "Now" and "made" in page
+    assert "No incident is open." in page and "30" in page and "of 120" in page and "0.290" in page
+    assert "2&nbsp;healthy" in page and "1&nbsp;standby" in page
+    assert "Nobody watches" not in page and "100.0 %" in page  # ETTR
+    assert len(at.get("vega_lite_chart")) == 3
+
+
+def test_an_open_incident_stands_on_top(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    plan = made.open()
+    made.plan(plan)
+    made.act(plan)
+    page = text(drawn(made.settings()))
+    assert "rollout/1#1 has finished nothing for 2.9 s" in page and "the smallest unit that holds the suspect" in page
+    assert page.index("2.9 s") < page.index("ETTR")
+    assert "1&nbsp;being replaced" in page and "acting" in page
+
+
+def test_a_plan_that_waits_asks_for_a_person(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path, mode="approve")
+    made.open(replica="rollout/0", name="i-2")
+    plan = made.open()
+    made.plan(plan)
+    made.propose(plan)
+    at = drawn(made.settings())
+    page = text(at)
+    assert "Approve or veto this plan within 1" in page and "2&nbsp;suspect" in page
+    assert page.index("Approve or veto") < page.index("i-2, open for")  # who must decide is told first
+    assert any("operations" in str(link.proto.page) for link in at.get("page_link"))
+
+
+def test_paused_observing_and_nobody_there(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path / "a", mode="observe")
+    made.journal.set_flag("paused", "by anna: night shift")
+    page = text(drawn(made.settings()))
+    assert "All acting is paused." in page and "by anna: night shift" in page and "It only watches." in page
+    alone = MadeRun(tmp_path / "b", watched=False)
+    assert "No watch has ever held the lease" in text(drawn(alone.settings()))
+
+
+def test_a_dead_watch_is_told(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    made.open()
+    with made.journal.store.write() as conn:
+        conn.exec_driver_sql("UPDATE leases SET expires_at = expires_at - 3700")
+    page = text(drawn(made.settings()))
+    assert "Nobody watches." in page and "Nobody acts: no watch holds the lease." in page
+
+
+def test_a_finished_run_says_how_it_ended(fake_run: RunDir) -> None:
+    page = text(drawn(Settings(journal_url=fake_run.database_url, run=fake_run)))
+    assert "Ended: completed." in page and "all 120 steps are committed" in page
+    assert "Nobody watches" not in page and "91.5 %" in page and "trainer" in page
+
+
+def test_a_quarantined_node(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    made.say(K.NODE_QUARANTINED, {"node": "node-3", "by": "anna", "because": "XID 79"})
+    assert "1&nbsp;quarantined" in text(drawn(made.settings()))
+
+
+def test_no_journal_an_empty_one_and_a_locked_one_say_what_to_do(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'journal.db'}"
+    page = text(drawn(Settings(journal_url=url)))
+    assert "There is no journal." in page and "--journal URL" in page and "Replicas" not in page
+    Journal(url).close()
+    other = Settings(journal_url=url, name="empty")
+    page = text(drawn(other))
+    assert "The journal is empty." in page and "rolecall demo" in page
+    locked = tmp_path / "locked.db"
+    Journal(f"sqlite:///{locked}").close()
+    holder = sqlite3.connect(locked, isolation_level=None)
+    holder.execute("PRAGMA locking_mode=EXCLUSIVE")
+    holder.execute("BEGIN EXCLUSIVE")
+    settings.use(Settings(journal_url=f"sqlite:///{locked}"))
+    at = AppTest.from_file(str(APP), default_timeout=60).run()
+    holder.close()
+    assert not at.exception
+    assert "The journal does not answer." in text(at) and "goes on by itself" in text(at)
+
+
+def test_an_old_schema_and_damaged_lines(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path / "a")
+    made.open(name="i-1")
+    line = made.journal.head().position
+    damage(made.run, line)
+    page = text(drawn(made.settings()))
+    assert "The journal is damaged." in page and f"cannot be read: {line}" in page and "rolecall audit" in page
+    assert "2&nbsp;healthy" in page  # the rest is there
+    old = MadeRun(tmp_path / "b")
+    with sqlite3.connect(old.run.path / "journal.db") as conn:
+        conn.execute("UPDATE meta SET value = '0' WHERE name = 'schema'")
+    page = text(drawn(old.settings()))
+    assert "of another version" in page and "schema version 0" in page and "Use the version" in page
+
+
+def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path, num_steps=0)
+    page = text(drawn(made.settings()))
+    assert "starting for" in page and "–" in page
+
+
+def test_a_prometheus_that_is_away_leaves_the_page_whole(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    what = made.settings()
+    what = Settings(journal_url=what.journal_url, name="made", prometheus_url="http://127.0.0.1:1")
+    pages: list[str] = []
+
+    def told() -> bool:
+        pages[:] = [text(drawn(what))]
+        return "Prometheus does not answer." in pages[0]
+
+    eventually(told, "the page says so")
+    assert "2&nbsp;healthy" in pages[0] and "comes from the journal and is whole" in pages[0]
+
+
+def test_a_thousand_replicas(tmp_path: Path) -> None:
+    big = BigJournal(tmp_path, num_incidents=60, open_incidents=20)
+    run = big.build()
+    at = drawn(Settings(journal_url=run.database_url))
+    page = text(at)
+    assert "i-0060" in page and "8 more incidents are open" in " ".join(str(p.proto.label) for p in at.get("page_link"))
+    (grid,) = [h.proto.body for h in at.main if h.type == "html" and "rc-map" in h.proto.body]
+    assert grid.count("●") >= 970 and len(grid) < 40_000
+    assert not at.dataframe
+    at.toggle(key="now.table").set_value(True).run()
+    assert not at.exception and len(at.dataframe[0].value) == 1000
+
+
+def test_foreign_text_stays_text(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    plan = made.open(because=HOSTILE, node="<b>node</b>")
+    made.plan(plan)
+    made.journal.set_flag("paused", HOSTILE)
+    at = drawn(Settings(journal_url=made.run.database_url, name=HOSTILE))
+    for element in at.main:
+        if element.type == "html":
+            body = element.proto.body
+            assert "<script" not in body and "\x1b" not in body and "\u202e" not in body
+            assert "<a " not in body and "<b>node" not in body
+        elif element.type in ("markdown", "caption", "subheader", "title", "info", "warning", "error"):
+            assert "bold" not in str(element.value)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt; **bold**" in text(at)
+
+
+def test_who_must_sign_in_sees_nothing_before(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    people = tmp_path / "people.yaml"
+    people.write_text("")
+    people.chmod(0o600)
+    what = Settings(journal_url=made.run.database_url, people_path=people, sign_in=True, name="secret-run")
+    at = drawn(what)
+    assert "Sign in to read" in at.info[0].value
+    assert "secret-run" not in text(at) and "healthy" not in text(at)
+
+
+@pytest.mark.parametrize(
+    ("state", "replica", "incarnation", "suspects", "replaced", "node", "ended", "expected"),
+    [
+        ("serving", "rollout/1", 1, {}, {}, "n", False, "healthy"),
+        ("serving", "rollout/1", 1, {"rollout/1": 1}, {}, "n", False, "suspect"),
+        ("serving", "rollout/1", 1, {"rollout/1": None}, {}, "n", False, "suspect"),
+        ("serving", "rollout/1", 2, {"rollout/1": 1}, {}, "n", False, "healthy"),  # another incarnation
+        ("lost", "rollout/1", 1, {"rollout/1": 1}, {"rollout/1": 1}, "n", False, "being replaced"),
+        ("starting", "rollout/1", 2, {"rollout/1": 1}, {"rollout/1": 1}, "n", False, "being replaced"),
+        ("serving", "rollout/1", 2, {"rollout/1": 1}, {"rollout/1": 1}, "n", False, "healthy"),
+        ("lost", "rollout/1", 1, {}, {}, "n", False, "lost"),
+        ("wanted", "rollout/1", 1, {}, {}, "n", False, "starting"),
+        ("ready", "rollout/1", 1, {}, {}, "n", False, "starting"),
+        ("ready", "standby/0", 1, {}, {}, "n", False, "standby"),
+        ("serving", "rollout/1", 1, {}, {}, "bad", False, "quarantined"),
+        ("lost", "rollout/1", 1, {}, {}, "bad", False, "lost"),
+        ("stopped", "rollout/1", 1, {}, {}, "n", True, "ended"),
+        ("stopped", "rollout/1", 1, {}, {}, "n", False, "lost"),
+    ],
+)
+def test_one_word_for_a_replica(
+    state: str, replica: str, incarnation: int, suspects: dict[str, int | None], replaced: dict[str, int], node: str,
+    ended: bool, expected: str,
+) -> None:  # fmt: skip
+    row = ReplicaRow(replica=replica, node=node, incarnation=incarnation, state=state)
+    assert state_of(row, suspects, replaced, frozenset({"bad"}), ended=ended) == expected
+
+
+def test_every_state_has_a_glyph_of_its_own_and_readable_colours() -> None:
+    assert len({glyph for glyph, _, _ in STATES.values()}) == len(STATES)
+    for _, light, dark in STATES.values():
+        assert _contrast(light, "#ffffff") >= 4.5 and _contrast(dark, "#171614") >= 4.5
+    assert "light-dark(" in css()
+
+
+def _contrast(one: str, other: str) -> float:
+    """WCAG 2.1: (lighter + 0.05) / (darker + 0.05) of relative luminances."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+        red, green, blue = (p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts)
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_code_in_a_banner_is_ours_and_a_half_mark_is_text() -> None:
+    assert "<code>rolecall audit</code>" in banner("warn", "x", advice="say `rolecall audit`")
+    assert "<code>" not in banner("warn", "x", advice="half a ` mark")
+    assert "<code>&lt;b&gt;</code>" in banner("warn", "x", advice="`<b>`")
+    assert "<code>" not in banner("warn", "`x`", "foreign `words`")
+
+
+def test_a_large_role_names_who_is_not_well() -> None:
+    cells = [
+        Cell(replica=f"rollout/{n}", state="healthy", incarnation=1, node="n", policy_version=3) for n in range(100)
+    ]
+    cells[57] = Cell(replica="rollout/57", state="lost", incarnation=2, node="n", policy_version=3)
+    html = role_html(Role(name="rollout", cells=tuple(cells), counts=(("lost", 1), ("healthy", 99))))
+    assert "rollout/57</b>" in html and "rollout/56</b>" not in html and html.count("●") == 99 + 1
+
+
+def test_a_chart_of_one_point_and_of_many() -> None:
+    assert charts.curve([{"step": 1, "value": 0.5}], "reward")["mark"]["type"] == "point"
+    many = [{"step": float(n), "value": 0.2 + n / 100} for n in range(42)]
+    spec = charts.curve(many, "reward")
+    assert spec["mark"]["type"] == "line" and "data" not in spec
+    low, high = spec["encoding"]["x"]["scale"]["domain"]
+    assert low <= 0 and 41 <= high <= 50
+    more = [*many, {"step": 41.5, "value": 0.3}]
+    assert charts.curve(more, "reward") == spec  # one more point is the same chart
+
+
+def test_versions_behind(tmp_path: Path) -> None:
+    made = MadeRun(tmp_path)
+    made.state("rollout/0", ReplicaState.SERVING, version=28)
+    look = looked(made.settings())
+    assert now_view.versions(look) == (30, [(0, 1), (2, 1)])

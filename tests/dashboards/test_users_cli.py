@@ -1,0 +1,37 @@
+"""`rolecall people`: the token is shown once, and nowhere else."""
+
+from pathlib import Path
+
+import pytest
+
+from rolecall.cli.main import main
+from rolecall.dashboards.users import Door, Pass
+
+
+def test_a_person_is_added_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(tmp_path / "people.yaml")
+    assert main(["people", "add", "anna", "--file", file]) == 0
+    token = capsys.readouterr().out.splitlines()[-1]
+    held = Door(Path(file)).enter(token, 1.0)
+    assert isinstance(held, Pass)
+    assert held.name == "anna"
+    assert main(["people", "list", "--file", file]) == 0
+    assert capsys.readouterr().out == "anna\n"
+    assert main(["people", "remove", "anna", "--file", file]) == 0
+    assert main(["people", "list", "--file", file]) == 0
+    assert token not in capsys.readouterr().out
+
+
+def test_what_is_wrong_is_one_line_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "people.yaml"
+    assert main(["people", "add", "anna", "--file", str(file)]) == 0
+    before = file.read_bytes()
+    capsys.readouterr()
+    assert main(["people", "add", "anna", "--file", str(file)]) == 1
+    assert main(["people", "remove", "bert", "--file", str(file)]) == 1
+    assert main(["people", "list", "--file", str(tmp_path / "none.yaml")]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert len(told.err.splitlines()) == 3
+    assert "Traceback" not in told.err
+    assert file.read_bytes() == before

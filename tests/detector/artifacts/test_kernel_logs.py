@@ -1,0 +1,431 @@
+"""`rolecall diagnose` over kernel logs: recognised by content, one diagnosis for each thing that is ill, near-misses none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rolecall.cli.main import main
+from rolecall.core.diagnosis import Diagnosis, FaultClass
+from rolecall.core.errors import UnreadableInput
+from rolecall.detector.artifacts.kernel_log import diagnosis as kernel_findings
+from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
+from rolecall.detector.artifacts.kernel_log.logs import Log, Seen
+from rolecall.diagnose import diagnose as diagnosing
+from rolecall.formats.kernel_log.messages import FAULTS, HardwareError, KernelFault
+from rolecall.formats.xid.xid import XIDS, xid
+
+UUID = "GPU-5a1b2c3d-0011-2233-4455-66778899aabb"
+NOISE = "usb 1-1: new high-speed USB device number 2 using xhci_hcd"
+GPU, OTHER = "0000:3b:00", "0000:86:00"
+T = 1_795_334_400.0  # 2026-11-22T08:00:00Z
+RSS = "total-vm:9096kB, anon-rss:8388608kB, file-rss:4kB, shmem-rss:0kB, UID:0 pgtables:72kB oom_score_adj:0"
+
+
+def of_xid(code: int, text: str = "text", pci: str = GPU, process: str = "pid=4711, name=python3, ") -> str:
+    return f"NVRM: Xid (PCI:{pci}): {code}, {process}{text}"
+
+
+def iso(seconds: float, message: str, host: str = "gpu-7") -> str:
+    """A line of rsyslog, `seconds` after eight o'clock."""
+    minutes, rest = divmod(seconds, 60)
+    days, minutes = divmod(int(minutes), 1440)
+    clock = f"{8 + minutes // 60:02d}:{minutes % 60:02d}:{rest:09.6f}"
+    return f"2026-11-{22 + days:02d}T{clock}+00:00 {host} kernel: {message}"
+
+
+def told(tmp_path: Path, *lines: tuple[float, str] | str) -> tuple[list[Diagnosis], tuple[str, ...]]:
+    """Diagnoses and remarks of a log with these lines."""
+    path = tmp_path / "kern.log"
+    path.write_text("".join(f"{line if isinstance(line, str) else iso(*line)}\n" for line in lines))
+    answer = diagnosing.diagnose([path], [])
+    [looked] = answer.inputs
+    assert looked.kind == "kernel logs"
+    return answer.diagnoses, looked.remarks
+
+
+# --- kinds of log
+
+FORMS = {
+    "dmesg": "[  160.000001] {}",
+    "dmesg -T": "[Sun Nov 22 08:00:00 2026] {}",
+    "dmesg -x": "kern  :err   : [  160.000001] {}",
+    "dmesg -r": "<3>[  160.000001] {}",
+    "dmesg --time-format iso": "2026-11-22T08:00:00,000000+00:00 {}",
+    "journalctl -k": "Nov 22 08:00:00 gpu-7 kernel: {}",
+    "journalctl -k -o short-precise": "Nov 22 08:00:00.000000 gpu-7 kernel: {}",
+    "journalctl -k -o short-iso": "2026-11-22T08:00:00+00:00 gpu-7 kernel: {}",
+    "journalctl -k -o short-iso-precise": "2026-11-22T08:00:00.000000+00:00 gpu-7 kernel: {}",
+    "journalctl -k -o short-full": "Sun 2026-11-22 08:00:00 UTC gpu-7 kernel: {}",
+    "journalctl -k -o short-unix": "1795334400.000000 gpu-7 kernel: {}",
+    "journalctl -k -o short-monotonic": "[  160.000001] gpu-7 kernel: {}",
+    "kern.log": "Nov 22 08:00:00 gpu-7 kernel: [  160.000001] {}",
+    "kmsg": "3,1234,160000001,-;{}",
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_is_recognised_and_read(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "gpu-7" / "anything.bin"
+    path.parent.mkdir()
+    head = "-- Journal begins at Sat 2026-11-21 08:00:00 UTC. --\n" if form.startswith("journal") else ""
+    lines = [NOISE, of_xid(79, "GPU has fallen off the bus."), NOISE]
+    path.write_text(head + "".join(FORMS[form].format(line) + "\n" for line in lines))
+    answer = diagnosing.diagnose([tmp_path], [])
+    [d] = answer.diagnoses
+    assert (d.fault_class, d.advice) == (FaultClass.GPU, "drain the machine and reboot it")
+    assert d.suspects[0].node in ("gpu-7", "anything"), "the host of the line, else a name"
+    assert "XID 79 (GPU has fallen off the bus), fatal" in d.because and f"GPU {GPU}" in d.because
+    undated = ("160.000001" in FORMS[form] and "Nov" not in form and "Nov" not in FORMS[form]) or form == "kmsg"
+    assert d.detected_at == (pytest.approx(160.0, abs=0.01) if undated else _wall(d, form))
+    assert answer.inputs[0].looked_at.startswith("1 file(s): 3 line(s) of the kernel")
+
+
+def _wall(d: Diagnosis, form: str) -> float:
+    """Without a year it is the latest eight o'clock of this day that had passed when the file was written."""
+    if FORMS[form].startswith("Nov"):
+        assert d.detected_at % 86_400 == 8 * 3600
+        return d.detected_at
+    return T
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        f"{of_xid(79)}\n",  # no stamp: anybody's words
+        f"2026-11-22 08:00:00,123 INFO trainer: {of_xid(79)}\n",
+        f"2026-11-22T08:00:00+00:00 gpu-7 gpud[812]: {of_xid(79)}\n" * 5,
+        "[12.5] step 3 loss 0.25\n[13.5] step 4 loss 0.24\n",
+        f"[  160.000001] {NOISE}\n" + "a line of something else\n" * 9,
+        "\0\0\0\0",
+        "",
+    ],
+)
+def test_what_looks_alike_and_is_none(tmp_path: Path, content: str) -> None:
+    (tmp_path / "it").write_text(content)
+    assert not kernel_logs.is_log(tmp_path / "it")
+    with pytest.raises(UnreadableInput):
+        diagnosing.diagnose([tmp_path / "it"], [])
+
+
+def test_the_kernels_lines_among_those_of_other_programs(tmp_path: Path) -> None:
+    others = [f"Nov 22 08:00:{i:02d} gpu-7 systemd[1]: Started Session {i} of user root." for i in range(40)]
+    quoting = f"Nov 22 08:00:41 gpu-7 gpud[7]: {of_xid(31, pci=OTHER)}"
+    path = tmp_path / "messages"
+    path.write_text("\n".join([*others, quoting, f"Nov 22 08:00:50 gpu-7 kernel: {of_xid(79)}"]) + "\n")
+    [d] = diagnosing.diagnose([path], []).diagnoses
+    assert GPU in d.because
+
+
+def test_a_folder_of_logs_names_its_nodes(tmp_path: Path) -> None:
+    for name in ("node-3/dmesg", "dmesg-gpu9.txt", "h100-4.log"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"[  160.000001] {of_xid(79)}\n")
+    answer = diagnosing.diagnose([tmp_path], [])
+    assert sorted(d.suspects[0].node for d in answer.diagnoses) == ["gpu9", "h100-4", "node-3"]
+    assert any("seconds since boot" in r for r in answer.inputs[0].remarks)
+
+
+# --- what XIDs come to
+
+
+def test_every_code_is_told_with_class_meaning_and_action(tmp_path: Path) -> None:
+    """Each on a GPU of its own."""
+    addresses = {f"0000:{code:02x}:00": code for code in XIDS}
+    diagnoses, remarks = told(tmp_path, *((0, of_xid(code, pci=pci)) for pci, code in addresses.items()))
+    by_code = {int(d.evidence[0].values["xid"]): d for d in diagnoses}
+    said = " ".join([*remarks, *(e.text for d in diagnoses for e in d.evidence)])
+    for pci, code in addresses.items():
+        known = xid(code)
+        assert f"XID {code} {known.mnemonic}: {known.meaning}; class {known.fault_class}; NVIDIA's action " in said
+        if known.tells_no_fault or code == 154:
+            assert code not in by_code
+            continue
+        d = by_code[code]
+        assert d.because.startswith(f"GPU {pci} of node gpu-7: XID {code} ({known.meaning}), ")
+        assert d.fault_class == known.fault_class and d.advice and (", fatal" in d.because) == known.fatal
+        assert f"NVIDIA's action {known.immediate or 'none given'}, " in d.evidence[0].text
+
+
+def test_several_xids_of_one_gpu_are_one_diagnosis_named_by_the_worst(tmp_path: Path) -> None:
+    [d], _ = told(
+        tmp_path,
+        (0, f"NVRM: GPU at PCI:{GPU}: {UUID}"),
+        (1, of_xid(13, "Graphics SM Warp Exception on (GPC 1, TPC 4, SM 0): Out Of Range Address")),
+        (2, of_xid(95, "Uncontained: LTC TAG (0x2,0x0). RST: Yes, D-RST: No")),
+        (3, of_xid(45, "Ch 00000010")),
+        (4, of_xid(94, "Contained: CE User Channel (0x9). RST: No, D-RST: No")),
+    )
+    assert d.because.startswith(f"GPU {GPU} ({UUID}) of node gpu-7: XID 95 (uncontained memory error), fatal, once")
+    assert (d.onset, d.detected_at) == (T + 1, T + 2) and "reset it" in d.advice
+    codes = [e.values["xid"] for e in d.evidence if e.kind == "xid"]
+    assert codes == [13, 95, 45, 94]
+    assert any("follows another XID; in process python3 (4711)" in e.text for e in d.evidence)
+
+
+def test_a_lost_gpu_collapses(tmp_path: Path) -> None:
+    [d], _ = told(
+        tmp_path,
+        (0, of_xid(79, "GPU has fallen off the bus.", process="pid='<unknown>', name=<unknown>, ")),
+        (0, f"NVRM: GPU {GPU}.0: GPU has fallen off the bus."),
+        *((i, of_xid(code)) for i, code in enumerate((45, 119, 120, 119, 62), 1)),
+    )
+    assert "the GPU is lost, 5 later line(s) are the consequence" in d.because
+    assert d.fault_class == FaultClass.GPU and "reboot" in d.advice
+
+
+def test_a_gpu_lost_in_three_lines_without_an_xid(tmp_path: Path) -> None:
+    [d], _ = told(
+        tmp_path,
+        (0, "NVRM: The NVIDIA GPU 0000:3b:00.0"),
+        (0, "NVRM: (PCI ID: 10de:2330) installed in this system has"),
+        (0, "NVRM: fallen off the bus and is not responding to commands."),
+    )
+    assert "XID 79" in d.because and GPU in d.because
+
+
+def test_gpus_are_told_apart(tmp_path: Path) -> None:
+    diagnoses, _ = told(tmp_path, (0, of_xid(95)), (1, of_xid(95, pci=OTHER)), iso(2, of_xid(95), host="gpu-8"))
+    assert len({d.because for d in diagnoses}) == 3 and len({d.key for d in diagnoses}) == 3
+
+
+def test_45_alone_is_the_fabric_managers(tmp_path: Path) -> None:
+    [d], _ = told(tmp_path, (0, of_xid(45)))
+    assert "no other XID came with it" in d.because and d.advice == "restart the fabric manager"
+
+
+def verdict(a: int, b: int) -> str:
+    return of_xid(154, f"GPU recovery action changed from 0x{a:x} (a) to 0x{b:x} (b)", process="")
+
+
+def test_the_drivers_verdict_is_the_advice_where_it_asks_for_more(tmp_path: Path) -> None:
+    [d], _ = told(tmp_path, (0, of_xid(94)), (1, verdict(0, 2)))
+    assert "XID 94" in d.because and "the driver's own verdict: RESTART_BM" in d.because
+    assert d.advice == "drain the machine and reboot it"
+    [d], _ = told(tmp_path, (0, of_xid(95)), (1, verdict(0, 2)), (2, verdict(2, 0)))
+    assert "reset it" in d.advice, "it was taken back"
+    [d], _ = told(tmp_path, (0, verdict(0, 4)))
+    assert "XID 154" in d.because and "asks for RESET_GPU" in d.because
+    diagnoses, remarks = told(tmp_path, (0, verdict(0, 1)), (9, verdict(1, 0)))
+    assert diagnoses == [] and "XID 154" in remarks[0]
+
+
+def test_48_with_63_is_drained_first(tmp_path: Path) -> None:
+    [d], _ = told(tmp_path, (0, of_xid(48)), (1, of_xid(63)), (1, of_xid(172)))
+    assert "XID 48" in d.because and d.advice.startswith("drain the GPU and reset it")
+    assert any("detail of XID 48" in e.text for e in d.evidence)
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "fault_class", "words"),
+    [
+        ("once", [(0, GPU)], FaultClass.USER_CODE, ", once"),
+        ("one burst", [(0, GPU), (60, GPU), (120, GPU)], FaultClass.USER_CODE, "3 times"),
+        ("twice a day", [(0, GPU), (3600, GPU)], FaultClass.GPU, "on this GPU alone"),
+        ("two GPUs", [(0, GPU), (3600, GPU), (1, OTHER)], FaultClass.USER_CODE, "it is the application"),
+        ("two days apart", [(0, GPU), (2 * 86_400, GPU)], FaultClass.USER_CODE, "2 times"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_31_is_the_application_unless_one_gpu_alone_repeats_it(
+    tmp_path: Path, name: str, lines: list[tuple[float, str]], fault_class: FaultClass, words: str
+) -> None:
+    diagnoses, _ = told(tmp_path, *((at, of_xid(31, pci=pci)) for at, pci in lines))
+    [d] = [d for d in diagnoses if GPU in d.because]
+    assert d.fault_class == fault_class and words in d.because
+
+
+@pytest.mark.parametrize(
+    ("places", "fault_class"),
+    [(["GPC 1, TPC 4", "GPC 1, TPC 4"], FaultClass.GPU), (["GPC 1, TPC 4", "GPC 2, TPC 4"], FaultClass.USER_CODE)],
+)
+def test_13_at_one_place_of_the_chip_is_the_gpus(tmp_path: Path, places: list[str], fault_class: FaultClass) -> None:
+    [d], _ = told(
+        tmp_path, *((3600 * i, of_xid(13, f"Warp Exception on ({p}, SM 0): x")) for i, p in enumerate(places))
+    )
+    assert d.fault_class == fault_class
+
+
+def test_a_fatal_code_that_keeps_coming_back_is_for_support(tmp_path: Path) -> None:
+    [d], _ = told(tmp_path, *((3600 * i, of_xid(119)) for i in range(4)))
+    assert "reset it" in d.advice
+    [d], _ = told(tmp_path, *((3600 * i, of_xid(119)) for i in range(5)))
+    assert "support" in d.advice and "5 or more times within a day" in d.because
+
+
+def test_nvlink_says_its_links_and_whether_it_is_fatal(tmp_path: Path) -> None:
+    line = "NETIR_LINK_EVT  {}   XC0 i0 Link 09 (0x025525c6 0x00000000 0x00000000 0x0 0x0 0x0)"
+    [d], _ = told(tmp_path, (0, of_xid(149, line.format("Fatal"), process="")))
+    assert d.fault_class == FaultClass.NETWORK and "other end of the link" in d.advice
+    assert ", fatal" in d.because and any("NVLink 9, NETIR_LINK_EVT" in e.text for e in d.evidence)
+    assert "NVIDIA's table (driver before R575): RESET_GPU, link fatal, to investigate INVESTIGATE_PEER" in d.because
+    [d], _ = told(tmp_path, (0, of_xid(149, line.format("Nonfatal"), process="")))
+    assert ", fatal" in d.because and "but the line says not fatal: the worse counts" in d.because
+    [d], _ = told(tmp_path, (0, of_xid(149, line.replace("025525c6", "003525c6").format("Fatal"), process="")))
+    assert (
+        ", fatal" in d.because and "NVIDIA's table has no row for it: the line's own word (fatal) decides" in d.because
+    )
+
+
+def test_nvlink_errors_that_nvidia_says_to_ignore_are_remarks(tmp_path: Path) -> None:
+    counted = "NETIR_BER_EVENT Nonfatal XC0 i0 Link 09 (0x00000013 0x00000001 0x0 0x0 0x0 0x0)"
+    diagnoses, remarks = told(
+        tmp_path,
+        (0, of_xid(149, counted, process="")),
+        (
+            1,
+            of_74(6, "0x40000001"),
+        ),
+        (2, of_xid(63)),
+    )
+    assert diagnoses == [] and len(remarks) == 3
+    assert "IGNORE, non-fatal, to investigate INVESTIGATE_LINK_SI_AND_CABLES" in remarks[0]
+    [d], _ = told(tmp_path, (0, of_xid(149, counted, process="")), (1, of_xid(94)))
+    assert "XID 94" in d.because, "what is to be ignored leads nothing"
+
+
+def of_74(link: int, *registers: str) -> str:
+    words = ", ".join([*registers, *["0x0"] * (7 - len(registers))])
+    return of_xid(74, f"NVLink: fatal error detected on link {link}({words})", process="")
+
+
+@pytest.mark.parametrize(
+    ("lines", "words", "advice"),
+    [
+        ([(0, of_74(6, "0x200000"))], "its registers say: signal integrity", "mechanical connections"),
+        ([(0, of_74(6, "0x0", "0x0", "0x10000"))], "matters when it repeats", "field diagnostics"),
+        ([(i, of_74(6, "0x10")) for i in range(2)], "ECC or parity error", "reset the GPU"),
+        ([(i, of_74(6, "0x10")) for i in range(3)], "ECC or parity error, 3 times on link 6", "support"),
+        ([(i, of_74(i, "0x10")) for i in range(3)], "ECC or parity error", "reset the GPU"),
+        ([(0, of_74(6, "0x2"))], "and no other error came with it", "support"),
+        ([(0, of_74(6, "0x2")), (1, of_xid(45))], "a consequence of another error", "follow the error"),
+        ([(0, of_74(6, "0x0", "0x0", "0x0", "0x40000"))], "the fabric is to be reset", "reset the fabric"),
+        ([(0, of_74(6, "0x200001"))], "its registers say: signal integrity", "mechanical connections"),
+        ([(0, of_xid(74, "NVLink: something", process=""))], "XID 74 (NVLink error", "reset the GPU"),
+    ],
+)
+def test_of_74_the_registers_decide(tmp_path: Path, lines: list[tuple[float, str]], words: str, advice: str) -> None:
+    [d], _ = told(tmp_path, *lines)
+    assert words in d.because and advice in d.advice and d.fault_class == FaultClass.NETWORK
+
+
+SXID = "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): {}, {}, Link 32 text"
+
+
+def test_a_fatal_sxid_explains_the_nvlink_errors_beside_it(tmp_path: Path) -> None:
+    diagnoses, _ = told(
+        tmp_path,
+        (0, SXID.format(20034, "Fatal")),
+        (0, "nvidia-nvswitch3: SXid (PCI:0000:c1:00.0): 20034, Data {0x00140004, 0x00100000}"),
+        (1, of_xid(74, process="")),
+        (2, of_xid(74, pci=OTHER, process="")),
+        (3, of_xid(95, pci="0000:af:00")),
+    )
+    switch, gpu = diagnoses
+    assert switch.fault_class == FaultClass.NETWORK and gpu.fault_class == FaultClass.GPU
+    assert "NVSwitch 3 of node gpu-7: SXid 20034" in switch.because and "on link 32" in switch.because
+    assert "the NVLink errors of 2 GPU(s) are the consequence" in switch.because
+    assert "every GPU on that link" in switch.advice and "0000:af:00" in gpu.because
+    long_after, _ = told(tmp_path, (0, SXID.format(20034, "Fatal")), (1000, of_xid(74, process="")))
+    assert len(long_after) == 2
+
+
+def test_an_sxid_is_as_severe_as_line_or_table_say(tmp_path: Path) -> None:
+    diagnoses, remarks = told(tmp_path, (0, SXID.format(12028, "Non-fatal")))
+    assert diagnoses == [] and "SXid 12028" in remarks[0] and "not fatal" in remarks[0]
+    assert len(told(tmp_path, (0, SXID.format(12028, "Fatal")))[0]) == 1
+    assert len(told(tmp_path, (0, SXID.format(12020, "Non-fatal")))[0]) == 1
+
+
+# --- the rest of the machine
+
+
+def test_oom_kills_of_a_node_are_one_diagnosis(tmp_path: Path) -> None:
+    kill = "{}: Killed process {} (python3) " + RSS
+    [d], _ = told(
+        tmp_path,
+        (0, kill.format("Memory cgroup out of memory", 812)),
+        (1, kill.format("Memory cgroup out of memory", 813)),
+        (2, "oom_reaper: reaped process 813 (python3), now anon-rss:0kB, file-rss:0kB, shmem-rss:0kB"),
+    )
+    assert d.fault_class == FaultClass.RESOURCE_EXHAUSTED
+    assert "the kernel killed python3 (812, 8.0 GiB), python3 (813, 8.0 GiB): its cgroup's limit" in d.because
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("down for good", [(0, "down")], "did not come up again"),
+        ("a single flap", [(0, "down"), (3, "up")], ""),
+        (
+            "two flaps in five minutes",
+            [(0, "down"), (3, "up"), (200, "down"), (203, "up")],
+            "2 times down within 5 min",
+        ),
+        ("two flaps in an hour", [(0, "down"), (3, "up"), (3000, "down"), (3003, "up")], ""),
+        ("boot", [(0, "up")], ""),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_links(tmp_path: Path, name: str, changes: list[tuple[float, str]], words: str) -> None:
+    lines = [(at, f"mlx5_core 0000:41:00.0 ens1f0np0: Link {state}") for at, state in changes]
+    diagnoses, remarks = told(tmp_path, *lines)
+    if words:
+        assert [d.fault_class for d in diagnoses] == [FaultClass.NETWORK] and words in diagnoses[0].because
+    else:
+        assert diagnoses == [] and any("single flaps" in r for r in remarks) == (name != "boot")
+
+
+def test_hardware_errors(tmp_path: Path) -> None:
+    diagnoses, remarks = told(
+        tmp_path,
+        (0, "EDAC MC1: 1 UE memory scrubbing error on CPU_SrcID#1_MC#1_Chan#0_DIMM#0"),
+        (1, "mce: [Hardware Error]: Machine check events logged"),
+        (2, "pcieport 0000:00:01.0: AER: Uncorrected (Fatal) error received: 0000:3b:00.0"),
+        (3, of_xid(79)),
+    )
+    assert [d.fault_class for d in diagnoses] == [FaultClass.NODE_LOST, FaultClass.GPU], "PCIe of the GPU is the GPU's"
+    assert "an uncorrected error of its memory at MC1" in diagnoses[0].because
+    assert any("1 line(s) of corrected hardware errors (machine_check)" in r for r in remarks)
+
+
+def test_every_other_fault_has_its_words() -> None:
+    facts = [KernelFault(what=what, pid=7, name="python3") for what in FAULTS]
+    errors = [HardwareError(what=what, corrected=False) for what in ("machine_check", "memory", "pcie", "firmware")]
+    seen = [Seen(node="n1", at=float(i), dated=False, fact=f, text="line") for i, f in enumerate([*facts, *errors])]
+    found = kernel_findings.diagnose([Log(path="x", seen=seen)])
+    assert len(found) == len(seen) and len({f.because for f in found}) == len(seen)
+
+
+def test_a_healthy_log_is_healthy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dmesg").write_text(f"[    0.000000] Linux version 6.8.0\n[  160.000001] {NOISE}\n")
+    assert main(["diagnose", str(tmp_path)]) == 0
+    assert "healthy" in capsys.readouterr().out
+
+
+def test_the_answer_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "kern.log").write_text(iso(0, of_xid(79)) + "\n")
+    assert main(["diagnose", str(tmp_path), "--json"]) == 1
+    [d] = json.loads(capsys.readouterr().out)["diagnoses"]
+    assert d["fault_class"] == "gpu" and d["suspects"][0]["node"] == "gpu-7" and d["detectors"] == ["kernel-log"]
+    assert d["advice"] == "drain the machine and reboot it"
+
+
+# --- bad input
+
+
+def test_a_storm_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_logs, "NUM_FACTS_MAX", 50)
+    [d], remarks = told(tmp_path, *((i, of_xid(31)) for i in range(80)))
+    assert "50 times" in d.because and any("30 lines" in r for r in remarks)
+    assert len(d.evidence) < 20
+
+
+def test_bytes_that_are_no_text_stop_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "kern.log"
+    path.write_bytes(
+        iso(0, NOISE).encode() + b"\n\xff\xfe\x80 \x1b[2J\n" + iso(1, of_xid(79)).encode() + b"\n" + b"x" * 99_999
+    )
+    log = kernel_logs.read(path)
+    assert log.num_lines == 2 and len(log.seen) == 1

@@ -1,0 +1,53 @@
+"""Agents that do not answer: one is a node that cannot be seen, most of them at once are one fault of what they share."""
+
+from rolecall.core.config.job import DetectorConfig
+from rolecall.core.diagnosis import FaultClass
+from rolecall.detector.base.observation import Observation
+from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.fleet import Fleet
+from rolecall.detector.live.stages import agent_lost as lost
+from rolecall.testing.synthetic_run import FakeFleet
+
+
+def test_many_silent_agents_at_once_are_one_fault_that_accuses_nobody() -> None:
+    fleet, detector = FakeFleet(seed=1), Detector(DetectorConfig(mask_proc_state=True))
+    last = [o for o in fleet.run(10.0) if [detector.observe(o)]][-1]
+    nodes = sorted({p.node for p in fleet.processes.values()})
+    assert len(nodes) >= 4
+    at = last.wall_at
+
+    def told(silent: list[str], seconds: float) -> list[str]:
+        unreachable = tuple((node, at, "no complete answer to /v1/news in time") for node in silent)
+        return [d.key for d in detector.observe(Observation(wall_at=at + seconds, unreachable=unreachable))]
+
+    assert told(nodes[:2], 4.0) == [f"cannot_tell:{node}#None" for node in nodes[:2]]
+    assert told(nodes, 5.0) == ["cannot_tell:agents"]
+    (standing,) = detector.observe(
+        Observation(wall_at=at + 6.0, unreachable=tuple((node, at, "connection refused") for node in nodes))
+    )
+    assert standing.fault_class is FaultClass.CANNOT_TELL and standing.suspects == ()
+    assert (
+        f"{len(nodes)} of {len(nodes)} agents do not answer" in standing.because and "another host" in standing.settle
+    )
+    assert told(nodes[:1], 7.0) == [f"cannot_tell:{nodes[0]}#None"]
+    assert told([], 8.0) == []
+
+
+def test_an_outage_that_reaches_the_agents_one_after_another_is_one_fault_all_the_same() -> None:
+    """Each of four thousand agents is asked once in eight seconds: the first is silent long before the last."""
+    nodes = [f"n-{n}" for n in range(4000)]
+    fleet = Fleet(offsets=dict.fromkeys(nodes, 0.0))
+    told = set[str]()
+    for now in range(20):
+        fleet.unreachable = tuple(
+            (n, i / 500, "no complete answer in time") for i, n in enumerate(nodes) if i / 500 <= now
+        )
+        told |= {f.about or str(f.suspects[0].node) for f in lost.find(fleet, float(now))}
+    assert told == {"agents"}
+
+
+def test_several_of_many_are_told_by_themselves_a_little_later() -> None:
+    fleet = Fleet(offsets=dict.fromkeys(["a", "b", "c", "d", "e", "f"], 0.0))
+    fleet.unreachable = tuple((n, 0.0, "connection refused") for n in "abc")
+    assert lost.find(fleet, lost.MANY_GRACE_SECONDS - 1.0) == []
+    assert [str(f.suspects[0].node) for f in lost.find(fleet, lost.MANY_GRACE_SECONDS)] == ["a", "b", "c"]

@@ -1,0 +1,176 @@
+"""The detector on a real agent and real processes: three workers on few CPUs, each hurt as in production."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.clock import SystemClock
+from rolecall.core.config.job import DetectorConfig
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.rundir import registration_secret
+from rolecall.detector.live.engine import Detector
+from rolecall.detector.sources.agents import AgentsSource
+from tests.support import eventually
+
+TOKEN = "a token of tests"
+UNIT_SECONDS = 0.01
+LEARN_UNITS = 300
+"""About ten seconds where three share two CPUs: baselines and deadlines are learned by then."""
+
+
+class Run:
+    def __init__(self, folder: Path) -> None:
+        self.node_dir = folder / "node-1"
+        self.node_dir.mkdir()
+        (folder / "token").write_text(TOKEN)
+        python = [sys.executable, "-m", "rolecall.agent"]
+        options = ["--node", "node-1", "--data-dir", str(self.node_dir), "--token-file", str(folder / "token")]
+        self.agent = subprocess.Popen([*python, *options])
+        self.workers: dict[str, subprocess.Popen[str]] = {}
+        eventually((self.node_dir / "agent.json").exists, "the agent says where it listens")
+        for i in range(3):
+            self.start(f"rollout/{i}")
+        self.detector = Detector(DetectorConfig(mask_proc_state=True), {"rollout": 3})
+        self.source = AgentsSource(self.agents, SystemClock())
+        self.source.start()
+        self.told: dict[str, tuple[float, Diagnosis]] = {}
+
+    def agents(self) -> dict[str, str]:
+        return {"node-1": json.loads((self.node_dir / "agent.json").read_text())["url"]}
+
+    def start(self, replica: str) -> None:
+        secret = registration_secret(TOKEN, replica, 0, 1)
+        script = Path(__file__).parents[1] / "worker.py"
+        arguments = [sys.executable, str(script), replica, str(self.node_dir), secret, str(UNIT_SECONDS)]
+        self.workers[replica] = subprocess.Popen(
+            arguments, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, bufsize=1
+        )
+
+    def hurt(self, replica: str, how: str) -> None:
+        stdin = self.workers[replica].stdin
+        assert stdin is not None
+        stdin.write(how + "\n")
+
+    def watch(self, seconds: float, stop: bool = True) -> None:
+        """Until a diagnosis is told (with `stop`), or for `seconds`."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not (stop and self.told):
+            for d in self.detector.observe(self.source.poll(0.25)):
+                self.told.setdefault(d.key, (time.monotonic(), d))
+
+    def learn(self, units: int = LEARN_UNITS) -> None:
+        """Watches until all have worked for a while."""
+        deadline = time.monotonic() + 60
+        while not all(self.units(r) > units for r in self.workers):
+            assert time.monotonic() < deadline, "the workers do not work"
+            self.watch(1.0)
+            assert not self.told, self.told
+
+    def units(self, replica: str) -> int:
+        words = self.detector.progressing(replica, 1)[1].split("has finished ")
+        return int(words[1].split()[0]) if len(words) > 1 else 0
+
+    def close(self) -> None:
+        self.source.close()
+        for p in (*self.workers.values(), self.agent):
+            if p.poll() is None:
+                p.kill()
+            p.communicate(timeout=10)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    r = Run(tmp_path)
+    try:
+        yield r
+    finally:
+        r.close()
+
+
+@pytest.mark.slow
+def test_a_kill_is_told_and_a_goodbye_is_not(run: Run) -> None:
+    run.learn(units=20)  # an exit needs no baseline
+    run.hurt("rollout/0", "finish")
+    run.workers["rollout/0"].wait(10)
+    run.watch(2.0)
+    assert not run.told
+    begun = time.monotonic()
+    run.workers["rollout/1"].kill()
+    run.watch(15.0)
+    at, diagnosis = run.told["crash:rollout/1#1"]
+    assert at > begun
+    assert "8 requests were open" in diagnosis.because and "while it generated" in diagnosis.because
+
+
+HANGS = {"stopped": "it is stopped", "lock": "a lock or a read", "gil": "a busy loop holds it"}
+
+
+@pytest.mark.slow
+def test_hangs_are_told(run: Run) -> None:
+    """One after the other, each in another worker: a hang needs no peers."""
+    run.learn()
+    for replica, (how, kind) in zip(run.workers, HANGS.items(), strict=True):
+        begun = time.monotonic()
+        if how == "stopped":
+            os.kill(run.workers[replica].pid, signal.SIGSTOP)
+        else:
+            run.hurt(replica, how)
+        run.watch(30.0)
+        assert list(run.told) == [f"hang:{replica}#1"], (how, run.told)
+        at, diagnosis = run.told.pop(f"hang:{replica}#1")
+        assert at > begun and kind in diagnosis.because
+        run.detector.forget(replica, 2)
+        run.workers[replica].kill()
+        run.watch(1.0)
+        assert not run.told, "the end of one that was given up is wanted"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["duty_cycle", "delay"])
+def test_a_slow_one_is_told(run: Run, how: str) -> None:
+    run.learn()
+    begun = time.monotonic()
+    over = threading.Event()
+    if how == "duty_cycle":
+        threading.Thread(target=duty_cycle, args=(run.workers["rollout/1"].pid, over), daemon=True).start()
+    else:
+        run.hurt("rollout/1", "delay")
+    run.watch(90.0)
+    over.set()
+    assert list(run.told) == ["slow:rollout/1#1"], run.told
+    assert run.told["slow:rollout/1#1"][0] > begun
+
+
+def duty_cycle(pid: int, over: threading.Event) -> None:
+    """Stops the process for 150 ms of every 200."""
+    while not over.is_set():
+        os.kill(pid, signal.SIGSTOP)
+        over.wait(0.15)
+        os.kill(pid, signal.SIGCONT)
+        over.wait(0.05)
+
+
+def test_a_collapse_that_processes_tell_of_themselves(run: Run) -> None:
+    def newest() -> int:
+        points = run.detector.state()["collapse"]["course"]["points"]
+        return int(points[-1][0]) if points else -1
+
+    for step in range(17):
+        for replica in run.workers:
+            run.hurt(replica, f"step {step + 1} {0.9 if step < 8 else 0.2} 0.5")
+        deadline = time.monotonic() + 60
+        while newest() < step:
+            assert time.monotonic() < deadline, f"nobody told of step {step}"
+            run.watch(0.2, stop=False)
+    assert list(run.told) == ["user_code::collapse"]
+    d = run.told["user_code::collapse"][1]
+    assert not d.suspects and "mean reward fell from 0.9 (steps 0 to 7) to 0.2, since step 8" in d.because
+    assert "entropy 0.5 nats a token then" in d.because and "(to 1e-06)" in d.because

@@ -1,0 +1,32 @@
+"""Who is there, by name, role and replica."""
+
+from rolecall.detector.live.roster import Roster
+from rolecall.detector.live.subject import Subject
+
+
+def made(replica: str, rank: int = 0, incarnation: int = 1) -> Subject:
+    return Subject(replica, replica.partition("/")[0], rank, incarnation, "node-0", None, seen_wall=0.0)
+
+
+def test_one_of_the_same_key_takes_the_place_of_the_other() -> None:
+    roster, first, second = Roster(), made("rollout/0"), made("rollout/0")
+    roster.add(first)
+    roster.add(second)
+    assert list(roster) == [second]
+    roster.remove(first)  # it is not there any more: nothing happens
+    assert list(roster.of_role("rollout").values()) == [second]
+    roster.remove(second)
+    assert not roster.of_role("rollout") and not roster.of_replica("rollout/0") and not len(roster)
+
+
+def test_replicas_with_a_process_that_is_there_are_counted() -> None:
+    roster = Roster()
+    for s in (made("trainer/0", 0), made("trainer/0", 1), made("trainer/1"), made("rollout/0")):
+        roster.add(s)
+    assert roster.sizes() == {"trainer": 2, "rollout": 1}
+    gone = roster.of_replica("trainer/1")[("trainer/1", 0, 1)]
+    gone.exit_wall = 5.0
+    roster.note_gone(gone)
+    assert roster.sizes() == {"trainer": 1, "rollout": 1} and list(roster.gone.values()) == [gone]
+    roster.remove(gone)
+    assert not roster.gone and not roster.of_replica("trainer/1")

@@ -1,0 +1,104 @@
+"""The arithmetic of the slow test, and the parts of it that whole runs do not single out."""
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from rolecall.core.config.job import DetectorConfig
+from rolecall.core.diagnosis import FaultClass
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.telemetry import Phase, ProcessSample
+from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.stages import slow
+from rolecall.detector.live.stages.slow import SIGMA_MIN, SlowState
+from rolecall.detector.live.subject import Subject
+from rolecall.testing.synthetic_run import FakeFleet, Fault
+
+DRIFT = math.log(2) / 2
+
+
+@pytest.mark.parametrize("run_length", [300.0, 3000.0])
+def test_the_threshold_gives_the_run_length_asked_for(run_length: float) -> None:
+    """Page's sum on normal noise: Siegmund's formula promises the mean number of strides between false alarms."""
+    h, rng = slow.threshold(0.6, DRIFT, run_length), random.Random(1)
+    alarms, total, strides = 0, 0.0, 300_000
+    for _ in range(strides):
+        total = max(0.0, total + rng.gauss(0.0, 0.6) - DRIFT)
+        if total >= h:
+            alarms, total = alarms + 1, 0.0
+    assert 0.7 * run_length < strides / alarms < 2.0 * run_length
+
+
+def test_a_lower_false_alarm_rate_and_more_noise_raise_the_threshold() -> None:
+    assert slow.threshold(0.6, DRIFT, 1e6) > slow.threshold(0.6, DRIFT, 1e5)
+    assert slow.threshold(0.9, DRIFT, 1e6) > slow.threshold(0.6, DRIFT, 1e6)
+    assert slow.threshold(0.01, DRIFT, 10.0) == DRIFT, "never below one stride of drift"
+
+
+def test_autocorrelated_residuals_count_as_more_noise() -> None:
+    state = SlowState(moments={"white": (0.0, 1.0, 0.0, 10_000), "red": (0.0, 1.0, 0.5, 10_000)})
+    assert slow.sigma(state, "white") == pytest.approx(1.0, abs=0.01)
+    assert slow.sigma(state, "red") == pytest.approx(math.sqrt(3), abs=0.01)
+    assert slow.sigma(state, "unknown") == SIGMA_MIN
+
+
+def test_a_load_borrows_from_its_neighbours_and_from_nobody_far_away() -> None:
+    state = SlowState()
+    assert slow.expected(state, "rollout", 8) is None
+    for _ in range(10):
+        slow.learn(state, "rollout", 8, -4.0)
+    assert slow.expected(state, "rollout", 8) == pytest.approx(-4.0)
+    assert slow.expected(state, "rollout", 15) == pytest.approx(-4.0)
+    assert slow.expected(state, "rollout", 64) is None
+    assert slow.expected(state, "trainer", 8) is None
+
+
+def test_one_wild_observation_hardly_moves_a_baseline() -> None:
+    state = SlowState()
+    for _ in range(500):
+        slow.learn(state, "rollout", 8, -4.0)
+    slow.learn(state, "rollout", 8, 3.0)
+    assert slow.expected(state, "rollout", 8) == pytest.approx(-4.0, abs=0.01)
+
+
+def test_a_quota_is_not_taken_for_neighbours_while_its_throttling_is_unread() -> None:
+    """Run delay (read five times a second) holds the throttled time, which agents read every other second."""
+    subject = Subject("rollout/0", "rollout", 0, 1, "node-0", None, seen_wall=0.0)
+    taken = []
+    for tick in range(1, 151):
+        seconds = tick * 0.2
+        subject.sample = ProcessSample(
+            process=ProcessId(node=NodeId("node-0"), pid=1, start_ticks=1),
+            role="rollout",
+            replica="rollout/0",
+            rank=0,
+            incarnation=1,
+            at=seconds,
+            wall_at=seconds,
+            alive=True,
+            page_ok=True,
+            phase=Phase.GENERATE,
+            busy_seconds=seconds,
+            work_units=tick * 5,
+            tokens=tick * 100,
+            main_run_delay_seconds=0.75 * seconds,
+            throttled_seconds=0.75 * (seconds // 2 * 2),
+        )
+        work = slow.measure(subject, stride_seconds=1.0, gap_p99=None)
+        if work is not None and seconds > 5.0:  # before the second reading nothing can be known
+            taken.append(work.seconds_per_unit)
+    assert len(taken) >= 10
+    assert all(0.035 < seconds < 0.045 for seconds in taken), "0.04 s a unit, all of it its own"
+
+
+def test_the_onset_is_on_our_clock_whatever_the_nodes_say() -> None:
+    fleet, detector, ahead = FakeFleet(seed=4), Detector(DetectorConfig(mask_proc_state=True)), 1000.0
+    for o in fleet.run(60.0):
+        detector.observe(replace(o, wall_at=o.wall_at + ahead))
+    began = o.wall_at + ahead
+    fleet.processes["rollout/0"].fault = Fault("unit_delay")
+    told = [d for o in fleet.run(60.0) for d in detector.observe(replace(o, wall_at=o.wall_at + ahead))]
+    assert told and told[0].fault_class is FaultClass.SLOW
+    assert began - 5.0 <= told[0].onset < told[0].detected_at  # a sum of strides takes its time

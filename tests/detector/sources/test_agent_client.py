@@ -1,0 +1,120 @@
+"""The small HTTP client of agents: compressed answers, users, and answers that are none."""
+
+import asyncio
+import json
+import socket
+import threading
+import zlib
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+
+from rolecall.agent.http.server import Answer, HttpServer, Request
+from rolecall.detector.sources.agent_client import AgentConnection, Limits, Unreachable
+from rolecall.detector.sources.agent_wire import BadAnswer
+
+LIMITS = Limits(answer_bytes_max=1 << 20, connect_seconds=5.0, answer_seconds=5.0)
+
+
+def ask(url: str, path: str = "/v1/samples", seconds: float = 5.0, authorization: str = "") -> object:
+    async def main() -> object:
+        connection = await AgentConnection.open(url, LIMITS, authorization=authorization)
+        with closing(connection):
+            return await connection.get(path, seconds)
+
+    return asyncio.run(main())
+
+
+@contextmanager
+def raw(answer: bytes) -> Iterator[str]:
+    """A server that sends these bytes to whoever asks, and ends."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(10)
+
+
+def test_the_agents_own_server_compresses_what_is_large_and_is_understood() -> None:
+    large = {"rows": [{"role": "trainer", "n": n} for n in range(500)]}
+    sizes: list[int] = []
+
+    def answered(request: Request) -> Answer:
+        answer = Answer.json(large if request.path == "/large" else {"a": 1})
+        sizes.append(len(answer.for_reader(request.headers).body))
+        return answer
+
+    server = HttpServer("127.0.0.1", 0, {"/large": answered, "/small": answered})
+    server.start()
+    try:
+        assert ask(server.url, "/large") == large and ask(server.url, "/small") == {"a": 1}
+    finally:
+        server.stop()
+    assert sizes[0] < len(json.dumps(large)) / 5 and sizes[1] == len(b'{"a":1}')
+
+
+@pytest.mark.parametrize(
+    ("accepted", "deflated"),
+    [("deflate", True), ("gzip, deflate;q=0.5", True), ("", False), ("gzip", False), ("deflate;q=0", False)],
+)
+def test_only_who_asks_for_it_gets_it_compressed(accepted: str, deflated: bool) -> None:
+    answer = Answer(b"x" * 5000).for_reader({"accept-encoding": accepted} if accepted else {})
+    assert answer.deflated is deflated and (len(answer.body) < 100) is deflated
+
+
+def test_a_user_is_told() -> None:
+    seen: list[str] = []
+
+    def answered(request: Request) -> Answer:
+        seen.append(request.headers.get("authorization", ""))
+        return Answer.json({})
+
+    server = HttpServer("127.0.0.1", 0, {"/v1/samples": answered})
+    server.start()
+    try:
+        ask(server.url, authorization="Bearer abc")
+        ask(server.url)
+    finally:
+        server.stop()
+    assert seen == ["Bearer abc", ""]
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+BOMB = zlib.compress(b" " * (64 << 20))
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (b"", "connection broke"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "no HTTP answer"),
+        (b"HTTP/1.1\r\n\r\n", "no HTTP answer"),
+        (b"HTTP/1.1 302 Found\r\nLocation: http://evil/\r\n\r\n", "status 302"),
+        (HEAD + b"\r\n{}", "no length"),
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", "no length"),
+        (HEAD + b"Content-Length: -2\r\n\r\n{}", "no length"),
+        (HEAD + b"Content-Length: 9999999999999999\r\n\r\n{}", "more than 1 MiB"),
+        (HEAD + b"Content-Length: 20\r\n\r\n{}", "connection broke"),
+        (HEAD + b"X: " + b"y" * 100_000, "connection broke"),
+        (HEAD + b"Content-Length: 2\r\n\r\n{]", "no JSON"),
+        (HEAD + b"Content-Length: 3\r\nContent-Encoding: deflate\r\n\r\nabc", "damaged compression"),
+        (HEAD + b"Content-Length: 9\r\nContent-Encoding: deflate\r\n\r\n" + zlib.compress(b"{}" * 20)[:9], "too early"),
+        (HEAD + f"Content-Length: {len(BOMB)}\r\nContent-Encoding: deflate\r\n\r\n".encode() + BOMB, "more than 1 MiB"),
+    ],
+)
+def test_what_is_no_answer_is_told_and_costs_little(answer: bytes, reason: str) -> None:
+    with raw(answer) as url, pytest.raises((Unreachable, BadAnswer), match=reason):
+        ask(url)
+
+
+def test_one_deadline_for_the_whole_answer() -> None:
+    with raw(HEAD + b"Content-Length: 50\r\n\r\n") as url, pytest.raises(Unreachable):
+        ask(url, seconds=0.2)

@@ -1,0 +1,329 @@
+"""The source `agents` against small fake agents: restarts, garbage, oversize, silence."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from rolecall.core.clock import SystemClock
+from rolecall.core.telemetry import SampleBatch
+from rolecall.detector.sources import agents as source_module
+from rolecall.detector.sources.agents import LATE_EXCUSES_SECONDS, AgentsSource, Limits, Observation, _Agent
+from tests.detector.fake_agent import NODE, FakeAgent, sample
+from tests.support import PATIENCE_SECONDS
+
+
+@contextmanager
+def watched(
+    agents: Callable[[], dict[str, str]], poll_seconds: float = 0.05, limits: Limits | None = None
+) -> Iterator[AgentsSource]:
+    source = AgentsSource(agents, SystemClock(), poll_seconds, limits)
+    source.start()
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as s:
+        yield s
+
+
+def agent(stack: ExitStack, **settings: Any) -> FakeAgent:
+    a = FakeAgent(**settings)
+    stack.callback(a.close)
+    return a
+
+
+def polled_until(
+    source: AgentsSource, good: Callable[[Observation], object], seconds: float = PATIENCE_SECONDS
+) -> Observation:
+    deadline = time.monotonic() + seconds
+    while True:
+        observation = source.poll(0.05)
+        if good(observation):
+            return observation
+        assert time.monotonic() < deadline, f"not within {seconds} s; last: {observation}"
+
+
+def has_samples(o: Observation) -> bool:
+    return any(b.processes for b in o.batches)
+
+
+OLD_AND_NEW = pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
+
+
+@OLD_AND_NEW
+def test_samples_arrive_over_one_kept_connection(stack: ExitStack, old: bool) -> None:
+    a = agent(stack, old=old)
+    source = stack.enter_context(watched(lambda: {NODE: a.url}, limits=Limits(answer_seconds=PATIENCE_SECONDS)))
+    o = polled_until(source, has_samples)
+    assert o.batches[0].processes[0].replica == "rollout/1"
+    polled_until(source, lambda _: len(a.asked) > 12)
+    assert a.connections == (2 if old else 1), "and one more that found out how old it is"
+    asked = "/v1/samples?since=100" if old else "/v1/news?after=0&since=100&wait=0.05"
+    assert asked in a.asked, "the cursor is given back"
+    assert Observation.from_dict(json.loads(json.dumps(o.to_dict()))) == o
+
+
+@OLD_AND_NEW
+def test_an_event_wakes_a_poll_early_and_comes_once(stack: ExitStack, old: bool) -> None:
+    a = agent(stack, old=old)
+    source = stack.enter_context(watched(lambda: {NODE: a.url}, poll_seconds=1.0))
+    asked = "/v1/events?after={}&wait=1" if old else "/v1/news?after={}&since=100&wait=1"
+    polled_until(source, lambda _: asked.format(0) in a.asked)
+    a.add_event()
+    o = source.poll(600.0)  # longer than a test may take: it returned because of the event
+    assert [e.replica for e in o.events] == ["rollout/1"]
+    polled_until(source, lambda o: asked.format(1) in a.asked and not o.events)
+
+
+@OLD_AND_NEW
+def test_a_restarted_agent_is_found_at_its_new_address_and_read_from_the_start(stack: ExitStack, old: bool) -> None:
+    first = FakeAgent(old=old)
+    urls = {NODE: first.url}
+    source = stack.enter_context(watched(lambda: urls))
+    polled_until(source, has_samples)
+    first.add_event()
+    polled_until(source, lambda o: o.events)
+    first.close()
+    second = agent(stack, agent_pid=2, events=list(first.events))
+    urls[NODE] = second.url
+    o = polled_until(source, has_samples)
+    assert o.batches[-1].agent_pid == 2
+    second.add_event(kind="finished")
+    o = polled_until(source, lambda o: o.events)
+    assert [e.seq for e in o.events] == [2], "the events read before do not come again"
+    polled_until(source, lambda o: not o.unreachable)
+
+
+def test_an_agent_that_was_made_new_is_asked_in_the_new_way(stack: ExitStack) -> None:
+    a = agent(stack, old=True)
+    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    polled_until(source, has_samples)
+    a.old, a.agent_pid = False, 2
+    a.bad = {"/v1/events": 503}  # it restarts: the connection ends
+    polled_until(source, lambda o: any(b.agent_pid == 2 and b.processes for b in o.batches))
+    polled_until(source, lambda _: "/v1/news?after=0&since=100&wait=0.05" in a.asked[-3:])
+
+
+def test_an_agent_that_claims_thousands_of_processes_does_not_slow_the_watch(stack: ExitStack) -> None:
+    many = [sample(process={"node": NODE, "pid": n, "start_ticks": 7}, rank=n) for n in range(1, 5001)]
+    a = agent(stack, samples=many)
+    source = stack.enter_context(watched(lambda: {NODE: a.url}, limits=Limits(answer_seconds=PATIENCE_SECONDS)))
+    polled_until(source, has_samples)
+    num_asked = len(a.asked)
+    polled_until(source, lambda _: len(a.asked) > num_asked + 1)
+    assert a.asked[-1] == "/v1/news?after=0&since=100&wait=0.05"
+
+
+def test_a_dead_agent_is_told_with_the_reason_and_since_when(stack: ExitStack) -> None:
+    gone = FakeAgent()
+    gone.close()
+    alive = agent(stack)
+    alive.samples = []
+    source = stack.enter_context(watched(lambda: {"node-0": gone.url, NODE: alive.url}))
+    o = polled_until(source, lambda o: o.unreachable)
+    ((node, since, reason),) = o.unreachable
+    assert node == "node-0" and reason == "connection refused" and abs(since - o.wall_at) < 10.0
+    later = polled_until(source, lambda o: o.batches and o.unreachable)
+    assert later.unreachable[0][1] == since, "the moment stays"
+
+
+GARBAGE: dict[str, tuple[dict[str, Any], str]] = {
+    "no json": ({"/v1/news": b"<html>"}, "no JSON"),
+    "deep json": ({"/v1/news": b"[" * 100_000}, "no JSON"),
+    "no mapping": ({"/v1/news": b"[]"}, "expected a mapping"),
+    "redirect": ({"/v1/news": 302}, "status 302"),
+    "refusal": ({"/v1/news": 503}, "status 503"),
+    "infinite": ({"/v1/news": json.dumps({"events": []}).encode()}, "missing"),
+    "of an old one: no json": ({"/v1/news": 404, "/v1/samples": b"<html>"}, "no JSON"),
+    "of an old one: refusal": ({"/v1/news": 404, "/v1/events": 503}, "status 503"),
+    "neither old nor new": ({"/v1/news": 404, "/v1/events": 404}, "status 404"),
+}
+
+
+@pytest.mark.parametrize("name", GARBAGE)
+def test_garbage_is_told_and_survived(stack: ExitStack, name: str) -> None:
+    bad, reason = GARBAGE[name]
+    a = agent(stack, bad=bad)
+    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    o = polled_until(source, lambda o: o.unreachable)
+    assert reason in o.unreachable[0][2]
+    assert not has_samples(o)
+    a.bad = {}
+    polled_until(source, lambda o: has_samples(o) and not o.unreachable)
+
+
+WRONG = {
+    "text for a number": sample(progress="many"),
+    "truth for a number": sample(progress=True),
+    "number for a text": sample(phase=3),
+    "not finite": sample(busy_seconds=float("nan")),
+    "huge": sample(progress=10**30),
+    "another node": sample(process={"node": "node-9", "pid": 1, "start_ticks": 1}),
+    "another role": sample(role="trainer"),
+    "no replica": sample(replica="../../etc"),
+    "no process": {k: v for k, v in sample().items() if k != "process"},
+    "no sample": 7,
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_sample_does_not_hide_its_neighbour(stack: ExitStack, name: str) -> None:
+    a = agent(stack, old=True, samples=[WRONG[name], sample(replica="rollout/2")])
+    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    o = polled_until(source, has_samples)
+    assert [p.replica for b in o.batches for p in b.processes] == ["rollout/2"]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_an_agent_with_nothing_but_wrong_samples_is_told(stack: ExitStack, name: str) -> None:
+    a = agent(stack, old=True, samples=[WRONG[name]])
+    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    o = polled_until(source, lambda o: o.unreachable)
+    assert "makes no sense" in o.unreachable[0][2]
+
+
+def test_too_large_an_answer_is_refused(stack: ExitStack) -> None:
+    a = agent(stack, bad={"/v1/news": b" " * (2 << 20)})
+    source = stack.enter_context(watched(lambda: {NODE: a.url}, limits=Limits(answer_bytes_max=1 << 20)))
+    o = polled_until(source, lambda o: o.unreachable)
+    assert "more than 1 MiB" in o.unreachable[0][2]
+
+
+@pytest.mark.parametrize("how", ["silent", "drip"])
+def test_an_agent_that_never_ends_its_answer_is_told_and_left(stack: ExitStack, how: str) -> None:
+    a = agent(stack, bad={"/v1/news": how})
+    limits = Limits(answer_seconds=0.3, connect_seconds=0.2)
+    source = stack.enter_context(watched(lambda: {NODE: a.url}, limits=limits))
+    polled_until(source, lambda o: o.unreachable)
+    a.bad = {}
+    polled_until(source, lambda o: has_samples(o) and not o.unreachable)
+
+
+@pytest.mark.parametrize("url", ["https://127.0.0.1:1", "file:///etc/passwd", "http://", "nonsense", "http://[::1"])
+def test_what_is_no_address_is_told(stack: ExitStack, url: str) -> None:
+    source = stack.enter_context(watched(lambda: {NODE: url}))
+    polled_until(source, lambda o: o.unreachable)
+
+
+def test_close_ends_all_threads_while_an_agent_is_silent(stack: ExitStack) -> None:
+    a = agent(stack)
+    source = AgentsSource(lambda: {NODE: a.url}, SystemClock(), poll_seconds=0.05)
+    source.start()
+    polled_until(source, has_samples)
+    source.close()
+    assert not source._thread.is_alive() and not source._tasks
+    assert source.poll(30.0).events == ()
+
+
+def test_a_list_of_agents_that_cannot_be_read_keeps_those_known(stack: ExitStack) -> None:
+    a = agent(stack)
+    lists: list[dict[str, str]] = [{NODE: a.url}]
+
+    def agents() -> dict[str, str]:
+        if lists:
+            return lists.pop()
+        raise ValueError("half a file")
+
+    source = stack.enter_context(watched(agents))
+    polled_until(source, has_samples)
+    a.add_event()
+    assert polled_until(source, lambda o: o.events).events[0].replica == "rollout/1"
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_agent_one_version_apart_still_works(stack: ExitStack, version: int) -> None:
+    """A later one sends fields and kinds of events that are unknown here; an earlier one no number."""
+    later = {} if version == 1 else {"version": version, "colour": "blue"}
+    a = agent(stack, old=version == 1, extra=later, samples=[sample(**({"mood": 0.5} if later else {}))])
+    if later:
+        a.add_event(kind="gpu_is_bored", mood="bad")
+    a.add_event()
+    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    heard: list[str] = []
+
+    def both(o: Observation) -> bool:
+        heard.extend(str(e.kind) for e in o.events)
+        return heard[-1:] == ["exited"] and not o.unreachable
+
+    polled_until(source, both)
+    assert heard == (["other", "exited"] if later else ["exited"])
+
+
+@pytest.mark.parametrize("version", [0, 4, "2", None])
+def test_an_agent_of_another_age_is_told(stack: ExitStack, version: object) -> None:
+    a = agent(stack, extra={"version": version})
+    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    o = polled_until(source, lambda o: o.unreachable)
+    assert "version: it speaks" in o.unreachable[0][2]
+
+
+def test_who_leaves_the_list_is_said_once_and_counts_no_more(stack: ExitStack) -> None:
+    a = agent(stack)
+    agents = {NODE: a.url}
+    source = AgentsSource(lambda: agents, SystemClock(), 0.05, forgets=True)
+    stack.callback(source.close)
+    source.start()
+    polled_until(source, has_samples)
+    assert source._num_processes == 1
+    agents.clear()
+    assert polled_until(source, lambda o: o.left).left == (NODE,)
+    polled_until(source, lambda _: not source._num_processes)  # else who stays is asked more and more rarely
+    assert not source.poll(0.0).left
+
+
+def test_a_watch_that_is_always_late_names_a_silent_agent_all_the_same(stack: ExitStack) -> None:
+    source = AgentsSource(dict, SystemClock())
+    stack.callback(source.close)
+    told = []
+    silent = _Agent(NODE, "http://nowhere")
+    for now in range(int(LATE_EXCUSES_SECONDS) + 2):
+        source._loop.time = lambda at=float(now): at  # type: ignore[method-assign]
+        source._late_at = now - 0.1
+        told.append(source._may_be_us(silent))
+    assert told == [True] * int(LATE_EXCUSES_SECONDS) + [False] * 2
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_who_is_not_let_in_is_told_what_to_give(stack: ExitStack, status: int) -> None:
+    a = agent(stack, bad={"/v1/news": status})
+    source = stack.enter_context(watched(lambda: {NODE: a.url}))
+    assert "--credentials" in polled_until(source, lambda o: o.unreachable).unreachable[0][2]
+
+
+def test_what_nobody_polls_is_bounded_over_all_agents(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source_module, "SAMPLES_HELD_MAX", 10)
+    source = AgentsSource(dict, SystemClock())
+    stack.callback(source.close)
+    head = {"agent_pid": 1, "lost": 0, "at": 1.0, "wall_at": 2.0, "hosts": [], "processes": [sample(), sample(rank=1)]}
+    agents = [_Agent(f"n-{n}", "") for n in range(3)]
+    source._agents = {a.node: a for a in agents}
+    for round_ in range(20):
+        for a in agents:
+            source._take_batch(a, SampleBatch.from_dict({**head, "node": a.node, "cursor": round_}))
+        assert source._num_held == sum(len(b.processes) for a in agents for b in a.batches) <= 10
+    assert {b.node: b.cursor for b in source.poll(0.0).batches} == dict.fromkeys(source._agents, 19)
+    assert not source._num_held
+
+
+def test_descriptors_are_asked_for_when_agents_come_not_at_every_look(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the hard limit is too low each time is a line in the log."""
+    asked: list[int] = []
+    monkeypatch.setattr(source_module, "_allow_descriptors", asked.append)
+    monkeypatch.setattr(source_module, "AGENTS_SECONDS", 0.0)
+    agents = {"n-0": "http://nowhere"}
+    source = stack.enter_context(watched(lambda: agents))
+    source.poll(0.0)
+    agents["n-1"] = "http://nowhere"
+    source.poll(0.0)
+    source.poll(0.0)
+    assert asked == [source_module.DESCRIPTORS_OWN + 1, source_module.DESCRIPTORS_OWN + 2]

@@ -1,0 +1,357 @@
+"""`rolecall diagnose` as a user calls it: exit codes, sentences, JSON, pages, and inputs that cannot be read."""
+
+import json
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from rolecall.cli.main import main
+from rolecall.core.clock import FakeClock
+from rolecall.core.errors import UnreadableInput
+from rolecall.detector.base.read_budget import Limits
+from rolecall.detector.panels.panel import Panel
+from rolecall.detector.panels.registry import detector as named
+from rolecall.detector.sources import recording
+from rolecall.diagnose import diagnose as diagnosing
+from tests.detector.panel_data import noise
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+def faulty() -> Panel:
+    panel = noise()
+    values = panel.values.copy()
+    values[1, 560:, 3] += 6.0
+    return replace(panel, values=values)
+
+
+def saved(folder: Path, panel: Panel, name: str = "r.parquet") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    recording.write(folder / name, [panel])
+    return folder / name
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = main(["diagnose", *map(str, argv)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_fault_is_a_sentence_with_evidence_and_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capsys, saved(tmp_path, faulty()))
+    assert code == 1
+    assert "slow: trainer/3 (node n003) of role trainer" in out and "m1: " in out and "above" in out
+    assert "1 diagnosis(es)" in out and "8 machine(s), 6 metric(s), 700 ticks of 1 s" in out
+    assert "reading" in err and "reading" not in out
+
+
+def test_a_healthy_recording_says_what_was_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, saved(tmp_path, noise()))
+    assert code == 0 and out.startswith("healthy: nothing found in") and "8 machine(s)" in out
+
+
+def test_json_is_one_object_of_the_agreed_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, saved(tmp_path, faulty()), "--json")
+    said = json.loads(out)
+    assert code == 1 and err == ""
+    [d] = said["diagnoses"]
+    assert d["suspects"] == [{"node": "n003", "role": "trainer", "replica": "trainer/3", "rank": None, "gpu": None}]
+    assert {"fault_class", "onset", "detected_at", "confidence", "because", "evidence", "advice"} <= set(d)
+    assert [i["kind"] for i in said["inputs"]] == ["recording"]
+
+
+def test_a_folder_is_searched_for_all_it_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved(tmp_path / "all" / "a", faulty())
+    saved(tmp_path / "all" / "b" / "c", noise(seed=5), "other.bin")
+    (tmp_path / "all" / "notes.txt").write_text("nothing\n")
+    os.mkfifo(tmp_path / "all" / "pipe")
+    code, out, _ = run(capsys, tmp_path / "all")
+    assert code == 1 and "a/r.parquet" in out and "c/other.bin" in out and "2 file(s) of no known kind" in out
+
+
+def test_explain_draws_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, _ = run(capsys, saved(tmp_path, faulty()), "--explain", tmp_path / "why.html")
+    page = (tmp_path / "why.html").read_text()
+    assert code == 1 and page.count("<svg") >= 2 and "trainer/3" in page and "<script" not in page
+
+
+@pytest.mark.parametrize("detector", ["sequential", "minder", "mahalanobis", "knn"])
+def test_a_page_shows_the_score_that_decided(tmp_path: Path, detector: str) -> None:
+    """Above its threshold at the decision; before the onset not, or not for long."""
+    panel = noise(ticks=900)
+    values = panel.values.copy()
+    values[1, 610:, 3] += 9.0
+    answer = diagnosing.diagnose([saved(tmp_path, replace(panel, values=values))], [named(detector)])
+    [item, *_] = [x for x in diagnosing.explained(answer, [named(detector)]) if x.diagnosis.suspects[0].node == "n003"]
+    assert item.score is not None
+    above = item.score.score > item.score.threshold
+    assert above[item.score.at == item.diagnosis.detected_at].all() and not above[600:609].all()
+
+
+def test_a_page_is_not_written_under_the_name_of_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, saved(tmp_path, noise()), "--explain", tmp_path / "why.png")
+    assert code == 2 and "why.png" in err and ".html" in err
+    assert not (tmp_path / "why.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("r.parquet", b"PAR1 and no more", "not a readable Parquet file"),
+        ("r.txt", b"hello", "none of"),
+        ("r.json", b'{"entries": [', "r.json"),
+    ],
+)
+def test_what_was_named_and_cannot_be_read_is_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, said: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    code, out, err = run(capsys, tmp_path / name)
+    assert code == 2 and out == "" and said in err and name in err and "Traceback" not in err
+
+
+def test_foreign_parquet_is_passed_over_in_a_folder_and_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved(tmp_path, noise(ticks=50))
+    pl.DataFrame({"timestamp": [1.0], "value": [2.0]}).write_parquet(tmp_path / "other.parquet")
+    code, out, _ = run(capsys, tmp_path)
+    assert code == 0 and "1 file(s) of no known kind" in out
+    code, _, err = run(capsys, tmp_path / "other.parquet")
+    assert code == 2 and "it has no column role, replica, node, metric" in err
+
+
+def test_empty_folders_and_missing_paths_are_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, tmp_path)
+    assert code == 2 and "holds nothing that can be diagnosed" in err
+    code, _, err = run(capsys, tmp_path / "nowhere")
+    assert code == 2 and "no such file or folder" in err
+
+
+def test_a_folder_that_cannot_be_looked_into_is_refused(tmp_path: Path) -> None:
+    """What lies there may be the fault. (Root may look everywhere, but nobody's path is longer than the system's limit.)"""
+    saved(tmp_path, noise(ticks=50))
+    above = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(17):
+        os.mkdir("d" * 250, dir_fd=above)
+        below = os.open("d" * 250, os.O_RDONLY, dir_fd=above)
+        os.close(above)
+        above = below
+    os.close(above)
+    with pytest.raises(UnreadableInput, match="it cannot be read: File name too long"):
+        diagnosing.search([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--detector", "nope"), "none of sequential"),
+        (("--false-alarms", "0"), "not within"),
+        (("--model", "m"), "only minder is fitted"),
+    ],
+)
+def test_senseless_options_are_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, str], said: str
+) -> None:
+    code, _, err = run(capsys, saved(tmp_path, noise(ticks=40)), *options)
+    assert code == 2 and said in err
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_too_few_machines_cannot_be_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], machines: int) -> None:
+    code, out, _ = run(capsys, saved(tmp_path, noise(machines=machines, ticks=100)))
+    assert code == 0 and "cannot tell" in out and "healthy" not in out
+
+
+@pytest.mark.parametrize("detector", ["sequential", "minder", "mahalanobis"])
+def test_a_recording_too_short_to_know_what_is_usual_is_not_called_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], detector: str
+) -> None:
+    for ticks, enough in ((200, False), (700, True)):
+        path = saved(tmp_path, noise(ticks=ticks), f"{ticks}.parquet")
+        code, out, _ = run(capsys, path, "--detector", detector, "--false-alarms", "1")
+        assert code == 0 and out.startswith("healthy") == enough
+        assert (f"cannot tell for role trainer: detector {detector} has not seen enough" in out) != enough
+
+
+def test_names_from_a_recording_do_not_reach_the_terminal_raw(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    panel = faulty()
+    evil = replace(panel.shape.machines[3], node="n\x1b[31m3\nfake line")
+    shape = replace(panel.shape, machines=(*panel.shape.machines[:3], evil, *panel.shape.machines[4:]))
+    _, out, _ = run(capsys, saved(tmp_path, replace(panel, shape=shape)))
+    assert "\x1b" not in out and "\nfake line" not in out and "fake line" in out
+
+
+@pytest.mark.skipif(not SHARED.exists(), reason="no real recordings beside the project")
+def test_real_recordings_the_straggler_is_named_and_a_healthy_cluster_is_healthy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = run(capsys, SHARED / "straggler", "--json")
+    assert code == 1 and {s["node"] for d in json.loads(out)["diagnoses"] for s in d["suspects"]} == {"m00"}
+    code, out, _ = run(capsys, SHARED / "exathlon" / "healthy-1_0_100000_15-w0" / "recording.parquet")
+    assert code == 0 and "healthy" in out
+
+
+def test_what_was_said_of_a_recording_cut_short_is_the_beginning_of_what_is_said_of_the_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    panel = noise(ticks=1000)
+    values = panel.values.copy()
+    values[1, 560:620, 3] += 6.0
+    values[4, 920:, 6] -= 9.0  # later than what the first one does to its neighbours
+    whole = replace(panel, values=values)
+    _, out, _ = run(capsys, saved(tmp_path, whole), "--json")
+    told = json.loads(out)["diagnoses"]
+    assert [d["suspects"][0]["node"] for d in told] == ["n003", "n006"]
+    for end in (580, 900, 950):
+        part = Panel(shape=whole.shape, at=whole.at[:end], values=np.ascontiguousarray(whole.values[:, :end]))
+        _, out, _ = run(capsys, saved(tmp_path / str(end), part), "--json")
+        assert json.loads(out)["diagnoses"] == [d for d in told if d["detected_at"] <= whole.at[end - 1]]
+
+
+def dump(folder: Path, rank: int, *, enqueued: int, completed: int, num_groups: int = 1) -> Path:
+    """A rank's status in a group of three, as NCCL's recorder has it, and more groups in which nothing was done."""
+    status = {
+        "last_enqueued_collective": enqueued,
+        "last_started_collective": enqueued,
+        "last_completed_collective": completed,
+    }
+    path = folder / f"nccl_trace_rank_{rank}"
+    group = {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2]"}
+    groups = {str(n): {**group, "name": str(n)} for n in range(num_groups)}
+    value = {"version": "2.9", "rank": rank, "pg_config": groups, "pg_status": {"0": status}, "entries": []}
+    path.write_bytes(pickle.dumps(value, protocol=2))
+    return path
+
+
+def test_flight_recorder_dumps_name_who_holds_up_the_rest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(3):
+        dump(tmp_path, rank, enqueued=6 if rank == 2 else 7, completed=6)
+    code, out, _ = run(capsys, tmp_path, "--json")
+    said = json.loads(out)
+    assert code == 1 and [s["rank"] for d in said["diagnoses"] for s in d["suspects"]] == [2]
+    assert said["inputs"][0]["kind"] == "flight recorder dumps"
+
+
+@pytest.mark.parametrize(
+    ("topology", "suspect", "named"),
+    [
+        (
+            {"2": {"node": "m01", "replica": "trainer/1"}},
+            ("m01", "trainer", "trainer/1"),
+            "rank 2 of trainer/1 (node m01)",
+        ),
+        ({"2": {"node": "m01"}}, ("m01", "", ""), "rank 2 (node m01)"),
+        ({"0": {"node": "m00"}}, ("rank-2", "", ""), "rank 2 has not"),
+    ],
+)
+def test_a_topology_names_the_place_of_a_rank_that_dumps_accuse(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    topology: dict[str, dict[str, str]],
+    suspect: tuple[str, str, str],
+    named: str,
+) -> None:
+    for rank in range(3):
+        dump(tmp_path, rank, enqueued=6 if rank == 2 else 7, completed=6)
+    (tmp_path / "topology.json").write_text(json.dumps({"ranks": topology}))
+    _, out, _ = run(capsys, tmp_path, "--json")
+    [told] = json.loads(out)["diagnoses"]
+    [accused] = told["suspects"]
+    assert (accused["node"], accused["role"], accused["replica"]) == suspect and accused["rank"] == 2
+    assert told["because"].startswith(named)
+
+
+def test_a_dump_cut_short_is_a_remark_and_one_that_attacks_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rank in range(2):
+        dump(tmp_path, rank, enqueued=7, completed=6)
+    whole = dump(tmp_path, 2, enqueued=7, completed=6)
+    whole.write_bytes(whole.read_bytes()[:40])
+    code, out, _ = run(capsys, tmp_path, "--json")
+    assert code in (0, 1) and "nccl_trace_rank_2" in json.loads(out)["inputs"][0]["remarks"][0]
+    whole.write_bytes(b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.")
+    code, out, err = run(capsys, tmp_path, "--json")
+    assert code == 2 and out == "" and "nccl_trace_rank_2" in err and "os.system" in err
+
+
+def stack_dump(path: Path, frames: int) -> None:
+    """Frames of names that are in no other file."""
+    shown = [{"name": f"{path.stem}_{n}", "short_filename": "a.py"} for n in range(frames)]
+    path.write_text(json.dumps([{"pid": 1, "thread_id": 1, "thread_name": "MainThread", "frames": shown}]))
+
+
+def many(folder: Path, kind: str) -> None:
+    """Four files of one kind, each of 19 to 30 kB of memory."""
+    for n in range(4):
+        if kind == "recording":
+            saved(folder, noise(ticks=100), f"{n}.parquet")  # 8 machines, 6 metrics
+        elif kind == "repeated":  # every sample falls on the place of another one
+            rows = recording.write(folder / "one", [noise(ticks=1, machines=1, metrics=1)])
+            pl.concat([pl.read_parquet(folder / "one")] * 5000).write_parquet(folder / f"{n}.parquet")
+            assert rows == 1
+            (folder / "one").unlink()
+        elif kind == "flight recorder":
+            dump(folder, n, enqueued=7, completed=6, num_groups=40)
+        else:
+            stack_dump(folder / f"rank_{n}.json", 70)
+
+
+@pytest.mark.parametrize("kind", ["recording", "repeated", "flight recorder", "stacks"])
+def test_all_files_of_a_kind_together_are_bounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    many(tmp_path, kind)
+    assert run(capsys, tmp_path)[0] in (0, 1)
+    with pytest.raises(UnreadableInput, match=r"with it 4 file\(s\) take more than .* GiB of memory") as refused:
+        diagnosing.diagnose([tmp_path], [], limits=Limits(kept_bytes_max=75_000))
+    assert refused.value.where == str(max(tmp_path.iterdir()))
+
+
+class Slow(FakeClock):
+    """Somebody else's second passes each time that one looks."""
+
+    def monotonic(self) -> float:
+        self.advance(1.0)
+        return super().monotonic()
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("recording", False), ("flight recorder", True), ("stacks", True)])
+def test_reading_many_dumps_ends_in_time(tmp_path: Path, kind: str, ends: bool) -> None:
+    """How long a detector takes over a recording is no matter of reading."""
+    many(tmp_path, kind)
+    limits = Limits(seconds_max=2.5)
+    if not ends:
+        diagnosing.diagnose([tmp_path], [], limits=limits, clock=Slow())
+        return
+    with pytest.raises(UnreadableInput, match=r"rank_2\S*: .* after 2.5 s"):
+        diagnosing.diagnose([tmp_path], [], limits=limits, clock=Slow())
+
+
+def test_a_folder_of_very_many_files_or_folders_is_not_walked_to_its_end(tmp_path: Path) -> None:
+    for n in range(5):
+        (tmp_path / "a" / str(n)).mkdir(parents=True)
+    stack_dump(tmp_path / "rank_0.json", 1)
+    assert len(diagnosing.search([tmp_path], num_files_max=8).stacks) == 1
+    with pytest.raises(UnreadableInput, match="more than 7 files and folders"):
+        diagnosing.search([tmp_path], num_files_max=7)
+
+
+def test_of_very_many_damaged_dumps_the_first_are_told_and_the_others_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stack_dump(tmp_path / "rank_0.json", 1)
+    for n in range(1, 104):
+        (tmp_path / f"rank_{n}.json").write_text('[{"thread_id": 1, "frames": [')
+    _, out, _ = run(capsys, tmp_path)
+    assert out.count("not JSON, or cut short") == 100 and "3 more files cannot be read" in out

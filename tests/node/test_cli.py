@@ -1,0 +1,106 @@
+"""The commands of people, as a person types them: what they print, what they write, and what they refuse."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.cli.main import main
+from rolecall.core.diagnosis import FaultClass
+from rolecall.core.journal.events import EventKind
+from rolecall.core.rundir import RunDir
+from rolecall.recovery.incidents.incident import IncidentState, Outcome
+from rolecall.recovery.loop import Watch
+from rolecall.recovery.operators import commands
+from tests.recovery.world import World
+
+K = EventKind
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """A run whose journal runs on a fake clock beside real commands."""
+    path = tmp_path / "runs" / "r1"
+    path.mkdir(parents=True)
+    (path / "run.json").write_text("{}")
+    return World(path, mode="approve", approval_seconds=600.0)
+
+
+def say(world: World, *argv: str) -> int:
+    runs = str(Path(world.url.removeprefix("sqlite:///")).parent.parent)
+    return main([*argv, "--run", "r1", "--runs", runs])
+
+
+def proposal(world: World) -> tuple[Watch, str]:
+    watch = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.until(lambda: world.events(K.PLAN_PROPOSED), watch)
+    attempt = world.only().attempt
+    assert attempt is not None
+    return watch, attempt.plan.digest
+
+
+def test_hold_and_lift(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    _, digest = proposal(world)
+    assert say(world, "hold", digest, "--reason", "a look", "--minutes", "5") == 0
+    assert "is held until" in capsys.readouterr().out
+    attempt = world.only().attempt
+    assert attempt is not None and attempt.hold is not None and "@" in attempt.hold.by
+    assert say(world, "lift", digest, "--reason", "seen") == 0
+    assert say(world, "lift", digest) == 1
+    assert f"nobody holds plan {digest}" in capsys.readouterr().err
+    assert say(world, "hold", digest, "--reason", "a look", "--minutes", "1e9") == 1
+
+
+def test_mark(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    proposal(world)
+    assert say(world, "mark", "inc-1-rollout-1") == 2
+    assert "--right or --wrong" in capsys.readouterr().err
+    assert say(world, "mark", "inc-1-rollout-1", "--wrong", "--reason", "a drill") == 0
+    mark = world.only().mark
+    assert mark is not None and mark.right is False and mark.because == "a drill"
+
+
+def test_a_node_from_drain_to_return(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = world.watch()
+    world.step(watch)
+    assert say(world, "node", "drain", "node-4", "--reason", "a fan \x1b[2J") == 0
+    assert "moved when the guards pass: rollout/1 (inc-1-rollout-1)" in capsys.readouterr().out
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is Outcome.CURED, "a person's request is no proposal, in mode approve too"
+    assert say(world, "node", "list") == 0
+    told = capsys.readouterr().out
+    assert "QUARANTINED since" in told and "\x1b" not in told and "inc-1-rollout-1" in told
+    assert say(world, "node", "list", "--json") == 0
+    rows = {row["node"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["node-4"]["replicas"] == [] and rows["node-4"]["quarantined_since"] is not None
+    assert say(world, "node", "return", "node-4", "--reason", "a new fan") == 0
+    assert say(world, "node", "quarantine", "node-4", "--reason", "it is loud again") == 0
+    assert say(world, "node", "quarantine", "node-9", "--reason", "who?") == 1
+    assert "node-9 is no node of this run" in capsys.readouterr().err
+    assert world.only().state is IncidentState.CLOSED
+
+
+def test_a_burn_in_is_recorded(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(world, "node", "burn-in", "node-4", "--seconds", "1", "--json") == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert told["passed"] is True and told["node"] == "node-4"
+    checks = {c["name"]: c for c in told["checks"]}
+    assert set(checks) == {"gpu_math", "cpu_math", "memory", "disk", "loopback"}
+    run = RunDir(Path(world.url.removeprefix("sqlite:///")).parent)
+    row = {r["node"]: r for r in commands.nodes(run)}["node-4"]
+    assert [c["name"] for c in row["burn_ins"][0]["result"]["checks"]] == list(checks)
+    assert say(world, "node", "list") == 0
+    assert "passed, 1 recorded" in capsys.readouterr().out
+
+
+def test_a_burn_in_that_is_recorded_needs_a_name(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(world, "node", "burn-in") == 2
+    assert "NODE: which node is this?" in capsys.readouterr().err
+    assert main(["node", "burn-in", "--folder", "/nonexistent"]) == 2
+
+
+def test_watch_approve_is_for_runs_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "--approve", "--agents", "http://127.0.0.1:1"]) == 2
+    assert "--approve: goes with RUN" in capsys.readouterr().err

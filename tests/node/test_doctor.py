@@ -1,0 +1,345 @@
+"""`rolecall doctor`: what each check says of a node, and what the command makes of it."""
+
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rolecall.cli.main import main
+from rolecall.core.clock import FakeClock, SystemClock
+from rolecall.core.errors import ConfigError
+from rolecall.node.agents import clock_offsets, down_probes, own_authorization
+from rolecall.node.doctor import NHC_CODES, ClockOffset, Level, NodeFacts, examine, lines, worst
+from rolecall.node.facts import ask_agent, read_clock, read_facts, within
+from tests.agent.http.test_web_config import HASH
+from tests.agent.test_settings import QUIET, running
+from tests.support import PATIENCE_SECONDS, eventually
+
+FIT = NodeFacts(
+    is_root=True,
+    kernel="6.18.33",
+    gpu_devices=8,
+    pci_gpus=8,
+    driver="570.86.15",
+    py_spy=True,
+    ptrace_scope=1,
+    agent="ok",
+    agent_url="http://127.0.0.1:9477",
+    socket=True,
+    data_dir="/var/lib/rolecall",
+    free_bytes=100 << 30,
+    free_inodes=1_000_000,
+    environ={"NCCL_RAS_ENABLE": "1", "TORCH_FR_BUFFER_SIZE": "2000"},
+    clock_state=0,
+    clock_error_seconds=0.01,
+    pressure=True,
+    pidfd=True,
+    files_soft=65536,
+    files_hard=1 << 20,
+)
+
+W, B, U = Level.WARNING, Level.BROKEN, Level.UNKNOWN
+UNFIT: dict[str, tuple[dict[str, Any], str, Level, str, str]] = {
+    "no driver": ({"driver": ""}, "driver", B, "8 NVIDIA GPU(s) and no driver loaded", "modprobe"),
+    "a GPU that did not come up": ({"gpu_devices": 7}, "driver", W, "8 NVIDIA GPUs on the PCI bus, 7", "kernel log"),
+    "NVML of another version": ({"nvml": "Driver/library version mismatch"}, "nvml", B, "mismatch", "reboot"),
+    "no kernel log": ({"kmsg": "Operation not permitted"}, "kernel_log", W, "not permitted", "CAP_SYSLOG"),
+    "no py-spy": ({"py_spy": False}, "stacks", W, "not installed", "pip install"),
+    "no ptrace": ({"is_root": False}, "stacks", W, "ptrace_scope is 1", "CAP_SYS_PTRACE"),
+    "no ptrace for anybody": ({"ptrace_scope": 3}, "stacks", W, "nobody can", "reboot"),
+    "no agent": ({"agent": ""}, "agent", W, "no agent listens at http://127.0.0.1:9477", "--config"),
+    "a sick agent": ({"agent": "it is not well"}, "agent", B, "it is not well", "restart"),
+    "no socket": ({"socket": False}, "agent", W, "agent.sock", "restart"),
+    "no directory": ({"data_dir_error": "no such directory"}, "data_dir", B, "no such directory", "make it"),
+    "little room": ({"free_bytes": 1 << 30}, "data_dir", W, "1024 MiB", "free some room"),
+    "no room": ({"free_bytes": 1 << 20}, "data_dir", B, "1 MiB", "free some room"),
+    "no inodes": ({"free_inodes": 0}, "data_dir", B, "0 inodes", "free some room"),
+    "space unknown": ({"free_bytes": None}, "data_dir", U, "cannot be read", "agent's user"),
+    "no Flight Recorder": (
+        {"environ": {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}},
+        "nccl",
+        W,
+        "TORCH_NCCL_TRACE_BUFFER_SIZE=0: PyTorch's Flight Recorder is off",
+        "2000",
+    ),
+    "no RAS": ({"environ": {"NCCL_RAS_ENABLE": "0"}}, "nccl", W, "RAS is off", "set it to 1"),
+    "a clock that nobody keeps": ({"clock_state": 5}, "clock", W, "not synchronised", "chronyd"),
+    "a clock that may be wrong": ({"clock_error_seconds": 2.0}, "clock", W, "2.00 s", "nearer"),
+    "a clock unknown": ({"clock_state": None}, "clock", U, "does not say", "adjtimex"),
+    "another clock behind": (
+        {"clock_offsets": (ClockOffset(agent="http://b:1", seconds=-1.5, error_seconds=0.1),)},
+        "clocks",
+        W,
+        "http://b:1: its clock is 1.50 s behind this node's",
+        "chronyd",
+    ),
+    "another agent that is silent": (
+        {"clock_offsets": (ClockOffset(agent="http://b:1", reason="timed out"),)},
+        "clocks",
+        U,
+        "http://b:1: its clock is not known: timed out",
+        "can be reached",
+    ),
+    "something that the agent cannot read": (
+        {"probes_down": {"kernel_log": "no permission"}},
+        "probe",
+        W,
+        "the agent cannot read kernel_log: no permission",
+        "docs/agent.md",
+    ),
+    "a job of another user": (
+        {"rank_uid": 1000, "socket_uid": 0},
+        "socket",
+        W,
+        "runs as user 1000, and /var/lib/rolecall/agent.sock is for user 0 alone",
+        "User=",
+    ),
+    "hidden processes": (
+        {"is_root": False, "ptrace_scope": 0, "hidepid": "2"},
+        "processes",
+        W,
+        "hidepid=2",
+        "gid=",
+    ),
+    "no pressure": ({"pressure": False}, "pressure", W, "not there", "psi=1"),
+    "no pidfd": ({"pidfd": False}, "exits", B, "pidfd_open", "seccomp"),
+    "an older Linux": ({"kernel": "6.14.2-generic"}, "exits", W, "Linux 6.14.2-generic", "6.15"),
+    "few files": ({"files_soft": 1024}, "files", W, "1024 open files", "ulimit"),
+    "hardly any files": ({"files_soft": 256}, "files", B, "256 open files", "ulimit"),
+}
+
+
+def test_a_fit_node_is_well_in_everything() -> None:
+    checks = examine(FIT)
+    assert {c.level for c in checks} == {Level.WELL} and not any(c.mend for c in checks)
+    names = {
+        "driver",
+        "nvml",
+        "kernel_log",
+        "stacks",
+        "agent",
+        "data_dir",
+        "nccl",
+        "clock",
+        "pressure",
+        "exits",
+        "files",
+    }
+    assert {c.name for c in checks} == names
+
+
+@pytest.mark.parametrize(("changed", "name", "level", "says", "mend"), UNFIT.values(), ids=UNFIT)
+def test_what_is_wrong_is_told_with_how_to_mend_it(
+    changed: dict[str, Any], name: str, level: Level, says: str, mend: str
+) -> None:
+    checks = examine(replace(FIT, **changed))
+    [wrong] = [c for c in checks if c.level is not Level.WELL]
+    assert (wrong.name, wrong.level) == (name, level)
+    assert says in wrong.says and mend in wrong.mend and wrong.mend
+    assert worst(checks) is level
+    assert list(lines(checks))[-2].startswith(f"{level:8} {name}: ")
+
+
+def test_a_node_without_gpus_needs_no_driver() -> None:
+    checks = examine(replace(FIT, gpu_devices=0, pci_gpus=0, driver="", nvml="libnvidia-ml.so.1 not found"))
+    assert worst(checks) is Level.WELL and "nvml" not in {c.name for c in checks}
+
+
+def test_what_is_broken_outweighs_what_cannot_be_told() -> None:
+    assert worst(examine(replace(FIT, clock_state=None))) is Level.UNKNOWN
+    assert worst(examine(replace(FIT, clock_state=None, pressure=False))) is Level.WARNING
+    assert worst(examine(replace(FIT, clock_state=None, pressure=False, pidfd=False))) is Level.BROKEN
+    assert [NHC_CODES[level] for level in (Level.WELL, Level.WARNING, Level.BROKEN, Level.UNKNOWN)] == [0, 1, 2, 3]
+
+
+# --- facts of a real node
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[str, list[tuple[int, bytes]]]]:
+    """A server that gives the answers put into the list, and its address."""
+    answers: list[tuple[int, bytes]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            status, body = answers.pop()
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_address[1]}", answers
+    server.shutdown()
+    thread.join(PATIENCE_SECONDS)
+    server.server_close()
+
+
+def test_an_agent_is_told_from_somebody_else(served: tuple[str, list[tuple[int, bytes]]]) -> None:
+    url, answers = served
+    for status, body, expected in (
+        (200, b'{"ok": true}', "ok"),
+        (401, b"", "ok"),
+        (503, b'{"ok": false}', "its newest look is too old"),
+        (503, b'{"ok": false, "newest_round_age_seconds": 40}', "its newest look is 40 s old"),
+        (404, b"<html>", "no agent"),
+        (200, b"[]", "no agent"),
+    ):
+        answers.append((status, body))
+        assert expected in ask_agent(url)
+
+
+def test_facts_are_read_from_a_tree(tmp_path: Path) -> None:
+    for path, text in {
+        "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu Jan 16\nGCC 12.2\n",
+        "proc/sys/kernel/yama/ptrace_scope": "2\n",
+        "sys/bus/pci/devices/0000:01:00.0/vendor": "0x10de\n",
+        "sys/bus/pci/devices/0000:01:00.0/class": "0x030200\n",
+        "sys/bus/pci/devices/0000:01:00.1/vendor": "0x10de\n",
+        "sys/bus/pci/devices/0000:01:00.1/class": "0x040300\n",
+        "dev/nvidia0": "",
+        "dev/nvidiactl": "",
+        "proc/pressure/cpu": "some avg10=0.00",
+        "proc/7/environ": "RANK=3\0NCCL_RAS_ENABLE=0\0broken\0",
+        "agent.yaml": f"data_dir: {tmp_path}\nport: 1\n",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    facts = read_facts(tmp_path / "agent.yaml", 7, root=tmp_path)
+    assert (facts.driver, facts.gpu_devices, facts.pci_gpus, facts.ptrace_scope) == ("570.86.15", 1, 1, 2)
+    assert facts.environ == {"RANK": "3", "NCCL_RAS_ENABLE": "0"}
+    assert facts.pressure and facts.kmsg == "No such file or directory"
+    assert facts.data_dir == str(tmp_path) and not facts.data_dir_error and facts.free_bytes
+    assert (facts.agent, facts.agent_url, facts.socket) == ("", "http://127.0.0.1:1", False)
+    (tmp_path / "proc/7/environ").write_bytes(b"\0\0\0")
+    with pytest.raises(ConfigError, match="overwritten its environment"):
+        read_facts(tmp_path / "agent.yaml", 7, root=tmp_path)
+    (tmp_path / "agent.yaml").write_text("[")
+    with pytest.raises(ConfigError, match=r"agent\.yaml"):
+        read_facts(tmp_path / "agent.yaml", None, root=tmp_path)
+
+
+def test_what_agent_yaml_says_otherwise_is_looked_at_and_not_the_usual(tmp_path: Path) -> None:
+    config = tmp_path / "agent.yaml"
+    here = f"data_dir: {tmp_path}\nport: 1\nhost: '::'\n"
+    config.write_text(here + "kernel_log: {path: /var/log/kern.log}\ngpu: {enabled: false}\n")
+    facts = read_facts(config, None, root=tmp_path)
+    assert (facts.kernel_log, facts.kmsg) == ("/var/log/kern.log", "No such file or directory")
+    assert (facts.nvml, facts.nvml_wanted) == ("", False)
+    assert facts.agent_url == "http://[::1]:1" and facts.agent in (
+        "",
+        "OSError: [Errno 99] Cannot assign requested address",
+    )
+    says = [c.says for c in examine(replace(facts, driver="570", gpu_devices=1))]
+    assert any("/var/log/kern.log: No such file" in said for said in says)
+    assert "not asked: agent.yaml has gpu switched off" in says
+    (tmp_path / "var/log").mkdir(parents=True)
+    (tmp_path / "var/log/kern.log").write_text("")
+    assert read_facts(config, None, root=tmp_path).kmsg == ""
+    config.write_text(here + "kernel_log: {enabled: false}\n")
+    assert "not read: agent.yaml has it switched off" in [
+        c.says for c in examine(read_facts(config, None, root=tmp_path))
+    ]
+
+
+def test_a_driver_that_hangs_does_not_hang_doctor() -> None:
+    ends = threading.Event()
+    try:
+        assert within(0.05, lambda: str(ends.wait())) == "no answer within 0.05 s"
+        assert within(PATIENCE_SECONDS, lambda: "no driver") == "no driver"
+    finally:
+        ends.set()
+
+
+def test_the_kernel_says_how_well_the_clock_is_kept() -> None:
+    state, error_seconds = read_clock()
+    assert state in (None, 0, 1, 2, 3, 4, 5)
+    assert error_seconds is None or 0 <= error_seconds < 3600
+
+
+def test_the_command_tells_this_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "agent.yaml"
+    config.write_text(f"data_dir: {tmp_path / 'none'}\nport: 1\n")
+    assert main(["doctor", "--config", str(config)]) == 1
+    text = capsys.readouterr().out
+    assert f"broken   data_dir: {tmp_path / 'none'}: no such directory" in text and "-> make it" in text
+    assert main(["doctor", "--config", str(config), "--nhc", "--json"]) == 2
+    told = json.loads(capsys.readouterr().out)
+    assert told["level"] == "broken"
+    assert {"name": "data_dir", "level": "broken"}.items() <= next(
+        c for c in told["checks"] if c["name"] == "data_dir"
+    ).items()
+    assert main(["doctor", "--pid", "999999999"]) == 2
+
+
+def test_the_environment_of_a_rank_is_read(tmp_path: Path) -> None:
+    rank = subprocess.Popen(
+        [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "TORCH_FR_BUFFER_SIZE": "0"},
+    )
+    try:
+        checks = examine(read_facts(None, rank.pid))
+        assert any("TORCH_FR_BUFFER_SIZE=0" in c.says for c in checks)
+    finally:
+        rank.communicate(timeout=PATIENCE_SECONDS)
+
+
+# --- agents
+
+
+def test_a_real_agent_tells_what_it_cannot_read_and_what_time_it_is(tmp_path: Path) -> None:
+    (tmp_path / "web.yml").write_text(f"basic_auth_users: {{prometheus: {HASH}}}\n")
+    path, data = tmp_path / "agent.yaml", tmp_path / "data"
+    log = tmp_path / "none.log"
+    off = {**QUIET, "kernel_log": {"path": str(log)}}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    file = {"node": "node-7", "port": port, "data_dir": str(data), "web_config_file": "web.yml", **off}
+    path.write_text(yaml.safe_dump(file))
+    with running(path) as url:
+        own = own_authorization(data, None)
+        assert own and not own_authorization(tmp_path / "none", None)
+        eventually(lambda: down_probes(url, own), "it says what it cannot read")
+        assert list(down_probes(url, own)) == ["kernel_log"] and "does not exist" in down_probes(url, own)["kernel_log"]
+        assert down_probes(url, "") == {}  # without the token it says nothing
+        [offset] = clock_offsets({"a": url}, own)
+        assert offset.seconds is not None and abs(offset.seconds) <= offset.error_seconds + 0.1
+        slow = FakeClock(wall_offset=SystemClock().wall() - 1000.0 - 7.0)  # an hour and nothing passes on it
+        [offset] = clock_offsets({"a": url}, own, clock=slow)
+        assert offset.seconds is not None and 7.0 <= offset.seconds < 7.0 + PATIENCE_SECONDS
+        [refused] = clock_offsets({"a": url})
+        assert refused.seconds is None and "--credentials" in refused.reason
+    [gone] = clock_offsets({"a": url}, own)
+    assert gone.seconds is None and "refused" in gone.reason
+
+
+def test_the_command_compares_clocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "agents").write_text("http://127.0.0.1:1\n")
+    config = tmp_path / "agent.yaml"
+    config.write_text(f"data_dir: {tmp_path}\nport: 1\n")
+    main(["doctor", "--config", str(config), "--agents", str(tmp_path / "agents")])
+    assert "unknown  clocks: http://127.0.0.1:1: its clock is not known:" in capsys.readouterr().out
+    assert main(["doctor", "--config", str(config), "--agents", str(tmp_path / "none")]) == 2
+
+
+@pytest.mark.parametrize(("options", "expected"), [("rw,hidepid=2", "2"), ("rw", ""), ("rw,hidepid=off", "")])
+def test_hidden_processes_are_known_by_the_mount(tmp_path: Path, options: str, expected: str) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/mounts").write_text(f"tmpfs / tmpfs rw 0 0\nproc /proc proc {options} 0 0\n")
+    (tmp_path / "agent.yaml").write_text(f"data_dir: {tmp_path}\nport: 1\n")
+    assert read_facts(tmp_path / "agent.yaml", None, root=tmp_path).hidepid == expected

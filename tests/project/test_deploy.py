@@ -1,0 +1,238 @@
+"""deploy/ says what the agent understands: its files load, and agree with each other in port, paths and names."""
+
+import configparser
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path, PurePath
+from typing import Any
+
+import pytest
+import yaml
+
+from rolecall.agent.daemon import _parser
+from rolecall.agent.settings import AgentFile, explain, load_agent_file
+from rolecall.dashboards.grafana.rules.rule import rules_yaml
+from rolecall.watch.addresses import AGENT_JOB, WATCH_JOB
+from tests.agent.processes import AgentProcess
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+UNIT = DEPLOY / "rolecall-agent.service"
+DAEMONSET = DEPLOY / "kubernetes" / "agent-daemonset.yaml"
+PROMETHEUS = DEPLOY / "prometheus.yaml"
+EXPOSURE_TENTHS_MAX = 35
+"""Of `systemd-analyze security`, 0 to 100: what a reader of other users' processes comes to. 31 when written."""
+
+
+def _manifests() -> dict[str, Any]:
+    """By kind; there is one of each."""
+    found = {m["kind"]: m for m in yaml.safe_load_all(DAEMONSET.read_text())}
+    assert sorted(found) == ["ConfigMap", "DaemonSet", "Namespace", "ServiceAccount"]
+    return found
+
+
+def _pod() -> dict[str, Any]:
+    spec = _manifests()["DaemonSet"]["spec"]["template"]["spec"]
+    assert isinstance(spec, dict)
+    return spec
+
+
+def _container() -> dict[str, Any]:
+    (container,) = _pod()["containers"]
+    assert isinstance(container, dict)
+    return container
+
+
+def _config_map(folder: Path) -> AgentFile:
+    (name, text), *none = _manifests()["ConfigMap"]["data"].items()
+    assert not none
+    path = folder / name
+    path.write_text(text)
+    return load_agent_file(path)
+
+
+def _unit() -> configparser.SectionProxy:
+    unit = configparser.ConfigParser(interpolation=None, strict=False)  # DeviceAllow comes twice
+    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.read_string(UNIT.read_text())
+    return unit["Service"]
+
+
+def _within(part: Any, whole: Any, path: str = "") -> list[str]:
+    """Where `part` says something that `whole` does not."""
+    if isinstance(part, dict) and isinstance(whole, dict):
+        return [
+            wrong for k, v in part.items() for wrong in (_within(v, whole[k], f"{path}.{k}") if k in whole else [k])
+        ]
+    return [] if part == whole else [f"{path}: {part!r} is not {whole!r}"]
+
+
+def test_the_example_is_a_part_of_what_explain_prints() -> None:
+    example, printed = yaml.safe_load((DEPLOY / "agent.yaml").read_text()), yaml.safe_load(explain())
+    assert _within(example, printed) == []
+    defaults = AgentFile(node="x")
+    assert load_agent_file(DEPLOY / "agent.yaml").model_copy(update={"node": "x"}) == defaults
+
+
+def test_an_agent_starts_with_the_example(tmp_path: Path) -> None:
+    agent = AgentProcess(tmp_path / "node", "--config", str(DEPLOY / "agent.yaml"), "--port", "0")
+    try:
+        assert agent.get("/healthz")[0] == 200
+        assert "rolecall_agent_processes" in agent.get("/metrics")[1]
+        assert agent.get("/metrics/dcgm")[0] == 200
+    finally:
+        agent.close()
+
+
+# --- systemd ------------------------------------------------------------------------------------------------------
+
+
+def test_the_unit_starts_the_agent_as_it_is() -> None:
+    unit = _unit()
+    program, *arguments = shlex.split(unit["ExecStart"])
+    assert Path(program).name == "python" and arguments[:2] == ["-m", "rolecall.agent"]
+    given = _parser().parse_args(arguments[2:])
+    assert given.config == Path("/etc") / unit["ConfigurationDirectory"] / "agent.yaml"
+    file = load_agent_file(DEPLOY / "agent.yaml")
+    assert file.data_dir == Path("/var/lib") / unit["StateDirectory"]
+    assert unit["Restart"] == "always" and unit["NoNewPrivileges"] == "yes" and unit["ProtectSystem"] == "strict"
+    assert set(unit["AmbientCapabilities"].split()) == set(unit["CapabilityBoundingSet"].split())
+    assert f"{file.kernel_log.path} r" in UNIT.read_text()
+
+
+def _systemd_analyze() -> str:
+    program = shutil.which("systemd-analyze")
+    if program is None:
+        pytest.skip("no systemd-analyze here: the Debian package `systemd` has it")
+    return program
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """The unit with a program that exists."""
+    path = tmp_path / UNIT.name
+    path.write_text(UNIT.read_text().replace("/opt/rolecall/bin/python", sys.executable))
+    return path
+
+
+def test_systemd_takes_the_unit(installed: Path) -> None:
+    done = subprocess.run(
+        [_systemd_analyze(), "verify", str(installed)], capture_output=True, text=True, timeout=60, check=False
+    )
+    ours = [line for line in done.stderr.splitlines() if installed.name in line]
+    assert (done.returncode, ours) == (0, []), done.stderr
+
+
+def test_the_unit_gives_away_no_more_than_it_must(installed: Path) -> None:
+    command = [_systemd_analyze(), "security", "--offline=yes", f"--threshold={EXPOSURE_TENTHS_MAX}", "--no-pager"]
+    done = subprocess.run([*command, str(installed)], capture_output=True, text=True, timeout=60, check=False)
+    if "unrecognized option" in done.stderr:
+        pytest.skip("this systemd-analyze knows no --offline: 250 and later do")
+    assert done.returncode == 0, done.stdout[-300:] + done.stderr
+
+
+# --- Kubernetes ---------------------------------------------------------------------------------------------------
+
+
+def test_the_pods_configuration_is_one(tmp_path: Path) -> None:
+    file = _config_map(tmp_path)
+    mounts = {m["mountPath"]: m for m in _container()["volumeMounts"]}
+    volumes = {v["name"]: v for v in _pod()["volumes"]}
+    of_host_by_path = {file.proc: "/proc", file.sys: "/sys", file.rootfs: "/", file.kernel_log.path.parent: "/var/log"}
+    for path, of_host in of_host_by_path.items():
+        mount = mounts[str(path)]
+        assert mount["readOnly"] is True and volumes[mount["name"]]["hostPath"]["path"] == of_host
+    assert mounts[str(file.rootfs)]["mountPropagation"] == "HostToContainer"
+    state = volumes[mounts[str(file.data_dir)]["name"]]
+    assert state["hostPath"]["path"] == str(file.data_dir) and "readOnly" not in mounts[str(file.data_dir)]
+    assert (
+        volumes[mounts["/etc/rolecall"]["name"]]["configMap"]["name"] == _manifests()["ConfigMap"]["metadata"]["name"]
+    )
+    assert {m["name"] for m in mounts.values()} == set(volumes)
+
+
+def test_the_pods_arguments_are_understood(tmp_path: Path) -> None:
+    container = _container()
+    assert container["command"] == ["python", "-m", "rolecall.agent"]
+    known = {e["name"] for e in container["env"]}
+    arguments = [
+        a.replace("$(NODE_NAME)", "gpu-017.example").replace("$(NODE_IP)", "10.0.0.17") for a in container["args"]
+    ]
+    assert {"NODE_NAME", "NODE_IP"} <= known and not any("$(" in a for a in arguments)
+    given = _parser().parse_args(arguments)
+    assert (given.node, given.host) == ("gpu-017.example", "10.0.0.17")
+    mounted = {m["mountPath"] for m in container["volumeMounts"]}
+    assert str(given.config.parent) in mounted and given.config.name in _manifests()["ConfigMap"]["data"]
+
+
+def test_probes_and_scrapes_meet_the_agents_port(tmp_path: Path) -> None:
+    port = _config_map(tmp_path).port
+    container = _container()
+    (named,) = container["ports"]
+    assert port == AgentFile(node="x").port == named["containerPort"] == named["hostPort"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": "/healthz", "port": named["name"]}
+    scrapes = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus.yaml").read_text())["scrape_configs"]
+    labels = _manifests()["DaemonSet"]["spec"]["template"]["metadata"]["labels"]
+    assert _manifests()["DaemonSet"]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    for scrape in scrapes:
+        by_label, by_port, _ = scrape["relabel_configs"]
+        assert by_label["regex"] == labels["app.kubernetes.io/name"] and by_port["regex"] == named["name"]
+        assert scrape["kubernetes_sd_configs"][0]["namespaces"]["names"] == [
+            _manifests()["Namespace"]["metadata"]["name"]
+        ]
+
+
+def test_the_pod_gets_no_more_than_it_must() -> None:
+    manifests, pod, security = _manifests(), _pod(), _container()["securityContext"]
+    assert manifests["ServiceAccount"]["automountServiceAccountToken"] is pod["automountServiceAccountToken"] is False
+    assert pod["serviceAccountName"] == manifests["ServiceAccount"]["metadata"]["name"]
+    assert pod["hostPID"] is True and pod["hostNetwork"] is True and "hostIPC" not in pod
+    assert security["privileged"] is security["allowPrivilegeEscalation"] is False
+    assert security["readOnlyRootFilesystem"] is True
+    assert security["capabilities"] == {"drop": ["ALL"], "add": ["SYS_PTRACE", "DAC_READ_SEARCH"]}
+    assert _container()["resources"]["limits"] == {"cpu": "100m", "memory": "128Mi"}
+    namespaced = [m for m in manifests.values() if m["kind"] != "Namespace"]
+    assert {m["metadata"]["namespace"] for m in namespaced} == {manifests["Namespace"]["metadata"]["name"]}
+
+
+# --- Prometheus ---------------------------------------------------------------------------------------------------
+
+
+def _promtool_takes(path: Path) -> None:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("no promtool here: the Debian package `prometheus` has it")
+    done = subprocess.run(
+        [program, "check", "config", str(path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_prometheus_takes_its_file() -> None:
+    told = yaml.safe_load(PROMETHEUS.read_text())
+    scrapes = told["scrape_configs"]
+    (rules,) = told["rule_files"]
+    assert all(PurePath(rules).with_name(name).match(rules) for name in rules_yaml())
+    paths = {s["job_name"]: s["metrics_path"] for s in scrapes}
+    assert paths == {
+        AGENT_JOB: "/metrics",
+        "rolecall-dcgm": "/metrics/dcgm",
+        WATCH_JOB: "/metrics",
+        "rolecall-run": "/metrics",
+    }
+    _promtool_takes(PROMETHEUS)
+
+
+def test_prometheus_takes_the_clusters_file(tmp_path: Path) -> None:
+    """Debian's promtool is built without Kubernetes: the pods are listed here, all else is as it is."""
+    value = yaml.safe_load((DEPLOY / "kubernetes" / "prometheus.yaml").read_text())
+    assert [s["metrics_path"] for s in value["scrape_configs"]] == ["/metrics", "/metrics/dcgm"]
+    for scrape in value["scrape_configs"]:
+        assert scrape.pop("kubernetes_sd_configs")[0]["role"] == "pod"
+        scrape["static_configs"] = [{"targets": ["10.0.0.17:9477"]}]
+    path = tmp_path / "prometheus.yaml"
+    path.write_text(yaml.safe_dump(value))
+    _promtool_takes(path)

@@ -1,0 +1,195 @@
+"""The state machine of an incident: every event in every state either moves it or tells the story of why not."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rolecall.core.diagnosis import ActionKind, FaultClass, Plan, Target
+from rolecall.core.errors import InvalidTransition
+from rolecall.core.ids import IncidentId, NodeId, ReplicaId
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.recovery.incidents.incident import Failure, IncidentState, Outcome, evictions
+from rolecall.recovery.incidents.projection import INCIDENT_KINDS, LEGAL, fold
+from rolecall.testing.recovery_world import diagnosis
+
+K, S = EventKind, IncidentState
+NAME = "inc-1-rollout-1"
+D = diagnosis(FaultClass.CRASH, ("rollout/1", 1))
+PLAN = Plan(
+    incident_id=IncidentId(NAME),
+    action=ActionKind.REPLACE_REPLICA,
+    targets=(Target(replica=ReplicaId("rollout/1"), incarnation=1, node=NodeId("node-4")),),
+    because="it crashed",
+)
+BODY: dict[EventKind, dict[str, Any]] = {
+    K.INCIDENT_OPENED: {"diagnosis": D.to_dict()},
+    K.INCIDENT_UPDATED: {"diagnosis": D.to_dict()},
+    K.PLAN_MADE: {"plan": PLAN.to_dict()},
+    K.PLAN_HELD: {"digest": PLAN.digest, "guard": "paused", "because": "paused by bob"},
+    K.PLAN_PROPOSED: {"plan": PLAN.to_dict(), "expires_at": 100.0},
+    K.PLAN_APPROVED: {"digest": PLAN.digest, "by": "alice"},
+    K.PLAN_REJECTED: {"digest": PLAN.digest, "by": "alice", "because": "no"},
+    K.PLAN_LAPSED: {"digest": PLAN.digest, "because": "late"},
+    K.HOLD_PLACED: {"digest": PLAN.digest, "by": "alice", "because": "a look", "until": 50.0},
+    K.HOLD_LIFTED: {"digest": PLAN.digest, "by": "alice", "because": ""},
+    K.DIAGNOSIS_MARKED: {"verdict": "wrong", "by": "alice", "because": "a flaky test"},
+    K.ACTION_STARTED: {"plan": PLAN.to_dict()},
+    K.ACTION_DONE: {"digest": PLAN.digest, "result": {}},
+    K.ACTION_FAILED: {"digest": PLAN.digest, "failure": "died", "because": "it died"},
+    K.INCIDENT_VERIFIED: {"because": "it works"},
+    K.INCIDENT_CLOSED: {"outcome": "refuted", "because": "it went away"},
+    K.PERSON_CALLED: {"topic": "retries", "because": "3 times"},
+}
+TO_STATE: dict[IncidentState, list[EventKind]] = {
+    S.OPEN: [K.INCIDENT_OPENED],
+    S.PLANNED: [K.INCIDENT_OPENED, K.PLAN_MADE],
+    S.PROPOSED: [K.INCIDENT_OPENED, K.PLAN_MADE, K.PLAN_PROPOSED],
+    S.ACTING: [K.INCIDENT_OPENED, K.PLAN_MADE, K.ACTION_STARTED],
+    S.VERIFYING: [K.INCIDENT_OPENED, K.PLAN_MADE, K.ACTION_STARTED, K.ACTION_DONE],
+    S.CLOSED: [K.INCIDENT_OPENED, K.INCIDENT_CLOSED],
+}
+
+
+def events(*kinds: EventKind, **changed: dict[str, Any]) -> list[Event]:
+    return [
+        Event(seq=n, kind=kind, wall_at=float(n), body={**BODY[kind], **changed.get(kind.value, {})}, incident_id=NAME)
+        for n, kind in enumerate(kinds, start=1)
+    ]
+
+
+@pytest.mark.parametrize("kind", INCIDENT_KINDS)
+@pytest.mark.parametrize("state", list(S))
+def test_every_event_in_every_state(state: IncidentState, kind: EventKind) -> None:
+    path = TO_STATE[state]
+    assert fold(events(*path))[NAME].state is state
+    # Starting is legal from proposed only after a yes, and only what is held can be lifted: see below.
+    needs_more = (state is S.PROPOSED and kind is K.ACTION_STARTED) or kind is K.HOLD_LIFTED
+    if state in LEGAL[kind] and not needs_more:
+        fold(events(*path, kind))
+        return
+    with pytest.raises(InvalidTransition) as error:
+        fold(events(*path, kind))
+    assert error.value.incident_id == NAME and error.value.state == state and error.value.event == kind
+    assert len(error.value.story) == len(path) + 1
+    for line in error.value.story:
+        assert line in str(error.value)
+
+
+def test_an_event_of_an_unknown_incident() -> None:
+    with pytest.raises(InvalidTransition, match=r"state \(unknown\)"):
+        fold(events(K.PLAN_MADE))
+
+
+def test_a_cure_needs_proof() -> None:
+    path = TO_STATE[S.VERIFYING]
+    cured = {"incident_closed": {"outcome": "cured", "because": "it works"}}
+    with pytest.raises(InvalidTransition, match="nothing was verified"):
+        fold(events(*path, K.INCIDENT_CLOSED, **cured))
+    incident = fold(events(*path, K.INCIDENT_VERIFIED, K.INCIDENT_CLOSED, **cured))[NAME]
+    assert incident.outcome is Outcome.CURED and incident.verified_at == 5.0 and incident.closed_at == 6.0
+
+
+def test_events_about_another_plan_do_not_fit() -> None:
+    with pytest.raises(InvalidTransition, match="it names plan nonsense"):
+        fold(events(*TO_STATE[S.ACTING], K.ACTION_DONE, action_done={"digest": "nonsense"}))
+
+
+@pytest.mark.parametrize(
+    ("decisions", "problem"),
+    [
+        ([K.PLAN_APPROVED, K.PLAN_APPROVED], "it was approved already"),
+        ([K.PLAN_REJECTED, K.PLAN_APPROVED], "it was rejected already"),
+        ([K.PLAN_LAPSED, K.PLAN_APPROVED], "it was lapsed already"),
+        ([K.PLAN_APPROVED, K.PLAN_REJECTED], "it was approved already"),
+        ([K.PLAN_REJECTED, K.ACTION_STARTED], "nobody approved the plan"),
+        ([K.PLAN_APPROVED, K.PLAN_LAPSED, K.ACTION_STARTED], "nobody approved the plan"),
+        ([K.ACTION_STARTED], "nobody approved the plan"),
+    ],
+)
+def test_a_proposal_is_decided_once(decisions: list[EventKind], problem: str) -> None:
+    with pytest.raises(InvalidTransition, match=problem):
+        fold(events(*TO_STATE[S.PROPOSED], *decisions))
+
+
+def test_a_failure_plans_again() -> None:
+    incident = fold(events(*TO_STATE[S.VERIFYING], K.ACTION_FAILED))[NAME]
+    assert incident.state is S.OPEN and incident.touched == {"rollout/1": 2}
+    assert [a.failure for a in incident.failures] == [Failure.DIED]
+    refused = fold(events(*TO_STATE[S.ACTING], K.ACTION_FAILED, action_failed={"failure": "refused"}))[NAME]
+    assert refused.touched == {}, "an action that was refused has made nothing"
+
+
+def test_what_is_learned_undoes_a_plan_but_no_action() -> None:
+    planned = fold(events(*TO_STATE[S.PLANNED], K.INCIDENT_UPDATED))[NAME]
+    acting = fold(events(*TO_STATE[S.ACTING], K.INCIDENT_UPDATED))[NAME]
+    assert (planned.state, acting.state) == (S.OPEN, S.ACTING)
+
+
+def test_evictions_count_from_their_start() -> None:
+    found = fold(events(*TO_STATE[S.VERIFYING]))
+    assert [(e.replica, e.at, e.under_repair) for e in evictions(found.values(), since=0.0)] == [
+        ("rollout/1", 3.0, True)
+    ]
+    assert len(evictions(found.values(), since=50.0)) == 1, "under repair counts however long it takes"
+    done = fold(events(*TO_STATE[S.VERIFYING], K.INCIDENT_CLOSED))
+    assert [e.under_repair for e in evictions(done.values(), since=0.0)] == [False]
+    assert evictions(done.values(), since=50.0) == []
+
+
+def test_a_long_story_is_cut() -> None:
+    with pytest.raises(InvalidTransition) as error:
+        fold(events(K.INCIDENT_OPENED, *[K.INCIDENT_UPDATED] * 200, K.ACTION_DONE))
+    assert len(error.value.story) == 50 and error.value.story[-1].startswith("e202 action_done")
+
+
+def test_a_hold_moves_the_end_of_its_proposal() -> None:
+    proposed = TO_STATE[S.PROPOSED]
+    attempt = fold(events(*proposed, K.HOLD_PLACED))[NAME].attempt
+    assert attempt is not None and attempt.hold is not None
+    # Proposed at 3 until 100: it waits for 97 s, again from the hold's end at 50 on.
+    assert attempt.expires_at == 50.0 + 97.0 and attempt.hold.stands(49.9) and not attempt.hold.stands(50.0)
+    attempt = fold(events(*proposed, K.HOLD_PLACED, K.HOLD_LIFTED))[NAME].attempt
+    assert attempt is not None and attempt.hold is not None and not attempt.hold.stands(49.9)
+    assert attempt.expires_at == 5.0 + 97.0
+    with pytest.raises(InvalidTransition, match="nobody holds it"):
+        fold(events(*proposed, K.HOLD_PLACED, K.HOLD_LIFTED, K.HOLD_LIFTED))
+
+
+def test_a_hold_stays_when_its_plan_is_made_again() -> None:
+    path = [*TO_STATE[S.PLANNED], K.HOLD_PLACED, K.INCIDENT_UPDATED, K.PLAN_MADE]
+    attempt = fold(events(*path))[NAME].attempt
+    assert attempt is not None and attempt.number == 2 and attempt.hold is not None and attempt.hold.by == "alice"
+
+
+@pytest.mark.parametrize(("incarnation", "stays"), [(PLAN.targets[0].incarnation, True), (9, False)])
+def test_a_hold_is_about_whom_the_plan_takes_down(incarnation: int, stays: bool) -> None:
+    target = replace(PLAN.targets[0], incarnation=incarnation)
+    other = replace(PLAN, action=ActionKind.REPLACE_NODE, targets=(target,))
+    again = Event(seq=9, kind=K.PLAN_MADE, wall_at=9.0, body={"plan": other.to_dict()}, incident_id=NAME)
+    attempt = fold([*events(*TO_STATE[S.PLANNED], K.HOLD_PLACED, K.INCIDENT_UPDATED), again])[NAME].attempt
+    assert attempt is not None and attempt.number == 2 and (attempt.hold is not None) is stays
+
+
+def test_what_was_rejected_is_not_planned_again_and_never_begins() -> None:
+    rejected = [*TO_STATE[S.PLANNED], K.PLAN_REJECTED]
+    assert fold(events(*rejected, K.INCIDENT_UPDATED))[NAME].state is S.PLANNED
+    with pytest.raises(InvalidTransition, match="the plan was rejected"):
+        fold(events(*rejected, K.ACTION_STARTED))
+    with pytest.raises(InvalidTransition, match="it was rejected already"):
+        fold(events(*rejected, K.HOLD_PLACED))
+
+
+@pytest.mark.parametrize("state", list(S))
+def test_a_mark_changes_nothing_but_itself(state: IncidentState) -> None:
+    path = TO_STATE[state]
+    before = fold(events(*path))[NAME]
+    marked = fold(events(*path, K.DIAGNOSIS_MARKED))[NAME]
+    assert marked.mark is not None and marked.mark.right is False and marked.mark.by == "alice"
+    assert replace(marked, mark=None, last_event_id=before.last_event_id) == before
+    right = {"verdict": "right", "by": "bob", "because": ""}
+    newest = Event(seq=20, kind=K.DIAGNOSIS_MARKED, wall_at=20.0, body=right, incident_id=NAME)
+    told = fold([*events(*path, K.DIAGNOSIS_MARKED), newest])[NAME].mark
+    assert told is not None and told.right is True and told.by == "bob"
+    with pytest.raises(InvalidTransition, match="neither right nor wrong"):
+        fold(events(*path, K.DIAGNOSIS_MARKED, diagnosis_marked={"verdict": "maybe", "by": "bob"}))

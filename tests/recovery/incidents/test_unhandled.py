@@ -1,0 +1,262 @@
+"""What cannot be handled is set apart, told to a person, and tried again; everything else goes on."""
+
+import logging
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.core.clock import FakeClock
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Plan
+from rolecall.core.errors import JournalError
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Lease
+from rolecall.core.rundir import RunDir
+from rolecall.recovery import loop as watch_module
+from rolecall.recovery.actuators.base import ActionResult
+from rolecall.recovery.incidents.incident import IncidentState, Outcome
+from rolecall.recovery.incidents.unhandled import FIRST_PAUSE_SECONDS, PAUSE_SECONDS_MAX, TRIES_MAX, Troubles
+from rolecall.recovery.loop import Watch
+from rolecall.recovery.notifications.outbox import Teller
+from rolecall.recovery.operators import commands
+from rolecall.testing.recovery_world import RecordingNotifier
+from tests.recovery.world import World
+
+K = EventKind
+ENOUGH_SECONDS = 60.0
+DEADMAN_SECONDS = 5.0
+
+
+class Unexpected(Exception):
+    pass
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path, replicas_at_once_max=4, deadman_seconds=DEADMAN_SECONDS)
+
+
+def _status(world: World, path: Path) -> str:
+    return commands.status_text(commands.status(RunDir(path), world.clock))
+
+
+def _raise_for(replica: str, inner: Callable[[Plan, Lease], ActionResult], calls: list[str]) -> Any:
+    def perform(plan: Plan, lease: Lease) -> ActionResult:
+        calls.extend(t.replica for t in plan.targets)
+        if any(t.replica == replica for t in plan.targets):
+            raise Unexpected("the socket of the actuator \x1b[31m is gone")
+        return inner(plan, lease)
+
+    return perform
+
+
+def test_an_actuator_that_raises_holds_up_its_own_incident_alone(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch, calls = world.watch(), list[str]()
+    actuator = world.actuators[0]
+    actuator.perform = _raise_for("rollout/1", actuator.perform, calls)  # type: ignore[method-assign]
+    world.runtime.inject("rollout/1", FaultClass.CRASH)
+    world.runtime.inject("trainer/0", FaultClass.HANG)
+    with caplog.at_level(logging.ERROR):
+        world.until(lambda: world.runtime.healthy("trainer/0") and world.desired("trainer/0") == 2, watch)
+    assert any("inc-1-rollout-1" in r.getMessage() and "Unexpected" in r.getMessage() for r in caplog.records)
+    assert world.runtime.replaced == [("trainer/0", 1)]
+    # A person sees it, an engineer finds its name, and watch says that it lives.
+    world.until(lambda: world.notifier.messages, watch, seconds=ENOUGH_SECONDS)
+    assert world.notifier.heartbeats != []
+    world.until(world.all_closed, watch, seconds=ENOUGH_SECONDS)
+    gave_up, cured = world.incidents()
+    assert (gave_up.outcome, cured.outcome) == (Outcome.GAVE_UP, Outcome.CURED)
+    assert "raises Unexpected" in gave_up.because
+    assert calls.count("rollout/1") == TRIES_MAX, "bounded, and performed again each time"
+    assert [m.kind for m in world.notifier.messages] == ["person_called"]
+    assert "\x1b" not in _status(world, tmp_path)
+    world.journal.verify()
+
+
+def test_an_actuator_that_recovers_is_asked_again_and_nobody_is_called(world: World) -> None:
+    watch, calls = world.watch(), list[str]()
+    actuator = world.actuators[0]
+    whole = actuator.perform
+    actuator.perform = _raise_for("rollout/1", whole, calls)  # type: ignore[method-assign]
+    world.runtime.inject("rollout/1", FaultClass.CRASH)
+    world.until(lambda: len(calls) == 2, watch)
+    actuator.perform = whole  # type: ignore[method-assign]
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is Outcome.CURED and world.runtime.replaced == [("rollout/1", 1)]
+    assert world.notifier.messages == []
+
+
+def _breaks(name: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """From now on deciding about `name` raises."""
+    whole, asked = watch_module.next_move, list[str]()
+
+    def next_move(incident: Any, *rest: Any) -> Any:
+        if incident.incident_id == name:
+            asked.append(name)
+            raise Unexpected("no such rung")
+        return whole(incident, *rest)
+
+    monkeypatch.setattr(watch_module, "next_move", next_move)
+    return asked
+
+
+def test_an_incident_that_cannot_be_decided_is_named_in_status_event_and_sign_of_life(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = world.watch()
+    asked = _breaks("inc-1-rollout-1", watch, monkeypatch)
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.run(1, watch)
+    world.runtime.inject("trainer/0", FaultClass.HANG)
+    world.until(lambda: world.notifier.messages, watch, seconds=ENOUGH_SECONDS)
+    assert len(asked) == TRIES_MAX
+    (called,) = world.events(K.PERSON_CALLED)
+    assert called.incident_id == "inc-1-rollout-1" and called.body["topic"] == "unhandled"
+    assert "inc-1-rollout-1 cannot be handled: Unexpected: no such rung" in called.body["because"]
+    assert "A PERSON WAS CALLED: inc-1-rollout-1 cannot be handled" in _status(world, tmp_path)
+    stuck, cured = world.incidents()
+    assert (stuck.state, cured.outcome) == (IncidentState.OPEN, Outcome.CURED)
+    before = len(world.notifier.heartbeats)
+    world.run(DEADMAN_SECONDS + 1, watch)
+    assert len(world.notifier.heartbeats) > before
+    assert world.notifier.heartbeats[-1]["unhandled"] == {"inc-1-rollout-1": "Unexpected: no such rung"}
+    # A successor counts anew and calls nobody a second time; once it can be handled it is.
+    world.clock.advance(world.config.lease_seconds + 1)
+    other = world.watch()
+    world.run(ENOUGH_SECONDS, other)
+    assert len(world.events(K.PERSON_CALLED)) == len(world.notifier.messages) == 1
+    monkeypatch.undo()
+    world.until(world.all_closed, other, seconds=PAUSE_SECONDS_MAX + ENOUGH_SECONDS)
+    world.run(DEADMAN_SECONDS + 1, other)
+    assert world.notifier.heartbeats[-1]["unhandled"] == {}
+
+
+def test_a_diagnosis_that_cannot_be_taken_in_does_not_hold_back_the_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, whole = world.watch(), watch_module.receive
+
+    def receive(d: Diagnosis, *rest: Any, **more: Any) -> Any:
+        if d.suspects[0].replica == "rollout/1":
+            raise Unexpected("no such suspect")
+        return whole(d, *rest, **more)
+
+    monkeypatch.setattr(watch_module, "receive", receive)
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.runtime.inject("trainer/0", FaultClass.HANG)
+    world.until(world.all_closed, watch)
+    assert [i.incident_id for i in world.incidents()] == ["inc-1-trainer-0"]
+    world.until(lambda: world.notifier.messages, watch, seconds=ENOUGH_SECONDS)
+    (called,) = world.events(K.PERSON_CALLED)
+    assert called.incident_id is None and "hang:rollout/1#1 cannot be handled" in called.body["because"]
+    assert world.notifier.heartbeats != []
+    monkeypatch.undo()
+    world.until(lambda: world.desired("rollout/1") == 2, watch, seconds=PAUSE_SECONDS_MAX + ENOUGH_SECONDS)
+
+
+def test_a_window_that_cannot_be_kept_costs_its_incident_nothing(world: World) -> None:
+    world.detector.window = lambda _suspects: {"at": object()}  # type: ignore[method-assign,misc,assignment]
+    watch = world.watch()
+    world.runtime.inject("rollout/1", FaultClass.CRASH)
+    world.until(world.all_closed, watch)
+    assert world.only().outcome is Outcome.CURED
+    assert world.journal.windows("inc-1-rollout-1") == {} and world.notifier.heartbeats != []
+
+
+def _tamper(path: Path, statement: str) -> None:
+    with sqlite3.connect(path / "journal.db") as db:
+        for (name,) in db.execute("select name from sqlite_master where type = 'trigger'").fetchall():
+            db.execute(f"drop trigger {name}")
+        assert db.execute(statement).rowcount == 1, f"{statement} changed nothing"
+    db.close()
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "UPDATE events SET body = '{\"plan\": 3}' WHERE kind = 'plan_made'",
+        "UPDATE events SET body = '{' WHERE kind = 'plan_made'",
+        "UPDATE events SET body = '[1]' WHERE kind = 'plan_held'",
+        "UPDATE events SET body = '{}' WHERE kind = 'incident_opened'",
+        "UPDATE events SET body = 'x' WHERE kind = 'incident_opened'",
+        "UPDATE events SET kind = 'incident_closed', body = '{}' WHERE kind = 'plan_held'",
+    ],
+)
+def test_a_damaged_line_sets_its_own_incident_aside(world: World, tmp_path: Path, harm: str) -> None:
+    first = world.watch()
+    world.journal.set_flag("paused", "bob: a look")
+    world.runtime.inject("rollout/1", FaultClass.HANG)
+    world.run(2, first)
+    _tamper(tmp_path, harm)
+    world.detector.silent = True  # it would open another incident for the same fault, and cure that
+    world.journal.set_flag("paused", None)
+    world.clock.advance(world.config.lease_seconds + 1)
+    watch = world.watch()
+    world.run(2, watch)
+    assert "SET ASIDE: inc-1-rollout-1: " in _status(world, tmp_path)
+    (told,) = world.notifier.messages
+    assert "inc-1-rollout-1" in told.because or "events line" in told.because
+    assert world.desired("rollout/1") == 1
+    world.detector.silent = False
+    world.runtime.processes["rollout/1"].fault = None
+    world.runtime.inject("trainer/0", FaultClass.HANG)
+    world.until(lambda: world.desired("trainer/0") == 2 and world.runtime.healthy("trainer/0"), watch)
+    before = len(world.notifier.heartbeats)
+    world.run(DEADMAN_SECONDS + 1, watch)
+    assert len(world.notifier.heartbeats) > before and len(world.notifier.messages) == 1
+
+
+def test_without_the_journal_there_is_no_sign_of_life(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = world.watch()
+    world.run(1, watch)
+    before = len(world.notifier.heartbeats)
+
+    def gone(*_: Any, **__: Any) -> Any:
+        raise JournalError("the disk is full")
+
+    monkeypatch.setattr(watch._book, "refresh", gone)
+    world.clock.advance(2 * DEADMAN_SECONDS)
+    with pytest.raises(JournalError):
+        watch.tick()
+    assert len(world.notifier.heartbeats) == before
+
+
+def test_what_cannot_be_told_is_told_as_that(world: World) -> None:
+    world.journal.append(K.PERSON_CALLED, {"plan": "no mapping"}, key="one")
+    world.journal.append(K.PERSON_CALLED, {"because": "help"}, key="two")
+    notifier = RecordingNotifier()
+    teller = Teller(notifier, world.clock, run_id="r", deadman_seconds=60.0)
+    watch = world.watch()
+    watch._book.refresh(world.journal)
+    teller.tell(world.journal, watch._book)
+    assert [m.because for m in notifier.messages][1] == "help"
+    assert notifier.messages[0].because.startswith("e1 (person_called) should be told, and cannot be read")
+
+
+def test_pauses_double_up_to_a_limit_and_end_when_it_is_handled() -> None:
+    clock = FakeClock()
+    troubles, pauses = Troubles(clock), list[float]()
+    for number in range(1, 12):
+        assert troubles.last_try("x") is (number >= TRIES_MAX)
+        with troubles.apart("x"):
+            raise Unexpected(number)
+        began = clock.monotonic()
+        while not troubles.due("x"):
+            clock.advance(0.25)
+        pauses.append(clock.monotonic() - began)
+        assert bool(troubles.spent()) is (number >= TRIES_MAX)
+    assert pauses == [min(PAUSE_SECONDS_MAX, FIRST_PAUSE_SECONDS * 2**n) for n in range(11)]
+    with troubles.apart("x"):
+        pass
+    assert troubles.due("x") and troubles.words() == {} and troubles.spent() == []
+
+
+def test_what_is_everybodys_trouble_is_raised_on() -> None:
+    troubles = Troubles(FakeClock())
+    with pytest.raises(JournalError), troubles.apart("x"):
+        raise JournalError("database is locked")
+    assert troubles.due("x") and troubles.words() == {}

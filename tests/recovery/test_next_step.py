@@ -1,0 +1,315 @@
+"""The next move of an incident, as a table: state and situation in, one move out. No journal, no clock."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rolecall.core.config.job import RecoveryConfig
+from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, Suspect, Target
+from rolecall.core.ids import IncidentId, NodeId, ReplicaId
+from rolecall.core.journal.events import EventKind
+from rolecall.core.membership import ReplicaState
+from rolecall.recovery.fleet import FleetView, ReplicaView
+from rolecall.recovery.incidents.incident import PERSON, Attempt, Decision, Failure, Incident, IncidentState, Outcome
+from rolecall.recovery.next_step import CLEAR_SECONDS, Append, Decide, Move, Perform, Situation, next_move
+from rolecall.testing.recovery_world import diagnosis
+from tests.recovery.test_policy import ask, fleet
+
+A, F, K, S, R = ActionKind, FaultClass, EventKind, IncidentState, ReplicaState
+NOW = 1000.0
+CRASH = diagnosis(F.CRASH, ("rollout/1", 1))
+TARGET = Target(replica=ReplicaId("rollout/1"), incarnation=1, node=NodeId("node-4"))
+WORKS, STILL = {"rollout/1": (True, "7 units")}, {"rollout/1": (False, "no unit yet")}
+
+
+def _attempt(action: ActionKind = A.REPLACE_REPLICA, **changes: Any) -> Attempt:
+    targets = (TARGET,) if action is A.REPLACE_REPLICA else ()
+    plan = Plan(incident_id=IncidentId("inc-1"), action=action, targets=targets, because="it is so")
+    attempt = Attempt(number=1, plan=plan, call_person=False, outcome="tolerated", made_at=NOW - 1)
+    return replace(attempt, **changes)
+
+
+def _incident(state: IncidentState, *attempts: Attempt, d: Diagnosis = CRASH, **changes: Any) -> Incident:
+    incident = Incident(
+        incident_id="inc-1",
+        state=state,
+        diagnosis=d,
+        opened_at=NOW - 2,
+        seen_keys=frozenset({d.key}),
+        attempts=attempts,
+    )
+    return replace(incident, **changes)
+
+
+def _move(i: Incident, *others: Incident, view: FleetView | None = None, **situation: Any) -> Move | None:
+    config = {"mode": "act", **situation.pop("config", {})}
+    s = Situation(now=NOW, fleet=view or fleet(), config=RecoveryConfig(**config), incidents=(i, *others), **situation)
+    return next_move(i, s, ask(i.diagnosis))
+
+
+def _said(move: Move | None) -> tuple[EventKind, str]:
+    """What is written: its kind, and the outcome, topic, guard or failure."""
+    assert isinstance(move, Append), move
+    body = move.body
+    return move.kind, str(body.get("outcome") or body.get("topic") or body.get("guard") or body.get("failure") or "")
+
+
+def _person(d: Diagnosis = CRASH) -> Diagnosis:
+    return replace(d, detectors=(PERSON,))
+
+
+def _row(incarnation: int, state: ReplicaState, desired: int | None = None) -> FleetView:
+    row = ReplicaView(
+        replica=ReplicaId("rollout/1"),
+        desired_incarnation=desired or incarnation,
+        incarnation=incarnation,
+        state=state,
+        node=NodeId("node-4"),
+    )
+    return FleetView(replicas=(row,))
+
+
+# --- whatever the state -------------------------------------------------------------------------------------------
+
+
+def test_a_closed_incident_makes_no_move() -> None:
+    assert _move(_incident(S.CLOSED, _attempt(), outcome=Outcome.CURED), ended="done") is None
+
+
+@pytest.mark.parametrize("state", [S.OPEN, S.PLANNED, S.PROPOSED, S.ACTING, S.VERIFYING])
+def test_the_end_of_the_run_ends_every_open_incident(state: IncidentState) -> None:
+    attempts = () if state is S.OPEN else (_attempt(started_at=NOW - 1, done_at=NOW - 1),)
+    move = _move(_incident(state, *attempts), ended="40 steps", progress=STILL, view=_row(2, R.STARTING))
+    assert _said(move) == (K.INCIDENT_CLOSED, "gave_up")
+    assert isinstance(move, Append) and "40 steps" in move.body["because"]
+
+
+def test_a_cure_that_is_seen_counts_even_when_the_run_has_ended() -> None:
+    i = _incident(S.VERIFYING, _attempt(started_at=NOW - 1, done_at=NOW - 1))
+    assert _said(_move(i, ended="40 steps", progress=WORKS, view=_row(2, R.SERVING)))[0] is K.INCIDENT_VERIFIED
+
+
+def test_every_plan_has_a_key_of_its_own() -> None:
+    first = _move(_incident(S.OPEN))
+    assert isinstance(first, Decide) and first.key == "inc-1:plan:1"
+    again = _move(_incident(S.OPEN, _attempt(failure=Failure.DIED)))
+    assert isinstance(again, Decide) and again.key == "inc-1:plan:2"
+
+
+# --- planned ------------------------------------------------------------------------------------------------------
+
+
+def test_tolerating_calls_a_person_first_where_nothing_helps_and_only_once() -> None:
+    i = _incident(S.PLANNED, _attempt(A.TOLERATE, call_person=True, outcome="gave_up"))
+    assert _said(_move(i)) == (K.PERSON_CALLED, "nothing_helps")
+    called = replace(i, person_topics=frozenset({"nothing_helps"}))
+    assert _said(_move(called)) == (K.INCIDENT_CLOSED, "gave_up")
+    assert _said(_move(_incident(S.PLANNED, _attempt(A.TOLERATE)))) == (K.INCIDENT_CLOSED, "tolerated")
+
+
+@pytest.mark.parametrize(("mode", "outcome"), [("act", "refuted"), ("approve", "refuted"), ("observe", "observed")])
+def test_a_fault_that_is_over_is_not_acted_on(mode: str, outcome: str) -> None:
+    i = _incident(S.PLANNED, _attempt())
+    over = {"absent_seconds": CLEAR_SECONDS, "progress": WORKS, "config": {"mode": mode}}
+    assert _said(_move(i, **over)) == (K.INCIDENT_CLOSED, outcome)
+
+
+@pytest.mark.parametrize(
+    ("situation", "why"),
+    [
+        ({"absent_seconds": CLEAR_SECONDS - 0.1, "progress": WORKS}, "it stood a moment ago"),
+        ({"absent_seconds": CLEAR_SECONDS, "progress": STILL}, "nobody sees it work"),
+        ({"absent_seconds": CLEAR_SECONDS}, "nothing is known of its work"),
+        ({"absent_seconds": CLEAR_SECONDS, "progress": WORKS, "view": _row(2, R.STARTING)}, "its successor starts"),
+    ],
+)
+def test_a_fault_is_not_over_before_its_suspect_is_seen_to_work(situation: dict[str, Any], why: str) -> None:
+    move = _move(_incident(S.PLANNED, _attempt()), **situation)
+    assert not isinstance(move, Append) or move.kind is not K.INCIDENT_CLOSED, why
+
+
+def test_a_successor_that_somebody_else_made_ends_the_incident() -> None:
+    move = _move(_incident(S.PLANNED, _attempt()), view=_row(2, R.SERVING))
+    assert _said(move) == (K.INCIDENT_CLOSED, "refuted")
+    assert isinstance(move, Append) and "rollout/1#2 took its place and serves" in move.body["because"]
+
+
+def test_a_request_of_a_person_is_not_over_because_the_replica_works() -> None:
+    i = _incident(S.PLANNED, _attempt(), d=_person())
+    assert _said(_move(i, absent_seconds=99.0, progress=WORKS))[0] is K.ACTION_STARTED
+
+
+def test_a_diagnosis_that_names_nobody_is_over_when_it_stands_no_longer() -> None:
+    nobody = _incident(S.PLANNED, _attempt(), d=replace(diagnosis(F.CRASH, ("rollout/1", 1)), suspects=()))
+    assert _said(_move(nobody, absent_seconds=CLEAR_SECONDS)) == (K.INCIDENT_CLOSED, "refuted")
+    assert _said(_move(nobody, absent_seconds=CLEAR_SECONDS - 0.1))[0] is not K.INCIDENT_CLOSED
+
+
+def test_a_node_without_a_replica_is_over_when_it_stands_no_longer() -> None:
+    node = replace(diagnosis(F.NODE_LOST, ("rollout/1", 1)), suspects=(Suspect(node=NodeId("node-8")),))
+    i = _incident(S.PLANNED, _attempt(), d=node)
+    assert _said(_move(i, absent_seconds=CLEAR_SECONDS)) == (K.INCIDENT_CLOSED, "refuted")
+
+
+def test_approve_proposes_with_an_end_and_a_person_needs_no_approval() -> None:
+    proposed = _move(_incident(S.PLANNED, _attempt()), config={"mode": "approve", "approval_seconds": 60.0})
+    assert isinstance(proposed, Append) and proposed.kind is K.PLAN_PROPOSED
+    assert proposed.body["expires_at"] == NOW + 60
+    asked = _move(_incident(S.PLANNED, _attempt(), d=_person()), config={"mode": "approve"})
+    assert _said(asked)[0] is K.ACTION_STARTED
+
+
+def test_what_a_guard_holds_is_said_once_and_a_request_does_not_wait_for_ever() -> None:
+    i = _incident(S.PLANNED, _attempt(), d=_person())
+    kind, guard = _said(_move(i, paused="by me"))
+    assert kind is K.PLAN_HELD and guard
+    held = replace(i, attempts=(_attempt(held_by=frozenset({guard})),))
+    assert _move(held, paused="by me") is None
+    late = replace(held, opened_at=NOW - 601.0)
+    assert _said(_move(late, paused="by me")) == (K.PERSON_CALLED, "request_held")
+    told = replace(late, person_topics=frozenset({"request_held"}))
+    assert _said(_move(told, paused="by me")) == (K.INCIDENT_CLOSED, "gave_up")
+
+
+# --- the job's own code explains it -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "opened_at", "superseded"),
+    [
+        (diagnosis(F.USER_CODE, ("rollout/1", 1)), NOW, True),
+        (diagnosis(F.USER_CODE, ("rollout/1", 1)), NOW - 9, False),  # an old failure of the code, not this one
+        (diagnosis(F.USER_CODE, ("trainer/0", 1)), NOW, False),
+        (replace(diagnosis(F.USER_CODE, ("rollout/0", 1)), suspects=(), about="rollout:f1"), NOW, True),
+        (diagnosis(F.CRASH, ("rollout/1", 2)), NOW, False),
+    ],
+)
+def test_user_code_takes_over_what_it_took_along(code: Diagnosis, opened_at: float, superseded: bool) -> None:
+    other = replace(_incident(S.OPEN, d=code), incident_id="inc-2", opened_at=opened_at)
+    kind, outcome = _said(_move(_incident(S.PLANNED, _attempt()), other, config={"replicas_at_once_max": 9}))
+    assert ((kind, outcome) == (K.INCIDENT_CLOSED, "refuted")) is superseded
+
+
+def test_user_code_is_not_taken_over_by_other_user_code() -> None:
+    d = diagnosis(F.USER_CODE, ("rollout/1", 1))
+    other = replace(_incident(S.OPEN, d=d), incident_id="inc-2", opened_at=NOW)
+    move = _move(_incident(S.PLANNED, _attempt(A.STOP_JOB), d=d), other)
+    assert _said(move)[0] is not K.INCIDENT_CLOSED
+
+
+# --- proposed -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "situation", "kind", "detail"),
+    [
+        ({}, {}, None, ""),
+        ({}, {"absent_seconds": CLEAR_SECONDS, "progress": WORKS}, K.PLAN_LAPSED, ""),
+        ({"expires_at": NOW - 1}, {}, K.PLAN_LAPSED, ""),
+        ({"decision": Decision.APPROVED}, {}, K.ACTION_STARTED, ""),
+        ({"decision": Decision.APPROVED, "expires_at": NOW - 1}, {}, K.PLAN_LAPSED, ""),
+        ({"decision": Decision.REJECTED}, {}, K.PERSON_CALLED, "rejected"),
+        ({"decision": Decision.LAPSED}, {}, K.PERSON_CALLED, "lapsed"),
+        ({"decision": Decision.LAPSED}, {"absent_seconds": 9.0, "progress": WORKS}, K.INCIDENT_CLOSED, "refuted"),
+    ],
+)
+def test_a_proposal_waits_for_a_word_and_lapses(
+    changes: dict[str, Any], situation: dict[str, Any], kind: EventKind | None, detail: str
+) -> None:
+    attempt = _attempt(**{"expires_at": NOW + 60, **changes})
+    move = _move(_incident(S.PROPOSED, attempt), config={"mode": "approve"}, **situation)
+    if kind is None:
+        assert move is None
+    else:
+        assert _said(move) == (kind, detail)
+
+
+@pytest.mark.parametrize(("decision", "topic"), [(Decision.REJECTED, "rejected"), (Decision.LAPSED, "lapsed")])
+def test_a_refused_proposal_ends_once_a_person_was_called(decision: Decision, topic: str) -> None:
+    i = _incident(S.PROPOSED, _attempt(decision=decision), person_topics=frozenset({topic}))
+    assert _said(_move(i, config={"mode": "approve"})) == (K.INCIDENT_CLOSED, "gave_up")
+
+
+def test_approval_and_expiry_race_for_one_key() -> None:
+    """Whichever is written first is the decision: a plan is never both approved and lapsed."""
+    expired = _move(_incident(S.PROPOSED, _attempt(expires_at=NOW - 1)), config={"mode": "approve"})
+    assert isinstance(expired, Append) and expired.key == "inc-1:decision:1"
+    decided = _attempt(expires_at=NOW - 1, decision=Decision.APPROVED)
+    later = _move(_incident(S.PROPOSED, decided), config={"mode": "approve"})
+    assert isinstance(later, Append) and later.key == "inc-1:expired:1"
+
+
+def test_an_approved_plan_is_held_by_a_pause_and_says_so_once() -> None:
+    i = _incident(S.PROPOSED, _attempt(expires_at=NOW + 60, decision=Decision.APPROVED))
+    kind, guard = _said(_move(i, paused="by me", config={"mode": "approve"}))
+    assert kind is K.PLAN_HELD
+    held = replace(i, attempts=(replace(i.attempts[0], held_by=frozenset({guard})),))
+    assert _move(held, paused="by me", config={"mode": "approve"}) is None
+
+
+# --- acting and verifying -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("view", "situation", "performs"),
+    [
+        (fleet(), {}, True),
+        (fleet(), {"paused": "by me"}, False),
+        (fleet(), {"config": {"mode": "observe"}}, False),
+        (fleet(rollout_1=2), {"paused": "by me"}, True),  # it has happened: repeating it is without effect
+    ],
+)
+def test_an_action_found_half_done_is_repeated_but_does_not_begin_in_a_pause(
+    view: FleetView, situation: dict[str, Any], performs: bool
+) -> None:
+    move = _move(_incident(S.ACTING, _attempt(started_at=NOW - 1)), view=view, **situation)
+    assert isinstance(move, Perform) is performs and (performs or move is None)
+
+
+def test_stopping_the_job_does_not_begin_in_a_pause_and_goes_on_once_it_has_begun() -> None:
+    i = _incident(S.ACTING, _attempt(A.STOP_JOB, started_at=NOW - 1))
+    assert _move(i, paused="by me") is None
+    assert isinstance(_move(i, paused="by me", stopping="user code"), Perform)
+
+
+def test_a_stopped_job_calls_a_person_and_is_no_cure() -> None:
+    i = _incident(S.VERIFYING, _attempt(A.STOP_JOB, started_at=NOW - 1, done_at=NOW - 1))
+    assert _said(_move(i)) == (K.PERSON_CALLED, "job_stopped")
+    told = replace(i, person_topics=frozenset({"job_stopped"}))
+    assert _said(_move(told)) == (K.INCIDENT_CLOSED, "gave_up")
+
+
+@pytest.mark.parametrize(
+    ("view", "progress", "done_at", "kind", "detail"),
+    [
+        (_row(2, R.SERVING), WORKS, NOW - 1, K.INCIDENT_VERIFIED, ""),
+        (_row(2, R.STARTING), STILL, NOW - 1, None, ""),
+        (_row(2, R.STARTING), STILL, NOW - 999, K.ACTION_FAILED, "no_progress"),
+        (_row(2, R.LOST), STILL, NOW - 1, K.ACTION_FAILED, "died"),
+    ],
+)
+def test_a_replacement_is_cured_failed_or_waited_for(
+    view: FleetView, progress: dict[str, Any], done_at: float, kind: EventKind | None, detail: str
+) -> None:
+    i = _incident(S.VERIFYING, _attempt(started_at=done_at, done_at=done_at))
+    move = _move(i, view=view, progress=progress)
+    if kind is None:
+        assert move is None
+    else:
+        assert _said(move) == (kind, detail)
+
+
+def test_what_was_verified_is_closed_as_cured() -> None:
+    i = _incident(S.VERIFYING, _attempt(started_at=NOW - 1, done_at=NOW - 1), verified_at=NOW)
+    assert _said(_move(i)) == (K.INCIDENT_CLOSED, "cured")
+
+
+def test_a_budget_that_is_used_up_is_said_and_then_a_person_is_called_once() -> None:
+    used_up = {"config": {"evictions_per_hour_max": 0}}
+    i = _incident(S.PLANNED, _attempt())
+    kind, guard = _said(_move(i, **used_up))
+    assert kind is K.PLAN_HELD
+    held = replace(i, attempts=(_attempt(held_by=frozenset({guard})),))
+    assert _said(_move(held, **used_up)) == (K.PERSON_CALLED, guard)
+    assert _move(replace(held, person_topics=frozenset({guard})), **used_up) is None

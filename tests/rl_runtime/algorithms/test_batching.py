@@ -1,0 +1,89 @@
+"""Constant work: any order of losses, down to one survivor, still makes each microbatch exactly once."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.rl_runtime.algorithms.batching import assign, form_microbatches
+from rolecall.rl_runtime.protocol.messages import Group
+
+REPLICAS = [ReplicaId(f"trainer/{n}") for n in range(6)]
+
+
+def group(name: str) -> Group:
+    return Group(group_id=GroupId(name), prompt_tokens=(1,), samples=())
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> tuple[list[str], list[ReplicaId], list[tuple[ReplicaId, dict[ReplicaId, int]]]]:
+    """(ids, members, losses): each loss names who goes, and how many of its share each had computed until then."""
+    ids = [f"7.{n}" for n in range(draw(st.integers(1, 12)))]
+    members = REPLICAS[: draw(st.integers(1, 6))]
+    order = draw(st.permutations(members))[: len(members) - 1]
+    done = [(who, {r: draw(st.integers(0, len(ids))) for r in members}) for who in order]
+    return ids, members, done
+
+
+@given(losses())
+def test_any_order_of_losses_leaves_each_microbatch_with_exactly_one_survivor(
+    case: tuple[list[str], list[ReplicaId], list[tuple[ReplicaId, dict[ReplicaId, int]]]],
+) -> None:
+    ids, members, story = case
+    computed: dict[ReplicaId, set[str]] = {r: set() for r in members}
+    shares = assign(ids, computed, members)
+    assert max(map(len, shares.values())) - min(map(len, shares.values())) <= 1
+    for who, counts in story:
+        for replica in members:
+            computed[replica] |= set(shares[replica][: counts[replica]])
+        members = [r for r in members if r != who]
+        shares = assign(ids, computed, members)
+        assert sorted(i for share in shares.values() for i in share) == sorted(ids)
+        for replica in members:
+            assert computed[replica] <= set(shares[replica]), "computed work must stay where it was done"
+    assert set(shares) == set(members)
+
+
+@given(losses(), st.data())
+def test_asked_again_when_part_is_computed_it_gives_the_same_shares(
+    case: tuple[list[str], list[ReplicaId], list[tuple[ReplicaId, dict[ReplicaId, int]]]], data: st.DataObject
+) -> None:
+    ids, members, _ = case
+    before = {r: set(data.draw(st.lists(st.sampled_from(ids)))) for r in members[:1]}
+    shares = assign(ids, before, members)
+    since = {r: before.get(r, set()) & set(share) | _some(data, share) for r, share in shares.items()}
+    assert assign(ids, since, members) == shares
+
+
+def _some(data: st.DataObject, share: list[str]) -> set[str]:
+    return set(data.draw(st.lists(st.sampled_from(share)))) if share else set()
+
+
+def test_free_ids_go_to_whoever_holds_least() -> None:
+    a, b, c = REPLICAS[:3]
+    assert assign(["1", "2", "3", "4"], {a: ["1", "2"]}, [a, b, c]) == {a: ["1", "2"], b: ["3"], c: ["4"]}
+
+
+def test_an_id_that_two_computed_counts_once_and_a_strangers_not_at_all() -> None:
+    a, b, c = REPLICAS[:3]
+    assert assign(["1", "2"], {b: ["1"], a: ["1"], c: ["2"]}, [a, b]) == {a: ["1"], b: ["2"]}
+
+
+def test_nobody_left_and_repeated_ids_are_refused() -> None:
+    with pytest.raises(ValueError, match="nobody is left"):
+        assign(["1"], {}, [])
+    with pytest.raises(ValueError, match="twice"):
+        assign(["1", "1"], {}, REPLICAS)
+
+
+@given(st.permutations([f"g{n:08d}" for n in range(8)]))
+def test_a_steps_microbatches_depend_on_its_set_of_groups_only(names: list[str]) -> None:
+    made = form_microbatches(3, [group(n) for n in names], 4)
+    assert [m.microbatch_id for m in made] == ["3.0", "3.1", "3.2", "3.3"]
+    assert [g.group_id for m in made for g in m.groups] == sorted(names)
+
+
+@pytest.mark.parametrize("names", [["a", "b", "c"], [], ["a", "a", "b", "c"]])
+def test_groups_that_do_not_make_equal_microbatches_are_refused(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="step 3"):
+        form_microbatches(3, [group(n) for n in names], 2)

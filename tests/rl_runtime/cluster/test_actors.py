@@ -1,0 +1,212 @@
+"""Actors are shells: what they add is the lease, two kinds of threads, and Ray's errors in our words."""
+
+import asyncio
+import inspect
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+from rolecall.agent.reporter import reporter
+from rolecall.core.clock import FakeClock
+from rolecall.core.errors import DeadlineExceeded, NotFinite, PeerLost, StaleIncarnation
+from rolecall.core.ids import NodeId, ReplicaId
+from rolecall.core.membership import Actual, ReplicaState
+from rolecall.core.rundir import RunDir
+from rolecall.rl_runtime.cluster import actors
+from rolecall.rl_runtime.protocol.clients import ReplicaGone, RewardPort, RolloutPort, TrainerPort, within
+from rolecall.rl_runtime.protocol.ray_clients import RayClient, RemoteError
+from tests.support import PATIENCE_SECONDS, eventually
+
+RECORD = Actual(
+    replica=ReplicaId("rollout/1"),
+    incarnation=3,
+    node=NodeId("node-1"),
+    state=ReplicaState.READY,
+    pid=77,
+    start_ticks=88,
+)
+
+
+class Reference:
+    """Stands for an ObjectRef."""
+
+    def __init__(self, outcome: Any) -> None:
+        self._future: Future[Any] = Future()
+        if isinstance(outcome, BaseException):
+            self._future.set_exception(outcome)
+        elif outcome is not None:
+            self._future.set_result(outcome)
+
+    def future(self) -> Future[Any]:
+        return self._future
+
+
+class Handle:
+    """Stands for an actor handle whose method `work` has one outcome; None: it never answers."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.work = self
+        self._outcome = outcome
+
+    def remote(self, *_: Any) -> Reference:
+        return Reference(self._outcome)
+
+
+def call(outcome: Any) -> Any:
+    return asyncio.run(RayClient(RECORD, Handle(outcome)).call("work", 1))
+
+
+def task_error(cause: Exception) -> RayTaskError:
+    return RayTaskError("work", "Traceback ...", cause).as_instanceof_cause()
+
+
+def test_an_answer_is_the_answer() -> None:
+    assert call(5) == 5
+
+
+@pytest.mark.parametrize(
+    "cause",
+    [
+        PeerLost(epoch=4, because="connection closed"),
+        StaleIncarnation(replica="rollout/1", wanted="#4", got="#3"),
+        ZeroDivisionError("in the loss"),
+    ],
+)
+def test_what_the_method_raised_comes_back_as_itself(cause: Exception) -> None:
+    with pytest.raises(type(cause)) as e:
+        call(task_error(cause))
+    assert e.value is cause
+
+
+def test_an_exception_that_did_not_survive_the_way_is_still_one_of_code() -> None:
+    with pytest.raises(RemoteError, match=r"^ValueError: odd$"):
+        call(RayTaskError("work", "Traceback ...\nValueError: odd\n", None))
+
+
+def test_a_dead_actor_is_gone_and_one_out_of_reach_is_not() -> None:
+    with pytest.raises(ReplicaGone, match=r"rollout/1#3 is gone"):
+        call(ActorDiedError())
+    with pytest.raises(DeadlineExceeded, match=r"rollout/1#3 work"):
+        call(ActorUnavailableError("no route", b"0" * 16))
+
+
+def test_a_call_that_is_not_answered_names_whom_it_waited_for() -> None:
+    async def ask() -> None:
+        await within(RayClient(RECORD, Handle(None)).call("work"), 0.05, "rollout/1#3 work")
+
+    with pytest.raises(DeadlineExceeded, match=r"rollout/1#3 work"):
+        asyncio.run(ask())
+
+
+def test_a_timeout_raised_by_the_replica_is_not_taken_for_our_own() -> None:
+    inner = DeadlineExceeded(waited_for="the engine thread", seconds=30.0)
+    with pytest.raises(DeadlineExceeded) as e:
+        asyncio.run(within(RayClient(RECORD, Handle(task_error(inner))).call("work"), PATIENCE_SECONDS, "rollout/1#3"))
+    assert e.value is inner
+
+
+@pytest.mark.parametrize(
+    ("port", "actor"),
+    [
+        (TrainerPort, actors.TrainerActor),
+        (RolloutPort, actors.RolloutActor),
+        (RewardPort, actors.RewardActor),
+    ],
+)
+def test_every_call_of_a_port_is_a_method_of_its_actor(port: type, actor: type) -> None:
+    names = [n for n, _ in inspect.getmembers(port, inspect.isfunction) if not n.startswith("_")]
+    for name in names:
+        method = getattr(actor, name)
+        group = method.__ray_concurrency_group__
+        assert group in ("work", "control"), f"{actor.__name__}.{name}"
+
+
+def test_work_is_in_order_and_looking_is_not() -> None:
+    work = {"join", "train_step", "copy_from", "load_checkpoint", "save_checkpoint", "idle", "update_weights", "score"}
+    for actor in (actors.TrainerActor, actors.RolloutActor, actors.RewardActor, actors.ControllerActor):
+        for name, method in inspect.getmembers(actor, inspect.isfunction):
+            group = getattr(method, "__ray_concurrency_group__", None)
+            if group is not None:
+                assert (group == "work") == (name in work), f"{actor.__name__}.{name}"
+
+
+class Stepped(FakeClock):
+    """Moves when the test says so; who sleeps on it waits for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved = threading.Condition()
+
+    def sleep(self, seconds: float) -> None:
+        with self.moved:
+            self.moved.wait(PATIENCE_SECONDS)
+
+    def advance(self, seconds: float) -> None:
+        with self.moved:
+            super().sleep(seconds)
+            self.moved.notify_all()
+
+
+def test_a_lease_that_nobody_renews_ends_the_process() -> None:
+    ended: list[str] = []
+    clock = Stepped()
+    renewed = actors.Lease(30.0, clock, lambda: ended.append("renewed"))
+    actors.Lease(30.0, clock, lambda: ended.append("forgotten"))
+    clock.advance(29.0)
+    renewed.renew(30.0)
+    clock.advance(2.0)
+
+    def ends(which: str) -> bool:
+        clock.advance(0.0)  # wakes a thread that came to its sleep only after the last move
+        return which in ended
+
+    eventually(lambda: ends("forgotten"), "the lease to run out")
+    assert ended == ["forgotten"], "a renewed lease holds"
+    clock.advance(29.0)
+    eventually(lambda: ends("renewed"), "the renewed lease to run out, too")
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ZeroDivisionError("x"), True),
+        (NotFinite(replica="trainer/0", step=1, what="loss"), True),
+        (PeerLost(epoch=1, because="x"), False),
+        (StaleIncarnation(replica="a/0", wanted="1", got="2"), False),
+        (DeadlineExceeded(waited_for="x", seconds=1.0), False),
+    ],
+)
+def test_only_errors_of_code_are_told_to_the_agent(error: Exception, told: bool) -> None:
+    assert actors.is_code_error(error) is told
+
+
+def test_what_an_engine_had_made_is_read_from_its_page_after_its_death(tmp_path: Path) -> None:
+    read: Callable[[Actual], int | None] = actors.tokens_on_page(RunDir(tmp_path))
+    assert read(RECORD) is None
+    layout: Any = vars(reporter)["at"]
+    page = bytearray(layout.PAGE_BYTES)
+    struct.pack_into("=q", page, 8 * layout.W_TOKENS, 1234)
+    pages = RunDir(tmp_path).node_dir("node-1") / "pages"
+    pages.mkdir(parents=True)
+    (pages / layout.page_name(77, 88)).write_bytes(page)
+    assert read(RECORD) == 1234
+
+
+@pytest.mark.parametrize("module", ["reward", "controller", "supply", "scoring"])
+def test_the_controllers_parts_carry_no_torch_and_no_engine(module: str) -> None:
+    code = (
+        f"import sys, rolecall.rl_runtime.{module}; "
+        "print([m for m in ('torch', 'vllm', 'ray', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True
+    )
+    assert out.stdout.strip() == "[]"

@@ -1,0 +1,325 @@
+"""The decision of the control loop, as tables and as a property over random worlds."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from rolecall.core.config.job import JobConfig, parse_job
+from rolecall.core.errors import TooFewNodes
+from rolecall.core.ids import NodeId, ReplicaId
+from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.rl_runtime.cluster.reconcile import (
+    LIVING,
+    REFILL_SECONDS,
+    Fleet,
+    Instruction,
+    KillOld,
+    MarkLost,
+    Promote,
+    RefillStandby,
+    Start,
+    StopReplica,
+    free_nodes,
+    place,
+    reconcile,
+)
+
+S = ReplicaState
+NODES = tuple(NodeId(f"node-{i}") for i in range(7))
+NOW = 1_000.0
+
+
+def want(replica: str, incarnation: int = 1, node: str = "node-4", **more: object) -> Desired:
+    fields: dict[str, object] = {"because": "a reason", "prefer_standby": True, **more}
+    return Desired(replica=ReplicaId(replica), incarnation=incarnation, node=NodeId(node), **fields)  # type: ignore[arg-type]
+
+
+def have(replica: str, incarnation: int = 1, state: S = S.READY, pid: int = 100, node: str = "node-4") -> Actual:
+    return Actual(
+        replica=ReplicaId(replica), incarnation=incarnation, node=NodeId(node), state=state, pid=pid, start_ticks=1
+    )
+
+
+def fleet(
+    desired: list[Desired],
+    actual: list[Actual],
+    *,
+    dead: tuple[str, ...] = (),
+    busy: tuple[tuple[str, int], ...] = (),
+) -> Fleet:
+    """Every process with a PID is alive unless `dead` names its `replica#incarnation`."""
+    keys = {(a.replica, a.incarnation) for a in actual if a.pid and f"{a.replica}#{a.incarnation}" not in dead}
+    return Fleet(
+        desired={d.replica: d for d in desired},
+        actual={(a.replica, a.incarnation): a for a in actual},
+        alive=keys,
+        busy={(ReplicaId(r), i) for r, i in busy},
+        nodes=NODES,
+    )
+
+
+def said(instructions: list[Instruction]) -> list[str]:
+    return [f"{type(i).__name__} {i.replica}#{i.incarnation}" for i in instructions]
+
+
+STANDBY = (want("standby/0", node="node-6"), have("standby/0", pid=106, node="node-6"))
+
+TABLE = {
+    "nothing is wanted, nothing is there": (fleet([], []), []),
+    "wanted and there": (fleet([want("rollout/0")], [have("rollout/0", state=S.SERVING)]), []),
+    "wanted and not there": (fleet([want("trainer/0")], []), ["Start trainer/0#1"]),
+    "its start is under way": (
+        fleet([want("trainer/0")], [have("trainer/0", state=S.STARTING, pid=0)], busy=(("trainer/0", 1),)),
+        [],
+    ),
+    "its start was given up": (
+        fleet([want("trainer/0")], [have("trainer/0", state=S.STARTING, pid=0)]),
+        ["MarkLost trainer/0#1"],
+    ),
+    "its process died": (
+        fleet([want("rollout/0")], [have("rollout/0", state=S.SERVING)], dead=("rollout/0#1",)),
+        ["MarkLost rollout/0#1"],
+    ),
+    "it is lost, and recovery has not decided": (
+        fleet([want("rollout/0")], [have("rollout/0", state=S.LOST)], dead=("rollout/0#1",)),
+        [],
+    ),
+    "fenced by the controller, its process hangs on, nobody wants another": (
+        fleet([want("rollout/0")], [have("rollout/0", state=S.LOST)]),
+        [],
+    ),
+    "the old one still runs: it ends first": (
+        fleet([want("trainer/0", 2)], [have("trainer/0", state=S.SERVING)]),
+        ["KillOld trainer/0#1"],
+    ),
+    "fenced, and still running when another is wanted": (
+        fleet([want("trainer/0", 2)], [have("trainer/0", state=S.LOST)]),
+        ["KillOld trainer/0#1"],
+    ),
+    "the old one is being ended": (
+        fleet([want("trainer/0", 2)], [have("trainer/0", state=S.LOST)], busy=(("trainer/0", 1),)),
+        [],
+    ),
+    "the old one is gone": (
+        fleet([want("trainer/0", 2)], [have("trainer/0", state=S.LOST)], dead=("trainer/0#1",)),
+        ["Start trainer/0#2"],
+    ),
+    "the old one is still being started, with no process yet": (
+        fleet([want("trainer/0", 2)], [have("trainer/0", state=S.STARTING, pid=0)], busy=(("trainer/0", 1),)),
+        ["KillOld trainer/0#1"],
+    ),
+    "the replacement died while it started": (
+        fleet(
+            [want("trainer/0", 2)],
+            [have("trainer/0", state=S.LOST), have("trainer/0", 2, state=S.STARTING, pid=200)],
+            dead=("trainer/0#1", "trainer/0#2"),
+        ),
+        ["MarkLost trainer/0#2"],
+    ),
+    "no longer wanted": (fleet([], [have("reward/1")]), ["StopReplica reward/1#1"]),
+    "no longer wanted, and gone": (fleet([], [have("reward/1", state=S.STOPPED)]), []),
+    "a rollout takes the warm standby": (
+        fleet([want("rollout/0", 2), STANDBY[0]], [have("rollout/0", state=S.LOST), STANDBY[1]], dead=("rollout/0#1",)),
+        ["Promote rollout/0#2"],
+    ),
+    "a trainer does not": (
+        fleet([want("trainer/0", 2), STANDBY[0]], [have("trainer/0", state=S.LOST), STANDBY[1]], dead=("trainer/0#1",)),
+        ["Start trainer/0#2"],
+    ),
+    "nor a rollout that is told not to": (
+        fleet(
+            [want("rollout/0", 2, prefer_standby=False), STANDBY[0]],
+            [have("rollout/0", state=S.LOST), STANDBY[1]],
+            dead=("rollout/0#1",),
+        ),
+        ["Start rollout/0#2"],
+    ),
+    "a standby that is not warm yet is not waited for": (
+        fleet(
+            [want("rollout/0", 2), STANDBY[0]],
+            [have("rollout/0", state=S.LOST), have("standby/0", state=S.STARTING, pid=0, node="node-6")],
+            dead=("rollout/0#1",),
+            busy=(("standby/0", 1),),
+        ),
+        ["Start rollout/0#2"],
+    ),
+    "one standby serves one of two": (
+        fleet(
+            [want("rollout/0", 2), want("rollout/1", 2), STANDBY[0]],
+            [have("rollout/0", state=S.LOST), have("rollout/1", state=S.LOST), STANDBY[1]],
+            dead=("rollout/0#1", "rollout/1#1"),
+        ),
+        ["Promote rollout/0#2", "Start rollout/1#2"],
+    ),
+    "a standby in use is never ended under its old name": (
+        fleet(
+            [want("rollout/0", 2), want("standby/0", 2, node="node-3")],
+            [
+                have("rollout/0", state=S.LOST, pid=0),
+                have("rollout/0", 2, state=S.SERVING, pid=106, node="node-6"),
+                have("standby/0", state=S.STOPPED, pid=106, node="node-6"),
+            ],
+        ),
+        ["Start standby/0#2"],
+    ),
+    "a standby that died is recovery's": (
+        fleet([STANDBY[0]], [replace(STANDBY[1], state=S.LOST)], dead=("standby/0#1",)),
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_table(name: str) -> None:
+    world, expected = TABLE[name]
+    instructions = reconcile(world, NOW)
+    assert said(instructions) == expected
+    assert all(i.because for i in instructions)
+    assert reconcile(world, NOW) == instructions
+
+
+def test_promotion_names_the_standby_and_its_node() -> None:
+    world, _ = TABLE["a rollout takes the warm standby"]
+    (promote,) = reconcile(world, NOW)
+    assert isinstance(promote, Promote)
+    assert (promote.standby, promote.standby_incarnation, promote.node) == ("standby/0", 1, "node-6")
+    assert "a reason" in promote.because
+
+
+def test_a_quarantined_node_takes_nothing() -> None:
+    other = (want("standby/1", node="node-5"), have("standby/1", pid=105, node="node-5"))
+    lost = have("rollout/0", state=S.LOST)
+    both = fleet([want("rollout/0", 2), STANDBY[0], other[0]], [lost, STANDBY[1], other[1]], dead=("rollout/0#1",))
+    (promote,) = reconcile(replace(both, quarantined=(NodeId("node-6"),)), NOW)
+    assert isinstance(promote, Promote) and promote.standby == "standby/1"
+    shut = replace(both, quarantined=(NodeId("node-5"), NodeId("node-6")))
+    assert said(reconcile(shut, NOW)) == ["Start rollout/0#2"], "on the node that recovery named"
+    assert set(free_nodes(shut)).isdisjoint(shut.quarantined)
+
+
+def test_used_up_standby_is_refilled_on_the_free_node_after_a_while() -> None:
+    used = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=NOW)
+    others = [have(f"trainer/{i}", node=f"node-{i}", pid=i + 1) for i in range(4)] + [have("rollout/0", node="node-5")]
+    promoted = have("rollout/1", 2, state=S.SERVING, node="node-6", pid=106)
+    world = fleet(
+        [want(a.replica, a.incarnation, a.node) for a in (*others, promoted, used)], [*others, promoted, used]
+    )
+    assert free_nodes(world) == ["node-4"]
+    assert reconcile(world, NOW + REFILL_SECONDS - 0.1) == []
+    (refill,) = reconcile(world, NOW + REFILL_SECONDS)
+    assert isinstance(refill, RefillStandby)
+    assert (refill.replica, refill.incarnation, refill.node) == ("standby/0", 2, "node-4")
+
+
+def test_no_refill_while_a_replica_is_missing() -> None:
+    used = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=0.0)
+    starting = have("trainer/0", state=S.STARTING, pid=0)
+    busy = (("trainer/0", 1),)
+    assert reconcile(fleet([want("trainer/0"), want("standby/0")], [starting, used], busy=busy), NOW) == []
+    there = have("trainer/0", state=S.READY)
+    world = fleet([want("trainer/0"), want("standby/0")], [there, used])
+    assert said(reconcile(world, NOW)) == ["RefillStandby standby/0#2"]
+
+
+def test_no_refill_without_a_free_node() -> None:
+    used = replace(have("standby/0", state=S.STOPPED, node="node-6"), changed_at=0.0)
+    others = [have(f"trainer/{i}", node=f"node-{i}", pid=i + 1) for i in range(7)]
+    world = fleet([want(a.replica, 1, a.node) for a in (*others, used)], [*others, used])
+    assert reconcile(world, NOW) == []
+
+
+class World:
+    """Performs instructions as the supervisor would, and lets recovery and fate act at random."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng, self.now, self.next_pid = rng, NOW, 1000
+        self.desired = {d.replica: d for d in (want(r, node=n) for r, n in place(JobConfig()).items())}
+        self.actual: dict[tuple[ReplicaId, int], Actual] = {}
+        self.living: set[int] = set()
+
+    def fleet(self) -> Fleet:
+        alive = {k for k, a in self.actual.items() if a.state is not S.STOPPED and a.pid in self.living}
+        return Fleet(desired=self.desired, actual=self.actual, alive=alive, busy=(), nodes=NODES)
+
+    def perform(self, i: Instruction) -> None:
+        key = (i.replica, i.incarnation)
+        match i:
+            case MarkLost():
+                self.actual[key] = replace(self.actual[key], state=S.LOST)
+            case KillOld() | StopReplica():
+                record = self.actual[key]
+                assert record.state is not S.STOPPED
+                wanted = self.desired.get(i.replica)
+                assert wanted is None or wanted.incarnation > i.incarnation, "a desired incarnation was ended"
+                self.living.discard(record.pid)
+                state = S.STOPPED if isinstance(i, StopReplica) else S.LOST
+                self.actual[key] = replace(record, state=state, changed_at=self.now)
+            case Start():
+                self.next_pid += 1
+                self.living.add(self.next_pid)
+                self.actual[key] = have(i.replica, i.incarnation, S.READY, self.next_pid, i.node)
+            case Promote():
+                old = (i.standby, i.standby_incarnation)
+                assert self.actual[old].pid in self.living
+                self.actual[key] = replace(self.actual[old], replica=i.replica, incarnation=i.incarnation)
+                self.actual[old] = replace(self.actual[old], state=S.STOPPED, changed_at=self.now)
+            case RefillStandby():
+                self.desired[i.replica] = want(i.replica, i.incarnation, i.node)
+
+    def disturb(self) -> None:
+        self.now += self.rng.uniform(0, 10)
+        if self.living and self.rng.random() < 0.5:
+            self.living.discard(self.rng.choice(sorted(self.living)))
+        if self.rng.random() < 0.5:
+            replica = self.rng.choice(sorted(self.desired))
+            old = self.desired[replica]
+            self.desired[replica] = want(replica, old.incarnation + 1, old.node)
+
+    def validate(self) -> None:
+        records = [a for k, a in self.actual.items() if a.state in LIVING and a.pid in self.living]
+        assert len({a.pid for a in records}) == len(records), "one process under two names"
+        assert len({a.replica for a in records}) == len(records), "two processes of one replica"
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_random_worlds_settle_and_keep_the_laws(seed: int) -> None:
+    world = World(random.Random(seed))
+    for _ in range(30):
+        for _ in range(12):  # an instruction may be the condition of another: a few turns settle everything
+            instructions = reconcile(world.fleet(), world.now)
+            for i in instructions:
+                untouched = world.living - {world.actual[(i.replica, i.incarnation)].pid} if _ends(i) else world.living
+                world.perform(i)
+                assert untouched <= world.living, f"{i} ended somebody else"
+                world.validate()
+            if not instructions:
+                break
+        assert reconcile(world.fleet(), world.now) == []
+        for replica, desired in world.desired.items():
+            assert (replica, desired.incarnation) in world.actual
+        world.disturb()
+
+
+def _ends(i: Instruction) -> bool:
+    return isinstance(i, KillOld | StopReplica)
+
+
+def test_placement_of_the_default_job() -> None:
+    placed = place(JobConfig())
+    assert placed == {
+        "controller/0": "node-0",
+        "reward/0": "node-0",
+        "reward/1": "node-0",
+        "trainer/0": "node-1",
+        "trainer/1": "node-2",
+        "rollout/0": "node-3",
+        "rollout/1": "node-4",
+        "rollout/2": "node-5",
+        "standby/0": "node-6",
+    }
+
+
+def test_too_few_nodes_says_which_role_lacks_what() -> None:
+    with pytest.raises(TooFewNodes, match=r"need 7 .*rollout lacks 1 of 3, standby lacks 1 of 1"):
+        place(parse_job({"runtime": {"nodes": 5}}))

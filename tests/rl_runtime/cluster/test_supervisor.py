@@ -1,0 +1,255 @@
+"""The control loop with real processes but without Ray: its hands start `sleep` where Ray would start actors."""
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.config.job import parse_job
+from rolecall.core.errors import ActuatorError, DeadlineExceeded, TooFewNodes
+from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.core.rundir import RunDir, create_run_dir, registration_secret
+from rolecall.rl_runtime.cluster import reconcile as decision
+from rolecall.rl_runtime.cluster.actor_operations import Born
+from rolecall.rl_runtime.cluster.supervisor import Supervisor
+from rolecall.rl_runtime.processes import run_environment
+from rolecall.rl_runtime.protocol.spawn import Spawn, actor_name
+from tests.support import PATIENCE_SECONDS, eventually
+
+S = ReplicaState
+
+
+class SleepHands:
+    """Starts a `sleep` per actor and notes what it was told. `refuse`: replicas whose start or promotion fails."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.promoted: list[tuple[str, str, int, str]] = []
+        self.renewals = 0
+        self.refuse: dict[str, Exception] = {}
+        self.hold = threading.Event()
+        self.hold.set()
+        self.starting = 0
+        self.starting_most = 0
+        self._lock = threading.Lock()
+
+    def start(self, spawn: Spawn, seconds: float) -> Born:
+        with self._lock:
+            self.starting += 1
+            self.starting_most = max(self.starting, self.starting_most)
+        try:
+            assert self.hold.wait(PATIENCE_SECONDS)
+            if spawn.replica in self.refuse:
+                raise self.refuse[spawn.replica]
+            env = run_environment(Path(spawn.run_dir), spawn.node)
+            process = subprocess.Popen(["sleep", "600"], env=env)
+            self.processes[actor_name(spawn.run_id, spawn.replica, spawn.incarnation)] = process
+            ticks = process_start_ticks(process.pid)
+            assert ticks is not None
+            return Born(pid=process.pid, start_ticks=ticks)
+        finally:
+            with self._lock:
+                self.starting -= 1
+
+    def promote(self, actor: str, replica: ReplicaId, incarnation: int, secret: str, seconds: float) -> None:
+        if replica in self.refuse:
+            raise self.refuse[replica]
+        self.promoted.append((actor, replica, incarnation, secret))
+
+    def renew(self, lease_seconds: float) -> None:
+        self.renewals += 1
+
+    def stop(self, actor: str, seconds: float) -> None:
+        pass
+
+    def forget(self, actor: str) -> None:
+        pass
+
+    def end(self) -> None:
+        self.hold.set()
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+
+class Rig:
+    def __init__(self, root: Path) -> None:
+        self.run: RunDir = create_run_dir(root, "r")
+        self.hands = SleepHands()
+        self.supervisor = Supervisor(self.run, parse_job({}), hands=self.hands)
+        self.supervisor._held = frozenset()
+        self.journal = self.supervisor.journal
+
+    def want(self, replica: str, incarnation: int = 1, node: str = "node-1", *, prefer_standby: bool = True) -> None:
+        who = ReplicaId(replica)
+        record = Desired(
+            replica=who, incarnation=incarnation, node=NodeId(node), prefer_standby=prefer_standby, because="a test"
+        )
+        assert self.journal.set_desired(record)
+
+    def actual(self, replica: str, incarnation: int = 1) -> Actual | None:
+        return self.journal.actual().get((ReplicaId(replica), incarnation))
+
+    def until(self, replica: str, incarnation: int, state: ReplicaState) -> Actual:
+        def reached() -> bool:
+            self.supervisor.tick()
+            record = self.actual(replica, incarnation)
+            return record is not None and record.state is state
+
+        eventually(reached, f"{replica}#{incarnation} to be {state}; is {self.actual(replica, incarnation)}")
+        found = self.actual(replica, incarnation)
+        assert found is not None
+        return found
+
+    def events(self, kind: EventKind) -> list[Event]:
+        return self.journal.events(kinds=[kind])
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    try:
+        yield made
+    finally:
+        made.hands.end()
+        made.supervisor.stop()
+
+
+def test_what_is_desired_is_started_and_written_down(rig: Rig) -> None:
+    rig.want("trainer/0")
+    record = rig.until("trainer/0", 1, S.READY)
+    assert record.pid == rig.hands.processes["r:trainer-0:1"].pid
+    (ready,) = rig.events(EventKind.REPLICA_READY)
+    assert ready.body["pid"] == record.pid and ready.body["from_standby"] == ""
+    assert rig.hands.renewals >= 1
+
+
+def test_a_death_is_written_down_once_and_nobody_is_replaced(rig: Rig) -> None:
+    rig.want("rollout/0")
+    rig.want("rollout/1", node="node-2")
+    dying, staying = rig.until("rollout/0", 1, S.READY), rig.until("rollout/1", 1, S.READY)
+    os.kill(dying.pid, signal.SIGKILL)
+    lost = rig.until("rollout/0", 1, S.LOST)
+    assert f"pid {dying.pid}" in lost.because
+    for _ in range(5):
+        rig.supervisor.tick()
+    assert len(rig.events(EventKind.REPLICA_LOST)) == 1
+    assert rig.actual("rollout/0", 2) is None
+    assert rig.actual("rollout/1") == staying
+
+
+def test_a_replacement_starts_only_when_the_old_process_is_gone(rig: Rig) -> None:
+    rig.want("trainer/0")
+    old = rig.until("trainer/0", 1, S.READY)
+    os.kill(old.pid, signal.SIGSTOP)
+    rig.want("trainer/0", 2, "node-5")
+    new = rig.until("trainer/0", 2, S.READY)
+    assert rig.hands.processes["r:trainer-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    assert new.pid != old.pid and new.node == "node-5"
+    fenced = rig.actual("trainer/0", 1)
+    assert fenced is not None and fenced.state is S.LOST and "incarnation 2 takes its place" in fenced.because
+
+
+def test_a_standby_is_promoted_with_its_process_and_refilled(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decision, "REFILL_SECONDS", 0.2)
+    rig.want("rollout/0", node="node-3")
+    rig.want("standby/0", node="node-6")
+    old, standby = rig.until("rollout/0", 1, S.READY), rig.until("standby/0", 1, S.READY)
+    os.kill(old.pid, signal.SIGKILL)
+    rig.until("rollout/0", 1, S.LOST)
+    rig.want("rollout/0", 2, "node-3")
+    new = rig.until("rollout/0", 2, S.READY)
+    assert (new.pid, new.start_ticks, new.node, new.actor) == (
+        standby.pid,
+        standby.start_ticks,
+        "node-6",
+        "r:standby-0:1",
+    )
+    secret = registration_secret(rig.run.token(), "rollout/0", 0, 2)
+    assert rig.hands.promoted == [("r:standby-0:1", "rollout/0", 2, secret)]
+    assert rig.events(EventKind.REPLICA_READY)[-1].body["from_standby"] == "standby/0"
+    refilled = rig.until("standby/0", 2, S.READY)
+    assert refilled.node in set(rig.supervisor.nodes) - {"node-6"}
+    assert rig.hands.processes["r:standby-0:1"].poll() is None, "the promoted process was ended under its old name"
+    used = rig.actual("standby/0", 1)
+    assert used is not None and used.state is S.STOPPED
+
+
+def test_a_promotion_that_fails_ends_the_standby_and_says_so(rig: Rig) -> None:
+    rig.want("standby/0", node="node-6")
+    standby = rig.until("standby/0", 1, S.READY)
+    rig.hands.refuse["rollout/0"] = DeadlineExceeded(waited_for="it", seconds=10.0)
+    rig.want("rollout/0", 2)
+    lost = rig.until("rollout/0", 2, S.LOST)
+    assert "in vain" in lost.because
+    rig.until("standby/0", 1, S.LOST)
+    assert rig.hands.processes["r:standby-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    assert standby.pid == lost.pid
+
+
+def test_a_start_that_fails_is_lost_with_the_reason_and_recovery_may_try_again(rig: Rig) -> None:
+    rig.hands.refuse["trainer/0"] = ActuatorError("died while it started")
+    rig.want("trainer/0")
+    assert "died while it started" in rig.until("trainer/0", 1, S.LOST).because
+    for _ in range(5):
+        rig.supervisor.tick()
+    assert rig.actual("trainer/0", 2) is None, "replacing is recovery's decision"
+    rig.hands.refuse.clear()
+    rig.want("trainer/0", 2)
+    rig.until("trainer/0", 2, S.READY)
+
+
+def test_a_start_that_was_overtaken_is_not_let_in(rig: Rig) -> None:
+    rig.hands.hold.clear()
+    rig.want("trainer/0")
+    rig.until("trainer/0", 1, S.STARTING)
+    rig.want("trainer/0", 2)
+    rig.until("trainer/0", 1, S.LOST)
+    for _ in range(5):
+        rig.supervisor.tick()
+    assert rig.actual("trainer/0", 2) is None, "the first start has not ended yet: two would live at once"
+    rig.hands.hold.set()
+    rig.until("trainer/0", 2, S.READY)
+    assert rig.hands.processes["r:trainer-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    overtaken = rig.actual("trainer/0", 1)
+    assert overtaken is not None and overtaken.state is S.LOST
+
+
+def test_engines_start_three_at_a_time_and_others_beside_them(rig: Rig) -> None:
+    rig.hands.hold.clear()
+    for i in range(5):
+        rig.want(f"rollout/{i}", node=f"node-{i}")
+    rig.supervisor.tick()
+    eventually(lambda: rig.hands.starting == 3, "three engines to be starting")
+    rig.want("trainer/0")
+    rig.supervisor.tick()
+    eventually(lambda: rig.hands.starting == 4, "a trainer to start beside them")
+    rig.hands.hold.set()
+    for i in range(5):
+        rig.until(f"rollout/{i}", 1, S.READY)
+    assert rig.hands.starting_most == 4
+
+
+def test_what_nobody_wants_any_more_is_stopped(rig: Rig) -> None:
+    rig.want("reward/0")
+    record = rig.until("reward/0", 1, S.READY)
+    rig.journal.remove_desired(ReplicaId("reward/0"))
+    rig.until("reward/0", 1, S.STOPPED)
+    assert rig.hands.processes["r:reward-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
+    eventually(lambda: rig.events(EventKind.REPLICA_STOPPED), "the event")
+    assert [e.body["incarnation"] for e in rig.events(EventKind.REPLICA_STOPPED)] == [record.incarnation]
+
+
+def test_too_few_nodes_starts_nothing(tmp_path: Path) -> None:
+    run = create_run_dir(tmp_path, "r")
+    supervisor = Supervisor(run, parse_job({"runtime": {"nodes": 3}}), hands=SleepHands())
+    with pytest.raises(TooFewNodes, match="rollout lacks 3 of 3"):
+        supervisor.start()
+    assert not (run.path / "processes.jsonl").exists() and not (run.path / "run.json").exists()
+    supervisor.stop()

@@ -1,0 +1,159 @@
+"""The controller is killed before and after its effects (calls, journal and ledger writes), and another one goes on.
+
+Enumerated, not only sampled: `effects` counts them all in an undisturbed run, and a controller dies at each in turn.
+"""
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.errors import StaleIncarnation
+from rolecall.core.ids import NodeId
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.ledger import Ledger
+from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.rl_runtime.controller.journal_writer import Books
+from rolecall.rl_runtime.controller.open_group import GroupPhase
+from rolecall.testing.runtime_fleet import request_seed_of
+from rolecall.testing.runtime_roles import FakeRollout, Held, expected_tokens
+from tests.rl_runtime.loop import CONTROLLER, World, small_job
+
+SHORT = {"num_steps": 4, "checkpoint__every_steps": 2}
+STRIDE = 13
+"""Every so many effects one death in the default run; the rest is marked slow. A prime: it meets every kind."""
+
+
+def run_with_deaths(path: Path, deaths: list[int], seed: int = 0) -> World:
+    path.mkdir()
+    w = World(job=small_job(**SHORT), path=path, seed=seed, deaths=list(deaths)).run()
+    try:
+        found = w.check()
+        assert set(found.dropped_by_reason) <= {"run_ended", "stale"}
+        assert all(len(c) == 1 for c in w.fleet.optimizer.values()), "a step entered the optimizer twice"
+    except AssertionError as e:
+        raise AssertionError(f"controller deaths at {deaths}, seed {seed}: {e}") from e
+    return w
+
+
+def effects(path: Path) -> int:
+    return run_with_deaths(path / "undisturbed", []).mortalities[0].effects
+
+
+@pytest.mark.parametrize("offset", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, STRIDE))])
+def test_a_controller_killed_at_any_effect_is_succeeded(tmp_path: Path, offset: int) -> None:
+    total = effects(tmp_path)
+    died = 0
+    for at in range(1 + offset, total, STRIDE):
+        died += len(run_with_deaths(tmp_path / f"{at}", [at]).controllers) == 2
+    assert died >= 10
+
+
+@pytest.mark.parametrize("trial", range(6))
+def test_controllers_die_one_after_the_other_while_the_fleet_is_hurt(tmp_path: Path, seed: int, trial: int) -> None:
+    rng = random.Random(f"{seed}/{trial}")
+
+    async def script(w: World) -> None:
+        for _ in range(4):
+            await asyncio.sleep(rng.uniform(0.3, 2.5))
+            victim = rng.choice(
+                ["rollout/0", "rollout/1", "rollout/2", "trainer/0", "trainer/1", "reward/0", "reward/1"]
+            )
+            if not w.fleet.newest(victim).dead.is_set():
+                rng.choice([w.fleet.kill, w.fleet.hang])(victim)
+
+    deaths = [rng.randrange(20, 400) for _ in range(3)]
+    job = small_job(num_steps=16, checkpoint__every_steps=4)
+    w = World(job=job, path=tmp_path, seed=rng.randrange(1000), deaths=deaths, script=script).run()
+    w.check()
+    assert len(w.controllers) == 4
+
+
+def test_tokens_of_open_requests_are_recovered_from_the_engines(tmp_path: Path) -> None:
+    """Streams are open when the controller dies; the next one starts nothing over that an engine still holds."""
+    streaming: list[int] = []
+
+    async def script(w: World) -> None:
+        while len(streaming) == 0:
+            await asyncio.sleep(0.01)
+            open_groups = list(w.controllers[-1].table.groups.values()) if w.controllers else []
+            count = sum(bool(t.tokens) and not t.finished for g in open_groups for t in g.trajectories)
+            scored = sum(g.phase in (GroupPhase.SCORED, GroupPhase.ASSIGNED) for g in open_groups)
+            if count >= 4 and scored >= 8:
+                streaming.append(count)
+                w.mortalities[-1].dies_at = 0
+
+    w = World(job=small_job(**SHORT), path=tmp_path, seed=3, script=script).run()
+    w.check()
+    assert streaming and len(w.controllers) == 2 and not w.fleet.started_over
+    for request_id, made in w.fleet.tokens_made.items():
+        whole = expected_tokens(request_seed_of(w.job.seed, request_id))
+        assert made <= len(whole), f"{request_id}: {made} tokens were generated, {len(whole)} are needed"
+    (taken_over,) = [b for b in w.events(EventKind.REQUESTS_MOVED) if b["from"] == CONTROLLER]
+    assert taken_over["num_requests"] >= streaming[0] and taken_over["tokens_kept"] >= streaming[0]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_engines_forget_what_is_of_a_policy_that_never_was_although_the_controller_died_before_it_told_them(
+    tmp_path: Path, seed: int
+) -> None:
+    never: list[Held] = []
+    kept: list[Held] = []
+
+    def held(w: World) -> list[Held]:
+        return [h for p in w.fleet.processes.values() if isinstance(p.body, FakeRollout) for h in p.body.held.values()]
+
+    async def script(w: World) -> None:
+        while not (w.controllers and w.controllers[-1].supply.step >= 8):
+            await asyncio.sleep(0.01)
+        w.fleet.kill("trainer/0")
+        w.fleet.kill("trainer/1")
+        while w.controllers[-1].supply.step >= 8:
+            await asyncio.sleep(0.001)
+        w.mortalities[-1].dies_at = 0
+        never.extend(h for h in held(w) if max(h.versions, default=0) > w.controllers[-1].supply.step)
+        while len(w.controllers) < 2 or not w.controllers[-1].supply.flowing:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.5)
+        kept.extend(h for h in held(w) if any(h is one for one in never))
+
+    w = World(job=small_job(num_steps=30), path=tmp_path, seed=seed, script=script).run()
+    w.check()
+    assert len(w.controllers) == 2 and never, "no engine held any such token"
+    assert not kept, [h.request.request_id for h in kept]
+
+
+def test_an_older_controller_writes_nothing_once_a_newer_one_is_wanted(tmp_path: Path) -> None:
+    journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}")
+    node = NodeId("node-0")
+    journal.set_desired(Desired(replica=CONTROLLER, incarnation=1, node=node))
+    journal.set_actual(Actual(replica=CONTROLLER, incarnation=1, node=node, state=ReplicaState.READY))
+    books = Books(journal, Ledger(journal.store), CONTROLLER, 1)
+    books.issued([])
+    journal.set_desired(Desired(replica=CONTROLLER, incarnation=2, node=node))
+    for write in (
+        lambda: books.issued([]),
+        lambda: books.dropped([], "x") or books.returned(0, [], "x"),
+        lambda: books.event(EventKind.STEP_COMMITTED, {}),
+        lambda: books.change_members(joined=[(CONTROLLER, 1)], because="x"),
+        lambda: books.fence(CONTROLLER, 1, "x"),
+        lambda: books.undone_after(0, "x"),
+    ):
+        with pytest.raises(StaleIncarnation):
+            write()
+    assert journal.head().position == 0
+    journal.close()
+
+
+def test_a_newer_controller_makes_the_older_one_end_without_a_word(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        while not (w.controllers and w.controllers[-1].supply.step >= 2):
+            await asyncio.sleep(0.01)
+        node = NodeId("node-0")
+        w.journal.set_desired(Desired(replica=CONTROLLER, incarnation=2, node=node))
+
+    w = World(job=small_job(**SHORT), path=tmp_path, seed=0, script=script).run()
+    w.check()
+    assert len(w.controllers) == 2, "the first one ended without an outcome, the second one ended the run"

@@ -1,0 +1,189 @@
+"""Engines and trainers that answer late, or with something else than an answer: the others go on, nothing counts twice."""
+
+import asyncio
+import dataclasses
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rolecall.core.errors import PeerLost, WireError
+from rolecall.core.ids import ReplicaId
+from rolecall.core.journal.events import EventKind
+from rolecall.core.membership import ReplicaState
+from rolecall.rl_runtime.controller.generation import FAILURES_MAX, SILENT_SECONDS
+from rolecall.rl_runtime.controller.scoring import ATTEMPTS_MAX
+from rolecall.rl_runtime.controller.trainer_group import GREETINGS_MAX
+from rolecall.testing.runtime_roles import UPDATE_SECONDS, Pull
+from tests.rl_runtime.loop import World, small_job
+
+GREETINGS = {"rollout/1": FAILURES_MAX, "trainer/1": GREETINGS_MAX, "reward/1": ATTEMPTS_MAX}
+"""Replica -> greetings that fail until it is given up."""
+
+
+async def at_step(w: World, step: int) -> None:
+    while not (w.controllers and w.controllers[-1].supply.step >= step):
+        await asyncio.sleep(0.01)
+
+
+def world(path: Path, script: Any = None, **rest: Any) -> World:
+    return World(job=small_job(), path=path, seed=0, script=script, **rest)
+
+
+def test_a_version_goes_round_from_one_to_the_next_and_each_holder_gives_it_once(tmp_path: Path) -> None:
+    w = world(tmp_path).run()
+    w.check()
+    by_version: defaultdict[int, list[Pull]] = defaultdict(list)
+    for pull in w.fleet.pulls:
+        by_version[pull.version].append(pull)
+    whole = [pulls for pulls in by_version.values() if len(pulls) == 3]
+    assert len(whole) >= 6, "versions follow each other too fast for this test to see anything"
+    for pulls in whole:
+        assert len({p.holder for p in pulls}) == 3, "one holder gave it twice"
+        assert any(p.holder.startswith("rollout") for p in pulls), "no relay was used"
+        first, _, last = sorted(p.begun for p in pulls)
+        assert last >= first + UPDATE_SECONDS, "three at a time, with two trainers to give"
+
+
+@pytest.mark.parametrize("replica", list(GREETINGS))
+def test_a_replica_that_answers_a_greeting_with_errors_ends_nothing_and_is_given_up_by_name(
+    tmp_path: Path, replica: str
+) -> None:
+    async def script(w: World) -> None:
+        w.fleet.newest(replica).body.info_raises = [WireError("not a message")] * 1000
+
+    w = world(tmp_path, script).run()
+    w.check()
+    assert len(w.controllers) == 1
+    (lost,) = w.events(EventKind.REPLICA_LOST)
+    assert (lost["replica"], lost["incarnation"]) == (replica, 1)
+    assert f"failed {GREETINGS[replica]} times" in lost["because"] and "WireError: not a message" in lost["because"]
+
+
+@pytest.mark.parametrize("replica", list(GREETINGS))
+def test_a_replica_whose_first_greetings_fail_works_in_the_end(tmp_path: Path, replica: str) -> None:
+    async def script(w: World) -> None:
+        w.fleet.newest(replica).body.info_raises = [RuntimeError("not yet")] * (GREETINGS[replica] - 1)
+
+    w = world(tmp_path, script).run()
+    w.check()
+    assert not w.events(EventKind.REPLICA_LOST)
+    assert w.journal.current()[ReplicaId(replica)].state is ReplicaState.SERVING
+
+
+def num_streaming(w: World, replica: str) -> int:
+    """Requests that lie with it and have tokens."""
+    return sum(map(bool, w.controllers[-1].table.offsets((ReplicaId(replica), 1)).values()))
+
+
+def test_nobody_replaces_a_hung_rollout_and_its_requests_go_on_elsewhere(tmp_path: Path) -> None:
+    """Mode observe: recovery does nothing, and may do nothing for hours."""
+    hung: list[float] = []
+
+    async def script(w: World) -> None:
+        await at_step(w, 3)
+        while num_streaming(w, "rollout/1") < 3:
+            await asyncio.sleep(0.01)
+        w.fleet.hang("rollout/1")
+        hung.append(w.clock.wall())
+
+    w = world(tmp_path, script, recovers=False).run()
+    found = w.check()
+    assert set(found.dropped_by_reason) <= {"run_ended"}, "a group was lost with the one that hangs"
+    (moved,) = w.journal.events(kinds=[EventKind.REQUESTS_MOVED])
+    assert moved.body["from"] == "rollout/1" and moved.body["tokens_kept"] >= 3
+    assert "rollout/1#1" in moved.body["because"]
+    assert moved.wall_at - hung[0] <= SILENT_SECONDS + 1.0
+    assert not w.fleet.started_over, "streamed tokens were made again"
+    assert not w.events(EventKind.REPLICA_LOST), "it was given up, and nobody had asked for that"
+    assert w.journal.current()[ReplicaId("rollout/1")].state is ReplicaState.SERVING
+
+
+def test_a_rollout_that_comes_to_itself_counts_nothing_twice_and_works_again(tmp_path: Path) -> None:
+    late: list[set[str]] = []
+
+    async def script(w: World) -> None:
+        await at_step(w, 3)
+        while num_streaming(w, "rollout/1") < 3:
+            await asyncio.sleep(0.01)
+        body = w.fleet.hang("rollout/1").body
+        while not w.events(EventKind.REQUESTS_MOVED):
+            await asyncio.sleep(0.01)
+        late.append(set(body.held))
+        # What it streams late is for requests that are not its own any more (`check` compares every token trained on).
+        w.fleet.resume("rollout/1")
+        step = w.controllers[-1].supply.step
+        while late[0] & set(body.held) or not num_streaming(w, "rollout/1"):
+            assert w.controllers[-1].supply.step < step + 10, "it was never told to forget, or got no work again"
+            await asyncio.sleep(0.01)
+        late.append(set())
+
+    w = World(job=small_job(num_steps=40), path=tmp_path, seed=0, script=script, recovers=False).run()
+    found = w.check()
+    assert set(found.dropped_by_reason) <= {"run_ended"}
+    assert len(late) == 2 and len(late[0]) >= 3
+    assert len(w.events(EventKind.REQUESTS_MOVED)) == 1 and not w.events(EventKind.REPLICA_LOST)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 0.5])
+def test_an_engine_that_streams_what_is_no_log_probability_is_replaced_and_nothing_of_it_is_trained(
+    tmp_path: Path, bad: float
+) -> None:
+    async def script(w: World) -> None:
+        await at_step(w, 3)
+        w.fleet.newest("rollout/1").body.bad_logprob = bad
+
+    w = world(tmp_path, script).run()
+    w.check()  # every token that was trained on has the log-probability that it was made with
+    (lost,) = w.events(EventKind.REPLICA_LOST)
+    assert (lost["replica"], lost["incarnation"]) == ("rollout/1", 1)
+    assert f"has a log-probability of {bad}" in lost["because"]
+    (moved,) = w.events(EventKind.REQUESTS_MOVED)
+    assert moved["from"] == "rollout/1" and moved["num_requests"] > 0 and not w.fleet.started_over
+
+
+def test_a_controller_that_takes_over_refuses_what_an_engine_holds_that_is_no_log_probability(tmp_path: Path) -> None:
+    async def script(w: World) -> None:
+        await at_step(w, 3)
+        w.fleet.newest("rollout/1").body.bad_logprob = float("nan")
+        w.mortalities[-1].dies_at = 0
+
+    w = world(tmp_path, script).run()
+    w.check()
+    assert len(w.controllers) == 2
+    (lost,) = w.events(EventKind.REPLICA_LOST)
+    assert lost["replica"] == "rollout/1" and "has a log-probability of nan" in lost["because"]
+
+
+def test_the_first_to_have_a_version_does_not_get_the_work_of_those_who_follow(tmp_path: Path) -> None:
+    w = World(job=small_job(num_steps=30), path=tmp_path, seed=0).run()
+    w.check()
+    made: Counter[str] = Counter()
+    for (replica, _), process in w.fleet.processes.items():
+        if replica.startswith("rollout"):
+            made[replica] = process.body.generated
+    assert min(made.values()) > 0.5 * max(made.values()), made
+
+
+def test_a_step_does_not_take_younger_groups_when_the_older_ones_would_become_too_old(tmp_path: Path) -> None:
+    """Steps as fast as an update goes round: without looking ahead, some groups of each such run came too late."""
+    w = World(job=small_job(num_steps=30), path=tmp_path, seed=2).run()
+    assert set(w.check().dropped_by_reason) <= {"run_ended"}
+
+
+def test_a_trainer_that_committed_in_an_epoch_the_others_left_copies_before_it_joins(tmp_path: Path) -> None:
+    """Cut off in the middle of the vote it may commit a step alone: the others make that step again without it."""
+
+    async def script(w: World) -> None:
+        body = w.fleet.newest("trainer/1").body
+        while body.commit.step < 3 or body.computed:
+            await asyncio.sleep(0.001)
+        body.commit = dataclasses.replace(body.commit, epoch=body.commit.epoch - 1)
+        body.lineage = "added up in another order"
+        body.raises = [PeerLost(epoch=0, because="cut off")]
+
+    w = world(tmp_path, script).run()
+    w.check()
+    assert not w.fleet.newest("trainer/1").body.raises, "the group was never made anew"
+    assert {len(digests) for digests in w.fleet.optimizer.values()} == {1}, "a step was taken in two ways"

@@ -1,0 +1,188 @@
+"""Tokens of open requests: taken once, in order, only when proven, and kept when their engine goes."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase
+from rolecall.rl_runtime.controller.trajectories import EngineLoad, TrajectoryTable, least_loaded, staleness_if_issued
+from rolecall.rl_runtime.protocol.messages import Request, TokenChunk
+
+A: EngineKey = (ReplicaId("rollout/0"), 1)
+B: EngineKey = (ReplicaId("rollout/1"), 1)
+G = GroupId("g00000000")
+
+
+def request(sample: int, group: GroupId = G) -> Request:
+    return Request(request_id=f"{group}.{sample}", group_id=group, prompt_tokens=(1, 2), max_new_tokens=8, seed=sample)
+
+
+def chunk(sample: int, offset: int, tokens: list[int], version: int = 0, *, finished: bool = False) -> TokenChunk:
+    return TokenChunk(
+        request_id=f"{G}.{sample}",
+        offset=offset,
+        tokens=tuple(tokens),
+        logprobs=tuple(-float(t) for t in tokens),
+        versions=(version,) * len(tokens),
+        finished=finished,
+    )
+
+
+def table(samples: int = 2, engine: EngineKey | None = A) -> TrajectoryTable:
+    t = TrajectoryTable()
+    t.open(G, (1, 2), [request(n) for n in range(samples)])
+    if engine is not None:
+        t.place(G, engine)
+        t.mark_sent(engine, [r.request_id for r in t.unsent(engine)])
+    return t
+
+
+def tokens(t: TrajectoryTable, sample: int) -> list[int]:
+    return t.groups[G].trajectories[sample].tokens
+
+
+def test_a_group_is_finished_when_all_its_samples_are() -> None:
+    t = table()
+    assert t.take(A, [chunk(0, 0, [5, 6], finished=True)], 0) == []
+    assert t.take(A, [chunk(1, 0, [7], finished=True)], 0) == [G]
+    assert t.groups[G].phase is GroupPhase.FINISHED
+    assert all(math.isnan(s.reward) for s in t.groups[G].as_group().samples), "no reward is known yet"
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=12))
+def test_overlapping_and_gapped_chunks_never_lose_or_double_a_token(pulls: list[tuple[int, int]]) -> None:
+    whole = [10, 11, 12, 13, 14, 15]
+    t = table(1)
+    for start, stop in pulls:
+        before = list(tokens(t, 0))
+        t.take(A, [chunk(0, start, whole[start:stop])], 0)
+        assert tokens(t, 0) == whole[: len(tokens(t, 0))] and tokens(t, 0)[: len(before)] == before
+
+
+def test_tokens_of_a_version_that_is_not_proven_wait_until_it_is() -> None:
+    t = table(1)
+    mixed = TokenChunk(
+        request_id=f"{G}.0", offset=0, tokens=(5, 6, 7), logprobs=(0, 0, 0), versions=(3, 4, 4), finished=True
+    )
+    assert t.take(A, [mixed], proven_version=3) == [] and tokens(t, 0) == [5]
+    assert t.offsets(A) == {f"{G}.0": 1}
+    assert t.take(A, [mixed], proven_version=4) == [G] and tokens(t, 0) == [5, 6, 7]
+
+
+def test_a_lost_engines_requests_go_on_from_their_tokens() -> None:
+    t = table()
+    t.take(A, [chunk(0, 0, [5, 6]), chunk(1, 0, [7], finished=True)], 0)
+    moved = t.leave(A)
+    assert (moved.num_requests, moved.tokens_kept, moved.group_ids) == (1, 2, (G,))
+    assert t.homeless() == [G]
+    assert t.place(G, B) == 1
+    (again,) = t.unsent(B)
+    assert (again.request_id, again.prefix_tokens, again.prefix_versions) == (f"{G}.0", (5, 6), (0, 0))
+    assert again.prefix_logprobs == (-5.0, -6.0)
+
+
+def test_late_words_of_an_engine_that_was_given_up_are_ignored() -> None:
+    t = table(1)
+    t.leave(A)
+    t.place(G, B)
+    t.take(A, [chunk(0, 0, [5])], 0)
+    t.mark_sent(A, [f"{G}.0"])
+    assert tokens(t, 0) == [] and len(t.unsent(B)) == 1
+
+
+def test_a_request_that_its_engine_does_not_know_is_sent_again() -> None:
+    t = table(1)
+    t.take(A, [chunk(0, 0, [5])], 0)
+    t.resend(A, [f"{G}.0"])
+    assert [r.prefix_tokens for r in t.unsent(A)] == [(5,)] and t.offsets(A) == {}
+
+
+def test_an_engine_may_forget_a_group_only_once_it_is_closed() -> None:
+    t = table()
+    t.take(A, [chunk(0, 0, [5], finished=True), chunk(1, 0, [6], finished=True)], 0)
+    t.score(G, [0.5, 1.0])
+    t.assign([G])
+    assert t.to_forget(A) == []
+    t.close(G)
+    assert sorted(t.to_forget(A)) == [f"{G}.0", f"{G}.1"] and t.to_forget(A) == []
+
+
+def test_a_restarted_controller_takes_over_what_engines_hold_and_prefers_the_longer() -> None:
+    t = table(2, engine=None)
+    t.adopt(A, [(request(0), chunk(0, 0, [5])), (request(1), chunk(1, 0, [8], finished=True))], 0)
+    t.adopt(B, [(request(0), chunk(0, 0, [5, 6])), (request(9), chunk(9, 0, [1]))], 0)
+    assert tokens(t, 0) == [5, 6] and tokens(t, 1) == [8]
+    assert t.offsets(B) == {f"{G}.0": 2} and t.offsets(A) == {}
+    assert t.to_forget(A) == [f"{G}.0"] and t.to_forget(B) == [f"{G}.9"]
+
+
+def test_what_an_engine_holds_beyond_what_it_has_proven_is_given_anew_to_it() -> None:
+    t = table(1, engine=None)
+    held = TokenChunk(
+        request_id=f"{G}.0", offset=0, tokens=(5, 6, 7), logprobs=(-5.0, 0, 0), versions=(3, 9, 9), finished=True
+    )
+    assert t.adopt(A, [(request(0), held)], proven_version=4) == [] and tokens(t, 0) == [5]
+    assert t.to_forget(A) == [f"{G}.0"] and t.offsets(A) == {}
+    assert [r.prefix_tokens for r in t.unsent(A)] == [(5,)]
+    t.mark_sent(A, [f"{G}.0"])
+    t.take(A, [chunk(0, 1, [8], 4, finished=True)], 4)
+    assert tokens(t, 0) == [5, 8], "version 9 of the day it comes is another one"
+
+
+def test_going_back_cuts_tokens_of_policies_that_never_were() -> None:
+    t = table()
+    t.take(A, [chunk(0, 0, [5], 3), chunk(1, 0, [8], 3, finished=True)], 9)
+    t.take(A, [chunk(0, 1, [6, 7], 5, finished=True)], 9)
+    t.score(G, [1.0, 1.0])
+    t.truncate_after(4)
+    assert tokens(t, 0) == [5] and tokens(t, 1) == [8]
+    assert t.groups[G].phase is GroupPhase.GENERATING and t.homeless() == [G]
+    assert t.to_forget(A) == [f"{G}.0"]
+
+
+def test_the_age_of_groups_is_told_by_their_newest_token_or_by_the_engine_that_will_make_it() -> None:
+    t = table(1)
+    assert t.too_stale(9, 2) == [] and t.waiting({}) == {}, "without a token there is nothing to be old"
+    assert t.waiting({A: 4}) == {G: 4}
+    t.take(A, [chunk(0, 0, [5], 3)], 9)
+    t.take(A, [chunk(0, 1, [5], 5)], 9)
+    assert t.waiting({A: 9}) == {G: 9} and t.waiting({}) == {G: 5}
+    assert t.groups[G].oldest_since(0) == 3 and t.groups[G].oldest_since(4) == 5 and t.groups[G].oldest_since(6) == -1
+    assert t.too_stale(99, 2) == [], "its newest token is still to come"
+    t.take(A, [chunk(0, 2, [5], 5, finished=True)], 9)
+    assert t.waiting({A: 9}) == {G: 5} and t.too_stale(7, 2) == []
+    assert [g.group_id for g in t.too_stale(8, 2)] == [G]
+    t.score(G, [1.0])
+    assert [g.group_id for g in t.too_stale(8, 2)] == [G]
+    t.judge([G], GroupPhase.ACCEPTED)
+    assert [g.group_id for g in t.too_stale(8, 2)] == [G]
+    t.assign([G])
+    assert t.too_stale(8, 2) == []
+
+
+@pytest.mark.parametrize(
+    ("step", "ahead", "version", "staleness"),
+    [(0, 0, 0, 0), (4, 7, 4, 0), (4, 8, 4, 1), (4, 23, 4, 2), (4, 24, 4, 3), (4, 0, 3, 1)],
+)
+def test_how_stale_a_group_will_be_if_everything_ahead_goes_first(
+    step: int, ahead: int, version: int, staleness: int
+) -> None:
+    assert staleness_if_issued(step, ahead, 8, version) == staleness
+
+
+def load(name: str, *, may_serve: bool = True, num_requests: int = 0, version: int = 1) -> EngineLoad:
+    return EngineLoad(key=(ReplicaId(name), 1), version=version, may_serve=may_serve, num_requests=num_requests)
+
+
+def test_a_dead_engine_without_load_attracts_nothing() -> None:
+    dead, busy = load("rollout/0", may_serve=False), load("rollout/1", num_requests=50)
+    assert least_loaded([dead, busy]) == busy
+    assert least_loaded([dead]) is None
+
+
+def test_equal_loads_go_to_newer_weights_then_by_name() -> None:
+    old, new, other = load("rollout/0"), load("rollout/2", version=2), load("rollout/1", version=2)
+    assert least_loaded([old, new, other]) == other

@@ -1,0 +1,352 @@
+"""Faults from inside and outside, on real processes; and what the injector refuses."""
+
+import contextlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.clock import FakeClock
+from rolecall.core.errors import InjectionRefused, RunNotFound
+from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks
+from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.rl_runtime.faults import injector
+from rolecall.rl_runtime.faults.cpu_quota import QuotaUnavailable, cpu_group
+from rolecall.rl_runtime.faults.injector import KINDS, inject
+from rolecall.rl_runtime.faults.process_side import (
+    ENGINE_STEP,
+    MICROBATCH,
+    InjectedError,
+    Injection,
+    Inside,
+    Request,
+    effect_path,
+    request_path,
+)
+from rolecall.rl_runtime.processes import run_environment
+from tests.support import PATIENCE_SECONDS, eventually
+
+WORKER = """
+import os, sys, threading, time
+from rolecall.rl_runtime.faults.process_side import Injection
+injection, place = Injection(sys.argv[1], True), sys.argv[2]
+def say(word):
+    os.write(1, f"{word} {time.time()}\\n".encode())  # one call, one line: two threads print here
+def beat():
+    while True:
+        say("beat")
+        time.sleep(0.02)
+threading.Thread(target=beat, daemon=True).start()
+while True:
+    injection.checkpoint(place)
+    time.sleep(0.005)
+    say("turn")
+"""
+
+
+class Worker:
+    """A process that stands for a replica: it works in turns, and its side thread beats.
+
+    `at` has the moments (wall) of both as the process itself saw them: what a fault did to it is read from them
+    afterwards, so that it does not matter how late a test looks.
+    """
+
+    def __init__(self, run: RunDir, place: str, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WORKER, str(run.path), place],
+            env=run_environment(run.path) if env is None else env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.at: dict[str, list[float]] = {"turn": [], "beat": []}
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._errors = ""
+        eventually(lambda: all(len(moments) > 2 for moments in self.at.values()), "the worker to work")
+        self.pid = self.process.pid
+        ticks = process_start_ticks(self.pid)
+        assert ticks is not None
+        self.start_ticks = ticks
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            word, moment = line.split()
+            self.at[word].append(float(moment))
+
+    def goes_on(self) -> None:
+        """Waits for turns that are made from now on."""
+        now = time.time()
+        eventually(lambda: self.at["turn"][-1] > now, "the worker to go on")
+
+    def pauses(self, word: str, since: float, until: float) -> list[float]:
+        """Seconds between any two of its turns or beats next to each other, those that touch the time given."""
+        return [b - a for a, b in itertools.pairwise(self.at[word]) if b > since and a < until]
+
+    def end(self) -> str:
+        """Kills it; returns what it wrote to standard error."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+        assert self.process.stderr is not None and self.process.stdout is not None
+        if not self.process.stderr.closed:
+            self._errors = self.process.stderr.read()
+        self.process.stderr.close()
+        self.process.stdout.close()
+        return self._errors
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path, allowed=True)
+
+
+def make_run(root: Path, *, allowed: bool) -> RunDir:
+    run = create_run_dir(root, "r")
+    Journal(run.database_url).close()
+    run.write({"run_id": "r", "database_url": run.database_url, "injection_allowed": allowed})
+    return run
+
+
+@contextlib.contextmanager
+def replica(run: RunDir, name: str, place: str = ENGINE_STEP, env: dict[str, str] | None = None) -> Iterator[Worker]:
+    worker = Worker(run, place, env)
+    serve(run, name, worker.pid, worker.start_ticks)
+    try:
+        yield worker
+    finally:
+        worker.end()
+
+
+def serve(run: RunDir, name: str, pid: int, start_ticks: int) -> None:
+    who, node = ReplicaId(name), NodeId("node-1")
+    journal = Journal(run.database_url)
+    journal.set_desired(Desired(replica=who, incarnation=1, node=node))
+    state = ReplicaState.SERVING
+    journal.set_actual(Actual(replica=who, incarnation=1, node=node, state=state, pid=pid, start_ticks=start_ticks))
+    journal.close()
+
+
+def log(run: RunDir) -> list[dict[str, object]]:
+    path = run.injections_path
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+# --- from inside --------------------------------------------------------------------------------------------------
+
+
+def ask(run: RunDir, how: Inside, **more: object) -> None:
+    ticks = process_start_ticks(os.getpid())
+    assert ticks is not None
+    request = Request(**{"request_id": how, "how": how, "seconds": 0.2, **more})  # type: ignore[arg-type]
+    request_path(run, os.getpid(), ticks).write_text(request.to_json())
+
+
+def test_without_permission_a_request_is_nothing(run: RunDir) -> None:
+    injection = Injection(run.path, False)
+    ask(run, Inside.RAISE)
+    injection.checkpoint(MICROBATCH)
+
+
+def test_a_request_acts_once_at_the_place_it_names(run: RunDir) -> None:
+    clock = FakeClock()
+    injection = Injection(run.path, True, clock=clock)
+    injection.checkpoint(MICROBATCH)
+    ask(run, Inside.RAISE, at=MICROBATCH, message="as a user would write it")
+    injection.checkpoint(MICROBATCH)  # looked less than 50 ms ago
+    clock.advance(0.06)
+    injection.checkpoint(ENGINE_STEP)
+    clock.advance(0.06)
+    with pytest.raises(InjectedError, match="as a user would write it"):
+        injection.checkpoint(MICROBATCH)
+    ticks = process_start_ticks(os.getpid())
+    assert ticks is not None
+    effect = json.loads(effect_path(run, os.getpid(), ticks).read_text())
+    assert effect == {"request_id": "raise", "at": MICROBATCH, "wall_at": clock.wall()}
+    clock.advance(0.06)
+    injection.checkpoint(MICROBATCH)
+
+
+def test_a_delay_lasts_until_its_bound_or_until_taken_back(run: RunDir) -> None:
+    clock = FakeClock()
+    injection = Injection(run.path, True, clock=clock)
+    ask(run, Inside.DELAY, at=ENGINE_STEP, seconds=1.0, delay_seconds=0.1)
+
+    def delay() -> float:
+        clock.advance(0.06)
+        before = clock.monotonic()
+        injection.checkpoint(ENGINE_STEP)
+        return clock.monotonic() - before
+
+    assert delay() == pytest.approx(0.1)
+    before = clock.monotonic()
+    injection.checkpoint(MICROBATCH)
+    assert clock.monotonic() == before
+    assert delay() == pytest.approx(0.1)
+    clock.advance(1.0)
+    assert delay() == 0.0
+    ask(run, Inside.DELAY, request_id="again", seconds=100.0, delay_seconds=0.1)
+    assert delay() == pytest.approx(0.1)
+    for path in run.inject_dir.glob("*.json"):
+        path.unlink()
+    assert delay() == 0.0
+
+
+def test_rubbish_is_no_request(run: RunDir) -> None:
+    injection = Injection(run.path, True)
+    ticks = process_start_ticks(os.getpid())
+    assert ticks is not None
+    request_path(run, os.getpid(), ticks).write_text('{"how": "explode"}')
+    injection.checkpoint(MICROBATCH)
+
+
+@pytest.mark.parametrize(("how", "beats"), [("lock", True), ("read", True), ("gil", False)])
+def test_hangs_from_inside_differ_in_the_side_thread(run: RunDir, how: str, beats: bool) -> None:
+    with replica(run, "trainer/0", MICROBATCH) as worker:
+        record = inject(run, "trainer-hang", how=how, seconds=2.0)
+        worker.goes_on()
+        during = record["injected_at"], record["injected_at"] + 0.1
+        # A busy loop can only guess how many turns make two seconds.
+        hung_seconds = max(worker.pauses("turn", *during))
+        assert hung_seconds > (1.9 if beats else 0.5)
+        silent_seconds = max(worker.pauses("beat", record["injected_at"], record["ended_at"]))
+        assert (silent_seconds < hung_seconds / 2) is beats
+
+
+def test_exception_comes_from_user_code_on_every_rank(run: RunDir) -> None:
+    with replica(run, "trainer/0", MICROBATCH) as a, replica(run, "trainer/1", MICROBATCH) as b:
+        record = inject(run, "trainer-exception")
+        assert record["targets"] == ["trainer/0", "trainer/1"]
+        assert a.process.wait(PATIENCE_SECONDS) == b.process.wait(PATIENCE_SECONDS) == 1
+        assert "InjectedError: shape mismatch" in a.end()
+
+
+# --- from outside -------------------------------------------------------------------------------------------------
+
+
+def test_kill_comes_in_the_middle_of_a_step(run: RunDir) -> None:
+    with replica(run, "rollout/0") as worker:
+        record = inject(run, "rollout-kill")
+        assert worker.process.wait(PATIENCE_SECONDS) == -9
+        assert (record["kind"], record["target"], record["incarnation"]) == ("rollout-kill", "rollout/0", 1)
+        assert (record["pid"], record["start_ticks"], record["node"]) == (worker.pid, worker.start_ticks, "node-1")
+        effect = json.loads(effect_path(run, worker.pid, worker.start_ticks).read_text())
+        assert effect["at"] == ENGINE_STEP and effect["wall_at"] <= record["injected_at"]
+        assert [line["target"] for line in log(run)] == ["rollout/0"]
+    assert not list(run.inject_dir.glob("*[0-9].json")), "a request was left behind"
+
+
+def test_stop_is_undone_after_its_bound(run: RunDir) -> None:
+    with replica(run, "trainer/1", MICROBATCH) as worker:
+        record = inject(run, "trainer-hang", "trainer/1", "stop", 1.0)
+        assert record["how"] == "stop" and record["ended_at"] - record["injected_at"] >= 1.0
+        worker.goes_on()
+
+
+def test_duty_cycle_stops_most_of_the_time_and_lets_it_work_in_between(run: RunDir) -> None:
+    with replica(run, "rollout/0") as worker:
+        record = inject(run, "rollout-slow", None, "duty", 3.0)
+        worker.goes_on()
+        stops = worker.pauses("turn", record["injected_at"], record["ended_at"])
+        stops = [seconds for seconds in stops if seconds >= 0.9 * injector.DUTY_STOPPED_SECONDS]
+        assert len(stops) >= 4 and sum(stops) > (record["ended_at"] - record["injected_at"]) / 2, stops
+
+
+def test_delay_slows_every_step_until_its_bound(run: RunDir) -> None:
+    with replica(run, "rollout/0") as worker:
+        record = inject(run, "rollout-slow", None, "delay", 2.0)
+        worker.goes_on()
+        slow = worker.pauses("turn", record["injected_at"], record["injected_at"] + 1.9)
+        assert len(slow) >= 5 and min(slow) > 0.9 * injector.DELAY_SECONDS, slow
+
+
+def test_quota_throttles_or_says_why_it_cannot(run: RunDir) -> None:
+    with replica(run, "rollout/0") as worker:
+        try:
+            home, _ = cpu_group(worker.pid)
+        except QuotaUnavailable:
+            home = None
+        try:
+            record = inject(run, "rollout-slow", None, "quota", 0.3)
+        except InjectionRefused as e:
+            assert "no CPU quota can be set here" in str(e)
+            assert log(run) == []
+            return
+        assert record["how"] == "quota" and home is not None
+        assert not (home / f"rolecall-{worker.pid}").exists(), "the control group was left behind"
+        worker.goes_on()
+
+
+def test_seed_chooses_the_target(run: RunDir) -> None:
+    with contextlib.ExitStack() as stack:
+        for i in range(2):
+            stack.enter_context(replica(run, f"reward/{i}"))
+        facts = [
+            injector._victims(run, "reward-kill", KINDS["reward-kill"], None, run.database_url, rng) for rng in _rngs()
+        ]
+    assert {v.target for victims in facts for v in victims} == {"reward/0", "reward/1"}
+
+
+def _rngs() -> list[injector.random.Random]:
+    return [injector.random.Random(seed) for seed in range(8)]
+
+
+# --- refusals -----------------------------------------------------------------------------------------------------
+
+
+def test_refused_unless_the_run_allows_it(tmp_path: Path) -> None:
+    run = make_run(tmp_path, allowed=False)
+    with (
+        replica(run, "rollout/0") as worker,
+        pytest.raises(InjectionRefused, match="not started with injection allowed"),
+    ):
+        inject(run, "rollout-kill")
+    assert worker.process.poll() == -9 and log(run) == []  # killed by the test's own end, not before
+
+
+def test_refused_for_a_reused_pid(run: RunDir) -> None:
+    with replica(run, "rollout/0") as worker:
+        serve(run, "rollout/0", worker.pid, worker.start_ticks - 1)
+        with pytest.raises(InjectionRefused, match=r"is gone \(its PID may be another's"):
+            inject(run, "rollout-kill")
+        worker.goes_on()
+    assert log(run) == []
+
+
+def test_refused_for_a_process_of_another_run(run: RunDir, tmp_path: Path) -> None:
+    env = run_environment(tmp_path / "other")
+    with replica(run, "rollout/0", env=env) as worker:
+        with pytest.raises(InjectionRefused, match="does not belong to run r"):
+            inject(run, "rollout-kill")
+        worker.goes_on()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("rollout-vanish",), "unknown, known are rollout-kill"),
+        (("rollout-slow", None, "magic"), "known are duty, quota, delay"),
+        (("rollout-kill", "rollout/7"), "no such target rollout/7"),
+        (("reward-kill",), "at work: none"),
+        (("watch-kill",), "no such target"),
+        (("agent-kill", "node-1"), "no such target"),
+    ],
+)
+def test_refused_with_a_reason(run: RunDir, arguments: tuple[str, ...], message: str) -> None:
+    with replica(run, "rollout/0"), pytest.raises(InjectionRefused, match=message):
+        inject(run, *arguments)
+
+
+def test_no_run_no_injection(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFound):
+        inject(RunDir(tmp_path), "rollout-kill")

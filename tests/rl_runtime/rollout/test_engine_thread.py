@@ -1,0 +1,84 @@
+"""What an engine's thread tells of itself on its state page, above all while it hangs."""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rolecall.agent.processes.state_pages import PageState, parse_page
+from rolecall.agent.reporter import reporter
+from rolecall.core.clock import SystemClock
+from rolecall.core.telemetry import Phase
+from rolecall.rl_runtime.rollout.engine_thread import EngineThread
+from tests.support import PATIENCE_SECONDS, eventually
+
+
+class Engine:
+    """Requests of one step each."""
+
+    def __init__(self) -> None:
+        self.num_in_flight = 0
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def add(self) -> None:
+        assert self.gate.wait(PATIENCE_SECONDS)
+        self.num_in_flight += 1
+
+    def refuse(self) -> None:
+        assert self.gate.wait(PATIENCE_SECONDS)
+        raise ValueError("no such token")
+
+    def step(self) -> list[Any]:
+        self.num_in_flight -= 1
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def page() -> PageState:
+    return parse_page(reporter.page_bytes())
+
+
+def owes() -> bool:
+    return page().phase == Phase.GENERATE and page().requests_active == 2
+
+
+def rests() -> bool:
+    return page().phase == Phase.IDLE and page().requests_active == 0
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+@pytest.fixture
+def thread(engine: Engine) -> Iterator[EngineThread]:
+    reporter.update(requests_active=3)  # as an engine of another test in this process may have left it
+    thread = EngineThread(lambda: engine, len, clock=SystemClock())  # type: ignore[arg-type,return-value]
+    thread.wait_started(PATIENCE_SECONDS)
+    eventually(rests, "the engine to rest")
+    yield thread
+    engine.gate.set()
+    thread.close()
+
+
+def test_requests_are_owed_before_the_thread_has_come_to_them(engine: Engine, thread: EngineThread) -> None:
+    entries = page().phase_entries
+    engine.gate.clear()
+    thread.post_requests(2, lambda _: engine.add())
+    assert owes(), "it hangs before its first step, and nobody can see that it owes anything"
+    assert page().phase_entries == entries + 1, "what it owes is counted from now, not from when it began to rest"
+    engine.gate.set()
+    eventually(rests, "the request to be done")
+
+
+def test_requests_that_the_engine_refuses_are_not_owed_for_ever(engine: Engine, thread: EngineThread) -> None:
+    engine.gate.clear()
+    thread.post_requests(2, lambda _: engine.refuse())
+    assert owes()
+    engine.gate.set()
+    eventually(rests, "the engine to rest again")

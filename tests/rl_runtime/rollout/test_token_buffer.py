@@ -1,0 +1,81 @@
+"""Limits of the book that keeps a rollout's requests and tokens."""
+
+import pytest
+
+from rolecall.rl_runtime.rollout.engine import NewTokens
+from rolecall.rl_runtime.rollout.token_buffer import BookFull, Limits, RequestRefused, TokenBook
+from tests.rl_runtime.rollout_rig import END, request
+
+
+def book(**limits: int) -> TokenBook:
+    return TokenBook(limits=Limits(**limits), end_tokens=frozenset({END}), model_len_max=64, vocab_size=16)
+
+
+BAD_REQUESTS = {
+    "no prompt": ({"prompt_tokens": ()}, "has no prompt"),
+    "no tokens asked": ({"max_new_tokens": 0}, "asks for no token"),
+    "too long": ({"max_new_tokens": 62}, "may grow to 65 tokens, the engine takes 64"),
+    "prefix without log-probabilities": ({"prefix_tokens": (3,)}, "do not fit together"),
+    "prefix beyond the limit": (
+        {"prefix_tokens": (3,) * 6, "prefix_logprobs": (0.0,) * 6, "prefix_versions": (0,) * 6},
+        "or the limit",
+    ),
+    "token outside of the vocabulary": ({"prompt_tokens": (16,)}, "outside of the vocabulary of 16"),
+    "negative token": ({"prompt_tokens": (-1,)}, "outside of the vocabulary"),
+}
+
+
+@pytest.mark.parametrize("fault", sorted(BAD_REQUESTS))
+def test_bad_request_is_refused_and_its_batch_with_it(fault: str) -> None:
+    changes, reason = BAD_REQUESTS[fault]
+    held = book()
+    with pytest.raises(RequestRefused, match=reason):
+        held.take([request("good"), request("bad", **changes)])
+    assert held.num_requests == 0
+
+
+def test_too_many_requests_are_refused() -> None:
+    held = book(requests_max=2)
+    held.take([request("a"), request("b")])
+    held.take([request("a")])
+    with pytest.raises(BookFull, match="2 requests are held, 2 at most"):
+        held.take([request("c")])
+    held.forget(["a"])
+    held.take([request("c")])
+
+
+def test_too_many_unacknowledged_tokens_are_refused() -> None:
+    held = book(unacked_tokens_max=3)
+    (one,) = held.take([request("a")])
+    assert held.begin(one)
+    held.record([NewTokens(request_id="a", tokens=(3, 4, 5, 6), logprobs=(0.0,) * 4, finish_reason="length")], 0)
+    with pytest.raises(BookFull, match="4 tokens are not acknowledged"):
+        held.take([request("b")])
+    held.forget(["a"])
+    assert len(held.take([request("b")])) == 1
+
+
+def test_tokens_of_a_forgotten_request_are_counted_but_not_kept() -> None:
+    held = book()
+    assert held.record([NewTokens(request_id="x", tokens=(3,), logprobs=(0.0,), finish_reason="")], 0) == 1
+    assert held.tokens_generated == 1 and held.since({"x": 0}) == ((), ("x",))
+
+
+def test_nothing_new_is_no_chunk() -> None:
+    held = book()
+    held.take([request("a")])
+    assert held.since({"a": 0}) == ((), ())
+
+
+def test_a_request_that_was_forgotten_and_given_again_has_nothing_of_the_one_before() -> None:
+    held = book()
+    (before,) = held.take([request("a")])
+    assert held.begin(before)
+    held.forget(["a"])
+    (again,) = held.take([request("a", prefix_tokens=(9,), prefix_logprobs=(-0.5,), prefix_versions=(0,))])
+    assert not held.begin(before)
+    late = NewTokens(request_id="a", tokens=(3,), logprobs=(-1.0,), finish_reason="stop")
+    assert held.record([late], 0) == 1 and held.since({"a": 0})[0][0].tokens == (9,)
+    assert held.begin(again)
+    held.record([late], 0)
+    assert held.since({"a": 0})[0][0].tokens == (9, 3)

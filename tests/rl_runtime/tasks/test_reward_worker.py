@@ -1,0 +1,69 @@
+"""Rewards come from tokens alone, and an answer that does not fit the question is none."""
+
+import math
+
+import pytest
+
+from rolecall.core.config.job import parse_job
+from rolecall.core.errors import StaleIncarnation
+from rolecall.core.ids import GroupId, ReplicaId
+from rolecall.rl_runtime.controller.scoring import BadScores, checked_scores
+from rolecall.rl_runtime.protocol.messages import Group, Sample
+from rolecall.rl_runtime.tasks.reward_worker import RewardWorker, task_of
+
+JOB = parse_job({"seed": 5})
+
+
+def groups(count: int = 2) -> list[Group]:
+    task = task_of(JOB)
+    made = []
+    for n in range(count):
+        prompt = task.prompt(n)
+        answers = [task.answer(prompt.tokens), task.answer(prompt.tokens)[:-3]]
+        samples = tuple(
+            Sample(
+                request_id=f"{prompt.group_id}.{i}",
+                tokens=tokens,
+                logprobs=(0.0,) * len(tokens),
+                versions=(0,) * len(tokens),
+                reward=math.nan,
+            )
+            for i, tokens in enumerate(answers)
+        )
+        made.append(Group(group_id=GroupId(prompt.group_id), prompt_tokens=prompt.tokens, samples=samples))
+    return made
+
+
+def worker(calls: list[int] | None = None) -> RewardWorker:
+    seen = calls if calls is not None else []
+    return RewardWorker(replica=ReplicaId("reward/0"), incarnation=2, job=JOB, on_group=lambda: seen.append(len(seen)))
+
+
+def test_the_exact_answer_is_worth_one_and_others_less() -> None:
+    calls: list[int] = []
+    rewards = worker(calls).score(2, groups())
+    assert [r[0] for r in rewards] == [1.0, 1.0] and all(0 <= r[1] < 1 for r in rewards)
+    assert calls == [0, 1], "a fault can be injected before each group"
+
+
+def test_another_incarnation_is_refused() -> None:
+    with pytest.raises(StaleIncarnation):
+        worker().score(1, groups())
+
+
+@pytest.mark.parametrize(
+    ("answer", "what"),
+    [
+        ([[1.0, 0.5]], "1 answers for 2 groups"),
+        ([[1.0, 0.5], [1.0]], "1 rewards for 2 samples"),
+        ([[1.0, 0.5], [1.0, math.nan]], "not finite"),
+        ([[1.0, 0.5], [1.0, math.inf]], "not finite"),
+    ],
+)
+def test_an_answer_that_does_not_fit_is_no_reward(answer: list[list[float]], what: str) -> None:
+    with pytest.raises(BadScores, match=what):
+        checked_scores(groups(), answer)
+
+
+def test_an_answer_that_fits_is_taken() -> None:
+    assert checked_scores(groups(), [[1, 0], [0.5, 0.25]]) == [(1.0, 0.0), (0.5, 0.25)]

@@ -1,0 +1,50 @@
+"""pytest tests/rl_runtime/trainer/test_vote_totals.py"""
+
+from dataclasses import replace
+
+import pytest
+
+from rolecall.core.config.algorithm import AlgorithmConfig, AlgorithmName
+from rolecall.core.ids import GroupId
+from rolecall.rl_runtime.protocol.policy_health import HealthSums
+from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
+from rolecall.rl_runtime.trainer.vote_totals import Tally
+from tests.rl_runtime.trainer.test_reduce import ballot
+
+TOKENWISE = AlgorithmConfig(name=AlgorithmName.PPO, aggregation="token")
+
+
+def part(number: int, loss: float, **health: float) -> MicrobatchStats:
+    return MicrobatchStats(
+        microbatch_id=f"7.{number}",
+        group_ids=(GroupId(f"g{9 - number:08d}"),),
+        policy_loss=loss,
+        health=HealthSums(**health),  # type: ignore[arg-type]
+        finite=True,
+    )
+
+
+PARTS = (
+    part(0, 0.1, tokens=1, samples=2, ended=1, reward=1.0, value_tokens=4),
+    part(1, 0.2, tokens=9, samples=2, ended=0, log_ratio_max=0.5),
+    part(2, 0.3, tokens=0, samples=1, ended=3, reward=0.5, value_tokens=6, log_ratio_max=0.25),
+)
+
+
+def test_sums_are_divided_by_what_the_whole_step_had() -> None:
+    tally = Tally.of([replace(ballot(0, []), microbatches=PARTS)], TOKENWISE, longest=5)
+    assert (tally.divisors.policy, tally.divisors.value, tally.num_tokens) == (10.0, 10.0, 10)
+    assert tally.loss == pytest.approx(0.06)
+    assert (tally.reward, tally.log_ratio_max) == (1.5 / 4, 0.5)
+    assert tally.group_ids == ("g00000007", "g00000008", "g00000009")
+
+
+def test_the_same_to_the_bit_however_the_step_was_shared_out() -> None:
+    shares = ([PARTS], [PARTS[:1], PARTS[1:]], [PARTS[2:], (), PARTS[:2]], [(PARTS[2], PARTS[0]), (PARTS[1],)])
+    ballots = [[replace(ballot(i, []), microbatches=tuple(s)) for i, s in enumerate(share)] for share in shares]
+    assert len({repr(Tally.of(b, TOKENWISE, longest=5)) for b in ballots}) == 1
+
+
+def test_what_a_step_had_none_of_is_none() -> None:
+    empty = Tally.of([replace(ballot(0, []), microbatches=(part(0, 0.0, samples=1),))], TOKENWISE, longest=5)
+    assert (empty.reward, empty.log_ratio_max, empty.num_tokens, empty.loss) == (None, None, 0, 0.0)

@@ -1,0 +1,66 @@
+"""The dashboard beside a run: where it is, who may act on it, and a run that goes on without it."""
+
+import stat
+import urllib.request
+from pathlib import Path
+
+from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.dashboards.users import Door, Pass
+from rolecall.session.dashboard import PERSON, TOKEN_FILE, DashboardBeside
+from tests.fake_run import FakeRun
+from tests.support import PATIENCE_SECONDS, eventually
+
+
+def _said(beside: DashboardBeside) -> str:
+    heard: list[str] = []
+
+    def news() -> bool:
+        heard.append(beside.news())
+        return bool(heard[-1])
+
+    eventually(news, "a word of the dashboard")
+    return heard[-1]
+
+
+def test_it_tells_its_address_and_the_token_is_for_its_owner_alone(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path).build()
+    beside = DashboardBeside(run)
+    beside.start()
+    try:
+        said = _said(beside)
+        address = said.split()[1]
+        with urllib.request.urlopen(address, timeout=PATIENCE_SECONDS) as page:
+            assert page.status == 200
+        assert beside.news() == "", "it is said once"
+        token = (run.path / TOKEN_FILE).read_text().strip()
+        assert stat.S_IMODE((run.path / TOKEN_FILE).stat().st_mode) == 0o600
+        entered = Door(run.path / "people.yaml").enter(token, 0.0)
+        assert isinstance(entered, Pass) and entered.name == PERSON
+        assert token not in said + (run.logs / "dashboard.log").read_text()
+    finally:
+        beside.stop()
+    eventually(lambda: _refused(address), "nobody listens any more")
+
+
+def _refused(address: str) -> bool:
+    try:
+        urllib.request.urlopen(address, timeout=PATIENCE_SECONDS).close()
+    except OSError:
+        return True
+    return False
+
+
+def test_a_dashboard_that_cannot_be_is_a_line_and_nothing_more(tmp_path: Path) -> None:
+    run: RunDir = create_run_dir(tmp_path, "nothing")  # no run.json: there is nothing to show
+    beside = DashboardBeside(run)
+    beside.start()
+    said = _said(beside)
+    assert said.startswith("no dashboard: ") and "no run of this name" in said
+    beside.stop()
+
+
+def test_a_directory_that_takes_no_token_starts_none(tmp_path: Path) -> None:
+    beside = DashboardBeside(RunDir(tmp_path / "gone"))
+    beside.start()
+    assert beside.news() == ""
+    beside.stop()

@@ -1,0 +1,388 @@
+"""The terminal: what it shows at each moment of a run, that it fits, and that it obeys nobody but us."""
+
+import io
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
+from rolecall.core.ids import NodeId, ReplicaId
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.membership import Actual, Desired, ReplicaState
+from rolecall.core.rundir import RunDir
+from rolecall.core.text import escape, plain, seconds
+from rolecall.reports.report import write_report
+from rolecall.session.display import braille, plain_lines, render, summary
+from rolecall.session.live import Screen
+from rolecall.views.snapshot import IncidentRow, Memory, ReplicaRow, Snapshot, replica_rows
+
+HOSTILE = ("[red]x[/red]", "[/]", "\x1b[2J\x1b]0;owned\x07", "<script>", "a\nb\r\nc", "\u202eevil", "[link=file:///x]y")
+# What rich itself writes: colours, and cursor movement of the live view. Never a title, a clear or a link.
+OURS = re.compile(r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\x1b\[[0-9]*[AK]|\x1b\[1A|\x1b\[2K")
+
+CLEAR = "\x1b[2J"
+
+
+def _shown(what: RenderableType, width: int = 80, colour: bool = False) -> str:
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width, height=24, force_terminal=colour, color_system="truecolor" if colour else None
+    )
+    console.print(what)
+    return out.getvalue()
+
+
+def _at(run: RunDir, until: float) -> Snapshot:
+    """What was to be seen that many seconds after the start."""
+    journal = Journal(run.database_url, create=False)
+    events = journal.events()
+    journal.close()
+    now = events[0].wall_at + until
+    memory = Memory(num_steps=120)
+    memory.read(e for e in events if e.wall_at <= now)
+    return memory.snapshot(now, {}, {}, None)
+
+
+def _rows() -> tuple[ReplicaRow, ...]:
+    states = {"trainer/0": "serving", "rollout/0": "serving", "rollout/1": "lost", "standby/0": "ready"}
+    return tuple(ReplicaRow(replica=r, node="node-1", incarnation=1, state=s) for r, s in states.items())
+
+
+def _incident(**changes: Any) -> IncidentRow:
+    values = {
+        "incident_id": "i-1",
+        "suspects": ("rollout/1#1",),
+        "fault_class": "crash",
+        "because": "it ended by signal 9",
+        "stage": "acting",
+        "detail": "replace it",
+        "opened_at": 100.0,
+    }
+    return IncidentRow(**{**values, **changes})
+
+
+# --- what is shown ------------------------------------------------------------------------------------------------
+
+
+def test_an_open_incident_is_shown_with_its_sentence_and_stage(fake_run: RunDir) -> None:
+    snapshot = _at(fake_run, 38.6)
+    assert [i.stage for i in snapshot.open_incidents] == ["verifying"]
+    text = _shown(render(snapshot, "demo"))
+    assert "crash  rollout/1#1" in text and "signal 9 in phase generate" in text
+    assert "no incident open" not in text
+
+
+def test_a_closed_incident_stays_in_sight(fake_run: RunDir) -> None:
+    text = _shown(render(_at(fake_run, 90.0), "demo"))
+    assert "no incident open" in text
+    assert "✓ cured rollout/1#1 crash" in text and "✓ cured trainer/1#1 hang" in text
+
+
+def test_progress_before_the_first_step_is_the_note() -> None:
+    text = _shown(render(Snapshot(now=1.0, note="starting raylet node-3"), "demo"))
+    assert "starting raylet node-3" in text
+
+
+def test_step_reward_rate_and_pace_are_shown(fake_run: RunDir) -> None:
+    snapshot = _at(fake_run, 50.0)
+    assert snapshot.tokens_per_second == pytest.approx(8 * 96 / 0.62, rel=0.1)
+    assert snapshot.step_seconds == pytest.approx(0.62, rel=0.2)
+    assert re.search(r"step \d+/120 +reward 0\.\d\d +tokens/s 1,\d{3} +s/step 0\.\d\d", _shown(render(snapshot)))
+
+
+def test_the_rate_falls_while_nothing_is_committed(fake_run: RunDir) -> None:
+    before, stalled = _at(fake_run, 57.3), _at(fake_run, 61.5)
+    assert before.tokens_per_second and stalled.tokens_per_second
+    assert stalled.tokens_per_second < 0.85 * before.tokens_per_second
+
+
+def test_replicas_that_do_not_serve_are_named() -> None:
+    text = _shown(render(Snapshot(now=0.0, replicas=_rows())))
+    assert re.search(r"rollout +1/2 +● 0 +✕ 1 lost", text) and re.search(r"standby +1/1", text)
+
+
+def test_a_large_role_shows_only_who_does_not_serve() -> None:
+    rows = tuple(
+        ReplicaRow(replica=f"rollout/{n}", node="n", incarnation=1, state="lost" if n == 77 else "serving")
+        for n in range(99)
+    )
+    text = _shown(render(Snapshot(now=0.0, replicas=rows)))
+    assert "98/99" in text and "77 lost" in text and "● 5" not in text
+
+
+def test_desired_that_is_not_there_yet_is_wanted() -> None:
+    node = NodeId("node-1")
+    wanted = {ReplicaId("rollout/1"): Desired(replica=ReplicaId("rollout/1"), incarnation=2, node=node)}
+    lost = Actual(replica=ReplicaId("rollout/1"), incarnation=1, node=node, state=ReplicaState.LOST)
+    assert [(r.incarnation, r.state) for r in replica_rows(wanted, {lost.replica: lost})] == [(2, "wanted")]
+    assert [(r.incarnation, r.state) for r in replica_rows({}, {lost.replica: lost})] == [(1, "lost")]
+
+
+def test_before_the_run_has_begun_no_time_is_shown() -> None:
+    assert "0.00 s" not in _shown(render(Snapshot(now=5.0, note="starting"), "demo"))
+    assert "5.00 s" in _shown(render(Snapshot(now=5.0, started_at=0.0), "demo"))
+
+
+def test_a_proposal_says_how_it_is_approved() -> None:
+    memory = Memory()
+    opened = {"diagnosis": {"because": "it is gone", "suspects": [{"replica": "rollout/1", "incarnation": 1}]}}
+    proposed = {"digest": "4f2a", "plan": {"because": "it is gone"}}
+    for seq, (kind, body) in enumerate([(EventKind.INCIDENT_OPENED, opened), (EventKind.PLAN_PROPOSED, proposed)]):
+        memory.read([Event(seq=seq + 1, kind=kind, wall_at=1.0, body=body, incident_id="inc-1")])
+    text = _shown(render(memory.snapshot(2.0, {}, {}, None)))
+    assert "waits for approval" in text and "rolecall approve 4f2a" in text
+
+
+def test_pause_and_end_are_shown() -> None:
+    assert "paused: lunch" in _shown(render(Snapshot(now=0.0, paused="lunch")))
+    assert "completed" in _shown(render(Snapshot(now=0.0, ended="completed")))
+
+
+def test_the_memory_reads_each_event_once(fake_run: RunDir) -> None:
+    journal = Journal(fake_run.database_url, create=False)
+    whole, parts = Memory(), Memory()
+    whole.read(journal.events())
+    for _ in range(40):
+        parts.read(journal.events(after=parts.seq, limit=20))
+    journal.close()
+    assert parts == whole
+
+
+# --- it fits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds_in", [0.5, 10.0, 38.7, 61.0, 95.0, 106.0])
+@pytest.mark.parametrize("width", [80, 60, 200])
+def test_it_fits_into_the_window(fake_run: RunDir, seconds_in: float, width: int) -> None:
+    snapshot = _at(fake_run, seconds_in)
+    rows = tuple(
+        ReplicaRow(replica=f"{role}/{n}", node="node-1", incarnation=3, state="starting")
+        for role in ("trainer", "rollout", "standby", "reward", "controller")
+        for n in range(6)
+    )
+    shown = Snapshot(**{**{f: getattr(snapshot, f) for f in Snapshot.__slots__}, "replicas": rows})
+    lines = _shown(render(shown, "demo " * 30, width), width).splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= width
+
+
+def test_the_policys_health_is_one_line_of_what_there_is(fake_run: RunDir) -> None:
+    text = _shown(render(_at(fake_run, 95.0)))
+    (line,) = [line for line in text.splitlines() if line.startswith("entropy ")]
+    assert "filtered 37%" in line and "KL 0.00" in line and len(line) <= 80
+    told = Snapshot(now=1.0, signs={"kl_sampler": 0.0031, "truncated_fraction": 0.021})
+    (line,) = [line for line in _shown(render(told)).splitlines() if "KL" in line]
+    assert line.rstrip() == "cut off 2%   KL 0.0031"
+    assert "KL" not in _shown(render(Snapshot(now=1.0, rewards=(0.5,)))), "a run of before there were signs"
+
+
+def test_a_plan_that_repeats_the_diagnosis_is_not_shown_twice() -> None:
+    snapshot = Snapshot(now=101.0, open_incidents=(_incident(detail="it ended by signal 9"),))
+    assert _shown(render(snapshot)).count("it ended by signal 9") == 1
+
+
+def test_a_wide_window_shows_more_of_the_sentence() -> None:
+    snapshot = Snapshot(now=101.0, open_incidents=(_incident(because="word " * 100 + "end"),))
+    assert "end" not in _shown(render(snapshot)) and "end" in _shown(render(snapshot, width=200), 200)
+
+
+def test_what_was_not_cured_has_no_tick() -> None:
+    text = _shown(render(Snapshot(now=1.0, closed_incidents=(_incident(stage="gave_up", closed_at=1.0),))))
+    assert "✕ gave_up rollout/1#1" in text and "✓" not in text
+
+
+def test_a_long_sentence_does_not_push_the_rest_out() -> None:
+    snapshot = Snapshot(
+        now=101.0, replicas=_rows(), open_incidents=(_incident(because="word " * 500, detail="x" * 900),) * 5
+    )
+    assert len(_shown(render(snapshot)).splitlines()) <= 24
+
+
+@given(st.lists(st.floats(-10, 10), max_size=400), st.integers(1, 60), st.integers(1, 6))
+def test_a_curve_has_its_size_and_only_braille(values: list[float], columns: int, rows: int) -> None:
+    drawn = braille(values, columns, rows, -1.0, 1.0)
+    assert len(drawn) == rows and all(len(r) == columns for r in drawn)
+    assert all(0x2800 <= ord(c) <= 0x28FF for r in drawn for c in r)
+    if values:
+        assert any(c != chr(0x2800) for r in drawn for c in r)
+
+
+def test_a_rising_curve_rises() -> None:
+    low, high = braille([0.0, 0.0], 2, 2, 0.0, 1.0), braille([1.0, 1.0], 2, 2, 0.0, 1.0)
+    assert low[0] == "\u2800\u2800" and low[1] != "\u2800\u2800"
+    assert high[1] == "\u2800\u2800" and high[0] != "\u2800\u2800"
+
+
+# --- nobody else speaks to the terminal ---------------------------------------------------------------------------
+
+
+def _hostile_snapshot(text: str) -> Snapshot:
+    row = ReplicaRow(replica=f"{text}/{text}", node=text, incarnation=1, state=text)
+    incident = _incident(incident_id=text, suspects=(text,), fault_class=text, because=text, stage=text, detail=text)
+    return Snapshot(
+        now=200.0,
+        replicas=(row,),
+        open_incidents=(incident,),
+        closed_incidents=(_incident(because=text, stage=text, suspects=(text,), closed_at=150.0),),
+        paused=text,
+        ended=text,
+        note=text,
+    )
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("colour", [False, True])
+def test_hostile_text_is_shown_as_text(text: str, colour: bool) -> None:
+    shown = _shown(render(_hostile_snapshot(text), text, 200), 200, colour)
+    bare = OURS.sub("", shown)
+    assert "\x1b" not in bare and "\x07" not in bare and "\u202e" not in bare and "\r" not in bare
+    assert plain(text)[:12] in bare, "markup must not be swallowed"
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_in_lines_and_summary(text: str, fake_run: RunDir) -> None:
+    lines = plain_lines(Snapshot(now=1.0), _hostile_snapshot(text))
+    assert lines and all(line.isprintable() for line in lines)
+    report = write_report(fake_run)
+    report["incidents"][0] |= {
+        "suspects": [text],
+        "fault": None,
+        "fault_class": text,
+        "outcome": text,
+        "cured_seconds": None,
+    }
+    report["verdict"] = [{"what": text, "ok": False, "because": text}]
+    report["missed"] = [{"kind": text, "target": text}]
+    report["audit"] = {**report["audit"], "problems": [text]}
+    report["html"] = text
+    bare = OURS.sub("", _shown(summary(report), 160, colour=True))
+    assert "\x1b" not in bare and "\x07" not in bare and "\u202e" not in bare
+
+
+@given(st.text())
+def test_plain_text_is_one_printable_line(text: str) -> None:
+    assert plain(text).isprintable() and len(plain(text, 10)) <= 10
+    assert not set("<>\"'") & set(escape(text))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(None, "–"), (0.314, "0.31 s"), (9.996, "10.00 s"), (12.34, "12.3 s"), (125.4, "2 min 05 s")]
+)
+def test_seconds(value: float | None, text: str) -> None:
+    assert seconds(value) == text
+
+
+# --- lines --------------------------------------------------------------------------------------------------------
+
+
+def test_lines_tell_changes_once_then_progress() -> None:
+    first = Snapshot(now=10.0, started_at=0.0, step=3, rewards=(0.5,), replicas=_rows())
+    changed = tuple(
+        ReplicaRow(replica=r.replica, node=r.node, incarnation=2, state="serving") if r.state == "lost" else r
+        for r in _rows()
+    )
+    second = Snapshot(now=13.0, started_at=0.0, step=5, rewards=(0.6,), replicas=changed, open_incidents=(_incident(),))
+    lines = plain_lines(first, second)
+    assert [line[11:31].strip() for line in lines] == [
+        "rollout/1#2 on node-",
+        "INCIDENT i-1 crash:",
+        "incident i-1 rollout",
+        "step 6   reward 0.60",
+    ]
+    assert len(plain_lines(second, second)) == 1, "what has been said is not said again"
+    assert len(plain_lines(None, first)) == 1, "the first look is no list of changes"
+
+
+def test_the_same_incident_in_a_new_stage_is_told_without_its_sentence() -> None:
+    before = Snapshot(now=1.0, open_incidents=(_incident(),))
+    after = Snapshot(now=2.0, closed_incidents=(_incident(stage="cured", closed_at=2.0),))
+    said = [line for line in plain_lines(before, after) if "i-1" in line]
+    assert len(said) == 1 and "cured" in said[0]
+
+
+# --- the summary and the screen -----------------------------------------------------------------------------------
+
+
+def test_the_summary_says_whether_it_held_and_where_the_page_is(fake_run: RunDir) -> None:
+    report = write_report(fake_run)
+    text = _shown(summary(report))
+    assert "3 of 3 faults cured, the audit holds" in text
+    assert re.search(r"A +rollout-kill +rollout/1 +rollout/1#1 +0\.31 s +1\.62 s", text)
+    assert "".join(report["html"].split()) in "".join(text.split())
+    assert "✓ processes kept" in text
+    bad = {**report, "ok": False, "audit": {**report["audit"], "ok": False, "problems": ["ledger line 3 was changed"]}}
+    assert "ledger line 3 was changed" in _shown(summary(bad))
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_screen_draws_a_run_and_leaves_the_terminal_as_it_was(fake_run: RunDir, live: bool) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, height=24, force_terminal=live, color_system=None)
+    journal = Journal(fake_run.database_url, create=False)
+    with Screen(live=live, title="demo [red]", console=console) as screen:
+        screen.note("starting [bold]raylets")
+        screen.draw(journal, 1.0)
+        screen.draw(journal, 2.0)
+    journal.close()
+    text = out.getvalue()
+    assert "demo [red]" in text and "starting [bold]raylets" in text and "step 120" in text
+    assert not live or text.rstrip().endswith("\x1b[?25h") or text.count("\x1b[?25l") == text.count("\x1b[?25h")
+
+
+def test_a_resized_terminal_is_drawn_on_anew(fake_run: RunDir) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=80, height=24, force_terminal=True, color_system=None)
+    journal = Journal(fake_run.database_url, create=False)
+    with Screen(live=True, title="demo", console=console) as screen:
+        screen.draw(journal, 1.0)
+        screen.draw(journal, 2.0)
+        assert CLEAR not in out.getvalue()
+        console.width = 120
+        screen.draw(journal, 3.0)
+        screen.draw(journal, 4.0)
+    journal.close()
+    assert out.getvalue().count(CLEAR) == 1
+
+
+def test_a_picture_that_fails_does_not_end_the_run(fake_run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Journal):
+        def events(self, **_: Any) -> list[Event]:  # type: ignore[override]
+            return [Event(seq=1, kind=EventKind.STEP_COMMITTED, wall_at=0.0, body={})]
+
+    journal = Broken(fake_run.database_url, create=False)
+    with Screen(live=False, title="demo", console=Console(file=io.StringIO())) as screen:
+        screen.draw(journal, 1.0)
+    journal.close()
+    assert "cannot draw" in caplog.text
+
+
+def test_the_rate_of_slow_steps_is_a_mean_over_some_of_them() -> None:
+    memory = Memory()
+    memory.read(
+        Event(seq=n, kind=EventKind.STEP_COMMITTED, wall_at=100.0 * n, body={"step": n, "tokens": 5000})
+        for n in range(9)
+    )
+    shown = memory.snapshot(880.0, {}, {}, None)
+    assert shown.rate_seconds == 300.0
+    assert shown.tokens_per_second == pytest.approx(3 * 5000 / 300.0)
+    assert memory.tokens_per_second(1300.0) == 0.0, "a stall shows"
+
+
+def test_a_rollout_holds_what_the_last_step_says_and_a_newer_replacement_what_it_began_with() -> None:
+    def rollout(number: int, state: ReplicaState, changed_at: float) -> Actual:
+        name = ReplicaId(f"rollout/{number}")
+        return Actual(
+            replica=name, incarnation=1, node=NodeId("n"), state=state, policy_version=4, changed_at=changed_at
+        )
+
+    there = [
+        rollout(0, ReplicaState.SERVING, 10.0),
+        rollout(1, ReplicaState.SERVING, 60.0),
+        rollout(2, ReplicaState.STOPPED, 60.0),
+        rollout(3, ReplicaState.SERVING, 10.0),
+    ]
+    rows = replica_rows({}, {a.replica: a for a in there}, {"rollout/0": 9, "rollout/1": 9, "rollout/2": 9}, 50.0)
+    assert [r.policy_version for r in rows] == [9, 4, 9, 4]

@@ -1,0 +1,113 @@
+"""A run's loop on a clock that we turn, without Ray: how long it is held (whole runs: tests/e2e)."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from rolecall.cli.main import main
+from rolecall.core.clock import FakeClock
+from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.recovery.loop import LEASE_NAME
+from rolecall.rl_runtime.cluster.supervisor import Supervisor
+from rolecall.session.children import Child
+from rolecall.session.demo import FaultSchedule, demo_job
+from rolecall.session.live import Screen
+from rolecall.session.session import DONE_FLAG, HOLD_FLAG, TICK_SECONDS, WATCH_STUCK_SECONDS, Interrupted, Session
+from tests.support import eventually
+
+HOLD_SECONDS = 42.0
+
+
+class Finishes(Supervisor):
+    """Its controller has no steps to do: it is done once nothing holds it."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._to_finish = journal
+
+    def tick(self) -> None:
+        if self._to_finish.flag(HOLD_FLAG) is None:
+            self._to_finish.set_flag(DONE_FLAG, json.dumps({"outcome": "completed", "because": "nothing to do"}))
+
+
+def test_a_run_without_faults_to_come_is_held_for_as_long_as_was_asked(tmp_path: Path) -> None:
+    clock, job = FakeClock(), demo_job(seed=1, num_steps=1, injection_allowed=False)
+    session = Session(
+        job=job,
+        root=tmp_path,
+        run_id="held",
+        schedule=FaultSchedule(1, ()),
+        show=False,
+        minutes_max=10,
+        hold_seconds=HOLD_SECONDS,
+        clock=clock,
+    )
+    run, journal = session._create()
+    journal.set_flag(HOLD_FLAG, "minutes are still to come")
+    began = clock.monotonic()
+    watch, screen = Child([], run.logs / "watch.log", run), Screen(live=False, title="")
+    assert session._loop(run, journal, Finishes(journal), watch, screen) == ("completed", "nothing to do")
+    journal.close()
+    assert HOLD_SECONDS <= clock.monotonic() - began <= HOLD_SECONDS + 2 * TICK_SECONDS
+
+
+def test_minutes_of_the_command_line_are_seconds_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def execute(session: Session) -> NoReturn:
+        asked.append(session.hold_seconds)
+        raise Interrupted
+
+    monkeypatch.setattr(Session, "execute", execute)
+    assert main(["demo", "--faults", "none", "--hold-minutes", "1.5", "--runs", str(tmp_path)]) == 130
+    assert asked == [90.0]
+
+
+def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path) -> None:
+    clock = FakeClock()
+    session = Session(
+        job=demo_job(seed=1, num_steps=1, injection_allowed=False),
+        root=tmp_path,
+        run_id="stuck",
+        schedule=FaultSchedule(1, ()),
+        show=False,
+        minutes_max=10,
+        clock=clock,
+    )
+    run, made = session._create()
+    made.close()
+    journal = Journal(run.database_url, clock=clock)
+    watch = Child([sys.executable, "-c", "import signal; signal.pause()"], run.logs / "watch.log", run)
+    watch.start()
+    first = watch.process
+    assert first is not None
+    try:
+        assert journal.acquire(LEASE_NAME, f"some:host:{first.pid}:77", 5.0) is not None
+        first.send_signal(signal.SIGSTOP)
+        for _ in range(30):  # late, and not late enough
+            clock.advance(1.0)
+            session._keep_watch(watch, journal)
+        clock.advance(3600.0)  # the machine slept: the watch has not had its turn yet
+        session._keep_watch(watch, journal)
+        assert session._late_looks > 1, "it would begin at 0 again, had the watch been ended"
+        for _ in range(10):
+            clock.advance(1.0)
+            session._keep_watch(watch, journal)
+        eventually(lambda: first.poll() is not None, "the stuck one ends")
+        session._keep_watch(watch, journal)
+        assert watch.starts == 2 and watch.died() is None
+        (restarted,) = journal.events(kinds=[EventKind.PROCESS_RESTARTED])
+        assert restarted.body["what"] == "watch"
+        for _ in range(int(WATCH_STUCK_SECONDS) + 10):
+            clock.advance(1.0)
+            session._keep_watch(watch, journal)
+        assert watch.died() is None, "the lease that ran out is not of the second one, which has not got so far"
+    finally:
+        first.kill()
+        first.wait(10)
+        watch.stop()
+        journal.close()

@@ -1,0 +1,296 @@
+"""Incidents joined with their faults: who belongs to whom, how long it took, and what was neither."""
+
+import json
+from typing import Any
+
+import pytest
+
+from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, Suspect, Target
+from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
+from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.journal import Journal
+from rolecall.core.rundir import RunDir
+from rolecall.views.incidents import Joined, named_by_plans, tell
+from rolecall.views.injections import Fault, parse_injections
+from rolecall.views.lifetimes import Key, Life, lives, pids_kept
+from tests.fake_run import ALL
+
+K = EventKind
+
+
+class Tale:
+    """Events with growing sequence numbers, written as a story in a few lines."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def say(self, at: float, kind: EventKind, incident: str | None = None, **body: Any) -> "Tale":
+        event = Event(seq=len(self.events) + 1, kind=kind, wall_at=at, body=body, incident_id=incident)
+        self.events.append(event)
+        return self
+
+    def opened(self, at: float, incident: str, replica: str, incarnation: int | None = 1, **changes: Any) -> "Tale":
+        suspect = {"node": NodeId("node-3"), "replica": replica, "incarnation": incarnation, **changes}
+        diagnosis = Diagnosis(
+            suspects=(Suspect(**suspect),),
+            fault_class=FaultClass.HANG,
+            onset=at - 1,
+            detected_at=at,
+            confidence=1.0,
+            because="because",
+        )
+        return self.say(at, K.INCIDENT_OPENED, incident, diagnosis=diagnosis.to_dict())
+
+    def acted(self, at: float, incident: str, replica: str, incarnation: int = 1) -> "Tale":
+        target = Target(replica=ReplicaId(replica), incarnation=incarnation, node=NodeId("node-3"))
+        plan = Plan(
+            incident_id=IncidentId(incident), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="why"
+        )
+        self.say(at, K.PLAN_MADE, incident, plan=plan.to_dict())
+        return self.say(at, K.ACTION_STARTED, incident, digest=plan.digest)
+
+    def cured(self, at: float, incident: str) -> "Tale":
+        self.say(at, K.INCIDENT_VERIFIED, incident, because="7 units")
+        return self.say(at, K.INCIDENT_CLOSED, incident, outcome="cured", because="7 units")
+
+    def told(
+        self, *faults: Fault, known: dict[Key, Life] | None = None, undone: dict[int, float] | None = None
+    ) -> Joined:
+        return tell(self.events, known or {}, faults, undone)
+
+
+def _fault(target: str, at: float, **changes: Any) -> Fault:
+    return Fault(kind="kill", target=target, injected_at=at, incarnation=1, **changes)
+
+
+def _second(target: str, at: float) -> Fault:
+    return Fault(kind="kill", target=target, injected_at=at, incarnation=2)
+
+
+# --- joining ------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_run_is_told_with_the_times_at_which_things_happened(fake_run: RunDir) -> None:
+    journal = Journal(fake_run.database_url, create=False)
+    faults = parse_injections(fake_run.injections_path.read_text())
+    joined = tell(journal.events(), lives(journal.events(), journal.actual()), faults)
+    journal.close()
+    assert not joined.missed and not joined.false_alarms
+    for story, strike in zip(joined.stories, ALL, strict=True):
+        assert story.fault is not None and story.fault.target == strike.target
+        assert story.named_right and story.cured
+        told = story.to_dict()
+        assert told["detected_seconds"] == pytest.approx(strike.found_after, abs=1e-3)
+        assert told["serving_seconds"] == pytest.approx(strike.serving_after, abs=1e-3)
+        assert told["cured_seconds"] == told["serving_seconds"]
+        assert told["verified_seconds"] == pytest.approx(strike.verified_after, abs=1e-3)
+        assert told["fault_class"] == strike.fault_class and told["because"] == strike.because
+    kill, hang, slow = (s.to_dict() for s in joined.stories)
+    assert kill["requests_resumed_seconds"] == pytest.approx(0.12, abs=1e-3)
+    assert kill["step_committed_seconds"] is None and kill["tokens_kept"] == 862
+    assert hang["step_committed_seconds"] == pytest.approx(1.4, abs=1e-3) and hang["tokens_kept"] == 0
+    assert slow["replacements"][0]["from_standby"] and not hang["replacements"][0]["from_standby"]
+
+
+@pytest.mark.parametrize("updated", [False, True], ids=["found by the runtime", "found by a detector"])
+def test_a_replacement_that_is_killed_while_it_starts_belongs_to_the_incident_that_made_it(updated: bool) -> None:
+    tale = Tale().opened(10.0, "i-1", "rollout/0").acted(10.1, "i-1", "rollout/0")
+    tale.say(12.0, K.ACTION_FAILED, "i-1", failure="died", because="it ended")
+    if updated:
+        tale.say(
+            12.1,
+            K.INCIDENT_UPDATED,
+            "i-1",
+            diagnosis=Tale().opened(12.0, "", "rollout/0", 2).events[0].body["diagnosis"],
+        )
+    tale.acted(12.2, "i-1", "rollout/0", 2)
+    tale.opened(14.0, "i-2", "trainer/1").acted(14.1, "i-2", "trainer/1").cured(20.0, "i-1").cured(21.0, "i-2")
+    first, second, other = _fault("rollout/0", 9.5), _second("rollout/0", 11.5), _fault("trainer/1", 13.0)
+    joined = tale.told(first, second, other)
+    assert [(s.fault, s.named_right, s.further_faults) for s in joined.stories] == [
+        (first, True, (second,)),
+        (other, True, ()),
+    ]
+    assert joined.missed == () and joined.false_alarms == ()
+
+
+def test_a_fault_of_a_replacement_after_its_incident_was_closed_is_one_of_its_own() -> None:
+    tale = Tale().opened(10.0, "i-1", "rollout/0").acted(10.1, "i-1", "rollout/0").cured(12.0, "i-1")
+    joined = tale.told(_fault("rollout/0", 9.5), _second("rollout/0", 13.0))
+    assert [f.incarnation for f in joined.missed] == [2]
+
+
+def test_each_fault_gets_the_earliest_incident_after_it_that_names_it() -> None:
+    tale = Tale().opened(5.0, "i0", "rollout/1").opened(12.0, "i1", "rollout/1").opened(30.0, "i2", "rollout/1")
+    joined = tale.told(_fault("rollout/1", 10.0), _fault("rollout/1", 28.0))
+    assert [(s.incident_id, s.fault and s.fault.injected_at) for s in joined.stories] == [
+        ("i0", None),
+        ("i1", 10.0),
+        ("i2", 28.0),
+    ]
+    assert joined.false_alarms == ("i0",) and not joined.missed
+
+
+def test_the_right_name_goes_before_the_nearer_time() -> None:
+    tale = Tale().opened(11.0, "i1", "rollout/2").opened(12.0, "i2", "rollout/1")
+    joined = tale.told(_fault("rollout/1", 10.0))
+    assert {s.incident_id: s.named_right for s in joined.stories} == {"i1": None, "i2": True}
+    assert joined.false_alarms == ("i1",)
+
+
+def test_an_incident_that_names_another_in_the_faults_time_is_the_wrong_name_not_a_false_alarm() -> None:
+    joined = Tale().opened(12.0, "i1", "trainer/0").told(_fault("trainer/1", 10.0))
+    assert joined.stories[0].named_right is False
+    assert not joined.missed and not joined.false_alarms
+
+
+def test_a_fault_without_any_incident_is_missed_and_a_much_later_incident_is_a_false_alarm() -> None:
+    joined = Tale().opened(500.0, "i1", "trainer/0").told(_fault("trainer/1", 10.0))
+    assert [f.target for f in joined.missed] == ["trainer/1"] and joined.false_alarms == ("i1",)
+
+
+@pytest.mark.parametrize(
+    ("suspect", "fault", "same"),
+    [
+        ({"incarnation": 2}, {}, False),
+        ({"incarnation": None}, {}, True),
+        ({"process": ProcessId(node=NodeId("node-3"), pid=7, start_ticks=9)}, {"pid": 7, "start_ticks": 9}, True),
+        ({"process": ProcessId(node=NodeId("node-3"), pid=7, start_ticks=9)}, {"pid": 7, "start_ticks": 1}, False),
+        ({"replica": "", "incarnation": None}, {"node": "node-3"}, True),
+        ({"replica": "", "incarnation": None}, {"node": "node-4"}, False),
+    ],
+)
+def test_a_name_means_one_incarnation_and_one_process(
+    suspect: dict[str, Any], fault: dict[str, Any], same: bool
+) -> None:
+    named = {"replica": "rollout/1", "incarnation": 1, **suspect}
+    replica = named.pop("replica")
+    joined = Tale().opened(12.0, "i1", replica, **named).told(_fault("rollout/1", 10.0, **fault))
+    assert joined.stories[0].named_right is same
+
+
+def test_a_request_of_a_person_is_no_false_alarm() -> None:
+    tale = Tale().opened(12.0, "i1", "rollout/1")
+    tale.events[0].body["diagnosis"]["detectors"] = ["person"]
+    assert tale.told().false_alarms == ()
+
+
+# --- times --------------------------------------------------------------------------------------------------------
+
+
+def test_cured_means_serving_and_seen_making_progress() -> None:
+    known = {("rollout/1", 2): Life(replica="rollout/1", incarnation=2, serving_at=14.0)}
+    tale = Tale().opened(11.0, "i1", "rollout/1").acted(11.1, "i1", "rollout/1")
+    assert tale.told(_fault("rollout/1", 10.0), known=known).stories[0].cured_at is None
+    told = tale.cured(13.0, "i1").told(_fault("rollout/1", 10.0), known=known).stories[0].to_dict()
+    assert (told["serving_seconds"], told["cured_seconds"]) == (3.0, 3.0), "it served after it was verified"
+    later = {("rollout/1", 2): Life(replica="rollout/1", incarnation=2, serving_at=12.0)}
+    told = tale.told(_fault("rollout/1", 10.0), known=later).stories[0].to_dict()
+    assert (told["serving_seconds"], told["cured_seconds"], told["verified_seconds"]) == (1.0, 1.0, 2.0)
+
+
+def test_what_was_contained_before_the_finding_counts_as_zero() -> None:
+    tale = Tale().say(10.1, K.REQUESTS_MOVED, **{"from": "rollout/1", "tokens_kept": 5, "tokens_lost": 2})
+    told = tale.opened(11.0, "i1", "rollout/1").told(_fault("rollout/1", 10.0)).stories[0].to_dict()
+    assert (told["requests_resumed_seconds"], told["tokens_kept"], told["tokens_lost"]) == (0.0, 5, 2)
+
+
+def test_tokens_of_other_replicas_and_other_incarnations_are_not_this_faults() -> None:
+    tale = Tale()
+    for who, incarnation in (("rollout/2", 1), ("rollout/1", 2), ("rollout/1", 1)):
+        tale.say(11.5, K.REQUESTS_MOVED, **{"from": who, "from_incarnation": incarnation, "tokens_lost": 1})
+    assert tale.opened(11.0, "i1", "rollout/1").told(_fault("rollout/1", 10.0)).stories[0].tokens_lost == 1
+
+
+def test_the_interrupted_step_is_the_one_whose_commit_counts() -> None:
+    tale = Tale().opened(11.0, "i1", "trainer/1")
+    tale.say(11.2, K.STEP_INTERRUPTED, step=7).say(11.3, K.STEP_COMMITTED, step=6).say(12.5, K.STEP_COMMITTED, step=7)
+    assert tale.told(_fault("trainer/1", 10.0)).stories[0].to_dict()["step_committed_seconds"] == 1.5
+    without = Tale().opened(11.0, "i1", "trainer/1").say(11.3, K.STEP_COMMITTED, step=6)
+    assert without.told(_fault("trainer/1", 10.0)).stories[0].step_committed_at == 11.3
+
+
+def test_steps_undone_while_an_incident_lasts_are_lost_by_it() -> None:
+    tale = Tale().opened(11.0, "i1", "trainer/1").cured(20.0, "i1")
+    assert tale.told(_fault("trainer/1", 10.0), undone={5: 12.0, 6: 12.0, 1: 40.0}).stories[0].steps_lost == 2
+
+
+def test_an_update_changes_the_words_and_not_the_moment() -> None:
+    tale = Tale().opened(11.0, "i1", "rollout/1").opened(15.0, "i1", "rollout/2")
+    tale.events[1] = Event.from_dict({**tale.events[1].to_dict(), "kind": "incident_updated"})
+    story = tale.told().stories[0]
+    assert story.detected_at == 11.0 and story.diagnosis.suspects[0].replica == "rollout/2"
+
+
+# --- the injector's log -------------------------------------------------------------------------------------------
+
+
+def test_a_line_that_is_still_being_written_is_left_out() -> None:
+    line = json.dumps({"kind": "rollout-kill", "target": "rollout/1", "injected_at": 2.0})
+    assert len(parse_injections(f"{line}\n{line}\n{line[:20]}")) == 2
+    assert parse_injections("") == []
+
+
+@pytest.mark.parametrize("line", ["{", "{}", "[]", '{"kind": "x"}', '{"kind": 1, "target": 1, "injected_at": "x"}'])
+def test_a_whole_line_that_is_wrong_is_named(line: str) -> None:
+    good = json.dumps({"kind": "rollout-kill", "target": "rollout/1", "injected_at": 2.0})
+    with pytest.raises(ValueError, match="line 2 is not what the injector writes"):
+        parse_injections(f"{good}\n{line}\n")
+
+
+# --- who kept its process -----------------------------------------------------------------------------------------
+
+
+def _ready(tale: Tale, replica: str, incarnation: int, pid: int) -> Tale:
+    body = {"replica": replica, "incarnation": incarnation, "node": "node-3", "pid": pid, "start_ticks": pid * 10}
+    return tale.say(float(len(tale.events)), K.REPLICA_READY, **body)
+
+
+def _kept(tale: Tale, struck: frozenset[Key] = frozenset()) -> list[str]:
+    ready = [e for e in tale.events if e.kind is K.REPLICA_READY]
+    found = pids_kept(lives(tale.events, {}), ready, named_by_plans(tale.events), struck, work_ended_at=1000.0)
+    assert found.ok == (not found.violations)
+    return list(found.violations)
+
+
+def test_a_replica_that_a_started_plan_named_may_change_its_process() -> None:
+    tale = _ready(Tale(), "rollout/1", 1, 100).acted(1.0, "i1", "rollout/1")
+    assert _kept(_ready(tale, "rollout/1", 2, 200)) == []
+
+
+def test_a_replica_that_no_plan_named_may_not() -> None:
+    tale = _ready(_ready(Tale(), "rollout/1", 1, 100), "rollout/1", 2, 200)
+    assert _kept(tale) == ["rollout/1#1 (pid 100) became rollout/1#2 (pid 200), and no plan named it"]
+
+
+def test_a_plan_that_was_never_started_names_nobody() -> None:
+    tale = _ready(Tale(), "rollout/1", 1, 100).acted(1.0, "i1", "rollout/1")
+    del tale.events[-1]
+    assert len(_kept(_ready(tale, "rollout/1", 2, 200))) == 1
+
+
+def test_a_plan_for_another_incarnation_does_not_name_this_one() -> None:
+    tale = _ready(Tale(), "rollout/1", 1, 100).acted(1.0, "i1", "rollout/1", incarnation=2)
+    assert len(_kept(_ready(tale, "rollout/1", 2, 200))) == 1
+
+
+def test_two_processes_under_one_incarnation_are_a_violation() -> None:
+    tale = _ready(_ready(Tale(), "trainer/0", 1, 100), "trainer/0", 1, 200)
+    assert _kept(tale) == ["trainer/0#1 was pid 100 and became pid 200 under the same incarnation"]
+
+
+def test_a_standby_that_was_promoted_lives_on_and_its_place_is_filled_again() -> None:
+    tale = _ready(_ready(Tale(), "standby/0", 1, 300), "rollout/1", 1, 100).acted(1.0, "i1", "rollout/1")
+    _ready(_ready(tale, "rollout/1", 2, 300), "standby/0", 2, 400)
+    assert _kept(tale) == []
+
+
+def test_a_standby_that_vanished_is_a_violation() -> None:
+    tale = _ready(_ready(Tale(), "standby/0", 1, 300), "standby/0", 2, 400)
+    assert len(_kept(tale)) == 1
+
+
+def test_what_was_lost_without_a_plan_is_a_violation_unless_it_was_struck() -> None:
+    tale = _ready(Tale(), "reward/0", 1, 100).say(5.0, K.REPLICA_LOST, replica="reward/0", incarnation=1, because="x")
+    assert _kept(tale) == ["reward/0#1 (pid 100) was lost, and no plan named it: x"]
+    assert _kept(tale, struck=frozenset({("reward/0", 1)})) == []

@@ -1,0 +1,103 @@
+"""ETTR while the run goes on: the same as the report's, event by event, settled or not."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from rolecall.core.journal.events import Event
+from rolecall.core.journal.events import EventKind as K
+from rolecall.core.journal.journal import Journal
+from rolecall.core.rundir import RunDir
+from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
+from rolecall.views.incidents import tell
+from rolecall.views.lifetimes import lives
+from rolecall.views.lost_time import CausedLoss, LostTime, lost_between
+
+ROLLOUTS, TRAINERS = 3, 2
+
+
+def _events(run: RunDir) -> list[Event]:
+    journal = Journal(run.database_url, create=False)
+    try:
+        return journal.events()
+    finally:
+        journal.close()
+
+
+def _reported(events: list[Event]) -> float:
+    """As report.py counts it, without the injector's log."""
+    began, committed = training_began(events), steps(events)
+    assert began is not None
+    until = committed[-1].at
+    lost = losses(tell(events, lives(events, {}), ()), until)
+    assert {loss.replica for loss in lost} == {"rollout/0", "rollout/1", "trainer/1"}
+    found = ettr(began, until, lost, num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("settle_seconds", [20.0, 600.0])
+def test_a_run_followed_event_by_event_ends_with_the_reports_ettr(fake_run: RunDir, settle_seconds: float) -> None:
+    events = _events(fake_run)
+    followed = LostTime(num_rollouts=ROLLOUTS, num_trainers=TRAINERS, settle_seconds=settle_seconds)
+    for event in events:
+        followed.take(event)
+        followed.account(event.wall_at)
+    # An hour later, as a Prometheus may still ask.
+    account = followed.account(events[-1].wall_at + 3600.0)
+    assert account is not None and account.ettr == pytest.approx(_reported(events), abs=1e-6)
+    assert set(account.lost) == {("rollout", "crash"), ("trainer", "hang"), ("rollout", "slow")}
+    assert account.effective_seconds + sum(account.lost.values()) == pytest.approx(account.training_seconds)
+    committed = steps(events)
+    assert not followed._losses and followed._events[0].wall_at >= committed[-1].at, "what is settled is let go"
+
+
+def test_what_is_kept_of_a_plan_has_no_fleet_in_it() -> None:
+    followed = LostTime(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+    body = {"plan": {"action": "tolerate"}, "question": {"fleet": {"replicas": ["x" * 1000]}}}
+    made = Event(seq=1, kind=K.PLAN_MADE, wall_at=1.0, body=body, incident_id="inc-1")
+    followed.take(made)
+    assert [e.body for e in followed._events] == [{"plan": {"action": "tolerate"}}]
+    assert "question" in made.body, "it is others' too"
+
+
+def test_an_outage_shows_while_it_lasts(fake_run: RunDir) -> None:
+    events = _events(fake_run)
+    hung = next(e for e in events if e.kind is K.ACTION_STARTED and "trainer/1" in str(e.body))
+    followed = LostTime(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+    for event in events[: hung.seq]:
+        followed.take(event)
+    soon, later = followed.account(hung.wall_at), followed.account(hung.wall_at + 100.0)
+    assert soon is not None and later is not None
+    # Nobody trains, the three rollouts go on: two fifths are lost, and go to the trainer that hangs.
+    assert later.lost["trainer", "hang"] - soon.lost["trainer", "hang"] == pytest.approx(100.0 * TRAINERS / 5)
+
+
+def test_an_incident_that_cannot_be_read_costs_nothing_and_stops_nobody(fake_run: RunDir) -> None:
+    events = _events(fake_run)
+    broken = replace(events[0], kind=K.INCIDENT_OPENED, incident_id="inc-9", body={})
+    followed = LostTime(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+    for event in [broken, *events]:
+        followed.take(event)
+    account = followed.account(events[-1].wall_at)
+    assert account is not None and account.ettr == pytest.approx(_reported(events), abs=1e-6)
+
+
+def test_before_training_there_is_no_account() -> None:
+    assert LostTime(num_rollouts=1, num_trainers=1).account(5.0) is None
+
+
+def test_what_ettr_leaves_out_is_what_is_lost(rng: random.Random) -> None:
+    for _ in range(300):
+        found = []
+        for _ in range(rng.randrange(6)):
+            since = rng.uniform(-5, 20)
+            until = since + rng.uniform(0, 15)
+            name = rng.choice(["rollout/0", "rollout/1", "rollout/2", "trainer/0", "trainer/1"])
+            stalled = rng.uniform(since, until) if name.startswith("trainer") else 0.0
+            loss = Loss(replica=name, since=since, until=until, stalled_until=stalled)
+            found.append(CausedLoss(loss=loss, fault=rng.choice(["crash", "hang"])))
+        share = ettr(0.0, 20.0, [c.loss for c in found], num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+        lost = lost_between(0.0, 20.0, found, num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+        assert share is not None and sum(lost.values()) == pytest.approx((1 - share) * 20.0), found

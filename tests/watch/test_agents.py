@@ -1,0 +1,59 @@
+"""`rolecall watch --agents` over HTTPS and with users: the addresses, the names, and the source itself."""
+
+import ssl
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rolecall.core.clock import SystemClock
+from rolecall.core.errors import ConfigError
+from rolecall.core.rundir import bearer_token
+from rolecall.detector.sources.agents import AgentsSource
+from rolecall.watch.agents import listed, named_agents, node_of
+from tests.agent.http.test_web_config import HASH, PASSWORD, basic, certificate
+from tests.agent.test_settings import QUIET, running
+from tests.support import eventually
+
+
+def test_an_agent_with_tls_and_users_is_named_and_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate(tmp_path)
+    (tmp_path / "web.yml").write_text(
+        f"tls_server_config: {{cert_file: node.crt, key_file: node.key}}\nbasic_auth_users: {{watch: {HASH}}}\n"
+    )
+    file = {"node": "node-7", "port": 0, "data_dir": str(tmp_path / "data"), "web_config_file": "web.yml", **QUIET}
+    (tmp_path / "agent.yaml").write_text(yaml.safe_dump(file))
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "node.crt"))
+    with running(tmp_path / "agent.yaml") as url:
+        url = url.replace("127.0.0.1", "localhost")  # the name that its certificate has
+        bearer = f"Bearer {bearer_token((tmp_path / 'data' / 'token').read_text().strip())}"
+        with pytest.raises(ConfigError, match="--credentials"):
+            named_agents(listed(url))
+        for header in (basic("watch", PASSWORD), bearer):
+            assert named_agents(listed(url), lambda u, h=header: node_of(u, h)) == {"node-7": url}
+            source = AgentsSource(lambda: {"node-7": url}, SystemClock(), 0.1, authorization=header)
+            source.start()
+            try:
+                eventually(lambda s=source: bool(s.poll(0.1).batches), "samples arrive")
+            finally:
+                source.close()
+        nobody = AgentsSource(lambda: {"node-7": url}, SystemClock(), 0.1)
+        trusts_none = AgentsSource(
+            lambda: {"node-7": url},
+            SystemClock(),
+            0.1,
+            authorization=bearer,
+            tls=ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        )
+        for source, reason in ((nobody, "status 401"), (trusts_none, "CERTIFICATE")):
+            source.start()
+            try:
+                eventually(lambda s=source, r=reason: r in str(s.poll(0.1).unreachable), reason)
+            finally:
+                source.close()
+
+
+@pytest.mark.parametrize("text", ["ftp://a:1,http://b:2", "https://", "http://a:99999", "https://[::1"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="neither"):
+        listed(text)

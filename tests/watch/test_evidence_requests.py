@@ -1,0 +1,102 @@
+"""Whom an incident asks for what."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.diagnosis import FaultClass as F
+from rolecall.core.ids import NodeId, ProcessId
+from rolecall.core.telemetry import ProcessSample
+from rolecall.detector.base.findings import suspect
+from rolecall.detector.live.subject import Subject
+from rolecall.watch.evidence.requests import NUM_FLIGHT_MAX, NUM_STACKS_MAX, Kind, wanted
+
+ROLLOUT = ("rollout/0", 0)
+
+
+def subject(replica: str, rank: int, node: str, *, collectives: int = 0, phase: str = "compute") -> Subject:
+    role = replica.partition("/")[0]
+    process = ProcessId(node=NodeId(node), pid=100 + rank, start_ticks=1)
+    sample = ProcessSample(
+        process=process, role=role, replica=replica, rank=rank, incarnation=1, at=1.0, wall_at=2.0, alive=True,
+        page_ok=True, phase=phase, collectives_entered=collectives,
+    )  # fmt: skip
+    return Subject(replica, role, rank, 1, node, process, seen_wall=2.0, sample=sample)
+
+
+def job(num: int = 6, **more: int) -> list[Subject]:
+    """Trainer ranks two to a node, and a rollout."""
+    ranks = [subject("trainer/0", n, f"node-{n // 2}", collectives=3, **more) for n in range(num)]
+    return [*ranks, subject(*ROLLOUT, "node-9")]
+
+
+def of(fault: F, *suspects: Suspect) -> Diagnosis:
+    return Diagnosis(
+        suspects=suspects, fault_class=fault, onset=1.0, detected_at=2.0, confidence=0.9, because="because"
+    )
+
+
+def told(fault: F, suspects: Sequence[Suspect], fleet: Sequence[Subject]) -> dict[str, list[object]]:
+    """kind -> ranks, or nodes."""
+    found: dict[str, list[object]] = {}
+    for ask in wanted(of(fault, *suspects), fleet):
+        found.setdefault(str(ask.kind), []).append(ask.node if ask.who is None else ask.who.rank)
+    return found
+
+
+ALL_RANKS: list[object] = [0, 1, 2, 3, 4, 5]
+HANG = {"stacks": [2, 0, 1], "flight_recorder": ALL_RANKS, "nccl_ras": ["node-1"], "kernel_log": ["node-1"]}
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (F.HANG, HANG),
+        (F.NETWORK, HANG),
+        (F.CANNOT_TELL, HANG),
+        (F.SLOW, {"stacks": [2, 0, 1], "kernel_log": ["node-1"]}),
+        (F.CRASH, {"kernel_log": ["node-1"]}),
+        (F.GPU, {"kernel_log": ["node-1"]}),
+        (F.USER_CODE, {}),
+    ],
+)
+def test_what_each_fault_asks_for(fault: F, expected: dict[str, list[object]]) -> None:
+    fleet = job()
+    assert told(fault, [suspect(fleet[2])], fleet) == expected, "peers are of other nodes"
+
+
+def test_a_replica_and_a_node_stand_for_their_processes() -> None:
+    fleet = job()
+    replica = Suspect(node=NodeId("node-0"), role="trainer", replica="trainer/0", incarnation=1)
+    assert told(F.HANG, [replica], fleet)["stacks"] == ALL_RANKS
+    node = Suspect(node=NodeId("node-1"))
+    assert told(F.HANG, [node], fleet)["stacks"] == [2, 3, 0, 1]
+    earlier = replace(replica, incarnation=0)
+    assert told(F.HANG, [earlier], fleet) == {"nccl_ras": ["node-0"], "kernel_log": ["node-0"]}
+
+
+def test_nobody_who_is_gone_is_asked_and_no_recorder_of_who_has_no_collectives() -> None:
+    fleet = job()
+    fleet[0].exit_wall = 1.0
+    assert told(F.HANG, [suspect(fleet[2])], fleet)["stacks"] == [2, 1, 4]
+    rollout = fleet[-1]
+    assert "flight_recorder" not in told(F.HANG, [suspect(rollout)], [rollout, subject("rollout/1", 0, "node-8")])
+    unpaged = [subject("trainer/0", n, "node-0", collectives=1, phase="") for n in range(2)]
+    assert "flight_recorder" not in told(F.HANG, [suspect(unpaged[0])], unpaged)
+
+
+def test_a_watch_that_just_began_asks_whom_the_diagnosis_names() -> None:
+    (ask, *_) = wanted(of(F.HANG, suspect(job()[2])), [])
+    assert (ask.kind, ask.node, ask.suspected) == (Kind.STACKS, "node-1", True)
+    assert told(F.HANG, [replace(suspect(job()[2]), process=None)], []) == {
+        "nccl_ras": ["node-1"],
+        "kernel_log": ["node-1"],
+    }
+
+
+def test_each_kind_is_bounded() -> None:
+    fleet = job(200)
+    found = told(F.CANNOT_TELL, [suspect(s) for s in fleet[:-1]], fleet)
+    assert [len(found[str(kind)]) for kind in Kind] == [NUM_STACKS_MAX, NUM_FLIGHT_MAX, 1, 4]

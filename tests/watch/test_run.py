@@ -1,0 +1,72 @@
+"""What `rolecall watch` puts together: panels beside the engine, which never stop it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rolecall.core.clock import FakeClock
+from rolecall.core.diagnosis import FaultClass, Finding, Suspect
+from rolecall.core.ids import NodeId
+from rolecall.core.rundir import RunDir
+from rolecall.detector.base.observation import Observation
+from rolecall.session.demo import demo_job
+from rolecall.testing.synthetic_run import FakeFleet
+from rolecall.watch import run as watching
+
+
+class Panels:
+    """Says once that rollout/1 changed, or fails at every look."""
+
+    def __init__(self, error: str = "") -> None:
+        self.error, self.said = error, False
+
+    def findings(self, observation: Observation) -> tuple[Finding, ...]:
+        if self.error:
+            raise ValueError(self.error)
+        if self.said:
+            return ()
+        self.said = True
+        at = observation.wall_at
+        who = Suspect(node=NodeId("node-rollout-1"), role="rollout", replica="rollout/1", rank=0, incarnation=1)
+        return (
+            Finding(
+                detector="panel:toy",
+                suspects=(who,),
+                fault_class=FaultClass.SLOW,
+                onset=at,
+                detected_at=at,
+                confidence=0.8,
+                because="its metrics",
+            ),
+        )
+
+
+def _watcher(path: Path, clock: FakeClock) -> watching._Remembering:
+    return watching._Remembering(RunDir(path), demo_job(seed=1, num_steps=1, injection_allowed=False), clock)
+
+
+def test_the_engine_is_told_what_panels_say_and_learning_is_kept_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolecall.detector.live.engine.AFTERMATH_SECONDS", 0.0)
+    clock, fleet = FakeClock(), FakeFleet(seed=1)
+    watcher = _watcher(tmp_path, clock)
+    for o in fleet.run(15.0):
+        assert not watcher.observe(o)
+    watcher._panels = Panels()  # type: ignore[assignment]
+    clock.advance(watching.KEEP_SECONDS)
+    standing = [watcher.observe(o) for o in fleet.run(2.0)]
+    assert [d.because for d in standing[-1]] == ["its metrics"]
+    assert json.loads((tmp_path / watching.LEARNED_FILE).read_text())["panels"]
+
+
+def test_panels_that_fail_leave_the_engine_its_sight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = FakeFleet(seed=1)
+    watcher = _watcher(tmp_path, FakeClock())
+    for o in fleet.run(15.0):
+        watcher.observe(o)
+    watcher._panels = Panels(error="a row too many")  # type: ignore[assignment]
+    fleet.kill("rollout/2")
+    told = [d.key for o in fleet.run(1.0) for d in watcher.observe(o)]
+    assert set(told) == {"crash:rollout/2#1"} and "a row too many" in caplog.text

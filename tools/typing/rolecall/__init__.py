@@ -1,1 +1,0 @@
-../../../rolecall/__init__.py

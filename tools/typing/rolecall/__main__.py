@@ -1,1 +1,0 @@
-../../../rolecall/__main__.py

@@ -1,1 +1,0 @@
-../../../rolecall/agents_watching.py

@@ -1,1 +1,0 @@
-../../../rolecall/asking_first.py

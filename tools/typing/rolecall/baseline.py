@@ -1,1 +1,0 @@
-../../../rolecall/baseline.py

@@ -1,1 +1,0 @@
-../../../rolecall/burn_in_checks.py

@@ -1,1 +1,0 @@
-../../../rolecall/dashboard_beside.py

@@ -1,1 +1,0 @@
-../../../rolecall/diagnosing_nccl.py

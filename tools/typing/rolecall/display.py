@@ -1,1 +1,0 @@
-../../../rolecall/display.py

@@ -1,1 +1,0 @@
-../../../rolecall/evidence_asking.py

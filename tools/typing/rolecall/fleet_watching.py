@@ -1,1 +1,0 @@
-../../../rolecall/fleet_watching.py

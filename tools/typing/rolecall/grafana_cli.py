@@ -1,1 +1,0 @@
-../../../rolecall/grafana_cli.py

@@ -1,1 +1,0 @@
-../../../rolecall/grafana_push_cli.py

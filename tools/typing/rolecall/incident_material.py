@@ -1,1 +1,0 @@
-../../../rolecall/incident_material.py

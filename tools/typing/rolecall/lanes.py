@@ -1,1 +1,0 @@
-../../../rolecall/lanes.py

@@ -1,1 +1,0 @@
-../../../rolecall/lost_time.py

@@ -1,1 +1,0 @@
-../../../rolecall/node_facts.py

@@ -1,1 +1,0 @@
-../../../rolecall/people_cli.py

@@ -1,1 +1,0 @@
-../../../rolecall/private_file.py

@@ -1,1 +1,0 @@
-../../../rolecall/report_style.py

@@ -1,1 +1,0 @@
-../../../rolecall/run_account.py

@@ -1,1 +1,0 @@
-../../../rolecall/watch_address.py

@@ -1,1 +1,0 @@
-../../../rolecall/word_cli.py

@@ -24,11 +24,11 @@ def collectors_of(file: AgentFile, node: NodeId, data_dir: Path, registry: Regis
         _add_nccl(file, node, found)
     if file.jobs.enabled:
         from rolecall.agent.collectors.process.discovery import parse_discovery
-        from rolecall.agent.collectors.process.uninstrumented import ForeignCollector
+        from rolecall.agent.collectors.process.uninstrumented import UninstrumentedJobCollector
 
         rules = parse_discovery(file.jobs.rules or {})
         interval = file.jobs.interval_seconds
-        found.append(ForeignCollector(registry, node, rules, interval_seconds=interval, proc=file.proc))
+        found.append(UninstrumentedJobCollector(registry, node, rules, interval_seconds=interval, proc=file.proc))
     _add_exporters(file, node, found)
     return found
 

@@ -18,7 +18,7 @@ from tempfile import mkstemp
 
 from rolecall.agent.collectors.process.exits import WatchRefused
 from rolecall.agent.node import Agent, AgentSettings, DirectoryInUse
-from rolecall.core.errors import BadId, ConfigError
+from rolecall.core.errors import ConfigError, InvalidId
 from rolecall.core.ids import NodeId, checked_id
 
 LOOPBACK = "127.0.0.1"
@@ -30,7 +30,7 @@ INTERVAL_SECONDS_MIN, INTERVAL_SECONDS_MAX = 0.02, 60.0
 def _node(text: str) -> NodeId:
     try:
         return NodeId(checked_id(text, "node"))
-    except BadId as e:
+    except InvalidId as e:
         raise argparse.ArgumentTypeError(str(e)) from None
 
 

@@ -36,7 +36,7 @@ FLIGHT_SECONDS_MAX = 10.0
 FLIGHT_LOOK_SECONDS = 0.05
 
 
-class EvidenceFailed(Exception):
+class EvidenceUnavailable(Exception):
     """No evidence could be had: why. `busy`: another dump is going on, try again."""
 
     def __init__(self, reason: str, *, busy: bool = False) -> None:
@@ -64,9 +64,9 @@ class Stacks:
             EvidenceFailed: no py-spy, no permission, no such process, too slow, or busy.
         """
         if self._py_spy is None:
-            raise EvidenceFailed("py-spy is not installed")
+            raise EvidenceUnavailable("py-spy is not installed")
         if not self._busy.acquire(blocking=False):
-            raise EvidenceFailed("another dump is going on", busy=True)
+            raise EvidenceUnavailable("another dump is going on", busy=True)
         try:
             return self._dump([self._py_spy, "dump", "--pid", str(pid), "--nonblocking", "--json"])
         finally:
@@ -77,20 +77,20 @@ class Stacks:
         try:
             done = subprocess.run(command, capture_output=True, timeout=DUMP_SECONDS_MAX, env=environment, check=False)
         except subprocess.TimeoutExpired:
-            raise EvidenceFailed(f"py-spy took longer than {DUMP_SECONDS_MAX:.0f} s") from None
+            raise EvidenceUnavailable(f"py-spy took longer than {DUMP_SECONDS_MAX:.0f} s") from None
         except OSError as e:
-            raise EvidenceFailed(f"py-spy could not be started: {e}") from None
+            raise EvidenceUnavailable(f"py-spy could not be started: {e}") from None
         if done.returncode != 0:
             words = " ".join(done.stderr.decode("utf-8", "replace").split())
-            raise EvidenceFailed(f"py-spy: {words[:500] or f'exit code {done.returncode}'}")
+            raise EvidenceUnavailable(f"py-spy: {words[:500] or f'exit code {done.returncode}'}")
         if len(done.stdout) > ANSWER_BYTES_MAX:
-            raise EvidenceFailed(f"more than {ANSWER_BYTES_MAX} bytes of stacks")
+            raise EvidenceUnavailable(f"more than {ANSWER_BYTES_MAX} bytes of stacks")
         try:
             threads = json.loads(done.stdout)
         except ValueError as e:
-            raise EvidenceFailed(f"py-spy's answer is not JSON: {e}") from None
+            raise EvidenceUnavailable(f"py-spy's answer is not JSON: {e}") from None
         if not isinstance(threads, list):
-            raise EvidenceFailed("py-spy's answer is not a list of threads")
+            raise EvidenceUnavailable("py-spy's answer is not a list of threads")
         return threads
 
 
@@ -109,20 +109,20 @@ class FlightRecorders:
             EvidenceFailed: the process does not answer, has no recorder, or ended; or busy.
         """
         if not self._busy.acquire(blocking=False):
-            raise EvidenceFailed("another dump is going on", busy=True)
+            raise EvidenceUnavailable("another dump is going on", busy=True)
         page = self._pages / page_name(pid, start_ticks)
         try:
             self._clean(page)
             return self._ask(page, lives)
         except OSError as e:
-            raise EvidenceFailed(f"the request cannot be written or its answer read: {e.strerror or e}") from None
+            raise EvidenceUnavailable(f"the request cannot be written or its answer read: {e.strerror or e}") from None
         finally:
             self._clean(page)
             self._busy.release()
 
     def _ask(self, page: Path, lives: Callable[[], bool]) -> bytes:
         if not page.exists():
-            raise EvidenceFailed("the process has no state page, and so does not hear requests")
+            raise EvidenceUnavailable("the process has no state page, and so does not hear requests")
         number = secrets.token_hex(8)
         request = request_path(page)
         unfinished = request.with_name(request.name + ".tmp")
@@ -136,12 +136,12 @@ class FlightRecorders:
                 return _read_regular(whole, DUMP_BYTES_MAX)
             with contextlib.suppress(FileNotFoundError):
                 reason = _read_regular(failed, 4 * REASON_CHARS_MAX).decode("utf-8", "replace")
-                raise EvidenceFailed(f"the process says: {reason[:REASON_CHARS_MAX]}")
+                raise EvidenceUnavailable(f"the process says: {reason[:REASON_CHARS_MAX]}")
             if not lives():
-                raise EvidenceFailed("the process ended")
+                raise EvidenceUnavailable("the process ended")
             if self._clock.monotonic() > deadline:
                 because = "it is stopped, its interpreter is held, or its reporter is of an older version"
-                raise EvidenceFailed(f"no answer in {FLIGHT_SECONDS_MAX:.0f} s: {because}")
+                raise EvidenceUnavailable(f"no answer in {FLIGHT_SECONDS_MAX:.0f} s: {because}")
             self._clock.sleep(FLIGHT_LOOK_SECONDS)
 
     def _clean(self, page: Path) -> None:
@@ -157,8 +157,8 @@ def _read_regular(path: Path, num_bytes_max: int) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):
-            raise EvidenceFailed("the answer is not a regular file")
+            raise EvidenceUnavailable("the answer is not a regular file")
         told = file.read(num_bytes_max + 1)
     if len(told) > num_bytes_max:
-        raise EvidenceFailed(f"the answer takes more than {num_bytes_max:,} bytes")
+        raise EvidenceUnavailable(f"the answer takes more than {num_bytes_max:,} bytes")
     return told

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.agent.processes.state_pages import PageState
-from rolecall.core.errors import BadId
+from rolecall.core.errors import InvalidId
 from rolecall.core.ids import NodeId, ProcessId, split_replica
 from rolecall.core.rundir import registration_secret
 
@@ -13,7 +13,7 @@ RANK_MAX = 1 << 20
 INCARNATION_MAX = 1 << 40
 
 
-class Refusal(Exception):
+class ClaimRejected(Exception):
     """A message of a process is not accepted: why."""
 
 
@@ -52,9 +52,9 @@ def sender(peer_pid: int, message: dict[str, Any], node: NodeId) -> ProcessId:
     """
     pid, start_ticks = message.get("pid"), message.get("start_ticks")
     if type(pid) is not int or type(start_ticks) is not int:
-        raise Refusal("pid and start_ticks must be integers")
+        raise ClaimRejected("pid and start_ticks must be integers")
     if pid != peer_pid:
-        raise Refusal(f"process {peer_pid} may not speak for process {pid}")
+        raise ClaimRejected(f"process {peer_pid} may not speak for process {pid}")
     return ProcessId(node=node, pid=pid, start_ticks=start_ticks)
 
 
@@ -68,18 +68,18 @@ def verified(peer_pid: int, message: dict[str, Any], node: NodeId, token: str) -
     replica, secret = message.get("replica"), message.get("secret")
     rank, incarnation = message.get("rank"), message.get("incarnation")
     if not isinstance(replica, str) or not isinstance(secret, str):
-        raise Refusal("replica and secret must be strings")
+        raise ClaimRejected("replica and secret must be strings")
     if type(rank) is not int or not 0 <= rank <= RANK_MAX:
-        raise Refusal(f"rank must be an integer from 0 to {RANK_MAX}")
+        raise ClaimRejected(f"rank must be an integer from 0 to {RANK_MAX}")
     if type(incarnation) is not int or not 0 <= incarnation <= INCARNATION_MAX:
-        raise Refusal(f"incarnation must be an integer from 0 to {INCARNATION_MAX}")
+        raise ClaimRejected(f"incarnation must be an integer from 0 to {INCARNATION_MAX}")
     try:
         role, _ = split_replica(replica)
-    except BadId as e:
-        raise Refusal(str(e)) from None
+    except InvalidId as e:
+        raise ClaimRejected(str(e)) from None
     wanted = registration_secret(token, replica, rank, incarnation)
     if not hmac.compare_digest(wanted.encode(), secret.encode("utf-8", "replace")):
-        raise Refusal(f"wrong secret for {replica}:{rank}#{incarnation}")
+        raise ClaimRejected(f"wrong secret for {replica}:{rank}#{incarnation}")
     return Registration(process=process, replica=replica, role=role, rank=rank, incarnation=incarnation)
 
 
@@ -87,7 +87,7 @@ def proven(page: PageState, node: NodeId, token: str) -> Registration | None:
     """The identity on a page, if who wrote it held the secret of this rank and incarnation; else None."""
     try:
         role, _ = split_replica(page.replica)
-    except BadId:
+    except InvalidId:
         return None
     if not page.proven_by(registration_secret(token, page.replica, page.rank, page.incarnation)):
         return None

@@ -25,7 +25,7 @@ from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import FlightRecorders, Stacks
 from rolecall.agent.http.routes import Routes
 from rolecall.agent.http.server import HttpServer
-from rolecall.agent.registration_socket import Intake
+from rolecall.agent.registration_socket import RegistrationServer
 from rolecall.agent.registry import Registry
 from rolecall.agent.sampler import Sampler
 from rolecall.agent.samples import SampleRing
@@ -123,7 +123,7 @@ class Agent:
             "exception": self.registry.exception,
             "finished": self.registry.finished,
         }
-        self._intake = Intake(self._dir / "agent.sock", answerers, clock)
+        self._intake = RegistrationServer(self._dir / "agent.sock", answerers, clock)
 
     def _take_directory(self) -> int:
         descriptor = os.open(self._dir / "agent.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

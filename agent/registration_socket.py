@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.agent.identity import Refusal
+from rolecall.agent.identity import ClaimRejected
 from rolecall.agent.reporter.sender import socket_address
 from rolecall.core.clock import Clock
 
@@ -40,14 +40,14 @@ Answerer = Callable[[int, dict[str, Any]], None]
 
 
 @dataclass(slots=True)
-class _Connection:
+class _RegistrationPeer:
     socket: socket.socket
     peer_pid: int
     deadline: float
     received: bytearray
 
 
-class Intake:
+class RegistrationServer:
     """Listens at `path`. Every answerer is called in the intake's own thread."""
 
     def __init__(self, path: Path, answerers: Mapping[str, Answerer], clock: Clock) -> None:
@@ -63,7 +63,7 @@ class Intake:
         self._listener = self._listen()
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._selector.register(self._wake, selectors.EVENT_READ, None)
-        self._open: dict[int, _Connection] = {}
+        self._open: dict[int, _RegistrationPeer] = {}
         self.num_malformed = 0  # messages that were none: no JSON, no known kind, too long
         self._complained_at = float("-inf")
         self._second_at, self._num_in_second = clock.monotonic(), 0
@@ -133,10 +133,10 @@ class Intake:
         credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
         peer_pid = int(_PEERCRED.unpack(credentials)[0])
         deadline = self._clock.monotonic() + CONNECTION_SECONDS_MAX
-        self._open[accepted.fileno()] = _Connection(accepted, peer_pid, deadline, bytearray())
+        self._open[accepted.fileno()] = _RegistrationPeer(accepted, peer_pid, deadline, bytearray())
         self._selector.register(accepted, selectors.EVENT_READ, None)
 
-    def _receive(self, connection: _Connection) -> None:
+    def _receive(self, connection: _RegistrationPeer) -> None:
         try:
             got = connection.socket.recv(LINE_BYTES_MAX)
         except BlockingIOError:
@@ -150,7 +150,7 @@ class Intake:
             self.num_malformed += bool(connection.received)
             self._close(connection)
 
-    def _answer(self, connection: _Connection) -> None:
+    def _answer(self, connection: _RegistrationPeer) -> None:
         answer = self._result(connection.peer_pid, bytes(connection.received).split(b"\n", 1)[0])
         try:
             connection.socket.send(json.dumps(answer).encode() + b"\n")
@@ -170,7 +170,7 @@ class Intake:
             return self._malformed(f"kind must be one of {', '.join(sorted(self._answerers))}")
         try:
             answerer(peer_pid, message)
-        except Refusal as e:
+        except ClaimRejected as e:
             now = self._clock.monotonic()
             if now - self._complained_at >= COMPLAINT_SECONDS:
                 self._complained_at = now
@@ -185,7 +185,7 @@ class Intake:
         self.num_malformed += 1
         return {"ok": False, "reason": reason}
 
-    def _close(self, connection: _Connection) -> None:
+    def _close(self, connection: _RegistrationPeer) -> None:
         self._open.pop(connection.socket.fileno(), None)
         self._selector.unregister(connection.socket)
         connection.socket.close()

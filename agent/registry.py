@@ -18,7 +18,7 @@ from typing import Any
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, WatchRefused, asked_to_end, guess_cause
 from rolecall.agent.collectors.process.process import ProcessProbe
 from rolecall.agent.events import EventLog
-from rolecall.agent.identity import Refusal, Registration, proven, sender, verified
+from rolecall.agent.identity import ClaimRejected, Registration, proven, sender, verified
 from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnreadable
 from rolecall.agent.reporter.page_layout import page_name
 from rolecall.core.clock import Clock
@@ -97,7 +97,7 @@ class Registry:
         """
         try:
             self._register(peer_pid, message)
-        except Refusal as e:
+        except ClaimRejected as e:
             self._refused(peer_pid, str(e))
             raise
 
@@ -128,14 +128,14 @@ class Registry:
     def _admit(self, said: Registration, detail: dict[str, str]) -> None:
         """One process more. Raises Refusal: too many, its place is taken, or it is gone."""
         if self.num_live() >= NUM_PROCESSES_MAX:
-            raise Refusal(f"{NUM_PROCESSES_MAX} processes are registered already")
+            raise ClaimRejected(f"{NUM_PROCESSES_MAX} processes are registered already")
         before = self._others_in(said)
         tracked = self._track(said)
         try:
             self._watch(tracked)
         except WatchRefused as e:
             self._forget(tracked)
-            raise Refusal(str(e)) from None
+            raise ClaimRejected(str(e)) from None
         for other in before:
             # Found processes of one place share an incarnation: the dead one must not be shown beside its successor.
             if said.found and other.exited_at is not None:
@@ -148,7 +148,9 @@ class Registry:
         others = [t for p, t in self._tracked.items() if t.registration.slot == said.slot and p != said.process]
         for other in others:
             if other.exited_at is None and self._lives(other):
-                raise Refusal(f"{said.replica}:{said.rank}#{said.incarnation} is process {other.registration.process}")
+                raise ClaimRejected(
+                    f"{said.replica}:{said.rank}#{said.incarnation} is process {other.registration.process}"
+                )
         return others
 
     def discover(self, found: Registration, detail: dict[str, str]) -> None:
@@ -159,7 +161,7 @@ class Registry:
         """
         with self._lock:
             if found.process in self._tracked:
-                raise Refusal(f"process {found.process} is known already")
+                raise ClaimRejected(f"process {found.process} is known already")
             self._admit(found, detail)
 
     def registrations(self) -> tuple[Registration, ...]:
@@ -184,9 +186,9 @@ class Registry:
         tracked = self._known(peer_pid, message)
         number, detail = message.get("number"), message.get("detail")
         if type(number) is not int or not isinstance(detail, dict):
-            raise Refusal("exception needs number and detail")
+            raise ClaimRejected("exception needs number and detail")
         if not all(isinstance(k, str) and isinstance(v, str) for k, v in detail.items()) or len(detail) > 16:
-            raise Refusal("detail must be at most 16 strings")
+            raise ClaimRejected("detail must be at most 16 strings")
         with self._lock:
             self._tell_exception(tracked, number, {**detail, "number": str(number)})
 
@@ -200,7 +202,7 @@ class Registry:
         with self._lock:
             tracked = self._tracked.get(sender(peer_pid, message, self._node))
         if tracked is None:
-            raise Refusal(f"process {peer_pid} is not registered")
+            raise ClaimRejected(f"process {peer_pid} is not registered")
         return tracked
 
     def _tell_exception(self, tracked: Tracked, number: int, detail: dict[str, str]) -> None:
@@ -344,7 +346,7 @@ class Registry:
             return
         try:
             self._others_in(said)
-        except Refusal as e:
+        except ClaimRejected as e:
             self._refused(page.pid, str(e))
             return
         self._change(tracked, said)

@@ -21,9 +21,9 @@ import torch
 from collapse_courses import Spec, course, specs
 
 from rolecall.detector.live import collapse_tests as collapse_signs
-from rolecall.detector.live.collapse_tests import signs
+from rolecall.detector.live.collapse_tests import collapse_symptoms
 from rolecall.detector.live.stages.collapse import QUIET_STEPS
-from rolecall.detector.live.training_history import SIGNS, STEPS_KEPT, Point
+from rolecall.detector.live.training_history import SIGNS, STEPS_KEPT, TrainingStepPoint
 
 KEPT = common.ROOT / "tests" / "detector" / "courses.json"
 SIGN_KINDS = (
@@ -61,14 +61,14 @@ class Judged:
 
 
 def judged(spec: Spec, rows: Sequence[dict[str, float]]) -> Judged:
-    points: list[Point] = []
+    points: list[TrainingStepPoint] = []
     alarms: list[tuple[int, set[str]]] = []
     last = -QUIET_STEPS - 1
     for number, row in enumerate(rows):
         step = int(row["step"])
         points = [p for p in points if p.step < step][-STEPS_KEPT:]
-        points.append(Point(step, 0.0, {k: v for k, v in row.items() if k != "step"}))
-        seen = {sign.kind for sign in signs(points)}
+        points.append(TrainingStepPoint(step, 0.0, {k: v for k, v in row.items() if k != "step"}))
+        seen = {sign.kind for sign in collapse_symptoms(points)}
         if not seen:
             continue
         if number - last > QUIET_STEPS:

@@ -30,12 +30,12 @@ from rolecall.core.journal.journal import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.detector.live.training_history import SIGNS
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
-from rolecall.rl_runtime.protocol.messages import Group
+from rolecall.rl_runtime.protocol.messages import PromptGroup
 from rolecall.rl_runtime.tasks.task import make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.model import write_model_folder
 from rolecall.rl_runtime.trainer.trainer import TrainerReplica
-from rolecall.testing.learning import ModelWriter, Source
+from rolecall.testing.learning import BatchGenerator, ModelSequenceGenerator
 
 TRAINER = replica_id("trainer", 0)
 LEDGER = ChainHead(position=0, hash=GENESIS)
@@ -93,7 +93,7 @@ class Trained:
         self.replica.close()
         self._start(job, state)
 
-    def step(self, groups: Sequence[Group]) -> dict[str, float | None]:
+    def step(self, groups: Sequence[PromptGroup]) -> dict[str, float | None]:
         number = self.replica.commit_record().step + 1
         work = form_microbatches(number, groups, self.job.algorithm.microbatches_per_step)
         ids = [m.microbatch_id for m in work]
@@ -110,8 +110,8 @@ def course(spec: Spec) -> list[dict[str, float]]:
     task = make_task(job.task, vocabulary(job.model, job.task.name), job.seed)
     with tempfile.TemporaryDirectory() as folder:
         write_model_folder(Path(folder), job.model, seed=0, task=job.task.name)
-        writer = ModelWriter(Path(folder), eos=task.vocab.eos, seed=spec.seed)
-    source, trained = Source(job, task, writer), Trained(job)
+        writer = ModelSequenceGenerator(Path(folder), eos=task.vocab.eos, seed=spec.seed)
+    source, trained = BatchGenerator(job, task, writer), Trained(job)
     kept, rows = trained.replica.export_state(), list[dict[str, float]]()
     versions = deque([(0, trained.replica.policy_tensors(0))], maxlen=spec.staleness + 1)
     for number in range(spec.steps):
@@ -157,7 +157,7 @@ def _noisy(weights: Mapping[str, torch.Tensor], factor: float, noise: torch.Gene
     return {**weights, wrong: w + factor * w.std() * torch.randn(w.shape, generator=noise)}
 
 
-def _judged(group: Group, kind: str, task: Any, number: int) -> Group:
+def _judged(group: PromptGroup, kind: str, task: Any, number: int) -> PromptGroup:
     """The group as the broken reward function, or the broken data, sees it."""
     if kind == "reward_constant":
         rewards = [0.5 for _ in group.samples]

@@ -29,7 +29,14 @@ import common
 from fleet_report import Outcome, curve, report
 
 from rolecall.detector.panels.panel import PanelDetector
-from rolecall.detector.simulation.fleet import EPOCH_SECONDS, NUM_MACHINES_MAX, NUM_MACHINES_MIN, Task, chunks, fleet
+from rolecall.detector.simulation.fleet import (
+    EPOCH_SECONDS,
+    NUM_MACHINES_MAX,
+    NUM_MACHINES_MIN,
+    SimulatedTask,
+    chunks,
+    fleet,
+)
 from rolecall.diagnose.simulate import GRACE_SECONDS, REPEAT_GAP_SECONDS
 
 MACHINE_SECONDS = 40e6
@@ -38,7 +45,7 @@ RUN_SECONDS_MAX = 12 * 3600.0
 Alarm = tuple[float, str]
 
 
-def watch(task: Task, detectors: Sequence[PanelDetector]) -> list[tuple[list[Alarm], float]]:
+def watch(task: SimulatedTask, detectors: Sequence[PanelDetector]) -> list[tuple[list[Alarm], float]]:
     """(alarms in order, CPU seconds) of each detector."""
     shape = task.shape
     trackers = [d.track(shape) for d in detectors]
@@ -54,7 +61,9 @@ def watch(task: Task, detectors: Sequence[PanelDetector]) -> list[tuple[list[Ala
     return list(zip(alarms, spent, strict=True))
 
 
-def score(task: Task, alarms: Iterable[Alarm], *, detector: str, asked: float, cpu_seconds: float = 0.0) -> Outcome:
+def score(
+    task: SimulatedTask, alarms: Iterable[Alarm], *, detector: str, asked: float, cpu_seconds: float = 0.0
+) -> Outcome:
     machines, fault = task.shape.machines, task.fault
     onset = fault.onset if fault else math.inf
     culprit = machines[fault.machine].node if fault else ""
@@ -94,7 +103,7 @@ def made(name: str, asked: float, model: Path | None) -> PanelDetector:
     return detector(name, false_alarms_per_1000_machine_days=asked, model=model if name == "minder" else None)
 
 
-def judge(task: Task, wanted: Sequence[tuple[str, float]], model: Path | None) -> list[Outcome]:
+def judge(task: SimulatedTask, wanted: Sequence[tuple[str, float]], model: Path | None) -> list[Outcome]:
     """What a worker does with one task."""
     seen = watch(task, [made(name, asked, model) for name, asked in wanted])
     return [
@@ -117,7 +126,7 @@ def within(budget: float, seed: int, num_tasks: int, num_healthy: int) -> int:
 
 
 def run(
-    tasks: Sequence[Task],
+    tasks: Sequence[SimulatedTask],
     wanted: Sequence[tuple[str, float]],
     model: Path | None,
     workers: int,

@@ -11,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 from scipy import stats
 
-from rolecall.detector.simulation.fleet import NUM_MACHINES_MAX, NUM_MACHINES_MIN, Task
+from rolecall.detector.simulation.fleet import NUM_MACHINES_MAX, NUM_MACHINES_MIN, SimulatedTask
 
 SECONDS_PER_DAY = 86_400.0
 CONFIDENCE = 0.95
@@ -34,7 +34,7 @@ class Outcome:
     wrong ones from the onset on; `false_victims` of them name a neighbour that the fault reached.
     """
 
-    task: Task
+    task: SimulatedTask
     detector: str
     asked: float
     delay_seconds: float | None

@@ -154,7 +154,7 @@ def _cuts(tppo: Sequence[Record]) -> list[str]:
     window = tppo[0]["algorithm"].get("window_tokens") if tppo else None
     if window is None:
         return []
-    longest = parse_job(tppo[0]["run"]["job"]).task.max_new_tokens
+    longest = parse_job(tppo[0]["run"]["job"]).task.max_response_tokens
     told = f"T-PPO's windows have {window} tokens, the longest answer {longest}"
     if window >= longest:
         told += ": nothing is cut, and what sets it apart from PPO here is its lambda and a prompt for each answer"

@@ -19,10 +19,16 @@ import torch
 from rolecall.core.config.algorithm import FILTERS, AlgorithmName
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import BatchNotFilled
-from rolecall.rl_runtime.protocol.messages import End
+from rolecall.rl_runtime.protocol.messages import EndReason
 from rolecall.rl_runtime.tasks.reward_worker import task_of
 from rolecall.rl_runtime.trainer.model import write_model_folder
-from rolecall.testing.learning import EngineWriter, ModelWriter, Point, examine, learn
+from rolecall.testing.learning import (
+    EngineSequenceGenerator,
+    LearningCurvePoint,
+    ModelSequenceGenerator,
+    examine,
+    learn,
+)
 
 SEEDS = (0, 1, 2, 3, 4)
 """Of the measurement. Settings were tuned on seeds from 100 on."""
@@ -89,13 +95,18 @@ def smaller(*, steps: int, seconds: float, seeds: Sequence[int] = SEEDS) -> list
 def dapo_parts() -> dict[str, dict[str, Any]]:
     """Line of the table -> section `algorithm`, each one part more than the one before; the last one is DAPO."""
     dapo = settings_of(AlgorithmName.DAPO)
-    without = {"aggregation": "sample", "clip_high": dapo["clip_low"], "overlong_cache": 0, "dynamic_sampling": False}
+    without = {
+        "aggregation": "sample",
+        "clip_high": dapo["clip_low"],
+        "overlong_buffer_tokens": 0,
+        "dynamic_sampling": False,
+    }
     settings = {**{k: v for k, v in dapo.items() if k not in FILTERS}, **without, "name": "grpo"}
     found = {"GRPO": settings}
     for part, keys in (
         ("+ clip-higher", ("clip_high",)),
         ("+ token-level loss", ("aggregation",)),
-        ("+ overlong punishment", ("overlong_cache",)),
+        ("+ overlong punishment", ("overlong_buffer_tokens",)),
         ("+ dynamic sampling", ("dynamic_sampling", *FILTERS)),
     ):
         settings = {**settings, **{k: dapo[k] for k in keys}}
@@ -134,7 +145,9 @@ def race(*, seconds: float, exam_every: int, seeds: Sequence[int] = SEEDS) -> li
     So PPO's answers of a step are each to a prompt of its own, and it has as many of them as T-PPO has windows.
     """
     tppo = {k: v for k, v in settings_of(AlgorithmName.TPPO).items() if k != "window_tokens"}  # its task says it
-    ppo = {k: v for k, v in tppo.items() if k not in ("cut_value", "prefixes")} | {"name": str(AlgorithmName.PPO)}
+    ppo = {k: v for k, v in tppo.items() if k not in ("truncation_value", "prefixes")} | {
+        "name": str(AlgorithmName.PPO)
+    }
     return [
         Run(
             part=RACE,
@@ -151,7 +164,7 @@ def race(*, seconds: float, exam_every: int, seeds: Sequence[int] = SEEDS) -> li
     ]
 
 
-def row_of(point: Point) -> dict[str, float | None]:
+def row_of(point: LearningCurvePoint) -> dict[str, float | None]:
     """What is kept of a step. Lengths and rewards are of all answers that ended, those of filtered groups too."""
     made, health = point.generated, point.result.health
     over = len(made.over)
@@ -160,7 +173,7 @@ def row_of(point: Point) -> dict[str, float | None]:
         "exact": point.exact,
         "over": over,
         "length": sum(len(s.tokens) for s in made.over) / over if over else None,
-        "truncated": sum(s.end is End.LENGTH for s in made.over) / over if over else None,
+        "truncated": sum(s.end is EndReason.LENGTH for s in made.over) / over if over else None,
         "groups": made.num_groups,
         "filtered": made.num_filtered,
         "samples": sum(len(g.samples) for g in made.groups),
@@ -174,11 +187,11 @@ def row_of(point: Point) -> dict[str, float | None]:
     }
 
 
-def writer_of(job: JobConfig, folder: Path, *, with_engine: bool) -> ModelWriter | EngineWriter:
+def writer_of(job: JobConfig, folder: Path, *, with_engine: bool) -> ModelSequenceGenerator | EngineSequenceGenerator:
     write_model_folder(folder, job.model, 0, job.task.name)
     if with_engine:
-        return EngineWriter(folder, seed=job.seed, num_seqs_max=job.algorithm.groups_per_step)
-    return ModelWriter(folder, eos=task_of(job).vocab.eos, seed=job.seed)
+        return EngineSequenceGenerator(folder, seed=job.seed, num_seqs_max=job.algorithm.groups_per_step)
+    return ModelSequenceGenerator(folder, eos=task_of(job).vocab.eos, seed=job.seed)
 
 
 def carried_out(run: Run, commit: str) -> dict[str, Any]:
@@ -212,7 +225,7 @@ def carried_out(run: Run, commit: str) -> dict[str, Any]:
                     ended = "time"
                     break
         final = examine(writer, task, num_prompts=EXAM_PROMPTS)
-        if isinstance(writer, EngineWriter):
+        if isinstance(writer, EngineSequenceGenerator):
             writer.engine.close()
     return {
         "commit": commit,
@@ -226,8 +239,8 @@ def carried_out(run: Run, commit: str) -> dict[str, Any]:
     }
 
 
-def _forwards(writer: ModelWriter | EngineWriter) -> int:
-    return writer.num_steps if isinstance(writer, EngineWriter) else 0
+def _forwards(writer: ModelSequenceGenerator | EngineSequenceGenerator) -> int:
+    return writer.num_steps if isinstance(writer, EngineSequenceGenerator) else 0
 
 
 def _short(values: Iterable[float | None]) -> list[float | None]:

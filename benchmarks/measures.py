@@ -25,7 +25,7 @@ from recording import Recording, replayed
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.telemetry import ProcessSample
-from rolecall.detector.live.fleet import Fleet
+from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.stages import slow
 from rolecall.detector.live.stages.slow import SlowState
 from rolecall.detector.live.subject import starved_seconds
@@ -219,7 +219,7 @@ def strides(recording: Recording, faults: Sequence[Slowdown], config: DetectorCo
 
     Learning stops where the live detector stops it: for whoever is alarmed, and for all while another fault is open.
     """
-    fleet, state = Fleet(mask_proc_state=True), SlowState()
+    fleet, state = MonitoredProcesses(mask_proc_state=True), SlowState()
     seen: dict[Process, float] = {}
     for observation in replayed(recording, config.poll_seconds):
         now = observation.wall_at

@@ -36,10 +36,10 @@ from rolecall.detector.panels.baselines.detectors import BASELINES as METHODS
 from rolecall.detector.panels.minder import detector as minder
 from rolecall.detector.panels.minder import fit as minder_fit
 from rolecall.detector.panels.minder.detector import Minder, Variant, Weights
-from rolecall.detector.panels.minder.fit import Fault
+from rolecall.detector.panels.minder.fit import LabelledFault
 from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelDetector, PanelShape, findings
 from rolecall.detector.panels.registry import BASELINES, FALSE_ALARMS_PER_1000_MACHINE_DAYS, detector
-from rolecall.detector.simulation.fleet import METRICS, Onset, SimulatedFault, Task, fleet, panel
+from rolecall.detector.simulation.fleet import METRICS, Onset, SimulatedFault, SimulatedTask, fleet, panel
 from rolecall.detector.sources import recording
 
 DATA = common.ROOT.parent / "shared" / "data"
@@ -52,14 +52,14 @@ PAPER_CALL_SECONDS = 3.6
 MSE_BAR = 1e-4
 
 
-def fit_panels(num: int) -> tuple[list[Panel], list[list[Fault]]]:
+def fit_panels(num: int) -> tuple[list[Panel], list[list[LabelledFault]]]:
     """Simulated tasks to learn from, with their labels."""
     panels, faults = [], []
     for task in fleet(seed=FIT_SEED, num_tasks=num, num_healthy=0, num_machines_max=FIT_MACHINES_MAX):
         assert task.fault
         panels.append(panel(task))
         node = task.shape.machines[task.fault.machine].node
-        faults.append([Fault(node=node, onset=task.fault.onset, end=task.fault.end)])
+        faults.append([LabelledFault(node=node, onset=task.fault.onset, end=task.fault.end)])
         print(f"fit: task {len(panels)} of {num}", file=sys.stderr, flush=True)
     return panels, faults
 
@@ -171,7 +171,7 @@ def of_its_kind(fault: SimulatedFault | None, tried: Sequence[str]) -> bool:
 OWN_KIND_SECONDS_MIN, OWN_KIND_SIGMAS_MIN = 300.0, 4.0
 
 
-def judge(task: Task, asked: float, integrated: Weights) -> dict[str, Count]:
+def judge(task: SimulatedTask, asked: float, integrated: Weights) -> dict[str, Count]:
     made = variants(asked, integrated)
     counts = {}
     for (name, _), (alarms, _) in zip(made.items(), watch(task, list(made.values())), strict=True):

@@ -28,7 +28,7 @@ from rolecall.detector.simulation.fleet import (
     FAULT_KINDS,
     METRICS,
     Onset,
-    Task,
+    SimulatedTask,
     fleet,
 )
 
@@ -50,7 +50,7 @@ class Change(StrEnum):
     SHORT = "durations as drawn, from 2 minutes"
 
 
-def of_own_kind(task: Task, change: Change) -> Task:
+def of_own_kind(task: SimulatedTask, change: Change) -> SimulatedTask:
     """The task with its fault made as the paper has them: far out, in every metric of the groups that show its kind, there
     at once or within a minute, and twice as long as the continuity asks at least."""
     fault = task.fault
@@ -70,7 +70,7 @@ def of_own_kind(task: Task, change: Change) -> Task:
     return replace(task, fault=fault, num_ticks=int(end - EPOCH_SECONDS + AFTERMATH_SECONDS))
 
 
-def judge_own_kind(wanted: tuple[Task, Change], asked: float) -> dict[str, Outcome]:
+def judge_own_kind(wanted: tuple[SimulatedTask, Change], asked: float) -> dict[str, Outcome]:
     """By detector."""
     task, change = wanted
     made: dict[str, PanelDetector] = {"minder": minder.make(asked)}

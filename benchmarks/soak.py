@@ -135,7 +135,7 @@ def from_journal(run: Path, incidents: Sequence[dict[str, Any]], config: dict[st
     (step, microbatch) pairs that entered the optimizer are those of a failure-free run."""
     journal = Journal(f"sqlite:///{run / 'journal.db'}", create=False)
     try:
-        moved = journal.events(kinds=[EventKind.REQUESTS_MOVED])
+        moved = journal.events(kinds=[EventKind.REQUESTS_REASSIGNED])
         committed = journal.events(kinds=[EventKind.STEP_COMMITTED])
     finally:
         journal.close()

@@ -17,7 +17,7 @@ class Settings:
     """The run's directory where it is on this machine: injections and evidence files are there."""
     prometheus_url: str = ""
     prometheus_authorization: str = field(default="", repr=False)
-    people_path: Path | None = None
+    users_path: Path | None = None
     """Who may act, and with which token (`users.py`); None: nobody."""
     sign_in: bool = False
     """Who is not signed in sees nothing: others than this machine's users can reach it."""

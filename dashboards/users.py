@@ -44,7 +44,7 @@ HEAD = "# Who may act on rolecall's dashboard. `rolecall people add NAME --file 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pass:
+class SignedInUser:
     """A person who signed in. Holds no token: only what the file holds, to see that it still does."""
 
     name: str
@@ -53,7 +53,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
+class SignInRefused:
     """Why somebody is not let in, in a sentence that says nothing of what they presented."""
 
     because: str
@@ -64,7 +64,7 @@ def fingerprint(token: str) -> str:
     return f"sha256:{hashlib.sha256(token.encode()).hexdigest()}"
 
 
-def read_people(path: Path) -> dict[str, str]:
+def read_users(path: Path) -> dict[str, str]:
     """Name -> fingerprint.
 
     Raises:
@@ -79,7 +79,7 @@ def add(path: Path, name: str) -> str:
     Raises:
         CommandRefused: the name is taken, or is none. UnreadableInput: the file cannot be read.
     """
-    people = read_people(path) if path.exists() else {}
+    people = read_users(path) if path.exists() else {}
     if checked_name(name) in people:
         raise CommandRefused(f"{name} stands in {path} already; `rolecall people remove` ends the old token")
     token = secrets.token_urlsafe(TOKEN_BYTES)
@@ -93,13 +93,13 @@ def remove(path: Path, name: str) -> None:
     Raises:
         CommandRefused: nobody has this name. UnreadableInput: the file cannot be read.
     """
-    people = read_people(path)
+    people = read_users(path)
     if name not in people:
         raise CommandRefused(f"nobody in {path} is called {name!r}; there are: {', '.join(people) or 'none'}")
     _write(path, {n: f for n, f in people.items() if n != name})
 
 
-class Door:
+class Authenticator:
     """Lets people in and knows whom it has let in. One a process; thread-safe."""
 
     def __init__(self, path: Path) -> None:
@@ -108,22 +108,22 @@ class Door:
         self._failures: deque[float] = deque(maxlen=FAILURES_MAX)
         self._read: tuple[tuple[int, ...], dict[str, str]] | None = None
 
-    def enter(self, token: str, now: float) -> Pass | Refused:
+    def enter(self, token: str, now: float) -> SignedInUser | SignInRefused:
         """`now`: wall seconds."""
         with self._lock:
             try:
                 people = self._people()
             except UnreadableInput as e:
-                return Refused(because=str(e))
+                return SignInRefused(because=str(e))
             presented = fingerprint(token[:TOKEN_CHARS_MAX])
             # All are compared, and none of them in a time that tells how much of it fits.
             fits = [n for n, kept in people.items() if hmac.compare_digest(kept, presented)]
             if not fits:
                 self._count_failure(now)
-                return Refused(because="nobody in the people file has this token")
-            return Pass(name=fits[0], fingerprint=presented, seen_at=now)
+                return SignInRefused(because="nobody in the people file has this token")
+            return SignedInUser(name=fits[0], fingerprint=presented, seen_at=now)
 
-    def refusal(self, held: Pass, now: float) -> str:
+    def refusal(self, held: SignedInUser, now: float) -> str:
         """Why `held` is over; empty while it is good."""
         if now - held.seen_at > IDLE_SECONDS:
             return f"{held.name} was signed out after {IDLE_SECONDS / 60:.0f} minutes without a click"
@@ -148,7 +148,7 @@ class Door:
             raise UnreadableInput(where=str(self.path), reason=e.strerror or repr(e)) from None
         stamp = (now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
         if self._read is None or self._read[0] != stamp:
-            self._read = (stamp, read_people(self.path))
+            self._read = (stamp, read_users(self.path))
         return self._read[1]
 
 

@@ -13,15 +13,15 @@ from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.recovery.fleet import FleetView
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.intake import storable
-from rolecall.recovery.interfaces import Detector, Source
+from rolecall.recovery.interfaces import Detector, ObservationSource
 
 logger = logging.getLogger(__name__)
 
 
-class Judge:
+class FaultTolerantDetector:
     """Owned by one watch."""
 
-    def __init__(self, source: Source, detector: Detector, clock: Clock) -> None:
+    def __init__(self, source: ObservationSource, detector: Detector, clock: Clock) -> None:
         self._source, self._detector, self._clock = source, detector, clock
         self._forgotten: dict[str, int] = {}  # replica -> incarnation below which the detector expects nothing
         self.error = ""

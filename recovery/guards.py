@@ -18,25 +18,25 @@ from rolecall.recovery.incidents.incident import PERSON, Decision, Incident, Inc
 HOUR_SECONDS = 3600.0
 AT_ONCE = "at_once"
 HOLD = "hold"
-NOT_PEERS = ("self", "progress", "exit", "signal", "person")
+NOT_PEERS = ("self", "progress", "exit", "signal", "operator")
 """Evidence kinds that start so do not compare with peers: one of them is enough not to lean on peers alone. So is a
 comparison that says that it had no `peers`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guarded:
+class GuardResult:
     """`guard` names who held; empty when all passed."""
 
     guard: str
     because: str
-    call_person: bool = False
+    page_oncall: bool = False
 
     @property
     def passed(self) -> bool:
         return not self.guard
 
 
-PASSED = Guarded(guard="", because="no guard objects")
+PASSED = GuardResult(guard="", because="no guard objects")
 
 
 def check(
@@ -49,9 +49,9 @@ def check(
     paused: str | None,
     stopping: str | None,
     now: float,
-) -> Guarded:
+) -> GuardResult:
     """The first guard that objects, or PASSED. `now`: wall seconds. Mode `approve` passes here: who calls asks a person."""
-    held = _by_people(config, paused, stopping) or _hold(incident, now) or _incarnations(plan, fleet)
+    held = _operator_guards(config, paused, stopping) or _operator_hold(incident, now) or _incarnations(plan, fleet)
     if held is None and plan.action is not ActionKind.STOP_JOB:
         held = _peer_evidence(plan, incident, fleet, incidents) or _limits(
             plan, incident, fleet, config, incidents, now
@@ -59,30 +59,30 @@ def check(
     return held or PASSED
 
 
-def _by_people(config: RecoveryConfig, paused: str | None, stopping: str | None) -> Guarded | None:
+def _operator_guards(config: RecoveryConfig, paused: str | None, stopping: str | None) -> GuardResult | None:
     if config.mode == "observe":
-        return Guarded(guard="mode", because="mode is observe: rolecall says what it would do, and does nothing")
+        return GuardResult(guard="mode", because="mode is observe: rolecall says what it would do, and does nothing")
     if paused is not None:
-        return Guarded(guard="paused", because=f"paused by {paused}")
+        return GuardResult(guard="paused", because=f"paused by {paused}")
     if stopping is not None:
-        return Guarded(guard="stopping", because=f"the job is being stopped: {stopping}")
+        return GuardResult(guard="stopping", because=f"the job is being stopped: {stopping}")
     return None
 
 
-def _hold(incident: Incident, now: float) -> Guarded | None:
+def _operator_hold(incident: Incident, now: float) -> GuardResult | None:
     hold = incident.attempt.hold if incident.attempt else None
     if hold is None or not hold.stands(now):
         return None
-    return Guarded(guard=HOLD, because=f"{hold.by} holds it until {hold.until_text}: {hold.because}")
+    return GuardResult(guard=HOLD, because=f"{hold.by} holds it until {hold.until_text}: {hold.because}")
 
 
-def _incarnations(plan: Plan, fleet: FleetView) -> Guarded | None:
+def _incarnations(plan: Plan, fleet: FleetView) -> GuardResult | None:
     for target in plan.targets:
         seen = fleet.find(target.replica)
         newest = seen.desired_incarnation if seen else None
         if newest != target.incarnation:
             is_now = f"#{newest} is desired now" if newest else "it is not desired any more"
-            return Guarded(
+            return GuardResult(
                 guard="incarnation", because=f"the plan means {target.replica}#{target.incarnation}, and {is_now}"
             )
     return None
@@ -96,7 +96,9 @@ def on_peer_evidence_alone(d: Diagnosis) -> bool:
     return not own_history and PERSON not in d.detectors
 
 
-def _peer_evidence(plan: Plan, incident: Incident, fleet: FleetView, incidents: Sequence[Incident]) -> Guarded | None:
+def _peer_evidence(
+    plan: Plan, incident: Incident, fleet: FleetView, incidents: Sequence[Incident]
+) -> GuardResult | None:
     if not on_peer_evidence_alone(incident.diagnosis):
         return None
     accused = {t.replica for t in plan.targets}
@@ -107,17 +109,17 @@ def _peer_evidence(plan: Plan, incident: Incident, fleet: FleetView, incidents: 
         peers = fleet.of_role(role)
         ours = [r for r in peers if r.replica in accused]
         if 2 * len(ours) > len(peers):
-            return Guarded(
+            return GuardResult(
                 guard="majority",
                 because=f"{len(ours)} of {len(peers)} {role} replicas stand accused by their peers alone: "
                 "a majority cannot be the odd ones",
-                call_person=True,
+                page_oncall=True,
             )
         if not any(r.living and r.replica not in accused for r in peers):
-            return Guarded(
+            return GuardResult(
                 guard="last_living",
                 because=f"no {role} replica would be left, on the word of peers alone",
-                call_person=True,
+                page_oncall=True,
             )
     return None
 
@@ -129,24 +131,24 @@ def _limits(
     config: RecoveryConfig,
     incidents: Sequence[Incident],
     now: float,
-) -> Guarded | None:
+) -> GuardResult | None:
     counted = evictions(incidents, since=now - HOUR_SECONDS)
     lately = [e for e in counted if e.at > now - HOUR_SECONDS]
     for target in plan.targets:
         times = sum(e.replica == target.replica for e in lately)
         if times >= config.retries_per_replica_max:
-            return Guarded(
+            return GuardResult(
                 guard="retries",
                 because=f"{target.replica} was replaced {times} times within an hour, "
                 f"the limit is {config.retries_per_replica_max}",
-                call_person=True,
+                page_oncall=True,
             )
     if len(lately) + len(plan.targets) > config.evictions_per_hour_max:
-        return Guarded(
+        return GuardResult(
             guard="evictions",
             because=f"{len(lately)} evictions within an hour and {len(plan.targets)} more asked for, "
             f"the limit is {config.evictions_per_hour_max}",
-            call_person=True,
+            page_oncall=True,
         )
     elsewhere = {e.replica for e in counted if e.under_repair and e.incident_id != incident.incident_id}
     return _at_once(plan, fleet, config, elsewhere, _awaiting_turn(incident, incidents))
@@ -172,24 +174,24 @@ def _awaiting_turn(incident: Incident, incidents: Sequence[Incident]) -> set[str
 
 def _at_once(
     plan: Plan, fleet: FleetView, config: RecoveryConfig, elsewhere: set[str], waiting: set[str]
-) -> Guarded | None:
+) -> GuardResult | None:
     """A standby works for nobody: its repair holds up no other one, and comes after those that are due."""
     targets = {str(t.replica) for t in plan.targets}
     if all(_is_standby(t) for t in targets):
         first = sorted(r for r in elsewhere | waiting if not _is_standby(r))
         if first:
             because = f"{', '.join(first)} first: {', '.join(sorted(targets))} works for nobody meanwhile"
-            return Guarded(guard=AT_ONCE, because=because)
+            return GuardResult(guard=AT_ONCE, because=because)
     else:
         elsewhere = {r for r in elsewhere if not _is_standby(r)}
     together = targets | elsewhere
     if len(together) > config.replicas_at_once_max:
-        return Guarded(
+        return GuardResult(
             guard=AT_ONCE,
             because=f"{', '.join(sorted(elsewhere)) or 'nobody'} under repair and {', '.join(sorted(targets))} asked for, "
             f"the limit is {config.replicas_at_once_max} at once",
             # Alone too many: waiting would not help.
-            call_person=len(targets) > config.replicas_at_once_max,
+            page_oncall=len(targets) > config.replicas_at_once_max,
         )
     for role in sorted({split_replica(t)[0] for t in targets}):
         size = len(fleet.of_role(role))
@@ -197,9 +199,9 @@ def _at_once(
         under = {t for t in together if split_replica(t)[0] == role}
         if len(under) > allowed:
             alone = len([t for t in targets if split_replica(t)[0] == role]) > allowed
-            return Guarded(
+            return GuardResult(
                 guard="role_share",
                 because=f"{len(under)} of {size} {role} replicas would be under repair, the limit is {allowed}",
-                call_person=alone,
+                page_oncall=alone,
             )
     return None

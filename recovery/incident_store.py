@@ -20,14 +20,14 @@ from rolecall.recovery.intake import incident_name, storable
 logger = logging.getLogger(__name__)
 
 READ_KINDS = (*INCIDENT_KINDS, EventKind.RUN_ENDED)
-TELLS_PERSON = frozenset({EventKind.PERSON_CALLED, EventKind.PLAN_PROPOSED, EventKind.INCIDENT_CLOSED})
+TELLS_PERSON = frozenset({EventKind.ONCALL_PAGED, EventKind.PLAN_PROPOSED, EventKind.INCIDENT_CLOSED})
 WINDOW_NAME = "observations"
 """What the detectors had read when an incident was opened, among the journal's windows of that incident."""
 NUMBER_TRIES_MAX = 20
 """How often a new incident looks for a free number: others may open one at the same moment, not that many."""
 
 
-class Book:
+class IncidentProjection:
     """Owned by one loop."""
 
     def __init__(self) -> None:
@@ -85,7 +85,9 @@ class Book:
         return [i for i in self.incidents.values() if i.state is not IncidentState.CLOSED]
 
 
-def open_incident(journal: Journal, book: Book, diagnosis: Diagnosis, *, lease: Lease | None = None) -> str:
+def open_incident(
+    journal: Journal, book: IncidentProjection, diagnosis: Diagnosis, *, lease: Lease | None = None
+) -> str:
     """Writes INCIDENT_OPENED under the next free number and returns the incident's id.
 
     The number is the event's key, so two writers never share one, and a writer that died in between comes to the same.

@@ -16,7 +16,14 @@ from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.incidents.incident import PERSON, Decision, Failure, Incident, IncidentState, Outcome
+from rolecall.recovery.incidents.incident import (
+    PERSON,
+    ActionFailure,
+    Decision,
+    Incident,
+    IncidentOutcome,
+    IncidentState,
+)
 from rolecall.recovery.policy import MOVE, REPLACE
 
 LOST_GRACE_SECONDS = 6.0
@@ -26,7 +33,7 @@ user code), so that their better sentence comes first."""
 RUNTIME = "runtime"
 
 
-class Kind(StrEnum):
+class TriageAction(StrEnum):
     IGNORE = "ignore"
     OPEN = "open"
     UPDATE = "update"  # more is known of an open incident
@@ -34,15 +41,15 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Intake:
-    kind: Kind
+class TriageDecision:
+    kind: TriageAction
     because: str
     incident_id: str = ""
 
 
-def receive(
+def triage(
     d: Diagnosis, incidents: Iterable[Incident], fleet: FleetView, *, stood_before: bool, reconsider: bool = False
-) -> Intake:
+) -> TriageDecision:
     """Where a standing diagnosis belongs.
 
     `stood_before`: it stood a moment ago already. `reconsider`: policy would now act on what it tolerated before.
@@ -54,19 +61,19 @@ def receive(
             if found is not None:
                 return found
     if _all_replaced(d, fleet):
-        return Intake(kind=Kind.IGNORE, because="every incarnation that it names was replaced already")
+        return TriageDecision(kind=TriageAction.IGNORE, because="every incarnation that it names was replaced already")
     for incident in reversed(known):
         if incident.state is IncidentState.CLOSED:
             found = _against_closed(d, incident, fleet, stood_before, reconsider)
             if found is not None:
                 return found
-    return Intake(kind=Kind.OPEN, because="nothing known explains it")
+    return TriageDecision(kind=TriageAction.OPEN, because="nothing known explains it")
 
 
-def _against_open(d: Diagnosis, incident: Incident) -> Intake | None:
+def _against_open(d: Diagnosis, incident: Incident) -> TriageDecision | None:
     this = incident.incident_id
     if d.key in incident.seen_keys:
-        return Intake(kind=Kind.IGNORE, because=f"{this} is about it", incident_id=this)
+        return TriageDecision(kind=TriageAction.IGNORE, because=f"{this} is about it", incident_id=this)
     named = {s.replica: s.incarnation for s in d.suspects if s.replica}
     shared = named.keys() & (incident.named.keys() | incident.touched.keys())
     if not shared or d.fault_class is FaultClass.USER_CODE:
@@ -76,17 +83,21 @@ def _against_open(d: Diagnosis, incident: Incident) -> Intake | None:
         for replica in sorted(shared):
             if named[replica] is not None and named[replica] == incident.touched.get(replica):
                 because = f"the replacement {replica}#{named[replica]} failed: {d.because}"
-                return Intake(kind=Kind.FAIL, because=because, incident_id=this)
+                return TriageDecision(kind=TriageAction.FAIL, because=because, incident_id=this)
     if d.fault_class is FaultClass.SLOW and d.gain_ratio is None:
         because = f"{this} deals with {', '.join(sorted(shared))}, and what is not measured tells no more of it"
-        return Intake(kind=Kind.IGNORE, because=because, incident_id=this)
+        return TriageDecision(kind=TriageAction.IGNORE, because=because, incident_id=this)
     undecided = incident.state in (IncidentState.OPEN, IncidentState.PLANNED)
     if undecided and incident.failures and all(named[r] == incident.touched.get(r) for r in shared):
-        return Intake(kind=Kind.IGNORE, because=f"{this} knows that its replacement failed", incident_id=this)
+        return TriageDecision(
+            kind=TriageAction.IGNORE, because=f"{this} knows that its replacement failed", incident_id=this
+        )
     code = incident.diagnosis.fault_class is FaultClass.USER_CODE
-    if undecided and not incident.by_person and not code:
-        return Intake(kind=Kind.UPDATE, because=f"more is known of {this}", incident_id=this)
-    return Intake(kind=Kind.IGNORE, because=f"{this} deals with {', '.join(sorted(shared))}", incident_id=this)
+    if undecided and not incident.requested_by_operator and not code:
+        return TriageDecision(kind=TriageAction.UPDATE, because=f"more is known of {this}", incident_id=this)
+    return TriageDecision(
+        kind=TriageAction.IGNORE, because=f"{this} deals with {', '.join(sorted(shared))}", incident_id=this
+    )
 
 
 def _all_replaced(d: Diagnosis, fleet: FleetView) -> bool:
@@ -99,26 +110,34 @@ def _all_replaced(d: Diagnosis, fleet: FleetView) -> bool:
 
 def _against_closed(
     d: Diagnosis, incident: Incident, fleet: FleetView, stood_before: bool, reconsider: bool
-) -> Intake | None:
+) -> TriageDecision | None:
     this = incident.incident_id
     if d.key in incident.seen_keys and (stood_before or d.onset <= (incident.closed_at or math.inf)):
-        if reconsider and incident.outcome is Outcome.TOLERATED:
+        if reconsider and incident.outcome is IncidentOutcome.TOLERATED:
             return None
-        return Intake(kind=Kind.IGNORE, because=f"{this} was about it, and it never went away", incident_id=this)
-    if incident.outcome is Outcome.GAVE_UP and d.fault_class in REPLACE | MOVE and not _by_person(d):
+        return TriageDecision(
+            kind=TriageAction.IGNORE, because=f"{this} was about it, and it never went away", incident_id=this
+        )
+    if (
+        incident.outcome is IncidentOutcome.ESCALATED
+        and d.fault_class in REPLACE | MOVE
+        and not _requested_by_operator(d)
+    ):
         for s in d.suspects:
-            if s.replica in unhelped(incident, fleet) and s.incarnation == incident.touched[s.replica]:
-                return Intake(kind=Kind.IGNORE, because=f"{this} gave up on it: a person was called", incident_id=this)
-    if vetoed(d, incident):
-        return Intake(kind=Kind.IGNORE, because=f"a person said no to it in {this}", incident_id=this)
+            if s.replica in unrecovered_replicas(incident, fleet) and s.incarnation == incident.touched[s.replica]:
+                return TriageDecision(
+                    kind=TriageAction.IGNORE, because=f"{this} gave up on it: a person was called", incident_id=this
+                )
+    if rejected_by_operator(d, incident):
+        return TriageDecision(kind=TriageAction.IGNORE, because=f"a person said no to it in {this}", incident_id=this)
     return None
 
 
-def vetoed(d: Diagnosis, incident: Incident) -> bool:
+def rejected_by_operator(d: Diagnosis, incident: Incident) -> bool:
     """Whether a person rejected to touch what it names: however detectors call what began before that word, it is what
     the word was about. A request of a person is a newer word."""
     attempt = incident.attempt
-    if attempt is None or attempt.decision is not Decision.REJECTED or _by_person(d):
+    if attempt is None or attempt.decision is not Decision.REJECTED or _requested_by_operator(d):
         return False
     before = d.onset <= (incident.closed_at or math.inf)
     spared = {(str(t.replica), t.incarnation) for t in attempt.plan.targets}
@@ -126,14 +145,18 @@ def vetoed(d: Diagnosis, incident: Incident) -> bool:
     return before and d.fault_class in REPLACE | MOVE | {FaultClass.SLOW} and bool(spared & named)
 
 
-def _by_person(d: Diagnosis) -> bool:
+def _requested_by_operator(d: Diagnosis) -> bool:
     return PERSON in d.detectors
 
 
-def unhelped(incident: Incident, fleet: FleetView) -> frozenset[str]:
+def unrecovered_replicas(incident: Incident, fleet: FleetView) -> frozenset[str]:
     """Replicas whose newest incarnation this incident made and gave up on."""
     attempt = incident.attempts[-2] if len(incident.attempts) > 1 else None
-    if incident.outcome is not Outcome.GAVE_UP or attempt is None or attempt.failure in (None, Failure.REFUSED):
+    if (
+        incident.outcome is not IncidentOutcome.ESCALATED
+        or attempt is None
+        or attempt.failure in (None, ActionFailure.REFUSED)
+    ):
         return frozenset()
     found = ((t.replica, fleet.find(t.replica)) for t in attempt.plan.targets)
     return frozenset(str(r) for r, v in found if v is not None and v.desired_incarnation == incident.touched.get(r))
@@ -144,7 +167,7 @@ def unrepaired(fleet: FleetView, incidents: Iterable[Incident], now: float) -> l
     known = list(incidents)
     dealt_with = {r for i in known if i.state is not IncidentState.CLOSED for r in (*i.named, *i.touched)}
     for incident in known:
-        dealt_with |= unhelped(incident, fleet)
+        dealt_with |= unrecovered_replicas(incident, fleet)
     found = []
     for view in fleet.replicas:
         lost = view.state is ReplicaState.LOST and view.incarnation == view.desired_incarnation

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from rolecall.core.diagnosis import Diagnosis, Suspect
 
 
-class Observation(Protocol):
+class TimedObservation(Protocol):
     """One look at the run. Recovery reads only when it was."""
 
     @property
@@ -19,9 +19,9 @@ class Observation(Protocol):
         """Seconds since 1970."""
 
 
-class Source(Protocol):
+class ObservationSource(Protocol):
     def poll(self, timeout_seconds: float) -> Any:
-        """What is new, as an `Observation`; returns within about `timeout_seconds` even if nothing is."""
+        """What is new, as an `TimedObservation`; returns within about `timeout_seconds` even if nothing is."""
 
 
 class Detector(Protocol):
@@ -40,20 +40,20 @@ class Detector(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class CollectedEvidence:
     """What was had of an incident's evidence, and what was not: body of its event."""
 
     incident_id: str
     body: dict[str, Any]
 
 
-class Witnesses(Protocol):
+class EvidenceCollector(Protocol):
     """Asks others for the evidence of an incident, in threads of its own: no call ever blocks the loop."""
 
     def ask(self, incident_id: str, diagnosis: Diagnosis) -> None:
         """Begins to ask; at most one account comes of it, later."""
 
-    def heard(self) -> Sequence[Account]:
+    def heard(self) -> Sequence[CollectedEvidence]:
         """Those that came since the last call."""
 
 

@@ -20,26 +20,26 @@ from contextlib import suppress
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan
-from rolecall.core.errors import ActuatorError, Fenced, JournalCorrupt, JournalError, Overtaken
+from rolecall.core.errors import ActuatorError, ConcurrentWrite, JournalCorrupt, JournalError, LeaseFenced
 from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators.base import ActionResult, Actuator
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
-from rolecall.recovery.detection import Judge
+from rolecall.recovery.detection import FaultTolerantDetector
 from rolecall.recovery.fleet import FleetView, fleet_view
-from rolecall.recovery.incident_store import WINDOW_NAME, Book, open_incident
-from rolecall.recovery.incidents.evidence import CaseFile
-from rolecall.recovery.incidents.incident import Failure, Incident
-from rolecall.recovery.incidents.unhandled import Troubles
-from rolecall.recovery.intake import Kind, receive, unrepaired
-from rolecall.recovery.interfaces import Detector, Notifier, Source, Witnesses
-from rolecall.recovery.next_step import Append, Decide, Move, Perform, Situation, done, failed, next_move, plan_made
+from rolecall.recovery.incident_store import WINDOW_NAME, IncidentProjection, open_incident
+from rolecall.recovery.incidents.evidence import EvidenceRecorder
+from rolecall.recovery.incidents.incident import ActionFailure, Incident
+from rolecall.recovery.incidents.unhandled import HandlingFailures
+from rolecall.recovery.intake import TriageAction, triage, unrepaired
+from rolecall.recovery.interfaces import Detector, EvidenceCollector, Notifier, ObservationSource
+from rolecall.recovery.next_step import Append, Decide, Move, Perform, Situation, done, failed, next_step, plan_created
 from rolecall.recovery.nodes import known_nodes
-from rolecall.recovery.notifications.outbox import Teller
-from rolecall.recovery.policy import Question, decide, question
-from rolecall.recovery.quarantine import before_leaving
+from rolecall.recovery.notifications.outbox import NotificationSender
+from rolecall.recovery.policy import PolicyInput, decide, question
+from rolecall.recovery.quarantine import events_before_plan
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Watch:
     def __init__(
         self,
         journal: Journal,
-        source: Source,
+        source: ObservationSource,
         detector: Detector,
         actuator: Actuator,
         config: RecoveryConfig,
@@ -89,22 +89,22 @@ class Watch:
         *,
         run_id: str = "",
         poll_seconds: float = 0.25,
-        witnesses: Witnesses | None = None,
+        witnesses: EvidenceCollector | None = None,
     ) -> None:
         """`poll_seconds`: how long one look may wait for something new. `witnesses`: who is asked for evidence."""
         self._journal, self._actuator = journal, actuator
-        self._judge = Judge(source, detector, clock)
+        self._judge = FaultTolerantDetector(source, detector, clock)
         self._config, self._notifier, self._clock, self._holder = config, notifier, clock, holder
         self._poll_seconds = poll_seconds
-        self._book = Book()
-        self._teller = Teller(notifier, clock, run_id=run_id, deadman_seconds=config.deadman_seconds)
+        self._book = IncidentProjection()
+        self._teller = NotificationSender(notifier, clock, run_id=run_id, deadman_seconds=config.deadman_seconds)
         self._lease: Lease | None = None
         self._renew_at = 0.0
         self._stood: dict[str, float] = {}  # diagnosis key -> when it last stood, wall seconds
         self._seen_fleet: FleetView | None = None
         self._windows_to_keep: list[str] = []
-        self._troubles = Troubles(clock)
-        self._file = CaseFile(witnesses)
+        self._troubles = HandlingFailures(clock)
+        self._file = EvidenceRecorder(witnesses)
 
     @property
     def acting(self) -> bool:
@@ -132,7 +132,7 @@ class Watch:
                     raise
                 stop.wait(FAILED_TICK_PAUSE_SECONDS)
         if self._lease is not None:
-            with suppress(JournalError, Fenced):  # what has come by now; nobody waits for the rest
+            with suppress(JournalError, LeaseFenced):  # what has come by now; nobody waits for the rest
                 self._write_evidence()
             self._journal.release(self._lease)
             self._lease = None
@@ -162,7 +162,7 @@ class Watch:
             self._write_evidence()
             self._teller.tell(self._journal, self._book)
             self._teller.sign_of_life(self._sign_of_life)
-        except Fenced as e:
+        except LeaseFenced as e:
             # Somebody else acts now. Nothing was written under our number, and nothing will be.
             logger.warning("no longer acting: %s", e)
             self._lease = None
@@ -185,7 +185,7 @@ class Watch:
             return False
         if before is None or before.fence != lease.fence:
             body = {"holder": self._holder, "fence": lease.fence, "mode": self._config.mode}
-            self._write(EventKind.LEASE_TAKEN, body, key=f"lease:{LEASE_NAME}:{lease.fence}")
+            self._write(EventKind.LEASE_ACQUIRED, body, key=f"lease:{LEASE_NAME}:{lease.fence}")
             self._teller.adopt(self._journal)
             recent = self._clock.wall() - ADOPTED_SECONDS
             self._windows_to_keep = [i.incident_id for i in self._book.incidents.values() if i.opened_at > recent]
@@ -235,7 +235,7 @@ class Watch:
         return found
 
     def _take_one(self, d: Diagnosis, now: float, stopping: bool) -> None:
-        taken = receive(
+        taken = triage(
             d,
             self._book.incidents.values(),
             self._fleet(),
@@ -244,17 +244,17 @@ class Watch:
         )
         self._stood[d.key] = now
         incident = self._book.incidents.get(taken.incident_id)
-        if taken.kind is Kind.OPEN and not stopping:
+        if taken.kind is TriageAction.OPEN and not stopping:
             # Processes of a job that is being stopped end, and that is no fault.
             name = open_incident(self._journal, self._book, d, lease=self._lease)
             self._windows_to_keep.append(name)
             self._file.ask(name, d)
-        elif taken.kind is Kind.FAIL and incident is not None and incident.attempt is not None:
+        elif taken.kind is TriageAction.FAIL and incident is not None and incident.attempt is not None:
             # The failure first: one that dies after the update alone would find nothing left to tell.
-            move = failed(incident, incident.attempt, Failure.DIED, taken.because)
+            move = failed(incident, incident.attempt, ActionFailure.DIED, taken.because)
             self._append(incident, move)
             self._update(self._book.incidents[incident.incident_id], d)
-        elif taken.kind is Kind.UPDATE and incident is not None:
+        elif taken.kind is TriageAction.UPDATE and incident is not None:
             self._update(incident, d)
 
     def _keep_windows(self) -> None:
@@ -278,7 +278,7 @@ class Watch:
             incident = self._book.incidents.get(account.incident_id)
             if incident is not None:
                 key = f"{incident.incident_id}:evidence"
-                self._write(EventKind.EVIDENCE_PULLED, account.body, key=key, incident=incident)
+                self._write(EventKind.EVIDENCE_COLLECTED, account.body, key=key, incident=incident)
             self._file.written(account)
 
     def _update(self, incident: Incident, d: Diagnosis) -> None:
@@ -289,7 +289,7 @@ class Watch:
         """Whether policy would now do something about what it tolerated before (a slow replica that got slower)."""
         if d.fault_class is not FaultClass.SLOW:
             return False
-        q = Question(
+        q = PolicyInput(
             incident_id=IncidentId("inc-0"),
             diagnosis=d,
             fleet=self._fleet(),
@@ -315,7 +315,7 @@ class Watch:
                 supports=self._actuator.supports,
                 quarantined_nodes=quarantined_nodes(self._journal),
             )
-            move = next_move(incident, situation, asked)
+            move = next_step(incident, situation, asked)
             if move is None:
                 return
             self._make(incident, move)
@@ -327,21 +327,21 @@ class Watch:
             self._append(incident, move)
         elif isinstance(move, Decide):
             verdict = decide(move.question)
-            body = plan_made(verdict, move.question)
+            body = plan_created(verdict, move.question)
             body["plan"]["also_hit"] = list(self._actuator.also_hit(verdict.plan))
-            self._write(EventKind.PLAN_MADE, body, key=move.key, incident=incident)
+            self._write(EventKind.PLAN_CREATED, body, key=move.key, incident=incident)
         else:
             self._perform(incident, move)
 
     def _append(self, incident: Incident, move: Append) -> None:
         try:
             self._write(move.kind, dict(move.body), key=move.key, incident=incident, unless=move.unless)
-        except Overtaken as e:
+        except ConcurrentWrite as e:
             logger.info("%s", e)
             self._book.refresh(self._journal)
 
     def _leave(self, incident: Incident, plan: Plan) -> None:
-        said = before_leaving(
+        said = events_before_plan(
             incident,
             plan,
             shut=quarantined_nodes(self._journal),
@@ -374,7 +374,7 @@ class Watch:
         if result.done:
             self._append(incident, done(incident, incident.attempt, result.to_dict()))
         else:
-            self._append(incident, failed(incident, incident.attempt, Failure.REFUSED, result.because))
+            self._append(incident, failed(incident, incident.attempt, ActionFailure.REFUSED, result.because))
 
     def _situation(self, incident: Incident) -> Situation:
         now = self._clock.wall()
@@ -403,12 +403,12 @@ class Watch:
     def _report_broken(self) -> None:
         for name, error in self._book.broken.items():
             if not any(e.key == f"broken:{name}" for e in self._book.to_tell):
-                self._write(EventKind.PERSON_CALLED, self._call(str(error)), key=f"broken:{name}")
+                self._write(EventKind.ONCALL_PAGED, self._call(str(error)), key=f"broken:{name}")
         if self._judge.error and self._lease is not None:
             because = f"nothing is diagnosed: the source or a detector fails with {self._judge.error}"
             key = f"blind:{self._lease.fence}"
             if not any(e.key == key for e in self._book.to_tell):
-                self._write(EventKind.PERSON_CALLED, self._call(because), key=key)
+                self._write(EventKind.ONCALL_PAGED, self._call(because), key=key)
 
     def _report_troubles(self, found: Sequence[Diagnosis]) -> None:
         for trouble in self._troubles.spent():
@@ -416,7 +416,7 @@ class Watch:
             key = f"{trouble.name}:person:{UNHANDLED}"
             if not any(e.key == key for e in self._book.to_tell):
                 self._write(
-                    EventKind.PERSON_CALLED, self._call(trouble.because(), UNHANDLED), key=key, incident=incident
+                    EventKind.ONCALL_PAGED, self._call(trouble.because(), UNHANDLED), key=key, incident=incident
                 )
         self._troubles.keep_only({d.key for d in found} | {i.incident_id for i in self._book.open_incidents()})
 

@@ -14,8 +14,8 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
 from rolecall.recovery.guards import check
-from rolecall.recovery.incidents.incident import Attempt, Decision, Incident, IncidentState, Outcome
-from rolecall.recovery.policy import Question, Verdict
+from rolecall.recovery.incidents.incident import Attempt, Decision, Incident, IncidentOutcome, IncidentState
+from rolecall.recovery.policy import PolicyDecision, PolicyInput
 from rolecall.recovery.verification import Progress, verify
 
 CLEAR_SECONDS = 5.0
@@ -40,7 +40,7 @@ class Append:
 class Decide:
     """Ask policy, and write its plan."""
 
-    question: Question
+    question: PolicyInput
     key: str
 
 
@@ -71,12 +71,12 @@ class Situation:
     channel: str = "log"
 
 
-def next_move(i: Incident, s: Situation, question: Question) -> Move | None:
+def next_step(i: Incident, s: Situation, question: PolicyInput) -> Move | None:
     """What to do now; None: wait."""
     if i.state is S.CLOSED:
         return None
     if s.ended is not None and i.state is not S.VERIFYING:
-        return _close(i, Outcome.GAVE_UP, f"the run ended before it was cured: {s.ended}")
+        return _close(i, IncidentOutcome.ESCALATED, f"the run ended before it was cured: {s.ended}")
     if i.state is S.OPEN or i.attempt is None:
         return Decide(question=question, key=f"{i.incident_id}:plan:{len(i.attempts) + 1}")
     if i.state is S.PLANNED:
@@ -88,8 +88,8 @@ def next_move(i: Incident, s: Situation, question: Question) -> Move | None:
     return _from_verifying(i, i.attempt, s)
 
 
-def plan_made(verdict: Verdict, question: Question) -> dict[str, Any]:
-    """Body of PLAN_MADE: the plan, and all that it was made from."""
+def plan_created(verdict: PolicyDecision, question: PolicyInput) -> dict[str, Any]:
+    """Body of PLAN_CREATED: the plan, and all that it was made from."""
     return {**verdict.to_dict(), "question": question.to_dict()}
 
 
@@ -98,33 +98,38 @@ def plan_made(verdict: Verdict, question: Question) -> dict[str, Any]:
 
 def _from_planned(i: Incident, a: Attempt, s: Situation) -> Move | None:
     if a.plan.action is ActionKind.TOLERATE:
-        if a.call_person:
-            called = _call_person(i, "nothing_helps", a.plan.because, s)
+        if a.page_oncall:
+            called = _page_oncall(i, "nothing_helps", a.plan.because, s)
             if called is not None:
                 return called
-        return _close(i, Outcome(a.outcome), a.plan.because)
+        return _close(i, IncidentOutcome(a.outcome), a.plan.because)
     if a.decision is Decision.REJECTED:
         return _rejected(i, a, s)
     over = _over(i, s)
     if over:
-        return _close(i, Outcome.OBSERVED if s.config.mode == "observe" else Outcome.REFUTED, over)
+        return _close(
+            i, IncidentOutcome.OBSERVED if s.config.mode == "observe" else IncidentOutcome.SELF_RECOVERED, over
+        )
     told = _hold_ended(i, a, s)
     if told is not None:
         return told
     guarded = check(a.plan, i, **_guard_inputs(s))
     if guarded.passed:
-        if s.config.mode == "approve" and not i.by_person:
-            expires_at = s.now + s.config.approval_seconds
+        if s.config.mode == "approve" and not i.requested_by_operator:
+            expires_at = s.now + s.config.approval_timeout_seconds
             return _about(i, a, K.PLAN_PROPOSED, "proposed", {"plan": a.plan.to_dict(), "expires_at": expires_at})
         return _start(i, a, {"plan": a.plan.to_dict()})
     if guarded.guard not in a.held_by:
         body = {"guard": guarded.guard, "because": guarded.because}
-        return _about(i, a, K.PLAN_HELD, f"held:{guarded.guard}", body)
-    if i.by_person and s.now > max(i.opened_at, a.hold.until if a.hold else 0.0) + s.config.approval_seconds:
-        because = f"the request was held for {s.config.approval_seconds:.0f} s: {guarded.because}"
-        return _call_person(i, "request_held", because, s) or _close(i, Outcome.GAVE_UP, because)
-    if guarded.call_person:
-        return _call_person(i, guarded.guard, guarded.because, s)
+        return _about(i, a, K.PLAN_BLOCKED, f"held:{guarded.guard}", body)
+    if (
+        i.requested_by_operator
+        and s.now > max(i.opened_at, a.hold.until if a.hold else 0.0) + s.config.approval_timeout_seconds
+    ):
+        because = f"the request was held for {s.config.approval_timeout_seconds:.0f} s: {guarded.because}"
+        return _page_oncall(i, "request_held", because, s) or _close(i, IncidentOutcome.ESCALATED, because)
+    if guarded.page_oncall:
+        return _page_oncall(i, guarded.guard, guarded.because, s)
     return None
 
 
@@ -132,20 +137,20 @@ def _from_proposed(i: Incident, a: Attempt, s: Situation) -> Move | None:
     if a.decision is Decision.REJECTED:
         return _rejected(i, a, s)
     over = _over(i, s)
-    if a.decision is Decision.LAPSED:
+    if a.decision is Decision.EXPIRED:
         if over:
-            return _close(i, Outcome.REFUTED, over)
+            return _close(i, IncidentOutcome.SELF_RECOVERED, over)
         because = f"the plan lapsed: {a.decision_because}"
-        return _call_person(i, "lapsed", because, s) or _close(i, Outcome.GAVE_UP, because)
+        return _page_oncall(i, "expired", because, s) or _close(i, IncidentOutcome.ESCALATED, because)
     if over:
-        return _lapse(i, a, over)
+        return _expire(i, a, over)
     told = _hold_ended(i, a, s)
     if told is not None:
         return told
     if s.now > (a.expires_at or 0.0):
-        seconds = s.config.approval_seconds
+        seconds = s.config.approval_timeout_seconds
         what = "approved and held by a guard" if a.decision is Decision.APPROVED else "not approved"
-        return _lapse(i, a, f"{what} for {seconds:.0f} s")
+        return _expire(i, a, f"{what} for {seconds:.0f} s")
     if a.decision is not Decision.APPROVED:
         return None
     guarded = check(a.plan, i, **_guard_inputs(s))
@@ -154,8 +159,8 @@ def _from_proposed(i: Incident, a: Attempt, s: Situation) -> Move | None:
         return _start(i, a, body)
     if guarded.guard not in a.held_by:
         body = {"guard": guarded.guard, "because": guarded.because}
-        return _about(i, a, K.PLAN_HELD, f"held:{guarded.guard}", body)
-    return _call_person(i, guarded.guard, guarded.because, s) if guarded.call_person else None
+        return _about(i, a, K.PLAN_BLOCKED, f"held:{guarded.guard}", body)
+    return _page_oncall(i, guarded.guard, guarded.because, s) if guarded.page_oncall else None
 
 
 def _from_acting(i: Incident, a: Attempt, s: Situation) -> Move | None:
@@ -170,21 +175,21 @@ def _from_acting(i: Incident, a: Attempt, s: Situation) -> Move | None:
 
 def _from_verifying(i: Incident, a: Attempt, s: Situation) -> Move | None:
     if a.plan.action is ActionKind.STOP_JOB:
-        return _call_person(i, "job_stopped", a.plan.because, s) or _close(i, Outcome.GAVE_UP, a.plan.because)
+        return _page_oncall(i, "job_stopped", a.plan.because, s) or _close(i, IncidentOutcome.ESCALATED, a.plan.because)
     if i.verified_at is not None:
-        return _close(i, Outcome.CURED, a.plan.because)
+        return _close(i, IncidentOutcome.RESOLVED, a.plan.because)
     seen = verify(
         a.plan,
         fleet=s.fleet,
         progress=s.progress,
         done_at=a.done_at or s.now,
         now=s.now,
-        verify_seconds=s.config.verify_seconds,
+        verification_timeout_seconds=s.config.verification_timeout_seconds,
     )
     if seen.cured:
         return _about(i, a, K.INCIDENT_VERIFIED, "verified", {"because": seen.because, "serving_at": seen.serving_at})
     if s.ended is not None:
-        return _close(i, Outcome.GAVE_UP, f"the run ended before it was cured: {s.ended}")
+        return _close(i, IncidentOutcome.ESCALATED, f"the run ended before it was cured: {s.ended}")
     if seen.failure is not None:
         return failed(i, a, seen.failure, seen.because)
     return None
@@ -212,7 +217,7 @@ def _start(i: Incident, a: Attempt, body: Mapping[str, Any]) -> Append:
 
 def _rejected(i: Incident, a: Attempt, s: Situation) -> Append:
     because = f"rejected by {a.decided_by}" + (f": {a.decision_because}" if a.decision_because else "")
-    return _call_person(i, "rejected", because, s) or _close(i, Outcome.GAVE_UP, because)
+    return _page_oncall(i, "rejected", because, s) or _close(i, IncidentOutcome.ESCALATED, because)
 
 
 def _hold_ended(i: Incident, a: Attempt, s: Situation) -> Append | None:
@@ -221,20 +226,20 @@ def _hold_ended(i: Incident, a: Attempt, s: Situation) -> Append | None:
     if hold is None or hold.lifted or hold.stands(s.now):
         return None
     because = f"the hold by {hold.by} is over ({hold.because}): {a.plan.action}, because {a.plan.because}, goes on"
-    return _call_person(i, f"hold_over:{hold.number}", because, s)
+    return _page_oncall(i, f"hold_over:{hold.number}", because, s)
 
 
-def _lapse(i: Incident, a: Attempt, because: str) -> Append:
+def _expire(i: Incident, a: Attempt, because: str) -> Append:
     key = f"{i.incident_id}:expired:{a.number}" if a.decision else decision_key(i.incident_id, a.number)
     body = {"digest": a.plan.digest, "because": because}
-    return Append(kind=K.PLAN_LAPSED, key=key, body=body, unless=A_PERSONS_NO)
+    return Append(kind=K.PLAN_EXPIRED, key=key, body=body, unless=A_PERSONS_NO)
 
 
 def _about(i: Incident, a: Attempt, kind: EventKind, what: str, body: Mapping[str, Any]) -> Append:
     return Append(kind=kind, key=f"{i.incident_id}:{what}:{a.number}", body={"digest": a.plan.digest, **body})
 
 
-def _close(i: Incident, outcome: Outcome, because: str) -> Append:
+def _close(i: Incident, outcome: IncidentOutcome, because: str) -> Append:
     return Append(
         kind=K.INCIDENT_CLOSED,
         key=f"{i.incident_id}:closed",
@@ -242,12 +247,12 @@ def _close(i: Incident, outcome: Outcome, because: str) -> Append:
     )
 
 
-def _call_person(i: Incident, topic: str, because: str, s: Situation) -> Append | None:
+def _page_oncall(i: Incident, topic: str, because: str, s: Situation) -> Append | None:
     """Once for each topic; None when it was done."""
-    if topic in i.person_topics:
+    if topic in i.page_topics:
         return None
     body = {"topic": topic, "because": because, "channel": s.channel}
-    return Append(kind=K.PERSON_CALLED, key=f"{i.incident_id}:person:{topic}", body=body)
+    return Append(kind=K.ONCALL_PAGED, key=f"{i.incident_id}:person:{topic}", body=body)
 
 
 def _guard_inputs(s: Situation) -> dict[str, Any]:
@@ -292,7 +297,7 @@ def _over(i: Incident, s: Situation) -> str:
             words.append(f"{suspect.replica}#{view.incarnation} took its place and serves")
             continue
         moves, seen = s.progress.get(suspect.replica, (False, "")) if suspect.replica else (True, "it stands no longer")
-        if i.by_person or not moves or s.absent_seconds < CLEAR_SECONDS:
+        if i.requested_by_operator or not moves or s.absent_seconds < CLEAR_SECONDS:
             return ""
         words.append(f"{suspect.replica or suspect.node}: {seen}")
     return "; ".join(words)

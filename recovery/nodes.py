@@ -13,7 +13,7 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 
 K = EventKind
-NODE_KINDS = (K.NODE_QUARANTINED, K.NODE_DRAINED, K.NODE_RETURNED, K.NODE_BURNED_IN)
+NODE_KINDS = (K.NODE_QUARANTINED, K.NODE_DRAINED, K.NODE_RETURNED_TO_SERVICE, K.BURN_IN_FINISHED)
 BURN_INS_KEPT = 20
 """Of one node: what it did a year ago says little."""
 CHECKS_MAX = 64
@@ -23,7 +23,7 @@ TEXT_CHARS_MAX = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class BurnInCheck:
     """One part of a burn-in. `passed` None: it could not be done here, for the reason that it gives."""
 
     name: str
@@ -46,7 +46,7 @@ class BurnIn:
 
     passed: bool  # no check failed; at least one was done
     seconds: float
-    checks: tuple[Check, ...]
+    checks: tuple[BurnInCheck, ...]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,7 +58,7 @@ class BurnIn:
             CommandRefused: it is none.
         """
         try:
-            checks = tuple(Check.from_dict(c) for c in d["checks"])[:CHECKS_MAX]
+            checks = tuple(BurnInCheck.from_dict(c) for c in d["checks"])[:CHECKS_MAX]
             passed = any(c.passed for c in checks) and all(c.passed is not False for c in checks)
             if bool(d["passed"]) != passed:
                 raise ValueError(f"passed is {d['passed']!r}, and its checks say {passed}")
@@ -68,7 +68,7 @@ class BurnIn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedBurnIn:
     """A burn-in in the journal."""
 
     at: float  # wall seconds
@@ -89,7 +89,7 @@ class NodeRecord:
     moved: tuple[str, ...] = ()  # incidents that its draining opened
     returned_at: float | None = None
     returned_by: str = ""
-    burn_ins: tuple[Recorded, ...] = ()  # newest last
+    burn_ins: tuple[RecordedBurnIn, ...] = ()  # newest last
 
     @property
     def quarantined(self) -> bool:
@@ -118,10 +118,10 @@ def _after(before: NodeRecord, event: Event) -> NodeRecord:
     if event.kind is K.NODE_DRAINED:
         moved = (*before.moved, *map(str, body.get("incidents") or ()))
         return replace(before, drained_at=event.wall_at, drained_by=by, moved=moved)
-    if event.kind is K.NODE_RETURNED:
+    if event.kind is K.NODE_RETURNED_TO_SERVICE:
         return NodeRecord(node=before.node, returned_at=event.wall_at, returned_by=by, burn_ins=before.burn_ins)
     try:
-        found = Recorded(at=event.wall_at, by=by, result=BurnIn.from_dict(body))
+        found = RecordedBurnIn(at=event.wall_at, by=by, result=BurnIn.from_dict(body))
     except CommandRefused:
         return before  # a foreign writer's
     return replace(before, burn_ins=(*before.burn_ins, found)[-BURN_INS_KEPT:])

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, Suspect, Target
+from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, PlanTarget, Suspect
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.recovery.fleet import DEAD, FleetView
-from rolecall.recovery.incidents.incident import PERSON, Failure, Incident, Outcome
+from rolecall.recovery.incidents.incident import PERSON, ActionFailure, Incident, IncidentOutcome
 
 REPLACE = frozenset(
     {
@@ -45,12 +45,12 @@ DEATHS_ON_START_MAX = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
+class FailedAttempt:
     """A failed attempt of this incident, as the ladder sees it."""
 
-    failure: Failure
+    failure: ActionFailure
     action: ActionKind
-    targets: tuple[Target, ...]
+    targets: tuple[PlanTarget, ...]
     because: str
 
     def to_dict(self) -> dict[str, Any]:
@@ -59,22 +59,22 @@ class Past:
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Self:
         return cls(
-            failure=Failure(d["failure"]),
+            failure=ActionFailure(d["failure"]),
             action=ActionKind(d["action"]),
-            targets=tuple(Target(**t) for t in d["targets"]),
+            targets=tuple(PlanTarget(**t) for t in d["targets"]),
             because=d["because"],
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PolicyInput:
     """All that a decision reads, and nothing else: stored with the plan, so that it replays."""
 
     incident_id: IncidentId
     diagnosis: Diagnosis
     fleet: FleetView
     config: RecoveryConfig
-    past: tuple[Past, ...]
+    past: tuple[FailedAttempt, ...]
     supports: frozenset[ActionKind]
     lost_nodes: frozenset[str] = frozenset()  # nodes that were diagnosed as lost: nothing is placed there
     quarantined_nodes: frozenset[str] = frozenset()  # nor on these, for as long as nobody returns them
@@ -103,7 +103,7 @@ class Question:
             diagnosis=Diagnosis.from_dict(d["diagnosis"]),
             fleet=FleetView.from_dict(d["fleet"]),
             config=RecoveryConfig.model_validate(d["config"]),
-            past=tuple(Past.from_dict(p) for p in d["past"]),
+            past=tuple(FailedAttempt.from_dict(p) for p in d["past"]),
             supports=frozenset(ActionKind(a) for a in d["supports"]),
             lost_nodes=frozenset(d["lost_nodes"]),
             quarantined_nodes=frozenset(d.get("quarantined_nodes", ())),  # older questions have none
@@ -111,15 +111,15 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class PolicyDecision:
     """A plan; and when it is to do nothing, what closes the incident and whether a person must hear of it."""
 
     plan: Plan
-    call_person: bool = False
-    outcome: Outcome = Outcome.TOLERATED
+    page_oncall: bool = False
+    outcome: IncidentOutcome = IncidentOutcome.TOLERATED
 
     def to_dict(self) -> dict[str, Any]:
-        return {"plan": self.plan.to_dict(), "call_person": self.call_person, "outcome": str(self.outcome)}
+        return {"plan": self.plan.to_dict(), "page_oncall": self.page_oncall, "outcome": str(self.outcome)}
 
 
 def question(
@@ -130,14 +130,14 @@ def question(
     config: RecoveryConfig,
     supports: frozenset[ActionKind],
     quarantined_nodes: frozenset[str] = frozenset(),
-) -> Question:
+) -> PolicyInput:
     """What `decide` must know of an incident, and of the others that bear on it."""
     past = tuple(
-        Past(failure=a.failure, action=a.plan.action, targets=a.plan.targets, because=a.failed_because)
+        FailedAttempt(failure=a.failure, action=a.plan.action, targets=a.plan.targets, because=a.failed_because)
         for a in incident.failures
         if a.failure is not None
     )
-    return Question(
+    return PolicyInput(
         incident_id=IncidentId(incident.incident_id),
         diagnosis=incident.diagnosis,
         fleet=fleet,
@@ -151,7 +151,7 @@ def question(
     )
 
 
-def decide(q: Question) -> Verdict:
+def decide(q: PolicyInput) -> PolicyDecision:
     """What to do about it, and why."""
     d = q.diagnosis
     if COLLAPSE in d.detectors:
@@ -178,7 +178,7 @@ def slow_gain(d: Diagnosis, config: RecoveryConfig) -> tuple[bool, str]:
     A replica slowed r times does horizon / r of its work; a replacement does horizon - cost. The gain is their
     difference, horizon x (1 - 1/r) - cost, in seconds of this replica's healthy work.
     """
-    ratio, horizon, cost = d.gain_ratio, config.horizon_seconds, config.replace_cost_seconds
+    ratio, horizon, cost = d.gain_ratio, config.horizon_seconds, config.replacement_cost_seconds
     if ratio is None or not math.isfinite(ratio) or ratio <= 1:
         return False, f"tolerated: how much would be gained was not measured ({d.because})"
     if horizon is None:
@@ -193,29 +193,33 @@ def slow_gain(d: Diagnosis, config: RecoveryConfig) -> tuple[bool, str]:
     return False, f"tolerated: replacing would gain {sum_}, less than the {cost:.0f} s it costs"
 
 
-def _nothing(q: Question, because: str, *, person: bool = False, outcome: Outcome = Outcome.TOLERATED) -> Verdict:
+def _nothing(
+    q: PolicyInput, because: str, *, person: bool = False, outcome: IncidentOutcome = IncidentOutcome.TOLERATED
+) -> PolicyDecision:
     plan = Plan(incident_id=q.incident_id, action=ActionKind.TOLERATE, targets=(), because=because)
-    return Verdict(plan=plan, call_person=person, outcome=outcome)
+    return PolicyDecision(plan=plan, page_oncall=person, outcome=outcome)
 
 
-def _stop(q: Question) -> Verdict:
+def _stop(q: PolicyInput) -> PolicyDecision:
     if ActionKind.STOP_JOB not in q.supports:
         return _nothing(q, f"the job should stop and cannot be stopped from here: {q.diagnosis.because}", person=True)
     because = f"{q.diagnosis.because}: the job's own code, so nobody is evicted and the job stops"
     plan = Plan(incident_id=q.incident_id, action=ActionKind.STOP_JOB, targets=(), because=because)
-    return Verdict(plan=plan, call_person=True, outcome=Outcome.GAVE_UP)
+    return PolicyDecision(plan=plan, page_oncall=True, outcome=IncidentOutcome.ESCALATED)
 
 
-def _replace(q: Question, because: str) -> Verdict:
+def _replace(q: PolicyInput, because: str) -> PolicyDecision:
     if not q.supports:
         return _nothing(q, f"{because}; rolecall only watches this job: what helps is for a person to do", person=True)
     targets, why_not = _targets(q)
     if not targets:
         moot = why_not == _REPLACED_ALREADY
-        return _nothing(q, why_not, person=not moot, outcome=Outcome.REFUTED if moot else Outcome.TOLERATED)
+        return _nothing(
+            q, why_not, person=not moot, outcome=IncidentOutcome.SELF_RECOVERED if moot else IncidentOutcome.TOLERATED
+        )
     gave_up = _exhausted(q)
     if gave_up:
-        return _nothing(q, gave_up, person=True, outcome=Outcome.GAVE_UP)
+        return _nothing(q, gave_up, person=True, outcome=IncidentOutcome.ESCALATED)
     action = _rung(q, targets)
     tried = f"{because} (attempt {len(q.past) + 1}: {q.past[-1].because})" if q.past else because
     if action is ActionKind.REPLACE_NODE and _elsewhere(q, targets) is None:
@@ -224,16 +228,18 @@ def _replace(q: Question, because: str) -> Verdict:
         action = ActionKind.REPLACE_REPLICA
     if action not in q.supports:
         return _nothing(q, f"{because}: {action} is needed, and cannot be done from here", person=True)
-    return Verdict(plan=Plan(incident_id=q.incident_id, action=action, targets=targets, because=tried))
+    return PolicyDecision(plan=Plan(incident_id=q.incident_id, action=action, targets=targets, because=tried))
 
 
 _REPLACED_ALREADY = "the named incarnation was replaced already"
 
 
-def _targets(q: Question) -> tuple[tuple[Target, ...], str]:
+def _targets(q: PolicyInput) -> tuple[tuple[PlanTarget, ...], str]:
     """The incarnations to replace: those named, or where this incident replaced them already, what it made of them."""
-    made = {str(t.replica): t.incarnation + 1 for p in q.past if p.failure is not Failure.REFUSED for t in p.targets}
-    found: dict[str, Target] = {}
+    made = {
+        str(t.replica): t.incarnation + 1 for p in q.past if p.failure is not ActionFailure.REFUSED for t in p.targets
+    }
+    found: dict[str, PlanTarget] = {}
     why_not = "the evidence names no replica"
     for suspect in q.diagnosis.suspects:
         named, reason = _named(suspect, q.fleet)
@@ -250,8 +256,8 @@ def _targets(q: Question) -> tuple[tuple[Target, ...], str]:
         elif seen.desired_incarnation < meant:
             why_not = f"{replica}#{meant} is named, and {replica}#{seen.desired_incarnation} is the newest there is"
         else:
-            found[replica] = Target(replica=seen.replica, incarnation=meant, node=_node(suspect, seen.node, q))
-    if q.past and q.past[-1].failure is Failure.DIED:
+            found[replica] = PlanTarget(replica=seen.replica, incarnation=meant, node=_node(suspect, seen.node, q))
+    if q.past and q.past[-1].failure is ActionFailure.DIED:
         # Of several replacements only those that ended are made again.
         dead = {r: t for r, t in found.items() if (v := q.fleet.find(r)) is not None and v.state in DEAD}
         found = dead or found
@@ -266,19 +272,19 @@ def _named(suspect: Suspect, fleet: FleetView) -> tuple[tuple[str, int] | None, 
     return (ReplicaId(suspect.replica), suspect.incarnation), ""
 
 
-def _node(suspect: Suspect, runs_on: NodeId, q: Question) -> NodeId:
+def _node(suspect: Suspect, runs_on: NodeId, q: PolicyInput) -> NodeId:
     # Before a retry the fleet may already show the replacement's node, which is the one that matters now.
     return runs_on if q.past or not suspect.node else suspect.node
 
 
-def _exhausted(q: Question) -> str:
+def _exhausted(q: PolicyInput) -> str:
     """Why no further attempt is made; empty while one is."""
     past = q.past
-    if past and past[-1].failure is Failure.REFUSED:
+    if past and past[-1].failure is ActionFailure.REFUSED:
         return f"the action could not be performed: {past[-1].because}"
     deaths = 0
     for p in reversed(past):
-        if p.failure is not Failure.DIED:
+        if p.failure is not ActionFailure.DIED:
             break
         deaths += 1
     if deaths >= DEATHS_ON_START_MAX:
@@ -291,17 +297,17 @@ def _exhausted(q: Question) -> str:
     return ""
 
 
-def _rung(q: Question, targets: Sequence[Target]) -> ActionKind:
+def _rung(q: PolicyInput, targets: Sequence[PlanTarget]) -> ActionKind:
     if q.diagnosis.fault_class in MOVE or _on_avoided_node(q, targets):
         return ActionKind.REPLACE_NODE
-    if q.past and q.past[-1].failure is Failure.NO_PROGRESS and ActionKind.REPLACE_NODE in q.supports:
+    if q.past and q.past[-1].failure is ActionFailure.NO_PROGRESS and ActionKind.REPLACE_NODE in q.supports:
         return ActionKind.REPLACE_NODE
     return ActionKind.REPLACE_REPLICA
 
 
-def _on_avoided_node(q: Question, targets: Sequence[Target]) -> bool:
+def _on_avoided_node(q: PolicyInput, targets: Sequence[PlanTarget]) -> bool:
     return any(t.node in q.avoided for t in targets)
 
 
-def _elsewhere(q: Question, targets: Sequence[Target]) -> NodeId | None:
+def _elsewhere(q: PolicyInput, targets: Sequence[PlanTarget]) -> NodeId | None:
     return q.fleet.spare_node(q.avoided | {t.node for t in targets})

@@ -18,7 +18,7 @@ TOPIC = "quarantine"
 """Of the call for a person when too many nodes would be quarantined."""
 
 
-def before_leaving(
+def events_before_plan(
     incident: Incident, plan: Plan, *, shut: Collection[str], known: Collection[str], share_max: float, channel: str
 ) -> list[Append]:
     """What to write before `plan` is performed. `shut`: nodes in quarantine; `known`: all of the run."""
@@ -42,7 +42,7 @@ def before_leaving(
             f"the limit is {share_max:.0%}"
         )
         body = {"topic": TOPIC, "because": because, "channel": channel}
-        said.append(Append(kind=EventKind.PERSON_CALLED, key=f"{name}:person:{TOPIC}", body=body))
+        said.append(Append(kind=EventKind.ONCALL_PAGED, key=f"{name}:person:{TOPIC}", body=body))
     return said
 
 

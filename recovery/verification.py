@@ -11,7 +11,7 @@ from rolecall.core.diagnosis import Plan
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.recovery.fleet import DEAD, FleetView
-from rolecall.recovery.incidents.incident import Failure
+from rolecall.recovery.incidents.incident import ActionFailure
 
 Progress = Mapping[str, tuple[bool, str]]
 """replica -> (is it seen to make progress at the wanted incarnation, what was seen)."""
@@ -23,12 +23,12 @@ class Verification:
 
     because: str
     cured: bool = False
-    failure: Failure | None = None
+    failure: ActionFailure | None = None
     serving_at: float = 0.0
 
 
 def verify(
-    plan: Plan, *, fleet: FleetView, progress: Progress, done_at: float, now: float, verify_seconds: float
+    plan: Plan, *, fleet: FleetView, progress: Progress, done_at: float, now: float, verification_timeout_seconds: float
 ) -> Verification:
     """How the performed plan stands at `now` (wall seconds)."""
     seen: list[str] = []
@@ -43,7 +43,7 @@ def verify(
         elif view.incarnation >= wanted and view.state in DEAD:
             return Verification(
                 because=f"{target.replica}#{view.incarnation} ended before its first work: {view.because or view.state}",
-                failure=Failure.DIED,
+                failure=ActionFailure.DIED,
             )
         elif view.incarnation < wanted or view.state not in _service(target.replica):
             missing.append(f"{name} is {view.state if view.incarnation >= wanted else 'not there'}")
@@ -57,8 +57,8 @@ def verify(
         return Verification(because="; ".join(seen), cured=True, serving_at=serving_at)
     waited = now - done_at
     because = f"after {waited:.1f} s " + "; ".join(missing)
-    if waited > verify_seconds:
-        return Verification(because=because, failure=Failure.NO_PROGRESS)
+    if waited > verification_timeout_seconds:
+        return Verification(because=because, failure=ActionFailure.NO_PROGRESS)
     return Verification(because=because)
 
 

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import parse_job
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, Suspect, Target
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, PlanTarget, Suspect
 from rolecall.core.ids import GroupId, IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import ChainHead, Journal
@@ -340,7 +340,9 @@ class FakeRun:
         self.say(K.INCIDENT_OPENED, {"diagnosis": diagnosis.to_dict(), "window": "0" * 16}, incident)
 
     def _plan(self, incident: IncidentId, strike: Strike) -> None:
-        target = Target(replica=ReplicaId(strike.target), incarnation=self.named, node=NodeId(self.node[strike.target]))
+        target = PlanTarget(
+            replica=ReplicaId(strike.target), incarnation=self.named, node=NodeId(self.node[strike.target])
+        )
         plan = Plan(
             incident_id=incident,
             action=ActionKind.REPLACE_REPLICA,
@@ -348,7 +350,7 @@ class FakeRun:
             because=f"replace {strike.target}#{self.named}: the smallest unit that holds the suspect; "
             "nobody else is touched",
         )
-        self.say(K.PLAN_MADE, {"plan": plan.to_dict()}, incident)
+        self.say(K.PLAN_CREATED, {"plan": plan.to_dict()}, incident)
         self.say(K.ACTION_STARTED, {"plan": plan.to_dict(), "digest": plan.digest}, incident)
         desired = Desired(replica=target.replica, incarnation=self.named + 1, node=target.node, incident_id=incident)
         self.journal.set_desired(desired)
@@ -365,12 +367,12 @@ class FakeRun:
             "tokens_kept": 862,
             "tokens_lost": 0,
         }
-        self.say(K.REQUESTS_MOVED, body)
+        self.say(K.REQUESTS_REASSIGNED, body)
 
     def _close(self, incident: IncidentId, strike: Strike) -> None:
         because = f"{strike.target}#{self.incarnation[strike.target]}: 7 units of work since it serves"
         self.say(K.INCIDENT_VERIFIED, {"because": because}, incident)
-        self.say(K.INCIDENT_CLOSED, {"outcome": "cured", "because": because}, incident)
+        self.say(K.INCIDENT_CLOSED, {"outcome": "resolved", "because": because}, incident)
 
     # --- replicas -----------------------------------------------------------------------------------------------
 

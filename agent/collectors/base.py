@@ -30,7 +30,7 @@ def no_lines() -> str:
     return ""
 
 
-class Reading(NamedTuple):
+class CollectorReading(NamedTuple):
     """Of one look. `values` replace those of the look before. `dcgm` makes lines in the text format of dcgm-exporter when
     somebody asks for them, in any thread. `gpu_pids`: who uses a GPU, by its index, of those GPUs that tell."""
 
@@ -40,7 +40,7 @@ class Reading(NamedTuple):
     gpu_pids: Mapping[int, tuple[int, ...]] | None = None
 
 
-class CannotRead(Exception):
+class CollectorUnavailable(Exception):
     """Nothing could be read: why, in a sentence for the operator. The probe is shown as down, and tried again."""
 
 
@@ -53,7 +53,7 @@ class Collector(Protocol):
     @property
     def interval_seconds(self) -> float: ...
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         """One look, at `at` (node monotonic seconds).
 
         Raises:
@@ -67,7 +67,7 @@ class Collector(Protocol):
 
 
 @runtime_checkable
-class Witness(Protocol):
+class EvidenceProvider(Protocol):
     """A collector that can be asked for what it saw, beside its regular looks."""
 
     def evidence(self) -> bytes:
@@ -80,7 +80,7 @@ NUM_REASONS_MAX = 1024
 
 
 @dataclass(slots=True)
-class SaidOnce:
+class LoggedOnce:
     """Reasons that were said already: an unsupported call is said once for each GPU, not each second."""
 
     reasons: set[str] = field(default_factory=set)

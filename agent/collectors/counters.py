@@ -26,7 +26,7 @@ NUM_SERIES_MAX = 16_384
 Key = tuple[str, ...]
 
 
-class KeptFiles:
+class OpenFileCache:
     """Small files that are read again and again: the first ones stay open, and cost one system call each time instead of
     four. A file of sysfs whose device is gone answers with an error, also when another of its name has come: it is then
     opened anew. One thread uses it.
@@ -122,7 +122,7 @@ def natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(p), "") if p.isascii() and p.isdecimal() else (1, 0, p) for p in parts]
 
 
-class Totals:
+class MonotonicCounters:
     """Totals by series. The first reading counts whole, for it is what was counted before anybody looked."""
 
     def __init__(self, num_series_max: int = NUM_SERIES_MAX) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 
-from rolecall.agent.collectors.base import CannotRead, Collector, Fact, Reading, Witness
+from rolecall.agent.collectors.base import Collector, CollectorReading, CollectorUnavailable, EvidenceProvider, Fact
 from rolecall.agent.events import EventLog
 from rolecall.core.clock import Clock
 from rolecall.core.telemetry import AgentEventKind
@@ -25,7 +25,7 @@ DOWN_INTERVAL_SECONDS = 5.0
 FACTS_MAX = 64
 """Of one read: a flood tells no more than its first lines, and events are kept on disk."""
 STOP_SECONDS = 2.0
-NOTHING = Reading()
+NOTHING = CollectorReading()
 
 
 class NoSuchCollector(Exception):
@@ -68,7 +68,7 @@ class Probe:
         reason, reading = "", NOTHING
         try:
             reading = self.collector.read(begun)
-        except CannotRead as e:
+        except CollectorUnavailable as e:
             reason = str(e)
         except Exception as e:  # a defect of one collector must not end the agent: it is shown, and tried again
             logger.exception("collector %s", self.collector.name)
@@ -111,12 +111,12 @@ class Probe:
             self._events.append(AgentEventKind.PROBE_UP, detail={"probe": name})
             logger.info("%s can be read again", name)
 
-    def reading(self) -> Reading:
+    def reading(self) -> CollectorReading:
         """The newest one; nothing while it is down or hangs."""
         with self._lock:
             return NOTHING if self._reason else self._reading
 
-    def newest(self) -> tuple[float, Reading]:
+    def newest(self) -> tuple[float, CollectorReading]:
         """And when that look began, node monotonic; nothing while it is down or hangs."""
         with self._lock:
             return self._reading_at, NOTHING if self._reason else self._reading
@@ -167,22 +167,22 @@ class Probes:
         for probe in self.probes:
             probe.look(now)
 
-    def readings(self) -> Iterator[Reading]:
+    def readings(self) -> Iterator[CollectorReading]:
         return (p.reading() for p in self.probes)
 
     def evidence(self, name: str) -> bytes:
-        """What the collector of this name gives when asked (`collector.Witness`), in the caller's thread.
+        """What the collector of this name gives when asked (`collector.EvidenceProvider`), in the caller's thread.
 
         Raises:
             NoSuchCollector: it does not run here.
             CannotRead: there is none to be had.
         """
         found = next((p.collector for p in self.probes if p.collector.name == name), None)
-        if not isinstance(found, Witness):
+        if not isinstance(found, EvidenceProvider):
             raise NoSuchCollector(f"collector {name} does not run here: agent.yaml turns it on")
         return found.evidence()
 
-    def newest(self, names: Container[str]) -> tuple[float, Reading]:
+    def newest(self, names: Container[str]) -> tuple[float, CollectorReading]:
         """Of the first probe of such a name that has found something (`Probe.newest`)."""
         every = (p.newest() for p in self.probes if p.collector.name in names)
         return next((found for found in every if found[1].values), (float("-inf"), NOTHING))

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
 
-from rolecall.agent.collectors.base import CannotRead
+from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.collectors.gpu.samples import GpuSamples
 from rolecall.agent.collectors.runner import NoSuchCollector, Probes
 from rolecall.agent.events import EventLog
-from rolecall.agent.evidence import EvidenceFailed, FlightRecorders, Stacks
+from rolecall.agent.evidence import EvidenceUnavailable, FlightRecorders, Stacks
 from rolecall.agent.http.exposition import CONTENT_TYPE, Exposition, agent_value, all_values, build_info
-from rolecall.agent.http.server import WAIT_SECONDS_MAX, Answer, BadRequest, Request, Route
+from rolecall.agent.http.server import WAIT_SECONDS_MAX, HttpRequest, HttpRequestError, HttpResponse, Route
 from rolecall.agent.registry import Registry
 from rolecall.agent.sampler import Sampler
 from rolecall.agent.samples import SampleRing
@@ -70,18 +70,18 @@ class Routes:
         """Without a user, where the agent wants one: a probe of Kubernetes or a load balancer has none."""
         return {"/healthz": self.alive}
 
-    def alive(self, request: Request) -> Answer:
+    def alive(self, request: HttpRequest) -> HttpResponse:
         """Whether, and nothing else."""
         request.only()
         fresh, _ = self._freshness()
-        return Answer.json({"ok": fresh}, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
+        return HttpResponse.json({"ok": fresh}, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
 
     def _freshness(self) -> tuple[bool, float]:
         """And how old the newest round is, seconds."""
         age = self.clock.monotonic() - self.sampler.stats.last_at
         return age < STALE_ROUNDS * self.interval_seconds, age
 
-    def healthz(self, request: Request) -> Answer:
+    def healthz(self, request: HttpRequest) -> HttpResponse:
         request.only()
         fresh, age = self._freshness()
         said = {
@@ -93,24 +93,24 @@ class Routes:
             "wall_at": self.clock.wall(),
             "processes": self.registry.num_live(),
         }
-        return Answer.json(said, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
+        return HttpResponse.json(said, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def samples(self, request: Request) -> Answer:
+    def samples(self, request: HttpRequest) -> HttpResponse:
         request.only("since")
-        return Answer(self.ring.since_json(request.number("since", 0)))
+        return HttpResponse(self.ring.since_json(request.number("since", 0)))
 
-    def event_batch(self, request: Request) -> Answer:
+    def event_batch(self, request: HttpRequest) -> HttpResponse:
         request.only("after", "wait")
-        return Answer.json(self._events(request, request.seconds("wait", WAIT_SECONDS_MAX)).to_dict())
+        return HttpResponse.json(self._events(request, request.seconds("wait", WAIT_SECONDS_MAX)).to_dict())
 
-    def news(self, request: Request) -> Answer:
+    def news(self, request: HttpRequest) -> HttpResponse:
         """What both would say, in one answer: as soon as there is an event, else soon after the look that ends nearest
         to `wait` from now, so that what it says is fresh. `rounds`: so many of the newest looks."""
         request.only("after", "since", "wait", "rounds")
         rounds = request.number("rounds", 0)
         seconds = request.seconds("wait", WAIT_SECONDS_MAX)
         events = self._events(request, self._until_a_look(seconds)).to_dict()
-        return Answer.json({**events, **self.ring.news(request.number("since", 0), rounds)})
+        return HttpResponse.json({**events, **self.ring.news(request.number("since", 0), rounds)})
 
     def _until_a_look(self, seconds: float) -> float:
         """Seconds until just after a look ends: `seconds`, up to half an interval more or less."""
@@ -121,7 +121,7 @@ class Routes:
         until = seconds - since + looks * self.interval_seconds + LOOK_SECONDS
         return until if 0.0 < until <= seconds + FRESH_SECONDS_MAX else seconds
 
-    def _events(self, request: Request, seconds: float) -> EventBatch:
+    def _events(self, request: HttpRequest, seconds: float) -> EventBatch:
         after = request.number("after", 0)
         found = self.events.wait(after, seconds) if seconds else self.events.after(after)
         return EventBatch(
@@ -134,61 +134,63 @@ class Routes:
             events=found.events,
         )
 
-    def evidence_stacks(self, request: Request) -> Answer:
+    def evidence_stacks(self, request: HttpRequest) -> HttpResponse:
         request.authorize(self.bearer)
         request.only("pid")
         pid = request.number("pid", 0)
         registration = self.registry.live_process(pid)
         if registration is None:
-            raise BadRequest(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
+            raise HttpRequestError(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
         try:
             threads = self.stacks.dump(pid)
-        except EvidenceFailed as e:
+        except EvidenceUnavailable as e:
             status = HTTPStatus.TOO_MANY_REQUESTS if e.busy else HTTPStatus.SERVICE_UNAVAILABLE
-            raise BadRequest(status, str(e)) from None
+            raise HttpRequestError(status, str(e)) from None
         said = {"replica": registration.replica, "rank": registration.rank, "incarnation": registration.incarnation}
-        return Answer.json({"node": self.node, "pid": pid, **said, "at": self.clock.monotonic(), "threads": threads})
+        return HttpResponse.json(
+            {"node": self.node, "pid": pid, **said, "at": self.clock.monotonic(), "threads": threads}
+        )
 
-    def evidence_flight_recorder(self, request: Request) -> Answer:
+    def evidence_flight_recorder(self, request: HttpRequest) -> HttpResponse:
         """PyTorch's own dump, as a file for `rolecall diagnose`; the process makes it while its main thread hangs."""
         request.authorize(self.bearer)
         request.only("pid")
         pid = request.number("pid", 0)
         registration = self.registry.live_process(pid)
         if registration is None:
-            raise BadRequest(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
+            raise HttpRequestError(HTTPStatus.NOT_FOUND, f"pid: no live registered process {pid}")
         process = registration.process
         try:
             told = self.flight.dump(pid, process.start_ticks, lambda: self.registry.live_process(pid) is not None)
-        except EvidenceFailed as e:
+        except EvidenceUnavailable as e:
             status = HTTPStatus.TOO_MANY_REQUESTS if e.busy else HTTPStatus.SERVICE_UNAVAILABLE
-            raise BadRequest(status, str(e)) from None
-        return Answer(told, "application/octet-stream")
+            raise HttpRequestError(status, str(e)) from None
+        return HttpResponse(told, "application/octet-stream")
 
     def evidence_of(self, collector: str) -> Route:
         """What this collector gives when it is asked: its newest lines, or an answer of now."""
 
-        def answer(request: Request) -> Answer:
+        def answer(request: HttpRequest) -> HttpResponse:
             request.authorize(self.bearer)
             request.only()
             try:
-                return Answer(self.probes.evidence(collector), "application/octet-stream")
+                return HttpResponse(self.probes.evidence(collector), "application/octet-stream")
             except NoSuchCollector as e:
-                raise BadRequest(HTTPStatus.NOT_FOUND, str(e)) from None
-            except CannotRead as e:
-                raise BadRequest(HTTPStatus.SERVICE_UNAVAILABLE, str(e)) from None
+                raise HttpRequestError(HTTPStatus.NOT_FOUND, str(e)) from None
+            except CollectorUnavailable as e:
+                raise HttpRequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(e)) from None
 
         return answer
 
-    def metrics(self, request: Request) -> Answer:
+    def metrics(self, request: HttpRequest) -> HttpResponse:
         request.only()
         processes, hosts = self.ring.newest()
-        return Answer(self.exposition.render(all_values(processes, hosts, self._read_values())), CONTENT_TYPE)
+        return HttpResponse(self.exposition.render(all_values(processes, hosts, self._read_values())), CONTENT_TYPE)
 
-    def metrics_dcgm(self, request: Request) -> Answer:
+    def metrics_dcgm(self, request: HttpRequest) -> HttpResponse:
         """The GPU collector's values once more, in dcgm-exporter's names and labels; empty without a GPU."""
         request.only()
-        return Answer("".join(r.dcgm() for r in self.probes.readings()).encode(), CONTENT_TYPE)
+        return HttpResponse("".join(r.dcgm() for r in self.probes.readings()).encode(), CONTENT_TYPE)
 
     def _read_values(self) -> Iterator[MetricValue]:
         for reading in self.probes.readings():

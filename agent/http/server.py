@@ -54,7 +54,7 @@ DEFLATED = "Content-Encoding: deflate\r\nVary: Accept-Encoding\r\n"
 CHALLENGE = 'WWW-Authenticate: Basic realm="rolecall"\r\n'
 
 
-class BadRequest(Exception):
+class HttpRequestError(Exception):
     """Answered with `status` and `{"error": reason}`; the connection is closed when the rest cannot be understood."""
 
     def __init__(self, status: HTTPStatus, reason: str, *, close: bool = False) -> None:
@@ -63,7 +63,7 @@ class BadRequest(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpRequest:
     path: str
     query: Mapping[str, str]
     headers: Mapping[str, str]  # lower-case names
@@ -74,7 +74,7 @@ class Request:
         if text is None:
             return default
         if not (text.isascii() and text.isdecimal() and len(text) <= 19 and int(text) <= NUMBER_MAX):
-            raise BadRequest(HTTPStatus.BAD_REQUEST, f"{name}: expected a whole number, got {text[:40]!r}")
+            raise HttpRequestError(HTTPStatus.BAD_REQUEST, f"{name}: expected a whole number, got {text[:40]!r}")
         return int(text)
 
     def seconds(self, name: str, largest: float) -> float:
@@ -85,34 +85,36 @@ class Request:
         except ValueError:
             value = -1.0
         if not 0.0 <= value <= largest:  # NaN fails this, too
-            raise BadRequest(HTTPStatus.BAD_REQUEST, f"{name}: expected 0 to {largest:g} seconds, got {text[:40]!r}")
+            raise HttpRequestError(
+                HTTPStatus.BAD_REQUEST, f"{name}: expected 0 to {largest:g} seconds, got {text[:40]!r}"
+            )
         return value
 
     def only(self, *names: str) -> None:
         """Raises BadRequest for a parameter that is not among `names`."""
         for name in self.query:
             if name not in names:
-                raise BadRequest(HTTPStatus.BAD_REQUEST, f"unknown parameter {name[:40]!r}")
+                raise HttpRequestError(HTTPStatus.BAD_REQUEST, f"unknown parameter {name[:40]!r}")
 
     def authorize(self, bearer: str) -> None:
         """Raises BadRequest (401) without the right bearer token."""
         given = self.headers.get("authorization", "")
         if not hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {bearer}".encode()):
-            raise BadRequest(HTTPStatus.UNAUTHORIZED, "this needs the run's bearer token")
+            raise HttpRequestError(HTTPStatus.UNAUTHORIZED, "this needs the run's bearer token")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HttpResponse:
     body: bytes
     content_type: str = JSON_TYPE
     status: HTTPStatus = HTTPStatus.OK
     deflated: bool = False
 
     @classmethod
-    def json(cls, value: Any, status: HTTPStatus = HTTPStatus.OK) -> "Answer":
+    def json(cls, value: Any, status: HTTPStatus = HTTPStatus.OK) -> "HttpResponse":
         return cls(json.dumps(value, separators=(",", ":")).encode(), status=status)
 
-    def for_reader(self, headers: Mapping[str, str]) -> "Answer":
+    def for_reader(self, headers: Mapping[str, str]) -> "HttpResponse":
         """Compressed, where the reader takes it and it is worth it: samples of alike ranks become a tenth."""
         accepted = (part.partition(";") for part in headers.get("accept-encoding", "").split(","))
         if len(self.body) < DEFLATE_BYTES_MIN or not any(
@@ -122,11 +124,11 @@ class Answer:
         return replace(self, body=zlib.compress(self.body, DEFLATE_LEVEL), deflated=True)
 
 
-Route = Callable[[Request], Answer]
+Route = Callable[[HttpRequest], HttpResponse]
 """May raise BadRequest."""
 
 
-def read_request(stream: BufferedIOBase) -> tuple[Request, bool] | None:
+def read_request(stream: BufferedIOBase) -> tuple[HttpRequest, bool] | None:
     """The next request and whether the connection stays open after it; None: the peer closed.
 
     Raises:
@@ -139,24 +141,24 @@ def read_request(stream: BufferedIOBase) -> tuple[Request, bool] | None:
     if not line:
         return None
     if len(line) > LINE_BYTES_MAX:
-        raise BadRequest(HTTPStatus.REQUEST_URI_TOO_LONG, f"request line over {LINE_BYTES_MAX} bytes", close=True)
+        raise HttpRequestError(HTTPStatus.REQUEST_URI_TOO_LONG, f"request line over {LINE_BYTES_MAX} bytes", close=True)
     words = line.decode("latin-1").split()
     if len(words) != 3 or words[2] not in ("HTTP/1.1", "HTTP/1.0"):
-        raise BadRequest(HTTPStatus.BAD_REQUEST, "not an HTTP/1.1 request line", close=True)
+        raise HttpRequestError(HTTPStatus.BAD_REQUEST, "not an HTTP/1.1 request line", close=True)
     headers = _read_headers(stream)
     method, target, version = words
     if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
-        raise BadRequest(HTTPStatus.BAD_REQUEST, "requests have no body here", close=True)
+        raise HttpRequestError(HTTPStatus.BAD_REQUEST, "requests have no body here", close=True)
     if method != "GET":
-        raise BadRequest(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is served", close=True)
+        raise HttpRequestError(HTTPStatus.METHOD_NOT_ALLOWED, "only GET is served", close=True)
     wish = headers.get("connection", "").lower()
     stays = wish != "close" and (version == "HTTP/1.1" or wish == "keep-alive")
     try:
         parts = urlsplit(target)
         query = dict(parse_qsl(parts.query, keep_blank_values=True, max_num_fields=8))
     except ValueError as e:
-        raise BadRequest(HTTPStatus.BAD_REQUEST, f"malformed target: {e}") from None
-    return Request(parts.path, query, headers), stays
+        raise HttpRequestError(HTTPStatus.BAD_REQUEST, f"malformed target: {e}") from None
+    return HttpRequest(parts.path, query, headers), stays
 
 
 def _read_headers(stream: BufferedIOBase) -> dict[str, str]:
@@ -167,16 +169,16 @@ def _read_headers(stream: BufferedIOBase) -> dict[str, str]:
             return headers
         name, colon, value = line.decode("latin-1").partition(":")
         if not colon or not name.strip() or len(line) > LINE_BYTES_MAX or len(headers) >= NUM_HEADERS_MAX:
-            raise BadRequest(HTTPStatus.BAD_REQUEST, "malformed or too many headers", close=True)
+            raise HttpRequestError(HTTPStatus.BAD_REQUEST, "malformed or too many headers", close=True)
         headers[name.strip().lower()] = value.strip()
 
 
-def rendered(answer: Answer, stays: bool) -> bytes:
+def rendered(answer: HttpResponse, stays: bool) -> bytes:
     """Head and body as one block: one send, one packet."""
     return head_of(answer, stays) + answer.body
 
 
-def head_of(answer: Answer, stays: bool) -> bytes:
+def head_of(answer: HttpResponse, stays: bool) -> bytes:
     head = (
         f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\nContent-Type: {answer.content_type}\r\n"
         f"Content-Length: {len(answer.body)}\r\nCache-Control: no-store\r\nX-Content-Type-Options: nosniff\r\n"
@@ -186,7 +188,7 @@ def head_of(answer: Answer, stays: bool) -> bytes:
     return head.encode("latin-1")
 
 
-class _Connection(socketserver.StreamRequestHandler):
+class _HttpConnection(socketserver.StreamRequestHandler):
     timeout = IDLE_SECONDS_MAX
     disable_nagle_algorithm = True
     server: "HttpServer"
@@ -206,9 +208,9 @@ class _Connection(socketserver.StreamRequestHandler):
                 return False
             request, stays = read
             answer = self.server.answer(request).for_reader(request.headers)
-        except BadRequest as e:
+        except HttpRequestError as e:
             stays = stays and not e.close
-            answer = Answer.json({"error": e.reason}, e.status)
+            answer = HttpResponse.json({"error": e.reason}, e.status)
         if len(answer.body) <= COPIED_BYTES_MAX:
             self.connection.sendall(rendered(answer, stays))
         else:  # a dump of a Flight Recorder: twice in memory would be more than a unit's limit
@@ -246,7 +248,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
         self._strangers = strangers or {}
         self._slots = threading.BoundedSemaphore(NUM_CONNECTIONS_MAX)
         try:
-            super().__init__((host, port), _Connection)
+            super().__init__((host, port), _HttpConnection)
         except OSError as e:
             raise OSError(e.errno, f"cannot listen on {host}:{port}: {e.strerror}") from e
         self._stopping = self._handshake_failed = False
@@ -286,21 +288,21 @@ class HttpServer(socketserver.ThreadingTCPServer):
                 continue
             self.process_request(connection, address)
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: HttpRequest) -> HttpResponse:
         """Raises BadRequest."""
         allowed = self._allows is None or self._allows(request.headers.get("authorization", ""))
         route = (self._routes if allowed else self._strangers).get(request.path)
         if route is None and not allowed:
-            raise BadRequest(HTTPStatus.UNAUTHORIZED, "this agent wants a user and a password", close=True)
+            raise HttpRequestError(HTTPStatus.UNAUTHORIZED, "this agent wants a user and a password", close=True)
         if route is None:
-            raise BadRequest(HTTPStatus.NOT_FOUND, f"no such path; there are {', '.join(sorted(self._routes))}")
+            raise HttpRequestError(HTTPStatus.NOT_FOUND, f"no such path; there are {', '.join(sorted(self._routes))}")
         try:
             return route(request)
-        except BadRequest:
+        except HttpRequestError:
             raise
         except Exception:  # deliberate: a defect in one answer must not end the connection without a word
             logger.exception("%s failed", request.path)
-            raise BadRequest(HTTPStatus.INTERNAL_SERVER_ERROR, "the agent failed at this request") from None
+            raise HttpRequestError(HTTPStatus.INTERNAL_SERVER_ERROR, "the agent failed at this request") from None
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):
@@ -315,7 +317,7 @@ class HttpServer(socketserver.ThreadingTCPServer):
     def _refuse(self, request: Any, reason: str) -> None:
         try:
             request.settimeout(1.0)
-            request.sendall(rendered(Answer.json({"error": reason}, HTTPStatus.SERVICE_UNAVAILABLE), stays=False))
+            request.sendall(rendered(HttpResponse.json({"error": reason}, HTTPStatus.SERVICE_UNAVAILABLE), stays=False))
         except OSError:
             pass  # it did not wait for the refusal
         self.shutdown_request(request)

@@ -36,7 +36,7 @@ def answer_paths(page: Path, number: str) -> tuple[Path, Path]:
     return page.with_name(f"{page.stem}.{number}.flight"), page.with_name(f"{page.stem}.{number}.flight-error")
 
 
-class NoRecorder(Exception):
+class FlightRecorderUnavailable(Exception):
     """There is no dump: why."""
 
 
@@ -48,7 +48,7 @@ def dump() -> bytes:
     """
     module: Any = sys.modules.get("torch._C._distributed_c10d")
     if module is None:
-        raise NoRecorder("torch.distributed is not imported in this process")
+        raise FlightRecorderUnavailable("torch.distributed is not imported in this process")
     made: list[bytes] = []
     reason = "this build of torch has no Flight Recorder"
     for name in _RECORDERS:
@@ -66,11 +66,11 @@ def dump() -> bytes:
         if isinstance(told, bytes):
             made.append(told)
     if not made:
-        raise NoRecorder(reason)
+        raise FlightRecorderUnavailable(reason)
     return max(made, key=len)  # the recorder of the backend in use holds more
 
 
-class Answering:
+class FlightRecorderResponder:
     """Owned by the ticker thread: sees requests, and has each answered once."""
 
     def __init__(self, page: Path) -> None:
@@ -101,7 +101,7 @@ class Answering:
             told, path = dump(), whole
             if len(told) > DUMP_BYTES_MAX:
                 told, path = f"its dump takes {len(told):,} bytes".encode(), failed
-        except NoRecorder as e:
+        except FlightRecorderUnavailable as e:
             told, path = str(e)[:REASON_CHARS_MAX].encode("utf-8", "replace"), failed
         try:
             with open(self._request, encoding="ascii") as file:

@@ -17,7 +17,7 @@ VALUE_MAX = 1e100
 """Larger ones count as this: no sum here overflows."""
 
 
-class JumpWatch:
+class OutlierDetector:
     """Of one number. Mutable; used under the page's lock."""
 
     __slots__ = ("_deviation", "_mean", "_num")

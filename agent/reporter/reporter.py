@@ -26,9 +26,9 @@ from types import TracebackType
 from typing import Self
 
 from rolecall.agent.reporter import page_layout as at
-from rolecall.agent.reporter.flight_recorder_request import Answering
-from rolecall.agent.reporter.jumps import JumpWatch
-from rolecall.agent.reporter.sender import Teller, describe_exception
+from rolecall.agent.reporter.flight_recorder_request import FlightRecorderResponder
+from rolecall.agent.reporter.jumps import OutlierDetector
+from rolecall.agent.reporter.sender import ReporterClient, describe_exception
 from rolecall.core.ids import process_start_ticks
 
 logger = logging.getLogger(__name__)
@@ -69,8 +69,8 @@ class _Page:
         self.work_ident = 0
         self.phase = ""
         self.failures = 0
-        self.flight: Answering | None = None  # used by the ticker thread alone
-        self.watches = {word: JumpWatch() for word in (at.W_LOSS, at.W_GRAD_NORM, at.W_REWARD)}
+        self.flight: FlightRecorderResponder | None = None  # used by the ticker thread alone
+        self.watches = {word: OutlierDetector() for word in (at.W_LOSS, at.W_GRAD_NORM, at.W_REWARD)}
         self._map(memoryview(bytearray(at.PAGE_BYTES)))
         self.d[at.W_LOSS] = self.d[at.W_GRAD_NORM] = self.d[at.W_REWARD] = math.nan
         self.q[at.W_STEP] = self.q[at.W_POLICY_VERSION] = self.q[at.W_EXCEPTION_STEP] = -1
@@ -163,7 +163,7 @@ class _Page:
 
 
 _page = _Page()
-_teller: Teller | None = None
+_teller: ReporterClient | None = None
 _ticker: threading.Thread | None = None
 _previous_excepthook = sys.excepthook
 _starting = threading.Lock()
@@ -204,10 +204,10 @@ def start(*, replica: str, rank: int, incarnation: int, secret: str, node_dir: s
             directory = Path(node_dir) if node_dir else _default_node_dir()
             _page.set_identity(replica, rank, incarnation, secret, pid, start_ticks)
             if directory is not None and _teller is None:
-                _teller = Teller(directory / "agent.sock", pid, start_ticks)
+                _teller = ReporterClient(directory / "agent.sock", pid, start_ticks)
                 path = directory / "pages" / at.page_name(pid, start_ticks)
                 _page.move_to(path)
-                _page.flight = Answering(path)
+                _page.flight = FlightRecorderResponder(path)
             if _teller is not None:
                 _teller.register(replica=replica, rank=rank, incarnation=incarnation, secret=secret)
         except Exception as e:  # noqa: BLE001 deliberate: training goes on unseen rather than not at all

@@ -71,7 +71,7 @@ def _short(file: str) -> str:
 _short_names: dict[str, str] = {}
 
 
-class Refused(Exception):
+class RegistrationRefused(Exception):
     """The agent understood and said no."""
 
 
@@ -83,7 +83,7 @@ def socket_address(path: Path) -> tuple[str, int | None]:
     return f"/proc/self/fd/{directory}/{path.name}", directory
 
 
-def tell(path: Path, message: Mapping[str, Any], seconds: float) -> None:
+def send_message(path: Path, message: Mapping[str, Any], seconds: float) -> None:
     """One message to the agent that listens at `path`, within `seconds`.
 
     Raises:
@@ -114,10 +114,10 @@ def tell(path: Path, message: Mapping[str, Any], seconds: float) -> None:
     if not isinstance(answer, dict) or answer.get("retry"):
         raise ConnectionError("the agent failed at it")
     if answer.get("ok") is not True:
-        raise Refused(str(answer.get("reason", "")))
+        raise RegistrationRefused(str(answer.get("reason", "")))
 
 
-class Teller:
+class ReporterClient:
     """Owns the side thread, which sleeps until there is something to say."""
 
     def __init__(self, path: Path, pid: int, start_ticks: int) -> None:
@@ -166,10 +166,10 @@ class Teller:
             if message["kind"] == "register" and message["identity_number"] != self._newest_identity:
                 return  # promoted meanwhile: the older identity is over
             try:
-                tell(self._path, message, SEND_SECONDS)
+                send_message(self._path, message, SEND_SECONDS)
                 self._heard = True
                 return
-            except Refused as e:
+            except RegistrationRefused as e:
                 self._heard = True
                 logger.warning("the agent refused %s: %s", message["kind"], e)
                 return

@@ -16,9 +16,9 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.rows import DamagedLine, actual_of, event_of
 from rolecall.core.journal.store import METADATA
 from rolecall.core.membership import Actual, Desired
-from rolecall.dashboards.data.progress import CourseFold
-from rolecall.recovery.incident_store import READ_KINDS, Book
-from rolecall.views.snapshot import Memory
+from rolecall.dashboards.data.progress import RunTrendsProjection
+from rolecall.recovery.incident_store import READ_KINDS, IncidentProjection
+from rolecall.views.snapshot import RunSnapshotProjection
 
 CHUNK_EVENTS = 500
 """Read in one go: about 30 ms, so that nobody who draws waits longer for the interpreter."""
@@ -30,7 +30,7 @@ NEWEST_STEPS = 400
 
 _K = EventKind
 _OF_BOOK = frozenset(READ_KINDS)
-_FIRST_AND_LAST = (_K.RUN_STARTED, _K.RUN_ENDED, _K.LEASE_TAKEN)
+_FIRST_AND_LAST = (_K.RUN_STARTED, _K.RUN_ENDED, _K.LEASE_ACQUIRED)
 
 
 def _table(name: str) -> sa.Table:
@@ -41,7 +41,7 @@ class Fold:
     """Owned by one thread."""
 
     def __init__(self, *, partial: bool = False) -> None:
-        self.memory, self.book, self.course = Memory(), Book(), CourseFold()
+        self.memory, self.book, self.course = RunSnapshotProjection(), IncidentProjection(), RunTrendsProjection()
         self.damaged: list[DamagedLine] = []
         self.quarantined: set[str] = set()
         self.mode = ""
@@ -63,9 +63,9 @@ class Fold:
         for event in kept:
             if event.kind is _K.NODE_QUARANTINED:
                 self.quarantined.add(str(event.body.get("node")))
-            elif event.kind is _K.NODE_RETURNED:
+            elif event.kind is _K.NODE_RETURNED_TO_SERVICE:
                 self.quarantined.discard(str(event.body.get("node")))
-            elif event.kind is _K.LEASE_TAKEN:
+            elif event.kind is _K.LEASE_ACQUIRED:
                 self.mode = str(event.body.get("mode") or "")
         if events and events[-1].seq > self.seq:
             self.seq, self.hash = events[-1].seq, events[-1].hash
@@ -81,7 +81,7 @@ class Fold:
             return DamagedLine(seq=event.seq, incident_id=event.incident_id, error=error)
         return None
 
-    def copied_book(self) -> Book:
+    def copied_book(self) -> IncidentProjection:
         """The book as it stands, for others to read while this one goes on."""
         book = copy(self.book)
         book.incidents, book.broken, book.to_tell = dict(book.incidents), dict(book.broken), []
@@ -103,7 +103,7 @@ def _parsed(rows: Iterable[sa.RowMapping], where: str, wants_admissions: bool) -
     found: list[Event] = []
     damaged: list[DamagedLine] = []
     for row in rows:
-        wants_admissions = wants_admissions or row["kind"] == _K.PLAN_MADE
+        wants_admissions = wants_admissions or row["kind"] == _K.PLAN_CREATED
         try:
             if row["kind"] == _K.WEIGHTS_ADMITTED and not wants_admissions:
                 found.append(Event(seq=row["seq"], kind=_K.WEIGHTS_ADMITTED, wall_at=row["wall_at"], hash=row["hash"]))
@@ -148,8 +148,8 @@ def newest(journal: Journal, head: int) -> Fold:
             lines.update(conn.execute(sa.select(sa.func.min(events.c.seq)).where(of_kind)).scalars())
             lines.update(latest(of_kind, 1))
         lines.update(latest(events.c.kind == str(_K.STEP_COMMITTED), NEWEST_STEPS))
-        lines.update(latest(events.c.kind == str(_K.EPOCH_GROWN), 1))
-        lines.update(latest(events.c.kind.in_([str(_K.NODE_QUARANTINED), str(_K.NODE_RETURNED)]), OPEN_MAX))
+        lines.update(latest(events.c.kind == str(_K.EPOCH_ADVANCED), 1))
+        lines.update(latest(events.c.kind.in_([str(_K.NODE_QUARANTINED), str(_K.NODE_RETURNED_TO_SERVICE)]), OPEN_MAX))
         wanted = events.c.incident_id.in_(sorted(names)) | events.c.seq.in_(sorted(x for x in lines if x))
         rows = conn.execute(sa.select(events).where(wanted, events.c.seq <= head).order_by(events.c.seq)).mappings()
         found, damaged = _parsed(rows.all(), journal.store.where, True)
@@ -162,7 +162,7 @@ def newest(journal: Journal, head: int) -> Fold:
     return fold
 
 
-class Records:
+class ReplicaRecords:
     """What should be and what is, of every replica: read again only when something of it has changed."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ TEXTS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Code:
+class XidOccurrence:
     """An XID (or a switch's SXid) of one GPU of one node. `at`: wall seconds of the newest; None: not told."""
 
     node: str
@@ -50,7 +50,7 @@ class Code:
         return sxid(self.code).advice if self.switch else xid(self.code).advice
 
 
-def codes_of(incidents: Iterable[Incident]) -> tuple[Code, ...]:
+def codes_of(incidents: Iterable[Incident]) -> tuple[XidOccurrence, ...]:
     """Every code that an incident's sentence or evidence names, once an incident, for the first node that it suspects."""
     found = []
     for i in incidents:
@@ -61,7 +61,7 @@ def codes_of(incidents: Iterable[Incident]) -> tuple[Code, ...]:
         texts = [d.because, *(e.text for e in d.evidence[:TEXTS_MAX])]
         for (switch, code), (gpu, count) in _named(texts).items():
             found.append(
-                Code(
+                XidOccurrence(
                     node=nodes[0],
                     gpu=gpu,
                     code=code,
@@ -87,17 +87,17 @@ def _named(texts: Iterable[str]) -> dict[tuple[bool, int], tuple[str, int]]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Live:
+class FleetMetrics:
     """What Prometheus says now."""
 
-    codes: tuple[Code, ...] = ()
+    codes: tuple[XidOccurrence, ...] = ()
     lost_gpus: Mapping[str, tuple[str, ...]] | None = None  # node -> GPUs that NVML answers no call for
     agents: Mapping[str, bool] | None = None  # node -> whether its agent was scraped
 
 
-def merged(codes: Iterable[Code]) -> tuple[Code, ...]:
+def merged(codes: Iterable[XidOccurrence]) -> tuple[XidOccurrence, ...]:
     """One line a code, GPU and kind of source, the newest first; how often incidents name a code is added up."""
-    found: dict[tuple[bool, int, str, bool], list[Code]] = {}
+    found: dict[tuple[bool, int, str, bool], list[XidOccurrence]] = {}
     for c in codes:
         found.setdefault((c.switch, c.code, c.gpu, c.source == PROMETHEUS), []).append(c)
     lines = []
@@ -142,7 +142,7 @@ def live_of(
     gpus: Iterable[Sample],
     agents: Iterable[Sample],
     dcgm: Iterable[Sample],
-) -> Live:
+) -> FleetMetrics:
     """Our agent's series first; dcgm-exporter's last XID where our agent says nothing of the node."""
     at = {_key(labels): value for labels, value in last_seen}
     codes = {
@@ -163,7 +163,7 @@ def live_of(
     for labels, value in gpus:
         if value == 0:
             lost.setdefault(_node(labels), []).append(labels.get("gpu", "?"))
-    return Live(
+    return FleetMetrics(
         codes=tuple(c for c in codes.values() if c is not None),
         lost_gpus={node: tuple(sorted(found)) for node, found in lost.items()},
         agents={_node(labels): value > 0 for labels, value in agents if _node(labels)},
@@ -174,10 +174,10 @@ def _key(labels: Mapping[str, str]) -> tuple[str, str, str]:
     return _node(labels), labels.get("gpu", ""), labels.get("xid", "")
 
 
-def _code(labels: Mapping[str, str], text: str, count: int, at: float | None) -> Code | None:
+def _code(labels: Mapping[str, str], text: str, count: int, at: float | None) -> XidOccurrence | None:
     if not (text.isascii() and text.isdecimal() and len(text) < 6):
         return None
-    return Code(
+    return XidOccurrence(
         node=_node(labels),
         gpu=labels.get("gpu", ""),
         code=int(text),

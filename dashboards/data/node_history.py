@@ -12,15 +12,15 @@ _K = EventKind
 _WHAT: Mapping[EventKind, str] = {
     _K.NODE_QUARANTINED: "quarantined",
     _K.NODE_DRAINED: "drained",
-    _K.NODE_RETURNED: "returned",
-    _K.NODE_BURNED_IN: "burned in",
+    _K.NODE_RETURNED_TO_SERVICE: "returned",
+    _K.BURN_IN_FINISHED: "burned in",
 }
 SAID_MAX = 200
 """Of one node, the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class NodeHistoryEntry:
     """One thing that a person (or a program under a name) said of the node."""
 
     at: float  # wall seconds
@@ -30,28 +30,30 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
+class NodeHistory:
     record: NodeRecord
-    said: tuple[Said, ...] = ()  # newest last
+    said: tuple[NodeHistoryEntry, ...] = ()  # newest last
 
 
-def past_of(node: str) -> Past:
+def past_of(node: str) -> NodeHistory:
     """Of a node of which nothing was ever said."""
-    return Past(record=NodeRecord(node=node))
+    return NodeHistory(record=NodeRecord(node=node))
 
 
-def pasts(events: Iterable[Event]) -> dict[str, Past]:
+def pasts(events: Iterable[Event]) -> dict[str, NodeHistory]:
     """Node -> what its events tell."""
-    told: dict[str, list[Said]] = {}
+    told: dict[str, list[NodeHistoryEntry]] = {}
     kept = [e for e in events if e.kind in NODE_KINDS]
     for event in kept:
         because = str(event.body.get("because", ""))
-        if event.kind is _K.NODE_BURNED_IN:
+        if event.kind is _K.BURN_IN_FINISHED:
             because = "passed" if event.body.get("passed") is True else "failed"
-        said = Said(at=event.wall_at, what=_WHAT[event.kind], by=str(event.body.get("by", "")), because=because)
+        said = NodeHistoryEntry(
+            at=event.wall_at, what=_WHAT[event.kind], by=str(event.body.get("by", "")), because=because
+        )
         told.setdefault(str(event.body.get("node", "")), []).append(said)
     return {
-        node: Past(record=record, said=tuple(told.get(node, ())[-SAID_MAX:]))
+        node: NodeHistory(record=record, said=tuple(told.get(node, ())[-SAID_MAX:]))
         for node, record in fold_nodes(kept).items()
     }
 

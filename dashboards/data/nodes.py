@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rolecall.core.diagnosis import FaultClass
-from rolecall.dashboards.data.hardware import Code, Live
-from rolecall.dashboards.data.node_history import Past, past_of
+from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence
+from rolecall.dashboards.data.node_history import NodeHistory, past_of
 from rolecall.recovery.fleet import FleetView, ReplicaView
 from rolecall.recovery.incidents.incident import Incident, IncidentState
 from rolecall.recovery.nodes import NodeRecord
@@ -24,7 +24,7 @@ OFTEN_MIN = 3
 HARDWARE = frozenset({FaultClass.GPU, FaultClass.NETWORK})
 
 
-class Health(StrEnum):
+class NodeHealth(StrEnum):
     """Worst first."""
 
     LOST = "lost"
@@ -36,16 +36,16 @@ class Health(StrEnum):
     HEALTHY = "healthy"
 
 
-GLYPHS: Mapping[Health, str] = {
-    Health.LOST: "✖",
-    Health.FAULTY: "▲",
-    Health.SUSPECT: "◆",
-    Health.QUARANTINED: "■",
-    Health.OFTEN: "△",
-    Health.IDLE: "○",
-    Health.HEALTHY: "●",
+GLYPHS: Mapping[NodeHealth, str] = {
+    NodeHealth.LOST: "✖",
+    NodeHealth.FAULTY: "▲",
+    NodeHealth.SUSPECT: "◆",
+    NodeHealth.QUARANTINED: "■",
+    NodeHealth.OFTEN: "△",
+    NodeHealth.IDLE: "○",
+    NodeHealth.HEALTHY: "●",
 }
-_ORDER = tuple(Health)
+_ORDER = tuple(NodeHealth)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class NodeRow:
     """`changed_at`: the newest change of a replica on it that the journal knows, wall seconds."""
 
     node: str
-    health: Health
+    health: NodeHealth
     because: str
     replicas: tuple[ReplicaView, ...]
     open_incidents: tuple[str, ...]
@@ -62,8 +62,8 @@ class NodeRow:
     in_month: int
     changed_at: float | None
     last_incident_at: float | None
-    codes: tuple[Code, ...]
-    past: Past
+    codes: tuple[XidOccurrence, ...]
+    past: NodeHistory
 
     @property
     def told(self) -> str:
@@ -71,7 +71,7 @@ class NodeRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class FleetHealth:
     """`median_*`: of all nodes, those without incidents among them."""
 
     rows: tuple[NodeRow, ...]  # worst first
@@ -82,7 +82,7 @@ class Fleet:
     def find(self, node: str) -> NodeRow | None:
         return next((r for r in self.rows if r.node == node), None)
 
-    def count(self, health: Health) -> int:
+    def count(self, health: NodeHealth) -> int:
         return sum(r.health is health for r in self.rows)
 
 
@@ -109,7 +109,7 @@ def incidents_by_node(incidents: Iterable[Incident]) -> dict[str, list[Incident]
     against nobody."""
     found: dict[str, list[Incident]] = {}
     for i in incidents:
-        if not i.by_person and (i.mark is None or i.mark.right):
+        if not i.requested_by_operator and (i.mark is None or i.mark.right):
             for node in {str(s.node) for s in i.diagnosis.suspects if s.node}:
                 found.setdefault(node, []).append(i)
     return found
@@ -134,18 +134,18 @@ def age(seconds: float) -> str:
 def fleet_rows(
     fleet: FleetView,
     by_node: Mapping[str, Sequence[Incident]],
-    pasts: Mapping[str, Past],
-    codes: Sequence[Code],
-    live: Live,
+    pasts: Mapping[str, NodeHistory],
+    codes: Sequence[XidOccurrence],
+    live: FleetMetrics,
     now: float,
     idle: Iterable[str] = (),
-) -> Fleet:
+) -> FleetHealth:
     """`by_node`: of `incidents_by_node`. `now`: wall seconds. `idle`: nodes that the run has, whatever lives there. Of
     nodes that are none of this run's nothing is told, though Prometheus may know them."""
     replicas: dict[str, list[ReplicaView]] = {}
     for r in fleet.replicas:
         replicas.setdefault(str(r.node), []).append(r)
-    seen: dict[str, list[Code]] = {}
+    seen: dict[str, list[XidOccurrence]] = {}
     for code in (*codes, *live.codes):
         seen.setdefault(code.node, []).append(code)
     names = {*replicas, *by_node, *pasts, *idle} - {""}
@@ -165,7 +165,7 @@ def fleet_rows(
         for node in names
     ]
     rows.sort(key=lambda r: (_ORDER.index(r.health), -r.in_month, natural(r.node)))
-    return Fleet(rows=tuple(rows), median_hour=medians[0], median_day=medians[1], median_month=medians[2])
+    return FleetHealth(rows=tuple(rows), median_hour=medians[0], median_day=medians[1], median_month=medians[2])
 
 
 def _since(found: Sequence[Incident], since: float) -> int:
@@ -176,9 +176,9 @@ def _row(
     node: str,
     replicas: tuple[ReplicaView, ...],
     found: Sequence[Incident],
-    past: Past,
-    codes: tuple[Code, ...],
-    live: Live,
+    past: NodeHistory,
+    codes: tuple[XidOccurrence, ...],
+    live: FleetMetrics,
     counts: tuple[int, ...],
     median_month: float,
 ) -> NodeRow:
@@ -205,27 +205,27 @@ def _health(
     replicas: Sequence[ReplicaView],
     still_open: Sequence[Incident],
     record: NodeRecord,
-    live: Live,
+    live: FleetMetrics,
     in_month: int,
     median_month: float,
-) -> tuple[Health, str]:
+) -> tuple[NodeHealth, str]:
     lost = next((i for i in still_open if i.diagnosis.fault_class is FaultClass.NODE_LOST), None)
     if lost is not None:
-        return Health.LOST, lost.diagnosis.because
+        return NodeHealth.LOST, lost.diagnosis.because
     if (live.agents or {}).get(node) is False:
-        return Health.LOST, "its agent cannot be scraped by Prometheus"
+        return NodeHealth.LOST, "its agent cannot be scraped by Prometheus"
     broken = next((i for i in still_open if i.diagnosis.fault_class in HARDWARE), None)
     if broken is not None:
-        return Health.FAULTY, broken.diagnosis.because
+        return NodeHealth.FAULTY, broken.diagnosis.because
     gpus = (live.lost_gpus or {}).get(node, ())
     if gpus:
-        return Health.FAULTY, f"NVML answers no call for GPU {', '.join(gpus)}"
+        return NodeHealth.FAULTY, f"NVML answers no call for GPU {', '.join(gpus)}"
     if still_open:
-        return Health.SUSPECT, still_open[-1].diagnosis.because
+        return NodeHealth.SUSPECT, still_open[-1].diagnosis.because
     if record.quarantined:
-        return Health.QUARANTINED, f"quarantined by {record.quarantined_by}: {record.quarantined_because}"
+        return NodeHealth.QUARANTINED, f"quarantined by {record.quarantined_by}: {record.quarantined_because}"
     if in_month >= OFTEN_MIN and in_month > OFTEN_TIMES * median_month:
-        return Health.OFTEN, f"{in_month} incidents within 30 days, the fleet's median is {median_month:g}"
+        return NodeHealth.OFTEN, f"{in_month} incidents within 30 days, the fleet's median is {median_month:g}"
     if not replicas:
-        return Health.IDLE, "no replica lives there, and nothing is wrong with it"
-    return Health.HEALTHY, ""
+        return NodeHealth.IDLE, "no replica lives there, and nothing is wrong with it"
+    return NodeHealth.HEALTHY, ""

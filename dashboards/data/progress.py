@@ -16,11 +16,11 @@ from typing import Any
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.membership import Actual
-from rolecall.core.policy_health import BY_NAME, signs_of
+from rolecall.core.policy_health import BY_NAME, policy_health_of
 from rolecall.views.ettr import Loss, losses, training_began
-from rolecall.views.incidents import Joined, tell
-from rolecall.views.injections import Fault
-from rolecall.views.lifetimes import Key, Life
+from rolecall.views.incidents import MatchedIncidents, summarize_incidents
+from rolecall.views.injections import InjectedFault
+from rolecall.views.lifetimes import IncarnationRecord, Key
 
 BUCKETS_MAX = 200
 """Points of a curve, and no more than a chart draws (`charts.POINTS_MAX`): none is left out, the highest least of all. With
@@ -61,7 +61,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class IncidentReplicaLoss:
     """What one incident took from one replica."""
 
     incident_id: str
@@ -70,7 +70,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class EttrSummary:
     """Where the time from `start` to `end` went. `lost`: (role, fault class) -> seconds of the whole run's work."""
 
     start: float
@@ -84,12 +84,12 @@ class Account:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Course:
+class RunTrends:
     """What is shown of it. `account` is None until training began, and until the whole journal has been read."""
 
     curve: tuple[Bucket, ...] = ()
-    account: Account | None = None
-    costs: tuple[Cost, ...] = ()
+    account: EttrSummary | None = None
+    costs: tuple[IncidentReplicaLoss, ...] = ()
     num_rollouts: int = 0
     num_trainers: int = 0
 
@@ -147,20 +147,20 @@ class Curve:
 
 
 @dataclass
-class CourseFold:
+class RunTrendsProjection:
     """Owned by one thread."""
 
-    faults: Sequence[Fault] = ()
+    faults: Sequence[InjectedFault] = ()
     """The injected ones as far as they are known, oldest first; whoever reads the injector's log sets them."""
     curve: Curve = field(default_factory=Curve)
-    _told_of: set[Fault] = field(default_factory=set)  # by incidents that are closed
+    _told_of: set[InjectedFault] = field(default_factory=set)  # by incidents that are closed
     _roles: dict[str, int] = field(default_factory=dict)
     _began: float | None = None
     _last_commit: float | None = None
     _steps: deque[Event] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     _open: dict[str, list[Event]] = field(default_factory=dict)
     _awaited: dict[Key, float | None] = field(default_factory=dict)  # replacement -> when it served
-    _closed: list[Cost] = field(default_factory=list)
+    _closed: list[IncidentReplicaLoss] = field(default_factory=list)
     _base: tuple[tuple[int, float, float], Mapping[tuple[str, str], float]] | None = None
 
     @property
@@ -179,7 +179,7 @@ class CourseFold:
         match event.kind:
             case _K.RUN_STARTED if isinstance(body.get("roles"), Mapping):
                 self._roles = {str(role): int(num) for role, num in body["roles"].items() if isinstance(num, int)}
-            case _K.EPOCH_GROWN:
+            case _K.EPOCH_ADVANCED:
                 self._began = training_began([event]) if self._began is None else self._began
                 if self.awaits:
                     for replica, incarnation in body.get("members", ()):
@@ -210,7 +210,7 @@ class CourseFold:
             return
         if len(story) < INCIDENT_EVENTS_MAX or event.kind is _K.INCIDENT_CLOSED:
             story.append(replace(event, body={k: v for k, v in event.body.items() if k != "question"}))
-        if event.kind is _K.PLAN_MADE:
+        if event.kind is _K.PLAN_CREATED:
             for target in event.body["plan"]["targets"]:
                 self._awaited.setdefault((str(target["replica"]), int(target["incarnation"]) + 1), None)
         if event.kind is _K.INCIDENT_CLOSED:
@@ -223,20 +223,22 @@ class CourseFold:
                     for target in e.body.get("plan", {}).get("targets", ()):
                         self._awaited.pop((str(target["replica"]), int(target["incarnation"]) + 1), None)
 
-    def _costs(self, which: str, end: float) -> tuple[list[Cost], set[Fault]]:
+    def _costs(self, which: str, end: float) -> tuple[list[IncidentReplicaLoss], set[InjectedFault]]:
         """What the incident took, and the faults that it tells of."""
         events = self._open[which]
         since = events[0].wall_at - 3600.0 if not events else min(_onset(events[0]), events[0].wall_at) - 1.0
         known = {
-            key: Life(replica=key[0], incarnation=key[1], serving_at=at)
+            key: IncarnationRecord(replica=key[0], incarnation=key[1], serving_at=at)
             for key, at in self._awaited.items()
             if at is not None
         }
         faults = [f for f in self.faults if f not in self._told_of]
-        joined = tell(sorted([*events, *self._steps_since(since)], key=lambda e: e.seq), known, faults)
-        told: Joined = replace(joined, missed=())
+        joined = summarize_incidents(sorted([*events, *self._steps_since(since)], key=lambda e: e.seq), known, faults)
+        told: MatchedIncidents = replace(joined, missed=())
         classes = {s.incident_id: str(s.diagnosis.fault_class) for s in told.stories}
-        costs = [Cost(incident_id=which, fault_class=classes[which], loss=loss) for loss in losses(told, end)]
+        costs = [
+            IncidentReplicaLoss(incident_id=which, fault_class=classes[which], loss=loss) for loss in losses(told, end)
+        ]
         return costs, {f for f in faults if f not in joined.missed}
 
     def _steps_since(self, since: float) -> list[Event]:
@@ -247,34 +249,34 @@ class CourseFold:
             found.append(event)
         return found
 
-    def told(self, now: float | None, current: Mapping[ReplicaId, Actual], *, whole: bool) -> Course:
+    def told(self, now: float | None, current: Mapping[ReplicaId, Actual], *, whole: bool) -> RunTrends:
         """`now`: wall seconds, None for a run that is over. `whole`: everything before has been read."""
         rollouts, trainers = (self._number(role, current) for role in ("rollout", "trainer"))
         curve = self.curve.points()
         if not whole or self._began is None or self._last_commit is None:
-            return Course(curve=curve, num_rollouts=rollouts, num_trainers=trainers)
+            return RunTrends(curve=curve, num_rollouts=rollouts, num_trainers=trainers)
         end = max(self._last_commit, now or 0.0) if self.suffers else self._last_commit
         still = self._still(end)
         account = self._account(still, end, rollouts, trainers)
         costs = (*self._closed, *still)
-        return Course(curve=curve, account=account, costs=costs, num_rollouts=rollouts, num_trainers=trainers)
+        return RunTrends(curve=curve, account=account, costs=costs, num_rollouts=rollouts, num_trainers=trainers)
 
-    def _still(self, end: float) -> list[Cost]:
+    def _still(self, end: float) -> list[IncidentReplicaLoss]:
         """What the open incidents take until `end`, and the faults that nobody noticed."""
-        found: list[Cost] = []
+        found: list[IncidentReplicaLoss] = []
         noticed = set(self._told_of)
         for which in self._open:
             costs, told_of = self._costs(which, end)
             found += costs
             noticed |= told_of
         missed = tuple(f for f in self.faults if f not in noticed)
-        unseen = losses(Joined(stories=(), missed=missed, false_alarms=()), end)
-        return found + [Cost(incident_id="", fault_class=NOT_NOTICED, loss=loss) for loss in unseen]
+        unseen = losses(MatchedIncidents(stories=(), missed=missed, false_alarms=()), end)
+        return found + [IncidentReplicaLoss(incident_id="", fault_class=NOT_NOTICED, loss=loss) for loss in unseen]
 
     def _number(self, role: str, current: Mapping[ReplicaId, Actual]) -> int:
         return self._roles.get(role) or sum(r.startswith(f"{role}/") for r in current)
 
-    def _account(self, still: Sequence[Cost], end: float, rollouts: int, trainers: int) -> Account:
+    def _account(self, still: Sequence[IncidentReplicaLoss], end: float, rollouts: int, trainers: int) -> EttrSummary:
         """What lies before every open loss is summed up once."""
         assert self._began is not None
         cut = min([end, *(c.loss.since for c in still)])
@@ -284,7 +286,7 @@ class CourseFold:
         late = [c for c in self._closed if max(c.loss.until, c.loss.stalled_until) > cut]
         rest = lost_seconds([*late, *still], cut, end, num_rollouts=rollouts, num_trainers=trainers)
         lost = {k: self._base[1].get(k, 0.0) + rest.get(k, 0.0) for k in {*self._base[1], *rest}}
-        return Account(start=self._began, end=end, lost=lost)
+        return EttrSummary(start=self._began, end=end, lost=lost)
 
 
 def _bucket(event: Event) -> Bucket:
@@ -301,7 +303,7 @@ def _bucket(event: Event) -> Bucket:
         seconds=seconds,
         seconds_max=seconds if math.isfinite(seconds) else 0.0,
         tokens=float(body.get("tokens") or 0),
-        signs=signs_of(body),
+        signs=policy_health_of(body),
     )
 
 
@@ -314,7 +316,7 @@ def _onset(opened: Event) -> float:
 
 
 def lost_seconds(
-    costs: Iterable[Cost], start: float, end: float, *, num_rollouts: int, num_trainers: int
+    costs: Iterable[IncidentReplicaLoss], start: float, end: float, *, num_rollouts: int, num_trainers: int
 ) -> dict[tuple[str, str], float]:
     """Seconds of the run's work that were lost between `start` and `end`, by (role, fault class): their sum is
     (1 - `effective.ettr`) x the time. Where two incidents took the same replica, the first counts."""
@@ -327,7 +329,7 @@ def lost_seconds(
     }
     there.sort(key=lambda c: c.loss.since)
     begins = [c.loss.since for c in there]
-    active: list[Cost] = []
+    active: list[IncidentReplicaLoss] = []
     taken, lost = 0, dict[tuple[str, str], float]()
     for left, right in pairwise(sorted(cuts)):
         upto = bisect_left(begins, right)
@@ -341,7 +343,7 @@ def lost_seconds(
     return lost
 
 
-def _units(active: Sequence[Cost], at: float, num_trainers: int) -> dict[tuple[str, str], float]:
+def _units(active: Sequence[IncidentReplicaLoss], at: float, num_trainers: int) -> dict[tuple[str, str], float]:
     """How many replicas' work is lost, by (role, fault class). One trainer that stalls is all of them."""
     units: dict[tuple[str, str], float] = {}
     seen: set[str] = set()

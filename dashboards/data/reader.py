@@ -20,13 +20,13 @@ from rolecall.core.clock import Clock
 from rolecall.core.errors import JournalCorrupt, JournalError, JournalUnavailable
 from rolecall.core.journal.database import redacted
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.dashboards.data.fold import CHUNK_EVENTS, Fold, Records, events_after, holds, newest
-from rolecall.dashboards.data.progress import Course
+from rolecall.dashboards.data.fold import CHUNK_EVENTS, Fold, ReplicaRecords, events_after, holds, newest
+from rolecall.dashboards.data.progress import RunTrends
 from rolecall.dashboards.settings import Settings
-from rolecall.recovery.incident_store import Book
+from rolecall.recovery.incident_store import IncidentProjection
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
-from rolecall.views.injections import Fault, parse_injections
-from rolecall.views.snapshot import Snapshot
+from rolecall.views.injections import InjectedFault, parse_injections
+from rolecall.views.snapshot import RunSnapshot
 
 LOOK_SECONDS = 1.0
 """A look younger than this serves all who ask."""
@@ -44,7 +44,7 @@ DAMAGED_NAMED = 20
 """Damaged lines that are named; of more the number is told."""
 
 
-class Trouble(StrEnum):
+class JournalReadError(StrEnum):
     """Why there is nothing (newer) to show."""
 
     NONE = ""
@@ -56,7 +56,7 @@ class Trouble(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class ReadProgress:
     """How much of the journal has been read. Until it is whole, only the newest incidents and steps are known."""
 
     read: int = 0
@@ -69,19 +69,19 @@ class History:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class JournalSnapshot:
     """What the journal said. Times are wall seconds. `snapshot`, `book` and `course` are never changed once they are here."""
 
     at: float
-    trouble: Trouble
+    trouble: JournalReadError
     because: str  # the trouble in a sentence
-    snapshot: Snapshot
-    book: Book
+    snapshot: RunSnapshot
+    book: IncidentProjection
     read_at: float | None = None
     """When the journal last answered; None: never."""
     version: int = 0
     """Grows whenever there is something new to see: what was drawn from a version can be kept for it."""
-    history: History = History()
+    history: ReadProgress = ReadProgress()
     damaged: tuple[str, ...] = ()
     """Lines that cannot be read, each a sentence."""
     num_damaged: int = 0
@@ -91,7 +91,7 @@ class Look:
     """In which mode the watch acts: observe, approve, act. Empty: nobody has taken the lease yet."""
     quarantined: frozenset[str] = frozenset()
     """Nodes on which nothing is placed."""
-    course: Course = field(default_factory=Course)
+    course: RunTrends = field(default_factory=RunTrends)
 
     @property
     def usable(self) -> bool:
@@ -111,7 +111,7 @@ class Reader:
         self.settings, self._clock = settings, clock
         self._changed = threading.Condition()
         self._wake, self._closed = threading.Event(), threading.Event()
-        self._last: Look | None = None
+        self._last: JournalSnapshot | None = None
         self._began: float | None = None  # the reading under way, monotonic seconds
         self._thread: threading.Thread | None = None
         self._following = _Following(settings, clock)
@@ -123,7 +123,7 @@ class Reader:
     def journal(self) -> Iterator[Journal]:
         """The journal, for one question. Raises JournalError, at once if it did not answer just now."""
         last = self.look()
-        if last.trouble is Trouble.AWAY:
+        if last.trouble is JournalReadError.AWAY:
             raise JournalUnavailable(where="the journal", reason=last.because, hint="it is tried again by itself")
         journal = _opened(self.settings.journal_url, self._clock)
         try:
@@ -140,7 +140,7 @@ class Reader:
         self._closed.set()
         self._wake.set()
 
-    def look(self) -> Look:
+    def look(self) -> JournalSnapshot:
         """What the journal says now, or said when it could last be read. Never waits long."""
         with self._changed:
             before = self._last
@@ -149,14 +149,14 @@ class Reader:
                 return before
             return self._await(before, FIRST_SECONDS if before is None else FRESH_SECONDS)
 
-    def fresh(self) -> Look:
+    def fresh(self) -> JournalSnapshot:
         """A look that was begun after this call: what the caller has just written is in it, if the journal answers."""
         with self._changed:
             if self._began is not None:
                 self._await(self._last, FIRST_SECONDS)
             return self._await(self._last, FIRST_SECONDS)
 
-    def _await(self, before: Look | None, seconds: float) -> Look:
+    def _await(self, before: JournalSnapshot | None, seconds: float) -> JournalSnapshot:
         """Asks for a look other than `before`; without one in time, tells what was known, and why it is old."""
         self._ask()
         if not self._silent():
@@ -168,8 +168,14 @@ class Reader:
         since = seconds if self._began is None else self._clock.monotonic() - self._began
         because = f"The database has not answered for {since:.0f} s: it is locked, slow or away."
         if last is None:
-            return Look(at=now, trouble=Trouble.AWAY, because=because, snapshot=Snapshot(now=now), book=Book())
-        return replace(last, at=now, trouble=Trouble.AWAY, because=because)
+            return JournalSnapshot(
+                at=now,
+                trouble=JournalReadError.AWAY,
+                because=because,
+                snapshot=RunSnapshot(now=now),
+                book=IncidentProjection(),
+            )
+        return replace(last, at=now, trouble=JournalReadError.AWAY, because=because)
 
     def _silent(self) -> bool:
         return self._began is not None and self._clock.monotonic() - self._began > SILENT_SECONDS
@@ -219,14 +225,14 @@ class _Following:
         self._injections = _Injections(settings.run.injections_path if settings.run else None)
         self._journal: Journal | None = None
         self._file: tuple[int, int] | None = None
-        self._shown: Look | None = None
+        self._shown: JournalSnapshot | None = None
         self._versions = 0
         self._forget()
 
     def _forget(self) -> None:
         self._fold = Fold()
         self._behind: Fold | None = None
-        self._records = Records()
+        self._records = ReplicaRecords()
         self._of = 0
 
     def close(self) -> None:
@@ -234,31 +240,33 @@ class _Following:
             self._journal.close()
             self._journal = None
 
-    def look(self) -> Look:
+    def look(self) -> JournalSnapshot:
         """Reads what is new. Whatever goes wrong is part of the look."""
         now = self._clock.wall()
-        trouble, because = Trouble.NONE, ""
+        trouble, because = JournalReadError.NONE, ""
         try:
             return self._kept(self._news(now))
         except JournalCorrupt as e:
             trouble, because = _of_corrupt(e), redacted(str(e))
         except JournalUnavailable as e:
-            trouble, because = Trouble.AWAY, redacted(str(e))
+            trouble, because = JournalReadError.AWAY, redacted(str(e))
         except JournalError as e:
-            trouble, because = Trouble.MISSING, redacted(str(e))
+            trouble, because = JournalReadError.MISSING, redacted(str(e))
         except Exception as e:  # noqa: BLE001 - a page must say so, whatever it is; the thread must go on
-            trouble, because = Trouble.DAMAGED, f"It cannot be read: {redacted(repr(e))[:500]}"
+            trouble, because = JournalReadError.DAMAGED, f"It cannot be read: {redacted(repr(e))[:500]}"
         self.close()
         before = self._shown
         if before is None:
-            return Look(at=now, trouble=trouble, because=because, snapshot=Snapshot(now=now), book=Book())
+            return JournalSnapshot(
+                at=now, trouble=trouble, because=because, snapshot=RunSnapshot(now=now), book=IncidentProjection()
+            )
         return replace(before, at=now, trouble=trouble, because=because)
 
-    def _kept(self, look: Look) -> Look:
+    def _kept(self, look: JournalSnapshot) -> JournalSnapshot:
         self._shown = look
         return look
 
-    def _news(self, now: float) -> Look:
+    def _news(self, now: float) -> JournalSnapshot:
         journal = self._same_journal()
         fold = self._fold
         if fold.seq == 0 and self._behind is None:
@@ -291,11 +299,11 @@ class _Following:
         self._versions += 1
         snapshot = fold.memory.snapshot(now, self._records.desired, self._records.current, paused)
         empty = fold.seq == 0
-        return Look(
+        return JournalSnapshot(
             at=now,
             read_at=now,
             version=self._versions if not empty else 0,
-            trouble=Trouble.EMPTY if empty else _of_lines(fold),
+            trouble=JournalReadError.EMPTY if empty else _of_lines(fold),
             because="The journal holds no event yet." if empty else _damage(fold),
             snapshot=snapshot,
             book=fold.copied_book(),
@@ -308,15 +316,15 @@ class _Following:
             course=self._course(fold, now, ended=snapshot.ended != "", lease=lease),
         )
 
-    def _course(self, fold: Fold, now: float, *, ended: bool, lease: Lease | None) -> Course:
+    def _course(self, fold: Fold, now: float, *, ended: bool, lease: Lease | None) -> RunTrends:
         """The clock of a run that nobody watches any more stands still at its last step."""
         alive = not ended and lease is not None and lease.expires_at > now
         return fold.course.told(now if alive else None, self._records.current, whole=self._behind is None)
 
-    def _history(self) -> History:
+    def _history(self) -> ReadProgress:
         if self._behind is None:
-            return History(read=self._fold.seq, of=self._fold.seq)
-        return History(read=self._behind.seq, of=max(self._of, self._fold.seq), whole=False)
+            return ReadProgress(read=self._fold.seq, of=self._fold.seq)
+        return ReadProgress(read=self._behind.seq, of=max(self._of, self._fold.seq), whole=False)
 
     def _take_new(self, journal: Journal, fold: Fold) -> bool:
         """All that was written since; whether there was anything."""
@@ -369,9 +377,9 @@ class _Injections:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._size = -1
-        self._faults: tuple[Fault, ...] = ()
+        self._faults: tuple[InjectedFault, ...] = ()
 
-    def read(self) -> tuple[Fault, ...]:
+    def read(self) -> tuple[InjectedFault, ...]:
         if self._path is None:
             return ()
         try:
@@ -395,14 +403,14 @@ def _file_of(url: str) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _of_corrupt(error: JournalCorrupt) -> Trouble:
+def _of_corrupt(error: JournalCorrupt) -> JournalReadError:
     if error.reason.startswith("schema version"):
-        return Trouble.OLD
-    return Trouble.EMPTY if error.reason == "the file is empty" else Trouble.DAMAGED
+        return JournalReadError.OLD
+    return JournalReadError.EMPTY if error.reason == "the file is empty" else JournalReadError.DAMAGED
 
 
-def _of_lines(fold: Fold) -> Trouble:
-    return Trouble.DAMAGED if fold.damaged else Trouble.NONE
+def _of_lines(fold: Fold) -> JournalReadError:
+    return JournalReadError.DAMAGED if fold.damaged else JournalReadError.NONE
 
 
 def _damage(fold: Fold) -> str:

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from rolecall.core.errors import CommandRefused
 from rolecall.core.text import escape, plain
-from rolecall.dashboards.grafana.push import Pushed
+from rolecall.dashboards.grafana.push import PushResult
 from rolecall.dashboards.grafana.server import GrafanaRefused, Json, Server
 
 TAG = "rolecall"
@@ -26,7 +26,7 @@ MILLISECONDS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
+class IncidentAnnotation:
     """An incident as a graph shows it. Times are wall seconds."""
 
     incident_id: str
@@ -38,7 +38,7 @@ class Episode:
     outcome: str = ""
 
 
-def annotation(run_id: str, episode: Episode) -> Json:
+def annotation(run_id: str, episode: IncidentAnnotation) -> Json:
     """What the server shall hold of an incident."""
     tags = [TAG, f"run:{run_id}", f"incident:{episode.incident_id}", f"fault:{episode.fault}"]
     tags += [f"role:{episode.role}"] if episode.role else []
@@ -56,11 +56,11 @@ def annotation(run_id: str, episode: Episode) -> Json:
 def annotate(
     server: Server,
     run_id: str,
-    episodes: Sequence[Episode],
+    episodes: Sequence[IncidentAnnotation],
     *,
     episodes_max: int = EPISODES_MAX,
     found_max: int = FOUND_MAX,
-) -> Pushed:
+) -> PushResult:
     """Makes and mends annotations; tells of each incident what became of it.
 
     Raises:
@@ -68,7 +68,7 @@ def annotate(
         CommandRefused: there is too much there to know what is.
     """
     there = _there(server, run_id, found_max)
-    done = Pushed()
+    done = PushResult()
     newest = sorted(episodes, key=lambda e: e.opened_at)[-episodes_max:]
     if len(newest) < len(episodes):
         done.done.append(

@@ -55,7 +55,7 @@ OF_AGENT, OF_EXPORTER, OF_WATCH = "rolecall_agent_build_info", "DCGM_FI_DEV_GPU_
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PanelRow:
     """Panels side by side, each with its width (of 24), all of one height; they wrap."""
 
     title: str
@@ -83,7 +83,7 @@ class _IncidentQuery(AnnotationQuery):
 
 
 def board(
-    uid: str, title: str, description: str, variables: Iterable[builders.QueryVariable], rows: Iterable[Row]
+    uid: str, title: str, description: str, variables: Iterable[builders.QueryVariable], rows: Iterable[PanelRow]
 ) -> Dashboard:
     """The whole dashboard. Raises ValueError where a row does not fit."""
     if len(uid) > UID_CHARS_MAX:
@@ -215,7 +215,7 @@ def all_panels(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield panel
 
 
-def _placed(rows: Iterable[Row]) -> Iterable[Panel | RowPanel]:
+def _placed(rows: Iterable[PanelRow]) -> Iterable[Panel | RowPanel]:
     y = 0
     for n, row in enumerate(rows, start=1):
         first = 100 * n
@@ -232,7 +232,7 @@ def _placed(rows: Iterable[Row]) -> Iterable[Panel | RowPanel]:
             y = max(panel.grid_pos.y for panel in below if panel.grid_pos) + row.height
 
 
-def _in_row(row: Row, first: int, y: int) -> list[Panel]:
+def _in_row(row: PanelRow, first: int, y: int) -> list[Panel]:
     x = 0
     for m, (width, panel) in enumerate(zip(row.widths, row.panels, strict=True), start=1):
         if x + width > WIDTH:

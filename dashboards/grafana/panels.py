@@ -34,7 +34,7 @@ Builder = TypeVar("Builder", timeseries.Panel, stat.Panel, table.Panel, statetim
 
 
 @dataclass(frozen=True, slots=True)
-class Query:
+class PanelQuery:
     """One expression. `legend`: as Grafana has it, `{{label}}`."""
 
     expression: str
@@ -64,7 +64,7 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class PanelFormat:
     """How values are shown. `limits`: from which value on which colour, the first from the start."""
 
     unit: str
@@ -77,7 +77,7 @@ class Look:
     no_value: str = ""
 
 
-def lines(title: str, description: str, look: Look, *queries: Query, stacked: bool = False) -> Panel:
+def lines(title: str, description: str, look: PanelFormat, *queries: PanelQuery, stacked: bool = False) -> Panel:
     """Series over time."""
     panel = _with(timeseries.Panel(), title, description, look, queries)
     panel = panel.line_width(1).fill_opacity(30 if stacked else 5).show_points(common_models.VisibilityMode.AUTO)
@@ -95,13 +95,13 @@ BAND_POINTS_MAX = 120
 SUSPECT, LOWEST, MEDIAN, HIGHEST = "this replica, rank {{rank}}", "peers: lowest", "peers: median", "peers: highest"
 
 
-def band(title: str, description: str, look: Look, own: str, peers: str) -> Panel:
+def band(title: str, description: str, look: PanelFormat, own: str, peers: str) -> Panel:
     """A replica's series against the band of its peers, which do not hold it."""
     queries = (
-        Query(own, SUSPECT),
-        Query(f"min({peers})", LOWEST),
-        Query(f"quantile(0.5, {peers})", MEDIAN),
-        Query(f"max({peers})", HIGHEST),
+        PanelQuery(own, SUSPECT),
+        PanelQuery(f"min({peers})", LOWEST),
+        PanelQuery(f"quantile(0.5, {peers})", MEDIAN),
+        PanelQuery(f"max({peers})", HIGHEST),
     )
     panel = _of_time(_with(timeseries.Panel(), title, description, look, queries)).line_width(2)
     panel = panel.max_data_points(BAND_POINTS_MAX)
@@ -116,7 +116,7 @@ def band(title: str, description: str, look: Look, own: str, peers: str) -> Pane
     return panel.color_scheme(_colour(FieldColorModeId.PALETTE_CLASSIC_BY_NAME)).build()
 
 
-def numbers(title: str, description: str, look: Look, *queries: Query, trend: bool = False) -> Panel:
+def numbers(title: str, description: str, look: PanelFormat, *queries: PanelQuery, trend: bool = False) -> Panel:
     """One large value for each series: the newest."""
     panel = _with(stat.Panel(), title, description, look, queries, instant=not trend)
     panel = panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
@@ -130,7 +130,7 @@ def numbers(title: str, description: str, look: Look, *queries: Query, trend: bo
     return panel.build()
 
 
-def bars(title: str, description: str, look: Look, *queries: Query) -> Panel:
+def bars(title: str, description: str, look: PanelFormat, *queries: PanelQuery) -> Panel:
     """A bar for each series: the newest value."""
     panel = _with(bargauge.Panel(), title, description, look, queries, instant=True)
     panel = panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
@@ -138,7 +138,7 @@ def bars(title: str, description: str, look: Look, *queries: Query) -> Panel:
     return panel.display_mode(common_models.BarGaugeDisplayMode.BASIC).build()
 
 
-def states(title: str, description: str, look: Look, *queries: Query) -> Panel:
+def states(title: str, description: str, look: PanelFormat, *queries: PanelQuery) -> Panel:
     """Words over time, a row for each series."""
     assert look.words, f"{title}: states need words"
     panel = _with(statetimeline.Panel(), title, description, look, queries)
@@ -146,7 +146,7 @@ def states(title: str, description: str, look: Look, *queries: Query) -> Panel:
     return panel.legend(_legend([])).color_scheme(_colour(FieldColorModeId.THRESHOLDS)).build()
 
 
-def rows(title: str, description: str, look: Look, query: Query, columns: Mapping[str, str]) -> Panel:
+def rows(title: str, description: str, look: PanelFormat, query: PanelQuery, columns: Mapping[str, str]) -> Panel:
     """A table of the newest values: `columns` of labels to their headings, in order, and last the value under the
     query's legend. Words and unit are the value's: a label "1" stays what it is."""
     plain = replace(look, unit="none", words=None, limits=())
@@ -174,8 +174,8 @@ def _with(
     panel: Builder,
     title: str,
     description: str,
-    look: Look,
-    queries: Sequence[Query],
+    look: PanelFormat,
+    queries: Sequence[PanelQuery],
     *,
     instant: bool = False,
     as_table: bool = False,
@@ -204,7 +204,7 @@ def _with(
     return panel.thresholds(_thresholds(look))
 
 
-def _thresholds(look: Look) -> builders.ThresholdsConfig:
+def _thresholds(look: PanelFormat) -> builders.ThresholdsConfig:
     steps = [Threshold(value=v, color=c) for v, c in (look.limits or ((None, GREEN if look.words else BLUE),))]
     return builders.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from rolecall.agent.collectors.gpu import dcgm
 from rolecall.core.metrics.catalogue import BY_NAME
-from rolecall.core.metrics.metric import Subject
+from rolecall.core.metrics.metric import MetricScope
 
-OF_WATCH = frozenset({Subject.WATCH, Subject.RUN})
+OF_WATCH = frozenset({MetricScope.WATCH, MetricScope.RUN})
 DCGM_NAMES = frozenset({s.name for s in dcgm.SERIES} | {dcgm.NVLINK_BANDWIDTH, dcgm.XID})
 DCGM_LABELS = frozenset({"gpu", "UUID", "device", "modelName", "hostname", "Hostname", "err_code", "err_msg"})
 """`Hostname`: dcgm-exporter until May 2026 (NVIDIA/dcgm-exporter#655)."""
@@ -100,8 +100,8 @@ def labels_of(name: str) -> frozenset[str]:
 def _recorded() -> frozenset[str]:
     """Names of the recording rules."""
     # Here, because their expressions are checked with what is above.
-    from rolecall.dashboards.grafana.rules.rule import Record, groups
+    from rolecall.dashboards.grafana.rules.rule import RecordingRule, groups
 
     return frozenset(
-        rule.name for made in groups().values() for g in made for rule in g.rules if isinstance(rule, Record)
+        rule.name for made in groups().values() for g in made for rule in g.rules if isinstance(rule, RecordingRule)
     )

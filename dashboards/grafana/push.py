@@ -29,13 +29,13 @@ FOLDERS_MAX = 1000
 CONFLICT = 412
 
 
-class Verdict(StrEnum):
+class DashboardChangeKind(StrEnum):
     CREATE = "created"
     UPDATE = "updated"
     UNCHANGED = "unchanged"
 
 
-class Problems(CommandRefused):
+class PushRejected(CommandRefused):
     """Everything that speaks against the push; nothing was written."""
 
     def __init__(self, problems: Sequence[str]) -> None:
@@ -45,30 +45,30 @@ class Problems(CommandRefused):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class DashboardChange:
     """What is to be done for one dashboard. `body` is what the server shall hold, with the version looked at."""
 
     uid: str
     title: str
-    verdict: Verdict
+    verdict: DashboardChangeKind
     body: Json
     because: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PushPlan:
     folder: str
     folder_uid: str | None  # None: to be made. "": the top level
-    changes: tuple[Change, ...]
+    changes: tuple[DashboardChange, ...]
     overwrite: bool = False
 
     @property
-    def writes(self) -> tuple[Change, ...]:
-        return tuple(c for c in self.changes if c.verdict is not Verdict.UNCHANGED)
+    def writes(self) -> tuple[DashboardChange, ...]:
+        return tuple(c for c in self.changes if c.verdict is not DashboardChangeKind.UNCHANGED)
 
 
 @dataclass(slots=True)
-class Pushed:
+class PushResult:
     """What came of it, a line each; `failed` is empty when all is as wanted."""
 
     done: list[str] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Pushed:
 
 def plan(
     server: Server, dashboards: Sequence[Mapping[str, Any]], *, folder: str, datasource: str, overwrite: bool = False
-) -> Plan:
+) -> PushPlan:
     """Looks, and writes nothing. `folder` "": the top level. `datasource` "": each viewer's own choice.
 
     Raises:
@@ -90,13 +90,13 @@ def plan(
     source = None
     try:
         source = _source(server, datasource) if datasource else None
-    except Problems as e:
+    except PushRejected as e:
         problems += e.problems
     changes = []
     for one in dashboards:
         try:
             changes.append(_change(server, _ready(one, source), folder_uid, overwrite))
-        except Problems as e:
+        except PushRejected as e:
             problems += e.problems
         except GrafanaRefused as e:
             if e.status in (0, 401):  # it will say so for every other one as well
@@ -105,13 +105,13 @@ def plan(
     uids = [c.uid for c in changes]
     problems += [f"{uid}: two dashboards have this uid" for uid in sorted({u for u in uids if uids.count(u) > 1})]
     if problems:
-        raise Problems(problems)
-    return Plan(folder=folder, folder_uid=folder_uid, changes=tuple(changes), overwrite=overwrite)
+        raise PushRejected(problems)
+    return PushPlan(folder=folder, folder_uid=folder_uid, changes=tuple(changes), overwrite=overwrite)
 
 
-def push(server: Server, wanted: Plan) -> Pushed:
+def push(server: Server, wanted: PushPlan) -> PushResult:
     """Writes what the plan says, and tells of each dashboard what became of it. Raises nothing but our own bugs."""
-    pushed = Pushed()
+    pushed = PushResult()
     folder_uid = wanted.folder_uid
     if folder_uid is None and wanted.writes:
         try:
@@ -124,7 +124,7 @@ def push(server: Server, wanted: Plan) -> Pushed:
     gone = ""
     for change in wanted.changes:
         name = f"{change.uid}  {plain(change.title, 100)}"
-        if change.verdict is Verdict.UNCHANGED:
+        if change.verdict is DashboardChangeKind.UNCHANGED:
             pushed.done.append(f"unchanged  {name}")
         elif gone:
             pushed.failed.append(f"not tried  {name}")
@@ -150,7 +150,9 @@ def _folder_uid(server: Server, title: str) -> str | None:
         if one.get("title") == title and one.get("uid"):
             return str(one["uid"])
     if len(found) >= FOLDERS_MAX:
-        raise Problems([f"--folder: {title!r} is not among the first {FOLDERS_MAX} folders, and may be beyond them"])
+        raise PushRejected(
+            [f"--folder: {title!r} is not among the first {FOLDERS_MAX} folders, and may be beyond them"]
+        )
     return None
 
 
@@ -165,10 +167,10 @@ def _source(server: Server, name: str) -> Json:
             for s in server.listing(lambda g: g.datasource.list_datasources())
         ]
         shown = ", ".join(there[:NAMES_SHOWN_MAX]) or "none"
-        raise Problems([f"--datasource: there is no data source {plain(name)!r}; there are: {shown}"]) from None
+        raise PushRejected([f"--datasource: there is no data source {plain(name)!r}; there are: {shown}"]) from None
     if found.get("type") != "prometheus":
         kind = plain(found.get("type"), 30)
-        raise Problems([f"--datasource: {plain(name)!r} is of type {kind!r}; the dashboards ask a Prometheus"])
+        raise PushRejected([f"--datasource: {plain(name)!r} is of type {kind!r}; the dashboards ask a Prometheus"])
     return {"text": name, "value": _text(found, "uid"), "selected": True}
 
 
@@ -179,7 +181,9 @@ def _ready(dashboard: Mapping[str, Any], source: Json | None) -> Json:
     body.pop("version", None)
     uid = body.get("uid")
     if not isinstance(uid, str) or not uid or len(uid) > UID_MAX or not body.get("title"):
-        raise Problems([f"{plain(uid, UID_MAX)!r}: a dashboard needs a title and a uid of 1 to {UID_MAX} characters"])
+        raise PushRejected(
+            [f"{plain(uid, UID_MAX)!r}: a dashboard needs a title and a uid of 1 to {UID_MAX} characters"]
+        )
     if source is not None:
         for variable in body.get("templating", {}).get("list", []):
             if variable.get("type") == "datasource" and variable.get("query") == "prometheus":
@@ -187,29 +191,31 @@ def _ready(dashboard: Mapping[str, Any], source: Json | None) -> Json:
     return body
 
 
-def _change(server: Server, body: Json, folder_uid: str | None, overwrite: bool) -> Change:
+def _change(server: Server, body: Json, folder_uid: str | None, overwrite: bool) -> DashboardChange:
     uid, title = str(body["uid"]), str(body["title"])
     try:
         found = server.mapping(lambda g: g.dashboard.get_dashboard(quote(uid, safe="")))
     except GrafanaRefused as e:
         if e.status != 404:
             raise
-        return Change(uid=uid, title=title, verdict=Verdict.CREATE, body=body, because="it is not there")
+        return DashboardChange(
+            uid=uid, title=title, verdict=DashboardChangeKind.CREATE, body=body, because="it is not there"
+        )
     there, meta = found.get("dashboard"), found.get("meta")
     if not isinstance(there, dict) or not isinstance(meta, dict) or not isinstance(there.get("version"), int):
-        raise Problems([f"{uid}: what the server holds cannot be read: no dashboard with a version"])
+        raise PushRejected([f"{uid}: what the server holds cannot be read: no dashboard with a version"])
     moved = folder_uid is None or (meta.get("folderUid") or "") != folder_uid
     if not moved and holds(there, body):
-        return Change(uid=uid, title=title, verdict=Verdict.UNCHANGED, body=body)
+        return DashboardChange(uid=uid, title=title, verdict=DashboardChangeKind.UNCHANGED, body=body)
     if meta.get("provisioned"):
-        raise Problems([f"{uid}: it is provisioned from a file on the server, and can only be changed there"])
+        raise PushRejected([f"{uid}: it is provisioned from a file on the server, and can only be changed there"])
     if not overwrite and (who := _edited(server, uid)):
-        raise Problems([f"{uid}: {who}; --overwrite replaces that (Grafana keeps it among the versions)"])
+        raise PushRejected([f"{uid}: {who}; --overwrite replaces that (Grafana keeps it among the versions)"])
     because = "it is in another folder" if moved else "it differs"
-    return Change(
+    return DashboardChange(
         uid=uid,
         title=title,
-        verdict=Verdict.UPDATE,
+        verdict=DashboardChangeKind.UPDATE,
         body={**body, "version": there["version"]},
         because=because,
     )
@@ -244,7 +250,7 @@ def _edited(server: Server, uid: str) -> str:
 # --- writing ------------------------------------------------------------------------------------------------------
 
 
-def _write(server: Server, change: Change, folder_uid: str, overwrite: bool) -> int:
+def _write(server: Server, change: DashboardChange, folder_uid: str, overwrite: bool) -> int:
     sent = {"dashboard": change.body, "folderUid": folder_uid, "message": MESSAGE, "overwrite": overwrite}
     said = server.mapping(lambda g: g.dashboard.update_dashboard(sent))
     if said.get("status") != "success" or said.get("uid") != change.uid or not isinstance(said.get("version"), int):
@@ -252,7 +258,7 @@ def _write(server: Server, change: Change, folder_uid: str, overwrite: bool) -> 
     return int(said["version"])
 
 
-def _conflict_told(server: Server, change: Change, error: GrafanaRefused) -> str:
+def _conflict_told(server: Server, change: DashboardChange, error: GrafanaRefused) -> str:
     if error.status != CONFLICT or error.said.get("status") != "version-mismatch":
         return str(error)
     try:

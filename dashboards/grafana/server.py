@@ -61,7 +61,7 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Address:
+class GrafanaAddress:
     """Where a Grafana is. `prefix`: the path below which it is served, "" or "grafana/"."""
 
     scheme: str
@@ -78,7 +78,7 @@ class Address:
         return self.scheme == "http" and self.host.strip("[]") not in LOOPBACK
 
 
-def address(url: str) -> Address:
+def address(url: str) -> GrafanaAddress:
     """Raises ConfigError; its text does not repeat a URL that may hold a password."""
     try:
         parts = urlsplit(url)
@@ -92,7 +92,7 @@ def address(url: str) -> Address:
     if parts.scheme not in ("http", "https") or not host or not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigError([f"--url: expected http(s)://HOST[:PORT][/PATH], got {plain(url, 200)!r}"])
     prefix = parts.path.strip("/")
-    return Address(
+    return GrafanaAddress(
         scheme=parts.scheme, host=f"[{host}]" if ":" in host else host, port=port, prefix=f"{prefix}/" if prefix else ""
     )
 
@@ -102,7 +102,7 @@ class Server:
 
     def __init__(
         self,
-        where: Address,
+        where: GrafanaAddress,
         token: Token,
         *,
         ca_file: Path | None = None,
@@ -196,7 +196,7 @@ class _Unusable(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
+class _GrafanaResponse:
     """What grafana-client reads of a response."""
 
     status_code: int
@@ -218,7 +218,7 @@ class _BoundedSession:
     def close(self) -> None:
         self._session.close()
 
-    def request(self, method: str, url: str, **options: Any) -> _Answer:
+    def request(self, method: str, url: str, **options: Any) -> _GrafanaResponse:
         until = self._clock.monotonic() + self._deadline_seconds
         response = self._session.request(method, url, **options, allow_redirects=False, stream=True)
         try:
@@ -233,7 +233,7 @@ class _BoundedSession:
                 if self._clock.monotonic() > until:
                     raise _Unusable(f"was still answering after {self._deadline_seconds:g} s")
             headers = {str(k): str(v) for k, v in response.headers.items()}
-            return _Answer(status_code=status, headers=headers, text=body.decode("utf-8", "replace"))
+            return _GrafanaResponse(status_code=status, headers=headers, text=body.decode("utf-8", "replace"))
         finally:
             response.close()
 

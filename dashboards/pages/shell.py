@@ -13,8 +13,8 @@ import streamlit as st
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
 from rolecall.core.text import plain, seconds
-from rolecall.dashboards.data.reader import Look, Reader, Trouble
-from rolecall.dashboards.pages.sign_in import sidebar, who
+from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader
+from rolecall.dashboards.pages.sign_in import current_viewer, sidebar
 from rolecall.dashboards.pages.style import banner, css
 from rolecall.dashboards.settings import Settings, current
 
@@ -28,20 +28,20 @@ STALE_SECONDS = 5.0
 """A look older than this says how old it is."""
 
 WORDS = {
-    Trouble.EMPTY: "The journal is empty.",
-    Trouble.MISSING: "There is no journal.",
-    Trouble.AWAY: "The journal does not answer.",
-    Trouble.OLD: "The journal is of another version of rolecall.",
-    Trouble.DAMAGED: "The journal is damaged.",
+    JournalReadError.EMPTY: "The journal is empty.",
+    JournalReadError.MISSING: "There is no journal.",
+    JournalReadError.AWAY: "The journal does not answer.",
+    JournalReadError.OLD: "The journal is of another version of rolecall.",
+    JournalReadError.DAMAGED: "The journal is damaged.",
 }
 ADVICE = {
-    Trouble.EMPTY: "It fills when the run starts: `rolecall run JOB.yaml` or `rolecall demo`. This page goes on by itself.",
-    Trouble.MISSING: "Name a run (`rolecall dashboard RUN`) or a journal (`--journal URL`). Should it come, this page "
+    JournalReadError.EMPTY: "It fills when the run starts: `rolecall run JOB.yaml` or `rolecall demo`. This page goes on by itself.",
+    JournalReadError.MISSING: "Name a run (`rolecall dashboard RUN`) or a journal (`--journal URL`). Should it come, this page "
     "goes on by itself.",
-    Trouble.AWAY: "Is its server running, and does no other process hold the file locked? "
+    JournalReadError.AWAY: "Is its server running, and does no other process hold the file locked? "
     "This page goes on by itself when it answers again.",
-    Trouble.OLD: "Use the version of rolecall that wrote it.",
-    Trouble.DAMAGED: "`rolecall audit RUN` says which lines are damaged, and what can still be used of the run.",
+    JournalReadError.OLD: "Use the version of rolecall that wrote it.",
+    JournalReadError.DAMAGED: "`rolecall audit RUN` says which lines are damaged, and what can still be used of the run.",
 }
 
 _lock = threading.Lock()
@@ -63,7 +63,7 @@ def reader() -> Reader:
 
 def may_read(r: Reader) -> bool:
     """Whether who looks may see anything."""
-    return not r.settings.sign_in or who(r).may_act
+    return not r.settings.sign_in or current_viewer(r).may_act
 
 
 def gate() -> bool:
@@ -77,7 +77,11 @@ def gate() -> bool:
     return False
 
 
-def page(title: str, draw: Callable[[Reader, Look], None], slow: Callable[[Reader, Look], None] | None = None) -> None:
+def page(
+    title: str,
+    draw: Callable[[Reader, JournalSnapshot], None],
+    slow: Callable[[Reader, JournalSnapshot], None] | None = None,
+) -> None:
     """Draws a page: heading, trouble if there is any, and below it what is known, again every few seconds.
 
     `slow`: what costs more to draw, below the rest and less often.
@@ -111,17 +115,17 @@ def page(title: str, draw: Callable[[Reader, Look], None], slow: Callable[[Reade
         seldom()
 
 
-def _drawn(r: Reader, look: Look, draw: Callable[[Reader, Look], None]) -> None:
+def _drawn(r: Reader, look: JournalSnapshot, draw: Callable[[Reader, JournalSnapshot], None]) -> None:
     try:
         draw(r, look)
     except JournalError as e:
         # The look was fine; the database went away while the page asked it for more.
-        st.html(banner("warn", "The journal does not answer.", str(e), advice=ADVICE[Trouble.AWAY]))
+        st.html(banner("warn", "The journal does not answer.", str(e), advice=ADVICE[JournalReadError.AWAY]))
 
 
-def show_trouble(look: Look) -> None:
+def show_trouble(look: JournalSnapshot) -> None:
     """The journal's trouble in a sentence, and what to do about it; how much is read of one that is long."""
-    if look.trouble is not Trouble.NONE:
+    if look.trouble is not JournalReadError.NONE:
         old = ""
         if look.read_at is not None and look.at - look.read_at > STALE_SECONDS:
             old = f"What is shown is {seconds(look.at - look.read_at)} old."

@@ -37,7 +37,7 @@ HEADERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
+class AllowedOrigins:
     """As which this server may be addressed. All in small letters."""
 
     hosts: frozenset[str] | None
@@ -45,14 +45,16 @@ class Known:
     origins: frozenset[str]
 
 
-def known(address: str, names: Iterable[str], *, sign_in: bool = False) -> Known:
+def known(address: str, names: Iterable[str], *, sign_in: bool = False) -> AllowedOrigins:
     """`address`: where this server says it is. `names`: other origins under which browsers come."""
     origins = [_origin(o) for o in (address, *names)]
     hosts = {"localhost", socket.gethostname().lower(), *(urlsplit(o).hostname or "" for o in origins)}
-    return Known(hosts=None if sign_in else frozenset(hosts - {""}), origins=frozenset(origins))
+    return AllowedOrigins(hosts=None if sign_in else frozenset(hosts - {""}), origins=frozenset(origins))
 
 
-def refusal(known: Known, *, kind: str, method: str, path: str, host: str, origin: str | None) -> tuple[int, str]:
+def rejection_reason(
+    known: AllowedOrigins, *, kind: str, method: str, path: str, host: str, origin: str | None
+) -> tuple[int, str]:
     """(status, why): why a question is not answered; (0, ""): it is. `kind`: http or websocket."""
     name = _hostname(host)
     if known.hosts is not None and name not in known.hosts and not _is_ip(name):
@@ -72,10 +74,10 @@ def refusal(known: Known, *, kind: str, method: str, path: str, host: str, origi
     return 0, ""
 
 
-class Callers:
+class OriginMiddleware:
     """ASGI: lets in whom `refusal` has nothing against; every answer carries `HEADERS`."""
 
-    def __init__(self, app: Any, *, known: Known) -> None:
+    def __init__(self, app: Any, *, known: AllowedOrigins) -> None:
         self._app, self._known = app, known
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -90,7 +92,7 @@ class Callers:
             await send(message)
 
         given = {k.lower(): v.decode("latin-1") for k, v in reversed(scope["headers"])}
-        status, said = refusal(
+        status, said = rejection_reason(
             self._known,
             kind=scope["type"],
             method=scope.get("method", "GET"),

@@ -21,7 +21,7 @@ from typing import Any
 from rolecall.core.errors import ConfigError
 from rolecall.core.journal.database import redacted
 from rolecall.dashboards import settings
-from rolecall.dashboards.server.callers import Callers, Known, known
+from rolecall.dashboards.server.callers import AllowedOrigins, OriginMiddleware, known
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def _options(listener: socket.socket, address: str, names: tuple[str, ...]) -> d
     }
 
 
-def _app(options: dict[str, Any], ready: Callable[[], None], names: Known) -> Any:
+def _app(options: dict[str, Any], ready: Callable[[], None], names: AllowedOrigins) -> Any:
     os.environ.setdefault("STREAMLIT_BROWSER_GATHER_USAGE_STATS", "false")
     import streamlit as st
     from starlette.middleware import Middleware
@@ -178,7 +178,9 @@ def _app(options: dict[str, Any], ready: Callable[[], None], names: Known) -> An
         ready()
         yield
 
-    return st.App(APP, lifespan=lifespan, middleware=[Middleware(Callers, known=names)], on_script_error=_complain)
+    return st.App(
+        APP, lifespan=lifespan, middleware=[Middleware(OriginMiddleware, known=names)], on_script_error=_complain
+    )
 
 
 def _complain(error: Exception) -> bool:

@@ -2,7 +2,7 @@
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
 from rolecall.core.ids import NodeId
-from rolecall.detector.live.subject import Subject
+from rolecall.detector.live.subject import MonitoredProcess
 
 SETTLE = "settle"
 """Evidence of this kind says what would settle a `cannot_tell`."""
@@ -22,7 +22,7 @@ PANEL = "panel:"
 """Names of detectors that begin with this look at panels of metrics: they tell that a machine changed, not what ails it."""
 
 
-def suspect(subject: Subject) -> Suspect:
+def suspect(subject: MonitoredProcess) -> Suspect:
     return Suspect(
         node=NodeId(subject.node),
         role=subject.role,
@@ -35,7 +35,7 @@ def suspect(subject: Subject) -> Suspect:
 
 def finding(
     detector: str,
-    suspects: list[Subject],
+    suspects: list[MonitoredProcess],
     fault_class: FaultClass,
     *,
     onset: float,

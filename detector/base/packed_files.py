@@ -23,7 +23,7 @@ MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\0": "xz", b"BZh": "bzip2", b"\x28\xb5\x
 SUFFIXES = (".gz", ".xz", ".bz2", ".zst")
 
 
-class _Reader(Protocol):
+class _DecompressingReader(Protocol):
     def read(self, size: int, /) -> bytes: ...
     def close(self) -> None: ...
 
@@ -54,7 +54,7 @@ class _Xz:
         self._file.close()
 
 
-class Unpacked(io.RawIOBase):
+class DecompressedFile(io.RawIOBase):
     """What is in a file, to be wrapped by `io.BufferedReader`. `cut_short`: the packed data ends in the middle.
 
     Reads raise UnreadableInput: the data is damaged, or there is more of it than `bytes_max`.
@@ -95,7 +95,7 @@ class Unpacked(io.RawIOBase):
         super().close()
 
 
-def _opened(path: Path) -> tuple[_Reader, tuple[type[Exception], ...]]:
+def _opened(path: Path) -> tuple[_DecompressingReader, tuple[type[Exception], ...]]:
     """The reader, and what it raises where the data is damaged."""
     with path.open("rb") as file:
         head = file.read(6)
@@ -112,7 +112,7 @@ def _opened(path: Path) -> tuple[_Reader, tuple[type[Exception], ...]]:
             return path.open("rb"), ()
 
 
-def _zstd(path: Path) -> tuple[_Reader, tuple[type[Exception], ...]]:
+def _zstd(path: Path) -> tuple[_DecompressingReader, tuple[type[Exception], ...]]:
     for name in ("compression.zstd", "zstandard"):
         try:
             module: Any = importlib.import_module(name)
@@ -129,7 +129,7 @@ def _zstd(path: Path) -> tuple[_Reader, tuple[type[Exception], ...]]:
 
 def head(path: Path, num_bytes: int) -> bytes:
     """So many bytes of what is in it, or as many as there are. Raises OSError, UnreadableInput."""
-    with Unpacked(path, num_bytes + CHUNK_BYTES) as file:
+    with DecompressedFile(path, num_bytes + CHUNK_BYTES) as file:
         found = b""
         while len(found) < num_bytes and (more := file.read(num_bytes - len(found))):
             found += more

@@ -34,24 +34,24 @@ def safe(text: str) -> str:
     return text[:NUM_CHARACTERS_MAX].encode("unicode_escape").decode("ascii")
 
 
-class NotPlain(Exception):
+class UnsafePickle(Exception):
     """Why it was not read, in words. Those that begin with `refused` wanted what no plain data need."""
 
 
 def loads(data: bytes) -> Any:
     """The value that a pickle of protocol 2 to 5 holds. Raises NotPlain."""
     if not MAGIC.match(data):
-        raise NotPlain("a pickle of an unknown protocol")
+        raise UnsafePickle("a pickle of an unknown protocol")
     try:
         value, end = _run(data)
     except (IndexError, struct.error):
-        raise NotPlain("it is cut short, or damaged") from None
+        raise UnsafePickle("it is cut short, or damaged") from None
     except KeyError:
-        raise NotPlain("not a readable pickle: it refers to what it does not hold") from None
+        raise UnsafePickle("not a readable pickle: it refers to what it does not hold") from None
     except (TypeError, ValueError) as e:  # the wrong kind of value, text in no encoding
-        raise NotPlain(f"not a readable pickle: {safe(str(e))}") from None
+        raise UnsafePickle(f"not a readable pickle: {safe(str(e))}") from None
     if end != len(data):
-        raise NotPlain("something follows the end of the pickle")
+        raise UnsafePickle("something follows the end of the pickle")
     return value
 
 
@@ -75,7 +75,7 @@ def _run(data: bytes) -> tuple[Any, int]:
             at += 4
         elif code == 0x28:  # MARK
             if len(marks) >= DEPTH_MAX:
-                raise NotPlain("nested too deeply")
+                raise UnsafePickle("nested too deeply")
             marks.append(len(stack))
         elif code == 0x65:  # APPENDS
             first = _first(marks)
@@ -93,7 +93,7 @@ def _run(data: bytes) -> tuple[Any, int]:
         elif code == 0x8A:  # LONG1
             size = data[at]
             if size > 8:
-                raise NotPlain("refused: it holds a number of more than 64 bits, which no dump needs")
+                raise UnsafePickle("refused: it holds a number of more than 64 bits, which no dump needs")
             push(int.from_bytes(_bytes(data, at + 1, size), "little", signed=True))
             at += 1 + size
         elif code == 0x4D:  # BININT2
@@ -107,7 +107,7 @@ def _run(data: bytes) -> tuple[Any, int]:
             width = 1 if code == 0x71 else 4 if code == 0x72 else 0
             key = int.from_bytes(_bytes(data, at, width), "little") if width else len(memo)
             if len(memo) >= NUM_MEMO_MAX:
-                raise NotPlain(f"it remembers more than {NUM_MEMO_MAX:,} values")
+                raise UnsafePickle(f"it remembers more than {NUM_MEMO_MAX:,} values")
             memo[key] = stack[-1]
             at += width
         elif code == 0x6A:  # LONG_BINGET
@@ -120,7 +120,7 @@ def _run(data: bytes) -> tuple[Any, int]:
                 raise IndexError
             items = tuple(stack[len(stack) - size :])
             if not {*map(type, items)} <= _ATOMS:  # hashing and comparing such a tuple could take for ever
-                raise NotPlain("refused: it holds a tuple of tuples, lists or dicts, which no dump needs")
+                raise UnsafePickle("refused: it holds a tuple of tuples, lists or dicts, which no dump needs")
             del stack[len(stack) - size :]
             push(items)
         elif code == 0x61:  # APPEND
@@ -138,11 +138,11 @@ def _run(data: bytes) -> tuple[Any, int]:
             at += 8
         elif code == 0x2E:  # STOP
             if marks or len(stack) != 1:
-                raise NotPlain("not a readable pickle: it ends in the midst of a value")
+                raise UnsafePickle("not a readable pickle: it ends in the midst of a value")
             return stack[0], at
         else:
             _refuse(data, at, stack)
-    raise NotPlain(f"it has more than {NUM_OPCODES_MAX:,} opcodes")
+    raise UnsafePickle(f"it has more than {NUM_OPCODES_MAX:,} opcodes")
 
 
 def _first(marks: list[int]) -> int:
@@ -155,7 +155,7 @@ def _first(marks: list[int]) -> int:
 
 def _counted(num_containers: int) -> int:
     if num_containers >= NUM_CONTAINERS_MAX:
-        raise NotPlain(f"it holds more than {NUM_CONTAINERS_MAX:,} lists and dicts")
+        raise UnsafePickle(f"it holds more than {NUM_CONTAINERS_MAX:,} lists and dicts")
     return num_containers + 1
 
 
@@ -183,9 +183,9 @@ def _refuse(data: bytes, at: int, stack: list[Any]) -> NoReturn:
     """Names the opcode before `at`, and what it wanted to run."""
     name = next((known.name for known in pickletools.opcodes if known.code == chr(data[at - 1])), "")
     if not name:
-        raise NotPlain(f"damaged at byte {at - 1:,}, or cut short")
+        raise UnsafePickle(f"damaged at byte {at - 1:,}, or cut short")
     if name in ("GLOBAL", "INST", "STACK_GLOBAL"):
         lines = [line.decode("utf-8", "replace") for line in data[at : at + 1000].split(b"\n")[:2]]
         wanted = [str(s) for s in stack[-2:] if type(s) is str] if name == "STACK_GLOBAL" else lines
-        raise NotPlain(f"refused: it wants to run {safe('.'.join(wanted))}, which no dump needs")
-    raise NotPlain(f"refused: it holds a {name}, which no dump needs")
+        raise UnsafePickle(f"refused: it wants to run {safe('.'.join(wanted))}, which no dump needs")
+    raise UnsafePickle(f"refused: it holds a {name}, which no dump needs")

@@ -10,7 +10,7 @@ from rolecall.core.errors import UnreadableInput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class ReadLimits:
     """Of all files of one kind together."""
 
     kept_bytes_max: int = 8 << 30
@@ -24,8 +24,8 @@ class Limits:
 class Budget:
     """Limits that are used up, file by file. The time is that since it was made."""
 
-    def __init__(self, limits: Limits | None = None, clock: Clock | None = None) -> None:
-        self._limits, self._clock = limits or Limits(), clock or SystemClock()
+    def __init__(self, limits: ReadLimits | None = None, clock: Clock | None = None) -> None:
+        self._limits, self._clock = limits or ReadLimits(), clock or SystemClock()
         self._began = self._clock.monotonic()
         self._kept_bytes = self._num_files = 0
 

@@ -14,29 +14,29 @@ from typing import Any
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEvent, ProcessSample
-from rolecall.detector.live.deadlines import Gaps
-from rolecall.detector.live.fleet import Fleet, SeenException
-from rolecall.detector.live.stages.nccl_ras import NcclStandings, Standing
+from rolecall.detector.live.deadlines import ProgressGaps
+from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
+from rolecall.detector.live.stages.nccl_ras import StalledCommunicator, StalledCommunicators
 from rolecall.detector.live.stages.node_faults import NodeFault, NodeFaults
-from rolecall.detector.live.stages.slow import Baseline, SlowState
-from rolecall.detector.live.subject import Clocks, SlowMeter, Subject
+from rolecall.detector.live.stages.slow import LoadBaseline, SlowState
+from rolecall.detector.live.subject import MonitoredProcess, ProgressClocks, SlowMeter
 
 PLAIN: dict[str, type] = {
     c.__name__: c
     for c in (
-        Baseline,
-        Clocks,
-        Fleet,
-        Gaps,
-        NcclStandings,
+        LoadBaseline,
+        ProgressClocks,
+        MonitoredProcesses,
+        ProgressGaps,
+        StalledCommunicators,
         NodeFault,
         NodeFaults,
         ProcessId,
-        SeenException,
+        ReceivedException,
         SlowMeter,
         SlowState,
-        Standing,
-        Subject,
+        StalledCommunicator,
+        MonitoredProcess,
     )
 }
 """Written field by field; what they make themselves of the others (`init=False`) is made again."""

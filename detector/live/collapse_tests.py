@@ -23,7 +23,7 @@ from typing import Final
 
 from rolecall.core.diagnosis import Evidence
 from rolecall.core.policy_health import LOG_RATIO_ALARM
-from rolecall.detector.live.training_history import Point
+from rolecall.detector.live.training_history import TrainingStepPoint
 
 RECENT_STEPS: Final = 8
 """A fall that is over sooner is not told. Eight in a row below what half of all steps reach happen by chance once in 256
@@ -61,13 +61,13 @@ LOG_RATIO_FACTOR: Final = 10.0
 LOG_RATIO_SEEN, LOG_RATIO_ABOVE = 4, 3
 """Of the last four steps that told one, three."""
 
-Known = Sequence[tuple[Point, float]]
+Known = Sequence[tuple[TrainingStepPoint, float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class RewardLevel:
     value: float
-    points: Sequence[Point]
+    points: Sequence[TrainingStepPoint]
 
     @property
     def steps(self) -> str:
@@ -75,11 +75,11 @@ class Level:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sign:
+class CollapseSymptom:
     """One way in which the policy collapsed. `text` continues a sentence."""
 
     kind: str
-    since: Point
+    since: TrainingStepPoint
     text: str
     values: dict[str, float]
 
@@ -87,20 +87,20 @@ class Sign:
         return Evidence(kind=self.kind, text=self.text, values={"step": float(self.since.step), **self.values})
 
 
-def signs(points: Sequence[Point]) -> list[Sign]:
+def collapse_symptoms(points: Sequence[TrainingStepPoint]) -> list[CollapseSymptom]:
     """All that can be said of the newest of these points, the gravest first."""
     reward = fallen(points) or dived(points)
     found = (disagreeing(points), reward or other(points), shut(points), diverged(points))
     return [sign for sign in found if sign is not None]
 
 
-def known(points: Sequence[Point], name: str) -> list[tuple[Point, float]]:
+def known(points: Sequence[TrainingStepPoint], name: str) -> list[tuple[TrainingStepPoint, float]]:
     return [(p, v) for p in points if (v := p.get(name)) == v]
 
 
-def levels(series: Known) -> list[Level]:
+def levels(series: Known) -> list[RewardLevel]:
     return [
-        Level(value=median(v for _, v in part), points=[p for p, _ in part])
+        RewardLevel(value=median(v for _, v in part), points=[p for p, _ in part])
         for i in range(len(series) - LEVEL_STEPS + 1)
         if (part := series[i : i + LEVEL_STEPS])
     ]
@@ -112,16 +112,16 @@ def noise(series: Known) -> float:
     return 1.4826 * median(apart) / math.sqrt(2) if apart else 0.0
 
 
-def middle(points: Sequence[Point], name: str) -> float:
+def middle(points: Sequence[TrainingStepPoint], name: str) -> float:
     values = [v for _, v in known(points, name)]
     return median(values) if values else math.nan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Best:
+class BestRewardLevel:
     """The best stretch, and how far below it is clearly below."""
 
-    level: Level
+    level: RewardLevel
     clear: float
     noise: float
 
@@ -130,15 +130,15 @@ class Best:
         return self.level.value - max(self.clear, NOISE_FACTOR * self.noise)
 
 
-def best_stretch(reward: Known) -> Best | None:
+def best_stretch(reward: Known) -> BestRewardLevel | None:
     found = levels(reward)
     if not found:
         return None
     top, low = max(found, key=lambda x: x.value), min(x.value for x in found)
-    return Best(level=top, clear=CLEAR_SHARE * max(abs(top.value), top.value - low), noise=noise(reward))
+    return BestRewardLevel(level=top, clear=CLEAR_SHARE * max(abs(top.value), top.value - low), noise=noise(reward))
 
 
-def fallen(points: Sequence[Point]) -> Sign | None:
+def fallen(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
     reward = known(points, "reward")
     best = best_stretch(reward[:-RECENT_STEPS])
     if best is None:
@@ -153,7 +153,7 @@ def fallen(points: Sequence[Point]) -> Sign | None:
         return None
     since = _since(reward, halfway)
     text = f"mean reward fell from {best.level.value:.3g} ({best.level.steps}) to {low:.3g}, since step {since.step}"
-    return Sign(
+    return CollapseSymptom(
         kind="reward_fell",
         since=since,
         text=text + _others(best.level.points, now),
@@ -161,7 +161,7 @@ def fallen(points: Sequence[Point]) -> Sign | None:
     )
 
 
-def dived(points: Sequence[Point]) -> Sign | None:
+def dived(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
     """The reward fell clearly for a few steps and came back, and answers are of another kind since."""
     reward = known(points, "reward")
     begin = max(0, len(reward) - DIVE_REMEMBERED)
@@ -183,7 +183,7 @@ def dived(points: Sequence[Point]) -> Sign | None:
         f"mean reward fell from {best.level.value:.3g} ({best.level.steps}) to {lately[at][1]:.3g} in step {since.step}, "
         f"and since it came back {change}"
     )
-    return Sign(
+    return CollapseSymptom(
         kind="reward_dived",
         since=since,
         text=text,
@@ -191,7 +191,7 @@ def dived(points: Sequence[Point]) -> Sign | None:
     )
 
 
-def other(points: Sequence[Point]) -> Sign | None:
+def other(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
     """Answers have another length than in the best stretch of a run that had learned, and nothing is earned by it.
 
     Before anything was learned, lengths may go anywhere: an answer's end is often learned first.
@@ -211,10 +211,10 @@ def other(points: Sequence[Point]) -> Sign | None:
         return None  # a fall of the reward is a sign of its own
     text = f"{change} as in {best.level.steps}, since step {now[0].step}, and the reward did not rise for it ({earned:.3g})"
     values = {"reward": earned, "reward_before": best.level.value}
-    return Sign(kind="length_collapsed", since=now[0], text=text, values=values)
+    return CollapseSymptom(kind="length_collapsed", since=now[0], text=text, values=values)
 
 
-def shut(points: Sequence[Point]) -> Sign | None:
+def shut(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
     """Entropy went from open to shut, and the reward earned nothing by it."""
     entropy, reward = known(points, "entropy"), known(points, "reward")
     if len(entropy) < LEVEL_STEPS + RECENT_STEPS or len(reward) < LEVEL_STEPS + RECENT_STEPS:
@@ -239,7 +239,7 @@ def shut(points: Sequence[Point]) -> Sign | None:
         f"entropy went to {nats:.2g} nats a token, one answer for everything, from {middle(then, 'entropy'):.2g} up to "
         f"step {then[-1].step}, and {why} (reward {before:.3g} then, at most {after:.3g} since)"
     )
-    return Sign(
+    return CollapseSymptom(
         kind="entropy_collapsed",
         since=since,
         text=text,
@@ -247,7 +247,7 @@ def shut(points: Sequence[Point]) -> Sign | None:
     )
 
 
-def diverged(points: Sequence[Point]) -> Sign | None:
+def diverged(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
     kl = known(points, "kl_sampler")
     found = levels(kl[:-DIVERGED_STEPS])
     if not found:
@@ -261,10 +261,12 @@ def diverged(points: Sequence[Point]) -> Sign | None:
         f"the policy is {now:.2g} nats a token away from the one that made its tokens (at most {usual:.2g} before), "
         f"since step {recent[0][0].step}"
     )
-    return Sign(kind="policy_diverged", since=recent[0][0], text=text, values={"kl_nats": now, "kl_nats_before": usual})
+    return CollapseSymptom(
+        kind="policy_diverged", since=recent[0][0], text=text, values={"kl_nats": now, "kl_nats_before": usual}
+    )
 
 
-def disagreeing(points: Sequence[Point]) -> Sign | None:
+def disagreeing(points: Sequence[TrainingStepPoint]) -> CollapseSymptom | None:
     ratios = known(points, "log_ratio_max")
     recent, before = ratios[-LOG_RATIO_SEEN:], ratios[:-LOG_RATIO_SEEN]
     if len(before) < LEVEL_STEPS:
@@ -279,14 +281,14 @@ def disagreeing(points: Sequence[Point]) -> Sign | None:
         f"(usual: {usual:.2g}; more than {limit:.2g} in {len(above)} of the last {len(recent)} steps that told it)"
     )
     values = {"log_ratio_max": max(v for _, v in above), "log_ratio_usual": usual}
-    return Sign(kind="engines_disagree", since=above[0][0], text=text, values=values)
+    return CollapseSymptom(kind="engines_disagree", since=above[0][0], text=text, values=values)
 
 
 def _below(part: Known, line: float) -> bool:
     return all(v < line for _, v in part)
 
 
-def _since(series: Known, line: float) -> Point:
+def _since(series: Known, line: float) -> TrainingStepPoint:
     """First of the newest points below the line; one above it may be among them."""
     first, above = series[-1][0], 0
     for point, value in reversed(series):
@@ -298,14 +300,14 @@ def _since(series: Known, line: float) -> Point:
     return first
 
 
-def _of_another_kind(then: Sequence[Point], now: Sequence[Point]) -> str:
+def _of_another_kind(then: Sequence[TrainingStepPoint], now: Sequence[TrainingStepPoint]) -> str:
     entropy, entropy_then = middle(now, "entropy"), middle(then, "entropy")
     if entropy >= OTHER_FACTOR * entropy_then and entropy - entropy_then >= ENTROPY_HIGH:
         return f"entropy is {entropy:.2g} nats a token, not {entropy_then:.2g}"
     return _of_other_length(then, now)
 
 
-def _of_other_length(then: Sequence[Point], now: Sequence[Point]) -> str:
+def _of_other_length(then: Sequence[TrainingStepPoint], now: Sequence[TrainingStepPoint]) -> str:
     length, length_then = middle(now, "response_length"), middle(then, "response_length")
     cut, cut_then = middle(now, "truncated_fraction"), middle(then, "truncated_fraction")
     if length * OTHER_FACTOR <= length_then or length >= OTHER_FACTOR * length_then:
@@ -315,7 +317,7 @@ def _of_other_length(then: Sequence[Point], now: Sequence[Point]) -> str:
     return ""
 
 
-def _others(then: Sequence[Point], now: Sequence[Point]) -> str:
+def _others(then: Sequence[TrainingStepPoint], now: Sequence[TrainingStepPoint]) -> str:
     """What else changed meanwhile, as far as it is known."""
     told = []
     entropy, length = ((middle(then, name), middle(now, name)) for name in ("entropy", "response_length"))

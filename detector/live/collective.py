@@ -10,10 +10,10 @@ from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
 from rolecall.detector.base.findings import finding, settles
 from rolecall.detector.live.deadlines import Deadline
-from rolecall.detector.live.fleet import Fleet, names
-from rolecall.detector.live.stages.agent_lost import REFUSED, unseen_because
+from rolecall.detector.live.fleet import MonitoredProcesses, names
+from rolecall.detector.live.stages.agent_lost import REFUSED, unreachable_reason
 from rolecall.detector.live.stages.stall import BUSY_CPUS, WORKING_CPUS, Stall
-from rolecall.detector.live.subject import Subject
+from rolecall.detector.live.subject import MonitoredProcess
 
 ASLEEP_CPUS = 0.15
 """A rank that sleeps in a collective uses less than this: beats, the agent's probe and gloo's thread take a few percent."""
@@ -22,7 +22,7 @@ BEHIND_MARGIN_SECONDS = 1.0
 five samples, so that one late sample does not turn the order."""
 
 
-def find(fleet: Fleet, now: float, all_stalls: list[Stall]) -> list[Finding]:
+def find(fleet: MonitoredProcesses, now: float, all_stalls: list[Stall]) -> list[Finding]:
     groups: dict[tuple[str, int], list[Stall]] = {}
     for s in all_stalls:
         if s.subject.phase == Phase.REDUCE and s.ripe and not s.beats_stopped and s.subject.sample is not None:
@@ -32,7 +32,7 @@ def find(fleet: Fleet, now: float, all_stalls: list[Stall]) -> list[Finding]:
 
 
 def _judge(
-    fleet: Fleet, role: str, epoch: int, waiting: list[Stall], all_stalls: list[Stall], now: float
+    fleet: MonitoredProcesses, role: str, epoch: int, waiting: list[Stall], all_stalls: list[Stall], now: float
 ) -> Finding | None:
     role_members = fleet.roster.of_role(role).values()
     members = [s for s in role_members if s.sample is not None and s.sample.epoch == epoch]
@@ -41,7 +41,7 @@ def _judge(
     if any(s.role == role and s.sample and s.sample.epoch == epoch for s in fleet.closed()):
         return None  # a member is being replaced: whoever is left waits for its end, then for a new epoch
     waiters = [w.subject for w in waiting]
-    unseen = {m.key: unseen_because(fleet, m.node, now) for m in members if m not in waiters}
+    unseen = {m.key: unreachable_reason(fleet, m.node, now) for m in members if m not in waiters}
     if any(REFUSED in why for why in unseen.values()):
         return None  # only an agent is gone: whether its trainer computes or hangs cannot be seen
     silent = [m for m in members if unseen.get(m.key)]
@@ -65,7 +65,7 @@ def _judge(
     return _all_inside(members, waiting, now)
 
 
-def _phase_seconds(subject: Subject) -> float:
+def _phase_seconds(subject: MonitoredProcess) -> float:
     return subject.sample.at - subject.sample.phase_since if subject.sample else 0.0
 
 
@@ -74,7 +74,7 @@ def _alone(waiting: list[Stall], now: float) -> Finding | None:
     return _verdict([waiting[0].subject], waiting, FaultClass.HANG, 0.8, "stands still in a collective of its own", now)
 
 
-def _all_inside(members: list[Subject], waiting: list[Stall], now: float) -> Finding:
+def _all_inside(members: list[MonitoredProcess], waiting: list[Stall], now: float) -> Finding:
     counts = _aligned(members)
     if counts and min(counts.values()) < max(counts.values()):
         low = min(counts.values())
@@ -95,7 +95,7 @@ def _all_inside(members: list[Subject], waiting: list[Stall], now: float) -> Fin
     return _tie(members, waiting, now)
 
 
-def _aligned(members: list[Subject]) -> dict[tuple[str, int, int], int]:
+def _aligned(members: list[MonitoredProcess]) -> dict[tuple[str, int, int], int]:
     """Collectives entered since a step that all members were last seen computing; empty when there is none."""
     common = set.intersection(*(set(m.rests) for m in members))
     if not common:
@@ -104,14 +104,14 @@ def _aligned(members: list[Subject]) -> dict[tuple[str, int, int], int]:
     return {m.key: m.sample.collectives_entered - m.rests[base] for m in members if m.sample}
 
 
-def _sentence_of_waiters(waiting: list[Stall], culprits: list[Subject]) -> tuple[str, Deadline, float]:
+def _sentence_of_waiters(waiting: list[Stall], culprits: list[MonitoredProcess]) -> tuple[str, Deadline, float]:
     others = [w for w in waiting if w.subject not in culprits] or waiting
     longest = max(others, key=lambda w: w.clocks.wall)
     return names(w.subject for w in others), longest.deadline, longest.clocks.wall
 
 
 def _verdict(
-    culprits: list[Subject], waiting: list[Stall], fault: FaultClass, confidence: float, text: str, now: float
+    culprits: list[MonitoredProcess], waiting: list[Stall], fault: FaultClass, confidence: float, text: str, now: float
 ) -> Finding:
     who, deadline, seconds = _sentence_of_waiters(waiting, culprits)
     named = " and ".join(c.name() for c in culprits)
@@ -129,7 +129,7 @@ def _verdict(
     )
 
 
-def _tie(members: list[Subject], waiting: list[Stall], now: float) -> Finding:
+def _tie(members: list[MonitoredProcess], waiting: list[Stall], now: float) -> Finding:
     seconds = max(w.clocks.wall for w in waiting)
     because = (
         f"{names(members)} all wait inside the same collective for {seconds:.1f} s (deadline "

@@ -28,7 +28,7 @@ class Deadline:
 
 
 @dataclass(slots=True)
-class Gaps:
+class ProgressGaps:
     values: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
     cached: dict[tuple[str, str], float] = field(default_factory=dict)

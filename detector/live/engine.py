@@ -24,8 +24,8 @@ from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import collective, fusion
 from rolecall.detector.live.codec import decode, encode
 from rolecall.detector.live.deadlines import learned_deadline
-from rolecall.detector.live.fleet import Fleet
-from rolecall.detector.live.history import History
+from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.history import ObservationHistory
 from rolecall.detector.live.merging import SAME_FAULT_SECONDS
 from rolecall.detector.live.stages import (
     agent_lost as lost,
@@ -44,10 +44,10 @@ from rolecall.detector.live.stages import (
     uninstrumented as unpaged,
 )
 from rolecall.detector.live.stages.collapse import CollapseWatch
-from rolecall.detector.live.stages.nccl_ras import NcclStandings
+from rolecall.detector.live.stages.nccl_ras import StalledCommunicators
 from rolecall.detector.live.stages.node_faults import NodeFaults
 from rolecall.detector.live.stages.slow import SlowState
-from rolecall.detector.live.subject import WORK_PHASES, Subject
+from rolecall.detector.live.subject import WORK_PHASES, MonitoredProcess
 
 WINDOW_VERSION = 1
 FRESH_SECONDS = 3.0
@@ -70,14 +70,14 @@ class PanelFault:
     told: bool = False
 
 
-class Detector:
+class LiveDetector:
     """One per watcher; `observe` is meant to be called from one thread."""
 
     def __init__(self, config: DetectorConfig, expected_roles: Mapping[str, int] | None = None) -> None:
         self._config, self._roles = config, dict(expected_roles or {})
-        self._fleet = Fleet(mask_proc_state=config.mask_proc_state)
+        self._fleet = MonitoredProcesses(mask_proc_state=config.mask_proc_state)
         self._slow = SlowState()
-        self._nodes, self._nccl = NodeFaults(), NcclStandings()
+        self._nodes, self._nccl = NodeFaults(), StalledCommunicators()
         self._collapse = CollapseWatch()
         self._standing: dict[str, Diagnosis] = {}
         self._fault_wall = 0.0
@@ -85,7 +85,7 @@ class Detector:
         self._pulled: list[Finding] = []
         self._trouble = (0.0, 0.0)  # since when, and when last, the engine's own detectors found something
         self._now = 0.0
-        self._history = History(config.window_seconds)
+        self._history = ObservationHistory(config.window_seconds)
 
     def observe(self, observation: Observation) -> list[Diagnosis]:
         """All diagnoses that stand after this observation, one per fault."""
@@ -114,7 +114,7 @@ class Detector:
         if not any(f.fault_class in FAULTS_OF_OTHERS for f in findings):  # else that is why the others wait
             findings += self._nccl.find(fleet, now)
         findings = lost_ranks.folded(self._nodes.join(findings, now))
-        self._pulled = pulled.take(self._pulled, observation.pulled_findings, findings)
+        self._pulled = pulled.apply_collected_evidence(self._pulled, observation.pulled_findings, findings)
         findings = [*findings, *self._pulled]
         of_panels = self._take_panels(observation.panel_findings, findings, all_stalls, now)
         # Of the run and of no process: nobody is excused for it, and nobody's learning stops.
@@ -191,7 +191,7 @@ class Detector:
         lead = min(ranks, key=lambda s: s.worked)
         return True, f"{lead.name()} has finished {lead.worked} units of work and is in phase {lead.phase}"
 
-    def _missing(self, s: Subject) -> str:
+    def _missing(self, s: MonitoredProcess) -> str:
         """What keeps this process from counting as healthy; empty when nothing does."""
         if s.gone:
             return "its process is gone"
@@ -212,7 +212,7 @@ class Detector:
             return f"stands still in phase {s.phase} for {s.stall.wall:.1f} s"
         return ""
 
-    def processes(self) -> list[Subject]:
+    def processes(self) -> list[MonitoredProcess]:
         """Everybody under watch now, the newest of each name."""
         return list(self._fleet.current())
 
@@ -291,9 +291,13 @@ class Detector:
 
     def _learned(self) -> dict[str, Any]:
         """All of the state but the subjects."""
-        fleet = {f.name: encode(getattr(self._fleet, f.name)) for f in fields(Fleet) if f.init and f.name != "subjects"}
+        fleet = {
+            f.name: encode(getattr(self._fleet, f.name))
+            for f in fields(MonitoredProcesses)
+            if f.init and f.name != "subjects"
+        }
         return {
-            "fleet": {"@": "Fleet", **fleet},
+            "fleet": {"@": "MonitoredProcesses", **fleet},
             "slow": encode(self._slow),
             "nodes": encode(self._nodes),
             "nccl": encode(self._nccl),
@@ -309,10 +313,10 @@ class Detector:
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._fleet, self._slow = decode(state["fleet"]), decode(state["slow"])
         if "subjects" in state:  # states of before 2026-11-22 hold them in the fleet
-            subjects: list[Subject] = [decode(s) for s in state["subjects"]]
+            subjects: list[MonitoredProcess] = [decode(s) for s in state["subjects"]]
             self._fleet = replace(self._fleet, subjects={s.key: s for s in subjects})
         self._nodes = decode(state["nodes"]) if "nodes" in state else NodeFaults()
-        self._nccl = decode(state["nccl"]) if "nccl" in state else NcclStandings()
+        self._nccl = decode(state["nccl"]) if "nccl" in state else StalledCommunicators()
         self._standing = {d.key: d for d in decode(state["standing"])}
         self._fault_wall, self._now = state["fault_wall"], state["now"]
         self._pulled = [Finding.from_dict(f) for f in state.get("pulled", ())]

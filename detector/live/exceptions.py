@@ -4,8 +4,8 @@ Exceptions that say only that somebody else is gone, late or fenced are conseque
 """
 
 from rolecall.core.telemetry import AgentEvent
-from rolecall.detector.live.fleet import Fleet, SeenException
-from rolecall.detector.live.subject import Subject
+from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
+from rolecall.detector.live.subject import MonitoredProcess
 
 CONSEQUENCES = frozenset(
     {
@@ -38,7 +38,7 @@ CONSEQUENCES = frozenset(
 )
 
 
-def last_exception(fleet: Fleet, subject: Subject) -> SeenException | None:
+def last_exception(fleet: MonitoredProcesses, subject: MonitoredProcess) -> ReceivedException | None:
     for seen in reversed(fleet.exceptions):
         e = seen.event
         if (e.replica, e.rank, e.incarnation) == subject.key:
@@ -52,12 +52,12 @@ def exception_text(event: AgentEvent) -> str:
     return f"{d.get('type', 'an exception')}: {d.get('message', '')[:200]}{where}"
 
 
-def blames_code(seen: SeenException) -> bool:
+def blames_code(seen: ReceivedException) -> bool:
     """It is no mere consequence of somebody else's end."""
     return seen.event.detail.get("type", "").rpartition(".")[2] not in CONSEQUENCES
 
 
-def step_of(seen: SeenException) -> int:
+def step_of(seen: ReceivedException) -> int:
     """The optimizer step in which it was raised; -1 where the process knows none."""
     try:
         return int(seen.event.detail.get("step", "-1"))

@@ -1,4 +1,4 @@
-"""Everybody under watch: one `Subject` per (replica, rank, incarnation), fed by samples and events.
+"""Everybody under watch: one `MonitoredProcess` per (replica, rank, incarnation), fed by samples and events.
 
 Here names are kept straight: a newer incarnation ends the older one, a promoted standby is the same process under
 another name, what recovery has forgotten stays forgotten. Nothing here judges. All time comes from the observation.
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.deadlines import Gaps
-from rolecall.detector.live.roster import Roster
-from rolecall.detector.live.subject import Key, Subject, advance, first
+from rolecall.detector.live.deadlines import ProgressGaps
+from rolecall.detector.live.roster import ProcessIndex
+from rolecall.detector.live.subject import Key, MonitoredProcess, advance, first
 
 SUBJECTS_MAX = 65_536
 """Processes remembered at once, past incarnations included: `source.AGENTS_MAX` nodes of sixteen ranks."""
@@ -36,21 +36,21 @@ OFFSET_UNCERTAINTY_SECONDS = 1.0
 
 
 @dataclass(slots=True)
-class SeenException:
+class ReceivedException:
     event: AgentEvent
     received_wall: float
     worked: int  # units its process had finished then
 
 
 @dataclass(slots=True)
-class Fleet:
+class MonitoredProcesses:
     """Mutable; owned by one Detector."""
 
     mask_proc_state: bool = False
-    subjects: dict[Key, Subject] = field(default_factory=dict)
+    subjects: dict[Key, MonitoredProcess] = field(default_factory=dict)
     newest: dict[str, int] = field(default_factory=dict)  # replica -> newest incarnation heard of
     forgotten: dict[str, int] = field(default_factory=dict)  # replica -> incarnations below this are over
-    exceptions: deque[SeenException] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
+    exceptions: deque[ReceivedException] = field(default_factory=lambda: deque(maxlen=EXCEPTIONS_MAX))
     unreachable: tuple[tuple[str, float, str], ...] = ()
     raylets_gone: dict[str, float] = field(default_factory=dict)  # node -> wall
     offsets: dict[str, float] = field(default_factory=dict)  # of each node that is listened to
@@ -58,16 +58,20 @@ class Fleet:
     oom_kills: dict[str, int] = field(default_factory=dict)
     oom_wall: dict[str, float] = field(default_factory=dict)
     changed_wall: float = 0.0  # when the set of processes last changed
-    gaps: Gaps = field(default_factory=Gaps)
+    gaps: ProgressGaps = field(default_factory=ProgressGaps)
     quiet: set[Key] = field(default_factory=set)  # under a finding: nothing is learned from these
-    roster: Roster = field(init=False, default_factory=Roster)
-    sampled: list[Subject] = field(init=False, default_factory=list)  # of whom the newest observation had a sample
+    roster: ProcessIndex = field(init=False, default_factory=ProcessIndex)
+    sampled: list[MonitoredProcess] = field(
+        init=False, default_factory=list
+    )  # of whom the newest observation had a sample
     by_process: dict[ProcessId, Key] = field(init=False, default_factory=dict)
-    before: dict[Key, Subject | None] = field(init=False, default_factory=dict)
+    before: dict[Key, MonitoredProcess | None] = field(init=False, default_factory=dict)
     """Those that changed since somebody last emptied this, as they were before; None: not there. See history.py."""
-    _dead: dict[Key, Subject] = field(init=False, default_factory=dict)  # a sample said so, and nothing else yet
-    _closed: dict[Key, Subject] = field(init=False, default_factory=dict)
-    _unpaged: list[Subject] = field(init=False, default_factory=list)
+    _dead: dict[Key, MonitoredProcess] = field(
+        init=False, default_factory=dict
+    )  # a sample said so, and nothing else yet
+    _closed: dict[Key, MonitoredProcess] = field(init=False, default_factory=dict)
+    _unpaged: list[MonitoredProcess] = field(init=False, default_factory=list)
     _unpaged_of: int = field(init=False, default=-1)  # changes of the roster of which it was made
 
     def __post_init__(self) -> None:
@@ -83,26 +87,26 @@ class Fleet:
             if s.dead_wall and not s.gone:
                 self._dead[s.key] = s
 
-    def current(self) -> Iterator[Subject]:
+    def current(self) -> Iterator[MonitoredProcess]:
         return iter(self.roster)
 
-    def closed(self) -> Iterable[Subject]:
+    def closed(self) -> Iterable[MonitoredProcess]:
         """Past incarnations that are still remembered."""
         return self._closed.values()
 
-    def unpaged(self) -> Sequence[Subject]:
+    def unpaged(self) -> Sequence[MonitoredProcess]:
         """The current ones that write no state page."""
         if self._unpaged_of != self.roster.changes:
             self._unpaged_of = self.roster.changes
             self._unpaged = [s for s in self.roster if not s.reports]
         return self._unpaged
 
-    def changes(self, subject: Subject) -> None:
+    def changes(self, subject: MonitoredProcess) -> None:
         """Called before anything of it does."""
         if subject.key not in self.before:
             self.before[subject.key] = subject.copied()
 
-    def peers(self, subject: Subject) -> list[Subject]:
+    def peers(self, subject: MonitoredProcess) -> list[MonitoredProcess]:
         return [s for s in self.roster.of_role(subject.role).values() if s.key != subject.key]
 
     def ingest(self, observation: Observation) -> None:
@@ -144,14 +148,14 @@ class Fleet:
             if s.incarnation < below_incarnation:
                 self._close(s, now)
 
-    def _close(self, subject: Subject, now: float) -> None:
+    def _close(self, subject: MonitoredProcess, now: float) -> None:
         self.changes(subject)
         subject.closed_wall = now
         self.roster.remove(subject)
         self._closed[subject.key] = subject
         self._dead.pop(subject.key, None)
 
-    def _lost(self, subject: Subject, now: float) -> None:
+    def _lost(self, subject: MonitoredProcess, now: float) -> None:
         self.changes(subject)
         subject.exit_wall = now
         self.changed_wall = now
@@ -192,7 +196,7 @@ class Fleet:
 
     def _find(
         self, process: ProcessId | None, replica: str, role: str, rank: int, incarnation: int, now: float
-    ) -> Subject | None:
+    ) -> MonitoredProcess | None:
         """The subject of this name, made if need be; None when its incarnation is over."""
         if incarnation < self.forgotten.get(replica, 0) or incarnation < self.newest.get(replica, 0):
             return None
@@ -210,10 +214,10 @@ class Fleet:
 
     def _make(
         self, process: ProcessId | None, replica: str, role: str, rank: int, incarnation: int, now: float
-    ) -> Subject:
+    ) -> MonitoredProcess:
         key = (replica, rank, incarnation)
         node = str(process.node) if process else ""
-        subject = Subject(replica, role, rank, incarnation, node, process, seen_wall=now)
+        subject = MonitoredProcess(replica, role, rank, incarnation, node, process, seen_wall=now)
         self.newest[replica] = incarnation
         self._close_older(replica, incarnation, now)
         if process is not None:
@@ -244,7 +248,7 @@ class Fleet:
             return
         if event.kind == AgentEventKind.EXCEPTION and event.replica:
             subject = self.subjects.get((event.replica, event.rank, event.incarnation))
-            self.exceptions.append(SeenException(event, now, subject.worked if subject else 0))
+            self.exceptions.append(ReceivedException(event, now, subject.worked if subject else 0))
         if not event.replica:
             return
         subject = self._by_event(event, now)
@@ -259,7 +263,7 @@ class Fleet:
             self._lost(subject, subject.exit_wall or now)
             self.changed_wall = now
 
-    def _by_event(self, event: AgentEvent, now: float) -> Subject | None:
+    def _by_event(self, event: AgentEvent, now: float) -> MonitoredProcess | None:
         if event.process is not None and event.kind != AgentEventKind.REGISTERED:
             # A process may have been promoted since the agent last read its name: the process decides.
             known = self.subjects.get(self.by_process.get(event.process, ("", 0, 0)))
@@ -302,5 +306,5 @@ def _masked(sample: ProcessSample) -> ProcessSample:
     return replace(sample, proc_state="?")
 
 
-def names(subjects: Iterable[Subject]) -> str:
+def names(subjects: Iterable[MonitoredProcess]) -> str:
     return ", ".join(sorted(s.replica for s in subjects))

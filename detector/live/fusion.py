@@ -45,8 +45,8 @@ def fuse(
 ) -> list[Diagnosis]:
     """`standing`: what was told before, by key. `role_sizes`: live replicas per role. `of_panels`: those that nothing
     else explains."""
-    kept = _drop_consequences(_keep_told_hangs(findings, standing), now)
-    kept = _void_majorities(kept, role_sizes, now)
+    kept = _drop_consequences(_keep_reported_hangs(findings, standing), now)
+    kept = _drop_majority_suspects(kept, role_sizes, now)
     told: dict[str, Diagnosis] = {}
     for finding in (*kept, *of_panels):
         diagnosis = to_diagnosis(finding)
@@ -120,7 +120,7 @@ def _who(suspects: tuple[Suspect, ...]) -> set[Incarnation]:
     return {(s.replica, s.incarnation) for s in suspects if s.replica}
 
 
-def _keep_told_hangs(findings: list[Finding], standing: Mapping[str, Diagnosis]) -> list[Finding]:
+def _keep_reported_hangs(findings: list[Finding], standing: Mapping[str, Diagnosis]) -> list[Finding]:
     """A crash of somebody who stands diagnosed as hung goes on under that diagnosis."""
     hung = {who: d for d in standing.values() if d.fault_class == FaultClass.HANG for who in _who(d.suspects)}
     kept = []
@@ -161,7 +161,7 @@ def _drop_consequences(findings: list[Finding], now: float) -> list[Finding]:
     return kept
 
 
-def _void_majorities(findings: list[Finding], role_sizes: Mapping[str, int], now: float) -> list[Finding]:
+def _drop_majority_suspects(findings: list[Finding], role_sizes: Mapping[str, int], now: float) -> list[Finding]:
     slow: dict[str, list[Finding]] = {}
     for f in findings:
         if f.fault_class == FaultClass.SLOW:

@@ -60,7 +60,7 @@ _counters = attrgetter(*(m.source for m in _COMPARED if m.type is MetricType.COU
 
 
 @dataclass(slots=True)
-class _Gpu:
+class _GpuReading:
     sample: GpuSample
     heard_wall: float
     fresh: bool = True  # since the last tick
@@ -86,15 +86,15 @@ class GpuReadings:
     """Mutable: what agents say of GPUs between two ticks."""
 
     def __init__(self) -> None:
-        self._gpus: dict[tuple[NodeId, int], _Gpu] = {}
-        self._users: dict[Who, list[_Gpu]] = {}  # at the newest tick
+        self._gpus: dict[tuple[NodeId, int], _GpuReading] = {}
+        self._users: dict[Who, list[_GpuReading]] = {}  # at the newest tick
 
     def take(self, sample: GpuSample, now: float) -> None:
         """`now`: wall seconds, as in `tick`."""
         known = self._gpus.get((sample.node, sample.gpu))
         if known is None:
             if len(self._gpus) < GPUS_MAX:
-                self._gpus[sample.node, sample.gpu] = _Gpu(sample, now)
+                self._gpus[sample.node, sample.gpu] = _GpuReading(sample, now)
         elif sample.at > known.sample.at or sample.uuid != known.sample.uuid:
             known.sample, known.heard_wall, known.fresh = sample, now, True
 
@@ -140,7 +140,7 @@ def _one(metric: str, values: Sequence[float]) -> float:
     return max(values) if metric.endswith(_MOST) else fmean(values)
 
 
-def _evidence(gpu: _Gpu, usual: Mapping[str, float], metrics: Sequence[str]) -> Evidence:
+def _evidence(gpu: _GpuReading, usual: Mapping[str, float], metrics: Sequence[str]) -> Evidence:
     sample = gpu.sample
     named = [m.removeprefix(PREFIX) for m in metrics if m in gpu.values]
     order = [*named, *(w for w in _WORDS if w not in named)]

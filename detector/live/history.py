@@ -2,7 +2,7 @@
 
 Two halves of the wanted length follow each other; when a third begins the first is dropped, so that between half of the
 length and all of it is there. A half begins with what was known then. Subjects are not copied at that moment - sixteen
-thousand at once would hold up the detector for seconds - but each when it first changes (`Fleet.before`): one that has
+thousand at once would hold up the detector for seconds - but each when it first changes (`MonitoredProcesses.before`): one that has
 not changed since is still what it was.
 
 A large fleet's window is narrowed to those whom a diagnosis is about and some of their peers: all of it would be hundreds
@@ -19,8 +19,8 @@ from rolecall.core.diagnosis import Suspect
 from rolecall.core.telemetry import SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.codec import encode
-from rolecall.detector.live.fleet import Fleet
-from rolecall.detector.live.subject import Key, Subject
+from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.subject import Key, MonitoredProcess
 
 OBSERVATIONS_KEPT_MAX = 4096
 """Observations kept for a window at most, whatever its length."""
@@ -33,10 +33,10 @@ PEERS_KEPT = 256
 
 
 @dataclass(slots=True)
-class _Half:
+class _HistorySegment:
     began: float
     learned: dict[str, Any]
-    before: dict[Key, Subject | None] = field(default_factory=dict)
+    before: dict[Key, MonitoredProcess | None] = field(default_factory=dict)
     observations: deque[Observation] = field(default_factory=deque)
     num_samples: int = 0
 
@@ -48,31 +48,33 @@ class _Half:
         )
 
 
-class History:
+class ObservationHistory:
     """Of one detector. `add` comes before the fleet is told."""
 
     def __init__(self, window_seconds: float) -> None:
         self._seconds = window_seconds / 2
-        self._halves: deque[_Half] = deque(maxlen=2)
+        self._halves: deque[_HistorySegment] = deque(maxlen=2)
 
-    def add(self, observation: Observation, fleet: Fleet, learned: Callable[[], dict[str, Any]]) -> None:
+    def add(self, observation: Observation, fleet: MonitoredProcesses, learned: Callable[[], dict[str, Any]]) -> None:
         """`learned`: everything that is known beside the subjects, as JSON."""
         newest = self._halves[-1] if self._halves else None
         if newest is None or newest.full(observation.wall_at, self._seconds):
-            newest = _Half(observation.wall_at, learned())
+            newest = _HistorySegment(observation.wall_at, learned())
             self._halves.append(newest)
             fleet.before = newest.before
         newest.observations.append(observation)
         newest.num_samples += sum(len(b.processes) for b in observation.batches)
 
-    def window(self, fleet: Fleet, suspects: Iterable[Suspect] = ()) -> tuple[dict[str, Any] | None, list[Any]]:
+    def window(
+        self, fleet: MonitoredProcesses, suspects: Iterable[Suspect] = ()
+    ) -> tuple[dict[str, Any] | None, list[Any]]:
         """State at the beginning, None when nothing was read yet; and the observations since, both as JSON."""
         if not self._halves:
             return None, []
         subjects = self._subjects_then(fleet)
         if len(fleet.subjects) <= SUBJECTS_WHOLE_MAX:
             keep = None
-            kept: Iterable[Subject] = subjects.values()
+            kept: Iterable[MonitoredProcess] = subjects.values()
         else:
             keep = _concerned(fleet, tuple(suspects))
             kept = [s for key, s in subjects.items() if key in keep]
@@ -80,15 +82,15 @@ class History:
         observations = (o for half in self._halves for o in half.observations)
         return start, [(o if keep is None else _narrowed(o, keep)).to_dict() for o in observations]
 
-    def _subjects_then(self, fleet: Fleet) -> Mapping[Key, Subject]:
+    def _subjects_then(self, fleet: MonitoredProcesses) -> Mapping[Key, MonitoredProcess]:
         """Everybody as he was when the older half began."""
-        then: dict[Key, Subject | None] = dict(fleet.subjects)
+        then: dict[Key, MonitoredProcess | None] = dict(fleet.subjects)
         for half in reversed(self._halves):
             then |= half.before
         return {key: s for key, s in then.items() if s is not None}
 
 
-def _concerned(fleet: Fleet, suspects: tuple[Suspect, ...]) -> set[Key]:
+def _concerned(fleet: MonitoredProcesses, suspects: tuple[Suspect, ...]) -> set[Key]:
     """Those whom the suspects name, and of each of their roles some more."""
     replicas, nodes = {s.replica for s in suspects if s.replica}, {str(s.node) for s in suspects if s.node}
     accused = [s for s in fleet.subjects.values() if s.replica in replicas or s.node in nodes]

@@ -7,31 +7,31 @@ each sample, or at each look, must not cost a pass over all of them (docs/why.md
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from rolecall.detector.live.subject import Key, Subject
+from rolecall.detector.live.subject import Key, MonitoredProcess
 
-NOBODY: Mapping[Key, Subject] = MappingProxyType({})
+NOBODY: Mapping[Key, MonitoredProcess] = MappingProxyType({})
 
 
-class Roster:
+class ProcessIndex:
     """The subjects that are not closed, in the order in which they came. `changes` grows whenever one comes, goes or is
     closed: what was made of the roster before is then out of date."""
 
     def __init__(self) -> None:
         self.changes = 0
-        self._all: dict[Key, Subject] = {}
-        self._by_role: dict[str, dict[Key, Subject]] = {}
-        self._by_replica: dict[str, dict[Key, Subject]] = {}
-        self._gone: dict[Key, Subject] = {}
+        self._all: dict[Key, MonitoredProcess] = {}
+        self._by_role: dict[str, dict[Key, MonitoredProcess]] = {}
+        self._by_replica: dict[str, dict[Key, MonitoredProcess]] = {}
+        self._gone: dict[Key, MonitoredProcess] = {}
         self._sizes: dict[str, int] = {}
         self._sizes_of = -1
 
-    def __iter__(self) -> Iterator[Subject]:
+    def __iter__(self) -> Iterator[MonitoredProcess]:
         return iter(self._all.values())
 
     def __len__(self) -> int:
         return len(self._all)
 
-    def add(self, subject: Subject) -> None:
+    def add(self, subject: MonitoredProcess) -> None:
         """Whoever had this key before is there no more."""
         before = self._all.get(subject.key)
         if before is not None:
@@ -43,7 +43,7 @@ class Roster:
             self._gone[subject.key] = subject
         self.changes += 1
 
-    def remove(self, subject: Subject) -> None:
+    def remove(self, subject: MonitoredProcess) -> None:
         """Nothing happens when it is not there."""
         if self._all.get(subject.key) is not subject:
             return
@@ -55,20 +55,20 @@ class Roster:
                 del index[name]
         self.changes += 1
 
-    def note_gone(self, subject: Subject) -> None:
+    def note_gone(self, subject: MonitoredProcess) -> None:
         """Its process is known to be gone now."""
         if self._all.get(subject.key) is subject:
             self._gone[subject.key] = subject
             self.changes += 1
 
-    def of_role(self, role: str) -> Mapping[Key, Subject]:
+    def of_role(self, role: str) -> Mapping[Key, MonitoredProcess]:
         return self._by_role.get(role, NOBODY)
 
-    def of_replica(self, replica: str) -> Mapping[Key, Subject]:
+    def of_replica(self, replica: str) -> Mapping[Key, MonitoredProcess]:
         return self._by_replica.get(replica, NOBODY)
 
     @property
-    def gone(self) -> Mapping[Key, Subject]:
+    def gone(self) -> Mapping[Key, MonitoredProcess]:
         """Those whose process is gone, in the order in which that was noticed."""
         return self._gone
 

@@ -9,8 +9,8 @@ from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
 
-from rolecall.detector.live.roster import Roster
-from rolecall.detector.live.subject import Key, Subject
+from rolecall.detector.live.roster import ProcessIndex
+from rolecall.detector.live.subject import Key, MonitoredProcess
 
 PEER_AGE_SECONDS = 10.0
 """A peer's last observation is compared with for so long."""
@@ -19,7 +19,7 @@ RISING_SUM = 1.0
 
 
 @dataclass(slots=True)
-class _Role:
+class _RoleResiduals:
     residuals: dict[Key, tuple[float, float]] = field(default_factory=dict)  # residual, wall time when it was made
     ordered: list[float] = field(default_factory=list)  # the same residuals
     by_age: deque[tuple[float, Key]] = field(default_factory=deque)  # wall time, whose; later ones may have followed
@@ -47,10 +47,10 @@ class Peers:
     """By role: the residuals of those at work that are no older than `PEER_AGE_SECONDS`, and who may be slow."""
 
     def __init__(self) -> None:
-        self._roles: dict[str, _Role] = {}
+        self._roles: dict[str, _RoleResiduals] = {}
         self._made_of = -1
 
-    def refresh(self, roster: Roster, now: float) -> None:
+    def refresh(self, roster: ProcessIndex, now: float) -> None:
         """Before each look: what is too old goes; when somebody came or went, everything is made anew."""
         if self._made_of != roster.changes:
             self._made_of = roster.changes
@@ -60,24 +60,24 @@ class Peers:
         for role in self._roles.values():
             role.expire(now)
 
-    def _note(self, s: Subject) -> None:
+    def _note(self, s: MonitoredProcess) -> None:
         if s.slow.residual_wall and not s.gone:
             self.note(s)
         self.note_sum(s)
 
-    def note(self, s: Subject) -> None:
+    def note(self, s: MonitoredProcess) -> None:
         """Its residual is new."""
-        self._roles.setdefault(s.role, _Role()).put(s.key, s.slow.smooth, s.slow.residual_wall)
+        self._roles.setdefault(s.role, _RoleResiduals()).put(s.key, s.slow.smooth, s.slow.residual_wall)
 
-    def note_sum(self, s: Subject) -> None:
+    def note_sum(self, s: MonitoredProcess) -> None:
         """Its sum is."""
-        rising = self._roles.setdefault(s.role, _Role()).rising
+        rising = self._roles.setdefault(s.role, _RoleResiduals()).rising
         if s.slow.cusum >= RISING_SUM:
             rising.add(s.key)
         else:
             rising.discard(s.key)
 
-    def median_without(self, s: Subject) -> tuple[int, float]:
+    def median_without(self, s: MonitoredProcess) -> tuple[int, float]:
         """How many peers of it there are, and the median of their residuals; 0 when there are none."""
         role = self._roles.get(s.role)
         if role is None:
@@ -93,7 +93,7 @@ class Peers:
 
         return num, nth(num // 2) if num % 2 else (nth(num // 2 - 1) + nth(num // 2)) / 2
 
-    def rising_without(self, s: Subject) -> bool:
+    def rising_without(self, s: MonitoredProcess) -> bool:
         """Whether a peer of it may be slow."""
         role = self._roles.get(s.role)
         return role is not None and len(role.rising) > (s.key in role.rising)

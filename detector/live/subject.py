@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, AgentEvent, Phase, ProcessSample
-from rolecall.core.uninstrumented import UNCOUNTED, has_page
-from rolecall.detector.live.deadlines import BEATS, Gaps
+from rolecall.core.uninstrumented import UNCOUNTED, is_instrumented
+from rolecall.detector.live.deadlines import BEATS, ProgressGaps
 
 Key = tuple[str, int, int]
 """(replica, rank, incarnation)"""
@@ -51,7 +51,7 @@ WORK_PHASES = frozenset({Phase.COMPUTE, Phase.GENERATE, Phase.SCORE, Phase.CONTR
 
 
 @dataclass(slots=True)
-class Clocks:
+class ProgressClocks:
     """How long something has not moved."""
 
     wall: float = 0.0
@@ -66,8 +66,8 @@ class Clocks:
     def reset(self, wall: float = 0.0) -> None:
         self.wall, self.effective, self.cpu = wall, wall, 0.0
 
-    def copied(self) -> "Clocks":
-        return Clocks(self.wall, self.effective, self.cpu)
+    def copied(self) -> "ProgressClocks":
+        return ProgressClocks(self.wall, self.effective, self.cpu)
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class SlowMeter:
 
 
 @dataclass(slots=True)
-class Subject:
+class MonitoredProcess:
     replica: str
     role: str
     rank: int
@@ -106,8 +106,8 @@ class Subject:
     process: ProcessId | None
     seen_wall: float  # when anything of it last reached us
     sample: ProcessSample | None = None
-    stall: Clocks = field(default_factory=Clocks)
-    beat: Clocks = field(default_factory=Clocks)
+    stall: ProgressClocks = field(default_factory=ProgressClocks)
+    beat: ProgressClocks = field(default_factory=ProgressClocks)
     beats_seen: bool = False
     tainted: bool = False  # what it does now began, or went on, under a finding: not to be learned as normal
     worked: int = 0  # units finished in a work phase under this name
@@ -120,9 +120,11 @@ class Subject:
     followed: bool = False  # without a page: it ended because of another's exit
     dead_wall: float = 0.0  # when a sample first said that it is dead
     finished: bool = False
-    halted: Clocks = field(default_factory=Clocks)  # without a page: how long the kernel has held it in one state
-    starved: Clocks = field(
-        default_factory=Clocks
+    halted: ProgressClocks = field(
+        default_factory=ProgressClocks
+    )  # without a page: how long the kernel has held it in one state
+    starved: ProgressClocks = field(
+        default_factory=ProgressClocks
     )  # without a page: how long it has been kept from the CPU (effective)
     closed_wall: float = 0.0  # 0: current; else when it was superseded, promoted or forgotten
     offset_seconds: float = 0.0  # our wall clock minus its node's
@@ -133,7 +135,7 @@ class Subject:
     def __post_init__(self) -> None:
         self.key = (self.replica, self.rank, self.incarnation)
 
-    def copied(self) -> "Subject":
+    def copied(self) -> "MonitoredProcess":
         """One that stays as this one is now."""
         other = copy(self)
         other.stall, other.beat = self.stall.copied(), self.beat.copied()
@@ -150,7 +152,7 @@ class Subject:
     @property
     def reports(self) -> bool:
         """Whether it writes a state page; False once it is known to be of a job that knows nothing of us."""
-        return self.incarnation != UNCOUNTED if self.sample is None else has_page(self.sample)
+        return self.incarnation != UNCOUNTED if self.sample is None else is_instrumented(self.sample)
 
     @property
     def gone(self) -> bool:
@@ -181,7 +183,7 @@ class Subject:
         return f"{self.replica}{rank} ({self.node}{pid}{incarnation})"
 
 
-def first(subject: Subject, sample: ProcessSample) -> None:
+def first(subject: MonitoredProcess, sample: ProcessSample) -> None:
     """The first sample of a process: its counters are its own, so finished work counts."""
     subject.slow.start = sample
     if sample.phase in WORK_PHASES:
@@ -197,9 +199,11 @@ def starved_seconds(previous: ProcessSample, sample: ProcessSample) -> float:
     return max(0.0, delay - max(0.0, sample.throttled_seconds - previous.throttled_seconds))
 
 
-def advance(subject: Subject, previous: ProcessSample, sample: ProcessSample, gaps: Gaps | None, now: float) -> None:
+def advance(
+    subject: MonitoredProcess, previous: ProcessSample, sample: ProcessSample, gaps: ProgressGaps | None, now: float
+) -> None:
     """Moves the subject's clocks from one sample to the next; `gaps` learns from it unless None."""
-    if not has_page(sample):
+    if not is_instrumented(sample):
         _advance_unpaged(subject, previous, sample)
         return
     counted = min(sample.at - previous.at, _gap_seconds_max(subject))
@@ -233,12 +237,12 @@ def advance(subject: Subject, previous: ProcessSample, sample: ProcessSample, ga
     _track_collectives(subject, previous, sample)
 
 
-def _gap_seconds_max(subject: Subject) -> float:
+def _gap_seconds_max(subject: MonitoredProcess) -> float:
     usual = subject.look_seconds
     return max(SAMPLE_GAP_SECONDS_MAX, LOOKS_MAX * usual if usual >= SLOW_LOOK_SECONDS else 0.0)
 
 
-def _advance_unpaged(subject: Subject, previous: ProcessSample, sample: ProcessSample) -> None:
+def _advance_unpaged(subject: MonitoredProcess, previous: ProcessSample, sample: ProcessSample) -> None:
     """What can be told of a process that reports nothing: whether the kernel lets it run, and others do."""
     counted = min(sample.at - previous.at, UNPAGED_GAP_SECONDS_MAX)
     cpu = max(0.0, sample.cpu_seconds - previous.cpu_seconds)
@@ -265,7 +269,9 @@ def _moved(previous: ProcessSample, sample: ProcessSample) -> bool:
     )
 
 
-def _learn(subject: Subject, previous: ProcessSample, sample: ProcessSample, starved: float, gaps: Gaps | None) -> None:
+def _learn(
+    subject: MonitoredProcess, previous: ProcessSample, sample: ProcessSample, starved: float, gaps: ProgressGaps | None
+) -> None:
     """How long the unit, or the phase, that just ended took on the effective clock."""
     left = sample.phase != previous.phase or sample.phase_entries != previous.phase_entries
     ended_at = sample.phase_since if left else max(sample.progress_at, previous.at)
@@ -279,7 +285,7 @@ def _learn(subject: Subject, previous: ProcessSample, sample: ProcessSample, sta
     subject.phases_done.add(previous.phase)
 
 
-def _track_collectives(subject: Subject, previous: ProcessSample, sample: ProcessSample) -> None:
+def _track_collectives(subject: MonitoredProcess, previous: ProcessSample, sample: ProcessSample) -> None:
     if sample.epoch != previous.epoch:
         subject.epoch_fresh = True
         subject.rests.clear()

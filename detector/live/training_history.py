@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, Self
 
 from rolecall.core.telemetry import ProcessSample
-from rolecall.detector.live.fleet import Fleet
+from rolecall.detector.live.fleet import MonitoredProcesses
 
 SIGNS = (
     *("reward", "entropy", "kl_sampler", "response_length", "truncated_fraction", "filtered_fraction", "log_ratio_max"),
@@ -30,7 +30,7 @@ of them in the middle of its update."""
 
 
 @dataclass(slots=True)
-class Point:
+class TrainingStepPoint:
     step: int
     wall_at: float  # when it was first heard of
     values: dict[str, float] = field(default_factory=dict)  # of SIGNS, those that are known
@@ -40,17 +40,17 @@ class Point:
 
 
 @dataclass(slots=True)
-class Course:
+class TrainingHistory:
     """Of one run. The newest point may not be done yet."""
 
-    points: deque[Point] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT + 1))
+    points: deque[TrainingStepPoint] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT + 1))
 
     @property
-    def done(self) -> Sequence[Point]:
+    def done(self) -> Sequence[TrainingStepPoint]:
         """Points of steps after which another was heard of."""
         return list(islice(self.points, max(0, len(self.points) - 1)))
 
-    def take(self, fleet: Fleet) -> bool:
+    def take(self, fleet: MonitoredProcesses) -> bool:
         """Reads those of whom the newest observation had a sample. Whether the done points are others than before."""
         changed, newest, tellers = False, None, 0
         for subject in fleet.sampled:
@@ -68,7 +68,7 @@ class Course:
                 self._go_back(newest)
                 changed, last = True, self.points[-1].step if self.points else -1
             if step > last:
-                self.points.append(Point(step, sample.wall_at + subject.offset_seconds))
+                self.points.append(TrainingStepPoint(step, sample.wall_at + subject.offset_seconds))
                 changed, last, tellers = True, step, 0
             if step == last and tellers < TELLERS_MAX:
                 _fill(self.points[-1], sample)
@@ -85,7 +85,7 @@ class Course:
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Self:
         made = cls()
-        made.points.extend(Point(step, wall_at, dict(values)) for step, wall_at, values in d["points"])
+        made.points.extend(TrainingStepPoint(step, wall_at, dict(values)) for step, wall_at, values in d["points"])
         return made
 
 
@@ -95,13 +95,13 @@ def step_of(sample: ProcessSample) -> int:
     return sample.policy_version - 1 if sample.policy_version >= 0 else sample.step
 
 
-def _newest(fleet: Fleet) -> int:
+def _newest(fleet: MonitoredProcesses) -> int:
     """Of all who live and tell of their training."""
     samples = (s.sample for s in fleet.current() if not s.gone and s.sample is not None)
     return max((step_of(p) for p in samples if p.reward == p.reward or p.entropy == p.entropy), default=-1)
 
 
-def _fill(point: Point, sample: ProcessSample) -> None:
+def _fill(point: TrainingStepPoint, sample: ProcessSample) -> None:
     """What is known stays known, unless a trainer says otherwise: the sample before was taken amid its update."""
     is_trainer = not math.isnan(sample.entropy)
     for sign in SIGNS:

@@ -1,7 +1,7 @@
 """How a detector follows a fleet whose machines come and go.
 
 A tracker knows one fixed set of machines. So a machine that leaves is missing (NaN) from then on, which is a gap and no
-fault; for machines or metrics that come, `PanelWatch` makes a new tracker once they have been there for some ticks, and
+fault; for machines or metrics that come, `PanelFollower` makes a new tracker once they have been there for some ticks, and
 shows it the ticks that it has kept before it goes on.
 """
 
@@ -36,7 +36,7 @@ class WatchLimits:
 
 
 @dataclass(slots=True)
-class _Watched:
+class _FollowedPanel:
     shape: PanelShape
     tracker: Tracker
     history: deque[Tick] = field(default_factory=deque)
@@ -45,7 +45,7 @@ class _Watched:
     growing_ticks: int = 0
     told: dict[tuple[tuple[Suspect, ...], FaultClass], float] = field(default_factory=dict)
     repeats_until: float = float("-inf")  # a tracker that is new may tell again what its predecessor told
-    columns_of: "tuple[PanelShape, _Picked] | None" = None  # for the newest shape that is not the tracker's own
+    columns_of: "tuple[PanelShape, _SharedColumns] | None" = None  # for the newest shape that is not the tracker's own
 
     def laid_out(self, tick: Tick) -> Floats:
         """The tick's values in the tracker's rows and columns."""
@@ -56,9 +56,9 @@ class _Watched:
         values[np.ix_(picked.m_to, picked.n_to)] = tick.values[np.ix_(picked.m_from, picked.n_from)]
         return values
 
-    def picked(self, shape: PanelShape) -> "_Picked":
+    def picked(self, shape: PanelShape) -> "_SharedColumns":
         if self.columns_of is None or self.columns_of[0] is not shape:
-            self.columns_of = shape, _Picked.of(shape, self.shape)
+            self.columns_of = shape, _SharedColumns.of(shape, self.shape)
         return self.columns_of[1]
 
     def keep(self, tick: Tick, limits: WatchLimits) -> None:
@@ -72,7 +72,7 @@ class _Watched:
 
 
 @dataclass(frozen=True, slots=True)
-class _Picked:
+class _SharedColumns:
     """Rows and columns that two shapes share: where they are in the one, where in the other."""
 
     m_from: list[int]
@@ -82,7 +82,7 @@ class _Picked:
     complete: bool  # the other one has all of the one
 
     @classmethod
-    def of(cls, source: PanelShape, target: PanelShape) -> "_Picked":
+    def of(cls, source: PanelShape, target: PanelShape) -> "_SharedColumns":
         metrics = {m: i for i, m in enumerate(target.metrics)}
         machines = {m: i for i, m in enumerate(target.machines)}
         m = [(i, metrics[x]) for i, x in enumerate(source.metrics) if x in metrics]
@@ -91,7 +91,7 @@ class _Picked:
         return cls([i for i, _ in m], [i for _, i in m], [i for i, _ in n], [i for _, i in n], complete)
 
 
-class PanelWatch:
+class PanelFollower:
     """One detector on all panels of a source.
 
     While the shapes stay as they are, its findings are those of `panel.findings`. Of what a grown panel's new tracker
@@ -101,7 +101,7 @@ class PanelWatch:
 
     def __init__(self, detector: PanelDetector, limits: WatchLimits | None = None) -> None:
         self._detector, self._limits = detector, limits or WatchLimits()
-        self._panels: dict[PanelKey, _Watched] = {}
+        self._panels: dict[PanelKey, _FollowedPanel] = {}
 
     @property
     def shapes(self) -> list[PanelShape]:
@@ -119,7 +119,7 @@ class PanelWatch:
         key = panel_key(tick.shape)
         panel = self._panels.pop(key, None)
         if panel is None:
-            panel = _Watched(tick.shape, self._detector.track(tick.shape))
+            panel = _FollowedPanel(tick.shape, self._detector.track(tick.shape))
             if len(self._panels) >= PANELS_MAX:  # the one that had no tick for the longest
                 del self._panels[next(iter(self._panels))]
         self._panels[key] = panel
@@ -131,7 +131,7 @@ class PanelWatch:
                 return self._grow(panel, tick.shape)
         return _told_once(panel, panel.tracker.tick(tick.at, panel.laid_out(tick)), tick.at)
 
-    def _grow(self, panel: _Watched, shape: PanelShape) -> list[Finding]:
+    def _grow(self, panel: _FollowedPanel, shape: PanelShape) -> list[Finding]:
         since = panel.growing_since
         assert since is not None
         panel.shape, panel.tracker, panel.columns_of = shape, self._detector.track(shape), None
@@ -144,7 +144,7 @@ class PanelWatch:
         return _told_once(panel, found, now)
 
 
-def _told_once(panel: _Watched, found: list[Finding], now: float) -> list[Finding]:
+def _told_once(panel: _FollowedPanel, found: list[Finding], now: float) -> list[Finding]:
     """Without what a predecessor of the tracker told already."""
     fresh = []
     for f in found:

@@ -8,7 +8,7 @@ from operator import attrgetter
 from rolecall.core.metrics.catalogue import CATALOGUE, PROCESS_METRICS, UNPAGED_METRICS
 from rolecall.core.metrics.metric import Metric, MetricType
 from rolecall.core.telemetry import ProcessSample
-from rolecall.core.uninstrumented import has_page
+from rolecall.core.uninstrumented import is_instrumented
 from rolecall.detector.panels.metrics import BUSY, SECONDS_PER_UNIT, UNITS, panel_metric
 
 READING_AGE_INTERVALS = 3
@@ -16,7 +16,7 @@ READING_AGE_INTERVALS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class CounterReading:
     """What an agent said of one process or node at one moment. `of`: whose counters these are."""
 
     at: float  # node monotonic
@@ -34,14 +34,14 @@ _PAGED, _UNPAGED = _compared(PROCESS_METRICS), _compared(UNPAGED_METRICS)
 _CALLED = {m.name: (panel_metric(m), m.type is MetricType.COUNTER) for m in CATALOGUE}
 
 
-def process_reading(sample: ProcessSample) -> Reading:
+def process_reading(sample: ProcessSample) -> CounterReading:
     """As `process_values` has them, and only those that are compared: thousands of processes are read each second."""
-    names, get = _PAGED if has_page(sample) else _UNPAGED
+    names, get = _PAGED if is_instrumented(sample) else _UNPAGED
     values = {name: v for name, v in zip(names, get(sample), strict=True) if v == v}  # noqa: PLR0124 NaN
-    return Reading(sample.at, (sample.process, sample.incarnation), values)
+    return CounterReading(sample.at, (sample.process, sample.incarnation), values)
 
 
-def measured(before: Reading | None, now: Reading, interval_seconds: float) -> dict[str, float]:
+def measured(before: CounterReading | None, now: CounterReading, interval_seconds: float) -> dict[str, float]:
     """Values of `now` by their names in panels; rates only where the counters went on since `before`, the reading of an
     earlier tick."""
     seconds = now.at - before.at if before is not None and before.of == now.of else 0.0

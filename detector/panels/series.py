@@ -18,7 +18,7 @@ one comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PanelPosition:
     """Which panel a series belongs to, and which machine of it."""
 
     role: str
@@ -32,11 +32,11 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
+class MetricSeries:
     """One metric of many machines. `values`: (S, T) float32 of place and tick; NaN is missing, none is infinite."""
 
     metric: str
-    places: Sequence[Place]
+    places: Sequence[PanelPosition]
     values: Floats
 
 
@@ -55,10 +55,10 @@ class Panels:
         self._interval_seconds = interval_seconds
         self._columns: dict[PanelKey, _Columns] = {}
 
-    def build(self, at: Times, series: Sequence[Series]) -> list[Panel]:
+    def build(self, at: Times, series: Sequence[MetricSeries]) -> list[Panel]:
         """`at`: (T,) seconds. Where two series give the same value, the first counts. Raises UnreadableInput: more
         panels, machines or metrics than there can be."""
-        parts: dict[PanelKey, list[tuple[Series, list[int]]]] = {}
+        parts: dict[PanelKey, list[tuple[MetricSeries, list[int]]]] = {}
         for one in series:
             rows: dict[PanelKey, list[int]] = {}
             for row in np.flatnonzero(np.isfinite(one.values).any(axis=1)).tolist():
@@ -67,7 +67,7 @@ class Panels:
                 parts.setdefault(key, []).append((one, found))
         return [self._panel(key, at, part) for key, part in parts.items()]
 
-    def _panel(self, key: PanelKey, at: Times, part: list[tuple[Series, list[int]]]) -> Panel:
+    def _panel(self, key: PanelKey, at: Times, part: list[tuple[MetricSeries, list[int]]]) -> Panel:
         columns = self._grown(key, float(at[-1]), part)
         values = np.full((len(columns.metrics), len(at), len(columns.machines)), np.nan, dtype=np.float32)
         for one, rows in part:
@@ -76,7 +76,7 @@ class Panels:
         told = np.isfinite(values).any(axis=(0, 2))
         return Panel(shape=columns.shape, at=at[told], values=values[:, told, :])
 
-    def _grown(self, key: PanelKey, now: float, part: list[tuple[Series, list[int]]]) -> _Columns:
+    def _grown(self, key: PanelKey, now: float, part: list[tuple[MetricSeries, list[int]]]) -> _Columns:
         """The columns of a panel, with all that `part` has."""
         machines = {one.places[row].machine for one, rows in part for row in rows}
         metrics = {one.metric for one, _ in part}

@@ -17,7 +17,7 @@ Standing = tuple[NDArray[np.floating[Any]], float]
 
 
 @runtime_checkable
-class Scoring(Protocol):
+class ScoredTracker(Protocol):
     """A tracker that can be asked how far each machine is from an alarm."""
 
     @property
@@ -29,7 +29,7 @@ class Scoring(Protocol):
 
 def standing(tracker: Tracker) -> Standing | None:
     """None of a tracker that cannot be asked."""
-    return (tracker.scores, tracker.threshold) if isinstance(tracker, Scoring) else None
+    return (tracker.scores, tracker.threshold) if isinstance(tracker, ScoredTracker) else None
 
 
 def cannot_tell(shape: PanelShape, detector: str, tracker: Tracker) -> str:

@@ -69,7 +69,7 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
+class SimulatedMetric:
     """`wave`, `checkpoint`: how far computing and a checkpoint move it, peer standard deviations; `sign`: where a fault does.
 
     A peer standard deviation is 2 % of the level, so that an effect of 20 keeps every value positive.
@@ -89,7 +89,7 @@ SIGMA_OF_LEVEL = 0.02
 # most 4 sigma) and signs are [assumed]: computing raises the GPU's activity, communication the network's, a fault lowers
 # work done and raises pause and congestion packets.
 METRICS = tuple(
-    Metric(name=name, group=group, level=level, wave=wave, checkpoint=checkpoint, sign=sign)
+    SimulatedMetric(name=name, group=group, level=level, wave=wave, checkpoint=checkpoint, sign=sign)
     for name, group, level, wave, checkpoint, sign in (
         ("cpu_usage_ratio", "cpu", 0.4, 1.0, 5.0, -1),
         ("host_memory_used_bytes", "memory", 8e11, 0.0, 2.0, 1),
@@ -169,7 +169,7 @@ FAULT_KINDS = tuple(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Victim:
+class SecondaryFault:
     """A neighbour that a fault reaches: weaker (`share` of the effect) and later."""
 
     machine: int
@@ -188,11 +188,11 @@ class SimulatedFault:
     effect_sigmas: float
     metrics: tuple[int, ...]
     how: Onset
-    victims: tuple[Victim, ...] = ()
+    victims: tuple[SecondaryFault, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class SimulatedTask:
     """One training task, `num_ticks` seconds of it. `mix`: whose shares of faults it was drawn from."""
 
     seed: int
@@ -216,7 +216,7 @@ class Task:
 
 def fleet(
     *, seed: int, num_tasks: int = 300, num_healthy: int = 60, num_machines_max: int = NUM_MACHINES_MAX
-) -> tuple[Task, ...]:
+) -> tuple[SimulatedTask, ...]:
     """`num_tasks` tasks with one fault each, by turns of the production and the evaluation mix; then healthy ones.
 
     Sizes are log-uniform from 4 to `num_machines_max`, effects log-uniform, onsets in equal parts, kinds in the shares
@@ -246,7 +246,9 @@ def fleet(
             fault = _fault(np.random.default_rng([seed, index]), size, kind, float(effects[index]), how)
         seconds = fault.end - EPOCH_SECONDS + AFTERMATH_SECONDS if fault else HEALTHY_SECONDS
         mix = ("production", "evaluation")[index % 2] if faulty else "healthy"
-        tasks.append(Task(seed=seed, index=index, mix=mix, num_machines=size, num_ticks=int(seconds), fault=fault))
+        tasks.append(
+            SimulatedTask(seed=seed, index=index, mix=mix, num_machines=size, num_ticks=int(seconds), fault=fault)
+        )
     return tuple(tasks)
 
 
@@ -274,7 +276,7 @@ def _fault(rng: np.random.Generator, num_machines: int, kind: FaultKind, effect:
     )
 
 
-def _victims(rng: np.random.Generator, num_machines: int, machine: int, fast: bool) -> tuple[Victim, ...]:
+def _victims(rng: np.random.Generator, num_machines: int, machine: int, fast: bool) -> tuple[SecondaryFault, ...]:
     """[assumed] Of a fast kind: up to the whole group within 10 s, at 0.3 to 0.6 of the effect; of others in every second
     case one or two within a minute, at 0.1 to 0.3."""
     block = machine // GROUP_SIZE * GROUP_SIZE
@@ -284,7 +286,7 @@ def _victims(rng: np.random.Generator, num_machines: int, machine: int, fast: bo
     share, delay = ((0.3, 0.6), (1, 10)) if fast else ((0.1, 0.3), (10, 60))
     chosen: list[int] = rng.choice(group, wanted, replace=False).tolist() if wanted else []
     return tuple(
-        Victim(
+        SecondaryFault(
             machine=int(n), share=float(rng.uniform(*share)), delay_seconds=float(rng.integers(delay[0], delay[1] + 1))
         )
         for n in chosen
@@ -301,14 +303,14 @@ def envelope(how: Onset, since: Array, lasts: float) -> Array:
     return there.astype(np.float64)
 
 
-def panel(task: Task) -> Panel:
+def panel(task: SimulatedTask) -> Panel:
     """The whole task at once: 84 bytes a machine and second."""
     parts = list(chunks(task))
     at = np.concatenate([p.at for p in parts])
     return Panel(shape=parts[0].shape, at=at, values=np.concatenate([p.values for p in parts], axis=1))
 
 
-def chunks(task: Task) -> Iterator[Panel]:
+def chunks(task: SimulatedTask) -> Iterator[Panel]:
     """The task in order, CHUNK_TICKS at a time (fewer at its end): the same values however they are read."""
     rng = np.random.default_rng([task.seed, task.index, 1])
     shape, size = task.shape, (len(METRICS), task.num_machines)
@@ -340,7 +342,7 @@ def chunks(task: Task) -> Iterator[Panel]:
 def _hit(values: Floats, fault: SimulatedFault, at: Array, sigma: Floats) -> None:
     """Adds what a fault does to `values` (T, M, N)."""
     lasts = fault.end - fault.onset
-    culprit = Victim(machine=fault.machine, share=1.0, delay_seconds=0.0)
+    culprit = SecondaryFault(machine=fault.machine, share=1.0, delay_seconds=0.0)
     for v in (culprit, *fault.victims):
         there = envelope(fault.how, at - fault.onset - v.delay_seconds, lasts - v.delay_seconds)
         for m in fault.metrics:

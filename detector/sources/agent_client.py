@@ -15,21 +15,21 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from rolecall.detector.live.stages.agent_lost import REFUSED
-from rolecall.detector.sources.agent_wire import BadAnswer
+from rolecall.detector.sources.agent_wire import InvalidAgentResponse
 
 HEAD_BYTES_MAX = 16 << 10
 
 
-class Unreachable(Exception):
+class AgentUnreachable(Exception):
     """An agent did not answer; the message is the reason told to people."""
 
 
-class NotServed(BadAnswer):
+class EndpointNotFound(InvalidAgentResponse):
     """An agent of an earlier version, which does not know this path. Nothing more can be asked over the connection."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class AgentClientLimits:
     """What an agent may cost its listener."""
 
     answer_bytes_max: int = 16 << 20
@@ -49,7 +49,7 @@ class AgentConnection:
 
     @classmethod
     async def open(
-        cls, url: str, limits: Limits, *, authorization: str = "", tls: ssl.SSLContext | None = None
+        cls, url: str, limits: AgentClientLimits, *, authorization: str = "", tls: ssl.SSLContext | None = None
     ) -> Self:
         """`authorization`: value of that header. `tls`: for https; by default the system's authorities are trusted.
 
@@ -60,9 +60,9 @@ class AgentConnection:
             parts = urlsplit(url)
             port = parts.port
         except ValueError:
-            raise Unreachable(f"{url!r} is no agent's address") from None
+            raise AgentUnreachable(f"{url!r} is no agent's address") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise Unreachable(f"{url!r} is no agent's address")
+            raise AgentUnreachable(f"{url!r} is no agent's address")
         context = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         try:
             async with asyncio.timeout(limits.connect_seconds):
@@ -70,9 +70,9 @@ class AgentConnection:
                     parts.hostname, port or (443 if context else 80), ssl=context, limit=HEAD_BYTES_MAX
                 )
         except ConnectionRefusedError:
-            raise Unreachable(f"connection {REFUSED}") from None
+            raise AgentUnreachable(f"connection {REFUSED}") from None
         except (OSError, ValueError) as e:
-            raise Unreachable(f"no connection ({_short(e)})") from None
+            raise AgentUnreachable(f"no connection ({_short(e)})") from None
         head = f" HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\nAccept-Encoding: deflate\r\n"
         if authorization:
             head += f"Authorization: {authorization}\r\n"
@@ -95,31 +95,31 @@ class AgentConnection:
                 self._writer.write(f"GET {path}{self._head}".encode())
                 body = await self._answer(shown)
         except TimeoutError:
-            raise Unreachable(f"no complete answer to {shown} in time") from None
+            raise AgentUnreachable(f"no complete answer to {shown} in time") from None
         except (OSError, EOFError, asyncio.LimitOverrunError) as e:
-            raise Unreachable(f"connection broke ({_short(e)})") from None
+            raise AgentUnreachable(f"connection broke ({_short(e)})") from None
         try:
             return json.loads(body)
         except (ValueError, RecursionError) as e:
-            raise BadAnswer(f"no JSON for {shown}: {_short(e)}") from None
+            raise InvalidAgentResponse(f"no JSON for {shown}: {_short(e)}") from None
 
     async def _answer(self, shown: str) -> bytes:
         first, *lines = (await self._reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         words = first.split(None, 2)
         if len(words) < 2 or not words[0].startswith("HTTP/1."):
-            raise BadAnswer(f"no HTTP answer for {shown}")
+            raise InvalidAgentResponse(f"no HTTP answer for {shown}")
         if words[1] == "404":
-            raise NotServed(f"status 404 for {shown}")
+            raise EndpointNotFound(f"status 404 for {shown}")
         if words[1] in ("401", "403"):
-            raise Unreachable(f"it lets nobody in without its user or token (status {words[1]}): --credentials")
+            raise AgentUnreachable(f"it lets nobody in without its user or token (status {words[1]}): --credentials")
         if words[1] != "200":
-            raise BadAnswer(f"status {words[1][:8]} for {shown}")
+            raise InvalidAgentResponse(f"status {words[1][:8]} for {shown}")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
         length = headers.get("content-length", "")
         if not (length.isascii() and length.isdecimal()):
-            raise BadAnswer(f"no length of the answer for {shown}")
+            raise InvalidAgentResponse(f"no length of the answer for {shown}")
         if len(length) > 12 or int(length) > self._bytes_max:
-            raise BadAnswer(f"more than {self._bytes_max >> 20} MiB for {shown}")
+            raise InvalidAgentResponse(f"more than {self._bytes_max >> 20} MiB for {shown}")
         body = await self._reader.readexactly(int(length))
         return self._inflated(body, shown) if headers.get("content-encoding", "").lower() == "deflate" else body
 
@@ -128,11 +128,11 @@ class AgentConnection:
         try:
             whole = inflater.decompress(body, self._bytes_max + 1)
         except zlib.error as e:
-            raise BadAnswer(f"damaged compression of {shown}: {_short(e)}") from None
+            raise InvalidAgentResponse(f"damaged compression of {shown}: {_short(e)}") from None
         if len(whole) > self._bytes_max:
-            raise BadAnswer(f"more than {self._bytes_max >> 20} MiB for {shown}")
+            raise InvalidAgentResponse(f"more than {self._bytes_max >> 20} MiB for {shown}")
         if not inflater.eof:
-            raise BadAnswer(f"damaged compression of {shown}: it ends too early")
+            raise InvalidAgentResponse(f"damaged compression of {shown}: it ends too early")
         return whole
 
 

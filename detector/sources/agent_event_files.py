@@ -17,8 +17,8 @@ from rolecall.core.telemetry import AgentEvent
 from rolecall.detector.base.findings import ADVISES, settles
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.base.read_budget import Budget
-from rolecall.detector.live.engine import Detector
-from rolecall.detector.sources.agent_wire import BadAnswer, checked_event
+from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_event
 
 KEYS = frozenset({"seq", "kind", "node", "wall_at", "at"})
 LINE_BYTES_MAX = 256 << 10
@@ -76,13 +76,13 @@ def read(path: Path, budget: Budget) -> Events:
 def _event(line: bytes) -> AgentEvent | None:
     try:
         return checked_event(json.loads(line))
-    except (ValueError, RecursionError, BadAnswer):
+    except (ValueError, RecursionError, InvalidAgentResponse):
         return None
 
 
 def diagnose(files: Sequence[Events]) -> list[Finding]:
     """What the live detectors say, each fault once, at the moment at which they say it first."""
-    detector, told = Detector(DetectorConfig()), dict[str, Diagnosis]()
+    detector, told = LiveDetector(DetectorConfig()), dict[str, Diagnosis]()
     for observation in _observations(sorted((e for f in files for e in f.events), key=lambda e: (e.wall_at, e.seq))):
         for d in detector.observe(observation):
             told.setdefault(d.key, d)

@@ -11,8 +11,8 @@ from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.live.gpu_readings import GpuReadings, Who
 from rolecall.detector.panels.metrics import NODE_ROLE
 from rolecall.detector.panels.panel import Machine
-from rolecall.detector.panels.readings import Reading, measured, process_reading
-from rolecall.detector.panels.series import Panels, Place, Series
+from rolecall.detector.panels.readings import CounterReading, measured, process_reading
+from rolecall.detector.panels.series import MetricSeries, PanelPosition, Panels
 from rolecall.detector.panels.source import PAUSE_SECONDS, Stopped, Tick, ticks_of
 from rolecall.detector.sources.agents import AgentsSource
 
@@ -23,10 +23,10 @@ class AgentsPanels:
     def __init__(self, source: AgentsSource, clock: Clock, interval_seconds: float) -> None:
         self._source, self._clock, self._interval_seconds = source, clock, interval_seconds
         self._panels = Panels(interval_seconds)
-        self._newest: dict[Place, Reading] = {}  # since the last tick
-        self._before: dict[Place, Reading] = {}  # at the last tick that had one
+        self._newest: dict[PanelPosition, CounterReading] = {}  # since the last tick
+        self._before: dict[PanelPosition, CounterReading] = {}  # at the last tick that had one
         self._gpus = GpuReadings()
-        self._ranks: dict[Who, Place] = {}  # of the newest samples
+        self._ranks: dict[Who, PanelPosition] = {}  # of the newest samples
 
     def ticks(self, stopped: Stopped) -> Iterator[Tick]:
         self._source.start()
@@ -46,8 +46,8 @@ class AgentsPanels:
                         self._gpus.take(gpu, observation.wall_at)
                     for host in batch.hosts:
                         values = {v.metric.name: v.value for v in host_values(host)}
-                        place = Place(role=NODE_ROLE, machine=Machine(node=host.node))
-                        self._newest[place] = Reading(host.at, (), values)
+                        place = PanelPosition(role=NODE_ROLE, machine=Machine(node=host.node))
+                        self._newest[place] = CounterReading(host.at, (), values)
                 if observation.wall_at >= following * self._interval_seconds:
                     yield from self._tick(following * self._interval_seconds)
                     following = math.floor(observation.wall_at / self._interval_seconds) + 1
@@ -55,7 +55,7 @@ class AgentsPanels:
             self._source.close()
 
     def _tick(self, at: float) -> Iterator[Tick]:
-        told: dict[str, list[tuple[Place, float]]] = {}
+        told: dict[str, list[tuple[PanelPosition, float]]] = {}
         for place, reading in self._newest.items():
             before = self._before.get(place)
             for metric, value in measured(before, reading, self._interval_seconds).items():
@@ -70,9 +70,11 @@ class AgentsPanels:
         for metric, found in told.items():
             values = np.array([[value] for _, value in found], dtype=np.float32)
             values[~np.isfinite(values)] = np.nan
-            series.append(Series(metric=metric, places=[place for place, _ in found], values=values))
+            series.append(MetricSeries(metric=metric, places=[place for place, _ in found], values=values))
         return ticks_of(self._panels.build(np.array([at]), series))
 
 
-def _place_of(sample: ProcessSample) -> Place:
-    return Place(role=sample.role, machine=Machine(node=sample.process.node, replica=sample.replica, rank=sample.rank))
+def _place_of(sample: ProcessSample) -> PanelPosition:
+    return PanelPosition(
+        role=sample.role, machine=Machine(node=sample.process.node, replica=sample.replica, rank=sample.rank)
+    )

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 from rolecall.core.columns import GPUS, HOSTS, PROCESSES, Column, Layout, S
-from rolecall.core.errors import BadId
+from rolecall.core.errors import InvalidId
 from rolecall.core.ids import ID_PATTERN, NodeId, ProcessId, split_replica
 from rolecall.core.telemetry import (
     HEALTH_SIGNS,
@@ -45,7 +45,7 @@ NUMBER_MAX = float(1 << 62)
 T = TypeVar("T")
 
 
-class BadAnswer(ValueError):
+class InvalidAgentResponse(ValueError):
     """Which field of an agent's answer is wrong, and how."""
 
 
@@ -100,12 +100,12 @@ def checked_columns(layout: Layout[S], value: object, node: NodeId, what: str) -
     block = _mapping(value, what)
     num_rows, columns = block.get("rows"), _mapping(block.get("columns"), f"{what}.columns")
     if type(num_rows) is not int or not 0 < num_rows <= ROWS_MAX:
-        raise BadAnswer(f"{what}.rows: expected a number from 1 to {ROWS_MAX}, got {repr(num_rows)[:60]}")
+        raise InvalidAgentResponse(f"{what}.rows: expected a number from 1 to {ROWS_MAX}, got {repr(num_rows)[:60]}")
     for name, column in layout.columns.items():
         if name not in columns and column.default is MISSING:
-            raise BadAnswer(f"{what}.{name}: missing")
+            raise InvalidAgentResponse(f"{what}.{name}: missing")
         if isinstance(columns.get(name), list) and len(columns[name]) != num_rows:
-            raise BadAnswer(f"{what}.{name}: expected {num_rows} values, got {len(columns[name])}")
+            raise InvalidAgentResponse(f"{what}.{name}: expected {num_rows} values, got {len(columns[name])}")
     known = [(column, columns[name]) for name, column in layout.columns.items() if name in columns]
     if all(_column_is(column, value) for column, value in known) and _ids_are(columns, num_rows):
         return layout.build(node, num_rows, columns)
@@ -159,7 +159,7 @@ def _ids_are(columns: Mapping[str, Any], num_rows: int) -> bool:
 def _is_replica_of(replica: str, role: str) -> bool:
     try:
         _check_ids(role, replica)
-    except BadAnswer:
+    except InvalidAgentResponse:
         return False
     return True
 
@@ -174,7 +174,7 @@ def checked_event(value: object) -> AgentEvent:
 def _check_version(d: Mapping[str, Any]) -> None:
     version = d.get("version", 1)
     if not isinstance(version, int) or abs(version - WIRE_VERSION) > 1:
-        raise BadAnswer(f"version: it speaks {repr(version)[:20]}, this watcher {WIRE_VERSION}")
+        raise InvalidAgentResponse(f"version: it speaks {repr(version)[:20]}, this watcher {WIRE_VERSION}")
 
 
 def _good(rows: list[Any], check: Callable[[Any], None]) -> list[Any]:
@@ -184,7 +184,7 @@ def _good(rows: list[Any], check: Callable[[Any], None]) -> list[Any]:
     for row in rows:
         try:
             check(row)
-        except BadAnswer as e:
+        except InvalidAgentResponse as e:
             first = first or e
         else:
             passed.append(row)
@@ -206,7 +206,7 @@ def _check_gpu(d: Mapping[str, Any], node: str) -> None:
     _own(d["node"], node)
     pids = d.get("pids", [])
     if not isinstance(pids, list) or not _are_pids(pids):
-        raise BadAnswer(f"gpu.pids: expected at most {PIDS_MAX} numbers of processes, got {repr(pids)[:60]}")
+        raise InvalidAgentResponse(f"gpu.pids: expected at most {PIDS_MAX} numbers of processes, got {repr(pids)[:60]}")
 
 
 def _check_event(d: Mapping[str, Any], node: str) -> None:
@@ -216,21 +216,21 @@ def _check_event(d: Mapping[str, Any], node: str) -> None:
     _own(d["node"], node)
     kind = d.get("kind")  # one that is not known here is of a later agent, and becomes `other`
     if not isinstance(kind, str) or not 0 < len(kind) <= KIND_MAX:
-        raise BadAnswer(f"event.kind: expected a name, got {repr(kind)[:60]}")
+        raise InvalidAgentResponse(f"event.kind: expected a name, got {repr(kind)[:60]}")
     if d.get("replica"):
         _check_ids(d.get("role", ""), d["replica"])
     detail = d.get("detail", {})
     if not isinstance(detail, dict) or len(detail) > DETAIL_MAX:
-        raise BadAnswer(f"event.detail: expected at most {DETAIL_MAX} texts")
+        raise InvalidAgentResponse(f"event.detail: expected at most {DETAIL_MAX} texts")
     for k, v in detail.items():
         if not isinstance(v, str) or len(k) > TEXT_MAX or len(v) > TEXT_MAX:
-            raise BadAnswer(f"event.detail.{k[:40]}: expected a text of at most {TEXT_MAX} characters")
+            raise InvalidAgentResponse(f"event.detail.{k[:40]}: expected a text of at most {TEXT_MAX} characters")
 
 
 def _check_process(value: object, node: str) -> None:
     d = _mapping(value, "process")
     if set(d) != {"node", "pid", "start_ticks"}:
-        raise BadAnswer("process: expected node, pid and start_ticks")
+        raise InvalidAgentResponse("process: expected node, pid and start_ticks")
     _check_fields(d, _PROCESS, "process")
     _own(d["node"], node)
 
@@ -238,29 +238,29 @@ def _check_process(value: object, node: str) -> None:
 def _check_ids(role: str, replica: str) -> None:
     try:
         named, _ = split_replica(replica)
-    except BadId as e:
-        raise BadAnswer(str(e)) from None
+    except InvalidId as e:
+        raise InvalidAgentResponse(str(e)) from None
     if named != role:
-        raise BadAnswer(f"replica: {replica!r} is not of role {role!r}")
+        raise InvalidAgentResponse(f"replica: {replica!r} is not of role {role!r}")
 
 
 def _own(said: str, node: str) -> None:
     if said != node:
-        raise BadAnswer(f"node: the agent of {node} speaks for {said[:64]!r}")
+        raise InvalidAgentResponse(f"node: the agent of {node} speaks for {said[:64]!r}")
     if not ID_PATTERN.match(said):
-        raise BadAnswer(f"node: {said[:64]!r} is no id")
+        raise InvalidAgentResponse(f"node: {said[:64]!r} is no id")
 
 
 def _mapping(value: object, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise BadAnswer(f"{what}: expected a mapping, got {type(value).__name__}")
+        raise InvalidAgentResponse(f"{what}: expected a mapping, got {type(value).__name__}")
     return value
 
 
 def _list(d: Mapping[str, Any], name: str) -> list[Any]:
     value = d.get(name)
     if not isinstance(value, list):
-        raise BadAnswer(f"{name}: expected a list, got {type(value).__name__}")
+        raise InvalidAgentResponse(f"{name}: expected a list, got {type(value).__name__}")
     return value
 
 
@@ -300,7 +300,7 @@ def _check_fields(d: Mapping[str, Any], wanted: _Fields, what: str) -> None:
         value = d.get(name, _ABSENT)
         if value is _ABSENT:
             if required:
-                raise BadAnswer(f"{what}.{name}: missing")
+                raise InvalidAgentResponse(f"{what}.{name}: missing")
             continue
         of: type = type(value)
         if of is kind:  # nearly always: a thousand agents are read by one thread
@@ -310,7 +310,7 @@ def _check_fields(d: Mapping[str, Any], wanted: _Fields, what: str) -> None:
             elif kind is bool or -NUMBER_MAX <= value <= NUMBER_MAX:  # NaN is not
                 continue
         if not _is(value, kind, name):
-            raise BadAnswer(f"{what}.{name}: expected {kind.__name__}, got {repr(value)[:60]}")
+            raise InvalidAgentResponse(f"{what}.{name}: expected {kind.__name__}, got {repr(value)[:60]}")
 
 
 def _is(value: object, kind: type, name: str) -> bool:
@@ -329,4 +329,4 @@ def _built(build: Callable[[dict[str, Any]], T], d: dict[str, Any]) -> T:
     try:
         return build(d)
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise BadAnswer(f"{type(e).__name__}: {e}") from None
+        raise InvalidAgentResponse(f"{type(e).__name__}: {e}") from None

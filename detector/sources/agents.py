@@ -21,10 +21,15 @@ from dataclasses import dataclass, field
 from rolecall.core.clock import Clock
 from rolecall.core.telemetry import AgentEvent, EventBatch, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.sources.agent_client import AgentConnection, Limits, NotServed, Unreachable
-from rolecall.detector.sources.agent_wire import BadAnswer, checked_batch, checked_events, checked_news
+from rolecall.detector.sources.agent_client import (
+    AgentClientLimits,
+    AgentConnection,
+    AgentUnreachable,
+    EndpointNotFound,
+)
+from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_batch, checked_events, checked_news
 
-__all__ = ["AgentsSource", "Limits", "Observation"]
+__all__ = ["AgentClientLimits", "AgentsSource", "Observation"]
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +98,7 @@ class AgentsSource:
         agents: Callable[[], Mapping[str, str]],
         clock: Clock,
         poll_seconds: float = 0.25,
-        limits: Limits | None = None,
+        limits: AgentClientLimits | None = None,
         *,
         authorization: str = "",
         tls: ssl.SSLContext | None = None,
@@ -101,7 +106,7 @@ class AgentsSource:
     ) -> None:
         self._forgets = forgets
         self._list_agents, self._clock, self._poll_seconds = agents, clock, poll_seconds
-        self._limits = limits or Limits()
+        self._limits = limits or AgentClientLimits()
         self._authorization, self._tls = authorization, tls
         self._agents: dict[str, _Agent] = {}
         self._loop = asyncio.new_event_loop()
@@ -219,15 +224,15 @@ class AgentsSource:
         while not agent.stop:
             try:
                 await self._converse(agent, agent.url, old)
-            except NotServed as e:
+            except EndpointNotFound as e:
                 if not old:
                     old = True
                     continue
                 self._failed(agent, f"its answer makes no sense: {e}")
-            except Unreachable as e:
+            except AgentUnreachable as e:
                 if not self._may_be_us(agent):
                     self._failed(agent, str(e))
-            except BadAnswer as e:
+            except InvalidAgentResponse as e:
                 self._failed(agent, f"its answer makes no sense: {e}")
             except Exception as e:  # deliberate: one agent's nonsense must not end the watch over it
                 logger.exception("listening to the agent of %s", agent.node)

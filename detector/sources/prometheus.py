@@ -20,10 +20,16 @@ from numpy.typing import NDArray
 from rolecall.core.clock import Clock
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.detector.panels.panel import Times
-from rolecall.detector.panels.series import Panels, Place, Series
+from rolecall.detector.panels.series import MetricSeries, PanelPosition, Panels
 from rolecall.detector.panels.source import Stopped, Tick, pause, ticks_of
-from rolecall.detector.sources.prometheus_api import RETRY_SECONDS_MAX, Client, NoAnswer, TooMuch, short
-from rolecall.detector.sources.prometheus_queries import Query
+from rolecall.detector.sources.prometheus_api import (
+    RETRY_SECONDS_MAX,
+    Client,
+    PrometheusResponseTooLarge,
+    PrometheusUnavailable,
+    short,
+)
+from rolecall.detector.sources.prometheus_queries import MetricQuery
 
 logger = logging.getLogger(__name__)
 
@@ -45,17 +51,17 @@ _Part = tuple[str, ...] | None
 
 
 @dataclass(slots=True)
-class _Asked:
+class _QueryState:
     """A query and what was learned about asking it."""
 
-    query: Query
+    query: MetricQuery
     ticks_max: int = BLOCK_TICKS
     parts: list[_Part] = field(default_factory=lambda: [None])
     node_label: str = ""  # the one that parts pick
     empty_rounds: int = 0  # to go until it is asked again
     warned: set[str] = field(default_factory=set)
     names: tuple[str, ...] = ()  # of all labels that matter
-    places: dict[tuple[str | None, ...], Place | None] = field(default_factory=dict)
+    places: dict[tuple[str | None, ...], PanelPosition | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.names = self.query.labels.names
@@ -69,7 +75,7 @@ class _Asked:
             picked = ",".join(filter(None, (match, f"{self.node_label}{'=~' if part else '!~'}{pattern}")))
         return self.query.expression.replace("$match", picked)
 
-    def place(self, labels: Mapping[str, str]) -> Place | None:
+    def place(self, labels: Mapping[str, str]) -> PanelPosition | None:
         key = tuple(map(labels.get, self.names))
         if key not in self.places:
             if len(self.places) >= PLACES_MAX:
@@ -99,7 +105,7 @@ class PrometheusSource:
     def __init__(
         self,
         client: Client,
-        queries: Sequence[Query],
+        queries: Sequence[MetricQuery],
         clock: Clock,
         *,
         interval_seconds: float,
@@ -125,7 +131,7 @@ class PrometheusSource:
         self._interval_seconds = round(interval_seconds, 3)  # the API's resolution
         self._history_seconds = history_seconds
         self._lag_seconds = self._interval_seconds if lag_seconds is None else lag_seconds
-        self._asked = [_Asked(q) for q in queries]
+        self._asked = [_QueryState(q) for q in queries]
         self._panels = Panels(self._interval_seconds)
         self._begun, self._told = False, 0  # number of the newest tick that held anything
         self.failing = ""
@@ -155,7 +161,7 @@ class PrometheusSource:
                     yield from block
                 due = following * self._interval_seconds + self._lag_seconds - offset
                 pause(self._clock, due - self._clock.wall(), stopped)
-            except NoAnswer as e:
+            except PrometheusUnavailable as e:
                 if stopped():
                     return
                 self._not_answered(str(e))
@@ -206,7 +212,7 @@ class PrometheusSource:
             elif is_newest:
                 asked.empty_rounds = EMPTY_ROUNDS
         if refusal and not series:
-            raise NoAnswer(refusal)  # it is not one query: no tick is given up
+            raise PrometheusUnavailable(refusal)  # it is not one query: no tick is given up
         if is_newest and not series and not self._begun:
             logger.warning("%s has no series for any query yet", self._client.where)
         at = np.arange(first, last + 1, dtype=np.float64) * self._interval_seconds
@@ -215,9 +221,9 @@ class PrometheusSource:
             self._told = last
         return ticks_of(panels)
 
-    def _fetch(self, asked: _Asked, first: int, last: int, stopped: Stopped) -> Series:
+    def _fetch(self, asked: _QueryState, first: int, last: int, stopped: Stopped) -> MetricSeries:
         """One query from tick `first` to `last`, in as many pieces as it takes."""
-        places: dict[Place, int] = {}
+        places: dict[PanelPosition, int] = {}
         found: list[_Points] = []
         pieces = [
             (low, min(low + asked.ticks_max - 1, last), part)
@@ -226,7 +232,7 @@ class PrometheusSource:
         ]
         while pieces:
             if stopped():
-                raise NoAnswer("it was not waited for")
+                raise PrometheusUnavailable("it was not waited for")
             low, high, part = pieces.pop(0)
             try:
                 answer = self._client.matrix(
@@ -236,7 +242,7 @@ class PrometheusSource:
                     self._interval_seconds,
                     stopped,
                 )
-            except TooMuch as e:
+            except PrometheusResponseTooLarge as e:
                 if high > low:
                     asked.ticks_max = half = (high - low + 1) // 2
                     pieces[:0] = [(low, low + half - 1, part), (low + half, high, part)]
@@ -248,12 +254,14 @@ class PrometheusSource:
             found.append(self._read(asked, answer, places, first, last))
         return _series(asked, places, found, last - first + 1)
 
-    def _expression(self, asked: _Asked, part: _Part) -> str:
+    def _expression(self, asked: _QueryState, part: _Part) -> str:
         interval = f"{round(self._interval_seconds * 1000)}ms"
         window = f"{round(self._interval_seconds * 1000) * WINDOW_INTERVALS}ms"
         return asked.matching(part, self._match).replace("$window", window).replace("$interval", interval)
 
-    def _split(self, asked: _Asked, part: _Part, tick: int, refusal: TooMuch, stopped: Stopped) -> list[_Part]:
+    def _split(
+        self, asked: _QueryState, part: _Part, tick: int, refusal: PrometheusResponseTooLarge, stopped: Stopped
+    ) -> list[_Part]:
         """Halves of the machines of `part`, which a server refused to answer for at a single tick."""
         if "$match" not in asked.query.expression:
             reason = f"{refusal}; with {{$match}} in its expression it could be asked machine by machine"
@@ -269,7 +277,7 @@ class PrometheusSource:
         asked.parts = [p for p in asked.parts if p != part] + halves + rest
         return halves + rest
 
-    def _machines(self, asked: _Asked, tick: int, stopped: Stopped) -> list[str]:
+    def _machines(self, asked: _QueryState, tick: int, stopped: Stopped) -> list[str]:
         """Names of the machines at a tick, of the first label that has any."""
         at = tick * self._interval_seconds
         labels = [asked.node_label] if asked.node_label else asked.query.labels.node
@@ -277,14 +285,16 @@ class PrometheusSource:
             match = ",".join(filter(None, (f'{label}!=""', self._match)))
             try:
                 names = self._client.label_values(label, match, at - self._interval_seconds, at, stopped)
-            except TooMuch as e:
+            except PrometheusResponseTooLarge as e:
                 raise UnreadableInput(where=self._client.where, reason=str(e)) from None
             if names:
                 asked.node_label = label
                 return names
         return []
 
-    def _read(self, asked: _Asked, answer: list[Any], places: dict[Place, int], first: int, last: int) -> _Points:
+    def _read(
+        self, asked: _QueryState, answer: list[Any], places: dict[PanelPosition, int], first: int, last: int
+    ) -> _Points:
         """What an answer holds; new places are added. Raises NoAnswer: it makes no sense."""
         rows: list[int] = []
         ticks: list[int] = []
@@ -308,13 +318,13 @@ class PrometheusSource:
                     ticks.append(tick - first)
                     values.append(float(value))
         except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as e:
-            raise NoAnswer(f"its answer makes no sense: {short(e)}") from None
+            raise PrometheusUnavailable(f"its answer makes no sense: {short(e)}") from None
         return _Points(
             np.array(rows, dtype=np.int64), np.array(ticks, dtype=np.int64), np.array(values, dtype=np.float64)
         )
 
 
-def _series(asked: _Asked, places: dict[Place, int], found: list[_Points], num_ticks: int) -> Series:
+def _series(asked: _QueryState, places: dict[PanelPosition, int], found: list[_Points], num_ticks: int) -> MetricSeries:
     """Values on their places; of several for one place and tick the first counts."""
     rows = np.concatenate([p.rows for p in found])
     ticks = np.concatenate([p.ticks for p in found])
@@ -329,4 +339,4 @@ def _series(asked: _Asked, places: dict[Place, int], found: list[_Points], num_t
         table.ravel()[distinct] = numbers[good][one]
         if len(distinct) < len(where):
             asked.warn("several series fall on one machine, and the first counts: map more labels, or aggregate")
-    return Series(metric=asked.query.metric, places=list(places), values=table)
+    return MetricSeries(metric=asked.query.metric, places=list(places), values=table)

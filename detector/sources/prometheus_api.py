@@ -27,7 +27,7 @@ _TOO_MUCH = re.compile(r"too many|too large|too long|exceed|limit|maximum|timed 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class PrometheusClientLimits:
     """What a server may cost its reader."""
 
     answer_bytes_max: int = 32 << 20
@@ -40,11 +40,11 @@ class Limits:
     """A question is asked again for so long."""
 
 
-class NoAnswer(Exception):
+class PrometheusUnavailable(Exception):
     """No usable answer now; there may be one later. The message is the reason."""
 
 
-class TooMuch(Exception):
+class PrometheusResponseTooLarge(Exception):
     """Refused, or larger than allowed, because it is too much at once. The message is the server's."""
 
 
@@ -61,7 +61,7 @@ class Client:
         clock: Clock,
         *,
         authorization: str = "",
-        limits: Limits | None = None,
+        limits: PrometheusClientLimits | None = None,
         resolve: Callable[..., Addresses] = socket.getaddrinfo,
     ) -> None:
         """Raises ConfigError; its text does not repeat a URL that may hold a password."""
@@ -86,7 +86,7 @@ class Client:
         self._headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "rolecall"}
         if authorization:
             self._headers["Authorization"] = authorization
-        self._clock, self._limits = clock, limits or Limits()
+        self._clock, self._limits = clock, limits or PrometheusClientLimits()
         self._connection: http.client.HTTPConnection | None = None
         self._resolve = resolve
         self._look_up: futures.Future[Addresses] | None = None
@@ -100,8 +100,8 @@ class Client:
         """The server's clock, seconds since 1970. Raises UnreadableInput, NoAnswer."""
         try:
             result = self.ask("query", {"query": "time()"}, stopped)
-        except TooMuch as e:  # it has too much to do
-            raise NoAnswer(str(e)) from None
+        except PrometheusResponseTooLarge as e:  # it has too much to do
+            raise PrometheusUnavailable(str(e)) from None
         try:
             found = result["result"]
             first = found if result["resultType"] == "scalar" else found[0]["value"]
@@ -110,7 +110,7 @@ class Client:
                 return now
         except (KeyError, IndexError, TypeError, ValueError):
             pass
-        raise NoAnswer("its answer makes no sense: it does not know what time it is")
+        raise PrometheusUnavailable("its answer makes no sense: it does not know what time it is")
 
     def matrix(self, expression: str, start: float, end: float, step: float, stopped: Stopped) -> list[Any]:
         """Series of a range query, as the server sent them. Raises UnreadableInput, NoAnswer, TooMuch."""
@@ -118,7 +118,7 @@ class Client:
         found = self.ask("query_range", asked, stopped)
         if isinstance(found, dict) and found.get("resultType") == "matrix" and isinstance(found.get("result"), list):
             return list(found["result"])
-        raise NoAnswer("its answer makes no sense: no matrix for a range query")
+        raise PrometheusUnavailable("its answer makes no sense: no matrix for a range query")
 
     def label_values(self, label: str, match: str, start: float, end: float, stopped: Stopped) -> list[str]:
         """Values of a label on series that match `{match}`, without those that name nothing. Raises UnreadableInput, NoAnswer, TooMuch."""
@@ -126,7 +126,7 @@ class Client:
         found = self.ask(f"label/{quote(label, safe='')}/values?{asked}", None, stopped)
         if isinstance(found, list) and all(isinstance(v, str) for v in found):
             return sorted(filter(is_name, found))
-        raise NoAnswer("its answer makes no sense: no list of label values")
+        raise PrometheusUnavailable("its answer makes no sense: no list of label values")
 
     def ask(self, path: str, form: Mapping[str, str] | None, stopped: Stopped) -> Any:
         """`data` of the answer; tries for `patience_seconds`. Raises UnreadableInput: trying again cannot help;
@@ -136,7 +136,7 @@ class Client:
         while True:
             try:
                 return self._data(*self._exchange(path, form))
-            except NoAnswer:
+            except PrometheusUnavailable:
                 if stopped() or self._clock.monotonic() + wait >= until:
                     raise
             pause(self._clock, wait, stopped)
@@ -169,15 +169,17 @@ class Client:
             why = (
                 f"no whole answer within {seconds:.3g} s" if late.is_set() or isinstance(e, TimeoutError) else short(e)
             )
-            raise NoAnswer(why) from None
+            raise PrometheusUnavailable(why) from None
         finally:
             watchdog.cancel()
             if not keep:
                 self.close()
         if len(read) > most:
-            raise TooMuch(f"its answer is larger than {most >> 20} MiB")
+            raise PrometheusResponseTooLarge(f"its answer is larger than {most >> 20} MiB")
         if not whole:
-            raise NoAnswer(f"no whole answer within {seconds:.3g} s" if late.is_set() else "its answer was cut short")
+            raise PrometheusUnavailable(
+                f"no whole answer within {seconds:.3g} s" if late.is_set() else "its answer was cut short"
+            )
         return response.status, read
 
     def _connected(self, seconds: float, late: threading.Event) -> http.client.HTTPConnection:
@@ -216,7 +218,9 @@ class Client:
             threading.Thread(target=self._look, args=(self._look_up, port), daemon=True).start()
         done, _ = futures.wait([self._look_up], seconds)
         if not done:
-            raise NoAnswer(f"no address of {_printable(self._host)} within {seconds:.3g} s: looking up its name hangs")
+            raise PrometheusUnavailable(
+                f"no address of {_printable(self._host)} within {seconds:.3g} s: looking up its name hangs"
+            )
         found, self._look_up = self._look_up, None
         return found.result()
 
@@ -251,15 +255,15 @@ class Client:
             said = {}
         reason = f"{_printable(said.get('error') or 'no reason given')} (status {status})"
         if status == http.client.REQUEST_ENTITY_TOO_LARGE or said.get("errorType") == "timeout":
-            raise TooMuch(reason)
+            raise PrometheusResponseTooLarge(reason)
         if status in (http.client.BAD_REQUEST, http.client.UNPROCESSABLE_ENTITY) and _TOO_MUCH.search(reason):
-            raise TooMuch(reason)
+            raise PrometheusResponseTooLarge(reason)
         if status >= 500 or status in (http.client.TOO_MANY_REQUESTS, http.client.REQUEST_TIMEOUT):
-            raise NoAnswer(reason)
+            raise PrometheusUnavailable(reason)
         if status != http.client.OK:
             self._refuse(reason)
         if said.get("status") != "success":
-            raise NoAnswer("its answer makes no sense: no JSON of Prometheus's API")
+            raise PrometheusUnavailable("its answer makes no sense: no JSON of Prometheus's API")
         return said.get("data")
 
     def _refuse(self, reason: str) -> NoReturn:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rolecall.core.metrics.catalogue import CATALOGUE
-from rolecall.core.metrics.metric import MetricType, Subject
+from rolecall.core.metrics.metric import MetricScope, MetricType
 from rolecall.detector.panels.metrics import BUSY, NODE_ROLE, SECONDS_PER_UNIT, UNITS, panel_metric
 from rolecall.detector.panels.panel import Machine
-from rolecall.detector.panels.series import Place
+from rolecall.detector.panels.series import PanelPosition
 from rolecall.detector.sources.prometheus_api import is_name
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -37,7 +37,7 @@ class Labels:
     def names(self) -> tuple[str, ...]:
         return (*self.role, *self.replica, *self.node, *self.rank, *self.gpu, *self.job, *self.phase)
 
-    def place(self, labels: Mapping[str, str]) -> Place | None:
+    def place(self, labels: Mapping[str, str]) -> PanelPosition | None:
         """None: no node, a rank or gpu that is no number, or something that is no name."""
 
         def first(names: tuple[str, ...]) -> str:
@@ -49,11 +49,11 @@ class Labels:
         if not node or not numbers or not all(map(is_name, (node, role, replica, job, phase))):
             return None
         machine = Machine(node=node, replica=replica, rank=int(rank) if rank else None, gpu=int(gpu) if gpu else None)
-        return Place(role=role or self.role_otherwise, machine=machine, job=job, phase=phase)
+        return PanelPosition(role=role or self.role_otherwise, machine=machine, job=job, phase=phase)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Query:
+class MetricQuery:
     """`expression`: PromQL. In it `$match` stands for the selector that the user gave (and for one that picks machines,
     when a server refuses to answer for all at once), `$window` for the duration of rates, `$interval` for a tick's."""
 
@@ -76,21 +76,23 @@ ALIVE = " and rolecall_process_up{$match} == 1"
 """An agent goes on to show a process that has died, as it last was: a gap, too."""
 
 
-def catalogue_queries() -> tuple[Query, ...]:
+def catalogue_queries() -> tuple[MetricQuery, ...]:
     """What rolecall's agents expose (core/metrics/catalogue.py). Phases change faster than servers scrape: role alone makes
     peers."""
     found = []
     for metric in CATALOGUE:
-        if (name := panel_metric(metric)) and metric.subject is not Subject.GPU:  # whose GPU it is, no label of it says
+        if (
+            name := panel_metric(metric)
+        ) and metric.subject is not MetricScope.GPU:  # whose GPU it is, no label of it says
             counter = metric.type is MetricType.COUNTER
             expression = trusted_rate(metric.name) if counter else f"{metric.name}{{$match}}"
-            if metric.subject is Subject.PROCESS:
-                found.append(Query(metric=name, expression=expression + ALIVE, labels=Labels(phase=())))
+            if metric.subject is MetricScope.PROCESS:
+                found.append(MetricQuery(metric=name, expression=expression + ALIVE, labels=Labels(phase=())))
             else:
                 labels = Labels(role=(), role_otherwise=NODE_ROLE, phase=())
-                found.append(Query(metric=name, expression=expression, labels=labels))
+                found.append(MetricQuery(metric=name, expression=expression, labels=labels))
     each = f"({trusted_rate(BUSY)}) / (({trusted_rate(UNITS)}) > 0){ALIVE}"
-    return (*found, Query(metric=SECONDS_PER_UNIT, expression=each, labels=Labels(phase=())))
+    return (*found, MetricQuery(metric=SECONDS_PER_UNIT, expression=each, labels=Labels(phase=())))
 
 
 DCGM_GAUGES = (
@@ -114,9 +116,11 @@ DCGM_GAUGES = (
 """Of dcgm-exporter's `default-counters.csv`; without the last XID, which is a code and no measure."""
 
 
-def dcgm_queries() -> tuple[Query, ...]:
+def dcgm_queries() -> tuple[MetricQuery, ...]:
     """What dcgm-exporter exposes: one column a GPU. Its host label was `Hostname` until May 2026 (dcgm-exporter#655)."""
     labels = Labels(role=("role",), role_otherwise="gpu", node=("hostname", "Hostname", "node", "instance"))
-    gauges = [Query(metric=f"DCGM_FI_{g}", expression=f"DCGM_FI_{g}{{$match}}", labels=labels) for g in DCGM_GAUGES]
+    gauges = [
+        MetricQuery(metric=f"DCGM_FI_{g}", expression=f"DCGM_FI_{g}{{$match}}", labels=labels) for g in DCGM_GAUGES
+    ]
     replays = "DCGM_FI_DEV_PCIE_REPLAY_COUNTER"
-    return (*gauges, Query(metric=f"{replays}_per_second", expression=trusted_rate(replays), labels=labels))
+    return (*gauges, MetricQuery(metric=f"{replays}_per_second", expression=trusted_rate(replays), labels=labels))

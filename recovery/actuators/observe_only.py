@@ -6,7 +6,7 @@ from rolecall.core.journal.journal import Lease
 from rolecall.recovery.actuators.base import ActionResult
 
 
-class Nothing:
+class NoopActuator:
     """The actuator of mode `observe` on anybody's job."""
 
     name = "nothing"

@@ -5,7 +5,7 @@ or spawns. The failure unit is the replica, whatever its ranks. Every write expe
 and carries the fencing number; the record says which incident wrote it, so that a repetition finds its own work.
 """
 
-from rolecall.core.diagnosis import ActionKind, Plan, Target
+from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import ActuatorError
 from rolecall.core.ids import split_replica
 from rolecall.core.journal.events import EventKind
@@ -77,7 +77,7 @@ class RayRuntime:
         self._journal.set_flag(STOP_FLAG, plan.because)
         return ActionResult(done=True, because="the job was asked to stop")
 
-    def _wanted(self, target: Target, plan: Plan, lease: Lease) -> Desired:
+    def _wanted(self, target: PlanTarget, plan: Plan, lease: Lease) -> Desired:
         node, shut = target.node, quarantined_nodes(self._journal)
         # A node may be quarantined after the plan was made, and nothing is placed there either.
         if plan.action is ActionKind.REPLACE_NODE or node in shut:
@@ -100,6 +100,6 @@ class RayRuntime:
         return fleet_view(self._journal.desired(), self._journal.current())
 
 
-def _ours(stands: Desired, target: Target, plan: Plan) -> bool:
+def _ours(stands: Desired, target: PlanTarget, plan: Plan) -> bool:
     """The record is what this plan writes: it was performed before."""
     return stands.incarnation == target.incarnation + 1 and stands.incident_id == plan.incident_id

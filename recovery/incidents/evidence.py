@@ -10,7 +10,7 @@ from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.recovery.incidents.incident import Incident
-from rolecall.recovery.interfaces import Account, Witnesses
+from rolecall.recovery.interfaces import CollectedEvidence, EvidenceCollector
 
 logger = logging.getLogger(__name__)
 
@@ -18,12 +18,12 @@ NUM_UNWRITTEN_MAX = 256
 """Accounts that wait for the journal; the oldest go first."""
 
 
-class CaseFile:
+class EvidenceRecorder:
     """Owned by one watch."""
 
-    def __init__(self, witnesses: Witnesses | None) -> None:
+    def __init__(self, witnesses: EvidenceCollector | None) -> None:
         self._witnesses = witnesses
-        self._unwritten: list[Account] = []
+        self._unwritten: list[CollectedEvidence] = []
 
     def ask(self, incident_id: str, diagnosis: Diagnosis) -> None:
         if self._witnesses is None:
@@ -36,12 +36,12 @@ class CaseFile:
 
     def adopt(self, journal: Journal, incidents: Iterable[Incident]) -> None:
         """Asks again for those that the watch before us died with: their evidence is not in the journal."""
-        had = {e.incident_id for e in journal.events(kinds=[EventKind.EVIDENCE_PULLED])}
+        had = {e.incident_id for e in journal.events(kinds=[EventKind.EVIDENCE_COLLECTED])}
         for incident in incidents:
-            if incident.incident_id not in had and not incident.by_person:
+            if incident.incident_id not in had and not incident.requested_by_operator:
                 self.ask(incident.incident_id, incident.diagnosis)
 
-    def heard(self) -> list[Account]:
+    def heard(self) -> list[CollectedEvidence]:
         """What is to be written, until `written` says that it is: a journal that is away loses nothing."""
         if self._witnesses is not None:
             try:
@@ -52,5 +52,5 @@ class CaseFile:
             del self._unwritten[:-NUM_UNWRITTEN_MAX]
         return list(self._unwritten)
 
-    def written(self, account: Account) -> None:
+    def written(self, account: CollectedEvidence) -> None:
         self._unwritten.remove(account)

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 
-PERSON = "person"
+PERSON = "operator"
 """`Diagnosis.detectors` of a request that a person made."""
 RIGHT, WRONG = "right", "wrong"
 """What a person may say of a diagnosis."""
@@ -25,26 +25,26 @@ class IncidentState(StrEnum):
     CLOSED = "closed"
 
 
-class Outcome(StrEnum):
-    CURED = "cured"
+class IncidentOutcome(StrEnum):
+    RESOLVED = "resolved"
     TOLERATED = "tolerated"  # nothing was worth doing
     OBSERVED = "observed"  # mode observe: the fault ended without us
-    REFUTED = "refuted"  # the fault ended before we acted
-    GAVE_UP = "gave_up"  # a person was called instead
+    SELF_RECOVERED = "self_recovered"
+    ESCALATED = "escalated"
 
 
-class Failure(StrEnum):
+class ActionFailure(StrEnum):
     """How an action failed: the ladder climbs differently."""
 
     DIED = "died"  # the replacement ended before it did any work
-    NO_PROGRESS = "no_progress"  # it was not seen to work within `verify_seconds`
+    NO_PROGRESS = "no_progress"  # it was not seen to work within `verification_timeout_seconds`
     REFUSED = "refused"  # the actuator could not perform it
 
 
 class Decision(StrEnum):
     APPROVED = "approved"
     REJECTED = "rejected"
-    LAPSED = "lapsed"
+    EXPIRED = "expired"
 
 
 S = IncidentState
@@ -75,7 +75,7 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class DiagnosisReview:
     """A person's verdict on a diagnosis."""
 
     right: bool
@@ -90,19 +90,19 @@ class Attempt:
 
     number: int  # from 1
     plan: Plan
-    call_person: bool
+    page_oncall: bool
     outcome: str  # what closes the incident when the plan is to do nothing
     made_at: float
     held_by: frozenset[str] = frozenset()  # guards that have held it
     expires_at: float | None = None  # of its proposal; never before a hold's end and as long again
-    approval_seconds: float = 0.0  # how long its proposal waits
+    approval_timeout_seconds: float = 0.0  # how long its proposal waits
     hold: Hold | None = None  # the newest
     decision: Decision | None = None
     decided_by: str = ""
     decision_because: str = ""
     started_at: float | None = None
     done_at: float | None = None
-    failure: Failure | None = None
+    failure: ActionFailure | None = None
     failed_because: str = ""
 
 
@@ -116,11 +116,11 @@ class Incident:
     attempts: tuple[Attempt, ...] = ()
     verified_at: float | None = None
     closed_at: float | None = None
-    outcome: Outcome | None = None
+    outcome: IncidentOutcome | None = None
     because: str = ""  # of the close
-    person_topics: frozenset[str] = frozenset()
-    person_because: str = ""  # why a person was last called
-    mark: Mark | None = None  # the newest
+    page_topics: frozenset[str] = frozenset()
+    page_reason: str = ""  # why a person was last called
+    mark: DiagnosisReview | None = None  # the newest
     last_event_id: str = ""
     story: tuple[str, ...] = field(default=(), compare=False)
 
@@ -135,7 +135,7 @@ class Incident:
         return int(self.last_event_id.removeprefix("e"))
 
     @property
-    def by_person(self) -> bool:
+    def requested_by_operator(self) -> bool:
         return PERSON in self.diagnosis.detectors
 
     @property
@@ -147,7 +147,7 @@ class Incident:
         """replica -> newest incarnation that an action of this incident has made (or is making)."""
         made: dict[str, int] = {}
         for attempt in self.attempts:
-            if attempt.started_at is not None and attempt.failure is not Failure.REFUSED:
+            if attempt.started_at is not None and attempt.failure is not ActionFailure.REFUSED:
                 made.update({t.replica: t.incarnation + 1 for t in attempt.plan.targets})
         return made
 

@@ -22,14 +22,14 @@ from rolecall.recovery.incidents.incident import (
     NOT_BEGUN,
     RIGHT,
     WRONG,
+    ActionFailure,
     Attempt,
     Decision,
-    Failure,
+    DiagnosisReview,
     Hold,
     Incident,
+    IncidentOutcome,
     IncidentState,
-    Mark,
-    Outcome,
 )
 
 STORY_LINES_MAX = 50
@@ -39,12 +39,12 @@ S, K = IncidentState, EventKind
 LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {
     K.INCIDENT_OPENED: frozenset({None}),
     K.INCIDENT_UPDATED: frozenset({S.OPEN, S.PLANNED, S.ACTING, S.VERIFYING}),
-    K.PLAN_MADE: frozenset({S.OPEN}),
-    K.PLAN_HELD: frozenset({S.PLANNED, S.PROPOSED}),
+    K.PLAN_CREATED: frozenset({S.OPEN}),
+    K.PLAN_BLOCKED: frozenset({S.PLANNED, S.PROPOSED}),
     K.PLAN_PROPOSED: frozenset({S.PLANNED}),
     K.PLAN_APPROVED: frozenset({S.PROPOSED}),
     K.PLAN_REJECTED: NOT_BEGUN,
-    K.PLAN_LAPSED: frozenset({S.PROPOSED}),
+    K.PLAN_EXPIRED: frozenset({S.PROPOSED}),
     K.HOLD_PLACED: NOT_BEGUN,
     K.HOLD_LIFTED: NOT_BEGUN,
     K.ACTION_STARTED: NOT_BEGUN,
@@ -52,8 +52,8 @@ LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {
     K.ACTION_FAILED: frozenset({S.ACTING, S.VERIFYING}),
     K.INCIDENT_VERIFIED: frozenset({S.VERIFYING}),
     K.INCIDENT_CLOSED: frozenset(set(S) - {S.CLOSED}),
-    K.PERSON_CALLED: frozenset(set(S) - {S.CLOSED}),
-    K.DIAGNOSIS_MARKED: frozenset(S),
+    K.ONCALL_PAGED: frozenset(set(S) - {S.CLOSED}),
+    K.DIAGNOSIS_REVIEWED: frozenset(S),
 }
 INCIDENT_KINDS = tuple(LEGAL)
 
@@ -64,17 +64,17 @@ def apply(before: Incident | None, event: Event) -> Incident:
     Raises:
         InvalidTransition: the event does not fit; the message tells the incident's story.
     """
-    line = f"{event.event_id} {event.kind} {_gist(event)}".rstrip()
+    line = f"{event.event_id} {event.kind} {_event_summary(event)}".rstrip()
     story = (*(before.story if before else ()), line)[-STORY_LINES_MAX:]
     state = before.state if before else None
     if state not in LEGAL[event.kind]:
-        raise _misfit(before, event, story, "no such move")
+        raise _invalid_event(before, event, story, "no such move")
     if before is None:
         return replace(_opened(event), story=story)
     try:
         after = _MOVES[event.kind](before, event)
-    except _Misfit as e:
-        raise _misfit(before, event, story, str(e)) from None
+    except _InvalidIncidentEvent as e:
+        raise _invalid_event(before, event, story, str(e)) from None
     return replace(after, last_event_id=event.event_id, story=story)
 
 
@@ -87,11 +87,11 @@ def fold(events: Iterable[Event]) -> dict[str, Incident]:
     return incidents
 
 
-class _Misfit(Exception):
+class _InvalidIncidentEvent(Exception):
     pass
 
 
-def _misfit(before: Incident | None, event: Event, story: tuple[str, ...], reason: str) -> InvalidTransition:
+def _invalid_event(before: Incident | None, event: Event, story: tuple[str, ...], reason: str) -> InvalidTransition:
     return InvalidTransition(
         incident_id=str(event.incident_id),
         state=str(before.state) if before else "(unknown)",
@@ -101,7 +101,7 @@ def _misfit(before: Incident | None, event: Event, story: tuple[str, ...], reaso
     )
 
 
-def _gist(event: Event) -> str:
+def _event_summary(event: Event) -> str:
     return str(event.body.get("because") or event.body.get("outcome") or event.body.get("digest") or "")[:200]
 
 
@@ -120,10 +120,10 @@ def _opened(event: Event) -> Incident:
 def _current(i: Incident, event: Event) -> Attempt:
     attempt = i.attempt
     if attempt is None:
-        raise _Misfit("there is no plan")
+        raise _InvalidIncidentEvent("there is no plan")
     digest = event.body.get("digest") or event.body.get("plan", {}).get("digest")
     if digest != attempt.plan.digest:
-        raise _Misfit(f"it names plan {digest}, the plan is {attempt.plan.digest}")
+        raise _InvalidIncidentEvent(f"it names plan {digest}, the plan is {attempt.plan.digest}")
     return attempt
 
 
@@ -147,8 +147,8 @@ def _planned(i: Incident, event: Event) -> Incident:
         plan=plan,
         # Made again on more knowledge, it may look otherwise: whom a person wanted left alone is left alone.
         hold=before.hold if before is not None and _taken_down(before.plan) & _taken_down(plan) else None,
-        call_person=bool(body.get("call_person", False)),
-        outcome=str(body.get("outcome", Outcome.TOLERATED)),
+        page_oncall=bool(body.get("page_oncall", False)),
+        outcome=str(body.get("outcome", IncidentOutcome.TOLERATED)),
         made_at=event.wall_at,
     )
     return replace(i, attempts=(*i.attempts, attempt), state=S.PLANNED)
@@ -165,18 +165,20 @@ def _held(i: Incident, event: Event) -> Incident:
 
 def _proposed(i: Incident, event: Event) -> Incident:
     attempt, expires_at = _current(i, event), float(event.body["expires_at"])
-    approval_seconds = expires_at - event.wall_at
+    approval_timeout_seconds = expires_at - event.wall_at
     if attempt.hold is not None:
-        expires_at = max(expires_at, attempt.hold.until + approval_seconds)
-    return _with(i, replace(attempt, expires_at=expires_at, approval_seconds=approval_seconds), S.PROPOSED)
+        expires_at = max(expires_at, attempt.hold.until + approval_timeout_seconds)
+    return _with(
+        i, replace(attempt, expires_at=expires_at, approval_timeout_seconds=approval_timeout_seconds), S.PROPOSED
+    )
 
 
 def _decided(i: Incident, event: Event) -> Incident:
     attempt = _current(i, event)
-    late = event.kind is K.PLAN_LAPSED and attempt.decision is Decision.APPROVED
+    late = event.kind is K.PLAN_EXPIRED and attempt.decision is Decision.APPROVED
     if attempt.decision is not None and not late:
-        raise _Misfit(f"it was {attempt.decision} already")
-    what = {K.PLAN_APPROVED: Decision.APPROVED, K.PLAN_REJECTED: Decision.REJECTED, K.PLAN_LAPSED: Decision.LAPSED}
+        raise _InvalidIncidentEvent(f"it was {attempt.decision} already")
+    what = {K.PLAN_APPROVED: Decision.APPROVED, K.PLAN_REJECTED: Decision.REJECTED, K.PLAN_EXPIRED: Decision.EXPIRED}
     told = replace(
         attempt,
         decision=what[event.kind],
@@ -188,8 +190,8 @@ def _decided(i: Incident, event: Event) -> Incident:
 
 def _hold(i: Incident, event: Event) -> Incident:
     attempt = _current(i, event)
-    if attempt.decision in (Decision.REJECTED, Decision.LAPSED):
-        raise _Misfit(f"it was {attempt.decision} already")
+    if attempt.decision in (Decision.REJECTED, Decision.EXPIRED):
+        raise _InvalidIncidentEvent(f"it was {attempt.decision} already")
     hold = Hold(
         number=1 + max((a.hold.number for a in i.attempts if a.hold is not None), default=0),
         by=str(event.body["by"]),
@@ -202,21 +204,21 @@ def _hold(i: Incident, event: Event) -> Incident:
 def _lifted(i: Incident, event: Event) -> Incident:
     attempt = _current(i, event)
     if attempt.hold is None or attempt.hold.lifted:
-        raise _Misfit("nobody holds it")
+        raise _InvalidIncidentEvent("nobody holds it")
     return _with(i, _until(attempt, replace(attempt.hold, until=min(attempt.hold.until, event.wall_at), lifted=True)))
 
 
 def _until(attempt: Attempt, hold: Hold) -> Attempt:
     if attempt.expires_at is None:
         return replace(attempt, hold=hold)
-    return replace(attempt, hold=hold, expires_at=hold.until + attempt.approval_seconds)
+    return replace(attempt, hold=hold, expires_at=hold.until + attempt.approval_timeout_seconds)
 
 
-def _marked(i: Incident, event: Event) -> Incident:
+def _apply_review(i: Incident, event: Event) -> Incident:
     body = event.body
     if body["verdict"] not in (RIGHT, WRONG):
-        raise _Misfit(f"verdict {body['verdict']!r} is neither {RIGHT} nor {WRONG}")
-    mark = Mark(
+        raise _InvalidIncidentEvent(f"verdict {body['verdict']!r} is neither {RIGHT} nor {WRONG}")
+    mark = DiagnosisReview(
         right=body["verdict"] == RIGHT,
         by=str(body["by"]),
         because=str(body.get("because", "")),
@@ -228,9 +230,9 @@ def _marked(i: Incident, event: Event) -> Incident:
 def _started(i: Incident, event: Event) -> Incident:
     attempt = _current(i, event)
     if i.state is S.PROPOSED and attempt.decision is not Decision.APPROVED:
-        raise _Misfit("nobody approved the plan")
+        raise _InvalidIncidentEvent("nobody approved the plan")
     if attempt.decision is Decision.REJECTED:
-        raise _Misfit("the plan was rejected")
+        raise _InvalidIncidentEvent("the plan was rejected")
     return _with(i, replace(attempt, started_at=event.wall_at), S.ACTING)
 
 
@@ -240,7 +242,7 @@ def _done(i: Incident, event: Event) -> Incident:
 
 def _failed(i: Incident, event: Event) -> Incident:
     attempt = replace(
-        _current(i, event), failure=Failure(event.body["failure"]), failed_because=str(event.body["because"])
+        _current(i, event), failure=ActionFailure(event.body["failure"]), failed_because=str(event.body["because"])
     )
     return _with(i, attempt, S.OPEN)
 
@@ -250,27 +252,27 @@ def _verified(i: Incident, event: Event) -> Incident:
 
 
 def _closed(i: Incident, event: Event) -> Incident:
-    outcome = Outcome(event.body["outcome"])
-    if outcome is Outcome.CURED and i.verified_at is None:
-        raise _Misfit("nothing was verified: it cannot be cured")
+    outcome = IncidentOutcome(event.body["outcome"])
+    if outcome is IncidentOutcome.RESOLVED and i.verified_at is None:
+        raise _InvalidIncidentEvent("nothing was verified: it cannot be cured")
     return replace(
         i, state=S.CLOSED, closed_at=event.wall_at, outcome=outcome, because=str(event.body.get("because", ""))
     )
 
 
-def _person(i: Incident, event: Event) -> Incident:
-    topics = i.person_topics | {str(event.body.get("topic", ""))}
-    return replace(i, person_topics=topics, person_because=str(event.body.get("because", "")))
+def _apply_page(i: Incident, event: Event) -> Incident:
+    topics = i.page_topics | {str(event.body.get("topic", ""))}
+    return replace(i, page_topics=topics, page_reason=str(event.body.get("because", "")))
 
 
 _MOVES = {
     K.INCIDENT_UPDATED: _updated,
-    K.PLAN_MADE: _planned,
-    K.PLAN_HELD: _held,
+    K.PLAN_CREATED: _planned,
+    K.PLAN_BLOCKED: _held,
     K.PLAN_PROPOSED: _proposed,
     K.PLAN_APPROVED: _decided,
     K.PLAN_REJECTED: _decided,
-    K.PLAN_LAPSED: _decided,
+    K.PLAN_EXPIRED: _decided,
     K.HOLD_PLACED: _hold,
     K.HOLD_LIFTED: _lifted,
     K.ACTION_STARTED: _started,
@@ -278,6 +280,6 @@ _MOVES = {
     K.ACTION_FAILED: _failed,
     K.INCIDENT_VERIFIED: _verified,
     K.INCIDENT_CLOSED: _closed,
-    K.PERSON_CALLED: _person,
-    K.DIAGNOSIS_MARKED: _marked,
+    K.ONCALL_PAGED: _apply_page,
+    K.DIAGNOSIS_REVIEWED: _apply_review,
 }

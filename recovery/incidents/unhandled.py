@@ -27,7 +27,7 @@ ERROR_CHARS_MAX = 500
 
 
 @dataclass(slots=True)
-class Trouble:
+class HandlingFailure:
     name: str
     failures: int = 0
     error: str = ""
@@ -45,12 +45,12 @@ class Trouble:
         )
 
 
-class Troubles:
+class HandlingFailures:
     """Owned by one watch."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._known: dict[str, Trouble] = {}
+        self._known: dict[str, HandlingFailure] = {}
 
     def due(self, name: str) -> bool:
         """Whether `name` may be tried now."""
@@ -80,7 +80,7 @@ class Troubles:
             if self._known.pop(name, None) is not None:
                 logger.warning("%s", json.dumps({"event": "handled_again", "name": name}))
 
-    def spent(self) -> list[Trouble]:
+    def spent(self) -> list[HandlingFailure]:
         """Those that a person should hear of."""
         return [t for t in self._known.values() if t.spent]
 
@@ -93,7 +93,7 @@ class Troubles:
         self._known = {n: t for n, t in self._known.items() if n in names}
 
     def _failed(self, name: str, error: Exception) -> None:
-        trouble = self._known.setdefault(name, Trouble(name))
+        trouble = self._known.setdefault(name, HandlingFailure(name))
         trouble.failures += 1
         trouble.error = f"{type(error).__name__}: {error}"[:ERROR_CHARS_MAX]
         pause = min(PAUSE_SECONDS_MAX, FIRST_PAUSE_SECONDS * 2.0 ** min(trouble.failures - 1, 10))

@@ -10,26 +10,26 @@ from typing import Any
 from rolecall.core.clock import Clock
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.recovery.incident_store import Book
-from rolecall.recovery.incidents.incident import Incident, Outcome
+from rolecall.recovery.incident_store import IncidentProjection
+from rolecall.recovery.incidents.incident import Incident, IncidentOutcome
 from rolecall.recovery.interfaces import Message, Notifier
 
 NOTIFIED_FLAG = "notified"
-OVER = (Outcome.CURED, Outcome.OBSERVED, Outcome.REFUTED)
+OVER = (IncidentOutcome.RESOLVED, IncidentOutcome.OBSERVED, IncidentOutcome.SELF_RECOVERED)
 """Ends that resolve an alert: given up and tolerated, the fault goes on."""
 SHOWN_CHARS_MAX = 2000
 """Of one sentence: an exception's message may be a whole file."""
 _FACTS = ("outcome", "topic", "expires_at", "digest")
 
 
-def shown(text: object) -> str:
+def notification_text(text: object) -> str:
     """Text as one line of text: a sentence may quote an exception's message or a name from elsewhere, and that must
     neither steer a terminal nor look like a line of ours."""
     line = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in str(text))
     return line if len(line) <= SHOWN_CHARS_MAX else line[: SHOWN_CHARS_MAX - 1] + "…"
 
 
-class Teller:
+class NotificationSender:
     """Owned by one watch; `adopt` when it begins to act."""
 
     def __init__(self, notifier: Notifier, clock: Clock, *, run_id: str, deadman_seconds: float) -> None:
@@ -43,7 +43,7 @@ class Teller:
         """Starts where the last watch that delivered something ended."""
         self._told_seq = self._notified_seq = int(journal.flag(NOTIFIED_FLAG) or 0)
 
-    def tell(self, journal: Journal, book: Book) -> None:
+    def tell(self, journal: Journal, book: IncidentProjection) -> None:
         """Offers what is new, and remembers what was delivered."""
         for event in book.to_tell:
             if event.seq <= self._told_seq:
@@ -57,14 +57,18 @@ class Teller:
             journal.set_flag(NOTIFIED_FLAG, str(settled))
             self._notified_seq = settled
 
-    def _message(self, event: Event, book: Book) -> Message | None:
+    def _message(self, event: Event, book: IncidentProjection) -> Message | None:
         try:
             return message(event, book.incidents.get(event.incident_id or ""), self._run_id)
         except Exception as e:  # noqa: BLE001
             # Deliberate: a body that is not what its kind has must not keep all later ones from being told.
             because = f"{event.event_id} ({event.kind}) should be told, and cannot be read: {e!r}"
             return Message(
-                seq=event.seq, kind=str(event.kind), run_id=self._run_id, because=shown(because), wall_at=event.wall_at
+                seq=event.seq,
+                kind=str(event.kind),
+                run_id=self._run_id,
+                because=notification_text(because),
+                wall_at=event.wall_at,
             )
 
     def sign_of_life(self, facts: Callable[[], dict[str, Any]]) -> None:
@@ -78,7 +82,7 @@ class Teller:
 def message(event: Event, incident: Incident | None, run_id: str) -> Message | None:
     """What to tell of an event; None when nobody needs to hear of it."""
     closed = event.kind is EventKind.INCIDENT_CLOSED
-    if closed and (incident is None or incident.outcome not in OVER or not _was_told(incident)):
+    if closed and (incident is None or incident.outcome not in OVER or not _was_sent(incident)):
         return None
     facts: dict[str, Any] = {k: event.body[k] for k in _FACTS if k in event.body}
     return Message(
@@ -86,12 +90,12 @@ def message(event: Event, incident: Incident | None, run_id: str) -> Message | N
         kind=str(event.kind),
         run_id=run_id,
         incident_id=event.incident_id or "",
-        because=shown(event.body.get("because") or event.body.get("plan", {}).get("because", "")),
+        because=notification_text(event.body.get("because") or event.body.get("plan", {}).get("because", "")),
         wall_at=event.wall_at,
         resolved=closed,
         facts=facts,
     )
 
 
-def _was_told(incident: Incident) -> bool:
-    return bool(incident.person_topics) or any(a.expires_at is not None for a in incident.attempts)
+def _was_sent(incident: Incident) -> bool:
+    return bool(incident.page_topics) or any(a.expires_at is not None for a in incident.attempts)

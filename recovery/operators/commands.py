@@ -12,21 +12,21 @@ from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.diagnosis import ActionKind
-from rolecall.core.errors import CommandRefused, Overtaken
+from rolecall.core.errors import CommandRefused, ConcurrentWrite
 from rolecall.core.ids import split_replica
 from rolecall.core.journal.events import EventKind
 from rolecall.recovery.fleet import fleet_view
-from rolecall.recovery.incident_store import Book
+from rolecall.recovery.incident_store import IncidentProjection
 from rolecall.recovery.incidents.incident import NOT_BEGUN, RIGHT, WRONG, Attempt, Decision, Incident, IncidentState
 from rolecall.recovery.incidents.projection import INCIDENT_KINDS
 from rolecall.recovery.loop import PAUSED_FLAG
 from rolecall.recovery.next_step import decision_key
 from rolecall.recovery.operators.node_commands import burned_in, drain, nodes, quarantine, return_node
 from rolecall.recovery.operators.queries import incidents, incidents_text, known, replay, status, status_text
-from rolecall.recovery.operators.requests import ask_replacement, dealt_with_by, watch_hint
+from rolecall.recovery.operators.requests import ask_replacement, handling_incident, watch_hint
 from rolecall.recovery.operators.run_location import (
-    JournalPlace,
-    Place,
+    JournalLocation,
+    RunLocation,
     checked_name,
     checked_reason,
     journal_of,
@@ -34,24 +34,24 @@ from rolecall.recovery.operators.run_location import (
 )
 
 __all__ = [
-    "JournalPlace",
-    "Place",
-    "approve",
+    "JournalLocation",
+    "RunLocation",
+    "approve_plan",
     "burned_in",
     "drain",
-    "hold",
+    "hold_plan",
     "incidents",
     "incidents_text",
-    "lift",
-    "mark",
+    "lift_hold",
     "nodes",
-    "pause",
+    "pause_recovery",
     "quarantine",
-    "reject",
+    "reject_plan",
     "replace",
     "replay",
-    "resume",
+    "resume_recovery",
     "return_node",
+    "review_diagnosis",
     "status",
     "status_text",
 ]  # fmt: skip
@@ -68,28 +68,28 @@ TRIES_MAX = 5
 # --- saying -------------------------------------------------------------------------------------------------------
 
 
-def pause(place: Place, by: str, because: str) -> str:
+def pause_recovery(place: RunLocation, by: str, because: str) -> str:
     """Stops all acting before the next action; returns the sentence that says so."""
     checked_name(by)
     checked_reason(because)
     with journal_of(place) as journal:
         # The flag first: it is what stops the next action, the event is what remembers.
         journal.set_flag(PAUSED_FLAG, f"{by}: {because}")
-        journal.append(K.PAUSED, {"by": by, "because": because})
+        journal.append(K.RECOVERY_PAUSED, {"by": by, "because": because})
     return f"{place.run_id} is paused: no action begins until `rolecall resume`"
 
 
-def resume(place: Place, by: str) -> str:
+def resume_recovery(place: RunLocation, by: str) -> str:
     """Ends a pause; returns the sentence that says so."""
     checked_name(by)
     with journal_of(place) as journal:
         was = journal.flag(PAUSED_FLAG)
         journal.set_flag(PAUSED_FLAG, None)
-        journal.append(K.RESUMED, {"by": by})
+        journal.append(K.RECOVERY_RESUMED, {"by": by})
     return f"{place.run_id} acts again" if was is not None else f"{place.run_id} was not paused"
 
 
-def approve(place: Place, digest: str, by: str, clock: Clock | None = None) -> str:
+def approve_plan(place: RunLocation, digest: str, by: str, clock: Clock | None = None) -> str:
     """Approves the proposed plan of this digest, once; the guards look again before it is performed.
 
     Raises:
@@ -97,21 +97,21 @@ def approve(place: Place, digest: str, by: str, clock: Clock | None = None) -> s
     """
     checked_name(by)
 
-    def word(i: Incident, a: Attempt, now: float) -> _Word:
+    def word(i: Incident, a: Attempt, now: float) -> _CommandEvent:
         _undecided(a)
         if i.state is not S.PROPOSED:
             raise CommandRefused(f"plan {digest} is not proposed: {i.incident_id} is {i.state}")
         if a.expires_at is not None and now > a.expires_at:
             raise CommandRefused(f"plan {digest} lapsed {now - a.expires_at:.0f} s ago: it is not approved")
-        return _Word(K.PLAN_APPROVED, {"by": by}, decision_key(i.incident_id, a.number))
+        return _CommandEvent(K.PLAN_APPROVED, {"by": by}, decision_key(i.incident_id, a.number))
 
-    incident, attempt = _say(place, digest, word, clock)
+    incident, attempt = _append_command(place, digest, word, clock)
     told = f"{attempt.plan.action} of {_targets(attempt)} is approved, for {incident.incident_id}"
     held = attempt.hold is not None and attempt.hold.stands((clock or SystemClock()).wall())
     return told + (f"; {attempt.hold.by} holds it until {attempt.hold.until_text}" if attempt.hold and held else "")
 
 
-def reject(place: Place, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
+def reject_plan(place: RunLocation, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
     """Rejects the plan of this digest, which is proposed or held: its incident is closed, and a person is told.
 
     Raises:
@@ -120,15 +120,17 @@ def reject(place: Place, digest: str, by: str, because: str = "", clock: Clock |
     checked_name(by)
     checked_reason(because, needed=False)
 
-    def word(i: Incident, a: Attempt, now: float) -> _Word:
+    def word(i: Incident, a: Attempt, now: float) -> _CommandEvent:
         _undecided(a)
-        return _Word(K.PLAN_REJECTED, {"by": by, "because": because}, decision_key(i.incident_id, a.number))
+        return _CommandEvent(K.PLAN_REJECTED, {"by": by, "because": because}, decision_key(i.incident_id, a.number))
 
-    incident, attempt = _say(place, digest, word, clock)
+    incident, attempt = _append_command(place, digest, word, clock)
     return f"{attempt.plan.action} of {_targets(attempt)} is rejected, for {incident.incident_id}"
 
 
-def hold(place: Place, digest: str, by: str, because: str, seconds: float, clock: Clock | None = None) -> str:
+def hold_plan(
+    place: RunLocation, digest: str, by: str, because: str, seconds: float, clock: Clock | None = None
+) -> str:
     """Nothing of this plan begins for so long, and no proposal of it lapses. Said again, it is held for longer.
 
     When the time is over the guards look again, a proposal waits as long as a new one would, and a person is told.
@@ -141,20 +143,20 @@ def hold(place: Place, digest: str, by: str, because: str, seconds: float, clock
     if not 0 < seconds <= HOLD_SECONDS_MAX:
         raise CommandRefused(f"a hold of {seconds:g} s: it may last up to {HOLD_SECONDS_MAX:.0f} s")
 
-    def word(i: Incident, a: Attempt, now: float) -> _Word:
+    def word(i: Incident, a: Attempt, now: float) -> _CommandEvent:
         _not_over(a)
         if a.hold is not None and a.hold.stands(now) and now + seconds < a.hold.until:
             raise CommandRefused(
                 f"{a.hold.by} holds plan {digest} for longer, until {a.hold.until_text}; lift that hold to end it sooner"
             )
-        return _Word(K.HOLD_PLACED, {"by": by, "because": because, "until": now + seconds})
+        return _CommandEvent(K.HOLD_PLACED, {"by": by, "because": because, "until": now + seconds})
 
-    incident, attempt = _say(place, digest, word, clock)
+    incident, attempt = _append_command(place, digest, word, clock)
     until = attempt.hold.until_text if attempt.hold else ""
     return f"{attempt.plan.action} of {_targets(attempt)} is held until {until}, for {incident.incident_id}"
 
 
-def lift(place: Place, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
+def lift_hold(place: RunLocation, digest: str, by: str, because: str = "", clock: Clock | None = None) -> str:
     """Ends a hold before its time, whoever placed it; the guards look again.
 
     Raises:
@@ -163,18 +165,18 @@ def lift(place: Place, digest: str, by: str, because: str = "", clock: Clock | N
     checked_name(by)
     checked_reason(because, needed=False)
 
-    def word(i: Incident, a: Attempt, now: float) -> _Word:
+    def word(i: Incident, a: Attempt, now: float) -> _CommandEvent:
         _not_over(a)
         if a.hold is None or not a.hold.stands(now):
             raise CommandRefused(f"nobody holds plan {digest}")
-        return _Word(K.HOLD_LIFTED, {"by": by, "because": because})
+        return _CommandEvent(K.HOLD_LIFTED, {"by": by, "because": because})
 
-    incident, attempt = _say(place, digest, word, clock)
+    incident, attempt = _append_command(place, digest, word, clock)
     return f"{attempt.plan.action} of {_targets(attempt)} is held no longer, for {incident.incident_id}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Word:
+class _CommandEvent:
     """What a person says of a plan, as an event."""
 
     kind: EventKind
@@ -182,8 +184,8 @@ class _Word:
     key: str | None = None
 
 
-def _say(
-    place: Place, digest: str, word: Callable[[Incident, Attempt, float], _Word], clock: Clock | None
+def _append_command(
+    place: RunLocation, digest: str, word: Callable[[Incident, Attempt, float], _CommandEvent], clock: Clock | None
 ) -> tuple[Incident, Attempt]:
     """Writes the word, if it fits what the incident is at that moment; returns incident and attempt after it."""
     with opened(place, clock) as (journal, book):
@@ -201,7 +203,7 @@ def _say(
                     unless=INCIDENT_KINDS,
                     since=incident.last_seq,
                 )
-            except Overtaken:
+            except ConcurrentWrite:
                 book.refresh(journal)
                 continue
             # Approval, rejection and lapse share a key: whichever is written first stands, and comes back here.
@@ -214,7 +216,7 @@ def _say(
     raise CommandRefused(f"plan {digest}: its incident moves on too fast, look at it again")
 
 
-def _not_begun(book: Book, digest: str) -> tuple[Incident, Attempt]:
+def _not_begun(book: IncidentProjection, digest: str) -> tuple[Incident, Attempt]:
     for incident in book.open_incidents():
         attempt = incident.attempt
         if attempt is None or attempt.plan.digest != digest:
@@ -235,7 +237,7 @@ def _undecided(attempt: Attempt) -> None:
 
 
 def _not_over(attempt: Attempt) -> None:
-    if attempt.decision in (Decision.REJECTED, Decision.LAPSED):
+    if attempt.decision in (Decision.REJECTED, Decision.EXPIRED):
         raise CommandRefused(f"plan {attempt.plan.digest} was {attempt.decision} already")
 
 
@@ -243,7 +245,9 @@ def _targets(attempt: Attempt) -> str:
     return ", ".join(f"{t.replica}#{t.incarnation}" for t in attempt.plan.targets) or "the job"
 
 
-def mark(place: Place, incident_id: str, right: bool, by: str, because: str = "", clock: Clock | None = None) -> str:
+def review_diagnosis(
+    place: RunLocation, incident_id: str, right: bool, by: str, because: str = "", clock: Clock | None = None
+) -> str:
     """Says whether the diagnosis of an incident was right, also after its end; the newest word counts.
 
     Raises:
@@ -255,11 +259,11 @@ def mark(place: Place, incident_id: str, right: bool, by: str, because: str = ""
         found = known(book, incident_id)
         verdict = RIGHT if right else WRONG
         body = {"verdict": verdict, "by": by, "because": because}
-        journal.append(K.DIAGNOSIS_MARKED, body, incident_id=incident_id, caused_by=found.last_event_id)
+        journal.append(K.DIAGNOSIS_REVIEWED, body, incident_id=incident_id, caused_by=found.last_event_id)
     return f"the diagnosis of {incident_id} is marked {verdict}"
 
 
-def replace(place: Place, replica: str, reason: str, by: str, clock: Clock | None = None) -> str:
+def replace(place: RunLocation, replica: str, reason: str, by: str, clock: Clock | None = None) -> str:
     """Asks for the present incarnation of `replica` to be replaced; returns the sentence with the incident's id.
 
     Raises:
@@ -274,7 +278,7 @@ def replace(place: Place, replica: str, reason: str, by: str, clock: Clock | Non
         if view is None:
             known_ones = ", ".join(sorted(journal.desired()))
             raise CommandRefused(f"{replica} is not part of this run: {known_ones}")
-        deals = dealt_with_by(book, replica)
+        deals = handling_incident(book, replica)
         if deals is not None:
             raise CommandRefused(f"{deals.incident_id} deals with {replica} already: {deals.state}")
         name = ask_replacement(journal, book, view, by, reason)

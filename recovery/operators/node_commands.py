@@ -10,23 +10,23 @@ from dataclasses import asdict
 from typing import Any
 
 from rolecall.core.clock import Clock
-from rolecall.core.errors import BadId, CommandRefused
+from rolecall.core.errors import CommandRefused, InvalidId
 from rolecall.core.ids import checked_id
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.fleet import FleetView, ReplicaView, fleet_view
-from rolecall.recovery.incident_store import Book
+from rolecall.recovery.incident_store import IncidentProjection
 from rolecall.recovery.nodes import NODE_KINDS, BurnIn, NodeRecord, fold_nodes, known_nodes
-from rolecall.recovery.operators.requests import ask_replacement, dealt_with_by, watch_hint
-from rolecall.recovery.operators.run_location import Place, checked_name, checked_reason, journal_of, opened
+from rolecall.recovery.operators.requests import ask_replacement, handling_incident, watch_hint
+from rolecall.recovery.operators.run_location import RunLocation, checked_name, checked_reason, journal_of, opened
 
 K = EventKind
 REPLICAS_PER_DRAIN_MAX = 64
 """Incidents that one word may open."""
 
 
-def quarantine(place: Place, node: str, by: str, because: str, clock: Clock | None = None) -> str:
+def quarantine(place: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
     """Nothing is placed on `node` any more; what runs there goes on.
 
     Raises:
@@ -44,7 +44,7 @@ def quarantine(place: Place, node: str, by: str, because: str, clock: Clock | No
     return f"{node} is quarantined: nothing is placed there until `rolecall node return {node}`"
 
 
-def return_node(place: Place, node: str, by: str, because: str, clock: Clock | None = None) -> str:
+def return_node(place: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
     """Ends a quarantine, whoever began it.
 
     Raises:
@@ -55,11 +55,11 @@ def return_node(place: Place, node: str, by: str, because: str, clock: Clock | N
     with opened(place, clock) as (journal, book):
         if not _record(journal, book, node).quarantined:
             raise CommandRefused(f"{node} is not quarantined")
-        journal.append(K.NODE_RETURNED, {"node": node, "by": by, "because": because})
+        journal.append(K.NODE_RETURNED_TO_SERVICE, {"node": node, "by": by, "because": because})
     return f"{node} is returned: replicas may be placed there"
 
 
-def drain(place: Place, node: str, by: str, because: str, clock: Clock | None = None) -> str:
+def drain(place: RunLocation, node: str, by: str, because: str, clock: Clock | None = None) -> str:
     """Quarantines `node`, and asks for each replica there to be replaced on another one.
 
     Raises:
@@ -71,7 +71,7 @@ def drain(place: Place, node: str, by: str, because: str, clock: Clock | None = 
         return drained(journal, book, node, by, because)
 
 
-def drained(journal: Journal, book: Book, node: str, by: str, because: str) -> str:
+def drained(journal: Journal, book: IncidentProjection, node: str, by: str, because: str) -> str:
     """`drain`, on an open journal."""
     if not _record(journal, book, node).quarantined:
         journal.append(K.NODE_QUARANTINED, {"node": node, "by": by, "because": f"drained: {because}"})
@@ -81,14 +81,16 @@ def drained(journal: Journal, book: Book, node: str, by: str, because: str) -> s
     asked: dict[str, str] = {}
     known: list[str] = []
     for view in there[:REPLICAS_PER_DRAIN_MAX]:
-        deals = dealt_with_by(book, view.replica)
+        deals = handling_incident(book, view.replica)
         if deals is None:
             asked[view.replica] = ask_replacement(journal, book, view, by, f"{node} is drained: {because}")
         else:
             known.append(f"{view.replica} ({deals.incident_id} deals with it: {deals.state})")
     journal.append(K.NODE_DRAINED, {"node": node, "by": by, "because": because, "incidents": list(asked.values())})
     left = [str(v.replica) for v in there[REPLICAS_PER_DRAIN_MAX:]]
-    return _told(node, asked, known, left, _nowhere(fleet, journal, node)) + (watch_hint(journal) if asked else "")
+    return _outcome_text(node, asked, known, left, _no_spare_node(fleet, journal, node)) + (
+        watch_hint(journal) if asked else ""
+    )
 
 
 def _comes_to(view: ReplicaView, wanted: str) -> str:
@@ -96,11 +98,11 @@ def _comes_to(view: ReplicaView, wanted: str) -> str:
     return wanted if view.desired_incarnation > view.incarnation else ""
 
 
-def _nowhere(fleet: FleetView, journal: Journal, node: str) -> bool:
+def _no_spare_node(fleet: FleetView, journal: Journal, node: str) -> bool:
     return fleet.spare_node(frozenset({node}) | quarantined_nodes(journal)) is None
 
 
-def _told(node: str, asked: Mapping[str, str], known: list[str], left: list[str], nowhere: bool) -> str:
+def _outcome_text(node: str, asked: Mapping[str, str], known: list[str], left: list[str], nowhere: bool) -> str:
     parts = [f"{node} is drained: nothing is placed there until `rolecall node return {node}`"]
     if asked:
         moved = ", ".join(f"{replica} ({name})" for replica, name in asked.items())
@@ -116,7 +118,7 @@ def _told(node: str, asked: Mapping[str, str], known: list[str], left: list[str]
     return "; ".join(parts)
 
 
-def burned_in(place: Place, node: str, result: Mapping[str, Any], by: str, clock: Clock | None = None) -> str:
+def burned_in(place: RunLocation, node: str, result: Mapping[str, Any], by: str, clock: Clock | None = None) -> str:
     """Records what a burn-in of `node` found. The node need not be part of the run yet.
 
     Raises:
@@ -126,11 +128,11 @@ def burned_in(place: Place, node: str, result: Mapping[str, Any], by: str, clock
     found = BurnIn.from_dict(result)
     _named(node)
     with journal_of(place, clock) as journal:
-        journal.append(K.NODE_BURNED_IN, {"node": node, "by": by, **found.to_dict()})
+        journal.append(K.BURN_IN_FINISHED, {"node": node, "by": by, **found.to_dict()})
     return f"the burn-in of {node} {'passed' if found.passed else 'FAILED'}, and is recorded"
 
 
-def nodes(place: Place, clock: Clock | None = None) -> list[dict[str, Any]]:
+def nodes(place: RunLocation, clock: Clock | None = None) -> list[dict[str, Any]]:
     """Every node with its replicas, what was said of it, and the incidents that name it; repeat offenders first.
 
     Requests of people and diagnoses that were marked wrong count against no node. Plain values.
@@ -142,7 +144,7 @@ def nodes(place: Place, clock: Clock | None = None) -> list[dict[str, Any]]:
     against: dict[str, list[str]] = {}
     for incident in book.incidents.values():
         wrong = incident.mark is not None and not incident.mark.right
-        if not incident.by_person and not wrong:
+        if not incident.requested_by_operator and not wrong:
             for node in sorted({s.node for s in incident.diagnosis.suspects if s.node}):
                 against.setdefault(node, []).append(incident.incident_id)
     every = {*known, *records, *against}
@@ -164,7 +166,7 @@ def _row(record: NodeRecord, fleet: FleetView, against: list[str]) -> dict[str, 
     }
 
 
-def _record(journal: Journal, book: Book, node: str) -> NodeRecord:
+def _record(journal: Journal, book: IncidentProjection, node: str) -> NodeRecord:
     """
     Raises:
         CommandRefused: there is no such node.
@@ -181,5 +183,5 @@ def _record(journal: Journal, book: Book, node: str) -> NodeRecord:
 def _named(node: str) -> None:
     try:
         checked_id(node, "node")
-    except BadId as e:
+    except InvalidId as e:
         raise CommandRefused(str(e)) from None

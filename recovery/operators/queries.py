@@ -15,24 +15,24 @@ from rolecall.core.journal.store import canonical
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
 from rolecall.recovery.fleet import fleet_view
 from rolecall.recovery.guards import HOUR_SECONDS
-from rolecall.recovery.incident_store import Book
+from rolecall.recovery.incident_store import IncidentProjection
 from rolecall.recovery.incidents.incident import RIGHT, WRONG, Incident, IncidentState, evictions
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.nodes import NODE_KINDS, fold_nodes
-from rolecall.recovery.notifications.outbox import shown
-from rolecall.recovery.operators.run_location import Place, opened
-from rolecall.recovery.policy import Question, decide
+from rolecall.recovery.notifications.outbox import notification_text
+from rolecall.recovery.operators.run_location import RunLocation, opened
+from rolecall.recovery.policy import PolicyInput, decide
 
 K = EventKind
 NAMES_SHOWN_MAX = 20
 """In a sentence about one that there is not."""
 
 
-def status(place: Place, clock: Clock | None = None) -> dict[str, Any]:
+def status(place: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
     """How the run stands: who acts, what runs, what is open. Plain values."""
     now = (clock or SystemClock()).wall()
     with opened(place) as (journal, book):
-        lease, taken = journal.lease(LEASE_NAME), journal.last(K.LEASE_TAKEN)
+        lease, taken = journal.lease(LEASE_NAME), journal.last(K.LEASE_ACQUIRED)
         desired = journal.desired()
         fleet = fleet_view(desired, journal.current())
         shut = {n: r for n, r in fold_nodes(journal.events(kinds=NODE_KINDS)).items() if r.quarantined}
@@ -65,7 +65,7 @@ def status(place: Place, clock: Clock | None = None) -> dict[str, Any]:
     }
 
 
-def incidents(place: Place, incident_id: str | None = None) -> list[dict[str, Any]]:
+def incidents(place: RunLocation, incident_id: str | None = None) -> list[dict[str, Any]]:
     """All incidents, or the one asked for with its events, as plain values.
 
     Raises:
@@ -80,7 +80,7 @@ def incidents(place: Place, incident_id: str | None = None) -> list[dict[str, An
     return [{**told[0], "diagnosis": found.diagnosis.to_dict(), "events": events}]
 
 
-def known(book: Book, incident_id: str) -> Incident:
+def known(book: IncidentProjection, incident_id: str) -> Incident:
     """Raises CommandRefused: there is no such incident, or nothing of it could be read."""
     found = book.incidents.get(incident_id)
     if found is None and incident_id in book.broken:
@@ -92,7 +92,7 @@ def known(book: Book, incident_id: str) -> Incident:
     return found
 
 
-def _summary(i: Incident, book: Book) -> dict[str, Any]:
+def _summary(i: Incident, book: IncidentProjection) -> dict[str, Any]:
     attempt, broken = i.attempt, book.broken.get(i.incident_id)
     return {
         "incident_id": i.incident_id,
@@ -114,13 +114,13 @@ def _summary(i: Incident, book: Book) -> dict[str, Any]:
         "closed_at": i.closed_at,
         "outcome": str(i.outcome) if i.outcome else None,
         "closed_because": i.because,
-        "person_called": bool(i.person_topics),
-        "person_because": i.person_because,
+        "oncall_paged": bool(i.page_topics),
+        "page_reason": i.page_reason,
         "set_aside": str(broken).splitlines()[0] if broken is not None else None,
     }
 
 
-def replay(place: Place, incident_id: str) -> dict[str, Any]:
+def replay(place: RunLocation, incident_id: str) -> dict[str, Any]:
     """Decides each plan of an incident again, from what is stored with it, and says whether the decision is the same.
 
     Raises:
@@ -129,14 +129,14 @@ def replay(place: Place, incident_id: str) -> dict[str, Any]:
     with opened(place) as (journal, book):
         known(book, incident_id)
         where = journal.store.where
-        made = journal.events(incident_id=incident_id, kinds=[K.PLAN_MADE])
+        made = journal.events(incident_id=incident_id, kinds=[K.PLAN_CREATED])
         (first,) = journal.events(incident_id=incident_id, kinds=[K.INCIDENT_OPENED])
     if not made:
         raise CommandRefused(f"{incident_id} has no plan to decide again")
     plans = []
     for event in made:
         with reading(where, f"events line {event.seq}, a plan"):
-            asked = Question.from_dict(event.body["question"])
+            asked = PolicyInput.from_dict(event.body["question"])
             then = {k: v for k, v in event.body.items() if k != "question"}
             # Whom else an action would disturb is the actuator's word, and no part of the decision.
             then["plan"] = {**then["plan"], "also_hit": []}
@@ -186,7 +186,7 @@ def incidents_text(value: list[dict[str, Any]]) -> str:
 
 def _evidence_lines(event: Mapping[str, Any]) -> list[str]:
     """What witnesses said, what was not had of them, and where the files lie, below the run."""
-    if event["kind"] != K.EVIDENCE_PULLED:
+    if event["kind"] != K.EVIDENCE_COLLECTED:
         return []
     body = event["body"]
     lines = [*body.get("told", ()), *(f"not had: {text}" for text in body.get("missing", ()))]
@@ -208,12 +208,12 @@ def _incident_lines(found: list[dict[str, Any]]) -> list[str]:
             lines.append(
                 f"  marked {mark['verdict']} by {mark['by']}" + (f": {mark['because']}" if mark["because"] else "")
             )
-        if i["person_called"] and i["outcome"] is None:
-            lines.append(f"  A PERSON WAS CALLED: {i['person_because']}")
+        if i["oncall_paged"] and i["outcome"] is None:
+            lines.append(f"  A PERSON WAS CALLED: {i['page_reason']}")
         if i["state"] == IncidentState.PROPOSED:
             lines.append(f"  waits for: rolecall approve {i['plan']['digest']}")
     return lines
 
 
 def _text(lines: list[str]) -> str:
-    return "\n".join(shown(line) for line in lines)
+    return "\n".join(notification_text(line) for line in lines)

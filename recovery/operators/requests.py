@@ -3,7 +3,7 @@
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
 from rolecall.core.journal.journal import Journal
 from rolecall.recovery.fleet import ReplicaView
-from rolecall.recovery.incident_store import Book, open_incident
+from rolecall.recovery.incident_store import IncidentProjection, open_incident
 from rolecall.recovery.incidents.incident import PERSON, Incident
 from rolecall.recovery.loop import LEASE_NAME
 
@@ -22,13 +22,13 @@ def request(view: ReplicaView, because: str, now: float) -> Diagnosis:
     )
 
 
-def ask_replacement(journal: Journal, book: Book, view: ReplicaView, by: str, reason: str) -> str:
+def ask_replacement(journal: Journal, book: IncidentProjection, view: ReplicaView, by: str, reason: str) -> str:
     """Opens an incident that asks for this incarnation to be replaced; returns its id."""
     because = f"{by} asks for {view.replica}#{view.desired_incarnation} to be replaced: {reason}"
     return open_incident(journal, book, request(view, because, journal.clock.wall()))
 
 
-def dealt_with_by(book: Book, replica: str) -> Incident | None:
+def handling_incident(book: IncidentProjection, replica: str) -> Incident | None:
     """The open incident that is about this replica."""
     return next((i for i in book.open_incidents() if replica in (*i.named, *i.touched)), None)
 

@@ -14,7 +14,7 @@ from rolecall.core.clock import Clock
 from rolecall.core.errors import CommandRefused, ConfigError
 from rolecall.core.journal.database import checked_url, redacted
 from rolecall.core.journal.journal import Journal
-from rolecall.recovery.incident_store import Book
+from rolecall.recovery.incident_store import IncidentProjection
 
 NAME_CHARS_MAX = 64
 """Of a person's name: it stands in every table and every sentence that tells what was decided."""
@@ -24,7 +24,7 @@ SCHEMA_PREFIX = "rolecall-"
 """Of a run's schema in PostgreSQL (`core.database.run_url`)."""
 
 
-class Place(Protocol):
+class RunLocation(Protocol):
     """What every command takes. `RunDir` is one."""
 
     @property
@@ -35,7 +35,7 @@ class Place(Protocol):
         """Where the journal is. May hold a password: `core.database.redacted` before it is shown."""
 
 
-class JournalPlace:
+class JournalLocation:
     """A run of which only the journal can be reached."""
 
     def __init__(self, url: str) -> None:
@@ -65,7 +65,7 @@ def run_id_of(url: str) -> str:
 
 
 @contextmanager
-def journal_of(place: Place, clock: Clock | None = None) -> Iterator[Journal]:
+def journal_of(place: RunLocation, clock: Clock | None = None) -> Iterator[Journal]:
     """The journal of `place`, for as long as the block."""
     journal = Journal(place.database_url, clock=clock, create=False)
     try:
@@ -75,10 +75,10 @@ def journal_of(place: Place, clock: Clock | None = None) -> Iterator[Journal]:
 
 
 @contextmanager
-def opened(place: Place, clock: Clock | None = None) -> Iterator[tuple[Journal, Book]]:
+def opened(place: RunLocation, clock: Clock | None = None) -> Iterator[tuple[Journal, IncidentProjection]]:
     """The journal with its incidents."""
     with journal_of(place, clock) as journal:
-        book = Book()
+        book = IncidentProjection()
         book.refresh(journal)
         yield journal, book
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 
-def overlong_punishment(length: int, *, longest: int, cache: int) -> float:
+def overlong_penalty(length: int, *, longest: int, cache: int) -> float:
     """In [-1, 0] for a response of `length` tokens; `cache` 0: never any.
 
     At exactly `longest` the linear piece has reached -1; DAPO's third piece begins behind it with the same value.

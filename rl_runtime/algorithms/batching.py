@@ -8,7 +8,7 @@ by `assign`, again whenever somebody is lost. Pure.
 from collections.abc import Collection, Mapping, Sequence
 
 from rolecall.core.ids import ReplicaId
-from rolecall.rl_runtime.protocol.messages import Group, Microbatch
+from rolecall.rl_runtime.protocol.messages import Microbatch, PromptGroup
 
 
 def microbatch_id(step: int, number: int) -> str:
@@ -16,7 +16,7 @@ def microbatch_id(step: int, number: int) -> str:
     return f"{step}.{number}"
 
 
-def form_microbatches(step: int, groups: Sequence[Group], microbatches_per_step: int) -> tuple[Microbatch, ...]:
+def form_microbatches(step: int, groups: Sequence[PromptGroup], microbatches_per_step: int) -> tuple[Microbatch, ...]:
     """The step's B microbatches of equal numbers of groups, the same for the same set of groups.
 
     Raises:

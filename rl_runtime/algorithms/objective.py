@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from rolecall.core.config.algorithm import AlgorithmConfig
-from rolecall.rl_runtime.algorithms.advantages import gae, last_of, overlong_punishment
+from rolecall.rl_runtime.algorithms.advantages import gae, last_of, overlong_penalty
 from rolecall.rl_runtime.algorithms.group_relative import group_relative
-from rolecall.rl_runtime.protocol.messages import End, Group, Sample
+from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, TrainingSample
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 
 LOG_RATIO_MAX = 20.0
@@ -45,7 +45,7 @@ LOG_RATIO_MIN = -100.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
+class TokenSelection:
     """What, beside the algorithm, decides which tokens count and what they earn."""
 
     policy_version: int  # of the weights that are trained
@@ -94,7 +94,12 @@ def divisors(algorithm: AlgorithmConfig, step: HealthSums, *, longest: int) -> D
 
 
 def make_batch(
-    groups: Sequence[Group], algorithm: AlgorithmConfig, terms: Terms, *, pad: int, dtype: torch.dtype = torch.float32
+    groups: Sequence[PromptGroup],
+    algorithm: AlgorithmConfig,
+    terms: TokenSelection,
+    *,
+    pad: int,
+    dtype: torch.dtype = torch.float32,
 ) -> Batch:
     """Pads the samples of whole groups into tensors.
 
@@ -140,7 +145,7 @@ def make_batch(
     )
 
 
-def _refuse_unfit(sample: Sample, num_prompt_tokens: int, algorithm: AlgorithmConfig) -> None:
+def _refuse_unfit(sample: TrainingSample, num_prompt_tokens: int, algorithm: AlgorithmConfig) -> None:
     who = f"sample {sample.request_id}"
     if not len(sample.tokens) == len(sample.logprobs) == len(sample.versions):
         raise ValueError(f"{who}: tokens, logprobs and versions differ in length")
@@ -154,12 +159,12 @@ def _refuse_unfit(sample: Sample, num_prompt_tokens: int, algorithm: AlgorithmCo
         raise ValueError(f"{who}: its answer is not over, it has no place in a group")
 
 
-def _shaped(reward: float, length: int, algorithm: AlgorithmConfig, terms: Terms) -> float:
-    longest = terms.longest if algorithm.overlong_max is None else algorithm.overlong_max
-    return reward + overlong_punishment(length, longest=longest, cache=algorithm.overlong_cache)
+def _shaped(reward: float, length: int, algorithm: AlgorithmConfig, terms: TokenSelection) -> float:
+    longest = terms.longest if algorithm.overlong_limit_tokens is None else algorithm.overlong_limit_tokens
+    return reward + overlong_penalty(length, longest=longest, cache=algorithm.overlong_buffer_tokens)
 
 
-def _relative(groups: Sequence[Group], rewards: Sequence[float], algorithm: AlgorithmConfig) -> list[float]:
+def _relative(groups: Sequence[PromptGroup], rewards: Sequence[float], algorithm: AlgorithmConfig) -> list[float]:
     if algorithm.has_critic:
         return [0.0] * len(rewards)
     found: list[float] = []
@@ -169,7 +174,7 @@ def _relative(groups: Sequence[Group], rewards: Sequence[float], algorithm: Algo
     return found
 
 
-def _known_sums(groups: Sequence[Group], *, tokens: int, fresh: int, value_tokens: int) -> HealthSums:
+def _known_sums(groups: Sequence[PromptGroup], *, tokens: int, fresh: int, value_tokens: int) -> HealthSums:
     samples = [s for g in groups for s in g.samples]
     over = [s for s in samples if s.is_over]
     return HealthSums(
@@ -177,7 +182,7 @@ def _known_sums(groups: Sequence[Group], *, tokens: int, fresh: int, value_token
         stale=fresh - tokens,
         samples=len(samples),
         ended=len(over),
-        truncated=sum(s.end is End.LENGTH for s in over),
+        truncated=sum(s.end is EndReason.LENGTH for s in over),
         reward=sum(s.reward for s in over),
         length=sum(len(s.tokens) for s in over),
         length_max=max((len(s.tokens) for s in over), default=0),
@@ -206,7 +211,7 @@ def state_values(after_st: Tensor) -> Tensor:
 def objective(
     batch: Batch,
     algorithm: AlgorithmConfig,
-    terms: Terms,
+    terms: TokenSelection,
     *,
     logprobs_st: Tensor,
     entropy_st: Tensor,
@@ -279,7 +284,7 @@ def _critic(batch: Batch, algorithm: AlgorithmConfig, values_after_st: Tensor) -
     """Advantages for the policy, the critic's own sum, and what they add to the health."""
     values_st = state_values(values_after_st)
     fixed = values_st.detach()  # outside the response anything: nothing below looks there
-    behind = values_after_st.detach() if algorithm.cut_value == "critic" else fixed
+    behind = values_after_st.detach() if algorithm.truncation_value == "critic" else fixed
     bootstrap = torch.where(batch.over_s, torch.zeros_like(batch.rewards_s), last_of(behind, batch.response_st))
     rewards_st = _at_the_end(batch)
     gamma = algorithm.gamma

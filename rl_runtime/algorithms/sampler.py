@@ -32,23 +32,23 @@ TAKEN = "taken although "
 """How the reason of an ACCEPTED line begins, where a filtered group fills a batch that nothing else could fill."""
 
 
-class Verdict(StrEnum):
-    TEACHES = "teaches"
+class GroupSignal(StrEnum):
+    INFORMATIVE = "informative"
     ALL_RIGHT = "all right"
     ALL_WRONG = "all wrong"
     ALL_EQUAL = "all equal"
 
 
-def judge(rewards: Sequence[float], filter_by: Literal["reward", "exact"]) -> Verdict:
+def classify_rewards(rewards: Sequence[float], filter_by: Literal["reward", "exact"]) -> GroupSignal:
     """What dynamic sampling thinks of a group whose samples earned `rewards`."""
     exact = sum(r == EXACT_REWARD for r in rewards)
     if exact == len(rewards):
-        return Verdict.ALL_RIGHT
+        return GroupSignal.ALL_RIGHT
     if filter_by == "exact":
-        return Verdict.TEACHES if exact else Verdict.ALL_WRONG
+        return GroupSignal.INFORMATIVE if exact else GroupSignal.ALL_WRONG
     if not all_equal(rewards):
-        return Verdict.TEACHES
-    return Verdict.ALL_EQUAL if rewards[0] > 0.0 else Verdict.ALL_WRONG
+        return GroupSignal.INFORMATIVE
+    return GroupSignal.ALL_EQUAL if rewards[0] > 0.0 else GroupSignal.ALL_WRONG
 
 
 def group_seed(job_seed: int, number: int) -> int:
@@ -70,7 +70,7 @@ class SamplerState:
     """Number of the next prompt; every smaller one has a group in the ledger."""
     accepted: set[GroupId] = field(default_factory=set)
     """Judged and found worth training on, and in no step yet."""
-    filtered: dict[GroupId, tuple[int, Verdict]] = field(default_factory=dict)
+    filtered: dict[GroupId, tuple[int, GroupSignal]] = field(default_factory=dict)
     """Group -> (step that was being formed, verdict), since the newest step that was assigned. With those taken."""
 
     @classmethod
@@ -100,9 +100,9 @@ class SamplerState:
             case GroupState.ISSUED:
                 self._issued(group, reason)
             case GroupState.ACCEPTED if reason.startswith(TAKEN):
-                self.filtered[group] = step, Verdict(reason.removeprefix(TAKEN))
+                self.filtered[group] = step, GroupSignal(reason.removeprefix(TAKEN))
             case GroupState.DROPPED if reason.startswith(FILTERED):
-                self.filtered[group] = step, Verdict(reason.removeprefix(FILTERED))
+                self.filtered[group] = step, GroupSignal(reason.removeprefix(FILTERED))
             case GroupState.ASSIGNED:
                 # A step that is returned is formed again: what was filtered for it still counts.
                 self.filtered = {g: found for g, found in self.filtered.items() if found[0] >= step}
@@ -124,7 +124,7 @@ class SamplerState:
         """What an ISSUED line says of the random state."""
         return f"{SEED}{group_seed(self.job_seed, number)}"
 
-    def verdicts(self, step: int) -> Counter[Verdict]:
+    def verdicts(self, step: int) -> Counter[GroupSignal]:
         """Groups filtered for `step`, by kind."""
         return Counter(verdict for at, verdict in self.filtered.values() if at == step)
 
@@ -141,11 +141,13 @@ def is_at_limit(algorithm: AlgorithmConfig, *, accepted: int, filtered: int) -> 
 
 
 def not_filled(
-    algorithm: AlgorithmConfig, step: int, *, accepted: int, verdicts: Mapping[Verdict, int]
+    algorithm: AlgorithmConfig, step: int, *, accepted: int, verdicts: Mapping[GroupSignal, int]
 ) -> BatchNotFilled:
     """The sentence for a person: what was found, and what can be changed."""
-    kinds = {kind: verdicts.get(kind, 0) for kind in (Verdict.ALL_RIGHT, Verdict.ALL_WRONG, Verdict.ALL_EQUAL)}
-    easy = kinds[Verdict.ALL_RIGHT] > kinds[Verdict.ALL_WRONG] + kinds[Verdict.ALL_EQUAL]
+    kinds = {
+        kind: verdicts.get(kind, 0) for kind in (GroupSignal.ALL_RIGHT, GroupSignal.ALL_WRONG, GroupSignal.ALL_EQUAL)
+    }
+    easy = kinds[GroupSignal.ALL_RIGHT] > kinds[GroupSignal.ALL_WRONG] + kinds[GroupSignal.ALL_EQUAL]
     others = "" if algorithm.filter_by == "reward" else ", filter_by: reward"
     advice = (
         f"The prompts are too {'easy' if easy else 'hard'} for this policy: make the task {'harder' if easy else 'easier'}"

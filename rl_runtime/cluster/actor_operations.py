@@ -9,7 +9,7 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ActuatorError, DeadlineExceeded
 from rolecall.core.ids import ReplicaId, split_replica
 from rolecall.core.membership import STANDBY_ROLE
-from rolecall.rl_runtime.protocol.spawn import NAMESPACE, Spawn, actor_name
+from rolecall.rl_runtime.protocol.spawn import NAMESPACE, ActorSpec, actor_name
 
 REASON_LENGTH_MAX = 600
 CONCURRENCY_GROUPS = {"work": 1, "control": 4}
@@ -17,17 +17,17 @@ CONCURRENCY_GROUPS = {"work": 1, "control": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Born:
+class ActorProcess:
     """A process that answered."""
 
     pid: int
     start_ticks: int
 
 
-class Hands(Protocol):
+class ActorOperations(Protocol):
     """Thread-safe. Actors are named; a name is never used twice."""
 
-    def start(self, spawn: Spawn, seconds: float) -> Born:
+    def start(self, spawn: ActorSpec, seconds: float) -> ActorProcess:
         """Makes an actor and waits until it is ready. Raises ActuatorError or DeadlineExceeded."""
 
     def promote(self, actor: str, replica: ReplicaId, incarnation: int, secret: str, seconds: float) -> None:
@@ -43,7 +43,7 @@ class Hands(Protocol):
         """Its process is dead, or must be: no lease is renewed any more, and Ray removes it."""
 
 
-class RayHands:
+class RayActorOperations:
     """Named, detached actors; Ray's own restarts and retries are 0: replacing is recovery's."""
 
     def __init__(self, job: JobConfig, classes: Callable[[], Mapping[str, Any]]) -> None:
@@ -53,7 +53,7 @@ class RayHands:
         self._handles: dict[str, Any] = {}
         self._lock = threading.Lock()
 
-    def start(self, spawn: Spawn, seconds: float) -> Born:
+    def start(self, spawn: ActorSpec, seconds: float) -> ActorProcess:
         name = actor_name(spawn.run_id, spawn.replica, spawn.incarnation)
         options = {
             "name": name,
@@ -68,7 +68,7 @@ class RayHands:
         with self._lock:
             self._handles[name] = handle
         pid, start_ticks = self._get(handle.ready.remote(), seconds, f"{spawn.replica} to start")
-        return Born(pid=int(pid), start_ticks=int(start_ticks))
+        return ActorProcess(pid=int(pid), start_ticks=int(start_ticks))
 
     def promote(self, actor: str, replica: ReplicaId, incarnation: int, secret: str, seconds: float) -> None:
         call = self._handle(actor).promote.remote(replica, incarnation, secret)

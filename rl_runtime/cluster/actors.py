@@ -19,13 +19,13 @@ import ray
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig, parse_job
-from rolecall.core.errors import NotFinite, RolecallError
+from rolecall.core.errors import NonFiniteValue, RolecallError
 from rolecall.core.ids import process_start_ticks
 from rolecall.core.membership import Actual
 from rolecall.core.rundir import RunDir
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.faults import process_side as faults
-from rolecall.rl_runtime.protocol.spawn import Spawn
+from rolecall.rl_runtime.protocol.spawn import ActorSpec
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
@@ -52,7 +52,7 @@ def _control(method: Callable[P, T]) -> Callable[P, T]:
     return decorated
 
 
-class Lease:
+class ActorLease:
     """Ends this process when nobody renewed in time: an actor that its supervisor forgot must not live on."""
 
     def __init__(self, seconds: float, clock: Clock, end: Callable[[], None]) -> None:
@@ -69,23 +69,23 @@ class Lease:
         self._end()
 
 
-def _lease_is_over() -> None:
+def _exit_on_lease_expiry() -> None:
     logger.error("nobody renewed this process's lease: it ends")
     os._exit(LEASE_EXIT)
 
 
 def is_code_error(error: Exception) -> bool:
     """An exception of what was computed. Lost peers, stale messages and deadlines are the runtime's own business."""
-    return isinstance(error, NotFinite) or not isinstance(error, RolecallError)
+    return isinstance(error, NonFiniteValue) or not isinstance(error, RolecallError)
 
 
 class _Actor:
     """What all roles share."""
 
-    def __init__(self, spawn: Spawn, job: dict[str, Any]) -> None:
+    def __init__(self, spawn: ActorSpec, job: dict[str, Any]) -> None:
         os.environ["OMP_NUM_THREADS"] = "1"  # before anything imports torch
         self._spawn, self._job = spawn, parse_job(job)
-        self._lease = Lease(START_LEASE_SECONDS, SystemClock(), _lease_is_over)
+        self._lease = ActorLease(START_LEASE_SECONDS, SystemClock(), _exit_on_lease_expiry)
         reporter.start(
             replica=spawn.replica,
             rank=spawn.rank,
@@ -100,7 +100,7 @@ class _Actor:
             raise
         self._lease.renew(self._job.runtime.lease_seconds)
 
-    def _make(self, spawn: Spawn, job: JobConfig) -> None:
+    def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         raise NotImplementedError
 
     def _injection(self, *names: str) -> tuple[Callable[[], None], ...]:
@@ -145,7 +145,7 @@ def _hook(injection: faults.Injection, name: str) -> Callable[[], None]:
 
 
 class TrainerActor(_Actor):
-    def _make(self, spawn: Spawn, job: JobConfig) -> None:
+    def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         from rolecall.rl_runtime.trainer.service import TrainerService
 
         on_microbatch, on_bucket = self._injection(faults.MICROBATCH, faults.BUCKET)
@@ -212,7 +212,7 @@ class TrainerActor(_Actor):
 class RolloutActor(_Actor):
     """Also a standby, until it is promoted."""
 
-    def _make(self, spawn: Spawn, job: JobConfig) -> None:
+    def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         from rolecall.rl_runtime.rollout.engine import EngineSettings
         from rolecall.rl_runtime.rollout.rollout import RolloutReplica
 
@@ -280,7 +280,7 @@ def _engine_failed(error: BaseException) -> None:
 
 
 class RewardActor(_Actor):
-    def _make(self, spawn: Spawn, job: JobConfig) -> None:
+    def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         from rolecall.rl_runtime.tasks.reward_worker import RewardWorker
 
         (on_group,) = self._injection(faults.SCORE)
@@ -294,7 +294,7 @@ class RewardActor(_Actor):
 class ControllerActor(_Actor):
     """Runs the loop in a thread of its own from construction on."""
 
-    def _make(self, spawn: Spawn, job: JobConfig) -> None:
+    def _make(self, spawn: ActorSpec, job: JobConfig) -> None:
         self._controller: Any = None
         threading.Thread(target=self._run, name="controller", daemon=True).start()
 
@@ -315,7 +315,7 @@ class ControllerActor(_Actor):
         from rolecall.rl_runtime.controller.controller import Controller
         from rolecall.rl_runtime.protocol.ray_clients import connect
         from rolecall.rl_runtime.tasks.reward_worker import task_of
-        from rolecall.rl_runtime.weights.proof import Certifier
+        from rolecall.rl_runtime.weights.proof import ProofVerifier
 
         clock = SystemClock()
         journal = Journal(self._spawn.database_url, clock=clock, create=False)
@@ -325,11 +325,11 @@ class ControllerActor(_Actor):
             self._job,
             connect=connect,
             source=task,
-            certifier=Certifier(),
+            certifier=ProofVerifier(),
             journal=journal,
             ledger=Ledger(journal.store, clock=clock),
             clock=clock,
-            tokens_generated=tokens_on_page(self._spawn.run),
+            tokens_generated=report_tokens(self._spawn.run),
             vocab_size=task.vocab.size,
         )
         try:
@@ -342,7 +342,7 @@ class ControllerActor(_Actor):
         return dict(self._controller.status()) if self._controller is not None else {}
 
 
-def tokens_on_page(run: RunDir) -> Callable[[Actual], int | None]:
+def report_tokens(run: RunDir) -> Callable[[Actual], int | None]:
     """Reads from a process's state page how many tokens it has generated; the page outlives the process."""
     layout: Any = vars(reporter)["at"]  # the layout that the reporter of the dead process wrote by
 

@@ -22,20 +22,20 @@ STOP_SECONDS = 3.0
 
 
 @dataclass
-class _Kept:
+class _SupervisedAgent:
     process: subprocess.Popen[bytes] | None = None
     restarted_at: list[float] = field(default_factory=list)
     complained: bool = False
 
 
-class AgentKeeper:
+class AgentSupervisor:
     """Owned by the supervisor's loop; `restarted(node, because)` is told of every restart."""
 
     def __init__(
         self, run: RunDir, nodes: Sequence[NodeId], clock: Clock, restarted: Callable[[NodeId, str], None]
     ) -> None:
         self._run, self._clock, self._restarted = run, clock, restarted
-        self._kept = {node: _Kept() for node in nodes}
+        self._kept = {node: _SupervisedAgent() for node in nodes}
 
     def start(self) -> None:
         for node, kept in self._kept.items():

@@ -50,7 +50,7 @@ STOP_SECONDS = 5.0
 
 
 @dataclass(slots=True)
-class Started:
+class RayProcess:
     """A Ray process that this cluster started."""
 
     name: str
@@ -70,8 +70,8 @@ class Cluster:
     nodes: Sequence[NodeId]
     clock: Clock = field(default_factory=SystemClock)
     address: str = ""
-    raylets: dict[NodeId, Started] = field(default_factory=dict)
-    gcs: Started | None = None
+    raylets: dict[NodeId, RayProcess] = field(default_factory=dict)
+    gcs: RayProcess | None = None
     _temp: Path = Path()
     _connected: bool = False
     _lifeline: int | None = None
@@ -169,7 +169,7 @@ class Cluster:
         self._logs.mkdir(parents=True, exist_ok=True)
         (self._session / "logs").symlink_to(self._logs)
 
-    def _start(self, name: str, argv: list[str], node: NodeId) -> Started:
+    def _start(self, name: str, argv: list[str], node: NodeId) -> RayProcess:
         with (self._logs / f"{name}.console").open("ab") as out:
             process = subprocess.Popen(
                 argv,
@@ -183,9 +183,9 @@ class Cluster:
         ticks = record_process(self.run.path, name, process.pid, node=node)
         if ticks is None:
             raise ActuatorError(f"{name} ended at once with code {process.wait()}{self._log_end(name)}")
-        return Started(name=name, process=process, start_ticks=ticks)
+        return RayProcess(name=name, process=process, start_ticks=ticks)
 
-    def _start_gcs(self, node_id: str) -> Started:
+    def _start_gcs(self, node_id: str) -> RayProcess:
         import ray
 
         return self._start(
@@ -217,7 +217,7 @@ class Cluster:
         usage_lib.put_cluster_metadata(client, ray_init_cluster=False)
         return str(client.cluster_id.hex())
 
-    def _start_raylet(self, node: NodeId, node_id: str, cluster_id: str, *, head: bool) -> Started:
+    def _start_raylet(self, node: NodeId, node_id: str, cluster_id: str, *, head: bool) -> RayProcess:
         # Without these files a raylet waits for its Python agents to write their ports, and ends when they do not.
         for what in ("dashboard_agent_listen", "metrics_agent", "metrics_export", "runtime_env_agent"):
             (self._session / f"{what}_port_{node_id}").write_text("0")

@@ -20,7 +20,7 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
 from rolecall.core.rundir import RunDir, registration_secret
-from rolecall.rl_runtime.cluster.actor_operations import Hands
+from rolecall.rl_runtime.cluster.actor_operations import ActorOperations
 from rolecall.rl_runtime.cluster.reconcile import Incarnation, Promote, Start
 from rolecall.rl_runtime.processes import RunProcess, is_alive, kill_process, wait_gone
 from rolecall.rl_runtime.protocol.spawn import actor_name, make_spawn
@@ -48,7 +48,7 @@ class Operations:
         run: RunDir,
         job: JobConfig,
         journal: Journal,
-        hands: Hands,
+        hands: ActorOperations,
         clock: Clock,
         note: Callable[[str], None],
     ) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import TooFewNodes
+from rolecall.core.errors import NotEnoughNodes
 from rolecall.core.ids import NodeId, ReplicaId, replica_id, split_replica
 from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
 
@@ -26,7 +26,7 @@ Incarnation = tuple[ReplicaId, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class ClusterState:
     """Everything that the decision may look at."""
 
     desired: Mapping[ReplicaId, Desired]
@@ -38,36 +38,36 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Instruction:
+class ReconcileStep:
     replica: ReplicaId
     incarnation: int
     because: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MarkLost(Instruction):
+class MarkLost(ReconcileStep):
     """Its process is gone: write it down, so that nobody waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KillOld(Instruction):
+class KillSuperseded(ReconcileStep):
     """End the process of an incarnation that has been replaced, and confirm that it is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopReplica(Instruction):
+class StopReplica(ReconcileStep):
     """End a replica that nobody desires any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start(Instruction):
+class Start(ReconcileStep):
     """Make a new process for it."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Promote(Instruction):
+class Promote(ReconcileStep):
     """Let a standby's process take its place, on the standby's node."""
 
     standby: ReplicaId
@@ -76,15 +76,15 @@ class Promote(Instruction):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RefillStandby(Instruction):
+class RefillStandby(ReconcileStep):
     """Desire a new standby for one that was used up. `incarnation` is the new one."""
 
     node: NodeId
 
 
-def reconcile(fleet: Fleet, now: float) -> list[Instruction]:
+def reconcile(fleet: ClusterState, now: float) -> list[ReconcileStep]:
     """Instructions for this moment (`now`: wall seconds), in the order of replicas."""
-    found: list[Instruction] = []
+    found: list[ReconcileStep] = []
     promoted: set[Incarnation] = set()
     for replica in sorted({r for r, _ in fleet.actual} | set(fleet.desired)):
         desired = fleet.desired.get(replica)
@@ -104,7 +104,7 @@ def reconcile(fleet: Fleet, now: float) -> list[Instruction]:
     return found
 
 
-def _ending(fleet: Fleet, desired: Desired | None, record: Actual) -> Instruction | None:
+def _ending(fleet: ClusterState, desired: Desired | None, record: Actual) -> ReconcileStep | None:
     """What must happen to a process that is dead, replaced or not wanted."""
     key = (record.replica, record.incarnation)
     if key in fleet.busy and record.pid:
@@ -124,7 +124,7 @@ def _ending(fleet: Fleet, desired: Desired | None, record: Actual) -> Instructio
     if desired is None and (living or alive):
         return StopReplica(replica=replica, incarnation=incarnation, because="it is no longer desired")
     if desired is not None and record.incarnation < desired.incarnation and (living or alive):
-        return KillOld(
+        return KillSuperseded(
             replica=replica,
             incarnation=incarnation,
             because=f"incarnation {desired.incarnation} takes its place: {desired.because}",
@@ -132,14 +132,14 @@ def _ending(fleet: Fleet, desired: Desired | None, record: Actual) -> Instructio
     return None
 
 
-def _old_remains(fleet: Fleet, desired: Desired, records: Iterable[Actual]) -> bool:
+def _old_remains(fleet: ClusterState, desired: Desired, records: Iterable[Actual]) -> bool:
     """Whether a process of an older incarnation may still run. Two of one replica must never work at once."""
     older = [a for a in records if a.incarnation < desired.incarnation]
     keys = [(a.replica, a.incarnation) for a in older if a.state is not ReplicaState.STOPPED]
     return any(k in fleet.alive or k in fleet.busy for k in keys)
 
 
-def _beginning(fleet: Fleet, desired: Desired, promoted: set[Incarnation]) -> Start | Promote:
+def _beginning(fleet: ClusterState, desired: Desired, promoted: set[Incarnation]) -> Start | Promote:
     replica, incarnation = desired.replica, desired.incarnation
     role, _ = split_replica(desired.replica)
     if role == "rollout" and desired.prefer_standby:
@@ -157,7 +157,7 @@ def _beginning(fleet: Fleet, desired: Desired, promoted: set[Incarnation]) -> St
     return Start(replica=replica, incarnation=incarnation, because=desired.because, node=desired.node)
 
 
-def _ready_standby(fleet: Fleet, promoted: set[Incarnation]) -> Actual | None:
+def _ready_standby(fleet: ClusterState, promoted: set[Incarnation]) -> Actual | None:
     for key, record in sorted(fleet.actual.items()):
         desired = fleet.desired.get(record.replica)
         fit = record.state is ReplicaState.READY and key in fleet.alive and key not in fleet.busy
@@ -168,7 +168,7 @@ def _ready_standby(fleet: Fleet, promoted: set[Incarnation]) -> Actual | None:
     return None
 
 
-def _refill(fleet: Fleet, current: Actual, now: float, taken: set[NodeId]) -> RefillStandby | None:
+def _refill(fleet: ClusterState, current: Actual, now: float, taken: set[NodeId]) -> RefillStandby | None:
     role, _ = split_replica(current.replica)
     # A LOST standby is recovery's to replace, a STOPPED one was used up by us.
     if role != STANDBY_ROLE or current.state is not ReplicaState.STOPPED:
@@ -188,14 +188,14 @@ def _refill(fleet: Fleet, current: Actual, now: float, taken: set[NodeId]) -> Re
     )
 
 
-def _whole(fleet: Fleet) -> bool:
+def _whole(fleet: ClusterState) -> bool:
     """Whether every other replica has its process: starting one more engine would slow a cure that is under way."""
     working = {(r, i) for (r, i), a in fleet.actual.items() if a.state in (ReplicaState.READY, ReplicaState.SERVING)}
     others = [d for r, d in fleet.desired.items() if split_replica(r)[0] != STANDBY_ROLE]
     return all((d.replica, d.incarnation) in working for d in others)
 
 
-def free_nodes(fleet: Fleet) -> list[NodeId]:
+def free_nodes(fleet: ClusterState) -> list[NodeId]:
     """Nodes with no living replica on them, and none to come; those in quarantine are not free."""
     used = {a.node for a in fleet.actual.values() if a.state in LIVING}
     current = {r for (r, i), a in fleet.actual.items() if r in fleet.desired and fleet.desired[r].incarnation == i}
@@ -225,7 +225,7 @@ def place(job: JobConfig) -> dict[ReplicaId, NodeId]:
             lacking.append(f"{role} lacks {count - got} of {count}")
     if lacking:
         needed = 1 + job.roles.trainer + job.roles.rollout + job.runtime.standbys
-        raise TooFewNodes(
+        raise NotEnoughNodes(
             f"runtime.nodes: {job.runtime.nodes}, but the roles need {needed} (controller and rewards share one; "
             f"each trainer, rollout and standby has its own): {', '.join(lacking)}"
         )

@@ -25,18 +25,18 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir
-from rolecall.rl_runtime.cluster.actor_operations import Hands, RayHands, runtime_classes
-from rolecall.rl_runtime.cluster.agent_keeper import AgentKeeper
+from rolecall.rl_runtime.cluster.actor_operations import ActorOperations, RayActorOperations, runtime_classes
+from rolecall.rl_runtime.cluster.agent_keeper import AgentSupervisor
 from rolecall.rl_runtime.cluster.local_cluster import Cluster
 from rolecall.rl_runtime.cluster.operations import Operations
 from rolecall.rl_runtime.cluster.reconcile import (
     LIVING,
-    Fleet,
+    ClusterState,
     Incarnation,
-    Instruction,
-    KillOld,
+    KillSuperseded,
     MarkLost,
     Promote,
+    ReconcileStep,
     RefillStandby,
     Start,
     StopReplica,
@@ -79,15 +79,15 @@ class Supervisor:
         clock: Clock | None = None,
         *,
         classes: Callable[[], Mapping[str, Any]] = runtime_classes,
-        hands: Hands | None = None,
+        hands: ActorOperations | None = None,
     ) -> None:
         """`classes`: role -> actor class, for tests with trivial actors; `hands`: instead of Ray, for tests without."""
         self.run, self.job, self.clock = run, job, clock or SystemClock()
         self.nodes = [NodeId(f"node-{i}") for i in range(job.runtime.nodes)]
         self.journal = Journal(run.database_url, clock=self.clock)
         self.cluster = Cluster(run, self.nodes, self.clock)
-        self.hands = hands or RayHands(job, classes)
-        self.agents = AgentKeeper(run, self.nodes, self.clock, self._agent_restarted)
+        self.hands = hands or RayActorOperations(job, classes)
+        self.agents = AgentSupervisor(run, self.nodes, self.clock, self._agent_restarted)
         self._notes: SimpleQueue[str] = SimpleQueue()
         self._operations = Operations(run, job, self.journal, self.hands, self.clock, self._notes.put)
         self._watch = ProcessWatch()
@@ -210,7 +210,7 @@ class Supervisor:
             self._perform(instruction, fleet)
         self._renew()
 
-    def _look(self) -> Fleet:
+    def _look(self) -> ClusterState:
         # Before the records: an operation that ends in between still counts as busy, and its result is seen next turn.
         busy = self._operations.busy()
         actual = self.journal.actual()
@@ -221,7 +221,7 @@ class Supervisor:
             for key, a in actual.items()
             if a.pid and a.state is not ReplicaState.STOPPED and self._watch.alive(a.pid, a.start_ticks)
         }
-        return Fleet(
+        return ClusterState(
             desired=self.journal.desired(),
             actual=actual,
             alive=alive,
@@ -239,7 +239,7 @@ class Supervisor:
             self._progress(f"{node}: its raylet has ended, and with it every process there")
         self._fenced_nodes |= nodes
 
-    def _perform(self, instruction: Instruction, fleet: Fleet) -> None:
+    def _perform(self, instruction: ReconcileStep, fleet: ClusterState) -> None:
         record = fleet.actual.get((instruction.replica, instruction.incarnation))
         match instruction:
             case MarkLost():
@@ -248,7 +248,7 @@ class Supervisor:
                 if record.node in self._fenced_nodes:
                     because += f"; the raylet of {record.node} has ended"
                 self._operations.lose(record, because)
-            case KillOld() | StopReplica():
+            case KillSuperseded() | StopReplica():
                 assert record is not None, "only what is written can be ended"
                 self._operations.end(record, instruction.because, wanted=isinstance(instruction, StopReplica))
             case Start():
@@ -275,7 +275,7 @@ class Supervisor:
             self.hands.renew(self.job.runtime.lease_seconds)
 
     def _agent_restarted(self, node: NodeId, because: str) -> None:
-        self.journal.append(EventKind.PROCESS_RESTARTED, {"what": "agent", "node": node, "because": because})
+        self.journal.append(EventKind.COMPONENT_RESTARTED, {"what": "agent", "node": node, "because": because})
         self._progress(f"{node}: agent restarted, {because}")
 
     def _tell_notes(self) -> None:

@@ -26,17 +26,17 @@ from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import Tasks
-from rolecall.rl_runtime.controller.engine_state import Certifier
-from rolecall.rl_runtime.controller.generation import Generation
-from rolecall.rl_runtime.controller.journal_writer import OPEN_STATES, Books, Superseded
-from rolecall.rl_runtime.controller.scoring import Scoring
-from rolecall.rl_runtime.controller.supply import PromptSource, Supply
-from rolecall.rl_runtime.controller.trainer_group import NoTrainer, StepFailed
-from rolecall.rl_runtime.controller.training import Committed, Plan, Training
+from rolecall.rl_runtime.controller.engine_state import WeightVerifier
+from rolecall.rl_runtime.controller.generation import RolloutPool
+from rolecall.rl_runtime.controller.journal_writer import OPEN_STATES, ControllerSuperseded, RunRecorder
+from rolecall.rl_runtime.controller.scoring import RewardScoring
+from rolecall.rl_runtime.controller.supply import BatchAssembler, PromptSource
+from rolecall.rl_runtime.controller.trainer_group import NoTrainerLeft, StepFailed
+from rolecall.rl_runtime.controller.training import CommittedStep, StepPlan, Training
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable, mean_reward, reached_staleness
 from rolecall.rl_runtime.protocol.clients import Connect, within
-from rolecall.rl_runtime.protocol.messages import CommitRecord, Group, StepResult
-from rolecall.rl_runtime.protocol.spawn import Spawn
+from rolecall.rl_runtime.protocol.messages import CommitRecord, PromptGroup, StepResult
+from rolecall.rl_runtime.protocol.spawn import ActorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ RUN_ENDED = "run_ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """How the run ended: `completed`, `stopped` or `failed`, and why."""
 
     outcome: str
@@ -68,12 +68,12 @@ class Controller:
 
     def __init__(
         self,
-        spawn: Spawn,
+        spawn: ActorSpec,
         job: JobConfig,
         *,
         connect: Connect,
         source: PromptSource,
-        certifier: Certifier,
+        certifier: WeightVerifier,
         journal: Journal,
         ledger: Ledger,
         clock: Clock,
@@ -88,14 +88,14 @@ class Controller:
         """
         self.job, self._clock = job, clock
         self._replica, self._incarnation = spawn.replica, spawn.incarnation
-        self.books = Books(journal, ledger, spawn.replica, spawn.incarnation, job_seed=job.seed)
+        self.books = RunRecorder(journal, ledger, spawn.replica, spawn.incarnation, job_seed=job.seed)
         self.table = table or TrajectoryTable()
         self._wake, self._stop, self._stop_because = asyncio.Event(), asyncio.Event(), ""
         self._tasks = Tasks()
         self._published = False  # rollouts have been told of the newest version
         self._tokens_trained, self._reward = 0, 0.0
         books, table, tasks = self.books, self.table, self._tasks
-        self.generation = Generation(
+        self.generation = RolloutPool(
             books=books,
             table=table,
             certifier=certifier,
@@ -107,7 +107,7 @@ class Controller:
             trains_prefixes=job.algorithm.prefixes == "train",
             vocab_size=vocab_size,
         )
-        self.supply = Supply(
+        self.supply = BatchAssembler(
             books=books,
             table=table,
             generation=self.generation,
@@ -116,7 +116,7 @@ class Controller:
             clock=clock,
             wake=self._wake,
         )
-        self.scoring = Scoring(
+        self.scoring = RewardScoring(
             books=books,
             table=table,
             connect=connect,
@@ -144,12 +144,12 @@ class Controller:
 
     def _on_scored(self) -> None:
         """What teaches nothing is replaced at once, also while a step is trained."""
-        self.supply.judge()
+        self.supply.classify_rewards()
         self._wake.set()
 
     # --- the life of a controller -------------------------------------------------------------------------------
 
-    async def run(self) -> Outcome | None:
+    async def run(self) -> RunOutcome | None:
         """Until the run ends, with the flag `done` as the last thing written; None when another controller took over.
 
         Raises:
@@ -161,7 +161,7 @@ class Controller:
             self._tasks.start(self._keep_in_sync(), "border")
             outcome, because = await self._until_end()
             return await self._end(outcome, because)
-        except Superseded as e:
+        except ControllerSuperseded as e:
             logger.warning("%s", e)
             return None
         finally:
@@ -222,7 +222,7 @@ class Controller:
                     continue
                 started = self._clock.monotonic()
                 committed = await self.training.run_step(plan)
-            except NoTrainer as e:
+            except NoTrainerLeft as e:
                 plan = await self._recover(plan, str(e))
                 continue
             groups = [g for m in plan.microbatches for g in m.groups]
@@ -236,7 +236,7 @@ class Controller:
 
     # --- beginning ----------------------------------------------------------------------------------------------
 
-    async def _begin(self) -> Plan | None:
+    async def _begin(self) -> StepPlan | None:
         """Takes over from the controller before, if there was one. Returns the step that it left unfinished."""
         states = self.books.ledger.groups()
         self.books.resume_sampler()
@@ -249,11 +249,11 @@ class Controller:
             await self._adopt()
         else:
             await self._gather()
-        plan: Plan | None = None
+        plan: StepPlan | None = None
         try:
             await self.training.found()
             await self._reconcile()
-        except NoTrainer as e:
+        except NoTrainerLeft as e:
             await self._recover(None, str(e))
         self.supply.step = self.training.committed_step + 1
         await self._publish()
@@ -266,7 +266,7 @@ class Controller:
 
     async def _gather(self) -> None:
         """A fresh run waits until everybody is there, but not for ever: work would only slow the others' start."""
-        deadline = self._clock.monotonic() + self.job.runtime.gather_seconds
+        deadline = self._clock.monotonic() + self.job.runtime.startup_timeout_seconds
         while self._clock.monotonic() < deadline and not self._stop.is_set():
             current = self.books.journal.current()
             missing = [
@@ -287,7 +287,7 @@ class Controller:
                 self.table.adopt(key, requests, engine.version)
         windows.restore(self.table)
         self._tell_adopted()
-        self.generation.place_homeless()
+        self.generation.assign_unassigned()
         self.generation.wake_all()
         self.scoring.wake()
 
@@ -301,7 +301,7 @@ class Controller:
             "tokens_kept": sum(len(t.tokens) for t in held),
             "because": "the controller before has ended: its requests are taken over from the engines that hold them",
         }
-        self.books.event(EventKind.REQUESTS_MOVED, body, key=f"adopted:{self._replica}#{self._incarnation}")
+        self.books.event(EventKind.REQUESTS_REASSIGNED, body, key=f"adopted:{self._replica}#{self._incarnation}")
 
     async def _reconcile(self) -> None:
         """What the trainers have committed and the ledger does not know yet is written now."""
@@ -311,11 +311,11 @@ class Controller:
             return
         groups = [self.table.groups[g].as_group() for g in commit.group_ids if g in self.table.groups]
         seconds = result.seconds if result is not None else 0.0
-        self._write_commit(Committed(commit=commit, result=result, attempts=0), groups, seconds)
+        self._write_commit(CommittedStep(commit=commit, result=result, attempts=0), groups, seconds)
 
     # --- after a step -------------------------------------------------------------------------------------------
 
-    def _write_commit(self, committed: Committed, groups: Sequence[Group], seconds: float) -> None:
+    def _write_commit(self, committed: CommittedStep, groups: Sequence[PromptGroup], seconds: float) -> None:
         """A step is part of the trainers' state: event, ledger, and the engines may forget its groups."""
         commit, result = committed.commit, committed.result
         rewards_known = all(s.reward == s.reward for g in groups for s in g.samples if s.is_over)
@@ -382,7 +382,7 @@ class Controller:
 
     # --- when all trainers are lost -----------------------------------------------------------------------------
 
-    async def _recover(self, plan: Plan | None, because: str) -> Plan | None:
+    async def _recover(self, plan: StepPlan | None, because: str) -> StepPlan | None:
         """Goes on from the newest checkpoint. Groups trained after it are open again. Returns `plan` if it still holds."""
         loaded = await self.training.recover()
         step = self.training.committed_step
@@ -413,20 +413,20 @@ class Controller:
 
     # --- the end ------------------------------------------------------------------------------------------------
 
-    async def _end(self, outcome: str, because: str) -> Outcome:
+    async def _end(self, outcome: str, because: str) -> RunOutcome:
         """Writes what is left to write: the last checkpoint, open groups with their reason, and `done`."""
         self.supply.flowing = False
         if outcome != "failed" and self.training.members:
             try:
                 await within(self._last_words(), STOP_SECONDS, "the last checkpoint")
             except (RolecallError, OSError) as e:
-                if isinstance(e, Superseded):
+                if isinstance(e, ControllerSuperseded):
                     raise
                 logger.warning("the run ends without its last checkpoint: %s", e)
         open_groups = self.books.ledger.groups(OPEN_STATES)
         lengths = {g: self.table.groups[g].num_tokens if g in self.table.groups else 0 for g in open_groups}
         self.books.dropped(sorted(lengths.items()), RUN_ENDED)
-        end = Outcome(outcome=outcome, because=because, steps=self.supply.step, ledger=self.books.ledger.head())
+        end = RunOutcome(outcome=outcome, because=because, steps=self.supply.step, ledger=self.books.ledger.head())
         self.books.check()
         self.books.journal.set_flag(DONE_FLAG, json.dumps(asdict(end)))
         return end

@@ -7,10 +7,10 @@ from typing import Protocol
 from rolecall.core.membership import Actual
 from rolecall.rl_runtime.controller.open_group import EngineKey
 from rolecall.rl_runtime.protocol.clients import RolloutPort
-from rolecall.rl_runtime.protocol.messages import Holder, Manifest, Proof
+from rolecall.rl_runtime.protocol.messages import Holder, Manifest, WeightProof
 
 
-class Verdict(Protocol):
+class AdmissionDecision(Protocol):
     """Whether a proof is enough, and why. Raises nothing."""
 
     @property
@@ -23,16 +23,16 @@ class Verdict(Protocol):
     def tensor(self) -> str: ...
 
 
-class Certifier(Protocol):
-    """Judges an engine's proof (design law 2): `proof.Certifier`."""
+class WeightVerifier(Protocol):
+    """Judges an engine's proof (design law 2): `proof.WeightVerifier`."""
 
     def judge(
-        self, manifest: Manifest, proof: Proof, *, incarnation: int | None = None, epoch: int | None = None
-    ) -> Verdict: ...
+        self, manifest: Manifest, proof: WeightProof, *, incarnation: int | None = None, epoch: int | None = None
+    ) -> AdmissionDecision: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class DesiredWeights:
     """What every engine should hold."""
 
     manifest: Manifest
@@ -40,7 +40,7 @@ class Target:
 
 
 @dataclass(eq=False, slots=True)
-class Engine:
+class EngineState:
     """One incarnation of a rollout replica."""
 
     port: RolloutPort

@@ -18,14 +18,14 @@ from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
-from rolecall.rl_runtime.controller.engine_state import Certifier, Engine, Target
-from rolecall.rl_runtime.controller.journal_writer import Books
+from rolecall.rl_runtime.controller.engine_state import DesiredWeights, EngineState, WeightVerifier
+from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.open_group import EngineKey
 from rolecall.rl_runtime.controller.trajectories import NOTHING, EngineLoad, TrajectoryTable, least_loaded
-from rolecall.rl_runtime.protocol.clients import Connect, ReplicaGone, RolloutPort
-from rolecall.rl_runtime.protocol.membership import Fleet
-from rolecall.rl_runtime.protocol.messages import Holder, Manifest, Proof, Request, TokenChunk
-from rolecall.rl_runtime.protocol.token_checks import BadTokens, check_chunks
+from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RolloutPort
+from rolecall.rl_runtime.protocol.membership import MembershipView
+from rolecall.rl_runtime.protocol.messages import GenerationRequest, Holder, Manifest, TokenChunk, WeightProof
+from rolecall.rl_runtime.protocol.token_checks import InvalidTokens, check_chunks
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +50,15 @@ FAILURES_MAX = 4
 """Failed greetings, turns or updates in a row, each for a reason of the engine's own, after which it is given up."""
 
 
-class Generation:
+class RolloutPool:
     """All engines of a run, and the table of what they generate."""
 
     def __init__(
         self,
         *,
-        books: Books,
+        books: RunRecorder,
         table: TrajectoryTable,
-        certifier: Certifier,
+        certifier: WeightVerifier,
         connect: Connect,
         tasks: Tasks,
         transfer_seconds: float,
@@ -80,12 +80,12 @@ class Generation:
         self._greeting: dict[EngineKey, asyncio.Task[None]] = {}
         self._unmet: Counter[EngineKey] = Counter()  # failed greetings of those that are not engines yet
         self._took_over = False  # who serves was asked what it holds for the controller before
-        self.engines: dict[EngineKey, Engine] = {}
-        self.target: Target | None = None
+        self.engines: dict[EngineKey, EngineState] = {}
+        self.target: DesiredWeights | None = None
 
     # --- reconciling with the border ----------------------------------------------------------------------------
 
-    def sync(self, fleet: Fleet) -> None:
+    def sync(self, fleet: MembershipView) -> None:
         """Gives up what is over and greets what is there; called again and again."""
         for key in list(self.engines):
             because = fleet.lost_because(*key)
@@ -112,7 +112,7 @@ class Generation:
         try:
             port = RolloutPort(self._connect(record))
             info = await port.info()
-        except ReplicaGone as e:
+        except ReplicaExited as e:
             self._books.fence(*key, e.because)
             return
         except DeadlineExceeded as e:
@@ -124,7 +124,7 @@ class Generation:
         self._unmet.pop(key, None)
         if key in self.engines:
             return
-        engine = Engine(port=port, record=record, holder=info.holder, holds_unknown=info.num_requests > 0)
+        engine = EngineState(port=port, record=record, holder=info.holder, holds_unknown=info.num_requests > 0)
         if record.state is ReplicaState.SERVING and info.policy_version >= 0:
             # A controller before this one admitted it; the next update proves it anew.
             engine.version, engine.serving = info.policy_version, True
@@ -147,19 +147,19 @@ class Generation:
         else:
             await asyncio.sleep(RETRY_SECONDS * self._unmet[key])
 
-    async def held_requests(self) -> dict[EngineKey, list[tuple[Request, TokenChunk]]]:
+    async def held_requests(self) -> dict[EngineKey, list[tuple[GenerationRequest, TokenChunk]]]:
         """What each serving engine holds, for a controller that restarts. One that does not answer is left out."""
 
-        async def ask(engine: Engine) -> list[tuple[Request, TokenChunk]]:
+        async def ask(engine: EngineState) -> list[tuple[GenerationRequest, TokenChunk]]:
             try:
                 held = await engine.port.list_requests()
                 check_chunks((chunk for _, chunk in held), self._vocab_size)
                 engine.holds_unknown = False
                 return held
-            except BadTokens as e:
+            except InvalidTokens as e:
                 self.contain(engine.key, str(e))
                 return []
-            except (ReplicaGone, DeadlineExceeded, StaleIncarnation) as e:
+            except (ReplicaExited, DeadlineExceeded, StaleIncarnation) as e:
                 logger.warning("what %s holds is not known: %s", engine.port, e)
                 return []
 
@@ -187,10 +187,10 @@ class Generation:
         self._table.place(group_id, key)
         self.engines[key].wake.set()
 
-    def place_homeless(self) -> set[ReplicaId]:
+    def assign_unassigned(self) -> set[ReplicaId]:
         """Gives requests without an engine to the least loaded. Returns who took some."""
         takers: set[ReplicaId] = set()
-        for group_id in self._table.homeless():
+        for group_id in self._table.unassigned():
             taker = least_loaded(self.loads())
             if taker is None:
                 break
@@ -211,7 +211,7 @@ class Generation:
 
     # --- containment --------------------------------------------------------------------------------------------
 
-    async def _drain(self, engine: Engine, because: str) -> None:
+    async def _drain(self, engine: EngineState, because: str) -> None:
         """One that is replaced alive gives its last tokens before it is fenced; the supervisor waits that long."""
         engine.serving = False  # no new requests; an answer of a turn under way is taken as well
         try:
@@ -238,7 +238,7 @@ class Generation:
         self._move(engine, because, forgets=False)
         self._books.change_members(left=[key], because=f"{key[0]}#{key[1]}: {because}")
 
-    def _move(self, engine: Engine, because: str, *, forgets: bool) -> None:
+    def _move(self, engine: EngineState, because: str, *, forgets: bool) -> None:
         """Its unfinished requests go on elsewhere from the tokens that were streamed; how many were not is said.
 
         `forgets`: it may be told to forget them, now or when it answers again.
@@ -247,7 +247,7 @@ class Generation:
         lost = not forgets or engine.silent
         cut = self._table.cut(engine.key) if self._trains_prefixes and lost else NOTHING
         moved = self._table.leave(engine.key, alive=forgets)
-        takers = self.place_homeless()
+        takers = self.assign_unassigned()
         if cut.num_requests:
             self._on_finished()
         if not moved.num_requests and not cut.num_requests:
@@ -264,11 +264,11 @@ class Generation:
             "tokens_lost": 0 if made is None else max(0, made - engine.tokens_seen),
             "because": because,
         }
-        self._books.event(EventKind.REQUESTS_MOVED, body)
+        self._books.event(EventKind.REQUESTS_REASSIGNED, body)
 
     # --- the pump -----------------------------------------------------------------------------------------------
 
-    async def _pump(self, engine: Engine) -> None:
+    async def _pump(self, engine: EngineState) -> None:
         while engine.key in self.engines:
             turn = asyncio.ensure_future(self._turn(engine))
             try:
@@ -277,9 +277,9 @@ class Generation:
             except asyncio.CancelledError:
                 turn.cancel()
                 raise
-            except (ReplicaGone, StaleIncarnation, BadTokens) as e:
+            except (ReplicaExited, StaleIncarnation, InvalidTokens) as e:
                 # Who computes what is no number would do so again: its place is taken by another at once.
-                self.contain(engine.key, e.because if isinstance(e, ReplicaGone) else str(e))
+                self.contain(engine.key, e.because if isinstance(e, ReplicaExited) else str(e))
                 return
             except Exception as e:  # noqa: BLE001 deliberate: whatever one engine raises must not stop the others
                 if not await self._failed(engine, "a turn of its requests", e):
@@ -287,7 +287,7 @@ class Generation:
             busy = bool(self._table.num_unfinished(engine.key))
             await set_or_timeout(engine.wake, PULL_SECONDS if busy else IDLE_SECONDS)
 
-    async def _watched(self, engine: Engine, turn: Awaitable[None]) -> None:
+    async def _watched(self, engine: EngineState, turn: Awaitable[None]) -> None:
         """Waits for one turn as long as it takes, but after `SILENT_SECONDS` nothing depends on it any more."""
         waiting = {asyncio.ensure_future(turn)}
         while waiting:
@@ -301,7 +301,7 @@ class Generation:
         (task,) = done
         task.result()
 
-    async def _forget_unknown(self, engine: Engine) -> None:
+    async def _forget_unknown(self, engine: EngineState) -> None:
         """What it made for the controller before, and nobody took over: it did not answer then, or did not serve.
 
         Given such a request again it would go on from its own tokens: behind another prefix than the one that it is
@@ -311,7 +311,7 @@ class Generation:
         self._table.forget_stray(engine.key, [request.request_id for request, _ in held])
         engine.holds_unknown = False
 
-    async def _turn(self, engine: Engine) -> None:
+    async def _turn(self, engine: EngineState) -> None:
         key, port = engine.key, engine.port
         if engine.holds_unknown and self._took_over:
             await self._forget_unknown(engine)
@@ -338,7 +338,7 @@ class Generation:
             await port.submit(fresh)
             self._table.mark_sent(key, [r.request_id for r in fresh])
 
-    async def _failed(self, engine: Engine, what: str, error: Exception) -> bool:
+    async def _failed(self, engine: EngineState, what: str, error: Exception) -> bool:
         """Counts a failure; False when the engine was given up for it."""
         engine.failures += 1
         logger.warning("%s: %s failed: %s: %s", engine.port, what, type(error).__name__, error)
@@ -354,7 +354,7 @@ class Generation:
         """A version that every engine should take over; requests under way go on meanwhile."""
         if self.target is None or self.target.manifest.digest != manifest.digest:
             self._given.clear()
-        self.target = Target(manifest, tuple(holders))
+        self.target = DesiredWeights(manifest, tuple(holders))
         self._offered.set()
         now = asyncio.get_running_loop().time()
         for engine in self.engines.values():
@@ -368,7 +368,7 @@ class Generation:
             engine.version, engine.proven = -1, ""
             self._unserve(engine, because)
 
-    def _unserve(self, engine: Engine, because: str) -> None:
+    def _unserve(self, engine: EngineState, because: str) -> None:
         """It lives but may not serve until it proves a version again; its requests go on elsewhere meanwhile."""
         engine.proven = ""
         engine.wanted.set()
@@ -378,14 +378,14 @@ class Generation:
         self._books.set_state(*engine.key, ReplicaState.READY, because)
         self._move(engine, because, forgets=True)
 
-    async def _keep_updated(self, engine: Engine) -> None:
+    async def _keep_updated(self, engine: EngineState) -> None:
         while engine.key in self.engines:
             await engine.wanted.wait()
             engine.wanted.clear()
             while self.target is not None and (engine.proven != self.target.manifest.digest or not engine.serving):
                 try:
                     proof = await self._update(engine)
-                except ReplicaGone as e:
+                except ReplicaExited as e:
                     self.contain(engine.key, e.because)
                     return
                 except ProofMismatch as e:
@@ -402,11 +402,11 @@ class Generation:
                     elif not self._admit(engine, proof):
                         return
 
-    async def _update(self, engine: Engine) -> Proof | None:
+    async def _update(self, engine: EngineState) -> WeightProof | None:
         """One attempt. None when it should be tried again for no fault of the engine's own."""
         if engine.silent:
             return None
-        call: asyncio.Future[Proof] | None = None
+        call: asyncio.Future[WeightProof] | None = None
         try:
             holders = await self._free_holders(engine)
             # Only now: the target may have been replaced while this one waited.
@@ -430,11 +430,11 @@ class Generation:
             raise ProofMismatch(replica=str(engine.port), part=verdict.part, tensor=verdict.tensor, reason=reason)
         return proof
 
-    def _wanted(self) -> Target:
+    def _wanted(self) -> DesiredWeights:
         assert self.target is not None, "a target is replaced, never taken away"
         return self.target
 
-    async def _free_holders(self, engine: Engine) -> list[Holder]:
+    async def _free_holders(self, engine: EngineState) -> list[Holder]:
         """Who has the target version (trainers, and rollouts that took it over), the one to ask first being free."""
         while True:
             target = self._wanted()
@@ -459,7 +459,7 @@ class Generation:
             self._giving.difference_update(holders)
             self._offered.set()
 
-    def _admit(self, engine: Engine, proof: Proof) -> bool:
+    def _admit(self, engine: EngineState, proof: WeightProof) -> bool:
         """It proved a version; the first time, it serves from now on. False when it was fenced meanwhile."""
         engine.version, engine.proven, engine.failures = proof.policy_version, proof.manifest_digest, 0
         if self.target is not None and engine.proven == self.target.manifest.digest:
@@ -472,6 +472,6 @@ class Generation:
         if not self._books.set_state(*engine.key, ReplicaState.SERVING, because, proof.policy_version):
             return False
         engine.serving = True
-        self.place_homeless()
+        self.assign_unassigned()
         self._on_finished()
         return True

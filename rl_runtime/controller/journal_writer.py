@@ -1,7 +1,7 @@
 """What the controller writes down: ledger lines, journal events, states and epochs, each only while it is the controller.
 
 The sampler's state is a fold of the ledger's lines, and goes on with each line written here. Before every write the border is asked whether a newer incarnation of the controller is wanted or there; the older one
-stops with `Superseded` and writes nothing more. Lines of one decision go in one transaction. All writes can be
+stops with `ControllerSuperseded` and writes nothing more. Lines of one decision go in one transaction. All writes can be
 repeated: events of a step have keys, ledger lines are left out when the group stands there already.
 """
 
@@ -14,13 +14,13 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import ChainHead, Journal
 from rolecall.core.journal.ledger import FILTERED, GroupState, Ledger, LedgerLine
 from rolecall.core.membership import Actual, ReplicaState
-from rolecall.rl_runtime.algorithms.sampler import TAKEN, SamplerState, Verdict
-from rolecall.rl_runtime.protocol.membership import GONE, Fleet, members_after
-from rolecall.rl_runtime.protocol.messages import CommitRecord, Proof
+from rolecall.rl_runtime.algorithms.sampler import TAKEN, GroupSignal, SamplerState
+from rolecall.rl_runtime.protocol.membership import GONE, MembershipView, members_after
+from rolecall.rl_runtime.protocol.messages import CommitRecord, WeightProof
 from rolecall.rl_runtime.tasks.task import group_number
 
 Member = tuple[ReplicaId, int]
-Judged = tuple[GroupId, int, Verdict]
+Judged = tuple[GroupId, int, GroupSignal]
 """(group, number of tokens, what dynamic sampling thinks of it)."""
 OPEN_STATES = (
     GroupState.ISSUED,
@@ -31,11 +31,11 @@ OPEN_STATES = (
 )
 
 
-class Superseded(StaleIncarnation):
+class ControllerSuperseded(StaleIncarnation):
     """A newer incarnation of the controller is wanted or there: this one writes nothing more."""
 
 
-class Books:
+class RunRecorder:
     """Journal and ledger in the controller's hands."""
 
     def __init__(
@@ -50,11 +50,11 @@ class Books:
 
     # --- the right to write -------------------------------------------------------------------------------------
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> MembershipView:
         """Both records of the border, as they stand."""
-        return Fleet(self.journal.desired(), self.journal.actual())
+        return MembershipView(self.journal.desired(), self.journal.actual())
 
-    def check(self, fleet: Fleet | None = None) -> Fleet:
+    def check(self, fleet: MembershipView | None = None) -> MembershipView:
         """The border's records, if this still is the controller.
 
         Raises:
@@ -65,7 +65,7 @@ class Books:
         newest = max((i for r, i in fleet.actual if r == self.replica), default=self.incarnation)
         newest = max(newest, wanted.incarnation if wanted else self.incarnation)
         if newest > self.incarnation:
-            raise Superseded(replica=self.replica, wanted=f"#{newest}", got=f"#{self.incarnation}")
+            raise ControllerSuperseded(replica=self.replica, wanted=f"#{newest}", got=f"#{self.incarnation}")
         return fleet
 
     def event(self, kind: EventKind, body: Mapping[str, Any], key: str | None = None) -> None:
@@ -194,7 +194,7 @@ class Books:
 
     # --- proofs -------------------------------------------------------------------------------------------------
 
-    def admitted(self, proof: Proof) -> None:
+    def admitted(self, proof: WeightProof) -> None:
         body = {
             "replica": proof.replica,
             "incarnation": proof.incarnation,
@@ -223,7 +223,7 @@ class Books:
             "tensor": tensor,
             "because": because,
         }
-        self.event(EventKind.WEIGHTS_REFUSED, body)
+        self.event(EventKind.WEIGHTS_REJECTED, body)
 
 
 def _accepted(step: int, judged: Judged, *, reason: str = "") -> LedgerLine:

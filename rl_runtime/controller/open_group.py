@@ -1,7 +1,7 @@
 """One group in the making: its requests, every token that was streamed of them, and why those end where they do. Pure.
 
 A request may be a window of an answer: tokens before `first_fresh` are other windows', and where the window's limit cuts
-the answer (`End.CUT`) the next one goes on. Who generates it, and what becomes of it, is decided in `trajectories.py`.
+the answer (`EndReason.TRUNCATED`) the next one goes on. Who generates it, and what becomes of it, is decided in `trajectories.py`.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from math import nan
 from typing import Final
 
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.rl_runtime.protocol.messages import End, Group, Request, Sample, TokenChunk
+from rolecall.rl_runtime.protocol.messages import EndReason, GenerationRequest, PromptGroup, TokenChunk, TrainingSample
 
 EngineKey = tuple[ReplicaId, int]
 """(replica, incarnation): an engine that was replaced is another engine."""
@@ -22,11 +22,13 @@ class GroupPhase(StrEnum):
     FINISHED = "finished"  # all samples ended; to be scored
     SCORED = "scored"  # may be trained: its rewards are known, or it is a window that ended in the middle of an answer
     ACCEPTED = "accepted"  # dynamic sampling: judged, it teaches something
-    ASIDE = "aside"  # dynamic sampling: it teaches nothing, and is kept in case the batch cannot be filled otherwise
+    FILTERED = (
+        "filtered"  # dynamic sampling: it teaches nothing, and is kept in case the batch cannot be filled otherwise
+    )
     ASSIGNED = "assigned"  # part of the running step
 
 
-UNTRAINED = frozenset({GroupPhase.FINISHED, GroupPhase.SCORED, GroupPhase.ACCEPTED, GroupPhase.ASIDE})
+UNTRAINED = frozenset({GroupPhase.FINISHED, GroupPhase.SCORED, GroupPhase.ACCEPTED, GroupPhase.FILTERED})
 """Everything is generated, no step has it."""
 
 NO_REWARD: Final = 0.0
@@ -43,17 +45,17 @@ SEED_MAX: Final = 2**31
 class Trajectory:
     """One request and what has been streamed of it."""
 
-    request: Request  # without prefix
+    request: GenerationRequest  # without prefix
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    end: End | None = None  # None: it is being generated
+    end: EndReason | None = None  # None: it is being generated
     engine: EngineKey | None = None
     sent: bool = False  # the engine has confirmed that it holds the request
     first_fresh: int = 0  # tokens before this one belong to earlier windows
     context: tuple[EngineKey, str] | None = None
     """(engine, request) that keeps what stands before this window, until an engine has the window itself."""
-    num_again: int = 0
+    num_regenerated: int = 0
     is_window: bool = False  # its limit is not the task's: an answer that reaches it is cut, and goes on elsewhere
 
     @property
@@ -68,24 +70,24 @@ class Trajectory:
     def cut(self) -> None:
         """Ends its window here, for good: what is generated again one day ends here as well, for the next window has
         begun behind it."""
-        self.end, self.is_window = End.CUT, True
-        self.request = replace(self.request, max_new_tokens=len(self.tokens))
+        self.end, self.is_window = EndReason.TRUNCATED, True
+        self.request = replace(self.request, max_response_tokens=len(self.tokens))
 
     def note_end(self, chunk: TokenChunk, *, whole: bool) -> None:
         """Why its tokens end here, if they do. `whole`: all of the chunk was taken."""
-        at_limit = len(self.tokens) >= self.request.max_new_tokens
+        at_limit = len(self.tokens) >= self.request.max_response_tokens
         if chunk.finished and whole and chunk.finish_reason != "length":
-            self.end = End.STOP
+            self.end = EndReason.STOP
         elif self.is_window and at_limit:
             # Its engine may hold more, from before the next window began here.
             self.cut()
         elif chunk.finished and whole and at_limit:
-            self.end = End.LENGTH
+            self.end = EndReason.LENGTH
 
     @property
     def ended_before(self) -> bool:
         """What stood before this window was lost, and made again it was an answer that ends before the window."""
-        return self.end is End.STOP and len(self.tokens) <= self.first_fresh and self.num_again < AGAIN_MAX
+        return self.end is EndReason.STOP and len(self.tokens) <= self.first_fresh and self.num_regenerated < AGAIN_MAX
 
     def again(self) -> None:
         """From the prompt, with other random numbers.
@@ -95,12 +97,12 @@ class Trajectory:
         """
         self.request = replace(self.request, seed=(self.request.seed + 1) % SEED_MAX)
         self.tokens, self.logprobs, self.versions, self.end = [], [], [], None
-        self.num_again += 1
+        self.num_regenerated += 1
 
     def reach(self, longest: int) -> None:
         """Where it ended, no window is to begin any more: should it be made again, it goes on to the answer's end."""
         self.is_window = False
-        self.request = replace(self.request, max_new_tokens=longest)
+        self.request = replace(self.request, max_response_tokens=longest)
 
     def become(self, other: "Trajectory", stop: int | None = None) -> None:
         """Takes over the first tokens of another window of the same answer."""
@@ -112,7 +114,7 @@ class Trajectory:
         if before.engine is not None and before.sent:
             self.context = before.engine, before.request.request_id
 
-    def with_prefix(self) -> Request:
+    def with_prefix(self) -> GenerationRequest:
         return replace(
             self.request,
             prefix_tokens=tuple(self.tokens),
@@ -139,7 +141,7 @@ class OpenGroup:
 
     @property
     def is_cut(self) -> bool:
-        return any(t.end is End.CUT for t in self.trajectories)
+        return any(t.end is EndReason.TRUNCATED for t in self.trajectories)
 
     @property
     def is_untouched(self) -> bool:
@@ -164,19 +166,19 @@ class OpenGroup:
         """The oldest version that is not older than this one: whose tokens are next to be too old. -1 if there is none."""
         return min((v for t in self.trajectories for v in t.fresh_versions if v >= version), default=-1)
 
-    def as_group(self) -> Group:
+    def as_group(self) -> PromptGroup:
         """What is scored and trained. A reward that is not known yet is NaN: it can never pass for one."""
         rewards = self.rewards or (nan,) * len(self.trajectories)
         samples = tuple(
-            Sample(
+            TrainingSample(
                 request_id=t.request.request_id,
                 tokens=tuple(t.tokens),
                 logprobs=tuple(t.logprobs),
                 versions=tuple(t.versions),
-                reward=NO_REWARD if t.end is End.CUT else reward,
-                end=t.end or End.CUT,
+                reward=NO_REWARD if t.end is EndReason.TRUNCATED else reward,
+                end=t.end or EndReason.TRUNCATED,
                 first_fresh=t.first_fresh,
             )
             for t, reward in zip(self.trajectories, rewards, strict=True)
         )
-        return Group(group_id=self.group_id, prompt_tokens=self.prompt_tokens, samples=samples)
+        return PromptGroup(group_id=self.group_id, prompt_tokens=self.prompt_tokens, samples=samples)

@@ -14,12 +14,12 @@ from rolecall.core.errors import DeadlineExceeded
 from rolecall.core.ids import GroupId
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
-from rolecall.rl_runtime.controller.journal_writer import Books
+from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase, OpenGroup
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
-from rolecall.rl_runtime.protocol.clients import Connect, ReplicaGone, RewardPort
-from rolecall.rl_runtime.protocol.membership import Fleet
-from rolecall.rl_runtime.protocol.messages import Group
+from rolecall.rl_runtime.protocol.clients import Connect, ReplicaExited, RewardPort
+from rolecall.rl_runtime.protocol.membership import MembershipView
+from rolecall.rl_runtime.protocol.messages import PromptGroup
 
 logger = logging.getLogger(__name__)
 
@@ -32,33 +32,33 @@ IDLE_SECONDS = 0.5
 RETRY_SECONDS = 0.25
 
 
-class BadScores(ValueError):
+class InvalidScores(ValueError):
     """A worker's answer does not fit the question."""
 
 
-def checked_scores(groups: Sequence[Group], answer: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
+def checked_scores(groups: Sequence[PromptGroup], answer: Sequence[Sequence[float]]) -> list[tuple[float, ...]]:
     """The answer, if it has one finite number for each sample.
 
     Raises:
         BadScores: saying for which group it does not.
     """
     if len(answer) != len(groups):
-        raise BadScores(f"{len(answer)} answers for {len(groups)} groups")
+        raise InvalidScores(f"{len(answer)} answers for {len(groups)} groups")
     for group, rewards in zip(groups, answer, strict=True):
         if len(rewards) != len(group.samples):
-            raise BadScores(f"group {group.group_id}: {len(rewards)} rewards for {len(group.samples)} samples")
+            raise InvalidScores(f"group {group.group_id}: {len(rewards)} rewards for {len(group.samples)} samples")
         if not all(math.isfinite(r) for r in rewards):
-            raise BadScores(f"group {group.group_id}: a reward is not finite")
+            raise InvalidScores(f"group {group.group_id}: a reward is not finite")
     return [tuple(float(r) for r in rewards) for rewards in answer]
 
 
-class Scoring:
+class RewardScoring:
     """All reward workers of a run."""
 
     def __init__(
         self,
         *,
-        books: Books,
+        books: RunRecorder,
         table: TrajectoryTable,
         connect: Connect,
         tasks: Tasks,
@@ -76,7 +76,7 @@ class Scoring:
         self._failed_at: dict[GroupId, list[EngineKey]] = defaultdict(list)
         self._losses: dict[GroupId, int] = defaultdict(int)
 
-    def sync(self, fleet: Fleet) -> None:
+    def sync(self, fleet: MembershipView) -> None:
         """Gives up workers that are over and takes on those that are there."""
         for key in list(self._workers):
             if fleet.lost_because(*key) is not None:
@@ -116,7 +116,7 @@ class Scoring:
                     self._resting.add(key)
                     await set_or_timeout(self._wakes[key], IDLE_SECONDS)
                     self._resting.discard(key)
-        except ReplicaGone as e:
+        except ReplicaExited as e:
             self._forget(key)
             self._books.fence(*key, e.because)
 
@@ -133,14 +133,14 @@ class Scoring:
                 return
             except DeadlineExceeded as e:
                 logger.warning("%s", e)
-            except ReplicaGone:
+            except ReplicaExited:
                 raise
             except Exception as e:  # deliberate: whatever one worker raises must not end the controller
                 failures += 1
                 because = f"its greeting failed {failures} times, last: {type(e).__name__}: {e}"
                 logger.warning("%s: %s", port, because)
                 if failures >= ATTEMPTS_MAX:
-                    raise ReplicaGone(replica=port.replica, incarnation=port.incarnation, because=because) from e
+                    raise ReplicaExited(replica=port.replica, incarnation=port.incarnation, because=because) from e
                 await asyncio.sleep(RETRY_SECONDS * failures)
 
     def _take(self, key: EngineKey) -> list[OpenGroup]:
@@ -170,7 +170,7 @@ class Scoring:
         self._under_way.update(ids)
         try:
             answer = checked_scores(groups, await port.score(groups))
-        except ReplicaGone as e:
+        except ReplicaExited as e:
             self._count_loss(ids, e.because)
             raise
         except Exception as e:  # noqa: BLE001 deliberate: an exception of the checker is retried elsewhere, and never a reward
@@ -214,5 +214,5 @@ class Scoring:
             self._give_up(group_id, reason)
 
 
-def _has_tokens_of(group: OpenGroup, sent: Group) -> bool:
+def _has_tokens_of(group: OpenGroup, sent: PromptGroup) -> bool:
     return [tuple(t.tokens) for t in group.trajectories] == [s.tokens for s in sent.samples]

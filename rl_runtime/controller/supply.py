@@ -22,15 +22,15 @@ from rolecall.core.ids import GroupId
 from rolecall.core.journal.journal import ChainHead
 from rolecall.core.journal.ledger import GroupState
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
-from rolecall.rl_runtime.algorithms.sampler import Verdict, is_at_limit, judge, not_filled, request_seed
+from rolecall.rl_runtime.algorithms.sampler import GroupSignal, classify_rewards, is_at_limit, not_filled, request_seed
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.background_tasks import set_or_timeout
-from rolecall.rl_runtime.controller.generation import Generation
-from rolecall.rl_runtime.controller.journal_writer import Books, Judged
+from rolecall.rl_runtime.controller.generation import RolloutPool
+from rolecall.rl_runtime.controller.journal_writer import Judged, RunRecorder
 from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase, OpenGroup
-from rolecall.rl_runtime.controller.training import Plan
+from rolecall.rl_runtime.controller.training import StepPlan
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable, least_loaded, staleness_if_issued
-from rolecall.rl_runtime.protocol.messages import Request
+from rolecall.rl_runtime.protocol.messages import GenerationRequest
 from rolecall.rl_runtime.tasks.task import Prompt, group_id, group_number, group_start
 
 TURN_SECONDS = 0.1
@@ -46,20 +46,20 @@ class PromptSource(Protocol):
     """Where prompts come from: the same for a number in every process."""
 
     @property
-    def max_new_tokens(self) -> int: ...
+    def max_response_tokens(self) -> int: ...
 
     def prompt(self, number: int) -> Prompt: ...
 
 
-class Supply:
+class BatchAssembler:
     """Issues groups and forms steps. `step` is the one being formed or trained; its policy version has its number."""
 
     def __init__(
         self,
         *,
-        books: Books,
+        books: RunRecorder,
         table: TrajectoryTable,
-        generation: Generation,
+        generation: RolloutPool,
         source: PromptSource,
         job: JobConfig,
         clock: Clock,
@@ -89,15 +89,15 @@ class Supply:
         """A group with nothing generated yet; everything about it follows from its id, and from where the next window
         of its answer begins, if there is one."""
         number, start = group_number(group), group_start(group)
-        prompt, longest = self._source.prompt(number), self._source.max_new_tokens
+        prompt, longest = self._source.prompt(number), self._source.max_response_tokens
         window = self._job.algorithm.window_tokens
         limit = windows.limit_of(start, window_tokens=window, longest=longest, end=end)
         requests = [
-            Request(
+            GenerationRequest(
                 request_id=f"{group}.{n}",
                 group_id=group,
                 prompt_tokens=prompt.tokens,
-                max_new_tokens=limit,
+                max_response_tokens=limit,
                 seed=request_seed(self._job.seed, number, n),
             )
             for n in range(self._job.algorithm.group_size)
@@ -109,13 +109,13 @@ class Supply:
     def reopen(self, groups: Iterable[GroupId], known: Iterable[GroupId]) -> None:
         """Groups of the ledger that are to be made again. `known`: all that it ever issued."""
         void = self._books.ledger.dropped_for(windows.NOTHING_FRESH)
-        ends = windows.ends(known, void, longest=self._source.max_new_tokens)
+        ends = windows.ends(known, void, longest=self._source.max_response_tokens)
         for group in groups:
             self.open(group, ends.get(group))
 
     def follow(self) -> None:
         """Windows that were cut are followed by the next ones of their answers: in the ledger before anything else."""
-        cut = windows.to_follow(self._table)
+        cut = windows.windows_to_continue(self._table)
         if not cut:
             return
         self._books.issued(windows.successor(g) for g in cut)
@@ -127,7 +127,7 @@ class Supply:
     def issue(self) -> None:
         """Issues as many groups as can be trained in time. The ledger knows them before an engine does."""
         self.follow()
-        self._generation.place_homeless()
+        self._generation.assign_unassigned()
         placed = self._placements() if self.flowing else []
         new = [g for g, _ in placed if g not in self._table.groups]
         if new:
@@ -144,11 +144,11 @@ class Supply:
         ahead = sum(
             1
             for g in self._table.groups.values()
-            if g.phase is not GroupPhase.ASIDE and not self._generation.is_stuck(g.group_id)
+            if g.phase is not GroupPhase.FILTERED and not self._generation.is_stuck(g.group_id)
         )
         placed: list[tuple[GroupId, EngineKey]] = []
         # Answers that go on come before new ones: a slot that is free is filled at once, and no answer is left lying.
-        waiting, void = windows.settle(self._table, self._source.max_new_tokens)
+        waiting, void = windows.settle(self._table, self._source.max_response_tokens)
         self._drop(void, windows.NOTHING_FRESH)
         groups = chain(waiting, map(group_id, count(self.next_number)))
         while self.hold or self.step + ahead // self._num_groups < self._job.num_steps:
@@ -187,17 +187,17 @@ class Supply:
 
     # --- dynamic sampling ---------------------------------------------------------------------------------------
 
-    def judge(self) -> None:
+    def classify_rewards(self) -> None:
         """Accepts scored groups that teach something; the others are dropped, or set aside where they may be needed."""
         algorithm = self._job.algorithm
         scored = self._table.in_phase(GroupPhase.SCORED)
         if not (algorithm.dynamic_sampling and self.flowing and scored):
             return
         judged = self._judged(scored)
-        accepted = [j for j in judged if j[2] is Verdict.TEACHES]
-        filtered = [j for j in judged if j[2] is not Verdict.TEACHES]
+        accepted = [j for j in judged if j[2] is GroupSignal.INFORMATIVE]
+        filtered = [j for j in judged if j[2] is not GroupSignal.INFORMATIVE]
         if algorithm.at_refill_limit == "take":
-            self._table.judge((g for g, _, _ in filtered), GroupPhase.ASIDE)
+            self._table.judge((g for g, _, _ in filtered), GroupPhase.FILTERED)
             filtered = self._judged(self._aside()[self._num_groups :])
         self._table.judge((g for g, _, _ in accepted), GroupPhase.ACCEPTED)
         self._filter(filtered, accepted)
@@ -213,11 +213,11 @@ class Supply:
 
     def _aside(self) -> list[OpenGroup]:
         """Groups that teach nothing and may fill a batch all the same, newest first."""
-        found = self._table.in_phase(GroupPhase.ASIDE)
+        found = self._table.in_phase(GroupPhase.FILTERED)
         return sorted(found, key=lambda g: (g.version_max or 0, g.group_id), reverse=True)
 
     def _judged(self, groups: Iterable[OpenGroup]) -> list[Judged]:
-        return [(g.group_id, g.num_tokens, judge(g.rewards, self._job.algorithm.filter_by)) for g in groups]
+        return [(g.group_id, g.num_tokens, classify_rewards(g.rewards, self._job.algorithm.filter_by)) for g in groups]
 
     def _at_limit(self, accepted: Sequence[OpenGroup]) -> list[OpenGroup]:
         """What fills the batch of a step for which no more groups may be judged; nothing while more may be.
@@ -237,11 +237,11 @@ class Supply:
 
     # --- steps --------------------------------------------------------------------------------------------------
 
-    async def form_step(self, disturbed: Callable[[], bool]) -> Plan | None:
+    async def form_step(self, disturbed: Callable[[], bool]) -> StepPlan | None:
         """The next step, once there are groups enough. None when no more are wanted, or something else comes first."""
         full_since: float | None = None
         while self.wants_more() and not disturbed():
-            self.judge()
+            self.classify_rewards()
             self._drop_stale()
             self.issue()
             scored = self._ready()
@@ -266,7 +266,7 @@ class Supply:
 
     def _drop_stale(self) -> None:
         stale = self._table.too_stale(self.step, self._staleness_max)
-        self._filter(self._judged(g for g in stale if g.phase is GroupPhase.ASIDE))
+        self._filter(self._judged(g for g in stale if g.phase is GroupPhase.FILTERED))
         self._drop([g for g in stale if g.group_id in self._table.groups], TOO_STALE)
 
     def _worth_waiting(self, chosen: Sequence[OpenGroup]) -> bool:
@@ -286,23 +286,23 @@ class Supply:
     def _is_ready(self, group: GroupId) -> bool:
         return self._table.groups[group].phase in (GroupPhase.SCORED, GroupPhase.ACCEPTED)
 
-    def _decide(self, groups: Sequence[OpenGroup]) -> Plan:
+    def _decide(self, groups: Sequence[OpenGroup]) -> StepPlan:
         self.follow()
         # The batch is full: what was set aside for it is needed no more.
-        taken = self._judged(g for g in groups if g.phase is GroupPhase.ASIDE)
+        taken = self._judged(g for g in groups if g.phase is GroupPhase.FILTERED)
         spared = self._judged(g for g in self._aside() if g not in groups)
         sizes = [(g.group_id, g.num_tokens) for g in groups]
         head = self._books.assigned(self.step, sizes, taken=taken, filtered=spared)
         self._close(g for g, _, _ in spared)
         return self._plan(groups, head)
 
-    def _plan(self, groups: Sequence[OpenGroup], head: ChainHead, *, resumed: bool = False) -> Plan:
+    def _plan(self, groups: Sequence[OpenGroup], head: ChainHead, *, resumed: bool = False) -> StepPlan:
         self._table.assign(g.group_id for g in groups)
         whole = [g.as_group() for g in groups]
         microbatches = form_microbatches(self.step, whole, self._job.algorithm.microbatches_per_step)
-        return Plan(step=self.step, microbatches=microbatches, ledger=head, resumed=resumed)
+        return StepPlan(step=self.step, microbatches=microbatches, ledger=head, resumed=resumed)
 
-    async def resume_step(self) -> Plan | None:
+    async def resume_step(self) -> StepPlan | None:
         """The step that the controller before left unfinished, with the same microbatches, if its groups are whole.
 
         Otherwise its groups are returned, and partial gradients of it are of no use to anybody.

@@ -17,9 +17,9 @@ from rolecall.core.errors import DeadlineExceeded, PeerLost, RolecallError
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import Tasks
-from rolecall.rl_runtime.controller.journal_writer import Books, Member
-from rolecall.rl_runtime.protocol.clients import Connect, LoadedCheckpoint, ReplicaGone, TrainerPort
-from rolecall.rl_runtime.protocol.membership import Fleet
+from rolecall.rl_runtime.controller.journal_writer import Member, RunRecorder
+from rolecall.rl_runtime.protocol.clients import Connect, LoadedCheckpoint, ReplicaExited, TrainerPort
+from rolecall.rl_runtime.protocol.membership import MembershipView
 from rolecall.rl_runtime.protocol.messages import Holder, TrainerInfo
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ NO_TRAINER_SECONDS = 600.0
 REGROUPS_MAX = 12
 
 
-class NoTrainer(RolecallError):
+class NoTrainerLeft(RolecallError):
     """Nobody is left that has the state of the last committed step."""
 
 
@@ -61,7 +61,7 @@ class TrainerGroup:
     """All trainers of a run, and the epoch that they are in."""
 
     def __init__(
-        self, *, books: Books, connect: Connect, tasks: Tasks, job: JobConfig, clock: Clock, folder: str
+        self, *, books: RunRecorder, connect: Connect, tasks: Tasks, job: JobConfig, clock: Clock, folder: str
     ) -> None:
         """`folder`: where checkpoints are."""
         self._books, self._connect, self._tasks, self._clock = books, connect, tasks, clock
@@ -82,7 +82,7 @@ class TrainerGroup:
 
     # --- reconciling with the border ----------------------------------------------------------------------------
 
-    def sync(self, fleet: Fleet) -> None:
+    def sync(self, fleet: MembershipView) -> None:
         """Notes who is over and greets who is there; called again and again."""
         for member in [*self.members, *self._candidates]:
             because = fleet.lost_because(*member)
@@ -102,7 +102,7 @@ class TrainerGroup:
             await port.info()
             await port.idle(IDLE_SECONDS)
             self._candidates[member] = Candidate(port, await port.info())
-        except ReplicaGone as e:
+        except ReplicaExited as e:
             self._lose(member, e.because)
         except DeadlineExceeded as e:
             logger.warning("%s", e)  # the next look at the border greets it again
@@ -166,7 +166,7 @@ class TrainerGroup:
 
     def _note_losses(self, answers: Mapping[Member, Any]) -> None:
         for member, answer in answers.items():
-            if isinstance(answer, ReplicaGone) and member not in self._gone:
+            if isinstance(answer, ReplicaExited) and member not in self._gone:
                 self._lose(member, answer.because)
             elif isinstance(answer, DeadlineExceeded):
                 self._exclude(member, str(answer))
@@ -245,7 +245,7 @@ class TrainerGroup:
         # but added up in another order.
         top = max(((i.commit.step, i.commit.epoch) for i in found.values() if i.has_state), default=(-2, -1))
         if top[0] < self.committed_step or top[0] < -1:
-            raise NoTrainer(f"no trainer has the state of step {self.committed_step}")
+            raise NoTrainerLeft(f"no trainer has the state of step {self.committed_step}")
         self.committed_step = top[0]
         level = {m: i for m, i in found.items() if i.has_state and (i.commit.step, i.commit.epoch) == top}
         self._holders = {m: i.holder for m, i in level.items()}
@@ -263,7 +263,7 @@ class TrainerGroup:
             if answer is None:
                 level[member] = behind[member]
                 self._holders[member] = behind[member].holder
-            elif not isinstance(answer, ReplicaGone | DeadlineExceeded):
+            elif not isinstance(answer, ReplicaExited | DeadlineExceeded):
                 logger.warning("%s#%d could not copy the state: %s", *member, answer)
                 self._exclude(member, f"could not copy the state: {answer}")
         return {m: ports[m] for m in sorted(level) if m not in self._gone}
@@ -277,7 +277,7 @@ class TrainerGroup:
         first = next(iter(ports))
         try:
             store = await ports[first].open_store(epoch)
-        except (ReplicaGone, DeadlineExceeded) as e:
+        except (ReplicaExited, DeadlineExceeded) as e:
             self._note_losses({first: e})
             return False
         seconds = self._group_seconds
@@ -316,11 +316,11 @@ class TrainerGroup:
                 self.committed_step = (await candidate.port.commit_record()).step
                 await self._regroup(f"state taken from {loaded.path or 'the beginning'}", with_candidates=True)
                 return loaded
-            except (ReplicaGone, DeadlineExceeded) as e:
+            except (ReplicaExited, DeadlineExceeded) as e:
                 self._note_losses({member: e})
-            except NoTrainer:
+            except NoTrainerLeft:
                 continue
 
 
-def _gone(member: Member, because: str) -> ReplicaGone:
-    return ReplicaGone(replica=member[0], incarnation=member[1], because=because)
+def _gone(member: Member, because: str) -> ReplicaExited:
+    return ReplicaExited(replica=member[0], incarnation=member[1], because=because)

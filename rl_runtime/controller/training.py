@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rolecall.core.errors import DeadlineExceeded, NotFinite, PeerLost, RolecallError, StaleIncarnation, VoteRefused
+from rolecall.core.errors import (
+    CommitVoteRejected,
+    DeadlineExceeded,
+    NonFiniteValue,
+    PeerLost,
+    RolecallError,
+    StaleIncarnation,
+)
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import ChainHead
@@ -20,11 +27,11 @@ from rolecall.rl_runtime.controller.journal_writer import Member
 from rolecall.rl_runtime.controller.trainer_group import (
     GRACE_SECONDS,
     TICK_SECONDS,
-    NoTrainer,
+    NoTrainerLeft,
     StepFailed,
     TrainerGroup,
 )
-from rolecall.rl_runtime.protocol.clients import ReplicaGone
+from rolecall.rl_runtime.protocol.clients import ReplicaExited
 from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Manifest, Microbatch, StepResult, TrainerInfo
 
 logger = logging.getLogger(__name__)
@@ -38,7 +45,7 @@ CODE_ERRORS_MAX = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class StepPlan:
     """What an optimizer step consists of, decided once and written in the ledger."""
 
     step: int
@@ -52,7 +59,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
+class CommittedStep:
     """A step that is part of the trainers' state. `result` is None when all who could tell more died after it."""
 
     commit: CommitRecord
@@ -65,7 +72,7 @@ class Training(TrainerGroup):
 
     # --- a step -------------------------------------------------------------------------------------------------
 
-    async def run_step(self, plan: Plan) -> Committed:
+    async def run_step(self, plan: StepPlan) -> CommittedStep:
         """Repeats the step until it is committed.
 
         Raises:
@@ -88,7 +95,7 @@ class Training(TrainerGroup):
                     await self._decision(plan, raised)
         raise StepFailed(f"step {plan.step} is not committed after {ATTEMPTS_MAX} attempts")
 
-    async def _attempt(self, plan: Plan, *, look: bool) -> dict[Member, Any]:
+    async def _attempt(self, plan: StepPlan, *, look: bool) -> dict[Member, Any]:
         """Asks all members at once. `look`: ask first what they have computed of it already."""
         computed: dict[ReplicaId, tuple[str, ...]] = {}
         if look:
@@ -111,19 +118,19 @@ class Training(TrainerGroup):
         }
         return await self._all(calls, grace=self._group_seconds)
 
-    def _agreed(self, plan: Plan, results: list[StepResult], attempts: int) -> Committed:
+    def _agreed(self, plan: StepPlan, results: list[StepResult], attempts: int) -> CommittedStep:
         digests = {r.commit.gradient_digest for r in results}
         if len(digests) != 1 or any(r.commit.step != plan.step for r in results):
             raise StepFailed(f"step {plan.step}: trainers committed different gradients, although they had voted")
         self.committed_step = plan.step
-        return Committed(commit=results[0].commit, result=results[0], attempts=attempts)
+        return CommittedStep(commit=results[0].commit, result=results[0], attempts=attempts)
 
-    async def _committed_by_record(self, plan: Plan, results: list[StepResult], attempts: int) -> Committed:
+    async def _committed_by_record(self, plan: StepPlan, results: list[StepResult], attempts: int) -> CommittedStep:
         """The step was committed, though not all could say so."""
         if results:
-            return Committed(commit=results[0].commit, result=results[0], attempts=attempts)
+            return CommittedStep(commit=results[0].commit, result=results[0], attempts=attempts)
         commit, result = await self.newest_commit()
-        return Committed(commit=commit, result=result, attempts=attempts)
+        return CommittedStep(commit=commit, result=result, attempts=attempts)
 
     async def newest_commit(self) -> tuple[CommitRecord, StepResult | None]:
         """The commit record of the members, and what one of them still knows of that step.
@@ -134,13 +141,13 @@ class Training(TrainerGroup):
         for member, port in list(self.members.items()):
             try:
                 commit, result = await port.commit_record(), await port.last_result()
-            except (ReplicaGone, DeadlineExceeded) as e:
+            except (ReplicaExited, DeadlineExceeded) as e:
                 self._note_losses({member: e})
                 continue
             return commit, result if result is not None and result.commit.step == commit.step else None
-        raise NoTrainer(f"no trainer can say what it committed, step {self.committed_step} or later")
+        raise NoTrainerLeft(f"no trainer can say what it committed, step {self.committed_step} or later")
 
-    async def _interrupted(self, plan: Plan, answers: Mapping[Member, Any], attempt: int) -> None:
+    async def _interrupted(self, plan: StepPlan, answers: Mapping[Member, Any], attempt: int) -> None:
         """Contains the failure of an attempt: who is lost leaves, the others form the next epoch."""
         failures = {m: a for m, a in answers.items() if isinstance(a, BaseException)}
         root = {m: a for m, a in failures.items() if not isinstance(a, PeerLost)} or failures
@@ -149,16 +156,16 @@ class Training(TrainerGroup):
             "step": plan.step,
             "epoch": self.epoch,
             "because": because,
-            "lost": [m[0] for m, a in sorted(answers.items()) if isinstance(a, ReplicaGone | DeadlineExceeded)],
+            "lost": [m[0] for m, a in sorted(answers.items()) if isinstance(a, ReplicaExited | DeadlineExceeded)],
             "attempt": attempt,
         }
         self._books.event(EventKind.STEP_INTERRUPTED, body)
         self._note_losses(answers)
-        if any(isinstance(a, VoteRefused) for a in failures.values()):
+        if any(isinstance(a, CommitVoteRejected) for a in failures.values()):
             await self.reset_step(plan.step)
         await self._regroup(because, with_candidates=False)
 
-    async def _decision(self, plan: Plan, raised: Mapping[Member, BaseException]) -> None:
+    async def _decision(self, plan: StepPlan, raised: Mapping[Member, BaseException]) -> None:
         """Code fails: waits until recovery replaced one of those in which it did. (A stop of the job ends the wait.)
 
         Raises:
@@ -185,7 +192,7 @@ class Training(TrainerGroup):
         for member, port in list(self.members.items()):
             try:
                 found = await port.manifest(policy_version)
-            except (ReplicaGone, DeadlineExceeded, StaleIncarnation) as e:
+            except (ReplicaExited, DeadlineExceeded, StaleIncarnation) as e:
                 logger.warning("%s#%d gave no manifest of version %d: %s", *member, policy_version, e)
                 continue
             return found, [self._holders[m] for m in self.members if m in self._holders and m not in self._gone]
@@ -196,13 +203,13 @@ class Training(TrainerGroup):
         for member, port in reversed(list(self.members.items())):
             try:
                 return await port.save_checkpoint(self._folder, self._keep)
-            except (ReplicaGone, DeadlineExceeded, OSError) as e:
+            except (ReplicaExited, DeadlineExceeded, OSError) as e:
                 logger.warning("%s#%d wrote no checkpoint: %s", *member, e)
         return None
 
 
 def _is_code_error(answer: Any) -> bool:
     """An exception of what was computed, not of machines or messages. A vote that is refused counts, too."""
-    if isinstance(answer, NotFinite | VoteRefused):
+    if isinstance(answer, NonFiniteValue | CommitVoteRejected):
         return True
     return isinstance(answer, Exception) and not isinstance(answer, RolecallError)

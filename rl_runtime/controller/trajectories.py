@@ -4,7 +4,7 @@ A group (all samples of one prompt) is generating -> finished -> scored -> assig
 or dropped. Its requests live on one engine at a time; when that engine is lost they go on elsewhere from the tokens
 that the table holds. Tokens are taken only up to the policy version that the engine has proven: nothing unproven
 enters (law 2). A request may be a *window* of an answer: earlier windows' tokens stand before its own (`first_fresh`), and
-where its limit cuts the answer (`End.CUT`) the next window goes on. What is cut is worth no reward yet, and is ready to
+where its limit cuts the answer (`End.TRUNCATED`) the next window goes on. What is cut is worth no reward yet, and is ready to
 be trained on at once. An engine keeps tokens until it is told to forget them, which happens when the group is closed and
 an engine has the next window if there is one, so a controller that restarts finds them all. Pure: no clock, no calls; the caller does what `unsent` and `to_forget` say.
 """
@@ -16,12 +16,12 @@ from typing import Final
 
 from rolecall.core.ids import GroupId
 from rolecall.rl_runtime.controller.open_group import UNTRAINED, EngineKey, GroupPhase, OpenGroup, Trajectory
-from rolecall.rl_runtime.protocol.messages import Group, Request, TokenChunk
+from rolecall.rl_runtime.protocol.messages import GenerationRequest, PromptGroup, TokenChunk
 from rolecall.rl_runtime.tasks.task import group_number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class ReassignedRequests:
     """What left an engine that was lost."""
 
     group_ids: tuple[GroupId, ...]
@@ -29,7 +29,7 @@ class Moved:
     tokens_kept: int
 
 
-NOTHING: Final = Moved(group_ids=(), num_requests=0, tokens_kept=0)
+NOTHING: Final = ReassignedRequests(group_ids=(), num_requests=0, tokens_kept=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class TrajectoryTable:
         self,
         group_id: GroupId,
         prompt_tokens: tuple[int, ...],
-        requests: Sequence[Request],
+        requests: Sequence[GenerationRequest],
         *,
         first_fresh: int = 0,
         is_window: bool = False,
@@ -118,15 +118,15 @@ class TrajectoryTable:
     # --- placing ------------------------------------------------------------------------------------------------
 
     def place(self, group_id: GroupId, engine: EngineKey) -> int:
-        """Gives the group's unfinished, homeless requests to an engine. Returns their number."""
+        """Gives the group's unfinished, unassigned requests to an engine. Returns their number."""
         group = self.groups[group_id]
         group.waits = False
-        homeless = [t for t in group.trajectories if not t.finished and t.engine is None]
-        for t in homeless:
+        unassigned = [t for t in group.trajectories if not t.finished and t.engine is None]
+        for t in unassigned:
             t.engine, t.sent = engine, False
-        return len(homeless)
+        return len(unassigned)
 
-    def homeless(self) -> list[GroupId]:
+    def unassigned(self) -> list[GroupId]:
         """Groups with unfinished requests that no engine has any more, oldest first."""
         return sorted(
             g.group_id
@@ -134,7 +134,7 @@ class TrajectoryTable:
             if not g.waits and any(t.engine is None and not t.finished for t in g.trajectories)
         )
 
-    def unsent(self, engine: EngineKey) -> list[Request]:
+    def unsent(self, engine: EngineKey) -> list[GenerationRequest]:
         """What the engine must be given, each with the tokens that others made of it."""
         return [t.with_prefix() for t in self._unfinished_on(engine) if not t.sent]
 
@@ -180,7 +180,7 @@ class TrajectoryTable:
                 continue
             start = len(t.tokens) - chunk.offset
             stop = next((i for i, v in enumerate(chunk.versions) if v > proven_version), len(chunk.tokens))
-            stop = min(stop, t.request.max_new_tokens - chunk.offset)
+            stop = min(stop, t.request.max_response_tokens - chunk.offset)
             if start < stop:
                 t.tokens.extend(chunk.tokens[start:stop])
                 t.logprobs.extend(chunk.logprobs[start:stop])
@@ -214,14 +214,14 @@ class TrajectoryTable:
         if t.engine is not None and t.sent:
             self._forget[t.engine].append(t.request.request_id)
         t.engine, t.sent = None, False
-        t.become(later, t.request.max_new_tokens)
-        if len(t.tokens) == t.request.max_new_tokens:
+        t.become(later, t.request.max_response_tokens)
+        if len(t.tokens) == t.request.max_response_tokens:
             t.cut()
             self.groups[group_id].waits = False
             self._is_finished(group_id)
 
     def adopt(
-        self, engine: EngineKey, held: Iterable[tuple[Request, TokenChunk]], proven_version: int
+        self, engine: EngineKey, held: Iterable[tuple[GenerationRequest, TokenChunk]], proven_version: int
     ) -> list[GroupId]:
         """Re-adopts what an engine holds, after a restart of the controller. Returns the groups finished by it.
 
@@ -249,7 +249,7 @@ class TrajectoryTable:
                 self._forget[engine].append(request.request_id)
         return finished
 
-    def _inherit(self, engine: EngineKey, request: Request, chunk: TokenChunk, proven_version: int) -> bool:
+    def _inherit(self, engine: EngineKey, request: GenerationRequest, chunk: TokenChunk, proven_version: int) -> bool:
         """Whether an engine holds a window that is closed, and what stands before a later one that nobody has."""
         number = group_number(request.group_id)
         proven = next((i for i, v in enumerate(chunk.versions) if v > proven_version), len(chunk.tokens))
@@ -268,7 +268,7 @@ class TrajectoryTable:
 
     # --- losing an engine ---------------------------------------------------------------------------------------
 
-    def cut(self, engine: EngineKey) -> Moved:
+    def cut(self, engine: EngineKey) -> ReassignedRequests:
         """Ends what an engine leaves unfinished where it stands, to be trained on as it is.
 
         What has no token of its own yet is left; so is what must reach the next window, which has begun.
@@ -280,8 +280,8 @@ class TrajectoryTable:
             self._is_finished(t.request.group_id)
         return _moved(leaving)
 
-    def leave(self, engine: EngineKey, *, alive: bool = False) -> Moved:
-        """Takes all unfinished requests away from an engine: they become homeless and keep their tokens.
+    def leave(self, engine: EngineKey, *, alive: bool = False) -> ReassignedRequests:
+        """Takes all unfinished requests away from an engine: they become unassigned and keep their tokens.
 
         `alive`: it can still be told to forget them. Otherwise it is lost, with all that it holds.
         """
@@ -347,7 +347,7 @@ class TrajectoryTable:
 
         `proven`: the version of each engine, of which the next tokens of an unfinished group are.
         """
-        over = (GroupPhase.ASSIGNED, GroupPhase.ASIDE)
+        over = (GroupPhase.ASSIGNED, GroupPhase.FILTERED)
         found = {g.group_id: _newest(g, proven) for g in self.groups.values() if g.phase not in over}
         return {group_id: version for group_id, version in found.items() if version is not None}
 
@@ -376,21 +376,21 @@ def _newest(group: OpenGroup, proven: Mapping[EngineKey, int]) -> int | None:
     return max((v for v in (group.version_max, *coming) if v is not None), default=None)
 
 
-def _moved(leaving: Sequence[Trajectory]) -> Moved:
-    return Moved(
+def _moved(leaving: Sequence[Trajectory]) -> ReassignedRequests:
+    return ReassignedRequests(
         group_ids=tuple(sorted({t.request.group_id for t in leaving})),
         num_requests=len(leaving),
         tokens_kept=sum(len(t.tokens) for t in leaving),
     )
 
 
-def mean_reward(groups: Iterable[Group]) -> float | None:
+def mean_reward(groups: Iterable[PromptGroup]) -> float | None:
     """Mean over all samples that are over; None where none is."""
     rewards = [s.reward for g in groups for s in g.samples if s.is_over]
     return sum(rewards) / len(rewards) if rewards else None
 
 
-def reached_staleness(step: int, groups: Iterable[Group], staleness_max: int) -> int:
+def reached_staleness(step: int, groups: Iterable[PromptGroup], staleness_max: int) -> int:
     """Largest distance between a step and the version of a token trained in it; older ones are left out by the loss."""
     fresh = (step - v for g in groups for s in g.samples for v in s.versions[s.first_fresh :])
     return max((d for d in fresh if d <= staleness_max), default=0)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from rolecall.core.ids import GroupId
 from rolecall.rl_runtime.controller.open_group import OpenGroup
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
-from rolecall.rl_runtime.protocol.messages import End
+from rolecall.rl_runtime.protocol.messages import EndReason
 from rolecall.rl_runtime.tasks.task import group_id, group_number, group_start
 
 NOTHING_FRESH = "nothing_fresh: its answer ended before this window"
@@ -59,7 +59,7 @@ def successor(group: OpenGroup) -> GroupId:
     return group_id(group_number(group.group_id), len(group.trajectories[0].tokens))
 
 
-def to_follow(table: TrajectoryTable) -> list[OpenGroup]:
+def windows_to_continue(table: TrajectoryTable) -> list[OpenGroup]:
     """Windows that were cut and that nobody has followed up, oldest first."""
     found = (g for g in table.groups.values() if g.is_cut and not g.followed)
     return sorted(found, key=lambda g: g.group_id)
@@ -117,13 +117,13 @@ def _hand_on(windows: Iterable[OpenGroup]) -> None:
     """A window that waits takes over what it stands on as soon as that is there."""
     for before, window in pairwise(windows):
         (earlier,), (t,) = before.trajectories, window.trajectories
-        if window.waits and earlier.end is End.CUT and len(earlier.tokens) == t.first_fresh > len(t.tokens):
+        if window.waits and earlier.end is EndReason.TRUNCATED and len(earlier.tokens) == t.first_fresh > len(t.tokens):
             t.stand_on(earlier)
 
 
 def _meet(before: OpenGroup, window: OpenGroup) -> bool:
     """Whether one ends where the other begins, with no window in between that is closed."""
-    return before.trajectories[0].request.max_new_tokens >= window.first_fresh
+    return before.trajectories[0].request.max_response_tokens >= window.first_fresh
 
 
 def _answers(table: TrajectoryTable) -> Iterator[list[OpenGroup]]:

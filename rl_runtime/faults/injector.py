@@ -30,8 +30,8 @@ from rolecall.rl_runtime.faults.process_side import (
     ENGINE_STEP,
     MICROBATCH,
     WEIGHTS,
-    Inside,
-    Request,
+    InjectionRequest,
+    InProcessFault,
     effect_path,
     request_path,
 )
@@ -54,7 +54,7 @@ USER_CODE_MESSAGE = "shape mismatch in the loss: expected 8 advantages, got 7"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class InjectionSpec:
     """One fault that can be asked for."""
 
     role: str  # whose; empty: no replica
@@ -63,24 +63,24 @@ class Kind:
     every_rank: bool = False
 
 
-KINDS: dict[str, Kind] = {
-    "rollout-kill": Kind(role="rollout", hows=("kill",), at=ENGINE_STEP),
-    "trainer-hang": Kind(role="trainer", hows=("stop", "gil", "lock", "read"), at=MICROBATCH),
-    "rollout-slow": Kind(role="rollout", hows=("duty", "quota", "delay"), at=ENGINE_STEP),
-    "trainer-kill": Kind(role="trainer", hows=("kill",), at=MICROBATCH),
-    "holder-kill": Kind(role="trainer", hows=("kill",), at=WEIGHTS),  # while a rollout pulls weights from it
-    "rollout-hang": Kind(role="rollout", hows=("stop", "gil", "lock", "read"), at=ENGINE_STEP),
-    "reward-kill": Kind(role="reward", hows=("kill",)),
-    "controller-kill": Kind(role="controller", hows=("kill",)),
-    "standby-kill": Kind(role=STANDBY_ROLE, hows=("kill",)),
-    "trainer-exception": Kind(role="trainer", hows=("raise",), at=MICROBATCH, every_rank=True),
-    "agent-kill": Kind(role="", hows=("kill",)),
-    "watch-kill": Kind(role="", hows=("kill",)),
+KINDS: dict[str, InjectionSpec] = {
+    "rollout-kill": InjectionSpec(role="rollout", hows=("kill",), at=ENGINE_STEP),
+    "trainer-hang": InjectionSpec(role="trainer", hows=("stop", "gil", "lock", "read"), at=MICROBATCH),
+    "rollout-slow": InjectionSpec(role="rollout", hows=("duty", "quota", "delay"), at=ENGINE_STEP),
+    "trainer-kill": InjectionSpec(role="trainer", hows=("kill",), at=MICROBATCH),
+    "holder-kill": InjectionSpec(role="trainer", hows=("kill",), at=WEIGHTS),  # while a rollout pulls weights from it
+    "rollout-hang": InjectionSpec(role="rollout", hows=("stop", "gil", "lock", "read"), at=ENGINE_STEP),
+    "reward-kill": InjectionSpec(role="reward", hows=("kill",)),
+    "controller-kill": InjectionSpec(role="controller", hows=("kill",)),
+    "standby-kill": InjectionSpec(role=STANDBY_ROLE, hows=("kill",)),
+    "trainer-exception": InjectionSpec(role="trainer", hows=("raise",), at=MICROBATCH, every_rank=True),
+    "agent-kill": InjectionSpec(role="", hows=("kill",)),
+    "watch-kill": InjectionSpec(role="", hows=("kill",)),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Victim:
+class InjectionTarget:
     """Whom a fault hits, checked to be a living process of the run."""
 
     target: str
@@ -131,7 +131,9 @@ def inject(
 # --- whom ---------------------------------------------------------------------------------------------------------
 
 
-def _victims(run: RunDir, kind: str, spec: Kind, target: str | None, url: str, rng: random.Random) -> list[Victim]:
+def _victims(
+    run: RunDir, kind: str, spec: InjectionSpec, target: str | None, url: str, rng: random.Random
+) -> list[InjectionTarget]:
     if kind == "agent-kill":
         found = _agents(run)
     elif kind == "watch-kill":
@@ -148,7 +150,7 @@ def _victims(run: RunDir, kind: str, spec: Kind, target: str | None, url: str, r
     return chosen
 
 
-def check_victim(run: RunDir, victim: Victim) -> None:
+def check_victim(run: RunDir, victim: InjectionTarget) -> None:
     """Refuses whatever is not a living process of this very run.
 
     Raises:
@@ -163,7 +165,7 @@ def check_victim(run: RunDir, victim: Victim) -> None:
         raise InjectionRefused(f"{victim.target}: process {victim.pid} does not belong to run {run.run_id}")
 
 
-def _replicas(run: RunDir, role: str, url: str) -> list[Victim]:
+def _replicas(run: RunDir, role: str, url: str) -> list[InjectionTarget]:
     journal = Journal(url, create=False)
     try:
         current, desired = journal.current(), journal.desired()
@@ -177,8 +179,8 @@ def _replicas(run: RunDir, role: str, url: str) -> list[Victim]:
     ]
 
 
-def _victim(record: Actual) -> Victim:
-    return Victim(
+def _victim(record: Actual) -> InjectionTarget:
+    return InjectionTarget(
         target=record.replica,
         pid=record.pid,
         start_ticks=record.start_ticks,
@@ -187,16 +189,18 @@ def _victim(record: Actual) -> Victim:
     )
 
 
-def _agents(run: RunDir) -> list[Victim]:
+def _agents(run: RunDir) -> list[InjectionTarget]:
     found = []
     for path in sorted((run.path / "nodes").glob("*/agent.json")):
         said = json.loads(path.read_text())
         node = path.parent.name
-        found.append(Victim(target=node, pid=int(said["pid"]), start_ticks=int(said["start_ticks"]), node=node))
+        found.append(
+            InjectionTarget(target=node, pid=int(said["pid"]), start_ticks=int(said["start_ticks"]), node=node)
+        )
     return found
 
 
-def _watches(run: RunDir) -> list[Victim]:
+def _watches(run: RunDir) -> list[InjectionTarget]:
     found = []
     for p in find_processes(run.path, exclude=(os.getpid(),)):
         try:
@@ -204,7 +208,7 @@ def _watches(run: RunDir) -> list[Victim]:
         except OSError:
             continue  # it ended meanwhile
         if b"rolecall" in words and b"watch" in words:
-            found.append(Victim(target="watch", pid=p.pid, start_ticks=p.start_ticks))
+            found.append(InjectionTarget(target="watch", pid=p.pid, start_ticks=p.start_ticks))
     return found
 
 
@@ -218,7 +222,7 @@ class _Injection:
         self._run, self._kind, self._at, self._how = run, kind, at, how
         self._bound, self._clock = bound, clock
 
-    def perform(self, victims: list[Victim]) -> dict[str, Any]:
+    def perform(self, victims: list[InjectionTarget]) -> dict[str, Any]:
         if self._how == "kill":
             with self._met(victims[0]) as met:
                 self._signal(victims[0], signal.SIGKILL)
@@ -228,15 +232,15 @@ class _Injection:
                 guards.enter_context(guarded(self._run, v.pid, v.start_ticks))
             return self._hurt(victims)
 
-    def _hurt(self, victims: list[Victim]) -> dict[str, Any]:
+    def _hurt(self, victims: list[InjectionTarget]) -> dict[str, Any]:
         """A fault whose target lives on."""
         if self._how == "raise":
-            return self._inside(victims, Inside.RAISE, message=USER_CODE_MESSAGE)
+            return self._inside(victims, InProcessFault.RAISE, message=USER_CODE_MESSAGE)
         if self._how == "delay":
-            return self._inside(victims, Inside.DELAY, delay_seconds=DELAY_SECONDS)
+            return self._inside(victims, InProcessFault.DELAY, delay_seconds=DELAY_SECONDS)
         if self._how in ("gil", "lock", "read"):
-            return self._inside(victims, Inside(self._how))
-        slow: dict[str, Callable[[Victim], dict[str, Any]]] = {
+            return self._inside(victims, InProcessFault(self._how))
+        slow: dict[str, Callable[[InjectionTarget], dict[str, Any]]] = {
             "stop": self._stop,
             "duty": self._duty,
             "quota": self._quota,
@@ -244,7 +248,7 @@ class _Injection:
         record = slow[self._how](victims[0])
         return {**record, "ended_at": self._clock.wall()}
 
-    def _stop(self, victim: Victim) -> dict[str, Any]:
+    def _stop(self, victim: InjectionTarget) -> dict[str, Any]:
         try:
             with self._met(victim) as met:
                 self._signal(victim, signal.SIGSTOP)
@@ -254,7 +258,7 @@ class _Injection:
             kill_process(victim.pid, victim.start_ticks, signal.SIGCONT)
         return record
 
-    def _duty(self, victim: Victim) -> dict[str, Any]:
+    def _duty(self, victim: InjectionTarget) -> dict[str, Any]:
         record: dict[str, Any] = {}
         deadline = self._clock.monotonic() + self._bound
         try:
@@ -272,7 +276,7 @@ class _Injection:
             kill_process(victim.pid, victim.start_ticks, signal.SIGCONT)
         return record
 
-    def _quota(self, victim: Victim) -> dict[str, Any]:
+    def _quota(self, victim: InjectionTarget) -> dict[str, Any]:
         try:
             with cpu_quota(victim.pid, QUOTA_RATIO):
                 record = self._record([victim])
@@ -282,7 +286,7 @@ class _Injection:
         return record
 
     def _inside(
-        self, victims: list[Victim], how: Inside, *, delay_seconds: float = 0.0, message: str = ""
+        self, victims: list[InjectionTarget], how: InProcessFault, *, delay_seconds: float = 0.0, message: str = ""
     ) -> dict[str, Any]:
         """Asks the processes themselves; the record is written when the first of them has begun."""
         asked = [(v, self._ask(v, how, self._bound, delay_seconds=delay_seconds, message=message)) for v in victims]
@@ -300,29 +304,29 @@ class _Injection:
     # --- parts ------------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _met(self, victim: Victim) -> Iterator[bool]:
+    def _met(self, victim: InjectionTarget) -> Iterator[bool]:
         """Within: the victim stands in the middle of the work that is to be interrupted. False: it did not come there
         in time, and is hit wherever it is."""
         if not self._at:
             yield True
             return
-        request_id = self._ask(victim, Inside.MEET, MEET_HOLD_SECONDS)
+        request_id = self._ask(victim, InProcessFault.MEET, MEET_HOLD_SECONDS)
         try:
             yield self._wait_for_effect([(victim, request_id)], MEET_SECONDS) is not None
         finally:
             self._take_back(victim)
 
-    def _ask(self, victim: Victim, how: Inside, seconds: float, **more: Any) -> str:
+    def _ask(self, victim: InjectionTarget, how: InProcessFault, seconds: float, **more: Any) -> str:
         request_id = os.urandom(8).hex()
-        request = Request(request_id=request_id, how=how, seconds=seconds, at=self._at, **more)
+        request = InjectionRequest(request_id=request_id, how=how, seconds=seconds, at=self._at, **more)
         self._run.inject_dir.mkdir(exist_ok=True)
         write_atomically(request_path(self._run, victim.pid, victim.start_ticks), request.to_json())
         return request_id
 
-    def _take_back(self, victim: Victim) -> None:
+    def _take_back(self, victim: InjectionTarget) -> None:
         request_path(self._run, victim.pid, victim.start_ticks).unlink(missing_ok=True)
 
-    def _wait_for_effect(self, asked: list[tuple[Victim, str]], seconds: float) -> float | None:
+    def _wait_for_effect(self, asked: list[tuple[InjectionTarget, str]], seconds: float) -> float | None:
         """When (wall) the first of them began; None if none did in time."""
         deadline = self._clock.monotonic() + seconds
         while self._clock.monotonic() < deadline:
@@ -337,16 +341,18 @@ class _Injection:
             self._clock.sleep(POLL_SECONDS)
         return None
 
-    def _signal(self, victim: Victim, sig: signal.Signals) -> None:
+    def _signal(self, victim: InjectionTarget, sig: signal.Signals) -> None:
         if not kill_process(victim.pid, victim.start_ticks, sig):
             raise InjectionRefused(f"{victim.target}: process {victim.pid} ended by itself before it could be hit")
 
-    def _until_gone(self, victims: list[Victim]) -> None:
+    def _until_gone(self, victims: list[InjectionTarget]) -> None:
         deadline = self._clock.monotonic() + self._bound
         while any(v.lives for v in victims) and self._clock.monotonic() < deadline:
             self._clock.sleep(0.05)
 
-    def _record(self, victims: list[Victim], *, injected_at: float | None = None, met: bool = True) -> dict[str, Any]:
+    def _record(
+        self, victims: list[InjectionTarget], *, injected_at: float | None = None, met: bool = True
+    ) -> dict[str, Any]:
         """`met`: it came at the moment that it was aimed at, or was aimed at none."""
         first = victims[0]
         record: dict[str, Any] = {

@@ -31,7 +31,7 @@ WEIGHTS = "weights"
 SCORE = "score"
 
 
-class Inside(StrEnum):
+class InProcessFault(StrEnum):
     """Faults that a process has from inside."""
 
     GIL = "gil"  # a busy loop in C that never gives the interpreter lock back
@@ -47,11 +47,11 @@ class InjectedError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class InjectionRequest:
     """One fault, asked of one process."""
 
     request_id: str
-    how: Inside
+    how: InProcessFault
     seconds: float  # bound: the fault is over after this, whatever happens
     at: str = ""  # name of the checkpoint to have it at; empty: any
     delay_seconds: float = 0.0  # DELAY: per unit of work
@@ -63,7 +63,7 @@ class Request:
     @classmethod
     def from_json(cls, text: str) -> Self:
         d = json.loads(text)
-        return cls(**{**d, "how": Inside(d["how"])})
+        return cls(**{**d, "how": InProcessFault(d["how"])})
 
 
 def request_path(run: RunDir, pid: int, start_ticks: int) -> Path:
@@ -89,7 +89,7 @@ class Injection:
         self._next_check = 0.0
         self._done: set[str] = set()
         self._taking = threading.Lock()
-        self._delay: Request | None = None
+        self._delay: InjectionRequest | None = None
         self._delay_until = 0.0
 
     def checkpoint(self, name: str) -> None:
@@ -125,9 +125,9 @@ class Injection:
             self._done.add(request.request_id)
             effect: dict[str, Any] = {"request_id": request.request_id, "at": name, "wall_at": self._clock.wall()}
             write_atomically(self._effect_path, json.dumps(effect))
-        if request.how is Inside.DELAY:
+        if request.how is InProcessFault.DELAY:
             self._delay, self._delay_until = request, now + request.seconds
-        elif request.how is Inside.MEET:
+        elif request.how is InProcessFault.MEET:
             self._meet(now + request.seconds)
         else:
             _perform(request)
@@ -136,26 +136,26 @@ class Injection:
         while self._clock.monotonic() < until and self._request_path.exists():
             self._clock.sleep(MEET_POLL_SECONDS)
 
-    def _read(self) -> Request | None:
+    def _read(self) -> InjectionRequest | None:
         try:
-            return Request.from_json(self._request_path.read_text())
+            return InjectionRequest.from_json(self._request_path.read_text())
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             return None  # taken back between stat and read, or not a request: no fault is the safe reading
 
 
-def _perform(request: Request) -> None:
+def _perform(request: InjectionRequest) -> None:
     match request.how:
-        case Inside.GIL:
+        case InProcessFault.GIL:
             _hold_gil(request.seconds)
-        case Inside.LOCK:
+        case InProcessFault.LOCK:
             lock = threading.Lock()
             lock.acquire()
             lock.acquire(timeout=min(request.seconds, threading.TIMEOUT_MAX))
-        case Inside.READ:
+        case InProcessFault.READ:
             _read_in_vain(request.seconds)
-        case Inside.RAISE:
+        case InProcessFault.RAISE:
             raise InjectedError(request.message or "injected: a mistake in user code")
-        case Inside.DELAY | Inside.MEET:
+        case InProcessFault.DELAY | InProcessFault.MEET:
             raise AssertionError(f"{request.how} needs the clock of Injection")
 
 

@@ -1,6 +1,6 @@
 """How the controller reaches replicas: one small Protocol at the edge, and typed ports with a deadline on every call.
 
-A client carries a call to one incarnation of one replica. It raises what the method raised there, or `ReplicaGone` when
+A client carries a call to one incarnation of one replica. It raises what the method raised there, or `ReplicaExited` when
 the process is no more (Ray: the actor died; tests: a scripted death). A call that outlives its deadline raises
 `DeadlineExceeded` naming the replica and the method: whether it took effect is then unknown, so all calls are idempotent.
 """
@@ -16,17 +16,17 @@ from rolecall.core.journal.journal import ChainHead
 from rolecall.core.membership import Actual
 from rolecall.rl_runtime.protocol.messages import (
     CommitRecord,
-    Group,
+    GenerationRequest,
     Holder,
     Manifest,
     Microbatch,
-    Proof,
+    PromptGroup,
     PulledTokens,
-    Request,
     RolloutInfo,
     StepResult,
     TokenChunk,
     TrainerInfo,
+    WeightProof,
 )
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ SCORE_SECONDS = 2.0
 """A worker that has not scored a few groups within this is passed over: the groups go to another one."""
 
 
-class ReplicaGone(RolecallError):
+class ReplicaExited(RolecallError):
     """The process behind a replica is no more: its calls can never be answered."""
 
     def __init__(self, *, replica: ReplicaId, incarnation: int, because: str) -> None:
@@ -53,7 +53,7 @@ class ReplicaClient(Protocol):
     incarnation: int
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Calls the replica's method of that name. Raises what it raised, or `ReplicaGone`."""
+        """Calls the replica's method of that name. Raises what it raised, or `ReplicaExited`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class LoadedCheckpoint:
 
 
 Connect = Callable[[Actual], ReplicaClient]
-"""Makes a client of what `actual` says. Raises `ReplicaGone` when there is no such process."""
+"""Makes a client of what `actual` says. Raises `ReplicaExited` when there is no such process."""
 
 
 async def within(call: Awaitable[T], seconds: float, waited_for: str) -> T:
@@ -87,7 +87,7 @@ async def within(call: Awaitable[T], seconds: float, waited_for: str) -> T:
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class RoleClient:
     """What all roles answer."""
 
     client: ReplicaClient
@@ -110,7 +110,7 @@ class Port:
         return cast(tuple[int, int], await self._ask(CONTROL_SECONDS, "ready"))
 
 
-class TrainerPort(Port):
+class TrainerPort(RoleClient):
     __slots__ = ()
 
     async def info(self) -> TrainerInfo:
@@ -163,7 +163,7 @@ class TrainerPort(Port):
         return cast(Manifest, await self._ask(CONTROL_SECONDS, "manifest", policy_version))
 
 
-class RolloutPort(Port):
+class RolloutPort(RoleClient):
     """Calls of the pump (`submit`, `tokens_since`, `ack`) have no deadline here: one that is not answered
     stays the only one under way to that engine until it answers or is fenced, and the pump keeps watch over it."""
 
@@ -172,15 +172,17 @@ class RolloutPort(Port):
     async def info(self) -> RolloutInfo:
         return cast(RolloutInfo, await self._ask(CONTROL_SECONDS, "info"))
 
-    async def list_requests(self) -> list[tuple[Request, TokenChunk]]:
+    async def list_requests(self) -> list[tuple[GenerationRequest, TokenChunk]]:
         held = await self._ask(CONTROL_SECONDS, "list_requests", self.incarnation)
-        return cast(list[tuple[Request, TokenChunk]], held)
+        return cast(list[tuple[GenerationRequest, TokenChunk]], held)
 
-    async def update_weights(self, epoch: int, manifest: Manifest, holders: Sequence[Holder], seconds: float) -> Proof:
+    async def update_weights(
+        self, epoch: int, manifest: Manifest, holders: Sequence[Holder], seconds: float
+    ) -> WeightProof:
         args = (self.incarnation, epoch, manifest, list(holders))
-        return cast(Proof, await self._ask(seconds, "update_weights", *args))
+        return cast(WeightProof, await self._ask(seconds, "update_weights", *args))
 
-    async def submit(self, requests: Sequence[Request]) -> None:
+    async def submit(self, requests: Sequence[GenerationRequest]) -> None:
         await self.client.call("submit", self.incarnation, list(requests))
 
     async def tokens_since(self, offsets: dict[str, int]) -> PulledTokens:
@@ -195,9 +197,9 @@ class RolloutPort(Port):
         await self.client.call("ack", self.incarnation, list(request_ids))
 
 
-class RewardPort(Port):
+class RewardPort(RoleClient):
     __slots__ = ()
 
-    async def score(self, groups: Sequence[Group]) -> list[list[float]]:
+    async def score(self, groups: Sequence[PromptGroup]) -> list[list[float]]:
         answer = await self._ask(SCORE_SECONDS, "score", self.incarnation, list(groups))
         return cast(list[list[float]], answer)

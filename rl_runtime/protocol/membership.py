@@ -20,7 +20,7 @@ Actuals = Mapping[tuple[ReplicaId, int], Actual]
 
 
 @dataclass(frozen=True, slots=True)
-class Fleet:
+class MembershipView:
     """One look at both records."""
 
     desired: Desireds

@@ -10,17 +10,17 @@ from enum import StrEnum
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.core.journal.journal import ChainHead
 from rolecall.core.journal.store import GENESIS
-from rolecall.rl_runtime.protocol.policy_health import Health
+from rolecall.rl_runtime.protocol.policy_health import PolicyHealth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class GenerationRequest:
     """One sample to generate. `prefix_*` is what other engines made of it before: generation goes on behind it."""
 
     request_id: str  # "<group_id>.<sample index>"
     group_id: GroupId
     prompt_tokens: tuple[int, ...]
-    max_new_tokens: int  # in all, the prefix counted
+    max_response_tokens: int  # in all, the prefix counted
     seed: int
     prefix_tokens: tuple[int, ...] = ()
     prefix_logprobs: tuple[float, ...] = ()
@@ -54,16 +54,16 @@ class PulledTokens:
     unknown: tuple[str, ...] = ()
 
 
-class End(StrEnum):
+class EndReason(StrEnum):
     """Why a sample's tokens end where they do. Never an infrastructure reason."""
 
     STOP = "stop"  # the model ended its answer
     LENGTH = "length"  # the task's longest response
-    CUT = "cut"  # here its window ends; generation goes on in the next one, and there is no reward yet
+    TRUNCATED = "truncated"  # here its window ends; generation goes on in the next one, and there is no reward yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class TrainingSample:
     """A trajectory, or what there is of it, whatever engines and versions made it; with its reward once it is over."""
 
     request_id: str
@@ -71,21 +71,21 @@ class Sample:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     reward: float  # as the task gave it; means nothing while the answer is not over
-    end: End = End.STOP
+    end: EndReason = EndReason.STOP
     first_fresh: int = 0  # tokens before this one were used by earlier steps: context, not trained on again
 
     @property
     def is_over(self) -> bool:
-        return self.end is not End.CUT
+        return self.end is not EndReason.TRUNCATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class PromptGroup:
     """All samples of one prompt, ready to train on."""
 
     group_id: GroupId
     prompt_tokens: tuple[int, ...]
-    samples: tuple[Sample, ...]
+    samples: tuple[TrainingSample, ...]
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +102,7 @@ class Microbatch:
     """Unit of training work. Its id is "<step>.<number>"; a step has exactly B of them."""
 
     microbatch_id: str
-    groups: tuple[Group, ...]
+    groups: tuple[PromptGroup, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class StepResult:
     grad_norm: float  # of the policy, before clipping
     reward: float | None  # mean over the answers that are over; None: no answer was
     num_tokens: int  # that the policy was trained on
-    health: Health
+    health: PolicyHealth
     seconds: float
     my_microbatches: tuple[str, ...]
     log_ratio_max: float | None
@@ -182,7 +182,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class WeightProof:
     """Three-part proof that an engine returned itself, for (incarnation, epoch, policy version): design law 2."""
 
     replica: ReplicaId

@@ -52,7 +52,7 @@ class HealthSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Health:
+class PolicyHealth:
     """Of one optimizer step. None: the step had nothing to measure it on."""
 
     entropy: float | None  # nats a token
@@ -81,11 +81,11 @@ class Health:
         return cls(**{f.name: d.get(f.name) for f in fields(cls)})
 
 
-def health(sums: HealthSums, *, filtered_fraction: float | None = None) -> Health:
+def health(sums: HealthSums, *, filtered_fraction: float | None = None) -> PolicyHealth:
     """Means of the sums."""
     s = sums
     tokens, ended, values = s.tokens or None, s.ended or None, s.value_tokens or None
-    return Health(
+    return PolicyHealth(
         entropy=s.entropy / tokens if tokens else None,
         clip_fraction_low=s.clipped_low / tokens if tokens else None,
         clip_fraction_high=s.clipped_high / tokens if tokens else None,

@@ -8,7 +8,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayError, RayTa
 
 from rolecall.core.errors import DeadlineExceeded, RolecallError
 from rolecall.core.membership import Actual
-from rolecall.rl_runtime.protocol.clients import ReplicaGone
+from rolecall.rl_runtime.protocol.clients import ReplicaExited
 from rolecall.rl_runtime.protocol.spawn import NAMESPACE
 
 REASON_LENGTH_MAX = 300
@@ -41,7 +41,7 @@ class RayClient:
             who = f"{self.replica}#{self.incarnation} {method} ({_short(e)})"
             raise DeadlineExceeded(waited_for=who, seconds=0.0) from None
         except RayActorError as e:
-            raise ReplicaGone(replica=self.replica, incarnation=self.incarnation, because=_short(e)) from None
+            raise ReplicaExited(replica=self.replica, incarnation=self.incarnation, because=_short(e)) from None
         except RayError as e:
             raise RolecallError(f"{self.replica}#{self.incarnation} {method}: {_short(e)}") from None
 
@@ -55,7 +55,7 @@ def connect(record: Actual) -> RayClient:
         return RayClient(record, ray.get_actor(record.actor, namespace=NAMESPACE))
     except ValueError as e:
         because = f"no actor {record.actor}: {_short(e)}"
-        raise ReplicaGone(replica=record.replica, incarnation=record.incarnation, because=because) from None
+        raise ReplicaExited(replica=record.replica, incarnation=record.incarnation, because=because) from None
 
 
 def _short(error: BaseException) -> str:

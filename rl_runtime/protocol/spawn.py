@@ -11,7 +11,7 @@ NAMESPACE = "rolecall"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spawn:
+class ActorSpec:
     """First argument of every actor's constructor."""
 
     run_dir: str
@@ -40,9 +40,9 @@ def actor_name(run_id: str, replica: str, incarnation: int) -> str:
 
 def make_spawn(
     run: RunDir, replica: ReplicaId, incarnation: int, node: NodeId, *, database_url: str | None = None, rank: int = 0
-) -> Spawn:
+) -> ActorSpec:
     """The spawn of one incarnation, its secret made from the run's token."""
-    return Spawn(
+    return ActorSpec(
         run_dir=str(run.path),
         run_id=run.run_id,
         replica=replica,

@@ -18,7 +18,7 @@ ENDS: Final = ("", "stop", "length")
 infrastructure a wrong answer (design law 7)."""
 
 
-class BadTokens(RolecallError):
+class InvalidTokens(RolecallError):
     def __init__(self, *, request_id: str, reason: str) -> None:
         self.request_id, self.reason = request_id, reason
         super().__init__(f"it made what no step can be trained on: request {request_id}: {reason}")
@@ -31,12 +31,12 @@ def check_chunks(chunks: Iterable[TokenChunk], vocab_size: int | None = None) ->
             end that is none of an answer.
     """
     for chunk in chunks:
-        reason = _unfit(chunk, vocab_size)
+        reason = _invalid_reason(chunk, vocab_size)
         if reason:
-            raise BadTokens(request_id=chunk.request_id, reason=reason)
+            raise InvalidTokens(request_id=chunk.request_id, reason=reason)
 
 
-def _unfit(chunk: TokenChunk, vocab_size: int | None) -> str:
+def _invalid_reason(chunk: TokenChunk, vocab_size: int | None) -> str:
     num = len(chunk.tokens)
     if not num == len(chunk.logprobs) == len(chunk.versions):
         return f"{num} tokens with {len(chunk.logprobs)} log-probabilities and {len(chunk.versions)} versions"

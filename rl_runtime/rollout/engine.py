@@ -130,7 +130,7 @@ def vocab_size(settings: EngineSettings) -> int:
     return int(json.loads((Path(settings.model_dir) / "config.json").read_text())["vocab_size"])
 
 
-class Engine:
+class VllmEngine:
     """One engine. All calls from one thread.
 
     Raises:

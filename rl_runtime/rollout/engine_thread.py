@@ -17,7 +17,7 @@ from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock
 from rolecall.core.errors import DeadlineExceeded
 from rolecall.core.telemetry import Phase
-from rolecall.rl_runtime.rollout.engine import Engine, EngineBroken, NewTokens
+from rolecall.rl_runtime.rollout.engine import EngineBroken, NewTokens, VllmEngine
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class EngineThread:
 
     def __init__(
         self,
-        make: Callable[[], Engine],
+        make: Callable[[], VllmEngine],
         on_tokens: Callable[[list[NewTokens]], int],
         *,
         clock: Clock,
@@ -47,9 +47,9 @@ class EngineThread:
     ) -> None:
         self._make, self._on_tokens, self._clock = make, on_tokens, clock
         self._on_step, self._on_failure = on_step, on_failure
-        self._orders: deque[tuple[Callable[[Engine], object], Future[object]]] = deque()
+        self._orders: deque[tuple[Callable[[VllmEngine], object], Future[object]]] = deque()
         self._wake, self._closing = threading.Event(), False
-        self._started: Future[Engine] = Future()
+        self._started: Future[VllmEngine] = Future()
         self._failure: BaseException | None = None
         self._phase = Phase.START
         self._phase_lock = threading.Lock()
@@ -58,7 +58,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    def wait_started(self, seconds: float) -> Engine:
+    def wait_started(self, seconds: float) -> VllmEngine:
         """The engine once it runs. It may be read from other threads, and called only through `call`.
 
         Raises:
@@ -70,7 +70,7 @@ class EngineThread:
         except TimeoutError:
             raise DeadlineExceeded(waited_for="the engine to start", seconds=seconds) from None
 
-    def post(self, order: Callable[[Engine], object]) -> Future[object]:
+    def post(self, order: Callable[[VllmEngine], object]) -> Future[object]:
         """Has `order` done between two steps, in the order of posting.
 
         Raises:
@@ -85,7 +85,7 @@ class EngineThread:
             self._refuse_orders()
         return done
 
-    def post_requests(self, num_requests: int, order: Callable[[Engine], object]) -> None:
+    def post_requests(self, num_requests: int, order: Callable[[VllmEngine], object]) -> None:
         """Posts an order that brings requests: from now on this process owes progress.
 
         Raises:
@@ -99,7 +99,7 @@ class EngineThread:
                 reporter.update(requests_active=num_requests)
         self.post(order)
 
-    def call(self, order: Callable[[Engine], T], seconds: float, what: str) -> T:
+    def call(self, order: Callable[[VllmEngine], T], seconds: float, what: str) -> T:
         """The same, and waits for the answer.
 
         Raises:
@@ -158,7 +158,7 @@ class EngineThread:
             if done.set_running_or_notify_cancel():
                 done.set_exception(EngineBroken(f"the engine is gone: {self._failure or 'closed'}"))
 
-    def _obey(self, engine: Engine) -> None:
+    def _obey(self, engine: VllmEngine) -> None:
         while self._orders:
             order, done = self._orders.popleft()
             if not done.set_running_or_notify_cancel():
@@ -170,7 +170,7 @@ class EngineThread:
             except Exception as e:  # noqa: BLE001 deliberate: belongs to who gave the order
                 done.set_exception(e)
 
-    def _step(self, engine: Engine) -> None:
+    def _step(self, engine: VllmEngine) -> None:
         self._enter(Phase.GENERATE)
         begun = self._clock.monotonic()
         if self._on_step is not None:

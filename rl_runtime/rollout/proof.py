@@ -11,22 +11,22 @@ import torch
 
 from rolecall.core.errors import ProofMismatch
 from rolecall.core.ids import ReplicaId
-from rolecall.rl_runtime.protocol.messages import Manifest, Proof
-from rolecall.rl_runtime.rollout.engine import Engine
+from rolecall.rl_runtime.protocol.messages import Manifest, WeightProof
+from rolecall.rl_runtime.rollout.engine import VllmEngine
 from rolecall.rl_runtime.weights.digest import entries_of, received_digest
-from rolecall.rl_runtime.weights.port import Pieces
+from rolecall.rl_runtime.weights.port import PartialTransfer
 from rolecall.rl_runtime.weights.proof import canary_outside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class ProofSubject:
     """Whom a proof is for, before there is anything to prove."""
 
     replica: ReplicaId
     incarnation: int
     epoch: int
 
-    def received(self, manifest: Manifest, pieces: Pieces) -> Proof:
+    def received(self, manifest: Manifest, pieces: PartialTransfer) -> WeightProof:
         """Part (a): digests of the bytes at hand, taken anew.
 
         Raises:
@@ -39,7 +39,7 @@ class Claim:
             raise ProofMismatch(
                 replica=self.replica, part="a", tensor=wrong[0], reason="bytes received are not the manifest's"
             )
-        return Proof(
+        return WeightProof(
             replica=self.replica,
             incarnation=self.incarnation,
             epoch=self.epoch,
@@ -57,14 +57,14 @@ class Claim:
         )
 
 
-def load(engine: Engine, tensors: Mapping[str, torch.Tensor], replica: ReplicaId) -> None:
+def load(engine: VllmEngine, tensors: Mapping[str, torch.Tensor], replica: ReplicaId) -> None:
     not_loaded = engine.load(tensors)
     if not_loaded:
         reason = f"nothing was loaded into {len(not_loaded)} parameters"
         raise ProofMismatch(replica=replica, part="b", tensor=not_loaded[0], reason=reason)
 
 
-def prove(engine: Engine, manifest: Manifest, proof: Proof) -> Proof:
+def prove(engine: VllmEngine, manifest: Manifest, proof: WeightProof) -> WeightProof:
     """Parts (b) and (c), from the engine as it is now.
 
     Raises:

@@ -26,19 +26,19 @@ from rolecall.core.errors import DeadlineExceeded, RolecallError, StaleIncarnati
 from rolecall.core.ids import ReplicaId, process_start_ticks
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.protocol.messages import (
+    GenerationRequest,
     Holder,
     Manifest,
-    Proof,
     PulledTokens,
-    Request,
     RolloutInfo,
     TokenChunk,
+    WeightProof,
 )
-from rolecall.rl_runtime.rollout.engine import Engine, EngineSettings, NewTokens, vocab_size
+from rolecall.rl_runtime.rollout.engine import EngineSettings, NewTokens, VllmEngine, vocab_size
 from rolecall.rl_runtime.rollout.engine_thread import EngineThread
-from rolecall.rl_runtime.rollout.proof import Claim, load, prove
-from rolecall.rl_runtime.rollout.token_buffer import Limits, TokenBook
-from rolecall.rl_runtime.weights.port import Pieces, TensorServer, TransferFailed, pull_any
+from rolecall.rl_runtime.rollout.proof import ProofSubject, load, prove
+from rolecall.rl_runtime.rollout.token_buffer import TokenBuffer, TokenBufferLimits
+from rolecall.rl_runtime.weights.port import PartialTransfer, TensorServer, TransferFailed, pull_any
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ APPLY_SECONDS: Final = 30.0
 """Wait for the engine thread to finish its step, then load, read back and prove: 30 ms for a small model."""
 
 
-class NotProven(RolecallError):
+class WeightsNotProven(RolecallError):
     """This rollout has no proven weights: it may not generate."""
 
 
@@ -58,7 +58,7 @@ class _Serving:
 
     manifest: Manifest
     tensors: Mapping[str, torch.Tensor]
-    proof: Proof
+    proof: WeightProof
 
 
 class RolloutReplica:
@@ -84,18 +84,18 @@ class RolloutReplica:
         settings: EngineSettings,
         address: str = "127.0.0.1",
         transfer_seconds: float = 10.0,
-        limits: Limits | None = None,
+        limits: TokenBufferLimits | None = None,
         clock: Clock | None = None,
         on_step: Callable[[], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
-        make_engine: Callable[[EngineSettings], Engine] = Engine,
+        make_engine: Callable[[EngineSettings], VllmEngine] = VllmEngine,
     ) -> None:
         self._replica, self._incarnation, self._epoch = replica, incarnation, -1
         self._token, self._transfer_seconds = token, transfer_seconds
         self._clock = clock or SystemClock()
         self._identity_lock, self._updating = threading.Lock(), threading.Lock()
         self._serving: _Serving | None = None
-        self._partial: Pieces | None = None
+        self._partial: PartialTransfer | None = None
         self._server = TensorServer(token, address, clock=self._clock)
         self._thread = EngineThread(
             lambda: make_engine(settings), self._record, clock=self._clock, on_step=on_step, on_failure=on_failure
@@ -105,8 +105,8 @@ class RolloutReplica:
         except RolecallError:
             self._server.close()
             raise
-        self._book = TokenBook(
-            limits=limits or Limits(),
+        self._book = TokenBuffer(
+            limits=limits or TokenBufferLimits(),
             end_tokens=frozenset(self._engine.end_tokens),
             model_len_max=settings.max_model_len,
             vocab_size=vocab_size(settings),
@@ -170,7 +170,7 @@ class RolloutReplica:
 
     # --- requests
 
-    def submit(self, incarnation: int, requests: Sequence[Request]) -> None:
+    def submit(self, incarnation: int, requests: Sequence[GenerationRequest]) -> None:
         """Takes requests; those it holds already are passed over.
 
         Raises:
@@ -180,19 +180,19 @@ class RolloutReplica:
         """
         replica = self._checked(incarnation)
         if self._serving is None:
-            raise NotProven(f"{replica}#{incarnation} has no proven weights, it may not generate")
+            raise WeightsNotProven(f"{replica}#{incarnation} has no proven weights, it may not generate")
         taken = self._book.take(requests)
         if taken:
             self._thread.post_requests(len(taken), lambda engine: self._add(engine, taken))
 
-    def _add(self, engine: Engine, requests: Sequence[Request]) -> None:
+    def _add(self, engine: VllmEngine, requests: Sequence[GenerationRequest]) -> None:
         for r in requests:
             if not self._book.begin(r):
                 continue  # forgotten before its turn came
             seed = _seed_behind(r.seed, len(r.prefix_tokens))
             tokens = (*r.prompt_tokens, *r.prefix_tokens)
             try:
-                engine.add(r.request_id, tokens, num_new_max=r.max_new_tokens - len(r.prefix_tokens), seed=seed)
+                engine.add(r.request_id, tokens, num_new_max=r.max_response_tokens - len(r.prefix_tokens), seed=seed)
             except ValueError:
                 # Was checked when it was taken, so this is a mistake of ours. It must not take others with it: once
                 # forgotten here, its owner finds it unknown and sends it elsewhere.
@@ -234,14 +234,16 @@ class RolloutReplica:
         if running and self._thread.failure is None:
             self._thread.post(lambda engine: engine.abort(running))
 
-    def list_requests(self, incarnation: int) -> list[tuple[Request, TokenChunk]]:
+    def list_requests(self, incarnation: int) -> list[tuple[GenerationRequest, TokenChunk]]:
         """All it holds, finished or not, each with all its tokens: for a controller that lost its memory."""
         self._checked(incarnation)
         return self._book.everything()
 
     # --- weights
 
-    def update_weights(self, incarnation: int, epoch: int, manifest: Manifest, holders: Sequence[Holder]) -> Proof:
+    def update_weights(
+        self, incarnation: int, epoch: int, manifest: Manifest, holders: Sequence[Holder]
+    ) -> WeightProof:
         """Pulls, verifies, applies and proves one version; requests in flight go on with it. From then on it is served
         onward to whoever asks. Of the version it serves already, only the proof is made anew.
 
@@ -258,7 +260,7 @@ class RolloutReplica:
             self._epoch = epoch
             begun = self._clock.monotonic()
             pieces = self._pull(replica, manifest, holders)
-            proof = Claim(replica=replica, incarnation=incarnation, epoch=epoch).received(manifest, pieces)
+            proof = ProofSubject(replica=replica, incarnation=incarnation, epoch=epoch).received(manifest, pieces)
             proof = self._thread.call(
                 lambda engine: self._apply(engine, manifest, pieces.tensors, proof),
                 APPLY_SECONDS,
@@ -279,8 +281,8 @@ class RolloutReplica:
             self._thread.awaits_weights = False
             self._updating.release()
 
-    def _pull(self, replica: ReplicaId, manifest: Manifest, holders: Sequence[Holder]) -> Pieces:
-        pieces = Pieces.of(manifest)
+    def _pull(self, replica: ReplicaId, manifest: Manifest, holders: Sequence[Holder]) -> PartialTransfer:
+        pieces = PartialTransfer.of(manifest)
         if self._partial is not None and self._partial.digest == pieces.digest:
             pieces = self._partial
         elif self._serving is not None and self._serving.manifest.digest == pieces.digest:
@@ -307,7 +309,9 @@ class RolloutReplica:
 
     # --- in the engine thread
 
-    def _apply(self, engine: Engine, manifest: Manifest, tensors: Mapping[str, torch.Tensor], proof: Proof) -> Proof:
+    def _apply(
+        self, engine: VllmEngine, manifest: Manifest, tensors: Mapping[str, torch.Tensor], proof: WeightProof
+    ) -> WeightProof:
         self._checked(proof.incarnation)  # it may have been promoted while it pulled
         before = self._serving
         with reporter.phase(Phase.UPDATE):
@@ -324,7 +328,7 @@ class RolloutReplica:
             reporter.progress()
         return proof
 
-    def _restore(self, engine: Engine, before: _Serving | None) -> None:
+    def _restore(self, engine: VllmEngine, before: _Serving | None) -> None:
         """Back to the version before, if it proves to be what it was; else nothing may be generated any more."""
         if before is not None:
             try:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rolecall.core.errors import RolecallError
-from rolecall.rl_runtime.protocol.messages import Request, TokenChunk
+from rolecall.rl_runtime.protocol.messages import GenerationRequest, TokenChunk
 from rolecall.rl_runtime.rollout.engine import NewTokens
 
 
@@ -17,12 +17,12 @@ class RequestRefused(RolecallError, ValueError):
     """A request that this engine can never serve: which, and why. Nothing of its batch was taken."""
 
 
-class BookFull(RolecallError):
+class TokenBufferFull(RolecallError):
     """Too many requests or unacknowledged tokens are held. Nothing of the batch was taken; acknowledge, or wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class TokenBufferLimits:
     """What one rollout holds at most."""
 
     requests_max: int = 4096
@@ -30,8 +30,8 @@ class Limits:
 
 
 @dataclass(slots=True)
-class _Held:
-    request: Request
+class _BufferedRequest:
+    request: GenerationRequest
     tokens: list[int]
     logprobs: list[float]
     versions: list[int]
@@ -51,19 +51,19 @@ class _Held:
 
 
 @dataclass(slots=True)
-class TokenBook:
+class TokenBuffer:
     """Requests and their tokens. Safe for use by several threads; each call takes microseconds."""
 
-    limits: Limits
+    limits: TokenBufferLimits
     end_tokens: frozenset[int]
     model_len_max: int
     vocab_size: int
-    _held: dict[str, _Held] = field(default_factory=dict)
+    _held: dict[str, _BufferedRequest] = field(default_factory=dict)
     _num_tokens: int = 0
     _generated: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, requests: Sequence[Request]) -> list[Request]:
+    def take(self, requests: Sequence[GenerationRequest]) -> list[GenerationRequest]:
         """Notes new requests; those held already are passed over, so that a repeated call does no harm.
 
         Returns:
@@ -78,9 +78,9 @@ class TokenBook:
             new = {r.request_id: r for r in requests if r.request_id not in self._held}
             num_tokens = self._num_tokens + sum(len(r.prefix_tokens) for r in new.values())
             if len(self._held) + len(new) > self.limits.requests_max:
-                raise BookFull(f"{len(self._held)} requests are held, {self.limits.requests_max} at most")
+                raise TokenBufferFull(f"{len(self._held)} requests are held, {self.limits.requests_max} at most")
             if num_tokens > self.limits.unacked_tokens_max:
-                raise BookFull(
+                raise TokenBufferFull(
                     f"{self._num_tokens} tokens are not acknowledged, {self.limits.unacked_tokens_max} at most"
                 )
             self._num_tokens = num_tokens
@@ -88,30 +88,32 @@ class TokenBook:
                 self._held[request.request_id] = self._fresh(request)
             return [r for r in new.values() if not self._held[r.request_id].finish_reason]
 
-    def _check(self, request: Request) -> None:
-        length = len(request.prompt_tokens) + request.max_new_tokens
+    def _check(self, request: GenerationRequest) -> None:
+        length = len(request.prompt_tokens) + request.max_response_tokens
         sizes = {len(request.prefix_tokens), len(request.prefix_logprobs), len(request.prefix_versions)}
         problem = ""
-        if not request.prompt_tokens or request.max_new_tokens < 1:
+        if not request.prompt_tokens or request.max_response_tokens < 1:
             problem = "has no prompt, or asks for no token"
         elif length > self.model_len_max:
             problem = f"may grow to {length} tokens, the engine takes {self.model_len_max}"
-        elif len(sizes) != 1 or len(request.prefix_tokens) > request.max_new_tokens:
+        elif len(sizes) != 1 or len(request.prefix_tokens) > request.max_response_tokens:
             problem = "has a prefix whose tokens, log-probabilities and versions do not fit together or the limit"
         elif not all(0 <= t < self.vocab_size for t in (*request.prompt_tokens, *request.prefix_tokens)):
             problem = f"has a token outside of the vocabulary of {self.vocab_size}"
         if problem:
             raise RequestRefused(f"request {request.request_id[:100]!r} {problem}")
 
-    def _fresh(self, request: Request) -> _Held:
-        held = _Held(request, list(request.prefix_tokens), list(request.prefix_logprobs), list(request.prefix_versions))
+    def _fresh(self, request: GenerationRequest) -> _BufferedRequest:
+        held = _BufferedRequest(
+            request, list(request.prefix_tokens), list(request.prefix_logprobs), list(request.prefix_versions)
+        )
         if held.tokens and held.tokens[-1] in self.end_tokens:
             held.finish_reason = "stop"
-        elif len(held.tokens) >= request.max_new_tokens:
+        elif len(held.tokens) >= request.max_response_tokens:
             held.finish_reason = "length"
         return held
 
-    def begin(self, request: Request) -> bool:
+    def begin(self, request: GenerationRequest) -> bool:
         """The engine's next step works on it. False where this very request is held no more."""
         with self._lock:
             held = self._held.get(request.request_id)
@@ -154,7 +156,7 @@ class TokenBook:
                     chunks.append(held.chunk(max(0, offset)))
         return tuple(chunks), tuple(unknown)
 
-    def everything(self) -> list[tuple[Request, TokenChunk]]:
+    def everything(self) -> list[tuple[GenerationRequest, TokenChunk]]:
         with self._lock:
             return [(held.request, held.chunk(0)) for held in self._held.values()]
 

@@ -11,7 +11,7 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.core.telemetry import Phase
-from rolecall.rl_runtime.protocol.messages import Group
+from rolecall.rl_runtime.protocol.messages import PromptGroup
 from rolecall.rl_runtime.tasks.task import Task, make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 
@@ -42,7 +42,7 @@ class RewardWorker:
         self._task, self._clock, self._on_group = task_of(job), clock or SystemClock(), on_group
         reporter.enter_phase(Phase.WAIT)
 
-    def score(self, incarnation: int, groups: Sequence[Group]) -> list[list[float]]:
+    def score(self, incarnation: int, groups: Sequence[PromptGroup]) -> list[list[float]]:
         """One reward for each sample of each group.
 
         Raises:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rolecall.core.config.job import TaskConfig
-from rolecall.core.errors import BadId
+from rolecall.core.errors import InvalidId
 from rolecall.core.ids import GroupId
 from rolecall.rl_runtime.tasks.tokenizer import FILLER, Vocabulary
 
@@ -44,7 +44,7 @@ _GROUP = re.compile(r"g(\d{8,})(?:-(\d{5,}))?", re.ASCII)
 def group_id(number: int, start: int = 0) -> GroupId:
     """7 -> `g00000007`; the part of its answer that begins behind 12 tokens: `g00000007-00012`. Ids sort as numbers do."""
     if number < 0 or start < 0:
-        raise BadId(what="group", text=f"{number}, {start}")
+        raise InvalidId(what="group", text=f"{number}, {start}")
     return GroupId(f"g{number:08d}-{start:05d}" if start else f"g{number:08d}")
 
 
@@ -70,7 +70,7 @@ def _parsed(group: str) -> tuple[int, int]:
     found = _GROUP.fullmatch(group)
     number, start = (int(found[1]), int(found[2] or 0)) if found else (-1, 0)
     if found is None or group != group_id(number, start):  # each has one id, and no other text means it
-        raise BadId(what="group", text=group)
+        raise InvalidId(what="group", text=group)
     return number, start
 
 
@@ -81,7 +81,7 @@ class Task(Protocol):
     def vocab(self) -> Vocabulary: ...
 
     @property
-    def max_new_tokens(self) -> int: ...
+    def max_response_tokens(self) -> int: ...
 
     def prompt(self, number: int) -> Prompt: ...
 
@@ -101,7 +101,7 @@ def share_right(answer: tuple[int, ...], response: tuple[int, ...]) -> float:
 class DigitParity:
     def __init__(self, config: TaskConfig, vocab: Vocabulary, seed: int) -> None:
         self.num_digits, self.vocab, self.seed = config.num_digits, vocab, seed
-        self.max_new_tokens = config.max_new_tokens
+        self.max_response_tokens = config.max_response_tokens
 
     def digits(self, number: int) -> str:
         """The digits of prompt `number`."""
@@ -124,7 +124,7 @@ class DigitParity:
 class LongAddition:
     def __init__(self, config: TaskConfig, vocab: Vocabulary, seed: int) -> None:
         self.num_digits, self.base, self.vocab, self.seed = config.num_digits, config.base, vocab, seed
-        self.max_new_tokens = config.max_new_tokens
+        self.max_response_tokens = config.max_response_tokens
 
     def places(self, number: int) -> list[tuple[int, int]]:
         """Both numbers' digits by place, ones first, of prompt `number`.

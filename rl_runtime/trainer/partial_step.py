@@ -15,7 +15,14 @@ import torch
 
 from rolecall.core.config.algorithm import AlgorithmConfig
 from rolecall.rl_runtime.algorithms.agreement import asked_again
-from rolecall.rl_runtime.algorithms.objective import Batch, Objective, Terms, make_batch, objective, token_logprobs
+from rolecall.rl_runtime.algorithms.objective import (
+    Batch,
+    Objective,
+    TokenSelection,
+    make_batch,
+    objective,
+    token_logprobs,
+)
 from rolecall.rl_runtime.protocol.messages import Microbatch
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
@@ -42,7 +49,7 @@ class Gradients:
 
         `ask_again`: former versions are asked about tokens of theirs (`agreement`).
         """
-        terms = Terms(
+        terms = TokenSelection(
             policy_version=state.commit.policy_version, staleness_max=self._staleness_max, longest=self._longest
         )
         dtype = state.policy.parameters[0].dtype
@@ -72,7 +79,7 @@ class Gradients:
             finite=bool(torch.isfinite(flat).all()) and all(bool(torch.isfinite(s)) for s in sums),
         )
 
-    def _objective(self, state: TrainerState, batch: Batch, terms: Terms) -> Objective:
+    def _objective(self, state: TrainerState, batch: Batch, terms: TokenSelection) -> Objective:
         logprobs, entropy = self._logprobs(state.policy.module, batch)
         reference = None
         if self._reference is not None:

@@ -60,7 +60,7 @@ class MicrobatchStats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ballot:
+class CommitVote:
     """What one member is about to commit."""
 
     replica: ReplicaId
@@ -87,7 +87,7 @@ def _stats_of(d: dict[str, Any]) -> MicrobatchStats:
     return MicrobatchStats(**{**d, "group_ids": tuple(d["group_ids"]), "health": HealthSums(**d["health"])})
 
 
-def disagreement(ballots: Sequence[Ballot], *, members: Sequence[str], all_ids: Sequence[str]) -> str:
+def disagreement(ballots: Sequence[CommitVote], *, members: Sequence[str], all_ids: Sequence[str]) -> str:
     """Why these ballots must not be committed, empty when they agree. Pure, and the same at every member.
 
     Agreement: one ballot from each member, one epoch, step, ledger head, gradient and weights, and the microbatches

@@ -16,7 +16,7 @@ from rolecall.core.errors import StaleIncarnation
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.protocol.clients import LoadedCheckpoint
 from rolecall.rl_runtime.protocol.messages import CommitRecord, Holder, Manifest, StepResult, TrainerInfo
-from rolecall.rl_runtime.protocol.spawn import Spawn
+from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.trainer import checkpoint
 from rolecall.rl_runtime.trainer.reduce import LOOPBACK
 from rolecall.rl_runtime.trainer.trainer import TrainerReplica
@@ -34,7 +34,7 @@ class TrainerService:
 
     def __init__(
         self,
-        spawn: Spawn,
+        spawn: ActorSpec,
         job: JobConfig,
         *,
         address: str = LOOPBACK,

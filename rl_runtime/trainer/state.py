@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import NotFinite, ProofMismatch, StaleIncarnation
+from rolecall.core.errors import NonFiniteValue, ProofMismatch, StaleIncarnation
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.journal import ChainHead
 from rolecall.rl_runtime.algorithms.agreement import VERSIONS_KEPT
@@ -79,7 +79,7 @@ class TrainerState:
             if not bool(torch.isfinite(torch.tensor(norms)).all()):
                 for network in self._networks:
                     network.drop_gradient()
-                raise NotFinite(replica=self._replica, step=commit.step, what="the sum of finite gradients")
+                raise NonFiniteValue(replica=self._replica, step=commit.step, what="the sum of finite gradients")
             self._remember()
             for network in self._networks:
                 network.step()

@@ -25,7 +25,7 @@ import torch
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
-from rolecall.core.errors import NotFinite, StaleIncarnation, VoteRefused
+from rolecall.core.errors import CommitVoteRejected, NonFiniteValue, StaleIncarnation
 from rolecall.core.ids import ReplicaId, process_start_ticks
 from rolecall.core.journal.journal import ChainHead
 from rolecall.core.telemetry import Phase
@@ -39,7 +39,7 @@ from rolecall.rl_runtime.trainer.partial_step import Contribution, Gradients, Pa
 from rolecall.rl_runtime.trainer.reduce import (
     BUCKET_BYTES,
     LOOPBACK,
-    Ballot,
+    CommitVote,
     EpochStore,
     ReduceGroup,
     disagreement,
@@ -47,7 +47,7 @@ from rolecall.rl_runtime.trainer.reduce import (
     refuse_stale,
 )
 from rolecall.rl_runtime.trainer.state import TrainerState, first_state
-from rolecall.rl_runtime.trainer.vote_totals import Tally
+from rolecall.rl_runtime.trainer.vote_totals import StepTotals
 
 
 class TrainerReplica:
@@ -79,7 +79,7 @@ class TrainerReplica:
         self._clock, self._bucket_bytes, self._address = clock or SystemClock(), bucket_bytes, address
         self._on_microbatch, self._on_bucket, self._on_publish = on_microbatch, on_bucket, on_publish
         self._vocab = vocabulary(job.model, job.task.name)
-        self._longest = make_task(job.task, self._vocab, job.seed).max_new_tokens
+        self._longest = make_task(job.task, self._vocab, job.seed).max_response_tokens
         self._state = first_state(job, self._vocab, replica=replica, dtype=dtype)
         self._has_state = has_state
         reference = None
@@ -240,7 +240,7 @@ class TrainerReplica:
                 raise
             ballots, sums = self._reduce_and_vote(self._group, epoch, step, local, ledger)
             self._refuse_disagreement(ballots, epoch, step, all_ids, members)
-            tally = Tally.of(ballots, self.job.algorithm, longest=self._longest)
+            tally = StepTotals.of(ballots, self.job.algorithm, longest=self._longest)
             commit = CommitRecord(
                 step=step,
                 epoch=epoch,
@@ -282,10 +282,10 @@ class TrainerReplica:
         wanted = self.job.algorithm.microbatches_per_step
         if len(set(all_ids)) != wanted or len(all_ids) != wanted:
             because = f"{len(set(all_ids))} microbatches in the plan, {wanted} make a step"
-            raise VoteRefused(epoch=epoch, step=step, because=because)
+            raise CommitVoteRejected(epoch=epoch, step=step, because=because)
         foreign = sorted({m.microbatch_id for m in mine} - set(all_ids))
         if foreign or len({m.microbatch_id for m in mine}) != len(mine):
-            raise VoteRefused(
+            raise CommitVoteRejected(
                 epoch=epoch, step=step, because=f"my microbatches repeat or are not of the step: {foreign}"
             )
 
@@ -309,17 +309,17 @@ class TrainerReplica:
     def _contribution(self, epoch: int, step: int, mine: Sequence[Microbatch]) -> Contribution:
         held = self._partial.taken({m.microbatch_id for m in mine})
         if held is None:
-            raise VoteRefused(epoch=epoch, step=step, because="the step was reset while it was computed")
+            raise CommitVoteRejected(epoch=epoch, step=step, because="the step was reset while it was computed")
         return held
 
     def _reduce_and_vote(
         self, group: ReduceGroup, epoch: int, step: int, local: Contribution, ledger: ChainHead
-    ) -> tuple[list[Ballot], torch.Tensor]:
+    ) -> tuple[list[CommitVote], torch.Tensor]:
         """All members' ballots and the sum of their gradients."""
         with reporter.phase(Phase.REDUCE):
             try:
                 sums = group.all_reduce(local.gradient, bucket_bytes=self._bucket_bytes, on_bucket=self._on_bucket)
-                ballot = Ballot(
+                ballot = CommitVote(
                     replica=self.replica,
                     incarnation=self.incarnation,
                     epoch=epoch,
@@ -333,11 +333,11 @@ class TrainerReplica:
             except BaseException as e:
                 group.close(f"{self.replica} left the reduce: {type(e).__name__}")
                 raise
-        return [Ballot.from_bytes(r) for r in raw], sums
+        return [CommitVote.from_bytes(r) for r in raw], sums
 
     def _refuse_disagreement(
         self,
-        ballots: Sequence[Ballot],
+        ballots: Sequence[CommitVote],
         epoch: int,
         step: int,
         all_ids: Sequence[str],
@@ -347,23 +347,23 @@ class TrainerReplica:
         for other in ballots:
             for bad in (s for s in other.microbatches if not s.finite):
                 self.reset_step(step)
-                raise NotFinite(replica=other.replica, step=step, what=f"loss or gradient of {bad.microbatch_id}")
+                raise NonFiniteValue(replica=other.replica, step=step, what=f"loss or gradient of {bad.microbatch_id}")
         because = disagreement(ballots, members=members, all_ids=all_ids)
         if because:
-            raise VoteRefused(epoch=epoch, step=step, because=because)
+            raise CommitVoteRejected(epoch=epoch, step=step, because=because)
 
     def _apply(self, sums: torch.Tensor, by: Divisors, commit: CommitRecord) -> float:
         """The same at every member: all have the same sums, which they voted on."""
         try:
             grad_norm = self._state.apply(sums, by, commit)
-        except NotFinite:
+        except NonFiniteValue:
             self.reset_step(commit.step)
             raise
         self._partial.clear(commit.step + 1)
         return grad_norm
 
     def _result(
-        self, commit: CommitRecord, tally: Tally, mine: Sequence[Microbatch], grad_norm: float, started: float
+        self, commit: CommitRecord, tally: StepTotals, mine: Sequence[Microbatch], grad_norm: float, started: float
     ) -> StepResult:
         self._last_result = StepResult(
             replica=self.replica,

@@ -10,22 +10,22 @@ from rolecall.agent.reporter import reporter
 from rolecall.core.config.algorithm import AlgorithmConfig
 from rolecall.core.ids import GroupId
 from rolecall.rl_runtime.algorithms.objective import Divisors, divisors
-from rolecall.rl_runtime.protocol.policy_health import Health, HealthSums, health
-from rolecall.rl_runtime.trainer.reduce import Ballot
+from rolecall.rl_runtime.protocol.policy_health import HealthSums, PolicyHealth, health
+from rolecall.rl_runtime.trainer.reduce import CommitVote
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class StepTotals:
     group_ids: tuple[GroupId, ...]  # sorted
     num_tokens: int  # that the policy is trained on
     divisors: Divisors
     loss: float  # the policy's, divided
     reward: float | None  # mean over the answers that are over
-    health: Health
+    health: PolicyHealth
     log_ratio_max: float | None  # see StepResult
 
     @classmethod
-    def of(cls, ballots: Sequence[Ballot], algorithm: AlgorithmConfig, *, longest: int) -> Self:
+    def of(cls, ballots: Sequence[CommitVote], algorithm: AlgorithmConfig, *, longest: int) -> Self:
         stats = sorted((s for b in ballots for s in b.microbatches), key=lambda s: s.microbatch_id)
         sums = sum((s.health for s in stats), HealthSums())
         by = divisors(algorithm, sums, longest=longest)
@@ -56,7 +56,7 @@ class Tally:
         )
 
 
-def _of_what_there_is(found: Health, algorithm: AlgorithmConfig) -> Health:
+def _of_what_there_is(found: PolicyHealth, algorithm: AlgorithmConfig) -> PolicyHealth:
     """Nothing is clipped where weights are truncated, nor the other way round: that is no share of 0."""
     if algorithm.importance_cap is None:
         return replace(found, capped_fraction=None)

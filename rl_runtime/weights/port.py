@@ -18,12 +18,12 @@ from typing import Any, Final
 import torch
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.errors import BadId, DeadlineExceeded, RolecallError, WireError
+from rolecall.core.errors import DeadlineExceeded, InvalidId, RolecallError, WireError
 from rolecall.core.ids import ReplicaId, split_replica
 from rolecall.rl_runtime.protocol.messages import Holder, Manifest
 from rolecall.rl_runtime.weights.digest import entries_digest, entries_of, raw_bytes
 from rolecall.rl_runtime.weights.pull import (
-    Pieces,
+    PartialTransfer,
     StateCopy,
     TransferFailed,
     TransferProblem,
@@ -31,11 +31,17 @@ from rolecall.rl_runtime.weights.pull import (
     pull_any,
     pull_state,
 )
-from rolecall.rl_runtime.weights.snapshots import Lease, Shelf, Snapshot, SnapshotAbsent, SourceBusy
-from rolecall.rl_runtime.weights.wire import Wire
+from rolecall.rl_runtime.weights.snapshots import (
+    SnapshotAbsent,
+    SnapshotLease,
+    SnapshotStore,
+    SourceBusy,
+    TensorSnapshot,
+)
+from rolecall.rl_runtime.weights.wire import AuthenticatedConnection
 
 __all__ = [
-    "Pieces",
+    "PartialTransfer",
     "StateCopy",
     "StateProvider",
     "TensorServer",
@@ -85,7 +91,7 @@ class TensorServer:
     ) -> None:
         self._token, self._clock = token.encode(), clock or SystemClock()
         self._lease_seconds, self._on_tensor = lease_seconds, on_tensor
-        self._policy, self._state = Shelf(self._clock, lease_seconds), Shelf(self._clock, lease_seconds)
+        self._policy, self._state = SnapshotStore(self._clock, lease_seconds), SnapshotStore(self._clock, lease_seconds)
         self.state_provider: StateProvider | None = None
         self._sent: Counter[tuple[str, int, str]] = Counter()
         self._refusals: deque[str] = deque(maxlen=NUM_REFUSALS_KEPT)
@@ -108,7 +114,9 @@ class TensorServer:
             raise WireError(f"version {manifest.policy_version}: tensors at hand are not those of the manifest")
         kept = {n: t.detach().to("cpu", copy=copy).contiguous() for n, t in tensors.items()}
         self._policy.publish(
-            Snapshot(version=manifest.policy_version, digest=manifest.digest, entries=manifest.tensors, tensors=kept)
+            TensorSnapshot(
+                version=manifest.policy_version, digest=manifest.digest, entries=manifest.tensors, tensors=kept
+            )
         )
 
     def versions(self) -> tuple[int, ...]:
@@ -178,8 +186,8 @@ class TensorServer:
         logger.warning("weight port %s refuses %s", self.port, sentence)
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
-        wire = Wire(sock, peer=peer, clock=self._clock, is_server=True)
-        lease: tuple[Shelf, Lease] | None = None
+        wire = AuthenticatedConnection(sock, peer=peer, clock=self._clock, is_server=True)
+        lease: tuple[SnapshotStore, SnapshotLease] | None = None
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             wire.greet_client(self._token, self._clock.monotonic() + HANDSHAKE_SECONDS)
@@ -198,7 +206,7 @@ class TensorServer:
     def _deadline(self) -> float:
         return self._clock.monotonic() + self._lease_seconds
 
-    def _open(self, wire: Wire) -> tuple[Shelf, Lease] | None:
+    def _open(self, wire: AuthenticatedConnection) -> tuple[SnapshotStore, SnapshotLease] | None:
         """Grants a lease and says what there is, or says in one header why not."""
         request = wire.receive(self._deadline(), REQUEST_BYTES_MAX)
         stream, version, puller = _checked_open(wire.peer, request)
@@ -221,15 +229,15 @@ class TensorServer:
             raise
         return shelf, lease
 
-    def _state_snapshot(self) -> Snapshot:
+    def _state_snapshot(self) -> TensorSnapshot:
         given = self.state_provider() if self.state_provider is not None else None
         if given is None:
             raise SnapshotAbsent("no state is held here")
         tensors, meta = given
         entries = entries_of(tensors)
-        return Snapshot(version=-1, digest=entries_digest(entries), entries=entries, tensors=tensors, meta=meta)
+        return TensorSnapshot(version=-1, digest=entries_digest(entries), entries=entries, tensors=tensors, meta=meta)
 
-    def _send_tensors(self, wire: Wire, shelf: Shelf, lease: Lease) -> None:
+    def _send_tensors(self, wire: AuthenticatedConnection, shelf: SnapshotStore, lease: SnapshotLease) -> None:
         """Answers requests for tensors until the puller says that it has all, or leaves."""
         entries = {e.name: e for e in lease.snapshot.entries}
         stream = "state" if shelf is self._state else "policy"
@@ -250,7 +258,7 @@ class TensorServer:
             wire.write_payload(payload, self._lease_seconds, name, functools.partial(shelf.renew, lease))
             self._count(stream, lease, len(payload))
 
-    def _count(self, stream: str, lease: Lease, num_bytes: int) -> None:
+    def _count(self, stream: str, lease: SnapshotLease, num_bytes: int) -> None:
         key = (stream, lease.snapshot.version, lease.puller)
         with self._lock:
             if key not in self._sent and len(self._sent) >= NUM_COUNTERS_MAX:
@@ -266,12 +274,12 @@ def _checked_open(peer: str, request: dict[str, Any]) -> tuple[str, int, str]:
         raise WireError(f"{peer}: version and puller must be an integer and a name")
     try:
         split_replica(puller)
-    except BadId as e:
+    except InvalidId as e:
         raise WireError(f"{peer}: {e}") from e
     return str(stream), version, puller
 
 
-def _opened(snapshot: Snapshot, stream: str) -> dict[str, Any]:
+def _opened(snapshot: TensorSnapshot, stream: str) -> dict[str, Any]:
     head: dict[str, Any] = {"stream": stream, "version": snapshot.version, "digest": snapshot.digest}
     if stream == "state":  # a policy's entries are in its manifest, which the puller has
         head["meta"] = snapshot.meta

@@ -20,7 +20,7 @@ Three parts, each against faults that the others cannot see:
 | right storage, wrong computation (kernel, KV) | -    | -    | sees |
 | a parameter that cannot be read back          | -    | - (listed as uncovered, never as covered) | sees |
 
-`Certifier` only compares values: no I/O, no clock, no engine. Same proofs in the same order, same verdicts.
+`ProofVerifier` only compares values: no I/O, no clock, no engine. Same proofs in the same order, same verdicts.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final
 
 from rolecall.core.errors import ProofMismatch
 from rolecall.core.ids import ReplicaId
-from rolecall.rl_runtime.protocol.messages import Manifest, Proof
+from rolecall.rl_runtime.protocol.messages import Manifest, WeightProof
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ def canary_logprobs(logits: "Callable[[torch.Tensor], torch.Tensor]") -> tuple[f
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class ProofDecision:
     """Whether a replica may serve, and why. `part` and `tensor` say what failed; both empty when admitted."""
 
     admitted: bool
@@ -82,21 +82,21 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Anchor:
+class _ReferenceProof:
     """The first certified replica of a version and layout, which all later ones must equal."""
 
-    proof: Proof
+    proof: WeightProof
 
 
-class Certifier:
+class ProofVerifier:
     """Decides on proofs, and remembers the first certified of each (manifest, layout)."""
 
     def __init__(self) -> None:
-        self._anchors: dict[tuple[str, str], _Anchor] = {}
+        self._anchors: dict[tuple[str, str], _ReferenceProof] = {}
 
     def judge(
-        self, manifest: Manifest, proof: Proof, *, incarnation: int | None = None, epoch: int | None = None
-    ) -> Verdict:
+        self, manifest: Manifest, proof: WeightProof, *, incarnation: int | None = None, epoch: int | None = None
+    ) -> ProofDecision:
         """Whether the replica that made `proof` may serve `manifest`.
 
         `incarnation`, `epoch`: the ones that the proof must be for, where the caller knows.
@@ -110,29 +110,31 @@ class Certifier:
         if refused is not None:
             return refused
         if anchor is None:
-            self._remember(key, _Anchor(proof=proof))
-            return Verdict(
+            self._remember(key, _ReferenceProof(proof=proof))
+            return ProofDecision(
                 admitted=True,
                 because=f"{proof.replica}#{proof.incarnation} is the first of version {proof.policy_version} and this "
                 f"layout: bytes equal the manifest, canary within tolerance of the trainer's",
             )
-        return Verdict(
+        return ProofDecision(
             admitted=True,
             because=f"{proof.replica}#{proof.incarnation} equals {anchor.proof.replica} in storage and canary, "
             f"version {proof.policy_version}",
         )
 
-    def _remember(self, key: tuple[str, str], anchor: _Anchor) -> None:
+    def _remember(self, key: tuple[str, str], anchor: _ReferenceProof) -> None:
         self._anchors[key] = anchor
         while len(self._anchors) > NUM_ANCHORS_MAX:
             del self._anchors[next(iter(self._anchors))]
 
 
-def _refused(part: str, tensor: str, because: str) -> Verdict:
-    return Verdict(admitted=False, because=because, part=part, tensor=tensor)
+def _refused(part: str, tensor: str, because: str) -> ProofDecision:
+    return ProofDecision(admitted=False, because=because, part=part, tensor=tensor)
 
 
-def _meant_for(manifest: Manifest, proof: Proof, incarnation: int | None, epoch: int | None) -> Verdict | None:
+def _meant_for(
+    manifest: Manifest, proof: WeightProof, incarnation: int | None, epoch: int | None
+) -> ProofDecision | None:
     for what, wanted, got in (
         ("policy version", manifest.policy_version, proof.policy_version),
         ("manifest", manifest.digest, proof.manifest_digest),
@@ -144,7 +146,7 @@ def _meant_for(manifest: Manifest, proof: Proof, incarnation: int | None, epoch:
     return None
 
 
-def _part_a(manifest: Manifest, proof: Proof) -> Verdict | None:
+def _part_a(manifest: Manifest, proof: WeightProof) -> ProofDecision | None:
     if proof.received_wrong:
         return _refused("a", proof.received_wrong[0], f"{len(proof.received_wrong)} tensors are not the manifest's")
     if proof.received_digest != manifest.digest:
@@ -163,13 +165,13 @@ def canary_outside(dtype: str, anchor: Sequence[float], got: Sequence[float]) ->
     return ""
 
 
-def _part_c_of_first(manifest: Manifest, proof: Proof) -> Verdict | None:
+def _part_c_of_first(manifest: Manifest, proof: WeightProof) -> ProofDecision | None:
     if reason := canary_outside(manifest.tensors[0].dtype, manifest.canary_logprobs, proof.canary_logprobs):
         return _refused("c", "(canary)", reason)
     return None
 
 
-def _equal(certified: Proof, proof: Proof) -> Verdict | None:
+def _equal(certified: WeightProof, proof: WeightProof) -> ProofDecision | None:
     if certified.uncovered != proof.uncovered or certified.covered != proof.covered:
         odd = sorted(set(certified.uncovered) ^ set(proof.uncovered)) or ["(count)"]
         return _refused("b", odd[0], f"covers other parameters than {certified.replica} of the same layout")

@@ -21,7 +21,7 @@ from rolecall.core.errors import DeadlineExceeded, WireError
 from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime.protocol.messages import Holder, Manifest, TensorEntry
 from rolecall.rl_runtime.weights.digest import DTYPES, check_manifest, entries_digest, raw_bytes, tensor_digest
-from rolecall.rl_runtime.weights.wire import Wire
+from rolecall.rl_runtime.weights.wire import AuthenticatedConnection
 
 CONNECT_SHARE: Final = 0.2
 """Share of the transfer timeout that connecting and the handshake may take: a stopped holder must not use up all."""
@@ -47,7 +47,9 @@ class TransferProblem(StrEnum):
 class TransferFailed(WireError):
     """A pull did not finish. `pieces` holds what was verified: give it to the next `pull` to go on from there."""
 
-    def __init__(self, *, holder: Holder | None, problem: TransferProblem, reason: str, pieces: "Pieces") -> None:
+    def __init__(
+        self, *, holder: Holder | None, problem: TransferProblem, reason: str, pieces: "PartialTransfer"
+    ) -> None:
         self.holder, self.problem, self.reason, self.pieces = holder, problem, reason, pieces
         who = f"{holder.replica}#{holder.incarnation}" if holder is not None else "all holders"
         have = f"{len(pieces.tensors)} of {len(pieces.entries)} tensors"
@@ -60,7 +62,7 @@ class TransferFailed(WireError):
 
 
 @dataclass(slots=True, kw_only=True)
-class Pieces:
+class PartialTransfer:
     """What one puller has of one snapshot. Every tensor in it has the digest that its entry names."""
 
     digest: str  # of the manifest, or of a state's index
@@ -70,7 +72,7 @@ class Pieces:
     bytes_by_holder: dict[ReplicaId, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, manifest: Manifest) -> "Pieces":
+    def of(cls, manifest: Manifest) -> "PartialTransfer":
         """Nothing yet of this manifest.
 
         Raises:
@@ -104,7 +106,7 @@ class StateCopy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Terms:
+class _PullSettings:
     """How one pull is made: who asks, with which token, until when."""
 
     token: str
@@ -124,9 +126,9 @@ def pull(
     token: str,
     puller: str,
     timeout_seconds: float,
-    pieces: Pieces | None = None,
+    pieces: PartialTransfer | None = None,
     clock: Clock | None = None,
-) -> Pieces:
+) -> PartialTransfer:
     """Everything of `manifest` that `pieces` lacks, from one holder.
 
     Raises:
@@ -136,7 +138,7 @@ def pull(
     pieces = _fitting(pieces, manifest)
     clock = clock or SystemClock()
     deadline = clock.monotonic() + timeout_seconds
-    terms = _Terms(token=token, puller=puller, timeout_seconds=timeout_seconds, deadline=deadline, clock=clock)
+    terms = _PullSettings(token=token, puller=puller, timeout_seconds=timeout_seconds, deadline=deadline, clock=clock)
     _attempt(holder, pieces, terms)
     return pieces
 
@@ -148,10 +150,10 @@ def pull_any(
     token: str,
     puller: str,
     timeout_seconds: float,
-    pieces: Pieces | None = None,
+    pieces: PartialTransfer | None = None,
     clock: Clock | None = None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> Pieces:
+) -> PartialTransfer:
     """Everything of `manifest` from whichever of `holders` can give it, in their order, within `timeout_seconds` in all.
 
     Raises:
@@ -161,7 +163,7 @@ def pull_any(
     pieces = _fitting(pieces, manifest)
     clock = clock or SystemClock()
     deadline = clock.monotonic() + timeout_seconds
-    terms = _Terms(token=token, puller=puller, timeout_seconds=timeout_seconds, deadline=deadline, clock=clock)
+    terms = _PullSettings(token=token, puller=puller, timeout_seconds=timeout_seconds, deadline=deadline, clock=clock)
     left, said = list(holders), dict[str, str]()
     problem, may_help = TransferProblem.ABSENT, bool(left)
     while may_help and not cancelled() and clock.monotonic() < deadline:
@@ -200,8 +202,8 @@ def pull_state(
     """
     clock = clock or SystemClock()
     deadline = clock.monotonic() + timeout_seconds
-    terms = _Terms(token=token, puller=puller, timeout_seconds=timeout_seconds, deadline=deadline, clock=clock)
-    pieces = Pieces(digest="", version=-1, entries=())
+    terms = _PullSettings(token=token, puller=puller, timeout_seconds=timeout_seconds, deadline=deadline, clock=clock)
+    pieces = PartialTransfer(digest="", version=-1, entries=())
     meta = ""
 
     def opened(answer: dict[str, Any]) -> None:
@@ -213,13 +215,16 @@ def pull_state(
     return StateCopy(tensors=pieces.tensors, meta=meta, holder=holder.replica, bytes_received=pieces.bytes_received)
 
 
-def _fitting(pieces: Pieces | None, manifest: Manifest) -> Pieces:
-    fresh = Pieces.of(manifest)
+def _fitting(pieces: PartialTransfer | None, manifest: Manifest) -> PartialTransfer:
+    fresh = PartialTransfer.of(manifest)
     return pieces if pieces is not None and pieces.digest == fresh.digest else fresh
 
 
 def _attempt(
-    holder: Holder, pieces: Pieces, terms: _Terms, opened: Callable[[dict[str, Any]], None] | None = None
+    holder: Holder,
+    pieces: PartialTransfer,
+    terms: _PullSettings,
+    opened: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
     def failed(problem: TransferProblem, reason: str) -> TransferFailed:
         return TransferFailed(holder=holder, problem=problem, reason=reason, pieces=pieces)
@@ -232,7 +237,9 @@ def _attempt(
         raise failed(TransferProblem.LOST, f"cannot connect to {holder.host}:{holder.port}: {e}") from e
     with sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        wire = Wire(sock, peer=f"{holder.replica}#{holder.incarnation}", clock=terms.clock, is_server=False)
+        wire = AuthenticatedConnection(
+            sock, peer=f"{holder.replica}#{holder.incarnation}", clock=terms.clock, is_server=False
+        )
         try:
             wire.greet_server(terms.token.encode(), terms.until(CONNECT_SHARE))
             _open(wire, pieces, terms, failed, opened)
@@ -254,7 +261,11 @@ _Failed = Callable[[TransferProblem, str], TransferFailed]
 
 
 def _open(
-    wire: Wire, pieces: Pieces, terms: _Terms, failed: _Failed, opened: Callable[[dict[str, Any]], None] | None
+    wire: AuthenticatedConnection,
+    pieces: PartialTransfer,
+    terms: _PullSettings,
+    failed: _Failed,
+    opened: Callable[[dict[str, Any]], None] | None,
 ) -> None:
     stream = "policy" if opened is None else "state"
     request = {"op": "open", "stream": stream, "version": pieces.version, "puller": terms.puller}
@@ -270,7 +281,9 @@ def _open(
         raise failed(TransferProblem.ABSENT, f"holds another version {pieces.version}: its digest differs")
 
 
-def _read_tensor(wire: Wire, entry: TensorEntry, terms: _Terms, failed: _Failed) -> torch.Tensor:
+def _read_tensor(
+    wire: AuthenticatedConnection, entry: TensorEntry, terms: _PullSettings, failed: _Failed
+) -> torch.Tensor:
     wire.send({"op": "tensor", "name": entry.name}, terms.until(PIECE_SHARE))
     header = wire.receive(terms.until(PIECE_SHARE))
     size = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize

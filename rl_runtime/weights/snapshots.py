@@ -22,7 +22,7 @@ NUM_KEPT: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class TensorSnapshot:
     """Tensors that nobody changes any more. `digest` names all of it; a whole state has version -1 and `meta`."""
 
     version: int
@@ -32,7 +32,7 @@ class Snapshot:
     meta: str = ""
 
 
-NOTHING: Final = Snapshot(version=-1, digest="", entries=(), tensors={})
+NOTHING: Final = TensorSnapshot(version=-1, digest="", entries=(), tensors={})
 
 
 class SourceBusy(WireError):
@@ -47,28 +47,28 @@ class SnapshotAbsent(WireError):
     """This version is not here (not yet, no longer, or never)."""
 
 
-class LeaseOver(WireError):
+class SnapshotLeaseExpired(WireError):
     """The lease was not renewed in time, and somebody else has it now."""
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class SnapshotLease:
     puller: str
-    snapshot: Snapshot
+    snapshot: TensorSnapshot
     expires_at: float  # monotonic seconds
 
 
 @dataclass(slots=True)
-class Shelf:
+class SnapshotStore:
     """Snapshots of one stream and the one lease on it. Safe for use by several threads."""
 
     clock: Clock
     lease_seconds: float
-    _snapshots: list[Snapshot] = field(default_factory=list)  # oldest first, in order of publication
-    _lease: Lease | None = None
+    _snapshots: list[TensorSnapshot] = field(default_factory=list)  # oldest first, in order of publication
+    _lease: SnapshotLease | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def publish(self, snapshot: Snapshot) -> None:
+    def publish(self, snapshot: TensorSnapshot) -> None:
         """Adds a snapshot; of those published before, the newest stays.
 
         Newest is the last published, not the highest number: going back to a checkpoint makes lower numbers again,
@@ -85,7 +85,7 @@ class Shelf:
             lease = self._live_lease()
             return tuple(([lease.snapshot.version] if lease and lease.snapshot.version not in kept else []) + kept)
 
-    def lease(self, version: int, puller: str) -> Lease:
+    def lease(self, version: int, puller: str) -> SnapshotLease:
         """Makes `puller` the one that is served.
 
         Raises:
@@ -98,16 +98,16 @@ class Shelf:
             held = [s for s in self._snapshots if s.version == version]
             if not held:
                 raise SnapshotAbsent(f"version {version} is not here, {sorted(s.version for s in self._snapshots)} are")
-            self._lease = Lease(puller=puller, snapshot=held[0], expires_at=self._expiry())
+            self._lease = SnapshotLease(puller=puller, snapshot=held[0], expires_at=self._expiry())
             return self._lease
 
-    def lease_fresh(self, puller: str, make: Callable[[], Snapshot]) -> Lease:
+    def lease_fresh(self, puller: str, make: Callable[[], TensorSnapshot]) -> SnapshotLease:
         """The same for a snapshot made on demand (a trainer's whole state): others are told busy while it is made.
 
         Raises:
             SourceBusy: another lease is alive.
         """
-        lease = Lease(puller=puller, snapshot=NOTHING, expires_at=math.inf)
+        lease = SnapshotLease(puller=puller, snapshot=NOTHING, expires_at=math.inf)
         with self._lock:
             self._refuse_if_leased()
             self._lease = lease
@@ -128,7 +128,7 @@ class Shelf:
     def _expiry(self) -> float:
         return self.clock.monotonic() + self.lease_seconds
 
-    def renew(self, lease: Lease) -> None:
+    def renew(self, lease: SnapshotLease) -> None:
         """Called with each piece that is sent.
 
         Raises:
@@ -136,16 +136,16 @@ class Shelf:
         """
         with self._lock:
             if self._lease is not lease:
-                raise LeaseOver(f"lease of {lease.puller} on version {lease.snapshot.version} is over")
+                raise SnapshotLeaseExpired(f"lease of {lease.puller} on version {lease.snapshot.version} is over")
             lease.expires_at = self._expiry()
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: SnapshotLease) -> None:
         """Lets the next one in. Harmless when the lease is over already."""
         with self._lock:
             if self._lease is lease:
                 self._lease = None
 
-    def _live_lease(self) -> Lease | None:
+    def _live_lease(self) -> SnapshotLease | None:
         if self._lease is not None and self._lease.expires_at <= self.clock.monotonic():
             self._lease = None
         return self._lease

@@ -30,7 +30,7 @@ PIECE_BYTES: Final = 1 << 20
 """Payload goes in pieces of this size, each under its own deadline: the slowest peer endured is one MiB a deadline."""
 
 
-class Wire:
+class AuthenticatedConnection:
     """One authenticated connection. Not for use by two threads at once."""
 
     def __init__(self, sock: socket.socket, *, peer: str, clock: Clock, is_server: bool) -> None:

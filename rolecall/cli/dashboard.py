@@ -109,9 +109,9 @@ def _settings(
         raise ConfigError(["--journal: a run is named, too: one of them is meant"])
     authorization = _checked_prometheus(prometheus, credentials)
     if people is not None:
-        from rolecall.dashboards.users import read_people
+        from rolecall.dashboards.users import read_users
 
-        read_people(people)
+        read_users(people)
     if journal:
         url = checked_journal(journal)
         from rolecall.recovery.operators.run_location import run_id_of
@@ -125,7 +125,7 @@ def _settings(
         run=where,
         prometheus_url=prometheus,
         prometheus_authorization=authorization,
-        people_path=people,
+        users_path=people,
         name=str(name),
     )
 

@@ -186,7 +186,7 @@ def watch(
         typer.Option(
             "--approve",
             help="of RUN: a person approves each plan (`rolecall approve`, or the dashboard) before it begins, though the job "
-            "file says act; a plan that nobody approves within recovery.approval_seconds lapses, and a person is called. A "
+            "file says act; a plan that nobody approves within recovery.approval_timeout_seconds lapses, and a person is called. A "
             "job of mode observe is refused",
         ),
     ] = False,
@@ -248,9 +248,9 @@ def _served_at(metrics: str, web_config: Path | None) -> Any:
         return None
     from rolecall.agent.http.web_config import load_web_config
     from rolecall.watch.addresses import parse_address
-    from rolecall.watch.run import Serve
+    from rolecall.watch.run import MetricsEndpoint
 
-    return Serve(parse_address(metrics), None if web_config is None else load_web_config(web_config))
+    return MetricsEndpoint(parse_address(metrics), None if web_config is None else load_web_config(web_config))
 
 
 def _watch_agents(

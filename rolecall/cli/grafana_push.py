@@ -14,8 +14,8 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.text import plain
 
 if TYPE_CHECKING:
-    from rolecall.dashboards.grafana.annotations import Episode
-    from rolecall.dashboards.grafana.push import Pushed
+    from rolecall.dashboards.grafana.annotations import IncidentAnnotation
+    from rolecall.dashboards.grafana.push import PushResult
     from rolecall.dashboards.grafana.server import Server, Token
     from rolecall.recovery.incidents.incident import Incident
 
@@ -52,7 +52,7 @@ def push(
 
     Alert rules are not pushed: Prometheus reads them from files (`rolecall grafana export`)."""
     from rolecall.dashboards.grafana.boards.all import documents
-    from rolecall.dashboards.grafana.push import Pushed, plan
+    from rolecall.dashboards.grafana.push import PushResult, plan
     from rolecall.dashboards.grafana.push import push as write
 
     made = documents(incidents_at)
@@ -60,7 +60,7 @@ def push(
         wanted = plan(server, made, folder=folder, datasource=datasource, overwrite=overwrite)
         if dry_run:
             lines = [f"{c.verdict:<9}  {c.uid}  {plain(c.title, 100)}" for c in wanted.changes]
-            return _tell(Pushed(done=[f"would be {line}" for line in lines]), as_json)
+            return _tell(PushResult(done=[f"would be {line}" for line in lines]), as_json)
         done = write(server, wanted)
     if not as_json:
         out("alert rules are not pushed: `rolecall grafana export` writes them for Prometheus")
@@ -80,24 +80,24 @@ def annotate(
     """Puts the incidents of a run on Grafana's time axes, one annotation each. Again: only what changed is written."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.dashboards.grafana import annotations
-    from rolecall.recovery.operators.run_location import JournalPlace, Place, opened
+    from rolecall.recovery.operators.run_location import JournalLocation, RunLocation, opened
 
     if run and journal:
         raise ConfigError(["--journal: a run is named, too: one of them is meant"])
-    place: Place = JournalPlace(checked_journal(journal)) if journal else open_run_dir(runs, run or "latest")
+    place: RunLocation = JournalLocation(checked_journal(journal)) if journal else open_run_dir(runs, run or "latest")
     with opened(place) as (_, book):
         told = [episode(incident) for incident in book.incidents.values()]
     with _server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file) as server:
         return _tell(annotations.annotate(server, place.run_id, told), as_json)
 
 
-def episode(incident: "Incident") -> "Episode":
+def episode(incident: "Incident") -> "IncidentAnnotation":
     """An incident as a graph shows it."""
-    from rolecall.dashboards.grafana.annotations import Episode
+    from rolecall.dashboards.grafana.annotations import IncidentAnnotation
 
     diagnosis = incident.diagnosis
     first = diagnosis.suspects[0] if diagnosis.suspects else None
-    return Episode(
+    return IncidentAnnotation(
         incident_id=incident.incident_id,
         role=str(first.role or "") if first is not None else "",
         fault=str(diagnosis.fault_class),
@@ -157,7 +157,7 @@ def _server(url: str, token: "Token", ca_file: Path | None) -> Iterator["Server"
         server.close()
 
 
-def _tell(done: "Pushed", as_json: bool) -> int:
+def _tell(done: "PushResult", as_json: bool) -> int:
     if as_json:
         print_json({"ok": not done.failed, "done": done.done, "failed": done.failed})
     else:

@@ -28,13 +28,13 @@ from rolecall.cli.options import ROOT, JsonOption, RootOption, RunArgument, RunO
 from rolecall.cli.plan import words
 from rolecall.cli.users import people
 from rolecall.core.errors import (
-    BadId,
     ConfigError,
+    InvalidId,
     JournalCorrupt,
     JournalError,
+    NotEnoughNodes,
     RolecallError,
     RunNotFound,
-    TooFewNodes,
     UnreadableInput,
 )
 from rolecall.core.journal.database import redacted
@@ -51,7 +51,7 @@ app = typer.Typer(
     help="Keeps LLM RL post-training runs productive while machines fail: says who is faulty and why, and replaces it.",
 )
 
-USAGE_ERRORS = (BadId, ConfigError, JournalError, RunNotFound, TooFewNodes, UnreadableInput)
+USAGE_ERRORS = (InvalidId, ConfigError, JournalError, RunNotFound, NotEnoughNodes, UnreadableInput)
 OF_DETECTORS = ("numpy", "polars", "safetensors", "sklearn")
 """Packages of rolecall[detector]: who wants to diagnose needs no torch and no Ray."""
 TRACEBACK_ENV = "ROLECALL_TRACEBACK"
@@ -275,7 +275,7 @@ def pause(
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
-    out(commands.pause(open_run_dir(runs, run), whoami(), because))
+    out(commands.pause_recovery(open_run_dir(runs, run), whoami(), because))
     return 0
 
 
@@ -285,7 +285,7 @@ def resume(run: RunOption = "latest", runs: RootOption = ROOT) -> int:
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
-    out(commands.resume(open_run_dir(runs, run), whoami()))
+    out(commands.resume_recovery(open_run_dir(runs, run), whoami()))
     return 0
 
 
@@ -299,7 +299,7 @@ def approve(
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
-    out(commands.approve(open_run_dir(runs, run), digest, whoami()))
+    out(commands.approve_plan(open_run_dir(runs, run), digest, whoami()))
     return 0
 
 
@@ -314,7 +314,7 @@ def reject(
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
-    out(commands.reject(open_run_dir(runs, run), digest, whoami(), because))
+    out(commands.reject_plan(open_run_dir(runs, run), digest, whoami(), because))
     return 0
 
 

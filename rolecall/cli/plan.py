@@ -25,7 +25,7 @@ def hold(
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
-    out(commands.hold(open_run_dir(runs, run), digest, whoami(), because, minutes * 60))
+    out(commands.hold_plan(open_run_dir(runs, run), digest, whoami(), because, minutes * 60))
     return 0
 
 
@@ -40,7 +40,7 @@ def lift(
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
-    out(commands.lift(open_run_dir(runs, run), digest, whoami(), because))
+    out(commands.lift_hold(open_run_dir(runs, run), digest, whoami(), because))
     return 0
 
 
@@ -58,5 +58,5 @@ def mark(
 
     if right is None:
         raise ConfigError(["--right or --wrong: which?"])
-    out(commands.mark(open_run_dir(runs, run), incident, right, whoami(), because))
+    out(commands.review_diagnosis(open_run_dir(runs, run), incident, right, whoami(), because))
     return 0

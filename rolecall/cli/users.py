@@ -42,6 +42,6 @@ def names(file: FileOption) -> int:
     """Who may act."""
     from rolecall.dashboards import users as book
 
-    for name in sorted(book.read_people(file)):
+    for name in sorted(book.read_users(file)):
         out(plain(name))
     return 0

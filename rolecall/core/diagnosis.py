@@ -146,7 +146,7 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class PlanTarget:
     """A failure unit as the plan found it: a later incarnation is not meant."""
 
     replica: ReplicaId
@@ -158,7 +158,7 @@ class Target:
 class Plan:
     incident_id: IncidentId
     action: ActionKind
-    targets: tuple[Target, ...]
+    targets: tuple[PlanTarget, ...]
     because: str
     also_hit: tuple[str, ...] = ()
     """Whom else the action would disturb, in words; empty when nobody."""
@@ -176,7 +176,7 @@ class Plan:
     def from_dict(cls, d: dict[str, Any]) -> Self:
         fixed: dict[str, Any] = {
             "action": ActionKind(d["action"]),
-            "targets": tuple(Target(**t) for t in d["targets"]),
+            "targets": tuple(PlanTarget(**t) for t in d["targets"]),
             "also_hit": tuple(d["also_hit"]),
         }
         return cls(**{**{k: v for k, v in d.items() if k != "digest"}, **fixed})

@@ -47,7 +47,7 @@ def _rebuilt(cls: type[RolecallError], args: tuple[Any, ...], facts: dict[str, A
     return error
 
 
-class BadId(RolecallError, ValueError):
+class InvalidId(RolecallError, ValueError):
     def __init__(self, *, what: str, text: str) -> None:
         self.what, self.text = what, text
         wanted = "role/index" if what == "replica" else "^[a-z0-9][a-z0-9_.-]{0,62}$"
@@ -81,13 +81,13 @@ class JournalUnavailable(JournalError):
         super().__init__(f"the journal cannot be used now: {where}: {reason} ({hint})")
 
 
-class Fenced(JournalError):
+class LeaseFenced(JournalError):
     def __init__(self, *, lease: str, fence: int, holder: str) -> None:
         self.lease, self.fence, self.holder = lease, fence, holder
         super().__init__(f"lease {lease!r}: fencing number {fence} is over, {holder} holds it now")
 
 
-class Overtaken(JournalError):
+class ConcurrentWrite(JournalError):
     """Somebody wrote first, and what was to be written may no longer be meant: read again and decide again."""
 
     def __init__(self, *, incident_id: str, event: str, by: str) -> None:
@@ -136,13 +136,13 @@ class PeerLost(RolecallError):
         super().__init__(f"epoch {epoch}: {because}")
 
 
-class VoteRefused(RolecallError):
+class CommitVoteRejected(RolecallError):
     def __init__(self, *, epoch: int, step: int, because: str) -> None:
         self.epoch, self.step, self.because = epoch, step, because
         super().__init__(f"epoch {epoch}, step {step}: commit refused: {because}")
 
 
-class NotFinite(RolecallError):
+class NonFiniteValue(RolecallError):
     def __init__(self, *, replica: str, step: int, what: str) -> None:
         self.replica, self.step, self.what = replica, step, what
         super().__init__(f"{replica}, step {step}: {what} is not finite")
@@ -164,7 +164,7 @@ class WireError(RolecallError):
     pass
 
 
-class TooFewNodes(RolecallError):
+class NotEnoughNodes(RolecallError):
     pass
 
 

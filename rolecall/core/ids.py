@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NewType
 
-from rolecall.core.errors import BadId
+from rolecall.core.errors import InvalidId
 
 NodeId = NewType("NodeId", str)
 RunId = NewType("RunId", str)
@@ -29,7 +29,7 @@ def checked_id(text: str, what: str = "id") -> str:
     """
     # fullmatch: `$` alone would let a trailing newline through.
     if not ID_PATTERN.fullmatch(text):
-        raise BadId(what=what, text=text)
+        raise InvalidId(what=what, text=text)
     return text
 
 
@@ -46,7 +46,7 @@ def split_replica(replica: str) -> tuple[str, int]:
     """
     found = REPLICA_PATTERN.fullmatch(replica)
     if found is None:
-        raise BadId(what="replica", text=replica)
+        raise InvalidId(what="replica", text=replica)
     return found.group(1), int(found.group(2))
 
 

@@ -10,17 +10,17 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.rows import DamagedLine
 
-QUARANTINE_KINDS = (EventKind.NODE_QUARANTINED, EventKind.NODE_RETURNED)
+QUARANTINE_KINDS = (EventKind.NODE_QUARANTINED, EventKind.NODE_RETURNED_TO_SERVICE)
 
 
-def quarantined(events: Iterable[Event]) -> frozenset[NodeId]:
+def is_quarantined(events: Iterable[Event]) -> frozenset[NodeId]:
     """Nodes that were quarantined and have not been returned since. Events of other kinds are skipped."""
     nodes: set[NodeId] = set()
     for event in events:
         node = NodeId(str(event.body.get("node", "")))
         if event.kind is EventKind.NODE_QUARANTINED:
             nodes.add(node)
-        elif event.kind is EventKind.NODE_RETURNED:
+        elif event.kind is EventKind.NODE_RETURNED_TO_SERVICE:
             nodes.discard(node)
     return frozenset(nodes)
 
@@ -28,4 +28,4 @@ def quarantined(events: Iterable[Event]) -> frozenset[NodeId]:
 def quarantined_nodes(journal: Journal) -> frozenset[NodeId]:
     """The same, as the journal stands now. A line that cannot be read says nothing."""
     damaged: list[DamagedLine] = []
-    return quarantined(journal.events(kinds=QUARANTINE_KINDS, damaged=damaged))
+    return is_quarantined(journal.events(kinds=QUARANTINE_KINDS, damaged=damaged))

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sign:
+class PolicyHealthMetric:
     name: str  # of rl_runtime.health.Health and, where a trainer tells it, of ProcessSample
     metric: str  # behind `rolecall_run_`, and `rolecall_train_` where a trainer tells it
     unit: str  # "nats", "ratio" (0..1), or "" for counts and quotients
@@ -31,7 +31,7 @@ LOG_RATIO_ALARM: Final = 0.02
 always: they are measured by their habit."""
 
 SIGNS = (
-    Sign(
+    PolicyHealthMetric(
         name="entropy",
         metric="entropy_nats",
         unit="nats",
@@ -39,70 +39,70 @@ SIGNS = (
         normal="Falls slowly while the policy learns, to nearly 0 where it has learned the task. Nearly 0 while the reward is "
         "low means that it says one thing only, and can learn no more; a rise without end means that it babbles.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="clip_fraction_low",
         metric="clip_low_ratio",
         unit="ratio",
         help="Trained tokens whose ratio was clipped from below",
         normal="A few per cent at most. Much more means that the policy has moved far from who made the tokens.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="clip_fraction_high",
         metric="clip_high_ratio",
         unit="ratio",
         help="Trained tokens whose ratio was clipped from above",
         normal="As the lower side; with a wider upper bound it is the smaller of the two.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="ratio_mean",
         metric="ratio_mean",
         unit="",
         help="Mean importance ratio, policy to the one that made the token",
         normal="Close to 1, whatever the staleness.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="ratio_std",
         metric="ratio_std",
         unit="",
         help="Standard deviation of the importance ratios",
         normal="Well below 1; it grows with staleness.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="ratio_max",
         metric="ratio_max",
         unit="",
         help="Largest importance ratio of a trained token",
         normal="Below 10 or so; single tokens may be far above.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="kl_sampler",
         metric="kl_sampler_nats",
         unit="nats",
         help="KL from those who made the tokens to the policy, a token",
         normal="Below 0.1, stale tokens counted. A rise that stays means that the policy runs away from its engines.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="kl_reference",
         metric="kl_reference_nats",
         unit="nats",
         help="KL to the reference policy, a token; absent without one",
         normal="Grows slowly, where there is a reference.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="capped_fraction",
         metric="capped_ratio",
         unit="ratio",
         help="Trained tokens whose importance weight was truncated",
         normal="A few per cent at most; 0 where weights are not truncated.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="stale_fraction",
         metric="stale_ratio",
         unit="ratio",
         help="Fresh tokens that were too old to be trained on",
         normal="0, or nearly: what is thrown away was generated for nothing.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="response_length",
         metric="response_tokens",
         unit="",
@@ -110,42 +110,42 @@ SIGNS = (
         normal="What the task needs. A fall to a few tokens, or a rise up to the longest response, is a sign that the "
         "reward is being played with.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="response_length_max",
         metric="response_tokens_max",
         unit="",
         help="Most tokens of one of these answers",
         normal="Below the longest response that the job allows.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="truncated_fraction",
         metric="truncated_ratio",
         unit="ratio",
         help="Of these answers, cut off at the longest response",
         normal="A few per cent; more at the start. If nearly all are cut off, the reward says nothing.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="filtered_fraction",
         metric="filtered_ratio",
         unit="ratio",
         help="Of the groups generated for the step, dropped because they teach nothing (dynamic sampling)",
         normal="High at the start (all wrong) and at the end (all right). If nearly all are filtered, steps take for ever.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="value_loss",
         metric="value_loss",
         unit="",
         help="Loss of the critic; absent without one",
         normal="Falls at first, then follows the rewards.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="explained_variance",
         metric="explained_variance",
         unit="",
         help="Share of the returns' variance that the critic explains, 1 at best; absent without one",
         normal="Rises towards 1. At 0 the critic is worth no more than the mean, below 0 less.",
     ),
-    Sign(
+    PolicyHealthMetric(
         name="log_ratio_max",
         metric="log_ratio_max",
         unit="",
@@ -157,7 +157,7 @@ SIGNS = (
 BY_NAME = {sign.name: sign for sign in SIGNS}
 
 
-def signs_of(body: Mapping[str, Any]) -> dict[str, float]:
+def policy_health_of(body: Mapping[str, Any]) -> dict[str, float]:
     """What the journal's line of a committed step (its body) says of the policy's health, by name. Only what is known and
     a number: a journal may be old, damaged, or of a later version."""
     health = body.get("health")

@@ -13,6 +13,6 @@ UNCOUNTED: Final = 0
 """Incarnation of such a process: rolecall did not start it and cannot know how often it was started."""
 
 
-def has_page(sample: ProcessSample) -> bool:
+def is_instrumented(sample: ProcessSample) -> bool:
     """Whether the page fields of this sample say anything."""
     return sample.phase != NO_PAGE

@@ -24,16 +24,16 @@ from rolecall.detector.artifacts.kernel_log import diagnosis as kernel_findings
 from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
 from rolecall.detector.artifacts.stacks import diagnosis as stacks
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
-from rolecall.detector.artifacts.stacks.dumps import Dump
+from rolecall.detector.artifacts.stacks.dumps import StackDump
 from rolecall.detector.base import packed_files as packed
-from rolecall.detector.base.read_budget import Budget, Limits
+from rolecall.detector.base.read_budget import Budget, ReadLimits
 from rolecall.detector.live.merging import merged
 from rolecall.detector.panels.panel import Floats, Panel, PanelDetector
 from rolecall.detector.panels.standing import cannot_tell, standing
 from rolecall.detector.sources import agent_event_files as agent_events
 from rolecall.detector.sources import recording
 from rolecall.diagnose import nccl as diagnosing_nccl
-from rolecall.diagnose.explain import Explained, ScoreTrace
+from rolecall.diagnose.explain import ExplainedDiagnosis, ScoreTrace
 from rolecall.watch.panels import utc
 
 NUM_FILES_MAX = 100_000
@@ -55,7 +55,7 @@ class Input:
 
 
 @dataclass(slots=True)
-class Answer:
+class DiagnosisReport:
     diagnoses: list[Diagnosis] = field(default_factory=list)
     inputs: list[Input] = field(default_factory=list)
     panels: list[Panel] = field(default_factory=list)
@@ -66,7 +66,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Found:
+class InputFiles:
     """Files by kind, in the order of the paths; `passed_over`: how many of each folder were of no known kind."""
 
     recordings: list[Path] = field(default_factory=list)
@@ -80,10 +80,10 @@ class Found:
     passed_over: dict[Path, int] = field(default_factory=dict)
 
 
-def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> Found:
+def search(paths: Sequence[Path], num_files_max: int = NUM_FILES_MAX) -> InputFiles:
     """Raises UnreadableInput: no such path, a named file of no known kind, a folder that holds nothing of use or holds
     one that cannot be looked into."""
-    found = Found()
+    found = InputFiles()
     for path in paths:
         if not path.exists():
             raise UnreadableInput(where=str(path), reason="there is no such file or folder")
@@ -133,7 +133,7 @@ def _files(folder: Path, num_max: int) -> Iterator[Path]:
             yield Path(root) / name
 
 
-def _sort(file: Path, found: Found) -> bool:
+def _sort(file: Path, found: InputFiles) -> bool:
     """Puts the file to its kind; False if it has none. Raises UnreadableInput if it cannot even be opened."""
     if file.is_dir():
         if is_device := infiniband_trees.is_device(file):
@@ -173,16 +173,16 @@ def diagnose(
     detectors: Sequence[PanelDetector],
     progress: Callable[[str], None] | None = None,
     *,
-    limits: Limits | None = None,
+    limits: ReadLimits | None = None,
     clock: Clock | None = None,
-) -> Answer:
+) -> DiagnosisReport:
     """All diagnoses of all that lies at `paths`, earliest first. `limits`: for each kind of file together.
 
     Raises UnreadableInput: a file cannot be read, or all together take too much memory or time.
     """
     say = progress or (lambda _: None)
     found = search(paths)
-    answer = Answer()
+    answer = DiagnosisReport()
     told: list[Finding] = []
     budget = Budget(limits, clock)
     for file in found.recordings:
@@ -255,7 +255,7 @@ def diagnose(
     return answer
 
 
-def explained(answer: Answer, detectors: Sequence[PanelDetector]) -> list[Explained]:
+def explained(answer: DiagnosisReport, detectors: Sequence[PanelDetector]) -> list[ExplainedDiagnosis]:
     """Each diagnosis with its panel and, if one of `detectors` made it, with that one's score over time."""
     traces = dict[tuple[int, str], tuple[Floats, Floats]]()
     items = []
@@ -269,7 +269,7 @@ def explained(answer: Answer, detectors: Sequence[PanelDetector]) -> list[Explai
                 traces[key] = _trace(panel, by)
             scores, thresholds = traces[key]
             score = ScoreTrace(at=panel.at, score=scores[:, machine], threshold=thresholds)
-        items.append(Explained(diagnosis=d, panel=panel, score=score))
+        items.append(ExplainedDiagnosis(diagnosis=d, panel=panel, score=score))
     return items
 
 
@@ -296,7 +296,7 @@ def _place(d: Diagnosis, panels: Sequence[Panel]) -> tuple[Panel | None, int]:
     return None, 0
 
 
-def _stacks(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tuple[list[Dump], tuple[str, ...]]:
+def _stacks(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tuple[list[StackDump], tuple[str, ...]]:
     """The dumps, and what is wrong with those of a folder that cannot be read: their processes count as missing. Raises
     UnreadableInput: a file that was named cannot be read, or none can, or the budget is used up."""
     dumps, unreadable = [], []
@@ -340,7 +340,7 @@ def _diagnosis(d: Diagnosis) -> dict[str, Any]:
     return whole
 
 
-def sentences(answer: Answer) -> list[str]:
+def sentences(answer: DiagnosisReport) -> list[str]:
     """The answer for people: a sentence with evidence per diagnosis, or `healthy` with what was looked at."""
     lines: list[str] = []
     for d in answer.diagnoses:
@@ -369,6 +369,6 @@ def _when(at: float) -> str:
     return f"at {said}" if said.endswith(" s") else said
 
 
-def exit_code(answer: Answer) -> int:
+def exit_code(answer: DiagnosisReport) -> int:
     """1 where a fault was found, else 0. A `cannot_tell` that names suspects is a fault whose place is open."""
     return 1 if any(d.suspects or d.fault_class != FaultClass.CANNOT_TELL for d in answer.diagnoses) else 0

@@ -52,7 +52,7 @@ class ScoreTrace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explained:
+class ExplainedDiagnosis:
     """A diagnosis with what it was made from: the panel, if there is one, and the suspect's score, if it was kept."""
 
     diagnosis: Diagnosis
@@ -60,7 +60,7 @@ class Explained:
     score: ScoreTrace | None = None
 
 
-def explain(out: Path, items: Sequence[Explained]) -> Path:
+def explain(out: Path, items: Sequence[ExplainedDiagnosis]) -> Path:
     """Writes the page, whole or not at all; its path. Raises OSError."""
     partial = out.with_name(out.name + ".partial")
     partial.write_text(render(items), encoding="utf-8")
@@ -68,7 +68,7 @@ def explain(out: Path, items: Sequence[Explained]) -> Path:
     return out
 
 
-def render(items: Sequence[Explained]) -> str:
+def render(items: Sequence[ExplainedDiagnosis]) -> str:
     """The whole page."""
     head = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -95,7 +95,7 @@ def render(items: Sequence[Explained]) -> str:
 # --- words --------------------------------------------------------------------------------------------------------
 
 
-def _header(items: Sequence[Explained]) -> str:
+def _header(items: Sequence[ExplainedDiagnosis]) -> str:
     told = sum(i.diagnosis.fault_class != FaultClass.CANNOT_TELL for i in items)
     undecided = len(items) - told
     what = f"{told} fault{'s' if told != 1 else ''} found" if told or not undecided else "Nobody is accused"
@@ -141,7 +141,7 @@ def _after(delay: float) -> str:
     return f", {seconds(delay)} after the onset" if math.isfinite(delay) and delay >= 0.01 else ""
 
 
-def _section(item: Explained, key: str, charts: str) -> str:
+def _section(item: ExplainedDiagnosis, key: str, charts: str) -> str:
     d = item.diagnosis
     undecided = d.fault_class == FaultClass.CANNOT_TELL
     tag = f'<span class="tag {"" if undecided else "bad"}">confidence {d.confidence:.0%}</span>'
@@ -210,7 +210,7 @@ def _evidence(evidence: Sequence[Evidence]) -> str:
 # --- drawings -----------------------------------------------------------------------------------------------------
 
 
-def _charts(item: Explained) -> str:
+def _charts(item: ExplainedDiagnosis) -> str:
     d, panel = item.diagnosis, item.panel
     cards = []
     by = None
@@ -240,7 +240,7 @@ def _charts(item: Explained) -> str:
     return shown + _legend(item, has_usual='class="usual"' in shown)
 
 
-def _legend(item: Explained, *, has_usual: bool) -> str:
+def _legend(item: ExplainedDiagnosis, *, has_usual: bool) -> str:
     names: list[str] = []
     if item.panel is not None:
         names = [m.name for m in item.panel.shape.machines if any(_is(m, s) for s in item.diagnosis.suspects)]

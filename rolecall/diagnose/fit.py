@@ -14,7 +14,7 @@ from rolecall.core.errors import CommandRefused, UnreadableInput
 from rolecall.core.text import plain
 from rolecall.detector.panels.minder.detector import ANY_METRIC, BUILT_IN, NUM_METRICS, Weights
 from rolecall.detector.panels.minder.detector import read as read_model
-from rolecall.detector.panels.minder.fit import NUM_STEPS, Fault, fit, write
+from rolecall.detector.panels.minder.fit import NUM_STEPS, LabelledFault, fit, write
 from rolecall.detector.panels.panel import Panel
 from rolecall.detector.sources.recording import read
 
@@ -39,7 +39,7 @@ def fit_recordings(
     if out.exists():
         raise CommandRefused(f"{out} exists already: it is not overwritten")
     panels: list[Panel] = []
-    faults: list[tuple[Fault, ...]] = []
+    faults: list[tuple[LabelledFault, ...]] = []
     for i, path in enumerate(recordings):
         events = read_faults(labels[i]) if labels else ()
         for panel in read(path).panels:
@@ -76,7 +76,7 @@ def _any_metric() -> Weights:
     return model.weights.taken(model.rows([ANY_METRIC]))
 
 
-def read_faults(path: Path) -> tuple[Fault, ...]:
+def read_faults(path: Path) -> tuple[LabelledFault, ...]:
     """The labelled stretches of a file. Raises UnreadableInput."""
     where = str(path)
     try:
@@ -93,7 +93,7 @@ def read_faults(path: Path) -> tuple[Fault, ...]:
     return tuple(_fault(where, i, e) for i, e in enumerate(events))
 
 
-def _fault(where: str, number: int, event: Any) -> Fault:
+def _fault(where: str, number: int, event: Any) -> LabelledFault:
     if isinstance(event, dict):
         node, onset, end = (event.get(k) for k in ("node", "onset", "end"))
         if (
@@ -102,5 +102,5 @@ def _fault(where: str, number: int, event: Any) -> Fault:
             and isinstance(end, int | float)
             and -SECONDS_MAX < onset <= end < SECONDS_MAX
         ):
-            return Fault(node=node, onset=float(onset), end=float(end))
+            return LabelledFault(node=node, onset=float(onset), end=float(end))
     raise UnreadableInput(where=where, reason=f"event {number} has no node, onset and end in seconds")

@@ -30,7 +30,7 @@ class NcclFiles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookedAt:
+class NcclInputSummary:
     files: Sequence[Path]
     kind: str
     looked_at: str
@@ -39,9 +39,9 @@ class LookedAt:
 
 def diagnose(
     files: NcclFiles, named: Sequence[Path], budget: Callable[[], Budget], topology: Topology | None
-) -> tuple[list[Finding], list[LookedAt]]:
+) -> tuple[list[Finding], list[NcclInputSummary]]:
     """Raises UnreadableInput: a file that was named cannot be read, or none can, or a budget is used up."""
-    told, looked = list[Finding](), list[LookedAt]()
+    told, looked = list[Finding](), list[NcclInputSummary]()
     if files.answers:
         read, remarks = _read(
             files.answers, named, budget(), lambda file: (p := nccl_status.read(file), nccl_status.kept_bytes(p))
@@ -50,7 +50,9 @@ def diagnose(
         found, more = nccl_status.diagnose(polls, topology=topology)
         told += found
         about = nccl_status.looked_at(polls)
-        looked.append(LookedAt(files=files.answers, kind="nccl ras", looked_at=about, remarks=(*remarks, *more)))
+        looked.append(
+            NcclInputSummary(files=files.answers, kind="nccl ras", looked_at=about, remarks=(*remarks, *more))
+        )
     if files.logs:
         logs, remarks = _read(
             files.logs, named, budget(), lambda file: (log := nccl_times.read(file), nccl_times.kept_bytes(log))
@@ -58,7 +60,9 @@ def diagnose(
         found, more = nccl_times.diagnose(logs, topology=topology)
         told += found
         about = nccl_times.looked_at(logs)
-        looked.append(LookedAt(files=files.logs, kind="nccl inspector", looked_at=about, remarks=(*remarks, *more)))
+        looked.append(
+            NcclInputSummary(files=files.logs, kind="nccl inspector", looked_at=about, remarks=(*remarks, *more))
+        )
     return told, looked
 
 

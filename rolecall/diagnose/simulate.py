@@ -14,7 +14,7 @@ from typing import Any
 import polars as pl
 
 from rolecall.core.errors import CommandRefused
-from rolecall.detector.simulation.fleet import EPOCH_SECONDS, INTERVAL_SECONDS, METRICS, Task, chunks, fleet
+from rolecall.detector.simulation.fleet import EPOCH_SECONDS, INTERVAL_SECONDS, METRICS, SimulatedTask, chunks, fleet
 from rolecall.detector.sources import recording
 
 NUM_MACHINES_MAX_DEFAULT = 128
@@ -64,7 +64,7 @@ def simulate_fleet(
     return len(tasks)
 
 
-def write_recording(path: Path, task: Task) -> int:
+def write_recording(path: Path, task: SimulatedTask) -> int:
     """How many samples. Raises OSError."""
     parts, num_samples = [], 0
     try:
@@ -80,7 +80,7 @@ def write_recording(path: Path, task: Task) -> int:
     return num_samples
 
 
-def label(task: Task) -> dict[str, Any]:
+def label(task: SimulatedTask) -> dict[str, Any]:
     """What label.json holds."""
     fault, shape = task.fault, task.shape
     events = []

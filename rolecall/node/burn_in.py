@@ -34,14 +34,14 @@ class CheckResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class BurnInBudget:
     """What a check is given: how long to work, and where it may write."""
 
     seconds: float
     folder: Path
 
 
-Check = Callable[[Work, Clock], CheckResult]
+Check = Callable[[BurnInBudget, Clock], CheckResult]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ def burn_in(
     """Runs the checks one after the other, each for its share of `seconds`."""
     clock = clock or SystemClock()
     began = clock.monotonic()
-    work = Work(seconds=seconds / max(1, len(checks)), folder=folder)
+    work = BurnInBudget(seconds=seconds / max(1, len(checks)), folder=folder)
     found = []
     for name, check in checks.items():
         if progress is not None:
@@ -79,7 +79,7 @@ def burn_in(
     return BurnInResult(seconds=round(clock.monotonic() - began, 3), checks=tuple(found))
 
 
-def _apart(name: str, check: Check, work: Work, grace_seconds: float) -> CheckResult:
+def _apart(name: str, check: Check, work: BurnInBudget, grace_seconds: float) -> CheckResult:
     """One check in a process of its own, which is killed at its deadline."""
     context = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
     ours, theirs = context.Pipe(duplex=False)
@@ -108,7 +108,7 @@ def _end(process: Any) -> str:
     return "; its process cannot be killed" if process.is_alive() else ""
 
 
-def _run(to: Connection, name: str, check: Check, work: Work) -> None:
+def _run(to: Connection, name: str, check: Check, work: BurnInBudget) -> None:
     try:
         to.send(check(work, SystemClock()))
     except Exception as e:  # noqa: BLE001 - whatever a driver raises is an answer of this machine

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.core.clock import Clock
-from rolecall.node.burn_in import Check, CheckResult, Work
+from rolecall.node.burn_in import BurnInBudget, Check, CheckResult
 
 SEED = 20_26
 MEMORY_BYTES = 256 << 20
@@ -28,7 +28,7 @@ Values = dict[str, float | int | str]
 PATTERNS = (0x00, 0xFF, 0x55, 0xAA)
 
 
-def gpu_math(work: Work, clock: Clock) -> CheckResult:
+def gpu_math(work: BurnInBudget, clock: Clock) -> CheckResult:
     """The same products on each GPU, over and over: their bits must not change."""
     name = "gpu_math"
     try:
@@ -81,7 +81,7 @@ def products(torch: Any, devices: Sequence[str], seconds: float, clock: Clock, s
     return Products("", rounds, digests)
 
 
-def cpu_math(work: Work, clock: Clock, arithmetic: tuple[Callable[[], str], str] | None = None) -> CheckResult:
+def cpu_math(work: BurnInBudget, clock: Clock, arithmetic: tuple[Callable[[], str], str] | None = None) -> CheckResult:
     """The same arithmetic on each core, over and over: the bits must be the same everywhere."""
     product, what = arithmetic or _arithmetic()
     cores = sorted(os.sched_getaffinity(0))
@@ -125,7 +125,7 @@ def _scalar() -> str:
     return digest.hexdigest()
 
 
-def memory(work: Work, clock: Clock, num_bytes: int = MEMORY_BYTES) -> CheckResult:
+def memory(work: BurnInBudget, clock: Clock, num_bytes: int = MEMORY_BYTES) -> CheckResult:
     """Patterns and noise, written to memory and read back."""
     ends = clock.monotonic() + work.seconds
     noise, rounds, began = random.Random(SEED).randbytes(BLOCK_BYTES), 0, clock.monotonic()
@@ -147,7 +147,7 @@ def memory(work: Work, clock: Clock, num_bytes: int = MEMORY_BYTES) -> CheckResu
     return CheckResult(name="memory", passed=True, because=because, values=values)
 
 
-def disk(work: Work, clock: Clock, num_bytes: int = DISK_BYTES) -> CheckResult:
+def disk(work: BurnInBudget, clock: Clock, num_bytes: int = DISK_BYTES) -> CheckResult:
     """A file is written, flushed and read back; its digest must be the same."""
     ends, rounds, began = clock.monotonic() + work.seconds, 0, clock.monotonic()
     made = random.Random(SEED)
@@ -180,7 +180,7 @@ def disk(work: Work, clock: Clock, num_bytes: int = DISK_BYTES) -> CheckResult:
     return CheckResult(name="disk", passed=True, because=because, values=values)
 
 
-def loopback(work: Work, clock: Clock) -> CheckResult:
+def loopback(work: BurnInBudget, clock: Clock) -> CheckResult:
     """Noise through a TCP connection of this machine to itself."""
     block, began = random.Random(SEED).randbytes(BLOCK_BYTES), clock.monotonic()
     ends, sent = began + work.seconds, 0

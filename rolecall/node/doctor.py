@@ -29,15 +29,15 @@ EXIT_STATUS_KERNEL = (6, 15)
 """From this Linux on a pidfd tells how a process ended that somebody else has reaped."""
 
 
-class Level(StrEnum):
-    WELL = "well"
+class CheckLevel(StrEnum):
+    OK = "ok"
     WARNING = "warning"
     BROKEN = "broken"
     UNKNOWN = "unknown"
 
 
-NHC_CODES = {Level.WELL: 0, Level.WARNING: 1, Level.BROKEN: 2, Level.UNKNOWN: 3}
-SEVERITY = (Level.WELL, Level.UNKNOWN, Level.WARNING, Level.BROKEN)
+NHC_CODES = {CheckLevel.OK: 0, CheckLevel.WARNING: 1, CheckLevel.BROKEN: 2, CheckLevel.UNKNOWN: 3}
+SEVERITY = (CheckLevel.OK, CheckLevel.UNKNOWN, CheckLevel.WARNING, CheckLevel.BROKEN)
 """What cannot be told is said only where nothing worse is known."""
 
 
@@ -88,16 +88,16 @@ class NodeFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class NodeCheck:
     """`mend`: what to do; empty where all is well."""
 
     name: str
-    level: Level
+    level: CheckLevel
     says: str
     mend: str = ""
 
 
-def examine(facts: NodeFacts) -> tuple[Check, ...]:
+def examine(facts: NodeFacts) -> tuple[NodeCheck, ...]:
     """Every check, in a fixed order."""
     parts = (
         *(_gpu, _kernel_log, _stacks, _processes, _agent, _probes, _socket, _storage, _nccl, _clock, _offsets),
@@ -106,30 +106,30 @@ def examine(facts: NodeFacts) -> tuple[Check, ...]:
     return tuple(check for part in parts for check in part(facts))
 
 
-def worst(checks: tuple[Check, ...]) -> Level:
-    return max((c.level for c in checks), key=SEVERITY.index, default=Level.UNKNOWN)
+def worst(checks: tuple[NodeCheck, ...]) -> CheckLevel:
+    return max((c.level for c in checks), key=SEVERITY.index, default=CheckLevel.UNKNOWN)
 
 
-def _well(name: str, says: str) -> Check:
-    return Check(name=name, level=Level.WELL, says=says)
+def _well(name: str, says: str) -> NodeCheck:
+    return NodeCheck(name=name, level=CheckLevel.OK, says=says)
 
 
-def _gpu(f: NodeFacts) -> Iterator[Check]:
+def _gpu(f: NodeFacts) -> Iterator[NodeCheck]:
     there = max(f.gpu_devices, f.pci_gpus)
     if not there and not f.driver:
         yield _well("driver", "no NVIDIA GPU on this node, none is watched")
         return
     if not f.driver:
-        yield Check(
+        yield NodeCheck(
             name="driver",
-            level=Level.BROKEN,
+            level=CheckLevel.BROKEN,
             says=f"{there} NVIDIA GPU(s) and no driver loaded",
             mend="load it (modprobe nvidia), and look at the kernel log for why it is not",
         )
     elif f.gpu_devices < f.pci_gpus:
-        yield Check(
+        yield NodeCheck(
             name="driver",
-            level=Level.WARNING,
+            level=CheckLevel.WARNING,
             says=f"{f.pci_gpus} NVIDIA GPUs on the PCI bus, {f.gpu_devices} device files",
             mend="run nvidia-modprobe -u -c 0, or look at the kernel log for a GPU that did not come up",
         )
@@ -138,9 +138,9 @@ def _gpu(f: NodeFacts) -> Iterator[Check]:
     if not f.nvml_wanted:
         yield _well("nvml", "not asked: agent.yaml has gpu switched off")
     elif f.nvml:
-        yield Check(
+        yield NodeCheck(
             name="nvml",
-            level=Level.BROKEN,
+            level=CheckLevel.BROKEN,
             says=f"NVML cannot be used: {f.nvml}",
             mend="pip install 'rolecall[agent]'; in a container mount the driver's libnvidia-ml.so.1 "
             "(nvidia-container-toolkit); a version mismatch needs a reboot after a driver update",
@@ -149,39 +149,39 @@ def _gpu(f: NodeFacts) -> Iterator[Check]:
         yield _well("nvml", "NVML answers")
 
 
-def _kernel_log(f: NodeFacts) -> Iterator[Check]:
+def _kernel_log(f: NodeFacts) -> Iterator[NodeCheck]:
     if not f.kernel_log or not f.kmsg:
         can = f"{f.kernel_log} can be read" if f.kernel_log else "not read: agent.yaml has it switched off"
         yield _well("kernel_log", can)
         return
-    yield Check(
+    yield NodeCheck(
         name="kernel_log",
-        level=Level.WARNING,
+        level=CheckLevel.WARNING,
         says=f"no XID, OOM kill or link event is seen: {f.kernel_log}: {f.kmsg}",
         mend="run the agent with CAP_SYSLOG (AmbientCapabilities=CAP_SYSLOG), or set kernel.dmesg_restrict=0, or name a "
         "file that a syslog daemon writes (kernel_log: {path: ...})",
     )
 
 
-def _stacks(f: NodeFacts) -> Iterator[Check]:
+def _stacks(f: NodeFacts) -> Iterator[NodeCheck]:
     if not f.py_spy:
-        yield Check(
+        yield NodeCheck(
             name="stacks",
-            level=Level.WARNING,
+            level=CheckLevel.WARNING,
             says="py-spy is not installed: no stacks of hung processes",
             mend="pip install 'rolecall[agent]'",
         )
     elif f.ptrace_scope == PTRACE_OFF:
-        yield Check(
+        yield NodeCheck(
             name="stacks",
-            level=Level.WARNING,
+            level=CheckLevel.WARNING,
             says="kernel.yama.ptrace_scope is 3: nobody can read stacks until the next boot",
             mend="set kernel.yama.ptrace_scope=1 in /etc/sysctl.d and reboot",
         )
     elif f.ptrace_scope and not f.is_root:
-        yield Check(
+        yield NodeCheck(
             name="stacks",
-            level=Level.WARNING,
+            level=CheckLevel.WARNING,
             says=f"kernel.yama.ptrace_scope is {f.ptrace_scope}: py-spy reads only its own children without CAP_SYS_PTRACE",
             mend="run the agent as root or with CAP_SYS_PTRACE, or set kernel.yama.ptrace_scope=0",
         )
@@ -189,57 +189,57 @@ def _stacks(f: NodeFacts) -> Iterator[Check]:
         yield _well("stacks", "py-spy can read stacks" if f.is_root else "py-spy can read stacks of the same user")
 
 
-def _processes(f: NodeFacts) -> Iterator[Check]:
+def _processes(f: NodeFacts) -> Iterator[NodeCheck]:
     if f.hidepid and not f.is_root:
-        yield Check(
+        yield NodeCheck(
             name="processes",
-            level=Level.WARNING,
+            level=CheckLevel.WARNING,
             says=f"/proc is mounted with hidepid={f.hidepid}: processes of other users are not seen",
             mend="run the agent as root or as the job's user, or mount /proc with gid= of a group that the agent is in",
         )
 
 
-def _probes(f: NodeFacts) -> Iterator[Check]:
+def _probes(f: NodeFacts) -> Iterator[NodeCheck]:
     for probe, reason in f.probes_down.items():
-        yield Check(
+        yield NodeCheck(
             name="probe",
-            level=Level.WARNING,
+            level=CheckLevel.WARNING,
             says=f"the agent cannot read {probe}: {reason or 'it does not say why'}",
             mend="give its user the right (docs/agent.md: what it cannot see without rights), or switch that section off",
         )
 
 
-def _socket(f: NodeFacts) -> Iterator[Check]:
+def _socket(f: NodeFacts) -> Iterator[NodeCheck]:
     if f.rank_uid is None or f.socket_uid is None or f.rank_uid in (0, f.socket_uid):
         return
-    yield Check(
+    yield NodeCheck(
         name="socket",
-        level=Level.WARNING,
+        level=CheckLevel.WARNING,
         says=f"the process runs as user {f.rank_uid}, and {f.data_dir}/agent.sock is for user {f.socket_uid} alone: it "
         "cannot register",
         mend="run the agent as the job's user (systemd: DynamicUser=no, User=)",
     )
 
 
-def _agent(f: NodeFacts) -> Iterator[Check]:
+def _agent(f: NodeFacts) -> Iterator[NodeCheck]:
     if not f.agent:
-        yield Check(
+        yield NodeCheck(
             name="agent",
-            level=Level.WARNING,
+            level=CheckLevel.WARNING,
             says=f"no agent listens at {f.agent_url}",
             mend="rolecall agent --config agent.yaml; its journal says why it ended",
         )
     elif f.agent != "ok":
-        yield Check(
+        yield NodeCheck(
             name="agent",
-            level=Level.BROKEN,
+            level=CheckLevel.BROKEN,
             says=f"{f.agent_url}: {f.agent}",
             mend="something else holds the port, or the agent is stuck: restart it, or give it another port",
         )
     elif not f.socket:
-        yield Check(
+        yield NodeCheck(
             name="agent",
-            level=Level.WARNING,
+            level=CheckLevel.WARNING,
             says=f"the agent answers, and its socket {f.data_dir}/agent.sock is not there",
             mend="give doctor the agent's own --config; if the directory was cleared, restart the agent",
         )
@@ -247,24 +247,24 @@ def _agent(f: NodeFacts) -> Iterator[Check]:
         yield _well("agent", f"the agent answers at {f.agent_url}")
 
 
-def _storage(f: NodeFacts) -> Iterator[Check]:
+def _storage(f: NodeFacts) -> Iterator[NodeCheck]:
     if f.data_dir_error:
-        yield Check(
+        yield NodeCheck(
             name="data_dir",
-            level=Level.BROKEN,
+            level=CheckLevel.BROKEN,
             says=f"{f.data_dir}: {f.data_dir_error}",
             mend="make it, and give it to the agent's user, or name another (data_dir)",
         )
     elif f.free_bytes is None:
-        yield Check(
+        yield NodeCheck(
             name="data_dir",
-            level=Level.UNKNOWN,
+            level=CheckLevel.UNKNOWN,
             says=f"{f.data_dir}: free space cannot be read",
             mend="run doctor as the agent's user",
         )
     elif f.free_bytes < FREE_BYTES_LOW or f.free_inodes == 0:
-        level = Level.BROKEN if f.free_bytes < FREE_BYTES_MIN or f.free_inodes == 0 else Level.WARNING
-        yield Check(
+        level = CheckLevel.BROKEN if f.free_bytes < FREE_BYTES_MIN or f.free_inodes == 0 else CheckLevel.WARNING
+        yield NodeCheck(
             name="data_dir",
             level=level,
             says=f"{f.data_dir}: {f.free_bytes >> 20} MiB and {f.free_inodes} inodes free: events cannot be kept for long",
@@ -289,36 +289,38 @@ _HINDRANCES: tuple[tuple[tuple[str, ...], str, str], ...] = (
 )
 
 
-def _nccl(f: NodeFacts) -> Iterator[Check]:
+def _nccl(f: NodeFacts) -> Iterator[NodeCheck]:
     found = False
     for names, says, mend in _HINDRANCES:
         for name in names:
             if f.environ.get(name, "").strip().lower() in _OFF:
                 found = True
-                yield Check(name="nccl", level=Level.WARNING, says=f"{name}={f.environ[name]}: {says}", mend=mend)
+                yield NodeCheck(
+                    name="nccl", level=CheckLevel.WARNING, says=f"{name}={f.environ[name]}: {says}", mend=mend
+                )
     if not found:
         yield _well("nccl", "no setting of torch or NCCL hinders diagnosis")
 
 
-def _clock(f: NodeFacts) -> Iterator[Check]:
+def _clock(f: NodeFacts) -> Iterator[NodeCheck]:
     if f.clock_state is None or f.clock_error_seconds is None:
-        yield Check(
+        yield NodeCheck(
             name="clock",
-            level=Level.UNKNOWN,
+            level=CheckLevel.UNKNOWN,
             says="the kernel does not say how well the clock is kept",
             mend="in a container allow adjtimex, or run doctor on the node itself",
         )
     elif f.clock_state == TIME_ERROR:
-        yield Check(
+        yield NodeCheck(
             name="clock",
-            level=Level.WARNING,
+            level=CheckLevel.WARNING,
             says="the kernel's clock is not synchronised",
             mend="start chronyd or systemd-timesyncd",
         )
     elif f.clock_error_seconds > CLOCK_ERROR_SECONDS_MAX:
-        yield Check(
+        yield NodeCheck(
             name="clock",
-            level=Level.WARNING,
+            level=CheckLevel.WARNING,
             says=f"the clock may be wrong by {f.clock_error_seconds:.2f} s",
             mend="give chronyd a nearer server; the order of events on different nodes is no better than this",
         )
@@ -326,13 +328,13 @@ def _clock(f: NodeFacts) -> Iterator[Check]:
         yield _well("clock", f"synchronised within {f.clock_error_seconds * 1000:.0f} ms")
 
 
-def _offsets(f: NodeFacts) -> Iterator[Check]:
+def _offsets(f: NodeFacts) -> Iterator[NodeCheck]:
     apart = 0.0
     for o in f.clock_offsets:
         if o.seconds is None:
-            yield Check(
+            yield NodeCheck(
                 name="clocks",
-                level=Level.UNKNOWN,
+                level=CheckLevel.UNKNOWN,
                 says=f"{o.agent}: its clock is not known: {o.reason}",
                 mend="see that its agent runs and can be reached",
             )
@@ -340,9 +342,9 @@ def _offsets(f: NodeFacts) -> Iterator[Check]:
         apart = max(apart, abs(o.seconds))
         if abs(o.seconds) - o.error_seconds > CLOCK_ERROR_SECONDS_MAX:
             way = "ahead of" if o.seconds > 0 else "behind"
-            yield Check(
+            yield NodeCheck(
                 name="clocks",
-                level=Level.WARNING,
+                level=CheckLevel.WARNING,
                 says=f"{o.agent}: its clock is {abs(o.seconds):.2f} s {way} this node's",
                 mend="start chronyd or systemd-timesyncd on both, with the same servers",
             )
@@ -350,30 +352,30 @@ def _offsets(f: NodeFacts) -> Iterator[Check]:
         yield _well("clocks", f"{len(f.clock_offsets)} other clock(s), within {apart * 1000:.0f} ms of this node's")
 
 
-def _pressure(f: NodeFacts) -> Iterator[Check]:
+def _pressure(f: NodeFacts) -> Iterator[NodeCheck]:
     if f.pressure:
         yield _well("pressure", "/proc/pressure is there")
     else:
-        yield Check(
+        yield NodeCheck(
             name="pressure",
-            level=Level.WARNING,
+            level=CheckLevel.WARNING,
             says="/proc/pressure is not there: waits for CPU, memory and disk are not seen",
             mend="boot with psi=1 (kernel built with CONFIG_PSI)",
         )
 
 
-def _exits(f: NodeFacts) -> Iterator[Check]:
+def _exits(f: NodeFacts) -> Iterator[NodeCheck]:
     if not f.pidfd:
-        yield Check(
+        yield NodeCheck(
             name="exits",
-            level=Level.BROKEN,
+            level=CheckLevel.BROKEN,
             says="pidfd_open does not work: the agent cannot hear exits",
             mend="Linux 5.3 or newer; in a container a seccomp profile that allows pidfd_open",
         )
     elif _version(f.kernel) < EXIT_STATUS_KERNEL:
-        yield Check(
+        yield NodeCheck(
             name="exits",
-            level=Level.WARNING,
+            level=CheckLevel.WARNING,
             says=f"Linux {f.kernel}: how a process ended is not known where its parent was faster than the agent",
             mend="Linux 6.15 or newer tells it; exits themselves are heard",
         )
@@ -381,11 +383,11 @@ def _exits(f: NodeFacts) -> Iterator[Check]:
         yield _well("exits", "exits are heard, and how a process ended")
 
 
-def _files(f: NodeFacts) -> Iterator[Check]:
+def _files(f: NodeFacts) -> Iterator[NodeCheck]:
     if f.files_soft < FILES_LOW:
-        yield Check(
+        yield NodeCheck(
             name="files",
-            level=Level.BROKEN if f.files_soft < FILES_MIN else Level.WARNING,
+            level=CheckLevel.BROKEN if f.files_soft < FILES_MIN else CheckLevel.WARNING,
             says=f"{f.files_soft} open files allowed ({f.files_hard} at most): Ray and many ranks need more",
             mend="ulimit -n 65536, LimitNOFILE=65536 in the unit",
         )
@@ -402,7 +404,7 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def lines(checks: tuple[Check, ...]) -> Iterator[str]:
+def lines(checks: tuple[NodeCheck, ...]) -> Iterator[str]:
     """For people: what is wrong last, with what to do."""
     for check in sorted(checks, key=lambda c: SEVERITY.index(c.level)):
         yield f"{check.level:8} {check.name}: {check.says}"
@@ -435,4 +437,4 @@ def doctor(
     else:
         for line in lines(checks):
             out(plain(line))
-    return NHC_CODES[level] if nhc else int(level is Level.BROKEN)
+    return NHC_CODES[level] if nhc else int(level is CheckLevel.BROKEN)

@@ -25,7 +25,7 @@ SMOOTH_STEPS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class IncidentMarker:
     """One incident (or missed fault) as the drawings show it. Times are seconds after the start of the run."""
 
     key: str  # A, B, C ...
@@ -56,7 +56,7 @@ def key_of(number: int) -> str:
     return letter if number < 26 else f"{letter}{number // 26 + 1}"
 
 
-def marks(report: Mapping[str, Any]) -> list[Mark]:
+def marks(report: Mapping[str, Any]) -> list[IncidentMarker]:
     """Incidents in order, then faults that nobody noticed."""
     zero, end = float(report["started_at"]), float(report["wall_seconds"])
 
@@ -71,7 +71,7 @@ def marks(report: Mapping[str, Any]) -> list[Mark]:
         cured = after(i["cured_at"])
         who = fault["target"] if fault else (i["suspects"][0].partition("#")[0] if i["suspects"] else "")
         found.append(
-            Mark(
+            IncidentMarker(
                 key=key_of(n),
                 replica=str(who),
                 label=fault["kind"] if fault else i["fault_class"],
@@ -86,7 +86,7 @@ def marks(report: Mapping[str, Any]) -> list[Mark]:
     for n, fault in enumerate(report["missed"], start=len(found)):
         began = float(fault["injected_at"]) - zero
         found.append(
-            Mark(
+            IncidentMarker(
                 key=key_of(n),
                 replica=fault["target"],
                 label=f"{fault['kind']}, missed",
@@ -132,7 +132,7 @@ def _svg(height: float, label: str, parts: Sequence[str]) -> str:
     return head + "".join(parts) + "</svg>"
 
 
-def _badge(mark: Mark, x: float, y: float) -> str:
+def _badge(mark: IncidentMarker, x: float, y: float) -> str:
     title = f"{mark.key}: {mark.label} on {mark.replica}"
     css = "badge-disc" if mark.injected else "badge-disc alarm"
     disc = f'<circle class="{css}" cx="{x:g}" cy="{y:g}" r="9"><title>{escape(title)}</title></circle>'
@@ -149,7 +149,7 @@ def _time_axis(by: Scale, y: float, top: float) -> list[str]:
     return parts
 
 
-def _guides(found: Sequence[Mark], by: Scale, top: float, bottom: float) -> list[str]:
+def _guides(found: Sequence[IncidentMarker], by: Scale, top: float, bottom: float) -> list[str]:
     parts = []
     for mark in found:
         x, until = by.x(mark.began), by.x(mark.ends)
@@ -189,7 +189,7 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def sign_chart(report: Mapping[str, Any], sign: str, label: str) -> str:
+def policy_health_chart(report: Mapping[str, Any], sign: str, label: str) -> str:
     """A sign of the policy's health over time, from 0; empty where no step had it."""
     values = report["health"].get(sign) or []
     points = [(float(s["at"]), float(v)) for s, v in zip(report["steps"], values, strict=False) if v is not None]
@@ -270,7 +270,7 @@ def lanes_chart(report: Mapping[str, Any]) -> str:
         parts += _life(life, by, y_of[life["replica"]], float(report["wall_seconds"]))
     for mark in found:
         if mark.replica in y_of:
-            parts += _harm(mark, by, y_of[mark.replica])
+            parts += _incident_span(mark, by, y_of[mark.replica])
     return _svg(bottom + 24, "timeline by replica", parts)
 
 
@@ -306,7 +306,7 @@ def _life(life: Mapping[str, Any], by: Scale, y: float, end: float) -> list[str]
     return parts
 
 
-def _harm(mark: Mark, by: Scale, y: float) -> list[str]:
+def _incident_span(mark: IncidentMarker, by: Scale, y: float) -> list[str]:
     began = by.x(mark.began)
     found = by.x(mark.found if mark.found is not None else mark.ends)
     who = f"{mark.key}: {mark.label} on {mark.replica}"

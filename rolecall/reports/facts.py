@@ -10,8 +10,8 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import GroupState, Ledger
 from rolecall.core.rundir import RunDir
 from rolecall.views.audit import RunAudit, audit_run
-from rolecall.views.injections import Fault, parse_injections
-from rolecall.views.lifetimes import Key, Life, lives
+from rolecall.views.injections import InjectedFault, parse_injections
+from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,13 +21,13 @@ class Facts:
     run_id: str
     job: Mapping[str, Any]  # `run.json`
     events: Sequence[Event]
-    known: Mapping[Key, Life]
-    faults: Sequence[Fault]
+    known: Mapping[Key, IncarnationRecord]
+    faults: Sequence[InjectedFault]
     steps_undone: Mapping[int, float]
     audit: RunAudit
 
     @property
-    def replica_faults(self) -> list[Fault]:
+    def replica_faults(self) -> list[InjectedFault]:
         return [f for f in self.faults if not f.of_helper]
 
     def first(self, kind: EventKind) -> Event | None:
@@ -66,7 +66,7 @@ def read_facts(run: RunDir) -> Facts:
     journal = Journal(run.database_url, create=False)
     try:
         events = journal.events(limit=found.journal.position) if found.journal.position else []
-        known = lives(events, journal.actual())
+        known = incarnation_records(events, journal.actual())
         lines = Ledger(journal.store).lines()
     finally:
         journal.close()

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rolecall.core.text import escape, seconds
-from rolecall.reports.charts import key_of, lanes_chart, reward_chart, sign_chart, step_chart
+from rolecall.reports.charts import key_of, lanes_chart, policy_health_chart, reward_chart, step_chart
 from rolecall.reports.style import CSS
 
 Report = Mapping[str, Any]
@@ -44,7 +44,7 @@ def render_html(report: Report) -> str:
 def headline(report: Report) -> str:
     """The run in one sentence. Also the first line of the terminal's summary."""
     faults, first, last = report["faults_injected"], report["reward_first"], report["reward_last"]
-    cured = sum(i["fault"] is not None and i["outcome"] == "cured" for i in report["incidents"])
+    cured = sum(i["fault"] is not None and i["outcome"] == "resolved" for i in report["incidents"])
     if faults and cured == faults:
         what = f"{faults} of {faults} faults cured" if faults > 1 else "The fault was cured"
     elif faults:
@@ -154,12 +154,12 @@ def _charts(report: Report) -> str:
             _swatch("", "starting", '<rect class="bar-starting" x="1" y="4" width="20" height="4" rx="2"/>'),
             _swatch("undetected", "fault, not yet found"),
             _swatch("curing", "found, being cured"),
-            _swatch("", "cured", '<polygon class="cured" points="11,0 17,6 11,12 5,6"/>'),
+            _swatch("", "resolved", '<polygon class="cured" points="11,0 17,6 11,12 5,6"/>'),
         )
     )
     cards = (
         ("Reward", reward_chart(report), ""),
-        *((title, sign_chart(report, sign, title), "") for sign, title in SIGNS_DRAWN),
+        *((title, policy_health_chart(report, sign, title), "") for sign, title in SIGNS_DRAWN),
         ("Seconds from commit to commit", step_chart(report), ""),
         ("Replicas", lanes_chart(report), f'<ul class="legend">{legend}</ul>'),
     )
@@ -213,7 +213,7 @@ def _incident_table(report: Report) -> str:
 def _incident(i: Report, key: str) -> str:
     fault = i["fault"]
     title = f"{fault['kind']} on {fault['target']}" if fault else f"{i['fault_class']}: {', '.join(i['suspects'])}"
-    css = "good" if i["outcome"] == "cured" else "bad"
+    css = "good" if i["outcome"] == "resolved" else "bad"
     rows = [("Found", _found(i)), ("Plan", _plan(i))]
     if i["also_hit"]:
         rows.append(("Also hit", "; ".join(i["also_hit"])))

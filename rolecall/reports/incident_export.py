@@ -18,7 +18,14 @@ from typing import Any
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
-from rolecall.reports.incident_material import FORMAT, LINE_BYTES_MAX, MEMBER_BYTES_MAX, Material, gather, redactor
+from rolecall.reports.incident_material import (
+    FORMAT,
+    LINE_BYTES_MAX,
+    MEMBER_BYTES_MAX,
+    IncidentRecord,
+    gather,
+    redactor,
+)
 from rolecall.reports.redaction import Redactor
 from rolecall.watch.evidence.files import redacted_again
 
@@ -30,7 +37,7 @@ EVIDENCE_SHARE_MAX = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class BundleFile:
     name: str
     content: bytes
 
@@ -48,7 +55,7 @@ class Bundle:
 
     name: str
     is_open: bool
-    members: tuple[Member, ...]
+    members: tuple[BundleFile, ...]
     left_out: tuple[str, ...] = field(default=())
 
     def archive(self) -> bytes:
@@ -78,22 +85,22 @@ def export(run: RunDir, incident_id: str, *, anonymous: bool = False) -> Bundle:
 # --- building -----------------------------------------------------------------------------------------------------
 
 
-def build(material: Material, known: Redactor, bytes_max: int = BUNDLE_BYTES_MAX) -> Bundle:
+def build(material: IncidentRecord, known: Redactor, bytes_max: int = BUNDLE_BYTES_MAX) -> Bundle:
     """The bundle of what was gathered, of `bytes_max` before compression. Pure."""
     left_out = list(material.left_out)
     events = _bounded(material.events, JOURNAL_BYTES_MAX, "the journal's slice", known, left_out)
     members = [  # windows come last: what is left of the room is theirs
         _member("diagnosis.json", known.value(material.diagnosis)),
         _member("incident.json", known.value(material.summary)),
-        Member("journal.jsonl", events),
+        BundleFile("journal.jsonl", events),
         _member("versions.json", material.versions),
     ]
     for node, found in material.agent_events.items():
         content = _bounded(found, MEMBER_BYTES_MAX, f"events of {node}", known, left_out)
-        members.append(Member(f"agents/{_file(known, node)}.jsonl", content))
+        members.append(BundleFile(f"agents/{_file(known, node)}.jsonl", content))
     for name, text in material.logs.items():
         lines = "".join(f"{plain(known.text(line), LINE_BYTES_MAX)}\n" for line in text.splitlines())
-        members.append(Member(f"logs/{_file(known, name)}", lines.encode()))
+        members.append(BundleFile(f"logs/{_file(known, name)}", lines.encode()))
     room = bytes_max - sum(len(m.content) for m in members)
     for_evidence = int(EVIDENCE_SHARE_MAX * room)
     for name, raw in material.evidence.items():
@@ -101,7 +108,7 @@ def build(material: Material, known: Redactor, bytes_max: int = BUNDLE_BYTES_MAX
         if len(content) > for_evidence:
             left_out.append(f"evidence/{name}: {len(content)} bytes, too large")
             continue
-        members.append(Member(f"evidence/{_file(known, name)}", content))
+        members.append(BundleFile(f"evidence/{_file(known, name)}", content))
         for_evidence -= len(content)
         room -= len(content)
     for name, window in sorted(material.windows.items()):
@@ -110,7 +117,7 @@ def build(material: Material, known: Redactor, bytes_max: int = BUNDLE_BYTES_MAX
             members.append(member)
             room -= len(member.content)
     told = tuple(known.text(line) for line in left_out)
-    members.append(Member("README.txt", _page(material, known, members, told).encode()))
+    members.append(BundleFile("README.txt", _page(material, known, members, told).encode()))
     members.sort(key=lambda m: m.name)
     manifest = {"format": FORMAT, "members": [m.told() for m in members], "left_out": list(told)}
     members.append(_member("MANIFEST.json", manifest))
@@ -122,8 +129,8 @@ def _json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, indent=indent, sort_keys=True, ensure_ascii=False)
 
 
-def _member(name: str, value: Any) -> Member:
-    return Member(name, (_json(value, 2) + "\n").encode("utf-8", "replace"))
+def _member(name: str, value: Any) -> BundleFile:
+    return BundleFile(name, (_json(value, 2) + "\n").encode("utf-8", "replace"))
 
 
 def _file(known: Redactor, name: str) -> str:
@@ -147,7 +154,7 @@ def _bounded(values: Sequence[Mapping[str, Any]], limit: int, what: str, known: 
 
 def _window(
     name: str, window: Any, nodes: Sequence[str], room: int, known: Redactor, left_out: list[str]
-) -> Member | None:
+) -> BundleFile | None:
     # Measured first as it is kept: redacting takes a second for each few megabytes.
     whole, narrowed = _size(window), False
     if whole > room and isinstance(window, Mapping) and isinstance(window.get("observations"), list):
@@ -155,7 +162,7 @@ def _window(
     if _size(window) > room:
         left_out.append(f"{name}: {whole} bytes, too large")
         return None
-    member = Member(name, (_json(known.value(window)) + "\n").encode("utf-8", "replace"))
+    member = BundleFile(name, (_json(known.value(window)) + "\n").encode("utf-8", "replace"))
     if len(member.content) > room:
         left_out.append(f"{name}: {len(member.content)} bytes, too large")
         return None
@@ -191,7 +198,7 @@ _MEANING = {
 }
 
 
-def _page(material: Material, known: Redactor, members: Sequence[Member], left_out: Sequence[str]) -> str:
+def _page(material: IncidentRecord, known: Redactor, members: Sequence[BundleFile], left_out: Sequence[str]) -> str:
     found = Diagnosis.from_dict(dict(material.diagnosis))
     summary = known.value(material.summary)
 
@@ -238,7 +245,7 @@ def _who(suspect: Mapping[str, Any]) -> str:
     return ", ".join(place)
 
 
-def _state(material: Material) -> str:
+def _state(material: IncidentRecord) -> str:
     summary = material.summary
     if summary["set_aside"] is not None:
         return f"set aside: {summary['set_aside']}"

@@ -40,7 +40,7 @@ _PACKAGES = ("torch", "ray", "vllm", "nvidia-ml-py", "py-spy", "psutil")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Material:
+class IncidentRecord:
     run_id: str
     summary: Mapping[str, Any]  # as `rolecall incidents ID --json`
     diagnosis: Mapping[str, Any]
@@ -66,7 +66,7 @@ class Material:
         return tuple(dict.fromkeys(str(s["node"]) for s in self.suspects))
 
 
-def gather(run: RunDir, incident_id: str) -> Material:
+def gather(run: RunDir, incident_id: str) -> IncidentRecord:
     """Raises:
     ConfigError: there is no such incident, or nothing of it can be read.
     JournalError: the journal cannot be used.
@@ -86,7 +86,7 @@ def gather(run: RunDir, incident_id: str) -> Material:
     since, until = float(diagnosis["onset"]) - BEFORE_SECONDS, newest + AFTER_SECONDS
     left_out: list[str] = []
     nodes = sorted({str(s["node"]) for s in diagnosis["suspects"]})
-    return Material(
+    return IncidentRecord(
         run_id=str(run.run_id),
         summary=summary,
         diagnosis=diagnosis,
@@ -226,7 +226,7 @@ def run_redactor(run: RunDir, *, nodes: Iterable[str] = (), anonymous: bool = Fa
     return known
 
 
-def redactor(run: RunDir, material: Material, *, anonymous: bool) -> Redactor:
+def redactor(run: RunDir, material: IncidentRecord, *, anonymous: bool) -> Redactor:
     """Knows every name that the material holds, too."""
     known = run_redactor(run, nodes=material.nodes, anonymous=anonymous)
     for part in (material.summary, material.diagnosis, material.events, material.windows, material.agent_events):

@@ -24,7 +24,7 @@ from rolecall.reports.facts import Facts, read_facts
 from rolecall.reports.html import render_html
 from rolecall.views.audit import COMPLETED, Admission
 from rolecall.views.ettr import Loss, compare_pace, ettr, health, losses, mean_of_ends, steps, training_began
-from rolecall.views.incidents import Joined, named_by_plans, tell
+from rolecall.views.incidents import MatchedIncidents, named_by_plans, summarize_incidents
 from rolecall.views.lifetimes import PidsKept, pids_kept
 
 REPORT_HTML = "report.html"
@@ -75,7 +75,7 @@ def config_digest(facts: Facts) -> str:
 def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, Any]:
     """The report, from facts alone. Times called `*_at` are wall seconds; `seconds` and lanes count from the start."""
     zero, end = facts.started_at, facts.ended_at
-    joined = tell(facts.events, facts.known, facts.replica_faults, facts.steps_undone)
+    joined = summarize_incidents(facts.events, facts.known, facts.replica_faults, facts.steps_undone)
     committed = steps(facts.events)
     began = training_began(facts.events)
     begun = zero if began is None else began
@@ -130,7 +130,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
     }
 
 
-def make_verdict(facts: Facts, joined: Joined, kept: PidsKept, outcome: str) -> list[dict[str, Any]]:
+def make_verdict(facts: Facts, joined: MatchedIncidents, kept: PidsKept, outcome: str) -> list[dict[str, Any]]:
     """What must hold for exit code 0, each with its sentence."""
     faults = len(facts.replica_faults)
     cured = [s for s in joined.stories if s.fault is not None and s.cured]
@@ -171,7 +171,7 @@ def _helper_faults(facts: Facts) -> list[dict[str, Any]]:
 
     A restart answers one fault: the earliest that it can.
     """
-    restarts = [e for e in facts.events if e.kind is EventKind.PROCESS_RESTARTED]
+    restarts = [e for e in facts.events if e.kind is EventKind.COMPONENT_RESTARTED]
     found = []
     for fault in sorted((f for f in facts.faults if f.of_helper), key=lambda f: f.injected_at):
         what = fault.kind.partition("-")[0]
@@ -191,7 +191,7 @@ def _helper_faults(facts: Facts) -> list[dict[str, Any]]:
     return found
 
 
-def _pids(facts: Facts, joined: Joined, worked_until: float) -> PidsKept:
+def _pids(facts: Facts, joined: MatchedIncidents, worked_until: float) -> PidsKept:
     struck = {(r, f.incarnation if f.incarnation is not None else 1) for f in facts.faults for r in f.hit}
     return pids_kept(
         facts.known,
@@ -258,16 +258,16 @@ def _epochs(facts: Facts, zero: float) -> list[dict[str, Any]]:
     return [
         {"epoch": e.body.get("epoch"), "at": round(e.wall_at - zero, 3), "because": str(e.body.get("because", ""))}
         for e in facts.events
-        if e.kind is EventKind.EPOCH_GROWN
+        if e.kind is EventKind.EPOCH_ADVANCED
     ]
 
 
 _REMARKABLE = (
-    EventKind.PROCESS_RESTARTED,
-    EventKind.PERSON_CALLED,
-    EventKind.PAUSED,
-    EventKind.RESUMED,
-    EventKind.WEIGHTS_REFUSED,
+    EventKind.COMPONENT_RESTARTED,
+    EventKind.ONCALL_PAGED,
+    EventKind.RECOVERY_PAUSED,
+    EventKind.RECOVERY_RESUMED,
+    EventKind.WEIGHTS_REJECTED,
     EventKind.JOB_STOP_REQUESTED,
 )
 

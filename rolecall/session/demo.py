@@ -106,7 +106,7 @@ def parse_faults(text: str, known: Mapping[str, Sequence[str]]) -> tuple[str, ..
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strike:
+class ScheduledFault:
     """One fault to come: `kind` (with `how`, if it was given as `kind:how`), so long after the fleet is whole."""
 
     kind: str
@@ -115,12 +115,14 @@ class Strike:
     gap_seconds: float
 
 
-def strikes(seed: int, faults: Sequence[str]) -> Iterator[Strike]:
+def scheduled_faults(seed: int, faults: Sequence[str]) -> Iterator[ScheduledFault]:
     """The faults of a run, the same for the same seed."""
     rng = random.Random(f"rolecall-demo-{seed}")
     for fault in faults:
         kind, _, how = fault.partition(":")
-        yield Strike(kind=kind, how=how or None, seed=rng.randrange(2**31), gap_seconds=rng.uniform(*GAP_SECONDS))
+        yield ScheduledFault(
+            kind=kind, how=how or None, seed=rng.randrange(2**31), gap_seconds=rng.uniform(*GAP_SECONDS)
+        )
 
 
 class Stage(StrEnum):
@@ -152,14 +154,14 @@ class FaultSchedule:
     """Walks WARMING -> (WAITING -> STRUCK)* -> DONE. `tick` returns the strike to make now, if any."""
 
     def __init__(self, seed: int, faults: Sequence[str]) -> None:
-        self._pending = list(strikes(seed, faults))
+        self._pending = list(scheduled_faults(seed, faults))
         self.stage = Stage.WARMING if self._pending else Stage.DONE
         self._strike_at = 0.0
         self._deadline = 0.0
         self._injected_before = 0
         self._kind = ""
 
-    def tick(self, view: View) -> Strike | None:
+    def tick(self, view: View) -> ScheduledFault | None:
         if self.stage is Stage.WARMING and view.whole and view.standbys_ready and view.step >= WARM_STEPS:
             self._arm(view.now)
         elif self.stage is Stage.WAITING and not view.whole:

@@ -16,7 +16,7 @@ from rich.text import Text
 from rolecall.core.text import plain, seconds
 from rolecall.reports.charts import ROLE_ORDER, key_of
 from rolecall.reports.html import headline
-from rolecall.views.snapshot import IncidentRow, ReplicaRow, Snapshot
+from rolecall.views.snapshot import IncidentRow, ReplicaRow, RunSnapshot
 
 CHART_ROWS = 4
 CHART_LABEL = 6  # columns left of the reward curve
@@ -31,7 +31,7 @@ _STYLE = {"serving": "green", "ready": "cyan", "starting": "yellow", "wanted": "
 _SIGN = {"serving": "●", "ready": "○", "starting": "◔", "wanted": "◌", "lost": "✕", "stopped": "·"}
 
 
-def render(snapshot: Snapshot, title: str = "", width: int = 80) -> RenderableType:
+def render(snapshot: RunSnapshot, title: str = "", width: int = 80) -> RenderableType:
     """The whole live view, `width` columns wide."""
     parts: list[RenderableType] = [_head(snapshot, title), Text()]
     parts += _roles(snapshot.replicas)
@@ -45,7 +45,7 @@ def _line(*pieces: tuple[str, str]) -> Text:
     return Text.assemble(*((plain(text), style) for text, style in pieces), no_wrap=True, overflow="ellipsis")
 
 
-def _head(s: Snapshot, title: str) -> Text:
+def _head(s: RunSnapshot, title: str) -> Text:
     state = (
         ("paused: " + s.paused, "bold yellow") if s.paused else (s.ended or "running", "bold" if s.ended else "green")
     )
@@ -77,7 +77,7 @@ def _chip(row: ReplicaRow) -> list[tuple[str, str]]:
     return [(f"{_SIGN.get(row.state, '?')} ", style), (f"{index}{again}{said}   ", "" if row.serves else style)]
 
 
-def _progress(s: Snapshot) -> Text:
+def _progress(s: RunSnapshot) -> Text:
     if s.step < 0:
         return _line((s.note or "starting", "dim"))
     of = f"/{s.num_steps}" if s.num_steps else ""
@@ -138,7 +138,7 @@ def braille(values: Sequence[float], columns: int, rows: int, low: float, high: 
     return ["".join(chr(0x2800 + bits) for bits in row) for row in cells]
 
 
-def _incidents(s: Snapshot, width: int) -> list[RenderableType]:
+def _incidents(s: RunSnapshot, width: int) -> list[RenderableType]:
     parts: list[RenderableType] = []
     for n, incident in enumerate(reversed(s.open_incidents[-OPEN_SHOWN:])):
         age = seconds(max(0.0, s.now - incident.opened_at))
@@ -154,7 +154,7 @@ def _incidents(s: Snapshot, width: int) -> list[RenderableType]:
     closed = s.closed_incidents[-1:] if s.open_incidents else s.closed_incidents
     for incident in reversed(closed):
         took = seconds((incident.closed_at or s.now) - incident.opened_at)
-        sign, style = ("✓", "green") if incident.stage == "cured" else ("✕", "yellow")
+        sign, style = ("✓", "green") if incident.stage == "resolved" else ("✕", "yellow")
         parts.append(_line((f"{sign} {incident.stage} ", style), (f"{_who(incident)} ", ""),
                            (f"{incident.fault_class}, {took}: {incident.because}", "dim")))  # fmt: skip
     return parts
@@ -167,7 +167,7 @@ def _who(incident: IncidentRow) -> str:
 # --- without a terminal -------------------------------------------------------------------------------------------
 
 
-def plain_lines(before: Snapshot | None, now: Snapshot) -> list[str]:
+def plain_lines(before: RunSnapshot | None, now: RunSnapshot) -> list[str]:
     """What to print since the snapshot before: changes first, then one line of progress. No colour, no control character."""
     at = f"{now.elapsed_seconds:7.1f} s  "
     lines = []
@@ -222,8 +222,8 @@ def summary(report: Mapping[str, Any]) -> RenderableType:
 
 def _table(report: Mapping[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    for name in ("", "fault", "target", "named", "found", "cured", "lost"):
-        table.add_column(name, justify="right" if name in ("found", "cured") else "left", overflow="ellipsis")
+    for name in ("", "fault", "target", "named", "found", "resolved", "lost"):
+        table.add_column(name, justify="right" if name in ("found", "resolved") else "left", overflow="ellipsis")
     for n, i in enumerate(report["incidents"]):
         fault = i["fault"]
         kind, target = (fault["kind"], fault["target"]) if fault else (i["fault_class"], "not injected")

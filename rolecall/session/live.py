@@ -10,7 +10,7 @@ from rich.live import Live
 from rolecall.core.journal.journal import Journal
 from rolecall.core.text import plain
 from rolecall.session.display import plain_lines, render
-from rolecall.views.snapshot import Memory, Snapshot
+from rolecall.views.snapshot import RunSnapshot, RunSnapshotProjection
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ class Screen:
     def __init__(self, *, live: bool, title: str, num_steps: int | None = None, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, markup=False)
         self._title = title
-        self._memory = Memory(num_steps=num_steps)
-        self._before: Snapshot | None = None
+        self._memory = RunSnapshotProjection(num_steps=num_steps)
+        self._before: RunSnapshot | None = None
         self._note = ""
         self._said: list[str] = []
         self._size = self._console.size
@@ -47,7 +47,7 @@ class Screen:
         if self._live is None:
             self._print(text)
         elif self._before is None:
-            self._draw(Snapshot(now=0.0, note=text))
+            self._draw(RunSnapshot(now=0.0, note=text))
 
     def say(self, text: str) -> None:
         """Prints a line that stays above what is drawn."""
@@ -72,7 +72,7 @@ class Screen:
             # Whatever is wrong with a picture of the run, the run itself must go on: it is shown again the next time.
             logger.exception("cannot draw at %.1f", now)
 
-    def _draw(self, snapshot: Snapshot) -> None:
+    def _draw(self, snapshot: RunSnapshot) -> None:
         assert self._live is not None
         if self._console.size != self._size:
             # The terminal has moved or wrapped the lines of the last picture: nobody knows where they are now.

@@ -30,7 +30,7 @@ from rolecall.rl_runtime.cluster.supervisor import Supervisor
 from rolecall.session import live
 from rolecall.session.children import Child, rolecall_command
 from rolecall.session.dashboard import DashboardBeside
-from rolecall.session.demo import FaultSchedule, Stage, Strike, View
+from rolecall.session.demo import FaultSchedule, ScheduledFault, Stage, View
 from rolecall.watch.addresses import withdraw
 
 logger = logging.getLogger(__name__)
@@ -188,9 +188,9 @@ class Session:
             return
         if watch.starts > WATCH_RESTARTS_MAX:
             because = f"watch has ended {watch.starts} times, last with {code}: nobody watches this run any more"
-            journal.append(EventKind.PERSON_CALLED, {"because": because, "channel": "log"}, key="watch-gave-up")
+            journal.append(EventKind.ONCALL_PAGED, {"because": because, "channel": "log"}, key="watch-gave-up")
             return
-        journal.append(EventKind.PROCESS_RESTARTED, {"what": "watch", "node": "", "because": f"it ended with {code}"})
+        journal.append(EventKind.COMPONENT_RESTARTED, {"what": "watch", "node": "", "because": f"it ended with {code}"})
         watch.start()
 
     def _end_stuck(self, watch: Child, journal: Journal) -> None:
@@ -208,7 +208,7 @@ class Session:
             watch.process.kill()
             self._late_looks = 0
 
-    def _strike(self, run: RunDir, strike: Strike) -> None:
+    def _strike(self, run: RunDir, strike: ScheduledFault) -> None:
         argv = rolecall_command("inject", str(run.path), "--kind", strike.kind, "--seed", str(strike.seed))
         if strike.how:
             argv += ["--how", strike.how]
@@ -228,7 +228,7 @@ class Session:
         standbys = [r for r in desired if r.startswith(STANDBY_ROLE)]
         opened = journal.events(kinds=[EventKind.INCIDENT_OPENED])
         closed = journal.events(kinds=[EventKind.INCIDENT_CLOSED])
-        restarted = journal.events(kinds=[EventKind.PROCESS_RESTARTED])
+        restarted = journal.events(kinds=[EventKind.COMPONENT_RESTARTED])
         step = journal.last(EventKind.STEP_COMMITTED)
         injections = read_injections(run)
         return View(

@@ -22,9 +22,9 @@ from rolecall.core.ids import replica_id
 from rolecall.core.journal.journal import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
-from rolecall.rl_runtime.algorithms.sampler import Verdict, judge, not_filled
-from rolecall.rl_runtime.protocol.messages import End, Group, Sample, StepResult
-from rolecall.rl_runtime.rollout.engine import Engine, EngineSettings
+from rolecall.rl_runtime.algorithms.sampler import GroupSignal, classify_rewards, not_filled
+from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, StepResult, TrainingSample
+from rolecall.rl_runtime.rollout.engine import EngineSettings, VllmEngine
 from rolecall.rl_runtime.tasks.reward_worker import task_of
 from rolecall.rl_runtime.tasks.task import Task, group_id
 from rolecall.rl_runtime.trainer.model import load_model_folder
@@ -37,7 +37,7 @@ HELD_OUT = 10**9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class GeneratedSequence:
     """A prompt and what has been written behind it."""
 
     prompt: tuple[int, ...]
@@ -45,8 +45,8 @@ class Line:
     logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
 
-    def continued(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> "Line":
-        return Line(
+    def continued(self, tokens: Sequence[int], logprobs: Sequence[float], version: int) -> "GeneratedSequence":
+        return GeneratedSequence(
             prompt=self.prompt,
             tokens=(*self.tokens, *tokens),
             logprobs=(*self.logprobs, *logprobs),
@@ -54,16 +54,16 @@ class Line:
         )
 
 
-class Writer(Protocol):
+class SequenceGenerator(Protocol):
     version: int
 
     def load(self, version: int, weights: Mapping[str, torch.Tensor]) -> None: ...
 
-    def write(self, lines: Sequence[Line], upto: Sequence[int]) -> list[Line]:
+    def write(self, lines: Sequence[GeneratedSequence], upto: Sequence[int]) -> list[GeneratedSequence]:
         """Each line with more tokens: up to the end token, or until it has `upto` of them."""
 
 
-class ModelWriter:
+class ModelSequenceGenerator:
     """The library's model, which has a cache. Lines of one length are written together."""
 
     def __init__(self, folder: Path, *, eos: int, seed: int) -> None:
@@ -76,7 +76,7 @@ class ModelWriter:
         self.version = version
 
     @torch.no_grad()
-    def write(self, lines: Sequence[Line], upto: Sequence[int]) -> list[Line]:
+    def write(self, lines: Sequence[GeneratedSequence], upto: Sequence[int]) -> list[GeneratedSequence]:
         alike: dict[tuple[int, int], list[int]] = {}
         for i, (line, limit) in enumerate(zip(lines, upto, strict=True)):
             alike.setdefault((len(line.prompt) + len(line.tokens), limit - len(line.tokens)), []).append(i)
@@ -86,7 +86,7 @@ class ModelWriter:
                 written[i] = lines[i].continued(tokens, logprobs, self.version)
         return written
 
-    def _more(self, lines: Sequence[Line], limit: int) -> list[tuple[list[int], list[float]]]:
+    def _more(self, lines: Sequence[GeneratedSequence], limit: int) -> list[tuple[list[int], list[float]]]:
         made: list[tuple[list[int], list[float]]] = [([], []) for _ in lines]
         going = list(range(len(lines)))
         tokens = torch.tensor([(*line.prompt, *line.tokens) for line in lines])
@@ -111,11 +111,11 @@ class ModelWriter:
         return made
 
 
-class EngineWriter:
+class EngineSequenceGenerator:
     """A real engine in this process: it computes all lines together, whatever their lengths."""
 
     def __init__(self, folder: Path, *, seed: int, num_seqs_max: int = 128) -> None:
-        self.engine = Engine(EngineSettings(model_dir=str(folder), num_seqs_max=num_seqs_max, seed=seed))
+        self.engine = VllmEngine(EngineSettings(model_dir=str(folder), num_seqs_max=num_seqs_max, seed=seed))
         self.version = -1
         self.num_steps = 0  # forward passes of the engine so far
         self._seed, self._num_written = seed, 0
@@ -124,7 +124,7 @@ class EngineWriter:
         self.engine.load(weights)
         self.version = version
 
-    def write(self, lines: Sequence[Line], upto: Sequence[int]) -> list[Line]:
+    def write(self, lines: Sequence[GeneratedSequence], upto: Sequence[int]) -> list[GeneratedSequence]:
         for i, (line, limit) in enumerate(zip(lines, upto, strict=True)):
             self._num_written += 1
             seed = (self._seed * 1_000_003 + self._num_written) % 2**31
@@ -139,30 +139,30 @@ class EngineWriter:
         return written
 
 
-def sample_of(request_id: str, line: Line, task: Task, *, first_fresh: int = 0) -> Sample:
+def sample_of(request_id: str, line: GeneratedSequence, task: Task, *, first_fresh: int = 0) -> TrainingSample:
     """A line as the trainer wants it; its reward, if it is over."""
-    end = End.CUT
+    end = EndReason.TRUNCATED
     if line.tokens[-1] == task.vocab.eos:
-        end = End.STOP
-    elif len(line.tokens) >= task.max_new_tokens:
-        end = End.LENGTH
-    return Sample(
+        end = EndReason.STOP
+    elif len(line.tokens) >= task.max_response_tokens:
+        end = EndReason.LENGTH
+    return TrainingSample(
         request_id=request_id,
         tokens=line.tokens,
         logprobs=line.logprobs,
         versions=line.versions,
-        reward=0.0 if end is End.CUT else task.reward(line.prompt, line.tokens),
+        reward=0.0 if end is EndReason.TRUNCATED else task.reward(line.prompt, line.tokens),
         end=end,
         first_fresh=first_fresh,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Generated:
+class GeneratedBatch:
     """The groups of one step, and what was generated for it."""
 
-    groups: tuple[Group, ...]
-    over: tuple[Sample, ...]  # all answers that ended, those of filtered groups too
+    groups: tuple[PromptGroup, ...]
+    over: tuple[TrainingSample, ...]  # all answers that ended, those of filtered groups too
     num_groups: int
     num_filtered: int
     num_tokens: int
@@ -173,15 +173,15 @@ class Generated:
         return sum(s.reward for s in self.over) / len(self.over) if self.over else None
 
 
-class Source:
+class BatchGenerator:
     """Gives each step exactly its groups. The same for the same writer."""
 
-    def __init__(self, job: JobConfig, task: Task, writer: Writer) -> None:
+    def __init__(self, job: JobConfig, task: Task, writer: SequenceGenerator) -> None:
         self._task, self._writer, self._algorithm = task, writer, job.algorithm
         self._step = self._number = 0
-        self._open: dict[int, Line] = {}  # prompt number -> an answer that its next window goes on with
+        self._open: dict[int, GeneratedSequence] = {}  # prompt number -> an answer that its next window goes on with
 
-    def generate(self) -> Generated:
+    def generate(self) -> GeneratedBatch:
         """For one step.
 
         Raises:
@@ -196,7 +196,7 @@ class Source:
         else:
             kept = made = self._groups(a.groups_per_step)
         samples = [s for g in made for s in g.samples]
-        return Generated(
+        return GeneratedBatch(
             groups=tuple(kept),
             over=tuple(s for s in samples if s.is_over),
             num_groups=len(made),
@@ -204,10 +204,10 @@ class Source:
             num_tokens=sum(len(s.tokens) - s.first_fresh for s in samples),
         )
 
-    def _filtered(self, step: int) -> tuple[list[Group], list[Group]]:
+    def _filtered(self, step: int) -> tuple[list[PromptGroup], list[PromptGroup]]:
         """(those of the step, all that were generated for it)."""
-        a, made, kept, spare = self._algorithm, list[Group](), list[Group](), list[Group]()
-        verdicts = Counter[Verdict]()
+        a, made, kept, spare = self._algorithm, list[PromptGroup](), list[PromptGroup](), list[PromptGroup]()
+        verdicts = Counter[GroupSignal]()
         while (missing := a.groups_per_step - len(kept)) > 0:
             room = a.refills_max * a.groups_per_step - len(made)
             if room == 0 and a.at_refill_limit == "fail":
@@ -215,10 +215,10 @@ class Source:
             if room == 0:
                 return [*kept, *spare[-missing:]], made
             for group in self._groups(min(missing, room)):
-                verdict = judge([s.reward for s in group.samples], a.filter_by)
+                verdict = classify_rewards([s.reward for s in group.samples], a.filter_by)
                 made.append(group)
-                (kept if verdict is Verdict.TEACHES else spare).append(group)
-                verdicts[verdict] += verdict is not Verdict.TEACHES
+                (kept if verdict is GroupSignal.INFORMATIVE else spare).append(group)
+                verdicts[verdict] += verdict is not GroupSignal.INFORMATIVE
         return kept, made
 
     def _next(self, count: int) -> Iterator[int]:
@@ -226,29 +226,29 @@ class Source:
             yield self._number
             self._number += 1
 
-    def _groups(self, count: int) -> list[Group]:
+    def _groups(self, count: int) -> list[PromptGroup]:
         size = self._algorithm.group_size
         prompts = [self._task.prompt(n) for n in self._next(count)]
-        lines = [Line(prompt=p.tokens) for p in prompts for _ in range(size)]
-        written = self._writer.write(lines, [self._task.max_new_tokens] * len(lines))
+        lines = [GeneratedSequence(prompt=p.tokens) for p in prompts for _ in range(size)]
+        written = self._writer.write(lines, [self._task.max_response_tokens] * len(lines))
         groups = []
         for i, prompt in enumerate(prompts):
             own = enumerate(written[i * size : (i + 1) * size])
             samples = tuple(sample_of(f"{prompt.group_id}.{k}", line, self._task) for k, line in own)
-            groups.append(Group(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=samples))
+            groups.append(PromptGroup(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=samples))
         return groups
 
-    def _windows(self, window_tokens: int) -> list[Group]:
+    def _windows(self, window_tokens: int) -> list[PromptGroup]:
         for number in self._next(self._algorithm.groups_per_step - len(self._open)):
-            self._open[number] = Line(prompt=self._task.prompt(number).tokens)
-        before, longest = list(self._open.items()), self._task.max_new_tokens
+            self._open[number] = GeneratedSequence(prompt=self._task.prompt(number).tokens)
+        before, longest = list(self._open.items()), self._task.max_response_tokens
         upto = [min(longest, len(line.tokens) + window_tokens) for _, line in before]
         groups = []
         for (number, old), line in zip(before, self._writer.write([x for _, x in before], upto), strict=True):
             start = len(old.tokens)
             name = group_id(number, start)
             sample = sample_of(f"{name}.0", line, self._task, first_fresh=start)
-            groups.append(Group(group_id=name, prompt_tokens=line.prompt, samples=(sample,)))
+            groups.append(PromptGroup(group_id=name, prompt_tokens=line.prompt, samples=(sample,)))
             self._open[number] = line
             if sample.is_over:
                 del self._open[number]
@@ -256,35 +256,35 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class LearningCurvePoint:
     """One step of a learning curve."""
 
     step: int
     reward: float | None  # of the answers that ended, as the task gave it; None: none did
     exact: float | None  # share of them that are exact
-    generated: Generated
+    generated: GeneratedBatch
     result: StepResult
     write_seconds: float
     train_seconds: float
 
 
-def examine(writer: Writer, task: Task, *, num_prompts: int) -> tuple[float, float]:
+def examine(writer: SequenceGenerator, task: Task, *, num_prompts: int) -> tuple[float, float]:
     """(mean reward, share of exact answers) of whole answers to prompts of numbers that no step ever had."""
     prompts = [task.prompt(HELD_OUT + n).tokens for n in range(num_prompts)]
-    written = writer.write([Line(prompt=p) for p in prompts], [task.max_new_tokens] * num_prompts)
+    written = writer.write([GeneratedSequence(prompt=p) for p in prompts], [task.max_response_tokens] * num_prompts)
     rewards = [task.reward(line.prompt, line.tokens) for line in written]
     return sum(rewards) / num_prompts, sum(r == 1.0 for r in rewards) / num_prompts
 
 
 def learn(
-    job: JobConfig, writer: Writer, *, num_steps: int, staleness: int, clock: Clock | None = None
-) -> Iterator[Point]:
+    job: JobConfig, writer: SequenceGenerator, *, num_steps: int, staleness: int, clock: Clock | None = None
+) -> Iterator[LearningCurvePoint]:
     """Trains one replica, step by step; samples are made by the weights of `staleness` versions ago.
 
     Between two points `writer` holds the weights that made the last one's samples.
     """
     clock = clock or SystemClock()
-    source = Source(job, task_of(job), writer)
+    source = BatchGenerator(job, task_of(job), writer)
     trainer = TrainerReplica(replica=TRAINER, incarnation=1, job=job)
     trainer.join(1, 1, 0, 1, "127.0.0.1", 0)
     versions = deque([(0, trainer.policy_tensors(0))], maxlen=staleness + 1)
@@ -299,7 +299,7 @@ def learn(
             result = trainer.train_step(1, 1, step, work, [m.microbatch_id for m in work], LEDGER, [TRAINER])
             versions.append((step + 1, trainer.policy_tensors(step + 1)))
             exact = sum(s.reward == 1.0 for s in made.over) / len(made.over) if made.over else None
-            yield Point(
+            yield LearningCurvePoint(
                 step=step,
                 reward=made.reward,
                 exact=exact,

@@ -25,7 +25,7 @@ FLEET = ("controller/0", "reward/0", "reward/1", "rollout/0", "rollout/1", "roll
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class FakeObservation:
     """An observation of the fake source: only when it was."""
 
     wall_at: float
@@ -37,13 +37,13 @@ class FakeSource:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
-    def poll(self, timeout_seconds: float) -> Look:
+    def poll(self, timeout_seconds: float) -> FakeObservation:
         del timeout_seconds
-        return Look(wall_at=self._clock.wall())
+        return FakeObservation(wall_at=self._clock.wall())
 
 
 @dataclass(slots=True)
-class _Process:
+class _FakeReplicaProcess:
     incarnation: int
     state: ReplicaState
     next_at: float  # monotonic: when it takes its next step up
@@ -69,12 +69,12 @@ class FakeRuntime:
         self.starts_that_die: dict[str, int] = {}  # replica -> how many of its next starts end before work
         self.starts_that_hang: dict[str, int] = {}  # replica -> how many of its next starts never get ready
         self.reports_losses = True
-        self.processes: dict[str, _Process] = {}
+        self.processes: dict[str, _FakeReplicaProcess] = {}
         self.replaced: list[tuple[str, int]] = []  # (replica, incarnation that was taken down), in order
         for number, replica in enumerate(replicas):
             node = NodeId(f"node-{number}")
             journal.set_desired(Desired(replica=ReplicaId(replica), incarnation=1, node=node))
-            self.processes[replica] = _Process(incarnation=1, state=ReplicaState.SERVING, next_at=0.0)
+            self.processes[replica] = _FakeReplicaProcess(incarnation=1, state=ReplicaState.SERVING, next_at=0.0)
             self._write(replica, node)
 
     def inject(self, replica: str, fault: FaultClass) -> None:
@@ -111,7 +111,7 @@ class FakeRuntime:
         self.starts_that_hang[replica] = max(0, hangs - 1)
         self.starts_that_die[replica] = max(0, dies - 1) if dies else self.starts_that_die.get(replica, 0)
         rises_at = float("inf") if hangs else now + self.ready_seconds
-        self.processes[replica] = _Process(
+        self.processes[replica] = _FakeReplicaProcess(
             incarnation=desired.incarnation,
             state=ReplicaState.STARTING,
             next_at=rises_at,
@@ -119,7 +119,7 @@ class FakeRuntime:
         )
         self._write(replica, desired.node)
 
-    def _rise(self, replica: str, process: _Process, now: float) -> None:
+    def _rise(self, replica: str, process: _FakeReplicaProcess, now: float) -> None:
         if process.dies_starting:
             self.inject(replica, FaultClass.CRASH)
             return
@@ -241,7 +241,7 @@ class KillSwitch:
         return result
 
 
-class MortalJournal(Journal):
+class KillableJournal(Journal):
     """A journal whose every write passes a `KillSwitch`."""
 
     def __init__(self, url: str, *, clock: FakeClock, switch: KillSwitch) -> None:
@@ -260,31 +260,33 @@ class MortalJournal(Journal):
 
     def append(self, kind: EventKind, body: Mapping[str, Any] | None = None, **more: Any) -> Event:
         event: Event = self._switch.around(
-            f"append {kind}", lambda: super(MortalJournal, self).append(kind, body, **more)
+            f"append {kind}", lambda: super(KillableJournal, self).append(kind, body, **more)
         )
         return event
 
     def acquire(self, name: str, holder: str, ttl_seconds: float) -> Lease | None:
         lease: Lease | None = self._switch.around(
-            "acquire", lambda: super(MortalJournal, self).acquire(name, holder, ttl_seconds)
+            "acquire", lambda: super(KillableJournal, self).acquire(name, holder, ttl_seconds)
         )
         return lease
 
     def release(self, lease: Lease) -> None:
-        self._switch.around("release", lambda: super(MortalJournal, self).release(lease))
+        self._switch.around("release", lambda: super(KillableJournal, self).release(lease))
 
     def set_desired(self, record: Desired, **more: Any) -> bool:
-        done: bool = self._switch.around("set_desired", lambda: super(MortalJournal, self).set_desired(record, **more))
+        done: bool = self._switch.around(
+            "set_desired", lambda: super(KillableJournal, self).set_desired(record, **more)
+        )
         return done
 
     def set_flag(self, name: str, value: str | None) -> None:
-        self._switch.around(f"set_flag {name}", lambda: super(MortalJournal, self).set_flag(name, value))
+        self._switch.around(f"set_flag {name}", lambda: super(KillableJournal, self).set_flag(name, value))
 
     def save_window(self, incident_id: str, name: str, value: Any) -> None:
-        self._switch.around("save_window", lambda: super(MortalJournal, self).save_window(incident_id, name, value))
+        self._switch.around("save_window", lambda: super(KillableJournal, self).save_window(incident_id, name, value))
 
 
-class MortalActuator:
+class KillableActuator:
     """An actuator whose every action passes a `KillSwitch`, and is counted."""
 
     def __init__(self, inner: Actuator, switch: KillSwitch) -> None:

@@ -1,7 +1,7 @@
 """A fleet in one process for tests of the loop: scripted deaths, hangs and slow answers, in simulated time.
 
 `SimulatedLoop` jumps over every wait, so that minutes of a run take a second and the same seed gives the same run.
-`Fleet` plays Ray (calls that die, hang and lose answers), the supervisor and recovery (replaces what is dead or hung)
+`SimulatedFleet` plays Ray (calls that die, hang and lose answers), the supervisor and recovery (replaces what is dead or hung)
 around the controller's real code, a real journal and a real ledger. The fakes check what they are asked to do, and
 keep what tests compare: which microbatches entered the optimizer, which tokens and rewards were trained on.
 """
@@ -19,17 +19,17 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.ids import GroupId, NodeId, ReplicaId, replica_id, split_replica
 from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.rl_runtime.protocol.clients import ReplicaGone
-from rolecall.rl_runtime.protocol.messages import CommitRecord, End, Group, Holder, Manifest, Microbatch
+from rolecall.rl_runtime.protocol.clients import ReplicaExited
+from rolecall.rl_runtime.protocol.messages import CommitRecord, EndReason, Holder, Manifest, Microbatch, PromptGroup
 from rolecall.rl_runtime.tasks.task import group_start
 from rolecall.testing.runtime_roles import (
-    Answers,
     Collective,
     FakeReward,
     FakeRollout,
     FakeTrainer,
+    FakeWeightPull,
     Member,
-    Pull,
+    ScriptedResponses,
     expected_logprob,
 )
 
@@ -66,7 +66,7 @@ def run_simulated(clock: FakeClock, main: Coroutine[Any, Any, Any]) -> Any:
 
 
 @dataclass(eq=False)
-class Process:
+class SimulatedProcess:
     """One incarnation's process."""
 
     member: Member
@@ -82,7 +82,7 @@ class Process:
 class FakeClient:
     """Calls that take a moment, hang with their process, and lose their answer when it dies."""
 
-    def __init__(self, fleet: "Fleet", process: Process, on_effect: Callable[[str], None]) -> None:
+    def __init__(self, fleet: "SimulatedFleet", process: SimulatedProcess, on_effect: Callable[[str], None]) -> None:
         self.replica, self.incarnation = process.member
         self._fleet, self._process, self._on_effect = fleet, process, on_effect
 
@@ -102,7 +102,7 @@ class FakeClient:
         try:
             await asyncio.wait({work, dies}, return_when=asyncio.FIRST_COMPLETED)
             if process.dead.is_set():
-                raise ReplicaGone(replica=self.replica, incarnation=self.incarnation, because="killed")
+                raise ReplicaExited(replica=self.replica, incarnation=self.incarnation, because="killed")
             return work.result()
         finally:
             for task in (work, dies):
@@ -118,24 +118,30 @@ class FakeClient:
         return result
 
 
-BODIES: Mapping[str, Callable[["Fleet", Member], FakeTrainer | FakeRollout | FakeReward]] = {
+BODIES: Mapping[str, Callable[["SimulatedFleet", Member], FakeTrainer | FakeRollout | FakeReward]] = {
     "trainer": FakeTrainer,
     "rollout": FakeRollout,
     "reward": FakeReward,
 }
 
 
-class Fleet:
+class SimulatedFleet:
     """All fake processes, and who looks after them. Time in seconds of the simulated loop."""
 
     def __init__(
-        self, job: JobConfig, journal: Journal, seed: int, *, recovers: bool = True, answers: Answers | None = None
+        self,
+        job: JobConfig,
+        journal: Journal,
+        seed: int,
+        *,
+        recovers: bool = True,
+        answers: ScriptedResponses | None = None,
     ) -> None:
         self.job, self.journal, self.rng = job, journal, random.Random(seed)
-        self.answers = answers or Answers()
+        self.answers = answers or ScriptedResponses()
         self.recovers = recovers
         self.dead_seconds, self.hung_seconds, self.spawn_seconds = 0.2, 3.0, 1.0
-        self.processes: dict[Member, Process] = {}
+        self.processes: dict[Member, SimulatedProcess] = {}
         self.collectives: dict[int, Collective] = {}
         self.checkpoints: dict[int, tuple[CommitRecord, str]] = {}
         self.optimizer: dict[int, dict[str, CommitRecord]] = {}
@@ -146,12 +152,12 @@ class Fleet:
         """Of these, tokens that stand before the request's window: their engine was lost, and the controller with it."""
         self.offsets_asked: Counter[str] = Counter()
         """Request -> tokens that a controller had of it when it asked for more."""
-        self.pulls: list[Pull] = []
+        self.pulls: list[FakeWeightPull] = []
         self.started_over: list[str] = []
         """Requests that were submitted with fewer tokens than a controller had had of them."""
         self.contexts_lost: list[str] = []
         """Windows that were submitted without all that stands before them."""
-        self.used: dict[GroupId, tuple[int, int, End]] = {}
+        self.used: dict[GroupId, tuple[int, int, EndReason]] = {}
         """Group -> which tokens of its (last) sample were fresh when it was last trained on, and how they end."""
         self.problems: list[str] = []
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -180,13 +186,13 @@ class Fleet:
             for index in range(count):
                 self.start(replica_id(role, index), 1)
 
-    def start(self, replica: ReplicaId, incarnation: int) -> Process:
+    def start(self, replica: ReplicaId, incarnation: int) -> SimulatedProcess:
         """A process that is READY at once, wanted by the border."""
         because = "" if incarnation == 1 else "replaced"
         self.journal.set_desired(
             Desired(replica=replica, incarnation=incarnation, node=NodeId("node-0"), because=because)
         )
-        process = Process((replica, incarnation), None)
+        process = SimulatedProcess((replica, incarnation), None)
         self.processes[process.member] = process
         process.body = BODIES[split_replica(replica)[0]](self, process.member)
         self.journal.set_actual(self._actual(process.member, ReplicaState.READY))
@@ -195,10 +201,10 @@ class Fleet:
     def _actual(self, member: Member, state: ReplicaState, because: str = "") -> Actual:
         return Actual(replica=member[0], incarnation=member[1], node=NodeId("node-0"), state=state, because=because)
 
-    def newest(self, replica: str) -> Process:
+    def newest(self, replica: str) -> SimulatedProcess:
         return max((p for m, p in self.processes.items() if m[0] == replica), key=lambda p: p.member[1])
 
-    def kill(self, replica: str) -> Process:
+    def kill(self, replica: str) -> SimulatedProcess:
         """SIGKILL."""
         process = self.newest(replica)
         process.body.die()
@@ -207,7 +213,7 @@ class Fleet:
         self.spawn(self._recover(process, self.dead_seconds))
         return process
 
-    def hang(self, replica: str) -> Process:
+    def hang(self, replica: str) -> SimulatedProcess:
         """SIGSTOP. Recovery, if it works, kills and replaces it after a while."""
         process = self.newest(replica)
         process.running.clear()
@@ -218,7 +224,7 @@ class Fleet:
         """SIGCONT: it goes on where it was, and answers what it was asked meanwhile."""
         self.newest(replica).running.set()
 
-    async def _recover(self, process: Process, seconds: float) -> None:
+    async def _recover(self, process: SimulatedProcess, seconds: float) -> None:
         replica, incarnation = process.member
         if not self.recovers:
             return
@@ -238,7 +244,7 @@ class Fleet:
     def connect(self, record: Actual, on_effect: Callable[[str], None] = lambda _: None) -> FakeClient:
         process = self.processes.get((record.replica, record.incarnation))
         if process is None or process.dead.is_set():
-            raise ReplicaGone(replica=record.replica, incarnation=record.incarnation, because="no such process")
+            raise ReplicaExited(replica=record.replica, incarnation=record.incarnation, because="no such process")
         return FakeClient(self, process, on_effect)
 
     def holds(self, holder: Holder, manifest: Manifest) -> bool:
@@ -265,7 +271,7 @@ class Fleet:
                 seed = request_seed_of(self.job.seed, sample.request_id)
                 assert sample.request_id == f"{group.group_id}.{n}"
                 whole = self.answers.tokens(seed)
-                wanted = whole[: len(sample.tokens)] if sample.end is End.CUT else whole
+                wanted = whole[: len(sample.tokens)] if sample.end is EndReason.TRUNCATED else whole
                 assert sample.tokens == wanted, f"{sample.request_id}: tokens were lost or doubled"
                 assert len(sample.tokens) == len(sample.logprobs) == len(sample.versions)
                 logprobs = tuple(expected_logprob(v, at) for at, v in enumerate(sample.versions))
@@ -278,7 +284,7 @@ class Fleet:
                 assert sample.first_fresh == group_start(group.group_id)
                 self.used[group.group_id] = (sample.first_fresh, len(sample.tokens), sample.end)
 
-    def check_filter(self, group: Group) -> None:
+    def check_filter(self, group: PromptGroup) -> None:
         """With dynamic sampling no group is trained on that teaches nothing."""
         algorithm = self.job.algorithm
         if algorithm.dynamic_sampling and algorithm.at_refill_limit == "fail":

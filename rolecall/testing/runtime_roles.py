@@ -1,6 +1,6 @@
 """Fake replicas of each role, for tests of the controller's loop: what they make can be told apart, token by token.
 
-They check what they are asked to do, and note in the fleet (`testing.Fleet`) what tests compare.
+They check what they are asked to do, and note in the fleet (`testing.SimulatedFleet`) what tests compare.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from rolecall.rl_runtime.protocol.policy_health import HealthSums, health
 from rolecall.rl_runtime.tasks.task import group_start
 
 if TYPE_CHECKING:
-    from rolecall.testing.runtime_fleet import Fleet, Process
+    from rolecall.testing.runtime_fleet import SimulatedFleet, SimulatedProcess
 
 Member = tuple[ReplicaId, int]
 TOKENS_PER_SECOND = 40.0
@@ -43,7 +43,7 @@ def expected_reward(tokens: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class ScriptedResponses:
     """What the fakes' model says to each prompt, and what that is worth: functions of the seed, whoever asks."""
 
     longest: int = MAX_NEW_TOKENS
@@ -64,10 +64,10 @@ def expected_logprob(version: int, position: int) -> float:
     return -1.0 - version / 1000.0 - position / 1_000_000.0
 
 
-class _Body:
+class _FakeReplica:
     """What all fakes share."""
 
-    def __init__(self, fleet: "Fleet", member: Member) -> None:
+    def __init__(self, fleet: "SimulatedFleet", member: Member) -> None:
         self.fleet, self.replica, self.incarnation = fleet, *member
         self.info_raises: list[Exception] = []
         """Scripted: what the next questions for `info` or `ready` meet."""
@@ -100,9 +100,9 @@ def fake_manifest(version: int, lineage: str) -> protocol.Manifest:
 class Collective:
     """The process group of one epoch: a barrier that fails for all when one of them is gone."""
 
-    def __init__(self, fleet: "Fleet", epoch: int, size: int) -> None:
+    def __init__(self, fleet: "SimulatedFleet", epoch: int, size: int) -> None:
         self.fleet, self.epoch, self.size = fleet, epoch, size
-        self.joined: dict[Member, Process] = {}
+        self.joined: dict[Member, SimulatedProcess] = {}
         self.left: set[Member] = set()
         self._arrived: dict[str, dict[Member, Any]] = {}
 
@@ -126,10 +126,10 @@ class Collective:
         return arrived
 
 
-class FakeTrainer(_Body):
+class FakeTrainer(_FakeReplica):
     """Keeps gradients of an interrupted step, reduces in a collective, commits when all agree."""
 
-    def __init__(self, fleet: "Fleet", member: Member) -> None:
+    def __init__(self, fleet: "SimulatedFleet", member: Member) -> None:
         super().__init__(fleet, member)
         self.commit, self.has_state = protocol.first_commit(), member[1] == 1
         self.lineage = "first"
@@ -285,10 +285,10 @@ class FakeTrainer(_Body):
 
 
 @dataclass
-class Held:
+class FakeRequest:
     """A request in a fake engine."""
 
-    request: protocol.Request
+    request: protocol.GenerationRequest
     answer: tuple[int, ...]
     tokens: list[int]
     logprobs: list[float]
@@ -298,11 +298,11 @@ class Held:
     @property
     def whole(self) -> tuple[int, ...]:
         """What it has in the end."""
-        return self.answer[: self.request.max_new_tokens]
+        return self.answer[: self.request.max_response_tokens]
 
 
 @dataclass(frozen=True)
-class Pull:
+class FakeWeightPull:
     """Weights that a rollout took over."""
 
     version: int
@@ -311,13 +311,13 @@ class Pull:
     begun: float  # seconds of the simulated loop; it takes UPDATE_SECONDS
 
 
-class FakeRollout(_Body):
+class FakeRollout(_FakeReplica):
     """Generates the fleet's `answers` at a fixed rate, under whatever version it holds."""
 
-    def __init__(self, fleet: "Fleet", member: Member) -> None:
+    def __init__(self, fleet: "SimulatedFleet", member: Member) -> None:
         super().__init__(fleet, member)
         self.version, self.manifest_digest = -1, ""
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, FakeRequest] = {}
         self.bad_proofs = 0
         self.bad_logprob: float | None = None
         """What it says of every token instead of the right number."""
@@ -344,7 +344,7 @@ class FakeRollout(_Body):
                 context = min(count, max(0, group_start(h.request.group_id) - start))
                 self.fleet.context_made[h.request.request_id] += context
 
-    def _chunk(self, h: Held, offset: int) -> protocol.TokenChunk:
+    def _chunk(self, h: FakeRequest, offset: int) -> protocol.TokenChunk:
         finished = len(h.tokens) == len(h.whole)
         ends = len(h.tokens) == len(h.answer)
         return protocol.TokenChunk(
@@ -372,7 +372,7 @@ class FakeRollout(_Body):
             tokens_generated=self.generated,
         )
 
-    def submit(self, incarnation: int, requests: Sequence[protocol.Request]) -> None:
+    def submit(self, incarnation: int, requests: Sequence[protocol.GenerationRequest]) -> None:
         self._check(incarnation)
         assert self.version >= 0, "an engine without proven weights was given work"
         now = asyncio.get_running_loop().time()
@@ -384,7 +384,7 @@ class FakeRollout(_Body):
             if r.request_id not in self.held:
                 answer = self.fleet.answers.tokens(r.seed)
                 assert r.prefix_tokens == answer[: len(r.prefix_tokens)], "a prefix lost tokens"
-                self.held[r.request_id] = Held(
+                self.held[r.request_id] = FakeRequest(
                     r, answer, list(r.prefix_tokens), list(r.prefix_logprobs), list(r.prefix_versions), now
                 )
 
@@ -410,26 +410,26 @@ class FakeRollout(_Body):
         for request_id in request_ids:
             self.held.pop(request_id, None)
 
-    def list_requests(self, incarnation: int) -> list[tuple[protocol.Request, protocol.TokenChunk]]:
+    def list_requests(self, incarnation: int) -> list[tuple[protocol.GenerationRequest, protocol.TokenChunk]]:
         self._check(incarnation)
         self._catch_up()
         return [(h.request, self._chunk(h, 0)) for h in self.held.values()]
 
     async def update_weights(
         self, incarnation: int, epoch: int, manifest: protocol.Manifest, holders: Sequence[protocol.Holder]
-    ) -> protocol.Proof:
+    ) -> protocol.WeightProof:
         self._check(incarnation)
         if not any(self.fleet.holds(h, manifest) for h in holders):
             raise WireError(f"no holder of version {manifest.policy_version} answers")
         begun = asyncio.get_running_loop().time()
         await asyncio.sleep(UPDATE_SECONDS)
-        self.fleet.pulls.append(Pull(manifest.policy_version, self.replica, holders[0].replica, begun))
+        self.fleet.pulls.append(FakeWeightPull(manifest.policy_version, self.replica, holders[0].replica, begun))
         self._catch_up()
         self.version, self.manifest_digest = manifest.policy_version, manifest.digest
         received = manifest.digest
         if self.bad_proofs:
             self.bad_proofs, received = self.bad_proofs - 1, "0" * 64
-        return protocol.Proof(
+        return protocol.WeightProof(
             replica=self.replica,
             incarnation=self.incarnation,
             epoch=epoch,
@@ -446,13 +446,13 @@ class FakeRollout(_Body):
         )
 
 
-class FakeReward(_Body):
-    def __init__(self, fleet: "Fleet", member: Member) -> None:
+class FakeReward(_FakeReplica):
+    def __init__(self, fleet: "SimulatedFleet", member: Member) -> None:
         super().__init__(fleet, member)
         self.answers: list[Any] = []
         """Scripted: an exception to raise, or a wrong answer, for the next calls."""
 
-    async def score(self, incarnation: int, groups: Sequence[protocol.Group]) -> list[list[float]]:
+    async def score(self, incarnation: int, groups: Sequence[protocol.PromptGroup]) -> list[list[float]]:
         self._check(incarnation)
         await asyncio.sleep(0.01)
         if self.answers:
@@ -477,7 +477,7 @@ class FakeCertifier:
     def judge(
         self,
         manifest: protocol.Manifest,
-        proof: protocol.Proof,
+        proof: protocol.WeightProof,
         *,
         incarnation: int | None = None,
         epoch: int | None = None,

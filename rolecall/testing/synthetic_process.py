@@ -16,7 +16,7 @@ THROTTLED_READ_SECONDS = 2.0 - 1e-6
 
 
 @dataclass(slots=True)
-class Fault:
+class FakeFault:
     """What is wrong with a process. `share`: of CPU time left (duty_cycle, cpu_quota); `factor`: of unit_delay."""
 
     kind: str
@@ -33,7 +33,7 @@ class FakeProcess:
     incarnation: int
     unit_seconds: Callable[[], float]  # CPU seconds of the next unit
     replica: str = ""
-    fault: Fault | None = None
+    fault: FakeFault | None = None
     alive: bool = True
     phase: str = Phase.START
     phase_since: float = 0.0

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, HostSample, Phase, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.testing.synthetic_process import HANGS, SLOWNESSES, WALL_OFFSET, FakeProcess, Fault
+from rolecall.testing.synthetic_process import HANGS, SLOWNESSES, WALL_OFFSET, FakeFault, FakeProcess
 
-__all__ = ["HANGS", "SLOWNESSES", "FakeFleet", "FakeProcess", "Fault", "Load"]
+__all__ = ["HANGS", "SLOWNESSES", "FakeFault", "FakeFleet", "FakeProcess", "Load"]
 
 TICK_SECONDS = 0.02
 SAMPLE_TICKS = 10  # the agents sample every 0.2 s

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.policy_health import BY_NAME, signs_of
-from rolecall.views.incidents import Joined, Story
+from rolecall.core.policy_health import BY_NAME, policy_health_of
+from rolecall.views.incidents import IncidentSummary, MatchedIncidents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def _finite(value: float) -> float | None:
 def training_began(events: Iterable[Event]) -> float | None:
     """When a trainer and a rollout were members of an epoch together for the first time, wall seconds."""
     for event in events:
-        if event.kind is EventKind.EPOCH_GROWN:
+        if event.kind is EventKind.EPOCH_ADVANCED:
             roles = {str(replica).partition("/")[0] for replica, _ in event.body.get("members", ())}
             if {"trainer", "rollout"} <= roles:
                 return event.wall_at
@@ -93,7 +93,7 @@ def steps(events: Iterable[Event]) -> list[Step]:
                 loss=_number(body.get("loss")),
                 epoch=int(body.get("epoch") or 0),
                 num_tokens=int(body.get("tokens") or 0),
-                signs=signs_of(body),
+                signs=policy_health_of(body),
             )
     return [found[n] for n in sorted(found)]
 
@@ -104,7 +104,7 @@ def health(committed: Sequence[Step]) -> dict[str, list[float | None]]:
     return {name: [_finite(step.signs.get(name, math.nan)) for step in committed] for name in told}
 
 
-def losses(joined: Joined, end: float) -> list[Loss]:
+def losses(joined: MatchedIncidents, end: float) -> list[Loss]:
     """What each incident, and each fault that nobody noticed, took from whom."""
     found = []
     for story in joined.stories:
@@ -116,7 +116,7 @@ def losses(joined: Joined, end: float) -> list[Loss]:
     return [loss for loss in found if loss.until > loss.since]
 
 
-def _loss(story: Story, replica: str, end: float) -> Loss:
+def _loss(story: IncidentSummary, replica: str, end: float) -> Loss:
     until = story.serving_at if story.serving_at is not None else story.ends_at
     stalled = story.step_committed_at if story.step_committed_at is not None else until
     return Loss(

@@ -20,8 +20,8 @@ from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis, Plan, Suspect
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.views.injections import Fault
-from rolecall.views.lifetimes import Key, Life
+from rolecall.views.injections import InjectedFault
+from rolecall.views.lifetimes import IncarnationRecord, Key
 
 CLOCK_SLACK_SECONDS = 0.05
 """The injector writes down its moment after it acted: a finding may stand this much before it."""
@@ -47,7 +47,7 @@ class Replacement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Story:
+class IncidentSummary:
     """One incident, from fault to close. Times are wall seconds, None when it never came to that."""
 
     incident_id: str
@@ -65,9 +65,9 @@ class Story:
     closed_because: str = ""
     suspects: tuple[Suspect, ...] = ()  # all that were ever named: knowledge grows, and a replacement may fail too
     targets: frozenset[Key] = frozenset()  # all that were ever to be replaced
-    fault: Fault | None = None
+    fault: InjectedFault | None = None
     named_right: bool | None = None  # None without a fault
-    further_faults: tuple[Fault, ...] = ()  # of what this incident had made itself: cured with it, or not
+    further_faults: tuple[InjectedFault, ...] = ()  # of what this incident had made itself: cured with it, or not
     replacements: tuple[Replacement, ...] = ()
     requests_resumed_at: float | None = None
     step_committed_at: float | None = None
@@ -99,7 +99,7 @@ class Story:
 
     @property
     def cured(self) -> bool:
-        return self.outcome == "cured" and self.cured_at is not None
+        return self.outcome == "resolved" and self.cured_at is not None
 
     @property
     def ends_at(self) -> float | None:
@@ -154,9 +154,9 @@ class Story:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    stories: tuple[Story, ...]
-    missed: tuple[Fault, ...]
+class MatchedIncidents:
+    stories: tuple[IncidentSummary, ...]
+    missed: tuple[InjectedFault, ...]
     false_alarms: tuple[str, ...]  # incident ids
 
 
@@ -167,12 +167,12 @@ def suspect_name(suspect: Suspect) -> str:
     return suspect.replica if suspect.incarnation is None else f"{suspect.replica}#{suspect.incarnation}"
 
 
-def tell(
+def summarize_incidents(
     events: Sequence[Event],
-    known: Mapping[Key, Life],
-    faults: Sequence[Fault],
+    known: Mapping[Key, IncarnationRecord],
+    faults: Sequence[InjectedFault],
     steps_undone: Mapping[int, float] | None = None,
-) -> Joined:
+) -> MatchedIncidents:
     """All incidents with their faults and times.
 
     `steps_undone`: optimizer step -> wall time at which its groups were marked undone (from the ledger).
@@ -183,7 +183,7 @@ def tell(
     for story in stories:
         told = replace(story, replacements=_replacements(story, known))
         finished.append(_work_lost(told, work, steps_undone or {}))
-    return Joined(stories=tuple(finished), missed=tuple(missed), false_alarms=tuple(false_alarms))
+    return MatchedIncidents(stories=tuple(finished), missed=tuple(missed), false_alarms=tuple(false_alarms))
 
 
 def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:
@@ -205,22 +205,24 @@ def _plan_of(event: Event) -> Plan | None:
     return Plan.from_dict(body) if isinstance(body, dict) else None
 
 
-def _fold(events: Iterable[Event]) -> dict[str, Story]:
-    stories: dict[str, Story] = {}
+def _fold(events: Iterable[Event]) -> dict[str, IncidentSummary]:
+    stories: dict[str, IncidentSummary] = {}
     for event in events:
         which = event.incident_id
         if not which:
             continue
         if event.kind is _K.INCIDENT_OPENED:
             diagnosis = Diagnosis.from_dict(event.body["diagnosis"])
-            story = Story(incident_id=which, opened_at=event.wall_at, diagnosis=diagnosis, suspects=diagnosis.suspects)
+            story = IncidentSummary(
+                incident_id=which, opened_at=event.wall_at, diagnosis=diagnosis, suspects=diagnosis.suspects
+            )
             stories.setdefault(which, story)
         elif which in stories:
             stories[which] = _after(stories[which], event)
     return stories
 
 
-def _after(story: Story, event: Event) -> Story:
+def _after(story: IncidentSummary, event: Event) -> IncidentSummary:
     because = str(event.body.get("because", ""))
     match event.kind:
         case _K.INCIDENT_UPDATED:
@@ -229,11 +231,11 @@ def _after(story: Story, event: Event) -> Story:
             first = story.diagnosis
             newest = replace(newest, detected_at=first.detected_at, onset=first.onset)
             return replace(story, diagnosis=newest, suspects=(*story.suspects, *newest.suspects))
-        case _K.PLAN_MADE:
+        case _K.PLAN_CREATED:
             plan = _plan_of(event) or story.plan
             more = {(str(t.replica), t.incarnation) for t in plan.targets} if plan else set()
             return replace(story, plan=plan, num_plans=story.num_plans + 1, targets=story.targets | more)
-        case _K.PLAN_HELD:
+        case _K.PLAN_BLOCKED:
             return replace(story, held=(*story.held, because))
         case _K.ACTION_STARTED:
             return replace(story, action_started_at=story.action_started_at or event.wall_at)
@@ -248,7 +250,7 @@ def _after(story: Story, event: Event) -> Story:
             return story
 
 
-def _names(story: Story, fault: Fault) -> bool:
+def _names(story: IncidentSummary, fault: InjectedFault) -> bool:
     for suspect in story.suspects:
         process = suspect.process
         if process is not None and fault.pid and len(fault.hit) == 1:
@@ -261,7 +263,9 @@ def _names(story: Story, fault: Fault) -> bool:
     return False
 
 
-def _join(stories: Sequence[Story], faults: Sequence[Fault]) -> tuple[list[Story], list[Fault], list[str]]:
+def _join(
+    stories: Sequence[IncidentSummary], faults: Sequence[InjectedFault]
+) -> tuple[list[IncidentSummary], list[InjectedFault], list[str]]:
     told = {s.incident_id: s for s in stories}
     free = [s.incident_id for s in sorted(stories, key=lambda s: s.detected_at)]
     left = list(faults)
@@ -281,23 +285,23 @@ def _join(stories: Sequence[Story], faults: Sequence[Fault]) -> tuple[list[Story
     join(right=True)
     for fault in list(left):
         for story in told.values():
-            if _hit_its_replacement(story, fault):
+            if _affects_replacement(story, fault):
                 told[story.incident_id] = replace(story, further_faults=(*story.further_faults, fault))
                 left.remove(fault)
                 break
     join(right=False)
     # A request that a person made is no alarm.
-    alarms = [w for w in free if "person" not in told[w].diagnosis.detectors]
+    alarms = [w for w in free if "operator" not in told[w].diagnosis.detectors]
     return list(told.values()), left, alarms
 
 
-def _hit_its_replacement(story: Story, fault: Fault) -> bool:
+def _affects_replacement(story: IncidentSummary, fault: InjectedFault) -> bool:
     """Whether a fault struck, while the incident was open, what it had put in the place of its first suspect."""
     during = story.opened_at <= fault.injected_at <= (story.closed_at or float("inf"))
     return during and len(fault.hit) == 1 and (fault.target, fault.incarnation) in story.targets
 
 
-def _replacements(story: Story, known: Mapping[Key, Life]) -> tuple[Replacement, ...]:
+def _replacements(story: IncidentSummary, known: Mapping[Key, IncarnationRecord]) -> tuple[Replacement, ...]:
     if story.plan is None or story.action_started_at is None:
         return ()
     found = []
@@ -321,7 +325,7 @@ class _Work:
     """Events that tell of work, by time: each incident looks at its own span, and not through the whole journal."""
 
     def __init__(self, events: Iterable[Event]) -> None:
-        kinds = (_K.REQUESTS_MOVED, _K.STEP_INTERRUPTED, _K.STEP_COMMITTED)
+        kinds = (_K.REQUESTS_REASSIGNED, _K.STEP_INTERRUPTED, _K.STEP_COMMITTED)
         self._events = sorted((e for e in events if e.kind in kinds), key=lambda e: e.wall_at)
         self._times = [e.wall_at for e in self._events]
 
@@ -331,14 +335,14 @@ class _Work:
         return sorted(found, key=lambda e: e.seq)
 
 
-def _work_lost(story: Story, work: _Work, steps_undone: Mapping[int, float]) -> Story:
+def _work_lost(story: IncidentSummary, work: _Work, steps_undone: Mapping[int, float]) -> IncidentSummary:
     """What the fault cost: tokens, steps, and when the work that it interrupted went on."""
     hurt = {s.replica for s in story.diagnosis.suspects if s.replica} | set(story.fault.hit if story.fault else ())
     since = story.began_at - CLOCK_SLACK_SECONDS
     until = story.ends_at if story.ends_at is not None else float("inf")
     during = work.between(since, until)
     named = {(s.replica, s.incarnation) for s in story.diagnosis.suspects}
-    moved = [e for e in during if e.kind is _K.REQUESTS_MOVED and _moved_from(e, hurt, named)]
+    moved = [e for e in during if e.kind is _K.REQUESTS_REASSIGNED and _moved_from(e, hurt, named)]
     undone = [step for step, at in steps_undone.items() if since <= at <= until]
     return replace(
         story,

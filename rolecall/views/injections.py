@@ -8,7 +8,7 @@ HELPER_KINDS = ("agent-", "watch-")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class InjectedFault:
     """One line of the injector's log."""
 
     kind: str
@@ -35,7 +35,7 @@ class Fault:
         return {**{name: getattr(self, name) for name in self.__slots__}, "targets": list(self.hit)}
 
 
-def parse_injections(text: str) -> list[Fault]:
+def parse_injections(text: str) -> list[InjectedFault]:
     """The injector's log, oldest first. A last line that is still being written is left out.
 
     Raises:
@@ -52,11 +52,11 @@ def parse_injections(text: str) -> list[Fault]:
     return sorted(faults, key=lambda f: f.injected_at)
 
 
-def _fault(d: Any) -> Fault:
+def _fault(d: Any) -> InjectedFault:
     if not isinstance(d, dict):
         raise TypeError("not a mapping")
     incarnation = d.get("incarnation")
-    return Fault(
+    return InjectedFault(
         kind=str(d["kind"]),
         target=str(d["target"]),
         injected_at=float(d["injected_at"]),

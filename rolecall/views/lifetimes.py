@@ -18,7 +18,7 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Life:
+class IncarnationRecord:
     """One incarnation of one replica. Times are wall seconds, None when it never came to that."""
 
     replica: str
@@ -87,11 +87,13 @@ class PidsKept:
         }
 
 
-def lives(events: Iterable[Event], actual: Mapping[tuple[ReplicaId, int], Actual]) -> dict[Key, Life]:
+def incarnation_records(
+    events: Iterable[Event], actual: Mapping[tuple[ReplicaId, int], Actual]
+) -> dict[Key, IncarnationRecord]:
     """Every incarnation that the journal knows of."""
-    found: dict[Key, Life] = {}
+    found: dict[Key, IncarnationRecord] = {}
     for event in events:
-        if event.kind is EventKind.EPOCH_GROWN:
+        if event.kind is EventKind.EPOCH_ADVANCED:
             for replica, incarnation in event.body.get("members", ()):
                 _note(found, str(replica), int(incarnation), "serving_at", event.wall_at, only_if_not=("rollout",))
         elif event.kind in _STAMPS and "replica" in event.body:
@@ -105,7 +107,7 @@ def lives(events: Iterable[Event], actual: Mapping[tuple[ReplicaId, int], Actual
                 found[replica, incarnation] = replace(life, because=life.because or str(body.get("because", "")))
     for record in actual.values():
         key = (str(record.replica), record.incarnation)
-        life = found.get(key, Life(replica=key[0], incarnation=key[1]))
+        life = found.get(key, IncarnationRecord(replica=key[0], incarnation=key[1]))
         if not life.pid:
             life = replace(life, node=str(record.node), pid=record.pid, start_ticks=record.start_ticks)
         if life.serving_at is None and record.state is ReplicaState.SERVING:
@@ -124,16 +126,21 @@ _STAMPS = {
 
 
 def _note(
-    found: dict[Key, Life], replica: str, incarnation: int, stamp: str, at: float, only_if_not: tuple[str, ...] = ()
+    found: dict[Key, IncarnationRecord],
+    replica: str,
+    incarnation: int,
+    stamp: str,
+    at: float,
+    only_if_not: tuple[str, ...] = (),
 ) -> None:
     """The first time of each kind stands."""
-    life = found.setdefault((replica, incarnation), Life(replica=replica, incarnation=incarnation))
+    life = found.setdefault((replica, incarnation), IncarnationRecord(replica=replica, incarnation=incarnation))
     if getattr(life, stamp) is None and life.role not in only_if_not:
         changes: dict[str, Any] = {stamp: at}
         found[replica, incarnation] = replace(life, **changes)
 
 
-def _filled(life: Life, body: Mapping[str, Any]) -> Life:
+def _filled(life: IncarnationRecord, body: Mapping[str, Any]) -> IncarnationRecord:
     return replace(
         life,
         node=str(body.get("node", life.node)),
@@ -149,7 +156,7 @@ def _index(replica: str) -> int:
 
 
 def pids_kept(
-    known: Mapping[Key, Life],
+    known: Mapping[Key, IncarnationRecord],
     ready: Sequence[Event],
     named: frozenset[Key],
     struck: frozenset[Key],
@@ -170,11 +177,11 @@ def pids_kept(
             wrong.append(f"{_name(key)} was pid {seen[key][0]} and became pid {process[0]} under the same incarnation")
     elsewhere = {life.process for life in known.values() if life.role != STANDBY_ROLE}
 
-    def went_on(life: Life) -> bool:
+    def went_on(life: IncarnationRecord) -> bool:
         """A standby's process that lives on under the name of the replica it replaced."""
         return life.role == STANDBY_ROLE and life.process in elsewhere
 
-    by_replica: dict[str, list[Life]] = {}
+    by_replica: dict[str, list[IncarnationRecord]] = {}
     for life in known.values():
         by_replica.setdefault(life.replica, []).append(life)
     kept = 0

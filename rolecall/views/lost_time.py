@@ -20,8 +20,8 @@ from itertools import pairwise
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.views.ettr import Loss, losses, training_began
-from rolecall.views.incidents import CLOCK_SLACK_SECONDS, Joined, Story, tell
-from rolecall.views.lifetimes import lives
+from rolecall.views.incidents import CLOCK_SLACK_SECONDS, IncidentSummary, MatchedIncidents, summarize_incidents
+from rolecall.views.lifetimes import incarnation_records
 
 SETTLE_SECONDS = 600.0
 """Slow replicas are found within minutes; panels, the slowest of all, lead to no action and so to no loss."""
@@ -33,9 +33,9 @@ Cause = tuple[str, str]
 
 _K = EventKind
 RETAINED = frozenset(
-    {_K.EPOCH_GROWN, _K.STEP_COMMITTED, _K.STEP_INTERRUPTED, _K.REQUESTS_MOVED, _K.WEIGHTS_ADMITTED}
+    {_K.EPOCH_ADVANCED, _K.STEP_COMMITTED, _K.STEP_INTERRUPTED, _K.REQUESTS_REASSIGNED, _K.WEIGHTS_ADMITTED}
     | {_K.REPLICA_STARTING, _K.REPLICA_READY, _K.REPLICA_LOST, _K.REPLICA_STOPPED}
-    | {_K.INCIDENT_OPENED, _K.INCIDENT_UPDATED, _K.PLAN_MADE, _K.ACTION_STARTED, _K.ACTION_FAILED}
+    | {_K.INCIDENT_OPENED, _K.INCIDENT_UPDATED, _K.PLAN_CREATED, _K.ACTION_STARTED, _K.ACTION_FAILED}
     | {_K.INCIDENT_VERIFIED, _K.INCIDENT_CLOSED}
 )
 """What the story of an incident is told from."""
@@ -52,7 +52,7 @@ class CausedLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Account:
+class EttrAccount:
     """Seconds since training began; `lost` and `effective_seconds` add up to `training_seconds`."""
 
     training_seconds: float
@@ -106,7 +106,7 @@ def _first_of_each(found: Iterable[CausedLoss]) -> list[CausedLoss]:
 
 
 @dataclass
-class LostTime:
+class EttrAccumulator:
     """Owned by one reader, who gives it every event once, in order."""
 
     num_rollouts: int
@@ -122,7 +122,7 @@ class LostTime:
     _settled_until: float = 0.0
     _settled: dict[Cause, float] = field(default_factory=dict)
 
-    def take(self, event: Event) -> Story | None:
+    def take(self, event: Event) -> IncidentSummary | None:
         """Returns the story of an incident that this event closes."""
         if self._began_at is None:
             self._began_at = training_began([event])
@@ -149,7 +149,7 @@ class LostTime:
             return story
         return None
 
-    def account(self, now: float) -> Account | None:
+    def account(self, now: float) -> EttrAccount | None:
         """None before training began. `now`: wall seconds."""
         if self._began_at is None:
             return None
@@ -161,7 +161,7 @@ class LostTime:
         lost = dict(self._settled)
         for cause, seconds in self._between(self._settled_until, end, known).items():
             lost[cause] = lost.get(cause, 0.0) + seconds
-        return Account(training_seconds=max(0.0, end - self._began_at), lost=lost)
+        return EttrAccount(training_seconds=max(0.0, end - self._began_at), lost=lost)
 
     def _between(self, start: float, end: float, lost: Sequence[CausedLoss]) -> dict[Cause, float]:
         return lost_between(start, end, lost, num_rollouts=self.num_rollouts, num_trainers=self.num_trainers)
@@ -179,14 +179,14 @@ class LostTime:
         self._settled_until = until
         self._losses = [c for c in self._losses if c.loss.until > until]
 
-    def _stories(self, which: Iterable[str]) -> list[Story]:
+    def _stories(self, which: Iterable[str]) -> list[IncidentSummary]:
         """Of incidents that can be told: one whose events lack what their kinds have costs nothing, and stops nobody."""
-        found: list[Story] = []
+        found: list[IncidentSummary] = []
         for incident in which:
             since = self._open[incident] - CLOCK_SLACK_SECONDS
             events = [e for e in self._events if e.incident_id in (None, incident) and e.wall_at >= since]
             with suppress(LookupError, TypeError, ValueError):
-                found += tell(events, lives(events, {}), ()).stories
+                found += summarize_incidents(events, incarnation_records(events, {}), ()).stories
         return found
 
 
@@ -204,9 +204,9 @@ def _began_at(opened: Event) -> float:
     return opened.wall_at
 
 
-def _caused(stories: Iterable[Story], end: float) -> list[CausedLoss]:
+def _caused(stories: Iterable[IncidentSummary], end: float) -> list[CausedLoss]:
     return [
         CausedLoss(loss=loss, fault=str(story.diagnosis.fault_class))
         for story in stories
-        for loss in losses(Joined(stories=(story,), missed=(), false_alarms=()), end)
+        for loss in losses(MatchedIncidents(stories=(story,), missed=(), false_alarms=()), end)
     ]

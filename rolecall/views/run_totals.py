@@ -13,11 +13,11 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.rows import DamagedLine
-from rolecall.core.policy_health import signs_of
+from rolecall.core.policy_health import policy_health_of
 from rolecall.recovery.incidents.incident import PERSON
 from rolecall.views.ettr import Step, steps
-from rolecall.views.incidents import Story
-from rolecall.views.lost_time import LostTime
+from rolecall.views.incidents import IncidentSummary
+from rolecall.views.lost_time import EttrAccumulator
 
 PAGE_EVENTS = 5_000
 PAGES_A_LOOK = 20
@@ -34,7 +34,7 @@ _K = EventKind
 class RunAccount:
     """Everything counted since the journal's first line. Owned by one thread."""
 
-    lost_time: LostTime
+    lost_time: EttrAccumulator
     events: Counter[str] = field(default_factory=Counter)  # by kind
     started_at: float | None = None
     ended: bool = False
@@ -45,7 +45,7 @@ class RunAccount:
     )  # of the newest step, those that it had (core/policy_health.py)
     num_tokens: int = 0
     epoch: int = 0
-    requests_moved: int = 0
+    requests_reassigned: int = 0
     tokens_kept: int = 0
     tokens_lost: int = 0
     checkpoint_at: float | None = None
@@ -53,8 +53,8 @@ class RunAccount:
     opened: Counter[tuple[str, str]] = field(default_factory=Counter)  # by role of the first suspect, class of fault
     found: Counter[str] = field(default_factory=Counter)  # by detector
     closed: Counter[str] = field(default_factory=Counter)  # by outcome
-    finding_seconds: dict[str, "Took"] = field(default_factory=dict)  # by role
-    cure_seconds: dict[str, "Took"] = field(default_factory=dict)
+    finding_seconds: dict[str, "DurationTotal"] = field(default_factory=dict)  # by role
+    cure_seconds: dict[str, "DurationTotal"] = field(default_factory=dict)
     plans: Counter[str] = field(default_factory=Counter)  # by action
     held: Counter[str] = field(default_factory=Counter)  # by guard
     decided: Counter[str] = field(default_factory=Counter)
@@ -83,12 +83,12 @@ class RunAccount:
             case _K.STEP_COMMITTED:
                 (self.step,) = steps([event])
                 self.num_tokens += self.step.num_tokens
-                self.signs = signs_of(body)
+                self.signs = policy_health_of(body)
                 self.staleness = None if body.get("staleness") is None else float(body["staleness"])
-            case _K.EPOCH_GROWN:
+            case _K.EPOCH_ADVANCED:
                 self.epoch = int(body["epoch"])
-            case _K.REQUESTS_MOVED:
-                self.requests_moved += int(body.get("num_requests", 0))
+            case _K.REQUESTS_REASSIGNED:
+                self.requests_reassigned += int(body.get("num_requests", 0))
                 self.tokens_kept += int(body.get("tokens_kept", 0))
                 self.tokens_lost += int(body.get("tokens_lost", 0))
             case _K.CHECKPOINT_WRITTEN:
@@ -97,7 +97,7 @@ class RunAccount:
                 self.policy_versions[str(body["replica"])] = int(body["policy_version"])
             case _K.NODE_QUARANTINED:
                 self.quarantined.add(str(body["node"]))
-            case _K.NODE_RETURNED:
+            case _K.NODE_RETURNED_TO_SERVICE:
                 self.quarantined.discard(str(body["node"]))
 
     def _take_incident(self, event: Event) -> None:
@@ -107,13 +107,13 @@ class RunAccount:
                 self._opened(Diagnosis.from_dict(body["diagnosis"]))
             case _K.INCIDENT_CLOSED:
                 self.closed[str(body["outcome"])] += 1
-            case _K.PLAN_MADE:
+            case _K.PLAN_CREATED:
                 plan = Plan.from_dict(body["plan"])
                 self.plans[str(plan.action)] += 1
                 self._remember(event, plan)
-            case _K.PLAN_HELD:
+            case _K.PLAN_BLOCKED:
                 self.held[str(body["guard"])] += 1
-            case _K.PLAN_APPROVED | _K.PLAN_REJECTED | _K.PLAN_LAPSED:
+            case _K.PLAN_APPROVED | _K.PLAN_REJECTED | _K.PLAN_EXPIRED:
                 self.decided[str(event.kind).removeprefix("plan_")] += 1
             case _K.ACTION_STARTED:
                 self.actions[self._action(event), "started"] += 1
@@ -121,7 +121,7 @@ class RunAccount:
                 self.actions[self._action(event), "done"] += 1
             case _K.ACTION_FAILED:
                 self.actions[self._action(event), str(body["failure"])] += 1
-            case _K.DIAGNOSIS_MARKED:
+            case _K.DIAGNOSIS_REVIEWED:
                 self.marks[str(event.incident_id)] = str(body["verdict"])
 
     def _opened(self, d: Diagnosis) -> None:
@@ -129,12 +129,12 @@ class RunAccount:
         self.opened[role, str(d.fault_class)] += 1
         self.found.update(d.detectors)
         if PERSON not in d.detectors:  # a request has no onset
-            self.finding_seconds.setdefault(role, Took()).add(max(0.0, d.detected_at - d.onset))
+            self.finding_seconds.setdefault(role, DurationTotal()).add(max(0.0, d.detected_at - d.onset))
 
-    def _closed(self, story: Story) -> None:
+    def _closed(self, story: IncidentSummary) -> None:
         seconds = story.since_finding(story.cured_at)
         if story.cured and seconds is not None:
-            self.cure_seconds.setdefault(self._role(story.diagnosis), Took()).add(seconds)
+            self.cure_seconds.setdefault(self._role(story.diagnosis), DurationTotal()).add(seconds)
 
     def _role(self, d: Diagnosis) -> str:
         role = role_of(d)
@@ -153,7 +153,7 @@ class RunAccount:
 
 
 @dataclass(slots=True)
-class Took:
+class DurationTotal:
     """How long something took: all together, how often, and the newest."""
 
     seconds: float = 0.0
@@ -170,7 +170,7 @@ def role_of(d: Diagnosis) -> str:
 
 
 def run_account(job: JobConfig) -> RunAccount:
-    return RunAccount(lost_time=LostTime(num_rollouts=job.roles.rollout, num_trainers=job.roles.trainer))
+    return RunAccount(lost_time=EttrAccumulator(num_rollouts=job.roles.rollout, num_trainers=job.roles.trainer))
 
 
 class JournalReader:

@@ -1,4 +1,4 @@
-"""What the terminal shows of a running job, as one frozen value made from the journal. Pure but for `Memory`, which
+"""What the terminal shows of a running job, as one frozen value made from the journal. Pure but for `RunSnapshotProjection`, which
 one loop owns: it keeps what it has read, so that each look reads only what is new.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.core.policy_health import signs_of
+from rolecall.core.policy_health import policy_health_of
 
 RATE_SECONDS, RATE_STEPS = 15.0, 3.0
 """Tokens per second are a mean over this long, and over so many steps where those take longer: a stall shows within it."""
@@ -46,7 +46,7 @@ class IncidentRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class RunSnapshot:
     """Times are wall seconds."""
 
     now: float
@@ -77,8 +77,8 @@ class Snapshot:
 
 
 _STAGES: Mapping[EventKind, str] = {
-    _K.PLAN_MADE: "planned",
-    _K.PLAN_HELD: "held",
+    _K.PLAN_CREATED: "planned",
+    _K.PLAN_BLOCKED: "held",
     _K.PLAN_PROPOSED: "waits for approval",
     _K.HOLD_PLACED: "held by a person",
     _K.HOLD_LIFTED: "hold lifted",
@@ -90,7 +90,7 @@ _STAGES: Mapping[EventKind, str] = {
 
 
 @dataclass
-class Memory:
+class RunSnapshotProjection:
     """What was read so far."""
 
     num_steps: int | None = None
@@ -123,7 +123,7 @@ class Memory:
                 self.num_steps = self.num_steps or body.get("num_steps")
             case _K.RUN_ENDED:
                 self.ended = str(body.get("outcome", "ended"))
-            case _K.EPOCH_GROWN:
+            case _K.EPOCH_ADVANCED:
                 self.epoch = int(body.get("epoch", 0))
             case _K.STEP_COMMITTED:
                 self.step = int(body["step"])
@@ -133,7 +133,7 @@ class Memory:
                 self.commits.append((event.wall_at, int(body.get("tokens") or 0)))
                 if body.get("reward") is not None:
                     self.rewards.append(float(body["reward"]))
-                self.signs = signs_of(body)
+                self.signs = policy_health_of(body)
                 self.loss = None if body.get("loss") is None else float(body["loss"])
             case _ if event.incident_id:
                 self._incident(event)
@@ -176,9 +176,9 @@ class Memory:
         current: Mapping[ReplicaId, Actual],
         paused: str | None,
         note: str = "",
-    ) -> Snapshot:
+    ) -> RunSnapshot:
         """The value to show at `now` (wall seconds)."""
-        return Snapshot(
+        return RunSnapshot(
             now=now,
             started_at=self.started_at,
             step=self.step,

@@ -27,12 +27,12 @@ AGENT_JOB, WATCH_JOB = "rolecall-agent", "rolecall-watch"
 LOOPBACK = "127.0.0.1"
 
 
-class Address(NamedTuple):
+class ListenAddress(NamedTuple):
     host: str
     port: int
 
 
-def parse_address(text: str) -> Address:
+def parse_address(text: str) -> ListenAddress:
     """`HOST:PORT`, `[IPv6]:PORT`; port 0 is any free one.
 
     Raises:
@@ -45,11 +45,11 @@ def parse_address(text: str) -> Address:
         host = port = None
     if not host or port is None or parts.netloc != text or parts.username is not None:
         raise ConfigError([f"--metrics: {text!r} is not HOST:PORT, as {LOOPBACK}:9478 or [::1]:9478"])
-    return Address(host, port)
+    return ListenAddress(host, port)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Serving:
+class ServedEndpoint:
     """A process and what it serves."""
 
     url: str
@@ -61,25 +61,25 @@ class Serving:
         return process_start_ticks(self.pid) == self.start_ticks
 
 
-def own(url: str) -> Serving:
+def own(url: str) -> ServedEndpoint:
     pid = os.getpid()
-    return Serving(url=url, pid=pid, start_ticks=process_start_ticks(pid) or 0)
+    return ServedEndpoint(url=url, pid=pid, start_ticks=process_start_ticks(pid) or 0)
 
 
-def serving(run: RunDir) -> Serving | None:
+def serving(run: RunDir) -> ServedEndpoint | None:
     """The living watch whose address stands in `watch.json`."""
     try:
         value = json.loads((run.path / WATCH_FILE).read_text())
-        found = Serving(url=str(value["url"]), pid=int(value["pid"]), start_ticks=int(value["start_ticks"]))
+        found = ServedEndpoint(url=str(value["url"]), pid=int(value["pid"]), start_ticks=int(value["start_ticks"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found if found.alive else None
 
 
-class Announced:
+class EndpointAnnouncement:
     """Owned by one thread of one watch."""
 
-    def __init__(self, run: RunDir, me: Serving) -> None:
+    def __init__(self, run: RunDir, me: ServedEndpoint) -> None:
         self._run, self._me = run, me
         self._written: list[dict[str, Any]] | None = None
 

@@ -13,7 +13,7 @@ from rolecall.recovery.loop import LEASE_NAME
 APPROVE = "approve"
 
 
-def approving(job: JobConfig, journal: Journal) -> JobConfig:
+def with_required_approval(job: JobConfig, journal: Journal) -> JobConfig:
     """The job, with mode approve.
 
     Raises:
@@ -23,7 +23,7 @@ def approving(job: JobConfig, journal: Journal) -> JobConfig:
         raise ConfigError(
             ["--approve: recovery.mode is observe in the job file, so nothing may be done; set it to approve there"]
         )
-    lease, taken = journal.lease(LEASE_NAME), journal.last(EventKind.LEASE_TAKEN)
+    lease, taken = journal.lease(LEASE_NAME), journal.last(EventKind.LEASE_ACQUIRED)
     held = lease is not None and lease.holder != "" and lease.expires_at > journal.clock.wall()
     mode = str(taken.body.get("mode")) if taken is not None else "unknown"
     if lease is not None and held and mode != APPROVE:

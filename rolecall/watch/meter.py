@@ -37,7 +37,7 @@ class Meter:
 class MeteredSource:
     """`source`, and how long it waited, whom it cannot reach, how old its news is."""
 
-    def __init__(self, source: interfaces.Source, meter: Meter, num_agents: Callable[[], int]) -> None:
+    def __init__(self, source: interfaces.ObservationSource, meter: Meter, num_agents: Callable[[], int]) -> None:
         self._source, self._meter, self._num_agents = source, meter, num_agents
 
     def poll(self, timeout_seconds: float) -> Any:

@@ -25,11 +25,11 @@ from rolecall.recovery.guards import AT_ONCE, HOLD, HOUR_SECONDS
 from rolecall.recovery.incidents.incident import (
     UNDECIDED,
     UNDER_REPAIR,
+    ActionFailure,
     Decision,
-    Failure,
     Incident,
+    IncidentOutcome,
     IncidentState,
-    Outcome,
     evictions,
 )
 from rolecall.views.run_totals import RunAccount
@@ -42,7 +42,7 @@ NAME_CHARS_MAX = 120
 NUM_SUSPECTS_MAX = 1_000
 NUM_UNREACHABLE_MAX = 1_000
 VERDICTS = ("right", "wrong")
-OUTCOMES = ("started", "done", *map(str, Failure))
+OUTCOMES = ("started", "done", *map(str, ActionFailure))
 RECENT_SECONDS = 120.0
 """A scrape a minute sees each incident twice."""
 K = TypeVar("K")
@@ -183,7 +183,7 @@ def _counted(account: RunAccount, roles: list[str]) -> Iterator[MetricValue]:
     for detector, number in sorted(account.found.items()):
         yield _value("incidents_found_total", number, detector)
     for name, tally, closed_set in (
-        ("incidents_closed_total", account.closed, Outcome),
+        ("incidents_closed_total", account.closed, IncidentOutcome),
         ("plans_total", account.plans, ActionKind),
         ("plans_held_total", account.held, GUARDS),
         ("plans_decided_total", account.decided, Decision),
@@ -192,7 +192,7 @@ def _counted(account: RunAccount, roles: list[str]) -> Iterator[MetricValue]:
             yield _value(name, tally[key], key)
     for pair in _with(account.actions, ((str(a), o) for a in ACTIONS for o in OUTCOMES)):
         yield _value("actions_total", account.actions[pair], *pair)
-    yield _value("persons_called_total", account.events[EventKind.PERSON_CALLED])
+    yield _value("persons_called_total", account.events[EventKind.ONCALL_PAGED])
     for what, took in (("finding", account.finding_seconds), ("cure", account.cure_seconds)):
         for role in sorted({*roles, *took}):
             one = took.get(role)
@@ -229,7 +229,7 @@ def run_values(
     yield _value("run_steps_interrupted_total", account.events[EventKind.STEP_INTERRUPTED])
     yield _value("run_tokens_total", account.num_tokens)
     yield _value("run_epoch", account.epoch)
-    yield _value("run_requests_moved_total", account.requests_moved)
+    yield _value("run_requests_moved_total", account.requests_reassigned)
     yield _value("run_tokens_kept_total", account.tokens_kept)
     yield _value("run_tokens_lost_total", account.tokens_lost)
     yield from _known("run_start_timestamp_seconds", account.started_at)

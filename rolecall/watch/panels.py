@@ -31,14 +31,14 @@ from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 from rolecall.detector.live.merging import Merger
-from rolecall.detector.panels.membership import PanelWatch
+from rolecall.detector.panels.membership import PanelFollower
 from rolecall.detector.panels.panel import Panel, PanelDetector, PanelShape
 from rolecall.detector.panels.source import PanelSource, RecordingSource, Stopped, Tick, panel_key
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.agent_panels import AgentsPanels
 from rolecall.detector.sources.prometheus import PrometheusSource
 from rolecall.detector.sources.prometheus_api import Client
-from rolecall.detector.sources.prometheus_queries import Labels, Query, catalogue_queries, dcgm_queries
+from rolecall.detector.sources.prometheus_queries import Labels, MetricQuery, catalogue_queries, dcgm_queries
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class QueriesConfig(Section):
     """Ask for what rolecall's agents and dcgm-exporter expose, too."""
 
 
-def load_queries(path: Path) -> tuple[Query, ...]:
+def load_queries(path: Path) -> tuple[MetricQuery, ...]:
     """Raises ConfigError: the file cannot be read, is not YAML, or has problems."""
     try:
         with path.open(encoding="utf-8") as file:
@@ -115,7 +115,7 @@ def load_queries(path: Path) -> tuple[Query, ...]:
         problems = [f"{'.'.join(map(str, x['loc'])) or '(top)'}: {x['msg']}" for x in e.errors()]
         raise ConfigError(problems, str(path)) from None
     own = [
-        Query(metric=name, expression=q.expression, labels=Labels(**dict(q.labels or config.labels)))
+        MetricQuery(metric=name, expression=q.expression, labels=Labels(**dict(q.labels or config.labels)))
         for name, q in config.queries.items()
     ]
     if not own and not config.defaults:
@@ -123,16 +123,16 @@ def load_queries(path: Path) -> tuple[Query, ...]:
     return (*own, *(_default_queries() if config.defaults else ()))
 
 
-def _default_queries() -> tuple[Query, ...]:
+def _default_queries() -> tuple[MetricQuery, ...]:
     return (*catalogue_queries(), *dcgm_queries())
 
 
-def parse_query(text: str) -> Query:
+def parse_query(text: str) -> MetricQuery:
     """`name=EXPR` of the command line. Raises ConfigError."""
     name, equals, expression = text.partition("=")
     if not equals or not name.strip() or not expression.strip():
         raise ConfigError([f"--query: expected NAME=EXPRESSION, got {text[:80]!r}"])
-    return Query(metric=name.strip(), expression=expression.strip())
+    return MetricQuery(metric=name.strip(), expression=expression.strip())
 
 
 def authorization(path: Path | None, environ: Mapping[str, str]) -> str:
@@ -246,7 +246,7 @@ def watch(
     source: PanelSource, detectors: Sequence[PanelDetector], *, out: Out, as_json: bool, stopped: Stopped, where: str
 ) -> int:
     """Tells every diagnosis as it comes. 1 if there was one, else 0. Raises UnreadableInput: `where` gave no tick."""
-    watches = [PanelWatch(d) for d in detectors]
+    watches = [PanelFollower(d) for d in detectors]
     merger = Merger()
     found, ticks = 0, 0
     for tick in source.ticks(stopped):

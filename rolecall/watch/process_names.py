@@ -31,22 +31,22 @@ REPLICA_MAX = 999_999
 Named = TypeVar("Named", ProcessSample, AgentEvent)
 
 
-class Source(Protocol):
+class UpstreamSource(Protocol):
     def poll(self, timeout_seconds: float) -> Observation: ...
 
 
 @dataclass(slots=True)
-class _Held:
+class _ReplicaHolder:
     node: str
     at: float  # wall seconds of the watch
 
 
-class OnePlaceEach:
+class UniqueReplicaSource:
     """A source that passes on what another hears, each place with one holder. Called from one thread."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: UpstreamSource) -> None:
         self._source = source
-        self._held: dict[tuple[str, int], _Held] = {}
+        self._held: dict[tuple[str, int], _ReplicaHolder] = {}
         self._renamed: dict[tuple[str, str], str] = {}  # node, replica as its agent says -> as it is called here
 
     def poll(self, timeout_seconds: float) -> Observation:
@@ -69,7 +69,7 @@ class OnePlaceEach:
             self._held = {p: h for p, h in self._held.items() if now - h.at <= HELD_SECONDS}
         # A clock that was set back must not make a place held for an hour.
         if held is None or held.node == node or not 0.0 <= now - held.at <= HELD_SECONDS:
-            self._held[place] = _Held(node, now)
+            self._held[place] = _ReplicaHolder(node, now)
             return
         number = zlib.crc32(f"{node} {replica}".encode()) % REPLICA_MAX + 1
         self._renamed[node, replica] = other = f"{split_replica(replica)[0]}/{number}"

@@ -28,24 +28,24 @@ from rolecall.core.journal.rows import reading
 from rolecall.core.rundir import RunDir, bearer_token, write_atomically
 from rolecall.core.text import plain
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.fusion import on_panels_alone
 from rolecall.detector.live.stages.run_panels import RunPanels
-from rolecall.detector.live.subject import Subject
+from rolecall.detector.live.subject import MonitoredProcess
 from rolecall.detector.panels.registry import detector as panel_detector
 from rolecall.detector.sources.agents import AgentsSource
-from rolecall.recovery.actuators.observe_only import Nothing
+from rolecall.recovery.actuators.observe_only import NoopActuator
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
-from rolecall.recovery.incident_store import Book
+from rolecall.recovery.incident_store import IncidentProjection
 from rolecall.recovery.interfaces import Notifier
 from rolecall.recovery.loop import holder_name
 from rolecall.recovery.notifications.webhook import LogNotifier, WebhookNotifier
 from rolecall.recovery.operators import commands
-from rolecall.watch.addresses import LOOPBACK, Address
-from rolecall.watch.approval_mode import approving
+from rolecall.watch.addresses import LOOPBACK, ListenAddress
+from rolecall.watch.approval_mode import with_required_approval
 from rolecall.watch.evidence.pull import EvidencePull
 from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
-from rolecall.watch.process_names import OnePlaceEach
+from rolecall.watch.process_names import UniqueReplicaSource
 from rolecall.watch.server import WatchServer
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def agent_urls(run: RunDir) -> dict[str, str]:
     return found
 
 
-class _Listed:
+class _AgentList:
     """The list of agents as the source asks for it, and the newest one for whoever else wants it: asking anew may take
     long, and is not for several threads."""
 
@@ -99,7 +99,7 @@ def _own_bearer(run: RunDir) -> str:
         return ""
 
 
-class _Remembering:
+class _PersistentDetector:
     """Detectors, and on disk what the engine has learned, so that the next watch can take it up. Panels begin anew."""
 
     def __init__(
@@ -117,10 +117,10 @@ class _Remembering:
         self._parts: Iterator[str | None] | None = None
         self._pulled = pulled
         self._panels = RunPanels(panel_detector())
-        self._detector = Detector(job.detector, roles)
+        self._detector = LiveDetector(job.detector, roles)
         try:
             state = json.loads(self._path.read_text())
-            self._detector = Detector.resumed(job.detector, roles, state)
+            self._detector = LiveDetector.resumed(job.detector, roles, state)
         except FileNotFoundError:
             pass  # the first watch of this run
         except (ValueError, KeyError, TypeError) as e:
@@ -155,7 +155,7 @@ class _Remembering:
             self._panels = RunPanels(panel_detector())
             return ()
 
-    def processes(self) -> list[Subject]:
+    def processes(self) -> list[MonitoredProcess]:
         return self._detector.processes()
 
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
@@ -169,10 +169,10 @@ class _Remembering:
 
 
 @dataclass(frozen=True, slots=True)
-class Serve:
+class MetricsEndpoint:
     """Where `/metrics` is served, with which TLS and users."""
 
-    address: Address
+    address: ListenAddress
     web: WebConfig | None = None
 
 
@@ -181,7 +181,7 @@ def watch_run(
     seconds: float | None = None,
     authorization: str = "",
     agents: Callable[[], Mapping[str, str]] | None = None,
-    metrics: Serve | None = None,
+    metrics: MetricsEndpoint | None = None,
     approve: bool = False,
 ) -> int:
     """Watches until the run is over, `seconds` are, or SIGTERM. Returns the exit code. `authorization`: value of that
@@ -214,7 +214,7 @@ def watch_until(
     stop: threading.Event,
     authorization: str = "",
     living: Callable[[], Mapping[str, str]] | None = None,
-    metrics: Serve | None = None,
+    metrics: MetricsEndpoint | None = None,
     approve: bool = False,
 ) -> int:
     """`watch_run` without signals and logging: until `stop` is set."""
@@ -229,10 +229,10 @@ def watch_until(
         raise RunNotFound(f"{run.path / 'run.json'}: damaged: agents is no mapping")
     if approve:
         with closing(Journal(run.database_url, create=False)) as asked:
-            job = approving(job, asked)
+            job = with_required_approval(job, asked)
     journal = Journal(run.database_url, create=False)
     known = _num_incidents(journal)
-    listed = _Listed(living or (lambda: agents or agent_urls(run)))
+    listed = _AgentList(living or (lambda: agents or agent_urls(run)))
     source = AgentsSource(
         listed,
         clock,
@@ -243,17 +243,17 @@ def watch_until(
     notifier = _notifier(run, job, clock)
     token = _own_bearer(run) if ours else authorization if authorization.startswith("Bearer ") else ""
     pull = EvidencePull(run, lambda: listed.newest, token, lambda: detector.processes(), clock)
-    detector = _Remembering(run, job, clock, None if ours else {}, pull.findings)
+    detector = _PersistentDetector(run, job, clock, None if ours else {}, pull.findings)
     meter, server = Meter(clock), None
     source.start()
     try:
         server = _serve(run, job, metrics, meter, notifier, ours=ours)
-        looked_at = source if ours else OnePlaceEach(source)
+        looked_at = source if ours else UniqueReplicaSource(source)
         MeteredWatch(
             journal,
             MeteredSource(looked_at, meter, lambda: len(listed.newest)),
             MeteredDetector(detector, meter, lambda: len(detector.processes())),
-            RayRuntime(journal) if ours else Nothing(),
+            RayRuntime(journal) if ours else NoopActuator(),
             job.recovery,
             notifier,
             clock,
@@ -274,14 +274,14 @@ def watch_until(
 
 
 def _serve(
-    run: RunDir, job: JobConfig, wanted: Serve | None, meter: Meter, notifier: Notifier, *, ours: bool
+    run: RunDir, job: JobConfig, wanted: MetricsEndpoint | None, meter: Meter, notifier: Notifier, *, ours: bool
 ) -> WatchServer | None:
     """Raises:
     ConfigError: nobody can listen where it was asked for.
     """
     if wanted is None and not ours:
         return None
-    asked = wanted or Serve(Address(LOOPBACK, 0))
+    asked = wanted or MetricsEndpoint(ListenAddress(LOOPBACK, 0))
     try:
         server = WatchServer(
             run,
@@ -303,7 +303,7 @@ def _serve(
 
 
 def _num_incidents(journal: Journal) -> int:
-    book = Book()
+    book = IncidentProjection()
     book.refresh(journal)
     return len(book.incidents)
 
@@ -330,7 +330,7 @@ def replay_incident(run: RunDir, incident: str) -> dict[str, Any]:
         return value
     with reading(where, f"window of {incident}"):
         opened = Diagnosis.from_dict(value["diagnosis"])
-        standing = {d.key: d for looked in Detector.replay_window(window) for d in looked}
+        standing = {d.key: d for looked in LiveDetector.replay_window(window) for d in looked}
     again = standing.get(opened.key)
     value["diagnosed_again"] = again is not None
     value["same"] = bool(value["same"]) and again is not None

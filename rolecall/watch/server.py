@@ -14,7 +14,7 @@ from http import HTTPStatus
 
 from rolecall.agent.http.exposition import CONTENT_TYPE, Exposition
 from rolecall.agent.http.routes import resident_bytes
-from rolecall.agent.http.server import Answer, HttpServer, Request
+from rolecall.agent.http.server import HttpRequest, HttpResponse, HttpServer
 from rolecall.agent.http.web_config import WebConfig
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
@@ -23,10 +23,10 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.fleet import fleet_view
-from rolecall.recovery.incident_store import Book
+from rolecall.recovery.incident_store import IncidentProjection
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.views.run_totals import JournalReader, run_account
-from rolecall.watch.addresses import Address, Announced, own
+from rolecall.watch.addresses import EndpointAnnouncement, ListenAddress, own
 from rolecall.watch.meter import Meter
 from rolecall.watch.metrics import JournalView, TickView, journal_values, run_values, tick_values
 
@@ -39,12 +39,12 @@ TICK_AGE_SECONDS_MAX = 30.0
 """`/healthz` fails when no tick ended for so long; one takes about a second, of a thousand agents three."""
 
 
-class JournalLooks:
+class JournalMetricsPoller:
     """What the newest look at the journal gave, as values. `look` belongs to one thread, `values` to everybody."""
 
     def __init__(self, journal: Journal, job: JobConfig, run_id: str, clock: Clock, *, ours: bool) -> None:
         self._journal, self._job, self._run_id, self._clock, self._ours = journal, job, run_id, clock, ours
-        self._reader, self._book = JournalReader(journal, run_account(job)), Book()
+        self._reader, self._book = JournalReader(journal, run_account(job)), IncidentProjection()
         self.values: tuple[MetricValue, ...] = ()
 
     def look(self) -> bool:
@@ -81,7 +81,7 @@ class WatchServer:
         self,
         run: RunDir,
         job: JobConfig,
-        address: Address,
+        address: ListenAddress,
         meter: Meter,
         clock: Clock,
         *,
@@ -99,7 +99,7 @@ class WatchServer:
         self._meter, self._clock, self._calls_failed = meter, clock, calls_failed
         self._agents, self._look_seconds = agents, look_seconds
         self._journal = Journal(run.database_url, create=False)
-        self._looks = JournalLooks(self._journal, job, run.run_id, clock, ours=agents is not None)
+        self._looks = JournalMetricsPoller(self._journal, job, run.run_id, clock, ours=agents is not None)
         self._exposition = Exposition()
         routes = {"/metrics": self._metrics, "/healthz": self._healthz}
         tls = web.tls.context if web and web.tls else None
@@ -112,7 +112,7 @@ class WatchServer:
             self._journal.close()
             raise ConfigError([f"--metrics: {address.host}:{address.port}: {e}"]) from None
         self.url = self._server.url
-        self._announced = Announced(run, own(self.url)) if agents is not None else None
+        self._announced = EndpointAnnouncement(run, own(self.url)) if agents is not None else None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_on, name="watch metrics", daemon=True)
         self._server.start()
@@ -143,9 +143,9 @@ class WatchServer:
                 logger.warning("the journal cannot be read for /metrics: %s: %s", type(e).__name__, e)
             self._stop.wait(self._look_seconds)
 
-    def _metrics(self, request: Request) -> Answer:
+    def _metrics(self, request: HttpRequest) -> HttpResponse:
         request.only()
-        return Answer(self._exposition.render((*tick_values(self._tick()), *self._looks.values)), CONTENT_TYPE)
+        return HttpResponse(self._exposition.render((*tick_values(self._tick()), *self._looks.values)), CONTENT_TYPE)
 
     def _tick(self) -> TickView:
         usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -160,14 +160,14 @@ class WatchServer:
         view = self._meter.view
         return max(0.0, self._clock.wall() - (view.ended_at or view.started_at))
 
-    def _healthz(self, request: Request) -> Answer:
+    def _healthz(self, request: HttpRequest) -> HttpResponse:
         request.only()
         age = self._tick_age()
         said = {"ok": age < TICK_AGE_SECONDS_MAX, "tick_age_seconds": round(age, 3), "acting": self._meter.view.acting}
-        return Answer.json(said, HTTPStatus.OK if said["ok"] else HTTPStatus.SERVICE_UNAVAILABLE)
+        return HttpResponse.json(said, HTTPStatus.OK if said["ok"] else HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def _alive(self, request: Request) -> Answer:
+    def _alive(self, request: HttpRequest) -> HttpResponse:
         """To who has no user: whether, and nothing else."""
         request.only()
         fresh = self._tick_age() < TICK_AGE_SECONDS_MAX
-        return Answer.json({"ok": fresh}, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)
+        return HttpResponse.json({"ok": fresh}, HTTPStatus.OK if fresh else HTTPStatus.SERVICE_UNAVAILABLE)

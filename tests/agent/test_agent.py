@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.agent.http.server import Answer, Request
+from rolecall.agent.http.server import HttpRequest, HttpResponse
 from rolecall.agent.node import Agent, AgentSettings
 from rolecall.core.clock import FakeClock
 from rolecall.core.ids import process_start_ticks
@@ -246,10 +246,10 @@ def test_a_stranger_is_told_whether_it_is_well_and_nothing_else(node_dir: Path) 
     try:
         agent._sampler.round()
         route = agent._routes().for_strangers()["/healthz"]
-        assert route(Request("/healthz", {}, {})) == Answer(b'{"ok":true}')
+        assert route(HttpRequest("/healthz", {}, {})) == HttpResponse(b'{"ok":true}')
         clock.advance(60.0)
-        stale = Answer(b'{"ok":false}', status=HTTPStatus.SERVICE_UNAVAILABLE)
-        assert route(Request("/healthz", {}, {})) == stale
+        stale = HttpResponse(b'{"ok":false}', status=HTTPStatus.SERVICE_UNAVAILABLE)
+        assert route(HttpRequest("/healthz", {}, {})) == stale
     finally:
         agent._shut()
 

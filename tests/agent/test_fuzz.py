@@ -12,7 +12,7 @@ import pytest
 from rolecall.agent.collectors.process.exits import ExitWatch
 from rolecall.agent.events import EventLog
 from rolecall.agent.processes.state_pages import PageUnreadable, parse_page
-from rolecall.agent.registration_socket import Intake
+from rolecall.agent.registration_socket import RegistrationServer
 from rolecall.agent.registry import Registry
 from rolecall.agent.reporter.page_layout import PAGE_BYTES
 from rolecall.agent.reporter.reporter import _Page
@@ -80,7 +80,7 @@ def test_no_message_is_believed_and_none_fails(tmp_path: Path, caplog: pytest.Lo
     events = EventLog(tmp_path / "events.jsonl", NODE, clock)
     registry = Registry(node=NODE, data_dir=tmp_path, token=TOKEN, events=events, exits=ExitWatch(), clock=clock)
     answerers = {"register": registry.register, "exception": registry.exception, "finished": registry.finished}
-    intake = Intake(tmp_path / "agent.sock", answerers, clock)
+    intake = RegistrationServer(tmp_path / "agent.sock", answerers, clock)
     rng = random.Random(11)
     reasons: dict[str, int] = {}
     with caplog.at_level(logging.ERROR):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.base import CannotRead
+from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.collectors.gpu.xid_merger import XidMerger
 from rolecall.agent.collectors.kernel import collector as kernel_log
 from rolecall.agent.collectors.kernel.collector import KernelLogCollector
@@ -54,7 +54,7 @@ def test_a_line_with_a_time_of_day_is_told_as_one_of_this_node(tmp_path: Path) -
 
 
 def test_a_kernel_log_that_cannot_be_read_says_how_to_mend_it(tmp_path: Path) -> None:
-    with pytest.raises(CannotRead, match="does not exist: name the kernel log"):
+    with pytest.raises(CollectorUnavailable, match="does not exist: name the kernel log"):
         kernel(tmp_path / "none").evidence()
 
 
@@ -66,14 +66,14 @@ def test_ras_is_asked_anew_in_json_then_in_text(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(nccl_ras, "JSON_BYTES_MAX", 12)
         assert it.evidence() == b"Job summary"
         monkeypatch.setattr(nccl_ras, "JSON_BYTES_MAX", 5)
-        with pytest.raises(CannotRead, match="more than 5 bytes"):
+        with pytest.raises(CollectorUnavailable, match="more than 5 bytes"):
             it.evidence()
         server.serve = lambda connection: connection.sendall(b"SSH-2.0\n")
-        with pytest.raises(CannotRead, match="does not greet as RAS does"):
+        with pytest.raises(CollectorUnavailable, match="does not greet as RAS does"):
             it.evidence()
     finally:
         server.close()
-    with pytest.raises(CannotRead, match="nobody listens"):
+    with pytest.raises(CollectorUnavailable, match="nobody listens"):
         it.evidence()
 
 
@@ -89,7 +89,7 @@ def test_ras_that_goes_silent_in_its_answer_is_left(monkeypatch: pytest.MonkeyPa
 
     server = RasServer(leap)
     try:
-        with pytest.raises(CannotRead, match="did not answer in time"):
+        with pytest.raises(CollectorUnavailable, match="did not answer in time"):
             NcclRasCollector(NODE, server.address, monotonic=lambda: now[0]).evidence()
     finally:
         server.close()

@@ -11,7 +11,7 @@ from fleet import Alarm
 
 from rolecall.core.diagnosis import FaultClass, Finding
 from rolecall.detector.panels.panel import Floats, PanelShape
-from rolecall.detector.simulation.fleet import EPOCH_SECONDS, Onset, SimulatedFault, Task, Victim
+from rolecall.detector.simulation.fleet import EPOCH_SECONDS, Onset, SecondaryFault, SimulatedFault, SimulatedTask
 
 ONSET = EPOCH_SECONDS + 200
 FAULT = SimulatedFault(
@@ -22,13 +22,13 @@ FAULT = SimulatedFault(
     effect_sigmas=5.0,
     metrics=(0,),
     how=Onset.STEP,
-    victims=(Victim(machine=2, share=0.3, delay_seconds=5.0),),
+    victims=(SecondaryFault(machine=2, share=0.3, delay_seconds=5.0),),
 )
-TASK = Task(seed=1, index=0, mix="production", num_machines=6, num_ticks=620, fault=FAULT)
+TASK = SimulatedTask(seed=1, index=0, mix="production", num_machines=6, num_ticks=620, fault=FAULT)
 HEALTHY = replace(TASK, index=1, mix="healthy", fault=None)
 
 
-def scored(task: Task, alarms: Sequence[Alarm]) -> fleet_report.Outcome:
+def scored(task: SimulatedTask, alarms: Sequence[Alarm]) -> fleet_report.Outcome:
     return fleet.score(task, alarms, detector="made-up", asked=100.0)
 
 

@@ -62,16 +62,16 @@ def test_each_part_of_dapo_is_one_change_and_all_together_are_dapo() -> None:
     full = [parse_job({"algorithm": row}).algorithm.model_dump(mode="json") for row in rows]
     assert full[0]["aggregation"] == "sample" and full[0]["clip_low"] == full[0]["clip_high"]
     changed = [{k for k in b if a.get(k) != b[k]} for a, b in pairwise(full)]
-    assert changed == [{"clip_high"}, {"aggregation"}, {"overlong_cache"}, {"dynamic_sampling", *FILTERS}]
+    assert changed == [{"clip_high"}, {"aggregation"}, {"overlong_buffer_tokens"}, {"dynamic_sampling", *FILTERS}]
     assert {**full[-1], "name": "dapo"} == learning_runs.settings_of(AlgorithmName.DAPO)
 
 
 def test_the_racers_differ_in_the_window_alone() -> None:
     runs = learning_runs.race(seconds=1.0, exam_every=5, seeds=[0])
     ppo, tppo = (parse_job(r.job).algorithm.model_dump() for r in runs)
-    assert {k for k in tppo if ppo.get(k) != tppo[k]} == {"name", "window_tokens", "cut_value", "prefixes"}
+    assert {k for k in tppo if ppo.get(k) != tppo[k]} == {"name", "window_tokens", "truncation_value", "prefixes"}
     assert ppo.keys() <= tppo.keys() and ppo["group_size"] == 1
-    longest = parse_job(runs[0].job).task.max_new_tokens
+    longest = parse_job(runs[0].job).task.max_response_tokens
     assert tppo["window_tokens"] < longest, "windows that cut nothing would be no race"
 
 
@@ -81,7 +81,7 @@ def test_each_algorithm_of_the_smaller_part_is_by_its_defaults_and_tppo_cuts() -
     for name, job in jobs.items():
         settings = {k: v for k, v in job.algorithm.model_dump(mode="json").items() if k != "window_tokens"}
         assert settings == {k: v for k, v in learning_runs.settings_of(AlgorithmName(name)).items() if k in settings}
-        assert job.algorithm.window_tokens is None or job.algorithm.window_tokens < job.task.max_new_tokens
+        assert job.algorithm.window_tokens is None or job.algorithm.window_tokens < job.task.max_response_tokens
 
 
 def test_a_run_leaves_a_record_that_json_gives_back(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from recording import Recording
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.detector.base.observation import Observation
-from rolecall.testing.synthetic_run import FakeFleet, Fault
+from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 HEALTHY_SECONDS, SLOW_SECONDS = 60.0, 20.0
 
@@ -24,7 +24,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recording, Slowdown]
     fleet = FakeFleet(seed=3)
     observations = list(fleet.run(HEALTHY_SECONDS))
     since = observations[-1].wall_at
-    fleet.processes["rollout/1"].fault = Fault("unit_delay")
+    fleet.processes["rollout/1"].fault = FakeFault("unit_delay")
     observations += list(fleet.run(SLOW_SECONDS))
     path = tmp_path_factory.mktemp("run") / recording.FILE_NAME
     write(path, observations)

@@ -11,7 +11,14 @@ import pytest
 from minder import Count, compared, of_its_kind
 from minder_own_kind import Change, of_own_kind
 
-from rolecall.detector.simulation.fleet import AFTERMATH_SECONDS, EPOCH_SECONDS, METRICS, Onset, SimulatedFault, Task
+from rolecall.detector.simulation.fleet import (
+    AFTERMATH_SECONDS,
+    EPOCH_SECONDS,
+    METRICS,
+    Onset,
+    SimulatedFault,
+    SimulatedTask,
+)
 
 ONSET = EPOCH_SECONDS + 900
 FAULT = SimulatedFault(
@@ -23,12 +30,12 @@ FAULT = SimulatedFault(
     metrics=(3,),
     how=Onset.INTERMITTENT,
 )
-TASK = Task(seed=1, index=0, mix="evaluation", num_machines=6, num_ticks=1150, fault=FAULT)
+TASK = SimulatedTask(seed=1, index=0, mix="evaluation", num_machines=6, num_ticks=1150, fault=FAULT)
 SHOWS = {"pfc_tx_packets_per_second", "pcie_bytes_per_second", "rdma_bytes_per_second"}
 """Some of the metrics that show a PCIe downgrade."""
 
 
-def fault_of(task: Task) -> SimulatedFault:
+def fault_of(task: SimulatedTask) -> SimulatedFault:
     assert task.fault
     return task.fault
 

@@ -27,10 +27,10 @@ def fault_at(injected_at: float) -> dict[str, Any]:
 
 def test_requests_that_left_the_killed_incarnation_are_timed_from_the_fault(journal: Journal, tmp_path: Path) -> None:
     commit(journal, 0, "0.0", "0.1")
-    journal.append(EventKind.REQUESTS_MOVED, {"from": "rollout/1", "from_incarnation": 1})
-    journal.append(EventKind.REQUESTS_MOVED, {"from": "rollout/2", "from_incarnation": 2})
-    journal.append(EventKind.REQUESTS_MOVED, {"from": "rollout/1", "from_incarnation": 2})
-    *_, moved = journal.events(kinds=[EventKind.REQUESTS_MOVED])
+    journal.append(EventKind.REQUESTS_REASSIGNED, {"from": "rollout/1", "from_incarnation": 1})
+    journal.append(EventKind.REQUESTS_REASSIGNED, {"from": "rollout/2", "from_incarnation": 2})
+    journal.append(EventKind.REQUESTS_REASSIGNED, {"from": "rollout/1", "from_incarnation": 2})
+    *_, moved = journal.events(kinds=[EventKind.REQUESTS_REASSIGNED])
     journal.close()
     incident, later, false_alarm = fault_at(moved.wall_at - 0.4), fault_at(moved.wall_at + 1.0), {"fault": None}
     soak.from_journal(tmp_path, [incident, later, false_alarm], CONFIG)

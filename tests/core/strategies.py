@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Finding, Plan, Suspect, Target
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Finding, Plan, PlanTarget, Suspect
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.telemetry import (
@@ -57,7 +57,7 @@ DIAGNOSES = st.builds(
     gain_ratio=st.none() | st.floats(1, 100),
     **_statement,
 )
-TARGETS = st.builds(Target, replica=REPLICAS, incarnation=st.integers(1, 9), node=NODES)
+TARGETS = st.builds(PlanTarget, replica=REPLICAS, incarnation=st.integers(1, 9), node=NODES)
 PLANS = st.builds(
     Plan,
     incident_id=TEXT.map(IncidentId),

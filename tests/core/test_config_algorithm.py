@@ -38,7 +38,7 @@ OTHER: dict[str, Any] = {
     "lambda_value": 0.5,
     "value_learning_rate": 0.5,
     "window_tokens": 4,
-    "cut_value": "previous",
+    "truncation_value": "previous",
     "prefixes": "train",
 }
 FOREIGN = [(name, key) for key, (names, _) in ONLY_OF.items() for name in AlgorithmName if name not in names]
@@ -99,14 +99,14 @@ def test_all_that_is_foreign_is_told_at_once() -> None:
 def test_defaults_of_each_name() -> None:
     grpo, dapo, ppo, tppo = (made(name=n) for n in AlgorithmName)
     assert grpo == AlgorithmConfig() == made()
-    assert (grpo.aggregation, grpo.divide_by_std, grpo.dynamic_sampling, grpo.overlong_cache) == (
+    assert (grpo.aggregation, grpo.divide_by_std, grpo.dynamic_sampling, grpo.overlong_buffer_tokens) == (
         "constant",
         True,
         False,
         0,
     )
     assert (dapo.aggregation, dapo.dynamic_sampling, dapo.divide_by_std) == ("token", True, True)
-    assert dapo.overlong_cache > 0 and dapo.clip_high > dapo.clip_low and dapo.kl_coefficient == 0
+    assert dapo.overlong_buffer_tokens > 0 and dapo.clip_high > dapo.clip_low and dapo.kl_coefficient == 0
     assert tppo.group_size == 1
     assert [a.has_critic for a in (grpo, dapo, ppo, tppo)] == [False, False, True, True]
     assert all(a.window_tokens is None for a in (grpo, dapo, ppo, tppo))  # of a whole job: see test_config_task
@@ -130,17 +130,20 @@ RULES: dict[str, tuple[dict[str, Any], str]] = {
     "dapo without sampling": ({"name": "dapo", "dynamic_sampling": False}, "dapo without dynamic_sampling is not DAPO"),
     "dapo by sample": ({"name": "dapo", "aggregation": "sample"}, "dapo weighs tokens"),
     "dapo without deviation": ({"name": "dapo", "divide_by_std": False}, "dapo divides advantages"),
-    "dapo without punishment": ({"name": "dapo", "overlong_cache": 0}, "dapo punishes length softly"),
+    "dapo without punishment": ({"name": "dapo", "overlong_buffer_tokens": 0}, "dapo punishes length softly"),
     "dapo clips evenly": ({"name": "dapo", "clip_low": 0.2, "clip_high": 0.2}, "dapo clips higher above than below"),
     "dapo capped": ({"name": "dapo", "importance_cap": 2.0}, "dapo clips, importance_cap does not"),
     "dapo with divergence": ({"name": "dapo", "kl_coefficient": 0.1}, "dapo has no divergence term"),
     "tppo in groups": ({"name": "tppo", "group_size": 2}, "its groups have one sample"),
     "grpo alone": ({"group_size": 1}, "group_size must be at least 2: grpo compares the samples of a prompt"),
     "filter of nothing": ({"filter_by": "exact"}, "filter_by: no meaning without dynamic_sampling"),
-    "punishment at a length, of nothing": ({"overlong_max": 4}, "overlong_max has no meaning without overlong_cache"),
+    "punishment at a length, of nothing": (
+        {"overlong_limit_tokens": 4},
+        "overlong_limit_tokens has no meaning without overlong_buffer_tokens",
+    ),
     "punishment longer than all": (
-        {"overlong_max": 4, "overlong_cache": 5},
-        "overlong_cache (5) is longer than overlong_max (4)",
+        {"overlong_limit_tokens": 4, "overlong_buffer_tokens": 5},
+        "overlong_buffer_tokens (5) is longer than overlong_limit_tokens (4)",
     ),
 }
 
@@ -159,11 +162,11 @@ def test_every_rule_is_tried() -> None:
 ALLOWED: dict[str, dict[str, Any]] = {
     "a critic alone": {"name": "ppo", "group_size": 1},
     "a critic in groups": {"name": "ppo", "group_size": 8},
-    "a critic, with a punishment of length": {"name": "ppo", "overlong_cache": 2, "overlong_max": 2},
+    "a critic, with a punishment of length": {"name": "ppo", "overlong_buffer_tokens": 2, "overlong_limit_tokens": 2},
     "dapo's parts one by one: clip": {"clip_low": 0.2, "clip_high": 0.28},
     "dapo's parts one by one: tokens": {"aggregation": "token"},
     "dapo's parts one by one: sampling": {"dynamic_sampling": True, "filter_by": "exact", "refills_max": 1},
-    "dapo's parts one by one: length": {"overlong_cache": 2},
+    "dapo's parts one by one: length": {"overlong_buffer_tokens": 2},
     "no limit on ratios but a cap": {"importance_cap": 1.0},
 }
 
@@ -204,11 +207,11 @@ UNFIT: dict[str, dict[str, Any]] = {
     "no discount factor": {"name": "ppo", "gamma": 0.0},
     "lambda above 1": {"name": "ppo", "lambda_policy": 1.1},
     "no window": {"name": "tppo", "window_tokens": 0},
-    "cut": {"name": "tppo", "cut_value": "zero"},
+    "cut": {"name": "tppo", "truncation_value": "zero"},
     "prefixes": {"name": "tppo", "prefixes": "drop"},
     "no refills": {"dynamic_sampling": True, "refills_max": 0},
     "negative divergence": {"kl_coefficient": -0.1},
-    "negative cache": {"overlong_cache": -1},
+    "negative cache": {"overlong_buffer_tokens": -1},
 }
 
 
@@ -233,10 +236,10 @@ def test_a_section_of_another_kind_is_refused(section: Any) -> None:
         parse_job({"algorithm": section})
 
 
-LONGEST = JobConfig().task.max_new_tokens
+LONGEST = JobConfig().task.max_response_tokens
 TOO_LONG = [
-    ("overlong_max", {"overlong_cache": 1, "overlong_max": LONGEST + 1}),
-    ("overlong_cache", {"overlong_cache": LONGEST + 1}),
+    ("overlong_limit_tokens", {"overlong_buffer_tokens": 1, "overlong_limit_tokens": LONGEST + 1}),
+    ("overlong_buffer_tokens", {"overlong_buffer_tokens": LONGEST + 1}),
     ("window_tokens", {"name": "tppo", "window_tokens": LONGEST + 1}),
 ]
 
@@ -267,7 +270,7 @@ def settings_of(name: AlgorithmName) -> st.SearchStrategy[dict[str, Any]]:
     chosen |= {key: st.just(OTHER[key]) for n, key in OWN if n is name and key not in FILTERS}
     if name == "dapo":
         del chosen["divide_by_std"]
-        chosen |= {"clip_high": st.floats(0.3, 9), "overlong_cache": st.integers(1, 9)}
+        chosen |= {"clip_high": st.floats(0.3, 9), "overlong_buffer_tokens": st.integers(1, 9)}
     else:
         chosen |= {"kl_coefficient": st.floats(0, 10), "aggregation": st.sampled_from(["constant", "token", "sample"])}
     ways: list[st.SearchStrategy[dict[str, Any]]] = [

@@ -12,7 +12,7 @@ LENGTHS = [("digit_parity", 12, 16), ("digit_parity", 1, 5), ("long_addition", 1
 
 @pytest.mark.parametrize(("name", "num_digits", "longest"), LENGTHS)
 def test_longest_response(name: str, num_digits: int, longest: int) -> None:
-    assert TaskConfig(name=TaskName(name), num_digits=num_digits).max_new_tokens == longest
+    assert TaskConfig(name=TaskName(name), num_digits=num_digits).max_response_tokens == longest
 
 
 def test_a_base_is_of_long_addition_alone() -> None:
@@ -33,8 +33,8 @@ def test_what_is_written_down_is_read_again(task: dict[str, Any]) -> None:
 
 
 TOO_LONG = [
-    ("overlong_max", {"name": "grpo", "overlong_cache": 2, "overlong_max": 17}),
-    ("overlong_cache", {"name": "dapo", "overlong_cache": 17}),
+    ("overlong_limit_tokens", {"name": "grpo", "overlong_buffer_tokens": 2, "overlong_limit_tokens": 17}),
+    ("overlong_buffer_tokens", {"name": "dapo", "overlong_buffer_tokens": 17}),
     ("window_tokens", {"name": "tppo", "window_tokens": 17}),
 ]
 

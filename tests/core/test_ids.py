@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.core.errors import BadId, RolecallError
+from rolecall.core.errors import InvalidId, RolecallError
 from rolecall.core.ids import ID_PATTERN, NodeId, ProcessId, checked_id, process_start_ticks, replica_id, split_replica
 
 IDS = st.from_regex(ID_PATTERN, fullmatch=True)
@@ -28,7 +28,7 @@ def test_a_legal_id_is_itself(text: str) -> None:
     ["", "A", "-a", ".a", "_a", "a b", "a/b", "a" * 64, "ä", "a\n", "a\x00", "[red]", "../x", "<b>"],
 )
 def test_an_illegal_id_is_refused_and_named(text: str) -> None:
-    with pytest.raises(BadId) as caught:
+    with pytest.raises(InvalidId) as caught:
         checked_id(text, "run id")
     assert caught.value.text == text
     assert "run id" in str(caught.value)
@@ -39,7 +39,7 @@ def test_an_illegal_id_is_refused_and_named(text: str) -> None:
     "text", ["rollout", "rollout/", "/1", "rollout/01", "rollout/-1", "rollout/1/2", "rollout/1\n", "Rollout/1", "r/٣"]
 )
 def test_an_illegal_replica_is_refused(text: str) -> None:
-    with pytest.raises(BadId):
+    with pytest.raises(InvalidId):
         split_replica(text)
 
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolecall.core.clock import FakeClock
-from rolecall.core.errors import Fenced, JournalCorrupt, JournalError
+from rolecall.core.errors import JournalCorrupt, JournalError, LeaseFenced
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
@@ -104,9 +104,9 @@ def test_a_number_that_json_lacks_is_kept_as_a_word_that_float_reads(journal: Jo
 
 
 def test_the_same_key_is_written_once(journal: Journal, clock: FakeClock) -> None:
-    first = journal.append(EventKind.PLAN_MADE, {"n": 1}, key="plan-i1")
+    first = journal.append(EventKind.PLAN_CREATED, {"n": 1}, key="plan-i1")
     clock.advance(5)
-    again = journal.append(EventKind.PLAN_MADE, {"n": 2}, key="plan-i1")
+    again = journal.append(EventKind.PLAN_CREATED, {"n": 2}, key="plan-i1")
     assert again == first
     assert len(journal.events()) == 1
 
@@ -162,7 +162,7 @@ def test_several_processes_keep_one_chain(url: str) -> None:
     for output in outputs:
         seen = list(_acknowledged(output))
         assert len(seen) == 20 and seen == sorted(seen)
-    assert [e.body["epoch"] for e in events if e.kind is EventKind.EPOCH_GROWN] == list(range(1, 13))
+    assert [e.body["epoch"] for e in events if e.kind is EventKind.EPOCH_ADVANCED] == list(range(1, 13))
     journal.close()
 
 
@@ -290,13 +290,13 @@ def test_whoever_lost_the_lease_writes_nothing_any_more(journal: Journal, clock:
     assert old is not None
     desired = Desired(replica=ROLLOUT, incarnation=2, node=NodeId("node-4"))
     clock.advance(6)
-    journal.append(EventKind.PLAN_MADE, lease=old)  # expired, but nobody has taken it: nobody else acts
+    journal.append(EventKind.PLAN_CREATED, lease=old)  # expired, but nobody has taken it: nobody else acts
     new = journal.acquire("watch", "b", 5.0)
     assert new is not None
-    with pytest.raises(Fenced) as caught:
+    with pytest.raises(LeaseFenced) as caught:
         journal.append(EventKind.ACTION_STARTED, lease=old)
     assert (caught.value.fence, caught.value.holder) == (1, "b")
-    with pytest.raises(Fenced):
+    with pytest.raises(LeaseFenced):
         journal.set_desired(desired, lease=old)
     assert len(journal.events()) == 1 and journal.desired() == {}
     assert journal.set_desired(desired, lease=new)
@@ -306,8 +306,8 @@ def test_a_released_lease_is_free_at_once_and_its_number_is_over(journal: Journa
     first = journal.acquire("watch", "a", 500.0)
     assert first is not None
     journal.release(first)
-    with pytest.raises(Fenced):
-        journal.append(EventKind.PLAN_MADE, lease=first)
+    with pytest.raises(LeaseFenced):
+        journal.append(EventKind.PLAN_CREATED, lease=first)
     second = journal.acquire("watch", "a", 5.0)
     assert second is not None and second.fence == 2
     journal.release(first)  # of a number that is over: does nothing
@@ -380,7 +380,7 @@ def test_epochs_grow_by_one_and_are_journaled_with_their_members(journal: Journa
     assert (first.number, second.number) == (1, 2)
     assert first.members == (("rollout/0", 1), ("trainer/0", 1), ("trainer/1", 1))
     assert journal.epoch() == second
-    bodies = [e.body for e in journal.events(kinds=[EventKind.EPOCH_GROWN])]
+    bodies = [e.body for e in journal.events(kinds=[EventKind.EPOCH_ADVANCED])]
     assert [b["epoch"] for b in bodies] == [1, 2]
     assert bodies[1] == {"epoch": 2, "members": [["trainer/0", 1]], "because": "trainer/1 is lost"}
 

@@ -15,7 +15,7 @@ from rolecall.core.metrics.catalogue import (
     process_values,
     uncovered_fields,
 )
-from rolecall.core.metrics.metric import LABELS_ALLOWED, Metric, MetricType, Subject
+from rolecall.core.metrics.metric import LABELS_ALLOWED, Metric, MetricScope, MetricType
 from rolecall.core.telemetry import HostSample, ProcessSample
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -47,17 +47,17 @@ def test_every_metric_obeys_the_naming_law(metric: Metric) -> None:
         assert stem.endswith("_" + metric.unit)
     else:
         assert not stem.endswith(tuple("_" + u for u in UNITS))
-    if metric.subject not in (Subject.WATCH, Subject.RUN):
+    if metric.subject not in (MetricScope.WATCH, MetricScope.RUN):
         assert metric.labels[0] == "node"
     assert set(metric.labels) <= LABELS_ALLOWED
     assert metric.help and not metric.help.endswith(".") and "|" not in metric.help
 
 
 @pytest.mark.parametrize(
-    "metric", [m for m in CATALOGUE if m.subject in (Subject.PROCESS, Subject.HOST)], ids=lambda m: m.name
+    "metric", [m for m in CATALOGUE if m.subject in (MetricScope.PROCESS, MetricScope.HOST)], ids=lambda m: m.name
 )
 def test_sources_are_fields(metric: Metric) -> None:
-    of = {Subject.PROCESS: ProcessSample, Subject.HOST: HostSample}[metric.subject]
+    of = {MetricScope.PROCESS: ProcessSample, MetricScope.HOST: HostSample}[metric.subject]
     assert metric.source in {f.name for f in fields(of)}
 
 
@@ -100,4 +100,4 @@ def test_host_values_give_every_host_metric() -> None:
     )
     values = {v.metric.name: v.value for v in host_values(sample)}
     assert values["rolecall_host_cpu_busy_seconds_total"] == 3.5
-    assert set(values) == {m.name for m in CATALOGUE if m.subject is Subject.HOST}
+    assert set(values) == {m.name for m in CATALOGUE if m.subject is MetricScope.HOST}

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from rolecall.core.metrics.catalogue import BY_NAME as METRICS
-from rolecall.core.policy_health import BY_NAME, SIGNS, signs_of
+from rolecall.core.policy_health import BY_NAME, SIGNS, policy_health_of
 from rolecall.core.telemetry import HEALTH_SIGNS
-from rolecall.rl_runtime.protocol.policy_health import Health
+from rolecall.rl_runtime.protocol.policy_health import PolicyHealth
 
 
 def test_what_trainers_measure_is_what_is_shown_each_with_a_metric_and_words() -> None:
-    assert {f.name for f in fields(Health)} <= set(BY_NAME)
+    assert {f.name for f in fields(PolicyHealth)} <= set(BY_NAME)
     assert set(HEALTH_SIGNS) <= set(BY_NAME) and len(BY_NAME) == len(SIGNS)
     for sign in SIGNS:
         assert METRICS[f"rolecall_run_{sign.metric}"].help == sign.help
@@ -38,4 +38,4 @@ def test_what_trainers_measure_is_what_is_shown_each_with_a_metric_and_words() -
     ids=str,
 )
 def test_any_line_can_be_read(body: dict[str, Any], told: dict[str, float]) -> None:
-    assert signs_of(body) == told
+    assert policy_health_of(body) == told

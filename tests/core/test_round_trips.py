@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Plan, Suspect, Target
+from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Plan, PlanTarget, Suspect
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import Event
 from rolecall.core.telemetry import AgentEvent, GpuSample, HostSample, ProcessSample, SampleBatch
@@ -109,7 +109,7 @@ def test_the_digest_of_a_plan_changes_with_the_incarnation_and_not_with_the_word
     def plan(incarnation: int, because: str) -> Plan:
         from rolecall.core.diagnosis import ActionKind
 
-        target = Target(replica=ReplicaId("rollout/1"), incarnation=incarnation, node=NodeId("node-4"))
+        target = PlanTarget(replica=ReplicaId("rollout/1"), incarnation=incarnation, node=NodeId("node-4"))
         return Plan(incident_id=IncidentId("i1"), action=ActionKind.REPLACE_REPLICA, targets=(target,), because=because)
 
     assert plan(1, "a").digest == plan(1, "b").digest

@@ -7,7 +7,7 @@ from typing import Any
 
 from streamlit.testing.v1 import AppTest
 
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, Suspect, Target
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, PlanTarget, Suspect
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
@@ -36,7 +36,7 @@ class World:
     """A run directory and its journal."""
 
     run: RunDir
-    people_path: Path
+    users_path: Path
 
     @property
     def journal(self) -> Journal:
@@ -64,7 +64,7 @@ class World:
 
     def plan(self, name: str, replica: str = "rollout/1", because: str = "a fresh process cures it") -> Plan:
         made = plan(name, replica, because)
-        self.say(K.PLAN_MADE, {"plan": made.to_dict()}, name)
+        self.say(K.PLAN_CREATED, {"plan": made.to_dict()}, name)
         return made
 
     def propose(
@@ -79,7 +79,7 @@ class World:
 
     def add_person(self, name: str) -> str:
         """Returns the token."""
-        return people.add(self.people_path, name)
+        return people.add(self.users_path, name)
 
 
 def world(folder: Path, homes: dict[str, str] | None = None) -> World:
@@ -88,7 +88,7 @@ def world(folder: Path, homes: dict[str, str] | None = None) -> World:
     journal = Journal(run.database_url)
     homes = HOMES if homes is None else homes
     journal.append(K.RUN_STARTED, {"seed": 1, "roles": {}, "nodes": sorted({*homes.values()})})
-    journal.append(K.LEASE_TAKEN, {"holder": "watch@host", "fence": 1, "mode": "approve"})
+    journal.append(K.LEASE_ACQUIRED, {"holder": "watch@host", "fence": 1, "mode": "approve"})
     journal.acquire("watch", "watch@host", 3600.0)
     for replica, node in homes.items():
         journal.set_desired(Desired(replica=ReplicaId(replica), incarnation=1, node=NodeId(node)))
@@ -96,7 +96,7 @@ def world(folder: Path, homes: dict[str, str] | None = None) -> World:
             Actual(replica=ReplicaId(replica), incarnation=1, node=NodeId(node), state=ReplicaState.SERVING)
         )
     journal.close()
-    return World(run=run, people_path=folder / "people.yaml")
+    return World(run=run, users_path=folder / "people.yaml")
 
 
 def diagnosis(
@@ -128,7 +128,7 @@ def diagnosis(
 
 
 def plan(name: str, replica: str, because: str) -> Plan:
-    target = Target(replica=ReplicaId(replica), incarnation=1, node=NodeId(HOMES[replica]))
+    target = PlanTarget(replica=ReplicaId(replica), incarnation=1, node=NodeId(HOMES[replica]))
     return Plan(
         incident_id=IncidentId(name),
         action=ActionKind.REPLACE_REPLICA,
@@ -144,7 +144,7 @@ def page(name: str, made: World, *, acting: bool = True, prometheus_url: str = "
         settings.Settings(
             journal_url=made.run.database_url,
             run=None if url_only else made.run,
-            people_path=made.people_path if acting else None,
+            users_path=made.users_path if acting else None,
             prometheus_url=prometheus_url,
         )
     )

@@ -13,7 +13,7 @@ from typing import Any
 
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, Suspect, Target
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, PlanTarget, Suspect
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
@@ -22,7 +22,7 @@ from rolecall.core.journal.store import GENESIS, METADATA, canonical, chain_hash
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.recovery.fleet import FleetView, ReplicaView
-from rolecall.recovery.policy import Question
+from rolecall.recovery.policy import PolicyInput
 
 CLASSES = (
     (FaultClass.CRASH, "ended by signal 9 in phase generate, and nobody had asked it to"),
@@ -85,9 +85,9 @@ class BigJournal:
 
     def _story(self) -> None:
         self._say(K.RUN_STARTED, {"seed": 7, "config_digest": "0" * 16, "roles": self.roles, "num_steps": 20_000})
-        self._say(K.LEASE_TAKEN, {"holder": "watch@node-0000", "fence": 1, "mode": "act"})
+        self._say(K.LEASE_ACQUIRED, {"holder": "watch@node-0000", "fence": 1, "mode": "act"})
         members = [[r, 1] for r in self.replicas]
-        self._say(K.EPOCH_GROWN, {"epoch": 1, "members": members, "because": "the fleet stands"})
+        self._say(K.EPOCH_ADVANCED, {"epoch": 1, "members": members, "because": "the fleet stands"})
         step = 0
         for number in range(1, self.num_incidents + 1):
             for _ in range(STEPS_PER_INCIDENT):
@@ -133,17 +133,17 @@ class BigJournal:
             because=f"{replica}#{before} (pid {4000 + number} on {node}) {words}",
             evidence=tuple(evidence), detectors=("progress", "stacks"),
         )  # fmt: skip
-        target = Target(replica=ReplicaId(replica), incarnation=before, node=node)
+        target = PlanTarget(replica=ReplicaId(replica), incarnation=before, node=node)
         plan = Plan(incident_id=name, action=ActionKind.REPLACE_REPLICA, targets=(target,),
                     because=f"replace {replica}#{before}: the smallest unit that holds the suspect; nobody else is touched")  # fmt: skip
         question = self._question(name, diagnosis)
         self._say(K.INCIDENT_OPENED, {"diagnosis": diagnosis.to_dict(), "window": "observations"}, name)
         self.clock.advance(0.5)
-        self._say(K.EVIDENCE_PULLED, {"because": f"stacks of {node}", "files": [], "told": [evidence[2].text],
+        self._say(K.EVIDENCE_COLLECTED, {"because": f"stacks of {node}", "files": [], "told": [evidence[2].text],
                                       "findings": [], "missing": [], "seconds": 0.4}, name)  # fmt: skip
         self._say(K.INCIDENT_UPDATED, {"diagnosis": diagnosis.to_dict()}, name)
-        verdict = {"plan": plan.to_dict(), "call_person": False, "outcome": "tolerated"}
-        self._say(K.PLAN_MADE, {**verdict, "question": question}, name)
+        verdict = {"plan": plan.to_dict(), "page_oncall": False, "outcome": "tolerated"}
+        self._say(K.PLAN_CREATED, {**verdict, "question": question}, name)
         if stays_open:
             if number == self.num_incidents:
                 body = {"plan": plan.to_dict(), "digest": plan.digest, "expires_at": self.clock.wall() + 900}
@@ -151,7 +151,9 @@ class BigJournal:
                 return
             self._say(K.ACTION_STARTED, {"plan": plan.to_dict(), "digest": plan.digest}, name)
             return
-        self._say(K.PLAN_HELD, {"digest": plan.digest, "guard": "rate", "because": "5 evictions within the hour"}, name)
+        self._say(
+            K.PLAN_BLOCKED, {"digest": plan.digest, "guard": "rate", "because": "5 evictions within the hour"}, name
+        )
         self._say(K.ACTION_STARTED, {"plan": plan.to_dict(), "digest": plan.digest}, name)
         self._say(K.ACTION_DONE, {"digest": plan.digest, "result": "desired is written"}, name)
         self.incarnation[replica] = before + 1
@@ -162,7 +164,7 @@ class BigJournal:
         self.clock.advance(2.0)
         because = f"{replica}#{before + 1}: 7 units of work since it serves"
         self._say(K.INCIDENT_VERIFIED, {"because": because}, name)
-        self._say(K.INCIDENT_CLOSED, {"outcome": "cured", "because": because}, name)
+        self._say(K.INCIDENT_CLOSED, {"outcome": "resolved", "because": because}, name)
 
     def _question(self, name: IncidentId, diagnosis: Diagnosis) -> dict[str, Any]:
         views = tuple(
@@ -170,7 +172,7 @@ class BigJournal:
                         node=self.node[r], changed_at=self.clock.wall())
             for r in self.replicas[:QUESTION_REPLICAS]
         )  # fmt: skip
-        asked = Question(incident_id=name, diagnosis=diagnosis, fleet=FleetView(replicas=views), config=self.config,
+        asked = PolicyInput(incident_id=name, diagnosis=diagnosis, fleet=FleetView(replicas=views), config=self.config,
                          past=(), supports=frozenset({ActionKind.REPLACE_REPLICA, ActionKind.TOLERATE}))  # fmt: skip
         return asked.to_dict()
 

@@ -10,13 +10,13 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
-from rolecall.dashboards.pages.incidents.material import Material, read
-from rolecall.detector.live.engine import Detector
-from rolecall.recovery.incident_store import Book
+from rolecall.dashboards.pages.incidents.material import IncidentPageInputs, read
+from rolecall.detector.live.engine import LiveDetector
+from rolecall.recovery.incident_store import IncidentProjection
 from rolecall.recovery.operators import commands
-from rolecall.recovery.operators.run_location import JournalPlace
+from rolecall.recovery.operators.run_location import JournalLocation
 from rolecall.testing.recovery_world import diagnosis
-from rolecall.testing.synthetic_run import FakeFleet, Fault
+from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 from tests.detector.courses import STEP_SECONDS, told
 from tests.recovery.world import World
 
@@ -64,23 +64,23 @@ def approved(world: World) -> None:
     proposed(world)
     attempt = world.only().attempt
     assert attempt is not None
-    commands.approve(JournalPlace(world.url), attempt.plan.digest, "Ada", clock=world.clock)
+    commands.approve_plan(JournalLocation(world.url), attempt.plan.digest, "Ada", clock=world.clock)
     world.until(world.all_closed, world.watch(world.config.model_copy(update={"mode": "approve"})))
 
 
 def held(world: World) -> None:
     watch = world.watch()
     world.run(2.0, watch)
-    commands.pause(JournalPlace(world.url), "Ada", "let me look")
+    commands.pause_recovery(JournalLocation(world.url), "Ada", "let me look")
     world.runtime.inject("rollout/1", F.CRASH)
-    world.until(lambda: world.events(K.PLAN_HELD), watch)
+    world.until(lambda: world.events(K.PLAN_BLOCKED), watch)
 
 
 def observed(world: World) -> None:
     watch = world.watch(world.config.model_copy(update={"mode": "observe"}))
     world.run(2.0, watch)
     world.runtime.inject("rollout/1", F.HANG)
-    world.until(lambda: world.events(K.PLAN_HELD), watch)
+    world.until(lambda: world.events(K.PLAN_BLOCKED), watch)
     world.runtime.processes["rollout/1"].fault = None
     world.until(world.all_closed, watch)
 
@@ -88,7 +88,7 @@ def observed(world: World) -> None:
 def asked_by_person(world: World) -> None:
     watch = world.watch()
     world.run(2.0, watch)
-    commands.replace(JournalPlace(world.url), "rollout/1", "it looks odd", "Ada", clock=world.clock)
+    commands.replace(JournalLocation(world.url), "rollout/1", "it looks odd", "Ada", clock=world.clock)
     world.until(world.all_closed, watch)
 
 
@@ -120,7 +120,7 @@ def collapsed(world: World) -> None:
         world.clock.advance(STEP_SECONDS)
         health = {k: v for k, v in row.items() if k != "reward"}
         world.journal.append(K.STEP_COMMITTED, {"step": step, "reward": row["reward"], "health": health})
-    detector = Detector(DetectorConfig(mask_proc_state=True))
+    detector = LiveDetector(DetectorConfig(mask_proc_state=True))
     (d,) = [standing for o in told(rows) for standing in detector.observe(o)][-1:]
     watch, now = world.watch(), world.clock.wall()
     world.detector.extra.append(replace(d, onset=now - 12 * STEP_SECONDS, detected_at=now))
@@ -148,16 +148,18 @@ def hostile(world: World) -> None:
         "findings": [{"detector": HOSTILE, "because": HOSTILE, "evidence": [{"kind": HOSTILE, "text": HOSTILE}]}],
         "seconds": 1.0,
     }
-    world.journal.append(K.EVIDENCE_PULLED, body, incident_id=name)
-    world.journal.append(K.DIAGNOSIS_MARKED, {"verdict": "wrong", "by": HOSTILE, "because": HOSTILE}, incident_id=name)
+    world.journal.append(K.EVIDENCE_COLLECTED, body, incident_id=name)
+    world.journal.append(
+        K.DIAGNOSIS_REVIEWED, {"verdict": "wrong", "by": HOSTILE, "because": HOSTILE}, incident_id=name
+    )
     weights = {"replica": "rollout/1", "incarnation": 2, "policy_version": HOSTILE, "holder": HOSTILE, "proof": {}}
     world.journal.append(K.WEIGHTS_ADMITTED, weights)
-    world.journal.append(K.WEIGHTS_REFUSED, {**weights, "part": HOSTILE, "because": HOSTILE})
+    world.journal.append(K.WEIGHTS_REJECTED, {**weights, "part": HOSTILE, "because": HOSTILE})
     world.journal.append(K.REPLICA_LOST, {"replica": "rollout/1", "incarnation": 2, "because": HOSTILE})
 
 
 KINDS: Mapping[str, Callable[[World], None]] = {
-    "cured": cured,
+    "resolved": cured,
     "hung trainer": hung_trainer,
     "slow": slow,
     "retried": retried,
@@ -181,8 +183,8 @@ def world_of(kind: str, path: Path) -> World:
     return world
 
 
-def material_of(world: World, *, window: Mapping[str, Any] | None = None) -> Material:
-    book = Book()
+def material_of(world: World, *, window: Mapping[str, Any] | None = None) -> IncidentPageInputs:
+    book = IncidentProjection()
     book.refresh(world.journal)
     (name,) = book.incidents
     if window is not None:
@@ -194,13 +196,13 @@ def material_of(world: World, *, window: Mapping[str, Any] | None = None) -> Mat
 def found(fault: str, replica: str) -> tuple[Diagnosis, Mapping[str, Any]]:
     """What the real detector says of a simulated run, and the window that it had read."""
     fleet = FakeFleet(seed=7)
-    detector = Detector(DetectorConfig(), {"trainer": 2, "rollout": 3, "reward": 2, "controller": 1})
+    detector = LiveDetector(DetectorConfig(), {"trainer": 2, "rollout": 3, "reward": 2, "controller": 1})
     for o in fleet.run(60.0):
         detector.observe(o)
     if fault == "kill":
         fleet.kill(replica)
     else:
-        fleet.processes[replica].fault = Fault(fault)
+        fleet.processes[replica].fault = FakeFault(fault)
     for o in fleet.run(60.0):
         standing = detector.observe(o)
         if standing:

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, Suspect, Target
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, PlanTarget, Suspect
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.dashboards import settings
-from rolecall.dashboards.data.reader import Look
+from rolecall.dashboards.data.reader import JournalSnapshot
 from rolecall.dashboards.pages import shell
 from rolecall.dashboards.settings import Settings
 from tests.support import eventually
@@ -46,7 +46,7 @@ class MadeRun:
         self.journal.append(K.RUN_STARTED, {"roles": {"trainer": 2, "rollout": 2, "standby": 1}, "num_steps": 120})
         if self.watched:
             self.journal.acquire("watch", "watch@node-1", 3600.0)
-            self.journal.append(K.LEASE_TAKEN, {"holder": "watch@node-1", "fence": 1, "mode": self.mode})
+            self.journal.append(K.LEASE_ACQUIRED, {"holder": "watch@node-1", "fence": 1, "mode": self.mode})
         for replica in HOMES:
             ready = replica.startswith("standby/")
             self.state(replica, ReplicaState.READY if ready else ReplicaState.SERVING)
@@ -81,12 +81,14 @@ class MadeRun:
             evidence=(Evidence(kind="progress", text="it stands at 104"),), detectors=("progress",),
         )  # fmt: skip
         self.say(K.INCIDENT_OPENED, {"diagnosis": found.to_dict(), "window": "observations"}, name)
-        target = Target(replica=ReplicaId(replica), incarnation=1, node=NodeId(HOMES[replica]))
+        target = PlanTarget(replica=ReplicaId(replica), incarnation=1, node=NodeId(HOMES[replica]))
         words = f"replace {replica}#1: the smallest unit that holds the suspect"
         return Plan(incident_id=IncidentId(name), action=ActionKind.REPLACE_REPLICA, targets=(target,), because=words)
 
     def plan(self, plan: Plan) -> None:
-        self.say(K.PLAN_MADE, {"plan": plan.to_dict(), "call_person": False, "outcome": "tolerated"}, plan.incident_id)
+        self.say(
+            K.PLAN_CREATED, {"plan": plan.to_dict(), "page_oncall": False, "outcome": "tolerated"}, plan.incident_id
+        )
 
     def propose(self, plan: Plan, seconds: float = 900.0) -> None:
         body = {"plan": plan.to_dict(), "digest": plan.digest, "expires_at": self.clock.wall() + seconds}
@@ -98,7 +100,7 @@ class MadeRun:
     def cure(self, plan: Plan) -> None:
         self.say(K.ACTION_DONE, {"digest": plan.digest, "result": "done"}, plan.incident_id)
         self.say(K.INCIDENT_VERIFIED, {"because": "it works"}, plan.incident_id)
-        self.say(K.INCIDENT_CLOSED, {"outcome": "cured", "because": "it works"}, plan.incident_id)
+        self.say(K.INCIDENT_CLOSED, {"outcome": "resolved", "because": "it works"}, plan.incident_id)
 
     def say(self, kind: K, body: dict[str, object], incident: str | None = None) -> int:
         return self.journal.append(kind, body, incident_id=incident).seq
@@ -114,10 +116,10 @@ def damage(run: RunDir, seq: int, body: str = "{") -> None:
         conn.execute("UPDATE events SET body = ? WHERE seq = ?", (body, seq))
 
 
-def looked(what: Settings) -> Look:
+def looked(what: Settings) -> JournalSnapshot:
     """Serves `what` in this process, and waits for its first look."""
     settings.use(what)
-    found: list[Look] = []
+    found: list[JournalSnapshot] = []
 
     def answered() -> bool:
         found[:] = [shell.reader().look()]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.metrics.catalogue import CATALOGUE
-from rolecall.core.metrics.metric import Subject
+from rolecall.core.metrics.metric import MetricScope
 from tests.dashboards.openmetrics import Recording
 from tests.dashboards.prometheus_of_demo import FILE, DemoPrometheus, QueryFailed, prometheus_of
 
@@ -42,7 +42,7 @@ ABSENT_WITH_ITS_ALGORITHM = {
 
 
 def test_what_a_watch_serves_is_there(demo_prometheus: DemoPrometheus) -> None:
-    wanted = {m.name for m in CATALOGUE if m.subject in (Subject.WATCH, Subject.RUN)}
+    wanted = {m.name for m in CATALOGUE if m.subject in (MetricScope.WATCH, MetricScope.RUN)}
     assert wanted - demo_prometheus.names() <= ABSENT_IN_A_CALM_DEMO | ABSENT_WITH_ITS_ALGORITHM
 
 

@@ -11,12 +11,12 @@ from rolecall.dashboards.users import (
     FAILURE_SECONDS,
     FAILURES_MAX,
     IDLE_SECONDS,
-    Door,
-    Pass,
-    Refused,
+    Authenticator,
+    SignedInUser,
+    SignInRefused,
     add,
     fingerprint,
-    read_people,
+    read_users,
     remove,
 )
 
@@ -30,10 +30,10 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_person_is_the_name_beside_the_hash_of_the_token(file: Path) -> None:
     anna, bert = add(file, "anna"), add(file, "Bert Ö")
-    door = Door(file)
+    door = Authenticator(file)
     first, second = door.enter(anna, NOW), door.enter(bert, NOW)
-    assert isinstance(first, Pass)
-    assert isinstance(second, Pass)
+    assert isinstance(first, SignedInUser)
+    assert isinstance(second, SignedInUser)
     assert (first.name, second.name) == ("anna", "Bert Ö")
 
 
@@ -46,7 +46,7 @@ def test_the_file_holds_no_token_and_is_for_its_owner_alone(file: Path) -> None:
 
 def test_what_a_session_keeps_shows_no_token_and_no_hash(file: Path) -> None:
     token = add(file, "anna")
-    held = Door(file).enter(token, NOW)
+    held = Authenticator(file).enter(token, NOW)
     assert token not in repr(held)
     assert "sha256" not in repr(held)
 
@@ -54,65 +54,65 @@ def test_what_a_session_keeps_shows_no_token_and_no_hash(file: Path) -> None:
 @pytest.mark.parametrize("token", ["", "wrong", "x" * 100_000, "ä" * 50])
 def test_a_wrong_token_is_refused_without_a_word_of_it(file: Path, token: str) -> None:
     add(file, "anna")
-    answer = Door(file).enter(token, NOW)
-    assert isinstance(answer, Refused)
+    answer = Authenticator(file).enter(token, NOW)
+    assert isinstance(answer, SignInRefused)
     assert not token or token not in answer.because
 
 
 def test_who_is_removed_is_out_at_the_next_look(file: Path) -> None:
     token = add(file, "anna")
     add(file, "bert")
-    door = Door(file)
+    door = Authenticator(file)
     held = door.enter(token, NOW)
-    assert isinstance(held, Pass)
+    assert isinstance(held, SignedInUser)
     assert door.refusal(held, NOW) == ""
     remove(file, "anna")
     assert "may not act any more" in door.refusal(held, NOW)
-    assert isinstance(door.enter(token, NOW), Refused)
+    assert isinstance(door.enter(token, NOW), SignInRefused)
 
 
 def test_a_new_token_under_the_same_name_ends_the_old_one(file: Path) -> None:
     token = add(file, "anna")
-    door = Door(file)
+    door = Authenticator(file)
     held = door.enter(token, NOW)
-    assert isinstance(held, Pass)
+    assert isinstance(held, SignedInUser)
     remove(file, "anna")
     add(file, "anna")
     assert "may not act any more" in door.refusal(held, NOW)
 
 
 def test_a_file_that_is_gone_lets_nobody_act(file: Path) -> None:
-    held = Door(file)
+    held = Authenticator(file)
     token = add(file, "anna")
     who = held.enter(token, NOW)
-    assert isinstance(who, Pass)
+    assert isinstance(who, SignedInUser)
     file.unlink()
     assert "No such file" in held.refusal(who, NOW)
 
 
 def test_idleness_ends_it(file: Path) -> None:
-    door = Door(file)
+    door = Authenticator(file)
     held = door.enter(add(file, "anna"), NOW)
-    assert isinstance(held, Pass)
+    assert isinstance(held, SignedInUser)
     assert door.refusal(held, NOW + IDLE_SECONDS) == ""
     assert "without a click" in door.refusal(held, NOW + IDLE_SECONDS + 1)
 
 
 def test_who_guesses_is_told_of_and_keeps_nobody_out(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     token = add(file, "anna")
-    door = Door(file)
+    door = Authenticator(file)
     for i in range(3 * FAILURES_MAX):
         answer = door.enter("guess", NOW)
-        assert isinstance(answer, Refused)
+        assert isinstance(answer, SignInRefused)
         assert "nobody" in answer.because
         assert len(caplog.records) == (i + 1) // FAILURES_MAX
     assert "guess" in caplog.text and token not in caplog.text
-    assert isinstance(door.enter(token, NOW), Pass)
+    assert isinstance(door.enter(token, NOW), SignedInUser)
 
 
 def test_few_wrong_tokens_over_time_are_nobody_guessing(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     add(file, "anna")
-    door = Door(file)
+    door = Authenticator(file)
     for i in range(3 * FAILURES_MAX):
         door.enter("typo", NOW + i * FAILURE_SECONDS)
     assert not caplog.records
@@ -123,8 +123,8 @@ def test_a_file_that_others_can_read_is_refused_with_what_to_do(file: Path, mode
     token = add(file, "anna")
     file.chmod(mode)
     with pytest.raises(UnreadableInput, match="chmod 600"):
-        read_people(file)
-    assert isinstance(Door(file).enter(token, NOW), Refused)
+        read_users(file)
+    assert isinstance(Authenticator(file).enter(token, NOW), SignInRefused)
 
 
 @pytest.mark.parametrize(
@@ -147,20 +147,20 @@ def test_a_file_that_is_something_else_says_what_and_quotes_no_secret(file: Path
     file.write_text(text)
     file.chmod(0o600)
     with pytest.raises(UnreadableInput, match=says) as caught:
-        read_people(file)
+        read_users(file)
     assert "secret-token" not in str(caught.value)
 
 
 def test_an_empty_file_is_nobody(file: Path) -> None:
     file.touch(mode=0o600)
-    assert read_people(file) == {}
+    assert read_users(file) == {}
 
 
 def test_a_folder_and_a_pipe_are_no_people_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(UnreadableInput, match=r"regular file|directory"):
-            read_people(path)
+            read_users(path)
 
 
 def test_a_name_is_taken_once_and_must_be_one(file: Path) -> None:

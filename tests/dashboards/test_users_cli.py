@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from rolecall.cli.main import main
-from rolecall.dashboards.users import Door, Pass
+from rolecall.dashboards.users import Authenticator, SignedInUser
 
 
 def test_a_person_is_added_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(tmp_path / "people.yaml")
     assert main(["people", "add", "anna", "--file", file]) == 0
     token = capsys.readouterr().out.splitlines()[-1]
-    held = Door(Path(file)).enter(token, 1.0)
-    assert isinstance(held, Pass)
+    held = Authenticator(Path(file)).enter(token, 1.0)
+    assert isinstance(held, SignedInUser)
     assert held.name == "anna"
     assert main(["people", "list", "--file", file]) == 0
     assert capsys.readouterr().out == "anna\n"

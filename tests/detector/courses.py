@@ -7,20 +7,22 @@ from typing import Any
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.training_history import Point
+from rolecall.detector.live.training_history import TrainingStepPoint
 
 Row = Mapping[str, float]
 WALL = 1_700_000_000.0
 STEP_SECONDS = 2.0
 
 
-def points(rows: Iterable[Row]) -> list[Point]:
+def points(rows: Iterable[Row]) -> list[TrainingStepPoint]:
     """One a row, in order. `step` is where the row says, else one more than before; a lower one forgets what came after."""
-    made: list[Point] = []
+    made: list[TrainingStepPoint] = []
     for row in rows:
         step = int(row.get("step", made[-1].step + 1 if made else 0))
         made = [p for p in made if p.step < step]
-        made.append(Point(step, WALL + step, {k: v for k, v in row.items() if k != "step" and not math.isnan(v)}))
+        made.append(
+            TrainingStepPoint(step, WALL + step, {k: v for k, v in row.items() if k != "step" and not math.isnan(v)})
+        )
     return made
 
 

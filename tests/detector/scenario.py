@@ -37,7 +37,7 @@ from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.ids import NodeId, ProcessId, split_replica
 from rolecall.core.telemetry import HEALTH_SIGNS, AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 
 SAMPLE_SECONDS = 0.2
 POLLS_PER_SAMPLE = 1
@@ -141,7 +141,7 @@ class Scenario:
     def __init__(self, path: Path) -> None:
         self.spec = tomllib.loads(path.read_text())
         self.config = DetectorConfig(**self.spec.get("config", {}))
-        self.detector = Detector(self.config, self.spec.get("roles"))
+        self.detector = LiveDetector(self.config, self.spec.get("roles"))
         self.processes: dict[str, Process] = {}
         self.events: list[AgentEvent] = []
         self.unreachable: dict[str, tuple[float, str]] = {}

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rolecall.core.diagnosis import Finding
-from rolecall.detector.artifacts.stacks.dumps import Dump, Frame, Thread
+from rolecall.detector.artifacts.stacks.dumps import Frame, StackDump, Thread
 from rolecall.detector.base.findings import SETTLE
 
 C10D = "torch/distributed/distributed_c10d.py"
@@ -39,9 +39,9 @@ def thread(*texts: str, name: str = "MainThread", active: bool = False, owns_gil
 
 def dump(
     rank: int, *texts: str, active: bool = False, at: float = 100.0, role: str = "trainer", **more: object
-) -> Dump:
+) -> StackDump:
     fields = {"node": f"m{rank // 2:02d}", "threads": (thread(*texts, active=active),), **more}
-    return Dump(path=f"rank_{rank}-{at}.json", at=at, role=role, rank=rank, **fields)  # type: ignore[arg-type]
+    return StackDump(path=f"rank_{rank}-{at}.json", at=at, role=role, rank=rank, **fields)  # type: ignore[arg-type]
 
 
 def only(found: Sequence[Finding]) -> Finding:

@@ -10,12 +10,12 @@ import threading
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.config.job import DetectorConfig
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.subject import EXPERIENCED_UNITS
 from rolecall.detector.sources.agents import AgentsSource
 
 agents, roles = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-detector = Detector(DetectorConfig(mask_proc_state=True), roles)
+detector = LiveDetector(DetectorConfig(mask_proc_state=True), roles)
 source = AgentsSource(lambda: agents, SystemClock())
 over = threading.Event()
 

@@ -13,7 +13,7 @@ import pytest
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock
 from rolecall.core.errors import UnreadableInput
-from rolecall.detector.base.read_budget import Limits
+from rolecall.detector.base.read_budget import ReadLimits
 from rolecall.detector.panels.panel import Panel
 from rolecall.detector.panels.registry import detector as named
 from rolecall.detector.sources import recording
@@ -314,7 +314,7 @@ def test_all_files_of_a_kind_together_are_bounded(
     many(tmp_path, kind)
     assert run(capsys, tmp_path)[0] in (0, 1)
     with pytest.raises(UnreadableInput, match=r"with it 4 file\(s\) take more than .* GiB of memory") as refused:
-        diagnosing.diagnose([tmp_path], [], limits=Limits(kept_bytes_max=75_000))
+        diagnosing.diagnose([tmp_path], [], limits=ReadLimits(kept_bytes_max=75_000))
     assert refused.value.where == str(max(tmp_path.iterdir()))
 
 
@@ -330,7 +330,7 @@ class Slow(FakeClock):
 def test_reading_many_dumps_ends_in_time(tmp_path: Path, kind: str, ends: bool) -> None:
     """How long a detector takes over a recording is no matter of reading."""
     many(tmp_path, kind)
-    limits = Limits(seconds_max=2.5)
+    limits = ReadLimits(seconds_max=2.5)
     if not ends:
         diagnosing.diagnose([tmp_path], [], limits=limits, clock=Slow())
         return

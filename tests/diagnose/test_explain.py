@@ -14,10 +14,18 @@ from hypothesis.extra import numpy as st_numpy
 from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Suspect
 from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.stacks.diagnosis import diagnose
-from rolecall.detector.artifacts.stacks.dumps import Dump, Frame, Thread
+from rolecall.detector.artifacts.stacks.dumps import Frame, StackDump, Thread
 from rolecall.detector.live.fusion import to_diagnosis
 from rolecall.detector.panels.panel import Machine, Panel, PanelShape
-from rolecall.diagnose.explain import PAGE_BYTES_MAX, Explained, ScoreTrace, chosen_metrics, explain, moment, render
+from rolecall.diagnose.explain import (
+    PAGE_BYTES_MAX,
+    ExplainedDiagnosis,
+    ScoreTrace,
+    chosen_metrics,
+    explain,
+    moment,
+    render,
+)
 from rolecall.diagnose.explain_charts import (
     HEIGHT,
     NUM_BUCKETS,
@@ -80,7 +88,7 @@ def drawings(html: str) -> str:
 
 def test_the_page_is_whole_and_loads_and_runs_nothing(tmp_path: Path) -> None:
     seen = panel()
-    out = explain(tmp_path / "why.html", [Explained(diagnosis=diagnosis(3), panel=seen, score=score(seen))])
+    out = explain(tmp_path / "why.html", [ExplainedDiagnosis(diagnosis=diagnosis(3), panel=seen, score=score(seen))])
     assert [p.name for p in tmp_path.iterdir()] == ["why.html"]
     html = out.read_text()
     page = _read(html.replace("<br>", "<br/>"))
@@ -109,7 +117,7 @@ def test_the_page_is_whole_and_loads_and_runs_nothing(tmp_path: Path) -> None:
 
 def test_the_drawing_shows_what_the_panel_holds() -> None:
     seen = panel()
-    html = render([Explained(diagnosis=diagnosis(3), panel=seen)])
+    html = render([ExplainedDiagnosis(diagnosis=diagnosis(3), panel=seen)])
     (suspect,) = re.findall(r'<polyline class="suspect s0" points="([^"]{100,})"', html)
     (peers,) = re.findall(r'<polygon class="peers" points="([^"]*)"', html)
     by = window(seen.at, 1.0, ONSET, DECIDED)
@@ -126,7 +134,7 @@ def test_the_drawing_shows_what_the_panel_holds() -> None:
 def test_where_the_suspect_usually_is_among_its_peers_is_drawn() -> None:
     seen = panel()
     seen.values[1, :, 3] += 100.0  # its place is far from theirs
-    html = render([Explained(diagnosis=diagnosis(3), panel=seen)])
+    html = render([ExplainedDiagnosis(diagnosis=diagnosis(3), panel=seen)])
     (suspect,) = re.findall(r'<polyline class="suspect s0" points="([^"]{100,})"', html)
     (usual,) = re.findall(r'<polyline class="usual" points="([^"]{100,})"', html)
     x = window(seen.at, 1.0, ONSET, DECIDED).x(ONSET)
@@ -136,7 +144,7 @@ def test_where_the_suspect_usually_is_among_its_peers_is_drawn() -> None:
     assert np.median(after) - max(expected) > 20
     assert "where it usually is among them" in html
     young = replace(seen, at=seen.at[290:], values=seen.values[:, 290:])
-    assert 'polyline class="usual" points="1,6' not in render([Explained(diagnosis=diagnosis(3), panel=young)])
+    assert 'polyline class="usual" points="1,6' not in render([ExplainedDiagnosis(diagnosis=diagnosis(3), panel=young)])
 
 
 def _pairs(text: str) -> list[tuple[float, float]]:
@@ -168,7 +176,7 @@ def test_odd_panels_are_drawn_inside_of_the_picture(name: str) -> None:
     seen = _odd_panels()[name]
     odd = ScoreTrace(at=seen.at, score=np.full(len(seen.at), np.inf, dtype=np.float32), threshold=np.float32(3.0))
     for told in (diagnosis(3), diagnosis(3, evidence=()), diagnosis(3, onset=float("nan"), detected_at=float("inf"))):
-        html = render([Explained(diagnosis=told, panel=seen, score=odd)])
+        html = render([ExplainedDiagnosis(diagnosis=told, panel=seen, score=odd)])
         _read(html.replace("<br>", "<br/>"))
         drawn = points(drawings(html))
         assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in drawn)
@@ -176,12 +184,12 @@ def test_odd_panels_are_drawn_inside_of_the_picture(name: str) -> None:
 
 
 def test_a_suspect_that_is_not_in_the_panel_is_told_without_a_drawing() -> None:
-    html = render([Explained(diagnosis=diagnosis(99), panel=panel(50))])
+    html = render([ExplainedDiagnosis(diagnosis=diagnosis(99), panel=panel(50))])
     assert "trainer/99" in html and not drawings(html)
 
 
 def test_several_suspects_have_lines_of_their_own_and_a_word_each() -> None:
-    html = render([Explained(diagnosis=diagnosis(*range(6)), panel=panel())])
+    html = render([ExplainedDiagnosis(diagnosis=diagnosis(*range(6)), panel=panel())])
     assert [f"suspect s{n}" in html for n in range(5)] == [True] * 4 + [False]
     assert "2 more suspects are not drawn" in html and "power against 24 peers" in html
 
@@ -191,34 +199,34 @@ def test_a_score_that_is_drawn_in_part_says_so() -> None:
     seen = panel()
     for highest, cut in ((SCORE_OVER_THRESHOLD_MAX, False), (SCORE_OVER_THRESHOLD_MAX + 1, True)):
         trace = ScoreTrace(at=seen.at, score=np.full(len(seen.at), 2 * highest, dtype=np.float32), threshold=2.0)
-        page = render([Explained(diagnosis=diagnosis(3), panel=seen, score=trace)])
+        page = render([ExplainedDiagnosis(diagnosis=diagnosis(3), panel=seen, score=trace)])
         assert (f"drawn up to {SCORE_OVER_THRESHOLD_MAX:g} thresholds" in page) == cut
 
 
 def test_a_process_of_which_no_node_is_known_has_none() -> None:
     known = replace(diagnosis(3), suspects=(Suspect(node=NodeId("m03"), replica="trainer/0", rank=3),))
-    assert "trainer/0 rank 3 (node m03)" in render([Explained(diagnosis=known)])
+    assert "trainer/0 rank 3 (node m03)" in render([ExplainedDiagnosis(diagnosis=known)])
     for node, replica in (("rank-3", ""), ("trainer/0-rank-3", "trainer/0")):
         unknown = replace(known, suspects=(Suspect(node=NodeId(node), replica=replica, rank=3),))
-        page = render([Explained(diagnosis=unknown)])
+        page = render([ExplainedDiagnosis(diagnosis=unknown)])
         assert f"{replica} rank 3".strip() in page and "node" not in page.partition("</h3>")[0].rpartition("<h3>")[2]
 
 
 def test_without_a_named_metric_the_farthest_is_drawn() -> None:
     seen = panel()
     assert chosen_metrics(seen, [3], diagnosis(3))[0] == 1
-    assert "power against 29 peers" in render([Explained(diagnosis=diagnosis(3, evidence=()), panel=seen)])
+    assert "power against 29 peers" in render([ExplainedDiagnosis(diagnosis=diagnosis(3, evidence=()), panel=seen)])
 
 
 def test_stacks_are_shown_as_groups() -> None:
-    def process(rank: int, *names: str) -> Dump:
+    def process(rank: int, *names: str) -> StackDump:
         frames = tuple(Frame("train.py", name) for name in names)
         thread = Thread(name="MainThread", frames=frames, active=False, owns_gil=False)
-        return Dump(path=f"{rank}", at=ONSET, threads=(thread,), rank=rank, node=f"m{rank}", role="trainer")
+        return StackDump(path=f"{rank}", at=ONSET, threads=(thread,), rank=rank, node=f"m{rank}", role="trainer")
 
     dumps = [*(process(r, "all_reduce", "step") for r in range(3)), process(3, "<b>pause</b>", "step")]
     (found,) = diagnose(dumps)
-    text = _read(render([Explained(diagnosis=to_diagnosis(found))]).replace("<br>", "<br/>")).text
+    text = _read(render([ExplainedDiagnosis(diagnosis=to_diagnosis(found))]).replace("<br>", "<br/>")).text
     assert "Groups of equal stacks" in text and "<b>pause</b> (train.py)" in text
     assert "trainer rank 0 (node m0), trainer rank 1 (node m1), trainer rank 2 (node m2)" in text
 
@@ -237,7 +245,7 @@ def test_every_foreign_text_is_shown_as_text() -> None:
         **dict.fromkeys(("because", "advice", "settle"), HOSTILE),
         detectors=(HOSTILE,),
     )
-    html = render([Explained(diagnosis=told, panel=replace(seen, shape=shape))])
+    html = render([ExplainedDiagnosis(diagnosis=told, panel=replace(seen, shape=shape))])
     page = _read(html.replace("<br>", "<br/>"))
     assert "<script" not in html and "<img" not in html and "\x1b" not in html and "\u202e" not in html
     assert not [n for _, attrs in page.tags for n in attrs if n.startswith("on")]
@@ -248,23 +256,23 @@ def test_every_foreign_text_is_shown_as_text() -> None:
 def test_no_diagnosis_and_no_decision_are_pages_too() -> None:
     assert "0 faults found" in _read(render([])).text
     undecided = diagnosis(fault_class=FaultClass.CANNOT_TELL, suspects=(), settle="a second look")
-    text = _read(render([Explained(diagnosis=undecided)])).text
+    text = _read(render([ExplainedDiagnosis(diagnosis=undecided)])).text
     assert "Nobody is accused, 1 undecided" in text and "a second look" in text and "nobody" in text
 
 
 def test_the_page_stays_small() -> None:
     seen = panel(100_000, 4)
     told = diagnosis(3, onset=seen.at[0], detected_at=seen.at[-1])
-    one = Explained(diagnosis=told, panel=seen, score=score(seen))
+    one = ExplainedDiagnosis(diagnosis=told, panel=seen, score=score(seen))
     html = render([one])
     assert drawings(html) and len(html.encode()) < 100_000
     few = panel(1200, 4)
     wide = diagnosis(3, onset=few.at[0], detected_at=few.at[-1])
-    many = render([Explained(diagnosis=wide, panel=few, score=score(few))] * 90)
+    many = render([ExplainedDiagnosis(diagnosis=wide, panel=few, score=score(few))] * 90)
     assert len(many.encode()) < PAGE_BYTES_MAX + 1000
     assert "Not drawn: the page would be too large" in many and many.count("<article") == 90
     endless = diagnosis(3, evidence=tuple(Evidence(kind=f"e{n}", text="x" * 2000) for n in range(99)))
-    cut = render([Explained(diagnosis=endless)] * 40)
+    cut = render([ExplainedDiagnosis(diagnosis=endless)] * 40)
     assert len(cut.encode()) < PAGE_BYTES_MAX + 1000 and re.search(r"\d+ more are not shown", cut)
     assert "and 59 more" in cut
 

@@ -44,7 +44,7 @@ def _sign_in(shot: Visit, token: str) -> None:
 
 def test_a_click_approves_a_plan_and_the_run_is_cured(tmp_path: Path) -> None:
     args = ["--seed", str(SEED), "--steps", "30", "--faults", "rollout-kill"]
-    args += ["--set", "recovery.mode=approve", "--set", "recovery.approval_seconds=300"]
+    args += ["--set", "recovery.mode=approve", "--set", "recovery.approval_timeout_seconds=300"]
     with browser() as of, demo_run(tmp_path, "approved", args, dashboard=True) as run:
         eventually(lambda: ADDRESS.search(run.output()), f"the dashboard's address: {run.output()}", seconds=120)
         address = ADDRESS.search(run.output())
@@ -75,4 +75,4 @@ def test_a_click_approves_a_plan_and_the_run_is_cured(tmp_path: Path) -> None:
         for log in (run.path / "logs").glob("*.log"):
             assert token not in log.read_text(errors="replace"), f"the token stands in {log}"
     report = run.report()
-    assert [i["outcome"] for i in report["incidents"]] == ["cured"]
+    assert [i["outcome"] for i in report["incidents"]] == ["resolved"]

@@ -78,9 +78,9 @@ def _watch_dies_and_is_missed(run: DemoRun, webhook: Inbox) -> None:
     # The next one acts only once the lease of the dead one is over: the silence lasts longer than the signal's interval.
     assert first["at"] - max(before) > 2 * DEADMAN_SECONDS
     assert first["open_incidents"] == 1, "the next watch knows of the incident"
-    (restarted,) = run.observer.events("process_restarted")
+    (restarted,) = run.observer.events("component_restarted")
     assert restarted["what"] == "watch" and "-9" in restarted["because"]
-    assert [e["fence"] for e in run.observer.events("lease_taken")] == [fence, fence + 1]
+    assert [e["fence"] for e in run.observer.events("lease_acquired")] == [fence, fence + 1]
 
 
 def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) -> None:
@@ -91,7 +91,7 @@ def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) 
     approved = rolecall("approve", digest, "--run", str(run.path))
     assert approved.returncode == 0, approved.stderr
     assert "replace_replica of rollout/1#1 is approved" in approved.stdout
-    held = _event(run, "plan_held", guard="paused")
+    held = _event(run, "plan_blocked", guard="paused")
     assert "somebody is at the rack" in held["because"]
     status = command("status", str(run.path))
     assert status.returncode == 1 and "PAUSED:" in status.stdout and "somebody is at the rack" in status.stdout
@@ -103,7 +103,7 @@ def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) 
     resumed = command("resume", "--run", str(run.path))
     assert resumed.returncode == 0 and "acts again" in resumed.stdout
     closed = _event(run, "incident_closed", incident=held["incident"])
-    assert closed["outcome"] == "cured"
+    assert closed["outcome"] == "resolved"
     eventually(lambda: run.observer.states[("rollout/1", 2)] == "serving", "the observer to have looked again")
     (started,) = run.observer.events("action_started")
     (decision,) = run.observer.events("plan_approved")
@@ -124,10 +124,10 @@ def _a_healthy_rollout_is_replaced_by_hand(run: DemoRun) -> None:
     assert refused.returncode == 1 and "rollout/9 is not part of this run" in refused.stderr
     incident = asked.stdout.split()[0]
     closed = _event(run, "incident_closed", incident=incident)
-    assert closed["outcome"] == "cured" and "its fan is loud" in closed["because"]
+    assert closed["outcome"] == "resolved" and "its fan is loud" in closed["because"]
     eventually(lambda: run.observer.states[("rollout/0", 2)] == "serving", "the observer to have looked again")
     # It gave all its tokens before it was ended.
-    moved = [m for m in run.observer.events("requests_moved") if m["from"] == "rollout/0"]
+    moved = [m for m in run.observer.events("requests_reassigned") if m["from"] == "rollout/0"]
     assert [m["tokens_lost"] for m in moved] in ([], [0]), moved
     old = (before["rollout/0", 1], run.observer.start_ticks(before["rollout/0", 1]))
     assert not [line for line in alive(run.observer) if line.startswith(f"{old[0]} ")]
@@ -146,9 +146,9 @@ def _a_rejected_plan_is_not_performed(run: DemoRun, webhook: Inbox) -> None:
     assert rejected.returncode == 0 and "rollout/2#1 is rejected" in rejected.stdout, rejected.stderr
     closed = _event(run, "incident_closed", incident=proposed["incident"])
     (decision,) = run.observer.events("plan_rejected")
-    assert closed["outcome"] == "gave_up"
+    assert closed["outcome"] == "escalated"
     assert closed["because"] == f"rejected by {decision['by']}: we want to look at it"
-    eventually(lambda: webhook.of("person_called", topic="rejected"), "the call at the webhook")
+    eventually(lambda: webhook.of("oncall_paged", topic="rejected"), "the call at the webhook")
     run.until_step(len(run.observer.steps) + 2, CURE_SECONDS)
     assert run.observer.desired()["rollout/2"] == 1 and ("rollout/2", 2) not in run.observer.pids
     status = command("status", str(run.path))

@@ -18,7 +18,7 @@ from rolecall.agent.processes.state_pages import PageReader, PageState, PageUnre
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.rl_runtime.controller.supply import TOO_STALE
 from rolecall.rl_runtime.faults.injector import inject
-from rolecall.rl_runtime.faults.process_side import WEIGHTS, Inside, Request, effect_path, request_path
+from rolecall.rl_runtime.faults.process_side import WEIGHTS, InjectionRequest, InProcessFault, effect_path, request_path
 from rolecall.rl_runtime.processes import find_processes
 from tests.e2e.observer import ESTABLISHED, LISTEN, Observer, is_alive, socket_inodes, stopped, tcp_sockets
 from tests.e2e.runs import DemoRun, alive, command, demo_run, rolecall
@@ -85,7 +85,7 @@ def _controller_dies_with_streams_open(run: DemoRun) -> frozenset[str]:
     assert len(moment.open_groups) * GROUP_SIZE >= moment.num_streams >= STREAMS_MIN
 
     def taken_over() -> list[dict[str, Any]]:
-        return [m for m in observer.events("requests_moved") if m["from"] == "controller/0"]
+        return [m for m in observer.events("requests_reassigned") if m["from"] == "controller/0"]
 
     eventually(taken_over, "the next controller to take over what the engines hold")
     (adopted,) = taken_over()
@@ -169,7 +169,7 @@ def _trainer_with_the_newest_weights_dies_during_a_pull(run: DemoRun) -> None:
     for replica, incarnation in trainers.items():
         pid = observer.pids[(replica, incarnation)]
         start = observer.start_ticks(pid)
-        request = Request(request_id=f"pull-{replica}", how=Inside.MEET, seconds=10.0, at=WEIGHTS)
+        request = InjectionRequest(request_id=f"pull-{replica}", how=InProcessFault.MEET, seconds=10.0, at=WEIGHTS)
         asked[replica] = request_path(path, pid, start), effect_path(path, pid, start)
         write_atomically(asked[replica][0], request.to_json())
 
@@ -244,7 +244,7 @@ def _nothing_was_lost(run: DemoRun, open_groups: frozenset[str]) -> None:
     # The process that was killed under its new name may have been found under the one it had as a standby.
     by_kind = {i["fault"]["kind"]: i for i in faults if i["suspects"] != ["standby/0#1"]}
     assert list(by_kind) == ["controller-kill", "rollout-kill", "trainer-hang", "holder-kill"]
-    assert all(i["outcome"] == "cured" for i in by_kind.values()), faults
+    assert all(i["outcome"] == "resolved" for i in by_kind.values()), faults
     controller = by_kind["controller-kill"]
     assert controller["tokens_lost"] == 0 < controller["tokens_kept"]
     assert report["pids_kept"] is True, report["pids"]
@@ -270,7 +270,7 @@ def _until_cured(run: DemoRun, replica: str, incarnation: int) -> dict[str, Any]
 
     eventually(closed, f"the end of {incident['incident']}:\n{run.output()[-3000:]}", seconds=CURE_SECONDS)
     (end,) = closed()
-    assert end["outcome"] == "cured", end
+    assert end["outcome"] == "resolved", end
     return incident
 
 

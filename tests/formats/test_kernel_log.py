@@ -10,14 +10,14 @@ from rolecall.formats.kernel_log.messages import (
     FAULTS,
     HardwareError,
     KernelFault,
+    KernelLinkChange,
     KernelReader,
-    LinkChange,
     OomKill,
     parse_message,
 )
 from rolecall.formats.kernel_log.nvidia import GpuLost, GpuNamed, NvLink5, SxidLine, XidLine, normal_pci
 from rolecall.formats.kernel_log.timestamps import parse_line, parse_record, wall_of_local
-from rolecall.formats.xid.nvlink import ruling
+from rolecall.formats.xid.nvlink import assess_line
 from rolecall.formats.xid.xid import RecoveryAction, XidAction
 
 UUID = "GPU-5a1b2c3d-0011-2233-4455-66778899aabb"
@@ -135,9 +135,11 @@ NVLINK5 = (
 )
 def test_nvlink5(message: str, wanted: NvLink5 | None) -> None:
     line = xid_line(message)
-    assert (line.nvlink and replace(line.nvlink, ruling=None)) == wanted
+    assert (line.nvlink and replace(line.nvlink, assessment=None)) == wanted
     if line.nvlink is not None:
-        assert line.nvlink.ruling == ruling(line.code, line.nvlink.unit, line.nvlink.interrupt, line.nvlink.status)
+        assert line.nvlink.assessment == assess_line(
+            line.code, line.nvlink.unit, line.nvlink.interrupt, line.nvlink.status
+        )
 
 
 @pytest.mark.parametrize("code", range(144, 151))
@@ -210,7 +212,7 @@ def test_13_names_its_place_and_74_its_registers() -> None:
         "NVRM: Xid (PCI:0000:c1:00): 74, pid=5, name=x, NVLink: fatal error detected on link 6(0x200010, 0x0, 0x0, 0x0)"
     )
     assert link.registers == (0x200010, 0, 0, 0) and link.link == 6
-    assert link.signs == ("signal", "ecc")
+    assert link.nvlink_register_errors == ("signal", "ecc")
 
 
 # --- GPUs that are gone, SXid
@@ -306,15 +308,15 @@ RSS = "total-vm:9096kB, anon-rss:8192kB, file-rss:4kB, shmem-rss:0kB, UID:1000 p
         (f"Killed process 814 (python3) {RSS}", OomKill(pid=814, name="python3", of_cgroup=False, rss_bytes=8 << 20)),
         (f"Out of memory (oom_kill_allocating_task): Killed process 815 (a) b) c) {RSS}", OomKill(pid=815, name="a) b) c", of_cgroup=False, rss_bytes=8 << 20)),
         ("Killed process 816 (java), UID 1000, total-vm:16kB, anon-rss:1kB, file-rss:0kB", OomKill(pid=816, name="java", of_cgroup=False, rss_bytes=1024)),
-        ("mlx5_core 0000:41:00.0 ens1f0np0: Link down", LinkChange(up=False, interface="ens1f0np0", nic="0000:41:00.0")),
-        ("mlx5_core 0000:41:00.1 ens1f1np1: Link up", LinkChange(up=True, interface="ens1f1np1", nic="0000:41:00.1")),
-        ("igb 0000:07:00.0 eth0: igb: eth0 NIC Link is Down", LinkChange(up=False, interface="eth0", nic="0000:07:00.0")),
-        ("ice 0000:17:00.0 ens1f0: NIC Link is up 100 Gbps, Requested FEC: RS-FEC", LinkChange(up=True, interface="ens1f0", nic="0000:17:00.0")),
-        ("bnxt_en 0000:19:00.0 eno1: NIC Link is Down", LinkChange(up=False, interface="eno1", nic="0000:19:00.0")),
-        ("tg3 0000:02:00.0 eth0: Link is down", LinkChange(up=False, interface="eth0", nic="0000:02:00.0")),
-        ("e1000e: eth0 NIC Link is Up 1000 Mbps Full Duplex", LinkChange(up=True, interface="eth0")),
-        ("mlx4_en: eth2: Link Down", LinkChange(up=False, interface="eth2")),
-        ("IPv6: ADDRCONF(NETDEV_CHANGE): ib0: link becomes ready", LinkChange(up=True, interface="ib0")),
+        ("mlx5_core 0000:41:00.0 ens1f0np0: Link down", KernelLinkChange(up=False, interface="ens1f0np0", nic="0000:41:00.0")),
+        ("mlx5_core 0000:41:00.1 ens1f1np1: Link up", KernelLinkChange(up=True, interface="ens1f1np1", nic="0000:41:00.1")),
+        ("igb 0000:07:00.0 eth0: igb: eth0 NIC Link is Down", KernelLinkChange(up=False, interface="eth0", nic="0000:07:00.0")),
+        ("ice 0000:17:00.0 ens1f0: NIC Link is up 100 Gbps, Requested FEC: RS-FEC", KernelLinkChange(up=True, interface="ens1f0", nic="0000:17:00.0")),
+        ("bnxt_en 0000:19:00.0 eno1: NIC Link is Down", KernelLinkChange(up=False, interface="eno1", nic="0000:19:00.0")),
+        ("tg3 0000:02:00.0 eth0: Link is down", KernelLinkChange(up=False, interface="eth0", nic="0000:02:00.0")),
+        ("e1000e: eth0 NIC Link is Up 1000 Mbps Full Duplex", KernelLinkChange(up=True, interface="eth0")),
+        ("mlx4_en: eth2: Link Down", KernelLinkChange(up=False, interface="eth2")),
+        ("IPv6: ADDRCONF(NETDEV_CHANGE): ib0: link becomes ready", KernelLinkChange(up=True, interface="ib0")),
         ("mce: [Hardware Error]: CPU 12: Machine Check Exception: 5 Bank 7: be00000000800400", HardwareError(what="machine_check", corrected=False, device="bank 7")),
         ("mce: [Hardware Error]: Machine check events logged", HardwareError(what="machine_check", corrected=True)),
         ("EDAC MC0: 1 CE memory read error on CPU_SrcID#0_Ha#0_Chan#1_DIMM#0 (channel:1 slot:0 page:0x3f)", HardwareError(what="memory", corrected=True, device="MC0")),

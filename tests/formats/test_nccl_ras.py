@@ -7,7 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolecall.formats.nccl.ras import COLLECTIVES, Condition, Malformed, NcclResult, RankState, behind, ranks_text
+from rolecall.formats.nccl.ras import (
+    COLLECTIVES,
+    Condition,
+    MalformedRasStatus,
+    NcclResult,
+    RankState,
+    behind,
+    ranks_text,
+)
 from rolecall.formats.nccl.ras_answers import statuses
 
 
@@ -92,9 +100,9 @@ def test_the_comma_that_2_28_9_leaves_out_is_put_back_and_told() -> None:
 
 def test_other_damage_is_not_repaired() -> None:
     whole = raw(communicator(rank(0), rank(1)))
-    with pytest.raises(Malformed, match="cut short"):
+    with pytest.raises(MalformedRasStatus, match="cut short"):
         statuses(whole[: len(whole) // 2])
-    with pytest.raises(Malformed, match="cut short"):
+    with pytest.raises(MalformedRasStatus, match="cut short"):
         statuses(whole.replace(b'"rank": 0,', b'"rank": 0'.replace(b'"rank"', b"rank")))
 
 
@@ -149,7 +157,7 @@ def test_a_majority_is_not_behind() -> None:
     ids=range(11),
 )
 def test_what_is_no_answer_is_refused_with_its_reason(text: bytes, reason: str) -> None:
-    with pytest.raises(Malformed, match=reason):
+    with pytest.raises(MalformedRasStatus, match=reason):
         statuses(text)
 
 
@@ -263,7 +271,7 @@ def test_text_of_a_healthy_job_and_of_older_versions() -> None:
 def test_any_bytes_are_an_answer_or_malformed(some: bytes) -> None:
     try:
         statuses(some)
-    except Malformed:
+    except MalformedRasStatus:
         pass
 
 
@@ -281,7 +289,7 @@ _JUNK = st.recursive(
 def test_any_json_is_an_answer_or_malformed(communicators: list[Any], ras: Any) -> None:
     try:
         found = statuses(json.dumps({"communicators": communicators, "ras": ras}).encode())
-    except Malformed:
+    except MalformedRasStatus:
         return
     assert all(c.width >= 0 and c.standing() is not None and len(c.launched()) <= 64 for c in found[0].communicators)
 
@@ -296,5 +304,5 @@ def test_damaged_text_is_an_answer_or_malformed(damage: list[tuple[int, bytes]])
         for status in statuses(bytes(text)):
             for c in status.communicators:
                 assert c.width >= 0
-    except Malformed:
+    except MalformedRasStatus:
         pass

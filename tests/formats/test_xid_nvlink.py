@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from rolecall.formats.xid.nvlink import CODES, DRIVERS, SIGNS, Sign, ruling, signs
+from rolecall.formats.xid.nvlink import CODES, DRIVERS, SIGNS, NvlinkRegisterError, assess_line, register_errors
 from rolecall.formats.xid.nvlink_table import (
     ANY,
     LINK_DOWN,
@@ -25,7 +25,7 @@ def test_every_row_is_found_whoever_wrote_the_line(
 ) -> None:
     code, names, before, later, _ = unit
     status = 0 if row[0] == ANY else row[0]
-    found = ruling(code, names[min(driver, len(names) - 1)], later if driver else before, status)
+    found = assess_line(code, names[min(driver, len(names) - 1)], later if driver else before, status)
     assert found is not None
     assert (found.action, found.investigatory, found.severity) == (XidAction(row[1]), XidAction(row[2]), row[3])
     assert ADVICE[found.action] and ADVICE[found.investigatory]
@@ -36,7 +36,7 @@ def test_every_row_is_found_whoever_wrote_the_line(
 @pytest.mark.parametrize("why", LINK_DOWN)
 def test_every_reason_of_a_link_that_went_down(why: int, driver: int) -> None:
     code, names, *bits = LINK_DOWN_UNIT
-    found = ruling(code, names[driver], why << 20 | bits[driver], 0x1234)
+    found = assess_line(code, names[driver], why << 20 | bits[driver], 0x1234)
     assert found is not None and found.driver == DRIVERS[driver]
     assert (found.action, found.investigatory, found.severity) == tuple(LINK_DOWN[why])
     assert found.fatal
@@ -74,11 +74,11 @@ def test_no_unit_is_taken_for_another_or_for_the_other_generations() -> None:
     ],
 )
 def test_what_the_table_does_not_have(code: int, unit: str, interrupt: int, status: int) -> None:
-    assert ruling(code, unit, interrupt, status) is None
+    assert assess_line(code, unit, interrupt, status) is None
 
 
 def test_of_several_bits_the_worst_decides() -> None:
-    found = ruling(145, "RLW_REMAP", 0x4, 0x100 | 0x40)
+    found = assess_line(145, "RLW_REMAP", 0x4, 0x100 | 0x40)
     assert found is not None and found.action is XidAction.RESET_GPU
 
 
@@ -86,7 +86,7 @@ def test_of_several_bits_the_worst_decides() -> None:
 @pytest.mark.parametrize("status", PROMOTED_STATUS)
 def test_a_promoted_error_asks_for_a_reset(driver: int, status: int) -> None:
     bits = (0b0011000010, 0b0000110)[driver]
-    plain, promoted = (ruling(145, "RLW_RXPIPE", b, status) for b in (bits, bits | PROMOTED_BITS[driver]))
+    plain, promoted = (assess_line(145, "RLW_RXPIPE", b, status) for b in (bits, bits | PROMOTED_BITS[driver]))
     assert plain is not None and promoted is not None
     assert (plain.action, promoted.action) == (XidAction.IGNORE, XidAction.RESET_GPU)
     assert promoted.fatal and not plain.fatal
@@ -102,35 +102,39 @@ def test_every_bit_of_the_registers_of_74(register: int, bit: int) -> None:
     words[register] = 1 << bit
     wanted = {b: sign for sign, bits in REGISTER_SIGNS.get(register, ()) for b in bits}
     if register not in REGISTER_SIGNS:
-        assert signs(tuple(words)) == ()
+        assert register_errors(tuple(words)) == ()
     else:
-        assert signs(tuple(words)) == (Sign(wanted.get(bit, "unexpected")),)
+        assert register_errors(tuple(words)) == (NvlinkRegisterError(wanted.get(bit, "unexpected")),)
 
 
 @pytest.mark.parametrize(
     ("register", "bits", "sign"),
     [
-        (0, (0, 23, 30), Sign.HARMLESS),
-        (0, (1, 20), Sign.CONSEQUENCE),
-        (0, (4, 5), Sign.ECC),
-        (0, (9, 28), Sign.CONNECTION),
-        (0, (21, 22), Sign.SIGNAL),
-        (0, (27, 29), Sign.REPEATED),
-        (2, (0, 1, 2, 6), Sign.ECC),
-        (2, (13,), Sign.UNEXPECTED),
-        (2, (16, 19), Sign.DIAGNOSE),
-        (3, (18,), Sign.FABRIC),
-        (4, (28,), Sign.ECC),
-        (4, (20, 29), Sign.THRESHOLD),
+        (0, (0, 23, 30), NvlinkRegisterError.HARMLESS),
+        (0, (1, 20), NvlinkRegisterError.CONSEQUENCE),
+        (0, (4, 5), NvlinkRegisterError.ECC),
+        (0, (9, 28), NvlinkRegisterError.CONNECTION),
+        (0, (21, 22), NvlinkRegisterError.SIGNAL),
+        (0, (27, 29), NvlinkRegisterError.REPEATED),
+        (2, (0, 1, 2, 6), NvlinkRegisterError.ECC),
+        (2, (13,), NvlinkRegisterError.UNEXPECTED),
+        (2, (16, 19), NvlinkRegisterError.DIAGNOSE),
+        (3, (18,), NvlinkRegisterError.FABRIC),
+        (4, (28,), NvlinkRegisterError.ECC),
+        (4, (20, 29), NvlinkRegisterError.THRESHOLD),
     ],
 )
-def test_what_nvidia_says_of_bits(register: int, bits: tuple[int, ...], sign: Sign) -> None:
+def test_what_nvidia_says_of_bits(register: int, bits: tuple[int, ...], sign: NvlinkRegisterError) -> None:
     words = [0] * 7
     words[register] = sum(1 << b for b in bits)
-    assert signs(tuple(words)) == (sign,)
+    assert register_errors(tuple(words)) == (sign,)
 
 
 def test_signs_come_the_least_first_and_each_has_its_words() -> None:
-    assert signs((1 << 0 | 1 << 4 | 1 << 21,)) == (Sign.HARMLESS, Sign.SIGNAL, Sign.ECC)
-    assert signs(()) == signs((0,) * 7) == ()
-    assert set(SIGNS) == set(Sign) and all(words and advice for words, advice in SIGNS.values())
+    assert register_errors((1 << 0 | 1 << 4 | 1 << 21,)) == (
+        NvlinkRegisterError.HARMLESS,
+        NvlinkRegisterError.SIGNAL,
+        NvlinkRegisterError.ECC,
+    )
+    assert register_errors(()) == register_errors((0,) * 7) == ()
+    assert set(SIGNS) == set(NvlinkRegisterError) and all(words and advice for words, advice in SIGNS.values())

@@ -7,27 +7,27 @@ import pytest
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.node import burn_in_checks as parts
-from rolecall.node.burn_in import Check, CheckResult, Work, burn_in
+from rolecall.node.burn_in import BurnInBudget, Check, CheckResult, burn_in
 from rolecall.recovery.nodes import BurnIn
 
 
-def fine(work: Work, clock: Clock) -> CheckResult:
+def fine(work: BurnInBudget, clock: Clock) -> CheckResult:
     return CheckResult(name="fine", passed=True, because=f"worked for {work.seconds:.1f} s", values={"n": 1})
 
 
-def broken(work: Work, clock: Clock) -> CheckResult:
+def broken(work: BurnInBudget, clock: Clock) -> CheckResult:
     raise OSError("the bus is gone")
 
 
-def absent(work: Work, clock: Clock) -> CheckResult:
+def absent(work: BurnInBudget, clock: Clock) -> CheckResult:
     return CheckResult(name="absent", passed=None, because="there is none")
 
 
-def dies(work: Work, clock: Clock) -> CheckResult:
+def dies(work: BurnInBudget, clock: Clock) -> CheckResult:
     os._exit(7)
 
 
-def hangs(work: Work, clock: Clock) -> CheckResult:
+def hangs(work: BurnInBudget, clock: Clock) -> CheckResult:
     clock.sleep(3600)
     return fine(work, clock)
 
@@ -67,7 +67,7 @@ def test_what_passes_as_a_whole_and_is_taken_by_the_journal(passed: tuple[bool |
     assert value["passed"] is all_passed and BurnIn.from_dict(value).passed is all_passed
 
 
-QUICK = Work(seconds=0.0, folder=Path("/nonexistent"))
+QUICK = BurnInBudget(seconds=0.0, folder=Path("/nonexistent"))
 
 
 def test_memory_comes_back() -> None:
@@ -76,7 +76,7 @@ def test_memory_comes_back() -> None:
 
 
 def test_a_disk_is_read_back_and_left_clean(tmp_path: Path) -> None:
-    found = parts.disk(Work(seconds=0.0, folder=tmp_path), SystemClock(), num_bytes=8 << 20)
+    found = parts.disk(BurnInBudget(seconds=0.0, folder=tmp_path), SystemClock(), num_bytes=8 << 20)
     assert found.passed is True and found.values["rounds"] == 1 and list(tmp_path.iterdir()) == []
     gone = parts.disk(QUICK, SystemClock())
     assert gone.passed is False and "/nonexistent: No such file" in gone.because
@@ -100,7 +100,7 @@ def test_a_core_that_is_wrong_is_named() -> None:
     answers = iter(["a", "a", "b", *"a" * 100])
     before = os.sched_getaffinity(0)
     try:
-        found = parts.cpu_math(Work(seconds=0.1, folder=Path()), SystemClock(), (lambda: next(answers), "sums"))
+        found = parts.cpu_math(BurnInBudget(seconds=0.1, folder=Path()), SystemClock(), (lambda: next(answers), "sums"))
     finally:
         os.sched_setaffinity(0, before)
     assert found.passed is False and "other bits than core" in found.because

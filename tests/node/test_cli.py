@@ -10,7 +10,7 @@ from rolecall.cli.main import main
 from rolecall.core.diagnosis import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents.incident import IncidentState, Outcome
+from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.operators import commands
 from tests.recovery.world import World
@@ -24,7 +24,7 @@ def world(tmp_path: Path) -> World:
     path = tmp_path / "runs" / "r1"
     path.mkdir(parents=True)
     (path / "run.json").write_text("{}")
-    return World(path, mode="approve", approval_seconds=600.0)
+    return World(path, mode="approve", approval_timeout_seconds=600.0)
 
 
 def say(world: World, *argv: str) -> int:
@@ -68,7 +68,7 @@ def test_a_node_from_drain_to_return(world: World, capsys: pytest.CaptureFixture
     assert say(world, "node", "drain", "node-4", "--reason", "a fan \x1b[2J") == 0
     assert "moved when the guards pass: rollout/1 (inc-1-rollout-1)" in capsys.readouterr().out
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED, "a person's request is no proposal, in mode approve too"
+    assert world.only().outcome is IncidentOutcome.RESOLVED, "a person's request is no proposal, in mode approve too"
     assert say(world, "node", "list") == 0
     told = capsys.readouterr().out
     assert "QUARANTINED since" in told and "\x1b" not in told and "inc-1-rollout-1" in told

@@ -19,7 +19,7 @@ from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.errors import ConfigError
 from rolecall.node.agents import clock_offsets, down_probes, own_authorization
-from rolecall.node.doctor import NHC_CODES, ClockOffset, Level, NodeFacts, examine, lines, worst
+from rolecall.node.doctor import NHC_CODES, CheckLevel, ClockOffset, NodeFacts, examine, lines, worst
 from rolecall.node.facts import ask_agent, read_clock, read_facts, within
 from tests.agent.http.test_web_config import HASH
 from tests.agent.test_settings import QUIET, running
@@ -48,8 +48,8 @@ FIT = NodeFacts(
     files_hard=1 << 20,
 )
 
-W, B, U = Level.WARNING, Level.BROKEN, Level.UNKNOWN
-UNFIT: dict[str, tuple[dict[str, Any], str, Level, str, str]] = {
+W, B, U = CheckLevel.WARNING, CheckLevel.BROKEN, CheckLevel.UNKNOWN
+UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
     "no driver": ({"driver": ""}, "driver", B, "8 NVIDIA GPU(s) and no driver loaded", "modprobe"),
     "a GPU that did not come up": ({"gpu_devices": 7}, "driver", W, "8 NVIDIA GPUs on the PCI bus, 7", "kernel log"),
     "NVML of another version": ({"nvml": "Driver/library version mismatch"}, "nvml", B, "mismatch", "reboot"),
@@ -121,7 +121,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str, Level, str, str]] = {
 
 def test_a_fit_node_is_well_in_everything() -> None:
     checks = examine(FIT)
-    assert {c.level for c in checks} == {Level.WELL} and not any(c.mend for c in checks)
+    assert {c.level for c in checks} == {CheckLevel.OK} and not any(c.mend for c in checks)
     names = {
         "driver",
         "nvml",
@@ -140,10 +140,10 @@ def test_a_fit_node_is_well_in_everything() -> None:
 
 @pytest.mark.parametrize(("changed", "name", "level", "says", "mend"), UNFIT.values(), ids=UNFIT)
 def test_what_is_wrong_is_told_with_how_to_mend_it(
-    changed: dict[str, Any], name: str, level: Level, says: str, mend: str
+    changed: dict[str, Any], name: str, level: CheckLevel, says: str, mend: str
 ) -> None:
     checks = examine(replace(FIT, **changed))
-    [wrong] = [c for c in checks if c.level is not Level.WELL]
+    [wrong] = [c for c in checks if c.level is not CheckLevel.OK]
     assert (wrong.name, wrong.level) == (name, level)
     assert says in wrong.says and mend in wrong.mend and wrong.mend
     assert worst(checks) is level
@@ -152,14 +152,16 @@ def test_what_is_wrong_is_told_with_how_to_mend_it(
 
 def test_a_node_without_gpus_needs_no_driver() -> None:
     checks = examine(replace(FIT, gpu_devices=0, pci_gpus=0, driver="", nvml="libnvidia-ml.so.1 not found"))
-    assert worst(checks) is Level.WELL and "nvml" not in {c.name for c in checks}
+    assert worst(checks) is CheckLevel.OK and "nvml" not in {c.name for c in checks}
 
 
 def test_what_is_broken_outweighs_what_cannot_be_told() -> None:
-    assert worst(examine(replace(FIT, clock_state=None))) is Level.UNKNOWN
-    assert worst(examine(replace(FIT, clock_state=None, pressure=False))) is Level.WARNING
-    assert worst(examine(replace(FIT, clock_state=None, pressure=False, pidfd=False))) is Level.BROKEN
-    assert [NHC_CODES[level] for level in (Level.WELL, Level.WARNING, Level.BROKEN, Level.UNKNOWN)] == [0, 1, 2, 3]
+    assert worst(examine(replace(FIT, clock_state=None))) is CheckLevel.UNKNOWN
+    assert worst(examine(replace(FIT, clock_state=None, pressure=False))) is CheckLevel.WARNING
+    assert worst(examine(replace(FIT, clock_state=None, pressure=False, pidfd=False))) is CheckLevel.BROKEN
+    assert [
+        NHC_CODES[level] for level in (CheckLevel.OK, CheckLevel.WARNING, CheckLevel.BROKEN, CheckLevel.UNKNOWN)
+    ] == [0, 1, 2, 3]
 
 
 # --- facts of a real node

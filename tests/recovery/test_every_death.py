@@ -72,7 +72,7 @@ def gets_worse(world: World) -> None:
     world.runtime.inject("rollout/1", FaultClass.SLOW)
 
     def worse() -> None:
-        held = world.events(K.PLAN_HELD)
+        held = world.events(K.PLAN_BLOCKED)
         process = world.runtime.processes["rollout/1"]
         if held and process.fault is FaultClass.SLOW:
             world.runtime.inject("rollout/1", FaultClass.HANG)
@@ -125,7 +125,7 @@ def observed(world: World) -> None:
     world.runtime.inject("rollout/1", FaultClass.SLOW)
 
     def heals() -> None:
-        if world.events(K.PLAN_HELD):
+        if world.events(K.PLAN_BLOCKED):
             world.runtime.processes["rollout/1"].fault = None
 
     world.others.append(heals)
@@ -137,10 +137,10 @@ def code_explains_it(world: World) -> None:
     world.runtime.inject("trainer/0", FaultClass.CRASH)
 
     def found() -> None:
-        if world.events(K.PLAN_HELD) and not world.detector.extra:
+        if world.events(K.PLAN_BLOCKED) and not world.detector.extra:
             failing = diagnosis(FaultClass.USER_CODE, onset=world.clock.wall(), about="trainer:ValueError:f")
             world.detector.extra = [failing]
-        if any(e.incident_id == "inc-2-job" for e in world.events(K.PLAN_HELD)):
+        if any(e.incident_id == "inc-2-job" for e in world.events(K.PLAN_BLOCKED)):
             world.journal.set_flag("paused", None)
 
     world.others.append(found)
@@ -179,7 +179,7 @@ def _proposed(attempt: Attempt) -> object:
 
 
 def _holds(world: World, seconds: float) -> Word:
-    return lambda run, digest: commands.hold(run, digest, "alice", "a look", seconds, world.clock)
+    return lambda run, digest: commands.hold_plan(run, digest, "alice", "a look", seconds, world.clock)
 
 
 def _resumes(world: World) -> Word:
@@ -199,8 +199,8 @@ def held_and_lifted(world: World) -> None:
     _says(
         world,
         (_proposed, _holds(world, 60.0)),
-        (_proposed, lambda run, digest: commands.approve(run, digest, "alice", world.clock)),
-        (_held_by("hold"), lambda run, digest: commands.lift(run, digest, "alice", "done", world.clock)),
+        (_proposed, lambda run, digest: commands.approve_plan(run, digest, "alice", world.clock)),
+        (_held_by("hold"), lambda run, digest: commands.lift_hold(run, digest, "alice", "done", world.clock)),
     )
 
 
@@ -211,7 +211,7 @@ def vetoed_while_held(world: World) -> None:
         world,
         (_held_by("paused"), _holds(world, 60.0)),
         (_held_by("paused"), _resumes(world)),
-        (_held_by("hold"), lambda run, digest: commands.reject(run, digest, "alice", "mine", world.clock)),
+        (_held_by("hold"), lambda run, digest: commands.reject_plan(run, digest, "alice", "mine", world.clock)),
     )
 
 
@@ -235,18 +235,18 @@ CONFIGS: dict[Scenario, dict[str, Any]] = {
     approved: {"mode": "approve"},
     rejected: {"mode": "approve"},
     held_and_lifted: {"mode": "approve"},
-    lapses: {"mode": "approve", "approval_seconds": 5.0},
+    lapses: {"mode": "approve", "approval_timeout_seconds": 5.0},
     observed: {"mode": "observe"},
-    moves_to_another_node: {"verify_seconds": 5.0},
+    moves_to_another_node: {"verification_timeout_seconds": 5.0},
 }
-PEOPLE_WRITE = frozenset({K.PLAN_APPROVED, K.PLAN_REJECTED, K.HOLD_PLACED, K.HOLD_LIFTED, K.DIAGNOSIS_MARKED})
+PEOPLE_WRITE = frozenset({K.PLAN_APPROVED, K.PLAN_REJECTED, K.HOLD_PLACED, K.HOLD_LIFTED, K.DIAGNOSIS_REVIEWED})
 
 
 def _outcome(world: World) -> dict[str, object]:
     """All of the journal and the fleet that a death must not change."""
     incidents = world.incidents()
     return {
-        "incidents": [(i.incident_id, i.state, i.outcome, len(i.attempts), i.person_topics) for i in incidents],
+        "incidents": [(i.incident_id, i.state, i.outcome, len(i.attempts), i.page_topics) for i in incidents],
         "events": Counter((e.incident_id, str(e.kind)) for e in world.journal.events() if e.incident_id) - _news(world),
         "desired": {r: (d.incarnation, d.node) for r, d in world.journal.desired().items()},
         "replaced": world.runtime.replaced,
@@ -285,7 +285,7 @@ def _world(path: Path, scenario: Scenario) -> World:
 
 def test_every_kind_of_write_is_enumerated(tmp_path: Path) -> None:
     points = {p for s in SCENARIOS for p in _undisturbed(tmp_path / s.__name__, s)[1]}
-    kinds = {K.LEASE_TAKEN, K.JOB_STOP_REQUESTED, K.NODE_QUARANTINED, *INCIDENT_KINDS} - PEOPLE_WRITE
+    kinds = {K.LEASE_ACQUIRED, K.JOB_STOP_REQUESTED, K.NODE_QUARANTINED, *INCIDENT_KINDS} - PEOPLE_WRITE
     others = {"acquire", "perform", "set_desired", "set_flag stop", "set_flag notified", "save_window"}
     wanted = {f"append {k}" for k in kinds} | others
     assert {p.removeprefix("before ") for p in points if p.startswith("before ")} == wanted
@@ -312,7 +312,7 @@ def test_killed_at_every_point(tmp_path: Path, scenario: Scenario) -> None:
         _finish(world, world.watch())
         got = _outcome(world)
         assert got == wanted, f"killed {points[n]} (point {n}):\n{world.story()}"
-        fences = [e.body["fence"] for e in world.events(K.LEASE_TAKEN)]
+        fences = [e.body["fence"] for e in world.events(K.LEASE_ACQUIRED)]
         assert fences == sorted(set(fences))
         world.journal.verify()
         world.journal.close()
@@ -378,7 +378,7 @@ def test_what_was_not_delivered_is_told_by_the_next_watch(tmp_path: Path) -> Non
     world.clock.advance(world.config.lease_seconds + 1)
     successor = world.watch()
     world.run(2, successor)
-    assert [m.kind for m in world.notifier.messages] == ["person_called"]
+    assert [m.kind for m in world.notifier.messages] == ["oncall_paged"]
     assert all(i.state is IncidentState.CLOSED for i in world.incidents())
     world.run(10, successor)
     assert len(world.notifier.messages) == 1

@@ -6,12 +6,19 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, Target
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, PlanTarget
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
 from rolecall.recovery.guards import check, on_peer_evidence_alone
-from rolecall.recovery.incidents.incident import PERSON, Attempt, Failure, Incident, IncidentState, Outcome
+from rolecall.recovery.incidents.incident import (
+    PERSON,
+    ActionFailure,
+    Attempt,
+    Incident,
+    IncidentOutcome,
+    IncidentState,
+)
 from rolecall.testing.recovery_world import diagnosis
 from tests.recovery.test_policy import fleet
 
@@ -20,7 +27,7 @@ NOW = 100_000.0
 
 
 def plan(*who: str, action: ActionKind = A.REPLACE_REPLICA, incident: str = "inc-9-x") -> Plan:
-    targets = tuple(Target(replica=ReplicaId(r), incarnation=1, node=NodeId("n")) for r in who)
+    targets = tuple(PlanTarget(replica=ReplicaId(r), incarnation=1, node=NodeId("n")) for r in who)
     return Plan(incident_id=IncidentId(incident), action=action, targets=targets, because="it is so")
 
 
@@ -28,7 +35,7 @@ def incident(
     name: str, d: Diagnosis, p: Plan, *, state: IncidentState = S.PLANNED, started: float | None = None
 ) -> Incident:
     attempt = Attempt(
-        number=1, plan=p, call_person=False, outcome="tolerated", made_at=0.0, started_at=started, done_at=started
+        number=1, plan=p, page_oncall=False, outcome="tolerated", made_at=0.0, started_at=started, done_at=started
     )
     return Incident(
         incident_id=name,
@@ -37,7 +44,7 @@ def incident(
         opened_at=0.0,
         seen_keys=frozenset({d.key}),
         attempts=(attempt,),
-        outcome=Outcome.CURED if state is S.CLOSED else None,
+        outcome=IncidentOutcome.RESOLVED if state is S.CLOSED else None,
     )
 
 
@@ -79,7 +86,7 @@ def guarded(
     )
     assert found.because
     assert found.passed is (found.guard == "")
-    return found.guard, found.call_person
+    return found.guard, found.page_oncall
 
 
 PASS, WAITS, CALLS = ("", False), False, True
@@ -205,7 +212,7 @@ def test_guards(name: str) -> None:
 
 def test_a_retry_of_the_same_incident_is_not_under_repair_beside_itself() -> None:
     first = past("rollout/1", 10, S.PLANNED)
-    tried = replace(first, attempts=(replace(first.attempts[0], failure=Failure.DIED),))
+    tried = replace(first, attempts=(replace(first.attempts[0], failure=ActionFailure.DIED),))
     assert guarded("rollout/1", others=(tried,), replicas_at_once_max=1) == PASS
 
 

@@ -9,14 +9,14 @@ from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Suspect
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
-from rolecall.recovery.incidents.incident import Outcome
+from rolecall.recovery.incidents.incident import IncidentOutcome
 from rolecall.testing.recovery_world import SimulatedKill, diagnosis
 from tests.recovery.world import TICK_SECONDS, World
 
 K = EventKind
 A_CURE = [
     "incident_opened",
-    "plan_made",
+    "plan_created",
     "action_started",
     "action_done",
     "incident_verified",
@@ -37,7 +37,7 @@ def test_a_fault_is_cured_and_nothing_else_is_touched(world: World, fault: Fault
     world.until(world.all_closed, watch)
     incident = world.only()
     assert incident.incident_id == "inc-1-rollout-1"
-    assert incident.outcome is Outcome.CURED
+    assert incident.outcome is IncidentOutcome.RESOLVED
     assert world.kinds(incident.incident_id) == A_CURE
     assert world.runtime.replaced == [("rollout/1", 1)]
     assert {r: d.incarnation for r, d in world.journal.desired().items() if d.incarnation > 1} == {"rollout/1": 2}
@@ -81,16 +81,16 @@ def test_observe_opens_holds_and_closes_once(tmp_path: Path) -> None:
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.HANG)
     world.run(10, watch)
-    assert world.kinds() == ["incident_opened", "plan_made", "plan_held"]
-    assert world.events(K.PLAN_HELD)[0].body["guard"] == "mode"
+    assert world.kinds() == ["incident_opened", "plan_created", "plan_blocked"]
+    assert world.events(K.PLAN_BLOCKED)[0].body["guard"] == "mode"
     assert world.runtime.replaced == [] and world.notifier.messages == []
     # A person, or the runtime, replaces it.
     desired = world.journal.desired()["rollout/1"]  # type: ignore[index]
     world.journal.set_desired(type(desired)(replica=desired.replica, incarnation=2, node=desired.node))
     world.until(world.all_closed, watch)
     world.run(10, watch)
-    assert world.kinds() == ["incident_opened", "plan_made", "plan_held", "incident_closed"]
-    assert world.only().outcome is Outcome.OBSERVED
+    assert world.kinds() == ["incident_opened", "plan_created", "plan_blocked", "incident_closed"]
+    assert world.only().outcome is IncidentOutcome.OBSERVED
 
 
 def test_observe_closes_when_the_replica_gets_well(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_observe_closes_when_the_replica_gets_well(tmp_path: Path) -> None:
     world.run(3, watch)
     assert world.only().outcome is None, "a moment's silence is not the end of a fault"
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.OBSERVED
+    assert world.only().outcome is IncidentOutcome.OBSERVED
     # It comes back later: that is another fault.
     world.run(10, watch)
     world.runtime.inject("rollout/1", FaultClass.SLOW)
@@ -116,11 +116,11 @@ def test_a_pause_stops_before_the_next_action_and_resuming_goes_on(world: World)
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.run(30, watch)
     assert world.runtime.replaced == []
-    assert world.kinds() == ["incident_opened", "plan_made", "plan_held"]
-    assert "alice: upgrade" in world.events(K.PLAN_HELD)[0].body["because"]
+    assert world.kinds() == ["incident_opened", "plan_created", "plan_blocked"]
+    assert "alice: upgrade" in world.events(K.PLAN_BLOCKED)[0].body["because"]
     world.journal.set_flag("paused", None)
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED
+    assert world.only().outcome is IncidentOutcome.RESOLVED
 
 
 def test_a_slow_replica_is_tolerated_without_a_horizon(tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_a_slow_replica_is_tolerated_without_a_horizon(tmp_path: Path) -> None:
     world.runtime.inject("rollout/1", FaultClass.SLOW)
     world.run(20, watch)
     incident = world.only()
-    assert incident.outcome is Outcome.TOLERATED and "no horizon" in incident.because
-    assert world.kinds() == ["incident_opened", "plan_made", "incident_closed"]
+    assert incident.outcome is IncidentOutcome.TOLERATED and "no horizon" in incident.because
+    assert world.kinds() == ["incident_opened", "plan_created", "incident_closed"]
 
 
 def test_a_tolerated_slowness_that_gets_worse_is_replaced(tmp_path: Path) -> None:
@@ -139,11 +139,11 @@ def test_a_tolerated_slowness_that_gets_worse_is_replaced(tmp_path: Path) -> Non
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.SLOW)
     world.run(5, watch)
-    assert [i.outcome for i in world.incidents()] == [Outcome.TOLERATED]
+    assert [i.outcome for i in world.incidents()] == [IncidentOutcome.TOLERATED]
     world.detector.gain_ratio = 4.0
     world.until(lambda: world.runtime.healthy("rollout/1"), watch)
     world.until(world.all_closed, watch)
-    assert [i.outcome for i in world.incidents()] == [Outcome.TOLERATED, Outcome.CURED]
+    assert [i.outcome for i in world.incidents()] == [IncidentOutcome.TOLERATED, IncidentOutcome.RESOLVED]
 
 
 def _said_by_panels(onset: float) -> Diagnosis:
@@ -160,15 +160,15 @@ def test_what_panels_say_is_told_with_its_evidence_and_nobody_is_replaced_for_it
     world.detector.extra = [_said_by_panels(world.clock.wall())]
     world.run(30, watch)
     incident = world.only()
-    assert (incident.outcome, world.runtime.replaced) == (Outcome.TOLERATED, [])
+    assert (incident.outcome, world.runtime.replaced) == (IncidentOutcome.TOLERATED, [])
     assert "resident memory stays away" in incident.because and "not measured" in incident.because
     assert [e.text for e in incident.diagnosis.evidence] == ["resident memory: 8.1 deviations above"]
-    assert world.kinds() == ["incident_opened", "plan_made", "incident_closed"]
+    assert world.kinds() == ["incident_opened", "plan_created", "incident_closed"]
     # The same replica, now measured: the fault is weighed like any other.
     world.detector.extra = []
     world.runtime.inject("rollout/1", FaultClass.SLOW)
     world.until(lambda: world.runtime.healthy("rollout/1") and world.all_closed(), watch)
-    assert [i.outcome for i in world.incidents()] == [Outcome.TOLERATED, Outcome.CURED]
+    assert [i.outcome for i in world.incidents()] == [IncidentOutcome.TOLERATED, IncidentOutcome.RESOLVED]
 
 
 def test_what_panels_say_changes_nothing_of_an_incident_that_a_person_holds_up(world: World) -> None:
@@ -182,7 +182,7 @@ def test_what_panels_say_changes_nothing_of_an_incident_that_a_person_holds_up(w
     world.detector.extra = []
     world.journal.set_flag("paused", None)
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED
+    assert world.only().outcome is IncidentOutcome.RESOLVED
 
 
 def test_user_code_stops_the_job_and_evicts_nobody(world: World) -> None:
@@ -194,8 +194,8 @@ def test_user_code_stops_the_job_and_evicts_nobody(world: World) -> None:
     assert "ValueError on all 2 trainers" in (world.journal.flag("stop") or "")
     assert world.events(K.JOB_STOP_REQUESTED)[0].body["because"] == world.journal.flag("stop")
     incident = world.only()
-    assert incident.incident_id == "inc-1-job" and incident.outcome is Outcome.GAVE_UP
-    assert [m.kind for m in world.notifier.messages] == ["person_called"]
+    assert incident.incident_id == "inc-1-job" and incident.outcome is IncidentOutcome.ESCALATED
+    assert [m.kind for m in world.notifier.messages] == ["oncall_paged"]
     # What dies while the job stops is no new fault.
     world.runtime.inject("trainer/0", FaultClass.CRASH)
     world.run(10, watch)
@@ -213,7 +213,7 @@ def test_user_code_takes_over_the_incidents_of_its_victims(world: World) -> None
     world.journal.set_flag("paused", None)
     world.run(3, watch)
     assert world.runtime.replaced == []
-    assert [i.outcome for i in world.incidents()] == [Outcome.REFUTED, Outcome.GAVE_UP]
+    assert [i.outcome for i in world.incidents()] == [IncidentOutcome.SELF_RECOVERED, IncidentOutcome.ESCALATED]
 
 
 @pytest.mark.parametrize("fault", [FaultClass.USER_CODE, FaultClass.SILENT_CORRUPTION])
@@ -227,9 +227,9 @@ def test_a_collapsed_policy_calls_a_person_once_and_a_crash_beside_it_is_cured(w
     world.runtime.inject("trainer/0", FaultClass.CRASH)
     world.until(world.all_closed, watch)
     world.run(30, watch)  # it goes on standing
-    assert [i.outcome for i in world.incidents()] == [Outcome.TOLERATED, Outcome.CURED]
+    assert [i.outcome for i in world.incidents()] == [IncidentOutcome.TOLERATED, IncidentOutcome.RESOLVED]
     assert world.journal.flag("stop") is None and world.desired("trainer/0") == 2
-    (told,) = [m for m in world.notifier.messages if m.kind == "person_called"]
+    (told,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
     assert "mean reward fell" in told.because and "whether to stop is for a person" in told.because
 
 
@@ -248,7 +248,7 @@ def test_user_code_that_names_nobody_takes_over_the_incidents_of_its_role(world:
     world.journal.set_flag("paused", None)
     world.run(3, watch)
     assert world.runtime.replaced == [] and world.desired("trainer/0") == 1
-    assert [i.outcome for i in world.incidents()] == [Outcome.REFUTED, Outcome.GAVE_UP]
+    assert [i.outcome for i in world.incidents()] == [IncidentOutcome.SELF_RECOVERED, IncidentOutcome.ESCALATED]
 
 
 def test_user_code_of_one_role_leaves_the_incidents_of_another_alone(tmp_path: Path) -> None:
@@ -286,8 +286,8 @@ def test_what_nothing_helps_against_calls_a_person_once(world: World) -> None:
     world.detector.extra = [lost]
     world.run(30, watch)
     incident = world.only()
-    assert incident.incident_id == "inc-1-node-3" and incident.outcome is Outcome.TOLERATED
-    (told,) = [m for m in world.notifier.messages if m.kind == "person_called"]
+    assert incident.incident_id == "inc-1-node-3" and incident.outcome is IncidentOutcome.TOLERATED
+    (told,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
     assert "whether Ray counts node-3 as alive" in told.because
     assert world.runtime.replaced == []
 
@@ -298,7 +298,7 @@ def test_a_replacement_killed_while_it_starts_is_made_again_in_the_same_incident
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.until(world.all_closed, watch)
     incident = world.only()
-    assert incident.outcome is Outcome.CURED
+    assert incident.outcome is IncidentOutcome.RESOLVED
     assert [(a.plan.action, a.failure) for a in incident.attempts] == [
         ("replace_replica", "died"),
         ("replace_replica", None),
@@ -316,7 +316,7 @@ def test_the_detector_alone_may_see_the_replacement_die(world: World) -> None:
     world.runtime.inject("trainer/1", FaultClass.HANG)
     world.until(world.all_closed, watch)
     incident = world.only()
-    assert incident.outcome is Outcome.CURED and len(incident.attempts) == 2
+    assert incident.outcome is IncidentOutcome.RESOLVED and len(incident.attempts) == 2
     assert "the replacement trainer/1#2 failed" in incident.attempts[0].failed_because
 
 
@@ -327,10 +327,10 @@ def test_two_deaths_on_first_start_are_not_hardware(world: World) -> None:
     world.until(world.all_closed, watch)
     world.run(60, watch)
     incident = world.only()
-    assert incident.outcome is Outcome.GAVE_UP
+    assert incident.outcome is IncidentOutcome.ESCALATED
     assert "2 replacements in a row ended before their first work" in incident.because
     assert world.desired("rollout/1") == 3
-    assert [m.kind for m in world.notifier.messages] == ["person_called"]
+    assert [m.kind for m in world.notifier.messages] == ["oncall_paged"]
 
 
 def test_a_replacement_that_never_works_moves_to_another_node(world: World) -> None:
@@ -340,7 +340,7 @@ def test_a_replacement_that_never_works_moves_to_another_node(world: World) -> N
     before = world.journal.desired()["rollout/1"].node  # type: ignore[index]
     world.until(world.all_closed, watch)
     incident = world.only()
-    assert incident.outcome is Outcome.CURED
+    assert incident.outcome is IncidentOutcome.RESOLVED
     assert [(str(a.plan.action), a.failure) for a in incident.attempts] == [
         ("replace_replica", "no_progress"),
         ("replace_node", None),
@@ -357,7 +357,7 @@ def test_a_second_fault_waits_for_the_cure_of_the_first_only_at_the_limit(tmp_pa
     world.runtime.inject("trainer/0", FaultClass.HANG)
     world.until(world.all_closed, watch)
     first, second = world.incidents()
-    assert (first.outcome, second.outcome) == (Outcome.CURED, Outcome.CURED)
+    assert (first.outcome, second.outcome) == (IncidentOutcome.RESOLVED, IncidentOutcome.RESOLVED)
     assert first.verified_at is not None and second.attempts[0].started_at is not None
     waited = second.attempts[0].started_at >= first.verified_at
     assert waited == ("at_once" in second.attempts[0].held_by) == (at_once == 1)
@@ -370,7 +370,7 @@ def test_a_loss_that_no_detector_sees_is_repaired_all_the_same(world: World) -> 
     world.runtime.inject("reward/0", FaultClass.CRASH)
     world.until(world.all_closed, watch)
     incident = world.only()
-    assert incident.outcome is Outcome.CURED and "lost by the runtime" in incident.diagnosis.because
+    assert incident.outcome is IncidentOutcome.RESOLVED and "lost by the runtime" in incident.diagnosis.because
 
 
 def test_an_old_incarnation_asks_for_nothing(world: World) -> None:
@@ -392,7 +392,7 @@ def test_one_fault_with_three_names_is_one_incident(world: World) -> None:
     world.journal.set_flag("paused", None)
     world.until(world.all_closed, watch)
     incident = world.only()
-    assert incident.outcome is Outcome.CURED and incident.diagnosis.fault_class is FaultClass.CRASH
+    assert incident.outcome is IncidentOutcome.RESOLVED and incident.diagnosis.fault_class is FaultClass.CRASH
     assert len(incident.seen_keys) == 3 and world.desired("rollout/1") == 2
 
 
@@ -406,7 +406,7 @@ def test_two_watches_one_acts_and_the_other_succeeds_it(world: World) -> None:
     world.until(world.all_closed, second)
     assert second.acting
     assert world.kinds("inc-1-rollout-1") == A_CURE
-    assert [e.body["fence"] for e in world.events(K.LEASE_TAKEN)] == [1, 2]
+    assert [e.body["fence"] for e in world.events(K.LEASE_ACQUIRED)] == [1, 2]
 
 
 def test_a_watch_that_slept_through_its_lease_writes_nothing_any_more(world: World) -> None:
@@ -423,7 +423,7 @@ def test_a_watch_that_slept_through_its_lease_writes_nothing_any_more(world: Wor
     assert not first.acting
     assert world.incidents() == [] and world.desired("rollout/1") == 1
     world.until(world.all_closed, first, second)
-    assert world.only().outcome is Outcome.CURED and world.desired("rollout/1") == 2
+    assert world.only().outcome is IncidentOutcome.RESOLVED and world.desired("rollout/1") == 2
 
 
 def test_a_watch_that_lost_its_lease_cannot_go_on_with_an_incident_either(world: World) -> None:
@@ -438,7 +438,7 @@ def test_a_watch_that_lost_its_lease_cannot_go_on_with_an_incident_either(world:
     first.tick()
     assert not first.acting and world.events(K.ACTION_STARTED) == []
     world.until(world.all_closed, first, second)
-    assert world.kinds() == [*A_CURE[:2], "plan_held", *A_CURE[2:]]
+    assert world.kinds() == [*A_CURE[:2], "plan_blocked", *A_CURE[2:]]
 
 
 def test_what_was_started_and_not_yet_done_waits_for_the_end_of_a_pause(world: World) -> None:
@@ -455,7 +455,7 @@ def test_what_was_started_and_not_yet_done_waits_for_the_end_of_a_pause(world: W
     assert world.desired("rollout/1") == 1 and world.only().state == "acting"
     world.journal.set_flag("paused", None)
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED and world.desired("rollout/1") == 2
+    assert world.only().outcome is IncidentOutcome.RESOLVED and world.desired("rollout/1") == 2
 
 
 def test_a_broken_detector_stops_no_cure_and_calls_a_person(world: World) -> None:
@@ -472,8 +472,8 @@ def test_a_broken_detector_stops_no_cure_and_calls_a_person(world: World) -> Non
     world.detector.observe = broken  # type: ignore[method-assign]
     world.until(world.all_closed, watch)
     world.run(5, watch)
-    assert world.only().outcome is Outcome.CURED
-    (told,) = [m for m in world.notifier.messages if m.kind == "person_called"]
+    assert world.only().outcome is IncidentOutcome.RESOLVED
+    (told,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
     assert "nothing is diagnosed" in told.because and "Broken" in told.because
 
 
@@ -488,8 +488,8 @@ def test_an_incident_whose_events_do_not_fit_is_set_aside_with_its_story(world: 
     world.runtime.inject("trainer/0", FaultClass.HANG)
     world.until(lambda: world.runtime.healthy("trainer/0"), watch)
     world.run(2, watch)
-    told = [m.because for m in world.notifier.messages if m.kind == "person_called"]
-    assert len(told) == 1 and "does not fit" in told[0] and "plan_made" in told[0]
+    told = [m.because for m in world.notifier.messages if m.kind == "oncall_paged"]
+    assert len(told) == 1 and "does not fit" in told[0] and "plan_created" in told[0]
     assert world.desired("rollout/1") == 1
 
 
@@ -500,7 +500,7 @@ def test_the_end_of_the_run_ends_its_incidents(tmp_path: Path) -> None:
     world.run(2, watch)
     world.journal.append(K.RUN_ENDED, {"outcome": "done", "because": "all steps are done"})
     world.step(watch)
-    assert watch.finished and world.only().outcome is Outcome.GAVE_UP
+    assert watch.finished and world.only().outcome is IncidentOutcome.ESCALATED
     assert "the run ended" in world.only().because
 
 

@@ -6,27 +6,35 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, Suspect, Target
+from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, PlanTarget, Suspect
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView, ReplicaView
-from rolecall.recovery.incidents.incident import PERSON, Attempt, Decision, Failure, Incident, IncidentState, Outcome
-from rolecall.recovery.next_step import CLEAR_SECONDS, Append, Decide, Move, Perform, Situation, next_move
+from rolecall.recovery.incidents.incident import (
+    PERSON,
+    ActionFailure,
+    Attempt,
+    Decision,
+    Incident,
+    IncidentOutcome,
+    IncidentState,
+)
+from rolecall.recovery.next_step import CLEAR_SECONDS, Append, Decide, Move, Perform, Situation, next_step
 from rolecall.testing.recovery_world import diagnosis
 from tests.recovery.test_policy import ask, fleet
 
 A, F, K, S, R = ActionKind, FaultClass, EventKind, IncidentState, ReplicaState
 NOW = 1000.0
 CRASH = diagnosis(F.CRASH, ("rollout/1", 1))
-TARGET = Target(replica=ReplicaId("rollout/1"), incarnation=1, node=NodeId("node-4"))
+TARGET = PlanTarget(replica=ReplicaId("rollout/1"), incarnation=1, node=NodeId("node-4"))
 WORKS, STILL = {"rollout/1": (True, "7 units")}, {"rollout/1": (False, "no unit yet")}
 
 
 def _attempt(action: ActionKind = A.REPLACE_REPLICA, **changes: Any) -> Attempt:
     targets = (TARGET,) if action is A.REPLACE_REPLICA else ()
     plan = Plan(incident_id=IncidentId("inc-1"), action=action, targets=targets, because="it is so")
-    attempt = Attempt(number=1, plan=plan, call_person=False, outcome="tolerated", made_at=NOW - 1)
+    attempt = Attempt(number=1, plan=plan, page_oncall=False, outcome="tolerated", made_at=NOW - 1)
     return replace(attempt, **changes)
 
 
@@ -45,7 +53,7 @@ def _incident(state: IncidentState, *attempts: Attempt, d: Diagnosis = CRASH, **
 def _move(i: Incident, *others: Incident, view: FleetView | None = None, **situation: Any) -> Move | None:
     config = {"mode": "act", **situation.pop("config", {})}
     s = Situation(now=NOW, fleet=view or fleet(), config=RecoveryConfig(**config), incidents=(i, *others), **situation)
-    return next_move(i, s, ask(i.diagnosis))
+    return next_step(i, s, ask(i.diagnosis))
 
 
 def _said(move: Move | None) -> tuple[EventKind, str]:
@@ -74,14 +82,14 @@ def _row(incarnation: int, state: ReplicaState, desired: int | None = None) -> F
 
 
 def test_a_closed_incident_makes_no_move() -> None:
-    assert _move(_incident(S.CLOSED, _attempt(), outcome=Outcome.CURED), ended="done") is None
+    assert _move(_incident(S.CLOSED, _attempt(), outcome=IncidentOutcome.RESOLVED), ended="done") is None
 
 
 @pytest.mark.parametrize("state", [S.OPEN, S.PLANNED, S.PROPOSED, S.ACTING, S.VERIFYING])
 def test_the_end_of_the_run_ends_every_open_incident(state: IncidentState) -> None:
     attempts = () if state is S.OPEN else (_attempt(started_at=NOW - 1, done_at=NOW - 1),)
     move = _move(_incident(state, *attempts), ended="40 steps", progress=STILL, view=_row(2, R.STARTING))
-    assert _said(move) == (K.INCIDENT_CLOSED, "gave_up")
+    assert _said(move) == (K.INCIDENT_CLOSED, "escalated")
     assert isinstance(move, Append) and "40 steps" in move.body["because"]
 
 
@@ -93,7 +101,7 @@ def test_a_cure_that_is_seen_counts_even_when_the_run_has_ended() -> None:
 def test_every_plan_has_a_key_of_its_own() -> None:
     first = _move(_incident(S.OPEN))
     assert isinstance(first, Decide) and first.key == "inc-1:plan:1"
-    again = _move(_incident(S.OPEN, _attempt(failure=Failure.DIED)))
+    again = _move(_incident(S.OPEN, _attempt(failure=ActionFailure.DIED)))
     assert isinstance(again, Decide) and again.key == "inc-1:plan:2"
 
 
@@ -101,14 +109,16 @@ def test_every_plan_has_a_key_of_its_own() -> None:
 
 
 def test_tolerating_calls_a_person_first_where_nothing_helps_and_only_once() -> None:
-    i = _incident(S.PLANNED, _attempt(A.TOLERATE, call_person=True, outcome="gave_up"))
-    assert _said(_move(i)) == (K.PERSON_CALLED, "nothing_helps")
-    called = replace(i, person_topics=frozenset({"nothing_helps"}))
-    assert _said(_move(called)) == (K.INCIDENT_CLOSED, "gave_up")
+    i = _incident(S.PLANNED, _attempt(A.TOLERATE, page_oncall=True, outcome="escalated"))
+    assert _said(_move(i)) == (K.ONCALL_PAGED, "nothing_helps")
+    called = replace(i, page_topics=frozenset({"nothing_helps"}))
+    assert _said(_move(called)) == (K.INCIDENT_CLOSED, "escalated")
     assert _said(_move(_incident(S.PLANNED, _attempt(A.TOLERATE)))) == (K.INCIDENT_CLOSED, "tolerated")
 
 
-@pytest.mark.parametrize(("mode", "outcome"), [("act", "refuted"), ("approve", "refuted"), ("observe", "observed")])
+@pytest.mark.parametrize(
+    ("mode", "outcome"), [("act", "self_recovered"), ("approve", "self_recovered"), ("observe", "observed")]
+)
 def test_a_fault_that_is_over_is_not_acted_on(mode: str, outcome: str) -> None:
     i = _incident(S.PLANNED, _attempt())
     over = {"absent_seconds": CLEAR_SECONDS, "progress": WORKS, "config": {"mode": mode}}
@@ -131,7 +141,7 @@ def test_a_fault_is_not_over_before_its_suspect_is_seen_to_work(situation: dict[
 
 def test_a_successor_that_somebody_else_made_ends_the_incident() -> None:
     move = _move(_incident(S.PLANNED, _attempt()), view=_row(2, R.SERVING))
-    assert _said(move) == (K.INCIDENT_CLOSED, "refuted")
+    assert _said(move) == (K.INCIDENT_CLOSED, "self_recovered")
     assert isinstance(move, Append) and "rollout/1#2 took its place and serves" in move.body["because"]
 
 
@@ -142,18 +152,18 @@ def test_a_request_of_a_person_is_not_over_because_the_replica_works() -> None:
 
 def test_a_diagnosis_that_names_nobody_is_over_when_it_stands_no_longer() -> None:
     nobody = _incident(S.PLANNED, _attempt(), d=replace(diagnosis(F.CRASH, ("rollout/1", 1)), suspects=()))
-    assert _said(_move(nobody, absent_seconds=CLEAR_SECONDS)) == (K.INCIDENT_CLOSED, "refuted")
+    assert _said(_move(nobody, absent_seconds=CLEAR_SECONDS)) == (K.INCIDENT_CLOSED, "self_recovered")
     assert _said(_move(nobody, absent_seconds=CLEAR_SECONDS - 0.1))[0] is not K.INCIDENT_CLOSED
 
 
 def test_a_node_without_a_replica_is_over_when_it_stands_no_longer() -> None:
     node = replace(diagnosis(F.NODE_LOST, ("rollout/1", 1)), suspects=(Suspect(node=NodeId("node-8")),))
     i = _incident(S.PLANNED, _attempt(), d=node)
-    assert _said(_move(i, absent_seconds=CLEAR_SECONDS)) == (K.INCIDENT_CLOSED, "refuted")
+    assert _said(_move(i, absent_seconds=CLEAR_SECONDS)) == (K.INCIDENT_CLOSED, "self_recovered")
 
 
 def test_approve_proposes_with_an_end_and_a_person_needs_no_approval() -> None:
-    proposed = _move(_incident(S.PLANNED, _attempt()), config={"mode": "approve", "approval_seconds": 60.0})
+    proposed = _move(_incident(S.PLANNED, _attempt()), config={"mode": "approve", "approval_timeout_seconds": 60.0})
     assert isinstance(proposed, Append) and proposed.kind is K.PLAN_PROPOSED
     assert proposed.body["expires_at"] == NOW + 60
     asked = _move(_incident(S.PLANNED, _attempt(), d=_person()), config={"mode": "approve"})
@@ -163,13 +173,13 @@ def test_approve_proposes_with_an_end_and_a_person_needs_no_approval() -> None:
 def test_what_a_guard_holds_is_said_once_and_a_request_does_not_wait_for_ever() -> None:
     i = _incident(S.PLANNED, _attempt(), d=_person())
     kind, guard = _said(_move(i, paused="by me"))
-    assert kind is K.PLAN_HELD and guard
+    assert kind is K.PLAN_BLOCKED and guard
     held = replace(i, attempts=(_attempt(held_by=frozenset({guard})),))
     assert _move(held, paused="by me") is None
     late = replace(held, opened_at=NOW - 601.0)
-    assert _said(_move(late, paused="by me")) == (K.PERSON_CALLED, "request_held")
-    told = replace(late, person_topics=frozenset({"request_held"}))
-    assert _said(_move(told, paused="by me")) == (K.INCIDENT_CLOSED, "gave_up")
+    assert _said(_move(late, paused="by me")) == (K.ONCALL_PAGED, "request_held")
+    told = replace(late, page_topics=frozenset({"request_held"}))
+    assert _said(_move(told, paused="by me")) == (K.INCIDENT_CLOSED, "escalated")
 
 
 # --- the job's own code explains it -------------------------------------------------------------------------------
@@ -188,7 +198,7 @@ def test_what_a_guard_holds_is_said_once_and_a_request_does_not_wait_for_ever() 
 def test_user_code_takes_over_what_it_took_along(code: Diagnosis, opened_at: float, superseded: bool) -> None:
     other = replace(_incident(S.OPEN, d=code), incident_id="inc-2", opened_at=opened_at)
     kind, outcome = _said(_move(_incident(S.PLANNED, _attempt()), other, config={"replicas_at_once_max": 9}))
-    assert ((kind, outcome) == (K.INCIDENT_CLOSED, "refuted")) is superseded
+    assert ((kind, outcome) == (K.INCIDENT_CLOSED, "self_recovered")) is superseded
 
 
 def test_user_code_is_not_taken_over_by_other_user_code() -> None:
@@ -205,13 +215,18 @@ def test_user_code_is_not_taken_over_by_other_user_code() -> None:
     ("changes", "situation", "kind", "detail"),
     [
         ({}, {}, None, ""),
-        ({}, {"absent_seconds": CLEAR_SECONDS, "progress": WORKS}, K.PLAN_LAPSED, ""),
-        ({"expires_at": NOW - 1}, {}, K.PLAN_LAPSED, ""),
+        ({}, {"absent_seconds": CLEAR_SECONDS, "progress": WORKS}, K.PLAN_EXPIRED, ""),
+        ({"expires_at": NOW - 1}, {}, K.PLAN_EXPIRED, ""),
         ({"decision": Decision.APPROVED}, {}, K.ACTION_STARTED, ""),
-        ({"decision": Decision.APPROVED, "expires_at": NOW - 1}, {}, K.PLAN_LAPSED, ""),
-        ({"decision": Decision.REJECTED}, {}, K.PERSON_CALLED, "rejected"),
-        ({"decision": Decision.LAPSED}, {}, K.PERSON_CALLED, "lapsed"),
-        ({"decision": Decision.LAPSED}, {"absent_seconds": 9.0, "progress": WORKS}, K.INCIDENT_CLOSED, "refuted"),
+        ({"decision": Decision.APPROVED, "expires_at": NOW - 1}, {}, K.PLAN_EXPIRED, ""),
+        ({"decision": Decision.REJECTED}, {}, K.ONCALL_PAGED, "rejected"),
+        ({"decision": Decision.EXPIRED}, {}, K.ONCALL_PAGED, "expired"),
+        (
+            {"decision": Decision.EXPIRED},
+            {"absent_seconds": 9.0, "progress": WORKS},
+            K.INCIDENT_CLOSED,
+            "self_recovered",
+        ),
     ],
 )
 def test_a_proposal_waits_for_a_word_and_lapses(
@@ -225,10 +240,10 @@ def test_a_proposal_waits_for_a_word_and_lapses(
         assert _said(move) == (kind, detail)
 
 
-@pytest.mark.parametrize(("decision", "topic"), [(Decision.REJECTED, "rejected"), (Decision.LAPSED, "lapsed")])
+@pytest.mark.parametrize(("decision", "topic"), [(Decision.REJECTED, "rejected"), (Decision.EXPIRED, "expired")])
 def test_a_refused_proposal_ends_once_a_person_was_called(decision: Decision, topic: str) -> None:
-    i = _incident(S.PROPOSED, _attempt(decision=decision), person_topics=frozenset({topic}))
-    assert _said(_move(i, config={"mode": "approve"})) == (K.INCIDENT_CLOSED, "gave_up")
+    i = _incident(S.PROPOSED, _attempt(decision=decision), page_topics=frozenset({topic}))
+    assert _said(_move(i, config={"mode": "approve"})) == (K.INCIDENT_CLOSED, "escalated")
 
 
 def test_approval_and_expiry_race_for_one_key() -> None:
@@ -243,7 +258,7 @@ def test_approval_and_expiry_race_for_one_key() -> None:
 def test_an_approved_plan_is_held_by_a_pause_and_says_so_once() -> None:
     i = _incident(S.PROPOSED, _attempt(expires_at=NOW + 60, decision=Decision.APPROVED))
     kind, guard = _said(_move(i, paused="by me", config={"mode": "approve"}))
-    assert kind is K.PLAN_HELD
+    assert kind is K.PLAN_BLOCKED
     held = replace(i, attempts=(replace(i.attempts[0], held_by=frozenset({guard})),))
     assert _move(held, paused="by me", config={"mode": "approve"}) is None
 
@@ -275,9 +290,9 @@ def test_stopping_the_job_does_not_begin_in_a_pause_and_goes_on_once_it_has_begu
 
 def test_a_stopped_job_calls_a_person_and_is_no_cure() -> None:
     i = _incident(S.VERIFYING, _attempt(A.STOP_JOB, started_at=NOW - 1, done_at=NOW - 1))
-    assert _said(_move(i)) == (K.PERSON_CALLED, "job_stopped")
-    told = replace(i, person_topics=frozenset({"job_stopped"}))
-    assert _said(_move(told)) == (K.INCIDENT_CLOSED, "gave_up")
+    assert _said(_move(i)) == (K.ONCALL_PAGED, "job_stopped")
+    told = replace(i, page_topics=frozenset({"job_stopped"}))
+    assert _said(_move(told)) == (K.INCIDENT_CLOSED, "escalated")
 
 
 @pytest.mark.parametrize(
@@ -302,14 +317,14 @@ def test_a_replacement_is_cured_failed_or_waited_for(
 
 def test_what_was_verified_is_closed_as_cured() -> None:
     i = _incident(S.VERIFYING, _attempt(started_at=NOW - 1, done_at=NOW - 1), verified_at=NOW)
-    assert _said(_move(i)) == (K.INCIDENT_CLOSED, "cured")
+    assert _said(_move(i)) == (K.INCIDENT_CLOSED, "resolved")
 
 
 def test_a_budget_that_is_used_up_is_said_and_then_a_person_is_called_once() -> None:
     used_up = {"config": {"evictions_per_hour_max": 0}}
     i = _incident(S.PLANNED, _attempt())
     kind, guard = _said(_move(i, **used_up))
-    assert kind is K.PLAN_HELD
+    assert kind is K.PLAN_BLOCKED
     held = replace(i, attempts=(_attempt(held_by=frozenset({guard})),))
-    assert _said(_move(held, **used_up)) == (K.PERSON_CALLED, guard)
-    assert _move(replace(held, person_topics=frozenset({guard})), **used_up) is None
+    assert _said(_move(held, **used_up)) == (K.ONCALL_PAGED, guard)
+    assert _move(replace(held, page_topics=frozenset({guard})), **used_up) is None

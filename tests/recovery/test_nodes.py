@@ -10,17 +10,17 @@ from rolecall.core.diagnosis import ActionKind, FaultClass
 from rolecall.core.errors import CommandRefused
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.nodes import quarantined, quarantined_nodes
+from rolecall.core.nodes import is_quarantined, quarantined_nodes
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incident_store import Book
-from rolecall.recovery.incidents.incident import Outcome
+from rolecall.recovery.incident_store import IncidentProjection
+from rolecall.recovery.incidents.incident import IncidentOutcome
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.nodes import NODE_KINDS, BurnIn, fold_nodes
 from rolecall.recovery.operators import commands
 from rolecall.recovery.operators.node_commands import drained
-from rolecall.recovery.policy import Question, decide
+from rolecall.recovery.policy import PolicyInput, decide
 from rolecall.recovery.quarantine import to_quarantine
-from rolecall.testing.recovery_world import KillSwitch, MortalJournal, SimulatedKill, diagnosis
+from rolecall.testing.recovery_world import KillableJournal, KillSwitch, SimulatedKill, diagnosis
 from tests.recovery.world import World
 
 K = EventKind
@@ -45,17 +45,20 @@ def test_the_story_of_a_node() -> None:
         _event(1, K.NODE_QUARANTINED),
         _event(2, K.NODE_QUARANTINED),
         _event(3, K.NODE_DRAINED, incidents=["inc-1", "inc-2"]),
-        _event(4, K.NODE_BURNED_IN, **BURNED),
+        _event(4, K.BURN_IN_FINISHED, **BURNED),
         _event(5, K.RUN_ENDED),
-        _event(6, K.NODE_BURNED_IN, passed="nonsense"),
+        _event(6, K.BURN_IN_FINISHED, passed="nonsense"),
     ]
     record = fold_nodes(story)["n1"]
     assert record.quarantined_since == 1.0 and record.quarantined_by == "p1" and record.drained_at == 3.0
     assert record.moved == ("inc-1", "inc-2") and [b.by for b in record.burn_ins] == ["p4"]
-    back = fold_nodes([*story, _event(7, K.NODE_RETURNED)])["n1"]
+    back = fold_nodes([*story, _event(7, K.NODE_RETURNED_TO_SERVICE)])["n1"]
     assert not back.quarantined and back.drained_at is None and back.returned_by == "p7"
     assert back.burn_ins == record.burn_ins, "what was measured stays"
-    assert quarantined(story) == {"n1"} and quarantined([*story, _event(7, K.NODE_RETURNED)]) == frozenset()
+    assert (
+        is_quarantined(story) == {"n1"}
+        and is_quarantined([*story, _event(7, K.NODE_RETURNED_TO_SERVICE)]) == frozenset()
+    )
     assert fold_nodes([Event(seq=1, kind=K.NODE_QUARANTINED, wall_at=1.0, body={})]) == {}
 
 
@@ -97,7 +100,7 @@ def test_nothing_is_placed_on_a_quarantined_node(tmp_path: Path) -> None:
     assert world.runtime.replaced == [], "what runs there goes on"
     faulty(world, "rollout/1", FaultClass.CRASH)
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED and node_of(world, "rollout/1") != node
+    assert world.only().outcome is IncidentOutcome.RESOLVED and node_of(world, "rollout/1") != node
     assert commands.replay(run, world.only().incident_id)["same"] is True
     with pytest.raises(CommandRefused, match="quarantined already, by alice: ECC errors"):
         commands.quarantine(run, node, "bob", "again", world.clock)
@@ -107,13 +110,13 @@ def test_nothing_is_placed_on_a_quarantined_node(tmp_path: Path) -> None:
 def test_a_node_quarantined_after_the_plan_takes_nothing_either(tmp_path: Path) -> None:
     world, run, watch = running(tmp_path)
     node = node_of(world, "rollout/1")
-    commands.pause(run, "alice", "a look")
+    commands.pause_recovery(run, "alice", "a look")
     faulty(world, "rollout/1", FaultClass.CRASH)
-    world.until(lambda: world.events(K.PLAN_HELD), watch)
+    world.until(lambda: world.events(K.PLAN_BLOCKED), watch)
     commands.quarantine(run, node, "alice", "ECC errors", world.clock)
-    commands.resume(run, "alice")
+    commands.resume_recovery(run, "alice")
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED and node_of(world, "rollout/1") != node
+    assert world.only().outcome is IncidentOutcome.RESOLVED and node_of(world, "rollout/1") != node
 
 
 def test_a_returned_node_takes_replicas_again(tmp_path: Path) -> None:
@@ -133,9 +136,9 @@ def test_no_node_is_left(tmp_path: Path) -> None:
     for node in sorted({node_of(world, r) for r in world.runtime.processes}):
         commands.quarantine(run, node, "alice", "the whole rack", world.clock)
     faulty(world, "rollout/1", FaultClass.CRASH)
-    world.until(lambda: world.events(K.PERSON_CALLED), watch)
+    world.until(lambda: world.events(K.ONCALL_PAGED), watch)
     assert world.runtime.replaced == []
-    assert "there is no other node to move to" in world.events(K.PERSON_CALLED)[0].body["because"]
+    assert "there is no other node to move to" in world.events(K.ONCALL_PAGED)[0].body["because"]
 
 
 def test_an_older_question_has_no_quarantine() -> None:
@@ -148,9 +151,9 @@ def test_an_older_question_has_no_quarantine() -> None:
         "supports": ["replace_replica"],
         "lost_nodes": [],
     }
-    question = Question.from_dict(asked)
+    question = PolicyInput.from_dict(asked)
     assert question.quarantined_nodes == frozenset() and decide(question).plan.action is ActionKind.TOLERATE
-    assert Question.from_dict(question.to_dict()) == question
+    assert PolicyInput.from_dict(question.to_dict()) == question
 
 
 def test_a_drained_node_is_left_by_all(tmp_path: Path) -> None:
@@ -173,7 +176,7 @@ def test_a_drained_node_is_left_by_all(tmp_path: Path) -> None:
 
 
 def test_a_drain_goes_through_the_guards(tmp_path: Path) -> None:
-    world, run, watch = running(tmp_path, evictions_per_hour_max=0, approval_seconds=20.0)
+    world, run, watch = running(tmp_path, evictions_per_hour_max=0, approval_timeout_seconds=20.0)
     commands.drain(run, node_of(world, "rollout/1"), "alice", "its fan is loud", world.clock)
     world.until(world.all_closed, watch)
     assert world.runtime.replaced == [] and "the limit is 0" in world.only().because
@@ -210,7 +213,7 @@ def _drain_killed_at(path: Path, dies_at: int | None) -> tuple[World, str, list[
     world.run(4, watch)
     switch = KillSwitch()
     switch.dies_at = dies_at
-    journal, book = MortalJournal(world.url, clock=world.clock, switch=switch), Book()
+    journal, book = KillableJournal(world.url, clock=world.clock, switch=switch), IncidentProjection()
     book.refresh(journal)
     try:
         drained(journal, book, node, "alice", "its fan is loud")
@@ -248,7 +251,7 @@ def test_a_node_with_a_fault_of_its_own_is_quarantined(tmp_path: Path, fault: Fa
     assert said.seq < world.events(K.ACTION_DONE)[0].seq and said.incident_id == "inc-1-rollout-1"
     first = commands.nodes(run)[0]
     assert first["node"] == node and first["num_incidents"] == 1, "repeat offenders come first"
-    commands.mark(run, "inc-1-rollout-1", False, "alice", "the switch was rebooted")
+    commands.review_diagnosis(run, "inc-1-rollout-1", False, "alice", "the switch was rebooted")
     assert all(row["num_incidents"] == 0 for row in commands.nodes(run))
 
 
@@ -266,8 +269,8 @@ def test_beyond_its_share_watch_calls_a_person(tmp_path: Path, config: dict[str,
     world, _, watch = running(tmp_path, **config)
     faulty(world, "rollout/1", FaultClass.GPU)
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED and quarantined_nodes(world.journal) == frozenset()
-    assert [e.body["topic"] for e in world.events(K.PERSON_CALLED)] == (["quarantine"] if called else [])
+    assert world.only().outcome is IncidentOutcome.RESOLVED and quarantined_nodes(world.journal) == frozenset()
+    assert [e.body["topic"] for e in world.events(K.ONCALL_PAGED)] == (["quarantine"] if called else [])
 
 
 @pytest.mark.parametrize("mode", ["observe", "approve"])

@@ -59,7 +59,7 @@ def hook() -> Iterator[Hook]:
 
 
 def message(seq: int = 7, **more: Any) -> Message:
-    fixed = {"kind": "person_called", "run_id": "run-1", "because": "the limit is 6", "wall_at": 1_700_000_000.0}
+    fixed = {"kind": "oncall_paged", "run_id": "run-1", "because": "the limit is 6", "wall_at": 1_700_000_000.0}
     return Message(seq=seq, **{**fixed, **more})
 
 
@@ -72,7 +72,7 @@ def test_a_message_arrives_with_an_id_to_tell_repeats_by(hook: Hook) -> None:
     assert more == [] and path == "/hook?key=secret"
     assert body == {
         "id": "run-1:e7",
-        "kind": "person_called",
+        "kind": "oncall_paged",
         "run": "run-1",
         "incident": "inc-1-rollout-1",
         "because": "the limit is 6",
@@ -194,4 +194,4 @@ def test_without_a_webhook_calls_go_to_the_log(caplog: pytest.LogCaptureFixture)
     notifier.offer(message(3))
     notifier.heartbeat({})
     notifier.close(1)
-    assert notifier.settled_seq == 3 and "person_called: the limit is 6" in caplog.text
+    assert notifier.settled_seq == 3 and "oncall_paged: the limit is 6" in caplog.text

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Suspect, Target
+from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, PlanTarget, Suspect
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView, ReplicaView
-from rolecall.recovery.incidents.incident import PERSON, Failure, Outcome
-from rolecall.recovery.policy import Past, Question, decide, slow_gain
+from rolecall.recovery.incidents.incident import PERSON, ActionFailure, IncidentOutcome
+from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide, slow_gain
 from rolecall.testing.recovery_world import FLEET, diagnosis
 
 A, F = ActionKind, FaultClass
@@ -33,10 +33,10 @@ def fleet(**desired: int) -> FleetView:
     return FleetView(replicas=(*rows, view("standby/0", "node-9")))
 
 
-def ask(d: Diagnosis, *past: Past, view: FleetView | None = None, **config: Any) -> Question:
+def ask(d: Diagnosis, *past: FailedAttempt, view: FleetView | None = None, **config: Any) -> PolicyInput:
     supports = config.pop("supports", SUPPORTS)
     lost_nodes = config.pop("lost_nodes", frozenset())
-    return Question(
+    return PolicyInput(
         incident_id=IncidentId("inc-1-x"),
         diagnosis=d,
         fleet=view or fleet(),
@@ -47,13 +47,13 @@ def ask(d: Diagnosis, *past: Past, view: FleetView | None = None, **config: Any)
     )
 
 
-def failed(failure: Failure, incarnation: int = 1, replica: str = "rollout/1") -> Past:
-    target = Target(replica=ReplicaId(replica), incarnation=incarnation, node=NodeId("node-4"))
-    return Past(failure=failure, action=A.REPLACE_REPLICA, targets=(target,), because=f"{replica} {failure}")
+def failed(failure: ActionFailure, incarnation: int = 1, replica: str = "rollout/1") -> FailedAttempt:
+    target = PlanTarget(replica=ReplicaId(replica), incarnation=incarnation, node=NodeId("node-4"))
+    return FailedAttempt(failure=failure, action=A.REPLACE_REPLICA, targets=(target,), because=f"{replica} {failure}")
 
 
 ONE = ("rollout/1", 1)
-TABLE: dict[str, tuple[Question, ActionKind, tuple[str, ...], bool, str]] = {
+TABLE: dict[str, tuple[PolicyInput, ActionKind, tuple[str, ...], bool, str]] = {
     # name: question, action, targets, is a person called, words in because
     "crash": (ask(diagnosis(F.CRASH, ONE)), A.REPLACE_REPLICA, ("rollout/1#1",), False, "rollout/1#1: crash"),
     "hang": (ask(diagnosis(F.HANG, ("trainer/0", 1))), A.REPLACE_REPLICA, ("trainer/0#1",), False, "hang"),
@@ -166,28 +166,30 @@ TABLE: dict[str, tuple[Question, ActionKind, tuple[str, ...], bool, str]] = {
         "",
     ),
     "second attempt": (
-        ask(diagnosis(F.CRASH, ONE), failed(Failure.DIED), view=fleet(rollout_1=2)),
+        ask(diagnosis(F.CRASH, ONE), failed(ActionFailure.DIED), view=fleet(rollout_1=2)),
         A.REPLACE_REPLICA,
         ("rollout/1#2",),
         False,
         "attempt 2: rollout/1 died",
     ),
     "slow, second attempt weighs no more": (
-        ask(diagnosis(F.SLOW, ONE), failed(Failure.DIED), view=fleet(rollout_1=2)),
+        ask(diagnosis(F.SLOW, ONE), failed(ActionFailure.DIED), view=fleet(rollout_1=2)),
         A.REPLACE_REPLICA,
         ("rollout/1#2",),
         False,
         "attempt 2",
     ),
     "twice on first start": (
-        ask(diagnosis(F.CRASH, ONE), failed(Failure.DIED), failed(Failure.DIED, 2), view=fleet(rollout_1=3)),
+        ask(
+            diagnosis(F.CRASH, ONE), failed(ActionFailure.DIED), failed(ActionFailure.DIED, 2), view=fleet(rollout_1=3)
+        ),
         A.TOLERATE,
         (),
         True,
         "what is started is at fault, not the machine",
     ),
     "no progress, elsewhere": (
-        ask(diagnosis(F.CRASH, ONE), failed(Failure.NO_PROGRESS), view=fleet(rollout_1=2)),
+        ask(diagnosis(F.CRASH, ONE), failed(ActionFailure.NO_PROGRESS), view=fleet(rollout_1=2)),
         A.REPLACE_NODE,
         ("rollout/1#2",),
         False,
@@ -196,7 +198,7 @@ TABLE: dict[str, tuple[Question, ActionKind, tuple[str, ...], bool, str]] = {
     "no progress, nowhere else": (
         ask(
             diagnosis(F.CRASH, ONE),
-            failed(Failure.NO_PROGRESS),
+            failed(ActionFailure.NO_PROGRESS),
             view=FleetView(replicas=(view("rollout/1", "node-4", desired=2),)),
         ),
         A.REPLACE_REPLICA,
@@ -207,8 +209,8 @@ TABLE: dict[str, tuple[Question, ActionKind, tuple[str, ...], bool, str]] = {
     "attempts used up": (
         ask(
             diagnosis(F.CRASH, ONE),
-            failed(Failure.NO_PROGRESS),
-            failed(Failure.NO_PROGRESS, 2),
+            failed(ActionFailure.NO_PROGRESS),
+            failed(ActionFailure.NO_PROGRESS, 2),
             view=fleet(rollout_1=3),
             retries_per_replica_max=2,
         ),
@@ -218,14 +220,14 @@ TABLE: dict[str, tuple[Question, ActionKind, tuple[str, ...], bool, str]] = {
         "2 attempts failed",
     ),
     "refused": (
-        ask(diagnosis(F.CRASH, ONE), failed(Failure.REFUSED)),
+        ask(diagnosis(F.CRASH, ONE), failed(ActionFailure.REFUSED)),
         A.TOLERATE,
         (),
         True,
         "could not be performed",
     ),
     "replaced by somebody after our attempt": (
-        ask(diagnosis(F.CRASH, ONE), failed(Failure.DIED), view=fleet(rollout_1=5)),
+        ask(diagnosis(F.CRASH, ONE), failed(ActionFailure.DIED), view=fleet(rollout_1=5)),
         A.TOLERATE,
         (),
         False,
@@ -240,9 +242,9 @@ def test_decide(name: str) -> None:
     verdict = decide(question)
     assert verdict.plan.action is action
     assert tuple(f"{t.replica}#{t.incarnation}" for t in verdict.plan.targets) == targets
-    assert verdict.call_person is person
+    assert verdict.page_oncall is person
     assert words in verdict.plan.because and verdict.plan.because
-    assert decide(Question.from_dict(question.to_dict())) == verdict, "what is stored decides the same"
+    assert decide(PolicyInput.from_dict(question.to_dict())) == verdict, "what is stored decides the same"
 
 
 @pytest.mark.parametrize("fault", list(FaultClass))
@@ -256,10 +258,10 @@ def test_every_class_has_an_answer(fault: FaultClass) -> None:
 def test_of_several_replacements_only_the_dead_are_made_again() -> None:
     two = fleet(trainer_0=2, trainer_1=2)
     dead = tuple(replace(r, state=ReplicaState.LOST) if r.replica == "trainer/1" else r for r in two.replicas)
-    past = Past(
-        failure=Failure.DIED,
+    past = FailedAttempt(
+        failure=ActionFailure.DIED,
         action=A.REPLACE_REPLICA,
-        targets=tuple(Target(replica=ReplicaId(f"trainer/{n}"), incarnation=1, node=NodeId("n")) for n in (0, 1)),
+        targets=tuple(PlanTarget(replica=ReplicaId(f"trainer/{n}"), incarnation=1, node=NodeId("n")) for n in (0, 1)),
         because="trainer/1#2 ended",
     )
     verdict = decide(ask(diagnosis(F.HANG, ("trainer/0", 1), ("trainer/1", 1)), past, view=FleetView(replicas=dead)))
@@ -267,9 +269,9 @@ def test_of_several_replacements_only_the_dead_are_made_again() -> None:
 
 
 def test_giving_up_is_told_from_tolerating() -> None:
-    assert decide(TABLE["twice on first start"][0]).outcome is Outcome.GAVE_UP
-    assert decide(TABLE["slow, no horizon"][0]).outcome is Outcome.TOLERATED
-    assert decide(TABLE["old incarnation"][0]).outcome is Outcome.REFUTED
+    assert decide(TABLE["twice on first start"][0]).outcome is IncidentOutcome.ESCALATED
+    assert decide(TABLE["slow, no horizon"][0]).outcome is IncidentOutcome.TOLERATED
+    assert decide(TABLE["old incarnation"][0]).outcome is IncidentOutcome.SELF_RECOVERED
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,7 @@ def test_giving_up_is_told_from_tolerating() -> None:
     ],
 )
 def test_slow_gain(ratio: float | None, horizon: float | None, cost: float, worth: bool) -> None:
-    config = RecoveryConfig(horizon_seconds=horizon, replace_cost_seconds=cost)
+    config = RecoveryConfig(horizon_seconds=horizon, replacement_cost_seconds=cost)
     got, why = slow_gain(diagnosis(F.SLOW, ONE, gain_ratio=ratio), config)
     assert got is worth and why
 

@@ -15,7 +15,7 @@ from rolecall.core.diagnosis import Diagnosis, FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import write_atomically
-from rolecall.recovery.incidents.incident import IncidentState, Outcome
+from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
 from rolecall.recovery.incidents.projection import fold
 from rolecall.testing.recovery_world import FakeRuntime, diagnosis
 from tests.recovery.test_loop import A_CURE
@@ -66,7 +66,11 @@ class Stage:
     def cured(self, name: str) -> bool:
         self.runtime.tick()
         incident = fold(self.journal.events()).get(name)
-        return incident is not None and incident.state is IncidentState.CLOSED and incident.outcome is Outcome.CURED
+        return (
+            incident is not None
+            and incident.state is IncidentState.CLOSED
+            and incident.outcome is IncidentOutcome.RESOLVED
+        )
 
 
 @pytest.fixture
@@ -78,7 +82,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 def test_one_acts_and_when_it_is_killed_the_other_finishes(stage: Stage) -> None:
     first = stage.start()
-    eventually(lambda: stage.num(K.LEASE_TAKEN) == 1, "the first takes the lease")
+    eventually(lambda: stage.num(K.LEASE_ACQUIRED) == 1, "the first takes the lease")
     second = stage.start()
     now = SystemClock().wall()
     stage.say(diagnosis(FaultClass.HANG, ("rollout/1", 1), onset=now))
@@ -89,7 +93,7 @@ def test_one_acts_and_when_it_is_killed_the_other_finishes(stage: Stage) -> None
     first.send_signal(signal.SIGKILL)
     assert first.wait(PATIENCE_SECONDS) == -signal.SIGKILL
     eventually(lambda: stage.cured("inc-1-rollout-1"), "the second finishes the cure")
-    assert [e.body["fence"] for e in stage.journal.events(kinds=[K.LEASE_TAKEN])] == [1, 2]
+    assert [e.body["fence"] for e in stage.journal.events(kinds=[K.LEASE_ACQUIRED])] == [1, 2]
     stage.say(diagnosis(FaultClass.CRASH, ("trainer/0", 1), onset=SystemClock().wall()))
     eventually(lambda: stage.cured("inc-2-trainer-0"), "the second acts by itself")
     for name in ("inc-1-rollout-1", "inc-2-trainer-0"):
@@ -101,20 +105,20 @@ def test_one_acts_and_when_it_is_killed_the_other_finishes(stage: Stage) -> None
 
 def test_one_that_was_stopped_and_goes_on_does_not_act_beside_its_successor(stage: Stage) -> None:
     first = stage.start()
-    eventually(lambda: stage.num(K.LEASE_TAKEN) == 1, "the first takes the lease")
+    eventually(lambda: stage.num(K.LEASE_ACQUIRED) == 1, "the first takes the lease")
     os.kill(first.pid, signal.SIGSTOP)
     stage.start()
-    eventually(lambda: stage.num(K.LEASE_TAKEN) == 2, "the second succeeds it")
+    eventually(lambda: stage.num(K.LEASE_ACQUIRED) == 2, "the second succeeds it")
     os.kill(first.pid, signal.SIGCONT)
     stage.say(diagnosis(FaultClass.CRASH, ("rollout/1", 1), onset=SystemClock().wall()))
     eventually(lambda: stage.cured("inc-1-rollout-1"), "cured once")
     assert [str(e.kind) for e in stage.journal.events(incident_id="inc-1-rollout-1")] == A_CURE
-    assert stage.num(K.LEASE_TAKEN) == 2 and first.poll() is None
+    assert stage.num(K.LEASE_ACQUIRED) == 2 and first.poll() is None
 
 
 def test_a_run_that_ends_ends_its_watch(stage: Stage) -> None:
     process = stage.start()
-    eventually(lambda: stage.num(K.LEASE_TAKEN) == 1, "it takes the lease")
+    eventually(lambda: stage.num(K.LEASE_ACQUIRED) == 1, "it takes the lease")
     stage.journal.append(K.RUN_ENDED, {"outcome": "done", "because": "all steps are done"})
     assert process.wait(PATIENCE_SECONDS) == 0
     lease = stage.journal.lease("watch")

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.diagnosis import ActionKind, Plan, Target
-from rolecall.core.errors import ActuatorError, Fenced
+from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
+from rolecall.core.errors import ActuatorError, LeaseFenced
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.journal import Lease
 from rolecall.core.membership import Desired
@@ -28,7 +28,7 @@ def take(world: World, holder: str = "me") -> Lease:
 
 
 def plan(*who: tuple[str, int, str], action: ActionKind = A.REPLACE_REPLICA) -> Plan:
-    targets = tuple(Target(replica=ReplicaId(r), incarnation=i, node=NodeId(n)) for r, i, n in who)
+    targets = tuple(PlanTarget(replica=ReplicaId(r), incarnation=i, node=NodeId(n)) for r, i, n in who)
     return Plan(incident_id=IncidentId("inc-1-x"), action=action, targets=targets, because="it is so")
 
 
@@ -71,7 +71,7 @@ def test_who_lost_the_lease_does_nothing(world: World, action: ActionKind) -> No
     world.clock.advance(10)
     take(world, "another")
     targets = [("rollout/1", 1, "node-4")] if action is A.REPLACE_REPLICA else []
-    with pytest.raises(Fenced):
+    with pytest.raises(LeaseFenced):
         RayRuntime(world.journal).perform(plan(*targets, action=action), old)
     assert desired(world, "rollout/1").incarnation == 1 and world.journal.flag("stop") is None
 

@@ -14,8 +14,8 @@ import pytest
 from rolecall.core.diagnosis import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.recovery.guards import HOUR_SECONDS
-from rolecall.recovery.incident_store import Book
-from rolecall.recovery.incidents.incident import UNDER_REPAIR, Outcome
+from rolecall.recovery.incident_store import IncidentProjection
+from rolecall.recovery.incidents.incident import UNDER_REPAIR, IncidentOutcome
 from rolecall.recovery.loop import Watch
 from rolecall.testing.recovery_world import FLEET, SimulatedKill
 from tests.recovery.world import World
@@ -63,11 +63,11 @@ class Simulation:
             replicas_at_once_max=rng.choice([1, 1, 2]),
             evictions_per_hour_max=rng.choice([2, 6, 30]),
             retries_per_replica_max=rng.choice([1, 3]),
-            verify_seconds=15.0,
+            verification_timeout_seconds=15.0,
             **config,
         )
         self.slots = [Slot(self.world), Slot(self.world)]
-        self.book = Book()
+        self.book = IncidentProjection()
         self.fence = 0
         self.paused = False
         self.actions_before_pause = 0
@@ -170,23 +170,23 @@ class Simulation:
         assert len(under) <= config.replicas_at_once_max, under
 
     def last_fence(self) -> int:
-        fences = [e.body["fence"] for e in self.world.events(K.LEASE_TAKEN)]
+        fences = [e.body["fence"] for e in self.world.events(K.LEASE_ACQUIRED)]
         assert fences == sorted(set(fences)), "fencing numbers only grow"
         assert not fences or fences[-1] >= self.fence
         self.fence = fences[-1] if fences else 0
         return self.fence
 
     def all_cured_or_told(self) -> None:
-        told = {r for i in self.book.incidents.values() if i.person_topics for r in (*i.named, *i.touched)}
+        told = {r for i in self.book.incidents.values() if i.page_topics for r in (*i.named, *i.touched)}
         for replica in FLEET:
             assert self.world.runtime.healthy(replica) or replica in told, (
                 f"{replica} is forgotten:\n{self.world.story()}"
             )
         for incident in self.book.incidents.values():
-            if incident.outcome is Outcome.GAVE_UP:
-                assert incident.person_topics
-        heard = {m.seq for m in self.world.notifier.messages if m.kind == "person_called"}
-        assert {e.seq for e in self.world.events(K.PERSON_CALLED)} == heard, "every call is heard"
+            if incident.outcome is IncidentOutcome.ESCALATED:
+                assert incident.page_topics
+        heard = {m.seq for m in self.world.notifier.messages if m.kind == "oncall_paged"}
+        assert {e.seq for e in self.world.events(K.ONCALL_PAGED)} == heard, "every call is heard"
         self.world.journal.verify()
 
 
@@ -213,4 +213,4 @@ def test_the_trouble_is_real(tmp_path: Path) -> None:
         retried += any(len(i.attempts) > 1 for i in incidents)
         fences += simulation.fence
     assert kills >= 5 and fences > 10 and retried > 0
-    assert {Outcome.CURED, Outcome.GAVE_UP} <= outcomes
+    assert {IncidentOutcome.RESOLVED, IncidentOutcome.ESCALATED} <= outcomes

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from rolecall.core.diagnosis import ActionKind, Plan, Target
+from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
-from rolecall.recovery.incidents.incident import Failure
+from rolecall.recovery.incidents.incident import ActionFailure
 from rolecall.recovery.verification import verify
 from tests.recovery.test_policy import view
 
@@ -17,7 +17,7 @@ WORKS, STILL = (True, "7 units"), (False, "no unit yet")
 
 
 @pytest.mark.parametrize(
-    ("replica", "incarnation", "state", "progress", "waited", "cured", "failure"),
+    ("replica", "incarnation", "state", "progress", "waited", "resolved", "failure"),
     [
         ("rollout/1", 2, R.SERVING, WORKS, 1.0, True, None),
         ("rollout/1", 3, R.SERVING, WORKS, 1.0, True, None),
@@ -26,10 +26,10 @@ WORKS, STILL = (True, "7 units"), (False, "no unit yet")
         ("rollout/1", 2, R.STARTING, STILL, 1.0, False, None),
         ("rollout/1", 1, R.SERVING, WORKS, 1.0, False, None),
         ("rollout/1", 1, R.LOST, STILL, 1.0, False, None),
-        ("rollout/1", 1, R.LOST, STILL, 21.0, False, Failure.NO_PROGRESS),
-        ("rollout/1", 2, R.LOST, STILL, 1.0, False, Failure.DIED),
-        ("rollout/1", 2, R.STOPPED, STILL, 1.0, False, Failure.DIED),
-        ("rollout/1", 2, R.SERVING, STILL, 21.0, False, Failure.NO_PROGRESS),
+        ("rollout/1", 1, R.LOST, STILL, 21.0, False, ActionFailure.NO_PROGRESS),
+        ("rollout/1", 2, R.LOST, STILL, 1.0, False, ActionFailure.DIED),
+        ("rollout/1", 2, R.STOPPED, STILL, 1.0, False, ActionFailure.DIED),
+        ("rollout/1", 2, R.SERVING, STILL, 21.0, False, ActionFailure.NO_PROGRESS),
         ("rollout/1", 2, R.SERVING, WORKS, 21.0, True, None),
         ("standby/0", 2, R.READY, STILL, 1.0, True, None),
         ("standby/0", 2, R.STARTING, STILL, 1.0, False, None),
@@ -42,13 +42,13 @@ def test_verify(
     progress: tuple[bool, str],
     waited: float,
     cured: bool,
-    failure: Failure | None,
+    failure: ActionFailure | None,
 ) -> None:
     name = ReplicaId(replica)
     plan = Plan(
         incident_id=IncidentId("inc-1"),
         action=ActionKind.REPLACE_REPLICA,
-        targets=(Target(replica=name, incarnation=1, node=NodeId("n")),),
+        targets=(PlanTarget(replica=name, incarnation=1, node=NodeId("n")),),
         because="",
     )
     seen = replace(view(replica, "n", state=state), incarnation=incarnation, desired_incarnation=2, changed_at=55.0)
@@ -58,16 +58,16 @@ def test_verify(
         progress={replica: progress},
         done_at=100.0,
         now=100.0 + waited,
-        verify_seconds=20.0,
+        verification_timeout_seconds=20.0,
     )
     assert (found.cured, found.failure) == (cured, failure)
     assert found.because and (not cured or found.serving_at == 55.0)
 
 
 def test_a_replica_that_left_the_run_is_not_cured() -> None:
-    target = Target(replica=ReplicaId("rollout/1"), incarnation=1, node=NodeId("n"))
+    target = PlanTarget(replica=ReplicaId("rollout/1"), incarnation=1, node=NodeId("n"))
     plan = Plan(incident_id=IncidentId("i"), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="")
     empty = FleetView(replicas=())
-    waiting = verify(plan, fleet=empty, progress={}, done_at=0.0, now=1.0, verify_seconds=20.0)
+    waiting = verify(plan, fleet=empty, progress={}, done_at=0.0, now=1.0, verification_timeout_seconds=20.0)
     assert not waiting.cured and waiting.failure is None and "not desired any more" in waiting.because
-    assert verify(plan, fleet=empty, progress={}, done_at=0.0, now=21.0, verify_seconds=20.0).failure
+    assert verify(plan, fleet=empty, progress={}, done_at=0.0, now=21.0, verification_timeout_seconds=20.0).failure

@@ -20,16 +20,16 @@ from rolecall.core.membership import ReplicaState
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.loop import Watch, holder_name
 from rolecall.recovery.notifications.webhook import LogNotifier
-from rolecall.testing.recovery_world import Look
+from rolecall.testing.recovery_world import FakeObservation
 
 POLL_SECONDS = 0.05
 
 
 class PollingSource:
-    def poll(self, timeout_seconds: float) -> Look:
+    def poll(self, timeout_seconds: float) -> FakeObservation:
         clock = SystemClock()
         clock.sleep(timeout_seconds)
-        return Look(wall_at=clock.wall())
+        return FakeObservation(wall_at=clock.wall())
 
 
 class FileDetector:

@@ -11,20 +11,20 @@ from rolecall.core.journal.journal import Journal
 from rolecall.recovery.actuators.ray_runtime import RayRuntime
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.incidents.projection import fold
-from rolecall.recovery.interfaces import Witnesses
+from rolecall.recovery.interfaces import EvidenceCollector
 from rolecall.recovery.loop import Watch
 from rolecall.testing.recovery_world import (
     FakeDetector,
     FakeRuntime,
     FakeSource,
+    KillableActuator,
+    KillableJournal,
     KillSwitch,
-    MortalActuator,
-    MortalJournal,
     RecordingNotifier,
 )
 
 TICK_SECONDS = 0.25
-ACT = {"mode": "act", "horizon_seconds": 3600.0, "verify_seconds": 20.0}
+ACT = {"mode": "act", "horizon_seconds": 3600.0, "verification_timeout_seconds": 20.0}
 
 
 class World:
@@ -37,16 +37,16 @@ class World:
         self.detector = FakeDetector(self.runtime)
         self.notifier = RecordingNotifier()
         self.switch = KillSwitch()
-        self.actuators: list[MortalActuator] = []
+        self.actuators: list[KillableActuator] = []
         self.num_watches = 0
-        self.witnesses: Witnesses | None = None
+        self.witnesses: EvidenceCollector | None = None
         self.others: list[Callable[[], object]] = []  # what people do: asked before each look of the watches
 
     def watch(self, config: RecoveryConfig | None = None, holder: str = "") -> Watch:
         """A fresh watch process: own connection, own memory, own holder name."""
         self.num_watches += 1
-        journal = MortalJournal(self.url, clock=self.clock, switch=self.switch)
-        actuator = MortalActuator(RayRuntime(journal), self.switch)
+        journal = KillableJournal(self.url, clock=self.clock, switch=self.switch)
+        actuator = KillableActuator(RayRuntime(journal), self.switch)
         self.actuators.append(actuator)
         return Watch(
             journal,

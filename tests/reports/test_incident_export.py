@@ -27,7 +27,7 @@ from rolecall.core.rundir import RunDir, bearer_token
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, HostSample, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.reports.incident_export import Bundle, build, export
-from rolecall.reports.incident_material import Material, gather
+from rolecall.reports.incident_material import IncidentRecord, gather
 from rolecall.reports.redaction import Redactor, left_of_message
 from tests.core.strategies import JSON_BODIES
 
@@ -100,7 +100,7 @@ def _write(run: RunDir, *, close: bool = True) -> RunDir:
         key="incident:99",
     )
     if close:
-        body = {"outcome": "gave_up", "because": f"marianne@{PEER} asked for it"}
+        body = {"outcome": "escalated", "because": f"marianne@{PEER} asked for it"}
         journal.append(K.INCIDENT_CLOSED, body, incident_id=INCIDENT, caused_by=opened.event_id)
     journal.save_window(INCIDENT, "observations", _window())
     journal.save_window(INCIDENT, "stacks", {"threads": [{"frames": [{"name": "score", "locals": {"x": PROMPT}}]}]})
@@ -311,7 +311,7 @@ def _plant(value: Any, text: str, key: str = "") -> Any:
     return f"{value} {text} so" if isinstance(value, str) and key not in STRUCTURE else value
 
 
-def _planted(material: Material, text: str) -> Material:
+def _planted(material: IncidentRecord, text: str) -> IncidentRecord:
     diagnosis = dict(material.diagnosis)
     for field in ("because", "advice", "settle"):
         diagnosis[field] = f"{diagnosis[field]} {text}"
@@ -330,7 +330,7 @@ def _planted(material: Material, text: str) -> Material:
 
 
 @pytest.fixture(scope="module")
-def material(_built_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Material:
+def material(_built_run: Path, tmp_path_factory: pytest.TempPathFactory) -> IncidentRecord:
     path = tmp_path_factory.mktemp("material") / "run"
     shutil.copytree(_built_run, path)
     return gather(_write(RunDir(path)), INCIDENT)
@@ -339,7 +339,7 @@ def material(_built_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Mate
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @settings(max_examples=3)
 @given(body=BODY)
-def test_a_secret_in_any_text_is_in_no_member(form: str, body: str, material: Material) -> None:
+def test_a_secret_in_any_text_is_in_no_member(form: str, body: str, material: IncidentRecord) -> None:
     holding = _planted(material, FORMS[form].format(body))
     bundle = build(holding, _learned(holding))
     assert len(bundle.members) >= 9
@@ -361,7 +361,7 @@ def test_what_only_looks_like_one_stays(text: str) -> None:
 
 
 @pytest.mark.parametrize("key", HIDING_KEYS)
-def test_what_stands_under_a_name_that_hides_it_is_in_no_member(key: str, material: Material) -> None:
+def test_what_stands_under_a_name_that_hides_it_is_in_no_member(key: str, material: IncidentRecord) -> None:
     hidden = {key: {"deeper": ["correct horse battery staple", PROMPT]}, f"my_{key}": "correct horse"}
     events = [{**e, "body": {**e["body"], "x": [hidden]}} for e in material.events]
     holding = replace(material, events=events, windows={"w": {"a": [hidden]}})
@@ -369,7 +369,7 @@ def test_what_stands_under_a_name_that_hides_it_is_in_no_member(key: str, materi
         assert "horse" not in member.content.decode() and "knee" not in member.content.decode(), member.name
 
 
-def _learned(material: Material) -> Redactor:
+def _learned(material: IncidentRecord) -> Redactor:
     known = Redactor(nodes=material.nodes)
     for part in (material.summary, material.diagnosis, material.events, material.windows, material.agent_events):
         known.learn(part)

@@ -154,7 +154,7 @@ def test_a_killed_helper_is_no_incident_but_must_come_back(tmp_path: Path) -> No
         fake = FakeRun(tmp_path, run_id=name, num_steps=20, strikes=())
         if restarted:
             body = {"what": "agent", "node": "node-3", "because": "it ended with -9"}
-            fake.at(30.4, lambda: fake.say(EventKind.PROCESS_RESTARTED, body))
+            fake.at(30.4, lambda: fake.say(EventKind.COMPONENT_RESTARTED, body))
         run = fake.build()
         line = {"kind": "agent-kill", "target": "agent", "node": "node-3", "injected_at": fake.wall_zero + 30.0}
         run.injections_path.write_text(json.dumps(line) + "\n")
@@ -171,7 +171,7 @@ def test_one_restart_answers_one_killed_helper(tmp_path: Path) -> None:
         fake = FakeRun(tmp_path, run_id=name, num_steps=20, strikes=())
         body = {"what": "watch", "node": "", "because": "it ended with -9"}
         for at in restarted_at:
-            fake.at(at, lambda: fake.say(EventKind.PROCESS_RESTARTED, body))
+            fake.at(at, lambda: fake.say(EventKind.COMPONENT_RESTARTED, body))
         run = fake.build()
         lines = [{"kind": "watch-kill", "target": "watch", "injected_at": fake.wall_zero + at} for at in (30.0, 30.2)]
         run.injections_path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rolecall.core.clock import SystemClock
-from rolecall.rl_runtime.rollout.engine import Engine
+from rolecall.rl_runtime.rollout.engine import VllmEngine
 from rolecall.rl_runtime.rollout.rollout import RolloutReplica
 
 Weights = Iterable[tuple[str, torch.Tensor]]
@@ -22,7 +22,7 @@ NORM = "model.layers.1.input_layernorm.weight"
 UNUSED_ROW = 0  # padding: neither the canary nor any prompt has it
 
 
-def model_of(engine: Engine) -> Any:
+def model_of(engine: VllmEngine) -> Any:
     return engine._llm.model_executor.driver_worker.worker.model_runner.get_model()
 
 
@@ -56,7 +56,7 @@ class Host:
         self.replica = RolloutReplica(on_step=lambda: clock.sleep(self.delay_seconds), **arguments)
         self.start_seconds = clock.monotonic() - begun
 
-    def in_engine(self, what: Callable[[Engine], Any]) -> Any:
+    def in_engine(self, what: Callable[[VllmEngine], Any]) -> Any:
         return self.replica._thread.call(what, 60.0, "do what a test asks")
 
     def started(self) -> tuple[int, float]:
@@ -73,7 +73,7 @@ class Host:
         """The fault happens once. `blind`: the check of storage against the bytes received is off, so that only
         comparison with other replicas can see it."""
 
-        def plant(engine: Engine) -> None:
+        def plant(engine: VllmEngine) -> None:
             model = model_of(engine)
             true_load = model.load_weights
 
@@ -90,7 +90,7 @@ class Host:
     def damage_storage(self, fault: str, *, blind: bool = False) -> None:
         """Changes parameters after they were loaded and proven."""
 
-        def damage(engine: Engine) -> None:
+        def damage(engine: VllmEngine) -> None:
             parameters = dict(model_of(engine).named_parameters())
             if fault == "bit":
                 parameters["model.layers.2.self_attn.qkv_proj.weight"].data.view(torch.int32)[3, 5] ^= 1

@@ -14,12 +14,12 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import ChainHead, Journal
 from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.rl_runtime.controller.controller import Controller, Outcome
+from rolecall.rl_runtime.controller.controller import Controller, RunOutcome
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
-from rolecall.rl_runtime.protocol.spawn import Spawn
+from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.tasks.task import Prompt, group_id
-from rolecall.testing.runtime_fleet import Fleet, run_simulated
-from rolecall.testing.runtime_roles import MAX_NEW_TOKENS, Answers, FakeCertifier
+from rolecall.testing.runtime_fleet import SimulatedFleet, run_simulated
+from rolecall.testing.runtime_roles import MAX_NEW_TOKENS, FakeCertifier, ScriptedResponses
 
 CONTROLLER = ReplicaId("controller/0")
 RUN_SECONDS_MAX = 900.0
@@ -88,8 +88,8 @@ class MortalLedger(Ledger):
 class Prompts:
     """Two tokens that name the group."""
 
-    def __init__(self, max_new_tokens: int = MAX_NEW_TOKENS) -> None:
-        self.max_new_tokens = max_new_tokens
+    def __init__(self, max_response_tokens: int = MAX_NEW_TOKENS) -> None:
+        self.max_response_tokens = max_response_tokens
 
     def prompt(self, number: int) -> Prompt:
         return Prompt(group_id=group_id(number), tokens=(1, number))
@@ -122,11 +122,11 @@ class World:
     deaths: list[int] = field(default_factory=list)
     """After how many effects each controller dies; when it is used up, they live."""
     recovers: bool = True
-    answers: Answers = field(default_factory=Answers)
+    answers: ScriptedResponses = field(default_factory=ScriptedResponses)
     table: Callable[[], TrajectoryTable] = TrajectoryTable
     script: Callable[["World"], Any] | None = None
     """A coroutine function that hurts the fleet while the run goes on."""
-    outcome: Outcome | None = None
+    outcome: RunOutcome | None = None
     controllers: list[Controller] = field(default_factory=list)
     mortalities: list[Mortality] = field(default_factory=list)
     lines_found: list[int] = field(default_factory=list)
@@ -138,7 +138,7 @@ class World:
 
     async def _run(self) -> None:
         self.journal = Journal(self.url, clock=self.clock)
-        self.fleet = Fleet(self.job, self.journal, self.seed, recovers=self.recovers, answers=self.answers)
+        self.fleet = SimulatedFleet(self.job, self.journal, self.seed, recovers=self.recovers, answers=self.answers)
         self.rng = random.Random(self.seed + 1)
         self.fleet.start_all()
         script = asyncio.ensure_future(self.script(self)) if self.script else None
@@ -172,7 +172,7 @@ class World:
         ledger = MortalLedger(journal.store, clock=self.clock)
         journal.mortality = ledger.mortality = mortality
         ledger.lines_found = self.lines_found
-        spawn = Spawn(
+        spawn = ActorSpec(
             run_dir=str(self.path),
             run_id=RunId("sim"),
             replica=CONTROLLER,

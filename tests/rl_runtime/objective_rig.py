@@ -15,33 +15,33 @@ from rolecall.core.ids import GroupId
 from rolecall.rl_runtime.algorithms.objective import (
     Batch,
     Objective,
-    Terms,
+    TokenSelection,
     divisors,
     make_batch,
     objective,
     token_logprobs,
 )
-from rolecall.rl_runtime.protocol.messages import End, Group, Sample
+from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, TrainingSample
 from tests.rl_runtime import reference_math
 from tests.rl_runtime.reference_math import Answer, Method
 
 VOCABULARY = 5
 PAD = 0
 GARBAGE = 1e30
-TERMS = Terms(policy_version=7, staleness_max=2, longest=9)
+TERMS = TokenSelection(policy_version=7, staleness_max=2, longest=9)
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"name": "grpo", "aggregation": "sample", "clip_low": 0.2, "clip_high": 0.2, "kl_coefficient": 0.04},
     "dr. grpo": {"name": "grpo", "aggregation": "constant", "divide_by_std": False, "entropy_coefficient": 0.0},
     "grpo, as it comes": {"name": "grpo"},
     "grpo, capped": {"name": "grpo", "aggregation": "token", "importance_cap": 1.3},
-    "dapo": {"name": "dapo", "overlong_cache": 4, "entropy_coefficient": 0.0},
-    "dapo, of less than the longest": {"name": "dapo", "overlong_cache": 3, "overlong_max": 6},
+    "dapo": {"name": "dapo", "overlong_buffer_tokens": 4, "entropy_coefficient": 0.0},
+    "dapo, of less than the longest": {"name": "dapo", "overlong_buffer_tokens": 3, "overlong_limit_tokens": 6},
     "ppo": {"name": "ppo", "gamma": 0.99, "lambda_policy": 0.9, "lambda_value": 0.7},
     "ppo, as it comes": {"name": "ppo"},
     "ppo, capped": {"name": "ppo", "importance_cap": 2.0, "kl_coefficient": 0.1, "aggregation": "sample"},
     "tppo": {"name": "tppo", "gamma": 0.95, "lambda_value": 0.5},
-    "tppo, as in the paper": {"name": "tppo", "cut_value": "previous"},
+    "tppo, as in the paper": {"name": "tppo", "truncation_value": "previous"},
 }
 CUTS = tuple(name for name in ALGORITHMS if name.startswith("tppo"))
 
@@ -61,15 +61,15 @@ def method_of(algorithm: AlgorithmConfig, longest: int) -> Method:
         aggregation=a.aggregation,
         longest=longest,
         divide_by_std=a.divide_by_std,
-        overlong_longest=a.overlong_max or longest,
-        overlong_cache=a.overlong_cache,
+        overlong_longest=a.overlong_limit_tokens or longest,
+        overlong_buffer_tokens=a.overlong_buffer_tokens,
         entropy=a.entropy_coefficient,
         kl=a.kl_coefficient,
         critic=a.has_critic,
         gamma=a.gamma,
         lambda_policy=a.lambda_policy,
         lambda_value=a.lambda_value,
-        cut_value=a.cut_value,
+        truncation_value=a.truncation_value,
     )
 
 
@@ -77,12 +77,12 @@ def method_of(algorithm: AlgorithmConfig, longest: int) -> Method:
 class Said:
     """One sample, and what the models say of it: of T tokens T rows of logits, and T + 1 values."""
 
-    sample: Sample
+    sample: TrainingSample
     logits: list[list[float]]
     reference_logits: list[list[float]]
     values: list[float]
 
-    def answer(self, terms: Terms) -> Answer:
+    def answer(self, terms: TokenSelection) -> Answer:
         tokens, versions = self.sample.tokens, self.sample.versions
         said = [reference_math.log_softmax(row) for row in self.logits]
         known = [reference_math.log_softmax(row) for row in self.reference_logits]
@@ -94,7 +94,7 @@ class Said:
                 for t, version in enumerate(versions)
             ],
             reward=self.sample.reward,
-            cut=self.sample.end is End.CUT,
+            cut=self.sample.end is EndReason.TRUNCATED,
             values=self.values,
             entropies=[reference_math.entropy(row) for row in self.logits],
             reference_logprobs=[row[token] for row, token in zip(known, tokens, strict=True)],
@@ -106,12 +106,12 @@ class Case:
     """Groups of (prompt, samples)."""
 
     algorithm: AlgorithmConfig
-    terms: Terms
+    terms: TokenSelection
     groups: tuple[tuple[tuple[int, ...], tuple[Said, ...]], ...]
 
-    def protocol_groups(self) -> list[Group]:
+    def protocol_groups(self) -> list[PromptGroup]:
         return [
-            Group(group_id=GroupId(f"g{n:08d}"), prompt_tokens=prompt, samples=tuple(s.sample for s in said))
+            PromptGroup(group_id=GroupId(f"g{n:08d}"), prompt_tokens=prompt, samples=tuple(s.sample for s in said))
             for n, (prompt, said) in enumerate(self.groups)
         ]
 
@@ -208,12 +208,12 @@ def said(
     number: int,
     *,
     length: int,
-    end: End = End.STOP,
+    end: EndReason = EndReason.STOP,
     reward: float | None = None,
     first_fresh: int = 0,
     ages: Sequence[int] | None = None,
     spread: float = 0.4,
-    terms: Terms = TERMS,
+    terms: TokenSelection = TERMS,
 ) -> Said:
     """Random logits and values; the sampler's log-probabilities lie about `spread` away from the policy's."""
     tokens = [rng.randrange(VOCABULARY) for _ in range(length)]
@@ -223,7 +223,7 @@ def said(
     ]
     ages = [rng.randint(0, 3) for _ in range(length)] if ages is None else ages
     return Said(
-        sample=Sample(
+        sample=TrainingSample(
             request_id=f"r{number}",
             tokens=tuple(tokens),
             logprobs=tuple(logprobs),
@@ -238,11 +238,13 @@ def said(
     )
 
 
-def random_case(name: str, seed: int, *, groups: int | None = None, terms: Terms = TERMS) -> Case:
+def random_case(name: str, seed: int, *, groups: int | None = None, terms: TokenSelection = TERMS) -> Case:
     rng = Random(seed)
     count = rng.randint(1, 4) if groups is None else groups
     algorithm = configured(name, count, rng.randint(2, 4))
-    ends = [End.STOP, End.LENGTH, End.CUT] if name in CUTS else [End.STOP, End.LENGTH]
+    ends = (
+        [EndReason.STOP, EndReason.LENGTH, EndReason.TRUNCATED] if name in CUTS else [EndReason.STOP, EndReason.LENGTH]
+    )
     made = []
     for g in range(count):
         prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5)))

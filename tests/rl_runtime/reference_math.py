@@ -45,14 +45,14 @@ class Method:
     longest: int = 1
     divide_by_std: bool = True
     overlong_longest: int = 0
-    overlong_cache: int = 0
+    overlong_buffer_tokens: int = 0
     entropy: float = 0.0
     kl: float = 0.0
     critic: bool = False
     gamma: float = 1.0
     lambda_policy: float = 1.0
     lambda_value: float = 1.0
-    cut_value: Literal["critic", "previous"] = "critic"
+    truncation_value: Literal["critic", "previous"] = "critic"
 
 
 # --- softmax
@@ -110,7 +110,7 @@ def temporal_differences(answer: Answer, method: Method) -> list[float]:
         reward, after = 0.0, answer.values[t + 1]
         if t == last and not answer.cut:
             reward, after = answer.reward, 0.0
-        elif t == last and method.cut_value == "previous":
+        elif t == last and method.truncation_value == "previous":
             after = answer.values[t]
         deltas.append(reward + method.gamma * after - answer.values[t])
     return deltas
@@ -206,9 +206,9 @@ def token_advantages(groups: Sequence[Sequence[Answer]], method: Method) -> list
 
 
 def punished(answer: Answer, method: Method) -> Answer:
-    if not method.overlong_cache:
+    if not method.overlong_buffer_tokens:
         return answer
-    less = overlong(len(answer.logprobs), longest=method.overlong_longest, cache=method.overlong_cache)
+    less = overlong(len(answer.logprobs), longest=method.overlong_longest, cache=method.overlong_buffer_tokens)
     return replace(answer, reward=answer.reward + less)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from rolecall.core.ids import GroupId
-from rolecall.rl_runtime.protocol.messages import Holder, Manifest, Request, TokenChunk
+from rolecall.rl_runtime.protocol.messages import GenerationRequest, Holder, Manifest, TokenChunk
 from rolecall.rl_runtime.rollout.engine import EngineSettings, NewTokens
 from rolecall.rl_runtime.rollout.rollout import RolloutReplica
 from rolecall.rl_runtime.rollout.worker_extension import Storage
@@ -22,8 +22,10 @@ from tests.support import PATIENCE_SECONDS, eventually
 END = 2
 
 
-def request(request_id: str = "g.0", num: int = 5, **changes: object) -> Request:
-    made = Request(request_id=request_id, group_id=GroupId("g"), prompt_tokens=(1, 3, 4), max_new_tokens=num, seed=11)
+def request(request_id: str = "g.0", num: int = 5, **changes: object) -> GenerationRequest:
+    made = GenerationRequest(
+        request_id=request_id, group_id=GroupId("g"), prompt_tokens=(1, 3, 4), max_response_tokens=num, seed=11
+    )
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
@@ -153,10 +155,10 @@ class Rig:
         self.replica.update_weights(1, 1, manifest, [self.holder])
         return manifest
 
-    def submit(self, *requests: Request) -> None:
+    def submit(self, *requests: GenerationRequest) -> None:
         self.replica.submit(1, requests)
 
-    def in_flight(self, made: Request, *, num_tokens: int = 1) -> None:
+    def in_flight(self, made: GenerationRequest, *, num_tokens: int = 1) -> None:
         """Submits it; the engine makes so many tokens and no more until `go_on`, however slow the test is."""
         self.scripted.steps_left = num_tokens
         self.submit(made)

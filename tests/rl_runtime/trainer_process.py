@@ -24,7 +24,7 @@ from rolecall.core.journal.journal import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
 from rolecall.rl_runtime.algorithms.objective import Divisors
-from rolecall.rl_runtime.protocol.messages import End, Group, Microbatch, Sample
+from rolecall.rl_runtime.protocol.messages import EndReason, Microbatch, PromptGroup, TrainingSample
 from rolecall.rl_runtime.tasks.task import Prompt, make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.reduce import LOOPBACK
@@ -83,15 +83,15 @@ def make_microbatches(job: JobConfig, step: int) -> list[Microbatch]:
     task = make_task(job.task, vocab, job.seed)
     rng = random.Random(step)
 
-    def sample(prompt: Prompt, index: int, cut: bool) -> Sample:
-        tokens = tuple(rng.randrange(vocab.size) for _ in range(rng.randint(2, task.max_new_tokens)))
-        return Sample(
+    def sample(prompt: Prompt, index: int, cut: bool) -> TrainingSample:
+        tokens = tuple(rng.randrange(vocab.size) for _ in range(rng.randint(2, task.max_response_tokens)))
+        return TrainingSample(
             request_id=f"{prompt.group_id}.{index}",
             tokens=tokens,
             logprobs=tuple(rng.uniform(-3.0, -1.5) for _ in tokens),
             versions=tuple(max(0, step - rng.randint(0, 2)) for _ in tokens),
             reward=task.reward(prompt.tokens, tokens),
-            end=End.CUT if cut else End.STOP,
+            end=EndReason.TRUNCATED if cut else EndReason.STOP,
             first_fresh=int(cut),
         )
 
@@ -100,7 +100,7 @@ def make_microbatches(job: JobConfig, step: int) -> list[Microbatch]:
         prompt = task.prompt(number)
         cut = job.algorithm.window_tokens is not None and number % 2 == 1
         samples = tuple(sample(prompt, index, cut) for index in range(job.algorithm.group_size))
-        groups.append(Group(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=samples))
+        groups.append(PromptGroup(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=samples))
     return form_microbatches(step, groups, job.algorithm.microbatches_per_step)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime.protocol.messages import Holder, Manifest
-from rolecall.rl_runtime.weights.port import Pieces, TensorServer, pull, pull_any
+from rolecall.rl_runtime.weights.port import PartialTransfer, TensorServer, pull, pull_any
 from tests.support import PATIENCE_SECONDS, eventually
 
 TOKEN = "a token of this run"
@@ -32,12 +32,12 @@ def _terms(options: dict[str, Any]) -> dict[str, Any]:
     return {"token": TOKEN, "puller": "rollout/1", "timeout_seconds": PATIENCE_SECONDS, **options}
 
 
-def get(holder: Holder, manifest: Manifest, **options: Any) -> Pieces:
+def get(holder: Holder, manifest: Manifest, **options: Any) -> PartialTransfer:
     """One attempt at one holder: raises when it serves somebody else."""
     return pull(holder, manifest, **_terms(options))
 
 
-def get_any(holders: Sequence[Holder], manifest: Manifest, **options: Any) -> Pieces:
+def get_any(holders: Sequence[Holder], manifest: Manifest, **options: Any) -> PartialTransfer:
     """From whoever has it. Also the way to pull from one server a second time: its lease on the first pull ends in its
     own thread, which may be after the first puller has everything."""
     return pull_any(holders, manifest, **_terms(options))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rolecall.core.config.job import JobConfig
-from rolecall.rl_runtime.protocol.messages import Group, Sample
+from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
 from rolecall.rl_runtime.tasks.task import make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.model import make_model
@@ -36,13 +36,13 @@ class Whole:
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
-    sample: Sample
+    sample: TrainingSample
     logprobs: Tensor
     entropies: Tensor
     values: Tensor  # one more than tokens
 
 
-def whole_step(job: JobConfig, state: TrainerState, groups: Sequence[Group]) -> Whole:
+def whole_step(job: JobConfig, state: TrainerState, groups: Sequence[PromptGroup]) -> Whole:
     """The step that `state` (float64; not changed) must make of `groups`."""
     vocab = vocabulary(job.model, job.task.name)
     reference = make_model(job.model, vocab, job.seed).double() if job.algorithm.kl_coefficient > 0 else None
@@ -51,7 +51,7 @@ def whole_step(job: JobConfig, state: TrainerState, groups: Sequence[Group]) -> 
         found = [_row(state, group, s) for s in group.samples]
         rows += found
         answers.append([_answer(job, state, reference, group, r) for r in found])
-    method = method_of(job.algorithm, make_task(job.task, vocab, job.seed).max_new_tokens)
+    method = method_of(job.algorithm, make_task(job.task, vocab, job.seed).max_response_tokens)
     losses = step(answers, method)
     policy = sum(
         _dot(r.logprobs, a) + _dot(r.entropies, b)
@@ -72,7 +72,7 @@ def _dot(tokens: Tensor, derivatives: Sequence[float]) -> Tensor:
     return (tokens * torch.tensor(derivatives, dtype=torch.float64)).sum()
 
 
-def _row(state: TrainerState, group: Group, sample: Sample) -> _Row:
+def _row(state: TrainerState, group: PromptGroup, sample: TrainingSample) -> _Row:
     """What the models say of one answer, token by token."""
     tokens = (*group.prompt_tokens, *sample.tokens)
     start = len(group.prompt_tokens)
@@ -89,7 +89,7 @@ def _said(model: Any, tokens: Sequence[int], start: int) -> tuple[Tensor, Tensor
     return picked, -(said.exp() * said).sum(-1)
 
 
-def _answer(job: JobConfig, state: TrainerState, reference: Any, group: Group, row: _Row) -> Answer:
+def _answer(job: JobConfig, state: TrainerState, reference: Any, group: PromptGroup, row: _Row) -> Answer:
     s, version = row.sample, state.commit.policy_version
     frozen: list[float] = []
     if reference is not None:

@@ -5,7 +5,7 @@ import urllib.request
 from pathlib import Path
 
 from rolecall.core.rundir import RunDir, create_run_dir
-from rolecall.dashboards.users import Door, Pass
+from rolecall.dashboards.users import Authenticator, SignedInUser
 from rolecall.session.dashboard import PERSON, TOKEN_FILE, DashboardBeside
 from tests.fake_run import FakeRun
 from tests.support import PATIENCE_SECONDS, eventually
@@ -34,8 +34,8 @@ def test_it_tells_its_address_and_the_token_is_for_its_owner_alone(tmp_path: Pat
         assert beside.news() == "", "it is said once"
         token = (run.path / TOKEN_FILE).read_text().strip()
         assert stat.S_IMODE((run.path / TOKEN_FILE).stat().st_mode) == 0o600
-        entered = Door(run.path / "people.yaml").enter(token, 0.0)
-        assert isinstance(entered, Pass) and entered.name == PERSON
+        entered = Authenticator(run.path / "people.yaml").enter(token, 0.0)
+        assert isinstance(entered, SignedInUser) and entered.name == PERSON
         assert token not in said + (run.logs / "dashboard.log").read_text()
     finally:
         beside.stop()

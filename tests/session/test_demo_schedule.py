@@ -4,7 +4,16 @@ import pytest
 
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ConfigError
-from rolecall.session.demo import GAP_SECONDS, WARM_STEPS, FaultSchedule, Stage, View, demo_job, parse_faults, strikes
+from rolecall.session.demo import (
+    GAP_SECONDS,
+    WARM_STEPS,
+    FaultSchedule,
+    Stage,
+    View,
+    demo_job,
+    parse_faults,
+    scheduled_faults,
+)
 
 KNOWN = {"rollout-kill": ("kill",), "trainer-hang": ("stop", "gil"), "agent-kill": ("kill",)}
 
@@ -25,10 +34,10 @@ def view(now: float, **changes: object) -> View:
 
 def test_same_seed_same_moments() -> None:
     faults = ("rollout-kill", "trainer-hang:lock")
-    assert list(strikes(7, faults)) == list(strikes(7, faults))
-    assert list(strikes(7, faults)) != list(strikes(8, faults))
-    assert [(s.kind, s.how) for s in strikes(7, faults)] == [("rollout-kill", None), ("trainer-hang", "lock")]
-    assert all(GAP_SECONDS[0] <= s.gap_seconds <= GAP_SECONDS[1] for s in strikes(7, faults))
+    assert list(scheduled_faults(7, faults)) == list(scheduled_faults(7, faults))
+    assert list(scheduled_faults(7, faults)) != list(scheduled_faults(8, faults))
+    assert [(s.kind, s.how) for s in scheduled_faults(7, faults)] == [("rollout-kill", None), ("trainer-hang", "lock")]
+    assert all(GAP_SECONDS[0] <= s.gap_seconds <= GAP_SECONDS[1] for s in scheduled_faults(7, faults))
 
 
 def test_strikes_only_a_whole_and_warm_fleet_and_waits_for_the_cure() -> None:

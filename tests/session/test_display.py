@@ -18,7 +18,7 @@ from rolecall.core.text import escape, plain, seconds
 from rolecall.reports.report import write_report
 from rolecall.session.display import braille, plain_lines, render, summary
 from rolecall.session.live import Screen
-from rolecall.views.snapshot import IncidentRow, Memory, ReplicaRow, Snapshot, replica_rows
+from rolecall.views.snapshot import IncidentRow, ReplicaRow, RunSnapshot, RunSnapshotProjection, replica_rows
 
 HOSTILE = ("[red]x[/red]", "[/]", "\x1b[2J\x1b]0;owned\x07", "<script>", "a\nb\r\nc", "\u202eevil", "[link=file:///x]y")
 # What rich itself writes: colours, and cursor movement of the live view. Never a title, a clear or a link.
@@ -36,13 +36,13 @@ def _shown(what: RenderableType, width: int = 80, colour: bool = False) -> str:
     return out.getvalue()
 
 
-def _at(run: RunDir, until: float) -> Snapshot:
+def _at(run: RunDir, until: float) -> RunSnapshot:
     """What was to be seen that many seconds after the start."""
     journal = Journal(run.database_url, create=False)
     events = journal.events()
     journal.close()
     now = events[0].wall_at + until
-    memory = Memory(num_steps=120)
+    memory = RunSnapshotProjection(num_steps=120)
     memory.read(e for e in events if e.wall_at <= now)
     return memory.snapshot(now, {}, {}, None)
 
@@ -83,7 +83,7 @@ def test_a_closed_incident_stays_in_sight(fake_run: RunDir) -> None:
 
 
 def test_progress_before_the_first_step_is_the_note() -> None:
-    text = _shown(render(Snapshot(now=1.0, note="starting raylet node-3"), "demo"))
+    text = _shown(render(RunSnapshot(now=1.0, note="starting raylet node-3"), "demo"))
     assert "starting raylet node-3" in text
 
 
@@ -101,7 +101,7 @@ def test_the_rate_falls_while_nothing_is_committed(fake_run: RunDir) -> None:
 
 
 def test_replicas_that_do_not_serve_are_named() -> None:
-    text = _shown(render(Snapshot(now=0.0, replicas=_rows())))
+    text = _shown(render(RunSnapshot(now=0.0, replicas=_rows())))
     assert re.search(r"rollout +1/2 +● 0 +✕ 1 lost", text) and re.search(r"standby +1/1", text)
 
 
@@ -110,7 +110,7 @@ def test_a_large_role_shows_only_who_does_not_serve() -> None:
         ReplicaRow(replica=f"rollout/{n}", node="n", incarnation=1, state="lost" if n == 77 else "serving")
         for n in range(99)
     )
-    text = _shown(render(Snapshot(now=0.0, replicas=rows)))
+    text = _shown(render(RunSnapshot(now=0.0, replicas=rows)))
     assert "98/99" in text and "77 lost" in text and "● 5" not in text
 
 
@@ -123,12 +123,12 @@ def test_desired_that_is_not_there_yet_is_wanted() -> None:
 
 
 def test_before_the_run_has_begun_no_time_is_shown() -> None:
-    assert "0.00 s" not in _shown(render(Snapshot(now=5.0, note="starting"), "demo"))
-    assert "5.00 s" in _shown(render(Snapshot(now=5.0, started_at=0.0), "demo"))
+    assert "0.00 s" not in _shown(render(RunSnapshot(now=5.0, note="starting"), "demo"))
+    assert "5.00 s" in _shown(render(RunSnapshot(now=5.0, started_at=0.0), "demo"))
 
 
 def test_a_proposal_says_how_it_is_approved() -> None:
-    memory = Memory()
+    memory = RunSnapshotProjection()
     opened = {"diagnosis": {"because": "it is gone", "suspects": [{"replica": "rollout/1", "incarnation": 1}]}}
     proposed = {"digest": "4f2a", "plan": {"because": "it is gone"}}
     for seq, (kind, body) in enumerate([(EventKind.INCIDENT_OPENED, opened), (EventKind.PLAN_PROPOSED, proposed)]):
@@ -138,13 +138,13 @@ def test_a_proposal_says_how_it_is_approved() -> None:
 
 
 def test_pause_and_end_are_shown() -> None:
-    assert "paused: lunch" in _shown(render(Snapshot(now=0.0, paused="lunch")))
-    assert "completed" in _shown(render(Snapshot(now=0.0, ended="completed")))
+    assert "paused: lunch" in _shown(render(RunSnapshot(now=0.0, paused="lunch")))
+    assert "completed" in _shown(render(RunSnapshot(now=0.0, ended="completed")))
 
 
 def test_the_memory_reads_each_event_once(fake_run: RunDir) -> None:
     journal = Journal(fake_run.database_url, create=False)
-    whole, parts = Memory(), Memory()
+    whole, parts = RunSnapshotProjection(), RunSnapshotProjection()
     whole.read(journal.events())
     for _ in range(40):
         parts.read(journal.events(after=parts.seq, limit=20))
@@ -164,7 +164,7 @@ def test_it_fits_into_the_window(fake_run: RunDir, seconds_in: float, width: int
         for role in ("trainer", "rollout", "standby", "reward", "controller")
         for n in range(6)
     )
-    shown = Snapshot(**{**{f: getattr(snapshot, f) for f in Snapshot.__slots__}, "replicas": rows})
+    shown = RunSnapshot(**{**{f: getattr(snapshot, f) for f in RunSnapshot.__slots__}, "replicas": rows})
     lines = _shown(render(shown, "demo " * 30, width), width).splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= width
 
@@ -173,29 +173,29 @@ def test_the_policys_health_is_one_line_of_what_there_is(fake_run: RunDir) -> No
     text = _shown(render(_at(fake_run, 95.0)))
     (line,) = [line for line in text.splitlines() if line.startswith("entropy ")]
     assert "filtered 37%" in line and "KL 0.00" in line and len(line) <= 80
-    told = Snapshot(now=1.0, signs={"kl_sampler": 0.0031, "truncated_fraction": 0.021})
+    told = RunSnapshot(now=1.0, signs={"kl_sampler": 0.0031, "truncated_fraction": 0.021})
     (line,) = [line for line in _shown(render(told)).splitlines() if "KL" in line]
     assert line.rstrip() == "cut off 2%   KL 0.0031"
-    assert "KL" not in _shown(render(Snapshot(now=1.0, rewards=(0.5,)))), "a run of before there were signs"
+    assert "KL" not in _shown(render(RunSnapshot(now=1.0, rewards=(0.5,)))), "a run of before there were signs"
 
 
 def test_a_plan_that_repeats_the_diagnosis_is_not_shown_twice() -> None:
-    snapshot = Snapshot(now=101.0, open_incidents=(_incident(detail="it ended by signal 9"),))
+    snapshot = RunSnapshot(now=101.0, open_incidents=(_incident(detail="it ended by signal 9"),))
     assert _shown(render(snapshot)).count("it ended by signal 9") == 1
 
 
 def test_a_wide_window_shows_more_of_the_sentence() -> None:
-    snapshot = Snapshot(now=101.0, open_incidents=(_incident(because="word " * 100 + "end"),))
+    snapshot = RunSnapshot(now=101.0, open_incidents=(_incident(because="word " * 100 + "end"),))
     assert "end" not in _shown(render(snapshot)) and "end" in _shown(render(snapshot, width=200), 200)
 
 
 def test_what_was_not_cured_has_no_tick() -> None:
-    text = _shown(render(Snapshot(now=1.0, closed_incidents=(_incident(stage="gave_up", closed_at=1.0),))))
+    text = _shown(render(RunSnapshot(now=1.0, closed_incidents=(_incident(stage="escalated", closed_at=1.0),))))
     assert "✕ gave_up rollout/1#1" in text and "✓" not in text
 
 
 def test_a_long_sentence_does_not_push_the_rest_out() -> None:
-    snapshot = Snapshot(
+    snapshot = RunSnapshot(
         now=101.0, replicas=_rows(), open_incidents=(_incident(because="word " * 500, detail="x" * 900),) * 5
     )
     assert len(_shown(render(snapshot)).splitlines()) <= 24
@@ -219,10 +219,10 @@ def test_a_rising_curve_rises() -> None:
 # --- nobody else speaks to the terminal ---------------------------------------------------------------------------
 
 
-def _hostile_snapshot(text: str) -> Snapshot:
+def _hostile_snapshot(text: str) -> RunSnapshot:
     row = ReplicaRow(replica=f"{text}/{text}", node=text, incarnation=1, state=text)
     incident = _incident(incident_id=text, suspects=(text,), fault_class=text, because=text, stage=text, detail=text)
-    return Snapshot(
+    return RunSnapshot(
         now=200.0,
         replicas=(row,),
         open_incidents=(incident,),
@@ -244,7 +244,7 @@ def test_hostile_text_is_shown_as_text(text: str, colour: bool) -> None:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_hostile_text_in_lines_and_summary(text: str, fake_run: RunDir) -> None:
-    lines = plain_lines(Snapshot(now=1.0), _hostile_snapshot(text))
+    lines = plain_lines(RunSnapshot(now=1.0), _hostile_snapshot(text))
     assert lines and all(line.isprintable() for line in lines)
     report = write_report(fake_run)
     report["incidents"][0] |= {
@@ -279,12 +279,14 @@ def test_seconds(value: float | None, text: str) -> None:
 
 
 def test_lines_tell_changes_once_then_progress() -> None:
-    first = Snapshot(now=10.0, started_at=0.0, step=3, rewards=(0.5,), replicas=_rows())
+    first = RunSnapshot(now=10.0, started_at=0.0, step=3, rewards=(0.5,), replicas=_rows())
     changed = tuple(
         ReplicaRow(replica=r.replica, node=r.node, incarnation=2, state="serving") if r.state == "lost" else r
         for r in _rows()
     )
-    second = Snapshot(now=13.0, started_at=0.0, step=5, rewards=(0.6,), replicas=changed, open_incidents=(_incident(),))
+    second = RunSnapshot(
+        now=13.0, started_at=0.0, step=5, rewards=(0.6,), replicas=changed, open_incidents=(_incident(),)
+    )
     lines = plain_lines(first, second)
     assert [line[11:31].strip() for line in lines] == [
         "rollout/1#2 on node-",
@@ -297,10 +299,10 @@ def test_lines_tell_changes_once_then_progress() -> None:
 
 
 def test_the_same_incident_in_a_new_stage_is_told_without_its_sentence() -> None:
-    before = Snapshot(now=1.0, open_incidents=(_incident(),))
-    after = Snapshot(now=2.0, closed_incidents=(_incident(stage="cured", closed_at=2.0),))
+    before = RunSnapshot(now=1.0, open_incidents=(_incident(),))
+    after = RunSnapshot(now=2.0, closed_incidents=(_incident(stage="resolved", closed_at=2.0),))
     said = [line for line in plain_lines(before, after) if "i-1" in line]
-    assert len(said) == 1 and "cured" in said[0]
+    assert len(said) == 1 and "resolved" in said[0]
 
 
 # --- the summary and the screen -----------------------------------------------------------------------------------
@@ -360,7 +362,7 @@ def test_a_picture_that_fails_does_not_end_the_run(fake_run: RunDir, caplog: pyt
 
 
 def test_the_rate_of_slow_steps_is_a_mean_over_some_of_them() -> None:
-    memory = Memory()
+    memory = RunSnapshotProjection()
     memory.read(
         Event(seq=n, kind=EventKind.STEP_COMMITTED, wall_at=100.0 * n, body={"step": n, "tokens": 5000})
         for n in range(9)

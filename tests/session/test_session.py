@@ -100,7 +100,7 @@ def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path
         eventually(lambda: first.poll() is not None, "the stuck one ends")
         session._keep_watch(watch, journal)
         assert watch.starts == 2 and watch.died() is None
-        (restarted,) = journal.events(kinds=[EventKind.PROCESS_RESTARTED])
+        (restarted,) = journal.events(kinds=[EventKind.COMPONENT_RESTARTED])
         assert restarted.body["what"] == "watch"
         for _ in range(int(WATCH_STUCK_SECONDS) + 10):
             clock.advance(1.0)

@@ -112,7 +112,7 @@ def test_a_journal_that_cannot_be_read_is_named_and_refused(
         ("update actual set state = 'nope' where replica = 'rollout/1'", "status", "actual record of rollout/1#"),
         ("update actual set state = 'nope' where replica = 'rollout/1'", "report", "actual record of rollout/1#"),
         ("update events set body = '{' where incident_id = 'i-1'", "incident", "events line "),
-        ("update events set body = '{}' where kind = 'plan_made'", "replay", "events line "),
+        ("update events set body = '{}' where kind = 'plan_created'", "replay", "events line "),
         ("insert into windows values ('i-1', 'observations', x'00')", "replay", "window 'observations' of i-1"),
     ],
 )
@@ -138,12 +138,12 @@ def _with_a_question(run: RunDir) -> None:
     from rolecall.core.journal.events import EventKind
     from rolecall.core.journal.journal import Journal
     from rolecall.recovery.fleet import fleet_view
-    from rolecall.recovery.next_step import plan_made
-    from rolecall.recovery.policy import Question, decide
+    from rolecall.recovery.next_step import plan_created
+    from rolecall.recovery.policy import PolicyInput, decide
 
     journal = Journal(run.database_url, create=False)
     (opened,) = journal.events(kinds=[EventKind.INCIDENT_OPENED], incident_id="i-1")
-    asked = Question(
+    asked = PolicyInput(
         incident_id=IncidentId("i-1"),
         diagnosis=Diagnosis.from_dict(opened.body["diagnosis"]),
         fleet=fleet_view(journal.desired(), journal.current()),
@@ -151,9 +151,9 @@ def _with_a_question(run: RunDir) -> None:
         past=(),
         supports=frozenset(),
     )
-    body = json.dumps(plan_made(decide(asked), asked))
+    body = json.dumps(plan_created(decide(asked), asked))
     journal.close()
-    _sql(f"update events set body = '{body.replace(chr(39), chr(39) * 2)}' where kind = 'plan_made'")(
+    _sql(f"update events set body = '{body.replace(chr(39), chr(39) * 2)}' where kind = 'plan_created'")(
         run.path / "journal.db"
     )
 
@@ -167,7 +167,9 @@ def test_a_pause_needs_no_incident_to_be_readable(fake_run: RunDir, capsys: pyte
 def test_an_incident_that_cannot_be_read_does_not_hide_the_others(
     fake_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _sql("update events set body = '{' where kind = 'plan_made' and incident_id = 'i-2'")(fake_run.path / "journal.db")
+    _sql("update events set body = '{' where kind = 'plan_created' and incident_id = 'i-2'")(
+        fake_run.path / "journal.db"
+    )
     code, out, _ = _run(capsys, fake_run, "status")
     assert code == 1 and "SET ASIDE: i-2: " in out and "journal.db: events line" in out
     code, out, _ = _run(capsys, fake_run, "incidents")

@@ -147,6 +147,6 @@ def test_a_step_done_again_counts_the_last_time_and_what_is_not_known_is_null() 
 
 
 def test_training_begins_when_trainer_and_rollout_are_members_together() -> None:
-    alone = _event(1, EventKind.EPOCH_GROWN, members=[["trainer/0", 1]])
-    both = _event(2, EventKind.EPOCH_GROWN, members=[["rollout/0", 1], ["trainer/0", 1]])
+    alone = _event(1, EventKind.EPOCH_ADVANCED, members=[["trainer/0", 1]])
+    both = _event(2, EventKind.EPOCH_ADVANCED, members=[["rollout/0", 1], ["trainer/0", 1]])
     assert training_began([alone, both]) == 2.0 and training_began([alone]) is None

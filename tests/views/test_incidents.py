@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, Suspect, Target
+from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, PlanTarget, Suspect
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.views.incidents import Joined, named_by_plans, tell
-from rolecall.views.injections import Fault, parse_injections
-from rolecall.views.lifetimes import Key, Life, lives, pids_kept
+from rolecall.views.incidents import MatchedIncidents, named_by_plans, summarize_incidents
+from rolecall.views.injections import InjectedFault, parse_injections
+from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records, pids_kept
 from tests.fake_run import ALL
 
 K = EventKind
@@ -42,29 +42,32 @@ class Tale:
         return self.say(at, K.INCIDENT_OPENED, incident, diagnosis=diagnosis.to_dict())
 
     def acted(self, at: float, incident: str, replica: str, incarnation: int = 1) -> "Tale":
-        target = Target(replica=ReplicaId(replica), incarnation=incarnation, node=NodeId("node-3"))
+        target = PlanTarget(replica=ReplicaId(replica), incarnation=incarnation, node=NodeId("node-3"))
         plan = Plan(
             incident_id=IncidentId(incident), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="why"
         )
-        self.say(at, K.PLAN_MADE, incident, plan=plan.to_dict())
+        self.say(at, K.PLAN_CREATED, incident, plan=plan.to_dict())
         return self.say(at, K.ACTION_STARTED, incident, digest=plan.digest)
 
     def cured(self, at: float, incident: str) -> "Tale":
         self.say(at, K.INCIDENT_VERIFIED, incident, because="7 units")
-        return self.say(at, K.INCIDENT_CLOSED, incident, outcome="cured", because="7 units")
+        return self.say(at, K.INCIDENT_CLOSED, incident, outcome="resolved", because="7 units")
 
     def told(
-        self, *faults: Fault, known: dict[Key, Life] | None = None, undone: dict[int, float] | None = None
-    ) -> Joined:
-        return tell(self.events, known or {}, faults, undone)
+        self,
+        *faults: InjectedFault,
+        known: dict[Key, IncarnationRecord] | None = None,
+        undone: dict[int, float] | None = None,
+    ) -> MatchedIncidents:
+        return summarize_incidents(self.events, known or {}, faults, undone)
 
 
-def _fault(target: str, at: float, **changes: Any) -> Fault:
-    return Fault(kind="kill", target=target, injected_at=at, incarnation=1, **changes)
+def _fault(target: str, at: float, **changes: Any) -> InjectedFault:
+    return InjectedFault(kind="kill", target=target, injected_at=at, incarnation=1, **changes)
 
 
-def _second(target: str, at: float) -> Fault:
-    return Fault(kind="kill", target=target, injected_at=at, incarnation=2)
+def _second(target: str, at: float) -> InjectedFault:
+    return InjectedFault(kind="kill", target=target, injected_at=at, incarnation=2)
 
 
 # --- joining ------------------------------------------------------------------------------------------------------
@@ -73,7 +76,7 @@ def _second(target: str, at: float) -> Fault:
 def test_a_whole_run_is_told_with_the_times_at_which_things_happened(fake_run: RunDir) -> None:
     journal = Journal(fake_run.database_url, create=False)
     faults = parse_injections(fake_run.injections_path.read_text())
-    joined = tell(journal.events(), lives(journal.events(), journal.actual()), faults)
+    joined = summarize_incidents(journal.events(), incarnation_records(journal.events(), journal.actual()), faults)
     journal.close()
     assert not joined.missed and not joined.false_alarms
     for story, strike in zip(joined.stories, ALL, strict=True):
@@ -171,7 +174,7 @@ def test_a_name_means_one_incarnation_and_one_process(
 
 def test_a_request_of_a_person_is_no_false_alarm() -> None:
     tale = Tale().opened(12.0, "i1", "rollout/1")
-    tale.events[0].body["diagnosis"]["detectors"] = ["person"]
+    tale.events[0].body["diagnosis"]["detectors"] = ["operator"]
     assert tale.told().false_alarms == ()
 
 
@@ -179,18 +182,18 @@ def test_a_request_of_a_person_is_no_false_alarm() -> None:
 
 
 def test_cured_means_serving_and_seen_making_progress() -> None:
-    known = {("rollout/1", 2): Life(replica="rollout/1", incarnation=2, serving_at=14.0)}
+    known = {("rollout/1", 2): IncarnationRecord(replica="rollout/1", incarnation=2, serving_at=14.0)}
     tale = Tale().opened(11.0, "i1", "rollout/1").acted(11.1, "i1", "rollout/1")
     assert tale.told(_fault("rollout/1", 10.0), known=known).stories[0].cured_at is None
     told = tale.cured(13.0, "i1").told(_fault("rollout/1", 10.0), known=known).stories[0].to_dict()
     assert (told["serving_seconds"], told["cured_seconds"]) == (3.0, 3.0), "it served after it was verified"
-    later = {("rollout/1", 2): Life(replica="rollout/1", incarnation=2, serving_at=12.0)}
+    later = {("rollout/1", 2): IncarnationRecord(replica="rollout/1", incarnation=2, serving_at=12.0)}
     told = tale.told(_fault("rollout/1", 10.0), known=later).stories[0].to_dict()
     assert (told["serving_seconds"], told["cured_seconds"], told["verified_seconds"]) == (1.0, 1.0, 2.0)
 
 
 def test_what_was_contained_before_the_finding_counts_as_zero() -> None:
-    tale = Tale().say(10.1, K.REQUESTS_MOVED, **{"from": "rollout/1", "tokens_kept": 5, "tokens_lost": 2})
+    tale = Tale().say(10.1, K.REQUESTS_REASSIGNED, **{"from": "rollout/1", "tokens_kept": 5, "tokens_lost": 2})
     told = tale.opened(11.0, "i1", "rollout/1").told(_fault("rollout/1", 10.0)).stories[0].to_dict()
     assert (told["requests_resumed_seconds"], told["tokens_kept"], told["tokens_lost"]) == (0.0, 5, 2)
 
@@ -198,7 +201,7 @@ def test_what_was_contained_before_the_finding_counts_as_zero() -> None:
 def test_tokens_of_other_replicas_and_other_incarnations_are_not_this_faults() -> None:
     tale = Tale()
     for who, incarnation in (("rollout/2", 1), ("rollout/1", 2), ("rollout/1", 1)):
-        tale.say(11.5, K.REQUESTS_MOVED, **{"from": who, "from_incarnation": incarnation, "tokens_lost": 1})
+        tale.say(11.5, K.REQUESTS_REASSIGNED, **{"from": who, "from_incarnation": incarnation, "tokens_lost": 1})
     assert tale.opened(11.0, "i1", "rollout/1").told(_fault("rollout/1", 10.0)).stories[0].tokens_lost == 1
 
 
@@ -248,7 +251,9 @@ def _ready(tale: Tale, replica: str, incarnation: int, pid: int) -> Tale:
 
 def _kept(tale: Tale, struck: frozenset[Key] = frozenset()) -> list[str]:
     ready = [e for e in tale.events if e.kind is K.REPLICA_READY]
-    found = pids_kept(lives(tale.events, {}), ready, named_by_plans(tale.events), struck, work_ended_at=1000.0)
+    found = pids_kept(
+        incarnation_records(tale.events, {}), ready, named_by_plans(tale.events), struck, work_ended_at=1000.0
+    )
     assert found.ok == (not found.violations)
     return list(found.violations)
 

@@ -10,9 +10,9 @@ from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
 from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
-from rolecall.views.incidents import tell
-from rolecall.views.lifetimes import lives
-from rolecall.views.lost_time import CausedLoss, LostTime, lost_between
+from rolecall.views.incidents import summarize_incidents
+from rolecall.views.lifetimes import incarnation_records
+from rolecall.views.lost_time import CausedLoss, EttrAccumulator, lost_between
 
 ROLLOUTS, TRAINERS = 3, 2
 
@@ -30,7 +30,7 @@ def _reported(events: list[Event]) -> float:
     began, committed = training_began(events), steps(events)
     assert began is not None
     until = committed[-1].at
-    lost = losses(tell(events, lives(events, {}), ()), until)
+    lost = losses(summarize_incidents(events, incarnation_records(events, {}), ()), until)
     assert {loss.replica for loss in lost} == {"rollout/0", "rollout/1", "trainer/1"}
     found = ettr(began, until, lost, num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
     assert found is not None
@@ -40,7 +40,7 @@ def _reported(events: list[Event]) -> float:
 @pytest.mark.parametrize("settle_seconds", [20.0, 600.0])
 def test_a_run_followed_event_by_event_ends_with_the_reports_ettr(fake_run: RunDir, settle_seconds: float) -> None:
     events = _events(fake_run)
-    followed = LostTime(num_rollouts=ROLLOUTS, num_trainers=TRAINERS, settle_seconds=settle_seconds)
+    followed = EttrAccumulator(num_rollouts=ROLLOUTS, num_trainers=TRAINERS, settle_seconds=settle_seconds)
     for event in events:
         followed.take(event)
         followed.account(event.wall_at)
@@ -54,9 +54,9 @@ def test_a_run_followed_event_by_event_ends_with_the_reports_ettr(fake_run: RunD
 
 
 def test_what_is_kept_of_a_plan_has_no_fleet_in_it() -> None:
-    followed = LostTime(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+    followed = EttrAccumulator(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
     body = {"plan": {"action": "tolerate"}, "question": {"fleet": {"replicas": ["x" * 1000]}}}
-    made = Event(seq=1, kind=K.PLAN_MADE, wall_at=1.0, body=body, incident_id="inc-1")
+    made = Event(seq=1, kind=K.PLAN_CREATED, wall_at=1.0, body=body, incident_id="inc-1")
     followed.take(made)
     assert [e.body for e in followed._events] == [{"plan": {"action": "tolerate"}}]
     assert "question" in made.body, "it is others' too"
@@ -65,7 +65,7 @@ def test_what_is_kept_of_a_plan_has_no_fleet_in_it() -> None:
 def test_an_outage_shows_while_it_lasts(fake_run: RunDir) -> None:
     events = _events(fake_run)
     hung = next(e for e in events if e.kind is K.ACTION_STARTED and "trainer/1" in str(e.body))
-    followed = LostTime(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+    followed = EttrAccumulator(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
     for event in events[: hung.seq]:
         followed.take(event)
     soon, later = followed.account(hung.wall_at), followed.account(hung.wall_at + 100.0)
@@ -77,7 +77,7 @@ def test_an_outage_shows_while_it_lasts(fake_run: RunDir) -> None:
 def test_an_incident_that_cannot_be_read_costs_nothing_and_stops_nobody(fake_run: RunDir) -> None:
     events = _events(fake_run)
     broken = replace(events[0], kind=K.INCIDENT_OPENED, incident_id="inc-9", body={})
-    followed = LostTime(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
+    followed = EttrAccumulator(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
     for event in [broken, *events]:
         followed.take(event)
     account = followed.account(events[-1].wall_at)
@@ -85,7 +85,7 @@ def test_an_incident_that_cannot_be_read_costs_nothing_and_stops_nobody(fake_run
 
 
 def test_before_training_there_is_no_account() -> None:
-    assert LostTime(num_rollouts=1, num_trainers=1).account(5.0) is None
+    assert EttrAccumulator(num_rollouts=1, num_trainers=1).account(5.0) is None
 
 
 def test_what_ettr_leaves_out_is_what_is_lost(rng: random.Random) -> None:

@@ -14,7 +14,7 @@ import pytest
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.config.job import parse_job
 from rolecall.core.errors import ConfigError
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agents import AgentsSource
 from rolecall.testing.synthetic_run import FakeFleet
 from rolecall.watch.agents import node_of, observing_run
@@ -242,7 +242,7 @@ def test_the_command_watches_the_agents_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_node_that_is_watched_no_more_is_no_fault() -> None:
-    fleet, detector = FakeFleet(seed=3), Detector(parse_job({"name": "x"}).detector, {})
+    fleet, detector = FakeFleet(seed=3), LiveDetector(parse_job({"name": "x"}).detector, {})
     for observation in fleet.run(90):
         assert not detector.observe(observation)
     for observation in fleet.run(150):

@@ -11,17 +11,17 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents.incident import IncidentState, Outcome
+from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import LEASE_NAME
 from rolecall.recovery.operators import commands
-from rolecall.watch.approval_mode import approving
+from rolecall.watch.approval_mode import with_required_approval
 from tests.recovery.world import World
 
 K = EventKind
 
 
 def _job(mode: str) -> JobConfig:
-    return parse_job({"recovery": {"mode": mode, "approval_seconds": 60}})
+    return parse_job({"recovery": {"mode": mode, "approval_timeout_seconds": 60}})
 
 
 @pytest.fixture
@@ -32,55 +32,55 @@ def journal(tmp_path: Path) -> Journal:
 def _other_watch(journal: Journal, mode: str) -> None:
     lease = journal.acquire(LEASE_NAME, "host:1:1", 5.0)
     assert lease is not None
-    journal.append(K.LEASE_TAKEN, {"holder": lease.holder, "fence": lease.fence, "mode": mode})
+    journal.append(K.LEASE_ACQUIRED, {"holder": lease.holder, "fence": lease.fence, "mode": mode})
 
 
 @pytest.mark.parametrize("mode", ["act", "approve"])
 def test_who_would_act_asks(mode: str, journal: Journal) -> None:
     job = _job(mode)
-    asked = approving(job, journal)
-    assert asked.recovery.mode == "approve" and asked.recovery.approval_seconds == 60
+    asked = with_required_approval(job, journal)
+    assert asked.recovery.mode == "approve" and asked.recovery.approval_timeout_seconds == 60
     assert asked.model_copy(update={"recovery": job.recovery}) == job, "nothing else is changed"
 
 
 def test_who_only_observes_goes_on_observing(journal: Journal) -> None:
     with pytest.raises(ConfigError, match=r"recovery.mode is observe in the job file"):
-        approving(_job("observe"), journal)
+        with_required_approval(_job("observe"), journal)
 
 
 def test_beside_a_watch_that_acts_nobody_would_be_asked(journal: Journal) -> None:
     _other_watch(journal, "act")
     with pytest.raises(ConfigError, match=r"watch host:1:1 holds the lease in mode act"):
-        approving(_job("act"), journal)
+        with_required_approval(_job("act"), journal)
     assert isinstance(journal.clock, FakeClock)
     journal.clock.advance(6.0)
-    assert approving(_job("act"), journal).recovery.mode == "approve", "that watch is gone"
+    assert with_required_approval(_job("act"), journal).recovery.mode == "approve", "that watch is gone"
 
 
 def test_two_that_ask_may_follow_each_other(journal: Journal) -> None:
     _other_watch(journal, "approve")
-    assert approving(_job("act"), journal).recovery.mode == "approve"
+    assert with_required_approval(_job("act"), journal).recovery.mode == "approve"
 
 
 def test_a_plan_waits_for_the_word(tmp_path: Path, journal: Journal) -> None:
     world = World(tmp_path)
-    watch = world.watch(approving(_job("act"), journal).recovery)
+    watch = world.watch(with_required_approval(_job("act"), journal).recovery)
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.until(lambda: world.events(K.PLAN_PROPOSED), watch)
     world.run(50, watch)
     attempt = world.only().attempt
     assert attempt is not None and world.only().state is IncidentState.PROPOSED and world.runtime.replaced == []
-    commands.approve(RunDir(tmp_path), attempt.plan.digest, "alice", world.clock)
+    commands.approve_plan(RunDir(tmp_path), attempt.plan.digest, "alice", world.clock)
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED and world.runtime.replaced == [("rollout/1", 1)]
+    assert world.only().outcome is IncidentOutcome.RESOLVED and world.runtime.replaced == [("rollout/1", 1)]
 
 
 def test_without_a_word_it_lapses_and_a_person_is_called(tmp_path: Path, journal: Journal) -> None:
     world = World(tmp_path)
-    watch = world.watch(approving(_job("act"), journal).recovery)
+    watch = world.watch(with_required_approval(_job("act"), journal).recovery)
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.until(world.all_closed, watch, seconds=120)
-    assert world.runtime.replaced == [] and world.only().outcome is Outcome.GAVE_UP
-    (proposed,), (lapsed,) = world.events(K.PLAN_PROPOSED), world.events(K.PLAN_LAPSED)
+    assert world.runtime.replaced == [] and world.only().outcome is IncidentOutcome.ESCALATED
+    (proposed,), (lapsed,) = world.events(K.PLAN_PROPOSED), world.events(K.PLAN_EXPIRED)
     assert 60 <= lapsed.wall_at - proposed.wall_at < 62
-    assert [e.body["topic"] for e in world.events(K.PERSON_CALLED)] == ["lapsed"]
+    assert [e.body["topic"] for e in world.events(K.ONCALL_PAGED)] == ["expired"]

@@ -18,7 +18,7 @@ from rolecall.agent.collectors.base import Collector
 from rolecall.agent.collectors.gpu.xid_merger import XidMerger
 from rolecall.agent.collectors.kernel.collector import KernelLogCollector
 from rolecall.agent.collectors.nccl.ras import NcclRasCollector
-from rolecall.agent.collectors.process.uninstrumented import ForeignCollector
+from rolecall.agent.collectors.process.uninstrumented import UninstrumentedJobCollector
 from rolecall.agent.node import Agent, AgentSettings
 from rolecall.agent.registry import Registry
 from rolecall.cli.main import main
@@ -29,10 +29,10 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir, bearer_token, create_run_dir
 from rolecall.core.telemetry import ProcessSample
-from rolecall.detector.base.plain_pickle import NotPlain
-from rolecall.detector.live.subject import Subject
+from rolecall.detector.base.plain_pickle import UnsafePickle
+from rolecall.detector.live.subject import MonitoredProcess
 from rolecall.diagnose.diagnose import diagnose
-from rolecall.recovery.interfaces import Account
+from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.reports.incident_export import export
 from rolecall.reports.redaction import Redactor
 from rolecall.session.demo import demo_job
@@ -40,7 +40,7 @@ from rolecall.watch.agents import listed, named_agents, observing_run
 from rolecall.watch.evidence import pull as evidence_pull
 from rolecall.watch.evidence.files import redacted
 from rolecall.watch.evidence.pull import NO_TOKEN, EvidencePull
-from rolecall.watch.evidence.requests import Kind
+from rolecall.watch.evidence.requests import EvidenceKind
 from rolecall.watch.run import watch_until
 from tests.agent.collectors.test_uninstrumented import TORCH
 from tests.agent.collectors.test_uninstrumented import Job as Ranks
@@ -65,17 +65,19 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
-def subject(child_pid: int, start_ticks: int, index: int, *, collectives: int = 0, node: str = NODE) -> Subject:
+def subject(
+    child_pid: int, start_ticks: int, index: int, *, collectives: int = 0, node: str = NODE
+) -> MonitoredProcess:
     process = ProcessId(node=NodeId(node), pid=child_pid, start_ticks=start_ticks)
     replica = f"trainer/{index}"
     sample = ProcessSample(
         process=process, role="trainer", replica=replica, rank=0, incarnation=1, at=1.0, wall_at=2.0, alive=True,
         page_ok=True, phase="compute", collectives_entered=collectives,
     )  # fmt: skip
-    return Subject(replica, "trainer", 0, 1, node, process, seen_wall=2.0, sample=sample)
+    return MonitoredProcess(replica, "trainer", 0, 1, node, process, seen_wall=2.0, sample=sample)
 
 
-def diagnosis(subjects: list[Subject], fault: FaultClass = FaultClass.HANG) -> Diagnosis:
+def diagnosis(subjects: list[MonitoredProcess], fault: FaultClass = FaultClass.HANG) -> Diagnosis:
     return Diagnosis(
         suspects=tuple(
             Suspect(node=NodeId(s.node), role=s.role, replica=s.replica, rank=0, incarnation=1, process=s.process)
@@ -89,8 +91,8 @@ def diagnosis(subjects: list[Subject], fault: FaultClass = FaultClass.HANG) -> D
     )
 
 
-def told(pull: EvidencePull) -> Account:
-    found: list[Account] = []
+def told(pull: EvidencePull) -> CollectedEvidence:
+    found: list[CollectedEvidence] = []
     eventually(lambda: found.extend(pull.heard()) or found, "the evidence is told")
     return found[0]
 
@@ -205,7 +207,7 @@ def job(tmp_path: Path) -> Iterator[Ranks]:
     it.close()
 
 
-def pulled(run: RunDir, kind: EventKind = EventKind.EVIDENCE_PULLED) -> list[Event]:
+def pulled(run: RunDir, kind: EventKind = EventKind.EVIDENCE_COLLECTED) -> list[Event]:
     journal = Journal(run.database_url, create=False)
     try:
         return journal.events(kinds=[kind])
@@ -223,7 +225,7 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
 
     def collectors(registry: Registry) -> list[Collector]:
         kernel = KernelLogCollector(node=NODE, merger=XidMerger(), path=log)
-        jobs = ForeignCollector(registry, NODE, interval_seconds=0.2, proc=job.proc)
+        jobs = UninstrumentedJobCollector(registry, NODE, interval_seconds=0.2, proc=job.proc)
         return [jobs, kernel, NcclRasCollector(NODE, ras.address)]
 
     agent = Agent(AgentSettings(node=NODE, data_dir=tmp_path / "agent", token=TOKEN, collectors=collectors))
@@ -261,7 +263,7 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
     assert [d.fault_class for d in diagnose([folder / "kernel-node-1.log"], []).diagnoses] == [FaultClass.GPU]
     assert main(["incidents", str(event.incident_id), "--run", str(run.path)]) == 0
     shown = capsys.readouterr().out
-    assert "evidence_pulled 3 stacks, 1 answer of NCCL RAS, 1 kernel log" in shown and "wait_for_data" in shown
+    assert "evidence_collected 3 stacks, 1 answer of NCCL RAS, 1 kernel log" in shown and "wait_for_data" in shown
     bundle = export(run, str(event.incident_id))
     assert {f"evidence/{name}" for name in names} <= {m.name for m in bundle.members}
 
@@ -359,7 +361,7 @@ def test_an_answer_that_makes_no_sense(run: RunDir, fake: FakeAgent, answer: byt
 
 
 def test_too_large_an_answer_is_left_out(run: RunDir, fake: FakeAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(evidence_pull.BYTES_MAX, Kind.STACKS, 1000)
+    monkeypatch.setitem(evidence_pull.BYTES_MAX, EvidenceKind.STACKS, 1000)
     fake.bad["/v1/evidence/stacks"] = b" " * 2000
     fake.bad["/v1/evidence/kernel_log"] = b"no line of a kernel\n"
     (said,) = asks(run, fake.url)["missing"]
@@ -401,7 +403,7 @@ def test_a_run_of_ours_gives_its_own_token(tmp_path: Path) -> None:
         child.start("rollout/0")
         child.do("reporter.enter_phase('generate'); reporter.progress(3); reporter.update(requests_active=1)")
         watching.start()
-        eventually(lambda: pulled(run, EventKind.LEASE_TAKEN), "the watch looks")
+        eventually(lambda: pulled(run, EventKind.LEASE_ACQUIRED), "the watch looks")
         for more in range(4, 7):  # work that the watch sees being done: without any, the long deadline of a start holds
             seen = agent.newest("rollout/0") or {"at": 0.0}
             eventually(lambda: (agent.newest("rollout/0") or seen)["at"] > seen["at"] + 1.0, "it has seen some samples")  # noqa: B023
@@ -420,14 +422,14 @@ def test_a_run_of_ours_gives_its_own_token(tmp_path: Path) -> None:
 def test_what_is_kept_obeys_no_terminal_and_names_no_secret() -> None:
     known = Redactor(secrets=["hunter2hunter2"], users=["marianne"])
     lines = redacted(
-        Kind.KERNEL, "[    1.000000] \x1b[31mred\u202e of marianne, hunter2hunter2\tend\r\n".encode(), known
+        EvidenceKind.KERNEL, "[    1.000000] \x1b[31mred\u202e of marianne, hunter2hunter2\tend\r\n".encode(), known
     )
     assert (
         lines == "[    1.000000] \N{REPLACEMENT CHARACTER}[31mred\N{REPLACEMENT CHARACTER} of user, *** end \n".encode()
     )
     frame = {"name": "score", "filename": "/home/marianne/rl/\u202etask.py"}
     threads = {"node": NODE, "threads": [{"thread_name": "MainThread", "frames": [frame]}]}
-    stacks = redacted(Kind.STACKS, json.dumps(threads, ensure_ascii=False).encode(), known)
+    stacks = redacted(EvidenceKind.STACKS, json.dumps(threads, ensure_ascii=False).encode(), known)
     assert (
         stacks.isascii()
         and json.loads(stacks)["one_of_some"] is True
@@ -435,11 +437,11 @@ def test_what_is_kept_obeys_no_terminal_and_names_no_secret() -> None:
         and b'"score"' in stacks
     )
     damaged = b'{"nccl_version": 1, "communicators": [}\n  token=hunter2\n'
-    assert redacted(Kind.NCCL, damaged, known) == b'{"nccl_version": 1, "communicators": [}\n  token=***\n'
+    assert redacted(EvidenceKind.NCCL, damaged, known) == b'{"nccl_version": 1, "communicators": [}\n  token=***\n'
     with pytest.raises(ValueError, match="no dump"):
-        redacted(Kind.FLIGHT, b"[]", known)
-    with pytest.raises(NotPlain, match="refused"):
-        redacted(Kind.FLIGHT, pickle.dumps({"entries": [], "evil": print}, protocol=2), known)
+        redacted(EvidenceKind.FLIGHT, b"[]", known)
+    with pytest.raises(UnsafePickle, match="refused"):
+        redacted(EvidenceKind.FLIGHT, pickle.dumps({"entries": [], "evil": print}, protocol=2), known)
 
 
 def test_stacks_of_some_processes_accuse_nobody_who_was_not_looked_at(tmp_path: Path) -> None:
@@ -454,5 +456,5 @@ def test_stacks_of_some_processes_accuse_nobody_who_was_not_looked_at(tmp_path: 
         (tmp_path / f"whole-{rank_}.json").write_text(json.dumps(answer))
     assert [s.rank for d in diagnose([tmp_path], []).diagnoses for s in d.suspects] == [2]
     for path in tmp_path.iterdir():
-        path.write_bytes(redacted(Kind.STACKS, path.read_bytes(), Redactor()))
+        path.write_bytes(redacted(EvidenceKind.STACKS, path.read_bytes(), Redactor()))
     assert diagnose([tmp_path], []).diagnoses == []

@@ -10,23 +10,23 @@ from rolecall.core.diagnosis import FaultClass as F
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.base.findings import suspect
-from rolecall.detector.live.subject import Subject
-from rolecall.watch.evidence.requests import NUM_FLIGHT_MAX, NUM_STACKS_MAX, Kind, wanted
+from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.watch.evidence.requests import NUM_FLIGHT_MAX, NUM_STACKS_MAX, EvidenceKind, select_evidence
 
 ROLLOUT = ("rollout/0", 0)
 
 
-def subject(replica: str, rank: int, node: str, *, collectives: int = 0, phase: str = "compute") -> Subject:
+def subject(replica: str, rank: int, node: str, *, collectives: int = 0, phase: str = "compute") -> MonitoredProcess:
     role = replica.partition("/")[0]
     process = ProcessId(node=NodeId(node), pid=100 + rank, start_ticks=1)
     sample = ProcessSample(
         process=process, role=role, replica=replica, rank=rank, incarnation=1, at=1.0, wall_at=2.0, alive=True,
         page_ok=True, phase=phase, collectives_entered=collectives,
     )  # fmt: skip
-    return Subject(replica, role, rank, 1, node, process, seen_wall=2.0, sample=sample)
+    return MonitoredProcess(replica, role, rank, 1, node, process, seen_wall=2.0, sample=sample)
 
 
-def job(num: int = 6, **more: int) -> list[Subject]:
+def job(num: int = 6, **more: int) -> list[MonitoredProcess]:
     """Trainer ranks two to a node, and a rollout."""
     ranks = [subject("trainer/0", n, f"node-{n // 2}", collectives=3, **more) for n in range(num)]
     return [*ranks, subject(*ROLLOUT, "node-9")]
@@ -38,10 +38,10 @@ def of(fault: F, *suspects: Suspect) -> Diagnosis:
     )
 
 
-def told(fault: F, suspects: Sequence[Suspect], fleet: Sequence[Subject]) -> dict[str, list[object]]:
+def told(fault: F, suspects: Sequence[Suspect], fleet: Sequence[MonitoredProcess]) -> dict[str, list[object]]:
     """kind -> ranks, or nodes."""
     found: dict[str, list[object]] = {}
-    for ask in wanted(of(fault, *suspects), fleet):
+    for ask in select_evidence(of(fault, *suspects), fleet):
         found.setdefault(str(ask.kind), []).append(ask.node if ask.who is None else ask.who.rank)
     return found
 
@@ -88,8 +88,8 @@ def test_nobody_who_is_gone_is_asked_and_no_recorder_of_who_has_no_collectives()
 
 
 def test_a_watch_that_just_began_asks_whom_the_diagnosis_names() -> None:
-    (ask, *_) = wanted(of(F.HANG, suspect(job()[2])), [])
-    assert (ask.kind, ask.node, ask.suspected) == (Kind.STACKS, "node-1", True)
+    (ask, *_) = select_evidence(of(F.HANG, suspect(job()[2])), [])
+    assert (ask.kind, ask.node, ask.suspected) == (EvidenceKind.STACKS, "node-1", True)
     assert told(F.HANG, [replace(suspect(job()[2]), process=None)], []) == {
         "nccl_ras": ["node-1"],
         "kernel_log": ["node-1"],
@@ -99,4 +99,4 @@ def test_a_watch_that_just_began_asks_whom_the_diagnosis_names() -> None:
 def test_each_kind_is_bounded() -> None:
     fleet = job(200)
     found = told(F.CANNOT_TELL, [suspect(s) for s in fleet[:-1]], fleet)
-    assert [len(found[str(kind)]) for kind in Kind] == [NUM_STACKS_MAX, NUM_FLIGHT_MAX, 1, 4]
+    assert [len(found[str(kind)]) for kind in EvidenceKind] == [NUM_STACKS_MAX, NUM_FLIGHT_MAX, 1, 4]

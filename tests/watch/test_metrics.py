@@ -30,21 +30,30 @@ from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.metrics.catalogue import CATALOGUE
-from rolecall.core.metrics.metric import Subject
+from rolecall.core.metrics.metric import MetricScope
 from rolecall.core.policy_health import SIGNS
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.core.telemetry import SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.recovery import guards
-from rolecall.recovery.incident_store import Book, open_incident
+from rolecall.recovery.incident_store import IncidentProjection, open_incident
 from rolecall.recovery.operators import commands
 from rolecall.testing.recovery_world import FakeSource, diagnosis
 from rolecall.views.run_totals import NUM_ROLES_MAX
-from rolecall.watch.addresses import Address, Announced, Serving, own, parse_address, serving, targets_path, withdraw
+from rolecall.watch.addresses import (
+    EndpointAnnouncement,
+    ListenAddress,
+    ServedEndpoint,
+    own,
+    parse_address,
+    serving,
+    targets_path,
+    withdraw,
+)
 from rolecall.watch.meter import Meter, MeteredDetector, MeteredSource, MeteredWatch
 from rolecall.watch.metrics import GUARDS
 from rolecall.watch.run import watch_until
-from rolecall.watch.server import JournalLooks, WatchServer
+from rolecall.watch.server import JournalMetricsPoller, WatchServer
 from tests.agent.http.test_web_config import HASH, PASSWORD, basic, certificate
 from tests.fake_run import FakeRun, made_health
 from tests.prometheus_server import prometheus
@@ -52,7 +61,7 @@ from tests.recovery.world import World
 from tests.support import PATIENCE_SECONDS, eventually
 
 WALL_OFFSET = FakeClock(0.0).wall()
-LOOPBACK = Address("127.0.0.1", 0)
+LOOPBACK = ListenAddress("127.0.0.1", 0)
 Values = Mapping[tuple[str, ...], float]
 
 
@@ -64,14 +73,14 @@ def _looked(run: RunDir, clock: Any = None) -> dict[tuple[str, ...], float]:
     """(name without rolecall_, labels...) -> value, of a look at a run's journal."""
     journal = Journal(run.database_url, create=False)
     try:
-        looks = JournalLooks(journal, _job(run), run.run_id, clock or FakeClock(), ours=True)
+        looks = JournalMetricsPoller(journal, _job(run), run.run_id, clock or FakeClock(), ours=True)
         assert looks.look()
     finally:
         journal.close()
     return _by_key(looks)
 
 
-def _by_key(looks: JournalLooks) -> dict[tuple[str, ...], float]:
+def _by_key(looks: JournalMetricsPoller) -> dict[tuple[str, ...], float]:
     found = {(v.metric.name.removeprefix("rolecall_"), *v.labels): v.value for v in looks.values}
     assert len(found) == len(looks.values), "no series stands twice"
     return found
@@ -100,7 +109,7 @@ def test_a_finished_run_comes_out_as_its_journal_has_it(fake_run: RunDir) -> Non
     assert sum(spent) + found["run_effective_seconds",] == pytest.approx(found["run_training_seconds",])
     opened = {k[1:]: v for k, v in found.items() if k[0] == "incidents_opened_total" and v}
     assert opened == {("rollout", "crash"): 1, ("trainer", "hang"): 1, ("rollout", "slow"): 1}
-    assert found["incidents_closed_total", "cured"] == 3 and found["incidents_open", "open"] == 0
+    assert found["incidents_closed_total", "resolved"] == 3 and found["incidents_open", "open"] == 0
     assert found["incident_cures_total", "rollout"] == 2 and found["incident_cures_total", "reward"] == 0
     # Serving 1.62 and 1.71 s after the finding (tests/fake_run.py).
     assert found["incident_cure_seconds_total", "rollout"] == pytest.approx(1.62 + 1.71, abs=0.01)
@@ -167,7 +176,7 @@ def _events(run: RunDir) -> list[Event]:
 def test_looks_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, num_steps=5, strikes=(), finish=False).build()
     with closing(Read(run.database_url)) as journal:
-        looks = JournalLooks(journal, _job(run), run.run_id, FakeClock(), ours=True)
+        looks = JournalMetricsPoller(journal, _job(run), run.run_id, FakeClock(), ours=True)
         assert looks.look() and journal.num_given == journal.head().position
         body = {"step": 5, "seconds": 1.0, "reward": None, "loss": 0.5, "tokens": 7}
         journal.append(EventKind.STEP_COMMITTED, body)
@@ -180,14 +189,19 @@ def test_looks_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
 def test_lines_that_are_not_as_their_kind_has_them_are_passed_over(tmp_path: Path) -> None:
     run = FakeRun(tmp_path, num_steps=5, strikes=(), finish=False).build()
     journal = Journal(run.database_url, create=False)
-    for kind in (EventKind.STEP_COMMITTED, EventKind.PLAN_MADE, EventKind.INCIDENT_OPENED, EventKind.NODE_QUARANTINED):
+    for kind in (
+        EventKind.STEP_COMMITTED,
+        EventKind.PLAN_CREATED,
+        EventKind.INCIDENT_OPENED,
+        EventKind.NODE_QUARANTINED,
+    ):
         journal.append(kind, {"strange": True}, incident_id="inc-1")
     journal.append(EventKind.NODE_QUARANTINED, {"node": "node-3", "by": "eve", "because": "ECC"})
-    journal.append(EventKind.DIAGNOSIS_MARKED, {"verdict": "right", "by": "eve", "because": ""}, incident_id="inc-9")
-    journal.append(EventKind.DIAGNOSIS_MARKED, {"verdict": "wrong", "by": "eve", "because": ""}, incident_id="inc-9")
+    journal.append(EventKind.DIAGNOSIS_REVIEWED, {"verdict": "right", "by": "eve", "because": ""}, incident_id="inc-9")
+    journal.append(EventKind.DIAGNOSIS_REVIEWED, {"verdict": "wrong", "by": "eve", "because": ""}, incident_id="inc-9")
     journal.close()
     found = _looked(run)
-    assert found["run_step",] == 4 and found["journal_events_total", "plan_made"] == 1
+    assert found["run_step",] == 4 and found["journal_events_total", "plan_created"] == 1
     assert found["nodes_quarantined",] == 1
     assert (found["diagnoses_marked", "right"], found["diagnoses_marked", "wrong"]) == (0, 1)
 
@@ -281,7 +295,7 @@ def test_a_watch_at_work_says_what_it_does(tmp_path: Path) -> None:
         assert found["watch_lease_expires_timestamp_seconds",] > world.clock.wall()
         assert found["replicas", "rollout", "lost"] == 1 and found["replicas", "rollout", "serving"] == 2
 
-        commands.pause(RunDir(tmp_path), "eve", "drill")
+        commands.pause_recovery(RunDir(tmp_path), "eve", "drill")
         eventually(lambda: _scraped(server)["watch_paused",] == 1, "the pause shows")
 
 
@@ -295,7 +309,7 @@ def test_every_name_of_the_catalogue_is_served(tmp_path: Path, fake_run: RunDir)
         eventually(lambda: ("plans_waiting",) in _scraped(server), "the journal is read")
         names = {f"rolecall_{key[0]}" for key in (*_scraped(server), *_looked(fake_run))}
         page = _get(server.url)[1]
-    assert names == {m.name for m in CATALOGUE if m.subject in (Subject.WATCH, Subject.RUN)}
+    assert names == {m.name for m in CATALOGUE if m.subject in (MetricScope.WATCH, MetricScope.RUN)}
     promtool = shutil.which("promtool")
     if promtool is not None:
         done = subprocess.run([promtool, "check", "metrics"], input=page, capture_output=True, check=False)
@@ -344,7 +358,7 @@ def test_a_tick_that_fails_and_a_detector_that_fails_are_counted(tmp_path: Path)
     world.detector.observe = broken  # type: ignore[method-assign]
     world.step(watch)
     assert meter.view.blind and meter.view.num_failures == 0
-    world.switch.dies_before = "append person_called"
+    world.switch.dies_before = "append oncall_paged"
     watch._journal.close()
     watch._journal.flag = broken  # type: ignore[method-assign,assignment]
     with pytest.raises(ValueError, match="no band"):
@@ -370,7 +384,9 @@ def test_hostile_names_stay_text_and_are_bounded(tmp_path: Path) -> None:
     evil = 'rollout/1"} 1\nrolecall_watch_acting 7 # \\ ' + "x" * 5000
     said = diagnosis(FaultClass.CRASH, ("rollout/1", 1))
     world.step(watch)
-    open_incident(world.journal, Book(), replace(said, suspects=(replace(said.suspects[0], replica=evil),)))
+    open_incident(
+        world.journal, IncidentProjection(), replace(said, suspects=(replace(said.suspects[0], replica=evil),))
+    )
     meter.change(unreachable=(("node-\udce9\n", 1.0),))
     with _served(tmp_path, world, meter) as server:
         eventually(lambda: any(k[0] == "incident_open" for k in _scraped(server)), "the incident is open")
@@ -383,10 +399,10 @@ def test_hostile_names_stay_text_and_are_bounded(tmp_path: Path) -> None:
 
 def test_roles_that_an_agent_invents_fill_no_prometheus(tmp_path: Path) -> None:
     world = World(tmp_path)
-    book = Book()
+    book = IncidentProjection()
     for n in range(NUM_ROLES_MAX + 10):
         open_incident(world.journal, book, diagnosis(FaultClass.CRASH, (f"invented{n}/0", 1)))
-    looks = JournalLooks(world.journal, parse_job({}), "r-1", world.clock, ours=False)
+    looks = JournalMetricsPoller(world.journal, parse_job({}), "r-1", world.clock, ours=False)
     assert looks.look()
     opened = {k[1]: v for k, v in _by_key(looks).items() if k[0] == "incidents_opened_total" and v}
     assert len(opened) == NUM_ROLES_MAX + 1 and opened[""] == 10
@@ -425,10 +441,12 @@ def test_the_address_in_the_runs_directory_is_of_a_living_watch(tmp_path: Path) 
         json.dumps({"url": "http://127.0.0.1:1", "pid": os.getpid(), "start_ticks": 1})
     )
     assert serving(run) is None, "another process of this number wrote it"
-    first = Announced(run, own("http://127.0.0.1:2"))
+    first = EndpointAnnouncement(run, own("http://127.0.0.1:2"))
     first.announce({"node-1": "http://127.0.0.1:3"})
     assert serving(run) == own("http://127.0.0.1:2")
-    second = Announced(run, Serving(url="http://127.0.0.1:4", pid=os.getpid(), start_ticks=own("").start_ticks))
+    second = EndpointAnnouncement(
+        run, ServedEndpoint(url="http://127.0.0.1:4", pid=os.getpid(), start_ticks=own("").start_ticks)
+    )
     second.announce({})
     assert serving(run) == own("http://127.0.0.1:2"), "the first one's stays"
     groups = json.loads(targets_path(run).read_text())

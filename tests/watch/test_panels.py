@@ -29,7 +29,7 @@ from rolecall.detector.panels.source import Stopped, Tick, ticks_of
 from rolecall.detector.panels.standing import cannot_tell
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.prometheus import WINDOW_INTERVALS
-from rolecall.detector.sources.prometheus_queries import Labels, Query, catalogue_queries, dcgm_queries
+from rolecall.detector.sources.prometheus_queries import Labels, MetricQuery, catalogue_queries, dcgm_queries
 from rolecall.watch import panels as fleet_watching
 from rolecall.watch.panels import (
     HISTORY_TICKS,
@@ -73,7 +73,7 @@ def test_a_queries_file(tmp_path: Path) -> None:
         "  step_time: {expression: 'step_seconds{$match}', labels: {role: [stage], rank: [worker]}}\n"
     )
     cpu, step_time = load_queries(path)
-    assert cpu == Query(
+    assert cpu == MetricQuery(
         metric="cpu",
         expression="rate(cpu_total{$match}[$window])",
         labels=Labels(node=("instance",), role=(), role_otherwise="server"),
@@ -117,7 +117,7 @@ def test_a_queries_file_that_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_query_of_the_command_line() -> None:
-    assert parse_query('a = x{b="c"}') == Query(metric="a", expression='x{b="c"}')
+    assert parse_query('a = x{b="c"}') == MetricQuery(metric="a", expression='x{b="c"}')
     for bad in ("a", "=x", "a=", ""):
         with pytest.raises(ConfigError, match="--query"):
             parse_query(bad)

@@ -7,7 +7,7 @@ import pytest
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
-from rolecall.watch.process_names import HELD_SECONDS, OnePlaceEach
+from rolecall.watch.process_names import HELD_SECONDS, UniqueReplicaSource
 
 
 def sample(node: str, replica: str = "rollout/32", rank: int = 0, **fields: object) -> ProcessSample:
@@ -47,7 +47,7 @@ class Heard:
 
     def __init__(self) -> None:
         self.next = Observation(wall_at=0.0)
-        self.places = OnePlaceEach(self)
+        self.places = UniqueReplicaSource(self)
 
     def poll(self, timeout_seconds: float) -> Observation:
         return self.next

@@ -42,8 +42,8 @@ class Panels:
         )
 
 
-def _watcher(path: Path, clock: FakeClock) -> watching._Remembering:
-    return watching._Remembering(RunDir(path), demo_job(seed=1, num_steps=1, injection_allowed=False), clock)
+def _watcher(path: Path, clock: FakeClock) -> watching._PersistentDetector:
+    return watching._PersistentDetector(RunDir(path), demo_job(seed=1, num_steps=1, injection_allowed=False), clock)
 
 
 def test_the_engine_is_told_what_panels_say_and_learning_is_kept_meanwhile(

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rolecall.agent.collectors.base import CannotRead, Reading
-from rolecall.agent.collectors.exporters.prometheus_text import Sample
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
+from rolecall.agent.collectors.exporters.prometheus_text import PrometheusSample
 from rolecall.agent.collectors.exporters.scrape import Scraper, parse_address
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import NodeId
@@ -78,7 +78,7 @@ _ROWS = (
 WANTED = frozenset({n for row in _ROWS for n in row.names} | {_SLEEP_STATE, _SUCCESS})
 
 
-def engine_values(samples: Iterable[Sample], rank: tuple[str, ...]) -> Iterator[MetricValue]:
+def engine_values(samples: Iterable[PrometheusSample], rank: tuple[str, ...]) -> Iterator[MetricValue]:
     """Rows of the catalogue from one engine's page; what it lacks has no value. `rank`: node, role, replica, rank."""
     found: dict[str, list[float]] = {}
     finished: dict[str, float] = {}
@@ -128,13 +128,13 @@ class VllmCollector:
         self._down: dict[Endpoint, str] = {}  # why, of those that the look before could not read
         self._failed_at: dict[Endpoint, float] = {}  # when they were last asked in vain
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         """Never raises CannotRead: `up` tells it for each engine."""
         engines = list(dict.fromkeys(Endpoint(*e) for e in self._endpoints()))[:NUM_ENGINES_MAX]
         self._failed_at = {e: t for e, t in self._failed_at.items() if e in engines}
         if not engines:
             self._down = {}
-            return Reading()
+            return CollectorReading()
         values: list[MetricValue] = []
         down: dict[Endpoint, str] = {}
         end = self._clock.monotonic() + self._look_seconds
@@ -145,7 +145,10 @@ class VllmCollector:
                 try:
                     values += self._of(engine, rank)
                     self._failed_at.pop(engine, None)
-                except (CannotRead, ValueError) as e:  # ValueError: of the address, which a job's settings may have
+                except (
+                    CollectorUnavailable,
+                    ValueError,
+                ) as e:  # ValueError: of the address, which a job's settings may have
                     why, self._failed_at[engine] = str(e), at
             values.append(MetricValue(_UP, rank, float(not why)))
             if why:
@@ -153,7 +156,7 @@ class VllmCollector:
                 if self._down.get(engine) != why:
                     logger.warning("vLLM of %s: %s", engine.replica, why)
         self._down = down
-        return Reading((*values, *self._scraper.counts()))
+        return CollectorReading((*values, *self._scraper.counts()))
 
     def close(self) -> None:
         pass
@@ -161,5 +164,5 @@ class VllmCollector:
     def _of(self, engine: Endpoint, rank: tuple[str, ...]) -> list[MetricValue]:
         _, samples = self._scraper.look(parse_address(engine.url, remote=self._remote))
         if not samples:
-            raise CannotRead(f"{engine.url}: no metric of vLLM on this page")
+            raise CollectorUnavailable(f"{engine.url}: no metric of vLLM on this page")
         return list(engine_values(samples, rank))

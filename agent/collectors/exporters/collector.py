@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from rolecall.agent.collectors.base import CannotRead, Reading
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
 from rolecall.agent.collectors.exporters.node_exporter import NodeExporterPage
-from rolecall.agent.collectors.exporters.prometheus_text import Sample
+from rolecall.agent.collectors.exporters.prometheus_text import PrometheusSample
 from rolecall.agent.collectors.exporters.scrape import DEADLINE_SECONDS, Scraper, parse_address
 from rolecall.agent.collectors.gpu.dcgm import SERIES
 from rolecall.agent.collectors.gpu.nvml_calls import THROTTLE_REASONS, Key
@@ -27,13 +27,13 @@ NUM_GPUS_MAX = 64
 NUM_SERIES_MAX = 20_000
 
 
-class Page(Protocol):
+class ExporterFormat(Protocol):
     """What one kind of exporter says, translated. `wanted`: names of its series that are looked at."""
 
     @property
     def wanted(self) -> frozenset[str]: ...
 
-    def values(self, samples: Iterable[Sample]) -> list[MetricValue]:
+    def values(self, samples: Iterable[PrometheusSample]) -> list[MetricValue]:
         """Raises CannotRead: the page is not of such an exporter, or not of this node."""
         ...
 
@@ -46,7 +46,7 @@ class ExporterCollector:
         node: NodeId,
         name: str,
         url: str,
-        page: Page,
+        page: ExporterFormat,
         *,
         dcgm: bool = False,
         interval_seconds: float = INTERVAL_SECONDS,
@@ -61,17 +61,17 @@ class ExporterCollector:
             node, name, page.wanted, clock=clock, deadline_seconds=deadline_seconds, num_samples_max=NUM_SERIES_MAX
         )
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         """Raises CannotRead: the exporter does not answer, with its address and why."""
         body, samples = self._scraper.look(self._address)
         try:
             values = self._page.values(samples)
-        except CannotRead as e:
-            raise CannotRead(f"{self._address.url}: {e}") from None
+        except CollectorUnavailable as e:
+            raise CollectorUnavailable(f"{self._address.url}: {e}") from None
         every = (*values, *self._scraper.counts())
         if not self._dcgm:
-            return Reading(every)
-        return Reading(every, dcgm=lambda: body.decode(errors="replace").rstrip("\n") + "\n")
+            return CollectorReading(every)
+        return CollectorReading(every, dcgm=lambda: body.decode(errors="replace").rstrip("\n") + "\n")
 
     def close(self) -> None:
         pass
@@ -177,7 +177,7 @@ class DcgmPage:
         self._node, self._hostname = node, hostname
         self._seen: dict[str, None] = {}  # numbers of GPUs, in the order of their coming
 
-    def values(self, samples: Iterable[Sample]) -> list[MetricValue]:
+    def values(self, samples: Iterable[PrometheusSample]) -> list[MetricValue]:
         """Raises CannotRead: no GPU of this node on the page."""
         node = self._node
         mine = self._of_this_host([s for s in samples if _GPU.match(s.labels.get("gpu", ""))])
@@ -209,24 +209,24 @@ class DcgmPage:
                 metric, more, scale = _DCGM_RULES[name]
                 add(metric, (node, gpu, *more), value / scale)
         if not here:
-            raise CannotRead("no series of a GPU on this page")
+            raise CollectorUnavailable("no series of a GPU on this page")
         for gpu in self._seen:
             add(_UP, (node, gpu), float(gpu in here))
         return list(found.values())
 
-    def _of_this_host(self, samples: list[Sample]) -> list[Sample]:
+    def _of_this_host(self, samples: list[PrometheusSample]) -> list[PrometheusSample]:
         """Those of this node: all, unless the page speaks of several hosts. Raises CannotRead."""
         hosts = {_host(s) for s in samples}
         if len(hosts) <= 1:
             return samples
         if self._hostname not in hosts:
             some = ", ".join(sorted(hosts)[:4])
-            raise CannotRead(
+            raise CollectorUnavailable(
                 f"speaks of {len(hosts)} hosts ({some}), none of which is {self._hostname}: set `hostname`"
             )
         return [s for s in samples if _host(s) == self._hostname]
 
 
-def _host(sample: Sample) -> str:
+def _host(sample: PrometheusSample) -> str:
     """dcgm-exporter said `Hostname` until May 2026 (NVIDIA/dcgm-exporter#655)."""
     return sample.labels.get("hostname") or sample.labels.get("Hostname", "")

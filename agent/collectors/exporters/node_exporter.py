@@ -8,8 +8,8 @@ driver calls missed, too.
 import re
 from collections.abc import Callable, Iterable, Mapping
 
-from rolecall.agent.collectors.base import CannotRead
-from rolecall.agent.collectors.exporters.prometheus_text import Sample
+from rolecall.agent.collectors.base import CollectorUnavailable
+from rolecall.agent.collectors.exporters.prometheus_text import PrometheusSample
 from rolecall.agent.collectors.storage.collector import ALWAYS, LOCAL_TYPES, NETWORK_TYPES
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import Metric, MetricValue
@@ -167,7 +167,7 @@ class NodeExporterPage:
     def __init__(self, node: NodeId) -> None:
         self._node = node
 
-    def values(self, samples: Iterable[Sample]) -> list[MetricValue]:
+    def values(self, samples: Iterable[PrometheusSample]) -> list[MetricValue]:
         """Raises CannotRead: nothing of node_exporter on the page."""
         found: dict[tuple[str, tuple[str, ...]], MetricValue] = {}
         num_of: dict[str, int] = {}
@@ -185,5 +185,5 @@ class NodeExporterPage:
             del found[metric_name, of]  # no limit on their number
             found.pop((_FILES_FREE, of), None)
         if not found:
-            raise CannotRead("no series of node_exporter on this page")
+            raise CollectorUnavailable("no series of node_exporter on this page")
         return list(found.values())

@@ -25,11 +25,11 @@ _ESCAPE = re.compile(r"\\(.)")
 _ESCAPED = {"\\": "\\", '"': '"', "n": "\n"}
 
 
-class BadLine(ValueError):
+class MalformedMetricLine(ValueError):
     """A line that is not of the format: why."""
 
 
-class Sample(NamedTuple):
+class PrometheusSample(NamedTuple):
     """`at_ms`: milliseconds since 1970, None where the line has no time of its own."""
 
     name: str
@@ -38,15 +38,15 @@ class Sample(NamedTuple):
     at_ms: int | None = None
 
 
-class Page(NamedTuple):
+class ParsedExposition(NamedTuple):
     """`num_malformed`: lines that could not be read; `num_dropped`: those beyond the bound."""
 
-    samples: list[Sample]
+    samples: list[PrometheusSample]
     num_malformed: int
     num_dropped: int
 
 
-def parse_line(line: str) -> Sample:
+def parse_line(line: str) -> PrometheusSample:
     """One line that is neither empty nor a comment.
 
     Raises:
@@ -54,24 +54,26 @@ def parse_line(line: str) -> Sample:
     """
     found = _NAME.match(line)
     if found is None:
-        raise BadLine("does not begin with a name")
+        raise MalformedMetricLine("does not begin with a name")
     return _parse_rest(found.group(1), line, found.end())
 
 
-def parse_page(body: bytes, wanted: Container[str] | None = None, *, num_samples_max: int = NUM_SAMPLES_MAX) -> Page:
+def parse_page(
+    body: bytes, wanted: Container[str] | None = None, *, num_samples_max: int = NUM_SAMPLES_MAX
+) -> ParsedExposition:
     """The samples whose name is `wanted` (None: all). Never raises, whatever the bytes."""
-    samples: list[Sample] = []
+    samples: list[PrometheusSample] = []
     malformed = dropped = 0
     for raw in body.split(b"\n"):
         if not raw or raw.startswith(b"#") or raw.isspace():
             continue
         try:
             if len(raw) > LINE_BYTES_MAX:
-                raise BadLine("too long")
+                raise MalformedMetricLine("too long")
             line = raw.decode()
             found = _NAME.match(line)
             if found is None:
-                raise BadLine("does not begin with a name")
+                raise MalformedMetricLine("does not begin with a name")
             name = found.group(1)
             if wanted is not None and name not in wanted:
                 continue
@@ -79,21 +81,21 @@ def parse_page(body: bytes, wanted: Container[str] | None = None, *, num_samples
                 dropped += 1
                 continue
             samples.append(_parse_rest(name, line, found.end()))
-        except (UnicodeDecodeError, BadLine):
+        except (UnicodeDecodeError, MalformedMetricLine):
             malformed += 1
-    return Page(samples, malformed, dropped)
+    return ParsedExposition(samples, malformed, dropped)
 
 
-def _parse_rest(name: str, line: str, at: int) -> Sample:
+def _parse_rest(name: str, line: str, at: int) -> PrometheusSample:
     """What follows the name, from `at`. Raises BadLine."""
     labels: dict[str, str] = {}
     if line[at] == "{":
         at = _parse_labels(line, at, labels)
     found = _VALUE.match(line, at)
     if found is None:
-        raise BadLine("no number, or more after it than a time stamp")
+        raise MalformedMetricLine("no number, or more after it than a time stamp")
     value, at_ms = found.groups()
-    return Sample(name, labels, float(value), None if at_ms is None else int(at_ms))
+    return PrometheusSample(name, labels, float(value), None if at_ms is None else int(at_ms))
 
 
 def _parse_labels(line: str, at: int, labels: dict[str, str]) -> int:
@@ -104,10 +106,10 @@ def _parse_labels(line: str, at: int, labels: dict[str, str]) -> int:
     while True:
         found = _LABEL.match(line, at)
         if found is None:
-            raise BadLine('a label is not of the form name="value"')
+            raise MalformedMetricLine('a label is not of the form name="value"')
         name, value, end = found.groups()
         if name in labels:
-            raise BadLine(f"label {name} stands twice")
+            raise MalformedMetricLine(f"label {name} stands twice")
         labels[name] = _ESCAPE.sub(_unescaped, value) if "\\" in value else value
         at = found.end()
         if end == "}":
@@ -120,4 +122,4 @@ def _unescaped(found: re.Match[str]) -> str:
     try:
         return _ESCAPED[found.group(1)]
     except KeyError:
-        raise BadLine(f"\\{found.group(1)} is no escape of the format") from None
+        raise MalformedMetricLine(f"\\{found.group(1)} is no escape of the format") from None

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from rolecall.agent.collectors.base import CannotRead
-from rolecall.agent.collectors.exporters.prometheus_text import NUM_SAMPLES_MAX, Sample, parse_page
+from rolecall.agent.collectors.base import CollectorUnavailable
+from rolecall.agent.collectors.exporters.prometheus_text import NUM_SAMPLES_MAX, PrometheusSample, parse_page
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.catalogue import BY_NAME
@@ -30,7 +30,7 @@ _HEADERS = "Accept: text/plain;version=0.0.4\r\nUser-Agent: rolecall-agent\r\nCo
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ScrapeAddress:
     """`host` as the socket takes it, `host_header` as it stands in the URL."""
 
     url: str
@@ -40,7 +40,7 @@ class Address:
     path: str
 
 
-def parse_address(url: str, *, remote: bool = False) -> Address:
+def parse_address(url: str, *, remote: bool = False) -> ScrapeAddress:
     """`http://host[:port][/path]`; without a path `/metrics`.
 
     remote: hosts beyond loopback may be asked. What another node says would stand under this node's name.
@@ -61,7 +61,7 @@ def parse_address(url: str, *, remote: bool = False) -> Address:
     if not remote and not _is_loopback(host):
         raise ValueError(f"{url}: {host} is not loopback; `remote: true` allows it")
     path = (parts.path or "/metrics") + (f"?{parts.query}" if parts.query else "")
-    return Address(url, host, parts.netloc, parts.port or 80, path)
+    return ScrapeAddress(url, host, parts.netloc, parts.port or 80, path)
 
 
 def _is_loopback(host: str) -> bool:
@@ -72,7 +72,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def fetch(
-    address: Address, clock: Clock, *, deadline_seconds: float = DEADLINE_SECONDS, bytes_max: int = PAGE_BYTES_MAX
+    address: ScrapeAddress, clock: Clock, *, deadline_seconds: float = DEADLINE_SECONDS, bytes_max: int = PAGE_BYTES_MAX
 ) -> bytes:
     """The page. Looking up a name other than localhost is not under the deadline.
 
@@ -82,13 +82,13 @@ def fetch(
     try:
         return _fetch(address, _Deadline(clock, deadline_seconds), bytes_max)
     except TimeoutError:
-        raise CannotRead(f"{address.url}: no page within {deadline_seconds:g} s") from None
+        raise CollectorUnavailable(f"{address.url}: no page within {deadline_seconds:g} s") from None
     except OSError as e:
-        raise CannotRead(f"{address.url}: {e.strerror or e or type(e).__name__}") from None
+        raise CollectorUnavailable(f"{address.url}: {e.strerror or e or type(e).__name__}") from None
     except http.client.HTTPException as e:
-        raise CannotRead(f"{address.url}: no HTTP answer ({type(e).__name__})") from None
+        raise CollectorUnavailable(f"{address.url}: no HTTP answer ({type(e).__name__})") from None
     except ValueError as e:  # of http.client, from a chunk's length that is no number
-        raise CannotRead(f"{address.url}: no HTTP answer ({e})") from None
+        raise CollectorUnavailable(f"{address.url}: no HTTP answer ({e})") from None
 
 
 class _Deadline:
@@ -121,7 +121,7 @@ class _Stream(io.RawIOBase):
         return io.BufferedReader(self)
 
 
-def _fetch(address: Address, deadline: _Deadline, bytes_max: int) -> bytes:
+def _fetch(address: ScrapeAddress, deadline: _Deadline, bytes_max: int) -> bytes:
     with _connected(address, deadline) as sock:
         sock.settimeout(deadline.left())
         sock.sendall(f"GET {address.path} HTTP/1.1\r\nHost: {address.host_header}\r\n{_HEADERS}\r\n".encode())
@@ -130,18 +130,20 @@ def _fetch(address: Address, deadline: _Deadline, bytes_max: int) -> bytes:
         with response:
             response.begin()
             if 300 <= response.status < 400:
-                raise CannotRead(f"{address.url}: answers with a redirect ({response.status}), which is not followed")
+                raise CollectorUnavailable(
+                    f"{address.url}: answers with a redirect ({response.status}), which is not followed"
+                )
             if response.status != http.client.OK:
-                raise CannotRead(f"{address.url}: answers with status {response.status}")
+                raise CollectorUnavailable(f"{address.url}: answers with status {response.status}")
             body = response.read(bytes_max + 1)
             if len(body) > bytes_max:
-                raise CannotRead(f"{address.url}: a page of more than {bytes_max} bytes")
+                raise CollectorUnavailable(f"{address.url}: a page of more than {bytes_max} bytes")
             if response.length:
-                raise CannotRead(f"{address.url}: the page ended {response.length} bytes early")
+                raise CollectorUnavailable(f"{address.url}: the page ended {response.length} bytes early")
             return body
 
 
-def _connected(address: Address, deadline: _Deadline) -> socket.socket:
+def _connected(address: ScrapeAddress, deadline: _Deadline) -> socket.socket:
     """Tries all that the name stands for: an exporter listens perhaps on IPv4 only. Raises OSError."""
     error: OSError = OSError("the name has no address")
     for family, kind, protocol, _, place in socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
@@ -178,7 +180,7 @@ class Scraper:
         self._deadline_seconds, self._bytes_max, self._num_samples_max = deadline_seconds, bytes_max, num_samples_max
         self.num_malformed = self.num_dropped = 0
 
-    def look(self, address: Address) -> tuple[bytes, list[Sample]]:
+    def look(self, address: ScrapeAddress) -> tuple[bytes, list[PrometheusSample]]:
         """The page as it came, and its samples that are wanted. Raises CannotRead."""
         body = fetch(address, self._clock, deadline_seconds=self._deadline_seconds, bytes_max=self._bytes_max)
         page = parse_page(body, self._wanted, num_samples_max=self._num_samples_max)

@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rolecall.agent.collectors.base import CannotRead, Fact, Reading, SaidOnce
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, Fact, LoggedOnce
 from rolecall.agent.collectors.gpu import dcgm
 from rolecall.agent.collectors.gpu.faults import Conditions
 from rolecall.agent.collectors.gpu.mig import PER_INSTANCE, Instance, MigInstances
 from rolecall.agent.collectors.gpu.nvml import Handle, close_nvml, open_nvml
 from rolecall.agent.collectors.gpu.nvml_calls import Key, Numbers
-from rolecall.agent.collectors.gpu.queries import Asked, Asker, GpuProcess, LostError
+from rolecall.agent.collectors.gpu.queries import GpuLostError, GpuPoller, GpuProcess, GpuQueryState
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.gpu import GPU_METRICS
 from rolecall.core.metrics.metric import Metric, MetricValue
@@ -54,29 +54,29 @@ class GpuId:
 
 
 @dataclass(slots=True)
-class _Gpu:
+class _GpuState:
     """What is known of one GPU."""
 
     id: GpuId
-    asked: Asked
+    asked: GpuQueryState
     lost: str = ""
     retry_at: float = 0.0
     conditions: Conditions = field(default_factory=Conditions)
     mig: MigInstances = field(default_factory=MigInstances)
     labels: Callable[[str, int | None], str] = dcgm.no_labels  # of dcgm-exporter; of a MIG instance by profile and id
-    shown: dict[str, "_Shown"] = field(default_factory=dict)  # by call, as `asked.parts`
+    shown: dict[str, "_CachedCallValues"] = field(default_factory=dict)  # by call, as `asked.parts`
     series: dict[Key, tuple[Metric, tuple[str, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
+class _CachedCallValues:
     """What one call gave, and the values made of it: most of them are the same at the next look."""
 
     numbers: Numbers
     values: tuple[MetricValue, ...]
 
 
-_NOT_SHOWN = _Shown({}, ())
+_NOT_SHOWN = _CachedCallValues({}, ())
 
 
 def identify(pynvml: Any, index: int, handle: Handle) -> GpuId:
@@ -137,10 +137,10 @@ class GpuCollector:
         self._node, self._library, self._slow_seconds = node, library, slow_seconds
         self._last_xid, self._xid_text, self._action_told = last_xid, xid_text, action_told
         self._nvml: Any = None
-        self._asker: Asker | None = None
-        self._gpus: list[_Gpu] = []
+        self._asker: GpuPoller | None = None
+        self._gpus: list[_GpuState] = []
         self._driver = ""
-        self._said = SaidOnce()
+        self._said = LoggedOnce()
 
     @property
     def gpus(self) -> tuple[GpuId, ...]:
@@ -149,19 +149,19 @@ class GpuCollector:
 
     # --- one look
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         """Raises:
         CannotRead: no NVML, no driver, or the driver went away: which.
         """
         try:
             facts = self._look_at_all(at)
-        except CannotRead:
+        except CollectorUnavailable:
             self.close()
             raise
         self.processes = {g.id.index: g.asked.processes for g in self._gpus if not g.lost}
         shown = [gpu for gpu in self._gpus if not gpu.lost] if self._dcgm_lines else []
         pages = [page for gpu in shown for page in (self._dcgm_page(gpu), *self._dcgm_instances(gpu))]
-        return Reading(
+        return CollectorReading(
             values=tuple(v for gpu in self._gpus for v in self._values(gpu)),
             facts=tuple(facts),
             dcgm=lambda: dcgm.render(make() for make in pages),
@@ -191,15 +191,15 @@ class GpuCollector:
         self.looking_at = ""
         return facts
 
-    def _open(self, at: float) -> tuple[Asker, list[Fact]]:
+    def _open(self, at: float) -> tuple[GpuPoller, list[Fact]]:
         self._nvml = nvml = open_nvml(self._library)
         before = [g.id for g in self._gpus]
         try:
             count = nvml.nvmlDeviceGetCount()
             self._driver = nvml.nvmlSystemGetDriverVersion()
         except nvml.NVMLError as e:
-            raise CannotRead(f"NVML does not say which GPUs there are: {e}") from None
-        self._gpus = [_Gpu(GpuId(index=i), Asked(i)) for i in range(count)]
+            raise CollectorUnavailable(f"NVML does not say which GPUs there are: {e}") from None
+        self._gpus = [_GpuState(GpuId(index=i), GpuQueryState(i)) for i in range(count)]
         facts = []
         for gpu in self._gpus:
             self.looking_at = f"GPU {gpu.id.index}"
@@ -211,9 +211,9 @@ class GpuCollector:
         for gone in before:  # the driver was loaded anew and does not see it any more
             if gone.uuid and gone.uuid not in found:
                 facts.append(_lost_fact(gone, "the driver does not list it any more"))
-        return Asker(nvml, self._said, num_gpus=count, slow_seconds=self._slow_seconds), facts
+        return GpuPoller(nvml, self._said, num_gpus=count, slow_seconds=self._slow_seconds), facts
 
-    def _find(self, gpu: _Gpu) -> None:
+    def _find(self, gpu: _GpuState) -> None:
         """Handle and identity. By UUID where it is known: indices move when a GPU before it goes.
 
         Raises:
@@ -237,7 +237,7 @@ class GpuCollector:
             driver=self._driver,
         )
 
-    def _look(self, gpu: _Gpu, asker: Asker, at: float) -> Iterable[Fact]:
+    def _look(self, gpu: _GpuState, asker: GpuPoller, at: float) -> Iterable[Fact]:
         was_lost = gpu.lost
         if was_lost:
             if at < gpu.retry_at:
@@ -249,7 +249,7 @@ class GpuCollector:
                 return
         try:
             asker.ask(gpu.asked, at)
-        except LostError as e:
+        except GpuLostError as e:
             gpu.asked.forget()
             gpu.mig.forget()
             if not was_lost:
@@ -268,7 +268,7 @@ class GpuCollector:
         if is_well_again:
             yield Fact(kind=AgentEventKind.GPU_RECOVERED, detail=gpu.id.detail)
 
-    def _lose(self, gpu: _Gpu, at: float, reason: str) -> Fact:
+    def _lose(self, gpu: _GpuState, at: float, reason: str) -> Fact:
         gpu.lost, gpu.retry_at = reason, at + LOST_RETRY_SECONDS
         gpu.conditions = Conditions()
         logger.error("GPU %d %s is lost: %s", gpu.id.index, gpu.id.uuid, reason)
@@ -276,17 +276,17 @@ class GpuCollector:
 
     # --- what was found, as values and lines
 
-    def _changed(self, gpu: _Gpu) -> Numbers:
+    def _changed(self, gpu: _GpuState) -> Numbers:
         """Of those calls that did not give the same as at the look before; their values are made anew."""
         changed: Numbers = {}
         for call, numbers in gpu.asked.parts.items():
             if gpu.shown.get(call, _NOT_SHOWN).numbers is not numbers:
                 shown = (self._value(gpu, k, n) for k, n in numbers.items() if n or k[0] not in ONLY_NOT_ZERO)
-                gpu.shown[call] = _Shown(numbers, tuple(shown))
+                gpu.shown[call] = _CachedCallValues(numbers, tuple(shown))
                 changed |= numbers
         return changed
 
-    def _values(self, gpu: _Gpu) -> list[MetricValue]:
+    def _values(self, gpu: _GpuState) -> list[MetricValue]:
         values = [self._value(gpu, ("up",), float(not gpu.lost))]
         if gpu.id.uuid:
             values.append(self._value(gpu, ("info", gpu.id.uuid, gpu.id.name, self._driver), 1.0))
@@ -298,13 +298,13 @@ class GpuCollector:
         values += gpu.mig.values(self._node, gpu.id.index)
         return values
 
-    def _value(self, gpu: _Gpu, key: Key, number: float) -> MetricValue:
+    def _value(self, gpu: _GpuState, key: Key, number: float) -> MetricValue:
         series = gpu.series.get(key)
         if series is None:
             series = gpu.series[key] = (_METRICS[key[0]], (self._node, str(gpu.id.index), *key[1:]))
         return MetricValue(*series, number)
 
-    def _dcgm_page(self, gpu: _Gpu) -> Callable[[], dcgm.GpuNumbers]:
+    def _dcgm_page(self, gpu: _GpuState) -> Callable[[], dcgm.GpuNumbers]:
         """Makes what stands on the page of this look, should somebody ask for it."""
         labels, parts, xid = gpu.labels, tuple(gpu.asked.parts.values()), self._last_xid(gpu.id.index)
         by_instance = PER_INSTANCE if gpu.mig.instances else ()
@@ -315,7 +315,7 @@ class GpuCollector:
 
         return make
 
-    def _dcgm_instances(self, gpu: _Gpu) -> Iterable[Callable[[], dcgm.GpuNumbers]]:
+    def _dcgm_instances(self, gpu: _GpuState) -> Iterable[Callable[[], dcgm.GpuNumbers]]:
         """Those of its MIG instances. dcgm-exporter has one series for each GPU instance."""
         first = {i.gpu_instance: i for i in reversed(gpu.mig.instances)}
         for i in sorted(first.values(), key=lambda i: i.gpu_instance):

@@ -15,7 +15,7 @@ from rolecall.agent.collectors.gpu.nvml_calls import Key
 
 
 @dataclass(frozen=True, slots=True)
-class Series:
+class DcgmSeries:
     name: str
     type: str
     help: str
@@ -24,167 +24,167 @@ class Series:
 
 
 _MEBI = 1.0 / (1 << 20)
-SERIES: tuple[Series, ...] = (
-    Series("DCGM_FI_DEV_SM_CLOCK", "gauge", "SM clock frequency (in MHz).", ("sm_clock_hertz",), 1e-6),
-    Series("DCGM_FI_DEV_MEM_CLOCK", "gauge", "Memory clock frequency (in MHz).", ("memory_clock_hertz",), 1e-6),
-    Series("DCGM_FI_DEV_MEMORY_TEMP", "gauge", "Memory temperature (in C).", ("memory_temperature_celsius",)),
-    Series("DCGM_FI_DEV_GPU_TEMP", "gauge", "GPU temperature (in C).", ("temperature_celsius",)),
-    Series("DCGM_FI_DEV_POWER_USAGE", "gauge", "Power draw (in W).", ("power_watts",)),
-    Series(
+SERIES: tuple[DcgmSeries, ...] = (
+    DcgmSeries("DCGM_FI_DEV_SM_CLOCK", "gauge", "SM clock frequency (in MHz).", ("sm_clock_hertz",), 1e-6),
+    DcgmSeries("DCGM_FI_DEV_MEM_CLOCK", "gauge", "Memory clock frequency (in MHz).", ("memory_clock_hertz",), 1e-6),
+    DcgmSeries("DCGM_FI_DEV_MEMORY_TEMP", "gauge", "Memory temperature (in C).", ("memory_temperature_celsius",)),
+    DcgmSeries("DCGM_FI_DEV_GPU_TEMP", "gauge", "GPU temperature (in C).", ("temperature_celsius",)),
+    DcgmSeries("DCGM_FI_DEV_POWER_USAGE", "gauge", "Power draw (in W).", ("power_watts",)),
+    DcgmSeries(
         "DCGM_FI_DEV_TOTAL_ENERGY_CONSUMPTION",
         "counter",
         "Total energy consumption since boot (in mJ).",
         ("energy_joules_total",),
         1e3,
     ),
-    Series("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "counter", "Total number of PCIe retries.", ("pcie_replays_total",)),
-    Series("DCGM_FI_DEV_GPU_UTIL", "gauge", "GPU utilization (in %).", ("utilization_ratio",), 100),
-    Series("DCGM_FI_DEV_MEM_COPY_UTIL", "gauge", "Memory utilization (in %).", ("memory_utilization_ratio",), 100),
-    Series("DCGM_FI_DEV_ENC_UTIL", "gauge", "Encoder utilization (in %).", ("encoder_utilization_ratio",), 100),
-    Series("DCGM_FI_DEV_DEC_UTIL", "gauge", "Decoder utilization (in %).", ("decoder_utilization_ratio",), 100),
-    Series("DCGM_FI_DEV_FB_FREE", "gauge", "Framebuffer memory free (in MiB).", ("memory_free_bytes",), _MEBI),
-    Series("DCGM_FI_DEV_FB_USED", "gauge", "Framebuffer memory used (in MiB).", ("memory_used_bytes",), _MEBI),
-    Series(
+    DcgmSeries("DCGM_FI_DEV_PCIE_REPLAY_COUNTER", "counter", "Total number of PCIe retries.", ("pcie_replays_total",)),
+    DcgmSeries("DCGM_FI_DEV_GPU_UTIL", "gauge", "GPU utilization (in %).", ("utilization_ratio",), 100),
+    DcgmSeries("DCGM_FI_DEV_MEM_COPY_UTIL", "gauge", "Memory utilization (in %).", ("memory_utilization_ratio",), 100),
+    DcgmSeries("DCGM_FI_DEV_ENC_UTIL", "gauge", "Encoder utilization (in %).", ("encoder_utilization_ratio",), 100),
+    DcgmSeries("DCGM_FI_DEV_DEC_UTIL", "gauge", "Decoder utilization (in %).", ("decoder_utilization_ratio",), 100),
+    DcgmSeries("DCGM_FI_DEV_FB_FREE", "gauge", "Framebuffer memory free (in MiB).", ("memory_free_bytes",), _MEBI),
+    DcgmSeries("DCGM_FI_DEV_FB_USED", "gauge", "Framebuffer memory used (in MiB).", ("memory_used_bytes",), _MEBI),
+    DcgmSeries(
         "DCGM_FI_DEV_FB_RESERVED", "gauge", "Framebuffer memory reserved (in MiB).", ("memory_reserved_bytes",), _MEBI
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS",
         "gauge",
         "Number of remapped rows for uncorrectable errors",
         ("remapped_rows_total", "uncorrected"),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_CORRECTABLE_REMAPPED_ROWS",
         "gauge",
         "Number of remapped rows for correctable errors",
         ("remapped_rows_total", "corrected"),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_ROW_REMAP_FAILURE",
         "gauge",
         "Whether remapping of rows has failed",
         ("remapped_rows_failed",),
     ),
-    Series("DCGM_FI_DEV_ROW_REMAP_PENDING", "gauge", "Whether a row remap is pending", ("remapped_rows_pending",)),
-    Series(
+    DcgmSeries("DCGM_FI_DEV_ROW_REMAP_PENDING", "gauge", "Whether a row remap is pending", ("remapped_rows_pending",)),
+    DcgmSeries(
         "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL",
         "counter",
         "Total number of single-bit volatile ECC errors.",
         ("ecc_errors_total", "corrected"),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL",
         "counter",
         "Total number of double-bit volatile ECC errors.",
         ("ecc_errors_total", "uncorrected"),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_ECC_SBE_AGG_TOTAL",
         "counter",
         "Total number of single-bit persistent ECC errors.",
         ("ecc_lifetime_errors_total", "corrected"),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_ECC_DBE_AGG_TOTAL",
         "counter",
         "Total number of double-bit persistent ECC errors.",
         ("ecc_lifetime_errors_total", "uncorrected"),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_POWER_VIOLATION",
         "counter",
         "Throttling duration due to power constraints (in ns).",
         ("throttle_seconds_total", "sw_power_cap"),
         1e9,
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_THERMAL_VIOLATION",
         "counter",
         "Throttling duration due to thermal constraints (in ns).",
         ("throttle_seconds_total", "thermal"),
         1e9,
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_SYNC_BOOST_VIOLATION",
         "counter",
         "Throttling duration due to sync-boost constraints (in ns).",
         ("throttle_seconds_total", "sync_boost"),
         1e9,
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_BOARD_LIMIT_VIOLATION",
         "counter",
         "Throttling duration due to board limit constraints (in ns).",
         ("throttle_seconds_total", "board_limit"),
         1e9,
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_RELIABILITY_VIOLATION",
         "counter",
         "Throttling duration due to reliability constraints (in ns).",
         ("throttle_seconds_total", "reliability"),
         1e9,
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_NVLINK_CRC_FLIT_ERROR_COUNT_TOTAL",
         "counter",
         "Total number of NVLink flow-control CRC errors.",
         ("nvlink_errors_total", "crc_flit"),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_NVLINK_CRC_DATA_ERROR_COUNT_TOTAL",
         "counter",
         "Total number of NVLink data CRC errors.",
         ("nvlink_errors_total", "crc_data"),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_NVLINK_REPLAY_ERROR_COUNT_TOTAL",
         "counter",
         "Total number of NVLink retries.",
         ("nvlink_errors_total", "replay"),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_DEV_NVLINK_RECOVERY_ERROR_COUNT_TOTAL",
         "counter",
         "Total number of NVLink recovery errors.",
         ("nvlink_errors_total", "recovery"),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_PROF_GR_ENGINE_ACTIVE",
         "gauge",
         "Ratio of time the graphics engine is active.",
         ("graphics_active_ratio",),
     ),
-    Series("DCGM_FI_PROF_SM_ACTIVE", "gauge", "The ratio of cycles an SM has work assigned.", ("sm_active_ratio",)),
-    Series("DCGM_FI_PROF_SM_OCCUPANCY", "gauge", "The ratio of warps resident on an SM.", ("sm_occupancy_ratio",)),
-    Series(
+    DcgmSeries("DCGM_FI_PROF_SM_ACTIVE", "gauge", "The ratio of cycles an SM has work assigned.", ("sm_active_ratio",)),
+    DcgmSeries("DCGM_FI_PROF_SM_OCCUPANCY", "gauge", "The ratio of warps resident on an SM.", ("sm_occupancy_ratio",)),
+    DcgmSeries(
         "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
         "gauge",
         "Ratio of cycles the tensor pipe is active.",
         ("tensor_active_ratio",),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_PROF_DRAM_ACTIVE",
         "gauge",
         "Ratio of cycles the device memory interface is active.",
         ("dram_active_ratio",),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_PROF_PIPE_FP64_ACTIVE", "gauge", "Ratio of cycles the fp64 pipe is active.", ("fp64_active_ratio",)
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_PROF_PIPE_FP32_ACTIVE", "gauge", "Ratio of cycles the fp32 pipe is active.", ("fp32_active_ratio",)
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_PROF_PIPE_FP16_ACTIVE", "gauge", "Ratio of cycles the fp16 pipe is active.", ("fp16_active_ratio",)
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_PROF_PCIE_TX_BYTES",
         "gauge",
         "Rate of data transmitted over PCIe (in bytes per second).",
         ("pcie_transmit_bytes_per_second",),
     ),
-    Series(
+    DcgmSeries(
         "DCGM_FI_PROF_PCIE_RX_BYTES",
         "gauge",
         "Rate of data received over PCIe (in bytes per second).",

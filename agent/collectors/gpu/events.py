@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rolecall.agent.collectors.base import CannotRead, Fact, Reading, SaidOnce
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, Fact, LoggedOnce
 from rolecall.agent.collectors.gpu.collector import GpuId, identify
 from rolecall.agent.collectors.gpu.faults import of_action
 from rolecall.agent.collectors.gpu.fields import FieldQuery
@@ -61,7 +61,7 @@ def not_decoded(xid: int) -> Mapping[str, str]:
 
 
 @dataclass(slots=True)
-class _Gpu:
+class _EventSourceGpu:
     id: GpuId
     handle: Handle
 
@@ -85,12 +85,12 @@ class GpuEventsCollector:
         self._merge, self._decode, self.wait_seconds = merge, decode, wait_seconds
         self._nvml: Any = None
         self._set: Any = None
-        self._gpus: dict[int, _Gpu] = {}  # by the handle's address; those that are not lost
+        self._gpus: dict[int, _EventSourceGpu] = {}  # by the handle's address; those that are not lost
         self._num_lost = 0
         self._open_at = 0.0  # when lost GPUs are looked for again
         self._last_xids: dict[int, int] = {}
         self._actions: dict[int, RecoveryAction] = {}
-        self._said = SaidOnce()
+        self._said = LoggedOnce()
 
     def last_xid(self, index: int) -> int:
         """0: none since the agent started."""
@@ -100,7 +100,7 @@ class GpuEventsCollector:
         """What an event said that the driver recommends."""
         return self._actions.get(index, RecoveryAction.NONE)
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         """Waits for events, at most `wait_seconds`.
 
         Raises:
@@ -117,7 +117,7 @@ class GpuEventsCollector:
                 facts += self._action(gpu)
             elif fault := FAULTS.get(event_type):
                 facts.append(Fact(kind=AgentEventKind.GPU_FAULT, detail={**gpu.id.detail, **fault}))
-        return Reading(facts=tuple(facts))
+        return CollectorReading(facts=tuple(facts))
 
     def close(self) -> None:
         if self._nvml is None:
@@ -132,14 +132,14 @@ class GpuEventsCollector:
     def _open(self, at: float) -> None:
         """A set of the events of all GPUs that answer. A lost one must not be in it: the wait would fail at once."""
         nvml = open_nvml(self._library)
-        gpus: dict[int, _Gpu] = {}
+        gpus: dict[int, _EventSourceGpu] = {}
         lost = 0
         try:
             events = nvml.nvmlEventSetCreate()
             for index in range(nvml.nvmlDeviceGetCount()):
                 try:
                     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-                    gpu = _Gpu(identify(nvml, index, handle), handle)
+                    gpu = _EventSourceGpu(identify(nvml, index, handle), handle)
                     types = nvml.nvmlDeviceGetSupportedEventTypes(handle) & WANTED
                     nvml.nvmlDeviceRegisterEvents(handle, types, events)
                 except nvml.NVMLError as e:
@@ -150,14 +150,14 @@ class GpuEventsCollector:
                 gpus[_address(handle)] = gpu
         except nvml.NVMLError as e:
             close_nvml(nvml)
-            raise CannotRead(f"NVML gives no events: {e}") from None
+            raise CollectorUnavailable(f"NVML gives no events: {e}") from None
         self._nvml, self._set, self._gpus, self._num_lost = nvml, events, gpus, lost
         self._open_at = at + LOST_RETRY_SECONDS
         if not gpus and not lost:
             self.close()
-            raise CannotRead("no GPU tells of events (none there, or an old one)")
+            raise CollectorUnavailable("no GPU tells of events (none there, or an old one)")
 
-    def _wait(self) -> Iterator[tuple[_Gpu, int, int, dict[str, str]]]:
+    def _wait(self) -> Iterator[tuple[_EventSourceGpu, int, int, dict[str, str]]]:
         """(GPU, event type, its number, its MIG instance): waits for the first, then gives what else is there.
 
         Raises:
@@ -171,7 +171,7 @@ class GpuEventsCollector:
                 code = code_of(e)
                 if code in GONE:
                     self.close()
-                    raise CannotRead(f"the NVIDIA driver went away: {e}") from None
+                    raise CollectorUnavailable(f"the NVIDIA driver went away: {e}") from None
                 if code in LOST:  # it would say so at once, each time: the set is made anew without that GPU
                     self._num_lost, self._open_at = max(1, self._num_lost), 0.0
                 elif code != TIMEOUT and self._said.is_new(f"wait {code}"):
@@ -182,13 +182,13 @@ class GpuEventsCollector:
             if gpu is not None:
                 yield gpu, event.eventType, event.eventData, _instance(event)
 
-    def _xid(self, at: float, gpu: _Gpu, xid: int, instance: Mapping[str, str]) -> Iterator[Fact]:
+    def _xid(self, at: float, gpu: _EventSourceGpu, xid: int, instance: Mapping[str, str]) -> Iterator[Fact]:
         self._last_xids[gpu.id.index] = xid
         if self._merge(at, gpu.id.index, xid, "nvml"):
             detail = {"xid": str(xid), **gpu.id.detail, **self._decode(xid), **instance, "source": "nvml"}
             yield Fact(kind=AgentEventKind.XID, detail=detail)
 
-    def _action(self, gpu: _Gpu) -> Iterator[Fact]:
+    def _action(self, gpu: _EventSourceGpu) -> Iterator[Fact]:
         try:
             ((code, value),) = FieldQuery(self._nvml, [(RECOVERY_FIELD, 0)]).ask(gpu.handle)
         except self._nvml.NVMLError:

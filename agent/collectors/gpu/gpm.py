@@ -37,7 +37,7 @@ GPM_METRICS: dict[int, tuple[Key, float]] = {
 """NVML's number of the metric (percent, or MiB/s) to key and scale."""
 
 
-class Gpm:
+class GpmSampler:
     """Of one GPU, or of one of its MIG instances. `supported` is False where NVML says so (A100 and older): the methods
     are then not to be called."""
 

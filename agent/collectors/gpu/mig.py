@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolecall.agent.collectors.gpu.gpm import Gpm
+from rolecall.agent.collectors.gpu.gpm import GpmSampler
 from rolecall.agent.collectors.gpu.nvml import UNSUPPORTED, Handle, code_of, errors_of
 from rolecall.agent.collectors.gpu.nvml_calls import Key, Numbers
 from rolecall.core.metrics.gpu import MIG_METRICS
@@ -47,7 +47,7 @@ class MigInstances:
     """Of one GPU."""
 
     instances: list[Instance] = field(default_factory=list)
-    gpms: dict[int, Gpm | None] = field(default_factory=dict)  # by GPU instance; None: NVML has none for it
+    gpms: dict[int, GpmSampler | None] = field(default_factory=dict)  # by GPU instance; None: NVML has none for it
     due_at: float = float("-inf")
     unsupported: set[str] = field(default_factory=set)
 
@@ -97,7 +97,7 @@ class MigInstances:
     def _activity(self, nvml: Any, gpu: Handle, gpu_instance: int, at: float) -> Numbers:
         try:
             if gpu_instance not in self.gpms:
-                found = Gpm(nvml, gpu, gpu_instance)
+                found = GpmSampler(nvml, gpu, gpu_instance)
                 self.gpms[gpu_instance] = found if found.supported else None
             gpm = self.gpms[gpu_instance]
             numbers: Mapping[Key, float] = gpm.look(at) if gpm is not None else {}

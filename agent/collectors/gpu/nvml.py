@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rolecall.agent.collectors.base import CannotRead
+from rolecall.agent.collectors.base import CollectorUnavailable
 
 UNSUPPORTED = frozenset({3, 4, 13, 25, 26})
 """NOT_SUPPORTED, NO_PERMISSION, FUNCTION_NOT_FOUND, ARGUMENT_VERSION_MISMATCH, DEPRECATED: asking again gives the same
@@ -44,23 +44,27 @@ def open_nvml(library: Path | None = None) -> Any:
     try:
         pynvml: Any = importlib.import_module("pynvml")
     except ImportError:
-        raise CannotRead("nvidia-ml-py is not installed: pip install 'rolecall[agent]'") from None
+        raise CollectorUnavailable("nvidia-ml-py is not installed: pip install 'rolecall[agent]'") from None
     with _lock:
         if library is not None and pynvml.nvmlLib is None:
             try:
                 pynvml.nvmlLib = ctypes.CDLL(str(library))
             except OSError as e:
-                raise CannotRead(f"NVML cannot be loaded from {library}: {e}") from None
+                raise CollectorUnavailable(f"NVML cannot be loaded from {library}: {e}") from None
         try:
             pynvml.nvmlInit()
         except pynvml.NVMLError_LibraryNotFound:
-            raise CannotRead("no libnvidia-ml.so.1: no NVIDIA driver is installed (or not in this container)") from None
+            raise CollectorUnavailable(
+                "no libnvidia-ml.so.1: no NVIDIA driver is installed (or not in this container)"
+            ) from None
         except pynvml.NVMLError_DriverNotLoaded:
-            raise CannotRead("the NVIDIA driver is installed but not loaded: modprobe nvidia") from None
+            raise CollectorUnavailable("the NVIDIA driver is installed but not loaded: modprobe nvidia") from None
         except pynvml.NVMLError_LibRmVersionMismatch:
-            raise CannotRead("NVML and the loaded NVIDIA driver differ in version: reboot after the upgrade") from None
+            raise CollectorUnavailable(
+                "NVML and the loaded NVIDIA driver differ in version: reboot after the upgrade"
+            ) from None
         except pynvml.NVMLError as e:
-            raise CannotRead(f"NVML does not start: {e}") from None
+            raise CollectorUnavailable(f"NVML does not start: {e}") from None
     return pynvml
 
 

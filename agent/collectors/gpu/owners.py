@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolecall.agent.collectors.base import SaidOnce
+from rolecall.agent.collectors.base import LoggedOnce
 from rolecall.agent.identity import Registration
 from rolecall.core.ids import ProcessId
 
@@ -30,14 +30,14 @@ _NUMBER = re.compile(r"[0-9]{1,4}")
 
 
 @dataclass(frozen=True, slots=True)
-class Owners:
+class GpuOwnership:
     """Of one GPU: PIDs of registered processes, and how that is known."""
 
     pids: tuple[int, ...] = ()
     by: str = ""
 
 
-NOBODY = Owners()
+NOBODY = GpuOwnership()
 
 
 def gpus_of(environ: Mapping[str, str], uuids: Mapping[int, str]) -> tuple[int, ...]:
@@ -76,11 +76,11 @@ class GpuOwners:
         self._lines: dict[int, tuple[int, ...]] = {}
         """Of each listed PID: itself and its ancestors, nearest first; () where it is not in /proc."""
         self._from_environ: dict[ProcessId, tuple[int, ...]] = {}
-        self._said = SaidOnce()
+        self._said = LoggedOnce()
 
     def of_gpus(
         self, listed: Mapping[int, Sequence[int]], uuids: Mapping[int, str], ranks: Sequence[Registration]
-    ) -> dict[int, Owners]:
+    ) -> dict[int, GpuOwnership]:
         """By index of the GPU. `listed`: PIDs by GPU, as NVML tells; `uuids`: of all GPUs there are."""
         pids = {pid for found in listed.values() for pid in found}
         lines = self._lines
@@ -106,7 +106,7 @@ class GpuOwners:
                 return
             pid = parent
 
-    def _by_environment(self, uuids: Mapping[int, str], ranks: Sequence[Registration]) -> dict[int, Owners]:
+    def _by_environment(self, uuids: Mapping[int, str], ranks: Sequence[Registration]) -> dict[int, GpuOwnership]:
         known = self._from_environ
         self._from_environ = {
             rank.process: known[rank.process] if rank.process in known else self._environ_says(rank, uuids)
@@ -150,9 +150,9 @@ class GpuOwners:
         return found
 
 
-def _owners(pids: Iterable[int], by: str) -> Owners:
+def _owners(pids: Iterable[int], by: str) -> GpuOwnership:
     found = tuple(sorted({pid for pid in pids if pid}))[:OWNERS_MAX]
-    return Owners(found, by) if found else NOBODY
+    return GpuOwnership(found, by) if found else NOBODY
 
 
 def _read(path: str, bytes_max: int) -> bytes:

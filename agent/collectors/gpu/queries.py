@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolecall.agent.collectors.base import CannotRead, SaidOnce
+from rolecall.agent.collectors.base import CollectorUnavailable, LoggedOnce
 from rolecall.agent.collectors.gpu.fields import FieldQuery
-from rolecall.agent.collectors.gpu.gpm import Gpm
+from rolecall.agent.collectors.gpu.gpm import GpmSampler
 from rolecall.agent.collectors.gpu.nvml import (
     FIELD_UNSUPPORTED,
     GONE,
@@ -52,12 +52,12 @@ class GpuProcess:
     memory_bytes: int
 
 
-class LostError(Exception):
+class GpuLostError(Exception):
     """No call on this GPU will succeed: why."""
 
 
 @dataclass(slots=True)
-class Asked:
+class GpuQueryState:
     """One GPU's answers. `parts`: numbers by the call that gave them. What a call gives replaces them as a whole, if it is
     not the same: who remembers the object sees whether anything has changed. A call that fails removes them."""
 
@@ -69,7 +69,7 @@ class Asked:
     errors: dict[str, int] = field(default_factory=dict)  # other failures, by name of the error
     slow_at: float | None = None  # when the slow calls are due; None: never made
     by_link: dict[tuple[int, Key], float] = field(default_factory=dict)  # a link that is down keeps what it counted
-    gpm: Gpm | None = None
+    gpm: GpmSampler | None = None
     queries: dict[str, FieldQuery] = field(default_factory=dict)  # by the call that makes them
     num_answered: int = 0  # calls of this look that NVML answered, be it with "not supported"
     last_error: str = ""
@@ -94,15 +94,15 @@ class Asked:
             self.gpm = None
 
 
-class Asker:
+class GpuPoller:
     """Owned by one thread. `num_gpus`: over which the slow calls are spread."""
 
-    def __init__(self, pynvml: Any, said: SaidOnce, *, num_gpus: int, slow_seconds: float) -> None:
+    def __init__(self, pynvml: Any, said: LoggedOnce, *, num_gpus: int, slow_seconds: float) -> None:
         self._nvml, self._said = pynvml, said
         self._errors = errors_of(pynvml)
         self._num_gpus, self._slow_seconds = num_gpus, slow_seconds
 
-    def ask(self, gpu: Asked, at: float) -> None:
+    def ask(self, gpu: GpuQueryState, at: float) -> None:
         """One look.
 
         Raises:
@@ -112,9 +112,9 @@ class Asker:
         gpu.num_answered, gpu.last_error = 0, ""
         self._ask_all(gpu, at)
         if not gpu.num_answered and gpu.last_error:
-            raise LostError(gpu.last_error)
+            raise GpuLostError(gpu.last_error)
 
-    def _ask_all(self, gpu: Asked, at: float) -> None:
+    def _ask_all(self, gpu: GpuQueryState, at: float) -> None:
         for calls in FAST:
             self._ask(gpu, calls)
         self._ask(gpu, (Call("fields", lambda _, __: self._fields(gpu, "fields", FAST_FIELDS)),))
@@ -131,7 +131,7 @@ class Asker:
         self._ask(gpu, (Call("NVLinks", lambda _, __: self._links(gpu)),))
         self._ask(gpu, (Call(PROCESSES, lambda _, __: self._processes(gpu)),))
 
-    def _ask(self, gpu: Asked, calls: tuple[Call, ...]) -> None:
+    def _ask(self, gpu: GpuQueryState, calls: tuple[Call, ...]) -> None:
         """The first of `calls` that this GPU and driver know; what it gave before is replaced.
 
         Raises:
@@ -154,13 +154,13 @@ class Asker:
                     gpu.parts[part] = numbers
                 return
 
-    def _is_unsupported(self, gpu: Asked, name: str, error: Exception) -> bool:
+    def _is_unsupported(self, gpu: GpuQueryState, name: str, error: Exception) -> bool:
         """Whether to go on without this call. Any other failure is counted, and tried again at the next look."""
         code = code_of(error)
         if code in GONE:
-            raise CannotRead(f"the NVIDIA driver went away: {error}")
+            raise CollectorUnavailable(f"the NVIDIA driver went away: {error}")
         if code in LOST:
-            raise LostError(str(error))
+            raise GpuLostError(str(error))
         if code in UNSUPPORTED:
             gpu.num_answered += 1
             self._skip(gpu, name, str(error))
@@ -172,12 +172,12 @@ class Asker:
             logger.warning("GPU %d: %s failed: %s", gpu.index, name, error)
         return False
 
-    def _skip(self, gpu: Asked, name: str, why: str) -> None:
+    def _skip(self, gpu: GpuQueryState, name: str, why: str) -> None:
         gpu.unsupported.add(name)
         if self._said.is_new(f"{gpu.index} {name}"):
             logger.info("GPU %d: %s is left out: %s", gpu.index, name, why)
 
-    def _fields(self, gpu: Asked, part: str, fields: Mapping[int, tuple[Key, float]]) -> Numbers:
+    def _fields(self, gpu: GpuQueryState, part: str, fields: Mapping[int, tuple[Key, float]]) -> Numbers:
         numbers: Numbers = {}
         for number, _, value in self._field_values(gpu, part, fields):
             key, scale = fields[number]
@@ -189,7 +189,7 @@ class Asker:
         return numbers
 
     def _field_values(
-        self, gpu: Asked, part: str, fields: Iterable[int], num_links: int = 1
+        self, gpu: GpuQueryState, part: str, fields: Iterable[int], num_links: int = 1
     ) -> list[tuple[int, int, float]]:
         """(field, link, value) of those that NVML knows; what it does not is not asked again.
 
@@ -218,15 +218,15 @@ class Asker:
             gpu.queries.pop(part, None)  # made anew without it
         return found
 
-    def _gpm(self, gpu: Asked, at: float) -> Numbers:
+    def _gpm(self, gpu: GpuQueryState, at: float) -> Numbers:
         if gpu.gpm is None:
-            gpu.gpm = Gpm(self._nvml, gpu.handle)
+            gpu.gpm = GpmSampler(self._nvml, gpu.handle)
             if not gpu.gpm.supported:
                 gpu.gpm = None
                 raise self._nvml.NVMLError(self._nvml.NVML_ERROR_NOT_SUPPORTED)
         return gpu.gpm.look(at)
 
-    def _links(self, gpu: Asked) -> Numbers:
+    def _links(self, gpu: GpuQueryState) -> Numbers:
         """State, bytes and errors of all NVLinks: sums, and by link where something is wrong."""
         num_links = int(gpu.parts.get("slow fields", {}).get(("nvlinks",), 0))
         if not num_links:
@@ -247,7 +247,9 @@ class Asker:
                 numbers[ERRORS_BY_LINK, str(link), key[1]] = value
         return numbers
 
-    def _of_links(self, gpu: Asked, num_links: int, function: str, *arguments: int) -> Iterator[tuple[int, float]]:
+    def _of_links(
+        self, gpu: GpuQueryState, num_links: int, function: str, *arguments: int
+    ) -> Iterator[tuple[int, float]]:
         """(link, answer) of those links for which NVML knows it; where that is none, it is not asked again.
 
         Raises:
@@ -270,7 +272,7 @@ class Asker:
         if not num_answered:
             self._skip(gpu, name, refused)
 
-    def _processes(self, gpu: Asked) -> Numbers:
+    def _processes(self, gpu: GpuQueryState) -> Numbers:
         found = self._nvml.nvmlDeviceGetComputeRunningProcesses(gpu.handle)
         gpu.processes = tuple(GpuProcess(p.pid, p.usedGpuMemory or 0) for p in found[:PROCESSES_MAX])
         return {("processes",): len(found)}

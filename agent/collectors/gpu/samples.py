@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 
-from rolecall.agent.collectors.base import Reading
-from rolecall.agent.collectors.gpu.owners import NOBODY, GpuOwners, Owners
+from rolecall.agent.collectors.base import CollectorReading
+from rolecall.agent.collectors.gpu.owners import NOBODY, GpuOwners, GpuOwnership
 from rolecall.agent.identity import Registration
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.catalogue import BY_NAME
@@ -40,7 +40,7 @@ _ROUNDING = {f: next(n for unit, n in _DIGITS.items() if f.endswith(unit)) for f
 
 
 @dataclass(slots=True)
-class _Gpu:
+class _GpuSampleState:
     """What one look says of one GPU. `compared`: by field of GpuSample; `throttled`: seconds by reason."""
 
     uuid: str = ""
@@ -56,13 +56,13 @@ class GpuSamples:
     def __init__(
         self,
         node: NodeId,
-        newest: Callable[[], tuple[float, Reading]],
+        newest: Callable[[], tuple[float, CollectorReading]],
         ranks: Callable[[], Sequence[Registration]],
         proc: Path = Path("/proc"),
     ) -> None:
         self._node, self._newest, self._ranks = node, newest, ranks
         self._owners = GpuOwners(proc)
-        self._reading = Reading()
+        self._reading = CollectorReading()
         self._traffic: dict[tuple[int, str], tuple[float, float]] = {}  # when such a counter changed, and to what
         self.values: tuple[MetricValue, ...] = ()
         """For `/metrics`, what is known only here. Replaced as a whole: any thread may read it."""
@@ -95,7 +95,7 @@ class GpuSamples:
             if gpu.compared  # nothing is known of a lost one
         )
 
-    def _rates(self, number: int, gpu: _Gpu, at: float) -> dict[str, float]:
+    def _rates(self, number: int, gpu: _GpuSampleState, at: float) -> dict[str, float]:
         """Of counters that changed, where nobody gives the rate itself. NVML is not asked for all of them at each look."""
         rates = {}
         for name, total in gpu.traffic.items():
@@ -107,7 +107,7 @@ class GpuSamples:
         return rates
 
     def _own_values(
-        self, gpus: Mapping[int, _Gpu], owners: Mapping[int, Owners], ranks: Mapping[int, Registration]
+        self, gpus: Mapping[int, _GpuSampleState], owners: Mapping[int, GpuOwnership], ranks: Mapping[int, Registration]
     ) -> Iterator[MetricValue]:
         for number, gpu in gpus.items():
             for name in _SUMS:
@@ -119,9 +119,9 @@ class GpuSamples:
                 yield MetricValue(_RANK, labels, 1.0)
 
 
-def _sorted_out(reading: Reading) -> dict[int, _Gpu]:
+def _sorted_out(reading: CollectorReading) -> dict[int, _GpuSampleState]:
     """By index, in order."""
-    found: dict[str, _Gpu] = {}
+    found: dict[str, _GpuSampleState] = {}
     for metric, labels, value in reading.values:
         name = metric.name
         if name not in _WANTED:
@@ -130,7 +130,7 @@ def _sorted_out(reading: Reading) -> dict[int, _Gpu]:
         if gpu is None:
             if len(found) >= GPUS_MAX:
                 continue
-            gpu = found[labels[1]] = _Gpu()
+            gpu = found[labels[1]] = _GpuSampleState()
         if name in _FIELDS:
             gpu.compared[_FIELDS[name]] = value
         elif name == _THROTTLED:

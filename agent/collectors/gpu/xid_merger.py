@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rolecall.agent.collectors.base import Reading, SaidOnce
+from rolecall.agent.collectors.base import CollectorReading, LoggedOnce
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.kernel import XID_EVENTS, XID_LAST, XIDS_NOT_COUNTED
@@ -123,7 +123,7 @@ class XidCollector:
         self._merger, self._node, self._file = merger, node, state_file
         self._clock = clock or SystemClock()
         self._save = save
-        self._said = SaidOnce()
+        self._said = LoggedOnce()
         self._values: tuple[MetricValue, ...] = ()
         self._shown: dict[tuple[str, int], Count] = {}
         self._saved_at = float("-inf")
@@ -139,14 +139,14 @@ class XidCollector:
     def interval_seconds(self) -> float:
         return 1.0
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         counts = self._merger.counts()
         if counts != self._shown or not self._values:
             self._shown, self._unsaved = counts, self._unsaved or counts != self._shown
             self._values = self._as_values(counts)
         if self._unsaved and at - self._saved_at >= SAVE_INTERVAL_SECONDS:
             self._write(at)
-        return Reading(values=self._values)
+        return CollectorReading(values=self._values)
 
     def close(self) -> None:
         self.read(self._clock.monotonic())

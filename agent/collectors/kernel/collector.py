@@ -20,9 +20,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rolecall.agent.collectors.base import CannotRead, Fact, Reading, SaidOnce
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, Fact, LoggedOnce
 from rolecall.agent.collectors.gpu.xid_merger import XidMerger
-from rolecall.agent.collectors.kernel.sources import Line, Source, source
+from rolecall.agent.collectors.kernel.sources import KernelLogSource, KernelMessage, source
 from rolecall.agent.identity import Registration
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import NodeId
@@ -42,8 +42,8 @@ from rolecall.formats.kernel_log.messages import (
     HardwareError,
     KernelFact,
     KernelFault,
+    KernelLinkChange,
     KernelReader,
-    LinkChange,
     OomKill,
 )
 from rolecall.formats.kernel_log.nvidia import GpuLost, SxidLine, XidLine
@@ -89,7 +89,7 @@ class KernelLogCollector:
         whose: Callable[[int], Registration | None] = lambda pid: None,
         proc: Path = Path("/proc"),
         clock: Clock | None = None,
-        open_source: Callable[[Path, dict[str, Any], Path], Source] = source,
+        open_source: Callable[[Path, dict[str, Any], Path], KernelLogSource] = source,
         interval_seconds: float = 0.2,
         wait_seconds: float = 0.0,
     ) -> None:
@@ -98,7 +98,7 @@ class KernelLogCollector:
         self._gpu_of, self._whose = gpu_of, whose
         self._clock = clock or SystemClock()
         self._open_source = open_source
-        self._source: Source | None = None
+        self._source: KernelLogSource | None = None
         kept = self._load()
         self._cursor = kept if kept.get("path") == str(path) else {}
         self._saved = self._cursor
@@ -109,9 +109,9 @@ class KernelLogCollector:
         self._counts.update(dict(_counts(kept.get("counts"), node)))
         self._values: tuple[MetricValue, ...] = ()
         self._caught_up = False
-        self._said = SaidOnce()
+        self._said = LoggedOnce()
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         """New lines, as soon as there are some. Raises CannotRead: no permission, no such log; says how to mend it."""
         self._save()  # what the look before found has been told by now
         if self._source is None:
@@ -128,7 +128,7 @@ class KernelLogCollector:
                     facts.append(fact)
                     if len(facts) >= NUM_FACTS_MAX:
                         break
-        except CannotRead:
+        except CollectorUnavailable:
             if not facts:
                 raise
             # What was found is told first; the next look will say why it cannot go on.
@@ -138,7 +138,7 @@ class KernelLogCollector:
             self._counts[LINES, (self._node,)] += num_lines
             self._counts[LINES_LOST, (self._node,)] += self._source.num_lost - lost_before
             self._values = tuple(MetricValue(metric, labels, float(n)) for (metric, labels), n in self._counts.items())
-        return Reading(values=self._values, facts=tuple(facts))
+        return CollectorReading(values=self._values, facts=tuple(facts))
 
     def evidence(self) -> bytes:
         """The newest lines, as dmesg writes them; read anew, beside the cursor. Raises CannotRead."""
@@ -157,7 +157,7 @@ class KernelLogCollector:
 
     # --- lines
 
-    def _taken(self, line: Line, at: float) -> Fact | None:
+    def _taken(self, line: KernelMessage, at: float) -> Fact | None:
         found = self._reader.take(line.message)
         if found is None:
             return None
@@ -172,7 +172,7 @@ class KernelLogCollector:
         owner = self._whose(pid) if pid is not None and seconds_ago <= PAST_SECONDS else None
         return Fact(kind=kind, detail={k: v for k, v in detail.items() if v}, **(owner.facts() if owner else {}))
 
-    def _seconds_ago(self, line: Line, at: float) -> float:
+    def _seconds_ago(self, line: KernelMessage, at: float) -> float:
         """0 for what came since the look before: the kernel's clock drifts from CLOCK_MONOTONIC, by seconds in weeks."""
         if self._caught_up:
             return 0.0
@@ -195,7 +195,7 @@ class KernelLogCollector:
                 detail = {"pid": str(found.pid), "name": _plain(found.name), "out_of_memory": of}
                 detail["rss_bytes"] = str(found.rss_bytes)
                 return AgentEventKind.OOM_KILL, detail, found.pid
-            case LinkChange():
+            case KernelLinkChange():
                 detail = {"interface": found.interface, "nic": found.nic}
                 if found.up:
                     return AgentEventKind.LINK_UP, detail, None
@@ -226,12 +226,15 @@ class KernelLogCollector:
             detail["adds_to"] = "nvml"  # which told the number, and no more of it
         if found.recovery is not None:
             detail["recovery"] = str(found.recovery)
-        if found.signs:
-            detail |= {"registers": ", ".join(found.signs), "link": "" if found.link is None else str(found.link)}
+        if found.nvlink_register_errors:
+            detail |= {
+                "registers": ", ".join(found.nvlink_register_errors),
+                "link": "" if found.link is None else str(found.link),
+            }
         if found.nvlink is not None:
             detail |= {"unit": found.nvlink.unit, "subcode": str(found.nvlink.subcode)}
             detail["link"] = "" if found.nvlink.link is None else str(found.nvlink.link)
-            if (row := found.nvlink.ruling) is not None:
+            if (row := found.nvlink.assessment) is not None:
                 detail |= {"severity": row.severity, "investigate": str(row.investigatory)}
         detail |= {"partition": found.partition, **found.instance, "name": _plain(found.name)}
         if found.pid is not None:
@@ -315,7 +318,7 @@ def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:LINE_CHARS_MAX])
 
 
-def _stamp(line: Line, node: str) -> str:
+def _stamp(line: KernelMessage, node: str) -> str:
     """Seconds since boot, else the time of day; what nobody wrote down is left out."""
     if line.uptime_seconds is not None:
         return f"[{line.uptime_seconds:12.6f}] "

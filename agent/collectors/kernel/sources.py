@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rolecall.agent.collectors.base import CannotRead
+from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.collectors.file_changes import FileChanges
 from rolecall.formats.kernel_log.timestamps import KERNEL_FACILITY, parse_line, parse_record, wall_of_local
 
@@ -39,7 +39,7 @@ NUM_SIBLINGS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class KernelMessage:
     """A message of the kernel. `record`: names it for ever (`<boot>:<sequence>`, `<inode>:<offset>`)."""
 
     message: str
@@ -48,13 +48,13 @@ class Line:
     wall_at: float | None = None
 
 
-class Source(Protocol):
+class KernelLogSource(Protocol):
     """`num_lost`: lines that were gone before they could be read. `at_end`: the newest line has been read."""
 
     num_lost: int
     at_end: bool
 
-    def look(self) -> Iterator[Line | None]:
+    def look(self) -> Iterator[KernelMessage | None]:
         """New lines, oldest first, up to the newest; None for each that is no line of the kernel. May be left off
         anywhere: the next look goes on behind the last one given. Raises CannotRead."""
         ...
@@ -70,7 +70,7 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
-def source(path: Path, cursor: dict[str, Any], proc: Path = Path("/proc")) -> Source:
+def source(path: Path, cursor: dict[str, Any], proc: Path = Path("/proc")) -> KernelLogSource:
     """Of the kind that lies at `path`. Raises CannotRead: nothing of use does."""
     try:
         mode = path.stat().st_mode
@@ -80,7 +80,7 @@ def source(path: Path, cursor: dict[str, Any], proc: Path = Path("/proc")) -> So
         return Kmsg(path, cursor, boot_id(proc))
     if stat.S_ISREG(mode):
         return LogFile(path, cursor)
-    raise CannotRead(f"{path} is neither a device nor a file: name /dev/kmsg or a log file")
+    raise CollectorUnavailable(f"{path} is neither a device nor a file: name /dev/kmsg or a log file")
 
 
 def boot_id(proc: Path = Path("/proc")) -> str:
@@ -91,16 +91,16 @@ def boot_id(proc: Path = Path("/proc")) -> str:
         return ""
 
 
-def cannot_open(path: Path, e: OSError) -> CannotRead:
+def cannot_open(path: Path, e: OSError) -> CollectorUnavailable:
     """Why, and how to mend it."""
     if e.errno in (errno.EACCES, errno.EPERM):
         how = "run the agent with CAP_SYSLOG (or set kernel.dmesg_restrict=0)"
         if path != Path("/dev/kmsg"):
             how = "put the agent's user into the group that may read it (adm on Debian and Ubuntu)"
-        return CannotRead(f"{path}: no permission: {how}")
+        return CollectorUnavailable(f"{path}: no permission: {how}")
     if e.errno == errno.ENOENT:
-        return CannotRead(f"{path} does not exist: name the kernel log, or give the container /dev/kmsg")
-    return CannotRead(f"{path}: {os.strerror(e.errno or 0)}")
+        return CollectorUnavailable(f"{path} does not exist: name the kernel log, or give the container /dev/kmsg")
+    return CollectorUnavailable(f"{path}: {os.strerror(e.errno or 0)}")
 
 
 class Kmsg:
@@ -127,7 +127,7 @@ class Kmsg:
         self.num_lost = 0
         self.at_end = False
 
-    def look(self) -> Iterator[Line | None]:
+    def look(self) -> Iterator[KernelMessage | None]:
         self.at_end = False
         if self._descriptor < 0:
             try:
@@ -150,7 +150,7 @@ class Kmsg:
                 return
             yield self._line(raw)
 
-    def _line(self, raw: bytes) -> Line | None:
+    def _line(self, raw: bytes) -> KernelMessage | None:
         record = parse_record(raw.decode("utf-8", "replace"))
         if record is None:
             return None
@@ -162,7 +162,9 @@ class Kmsg:
         self._next = record.sequence + 1
         if record.facility not in self._facilities:
             return None
-        return Line(record.message, f"{self._boot[:8]}:{record.sequence}", uptime_seconds=record.uptime_seconds)
+        return KernelMessage(
+            record.message, f"{self._boot[:8]}:{record.sequence}", uptime_seconds=record.uptime_seconds
+        )
 
     def _numbers_fit(self) -> bool:
         """A cursor beyond the newest record is of another boot, although its id is the same (or none can be read): all
@@ -196,11 +198,11 @@ class LogFile:
         self._descriptor = -1
         self._inode, self._offset, self._tail = 0, 0, b""  # what stands just before the offset
         self._cursor = cursor
-        self._changes: FileChanges | _NothingTells | None = None
+        self._changes: FileChanges | _NoFileChanges | None = None
         self.num_lost = 0  # nobody can count them
         self.at_end = False
 
-    def look(self) -> Iterator[Line | None]:
+    def look(self) -> Iterator[KernelMessage | None]:
         self.at_end = False
         if self._descriptor < 0:
             self._begin()
@@ -274,7 +276,7 @@ class LogFile:
             return False  # between rename and creation there is none
         return now.st_ino != self._inode and now.st_size > 0
 
-    def _rest(self, whole: bool) -> Iterator[Line | None]:
+    def _rest(self, whole: bool) -> Iterator[KernelMessage | None]:
         """Lines from the offset to the end of this file. `whole`: the last one needs no line break."""
         status = os.fstat(self._descriptor)
         if status.st_size == self._offset:
@@ -298,7 +300,7 @@ class LogFile:
             if begin == 0:
                 return  # the last line is not finished
 
-    def _line(self, raw: bytes, offset: int, written_at: float) -> Line | None:
+    def _line(self, raw: bytes, offset: int, written_at: float) -> KernelMessage | None:
         stamped = parse_line(raw.decode("utf-8", "replace"))
         if stamped is None:
             return None
@@ -308,7 +310,7 @@ class LogFile:
             zone_seconds = time.localtime(written_at).tm_gmtoff
             in_zone = wall_of_local(stamped.local, written_at + zone_seconds)
             wall_at = None if in_zone is None else in_zone - zone_seconds
-        return Line(stamped.message, f"{self._inode}:{offset}", stamped.uptime_seconds, wall_at)
+        return KernelMessage(stamped.message, f"{self._inode}:{offset}", stamped.uptime_seconds, wall_at)
 
     def _advance(self, raw: bytes, end: int, raw_at: int | None = None) -> None:
         """Behind `raw[:end]`, which stands at `raw_at` (default: at the offset)."""
@@ -328,7 +330,7 @@ class LogFile:
             self._changes = FileChanges(self._descriptor, self._path)
         except OSError as e:
             logger.info("%s is looked at in turn: %s", self._path, e)
-            self._changes = _NothingTells()
+            self._changes = _NoFileChanges()
         # What came before there was a watch is not told: no wait this time.
 
     def cursor(self) -> dict[str, Any]:
@@ -346,7 +348,7 @@ class LogFile:
             self._changes = None
 
 
-class _NothingTells:
+class _NoFileChanges:
     """Of a node whose inotify watches are used up: the collector's own pace is all there is."""
 
     def wait(self, seconds: float) -> None:

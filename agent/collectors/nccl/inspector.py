@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rolecall.agent.collectors.base import CannotRead, Reading
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics import nccl as rows
 from rolecall.core.metrics.metric import Metric, MetricValue
-from rolecall.formats.nccl.inspector import LINE_BYTES_MAX, Lines, Operation, gauges
+from rolecall.formats.nccl.inspector import LINE_BYTES_MAX, InspectorOperation, Lines, gauges
 
 INTERVAL_SECONDS = 5.0
 NUM_FILES_MAX = 256
@@ -29,7 +29,7 @@ NUM_GPUS_MAX = 64
 
 
 @dataclass(slots=True)
-class Tail:
+class LogTail:
     """Where reading of one file stands."""
 
     identity: tuple[int, int]  # device and inode
@@ -48,7 +48,7 @@ class Sums:
     message_bytes: float = 0.0
     bus_bytes: float = 0.0
 
-    def add(self, o: Operation) -> None:
+    def add(self, o: InspectorOperation) -> None:
         self.num += 1
         self.seconds += o.seconds
         self.message_bytes += o.size_bytes
@@ -64,7 +64,7 @@ class NcclInspectorCollector:
         """`directory`: NCCL_INSPECTOR_DUMP_DIR of the jobs. One that is not there (yet) is no failure."""
         self.interval_seconds = interval_seconds
         self._node, self._directory = node, directory
-        self._tails: dict[str, Tail] = {}
+        self._tails: dict[str, LogTail] = {}
         self._sums: dict[str, Sums] = {}
         self._num_lines = self._num_bad = self._num_skipped_bytes = self._num_dropped = 0
         self._first = True
@@ -74,12 +74,12 @@ class NcclInspectorCollector:
     def close(self) -> None:
         self._tails.clear()
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         """Raises CannotRead: the directory is there and cannot be listed."""
         try:
             logs, textfiles = self._files()
         except OSError as e:
-            raise CannotRead(f"{self._directory}: {e.strerror or e}") from None
+            raise CollectorUnavailable(f"{self._directory}: {e.strerror or e}") from None
         for gone in self._tails.keys() - {name for name, _ in logs}:
             del self._tails[gone]
         left = BYTES_PER_LOOK
@@ -87,7 +87,7 @@ class NcclInspectorCollector:
             # What one file leaves of its share the others may use.
             left -= self._follow(name, about, left // (len(logs) - n))
         self._first = False
-        return Reading(tuple(self._values(textfiles)))
+        return CollectorReading(tuple(self._values(textfiles)))
 
     def _files(self) -> tuple[list[tuple[str, os.stat_result]], list[tuple[str, os.stat_result]]]:
         """Raises OSError."""
@@ -118,7 +118,7 @@ class NcclInspectorCollector:
         if tail is None or tail.identity != identity or about.st_size < tail.at:
             # One byte before its end: if that ends a line, the next one is whole.
             begin = max(0, about.st_size - 1) if tail is None and self._first else 0
-            tail = self._tails[name] = Tail(identity=identity, at=begin, skipping=begin > 0)
+            tail = self._tails[name] = LogTail(identity=identity, at=begin, skipping=begin > 0)
         if about.st_size == tail.at:
             return 0
         num_new = about.st_size - tail.at
@@ -140,7 +140,7 @@ class NcclInspectorCollector:
         self._take(tail, data)
         return len(data)
 
-    def _take(self, tail: Tail, data: bytes) -> None:
+    def _take(self, tail: LogTail, data: bytes) -> None:
         if tail.skipping:
             _, newline, data = data.partition(b"\n")
             if not newline:

@@ -20,12 +20,12 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from rolecall.agent.collectors.base import CannotRead, Fact, Reading
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, Fact
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics import nccl as rows
 from rolecall.core.metrics.metric import MetricValue
 from rolecall.core.telemetry import AgentEventKind
-from rolecall.formats.nccl.ras import Communicator, Condition, Malformed, RasStatus, behind, ranks_text
+from rolecall.formats.nccl.ras import Communicator, Condition, MalformedRasStatus, RasStatus, behind, ranks_text
 from rolecall.formats.nccl.ras_answers import statuses
 
 DEFAULT_ADDRESS = "localhost:28028"
@@ -57,7 +57,7 @@ NUM_PIDS_TOLD = 32
 NUM_WATCHED_MAX = 1024
 
 
-class NobodyListens(Exception):
+class RasUnavailable(Exception):
     """There is no RAS at this address."""
 
 
@@ -65,7 +65,7 @@ class TooLarge(Exception):
     """The answer in this form takes more than its limit."""
 
 
-class Talk:
+class RasQuery:
     """One question. Made, it has been asked; its answer may take longer than one look, and is then waited for in the next.
 
     Every wait ends at `until` or at the deadline of the whole conversation, whichever is first.
@@ -86,7 +86,7 @@ class Talk:
             self._socket = socket.create_connection(address, timeout=CONNECT_SECONDS_MAX)
         except OSError as e:
             if e.errno in NOBODY:
-                raise NobodyListens(str(e)) from None
+                raise RasUnavailable(str(e)) from None
             raise
         try:
             self._ask(form)
@@ -100,10 +100,10 @@ class Talk:
     def _ask(self, form: str) -> None:
         self._say("CLIENT PROTOCOL 2")
         if not self._line().upper().startswith("SERVER PROTOCOL"):
-            raise Malformed("it does not greet as RAS does")
+            raise MalformedRasStatus("it does not greet as RAS does")
         self._say(f"TIMEOUT {TIMEOUT_SECONDS}")
         if self._line().upper() != "OK":
-            raise Malformed("it does not take a timeout")
+            raise MalformedRasStatus("it does not take a timeout")
         if form == "json":
             self._say("SET FORMAT json")
             self._line()  # anything but OK: before 2.28.7 there is no JSON, and what follows is text
@@ -125,10 +125,10 @@ class Talk:
         """Raises Malformed: it closed, or goes on without an end of line. Raises OSError."""
         while b"\n" not in self._rest:
             if len(self._rest) > LINE_BYTES_MAX:
-                raise Malformed(f"a line of more than {LINE_BYTES_MAX} bytes")
+                raise MalformedRasStatus(f"a line of more than {LINE_BYTES_MAX} bytes")
             part = self._receive()
             if not part:
-                raise Malformed("it closed the connection before it answered")
+                raise MalformedRasStatus("it closed the connection before it answered")
             self._rest += part
         line, _, self._rest = self._rest.partition(b"\n")
         return line.decode("utf-8", "replace").strip()
@@ -155,7 +155,7 @@ class Talk:
 
 
 @dataclass(slots=True)
-class Watched:
+class MonitoredCommunicator:
     """What is kept of one communicator. Times are node monotonic."""
 
     standing: tuple[object, ...]
@@ -190,8 +190,8 @@ class NcclRasCollector:
         self._node, self._confirm_seconds, self._monotonic = node, confirm_seconds, monotonic
         self._address = split_address(address or os.environ.get("NCCL_RAS_ADDR", "") or DEFAULT_ADDRESS)
         self._form = "json"
-        self._talk: Talk | None = None
-        self._watched: dict[str, Watched] = {}
+        self._talk: RasQuery | None = None
+        self._watched: dict[str, MonitoredCommunicator] = {}
         self._labelled: dict[str, None] = {}
         self._next_at = float("-inf")
         self._last: tuple[MetricValue, ...] = ()
@@ -209,44 +209,44 @@ class NcclRasCollector:
         """
         try:
             try:
-                return _whole(Talk(self._address, "json", self._monotonic), self._monotonic)
+                return _whole(RasQuery(self._address, "json", self._monotonic), self._monotonic)
             except TooLarge:
-                return _whole(Talk(self._address, "text", self._monotonic), self._monotonic)
-        except NobodyListens:
+                return _whole(RasQuery(self._address, "text", self._monotonic), self._monotonic)
+        except RasUnavailable:
             reason = "nobody listens: NCCL_RAS_ENABLE=0, or no job of NCCL 2.24 or later"
         except TooLarge:
             reason = f"an answer of more than {JSON_BYTES_MAX:,} bytes"
-        except (Malformed, OSError) as e:
+        except (MalformedRasStatus, OSError) as e:
             reason = "it did not answer in time" if isinstance(e, TimeoutError) else str(e)
-        raise CannotRead(f"NCCL RAS at {self._address[0]}:{self._address[1]}: {reason}")
+        raise CollectorUnavailable(f"NCCL RAS at {self._address[0]}:{self._address[1]}: {reason}")
 
     def _hang_up(self) -> None:
         if self._talk is not None:
             self._talk.close()
             self._talk = None
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         """Raises CannotRead: something listens there, and does not answer as RAS does."""
         if at < self._next_at:
-            return Reading((*self._last, *self._own(up=True)))
+            return CollectorReading((*self._last, *self._own(up=True)))
         try:
             status = self._ask()
-        except NobodyListens:
+        except RasUnavailable:
             self._forget()
-            return Reading(self._own(up=False))
-        except (Malformed, OSError) as e:
+            return CollectorReading(self._own(up=False))
+        except (MalformedRasStatus, OSError) as e:
             self._num_bad += 1
             reason = "it did not answer in time" if isinstance(e, TimeoutError) else str(e)
-            raise CannotRead(f"NCCL RAS at {self._address[0]}:{self._address[1]}: {reason}") from None
+            raise CollectorUnavailable(f"NCCL RAS at {self._address[0]}:{self._address[1]}: {reason}") from None
         if status is None:
-            return Reading((*self._last, *self._own(up=True)))
+            return CollectorReading((*self._last, *self._own(up=True)))
         self._num_answers += 1
         self._num_repaired += status.repaired
         self._num_empty += not status.has_counts and bool(status.communicators)
         facts = tuple(self._facts(status, at))
         self._last = tuple(self._values(status))
         self._next_at = at + self._pause(status)
-        return Reading((*self._last, *self._own(up=True)), facts)
+        return CollectorReading((*self._last, *self._own(up=True)), facts)
 
     def _forget(self) -> None:
         """The job is over: the next one's communicators are others."""
@@ -259,13 +259,13 @@ class NcclRasCollector:
         waiting = False
         try:
             if self._talk is None:
-                self._talk = Talk(self._address, self._form, self._monotonic)
+                self._talk = RasQuery(self._address, self._form, self._monotonic)
             raw = self._talk.body()
             waiting = raw is None
             return None if raw is None else statuses(raw)[-1]
         except TooLarge:
             if self._form == "text":
-                raise Malformed(f"an answer of more than {JSON_BYTES_MAX:,} bytes") from None
+                raise MalformedRasStatus(f"an answer of more than {JSON_BYTES_MAX:,} bytes") from None
             self._form = "text"  # from the next look on
             return None
         finally:
@@ -289,7 +289,7 @@ class NcclRasCollector:
             if watched is None:
                 if len(self._watched) >= NUM_WATCHED_MAX:
                     continue
-                watched = self._watched[c.hash] = Watched(standing=(), since=at, num_polls=0)
+                watched = self._watched[c.hash] = MonitoredCommunicator(standing=(), since=at, num_polls=0)
             watched.seen_at = at
             yield from self._apart(c, watched, at)
             yield from self._missing(c, watched)
@@ -303,7 +303,7 @@ class NcclRasCollector:
             if gone.suspicious:
                 yield self._fact("advances", Communicator(hash=key), "its ranks are together again, or it is gone")
 
-    def _apart(self, c: Communicator, watched: Watched, at: float) -> Iterable[Fact]:
+    def _apart(self, c: Communicator, watched: MonitoredCommunicator, at: float) -> Iterable[Fact]:
         if not c.has_counts:
             return  # a poll of zeros is neither progress nor its absence
         standing = c.standing()
@@ -326,7 +326,7 @@ class NcclRasCollector:
             listed = " ".join(map(str, sorted(pids)[:NUM_PIDS_TOLD]))
             yield replace(fact, detail={**fact.detail, "pids": listed})
 
-    def _missing(self, c: Communicator, watched: Watched) -> Iterable[Fact]:
+    def _missing(self, c: Communicator, watched: MonitoredCommunicator) -> Iterable[Fact]:
         dead = frozenset(m.member.rank for m in c.missing if m.dead)
         if dead - watched.told_dead:
             fresh = [m.member for m in c.missing if m.member.rank in dead - watched.told_dead]
@@ -390,7 +390,7 @@ class NcclRasCollector:
         return tuple(MetricValue(metric, (self._node,), value) for metric, value in told)
 
 
-def _whole(talk: Talk, monotonic: Callable[[], float]) -> bytes:
+def _whole(talk: RasQuery, monotonic: Callable[[], float]) -> bytes:
     """The answer, and the end of the conversation. Raises TooLarge, OSError: also TimeoutError."""
     until = monotonic() + EVIDENCE_SECONDS_MAX
     try:

@@ -10,10 +10,10 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rolecall.agent.collectors.base import CannotRead, Fact, Reading
-from rolecall.agent.collectors.counters import KeptFiles, Totals, natural, read_whole
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, Fact
+from rolecall.agent.collectors.counters import MonotonicCounters, OpenFileCache, natural, read_whole
 from rolecall.agent.collectors.network.ethtool import EthtoolStatistics
-from rolecall.agent.collectors.network.links import LinkChange, LinkWatch
+from rolecall.agent.collectors.network.links import LinkTransition, LinkWatch
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import Metric, MetricValue
 from rolecall.core.metrics.network import NETWORK_METRICS
@@ -126,22 +126,22 @@ class NetworkCollector:
         self._driver_every_seconds = driver_every_seconds
         self._known: dict[str, _Interface] = {}
         self._virtual = set[str]()
-        self._totals = Totals()
-        self._files = KeptFiles()
+        self._totals = MonotonicCounters()
+        self._files = OpenFileCache()
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         """Raises CannotRead: neither interfaces nor TCP can be read."""
         values, facts = self._tcp(), list[Fact]()
         try:
             here = self._found()
         except OSError as e:
             if not values:
-                raise CannotRead(f"{self._root}: {e.strerror or e}, and nothing of {self._proc_net}") from e
-            return Reading(tuple(values))
+                raise CollectorUnavailable(f"{self._root}: {e.strerror or e}, and nothing of {self._proc_net}") from e
+            return CollectorReading(tuple(values))
         for name, interface in self._known.items():
             changes = self._look(interface, at, values) if name in here else self._missing(interface, at, values)
             facts += [self._fact(name, change) for change in changes]
-        return Reading(tuple(values), tuple(facts))
+        return CollectorReading(tuple(values), tuple(facts))
 
     def close(self) -> None:
         self._files.close()
@@ -181,7 +181,7 @@ class NetworkCollector:
         self._statistics.forget(name)
         return True
 
-    def _look(self, interface: _Interface, at: float, values: list[MetricValue]) -> list[LinkChange]:
+    def _look(self, interface: _Interface, at: float, values: list[MetricValue]) -> list[LinkTransition]:
         folder, labels = interface.folder, (self._node, interface.name)
         state = self._files.text(f"{folder}/operstate")
         if state is None:
@@ -223,7 +223,7 @@ class NetworkCollector:
         if total is not None:
             values.append(MetricValue(metric, labels, float(total)))
 
-    def _missing(self, interface: _Interface, at: float, values: list[MetricValue]) -> list[LinkChange]:
+    def _missing(self, interface: _Interface, at: float, values: list[MetricValue]) -> list[LinkTransition]:
         labels = (self._node, interface.name)
         values.append(MetricValue(_UP, labels, 0.0))
         changes = interface.watch.missing(at)
@@ -267,6 +267,6 @@ class NetworkCollector:
             if (table, name) in found
         ]
 
-    def _fact(self, name: str, change: LinkChange) -> Fact:
+    def _fact(self, name: str, change: LinkTransition) -> Fact:
         detail = {"interface": name, "what": change.what, "flaps": str(change.num_flaps)}
         return Fact(kind=AgentEventKind.LINK_UP if change.up else AgentEventKind.LINK_DOWN, detail=detail)

@@ -9,9 +9,9 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rolecall.agent.collectors.base import Fact, Reading
-from rolecall.agent.collectors.counters import KeptFiles, Totals, entries, natural
-from rolecall.agent.collectors.network.links import LinkChange, LinkWatch
+from rolecall.agent.collectors.base import CollectorReading, Fact
+from rolecall.agent.collectors.counters import MonotonicCounters, OpenFileCache, entries, natural
+from rolecall.agent.collectors.network.links import LinkTransition, LinkWatch
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import Metric, MetricValue
 from rolecall.core.metrics.network import NETWORK_METRICS
@@ -88,10 +88,10 @@ class InfinibandCollector:
         self._counters_every_seconds = counters_every_seconds
         self._devices: dict[str, tuple[int, tuple[str, ...]]] = {}  # those here: inode of the folder, ports
         self._ports: dict[tuple[str, str], _Port] = {}
-        self._totals = Totals()
-        self._files = KeptFiles()
+        self._totals = MonotonicCounters()
+        self._files = OpenFileCache()
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         """One look. A node without InfiniBand has no values, and is no failure."""
         here = self._found()
         values, facts = list[MetricValue](), list[Fact]()
@@ -102,7 +102,7 @@ class InfinibandCollector:
                 changes = port.watch.missing(at)
                 self._gone(port, values)
             facts += [self._fact(port, change) for change in changes]
-        return Reading(tuple(values), tuple(facts))
+        return CollectorReading(tuple(values), tuple(facts))
 
     def close(self) -> None:
         self._files.close()
@@ -157,7 +157,7 @@ class InfinibandCollector:
         self._totals.forget(key[0])
         return True
 
-    def _look(self, port: _Port, at: float, values: list[MetricValue]) -> list[LinkChange]:
+    def _look(self, port: _Port, at: float, values: list[MetricValue]) -> list[LinkTransition]:
         """Its values now, into `values`, and what changed of its link."""
         labels = (self._node, port.nic, port.number)
         state = parse_state(self._files.text(f"{port.folder}/state"))
@@ -216,7 +216,7 @@ class InfinibandCollector:
         values.append(MetricValue(_SATURATED, labels, float(num_saturated)))
         return tuple(values)
 
-    def _fact(self, port: _Port, change: LinkChange) -> Fact:
+    def _fact(self, port: _Port, change: LinkTransition) -> Fact:
         detail = {"nic": port.nic, "port": port.number, "what": change.what, "flaps": str(change.num_flaps)}
         interface = self._files.text(f"{port.folder}/gid_attrs/ndevs/0")  # of RoCE: the same link goes down there, too
         if interface and _INTERFACE_NAME.match(interface):

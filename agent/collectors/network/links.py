@@ -17,7 +17,7 @@ NUM_UNSEEN_MAX = 16
 """Flaps between two looks that are told one by one."""
 
 
-class LinkChange(NamedTuple):
+class LinkTransition(NamedTuple):
     """`num_flaps`: times that it went down within the last `FLAP_WINDOW_SECONDS`, this one included."""
 
     up: bool
@@ -37,10 +37,10 @@ class LinkWatch:
         self._gone = False
         self._downs: deque[float] = deque(maxlen=NUM_DOWNS_KEPT)
 
-    def look(self, at: float, up: bool, counted: int | None = None, *, anew: bool = False) -> list[LinkChange]:
+    def look(self, at: float, up: bool, counted: int | None = None, *, anew: bool = False) -> list[LinkTransition]:
         """What changed. `counted`: the kernel's count of downs, where it keeps one; `anew`: its driver was loaded again."""
         self._num_missed, was_gone, self._gone = 0, self._gone, False
-        changes = list[LinkChange]()
+        changes = list[LinkTransition]()
         if anew and self._up and up:
             changes += [self._down(at, "driver loaded again"), self._change(at, True, "up")]
         elif self._up and not up:
@@ -56,7 +56,7 @@ class LinkWatch:
         self._up = up
         return changes
 
-    def missing(self, at: float) -> list[LinkChange]:
+    def missing(self, at: float) -> list[LinkTransition]:
         """The device is not there."""
         self._num_missed += 1
         if self._gone or self._num_missed < NUM_LOOKS_GONE:
@@ -78,12 +78,12 @@ class LinkWatch:
         self._owed -= paid
         return grown - paid
 
-    def _down(self, at: float, what: str) -> LinkChange:
+    def _down(self, at: float, what: str) -> LinkTransition:
         self.num_downs += 1
         self._downs.append(at)
         return self._change(at, False, what)
 
-    def _change(self, at: float, up: bool, what: str) -> LinkChange:
+    def _change(self, at: float, up: bool, what: str) -> LinkTransition:
         while self._downs and at - self._downs[0] > FLAP_WINDOW_SECONDS:
             self._downs.popleft()
-        return LinkChange(up, what, len(self._downs))
+        return LinkTransition(up, what, len(self._downs))

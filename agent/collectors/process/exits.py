@@ -109,7 +109,7 @@ def exit_status(pidfd: int, pid: int, start_ticks: int, proc: Path = Path("/proc
 
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
+class _WatchedProcess:
     pid: int
     start_ticks: int
     on_exit: Callable[[ExitStatus], None]
@@ -124,7 +124,7 @@ class ExitWatch:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._wake, select.EPOLLIN)
         self._lock = threading.Lock()
-        self._watched: dict[int, _Watched] = {}  # by pidfd
+        self._watched: dict[int, _WatchedProcess] = {}  # by pidfd
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="exits", daemon=True)
 
@@ -168,7 +168,7 @@ class ExitWatch:
             with self._lock:
                 if len(self._watched) >= NUM_WATCHED_MAX:
                     raise WatchRefused(f"{NUM_WATCHED_MAX} processes are watched already")
-                self._watched[pidfd] = _Watched(pid, start_ticks, on_exit)
+                self._watched[pidfd] = _WatchedProcess(pid, start_ticks, on_exit)
                 self._epoll.register(pidfd, select.EPOLLIN)
             undo.pop_all()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from rolecall.agent.collectors.base import CannotRead, Reading, SaidOnce
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, LoggedOnce
 from rolecall.agent.collectors.process.discovery import (
     SLOTS_PER_NODE,
     Discovery,
@@ -24,8 +24,8 @@ from rolecall.agent.collectors.process.discovery import (
     node_index,
     parse_labels,
 )
-from rolecall.agent.identity import Refusal, Registration
-from rolecall.core.errors import BadId
+from rolecall.agent.identity import ClaimRejected, Registration
+from rolecall.core.errors import InvalidId
 from rolecall.core.ids import NodeId, ProcessId, replica_id
 from rolecall.core.rundir import RUN_ENV
 from rolecall.core.uninstrumented import UNCOUNTED
@@ -51,7 +51,7 @@ RAY_WORKER_ARGUMENTS = 4
 """The script is among these: `python -u .../default_worker.py ...`; a raylet names it further on."""
 
 
-class Finder(Protocol):
+class ProcessRegistrar(Protocol):
     """Where found processes go: the agent's registry."""
 
     def discover(self, found: Registration, detail: dict[str, str]) -> None: ...
@@ -80,14 +80,14 @@ class _Seen:
         return at - self.first_at < YOUNG_SECONDS or self.title.startswith((RAY_TITLE, RAY_WORKER))
 
 
-class ForeignCollector:
+class UninstrumentedJobCollector:
     """Mutable; `read` is called from one thread."""
 
     name = "jobs"
 
     def __init__(
         self,
-        registry: Finder,
+        registry: ProcessRegistrar,
         node: NodeId,
         discovery: Discovery | None = None,
         *,
@@ -102,17 +102,17 @@ class ForeignCollector:
         self._names = self._discovery.names | {RUN_ENV}
         self._seen: dict[int, _Seen] = {}
         self._looks = 0
-        self._said = SaidOnce()
+        self._said = LoggedOnce()
 
     def close(self) -> None:
         self._seen.clear()
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         """One look. What is found goes to the registry, which tells of it."""
         try:
             pids = sorted(int(name) for name in os.listdir(self._proc) if name.isdecimal())
         except OSError as e:
-            raise CannotRead(f"{self._proc}: {e.strerror}") from None
+            raise CollectorUnavailable(f"{self._proc}: {e.strerror}") from None
         if len(pids) > PIDS_MAX:
             self._say(f"{len(pids)} processes: only {PIDS_MAX} of them are looked at")
         here = set(pids[:PIDS_MAX])
@@ -128,7 +128,7 @@ class ForeignCollector:
         for seen in due[:READS_MAX]:
             self._examine(seen, known)
         self._looks += 1
-        return Reading()
+        return CollectorReading()
 
     def _due(self, pid: int, at: float) -> _Seen | None:
         """The process, if it is to be examined in this look."""
@@ -214,7 +214,7 @@ class ForeignCollector:
                 job=match.job,
             )
             self._registry.discover(found, detail)
-        except (BadId, Refusal) as e:
+        except (InvalidId, ClaimRejected) as e:
             self._say(f"process {seen.pid} ({match.rule}) is not watched: {e}")
             return
         seen.is_job = True

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from rolecall.agent.collectors.base import CannotRead, Reading
-from rolecall.agent.collectors.counters import Totals
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
+from rolecall.agent.collectors.counters import MonotonicCounters
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import Metric, MetricValue
 from rolecall.core.metrics.storage import STORAGE_METRICS
@@ -171,9 +171,9 @@ class StorageCollector:
         self._file_systems_due_at = float("-inf")
         self._remotes: dict[str, _Remote] = {}
         self._chosen_disks: dict[str, bool] = {}
-        self._totals = Totals()
+        self._totals = MonotonicCounters()
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         """Raises CannotRead: neither disks nor mounts nor pressure can be read."""
         values = self._of_disks() + self._of_pressure()
         if at >= self._file_systems_due_at:
@@ -181,8 +181,8 @@ class StorageCollector:
             self._file_systems_due_at = at + self._file_systems_every_seconds
         values += self._file_systems
         if not values:
-            raise CannotRead(f"neither diskstats nor mounts nor pressure in {self._proc}")
-        return Reading(tuple(values))
+            raise CollectorUnavailable(f"neither diskstats nor mounts nor pressure in {self._proc}")
+        return CollectorReading(tuple(values))
 
     def close(self) -> None:
         pass  # a thread that hangs is a daemon: nothing waits for it

@@ -7,7 +7,7 @@ DCGM's, brought to the same unit and labels (`either`).
 from grafana_foundation_sdk.builders.dashboard import QueryVariable
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from rolecall.dashboards.grafana.board import GPUS, Choice, Row, board, of_servers, query_variable
+from rolecall.dashboards.grafana.board import GPUS, Choice, PanelRow, board, of_servers, query_variable
 from rolecall.dashboards.grafana.links import ROW_TO_REPLICA
 from rolecall.dashboards.grafana.panels import (
     GREEN,
@@ -15,8 +15,8 @@ from rolecall.dashboards.grafana.panels import (
     RED,
     UP_DOWN,
     YELLOW,
-    Look,
-    Query,
+    PanelFormat,
+    PanelQuery,
     Word,
     bars,
     lines,
@@ -85,12 +85,12 @@ def gpus() -> Dashboard:
     )
 
 
-def _health() -> Row:
+def _health() -> PanelRow:
     up = f"min by (node, gpu) (rolecall_gpu_up{{{GPU}}}) or {of_exporter('DCGM_FI_DEV_GPU_TEMP', '* 0 + 1')}"
     xids = grown(f"rolecall_xid_events_total{{{NODE}}}", "node, gpu, xid") + " > 0"
     failed = either("rolecall_gpu_remapped_rows_failed", "DCGM_FI_DEV_ROW_REMAP_FAILURE")
     pending = either("rolecall_gpu_remapped_rows_pending", "DCGM_FI_DEV_ROW_REMAP_PENDING")
-    return Row(
+    return PanelRow(
         "Is something broken?",
         7,
         (6, 6, 4, 8, 6, 6, 12),
@@ -98,58 +98,58 @@ def _health() -> Row:
             numbers(
                 "GPUs that answer",
                 "DOWN: no call of NVML on the GPU succeeds any more. With dcgm-exporter alone a lost GPU has no series.",
-                Look(unit="none", words=UP_DOWN),
-                Query(up, OF_GPU),
+                PanelFormat(unit="none", words=UP_DOWN),
+                PanelQuery(up, OF_GPU),
             ),
             rows(
                 "XIDs in the time shown",
                 "How often each XID was told, by the driver or the kernel log; the first one included. An empty table is "
                 "good news. `rolecall diagnose` on a kernel log says what each means.",
-                Look(unit="none", limits=((None, RED),), no_value="none"),
-                Query(xids, "Times"),
+                PanelFormat(unit="none", limits=((None, RED),), no_value="none"),
+                PanelQuery(xids, "Times"),
                 {"node": "node", "gpu": "GPU", "xid": "XID"},
             ),
             numbers(
                 "Newest XID, as DCGM has it",
                 "Code of the last XID of each GPU since its driver was loaded. It never goes back to 0, and the same code "
                 "twice does not show; `XIDs in the time shown` counts.",
-                Look(unit="none", words={0: Word("none", GREEN)}, limits=((None, GREEN), (1, RED))),
-                Query(of_exporter("DCGM_FI_DEV_XID_ERRORS"), OF_GPU),
+                PanelFormat(unit="none", words={0: Word("none", GREEN)}, limits=((None, GREEN), (1, RED))),
+                PanelQuery(of_exporter("DCGM_FI_DEV_XID_ERRORS"), OF_GPU),
             ),
             rows(
                 "What the driver recommends",
                 "Recovery action by GPU: none, or what has to be done to mend it. Needs rolecall's agent.",
-                Look(unit="none", words={1: Word("this", ORANGE)}),
-                Query(f"max by (node, gpu, action) (rolecall_gpu_recovery_action{{{GPU}}} == 1)", "Recommended"),
+                PanelFormat(unit="none", words={1: Word("this", ORANGE)}),
+                PanelQuery(f"max by (node, gpu, action) (rolecall_gpu_recovery_action{{{GPU}}} == 1)", "Recommended"),
                 {"node": "node", "gpu": "GPU", "action": "Action"},
             ),
             numbers(
                 "Row remapping failed",
                 "FAILED: the GPU has no spare memory rows left and is to be replaced.",
-                Look(unit="none", words={0: Word("no", GREEN), 1: Word("FAILED", RED)}),
-                Query(failed, OF_GPU),
+                PanelFormat(unit="none", words={0: Word("no", GREEN), 1: Word("FAILED", RED)}),
+                PanelQuery(failed, OF_GPU),
             ),
             numbers(
                 "Row remapping waits for a reset",
                 "WAITS: memory rows are replaced at the GPU's next reset; plan one.",
-                Look(unit="none", words={0: Word("no", GREEN), 1: Word("WAITS", YELLOW)}),
-                Query(pending, OF_GPU),
+                PanelFormat(unit="none", words={0: Word("no", GREEN), 1: Word("WAITS", YELLOW)}),
+                PanelQuery(pending, OF_GPU),
             ),
             rows(
                 "Ranks on these GPUs",
                 "Which rank uses which GPU; the link shows the replica against its peers. Needs rolecall's agent.",
-                Look(unit="none", words={1: Word("here", GREEN)}, links=(ROW_TO_REPLICA,)),
-                Query(f"max by (node, gpu, role, replica, rank) (rolecall_gpu_rank{{{GPU}}} == 1)", "Runs"),
+                PanelFormat(unit="none", words={1: Word("here", GREEN)}, links=(ROW_TO_REPLICA,)),
+                PanelQuery(f"max by (node, gpu, role, replica, rank) (rolecall_gpu_rank{{{GPU}}} == 1)", "Runs"),
                 {"node": "node", "gpu": "GPU", "role": "role", "replica": "replica", "rank": "rank"},
             ),
         ],
     )
 
 
-def _work() -> Row:
-    share = Look(unit="percentunit", most=1.0)
+def _work() -> PanelRow:
+    share = PanelFormat(unit="percentunit", most=1.0)
     used = either("rolecall_gpu_memory_used_bytes", "DCGM_FI_DEV_FB_USED", "* 1048576")
-    return Row(
+    return PanelRow(
         "Work",
         8,
         (8, 8, 8, 8, 8, 8),
@@ -158,43 +158,43 @@ def _work() -> Row:
                 "Tensor cores at work",
                 "Near 0 while the GPU counts as busy: it spins in a collective and waits for somebody. Hopper and later.",
                 share,
-                Query(either("rolecall_gpu_tensor_active_ratio", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"), OF_GPU),
+                PanelQuery(either("rolecall_gpu_tensor_active_ratio", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"), OF_GPU),
             ),
             lines(
                 "SMs at work",
                 "Share of streaming multiprocessors that had work.",
                 share,
-                Query(either("rolecall_gpu_sm_active_ratio", "DCGM_FI_PROF_SM_ACTIVE"), OF_GPU),
+                PanelQuery(either("rolecall_gpu_sm_active_ratio", "DCGM_FI_PROF_SM_ACTIVE"), OF_GPU),
             ),
             lines(
                 "Any kernel ran",
                 "Utilization as nvidia-smi has it. A collective that spins counts as busy: do not trust it alone.",
                 share,
-                Query(either("rolecall_gpu_utilization_ratio", "DCGM_FI_DEV_GPU_UTIL", "/ 100"), OF_GPU),
+                PanelQuery(either("rolecall_gpu_utilization_ratio", "DCGM_FI_DEV_GPU_UTIL", "/ 100"), OF_GPU),
             ),
             lines(
                 "Memory bandwidth used",
                 "Of the most that the device memory gives.",
                 share,
-                Query(either("rolecall_gpu_dram_active_ratio", "DCGM_FI_PROF_DRAM_ACTIVE"), OF_GPU),
+                PanelQuery(either("rolecall_gpu_dram_active_ratio", "DCGM_FI_PROF_DRAM_ACTIVE"), OF_GPU),
             ),
-            lines("Memory allocated", "Device memory in use.", Look(unit="bytes"), Query(used, OF_GPU)),
+            lines("Memory allocated", "Device memory in use.", PanelFormat(unit="bytes"), PanelQuery(used, OF_GPU)),
             lines(
                 "Processes on the GPU",
                 "Processes with a context. One more than ranks is a guest. Needs rolecall's agent.",
-                Look(unit="none", decimals=0),
-                Query(f"max by (node, gpu) (rolecall_gpu_processes{{{GPU}}})", OF_GPU),
+                PanelFormat(unit="none", decimals=0),
+                PanelQuery(f"max by (node, gpu) (rolecall_gpu_processes{{{GPU}}})", OF_GPU),
             ),
         ],
     )
 
 
-def _heat() -> Row:
+def _heat() -> PanelRow:
     def throttled(ours: str, theirs: str) -> str:
         return either(ours, theirs, "/ 1e9", rate=True)
 
-    share = Look(unit="percentunit", most=1.0, limits=((None, GREEN), (MANY_ERRORS, ORANGE)))
-    return Row(
+    share = PanelFormat(unit="percentunit", most=1.0, limits=((None, GREEN), (MANY_ERRORS, ORANGE)))
+    return PanelRow(
         "Heat, power, clocks",
         8,
         (8, 8, 8, 8, 8, 8),
@@ -202,33 +202,33 @@ def _heat() -> Row:
             lines(
                 "Temperature",
                 "Of the GPU itself. The line: shortly below where clocks are held down.",
-                Look(unit="celsius", limits=((None, GREEN), (HOT_CELSIUS, RED))),
-                Query(either("rolecall_gpu_temperature_celsius", "DCGM_FI_DEV_GPU_TEMP"), OF_GPU),
+                PanelFormat(unit="celsius", limits=((None, GREEN), (HOT_CELSIUS, RED))),
+                PanelQuery(either("rolecall_gpu_temperature_celsius", "DCGM_FI_DEV_GPU_TEMP"), OF_GPU),
             ),
             lines(
                 "Temperature of memory",
                 "Of the device memory.",
-                Look(unit="celsius"),
-                Query(either("rolecall_gpu_memory_temperature_celsius", "DCGM_FI_DEV_MEMORY_TEMP"), OF_GPU),
+                PanelFormat(unit="celsius"),
+                PanelQuery(either("rolecall_gpu_memory_temperature_celsius", "DCGM_FI_DEV_MEMORY_TEMP"), OF_GPU),
             ),
             lines(
                 "Power",
                 "Drawn, and the limit in force (the limit needs rolecall's agent). Flat and low while busy: it waits.",
-                Look(unit="watt"),
-                Query(either("rolecall_gpu_power_watts", "DCGM_FI_DEV_POWER_USAGE"), OF_GPU),
-                Query(f"max by (node, gpu) (rolecall_gpu_power_limit_watts{{{GPU}}})", f"{OF_GPU} limit"),
+                PanelFormat(unit="watt"),
+                PanelQuery(either("rolecall_gpu_power_watts", "DCGM_FI_DEV_POWER_USAGE"), OF_GPU),
+                PanelQuery(f"max by (node, gpu) (rolecall_gpu_power_limit_watts{{{GPU}}})", f"{OF_GPU} limit"),
             ),
             lines(
                 "SM clock",
                 "Lower than its neighbours' under the same work: it is held down, see why beside.",
-                Look(unit="hertz"),
-                Query(either("rolecall_gpu_sm_clock_hertz", "DCGM_FI_DEV_SM_CLOCK", "* 1e6"), OF_GPU),
+                PanelFormat(unit="hertz"),
+                PanelQuery(either("rolecall_gpu_sm_clock_hertz", "DCGM_FI_DEV_SM_CLOCK", "* 1e6"), OF_GPU),
             ),
             lines(
                 "Held down by heat",
                 "Share of time in which heat held clocks down.",
                 share,
-                Query(
+                PanelQuery(
                     throttled("rolecall_gpu_thermal_throttle_seconds_total", "DCGM_FI_DEV_THERMAL_VIOLATION"),
                     OF_GPU,
                 ),
@@ -236,21 +236,23 @@ def _heat() -> Row:
             lines(
                 "Held down by power",
                 "Share of time in which the power limit held clocks down; usual under full load, not at half of it.",
-                Look(unit="percentunit", most=1.0),
-                Query(throttled("rolecall_gpu_power_throttle_seconds_total", "DCGM_FI_DEV_POWER_VIOLATION"), OF_GPU),
+                PanelFormat(unit="percentunit", most=1.0),
+                PanelQuery(
+                    throttled("rolecall_gpu_power_throttle_seconds_total", "DCGM_FI_DEV_POWER_VIOLATION"), OF_GPU
+                ),
             ),
         ],
     )
 
 
-def _memory() -> Row:
+def _memory() -> PanelRow:
     def errors(kind: str, theirs: str) -> str:
         return either("rolecall_gpu_ecc_errors_total", theirs, also=f'error="{kind}"')
 
     remapped = either(
         "rolecall_gpu_remapped_rows_total", "DCGM_FI_DEV_UNCORRECTABLE_REMAPPED_ROWS", also='error="uncorrected"'
     )
-    return Row(
+    return PanelRow(
         "Memory errors",
         8,
         (8, 8, 8),
@@ -258,26 +260,26 @@ def _memory() -> Row:
             lines(
                 "Uncorrected memory errors",
                 "Since the driver was loaded. Each ended what used that memory.",
-                Look(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
-                Query(errors("uncorrected", "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"), OF_GPU),
+                PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
+                PanelQuery(errors("uncorrected", "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"), OF_GPU),
             ),
             lines(
                 "Corrected memory errors",
                 "Since the driver was loaded. Harmless one by one; many on one GPU announce worse.",
-                Look(unit="none", decimals=0),
-                Query(errors("corrected", "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL"), OF_GPU),
+                PanelFormat(unit="none", decimals=0),
+                PanelQuery(errors("corrected", "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL"), OF_GPU),
             ),
             bars(
                 "Rows remapped after uncorrected errors",
                 "Memory rows replaced by spare ones, in the life of the GPU.",
-                Look(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
-                Query(remapped, OF_GPU),
+                PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
+                PanelQuery(remapped, OF_GPU),
             ),
         ],
     )
 
 
-def _host() -> Row:
+def _host() -> PanelRow:
     def rate(metric: str) -> str:
         return f"max by (node) (rate({metric}{{{NODE}}}[$__rate_interval]))"
 
@@ -286,7 +288,7 @@ def _host() -> Row:
         ("memory", "rolecall_host_memory_stall_seconds_total"),
         ("disk", "rolecall_host_io_stall_seconds_total"),
     )
-    return Row(
+    return PanelRow(
         "The host (needs rolecall's agent)",
         8,
         (6, 6, 6, 6),
@@ -294,8 +296,8 @@ def _host() -> Row:
             lines(
                 "CPU",
                 "Share of all CPUs that is busy.",
-                Look(unit="percentunit", most=1.0),
-                Query(
+                PanelFormat(unit="percentunit", most=1.0),
+                PanelQuery(
                     f"{rate('rolecall_host_cpu_busy_seconds_total')} / max by (node) (rolecall_host_cpus{{{NODE}}})",
                     OF_NODE,
                 ),
@@ -303,20 +305,20 @@ def _host() -> Row:
             lines(
                 "Memory left",
                 "What can be had without swapping.",
-                Look(unit="bytes"),
-                Query(f"max by (node) (rolecall_host_memory_available_bytes{{{NODE}}})", OF_NODE),
+                PanelFormat(unit="bytes"),
+                PanelQuery(f"max by (node) (rolecall_host_memory_available_bytes{{{NODE}}})", OF_NODE),
             ),
             lines(
                 "Waiting for a resource",
                 "Share of time in which some task waited for it (PSI).",
-                Look(unit="percentunit", most=1.0),
-                *(Query(rate(metric), f"{OF_NODE} {what}") for what, metric in waits),
+                PanelFormat(unit="percentunit", most=1.0),
+                *(PanelQuery(rate(metric), f"{OF_NODE} {what}") for what, metric in waits),
             ),
             numbers(
                 "Killed for want of memory",
                 "Processes that the kernel killed in the time shown.",
-                Look(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
-                Query(f"max by (node) (increase(rolecall_host_oom_kills_total{{{NODE}}}[$__range]))", OF_NODE),
+                PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
+                PanelQuery(f"max by (node) (increase(rolecall_host_oom_kills_total{{{NODE}}}[$__range]))", OF_NODE),
             ),
         ],
     )

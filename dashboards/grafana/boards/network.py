@@ -5,7 +5,7 @@ NVLink and PCIe work with dcgm-exporter alone as well; the rest needs rolecall's
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from rolecall.dashboards.grafana.board import NETWORK, Row, board, of_servers
+from rolecall.dashboards.grafana.board import NETWORK, PanelRow, board, of_servers
 from rolecall.dashboards.grafana.boards.gpus import (
     GPU,
     NODE,
@@ -16,12 +16,23 @@ from rolecall.dashboards.grafana.boards.gpus import (
     node_variable,
     of_exporter,
 )
-from rolecall.dashboards.grafana.panels import GREEN, ORANGE, RED, UP_DOWN, Look, Query, lines, numbers, rows, states
+from rolecall.dashboards.grafana.panels import (
+    GREEN,
+    ORANGE,
+    RED,
+    UP_DOWN,
+    PanelFormat,
+    PanelQuery,
+    lines,
+    numbers,
+    rows,
+    states,
+)
 from rolecall.dashboards.grafana.promql import grown
 
 PORT, INTERFACE = "{{node}} {{nic}}/{{port}}", "{{node}} {{interface}}"
-BYTES = Look(unit="Bps")
-FAULTS = Look(unit="none", decimals=0, limits=((None, ORANGE),), no_value="none")
+BYTES = PanelFormat(unit="Bps")
+FAULTS = PanelFormat(unit="none", decimals=0, limits=((None, ORANGE),), no_value="none")
 NVLINK_ERRORS = {
     "crc_flit": "Flow-control packets with a wrong checksum.",
     "crc_data": "Data packets with a wrong checksum.",
@@ -46,8 +57,8 @@ def _rate(metric: str, by: str) -> str:
     return f"max by ({by}) (rate({metric}{{{NODE}}}[$__rate_interval]))"
 
 
-def _faults() -> Row:
-    return Row(
+def _faults() -> PanelRow:
+    return PanelRow(
         "Is something broken?",
         7,
         (4, 4, 8, 8, 8, 8, 8),
@@ -55,42 +66,44 @@ def _faults() -> Row:
             numbers(
                 "InfiniBand and RoCE ports",
                 "DOWN: the port is not active, or its NIC is gone.",
-                Look(unit="none", words=UP_DOWN),
-                Query(f"min by (node, nic, port) (rolecall_infiniband_up{{{NODE}}})", PORT),
+                PanelFormat(unit="none", words=UP_DOWN),
+                PanelQuery(f"min by (node, nic, port) (rolecall_infiniband_up{{{NODE}}})", PORT),
             ),
             numbers(
                 "Interfaces",
                 "DOWN: no carrier, or switched off.",
-                Look(unit="none", words=UP_DOWN),
-                Query(f"min by (node, interface) (rolecall_nic_up{{{NODE}}})", INTERFACE),
+                PanelFormat(unit="none", words=UP_DOWN),
+                PanelQuery(f"min by (node, interface) (rolecall_nic_up{{{NODE}}})", INTERFACE),
             ),
             rows(
                 "Port counters that moved in the time shown",
                 "By the driver's name. symbol_error, link_downed and port_rcv_errors: cable or port; port_xmit_wait: "
                 "congestion.",
                 FAULTS,
-                Query(grown(f"rolecall_infiniband_events_total{{{NODE}}}", "node, nic, port, name") + " > 0", "times"),
+                PanelQuery(
+                    grown(f"rolecall_infiniband_events_total{{{NODE}}}", "node, nic, port, name") + " > 0", "times"
+                ),
                 {"node": "node", "nic": "NIC", "port": "port", "name": "counter"},
             ),
             rows(
                 "Interface errors in the time shown",
                 "Packets lost or damaged, and faults of the link, by the driver's name.",
                 FAULTS,
-                Query(grown(f"rolecall_nic_errors_total{{{NODE}}}", "node, interface, error") + " > 0", "times"),
+                PanelQuery(grown(f"rolecall_nic_errors_total{{{NODE}}}", "node, interface, error") + " > 0", "times"),
                 {"node": "node", "interface": "interface", "error": "error"},
             ),
             lines(
                 "Links that went down",
                 "How often, since the agent started: ports and interfaces.",
-                Look(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
-                Query(f"max by (node, nic, port) (rolecall_infiniband_downs_total{{{NODE}}})", PORT),
-                Query(f"max by (node, interface) (rolecall_nic_downs_total{{{NODE}}})", INTERFACE),
+                PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
+                PanelQuery(f"max by (node, nic, port) (rolecall_infiniband_downs_total{{{NODE}}})", PORT),
+                PanelQuery(f"max by (node, interface) (rolecall_nic_downs_total{{{NODE}}})", INTERFACE),
             ),
             lines(
                 "TCP segments sent again",
                 "Of those that were sent. Above the line: packets are lost.",
-                Look(unit="percentunit", limits=((None, GREEN), (RETRANSMITS_MANY, ORANGE))),
-                Query(
+                PanelFormat(unit="percentunit", limits=((None, GREEN), (RETRANSMITS_MANY, ORANGE))),
+                PanelQuery(
                     f"{_rate('rolecall_tcp_retransmits_total', 'node')} / "
                     f"({_rate('rolecall_tcp_segments_sent_total', 'node')} > 0)",
                     OF_NODE,
@@ -99,18 +112,18 @@ def _faults() -> Row:
             lines(
                 "TCP gives up waiting",
                 "Retransmission timers that ran out, and connections dropped at a full listener, per second.",
-                Look(unit="cps"),
-                Query(_rate("rolecall_tcp_timeouts_total", "node"), f"{OF_NODE} timeouts"),
-                Query(_rate("rolecall_tcp_listen_drops_total", "node"), f"{OF_NODE} listen drops"),
+                PanelFormat(unit="cps"),
+                PanelQuery(_rate("rolecall_tcp_timeouts_total", "node"), f"{OF_NODE} timeouts"),
+                PanelQuery(_rate("rolecall_tcp_listen_drops_total", "node"), f"{OF_NODE} listen drops"),
             ),
         ],
     )
 
 
-def _infiniband() -> Row:
+def _infiniband() -> PanelRow:
     by = "node, nic, port"
     state = f"max by (node, nic, port) (rolecall_infiniband_up{{{NODE}}})"
-    return Row(
+    return PanelRow(
         "InfiniBand and RoCE (RDMA included)",
         8,
         (8, 8, 8, 16, 8),
@@ -119,40 +132,40 @@ def _infiniband() -> Row:
                 "Received",
                 "Bytes per second of each port.",
                 BYTES,
-                Query(_rate("rolecall_infiniband_received_bytes_total", by), PORT),
+                PanelQuery(_rate("rolecall_infiniband_received_bytes_total", by), PORT),
             ),
             lines(
                 "Sent",
                 "Bytes per second of each port. One far below its neighbours in the same collective: look at its errors.",
                 BYTES,
-                Query(_rate("rolecall_infiniband_sent_bytes_total", by), PORT),
+                PanelQuery(_rate("rolecall_infiniband_sent_bytes_total", by), PORT),
             ),
             lines(
                 "Rate of the link",
                 "That the port has settled on; lower than its neighbours': a bad cable or a wrong setting.",
                 BYTES,
-                Query(f"max by ({by}) (rolecall_infiniband_rate_bytes_per_second{{{NODE}}})", PORT),
+                PanelQuery(f"max by ({by}) (rolecall_infiniband_rate_bytes_per_second{{{NODE}}})", PORT),
             ),
             states(
                 "Ports over time",
                 "Up or DOWN.",
-                Look(unit="none", words=UP_DOWN),
-                Query(state, PORT),
+                PanelFormat(unit="none", words=UP_DOWN),
+                PanelQuery(state, PORT),
             ),
             lines(
                 "Counters at their end",
                 "Counters of the port that stand at their largest value and count no further until they are cleared.",
-                Look(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
-                Query(f"max by ({by}) (rolecall_infiniband_saturated{{{NODE}}})", PORT),
+                PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
+                PanelQuery(f"max by ({by}) (rolecall_infiniband_saturated{{{NODE}}})", PORT),
             ),
         ],
     )
 
 
-def _interfaces() -> Row:
+def _interfaces() -> PanelRow:
     by = "node, interface"
     priority = "{{node}} {{interface}} {{priority}}"
-    return Row(
+    return PanelRow(
         "Interfaces",
         8,
         (8, 8, 8, 8, 8, 8),
@@ -161,43 +174,43 @@ def _interfaces() -> Row:
                 "Received",
                 "Bytes per second. RDMA does not pass here.",
                 BYTES,
-                Query(_rate("rolecall_nic_received_bytes_total", by), INTERFACE),
+                PanelQuery(_rate("rolecall_nic_received_bytes_total", by), INTERFACE),
             ),
             lines(
                 "Sent",
                 "Bytes per second. RDMA does not pass here.",
                 BYTES,
-                Query(_rate("rolecall_nic_sent_bytes_total", by), INTERFACE),
+                PanelQuery(_rate("rolecall_nic_sent_bytes_total", by), INTERFACE),
             ),
             lines(
                 "Speed of the link",
                 "That it has settled on.",
                 BYTES,
-                Query(f"max by ({by}) (rolecall_nic_speed_bytes_per_second{{{NODE}}})", INTERFACE),
+                PanelQuery(f"max by ({by}) (rolecall_nic_speed_bytes_per_second{{{NODE}}})", INTERFACE),
             ),
             lines(
                 "Pause frames received",
                 "Per second, by priority: the other end could take no more.",
-                Look(unit="cps"),
-                Query(_rate("rolecall_nic_pauses_received_total", f"{by}, priority"), priority),
+                PanelFormat(unit="cps"),
+                PanelQuery(_rate("rolecall_nic_pauses_received_total", f"{by}, priority"), priority),
             ),
             lines(
                 "Pause frames sent",
                 "Per second, by priority: this node could take no more.",
-                Look(unit="cps"),
-                Query(_rate("rolecall_nic_pauses_sent_total", f"{by}, priority"), priority),
+                PanelFormat(unit="cps"),
+                PanelQuery(_rate("rolecall_nic_pauses_sent_total", f"{by}, priority"), priority),
             ),
             lines(
                 "Sending stopped by pauses",
                 "Share of time, by priority.",
-                Look(unit="percentunit", most=1.0),
-                Query(_rate("rolecall_nic_paused_seconds_total", f"{by}, priority"), priority),
+                PanelFormat(unit="percentunit", most=1.0),
+                PanelQuery(_rate("rolecall_nic_paused_seconds_total", f"{by}, priority"), priority),
             ),
         ],
     )
 
 
-def _gpu_links() -> Row:
+def _gpu_links() -> PanelRow:
     sent, received = (
         f"max by (node, gpu) (rolecall_gpu_nvlink_{way}_bytes_per_second{{{GPU}}})" for way in ("transmit", "receive")
     )
@@ -207,7 +220,7 @@ def _gpu_links() -> Row:
         dcgm = f"DCGM_FI_DEV_NVLINK_{kind.upper()}_ERROR_COUNT_TOTAL"
         return either("rolecall_gpu_nvlink_errors_total", dcgm, also=f'error="{kind}"')
 
-    return Row(
+    return PanelRow(
         "Links of the GPUs",
         8,
         (8, 8, 8, *(6 for _ in NVLINK_ERRORS)),
@@ -216,17 +229,17 @@ def _gpu_links() -> Row:
                 "NVLink",
                 "Bytes per second over all links of a GPU, both ways.",
                 BYTES,
-                Query(nvlink, OF_GPU),
+                PanelQuery(nvlink, OF_GPU),
             ),
             lines(
                 "PCIe",
                 "Bytes per second, each way.",
                 BYTES,
-                Query(
+                PanelQuery(
                     either("rolecall_gpu_pcie_transmit_bytes_per_second", "DCGM_FI_PROF_PCIE_TX_BYTES"),
                     f"{OF_GPU} sent",
                 ),
-                Query(
+                PanelQuery(
                     either("rolecall_gpu_pcie_receive_bytes_per_second", "DCGM_FI_PROF_PCIE_RX_BYTES"),
                     f"{OF_GPU} received",
                 ),
@@ -234,15 +247,15 @@ def _gpu_links() -> Row:
             lines(
                 "PCIe packets sent again",
                 "Since the driver was loaded. One GPU far above the others: its slot or riser.",
-                Look(unit="none", decimals=0),
-                Query(either("rolecall_gpu_pcie_replays_total", "DCGM_FI_DEV_PCIE_REPLAY_COUNTER"), OF_GPU),
+                PanelFormat(unit="none", decimals=0),
+                PanelQuery(either("rolecall_gpu_pcie_replays_total", "DCGM_FI_DEV_PCIE_REPLAY_COUNTER"), OF_GPU),
             ),
             *(
                 lines(
                     f"NVLink errors: {kind}",
                     f"{text} Since the driver was loaded, all links of a GPU.",
-                    Look(unit="none", decimals=0),
-                    Query(errors(kind), OF_GPU),
+                    PanelFormat(unit="none", decimals=0),
+                    PanelQuery(errors(kind), OF_GPU),
                 )
                 for kind, text in NVLINK_ERRORS.items()
             ),

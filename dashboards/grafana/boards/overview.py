@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
-from rolecall.dashboards.grafana.board import OVERVIEW, Row, board, of_servers
+from rolecall.dashboards.grafana.board import OVERVIEW, PanelRow, board, of_servers
 from rolecall.dashboards.grafana.links import ROW_TO_GPUS, ROW_TO_REPLICA, SERIES_TO_ROLE
 from rolecall.dashboards.grafana.panels import (
     BLUE,
@@ -13,8 +13,8 @@ from rolecall.dashboards.grafana.panels import (
     RED,
     YELLOW,
     Link,
-    Look,
-    Query,
+    PanelFormat,
+    PanelQuery,
     Word,
     bars,
     lines,
@@ -57,18 +57,18 @@ def open_now(incidents: Sequence[Link]) -> Panel:
         "What is open",
         """Suspects with an open incident and how long it has been open. The links show the suspect against its peers, and
         its node.""",
-        Look(
+        PanelFormat(
             unit="s", limits=((None, RED),), no_value="nothing is open", links=(ROW_TO_REPLICA, ROW_TO_GPUS, *incidents)
         ),
-        Query(f"time() - max by ({SUSPECT}) (rolecall_incident_opened_timestamp_seconds)", "open for"),
+        PanelQuery(f"time() - max by ({SUSPECT}) (rolecall_incident_opened_timestamp_seconds)", "open for"),
         {"fault": "fault", "role": "role", "replica": "replica", "node": "node"},
     )
 
 
-def _now(incidents: Sequence[Link]) -> Row:
+def _now(incidents: Sequence[Link]) -> PanelRow:
     at_work = 'sum by (role) (max by (role, state) (rolecall_replicas{state=~"ready|serving"}))'
     wanted = "max by (role) (rolecall_replicas_wanted)"
-    return Row(
+    return PanelRow(
         "Is something wrong?",
         6,
         (4, 12, 8),
@@ -76,34 +76,34 @@ def _now(incidents: Sequence[Link]) -> Row:
             numbers(
                 "Open incidents",
                 "In any state: found, planned, waiting for a person, acted upon, being verified.",
-                Look(
+                PanelFormat(
                     unit="none",
                     words={0: Word("none", GREEN)},
                     limits=((None, GREEN), (1, RED)),
                     no_value="no watch",
                     links=incidents,
                 ),
-                Query("sum(max by (state) (rolecall_incidents_open))"),
+                PanelQuery("sum(max by (state) (rolecall_incidents_open))"),
             ),
             open_now(incidents),
             bars(
                 "Replicas at work",
                 "Of the replicas that each role should have, those that are ready or serve. The link shows the role.",
-                Look(
+                PanelFormat(
                     unit="percentunit",
                     most=1.0,
                     limits=((None, RED), (0.5, ORANGE), (1.0, GREEN)),
                     words={1: Word("all", GREEN)},
                     links=(SERIES_TO_ROLE,),
                 ),
-                Query(f"({at_work} or {wanted} * 0) / ({wanted} > 0)", "{{role}}"),
+                PanelQuery(f"({at_work} or {wanted} * 0) / ({wanted} > 0)", "{{role}}"),
             ),
         ],
     )
 
 
-def _numbers() -> Row:
-    return Row(
+def _numbers() -> PanelRow:
+    return PanelRow(
         "The run in numbers",
         4,
         (4, 4, 4, 3, 3, 3, 3),
@@ -111,60 +111,60 @@ def _numbers() -> Row:
             numbers(
                 "Plans that wait for a person",
                 "`rolecall approve DIGEST`, or the page Acting of rolecall's dashboard. They lapse at their deadline.",
-                Look(unit="none", words={0: Word("none", GREEN)}, limits=((None, GREEN), (1, ORANGE))),
-                Query("max(rolecall_plans_waiting)"),
+                PanelFormat(unit="none", words={0: Word("none", GREEN)}, limits=((None, GREEN), (1, ORANGE))),
+                PanelQuery("max(rolecall_plans_waiting)"),
             ),
             numbers(
                 "rolecall",
                 """acts; only looks (another watch acts, or its mode is to observe); PAUSED by a person; BLIND: it cannot
                 diagnose.""",
-                Look(unit="none", words=MAY_ACT_WORDS, no_value="no watch"),
-                Query(MAY_ACT),
+                PanelFormat(unit="none", words=MAY_ACT_WORDS, no_value="no watch"),
+                PanelQuery(MAY_ACT),
             ),
             numbers(
                 "Step",
                 "Newest optimizer step that is committed, of those that the job asks for.",
-                Look(unit="none", decimals=0, least=None),
-                Query("max(rolecall_run_step)", "committed"),
-                Query("max(rolecall_run_steps_wanted)", "wanted"),
+                PanelFormat(unit="none", decimals=0, least=None),
+                PanelQuery("max(rolecall_run_step)", "committed"),
+                PanelQuery("max(rolecall_run_steps_wanted)", "wanted"),
             ),
             numbers(
                 "Reward",
                 "Mean reward of the newest committed step.",
-                Look(unit="none", decimals=3, least=None),
-                Query("max(rolecall_run_reward)"),
+                PanelFormat(unit="none", decimals=3, least=None),
+                PanelQuery("max(rolecall_run_reward)"),
                 trend=True,
             ),
             numbers(
                 "Tokens per second",
                 "In committed steps.",
-                Look(unit="short", decimals=0),
-                Query(TOKENS),
+                PanelFormat(unit="short", decimals=0),
+                PanelQuery(TOKENS),
                 trend=True,
             ),
             numbers(
                 "ETTR",
                 "Effective training time ratio so far: effective seconds over training seconds.",
-                Look(
+                PanelFormat(
                     unit="percentunit",
                     decimals=1,
                     most=1.0,
                     limits=((None, RED), (ETTR_FAIR, YELLOW), (ETTR_GOOD, GREEN)),
                 ),
-                Query("max(rolecall_run_ettr_ratio)"),
+                PanelQuery("max(rolecall_run_ettr_ratio)"),
             ),
             numbers(
                 "Lost so far",
                 "Training time that faults have taken.",
-                Look(unit="s", decimals=0),
-                Query("sum(max by (role, fault) (rolecall_run_lost_seconds))"),
+                PanelFormat(unit="s", decimals=0),
+                PanelQuery("sum(max by (role, fault) (rolecall_run_lost_seconds))"),
             ),
         ],
     )
 
 
-def _progress() -> Row:
-    return Row(
+def _progress() -> PanelRow:
+    return PanelRow(
         "Progress",
         8,
         (8, 8, 8, 8, 8, 8),
@@ -172,42 +172,49 @@ def _progress() -> Row:
             lines(
                 "Reward and loss",
                 "Of committed steps. A fall that no incident explains is worth a look at the role trainer.",
-                Look(unit="none", least=None, decimals=3),
-                Query("max(rolecall_run_reward)", "reward"),
-                Query("max(rolecall_run_loss)", "loss"),
+                PanelFormat(unit="none", least=None, decimals=3),
+                PanelQuery("max(rolecall_run_reward)", "reward"),
+                PanelQuery("max(rolecall_run_loss)", "loss"),
             ),
-            lines("Tokens per second", "In committed steps.", Look(unit="short"), Query(TOKENS, "tokens per second")),
+            lines(
+                "Tokens per second",
+                "In committed steps.",
+                PanelFormat(unit="short"),
+                PanelQuery(TOKENS, "tokens per second"),
+            ),
             lines(
                 "Duration of a step",
                 "Of the newest committed step; a step that a fault interrupted is long.",
-                Look(unit="s"),
-                Query("max(rolecall_run_step_seconds)", "step"),
+                PanelFormat(unit="s"),
+                PanelQuery("max(rolecall_run_step_seconds)", "step"),
             ),
             lines(
                 "Steps",
                 "Committed, and how often a fault interrupted one. Flat: nothing is trained.",
-                Look(unit="none", decimals=0, least=None),
-                Query("max(rolecall_run_step)", "committed"),
-                Query("max(rolecall_run_steps_interrupted_total)", "interruptions"),
+                PanelFormat(unit="none", decimals=0, least=None),
+                PanelQuery("max(rolecall_run_step)", "committed"),
+                PanelQuery("max(rolecall_run_steps_interrupted_total)", "interruptions"),
             ),
             lines(
                 "Age of policy versions",
                 "Largest distance between the version that is trained and one that generated.",
-                Look(unit="none", decimals=0),
-                Query("max(rolecall_run_staleness)", "staleness"),
+                PanelFormat(unit="none", decimals=0),
+                PanelQuery("max(rolecall_run_staleness)", "staleness"),
             ),
             lines(
                 "Replicas by role",
                 "At work (ready or serving), by role.",
-                Look(unit="none", decimals=0, links=(SERIES_TO_ROLE,)),
-                Query('sum by (role) (max by (role, state) (rolecall_replicas{state=~"ready|serving"}))', "{{role}}"),
+                PanelFormat(unit="none", decimals=0, links=(SERIES_TO_ROLE,)),
+                PanelQuery(
+                    'sum by (role) (max by (role, state) (rolecall_replicas{state=~"ready|serving"}))', "{{role}}"
+                ),
             ),
         ],
     )
 
 
-def _time() -> Row:
-    return Row(
+def _time() -> PanelRow:
+    return PanelRow(
         "Where the time went",
         8,
         (8, 8, 8),
@@ -215,29 +222,29 @@ def _time() -> Row:
             lines(
                 "ETTR",
                 "Effective training time ratio so far.",
-                Look(unit="percentunit", most=1.0, limits=((None, RED), (ETTR_GOOD, GREEN))),
-                Query("max(rolecall_run_ettr_ratio)", "ETTR"),
+                PanelFormat(unit="percentunit", most=1.0, limits=((None, RED), (ETTR_GOOD, GREEN))),
+                PanelQuery("max(rolecall_run_ettr_ratio)", "ETTR"),
             ),
             bars(
                 "Lost time by role and fault",
                 "Which faults took how much of the training time; with the effective time they add up to all of it.",
-                Look(unit="s", limits=((None, ORANGE),), links=(SERIES_TO_ROLE,)),
-                Query("max by (role, fault) (rolecall_run_lost_seconds)", "{{role}}: {{fault}}"),
+                PanelFormat(unit="s", limits=((None, ORANGE),), links=(SERIES_TO_ROLE,)),
+                PanelQuery("max by (role, fault) (rolecall_run_lost_seconds)", "{{role}}: {{fault}}"),
             ),
             lines(
                 "Training time",
                 "Effective and lost seconds, added up.",
-                Look(unit="s"),
-                Query("max(rolecall_run_effective_seconds)", "effective"),
-                Query("sum(max by (role, fault) (rolecall_run_lost_seconds))", "lost"),
+                PanelFormat(unit="s"),
+                PanelQuery("max(rolecall_run_effective_seconds)", "effective"),
+                PanelQuery("sum(max by (role, fault) (rolecall_run_lost_seconds))", "lost"),
                 stacked=True,
             ),
         ],
     )
 
 
-def _incidents() -> Row:
-    return Row(
+def _incidents() -> PanelRow:
+    return PanelRow(
         "Last incidents",
         8,
         (12, 6, 6),
@@ -245,22 +252,22 @@ def _incidents() -> Row:
             states(
                 "Incidents over time",
                 "Each row is a suspect with its fault; OPEN from the finding to the close.",
-                Look(unit="none", words={0: Word("closed", GREEN), 1: Word("OPEN", RED)}),
-                Query("max by (replica, fault) (rolecall_incident_open)", "{{replica}} {{fault}}"),
+                PanelFormat(unit="none", words={0: Word("closed", GREEN), 1: Word("OPEN", RED)}),
+                PanelQuery("max by (replica, fault) (rolecall_incident_open)", "{{replica}} {{fault}}"),
             ),
             rows(
                 "Incidents in the time shown",
                 "Opened in the time shown, by role and fault.",
-                Look(unit="none", limits=((None, BLUE),), no_value="none"),
-                Query(grown("rolecall_incidents_opened_total", "role, fault") + " > 0", "incidents"),
+                PanelFormat(unit="none", limits=((None, BLUE),), no_value="none"),
+                PanelQuery(grown("rolecall_incidents_opened_total", "role, fault") + " > 0", "incidents"),
                 {"role": "role", "fault": "fault"},
             ),
             numbers(
                 "Newest incident: found and cured after",
                 "From the fault's onset to its finding, and from finding to cure (the replacement was seen to work).",
-                Look(unit="s", decimals=1),
-                Query("max by (role) (rolecall_incident_newest_finding_seconds)", "{{role}} found"),
-                Query("max by (role) (rolecall_incident_newest_cure_seconds)", "{{role}} cured"),
+                PanelFormat(unit="s", decimals=1),
+                PanelQuery("max by (role) (rolecall_incident_newest_finding_seconds)", "{{role}} found"),
+                PanelQuery("max by (role) (rolecall_incident_newest_cure_seconds)", "{{role}} cured"),
             ),
         ],
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from rolecall.dashboards.grafana.board import REPLICA, Choice, Row, board, of_servers, values_of
+from rolecall.dashboards.grafana.board import REPLICA, Choice, PanelRow, board, of_servers, values_of
 from rolecall.dashboards.grafana.boards.roles import STATE_WORDS, replica_state
 from rolecall.dashboards.grafana.links import ROW_TO_GPUS, ROW_TO_NETWORK
 from rolecall.dashboards.grafana.panels import (
@@ -15,8 +15,8 @@ from rolecall.dashboards.grafana.panels import (
     RED,
     YELLOW,
     Link,
-    Look,
-    Query,
+    PanelFormat,
+    PanelQuery,
     Word,
     band,
     lines,
@@ -81,9 +81,9 @@ def _words(words: Mapping[str, Word]) -> dict[int, Word]:
     return dict(enumerate(words.values(), start=1))
 
 
-def _now(incidents: Sequence[Link]) -> Row:
+def _now(incidents: Sequence[Link]) -> PanelRow:
     where = f"max by (node, role, replica, rank) (rolecall_process_incarnation{{{OWN}}})"
-    return Row(
+    return PanelRow(
         "Now",
         6,
         (4, 4, 4, 12, 12, 12),
@@ -91,39 +91,39 @@ def _now(incidents: Sequence[Link]) -> Row:
             numbers(
                 "State",
                 "As the run has it. LOST: fenced, it gets no work.",
-                Look(unit="none", words=STATE_WORDS, links=incidents),
-                Query(replica_state(OWN), "{{replica}}"),
+                PanelFormat(unit="none", words=STATE_WORDS, links=incidents),
+                PanelQuery(replica_state(OWN), "{{replica}}"),
             ),
             numbers(
                 "Process",
                 "Of each rank: does its process exist.",
-                Look(unit="none", words={0: Word("GONE", RED), 1: Word("exists", GREEN)}),
-                Query(f"max by (rank) (rolecall_process_up{{{OWN}}})", "rank {{rank}}"),
+                PanelFormat(unit="none", words={0: Word("GONE", RED), 1: Word("exists", GREEN)}),
+                PanelQuery(f"max by (rank) (rolecall_process_up{{{OWN}}})", "rank {{rank}}"),
             ),
             numbers(
                 "Policy version",
                 "Version that the process holds; -1: none yet.",
-                Look(unit="none", decimals=0, least=None),
-                Query(_values("rolecall_process_policy_version")[0], "rank {{rank}}"),
+                PanelFormat(unit="none", decimals=0, least=None),
+                PanelQuery(_values("rolecall_process_policy_version")[0], "rank {{rank}}"),
             ),
             rows(
                 "Where it runs",
                 "Nodes that have a process of it (one that was replaced stays for a while), and which start it is.",
-                Look(unit="none", decimals=0, links=(ROW_TO_GPUS, ROW_TO_NETWORK)),
-                Query(where, "incarnation"),
+                PanelFormat(unit="none", decimals=0, links=(ROW_TO_GPUS, ROW_TO_NETWORK)),
+                PanelQuery(where, "incarnation"),
                 {"node": "node", "replica": "replica", "rank": "rank"},
             ),
             states(
                 "Phase",
                 "What each rank does. In a collective it waits for its peers: the one that is not in it is the suspect.",
-                Look(unit="none", words=_words(PHASES)),
-                Query(_coded("rolecall_process_phase", PHASES, "phase"), "rank {{rank}}"),
+                PanelFormat(unit="none", words=_words(PHASES)),
+                PanelQuery(_coded("rolecall_process_phase", PHASES, "phase"), "rank {{rank}}"),
             ),
             states(
                 "The kernel's state of it",
                 "STOPPED: by a signal or a debugger. WAITS FOR A DEVICE for long: a disk, a network file system, a driver.",
-                Look(unit="none", words=_words(KERNEL_STATES)),
-                Query(_coded("rolecall_process_state", KERNEL_STATES, "state"), "rank {{rank}}"),
+                PanelFormat(unit="none", words=_words(KERNEL_STATES)),
+                PanelQuery(_coded("rolecall_process_state", KERNEL_STATES, "state"), "rank {{rank}}"),
             ),
         ],
     )
@@ -140,10 +140,10 @@ def _values(metric: str) -> tuple[str, str]:
     return f"max by (rank) ({own})", f"max by (replica, rank) ({peers})"
 
 
-def _pace() -> Row:
+def _pace() -> PanelRow:
     busy, units = _rates("rolecall_process_busy_seconds_total"), _rates("rolecall_process_work_units_total")
     since = _values("rolecall_process_progress_timestamp_seconds")
-    return Row(
+    return PanelRow(
         "Pace, against its peers",
         8,
         (8, 8, 8, 8, 8, 8),
@@ -151,26 +151,26 @@ def _pace() -> Row:
             band(
                 "Seconds a unit of work takes",
                 "Microbatch, engine step or scored sample. Above the band for longer than a moment: it is slow.",
-                Look(unit="s"),
+                PanelFormat(unit="s"),
                 f"{busy[0]} / ({units[0]} > 0)",
                 f"{busy[1]} / ({units[1]} > 0)",
             ),
             band(
                 "Units of work per second",
                 "0 while its peers work: it stands still.",
-                Look(unit="cps"),
+                PanelFormat(unit="cps"),
                 *_rates("rolecall_process_progress_total"),
             ),
             band(
                 "Tokens per second",
                 "Generated (rollout) or trained on (trainer).",
-                Look(unit="short"),
+                PanelFormat(unit="short"),
                 *_rates("rolecall_process_tokens_total"),
             ),
             band(
                 "Since the last progress",
                 "Seconds since a unit of work was finished.",
-                Look(unit="s"),
+                PanelFormat(unit="s"),
                 f"time() - {since[0]}",
                 f"time() - {since[1]}",
             ),
@@ -178,27 +178,27 @@ def _pace() -> Row:
                 "Ticks of its interpreter",
                 "Per second, of a side thread. 0 while the process exists: something holds the interpreter, or it is "
                 "stopped.",
-                Look(unit="cps"),
+                PanelFormat(unit="cps"),
                 *_rates("rolecall_process_beats_total"),
             ),
             band(
                 "Requests held",
                 "Requests that the engine works on (rollout).",
-                Look(unit="none", decimals=0),
+                PanelFormat(unit="none", decimals=0),
                 *_values("rolecall_process_requests_active"),
             ),
         ],
     )
 
 
-def _waits() -> Row:
-    share = Look(unit="percentunit")
-    return Row(
+def _waits() -> PanelRow:
+    share = PanelFormat(unit="percentunit")
+    return PanelRow(
         "Its host, against its peers'",
         8,
         (8, 8, 8, 8, 8, 8),
         [
-            band("CPU", "CPUs that it uses.", Look(unit="none"), *_rates("rolecall_process_cpu_seconds_total")),
+            band("CPU", "CPUs that it uses.", PanelFormat(unit="none"), *_rates("rolecall_process_cpu_seconds_total")),
             band(
                 "Waits for a CPU",
                 "Share of time in which its working thread could run and got no CPU: starved, not slow.",
@@ -211,18 +211,18 @@ def _waits() -> Row:
                 share,
                 *_rates("rolecall_process_throttled_seconds_total"),
             ),
-            band("Memory", "Resident.", Look(unit="bytes"), *_values("rolecall_process_resident_memory_bytes")),
+            band("Memory", "Resident.", PanelFormat(unit="bytes"), *_values("rolecall_process_resident_memory_bytes")),
             band(
                 "Page faults that read from disk",
                 "Per second. Many: memory is short.",
-                Look(unit="cps"),
+                PanelFormat(unit="cps"),
                 *_rates("rolecall_process_major_faults_total"),
             ),
             rows(
                 "Ends of its processes in the time shown",
                 "What ended each: finished is well; killed, crashed, oom and exception are not.",
-                Look(unit="none", decimals=0, limits=((None, ORANGE),), no_value="none"),
-                Query(grown(f"rolecall_process_exits_total{{{OWN}}}", "node, rank, reason") + " > 0", "times"),
+                PanelFormat(unit="none", decimals=0, limits=((None, ORANGE),), no_value="none"),
+                PanelQuery(grown(f"rolecall_process_exits_total{{{OWN}}}", "node, rank, reason") + " > 0", "times"),
                 {"node": "node", "rank": "rank", "reason": "reason"},
             ),
         ],
@@ -230,12 +230,12 @@ def _waits() -> Row:
     )
 
 
-def _engine() -> Row:
+def _engine() -> PanelRow:
     def mean(seconds: str, count: str) -> tuple[str, str]:
         a, b = _rates(seconds), _rates(count)
         return f"{a[0]} / ({b[0]} > 0)", f"{a[1]} / ({b[1]} > 0)"
 
-    return Row(
+    return PanelRow(
         "Its engine, where it is vLLM",
         8,
         (8, 8, 8, 8, 8, 8),
@@ -243,41 +243,41 @@ def _engine() -> Row:
             band(
                 "To the first token",
                 "Mean seconds from a request's arrival.",
-                Look(unit="s"),
+                PanelFormat(unit="s"),
                 *mean("rolecall_vllm_first_token_seconds_total", "rolecall_vllm_first_tokens_total"),
             ),
             band(
                 "From token to token",
                 "Mean seconds. Above the band: the engine is slow.",
-                Look(unit="s"),
+                PanelFormat(unit="s"),
                 *mean("rolecall_vllm_token_gap_seconds_total", "rolecall_vllm_token_gaps_total"),
             ),
             lines(
                 "Requests",
                 "That the engine works on, and that wait for a place in it.",
-                Look(unit="none", decimals=0),
-                Query(f"max by (rank) (rolecall_vllm_requests_running{{{OWN}}})", "running, rank {{rank}}"),
-                Query(f"max by (rank) (rolecall_vllm_requests_waiting{{{OWN}}})", "waiting, rank {{rank}}"),
+                PanelFormat(unit="none", decimals=0),
+                PanelQuery(f"max by (rank) (rolecall_vllm_requests_running{{{OWN}}})", "running, rank {{rank}}"),
+                PanelQuery(f"max by (rank) (rolecall_vllm_requests_waiting{{{OWN}}})", "waiting, rank {{rank}}"),
             ),
             band(
                 "KV cache in use",
                 "Share of blocks. Full: requests are put back and computed again.",
-                Look(unit="percentunit", most=1.0),
+                PanelFormat(unit="percentunit", most=1.0),
                 "max by (rank) (rolecall_vllm_kv_cache_used_ratio{" + OWN + "})",
                 "max by (replica, rank) (rolecall_vllm_kv_cache_used_ratio{" + PEERS + "})",
             ),
             band(
                 "Requests put back",
                 "Per second, to make room in the KV cache.",
-                Look(unit="cps"),
+                PanelFormat(unit="cps"),
                 *_rates("rolecall_vllm_preemptions_total"),
             ),
             numbers(
                 "Engine",
                 "Does its page of metrics answer; does it sleep (its weights or KV cache given up).",
-                Look(unit="none", words={0: Word("NO", ORANGE), 1: Word("yes", GREEN)}),
-                Query(f"max by (rank) (rolecall_vllm_up{{{OWN}}})", "answers, rank {{rank}}"),
-                Query(f"max by (rank) (rolecall_vllm_awake{{{OWN}}})", "awake, rank {{rank}}"),
+                PanelFormat(unit="none", words={0: Word("NO", ORANGE), 1: Word("yes", GREEN)}),
+                PanelQuery(f"max by (rank) (rolecall_vllm_up{{{OWN}}})", "answers, rank {{rank}}"),
+                PanelQuery(f"max by (rank) (rolecall_vllm_awake{{{OWN}}})", "awake, rank {{rank}}"),
             ),
         ],
         collapsed=True,

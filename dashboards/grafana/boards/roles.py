@@ -2,7 +2,7 @@
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from rolecall.dashboards.grafana.board import ROLES, Row, board, of_servers, values_of
+from rolecall.dashboards.grafana.board import ROLES, PanelRow, board, of_servers, values_of
 from rolecall.dashboards.grafana.links import ROW_TO_REPLICA, SERIES_TO_REPLICA
 from rolecall.dashboards.grafana.panels import (
     BLUE,
@@ -11,8 +11,8 @@ from rolecall.dashboards.grafana.panels import (
     ORANGE,
     RED,
     YELLOW,
-    Look,
-    Query,
+    PanelFormat,
+    PanelQuery,
     Word,
     lines,
     numbers,
@@ -63,10 +63,10 @@ def roles() -> Dashboard:
     )
 
 
-def _health() -> Row:
-    look = Look(unit="none", words=STATE_WORDS, links=(SERIES_TO_REPLICA,))
+def _health() -> PanelRow:
+    look = PanelFormat(unit="none", words=STATE_WORDS, links=(SERIES_TO_REPLICA,))
     exits = grown(f"rolecall_process_exits_total{{{OF_ROLE}}}", "node, role, replica, rank, reason") + " > 0"
-    return Row(
+    return PanelRow(
         "Health",
         9,
         (14, 5, 5, 12, 12),
@@ -75,39 +75,39 @@ def _health() -> Row:
                 "Replicas",
                 "State of each replica over time. LOST: it is fenced and gets no work; starting: its replacement is made.",
                 look,
-                Query(replica_state(OF_ROLE), "{{replica}}"),
+                PanelQuery(replica_state(OF_ROLE), "{{replica}}"),
             ),
             numbers(
                 "Replicas by state",
                 "How many replicas of each role are in which state now.",
-                Look(unit="none", decimals=0),
-                Query(f"max by (role, state) (rolecall_replicas{{{OF_ROLE}}}) > 0", "{{role}} {{state}}"),
+                PanelFormat(unit="none", decimals=0),
+                PanelQuery(f"max by (role, state) (rolecall_replicas{{{OF_ROLE}}}) > 0", "{{role}} {{state}}"),
             ),
             rows(
                 "Incidents in the time shown",
                 "Opened in the time shown, by fault.",
-                Look(unit="none", limits=((None, RED),), no_value="none"),
-                Query(grown(f"rolecall_incidents_opened_total{{{OF_ROLE}}}", "role, fault") + " > 0", "incidents"),
+                PanelFormat(unit="none", limits=((None, RED),), no_value="none"),
+                PanelQuery(grown(f"rolecall_incidents_opened_total{{{OF_ROLE}}}", "role, fault") + " > 0", "incidents"),
                 {"role": "role", "fault": "fault"},
             ),
             rows(
                 "Ends of processes in the time shown",
                 "What ended each: finished is well; killed, crashed, oom and exception are not.",
-                Look(unit="none", decimals=0, limits=((None, ORANGE),), no_value="none"),
-                Query(exits, "times"),
+                PanelFormat(unit="none", decimals=0, limits=((None, ORANGE),), no_value="none"),
+                PanelQuery(exits, "times"),
                 {"role": "role", "replica": "replica", "rank": "rank", "node": "node", "reason": "reason"},
             ),
             lines(
                 "Incarnations",
                 "Which start of the replica is wanted: a step up is a replacement.",
-                Look(unit="none", decimals=0, links=(SERIES_TO_REPLICA,)),
-                Query(f"max by (role, replica) (rolecall_replica_incarnation{{{OF_ROLE}}})", "{{replica}}"),
+                PanelFormat(unit="none", decimals=0, links=(SERIES_TO_REPLICA,)),
+                PanelQuery(f"max by (role, replica) (rolecall_replica_incarnation{{{OF_ROLE}}})", "{{replica}}"),
             ),
         ],
     )
 
 
-def _outstanding() -> Row:
+def _outstanding() -> PanelRow:
     """Of a thousand replicas, the few that one wants to look at."""
     busy, units = of_replicas("rolecall_process_busy_seconds_total"), of_replicas("rolecall_process_work_units_total")
     unit = f"{busy} / ({units} > 0)"
@@ -116,7 +116,7 @@ def _outstanding() -> Row:
     idle = f"time() - max by (role, replica, rank) (rolecall_process_progress_timestamp_seconds{{{OF_ROLE}}})"
     columns = {"role": "role", "replica": "replica", "rank": "rank"}
     linked = (ROW_TO_REPLICA,)
-    return Row(
+    return PanelRow(
         f"Who stands out (the first {FIRST})",
         8,
         (8, 8, 8),
@@ -124,36 +124,36 @@ def _outstanding() -> Row:
             rows(
                 "Slowest",
                 "How many times as long a unit of work takes as in the median of its role.",
-                Look(unit="none", decimals=2, limits=((None, GREEN), (SLOW_TIMES, ORANGE)), links=linked),
-                Query(f"topk({FIRST}, {slowness})", "times the median"),
+                PanelFormat(unit="none", decimals=2, limits=((None, GREEN), (SLOW_TIMES, ORANGE)), links=linked),
+                PanelQuery(f"topk({FIRST}, {slowness})", "times the median"),
                 columns,
             ),
             rows(
                 "Longest without progress",
                 "Seconds since a unit of work was finished. Replicas that wait or idle stand here lawfully.",
-                Look(unit="s", limits=((None, BLUE),), links=linked),
-                Query(f"topk({FIRST}, {idle})", "since"),
+                PanelFormat(unit="s", limits=((None, BLUE),), links=linked),
+                PanelQuery(f"topk({FIRST}, {idle})", "since"),
                 columns,
             ),
             rows(
                 "Starved of CPU",
                 "Share of time in which the working thread could run and got no CPU.",
-                Look(unit="percentunit", decimals=1, limits=((None, GREEN), (STARVED, ORANGE)), links=linked),
-                Query(f"topk({FIRST}, {delay})", "waits for a CPU"),
+                PanelFormat(unit="percentunit", decimals=1, limits=((None, GREEN), (STARVED, ORANGE)), links=linked),
+                PanelQuery(f"topk({FIRST}, {delay})", "waits for a CPU"),
                 columns,
             ),
         ],
     )
 
 
-def _pace() -> Row:
+def _pace() -> PanelRow:
     busy, units = of_replicas("rolecall_process_busy_seconds_total"), of_replicas("rolecall_process_work_units_total")
     newest = f"scalar(max(rolecall_process_policy_version{{{OF_ROLE}}}))"
     idle = f"time() - max by (role, replica, rank) (rolecall_process_progress_timestamp_seconds{{{OF_ROLE}}})"
     requests = f"rolecall_process_requests_active{{{OF_ROLE}}}"
     each = "{{replica}} rank {{rank}}"
     linked = (SERIES_TO_REPLICA,)
-    return Row(
+    return PanelRow(
         "Pace",
         8,
         (8, 8, 8, 8, 8, 8),
@@ -161,26 +161,26 @@ def _pace() -> Row:
             lines(
                 "Tokens per second",
                 "Generated (rollout) or trained on (trainer). One line far below the others: a slow replica.",
-                Look(unit="short", links=linked),
-                Query(of_replicas("rolecall_process_tokens_total"), each),
+                PanelFormat(unit="short", links=linked),
+                PanelQuery(of_replicas("rolecall_process_tokens_total"), each),
             ),
             lines(
                 "Seconds a unit of work takes",
                 "Microbatch, engine step or scored sample. One line far above the others: a slow replica.",
-                Look(unit="s", links=linked),
-                Query(f"{busy} / ({units} > 0)", each),
+                PanelFormat(unit="s", links=linked),
+                PanelQuery(f"{busy} / ({units} > 0)", each),
             ),
             lines(
                 "Since the last progress",
                 "Seconds since a unit of work was finished. It may lawfully grow while a replica waits or idles.",
-                Look(unit="s", links=linked),
-                Query(idle, each),
+                PanelFormat(unit="s", links=linked),
+                PanelQuery(idle, each),
             ),
             lines(
                 "Versions behind the newest",
                 "Policy versions by which a replica is behind the newest of the chosen roles.",
-                Look(unit="none", decimals=0, links=linked),
-                Query(
+                PanelFormat(unit="none", decimals=0, links=linked),
+                PanelQuery(
                     f"{newest} - max by (role, replica, rank) (rolecall_process_policy_version{{{OF_ROLE}}} >= 0)",
                     each,
                 ),
@@ -188,22 +188,22 @@ def _pace() -> Row:
             lines(
                 "Requests held",
                 "Requests that each engine works on.",
-                Look(unit="none", decimals=0, links=linked),
-                Query(f"max by (role, replica, rank) ({alive(requests)})", each),
+                PanelFormat(unit="none", decimals=0, links=linked),
+                PanelQuery(f"max by (role, replica, rank) ({alive(requests)})", each),
             ),
             lines(
                 "CPU",
                 "CPUs that each process uses.",
-                Look(unit="none", links=linked),
-                Query(of_replicas("rolecall_process_cpu_seconds_total"), each),
+                PanelFormat(unit="none", links=linked),
+                PanelQuery(of_replicas("rolecall_process_cpu_seconds_total"), each),
             ),
         ],
     )
 
 
-def _recorded() -> Row:
+def _recorded() -> PanelRow:
     """What takes seconds to compute of a thousand ranks, recorded as it happens."""
-    return Row(
+    return PanelRow(
         "Over long times (needs the recording rules that `rolecall grafana export` writes)",
         8,
         (12, 6, 6),
@@ -211,8 +211,8 @@ def _recorded() -> Row:
             lines(
                 f"The {FIRST} slowest at each moment",
                 "How many times as long a unit of work takes as in the median of the role.",
-                Look(unit="none", limits=((None, GREEN), (SLOW_TIMES, ORANGE)), links=(SERIES_TO_REPLICA,)),
-                Query(
+                PanelFormat(unit="none", limits=((None, GREEN), (SLOW_TIMES, ORANGE)), links=(SERIES_TO_REPLICA,)),
+                PanelQuery(
                     f"topk({FIRST}, rank:rolecall_process_unit_slowness:ratio1m{{{OF_ROLE}}})",
                     "{{replica}} rank {{rank}}",
                 ),
@@ -220,28 +220,32 @@ def _recorded() -> Row:
             lines(
                 "Seconds a unit of work takes",
                 "Median of the role. It rises for all: not a replica, but the work or the network.",
-                Look(unit="s"),
-                Query(f"max by (role) (role:rolecall_process_unit_seconds:median1m{{{OF_ROLE}}})", "{{role}}"),
+                PanelFormat(unit="s"),
+                PanelQuery(f"max by (role) (role:rolecall_process_unit_seconds:median1m{{{OF_ROLE}}})", "{{role}}"),
             ),
             lines(
                 "Units of work per second",
                 "Of a rank: median of the role, and the slowest.",
-                Look(unit="cps"),
-                Query(f"max by (role) (role:rolecall_process_progress:median_rate1m{{{OF_ROLE}}})", "{{role}} median"),
-                Query(f"min by (role) (role:rolecall_process_progress:min_rate1m{{{OF_ROLE}}})", "{{role}} slowest"),
+                PanelFormat(unit="cps"),
+                PanelQuery(
+                    f"max by (role) (role:rolecall_process_progress:median_rate1m{{{OF_ROLE}}})", "{{role}} median"
+                ),
+                PanelQuery(
+                    f"min by (role) (role:rolecall_process_progress:min_rate1m{{{OF_ROLE}}})", "{{role}} slowest"
+                ),
             ),
         ],
         collapsed=True,
     )
 
 
-def _training() -> Row:
-    def of_ranks(metric: str) -> Query:
-        return Query(f"max by (replica, rank) ({metric}{{{OF_ROLE}}})", "{{replica}} rank {{rank}}")
+def _training() -> PanelRow:
+    def of_ranks(metric: str) -> PanelQuery:
+        return PanelQuery(f"max by (replica, rank) ({metric}{{{OF_ROLE}}})", "{{replica}} rank {{rank}}")
 
     unfinite = f"max by (replica, rank) (increase(rolecall_train_unfinite_total{{{OF_ROLE}}}[$__range]))"
     jumps = f"max by (replica, rank) (increase(rolecall_train_jumps_total{{{OF_ROLE}}}[$__range]))"
-    return Row(
+    return PanelRow(
         "What the trainers compute (empty for other roles)",
         8,
         (6, 6, 6, 6),
@@ -249,27 +253,27 @@ def _training() -> Row:
             lines(
                 "Loss",
                 "Of the newest step of each rank.",
-                Look(unit="none", least=None),
+                PanelFormat(unit="none", least=None),
                 of_ranks("rolecall_train_loss"),
             ),
             lines(
                 "Gradient norm",
                 "Before clipping. Ranks of one group agree; one that does not computes something else.",
-                Look(unit="none"),
+                PanelFormat(unit="none"),
                 of_ranks("rolecall_train_grad_norm"),
             ),
             lines(
                 "Reward",
                 "Of the newest step of each rank.",
-                Look(unit="none", least=None),
+                PanelFormat(unit="none", least=None),
                 of_ranks("rolecall_train_reward"),
             ),
             numbers(
                 "NaN, infinite, jumps",
                 "How often loss, gradient norm or reward were no number, or left their recent range, in the time shown.",
-                Look(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
-                Query(f"max({unfinite})", "NaN or infinite"),
-                Query(f"max({jumps})", "jumps"),
+                PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
+                PanelQuery(f"max({unfinite})", "NaN or infinite"),
+                PanelQuery(f"max({jumps})", "jumps"),
             ),
         ],
     )

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from grafana_foundation_sdk.models.dashboard import Dashboard, Panel
 
 from rolecall.core.policy_health import BY_NAME, LOG_RATIO_ALARM
-from rolecall.dashboards.grafana.board import TRAINING, Row, board, of_servers
+from rolecall.dashboards.grafana.board import TRAINING, PanelRow, board, of_servers
 from rolecall.dashboards.grafana.links import SERIES_TO_REPLICA
-from rolecall.dashboards.grafana.panels import BLUE, RED, Look, Query, lines, numbers
+from rolecall.dashboards.grafana.panels import BLUE, RED, PanelFormat, PanelQuery, lines, numbers
 from rolecall.dashboards.grafana.rules.training import ALL, FILTERED, KL_HIGH_NATS
 
-SHARE = Look(unit="percentunit", most=1.0)
-FEW = Look(unit="percentunit")
+SHARE = PanelFormat(unit="percentunit", most=1.0)
+FEW = PanelFormat(unit="percentunit")
 """A share of which a few per cent matter."""
 
 
@@ -29,22 +29,22 @@ def training() -> Dashboard:
     )
 
 
-def _of_run(title: str, look: Look, *shown: tuple[str, str]) -> Panel:
+def _of_run(title: str, look: PanelFormat, *shown: tuple[str, str]) -> Panel:
     """Signs of the run on one axis: (sign, its line). The first says in words what is normal."""
     told = [BY_NAME[name] for name, _ in shown]
     said = f"{'; '.join(sign.help for sign in told)}. {told[0].normal}"
-    return lines(title, said, look, *(Query(_run(name), line) for name, line in shown))
+    return lines(title, said, look, *(PanelQuery(_run(name), line) for name, line in shown))
 
 
 def _run(sign: str) -> str:
     return f"max(rolecall_run_{BY_NAME[sign].metric})"
 
 
-def _numbers() -> Row:
-    def now(title: str, sign: str, look: Look) -> Panel:
-        return numbers(title, f"{BY_NAME[sign].help}. {BY_NAME[sign].normal}", look, Query(_run(sign)))
+def _numbers() -> PanelRow:
+    def now(title: str, sign: str, look: PanelFormat) -> Panel:
+        return numbers(title, f"{BY_NAME[sign].help}. {BY_NAME[sign].normal}", look, PanelQuery(_run(sign)))
 
-    return Row(
+    return PanelRow(
         "The newest step",
         4,
         (4, 4, 4, 4, 4, 4),
@@ -52,11 +52,11 @@ def _numbers() -> Row:
             numbers(
                 "Reward",
                 "Mean reward of the newest step. It means something only while the signs beside it are healthy.",
-                Look(unit="none", decimals=3, least=None),
-                Query("max(rolecall_run_reward)"),
+                PanelFormat(unit="none", decimals=3, least=None),
+                PanelQuery("max(rolecall_run_reward)"),
             ),
-            now("Entropy, nats a token", "entropy", Look(unit="none", decimals=3)),
-            now("Tokens an answer", "response_length", Look(unit="none", decimals=1)),
+            now("Entropy, nats a token", "entropy", PanelFormat(unit="none", decimals=3)),
+            now("Tokens an answer", "response_length", PanelFormat(unit="none", decimals=1)),
             now("KL to the sampler, nats", "kl_sampler", _limited(KL_HIGH_NATS, "none", decimals=4)),
             now("Answers cut off", "truncated_fraction", _limited(ALL, "percentunit", decimals=1)),
             now("Groups filtered", "filtered_fraction", _limited(FILTERED, "percentunit", decimals=1)),
@@ -64,13 +64,13 @@ def _numbers() -> Row:
     )
 
 
-def _limited(limit: float, unit: str, decimals: int | None = None) -> Look:
+def _limited(limit: float, unit: str, decimals: int | None = None) -> PanelFormat:
     """With the limit of the alert."""
-    return Look(unit=unit, decimals=decimals, limits=((None, BLUE), (limit, RED)))
+    return PanelFormat(unit=unit, decimals=decimals, limits=((None, BLUE), (limit, RED)))
 
 
-def _learning() -> Row:
-    return Row(
+def _learning() -> PanelRow:
+    return PanelRow(
         "Does it learn?",
         8,
         (8, 8, 8),
@@ -78,13 +78,13 @@ def _learning() -> Row:
             lines(
                 "Reward",
                 "Mean reward of each step.",
-                Look(unit="none", least=None),
-                Query("max(rolecall_run_reward)", "reward"),
+                PanelFormat(unit="none", least=None),
+                PanelQuery("max(rolecall_run_reward)", "reward"),
             ),
-            _of_run("Entropy, nats a token", Look(unit="none"), ("entropy", "entropy")),
+            _of_run("Entropy, nats a token", PanelFormat(unit="none"), ("entropy", "entropy")),
             _of_run(
                 "Tokens an answer",
-                Look(unit="none"),
+                PanelFormat(unit="none"),
                 ("response_length", "mean"),
                 ("response_length_max", "longest"),
             ),
@@ -92,8 +92,8 @@ def _learning() -> Row:
     )
 
 
-def _distance() -> Row:
-    return Row(
+def _distance() -> PanelRow:
+    return PanelRow(
         "How far is it from who made its tokens?",
         8,
         (6, 6, 6, 6),
@@ -113,7 +113,7 @@ def _distance() -> Row:
             ),
             _of_run(
                 "Importance ratios",
-                Look(unit="none"),
+                PanelFormat(unit="none"),
                 ("ratio_mean", "mean"),
                 ("ratio_std", "standard deviation"),
                 ("ratio_max", "largest"),
@@ -127,8 +127,8 @@ def _distance() -> Row:
     )
 
 
-def _unused() -> Row:
-    return Row(
+def _unused() -> PanelRow:
+    return PanelRow(
         "What does not count",
         8,
         (8, 8, 8),
@@ -140,24 +140,24 @@ def _unused() -> Row:
     )
 
 
-def _critic() -> Row:
-    return Row(
+def _critic() -> PanelRow:
+    return PanelRow(
         "The critic (empty without one)",
         8,
         (12, 12),
         [
             _of_run(
                 "Explained variance",
-                Look(unit="none", least=None, most=1.0),
+                PanelFormat(unit="none", least=None, most=1.0),
                 ("explained_variance", "explained variance"),
             ),
-            _of_run("Loss of the critic", Look(unit="none"), ("value_loss", "loss")),
+            _of_run("Loss of the critic", PanelFormat(unit="none"), ("value_loss", "loss")),
         ],
     )
 
 
-def _trainers() -> Row:
-    def each(title: str, look: Look, *shown: str) -> Panel:
+def _trainers() -> PanelRow:
+    def each(title: str, look: PanelFormat, *shown: str) -> Panel:
         told = [BY_NAME[name] for name in shown]
         return lines(
             title,
@@ -167,26 +167,26 @@ def _trainers() -> Row:
         )
 
     linked = (SERIES_TO_REPLICA,)
-    return Row(
+    return PanelRow(
         "As each trainer tells it (of any job that calls `reporter.health`)",
         8,
         (8, 8, 8, 8, 8, 8, 8),
         [
-            each("Entropy, nats a token", Look(unit="none", links=linked), "entropy"),
-            each("Tokens an answer", Look(unit="none", links=linked), "response_length"),
+            each("Entropy, nats a token", PanelFormat(unit="none", links=linked), "entropy"),
+            each("Tokens an answer", PanelFormat(unit="none", links=linked), "response_length"),
             each("Answers cut off, groups filtered", SHARE, "truncated_fraction", "filtered_fraction"),
-            each("KL to the sampler, nats a token", Look(unit="none", links=linked), "kl_sampler"),
+            each("KL to the sampler, nats a token", PanelFormat(unit="none", links=linked), "kl_sampler"),
             each("Tokens clipped", FEW, "clip_fraction_low", "clip_fraction_high"),
-            each("Ratios", Look(unit="none", links=linked), "ratio_mean", "ratio_max"),
-            each("Apart from engines, same weights", Look(unit="none", links=linked), "log_ratio_max"),
+            each("Ratios", PanelFormat(unit="none", links=linked), "ratio_mean", "ratio_max"),
+            each("Apart from engines, same weights", PanelFormat(unit="none", links=linked), "log_ratio_max"),
         ],
         collapsed=True,
     )
 
 
-def _queries(metrics: Sequence[str]) -> list[Query]:
+def _queries(metrics: Sequence[str]) -> list[PanelQuery]:
     def legend(metric: str) -> str:
         rank = "{{replica}} rank {{rank}}"
         return rank if len(metrics) == 1 else f"{rank} {metric.removesuffix('_ratio').replace('_', ' ')}"
 
-    return [Query(f"max by (role, replica, rank) (rolecall_train_{m})", legend(m)) for m in metrics]
+    return [PanelQuery(f"max by (role, replica, rank) (rolecall_train_{m})", legend(m)) for m in metrics]

@@ -4,7 +4,7 @@ The watch makes incidents of what hurts its run. These are for what wants hands,
 NVIDIA's catalogue, NVSentinel and ByteRobust where they name one. Codes and names come from the catalogues.
 """
 
-from rolecall.dashboards.grafana.rules.rule import AGENT_JOBS, Alert, Group, Severity
+from rolecall.dashboards.grafana.rules.rule import AGENT_JOBS, Alert, RuleGroup, Severity
 from rolecall.formats.xid.xid import SXIDS, XIDS
 
 HARMLESS_XIDS = "|".join(str(code) for code, one in sorted(XIDS.items()) if not one.fatal)
@@ -190,8 +190,8 @@ _HOST = (
 )
 
 NODE_GROUPS = (
-    Group(name="rolecall-agents", rules=_AGENTS),
-    Group(name="rolecall-gpus", rules=_GPUS),
-    Group(name="rolecall-links", rules=_LINKS),
-    Group(name="rolecall-hosts", rules=_HOST),
+    RuleGroup(name="rolecall-agents", rules=_AGENTS),
+    RuleGroup(name="rolecall-gpus", rules=_GPUS),
+    RuleGroup(name="rolecall-links", rules=_LINKS),
+    RuleGroup(name="rolecall-hosts", rules=_HOST),
 )

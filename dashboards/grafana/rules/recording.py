@@ -5,7 +5,7 @@ tries on a machine at work, Prometheus 2.42), a sum of rates under 0.1 s, which 
 work is uneven is compared with its role, and with its own past by the watch.
 """
 
-from rolecall.dashboards.grafana.rules.rule import Group, Record
+from rolecall.dashboards.grafana.rules.rule import RecordingRule, RuleGroup
 
 UNIT_SECONDS = """max by (job, role, replica, rank) (rate(rolecall_process_busy_seconds_total[1m])
 / (rate(rolecall_process_work_units_total[1m]) > 0))"""
@@ -13,13 +13,17 @@ UNIT_SECONDS = """max by (job, role, replica, rank) (rate(rolecall_process_busy_
 PROGRESS = "max by (job, role, replica, rank) (rate(rolecall_process_progress_total[1m]))"
 
 _ROLES = (
-    Record(name="role:rolecall_process_unit_seconds:median1m", expr=f"quantile by (job, role) (0.5, {UNIT_SECONDS})"),
-    Record(
+    RecordingRule(
+        name="role:rolecall_process_unit_seconds:median1m", expr=f"quantile by (job, role) (0.5, {UNIT_SECONDS})"
+    ),
+    RecordingRule(
         name="rank:rolecall_process_unit_slowness:ratio1m",
         expr=f"{UNIT_SECONDS} / on (job, role) group_left () quantile by (job, role) (0.5, {UNIT_SECONDS})",
     ),
-    Record(name="role:rolecall_process_progress:median_rate1m", expr=f"quantile by (job, role) (0.5, {PROGRESS})"),
-    Record(name="role:rolecall_process_progress:min_rate1m", expr=f"min by (job, role) ({PROGRESS})"),
+    RecordingRule(
+        name="role:rolecall_process_progress:median_rate1m", expr=f"quantile by (job, role) (0.5, {PROGRESS})"
+    ),
+    RecordingRule(name="role:rolecall_process_progress:min_rate1m", expr=f"min by (job, role) ({PROGRESS})"),
 )
 
-RECORD_GROUPS = (Group(name="rolecall-roles", rules=_ROLES),)
+RECORD_GROUPS = (RuleGroup(name="rolecall-roles", rules=_ROLES),)

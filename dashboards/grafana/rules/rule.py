@@ -50,7 +50,7 @@ class Alert:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class RecordingRule:
     """`name`: level:metric:operation, as Prometheus' own naming of recording rules has it."""
 
     name: str
@@ -63,11 +63,11 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class RuleGroup:
     """Rules that are evaluated one after the other, each `interval`."""
 
     name: str
-    rules: tuple[Alert | Record, ...]
+    rules: tuple[Alert | RecordingRule, ...]
     interval: str = "15s"
 
 
@@ -85,7 +85,7 @@ def runbook(name: str, base: str = RUNBOOKS) -> str:
     return f"{base.rstrip('/')}/{name}.md"
 
 
-def groups() -> Mapping[str, tuple[Group, ...]]:
+def groups() -> Mapping[str, tuple[RuleGroup, ...]]:
     """File name -> groups."""
     # Here, because they are made of what is above.
     from rolecall.dashboards.grafana.rules.nodes import NODE_GROUPS
@@ -110,7 +110,7 @@ def rules_yaml(runbooks: str = RUNBOOKS) -> dict[str, str]:
     return {name: _text([_group(g, runbooks) for g in made]) for name, made in groups().items()}
 
 
-def _group(group: Group, runbooks: str) -> dict[str, Any]:
+def _group(group: RuleGroup, runbooks: str) -> dict[str, Any]:
     rules = [_alert(r, runbooks) if isinstance(r, Alert) else _record(r) for r in group.rules]
     return {"name": group.name, "interval": group.interval, "rules": rules}
 
@@ -129,7 +129,7 @@ def _alert(alert: Alert, runbooks: str) -> dict[str, Any]:
     }
 
 
-def _record(record: Record) -> dict[str, Any]:
+def _record(record: RecordingRule) -> dict[str, Any]:
     return {"record": record.name, "expr": _on_one_line(record.expr)}
 
 

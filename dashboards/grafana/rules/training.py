@@ -5,7 +5,7 @@ collapse looks closer and comes first; these stand where it is off, and where it
 machine is at fault in any of them.
 """
 
-from rolecall.dashboards.grafana.rules.rule import Alert, Group, Severity
+from rolecall.dashboards.grafana.rules.rule import Alert, RuleGroup, Severity
 from rolecall.dashboards.grafana.rules.watch import RUNNING, SAID_BY
 
 ALL = 0.95
@@ -58,4 +58,4 @@ _TRAINING = (
     ),
 )
 
-TRAINING_GROUPS = (Group(name="rolecall-training", rules=_TRAINING),)
+TRAINING_GROUPS = (RuleGroup(name="rolecall-training", rules=_TRAINING),)

@@ -4,7 +4,7 @@ What is folded from the journal is the same at every watch of a run: an alert th
 groups them. A run that is over alerts nobody.
 """
 
-from rolecall.dashboards.grafana.rules.rule import WATCH_JOB, Alert, Group, Severity
+from rolecall.dashboards.grafana.rules.rule import WATCH_JOB, Alert, RuleGroup, Severity
 
 RUNNING = "unless on (job, instance) (rolecall_run_ended == 1)"
 OBSERVING = 'on (job, instance) (rolecall_watch_mode{mode="observe"} == 1)'
@@ -227,7 +227,7 @@ _RUN = (
 )
 
 WATCH_GROUPS = (
-    Group(name="rolecall-watch", rules=_WATCH),
-    Group(name="rolecall-people", rules=_PEOPLE),
-    Group(name="rolecall-run", rules=_RUN),
+    RuleGroup(name="rolecall-watch", rules=_WATCH),
+    RuleGroup(name="rolecall-people", rules=_PEOPLE),
+    RuleGroup(name="rolecall-run", rules=_RUN),
 )

@@ -15,15 +15,15 @@ from rolecall.core.journal.database import redacted
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import ChainHead, Journal
 from rolecall.dashboards.pages.accounting.audit import APART_EVENTS, audited
-from rolecall.dashboards.pages.accounting.goals import Detected, Recovered, detection, recovery
-from rolecall.dashboards.pages.accounting.time import Times, times
+from rolecall.dashboards.pages.accounting.goals import DetectionTimes, RecoveryTimes, detection, recovery
+from rolecall.dashboards.pages.accounting.time import EttrBreakdown, times
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.operators.run_location import run_id_of
 from rolecall.views.audit import RunAudit
 from rolecall.views.ettr import steps, training_began
-from rolecall.views.incidents import tell
-from rolecall.views.injections import Fault, parse_injections
-from rolecall.views.lifetimes import lives
+from rolecall.views.incidents import summarize_incidents
+from rolecall.views.injections import InjectedFault, parse_injections
+from rolecall.views.lifetimes import incarnation_records
 from rolecall.views.lost_time import RETAINED
 
 _K = EventKind
@@ -37,7 +37,7 @@ ACCOUNT_SECONDS, AUDIT_SECONDS = 5.0, 60.0
 FIRST_SECONDS = 0.5
 """How long the first page waits for the first account; a short journal's takes 50 ms."""
 _NEEDED = {
-    _K.PLAN_MADE: ("plan",),  # not the question, which holds the whole fleet
+    _K.PLAN_CREATED: ("plan",),  # not the question, which holds the whole fleet
     _K.STEP_COMMITTED: ("step", "seconds", "reward", "loss", "epoch", "tokens"),
     _K.WEIGHTS_ADMITTED: ("replica", "incarnation"),
 }
@@ -45,12 +45,12 @@ _NEEDED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class IncidentStatistics:
     """What stories come to. `has_steps` false: an observed job, whose steps the journal does not have."""
 
-    times: Times | None
-    detection: tuple[Detected, ...]
-    recovery: tuple[Recovered, ...]
+    times: EttrBreakdown | None
+    detection: tuple[DetectionTimes, ...]
+    recovery: tuple[RecoveryTimes, ...]
     num_missed: int
     num_false_alarms: int
     num_injected: int
@@ -59,10 +59,10 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Books:
+class AccountingSnapshot:
     """`at`: wall seconds of when each was made; None: not yet. `trouble`: why the newest try came to nothing."""
 
-    told: Told | None = None
+    told: IncidentStatistics | None = None
     told_at: float | None = None
     audit: RunAudit | None = None
     audited_at: float | None = None
@@ -72,14 +72,14 @@ class Books:
     trouble: str = ""
 
 
-class Bookkeeper:
+class AccountingWorker:
     """Thread-safe; one a process and journal."""
 
     def __init__(self, settings: Settings, clock: Clock, *, apart_events: int = APART_EVENTS) -> None:
         """A journal of more than `apart_events` lines is audited in a process of its own."""
         self._settings, self._clock, self._apart_events = settings, clock, apart_events
         self._lock = threading.Lock()
-        self._books = Books()
+        self._books = AccountingSnapshot()
         self._events: list[Event] = []
         self._admitted: set[tuple[object, object]] = set()
         self._seq = 0
@@ -89,7 +89,7 @@ class Bookkeeper:
         self._audit_due = self._told_due = 0.0  # monotonic seconds
         self._told_head: ChainHead | None = None
 
-    def look(self, *, audit_now: bool = False) -> Books:
+    def look(self, *, audit_now: bool = False) -> AccountingSnapshot:
         """The newest books; begins new ones when they are due."""
         with self._lock:
             if audit_now:
@@ -172,12 +172,12 @@ class Bookkeeper:
             names = _NEEDED.get(event.kind)
             yield event if names is None else replace(event, body={k: event.body[k] for k in names if k in event.body})
 
-    def _told(self, journal: Journal) -> Told:
+    def _told(self, journal: Journal) -> IncidentStatistics:
         events, now = self._events, self._clock.wall()
-        known = lives(events, journal.actual())
+        known = incarnation_records(events, journal.actual())
         faults, note = self._faults()
         replica_faults = [f for f in faults if not f.of_helper]
-        joined = tell(events, known, replica_faults)
+        joined = summarize_incidents(events, known, replica_faults)
         committed, began = steps(events), training_began(events)
         over = next((e.wall_at for e in reversed(events) if e.kind is _K.RUN_ENDED), None)
         until = now if over is None else (committed[-1].at if committed else over)
@@ -192,7 +192,7 @@ class Bookkeeper:
                 num_rollouts=sum(r.startswith("rollout/") for r in replicas),
                 num_trainers=sum(r.startswith("trainer/") for r in replicas),
             )
-        return Told(
+        return IncidentStatistics(
             times=counted,
             detection=detection(joined.stories),
             recovery=recovery(joined.stories),
@@ -203,7 +203,7 @@ class Bookkeeper:
             note=note,
         )
 
-    def _faults(self) -> tuple[list[Fault], str]:
+    def _faults(self) -> tuple[list[InjectedFault], str]:
         run = self._settings.run
         if run is None:
             return [], ""

@@ -7,7 +7,7 @@ from typing import Any
 import altair as alt
 
 from rolecall.core.text import plain
-from rolecall.dashboards.pages.accounting.time import LostTo, Slice
+from rolecall.dashboards.pages.accounting.time import LostTimeShare, Slice
 
 DAY_SECONDS = 86_400.0
 
@@ -54,7 +54,7 @@ def _times(slices: Sequence[Slice]) -> Any:
     return alt.Axis(format="%m-%d %H:%M" if days else "%H:%M", tickCount=6, labelOverlap=True, labelFlush=True)
 
 
-def lost_chart(lost: Sequence[LostTo]) -> Any:
+def lost_chart(lost: Sequence[LostTimeShare]) -> Any:
     """A bar a name, longest first, with its seconds."""
     rows = [{"name": plain(part.name, 60), "seconds": round(part.seconds, 1)} for part in lost]
     base = alt.Chart(alt.Data(values=rows)).encode(

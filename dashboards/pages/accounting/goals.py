@@ -11,10 +11,10 @@ from enum import StrEnum
 
 from rolecall.core.diagnosis import Diagnosis, FaultClass
 from rolecall.recovery.incidents.incident import PERSON
-from rolecall.views.incidents import Story
+from rolecall.views.incidents import IncidentSummary
 
 
-class Evidence(StrEnum):
+class DetectionChannel(StrEnum):
     """What finds a fault, fastest first."""
 
     EXIT = "process exit"
@@ -26,12 +26,12 @@ class Evidence(StrEnum):
     OTHER = "other"
 
 
-GOAL_SECONDS: dict[Evidence, float] = {
-    Evidence.EXIT: 1.0,
-    Evidence.HARDWARE: 2.0,
-    Evidence.STALL: 5.0,
-    Evidence.COLLECTIVE: 10.0,
-    Evidence.SLOW: 30.0,
+GOAL_SECONDS: dict[DetectionChannel, float] = {
+    DetectionChannel.EXIT: 1.0,
+    DetectionChannel.HARDWARE: 2.0,
+    DetectionChannel.STALL: 5.0,
+    DetectionChannel.COLLECTIVE: 10.0,
+    DetectionChannel.SLOW: 30.0,
 }
 """From fault to finding, with metrics straight from agents. Wrong values have a goal of one step; others have none."""
 OF_COLLECTIVES = frozenset({"nccl", "nccl_ras", "nccl_inspector", "flight_recorder", "lost", "infiniband_trees"})
@@ -39,10 +39,10 @@ OF_MACHINES = frozenset({"node", "kernel-log"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Detected:
+class DetectionTimes:
     """`share`: of those within the goal; None where there is no goal, or nothing to count."""
 
-    evidence: Evidence
+    evidence: DetectionChannel
     goal_seconds: float | None
     injected: bool  # whether the true moment of the faults is known
     num: int
@@ -52,7 +52,7 @@ class Detected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recovered:
+class RecoveryTimes:
     """Of the incidents of one class on which something was done. Seconds from the finding."""
 
     fault_class: str
@@ -65,43 +65,43 @@ class Recovered:
     cured_worst: float | None
 
 
-def evidence_of(d: Diagnosis) -> Evidence:
+def evidence_of(d: Diagnosis) -> DetectionChannel:
     """By the class of the fault and who found it."""
     seen = frozenset(d.detectors)
     match d.fault_class:
         case FaultClass.CRASH | FaultClass.RESOURCE_EXHAUSTED | FaultClass.USER_CODE:
-            return Evidence.EXIT
+            return DetectionChannel.EXIT
         case FaultClass.GPU:
-            return Evidence.HARDWARE
+            return DetectionChannel.HARDWARE
         case FaultClass.NETWORK:
-            return Evidence.HARDWARE if seen & OF_MACHINES else Evidence.COLLECTIVE
+            return DetectionChannel.HARDWARE if seen & OF_MACHINES else DetectionChannel.COLLECTIVE
         case FaultClass.HANG:
-            return Evidence.COLLECTIVE if seen & OF_COLLECTIVES else Evidence.STALL
+            return DetectionChannel.COLLECTIVE if seen & OF_COLLECTIVES else DetectionChannel.STALL
         case FaultClass.SLOW:
-            return Evidence.SLOW
+            return DetectionChannel.SLOW
         case FaultClass.SILENT_CORRUPTION | FaultClass.WRONG_WEIGHTS:
-            return Evidence.WRONG
+            return DetectionChannel.WRONG
         case _:
-            return Evidence.OTHER
+            return DetectionChannel.OTHER
 
 
-def detection(stories: Iterable[Story]) -> tuple[Detected, ...]:
+def detection(stories: Iterable[IncidentSummary]) -> tuple[DetectionTimes, ...]:
     """A line for each kind of evidence that found something, injected faults and others apart."""
-    found: dict[tuple[Evidence, bool], list[float]] = {}
+    found: dict[tuple[DetectionChannel, bool], list[float]] = {}
     for story in stories:
         if PERSON in story.diagnosis.detectors or (story.fault is not None and not story.named_right):
             continue  # a request is no finding, and the wrong name is none of this fault
         key = evidence_of(story.diagnosis), story.fault is not None
         found.setdefault(key, []).append(max(0.0, story.detected_at - story.began_at))
-    order = list(Evidence)
+    order = list(DetectionChannel)
     return tuple(
         _detected(e, injected, found[e, injected]) for e, injected in sorted(found, key=lambda k: order.index(k[0]))
     )
 
 
-def _detected(evidence: Evidence, injected: bool, seconds: Sequence[float]) -> Detected:
+def _detected(evidence: DetectionChannel, injected: bool, seconds: Sequence[float]) -> DetectionTimes:
     goal = GOAL_SECONDS.get(evidence)
-    return Detected(
+    return DetectionTimes(
         evidence=evidence,
         goal_seconds=goal,
         injected=injected,
@@ -112,21 +112,21 @@ def _detected(evidence: Evidence, injected: bool, seconds: Sequence[float]) -> D
     )
 
 
-def recovery(stories: Iterable[Story]) -> tuple[Recovered, ...]:
+def recovery(stories: Iterable[IncidentSummary]) -> tuple[RecoveryTimes, ...]:
     """A line for each class of fault on which an action was started."""
-    found: dict[str, list[Story]] = {}
+    found: dict[str, list[IncidentSummary]] = {}
     for story in stories:
         if story.action_started_at is not None:
             found.setdefault(str(story.diagnosis.fault_class), []).append(story)
     return tuple(_recovered(name, found[name]) for name in sorted(found))
 
 
-def _recovered(name: str, stories: Sequence[Story]) -> Recovered:
-    def took(at: Callable[[Story], float | None]) -> list[float]:
+def _recovered(name: str, stories: Sequence[IncidentSummary]) -> RecoveryTimes:
+    def took(at: Callable[[IncidentSummary], float | None]) -> list[float]:
         return [s for story in stories if (s := story.since_finding(at(story))) is not None]
 
     serving, cured = took(lambda s: s.serving_at), took(lambda s: s.cured_at)
-    return Recovered(
+    return RecoveryTimes(
         fault_class=name,
         num=len(stories),
         num_served=len(serving),

@@ -40,7 +40,7 @@ class Precision:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Marks:
+class PrecisionSummary:
     of_all: Precision
     by_class: tuple[Precision, ...]
     by_detector: tuple[Precision, ...]
@@ -58,10 +58,10 @@ def wilson(num_right: int, num: int) -> tuple[float, float] | None:
 
 def markable(incidents: Iterable[Incident]) -> tuple[Incident, ...]:
     """What detectors said, newest first: a request of a person is no diagnosis."""
-    return tuple(sorted((i for i in incidents if not i.by_person), key=lambda i: i.opened_at, reverse=True))
+    return tuple(sorted((i for i in incidents if not i.requested_by_operator), key=lambda i: i.opened_at, reverse=True))
 
 
-def marks(incidents: Iterable[Incident]) -> Marks:
+def marks(incidents: Iterable[Incident]) -> PrecisionSummary:
     """A diagnosis of two detectors counts for both; of the class that it has by now."""
     found = markable(incidents)
     classes: dict[str, list[Incident]] = {}
@@ -71,7 +71,7 @@ def marks(incidents: Iterable[Incident]) -> Marks:
         for name in i.diagnosis.detectors or ("unknown",):
             detectors.setdefault(name, []).append(i)
     order = [str(c) for c in FaultClass]
-    return Marks(
+    return PrecisionSummary(
         of_all=_precision("all", found),
         by_class=tuple(_precision(n, classes[n]) for n in sorted(classes, key=order.index)),
         by_detector=tuple(_precision(n, detectors[n]) for n in sorted(detectors)),

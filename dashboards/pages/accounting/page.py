@@ -8,15 +8,15 @@ import streamlit as st
 from rolecall.core.clock import SystemClock
 from rolecall.core.text import plain, seconds
 from rolecall.dashboards.data.nodes import age
-from rolecall.dashboards.data.reader import Look, Reader
-from rolecall.dashboards.pages.accounting.accounts import Bookkeeper, Books, Told
+from rolecall.dashboards.data.reader import JournalSnapshot, Reader
+from rolecall.dashboards.pages.accounting.accounts import AccountingSnapshot, AccountingWorker, IncidentStatistics
 from rolecall.dashboards.pages.accounting.charts import ettr_chart, lost_chart
 from rolecall.dashboards.pages.accounting.marks import FEW, Precision, markable, marks
-from rolecall.dashboards.pages.accounting.time import LostTo, Times
+from rolecall.dashboards.pages.accounting.time import EttrBreakdown, LostTimeShare
 from rolecall.dashboards.pages.operations.buttons import answer, as_commands, form
-from rolecall.dashboards.pages.operations.commands import Ask, What
+from rolecall.dashboards.pages.operations.commands import OperatorCommand, OperatorCommandKind
 from rolecall.dashboards.pages.shell import page, reader
-from rolecall.dashboards.pages.sign_in import Who, follow, sidebar
+from rolecall.dashboards.pages.sign_in import Viewer, follow, sidebar
 from rolecall.dashboards.settings import Settings
 from rolecall.recovery.incidents.incident import Incident
 
@@ -32,16 +32,16 @@ def show() -> None:
 
 
 @st.cache_resource(show_spinner=False)
-def _keeper(_settings: Settings, journal_url: str, run: str) -> Bookkeeper:
-    return Bookkeeper(_settings, SystemClock())
+def _keeper(_settings: Settings, journal_url: str, run: str) -> AccountingWorker:
+    return AccountingWorker(_settings, SystemClock())
 
 
-def keeper(settings: Settings) -> Bookkeeper:
+def keeper(settings: Settings) -> AccountingWorker:
     """The one bookkeeper of this process, for this journal."""
     return _keeper(settings, settings.journal_url, str(settings.run.path) if settings.run else "")
 
 
-def _draw(r: Reader, look: Look) -> None:
+def _draw(r: Reader, look: JournalSnapshot) -> None:
     person, now = follow(r), r.now()
     answer()
     books = keeper(r.settings).look(audit_now=bool(st.session_state.pop(AUDIT_NOW, False)))
@@ -52,7 +52,7 @@ def _draw(r: Reader, look: Look) -> None:
     _marks(r, person, tuple(look.book.incidents.values()))
 
 
-def _draw_told(r: Reader, _look: Look) -> None:
+def _draw_told(r: Reader, _look: JournalSnapshot) -> None:
     told = keeper(r.settings).look().told
     if told is None:
         st.text("The accounts are being made up: the journal is long, or its database slow.")
@@ -64,7 +64,7 @@ def _draw_told(r: Reader, _look: Look) -> None:
 # --- audit --------------------------------------------------------------------------------------------------------
 
 
-def _audit(books: Books, now: float) -> None:
+def _audit(books: AccountingSnapshot, now: float) -> None:
     st.subheader("Prompt groups")
     found = books.audit
     if found is None:
@@ -108,7 +108,7 @@ def _ask_for_audit() -> None:
 # --- time ---------------------------------------------------------------------------------------------------------
 
 
-def _effective(told: Told) -> None:
+def _effective(told: IncidentStatistics) -> None:
     st.subheader("Effective training time")
     t = told.times
     if t is None or not t.num_replicas:
@@ -141,7 +141,7 @@ def _effective(told: Told) -> None:
         _lost("by incident, the first ten", t.by_incident)
 
 
-def _slices(t: Times) -> None:
+def _slices(t: EttrBreakdown) -> None:
     st.dataframe(
         {
             "from (UTC)": [_when(s.start) for s in t.slices],
@@ -156,7 +156,7 @@ def _slices(t: Times) -> None:
     )
 
 
-def _lost(title: str, parts: Sequence[LostTo]) -> None:
+def _lost(title: str, parts: Sequence[LostTimeShare]) -> None:
     st.markdown(f"**Lost {title}**")
     st.altair_chart(lost_chart(parts), width="stretch")
     with st.container(gap="xxsmall"):
@@ -167,7 +167,7 @@ def _lost(title: str, parts: Sequence[LostTo]) -> None:
 # --- speed --------------------------------------------------------------------------------------------------------
 
 
-def _speed(told: Told) -> None:
+def _speed(told: IncidentStatistics) -> None:
     st.subheader("From fault to finding, against the goals")
     if told.note:
         st.warning("Injected faults cannot be told.", icon=":material/report:")
@@ -203,7 +203,7 @@ def _speed(told: Told) -> None:
         {
             "class": [c.fault_class for c in told.recovery],
             "acted on": [c.num for c in told.recovery],
-            "cured": [c.num_cured for c in told.recovery],
+            "resolved": [c.num_cured for c in told.recovery],
             "cured after, median": [seconds(c.cured_median) for c in told.recovery],
             "worst": [seconds(c.cured_worst) for c in told.recovery],
             "serve again": [c.num_served for c in told.recovery],
@@ -228,7 +228,7 @@ def _within(share: float | None) -> str:
 # --- marks --------------------------------------------------------------------------------------------------------
 
 
-def _marks(r: Reader, person: Who, incidents: Sequence[Incident]) -> None:
+def _marks(r: Reader, person: Viewer, incidents: Sequence[Incident]) -> None:
     st.subheader("Were the diagnoses right?")
     found = marks(incidents)
     st.text(found.of_all.sentence)
@@ -261,8 +261,8 @@ def _marks(r: Reader, person: Who, incidents: Sequence[Incident]) -> None:
     incident = next((i for i in listed if plain(i.incident_id) == chosen), None)
     if incident is not None:
         st.text(plain(incident.diagnosis.because))
-        right = Ask(what=What.MARK_RIGHT, on=incident.incident_id)
-        wrong = Ask(what=What.MARK_WRONG, on=incident.incident_id)
+        right = OperatorCommand(what=OperatorCommandKind.MARK_RIGHT, on=incident.incident_id)
+        wrong = OperatorCommand(what=OperatorCommandKind.MARK_WRONG, on=incident.incident_id)
         form(r, person, f"mark:{incident.incident_id}", {"✓ Right": right, "✗ Wrong": wrong})
         as_commands(r, person, right, wrong)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rolecall.views.ettr import Loss, Step, ettr, losses
-from rolecall.views.incidents import Joined
+from rolecall.views.incidents import MatchedIncidents
 from rolecall.views.lost_time import CausedLoss, lost_between
 
 HOUR_SECONDS = 3600.0
@@ -34,14 +34,14 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LostTo:
+class LostTimeShare:
     name: str
     seconds: float
     share: float  # of all that was lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
+class EttrBreakdown:
     """`slice_seconds`: 3600, or less for a short run. `ettr`: of the whole run."""
 
     slice_seconds: float
@@ -49,21 +49,21 @@ class Times:
     ettr: float | None
     training_seconds: float
     lost_seconds: float
-    by_role: tuple[LostTo, ...]
-    by_class: tuple[LostTo, ...]
-    by_incident: tuple[LostTo, ...]  # the first ten
+    by_role: tuple[LostTimeShare, ...]
+    by_class: tuple[LostTimeShare, ...]
+    by_incident: tuple[LostTimeShare, ...]  # the first ten
     num_replicas: int
 
 
 def times(
-    joined: Joined,
+    joined: MatchedIncidents,
     committed: Sequence[Step],
     *,
     began: float,
     until: float,
     num_rollouts: int,
     num_trainers: int,
-) -> Times:
+) -> EttrBreakdown:
     """`began`, `until`: of training, wall seconds."""
     caused = _caused(joined, until)
     classes = {s.incident_id: str(s.diagnosis.fault_class) for s in joined.stories}
@@ -95,7 +95,7 @@ def times(
             )
         )
     total = sum(s.end - s.start for s in slices)
-    return Times(
+    return EttrBreakdown(
         slice_seconds=width,
         slices=tuple(slices),
         ettr=effective / total if total > 0 and num_rollouts + num_trainers else None,
@@ -108,21 +108,21 @@ def times(
     )
 
 
-def _caused(joined: Joined, end: float) -> list[CausedLoss]:
+def _caused(joined: MatchedIncidents, end: float) -> list[CausedLoss]:
     """Every loss with the incident that tells of it."""
     found = []
     for story in joined.stories:
-        alone = Joined(stories=(story,), missed=(), false_alarms=())
+        alone = MatchedIncidents(stories=(story,), missed=(), false_alarms=())
         found += [CausedLoss(loss=loss, fault=story.incident_id) for loss in losses(alone, end)]
-    unseen: Sequence[Loss] = losses(Joined(stories=(), missed=joined.missed, false_alarms=()), end)
+    unseen: Sequence[Loss] = losses(MatchedIncidents(stories=(), missed=joined.missed, false_alarms=()), end)
     return found + [CausedLoss(loss=loss, fault=UNNOTICED) for loss in unseen]
 
 
-def _ranked(parts: Iterable[tuple[str, float]]) -> tuple[LostTo, ...]:
+def _ranked(parts: Iterable[tuple[str, float]]) -> tuple[LostTimeShare, ...]:
     """Added up by name, most first."""
     seconds: dict[str, float] = {}
     for name, part in parts:
         seconds[name] = seconds.get(name, 0.0) + part
     total = sum(seconds.values())
     ranked = sorted(seconds.items(), key=lambda kv: (-kv[1], kv[0]))
-    return tuple(LostTo(name=n, seconds=s, share=s / total if total else 0.0) for n, s in ranked)
+    return tuple(LostTimeShare(name=n, seconds=s, share=s / total if total else 0.0) for n, s in ranked)

@@ -1,4 +1,4 @@
-"""The page `Fleet`: nodes by health, worst first, and one node's past."""
+"""The page `FleetHealth`: nodes by health, worst first, and one node's past."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -9,12 +9,12 @@ import streamlit as st
 
 from rolecall.core.clock import SystemClock
 from rolecall.core.text import plain, seconds
-from rolecall.dashboards.data.hardware import Code, codes_of, merged
-from rolecall.dashboards.data.node_history import Past, pasts
+from rolecall.dashboards.data.hardware import XidOccurrence, codes_of, merged
+from rolecall.dashboards.data.node_history import NodeHistory, pasts
 from rolecall.dashboards.data.nodes import (
     GLYPHS,
-    Fleet,
-    Health,
+    FleetHealth,
+    NodeHealth,
     NodeRow,
     age,
     counted_until,
@@ -22,9 +22,9 @@ from rolecall.dashboards.data.nodes import (
     incidents_by_node,
     natural,
 )
-from rolecall.dashboards.data.reader import Look, Reader
+from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.fleet.charts import incidents_chart
-from rolecall.dashboards.pages.fleet.prometheus import Eye, Seen
+from rolecall.dashboards.pages.fleet.prometheus import FleetMetricsPoller, FleetMetricsSnapshot
 from rolecall.dashboards.pages.operations.buttons import desk
 from rolecall.dashboards.pages.operations.state import State, place_of
 from rolecall.dashboards.pages.shell import page, reader
@@ -37,20 +37,20 @@ CODES_SHOWN = 200
 
 def show() -> None:
     sidebar(reader())
-    page("Fleet", _draw)
+    page("FleetHealth", _draw)
 
 
 @dataclass
-class _Drawer:
+class _FleetPageCache:
     """What was derived from one look serves all who look: one a process and journal. Thread-safe."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     of: tuple[object, ...] = ()
     by_node: Mapping[str, Sequence[Incident]] = field(default_factory=dict)
-    codes: tuple[Code, ...] = ()
-    pasts: Mapping[str, Past] = field(default_factory=dict)
+    codes: tuple[XidOccurrence, ...] = ()
+    pasts: Mapping[str, NodeHistory] = field(default_factory=dict)
 
-    def fleet(self, look: Look, state: State, seen: Seen, now: float) -> Fleet:
+    def fleet(self, look: JournalSnapshot, state: State, seen: FleetMetricsSnapshot, now: float) -> FleetHealth:
         with self.lock:
             incidents = tuple(look.book.incidents.values())
             if self.of != (incidents, state.words):
@@ -61,18 +61,18 @@ class _Drawer:
 
 
 @st.cache_resource(show_spinner=False)
-def _drawer(journal_url: str) -> _Drawer:
-    return _Drawer()
+def _drawer(journal_url: str) -> _FleetPageCache:
+    return _FleetPageCache()
 
 
 @st.cache_resource(show_spinner=False)
-def _eye(url: str, _authorization: str, run_id: str) -> Eye:
-    return Eye(url, _authorization, SystemClock(), run_id)
+def _eye(url: str, _authorization: str, run_id: str) -> FleetMetricsPoller:
+    return FleetMetricsPoller(url, _authorization, SystemClock(), run_id)
 
 
-def _draw(r: Reader, look: Look) -> None:
+def _draw(r: Reader, look: JournalSnapshot) -> None:
     settings, now = r.settings, r.now()
-    seen = Seen()
+    seen = FleetMetricsSnapshot()
     if settings.prometheus_url:
         seen = _eye(settings.prometheus_url, settings.prometheus_authorization, place_of(r).run_id).look()
     drawer = _drawer(settings.journal_url)
@@ -90,15 +90,15 @@ def _draw(r: Reader, look: Look) -> None:
         _node(row, drawer.by_node.get(row.node, ()), fleet)
 
 
-def _counts(fleet: Fleet) -> None:
+def _counts(fleet: FleetHealth) -> None:
     with st.container(horizontal=True):
-        for health in Health:
+        for health in NodeHealth:
             num = fleet.count(health)
-            if num or health is Health.HEALTHY:
+            if num or health is NodeHealth.HEALTHY:
                 st.metric(f"{GLYPHS[health]} {health}", num)
 
 
-def _hardware_source(url: str, seen: Seen, now: float) -> None:
+def _hardware_source(url: str, seen: FleetMetricsSnapshot, now: float) -> None:
     if not url:
         st.caption("Hardware as incidents tell it. With `--prometheus URL` the XIDs and GPUs of all nodes show live.")
     elif seen.away:
@@ -110,7 +110,7 @@ def _hardware_source(url: str, seen: Seen, now: float) -> None:
         st.text("Prometheus has been asked and has not answered yet.")
 
 
-def _table(fleet: Fleet, now: float, *, whole: bool) -> None:
+def _table(fleet: FleetHealth, now: float, *, whole: bool) -> None:
     rows = fleet.rows
     st.dataframe(
         {
@@ -137,12 +137,12 @@ def _table(fleet: Fleet, now: float, *, whole: bool) -> None:
     )
 
 
-def _codes_told(codes: Sequence[Code]) -> str:
+def _codes_told(codes: Sequence[XidOccurrence]) -> str:
     names = dict.fromkeys(f"{c.name}{'!' if c.fatal else ''}" for c in codes)
     return ", ".join(names)
 
 
-def _burn_in_told(past: Past) -> str:
+def _burn_in_told(past: NodeHistory) -> str:
     found = past.record.burn_ins
     if not found:
         return "–"
@@ -152,7 +152,7 @@ def _burn_in_told(past: Past) -> str:
 # --- one node -----------------------------------------------------------------------------------------------------
 
 
-def _node(row: NodeRow, found: Sequence[Incident], fleet: Fleet) -> None:
+def _node(row: NodeRow, found: Sequence[Incident], fleet: FleetHealth) -> None:
     with st.container(border=True):
         st.text(plain(f"{row.node}: {row.told}"))
         if row.because:
@@ -168,7 +168,7 @@ def _node(row: NodeRow, found: Sequence[Incident], fleet: Fleet) -> None:
         _burn_ins(row.past)
 
 
-def _incidents(row: NodeRow, found: Sequence[Incident], fleet: Fleet) -> None:
+def _incidents(row: NodeRow, found: Sequence[Incident], fleet: FleetHealth) -> None:
     st.markdown("**Incidents**")
     if not found:
         st.text("None that suspects this node.")
@@ -192,7 +192,7 @@ def _incidents(row: NodeRow, found: Sequence[Incident], fleet: Fleet) -> None:
     )
 
 
-def _codes(codes: Sequence[Code]) -> None:
+def _codes(codes: Sequence[XidOccurrence]) -> None:
     st.markdown("**XIDs and hardware**")
     if not codes:
         st.text("No XID is known of this node.")
@@ -215,7 +215,7 @@ def _codes(codes: Sequence[Code]) -> None:
     )
 
 
-def _said(past: Past) -> None:
+def _said(past: NodeHistory) -> None:
     st.markdown("**Quarantines and drains**")
     if not past.said:
         st.text("Nobody has said anything of this node.")
@@ -223,7 +223,7 @@ def _said(past: Past) -> None:
         st.text(plain(f"{_when(said.at)} {said.what} by {said.by}: {said.because}"))
 
 
-def _burn_ins(past: Past) -> None:
+def _burn_ins(past: NodeHistory) -> None:
     st.markdown("**Burn-ins**")
     if not past.record.burn_ins:
         st.text("It was never burned in. On the node itself:")

@@ -5,14 +5,19 @@ from dataclasses import dataclass, field, replace
 
 from rolecall.core.clock import Clock
 from rolecall.core.errors import RolecallError
-from rolecall.dashboards.data.hardware import Live, Sample, live_of, of_run, samples
-from rolecall.detector.sources.prometheus_api import Client, Limits, NoAnswer, TooMuch
+from rolecall.dashboards.data.hardware import FleetMetrics, Sample, live_of, of_run, samples
+from rolecall.detector.sources.prometheus_api import (
+    Client,
+    PrometheusClientLimits,
+    PrometheusResponseTooLarge,
+    PrometheusUnavailable,
+)
 
 ASK_SECONDS = 10.0
 """Between two rounds of questions. Counters of hardware move slowly, and the server has other readers."""
 FIRST_SECONDS = 0.7
 """How long the first page waits for the first answer."""
-LIMITS = Limits(answer_bytes_max=8 << 20, connect_seconds=2.0, answer_seconds=5.0, patience_seconds=0.0)
+LIMITS = PrometheusClientLimits(answer_bytes_max=8 << 20, connect_seconds=2.0, answer_seconds=5.0, patience_seconds=0.0)
 COUNTS = "sum by (node, instance, gpu, xid) (rolecall_xid_events_total)"
 LAST_SEEN = "max by (node, instance, gpu, xid) (rolecall_xid_last_timestamp_seconds)"
 LOST_GPUS = "min by (node, instance, gpu) (rolecall_gpu_up) == 0"
@@ -25,25 +30,25 @@ DCGM = "max by (hostname, Hostname, instance, gpu) (DCGM_FI_DEV_XID_ERRORS) > 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class FleetMetricsSnapshot:
     """The newest answers. `away`: why there are none newer, empty when all is well; `at`: wall seconds of the answers."""
 
-    live: Live = field(default_factory=Live)
+    live: FleetMetrics = field(default_factory=FleetMetrics)
     at: float | None = None
     away: str = ""
 
 
-class Eye:
+class FleetMetricsPoller:
     """Thread-safe; one a process and server."""
 
     def __init__(self, url: str, authorization: str, clock: Clock, run_id: str = "") -> None:
         self._url, self._authorization, self._clock, self._run_id = url, authorization, clock, run_id
         self._lock = threading.Lock()
-        self._seen = Seen()
+        self._seen = FleetMetricsSnapshot()
         self._asked_at: float | None = None
         self._answered = threading.Event()
 
-    def look(self) -> Seen:
+    def look(self) -> FleetMetricsSnapshot:
         """The newest answers; asks anew when they are old. Waits for the very first ones, and not for long."""
         with self._lock:
             now = self._clock.monotonic()
@@ -63,13 +68,13 @@ class Eye:
     def _ask(self) -> None:
         try:
             live = self._live()
-            self._seen = Seen(live=live, at=self._clock.wall())
-        except (NoAnswer, TooMuch, RolecallError) as e:
+            self._seen = FleetMetricsSnapshot(live=live, at=self._clock.wall())
+        except (PrometheusUnavailable, PrometheusResponseTooLarge, RolecallError) as e:
             self._seen = replace(self._seen, away=str(e))
         finally:
             self._answered.set()
 
-    def _live(self) -> Live:
+    def _live(self) -> FleetMetrics:
         client = Client(self._url, self._clock, authorization=self._authorization, limits=LIMITS)
         try:
 

@@ -12,7 +12,7 @@ from typing import Any
 import altair as alt
 
 from rolecall.dashboards.pages.incidents.signals import Signal
-from rolecall.dashboards.pages.incidents.timeline import Axis, Mark, Moment, Told
+from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, Moment, TimelineEntryKind, TimelineRange
 
 SIGNAL_HEIGHT = 140
 X_AXIS_HEIGHT = 72
@@ -28,42 +28,42 @@ AXIS_WIDTH = 66
 
 SUSPECT, PEER, LIMIT, RULE = "#d1495b", "#4d7ea8", "#b8860b", "#808080"
 """Readable on white and on near-black."""
-SHAPES: dict[Mark, str] = {
-    Mark.FAULT: "cross",
-    Mark.ONSET: "triangle-right",
-    Mark.FOUND: "diamond",
-    Mark.KNOWN: "circle",
-    Mark.PLAN: "square",
-    Mark.HELD: "stroke",
-    Mark.PERSON: "wedge",
-    Mark.ACTION: "triangle-up",
-    Mark.FAILED: "cross",
-    Mark.RUN: "circle",
-    Mark.PROOF: "triangle-down",
-    Mark.CURED: "arrow",
-    Mark.CLOSED: "square",
+SHAPES: dict[TimelineEntryKind, str] = {
+    TimelineEntryKind.FAULT: "cross",
+    TimelineEntryKind.ONSET: "triangle-right",
+    TimelineEntryKind.FOUND: "diamond",
+    TimelineEntryKind.KNOWN: "circle",
+    TimelineEntryKind.PLAN: "square",
+    TimelineEntryKind.HELD: "stroke",
+    TimelineEntryKind.PERSON: "wedge",
+    TimelineEntryKind.ACTION: "triangle-up",
+    TimelineEntryKind.FAILED: "cross",
+    TimelineEntryKind.RUN: "circle",
+    TimelineEntryKind.PROOF: "triangle-down",
+    TimelineEntryKind.CURED: "arrow",
+    TimelineEntryKind.CLOSED: "square",
 }
-DASHES: dict[Mark, list[int]] = {
-    Mark.FAULT: [1, 3],
-    Mark.ONSET: [4, 4],
-    Mark.FOUND: [1, 0],
-    Mark.ACTION: [8, 3],
-    Mark.PROOF: [2, 2],
-    Mark.CURED: [10, 2, 2, 2],
+DASHES: dict[TimelineEntryKind, list[int]] = {
+    TimelineEntryKind.FAULT: [1, 3],
+    TimelineEntryKind.ONSET: [4, 4],
+    TimelineEntryKind.FOUND: [1, 0],
+    TimelineEntryKind.ACTION: [8, 3],
+    TimelineEntryKind.PROOF: [2, 2],
+    TimelineEntryKind.CURED: [10, 2, 2, 2],
 }
-ROWS: dict[str, tuple[Mark, ...]] = {
-    "fault": (Mark.FAULT, Mark.ONSET),
-    "finding": (Mark.FOUND, Mark.KNOWN),
-    "decision": (Mark.PLAN, Mark.HELD, Mark.PERSON),
-    "action": (Mark.ACTION, Mark.FAILED),
-    "run": (Mark.RUN,),
-    "proof": (Mark.PROOF, Mark.CURED, Mark.CLOSED),
+ROWS: dict[str, tuple[TimelineEntryKind, ...]] = {
+    "fault": (TimelineEntryKind.FAULT, TimelineEntryKind.ONSET),
+    "finding": (TimelineEntryKind.FOUND, TimelineEntryKind.KNOWN),
+    "decision": (TimelineEntryKind.PLAN, TimelineEntryKind.HELD, TimelineEntryKind.PERSON),
+    "action": (TimelineEntryKind.ACTION, TimelineEntryKind.FAILED),
+    "run": (TimelineEntryKind.RUN,),
+    "proof": (TimelineEntryKind.PROOF, TimelineEntryKind.CURED, TimelineEntryKind.CLOSED),
 }
 """Kinds of moments that share a row."""
 ROW_OF = {mark: row for row, marks in ROWS.items() for mark in marks}
 
 
-def story_charts(told: Told, axis: Axis, signals: Sequence[Signal]) -> list[Any]:
+def story_charts(told: IncidentTimeline, axis: TimelineRange, signals: Sequence[Signal]) -> list[Any]:
     """One below the other, each as wide as its container: they stand on one axis because each leaves the same room at its
     left and shows the same time."""
     shown = [m for m in told.moments if axis.begin <= m.at <= axis.end]
@@ -75,7 +75,7 @@ def story_charts(told: Told, axis: Axis, signals: Sequence[Signal]) -> list[Any]
     ]
 
 
-def _x(axis: Axis, *, labels: bool) -> Any:
+def _x(axis: TimelineRange, *, labels: bool) -> Any:
     """Seconds from the onset, and below them the time of day in UTC."""
     zero = round(axis.zero * 1000)
     words = f"[format(datum.value, '+,~g') + ' s', utcFormat({zero} + datum.value * 1000, '%H:%M:%S')]"
@@ -97,7 +97,7 @@ def _x(axis: Axis, *, labels: bool) -> Any:
     )
 
 
-def _moments(moments: Sequence[Moment], axis: Axis, *, last: bool) -> Any:
+def _moments(moments: Sequence[Moment], axis: TimelineRange, *, last: bool) -> Any:
     rows = [r for r in ROWS if any(ROW_OF[m.mark] == r for m in moments)]
     values = [
         {
@@ -119,7 +119,7 @@ def _moments(moments: Sequence[Moment], axis: Axis, *, last: bool) -> Any:
         alt.Tooltip("at:N", title="UTC"),
         alt.Tooltip("words:N", title="words"),
     ]
-    shapes = alt.Scale(domain=[str(k) for k in Mark], range=[SHAPES[k] for k in Mark])
+    shapes = alt.Scale(domain=[str(k) for k in TimelineEntryKind], range=[SHAPES[k] for k in TimelineEntryKind])
     points = (
         alt.Chart(alt.Data(values=values))
         .mark_point(size=80, filled=True, opacity=0.9, color=SUSPECT)
@@ -136,7 +136,7 @@ def _moments(moments: Sequence[Moment], axis: Axis, *, last: bool) -> Any:
     )
 
 
-def _numbers(moments: Sequence[Moment], axis: Axis) -> Iterator[dict[str, object]]:
+def _numbers(moments: Sequence[Moment], axis: TimelineRange) -> Iterator[dict[str, object]]:
     """Those that would touch in one row share one text: `7–9`."""
     near = NUMBER_SHARE * (axis.end - axis.begin)
     for row in ROWS:
@@ -150,14 +150,14 @@ def _numbers(moments: Sequence[Moment], axis: Axis) -> Iterator[dict[str, object
             yield _label(row, group, axis)
 
 
-def _label(row: str, group: Sequence[Moment], axis: Axis) -> dict[str, object]:
+def _label(row: str, group: Sequence[Moment], axis: TimelineRange) -> dict[str, object]:
     first, last = group[0].number, group[-1].number
     follow = len(group) > 2 and last - first == len(group) - 1
     text = f"{first}–{last}" if follow else ", ".join(str(m.number) for m in group)
     return {"after": group[-1].at - axis.zero, "row": row, "number": text}
 
 
-def _rules(moments: Iterable[Moment], axis: Axis, x: Any) -> list[Any]:
+def _rules(moments: Iterable[Moment], axis: TimelineRange, x: Any) -> list[Any]:
     """Through everything: the moments that count most, each kind with dashes of its own."""
     found = []
     for mark, dashes in DASHES.items():
@@ -168,7 +168,7 @@ def _rules(moments: Iterable[Moment], axis: Axis, x: Any) -> list[Any]:
     return found
 
 
-def _signal(s: Signal, moments: Sequence[Moment], axis: Axis, *, last: bool) -> Any:
+def _signal(s: Signal, moments: Sequence[Moment], axis: TimelineRange, *, last: bool) -> Any:
     x = _x(axis, labels=last)
     layers = _rules(moments, axis, x)
     scale = alt.Scale(zero=s.unit != "bytes", nice=True)

@@ -12,22 +12,22 @@ from dataclasses import dataclass
 
 from rolecall.core.journal.events import EventKind
 from rolecall.core.text import plain, seconds
-from rolecall.dashboards.pages.incidents.material import Material
+from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.views.ettr import Loss, losses
-from rolecall.views.incidents import Joined, Story
+from rolecall.views.incidents import IncidentSummary, MatchedIncidents
 
 K = EventKind
 TRAINER = "trainer/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class IncidentCost:
     replica_seconds: float
     gpu_seconds: float | None
     """None: no GPU was seen, so that replica-seconds say it."""
     tokens_lost: int
     tokens_kept: int
-    requests_moved: int
+    requests_reassigned: int
     steps_interrupted: int
     steps_undone: int
     is_final: bool
@@ -36,21 +36,23 @@ class Cost:
     """How the replica-seconds come about, a sentence each."""
 
 
-def cost(m: Material, story: Story | None, gpus_per_process: float = 0.0) -> Cost | None:
+def cost(m: IncidentPageInputs, story: IncidentSummary | None, gpus_per_process: float = 0.0) -> IncidentCost | None:
     """None: the story cannot be told."""
     if story is None:
         return None
-    lost = losses(Joined(stories=(story,), missed=(), false_alarms=()), m.now if m.is_open else _end(m))
+    lost = losses(MatchedIncidents(stories=(story,), missed=(), false_alarms=()), m.now if m.is_open else _end(m))
     waiting = _waiting(m, lost)
     replica_seconds = sum(loss.until - loss.since for loss in lost) + sum(s for _, s in waiting)
     during = [e for e in m.around if story.began_at - 0.05 <= e.wall_at <= (story.ends_at or float("inf"))]
-    moved = [e for e in during if e.kind is K.REQUESTS_MOVED and str(e.body.get("from")) in {x.replica for x in lost}]
-    return Cost(
+    moved = [
+        e for e in during if e.kind is K.REQUESTS_REASSIGNED and str(e.body.get("from")) in {x.replica for x in lost}
+    ]
+    return IncidentCost(
         replica_seconds=replica_seconds,
         gpu_seconds=replica_seconds * gpus_per_process if gpus_per_process > 0 else None,
         tokens_lost=story.tokens_lost,
         tokens_kept=story.tokens_kept,
-        requests_moved=sum(_number(e.body.get("num_requests")) for e in moved),
+        requests_reassigned=sum(_number(e.body.get("num_requests")) for e in moved),
         steps_interrupted=sum(e.kind is K.STEP_INTERRUPTED for e in during) if _hit_trainer(lost) else 0,
         steps_undone=story.steps_lost,
         is_final=not m.is_open,
@@ -58,7 +60,7 @@ def cost(m: Material, story: Story | None, gpus_per_process: float = 0.0) -> Cos
     )
 
 
-def _end(m: Material) -> float:
+def _end(m: IncidentPageInputs) -> float:
     return m.events[-1].wall_at if m.events else m.now
 
 
@@ -70,7 +72,7 @@ def _hit_trainer(lost: list[Loss]) -> bool:
     return any(loss.replica.startswith(TRAINER) for loss in lost)
 
 
-def _waiting(m: Material, lost: list[Loss]) -> list[tuple[str, float]]:
+def _waiting(m: IncidentPageInputs, lost: list[Loss]) -> list[tuple[str, float]]:
     """Trainers that nothing ailed, and for how long they waited for those that were lost."""
     of_trainers = [loss for loss in lost if loss.replica.startswith(TRAINER)]
     if not of_trainers:

@@ -3,15 +3,15 @@
 import streamlit as st
 
 from rolecall.core.text import seconds
-from rolecall.dashboards.data.reader import Look, Reader
+from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.incidents import page as incident_page
 from rolecall.dashboards.pages.incidents.table import (
     INCIDENT,
     Choices,
     Filter,
-    Records,
-    Row,
-    Shown,
+    IncidentTable,
+    IncidentTablePage,
+    IncidentTableRow,
     choices,
     href,
     moment,
@@ -38,12 +38,12 @@ def show() -> None:
 
 
 @st.cache_resource(show_spinner=False)
-def _records(journal_url: str) -> Records:
+def _records(journal_url: str) -> IncidentTable:
     del journal_url  # one for each
-    return Records()
+    return IncidentTable()
 
 
-def _draw(r: Reader, look: Look) -> None:
+def _draw(r: Reader, look: JournalSnapshot) -> None:
     rows = _records(r.settings.journal_url).rows(look.book.incidents, look.book.broken)
     now = r.now()
     wanted = _filters(choices(rows))
@@ -102,7 +102,7 @@ def _write(wanted: Filter) -> None:
 # --- table ----------------------------------------------------------------------------------------------------------
 
 
-def _count(found: Shown, look: Look) -> None:
+def _count(found: IncidentTablePage, look: JournalSnapshot) -> None:
     of = f" of {found.num_all:,}" if found.num_found != found.num_all else ""
     what = "incident" if found.num_found == 1 and not of else "incidents, open ones first, then the newest"
     st.text(f"{found.num_found:,}{of} {what}")
@@ -110,14 +110,14 @@ def _count(found: Shown, look: Look) -> None:
         st.text(f"The journal is still being read ({look.history.percent} %): older ones come.")
 
 
-def _open_ones(rows: tuple[Row, ...]) -> None:
+def _open_ones(rows: tuple[IncidentTableRow, ...]) -> None:
     """What is broken now, in whole sentences: a cell would cut them."""
     with st.container(gap="xxsmall", key="incidents-open"):
         for r in [r for r in rows if r.is_open][:OPEN_TOLD]:
             st.text(f"{r.words}: {r.because}")
 
 
-def _table(rows: tuple[Row, ...], now: float) -> None:
+def _table(rows: tuple[IncidentTableRow, ...], now: float) -> None:
     config = {
         "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", pinned=True),
         "because": st.column_config.TextColumn("what rolecall says", width="large"),
@@ -136,7 +136,7 @@ def _table(rows: tuple[Row, ...], now: float) -> None:
         st.rerun()
 
 
-def _cells(r: Row, now: float) -> dict[str, str]:
+def _cells(r: IncidentTableRow, now: float) -> dict[str, str]:
     return {
         "link": href(r.incident_id),
         "state": r.words,
@@ -153,7 +153,7 @@ def _cells(r: Row, now: float) -> dict[str, str]:
     }
 
 
-def _turn(found: Shown, wanted: Filter) -> None:
+def _turn(found: IncidentTablePage, wanted: Filter) -> None:
     if found.num_pages <= 1:
         return
     with st.container(horizontal=True, vertical_alignment="center"):

@@ -15,11 +15,11 @@ from rolecall.core.journal.rows import DamagedLine
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.table import first_line
-from rolecall.recovery.incident_store import WINDOW_NAME, Book
+from rolecall.recovery.incident_store import WINDOW_NAME, IncidentProjection
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.incidents.projection import INCIDENT_KINDS
-from rolecall.views.injections import Fault, parse_injections
-from rolecall.views.lifetimes import Key, Life, lives
+from rolecall.views.injections import InjectedFault, parse_injections
+from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records
 
 EVENTS_MAX = 20_000
 """Events of one incident that are read."""
@@ -39,19 +39,19 @@ RUN_KINDS = (
     K.REPLICA_READY,
     K.REPLICA_LOST,
     K.REPLICA_STOPPED,
-    K.EPOCH_GROWN,
+    K.EPOCH_ADVANCED,
     K.STEP_COMMITTED,
     K.STEP_INTERRUPTED,
     K.WEIGHTS_ADMITTED,
-    K.WEIGHTS_REFUSED,
-    K.REQUESTS_MOVED,
-    K.PAUSED,
-    K.RESUMED,
+    K.WEIGHTS_REJECTED,
+    K.REQUESTS_REASSIGNED,
+    K.RECOVERY_PAUSED,
+    K.RECOVERY_RESUMED,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Material:
+class IncidentPageInputs:
     incident_id: str
     now: float
     incident: Incident | None
@@ -63,9 +63,9 @@ class Material:
     """Its own, oldest first."""
     around: tuple[Event, ...]
     """Everything of that time, its own events among it, oldest first."""
-    known: Mapping[Key, Life]
+    known: Mapping[Key, IncarnationRecord]
     window: Mapping[str, Any] | None
-    faults: tuple[Fault, ...]
+    faults: tuple[InjectedFault, ...]
     missing: tuple[str, ...]
     """What could not be had, each with its reason."""
 
@@ -80,12 +80,12 @@ class Material:
 
 def read(
     journal: Journal,
-    book: Book,
+    book: IncidentProjection,
     incident_id: str,
     run: RunDir | None,
     now: float,
     window: Mapping[str, Any] | None = None,
-) -> Material:
+) -> IncidentPageInputs:
     """`window`: as it was read before; the first one that is stored stays. Raises JournalError: the journal cannot be read
     at all."""
     incident = book.incidents.get(incident_id)
@@ -97,7 +97,7 @@ def read(
     faults = _faults(run, missing)
     around = _around(journal, incident, events, damaged, missing, others=bool(faults))
     missing += [plain(str(line.error)) for line in damaged[:5]]
-    return Material(
+    return IncidentPageInputs(
         incident_id=incident_id,
         now=now,
         incident=incident,
@@ -147,9 +147,9 @@ def _around(
     return [kept[seq] for seq in sorted(kept)]
 
 
-def _lives(journal: Journal, around: list[Event], missing: list[str]) -> Mapping[Key, Life]:
+def _lives(journal: Journal, around: list[Event], missing: list[str]) -> Mapping[Key, IncarnationRecord]:
     try:
-        return lives(around, journal.actual())
+        return incarnation_records(around, journal.actual())
     except (JournalCorrupt, KeyError, TypeError, ValueError) as e:
         missing.append(f"which process stood for which replica: {plain(e)}")
         return {}
@@ -167,7 +167,7 @@ def _window(journal: Journal, incident_id: str, missing: list[str]) -> Mapping[s
     return window
 
 
-def _faults(run: RunDir | None, missing: list[str]) -> list[Fault]:
+def _faults(run: RunDir | None, missing: list[str]) -> list[InjectedFault]:
     """All of the injector's log."""
     if run is None:
         return []
@@ -180,7 +180,7 @@ def _faults(run: RunDir | None, missing: list[str]) -> list[Fault]:
         return []
 
 
-def _of_that_time(faults: list[Fault], around: list[Event]) -> tuple[Fault, ...]:
+def _of_that_time(faults: list[InjectedFault], around: list[Event]) -> tuple[InjectedFault, ...]:
     if not around:
         return ()
     begin, end = around[0].wall_at, around[-1].wall_at

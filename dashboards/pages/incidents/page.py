@@ -12,15 +12,21 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import Event
 from rolecall.core.text import plain, seconds
-from rolecall.dashboards.data.reader import Look, Reader
+from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.incidents import evidence_files as incident_files
-from rolecall.dashboards.pages.incidents.cache import Shelf, Whole
+from rolecall.dashboards.pages.incidents.cache import IncidentPageCache, IncidentPageModel
 from rolecall.dashboards.pages.incidents.charts import story_charts
-from rolecall.dashboards.pages.incidents.cost import Cost
+from rolecall.dashboards.pages.incidents.cost import IncidentCost
 from rolecall.dashboards.pages.incidents.replay import replay
 from rolecall.dashboards.pages.incidents.table import INCIDENT, moment
-from rolecall.dashboards.pages.incidents.timeline import Axis, Told
-from rolecall.dashboards.pages.incidents.view import Decided, Facts, Finding, Head, Witness
+from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, TimelineRange
+from rolecall.dashboards.pages.incidents.view import (
+    CollectedEvidenceSection,
+    Facts,
+    FindingSection,
+    IncidentHeader,
+    PlanSection,
+)
 
 EVENTS_PER_PAGE = 100
 """Raw events on one page of their table."""
@@ -42,9 +48,9 @@ STYLE = """<style>
 
 
 @st.cache_resource(show_spinner=False)
-def _shelf(journal_url: str) -> Shelf:
+def _shelf(journal_url: str) -> IncidentPageCache:
     del journal_url  # one for each: an argument that began with an underscore would be no part of the key
-    return Shelf(SystemClock())
+    return IncidentPageCache(SystemClock())
 
 
 def back() -> None:
@@ -54,7 +60,7 @@ def back() -> None:
         st.rerun()
 
 
-def draw(r: Reader, look: Look, incident_id: str) -> None:
+def draw(r: Reader, look: JournalSnapshot, incident_id: str) -> None:
     st.html(STYLE)
     if incident_id not in look.book.incidents and incident_id not in look.book.broken:
         st.info("The journal knows no such incident.", icon=":material/search_off:")
@@ -69,8 +75,8 @@ def draw(r: Reader, look: Look, incident_id: str) -> None:
     _head(whole.head)
     _story(whole)
     _section("Findings and evidence", "findings", lambda: _findings(r, whole, incident_id))
-    _section("Decision", "decision", lambda: _decisions(whole.decisions))
-    _section("Action and proof", "proof", lambda: _cure(whole))
+    _section("Decision", "decision", lambda: _decisions(whole.plan_sections))
+    _section("Action and proof", "proof", lambda: _draw_recovery(whole))
     _section("What it cost", "cost", lambda: _cost(whole.cost))
     _section("What would have changed the decision", "whatif", lambda: _what_if(whole))
     _section("Decide it again", "replay", lambda: _replay(r, whole, incident_id))
@@ -105,7 +111,7 @@ def _texts(label: str, texts: Sequence[str]) -> None:
 # --- top ------------------------------------------------------------------------------------------------------------
 
 
-def _head(h: Head) -> None:
+def _head(h: IncidentHeader) -> None:
     with st.container(key="incident-sentence"):
         st.text(h.sentence)
     with st.container(key="incident-state"):
@@ -117,8 +123,8 @@ def _head(h: Head) -> None:
     _facts((("Incident", h.incident_id), *h.facts), "head")
 
 
-def _story(whole: Whole) -> None:
-    told, signals = whole.told, whole.signals
+def _story(whole: IncidentPageModel) -> None:
+    told, signals = whole.timeline, whole.signals
     st.subheader("The story", divider="gray")
     axis = _chosen_axis(told)
     with st.container(key="incident-story"):
@@ -147,7 +153,7 @@ def _after(value: float) -> str:
     return f"{sign}{seconds(abs(value))}"
 
 
-def _chosen_axis(told: Told) -> Axis:
+def _chosen_axis(told: IncidentTimeline) -> TimelineRange:
     if told.around is None:
         return told.whole
     around = "Around the finding"
@@ -155,7 +161,7 @@ def _chosen_axis(told: Told) -> Axis:
     return told.whole if shown == "Whole story" else told.around
 
 
-def _legend(whole: Whole) -> None:
+def _legend(whole: IncidentPageModel) -> None:
     signals = whole.signals.signals
     if not signals:
         return
@@ -171,7 +177,7 @@ def _legend(whole: Whole) -> None:
 # --- findings -------------------------------------------------------------------------------------------------------
 
 
-def _findings(r: Reader, whole: Whole, incident_id: str) -> None:
+def _findings(r: Reader, whole: IncidentPageModel, incident_id: str) -> None:
     for n, f in enumerate(whole.findings):
         if n == 1:
             st.caption("Later, more was known")
@@ -179,14 +185,14 @@ def _findings(r: Reader, whole: Whole, incident_id: str) -> None:
     if not whole.findings:
         st.text("No diagnosis of it can be read.")
     st.caption(MARK_HELP)
-    for w in whole.witnesses:
-        _witness(w)
-    _files(r, incident_id, [name for w in whole.witnesses for name in w.files])
+    for w in whole.collected_evidence:
+        _draw_collected_evidence(w)
+    _files(r, incident_id, [name for w in whole.collected_evidence for name in w.files])
 
 
-def _finding(f: Finding, known: str = "") -> None:
+def _finding(f: FindingSection, known: str = "") -> None:
     """`known`: the sentence on top of the page, which is not told twice."""
-    st.caption("Finding")
+    st.caption("FindingSection")
     st.text(f.title)
     if f.because != known:
         st.text(f.because)
@@ -201,13 +207,13 @@ def _finding(f: Finding, known: str = "") -> None:
         st.text(f"What would settle it: {f.settle}")
 
 
-def _witness(w: Witness) -> None:
+def _draw_collected_evidence(w: CollectedEvidenceSection) -> None:
     st.caption("Pulled from the agents")
     st.text(f"{w.because} (after {seconds(w.seconds)})")
     _texts("Not had", w.missing)
     if w.told or w.findings:
         with st.expander("What was told, in full", icon=":material/record_voice_over:"):
-            _texts("Told", w.told)
+            _texts("IncidentTimeline", w.told)
             for f in w.findings:
                 _finding(f)
 
@@ -230,7 +236,7 @@ def _files(r: Reader, incident_id: str, named: Sequence[str]) -> None:
 # --- decision, cure, cost ---------------------------------------------------------------------------------------------
 
 
-def _decisions(decided: Sequence[Decided]) -> None:
+def _decisions(decided: Sequence[PlanSection]) -> None:
     if not decided:
         st.text("Nothing was decided.")
     for d in decided:
@@ -244,8 +250,8 @@ def _decisions(decided: Sequence[Decided]) -> None:
         _facts((*d.facts, ("Digest", d.digest)), f"decision-{d.number}")
 
 
-def _cure(whole: Whole) -> None:
-    cure = whole.cure
+def _draw_recovery(whole: IncidentPageModel) -> None:
+    cure = whole.recovery_section
     if not (cure.replacements or cure.proofs or cure.refused or cure.verified):
         st.text("Nothing was replaced.")
     _texts("Replaced by", cure.replacements)
@@ -259,14 +265,14 @@ def _cure(whole: Whole) -> None:
         st.text(cure.verified)
 
 
-def _cost(cost: Cost | None) -> None:
+def _cost(cost: IncidentCost | None) -> None:
     if cost is None:
         st.text("Its story cannot be told, and so its cost cannot.")
         return
     facts = [
         ("Tokens lost", f"{cost.tokens_lost:,}"),
         ("Tokens kept", f"{cost.tokens_kept:,}"),
-        ("Requests that went on elsewhere", f"{cost.requests_moved:,}"),
+        ("Requests that went on elsewhere", f"{cost.requests_reassigned:,}"),
         ("Steps interrupted", f"{cost.steps_interrupted:,}"),
         ("Steps undone", f"{cost.steps_undone:,}"),
         ("Replica-seconds", f"{cost.replica_seconds:,.1f}"),
@@ -283,7 +289,7 @@ def _cost(cost: Cost | None) -> None:
 # --- asked again ------------------------------------------------------------------------------------------------------
 
 
-def _what_if(whole: Whole) -> None:
+def _what_if(whole: IncidentPageModel) -> None:
     what_if = whole.what_if
     _texts("How far the evidence was from its threshold", [m.text for m in whole.margins])
     _thresholds(whole)
@@ -298,7 +304,7 @@ def _what_if(whole: Whole) -> None:
     _texts("Would have changed nothing", what_if.unmoved)
 
 
-def _thresholds(whole: Whole) -> None:
+def _thresholds(whole: IncidentPageModel) -> None:
     """At which threshold the detectors would have kept silent; takes seconds, so only when it is asked for."""
     m = whole.material
     if m.window is None or m.incident is None or not whole.margins:
@@ -317,7 +323,7 @@ def _thresholds(whole: Whole) -> None:
         st.text(done[m.incident_id])
 
 
-def _replay(r: Reader, whole: Whole, incident_id: str) -> None:
+def _replay(r: Reader, whole: IncidentPageModel, incident_id: str) -> None:
     st.text("The same input, given to the same functions, must give the same diagnosis and the same plan.")
     done = st.session_state.setdefault("incident-replayed", {})
     if st.button("Decide again from the stored input", icon=":material/replay:", key="incident-again"):

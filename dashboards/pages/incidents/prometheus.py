@@ -13,19 +13,24 @@ from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.signals import (
-    Kind,
-    Line,
     Point,
     Signal,
+    SignalLine,
     Signals,
+    SignalSpec,
     band_of,
     kinds_for,
     limit_of,
 )
-from rolecall.dashboards.pages.incidents.timeline import Axis
-from rolecall.detector.sources.prometheus_api import Client, Limits, NoAnswer, TooMuch
+from rolecall.dashboards.pages.incidents.timeline import TimelineRange
+from rolecall.detector.sources.prometheus_api import (
+    Client,
+    PrometheusClientLimits,
+    PrometheusResponseTooLarge,
+    PrometheusUnavailable,
+)
 
-LIMITS = Limits(answer_bytes_max=8 << 20, connect_seconds=2.0, answer_seconds=3.0, patience_seconds=2.0)
+LIMITS = PrometheusClientLimits(answer_bytes_max=8 << 20, connect_seconds=2.0, answer_seconds=3.0, patience_seconds=2.0)
 NUM_POINTS = 240
 STEP_SECONDS_MIN = 1.0
 WINDOW_STEPS = 4
@@ -35,7 +40,7 @@ SPAN_SECONDS_MAX = 24 * 3600.0
 """Of an incident open for longer the first day is asked for."""
 
 
-def from_prometheus(url: str, authorization: str, d: Diagnosis, axis: Axis, clock: Clock) -> Signals:
+def from_prometheus(url: str, authorization: str, d: Diagnosis, axis: TimelineRange, clock: Clock) -> Signals:
     """What the server has of the suspects and of others of their roles."""
     roles = sorted({s.role for s in d.suspects if s.role})
     selector = ",".join(_selector(d.suspects, roles))
@@ -55,7 +60,7 @@ def from_prometheus(url: str, authorization: str, d: Diagnosis, axis: Axis, cloc
                 expression = kind.promql.replace("$match", selector).replace("$window", window)
                 signal = _signal(kind, client.matrix(expression, axis.begin, end, step, lambda: False), d)
                 drawn += [signal] if signal else []
-    except (NoAnswer, TooMuch, UnreadableInput) as e:
+    except (PrometheusUnavailable, PrometheusResponseTooLarge, UnreadableInput) as e:
         if not drawn:
             return Signals(missing=plain(f"Prometheus at {client.where} does not tell: {e}", 300))
     finally:
@@ -81,7 +86,7 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _signal(kind: Kind, result: Sequence[Any], d: Diagnosis) -> Signal | None:
+def _signal(kind: SignalSpec, result: Sequence[Any], d: Diagnosis) -> Signal | None:
     lines, peers = [], []
     for series in result:
         labels, points = _read(series)
@@ -89,7 +94,7 @@ def _signal(kind: Kind, result: Sequence[Any], d: Diagnosis) -> Signal | None:
             continue
         if any(_is(labels, s) for s in d.suspects):
             name = f"{labels.get('replica') or labels.get('node', '')} ({labels.get('node', '')})"
-            lines.append(Line(name=plain(name, 100), points=tuple(points)))
+            lines.append(SignalLine(name=plain(name, 100), points=tuple(points)))
         else:
             peers.append(points)
     if not lines:

@@ -8,30 +8,30 @@ from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.store import canonical
 from rolecall.core.text import plain
-from rolecall.recovery.policy import Question, decide
+from rolecall.recovery.policy import PolicyInput, decide
 
 K = EventKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replayed:
+class ReplayResult:
     """`same`: None, nothing is stored that could be decided again."""
 
     same: bool | None
     lines: tuple[str, ...]
 
 
-def replay(events: Sequence[Event], window: Mapping[str, Any] | None) -> Replayed:
+def replay(events: Sequence[Event], window: Mapping[str, Any] | None) -> ReplayResult:
     """The incident's own events; the window that its diagnosis had read."""
-    plans = [_plan(e) for e in events if e.kind is K.PLAN_MADE]
+    plans = [_plan(e) for e in events if e.kind is K.PLAN_CREATED]
     told = [*plans, _diagnosis(events, window)]
     known = [same for same, _ in told if same is not None]
-    return Replayed(same=all(known) if known else None, lines=tuple(plain(line, 1000) for _, line in told))
+    return ReplayResult(same=all(known) if known else None, lines=tuple(plain(line, 1000) for _, line in told))
 
 
 def _plan(e: Event) -> tuple[bool | None, str]:
     try:
-        asked = Question.from_dict(e.body["question"])
+        asked = PolicyInput.from_dict(e.body["question"])
         then = {k: v for k, v in e.body.items() if k != "question"}
         # Whom else an action would disturb is the actuator's word, and no part of the decision.
         then["plan"] = {**then["plan"], "also_hit": []}
@@ -47,13 +47,13 @@ def _diagnosis(events: Sequence[Event], window: Mapping[str, Any] | None) -> tup
     if window is None:
         return None, "no window is stored with it: the diagnosis cannot be made again"
     try:
-        from rolecall.detector.live.engine import Detector
+        from rolecall.detector.live.engine import LiveDetector
     except ImportError as e:
         return None, f"the diagnosis cannot be made again on this machine: {e}"
     try:
         first = next(e for e in events if e.kind is K.INCIDENT_OPENED)
         opened = Diagnosis.from_dict(first.body["diagnosis"])
-        standing = {d.key: d for looked in Detector.replay_window(window) for d in looked}
+        standing = {d.key: d for looked in LiveDetector.replay_window(window) for d in looked}
     except (StopIteration, KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
         return None, f"the stored window cannot be read ({type(e).__name__}: {e})"
     again = standing.get(opened.key)

@@ -18,8 +18,8 @@ from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.metrics.catalogue import CATALOGUE
-from rolecall.core.metrics.metric import MetricType, Subject
-from rolecall.core.policy_health import signs_of
+from rolecall.core.metrics.metric import MetricScope, MetricType
+from rolecall.core.policy_health import policy_health_of
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, GpuSample, Phase, ProcessSample
 from rolecall.core.text import plain
 from rolecall.detector.base.observation import Observation
@@ -43,7 +43,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class SignalSpec:
     """One thing to draw. `value` of the newest sample of the bucket before (None: there is none) and of this one."""
 
     key: str
@@ -57,7 +57,7 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class SignalLine:
     """One suspect."""
 
     name: str
@@ -79,7 +79,7 @@ class Signal:
     key: str
     title: str
     unit: str
-    lines: tuple[Line, ...]
+    lines: tuple[SignalLine, ...]
     band: tuple[tuple[float, float, float, float], ...]
     """(at, smallest, median, largest) of the peers."""
     num_peers: int
@@ -136,14 +136,14 @@ def _promql_rate(metric: str) -> str:
     return f"rate({metric}{{$match}}[$window])"
 
 
-WORK = Kind(
+WORK = SignalSpec(
     key="work",
     title="Units of work finished",
     unit="1/s",
     value=_rate_of("progress"),
     promql=_promql_rate("rolecall_process_progress_total"),
 )
-STANDING = Kind(
+STANDING = SignalSpec(
     key="standing",
     title="Time since work was last finished",
     unit="s",
@@ -152,7 +152,7 @@ STANDING = Kind(
     promql="timestamp(rolecall_process_progress_timestamp_seconds{$match})"
     " - rolecall_process_progress_timestamp_seconds{$match}",
 )
-PER_UNIT = Kind(
+PER_UNIT = SignalSpec(
     key="per_unit",
     title="Busy seconds per unit of work",
     unit="s",
@@ -160,28 +160,28 @@ PER_UNIT = Kind(
     promql="rate(rolecall_process_busy_seconds_total{$match}[$window])"
     " / (rate(rolecall_process_work_units_total{$match}[$window]) > 0)",
 )
-TOKENS = Kind(
+TOKENS = SignalSpec(
     key="tokens",
     title="Tokens",
     unit="1/s",
     value=_rate_of("tokens"),
     promql=_promql_rate("rolecall_process_tokens_total"),
 )
-CPU = Kind(
+CPU = SignalSpec(
     key="cpu",
     title="CPUs in use",
     unit="CPUs",
     value=_rate_of("cpu_seconds"),
     promql=_promql_rate("rolecall_process_cpu_seconds_total"),
 )
-DELAY = Kind(
+DELAY = SignalSpec(
     key="delay",
     title="Kept from the CPU by others (working thread)",
     unit="s/s",
     value=_rate_of("main_run_delay_seconds"),
     promql=_promql_rate("rolecall_process_main_run_delay_seconds_total"),
 )
-MEMORY = Kind(
+MEMORY = SignalSpec(
     key="memory",
     title="Resident memory",
     unit="bytes",
@@ -189,7 +189,7 @@ MEMORY = Kind(
     needs_before=False,
     promql="rolecall_process_resident_memory_bytes{$match}",
 )
-REQUESTS = Kind(
+REQUESTS = SignalSpec(
     key="requests",
     title="Requests that the engine holds",
     unit="",
@@ -197,19 +197,19 @@ REQUESTS = Kind(
     needs_before=False,
     promql="rolecall_process_requests_active{$match}",
 )
-LOSS = Kind(
+LOSS = SignalSpec(
     key="loss", title="Loss", unit="", value=_gauge_of("loss"), needs_before=False, promql="rolecall_train_loss{$match}"
 )
 
 
-def _of_catalogue() -> dict[str, Kind]:
+def _of_catalogue() -> dict[str, SignalSpec]:
     """What processes are compared in, by the names that panels have for it."""
     found = {}
     for m in CATALOGUE:
         name = panel_metric(m)
-        if name and m.subject is Subject.PROCESS and m.source:
+        if name and m.subject is MetricScope.PROCESS and m.source:
             rates = m.type is MetricType.COUNTER
-            found[name] = Kind(
+            found[name] = SignalSpec(
                 key=name,
                 title=name.removeprefix("rolecall_").replace("_", " "),
                 unit=_unit(name),
@@ -224,7 +224,7 @@ def _unit(name: str) -> str:
     return next((u for u in ("per_second", "celsius", "watts", "hertz", "bytes", "ratio") if name.endswith(u)), "")
 
 
-BY_METRIC: Mapping[str, Kind] = {
+BY_METRIC: Mapping[str, SignalSpec] = {
     **_of_catalogue(),
     "rolecall_process_progress_per_second": WORK,
     "rolecall_process_tokens_per_second": TOKENS,
@@ -234,7 +234,7 @@ BY_METRIC: Mapping[str, Kind] = {
     "rolecall_train_loss": LOSS,
     SECONDS_PER_UNIT: PER_UNIT,
 }
-BY_CLASS: Mapping[FaultClass, tuple[Kind, ...]] = {
+BY_CLASS: Mapping[FaultClass, tuple[SignalSpec, ...]] = {
     FaultClass.HANG: (STANDING, WORK, CPU),
     FaultClass.SLOW: (PER_UNIT, TOKENS, CPU, DELAY),
     FaultClass.CRASH: (WORK, REQUESTS, CPU),
@@ -254,7 +254,7 @@ OF_POLICY = (
 """What is drawn of a collapse: (sign of the journal's steps, title, unit)."""
 
 
-def kinds_for(d: Diagnosis) -> tuple[Kind, ...]:
+def kinds_for(d: Diagnosis) -> tuple[SignalSpec, ...]:
     """What the diagnosis speaks of comes first."""
     named = [e.kind.removeprefix(METRIC) for e in d.evidence if e.kind.startswith(METRIC)]
     found = [BY_METRIC[n] for n in named if n in BY_METRIC] + [_gpu_kind(n) for n in named if n.startswith(GPU_PREFIX)]
@@ -262,13 +262,13 @@ def kinds_for(d: Diagnosis) -> tuple[Kind, ...]:
     return tuple({k.key: k for k in found}.values())[:NUM_SIGNALS_MAX]
 
 
-def _gpu_kind(metric: str) -> Kind:
+def _gpu_kind(metric: str) -> SignalSpec:
     """Drawn of GPU samples, which `value` never sees."""
     title = f"GPU: {plain(metric.removeprefix(GPU_PREFIX), 60).replace('_', ' ')}"
-    return Kind(key=metric, title=title, unit=_unit(metric), value=lambda _before, _now: None)
+    return SignalSpec(key=metric, title=title, unit=_unit(metric), value=lambda _before, _now: None)
 
 
-def limit_of(kind: Kind, d: Diagnosis) -> Limit | None:
+def limit_of(kind: SignalSpec, d: Diagnosis) -> Limit | None:
     """What the value was compared with, where the evidence says it."""
     for e in d.evidence:
         if kind is STANDING and "deadline_seconds" in e.values:
@@ -306,7 +306,7 @@ def of_commits(events: Iterable[Event]) -> Signal | None:
     points = tuple((b, b - a) for a, b in pairwise(at))
     if len(points) < NUM_COMMITS_MIN:
         return None
-    line = Line(name="the run", points=points)
+    line = SignalLine(name="the run", points=points)
     title = "The run: time from one committed step to the next"
     return Signal(key="commits", title=title, unit="s", lines=(line,), band=(), num_peers=0, of_run=True)
 
@@ -316,7 +316,7 @@ def of_the_policy(events: Iterable[Event]) -> tuple[Signal, ...]:
     steps = [e for e in events if e.kind is EventKind.STEP_COMMITTED]
     found: dict[str, list[Point]] = {}
     for e in steps:
-        for name, value in (*signs_of(e.body).items(), ("reward", e.body.get("reward"))):
+        for name, value in (*policy_health_of(e.body).items(), ("reward", e.body.get("reward"))):
             if isinstance(value, int | float) and math.isfinite(value):
                 found.setdefault(name, []).append((e.wall_at, float(value)))
     return tuple(
@@ -324,7 +324,7 @@ def of_the_policy(events: Iterable[Event]) -> tuple[Signal, ...]:
             key=name,
             title=title,
             unit=unit,
-            lines=(Line(name="the policy", points=tuple(found[name])),),
+            lines=(SignalLine(name="the policy", points=tuple(found[name])),),
             band=(),
             num_peers=0,
             of_run=True,
@@ -353,7 +353,7 @@ def _signals(observations: Sequence[Observation], d: Diagnosis) -> Signals:
     ordered = sorted(accused)
     for kind in kinds_for(d):
         series = {k: _series(kind, k, by_process[k], gpus, bucket) for k in (*ordered, *peers)}
-        lines = tuple(Line(name=_name(k), points=tuple(series[k])) for k in ordered[:NUM_LINES_MAX] if series[k])
+        lines = tuple(SignalLine(name=_name(k), points=tuple(series[k])) for k in ordered[:NUM_LINES_MAX] if series[k])
         band = band_of([series[k] for k in peers])
         if lines and (any(v for line in lines for _, v in line.points) or any(high for *_, high in band)):
             drawn.append(
@@ -420,7 +420,7 @@ def _name(key: Key) -> str:
     return plain(f"{replica}{number}{of_rank} ({node})", 100)
 
 
-def _series(kind: Kind, key: Key, sampled: list[_Sampled], gpus: "_Gpus", bucket: float) -> list[Point]:
+def _series(kind: SignalSpec, key: Key, sampled: list[_Sampled], gpus: "_Gpus", bucket: float) -> list[Point]:
     if kind.key.startswith(GPU_PREFIX):
         return gpus.series(kind.key, key[3], sampled[-1].sample.process.pid)
     last: dict[int, _Sampled] = {}

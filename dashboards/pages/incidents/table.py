@@ -1,6 +1,6 @@
 """The table of incidents: one light record each, and the filter that a URL holds. Pure, and quick with ten thousand.
 
-A record is made again only when its incident has changed (`Records`); filtering is one pass over records in memory, and a
+A record is made again only when its incident has changed (`IncidentTable`); filtering is one pass over records in memory, and a
 page draws `PAGE_ROWS` of them, never all.
 """
 
@@ -29,11 +29,11 @@ GLYPHS: Mapping[str, str] = {
     IncidentState.PROPOSED: "?",
     IncidentState.ACTING: "▶",
     IncidentState.VERIFYING: "◐",
-    "cured": "✓",
+    "resolved": "✓",
     "tolerated": "–",
     "observed": "○",
-    "refuted": "⊘",
-    "gave_up": "✗",
+    "self_recovered": "⊘",
+    "escalated": "✗",
     SET_ASIDE: "⚠",
 }
 """A shape for each status, so that no colour has to carry it."""
@@ -41,7 +41,7 @@ WITHIN_SECONDS: Mapping[str, float] = {"hour": 3600.0, "day": 86_400.0, "week": 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class IncidentTableRow:
     """One incident as the table shows it. Times are wall seconds; texts are plain."""
 
     incident_id: str
@@ -84,13 +84,13 @@ def status_of(incident: Incident) -> str:
     return str(incident.state)
 
 
-def row_of(incident: Incident, set_aside: str = "") -> Row:
+def row_of(incident: Incident, set_aside: str = "") -> IncidentTableRow:
     """`set_aside`: why nothing more is done for it; empty: it is whole."""
     d, attempt = incident.diagnosis, incident.attempt
     names = [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in d.suspects]
     roles = {s.role or _role(s.replica) for s in d.suspects if s.role or s.replica}
     because = plain(set_aside or d.because)
-    row = Row(
+    row = IncidentTableRow(
         incident_id=incident.incident_id,
         status=SET_ASIDE if set_aside else status_of(incident),
         is_open=incident.state is not IncidentState.CLOSED and not set_aside,
@@ -109,9 +109,9 @@ def row_of(incident: Incident, set_aside: str = "") -> Row:
     return _searchable(row)
 
 
-def broken_row(name: str, why: str) -> Row:
+def broken_row(name: str, why: str) -> IncidentTableRow:
     """Of one that could not be read at all."""
-    row = Row(
+    row = IncidentTableRow(
         incident_id=name,
         status=SET_ASIDE,
         is_open=False,
@@ -136,18 +136,18 @@ def _role(replica: str) -> str:
         return ""
 
 
-def _searchable(row: Row) -> Row:
+def _searchable(row: IncidentTableRow) -> IncidentTableRow:
     words = (row.incident_id, row.status, row.who, *row.nodes, row.fault_class, row.action, row.because)
     return replace(row, haystack="\n".join(words).casefold())
 
 
 @dataclass
-class Records:
+class IncidentTable:
     """Rows by incident, made again only for those that changed. Owned by one page."""
 
-    _made: dict[str, tuple[Incident, str, Row]] = field(default_factory=dict)
+    _made: dict[str, tuple[Incident, str, IncidentTableRow]] = field(default_factory=dict)
 
-    def rows(self, incidents: Mapping[str, Incident], broken: Mapping[str, object]) -> list[Row]:
+    def rows(self, incidents: Mapping[str, Incident], broken: Mapping[str, object]) -> list[IncidentTableRow]:
         """Open ones on top, then newest first."""
         found = []
         for name, incident in list(incidents.items()):
@@ -193,7 +193,7 @@ class Filter:
         empty = type(self)()
         return {f.name: str(v) for f in fields(self) if (v := getattr(self, f.name)) != getattr(empty, f.name)}
 
-    def takes(self, row: Row, now: float) -> bool:
+    def takes(self, row: IncidentTableRow, now: float) -> bool:
         return (
             (not self.status or self.status == row.status or (self.status == "open" and row.is_open))
             and (not self.role or self.role in row.roles)
@@ -226,7 +226,7 @@ class Choices:
     days: tuple[str, ...]  # newest first
 
 
-def choices(rows: Iterable[Row]) -> Choices:
+def choices(rows: Iterable[IncidentTableRow]) -> Choices:
     kept = list(rows)
     statuses = {r.status for r in kept}
     first = ("open",) if any(r.is_open for r in kept) else ()
@@ -240,22 +240,22 @@ def choices(rows: Iterable[Row]) -> Choices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class IncidentTablePage:
     """One page of what the filter takes."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[IncidentTableRow, ...]
     num_found: int
     num_all: int
     page: int
     num_pages: int
 
 
-def shown(rows: Sequence[Row], wanted: Filter, now: float) -> Shown:
+def shown(rows: Sequence[IncidentTableRow], wanted: Filter, now: float) -> IncidentTablePage:
     found = [r for r in rows if wanted.takes(r, now)]
     num_pages = max(1, -(-len(found) // PAGE_ROWS))
     page = min(wanted.page, num_pages)
     begin = (page - 1) * PAGE_ROWS
-    return Shown(
+    return IncidentTablePage(
         rows=tuple(found[begin : begin + PAGE_ROWS]),
         num_found=len(found),
         num_all=len(rows),

@@ -10,7 +10,7 @@ from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis, FaultClass
 from rolecall.core.text import plain
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 
 BISECTIONS = 8
 FACTOR_MAX = 16.0
@@ -24,7 +24,7 @@ SETTINGS: Mapping[FaultClass, tuple[str, str]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Edge:
+class ThresholdBoundary:
     """`said_at`, `unsaid_at`: neighbouring values of the setting with and without the diagnosis in this window."""
 
     setting: str
@@ -34,7 +34,7 @@ class Edge:
     text: str
 
 
-def edge(window: Mapping[str, Any], d: Diagnosis) -> Edge | str:
+def edge(window: Mapping[str, Any], d: Diagnosis) -> ThresholdBoundary | str:
     """The edge, or why there is none."""
     if d.fault_class not in SETTINGS:
         return f"no threshold of the detectors decides of a {str(d.fault_class).replace('_', ' ')}"
@@ -46,7 +46,7 @@ def edge(window: Mapping[str, Any], d: Diagnosis) -> Edge | str:
         said, unsaid = now, now * FACTOR_MAX
         if _says(window, d, setting, unsaid):
             text = f"Had {words.format(unsaid)} (it was {now:.3g}): it would have been found within this window all the same."
-            return Edge(setting=setting, now=now, said_at=unsaid, unsaid_at=None, text=text)
+            return ThresholdBoundary(setting=setting, now=now, said_at=unsaid, unsaid_at=None, text=text)
         for _ in range(BISECTIONS):
             middle = (said + unsaid) / 2
             said, unsaid = (middle, unsaid) if _says(window, d, setting, middle) else (said, middle)
@@ -55,10 +55,10 @@ def edge(window: Mapping[str, Any], d: Diagnosis) -> Edge | str:
     text = f"Had {words.format(unsaid)} (it was {now:.3g}): it would not have been found within this window."
     if said > now:
         text += f" With {said:.3g} it still was."
-    return Edge(setting=setting, now=now, said_at=said, unsaid_at=unsaid, text=text)
+    return ThresholdBoundary(setting=setting, now=now, said_at=said, unsaid_at=unsaid, text=text)
 
 
 def _says(window: Mapping[str, Any], d: Diagnosis, setting: str, value: float) -> bool:
     """Whether this diagnosis, or one of the same fault, is made with that setting."""
     asked = {**window, "config": {**window["config"], setting: value}}
-    return any(said.key == d.key for looked in Detector.replay_window(asked) for said in looked)
+    return any(said.key == d.key for looked in LiveDetector.replay_window(asked) for said in looked)

@@ -10,9 +10,9 @@ from enum import StrEnum
 
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.text import plain
-from rolecall.dashboards.pages.incidents.material import Material
-from rolecall.views.incidents import Story, tell
-from rolecall.views.injections import Fault
+from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
+from rolecall.views.incidents import IncidentSummary, summarize_incidents
+from rolecall.views.injections import InjectedFault
 
 MARKS_MAX = 60
 """Moments of one story; of a longer one those in the middle are left out, and that is said."""
@@ -26,7 +26,7 @@ ZOOM_FROM = 3.0
 K = EventKind
 
 
-class Mark(StrEnum):
+class TimelineEntryKind(StrEnum):
     """Kinds of moments; each has a shape of its own in the drawing."""
 
     FAULT = "fault injected"
@@ -49,13 +49,13 @@ class Moment:
     """`at`: wall seconds."""
 
     at: float
-    mark: Mark
+    mark: TimelineEntryKind
     words: str
     number: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class TimelineRange:
     """What of time is drawn. Wall seconds; zero is the onset."""
 
     begin: float
@@ -64,26 +64,26 @@ class Axis:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class IncidentTimeline:
     """The whole story."""
 
     moments: tuple[Moment, ...]
-    whole: Axis
-    around: Axis | None
+    whole: TimelineRange
+    around: TimelineRange | None
     """The time around the finding, where the whole story is so long that nothing could be seen of it."""
     num_left_out: int = 0
 
 
-def story_of(m: Material) -> Story | None:
+def story_of(m: IncidentPageInputs) -> IncidentSummary | None:
     """The incident as the report tells it; None: it cannot be told."""
     try:
-        joined = tell(m.around, m.known, m.faults, _undone(m.around))
+        joined = summarize_incidents(m.around, m.known, m.faults, _rolled_back(m.around))
     except (KeyError, TypeError, ValueError, AttributeError):
         return None  # a body that lacks what its kind must have
     return next((s for s in joined.stories if s.incident_id == m.incident_id), None)
 
 
-def _undone(around: Sequence[Event]) -> Mapping[int, float]:
+def _rolled_back(around: Sequence[Event]) -> Mapping[int, float]:
     """Steps that were committed again: the first time was undone."""
     seen: set[int] = set()
     undone = {}
@@ -96,7 +96,7 @@ def _undone(around: Sequence[Event]) -> Mapping[int, float]:
     return undone
 
 
-def told(m: Material, story: Story | None) -> Told:
+def build_timeline(m: IncidentPageInputs, story: IncidentSummary | None) -> IncidentTimeline:
     moments = sorted(_moments(m, story), key=lambda x: x.at)
     left_out = max(0, len(moments) - MARKS_MAX)
     if left_out:
@@ -104,7 +104,7 @@ def told(m: Material, story: Story | None) -> Told:
     known = plain(m.incident.diagnosis.because) if m.incident else ""
     numbered = tuple(replace(x, number=n, words=_shorter(x.words, known)) for n, x in enumerate(moments, start=1))
     whole, around = _axes(m, numbered)
-    return Told(moments=numbered, whole=whole, around=around, num_left_out=left_out)
+    return IncidentTimeline(moments=numbered, whole=whole, around=around, num_left_out=left_out)
 
 
 def _shorter(words: str, known: str) -> str:
@@ -114,33 +114,38 @@ def _shorter(words: str, known: str) -> str:
     return plain(short[: len(short) - begun] + "…" if begun else short, WORDS_MAX)
 
 
-def _axes(m: Material, moments: Sequence[Moment]) -> tuple[Axis, Axis | None]:
+def _axes(m: IncidentPageInputs, moments: Sequence[Moment]) -> tuple[TimelineRange, TimelineRange | None]:
     d = m.incident.diagnosis if m.incident else None
     zero = min(d.onset, d.detected_at) if d else (moments[0].at if moments else m.now)
     times = [x.at for x in moments] or [zero]
     last = m.now if m.is_open else max(times)
     whole = _padded(min(*times, zero), max(last, zero), zero)
-    acted = next((x.at for x in moments if x.mark in (Mark.ACTION, Mark.PLAN)), d.detected_at if d else zero)
+    acted = next(
+        (x.at for x in moments if x.mark in (TimelineEntryKind.ACTION, TimelineEntryKind.PLAN)),
+        d.detected_at if d else zero,
+    )
     short = _padded(min(*times, zero), max(acted, zero), zero)
     too_long = whole.end - whole.begin > ZOOM_FROM * (short.end - short.begin)
     return whole, short if too_long else None
 
 
-def _padded(begin: float, end: float, zero: float) -> Axis:
+def _padded(begin: float, end: float, zero: float) -> TimelineRange:
     context = max(CONTEXT_SECONDS_MIN, CONTEXT_SHARE * (end - begin))
-    return Axis(begin=begin - context, end=end + context, zero=zero)
+    return TimelineRange(begin=begin - context, end=end + context, zero=zero)
 
 
 # --- moments --------------------------------------------------------------------------------------------------------
 
 
-def _moments(m: Material, story: Story | None) -> list[Moment]:
+def _moments(m: IncidentPageInputs, story: IncidentSummary | None) -> list[Moment]:
     found: list[Moment] = []
     if m.incident is not None:
         d = m.incident.diagnosis
-        found.append(Moment(at=min(d.onset, d.detected_at), mark=Mark.ONSET, words="as the diagnosis has it"))
+        found.append(
+            Moment(at=min(d.onset, d.detected_at), mark=TimelineEntryKind.ONSET, words="as the diagnosis has it")
+        )
     for fault in (*((story.fault,) if story and story.fault else ()), *(story.further_faults if story else ())):
-        found.append(Moment(at=fault.injected_at, mark=Mark.FAULT, words=_of_fault(fault)))
+        found.append(Moment(at=fault.injected_at, mark=TimelineEntryKind.FAULT, words=_of_fault(fault)))
     for e in m.events:
         made = OWN.get(e.kind)
         if made is not None:
@@ -149,7 +154,7 @@ def _moments(m: Material, story: Story | None) -> list[Moment]:
     return found + _of_run(m, story)
 
 
-def _of_fault(fault: Fault) -> str:
+def _of_fault(fault: InjectedFault) -> str:
     how = f", {fault.how}" if fault.how else ""
     return plain(f"{fault.kind}{how} at {', '.join(fault.hit)}", WORDS_MAX)
 
@@ -175,25 +180,25 @@ def _plan_words(e: Event) -> str:
     return f"{action} of {targets}" if targets else action
 
 
-OWN: Mapping[EventKind, tuple[Mark, Callable[[Event], str]]] = {
-    K.INCIDENT_OPENED: (Mark.FOUND, lambda e: _found_words(e)),
-    K.INCIDENT_UPDATED: (Mark.KNOWN, lambda e: _of_diagnosis(e)),
-    K.EVIDENCE_PULLED: (Mark.KNOWN, _because("evidence came")),
-    K.PLAN_MADE: (Mark.PLAN, lambda e: _plan_words(e)),
-    K.PLAN_HELD: (Mark.HELD, lambda e: f"by the guard {e.body.get('guard')}: {e.body.get('because')}"),
-    K.PLAN_PROPOSED: (Mark.PERSON, lambda e: f"is asked: {_plan_words(e)}"),
-    K.PLAN_APPROVED: (Mark.PERSON, _by("approved it")),
-    K.PLAN_REJECTED: (Mark.PERSON, _by("said no")),
-    K.PLAN_LAPSED: (Mark.PERSON, _because("the proposal lapsed")),
-    K.HOLD_PLACED: (Mark.PERSON, _by("put it on hold")),
-    K.HOLD_LIFTED: (Mark.PERSON, _by("lifted the hold")),
-    K.DIAGNOSIS_MARKED: (Mark.PERSON, lambda e: _by(f"marked the diagnosis {e.body.get('verdict')}")(e)),
-    K.PERSON_CALLED: (Mark.PERSON, _because("is called")),
-    K.ACTION_STARTED: (Mark.ACTION, lambda e: f"begins: {_plan_words(e)}"),
-    K.ACTION_DONE: (Mark.ACTION, lambda e: f"done: {_result(e)}"),
-    K.ACTION_FAILED: (Mark.FAILED, lambda e: str(e.body.get("because") or "no reason is given")),
-    K.INCIDENT_VERIFIED: (Mark.CURED, lambda e: str(e.body.get("because") or "")),
-    K.INCIDENT_CLOSED: (Mark.CLOSED, lambda e: f"as {e.body.get('outcome')}"),
+OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
+    K.INCIDENT_OPENED: (TimelineEntryKind.FOUND, lambda e: _found_words(e)),
+    K.INCIDENT_UPDATED: (TimelineEntryKind.KNOWN, lambda e: _of_diagnosis(e)),
+    K.EVIDENCE_COLLECTED: (TimelineEntryKind.KNOWN, _because("evidence came")),
+    K.PLAN_CREATED: (TimelineEntryKind.PLAN, lambda e: _plan_words(e)),
+    K.PLAN_BLOCKED: (TimelineEntryKind.HELD, lambda e: f"by the guard {e.body.get('guard')}: {e.body.get('because')}"),
+    K.PLAN_PROPOSED: (TimelineEntryKind.PERSON, lambda e: f"is asked: {_plan_words(e)}"),
+    K.PLAN_APPROVED: (TimelineEntryKind.PERSON, _by("approved it")),
+    K.PLAN_REJECTED: (TimelineEntryKind.PERSON, _by("said no")),
+    K.PLAN_EXPIRED: (TimelineEntryKind.PERSON, _because("the proposal lapsed")),
+    K.HOLD_PLACED: (TimelineEntryKind.PERSON, _by("put it on hold")),
+    K.HOLD_LIFTED: (TimelineEntryKind.PERSON, _by("lifted the hold")),
+    K.DIAGNOSIS_REVIEWED: (TimelineEntryKind.PERSON, lambda e: _by(f"marked the diagnosis {e.body.get('verdict')}")(e)),
+    K.ONCALL_PAGED: (TimelineEntryKind.PERSON, _because("is called")),
+    K.ACTION_STARTED: (TimelineEntryKind.ACTION, lambda e: f"begins: {_plan_words(e)}"),
+    K.ACTION_DONE: (TimelineEntryKind.ACTION, lambda e: f"done: {_result(e)}"),
+    K.ACTION_FAILED: (TimelineEntryKind.FAILED, lambda e: str(e.body.get("because") or "no reason is given")),
+    K.INCIDENT_VERIFIED: (TimelineEntryKind.CURED, lambda e: str(e.body.get("because") or "")),
+    K.INCIDENT_CLOSED: (TimelineEntryKind.CLOSED, lambda e: f"as {e.body.get('outcome')}"),
 }
 """The incident's own events: what they are in the drawing, and in words."""
 
@@ -216,14 +221,14 @@ def _result(e: Event) -> str:
     return str(result.get("because", "")) if isinstance(result, dict) else str(result or "")
 
 
-def touched(m: Material) -> frozenset[str]:
+def touched(m: IncidentPageInputs) -> frozenset[str]:
     """Replicas that the incident is about."""
     if m.incident is None:
         return frozenset()
     return frozenset({*m.incident.named, *m.incident.touched})
 
 
-def _of_run(m: Material, story: Story | None) -> list[Moment]:
+def _of_run(m: IncidentPageInputs, story: IncidentSummary | None) -> list[Moment]:
     """What the run did that belongs to it: the replaced replicas' lives, proofs, requests, interrupted steps."""
     who, made = touched(m), m.incident.touched if m.incident else {}
     until = story.ends_at if story is not None else None
@@ -234,7 +239,7 @@ def _of_run(m: Material, story: Story | None) -> list[Moment]:
     for e in m.around:
         if e.wall_at < since - 1.0 or (until is not None and e.wall_at > until + 1.0):
             continue
-        words, mark = "", Mark.RUN
+        words, mark = "", TimelineEntryKind.RUN
         replica, number = str(e.body.get("replica", "")), e.body.get("incarnation")
         key = (replica, int(number or 0))
         match e.kind:
@@ -249,10 +254,16 @@ def _of_run(m: Material, story: Story | None) -> list[Moment]:
             case K.WEIGHTS_ADMITTED if key[1] >= made.get(replica, sys.maxsize) and key not in proven:
                 proven.add(key)
                 version = e.body.get("policy_version")
-                words, mark = f"{replica}#{number} serves: its weights (version {version}) are proven", Mark.PROOF
-            case K.WEIGHTS_REFUSED if replica in who:
-                words, mark = f"weights of {replica}#{number} were refused: {e.body.get('because')}", Mark.FAILED
-            case K.REQUESTS_MOVED if str(e.body.get("from")) in who:
+                words, mark = (
+                    f"{replica}#{number} serves: its weights (version {version}) are proven",
+                    TimelineEntryKind.PROOF,
+                )
+            case K.WEIGHTS_REJECTED if replica in who:
+                words, mark = (
+                    f"weights of {replica}#{number} were refused: {e.body.get('because')}",
+                    TimelineEntryKind.FAILED,
+                )
+            case K.REQUESTS_REASSIGNED if str(e.body.get("from")) in who:
                 words = moved_words(e.body)
             case K.STEP_INTERRUPTED:
                 interrupted = e.body.get("step")
@@ -279,13 +290,15 @@ def _listed(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-def _serving(m: Material, story: Story | None, proven: set[tuple[str, int]]) -> list[Moment]:
+def _serving(m: IncidentPageInputs, story: IncidentSummary | None, proven: set[tuple[str, int]]) -> list[Moment]:
     """Of a replica without weights of its own to prove: when it joined an epoch."""
     if story is None:
         return []
     return [
         Moment(
-            at=r.serving_at, mark=Mark.PROOF, words=plain(f"{r.replica}#{r.incarnation} is a member again", WORDS_MAX)
+            at=r.serving_at,
+            mark=TimelineEntryKind.PROOF,
+            words=plain(f"{r.replica}#{r.incarnation} is a member again", WORDS_MAX),
         )
         for r in story.replacements
         if r.serving_at is not None and (r.replica, r.incarnation) not in proven

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from rolecall.core.diagnosis import Diagnosis, Evidence, Plan, Suspect
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.text import plain, seconds
-from rolecall.dashboards.pages.incidents.material import Material
+from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.dashboards.pages.incidents.table import GLYPHS, HELD, SET_ASIDE, moment, status_of
 from rolecall.dashboards.pages.incidents.timeline import touched
 from rolecall.recovery.incidents.incident import Attempt, Decision, Incident, IncidentState
-from rolecall.views.incidents import Story
+from rolecall.views.incidents import IncidentSummary
 
 SENTENCE_MAX = 2_000
 NUM_SHOWN_MAX = 40
@@ -26,7 +26,7 @@ Facts = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Head:
+class IncidentHeader:
     """The top of the page."""
 
     incident_id: str
@@ -39,11 +39,11 @@ class Head:
     injected: str = ""  # the fault behind it, where the injector's log is there
 
 
-def head(m: Material, story: Story | None) -> Head:
+def head(m: IncidentPageInputs, story: IncidentSummary | None) -> IncidentHeader:
     i = m.incident
     if i is None:
         why = m.set_aside or "nothing is known of it"
-        return Head(
+        return IncidentHeader(
             incident_id=plain(m.incident_id, 200),
             sentence=plain(why),
             glyph=GLYPHS[SET_ASIDE],
@@ -69,7 +69,7 @@ def head(m: Material, story: Story | None) -> Head:
         verdict = "right" if i.mark.right else "wrong"
         because = f": {i.mark.because}" if i.mark.because else ""
         facts.append(("Marked", plain(f"{verdict} by {i.mark.by}{because}", 400)))
-    return Head(
+    return IncidentHeader(
         incident_id=plain(m.incident_id, 200),
         sentence=plain(d.because, SENTENCE_MAX),
         glyph=GLYPHS.get(status, "·"),
@@ -89,7 +89,7 @@ def _suspect(s: Suspect) -> str:
     return plain(", ".join(p for p in parts if p), 200)
 
 
-def _injected(story: Story | None) -> str:
+def _injected(story: IncidentSummary | None) -> str:
     if story is None or story.fault is None:
         return ""
     named = "and the right one was named" if story.named_right else "and another one was named"
@@ -98,7 +98,7 @@ def _injected(story: Story | None) -> str:
     return plain(f"{story.fault.kind}{how} at {', '.join(story.fault.hit)}, found {found} later, {named}", 400)
 
 
-def state_words(i: Incident, story: Story | None, now: float) -> str:
+def state_words(i: Incident, story: IncidentSummary | None, now: float) -> str:
     """How it stands, in a sentence."""
     a, found = i.attempt, i.diagnosis.detected_at
     if i.outcome is not None:
@@ -124,13 +124,13 @@ def state_words(i: Incident, story: Story | None, now: float) -> str:
             return f"Diagnosed {seconds(max(0.0, now - found))} ago, and nothing is decided yet{after}"
 
 
-def _closed_words(i: Incident, story: Story | None) -> str:
+def _closed_words(i: Incident, story: IncidentSummary | None) -> str:
     found, known = i.diagnosis.detected_at, i.diagnosis.because
-    because, called = (_rest(text, known) for text in (i.because, i.person_because))
+    because, called = (_rest(text, known) for text in (i.because, i.page_reason))
     person = ""
-    if i.person_because:
+    if i.page_reason:
         person = f" A person was called: {called}" if called and called != because else " A person was called."
-    if str(i.outcome) == "cured":
+    if str(i.outcome) == "resolved":
         cured_at = story.cured_at if story is not None and story.cured_at is not None else i.verified_at
         after = seconds(max(0.0, (cured_at if cured_at is not None else i.opened_at) - found))
         attempts = f", at attempt {len(i.attempts)}" if len(i.attempts) > 1 else ""
@@ -142,8 +142,8 @@ def _closed_words(i: Incident, story: Story | None) -> str:
     words = {
         "tolerated": "Tolerated, nothing was done",
         "observed": "Only observed: the fault ended without rolecall",
-        "refuted": "Refuted: the fault ended before rolecall acted",
-        "gave_up": "Given up",
+        "self_recovered": "Refuted: the fault ended before rolecall acted",
+        "escalated": "Given up",
     }
     lasted = seconds(max(0.0, (i.closed_at or i.opened_at) - i.opened_at))
     told = f"{words.get(str(i.outcome), str(i.outcome))}, after {lasted}"
@@ -160,7 +160,7 @@ def action_words(plan: Plan) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class EvidenceItem:
     """One piece of evidence."""
 
     kind: str
@@ -169,30 +169,30 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class FindingSection:
     """What was said, and on what evidence."""
 
     title: str
     because: str
     advice: str
     settle: str
-    evidence: tuple[Seen, ...]
+    evidence: tuple[EvidenceItem, ...]
     num_left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Witness:
+class CollectedEvidenceSection:
     """What was pulled of the agents for this incident."""
 
     because: str
     told: tuple[str, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[FindingSection, ...]
     missing: tuple[str, ...]
     files: tuple[str, ...]  # names below the run
     seconds: float
 
 
-def findings(m: Material) -> tuple[Finding, ...]:
+def findings(m: IncidentPageInputs) -> tuple[FindingSection, ...]:
     """The diagnosis, and each time that more was known, oldest first."""
     found = []
     for e in m.events:
@@ -212,14 +212,16 @@ def _diagnosis(body: object) -> Diagnosis | None:
         return None
 
 
-def _finding(title: str, because: str, evidence: Sequence[Evidence], advice: str = "", settle: str = "") -> Finding:
-    return Finding(
+def _finding(
+    title: str, because: str, evidence: Sequence[Evidence], advice: str = "", settle: str = ""
+) -> FindingSection:
+    return FindingSection(
         title=plain(title, 200),
         because=plain(because),
         advice=plain(advice, 1000),
         settle=plain(settle, 1000),
         evidence=tuple(
-            Seen(kind=plain(e.kind, 60).replace("_", " "), text=plain(e.text, 1000), numbers=_numbers(e.values))
+            EvidenceItem(kind=plain(e.kind, 60).replace("_", " "), text=plain(e.text, 1000), numbers=_numbers(e.values))
             for e in evidence[:NUM_SHOWN_MAX]
         ),
         num_left_out=max(0, len(evidence) - NUM_SHOWN_MAX),
@@ -250,15 +252,15 @@ UNITS: Mapping[str, tuple[float, str]] = {
 """How the name of a number ends: what it is multiplied by, and how it is written."""
 
 
-def witnesses(m: Material) -> tuple[Witness, ...]:
-    """What EVIDENCE_PULLED tells."""
-    return tuple(_witness(e) for e in m.events if e.kind is K.EVIDENCE_PULLED)
+def collected_evidence(m: IncidentPageInputs) -> tuple[CollectedEvidenceSection, ...]:
+    """What EVIDENCE_COLLECTED tells."""
+    return tuple(_witness(e) for e in m.events if e.kind is K.EVIDENCE_COLLECTED)
 
 
-def _witness(e: Event) -> Witness:
+def _witness(e: Event) -> CollectedEvidenceSection:
     body = e.body
     said = [f for f in _list(body.get("findings")) if isinstance(f, dict)]
-    return Witness(
+    return CollectedEvidenceSection(
         because=plain(body.get("because", "")),
         told=_texts(body.get("told")),
         findings=tuple(_pulled_finding(f) for f in said[:NUM_SHOWN_MAX]),
@@ -268,7 +270,7 @@ def _witness(e: Event) -> Witness:
     )
 
 
-def _pulled_finding(f: Mapping[str, object]) -> Finding:
+def _pulled_finding(f: Mapping[str, object]) -> FindingSection:
     evidence = []
     for e in _list(f.get("evidence")):
         if isinstance(e, dict):
@@ -290,7 +292,7 @@ def _texts(value: object) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Decided:
+class PlanSection:
     """One plan, and what became of it."""
 
     number: int
@@ -304,23 +306,23 @@ class Decided:
     facts: Facts
 
 
-def decisions(m: Material) -> tuple[Decided, ...]:
+def plan_sections(m: IncidentPageInputs) -> tuple[PlanSection, ...]:
     if m.incident is None:
         return ()
     return tuple(_decided(a, m.incident, m.events) for a in m.incident.attempts)
 
 
-def _decided(a: Attempt, i: Incident, events: Iterable[Event]) -> Decided:
+def _decided(a: Attempt, i: Incident, events: Iterable[Event]) -> PlanSection:
     last = a is i.attempt
     until = float("inf") if last else next(b.made_at for b in i.attempts if b.number == a.number + 1)
     during = [e for e in events if a.made_at <= e.wall_at < until]
-    held = [f"{e.body.get('guard')}: {e.body.get('because')}" for e in during if e.kind is K.PLAN_HELD]
-    facts = [("Decided", moment(a.made_at))]
+    held = [f"{e.body.get('guard')}: {e.body.get('because')}" for e in during if e.kind is K.PLAN_BLOCKED]
+    facts = [("PlanSection", moment(a.made_at))]
     if a.started_at is not None:
         facts.append(("Action began", f"{seconds(max(0.0, a.started_at - a.made_at))} after the decision"))
     if a.done_at is not None and a.started_at is not None:
         facts.append(("Action took", seconds(max(0.0, a.done_at - a.started_at))))
-    return Decided(
+    return PlanSection(
         number=a.number,
         title=action_words(a.plan),
         digest=plain(a.plan.digest, 40),
@@ -359,9 +361,9 @@ def _spoken(during: Iterable[Event]) -> Iterable[str]:
         if e.kind in _SAID:
             because = f": {e.body['because']}" if e.body.get("because") else ""
             yield plain(f"{e.body.get('by') or 'somebody'} {_SAID[e.kind]}, {moment(e.wall_at)}{because}", 600)
-        elif e.kind is K.PERSON_CALLED:
+        elif e.kind is K.ONCALL_PAGED:
             yield plain(f"a person was called ({e.body.get('topic', '')}): {e.body.get('because', '')}", 600)
-        elif e.kind is K.PLAN_LAPSED:
+        elif e.kind is K.PLAN_EXPIRED:
             yield plain(f"the proposal lapsed: {e.body.get('because', '')}", 600)
 
 
@@ -374,7 +376,7 @@ def _became(a: Attempt, i: Incident) -> str:
         return "done, and seen to work" if i.verified_at is not None else "done; it is not seen to work yet"
     if a.started_at is not None:
         return "under way"
-    if a.decision in (Decision.REJECTED, Decision.LAPSED):
+    if a.decision in (Decision.REJECTED, Decision.EXPIRED):
         return f"{a.decision}: {a.decision_because}"
     return "not performed" if i.closed_at is not None else "waits"
 
@@ -383,7 +385,7 @@ def _became(a: Attempt, i: Incident) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proof:
+class WeightProofSection:
     """What stands for it that a replacement is whole."""
 
     title: str
@@ -391,32 +393,32 @@ class Proof:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cure:
+class RecoverySection:
     replacements: tuple[str, ...]
-    proofs: tuple[Proof, ...]
+    proofs: tuple[WeightProofSection, ...]
     refused: tuple[str, ...]
     verified: str
 
 
-def cure(m: Material, story: Story | None) -> Cure:
+def recovery_section(m: IncidentPageInputs, story: IncidentSummary | None) -> RecoverySection:
     who, made = touched(m), m.incident.touched if m.incident else {}
     replacements = []
     for r in story.replacements if story else ():
         came = "from a warm standby" if r.from_standby else "started afresh"
         serving = "it does not serve yet" if r.serving_at is None else f"serves since {moment(r.serving_at)}"
         replacements.append(plain(f"{r.replica}#{r.incarnation} on {r.node}, pid {r.pid}, {came}; {serving}", 300))
-    proofs: dict[tuple[str, int], Proof] = {}
+    proofs: dict[tuple[str, int], WeightProofSection] = {}
     refused = []
     since = m.incident.opened_at if m.incident else 0.0
     for e in m.around:
         key = (str(e.body.get("replica", "")), e.body.get("incarnation"))
         if e.wall_at < since or key[0] not in who or not isinstance(key[1], int):
             continue
-        if e.kind is K.WEIGHTS_REFUSED:
+        if e.kind is K.WEIGHTS_REJECTED:
             refused.append(plain(f"{key[0]}#{key[1]}: {e.body.get('part')}: {e.body.get('because')}", 400))
         elif e.kind is K.WEIGHTS_ADMITTED and key[1] >= made.get(key[0], 1 << 60) and key not in proofs:
             proofs[key[0], key[1]] = _proof(e, since)
-    return Cure(
+    return RecoverySection(
         replacements=tuple(replacements[:NUM_SHOWN_MAX]),
         proofs=tuple(proofs.values())[:NUM_SHOWN_MAX],
         refused=tuple(refused[:NUM_SHOWN_MAX]),
@@ -424,7 +426,7 @@ def cure(m: Material, story: Story | None) -> Cure:
     )
 
 
-def _proof(e: Event, since: float) -> Proof:
+def _proof(e: Event, since: float) -> WeightProofSection:
     body, proof = e.body, e.body.get("proof")
     parts: Mapping[str, object] = proof if isinstance(proof, dict) else {}
     manifest, received = parts.get("manifest_digest"), parts.get("received_digest")
@@ -447,4 +449,4 @@ def _proof(e: Event, since: float) -> Proof:
         facts.append(("Canary answers", f"{len(canary)} log probabilities are kept with it"))
     after = seconds(max(0.0, e.wall_at - since))
     title = plain(f"{body.get('replica')}#{body.get('incarnation')}: weights admitted {after} after it was opened", 200)
-    return Proof(title=title, facts=tuple((k, v) for k, v in facts if v))
+    return WeightProofSection(title=title, facts=tuple((k, v) for k, v in facts if v))

@@ -3,23 +3,23 @@
 The question that a plan was made from is stored with it. Here it is put again to the same functions (policy, guards, the
 next move): with another class, mode, horizon, fleet, past. Where a number decides, the one at which the answer changes is
 searched for by bisection. Nothing here is prose about rules: a line is there because an answer came out otherwise, and
-`Line.asked` is the question that gives it.
+`Counterfactual.asked` is the question that gives it.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, Target
+from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, PlanTarget
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId, split_replica
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.text import plain
-from rolecall.dashboards.pages.incidents.material import Material
+from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.recovery.fleet import FleetView
 from rolecall.recovery.guards import check, on_peer_evidence_alone
-from rolecall.recovery.incidents.incident import Attempt, Failure, Incident, IncidentState, Outcome
-from rolecall.recovery.policy import Past, Question, decide
+from rolecall.recovery.incidents.incident import ActionFailure, Attempt, Incident, IncidentOutcome, IncidentState
+from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide
 
 COUNTS_MAX = 12
 """Past failures, evictions and accused peers are counted up to so many."""
@@ -32,10 +32,10 @@ K, S = EventKind, IncidentState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class DecisionInputs:
     """All that an answer depends on. Times are wall seconds."""
 
-    question: Question
+    question: PolicyInput
     incident: Incident
     others: tuple[Incident, ...] = ()
     paused: str | None = None
@@ -43,28 +43,28 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class PredictedDecision:
     """What would be done, and what would come of it first."""
 
     action: ActionKind
     targets: tuple[str, ...]
     first: str
     """`acts`, `asks`, a guard's name, or an outcome."""
-    call_person: bool
+    page_oncall: bool
     because: str
 
     @property
     def key(self) -> tuple[object, ...]:
         """Answers are the same when a person would see the same happen to the same replicas."""
         replicas = tuple(t.partition("#")[0] for t in self.targets)
-        return (self.action, replicas, self.first, self.call_person)
+        return (self.action, replicas, self.first, self.page_oncall)
 
     @property
     def words(self) -> str:
         what = str(self.action).replace("_", " ")
         of = f"{what} of {', '.join(self.targets)}" if self.targets else what
         if self.action is ActionKind.TOLERATE:
-            person = ", and a person is called" if self.call_person else ""
+            person = ", and a person is called" if self.page_oncall else ""
             return f"nothing is done (closed as {self.first.replace('_', ' ')}{person})"
         if self.first == ACTS:
             return of
@@ -77,12 +77,12 @@ ACTS, ASKS = "acts", "asks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Counterfactual:
     """Had it been so, that would have come of it."""
 
     had: str
-    answer: Answer
-    asked: Asked
+    answer: PredictedDecision
+    asked: DecisionInputs
 
     @property
     def text(self) -> str:
@@ -100,12 +100,12 @@ class Line:
 class WhatIf:
     """`then`: what was decided, asked again. `unmoved`: changes that were tried and change nothing."""
 
-    then: Answer
-    lines: tuple[Line, ...]
+    then: PredictedDecision
+    lines: tuple[Counterfactual, ...]
     unmoved: tuple[str, ...]
 
 
-def answer(a: Asked) -> Answer:
+def answer(a: DecisionInputs) -> PredictedDecision:
     """Policy, then guards, as the watch would ask them."""
     q, verdict = a.question, decide(a.question)
     plan = verdict.plan
@@ -123,20 +123,20 @@ def answer(a: Asked) -> Answer:
             stopping=None,
             now=a.now,
         )
-        asks = q.config.mode == "approve" and not planned.by_person
+        asks = q.config.mode == "approve" and not planned.requested_by_operator
         first = held.guard or (ASKS if asks else ACTS)
         because = plan.because if held.passed else held.because
-    return Answer(
+    return PredictedDecision(
         action=plan.action,
         targets=tuple(f"{t.replica}#{t.incarnation}" for t in plan.targets),
         first=first,
-        call_person=verdict.call_person,
+        page_oncall=verdict.page_oncall,
         because=plain(because),
     )
 
 
 def _planned(incident: Incident, plan: Plan, d: Diagnosis, now: float) -> Incident:
-    attempt = Attempt(number=len(incident.attempts) + 1, plan=plan, call_person=False, outcome="tolerated", made_at=now)
+    attempt = Attempt(number=len(incident.attempts) + 1, plan=plan, page_oncall=False, outcome="tolerated", made_at=now)
     return replace(
         incident, state=S.PLANNED, diagnosis=d, attempts=(*incident.attempts, attempt), outcome=None, closed_at=None
     )
@@ -145,28 +145,28 @@ def _planned(incident: Incident, plan: Plan, d: Diagnosis, now: float) -> Incide
 # --- from the journal -----------------------------------------------------------------------------------------------
 
 
-def asked(m: Material) -> Asked | None:
+def asked(m: IncidentPageInputs) -> DecisionInputs | None:
     """The newest decision as it was asked; None: none is stored, or it cannot be read."""
-    made = [e for e in m.events if e.kind is K.PLAN_MADE and "question" in e.body]
+    made = [e for e in m.events if e.kind is K.PLAN_CREATED and "question" in e.body]
     if m.incident is None or not made:
         return None
     try:
-        question = Question.from_dict(made[-1].body["question"])
+        question = PolicyInput.from_dict(made[-1].body["question"])
     except (KeyError, TypeError, ValueError):
         return None
     at = made[-1].wall_at
     before = tuple(a for a in m.incident.attempts if a.made_at < at)
     others = tuple(o for i in m.others if (o := as_of(i, at)) is not None)
     incident = replace(m.incident, attempts=before, verified_at=None, closed_at=None, outcome=None, state=S.OPEN)
-    return Asked(question=question, incident=incident, others=others, paused=_paused(m), now=at)
+    return DecisionInputs(question=question, incident=incident, others=others, paused=_paused(m), now=at)
 
 
-def _paused(m: Material) -> str | None:
+def _paused(m: IncidentPageInputs) -> str | None:
     """Who had paused rolecall, as the guard said it of this plan."""
     for e in reversed(m.events):
-        if e.kind is K.PLAN_MADE:
+        if e.kind is K.PLAN_CREATED:
             return None
-        if e.kind is K.PLAN_HELD and e.body.get("guard") == "paused":
+        if e.kind is K.PLAN_BLOCKED and e.body.get("guard") == "paused":
             return str(e.body.get("because", "")).removeprefix("paused by ") or "somebody"
     return None
 
@@ -195,13 +195,13 @@ def _if_before(moment: float | None, at: float) -> float | None:
 
 # --- what is changed ------------------------------------------------------------------------------------------------
 
-Change = tuple[str, Asked]
+Change = tuple[str, DecisionInputs]
 """`had ...`, and what is asked then."""
 
 
-def what_if(a: Asked) -> WhatIf:
+def what_if(a: DecisionInputs) -> WhatIf:
     then = answer(a)
-    lines: list[Line] = []
+    lines: list[Counterfactual] = []
     unmoved: list[str] = []
     tried = [*_by_number(a, then), *_by_class(a), *_by_person(a), *_by_count(a, then), *_by_fact(a)]
     for had, changed in tried:
@@ -212,19 +212,19 @@ def what_if(a: Asked) -> WhatIf:
         if otherwise.key == then.key:
             unmoved.append(had)
         else:
-            lines.append(Line(had=had, answer=otherwise, asked=changed))
+            lines.append(Counterfactual(had=had, answer=otherwise, asked=changed))
     return WhatIf(then=then, lines=tuple(lines), unmoved=tuple(plain(text, 300) for text in unmoved))
 
 
-def _of_config(a: Asked, **changes: object) -> Asked:
+def _of_config(a: DecisionInputs, **changes: object) -> DecisionInputs:
     return replace(a, question=replace(a.question, config=a.question.config.model_copy(update=changes)))
 
 
-def _of_diagnosis(a: Asked, **changes: object) -> Asked:
+def _of_diagnosis(a: DecisionInputs, **changes: object) -> DecisionInputs:
     return replace(a, question=replace(a.question, diagnosis=replace(a.question.diagnosis, **changes)))  # type: ignore[arg-type]
 
 
-def _by_person(a: Asked) -> Iterable[Change]:
+def _by_person(a: DecisionInputs) -> Iterable[Change]:
     mode = a.question.config.mode
     for other in ("observe", "approve", "act"):
         if other != mode:
@@ -235,7 +235,7 @@ def _by_person(a: Asked) -> Iterable[Change]:
         yield "nobody paused rolecall", replace(a, paused=None)
 
 
-def _by_class(a: Asked) -> Iterable[Change]:
+def _by_class(a: DecisionInputs) -> Iterable[Change]:
     """Other classes, together where they give the same."""
     together: dict[tuple[object, ...], list[FaultClass]] = {}
     for other in FaultClass:
@@ -246,7 +246,7 @@ def _by_class(a: Asked) -> Iterable[Change]:
         yield f"the fault been judged {names}", _of_diagnosis(a, fault_class=found[0])
 
 
-def _by_fact(a: Asked) -> Iterable[Change]:
+def _by_fact(a: DecisionInputs) -> Iterable[Change]:
     q = a.question
     replicas = q.fleet.replicas
     if q.fleet.standbys():
@@ -271,19 +271,19 @@ def _by_fact(a: Asked) -> Iterable[Change]:
         yield "rolecall only watched this job", replace(a, question=replace(q, supports=frozenset()))
 
 
-def _with_fleet(a: Asked, replicas: Sequence[object]) -> Asked:
+def _with_fleet(a: DecisionInputs, replicas: Sequence[object]) -> DecisionInputs:
     return replace(a, question=replace(a.question, fleet=FleetView(replicas=tuple(replicas))))  # type: ignore[arg-type]
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 
-def _by_number(a: Asked, then: Answer) -> Iterable[tuple[str, Asked | None]]:
+def _by_number(a: DecisionInputs, then: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
     """Of a slow replica three numbers decide: how slow it is, how long the job goes on, what a replacement costs."""
     d, config = a.question.diagnosis, a.question.config
     if d.fault_class is not FaultClass.SLOW:
         return
-    ratio, horizon, cost = d.gain_ratio, config.horizon_seconds, config.replace_cost_seconds
+    ratio, horizon, cost = d.gain_ratio, config.horizon_seconds, config.replacement_cost_seconds
     if ratio is not None and math.isfinite(ratio) and ratio > 1:
         how = "it been {} times slower"
         yield _flip(then, ratio, lambda v: _of_diagnosis(a, gain_ratio=v), how, f"{ratio:.2f}", low=1.0)
@@ -301,20 +301,20 @@ def _by_number(a: Asked, then: Answer) -> Iterable[tuple[str, Asked | None]]:
             then, horizon, lambda v: _of_config(a, horizon_seconds=v), "the horizon been {} s", f"{horizon:,.0f} s"
         )
     yield _flip(
-        then, cost, lambda v: _of_config(a, replace_cost_seconds=v), "a replacement cost {} s", f"{cost:,.0f} s"
+        then, cost, lambda v: _of_config(a, replacement_cost_seconds=v), "a replacement cost {} s", f"{cost:,.0f} s"
     )
 
 
 def _flip(
-    then: Answer,
+    then: PredictedDecision,
     value: float,
-    change: Callable[[float], Asked],
+    change: Callable[[float], DecisionInputs],
     had: str,
     was: str,
     *,
     low: float = 0.0,
     up_only: bool = False,
-) -> tuple[str, Asked | None]:
+) -> tuple[str, DecisionInputs | None]:
     """The value nearest to this one at which the answer is another, rounded away from it, so that it is one."""
 
     def other(v: float) -> bool:
@@ -350,7 +350,7 @@ def _rounded(value: float, *, up: bool) -> float:
 # --- counts ---------------------------------------------------------------------------------------------------------
 
 
-def _by_count(a: Asked, then: Answer) -> Iterable[tuple[str, Asked | None]]:
+def _by_count(a: DecisionInputs, then: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
     """The smallest number of each at which the answer is another."""
     if then.action is ActionKind.TOLERATE or not then.targets:
         return
@@ -364,15 +364,15 @@ def _by_count(a: Asked, then: Answer) -> Iterable[tuple[str, Asked | None]]:
 
 
 _FAILURES = {
-    Failure.DIED: "{} ended without any work",
-    Failure.NO_PROGRESS: "{} not been seen to work in time",
-    Failure.REFUSED: "{} been impossible to perform",
+    ActionFailure.DIED: "{} ended without any work",
+    ActionFailure.NO_PROGRESS: "{} not been seen to work in time",
+    ActionFailure.REFUSED: "{} been impossible to perform",
 }
 
 
 def _count(
-    then: Answer, change: Callable[[int], Asked | None], had: str, what: str = "replacement"
-) -> tuple[str, Asked | None]:
+    then: PredictedDecision, change: Callable[[int], DecisionInputs | None], had: str, what: str = "replacement"
+) -> tuple[str, DecisionInputs | None]:
     for n in range(1, COUNTS_MAX + 1):
         changed = change(n)
         if changed is None:
@@ -386,7 +386,7 @@ def _number(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def _failed_before(a: Asked, failure: Failure, n: int) -> Asked:
+def _failed_before(a: DecisionInputs, failure: ActionFailure, n: int) -> DecisionInputs:
     """So many attempts more that failed, on the incarnations that they made."""
     q = a.question
     past, fleet = list(q.past), q.fleet
@@ -394,8 +394,8 @@ def _failed_before(a: Asked, failure: Failure, n: int) -> Asked:
         plan = decide(replace(q, past=tuple(past), fleet=fleet)).plan
         if not plan.targets:
             break
-        past.append(Past(failure=failure, action=plan.action, targets=plan.targets, because=_WHY[failure]))
-        if failure is not Failure.REFUSED:
+        past.append(FailedAttempt(failure=failure, action=plan.action, targets=plan.targets, because=_WHY[failure]))
+        if failure is not ActionFailure.REFUSED:
             made = {t.replica: t.incarnation + 1 for t in plan.targets}
             fleet = FleetView(
                 replicas=tuple(
@@ -407,22 +407,22 @@ def _failed_before(a: Asked, failure: Failure, n: int) -> Asked:
 
 
 _WHY = {
-    Failure.DIED: "it ended before it did any work",
-    Failure.NO_PROGRESS: "it was not seen to work",
-    Failure.REFUSED: "it cannot be done",
+    ActionFailure.DIED: "it ended before it did any work",
+    ActionFailure.NO_PROGRESS: "it was not seen to work",
+    ActionFailure.REFUSED: "it cannot be done",
 }
 
 
-def _evicted_before(a: Asked, n: int) -> Asked:
+def _evicted_before(a: DecisionInputs, n: int) -> DecisionInputs:
     return replace(a, others=(*a.others, *(_imagined(a, f"other-{k}/0", k, S.CLOSED) for k in range(n))))
 
 
-def _replaced_before(a: Asked, n: int) -> Asked:
+def _replaced_before(a: DecisionInputs, n: int) -> DecisionInputs:
     replica = a.question.diagnosis.suspects[0].replica
     return replace(a, others=(*a.others, *(_imagined(a, replica, k, S.CLOSED) for k in range(n))))
 
 
-def _peers(a: Asked) -> list[str]:
+def _peers(a: DecisionInputs) -> list[str]:
     """Others of the suspects' roles first, then everybody else who works."""
     named = {s.replica for s in a.question.diagnosis.suspects}
     roles = {split_replica(r)[0] for r in named if r}
@@ -430,14 +430,14 @@ def _peers(a: Asked) -> list[str]:
     return [str(r.replica) for r in sorted(rest, key=lambda r: (r.role not in roles, r.replica))]
 
 
-def _under_repair(a: Asked, n: int) -> Asked | None:
+def _under_repair(a: DecisionInputs, n: int) -> DecisionInputs | None:
     peers = _peers(a)
     if n > len(peers):
         return None
     return replace(a, others=(*a.others, *(_imagined(a, r, k, S.VERIFYING) for k, r in enumerate(peers[:n]))))
 
 
-def _accused(a: Asked, n: int) -> Asked | None:
+def _accused(a: DecisionInputs, n: int) -> DecisionInputs | None:
     roles = {split_replica(s.replica)[0] for s in a.question.diagnosis.suspects if s.replica}
     peers = [r for r in _peers(a) if split_replica(r)[0] in roles]
     if n > len(peers):
@@ -448,17 +448,17 @@ def _accused(a: Asked, n: int) -> Asked | None:
 
 
 def _imagined(
-    a: Asked, replica: str, number: int, state: IncidentState, fault_class: FaultClass = FaultClass.CRASH
+    a: DecisionInputs, replica: str, number: int, state: IncidentState, fault_class: FaultClass = FaultClass.CRASH
 ) -> Incident:
     """Another incident, as far as guards look at it."""
     name = f"imagined-{number}"
-    target = Target(replica=ReplicaId(replica), incarnation=1, node=NodeId("elsewhere"))
+    target = PlanTarget(replica=ReplicaId(replica), incarnation=1, node=NodeId("elsewhere"))
     plan = Plan(incident_id=IncidentId(name), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="imagined")
     started = None if state is S.PLANNED else a.now - 60.0
     attempt = Attempt(
         number=1,
         plan=plan,
-        call_person=False,
+        page_oncall=False,
         outcome="tolerated",
         made_at=a.now - 61.0,
         started_at=started,
@@ -471,7 +471,7 @@ def _imagined(
         opened_at=a.now - 62.0,
         seen_keys=frozenset(),
         attempts=(attempt,),
-        outcome=Outcome.CURED if state is S.CLOSED else None,
+        outcome=IncidentOutcome.RESOLVED if state is S.CLOSED else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""A button that acts. It says one `Ask` to the journal with the name of who is signed in at that moment, and never twice.
+"""A button that acts. It says one `OperatorCommand` to the journal with the name of who is signed in at that moment, and never twice.
 
 A click is bound to what was painted: to the plan's digest, and to how often this session has asked the same before, so
 that a double click is one word, and a plan that changed meanwhile is refused by its digest. A reload carries no click.
@@ -11,37 +11,44 @@ import streamlit as st
 
 from rolecall.core.text import plain
 from rolecall.dashboards.data.reader import Reader
-from rolecall.dashboards.pages.operations.commands import NEEDS_NO_REASON, Answer, Ask, What, command_line, perform
-from rolecall.dashboards.pages.operations.state import Desk, place_of
-from rolecall.dashboards.pages.sign_in import Who, clicked, who
+from rolecall.dashboards.pages.operations.commands import (
+    NEEDS_NO_REASON,
+    OperatorCommand,
+    OperatorCommandKind,
+    OperatorCommandResult,
+    command_line,
+    perform,
+)
+from rolecall.dashboards.pages.operations.state import OperationsReader, place_of
+from rolecall.dashboards.pages.sign_in import Viewer, clicked, current_viewer
 from rolecall.recovery.operators.run_location import REASON_CHARS_MAX
 
 _ASKED, _ANSWER = "rolecall.asked", "rolecall.answer"
 
 
 @st.cache_resource(show_spinner=False)
-def _desk(journal_url: str) -> Desk:
-    return Desk()
+def _desk(journal_url: str) -> OperationsReader:
+    return OperationsReader()
 
 
-def desk(reader: Reader) -> Desk:
+def desk(reader: Reader) -> OperationsReader:
     """The one desk of this process, for this journal."""
     return _desk(reader.settings.journal_url)
 
 
-def _times(ask: Ask) -> int:
+def _times(ask: OperatorCommand) -> int:
     counts: dict[str, int] = st.session_state.setdefault(_ASKED, {})
     return counts.get(ask.identity, 0)
 
 
-def act(reader: Reader, ask: Ask, painted: int) -> None:
+def act(reader: Reader, ask: OperatorCommand, painted: int) -> None:
     """What a click does. `painted`: how often the session had asked this when the button was drawn."""
     if _times(ask) != painted:
         return  # the second half of a double click
     st.session_state[_ASKED] = {**st.session_state.get(_ASKED, {}), ask.identity: painted + 1}
-    person = who(reader)
+    person = current_viewer(reader)
     if not person.may_act:
-        st.session_state[_ANSWER] = Answer(ok=False, text=f"nothing was done: {person.because}")
+        st.session_state[_ANSWER] = OperatorCommandResult(ok=False, text=f"nothing was done: {person.because}")
         return
     clicked(reader)
     st.session_state[_ANSWER] = perform(place_of(reader), ask, person.name)
@@ -53,7 +60,7 @@ def act(reader: Reader, ask: Ask, painted: int) -> None:
 def answer() -> None:
     """What came of the newest click."""
     said = st.session_state.get(_ANSWER)
-    if not isinstance(said, Answer):
+    if not isinstance(said, OperatorCommandResult):
         return
     with st.container(border=True, key="rolecall-answer"):
         if said.ok:
@@ -68,7 +75,9 @@ def _forget_answer() -> None:
     st.session_state.pop(_ANSWER, None)
 
 
-def button(reader: Reader, person: Who, label: str, ask: Ask, *, why_not: str = "", primary: bool = False) -> None:
+def button(
+    reader: Reader, person: Viewer, label: str, ask: OperatorCommand, *, why_not: str = "", primary: bool = False
+) -> None:
     """One click, one word: for what needs no reason. `why_not`: why it cannot be clicked, whoever looks."""
     times, refused = _times(ask), why_not or person.because
     st.button(
@@ -85,9 +94,9 @@ def button(reader: Reader, person: Who, label: str, ask: Ask, *, why_not: str = 
 
 def form(
     reader: Reader,
-    person: Who,
+    person: Viewer,
     name: str,
-    asks: dict[str, Ask],
+    asks: dict[str, OperatorCommand],
     *,
     seconds: dict[str, float] | None = None,
     confirm: str = "",
@@ -122,18 +131,24 @@ def form(
                 )
 
 
-def _submitted(reader: Reader, key: str, ask: Ask, seconds: dict[str, float], confirm: str) -> Callable[[], None]:
+def _submitted(
+    reader: Reader, key: str, ask: OperatorCommand, seconds: dict[str, float], confirm: str
+) -> Callable[[], None]:
     painted = _times(ask)
 
     def submit() -> None:
         typed = str(st.session_state.get(f"{key}:confirm", "")).strip()
         if confirm and typed != confirm:
-            st.session_state[_ANSWER] = Answer(ok=False, text=f"nothing was done: {typed!r} is not {confirm!r}")
+            st.session_state[_ANSWER] = OperatorCommandResult(
+                ok=False, text=f"nothing was done: {typed!r} is not {confirm!r}"
+            )
             return
         because = str(st.session_state.get(f"{key}:why", ""))
         if ask.what not in NEEDS_NO_REASON and not because.strip():
             # Not counted as asked: the form keeps what was typed.
-            st.session_state[_ANSWER] = Answer(ok=False, text="nothing was done: give a reason, everybody reads it")
+            st.session_state[_ANSWER] = OperatorCommandResult(
+                ok=False, text="nothing was done: give a reason, everybody reads it"
+            )
             return
         chosen = seconds.get(str(st.session_state.get(f"{key}:for", "")), 0.0)
         act(reader, replace(ask, because=because, seconds=chosen), painted)
@@ -141,7 +156,7 @@ def _submitted(reader: Reader, key: str, ask: Ask, seconds: dict[str, float], co
     return submit
 
 
-def as_commands(reader: Reader, person: Who, *asks: Ask) -> None:
+def as_commands(reader: Reader, person: Viewer, *asks: OperatorCommand) -> None:
     """For who may not act here: the same on the command line."""
     if not person.may_act:
         run = reader.settings.run
@@ -149,4 +164,4 @@ def as_commands(reader: Reader, person: Who, *asks: Ask) -> None:
         st.code("\n".join(lines), language=None, wrap_lines=True)
 
 
-__all__ = ["What", "act", "answer", "as_commands", "button", "desk", "form"]
+__all__ = ["OperatorCommandKind", "act", "answer", "as_commands", "button", "desk", "form"]

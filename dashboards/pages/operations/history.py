@@ -1,6 +1,6 @@
 """What people said: the journal's events that carry a name, read on from where the last look ended.
 
-The history of who did what, and of nodes. Pure but for `Words`, one of which a process keeps.
+The history of who did what, and of nodes. Pure but for `CommandLog`, one of which a process keeps.
 """
 
 import threading
@@ -19,29 +19,29 @@ WORD_KINDS = (
     K.PLAN_REJECTED,
     K.HOLD_PLACED,
     K.HOLD_LIFTED,
-    K.DIAGNOSIS_MARKED,
-    K.PAUSED,
-    K.RESUMED,
+    K.DIAGNOSIS_REVIEWED,
+    K.RECOVERY_PAUSED,
+    K.RECOVERY_RESUMED,
 )
 TOLD_AS: Mapping[EventKind, str] = {
     K.PLAN_APPROVED: "approved a plan",
     K.PLAN_REJECTED: "vetoed a plan",
     K.HOLD_PLACED: "held a plan",
     K.HOLD_LIFTED: "lifted a hold",
-    K.DIAGNOSIS_MARKED: "marked a diagnosis",
-    K.PAUSED: "paused all acting",
-    K.RESUMED: "let it act again",
+    K.DIAGNOSIS_REVIEWED: "marked a diagnosis",
+    K.RECOVERY_PAUSED: "paused all acting",
+    K.RECOVERY_RESUMED: "let it act again",
     K.NODE_QUARANTINED: "quarantined a node",
-    K.NODE_RETURNED: "ended a quarantine",
+    K.NODE_RETURNED_TO_SERVICE: "ended a quarantine",
     K.NODE_DRAINED: "drained a node",
-    K.NODE_BURNED_IN: "burned a node in",
+    K.BURN_IN_FINISHED: "burned a node in",
 }
 PAGE_EVENTS = 20_000
 """Read at a time; a journal gives so many lines in less than a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deed:
+class CommandLogEntry:
     """One line of the history."""
 
     at: float
@@ -51,7 +51,7 @@ class Deed:
     because: str
 
 
-class Words:
+class CommandLog:
     """Thread-safe."""
 
     def __init__(self) -> None:
@@ -80,11 +80,11 @@ class Words:
         return self._events
 
 
-def history(words: Iterable[Event], incidents: Iterable[Incident]) -> tuple[Deed, ...]:
+def history(words: Iterable[Event], incidents: Iterable[Incident]) -> tuple[CommandLogEntry, ...]:
     """Who did what, newest first. A replica that a person had replaced shows as its incident."""
     deeds = [_deed(e) for e in words]
     deeds += [
-        Deed(
+        CommandLogEntry(
             at=i.opened_at,
             # The request's own sentence begins with who asked.
             by=i.diagnosis.because.partition(" asks for ")[0] if " asks for " in i.diagnosis.because else "",
@@ -93,16 +93,16 @@ def history(words: Iterable[Event], incidents: Iterable[Incident]) -> tuple[Deed
             because=i.diagnosis.because,
         )
         for i in incidents
-        if i.by_person
+        if i.requested_by_operator
     ]
     return tuple(sorted(deeds, key=lambda d: d.at, reverse=True))
 
 
-def _deed(event: Event) -> Deed:
+def _deed(event: Event) -> CommandLogEntry:
     body = event.body
-    verdict = f" as {body['verdict']}" if event.kind is K.DIAGNOSIS_MARKED and "verdict" in body else ""
+    verdict = f" as {body['verdict']}" if event.kind is K.DIAGNOSIS_REVIEWED and "verdict" in body else ""
     on = [str(body[k]) for k in ("node", "digest") if body.get(k)] + ([event.incident_id] if event.incident_id else [])
-    return Deed(
+    return CommandLogEntry(
         at=event.wall_at,
         by=str(body.get("by", "")),
         what=TOLD_AS[event.kind] + verdict,

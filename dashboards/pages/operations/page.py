@@ -9,15 +9,15 @@ from rolecall.core.errors import JournalError
 from rolecall.core.text import plain, seconds, utc
 from rolecall.dashboards.data.node_history import quarantined
 from rolecall.dashboards.data.nodes import node_names
-from rolecall.dashboards.data.reader import Look, Reader
+from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.operations.buttons import answer, as_commands, button, desk, form
-from rolecall.dashboards.pages.operations.commands import Ask, What
-from rolecall.dashboards.pages.operations.history import Deed, history
-from rolecall.dashboards.pages.operations.plans import GLYPHS, MODES, PlanRow, Standing, plan_rows
+from rolecall.dashboards.pages.operations.commands import OperatorCommand, OperatorCommandKind
+from rolecall.dashboards.pages.operations.history import CommandLogEntry, history
+from rolecall.dashboards.pages.operations.plans import GLYPHS, MODES, PlanRow, PlanStatus, plan_rows
 from rolecall.dashboards.pages.operations.preview import preview, replicas_on
 from rolecall.dashboards.pages.operations.state import State, newest_limits
 from rolecall.dashboards.pages.shell import page, reader
-from rolecall.dashboards.pages.sign_in import HOW_TO, Who, follow, sidebar
+from rolecall.dashboards.pages.sign_in import HOW_TO, Viewer, follow, sidebar
 from rolecall.recovery.incidents.incident import Incident
 
 HOLD_FOR = {"10 minutes": 600.0, "1 hour": 3600.0, "4 hours": 14400.0, "12 hours": 43200.0}
@@ -31,7 +31,7 @@ def show() -> None:
     page("Acting", _draw)
 
 
-def _draw(r: Reader, look: Look) -> None:
+def _draw(r: Reader, look: JournalSnapshot) -> None:
     person, state, now = follow(r), desk(r).look(r), r.now()
     incidents = tuple(look.book.incidents.values())
     answer()
@@ -43,8 +43,8 @@ def _draw(r: Reader, look: Look) -> None:
     _history(history(state.words, incidents))
 
 
-def _who_acts(r: Reader, person: Who, state: State, *, ended: str) -> None:
-    if r.settings.people_path is None:
+def _who_acts(r: Reader, person: Viewer, state: State, *, ended: str) -> None:
+    if r.settings.users_path is None:
         st.info("Nobody may act here: this dashboard was started without a people file. To make one:")
         st.code(HOW_TO, language=None, wrap_lines=True)
     elif not person.may_act:
@@ -67,8 +67,8 @@ def _who_acts(r: Reader, person: Who, state: State, *, ended: str) -> None:
 # --- plans --------------------------------------------------------------------------------------------------------
 
 
-def _plans(r: Reader, person: Who, rows: Sequence[PlanRow], now: float) -> None:
-    waiting = sum(row.standing is Standing.WAITS for row in rows)
+def _plans(r: Reader, person: Viewer, rows: Sequence[PlanRow], now: float) -> None:
+    waiting = sum(row.standing is PlanStatus.WAITS for row in rows)
     st.subheader(f"Plans: {waiting} wait{'s' if waiting == 1 else ''} for a person" if waiting else "Plans")
     if not rows:
         st.text("No plan stands that is not begun.")
@@ -78,7 +78,7 @@ def _plans(r: Reader, person: Who, rows: Sequence[PlanRow], now: float) -> None:
         st.text(f"and {len(rows) - PLANS_SHOWN} more")
 
 
-def _plan(r: Reader, person: Who, row: PlanRow, now: float) -> None:
+def _plan(r: Reader, person: Viewer, row: PlanRow, now: float) -> None:
     with st.container(border=True, key=f"plan-{row.digest}"):
         st.text(f"{GLYPHS[row.standing]} {row.standing}{_until(row, now)}")
         st.text(plain(row.sentence))
@@ -90,7 +90,7 @@ def _plan(r: Reader, person: Who, row: PlanRow, now: float) -> None:
             st.text(plain(f"guards that held it: {', '.join(row.held_by)}"))
         if row.decided:
             st.text(plain(row.decided))
-        if row.standing is Standing.WAITS and row.expires_at is not None:
+        if row.standing is PlanStatus.WAITS and row.expires_at is not None:
             total = max(1.0, row.expires_at - row.made_at)
             st.progress(min(1.0, (row.seconds_left(now) or 0.0) / total))
         with st.expander(f"Evidence ({len(row.evidence)})"):
@@ -100,9 +100,15 @@ def _plan(r: Reader, person: Who, row: PlanRow, now: float) -> None:
         _words_on(r, person, row)
 
 
-def _words_on(r: Reader, person: Who, row: PlanRow) -> None:
-    approve, hold = Ask(what=What.APPROVE, on=row.digest), Ask(what=What.HOLD, on=row.digest)
-    veto, lift = Ask(what=What.VETO, on=row.digest), Ask(what=What.LIFT, on=row.digest)
+def _words_on(r: Reader, person: Viewer, row: PlanRow) -> None:
+    approve, hold = (
+        OperatorCommand(what=OperatorCommandKind.APPROVE, on=row.digest),
+        OperatorCommand(what=OperatorCommandKind.HOLD, on=row.digest),
+    )
+    veto, lift = (
+        OperatorCommand(what=OperatorCommandKind.REJECT, on=row.digest),
+        OperatorCommand(what=OperatorCommandKind.LIFT, on=row.digest),
+    )
     if row.can_be_approved:
         button(r, person, "Approve", approve, primary=True)
     if row.hold is not None:
@@ -111,7 +117,7 @@ def _words_on(r: Reader, person: Who, row: PlanRow) -> None:
         stops = {"Hold": hold, "Veto": veto}
         if row.hold is not None:
             del stops["Hold"]
-        if row.standing is Standing.APPROVED:
+        if row.standing is PlanStatus.APPROVED:
             del stops["Veto"]  # it was said yes to already: a hold, or a pause, still stops it
         with st.expander(" or ".join(stops)):
             form(r, person, f"plan:{row.digest}", stops, seconds=HOLD_FOR if "Hold" in stops else None)
@@ -121,7 +127,7 @@ def _words_on(r: Reader, person: Who, row: PlanRow) -> None:
 
 def _until(row: PlanRow, now: float) -> str:
     left = row.seconds_left(now)
-    if left is None or row.expires_at is None or row.standing is Standing.LAPSED:
+    if left is None or row.expires_at is None or row.standing is PlanStatus.EXPIRED:
         return ""
     return f": lapses in {seconds(round(left))} (at {_clock(row.expires_at)})"
 
@@ -133,21 +139,21 @@ def _clock(at: float) -> str:
 # --- the rest -----------------------------------------------------------------------------------------------------
 
 
-def _all(r: Reader, person: Who, state: State) -> None:
+def _all(r: Reader, person: Viewer, state: State) -> None:
     st.subheader("All acting")
     if state.paused is None:
-        pause = Ask(what=What.PAUSE)
+        pause = OperatorCommand(what=OperatorCommandKind.PAUSE)
         with st.expander("Pause all acting"):
             st.text("No action begins until somebody lets it act again. What is under way goes on.")
             form(r, person, "pause", {"Pause": pause})
             as_commands(r, person, pause)
     else:
-        resume = Ask(what=What.RESUME)
+        resume = OperatorCommand(what=OperatorCommandKind.RESUME)
         button(r, person, "Let it act again", resume, primary=True)
         as_commands(r, person, resume)
 
 
-def _nodes(r: Reader, person: Who, state: State, incidents: Sequence[Incident], now: float) -> None:
+def _nodes(r: Reader, person: Viewer, state: State, incidents: Sequence[Incident], now: float) -> None:
     st.subheader("Nodes")
     away = quarantined(state.words)
     names = node_names(state.fleet, [*away, *state.nodes])
@@ -157,11 +163,11 @@ def _nodes(r: Reader, person: Who, state: State, incidents: Sequence[Incident], 
     node = st.selectbox("Node", names, key="acting.node")
     if node in away:
         st.text(plain(f"{node} is in quarantine, by {away[node].quarantined_by}: {away[node].quarantined_because}"))
-        back = Ask(what=What.RETURN, on=node)
+        back = OperatorCommand(what=OperatorCommandKind.RETURN, on=node)
         form(r, person, f"return:{node}", {"End the quarantine": back})
         as_commands(r, person, back)
     else:
-        keep = Ask(what=What.QUARANTINE, on=node)
+        keep = OperatorCommand(what=OperatorCommandKind.QUARANTINE, on=node)
         with st.expander("Quarantine: nothing new is placed there, what runs there goes on"):
             form(r, person, f"quarantine:{node}", {"Quarantine": keep})
             as_commands(r, person, keep)
@@ -170,7 +176,7 @@ def _nodes(r: Reader, person: Who, state: State, incidents: Sequence[Incident], 
 
 
 def _drain(
-    r: Reader, person: Who, state: State, incidents: Sequence[Incident], node: str, away: frozenset[str], now: float
+    r: Reader, person: Viewer, state: State, incidents: Sequence[Incident], node: str, away: frozenset[str], now: float
 ) -> None:
     if not replicas_on(state.fleet, node):
         st.text("No replica runs there.")
@@ -194,12 +200,12 @@ def _drain(
         st.text(plain(f"{m.replica}: {m.action} ({m.because}). {word}"))
     if moving and not limits.known:
         st.text("No plan was made in this run yet: these are the guards' default limits.")
-    drain = Ask(what=What.DRAIN, on=node)
+    drain = OperatorCommand(what=OperatorCommandKind.DRAIN, on=node)
     form(r, person, f"drain:{node}", {"Drain": drain}, confirm=node)
     as_commands(r, person, drain)
 
 
-def _replica(r: Reader, person: Who, state: State) -> None:
+def _replica(r: Reader, person: Viewer, state: State) -> None:
     st.subheader("A replica by hand")
     names = [str(v.replica) for v in state.fleet.replicas]
     if not names:
@@ -210,12 +216,12 @@ def _replica(r: Reader, person: Who, state: State) -> None:
         view = state.fleet.find(chosen)
         if view is not None:
             st.text(plain(f"{chosen}#{view.incarnation} is {view.state or 'not there'} on {view.node}"))
-        ask = Ask(what=What.REPLACE, on=chosen)
+        ask = OperatorCommand(what=OperatorCommandKind.REPLACE, on=chosen)
         form(r, person, f"replace:{chosen}", {"Replace": ask})
         as_commands(r, person, ask)
 
 
-def _history(deeds: Sequence[Deed]) -> None:
+def _history(deeds: Sequence[CommandLogEntry]) -> None:
     st.subheader("Who did what")
     if not deeds:
         st.text("Nobody has said anything yet.")

@@ -15,7 +15,7 @@ MODES: Mapping[str, str] = {
 }
 
 
-class Standing(StrEnum):
+class PlanStatus(StrEnum):
     """What a plan waits for, in the order in which a person is asked to look."""
 
     WAITS = "waits for a person"
@@ -24,21 +24,21 @@ class Standing(StrEnum):
     APPROVED = "approved, the guards look again"
     DUE = "due"
     WOULD = "would be done in another mode"
-    LAPSED = "lapsed"
+    EXPIRED = "expired"
     REFUSED = "vetoed"
 
 
-GLYPHS: Mapping[Standing, str] = {
-    Standing.WAITS: "◐",
-    Standing.HELD: "‖",
-    Standing.GUARDED: "▲",
-    Standing.APPROVED: "✓",
-    Standing.DUE: "▶",
-    Standing.WOULD: "○",
-    Standing.LAPSED: "◇",
-    Standing.REFUSED: "✗",
+GLYPHS: Mapping[PlanStatus, str] = {
+    PlanStatus.WAITS: "◐",
+    PlanStatus.HELD: "‖",
+    PlanStatus.GUARDED: "▲",
+    PlanStatus.APPROVED: "✓",
+    PlanStatus.DUE: "▶",
+    PlanStatus.WOULD: "○",
+    PlanStatus.EXPIRED: "◇",
+    PlanStatus.REFUSED: "✗",
 }
-_ORDER = tuple(Standing)
+_ORDER = tuple(PlanStatus)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class PlanRow:
 
     incident_id: str
     digest: str
-    standing: Standing
+    standing: PlanStatus
     action: str
     targets: tuple[str, ...]
     sentence: str  # the diagnosis
@@ -64,12 +64,12 @@ class PlanRow:
 
     @property
     def can_be_approved(self) -> bool:
-        return self.standing is Standing.WAITS
+        return self.standing is PlanStatus.WAITS
 
     @property
     def can_be_stopped(self) -> bool:
         """Held or vetoed."""
-        return self.standing not in (Standing.LAPSED, Standing.REFUSED)
+        return self.standing not in (PlanStatus.EXPIRED, PlanStatus.REFUSED)
 
     def seconds_left(self, now: float) -> float | None:
         """Until the proposal lapses; None when it does not."""
@@ -111,16 +111,16 @@ def _row(i: Incident, a: Attempt, mode: str, now: float) -> PlanRow:
     )
 
 
-def _standing(i: Incident, a: Attempt, hold: Hold | None, mode: str, now: float) -> Standing:
+def _standing(i: Incident, a: Attempt, hold: Hold | None, mode: str, now: float) -> PlanStatus:
     if a.decision is Decision.REJECTED:
-        return Standing.REFUSED
+        return PlanStatus.REFUSED
     if hold is not None:
-        return Standing.HELD
+        return PlanStatus.HELD
     lapsed = a.expires_at is not None and now > a.expires_at and a.decision is None
-    if a.decision is Decision.LAPSED or lapsed:
-        return Standing.LAPSED
+    if a.decision is Decision.EXPIRED or lapsed:
+        return PlanStatus.EXPIRED
     if i.state is IncidentState.PROPOSED:
-        return Standing.APPROVED if a.decision is Decision.APPROVED else Standing.WAITS
+        return PlanStatus.APPROVED if a.decision is Decision.APPROVED else PlanStatus.WAITS
     if mode == "observe":
-        return Standing.WOULD
-    return Standing.GUARDED if a.held_by else Standing.DUE
+        return PlanStatus.WOULD
+    return PlanStatus.GUARDED if a.held_by else PlanStatus.DUE

@@ -25,7 +25,7 @@ MODES = ("observe", "approve", "act")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class WatchPolicy:
     """How the watch decides, as far as the journal knows."""
 
     config: RecoveryConfig
@@ -34,7 +34,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moving:
+class DrainedReplica:
     """One replica of the node."""
 
     replica: str
@@ -44,16 +44,16 @@ class Moving:
     guard_because: str
 
 
-def limits_of(plan_made: Mapping[str, Any] | None, mode: str) -> Limits:
-    """`plan_made`: body of the newest PLAN_MADE. `mode`: of the watch, which may have changed since."""
+def limits_of(plan_created: Mapping[str, Any] | None, mode: str) -> WatchPolicy:
+    """`plan_created`: body of the newest PLAN_CREATED. `mode`: of the watch, which may have changed since."""
     try:
-        asked = (plan_made or {})["question"]
+        asked = (plan_created or {})["question"]
         config = RecoveryConfig.model_validate({**asked["config"], **({"mode": mode} if mode else {})})
-        return Limits(config=config, supports=frozenset(ActionKind(a) for a in asked["supports"]), known=True)
+        return WatchPolicy(config=config, supports=frozenset(ActionKind(a) for a in asked["supports"]), known=True)
     except (KeyError, TypeError, ValueError):
         # A plan of another writer: it tells nothing of its limits.
         config = RecoveryConfig.model_validate({"mode": mode} if mode in MODES else {})
-        return Limits(config=config, supports=SUPPORTS, known=False)
+        return WatchPolicy(config=config, supports=SUPPORTS, known=False)
 
 
 def replicas_on(fleet: FleetView, node: str) -> tuple[ReplicaView, ...]:
@@ -67,11 +67,11 @@ def preview(
     fleet: FleetView,
     incidents: Sequence[Incident],
     avoided: frozenset[str],
-    limits: Limits,
+    limits: WatchPolicy,
     paused: str | None,
     stopping: str | None,
     now: float,
-) -> tuple[Moving, ...]:
+) -> tuple[DrainedReplica, ...]:
     """`avoided`: nodes in quarantine."""
     found = []
     for r in replicas_on(fleet, node):
@@ -96,7 +96,7 @@ def preview(
             now=now,
         )
         found.append(
-            Moving(
+            DrainedReplica(
                 replica=f"{r.replica}#{r.desired_incarnation}",
                 action=str(plan.action).replace("_", " "),
                 because=plan.because,

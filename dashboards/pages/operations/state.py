@@ -1,6 +1,6 @@
 """What a person must know before acting: who acts, in which mode, whether it is paused, what runs where, what was said.
 
-One `Desk` a process. A journal that cannot be read now gives the last state, and the page's own notice says why.
+One `OperationsReader` a process. A journal that cannot be read now gives the last state, and the page's own notice says why.
 """
 
 import threading
@@ -10,12 +10,12 @@ from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.dashboards.data.reader import Reader
-from rolecall.dashboards.pages.operations.history import Words
-from rolecall.dashboards.pages.operations.preview import Limits, limits_of
+from rolecall.dashboards.pages.operations.history import CommandLog
+from rolecall.dashboards.pages.operations.preview import WatchPolicy, limits_of
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
 from rolecall.recovery.fleet import FleetView, fleet_view
 from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
-from rolecall.recovery.operators.run_location import JournalPlace, Place
+from rolecall.recovery.operators.run_location import JournalLocation, RunLocation
 
 STATE_SECONDS = 1.0
 """A state younger than this serves all who ask."""
@@ -38,12 +38,12 @@ class State:
     words: tuple[Event, ...] = ()
 
 
-class Desk:
+class OperationsReader:
     """Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._words = Words()
+        self._words = CommandLog()
         self._last: State | None = None
         self._stale, self._due = False, 0.0
 
@@ -67,7 +67,7 @@ class Desk:
         self._stale = True
 
     def _state(self, journal: Journal, now: float) -> State:
-        lease, taken = journal.lease(LEASE_NAME), journal.last(EventKind.LEASE_TAKEN)
+        lease, taken = journal.lease(LEASE_NAME), journal.last(EventKind.LEASE_ACQUIRED)
         started = journal.last(EventKind.RUN_STARTED)
         listed = started.body.get("nodes") if started else None
         held = lease is not None and lease.holder and lease.expires_at > now
@@ -83,14 +83,14 @@ class Desk:
         )
 
 
-def newest_limits(reader: Reader, mode: str) -> Limits:
+def newest_limits(reader: Reader, mode: str) -> WatchPolicy:
     """Raises JournalError."""
     with reader.journal() as journal:
-        made = journal.last(EventKind.PLAN_MADE)
+        made = journal.last(EventKind.PLAN_CREATED)
     return limits_of(made.body if made else None, mode)
 
 
-def place_of(reader: Reader) -> Place:
+def place_of(reader: Reader) -> RunLocation:
     """Where a person's word goes: the run, or no more than its journal."""
     settings = reader.settings
-    return settings.run if settings.run is not None else JournalPlace(settings.journal_url)
+    return settings.run if settings.run is not None else JournalLocation(settings.journal_url)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from rolecall.core.text import escape, seconds
-from rolecall.dashboards.pages.overview.view import Cell, Role, Trouble
+from rolecall.dashboards.pages.overview.view import Cell, OpenIncident, RoleSummary
 from rolecall.dashboards.pages.style import STATES, class_of
 
 CHIPS_MAX = 32
@@ -13,7 +13,7 @@ UNWELL_MAX = 48
 ROW_REPLICAS = 50
 
 
-def incident(t: Trouble, now: float) -> str:
+def incident(t: OpenIncident, now: float) -> str:
     """One open incident: sentence, stage, what is done and since when, what a person is asked for."""
     rows = [("rolecall", t.doing), ("since", f"{seconds(max(0.0, now - t.since))} ago"), ("suspect", t.suspects)]
     if t.asks:
@@ -27,7 +27,7 @@ def incident(t: Trouble, now: float) -> str:
     )
 
 
-def role(r: Role) -> str:
+def role(r: RoleSummary) -> str:
     """One role: how many are in which state, and its replicas, worst first."""
     counts = "   ".join(_count(state, num) for state, num in r.counts)
     parts = [f'<p class="rc rc-role"><b>{escape(r.name)}</b> {counts}</p>']

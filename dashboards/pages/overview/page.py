@@ -3,19 +3,19 @@
 import streamlit as st
 
 from rolecall.core.text import plain
-from rolecall.dashboards.data.reader import Look, Reader
+from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages import charts
 from rolecall.dashboards.pages.overview import html as now_html
 from rolecall.dashboards.pages.overview import policy_health as now_health
 from rolecall.dashboards.pages.overview.prometheus import show as show_prometheus
 from rolecall.dashboards.pages.overview.view import (
-    Role,
+    RoleSummary,
     headline_figures,
     lost_rows,
     notices,
+    open_incidents,
     roles,
     status_line,
-    troubles,
 )
 from rolecall.dashboards.pages.shell import page, reader
 from rolecall.dashboards.pages.sign_in import sidebar
@@ -31,7 +31,7 @@ def show() -> None:
     page("Now", _draw, slow=_draw_slow)
 
 
-def _draw(_: Reader, look: Look) -> None:
+def _draw(_: Reader, look: JournalSnapshot) -> None:
     for kind, head, sentence, advice in notices(look):
         st.html(banner(kind, head, sentence, advice=advice))
     _draw_incidents(look)
@@ -41,8 +41,8 @@ def _draw(_: Reader, look: Look) -> None:
     _draw_replicas(roles(look))
 
 
-def _draw_incidents(look: Look) -> None:
-    open_ = troubles(look)
+def _draw_incidents(look: JournalSnapshot) -> None:
+    open_ = open_incidents(look)
     for t in open_[:OPEN_MAX]:
         st.html(now_html.incident(t, look.at))
         with st.container(horizontal=True):
@@ -56,7 +56,7 @@ def _draw_incidents(look: Look) -> None:
         st.html(banner("good", "No incident is open."))
 
 
-def _draw_replicas(found: tuple[Role, ...]) -> None:
+def _draw_replicas(found: tuple[RoleSummary, ...]) -> None:
     if not found:
         return
     st.subheader("Replicas")
@@ -75,7 +75,7 @@ def _draw_replicas(found: tuple[Role, ...]) -> None:
         )
 
 
-def _draw_slow(r: Reader, look: Look) -> None:
+def _draw_slow(r: Reader, look: JournalSnapshot) -> None:
     curve = look.course.curve
     if len(curve) > 1:
         st.subheader("The run so far")

@@ -20,7 +20,7 @@ UNTOLD = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Panel:
+class PolicyHealthChart:
     """Some signs on one axis."""
 
     title: str
@@ -31,19 +31,19 @@ class Panel:
 
 
 PANELS = (
-    Panel(
+    PolicyHealthChart(
         title="entropy, nats a token",
         lines=(("entropy", "entropy"),),
         normal="Falls slowly while the policy learns, to nearly 0 when it has. Nearly 0 while the reward is low: it says one "
         "thing only, and can learn no more.",
     ),
-    Panel(
+    PolicyHealthChart(
         title="answers, tokens",
         lines=(("response_length", "mean"), ("response_length_max", "longest")),
         normal="What the task needs. A fall to a few tokens, or a rise to the limit: the reward is being played with.",
         figures="~s",
     ),
-    Panel(
+    PolicyHealthChart(
         title="shares of answers, groups and tokens",
         lines=(
             ("truncated_fraction", "cut off"),
@@ -54,36 +54,36 @@ PANELS = (
         "right). Tokens too old: nearly none.",
         figures=".1~%",
     ),
-    Panel(
+    PolicyHealthChart(
         title="tokens clipped",
         lines=(("clip_fraction_low", "from below"), ("clip_fraction_high", "from above")),
         normal="A few per cent, more in the first steps. Much more for long: the policy is far from who made its tokens.",
         figures=".1~%",
     ),
-    Panel(
+    PolicyHealthChart(
         title="importance ratios",
         lines=(("ratio_mean", "mean"), ("ratio_std", "spread")),
         normal="Of the policy to the one that made each token. Mean close to 1; spread well below 1, more with staleness.",
     ),
-    Panel(
+    PolicyHealthChart(
         title="KL to the sampler, nats a token",
         lines=(("kl_sampler", "KL"),),
         normal="Below 0.1 after the first steps, stale tokens counted. A rise that stays: the policy runs away from its engines.",
     ),
-    Panel(
+    PolicyHealthChart(
         title="trainer and engine disagree by",
         lines=(("log_ratio_max", "largest log-ratio"),),
         normal="Of the very same weights: rounding only, below 0.01 in one precision. More: one of the two computes wrong. "
         "A step whose tokens were all made by weights that no trainer holds any more tells none.",
         figures=".1~e",
     ),
-    Panel(
+    PolicyHealthChart(
         title="explained variance of the critic",
         lines=(("explained_variance", "explained variance"),),
         normal="Rises towards 1. At 0 the critic knows no more than the mean; below, less.",
         zero=False,
     ),
-    Panel(
+    PolicyHealthChart(
         title="loss of the critic",
         lines=(("value_loss", "loss"),),
         normal="Falls at first, then follows the rewards.",
@@ -94,7 +94,7 @@ PANELS = (
 Lines = dict[str, list[dict[str, float]]]
 
 
-def drawn(curve: Sequence[Bucket]) -> list[tuple[Panel, Lines]]:
+def drawn(curve: Sequence[Bucket]) -> list[tuple[PolicyHealthChart, Lines]]:
     """The panels that have something to show, with their lines: a run without a critic has no panel of one."""
     found = []
     for panel in PANELS:

@@ -15,9 +15,14 @@ from rolecall.core.text import plain, seconds
 from rolecall.dashboards.data.reader import Reader
 from rolecall.dashboards.pages.style import banner, figures
 from rolecall.dashboards.settings import Settings
-from rolecall.detector.sources.prometheus_api import Client, Limits, NoAnswer, TooMuch
+from rolecall.detector.sources.prometheus_api import (
+    Client,
+    PrometheusClientLimits,
+    PrometheusResponseTooLarge,
+    PrometheusUnavailable,
+)
 
-LIMITS = Limits(answer_bytes_max=1 << 20, connect_seconds=2.0, answer_seconds=4.0, patience_seconds=0.0)
+LIMITS = PrometheusClientLimits(answer_bytes_max=1 << 20, connect_seconds=2.0, answer_seconds=4.0, patience_seconds=0.0)
 ASK_SECONDS = 10.0
 """Between two rounds of questions: servers are scraped every 15 s or so."""
 FIRST_SECONDS = 0.3
@@ -37,7 +42,7 @@ ADVICE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
+class PrometheusSnapshot:
     """What the server said last; `because`: why it said nothing newer."""
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -45,17 +50,17 @@ class Answers:
     because: str = ""
 
 
-class Asker:
+class PrometheusPoller:
     """Thread-safe; asks only when somebody looks."""
 
     def __init__(self, client: Client, clock: Clock) -> None:
         self._client, self._clock = client, clock
         self._changed = threading.Condition()
-        self._last = Answers()
+        self._last = PrometheusSnapshot()
         self._due = -math.inf
         self._busy = False
 
-    def answers(self) -> Answers:
+    def answers(self) -> PrometheusSnapshot:
         """The last answers; begins to ask for newer ones when they are due."""
         with self._changed:
             if not self._busy and self._clock.monotonic() >= self._due:
@@ -71,7 +76,7 @@ class Asker:
                 value = _number(self._client.ask("query", {"query": expression}, lambda: True))
                 if value is not None:
                     values[name] = value
-        except (NoAnswer, TooMuch, UnreadableInput) as e:
+        except (PrometheusUnavailable, PrometheusResponseTooLarge, UnreadableInput) as e:
             because = str(e)
         except Exception as e:  # noqa: BLE001 - whatever it is, the page says so
             because = repr(e)
@@ -79,7 +84,7 @@ class Asker:
             if because:
                 self._last = replace(self._last, because=because)
             else:
-                self._last = Answers(values=values, at=self._clock.wall())
+                self._last = PrometheusSnapshot(values=values, at=self._clock.wall())
             self._due, self._busy = self._clock.monotonic() + ASK_SECONDS, False
             self._changed.notify_all()
 
@@ -93,11 +98,11 @@ def _number(data: object) -> float | None:
     return value if math.isfinite(value) else None
 
 
-_askers: dict[Settings, Asker | str] = {}
+_askers: dict[Settings, PrometheusPoller | str] = {}
 _lock = threading.Lock()
 
 
-def _asker(settings: Settings) -> Asker | str:
+def _asker(settings: Settings) -> PrometheusPoller | str:
     with _lock:
         if settings not in _askers:
             _askers.clear()
@@ -106,7 +111,7 @@ def _asker(settings: Settings) -> Asker | str:
                 client = Client(
                     settings.prometheus_url, clock, authorization=settings.prometheus_authorization, limits=LIMITS
                 )
-                _askers[settings] = Asker(client, clock)
+                _askers[settings] = PrometheusPoller(client, clock)
             except ConfigError as e:
                 _askers[settings] = str(e)
         return _askers[settings]
@@ -117,7 +122,7 @@ def show(reader: Reader) -> None:
     if not reader.settings.prometheus_url:
         return
     asker = _asker(reader.settings)
-    answers = Answers(because=asker) if isinstance(asker, str) else asker.answers()
+    answers = PrometheusSnapshot(because=asker) if isinstance(asker, str) else asker.answers()
     st.subheader("Machines")
     if answers.because:
         old = "" if answers.at is None else f"What is shown is {seconds(reader.now() - answers.at)} old."

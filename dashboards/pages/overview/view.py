@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.text import seconds
-from rolecall.dashboards.data.reader import Look
-from rolecall.dashboards.pages.operations.plans import Standing, plan_rows
+from rolecall.dashboards.data.reader import JournalSnapshot
+from rolecall.dashboards.pages.operations.plans import PlanStatus, plan_rows
 from rolecall.dashboards.pages.style import STATES
 from rolecall.recovery.incidents.incident import UNDER_REPAIR, Incident, IncidentState
 from rolecall.reports.charts import ROLE_ORDER
@@ -41,7 +41,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class RoleSummary:
     """One role's replicas, by number, and how many are in which state, worst first."""
 
     name: str
@@ -56,7 +56,7 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trouble:
+class OpenIncident:
     """One open incident as it is shown on top."""
 
     incident_id: str
@@ -70,7 +70,7 @@ class Trouble:
     opened_at: float
 
 
-def roles(look: Look) -> tuple[Role, ...]:
+def roles(look: JournalSnapshot) -> tuple[RoleSummary, ...]:
     """Every role and its replicas."""
     suspects, replaced = _accused(look.book.open_incidents())
     by_role: dict[str, list[Cell]] = {}
@@ -89,7 +89,7 @@ def roles(look: Look) -> tuple[Role, ...]:
     for name in sorted(by_role, key=lambda r: (order.get(r, len(order)), r)):
         counts = Counter(c.state for c in by_role[name])
         ranked = tuple(sorted(counts.items(), key=lambda kv: SEVERITY[kv[0]]))
-        found.append(Role(name=name, cells=tuple(by_role[name]), counts=ranked))
+        found.append(RoleSummary(name=name, cells=tuple(by_role[name]), counts=ranked))
     return tuple(found)
 
 
@@ -132,12 +132,12 @@ def state_of(
     return "standby" if row.replica.startswith(f"{STANDBY_ROLE}/") else "healthy"
 
 
-def trouble(incident: Incident, look: Look) -> Trouble:
+def trouble(incident: Incident, look: JournalSnapshot) -> OpenIncident:
     """An open incident: its sentence, what rolecall is doing, since when, and what it asks of a person."""
     stage, doing, since, asks = _doing(incident, look)
     d = incident.diagnosis
-    called = f"A person was called: {incident.person_because}" if incident.person_because else ""
-    return Trouble(
+    called = f"A person was called: {incident.page_reason}" if incident.page_reason else ""
+    return OpenIncident(
         incident_id=incident.incident_id,
         fault_class=str(d.fault_class).replace("_", " "),
         suspects=", ".join(suspect_name(s) for s in d.suspects) or "nobody named",
@@ -150,7 +150,7 @@ def trouble(incident: Incident, look: Look) -> Trouble:
     )
 
 
-def _doing(i: Incident, look: Look) -> tuple[str, str, float, str]:
+def _doing(i: Incident, look: JournalSnapshot) -> tuple[str, str, float, str]:
     """(stage, what is done, since when, what a person is asked for)."""
     attempt = i.attempt
     if attempt is None:
@@ -169,7 +169,7 @@ def _doing(i: Incident, look: Look) -> tuple[str, str, float, str]:
         return "tolerated", attempt.plan.because, attempt.made_at, ""
     row = rows[0]
     asks = ""
-    if row.standing is Standing.WAITS:
+    if row.standing is PlanStatus.WAITS:
         left = row.seconds_left(look.at)
         within = "" if left is None else f" within {seconds(left)}"
         asks = f"Approve or veto this plan{within}: {action} {whom}."
@@ -181,13 +181,13 @@ def _sentence(action: str, whom: str, because: str) -> str:
     return because if whom and whom in because else f"{action} {whom}: {because}"
 
 
-def troubles(look: Look) -> list[Trouble]:
+def open_incidents(look: JournalSnapshot) -> list[OpenIncident]:
     """The open incidents, those that ask for a person first, then the newest."""
     told = [trouble(i, look) for i in look.book.open_incidents()]
     return sorted(told, key=lambda t: (not t.asks, -t.opened_at))
 
 
-def notices(look: Look) -> list[tuple[str, str, str, str]]:
+def notices(look: JournalSnapshot) -> list[tuple[str, str, str, str]]:
     """(kind, headline, sentence, what to do) of what a person must know before anything else."""
     found = []
     s = look.snapshot
@@ -217,7 +217,7 @@ def notices(look: Look) -> list[tuple[str, str, str, str]]:
     return found
 
 
-def versions(look: Look) -> tuple[int, list[tuple[int, int]]] | None:
+def versions(look: JournalSnapshot) -> tuple[int, list[tuple[int, int]]] | None:
     """(newest policy version, [(versions behind, number of rollouts)]) of rollouts that have any; None without one. A rollout
     is one behind while the trainers' newest is on its way."""
     known = [
@@ -229,7 +229,7 @@ def versions(look: Look) -> tuple[int, list[tuple[int, int]]] | None:
     return newest, sorted(Counter(newest - v for v in known).items())
 
 
-def headline_figures(look: Look) -> list[tuple[str, str, str]]:
+def headline_figures(look: JournalSnapshot) -> list[tuple[str, str, str]]:
     """The big numbers: what, how much, a word on it."""
     s, account = look.snapshot, look.course.account
     lags = versions(look)
@@ -256,7 +256,7 @@ def _behind(num: int, lag: int) -> str:
     return f"{num} rollout{' is' if num == 1 else 's are'} {lag} behind"
 
 
-def _ettr_word(look: Look) -> str:
+def _ettr_word(look: JournalSnapshot) -> str:
     if look.course.account is not None:
         return f"{seconds(sum(look.course.account.lost.values()))} of work lost"
     return "no step yet" if look.history.whole else f"the history is read: {look.history.percent} %"
@@ -275,7 +275,7 @@ def _trend(rewards: Sequence[float]) -> str:
     return f"{'▲' if change >= 0 else '▼'} {abs(change):.3f} in 10 steps"
 
 
-def lost_rows(look: Look, most: int = 8) -> list[list[str]]:
+def lost_rows(look: JournalSnapshot, most: int = 8) -> list[list[str]]:
     """Where the lost time went: role, fault, seconds of the run's work, share of its time; the largest first."""
     account = look.course.account
     if account is None or account.end <= account.start:
@@ -291,7 +291,7 @@ def lost_rows(look: Look, most: int = 8) -> list[list[str]]:
     return rows + ([["all else", "", seconds(rest), f"{100 * rest / span:.2f} %"]] if rest > 0 else [])
 
 
-def status_line(look: Look) -> str:
+def status_line(look: JournalSnapshot) -> str:
     """The run in a line: what it is doing, for how long, in which epoch."""
     s = look.snapshot
     if s.started_at is None:

@@ -20,7 +20,7 @@ that an operation that was enqueued less than a second before the dump was writt
 from collections.abc import Sequence
 
 from rolecall.core.diagnosis import Finding
-from rolecall.detector.artifacts.flight_recorder.dumps import Dump
+from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
 from rolecall.detector.artifacts.flight_recorder.findings import alone, findings, nobody_waits
 from rolecall.detector.artifacts.flight_recorder.progress import WAIT_SECONDS_MIN, Cause, gathered
 from rolecall.detector.artifacts.flight_recorder.text import count_text, ranks_text
@@ -32,7 +32,7 @@ NUM_WITNESSES = 8
 
 
 def diagnose(
-    dumps: Sequence[Dump], *, world_size: int | None = None, topology: Topology | None = None
+    dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None, topology: Topology | None = None
 ) -> list[Finding]:
     """What holds the job up, the cause that explains most first; nothing where nobody waits.
 
@@ -50,7 +50,7 @@ def diagnose(
     return nobody_waits(job)
 
 
-def entries_wanted(dumps: Sequence[Dump], *, world_size: int | None = None) -> set[int]:
+def entries_wanted(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> set[int]:
     """Ranks whose entries could change or explain what their status says; empty when enough is known."""
     if not dumps:
         return set()
@@ -64,7 +64,7 @@ def entries_wanted(dumps: Sequence[Dump], *, world_size: int | None = None) -> s
     return {r for r in wanted if r in job.dumps and job.dumps[r].entries is None}
 
 
-def looked_at(dumps: Sequence[Dump], *, world_size: int | None = None) -> str:
+def looked_at(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> str:
     """What an answer stands on, one sentence."""
     if not dumps:
         return "no dump"

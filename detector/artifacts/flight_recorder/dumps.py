@@ -29,15 +29,15 @@ from rolecall.detector.artifacts.flight_recorder import regular_entries as fligh
 from rolecall.detector.artifacts.flight_recorder.entries import (
     NUM_GROUPS_MAX,
     Entries,
-    Group,
-    Malformed,
+    MalformedDump,
+    ProcessGroup,
     columns,
     ints_of,
     number_of,
     text_of,
 )
-from rolecall.detector.artifacts.flight_recorder.regular_entries import Cut
-from rolecall.detector.base.plain_pickle import MAGIC, NUM_CONTAINERS_MAX, NotPlain, loads, safe
+from rolecall.detector.artifacts.flight_recorder.regular_entries import ExtractedEntries
+from rolecall.detector.base.plain_pickle import MAGIC, NUM_CONTAINERS_MAX, UnsafePickle, loads, safe
 from rolecall.detector.base.read_budget import Budget
 
 SIZE_BYTES_MAX = 64 << 20
@@ -68,7 +68,7 @@ class Status:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dump:
+class FlightRecorderDump:
     """`written_at`: wall seconds, the file's. `status`: by index into `groups`. `entries`: None when not read. `host`:
     what its name says beside the rank; `folder`: the name of the folder it is in."""
 
@@ -78,7 +78,7 @@ class Dump:
     folder: str
     version: str
     written_at: float
-    groups: tuple[Group, ...]
+    groups: tuple[ProcessGroup, ...]
     status: dict[int, Status]
     entries: Entries | None
 
@@ -92,7 +92,7 @@ def is_dump(path: Path) -> bool:
     return MAGIC.match(head) is not None or (head.lstrip()[:1] == b"{" and any(k in head for k in JSON_KEYS))
 
 
-def read(path: Path, *, entries: bool = True) -> Dump:
+def read(path: Path, *, entries: bool = True) -> FlightRecorderDump:
     """One dump; without `entries` only its head is read where it has the order in which PyTorch writes.
 
     Raises UnreadableInput: too large, cut short, not a dump, or something that plain data do not need.
@@ -101,9 +101,9 @@ def read(path: Path, *, entries: bool = True) -> Dump:
     try:
         with _collector_paused():
             return _read(path, where, entries)
-    except NotPlain as e:
+    except UnsafePickle as e:
         raise UnreadableInput(where=where, reason=str(e)) from None
-    except Malformed as e:
+    except MalformedDump as e:
         raise UnreadableInput(where=where, reason=f"not a Flight Recorder dump: {e}") from None
     except OSError as e:
         raise UnreadableInput(where=where, reason=f"cannot be read: {e.strerror or e}") from e
@@ -118,17 +118,17 @@ def read_many(
     num_processes: int | None = None,
     told: Callable[[int], None] = lambda num: None,
     budget: Budget | None = None,
-) -> tuple[list[Dump], list[UnreadableInput]]:
+) -> tuple[list[FlightRecorderDump], list[UnreadableInput]]:
     """All that can be read, in order, and why the others cannot. `told` hears how many are done so far.
 
     Raises UnreadableInput: a process that reads them was killed, or the budget is used up.
     """
-    dumps: list[Dump] = []
+    dumps: list[FlightRecorderDump] = []
     unreadable: list[UnreadableInput] = []
     budget, counted = budget or Budget(), set[tuple[str, int]]()
     with closing(_each(paths, entries, num_processes or os.cpu_count() or 1)) as each:
         for n, (path, got) in enumerate(zip(paths, each, strict=True), start=1):
-            if isinstance(got, Dump):
+            if isinstance(got, FlightRecorderDump):
                 dumps.append(got)
                 budget.keep(_kept_bytes(got, counted), str(path))
             else:
@@ -138,7 +138,7 @@ def read_many(
     return dumps, unreadable
 
 
-def _kept_bytes(dump: Dump, counted: set[tuple[str, int]]) -> int:
+def _kept_bytes(dump: FlightRecorderDump, counted: set[tuple[str, int]]) -> int:
     """Memory that it takes, with what is made of it later, rather too much than too little. Dumps of one job share the
     same few lists of ranks: `counted` holds those that were met, by group and object."""
     num_bytes = 32 * len(dump.entries or ()) + 512 * (len(dump.groups) + len(dump.status))
@@ -155,11 +155,11 @@ def _kept_bytes(dump: Dump, counted: set[tuple[str, int]]) -> int:
 
 def read_as_needed(
     paths: Sequence[Path],
-    wanted: Callable[[Sequence[Dump]], set[int]],
+    wanted: Callable[[Sequence[FlightRecorderDump]], set[int]],
     *,
     num_processes: int | None = None,
     budget: Budget | None = None,
-) -> tuple[list[Dump], list[UnreadableInput]]:
+) -> tuple[list[FlightRecorderDump], list[UnreadableInput]]:
     """The fast way: the status of all, then the entries of those ranks that `wanted` asks for, until it asks no more.
 
     Raises UnreadableInput: a process that reads them was killed, or the budget is used up.
@@ -181,11 +181,11 @@ def read_as_needed(
         dumps = [by_path.get(d.path, d) for d in dumps if d.path not in lost]
 
 
-def _each(paths: Sequence[Path], entries: bool, num_processes: int) -> Generator[Dump | UnreadableInput]:
+def _each(paths: Sequence[Path], entries: bool, num_processes: int) -> Generator[FlightRecorderDump | UnreadableInput]:
     if len(paths) < POOL_MIN or num_processes < 2:
         yield from (_read_or_error(path, entries) for path in paths)
         return
-    waiting: deque[Future[list[Dump | UnreadableInput]]] = deque()
+    waiting: deque[Future[list[FlightRecorderDump | UnreadableInput]]] = deque()
     # Not forked: other threads of this process may hold locks.
     try:
         with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn")) as pool:
@@ -203,11 +203,11 @@ def _each(paths: Sequence[Path], entries: bool, num_processes: int) -> Generator
         raise UnreadableInput(where=str(paths[0].parent), reason=reason) from None
 
 
-def _read_chunk(paths: Sequence[Path], entries: bool) -> list[Dump | UnreadableInput]:
+def _read_chunk(paths: Sequence[Path], entries: bool) -> list[FlightRecorderDump | UnreadableInput]:
     return [_read_or_error(path, entries) for path in paths]
 
 
-def _read_or_error(path: Path, entries: bool) -> Dump | UnreadableInput:
+def _read_or_error(path: Path, entries: bool) -> FlightRecorderDump | UnreadableInput:
     try:
         return read(path, entries=entries)
     except UnreadableInput as e:
@@ -226,7 +226,7 @@ def _collector_paused() -> Iterator[None]:
             enable()
 
 
-def _read(path: Path, where: str, entries: bool) -> Dump:
+def _read(path: Path, where: str, entries: bool) -> FlightRecorderDump:
     # Not to wait for a pipe that nobody writes to: Flight Recorder's own stand beside its dumps.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
         about = os.fstat(file.fileno())
@@ -247,7 +247,7 @@ def _read(path: Path, where: str, entries: bool) -> Dump:
     if found is not None:
         try:
             return _dump(loads(found.rest), path, where, about.st_mtime, cut=found)
-        except (NotPlain, Malformed):
+        except (UnsafePickle, MalformedDump):
             pass  # not all that looked like an entry was one, or the dump is bad: reading the whole of it will tell
     return _dump(loads(data), path, where, about.st_mtime, entries=entries)
 
@@ -267,7 +267,7 @@ def _head(data: bytes) -> Any:
         return None
     try:
         content = loads(data[:end] + _SETITEMS_STOP)
-    except NotPlain:
+    except UnsafePickle:
         return None  # whatever is wrong with it, reading the whole file will tell
     return content if isinstance(content, dict) and "pg_status" in content else None
 
@@ -279,38 +279,44 @@ _SETITEMS_STOP = b"u."
 def _from_json(data: bytes) -> Any:
     """Raises NotPlain."""
     if data.lstrip()[:1] != b"{":
-        raise NotPlain("neither a pickle nor JSON" if data else "it is empty")
+        raise UnsafePickle("neither a pickle nor JSON" if data else "it is empty")
     if data.count(b"{") + data.count(b"[") > NUM_CONTAINERS_MAX:
-        raise NotPlain(f"it may hold more than {NUM_CONTAINERS_MAX:,} lists and objects")
+        raise UnsafePickle(f"it may hold more than {NUM_CONTAINERS_MAX:,} lists and objects")
     try:
         return json.loads(data)
     except RecursionError:
-        raise NotPlain("not readable JSON: nested too deeply") from None
+        raise UnsafePickle("not readable JSON: nested too deeply") from None
     except ValueError as e:  # UnicodeDecodeError, and integers of too many digits, too
-        raise NotPlain(f"not readable JSON: {safe(str(e))}") from None
+        raise UnsafePickle(f"not readable JSON: {safe(str(e))}") from None
 
 
 # --- what they hold --------------------------------------------------------------------------------------------------
 
 
 def _dump(
-    content: Any, path: Path, where: str, written_at: float, *, entries: bool = True, cut: Cut | None = None
-) -> Dump:
+    content: Any,
+    path: Path,
+    where: str,
+    written_at: float,
+    *,
+    entries: bool = True,
+    cut: ExtractedEntries | None = None,
+) -> FlightRecorderDump:
     """Raises Malformed."""
     if not isinstance(content, dict) or not any(k in content for k in KEYS):
-        raise Malformed(f"it has none of {', '.join(KEYS)}")
+        raise MalformedDump(f"it has none of {', '.join(KEYS)}")
     rank, host = _rank_and_host(path.name)
     told = content.get("rank")
     if type(told) is int and 0 <= told <= RANK_MAX:
         rank = told
     if not 0 <= rank <= RANK_MAX:
-        raise Malformed("neither it nor the name of its file tells its rank")
+        raise MalformedDump("neither it nor the name of its file tells its rank")
     groups = _groups(content.get("pg_config") or {})
     rows, pairs = None, dict[int, int]()
     if entries and ("entries" in content or "pg_status" not in content):
         rows, pairs = columns(content.get("entries") or [], groups, cut)
     version = content.get("version", "")
-    return Dump(
+    return FlightRecorderDump(
         path=where,
         rank=rank,
         host=host,
@@ -323,21 +329,21 @@ def _dump(
     )
 
 
-def _groups(config: Any) -> list[Group]:
+def _groups(config: Any) -> list[ProcessGroup]:
     if not isinstance(config, dict) or len(config) > NUM_GROUPS_MAX:
-        raise Malformed("pg_config is not a table of groups")
+        raise MalformedDump("pg_config is not a table of groups")
     groups, num_ranks = [], 0
     for name, about in config.items():
         if not isinstance(about, dict):
-            raise Malformed("pg_config is not a table of groups")
+            raise MalformedDump("pg_config is not a table of groups")
         told = about.get("ranks", "[]")
         ranks = _ranks(told) if isinstance(told, str) else ints_of(told, NUM_RANKS_MAX, "ranks")
         num_ranks += len(ranks)
         if num_ranks > NUM_RANKS_MAX or (ranks and not 0 <= min(ranks) <= max(ranks) <= RANK_MAX):
-            raise Malformed(f"the ranks of its groups are not at most {NUM_RANKS_MAX:,} numbers up to {RANK_MAX:,}")
+            raise MalformedDump(f"the ranks of its groups are not at most {NUM_RANKS_MAX:,} numbers up to {RANK_MAX:,}")
         if not name and not ranks:
             continue  # gloo's only line, which stands for all of its groups and tells nothing of them
-        groups.append(Group(name=safe(name), desc=text_of(about.get("desc", ""), "desc"), ranks=ranks))
+        groups.append(ProcessGroup(name=safe(name), desc=text_of(about.get("desc", ""), "desc"), ranks=ranks))
     return groups
 
 
@@ -345,20 +351,20 @@ def _groups(config: Any) -> list[Group]:
 def _ranks(text: str) -> tuple[int, ...]:
     """`[0, 1, 2]`: a string where a list is meant, since PyTorch writes it so."""
     if not re.fullmatch(r"\[(?:[0-9]{1,7}(?:, ?[0-9]{1,7})*+)?\]", text):
-        raise Malformed("the ranks of a group are not a list of numbers")
+        raise MalformedDump("the ranks of a group are not a list of numbers")
     return tuple(sorted(map(int, text[1:-1].split(",")))) if len(text) > 2 else ()
 
 
-def _status(table: Any, groups: Sequence[Group], pairs: dict[int, int]) -> dict[int, Status]:
+def _status(table: Any, groups: Sequence[ProcessGroup], pairs: dict[int, int]) -> dict[int, Status]:
     """By group. The table goes by a number that `pairs`, from the entries, translates. Both the numbers and the names of
     groups count up as groups are made, and a group without operations is in no status: a number that no entry has is
     paired with the group at its place, if no entry says otherwise."""
     if not isinstance(table, dict) or len(table) > NUM_GROUPS_MAX:
-        raise Malformed("pg_status is not a table")
+        raise MalformedDump("pg_status is not a table")
     read = {}
     for key, values in table.items():
         if not isinstance(values, dict):
-            raise Malformed("pg_status is not a table")
+            raise MalformedDump("pg_status is not a table")
         numbers = (values.get(f"last_{what}_collective", 0) for what in ("enqueued", "started", "completed"))
         enqueued, started, completed = (number_of(n, "pg_status") for n in numbers)
         read[number_of(key, "pg_status")] = Status(enqueued=enqueued, started=started, completed=completed)

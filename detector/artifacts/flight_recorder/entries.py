@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolecall.detector.artifacts.flight_recorder.regular_entries import NUMBERS, Cut
+from rolecall.detector.artifacts.flight_recorder.regular_entries import NUMBERS, ExtractedEntries
 from rolecall.detector.base.plain_pickle import NUM_CHARACTERS_MAX, safe
 
 NUM_ENTRIES_MAX = 400_000
@@ -33,12 +33,12 @@ Bools = NDArray[np.bool_]
 Seconds = NDArray[np.float64]
 
 
-class Malformed(Exception):
+class MalformedDump(Exception):
     """What of a dump is not as PyTorch writes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ProcessGroup:
     """A process group as this rank knows it. `ranks`: global, in order; empty where the dump does not say (gloo)."""
 
     name: str
@@ -47,7 +47,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class FlightRecorderOperation:
     """What was asked for, without when. `source` and `destination`: places in the group, of `send` and `recv` only."""
 
     backend: str
@@ -72,20 +72,22 @@ class Entries:
     created_at: Seconds
     started: Bools
     done: Bools
-    operations: tuple[Operation, ...]
+    operations: tuple[FlightRecorderOperation, ...]
     first_record: int
 
     def __len__(self) -> int:
         return len(self.seq)
 
 
-def columns(rows: Any, groups: list[Group], cut: Cut | None = None) -> tuple[Entries, dict[int, int]]:
+def columns(
+    rows: Any, groups: list[ProcessGroup], cut: ExtractedEntries | None = None
+) -> tuple[Entries, dict[int, int]]:
     """Of a dump's `entries`, with what was cut out of them; and the group of each `pg_id` (-1: two groups have it).
     Adds the groups that `groups` lacks. Raises Malformed."""
     if not isinstance(rows, list) or len(rows) > NUM_ENTRIES_MAX:
-        raise Malformed(f"entries is not a list of at most {NUM_ENTRIES_MAX:,}")
+        raise MalformedDump(f"entries is not a list of at most {NUM_ENTRIES_MAX:,}")
     told, kind, numbers = _put_back(rows, cut) if cut is not None else _apart(rows)
-    reader = _Reader(groups)
+    reader = _EntryReader(groups)
     kinds = [reader.kind(entry) for entry in told]
     group, operation, pg_id, started, done = (
         np.array([getattr(k, name) for k in kinds]) for name in ("group", "operation", "pg_id", "started", "done")
@@ -126,7 +128,7 @@ def _apart(rows: list[Any]) -> tuple[list[dict[str, Any]], Indices, Ints]:
     return told, kind, numbers[kind]
 
 
-def _put_back(rows: list[Any], cut: Cut) -> tuple[list[dict[str, Any]], Indices, Ints]:
+def _put_back(rows: list[Any], cut: ExtractedEntries) -> tuple[list[dict[str, Any]], Indices, Ints]:
     """The same of a list in which each entry that was cut out is the number of its kind, with one entry of that kind
     behind the first. Raises Malformed where something else is there."""
     told: list[dict[str, Any]] = []
@@ -146,11 +148,11 @@ def _put_back(rows: list[Any], cut: Cut) -> tuple[list[dict[str, Any]], Indices,
             place.append(len(told))
             told.append(_entry(next(following, None)))
         elif not 0 <= row < len(place):
-            raise Malformed("an entry is a number")
+            raise MalformedDump("an entry is a number")
         kind.append(place[row])
         met.append(row)
     if met != cut.kinds:
-        raise Malformed("an entry is a number")
+        raise MalformedDump("an entry is a number")
     numbers = np.zeros((len(kind), len(NUMBERS)), dtype=np.int64)
     of_own = np.zeros(len(kind), dtype=bool)
     of_own[list(own)] = True
@@ -161,7 +163,7 @@ def _put_back(rows: list[Any], cut: Cut) -> tuple[list[dict[str, Any]], Indices,
 
 def _entry(row: Any) -> dict[str, Any]:
     if type(row) is not dict:
-        raise Malformed("an entry is not a table")
+        raise MalformedDump("an entry is not a table")
     return row
 
 
@@ -171,7 +173,7 @@ def _numbers(entry: dict[str, Any]) -> tuple[int, ...]:
     for name in NUMBERS:
         value = entry.get(name, 0 if name == "p2p_seq_id" else None)
         if type(value) is not int or not -_INT64 <= value < _INT64:
-            raise Malformed(f"the {name} of an entry is not a number")
+            raise MalformedDump(f"the {name} of an entry is not a number")
         found.append(value)
     return tuple(found)
 
@@ -188,19 +190,19 @@ class _Kind:
     done: bool
 
 
-class _Reader:
+class _EntryReader:
     """Turns entries into kinds, and numbers their groups and operations."""
 
-    def __init__(self, groups: list[Group]) -> None:
+    def __init__(self, groups: list[ProcessGroup]) -> None:
         self._groups = groups
         self._names = {g.name: i for i, g in enumerate(groups)}
-        self.operations: dict[Operation, int] = {}
+        self.operations: dict[FlightRecorderOperation, int] = {}
         self._num_sizes = 0
 
     def kind(self, entry: dict[str, Any]) -> _Kind:
         state = entry.get("state")
         if type(state) is not str:
-            raise Malformed("the state of an entry is not text")
+            raise MalformedDump("the state of an entry is not text")
         operation = self._operation(entry)
         done = state == "completed"
         if operation.backend == GLOO:
@@ -216,21 +218,21 @@ class _Reader:
 
     def _group(self, pair: Any) -> int:
         if type(pair) not in (tuple, list) or len(pair) != 2:
-            raise Malformed("a process_group is not a name and a description")
+            raise MalformedDump("a process_group is not a name and a description")
         name, desc = text_of(pair[0], "process_group"), text_of(pair[1], "process_group")
         if name not in self._names:
             if len(self._groups) >= NUM_GROUPS_MAX:
-                raise Malformed("more groups than there can be")
+                raise MalformedDump("more groups than there can be")
             self._names[name] = len(self._groups)
-            self._groups.append(Group(name=name, desc=desc, ranks=()))
+            self._groups.append(ProcessGroup(name=name, desc=desc, ranks=()))
         return self._names[name]
 
-    def _operation(self, entry: dict[str, Any]) -> Operation:
+    def _operation(self, entry: dict[str, Any]) -> FlightRecorderOperation:
         name = entry.get("profiling_name")
         if type(name) is not str or len(name) > NUM_CHARACTERS_MAX:
-            raise Malformed("a profiling_name is not a name")
+            raise MalformedDump("a profiling_name is not a name")
         backend, kind, source, destination = _parsed_name(name)
-        return Operation(
+        return FlightRecorderOperation(
             backend=backend,
             name=kind,
             input_sizes=self._sizes(entry.get("input_sizes", [])),
@@ -244,7 +246,7 @@ class _Reader:
 
     def _sizes(self, value: Any) -> tuple[tuple[int, ...], ...]:
         if type(value) is not list or len(value) > NUM_TENSORS_MAX:
-            raise Malformed("sizes are not a list of lists")
+            raise MalformedDump("sizes are not a list of lists")
         self._count(len(value))
         sizes = tuple(ints_of(size, NUM_DIMENSIONS_MAX, "sizes") for size in value)
         self._count(sum(map(len, sizes)))
@@ -252,14 +254,14 @@ class _Reader:
 
     def _texts(self, value: Any) -> tuple[str, ...]:
         if type(value) is not list or len(value) > NUM_TENSORS_MAX:
-            raise Malformed("dtypes are not a list")
+            raise MalformedDump("dtypes are not a list")
         self._count(len(value))
         return tuple(text_of(v, "dtypes") for v in value)
 
     def _count(self, num: int) -> None:
         self._num_sizes += num
         if self._num_sizes > NUM_SIZES_MAX:
-            raise Malformed(f"more than {NUM_SIZES_MAX:,} sizes")
+            raise MalformedDump(f"more than {NUM_SIZES_MAX:,} sizes")
 
 
 _PEERS = re.compile(r"(send|recv) ([0-9]{1,7})(?:->|<-)([0-9]{1,7})")
@@ -282,7 +284,7 @@ def ints_of(value: Any, num_max: int, what: str) -> tuple[int, ...]:
         or len(value) > num_max
         or not all(type(v) is int and -_INT64 <= v < _INT64 for v in value)
     ):
-        raise Malformed(f"{what} are not a list of at most {num_max:,} numbers")
+        raise MalformedDump(f"{what} are not a list of at most {num_max:,} numbers")
     return tuple(value)
 
 
@@ -291,11 +293,11 @@ def number_of(value: Any, what: str) -> int:
     if type(value) is str and re.fullmatch(r"-?[0-9]{1,19}", value):
         value = int(value)
     if type(value) is not int or not -_INT64 <= value < _INT64:
-        raise Malformed(f"{what} is not a number")
+        raise MalformedDump(f"{what} is not a number")
     return value
 
 
 def text_of(value: Any, what: str) -> str:
     if type(value) is not str:
-        raise Malformed(f"{what} is not text")
+        raise MalformedDump(f"{what} is not text")
     return safe(value[:NUM_CHARACTERS_MAX])

@@ -6,9 +6,9 @@ from datetime import UTC, datetime
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.detector.artifacts.flight_recorder.entries import GLOO
-from rolecall.detector.artifacts.flight_recorder.progress import Cause, Job, Place, operations_at
+from rolecall.detector.artifacts.flight_recorder.progress import Cause, Job, SynchronizationPoint, operations_at
 from rolecall.detector.artifacts.flight_recorder.text import count_text, ranks_text
-from rolecall.detector.artifacts.flight_recorder.waits import End
+from rolecall.detector.artifacts.flight_recorder.waits import WaitRootCause
 from rolecall.detector.base.findings import settles
 
 DETECTOR = "flight_recorder"
@@ -18,7 +18,7 @@ VOTES_SHARE_MIN = 0.5
 """Ranks with less than this share of the votes of the first are not named beside it."""
 
 
-def findings(job: Job, ends: list[End]) -> list[Finding]:
+def findings(job: Job, ends: list[WaitRootCause]) -> list[Finding]:
     """One for each kind of cause; a kind's ranks are named together unless their votes lie far apart."""
     findings = []
     for cause in dict.fromkeys(e.cause for e in ends):
@@ -29,12 +29,12 @@ def findings(job: Job, ends: list[End]) -> list[Finding]:
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class FindingWording:
     """The words of one finding: `rank 3`, `it`, `all_reduce #12 of group 0`, `ranks 0-2 wait`, ` since ...`."""
 
     who: str
     it: str
-    place: Place
+    place: SynchronizationPoint
     operation: str
     others_wait: str
     since: str
@@ -48,7 +48,7 @@ Verdict = tuple[FaultClass, float, str, str]
 """Fault class, confidence, the sentence, and what would settle it."""
 
 
-def _finding(job: Job, cause: Cause, ends: list[End]) -> Finding:
+def _finding(job: Job, cause: Cause, ends: list[WaitRootCause]) -> Finding:
     ranks = sorted({r for e in ends for r in e.ranks})
     waiters = {r for e in ends for r in e.waiters} - set(ranks)
     place = ends[0].place
@@ -56,7 +56,7 @@ def _finding(job: Job, cause: Cause, ends: list[End]) -> Finding:
     since = min(
         (s.since for e in ends for s in e.place.seats.values() if s.waits and s.since is not None), default=None
     )
-    scene = Scene(
+    scene = FindingWording(
         who=job.who(ranks),
         it="it" if len(ranks) == 1 else "they",
         place=place,
@@ -79,7 +79,7 @@ def _finding(job: Job, cause: Cause, ends: list[End]) -> Finding:
     return _made(job, cause, ranks, verdict, since, len(waiters), place)
 
 
-def _not_there(cause: Cause, scene: Scene) -> Verdict:
+def _not_there(cause: Cause, scene: FindingWording) -> Verdict:
     if cause is Cause.OUTSIDE:
         because = (
             f"{scene.who} {scene.of_who('has', 'have')} not entered {scene.operation}: {scene.others_wait} in "
@@ -94,7 +94,7 @@ def _not_there(cause: Cause, scene: Scene) -> Verdict:
     return FaultClass.HANG, 0.8 if scene.place.members_known else 0.6, because, ""
 
 
-def _another_operation(scene: Scene) -> Verdict:
+def _another_operation(scene: FindingWording) -> Verdict:
     because = (
         f"{scene.who} entered something else as {scene.operation} ({scene.place.detail}): a fault of the code, not of a "
         f"machine; {count_text(scene.num_waiters, 'other rank')} {'waits' if scene.num_waiters == 1 else 'wait'}{scene.since}"
@@ -102,7 +102,7 @@ def _another_operation(scene: Scene) -> Verdict:
     return FaultClass.USER_CODE, 0.9, because, ""
 
 
-def _another_collective(scene: Scene, elsewhere: str) -> Verdict:
+def _another_collective(scene: FindingWording, elsewhere: str) -> Verdict:
     because = (
         f"{scene.who} {scene.of_who('waits', 'wait')} in another collective ({elsewhere}), while {scene.others_wait} for "
         f"{scene.of_who('it', 'them')} in {scene.operation}{scene.since}: the order of collectives differs between ranks"
@@ -110,7 +110,7 @@ def _another_collective(scene: Scene, elsewhere: str) -> Verdict:
     return FaultClass.USER_CODE, 0.7, because, ""
 
 
-def _not_finished(scene: Scene, is_gloo: bool) -> Verdict:
+def _not_finished(scene: FindingWording, is_gloo: bool) -> Verdict:
     because = (
         f"{scene.who} entered {scene.operation} and did not {scene.place.detail} it, as others did{scene.since}: "
         f"{scene.of_who('its', 'their')} {'link' if is_gloo else 'GPU or link'}"
@@ -118,7 +118,7 @@ def _not_finished(scene: Scene, is_gloo: bool) -> Verdict:
     return FaultClass.NETWORK if is_gloo else FaultClass.GPU, 0.6, because, ""
 
 
-def _undecided(cause: Cause, scene: Scene) -> Verdict:
+def _undecided(cause: Cause, scene: FindingWording) -> Verdict:
     if cause is Cause.AHEAD:
         because = (
             f"{scene.who} {scene.of_who('waits', 'wait')} in {scene.operation}{scene.since}, which most of the group have "
@@ -140,7 +140,7 @@ def _made(
     verdict: Verdict,
     since: float | None,
     num_waiting: int,
-    place: Place,
+    place: SynchronizationPoint,
 ) -> Finding:
     fault, confidence, because, settle = verdict
     values = {
@@ -190,13 +190,13 @@ def nobody_waits(job: Job) -> list[Finding]:
         f"{ranks_text(job.absent)} left no dump; none of the {count_text(len(job.dumps), 'other rank')} waits for anything: "
         f"dead, or the file was not collected"
     )
-    place = Place(("-", -1, -1, -1), "", tuple(sorted({*job.dumps, *job.absent})), True)
+    place = SynchronizationPoint(("-", -1, -1, -1), "", tuple(sorted({*job.dumps, *job.absent})), True)
     settle = f"whether {ranks_text(job.absent)} lives, or its dump"
     named = job.absent if len(job.absent) <= NUM_SUSPECTS_OF_A_TIE else ()
     return [_made(job, Cause.NO_DUMP, named, (FaultClass.CANNOT_TELL, 0.4, because, settle), None, 0, place)]
 
 
-def _operation_text(job: Job, place: Place) -> str:
+def _operation_text(job: Job, place: SynchronizationPoint) -> str:
     """`all_reduce #12 of group 0 (default_pg)`."""
     if place.key[2] >= 0:
         return f"send and recv of {place.name}"
@@ -208,12 +208,12 @@ def _operation_text(job: Job, place: Place) -> str:
     return f"collective #{place.frontier} of {place.name}"
 
 
-def _elsewhere(job: Job, ranks: Sequence[int], place: Place) -> str:
+def _elsewhere(job: Job, ranks: Sequence[int], place: SynchronizationPoint) -> str:
     others = [p for p in job.places.values() if p is not place and set(p.waiting) & set(ranks) and p.frontier > 0]
     return ", ".join(_operation_text(job, p) for p in others[:2]) or "?"
 
 
-def _is_gloo(job: Job, place: Place) -> bool:
+def _is_gloo(job: Job, place: SynchronizationPoint) -> bool:
     for rank in place.seats:
         for operation in operations_at(job, rank, place.key, place.frontier):
             return operation.backend == GLOO

@@ -4,8 +4,8 @@ from collections import Counter
 
 import numpy as np
 
-from rolecall.detector.artifacts.flight_recorder.entries import Operation
-from rolecall.detector.artifacts.flight_recorder.progress import Job, Place, operations_at, peers_of
+from rolecall.detector.artifacts.flight_recorder.entries import FlightRecorderOperation
+from rolecall.detector.artifacts.flight_recorder.progress import Job, SynchronizationPoint, operations_at, peers_of
 from rolecall.detector.artifacts.flight_recorder.text import ranks_text
 
 NUM_LOOK_BACK = 200
@@ -18,7 +18,7 @@ _UNEVEN = ("_v", "_v_single", "_coalesced")
 Signature = tuple[str, tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], tuple[str, ...]]
 
 
-def mismatch(job: Job, place: Place) -> tuple[tuple[int, ...], str]:
+def mismatch(job: Job, place: SynchronizationPoint) -> tuple[tuple[int, ...], str]:
     """Who entered something else as the frontier than most, all where there is no most; and what each entered."""
     if place.key[2] >= 0:
         return _pair_mismatch(job, place)
@@ -41,7 +41,7 @@ def mismatch(job: Job, place: Place) -> tuple[tuple[int, ...], str]:
     return odd, f"{kind}: {text}{_as_if(job, place, first, witness, other, usual)}"
 
 
-def _signature(operation: Operation) -> Signature:
+def _signature(operation: FlightRecorderOperation) -> Signature:
     name = operation.name
     uneven = name.endswith(_UNEVEN) or name.startswith(("all_to_all", "alltoall"))
     inputs = () if uneven or name in _NO_INPUTS else operation.input_sizes
@@ -66,7 +66,12 @@ def _described(signatures: tuple[Signature, ...]) -> str:
 
 
 def _as_if(
-    job: Job, place: Place, odd: int, usual: int, other: tuple[Signature, ...], wanted: tuple[Signature, ...]
+    job: Job,
+    place: SynchronizationPoint,
+    odd: int,
+    usual: int,
+    other: tuple[Signature, ...],
+    wanted: tuple[Signature, ...],
 ) -> str:
     """One skipped, or one too many: what followed, or follows now, the wanted one with those who entered it."""
 
@@ -80,9 +85,9 @@ def _as_if(
     return ", as if it had one too many" if at(odd, k + 1) == wanted else ""
 
 
-def _pair_mismatch(job: Job, place: Place) -> tuple[tuple[int, ...], str]:
+def _pair_mismatch(job: Job, place: SynchronizationPoint) -> tuple[tuple[int, ...], str]:
     """Sizes and dtypes of the first pending `send` against those of the `recv` that it meets."""
-    pending: dict[int, Operation] = {}
+    pending: dict[int, FlightRecorderOperation] = {}
     for rank in place.inside:
         dump, group = job.dumps[rank], job.index[rank, place.key]
         if dump.entries is None:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Suspect
 from rolecall.core.ids import NodeId
-from rolecall.detector.artifacts.flight_recorder.dumps import Dump
-from rolecall.detector.artifacts.flight_recorder.entries import Entries, Operation
+from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
+from rolecall.detector.artifacts.flight_recorder.entries import Entries, FlightRecorderOperation
 from rolecall.detector.artifacts.flight_recorder.text import ranks_text
 from rolecall.detector.artifacts.stacks.dumps import Topology
 
@@ -44,7 +44,7 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankProgress:
     """How far one rank is in one place: sequence numbers. `since`: creation of what it waits for; None: unknown."""
 
     enqueued: int
@@ -55,14 +55,14 @@ class Seat:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class SynchronizationPoint:
     """A group, or a pair of `send` and `recv`: who takes part, how far each is, and what is wrong there."""
 
     key: Key
     desc: str
     members: tuple[int, ...]
     members_known: bool
-    seats: dict[int, Seat] = field(default_factory=dict)
+    seats: dict[int, RankProgress] = field(default_factory=dict)
     absent: tuple[int, ...] = ()
     frontier: int = 0
     cause: Cause | None = None
@@ -107,14 +107,14 @@ class RankLists:
 class Job:
     """The newest dump of each rank, and who left none."""
 
-    dumps: dict[int, Dump]
+    dumps: dict[int, FlightRecorderDump]
     world: tuple[int, ...]
     absent: tuple[int, ...]
     nodes: dict[int, str]
     written_at: float
     ranks: RankLists
     topology: Topology
-    places: dict[Key, Place] = field(default_factory=dict)
+    places: dict[Key, SynchronizationPoint] = field(default_factory=dict)
     index: dict[tuple[int, Key], int] = field(default_factory=dict)  # of a group in a rank's dump
     unread: set[int] = field(default_factory=set)  # ranks whose entries are needed before more can be said
 
@@ -137,8 +137,8 @@ class Job:
         return f"{ranks_text(ranks)}{of}{at}"
 
 
-def gathered(dumps: Sequence[Dump], world_size: int | None, topology: Topology | None = None) -> Job:
-    newest: dict[int, Dump] = {}
+def gathered(dumps: Sequence[FlightRecorderDump], world_size: int | None, topology: Topology | None = None) -> Job:
+    newest: dict[int, FlightRecorderDump] = {}
     for dump in sorted(dumps, key=lambda d: (d.written_at, d.path)):
         newest[dump.rank] = dump
     newest = dict(sorted(newest.items()))
@@ -171,7 +171,7 @@ def gathered(dumps: Sequence[Dump], world_size: int | None, topology: Topology |
     return job
 
 
-def _nodes(dumps: dict[int, Dump]) -> dict[int, str]:
+def _nodes(dumps: dict[int, FlightRecorderDump]) -> dict[int, str]:
     """From the files' names, else from their folders, where these differ: one name for all names no machine. A rank
     between two of one machine is on it, too."""
     for names in ({r: d.host for r, d in dumps.items()}, {r: d.folder for r, d in dumps.items()}):
@@ -190,7 +190,7 @@ def _p2p_groups(entries: Entries) -> list[int]:
     return [int(g) for g in np.unique(entries.group[p2p[entries.operation]])] if p2p.any() else []
 
 
-def _take_seats(job: Job, rank: int, dump: Dump, paired: set[tuple[str, int]]) -> None:
+def _take_seats(job: Job, rank: int, dump: FlightRecorderDump, paired: set[tuple[str, int]]) -> None:
     entries = dump.entries
     collectives, pairs = _rows_by_group(entries) if entries is not None else ({}, {})
     for i, group in enumerate(dump.groups):
@@ -207,7 +207,7 @@ def _take_seats(job: Job, rank: int, dump: Dump, paired: set[tuple[str, int]]) -
             # Where there is point-to-point traffic its own numbers are in the status, too, and it says nothing. So it
             # is with gloo, which leaves no entry of that traffic, but whose groups have no ranks.
             done = max(0, status.completed)
-            seat = Seat(max(0, status.enqueued), max(0, status.started), done, None, status.enqueued > done)
+            seat = RankProgress(max(0, status.enqueued), max(0, status.started), done, None, status.enqueued > done)
         if seat is not None:
             place.seats[rank] = seat
     if entries is None and not dump.status:
@@ -226,23 +226,25 @@ def _rows_by_group(entries: Entries) -> tuple[dict[int, Rows], dict[int, Rows]]:
     return split
 
 
-def _place(job: Job, key: Key, desc: str, members: tuple[int, ...]) -> Place:
+def _place(job: Job, key: Key, desc: str, members: tuple[int, ...]) -> SynchronizationPoint:
     found = job.places.get(key)
     if found is None:
-        found = job.places[key] = Place(key, desc, members, bool(members))
+        found = job.places[key] = SynchronizationPoint(key, desc, members, bool(members))
     return found
 
 
-def _collective_seat(entries: Entries, rows: Rows, written_at: float) -> Seat:
+def _collective_seat(entries: Entries, rows: Rows, written_at: float) -> RankProgress:
     seqs = entries.seq[rows]
     enqueued = int(seqs.max())
     pending = rows[~entries.done[rows]]
     if not len(pending):
-        return Seat(enqueued, enqueued, enqueued)
+        return RankProgress(enqueued, enqueued, enqueued)
     first = int(entries.seq[pending].min())
     started = seqs[entries.started[rows]]
     since = float(entries.created_at[pending[entries.seq[pending] == first]].min())
-    return Seat(enqueued, int(started.max()) if len(started) else 0, first - 1, since, _has_waited(since, written_at))
+    return RankProgress(
+        enqueued, int(started.max()) if len(started) else 0, first - 1, since, _has_waited(since, written_at)
+    )
 
 
 def _has_waited(since: float, written_at: float) -> bool:
@@ -250,7 +252,7 @@ def _has_waited(since: float, written_at: float) -> bool:
     return not 0 <= written_at - since < WAIT_SECONDS_MIN
 
 
-def _take_pairs(job: Job, rank: int, dump: Dump, entries: Entries, mine: Rows, group: int) -> None:
+def _take_pairs(job: Job, rank: int, dump: FlightRecorderDump, entries: Entries, mine: Rows, group: int) -> None:
     """`send` and `recv` of two ranks follow each other in order: the n-th of one meets the n-th of the other. They are
     counted from the job's first on, or, where the ring has lost that, among those that are pending."""
     about = dump.groups[group]
@@ -268,10 +270,10 @@ def _take_pairs(job: Job, rank: int, dump: Dump, entries: Entries, mine: Rows, g
         pending = [row for row in rows if not entries.done[row]]
         since = float(entries.created_at[pending[0]]) if pending else None
         waits = since is not None and _has_waited(since, dump.written_at)
-        place.seats[rank] = Seat(len(rows), 0, len(rows) - len(pending), since, waits)
+        place.seats[rank] = RankProgress(len(rows), 0, len(rows) - len(pending), since, waits)
 
 
-def peers_of(operation: Operation, ranks: tuple[int, ...]) -> tuple[int, int]:
+def peers_of(operation: FlightRecorderOperation, ranks: tuple[int, ...]) -> tuple[int, int]:
     """Global ranks of source and destination; where the group's are not known its own numbers. -1: none."""
     places = (operation.source, operation.destination)
     if not ranks:
@@ -280,7 +282,7 @@ def peers_of(operation: Operation, ranks: tuple[int, ...]) -> tuple[int, int]:
     return source, destination
 
 
-def _complete(job: Job, place: Place, paired: set[tuple[str, int]]) -> None:
+def _complete(job: Job, place: SynchronizationPoint, paired: set[tuple[str, int]]) -> None:
     """Seats of members that say nothing about the place, who left no dump, and the frontier."""
     if not place.members_known:
         everybody = place.desc == DEFAULT_DESC
@@ -301,18 +303,20 @@ def _complete(job: Job, place: Place, paired: set[tuple[str, int]]) -> None:
                 continue
         elif dump.entries.first_record > 0 and not dump.status and not is_pair:
             continue  # what it did here may be lost
-        place.seats[rank] = Seat(0, 0, 0)
+        place.seats[rank] = RankProgress(0, 0, 0)
     if is_pair and any(_overflowed(job.dumps[r]) for r in place.seats):
-        place.seats = {r: Seat(s.enqueued - s.completed, 0, 0, s.since, s.waits) for r, s in place.seats.items()}
+        place.seats = {
+            r: RankProgress(s.enqueued - s.completed, 0, 0, s.since, s.waits) for r, s in place.seats.items()
+        }
     waiting = place.waiting
     place.frontier = min((place.seats[r].completed for r in waiting), default=-1) + 1
 
 
-def _overflowed(dump: Dump) -> bool:
+def _overflowed(dump: FlightRecorderDump) -> bool:
     return dump.entries is None or dump.entries.first_record > 0
 
 
-def operations_at(job: Job, rank: int, key: Key, seq: int) -> list[Operation]:
+def operations_at(job: Job, rank: int, key: Key, seq: int) -> list[FlightRecorderOperation]:
     entries, group = job.dumps[rank].entries, job.index.get((rank, key))
     if entries is None or group is None:
         return []

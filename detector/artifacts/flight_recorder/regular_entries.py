@@ -47,7 +47,7 @@ _ENTRY = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ExtractedEntries:
     """`rest`: the pickle that is left. `kinds`: of the R entries cut out, in order; numbered as they are met first.
     `numbers`: (R, 3), columns as in NUMBERS."""
 
@@ -56,7 +56,7 @@ class Cut:
     numbers: NDArray[np.int64]
 
 
-def cut(data: bytes, begin: int) -> Cut | None:
+def cut(data: bytes, begin: int) -> ExtractedEntries | None:
     """`data`: a pickle of protocol 2, whose entries come after `begin`. None: nothing regular enough was found."""
     numbers = [_reference(data, name) for name in NUMBERS]
     first = _first_entry(data, begin)
@@ -79,7 +79,7 @@ def cut(data: bytes, begin: int) -> Cut | None:
         left[row] = marks[kind] + b"}(" + told + b"u"
     gaps = parts[:: found.entry.groups + 1]
     rest = b"".join(chain.from_iterable(zip(gaps, [*left, b""], strict=True)))
-    return Cut(rest=rest, kinds=kinds, numbers=np.stack(columns, axis=1))
+    return ExtractedEntries(rest=rest, kinds=kinds, numbers=np.stack(columns, axis=1))
 
 
 def _reference(data: bytes, name: str) -> bytes:

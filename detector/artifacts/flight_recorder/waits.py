@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rolecall.detector.artifacts.flight_recorder.mismatch import mismatch
-from rolecall.detector.artifacts.flight_recorder.progress import Cause, Job, Key, Place
+from rolecall.detector.artifacts.flight_recorder.progress import Cause, Job, Key, SynchronizationPoint
 
 STRONG = (Cause.MISMATCH, Cause.OUTSIDE, Cause.ELSEWHERE)
 """They stand on what a rank itself recorded; the others give way to them where they explain the same waits."""
@@ -18,25 +18,25 @@ WEAK = (Cause.AHEAD, Cause.INSIDE)
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class WaitRootCause:
     """Where waits end: `place` is what is wrong there, or the place that waits for `ranks`. `waiters` lead to it."""
 
     cause: Cause
     ranks: tuple[int, ...]
-    place: Place
+    place: SynchronizationPoint
     waiters: frozenset[int]
 
 
-def ends_of(job: Job) -> list[End]:
+def ends_of(job: Job) -> list[WaitRootCause]:
     """Where the waits end, most votes first."""
     stuck = [p for p in job.places.values() if p.frontier > 0]
-    waits_in: dict[int, list[Place]] = defaultdict(list)
+    waits_in: dict[int, list[SynchronizationPoint]] = defaultdict(list)
     for place in stuck:
         for rank in place.waiting:
             waits_in[rank].append(place)
-    ends: list[End] = []
-    explained_by: list[tuple[Cause, tuple[int, ...], Place]] = []
-    blocked_by: dict[int, list[Place]] = defaultdict(list)  # places that are held up by a rank
+    ends: list[WaitRootCause] = []
+    explained_by: list[tuple[Cause, tuple[int, ...], SynchronizationPoint]] = []
+    blocked_by: dict[int, list[SynchronizationPoint]] = defaultdict(list)  # places that are held up by a rank
     for place in stuck:
         _judge(job, place, waits_in)
         if place.cause is None:
@@ -53,19 +53,19 @@ def ends_of(job: Job) -> list[End]:
         waiters = _led_by(first, blocked_by)
         if cause not in WEAK:
             reached.update(waiters)
-        ends.append(End(cause, ranks, place, frozenset(waiters)))
+        ends.append(WaitRootCause(cause, ranks, place, frozenset(waiters)))
     unexplained = [p for p in stuck if p.cause is None and not reached.intersection(p.waiting)]
     ends += _circles(unexplained, waits_in, blocked_by)
     return _most_telling(ends, waits_in)
 
 
-def _age(place: Place) -> tuple[bool, float, int]:
+def _age(place: SynchronizationPoint) -> tuple[bool, float, int]:
     """Sorts groups before pairs, who has waited longest first, then by how many do."""
     since = min((s.since for s in place.seats.values() if s.waits and s.since is not None), default=float("inf"))
     return place.key[2] >= 0, since, -len(place.waiting)
 
 
-def _judge(job: Job, place: Place, waits_in: dict[int, list[Place]]) -> None:
+def _judge(job: Job, place: SynchronizationPoint, waits_in: dict[int, list[SynchronizationPoint]]) -> None:
     """Sets what is wrong here, or, with no cause, the ranks that are late (`culprits`)."""
     k, half = place.frontier, len(place.members) / 2
     odd, place.detail = mismatch(job, place)
@@ -93,7 +93,7 @@ def _judge(job: Job, place: Place, waits_in: dict[int, list[Place]]) -> None:
             place.cause, place.culprits = Cause.INSIDE, tuple(inside)
 
 
-def _led_by(first: Iterable[Place], blocked_by: dict[int, list[Place]]) -> set[int]:
+def _led_by(first: Iterable[SynchronizationPoint], blocked_by: dict[int, list[SynchronizationPoint]]) -> set[int]:
     """Ranks whose wait leads to these places: those in them, those who wait for these elsewhere, and so on."""
     waiters: set[int] = set()
     seen: set[Key] = set()
@@ -110,7 +110,11 @@ def _led_by(first: Iterable[Place], blocked_by: dict[int, list[Place]]) -> set[i
     return waiters
 
 
-def _circles(places: list[Place], waits_in: dict[int, list[Place]], blocked_by: dict[int, list[Place]]) -> list[End]:
+def _circles(
+    places: list[SynchronizationPoint],
+    waits_in: dict[int, list[SynchronizationPoint]],
+    blocked_by: dict[int, list[SynchronizationPoint]],
+) -> list[WaitRootCause]:
     """Waits that lead back to themselves: ranks are in different collectives. Whoever is late where the smallest share
     is late has left the others."""
     known = {p.key for p in places}
@@ -136,11 +140,11 @@ def _circles(places: list[Place], waits_in: dict[int, list[Place]], blocked_by: 
         least = [q for q in together if len(q.culprits) / len(q.members) == share]
         odd = tuple(sorted({r for q in least for r in q.culprits}))
         waiters = frozenset(_led_by(together, blocked_by))
-        ends.append(End(Cause.ELSEWHERE, odd, max(least, key=lambda q: len(q.waiting)), waiters))
+        ends.append(WaitRootCause(Cause.ELSEWHERE, odd, max(least, key=lambda q: len(q.waiting)), waiters))
     return ends
 
 
-def _most_telling(ends: list[End], waits_in: dict[int, list[Place]]) -> list[End]:
+def _most_telling(ends: list[WaitRootCause], waits_in: dict[int, list[SynchronizationPoint]]) -> list[WaitRootCause]:
     strong = {r for e in ends if e.cause in STRONG for r in e.waiters}
     kept = [e for e in ends if e.cause in STRONG or not strong.intersection(e.place.inside)]
     medium = {r for e in kept if e.cause in (Cause.NO_DUMP, Cause.BEHIND) for r in e.waiters}
@@ -149,7 +153,7 @@ def _most_telling(ends: list[End], waits_in: dict[int, list[Place]]) -> list[End
     return sorted(kept, key=lambda e: (e.cause in WEAK, -len(e.waiters), e.ranks))
 
 
-def _is_oldest(place: Place, waits_in: dict[int, list[Place]]) -> bool:
+def _is_oldest(place: SynchronizationPoint, waits_in: dict[int, list[SynchronizationPoint]]) -> bool:
     """Whether one of its ranks waits for nothing older: what was enqueued later stands behind it."""
     for rank in place.waiting:
         since = [p.seats[rank].since for p in waits_in[rank]]

@@ -20,7 +20,7 @@ from statistics import median
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
 from rolecall.core.ids import NodeId
-from rolecall.detector.artifacts.infiniband.trees import Port
+from rolecall.detector.artifacts.infiniband.trees import InfinibandPort
 from rolecall.detector.base.findings import settles
 from rolecall.formats.infiniband import SATURATES_AT
 
@@ -81,10 +81,10 @@ SETTLE_SHARED = "what they have in common: the switch of this rail, its cabling,
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Complaint:
+class PortFault:
     """What is wrong with one port. `kind`: `down`, `slow`, or the counter's name."""
 
-    port: Port
+    port: InfinibandPort
     kind: str
     confidence: float
     text: str
@@ -96,18 +96,18 @@ class Complaint:
         return Evidence(kind=f"infiniband_{self.kind}", text=f"{self.port.node}: {self.text}", values=dict(self.values))
 
 
-class Fleet:
+class InfinibandFabric:
     """`ports`: the newest copy of each; `before`: the oldest by (node, rail), where there is an older one."""
 
-    def __init__(self, copies: Iterable[Port]) -> None:
-        first, last = dict[tuple[str, str], Port](), dict[tuple[str, str], Port]()
+    def __init__(self, copies: Iterable[InfinibandPort]) -> None:
+        first, last = dict[tuple[str, str], InfinibandPort](), dict[tuple[str, str], InfinibandPort]()
         for port in sorted(copies, key=lambda p: (p.at, p.path)):
             key = port.node, port.rail
             first.setdefault(key, port)
             last[key] = port
         self.ports = tuple(last[key] for key in sorted(last))
         self.before = {k: p for k, p in first.items() if last[k].at > p.at}
-        self.rails, self.nodes = dict[str, list[Port]](), dict[NodeId, list[Port]]()
+        self.rails, self.nodes = dict[str, list[InfinibandPort]](), dict[NodeId, list[InfinibandPort]]()
         counts = dict[tuple[str, str], list[int]]()
         for port in self.ports:
             self.rails.setdefault(port.rail, []).append(port)
@@ -122,7 +122,7 @@ class Fleet:
                     rates.setdefault((port.link_layer, name), []).append(grown[0] / grown[1])
         self._usual_rates = {key: (median(its), len(its)) for key, its in rates.items()}
 
-    def grown(self, port: Port, counter: str) -> tuple[int, float] | None:
+    def grown(self, port: InfinibandPort, counter: str) -> tuple[int, float] | None:
         """(by how much, in how many seconds) between the oldest and the newest copy; None: there is one copy only."""
         before = self.before.get((port.node, port.rail))
         if before is None or counter not in before.counters or counter not in port.counters:
@@ -130,28 +130,28 @@ class Fleet:
         old, new = before.counters[counter], port.counters[counter]
         return (new - old if new >= old else new), port.at - before.at  # less than before: it began anew
 
-    def usual_rate(self, port: Port, counter: str) -> tuple[float, int]:
+    def usual_rate(self, port: InfinibandPort, counter: str) -> tuple[float, int]:
         """(median, number) a second of all ports of its kind of which there are two copies."""
         return self._usual_rates[port.link_layer, counter]
 
-    def rail(self, port: Port) -> list[Port]:
+    def rail(self, port: InfinibandPort) -> list[InfinibandPort]:
         """The same port of other nodes."""
         return [p for p in self.rails[port.rail] if p is not port]
 
-    def alike(self, port: Port) -> list[Port]:
+    def alike(self, port: InfinibandPort) -> list[InfinibandPort]:
         """Its node's other ports of the same kind."""
         return [p for p in self.nodes[port.node] if p.link_layer == port.link_layer and p is not port]
 
-    def usual(self, port: Port, counter: str) -> tuple[float, int]:
+    def usual(self, port: InfinibandPort, counter: str) -> tuple[float, int]:
         """(median, number) of all ports of its kind."""
         return self._usual[port.link_layer, counter]
 
 
-def diagnose(ports: Sequence[Port]) -> tuple[list[Finding], list[str]]:
+def diagnose(ports: Sequence[InfinibandPort]) -> tuple[list[Finding], list[str]]:
     """Findings, one a node or for what several share; and what cannot be told of these copies."""
     if not ports:
         return [], ["cannot tell anything: the ports went while they were read"]
-    fleet = Fleet(ports)
+    fleet = InfinibandFabric(ports)
     remarks = list[str]()
     complaints = [c for p in fleet.ports for c in _complaints(fleet, p, remarks)]
     shared, own = _shared(fleet, complaints)
@@ -165,14 +165,14 @@ def diagnose(ports: Sequence[Port]) -> tuple[list[Finding], list[str]]:
     return findings, _folded(remarks)
 
 
-def looked_at(ports: Sequence[Port]) -> str:
-    fleet = Fleet(ports)
+def looked_at(ports: Sequence[InfinibandPort]) -> str:
+    fleet = InfinibandFabric(ports)
     up = sum(p.up for p in fleet.ports)
     copies = ", two or more copies of some" if fleet.before else ""
     return f"{len(fleet.ports)} port(s) of {len(fleet.nodes)} node(s), {up} of them active{copies}"
 
 
-def _complaints(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Complaint]:
+def _complaints(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> Iterator[PortFault]:
     if port.up:
         yield from _slow(fleet, port, remarks)
     else:
@@ -184,7 +184,7 @@ def _complaints(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Compla
         yield from _congested(fleet, port, name)
 
 
-def _down(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Complaint]:
+def _down(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> Iterator[PortFault]:
     rail = fleet.rail(port)
     up = sum(p.up for p in rail)
     values = {"num_up": float(up), "num_peers": float(len(rail))}
@@ -192,14 +192,14 @@ def _down(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Complaint]:
     if up > SHARED_RATIO * len(rail):
         confidence = 0.9 if up > 1 else 0.7
         text = f"{what}, and active on {up} of {len(rail)} other node(s)"
-        yield Complaint(port=port, kind="down", confidence=confidence, text=text, values=values)
+        yield PortFault(port=port, kind="down", confidence=confidence, text=text, values=values)
     elif port.used:
-        yield Complaint(port=port, kind="down", confidence=0.7, text=f"{what}, and has been in use", values=values)
+        yield PortFault(port=port, kind="down", confidence=0.7, text=f"{what}, and has been in use", values=values)
     else:
         remarks.append(f"whether port {port.rail} should be active: it is down, and no counter says that it ever was")
 
 
-def _slow(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Complaint]:
+def _slow(fleet: InfinibandFabric, port: InfinibandPort, remarks: list[str]) -> Iterator[PortFault]:
     if port.rate is None:
         return
     for group, words, confidence in (
@@ -215,11 +215,11 @@ def _slow(fleet: Fleet, port: Port, remarks: list[str]) -> Iterator[Complaint]:
             number = sum(r.bytes_per_second == usual for r in rates)
             text = f"port {port.rail} runs at {port.rate}, {number} of {len(rates)} ports {words} at {other}"
             values = {"rate_bytes_per_second": port.rate.bytes_per_second, "peers_bytes_per_second": usual}
-            yield Complaint(port=port, kind="slow", confidence=confidence, text=text, values=values)
+            yield PortFault(port=port, kind="slow", confidence=confidence, text=text, values=values)
         return  # its rail knows best
     if port.link_layer == "InfiniBand" and port.rate.num_lanes == 1:
         text = f"port {port.rail} runs at {port.rate}: one lane, and an InfiniBand port has four"
-        yield Complaint(port=port, kind="slow", confidence=0.6, text=text, values={"num_lanes": 1.0})
+        yield PortFault(port=port, kind="slow", confidence=0.6, text=text, values={"num_lanes": 1.0})
     elif port.link_layer == "InfiniBand" and port.rate.num_lanes == 2:
         remarks.append(f"whether port {port.rail} should run on four lanes: it runs on two, as split cables make it do")
 
@@ -232,7 +232,7 @@ def _usual(rates: Sequence[float]) -> float | None:
     return rate if number > len(rates) / 2 else None
 
 
-def _counted(fleet: Fleet, port: Port, name: str, remarks: list[str]) -> Iterator[Complaint]:
+def _counted(fleet: InfinibandFabric, port: InfinibandPort, name: str, remarks: list[str]) -> Iterator[PortFault]:
     count = port.counters[name]
     settle = SETTLE_OTHERS if name in OF_OTHERS else ""
     if (growth := fleet.grown(port, name)) is not None:
@@ -242,7 +242,7 @@ def _counted(fleet: Fleet, port: Port, name: str, remarks: list[str]) -> Iterato
             text = f"port {port.rail}: {name} grew by {grown} to {count} in {seconds:.0f} s, and {in_order}"
             values = {"num_grown": float(grown), "seconds": seconds}
             confidence = 0.5 if settle else 0.8
-            yield Complaint(port=port, kind=name, confidence=confidence, text=text, values=values, settle=settle)
+            yield PortFault(port=port, kind=name, confidence=confidence, text=text, values=values, settle=settle)
         return
     if count < MANY[name]:
         return
@@ -253,10 +253,10 @@ def _counted(fleet: Fleet, port: Port, name: str, remarks: list[str]) -> Iterato
         at_end = ", where it counts no further" if count == SATURATES_AT.get(name) else ""
         text = f"port {port.rail}: {name} {count}{at_end}; the median of {num_ports} ports is {middle:g}"
         values = {"count": float(count), "median": float(middle)}
-        yield Complaint(port=port, kind=name, confidence=0.5, text=text, values=values, settle=SETTLE_COUNTS)
+        yield PortFault(port=port, kind=name, confidence=0.5, text=text, values=values, settle=SETTLE_COUNTS)
 
 
-def _congested(fleet: Fleet, port: Port, name: str) -> Iterator[Complaint]:
+def _congested(fleet: InfinibandFabric, port: InfinibandPort, name: str) -> Iterator[PortFault]:
     growth = fleet.grown(port, name)
     if growth is None:
         return
@@ -270,49 +270,49 @@ def _congested(fleet: Fleet, port: Port, name: str) -> Iterator[Complaint]:
             f"to it; the median of {num_ports} ports is {usual:,.0f} a second"
         )
         values = {"per_second": rate, "median_per_second": usual, "seconds": seconds}
-        yield Complaint(port=port, kind=name, confidence=0.4, text=text, values=values, settle=SETTLE_CONGESTED)
+        yield PortFault(port=port, kind=name, confidence=0.4, text=text, values=values, settle=SETTLE_CONGESTED)
 
 
 # --- what several share -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedPortFault:
     """`rails`: those that are hit as such; empty when it is most of the nodes, on whatever rail."""
 
     kind: str
     rails: tuple[str, ...]
-    complaints: tuple[Complaint, ...]
+    complaints: tuple[PortFault, ...]
 
 
-def _shared(fleet: Fleet, complaints: Sequence[Complaint]) -> tuple[list[Shared], list[Complaint]]:
+def _shared(fleet: InfinibandFabric, complaints: Sequence[PortFault]) -> tuple[list[SharedPortFault], list[PortFault]]:
     """What machines have in common, by kind; and what is left, each one's own."""
-    shared, own = list[Shared](), list[Complaint]()
+    shared, own = list[SharedPortFault](), list[PortFault]()
     for kind in dict.fromkeys(c.kind for c in complaints):
         of_kind = [c for c in complaints if c.kind == kind]
-        by_rail = dict[str, list[Complaint]]()
+        by_rail = dict[str, list[PortFault]]()
         for c in of_kind:
             by_rail.setdefault(c.port.rail, []).append(c)
         hit = tuple(rail for rail, its in by_rail.items() if _is_shared(fleet, len(its), rail, len(of_kind)))
         if hit:
-            shared.append(Shared(kind, hit, tuple(c for rail in hit for c in by_rail.pop(rail))))
+            shared.append(SharedPortFault(kind, hit, tuple(c for rail in hit for c in by_rail.pop(rail))))
         rest = [c for its in by_rail.values() for c in its]
         affected = len({c.port.node for c in rest})
         if affected >= NUM_NODES_SHARED_MIN and affected >= SHARED_RATIO * len(fleet.nodes):
-            shared.append(Shared(kind, (), tuple(rest)))
+            shared.append(SharedPortFault(kind, (), tuple(rest)))
         else:
             own += rest
     return shared, own
 
 
-def _is_shared(fleet: Fleet, number: int, rail: str, num_of_kind: int) -> bool:
+def _is_shared(fleet: InfinibandFabric, number: int, rail: str, num_of_kind: int) -> bool:
     if number > 1 and number >= SHARED_RATIO * len(fleet.rails[rail]):
         return True
     gathers = len(fleet.rails) >= NUM_RAILS_MIN and number > SHARED_RATIO * num_of_kind
     return gathers and number >= NUM_NODES_SHARED_MIN
 
 
-def _of_node(complaints: Sequence[Complaint], first_at: float, last_at: float) -> Finding:
+def _of_node(complaints: Sequence[PortFault], first_at: float, last_at: float) -> Finding:
     worst_first = sorted(complaints, key=lambda c: -c.confidence)
     node = worst_first[0].port.node
     more = f"; and {len(worst_first) - 1} more" if len(worst_first) > 1 else ""
@@ -329,7 +329,9 @@ def _of_node(complaints: Sequence[Complaint], first_at: float, last_at: float) -
     )
 
 
-def _of_several(shared: Shared, named: set[NodeId], fleet: Fleet, first_at: float, last_at: float) -> Finding:
+def _of_several(
+    shared: SharedPortFault, named: set[NodeId], fleet: InfinibandFabric, first_at: float, last_at: float
+) -> Finding:
     nodes = list(dict.fromkeys(c.port.node for c in shared.complaints))
     # A node that something of its own was found about is not undecided.
     suspects = [n for n in nodes if n not in named] or nodes

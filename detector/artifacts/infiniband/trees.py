@@ -1,7 +1,7 @@
 """Copies of `/sys/class/infiniband`, of one node or of many side by side, as they are read.
 
 A folder `<node>/[infiniband/]<device>/ports/<n>` whose file `state` reads like a port's is one; what a port's files say of
-it that a verdict needs (findings.py) becomes a `Port`. Foreign files: sizes and numbers are bounded.
+it that a verdict needs (findings.py) becomes a `InfinibandPort`. Foreign files: sizes and numbers are bounded.
 """
 
 import os
@@ -31,7 +31,7 @@ COUNTERS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Port:
+class InfinibandPort:
     """One port in one copy. `at`: when the copy was made, wall seconds of its file `state`; `gid`: its own in the world,
     where the copy has it; `node_folder`: the folder whose name is the node's."""
 
@@ -76,7 +76,7 @@ def devices_in(folder: Path, names: Iterable[str]) -> list[Path]:
     return [device for name in sorted(names) if is_device(device := folder / name)]
 
 
-def read(devices: Sequence[Path]) -> list[Port]:
+def read(devices: Sequence[Path]) -> list[InfinibandPort]:
     """All ports. A file that is missing or not of its form leaves out what it would tell."""
     ports = [p for device in devices for folder in _port_folders(device) if (p := _port(device, folder)) is not None]
     gids = dict[tuple[NodeId, str], set[str]]()
@@ -96,7 +96,7 @@ def _port_folders(device: Path) -> Iterator[Path]:
             yield folder
 
 
-def _port(device: Path, folder: Path) -> Port | None:
+def _port(device: Path, folder: Path) -> InfinibandPort | None:
     state, made_at = parse_state(_text(folder / "state")), _made_at(folder / "state")
     if state is None or made_at is None:
         return None  # it went while it was read
@@ -106,7 +106,7 @@ def _port(device: Path, folder: Path) -> Port | None:
         if text and re.fullmatch("[0-9]{1,20}", text) and int(text) < 2**64 - 1:  # all ones: a device that is dead
             counters[name] = int(text)
     node_folder = next((parent for parent in device.absolute().parents if parent.name not in CLASS_FOLDERS), None)
-    return Port(
+    return InfinibandPort(
         node=NodeId(node_folder.name) if node_folder else THIS_NODE,
         node_folder=str(node_folder or "/"),
         device=device.name,

@@ -18,21 +18,21 @@ from rolecall.detector.artifacts.kernel_log.gpu_findings import (
     switch_finding,
 )
 from rolecall.detector.artifacts.kernel_log.grouping import ADVICE, DETECTOR, grouped, in_order, of, times
-from rolecall.detector.artifacts.kernel_log.logs import Log, Seen, time_remarks
+from rolecall.detector.artifacts.kernel_log.logs import KernelLog, KernelLogFact, time_remarks
 from rolecall.detector.artifacts.kernel_log.machine_findings import (
     fault_finding,
     hardware_finding,
     link_finding,
     oom_finding,
 )
-from rolecall.formats.kernel_log.messages import HardwareError, KernelFault, LinkChange, OomKill
+from rolecall.formats.kernel_log.messages import HardwareError, KernelFault, KernelLinkChange, OomKill
 from rolecall.formats.kernel_log.nvidia import SxidLine, XidLine, normal_pci
 from rolecall.formats.xid.xid import sxid
 
 NUM_REMARKS_MAX = 50
 
 
-def diagnose(logs: Sequence[Log]) -> list[Finding]:
+def diagnose(logs: Sequence[KernelLog]) -> list[Finding]:
     """One finding for each thing that is ill."""
     seen = in_order(logs)
     gpus = gpus_of(seen, logs)
@@ -47,7 +47,7 @@ def diagnose(logs: Sequence[Log]) -> list[Finding]:
     ill = [g for g in gpus if leading_code(g) is not None]
     found += [gpu_finding(g, num_with_31) for g in ill if (g.node, g.pci) not in explained]
     found += [oom_finding(node, pairs) for node, pairs in grouped(of(seen, OomKill), lambda s, _: s.node).items()]
-    links = grouped(of(seen, LinkChange), lambda s, f: (s.node, f.interface))
+    links = grouped(of(seen, KernelLinkChange), lambda s, f: (s.node, f.interface))
     found += [f for (node, name), pairs in links.items() if (f := link_finding(node, name, pairs)) is not None]
     of_gpus = {(g.node, g.pci) for g in ill}
     uncorrected = [(s, f) for s, f in of(seen, HardwareError) if not f.corrected and not _is_of(s, f.device, of_gpus)]
@@ -58,7 +58,7 @@ def diagnose(logs: Sequence[Log]) -> list[Finding]:
     return found + [fault_finding(node, what, pairs) for (node, what), pairs in by_what.items()]
 
 
-def remarks(logs: Sequence[Log]) -> tuple[str, ...]:
+def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
     """What was seen and is no fault by itself, and what the times are worth."""
     seen, said = in_order(logs), list[str]()
     for gpu in gpus_of(seen, logs):
@@ -72,7 +72,7 @@ def remarks(logs: Sequence[Log]) -> tuple[str, ...]:
     corrected = [(s, f) for s, f in of(seen, HardwareError) if f.corrected]
     for (node, what), lines in grouped(corrected, lambda s, f: (s.node, f.what)).items():
         said.append(f"node {node}: {len(lines)} line(s) of corrected hardware errors ({what})")
-    for (node, name), changes in grouped(of(seen, LinkChange), lambda s, f: (s.node, f.interface)).items():
+    for (node, name), changes in grouped(of(seen, KernelLinkChange), lambda s, f: (s.node, f.interface)).items():
         if any(not f.up for _, f in changes) and link_finding(node, name, changes) is None:
             said.append(f"node {node}: link {name} went down and came up again: single flaps are no fault")
     if len(said) > NUM_REMARKS_MAX:
@@ -80,7 +80,7 @@ def remarks(logs: Sequence[Log]) -> tuple[str, ...]:
     return (*said, *time_remarks(logs))
 
 
-def looked_at(logs: Sequence[Log]) -> str:
+def looked_at(logs: Sequence[KernelLog]) -> str:
     """A sentence for people."""
     seen = in_order(logs)
     num_nodes, num_xids = len({s.node for s in seen}), len(of(seen, XidLine))
@@ -98,6 +98,6 @@ def with_advice(d: Diagnosis) -> Diagnosis:
     return replace(d, advice=advice[0], evidence=tuple(e for e in d.evidence if e.kind != ADVICE))
 
 
-def _is_of(s: Seen, device: str, gpus: set[tuple[str, str]]) -> bool:
+def _is_of(s: KernelLogFact, device: str, gpus: set[tuple[str, str]]) -> bool:
     """Whether the device is a GPU that has a finding of its own."""
     return ":" in device and (s.node, normal_pci(device)) in gpus

@@ -28,9 +28,9 @@ from rolecall.detector.artifacts.kernel_log.grouping import (
     grouped,
     times,
 )
-from rolecall.detector.artifacts.kernel_log.logs import Log, Seen
+from rolecall.detector.artifacts.kernel_log.logs import KernelLog, KernelLogFact
 from rolecall.formats.kernel_log.nvidia import GpuLost, SxidLine, XidLine
-from rolecall.formats.xid.nvlink import NUM_ECC_TOLERATED, SIGNS, Sign
+from rolecall.formats.xid.nvlink import NUM_ECC_TOLERATED, SIGNS, NvlinkRegisterError
 from rolecall.formats.xid.xid import ADVICE as XID_ADVICE
 from rolecall.formats.xid.xid import RECOVERY_ADVICE, RecoveryAction, Xid, XidAction, sxid, xid
 
@@ -68,11 +68,11 @@ class Gpu:
 
     node: str
     pci: str
-    seen: tuple[tuple[Seen, XidLine], ...]
+    seen: tuple[tuple[KernelLogFact, XidLine], ...]
     uuid: str = ""
 
     @property
-    def codes(self) -> dict[int, list[Seen]]:
+    def codes(self) -> dict[int, list[KernelLogFact]]:
         return {code: [s for s, _ in pairs] for code, pairs in grouped(self.seen, lambda _, x: x.code).items()}
 
     def lines(self, code: int) -> list[XidLine]:
@@ -84,9 +84,9 @@ class Gpu:
         return f"GPU {self.pci}{uuid} of node {self.node}"
 
 
-def gpus_of(seen: Sequence[Seen], logs: Sequence[Log]) -> list[Gpu]:
+def gpus_of(seen: Sequence[KernelLogFact], logs: Sequence[KernelLog]) -> list[Gpu]:
     uuids = {key: uuid for log in logs for key, uuid in log.uuids.items()}
-    lines: list[tuple[Seen, XidLine]] = []
+    lines: list[tuple[KernelLogFact, XidLine]] = []
     for s in seen:
         if isinstance(s.fact, XidLine):
             lines.append((s, s.fact))
@@ -169,7 +169,7 @@ def gpu_finding(gpu: Gpu, num_with_31: int) -> Finding:
     )
 
 
-def _chosen(gpu: Gpu, lead: int) -> list[tuple[Seen, XidLine]]:
+def _chosen(gpu: Gpu, lead: int) -> list[tuple[KernelLogFact, XidLine]]:
     """Lines to show: the newest of the leading code, then the first of each other."""
     of_lead = [(s, x) for s, x in gpu.seen if x.code == lead][-NUM_LINES_SHOWN // 2 :]
     others = [pairs[0] for code, pairs in grouped(gpu.seen, lambda _, x: x.code).items() if code != lead]
@@ -222,17 +222,19 @@ def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClas
 
 def _registers(lines: Sequence[XidLine], *, alone: bool) -> tuple[str, str]:
     """What is added to the sentence of a 74, and the advice: of the worst sign, as often as its link has it."""
-    on_links = Counter(x.link for x in lines if Sign.ECC in x.signs)
-    found = sorted({sign for x in lines for sign in x.signs}, key=list(Sign).index)
+    on_links = Counter(x.link for x in lines if NvlinkRegisterError.ECC in x.nvlink_register_errors)
+    found = sorted({sign for x in lines for sign in x.nvlink_register_errors}, key=list(NvlinkRegisterError).index)
     if not found:
         return "", XID_ADVICE[XidAction.WORKFLOW_NVLINK_ERR]
-    weighty = [sign for sign in found if sign not in (Sign.HARMLESS, Sign.THRESHOLD)] or found
+    weighty = [
+        sign for sign in found if sign not in (NvlinkRegisterError.HARMLESS, NvlinkRegisterError.THRESHOLD)
+    ] or found
     words = f"; its registers say: {', '.join(dict.fromkeys(SIGNS[sign][0] for sign in reversed(weighty)))}"
     link, times_seen = max(on_links.items(), key=lambda item: item[1], default=(None, 0))
     if times_seen > NUM_ECC_TOLERATED:
         where = "" if link is None else f" {link}"
         return f"{words}, {times_seen} times on link{where}", XID_ADVICE[XidAction.CONTACT_SUPPORT]
-    if alone and weighty[-1] is Sign.CONSEQUENCE:
+    if alone and weighty[-1] is NvlinkRegisterError.CONSEQUENCE:
         return f"{words}, and no other error came with it", XID_ADVICE[XidAction.CONTACT_SUPPORT]
     return words, SIGNS[weighty[-1]][1]
 
@@ -240,7 +242,7 @@ def _registers(lines: Sequence[XidLine], *, alone: bool) -> tuple[str, str]:
 def _table(line: XidLine) -> str:
     """What NVIDIA's table of 144 to 150 says beside the line."""
     assert line.nvlink is not None
-    said, row = "fatal" if line.nvlink.fatal else "not fatal", line.nvlink.ruling
+    said, row = "fatal" if line.nvlink.fatal else "not fatal", line.nvlink.assessment
     if row is None:
         return f"NVIDIA's table has no row for it: the line's own word ({said}) decides"
     words = f"NVIDIA's table (driver {row.driver}): {row.action}, {row.severity}, to investigate {row.investigatory}"
@@ -287,7 +289,7 @@ def of_sxid(code: int) -> str:
     return f"SXid {code} ({sxid(code).meaning})"
 
 
-def switch_finding(node: str, switch: int, pairs: list[tuple[Seen, SxidLine]], victims: list[Gpu]) -> Finding:
+def switch_finding(node: str, switch: int, pairs: list[tuple[KernelLogFact, SxidLine]], victims: list[Gpu]) -> Finding:
     codes = grouped(pairs, lambda _, f: f.code)
     worst = max(codes, key=lambda code: sxid(code).action is XidAction.RESTART_BM)
     links = sorted({f.link for _, f in pairs if f.link is not None})

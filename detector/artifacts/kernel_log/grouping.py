@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
 from rolecall.core.ids import NodeId
-from rolecall.detector.artifacts.kernel_log.logs import SAME_SECONDS, Log, Seen
+from rolecall.detector.artifacts.kernel_log.logs import SAME_SECONDS, KernelLog, KernelLogFact
 
 DETECTOR = "kernel-log"
 ADVICE = "kernel_advice"
@@ -18,7 +18,7 @@ Fact = TypeVar("Fact")
 Key = TypeVar("Key", bound=Hashable)
 
 
-def in_order(logs: Sequence[Log]) -> list[Seen]:
+def in_order(logs: Sequence[KernelLog]) -> list[KernelLogFact]:
     """Those that say only seconds since boot first. What several files hold (kern.log and the journal) is there once."""
     seen = sorted(
         ((s, i) for i, log in enumerate(logs) for s in log.seen), key=lambda pair: (pair[0].dated, pair[0].at)
@@ -37,18 +37,20 @@ def in_order(logs: Sequence[Log]) -> list[Seen]:
     return found
 
 
-def of(seen: Iterable[Seen], kind: type[Fact]) -> list[tuple[Seen, Fact]]:
+def of(seen: Iterable[KernelLogFact], kind: type[Fact]) -> list[tuple[KernelLogFact, Fact]]:
     return [(s, s.fact) for s in seen if isinstance(s.fact, kind)]
 
 
-def grouped(pairs: Iterable[tuple[Seen, Fact]], key: Callable[[Seen, Fact], Key]) -> dict[Key, list[tuple[Seen, Fact]]]:
-    groups: dict[Key, list[tuple[Seen, Fact]]] = {}
+def grouped(
+    pairs: Iterable[tuple[KernelLogFact, Fact]], key: Callable[[KernelLogFact, Fact], Key]
+) -> dict[Key, list[tuple[KernelLogFact, Fact]]]:
+    groups: dict[Key, list[tuple[KernelLogFact, Fact]]] = {}
     for s, fact in pairs:
         groups.setdefault(key(s, fact), []).append((s, fact))
     return groups
 
 
-def times(seen: Sequence[Seen]) -> str:
+def times(seen: Sequence[KernelLogFact]) -> str:
     return "once" if len(seen) == 1 else f"{len(seen)} times in {span(seen[-1].at - seen[0].at)}"
 
 
@@ -62,7 +64,7 @@ def finding(
     node: str,
     fault_class: FaultClass,
     because: str,
-    seen: Sequence[Seen],
+    seen: Sequence[KernelLogFact],
     advice: str,
     about: str,
     evidence: Sequence[Evidence] = (),

@@ -11,7 +11,7 @@ from io import BufferedIOBase
 from typing import Any
 
 from rolecall.core.errors import UnreadableInput
-from rolecall.formats.kernel_log.timestamps import HOST_CHARS_MAX, LINE_CHARS_MAX, Stamped
+from rolecall.formats.kernel_log.timestamps import HOST_CHARS_MAX, LINE_CHARS_MAX, TimestampedLine
 
 ENTRY_BYTES_MAX = 1 << 20
 """Of an entry: a line longer than this is no entry, and is passed over. The kernel's are some 2 KiB."""
@@ -29,14 +29,14 @@ def kind_of(head: bytes) -> str:
     return "json" if entry is not None and "__REALTIME_TIMESTAMP" in entry and "MESSAGE" in entry else ""
 
 
-def stamps_of_json(file: BufferedIOBase) -> Iterator[Stamped]:
+def stamps_of_json(file: BufferedIOBase) -> Iterator[TimestampedLine]:
     """Those of the kernel."""
     while line := file.readline(ENTRY_BYTES_MAX):
         if (entry := _object(line)) is not None and (stamped := _stamped(entry)) is not None:
             yield stamped
 
 
-def stamps_of_export(file: BufferedIOBase, path: str) -> Iterator[Stamped]:
+def stamps_of_export(file: BufferedIOBase, path: str) -> Iterator[TimestampedLine]:
     """Those of the kernel. Raises UnreadableInput: it is damaged, so that nobody can tell where an entry begins."""
     entry: dict[str, Any] = {}
     while line := file.readline(ENTRY_BYTES_MAX):
@@ -74,7 +74,7 @@ def _object(line: bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _stamped(entry: Mapping[str, Any]) -> Stamped | None:
+def _stamped(entry: Mapping[str, Any]) -> TimestampedLine | None:
     """The message of an entry, if the kernel wrote it."""
     if entry.get("_TRANSPORT") != "kernel" or entry.get("SYSLOG_FACILITY", "0") != "0":
         return None
@@ -85,7 +85,7 @@ def _stamped(entry: Mapping[str, Any]) -> Stamped | None:
     host, at = entry.get("_HOSTNAME", ""), _seconds(entry)
     if not isinstance(message, str) or at is None:
         return None
-    return Stamped(
+    return TimestampedLine(
         message=message[:LINE_CHARS_MAX],
         host=host[:HOST_CHARS_MAX] if isinstance(host, str) else "",
         wall_at=at,

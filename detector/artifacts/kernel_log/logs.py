@@ -19,7 +19,7 @@ from rolecall.detector.artifacts.stacks.file_names import place_of
 from rolecall.detector.base import packed_files as packed
 from rolecall.detector.base.read_budget import Budget
 from rolecall.formats.kernel_log.messages import KernelFact, KernelReader
-from rolecall.formats.kernel_log.timestamps import LINE_CHARS_MAX, Stamped, is_syslog, parse_line, wall_of_local
+from rolecall.formats.kernel_log.timestamps import LINE_CHARS_MAX, TimestampedLine, is_syslog, parse_line, wall_of_local
 
 HEAD_BYTES = 64 << 10
 """So much of a file decides what it is: of /var/log/messages most lines are not the kernel's."""
@@ -49,7 +49,7 @@ _GENERIC_NAME = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class KernelLogFact:
     """One fact. `at`: seconds since 1970, or since boot where `dated` is false. `text`: the message, cut."""
 
     node: str
@@ -60,11 +60,11 @@ class Seen:
 
 
 @dataclass(slots=True, kw_only=True)
-class Log:
+class KernelLog:
     """`num_lines`: of the kernel. `num_dropped`: facts beyond what is kept. `zone_assumed`: some times say no zone."""
 
     path: str
-    seen: list[Seen] = field(default_factory=list)
+    seen: list[KernelLogFact] = field(default_factory=list)
     num_lines: int = 0
     num_dropped: int = 0
     zone_assumed: bool = False
@@ -96,9 +96,9 @@ def is_log(path: Path) -> bool:
     ) >= HEAD_SHARE_MIN * len(lines)
 
 
-def read(path: Path) -> Log:
+def read(path: Path) -> KernelLog:
     """Raises UnreadableInput: it is too large, or cannot be read."""
-    log = Log(path=str(path))
+    log = KernelLog(path=str(path))
     readers: dict[str, KernelReader] = {}
     elsewhere = _node_of(path)
     try:
@@ -109,7 +109,7 @@ def read(path: Path) -> Log:
         is_report = BUG_REPORT in head[:PROLOGUE_BYTES]
         if is_report and (uname := _UNAME.search(head[:PROLOGUE_BYTES])):
             elsewhere = uname[1].decode().lower()
-        unpacked = packed.Unpacked(path, LOG_BYTES_MAX)
+        unpacked = packed.DecompressedFile(path, LOG_BYTES_MAX)
         with BufferedReader(unpacked, packed.CHUNK_BYTES) as file:
             for stamped in _stamps(file, head, str(path)):
                 _take(log, stamped, elsewhere, status.st_mtime, readers)
@@ -123,10 +123,10 @@ def read(path: Path) -> Log:
     return log
 
 
-def read_all(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tuple[list[Log], tuple[str, ...]]:
+def read_all(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tuple[list[KernelLog], tuple[str, ...]]:
     """The logs, and what is wrong with those of a folder that cannot be read. Raises UnreadableInput: one of `named`
     cannot be, or none, or the budget is used up."""
-    logs, unreadable = list[Log](), list[UnreadableInput]()
+    logs, unreadable = list[KernelLog](), list[UnreadableInput]()
     for file in files:
         budget.check_time(str(file))
         try:
@@ -143,7 +143,7 @@ def read_all(files: Sequence[Path], named: Sequence[Path], budget: Budget) -> tu
     return logs, tuple(str(e) for e in unreadable)
 
 
-def _drop_repeated(log: Log) -> None:
+def _drop_repeated(log: KernelLog) -> None:
     """A bug report holds the same lines several times: of dmesg, of the journal, of syslog. Those with a date stay."""
     dated = [s for s in log.seen if s.dated]
     log.undated = log.undated and not dated
@@ -156,7 +156,7 @@ def _drop_repeated(log: Log) -> None:
     log.seen = kept
 
 
-def _stamps(file: BufferedIOBase, head: bytes, path: str) -> Iterator[Stamped]:
+def _stamps(file: BufferedIOBase, head: bytes, path: str) -> Iterator[TimestampedLine]:
     """What the kernel wrote."""
     match journal_exports.kind_of(head):
         case "json":
@@ -169,7 +169,9 @@ def _stamps(file: BufferedIOBase, head: bytes, path: str) -> Iterator[Stamped]:
                     yield stamped
 
 
-def _take(log: Log, stamped: Stamped, elsewhere: str, written_at: float, readers: dict[str, KernelReader]) -> None:
+def _take(
+    log: KernelLog, stamped: TimestampedLine, elsewhere: str, written_at: float, readers: dict[str, KernelReader]
+) -> None:
     log.num_lines += 1
     node = stamped.host.lower() or elsewhere
     reader = readers.setdefault(node, KernelReader()) if len(readers) < 4096 else KernelReader()
@@ -186,7 +188,9 @@ def _take(log: Log, stamped: Stamped, elsewhere: str, written_at: float, readers
     log.undated |= not dated
     if at is None:
         at = stamped.uptime_seconds or 0.0
-    log.seen.append(Seen(node=node, at=at, dated=dated, fact=fact, text=stamped.message[:TEXT_CHARS_MAX].strip()))
+    log.seen.append(
+        KernelLogFact(node=node, at=at, dated=dated, fact=fact, text=stamped.message[:TEXT_CHARS_MAX].strip())
+    )
 
 
 def _node_of(path: Path) -> str:
@@ -200,7 +204,7 @@ def _node_of(path: Path) -> str:
     return (rest or path.absolute().parent.name).lower()
 
 
-def time_remarks(logs: Sequence[Log]) -> list[str]:
+def time_remarks(logs: Sequence[KernelLog]) -> list[str]:
     """What the times are worth."""
     said = []
     if any(log.zone_assumed for log in logs):

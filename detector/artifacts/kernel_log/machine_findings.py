@@ -5,15 +5,15 @@ Pure: facts in, findings out.
 
 from rolecall.core.diagnosis import FaultClass, Finding
 from rolecall.detector.artifacts.kernel_log.grouping import NUM_LINES_SHOWN, finding, times
-from rolecall.detector.artifacts.kernel_log.logs import Seen
-from rolecall.formats.kernel_log.messages import HardwareError, KernelFault, LinkChange, OomKill
+from rolecall.detector.artifacts.kernel_log.logs import KernelLogFact
+from rolecall.formats.kernel_log.messages import HardwareError, KernelFault, KernelLinkChange, OomKill
 
 NUM_FLAPS = 2
 FLAP_SECONDS = 300.0
 """One flap of a link is tolerated, two within this are not (ByteRobust)."""
 
 
-def oom_finding(node: str, pairs: list[tuple[Seen, OomKill]]) -> Finding:
+def oom_finding(node: str, pairs: list[tuple[KernelLogFact, OomKill]]) -> Finding:
     who = ", ".join(f"{f.name} ({f.pid}, {f.rss_bytes / (1 << 30):.1f} GiB)" for _, f in pairs[:NUM_LINES_SHOWN])
     more = f" and {len(pairs) - NUM_LINES_SHOWN} more" if len(pairs) > NUM_LINES_SHOWN else ""
     in_cgroup = all(f.of_cgroup for _, f in pairs)
@@ -23,7 +23,7 @@ def oom_finding(node: str, pairs: list[tuple[Seen, OomKill]]) -> Finding:
     return finding(node, FaultClass.RESOURCE_EXHAUSTED, because, [s for s, _ in pairs], advice, "oom")
 
 
-def link_finding(node: str, name: str, pairs: list[tuple[Seen, LinkChange]]) -> Finding | None:
+def link_finding(node: str, name: str, pairs: list[tuple[KernelLogFact, KernelLinkChange]]) -> Finding | None:
     """Down for good, or flapping."""
     downs = [s for s, f in pairs if not f.up]
     if not downs:
@@ -47,7 +47,7 @@ _HARDWARE = {
 }
 
 
-def hardware_finding(node: str, what: str, pairs: list[tuple[Seen, HardwareError]]) -> Finding:
+def hardware_finding(node: str, what: str, pairs: list[tuple[KernelLogFact, HardwareError]]) -> Finding:
     devices = ", ".join(list(dict.fromkeys(f.device for _, f in pairs if f.device))[:NUM_LINES_SHOWN])
     because = f"node {node} has {_HARDWARE[what]}{f' at {devices}' if devices else ''}, {times([s for s, _ in pairs])}"
     advice = "place nothing on this node, and have its hardware inspected"
@@ -85,7 +85,7 @@ _FAULTS: dict[str, tuple[FaultClass, str, str]] = {
 """Class, sentence and advice of each of `kernel_lines.FAULTS`."""
 
 
-def fault_finding(node: str, what: str, pairs: list[tuple[Seen, KernelFault]]) -> Finding:
+def fault_finding(node: str, what: str, pairs: list[tuple[KernelLogFact, KernelFault]]) -> Finding:
     fault_class, words, advice = _FAULTS[what]
     who = [f"{f.name} ({f.pid})" if f.pid is not None else f.device for _, f in pairs]
     places = ", ".join(list(dict.fromkeys(w for w in who if w))[:NUM_LINES_SHOWN])

@@ -44,14 +44,14 @@ Key = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class OperationTiming:
     seconds: float
     size_bytes: int
     bus_bytes_per_second: float
 
 
 @dataclass(slots=True)
-class Log:
+class InspectorLog:
     """One file. `operations`: by communicator and rank, in the order in which they stand."""
 
     path: str
@@ -60,7 +60,7 @@ class Log:
     num_bad: int = 0
     num_dropped: int = 0
     cut: bool = False
-    operations: dict[tuple[str, int], deque[tuple[Key, Timed]]] = field(default_factory=dict)
+    operations: dict[tuple[str, int], deque[tuple[Key, OperationTiming]]] = field(default_factory=dict)
     contexts: dict[tuple[str, int], Context] = field(default_factory=dict)
 
     def num_operations(self) -> int:
@@ -78,12 +78,12 @@ def is_log(path: Path) -> bool:
     return line[:1] == b"{" and any(k in line for k in (b'"coll_perf"', b'"p2p_perf"', b'"dump_stats"'))
 
 
-def read(path: Path) -> Log:
+def read(path: Path) -> InspectorLog:
     """Raises UnreadableInput: no line of it is whole, or it cannot be read."""
     lines = Lines()
     try:
         about = path.stat()
-        log = Log(path=str(path), at=about.st_mtime, cut=about.st_size > FILE_BYTES_MAX)
+        log = InspectorLog(path=str(path), at=about.st_mtime, cut=about.st_size > FILE_BYTES_MAX)
         with path.open("rb") as file:
             if log.cut:
                 file.seek(-FILE_BYTES_MAX, os.SEEK_END)
@@ -100,7 +100,7 @@ def read(path: Path) -> Log:
     return log
 
 
-def _keep(log: Log, lines: Lines, line: bytes) -> None:
+def _keep(log: InspectorLog, lines: Lines, line: bytes) -> None:
     operation = lines.take(line)
     if operation is None or operation.is_p2p:
         return
@@ -109,15 +109,15 @@ def _keep(log: Log, lines: Lines, line: bytes) -> None:
     kept = log.operations.get(place)
     if kept is None:
         kept = log.operations[place] = deque(maxlen=NUM_OPERATIONS_MAX)
-    timed = Timed(operation.seconds, operation.size_bytes, operation.bus_bytes_per_second)
+    timed = OperationTiming(operation.seconds, operation.size_bytes, operation.bus_bytes_per_second)
     kept.append(((operation.kind, operation.sequence), timed))
 
 
-def kept_bytes(log: Log) -> int:
+def kept_bytes(log: InspectorLog) -> int:
     return 2048 + OPERATION_BYTES * log.num_operations()
 
 
-def looked_at(logs: Sequence[Log]) -> str:
+def looked_at(logs: Sequence[InspectorLog]) -> str:
     """What an answer stands on, one sentence."""
     ranks = {place for log in logs for place in log.operations}
     communicators = {communicator for communicator, _ in ranks}
@@ -126,11 +126,11 @@ def looked_at(logs: Sequence[Log]) -> str:
 
 
 @dataclass(slots=True)
-class Joint:
+class JoinedCommunicator:
     """A communicator: by rank its operations, and who is who. `operations`: those that all reporting ranks finished."""
 
     name: str
-    ranks: dict[int, dict[Key, Timed]] = field(default_factory=dict)
+    ranks: dict[int, dict[Key, OperationTiming]] = field(default_factory=dict)
     contexts: dict[int, Context] = field(default_factory=dict)
 
     def operations(self) -> list[Key]:
@@ -139,17 +139,19 @@ class Joint:
         return [key for key in first if all(key in t for t in tables)]
 
 
-def _joined(logs: Sequence[Log]) -> list[Joint]:
-    found: dict[str, Joint] = {}
+def _joined(logs: Sequence[InspectorLog]) -> list[JoinedCommunicator]:
+    found: dict[str, JoinedCommunicator] = {}
     for log in logs:
         for (communicator, rank), operations in log.operations.items():
-            joint = found.setdefault(communicator, Joint(communicator))
+            joint = found.setdefault(communicator, JoinedCommunicator(communicator))
             joint.ranks.setdefault(rank, {}).update(operations)
             joint.contexts[rank] = log.contexts[communicator, rank]
     return list(found.values())
 
 
-def diagnose(logs: Sequence[Log], *, topology: Topology | None = None) -> tuple[list[Finding], tuple[str, ...]]:
+def diagnose(
+    logs: Sequence[InspectorLog], *, topology: Topology | None = None
+) -> tuple[list[Finding], tuple[str, ...]]:
     """(findings, remarks: lines cut, ranks without a file, what cannot be told)."""
     if not logs:
         return [], ()
@@ -178,7 +180,7 @@ def diagnose(logs: Sequence[Log], *, topology: Topology | None = None) -> tuple[
     return found, tuple(dict.fromkeys(remarks))
 
 
-def _about_files(logs: Sequence[Log]) -> Iterable[str]:
+def _about_files(logs: Sequence[InspectorLog]) -> Iterable[str]:
     if bad := sum(log.num_bad for log in logs):
         yield f"{bad:,} line(s) cut or of no known form passed over"
     if dropped := sum(log.num_dropped for log in logs):
@@ -187,7 +189,7 @@ def _about_files(logs: Sequence[Log]) -> Iterable[str]:
         yield f"of {len(cut)} file(s) the last {FILE_BYTES_MAX >> 20} MiB were read, first {cut[0]}"
 
 
-def _open_ends(joint: Joint) -> Iterable[str]:
+def _open_ends(joint: JoinedCommunicator) -> Iterable[str]:
     num_ranks = next(iter(joint.contexts.values())).num_ranks
     if len(joint.ranks) < num_ranks:
         yield f"cannot tell: of communicator {joint.name} {num_ranks - len(joint.ranks)} of {num_ranks} ranks left no file"
@@ -207,7 +209,9 @@ def _open_ends(joint: Joint) -> Iterable[str]:
             )
 
 
-def _late(joint: Joint, operations: list[Key], whole: bool, topology: Topology, now: float) -> Finding | None:
+def _late(
+    joint: JoinedCommunicator, operations: list[Key], whole: bool, topology: Topology, now: float
+) -> Finding | None:
     num_late = dict.fromkeys(joint.ranks, 0)
     waited = dict.fromkeys(joint.ranks, 0.0)
     total = 0.0
@@ -260,7 +264,7 @@ def _late(joint: Joint, operations: list[Key], whole: bool, topology: Topology, 
     )
 
 
-def _who(joint: Joint, ranks: Sequence[int]) -> str:
+def _who(joint: JoinedCommunicator, ranks: Sequence[int]) -> str:
     named = [f"rank {r} ({joint.contexts[r].host}, process {joint.contexts[r].pid})" for r in ranks[:8]]
     return ", ".join(named) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
@@ -275,9 +279,9 @@ def _suspect(c: Context, whole: bool, topology: Topology) -> Suspect:
     return Suspect(node=NodeId(node), role=topology.role or replica.partition("/")[0], replica=replica, rank=rank)
 
 
-def _narrow(joints: Sequence[Joint], now: float) -> list[Finding]:
+def _narrow(joints: Sequence[JoinedCommunicator], now: float) -> list[Finding]:
     """Communicators with far less bandwidth than their likes; that of an operation is its fastest rank's: without waits."""
-    likes: dict[tuple[str, int, int, int], list[tuple[float, Joint]]] = {}
+    likes: dict[tuple[str, int, int, int], list[tuple[float, JoinedCommunicator]]] = {}
     for joint in joints:
         about = next(iter(joint.contexts.values()))
         best: dict[tuple[str, int], dict[int, float]] = {}

@@ -21,9 +21,9 @@ from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.stacks.dumps import Topology
 from rolecall.formats.nccl.ras import (
     Communicator,
+    CommunicatorMember,
     Condition,
-    Malformed,
-    Member,
+    MalformedRasStatus,
     NcclResult,
     RasStatus,
     behind,
@@ -89,7 +89,7 @@ def read(path: Path) -> list[Poll]:
         )
     try:
         return [Poll(path=str(path), at=at, status=s) for s in statuses(raw)]
-    except Malformed as e:
+    except MalformedRasStatus as e:
         raise UnreadableInput(where=str(path), reason=f"not an answer of NCCL RAS: {e}") from None
 
 
@@ -117,26 +117,26 @@ def diagnose(polls: Sequence[Poll], *, topology: Topology | None = None) -> tupl
     if not polls:
         return [], ()
     ordered = sorted(polls, key=lambda p: p.at)  # stable: within a file as they stand
-    case = _Case(ordered, topology)
+    case = _RasAnalysis(ordered, topology)
     told = [*case.lost(), *case.failed(), *case.apart()]
     return told, tuple(dict.fromkeys(case.remarks))
 
 
 @dataclass(frozen=True, slots=True)
-class Stuck:
+class StalledCommunicatorPolls:
     """A communicator of which nobody launched anything in the last `num_polls`, over `seconds`. `behind`: by collective."""
 
     communicator: Communicator
     num_polls: int
     seconds: float
-    behind: dict[str, tuple[Member, ...]]
+    behind: dict[str, tuple[CommunicatorMember, ...]]
 
     def since(self) -> str:
         over = f" over {self.seconds:.0f} s" if self.seconds >= 1 else ""
         return f"no rank of it launched anything in {self.num_polls} answers{over}"
 
 
-def _members(c: Communicator) -> Iterable[Member]:
+def _members(c: Communicator) -> Iterable[CommunicatorMember]:
     return (*(r.member for r in c.ranks), *(m.member for m in c.missing))
 
 
@@ -152,7 +152,7 @@ def _whole(polls: Sequence[Poll]) -> Communicator | None:
     return largest
 
 
-class _Case:
+class _RasAnalysis:
     def __init__(self, polls: Sequence[Poll], topology: Topology | None) -> None:
         self.polls, self.newest, self.topology = polls, polls[-1], topology or Topology()
         self.remarks: list[str] = []
@@ -168,7 +168,7 @@ class _Case:
                     f"{p.path}: all counts are 0, as in a third of the answers of healthy jobs: not read as standing still"
                 )
 
-    def _suspect(self, m: Member, whole: bool) -> Suspect:
+    def _suspect(self, m: CommunicatorMember, whole: bool) -> Suspect:
         """`whole`: its rank is one of the communicator of all."""
         rank = self.world.get(m.process, m.rank if whole else None) if m.host else (m.rank if whole else None)
         node, replica = m.host or f"rank-{m.rank}", ""
@@ -215,7 +215,7 @@ class _Case:
                 named = [m.member for m in c.missing if m.dead is dead and (m.unresponsive or m.dead)]
                 if len(named) == 1 and not named[0].host and len(processes) == 1:
                     p = next(iter(processes.values()))  # text of older versions tells rank and process apart
-                    named = [Member(named[0].rank, p.host, p.pid)]
+                    named = [CommunicatorMember(named[0].rank, p.host, p.pid)]
                 for m in named:
                     processes.pop((m.host, m.pid or -1), None)
                 if named:
@@ -263,7 +263,7 @@ class _Case:
     # --- apart
 
     def apart(self) -> list[Finding]:
-        stuck, together, single = list[Stuck](), False, False
+        stuck, together, single = list[StalledCommunicatorPolls](), False, False
         for c, num_polls, seconds, num_usable in self._histories():
             still = num_polls >= 2 and (seconds >= MOVED_SECONDS or num_polls >= NUM_POLLS_MIN)
             if not c.width:
@@ -275,7 +275,7 @@ class _Case:
                 elif still or num_usable == 1:
                     together = True
             elif still:
-                stuck.append(Stuck(c, num_polls, seconds, behind(c)))
+                stuck.append(StalledCommunicatorPolls(c, num_polls, seconds, behind(c)))
             elif num_usable == 1 or num_polls > 1:
                 single = True
                 self.remarks.append(self._apart_once(c))
@@ -311,7 +311,7 @@ class _Case:
             "healthy job are apart, too"
         )
 
-    def _judged(self, stuck: list[Stuck]) -> list[Finding]:
+    def _judged(self, stuck: list[StalledCommunicatorPolls]) -> list[Finding]:
         found = list[Finding]()
         waiting: dict[str, set[tuple[str, int | None, int | None]]] = {}
         for s in stuck:
@@ -349,7 +349,7 @@ class _Case:
             found.append(self._finding(suspects, FaultClass.CANNOT_TELL, 0.4, because))
         return found
 
-    def _other_collective(self, s: Stuck) -> Finding | None:
+    def _other_collective(self, s: StalledCommunicatorPolls) -> Finding | None:
         """A minority that launched fewer of one collective and more of another than the rest."""
         c = s.communicator
         low = {name: {m.process for m in members} for name, members in s.behind.items()}
@@ -368,7 +368,7 @@ class _Case:
                     return self._finding(suspects, FaultClass.USER_CODE, CONFIDENCE_CODE, because, _levels(c))
         return None
 
-    def _behind(self, s: Stuck, causes: dict[str, list[Member]]) -> Finding:
+    def _behind(self, s: StalledCommunicatorPolls, causes: dict[str, list[CommunicatorMember]]) -> Finding:
         c = s.communicator
         words = []
         for name, members in causes.items():

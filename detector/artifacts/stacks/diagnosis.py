@@ -22,28 +22,28 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rolecall.core.diagnosis import FaultClass, Finding
-from rolecall.detector.artifacts.stacks.dumps import Dump, Topology
+from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
 from rolecall.detector.artifacts.stacks.findings import (
     NUM_GROUPS_SHOWN,
     NUM_NAMES_SHOWN,
     NUM_TOLD,
-    Case,
-    Place,
-    Shared,
+    CommonParallelGroup,
+    StackAnalysis,
+    StackCluster,
     all_at_last,
     as_a_whole,
     at_last,
+    finding_text,
     flagged_name,
     gil_evidence,
     names_text,
     places,
     rounds_evidence,
-    said,
     shared,
     standing_evidence,
 )
-from rolecall.detector.artifacts.stacks.positions import Doing, Stack
-from rolecall.detector.artifacts.stacks.processes import Process, Role, Who, roster
+from rolecall.detector.artifacts.stacks.positions import Stack, StackActivity
+from rolecall.detector.artifacts.stacks.processes import DumpedProcess, DumpedRole, Who, roster
 from rolecall.detector.artifacts.stacks.rounds import NUM_FLAGS_MIN, NUM_ROUNDS, ROUND_SECONDS, tally
 
 CONFIDENCE_OUTSIDE = 0.8
@@ -71,19 +71,19 @@ MORE_ROUNDS = (
 RECORDER = "Flight Recorder dumps, which tell who has not entered which collective; or stacks some seconds later"
 
 
-def diagnose(dumps: Sequence[Dump], *, topology: Topology | None = None) -> list[Finding]:
+def diagnose(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> list[Finding]:
     """At most one finding per role. Times are those of the files: by the first of them the fault stood."""
     found = [_judge(role) for role in roster(dumps, topology)]
     return [f for f in found if f is not None]
 
 
-def looked_at(dumps: Sequence[Dump], *, topology: Topology | None = None) -> str:
+def looked_at(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> str:
     """What the dumps show, for an answer without a finding: `trainer: 8 stacks: 8 wait in a collective: all_reduce ...`."""
     parts = []
     for role in roster(dumps, topology):
         found = places(role.processes)
         number = sum(len(place.processes) for place in found)
-        told = [f"{len(p.processes)} {said(p.stack, len(p.processes))}" for p in found[:NUM_GROUPS_SHOWN]]
+        told = [f"{len(p.processes)} {finding_text(p.stack, len(p.processes))}" for p in found[:NUM_GROUPS_SHOWN]]
         if len(found) > NUM_GROUPS_SHOWN:
             told.append(f"{len(found) - NUM_GROUPS_SHOWN} more places")
         which = f", the last of {len(role.rounds)} rounds" if len(role.rounds) > 1 else ""
@@ -92,7 +92,7 @@ def looked_at(dumps: Sequence[Dump], *, topology: Topology | None = None) -> str
     return ". ".join(parts)
 
 
-def _judge(role: Role) -> Finding | None:
+def _judge(role: DumpedRole) -> Finding | None:
     """By the last round, unless who is an outlier in it does not hang: then by all of them."""
     if len(role.rounds) == 1:
         return _judge_once(role.name, role.processes)
@@ -113,7 +113,7 @@ def _judge(role: Role) -> Finding | None:
     return None if goes_on else now
 
 
-def _hanging(rounds: Sequence[Sequence[Process]], outliers: Sequence[Sequence[Process]]) -> set[Who]:
+def _hanging(rounds: Sequence[Sequence[DumpedProcess]], outliers: Sequence[Sequence[DumpedProcess]]) -> set[Who]:
     """Outliers of the last round that have stood at one place for some rounds in which nobody left a wait: for
     `NUM_STANDING_ROUNDS`, or for two and ever since they are outliers. Else the job goes on."""
     seen = [{p.key: p for p in r} for r in rounds]
@@ -141,7 +141,7 @@ def _hanging(rounds: Sequence[Sequence[Process]], outliers: Sequence[Sequence[Pr
     return found
 
 
-def _stood(processes: Sequence[Process]) -> Sequence[Process]:
+def _stood(processes: Sequence[DumpedProcess]) -> Sequence[DumpedProcess]:
     """Most at one place that is not known as a wait, twice: a wait that Python does not show, such as reading a value
     from a GPU whose peers have not come. Once, it would be work that all do."""
     found = places(processes)
@@ -153,12 +153,12 @@ def _stood(processes: Sequence[Process]) -> Sequence[Process]:
     if any(p.moves is not False for p in top.processes):
         return processes
     return [
-        replace(p, stack=replace(p.stack, doing=Doing.STOOD)) if p.stack and p.stack.key == top.stack.key else p
+        replace(p, stack=replace(p.stack, doing=StackActivity.STOOD)) if p.stack and p.stack.key == top.stack.key else p
         for p in processes
     ]
 
 
-def _outliers(processes: Sequence[Process]) -> tuple[Process, ...]:
+def _outliers(processes: Sequence[DumpedProcess]) -> tuple[DumpedProcess, ...]:
     """Of one round: who does not wait while as many wait, or more; where all do, who waits elsewhere than most."""
     waiting = [p for p in processes if p.stack is not None and p.stack.waits]
     outside = [p for p in processes if p.stack is not None and not p.stack.waits]
@@ -171,26 +171,26 @@ def _outliers(processes: Sequence[Process]) -> tuple[Process, ...]:
     return others if _most(top, others) else ()
 
 
-def _in_pipeline(processes: Sequence[Process], outside: Sequence[Process]) -> bool:
+def _in_pipeline(processes: Sequence[DumpedProcess], outside: Sequence[DumpedProcess]) -> bool:
     """Most that wait, wait for a neighbour, and the others compute: a healthy pipeline does."""
-    waits = [p.stack.doing == Doing.PIPELINE for p in processes if p.stack is not None and p.stack.waits]
-    at_work = all(p.stack is not None and p.stack.doing == Doing.WORK for p in outside)
+    waits = [p.stack.doing == StackActivity.PIPELINE for p in processes if p.stack is not None and p.stack.waits]
+    at_work = all(p.stack is not None and p.stack.doing == StackActivity.WORK for p in outside)
     return bool(outside) and at_work and 2 * sum(waits) > len(waits)
 
 
-def _most(top: Place, others: Sequence[Process]) -> bool:
+def _most(top: StackCluster, others: Sequence[DumpedProcess]) -> bool:
     """Whether most wait at one place, where everybody comes together."""
-    return len(top.processes) > len(others) and top.stack.doing != Doing.PIPELINE
+    return len(top.processes) > len(others) and top.stack.doing != StackActivity.PIPELINE
 
 
-def _judge_once(role: str, processes: Sequence[Process]) -> Finding | None:
+def _judge_once(role: str, processes: Sequence[DumpedProcess]) -> Finding | None:
     processes = _stood(processes)
     waiting = [p for p in processes if p.stack is not None and p.stack.waits]
     outside = [p for p in processes if p.stack is not None and not p.stack.waits]
     absent = [p for p in processes if p.stack is None]
     if not waiting or len(outside) > len(waiting):
         return None  # most are at work: who is early waits, and that accuses nobody
-    case = Case(role, tuple(processes), tuple(places(processes)))
+    case = StackAnalysis(role, tuple(processes), tuple(places(processes)))
     if len(processes) == 1:
         because = f"{at_last(processes[0])}, and no other process was looked at"
         return case.cannot_tell(waiting, because, "dumps of the processes that it waits for")
@@ -202,10 +202,14 @@ def _judge_once(role: str, processes: Sequence[Process]) -> Finding | None:
         return _elsewhere(case)
     if any(p.moves is not False for p in waiting):
         return None
-    return case.cannot_tell(waiting, f"all {case.who} {said(case.places[0].stack, 0)}, now as in older dumps", RECORDER)
+    return case.cannot_tell(
+        waiting, f"all {case.who} {finding_text(case.places[0].stack, 0)}, now as in older dumps", RECORDER
+    )
 
 
-def _late(case: Case, waiting: list[Process], outside: list[Process], absent: list[Process]) -> Finding:
+def _late(
+    case: StackAnalysis, waiting: list[DumpedProcess], outside: list[DumpedProcess], absent: list[DumpedProcess]
+) -> Finding:
     """Some do not wait for others: they are the cause, but for those that move."""
     told = f"{len(waiting)} of {case.who} wait for others"
     if len(outside) == len(waiting):
@@ -220,7 +224,7 @@ def _late(case: Case, waiting: list[Process], outside: list[Process], absent: li
     if _in_pipeline(case.processes, outside) and not stuck:
         because = f"{told}, most of them in a pipeline, while {names_text(outside)} compute: so does a healthy pipeline"
         return case.cannot_tell(outside, because, DUMP_AGAIN)
-    at_work = {p.key for p in outside if p.stack is not None and p.stack.doing == Doing.WORK}
+    at_work = {p.key for p in outside if p.stack is not None and p.stack.doing == StackActivity.WORK}
     outside.sort(key=lambda p: p.key in at_work)
     confidence = CONFIDENCE_AT_WORK if len(at_work) == len(outside) or absent else CONFIDENCE_OUTSIDE
     confidence += STANDS_CHANGE * stuck
@@ -234,7 +238,7 @@ def _late(case: Case, waiting: list[Process], outside: list[Process], absent: li
     return case.finding(outside, confidence, because, gil_evidence(outside))
 
 
-def _absent(case: Case, waiting: list[Process], absent: list[Process]) -> Finding:
+def _absent(case: StackAnalysis, waiting: list[DumpedProcess], absent: list[DumpedProcess]) -> Finding:
     """All that were looked at wait, and some were not: the stopped and the dead give no dump."""
     told = f"all {case.who} that have a dump wait for others ({case.places[0].stack.at})"
     if len(absent) >= len(waiting):
@@ -249,11 +253,13 @@ def _absent(case: Case, waiting: list[Process], absent: list[Process]) -> Findin
     return case.finding(absent, CONFIDENCE_ABSENT, because)
 
 
-def _elsewhere(case: Case) -> Finding:
+def _elsewhere(case: StackAnalysis) -> Finding:
     """All wait, not in the same place."""
     top, *rest = case.places
     others = [p for place in rest for p in place.processes]
-    told = "; ".join(f"{len(place.processes)} {said(place.stack, len(place.processes))}" for place in case.places[:3])
+    told = "; ".join(
+        f"{len(place.processes)} {finding_text(place.stack, len(place.processes))}" for place in case.places[:3]
+    )
     if not _most(top, others):
         because = f"all {case.who} wait for others, and no collective holds the most of them: {told}"
         return case.cannot_tell(others, because, RECORDER)
@@ -270,7 +276,7 @@ def _elsewhere(case: Case) -> Finding:
     return case.finding(members, CONFIDENCE_ELSEWHERE, f"{because}. Those elsewhere are in {words}", (evidence,))
 
 
-def _again(role: Role, outliers: Sequence[Sequence[Process]]) -> Finding | None:
+def _again(role: DumpedRole, outliers: Sequence[Sequence[DumpedProcess]]) -> Finding | None:
     """The same processes, or the same group, hold up the others in round after round, and move: slow."""
     found = tally(outliers, role.processes)
     if found is None:
@@ -282,7 +288,7 @@ def _again(role: Role, outliers: Sequence[Sequence[Process]]) -> Finding | None:
     if not found.named and by_chance and (not outliers[-1] or num_flagging > 2):
         return None  # once is chance, and by now it is over, or it is another's turn each time
     last = role.rounds[flagged[-1]]
-    case = Case(role.name, tuple(last), tuple(places(_stood(last))))
+    case = StackAnalysis(role.name, tuple(last), tuple(places(_stood(last))))
     whom = {p.key for p in suspected}
     seen = [p for n in flagged for p in outliers[n] if p.key in whom]
     often = Counter(p.key for p in seen)
@@ -297,7 +303,7 @@ def _again(role: Role, outliers: Sequence[Sequence[Process]]) -> Finding | None:
         seldom = [p for p in suspected if often[p.key]]
         finding = case.cannot_tell(seldom, because, MORE_ROUNDS)
     elif all(p.stack is not None and p.stack.waits for p in seen):
-        group = Shared(names, tuple(suspected))
+        group = CommonParallelGroup(names, tuple(suspected))
         first = [p for p in suspected if often[p.key] == max(often.values())]
         words, members, whole = as_a_whole(group, first if len(first) < len(suspected) else ())
         because = f"all wait for others, in {num} most of them at one place and those elsewhere in {words}"

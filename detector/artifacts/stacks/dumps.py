@@ -58,7 +58,7 @@ class Thread:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dump:
+class StackDump:
     """The threads of one process, its main thread first. `at`: wall seconds of the file, for py-spy writes no time.
 
     What nobody said is empty or None. `axes`: its coordinates (`pp`, 1) where the file name has them. `round_index`: the
@@ -83,7 +83,7 @@ class Dump:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ParallelGroup:
     """A parallel group that a topology file lists: `pp 3` is the fourth of its kind."""
 
     axis: str
@@ -101,7 +101,7 @@ class Topology:
     replicas: Mapping[int, str] = field(default_factory=dict)
     pids: Mapping[int, int] = field(default_factory=dict)
     sizes: tuple[tuple[str, int], ...] = ()
-    groups: tuple[Group, ...] = ()
+    groups: tuple[ParallelGroup, ...] = ()
 
     def axes(self, rank: int) -> tuple[tuple[str, int], ...]:
         """Coordinates of a rank in the grid of `sizes`."""
@@ -151,7 +151,7 @@ def _is_text(head: str) -> bool:
 # --- dumps --------------------------------------------------------------------------------------------------------
 
 
-def read(path: Path) -> Dump:
+def read(path: Path) -> StackDump:
     """Raises UnreadableInput: too large, cut short, no threads in it, not a dump."""
     text, at = _text(path)
     place = place_of(path)
@@ -167,7 +167,9 @@ def read(path: Path) -> Dump:
         raise _wrong(path, "neither JSON nor text of py-spy")
     if not any(t.frames for t in threads):
         raise _wrong(path, "no thread in it has a Python frame")
-    return Dump(**{**place, "path": str(path), "at": at, "threads": tuple(threads), "pid": pid or place.get("pid")})
+    return StackDump(
+        **{**place, "path": str(path), "at": at, "threads": tuple(threads), "pid": pid or place.get("pid")}
+    )
 
 
 def _wrong(path: Path, reason: str) -> UnreadableInput:
@@ -282,7 +284,7 @@ def _integer(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62 else None
 
 
-def kept_bytes(dump: Dump, counted: set[int]) -> int:
+def kept_bytes(dump: StackDump, counted: set[int]) -> int:
     """Memory that it takes. Dumps share most of their frames: `counted` holds the ids of those that were met, and is of
     use as long as their dumps are kept."""
     num_bytes = sum(256 + 4 * len(t.name) + 8 * len(t.frames) for t in dump.threads)
@@ -396,7 +398,7 @@ def _sizes(path: Path, sizes: Any, world_size: int | None) -> dict[str, int]:
     return {axis[:40]: size for axis, size in sizes.items()}
 
 
-def _listed(path: Path, groups: Any) -> list[Group]:
+def _listed(path: Path, groups: Any) -> list[ParallelGroup]:
     if not isinstance(groups, dict):
         raise _wrong(path, "groups: not an object of axis to lists of ranks")
     found = []
@@ -407,5 +409,5 @@ def _listed(path: Path, groups: Any) -> list[Group]:
             numbers = [r for r in ranks if _integer(r) is not None]
             if len(numbers) != len(ranks):
                 raise _wrong(path, f"groups: {axis[:40]} {index}: not a list of ranks")
-            found.append(Group(axis=axis[:40], index=index, ranks=frozenset(numbers)))
+            found.append(ParallelGroup(axis=axis[:40], index=index, ranks=frozenset(numbers)))
     return found

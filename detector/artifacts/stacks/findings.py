@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.detector.artifacts.stacks.positions import Stack, shown
-from rolecall.detector.artifacts.stacks.processes import Process, group_name, groups_of
-from rolecall.detector.artifacts.stacks.rounds import Flagged
+from rolecall.detector.artifacts.stacks.processes import DumpedProcess, group_name, groups_of
+from rolecall.detector.artifacts.stacks.rounds import FlagCount
 from rolecall.detector.base.findings import settles
 
 DETECTOR = "stacks"
@@ -26,53 +26,53 @@ CONFIDENCE_CANNOT_TELL = 0.3
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StackCluster:
     """Processes at the same place."""
 
     stack: Stack
-    processes: tuple[Process, ...]
+    processes: tuple[DumpedProcess, ...]
 
 
-def places(processes: Iterable[Process]) -> list[Place]:
+def places(processes: Iterable[DumpedProcess]) -> list[StackCluster]:
     """Largest first; equal ones in the order of their first process."""
-    found: dict[tuple[object, ...], list[Process]] = {}
+    found: dict[tuple[object, ...], list[DumpedProcess]] = {}
     for p in processes:
         if p.stack is not None:
             found.setdefault((p.stack.doing, p.stack.key), []).append(p)
-    grouped = [Place(its[0].stack, tuple(its)) for its in found.values() if its[0].stack is not None]
+    grouped = [StackCluster(its[0].stack, tuple(its)) for its in found.values() if its[0].stack is not None]
     return sorted(grouped, key=lambda place: -len(place.processes))
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class StackAnalysis:
     """One role as it was looked at, and how findings about it are worded."""
 
     role: str
-    processes: tuple[Process, ...]
-    places: tuple[Place, ...]
+    processes: tuple[DumpedProcess, ...]
+    places: tuple[StackCluster, ...]
 
     @property
     def who(self) -> str:
         seen = sum(p.stack is not None for p in self.processes)
         return f"{seen} {self.role} processes" if self.role else f"{seen} processes"
 
-    def cannot_tell(self, about: Sequence[Process], because: str, settle: str) -> Finding:
+    def cannot_tell(self, about: Sequence[DumpedProcess], because: str, settle: str) -> Finding:
         suspects = about[:NUM_UNDECIDED_MAX]
         return self._finding(suspects, FaultClass.CANNOT_TELL, CONFIDENCE_CANNOT_TELL, because, (settles(settle),))
 
     def finding(
-        self, suspects: Sequence[Process], confidence: float, because: str, evidence: tuple[Evidence, ...] = ()
+        self, suspects: Sequence[DumpedProcess], confidence: float, because: str, evidence: tuple[Evidence, ...] = ()
     ) -> Finding:
         return self._finding(suspects, FaultClass.HANG, confidence, because, evidence)
 
     def slow(
-        self, suspects: Sequence[Process], confidence: float, because: str, evidence: tuple[Evidence, ...]
+        self, suspects: Sequence[DumpedProcess], confidence: float, because: str, evidence: tuple[Evidence, ...]
     ) -> Finding:
         return self._finding(suspects, FaultClass.SLOW, confidence, because, evidence)
 
     def _finding(
         self,
-        suspects: Sequence[Process],
+        suspects: Sequence[DumpedProcess],
         fault_class: FaultClass,
         confidence: float,
         because: str,
@@ -95,27 +95,27 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class CommonParallelGroup:
     name: str
-    members: tuple[Process, ...]
+    members: tuple[DumpedProcess, ...]
 
 
-def shared(processes: Sequence[Process], outliers: Sequence[Process]) -> Shared | None:
+def shared(processes: Sequence[DumpedProcess], outliers: Sequence[DumpedProcess]) -> CommonParallelGroup | None:
     """The smallest group, not all processes, that holds all outliers: node, replica, or parallel group."""
     common = list(groups_of(outliers[0]))
     for p in outliers[1:]:
         its = set(groups_of(p))
         common = [group for group in common if group in its]
-    members: dict[object, list[Process]] = {group: [] for group in common}
+    members: dict[object, list[DumpedProcess]] = {group: [] for group in common}
     for p in processes:
         for group in groups_of(p):
             if group in members:
                 members[group].append(p)
-    found = [Shared(group_name(g), tuple(members[g])) for g in common if len(members[g]) < len(processes)]
+    found = [CommonParallelGroup(group_name(g), tuple(members[g])) for g in common if len(members[g]) < len(processes)]
     return min(found, key=lambda g: len(g.members), default=None)
 
 
-def as_a_whole(group: Shared, first: Sequence[Process]) -> tuple[str, list[Process], Evidence]:
+def as_a_whole(group: CommonParallelGroup, first: Sequence[DumpedProcess]) -> tuple[str, list[DumpedProcess], Evidence]:
     """(words, members, evidence) of a group that is suspected as a whole; `first`: who is the nearest to the cause."""
     nearest = {p.key for p in first}
     members = [*(p for p in group.members if p.key in nearest), *(p for p in group.members if p.key not in nearest)]
@@ -142,7 +142,7 @@ _PLURAL = {
 }
 
 
-def said(stack: Stack, number: int = 1) -> str:
+def finding_text(stack: Stack, number: int = 1) -> str:
     """`waits in a collective: all_reduce (...)`; of several `wait in ...`."""
     words = str(stack.doing)
     if number != 1:
@@ -151,29 +151,29 @@ def said(stack: Stack, number: int = 1) -> str:
     return f"{words}: {stack.at}"
 
 
-def names_text(processes: Sequence[Process]) -> str:
+def names_text(processes: Sequence[DumpedProcess]) -> str:
     told = ", ".join(p.name for p in processes[:NUM_NAMES_SHOWN])
     return told + (f" and {len(processes) - NUM_NAMES_SHOWN} more" if len(processes) > NUM_NAMES_SHOWN else "")
 
 
-def at_last(process: Process) -> str:
+def at_last(process: DumpedProcess) -> str:
     """What a process that does not wait is at, and whether it moves."""
     if process.stack is None:
         return process.name
     before = {None: "", True: "; an older dump shows it elsewhere: it moves", False: "; an older dump shows the same"}
-    return f"{process.name} {said(process.stack)}{before[process.moves]}"
+    return f"{process.name} {finding_text(process.stack)}{before[process.moves]}"
 
 
-def all_at_last(processes: Sequence[Process]) -> str:
+def all_at_last(processes: Sequence[DumpedProcess]) -> str:
     told = "; ".join(at_last(p) for p in processes[:NUM_TOLD])
     return told + (f"; and {len(processes) - NUM_TOLD} more" if len(processes) > NUM_TOLD else "")
 
 
-def flagged_name(f: Flagged) -> str:
+def flagged_name(f: FlagCount) -> str:
     return f.name or names_text(f.members)
 
 
-def rounds_evidence(f: Flagged, num_rounds: int) -> Evidence:
+def rounds_evidence(f: FlagCount, num_rounds: int) -> Evidence:
     numbers = ", ".join(str(n + 1) for n in f.rounds[:NUM_NAMES_SHOWN])
     more = f" and {len(f.rounds) - NUM_NAMES_SHOWN} more" if len(f.rounds) > NUM_NAMES_SHOWN else ""
     of_it = f" ({len(f.members)} processes)" if f.name and len(f.members) > 1 else ""
@@ -184,7 +184,7 @@ def rounds_evidence(f: Flagged, num_rounds: int) -> Evidence:
     )
 
 
-def standing_evidence(process: Process, rounds: Sequence[Sequence[Process]]) -> Evidence:
+def standing_evidence(process: DumpedProcess, rounds: Sequence[Sequence[DumpedProcess]]) -> Evidence:
     """In how many of the last rounds it was at the place where it is now."""
     keys = [next((p.stack.key for p in r if p.key == process.key and p.stack), None) for r in reversed(rounds)]
     num = next((n for n, key in enumerate(keys) if key != keys[0]), len(keys))
@@ -192,18 +192,18 @@ def standing_evidence(process: Process, rounds: Sequence[Sequence[Process]]) -> 
     return Evidence(kind=ROUNDS, text=text, values={"num_flagged": float(num), "num_rounds": float(len(rounds))})
 
 
-def _place_evidence(place: Place) -> Evidence:
+def _place_evidence(place: StackCluster) -> Evidence:
     number = len(place.processes)
     frames = " < ".join(shown(f) for f in place.stack.frames[:NUM_FRAMES_SHOWN])
     who = f"{number} process{'es' if number != 1 else ''}"
     return Evidence(
         kind=STACK_GROUP,
-        text=f"{who} ({names_text(place.processes)}) {said(place.stack, number).partition(': ')[0]}: {frames}",
+        text=f"{who} ({names_text(place.processes)}) {finding_text(place.stack, number).partition(': ')[0]}: {frames}",
         values={"num_processes": float(number)},
     )
 
 
-def gil_evidence(processes: Sequence[Process]) -> tuple[Evidence, ...]:
+def gil_evidence(processes: Sequence[DumpedProcess]) -> tuple[Evidence, ...]:
     held = [(p.name, p.stack.gil_holder) for p in processes if p.stack is not None and p.stack.gil_holder]
     return tuple(
         Evidence(kind="gil", text=f"{name}: another thread holds the GIL: {holder}")

@@ -10,14 +10,14 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rolecall.detector.artifacts.stacks.dumps import Dump, Frame, Thread
+from rolecall.detector.artifacts.stacks.dumps import Frame, StackDump, Thread
 
 NUM_CALLERS = 2
 """Two waits are the same when the call and so many callers are: further out, rank 0 has wrappers of its own."""
 FRAME_CHARS_SHOWN = 120
 
 
-class Doing(StrEnum):
+class StackActivity(StrEnum):
     """What a process is at, as a sentence says it. Which wait for others: `WAITS`."""
 
     COLLECTIVE = "waits in a collective"
@@ -36,7 +36,16 @@ class Doing(StrEnum):
     WORK = "is at work in its own code"
 
 
-WAITS = frozenset((Doing.COLLECTIVE, Doing.PIPELINE, Doing.RENDEZVOUS, Doing.DEVICE, Doing.BACKWARD, Doing.STOOD))
+WAITS = frozenset(
+    (
+        StackActivity.COLLECTIVE,
+        StackActivity.PIPELINE,
+        StackActivity.RENDEZVOUS,
+        StackActivity.DEVICE,
+        StackActivity.BACKWARD,
+        StackActivity.STOOD,
+    )
+)
 """For other processes: a GPU that computes a collective waits for its peers, and DDP reduces inside of backward."""
 
 _COLLECTIVE = re.compile(
@@ -81,7 +90,7 @@ _HELPER_FUNCTIONS = re.compile(r"_feed\Z|_?(?:heart)?beat(?:_loop|_forever|s)?\Z
 class Stack:
     """The place of a process. `key` is equal for processes at the same place. `gil_holder`: another thread that has it."""
 
-    doing: Doing
+    doing: StackActivity
     frames: tuple[Frame, ...]
     key: tuple[Frame, ...]
     gil_holder: str = ""
@@ -101,10 +110,10 @@ def shown(frame: Frame) -> str:
     return text if len(text) <= FRAME_CHARS_SHOWN else text[: FRAME_CHARS_SHOWN - 1] + "…"
 
 
-def stack_of(dump: Dump) -> Stack:
+def stack_of(dump: StackDump) -> Stack:
     """What the process is at, by the thread that tells most."""
     main, *others = dump.threads
-    kept = [t for t in others if not is_helper(t)]
+    kept = [t for t in others if not is_background_thread(t)]
     thread = max(kept, key=_telling) if kept and (not main.frames or _awaits_a_thread(main)) else main
     if not thread.frames:  # as one begins or ends: a helper says more than nothing
         thread = max(dump.threads, key=lambda t: len(t.frames))
@@ -124,7 +133,7 @@ def stack_of(dump: Dump) -> Stack:
     return Stack(_outside(thread, frames, own), frames, frames[own:], gil_holder)
 
 
-def is_helper(thread: Thread) -> bool:
+def is_background_thread(thread: Thread) -> bool:
     """A thread that is idle or busy for its own reasons: queue feeders, pin-memory, beats, writers, empty pool slots."""
     frames = thread.frames
     if not frames or _HELPER_NAME.search(thread.name):
@@ -164,43 +173,43 @@ def _passes_on(frame: Frame) -> bool:
     return frame.file.startswith(_THROUGH) or ".so" in frame.file
 
 
-def _wait_of(frame: Frame, active: bool = False) -> Doing | None:
+def _wait_of(frame: Frame, active: bool = False) -> StackActivity | None:
     """The wait for others that this frame is, if it is one."""
     name, file = _bare(frame).lower(), frame.file
     of_torch = file.startswith("torch/distributed/")
     if _RENDEZVOUS.match(name) or file == "torch/distributed/rendezvous.py":
-        return Doing.RENDEZVOUS
+        return StackActivity.RENDEZVOUS
     if (
         _PIPELINE.match(name)
         or (of_torch and _PIPELINE_OF_TORCH.match(name))
         or ("p2p" in file and name == "_communicate")
     ):
-        return Doing.PIPELINE
+        return StackActivity.PIPELINE
     if _COLLECTIVE.match(name) or (of_torch and _COLLECTIVE_OF_TORCH.match(name)):
-        return Doing.COLLECTIVE
+        return StackActivity.COLLECTIVE
     if _DEVICE.match(name) or (file.startswith("torch/cuda/") and name in ("synchronize", "wait")):
-        return Doing.DEVICE
+        return StackActivity.DEVICE
     if not active and file == "torch/autograd/graph.py" and name == "_engine_run_backward":
-        return Doing.BACKWARD
-    return Doing.COLLECTIVE if ".so" in file and _NATIVE.search(frame.name.lower()) else None
+        return StackActivity.BACKWARD
+    return StackActivity.COLLECTIVE if ".so" in file and _NATIVE.search(frame.name.lower()) else None
 
 
-def _outside(thread: Thread, frames: tuple[Frame, ...], own: int) -> Doing:
+def _outside(thread: Thread, frames: tuple[Frame, ...], own: int) -> StackActivity:
     for frame in frames:
         name, file = _bare(frame).lower(), frame.file.lower()
         if file.startswith("torch/utils/data/") or re.search(r"data_?loader|dataset", f"{file}:{name}"):
-            return Doing.DATA
+            return StackActivity.DATA
         if file.startswith(("torch/_dynamo/", "torch/_inductor/", "triton/compiler/")):
-            return Doing.COMPILE
+            return StackActivity.COMPILE
         if file.startswith(("torch/serialization.py", "torch/distributed/checkpoint/", "safetensors/")):
-            return Doing.CHECKPOINT
+            return StackActivity.CHECKPOINT
         if _CHECKPOINT.search(name):
-            return Doing.CHECKPOINT
+            return StackActivity.CHECKPOINT
         if name.startswith("gc_collect"):
-            return Doing.GARBAGE
+            return StackActivity.GARBAGE
     inner = frames[: own + 1]
     if any(f.file.startswith(_LOCK) for f in inner):
-        return Doing.LOCK
+        return StackActivity.LOCK
     if any(f.file.startswith(_IO) for f in inner):
-        return Doing.IO
-    return Doing.WORK if thread.active else Doing.STILL
+        return StackActivity.IO
+    return StackActivity.WORK if thread.active else StackActivity.STILL

@@ -19,7 +19,7 @@ from pathlib import PurePath
 
 from rolecall.core.diagnosis import Suspect
 from rolecall.core.ids import NodeId
-from rolecall.detector.artifacts.stacks.dumps import Dump, Topology
+from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
 from rolecall.detector.artifacts.stacks.file_names import WORLD_SIZE_MAX
 from rolecall.detector.artifacts.stacks.positions import Stack, stack_of
 
@@ -33,7 +33,7 @@ Group = tuple[object, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
+class DumpedProcess:
     """One process of a role in one round. `key` is its own in all of them. Without a stack: known of, not dumped.
     `moves`: whether the dump before shows another place."""
 
@@ -70,28 +70,28 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class DumpedRole:
     """`processes`: as they were seen last, then those that must exist and have no dump (of now). `rounds`: the
     processes of each round that counts, oldest first; one at least."""
 
     name: str
-    processes: tuple[Process, ...]
-    rounds: tuple[tuple[Process, ...], ...]
+    processes: tuple[DumpedProcess, ...]
+    rounds: tuple[tuple[DumpedProcess, ...], ...]
 
 
-def roster(dumps: Sequence[Dump], topology: Topology | None = None) -> list[Role]:
+def roster(dumps: Sequence[StackDump], topology: Topology | None = None) -> list[DumpedRole]:
     """By name."""
     ranks_of_pids: dict[int, list[int]] = {}
     for rank, pid in (topology.pids if topology else {}).items():
         ranks_of_pids.setdefault(pid, []).append(rank)
-    by_role: dict[str, list[Dump]] = {}
+    by_role: dict[str, list[StackDump]] = {}
     for dump in sorted(dumps, key=lambda d: _natural(d.path)):
         dump = _completed(dump, topology, ranks_of_pids)
         by_role.setdefault(dump.role, []).append(dump)
     return [_role(name, by_role[name], topology) for name in sorted(by_role)]
 
 
-def _completed(dump: Dump, topology: Topology | None, ranks_of_pids: Mapping[int, Sequence[int]]) -> Dump:
+def _completed(dump: StackDump, topology: Topology | None, ranks_of_pids: Mapping[int, Sequence[int]]) -> StackDump:
     """With what the topology knows of its rank; a dump's own words come first."""
     if topology is None or (dump.role and topology.role and dump.role != topology.role):
         return dump
@@ -113,15 +113,15 @@ def _completed(dump: Dump, topology: Topology | None, ranks_of_pids: Mapping[int
     )
 
 
-def _role(name: str, dumps: Sequence[Dump], topology: Topology | None) -> Role:
-    looks = _looks(dumps)
+def _role(name: str, dumps: Sequence[StackDump], topology: Topology | None) -> DumpedRole:
+    looks = _dump_rounds(dumps)
     known = topology if topology is not None and topology.role in ("", name) else Topology()
     groups: dict[int | None, list[str]] = {}
     for group in known.groups:
         for rank in group.ranks:
             groups.setdefault(rank, []).append(f"{group.axis} {group.index}")
 
-    def grouped(processes: Iterable[Process]) -> tuple[Process, ...]:
+    def grouped(processes: Iterable[DumpedProcess]) -> tuple[DumpedProcess, ...]:
         ordered = sorted(processes, key=lambda p: (p.stack is None, p.rank is None, p.rank or 0, p.replica, p.label))
         return tuple(replace(p, groups=tuple(groups.get(p.rank, ()))) for p in ordered) if groups else tuple(ordered)
 
@@ -135,16 +135,16 @@ def _role(name: str, dumps: Sequence[Dump], topology: Topology | None) -> Role:
     made = [grouped(_process(name, who, looks[who][: n + 1]) for who, n in r.items()) for r in rounds]
     missing = () if any(d.one_of_some for d in dumps) else _never_dumped(name, now, size, known)
     present = grouped([*now, *missing])
-    return Role(name=name, processes=present, rounds=tuple(made) or (tuple(p for p in present if p.stack),))
+    return DumpedRole(name=name, processes=present, rounds=tuple(made) or (tuple(p for p in present if p.stack),))
 
 
-def _never_dumped(role: str, dumped: Sequence[Process], size: int, known: Topology) -> list[Process]:
+def _never_dumped(role: str, dumped: Sequence[DumpedProcess], size: int, known: Topology) -> list[DumpedProcess]:
     """The ranks that must exist, `size` at least, and have no dump at all."""
     ranks = {p.rank for p in dumped if p.rank is not None}
     if len(ranks) < len(dumped) or max(ranks) >= WORLD_SIZE_MAX:
         return []  # some unknown, or counted in each replica anew: who is missing cannot be said
     return [
-        Process(
+        DumpedProcess(
             key=("", rank),
             role=role,
             rank=rank,
@@ -156,7 +156,7 @@ def _never_dumped(role: str, dumped: Sequence[Process], size: int, known: Topolo
     ]
 
 
-def _process(role: str, who: Who, its: Sequence[tuple[Dump, Stack]]) -> Process:
+def _process(role: str, who: Who, its: Sequence[tuple[StackDump, Stack]]) -> DumpedProcess:
     """Of the dumps of one process so far, oldest first."""
     dump, stack = its[-1]
     moves = None
@@ -165,7 +165,7 @@ def _process(role: str, who: Who, its: Sequence[tuple[Dump, Stack]]) -> Process:
         moves = before.key != stack.key
         if moves and dump.at - older.at > STORY_SECONDS_MAX:
             moves = None
-    return Process(
+    return DumpedProcess(
         key=who,
         role=role,
         node=dump.node,
@@ -183,15 +183,15 @@ def _process(role: str, who: Who, its: Sequence[tuple[Dump, Stack]]) -> Process:
 # --- dumps of one process -----------------------------------------------------------------------------------------
 
 
-def _looks(dumps: Sequence[Dump]) -> dict[Who, list[tuple[Dump, Stack]]]:
+def _dump_rounds(dumps: Sequence[StackDump]) -> dict[Who, list[tuple[StackDump, Stack]]]:
     """The dumps of each process, oldest first, each with its place."""
-    found: dict[Who, list[Dump]] = {}
+    found: dict[Who, list[StackDump]] = {}
     for dump in dumps:
         found.setdefault(_who(dump), []).append(dump)
     return {who: [(d, stack_of(d)) for d in _of_one_process(_ordered(its))] for who, its in found.items()}
 
 
-def _who(dump: Dump) -> Who:
+def _who(dump: StackDump) -> Who:
     if dump.rank is not None:
         return dump.replica, dump.rank
     if dump.pid is not None and (dump.node or dump.replica):
@@ -201,11 +201,11 @@ def _who(dump: Dump) -> Who:
     return (dump.path,)
 
 
-def _ordered(dumps: Sequence[Dump]) -> list[Dump]:
+def _ordered(dumps: Sequence[StackDump]) -> list[StackDump]:
     """Oldest first; one that was given twice is taken once."""
     if len(dumps) == 1:
         return list(dumps)
-    once: list[Dump] = []
+    once: list[StackDump] = []
     for dump in sorted(dumps, key=lambda d: (d.at, _natural(d.path))):
         last = once[-1] if once else None
         if not (last and (last.at, last.round_index, last.threads) == (dump.at, dump.round_index, dump.threads)):
@@ -223,11 +223,11 @@ def _natural(path: str) -> list[tuple[int, str]]:
     return [(int(part[:18]), part) if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", path)]
 
 
-def _of_one_process(its: list[Dump]) -> list[Dump]:
+def _of_one_process(its: list[StackDump]) -> list[StackDump]:
     """Without those of an earlier process in the same place."""
     last = its[-1]
 
-    def same(dump: Dump) -> bool:
+    def same(dump: StackDump) -> bool:
         pairs = (dump.pid, last.pid), (dump.incarnation, last.incarnation)
         return all(a is None or b is None or a == b for a, b in pairs)
 
@@ -240,7 +240,7 @@ Round = dict[Who, int]
 """Who was looked at in it, and which of its dumps that is."""
 
 
-def _rounds(looks: Mapping[Who, Sequence[tuple[Dump, Stack]]]) -> list[Round]:
+def _rounds(looks: Mapping[Who, Sequence[tuple[StackDump, Stack]]]) -> list[Round]:
     """Oldest first; none where a process would be twice in one, or where they overlap in time."""
     dumps = {who: [dump for dump, _ in its] for who, its in looks.items()}
     most = max(len(its) for its in dumps.values())
@@ -269,7 +269,7 @@ def _rounds(looks: Mapping[Who, Sequence[tuple[Dump, Stack]]]) -> list[Round]:
     return rounds
 
 
-def _counted(rounds: Sequence[Round], looks: Mapping[Who, Sequence[tuple[Dump, Stack]]]) -> list[Round]:
+def _counted(rounds: Sequence[Round], looks: Mapping[Who, Sequence[tuple[StackDump, Stack]]]) -> list[Round]:
     """Those that show more than half of the processes, up to now, without a long pause."""
     found: list[Round] = []
     next_at = math.inf
@@ -285,7 +285,7 @@ def _counted(rounds: Sequence[Round], looks: Mapping[Who, Sequence[tuple[Dump, S
 # --- groups of processes ------------------------------------------------------------------------------------------
 
 
-def groups_of(process: Process) -> Iterator[Group]:
+def groups_of(process: DumpedProcess) -> Iterator[Group]:
     """All that it belongs to: node, replica, listed groups, and those of a regular grid that have some of its
     coordinates in common."""
     if process.node:

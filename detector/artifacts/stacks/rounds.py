@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rolecall.detector.artifacts.stacks.processes import Group, Process, Who, group_name, groups_of
+from rolecall.detector.artifacts.stacks.processes import DumpedProcess, Group, Who, group_name, groups_of
 
 NUM_ROUNDS = 5
 ROUND_SECONDS = 10.0
@@ -34,12 +34,12 @@ NUM_DRAWN_MAX = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flagged:
+class FlagCount:
     """`rounds`: indices of those that flagged it. `chance`: how likely it is that anybody like it has so many flags when
     each round draws its outliers by lot. `name`: empty for processes that share no more than their rounds."""
 
     name: str
-    members: tuple[Process, ...]
+    members: tuple[DumpedProcess, ...]
     rounds: tuple[int, ...]
     chance: float
 
@@ -53,16 +53,16 @@ class Flagged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
+class FlagSummary:
     """`best`: who is the most to blame; several are a tie. `named`: whether it is named, and not only suspected. `flagged`:
     all, the least likely first."""
 
-    best: tuple[Flagged, ...]
+    best: tuple[FlagCount, ...]
     named: bool
-    flagged: tuple[Flagged, ...]
+    flagged: tuple[FlagCount, ...]
 
 
-def tally(outliers: Sequence[Sequence[Process]], processes: Sequence[Process]) -> Tally | None:
+def tally(outliers: Sequence[Sequence[DumpedProcess]], processes: Sequence[DumpedProcess]) -> FlagSummary | None:
     """`outliers`: of each round; `processes`: all of the role. None if no round has any."""
     single = _processes(outliers, processes)
     if not single:
@@ -76,23 +76,23 @@ def tally(outliers: Sequence[Sequence[Process]], processes: Sequence[Process]) -
         holding = [f for f in groups if f.who >= first.who and set(f.rounds) >= set(first.rounds)]
         holding = [f for f in holding if f.enough(len(outliers)) or not enough]
         alike = [min(holding, key=lambda f: len(f.members))] if holding else alike
-    return Tally(best=tuple(alike), named=bool(enough) and len(alike) == 1, flagged=tuple(flagged))
+    return FlagSummary(best=tuple(alike), named=bool(enough) and len(alike) == 1, flagged=tuple(flagged))
 
 
-def _processes(outliers: Sequence[Sequence[Process]], processes: Sequence[Process]) -> list[Flagged]:
+def _processes(outliers: Sequence[Sequence[DumpedProcess]], processes: Sequence[DumpedProcess]) -> list[FlagCount]:
     """By the rounds in which they were outliers."""
     rounds: dict[Who, list[int]] = {}
     for n, some in enumerate(outliers):
         for p in some:
             rounds.setdefault(p.key, []).append(n)
-    alike: dict[tuple[int, ...], list[Process]] = {}
+    alike: dict[tuple[int, ...], list[DumpedProcess]] = {}
     for p in processes:
         if p.key in rounds:
             alike.setdefault(tuple(rounds[p.key]), []).append(p)
     num_drawn = [len(some) for some in outliers if some]
     share = sum(num_drawn) / len(num_drawn) / len(processes) if num_drawn else 0.0
     return [
-        Flagged(
+        FlagCount(
             name=its[0].name if len(its) == 1 else "",
             members=tuple(its),
             rounds=when,
@@ -102,7 +102,7 @@ def _processes(outliers: Sequence[Sequence[Process]], processes: Sequence[Proces
     ]
 
 
-def _groups(outliers: Sequence[Sequence[Process]], processes: Sequence[Process]) -> list[Flagged]:
+def _groups(outliers: Sequence[Sequence[DumpedProcess]], processes: Sequence[DumpedProcess]) -> list[FlagCount]:
     rounds: dict[Group, list[int]] = {}
     for n, some in enumerate(outliers):
         held = Counter(group for p in some for group in groups_of(p))
@@ -110,20 +110,20 @@ def _groups(outliers: Sequence[Sequence[Process]], processes: Sequence[Process])
             if 2 * num >= len(some):
                 rounds.setdefault(group, []).append(n)
     most = sorted(rounds, key=lambda group: -len(rounds[group]))[:NUM_GROUPS_MAX]
-    members: dict[Group, list[Process]] = {group: [] for group in most}
+    members: dict[Group, list[DumpedProcess]] = {group: [] for group in most}
     for p in processes:
         for group in groups_of(p):
             if group in members:
                 members[group].append(p)
     num_drawn = [min(len(some), NUM_DRAWN_MAX) for some in outliers if some]
-    found: dict[frozenset[Who], Flagged] = {}
+    found: dict[frozenset[Who], FlagCount] = {}
     for group in most:
         its = members[group]
         if not 1 < len(its) < len(processes):
             continue
         share = len(its) / len(processes)
         flag = sum(often((num + 1) // 2, num, share) for num in num_drawn) / len(num_drawn)
-        made = Flagged(
+        made = FlagCount(
             name=group_name(group),
             members=tuple(its),
             rounds=tuple(rounds[group]),

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
 from rolecall.core.ids import NodeId
 from rolecall.detector.base.findings import settles
-from rolecall.detector.live.fleet import Fleet, names
+from rolecall.detector.live.fleet import MonitoredProcesses, names
 
 UNREACHABLE_GRACE_SECONDS = 3.0
 """An agent restarts in about a second; three without an answer are worth a sentence."""
@@ -27,7 +27,7 @@ REFUSED = "refused"
 """Part of the reason that a source gives when nobody listens on the agent's port."""
 
 
-def find(fleet: Fleet, now: float) -> list[Finding]:
+def find(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     silent = fleet.unreachable
     known = fleet.offsets.keys() | {node for node, _, _ in silent}
     several = len(silent) >= MANY_MIN
@@ -39,7 +39,7 @@ def find(fleet: Fleet, now: float) -> list[Finding]:
     return found
 
 
-def unseen_because(fleet: Fleet, node: str, now: float) -> str:
+def unreachable_reason(fleet: MonitoredProcesses, node: str, now: float) -> str:
     """Why the node has not been seen for longer than a restart of its agent takes; empty when it is seen."""
     for name, since, reason in fleet.unreachable:
         if name == node and now - since >= UNREACHABLE_GRACE_SECONDS:
@@ -47,12 +47,12 @@ def unseen_because(fleet: Fleet, node: str, now: float) -> str:
     return ""
 
 
-def _on(fleet: Fleet, node: str) -> str:
+def _on(fleet: MonitoredProcesses, node: str) -> str:
     here = names(s for s in fleet.current() if s.node == node and not s.gone)
     return f" ({here} last seen there)" if here else ""
 
 
-def _unreachable(fleet: Fleet, node: str, since: float, reason: str, now: float) -> Finding:
+def _unreachable(fleet: MonitoredProcesses, node: str, since: float, reason: str, now: float) -> Finding:
     seconds = now - since
     agent_only = REFUSED in reason
     if agent_only:
@@ -105,7 +105,7 @@ def _many(silent: Sequence[tuple[str, float, str]], num_known: int, now: float) 
     )
 
 
-def _raylet(fleet: Fleet, node: str, at: float, now: float) -> Finding:
+def _raylet(fleet: MonitoredProcesses, node: str, at: float, now: float) -> Finding:
     return Finding(
         detector="lost",
         suspects=(Suspect(node=NodeId(node)),),

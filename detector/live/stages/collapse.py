@@ -20,9 +20,9 @@ from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.policy_health import LOG_RATIO_ALARM
 from rolecall.core.telemetry import Phase
 from rolecall.detector.base.findings import ADVISES, finding, settles
-from rolecall.detector.live.collapse_tests import Sign, signs
-from rolecall.detector.live.fleet import Fleet
-from rolecall.detector.live.training_history import Course, Point
+from rolecall.detector.live.collapse_tests import CollapseSymptom, collapse_symptoms
+from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.training_history import TrainingHistory, TrainingStepPoint
 
 DETECTOR: Final = "collapse"
 QUIET_STEPS: Final = 16
@@ -35,21 +35,21 @@ CONFIDENCE: Final = {FaultClass.SILENT_CORRUPTION: 0.9, FaultClass.USER_CODE: 0.
 class CollapseWatch:
     """Of one run."""
 
-    course: Course = field(default_factory=Course)
+    course: TrainingHistory = field(default_factory=TrainingHistory)
     told: Finding | None = None
     since_step: int = 0  # what is told began here
     quiet: int = 0  # steps since the last sign
 
-    def find(self, fleet: Fleet, now: float) -> list[Finding]:
+    def find(self, fleet: MonitoredProcesses, now: float) -> list[Finding]:
         if self.course.take(fleet):
             self._judge(fleet, now)
         return [self.told] if self.told else []
 
-    def _judge(self, fleet: Fleet, now: float) -> None:
+    def _judge(self, fleet: MonitoredProcesses, now: float) -> None:
         points = self.course.done
         if self.told and (not points or points[-1].step < self.since_step):
             self.told = None
-        seen = signs(points)
+        seen = collapse_symptoms(points)
         if seen:
             self.quiet = 0
             if self.told is None or _graver(seen, self.told):
@@ -67,23 +67,25 @@ class CollapseWatch:
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Self:
         return cls(
-            course=Course.from_dict(d["course"]),
+            course=TrainingHistory.from_dict(d["course"]),
             told=Finding.from_dict(d["told"]) if d["told"] else None,
             since_step=d["since_step"],
             quiet=d["quiet"],
         )
 
 
-def _class(seen: Sequence[Sign]) -> FaultClass:
+def _class(seen: Sequence[CollapseSymptom]) -> FaultClass:
     disagree = any(sign.kind == "engines_disagree" for sign in seen)
     return FaultClass.SILENT_CORRUPTION if disagree else FaultClass.USER_CODE
 
 
-def _graver(seen: Sequence[Sign], told: Finding) -> bool:
+def _graver(seen: Sequence[CollapseSymptom], told: Finding) -> bool:
     return _class(seen) is FaultClass.SILENT_CORRUPTION and told.fault_class is not FaultClass.SILENT_CORRUPTION
 
 
-def _finding(seen: Sequence[Sign], points: Sequence[Point], fleet: Fleet, now: float) -> Finding:
+def _finding(
+    seen: Sequence[CollapseSymptom], points: Sequence[TrainingStepPoint], fleet: MonitoredProcesses, now: float
+) -> Finding:
     fault = _class(seen)
     began = min((sign.since for sign in seen), key=lambda p: p.step)
     what = "; ".join(sign.text for sign in seen)
@@ -104,7 +106,7 @@ def _finding(seen: Sequence[Sign], points: Sequence[Point], fleet: Fleet, now: f
     )
 
 
-def _of_weights(what: str, began: Point, trainers: str, engines: str) -> tuple[str, tuple[Evidence, ...]]:
+def _of_weights(what: str, began: TrainingStepPoint, trainers: str, engines: str) -> tuple[str, tuple[Evidence, ...]]:
     because = (
         f"weights or numerics are wrong somewhere between {trainers} and {engines}: {what}; "
         "these numbers do not tell which replica, so nobody is evicted"
@@ -117,7 +119,9 @@ def _of_weights(what: str, began: Point, trainers: str, engines: str) -> tuple[s
     return because, (settles(settle), Evidence(kind=ADVISES, text=advice))
 
 
-def _of_the_job(what: str, began: Point, points: Sequence[Point]) -> tuple[str, tuple[Evidence, ...]]:
+def _of_the_job(
+    what: str, began: TrainingStepPoint, points: Sequence[TrainingStepPoint]
+) -> tuple[str, tuple[Evidence, ...]]:
     because = f"the policy collapsed, and no machine did it: {what}; {_engines_agree(points, began.step)}"
     advice = (
         f"look at learning rate, reward function and data of step {began.step}, and at what was changed before it; "
@@ -126,7 +130,7 @@ def _of_the_job(what: str, began: Point, points: Sequence[Point]) -> tuple[str, 
     return because, (Evidence(kind=ADVISES, text=advice),)
 
 
-def _engines_agree(points: Sequence[Point], since: int) -> str:
+def _engines_agree(points: Sequence[TrainingStepPoint], since: int) -> str:
     """A step whose tokens were all made by weights that no trainer holds any more tells nothing of it."""
     ratios = [(p.step, v) for p in points if (v := p.get("log_ratio_max")) == v][-8:]
     if not ratios:
@@ -145,7 +149,7 @@ def _engines_agree(points: Sequence[Point], since: int) -> str:
     return f"engines and trainers agree about tokens of the same version (to {largest:.1g})"
 
 
-def _roles(fleet: Fleet) -> tuple[str, str]:
+def _roles(fleet: MonitoredProcesses) -> tuple[str, str]:
     """Those who told the entropy of steps, and those who generate, in words."""
     trainers = {s.role for s in fleet.current() if s.sample is not None and s.sample.entropy == s.sample.entropy}
     engines = {s.role for s in fleet.current() if s.phase == Phase.GENERATE or Phase.GENERATE in s.phases_done}

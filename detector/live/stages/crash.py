@@ -11,8 +11,8 @@ from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT, finding
 from rolecall.detector.live.exceptions import blames_code, exception_text, last_exception, step_of
-from rolecall.detector.live.fleet import Fleet, SeenException
-from rolecall.detector.live.subject import Subject
+from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
+from rolecall.detector.live.subject import MonitoredProcess
 
 EXCEPTION_GRACE_SECONDS = 2.0
 """How long one exception waits for its twins: ranks of one role reach the same line within a step of each other."""
@@ -45,7 +45,7 @@ DOING = {
 """What a process did when it went, in words."""
 
 
-def find(fleet: Fleet, now: float, explained: set[str]) -> list[Finding]:
+def find(fleet: MonitoredProcesses, now: float, explained: set[str]) -> list[Finding]:
     """`explained`: fingerprints that are user code, so that their exits are no crashes of their own."""
     found = []
     raisers = {(e.replica, e.rank, e.incarnation) for e in (seen.event for seen in fleet.exceptions)}
@@ -62,12 +62,14 @@ def find(fleet: Fleet, now: float, explained: set[str]) -> list[Finding]:
         if subject.gone:
             if raised is None or not _held_for_peers(fleet, subject, raised, now):
                 found.append(_gone(fleet, subject, raised, now))
-        elif raised is not None and _gave_up(fleet, subject, raised, now):
+        elif raised is not None and _stopped_after_exception(fleet, subject, raised, now):
             found.append(_given_up(subject, raised, now))
     return found
 
 
-def _held_for_peers(fleet: Fleet, subject: Subject, raised: SeenException, now: float) -> bool:
+def _held_for_peers(
+    fleet: MonitoredProcesses, subject: MonitoredProcess, raised: ReceivedException, now: float
+) -> bool:
     waited = now - raised.received_wall
     if waited < EXCEPTION_GRACE_SECONDS:
         return True
@@ -76,7 +78,7 @@ def _held_for_peers(fleet: Fleet, subject: Subject, raised: SeenException, now: 
     return any(_undecided(fleet, peer, raised) for peer in fleet.peers(subject))
 
 
-def _undecided(fleet: Fleet, peer: Subject, raised: SeenException) -> bool:
+def _undecided(fleet: MonitoredProcesses, peer: MonitoredProcess, raised: ReceivedException) -> bool:
     """Whether this peer may yet come to the line that raised."""
     if peer.gone or peer.finished or peer.sample is None or peer.phase == Phase.START:
         return False
@@ -89,7 +91,9 @@ def _undecided(fleet: Fleet, peer: Subject, raised: SeenException) -> bool:
     return peer.worked_wall <= raised.received_wall
 
 
-def _gone(fleet: Fleet, subject: Subject, raised: SeenException | None, now: float) -> Finding:
+def _gone(
+    fleet: MonitoredProcesses, subject: MonitoredProcess, raised: ReceivedException | None, now: float
+) -> Finding:
     event, sample = subject.exit_event, subject.sample
     detail = event.detail if event else {}
     phase = detail.get("last_phase") or subject.phase
@@ -129,20 +133,22 @@ def exit_values(signal: str, *, oom: bool) -> dict[str, float]:
     return values | ({"oom": 1.0} if oom else {})
 
 
-def _oom(fleet: Fleet, subject: Subject, signal: str, now: float) -> str:
+def _oom(fleet: MonitoredProcesses, subject: MonitoredProcess, signal: str, now: float) -> str:
     struck = fleet.oom_wall.get(subject.node)
     if struck is None or abs(subject.exit_wall - struck) > OOM_SECONDS or signal not in SIGKILL_NAMES:
         return ""
     return "; the host's OOM killer struck at that moment"
 
 
-def _gave_up(fleet: Fleet, subject: Subject, raised: SeenException, now: float) -> bool:
+def _stopped_after_exception(
+    fleet: MonitoredProcesses, subject: MonitoredProcess, raised: ReceivedException, now: float
+) -> bool:
     if now - raised.received_wall < EXCEPTION_ALIVE_SECONDS or subject.worked > raised.worked:
         return False
     return any(p.worked_wall > raised.received_wall for p in fleet.peers(subject))
 
 
-def _given_up(subject: Subject, raised: SeenException, now: float) -> Finding:
+def _given_up(subject: MonitoredProcess, raised: ReceivedException, now: float) -> Finding:
     because = (
         f"{subject.name()} raised {exception_text(raised.event)} and has finished nothing for "
         f"{now - raised.received_wall:.0f} s, while its peers work: its process lives, its work is lost"

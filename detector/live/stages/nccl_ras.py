@@ -13,8 +13,8 @@ from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.base.findings import finding, settles
-from rolecall.detector.live.fleet import Fleet
-from rolecall.detector.live.subject import Subject
+from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.subject import MonitoredProcess
 
 COMMUNICATORS_MAX = 64
 FORGOTTEN_SECONDS = 3600.0
@@ -22,7 +22,7 @@ FORGOTTEN_SECONDS = 3600.0
 
 
 @dataclass(slots=True)
-class Standing:
+class StalledCommunicator:
     """A communicator of which ranks are apart. Wall seconds. `told_by`: nodes whose agents say so."""
 
     communicator: str
@@ -34,10 +34,10 @@ class Standing:
 
 
 @dataclass(slots=True)
-class NcclStandings:
+class StalledCommunicators:
     """Owned by one detector."""
 
-    standing: dict[str, Standing] = field(default_factory=dict)
+    standing: dict[str, StalledCommunicator] = field(default_factory=dict)
 
     def take(self, event: AgentEvent, now: float, age: float = 0.0) -> None:
         """One event of an agent, as it comes, with its time on our clock. `now`: wall seconds; `age`: since it was written."""
@@ -55,7 +55,7 @@ class NcclStandings:
                 if len(self.standing) >= COMMUNICATORS_MAX:
                     return
                 because = event.detail.get("because", "")
-                known = self.standing[key] = Standing(key, event.wall_at, now - age, because, _pids(event))
+                known = self.standing[key] = StalledCommunicator(key, event.wall_at, now - age, because, _pids(event))
             known.last = max(known.last, now - age)
             if event.node not in known.told_by:
                 known.told_by.append(str(event.node))
@@ -65,17 +65,17 @@ class NcclStandings:
         for s in list(self.standing.values()):
             self._leave(s, node)
 
-    def _leave(self, s: Standing, node: str) -> None:
+    def _leave(self, s: StalledCommunicator, node: str) -> None:
         if node in s.told_by:
             s.told_by.remove(node)
         if not s.told_by:
             self.standing.pop(s.communicator, None)
 
-    def find(self, fleet: Fleet, now: float) -> list[Finding]:
+    def find(self, fleet: MonitoredProcesses, now: float) -> list[Finding]:
         self.standing = {k: s for k, s in self.standing.items() if now - s.last <= FORGOTTEN_SECONDS}
         if not self.standing:
             return []
-        by_pid: dict[int, list[Subject]] = {}
+        by_pid: dict[int, list[MonitoredProcess]] = {}
         for x in fleet.current():
             if x.process and not x.gone:
                 by_pid.setdefault(x.process.pid, []).append(x)
@@ -92,7 +92,7 @@ def _pids(event: AgentEvent) -> list[int]:
     return [int(w) for w in words if w.isascii() and w.isdecimal() and len(w) < 10]
 
 
-def _finding(s: Standing, by_pid: Mapping[int, list[Subject]], now: float) -> Finding:
+def _finding(s: StalledCommunicator, by_pid: Mapping[int, list[MonitoredProcess]], now: float) -> Finding:
     named = [by_pid[pid][0] for pid in dict.fromkeys(s.pids) if len(by_pid.get(pid, ())) == 1]
     evidence = Evidence(kind="nccl_ras", text=f"communicator {s.communicator}: {s.because}")
     if named and len(named) == len(s.pids):

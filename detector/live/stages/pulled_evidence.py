@@ -16,7 +16,9 @@ CONFIDENCE_MIN = 0.7
 Who = tuple[str, int | None, int | None]
 
 
-def take(before: Sequence[Finding], fresh: Iterable[Finding], standing: Sequence[Finding]) -> list[Finding]:
+def apply_collected_evidence(
+    before: Sequence[Finding], fresh: Iterable[Finding], standing: Sequence[Finding]
+) -> list[Finding]:
     """Of those taken before and the fresh ones, the findings that settle something that stands now."""
     ties = [whom for f in standing if f.fault_class is FaultClass.CANNOT_TELL and (whom := _who(f))]
     found = [f for f in (*before, *fresh) if f.fault_class in SETTLES and f.confidence >= CONFIDENCE_MIN]

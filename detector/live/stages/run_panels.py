@@ -22,7 +22,7 @@ from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.gpu_readings import GPU_METRICS, GpuReadings, Who
 from rolecall.detector.panels.panel import Machine, PanelDetector, PanelShape, Tracker
-from rolecall.detector.panels.readings import Reading, measured, process_reading
+from rolecall.detector.panels.readings import CounterReading, measured, process_reading
 
 INTERVAL_SECONDS = 1.0
 PEERS_MIN = 3
@@ -38,7 +38,7 @@ PROCESSES_MAX = 65_536
 
 
 @dataclass(slots=True)
-class _Process:
+class _PanelMember:
     """A member of its role's panel, or about to be."""
 
     role: str
@@ -48,7 +48,7 @@ class _Process:
     process: ProcessId
     heard_wall: float
     newest: ProcessSample | None = None  # since the last tick
-    before: Reading | None = None  # at the last tick that had a sample
+    before: CounterReading | None = None  # at the last tick that had a sample
 
     @property
     def who(self) -> Who:
@@ -69,7 +69,7 @@ class _Process:
 
 
 @dataclass(slots=True)
-class _Role:
+class _RolePanel:
     """`members`: the columns of its panel, in order; `tracker`: None until they have settled."""
 
     members: tuple[ProcessId, ...]
@@ -84,10 +84,10 @@ class RunPanels:
 
     def __init__(self, detector: PanelDetector) -> None:
         self._detector = detector
-        self._processes: dict[ProcessId, _Process] = {}
-        self._by_key: dict[tuple[str, int, int], _Process] = {}  # may name some who are gone since the last tick
+        self._processes: dict[ProcessId, _PanelMember] = {}
+        self._by_key: dict[tuple[str, int, int], _PanelMember] = {}  # may name some who are gone since the last tick
         self._gpus = GpuReadings()
-        self._roles: dict[str, _Role] = {}
+        self._roles: dict[str, _RolePanel] = {}
         self._ticked = -1  # number of the last tick, in intervals since 1970
 
     def findings(self, observation: Observation) -> tuple[Finding, ...]:
@@ -120,7 +120,7 @@ class RunPanels:
             before = self._by_key.get(place[1:])
             if before is not None and self._processes.get(before.process) is before:
                 del self._processes[before.process]
-            known = self._processes[sample.process] = _Process(*place, sample.process, now)
+            known = self._processes[sample.process] = _PanelMember(*place, sample.process, now)
             self._by_key[known.key] = known
         known.heard_wall = now
         if known.newest is None or sample.at > known.newest.at:
@@ -139,25 +139,30 @@ class RunPanels:
             panel = self._roles.get(role)
             who = tuple(p.process for p in processes)
             if panel is None or panel.members != who:
-                panel = self._roles[role] = _Role(who)
+                panel = self._roles[role] = _RolePanel(who)
             found += self._tick_role(role, panel, processes, of_gpus, now)
         return found
 
-    def _members(self, now: float) -> dict[str, list[_Process]]:
+    def _members(self, now: float) -> dict[str, list[_PanelMember]]:
         """By role, the newest incarnation of each rank, in a fixed order."""
         self._processes = {k: p for k, p in self._processes.items() if now - p.heard_wall <= SILENT_SECONDS}
         self._by_key = {p.key: p for p in self._processes.values()}
         newest: dict[str, int] = {}
         for p in self._processes.values():
             newest[p.replica] = max(p.incarnation, newest.get(p.replica, 0))
-        members: dict[str, list[_Process]] = {}
+        members: dict[str, list[_PanelMember]] = {}
         for p in sorted(self._processes.values(), key=lambda p: p.key):
             if p.incarnation == newest[p.replica]:
                 members.setdefault(p.role, []).append(p)
         return {role: processes for role, processes in members.items() if len(processes) >= PEERS_MIN}
 
     def _tick_role(
-        self, role: str, panel: _Role, processes: list[_Process], of_gpus: dict[Who, dict[str, float]], at: float
+        self,
+        role: str,
+        panel: _RolePanel,
+        processes: list[_PanelMember],
+        of_gpus: dict[Who, dict[str, float]],
+        at: float,
     ) -> list[Finding]:
         told = [p.read() | of_gpus.get(p.who, {}) for p in processes]
         panel.ticks += 1
@@ -179,7 +184,7 @@ class RunPanels:
         by_place = {(p.replica, p.rank): p for p in processes}
         return [self._with_gpus(_named(f, by_place), processes) for f in panel.tracker.tick(at, values)]
 
-    def _with_gpus(self, f: Finding, processes: list[_Process]) -> Finding:
+    def _with_gpus(self, f: Finding, processes: list[_PanelMember]) -> Finding:
         """With what their suspects' GPUs say, where it is about metrics of GPUs."""
         named = [e.kind.removeprefix(METRIC) for e in f.evidence if e.kind.startswith(METRIC)]
         of_gpus = [metric for metric in named if metric in GPU_METRICS]
@@ -191,7 +196,7 @@ class RunPanels:
         return replace(f, because=f"{f.because}; {'; '.join(e.text for e in found)}", evidence=(*f.evidence, *found))
 
 
-def _named(f: Finding, by_place: dict[tuple[str, int], _Process]) -> Finding:
+def _named(f: Finding, by_place: dict[tuple[str, int], _PanelMember]) -> Finding:
     """With incarnation and process of its suspects, and told as a panel's."""
     suspects = []
     for s in f.suspects:

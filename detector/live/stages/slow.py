@@ -23,9 +23,9 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.base.findings import GAIN, finding
-from rolecall.detector.live.fleet import Fleet
+from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.slow_peers import PEER_AGE_SECONDS, RISING_SUM, Peers
-from rolecall.detector.live.subject import WORK_PHASES, SlowMeter, Subject, starved_seconds
+from rolecall.detector.live.subject import WORK_PHASES, MonitoredProcess, SlowMeter, starved_seconds
 
 BUSY_SECONDS_MIN = 0.05
 """A stride goes on until its units should have taken this long: timer noise and single pauses loom large in less. What
@@ -65,7 +65,7 @@ SECONDS_PER_DAY = 86_400.0
 
 
 @dataclass(slots=True)
-class Baseline:
+class LoadBaseline:
     """What one load takes a role: mean of log seconds per unit."""
 
     mean: float = 0.0
@@ -76,13 +76,13 @@ class Baseline:
 class SlowState:
     """What is learned of each role; owned by one Detector."""
 
-    baselines: dict[tuple[str, int], Baseline] = field(default_factory=dict)
+    baselines: dict[tuple[str, int], LoadBaseline] = field(default_factory=dict)
     moments: dict[str, tuple[float, float, float, int]] = field(default_factory=dict)  # means of x, x^2, x x'; count
     peers: Peers = field(init=False, default_factory=Peers)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkObservation:
     """One observation: a closed stride, or a lower bound from a unit that does not end."""
 
     seconds_per_unit: float
@@ -90,7 +90,7 @@ class Work:
     censored: bool
 
 
-def measure(subject: Subject, stride_seconds: float, gap_p99: float | None) -> Work | None:
+def measure(subject: MonitoredProcess, stride_seconds: float, gap_p99: float | None) -> WorkObservation | None:
     """The observation that became due with the subject's newest sample, if any. Advances its stride."""
     sample, meter = subject.sample, subject.slow
     if sample is None or subject.gone:
@@ -133,7 +133,7 @@ def _awaits_throttling(start: ProcessSample, sample: ProcessSample) -> bool:
     return unread and sample.at - start.at < THROTTLED_READ_SECONDS
 
 
-def _closed(start: ProcessSample, sample: ProcessSample) -> Work | None:
+def _closed(start: ProcessSample, sample: ProcessSample) -> WorkObservation | None:
     busy = sample.busy_seconds - start.busy_seconds
     starved = starved_seconds(start, sample)
     if busy <= 0 or starved > STARVED_SHARE_MAX * busy:
@@ -141,12 +141,12 @@ def _closed(start: ProcessSample, sample: ProcessSample) -> Work | None:
     units = sample.work_units - start.work_units
     tokens = sample.tokens - start.tokens
     load = tokens / units if tokens > 0 else max(1.0, (start.requests_active + sample.requests_active) / 2)
-    return Work((busy - starved) / units, load, False)
+    return WorkObservation((busy - starved) / units, load, False)
 
 
 def _censored(
-    subject: Subject, sample: ProcessSample, meter: SlowMeter, stride_seconds: float, gap_p99: float | None
-) -> Work | None:
+    subject: MonitoredProcess, sample: ProcessSample, meter: SlowMeter, stride_seconds: float, gap_p99: float | None
+) -> WorkObservation | None:
     """A unit under way for longer than any unit should take counts by the time it has taken."""
     if gap_p99 is None or subject.phase not in WORK_PHASES or not meter.load:
         return None
@@ -155,7 +155,7 @@ def _censored(
     meter.censored_at = sample.at
     # What lies between two units beside the work itself (scheduling) is part of gap_p99 and is not held against it.
     seconds = subject.stall.effective * min(1.0, meter.expected_seconds_per_unit / gap_p99)
-    return Work(seconds, meter.load, True) if seconds > meter.expected_seconds_per_unit else None
+    return WorkObservation(seconds, meter.load, True) if seconds > meter.expected_seconds_per_unit else None
 
 
 def load_bin(load: float) -> int:
@@ -179,7 +179,7 @@ def expected(state: SlowState, role: str, load: float) -> float | None:
 def learn(state: SlowState, role: str, load: float, log_seconds: float, num_peers: int = 0) -> None:
     """One observation more. A role of many learns no faster than a role of one: else a host that becomes slower would
     become normal for the one before it does for the other."""
-    baseline = state.baselines.setdefault((role, load_bin(load)), Baseline())
+    baseline = state.baselines.setdefault((role, load_bin(load)), LoadBaseline())
     baseline.count += 1
     difference = log_seconds - baseline.mean
     if baseline.count > HISTORY_MIN:
@@ -209,7 +209,7 @@ def threshold(sigma_: float, drift: float, strides_between_alarms: float) -> flo
     return max(drift, (b - 1.166) * sigma_)
 
 
-def update(state: SlowState, fleet: Fleet, config: DetectorConfig, now: float) -> None:
+def update(state: SlowState, fleet: MonitoredProcesses, config: DetectorConfig, now: float) -> None:
     """Feeds every observation that became due."""
     state.peers.refresh(fleet.roster, now)
     for subject in fleet.sampled:  # without a new sample nothing becomes due
@@ -220,7 +220,14 @@ def update(state: SlowState, fleet: Fleet, config: DetectorConfig, now: float) -
             _observe(state, fleet, subject, work, config, now)
 
 
-def _observe(state: SlowState, fleet: Fleet, subject: Subject, work: Work, config: DetectorConfig, now: float) -> None:
+def _observe(
+    state: SlowState,
+    fleet: MonitoredProcesses,
+    subject: MonitoredProcess,
+    work: WorkObservation,
+    config: DetectorConfig,
+    now: float,
+) -> None:
     role, meter = subject.role, subject.slow
     log_seconds = math.log(work.seconds_per_unit)
     habit = expected(state, role, work.load)
@@ -288,7 +295,7 @@ def _learn_from(
     )
 
 
-def _fleet_shift(fleet: Fleet, subject: Subject, now: float) -> float:
+def _fleet_shift(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float) -> float:
     """How far all other roles are from their habits: the host may have become slower as a whole."""
     others = [
         s.slow.smooth - s.slow.offset
@@ -309,12 +316,12 @@ def _threshold(state: SlowState, role: str, config: DetectorConfig, drift: float
     return threshold(sigma(state, role), drift, strides)
 
 
-def find(state: SlowState, fleet: Fleet, config: DetectorConfig, now: float) -> list[Finding]:
+def find(state: SlowState, fleet: MonitoredProcesses, config: DetectorConfig, now: float) -> list[Finding]:
     alarmed = [s for s in fleet.current() if s.slow.alarmed and not s.gone and not s.finished]
     return [_finding(state, s, config, now) for s in alarmed if not _may_be_of_a_majority(fleet, s, now)]
 
 
-def _may_be_of_a_majority(fleet: Fleet, subject: Subject, now: float) -> bool:
+def _may_be_of_a_majority(fleet: MonitoredProcesses, subject: MonitoredProcess, now: float) -> bool:
     """Whether the first of several is about to be named alone. Peers of one that is slow by itself look fast, not slow."""
     if now - subject.slow.alarmed_wall >= MAJORITY_WAIT_SECONDS:
         return False
@@ -324,7 +331,7 @@ def _may_be_of_a_majority(fleet: Fleet, subject: Subject, now: float) -> bool:
     return coming > 0 and 2 * slow > 1 + len(peers)
 
 
-def _finding(state: SlowState, subject: Subject, config: DetectorConfig, now: float) -> Finding:
+def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig, now: float) -> Finding:
     meter = subject.slow
     ratio = math.exp(meter.ratio_log)
     h = _threshold(state, subject.role, config, _drift(config, bool(meter.peers)))

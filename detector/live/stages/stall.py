@@ -17,8 +17,8 @@ from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import Phase
 from rolecall.detector.base.findings import finding, settles
 from rolecall.detector.live.deadlines import BEATS, Deadline, learned_deadline
-from rolecall.detector.live.fleet import Fleet, names
-from rolecall.detector.live.subject import Clocks, Subject
+from rolecall.detector.live.fleet import MonitoredProcesses, names
+from rolecall.detector.live.subject import MonitoredProcess, ProgressClocks
 
 EFFECTIVE_SHARE = 0.4
 """Part of the deadline that must have passed on the effective clock. With k = 5 that is twice the P99 of a unit: more
@@ -55,21 +55,21 @@ DEPENDENT_PHASES = frozenset({Phase.UPDATE, Phase.COPY, Phase.CONTROL})
 class Stall:
     """One subject against its deadlines."""
 
-    subject: Subject
+    subject: MonitoredProcess
     deadline: Deadline
-    clocks: Clocks
+    clocks: ProgressClocks
     beats_stopped: bool
 
     @property
     def ripe(self) -> bool:
-        return is_ripe(self.clocks, self.deadline)
+        return is_overdue(self.clocks, self.deadline)
 
 
-def is_ripe(clocks: Clocks, deadline: Deadline) -> bool:
+def is_overdue(clocks: ProgressClocks, deadline: Deadline) -> bool:
     return clocks.wall >= deadline.seconds and clocks.effective >= EFFECTIVE_SHARE * deadline.seconds
 
 
-def phase_deadline(fleet: Fleet, subject: Subject, config: DetectorConfig) -> Deadline:
+def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: DetectorConfig) -> Deadline:
     """Deadline of the phase that the subject is in."""
     role, phase = subject.role, subject.phase
     if phase == Phase.IDLE:
@@ -90,14 +90,14 @@ def phase_deadline(fleet: Fleet, subject: Subject, config: DetectorConfig) -> De
     return deadline
 
 
-def beat_deadline(fleet: Fleet, subject: Subject, config: DetectorConfig) -> Deadline:
+def heartbeat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config: DetectorConfig) -> Deadline:
     """Imports and compilation hold the interpreter for seconds: an incarnation without work has its own deadline."""
     if not subject.worked:
         return learned_deadline(None, config)
     return learned_deadline(fleet.gaps.p99(subject.role, BEATS) or 0.0, config)
 
 
-def stalls(fleet: Fleet, config: DetectorConfig) -> list[Stall]:
+def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
     """Everyone alive who has stood still for a while, with the clock and deadline that applies to him."""
     found = []
     # Nobody asks after those who moved a moment ago, and a deadline for each of thousands, at each look, costs more than
@@ -109,7 +109,7 @@ def stalls(fleet: Fleet, config: DetectorConfig) -> list[Stall]:
         if s.sample is None or s.gone or s.finished:
             continue
         if s.beats_seen:
-            deadline = beat_deadline(fleet, s, config)
+            deadline = heartbeat_deadline(fleet, s, config)
             # Beats may stop alone (the side thread died): then the process goes on making progress and is not hung.
             if s.beat.wall > EMERGING_BEAT_SECONDS and (not s.progress_due or s.stall.wall > EMERGING_BEAT_SECONDS):
                 found.append(Stall(s, deadline, s.beat, True))
@@ -124,11 +124,11 @@ def own(all_stalls: list[Stall]) -> list[Stall]:
     return [s for s in all_stalls if s.beats_stopped or s.subject.phase not in DEPENDENT_PHASES | {Phase.REDUCE}]
 
 
-def find_own(fleet: Fleet, now: float, all_stalls: list[Stall]) -> list[Finding]:
+def find_own(fleet: MonitoredProcesses, now: float, all_stalls: list[Stall]) -> list[Finding]:
     return [_hang(fleet, s, now) for s in own(all_stalls) if s.ripe]
 
 
-def find_dependent(fleet: Fleet, now: float, all_stalls: list[Stall], fault_wall: float) -> list[Finding]:
+def find_dependent(fleet: MonitoredProcesses, now: float, all_stalls: list[Stall], fault_wall: float) -> list[Finding]:
     """Those who depend on others, if nobody else explains them. `fault_wall`: when a fault of another kind last stood;
     0 if never."""
     if emerging(own(all_stalls)) or now - max(fault_wall, fleet.changed_wall) < QUIET_SECONDS:
@@ -145,7 +145,7 @@ def emerging(standing_still: list[Stall]) -> bool:
     )
 
 
-def _dependents(fleet: Fleet, ripe: list[Stall], now: float) -> list[Finding]:
+def _dependents(fleet: MonitoredProcesses, ripe: list[Stall], now: float) -> list[Finding]:
     """Nobody else explains them. One of a role and phase is hung; several at once wait for something unseen."""
     groups: dict[tuple[str, str], list[Stall]] = {}
     for s in ripe:
@@ -173,7 +173,7 @@ def _dependents(fleet: Fleet, ripe: list[Stall], now: float) -> list[Finding]:
     return findings
 
 
-def kind_of(subject: Subject, clocks: Clocks, beats_stopped: bool) -> str:
+def kind_of(subject: MonitoredProcess, clocks: ProgressClocks, beats_stopped: bool) -> str:
     """Which of the four kinds of hang the evidence fits."""
     rate = clocks.cpu / clocks.wall if clocks.wall else 0.0
     busy = clocks.cpu >= BUSY_CPUS * clocks.effective
@@ -188,7 +188,7 @@ def kind_of(subject: Subject, clocks: Clocks, beats_stopped: bool) -> str:
     return "its interpreter ticks and it uses no CPU: it waits for a lock or a read that does not come"
 
 
-def _hang(fleet: Fleet, stall: Stall, now: float) -> Finding:
+def _hang(fleet: MonitoredProcesses, stall: Stall, now: float) -> Finding:
     s, clocks = stall.subject, stall.clocks
     standing = max(clocks.wall, s.stall.wall) if s.progress_due else clocks.wall
     step = f" of step {s.sample.step}" if s.sample and s.sample.step >= 0 else ""

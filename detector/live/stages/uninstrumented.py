@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.detector.base.findings import EXIT, finding
-from rolecall.detector.live.fleet import Fleet
+from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.stages.crash import exit_values
-from rolecall.detector.live.subject import Subject
+from rolecall.detector.live.subject import MonitoredProcess
 
 GATHER_SECONDS = 2.0
 """How long an exit waits for the others of its job: the launcher of a job that is ended takes them all down."""
@@ -45,7 +45,7 @@ SIGABRT = "6"
 
 @dataclass(frozen=True, slots=True)
 class _Exit:
-    subject: Subject
+    subject: MonitoredProcess
     at: float  # our wall clock
     signal: str
     code: str
@@ -67,7 +67,7 @@ class _Exit:
         return not self.known or (self.code not in ("", "0")) or self.signal == SIGABRT
 
 
-def find(fleet: Fleet, now: float) -> list[Finding]:
+def find(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     found = _exits(fleet, now)
     # Diagnoses are of replicas: that a rank is gone, even if it is to be told in a moment, says more than that another
     # of its replica stands still.
@@ -76,13 +76,13 @@ def find(fleet: Fleet, now: float) -> list[Finding]:
         if s.gone or s.finished or s.sample is None or s.replica in losing:
             continue
         if s.halted.wall >= (STUCK_SECONDS if s.sample.proc_state == "D" else STOPPED_SECONDS):
-            found.append(_halted(s, now))
+            found.append(_stopped(s, now))
         elif s.starved.wall >= STARVED_SECONDS:
             found.append(_starved(s, now))
     return found
 
 
-def _exits(fleet: Fleet, now: float) -> list[Finding]:
+def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     everybody = fleet.unpaged()
     gone = sorted((_exit(s) for s in everybody if s.gone), key=lambda e: (e.at, e.subject.key))
     if not gone:
@@ -122,7 +122,7 @@ def _follows(e: _Exit, chain: list[_Exit]) -> bool:
     return any(other.subject.replica == e.subject.replica for other in chain)
 
 
-def _exit(s: Subject) -> _Exit:
+def _exit(s: MonitoredProcess) -> _Exit:
     event = s.exit_event
     detail = event.detail if event else {}
     at = event.wall_at + s.offset_seconds if event else s.exit_wall
@@ -157,7 +157,7 @@ def _crash(e: _Exit, gone: list[_Exit], living: bool, now: float) -> Finding:
     )
 
 
-def _halted(s: Subject, now: float) -> Finding:
+def _stopped(s: MonitoredProcess, now: float) -> Finding:
     state, seconds = s.sample.proc_state if s.sample else "?", s.halted.wall
     if state == "D":
         what = "it is in an uninterruptible wait (process state D) and uses no CPU: a disk, a file system or a driver"
@@ -175,7 +175,7 @@ def _halted(s: Subject, now: float) -> Finding:
     )
 
 
-def _starved(s: Subject, now: float) -> Finding:
+def _starved(s: MonitoredProcess, now: float) -> Finding:
     share, seconds = s.starved.effective / s.starved.wall, s.starved.wall
     because = (
         f"{s.name()} is starved: for {seconds:.0f} s its main thread was runnable and without a CPU for "

@@ -13,7 +13,7 @@ from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.core.telemetry import AgentEventKind, Phase
 from rolecall.detector.base.findings import finding
 from rolecall.detector.live.exceptions import blames_code, exception_text, step_of
-from rolecall.detector.live.fleet import Fleet, SeenException
+from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
 
 RANKS_MIN = 2
 """'On all ranks' says nothing about a role of one process: there only a repetition in the same step does."""
@@ -23,9 +23,11 @@ ALL_RANKS_SECONDS = 60.0
 """Ranks of one role that raise within this raised together: steps may take this long, and a step apart is not."""
 
 
-def find(fleet: Fleet, expected_roles: Mapping[str, int] | None, now: float) -> tuple[list[Finding], set[str]]:
+def find(
+    fleet: MonitoredProcesses, expected_roles: Mapping[str, int] | None, now: float
+) -> tuple[list[Finding], set[str]]:
     """Findings, and the fingerprints that they explain."""
-    by_print: dict[tuple[str, str], list[SeenException]] = defaultdict(list)
+    by_print: dict[tuple[str, str], list[ReceivedException]] = defaultdict(list)
     for seen in fleet.exceptions:
         fingerprint = seen.event.detail.get("fingerprint", "")
         if fingerprint and blames_code(seen) and now - seen.received_wall <= REMEMBER_SECONDS:
@@ -33,7 +35,7 @@ def find(fleet: Fleet, expected_roles: Mapping[str, int] | None, now: float) -> 
     found, explained = [], set()
     for (role, fingerprint), seen_list in by_print.items():
         why = _why(fleet, role, seen_list, expected_roles)
-        if why is None or _overcome(fleet, role, seen_list):
+        if why is None or _recovered_from(fleet, role, seen_list):
             continue
         explained.add(fingerprint)
         found.append(_finding(fleet, role, fingerprint, seen_list, why, now))
@@ -41,7 +43,7 @@ def find(fleet: Fleet, expected_roles: Mapping[str, int] | None, now: float) -> 
 
 
 def _why(
-    fleet: Fleet, role: str, seen_list: list[SeenException], expected_roles: Mapping[str, int] | None
+    fleet: MonitoredProcesses, role: str, seen_list: list[ReceivedException], expected_roles: Mapping[str, int] | None
 ) -> str | None:
     """Why these reports of one fingerprint blame the code, or None."""
     newest = seen_list[-1].received_wall
@@ -64,7 +66,7 @@ def _why(
     return None
 
 
-def _overcome(fleet: Fleet, role: str, seen_list: list[SeenException]) -> bool:
+def _recovered_from(fleet: MonitoredProcesses, role: str, seen_list: list[ReceivedException]) -> bool:
     """The role has since gone beyond the step in which it failed."""
     last = max((step_of(seen) for seen in seen_list), default=-1)
     newest = seen_list[-1].received_wall
@@ -78,7 +80,7 @@ def _overcome(fleet: Fleet, role: str, seen_list: list[SeenException]) -> bool:
 
 
 def _finding(
-    fleet: Fleet, role: str, fingerprint: str, seen_list: list[SeenException], why: str, now: float
+    fleet: MonitoredProcesses, role: str, fingerprint: str, seen_list: list[ReceivedException], why: str, now: float
 ) -> Finding:
     first = seen_list[0].event
     text = exception_text(first)

@@ -34,7 +34,7 @@ SLOW_METHOD_STRIDE_SECONDS = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Baseline:
+class BaselineDetector:
     """A method on the frame. `stride_seconds`: time between scores; at intervals of more than that, every tick."""
 
     name: str
@@ -48,7 +48,7 @@ class Baseline:
 
 
 class BaselineTracker(PeerTracker):
-    def __init__(self, method: Baseline, shape: PanelShape) -> None:
+    def __init__(self, method: BaselineDetector, shape: PanelShape) -> None:
         num_metrics, num_machines, interval = len(shape.metrics), len(shape.machines), shape.interval_seconds
         self._method = method
         self._stride = max(1, math.floor(method.stride_seconds / interval))
@@ -143,9 +143,11 @@ CONFIDENCE = 0.7
 """Stated, not measured: these methods know of no probability."""
 
 
-def _maker(name: str, scorer: Callable[[], Scorer], stride_seconds: float = 0.0) -> Callable[..., Baseline]:
-    def make(false_alarms_per_1000_machine_days: float, persistence_seconds: float = PERSISTENCE_SECONDS) -> Baseline:
-        return Baseline(
+def _maker(name: str, scorer: Callable[[], Scorer], stride_seconds: float = 0.0) -> Callable[..., BaselineDetector]:
+    def make(
+        false_alarms_per_1000_machine_days: float, persistence_seconds: float = PERSISTENCE_SECONDS
+    ) -> BaselineDetector:
+        return BaselineDetector(
             name=name,
             scorer=scorer,
             false_alarms_per_1000_machine_days=false_alarms_per_1000_machine_days,
@@ -156,7 +158,7 @@ def _maker(name: str, scorer: Callable[[], Scorer], stride_seconds: float = 0.0)
     return make
 
 
-BASELINES: dict[str, Callable[..., Baseline]] = {
+BASELINES: dict[str, Callable[..., BaselineDetector]] = {
     "mahalanobis": _maker("mahalanobis", Mahalanobis),
     "isolation-forest": _maker("isolation-forest", Forest, SLOW_METHOD_STRIDE_SECONDS),
     "pca": _maker("pca", Pca),

@@ -59,7 +59,7 @@ SPREAD_MIN = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class LabelledFault:
     """A labelled stretch: this node was faulty. Seconds, of the panel's clock."""
 
     node: str
@@ -68,7 +68,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class MinderFitResult:
     """`mse`: of each metric's denoiser on windows that it was not trained on; `spread`: the variance of those windows,
     that is, the error of whoever answers with the mean. `num_faulty_ticks`: what the priority was learned from."""
 
@@ -82,12 +82,12 @@ class Fitted:
 
 def fit(
     panels: Sequence[Panel],
-    faults: Sequence[Sequence[Fault]],
+    faults: Sequence[Sequence[LabelledFault]],
     *,
     any_metric: Weights | None = None,
     seed: int = 0,
     num_steps: int = NUM_STEPS,
-) -> Fitted:
+) -> MinderFitResult:
     """`faults`: those of each panel. `any_metric`: a denoiser for metrics that are in no panel; by default one is
     trained on the windows of all metrics. Raises ValueError: no panel has a whole window."""
     rng = np.random.default_rng(seed)
@@ -115,7 +115,7 @@ def fit(
         names.append(ANY_METRIC)
     order, num_faulty, num_ticks = priority(panels, faults)
     about = f"{len(panels)} panels, {size} windows a metric, {num_steps} steps, seed {seed}"
-    return Fitted(
+    return MinderFitResult(
         model=Model(metrics=tuple(names), weights=weights, priority=order, about=about),
         mse=dict(zip(metrics, mse.tolist(), strict=False)),
         spread=dict(zip(metrics, held.var(axis=(0, 2, 3)).tolist(), strict=False)),
@@ -143,7 +143,7 @@ def mean_squared_error(weights: Weights, windows: Floats) -> Scores:
     return found
 
 
-def windows_of(panel: Panel, faults: Sequence[Fault], rng: np.random.Generator) -> Floats:
+def windows_of(panel: Panel, faults: Sequence[LabelledFault], rng: np.random.Generator) -> Floats:
     """(W, M, B): whole windows of normal time, scaled by the range that a call at that tick would see. A metric that a
     machine lacks is NaN."""
     normal = np.flatnonzero(~faulty(panel.at, faults, WINDOW_TICKS)[WINDOW_TICKS - 1 :]) + WINDOW_TICKS - 1
@@ -161,7 +161,7 @@ def windows_of(panel: Panel, faults: Sequence[Fault], rng: np.random.Generator) 
     return np.concatenate(found, axis=2)
 
 
-def faulty(at: Times, faults: Sequence[Fault], num_ticks_after: int = 0) -> NDArray[np.bool_]:
+def faulty(at: Times, faults: Sequence[LabelledFault], num_ticks_after: int = 0) -> NDArray[np.bool_]:
     """(T,): whether the tick lies inside a fault, or within so many ticks after one."""
     inside = np.zeros(len(at), dtype=np.bool_)
     for f in faults:
@@ -250,7 +250,7 @@ def _lstm(gates: Any, cell: Any) -> tuple[Any, Any]:
     return opened[:, 2 * HIDDEN :] * cell.tanh(), cell
 
 
-def priority(panels: Sequence[Panel], faults: Sequence[Sequence[Fault]]) -> tuple[tuple[str, ...], int, int]:
+def priority(panels: Sequence[Panel], faults: Sequence[Sequence[LabelledFault]]) -> tuple[tuple[str, ...], int, int]:
     """(metrics nearest the tree's root first, faulty ticks, ticks); metrics that the tree does not ask about follow, by
     how well they alone tell the ticks apart. Empty without faulty ticks or without others."""
     from sklearn.tree import DecisionTreeClassifier  # type: ignore[import-untyped]

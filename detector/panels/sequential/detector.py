@@ -21,8 +21,8 @@ from rolecall.core.diagnosis import Evidence, FaultClass, Finding
 from rolecall.detector.panels.panel import Floats, PanelShape
 from rolecall.detector.panels.registry import FALSE_ALARMS_PER_1000_MACHINE_DAYS
 from rolecall.detector.panels.sequential.novelty import Novelty
-from rolecall.detector.panels.sequential.shifts import Shifts
-from rolecall.detector.panels.sequential.tails import BLOCK_TICKS, BLOCKS_MIN, Prior, Tail
+from rolecall.detector.panels.sequential.shifts import ShiftChannel
+from rolecall.detector.panels.sequential.tails import BLOCK_TICKS, BLOCKS_MIN, Prior, ScoreTail
 
 SECONDS_PER_DAY = 86_400.0
 SUSPECT_SHARE = 0.6
@@ -81,7 +81,7 @@ class Sequential:
 class Channel:
     """Scores of one channel, or their combination, and their healthy tail."""
 
-    tail: Tail
+    tail: ScoreTail
     block_max: Floats  # (N,)
     scores: Floats  # (N,)
     quarantine: int  # blocks
@@ -91,7 +91,7 @@ class Channel:
     @classmethod
     def of(cls, num_machines: int, prior: Prior, quarantine: int = QUARANTINE_BLOCKS) -> "Channel":
         low, zeros = np.full(num_machines, -np.inf, dtype=np.float32), np.zeros(num_machines, dtype=np.float32)
-        return cls(Tail(prior), low, zeros, quarantine)
+        return cls(ScoreTail(prior), low, zeros, quarantine)
 
     def score(self, scores: Floats) -> Floats:
         """Takes the scores of a tick; returns their surprise, (N,)."""
@@ -113,7 +113,7 @@ class Channel:
 class SequentialTracker:
     shape: PanelShape
     asked: float
-    shifts: Shifts = field(init=False)
+    shifts: ShiftChannel = field(init=False)
     novelty: Novelty = field(init=False)
     single: Channel = field(init=False)
     several: Channel = field(init=False)
@@ -142,7 +142,7 @@ class SequentialTracker:
 
     def __post_init__(self) -> None:
         m, n = len(self.shape.metrics), len(self.shape.machines)
-        self.shifts, self.novelty = Shifts(m, n), Novelty(m, n)
+        self.shifts, self.novelty = ShiftChannel(m, n), Novelty(m, n)
         skew_ticks = 1 + int(SKEW_SECONDS / self.shape.interval_seconds)
         self.middles, self.leaps = deque(maxlen=skew_ticks), deque(maxlen=skew_ticks)
         self.single, self.several = Channel.of(n, SINGLE_PRIOR), Channel.of(n, SEVERAL_PRIOR)

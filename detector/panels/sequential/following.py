@@ -80,7 +80,7 @@ class Deviations(NamedTuple):
 
 
 @dataclass(slots=True)
-class Following:
+class PeerCorrelation:
     """State for M metrics and N machines."""
 
     num_metrics: int

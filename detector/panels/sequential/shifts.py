@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolecall.detector.panels.panel import Floats
-from rolecall.detector.panels.sequential.following import Following
+from rolecall.detector.panels.sequential.following import PeerCorrelation
 from rolecall.detector.panels.sequential.level_shifts import LEVEL_LENGTH, LevelShifts
 from rolecall.detector.panels.sequential.whitening import Whitening
 
@@ -25,12 +25,12 @@ CALM_SCORE = 5.3
 
 
 @dataclass(slots=True)
-class Shifts:
+class ShiftChannel:
     """State for M metrics and N machines."""
 
     num_metrics: int
     num_machines: int
-    following: Following = field(init=False)
+    following: PeerCorrelation = field(init=False)
     whitening: Whitening = field(init=False)
     levels: LevelShifts = field(init=False)
     edge: NDArray[np.bool_] = field(init=False)  # (M, 1): one tick ago
@@ -38,7 +38,7 @@ class Shifts:
 
     def __post_init__(self) -> None:
         m, n = self.num_metrics, self.num_machines
-        self.following, self.whitening, self.levels = Following(m, n), Whitening(m, n), LevelShifts(m, n)
+        self.following, self.whitening, self.levels = PeerCorrelation(m, n), Whitening(m, n), LevelShifts(m, n)
         self.edge = np.zeros((m, 1), dtype=np.bool_)
         self.scores = np.zeros((m, n), dtype=np.float32)
 

@@ -61,7 +61,7 @@ class Prior:
 
 
 @dataclass(slots=True)
-class Tail:
+class ScoreTail:
     """Block maxima of one score of all machines of a panel."""
 
     prior: "Prior | None" = None

@@ -36,7 +36,7 @@ DEFAULTS: Mapping[AlgorithmName, Mapping[str, Any]] = MappingProxyType(
             "clip_low": 0.2,
             "clip_high": 0.28,
             "dynamic_sampling": True,
-            "overlong_cache": 2,
+            "overlong_buffer_tokens": 2,
         },
         AlgorithmName.PPO: {"aggregation": "token", "entropy_coefficient": 0.007},
         AlgorithmName.TPPO: {
@@ -69,7 +69,7 @@ ONLY_OF: Mapping[str, tuple[frozenset[AlgorithmName], str]] = MappingProxyType(
         "lambda_value": (WITH_CRITIC, "there is no critic to train"),
         "value_learning_rate": (WITH_CRITIC, "there is no critic to train"),
         "window_tokens": (frozenset({AlgorithmName.TPPO}), "only T-PPO trains on truncated trajectories"),
-        "cut_value": (frozenset({AlgorithmName.TPPO}), "only T-PPO trains on truncated trajectories"),
+        "truncation_value": (frozenset({AlgorithmName.TPPO}), "only T-PPO trains on truncated trajectories"),
         "prefixes": (frozenset({AlgorithmName.TPPO}), "only EGAE knows what an answer without a reward is worth"),
     }
 )
@@ -117,9 +117,9 @@ class AlgorithmConfig(Section):
     at_refill_limit: Literal["fail", "take"] = "fail"
     """fail: the run ends, and says that its prompts are too easy or too hard. take: the newest filtered groups fill the
     batch; they teach nothing, and the step goes on."""
-    overlong_cache: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    overlong_buffer_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 0
     """Tokens before the longest response over which the punishment of length grows to 1 (DAPO); 0: no punishment."""
-    overlong_max: Annotated[int, Field(ge=1)] | None = None
+    overlong_limit_tokens: Annotated[int, Field(ge=1)] | None = None
     """Response length at which the punishment is 1. None: the longest that the task lets a response be."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount of what a token earns later."""
@@ -130,7 +130,7 @@ class AlgorithmConfig(Section):
     value_learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
     window_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
     """T-PPO: tokens that a trajectory grows by before it is trained on. None: of a whole job, `WINDOW_TOKENS`."""
-    cut_value: Literal["critic", "previous"] = "critic"
+    truncation_value: Literal["critic", "previous"] = "critic"
     """T-PPO: value of the state behind a cut. critic: what the critic says of it; previous: the same as of the state
     before the last token, as the paper assumes, so that without discount the last difference is 0."""
     prefixes: Literal["continue", "train"] = "continue"
@@ -184,7 +184,10 @@ class AlgorithmConfig(Section):
             (not dapo or self.dynamic_sampling, f"dapo without dynamic_sampling is not DAPO: {instead}"),
             (not dapo or self.aggregation == "token", f"dapo weighs tokens (aggregation: token): {instead}"),
             (not dapo or self.divide_by_std, f"dapo divides advantages by their standard deviation: {instead}"),
-            (not dapo or self.overlong_cache > 0, f"dapo punishes length softly (overlong_cache above 0): {instead}"),
+            (
+                not dapo or self.overlong_buffer_tokens > 0,
+                f"dapo punishes length softly (overlong_buffer_tokens above 0): {instead}",
+            ),
             (not dapo or self.clip_high > self.clip_low, f"dapo clips higher above than below: {instead}"),
             (not dapo or self.importance_cap is None, f"dapo clips, importance_cap does not: {instead}"),
             (not dapo or self.kl_coefficient == 0, "dapo has no divergence term (kl_coefficient: 0)"),
@@ -198,12 +201,12 @@ class AlgorithmConfig(Section):
                 f"{', '.join(given)}: no meaning without dynamic_sampling, every group is trained on then",
             ),
             (
-                self.overlong_max is None or self.overlong_cache > 0,
-                "overlong_max has no meaning without overlong_cache",
+                self.overlong_limit_tokens is None or self.overlong_buffer_tokens > 0,
+                "overlong_limit_tokens has no meaning without overlong_buffer_tokens",
             ),
             (
-                self.overlong_max is None or self.overlong_cache <= self.overlong_max,
-                f"overlong_cache ({self.overlong_cache}) is longer than overlong_max ({self.overlong_max})",
+                self.overlong_limit_tokens is None or self.overlong_buffer_tokens <= self.overlong_limit_tokens,
+                f"overlong_buffer_tokens ({self.overlong_buffer_tokens}) is longer than overlong_limit_tokens ({self.overlong_limit_tokens})",
             ),
         ]
 

@@ -67,14 +67,14 @@ class TaskConfig(Section):
     """Every response is as long as the longest: for measurements of speed, where lengths must not change."""
 
     @property
-    def max_new_tokens(self) -> int:
+    def max_response_tokens(self) -> int:
         """The longest response."""
         return self._tokens_a_place * self.num_digits + 1 + SURPLUS_TOKENS
 
     @property
     def max_tokens(self) -> int:
         """Prompt and longest response together."""
-        return self._tokens_a_place * self.num_digits + 2 + self.max_new_tokens
+        return self._tokens_a_place * self.num_digits + 2 + self.max_response_tokens
 
     @property
     def _tokens_a_place(self) -> int:
@@ -151,14 +151,14 @@ class RecoveryConfig(Section):
     quarantined_share_max: Annotated[float, Field(ge=0, le=0.5)] = 0.5
     """Largest share of the run's nodes that rolecall quarantines by itself, because it moved a replica away from a fault
     of the node (gpu, network, node_lost). 0: never. A person may quarantine more."""
-    approval_seconds: Seconds = 600.0
+    approval_timeout_seconds: Seconds = 600.0
     """An approval not given within this lapses."""
-    verify_seconds: Seconds = 120.0
+    verification_timeout_seconds: Seconds = 120.0
     """A replacement must be seen to make progress within this, else the action counts as failed."""
     horizon_seconds: Annotated[float, Field(gt=0)] | None = None
     """How much longer the job is expected to run: a slow replica is replaced only if the gain over the horizon
     exceeds the cost. None: unknown, slow replicas are tolerated."""
-    replace_cost_seconds: Seconds = 30.0
+    replacement_cost_seconds: Seconds = 30.0
     """What a replacement costs the replica until it serves, for the trade against slowness."""
     lease_seconds: Seconds = 5.0
     """A watch that does not renew for this long may be succeeded."""
@@ -175,7 +175,7 @@ class RuntimeConfig(Section):
     staleness_max: Annotated[int, Field(ge=0, le=64)] = 2
     """A token that is older by more policy versions than this is not trained on. A group is dropped as too old only when
     all of its tokens are, so that long answers are lost no more often than short ones."""
-    gather_seconds: Annotated[float, Field(ge=0, le=3600)] = 90.0
+    startup_timeout_seconds: Annotated[float, Field(ge=0, le=3600)] = 90.0
     """A fresh run waits this long for all replicas before it begins with those that are there."""
     lease_seconds: Seconds = 30.0
     """An actor whose supervisor does not renew its lease for this long exits."""
@@ -213,12 +213,12 @@ class JobConfig(Section):
     @model_validator(mode="after")
     def _lengths(self) -> "JobConfig":
         """What the algorithm says of lengths, against the longest response of the task."""
-        longest, a = self.task.max_new_tokens, self.algorithm
+        longest, a = self.task.max_response_tokens, self.algorithm
         found = [
             f"algorithm.{name} ({value}) is longer than the longest response ({longest} tokens, of task.num_digits): {so}"
             for name, value, so in (
-                ("overlong_max", a.overlong_max, "nothing would be punished with the whole of it"),
-                ("overlong_cache", a.overlong_cache, "every response would be punished"),
+                ("overlong_limit_tokens", a.overlong_limit_tokens, "nothing would be punished with the whole of it"),
+                ("overlong_buffer_tokens", a.overlong_buffer_tokens, "every response would be punished"),
                 ("window_tokens", a.window_tokens, "nothing would be cut"),
             )
             if value is not None and value > longest
@@ -231,7 +231,7 @@ class JobConfig(Section):
     def _window(self) -> "JobConfig":
         """Says T-PPO's window where the file does not, so that whoever reads the job reads a number."""
         if self.algorithm.name is AlgorithmName.TPPO and self.algorithm.window_tokens is None:
-            window = min(WINDOW_TOKENS, self.task.max_new_tokens)
+            window = min(WINDOW_TOKENS, self.task.max_response_tokens)
             algorithm = self.algorithm.model_copy(update={"window_tokens": window})
             object.__setattr__(self, "algorithm", algorithm)  # frozen for everybody who comes later
         return self

@@ -16,24 +16,24 @@ class EventKind(StrEnum):
     REPLICA_READY = "replica_ready"  # replica, incarnation, node, pid, start_ticks, from_standby
     REPLICA_LOST = "replica_lost"  # replica, incarnation, because
     REPLICA_STOPPED = "replica_stopped"  # replica, incarnation, because: ended on purpose
-    EPOCH_GROWN = "epoch_grown"  # epoch, members, because
+    EPOCH_ADVANCED = "epoch_advanced"  # epoch, members, because
     STEP_COMMITTED = "step_committed"  # step, epoch, groups, microbatches, reward, loss, seconds, staleness
     STEP_INTERRUPTED = "step_interrupted"  # step, epoch, because
     WEIGHTS_ADMITTED = "weights_admitted"  # replica, incarnation, policy_version, proof, holder, bytes
-    WEIGHTS_REFUSED = "weights_refused"  # replica, incarnation, policy_version, part, tensor, because
-    REQUESTS_MOVED = "requests_moved"  # from, to, num_requests, tokens_kept, tokens_lost
+    WEIGHTS_REJECTED = "weights_rejected"  # replica, incarnation, policy_version, part, tensor, because
+    REQUESTS_REASSIGNED = "requests_reassigned"  # from, to, num_requests, tokens_kept, tokens_lost
     CHECKPOINT_WRITTEN = "checkpoint_written"  # path, step
-    PROCESS_RESTARTED = "process_restarted"  # what (agent, watch), node, because
+    COMPONENT_RESTARTED = "component_restarted"  # what (agent, watch), node, because
     # diagnosis and recovery
-    LEASE_TAKEN = "lease_taken"  # holder, fence
+    LEASE_ACQUIRED = "lease_acquired"  # holder, fence
     INCIDENT_OPENED = "incident_opened"  # diagnosis, window digest
     INCIDENT_UPDATED = "incident_updated"  # diagnosis: what is known grew
-    PLAN_MADE = "plan_made"  # plan
-    PLAN_HELD = "plan_held"  # digest, guard, because
+    PLAN_CREATED = "plan_created"  # plan
+    PLAN_BLOCKED = "plan_blocked"  # digest, guard, because
     PLAN_PROPOSED = "plan_proposed"  # plan, expires_at: waits for a person
     PLAN_APPROVED = "plan_approved"  # digest, by
     PLAN_REJECTED = "plan_rejected"  # digest, by, because
-    PLAN_LAPSED = "plan_lapsed"  # digest, because
+    PLAN_EXPIRED = "plan_expired"  # digest, because
     HOLD_PLACED = "hold_placed"  # digest, by, because, until: nothing of this plan begins before
     HOLD_LIFTED = "hold_lifted"  # digest, by, because
     ACTION_STARTED = "action_started"  # plan
@@ -41,15 +41,17 @@ class EventKind(StrEnum):
     ACTION_FAILED = "action_failed"  # digest, because
     INCIDENT_VERIFIED = "incident_verified"  # because: what progress was seen
     INCIDENT_CLOSED = "incident_closed"  # outcome: cured, tolerated, observed, refuted, gave_up; because
-    PERSON_CALLED = "person_called"  # because, channel
-    DIAGNOSIS_MARKED = "diagnosis_marked"  # verdict: right, wrong; by, because; the newest counts, also after the close
-    EVIDENCE_PULLED = "evidence_pulled"  # because, files, told, findings, missing, seconds
-    PAUSED = "paused"  # by, because
-    RESUMED = "resumed"  # by
+    ONCALL_PAGED = "oncall_paged"  # because, channel
+    DIAGNOSIS_REVIEWED = (
+        "diagnosis_reviewed"  # verdict: right, wrong; by, because; the newest counts, also after the close
+    )
+    EVIDENCE_COLLECTED = "evidence_collected"  # because, files, told, findings, missing, seconds
+    RECOVERY_PAUSED = "recovery_paused"  # by, because
+    RECOVERY_RESUMED = "recovery_resumed"  # by
     NODE_QUARANTINED = "node_quarantined"  # node, by, because: nothing is placed there
     NODE_DRAINED = "node_drained"  # node, by, because, incidents: those that were opened to move its replicas away
-    NODE_RETURNED = "node_returned"  # node, by, because: it may take replicas again
-    NODE_BURNED_IN = "node_burned_in"  # node, by, passed, seconds, checks: each name, passed, because, values
+    NODE_RETURNED_TO_SERVICE = "node_returned_to_service"  # node, by, because: it may take replicas again
+    BURN_IN_FINISHED = "burn_in_finished"  # node, by, passed, seconds, checks: each name, passed, because, values
     JOB_STOP_REQUESTED = "job_stop_requested"  # because
 
 

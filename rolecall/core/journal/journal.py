@@ -12,7 +12,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.errors import Fenced, JournalCorrupt, Overtaken
+from rolecall.core.errors import ConcurrentWrite, JournalCorrupt, LeaseFenced
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.rows import DamagedLine, actual_of, epoch_of, event_of, packed, storable, unpacked
@@ -160,7 +160,7 @@ class Journal:
         meant = newer & _events.c.kind.in_([str(k) for k in unless])
         found = conn.execute(sa.select(_events.c.seq, _events.c.kind).where(meant)).first()
         if found is not None:
-            raise Overtaken(incident_id=str(incident_id), event=str(kind), by=f"e{found.seq} {found.kind}")
+            raise ConcurrentWrite(incident_id=str(incident_id), event=str(kind), by=f"e{found.seq} {found.kind}")
 
     def _append(
         self,
@@ -296,7 +296,7 @@ class Journal:
     def _check_fence(self, conn: sa.Connection, lease: Lease) -> None:
         row = conn.execute(sa.select(_leases).where(_leases.c.name == lease.name)).mappings().first()
         if row is None or row["fence"] != lease.fence or row["holder"] != lease.holder:
-            raise Fenced(lease=lease.name, fence=lease.fence, holder=row["holder"] if row else "nobody")
+            raise LeaseFenced(lease=lease.name, fence=lease.fence, holder=row["holder"] if row else "nobody")
 
     # --- desired and actual -------------------------------------------------------------------------------------
 
@@ -385,7 +385,7 @@ class Journal:
             text = canonical([list(m) for m in sorted_members])
             conn.execute(_epochs.insert().values(number=number, members=text, because=because, wall_at=now))
             body = {"epoch": number, "members": [list(m) for m in sorted_members], "because": because}
-            self._append(conn, EventKind.EPOCH_GROWN, body, None, None, None, None)
+            self._append(conn, EventKind.EPOCH_ADVANCED, body, None, None, None, None)
         typed = tuple((ReplicaId(r), i) for r, i in sorted_members)
         return Epoch(number=number, members=typed, because=because, wall_at=now)
 

@@ -15,7 +15,7 @@ from dataclasses import fields
 
 from rolecall.core.metrics.gpu import GPU_METRICS
 from rolecall.core.metrics.kernel import KERNEL_METRICS
-from rolecall.core.metrics.metric import NODE, RANK, Metric, MetricType, MetricValue, Subject
+from rolecall.core.metrics.metric import NODE, RANK, Metric, MetricScope, MetricType, MetricValue
 from rolecall.core.metrics.nccl import NCCL_METRICS
 from rolecall.core.metrics.network import NETWORK_METRICS
 from rolecall.core.metrics.storage import STORAGE_METRICS
@@ -23,7 +23,7 @@ from rolecall.core.metrics.vllm import VLLM_METRICS
 from rolecall.core.metrics.watch import RUN_METRICS, WATCH_METRICS
 from rolecall.core.policy_health import SIGNS
 from rolecall.core.telemetry import HEALTH_SIGNS, GpuSample, HostSample, ProcessSample
-from rolecall.core.uninstrumented import has_page
+from rolecall.core.uninstrumented import is_instrumented
 
 
 def _process(
@@ -43,7 +43,7 @@ def _process(
         unit=unit,
         help=help_,
         labels=labels,
-        subject=Subject.PROCESS,
+        subject=MetricScope.PROCESS,
         detect=detect,
         source=source,
         node_clock=node_clock,
@@ -53,13 +53,13 @@ def _process(
 def _host(name: str, type_: MetricType, unit: str, source: str, help_: str) -> Metric:
     full = f"rolecall_host_{name}"
     return Metric(
-        name=full, type=type_, unit=unit, help=help_, labels=NODE, subject=Subject.HOST, detect=True, source=source
+        name=full, type=type_, unit=unit, help=help_, labels=NODE, subject=MetricScope.HOST, detect=True, source=source
     )
 
 
 def _agent(name: str, type_: MetricType, unit: str, help_: str, labels: tuple[str, ...] = NODE) -> Metric:
     full = f"rolecall_{name}"
-    return Metric(name=full, type=type_, unit=unit, help=help_, labels=labels, subject=Subject.AGENT)
+    return Metric(name=full, type=type_, unit=unit, help=help_, labels=labels, subject=MetricScope.AGENT)
 
 
 _G, _C = MetricType.GAUGE, MetricType.COUNTER
@@ -227,17 +227,17 @@ CATALOGUE: tuple[Metric, ...] = (
 )
 BY_NAME: dict[str, Metric] = {m.name: m for m in CATALOGUE}
 
-PROCESS_METRICS = tuple(m for m in CATALOGUE if m.subject is Subject.PROCESS)
+PROCESS_METRICS = tuple(m for m in CATALOGUE if m.subject is MetricScope.PROCESS)
 UNPAGED_METRICS = tuple(m for m in PROCESS_METRICS if m in _FROM_PROC or m.source == "alive")
 """What is known of a process without a state page."""
-_HOST = tuple(m for m in CATALOGUE if m.subject is Subject.HOST)
+_HOST = tuple(m for m in CATALOGUE if m.subject is MetricScope.HOST)
 
 
 def process_values(sample: ProcessSample) -> Iterator[MetricValue]:
     """Every process metric of one sample. NaN (not yet reported), times never set and what a process without a state page
     cannot say give no value."""
     rank = (sample.process.node, sample.role, sample.replica, str(sample.rank))
-    for metric in PROCESS_METRICS if has_page(sample) else UNPAGED_METRICS:
+    for metric in PROCESS_METRICS if is_instrumented(sample) else UNPAGED_METRICS:
         raw = getattr(sample, metric.source)
         if isinstance(raw, str):  # a state of a closed set: its name is a label, the value is 1
             yield MetricValue(metric, (*rank, str(raw)), 1.0)
@@ -258,17 +258,17 @@ def host_values(sample: HostSample) -> Iterator[MetricValue]:
 
 
 _TITLES = {
-    Subject.PROCESS: "Processes",
-    Subject.HOST: "Nodes",
-    Subject.GPU: "GPUs",
-    Subject.NETWORK: "Network",
-    Subject.KERNEL: "Kernel log",
-    Subject.STORAGE: "Disks and file systems",
-    Subject.NCCL: "NCCL",
-    Subject.VLLM: "vLLM",
-    Subject.AGENT: "The agent itself",
-    Subject.WATCH: "`rolecall watch`: itself and its incidents",
-    Subject.RUN: "The run",
+    MetricScope.PROCESS: "Processes",
+    MetricScope.HOST: "Nodes",
+    MetricScope.GPU: "GPUs",
+    MetricScope.NETWORK: "Network",
+    MetricScope.KERNEL: "Kernel log",
+    MetricScope.STORAGE: "Disks and file systems",
+    MetricScope.NCCL: "NCCL",
+    MetricScope.VLLM: "vLLM",
+    MetricScope.AGENT: "The agent itself",
+    MetricScope.WATCH: "`rolecall watch`: itself and its incidents",
+    MetricScope.RUN: "The run",
 }
 
 _HEAD = """# Metrics

@@ -5,7 +5,7 @@ down, an error counted), so that 8 GPUs of 18 links do not make a page of zeros.
 no series of it.
 """
 
-from rolecall.core.metrics.metric import GPU, Metric, MetricType, Subject
+from rolecall.core.metrics.metric import GPU, Metric, MetricScope, MetricType
 
 _G, _C = MetricType.GAUGE, MetricType.COUNTER
 
@@ -18,7 +18,7 @@ def _gpu(name: str, type_: MetricType, unit: str, help_: str, *labels: str, sour
         unit=unit,
         help=help_,
         labels=(*GPU, *labels),
-        subject=Subject.GPU,
+        subject=MetricScope.GPU,
         detect=bool(source),
         source=source,
     )

@@ -1,11 +1,11 @@
 """Rows of the metric catalogue: what the kernel log tells, and the XIDs of kernel log and NVML together."""
 
-from rolecall.core.metrics.metric import GPU, NODE, Metric, MetricType, Subject
+from rolecall.core.metrics.metric import GPU, NODE, Metric, MetricScope, MetricType
 
 
 def _kernel(name: str, type_: MetricType, unit: str, labels: tuple[str, ...], help_: str) -> Metric:
     full = f"rolecall_{name}"
-    return Metric(name=full, type=type_, unit=unit, help=help_, labels=labels, subject=Subject.KERNEL)
+    return Metric(name=full, type=type_, unit=unit, help=help_, labels=labels, subject=MetricScope.KERNEL)
 
 
 _G, _C = MetricType.GAUGE, MetricType.COUNTER

@@ -10,7 +10,7 @@ class MetricType(StrEnum):
     COUNTER = "counter"
 
 
-class Subject(StrEnum):
+class MetricScope(StrEnum):
     """What a metric speaks of, and so where its value comes from."""
 
     PROCESS = "process"  # ProcessSample
@@ -45,7 +45,7 @@ class Metric:
     unit: str  # "seconds", "bytes", ... or "" for counts and 0/1
     help: str
     labels: tuple[str, ...]
-    subject: Subject
+    subject: MetricScope
     detect: bool = False  # in `/v1/samples`, where the detector reads it
     source: str = ""  # field of ProcessSample or HostSample; "" for the agent's own
     node_clock: bool = False  # the field is node-monotonic; exposed as seconds since 1970

@@ -3,7 +3,7 @@
 The label `communicator` is NCCL's hash of it, and is given to a limited number of communicators at a time.
 """
 
-from rolecall.core.metrics.metric import GPU, NODE, Metric, MetricType, Subject
+from rolecall.core.metrics.metric import GPU, NODE, Metric, MetricScope, MetricType
 
 _COMMUNICATOR = (*NODE, "communicator")
 _COLLECTIVE = (*NODE, "collective")
@@ -11,7 +11,9 @@ _G, _C = MetricType.GAUGE, MetricType.COUNTER
 
 
 def _nccl(name: str, type_: MetricType, unit: str, help_: str, labels: tuple[str, ...] = NODE) -> Metric:
-    return Metric(name=f"rolecall_nccl_{name}", type=type_, unit=unit, help=help_, labels=labels, subject=Subject.NCCL)
+    return Metric(
+        name=f"rolecall_nccl_{name}", type=type_, unit=unit, help=help_, labels=labels, subject=MetricScope.NCCL
+    )
 
 
 RAS_UP = _nccl(

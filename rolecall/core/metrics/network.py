@@ -1,6 +1,6 @@
 """Rows of the metric catalogue: NICs, InfiniBand and RoCE, TCP."""
 
-from rolecall.core.metrics.metric import NODE, Metric, MetricType, Subject
+from rolecall.core.metrics.metric import NODE, Metric, MetricScope, MetricType
 
 _G, _C = MetricType.GAUGE, MetricType.COUNTER
 _INTERFACE = (*NODE, "interface")
@@ -8,7 +8,9 @@ _PORT = (*NODE, "nic", "port")
 
 
 def _metric(name: str, type_: MetricType, unit: str, help_: str, labels: tuple[str, ...]) -> Metric:
-    return Metric(name=f"rolecall_{name}", type=type_, unit=unit, help=help_, labels=labels, subject=Subject.NETWORK)
+    return Metric(
+        name=f"rolecall_{name}", type=type_, unit=unit, help=help_, labels=labels, subject=MetricScope.NETWORK
+    )
 
 
 _OF_INTERFACES = (

@@ -1,6 +1,6 @@
 """Rows of the metric catalogue: disks and file systems, and what stands still for want of them."""
 
-from rolecall.core.metrics.metric import NODE, Metric, MetricType, Subject
+from rolecall.core.metrics.metric import NODE, Metric, MetricScope, MetricType
 
 _G, _C = MetricType.GAUGE, MetricType.COUNTER
 _DISK = (*NODE, "device")
@@ -8,7 +8,9 @@ _MOUNT = (*NODE, "mount")
 
 
 def _metric(name: str, type_: MetricType, unit: str, help_: str, labels: tuple[str, ...]) -> Metric:
-    return Metric(name=f"rolecall_{name}", type=type_, unit=unit, help=help_, labels=labels, subject=Subject.STORAGE)
+    return Metric(
+        name=f"rolecall_{name}", type=type_, unit=unit, help=help_, labels=labels, subject=MetricScope.STORAGE
+    )
 
 
 STORAGE_METRICS: tuple[Metric, ...] = (

@@ -4,14 +4,14 @@ Of an engine with several cores (data parallel) or models the sum; of the KV cac
 number of what was timed beside them: their ratio of growth is the mean over any window.
 """
 
-from rolecall.core.metrics.metric import RANK, Metric, MetricType, Subject
+from rolecall.core.metrics.metric import RANK, Metric, MetricScope, MetricType
 
 _G, _C = MetricType.GAUGE, MetricType.COUNTER
 
 
 def _vllm(name: str, type_: MetricType, unit: str, help_: str, *labels: str) -> Metric:
     full = f"rolecall_vllm_{name}"
-    return Metric(name=full, type=type_, unit=unit, help=help_, labels=(*RANK, *labels), subject=Subject.VLLM)
+    return Metric(name=full, type=type_, unit=unit, help=help_, labels=(*RANK, *labels), subject=MetricScope.VLLM)
 
 
 VLLM_METRICS: tuple[Metric, ...] = (

@@ -7,7 +7,7 @@ What more knowledge may correct is a gauge, although it mostly grows: a fault is
 counted as effective until then becomes lost. `delta()` and differences are right on both; `rate()` is not.
 """
 
-from rolecall.core.metrics.metric import NODE, Metric, MetricType, Subject
+from rolecall.core.metrics.metric import NODE, Metric, MetricScope, MetricType
 from rolecall.core.policy_health import SIGNS
 
 _G, _C = MetricType.GAUGE, MetricType.COUNTER
@@ -17,11 +17,11 @@ _REPLICA = ("role", "replica")
 
 
 def _watch(name: str, type_: MetricType, unit: str, help_: str, labels: tuple[str, ...] = ()) -> Metric:
-    return Metric(name=f"rolecall_{name}", type=type_, unit=unit, help=help_, labels=labels, subject=Subject.WATCH)
+    return Metric(name=f"rolecall_{name}", type=type_, unit=unit, help=help_, labels=labels, subject=MetricScope.WATCH)
 
 
 def _run(name: str, type_: MetricType, unit: str, help_: str, labels: tuple[str, ...] = ()) -> Metric:
-    return Metric(name=f"rolecall_{name}", type=type_, unit=unit, help=help_, labels=labels, subject=Subject.RUN)
+    return Metric(name=f"rolecall_{name}", type=type_, unit=unit, help=help_, labels=labels, subject=MetricScope.RUN)
 
 
 _ITSELF = (

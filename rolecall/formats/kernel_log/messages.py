@@ -40,7 +40,7 @@ class OomKill:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkChange:
+class KernelLinkChange:
     up: bool
     interface: str
     nic: str = ""  # PCI address, or empty
@@ -65,7 +65,7 @@ class KernelFault:
     device: str = ""
 
 
-KernelFact = XidLine | SxidLine | GpuLost | GpuNamed | OomKill | LinkChange | HardwareError | KernelFault
+KernelFact = XidLine | SxidLine | GpuLost | GpuNamed | OomKill | KernelLinkChange | HardwareError | KernelFault
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------
@@ -97,13 +97,13 @@ _LINK_OLD = re.compile(rf"(?:e1000e?|ixgbe|igb|mlx4_en): {_INTERFACE}:? (?:NIC )
 _LINK_IB = re.compile(r"(?:IPv6: )?ADDRCONF\(NETDEV_CHANGE\): (ib[\w.]{1,31}): link becomes ready")
 
 
-def _link(message: str) -> LinkChange | None:
+def _link(message: str) -> KernelLinkChange | None:
     if m := _LINK.match(message):
-        return LinkChange(up=m[3].lower() == "up", interface=m[2], nic=m[1].lower())
+        return KernelLinkChange(up=m[3].lower() == "up", interface=m[2], nic=m[1].lower())
     if m := _LINK_OLD.match(message):
-        return LinkChange(up=m[2] == "Up", interface=m[1])
+        return KernelLinkChange(up=m[2] == "Up", interface=m[1])
     if m := _LINK_IB.match(message):
-        return LinkChange(up=True, interface=m[1])
+        return KernelLinkChange(up=True, interface=m[1])
     return None
 
 

@@ -7,7 +7,7 @@ each stand in tests/formats/test_kernel_log.py.
 import re
 from dataclasses import dataclass
 
-from rolecall.formats.xid.nvlink import CODES, SIGNS, Ruling, Sign, reason, ruling, signs
+from rolecall.formats.xid.nvlink import CODES, SIGNS, NvlinkRegisterError, Ruling, assess_line, reason, register_errors
 from rolecall.formats.xid.xid import ADVICE, RECOVERY_ADVICE, RecoveryAction, XidAction, xid
 
 _PCI = r"(?:PCI:)?([0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(?:\.[0-7])?"
@@ -29,7 +29,7 @@ class NvLink5:
     subcode: int
     interrupt: int  # first word
     status: int  # second word, 0 where the line has none (old drivers)
-    ruling: Ruling | None = None  # NVIDIA's table has a row for it
+    assessment: Ruling | None = None  # NVIDIA's table has a row for it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +56,22 @@ class XidLine:
         return {name: str(int(number)) for name, number in named.items() if number}
 
     @property
-    def signs(self) -> tuple[Sign, ...]:
+    def nvlink_register_errors(self) -> tuple[NvlinkRegisterError, ...]:
         """Of XID 74: what its registers say, the least first."""
-        return signs(self.registers)
+        return register_errors(self.registers)
 
     @property
     def action(self) -> XidAction:
         """The catalogue's for the code; where the line decides (74, 144 to 150, 154), what comes of it."""
         if self.nvlink is not None:
-            said = self.nvlink.ruling
+            said = self.nvlink.assessment
             if said is not None and (said.fatal or not self.nvlink.fatal):
                 return said.action
             return XidAction.WORKFLOW_NVLINK5_ERR if self.nvlink.fatal else XidAction.IGNORE
-        if self.signs and set(self.signs) <= {Sign.HARMLESS, Sign.THRESHOLD}:
+        if self.nvlink_register_errors and set(self.nvlink_register_errors) <= {
+            NvlinkRegisterError.HARMLESS,
+            NvlinkRegisterError.THRESHOLD,
+        }:
             return XidAction.IGNORE
         if self.recovery is not None:
             return RECOVERY_ADVICE[self.recovery][0]
@@ -82,7 +85,7 @@ class XidLine:
         if self.recovery is not None:
             return True
         if self.nvlink is not None:
-            return self.nvlink.fatal or (self.nvlink.ruling is not None and self.nvlink.ruling.fatal)
+            return self.nvlink.fatal or (self.nvlink.assessment is not None and self.nvlink.assessment.fatal)
         return xid(self.code).fatal
 
     @property
@@ -90,12 +93,12 @@ class XidLine:
         """What an operator does about this line."""
         if self.recovery is not None:
             return RECOVERY_ADVICE[self.recovery][1]
-        if self.signs:
-            return SIGNS[self.signs[-1]][1]
+        if self.nvlink_register_errors:
+            return SIGNS[self.nvlink_register_errors[-1]][1]
         said = xid(self.code).advice if self.nvlink is None else ADVICE[self.action]
-        if self.nvlink is None or self.nvlink.ruling is None:
+        if self.nvlink is None or self.nvlink.assessment is None:
             return said
-        more = self.nvlink.ruling.investigatory
+        more = self.nvlink.assessment.investigatory
         return said if more in (self.action, XidAction.IGNORE, XidAction.NONE) else f"{said}; then: {ADVICE[more]}"
 
 
@@ -204,7 +207,7 @@ def _nvlink5(code: int, text: str) -> NvLink5 | None:
         subcode=reason(interrupt),
         interrupt=interrupt,
         status=status,
-        ruling=ruling(code, m[1], interrupt, status),
+        assessment=assess_line(code, m[1], interrupt, status),
     )
 
 

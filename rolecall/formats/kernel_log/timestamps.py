@@ -20,7 +20,7 @@ HOST_CHARS_MAX = 253
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stamped:
+class TimestampedLine:
     """One line of the kernel. At most one of the times is given, and none by `dmesg -t`.
 
     `wall_at`: seconds since 1970. `uptime_seconds`: since boot, as the kernel's own clock counts. `local`: month, day,
@@ -35,7 +35,7 @@ class Stamped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class KmsgRecord:
     """One record of /dev/kmsg. `facility` 0: the kernel's own; others come from processes that write there."""
 
     sequence: int
@@ -49,13 +49,13 @@ _ESCAPE = re.compile(r"\\x([0-9a-fA-F]{2})")
 KERNEL_FACILITY = 0
 
 
-def parse_record(raw: str) -> Record | None:
+def parse_record(raw: str) -> KmsgRecord | None:
     """What one `read()` of /dev/kmsg gives; its continuation lines (` SUBSYSTEM=pci`) are left out. None: malformed."""
     head, _, _ = raw.partition("\n")
     m = _RECORD.match(head)
     if m is None:
         return None
-    return Record(
+    return KmsgRecord(
         sequence=int(m[2]),
         uptime_seconds=int(m[3]) / 1e6,
         facility=int(m[1]) >> 3,
@@ -86,20 +86,20 @@ _TAG = re.compile(rf"{_HOST} kernel: ?(.*)", re.DOTALL)
 _INNER_UPTIME = re.compile(rf"{_UPTIME} ?")
 
 
-def parse_line(line: str) -> Stamped | None:
+def parse_line(line: str) -> TimestampedLine | None:
     """A line of a text log; None: it has no stamp that is known, or another program wrote it. Never raises."""
     line = line[:LINE_CHARS_MAX].rstrip("\r\n")
     if m := _RECORD.match(line):
         record = parse_record(line)
         if record is None or record.facility != KERNEL_FACILITY:
             return None
-        return Stamped(message=record.message, uptime_seconds=record.uptime_seconds)
+        return TimestampedLine(message=record.message, uptime_seconds=record.uptime_seconds)
     if m := _DMESG.match(line):
         return _tagged(m[2], uptime_seconds=float(m[1]), tag_wanted=False)
     if m := _DMESG_DATE.match(line):
         local = _local(m[1], m[2], m[3], m[4], m[5])
         wall_at = _wall(int(m[6]), local)
-        return None if wall_at is None else Stamped(message=m[7], wall_at=wall_at)
+        return None if wall_at is None else TimestampedLine(message=m[7], wall_at=wall_at)
     for pattern in (_ISO, _FULL):
         if m := pattern.match(line):
             wall_at = _iso(m[1])
@@ -121,17 +121,17 @@ def _tagged(
     wall_at: float | None = None,
     uptime_seconds: float | None = None,
     local: tuple[int, int, int, int, float] | None = None,
-) -> Stamped | None:
+) -> TimestampedLine | None:
     """`host kernel: message` behind a time; without `tag_wanted` the message may stand there alone."""
     m = _TAG.match(rest)
     if m is None:
         if tag_wanted:
             return None
-        return Stamped(message=rest, wall_at=wall_at, uptime_seconds=uptime_seconds)
+        return TimestampedLine(message=rest, wall_at=wall_at, uptime_seconds=uptime_seconds)
     message = m[2]
     if inner := _INNER_UPTIME.match(message):
         message = message[inner.end() :]
-    return Stamped(message=message, host=m[1], wall_at=wall_at, uptime_seconds=uptime_seconds, local=local)
+    return TimestampedLine(message=message, host=m[1], wall_at=wall_at, uptime_seconds=uptime_seconds, local=local)
 
 
 def _local(month: str, day: str, hour: str, minute: str, second: str) -> tuple[int, int, int, int, float]:

@@ -37,7 +37,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Operation:
+class InspectorOperation:
     """A finished collective, or a send or receive (`is_p2p`). `timing`: where its time was taken (`kernel_gpu`, ...)."""
 
     context: Context
@@ -58,7 +58,7 @@ class Lines:
         self._context: Context | None = None
         self._num_left = 0
 
-    def take(self, line: bytes) -> Operation | None:
+    def take(self, line: bytes) -> InspectorOperation | None:
         """The operation of a line; None for one that has none."""
         if not line.strip():
             return None
@@ -126,7 +126,7 @@ def _has_operation(value: dict[str, Any]) -> bool:
     return isinstance(value.get("coll_perf"), dict) or isinstance(value.get("p2p_perf"), dict)
 
 
-def _operation(value: dict[str, Any], context: Context) -> Operation | None:
+def _operation(value: dict[str, Any], context: Context) -> InspectorOperation | None:
     for prefix in ("coll", "p2p"):
         told = value.get(f"{prefix}_perf")
         if not isinstance(told, dict):
@@ -136,7 +136,7 @@ def _operation(value: dict[str, Any], context: Context) -> Operation | None:
         sequence, size, micros = numbers
         if not kind or sequence is None or micros is None:
             return None
-        return Operation(
+        return InspectorOperation(
             context=context,
             kind=kind,
             sequence=int(sequence),

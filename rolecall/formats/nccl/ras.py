@@ -1,7 +1,7 @@
 """What NCCL's RAS subsystem says of a job: its communicators, who launched how many collectives, who is missing.
 
 Both forms of its answer: JSON (NCCL 2.28.7 and later) and the text of `STATUS` (2.24 and later). Sources: NCCL user guide,
-"RAS"; NCCL `src/ras/client_support.cc`. Foreign bytes: any input gives statuses or `Malformed`, sizes are bounded.
+"RAS"; NCCL `src/ras/client_support.cc`. Foreign bytes: any input gives statuses or `MalformedRasStatus`, sizes are bounded.
 
 Traps, by their origin: 2.28.9 leaves out the comma before `status` inside `missing_ranks`: JSON is read strictly first, then
 repaired, and the status says so. Acknowledgements (`OK`) stand before the body. Time stamps are local, without a zone:
@@ -25,7 +25,7 @@ NUM_STATUSES_MAX = 1000
 TEXT_CHARS_MAX = 96
 
 
-class Malformed(ValueError):
+class MalformedRasStatus(ValueError):
     """Not an answer of RAS: why."""
 
 
@@ -56,7 +56,7 @@ class NcclResult(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class CommunicatorMember:
     """A rank of a communicator: `rank` counts within it. What was not said is empty or None. `gpu`: NVML's index."""
 
     rank: int
@@ -72,7 +72,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    member: Member
+    member: CommunicatorMember
     state: RankState
     counts: tuple[int, ...]  # launched, in the order of the communicator's `collectives`
 
@@ -81,24 +81,24 @@ class Rank:
 class Missing:
     """`unresponsive`: RAS could not reach it; else it answered, and is no member (it left, or did not join yet)."""
 
-    member: Member
+    member: CommunicatorMember
     unresponsive: bool
     dead: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    member: Member
+class RankFailure:
+    member: CommunicatorMember
     result: NcclResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Level:
+class LaunchLevel:
     """So many ranks launched so many. `members`: those that are named, in text often none."""
 
     launched: int
     num_ranks: int
-    members: tuple[Member, ...]
+    members: tuple[CommunicatorMember, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Spread:
     """A collective of which ranks launched different numbers. `levels`: most first; in text they may not be told."""
 
     collective: str
-    levels: tuple[Level, ...]
+    levels: tuple[LaunchLevel, ...]
 
     @property
     def width(self) -> int:
@@ -125,7 +125,7 @@ class Communicator:
     spreads: tuple[Spread, ...] = ()
     missing: tuple[Missing, ...] = ()
     num_missing: int = 0
-    failures: tuple[Failure, ...] = ()
+    failures: tuple[RankFailure, ...] = ()
     conditions: frozenset[Condition] = frozenset()
 
     @property
@@ -194,9 +194,9 @@ def communicator_hash(value: Any) -> str:
     return "0" * 16
 
 
-def behind(communicator: Communicator) -> dict[str, tuple[Member, ...]]:
+def behind(communicator: Communicator) -> dict[str, tuple[CommunicatorMember, ...]]:
     """By collective, who launched the fewest, where they are named and at most half of the ranks."""
-    found: dict[str, tuple[Member, ...]] = {}
+    found: dict[str, tuple[CommunicatorMember, ...]] = {}
     for spread in communicator.spreads:
         if len(spread.levels) < 2:
             continue
@@ -206,7 +206,7 @@ def behind(communicator: Communicator) -> dict[str, tuple[Member, ...]]:
     return found
 
 
-def ranks_text(members: Iterable[Member], num_max: int = 8) -> str:
+def ranks_text(members: Iterable[CommunicatorMember], num_max: int = 8) -> str:
     """`rank 3 (10.0.0.7, process 12, GPU 3)`, several with commas."""
     listed = list(members)
     words = []

@@ -14,14 +14,14 @@ from rolecall.formats.nccl.ras import (
     NUM_RANKS_MAX,
     NUM_STATUSES_MAX,
     Communicator,
+    CommunicatorMember,
     Condition,
-    Failure,
-    Level,
-    Malformed,
-    Member,
+    LaunchLevel,
+    MalformedRasStatus,
     Missing,
     NcclResult,
     Rank,
+    RankFailure,
     RankState,
     RasStatus,
     Spread,
@@ -55,7 +55,7 @@ def statuses(raw: bytes) -> list[RasStatus]:
     if _TEXT_BEGINS.search(text):
         return all_text(text)
     head = " ".join(text[:80].split())
-    raise Malformed(f"neither JSON nor the text of STATUS: {word(head)!r}" if head else "an empty answer")
+    raise MalformedRasStatus(f"neither JSON nor the text of STATUS: {word(head)!r}" if head else "an empty answer")
 
 
 _COMMA_MISSING = re.compile(r'([0-9}\]"]|true|false|null)([ \t]*\r?\n[ \t]*)(?="[A-Za-z0-9_]{1,64}"[ \t]*:)')
@@ -63,21 +63,21 @@ _COMMA_MISSING = re.compile(r'([0-9}\]"]|true|false|null)([ \t]*\r?\n[ \t]*)(?="
 
 def _all_json(text: str) -> list[RasStatus]:
     if text.count("{") + text.count("[") > NUM_CONTAINERS_MAX:
-        raise Malformed(f"it may hold more than {NUM_CONTAINERS_MAX:,} lists and objects")
+        raise MalformedRasStatus(f"it may hold more than {NUM_CONTAINERS_MAX:,} lists and objects")
     try:
         return [_status(v, repaired=False) for v in _values(text)]
     except ValueError as e:
-        if isinstance(e, Malformed):
+        if isinstance(e, MalformedRasStatus):
             raise
         mended = _COMMA_MISSING.sub(r"\1,\2", text)
         if mended == text:
-            raise Malformed(f"not JSON, or cut short: {word(str(e))}") from None
+            raise MalformedRasStatus(f"not JSON, or cut short: {word(str(e))}") from None
     try:
         return [_status(v, repaired=True) for v in _values(mended)]
-    except Malformed:
+    except MalformedRasStatus:
         raise
     except ValueError as e:
-        raise Malformed(f"not JSON, or cut short: {word(str(e))}") from None
+        raise MalformedRasStatus(f"not JSON, or cut short: {word(str(e))}") from None
 
 
 def _values(text: str) -> list[Any]:
@@ -91,11 +91,11 @@ def _values(text: str) -> list[Any]:
             if at == len(text):
                 return found
             if len(found) == NUM_STATUSES_MAX:
-                raise Malformed(f"more than {NUM_STATUSES_MAX:,} answers")
+                raise MalformedRasStatus(f"more than {NUM_STATUSES_MAX:,} answers")
             value, at = decoder.raw_decode(text, at)
             found.append(value)
     except RecursionError:
-        raise Malformed("nested too deep") from None
+        raise MalformedRasStatus("nested too deep") from None
 
 
 def _skip_space(text: str, at: int) -> int:
@@ -106,13 +106,13 @@ def _skip_space(text: str, at: int) -> int:
 
 def _status(value: Any, *, repaired: bool) -> RasStatus:
     if not isinstance(value, dict) or not isinstance(value.get("communicators"), list):
-        raise Malformed("a JSON value without a list `communicators`")
+        raise MalformedRasStatus("a JSON value without a list `communicators`")
     listed = value["communicators"]
     if len(listed) > NUM_COMMUNICATORS_MAX:
-        raise Malformed(f"{len(listed):,} communicators, and {NUM_COMMUNICATORS_MAX:,} are read")
+        raise MalformedRasStatus(f"{len(listed):,} communicators, and {NUM_COMMUNICATORS_MAX:,} are read")
     num_ranks = sum(len(_list(c, key)) for c in listed for key in ("ranks", "missing_ranks"))
     if num_ranks > NUM_RANKS_MAX:
-        raise Malformed(f"{num_ranks:,} ranks, and {NUM_RANKS_MAX:,} are read")
+        raise MalformedRasStatus(f"{num_ranks:,} ranks, and {NUM_RANKS_MAX:,} are read")
     ras = value.get("ras")
     return RasStatus(
         form="json",
@@ -126,10 +126,10 @@ def _status(value: Any, *, repaired: bool) -> RasStatus:
 
 def _list(value: Any, key: str) -> list[Any]:
     if not isinstance(value, dict):
-        raise Malformed("a communicator that is not an object")
+        raise MalformedRasStatus("a communicator that is not an object")
     listed = value.get(key) or []
     if not isinstance(listed, list) or not all(isinstance(v, dict) for v in listed):
-        raise Malformed(f"{key} is not a list of objects")
+        raise MalformedRasStatus(f"{key} is not a list of objects")
     return listed
 
 
@@ -144,7 +144,7 @@ def _communicator(value: Any) -> Communicator:
         ranks.append(Rank(member=member, state=_state(status), counts=_counts(one, collectives)))
         for key in ("init_state", "async_error"):
             if (result := _result(status.get(key))) is not None:
-                failures.append(Failure(member=member, result=result))
+                failures.append(RankFailure(member=member, result=result))
                 break
     missing = tuple(_missing(one) for one in _list(value, "missing_ranks"))
     num_missing = sum(m.unresponsive or m.dead for m in missing)
@@ -168,13 +168,13 @@ def _communicator(value: Any) -> Communicator:
     )
 
 
-def _member(one: dict[str, Any]) -> Member:
+def _member(one: dict[str, Any]) -> CommunicatorMember:
     rank = _number(one.get("rank"))
     if rank is None:
-        raise Malformed("a rank without its number")
+        raise MalformedRasStatus("a rank without its number")
     gpu = _number(one.get("nvml_dev"))
     gpu = _number(one.get("cuda_dev")) if gpu is None else gpu
-    return Member(rank, word(one.get("host")), _number(one.get("pid")), gpu)
+    return CommunicatorMember(rank, word(one.get("host")), _number(one.get("pid")), gpu)
 
 
 def _missing(one: dict[str, Any]) -> Missing:
@@ -226,11 +226,11 @@ def _counts(one: dict[str, Any], collectives: tuple[str, ...]) -> tuple[int, ...
 def _spreads(ranks: Sequence[Rank], collectives: tuple[str, ...]) -> tuple[Spread, ...]:
     spreads = []
     for n, name in enumerate(collectives):
-        by_count: dict[int, list[Member]] = {}
+        by_count: dict[int, list[CommunicatorMember]] = {}
         for r in ranks:
             by_count.setdefault(r.counts[n], []).append(r.member)
         if len(by_count) > 1:
-            levels = (Level(launched=k, num_ranks=len(m), members=tuple(m)) for k, m in by_count.items())
+            levels = (LaunchLevel(launched=k, num_ranks=len(m), members=tuple(m)) for k, m in by_count.items())
             ordered = sorted(levels, key=lambda level: -level.launched)
             spreads.append(Spread(collective=name, levels=tuple(ordered)))
     return tuple(spreads)

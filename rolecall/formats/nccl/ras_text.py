@@ -11,14 +11,14 @@ from rolecall.formats.nccl.ras import (
     NUM_RANKS_MAX,
     NUM_STATUSES_MAX,
     Communicator,
+    CommunicatorMember,
     Condition,
-    Failure,
-    Level,
+    LaunchLevel,
     LostProcess,
-    Malformed,
-    Member,
+    MalformedRasStatus,
     Missing,
     NcclResult,
+    RankFailure,
     RasStatus,
     Spread,
     communicator_hash,
@@ -58,15 +58,15 @@ class _Building:
 
     hash: str
     conditions: set[Condition] = field(default_factory=set)
-    levels: dict[str, list[tuple[int, int, list[Member]]]] = field(default_factory=dict)
-    missing: dict[int, Member] = field(default_factory=dict)
+    levels: dict[str, list[tuple[int, int, list[CommunicatorMember]]]] = field(default_factory=dict)
+    missing: dict[int, CommunicatorMember] = field(default_factory=dict)
     num_missing: int = 0
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[RankFailure] = field(default_factory=list)
 
     def built(self, dead: set[tuple[int | None, str]]) -> Communicator:
         spreads = []
         for name, told in self.levels.items():
-            levels = [Level(launched=at, num_ranks=n, members=tuple(m)) for at, n, m in told]
+            levels = [LaunchLevel(launched=at, num_ranks=n, members=tuple(m)) for at, n, m in told]
             spreads.append(Spread(collective=name, levels=tuple(sorted(levels, key=lambda v: -v.launched))))
         missing = tuple(
             Missing(member=m, unresponsive=True, dead=(m.pid, m.host) in dead) for m in self.missing.values()
@@ -86,12 +86,12 @@ def all_text(text: str) -> list[RasStatus]:
     """All answers in a text, at least one. Raises Malformed."""
     begins = [m.start() for m in re.finditer(r"^Job summary", text, re.MULTILINE)] or [0]
     if len(begins) > NUM_STATUSES_MAX:
-        raise Malformed(f"more than {NUM_STATUSES_MAX:,} answers")
+        raise MalformedRasStatus(f"more than {NUM_STATUSES_MAX:,} answers")
     version = re.search(r"NCCL version ([0-9.]{1,20})", text)
     parts = [text[a:b] for a, b in zip(begins, [*begins[1:], len(text)], strict=True)]
     found = [_TextReader(version.group(1) if version else "").read(part) for part in parts]
     if all(s is None for s in found):
-        raise Malformed("cut short before its table of communicators")
+        raise MalformedRasStatus("cut short before its table of communicators")
     return [s for s in found if s is not None]
 
 
@@ -151,7 +151,7 @@ class _TextReader:
     def _begin(self, got: dict[str, str]) -> None:
         key = communicator_hash(got["hash"])
         if key not in self._built and len(self._built) >= NUM_COMMUNICATORS_MAX:
-            raise Malformed(f"more than {NUM_COMMUNICATORS_MAX:,} communicators")
+            raise MalformedRasStatus(f"more than {NUM_COMMUNICATORS_MAX:,} communicators")
         self._now = self._built.setdefault(key, _Building(key))
         self._collective = None
         self._condition = Condition(got["condition"]) if got["condition"] in set(Condition) else None
@@ -163,7 +163,7 @@ class _TextReader:
             now.num_missing = int(got["n"])
         elif kind == "missing":
             for number in re.findall(r"\d{1,9}", got["ranks"]):
-                now.missing.setdefault(int(number), Member(int(number)))
+                now.missing.setdefault(int(number), CommunicatorMember(int(number)))
         elif kind == "differ":
             name, counts = got["what"].removesuffix(" operation counts"), got["what"].endswith(" operation counts")
             # `collective` (2.24, 2.25): all of them together. Of different states the lines are passed over.
@@ -183,20 +183,20 @@ class _TextReader:
     def _rank(self, now: _Building, kind: str, got: dict[str, str]) -> None:
         self._num_ranks += 1
         if self._num_ranks > NUM_RANKS_MAX:
-            raise Malformed(f"more than {NUM_RANKS_MAX:,} ranks")
+            raise MalformedRasStatus(f"more than {NUM_RANKS_MAX:,} ranks")
         gpu = got["nvml"] or got["gpu"]
         pid = int(got["pid"]) if got["pid"] else None
-        member = Member(int(got["rank"]), word(got["host"]), pid, int(gpu) if gpu else None)
+        member = CommunicatorMember(int(got["rank"]), word(got["host"]), pid, int(gpu) if gpu else None)
         told = now.levels.get(self._collective or "")
         if kind == "rank_error":
-            now.failures.append(Failure(member=member, result=_worded(got["result"])))
+            now.failures.append(RankFailure(member=member, result=_worded(got["result"])))
         elif kind == "rank_level":
             if told is not None:
                 told.append((int(got["at"] or 0), 1, [member]))
         elif self._condition is Condition.INCOMPLETE:
             now.missing[member.rank] = member
         elif self._condition is Condition.ERROR:
-            now.failures.append(Failure(member=member, result=self._result))
+            now.failures.append(RankFailure(member=member, result=self._result))
         elif told:
             told[-1][2].append(member)
 

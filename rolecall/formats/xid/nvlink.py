@@ -51,7 +51,7 @@ def reason(interrupt: int) -> int:
     return (interrupt >> 20) & 0x3F
 
 
-def ruling(code: int, unit: str, interrupt: int, status: int) -> Ruling | None:
+def assess_line(code: int, unit: str, interrupt: int, status: int) -> Ruling | None:
     """`unit`: as the line names it. `interrupt`, `status`: its first two words. None: NVIDIA's table has no such row."""
     said = {unit, *unit.split("/")}
     down_code, down_names, *down_bits = LINK_DOWN_UNIT
@@ -93,7 +93,7 @@ def _ruling(row: tuple[str, str, str], driver: int) -> Ruling:
     )
 
 
-class Sign(StrEnum):
+class NvlinkRegisterError(StrEnum):
     """What a bit in the registers of an XID 74 is a sign of; the worse, the later."""
 
     HARMLESS = "harmless"
@@ -108,39 +108,42 @@ class Sign(StrEnum):
     UNEXPECTED = "unexpected"
 
 
-SIGNS: Mapping[Sign, tuple[str, str]] = MappingProxyType(
+SIGNS: Mapping[NvlinkRegisterError, tuple[str, str]] = MappingProxyType(
     {
-        Sign.HARMLESS: ("nothing of weight", "nothing: it is counted"),
-        Sign.THRESHOLD: (
+        NvlinkRegisterError.HARMLESS: ("nothing of weight", "nothing: it is counted"),
+        NvlinkRegisterError.THRESHOLD: (
             "many corrected ECC errors, none uncorrected",
             "go on; NVIDIA's field diagnostics can check the link",
         ),
-        Sign.CONSEQUENCE: (
+        NvlinkRegisterError.CONSEQUENCE: (
             "a consequence of another error",
             "follow the error that came with it; if there is none, call NVIDIA's support",
         ),
-        Sign.REPEATED: (
+        NvlinkRegisterError.REPEATED: (
             "an error that matters when it repeats",
             "reset the GPU; if it comes back, call NVIDIA's support",
         ),
-        Sign.DIAGNOSE: (
+        NvlinkRegisterError.DIAGNOSE: (
             "an error that matters when it repeats",
             "reset the GPU; if it comes back, run NVIDIA's field diagnostics and call NVIDIA's support",
         ),
-        Sign.SIGNAL: (
+        NvlinkRegisterError.SIGNAL: (
             "signal integrity",
             "follow the errors that came with it; else check the link's mechanical connections and run field diagnostics",
         ),
-        Sign.CONNECTION: (
+        NvlinkRegisterError.CONNECTION: (
             "hardware of the link",
             "check and re-seat the link's mechanical connections; if it comes back, run field diagnostics",
         ),
-        Sign.ECC: ("ECC or parity error", "reset the GPU; more than twice on one link: call NVIDIA's support"),
-        Sign.FABRIC: (
+        NvlinkRegisterError.ECC: (
+            "ECC or parity error",
+            "reset the GPU; more than twice on one link: call NVIDIA's support",
+        ),
+        NvlinkRegisterError.FABRIC: (
             "a consequence of another error, for which the fabric is to be reset",
             "reset the fabric, then follow the error that came with it; if there is none, call NVIDIA's support",
         ),
-        Sign.UNEXPECTED: ("bits that NVIDIA does not expect", "call NVIDIA's support"),
+        NvlinkRegisterError.UNEXPECTED: ("bits that NVIDIA does not expect", "call NVIDIA's support"),
     }
 )
 """In words, and what to do (NVIDIA's WORKFLOW_NVLINK_ERR)."""
@@ -149,16 +152,16 @@ NUM_ECC_TOLERATED = 2
 """On one link; one more is for NVIDIA's support."""
 
 
-def signs(registers: tuple[int, ...]) -> tuple[Sign, ...]:
+def register_errors(registers: tuple[int, ...]) -> tuple[NvlinkRegisterError, ...]:
     """What the registers of an XID 74 say, the least first; empty where they say nothing."""
-    found = set[Sign]()
+    found = set[NvlinkRegisterError]()
     for index, groups in REGISTER_SIGNS.items():
         word = registers[index] if index < len(registers) else 0
         for sign, bits in groups:
             mask = sum(1 << b for b in bits)
             if word & mask:
-                found.add(Sign(sign))
+                found.add(NvlinkRegisterError(sign))
             word &= ~mask
         if word:
-            found.add(Sign.UNEXPECTED)
-    return tuple(sign for sign in Sign if sign in found)
+            found.add(NvlinkRegisterError.UNEXPECTED)
+    return tuple(sign for sign in NvlinkRegisterError if sign in found)

@@ -17,26 +17,26 @@ from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
 from rolecall.detector.artifacts.nccl import ras_status as nccl_status
 from rolecall.detector.artifacts.stacks import diagnosis as stacks
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
-from rolecall.detector.artifacts.stacks.dumps import Dump, Topology
+from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
 from rolecall.detector.artifacts.stacks.positions import shown, stack_of
 from rolecall.detector.base.read_budget import Budget
-from rolecall.watch.evidence.requests import Kind, called
+from rolecall.watch.evidence.requests import EvidenceKind, called
 
 NUM_FRAMES_TOLD = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class EvidenceFile:
     """One file of evidence. `who`: whose stack or dump it is."""
 
-    kind: Kind
+    kind: EvidenceKind
     path: Path
     who: Suspect | None = None
     suspected: bool = False
 
 
 @dataclass(slots=True)
-class Judged:
+class EvidenceAnalysis:
     """`told`: what each part shows, for people. `unread`: files that the detectors cannot read, and why."""
 
     told: list[str] = field(default_factory=list)
@@ -44,15 +44,15 @@ class Judged:
     unread: list[str] = field(default_factory=list)
 
 
-def judge(files: Sequence[Kept]) -> Judged:
+def analyse_evidence(files: Sequence[EvidenceFile]) -> EvidenceAnalysis:
     """Never raises UnreadableInput: what comes from elsewhere may be anything."""
-    judged = Judged()
-    by_kind = {kind: [f for f in files if f.kind is kind] for kind in Kind}
-    parts: tuple[tuple[Kind, Callable[[Sequence[Kept], Judged], None]], ...] = (
-        (Kind.STACKS, _stacks),
-        (Kind.FLIGHT, _flight),
-        (Kind.NCCL, _nccl),
-        (Kind.KERNEL, _kernel),
+    judged = EvidenceAnalysis()
+    by_kind = {kind: [f for f in files if f.kind is kind] for kind in EvidenceKind}
+    parts: tuple[tuple[EvidenceKind, Callable[[Sequence[EvidenceFile], EvidenceAnalysis], None]], ...] = (
+        (EvidenceKind.STACKS, _stacks),
+        (EvidenceKind.FLIGHT, _flight),
+        (EvidenceKind.NCCL, _nccl),
+        (EvidenceKind.KERNEL, _kernel),
     )
     for kind, part in parts:
         if by_kind[kind]:
@@ -67,8 +67,8 @@ def _unread(e: UnreadableInput) -> str:
     return f"{Path(e.where).name}: {e.reason}"
 
 
-def _stacks(files: Sequence[Kept], judged: Judged) -> None:
-    dumps, whose = list[Dump](), dict[tuple[str, int | None], Suspect]()
+def _stacks(files: Sequence[EvidenceFile], judged: EvidenceAnalysis) -> None:
+    dumps, whose = list[StackDump](), dict[tuple[str, int | None], Suspect]()
     for file in files:
         try:
             dump = stack_dumps.read(file.path)
@@ -83,7 +83,7 @@ def _stacks(files: Sequence[Kept], judged: Judged) -> None:
         judged.findings.append(_renamed(found, lambda s: whose.get((s.replica, s.rank))))
 
 
-def _stack_told(dump: Dump, file: Kept) -> str:
+def _stack_told(dump: StackDump, file: EvidenceFile) -> str:
     assert file.who is not None
     stack = stack_of(dump)
     frames = " < ".join(shown(f) for f in stack.frames[:NUM_FRAMES_TOLD])
@@ -92,7 +92,7 @@ def _stack_told(dump: Dump, file: Kept) -> str:
     return f"stack: {called(file.who)}{peer} {stack.doing}: {frames}{held}"
 
 
-def _flight(files: Sequence[Kept], judged: Judged) -> None:
+def _flight(files: Sequence[EvidenceFile], judged: EvidenceAnalysis) -> None:
     dumps, unreadable = flight_dumps.read_many([f.path for f in files], num_processes=1, budget=Budget())
     judged.unread += map(_unread, unreadable)
     if not dumps:
@@ -115,14 +115,14 @@ def _topology(whose: Mapping[int, Suspect]) -> Topology:
     )
 
 
-def _nccl(files: Sequence[Kept], judged: Judged) -> None:
+def _nccl(files: Sequence[EvidenceFile], judged: EvidenceAnalysis) -> None:
     polls = [poll for file in files for poll in nccl_status.read(file.path)]
     findings, remarks = nccl_status.diagnose(polls)
     judged.told += [f"NCCL RAS: {nccl_status.looked_at(polls)}", *(f"NCCL RAS: {text}" for text in remarks)]
     judged.findings += findings
 
 
-def _kernel(files: Sequence[Kept], judged: Judged) -> None:
+def _kernel(files: Sequence[EvidenceFile], judged: EvidenceAnalysis) -> None:
     logs, unread = kernel_logs.read_all([f.path for f in files], (), Budget())
     judged.unread += unread
     judged.told.append(f"kernel: {kernel_findings.looked_at(logs)}")

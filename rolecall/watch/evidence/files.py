@@ -9,10 +9,10 @@ from typing import Any
 
 from rolecall.core.private_file import write_private
 from rolecall.core.text import plain
-from rolecall.detector.base.plain_pickle import MAGIC, NotPlain, loads
+from rolecall.detector.base.plain_pickle import MAGIC, UnsafePickle, loads
 from rolecall.reports.redaction import Redactor
-from rolecall.watch.evidence.diagnosis import Kept
-from rolecall.watch.evidence.requests import Ask, Kind
+from rolecall.watch.evidence.diagnosis import EvidenceFile
+from rolecall.watch.evidence.requests import EvidenceKind, EvidenceRequest
 
 INCIDENT_BYTES_MAX = 64 << 20
 NUM_KEPT_MAX = 500
@@ -21,7 +21,7 @@ LINE_CHARS_MAX = 16_384
 STACKS = "stacks-"
 
 
-class NoEvidence(Exception):
+class EvidenceRejected(Exception):
     """An answer cannot be kept: why."""
 
 
@@ -36,7 +36,7 @@ class EvidenceFiles:
         folder.mkdir(mode=0o700, exist_ok=True)
         self._folder, self._known, self._room = folder, known, INCIDENT_BYTES_MAX
 
-    def keep(self, ask: Ask, number: int, body: bytes, wall_at: float) -> Kept:
+    def keep(self, ask: EvidenceRequest, number: int, body: bytes, wall_at: float) -> EvidenceFile:
         """`number`: stands for the rank of a dump that does not say it itself. `wall_at`: when it was so.
 
         Raises:
@@ -45,44 +45,44 @@ class EvidenceFiles:
         """
         try:
             content = redacted(ask.kind, body, self._known)
-        except (NotPlain, ValueError, RecursionError) as e:
-            raise NoEvidence(f"its agent's answer makes no sense ({e})") from None
+        except (UnsafePickle, ValueError, RecursionError) as e:
+            raise EvidenceRejected(f"its agent's answer makes no sense ({e})") from None
         if len(content) > self._room:
-            raise NoEvidence(f"left out, over {INCIDENT_BYTES_MAX >> 20} MiB for this incident")
+            raise EvidenceRejected(f"left out, over {INCIDENT_BYTES_MAX >> 20} MiB for this incident")
         self._room -= len(content)
         path = self._folder / _name(ask, number)
         write_private(path, content)
         os.utime(path, (wall_at, wall_at))  # the detectors read in it how long somebody had waited
-        return Kept(kind=ask.kind, path=path, who=ask.who, suspected=ask.suspected)
+        return EvidenceFile(kind=ask.kind, path=path, who=ask.who, suspected=ask.suspected)
 
 
-def _name(ask: Ask, number: int) -> str:
-    if ask.kind is Kind.FLIGHT:
+def _name(ask: EvidenceRequest, number: int) -> str:
+    if ask.kind is EvidenceKind.FLIGHT:
         name = f"flight_rank_{number}.json"
     elif ask.who is not None:
         name = f"{STACKS}{ask.who.replica}-rank_{ask.who.rank}.json"
     else:
-        name = f"nccl_ras-{ask.node}.json" if ask.kind is Kind.NCCL else f"kernel-{ask.node}.log"
+        name = f"nccl_ras-{ask.node}.json" if ask.kind is EvidenceKind.NCCL else f"kernel-{ask.node}.log"
     return "".join(c if c.isascii() and (c.isalnum() or c in "._-") else "-" for c in name)
 
 
-def redacted(kind: Kind, body: bytes, known: Redactor) -> bytes:
+def redacted(kind: EvidenceKind, body: bytes, known: Redactor) -> bytes:
     """What is kept of an answer: JSON or lines, without what must not leave.
 
     Raises:
         NotPlain, ValueError, RecursionError: it is not of this kind.
     """
-    if kind is Kind.STACKS:
+    if kind is EvidenceKind.STACKS:
         value = json.loads(body)
         if not isinstance(value, Mapping) or not isinstance(value.get("threads"), list):
             raise ValueError("no list of threads")
         return _json({**known.value(value), "one_of_some": True})
-    if kind is Kind.FLIGHT:
+    if kind is EvidenceKind.FLIGHT:
         value = loads(body) if MAGIC.match(body) else json.loads(body)
         if not isinstance(value, Mapping):
             raise ValueError("no dump")
         return _json(_names_kept(value, known))
-    if kind is Kind.NCCL:
+    if kind is EvidenceKind.NCCL:
         with suppress(ValueError):  # NCCL before 2.29 writes damaged JSON, which its reader mends: kept as lines
             return _json(_names_kept(json.loads(body), known))
     return _lines(body, known)

@@ -22,14 +22,14 @@ from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 from rolecall.detector.live.stages.pulled_evidence import SETTLES
-from rolecall.detector.live.subject import Subject
+from rolecall.detector.live.subject import MonitoredProcess
 from rolecall.recovery.intake import finite
-from rolecall.recovery.interfaces import Account
+from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.reports.incident_material import EVIDENCE_DIR, run_redactor
-from rolecall.watch.evidence.diagnosis import Judged, Kept, judge
-from rolecall.watch.evidence.files import EvidenceFiles, NoEvidence
-from rolecall.watch.evidence.query import NotHad, asked
-from rolecall.watch.evidence.requests import Ask, Kind, called, wanted
+from rolecall.watch.evidence.diagnosis import EvidenceAnalysis, EvidenceFile, analyse_evidence
+from rolecall.watch.evidence.files import EvidenceFiles, EvidenceRejected
+from rolecall.watch.evidence.query import EvidenceRequestFailed, request_evidence
+from rolecall.watch.evidence.requests import EvidenceKind, EvidenceRequest, called, select_evidence
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,12 @@ ASKED_AT_ONCE = 16
 NUM_INCIDENTS_AT_ONCE = 2
 NUM_WAITING_MAX = 32
 BUSY_PAUSE_SECONDS = 0.2
-BYTES_MAX = {Kind.STACKS: 2 << 20, Kind.FLIGHT: 8 << 20, Kind.NCCL: 4 << 20, Kind.KERNEL: 1 << 20}
+BYTES_MAX = {
+    EvidenceKind.STACKS: 2 << 20,
+    EvidenceKind.FLIGHT: 8 << 20,
+    EvidenceKind.NCCL: 4 << 20,
+    EvidenceKind.KERNEL: 1 << 20,
+}
 """Of one answer. A trainer with 30 threads of 40 frames takes 0.3 MB, a dump of 2,000 entries as much to 1 MB."""
 NUM_TOLD_MAX = 40
 """Sentences of each kind in the event."""
@@ -55,12 +60,12 @@ WRONG_TOKEN = "give the watch the token of these agents (docs/agent.md, Security
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
     incident_id: str
-    asks: tuple[Ask, ...]
+    asks: tuple[EvidenceRequest, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    ask: Ask
+class _EvidenceResponse:
+    ask: EvidenceRequest
     body: bytes | None = None  # None: it is missing
     wall_at: float = 0.0
     missing: str = ""
@@ -74,7 +79,7 @@ class EvidencePull:
         run: RunDir,
         agents: Callable[[], Mapping[str, str]],
         authorization: str,
-        fleet: Callable[[], Iterable[Subject]],
+        fleet: Callable[[], Iterable[MonitoredProcess]],
         clock: Clock,
         *,
         deadline_seconds: float = DEADLINE_SECONDS,
@@ -84,13 +89,13 @@ class EvidencePull:
         self._run, self._agents, self._authorization, self._fleet = run, agents, authorization, fleet
         self._clock, self._deadline_seconds = clock, deadline_seconds
         self._jobs: queue.Queue[_Job] = queue.Queue(NUM_WAITING_MAX)
-        self._heard: deque[Account] = deque()
+        self._heard: deque[CollectedEvidence] = deque()
         self._findings: deque[Finding] = deque()
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def ask(self, incident_id: str, diagnosis: Diagnosis) -> None:
-        asks = tuple(wanted(diagnosis, self._fleet()))
+        asks = tuple(select_evidence(diagnosis, self._fleet()))
         if not asks:
             return
         if not self._authorization:
@@ -109,7 +114,7 @@ class EvidencePull:
             because = f"no evidence was asked for: that of {NUM_WAITING_MAX} other incidents is waited for"
             self._tell(incident_id, missing=[because])
 
-    def heard(self) -> list[Account]:
+    def heard(self) -> list[CollectedEvidence]:
         return [self._heard.popleft() for _ in range(len(self._heard))]
 
     def findings(self) -> tuple[Finding, ...]:
@@ -141,47 +146,49 @@ class EvidencePull:
         try:
             kept, refused = self._kept(job, answers, begun + 2 * self._deadline_seconds)
             missing += refused
-            judged = judge(kept)
+            judged = analyse_evidence(kept)
         except OSError as e:
-            kept, judged = [], Judged()
+            kept, judged = [], EvidenceAnalysis()
             missing.append(f"what was had could not be kept: {e.strerror or e}")
         seconds = self._clock.monotonic() - begun
         self._findings.extend(f for f in judged.findings if f.fault_class in SETTLES)
         self._tell(job.incident_id, kept=kept, judged=judged, missing=missing, seconds=seconds)
 
-    def _kept(self, job: _Job, answers: Sequence[_Answer], until: float) -> tuple[list[Kept], list[str]]:
+    def _kept(
+        self, job: _Job, answers: Sequence[_EvidenceResponse], until: float
+    ) -> tuple[list[EvidenceFile], list[str]]:
         """The files, and why there are no more. `until`: redacting takes a second for a few megabytes. Raises OSError."""
         # A kernel log may be empty; anything else that is empty makes no sense.
-        had = [(a, a.body) for a in answers if a.body is not None and (a.body or a.ask.kind is not Kind.KERNEL)]
+        had = [(a, a.body) for a in answers if a.body is not None and (a.body or a.ask.kind is not EvidenceKind.KERNEL)]
         if not had:
             return [], []
         known = run_redactor(self._run, nodes=[a.node for a in job.asks])
         files = EvidenceFiles(self._run.path / EVIDENCE_DIR / job.incident_id, known)
-        numbers = _dump_numbers([a for a in job.asks if a.kind is Kind.FLIGHT])
-        kept, refused = list[Kept](), list[str]()
+        numbers = _dump_numbers([a for a in job.asks if a.kind is EvidenceKind.FLIGHT])
+        kept, refused = list[EvidenceFile](), list[str]()
         for a, body in had:
             if self._clock.monotonic() > until:
                 refused.append(f"{a.ask.what}: had, and no time was left to redact it")
                 continue
             try:
                 kept.append(files.keep(a.ask, numbers.get(a.ask, 0), body, a.wall_at))
-            except NoEvidence as e:
+            except EvidenceRejected as e:
                 refused.append(f"{a.ask.what}: {plain(e, 300)}")
         return kept, refused
 
-    def _answers(self, asks: Sequence[Ask], until: float) -> list[_Answer]:
+    def _answers(self, asks: Sequence[EvidenceRequest], until: float) -> list[_EvidenceResponse]:
         """In the order of `asks`; each is answered, or missing, once `until` is past."""
         try:
             urls = dict(self._agents())
         except (OSError, ValueError) as e:
-            return [_Answer(ask=a, missing=f"the list of agents cannot be read: {e}") for a in asks]
-        by_node: dict[str, list[Ask]] = {}
+            return [_EvidenceResponse(ask=a, missing=f"the list of agents cannot be read: {e}") for a in asks]
+        by_node: dict[str, list[EvidenceRequest]] = {}
         for ask in asks:
             by_node.setdefault(ask.node, []).append(ask)
         nodes: queue.SimpleQueue[str] = queue.SimpleQueue()
         for node in by_node:
             nodes.put(node)
-        told: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        told: queue.SimpleQueue[_EvidenceResponse] = queue.SimpleQueue()
 
         def converse() -> None:
             while True:
@@ -193,7 +200,7 @@ class EvidencePull:
 
         for n in range(min(ASKED_AT_ONCE, len(by_node))):
             threading.Thread(target=converse, name=f"evidence-ask-{n}", daemon=True).start()
-        found: dict[Ask, _Answer] = {}
+        found: dict[EvidenceRequest, _EvidenceResponse] = {}
         while len(found) < len(asks):
             left = until - self._clock.monotonic()
             try:
@@ -202,33 +209,35 @@ class EvidencePull:
                 break
             found[answer.ask] = answer
         late = f"no answer within the {self._deadline_seconds:.0f} s that evidence may take"
-        return [found.get(a) or _Answer(ask=a, missing=late) for a in asks]
+        return [found.get(a) or _EvidenceResponse(ask=a, missing=late) for a in asks]
 
-    def _of_node(self, url: str, asks: Sequence[Ask], until: float, told: "queue.SimpleQueue[_Answer]") -> None:
+    def _of_node(
+        self, url: str, asks: Sequence[EvidenceRequest], until: float, told: "queue.SimpleQueue[_EvidenceResponse]"
+    ) -> None:
         """Asks one agent, one thing after the other; after it did not answer at all, nothing more."""
         gone = "" if url else "its agent is not there"
         for ask in asks:
             if gone or self._closed.is_set():
-                told.put(_Answer(ask=ask, missing=gone or "the watch ended"))
+                told.put(_EvidenceResponse(ask=ask, missing=gone or "the watch ended"))
                 continue
             try:
                 body = self._one(url, ask, until)
-                told.put(_Answer(ask=ask, body=body, wall_at=self._clock.wall()))
-            except NotHad as e:
+                told.put(_EvidenceResponse(ask=ask, body=body, wall_at=self._clock.wall()))
+            except EvidenceRequestFailed as e:
                 gone = "" if e.status else str(e)
-                told.put(_Answer(ask=ask, missing=_worded(ask, e)))
+                told.put(_EvidenceResponse(ask=ask, missing=_worded(ask, e)))
 
-    def _one(self, url: str, ask: Ask, until: float) -> bytes:
+    def _one(self, url: str, ask: EvidenceRequest, until: float) -> bytes:
         """Raises NotHad."""
         pid = "" if ask.who is None or ask.who.process is None else f"?pid={ask.who.process.pid}"
         while True:
             left = until - self._clock.monotonic()
             if left <= 0 or self._closed.is_set():
-                raise NotHad(f"not had within the {self._deadline_seconds:.0f} s that evidence may take")
+                raise EvidenceRequestFailed(f"not had within the {self._deadline_seconds:.0f} s that evidence may take")
             path = f"/v1/evidence/{ask.kind}{pid}"
             try:
-                return asked(url, path, self._authorization, seconds=left, bytes_max=BYTES_MAX[ask.kind])
-            except NotHad as e:
+                return request_evidence(url, path, self._authorization, seconds=left, bytes_max=BYTES_MAX[ask.kind])
+            except EvidenceRequestFailed as e:
                 if e.status != HTTPStatus.TOO_MANY_REQUESTS:
                     raise
             self._closed.wait(BUSY_PAUSE_SECONDS)  # it dumps another process for somebody else
@@ -237,12 +246,12 @@ class EvidencePull:
         self,
         incident_id: str,
         *,
-        kept: Sequence[Kept] = (),
-        judged: Judged | None = None,
+        kept: Sequence[EvidenceFile] = (),
+        judged: EvidenceAnalysis | None = None,
         missing: Sequence[str] = (),
         seconds: float = 0.0,
     ) -> None:
-        judged = judged or Judged()
+        judged = judged or EvidenceAnalysis()
         if not kept and not missing:
             return  # what was asked for is no part of these agents
         body = {
@@ -253,10 +262,10 @@ class EvidencePull:
             "missing": [plain(text) for text in (*missing, *judged.unread)[:NUM_TOLD_MAX]],
             "seconds": round(seconds, 3),
         }
-        self._heard.append(Account(incident_id=incident_id, body=finite(body)))
+        self._heard.append(CollectedEvidence(incident_id=incident_id, body=finite(body)))
 
 
-def _dump_numbers(asks: Sequence[Ask]) -> dict[Ask, int]:
+def _dump_numbers(asks: Sequence[EvidenceRequest]) -> dict[EvidenceRequest, int]:
     """What stands for the rank of a dump that does not say it itself: the registered one, if it is each one's own."""
     ranks = [a.who.rank for a in asks if a.who is not None and a.who.rank is not None]
     own = len(set(ranks)) == len(asks)
@@ -266,16 +275,16 @@ def _dump_numbers(asks: Sequence[Ask]) -> dict[Ask, int]:
 # --- words ----------------------------------------------------------------------------------------------------------
 
 
-def _worded(ask: Ask, e: NotHad) -> str:
+def _worded(ask: EvidenceRequest, e: EvidenceRequestFailed) -> str:
     """Why it is missing; empty where that is nothing to speak of."""
     if e.status == HTTPStatus.NOT_FOUND and ask.who is None:
         return ""  # an agent without this collector, or of before it
     return f"{e}; {WRONG_TOKEN}" if e.status == HTTPStatus.UNAUTHORIZED else str(e)
 
 
-def _missing(answers: Sequence[_Answer]) -> list[str]:
+def _missing(answers: Sequence[_EvidenceResponse]) -> list[str]:
     """One sentence a reason, with what it cost."""
-    by_reason: dict[tuple[str, str, Kind], list[str]] = {}
+    by_reason: dict[tuple[str, str, EvidenceKind], list[str]] = {}
     for a in answers:
         if a.missing:
             names = by_reason.setdefault((a.missing, a.ask.node, a.ask.kind), [])
@@ -293,22 +302,22 @@ def _listed(names: Sequence[str]) -> str:
 
 
 _WORDS = {
-    Kind.STACKS: ("stack", "stacks"),
-    Kind.FLIGHT: ("Flight Recorder dump", "Flight Recorder dumps"),
-    Kind.NCCL: ("answer of NCCL RAS", "answers of NCCL RAS"),
-    Kind.KERNEL: ("kernel log", "kernel logs"),
+    EvidenceKind.STACKS: ("stack", "stacks"),
+    EvidenceKind.FLIGHT: ("Flight Recorder dump", "Flight Recorder dumps"),
+    EvidenceKind.NCCL: ("answer of NCCL RAS", "answers of NCCL RAS"),
+    EvidenceKind.KERNEL: ("kernel log", "kernel logs"),
 }
 
 
-def _because(kept: Sequence[Kept], judged: Judged, missing: Sequence[str]) -> str:
-    numbers = [(kind, sum(f.kind is kind for f in kept)) for kind in Kind]
+def _because(kept: Sequence[EvidenceFile], judged: EvidenceAnalysis, missing: Sequence[str]) -> str:
+    numbers = [(kind, sum(f.kind is kind for f in kept)) for kind in EvidenceKind]
     had = [f"{n} {_WORDS[kind][n > 1]}" for kind, n in numbers if n]
     said = [f.because for f in judged.findings]
     told = ", ".join(had) or "no evidence"
     return plain("; ".join([told, *said[:NUM_NAMED_MAX], *(missing[:1] if not had else ())]))
 
 
-def _described(file: Kept, root: Path) -> dict[str, Any]:
+def _described(file: EvidenceFile, root: Path) -> dict[str, Any]:
     content = file.path.read_bytes()
     return {
         "name": str(file.path.relative_to(root)),

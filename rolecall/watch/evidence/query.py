@@ -19,7 +19,7 @@ REASON_BYTES_MAX = 4096
 REASON_CHARS_MAX = 300
 
 
-class NotHad(Exception):
+class EvidenceRequestFailed(Exception):
     """There is no such evidence: why, in words. `status`: of the agent's answer, 0 without one."""
 
     def __init__(self, reason: str, status: int = 0) -> None:
@@ -27,7 +27,7 @@ class NotHad(Exception):
         super().__init__(reason)
 
 
-def asked(url: str, path: str, authorization: str, *, seconds: float, bytes_max: int) -> bytes:
+def request_evidence(url: str, path: str, authorization: str, *, seconds: float, bytes_max: int) -> bytes:
     """What the agent at `url` answers to `path`, within `seconds`.
 
     Raises:
@@ -39,7 +39,7 @@ def asked(url: str, path: str, authorization: str, *, seconds: float, bytes_max:
         connection = made(parts.hostname or "", parts.port, timeout=min(seconds, CONNECT_SECONDS))
         connection.connect()
     except (OSError, ValueError, http.client.HTTPException) as e:
-        raise NotHad(f"its agent does not answer ({_short(e)})") from None
+        raise EvidenceRequestFailed(f"its agent does not answer ({_short(e)})") from None
     late = threading.Event()
     sock = connection.sock
 
@@ -56,19 +56,21 @@ def asked(url: str, path: str, authorization: str, *, seconds: float, bytes_max:
         connection.request("GET", path, headers={"Authorization": authorization})
         answer = connection.getresponse()
         if answer.status != HTTPStatus.OK:
-            raise NotHad(_reason(answer), answer.status)
+            raise EvidenceRequestFailed(_reason(answer), answer.status)
         body = answer.read(bytes_max + 1)
         whole = not answer.length  # what is still to come; None where nobody said how much
     except (OSError, ValueError, http.client.HTTPException) as e:
         in_time = f"no complete answer of its agent within {seconds:.0f} s"
-        raise NotHad(in_time if late.is_set() else f"the connection to its agent broke ({_short(e)})") from None
+        raise EvidenceRequestFailed(
+            in_time if late.is_set() else f"the connection to its agent broke ({_short(e)})"
+        ) from None
     finally:
         timer.cancel()
         connection.close()
     if len(body) > bytes_max:
-        raise NotHad(f"more than {bytes_max:,} bytes", answer.status)
+        raise EvidenceRequestFailed(f"more than {bytes_max:,} bytes", answer.status)
     if late.is_set() or not whole:
-        raise NotHad(f"no complete answer of its agent within {seconds:.0f} s")
+        raise EvidenceRequestFailed(f"no complete answer of its agent within {seconds:.0f} s")
     return body
 
 

@@ -16,7 +16,7 @@ from heapq import nsmallest
 from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
 from rolecall.core.telemetry import Phase
 from rolecall.detector.base.findings import suspect
-from rolecall.detector.live.subject import Subject
+from rolecall.detector.live.subject import MonitoredProcess
 
 NUM_STACKS_MAX = 16
 """Of suspects. A tie names all members of its group."""
@@ -27,7 +27,7 @@ NUM_NODES_MAX = 4
 """Nodes that are asked for kernel lines; one answer of RAS covers the whole job."""
 
 
-class Kind(StrEnum):
+class EvidenceKind(StrEnum):
     """As the agent's path names it: `/v1/evidence/<kind>`."""
 
     STACKS = "stacks"
@@ -42,10 +42,10 @@ KERNEL = STACKS | {FaultClass.CRASH, FaultClass.GPU, FaultClass.NODE_LOST}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class EvidenceRequest:
     """One question to one agent. `who`: of stacks and dumps, with its process."""
 
-    kind: Kind
+    kind: EvidenceKind
     node: str
     who: Suspect | None = None
     suspected: bool = False
@@ -54,7 +54,11 @@ class Ask:
     def what(self) -> str:
         """For sentences: `stack of trainer/3 rank 3`."""
         name = "" if self.who is None else " of " + called(self.who)
-        words = {Kind.STACKS: "stack", Kind.FLIGHT: "Flight Recorder dump", Kind.NCCL: "state of NCCL RAS"}
+        words = {
+            EvidenceKind.STACKS: "stack",
+            EvidenceKind.FLIGHT: "Flight Recorder dump",
+            EvidenceKind.NCCL: "state of NCCL RAS",
+        }
         return f"{words.get(self.kind, 'kernel log')}{name or f' of {self.node}'}"
 
 
@@ -63,7 +67,7 @@ def called(who: Suspect) -> str:
     return f"{who.replica or who.role}{rank}".strip() or str(who.node)
 
 
-def wanted(diagnosis: Diagnosis, fleet: Iterable[Subject]) -> list[Ask]:
+def select_evidence(diagnosis: Diagnosis, fleet: Iterable[MonitoredProcess]) -> list[EvidenceRequest]:
     """Suspects first: what is asked last may come too late."""
     alive = [s for s in fleet if s.process is not None and not s.gone]
     accused = _accused(alive, diagnosis)
@@ -73,45 +77,45 @@ def wanted(diagnosis: Diagnosis, fleet: Iterable[Subject]) -> list[Ask]:
     named = [s for s in diagnosis.suspects if s.process is not None and not alive and s.process not in known]
     suspects = [*map(suspect, accused), *named]
     fault = diagnosis.fault_class
-    asks: list[Ask] = []
+    asks: list[EvidenceRequest] = []
     if fault in STACKS:
-        asks += [_of(Kind.STACKS, who, True) for who in suspects[:NUM_STACKS_MAX]]
-        asks += [_of(Kind.STACKS, suspect(s), False) for s in _peers(accused, alive)]
+        asks += [_of(EvidenceKind.STACKS, who, True) for who in suspects[:NUM_STACKS_MAX]]
+        asks += [_of(EvidenceKind.STACKS, suspect(s), False) for s in _peers(accused, alive)]
     if fault in WAITS:
-        asks += [_of(Kind.FLIGHT, suspect(s), s.key in keys) for s in _members(accused, alive)]
+        asks += [_of(EvidenceKind.FLIGHT, suspect(s), s.key in keys) for s in _members(accused, alive)]
     nodes = list(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node))[:NUM_NODES_MAX]
     if fault in WAITS and nodes:
-        asks.append(Ask(kind=Kind.NCCL, node=_one_that_answers(nodes, alive)))
+        asks.append(EvidenceRequest(kind=EvidenceKind.NCCL, node=_one_that_answers(nodes, alive)))
     if fault in KERNEL:
-        asks += [Ask(kind=Kind.KERNEL, node=node) for node in nodes]
+        asks += [EvidenceRequest(kind=EvidenceKind.KERNEL, node=node) for node in nodes]
     return asks
 
 
-def _of(kind: Kind, who: Suspect, suspected: bool) -> Ask:
+def _of(kind: EvidenceKind, who: Suspect, suspected: bool) -> EvidenceRequest:
     assert who.process is not None
-    return Ask(kind=kind, node=str(who.process.node), who=who, suspected=suspected)
+    return EvidenceRequest(kind=kind, node=str(who.process.node), who=who, suspected=suspected)
 
 
-def _accused(alive: Sequence[Subject], diagnosis: Diagnosis) -> list[Subject]:
+def _accused(alive: Sequence[MonitoredProcess], diagnosis: Diagnosis) -> list[MonitoredProcess]:
     """Processes of the suspects: of the ranks that are named, of whole replicas, of whole nodes."""
     whole = {str(who.node) for who in diagnosis.suspects if who.node and not who.replica}
     named = {(who.replica, who.rank, who.incarnation) for who in diagnosis.suspects if who.replica}
 
-    def is_named(s: Subject) -> bool:
+    def is_named(s: MonitoredProcess) -> bool:
         # A suspect without a rank, or an incarnation, stands for all of them.
         return any((s.replica, rank, number) in named for rank in (s.rank, None) for number in (s.incarnation, None))
 
     return [s for s in alive if s.node in whole or is_named(s)]
 
 
-def _peers(accused: Sequence[Subject], alive: Sequence[Subject]) -> list[Subject]:
+def _peers(accused: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:
     """Of the suspects' roles, on other nodes if there are: they do the same work, and are not accused."""
     roles, nodes, keys = {s.role for s in accused}, {s.node for s in accused}, {s.key for s in accused}
     others = (s for s in alive if s.role in roles and s.key not in keys)
     return nsmallest(NUM_PEERS, others, key=lambda s: (s.node in nodes, s.key))
 
 
-def _members(accused: Sequence[Subject], alive: Sequence[Subject]) -> list[Subject]:
+def _members(accused: Sequence[MonitoredProcess], alive: Sequence[MonitoredProcess]) -> list[MonitoredProcess]:
     """Who takes part in the collectives of the suspects: all of a role whose processes count collectives."""
     roles = {s.role for s in accused}
     members = [s for s in alive if s.role in roles and s.reports]
@@ -120,11 +124,11 @@ def _members(accused: Sequence[Subject], alive: Sequence[Subject]) -> list[Subje
     return nsmallest(NUM_FLIGHT_MAX, members, key=lambda s: s.key)
 
 
-def _in_collectives(s: Subject) -> bool:
+def _in_collectives(s: MonitoredProcess) -> bool:
     return s.sample is not None and (s.sample.collectives_entered > 0 or s.phase == Phase.REDUCE)
 
 
-def _one_that_answers(nodes: Sequence[str], alive: Sequence[Subject]) -> str:
+def _one_that_answers(nodes: Sequence[str], alive: Sequence[MonitoredProcess]) -> str:
     """RAS tells of the whole job wherever it is asked: a node with live processes rather than another."""
     living = {s.node for s in alive}
     return next((n for n in nodes if n in living), nodes[0])

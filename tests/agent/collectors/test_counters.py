@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.counters import KeptFiles, read_whole
+from rolecall.agent.collectors.counters import OpenFileCache, read_whole
 
 
 def num_open() -> int:
@@ -14,7 +14,7 @@ def num_open() -> int:
 
 def test_a_kept_file_is_read_anew_each_time_and_only_some_stay_open(tmp_path: Path) -> None:
     paths = [tmp_path / str(n) for n in range(5)]
-    files, before = KeptFiles(num_max=3), num_open()
+    files, before = OpenFileCache(num_max=3), num_open()
     for look in range(3):
         for n, path in enumerate(paths):
             path.write_text(f"{look * 10 + n}\n")
@@ -30,7 +30,7 @@ def test_of_a_device_that_went_and_came_the_new_file_is_read(tmp_path: Path) -> 
     path, other = tmp_path / "nic1" / "count", tmp_path / "nic10" / "count"
     path.write_text("1")
     other.write_text("7")
-    files, before = KeptFiles(), num_open()
+    files, before = OpenFileCache(), num_open()
     assert (files.number(str(path)), files.number(str(other))) == (1, 7)
     path.unlink()
     path.write_text("2")
@@ -44,7 +44,7 @@ def test_a_kept_file_that_answers_with_an_error_is_opened_anew(tmp_path: Path) -
     """As one of sysfs whose device is gone; here its descriptor is made that of a folder, which cannot be read."""
     path = tmp_path / "count"
     path.write_text("1")
-    files = KeptFiles()
+    files = OpenFileCache()
     assert files.number(str(path)) == 1
     (kept,) = files._open.values()
     folder = os.open(tmp_path, os.O_RDONLY)

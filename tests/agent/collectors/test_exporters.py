@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rolecall.agent.collectors.base import CannotRead
+from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.collectors.exporters.collector import NUM_GPUS_MAX, dcgm_exporter, node_exporter
 from rolecall.agent.http.exposition import Exposition
 from rolecall.core.ids import NodeId
@@ -171,7 +171,7 @@ def test_a_page_of_several_hosts(server: PageServer) -> None:
     far = dcgm_page(0).replace('"gpu-7"', '"gpu-8"').replace("} 37\n", "} 99\n")
     server.show(far + dcgm_page(0))
     with pytest.raises(
-        CannotRead, match=r"speaks of 2 hosts \(gpu-7, gpu-8\), none of which is node-1: set `hostname`"
+        CollectorUnavailable, match=r"speaks of 2 hosts \(gpu-7, gpu-8\), none of which is node-1: set `hostname`"
     ):
         dcgm_exporter(NODE, url=server.url).read(0.0)
     found = of_gpu(dcgm_exporter(NODE, url=server.url, hostname="gpu-7").read(0.0).values)
@@ -195,7 +195,7 @@ def test_malformed_lines_are_counted_and_the_rest_stands(server: PageServer) -> 
 def test_an_exporter_that_is_down_is_told_by_address_and_comes_back(server: PageServer) -> None:
     server.answer = http_page("", "503 Service Unavailable")
     collector = dcgm_exporter(NODE, url=server.url)
-    with pytest.raises(CannotRead, match=f"{server.url}: answers with status 503"):
+    with pytest.raises(CollectorUnavailable, match=f"{server.url}: answers with status 503"):
         collector.read(0.0)
     server.show(dcgm_page(0))
     assert of_gpu(collector.read(5.0).values)["up",] == 1.0
@@ -204,7 +204,7 @@ def test_an_exporter_that_is_down_is_told_by_address_and_comes_back(server: Page
 @pytest.mark.parametrize("page", ["", "up 1\n", 'DCGM_FI_DEV_GPU_TEMP{nvswitch="0"} 3\n'])
 def test_a_page_without_gpus_cannot_be_read(server: PageServer, page: str) -> None:
     server.show(page)
-    with pytest.raises(CannotRead, match=f"{server.url}: no series of a GPU on this page"):
+    with pytest.raises(CollectorUnavailable, match=f"{server.url}: no series of a GPU on this page"):
         dcgm_exporter(NODE, url=server.url).read(0.0)
 
 
@@ -330,7 +330,7 @@ def test_labels_that_lack_cost_only_their_series(server: PageServer) -> None:
 
 def test_a_page_of_somebody_else(server: PageServer) -> None:
     server.show(dcgm_page(0))
-    with pytest.raises(CannotRead, match="no series of node_exporter on this page"):
+    with pytest.raises(CollectorUnavailable, match="no series of node_exporter on this page"):
         node_exporter(NODE, url=server.url).read(0.0)
 
 
@@ -369,7 +369,7 @@ def test_a_real_node_exporter() -> None:
         def answered() -> bool:
             try:
                 found.update(of_node(collector.read(0.0).values))
-            except CannotRead:
+            except CollectorUnavailable:
                 return False
             return True
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.base import Reading
+from rolecall.agent.collectors.base import CollectorReading
 from rolecall.agent.collectors.file_changes import FileChanges
 from rolecall.agent.collectors.gpu.xid_merger import XidMerger
 from rolecall.agent.collectors.kernel.collector import KernelLogCollector
@@ -61,7 +61,7 @@ def collector(path: Path) -> KernelLogCollector:
 def test_a_look_waits_for_a_line(tmp_path: Path) -> None:
     path = tmp_path / "kern.log"
     write(path, LINE + "\n")
-    it, found = collector(path), list[Reading]()
+    it, found = collector(path), list[CollectorReading]()
     assert len(it.read(0.0).facts) == 1, "what is there already is not waited for"
     it.read(0.0)  # nor is anything before there is a watch
     assert woken(lambda: found.append(it.read(0.0)), lambda: write(path, LINE.replace("79", "48") + "\n"))
@@ -72,7 +72,7 @@ def test_a_look_waits_for_a_line(tmp_path: Path) -> None:
 def test_a_look_goes_on_with_the_file_that_follows(tmp_path: Path) -> None:
     path = tmp_path / "kern.log"
     write(path, LINE + "\n")
-    it, found = collector(path), list[Reading]()
+    it, found = collector(path), list[CollectorReading]()
     for _ in range(2):
         it.read(0.0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rolecall.agent.collectors.base import CannotRead, Fact, Reading
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, Fact
 from rolecall.agent.collectors.gpu.collector import GpuCollector
 from rolecall.agent.collectors.gpu.events import GpuEventsCollector
 from rolecall.agent.collectors.gpu.faults import Conditions
@@ -47,14 +47,14 @@ def events(library: Path, machine: Machine) -> Iterator[GpuEventsCollector]:
     collector.close()
 
 
-def value(reading: Reading, name: str, *labels: str) -> float | None:
+def value(reading: CollectorReading, name: str, *labels: str) -> float | None:
     """Of `rolecall_gpu_<name>` of GPU `labels[0]`; None: there is no such series."""
     found = [v.value for v in reading.values if v.metric.name == f"rolecall_gpu_{name}" and v.labels == (NODE, *labels)]
     assert len(found) <= 1, "one series twice"
     return found[0] if found else None
 
 
-def told(reading: Reading) -> list[tuple[AgentEventKind, str]]:
+def told(reading: CollectorReading) -> list[tuple[AgentEventKind, str]]:
     return [(f.kind, f.detail["gpu"]) for f in reading.facts]
 
 
@@ -430,25 +430,25 @@ def test_a_driver_that_is_not_there_says_so(
     gpus: GpuCollector, events: GpuEventsCollector, machine: Machine, code: int, reason: str
 ) -> None:
     machine.set({"init": code})
-    with pytest.raises(CannotRead, match=reason):
+    with pytest.raises(CollectorUnavailable, match=reason):
         gpus.read(100.0)
-    with pytest.raises(CannotRead, match=reason):
+    with pytest.raises(CollectorUnavailable, match=reason):
         events.read(100.0)
     machine.set({"init": 0})
     assert value(gpus.read(105.0), "up", "0") == 1
 
 
 def test_a_library_that_is_not_there_is_named(machine: Machine, tmp_path: Path) -> None:
-    with pytest.raises(CannotRead, match=r"nowhere\.so"):
+    with pytest.raises(CollectorUnavailable, match=r"nowhere\.so"):
         GpuCollector(NODE, library=tmp_path / "nowhere.so").read(100.0)
 
 
 def test_a_driver_that_goes_away_and_comes_back_with_one_gpu_less(gpus: GpuCollector, machine: Machine) -> None:
     gpus.read(100.0)
     machine.set({"error.nvmlDeviceGetPowerUsage": 9, "init": 9})
-    with pytest.raises(CannotRead, match="went away"):
+    with pytest.raises(CollectorUnavailable, match="went away"):
         gpus.read(101.0)
-    with pytest.raises(CannotRead, match="not loaded"):
+    with pytest.raises(CollectorUnavailable, match="not loaded"):
         gpus.read(106.0)
     machine.set({"error.nvmlDeviceGetPowerUsage": 0, "init": 0, "count": 1})
     reading = gpus.read(111.0)
@@ -460,7 +460,7 @@ def test_a_driver_that_goes_away_and_comes_back_with_one_gpu_less(gpus: GpuColle
 def test_a_call_that_hangs_holds_its_own_thread_and_names_the_gpu(gpus: GpuCollector, machine: Machine) -> None:
     gpus.read(100.0)
     machine.set({"hang": 1}, gpu=1)
-    readings: list[Reading] = []
+    readings: list[CollectorReading] = []
     thread = threading.Thread(target=lambda: readings.append(gpus.read(101.0)), daemon=True)
     thread.start()
     try:
@@ -493,7 +493,7 @@ def test_an_xid_is_a_fact_of_the_read_that_waits(library: Path, machine: Machine
     """The event comes while the read waits, and ends it: it would wait for a minute."""
     collector = GpuEventsCollector(library=library, wait_seconds=60.0, decode=lambda xid: {"mnemonic": f"M{xid}"})
     machine.event(gpu=0, data=63)  # there before the collector: none of its events
-    readings: list[Reading] = []
+    readings: list[CollectorReading] = []
     thread = threading.Thread(target=lambda: readings.append(collector.read(100.0)), daemon=True)
     thread.start()
     try:
@@ -581,7 +581,7 @@ def test_a_gpu_on_which_calls_hang_does_not_deafen_the_others(events: GpuEventsC
     events.read(100.0)
     machine.set({"hang": 1}, gpu=0)
     machine.event(gpu=1, data=31)
-    readings: list[Reading] = []
+    readings: list[CollectorReading] = []
     thread = threading.Thread(target=lambda: readings.append(events.read(110.0)), daemon=True)
     thread.start()
     thread.join(30)
@@ -616,7 +616,7 @@ def test_a_lost_gpu_does_not_deafen_the_others(events: GpuEventsCollector, machi
 
 def test_gpus_without_events_cannot_be_waited_for(events: GpuEventsCollector, machine: Machine) -> None:
     machine.set({"error.nvmlDeviceRegisterEvents": 3})
-    with pytest.raises(CannotRead, match="no GPU tells of events"):
+    with pytest.raises(CollectorUnavailable, match="no GPU tells of events"):
         events.read(100.0)
 
 
@@ -638,7 +638,7 @@ def test_a_recorded_machine_reads_like_the_one_it_was_recorded_from(
     replayed = again.read(101.0)
     again.close()
 
-    def numbers(reading: Reading) -> dict[tuple[str, tuple[str, ...]], float]:
+    def numbers(reading: CollectorReading) -> dict[tuple[str, tuple[str, ...]], float]:
         return {(v.metric.name, v.labels): v.value for v in reading.values}
 
     assert numbers(replayed) == numbers(original)

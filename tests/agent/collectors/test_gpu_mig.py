@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.base import Reading
+from rolecall.agent.collectors.base import CollectorReading
 from rolecall.agent.collectors.gpu.collector import GpuCollector
 from rolecall.agent.collectors.gpu.events import GpuEventsCollector
 from rolecall.agent.collectors.gpu.mig import INSTANCES_MAX, LOOK_SECONDS, MigInstances, profile_of
@@ -49,7 +49,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         yield shown
 
 
-def of_instances(reading: Reading) -> dict[tuple[str, ...], float]:
+def of_instances(reading: CollectorReading) -> dict[tuple[str, ...], float]:
     """(metric, gpu, gpu instance, compute instance, ..) -> value."""
     known = {m.name: m.name.removeprefix("rolecall_gpu_instance_") for m in MIG_METRICS}
     return {(known[v.metric.name], *v.labels[1:]): v.value for v in reading.values if v.metric.name in known}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.gpu.owners import GpuOwners, Owners, gpus_of
+from rolecall.agent.collectors.gpu.owners import GpuOwners, GpuOwnership, gpus_of
 from rolecall.agent.identity import Registration
 from rolecall.core.ids import NodeId, ProcessId
 
@@ -44,7 +44,7 @@ def test_a_rank_uses_the_gpus_that_list_it_or_a_child_of_it(tmp_path: Path, add:
     listed = {0: (10,), 1: (22, 10), 2: (30,), 3: ()}
     found = owners.of_gpus(listed, UUIDS, [rank(10), rank(20)])
     assert {gpu: o.pids for gpu, o in found.items()} == {0: (10,), 1: (10, 20), 2: (), 3: ()}
-    assert (found[0].by, found[2]) == ("nvml", Owners())
+    assert (found[0].by, found[2]) == ("nvml", GpuOwnership())
     assert owners.of_gpus(listed, UUIDS, [rank(10), rank(20), rank(30)])[2].pids == (30,), "it registered since"
     assert owners.of_gpus(listed, UUIDS, [])[0].pids == ()
 
@@ -65,7 +65,7 @@ def test_another_pid_namespace_is_said_once_and_the_environment_counts(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             found = owners.of_gpus({2: (70001,), 3: (70002,)}, UUIDS, [rank(10), rank(11, 1)])
-    assert found == {2: Owners((10,), "environment"), 3: Owners((11,), "environment")}
+    assert found == {2: GpuOwnership((10,), "environment"), 3: GpuOwnership((11,), "environment")}
     assert caplog.text.count("PID namespace") == 1
 
 

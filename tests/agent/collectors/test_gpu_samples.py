@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.base import Reading
+from rolecall.agent.collectors.base import CollectorReading
 from rolecall.agent.collectors.exporters.collector import DcgmPage
-from rolecall.agent.collectors.exporters.prometheus_text import Sample
+from rolecall.agent.collectors.exporters.prometheus_text import PrometheusSample
 from rolecall.agent.collectors.gpu.collector import GpuCollector
 from rolecall.agent.collectors.gpu.samples import GpuSamples
-from rolecall.agent.http.server import Answer
+from rolecall.agent.http.server import HttpResponse
 from rolecall.agent.identity import Registration
 from rolecall.core.ids import ProcessId
 from rolecall.core.metrics.catalogue import BY_NAME
@@ -29,7 +29,7 @@ class Source:
     """The newest look, as the probes have it, and the ranks there are."""
 
     def __init__(self, proc: Path) -> None:
-        self.at, self.reading, self.ranks = 0.0, Reading(), list[Registration]()
+        self.at, self.reading, self.ranks = 0.0, CollectorReading(), list[Registration]()
         self.samples = GpuSamples(NODE, lambda: (self.at, self.reading), lambda: self.ranks, proc)
 
     def take(self) -> tuple[GpuSample, ...]:
@@ -97,7 +97,7 @@ def test_metrics_join_gpus_with_ranks(source: Source, gpus: GpuCollector, machin
         ("thermal_throttle_seconds_total", "1"): 3.0,
         ("power_throttle_seconds_total", "1"): 0,
     }
-    source.reading = Reading()  # the probe is down
+    source.reading = CollectorReading()  # the probe is down
     assert source.take() == () and source.values() == {}
 
 
@@ -144,9 +144,11 @@ def test_dcgm_exporters_page_stands_in_and_environments_tell_the_ranks(source: S
         ("DCGM_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN_NS", 2e9),
     ]
     rows = [
-        Sample(name, {"gpu": str(g), "UUID": f"GPU-{g}"}, value + g, None) for name, value in series for g in (0, 1)
+        PrometheusSample(name, {"gpu": str(g), "UUID": f"GPU-{g}"}, value + g, None)
+        for name, value in series
+        for g in (0, 1)
     ]
-    source.at, source.reading = 50.0, Reading(tuple(page.values(rows)))
+    source.at, source.reading = 50.0, CollectorReading(tuple(page.values(rows)))
     zero, one = source.take()
     assert (zero.sm_clock_hertz, one.sm_clock_hertz, zero.sm_active_ratio) == (1.41e9, 1.411e9, 0.5)
     assert (zero.thermal_throttle_seconds, zero.uuid) == (2.0, "GPU-0")
@@ -168,12 +170,12 @@ def test_a_node_of_eight_gpus_fits_into_its_share_of_an_answer(source: Source) -
             if metric.source and metric.unit in usual:
                 value = usual[metric.unit] * rng.gauss(1.0, 0.05)
                 rows.append(MetricValue(metric, (NODE, str(gpu)), value))
-    source.reading = Reading(tuple(rows), gpu_pids={g: (10, 11) for g in range(8)})
+    source.reading = CollectorReading(tuple(rows), gpu_pids={g: (10, 11) for g in range(8)})
     source.ranks = ranks(10, 11)
     found = source.take()
     assert len(found) == 8 and all(len(s.to_dict()) == len(GpuSample.__dataclass_fields__) for s in found)
     body = json.dumps([s.to_dict() for s in found], separators=(",", ":")).encode()
-    assert len(Answer(body).for_reader({"accept-encoding": "deflate"}).body) < 2048
+    assert len(HttpResponse(body).for_reader({"accept-encoding": "deflate"}).body) < 2048
 
 
 # --- end to end

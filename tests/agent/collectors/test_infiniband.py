@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.base import Reading
-from rolecall.agent.collectors.counters import KeptFiles, Totals, number_of
+from rolecall.agent.collectors.base import CollectorReading
+from rolecall.agent.collectors.counters import MonotonicCounters, OpenFileCache, number_of
 from rolecall.agent.collectors.network.infiniband import NUM_PORTS_MAX, InfinibandCollector
 from rolecall.agent.collectors.network.links import FLAP_WINDOW_SECONDS, LinkWatch
 from rolecall.core.ids import NodeId
@@ -23,12 +23,12 @@ def collector(root: Path) -> InfinibandCollector:
     return InfinibandCollector(NODE, root=root, counters_every_seconds=0.0)
 
 
-def values(reading: Reading) -> dict[tuple[str, ...], float]:
+def values(reading: CollectorReading) -> dict[tuple[str, ...], float]:
     """By name without `rolecall_infiniband_`, and labels without the node."""
     return {(v.metric.name.removeprefix("rolecall_infiniband_"), *v.labels[1:]): v.value for v in reading.values}
 
 
-def facts(reading: Reading) -> list[tuple[AgentEventKind, str, str]]:
+def facts(reading: CollectorReading) -> list[tuple[AgentEventKind, str, str]]:
     return [(f.kind, f.detail["what"], f.detail["flaps"]) for f in reading.facts]
 
 
@@ -239,7 +239,7 @@ def test_random_trees_do_no_harm(tmp_path: Path, rng: random.Random) -> None:
 
 
 def test_a_node_without_infiniband_has_no_values(tmp_path: Path) -> None:
-    assert collector(tmp_path / "nowhere").read(0.0) == Reading()
+    assert collector(tmp_path / "nowhere").read(0.0) == CollectorReading()
 
 
 def test_this_machine_is_read_without_harm() -> None:
@@ -251,7 +251,7 @@ def test_this_machine_is_read_without_harm() -> None:
 
 def test_a_pipe_among_the_counters_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    assert KeptFiles().text(str(tmp_path / "pipe")) is None
+    assert OpenFileCache().text(str(tmp_path / "pipe")) is None
 
 
 # --- counters, links, texts -----------------------------------------------------------------------------------------
@@ -290,12 +290,12 @@ def test_numbers(text: str | None, number: int | None) -> None:
     ],
 )
 def test_totals(readings: list[int | None], totals: list[int | None]) -> None:
-    it = Totals()
+    it = MonotonicCounters()
     assert [it.add(("k",), r) for r in readings] == totals
 
 
 def test_totals_after_a_load_do_not_go_round_and_have_bounds() -> None:
-    it = Totals(num_series_max=1)
+    it = MonotonicCounters(num_series_max=1)
     it.add(("k",), 2**32 - 10)
     assert it.add(("k",), 6, anew=True) == 2**32 - 4
     assert it.add(("other",), 1) is None

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from rolecall.agent.collectors.base import CannotRead, Fact, Reading
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable, Fact
 from rolecall.agent.collectors.gpu.xid_merger import XidMerger
 from rolecall.agent.collectors.kernel.collector import NUM_FACTS_MAX, KernelLogCollector
-from rolecall.agent.collectors.kernel.sources import LOOKBACK_BYTES, Kmsg, Source, source
+from rolecall.agent.collectors.kernel.sources import LOOKBACK_BYTES, KernelLogSource, Kmsg, source
 from rolecall.agent.identity import Registration
 from rolecall.core.clock import FakeClock
 from rolecall.core.ids import NodeId, ProcessId
@@ -87,11 +87,11 @@ class Node:
         )
         return self.collector
 
-    def _source(self, path: Path, cursor: dict[str, Any], proc: Path) -> Source:
+    def _source(self, path: Path, cursor: dict[str, Any], proc: Path) -> KernelLogSource:
         assert self.ring
         return Kmsg(path, cursor, self.boot, open_=self.ring.open, read=self.ring.read, close=self.ring.close)
 
-    def read(self) -> Reading:
+    def read(self) -> CollectorReading:
         return self.collector.read(self.clock.monotonic())
 
     def told(self) -> list[str]:
@@ -429,7 +429,7 @@ def test_a_device_that_breaks_is_opened_anew(node: Node, ring: Ring, monkeypatch
     monkeypatch.setattr(ring, "read", broken)
     node.collector.close()
     node.start()
-    with pytest.raises(CannotRead, match="Input/output error"):
+    with pytest.raises(CollectorUnavailable, match="Input/output error"):
         node.read()
     monkeypatch.setattr(ring, "read", read)
     node.start()
@@ -441,12 +441,12 @@ def test_no_permission_says_how_to_mend_it(tmp_path: Path) -> None:
     def refused(path: Path, flags: int) -> int:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    def open_source(path: Path, cursor: dict[str, Any], proc: Path) -> Source:
+    def open_source(path: Path, cursor: dict[str, Any], proc: Path) -> KernelLogSource:
         return Kmsg(path, cursor, BOOT, open_=refused)
 
     collector = KernelLogCollector(node=NODE, merger=XidMerger(), open_source=open_source)
     for _ in range(2):
-        with pytest.raises(CannotRead, match=r"/dev/kmsg: no permission: .*CAP_SYSLOG"):
+        with pytest.raises(CollectorUnavailable, match=r"/dev/kmsg: no permission: .*CAP_SYSLOG"):
             collector.read(1.0)
     collector.close()
 
@@ -584,10 +584,10 @@ def test_a_line_without_an_end_is_no_endless_wait(host: Node, log: Path) -> None
 
 def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
     for path, reason in ((tmp_path / "none", "does not exist"), (tmp_path, "neither a device nor a file")):
-        with pytest.raises(CannotRead, match=reason):
+        with pytest.raises(CollectorUnavailable, match=reason):
             KernelLogCollector(node=NODE, merger=XidMerger(), path=path).read(1.0)
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(CannotRead, match="neither"):
+    with pytest.raises(CollectorUnavailable, match="neither"):
         KernelLogCollector(node=NODE, merger=XidMerger(), path=tmp_path / "pipe").read(1.0)
 
 

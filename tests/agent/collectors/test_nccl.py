@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.base import CannotRead, Reading
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
 from rolecall.agent.collectors.nccl import inspector as nccl_inspector
 from rolecall.agent.collectors.nccl import ras as nccl_ras
 from rolecall.agent.collectors.nccl.inspector import NcclInspectorCollector
@@ -33,14 +33,14 @@ def server() -> Iterator[RasServer]:
     it.close()
 
 
-def shown(reading: Reading) -> dict[tuple[str, ...], float]:
+def shown(reading: CollectorReading) -> dict[tuple[str, ...], float]:
     found = {(v.metric.name.removeprefix("rolecall_nccl_"), *v.labels[1:]): v.value for v in reading.values}
     assert len(found) == len(reading.values)
     assert all(v.labels[0] == NODE and len(v.labels) == len(v.metric.labels) for v in reading.values)
     return found
 
 
-def said(reading: Reading) -> list[str]:
+def said(reading: CollectorReading) -> list[str]:
     assert all(f.kind is AgentEventKind.NCCL for f in reading.facts)
     return [f.detail["what"] for f in reading.facts]
 
@@ -189,7 +189,7 @@ def test_too_large_an_answer_is_asked_for_as_text(server: RasServer, monkeypatch
     assert shown(it.read(1.0))["communicators",] == 9
     assert (shown(it.read(2.0))["communicators",], server.num_asked) == (9, 3)  # JSON was asked for once
     server.serve = answers(large, text=large)
-    with pytest.raises(CannotRead, match="more than 20,000 bytes"):
+    with pytest.raises(CollectorUnavailable, match="more than 20,000 bytes"):
         it.read(3.0)
 
 
@@ -221,7 +221,7 @@ def _another(connection: socket.socket) -> None:
 def test_what_is_not_ras_is_told_as_such(server: RasServer, serve: Serve, reason: str) -> None:
     server.serve = serve
     it = NcclRasCollector(NODE, server.address)
-    with pytest.raises(CannotRead, match=reason):
+    with pytest.raises(CollectorUnavailable, match=reason):
         it.read(0.0)
     server.serve = answers(counts(3, 3))
     values = shown(it.read(1.0))
@@ -234,7 +234,7 @@ def test_a_server_that_does_not_answer_costs_the_deadline_and_no_more(
     monkeypatch.setattr(nccl_ras, "ANSWER_SECONDS_MAX", 0.3)
     done = threading.Event()
     server.serve = lambda connection: bool(done.wait(60)) and None
-    with pytest.raises(CannotRead, match="did not answer in time"):
+    with pytest.raises(CollectorUnavailable, match="did not answer in time"):
         NcclRasCollector(NODE, server.address).read(0.0)
     done.set()
 
@@ -276,7 +276,7 @@ def test_an_answer_that_never_ends_is_given_up(server: RasServer, monkeypatch: p
     server.serve = serve
     it = NcclRasCollector(NODE, server.address)
     assert it.read(0.0).facts == ()
-    with pytest.raises(CannotRead, match="did not answer in time"):
+    with pytest.raises(CollectorUnavailable, match="did not answer in time"):
         for _ in range(100):
             it.read(1.0)
     done.set()
@@ -412,5 +412,5 @@ def test_what_is_no_file_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_directory_that_cannot_be_listed_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CannotRead, match="Not a directory"):
+    with pytest.raises(CollectorUnavailable, match="Not a directory"):
         NcclInspectorCollector(NODE, tmp_path / "file").read(0.0)

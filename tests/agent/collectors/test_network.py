@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.base import CannotRead, Reading
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
 from rolecall.agent.collectors.network import ethtool
 from rolecall.agent.collectors.network.collector import NetworkCollector, parse_tables, wanted
 from rolecall.agent.collectors.network.ethtool import EthtoolStatistics
@@ -76,7 +76,7 @@ def collector(tmp_path: Path, driver: ethtool.Ioctl | None = None, *named: str) 
     )
 
 
-def values(reading: Reading) -> dict[tuple[str, ...], float]:
+def values(reading: CollectorReading) -> dict[tuple[str, ...], float]:
     """By name without `rolecall_`, and labels without the node."""
     return {(v.metric.name.removeprefix("rolecall_"), *v.labels[1:]): v.value for v in reading.values}
 
@@ -218,7 +218,7 @@ def test_an_interface_that_is_gone(tmp_path: Path) -> None:
 
 
 def test_nothing_can_be_read(tmp_path: Path) -> None:
-    with pytest.raises(CannotRead, match="net"):
+    with pytest.raises(CollectorUnavailable, match="net"):
         collector(tmp_path).read(0.0)
 
 

@@ -9,31 +9,31 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from rolecall.agent.collectors.exporters.prometheus_text import (
     LINE_BYTES_MAX,
-    BadLine,
-    Sample,
+    MalformedMetricLine,
+    PrometheusSample,
     parse_line,
     parse_page,
 )
 
 GOOD = [
-    ("up 1", Sample("up", {}, 1.0)),
-    ("up\t1", Sample("up", {}, 1.0)),
-    ("  up 1  ", Sample("up", {}, 1.0)),
-    ("up{} 0", Sample("up", {}, 0.0)),
-    ("up 1\r", Sample("up", {}, 1.0)),
-    ('vllm:kv{a="b"} .5', Sample("vllm:kv", {"a": "b"}, 0.5)),
-    ('x{a="1",b="2",} 2.5e-3 1700000000123', Sample("x", {"a": "1", "b": "2"}, 0.0025, 1700000000123)),
-    ('x { a = "1" , b = "2" } -7 -5', Sample("x", {"a": "1", "b": "2"}, -7.0, -5)),
-    (r'x{path="C:\\dir",say="\"hi\"\n"} 1', Sample("x", {"path": "C:\\dir", "say": '"hi"\n'}, 1.0)),
-    ('x{a="} 3"} 4', Sample("x", {"a": "} 3"}, 4.0)),
-    ('x{a="é, {=}"} 4', Sample("x", {"a": "é, {=}"}, 4.0)),
-    ("x +Inf", Sample("x", {}, math.inf)),
-    ("x -Inf", Sample("x", {}, -math.inf)),
+    ("up 1", PrometheusSample("up", {}, 1.0)),
+    ("up\t1", PrometheusSample("up", {}, 1.0)),
+    ("  up 1  ", PrometheusSample("up", {}, 1.0)),
+    ("up{} 0", PrometheusSample("up", {}, 0.0)),
+    ("up 1\r", PrometheusSample("up", {}, 1.0)),
+    ('vllm:kv{a="b"} .5', PrometheusSample("vllm:kv", {"a": "b"}, 0.5)),
+    ('x{a="1",b="2",} 2.5e-3 1700000000123', PrometheusSample("x", {"a": "1", "b": "2"}, 0.0025, 1700000000123)),
+    ('x { a = "1" , b = "2" } -7 -5', PrometheusSample("x", {"a": "1", "b": "2"}, -7.0, -5)),
+    (r'x{path="C:\\dir",say="\"hi\"\n"} 1', PrometheusSample("x", {"path": "C:\\dir", "say": '"hi"\n'}, 1.0)),
+    ('x{a="} 3"} 4', PrometheusSample("x", {"a": "} 3"}, 4.0)),
+    ('x{a="é, {=}"} 4', PrometheusSample("x", {"a": "é, {=}"}, 4.0)),
+    ("x +Inf", PrometheusSample("x", {}, math.inf)),
+    ("x -Inf", PrometheusSample("x", {}, -math.inf)),
 ]
 
 
 @pytest.mark.parametrize(("line", "sample"), GOOD, ids=[line for line, _ in GOOD])
-def test_good_line(line: str, sample: Sample) -> None:
+def test_good_line(line: str, sample: PrometheusSample) -> None:
     assert parse_line(line) == sample
     assert parse_page(line.encode()) == ([sample], 0, 0)
 
@@ -59,7 +59,7 @@ BAD = [
 
 @pytest.mark.parametrize("line", BAD)
 def test_bad_line_is_refused_counted_and_passed_over(line: str) -> None:
-    with pytest.raises(BadLine):
+    with pytest.raises(MalformedMetricLine):
         parse_line(line)
     page = parse_page(f"# HELP up\nfirst 1\n{line}\n\nlast 2\n".encode())
     assert [s.name for s in page.samples] == ["first", "last"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.base import NUM_REASONS_MAX, CannotRead, Fact, Reading, SaidOnce
+from rolecall.agent.collectors.base import NUM_REASONS_MAX, CollectorReading, CollectorUnavailable, Fact, LoggedOnce
 from rolecall.agent.collectors.runner import FACTS_MAX, HANG_SECONDS, Probe, Probes
 from rolecall.agent.events import EventLog
 from rolecall.agent.http.exposition import agent_value
@@ -22,11 +22,11 @@ VALUE = agent_value("agent_processes", 1.0, NODE)
 class Scripted:
     """A collector that does as told."""
 
-    def __init__(self, name: str, read: Callable[[], Reading], interval_seconds: float = 0.01) -> None:
+    def __init__(self, name: str, read: Callable[[], CollectorReading], interval_seconds: float = 0.01) -> None:
         self.name, self.interval_seconds, self._read = name, interval_seconds, read
         self.num_reads, self.closed = 0, False
 
-    def read(self, at: float) -> Reading:
+    def read(self, at: float) -> CollectorReading:
         self.num_reads += 1
         return self._read()
 
@@ -47,8 +47,10 @@ def told(events: EventLog) -> list[tuple[str, str]]:
 
 def test_what_a_collector_finds_becomes_values_and_events(events: EventLog) -> None:
     fact = Fact(kind=AgentEventKind.XID, detail={"xid": "79"}, role="trainer", replica="trainer/0", rank=3)
-    probe = Probe(Scripted("kernel", lambda: Reading((VALUE,), (fact,), lambda: "DCGM 1\n")), events, FakeClock())
-    assert probe.reading() == Reading() and not probe.state().up
+    probe = Probe(
+        Scripted("kernel", lambda: CollectorReading((VALUE,), (fact,), lambda: "DCGM 1\n")), events, FakeClock()
+    )
+    assert probe.reading() == CollectorReading() and not probe.state().up
     assert probe.once()
     assert probe.reading().values == (VALUE,) and probe.reading().dcgm() == "DCGM 1\n" and probe.state().up
     (event,) = events.after(0).events
@@ -58,15 +60,15 @@ def test_what_a_collector_finds_becomes_values_and_events(events: EventLog) -> N
 def test_a_collector_that_cannot_read_is_down_until_it_can_and_each_change_is_told_once(
     events: EventLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers: list[Reading | Exception] = [
-        Reading((VALUE,)),
-        CannotRead("/dev/kmsg: permission denied"),
-        CannotRead("/dev/kmsg: permission denied"),
-        Reading((VALUE,)),
+    answers: list[CollectorReading | Exception] = [
+        CollectorReading((VALUE,)),
+        CollectorUnavailable("/dev/kmsg: permission denied"),
+        CollectorUnavailable("/dev/kmsg: permission denied"),
+        CollectorReading((VALUE,)),
         ZeroDivisionError("a defect"),
     ]
 
-    def read() -> Reading:
+    def read() -> CollectorReading:
         answer = answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -74,7 +76,7 @@ def test_a_collector_that_cannot_read_is_down_until_it_can_and_each_change_is_to
 
     probe = Probe(Scripted("kernel", read), events, FakeClock())
     assert [probe.once() for _ in range(3)] == [True, False, False]
-    assert probe.reading() == Reading() and probe.state().reason == "/dev/kmsg: permission denied"
+    assert probe.reading() == CollectorReading() and probe.state().reason == "/dev/kmsg: permission denied"
     assert probe.once() and probe.reading().values == (VALUE,)
     assert not probe.once() and "ZeroDivisionError: a defect" in probe.state().reason
     assert told(events) == [("probe_down", "kernel"), ("probe_up", "kernel"), ("probe_down", "kernel")]
@@ -84,11 +86,11 @@ def test_a_collector_that_cannot_read_is_down_until_it_can_and_each_change_is_to
 def test_a_read_that_hangs_is_told_once_and_its_values_are_shown_no_more(events: EventLog) -> None:
     clock, inside, go_on, block = FakeClock(), threading.Event(), threading.Event(), threading.Event()
 
-    def read() -> Reading:
+    def read() -> CollectorReading:
         if block.is_set():
             inside.set()
             assert go_on.wait(PATIENCE_SECONDS)
-        return Reading((VALUE,))
+        return CollectorReading((VALUE,))
 
     probe = Probe(Scripted("gpu", read), events, clock)
     probe.once()
@@ -101,7 +103,7 @@ def test_a_read_that_hangs_is_told_once_and_its_values_are_shown_no_more(events:
     clock.advance(HANG_SECONDS + 1)
     probe.look(clock.monotonic())
     probe.look(clock.monotonic())
-    assert probe.reading() == Reading() and "hangs" in probe.state().reason
+    assert probe.reading() == CollectorReading() and "hangs" in probe.state().reason
     assert told(events) == [("probe_down", "gpu")]
     go_on.set()
     thread.join(PATIENCE_SECONDS)
@@ -110,7 +112,7 @@ def test_a_read_that_hangs_is_told_once_and_its_values_are_shown_no_more(events:
 
 
 def test_a_read_that_ends_while_it_is_looked_at_is_no_hang(events: EventLog) -> None:
-    probe = Probe(Scripted("gpu", lambda: Reading((VALUE,))), events, FakeClock())
+    probe = Probe(Scripted("gpu", lambda: CollectorReading((VALUE,))), events, FakeClock())
     probe.once()
     probe._tell("its read hangs", of_read=1000.0)  # what `look` saw had ended by the time that it speaks
     assert probe.state().up and told(events) == []
@@ -118,7 +120,7 @@ def test_a_read_that_ends_while_it_is_looked_at_is_no_hang(events: EventLog) -> 
 
 def test_a_flood_of_facts_is_cut_and_counted(events: EventLog) -> None:
     facts = tuple(Fact(kind=AgentEventKind.KERNEL, detail={"line": str(n)}) for n in range(FACTS_MAX + 9))
-    probe = Probe(Scripted("kernel", lambda: Reading(facts=facts)), events, FakeClock())
+    probe = Probe(Scripted("kernel", lambda: CollectorReading(facts=facts)), events, FakeClock())
     probe.once()
     assert len(events.after(0).events) == FACTS_MAX and probe.state().facts_dropped == 9
 
@@ -126,11 +128,11 @@ def test_a_flood_of_facts_is_cut_and_counted(events: EventLog) -> None:
 def test_one_that_hangs_holds_up_neither_the_others_nor_the_end(events: EventLog) -> None:
     never = threading.Event()
 
-    def hang() -> Reading:
+    def hang() -> CollectorReading:
         never.wait(PATIENCE_SECONDS)
-        return Reading()
+        return CollectorReading()
 
-    stuck, well = Scripted("gpu", hang), Scripted("storage", lambda: Reading((VALUE,)))
+    stuck, well = Scripted("gpu", hang), Scripted("storage", lambda: CollectorReading((VALUE,)))
     probes = Probes([stuck, well], events, SystemClock())
     probes.start()
     eventually(lambda: stuck.num_reads == 1 and well.num_reads > 3, "the other goes on")
@@ -143,12 +145,12 @@ def test_one_that_hangs_holds_up_neither_the_others_nor_the_end(events: EventLog
 
 
 def test_a_reason_is_said_once() -> None:
-    said = SaidOnce()
+    said = LoggedOnce()
     assert [said.is_new(r) for r in ("a", "b", "a")] == [True, True, False]
 
 
 def test_what_was_said_is_remembered_but_not_without_bound() -> None:
-    said = SaidOnce()
+    said = LoggedOnce()
     assert said.is_new("a") and not said.is_new("a")
     for n in range(3 * NUM_REASONS_MAX):
         said.is_new(str(n))

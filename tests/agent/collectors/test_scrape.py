@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rolecall.agent.collectors.base import CannotRead
+from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.collectors.exporters.prometheus_text import parse_page
 from rolecall.agent.collectors.exporters.scrape import fetch, parse_address
 from rolecall.core.clock import SystemClock
@@ -74,7 +74,7 @@ BAD = [
 @pytest.mark.parametrize(("answer", "reason"), BAD, ids=[f"{i} {reason}" for i, (_, reason) in enumerate(BAD)])
 def test_bad_answer_names_address_and_reason(server: PageServer, answer: bytes, reason: str) -> None:
     server.answer = answer
-    with pytest.raises(CannotRead) as e:
+    with pytest.raises(CollectorUnavailable) as e:
         read(server)
     assert str(e.value).startswith(f"{server.url}: {reason}")
 
@@ -86,7 +86,7 @@ def test_an_endless_page_is_cut(server: PageServer) -> None:
             connection.sendall(b"x" * 65536)
 
     server.answer = endless
-    with pytest.raises(CannotRead, match="a page of more than 1000 bytes"):
+    with pytest.raises(CollectorUnavailable, match="a page of more than 1000 bytes"):
         read(server)
 
 
@@ -97,7 +97,7 @@ def test_the_deadline_holds_for_all_of_it(server: PageServer, how: str) -> None:
             connection.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     server.answer = {"drip": server.drip, "hang": server.hang, "continue": continues}[how]
-    with pytest.raises(CannotRead, match=r"no page within 0\.2 s"):
+    with pytest.raises(CollectorUnavailable, match=r"no page within 0\.2 s"):
         read(server, deadline_seconds=0.2)
 
 
@@ -109,7 +109,7 @@ def test_a_full_backlog_is_under_the_deadline() -> None:
         for s in waiting:
             s.setblocking(False)
             s.connect_ex((host, port))
-        with pytest.raises(CannotRead, match=r"no page within 0\.2 s"):
+        with pytest.raises(CollectorUnavailable, match=r"no page within 0\.2 s"):
             fetch(parse_address(f"http://{host}:{port}"), SystemClock(), deadline_seconds=0.2)
         for s in waiting:
             s.close()
@@ -117,7 +117,7 @@ def test_a_full_backlog_is_under_the_deadline() -> None:
 
 def test_nobody_listens(server: PageServer) -> None:
     server.close()
-    with pytest.raises(CannotRead, match=f"{server.url}: Connection refused"):
+    with pytest.raises(CollectorUnavailable, match=f"{server.url}: Connection refused"):
         read(server)
 
 
@@ -131,7 +131,7 @@ def test_a_connection_that_is_reset(server: PageServer) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
 
     server.answer = reset
-    with pytest.raises(CannotRead, match=f"{server.url}: "):
+    with pytest.raises(CollectorUnavailable, match=f"{server.url}: "):
         read(server)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.agent.collectors.base import CannotRead, Reading
+from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
 from rolecall.agent.collectors.storage.collector import (
     NUM_MOUNTS_MAX,
     Mount,
@@ -50,7 +50,7 @@ def proc(tmp_path: Path, **files: str) -> Path:
     return tmp_path / "proc"
 
 
-def values(reading: Reading) -> dict[tuple[str, ...], float]:
+def values(reading: CollectorReading) -> dict[tuple[str, ...], float]:
     """By name without `rolecall_`, and labels without the node."""
     return {(v.metric.name.removeprefix("rolecall_"), *v.labels[1:]): v.value for v in reading.values}
 
@@ -196,7 +196,7 @@ def test_formats_with_damage() -> None:
 
 
 def test_nothing_can_be_read(tmp_path: Path) -> None:
-    with pytest.raises(CannotRead):
+    with pytest.raises(CollectorUnavailable):
         StorageCollector(NODE, proc=tmp_path / "proc", block=tmp_path / "block").read(0.0)
 
 

@@ -25,7 +25,7 @@ from rolecall.agent.collectors.process.discovery import (
 )
 from rolecall.agent.collectors.process.discovery import parse_labels as labels_of
 from rolecall.agent.collectors.process.exits import ExitStatus, ExitWatch, asked_to_end
-from rolecall.agent.collectors.process.uninstrumented import YOUNG_SECONDS, ForeignCollector
+from rolecall.agent.collectors.process.uninstrumented import YOUNG_SECONDS, UninstrumentedJobCollector
 from rolecall.agent.events import EventLog
 from rolecall.agent.node import Agent, AgentSettings
 from rolecall.agent.registry import Registry
@@ -94,7 +94,7 @@ class World:
         self.registry = Registry(
             node=NODE, data_dir=path, token=TOKEN, events=self.events, exits=self.exits, clock=self.clock
         )
-        self.jobs = ForeignCollector(self.registry, NODE, discovery, proc=job.proc)
+        self.jobs = UninstrumentedJobCollector(self.registry, NODE, discovery, proc=job.proc)
 
     def look(self) -> None:
         self.clock.advance(1.0)
@@ -438,7 +438,7 @@ def test_watch_tells_of_a_killed_and_of_a_stopped_rank(tmp_path: Path, job: Job)
         node=NODE,
         data_dir=tmp_path / "agent",
         token=TOKEN,
-        collectors=lambda registry: [ForeignCollector(registry, NODE, interval_seconds=0.2, proc=job.proc)],
+        collectors=lambda registry: [UninstrumentedJobCollector(registry, NODE, interval_seconds=0.2, proc=job.proc)],
     )
     agent = Agent(settings)
     serving = threading.Thread(target=agent.run)
@@ -460,8 +460,8 @@ def test_watch_tells_of_a_killed_and_of_a_stopped_rank(tmp_path: Path, job: Job)
         eventually(lambda: {"crash", "hang"} <= set(told()), "both are diagnosed")
         assert "trainer/0 rank 1 (node-1, pid" in told()["crash"] and "on signal 9" in told()["crash"]
         assert "rollout/32" in told()["hang"] and "its process state is T" in told()["hang"]
-        eventually(lambda: all(i["person_called"] for i in commands.incidents(run)), "a person is called")
-        assert "rolecall only watches this job" in commands.incidents(run)[0]["person_because"]
+        eventually(lambda: all(i["oncall_paged"] for i in commands.incidents(run)), "a person is called")
+        assert "rolecall only watches this job" in commands.incidents(run)[0]["page_reason"]
     finally:
         engine.send_signal(signal.SIGCONT)
         stop.set()

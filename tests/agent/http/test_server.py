@@ -10,26 +10,26 @@ from typing import Any
 
 import pytest
 
-from rolecall.agent.http.server import COPIED_BYTES_MAX, NUM_CONNECTIONS_MAX, Answer, HttpServer, Request
+from rolecall.agent.http.server import COPIED_BYTES_MAX, NUM_CONNECTIONS_MAX, HttpRequest, HttpResponse, HttpServer
 from tests.support import PATIENCE_SECONDS, eventually
 
 
-def _echo(request: Request) -> Answer:
+def _echo(request: HttpRequest) -> HttpResponse:
     request.only("n", "wait")
-    return Answer.json({"n": request.number("n", 7), "wait": request.seconds("wait", 30.0)})
+    return HttpResponse.json({"n": request.number("n", 7), "wait": request.seconds("wait", 30.0)})
 
 
-def _secret(request: Request) -> Answer:
+def _secret(request: HttpRequest) -> HttpResponse:
     request.authorize("tok")
-    return Answer.json({"ok": True})
+    return HttpResponse.json({"ok": True})
 
 
-def _defect(request: Request) -> Answer:
+def _defect(request: HttpRequest) -> HttpResponse:
     raise RuntimeError("a defect")
 
 
-def _large(request: Request) -> Answer:
-    return Answer(bytes(COPIED_BYTES_MAX + 1), "application/octet-stream")
+def _large(request: HttpRequest) -> HttpResponse:
+    return HttpResponse(bytes(COPIED_BYTES_MAX + 1), "application/octet-stream")
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from rolecall.agent.http.server import Answer, HttpServer, Request
+from rolecall.agent.http.server import HttpRequest, HttpResponse, HttpServer
 from rolecall.agent.http.web_config import BasicAuth, load_web_config
 from rolecall.core.errors import ConfigError
 from tests.support import eventually
@@ -67,8 +67,8 @@ def server(folder: Path) -> Iterator[HttpServer]:
     web = load_web_config(folder / "web.yml")
     assert web.auth is not None and web.tls is not None
 
-    def hello(request: Request) -> Answer:
-        return Answer.json({"said": "hello"})
+    def hello(request: HttpRequest) -> HttpResponse:
+        return HttpResponse.json({"said": "hello"})
 
     made = HttpServer("127.0.0.1", 0, {"/hello": hello}, tls=web.tls.context, allows=web.auth.allows)
     made.start()

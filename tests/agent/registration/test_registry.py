@@ -15,10 +15,10 @@ import pytest
 from rolecall.agent.collectors.process.exits import ExitWatch, WatchRefused
 from rolecall.agent.collectors.process.host import HostProbe
 from rolecall.agent.events import EventLog
-from rolecall.agent.identity import Refusal
-from rolecall.agent.registration_socket import LINE_BYTES_MAX, Intake
+from rolecall.agent.identity import ClaimRejected
+from rolecall.agent.registration_socket import LINE_BYTES_MAX, RegistrationServer
 from rolecall.agent.registry import DEAD_SHOWN_SECONDS, EXCEPTIONS_MAX, EXCEPTIONS_SECONDS, REFUSED_SECONDS, Registry
-from rolecall.agent.reporter.sender import tell
+from rolecall.agent.reporter.sender import send_message
 from rolecall.agent.sampler import Sampler, sample_of
 from rolecall.agent.samples import SampleRing
 from rolecall.core.clock import FakeClock, SystemClock
@@ -113,7 +113,7 @@ def test_a_wrong_claim_is_refused_and_counted(
     world: World, child: Child, wrong: dict[str, object], reason: str
 ) -> None:
     for _ in range(3):  # who asks in a loop fills no disk
-        with pytest.raises(Refusal, match=reason):
+        with pytest.raises(ClaimRejected, match=reason):
             world.registry.register(child.pid, {**claim(child, "rollout/1"), **wrong})
     assert world.registry.num_refused == 3 and world.registry.num_live() == 0
     (event,) = world.events.after(0).events
@@ -155,7 +155,7 @@ def test_a_promotion_to_a_place_that_is_taken_is_refused(world: World, child: Ch
     try:
         standby.start("standby/0")
         world.register(standby, "standby/0")
-        with pytest.raises(Refusal, match=f"is process {NODE}:{child.pid}"):
+        with pytest.raises(ClaimRejected, match=f"is process {NODE}:{child.pid}"):
             world.register(standby, "rollout/1")
         standby.do(f"reporter.become(replica='rollout/1', incarnation=1, secret={secret('rollout/1')!r})")
         world.look()  # nor by its page
@@ -178,7 +178,7 @@ def test_a_second_process_cannot_be_the_same_rank_while_the_first_lives(world: W
     world.register(child, "rollout/1")
     other = Child(world.data_dir)
     try:
-        with pytest.raises(Refusal, match=f"is process {NODE}:{child.pid}"):
+        with pytest.raises(ClaimRejected, match=f"is process {NODE}:{child.pid}"):
             world.register(other, "rollout/1")
         child.close()
         world.register(other, "rollout/1")  # at once: the exit need not have been noticed yet
@@ -187,7 +187,7 @@ def test_a_second_process_cannot_be_the_same_rank_while_the_first_lives(world: W
 
 
 def test_an_event_of_a_stranger_is_refused(world: World, child: Child) -> None:
-    with pytest.raises(Refusal, match="not registered"):
+    with pytest.raises(ClaimRejected, match="not registered"):
         world.registry.exception(child.pid, {**claim(child, "rollout/1"), "number": 1, "detail": {}})
 
 
@@ -362,9 +362,9 @@ def _defect(peer_pid: int, message: dict[str, object]) -> None:
 
 
 @pytest.fixture
-def intake(world: World) -> Iterator[Intake]:
+def intake(world: World) -> Iterator[RegistrationServer]:
     answerers = {"register": world.registry.register, "defect": _defect}
-    it = Intake(world.data_dir / "agent.sock", answerers, SystemClock())
+    it = RegistrationServer(world.data_dir / "agent.sock", answerers, SystemClock())
     it.start()
     yield it
     it.stop()
@@ -388,27 +388,27 @@ def _say(world: World, raw: bytes) -> bytes:
         (b'{"kind": "register"}\n', b"must be integers"),
     ],
 )
-def test_bad_words_get_a_reason(world: World, intake: Intake, raw: bytes, answer: bytes) -> None:
+def test_bad_words_get_a_reason(world: World, intake: RegistrationServer, raw: bytes, answer: bytes) -> None:
     said = _say(world, raw)
     assert b'"ok": false' in said and answer in said
     assert intake.num_malformed == (b'register"' not in raw)
 
 
-def test_a_defect_is_no_refusal(world: World, intake: Intake, child: Child) -> None:
+def test_a_defect_is_no_refusal(world: World, intake: RegistrationServer, child: Child) -> None:
     assert b'"retry": true' in _say(world, b'{"kind": "defect"}\n')
     child.start("rollout/1")  # and nobody else suffers
     eventually(lambda: world.registry.num_live() == 1, "the child was registered")
     with pytest.raises(ConnectionError):
-        tell(world.data_dir / "agent.sock", {"kind": "defect"}, PATIENCE_SECONDS)
+        send_message(world.data_dir / "agent.sock", {"kind": "defect"}, PATIENCE_SECONDS)
 
 
-def test_a_line_without_end_is_cut_off(world: World, intake: Intake) -> None:
+def test_a_line_without_end_is_cut_off(world: World, intake: RegistrationServer) -> None:
     assert _say(world, b"x" * LINE_BYTES_MAX) == b""
     assert intake.num_malformed == 1
 
 
 def test_who_is_refused_in_a_loop_fills_no_log(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    it = Intake(world.data_dir / "agent.sock", {"register": world.registry.register}, world.clock)
+    it = RegistrationServer(world.data_dir / "agent.sock", {"register": world.registry.register}, world.clock)
     it.start()
     try:
         for _ in range(20):
@@ -424,7 +424,7 @@ def test_who_calls_in_a_loop_waits(world: World, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("rolecall.agent.registration_socket.CALLS_PER_SECOND_MAX", 5)
     rested: list[float] = []
 
-    class Rested(Intake):
+    class Rested(RegistrationServer):
         """Time passes only while it rests."""
 
         def _rest(self, seconds: float) -> None:
@@ -442,7 +442,7 @@ def test_who_calls_in_a_loop_waits(world: World, monkeypatch: pytest.MonkeyPatch
         it.stop()
 
 
-def test_the_kernel_says_who_speaks(world: World, intake: Intake, child: Child) -> None:
+def test_the_kernel_says_who_speaks(world: World, intake: RegistrationServer, child: Child) -> None:
     right_secret_wrong_sender = json.dumps(claim(child, "rollout/1")).encode() + b"\n"
     said = _say(world, right_secret_wrong_sender)
     assert f"process {os.getpid()} may not speak for process {child.pid}".encode() in said
@@ -450,7 +450,7 @@ def test_the_kernel_says_who_speaks(world: World, intake: Intake, child: Child) 
     assert _say(world, json.dumps({**claim(child, "rollout/1"), **own}).encode() + b"\n") == b'{"ok": true}\n'
 
 
-def test_a_silent_connection_holds_up_nobody(world: World, intake: Intake, child: Child) -> None:
+def test_a_silent_connection_holds_up_nobody(world: World, intake: RegistrationServer, child: Child) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.connect(str(world.data_dir / "agent.sock"))
         child.start("rollout/1")

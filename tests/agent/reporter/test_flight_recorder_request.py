@@ -13,9 +13,15 @@ from pathlib import Path
 import pytest
 
 from rolecall.agent import evidence
-from rolecall.agent.evidence import EvidenceFailed, FlightRecorders
+from rolecall.agent.evidence import EvidenceUnavailable, FlightRecorders
 from rolecall.agent.reporter import flight_recorder_request as flight_request
-from rolecall.agent.reporter.flight_recorder_request import Answering, NoRecorder, answer_paths, dump, request_path
+from rolecall.agent.reporter.flight_recorder_request import (
+    FlightRecorderResponder,
+    FlightRecorderUnavailable,
+    answer_paths,
+    dump,
+    request_path,
+)
 from rolecall.core.clock import SystemClock
 from rolecall.core.rundir import bearer_token
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
@@ -75,7 +81,7 @@ def test_a_process_with_a_hung_main_thread_answers(
 
 def test_torch_is_never_imported_for_it(child: Child, recorders: FlightRecorders) -> None:
     child.start("trainer/0")
-    with pytest.raises(EvidenceFailed, match=r"torch\.distributed is not imported in this process"):
+    with pytest.raises(EvidenceUnavailable, match=r"torch\.distributed is not imported in this process"):
         asked(recorders, child)
     child.do("import sys; assert 'torch' not in sys.modules")
 
@@ -89,7 +95,7 @@ def test_a_dump_that_takes_for_ever_stops_neither_beats_nor_the_agent(
     child.start("trainer/0")
     child.do(STAND_IN, "import sys, threading; sys.modules['torch._C._distributed_c10d']._dump_nccl_trace = "
              "lambda **options: threading.Event().wait()")  # fmt: skip
-    with pytest.raises(EvidenceFailed, match="no answer in"):
+    with pytest.raises(EvidenceUnavailable, match="no answer in"):
         asked(recorders, child)
     reader = PageReader(child.page)
     beats = reader.read().beats
@@ -99,21 +105,21 @@ def test_a_dump_that_takes_for_ever_stops_neither_beats_nor_the_agent(
 def test_a_process_that_ends_or_has_no_page_is_not_waited_for(
     child: Child, recorders: FlightRecorders, node_dir: Path
 ) -> None:
-    with pytest.raises(EvidenceFailed, match="no state page"):
+    with pytest.raises(EvidenceUnavailable, match="no state page"):
         asked(recorders, child)
     child.start("trainer/0")
     child.signal(signal.SIGKILL)
     child.process.wait(PATIENCE_SECONDS)
-    with pytest.raises(EvidenceFailed, match="the process ended"):
+    with pytest.raises(EvidenceUnavailable, match="the process ended"):
         asked(recorders, child)
     assert left(node_dir) == []
 
 
 @pytest.fixture
-def answering(tmp_path: Path) -> Answering:
+def answering(tmp_path: Path) -> FlightRecorderResponder:
     page = tmp_path / "7-9.page"
     page.touch()
-    return Answering(page)
+    return FlightRecorderResponder(page)
 
 
 def module(**recorders: object) -> types.ModuleType:
@@ -156,18 +162,22 @@ def test_the_recorder_that_holds_more_is_told(
 )
 def test_why_there_is_no_dump(monkeypatch: pytest.MonkeyPatch, recorders: dict[str, object], reason: str) -> None:
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module(**recorders))
-    with pytest.raises(NoRecorder, match=reason):
+    with pytest.raises(FlightRecorderUnavailable, match=reason):
         dump()
 
 
 @pytest.mark.parametrize("request_", [b"", b"../../../etc/x", b"0123456789abcdeF", b"0123456789abcdef0", b"\xff" * 16])
-def test_requests_that_are_none_are_left_alone(answering: Answering, tmp_path: Path, request_: bytes) -> None:
+def test_requests_that_are_none_are_left_alone(
+    answering: FlightRecorderResponder, tmp_path: Path, request_: bytes
+) -> None:
     request_path(tmp_path / "7-9.page").write_bytes(request_)
     answering.look()
     assert answering._thread is None
 
 
-def test_a_dump_too_large_is_not_written(answering: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dump_too_large_is_not_written(
+    answering: FlightRecorderResponder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flight_request, "DUMP_BYTES_MAX", 10)
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", module(_dump_fr_trace=lambda **o: b"x" * 11))
     page = tmp_path / "7-9.page"
@@ -179,7 +189,7 @@ def test_a_dump_too_large_is_not_written(answering: Answering, tmp_path: Path, m
 
 
 def test_an_answer_that_nobody_waits_for_is_not_left_behind(
-    answering: Answering, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answering: FlightRecorderResponder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     going, go = threading.Event(), threading.Event()
 
@@ -220,7 +230,7 @@ def test_answers_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return True
 
     reason = {"link": "cannot be written or its answer read", "pipe": "not a regular file", "large": "more than 10"}
-    with pytest.raises(EvidenceFailed, match=reason[kind]):
+    with pytest.raises(EvidenceUnavailable, match=reason[kind]):
         FlightRecorders(tmp_path, SystemClock()).dump(7, 9, answered)
     assert [p.name for p in tmp_path.iterdir()] == ["7-9.page"]
 

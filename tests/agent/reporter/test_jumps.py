@@ -4,11 +4,11 @@ from random import Random
 
 import pytest
 
-from rolecall.agent.reporter.jumps import NUM_REMEMBERED, JumpWatch
+from rolecall.agent.reporter.jumps import NUM_REMEMBERED, OutlierDetector
 
 
-def _after(values: list[float]) -> JumpWatch:
-    it = JumpWatch()
+def _after(values: list[float]) -> OutlierDetector:
+    it = OutlierDetector()
     told = [it.jumps(v) for v in values]
     assert not any(told)
     return it

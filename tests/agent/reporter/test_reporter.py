@@ -15,7 +15,14 @@ import pytest
 
 from rolecall.agent.processes.state_pages import PageReader, parse_page
 from rolecall.agent.reporter import page_layout as layout
-from rolecall.agent.reporter.sender import NUM_QUEUED_MAX, Refused, Teller, describe_exception, socket_address, tell
+from rolecall.agent.reporter.sender import (
+    NUM_QUEUED_MAX,
+    RegistrationRefused,
+    ReporterClient,
+    describe_exception,
+    send_message,
+    socket_address,
+)
 from rolecall.core.telemetry import HEALTH_SIGNS
 from tests.agent.processes import Child, secret
 from tests.support import PATIENCE_SECONDS, eventually
@@ -287,7 +294,7 @@ def test_telling_has_a_deadline_and_a_refusal_its_reason(tmp_path: Path) -> None
     path = tmp_path / ("d" * 120) / "agent.sock"  # longer than sockaddr_un holds
     path.parent.mkdir()
     with pytest.raises(OSError):
-        tell(path, {}, 0.2)
+        send_message(path, {}, 0.2)
     address, directory = socket_address(path)
     assert directory is not None
     with socket.socket(socket.AF_UNIX) as s:
@@ -295,7 +302,7 @@ def test_telling_has_a_deadline_and_a_refusal_its_reason(tmp_path: Path) -> None
         os.close(directory)
         s.listen(2)
         with pytest.raises(TimeoutError):
-            tell(path, {"kind": "x"}, 0.05)
+            send_message(path, {"kind": "x"}, 0.05)
         answering, _ = s.accept()
         answering.close()
 
@@ -307,8 +314,8 @@ def test_telling_has_a_deadline_and_a_refusal_its_reason(tmp_path: Path) -> None
 
         thread = threading.Thread(target=refuse)
         thread.start()
-        with pytest.raises(Refused, match="no such"):
-            tell(path, {"kind": "x"}, PATIENCE_SECONDS)
+        with pytest.raises(RegistrationRefused, match="no such"):
+            send_message(path, {"kind": "x"}, PATIENCE_SECONDS)
         thread.join(PATIENCE_SECONDS)
 
 
@@ -344,7 +351,7 @@ def test_telling_of_an_exception_is_handing_it_over(tmp_path: Path) -> None:
 
     mute = _caught_error()
     reporter.exception(mute)  # names of its files are known from here on
-    teller = Teller(tmp_path / "nobody.sock", 1, 1)
+    teller = ReporterClient(tmp_path / "nobody.sock", 1, 1)
     before, reporter._teller = reporter._teller, teller
     try:
         calls = _calls(lambda: reporter.exception(mute))
@@ -424,7 +431,7 @@ reporter.exception(ValueError("gone"))
 
 
 def test_where_nobody_listens_the_end_is_not_held_up(tmp_path: Path) -> None:
-    teller = Teller(tmp_path / "nobody.sock", 1, 1)
+    teller = ReporterClient(tmp_path / "nobody.sock", 1, 1)
     teller.register(replica="trainer/0", rank=0, incarnation=1, secret="s")
     eventually(lambda: not teller._heard, "it has noticed that nobody listens")
     flushing = threading.Thread(target=teller.flush, args=(threading.TIMEOUT_MAX,), daemon=True)

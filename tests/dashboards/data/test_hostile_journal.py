@@ -57,14 +57,14 @@ def _every_kind(run: RunDir) -> None:
 def _unsendable(run: RunDir) -> None:
     append(run, str(K.NODE_QUARANTINED), r'{"node": "n\ud800", "by": "x\udcff", "because": "<b>*\u0000\u202e"}')
     append(
-        run, str(K.NODE_BURNED_IN), '{"node": "n-1", "checks": [5, null, {"name": [], "values": 5}], "seconds": null}'
+        run, str(K.BURN_IN_FINISHED), '{"node": "n-1", "checks": [5, null, {"name": [], "values": 5}], "seconds": null}'
     )
 
 
 def _numbers(run: RunDir) -> None:
     for step in ('"reward": NaN', '"tokens": 1e400', f'"step": {10**30}', '"step": ' + "9" * 5_000, '"tokens": -1e308'):
         append(run, str(K.STEP_COMMITTED), f'{{"step": 99, "epoch": 1, "groups": [], "seconds": 1e308, {step}}}')
-    append(run, str(K.PAUSED), '{"because": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    append(run, str(K.RECOVERY_PAUSED), '{"because": ' + "[" * 100_000 + "]" * 100_000 + "}")
 
 
 def _long(run: RunDir) -> None:

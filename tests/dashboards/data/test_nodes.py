@@ -9,15 +9,15 @@ from rolecall.core.diagnosis import FaultClass
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.dashboards.data.hardware import Live, codes_of, live_of, merged, of_run, samples
+from rolecall.dashboards.data.hardware import FleetMetrics, codes_of, live_of, merged, of_run, samples
 from rolecall.dashboards.data.node_history import pasts, quarantined
 from rolecall.dashboards.data.nodes import (
     DAY,
     GLYPHS,
     HOUR,
     MONTH,
-    Fleet,
-    Health,
+    FleetHealth,
+    NodeHealth,
     age,
     counted_until,
     fleet_rows,
@@ -53,11 +53,11 @@ def _incident(
         Event(seq=1, kind=K.INCIDENT_OPENED, wall_at=NOW - ago, body={"diagnosis": found.to_dict()}, incident_id=name)
     ]
     if closed:
-        body = {"outcome": "refuted", "because": "over"}
+        body = {"outcome": "self_recovered", "because": "over"}
         events.append(Event(seq=2, kind=K.INCIDENT_CLOSED, wall_at=NOW - ago + 1, body=body, incident_id=name))
     if mark:
         body = {"verdict": mark, "by": "anna", "because": ""}
-        events.append(Event(seq=3, kind=K.DIAGNOSIS_MARKED, wall_at=NOW, body=body, incident_id=name))
+        events.append(Event(seq=3, kind=K.DIAGNOSIS_REVIEWED, wall_at=NOW, body=body, incident_id=name))
     return fold(events)[name]
 
 
@@ -66,41 +66,44 @@ def _said(kind: EventKind, node: str, **body: Any) -> Event:
 
 
 def _rows(
-    nodes: Sequence[str], incidents: Sequence[Incident] = (), events: Sequence[Event] = (), live: Live | None = None
-) -> Fleet:
+    nodes: Sequence[str],
+    incidents: Sequence[Incident] = (),
+    events: Sequence[Event] = (),
+    live: FleetMetrics | None = None,
+) -> FleetHealth:
     return fleet_rows(
-        _fleet(nodes), incidents_by_node(incidents), pasts(events), codes_of(incidents), live or Live(), NOW
+        _fleet(nodes), incidents_by_node(incidents), pasts(events), codes_of(incidents), live or FleetMetrics(), NOW
     )
 
 
 @pytest.mark.parametrize(
     ("incidents", "events", "live", "health"),
     [
-        ((), (), Live(), Health.HEALTHY),
-        ((_incident("i", "node-1"),), (), Live(), Health.SUSPECT),
-        ((_incident("i", "node-1", fault_class=FaultClass.GPU),), (), Live(), Health.FAULTY),
-        ((_incident("i", "node-1", fault_class=FaultClass.NETWORK),), (), Live(), Health.FAULTY),
-        ((_incident("i", "node-1", fault_class=FaultClass.NODE_LOST),), (), Live(), Health.LOST),
-        ((), (), Live(agents={"node-1": False}), Health.LOST),
-        ((), (), Live(lost_gpus={"node-1": ("3",)}), Health.FAULTY),
-        ((), (_said(K.NODE_QUARANTINED, "node-1"),), Live(), Health.QUARANTINED),
-        ((_incident("i", "node-1"),), (_said(K.NODE_QUARANTINED, "node-1"),), Live(), Health.SUSPECT),
-        ((_incident("i", "node-1", closed=True),), (), Live(), Health.HEALTHY),
-        (tuple(_incident(f"i-{n}", "node-1", closed=True) for n in range(3)), (), Live(), Health.OFTEN),
+        ((), (), FleetMetrics(), NodeHealth.HEALTHY),
+        ((_incident("i", "node-1"),), (), FleetMetrics(), NodeHealth.SUSPECT),
+        ((_incident("i", "node-1", fault_class=FaultClass.GPU),), (), FleetMetrics(), NodeHealth.FAULTY),
+        ((_incident("i", "node-1", fault_class=FaultClass.NETWORK),), (), FleetMetrics(), NodeHealth.FAULTY),
+        ((_incident("i", "node-1", fault_class=FaultClass.NODE_LOST),), (), FleetMetrics(), NodeHealth.LOST),
+        ((), (), FleetMetrics(agents={"node-1": False}), NodeHealth.LOST),
+        ((), (), FleetMetrics(lost_gpus={"node-1": ("3",)}), NodeHealth.FAULTY),
+        ((), (_said(K.NODE_QUARANTINED, "node-1"),), FleetMetrics(), NodeHealth.QUARANTINED),
+        ((_incident("i", "node-1"),), (_said(K.NODE_QUARANTINED, "node-1"),), FleetMetrics(), NodeHealth.SUSPECT),
+        ((_incident("i", "node-1", closed=True),), (), FleetMetrics(), NodeHealth.HEALTHY),
+        (tuple(_incident(f"i-{n}", "node-1", closed=True) for n in range(3)), (), FleetMetrics(), NodeHealth.OFTEN),
         (
             tuple(_incident(f"i-{n}", "node-1", closed=True, ago=MONTH + 1) for n in range(3)),
             (),
-            Live(),
-            Health.HEALTHY,
+            FleetMetrics(),
+            NodeHealth.HEALTHY,
         ),
-        ((_incident("i", "node-1", detectors=("person",)),), (), Live(), Health.HEALTHY),
+        ((_incident("i", "node-1", detectors=("operator",)),), (), FleetMetrics(), NodeHealth.HEALTHY),
     ],
 )
-def test_health(incidents: Sequence[Incident], events: Sequence[Event], live: Live, health: Health) -> None:
+def test_health(incidents: Sequence[Incident], events: Sequence[Event], live: FleetMetrics, health: NodeHealth) -> None:
     row = _rows(["node-0", "node-1", "node-2"], incidents, events, live).find("node-1")
     assert row is not None
     assert row.health is health
-    assert (row.because == "") == (health is Health.HEALTHY)
+    assert (row.because == "") == (health is NodeHealth.HEALTHY)
 
 
 def test_the_worst_stands_first_and_every_health_has_a_glyph_of_its_own() -> None:
@@ -110,7 +113,7 @@ def test_the_worst_stands_first_and_every_health_has_a_glyph_of_its_own() -> Non
         [_said(K.NODE_QUARANTINED, "node-10")],
     )
     assert [r.node for r in found.rows] == ["node-3", "node-10", "node-2"]
-    assert len({GLYPHS[h] for h in Health}) == len(Health)
+    assert len({GLYPHS[h] for h in NodeHealth}) == len(NodeHealth)
 
 
 def test_incidents_are_counted_in_each_span_against_the_fleets_median() -> None:
@@ -154,8 +157,8 @@ def test_a_nodes_past_keeps_who_said_what_after_its_return() -> None:
     result = {"passed": False, "seconds": 3.0, "checks": [{"name": "memory", "passed": False, "because": "3 words"}]}
     events = [
         _said(K.NODE_QUARANTINED, "node-1"),
-        _said(K.NODE_BURNED_IN, "node-1", **result),
-        _said(K.NODE_RETURNED, "node-1", because="cooled"),
+        _said(K.BURN_IN_FINISHED, "node-1", **result),
+        _said(K.NODE_RETURNED_TO_SERVICE, "node-1", because="cooled"),
     ]
     past = pasts(events)["node-1"]
     assert [s.what for s in past.said] == ["quarantined", "burned in", "returned"]
@@ -236,9 +239,9 @@ def test_other_runs_of_the_machine_have_the_same_names_and_are_left_out() -> Non
 
 
 def test_a_node_that_the_run_has_and_nothing_lives_on_is_idle_and_foreign_ones_are_left_out() -> None:
-    live = Live(agents={"node-7": True, "elsewhere": False})
+    live = FleetMetrics(agents={"node-7": True, "elsewhere": False})
     found = fleet_rows(_fleet(["node-1"]), {}, {}, (), live, NOW, ["node-1", "node-7"])
-    assert {r.node: r.health for r in found.rows} == {"node-1": Health.HEALTHY, "node-7": Health.IDLE}
+    assert {r.node: r.health for r in found.rows} == {"node-1": NodeHealth.HEALTHY, "node-7": NodeHealth.IDLE}
 
 
 def test_a_thousand_nodes_and_ten_thousand_incidents() -> None:

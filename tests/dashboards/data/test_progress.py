@@ -11,17 +11,17 @@ from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.progress import (
     BUCKETS_MAX,
     NOT_NOTICED,
-    Account,
     Bucket,
-    Cost,
-    CourseFold,
     Curve,
+    EttrSummary,
+    IncidentReplicaLoss,
+    RunTrendsProjection,
     lost_seconds,
     merged,
 )
 from rolecall.reports.facts import read_facts
 from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
-from rolecall.views.incidents import tell
+from rolecall.views.incidents import summarize_incidents
 from rolecall.views.injections import parse_injections
 
 
@@ -31,9 +31,11 @@ def bucket(step: int, *, reward: float = 0.5, seconds: float = 1.0) -> Bucket:
     )  # fmt: skip
 
 
-def cost(replica: str, since: float, until: float, stalled_until: float = 0.0, fault: str = "crash") -> Cost:
+def cost(
+    replica: str, since: float, until: float, stalled_until: float = 0.0, fault: str = "crash"
+) -> IncidentReplicaLoss:
     loss = Loss(replica=replica, since=since, until=until, stalled_until=stalled_until)
-    return Cost(incident_id="i", fault_class=fault, loss=loss)
+    return IncidentReplicaLoss(incident_id="i", fault_class=fault, loss=loss)
 
 
 def test_what_is_lost_and_ettr_are_the_same_as_those_of_the_report(rng: random.Random) -> None:
@@ -64,7 +66,7 @@ def test_what_is_lost_and_ettr_are_the_same_as_those_of_the_report(rng: random.R
         ([cost("reward/0", 10, 20)], {}),
     ],
 )
-def test_where_the_lost_time_went(costs: list[Cost], expected: dict[tuple[str, str], float]) -> None:
+def test_where_the_lost_time_went(costs: list[IncidentReplicaLoss], expected: dict[tuple[str, str], float]) -> None:
     lost = lost_seconds(costs, 0.0, 100.0, num_rollouts=2, num_trainers=2)
     assert lost == pytest.approx(expected)
 
@@ -76,9 +78,9 @@ def test_a_real_run_read_in_order_gives_the_ettr_of_its_report(fake_run: RunDir,
     began = training_began(facts.events)
     assert began is not None
     faults = parse_injections(fake_run.injections_path.read_text())[: None if injections else 0]
-    lost = losses(tell(facts.events, facts.known, faults), committed[-1].at)
+    lost = losses(summarize_incidents(facts.events, facts.known, faults), committed[-1].at)
     expected = ettr(began, committed[-1].at, lost, num_rollouts=3, num_trainers=2)
-    fold = CourseFold(faults=faults)
+    fold = RunTrendsProjection(faults=faults)
     journal = Journal(fake_run.database_url, create=False)
     for event in journal.events():
         fold.take(event)
@@ -97,7 +99,7 @@ def test_a_fault_that_nobody_notices_is_lost_time_too(fake_run: RunDir) -> None:
     missed = replace(
         seen[0], target="rollout/0", targets=(), injected_at=seen[-1].injected_at + 5.0, pid=0, kind="unseen"
     )
-    fold = CourseFold(faults=[*seen, missed])
+    fold = RunTrendsProjection(faults=[*seen, missed])
     journal = Journal(fake_run.database_url, create=False)
     for event in journal.events():
         fold.take(event)
@@ -125,4 +127,4 @@ def test_what_is_no_number_is_left_out_of_a_mean() -> None:
 
 
 def test_no_time_has_no_ettr() -> None:
-    assert Account(start=5.0, end=5.0, lost={}).ettr is None
+    assert EttrSummary(start=5.0, end=5.0, lost={}).ettr is None

@@ -16,7 +16,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.membership import ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data import reader as reading
-from rolecall.dashboards.data.reader import Look, Reader, Trouble
+from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader
 from rolecall.dashboards.settings import Settings
 from tests.dashboards.big_journal import BigJournal
 from tests.dashboards.made_runs import MadeRun, damage
@@ -25,14 +25,14 @@ from tests.support import eventually
 
 
 @contextmanager
-def reader_of(url: str, clock: FakeClock | None = None) -> Iterator[Callable[[], Look]]:
+def reader_of(url: str, clock: FakeClock | None = None) -> Iterator[Callable[[], JournalSnapshot]]:
     """A function that gives the next look: the clock is turned, so that it is a new one."""
     clock = clock or FakeClock(wall_offset=SystemClock().wall() - 1000.0)
     reader = Reader(Settings(journal_url=url), clock)
 
-    def look() -> Look:
+    def look() -> JournalSnapshot:
         clock.advance(reading.LOOK_SECONDS)
-        found: list[Look] = []
+        found: list[JournalSnapshot] = []
         eventually(lambda: found.append(reader.fresh()) or "has not answered" not in found[-1].because, "a look")
         return found[-1]
 
@@ -46,7 +46,7 @@ def test_what_was_written_since_is_in_the_next_look(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     with reader_of(made.run.database_url) as look:
         first = look()
-        assert (first.trouble, first.snapshot.step, len(first.book.incidents)) == (Trouble.NONE, 29, 0)
+        assert (first.trouble, first.snapshot.step, len(first.book.incidents)) == (JournalReadError.NONE, 29, 0)
         assert look().version == first.version  # nothing happened
         plan = made.open()
         second = look()
@@ -84,22 +84,22 @@ def test_records_and_flags_are_news_too(tmp_path: Path) -> None:
         assert look().snapshot.paused == "by anna: night"
         made.say(K.NODE_QUARANTINED, {"node": "node-3", "by": "anna", "because": "XID 79"})
         made.say(K.NODE_QUARANTINED, {"node": "node-4", "by": "anna", "because": "XID 79"})
-        made.say(K.NODE_RETURNED, {"node": "node-4", "by": "anna", "because": "replaced"})
+        made.say(K.NODE_RETURNED_TO_SERVICE, {"node": "node-4", "by": "anna", "because": "replaced"})
         assert look().quarantined == {"node-3"}
 
 
 def test_no_journal_an_empty_file_and_a_journal_without_a_line(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'journal.db'}"
     with reader_of(url) as look:
-        assert look().trouble is Trouble.MISSING
+        assert look().trouble is JournalReadError.MISSING
         (tmp_path / "journal.db").touch()
-        assert look().trouble is Trouble.EMPTY
+        assert look().trouble is JournalReadError.EMPTY
         (tmp_path / "journal.db").unlink()
         Journal(url).close()
         nothing = look()
-        assert (nothing.trouble, nothing.usable) == (Trouble.EMPTY, False)
+        assert (nothing.trouble, nothing.usable) == (JournalReadError.EMPTY, False)
         Journal(url).append(K.RUN_STARTED, {"num_steps": 3})
-        assert look().trouble is Trouble.NONE  # the page goes on by itself
+        assert look().trouble is JournalReadError.NONE  # the page goes on by itself
 
 
 def test_another_schema_version_is_told(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_another_schema_version_is_told(tmp_path: Path) -> None:
         conn.execute("UPDATE meta SET value = '99' WHERE name = 'schema'")
     with reader_of(made.run.database_url) as look:
         found = look()
-    assert found.trouble is Trouble.OLD and "schema version 99" in found.because
+    assert found.trouble is JournalReadError.OLD and "schema version 99" in found.because
 
 
 @pytest.mark.parametrize("body", ["{", "[]", '{"diagnosis": 3}'])
@@ -122,7 +122,7 @@ def test_damaged_lines_are_named_and_the_rest_is_shown(tmp_path: Path, body: str
         found = look()
     assert [i.incident_id for i in found.book.open_incidents()] == ["i-2"] and "i-1" in found.book.broken
     if body != '{"diagnosis": 3}':  # that one is readable, and means nothing
-        assert found.trouble is Trouble.DAMAGED and str(opened) in found.because and found.num_damaged == 1
+        assert found.trouble is JournalReadError.DAMAGED and str(opened) in found.because and found.num_damaged == 1
 
 
 def test_a_step_without_its_number_stops_nothing(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
             path.unlink()
         (made.run.path / "journal.db").write_bytes(b"no database" * 500)
         found = look()
-    assert found.trouble is Trouble.DAMAGED
+    assert found.trouble is JournalReadError.DAMAGED
     assert found.snapshot.step == 29  # what was known stays
 
 
@@ -170,11 +170,11 @@ def test_a_locked_journal_keeps_nobody_waiting(tmp_path: Path) -> None:
     reader = Reader(Settings(journal_url=made.run.database_url), SystemClock())
     try:
         found = reader.look()
-        assert found.trouble is Trouble.AWAY and not found.usable and "locked" in found.because
+        assert found.trouble is JournalReadError.AWAY and not found.usable and "locked" in found.because
         with pytest.raises(JournalUnavailable), reader.journal():
             raise AssertionError("nobody should have waited for it")
         holder.close()
-        eventually(lambda: reader.look().trouble is Trouble.NONE, "it goes on by itself")
+        eventually(lambda: reader.look().trouble is JournalReadError.NONE, "it goes on by itself")
         with reader.journal() as journal:
             assert journal.head().position > 0
     finally:
@@ -241,7 +241,7 @@ def test_a_password_is_never_told(tmp_path: Path) -> None:
     url = "postgresql+psycopg://anna:s3cret@127.0.0.1:1/nowhere"
     with reader_of(url) as look:
         found = look()
-    assert found.trouble in (Trouble.AWAY, Trouble.MISSING)  # without the driver it is missing
+    assert found.trouble in (JournalReadError.AWAY, JournalReadError.MISSING)  # without the driver it is missing
     assert "s3cret" not in repr(found) and "s3cret" not in repr(Settings(journal_url=url))
 
 
@@ -254,12 +254,12 @@ def test_a_postgresql_that_goes_away_and_comes_back() -> None:
         journal.close()
         reader = Reader(Settings(journal_url=url), SystemClock())
         try:
-            eventually(lambda: reader.look().trouble is Trouble.NONE, "it is read")
+            eventually(lambda: reader.look().trouble is JournalReadError.NONE, "it is read")
             pg.kill()
-            eventually(lambda: reader.look().trouble is Trouble.AWAY, "it is away")
+            eventually(lambda: reader.look().trouble is JournalReadError.AWAY, "it is away")
             assert reader.look().snapshot.num_steps == 3
             pg.start()
-            eventually(lambda: reader.look().trouble is Trouble.NONE, "it is back")
+            eventually(lambda: reader.look().trouble is JournalReadError.NONE, "it is back")
         finally:
             reader.close()
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rolecall.core.metrics.catalogue import CATALOGUE
-from rolecall.core.metrics.metric import Metric, MetricType, Subject
+from rolecall.core.metrics.metric import Metric, MetricScope, MetricType
 from rolecall.dashboards.grafana.promql import DCGM_NAMES, OF_WATCH
-from rolecall.dashboards.grafana.rules.rule import Record, groups
+from rolecall.dashboards.grafana.rules.rule import RecordingRule, groups
 from tests.dashboards.openmetrics import Recording
 
 START, STEP, ROUNDS = 1_700_000_000.0, 15.0, 41
@@ -61,7 +61,7 @@ def write(path: Path) -> Path:
 
 def _recorded() -> str:
     """What the recording rules make."""
-    names = [r.name for made in groups().values() for g in made for r in g.rules if isinstance(r, Record)]
+    names = [r.name for made in groups().values() for g in made for r in g.rules if isinstance(r, RecordingRule)]
     of_role = 'role="rollout"'
     of_rank = ",".join(f'{k}="{v}"' for k, v in {"role": "rollout", "replica": REPLICAS[1], "rank": "0"}.items())
     return "".join(f"{n}{{{of_rank if n.startswith('rank:') else of_role}}} 1.5\n" for n in names)
@@ -94,7 +94,7 @@ def _labels(metric: Metric) -> Iterator[dict[str, str]]:
             values = REPLICAS
         elif label == "name" and metric.name == "rolecall_infiniband_events_total":
             values = EVENTS
-        elif label == "action" and metric.subject is Subject.GPU:
+        elif label == "action" and metric.subject is MetricScope.GPU:
             values = ("gpu_reset",)
         else:
             values = VALUES.get(label, (f"some-{label}",))

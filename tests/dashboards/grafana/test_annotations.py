@@ -6,18 +6,18 @@ from dataclasses import replace
 import pytest
 
 from rolecall.core.errors import CommandRefused
-from rolecall.dashboards.grafana.annotations import TEXT_MAX, Episode, annotate, annotation
+from rolecall.dashboards.grafana.annotations import TEXT_MAX, IncidentAnnotation, annotate, annotation
 from rolecall.dashboards.grafana.server import GrafanaRefused, Server, Token, address
 from tests.dashboards.grafana.fake_grafana import EDITOR, VIEWER, FakeGrafana, Refused, fake_grafana
 
-HANG = Episode(
+HANG = IncidentAnnotation(
     incident_id="i1-trainer-1",
     role="trainer",
     fault="hang",
     sentence="trainer/1 has finished nothing for 2.6 s",
     opened_at=1_795_000_000.25,
 )
-CLOSED = replace(HANG, closed_at=1_795_000_011.5, outcome="cured")
+CLOSED = replace(HANG, closed_at=1_795_000_011.5, outcome="resolved")
 KILL = replace(HANG, incident_id="i2-rollout-1", role="rollout", fault="crash", opened_at=1_795_000_100.0)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from rolecall.core.errors import ConfigError
-from rolecall.dashboards.grafana.push import MESSAGE, Plan, Problems, Pushed, holds, plan, push
+from rolecall.dashboards.grafana.push import MESSAGE, PushPlan, PushRejected, PushResult, holds, plan, push
 from rolecall.dashboards.grafana.server import GrafanaRefused, Server, Token, address
 from tests.agent.http.test_web_config import certificate
 from tests.dashboards.grafana.fake_grafana import EDITOR, VIEWER, FakeGrafana, Refused, fake_grafana, raw_server
@@ -59,11 +59,11 @@ def server(grafana: FakeGrafana, ask: Ask) -> Server:
     return ask(grafana.url)
 
 
-def planned(server: Server, *dashboards: Json, **options: Any) -> Plan:
+def planned(server: Server, *dashboards: Json, **options: Any) -> PushPlan:
     return plan(server, dashboards or BOTH, **{"folder": "rolecall", "datasource": "Prometheus", **options})
 
 
-def pushed(server: Server, *dashboards: Json, **options: Any) -> Pushed:
+def pushed(server: Server, *dashboards: Json, **options: Any) -> PushResult:
     return push(server, planned(server, *dashboards, **options))
 
 
@@ -123,7 +123,7 @@ def test_an_edit_of_a_person_is_told_and_nothing_at_all_is_written(grafana: Fake
     grafana.people_edit("rolecall-run", title="Anna's")
     grafana.requests.clear()
     with pytest.raises(
-        Problems, match=r"rolecall-run: anna edited it at 2026-11-22T12:00:00Z \(version 2\).*--overwrite"
+        PushRejected, match=r"rolecall-run: anna edited it at 2026-11-22T12:00:00Z \(version 2\).*--overwrite"
     ):
         planned(server, BOTH[0], dashboard("rolecall-roles", refresh="30s"))
     assert grafana.writes == []
@@ -155,7 +155,7 @@ def test_a_version_that_a_person_restored_is_theirs(grafana: FakeGrafana, server
     pushed(server)
     grafana.people_edit("rolecall-run", refresh="1m")
     grafana.dashboards["rolecall-run"]["versions"][-1]["message"] = "Restored from version 1"
-    with pytest.raises(Problems, match="anna edited it"):
+    with pytest.raises(PushRejected, match="anna edited it"):
         planned(server, dashboard("rolecall-run", refresh="5s"))
 
 
@@ -173,9 +173,11 @@ def test_what_a_server_adds_is_no_difference_but_what_a_person_adds_to_a_list_is
 def test_a_data_source_that_is_not_there_or_no_prometheus_is_told_with_what_there_is(
     grafana: FakeGrafana, server: Server
 ) -> None:
-    with pytest.raises(Problems, match=r"no data source 'Mimir'.*'Prometheus' \(prometheus\), 'Logs / all' \(loki\)"):
+    with pytest.raises(
+        PushRejected, match=r"no data source 'Mimir'.*'Prometheus' \(prometheus\), 'Logs / all' \(loki\)"
+    ):
         planned(server, datasource="Mimir")
-    with pytest.raises(Problems, match=r"'Logs / all' is of type 'loki'"):  # its name must survive the URL
+    with pytest.raises(PushRejected, match=r"'Logs / all' is of type 'loki'"):  # its name must survive the URL
         planned(server, datasource="Logs / all")
     assert grafana.writes == []
 
@@ -185,7 +187,7 @@ def test_all_problems_are_told_at_once(grafana: FakeGrafana, server: Server) -> 
     for one in BOTH:
         grafana.people_edit(one["uid"], title="theirs")
     grafana.dashboards["rolecall-roles"]["provisioned"] = True
-    with pytest.raises(Problems) as told:
+    with pytest.raises(PushRejected) as told:
         planned(server, *BOTH, dashboard("x" * 41), datasource="no such", overwrite=False)
     text = str(told.value)
     assert len(told.value.problems) == 4
@@ -251,7 +253,7 @@ def test_a_server_that_goes_away_half_way_leaves_no_doubt_unsaid(grafana: FakeGr
         pass
     with raw_server(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n") as url:
         cut = Server(address(url), Token(EDITOR), deadline_seconds=5)
-        told = push(cut, Plan(folder="", folder_uid="", changes=wanted.changes))
+        told = push(cut, PushPlan(folder="", folder_uid="", changes=wanted.changes))
     assert "it may have been written: push again" in told.failed[0]
     assert told.failed[1].startswith("not tried")
 

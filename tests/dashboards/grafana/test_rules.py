@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rolecall.core.metrics.catalogue import BY_NAME
-from rolecall.dashboards.grafana.rules.rule import Alert, Record, Severity, alerts, check, groups, rules_yaml
+from rolecall.dashboards.grafana.rules.rule import Alert, RecordingRule, Severity, alerts, check, groups, rules_yaml
 from tests.dashboards.grafana.rules_cases import CASES, NODE, WATCH, Case
 
 ALERTS = {a.name: a for a in alerts()}
@@ -129,7 +129,7 @@ def test_a_misspelt_metric_or_label_is_refused() -> None:
     with pytest.raises(ValueError, match="no label node_name"):
         check('rolecall_gpu_up{node_name="a"} == 0')
     with pytest.raises(ValueError, match="level:rolecall_metric:operation"):
-        Record(name="rolecall_x", expr="sum(rolecall_gpu_up)")
+        RecordingRule(name="rolecall_x", expr="sum(rolecall_gpu_up)")
     with pytest.raises(ValueError, match="no metric of ours"):
         check("vector(1)")
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from rolecall.dashboards.grafana.promql import selectors
-from rolecall.dashboards.grafana.rules.rule import Alert, Record, alerts, groups, rules_yaml
+from rolecall.dashboards.grafana.rules.rule import Alert, RecordingRule, alerts, groups, rules_yaml
 from tests.dashboards.prometheus_of_demo import DemoPrometheus, Series, prometheus_of
 from tests.prometheus_server import prometheus
 from tests.support import eventually
 
 ALERTS = {a.name: a for a in alerts()}
-RECORDS = {r.name: r for made in groups().values() for g in made for r in g.rules if isinstance(r, Record)}
+RECORDS = {r.name: r for made in groups().values() for g in made for r in g.rules if isinstance(r, RecordingRule)}
 NOT_IN_THE_DEMO = {
     "rolecall_plans_waiting_deadline_timestamp_seconds": "the demo acts by itself: no plan waits for a person",
     "rolecall_watch_agent_unreachable_timestamp_seconds": "every agent was heard all the time",

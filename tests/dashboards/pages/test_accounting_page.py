@@ -11,7 +11,7 @@ from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
-from rolecall.dashboards.pages.accounting.accounts import AUDIT_SECONDS, Bookkeeper
+from rolecall.dashboards.pages.accounting.accounts import AUDIT_SECONDS, AccountingWorker
 from rolecall.dashboards.pages.accounting.audit import audited
 from rolecall.dashboards.settings import Settings
 from tests.dashboards.acting_world import HOSTILE, World, button, fill, page, sign_in, texts, world
@@ -27,11 +27,11 @@ def made(tmp_path: Path) -> World:
 
 @pytest.fixture
 def finished(fake_run: RunDir, tmp_path: Path) -> World:
-    return World(run=fake_run, people_path=tmp_path / "people.yaml")
+    return World(run=fake_run, users_path=tmp_path / "people.yaml")
 
 
-def _keeper(run: RunDir, clock: FakeClock, *, url_only: bool = False) -> Bookkeeper:
-    return Bookkeeper(Settings(journal_url=run.database_url, run=None if url_only else run), clock)
+def _keeper(run: RunDir, clock: FakeClock, *, url_only: bool = False) -> AccountingWorker:
+    return AccountingWorker(Settings(journal_url=run.database_url, run=None if url_only else run), clock)
 
 
 def test_a_finished_run_is_accounted_for(finished: World) -> None:
@@ -60,7 +60,7 @@ def test_a_long_journal_is_audited_in_a_process_of_its_own_with_the_same_result(
     settings = Settings(journal_url=finished.run.database_url, run=finished.run)
     found = []
     for apart_events in (0, 10**9):
-        keeper = Bookkeeper(settings, FakeClock(), apart_events=apart_events)
+        keeper = AccountingWorker(settings, FakeClock(), apart_events=apart_events)
         keeper.look()
         assert keeper.wait(PATIENCE_SECONDS)
         found.append(keeper.look())
@@ -99,7 +99,7 @@ def test_books_are_kept_until_they_are_due_and_the_audit_until_the_journal_grows
     keeper.look()
     assert keeper.wait(PATIENCE_SECONDS)
     assert keeper.look().audited_at == first.audited_at, "nothing was written since"
-    finished.say(K.PAUSED, {"by": "anna", "because": "x"})
+    finished.say(K.RECOVERY_PAUSED, {"by": "anna", "because": "x"})
     clock.advance(AUDIT_SECONDS + 1)
     keeper.look()
     assert keeper.wait(PATIENCE_SECONDS)
@@ -161,8 +161,8 @@ def test_a_diagnosis_is_marked_under_the_name_of_who_is_signed_in(finished: Worl
     button(at, "✓ Right").click().run()
     new = finished.events()[before:]
     assert [(e.kind, e.incident_id, e.body["verdict"], e.body["by"]) for e in new] == [
-        (K.DIAGNOSIS_MARKED, "i-2", "wrong", "anna"),
-        (K.DIAGNOSIS_MARKED, "i-2", "right", "anna"),
+        (K.DIAGNOSIS_REVIEWED, "i-2", "wrong", "anna"),
+        (K.DIAGNOSIS_REVIEWED, "i-2", "right", "anna"),
     ]
     assert "1 of 1 marked diagnoses were right: 100%" in texts(at)
     assert "2 of 3 are not marked yet." in texts(at)

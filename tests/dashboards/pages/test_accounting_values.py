@@ -6,14 +6,14 @@ import pytest
 
 from rolecall.core.diagnosis import FaultClass
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.dashboards.pages.accounting.goals import GOAL_SECONDS, Evidence, detection, evidence_of, recovery
+from rolecall.dashboards.pages.accounting.goals import GOAL_SECONDS, DetectionChannel, detection, evidence_of, recovery
 from rolecall.dashboards.pages.accounting.marks import marks, wilson
 from rolecall.dashboards.pages.accounting.time import SLICES_MAX, UNNOTICED, times
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.incidents.projection import fold
 from rolecall.views.ettr import Step, ettr, losses
-from rolecall.views.incidents import Joined, Replacement, Story
-from rolecall.views.injections import Fault
+from rolecall.views.incidents import IncidentSummary, MatchedIncidents, Replacement
+from rolecall.views.injections import InjectedFault
 from tests.dashboards.acting_world import diagnosis
 
 K = EventKind
@@ -21,16 +21,16 @@ HOUR = 3600.0
 ZERO = 1_700_000_000.0 // HOUR * HOUR
 
 
-def _story(name: str, replica: str, began: float, serving: float, **more: object) -> Story:
+def _story(name: str, replica: str, began: float, serving: float, **more: object) -> IncidentSummary:
     made = Replacement(replica=replica, incarnation=2, node="node-1", pid=1, from_standby=False, serving_at=serving)
-    story = Story(
+    story = IncidentSummary(
         incident_id=name,
         opened_at=began + 1,
         diagnosis=diagnosis(replica, "it ended", at=began),
         action_started_at=began + 1,
         replacements=(made,),
         closed_at=serving,
-        outcome="cured",
+        outcome="resolved",
         verified_at=serving,
     )
     return replace(story, **more)  # type: ignore[arg-type]
@@ -40,13 +40,13 @@ def _step(number: int, at: float) -> Step:
     return Step(step=number, at=at, seconds=1.0, reward=0.5, loss=0.1, epoch=1, num_tokens=10)
 
 
-def _times(joined: Joined, began: float, until: float, committed: tuple[Step, ...] = ()):  # type: ignore[no-untyped-def]
+def _times(joined: MatchedIncidents, began: float, until: float, committed: tuple[Step, ...] = ()):  # type: ignore[no-untyped-def]
     return times(joined, committed, began=began, until=until, num_rollouts=3, num_trainers=1)
 
 
 def test_each_hour_by_itself_and_together_the_whole() -> None:
     # One of four replicas is lost for half of the second hour, another for the last quarter of the third.
-    joined = Joined(
+    joined = MatchedIncidents(
         stories=(
             _story("i-1", "rollout/0", ZERO + HOUR, ZERO + 1.5 * HOUR),
             _story("i-2", "rollout/1", ZERO + 2.75 * HOUR, ZERO + 3 * HOUR),
@@ -67,7 +67,7 @@ def test_each_hour_by_itself_and_together_the_whole() -> None:
 
 
 def test_the_first_and_the_last_hour_are_counted_as_far_as_the_run_was_there() -> None:
-    found = _times(Joined(stories=(), missed=(), false_alarms=()), ZERO + 1800, ZERO + 4 * HOUR + 60)
+    found = _times(MatchedIncidents(stories=(), missed=(), false_alarms=()), ZERO + 1800, ZERO + 4 * HOUR + 60)
     assert [s.end - s.start for s in found.slices] == [1800, HOUR, HOUR, HOUR, 60]
 
 
@@ -75,11 +75,11 @@ def test_the_first_and_the_last_hour_are_counted_as_far_as_the_run_was_there() -
     ("seconds", "width"), [(60.0, 60.0), (1799.0, 60.0), (1801.0, 300.0), (3 * HOUR, HOUR), (40 * HOUR, HOUR)]
 )
 def test_a_short_run_is_cut_finer(seconds: float, width: float) -> None:
-    assert _times(Joined(stories=(), missed=(), false_alarms=()), ZERO, ZERO + seconds).slice_seconds == width
+    assert _times(MatchedIncidents(stories=(), missed=(), false_alarms=()), ZERO, ZERO + seconds).slice_seconds == width
 
 
 def test_of_a_very_long_run_the_newest_hours_are_shown() -> None:
-    found = _times(Joined(stories=(), missed=(), false_alarms=()), ZERO, ZERO + 2 * SLICES_MAX * HOUR)
+    found = _times(MatchedIncidents(stories=(), missed=(), false_alarms=()), ZERO, ZERO + 2 * SLICES_MAX * HOUR)
     assert len(found.slices) <= SLICES_MAX
     assert found.slices[-1].end == ZERO + 2 * SLICES_MAX * HOUR
 
@@ -87,14 +87,17 @@ def test_of_a_very_long_run_the_newest_hours_are_shown() -> None:
 def test_each_commit_belongs_to_one_slice_and_the_last_to_the_last() -> None:
     at = (ZERO, ZERO + 59.5, ZERO + 60.0, ZERO + 119.0, ZERO + 120.0)
     found = _times(
-        Joined(stories=(), missed=(), false_alarms=()), ZERO, ZERO + 120.0, tuple(_step(n, t) for n, t in enumerate(at))
+        MatchedIncidents(stories=(), missed=(), false_alarms=()),
+        ZERO,
+        ZERO + 120.0,
+        tuple(_step(n, t) for n, t in enumerate(at)),
     )
     assert [s.num_steps for s in found.slices] == [2, 3]
 
 
 def test_a_fault_that_nobody_noticed_takes_time_under_its_own_name() -> None:
-    fault = Fault(kind="rollout-slow", target="rollout/0", injected_at=ZERO + 60)
-    found = _times(Joined(stories=(), missed=(fault,), false_alarms=()), ZERO, ZERO + 120)
+    fault = InjectedFault(kind="rollout-slow", target="rollout/0", injected_at=ZERO + 60)
+    found = _times(MatchedIncidents(stories=(), missed=(fault,), false_alarms=()), ZERO, ZERO + 120)
     assert [p.name for p in found.by_incident] == [UNNOTICED]
     assert found.lost_seconds == pytest.approx(15.0)
 
@@ -102,26 +105,28 @@ def test_a_fault_that_nobody_noticed_takes_time_under_its_own_name() -> None:
 @pytest.mark.parametrize(
     ("fault_class", "detectors", "evidence"),
     [
-        (FaultClass.CRASH, ("crash",), Evidence.EXIT),
-        (FaultClass.RESOURCE_EXHAUSTED, ("crash",), Evidence.EXIT),
-        (FaultClass.GPU, ("node",), Evidence.HARDWARE),
-        (FaultClass.NETWORK, ("node",), Evidence.HARDWARE),
-        (FaultClass.NETWORK, ("lost",), Evidence.COLLECTIVE),
-        (FaultClass.HANG, ("stall",), Evidence.STALL),
-        (FaultClass.HANG, ("stall", "nccl"), Evidence.COLLECTIVE),
-        (FaultClass.SLOW, ("sequential",), Evidence.SLOW),
-        (FaultClass.WRONG_WEIGHTS, ("proof",), Evidence.WRONG),
-        (FaultClass.CANNOT_TELL, ("lost",), Evidence.OTHER),
+        (FaultClass.CRASH, ("crash",), DetectionChannel.EXIT),
+        (FaultClass.RESOURCE_EXHAUSTED, ("crash",), DetectionChannel.EXIT),
+        (FaultClass.GPU, ("node",), DetectionChannel.HARDWARE),
+        (FaultClass.NETWORK, ("node",), DetectionChannel.HARDWARE),
+        (FaultClass.NETWORK, ("lost",), DetectionChannel.COLLECTIVE),
+        (FaultClass.HANG, ("stall",), DetectionChannel.STALL),
+        (FaultClass.HANG, ("stall", "nccl"), DetectionChannel.COLLECTIVE),
+        (FaultClass.SLOW, ("sequential",), DetectionChannel.SLOW),
+        (FaultClass.WRONG_WEIGHTS, ("proof",), DetectionChannel.WRONG),
+        (FaultClass.CANNOT_TELL, ("lost",), DetectionChannel.OTHER),
     ],
 )
-def test_what_found_a_fault(fault_class: FaultClass, detectors: tuple[str, ...], evidence: Evidence) -> None:
+def test_what_found_a_fault(fault_class: FaultClass, detectors: tuple[str, ...], evidence: DetectionChannel) -> None:
     assert evidence_of(diagnosis("rollout/0", "x", fault_class=fault_class, detectors=detectors)) is evidence
 
 
-def _found_after(seconds: float, *, injected: bool, right: bool = True) -> Story:
+def _found_after(seconds: float, *, injected: bool, right: bool = True) -> IncidentSummary:
     d = replace(diagnosis("rollout/0", "x", at=ZERO), detected_at=ZERO + seconds)
-    fault = Fault(kind="rollout-kill", target="rollout/0", injected_at=ZERO) if injected else None
-    return Story(incident_id="i", opened_at=ZERO, diagnosis=d, fault=fault, named_right=right if injected else None)
+    fault = InjectedFault(kind="rollout-kill", target="rollout/0", injected_at=ZERO) if injected else None
+    return IncidentSummary(
+        incident_id="i", opened_at=ZERO, diagnosis=d, fault=fault, named_right=right if injected else None
+    )
 
 
 def test_detection_against_its_goal_with_true_times_apart_from_estimates() -> None:
@@ -129,12 +134,12 @@ def test_detection_against_its_goal_with_true_times_apart_from_estimates() -> No
     estimated, true = sorted(detection(stories), key=lambda d: d.injected)
     assert (true.num, true.median_seconds, true.worst_seconds) == (3, pytest.approx(0.4, abs=1e-6), 3.0)
     assert true.share == pytest.approx(2 / 3)
-    assert true.goal_seconds == GOAL_SECONDS[Evidence.EXIT] == 1.0
+    assert true.goal_seconds == GOAL_SECONDS[DetectionChannel.EXIT] == 1.0
     assert (estimated.num, estimated.injected) == (1, False)
 
 
 def test_a_wrong_name_and_a_persons_request_are_no_detection() -> None:
-    asked = replace(_found_after(1.0, injected=False), diagnosis=diagnosis("rollout/0", "x", detectors=("person",)))
+    asked = replace(_found_after(1.0, injected=False), diagnosis=diagnosis("rollout/0", "x", detectors=("operator",)))
     assert detection([_found_after(1.0, injected=True, right=False), asked]) == ()
 
 
@@ -168,7 +173,7 @@ def _incident(name: str, mark: str = "", **more: object) -> Incident:
     events = [Event(seq=1, kind=K.INCIDENT_OPENED, wall_at=1.0, body={"diagnosis": d.to_dict()}, incident_id=name)]
     if mark:
         body = {"verdict": mark, "by": "anna", "because": ""}
-        events.append(Event(seq=2, kind=K.DIAGNOSIS_MARKED, wall_at=2.0, body=body, incident_id=name))
+        events.append(Event(seq=2, kind=K.DIAGNOSIS_REVIEWED, wall_at=2.0, body=body, incident_id=name))
     return fold(events)[name]
 
 
@@ -178,7 +183,7 @@ def test_precision_by_class_and_by_detector_and_how_many_are_not_marked() -> Non
             _incident("a", "right"),
             _incident("b", "wrong", fault_class=FaultClass.SLOW, detectors=("sequential", "slow")),
             _incident("c"),
-            _incident("d", "right", detectors=("person",)),
+            _incident("d", "right", detectors=("operator",)),
         ]
     )
     assert (found.of_all.num_right, found.of_all.num_marked, found.of_all.num_unmarked) == (1, 2, 1)

@@ -85,14 +85,14 @@ def asked(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     plan = made.propose("inc-asked", because=HOSTILE)
     made.open("inc-hostile", "rollout/0", because=TRACEBACK, evidence=(HOSTILE, TRACEBACK), detectors=(HOSTILE,))
     made.open("inc-nobody", HOSTILE, because=HOSTILE, fault_class=FaultClass.HANG, node=HOSTILE)
-    made.say(K.EVIDENCE_PULLED, _pulled(), "inc-hostile")
+    made.say(K.EVIDENCE_COLLECTED, _pulled(), "inc-hostile")
     made.say(K.NODE_QUARANTINED, {"node": HOSTILE, "by": HOSTILE, "because": HOSTILE})
-    made.say(K.DIAGNOSIS_MARKED, {"verdict": "wrong", "by": HOSTILE, "because": HOSTILE}, "inc-hostile")
+    made.say(K.DIAGNOSIS_REVIEWED, {"verdict": "wrong", "by": HOSTILE, "because": HOSTILE}, "inc-hostile")
     evidence = made.run.path / EVIDENCE_DIR / "inc-hostile"
     evidence.mkdir(parents=True)
     (evidence / "stacks.txt").write_text(TRACEBACK)
     token = made.add_person("anna")
-    with served(folder, [str(made.run.path), "--people", str(made.people_path)]) as address:
+    with served(folder, [str(made.run.path), "--people", str(made.users_path)]) as address:
         yield Asked(made=made, plan=plan, token=token, address=address)
 
 

@@ -9,7 +9,7 @@ from rolecall.core.diagnosis import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.dashboards.data.hardware import live_of, of_run
 from rolecall.dashboards.pages.fleet import prometheus as fleet_prometheus
-from rolecall.dashboards.pages.fleet.prometheus import ASK_SECONDS, Eye
+from rolecall.dashboards.pages.fleet.prometheus import ASK_SECONDS, FleetMetricsPoller
 from rolecall.recovery.operators import commands
 from tests.dashboards.acting_world import HOSTILE, World, page, texts, world
 from tests.dashboards.prometheus_of_demo import DemoPrometheus
@@ -76,7 +76,7 @@ def test_a_prometheus_that_is_away_is_a_sentence(made: World) -> None:
 
 
 def test_what_a_real_prometheus_tells_of_a_demo_shows(demo_prometheus: DemoPrometheus) -> None:
-    eye = Eye(demo_prometheus.url, "", FakeClock(), "demo-7")
+    eye = FleetMetricsPoller(demo_prometheus.url, "", FakeClock(), "demo-7")
     answers = [
         [(v.labels, v.value) for v in demo_prometheus.query(e)]
         for e in (
@@ -107,7 +107,7 @@ def test_hostile_text_is_shown_as_text(made: World) -> None:
 
 def test_a_server_that_does_not_answer_is_asked_again_later_and_never_waited_for() -> None:
     clock = FakeClock()
-    eye = Eye(NOBODY_THERE, "", clock)
+    eye = FleetMetricsPoller(NOBODY_THERE, "", clock)
     eye.look()
     assert eye.wait(30)
     first = eye.look()
@@ -119,7 +119,7 @@ def test_a_server_that_does_not_answer_is_asked_again_later_and_never_waited_for
 
 
 def test_a_wrong_address_is_told_without_the_password_in_it() -> None:
-    eye = Eye("http://anna:secret@127.0.0.1:9", "", FakeClock())
+    eye = FleetMetricsPoller("http://anna:secret@127.0.0.1:9", "", FakeClock())
     eye.look()
     assert eye.wait(30)
     assert "credentials do not belong" in eye.look().away

@@ -51,7 +51,7 @@ def rows(at: AppTest) -> list[dict[str, Any]]:
 
 
 def test_the_table_names_each_incident_with_a_link(shows: Shows, tmp_path: Path) -> None:
-    world = world_of("cured", tmp_path)
+    world = world_of("resolved", tmp_path)
     at = shows(world.url)
     assert not at.exception
     (row,) = rows(at)
@@ -79,16 +79,16 @@ def test_a_run_without_incident_says_so(shows: Shows, tmp_path: Path) -> None:
 
 
 def test_filters_of_the_url_are_those_of_the_page(shows: Shows, tmp_path: Path) -> None:
-    url = world_of("cured", tmp_path).url
-    at = shows(url, status="gave_up", text="x y")
-    assert at.selectbox(key="incidents-status").value == "gave_up"
+    url = world_of("resolved", tmp_path).url
+    at = shows(url, status="escalated", text="x y")
+    assert at.selectbox(key="incidents-status").value == "escalated"
     assert at.text_input(key="incidents-text").value == "x y"
     assert not rows(at)
     assert at.info[0].value == "No incident fits these filters."
 
 
 def test_a_filter_is_written_into_the_url(shows: Shows, tmp_path: Path) -> None:
-    at = shows(world_of("cured", tmp_path).url)
+    at = shows(world_of("resolved", tmp_path).url)
     at.selectbox(key="incidents-role").select("rollout").run()
     assert at.query_params["role"] in ("rollout", ["rollout"])
     assert len(rows(at)) == 1
@@ -198,7 +198,7 @@ def test_a_stored_window_is_drawn_and_decided_again(shows: Shows, tmp_path: Path
 
 
 def test_evidence_files_are_shown_as_text(shows: Shows, tmp_path: Path) -> None:
-    world = world_of("cured", tmp_path)
+    world = world_of("resolved", tmp_path)
     name = world.only().incident_id
     folder = tmp_path / "evidence" / name
     folder.mkdir(parents=True)
@@ -212,7 +212,7 @@ def test_evidence_files_are_shown_as_text(shows: Shows, tmp_path: Path) -> None:
 
 
 def test_an_incident_that_is_not_there_says_so_and_leads_back(shows: Shows, tmp_path: Path) -> None:
-    at = shows(world_of("cured", tmp_path).url, incident="<b>no</b>", role="rollout")
+    at = shows(world_of("resolved", tmp_path).url, incident="<b>no</b>", role="rollout")
     assert not at.exception
     assert at.info[0].value == "The journal knows no such incident."
     at.button(key="incident-back").click().run()
@@ -223,7 +223,7 @@ def test_an_incident_that_is_not_there_says_so_and_leads_back(shows: Shows, tmp_
 
 def test_one_that_cannot_be_read_has_a_page(shows: Shows, tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.journal.append(K.PLAN_MADE, {"plan": 7}, incident_id="inc-broken")
+    world.journal.append(K.PLAN_CREATED, {"plan": 7}, incident_id="inc-broken")
     at = shows(world.url, incident="inc-broken")
     assert not at.exception
     assert "⚠ SET ASIDE" in texts(at)
@@ -236,7 +236,7 @@ def test_ten_thousand_events_are_paged(shows: Shows, tmp_path: Path) -> None:
     events = world.journal.events(incident_id=i.incident_id)
     body = {"topic": "t", "because": "again", "channel": "log"}
     for n in range(250):
-        world.journal.append(K.PERSON_CALLED, {**body, "topic": f"t{n}"}, incident_id=i.incident_id)
+        world.journal.append(K.ONCALL_PAGED, {**body, "topic": f"t{n}"}, incident_id=i.incident_id)
     at = shows(world.url, incident=i.incident_id)
     assert not at.exception
     assert len(rows(at)) == 100
@@ -247,7 +247,7 @@ def test_ten_thousand_events_are_paged(shows: Shows, tmp_path: Path) -> None:
 def test_journals_are_not_mixed_up(shows: Shows, tmp_path: Path) -> None:
     """Two runs have incidents of one name."""
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
-    crash, held = world_of("cured", tmp_path / "a"), world_of("held", tmp_path / "b")
+    crash, held = world_of("resolved", tmp_path / "a"), world_of("held", tmp_path / "b")
     name = crash.only().incident_id
     assert held.only().incident_id == name
     assert "✓ CURED" in texts(shows(crash.url, incident=name))

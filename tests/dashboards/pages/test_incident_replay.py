@@ -17,7 +17,7 @@ from rolecall.core.rundir import create_run_dir
 from rolecall.dashboards.pages.incidents.evidence_files import SHOWN_BYTES_MAX, names, read
 from rolecall.dashboards.pages.incidents.prometheus import from_prometheus
 from rolecall.dashboards.pages.incidents.replay import replay
-from rolecall.dashboards.pages.incidents.timeline import Axis
+from rolecall.dashboards.pages.incidents.timeline import TimelineRange
 from rolecall.testing.recovery_world import diagnosis
 from tests.dashboards.incident_cases import found, material_of, world_of
 
@@ -33,11 +33,11 @@ def test_the_same_input_gives_the_same_plan(tmp_path: Path) -> None:
 
 
 def test_another_plan_is_told(tmp_path: Path) -> None:
-    m = material_of(world_of("cured", tmp_path))
+    m = material_of(world_of("resolved", tmp_path))
     changed = []
     for e in m.events:
         body = {**e.body}
-        if e.kind is K.PLAN_MADE:
+        if e.kind is K.PLAN_CREATED:
             body["plan"] = {**body["plan"], "because": "somebody wrote this"}
         changed.append(replace(e, body=body))
     done = replay(changed, None)
@@ -47,7 +47,7 @@ def test_another_plan_is_told(tmp_path: Path) -> None:
 
 def test_the_diagnosis_is_made_again_from_its_window(tmp_path: Path) -> None:
     d, window = found("stopped", "trainer/1")
-    m = material_of(world_of("cured", tmp_path))
+    m = material_of(world_of("resolved", tmp_path))
     opened = [replace(e, body={"diagnosis": d.to_dict()}) for e in m.events if e.kind is K.INCIDENT_OPENED]
     done = replay(opened, window)
     assert done.same is True
@@ -59,7 +59,7 @@ def test_the_diagnosis_is_made_again_from_its_window(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("window", [{"version": 99}, {"version": 1}, {}])
 def test_a_window_that_cannot_be_read_is_no_verdict(window: dict[str, object], tmp_path: Path) -> None:
-    m = material_of(world_of("cured", tmp_path))
+    m = material_of(world_of("resolved", tmp_path))
     done = replay([e for e in m.events if e.kind is K.INCIDENT_OPENED], window)
     assert done.same is None
     assert "cannot be read" in done.lines[0]
@@ -122,7 +122,7 @@ def server(answer: bytes, asked: list[str]) -> Iterator[str]:
             thread.join()
 
 
-AXIS = Axis(begin=1000.0, end=1100.0, zero=1050.0)
+AXIS = TimelineRange(begin=1000.0, end=1100.0, zero=1050.0)
 
 
 def test_prometheus_gives_the_suspect_and_its_peers() -> None:

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from rolecall.dashboards.pages.incidents.thresholds import Edge, edge
-from rolecall.detector.live.engine import Detector
+from rolecall.dashboards.pages.incidents.thresholds import ThresholdBoundary, edge
+from rolecall.detector.live.engine import LiveDetector
 from tests.dashboards.incident_cases import found
 
 
@@ -13,12 +13,12 @@ from tests.dashboards.incident_cases import found
 def test_the_edge_is_one(fault: str, replica: str) -> None:
     d, window = found(fault, replica)
     e = edge(window, d)
-    assert isinstance(e, Edge) and e.unsaid_at is not None
+    assert isinstance(e, ThresholdBoundary) and e.unsaid_at is not None
     assert e.now <= e.said_at < e.unsaid_at
 
     def said(value: float) -> bool:
         changed = {**window, "config": {**window["config"], e.setting: value}}
-        return any(x.key == d.key for looked in Detector.replay_window(changed) for x in looked)
+        return any(x.key == d.key for looked in LiveDetector.replay_window(changed) for x in looked)
 
     assert said(e.said_at)
     assert not said(e.unsaid_at)

@@ -13,11 +13,24 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.charts import story_charts
 from rolecall.dashboards.pages.incidents.cost import cost
-from rolecall.dashboards.pages.incidents.material import EVENTS_MAX, Material, read
+from rolecall.dashboards.pages.incidents.material import EVENTS_MAX, IncidentPageInputs, read
 from rolecall.dashboards.pages.incidents.signals import from_window
-from rolecall.dashboards.pages.incidents.timeline import MARKS_MAX, Mark, moved_words, story_of, told
-from rolecall.dashboards.pages.incidents.view import cure, decisions, findings, head, quantity, witnesses
-from rolecall.recovery.incident_store import Book
+from rolecall.dashboards.pages.incidents.timeline import (
+    MARKS_MAX,
+    TimelineEntryKind,
+    build_timeline,
+    moved_words,
+    story_of,
+)
+from rolecall.dashboards.pages.incidents.view import (
+    collected_evidence,
+    findings,
+    head,
+    plan_sections,
+    quantity,
+    recovery_section,
+)
+from rolecall.recovery.incident_store import IncidentProjection
 from tests.dashboards.incident_cases import HOSTILE, KINDS, found, material_of, world_of
 from tests.fake_run import HANG, KILL, FakeRun
 
@@ -25,21 +38,21 @@ K = EventKind
 
 
 @pytest.fixture(scope="module")
-def of_fake_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Material]:
+def of_fake_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], IncidentPageInputs]:
     """Incidents of the whole run that never was, with the injector's log."""
     run = FakeRun(tmp_path_factory.mktemp("runs")).build()
     journal = Journal(run.database_url, clock=FakeClock(), create=False)
-    book = Book()
+    book = IncidentProjection()
     book.refresh(journal)
     try:
-        told = {n: read(journal, book, f"i-{n}", run, 2_000_000_000.0) for n in (1, 2, 3)}
+        build_timeline = {n: read(journal, book, f"i-{n}", run, 2_000_000_000.0) for n in (1, 2, 3)}
     finally:
         journal.close()
-    return told.__getitem__
+    return build_timeline.__getitem__
 
 
-def marks(m: Material) -> list[Mark]:
-    return [x.mark for x in told(m, story_of(m)).moments]
+def marks(m: IncidentPageInputs) -> list[TimelineEntryKind]:
+    return [x.mark for x in build_timeline(m, story_of(m)).moments]
 
 
 def test_requests_that_were_cut_are_told_of() -> None:
@@ -51,11 +64,21 @@ def test_requests_that_were_cut_are_told_of() -> None:
     assert moved_words({**body, "to": [], "num_cut": 4}) == f"{told_of} is trained on"
 
 
-def test_a_cure_is_told_from_the_fault_to_the_close(of_fake_run: Callable[[int], Material]) -> None:
+def test_a_cure_is_told_from_the_fault_to_the_close(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(1)
-    whole = told(m, story_of(m))
+    whole = build_timeline(m, story_of(m))
     in_order = [x.mark for x in whole.moments]
-    wanted = [Mark.FAULT, Mark.ONSET, Mark.FOUND, Mark.PLAN, Mark.ACTION, Mark.RUN, Mark.PROOF, Mark.CURED, Mark.CLOSED]
+    wanted = [
+        TimelineEntryKind.FAULT,
+        TimelineEntryKind.ONSET,
+        TimelineEntryKind.FOUND,
+        TimelineEntryKind.PLAN,
+        TimelineEntryKind.ACTION,
+        TimelineEntryKind.RUN,
+        TimelineEntryKind.PROOF,
+        TimelineEntryKind.CURED,
+        TimelineEntryKind.CLOSED,
+    ]
     assert [x for x in dict.fromkeys(in_order) if x in wanted] == wanted
     assert [x.number for x in whole.moments] == list(range(1, len(in_order) + 1))
     assert "24 requests of rollout/1 go on at rollout/0, rollout/2" in [x.words for x in whole.moments]
@@ -64,25 +87,25 @@ def test_a_cure_is_told_from_the_fault_to_the_close(of_fake_run: Callable[[int],
     assert whole.whole.zero == pytest.approx(m.incident.diagnosis.onset)  # type: ignore[union-attr]
 
 
-def test_an_interrupted_step_is_told_to_its_commit(of_fake_run: Callable[[int], Material]) -> None:
+def test_an_interrupted_step_is_told_to_its_commit(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(2)
-    words = [x.words for x in told(m, story_of(m)).moments]
+    words = [x.words for x in build_timeline(m, story_of(m)).moments]
     assert any("is interrupted" in w for w in words)
     assert any("which was interrupted, is committed" in w for w in words)
     assert any(w == "trainer/1#2 is a member again" for w in words)
 
 
-def test_without_the_injectors_log_no_fault_is_told(of_fake_run: Callable[[int], Material]) -> None:
+def test_without_the_injectors_log_no_fault_is_told(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = replace(of_fake_run(1), faults=())
-    assert Mark.FAULT not in marks(m)
+    assert TimelineEntryKind.FAULT not in marks(m)
     assert head(m, story_of(m)).injected == ""
 
 
-def test_a_long_story_is_shown_around_the_finding_first(of_fake_run: Callable[[int], Material]) -> None:
+def test_a_long_story_is_shown_around_the_finding_first(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(1)
-    assert told(m, story_of(m)).around is None
+    assert build_timeline(m, story_of(m)).around is None
     late = [replace(e, wall_at=e.wall_at + 900) if e.kind is K.INCIDENT_CLOSED else e for e in m.events]
-    long = told(replace(m, events=tuple(late)), None)
+    long = build_timeline(replace(m, events=tuple(late)), None)
     assert long.around is not None
     assert long.around.end - long.around.begin < (long.whole.end - long.whole.begin) / 3
 
@@ -91,11 +114,11 @@ def test_ten_thousand_events_are_sixty_marks(tmp_path: Path) -> None:
     world = world_of("held", tmp_path)
     m = material_of(world)
     called = [
-        Event(seq=1000 + n, kind=K.PERSON_CALLED, wall_at=m.now + n, body={"because": f"{n}"}) for n in range(10_000)
+        Event(seq=1000 + n, kind=K.ONCALL_PAGED, wall_at=m.now + n, body={"because": f"{n}"}) for n in range(10_000)
     ]
-    found = told(replace(m, events=(*m.events, *called)), None)
+    found = build_timeline(replace(m, events=(*m.events, *called)), None)
     assert len(found.moments) == MARKS_MAX
-    assert found.num_left_out == 10_000 + len(told(m, None).moments) - MARKS_MAX
+    assert found.num_left_out == 10_000 + len(build_timeline(m, None).moments) - MARKS_MAX
     assert EVENTS_MAX > 10_000
 
 
@@ -103,7 +126,7 @@ def test_ten_thousand_events_are_sixty_marks(tmp_path: Path) -> None:
 def test_every_kind_has_a_head_a_story_and_drawings(kind: str, tmp_path: Path) -> None:
     m = material_of(world_of(kind, tmp_path))
     story = story_of(m)
-    h, whole = head(m, story), told(m, story)
+    h, whole = head(m, story), build_timeline(m, story)
     assert h.sentence and h.state and h.glyph and h.status
     assert len(whole.moments) >= 2
     assert cost(m, story) is not None
@@ -112,7 +135,7 @@ def test_every_kind_has_a_head_a_story_and_drawings(kind: str, tmp_path: Path) -
 
 
 STATES = {
-    "cured": ("✓", "Cured 2.25 s after the finding: rollout/1#2"),
+    "resolved": ("✓", "Cured 2.25 s after the finding: rollout/1#2"),
     "retried": ("✓", "at attempt 2"),
     "gave up": ("✗", "Given up, after 2.50 s: 2 replacements in a row ended before their first work"),
     "proposed": (
@@ -137,7 +160,7 @@ def test_the_state_is_a_sentence(kind: str, tmp_path: Path) -> None:
 
 def test_who_is_named_with_role_incarnation_node_and_pid(tmp_path: Path) -> None:
     d, window = found("stopped", "trainer/1")
-    m = material_of(world_of("cured", tmp_path))
+    m = material_of(world_of("resolved", tmp_path))
     assert m.incident is not None
     h = head(replace(m, incident=replace(m.incident, diagnosis=d)), None)
     assert h.who == ("trainer/1#1, role trainer, on node-trainer-1, pid 4005",)
@@ -146,37 +169,37 @@ def test_who_is_named_with_role_incarnation_node_and_pid(tmp_path: Path) -> None
 
 
 def test_set_aside_and_unreadable_ones_have_a_page(tmp_path: Path) -> None:
-    world = world_of("cured", tmp_path)
-    world.journal.append(K.PLAN_MADE, {"plan": 7}, incident_id=world.only().incident_id)
-    world.journal.append(K.PLAN_MADE, {}, incident_id="inc-nobody")
-    book = Book()
+    world = world_of("resolved", tmp_path)
+    world.journal.append(K.PLAN_CREATED, {"plan": 7}, incident_id=world.only().incident_id)
+    world.journal.append(K.PLAN_CREATED, {}, incident_id="inc-nobody")
+    book = IncidentProjection()
     book.refresh(world.journal)
     aside = read(world.journal, book, next(iter(book.incidents)), None, world.clock.wall())
     assert head(aside, story_of(aside)).state.startswith("Set aside: ")
     unreadable = read(world.journal, book, "inc-nobody", None, world.clock.wall())
     assert unreadable.incident is None
     assert head(unreadable, None).status == "set aside"
-    assert decisions(unreadable) == findings(unreadable) == ()
-    assert told(unreadable, story_of(unreadable)).moments
+    assert plan_sections(unreadable) == findings(unreadable) == ()
+    assert build_timeline(unreadable, story_of(unreadable)).moments
 
 
 def test_a_damaged_line_is_named_and_the_rest_is_told(tmp_path: Path) -> None:
     import sqlalchemy as sa
 
-    world = world_of("cured", tmp_path)
+    world = world_of("resolved", tmp_path)
     with world.journal.store.write() as conn:
         for (name,) in conn.execute(sa.text("SELECT name FROM sqlite_master WHERE type='trigger'")).all():
             conn.execute(sa.text(f"DROP TRIGGER {name}"))
         conn.execute(sa.text("UPDATE events SET body='{' WHERE kind='action_done'"))
     m = material_of(world)
     assert any("events line" in text for text in m.missing)
-    assert Mark.FOUND in marks(m)
+    assert TimelineEntryKind.FOUND in marks(m)
 
 
 def test_a_damaged_window_is_named(tmp_path: Path) -> None:
     import sqlalchemy as sa
 
-    world = world_of("cured", tmp_path)
+    world = world_of("resolved", tmp_path)
     with world.journal.store.write() as conn:
         conn.execute(sa.text("UPDATE windows SET blob=x'00'"))
     m = material_of(world)
@@ -186,18 +209,18 @@ def test_a_damaged_window_is_named(tmp_path: Path) -> None:
 
 def test_decisions_tell_attempts_guards_and_persons(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir(), (tmp_path / "c").mkdir()
-    first, second = decisions(material_of(world_of("retried", tmp_path / "a")))
+    first, second = plan_sections(material_of(world_of("retried", tmp_path / "a")))
     assert first.outcome.startswith("failed (died): ")
     assert second.outcome == "done, and seen to work"
-    (held,) = decisions(material_of(world_of("held", tmp_path / "b")))
+    (held,) = plan_sections(material_of(world_of("held", tmp_path / "b")))
     assert held.held == ("paused: paused by Ada: let me look",)
-    (approved,) = decisions(material_of(world_of("approved", tmp_path / "c")))
+    (approved,) = plan_sections(material_of(world_of("approved", tmp_path / "c")))
     assert any(w.startswith("Ada approved it") for w in approved.words)
 
 
-def test_the_proof_of_a_replacement(of_fake_run: Callable[[int], Material]) -> None:
+def test_the_proof_of_a_replacement(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(1)
-    c = cure(m, story_of(m))
+    c = recovery_section(m, story_of(m))
     assert c.replacements[0].startswith("rollout/1#2 on node-6, pid 4108, from a warm standby; serves since")
     (proof,) = c.proofs
     facts = dict(proof.facts)
@@ -205,16 +228,16 @@ def test_the_proof_of_a_replacement(of_fake_run: Callable[[int], Material]) -> N
     assert facts["Tensors proven"] == "19, not covered: 1"
 
 
-def test_what_a_killed_rollout_cost(of_fake_run: Callable[[int], Material]) -> None:
+def test_what_a_killed_rollout_cost(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(1)
     c = cost(m, story_of(m), gpus_per_process=2.0)
     assert c is not None and c.is_final
-    assert (c.tokens_kept, c.tokens_lost, c.requests_moved, c.steps_interrupted) == (862, 0, 24, 0)
+    assert (c.tokens_kept, c.tokens_lost, c.requests_reassigned, c.steps_interrupted) == (862, 0, 24, 0)
     assert c.replica_seconds == pytest.approx(KILL.found_after + KILL.serving_after, abs=0.01)
     assert c.gpu_seconds == pytest.approx(2 * c.replica_seconds)
 
 
-def test_what_a_hung_trainer_cost_counts_those_who_waited(of_fake_run: Callable[[int], Material]) -> None:
+def test_what_a_hung_trainer_cost_counts_those_who_waited(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(2)
     c = cost(m, story_of(m))
     assert c is not None and c.gpu_seconds is None
@@ -242,8 +265,10 @@ def test_numbers_have_their_unit(name: str, value: Any, words: str) -> None:
 def test_text_of_others_is_plain_wherever_it_comes(tmp_path: Path) -> None:
     m = material_of(world_of("hostile", tmp_path))
     story = story_of(m)
-    said = repr((head(m, story), told(m, story), findings(m), decisions(m), cure(m, story)))
-    said += repr([replace(w, files=()) for w in witnesses(m)])  # names of files are compared, and made plain when shown
+    said = repr((head(m, story), build_timeline(m, story), findings(m), plan_sections(m), recovery_section(m, story)))
+    said += repr(
+        [replace(w, files=()) for w in collected_evidence(m)]
+    )  # names of files are compared, and made plain when shown
     assert "<script>" in said  # it is there, as text
     assert "\\x1b" not in said and "\\u202e" not in said
     assert HOSTILE not in said
@@ -251,7 +276,7 @@ def test_text_of_others_is_plain_wherever_it_comes(tmp_path: Path) -> None:
 
 def test_drawings_hold_text_of_others_in_data_alone(tmp_path: Path) -> None:
     m = material_of(world_of("hostile", tmp_path))
-    whole = told(m, story_of(m))
+    whole = build_timeline(m, story_of(m))
     whole = replace(whole, moments=tuple(replace(x, words=plain(HOSTILE)) for x in whole.moments))
     for chart in story_charts(whole, whole.whole, ()):
         spec = chart.to_dict()

@@ -12,7 +12,7 @@ from rolecall.core.journal.events import EventKind
 from rolecall.dashboards.pages.incidents.what_if import (
     ACTS,
     ASKS,
-    Asked,
+    DecisionInputs,
     WhatIf,
     answer,
     as_of,
@@ -26,7 +26,7 @@ from rolecall.recovery.policy import decide
 from tests.dashboards.incident_cases import KINDS, found, material_of, world_of
 
 
-def asked_of(kind: str, path: Path) -> Asked:
+def asked_of(kind: str, path: Path) -> DecisionInputs:
     a = asked(material_of(world_of(kind, path)))
     assert a is not None
     return a
@@ -64,11 +64,11 @@ def test_every_stated_flip_is_one(kind: str, tmp_path: Path) -> None:
 
 def test_the_answer_as_it_was_is_what_the_watch_did(tmp_path: Path) -> None:
     for kind, first in {
-        "cured": ACTS,
+        "resolved": ACTS,
         "proposed": ASKS,
         "held": "paused",
         "observed": "mode",
-        "gave up": "gave_up",
+        "gave up": "escalated",
     }.items():
         (tmp_path / kind).mkdir()
         assert answer(asked_of(kind, tmp_path / kind)).first == first, kind
@@ -84,7 +84,9 @@ def test_the_answer_as_it_was_is_what_the_watch_did(tmp_path: Path) -> None:
         ),
         (
             "cost",
-            lambda a, v: replace(a.question, config=a.question.config.model_copy(update={"replace_cost_seconds": v})),
+            lambda a, v: replace(
+                a.question, config=a.question.config.model_copy(update={"replacement_cost_seconds": v})
+            ),
         ),
     ],
     ids=["ratio", "horizon", "cost"],
@@ -123,18 +125,18 @@ def test_counts_are_the_smallest_that_hold_it(words: str, guard: str, number: in
 
 
 def test_two_that_die_on_start_end_it(tmp_path: Path) -> None:
-    one = line(what_if(asked_of("cured", tmp_path)), "ended without any work")
+    one = line(what_if(asked_of("resolved", tmp_path)), "ended without any work")
     assert one.had.startswith("2 replacements")
-    assert (one.answer.action, one.answer.first, one.answer.call_person) == (ActionKind.TOLERATE, "gave_up", True)
+    assert (one.answer.action, one.answer.first, one.answer.page_oncall) == (ActionKind.TOLERATE, "escalated", True)
 
 
 def test_what_changes_nothing_is_said_too(tmp_path: Path) -> None:
-    said = what_if(asked_of("cured", tmp_path))
+    said = what_if(asked_of("resolved", tmp_path))
     assert any("hang" in text and "wrong weights" in text for text in said.unmoved)
 
 
 def test_others_are_taken_as_they_stood_then(tmp_path: Path) -> None:
-    i = world_of("cured", tmp_path).only()
+    i = world_of("resolved", tmp_path).only()
     attempt = i.attempts[0]
     assert attempt.started_at is not None and attempt.done_at is not None
     assert as_of(i, i.opened_at - 1) is None
@@ -145,10 +147,10 @@ def test_others_are_taken_as_they_stood_then(tmp_path: Path) -> None:
 
 
 def test_a_plan_without_a_question_is_not_asked_again(tmp_path: Path) -> None:
-    m = material_of(world_of("cured", tmp_path))
-    bare = [replace(e, body={"plan": e.body["plan"]}) if e.kind is EventKind.PLAN_MADE else e for e in m.events]
+    m = material_of(world_of("resolved", tmp_path))
+    bare = [replace(e, body={"plan": e.body["plan"]}) if e.kind is EventKind.PLAN_CREATED else e for e in m.events]
     assert asked(replace(m, events=tuple(bare))) is None
-    broken = [replace(e, body={"question": {"fleet": 7}}) if e.kind is EventKind.PLAN_MADE else e for e in m.events]
+    broken = [replace(e, body={"question": {"fleet": 7}}) if e.kind is EventKind.PLAN_CREATED else e for e in m.events]
     assert asked(replace(m, events=tuple(broken))) is None
 
 

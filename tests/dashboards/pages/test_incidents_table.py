@@ -11,8 +11,8 @@ from rolecall.dashboards.pages.incidents.table import (
     PAGE_ROWS,
     SET_ASIDE,
     Filter,
-    Records,
-    Row,
+    IncidentTable,
+    IncidentTableRow,
     broken_row,
     choices,
     href,
@@ -20,16 +20,16 @@ from rolecall.dashboards.pages.incidents.table import (
     shown,
 )
 from rolecall.recovery.operators import commands
-from rolecall.recovery.operators.run_location import JournalPlace
+from rolecall.recovery.operators.run_location import JournalLocation
 from tests.dashboards.incident_cases import HOSTILE, world_of
 
 NOW = 2_000_000.0
 
 
-def row(n: int = 1, **more: object) -> Row:
-    fixed = Row(
+def row(n: int = 1, **more: object) -> IncidentTableRow:
+    fixed = IncidentTableRow(
         incident_id=f"inc-{n}",
-        status="cured",
+        status="resolved",
         is_open=False,
         who="rollout/1#1",
         roles=("rollout",),
@@ -51,7 +51,7 @@ def row(n: int = 1, **more: object) -> Row:
     [
         (Filter(text="GONE"), row(), row(haystack="slow")),
         (Filter(status="open"), row(is_open=True, status="acting"), row()),
-        (Filter(status="gave_up"), row(status="gave_up"), row()),
+        (Filter(status="escalated"), row(status="escalated"), row()),
         (Filter(role="trainer"), row(roles=("rollout", "trainer")), row()),
         (Filter(fault="hang"), row(fault_class="hang"), row()),
         (Filter(node="node-5"), row(nodes=("node-4", "node-5")), row()),
@@ -62,7 +62,7 @@ def row(n: int = 1, **more: object) -> Row:
     ],
     ids=lambda v: next(iter(v.to_query()), "") if isinstance(v, Filter) else "",
 )
-def test_each_filter_takes_what_it_says(wanted: Filter, takes: Row, leaves: Row) -> None:
+def test_each_filter_takes_what_it_says(wanted: Filter, takes: IncidentTableRow, leaves: IncidentTableRow) -> None:
     assert wanted.takes(takes, NOW)
     assert not wanted.takes(leaves, NOW)
 
@@ -86,9 +86,9 @@ def test_a_page_beyond_the_last_is_the_last() -> None:
 
 
 def test_a_row_tells_who_what_when_and_how_long(tmp_path: Path) -> None:
-    world = world_of("cured", tmp_path)
+    world = world_of("resolved", tmp_path)
     found = row_of(world.only())
-    assert (found.status, found.words, found.who, found.roles) == ("cured", "✓ cured", "rollout/1#1", ("rollout",))
+    assert (found.status, found.words, found.who, found.roles) == ("resolved", "✓ cured", "rollout/1#1", ("rollout",))
     assert found.fault_class == FaultClass.CRASH
     assert found.action == "replace_replica"
     assert not found.is_open
@@ -103,23 +103,25 @@ def test_states_in_one_word(kind: str, status: str, tmp_path: Path) -> None:
 
 
 def test_marks_show_and_are_found(tmp_path: Path) -> None:
-    world = world_of("cured", tmp_path)
-    commands.mark(JournalPlace(world.url), world.only().incident_id, right=False, by="Ada", because="it was the switch")
+    world = world_of("resolved", tmp_path)
+    commands.review_diagnosis(
+        JournalLocation(world.url), world.only().incident_id, right=False, by="Ada", because="it was the switch"
+    )
     assert row_of(world.only()).marked == "wrong"
 
 
 def test_open_ones_are_on_top_then_the_newest(tmp_path: Path) -> None:
-    first = world_of("cured", tmp_path).only()
+    first = world_of("resolved", tmp_path).only()
     older = replace(first, incident_id="older", opened_at=first.opened_at - 100)
     oldest_open = replace(first, incident_id="open", opened_at=first.opened_at - 200, outcome=None, closed_at=None)
     oldest_open = replace(oldest_open, state=type(first.state).ACTING)
-    rows = Records().rows({i.incident_id: i for i in (older, first, oldest_open)}, {})
+    rows = IncidentTable().rows({i.incident_id: i for i in (older, first, oldest_open)}, {})
     assert [r.incident_id for r in rows] == ["open", first.incident_id, "older"]
 
 
 def test_set_aside_ones_are_there_with_the_reason(tmp_path: Path) -> None:
-    i = world_of("cured", tmp_path).only()
-    rows = Records().rows(
+    i = world_of("resolved", tmp_path).only()
+    rows = IncidentTable().rows(
         {i.incident_id: i}, {i.incident_id: JournalError("no such move\nstory"), "line 7": ValueError()}
     )
     told = {r.incident_id: r for r in rows}
@@ -130,8 +132,8 @@ def test_set_aside_ones_are_there_with_the_reason(tmp_path: Path) -> None:
 
 
 def test_only_what_changed_is_made_again(tmp_path: Path) -> None:
-    i = world_of("cured", tmp_path).only()
-    records = Records()
+    i = world_of("resolved", tmp_path).only()
+    records = IncidentTable()
     (before,) = records.rows({"a": i}, {})
     (same,) = records.rows({"a": i}, {})
     (changed,) = records.rows({"a": replace(i, because="x")}, {})
@@ -141,7 +143,7 @@ def test_only_what_changed_is_made_again(tmp_path: Path) -> None:
 
 def test_what_there_is_is_offered() -> None:
     offered = choices([row(status="acting", is_open=True), row(2, nodes=("b", "a")), row(3, opened_at=0.0)])
-    assert offered.statuses == ("open", "acting", "cured")
+    assert offered.statuses == ("open", "acting", "resolved")
     assert offered.nodes == ("a", "b", "node-4")
     assert offered.days == ("1970-01-24",)
 

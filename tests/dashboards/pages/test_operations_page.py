@@ -77,7 +77,7 @@ def test_no_act_comes_from_a_load_or_an_address(made: World) -> None:
 
 def test_hostile_text_is_shown_as_text(made: World) -> None:
     made.propose("i-1", because=HOSTILE)
-    made.say(K.PAUSED, {"by": HOSTILE[:60], "because": HOSTILE})
+    made.say(K.RECOVERY_PAUSED, {"by": HOSTILE[:60], "because": HOSTILE})
     at = page("operations", made)
     assert not at.exception
     assert HOSTILE in texts(at)
@@ -92,7 +92,7 @@ def test_signing_in_and_out(made: World) -> None:
     at = sign_in(page("operations", made), token)
     assert "signed in: anna" in "\n".join(str(t.value) for t in at.sidebar.text)
     held = at.session_state["rolecall.pass"]
-    assert isinstance(held, people.Pass)
+    assert isinstance(held, people.SignedInUser)
     assert token not in session(at)
     button(at, "Sign out").click().run()
     assert "rolecall.pass" not in at.session_state
@@ -110,7 +110,7 @@ def test_a_wrong_token_is_told_and_kept_nowhere(made: World) -> None:
 def test_who_is_removed_meanwhile_is_out_before_the_click_counts(made: World) -> None:
     made.propose("i-1")
     at = sign_in(page("operations", made), made.add_person("anna"))
-    people.remove(made.people_path, "anna")
+    people.remove(made.users_path, "anna")
     before = len(made.events())
     button(at, "Approve").click().run()
     assert len(made.events()) == before
@@ -121,7 +121,7 @@ def test_without_a_click_for_long_a_person_is_out(made: World) -> None:
     made.propose("i-1")
     at = sign_in(page("operations", made), made.add_person("anna"))
     held = at.session_state["rolecall.pass"]
-    at.session_state["rolecall.pass"] = people.Pass(
+    at.session_state["rolecall.pass"] = people.SignedInUser(
         name=held.name, fingerprint=held.fingerprint, seen_at=held.seen_at - people.IDLE_SECONDS - 1
     )
     before = len(made.events())
@@ -157,7 +157,7 @@ def test_a_double_click_is_one_word(made: World) -> None:
 def test_a_second_person_who_was_faster_is_told_of(made: World) -> None:
     proposed = made.propose("i-1")
     at = sign_in(page("operations", made), made.add_person("anna"))
-    commands.reject(made.run, proposed.digest, "bert", "not now")
+    commands.reject_plan(made.run, proposed.digest, "bert", "not now")
     before = len(made.events())
     button(at, "Approve").click().run()
     assert len(made.events()) == before
@@ -167,8 +167,8 @@ def test_a_second_person_who_was_faster_is_told_of(made: World) -> None:
 def test_a_plan_that_changed_between_painting_and_clicking_is_not_approved(made: World) -> None:
     painted = made.propose("i-1")
     at = sign_in(page("operations", made), made.add_person("anna"))
-    made.say(K.PLAN_LAPSED, {"digest": painted.digest, "because": "nobody spoke"}, "i-1")
-    made.say(K.INCIDENT_CLOSED, {"outcome": "gave_up", "because": "lapsed"}, "i-1")
+    made.say(K.PLAN_EXPIRED, {"digest": painted.digest, "because": "nobody spoke"}, "i-1")
+    made.say(K.INCIDENT_CLOSED, {"outcome": "escalated", "because": "expired"}, "i-1")
     other = made.propose("i-2", "rollout/2")
     before = len(made.events())
     button(at, "Approve").click().run()
@@ -180,7 +180,7 @@ def test_a_plan_that_changed_between_painting_and_clicking_is_not_approved(made:
 def test_a_plan_that_lapsed_is_not_approved(made: World) -> None:
     made.propose("i-1", seconds=-1.0)
     at = sign_in(page("operations", made), made.add_person("anna"))
-    assert "lapsed" in texts(at)
+    assert "expired" in texts(at)
     assert not any(b.label == "Approve" for b in at.button)
 
 
@@ -245,7 +245,7 @@ def test_all_acting_is_paused_and_goes_on(made: World) -> None:
     assert "All acting is paused." in texts(at)
     assert "anna: the network is being changed" in texts(at)
     button(at, "Let it act again").click().run()
-    assert _new(made, before) == [(K.PAUSED, "anna"), (K.RESUMED, "anna")]
+    assert _new(made, before) == [(K.RECOVERY_PAUSED, "anna"), (K.RECOVERY_RESUMED, "anna")]
 
 
 def test_a_node_is_quarantined_and_returned(made: World) -> None:
@@ -258,7 +258,7 @@ def test_a_node_is_quarantined_and_returned(made: World) -> None:
     assert "node-3 is in quarantine, by anna: it is hot" in texts(at)
     fill(at, "return:", "why", "cooled")
     button(at, "End the quarantine").click().run()
-    assert _new(made, before) == [(K.NODE_QUARANTINED, "anna"), (K.NODE_RETURNED, "anna")]
+    assert _new(made, before) == [(K.NODE_QUARANTINED, "anna"), (K.NODE_RETURNED_TO_SERVICE, "anna")]
 
 
 def test_a_node_is_drained_only_when_its_name_is_typed(made: World) -> None:
@@ -279,7 +279,7 @@ def test_a_node_is_drained_only_when_its_name_is_typed(made: World) -> None:
     assert [(e.body["by"], e.body["node"]) for e in drained] == [("anna", "node-2")]
     assert fold_nodes(made.events())["node-2"].quarantined_by == "anna"
     (asked,) = made.incidents().values()
-    assert asked.by_person
+    assert asked.requested_by_operator
     assert asked.diagnosis.because.startswith("anna asks for rollout/1#1")
 
 
@@ -296,8 +296,8 @@ def test_a_replica_is_replaced_by_hand(made: World) -> None:
 
 def test_history_tells_who_did_what(made: World) -> None:
     proposed = made.propose("i-1")
-    commands.hold(made.run, proposed.digest, "bert", "wait for me", 600.0)
-    commands.pause(made.run, "carla", "a change of the network")
+    commands.hold_plan(made.run, proposed.digest, "bert", "wait for me", 600.0)
+    commands.pause_recovery(made.run, "carla", "a change of the network")
     at = page("operations", made)
     (table,) = [d.value for d in at.dataframe if "who" in d.value.columns]
     assert list(table["who"]) == ["carla", "bert"]

@@ -11,9 +11,9 @@ from rolecall.core.diagnosis import ActionKind
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.dashboards.pages.operations.commands import Ask, What, command_line
+from rolecall.dashboards.pages.operations.commands import OperatorCommand, OperatorCommandKind, command_line
 from rolecall.dashboards.pages.operations.history import history
-from rolecall.dashboards.pages.operations.plans import GLYPHS, PlanRow, Standing, plan_rows
+from rolecall.dashboards.pages.operations.plans import GLYPHS, PlanRow, PlanStatus, plan_rows
 from rolecall.dashboards.pages.operations.preview import limits_of, preview
 from rolecall.recovery.fleet import FleetView, fleet_view
 from rolecall.recovery.incidents.incident import Incident
@@ -34,12 +34,12 @@ def _incidents(*told: tuple[EventKind, dict[str, object]]) -> tuple[Incident, ..
 
 OPENED = (K.INCIDENT_OPENED, {"diagnosis": diagnosis("rollout/1", "it ended").to_dict()})
 PLAN = plan("i-1", "rollout/1", "a fresh process cures it")
-MADE = (K.PLAN_MADE, {"plan": PLAN.to_dict()})
+MADE = (K.PLAN_CREATED, {"plan": PLAN.to_dict()})
 PROPOSED = (K.PLAN_PROPOSED, {"plan": PLAN.to_dict(), "expires_at": NOW + 60})
 APPROVED = (K.PLAN_APPROVED, {"digest": PLAN.digest, "by": "anna"})
 REJECTED = (K.PLAN_REJECTED, {"digest": PLAN.digest, "by": "anna", "because": "no"})
-LAPSED = (K.PLAN_LAPSED, {"digest": PLAN.digest, "because": "nobody spoke"})
-GUARDED = (K.PLAN_HELD, {"digest": PLAN.digest, "guard": "at_once", "because": "another first"})
+LAPSED = (K.PLAN_EXPIRED, {"digest": PLAN.digest, "because": "nobody spoke"})
+GUARDED = (K.PLAN_BLOCKED, {"digest": PLAN.digest, "guard": "at_once", "because": "another first"})
 HOLD = (K.HOLD_PLACED, {"digest": PLAN.digest, "by": "bert", "because": "wait", "until": NOW + 30})
 LIFTED = (K.HOLD_LIFTED, {"digest": PLAN.digest, "by": "bert", "because": ""})
 STARTED = (K.ACTION_STARTED, {"plan": PLAN.to_dict(), "digest": PLAN.digest})
@@ -48,22 +48,22 @@ STARTED = (K.ACTION_STARTED, {"plan": PLAN.to_dict(), "digest": PLAN.digest})
 @pytest.mark.parametrize(
     ("told", "mode", "now", "standing"),
     [
-        ((OPENED, MADE, PROPOSED), "approve", NOW, Standing.WAITS),
-        ((OPENED, MADE, PROPOSED), "approve", NOW + 61, Standing.LAPSED),
-        ((OPENED, MADE, PROPOSED, LAPSED), "approve", NOW, Standing.LAPSED),
-        ((OPENED, MADE, PROPOSED, APPROVED), "approve", NOW, Standing.APPROVED),
-        ((OPENED, MADE, PROPOSED, REJECTED), "approve", NOW, Standing.REFUSED),
-        ((OPENED, MADE, PROPOSED, HOLD), "approve", NOW, Standing.HELD),
-        ((OPENED, MADE, PROPOSED, HOLD, LIFTED), "approve", NOW, Standing.WAITS),
-        ((OPENED, MADE, HOLD), "act", NOW, Standing.HELD),
-        ((OPENED, MADE, HOLD), "act", NOW + 31, Standing.DUE),
-        ((OPENED, MADE), "act", NOW, Standing.DUE),
-        ((OPENED, MADE, GUARDED), "act", NOW, Standing.GUARDED),
-        ((OPENED, MADE), "observe", NOW, Standing.WOULD),
+        ((OPENED, MADE, PROPOSED), "approve", NOW, PlanStatus.WAITS),
+        ((OPENED, MADE, PROPOSED), "approve", NOW + 61, PlanStatus.EXPIRED),
+        ((OPENED, MADE, PROPOSED, LAPSED), "approve", NOW, PlanStatus.EXPIRED),
+        ((OPENED, MADE, PROPOSED, APPROVED), "approve", NOW, PlanStatus.APPROVED),
+        ((OPENED, MADE, PROPOSED, REJECTED), "approve", NOW, PlanStatus.REFUSED),
+        ((OPENED, MADE, PROPOSED, HOLD), "approve", NOW, PlanStatus.HELD),
+        ((OPENED, MADE, PROPOSED, HOLD, LIFTED), "approve", NOW, PlanStatus.WAITS),
+        ((OPENED, MADE, HOLD), "act", NOW, PlanStatus.HELD),
+        ((OPENED, MADE, HOLD), "act", NOW + 31, PlanStatus.DUE),
+        ((OPENED, MADE), "act", NOW, PlanStatus.DUE),
+        ((OPENED, MADE, GUARDED), "act", NOW, PlanStatus.GUARDED),
+        ((OPENED, MADE), "observe", NOW, PlanStatus.WOULD),
     ],
 )
 def test_what_a_plan_waits_for(
-    told: tuple[tuple[EventKind, dict[str, object]], ...], mode: str, now: float, standing: Standing
+    told: tuple[tuple[EventKind, dict[str, object]], ...], mode: str, now: float, standing: PlanStatus
 ) -> None:
     (row,) = plan_rows(_incidents(*told), mode, now)
     assert row.standing is standing
@@ -76,7 +76,7 @@ def test_what_has_no_plan_or_has_begun_is_no_row(told: tuple[tuple[EventKind, di
 
 def test_a_plan_to_do_nothing_is_no_row() -> None:
     nothing = replace(PLAN, action=ActionKind.TOLERATE, targets=())
-    found = _incidents(OPENED, (K.PLAN_MADE, {"plan": nothing.to_dict()}))
+    found = _incidents(OPENED, (K.PLAN_CREATED, {"plan": nothing.to_dict()}))
     assert plan_rows(found, "act", NOW) == ()
 
 
@@ -104,7 +104,7 @@ def test_those_that_wait_for_a_person_come_first_and_of_these_what_lapses_soones
 
 
 def test_every_standing_has_a_glyph_of_its_own() -> None:
-    assert len({GLYPHS[s] for s in Standing}) == len(Standing)
+    assert len({GLYPHS[s] for s in PlanStatus}) == len(PlanStatus)
     assert PlanRow.__dataclass_params__.frozen  # type: ignore[attr-defined]
 
 
@@ -157,25 +157,25 @@ def test_limits_of_a_plan_that_tells_none_are_the_defaults(body: dict[str, objec
 
 
 def test_a_name_from_elsewhere_cannot_leave_its_place_in_a_command() -> None:
-    line = command_line(Ask(what=What.DRAIN, on="x; rm -rf ~"), "run $(id)")
+    line = command_line(OperatorCommand(what=OperatorCommandKind.DRAIN, on="x; rm -rf ~"), "run $(id)")
     assert line == "rolecall node drain 'x; rm -rf ~' --reason \"WHY\" --run 'run $(id)'"
 
 
 def test_a_replica_that_a_person_had_replaced_is_in_the_history() -> None:
-    asked = diagnosis("rollout/1", "anna asks for rollout/1#1 to be replaced: it stutters", detectors=("person",))
+    asked = diagnosis("rollout/1", "anna asks for rollout/1#1 to be replaced: it stutters", detectors=("operator",))
     found = _incidents((K.INCIDENT_OPENED, {"diagnosis": asked.to_dict()}))
-    words = [Event(seq=9, kind=K.PAUSED, wall_at=1.0, body={"by": "bert", "because": "x"})]
+    words = [Event(seq=9, kind=K.RECOVERY_PAUSED, wall_at=1.0, body={"by": "bert", "because": "x"})]
     first, second = history(words, found)
     assert (first.by, first.what, first.on) == ("anna", "asked for a replacement", "rollout/1#1, i-1")
     assert (second.by, second.what, second.on) == ("bert", "paused all acting", "the run")
 
 
-@pytest.mark.parametrize("what", What)
+@pytest.mark.parametrize("what", OperatorCommandKind)
 def test_every_command_that_is_shown_is_one_of_the_command_line(
-    what: What, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    what: OperatorCommandKind, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    on = "" if what in (What.PAUSE, What.RESUME) else "rollout/0"
-    argv = shlex.split(command_line(Ask(what=what, on=on), "nowhere"))[1:]
+    on = "" if what in (OperatorCommandKind.PAUSE, OperatorCommandKind.RESUME) else "rollout/0"
+    argv = shlex.split(command_line(OperatorCommand(what=what, on=on), "nowhere"))[1:]
     assert main([*argv, "--runs", str(tmp_path)]) == 2
     # The run is missed, and nothing before that: no unknown command, no unknown or missing option.
     assert "nowhere: no run of this name" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from rolecall.dashboards import settings
 from rolecall.dashboards.pages import charts, shell
 from rolecall.dashboards.pages.overview import view as now_view
 from rolecall.dashboards.pages.overview.html import role as role_html
-from rolecall.dashboards.pages.overview.view import Cell, Role, state_of
+from rolecall.dashboards.pages.overview.view import Cell, RoleSummary, state_of
 from rolecall.dashboards.pages.style import STATES, banner, css
 from rolecall.dashboards.settings import Settings
 from rolecall.views.snapshot import ReplicaRow
@@ -193,7 +193,7 @@ def test_who_must_sign_in_sees_nothing_before(tmp_path: Path) -> None:
     people = tmp_path / "people.yaml"
     people.write_text("")
     people.chmod(0o600)
-    what = Settings(journal_url=made.run.database_url, people_path=people, sign_in=True, name="secret-run")
+    what = Settings(journal_url=made.run.database_url, users_path=people, sign_in=True, name="secret-run")
     at = drawn(what)
     assert "Sign in to read" in at.info[0].value
     assert "secret-run" not in text(at) and "healthy" not in text(at)
@@ -258,7 +258,7 @@ def test_a_large_role_names_who_is_not_well() -> None:
         Cell(replica=f"rollout/{n}", state="healthy", incarnation=1, node="n", policy_version=3) for n in range(100)
     ]
     cells[57] = Cell(replica="rollout/57", state="lost", incarnation=2, node="n", policy_version=3)
-    html = role_html(Role(name="rollout", cells=tuple(cells), counts=(("lost", 1), ("healthy", 99))))
+    html = role_html(RoleSummary(name="rollout", cells=tuple(cells), counts=(("lost", 1), ("healthy", 99))))
     assert "rollout/57</b>" in html and "rollout/56</b>" not in html and html.count("●") == 99 + 1
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.dashboards.server.callers import HEADERS, Callers, known, refusal
+from rolecall.dashboards.server.callers import HEADERS, OriginMiddleware, known, rejection_reason
 
 LOOPBACK = known("http://127.0.0.1:8501", ("https://dash.example",))
 SIGNED_IN = known("http://node-1:8501", (), sign_in=True)
@@ -21,7 +21,7 @@ def asked(
     host: str = "127.0.0.1:8501",
     origin: str | None = None,
 ) -> int:
-    return refusal(names, kind=kind, method=method, path=path, host=host, origin=origin)[0]
+    return rejection_reason(names, kind=kind, method=method, path=path, host=host, origin=origin)[0]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def sent(kind: str, host: str) -> list[dict[str, Any]]:
         found.append(message)
 
     scope = {"type": kind, "path": "/", "method": "GET", "headers": [(b"host", host.encode())]}
-    asyncio.run(Callers(_app, known=LOOPBACK)(scope, None, send))
+    asyncio.run(OriginMiddleware(_app, known=LOOPBACK)(scope, None, send))
     return found
 
 

@@ -15,8 +15,8 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.errors import UnreadableInput
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
 from rolecall.detector.artifacts.flight_recorder.dumps import Status, is_dump, read, read_as_needed, read_many
-from rolecall.detector.artifacts.flight_recorder.entries import Group, Operation
-from rolecall.detector.base.read_budget import Budget, Limits
+from rolecall.detector.artifacts.flight_recorder.entries import FlightRecorderOperation, ProcessGroup
+from rolecall.detector.base.read_budget import Budget, ReadLimits
 
 ENTRY: dict[str, Any] = {
     "record_id": 7,
@@ -89,8 +89,8 @@ def test_a_dump_says_the_same_in_every_form(tmp_path: Path, form: int | str) -> 
     dump = read(path)
     assert (dump.rank, dump.version, dump.host) == (2, "2.10", "")
     assert dump.groups == (
-        Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3)),
-        Group(name="3", desc="tensor", ranks=(2, 3)),
+        ProcessGroup(name="0", desc="default_pg", ranks=(0, 1, 2, 3)),
+        ProcessGroup(name="3", desc="tensor", ranks=(2, 3)),
     )
     assert dump.status == {
         0: Status(enqueued=5, started=-1, completed=4),
@@ -98,7 +98,7 @@ def test_a_dump_says_the_same_in_every_form(tmp_path: Path, form: int | str) -> 
     }
     assert dump.entries is not None
     assert dump.entries.operations == (
-        Operation(
+        FlightRecorderOperation(
             backend="nccl",
             name="all_reduce",
             input_sizes=((4, 8), (16,)),
@@ -121,7 +121,7 @@ def test_gloo_is_done_when_it_is_retired(tmp_path: Path) -> None:
     config = {"": {"name": "", "desc": "", "ranks": "[]"}}
     dump = read(pickled(tmp_path, pg_config=config, entries=[gloo, {**gloo, "retired": False}]))
     assert dump.entries is not None and list(dump.entries.done) == [True, False]
-    assert dump.groups == (Group(name="3", desc="tensor", ranks=()),), "the line without a name is no group"
+    assert dump.groups == (ProcessGroup(name="3", desc="tensor", ranks=()),), "the line without a name is no group"
 
 
 def test_point_to_point_has_its_own_numbers_and_peers(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_all_that_is_kept_of_many_dumps_is_bounded(tmp_path: Path, costly: dict[
     """Each of them is within what one may cost: 2 to 5 MB."""
     data = pickle.dumps({**CONTENT, **costly}, protocol=2)
     paths = [written(tmp_path, data, f"rank{r:03}") for r in range(flight_dumps.POOL_MIN)]
-    budget = Budget(Limits(kept_bytes_max=16 << 20))
+    budget = Budget(ReadLimits(kept_bytes_max=16 << 20))
     with pytest.raises(UnreadableInput, match=r"with it \d+ file\(s\) take more than 0.0156 GiB of memory") as refused:
         read_many(paths, num_processes=num_processes, budget=budget)
     assert 2 <= paths.index(Path(refused.value.where)) < 10
@@ -464,7 +464,7 @@ def test_lists_of_ranks_that_dumps_share_are_counted_once(tmp_path: Path) -> Non
     group = {"name": "0", "desc": "default_pg", "ranks": str(list(range(5000)))}
     data = pickle.dumps({**CONTENT, "pg_config": {"0": group}}, protocol=2)
     paths = [written(tmp_path, data, f"rank{r}") for r in range(20)]
-    budget = Budget(Limits(kept_bytes_max=2 * 48 * 5000))
+    budget = Budget(ReadLimits(kept_bytes_max=2 * 48 * 5000))
     assert len(read_many(paths, num_processes=1, budget=budget)[0]) == 20
 
 
@@ -474,7 +474,7 @@ def test_reading_many_dumps_ends_in_time(tmp_path: Path) -> None:
     data = pickle.dumps(CONTENT, protocol=2)
     paths = [written(tmp_path, data, f"rank{r}") for r in range(5)]
     paths[1].write_bytes(HOSTILE["global"][0])
-    budget = Budget(Limits(seconds_max=100.0), clock)
+    budget = Budget(ReadLimits(seconds_max=100.0), clock)
     with pytest.raises(UnreadableInput, match=r"rank3: .* after 100 s"):
         read_many(paths, num_processes=1, told=lambda num: clock.advance(40.0), budget=budget)
 
@@ -485,4 +485,4 @@ def test_reading_many_dumps_ends_in_time(tmp_path: Path) -> None:
         return {sum(d.entries is not None for d in dumps)}
 
     with pytest.raises(UnreadableInput, match=r"rank1: .* after 100 s"):
-        read_as_needed(paths, wanted, num_processes=1, budget=Budget(Limits(seconds_max=100.0), clock))
+        read_as_needed(paths, wanted, num_processes=1, budget=Budget(ReadLimits(seconds_max=100.0), clock))

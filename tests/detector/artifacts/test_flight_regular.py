@@ -12,7 +12,7 @@ import pytest
 
 from rolecall.core.errors import UnreadableInput
 from rolecall.detector.artifacts.flight_recorder import regular_entries as flight_regular
-from rolecall.detector.artifacts.flight_recorder.dumps import Dump, read
+from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump, read
 
 NUM_ENTRIES = 300
 KINDS: list[dict[str, Any]] = [
@@ -119,13 +119,13 @@ def content(rng: random.Random, num_entries: int = NUM_ENTRIES, num_texts: int =
     }
 
 
-def read_back(folder: Path, data: bytes, name: str) -> Dump:
+def read_back(folder: Path, data: bytes, name: str) -> FlightRecorderDump:
     path = folder / "rank_1"
     path.write_bytes(data)
     return replace(read(path), path=name, written_at=0.0)
 
 
-def assert_same(one: Dump, other: Dump) -> None:
+def assert_same(one: FlightRecorderDump, other: FlightRecorderDump) -> None:
     assert replace(one, entries=None) == replace(other, entries=None)
     a, b = one.entries, other.entries
     assert a is not None and b is not None and a.first_record == b.first_record

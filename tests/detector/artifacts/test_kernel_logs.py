@@ -10,7 +10,7 @@ from rolecall.core.diagnosis import Diagnosis, FaultClass
 from rolecall.core.errors import UnreadableInput
 from rolecall.detector.artifacts.kernel_log import diagnosis as kernel_findings
 from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
-from rolecall.detector.artifacts.kernel_log.logs import Log, Seen
+from rolecall.detector.artifacts.kernel_log.logs import KernelLog, KernelLogFact
 from rolecall.diagnose import diagnose as diagnosing
 from rolecall.formats.kernel_log.messages import FAULTS, HardwareError, KernelFault
 from rolecall.formats.xid.xid import XIDS, xid
@@ -393,8 +393,10 @@ def test_hardware_errors(tmp_path: Path) -> None:
 def test_every_other_fault_has_its_words() -> None:
     facts = [KernelFault(what=what, pid=7, name="python3") for what in FAULTS]
     errors = [HardwareError(what=what, corrected=False) for what in ("machine_check", "memory", "pcie", "firmware")]
-    seen = [Seen(node="n1", at=float(i), dated=False, fact=f, text="line") for i, f in enumerate([*facts, *errors])]
-    found = kernel_findings.diagnose([Log(path="x", seen=seen)])
+    seen = [
+        KernelLogFact(node="n1", at=float(i), dated=False, fact=f, text="line") for i, f in enumerate([*facts, *errors])
+    ]
+    found = kernel_findings.diagnose([KernelLog(path="x", seen=seen)])
     assert len(found) == len(seen) and len({f.because for f in found}) == len(seen)
 
 

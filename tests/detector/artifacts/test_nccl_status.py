@@ -174,7 +174,7 @@ Times = Callable[[int, int], float]
 
 def recorded(
     folder: Path, times: Times, *, num_ranks: int = 4, num: int = 40, tail: bytes = b""
-) -> list[nccl_times.Log]:
+) -> list[nccl_times.InspectorLog]:
     logs = []
     for r in range(num_ranks):
         file = folder / f"node-{r // 2}-pid{100 + r}.log"

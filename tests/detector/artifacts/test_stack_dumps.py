@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rolecall.core.errors import UnreadableInput
 from rolecall.detector.artifacts.stacks import dumps as stack_dumps
 from rolecall.detector.artifacts.stacks.diagnosis import diagnose
-from rolecall.detector.artifacts.stacks.dumps import Dump, is_dump, is_topology, read
+from rolecall.detector.artifacts.stacks.dumps import StackDump, is_dump, is_topology, read
 from rolecall.detector.artifacts.stacks.dumps import read_topology as topology_of
 from rolecall.diagnose import diagnose as diagnosing
 from tests.detector.stack_cases import (
@@ -184,8 +184,8 @@ def test_a_topology_fills_in_what_dumps_do_not_say(tmp_path: Path) -> None:
         (("tp", 1), ("dp", 1)),
         (("tp", 0), ("dp", 1)),
     )
-    nameless = Dump(path="a", at=1.0, threads=(thread(*LOADER),), pid=7)
-    known = [Dump(path=f"{r}", at=1.0, threads=(thread(*REDUCE),), rank=r) for r in range(3)]
+    nameless = StackDump(path="a", at=1.0, threads=(thread(*LOADER),), pid=7)
+    known = [StackDump(path=f"{r}", at=1.0, threads=(thread(*REDUCE),), rank=r) for r in range(3)]
     suspect = only(diagnose([nameless, *known], topology=topology)).suspects[0]
     assert (suspect.node, suspect.role, suspect.replica, suspect.rank) == ("m3", "trainer", "trainer/1", 3)
 

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from rolecall.core.diagnosis import FaultClass, Finding
 from rolecall.detector.artifacts.stacks.diagnosis import diagnose, looked_at
-from rolecall.detector.artifacts.stacks.dumps import Dump, Group, Topology, is_dump, normal_frame, read
+from rolecall.detector.artifacts.stacks.dumps import ParallelGroup, StackDump, Topology, is_dump, normal_frame, read
 from rolecall.detector.artifacts.stacks.findings import PARALLEL_GROUP, ROUNDS, STACK_GROUP
-from rolecall.detector.artifacts.stacks.positions import Doing, stack_of
+from rolecall.detector.artifacts.stacks.positions import StackActivity, stack_of
 from rolecall.detector.artifacts.stacks.rounds import at_least, often
 from tests.detector.stack_cases import (
     C10D,
@@ -47,18 +47,18 @@ from tests.support import eventually
 @pytest.mark.parametrize(
     ("texts", "doing", "confidence"),
     [
-        (LOADER, Doing.DATA, 0.8),
-        (("threading.py:wait", "cache.py:get", "train.py:step", "train.py:main"), Doing.LOCK, 0.8),
-        (("socket.py:readinto", "rewards.py:ask", "train.py:main"), Doing.IO, 0.8),
-        (("torch/serialization.py:load", "train.py:resume", "train.py:main"), Doing.CHECKPOINT, 0.8),
-        (("torch/_inductor/scheduler.py:fuse", "train.py:main"), Doing.COMPILE, 0.8),
-        (("gc_collect_main", "train.py:main"), Doing.GARBAGE, 0.8),
-        (("train.py:pause", "train.py:main"), Doing.STILL, 0.8),
+        (LOADER, StackActivity.DATA, 0.8),
+        (("threading.py:wait", "cache.py:get", "train.py:step", "train.py:main"), StackActivity.LOCK, 0.8),
+        (("socket.py:readinto", "rewards.py:ask", "train.py:main"), StackActivity.IO, 0.8),
+        (("torch/serialization.py:load", "train.py:resume", "train.py:main"), StackActivity.CHECKPOINT, 0.8),
+        (("torch/_inductor/scheduler.py:fuse", "train.py:main"), StackActivity.COMPILE, 0.8),
+        (("gc_collect_main", "train.py:main"), StackActivity.GARBAGE, 0.8),
+        (("train.py:pause", "train.py:main"), StackActivity.STILL, 0.8),
     ],
-    ids=lambda value: value.name if isinstance(value, Doing) else None,
+    ids=lambda value: value.name if isinstance(value, StackActivity) else None,
 )
 def test_who_does_not_wait_while_the_rest_waits_is_the_suspect(
-    texts: tuple[str, ...], doing: Doing, confidence: float
+    texts: tuple[str, ...], doing: StackActivity, confidence: float
 ) -> None:
     texts = tuple(t if ":" in t else f"python3.11:{t}" for t in texts)
     found = only(diagnose([*(dump(r, *REDUCE) for r in range(7)), dump(7, *texts)]))
@@ -97,7 +97,7 @@ def test_cause_comes_before_symptom() -> None:
     ],
     ids=["all wait in one place", "all compute", "one is early", "all differ", "one at work"],
 )
-def test_nobody_is_accused(dumps: list[Dump]) -> None:
+def test_nobody_is_accused(dumps: list[StackDump]) -> None:
     assert diagnose(dumps) == []
     assert f"trainer: {len(dumps)} stack" in looked_at(dumps)
 
@@ -192,7 +192,7 @@ def test_the_smallest_group_is_taken_of_node_replica_grid_and_list() -> None:
     assert members([24, 30], GRID) == [24, 26, 28, 30], "one pipeline"
     assert members([1, 9], GRID) == [1, 9, 17, 25], "one data-parallel group"
     assert members([3, 20], GRID) == [3, 20], "nothing but the whole holds both"
-    listed = Topology(groups=(Group(axis="ep", index=4, ranks=frozenset({3, 20, 21})),))
+    listed = Topology(groups=(ParallelGroup(axis="ep", index=4, ranks=frozenset({3, 20, 21})),))
     assert members([3, 20], listed) == [3, 20, 21]
     assert members([3, 20], None) == [3, 20]
 
@@ -211,7 +211,7 @@ def test_a_group_can_come_of_file_names() -> None:
 LAYERS = ("attention", "mlp", "norm", "embed", "head")
 
 
-def looks(*rounds: dict[int, Sequence[str]], num: int = 8, **more: object) -> list[Dump]:
+def looks(*rounds: dict[int, Sequence[str]], num: int = 8, **more: object) -> list[StackDump]:
     """A round every ten seconds: ranks at these places, all others in one collective."""
     return [
         dump(r, *some.get(r, REDUCE), active=r in some, at=100.0 + 10 * n, **more)
@@ -226,7 +226,7 @@ def work(n: int) -> tuple[str, ...]:
     return (f"layers.py:{LAYERS[n % 5]}", "train.py:step", "train.py:main")
 
 
-def late(*ranks_of_rounds: Sequence[int], num: int = 8) -> list[Dump]:
+def late(*ranks_of_rounds: Sequence[int], num: int = 8) -> list[StackDump]:
     """These ranks compute in these rounds, each time elsewhere; in a round without any nobody waits."""
     everybody = [dict.fromkeys(range(num), work(n)) for n in range(len(ranks_of_rounds))]
     return looks(
@@ -361,7 +361,7 @@ def test_a_healthy_pipeline_is_not_slow_in_any_number_of_rounds() -> None:
 
 
 def test_a_pipeline_stage_that_stands_while_its_pipeline_goes_on_does_not_hang() -> None:
-    def look(n: int, waits: Sequence[str]) -> list[Dump]:
+    def look(n: int, waits: Sequence[str]) -> list[StackDump]:
         stage = dump(3, *COMPUTE, active=True, at=100.0 + 10 * n)
         return [*(dump(r, *waits, at=100.0 + 10 * n) for r in range(3)), stage]
 
@@ -376,7 +376,7 @@ def test_processes_looked_at_one_after_the_other_make_no_rounds() -> None:
     assert "rounds" not in looked_at(dumps)
 
 
-def frames_of(d: Dump) -> list[str]:
+def frames_of(d: StackDump) -> list[str]:
     return [f"{f.file}:{f.name}" for f in d.threads[0].frames]
 
 
@@ -412,7 +412,7 @@ def test_at_least_is_what_is_left_of_fewer(num: int, expected: float) -> None:
     assert (at_least(num, 0.0), at_least(num, num + 1.0)) == (0.0, 1.0)
 
 
-def saved(folder: Path, names: str, outliers: Sequence[int], num: int = 8) -> list[Dump]:
+def saved(folder: Path, names: str, outliers: Sequence[int], num: int = 8) -> list[StackDump]:
     """Dumps of that many rounds, as files that lost their times; `names`: of `rank` and `round`."""
     for n, slow in enumerate(outliers):
         for r in range(num):
@@ -478,7 +478,7 @@ PLACES = (REDUCE, GATHER, RECEIVE, LOADER, COMPUTE, ("layers.py:mlp", "train.py:
     ),
     st.randoms(use_true_random=False),
 )
-def test_the_order_of_files_changes_nothing(dumps: list[Dump], rng: random.Random) -> None:
+def test_the_order_of_files_changes_nothing(dumps: list[StackDump], rng: random.Random) -> None:
     dumps = [replace(d, path=f"{n}.json", rank=d.rank if n % 7 else None) for n, d in enumerate(dumps)]
     shuffled = rng.sample(dumps, len(dumps))
     for topology in (None, Topology(world_size=8, sizes=(("tp", 2), ("dp", 4)), pids={6: 1})):
@@ -526,22 +526,22 @@ def test_the_same_wait_reached_in_other_ways_is_one_place() -> None:
 @pytest.mark.parametrize(
     ("texts", "doing"),
     [
-        ((f"{C10D}:broadcast", "train.py:main"), Doing.COLLECTIVE),
-        (("numpy/lib/stride_tricks.py:broadcast_to", "train.py:main"), Doing.STILL),
-        (("functional.py:reduce", "train.py:main"), Doing.STILL),
+        ((f"{C10D}:broadcast", "train.py:main"), StackActivity.COLLECTIVE),
+        (("numpy/lib/stride_tricks.py:broadcast_to", "train.py:main"), StackActivity.STILL),
+        (("functional.py:reduce", "train.py:main"), StackActivity.STILL),
         (
             ("torch/autograd/graph.py:_engine_run_backward", "torch/_tensor.py:Tensor.backward", "train.py:main"),
-            Doing.BACKWARD,
+            StackActivity.BACKWARD,
         ),
-        ((f"{C10D}:_store_based_barrier", f"{C10D}:init_process_group", "train.py:main"), Doing.RENDEZVOUS),
-        (("torch/cuda/streams.py:synchronize", "train.py:main"), Doing.DEVICE),
-        (("libcuda.so.1:cuStreamSynchronize", "train.py:item"), Doing.DEVICE),
-        (("libtorch_cuda.so:c10d::ProcessGroupNCCL::WorkNCCL::wait", "train.py:main"), Doing.COLLECTIVE),
-        (("Reducer.all_reduce_gradients", "train.py:main"), Doing.COLLECTIVE),
-        (("train.py:flatten", "train.py:all_reduce_gradients", "train.py:main"), Doing.STILL),
+        ((f"{C10D}:_store_based_barrier", f"{C10D}:init_process_group", "train.py:main"), StackActivity.RENDEZVOUS),
+        (("torch/cuda/streams.py:synchronize", "train.py:main"), StackActivity.DEVICE),
+        (("libcuda.so.1:cuStreamSynchronize", "train.py:item"), StackActivity.DEVICE),
+        (("libtorch_cuda.so:c10d::ProcessGroupNCCL::WorkNCCL::wait", "train.py:main"), StackActivity.COLLECTIVE),
+        (("Reducer.all_reduce_gradients", "train.py:main"), StackActivity.COLLECTIVE),
+        (("train.py:flatten", "train.py:all_reduce_gradients", "train.py:main"), StackActivity.STILL),
     ],
 )
-def test_what_a_stack_says(texts: tuple[str, ...], doing: Doing) -> None:
+def test_what_a_stack_says(texts: tuple[str, ...], doing: StackActivity) -> None:
     texts = tuple(t if ".py:" in t or ".so" in t else f"train.py:{t}" for t in texts)
     assert stack_of(dump(0, *texts)).doing == doing
 
@@ -555,17 +555,17 @@ def test_the_thread_that_tells_most_speaks_for_its_process() -> None:
         thread("agent.py:beat", "threading.py:run", name="Thread-9 (beat)"),
         thread(name="Dummy-1"),
     )
-    in_thread = Dump(path="a", at=0.0, threads=(loop, *helpers, trains))
-    assert stack_of(in_thread).doing == Doing.COLLECTIVE
+    in_thread = StackDump(path="a", at=0.0, threads=(loop, *helpers, trains))
+    assert stack_of(in_thread).doing == StackActivity.COLLECTIVE
     for idle in (
         thread("ray/_private/worker.py:Worker.main_loop"),
         thread("threading.py:Thread.join", "train.py:main"),
     ):
-        assert stack_of(Dump(path="a", at=0.0, threads=(idle, *helpers, trains))).doing == Doing.COLLECTIVE
+        assert stack_of(StackDump(path="a", at=0.0, threads=(idle, *helpers, trains))).doing == StackActivity.COLLECTIVE
     task = thread("reward.py:score", "ray/_private/worker.py:Worker.main_loop")
-    assert stack_of(Dump(path="a", at=0.0, threads=(task, *helpers, trains))).doing == Doing.STILL
-    in_main = Dump(path="a", at=0.0, threads=(thread(*COMPUTE), *helpers, thread(*REDUCE, name="Thread-3")))
-    assert stack_of(in_main).doing == Doing.STILL, "the main thread comes first where it has something to say"
+    assert stack_of(StackDump(path="a", at=0.0, threads=(task, *helpers, trains))).doing == StackActivity.STILL
+    in_main = StackDump(path="a", at=0.0, threads=(thread(*COMPUTE), *helpers, thread(*REDUCE, name="Thread-3")))
+    assert stack_of(in_main).doing == StackActivity.STILL, "the main thread comes first where it has something to say"
     starved = (thread(*COMPUTE), thread("tokenizer.py:encode", name="Thread-4", active=True, owns_gil=True))
     found = only(diagnose([*(dump(r, *REDUCE) for r in range(3)), dump(3, threads=starved)]))
     assert [e.text for e in found.evidence if e.kind == "gil"] == [
@@ -575,7 +575,7 @@ def test_the_thread_that_tells_most_speaks_for_its_process() -> None:
 
 def test_a_main_thread_without_frames_leaves_the_word_to_any_other() -> None:
     helper = thread("agent.py:beat", "threading.py:run", name="Thread-9 (beat)")
-    assert stack_of(Dump(path="a", at=0.0, threads=(thread(), helper))).at == "beat (agent.py)"
+    assert stack_of(StackDump(path="a", at=0.0, threads=(thread(), helper))).at == "beat (agent.py)"
 
 
 @pytest.mark.parametrize(
@@ -646,9 +646,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subproc
             process.communicate(timeout=10)
 
 
-def py_spy(process: subprocess.Popen[str], path: Path, function: str) -> Dump:
+def py_spy(process: subprocess.Popen[str], path: Path, function: str) -> StackDump:
     """The first dump in which the main thread waits in `function`: "ready" is said on the way there."""
-    seen: Dump | None = None
+    seen: StackDump | None = None
 
     def waits() -> bool:
         nonlocal seen
@@ -661,7 +661,7 @@ def py_spy(process: subprocess.Popen[str], path: Path, function: str) -> Dump:
     return seen
 
 
-def py_spy_once(process: subprocess.Popen[str], path: Path) -> Dump:
+def py_spy_once(process: subprocess.Popen[str], path: Path) -> StackDump:
     kind = ["--json"] if path.suffix == ".json" else []
     program = Path(sys.executable).parent / "py-spy"
     if not program.exists():
@@ -690,7 +690,7 @@ def test_real_processes(real: dict[str, subprocess.Popen[str]], tmp_path: Path) 
         assert words in found.because and "all_reduce (train.py), called by step (train.py)" in found.because
     real["wait2"].send_signal(signal.SIGSTOP)
     stopped = py_spy(real["wait2"], tmp_path / "rank_2.json", "all_reduce")
-    assert stack_of(stopped).doing == Doing.COLLECTIVE, "a stopped process looks as it did"
+    assert stack_of(stopped).doing == StackActivity.COLLECTIVE, "a stopped process looks as it did"
     absent = only(diagnose([*waiting[:2], waiting[2]], topology=Topology(world_size=4)))
     assert [s.rank for s in absent.suspects] == [3]
 

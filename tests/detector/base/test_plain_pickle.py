@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.detector.base import plain_pickle
-from rolecall.detector.base.plain_pickle import NotPlain, loads
+from rolecall.detector.base.plain_pickle import UnsafePickle, loads
 
 ATOMS = st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats(allow_nan=False) | st.text()
 TUPLES = st.tuples() | st.tuples(ATOMS) | st.tuples(ATOMS, ATOMS) | st.tuples(ATOMS, ATOMS, ATOMS)
@@ -28,7 +28,7 @@ def test_damaged_bytes_raise_nothing_else(value: Any, protocol: int, data: st.Da
         damaged[at] = data.draw(st.integers(0, 255))
     try:
         loads(bytes(damaged))
-    except NotPlain as e:
+    except UnsafePickle as e:
         assert str(e)
 
 
@@ -46,5 +46,5 @@ def test_damaged_bytes_raise_nothing_else(value: Any, protocol: int, data: st.Da
 )
 def test_what_it_may_cost_is_bounded(monkeypatch: pytest.MonkeyPatch, limit: str, data: bytes, said: str) -> None:
     monkeypatch.setattr(plain_pickle, limit, 10)
-    with pytest.raises(NotPlain, match=said):
+    with pytest.raises(UnsafePickle, match=said):
         loads(b"\x80\x04" + data + b".")

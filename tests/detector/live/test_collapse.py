@@ -20,14 +20,14 @@ from rolecall.core.membership import ReplicaState
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import fusion
-from rolecall.detector.live.collapse_tests import signs
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.collapse_tests import collapse_symptoms
+from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.stages.collapse import QUIET_STEPS, CollapseWatch
-from rolecall.detector.live.training_history import STEPS_KEPT, Course
+from rolecall.detector.live.training_history import STEPS_KEPT, TrainingHistory
 from rolecall.recovery.fleet import FleetView, ReplicaView
-from rolecall.recovery.incidents.incident import Outcome
-from rolecall.recovery.policy import Question, decide
-from rolecall.testing.synthetic_run import FakeFleet, Fault
+from rolecall.recovery.incidents.incident import IncidentOutcome
+from rolecall.recovery.policy import PolicyInput, decide
+from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 from tests.detector.courses import Row, observation, points, sample, told
 
 CONFIG = DetectorConfig(mask_proc_state=True)
@@ -73,7 +73,7 @@ def then(num_steps: int, *, before: int = 60, seed: int = 0, **changed: float | 
 def kinds(rows: Iterable[Row]) -> set[str]:
     """All signs at any step of the course."""
     there = points(rows)
-    return {sign.kind for n in range(1, len(there) + 1) for sign in signs(there[:n])}
+    return {sign.kind for n in range(1, len(there) + 1) for sign in collapse_symptoms(there[:n])}
 
 
 COLLAPSES: dict[str, tuple[list[Row], str]] = {
@@ -144,15 +144,15 @@ def test_a_difference_in_too_few_steps_is_said_with_its_size_and_is_no_agreement
 
 def test_how_soon() -> None:
     fell = points(then(20, reward=0.3))
-    assert next(n for n in range(60, 80) if signs(fell[:n])) == 67  # one of eight may still be as before
-    assert signs(fell)[0].since.step == 60
+    assert next(n for n in range(60, 80) if collapse_symptoms(fell[:n])) == 67  # one of eight may still be as before
+    assert collapse_symptoms(fell)[0].since.step == 60
 
 
 # --- the watch -------------------------------------------------------------------------------------------------------
 
 
-def stands(rows: Sequence[Row], detector: Detector | None = None, **how: Any) -> list[list[Diagnosis]]:
-    one = detector or Detector(CONFIG)
+def stands(rows: Sequence[Row], detector: LiveDetector | None = None, **how: Any) -> list[list[Diagnosis]]:
+    one = detector or LiveDetector(CONFIG)
     return [one.observe(o) for o in told(rows, **how)]
 
 
@@ -202,14 +202,14 @@ def test_it_stands_until_the_reward_was_back_for_some_steps() -> None:
 
 
 def test_a_rollback_ends_it() -> None:
-    detector = Detector(CONFIG)
+    detector = LiveDetector(CONFIG)
     assert stands(then(12, reward=0.3), detector)[-1]
     again = [{**row, "step": 40 + i} for i, row in enumerate(learning(60)[40:])]
     assert not any(stands(again, detector, start=400.0))
 
 
 def test_a_trainer_that_lags_or_is_gone_takes_nothing_back() -> None:
-    detector = Detector(CONFIG)
+    detector = LiveDetector(CONFIG)
     rows = then(12, reward=0.3)
     assert stands(rows[:60], detector)[-1] == []
     late = sample("trainer/1", 200.0, 40, rows[39])
@@ -224,7 +224,7 @@ def test_one_trainer_is_enough_and_a_controller_that_tells_the_reward_alone() ->
 
 
 def test_a_sign_read_amid_an_update_is_not_kept() -> None:
-    course, detector = Course(), Detector(CONFIG)
+    course, detector = TrainingHistory(), LiveDetector(CONFIG)
     for at, ratio in ((1.0, 0.5), (2.0, math.nan)):
         row = {"reward": 0.5, "entropy": 1.0, "log_ratio_max": ratio}
         detector.observe(observation(at, [sample("trainer/0", at, 1, row)]))
@@ -233,24 +233,24 @@ def test_a_sign_read_amid_an_update_is_not_kept() -> None:
 
 
 def test_what_is_kept_has_an_end() -> None:
-    detector = Detector(CONFIG)
+    detector = LiveDetector(CONFIG)
     stands([{"reward": 0.5, "entropy": 1.0}] * (STEPS_KEPT + 50), detector, replicas=("trainer/0",))
     assert len(detector.state()["collapse"]["course"]["points"]) == STEPS_KEPT + 1
 
 
 def test_a_stored_window_replays_to_the_same_decisions() -> None:
-    detector = Detector(CONFIG)
+    detector = LiveDetector(CONFIG)
     found = stands(then(14, reward=0.3, entropy=0.001), detector)
     window = json.loads(json.dumps(detector.window(), allow_nan=False))
-    again = Detector.replay_window(window)
+    again = LiveDetector.replay_window(window)
     assert [[d.to_dict() for d in ds] for ds in again] == [[d.to_dict() for d in ds] for ds in found[-len(again) :]]
     assert again[-1] and len(again) < 40, "from what was known before it"
 
 
 def test_a_restarted_watcher_tells_it_once() -> None:
-    detector, rows = Detector(CONFIG), then(16, reward=0.3)
+    detector, rows = LiveDetector(CONFIG), then(16, reward=0.3)
     first = stands(rows[:70], detector)[-1]
-    resumed = Detector.resumed(CONFIG, None, json.loads(json.dumps(detector.state(), allow_nan=False)))
+    resumed = LiveDetector.resumed(CONFIG, None, json.loads(json.dumps(detector.state(), allow_nan=False)))
     assert stands(rows[70:], resumed, start=200.0, first=70)[-1] == first
     assert CollapseWatch.from_dict(detector._collapse.to_dict()) == detector._collapse
 
@@ -280,7 +280,7 @@ class Collapsing(FakeFleet):
 def test_neither_swallows_the_other(kind: str) -> None:
     run = Collapsing(seed=3, groups_ready_seconds=0.2)
     run.rows = then(1, before=24, reward=0.01)
-    detector = Detector(CONFIG, {"trainer": 2, "rollout": 3, "reward": 2, "controller": 1})
+    detector = LiveDetector(CONFIG, {"trainer": 2, "rollout": 3, "reward": 2, "controller": 1})
     keys: set[str] = set()
     while "user_code::collapse" not in keys:
         assert run.now < 400, keys
@@ -289,7 +289,7 @@ def test_neither_swallows_the_other(kind: str) -> None:
     if kind == "kill":
         run.kill("trainer/1")
     else:
-        run.processes["trainer/1"].fault = Fault(kind)
+        run.processes["trainer/1"].fault = FakeFault(kind)
     standing: list[Diagnosis] = []
     for o in run.run(20.0):
         standing = detector.observe(o)
@@ -321,7 +321,7 @@ def told_of(name: str) -> Diagnosis:
 @pytest.mark.parametrize("name", COLLAPSES)
 def test_a_person_is_called_nobody_is_evicted_and_the_job_goes_on(name: str, mode: str) -> None:
     d = told_of(name)
-    question = Question(
+    question = PolicyInput(
         incident_id=IncidentId("inc-1-job"),
         diagnosis=d,
         fleet=FLEET_VIEW,
@@ -331,5 +331,5 @@ def test_a_person_is_called_nobody_is_evicted_and_the_job_goes_on(name: str, mod
     )
     verdict = decide(question)
     assert (verdict.plan.action, verdict.plan.targets) == (ActionKind.TOLERATE, ())
-    assert verdict.call_person and verdict.outcome is Outcome.TOLERATED
+    assert verdict.page_oncall and verdict.outcome is IncidentOutcome.TOLERATED
     assert d.because in verdict.plan.because

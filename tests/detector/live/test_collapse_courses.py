@@ -15,7 +15,7 @@ import pytest
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, FaultClass
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 from tests.detector.courses import Row, told
 
 COURSES: dict[str, Any] = json.loads((Path(__file__).parents[1] / "courses.json").read_text())
@@ -43,7 +43,7 @@ def rows(name: str) -> list[Row]:
 
 @pytest.mark.parametrize("name", COURSES)
 def test_a_spoiled_course_is_told_once_and_in_time_and_a_healthy_one_never(name: str) -> None:
-    detector, found = Detector(DetectorConfig()), dict[str, tuple[int, Diagnosis]]()
+    detector, found = LiveDetector(DetectorConfig()), dict[str, tuple[int, Diagnosis]]()
     for looks, observation in enumerate(told(rows(name))):
         for d in detector.observe(observation):
             found.setdefault(d.key, (looks // 2, d))

@@ -11,8 +11,8 @@ import pytest
 from rolecall.core.config.job import DetectorConfig
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.codec import decode, encode
-from rolecall.detector.live.engine import Detector
-from rolecall.testing.synthetic_run import FakeFleet, Fault
+from rolecall.detector.live.engine import LiveDetector
+from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 CONFIG = DetectorConfig(mask_proc_state=True)
 
@@ -20,10 +20,10 @@ CONFIG = DetectorConfig(mask_proc_state=True)
 def test_the_same_observations_give_the_same_diagnoses_and_state() -> None:
     fleet = FakeFleet(seed=1)
     observations = list(fleet.run(30.0))
-    fleet.processes["rollout/1"].fault = Fault("stopped")
+    fleet.processes["rollout/1"].fault = FakeFault("stopped")
     observations += fleet.run(8.0)
     stored = [Observation.from_dict(json.loads(json.dumps(o.to_dict()))) for o in observations]
-    first, second = Detector(CONFIG), Detector(CONFIG)
+    first, second = LiveDetector(CONFIG), LiveDetector(CONFIG)
     told = [first.observe(o) for o in observations]
     assert [[d.to_dict() for d in second.observe(o)] for o in stored] == [[d.to_dict() for d in ds] for ds in told]
     assert first.state() == second.state()
@@ -31,22 +31,22 @@ def test_the_same_observations_give_the_same_diagnoses_and_state() -> None:
 
 
 def test_a_window_is_json_covers_its_seconds_and_refuses_another_version() -> None:
-    fleet, detector = FakeFleet(seed=2), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=2), LiveDetector(CONFIG)
     for o in fleet.run(70.0):
         detector.observe(o)
     window = json.loads(json.dumps(detector.window(), allow_nan=False))
     walls = [o["wall_at"] for o in window["observations"]]
     assert CONFIG.window_seconds / 2 <= walls[-1] - walls[0] <= CONFIG.window_seconds + 1
-    assert Detector.replay_window(window)[-1] == []
+    assert LiveDetector.replay_window(window)[-1] == []
     with pytest.raises(ValueError, match="version"):
-        Detector.replay_window({**window, "version": 99})
+        LiveDetector.replay_window({**window, "version": 99})
 
 
 def test_learned_state_survives_a_restart_of_the_watcher() -> None:
-    fleet, detector = FakeFleet(seed=3), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=3), LiveDetector(CONFIG)
     for o in fleet.run(45.0):
         detector.observe(o)
-    again = Detector.resumed(CONFIG, None, json.loads(json.dumps(detector.state())))
+    again = LiveDetector.resumed(CONFIG, None, json.loads(json.dumps(detector.state())))
     assert again.deadlines() == detector.deadlines() != {}
     assert again.state() == detector.state()
 
@@ -60,7 +60,7 @@ def test_stored_state_makes_only_the_values_it_knows() -> None:
 
 def test_an_observation_of_a_run_costs_about_a_millisecond() -> None:
     """The goal is 1 ms on a quiet machine (0.4 ms measured); five times that here, where tests share the CPUs."""
-    fleet, detector = FakeFleet(seed=4), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=4), LiveDetector(CONFIG)
     seconds = []
     for o in fleet.run(60.0):
         begun = time.thread_time()
@@ -70,19 +70,19 @@ def test_an_observation_of_a_run_costs_about_a_millisecond() -> None:
 
 
 def test_deadlines_are_told_in_words() -> None:
-    fleet, detector = FakeFleet(seed=5), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
     for o in fleet.run(45.0):
         detector.observe(o)
     assert detector.deadlines()["rollout/generate"].startswith("2.5 s = max(2.5, 5 x P99 0.")
 
 
 def test_progressing_says_what_is_missing() -> None:
-    fleet, detector = FakeFleet(seed=6), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=6), LiveDetector(CONFIG)
     for o in fleet.run(45.0):
         detector.observe(o)
     healthy, because = detector.progressing("rollout/1", 1)
     assert healthy and "units of work" in because
-    fleet.processes["rollout/1"].fault = Fault("lock")
+    fleet.processes["rollout/1"].fault = FakeFault("lock")
     for o in fleet.run(5.0):
         detector.observe(o)
     healthy, because = detector.progressing("rollout/1", 1)

@@ -19,7 +19,7 @@ from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import GpuSample, Phase, ProcessSample, SampleBatch
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.gpu_readings import _WORDS, GPU_METRICS, PREFIX, GpuReadings
 from rolecall.detector.live.stages.run_panels import RunPanels
 from rolecall.detector.panels.panel import Panel, findings
@@ -195,7 +195,7 @@ class Training:
 
 def watched(observations: Iterator[Observation]) -> tuple[list[Finding], dict[str, Diagnosis]]:
     """What the panels said, and what the engine made of it."""
-    panels, engine = RunPanels(detector()), Detector(DetectorConfig(mask_proc_state=True), {"trainer": 4})
+    panels, engine = RunPanels(detector()), LiveDetector(DetectorConfig(mask_proc_state=True), {"trainer": 4})
     said: list[Finding] = []
     diagnoses: dict[str, Diagnosis] = {}
     for observation in observations:

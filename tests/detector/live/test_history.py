@@ -12,8 +12,8 @@ from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import history
-from rolecall.detector.live.engine import Detector
-from rolecall.testing.synthetic_run import FakeFleet, Fault
+from rolecall.detector.live.engine import LiveDetector
+from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 CONFIG = DetectorConfig(mask_proc_state=True)
 
@@ -26,14 +26,14 @@ def plain(state: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_window_begins_with_the_state_of_its_first_observation(seed: int) -> None:
-    fleet, detector = FakeFleet(seed=seed), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=seed), LiveDetector(CONFIG)
     before: dict[float, Any] = {}  # by the time of the observation that follows
     num_windows, faults = set(), iter(("stopped", "stopped"))
     for n, o in enumerate(fleet.run(100.0)):
         before[o.wall_at] = detector.state()
         detector.observe(o)
         if n in (170, 330):
-            fleet.processes[f"rollout/{n % 2}"].fault = Fault(next(faults))
+            fleet.processes[f"rollout/{n % 2}"].fault = FakeFault(next(faults))
         if n == 350:
             detector.forget("rollout/0", 2)  # closes one between two observations
         if n % 20 == 19:
@@ -49,10 +49,10 @@ def test_a_window_of_many_is_narrowed_to_the_suspects_and_peers_and_says_the_sam
 ) -> None:
     monkeypatch.setattr(history, "SUBJECTS_WHOLE_MAX", 2)
     monkeypatch.setattr(history, "PEERS_KEPT", 1)
-    fleet, detector = FakeFleet(seed=1), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=1), LiveDetector(CONFIG)
     for o in fleet.run(30.0):
         detector.observe(o)
-    fleet.processes["rollout/1"].fault = Fault("stopped")
+    fleet.processes["rollout/1"].fault = FakeFault("stopped")
     for o in fleet.run(8.0):
         standing = detector.observe(o)
     (told,) = standing
@@ -60,12 +60,12 @@ def test_a_window_of_many_is_narrowed_to_the_suspects_and_peers_and_says_the_sam
     there = {s["replica"] for s in whole["start"]["subjects"]}
     assert "rollout/1" in there and len(there) < len(fleet.processes)
     assert {p["replica"] for o in whole["observations"] for b in o["batches"] for p in b["processes"]} <= there
-    assert [d.key for d in Detector.replay_window(json.loads(json.dumps(whole)))[-1]] == [told.key]
+    assert [d.key for d in LiveDetector.replay_window(json.loads(json.dumps(whole)))[-1]] == [told.key]
 
 
 def test_many_samples_make_a_window_shorter_not_the_memory_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history, "SAMPLES_KEPT_MAX", 100)
-    fleet, detector = FakeFleet(seed=2), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=2), LiveDetector(CONFIG)
     for o in fleet.run(20.0):
         detector.observe(o)
     kept = sum(len(b["processes"]) for o in detector.window()["observations"] for b in o["batches"])
@@ -73,7 +73,7 @@ def test_many_samples_make_a_window_shorter_not_the_memory_larger(monkeypatch: p
 
 
 def test_what_was_learned_is_made_in_parts_and_is_the_whole() -> None:
-    fleet, detector = FakeFleet(seed=3), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=3), LiveDetector(CONFIG)
     for o in fleet.run(45.0):
         detector.observe(o)
     *waiting, text = detector.state_in_parts(2)
@@ -143,7 +143,7 @@ def observation(step: tuple[str, int, int, float], wall: float, seq: int) -> Obs
 def test_whatever_happens_to_subjects_a_window_begins_with_them_as_they_were(
     steps: list[tuple[str, int, int, float]],
 ) -> None:
-    detector, wall, before = Detector(CONFIG), 1000.0, {}
+    detector, wall, before = LiveDetector(CONFIG), 1000.0, {}
     for seq, step in enumerate(steps, 1):
         wall += step[3]
         before[wall] = plain(detector.state())

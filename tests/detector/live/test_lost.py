@@ -3,14 +3,14 @@
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import FaultClass
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.engine import Detector
-from rolecall.detector.live.fleet import Fleet
+from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.stages import agent_lost as lost
 from rolecall.testing.synthetic_run import FakeFleet
 
 
 def test_many_silent_agents_at_once_are_one_fault_that_accuses_nobody() -> None:
-    fleet, detector = FakeFleet(seed=1), Detector(DetectorConfig(mask_proc_state=True))
+    fleet, detector = FakeFleet(seed=1), LiveDetector(DetectorConfig(mask_proc_state=True))
     last = [o for o in fleet.run(10.0) if [detector.observe(o)]][-1]
     nodes = sorted({p.node for p in fleet.processes.values()})
     assert len(nodes) >= 4
@@ -36,7 +36,7 @@ def test_many_silent_agents_at_once_are_one_fault_that_accuses_nobody() -> None:
 def test_an_outage_that_reaches_the_agents_one_after_another_is_one_fault_all_the_same() -> None:
     """Each of four thousand agents is asked once in eight seconds: the first is silent long before the last."""
     nodes = [f"n-{n}" for n in range(4000)]
-    fleet = Fleet(offsets=dict.fromkeys(nodes, 0.0))
+    fleet = MonitoredProcesses(offsets=dict.fromkeys(nodes, 0.0))
     told = set[str]()
     for now in range(20):
         fleet.unreachable = tuple(
@@ -47,7 +47,7 @@ def test_an_outage_that_reaches_the_agents_one_after_another_is_one_fault_all_th
 
 
 def test_several_of_many_are_told_by_themselves_a_little_later() -> None:
-    fleet = Fleet(offsets=dict.fromkeys(["a", "b", "c", "d", "e", "f"], 0.0))
+    fleet = MonitoredProcesses(offsets=dict.fromkeys(["a", "b", "c", "d", "e", "f"], 0.0))
     fleet.unreachable = tuple((n, 0.0, "connection refused") for n in "abc")
     assert lost.find(fleet, lost.MANY_GRACE_SECONDS - 1.0) == []
     assert [str(f.suspects[0].node) for f in lost.find(fleet, lost.MANY_GRACE_SECONDS)] == ["a", "b", "c"]

@@ -5,8 +5,8 @@ from rolecall.core.diagnosis import Diagnosis, FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.live.codec import decode, encode
-from rolecall.detector.live.engine import Detector
-from rolecall.detector.live.stages.nccl_ras import COMMUNICATORS_MAX, FORGOTTEN_SECONDS, NcclStandings
+from rolecall.detector.live.engine import LiveDetector
+from rolecall.detector.live.stages.nccl_ras import COMMUNICATORS_MAX, FORGOTTEN_SECONDS, StalledCommunicators
 from rolecall.testing.synthetic_run import WALL_OFFSET, FakeFleet
 
 CONFIG = DetectorConfig(mask_proc_state=True)
@@ -24,7 +24,7 @@ def said(fleet: FakeFleet, node: str, what: str, communicator: str = "abc", pids
     )
 
 
-def told(detector: Detector, fleet: FakeFleet, seconds: float = 1.0) -> list[Diagnosis]:
+def told(detector: LiveDetector, fleet: FakeFleet, seconds: float = 1.0) -> list[Diagnosis]:
     newest: list[Diagnosis] = []
     for o in fleet.run(seconds):
         newest = detector.observe(o)
@@ -32,7 +32,7 @@ def told(detector: Detector, fleet: FakeFleet, seconds: float = 1.0) -> list[Dia
 
 
 def test_who_is_behind_is_named_once_whoever_says_so_until_all_say_that_it_goes_on() -> None:
-    fleet, detector = FakeFleet(seed=7), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=7), LiveDetector(CONFIG)
     assert told(detector, fleet, 10.0) == []
     pid = str(fleet.processes["trainer/1"].process.pid)
     for node, communicator in (("node-a", "abc"), ("node-b", "abc"), ("node-a", "def")):
@@ -49,7 +49,7 @@ def test_who_is_behind_is_named_once_whoever_says_so_until_all_say_that_it_goes_
 
 def test_a_number_that_fits_nobody_or_several_names_nobody() -> None:
     for pids in ("", "999999", "x"):
-        fleet, detector = FakeFleet(seed=7), Detector(CONFIG)
+        fleet, detector = FakeFleet(seed=7), LiveDetector(CONFIG)
         told(detector, fleet, 10.0)
         fleet.events.append(said(fleet, "node-a", "suspicious", pids=pids))
         (d,) = told(detector, fleet)
@@ -58,7 +58,7 @@ def test_a_number_that_fits_nobody_or_several_names_nobody() -> None:
 
 
 def test_a_crash_is_why_the_others_wait() -> None:
-    fleet, detector = FakeFleet(seed=8), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=8), LiveDetector(CONFIG)
     told(detector, fleet, 20.0)
     fleet.kill("trainer/1")
     fleet.events.append(said(fleet, "node-a", "suspicious"))
@@ -66,7 +66,7 @@ def test_a_crash_is_why_the_others_wait() -> None:
 
 
 def test_what_nobody_says_any_more_is_forgotten_and_all_is_bounded() -> None:
-    fleet, standings = FakeFleet(seed=9), NcclStandings()
+    fleet, standings = FakeFleet(seed=9), StalledCommunicators()
     wall = fleet.now + WALL_OFFSET
     for n in range(2 * COMMUNICATORS_MAX):
         standings.take(said(fleet, "node-a", "suspicious", f"c{n}"), wall)
@@ -77,6 +77,6 @@ def test_what_nobody_says_any_more_is_forgotten_and_all_is_bounded() -> None:
     standings.take(started, wall)
     assert standings.standing == {}  # it will say so again
     standings.take(said(fleet, "node-a", "suspicious"), wall)
-    detector = Detector(CONFIG)
+    detector = LiveDetector(CONFIG)
     assert len(standings.find(detector._fleet, wall + FORGOTTEN_SECONDS - 1)) == 1
     assert standings.find(detector._fleet, wall + FORGOTTEN_SECONDS + 1) == []

@@ -11,7 +11,7 @@ from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, SampleBatch
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.codec import decode, encode
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.stages.node_faults import (
     FAULTS_MAX,
     FLAP_SECONDS,
@@ -172,7 +172,7 @@ def test_a_flood_is_bounded_and_the_state_round_trips() -> None:
 # --- in the engine
 
 
-def told(detector: Detector, fleet: FakeFleet, seconds: float) -> list[Diagnosis]:
+def told(detector: LiveDetector, fleet: FakeFleet, seconds: float) -> list[Diagnosis]:
     newest: list[Diagnosis] = []
     for o in fleet.run(seconds):
         newest = detector.observe(o)
@@ -193,7 +193,7 @@ def hardware(fleet: FakeFleet, node: str, kind: AgentEventKind, **detail: str) -
 
 
 def test_a_crash_in_the_wake_of_an_xid_is_told_once_as_the_gpus_and_goes_elsewhere() -> None:
-    fleet, detector = FakeFleet(seed=5), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
     assert told(detector, fleet, 20.0) == []
     node = fleet.processes["trainer/1"].node
     hardware(fleet, node, AgentEventKind.XID, xid="79", gpu="3", line="NVRM: Xid (PCI:0000:3b:00): 79")
@@ -209,7 +209,7 @@ def test_a_crash_in_the_wake_of_an_xid_is_told_once_as_the_gpus_and_goes_elsewhe
 
 
 def test_a_number_that_the_line_may_take_back_explains_no_crash_yet() -> None:
-    fleet, detector = FakeFleet(seed=5), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
     told(detector, fleet, 20.0)
     node = fleet.processes["trainer/1"].node
     hardware(fleet, node, AgentEventKind.XID, xid="149", gpu="3", source="nvml")
@@ -220,7 +220,7 @@ def test_a_number_that_the_line_may_take_back_explains_no_crash_yet() -> None:
 
 
 def test_a_crash_elsewhere_stays_a_crash() -> None:
-    fleet, detector = FakeFleet(seed=5), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=5), LiveDetector(CONFIG)
     told(detector, fleet, 20.0)
     hardware(fleet, fleet.processes["trainer/1"].node, AgentEventKind.XID, xid="79", gpu="3")
     fleet.kill("rollout/1")
@@ -229,11 +229,11 @@ def test_a_crash_elsewhere_stays_a_crash() -> None:
 
 
 def test_a_stored_window_with_hardware_in_it_decides_the_same_again() -> None:
-    fleet, detector = FakeFleet(seed=6), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=6), LiveDetector(CONFIG)
     told(detector, fleet, 20.0)
     hardware(fleet, fleet.processes["trainer/0"].node, AgentEventKind.GPU_LOST, gpu="0")
     last = told(detector, fleet, 2.0)
-    replayed = Detector.replay_window(detector.window())
+    replayed = LiveDetector.replay_window(detector.window())
     assert [d.to_dict() for d in replayed[-1]] == [d.to_dict() for d in last] != []
 
 
@@ -262,7 +262,7 @@ def test_what_an_agent_that_starts_does_not_tell_again_is_over() -> None:
 
 
 def test_a_watch_that_begins_takes_nothing_of_last_week_for_now() -> None:
-    detector = Detector(CONFIG)
+    detector = LiveDetector(CONFIG)
     week, who = 604_800.0, ProcessId(node=NodeId("node-7"), pid=5, start_ticks=6)
     gone = AgentEvent(
         seq=1,
@@ -295,7 +295,7 @@ def test_a_watch_that_begins_takes_nothing_of_last_week_for_now() -> None:
 
 
 def test_a_node_that_is_listed_no_more_is_spoken_of_no_more() -> None:
-    fleet, detector = FakeFleet(seed=1), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=1), LiveDetector(CONFIG)
     for o in fleet.run(10.0):
         detector.observe(o)
     node = str(fleet.processes["rollout/0"].process.node)
@@ -306,12 +306,12 @@ def test_a_node_that_is_listed_no_more_is_spoken_of_no_more() -> None:
     assert detector.observe(Observation(wall_at=at + 2, left=(node,))) == []
     here = {str(s.node) for s in detector.processes()}
     assert here and node not in here
-    again = Detector.replay_window(json.loads(json.dumps(detector.window())))
+    again = LiveDetector.replay_window(json.loads(json.dumps(detector.window())))
     assert [d.key for d in again[-2]] == [d.key] and again[-1] == []
 
 
 def test_a_link_that_was_back_at_once_explains_no_crash() -> None:
-    fleet, detector = FakeFleet(seed=1), Detector(CONFIG)
+    fleet, detector = FakeFleet(seed=1), LiveDetector(CONFIG)
     for o in fleet.run(10.0):
         detector.observe(o)
     p = fleet.processes["trainer/1"]

@@ -8,7 +8,7 @@ import pytest
 from rolecall.core.diagnosis import FaultClass as F
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.ids import NodeId
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.stages import pulled_evidence as pulled
 from tests.detector.scenario import Scenario
 
@@ -49,8 +49,8 @@ ONE = found(F.HANG, "trainer/1")
     ],
 )
 def test_what_it_settles(fresh: list[Finding], standing: list[Finding], kept: list[Finding]) -> None:
-    assert pulled.take([], fresh, standing) == kept
-    assert pulled.take(fresh, [], standing) == kept
+    assert pulled.apply_collected_evidence([], fresh, standing) == kept
+    assert pulled.apply_collected_evidence(fresh, [], standing) == kept
 
 
 def test_a_tie_becomes_an_accusation_for_as_long_as_it_stands() -> None:
@@ -61,7 +61,7 @@ def test_a_tie_becomes_an_accusation_for_as_long_as_it_stands() -> None:
     assert [d.fault_class for d in detector.observe(replace(last, wall_at=last.wall_at + 0.1))] == [F.CANNOT_TELL]
     (told,) = detector.observe(replace(last, wall_at=last.wall_at + 0.2, pulled_findings=(ONE,)))
     assert (told.key, told.because) == ("hang:trainer/1#1", ONE.because)
-    (again,) = Detector.resumed(tie.config, {"trainer": 2, "rollout": 3}, detector.state()).observe(
+    (again,) = LiveDetector.resumed(tie.config, {"trainer": 2, "rollout": 3}, detector.state()).observe(
         replace(last, wall_at=last.wall_at + 0.3)
     )
     assert again == told, "a restarted watch goes on with it"

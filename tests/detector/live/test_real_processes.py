@@ -16,7 +16,7 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.rundir import registration_secret
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.sources.agents import AgentsSource
 from tests.support import eventually
 
@@ -38,7 +38,7 @@ class Run:
         eventually((self.node_dir / "agent.json").exists, "the agent says where it listens")
         for i in range(3):
             self.start(f"rollout/{i}")
-        self.detector = Detector(DetectorConfig(mask_proc_state=True), {"rollout": 3})
+        self.detector = LiveDetector(DetectorConfig(mask_proc_state=True), {"rollout": 3})
         self.source = AgentsSource(self.agents, SystemClock())
         self.source.start()
         self.told: dict[str, tuple[float, Diagnosis]] = {}

@@ -1,15 +1,15 @@
 """Who is there, by name, role and replica."""
 
-from rolecall.detector.live.roster import Roster
-from rolecall.detector.live.subject import Subject
+from rolecall.detector.live.roster import ProcessIndex
+from rolecall.detector.live.subject import MonitoredProcess
 
 
-def made(replica: str, rank: int = 0, incarnation: int = 1) -> Subject:
-    return Subject(replica, replica.partition("/")[0], rank, incarnation, "node-0", None, seen_wall=0.0)
+def made(replica: str, rank: int = 0, incarnation: int = 1) -> MonitoredProcess:
+    return MonitoredProcess(replica, replica.partition("/")[0], rank, incarnation, "node-0", None, seen_wall=0.0)
 
 
 def test_one_of_the_same_key_takes_the_place_of_the_other() -> None:
-    roster, first, second = Roster(), made("rollout/0"), made("rollout/0")
+    roster, first, second = ProcessIndex(), made("rollout/0"), made("rollout/0")
     roster.add(first)
     roster.add(second)
     assert list(roster) == [second]
@@ -20,7 +20,7 @@ def test_one_of_the_same_key_takes_the_place_of_the_other() -> None:
 
 
 def test_replicas_with_a_process_that_is_there_are_counted() -> None:
-    roster = Roster()
+    roster = ProcessIndex()
     for s in (made("trainer/0", 0), made("trainer/0", 1), made("trainer/1"), made("rollout/0")):
         roster.add(s)
     assert roster.sizes() == {"trainer": 2, "rollout": 1}

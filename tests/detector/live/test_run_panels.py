@@ -16,13 +16,13 @@ from rolecall.core.uninstrumented import NO_PAGE
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import engine
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.stages.run_panels import SETTLE_TICKS, SILENT_SECONDS, RunPanels
 from rolecall.detector.panels.metrics import panel_metric
 from rolecall.detector.panels.panel import Floats, PanelShape
 from rolecall.detector.panels.readings import process_reading
 from rolecall.detector.panels.registry import detector
-from rolecall.testing.synthetic_run import FakeFleet, Fault
+from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 ROLES = {"trainer": 2, "rollout": 3, "reward": 2, "controller": 1}
 RSS = "rolecall_process_resident_memory_bytes"
@@ -74,7 +74,7 @@ class Run:
 
     fleet: FakeFleet
     panels: RunPanels
-    engine: Detector = field(default_factory=lambda: Detector(DetectorConfig(mask_proc_state=True), ROLES))
+    engine: LiveDetector = field(default_factory=lambda: LiveDetector(DetectorConfig(mask_proc_state=True), ROLES))
     told: dict[str, Diagnosis] = field(default_factory=dict)
     standing: list[Diagnosis] = field(default_factory=list)
 
@@ -99,7 +99,7 @@ class SteadyRun:
     """Three rollouts that do nothing but generate, one sample a second."""
 
     def __init__(self, panels: RunPanels) -> None:
-        self.panels, self.engine = panels, Detector(DetectorConfig(mask_proc_state=True))
+        self.panels, self.engine = panels, LiveDetector(DetectorConfig(mask_proc_state=True))
         self.rng, self.now = random.Random(5), 1_700_000_000.0
         self.leaked_bytes = 0.0  # by rollout/1
         self.told: dict[str, Diagnosis] = {}
@@ -260,7 +260,7 @@ def test_metrics_that_shift_are_told_with_evidence_and_the_window_replays() -> N
     assert d.detected_at - d.onset < 20 and abs(d.onset - at) < 10
     assert RSS in d.because and any(e.kind == f"metric:{RSS}" for e in d.evidence)
     window = json.loads(json.dumps(run.engine.window(), allow_nan=False))
-    assert d in Detector.replay_window(window)[-1]
+    assert d in LiveDetector.replay_window(window)[-1]
     assert run.engine.progressing("rollout/1", 1)[0], "it is not as it was, and it works"
 
 
@@ -270,7 +270,7 @@ def test_a_stall_that_comes_after_takes_its_place_and_one_that_came_before_expla
     accuser.accused = 1
     run.go(3.0)
     assert run.keys() == ["slow:rollout/1#1"]
-    run.fleet.processes["rollout/1"].fault = Fault("stopped")
+    run.fleet.processes["rollout/1"].fault = FakeFault("stopped")
     run.go(6.0)
     assert run.keys() == ["hang:rollout/1#1"], "cause instead of symptom"
     run.told.clear()
@@ -286,7 +286,7 @@ def test_another_replica_that_changed_before_the_stall_stays_told() -> None:
     run = calm(accuser)
     accuser.accused = 0
     run.go(10.0)
-    run.fleet.processes["rollout/1"].fault = Fault("stopped")
+    run.fleet.processes["rollout/1"].fault = FakeFault("stopped")
     run.go(6.0)
     assert sorted(run.keys()) == ["hang:rollout/1#1", "slow:rollout/0#1"]
 
@@ -294,7 +294,7 @@ def test_another_replica_that_changed_before_the_stall_stays_told() -> None:
 def test_nothing_is_told_while_somebody_stands_still_who_is_not_named_yet() -> None:
     accuser = Accuser()
     run = calm(accuser)
-    run.fleet.processes["rollout/1"].fault = Fault("stopped")
+    run.fleet.processes["rollout/1"].fault = FakeFault("stopped")
     run.go(1.2)
     accuser.accused = 0
     [said] = run.go(1.2)
@@ -328,10 +328,10 @@ def test_what_it_said_survives_a_restart_of_the_watcher() -> None:
     run.go(3.0)
     [d] = run.standing
     state = json.loads(json.dumps(run.engine.state(), allow_nan=False))
-    run.engine = Detector.resumed(DetectorConfig(mask_proc_state=True), ROLES, state)
+    run.engine = LiveDetector.resumed(DetectorConfig(mask_proc_state=True), ROLES, state)
     run.go(2.0)
     assert run.standing == [d]
     old = {k: v for k, v in state.items() if k not in ("panels", "trouble")}
-    run.engine = Detector.resumed(DetectorConfig(mask_proc_state=True), ROLES, old)
+    run.engine = LiveDetector.resumed(DetectorConfig(mask_proc_state=True), ROLES, old)
     run.go(2.0)
     assert not run.standing, "a state of before there were panels"

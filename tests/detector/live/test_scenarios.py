@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 from tests.detector.scenario import Scenario
 
 FILES = sorted((Path(__file__).parents[2] / "scenarios").glob("detect_*.toml"))
@@ -41,7 +41,7 @@ def test_what_was_seen_replays_to_the_same_diagnoses(path: Path) -> None:
     if any("forget" in change for change in scenario.spec.get("at", [])):
         pytest.skip("what recovery ordered is no observation: it is in the state that a window begins with")
     scenario.run()
-    replayed = Detector.replay(scenario.config, scenario.spec.get("roles"), scenario.observations)
+    replayed = LiveDetector.replay(scenario.config, scenario.spec.get("roles"), scenario.observations)
     first_told = {}
     for diagnoses in replayed:
         for d in diagnoses:

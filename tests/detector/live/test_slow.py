@@ -10,11 +10,11 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import Phase, ProcessSample
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.stages import slow
 from rolecall.detector.live.stages.slow import SIGMA_MIN, SlowState
-from rolecall.detector.live.subject import Subject
-from rolecall.testing.synthetic_run import FakeFleet, Fault
+from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 
 DRIFT = math.log(2) / 2
 
@@ -65,7 +65,7 @@ def test_one_wild_observation_hardly_moves_a_baseline() -> None:
 
 def test_a_quota_is_not_taken_for_neighbours_while_its_throttling_is_unread() -> None:
     """Run delay (read five times a second) holds the throttled time, which agents read every other second."""
-    subject = Subject("rollout/0", "rollout", 0, 1, "node-0", None, seen_wall=0.0)
+    subject = MonitoredProcess("rollout/0", "rollout", 0, 1, "node-0", None, seen_wall=0.0)
     taken = []
     for tick in range(1, 151):
         seconds = tick * 0.2
@@ -94,11 +94,11 @@ def test_a_quota_is_not_taken_for_neighbours_while_its_throttling_is_unread() ->
 
 
 def test_the_onset_is_on_our_clock_whatever_the_nodes_say() -> None:
-    fleet, detector, ahead = FakeFleet(seed=4), Detector(DetectorConfig(mask_proc_state=True)), 1000.0
+    fleet, detector, ahead = FakeFleet(seed=4), LiveDetector(DetectorConfig(mask_proc_state=True)), 1000.0
     for o in fleet.run(60.0):
         detector.observe(replace(o, wall_at=o.wall_at + ahead))
     began = o.wall_at + ahead
-    fleet.processes["rollout/0"].fault = Fault("unit_delay")
+    fleet.processes["rollout/0"].fault = FakeFault("unit_delay")
     told = [d for o in fleet.run(60.0) for d in detector.observe(replace(o, wall_at=o.wall_at + ahead))]
     assert told and told[0].fault_class is FaultClass.SLOW
     assert began - 5.0 <= told[0].onset < told[0].detected_at  # a sum of strides takes its time

@@ -5,9 +5,9 @@ from statistics import median
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.detector.live.roster import Roster
+from rolecall.detector.live.roster import ProcessIndex
 from rolecall.detector.live.slow_peers import PEER_AGE_SECONDS, RISING_SUM, Peers
-from rolecall.detector.live.subject import Subject
+from rolecall.detector.live.subject import MonitoredProcess
 
 NUM = 6
 STEPS = st.lists(
@@ -21,13 +21,13 @@ STEPS = st.lists(
 )
 
 
-def made(n: int) -> Subject:
-    return Subject(f"rollout/{n}", "rollout" if n < NUM - 1 else "reward", 0, 1, "node-0", None, seen_wall=0.0)
+def made(n: int) -> MonitoredProcess:
+    return MonitoredProcess(f"rollout/{n}", "rollout" if n < NUM - 1 else "reward", 0, 1, "node-0", None, seen_wall=0.0)
 
 
 @given(STEPS)
 def test_what_is_kept_is_what_a_pass_over_all_peers_says(steps: list[tuple[int, str, float, float]]) -> None:
-    roster, peers, now = Roster(), Peers(), 100.0
+    roster, peers, now = ProcessIndex(), Peers(), 100.0
     subjects = [made(n) for n in range(NUM)]
     for s in subjects:
         roster.add(s)

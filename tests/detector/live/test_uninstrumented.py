@@ -9,7 +9,7 @@ from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, ProcessSample, SampleBatch
 from rolecall.core.uninstrumented import NO_PAGE, UNCOUNTED
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live.engine import Detector
+from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.stages.uninstrumented import (
     GATHER_SECONDS,
     STARVED_SECONDS,
@@ -36,7 +36,7 @@ class Job:
         self.cpu, self.delay = dict.fromkeys(self.who, 0.0), dict.fromkeys(self.who, 0.0)
         self.cpu_rate, self.delay_rate = dict.fromkeys(self.who, 0.5), dict.fromkeys(self.who, 0.0)
         self.events: list[AgentEvent] = []
-        self.detector = Detector(DetectorConfig(), {})
+        self.detector = LiveDetector(DetectorConfig(), {})
 
     def node(self, name: str) -> NodeId:
         return NodeId("node-2" if name in ("trainer/0:2", "trainer/0:3", "rollout/1:0") else "node-1")
@@ -309,7 +309,7 @@ def test_a_stored_window_gives_the_same_again(job: Job) -> None:
     job.state["trainer/0:1"], job.cpu_rate["trainer/0:1"] = "T", 0.0
     standing = job.run(20)
     window = json.loads(json.dumps(job.detector.window()))
-    assert {d.key: d.because for d in Detector.replay_window(window)[-1]} == standing
+    assert {d.key: d.because for d in LiveDetector.replay_window(window)[-1]} == standing
 
 
 def test_the_exit_of_one_whose_place_is_taken_unseats_nobody(job: Job) -> None:
@@ -318,7 +318,7 @@ def test_the_exit_of_one_whose_place_is_taken_unseats_nobody(job: Job) -> None:
     job.ends(name, {"signal": "11", "cause": "crashed"})
     job.dead.clear()
     job.pids[name] = 2000
-    job.detector = Detector(DetectorConfig(), {})
+    job.detector = LiveDetector(DetectorConfig(), {})
     assert not job.run(1)
     # Of many agents each is asked once in eight seconds.
     for seconds in range(1, 8):

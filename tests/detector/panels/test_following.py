@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rolecall.detector.panels.panel import Floats
-from rolecall.detector.panels.sequential.following import GAIN_SPREADS, GAIN_SURE, Following
+from rolecall.detector.panels.sequential.following import GAIN_SPREADS, GAIN_SURE, PeerCorrelation
 
 MACHINES, TICKS = 9, 1500
 
@@ -14,9 +14,9 @@ def fleet_wave(ticks: int = TICKS) -> Floats:
     return np.where(np.arange(ticks) % 10 < 6, 20.0, 0.0).astype(np.float32)
 
 
-def followed(own: Floats, wave: Floats, *, learning: Floats | None = None) -> tuple[Following, Floats, Floats]:
+def followed(own: Floats, wave: Floats, *, learning: Floats | None = None) -> tuple[PeerCorrelation, Floats, Floats]:
     """Deviations (T, N): the middle of their interval, and half its width. `own` (T, N)."""
-    following, known = Following(1, MACHINES), np.ones((1, MACHINES), dtype=np.bool_)
+    following, known = PeerCorrelation(1, MACHINES), np.ones((1, MACHINES), dtype=np.bool_)
     everyone = np.ones(MACHINES, dtype=np.bool_)
     middles, widths = [], []
     for t in range(len(own)):
@@ -50,7 +50,11 @@ def test_the_lead_tells_how_much_of_the_last_deviation_was_the_step_that_came() 
     wave, own = fleet_wave(), noise()
     step = np.diff(wave, prepend=wave[0])
     own[:, 6] += 0.4 * np.append(step[1:], 0)
-    following, known, everyone = Following(1, MACHINES), np.ones((1, MACHINES), np.bool_), np.ones(MACHINES, np.bool_)
+    following, known, everyone = (
+        PeerCorrelation(1, MACHINES),
+        np.ones((1, MACHINES), np.bool_),
+        np.ones(MACHINES, np.bool_),
+    )
     left = []
     last = np.zeros(MACHINES, dtype=np.float32)
     for t in range(TICKS):
@@ -134,7 +138,7 @@ def test_who_stayed_is_told_where_its_peers_went_where_they_never_were(
     values = rng.standard_normal((600, MACHINES)).astype(np.float32)
     values += fleet_wave(600)[:, None] if wave == "steps" else 0
     values[590:, : 8 if who == "peers" else None][:, 0 if who == "peers" else 8 :] += by
-    following, known = Following(1, MACHINES), np.ones((1, MACHINES), dtype=np.bool_)
+    following, known = PeerCorrelation(1, MACHINES), np.ones((1, MACHINES), dtype=np.bool_)
     told = []
     for v in values:
         middle = np.median(v[None, :], axis=1)

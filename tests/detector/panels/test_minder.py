@@ -17,7 +17,7 @@ from rolecall.core.errors import CommandRefused, UnreadableInput
 from rolecall.detector.panels.minder import detector as minder
 from rolecall.detector.panels.minder import fit as minder_fit
 from rolecall.detector.panels.minder.detector import Minder, Variant
-from rolecall.detector.panels.minder.fit import Fault
+from rolecall.detector.panels.minder.fit import LabelledFault
 from rolecall.detector.panels.panel import Floats, Panel, findings
 from rolecall.detector.panels.peer_scores import mean_distances
 from rolecall.detector.sources import recording
@@ -183,10 +183,12 @@ def test_the_arithmetic_is_that_of_an_lstm() -> None:
         np.testing.assert_allclose(found[:, k], wanted.transpose(0, 2, 1), atol=1e-4)
 
 
-def _faulty_panels(metric: int) -> tuple[list[Panel], list[list[Fault]]]:
+def _faulty_panels(metric: int) -> tuple[list[Panel], list[list[LabelledFault]]]:
     """Panels whose faults all stand on one metric, each on another machine."""
     panels = [peers(seed=s, fault=(s, metric, 10.0)) for s in range(6)]
-    return panels, [[Fault(node=f"m{s:02d}", onset=onset_of(p), end=float(p.at[-1]))] for s, p in enumerate(panels)]
+    return panels, [
+        [LabelledFault(node=f"m{s:02d}", onset=onset_of(p), end=float(p.at[-1]))] for s, p in enumerate(panels)
+    ]
 
 
 @pytest.mark.parametrize("metric", [0, 2])
@@ -203,7 +205,7 @@ def test_without_labels_no_order_is_learned() -> None:
 
 def test_faulty_time_is_not_learned_as_normal() -> None:
     panel = peers(seed=1, fault=(3, 1, 1000.0))
-    labels = [Fault(node="m03", onset=onset_of(panel), end=float(panel.at[-20]))]
+    labels = [LabelledFault(node="m03", onset=onset_of(panel), end=float(panel.at[-20]))]
     panel.values[:, -20:] = panel.values[:, :20]
     windows = minder_fit.windows_of(panel, labels, np.random.default_rng(0))
     both = minder_fit.windows_of(panel, [], np.random.default_rng(0))

@@ -15,7 +15,7 @@ from rolecall.detector.panels.sequential.detector import (
     Sequential,
     SequentialTracker,
 )
-from rolecall.detector.panels.sequential.tails import Prior, Tail
+from rolecall.detector.panels.sequential.tails import Prior, ScoreTail
 from tests.detector.panel_data import noise
 
 ONSET = 560
@@ -169,7 +169,7 @@ def test_more_false_alarms_asked_for_means_a_lower_threshold() -> None:
 
 def test_a_tail_gives_the_rate_that_is_asked_and_faults_in_it_only_make_it_careful() -> None:
     rng = np.random.default_rng(0)
-    healthy, ill = Tail(), Tail()
+    healthy, ill = ScoreTail(), ScoreTail()
     for _ in range(60):
         maxima = rng.exponential(2.0, 100).astype(np.float32)
         healthy.add(maxima)
@@ -181,9 +181,9 @@ def test_a_tail_gives_the_rate_that_is_asked_and_faults_in_it_only_make_it_caref
 
 
 def test_a_tail_without_history_has_no_threshold_and_a_prior_counts_until_there_is_one() -> None:
-    assert Tail().threshold(0.01) == np.inf
+    assert ScoreTail().threshold(0.01) == np.inf
     prior = Prior(location=1.0, beta=5.0, weight=1e9)
-    tail, plain = Tail(prior), Tail()
+    tail, plain = ScoreTail(prior), ScoreTail()
     rng = np.random.default_rng(1)
     for _ in range(8):
         maxima = rng.exponential(1.0, 50).astype(np.float32)

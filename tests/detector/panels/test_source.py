@@ -14,9 +14,9 @@ from rolecall.core.diagnosis import FaultClass, Finding
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.detector.panels import series as series_panels
 from rolecall.detector.panels import source as panel_source
-from rolecall.detector.panels.membership import PanelWatch, WatchLimits
+from rolecall.detector.panels.membership import PanelFollower, WatchLimits
 from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelShape, findings
-from rolecall.detector.panels.series import Panels, Place, Series
+from rolecall.detector.panels.series import MetricSeries, PanelPosition, Panels
 from rolecall.detector.panels.source import RecordingSource
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.agent_panels import AgentsPanels
@@ -102,7 +102,7 @@ def never() -> bool:
 
 
 def test_a_recording_gives_the_same_findings_live_as_offline(recorded: Path) -> None:
-    watch, found = PanelWatch(Toy()), []
+    watch, found = PanelFollower(Toy()), []
     for tick in RecordingSource(recorded, 1e6, FakeClock()).ticks(never):
         found += watch.tick(tick)
     offline = [f for p in recording.read(recorded).panels for f in findings(Toy(), p)]
@@ -143,15 +143,15 @@ class Fleet:
     """Feeds a watch with ticks of whoever is there, as a source does."""
 
     def __init__(self, toy: Toy, **limits: int) -> None:
-        self.toy, self.watch = toy, PanelWatch(toy, WatchLimits(**limits))
+        self.toy, self.watch = toy, PanelFollower(toy, WatchLimits(**limits))
         self.panels, self.at = Panels(1.0), 0.0
         self.found: list[Finding] = []
 
     def ticks(self, number: int, **values: float) -> "Fleet":
         for _ in range(number):
-            places = [Place(role="trainer", machine=Machine(node=n)) for n in values]
+            places = [PanelPosition(role="trainer", machine=Machine(node=n)) for n in values]
             table = np.array([[v] for v in values.values()], dtype=np.float32)
-            [panel] = self.panels.build(np.array([self.at]), [Series(metric="load", places=places, values=table)])
+            [panel] = self.panels.build(np.array([self.at]), [MetricSeries(metric="load", places=places, values=table)])
             for tick in panel_source.ticks_of([panel]):
                 self.found += self.watch.tick(tick)
             self.at += 1.0
@@ -222,11 +222,11 @@ def test_kept_ticks_are_bounded_by_bytes() -> None:
 
 @given(st.permutations(range(6)), st.lists(st.booleans(), min_size=6, max_size=6))
 def test_the_order_of_series_does_not_matter(order: list[int], there: list[bool]) -> None:
-    places = [Place(role="r", machine=Machine(node=f"n{i}")) for i in range(6)]
+    places = [PanelPosition(role="r", machine=Machine(node=f"n{i}")) for i in range(6)]
     values = np.array([[float(i)] if there[i] else [np.nan] for i in range(6)], dtype=np.float32)
 
     def built(rows: list[int]) -> list[Panel]:
-        series = Series(metric="m", places=[places[i] for i in rows], values=values[rows])
+        series = MetricSeries(metric="m", places=[places[i] for i in rows], values=values[rows])
         return Panels(1.0).build(np.array([5.0]), [series])
 
     once, again = built(list(range(6))), built(order)
@@ -239,8 +239,8 @@ def test_what_was_not_seen_for_long_is_left_out_when_a_panel_grows() -> None:
     panels = Panels(1.0)
 
     def shape(at: float, *nodes: str) -> PanelShape:
-        places = [Place(role="r", machine=Machine(node=n)) for n in nodes]
-        series = Series(metric="m", places=places, values=np.ones((len(nodes), 1), dtype=np.float32))
+        places = [PanelPosition(role="r", machine=Machine(node=n)) for n in nodes]
+        series = MetricSeries(metric="m", places=places, values=np.ones((len(nodes), 1), dtype=np.float32))
         return panels.build(np.array([at]), [series])[0].shape
 
     assert shape(0.0, "a", "b") is shape(5000.0, "b"), "no change, no other shape"
@@ -253,8 +253,10 @@ def test_panels_of_yesterday_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     panels = Panels(1.0)
 
     def build(job: str, at: float) -> None:
-        place = Place(role="r", machine=Machine(node="n"), job=job)
-        panels.build(np.array([at]), [Series(metric="m", places=[place], values=np.ones((1, 1), dtype=np.float32))])
+        place = PanelPosition(role="r", machine=Machine(node="n"), job=job)
+        panels.build(
+            np.array([at]), [MetricSeries(metric="m", places=[place], values=np.ones((1, 1), dtype=np.float32))]
+        )
 
     for n in range(10):
         build(f"job {n}", 2000.0 * n)
@@ -266,8 +268,8 @@ def test_panels_of_yesterday_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_labels_that_name_no_machines_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(series_panels, "MACHINES_MAX", 10)
-    places = [Place(role="r", machine=Machine(node=f"n{i}")) for i in range(11)]
-    series = Series(metric="m", places=places, values=np.ones((11, 1), dtype=np.float32))
+    places = [PanelPosition(role="r", machine=Machine(node=f"n{i}")) for i in range(11)]
+    series = MetricSeries(metric="m", places=places, values=np.ones((11, 1), dtype=np.float32))
     with pytest.raises(UnreadableInput, match="more than 10 machines"):
         Panels(1.0).build(np.array([0.0]), [series])
 

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from rolecall.detector.panels.sequential.tails import Tail
+from rolecall.detector.panels.sequential.tails import ScoreTail
 
 RATE = 1e-4
 
 
-def filled(machines: int, blocks: int, seed: int, *, heavy: float = 1.0, faulty: int = 0) -> Tail:
+def filled(machines: int, blocks: int, seed: int, *, heavy: float = 1.0, faulty: int = 0) -> ScoreTail:
     """Exponential block maxima, of slope `heavy` beyond the highest 2 %; `faulty` machines are always far away."""
-    rng, tail = np.random.default_rng(seed), Tail()
+    rng, tail = np.random.default_rng(seed), ScoreTail()
     knee = -np.log(0.02)
     for _ in range(blocks):
         maxima = rng.exponential(1.0, machines)
@@ -39,7 +39,7 @@ def test_machines_that_are_faulty_all_the_time_do_not_raise_the_threshold(machin
 
 
 def test_nothing_is_said_before_there_is_a_history() -> None:
-    tail = Tail()
+    tail = ScoreTail()
     assert tail.threshold(RATE) == np.inf
     tail.add(np.ones(1000, dtype=np.float32))
     assert tail.threshold(RATE) == np.inf and (tail.surprise(np.ones(3, dtype=np.float32)) == 0).all()

@@ -12,8 +12,8 @@ import pytest
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.telemetry import AgentEventKind
-from rolecall.detector.live.engine import Detector
-from rolecall.testing.synthetic_run import HANGS, FakeFleet, Fault
+from rolecall.detector.live.engine import LiveDetector
+from rolecall.testing.synthetic_run import HANGS, FakeFault, FakeFleet
 
 ROLES = {"trainer": 2, "rollout": 3, "reward": 2, "controller": 1}
 WARM_SECONDS = 45.0
@@ -23,7 +23,7 @@ WARM_SECONDS = 45.0
 @dataclass
 class Run:
     fleet: FakeFleet
-    detector: Detector
+    detector: LiveDetector
     told: dict[str, tuple[float, Diagnosis]]
 
     def go(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
@@ -39,7 +39,7 @@ class Run:
 
 def started(seed: int, warm_seconds: float = WARM_SECONDS, **settings: object) -> Run:
     fleet = FakeFleet(seed=seed, **settings)  # type: ignore[arg-type]
-    run = Run(fleet, Detector(DetectorConfig(mask_proc_state=True), ROLES), {})
+    run = Run(fleet, LiveDetector(DetectorConfig(mask_proc_state=True), ROLES), {})
     run.go(warm_seconds + seed % 7 / 7)
     assert not run.told, run.sentences()
     return run
@@ -83,7 +83,7 @@ def test_a_hang_of_each_kind_is_named_within_five_seconds(kind: str, target: str
     if target.startswith("trainer"):  # in the middle of a step
         run.go(30.0, until=lambda: run.fleet.processes[target].phase == "compute")
     begun = run.fleet.now
-    run.fleet.processes[target].fault = Fault(kind)
+    run.fleet.processes[target].fault = FakeFault(kind)
     run.go(20.0, until=lambda: bool(run.told))
     assert list(run.told) == [f"hang:{target}#1"], run.sentences()
     assert 2.0 < run.told[f"hang:{target}#1"][0] - begun < 5.0, run.sentences()
@@ -96,7 +96,7 @@ def test_a_hang_of_each_kind_is_named_within_five_seconds(kind: str, target: str
 def test_a_slow_rollout_is_named_within_thirty_seconds(kind: str, seed: int) -> None:
     run = started(seed)
     begun = run.fleet.now
-    run.fleet.processes["rollout/1"].fault = Fault(kind)
+    run.fleet.processes["rollout/1"].fault = FakeFault(kind)
     run.go(30.0, until=lambda: bool(run.told))
     assert list(run.told) == ["slow:rollout/1#1"], run.sentences()
     at, diagnosis = run.told["slow:rollout/1#1"]
@@ -106,14 +106,14 @@ def test_a_slow_rollout_is_named_within_thirty_seconds(kind: str, seed: int) -> 
 
 def test_a_slow_trainer_is_named_though_its_only_peer_has_no_majority() -> None:
     run = started(4)
-    run.fleet.processes["trainer/0"].fault = Fault("duty_cycle")
+    run.fleet.processes["trainer/0"].fault = FakeFault("duty_cycle")
     run.go(90.0, until=lambda: bool(run.told))
     assert list(run.told) == ["slow:trainer/0#1"], run.sentences()
 
 
 def test_one_rollout_alone_is_compared_with_its_own_past_and_says_so() -> None:
     run = started(5, num_rollouts=1)
-    run.fleet.processes["rollout/0"].fault = Fault("unit_delay")
+    run.fleet.processes["rollout/0"].fault = FakeFault("unit_delay")
     run.go(40.0, until=lambda: bool(run.told))
     assert list(run.told) == ["slow:rollout/0#1"], run.sentences()
     assert "its own past alone" in run.told["slow:rollout/0#1"][1].because
@@ -157,7 +157,7 @@ def test_a_rollout_is_replaced_by_a_standby_and_progresses() -> None:
 def test_a_hung_trainer_is_killed_and_replaced_without_a_second_diagnosis() -> None:
     run = started(9)
     run.go(30.0, until=lambda: run.fleet.processes["trainer/0"].phase == "compute")
-    run.fleet.processes["trainer/0"].fault = Fault("lock")
+    run.fleet.processes["trainer/0"].fault = FakeFault("lock")
     run.go(10.0, until=lambda: bool(run.told))
     run.detector.forget("trainer/0", 2)
     run.fleet.kill("trainer/0")
@@ -169,7 +169,7 @@ def test_a_hung_trainer_is_killed_and_replaced_without_a_second_diagnosis() -> N
 
 def test_two_faults_at_once_are_two_diagnoses() -> None:
     run = started(10)
-    run.fleet.processes["trainer/1"].fault = Fault("stopped")
+    run.fleet.processes["trainer/1"].fault = FakeFault("stopped")
     run.fleet.kill("rollout/0")
     run.go(8.0)
     assert sorted(run.told) == ["crash:rollout/0#1", "hang:trainer/1#1"], run.sentences()
@@ -195,7 +195,7 @@ def test_one_exception_on_all_trainers_names_nobody() -> None:
 
 def test_a_window_replays_to_the_diagnosis_that_it_led_to() -> None:
     run = started(13)
-    run.fleet.processes["rollout/1"].fault = Fault("lock")
+    run.fleet.processes["rollout/1"].fault = FakeFault("lock")
     run.go(10.0, until=lambda: bool(run.told))
-    replayed = Detector.replay_window(run.detector.window())
+    replayed = LiveDetector.replay_window(run.detector.window())
     assert [d.to_dict() for d in replayed[-1]] == [d.to_dict() for _, d in run.told.values()]

@@ -14,9 +14,9 @@ from rolecall.detector.simulation.fleet import (
     FAULT_KINDS,
     METRICS,
     Onset,
+    SecondaryFault,
     SimulatedFault,
-    Task,
-    Victim,
+    SimulatedTask,
     chunks,
     fleet,
     panel,
@@ -28,12 +28,12 @@ SIGMA = np.array([simulation.SIGMA_OF_LEVEL * m.level for m in METRICS], dtype=n
 
 
 @pytest.fixture(scope="module")
-def healthy() -> Task:
-    return Task(seed=3, index=0, mix="healthy", num_machines=64, num_ticks=1200, fault=None)
+def healthy() -> SimulatedTask:
+    return SimulatedTask(seed=3, index=0, mix="healthy", num_machines=64, num_ticks=1200, fault=None)
 
 
 @pytest.fixture(scope="module")
-def seen(healthy: Task) -> simulation.Panel:
+def seen(healthy: SimulatedTask) -> simulation.Panel:
     return panel(healthy)
 
 
@@ -85,7 +85,7 @@ def test_a_seed_means_the_same_fleet_and_another_one_another() -> None:
     assert not np.array_equal(first.values, next(chunks(replace(task, seed=6))).values, equal_nan=True)
 
 
-def test_a_task_is_one_panel_with_even_ticks(healthy: Task, seen: simulation.Panel) -> None:
+def test_a_task_is_one_panel_with_even_ticks(healthy: SimulatedTask, seen: simulation.Panel) -> None:
     assert seen.values.shape == (len(METRICS), healthy.num_ticks, healthy.num_machines) == (21, 1200, 64)
     assert np.array_equal(np.diff(seen.at), np.ones(healthy.num_ticks - 1))
     assert not np.isinf(seen.values).any()
@@ -94,7 +94,7 @@ def test_a_task_is_one_panel_with_even_ticks(healthy: Task, seen: simulation.Pan
 @pytest.mark.parametrize("how", list(Onset))
 def test_a_fault_adds_its_effect_and_nothing_else(how: Onset) -> None:
     onset = simulation.EPOCH_SECONDS + 100
-    victim = Victim(machine=5, share=0.25, delay_seconds=10.0)
+    victim = SecondaryFault(machine=5, share=0.25, delay_seconds=10.0)
     fault = SimulatedFault(
         kind="other",
         machine=2,
@@ -105,7 +105,7 @@ def test_a_fault_adds_its_effect_and_nothing_else(how: Onset) -> None:
         how=how,
         victims=(victim,),
     )
-    task = Task(seed=1, index=7, mix="production", num_machines=9, num_ticks=400, fault=fault)
+    task = SimulatedTask(seed=1, index=7, mix="production", num_machines=9, num_ticks=400, fault=fault)
     added = panel(task).values.astype(np.float64) - panel(replace(task, fault=None)).values
     added = np.nan_to_num(added / SIGMA[:, None, None])
     hit = np.zeros_like(added, dtype=bool)

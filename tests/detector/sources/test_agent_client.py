@@ -10,11 +10,11 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from rolecall.agent.http.server import Answer, HttpServer, Request
-from rolecall.detector.sources.agent_client import AgentConnection, Limits, Unreachable
-from rolecall.detector.sources.agent_wire import BadAnswer
+from rolecall.agent.http.server import HttpRequest, HttpResponse, HttpServer
+from rolecall.detector.sources.agent_client import AgentClientLimits, AgentConnection, AgentUnreachable
+from rolecall.detector.sources.agent_wire import InvalidAgentResponse
 
-LIMITS = Limits(answer_bytes_max=1 << 20, connect_seconds=5.0, answer_seconds=5.0)
+LIMITS = AgentClientLimits(answer_bytes_max=1 << 20, connect_seconds=5.0, answer_seconds=5.0)
 
 
 def ask(url: str, path: str = "/v1/samples", seconds: float = 5.0, authorization: str = "") -> object:
@@ -47,8 +47,8 @@ def test_the_agents_own_server_compresses_what_is_large_and_is_understood() -> N
     large = {"rows": [{"role": "trainer", "n": n} for n in range(500)]}
     sizes: list[int] = []
 
-    def answered(request: Request) -> Answer:
-        answer = Answer.json(large if request.path == "/large" else {"a": 1})
+    def answered(request: HttpRequest) -> HttpResponse:
+        answer = HttpResponse.json(large if request.path == "/large" else {"a": 1})
         sizes.append(len(answer.for_reader(request.headers).body))
         return answer
 
@@ -66,16 +66,16 @@ def test_the_agents_own_server_compresses_what_is_large_and_is_understood() -> N
     [("deflate", True), ("gzip, deflate;q=0.5", True), ("", False), ("gzip", False), ("deflate;q=0", False)],
 )
 def test_only_who_asks_for_it_gets_it_compressed(accepted: str, deflated: bool) -> None:
-    answer = Answer(b"x" * 5000).for_reader({"accept-encoding": accepted} if accepted else {})
+    answer = HttpResponse(b"x" * 5000).for_reader({"accept-encoding": accepted} if accepted else {})
     assert answer.deflated is deflated and (len(answer.body) < 100) is deflated
 
 
 def test_a_user_is_told() -> None:
     seen: list[str] = []
 
-    def answered(request: Request) -> Answer:
+    def answered(request: HttpRequest) -> HttpResponse:
         seen.append(request.headers.get("authorization", ""))
-        return Answer.json({})
+        return HttpResponse.json({})
 
     server = HttpServer("127.0.0.1", 0, {"/v1/samples": answered})
     server.start()
@@ -111,10 +111,10 @@ BOMB = zlib.compress(b" " * (64 << 20))
     ],
 )
 def test_what_is_no_answer_is_told_and_costs_little(answer: bytes, reason: str) -> None:
-    with raw(answer) as url, pytest.raises((Unreachable, BadAnswer), match=reason):
+    with raw(answer) as url, pytest.raises((AgentUnreachable, InvalidAgentResponse), match=reason):
         ask(url)
 
 
 def test_one_deadline_for_the_whole_answer() -> None:
-    with raw(HEAD + b"Content-Length: 50\r\n\r\n") as url, pytest.raises(Unreachable):
+    with raw(HEAD + b"Content-Length: 50\r\n\r\n") as url, pytest.raises(AgentUnreachable):
         ask(url, seconds=0.2)

@@ -11,7 +11,7 @@ from rolecall.core.diagnosis import FaultClass
 from rolecall.core.errors import UnreadableInput
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEventKind
-from rolecall.detector.base.read_budget import Budget, Limits
+from rolecall.detector.base.read_budget import Budget, ReadLimits
 from rolecall.detector.live.fusion import ADVICE
 from rolecall.detector.panels.registry import detector
 from rolecall.detector.sources import agent_event_files as agent_events
@@ -128,4 +128,4 @@ def test_a_file_without_one_good_event_and_one_too_large_are_refused(tmp_path: P
     good = {"seq": 1, "kind": "exited", "node": "node-1", "wall_at": 1.0, "at": 1.0}
     path.write_text((json.dumps(good) + "\n") * 2000)
     with pytest.raises(UnreadableInput, match="memory"):
-        agent_events.read(path, Budget(Limits(kept_bytes_max=1000)))
+        agent_events.read(path, Budget(ReadLimits(kept_bytes_max=1000)))

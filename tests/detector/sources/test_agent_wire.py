@@ -7,7 +7,7 @@ import pytest
 
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import GpuSample
-from rolecall.detector.sources.agent_wire import BadAnswer, checked_batch
+from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_batch
 from tests.detector.fake_agent import NODE, sample
 
 
@@ -46,7 +46,7 @@ WRONG = {
 def test_a_wrong_gpu_does_not_hide_its_neighbour(name: str) -> None:
     found = checked_batch(batch(WRONG[name], gpu(gpu=4)), NODE)
     assert [g.gpu for g in found.gpus] == [4] and len(found.processes) == 1
-    with pytest.raises(BadAnswer):
+    with pytest.raises(InvalidAgentResponse):
         checked_batch(batch(WRONG[name]), NODE)
 
 
@@ -56,5 +56,5 @@ def test_an_older_agent_says_nothing_of_gpus_and_a_later_one_says_what_is_not_kn
     assert checked_batch(older, NODE).gpus == ()
     later = checked_batch(batch(version=3, fans=[{"speed": "high"}]), NODE)
     assert len(later.processes) == 1
-    with pytest.raises(BadAnswer, match="gpus: expected a list"):
+    with pytest.raises(InvalidAgentResponse, match="gpus: expected a list"):
         checked_batch(batch() | {"gpus": {}}, NODE)

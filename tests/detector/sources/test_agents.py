@@ -11,14 +11,14 @@ import pytest
 from rolecall.core.clock import SystemClock
 from rolecall.core.telemetry import SampleBatch
 from rolecall.detector.sources import agents as source_module
-from rolecall.detector.sources.agents import LATE_EXCUSES_SECONDS, AgentsSource, Limits, Observation, _Agent
+from rolecall.detector.sources.agents import LATE_EXCUSES_SECONDS, AgentClientLimits, AgentsSource, Observation, _Agent
 from tests.detector.fake_agent import NODE, FakeAgent, sample
 from tests.support import PATIENCE_SECONDS
 
 
 @contextmanager
 def watched(
-    agents: Callable[[], dict[str, str]], poll_seconds: float = 0.05, limits: Limits | None = None
+    agents: Callable[[], dict[str, str]], poll_seconds: float = 0.05, limits: AgentClientLimits | None = None
 ) -> Iterator[AgentsSource]:
     source = AgentsSource(agents, SystemClock(), poll_seconds, limits)
     source.start()
@@ -61,7 +61,9 @@ OLD_AND_NEW = pytest.mark.parametrize("old", [False, True], ids=["new", "old"])
 @OLD_AND_NEW
 def test_samples_arrive_over_one_kept_connection(stack: ExitStack, old: bool) -> None:
     a = agent(stack, old=old)
-    source = stack.enter_context(watched(lambda: {NODE: a.url}, limits=Limits(answer_seconds=PATIENCE_SECONDS)))
+    source = stack.enter_context(
+        watched(lambda: {NODE: a.url}, limits=AgentClientLimits(answer_seconds=PATIENCE_SECONDS))
+    )
     o = polled_until(source, has_samples)
     assert o.batches[0].processes[0].replica == "rollout/1"
     polled_until(source, lambda _: len(a.asked) > 12)
@@ -115,7 +117,9 @@ def test_an_agent_that_was_made_new_is_asked_in_the_new_way(stack: ExitStack) ->
 def test_an_agent_that_claims_thousands_of_processes_does_not_slow_the_watch(stack: ExitStack) -> None:
     many = [sample(process={"node": NODE, "pid": n, "start_ticks": 7}, rank=n) for n in range(1, 5001)]
     a = agent(stack, samples=many)
-    source = stack.enter_context(watched(lambda: {NODE: a.url}, limits=Limits(answer_seconds=PATIENCE_SECONDS)))
+    source = stack.enter_context(
+        watched(lambda: {NODE: a.url}, limits=AgentClientLimits(answer_seconds=PATIENCE_SECONDS))
+    )
     polled_until(source, has_samples)
     num_asked = len(a.asked)
     polled_until(source, lambda _: len(a.asked) > num_asked + 1)
@@ -192,7 +196,7 @@ def test_an_agent_with_nothing_but_wrong_samples_is_told(stack: ExitStack, name:
 
 def test_too_large_an_answer_is_refused(stack: ExitStack) -> None:
     a = agent(stack, bad={"/v1/news": b" " * (2 << 20)})
-    source = stack.enter_context(watched(lambda: {NODE: a.url}, limits=Limits(answer_bytes_max=1 << 20)))
+    source = stack.enter_context(watched(lambda: {NODE: a.url}, limits=AgentClientLimits(answer_bytes_max=1 << 20)))
     o = polled_until(source, lambda o: o.unreachable)
     assert "more than 1 MiB" in o.unreachable[0][2]
 
@@ -200,7 +204,7 @@ def test_too_large_an_answer_is_refused(stack: ExitStack) -> None:
 @pytest.mark.parametrize("how", ["silent", "drip"])
 def test_an_agent_that_never_ends_its_answer_is_told_and_left(stack: ExitStack, how: str) -> None:
     a = agent(stack, bad={"/v1/news": how})
-    limits = Limits(answer_seconds=0.3, connect_seconds=0.2)
+    limits = AgentClientLimits(answer_seconds=0.3, connect_seconds=0.2)
     source = stack.enter_context(watched(lambda: {NODE: a.url}, limits=limits))
     polled_until(source, lambda o: o.unreachable)
     a.bad = {}

@@ -23,11 +23,17 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.core.metrics.catalogue import BY_NAME
 from rolecall.detector.panels.panel import Machine
-from rolecall.detector.panels.series import Place
+from rolecall.detector.panels.series import PanelPosition
 from rolecall.detector.panels.source import Tick
 from rolecall.detector.sources.prometheus import PrometheusSource
-from rolecall.detector.sources.prometheus_api import Addresses, Client, Limits, NoAnswer
-from rolecall.detector.sources.prometheus_queries import Labels, Query, catalogue_queries, dcgm_queries, trusted_rate
+from rolecall.detector.sources.prometheus_api import Addresses, Client, PrometheusClientLimits, PrometheusUnavailable
+from rolecall.detector.sources.prometheus_queries import (
+    Labels,
+    MetricQuery,
+    catalogue_queries,
+    dcgm_queries,
+    trusted_rate,
+)
 
 Sample = Callable[[dict[str, str], float], object]
 
@@ -170,12 +176,16 @@ def a_load(labels: dict[str, str], at: float) -> str:
     return repr(int(labels["node"][1:]) + at % 1000)
 
 
-QUERY = Query(metric="load", expression="load{$match}")
-QUICK = Limits(answer_seconds=0.4, patience_seconds=0.0)
+QUERY = MetricQuery(metric="load", expression="load{$match}")
+QUICK = PrometheusClientLimits(answer_seconds=0.4, patience_seconds=0.0)
 
 
 def source(
-    server: FakeServer, *queries: Query, history: float = 0.0, match: str = "", limits: Limits | None = None
+    server: FakeServer,
+    *queries: MetricQuery,
+    history: float = 0.0,
+    match: str = "",
+    limits: PrometheusClientLimits | None = None,
 ) -> PrometheusSource:
     client = Client(server.url, server.clock, limits=limits)
     return PrometheusSource(
@@ -275,7 +285,7 @@ def test_the_pieces_that_worked_are_remembered_and_new_machines_are_in_one(serve
 def test_an_answer_too_large_is_asked_for_in_halves(server: FakeServer) -> None:
     for i in range(4):
         server.add("load", a_load, node=f"n{i}")
-    small = Limits(answer_bytes_max=1000)
+    small = PrometheusClientLimits(answer_bytes_max=1000)
     ticks = first(source(server, history=160.0, limits=small), 16)
     assert len({t.at for t in ticks}) == 16 and all(np.isfinite(t.values).all() for t in ticks)
     assert len(server.asked) >= 7
@@ -285,7 +295,7 @@ def test_the_rest_of_an_answer_too_large_does_not_hinder_the_next(server: FakeSe
     for i in range(4):
         server.add("load", a_load, node=f"n{i}")
     server.chunked = True
-    small = Limits(answer_bytes_max=1000, patience_seconds=0.0)
+    small = PrometheusClientLimits(answer_bytes_max=1000, patience_seconds=0.0)
     assert len(first(source(server, history=160.0, limits=small), 16)) == 16
 
 
@@ -294,7 +304,7 @@ def test_a_query_that_cannot_be_split_says_what_to_do(server: FakeServer) -> Non
         server.add("load", a_load, node=f"n{i}")
     server.series_max = 3
     with pytest.raises(UnreadableInput, match=r"too many samples.*\$match"):
-        first(source(server, Query(metric="load", expression="load{}")), 1)
+        first(source(server, MetricQuery(metric="load", expression="load{}")), 1)
     server.series_max = 0
     with pytest.raises(UnreadableInput, match="single machine"):
         first(source(server), 1)
@@ -350,7 +360,7 @@ def test_a_server_that_is_away_for_a_moment_is_asked_again(server: FakeServer) -
 
 def test_an_outage_is_survived_and_caught_up(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
     server.add("load", a_load, node="n0")
-    it = source(server, limits=Limits(answer_seconds=0.4, patience_seconds=5.0))
+    it = source(server, limits=PrometheusClientLimits(answer_seconds=0.4, patience_seconds=5.0))
     ticks = it.ticks(patience())
     begun = next(ticks).at
     server.bad = [503] * 30
@@ -390,14 +400,14 @@ def test_a_clock_that_was_wrong_for_a_moment_costs_no_tick(server: FakeServer) -
 
 def test_who_stops_does_not_wait_for_all_queries(server: FakeServer) -> None:
     server.add("load", a_load, node="n0")
-    queries = [Query(metric=f"m{n}", expression="load{$match}") for n in range(50)]
+    queries = [MetricQuery(metric=f"m{n}", expression="load{$match}") for n in range(50)]
     assert list(source(server, *queries).ticks(lambda: len(server.asked) >= 3)) == []
     assert len(server.asked) == 3
 
 
 def test_native_histograms_are_left_out(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
     server.add("load", a_load, node="n0")
-    it = source(server, QUERY, Query(metric="buckets", expression="load{$match}"))
+    it = source(server, QUERY, MetricQuery(metric="buckets", expression="load{$match}"))
     ticks = it.ticks(patience())
     next(ticks)
     series = [{"metric": {"node": "n0"}, "histograms": [[server.clock.wall(), {"count": "1"}]]}]
@@ -418,7 +428,7 @@ def test_names_that_cannot_be_written_are_left_out(server: FakeServer) -> None:
 
 
 def test_no_server_at_all_is_told(clock: FakeClock) -> None:
-    client = Client("http://127.0.0.1:1", clock, limits=Limits(patience_seconds=0.5))
+    client = Client("http://127.0.0.1:1", clock, limits=PrometheusClientLimits(patience_seconds=0.5))
     it = PrometheusSource(client, [QUERY], clock, interval_seconds=1.0)
     with pytest.raises(UnreadableInput, match=r"no answer: .*refused"):
         next(it.ticks(patience()))
@@ -427,7 +437,7 @@ def test_no_server_at_all_is_told(clock: FakeClock) -> None:
 def test_one_query_that_fails_later_leaves_the_others(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
     server.add("load", a_load, node="n0")
     server.add("other", a_load, node="n0")
-    it = source(server, QUERY, Query(metric="other", expression="other{$match}"))
+    it = source(server, QUERY, MetricQuery(metric="other", expression="other{$match}"))
     ticks = it.ticks(patience())
     assert next(ticks).values.shape == (2, 1)
     server.bad = [422]  # for the first of the queries
@@ -463,7 +473,7 @@ def test_the_selector_reaches_every_query(server: FakeServer) -> None:
     [tick] = first(source(server, match='{cluster="b"}'), 1)
     assert [m.node for m in tick.shape.machines] == ["n1"]
     with pytest.raises(ConfigError, match="odd: its expression has no"):
-        source(server, Query(metric="odd", expression="load"), match='cluster="b"')
+        source(server, MetricQuery(metric="odd", expression="load"), match='cluster="b"')
 
 
 def test_credentials_are_sent_and_never_shown(server: FakeServer, clock: FakeClock) -> None:
@@ -558,14 +568,14 @@ def test_a_name_that_nobody_looks_up_is_told_and_looked_up_once(server: FakeServ
         assert answer.wait(30.0)
         return socket.getaddrinfo("127.0.0.1", int(server.url.rpartition(":")[2]))
 
-    limits = Limits(connect_seconds=0.05, patience_seconds=0.0)
+    limits = PrometheusClientLimits(connect_seconds=0.05, patience_seconds=0.0)
     client = Client("http://prometheus.example:9090", clock, limits=limits, resolve=hangs)
     for _ in range(2):
-        with pytest.raises(NoAnswer, match=r"no address of prometheus\.example within 0\.05 s"):
+        with pytest.raises(PrometheusUnavailable, match=r"no address of prometheus\.example within 0\.05 s"):
             client.now(lambda: False)
     answer.set()
     for _ in range(100):  # it is back as soon as the thread is done
-        with suppress(NoAnswer):
+        with suppress(PrometheusUnavailable):
             assert client.now(lambda: False) == pytest.approx(clock.wall(), abs=60.0)
             break
     else:
@@ -580,7 +590,7 @@ def test_a_name_that_does_not_exist_is_told(clock: FakeClock) -> None:
 
     client = Client("http://nowhere.example", clock, limits=QUICK, resolve=fails)
     for _ in range(2):
-        with pytest.raises(NoAnswer, match="not known"):
+        with pytest.raises(PrometheusUnavailable, match="not known"):
             client.now(lambda: False)
 
 
@@ -608,9 +618,9 @@ def test_any_number_of_addresses_that_do_not_answer_ends_in_time(clock: FakeCloc
                 tried.append(n)
                 yield (socket.AF_INET, socket.SOCK_STREAM, 0, "", full.getsockname())
 
-        limits = Limits(answer_seconds=0.2, connect_seconds=0.05, patience_seconds=0.0)
+        limits = PrometheusClientLimits(answer_seconds=0.2, connect_seconds=0.05, patience_seconds=0.0)
         client = Client("http://many.example", clock, limits=limits, resolve=many)
-        with pytest.raises(NoAnswer, match=r"no whole answer within 0\.2 s"):
+        with pytest.raises(PrometheusUnavailable, match=r"no whole answer within 0\.2 s"):
             client.now(lambda: False)
     assert 1 < len(tried) < 100
 
@@ -620,10 +630,13 @@ def test_any_number_of_addresses_that_do_not_answer_ends_in_time(clock: FakeCloc
     [
         (
             {"role": "trainer", "replica": "trainer/1", "node": "n1", "rank": "3", "phase": "compute"},
-            Place(role="trainer", machine=Machine(node="n1", replica="trainer/1", rank=3), phase="compute"),
+            PanelPosition(role="trainer", machine=Machine(node="n1", replica="trainer/1", rank=3), phase="compute"),
         ),
-        ({"Hostname": "h1", "gpu": "7"}, Place(role="machine", machine=Machine(node="h1", gpu=7))),
-        ({"node": "", "instance": "10.0.0.1:9100"}, Place(role="machine", machine=Machine(node="10.0.0.1:9100"))),
+        ({"Hostname": "h1", "gpu": "7"}, PanelPosition(role="machine", machine=Machine(node="h1", gpu=7))),
+        (
+            {"node": "", "instance": "10.0.0.1:9100"},
+            PanelPosition(role="machine", machine=Machine(node="10.0.0.1:9100")),
+        ),
         ({"role": "trainer"}, None),
         ({"node": "n", "rank": "-1"}, None),
         ({"node": "n", "rank": "x"}, None),
@@ -631,7 +644,7 @@ def test_any_number_of_addresses_that_do_not_answer_ends_in_time(clock: FakeCloc
         ({"node": "n" * 257}, None),
     ],
 )
-def test_labels_name_a_machine(labels: dict[str, str], place: Place | None) -> None:
+def test_labels_name_a_machine(labels: dict[str, str], place: PanelPosition | None) -> None:
     assert Labels().place(labels) == place
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rolecall.core.columns import GPUS, HOSTS, PROCESSES
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import HEALTH_SIGNS, GpuSample, HostSample, ProcessSample
-from rolecall.detector.sources.agent_wire import BadAnswer, checked_batch, checked_columns, checked_news
+from rolecall.detector.sources.agent_wire import InvalidAgentResponse, checked_batch, checked_columns, checked_news
 from tests.detector.fake_agent import NODE, sample
 
 NODE_ID = NodeId(NODE)
@@ -156,7 +156,7 @@ WRONG_AS_A_WHOLE: dict[str, tuple[object, str]] = {
 @pytest.mark.parametrize("name", WRONG_AS_A_WHOLE)
 def test_a_wrong_block_is_refused_with_a_reason(name: str) -> None:
     value, reason = WRONG_AS_A_WHOLE[name]
-    with pytest.raises(BadAnswer, match=reason):
+    with pytest.raises(InvalidAgentResponse, match=reason):
         checked_columns(PROCESSES, value, NODE_ID, "processes")
 
 
@@ -176,7 +176,7 @@ def test_wrong_pids_of_a_gpu(name: str) -> None:
     (found,) = checked_columns(GPUS, block, NODE_ID, "gpus")
     assert found.gpu == 1 and found.pids == (1,)
     for none in (7, "x", {}, [[1]], None):
-        with pytest.raises(BadAnswer):
+        with pytest.raises(InvalidAgentResponse):
             checked_columns(GPUS, {**block, "columns": {**block["columns"], "pids": none}}, NODE_ID, "gpus")
 
 
@@ -201,9 +201,9 @@ def test_news_are_samples_and_events() -> None:
     ],
 )
 def test_news_that_make_no_sense(wrong: dict[str, Any], reason: str) -> None:
-    with pytest.raises(BadAnswer, match=reason):
+    with pytest.raises(InvalidAgentResponse, match=reason):
         checked_news(news(**wrong), NODE)
-    with pytest.raises(BadAnswer):
+    with pytest.raises(InvalidAgentResponse):
         checked_news([], NODE)
 
 
@@ -214,7 +214,7 @@ HEAD = {"version": 2, "node": NODE, "agent_pid": 1, "cursor": 1, "lost": 0, "at"
 
 @pytest.mark.parametrize("name", ["cpu_seconds", "loss", "tokens", "at"])
 def test_a_number_of_any_length_is_refused(name: str) -> None:
-    with pytest.raises(BadAnswer):
+    with pytest.raises(InvalidAgentResponse):
         checked_batch({**HEAD, "processes": [sample(**{name: LONG})], "hosts": []}, NODE)
     for number, num_good in ((LONG, 1), (2, 2)):
         block = PROCESSES.encode([ProcessSample.from_dict(sample())] * 2)

@@ -7,8 +7,8 @@ import pytest
 from rolecall.core.diagnosis import Diagnosis, FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.recovery.incidents import evidence as case_file
-from rolecall.recovery.incidents.evidence import CaseFile
-from rolecall.recovery.interfaces import Account
+from rolecall.recovery.incidents.evidence import EvidenceRecorder
+from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.testing.recovery_world import diagnosis
 from tests.recovery.world import World
 
@@ -20,7 +20,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, FaultClass]] = []
-        self.says: list[Account] = []
+        self.says: list[CollectedEvidence] = []
         self.error = ""
 
     def ask(self, incident_id: str, diagnosis: Diagnosis) -> None:
@@ -28,7 +28,7 @@ class Asked:
             raise ValueError(self.error)
         self.asked.append((incident_id, diagnosis.fault_class))
 
-    def heard(self) -> list[Account]:
+    def heard(self) -> list[CollectedEvidence]:
         if self.error:
             raise ValueError(self.error)
         said, self.says = self.says, []
@@ -54,9 +54,12 @@ def test_evidence_is_asked_for_once_and_written_when_it_comes(world: World, aske
     world.until(world.all_closed, watch)
     assert asked.asked == [("inc-1-rollout-1", FaultClass.HANG)]
     before = world.only()
-    asked.says = [Account(incident_id="inc-1-rollout-1", body=BODY), Account(incident_id="inc-9", body=BODY)]
+    asked.says = [
+        CollectedEvidence(incident_id="inc-1-rollout-1", body=BODY),
+        CollectedEvidence(incident_id="inc-9", body=BODY),
+    ]
     world.run(1, watch)
-    (event,) = world.events(EventKind.EVIDENCE_PULLED)
+    (event,) = world.events(EventKind.EVIDENCE_COLLECTED)
     assert (event.incident_id, event.body) == ("inc-1-rollout-1", BODY)
     assert event.caused_by == before.last_event_id
     assert world.only() == before, "it is no move of the incident"
@@ -68,7 +71,7 @@ def test_witnesses_that_fail_hold_up_no_cure(world: World, asked: Asked, caplog:
     asked.error = "a row too many"
     world.runtime.inject("rollout/1", FaultClass.HANG)
     world.until(world.all_closed, watch)
-    assert str(world.only().outcome) == "cured" and "a row too many" in caplog.text
+    assert str(world.only().outcome) == "resolved" and "a row too many" in caplog.text
 
 
 def test_a_successor_asks_again_for_what_is_not_in_the_journal(world: World, asked: Asked) -> None:
@@ -79,7 +82,7 @@ def test_a_successor_asks_again_for_what_is_not_in_the_journal(world: World, ask
     world.runtime.inject("rollout/2", FaultClass.CRASH)
     world.until(lambda: len(asked.asked) == 2, first)
     names = {name.rpartition("-")[2]: name for name, _ in asked.asked}
-    asked.says = [Account(incident_id=names["2"], body=BODY)]
+    asked.says = [CollectedEvidence(incident_id=names["2"], body=BODY)]
     world.run(1, first)
     asked.asked.clear()
     second = world.watch(config)
@@ -90,12 +93,12 @@ def test_a_successor_asks_again_for_what_is_not_in_the_journal(world: World, ask
 
 def test_what_waits_for_the_journal_is_bounded(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(case_file, "NUM_UNWRITTEN_MAX", 2)
-    file = CaseFile(asked)
+    file = EvidenceRecorder(asked)
     for n in range(4):
-        asked.says = [Account(incident_id=f"inc-{n}", body=BODY)]
+        asked.says = [CollectedEvidence(incident_id=f"inc-{n}", body=BODY)]
         file.heard()
     assert [a.incident_id for a in file.heard()] == ["inc-2", "inc-3"]
-    file.written(Account(incident_id="inc-2", body=BODY))
+    file.written(CollectedEvidence(incident_id="inc-2", body=BODY))
     assert [a.incident_id for a in file.heard()] == ["inc-3"]
 
 
@@ -109,11 +112,11 @@ def test_a_doubt_that_evidence_settles_is_cured(world: World, asked: Asked) -> N
     assert [fault for _, fault in asked.asked] == [FaultClass.CANNOT_TELL] and world.runtime.replaced == []
     world.detector.extra = []  # fusion drops it for the one that the evidence names
     world.runtime.inject("trainer/1", FaultClass.HANG)
-    asked.says = [Account(incident_id=asked.asked[0][0], body=BODY)]
+    asked.says = [CollectedEvidence(incident_id=asked.asked[0][0], body=BODY)]
     world.until(world.all_closed, watch)
     world.run(5, watch)
     doubt, sure = world.incidents()
-    assert (str(doubt.outcome), str(sure.outcome)) == ("tolerated", "cured")
+    assert (str(doubt.outcome), str(sure.outcome)) == ("tolerated", "resolved")
     assert [str(r) for r in sure.touched] == ["trainer/1"]
-    (event,) = world.events(EventKind.EVIDENCE_PULLED)
+    (event,) = world.events(EventKind.EVIDENCE_COLLECTED)
     assert event.incident_id == doubt.incident_id

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import ActionKind, FaultClass, Plan, Target
+from rolecall.core.diagnosis import ActionKind, FaultClass, Plan, PlanTarget
 from rolecall.core.errors import InvalidTransition
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.recovery.incidents.incident import Failure, IncidentState, Outcome, evictions
+from rolecall.recovery.incidents.incident import ActionFailure, IncidentOutcome, IncidentState, evictions
 from rolecall.recovery.incidents.projection import INCIDENT_KINDS, LEGAL, fold
 from rolecall.testing.recovery_world import diagnosis
 
@@ -19,34 +19,34 @@ D = diagnosis(FaultClass.CRASH, ("rollout/1", 1))
 PLAN = Plan(
     incident_id=IncidentId(NAME),
     action=ActionKind.REPLACE_REPLICA,
-    targets=(Target(replica=ReplicaId("rollout/1"), incarnation=1, node=NodeId("node-4")),),
+    targets=(PlanTarget(replica=ReplicaId("rollout/1"), incarnation=1, node=NodeId("node-4")),),
     because="it crashed",
 )
 BODY: dict[EventKind, dict[str, Any]] = {
     K.INCIDENT_OPENED: {"diagnosis": D.to_dict()},
     K.INCIDENT_UPDATED: {"diagnosis": D.to_dict()},
-    K.PLAN_MADE: {"plan": PLAN.to_dict()},
-    K.PLAN_HELD: {"digest": PLAN.digest, "guard": "paused", "because": "paused by bob"},
+    K.PLAN_CREATED: {"plan": PLAN.to_dict()},
+    K.PLAN_BLOCKED: {"digest": PLAN.digest, "guard": "paused", "because": "paused by bob"},
     K.PLAN_PROPOSED: {"plan": PLAN.to_dict(), "expires_at": 100.0},
     K.PLAN_APPROVED: {"digest": PLAN.digest, "by": "alice"},
     K.PLAN_REJECTED: {"digest": PLAN.digest, "by": "alice", "because": "no"},
-    K.PLAN_LAPSED: {"digest": PLAN.digest, "because": "late"},
+    K.PLAN_EXPIRED: {"digest": PLAN.digest, "because": "late"},
     K.HOLD_PLACED: {"digest": PLAN.digest, "by": "alice", "because": "a look", "until": 50.0},
     K.HOLD_LIFTED: {"digest": PLAN.digest, "by": "alice", "because": ""},
-    K.DIAGNOSIS_MARKED: {"verdict": "wrong", "by": "alice", "because": "a flaky test"},
+    K.DIAGNOSIS_REVIEWED: {"verdict": "wrong", "by": "alice", "because": "a flaky test"},
     K.ACTION_STARTED: {"plan": PLAN.to_dict()},
     K.ACTION_DONE: {"digest": PLAN.digest, "result": {}},
     K.ACTION_FAILED: {"digest": PLAN.digest, "failure": "died", "because": "it died"},
     K.INCIDENT_VERIFIED: {"because": "it works"},
-    K.INCIDENT_CLOSED: {"outcome": "refuted", "because": "it went away"},
-    K.PERSON_CALLED: {"topic": "retries", "because": "3 times"},
+    K.INCIDENT_CLOSED: {"outcome": "self_recovered", "because": "it went away"},
+    K.ONCALL_PAGED: {"topic": "retries", "because": "3 times"},
 }
 TO_STATE: dict[IncidentState, list[EventKind]] = {
     S.OPEN: [K.INCIDENT_OPENED],
-    S.PLANNED: [K.INCIDENT_OPENED, K.PLAN_MADE],
-    S.PROPOSED: [K.INCIDENT_OPENED, K.PLAN_MADE, K.PLAN_PROPOSED],
-    S.ACTING: [K.INCIDENT_OPENED, K.PLAN_MADE, K.ACTION_STARTED],
-    S.VERIFYING: [K.INCIDENT_OPENED, K.PLAN_MADE, K.ACTION_STARTED, K.ACTION_DONE],
+    S.PLANNED: [K.INCIDENT_OPENED, K.PLAN_CREATED],
+    S.PROPOSED: [K.INCIDENT_OPENED, K.PLAN_CREATED, K.PLAN_PROPOSED],
+    S.ACTING: [K.INCIDENT_OPENED, K.PLAN_CREATED, K.ACTION_STARTED],
+    S.VERIFYING: [K.INCIDENT_OPENED, K.PLAN_CREATED, K.ACTION_STARTED, K.ACTION_DONE],
     S.CLOSED: [K.INCIDENT_OPENED, K.INCIDENT_CLOSED],
 }
 
@@ -78,16 +78,16 @@ def test_every_event_in_every_state(state: IncidentState, kind: EventKind) -> No
 
 def test_an_event_of_an_unknown_incident() -> None:
     with pytest.raises(InvalidTransition, match=r"state \(unknown\)"):
-        fold(events(K.PLAN_MADE))
+        fold(events(K.PLAN_CREATED))
 
 
 def test_a_cure_needs_proof() -> None:
     path = TO_STATE[S.VERIFYING]
-    cured = {"incident_closed": {"outcome": "cured", "because": "it works"}}
+    cured = {"incident_closed": {"outcome": "resolved", "because": "it works"}}
     with pytest.raises(InvalidTransition, match="nothing was verified"):
         fold(events(*path, K.INCIDENT_CLOSED, **cured))
     incident = fold(events(*path, K.INCIDENT_VERIFIED, K.INCIDENT_CLOSED, **cured))[NAME]
-    assert incident.outcome is Outcome.CURED and incident.verified_at == 5.0 and incident.closed_at == 6.0
+    assert incident.outcome is IncidentOutcome.RESOLVED and incident.verified_at == 5.0 and incident.closed_at == 6.0
 
 
 def test_events_about_another_plan_do_not_fit() -> None:
@@ -100,10 +100,10 @@ def test_events_about_another_plan_do_not_fit() -> None:
     [
         ([K.PLAN_APPROVED, K.PLAN_APPROVED], "it was approved already"),
         ([K.PLAN_REJECTED, K.PLAN_APPROVED], "it was rejected already"),
-        ([K.PLAN_LAPSED, K.PLAN_APPROVED], "it was lapsed already"),
+        ([K.PLAN_EXPIRED, K.PLAN_APPROVED], "it was lapsed already"),
         ([K.PLAN_APPROVED, K.PLAN_REJECTED], "it was approved already"),
         ([K.PLAN_REJECTED, K.ACTION_STARTED], "nobody approved the plan"),
-        ([K.PLAN_APPROVED, K.PLAN_LAPSED, K.ACTION_STARTED], "nobody approved the plan"),
+        ([K.PLAN_APPROVED, K.PLAN_EXPIRED, K.ACTION_STARTED], "nobody approved the plan"),
         ([K.ACTION_STARTED], "nobody approved the plan"),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_proposal_is_decided_once(decisions: list[EventKind], problem: str) ->
 def test_a_failure_plans_again() -> None:
     incident = fold(events(*TO_STATE[S.VERIFYING], K.ACTION_FAILED))[NAME]
     assert incident.state is S.OPEN and incident.touched == {"rollout/1": 2}
-    assert [a.failure for a in incident.failures] == [Failure.DIED]
+    assert [a.failure for a in incident.failures] == [ActionFailure.DIED]
     refused = fold(events(*TO_STATE[S.ACTING], K.ACTION_FAILED, action_failed={"failure": "refused"}))[NAME]
     assert refused.touched == {}, "an action that was refused has made nothing"
 
@@ -157,7 +157,7 @@ def test_a_hold_moves_the_end_of_its_proposal() -> None:
 
 
 def test_a_hold_stays_when_its_plan_is_made_again() -> None:
-    path = [*TO_STATE[S.PLANNED], K.HOLD_PLACED, K.INCIDENT_UPDATED, K.PLAN_MADE]
+    path = [*TO_STATE[S.PLANNED], K.HOLD_PLACED, K.INCIDENT_UPDATED, K.PLAN_CREATED]
     attempt = fold(events(*path))[NAME].attempt
     assert attempt is not None and attempt.number == 2 and attempt.hold is not None and attempt.hold.by == "alice"
 
@@ -166,7 +166,7 @@ def test_a_hold_stays_when_its_plan_is_made_again() -> None:
 def test_a_hold_is_about_whom_the_plan_takes_down(incarnation: int, stays: bool) -> None:
     target = replace(PLAN.targets[0], incarnation=incarnation)
     other = replace(PLAN, action=ActionKind.REPLACE_NODE, targets=(target,))
-    again = Event(seq=9, kind=K.PLAN_MADE, wall_at=9.0, body={"plan": other.to_dict()}, incident_id=NAME)
+    again = Event(seq=9, kind=K.PLAN_CREATED, wall_at=9.0, body={"plan": other.to_dict()}, incident_id=NAME)
     attempt = fold([*events(*TO_STATE[S.PLANNED], K.HOLD_PLACED, K.INCIDENT_UPDATED), again])[NAME].attempt
     assert attempt is not None and attempt.number == 2 and (attempt.hold is not None) is stays
 
@@ -184,12 +184,12 @@ def test_what_was_rejected_is_not_planned_again_and_never_begins() -> None:
 def test_a_mark_changes_nothing_but_itself(state: IncidentState) -> None:
     path = TO_STATE[state]
     before = fold(events(*path))[NAME]
-    marked = fold(events(*path, K.DIAGNOSIS_MARKED))[NAME]
+    marked = fold(events(*path, K.DIAGNOSIS_REVIEWED))[NAME]
     assert marked.mark is not None and marked.mark.right is False and marked.mark.by == "alice"
     assert replace(marked, mark=None, last_event_id=before.last_event_id) == before
     right = {"verdict": "right", "by": "bob", "because": ""}
-    newest = Event(seq=20, kind=K.DIAGNOSIS_MARKED, wall_at=20.0, body=right, incident_id=NAME)
-    told = fold([*events(*path, K.DIAGNOSIS_MARKED), newest])[NAME].mark
+    newest = Event(seq=20, kind=K.DIAGNOSIS_REVIEWED, wall_at=20.0, body=right, incident_id=NAME)
+    told = fold([*events(*path, K.DIAGNOSIS_REVIEWED), newest])[NAME].mark
     assert told is not None and told.right is True and told.by == "bob"
     with pytest.raises(InvalidTransition, match="neither right nor wrong"):
-        fold(events(*path, K.DIAGNOSIS_MARKED, diagnosis_marked={"verdict": "maybe", "by": "bob"}))
+        fold(events(*path, K.DIAGNOSIS_REVIEWED, diagnosis_reviewed={"verdict": "maybe", "by": "bob"}))

@@ -16,10 +16,10 @@ from rolecall.core.journal.journal import Lease
 from rolecall.core.rundir import RunDir
 from rolecall.recovery import loop as watch_module
 from rolecall.recovery.actuators.base import ActionResult
-from rolecall.recovery.incidents.incident import IncidentState, Outcome
-from rolecall.recovery.incidents.unhandled import FIRST_PAUSE_SECONDS, PAUSE_SECONDS_MAX, TRIES_MAX, Troubles
+from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
+from rolecall.recovery.incidents.unhandled import FIRST_PAUSE_SECONDS, PAUSE_SECONDS_MAX, TRIES_MAX, HandlingFailures
 from rolecall.recovery.loop import Watch
-from rolecall.recovery.notifications.outbox import Teller
+from rolecall.recovery.notifications.outbox import NotificationSender
 from rolecall.recovery.operators import commands
 from rolecall.testing.recovery_world import RecordingNotifier
 from tests.recovery.world import World
@@ -69,10 +69,10 @@ def test_an_actuator_that_raises_holds_up_its_own_incident_alone(
     assert world.notifier.heartbeats != []
     world.until(world.all_closed, watch, seconds=ENOUGH_SECONDS)
     gave_up, cured = world.incidents()
-    assert (gave_up.outcome, cured.outcome) == (Outcome.GAVE_UP, Outcome.CURED)
+    assert (gave_up.outcome, cured.outcome) == (IncidentOutcome.ESCALATED, IncidentOutcome.RESOLVED)
     assert "raises Unexpected" in gave_up.because
     assert calls.count("rollout/1") == TRIES_MAX, "bounded, and performed again each time"
-    assert [m.kind for m in world.notifier.messages] == ["person_called"]
+    assert [m.kind for m in world.notifier.messages] == ["oncall_paged"]
     assert "\x1b" not in _status(world, tmp_path)
     world.journal.verify()
 
@@ -86,13 +86,13 @@ def test_an_actuator_that_recovers_is_asked_again_and_nobody_is_called(world: Wo
     world.until(lambda: len(calls) == 2, watch)
     actuator.perform = whole  # type: ignore[method-assign]
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED and world.runtime.replaced == [("rollout/1", 1)]
+    assert world.only().outcome is IncidentOutcome.RESOLVED and world.runtime.replaced == [("rollout/1", 1)]
     assert world.notifier.messages == []
 
 
 def _breaks(name: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """From now on deciding about `name` raises."""
-    whole, asked = watch_module.next_move, list[str]()
+    whole, asked = watch_module.next_step, list[str]()
 
     def next_move(incident: Any, *rest: Any) -> Any:
         if incident.incident_id == name:
@@ -100,7 +100,7 @@ def _breaks(name: str, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> list[st
             raise Unexpected("no such rung")
         return whole(incident, *rest)
 
-    monkeypatch.setattr(watch_module, "next_move", next_move)
+    monkeypatch.setattr(watch_module, "next_step", next_move)
     return asked
 
 
@@ -114,12 +114,12 @@ def test_an_incident_that_cannot_be_decided_is_named_in_status_event_and_sign_of
     world.runtime.inject("trainer/0", FaultClass.HANG)
     world.until(lambda: world.notifier.messages, watch, seconds=ENOUGH_SECONDS)
     assert len(asked) == TRIES_MAX
-    (called,) = world.events(K.PERSON_CALLED)
+    (called,) = world.events(K.ONCALL_PAGED)
     assert called.incident_id == "inc-1-rollout-1" and called.body["topic"] == "unhandled"
     assert "inc-1-rollout-1 cannot be handled: Unexpected: no such rung" in called.body["because"]
     assert "A PERSON WAS CALLED: inc-1-rollout-1 cannot be handled" in _status(world, tmp_path)
     stuck, cured = world.incidents()
-    assert (stuck.state, cured.outcome) == (IncidentState.OPEN, Outcome.CURED)
+    assert (stuck.state, cured.outcome) == (IncidentState.OPEN, IncidentOutcome.RESOLVED)
     before = len(world.notifier.heartbeats)
     world.run(DEADMAN_SECONDS + 1, watch)
     assert len(world.notifier.heartbeats) > before
@@ -128,7 +128,7 @@ def test_an_incident_that_cannot_be_decided_is_named_in_status_event_and_sign_of
     world.clock.advance(world.config.lease_seconds + 1)
     other = world.watch()
     world.run(ENOUGH_SECONDS, other)
-    assert len(world.events(K.PERSON_CALLED)) == len(world.notifier.messages) == 1
+    assert len(world.events(K.ONCALL_PAGED)) == len(world.notifier.messages) == 1
     monkeypatch.undo()
     world.until(world.all_closed, other, seconds=PAUSE_SECONDS_MAX + ENOUGH_SECONDS)
     world.run(DEADMAN_SECONDS + 1, other)
@@ -138,20 +138,20 @@ def test_an_incident_that_cannot_be_decided_is_named_in_status_event_and_sign_of
 def test_a_diagnosis_that_cannot_be_taken_in_does_not_hold_back_the_others(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watch, whole = world.watch(), watch_module.receive
+    watch, whole = world.watch(), watch_module.triage
 
     def receive(d: Diagnosis, *rest: Any, **more: Any) -> Any:
         if d.suspects[0].replica == "rollout/1":
             raise Unexpected("no such suspect")
         return whole(d, *rest, **more)
 
-    monkeypatch.setattr(watch_module, "receive", receive)
+    monkeypatch.setattr(watch_module, "triage", receive)
     world.runtime.inject("rollout/1", FaultClass.HANG)
     world.runtime.inject("trainer/0", FaultClass.HANG)
     world.until(world.all_closed, watch)
     assert [i.incident_id for i in world.incidents()] == ["inc-1-trainer-0"]
     world.until(lambda: world.notifier.messages, watch, seconds=ENOUGH_SECONDS)
-    (called,) = world.events(K.PERSON_CALLED)
+    (called,) = world.events(K.ONCALL_PAGED)
     assert called.incident_id is None and "hang:rollout/1#1 cannot be handled" in called.body["because"]
     assert world.notifier.heartbeats != []
     monkeypatch.undo()
@@ -163,7 +163,7 @@ def test_a_window_that_cannot_be_kept_costs_its_incident_nothing(world: World) -
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED
+    assert world.only().outcome is IncidentOutcome.RESOLVED
     assert world.journal.windows("inc-1-rollout-1") == {} and world.notifier.heartbeats != []
 
 
@@ -178,12 +178,12 @@ def _tamper(path: Path, statement: str) -> None:
 @pytest.mark.parametrize(
     "harm",
     [
-        "UPDATE events SET body = '{\"plan\": 3}' WHERE kind = 'plan_made'",
-        "UPDATE events SET body = '{' WHERE kind = 'plan_made'",
-        "UPDATE events SET body = '[1]' WHERE kind = 'plan_held'",
+        "UPDATE events SET body = '{\"plan\": 3}' WHERE kind = 'plan_created'",
+        "UPDATE events SET body = '{' WHERE kind = 'plan_created'",
+        "UPDATE events SET body = '[1]' WHERE kind = 'plan_blocked'",
         "UPDATE events SET body = '{}' WHERE kind = 'incident_opened'",
         "UPDATE events SET body = 'x' WHERE kind = 'incident_opened'",
-        "UPDATE events SET kind = 'incident_closed', body = '{}' WHERE kind = 'plan_held'",
+        "UPDATE events SET kind = 'incident_closed', body = '{}' WHERE kind = 'plan_blocked'",
     ],
 )
 def test_a_damaged_line_sets_its_own_incident_aside(world: World, tmp_path: Path, harm: str) -> None:
@@ -226,20 +226,20 @@ def test_without_the_journal_there_is_no_sign_of_life(world: World, monkeypatch:
 
 
 def test_what_cannot_be_told_is_told_as_that(world: World) -> None:
-    world.journal.append(K.PERSON_CALLED, {"plan": "no mapping"}, key="one")
-    world.journal.append(K.PERSON_CALLED, {"because": "help"}, key="two")
+    world.journal.append(K.ONCALL_PAGED, {"plan": "no mapping"}, key="one")
+    world.journal.append(K.ONCALL_PAGED, {"because": "help"}, key="two")
     notifier = RecordingNotifier()
-    teller = Teller(notifier, world.clock, run_id="r", deadman_seconds=60.0)
+    teller = NotificationSender(notifier, world.clock, run_id="r", deadman_seconds=60.0)
     watch = world.watch()
     watch._book.refresh(world.journal)
     teller.tell(world.journal, watch._book)
     assert [m.because for m in notifier.messages][1] == "help"
-    assert notifier.messages[0].because.startswith("e1 (person_called) should be told, and cannot be read")
+    assert notifier.messages[0].because.startswith("e1 (oncall_paged) should be told, and cannot be read")
 
 
 def test_pauses_double_up_to_a_limit_and_end_when_it_is_handled() -> None:
     clock = FakeClock()
-    troubles, pauses = Troubles(clock), list[float]()
+    troubles, pauses = HandlingFailures(clock), list[float]()
     for number in range(1, 12):
         assert troubles.last_try("x") is (number >= TRIES_MAX)
         with troubles.apart("x"):
@@ -256,7 +256,7 @@ def test_pauses_double_up_to_a_limit_and_end_when_it_is_handled() -> None:
 
 
 def test_what_is_everybodys_trouble_is_raised_on() -> None:
-    troubles = Troubles(FakeClock())
+    troubles = HandlingFailures(FakeClock())
     with pytest.raises(JournalError), troubles.apart("x"):
         raise JournalError("database is locked")
     assert troubles.due("x") and troubles.words() == {}

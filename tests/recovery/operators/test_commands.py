@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.diagnosis import FaultClass
-from rolecall.core.errors import BadId, CommandRefused
+from rolecall.core.errors import CommandRefused, InvalidId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents.incident import IncidentState, Outcome
+from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import Watch
-from rolecall.recovery.notifications.outbox import shown
+from rolecall.recovery.notifications.outbox import notification_text
 from rolecall.recovery.operators import commands
 from rolecall.testing.recovery_world import diagnosis
 from tests.recovery.world import World
@@ -19,7 +19,7 @@ K = EventKind
 
 
 def approving(path: Path) -> tuple[World, RunDir, Watch]:
-    world = World(path, mode="approve", approval_seconds=60.0)
+    world = World(path, mode="approve", approval_timeout_seconds=60.0)
     return world, RunDir(path), world.watch()
 
 
@@ -37,15 +37,15 @@ def test_an_approved_plan_is_performed_once(tmp_path: Path) -> None:
     world.run(5, watch)
     assert world.runtime.replaced == []
     assert [m.kind for m in world.notifier.messages] == ["plan_proposed"]
-    assert commands.approve(run, digest, "alice", world.clock) == (
+    assert commands.approve_plan(run, digest, "alice", world.clock) == (
         "replace_replica of rollout/1#1 is approved, for inc-1-rollout-1"
     )
     with pytest.raises(CommandRefused, match="was approved already"):
-        commands.approve(run, digest, "bob", world.clock)
+        commands.approve_plan(run, digest, "bob", world.clock)
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED and world.desired("rollout/1") == 2
+    assert world.only().outcome is IncidentOutcome.RESOLVED and world.desired("rollout/1") == 2
     with pytest.raises(CommandRefused, match="no plan"):
-        commands.approve(run, digest, "alice", world.clock)
+        commands.approve_plan(run, digest, "alice", world.clock)
     assert [m.kind for m in world.notifier.messages] == ["plan_proposed", "incident_closed"]
 
 
@@ -53,47 +53,47 @@ def test_an_approval_is_for_one_digest(tmp_path: Path) -> None:
     world, run, watch = approving(tmp_path)
     digest = proposed(world, watch)
     with pytest.raises(CommandRefused, match=f"these wait for a word: {digest}"):
-        commands.approve(run, "0123456789abcdef", "alice", world.clock)
+        commands.approve_plan(run, "0123456789abcdef", "alice", world.clock)
     assert world.only().state is IncidentState.PROPOSED
 
 
 def test_an_approval_is_for_the_incarnations_that_it_names(tmp_path: Path) -> None:
     world, run, watch = approving(tmp_path)
     digest = proposed(world, watch)
-    commands.approve(run, digest, "alice", world.clock)
+    commands.approve_plan(run, digest, "alice", world.clock)
     # Before it is executed, somebody else replaces the replica.
     stands = world.journal.desired()["rollout/1"]  # type: ignore[index]
     world.journal.set_desired(type(stands)(replica=stands.replica, incarnation=2, node=stands.node))
     world.until(world.all_closed, watch)
     assert world.desired("rollout/1") == 2 and world.events(K.ACTION_STARTED) == []
-    assert world.only().outcome is Outcome.REFUTED
+    assert world.only().outcome is IncidentOutcome.SELF_RECOVERED
 
 
 def test_a_retry_needs_an_approval_of_its_own(tmp_path: Path) -> None:
     world, run, watch = approving(tmp_path)
     world.runtime.starts_that_die["rollout/1"] = 1
     digest = proposed(world, watch)
-    commands.approve(run, digest, "alice", world.clock)
+    commands.approve_plan(run, digest, "alice", world.clock)
     world.until(lambda: len(world.only().attempts) == 2 and world.only().state is IncidentState.PROPOSED, watch)
     world.run(5, watch)
     assert world.desired("rollout/1") == 2
     second = world.only().attempts[1].plan.digest
     assert second != digest
-    commands.approve(run, second, "alice", world.clock)
+    commands.approve_plan(run, second, "alice", world.clock)
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED and world.desired("rollout/1") == 3
+    assert world.only().outcome is IncidentOutcome.RESOLVED and world.desired("rollout/1") == 3
 
 
 def test_the_guards_look_again_after_an_approval(tmp_path: Path) -> None:
     world, run, watch = approving(tmp_path)
     digest = proposed(world, watch)
-    commands.pause(run, "bob", "upgrade")
-    commands.approve(run, digest, "alice", world.clock)
+    commands.pause_recovery(run, "bob", "upgrade")
+    commands.approve_plan(run, digest, "alice", world.clock)
     world.run(5, watch)
     assert world.runtime.replaced == []
-    commands.resume(run, "bob")
+    commands.resume_recovery(run, "bob")
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED
+    assert world.only().outcome is IncidentOutcome.RESOLVED
 
 
 def test_a_proposal_lapses_and_a_person_is_told(tmp_path: Path) -> None:
@@ -101,22 +101,22 @@ def test_a_proposal_lapses_and_a_person_is_told(tmp_path: Path) -> None:
     digest = proposed(world, watch)
     world.until(world.all_closed, watch, seconds=120)
     with pytest.raises(CommandRefused):
-        commands.approve(run, digest, "alice", world.clock)
+        commands.approve_plan(run, digest, "alice", world.clock)
     world.run(30, watch)
-    assert world.runtime.replaced == [] and world.only().outcome is Outcome.GAVE_UP
-    assert [m.kind for m in world.notifier.messages] == ["plan_proposed", "person_called"]
+    assert world.runtime.replaced == [] and world.only().outcome is IncidentOutcome.ESCALATED
+    assert [m.kind for m in world.notifier.messages] == ["plan_proposed", "oncall_paged"]
     assert "not approved for 60 s" in world.notifier.messages[1].because
 
 
 def test_an_approval_that_cannot_be_used_in_time_lapses_too(tmp_path: Path) -> None:
     world, run, watch = approving(tmp_path)
     digest = proposed(world, watch)
-    commands.pause(run, "bob", "upgrade")
-    commands.approve(run, digest, "alice", world.clock)
+    commands.pause_recovery(run, "bob", "upgrade")
+    commands.approve_plan(run, digest, "alice", world.clock)
     world.until(world.all_closed, watch, seconds=120)
-    commands.resume(run, "bob")
+    commands.resume_recovery(run, "bob")
     world.run(30, watch)
-    assert world.runtime.replaced == [] and world.only().outcome is Outcome.GAVE_UP
+    assert world.runtime.replaced == [] and world.only().outcome is IncidentOutcome.ESCALATED
     assert "approved and held by a guard" in world.notifier.messages[-1].because
 
 
@@ -125,15 +125,15 @@ def test_too_late_is_refused_even_where_no_watch_has_noticed(tmp_path: Path) -> 
     digest = proposed(world, watch)
     world.clock.advance(61)
     with pytest.raises(CommandRefused, match="lapsed 1 s ago"):
-        commands.approve(run, digest, "alice", world.clock)
+        commands.approve_plan(run, digest, "alice", world.clock)
 
 
 def test_the_first_word_stands(tmp_path: Path) -> None:
     world, run, watch = approving(tmp_path)
     digest = proposed(world, watch)
-    assert "is rejected" in commands.reject(run, digest, "bob", "it is mine to debug")
+    assert "is rejected" in commands.reject_plan(run, digest, "bob", "it is mine to debug")
     with pytest.raises(CommandRefused, match="was rejected already"):
-        commands.approve(run, digest, "alice", world.clock)
+        commands.approve_plan(run, digest, "alice", world.clock)
     world.until(world.all_closed, watch)
     assert world.runtime.replaced == [] and "it is mine to debug" in world.only().because
 
@@ -148,7 +148,7 @@ def test_a_request_goes_through_the_guards(tmp_path: Path) -> None:
         commands.replace(run, "rollout/2", "again", "alice", world.clock)
     world.until(world.all_closed, watch)
     incident = world.only()
-    assert incident.outcome is Outcome.CURED and world.desired("rollout/2") == 2
+    assert incident.outcome is IncidentOutcome.RESOLVED and world.desired("rollout/2") == 2
     assert incident.diagnosis.because == "alice asks for rollout/2#1 to be replaced: it looks tired"
 
 
@@ -157,24 +157,24 @@ def test_a_request_is_no_proposal_but_counts_like_any_other(tmp_path: Path) -> N
     run, watch = RunDir(tmp_path), world.watch()
     commands.replace(run, "rollout/2", "it looks tired", "alice", world.clock)
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED
+    assert world.only().outcome is IncidentOutcome.RESOLVED
     commands.replace(run, "rollout/1", "this one too", "alice", world.clock)
     world.run(30, watch)
     assert world.desired("rollout/1") == 1
-    (told,) = [m for m in world.notifier.messages if m.kind == "person_called"]
+    (told,) = [m for m in world.notifier.messages if m.kind == "oncall_paged"]
     assert "the limit is 1" in told.because
 
 
 def test_a_request_in_observe_mode_is_held_and_ends(tmp_path: Path) -> None:
-    world = World(tmp_path, mode="observe", approval_seconds=20.0)
+    world = World(tmp_path, mode="observe", approval_timeout_seconds=20.0)
     run, watch = RunDir(tmp_path), world.watch()
     assert "no watch holds the lease" in commands.replace(run, "rollout/2", "please", "alice", world.clock)
     world.until(world.all_closed, watch)
     assert world.runtime.replaced == []
-    assert "mode is observe" in world.only().because and world.only().outcome is Outcome.GAVE_UP
+    assert "mode is observe" in world.only().because and world.only().outcome is IncidentOutcome.ESCALATED
 
 
-@pytest.mark.parametrize(("replica", "error"), [("rollout/9", CommandRefused), ("rollout", BadId)])
+@pytest.mark.parametrize(("replica", "error"), [("rollout/9", CommandRefused), ("rollout", InvalidId)])
 def test_a_request_for_nobody_is_refused(tmp_path: Path, replica: str, error: type[Exception]) -> None:
     World(tmp_path)
     with pytest.raises(error):
@@ -184,7 +184,7 @@ def test_a_request_for_nobody_is_refused(tmp_path: Path, replica: str, error: ty
 def test_status_and_incidents(tmp_path: Path) -> None:
     world = World(tmp_path)
     run, watch = RunDir(tmp_path), world.watch()
-    commands.pause(run, "bob", "upgrade \x1b[31mred")
+    commands.pause_recovery(run, "bob", "upgrade \x1b[31mred")
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.run(3, watch)
     value = commands.status(run, world.clock)
@@ -194,18 +194,18 @@ def test_status_and_incidents(tmp_path: Path) -> None:
     text = commands.status_text(value)
     assert "PAUSED: bob: upgrade \\x1b[31mred" in text and "\x1b" not in text
     assert "inc-1-rollout-1 planned: rollout/1#1: crash" in text
-    commands.resume(run, "bob")
+    commands.resume_recovery(run, "bob")
     world.until(world.all_closed, watch)
     assert commands.status(run, world.clock)["evictions_last_hour"] == 1
     (one,) = commands.incidents(run, "inc-1-rollout-1")
-    assert one["outcome"] == "cured" and one["events"][0]["kind"] == "incident_opened"
+    assert one["outcome"] == "resolved" and one["events"][0]["kind"] == "incident_opened"
     assert "incident_verified" in commands.incidents_text([one])
     assert [i["incident_id"] for i in commands.incidents(run)] == ["inc-1-rollout-1"]
     with pytest.raises(CommandRefused, match="there are: inc-1-rollout-1"):
         commands.incidents(run, "inc-7")
     world.clock.advance(60)
     assert "NO WATCH HOLDS THE LEASE" in commands.status_text(commands.status(run, world.clock))
-    assert commands.resume(run, "bob").endswith("was not paused")
+    assert commands.resume_recovery(run, "bob").endswith("was not paused")
 
 
 @pytest.mark.parametrize("fault", [FaultClass.CRASH, FaultClass.SLOW])
@@ -227,10 +227,10 @@ def test_a_decision_that_would_differ_now_is_told(tmp_path: Path) -> None:
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.SLOW)
     world.until(world.all_closed, watch)
-    (made,) = world.events(K.PLAN_MADE)
+    (made,) = world.events(K.PLAN_CREATED)
     question = {**made.body["question"], "config": {**made.body["question"]["config"], "horizon_seconds": 1.0}}
     world.journal.append(K.INCIDENT_OPENED, world.events(K.INCIDENT_OPENED)[0].body, incident_id="inc-2-other")
-    world.journal.append(K.PLAN_MADE, {**made.body, "question": question}, incident_id="inc-2-other")
+    world.journal.append(K.PLAN_CREATED, {**made.body, "question": question}, incident_id="inc-2-other")
     value = commands.replay(RunDir(tmp_path), "inc-2-other")
     assert value["same"] is False and "ANOTHER decision" in value["text"]
 
@@ -244,7 +244,7 @@ def _hostile_world(path: Path) -> World:
         diagnosis(FaultClass.CONTROL_PLANE, ("reward/0", 1), onset=world.clock.wall(), because=HOSTILE)
     ]
     watch = world.watch()
-    commands.pause(RunDir(path), "bob", HOSTILE)
+    commands.pause_recovery(RunDir(path), "bob", HOSTILE)
     world.run(3, watch)
     return world
 
@@ -273,4 +273,4 @@ def test_foreign_text_is_told_as_text(tmp_path: Path) -> None:
 
 
 def test_a_long_sentence_is_cut() -> None:
-    assert len(shown("x" * 10_000)) == 2000 and shown("short") == "short"
+    assert len(notification_text("x" * 10_000)) == 2000 and notification_text("short") == "short"

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.diagnosis import ActionKind, FaultClass
-from rolecall.core.errors import CommandRefused, ConfigError, Overtaken
+from rolecall.core.errors import CommandRefused, ConcurrentWrite, ConfigError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
-from rolecall.recovery.incidents.incident import IncidentState, Outcome
+from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.operators import commands
 from rolecall.testing.recovery_world import diagnosis
@@ -21,7 +21,7 @@ APPROVAL_SECONDS = 60.0
 
 def proposing(path: Path) -> tuple[World, RunDir, Watch, str]:
     """A watch in mode approve with one proposal."""
-    world = World(path, mode="approve", approval_seconds=APPROVAL_SECONDS)
+    world = World(path, mode="approve", approval_timeout_seconds=APPROVAL_SECONDS)
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.HANG)
     world.until(lambda: any(i.state is IncidentState.PROPOSED for i in world.incidents()), watch)
@@ -32,9 +32,9 @@ def holding(path: Path) -> tuple[World, RunDir, Watch, str]:
     """A watch in mode act with one plan that a pause holds."""
     world, run = World(path), RunDir(path)
     watch = world.watch()
-    commands.pause(run, "bob", "a look")
+    commands.pause_recovery(run, "bob", "a look")
     world.runtime.inject("rollout/1", FaultClass.HANG)
-    world.until(lambda: world.events(K.PLAN_HELD), watch)
+    world.until(lambda: world.events(K.PLAN_BLOCKED), watch)
     return world, run, watch, _digest(world)
 
 
@@ -46,95 +46,95 @@ def _digest(world: World) -> str:
 
 def test_nothing_begins_while_it_is_held_and_all_goes_on_after(tmp_path: Path) -> None:
     world, run, watch, digest = holding(tmp_path)
-    said = commands.hold(run, digest, "alice", "let me get a dump", 30.0, world.clock)
+    said = commands.hold_plan(run, digest, "alice", "let me get a dump", 30.0, world.clock)
     assert said.startswith("replace_replica of rollout/1#1 is held until 20") and said.endswith("for inc-1-rollout-1")
-    commands.resume(run, "bob")
+    commands.resume_recovery(run, "bob")
     world.run(29, watch)
     assert world.runtime.replaced == [] and world.only().state is IncidentState.PLANNED
     told = commands.status_text(commands.status(run, world.clock))
     assert "held by alice until" in told and "let me get a dump" in told
     world.until(world.all_closed, watch)
-    assert world.runtime.replaced == [("rollout/1", 1)] and world.only().outcome is Outcome.CURED
-    (called,) = world.events(K.PERSON_CALLED)
+    assert world.runtime.replaced == [("rollout/1", 1)] and world.only().outcome is IncidentOutcome.RESOLVED
+    (called,) = world.events(K.ONCALL_PAGED)
     assert called.body["because"].startswith("the hold by alice is over (let me get a dump): replace_replica")
     assert called.seq < world.events(K.ACTION_STARTED)[0].seq
 
 
 def test_a_hold_that_is_lifted_calls_nobody(tmp_path: Path) -> None:
     world, run, watch, digest = holding(tmp_path)
-    commands.hold(run, digest, "alice", "let me get a dump", 3600.0, world.clock)
-    commands.resume(run, "bob")
+    commands.hold_plan(run, digest, "alice", "let me get a dump", 3600.0, world.clock)
+    commands.resume_recovery(run, "bob")
     world.run(5, watch)
-    assert "is held no longer" in commands.lift(run, digest, "bob", "done", world.clock)
+    assert "is held no longer" in commands.lift_hold(run, digest, "bob", "done", world.clock)
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED and world.events(K.PERSON_CALLED) == []
+    assert world.only().outcome is IncidentOutcome.RESOLVED and world.events(K.ONCALL_PAGED) == []
     with pytest.raises(CommandRefused, match="no plan"):
-        commands.lift(run, digest, "bob", "again", world.clock)
+        commands.lift_hold(run, digest, "bob", "again", world.clock)
 
 
 def test_a_held_proposal_lapses_only_after_the_hold(tmp_path: Path) -> None:
     world, run, watch, digest = proposing(tmp_path)
-    commands.hold(run, digest, "alice", "asking the owner", 200.0, world.clock)
+    commands.hold_plan(run, digest, "alice", "asking the owner", 200.0, world.clock)
     began = world.clock.wall()
     world.run(190, watch)
     assert world.only().state is IncidentState.PROPOSED
     world.until(world.all_closed, watch, seconds=200)
-    lapsed = world.events(K.PLAN_LAPSED)[0].wall_at - began
+    lapsed = world.events(K.PLAN_EXPIRED)[0].wall_at - began
     assert 200 + APPROVAL_SECONDS <= lapsed < 200 + APPROVAL_SECONDS + 2
-    assert [e.body["topic"].partition(":")[0] for e in world.events(K.PERSON_CALLED)] == ["hold_over", "lapsed"]
+    assert [e.body["topic"].partition(":")[0] for e in world.events(K.ONCALL_PAGED)] == ["hold_over", "expired"]
     assert world.runtime.replaced == []
 
 
 def test_an_approval_waits_for_the_end_of_the_hold(tmp_path: Path) -> None:
     world, run, watch, digest = proposing(tmp_path)
-    commands.hold(run, digest, "alice", "asking the owner", 30.0, world.clock)
-    assert "; alice holds it until" in commands.approve(run, digest, "bob", world.clock)
+    commands.hold_plan(run, digest, "alice", "asking the owner", 30.0, world.clock)
+    assert "; alice holds it until" in commands.approve_plan(run, digest, "bob", world.clock)
     world.run(29, watch)
     assert world.runtime.replaced == []
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED
+    assert world.only().outcome is IncidentOutcome.RESOLVED
     # It is used up: no word fits any more.
-    for word in (commands.approve, commands.reject):
+    for word in (commands.approve_plan, commands.reject_plan):
         with pytest.raises(CommandRefused, match="no plan"):
             word(run, digest, "bob", clock=world.clock)
 
 
 def test_hold_again_extends(tmp_path: Path) -> None:
     world, run, watch, digest = holding(tmp_path)
-    commands.hold(run, digest, "alice", "first", 10.0, world.clock)
+    commands.hold_plan(run, digest, "alice", "first", 10.0, world.clock)
     with pytest.raises(CommandRefused, match=r"alice holds plan .* for longer"):
-        commands.hold(run, digest, "carol", "second", 5.0, world.clock)
+        commands.hold_plan(run, digest, "carol", "second", 5.0, world.clock)
     world.run(8, watch)
-    commands.hold(run, digest, "carol", "second", 10.0, world.clock)
-    commands.resume(run, "bob")
+    commands.hold_plan(run, digest, "carol", "second", 10.0, world.clock)
+    commands.resume_recovery(run, "bob")
     world.run(9, watch)
     assert world.runtime.replaced == []
     world.until(world.all_closed, watch)
-    (called,) = world.events(K.PERSON_CALLED)
+    (called,) = world.events(K.ONCALL_PAGED)
     assert "the hold by carol is over" in called.body["because"], "the first one never ended by itself"
 
 
 @pytest.mark.parametrize("setting", [holding, proposing])
 def test_a_veto_ends_it(tmp_path: Path, setting: Callable[[Path], tuple[World, RunDir, Watch, str]]) -> None:
     world, run, watch, digest = setting(tmp_path)
-    commands.hold(run, digest, "alice", "mine", 600.0, world.clock)
-    commands.reject(run, digest, "alice", "I debug it", world.clock)
-    for word in (commands.hold, commands.lift):
+    commands.hold_plan(run, digest, "alice", "mine", 600.0, world.clock)
+    commands.reject_plan(run, digest, "alice", "I debug it", world.clock)
+    for word in (commands.hold_plan, commands.lift_hold):
         with pytest.raises(CommandRefused):
-            word(run, digest, "alice", "more", *([9.0] if word is commands.hold else []), clock=world.clock)
-    commands.resume(run, "bob")
+            word(run, digest, "alice", "more", *([9.0] if word is commands.hold_plan else []), clock=world.clock)
+    commands.resume_recovery(run, "bob")
     world.until(world.all_closed, watch)
     world.run(30, watch)
-    assert world.runtime.replaced == [] and world.only().outcome is Outcome.GAVE_UP
+    assert world.runtime.replaced == [] and world.only().outcome is IncidentOutcome.ESCALATED
     assert world.only().because == "rejected by alice: I debug it"
-    assert [e.body["topic"] for e in world.events(K.PERSON_CALLED)] == ["rejected"]
+    assert [e.body["topic"] for e in world.events(K.ONCALL_PAGED)] == ["rejected"]
 
 
 def test_more_that_is_known_does_not_end_a_hold(tmp_path: Path) -> None:
     """The plan is another one then, and takes down whom the held one would have."""
     world, run, watch, digest = holding(tmp_path)
-    commands.hold(run, digest, "alice", "let me get a dump", 30.0, world.clock)
-    commands.resume(run, "bob")
+    commands.hold_plan(run, digest, "alice", "let me get a dump", 30.0, world.clock)
+    commands.resume_recovery(run, "bob")
     world.detector.extra = [diagnosis(FaultClass.GPU, ("rollout/1", 1), onset=world.clock.wall())]
     world.run(29, watch)
     attempt = world.only().attempt
@@ -149,8 +149,8 @@ def test_a_veto_is_not_gone_around_under_another_name(
 ) -> None:
     """What began before the word is what it was about; what began after it is a new fault."""
     world, run, watch, digest = holding(tmp_path)
-    commands.reject(run, digest, "alice", "I debug it", world.clock)
-    commands.resume(run, "bob")
+    commands.reject_plan(run, digest, "alice", "I debug it", world.clock)
+    commands.resume_recovery(run, "bob")
     world.until(world.all_closed, watch)
     onset = world.clock.wall() + seconds
     world.run(10, watch)
@@ -166,31 +166,31 @@ def test_what_acts_cannot_be_held(tmp_path: Path) -> None:
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.HANG)
     world.until(lambda: world.events(K.ACTION_STARTED), watch)
-    for word in (commands.hold, commands.reject):
+    for word in (commands.hold_plan, commands.reject_plan):
         with pytest.raises(CommandRefused, match=r"is verifying. In mode act a plan begins in the moment"):
-            word(run, _digest(world), "alice", "wait", *([9.0] if word is commands.hold else []))
+            word(run, _digest(world), "alice", "wait", *([9.0] if word is commands.hold_plan else []))
     assert len(world.incidents()) == 1 and world.events(K.HOLD_PLACED) == []
 
 
 def test_a_request_that_is_held_waits_as_long_as_a_new_one(tmp_path: Path) -> None:
-    world = World(tmp_path, approval_seconds=10.0)
+    world = World(tmp_path, approval_timeout_seconds=10.0)
     run, watch = RunDir(tmp_path), world.watch()
-    commands.pause(run, "bob", "a look")
+    commands.pause_recovery(run, "bob", "a look")
     commands.replace(run, "rollout/2", "it looks tired", "alice", world.clock)
-    world.until(lambda: world.events(K.PLAN_HELD), watch)
-    commands.hold(run, _digest(world), "carol", "not now", 60.0, world.clock)
+    world.until(lambda: world.events(K.PLAN_BLOCKED), watch)
+    commands.hold_plan(run, _digest(world), "carol", "not now", 60.0, world.clock)
     world.run(65, watch)
     assert world.only().state is IncidentState.PLANNED
-    commands.resume(run, "bob")
+    commands.resume_recovery(run, "bob")
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED
+    assert world.only().outcome is IncidentOutcome.RESOLVED
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), 86_401.0])
 def test_a_hold_has_an_end(tmp_path: Path, seconds: float) -> None:
     world, run, _, digest = holding(tmp_path)
     with pytest.raises(CommandRefused, match="it may last up to 86400 s"):
-        commands.hold(run, digest, "alice", "for ever", seconds, world.clock)
+        commands.hold_plan(run, digest, "alice", "for ever", seconds, world.clock)
 
 
 def _just_before(world: World, kind: EventKind, say: Callable[[], str]) -> list[str]:
@@ -209,36 +209,38 @@ def _just_before(world: World, kind: EventKind, say: Callable[[], str]) -> list[
 def test_a_word_that_comes_as_the_action_begins_is_not_lost(tmp_path: Path) -> None:
     """The watch has decided to begin, and a person's word is written first: nothing begins."""
     world, run, watch, digest = holding(tmp_path)
-    commands.resume(run, "bob")
+    commands.resume_recovery(run, "bob")
     said = _just_before(
-        world, K.ACTION_STARTED, lambda: commands.hold(run, digest, "alice", "stop!", 20.0, world.clock)
+        world, K.ACTION_STARTED, lambda: commands.hold_plan(run, digest, "alice", "stop!", 20.0, world.clock)
     )
     world.run(19, watch)
     assert said and world.runtime.replaced == [] and world.events(K.ACTION_STARTED) == []
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED and world.runtime.replaced == [("rollout/1", 1)]
+    assert world.only().outcome is IncidentOutcome.RESOLVED and world.runtime.replaced == [("rollout/1", 1)]
 
 
 def test_a_hold_that_comes_as_the_proposal_lapses_is_not_lost(tmp_path: Path) -> None:
     world, run, watch, digest = proposing(tmp_path)
-    said = _just_before(world, K.PLAN_LAPSED, lambda: commands.hold(run, digest, "alice", "wait", 20.0, world.clock))
+    said = _just_before(
+        world, K.PLAN_EXPIRED, lambda: commands.hold_plan(run, digest, "alice", "wait", 20.0, world.clock)
+    )
     world.until(lambda: said, watch, seconds=APPROVAL_SECONDS + 5)
     world.run(15, watch)
-    assert world.only().state is IncidentState.PROPOSED and world.events(K.PLAN_LAPSED) == []
-    commands.approve(run, digest, "bob", world.clock)
+    assert world.only().state is IncidentState.PROPOSED and world.events(K.PLAN_EXPIRED) == []
+    commands.approve_plan(run, digest, "bob", world.clock)
     world.until(world.all_closed, watch)
-    assert world.only().outcome is Outcome.CURED
+    assert world.only().outcome is IncidentOutcome.RESOLVED
 
 
 def test_overtaken_counts_only_what_was_named_and_is_newer(tmp_path: Path) -> None:
     world = World(tmp_path)
-    first = world.journal.append(K.PLAN_HELD, {}, incident_id="inc-1", key="k")
-    world.journal.append(K.PLAN_HELD, {}, incident_id="inc-2")
-    again = world.journal.append(K.PLAN_HELD, {}, incident_id="inc-1", key="k", unless=[K.PLAN_HELD])
+    first = world.journal.append(K.PLAN_BLOCKED, {}, incident_id="inc-1", key="k")
+    world.journal.append(K.PLAN_BLOCKED, {}, incident_id="inc-2")
+    again = world.journal.append(K.PLAN_BLOCKED, {}, incident_id="inc-1", key="k", unless=[K.PLAN_BLOCKED])
     assert again == first, "what stands already is no news"
-    world.journal.append(K.PLAN_LAPSED, {}, incident_id="inc-1", unless=[K.PLAN_HELD], since=first.seq)
-    with pytest.raises(Overtaken, match=r"inc-1: plan_held was not written, e3 plan_lapsed came first"):
-        world.journal.append(K.PLAN_HELD, {}, incident_id="inc-1", unless=[K.PLAN_LAPSED], since=first.seq)
+    world.journal.append(K.PLAN_EXPIRED, {}, incident_id="inc-1", unless=[K.PLAN_BLOCKED], since=first.seq)
+    with pytest.raises(ConcurrentWrite, match=r"inc-1: plan_blocked was not written, e3 plan_expired came first"):
+        world.journal.append(K.PLAN_BLOCKED, {}, incident_id="inc-1", unless=[K.PLAN_EXPIRED], since=first.seq)
 
 
 def test_marks(tmp_path: Path) -> None:
@@ -247,30 +249,32 @@ def test_marks(tmp_path: Path) -> None:
     world.runtime.inject("rollout/1", FaultClass.HANG)
     world.until(world.all_closed, watch)
     name = world.only().incident_id
-    assert commands.mark(run, name, False, "alice", "it was me") == f"the diagnosis of {name} is marked wrong"
-    commands.mark(run, name, True, "bob")
+    assert (
+        commands.review_diagnosis(run, name, False, "alice", "it was me") == f"the diagnosis of {name} is marked wrong"
+    )
+    commands.review_diagnosis(run, name, True, "bob")
     world.run(2, watch)
-    assert world.only().outcome is Outcome.CURED and len(world.incidents()) == 1
+    assert world.only().outcome is IncidentOutcome.RESOLVED and len(world.incidents()) == 1
     (told,) = commands.incidents(run)
     assert told["mark"]["verdict"] == "right" and told["mark"]["by"] == "bob"
     assert f"{name} cured" in commands.incidents_text([told]) and "marked right by bob" in commands.incidents_text(
         [told]
     )
     with pytest.raises(CommandRefused, match="no incident inc-9"):
-        commands.mark(run, "inc-9", True, "bob")
+        commands.review_diagnosis(run, "inc-9", True, "bob")
 
 
 @pytest.mark.parametrize("name", ["", "  ", "x" * 65, "bob\x1b[2J", "a\nb"])
 def test_who_speaks_has_a_name(tmp_path: Path, name: str) -> None:
     world, run, _, digest = proposing(tmp_path)
     words: list[Callable[[], str]] = [
-        lambda: commands.pause(run, name, "why"),
-        lambda: commands.resume(run, name),
-        lambda: commands.approve(run, digest, name),
-        lambda: commands.reject(run, digest, name),
-        lambda: commands.hold(run, digest, name, "why", 9.0),
-        lambda: commands.lift(run, digest, name),
-        lambda: commands.mark(run, "inc-1-rollout-1", True, name),
+        lambda: commands.pause_recovery(run, name, "why"),
+        lambda: commands.resume_recovery(run, name),
+        lambda: commands.approve_plan(run, digest, name),
+        lambda: commands.reject_plan(run, digest, name),
+        lambda: commands.hold_plan(run, digest, name, "why", 9.0),
+        lambda: commands.lift_hold(run, digest, name),
+        lambda: commands.review_diagnosis(run, "inc-1-rollout-1", True, name),
         lambda: commands.replace(run, "rollout/2", "why", name),
     ]
     before = world.journal.head()
@@ -282,13 +286,13 @@ def test_who_speaks_has_a_name(tmp_path: Path, name: str) -> None:
 
 def test_the_url_of_a_journal_is_enough(tmp_path: Path) -> None:
     world, run, watch, digest = proposing(tmp_path)
-    place = commands.JournalPlace(world.url)
+    place = commands.JournalLocation(world.url)
     assert place.run_id == run.run_id == tmp_path.name
-    commands.approve(place, digest, "alice", world.clock)
+    commands.approve_plan(place, digest, "alice", world.clock)
     world.until(world.all_closed, watch)
     assert commands.status(place, world.clock)["run"] == run.run_id
     with pytest.raises(ConfigError) as error:
-        commands.JournalPlace("mysql://u:secret@h/d")
+        commands.JournalLocation("mysql://u:secret@h/d")
     assert "secret" not in str(error.value)
 
 
@@ -302,5 +306,5 @@ def test_the_url_of_a_journal_is_enough(tmp_path: Path) -> None:
     ],
 )
 def test_a_journal_tells_its_run(url: str, run_id: str) -> None:
-    place = commands.JournalPlace(url)
+    place = commands.JournalLocation(url)
     assert place.run_id == run_id and ":p@" not in repr(place)

@@ -28,7 +28,7 @@ NODES = [f"node-{n}" for n, replica in enumerate(FLEET) if replica != KEEPS_OUT]
 
 class Talk(Simulation):
     def __init__(self, path: Path, seed: int) -> None:
-        super().__init__(path, seed, mode=["act", "approve"][seed % 2], approval_seconds=15.0)
+        super().__init__(path, seed, mode=["act", "approve"][seed % 2], approval_timeout_seconds=15.0)
         self.run_dir = RunDir(path)
         self.said: Counter[str] = Counter()
         self.talking = True
@@ -60,11 +60,11 @@ class Talk(Simulation):
         name = rng.choice([i.incident_id for i in found] or ["none"])
         replica = rng.choice([r for r in FLEET if r != KEEPS_OUT])
         words: dict[str, Callable[[], str]] = {
-            "hold": lambda: commands.hold(run, digest, "ann", "wait", rng.choice([2.0, 10.0, 40.0]), clock),
-            "lift": lambda: commands.lift(run, digest, "bob", "go", clock),
-            "approve": lambda: commands.approve(run, digest, "cat", clock),
-            "reject": lambda: commands.reject(run, digest, "dan", "no", clock),
-            "mark": lambda: commands.mark(run, name, rng.random() < 0.5, "eve", "", clock),
+            "hold": lambda: commands.hold_plan(run, digest, "ann", "wait", rng.choice([2.0, 10.0, 40.0]), clock),
+            "lift": lambda: commands.lift_hold(run, digest, "bob", "go", clock),
+            "approve": lambda: commands.approve_plan(run, digest, "cat", clock),
+            "reject": lambda: commands.reject_plan(run, digest, "dan", "no", clock),
+            "mark": lambda: commands.review_diagnosis(run, name, rng.random() < 0.5, "eve", "", clock),
             "replace": lambda: commands.replace(run, replica, "why not", "fay", clock),
             "quarantine": lambda: commands.quarantine(run, node, "gus", "a look", clock),
             "return": lambda: commands.return_node(run, node, "hal", "seen", clock),

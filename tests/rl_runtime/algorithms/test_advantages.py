@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rolecall.rl_runtime.algorithms.advantages import gae, last_of, overlong_punishment
+from rolecall.rl_runtime.algorithms.advantages import gae, last_of, overlong_penalty
 from rolecall.rl_runtime.algorithms.group_relative import all_equal, group_relative
 from tests.rl_runtime import reference_math
 from tests.rl_runtime.reference_math import Answer, Method
@@ -67,7 +67,7 @@ def test_a_small_difference_of_rewards_counts_in_full() -> None:
 def test_overlong_of_any_length(longest: int, cache: int, length: int) -> None:
     cache = min(cache, longest)  # more is refused by the job file
     wanted = reference_math.overlong(length, longest=longest, cache=cache)
-    assert overlong_punishment(length, longest=longest, cache=cache) == pytest.approx(wanted, abs=EXACT)
+    assert overlong_penalty(length, longest=longest, cache=cache) == pytest.approx(wanted, abs=EXACT)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,11 @@ def test_overlong_of_any_length(longest: int, cache: int, length: int) -> None:
     [(0, 0.0), (15, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (19, -0.75), (20, -1.0), (21, -1.0), (400, -1.0)],
 )
 def test_overlong_in_its_three_pieces_and_at_both_edges(length: int, wanted: float) -> None:
-    assert overlong_punishment(length, longest=20, cache=4) == wanted
+    assert overlong_penalty(length, longest=20, cache=4) == wanted
 
 
 def test_without_a_cache_no_length_is_punished() -> None:
-    assert [overlong_punishment(n, longest=4, cache=0) for n in (3, 4, 5)] == [0.0] * 3
+    assert [overlong_penalty(n, longest=4, cache=0) for n in (3, 4, 5)] == [0.0] * 3
 
 
 # --- GAE and EGAE
@@ -109,20 +109,20 @@ def an_answer(rng: Random, length: int, *, cut: bool) -> Answer:
     )
 
 
-def bootstrap(answers: list[Answer], cut_value: str) -> Tensor:
-    behind = -1 if cut_value == "critic" else -2
+def bootstrap(answers: list[Answer], truncation_value: str) -> Tensor:
+    behind = -1 if truncation_value == "critic" else -2
     return torch.tensor([a.values[behind] if a.cut else 0.0 for a in answers], dtype=torch.float64)
 
 
 @given(seed=st.integers(0, 2**32), gamma=st.sampled_from([1.0, 0.99, 0.5]), lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]))
-@pytest.mark.parametrize("cut_value", ["critic", "previous"])
-def test_gae_is_the_sum_of_its_definition(cut_value: str, seed: int, gamma: float, lam: float) -> None:
+@pytest.mark.parametrize("truncation_value", ["critic", "previous"])
+def test_gae_is_the_sum_of_its_definition(truncation_value: str, seed: int, gamma: float, lam: float) -> None:
     rng = Random(seed)
     answers = [an_answer(rng, rng.randint(1, 9), cut=rng.random() < 0.5) for _ in range(rng.randint(1, 5))]
     prompts = [rng.randint(1, 4) for _ in answers]
     values, response, rewards = padded(answers, prompts, garbage=1e30)
-    found = gae(rewards, values, response, bootstrap(answers, cut_value), gamma=gamma, decay=lam)
-    method = Method(gamma=gamma, cut_value="critic" if cut_value == "critic" else "previous")
+    found = gae(rewards, values, response, bootstrap(answers, truncation_value), gamma=gamma, decay=lam)
+    method = Method(gamma=gamma, truncation_value="critic" if truncation_value == "critic" else "previous")
     for row, start, answer in zip(found.tolist(), prompts, answers, strict=True):
         wanted = reference_math.advantages(answer, method, lam)
         end = start + len(wanted)
@@ -130,17 +130,17 @@ def test_gae_is_the_sum_of_its_definition(cut_value: str, seed: int, gamma: floa
         assert set(row[:start] + row[end:]) == {0.0}
 
 
-def one_row(answer: Answer, cut_value: str, gamma: float, lam: float) -> list[float]:
+def one_row(answer: Answer, truncation_value: str, gamma: float, lam: float) -> list[float]:
     values, response, rewards = padded([answer], [1], garbage=0.0)
-    found = gae(rewards, values, response, bootstrap([answer], cut_value), gamma=gamma, decay=lam)
+    found = gae(rewards, values, response, bootstrap([answer], truncation_value), gamma=gamma, decay=lam)
     row: list[float] = found[0, 1 : 1 + len(answer.logprobs)].tolist()
     return row
 
 
-@pytest.mark.parametrize("cut_value", ["critic", "previous"])
-def test_of_a_finished_answer_egae_is_gae(cut_value: str) -> None:
+@pytest.mark.parametrize("truncation_value", ["critic", "previous"])
+def test_of_a_finished_answer_egae_is_gae(truncation_value: str) -> None:
     answer = an_answer(Random(3), 6, cut=False)
-    assert one_row(answer, cut_value, 0.9, 0.8) == one_row(answer, "critic", 0.9, 0.8)
+    assert one_row(answer, truncation_value, 0.9, 0.8) == one_row(answer, "critic", 0.9, 0.8)
 
 
 def test_egae_of_a_cut_in_closed_form() -> None:

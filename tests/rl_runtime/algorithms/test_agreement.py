@@ -12,11 +12,11 @@ from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.policy_health import LOG_RATIO_ALARM
 from rolecall.rl_runtime.algorithms.agreement import SHARE, VERSIONS_KEPT, asked_again, is_asked, rows_to_ask
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
-from rolecall.rl_runtime.algorithms.objective import Batch, Terms, make_batch
+from rolecall.rl_runtime.algorithms.objective import Batch, TokenSelection, make_batch
 from rolecall.rl_runtime.tasks.reward_worker import task_of
 from rolecall.rl_runtime.trainer.model import write_model_folder
 from rolecall.rl_runtime.trainer.trainer import TrainerReplica
-from rolecall.testing.learning import LEDGER, TRAINER, ModelWriter, Source, learn
+from rolecall.testing.learning import LEDGER, TRAINER, BatchGenerator, ModelSequenceGenerator, learn
 
 TINY = {"hidden_size": 32, "intermediate_size": 64}
 ROUNDING = 1e-4
@@ -27,12 +27,12 @@ def job_of(**changes: Any) -> JobConfig:
     return parse_job({"model": TINY, "task": {"num_digits": 4}, **changes})
 
 
-def writer_of(job: JobConfig, folder: Path) -> ModelWriter:
+def writer_of(job: JobConfig, folder: Path) -> ModelSequenceGenerator:
     write_model_folder(folder, job.model, 0, job.task.name)
-    return ModelWriter(folder, eos=task_of(job).vocab.eos, seed=job.seed)
+    return ModelSequenceGenerator(folder, eos=task_of(job).vocab.eos, seed=job.seed)
 
 
-class WrongWriter(ModelWriter):
+class WrongWriter(ModelSequenceGenerator):
     """Holds one wrong matrix from version 2 on."""
 
     def load(self, version: int, weights: Mapping[str, Tensor]) -> None:
@@ -72,7 +72,7 @@ def test_of_versions_that_nobody_holds_nothing_is_said(tmp_path: Path, behind: i
 def test_a_copy_holds_no_former_versions_and_says_nothing_of_them(tmp_path: Path) -> None:
     job = job_of()
     writer, source_job = writer_of(job, tmp_path), job
-    source = Source(source_job, task_of(job), writer)
+    source = BatchGenerator(source_job, task_of(job), writer)
     first, copy = (TrainerReplica(replica=TRAINER, incarnation=1, job=job) for _ in range(2))
     try:
         first.join(1, 1, 0, 1, "127.0.0.1", 0)
@@ -96,11 +96,11 @@ def test_a_copy_holds_no_former_versions_and_says_nothing_of_them(tmp_path: Path
 def test_asking_leaves_the_weights_that_are_trained_as_they_are(tmp_path: Path) -> None:
     job = job_of()
     writer = writer_of(job, tmp_path)
-    groups = Source(job, task_of(job), writer).generate().groups
+    groups = BatchGenerator(job, task_of(job), writer).generate().groups
     versions = {s.versions[0] for g in groups for s in g.samples}
     assert versions == {-1}, "as nothing was loaded"
     batch = make_batch(
-        groups, job.algorithm, Terms(policy_version=1, staleness_max=2, longest=8), pad=task_of(job).vocab.pad
+        groups, job.algorithm, TokenSelection(policy_version=1, staleness_max=2, longest=8), pad=task_of(job).vocab.pad
     )
     batch = _as_of(batch, version=0)
     model = writer.model

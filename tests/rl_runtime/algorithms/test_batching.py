@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.rl_runtime.algorithms.batching import assign, form_microbatches
-from rolecall.rl_runtime.protocol.messages import Group
+from rolecall.rl_runtime.protocol.messages import PromptGroup
 
 REPLICAS = [ReplicaId(f"trainer/{n}") for n in range(6)]
 
 
-def group(name: str) -> Group:
-    return Group(group_id=GroupId(name), prompt_tokens=(1,), samples=())
+def group(name: str) -> PromptGroup:
+    return PromptGroup(group_id=GroupId(name), prompt_tokens=(1,), samples=())
 
 
 @st.composite

@@ -16,16 +16,24 @@ import pytest
 from rolecall.core.ids import GroupId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.ledger import FILTERED, GroupState, Ledger, LedgerLine
-from rolecall.rl_runtime.algorithms.sampler import SEED, TAKEN, SamplerState, Verdict, group_seed, judge, request_seed
+from rolecall.rl_runtime.algorithms.sampler import (
+    SEED,
+    TAKEN,
+    GroupSignal,
+    SamplerState,
+    classify_rewards,
+    group_seed,
+    request_seed,
+)
 from rolecall.rl_runtime.controller import supply
-from rolecall.rl_runtime.controller.journal_writer import Books
+from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.tasks.task import group_id, group_number
-from rolecall.testing.runtime_roles import Answers
+from rolecall.testing.runtime_roles import ScriptedResponses
 from tests.rl_runtime.loop import World, small_job
 
-HALF = Answers(right_below=9)
+HALF = ScriptedResponses(right_below=9)
 """Every second group of two teaches nothing."""
-ALL_WRONG = Answers(right_below=3)
+ALL_WRONG = ScriptedResponses(right_below=3)
 LOST = ("run_ended", "stale")
 
 
@@ -40,9 +48,9 @@ def dapo(num_steps: int = 4, every_steps: int = 2, **algorithm: Any) -> Any:
     )
 
 
-def verdict_of(w: World, group: GroupId) -> Verdict:
+def verdict_of(w: World, group: GroupId) -> GroupSignal:
     seeds = [request_seed(w.job.seed, group_number(group), n) for n in range(w.job.algorithm.group_size)]
-    return judge([w.answers.reward(w.answers.tokens(s)) for s in seeds], w.job.algorithm.filter_by)
+    return classify_rewards([w.answers.reward(w.answers.tokens(s)) for s in seeds], w.job.algorithm.filter_by)
 
 
 def ledger_lines(w: World) -> list[Mapping[str, Any]]:
@@ -58,9 +66,9 @@ def check_sampler(w: World, lines: Sequence[Mapping[str, Any]]) -> None:
         if state == GroupState.ISSUED:
             assert reason == f"{SEED}{group_seed(w.job.seed, group_number(group))}"
         elif state == GroupState.ACCEPTED and not reason.startswith(TAKEN):
-            assert verdict_of(w, group) is Verdict.TEACHES, f"{group} was accepted"
+            assert verdict_of(w, group) is GroupSignal.INFORMATIVE, f"{group} was accepted"
         elif state == GroupState.DROPPED and reason.startswith(FILTERED):
-            assert reason == f"{FILTERED}{verdict_of(w, group)}" and verdict_of(w, group) is not Verdict.TEACHES
+            assert reason == f"{FILTERED}{verdict_of(w, group)}" and verdict_of(w, group) is not GroupSignal.INFORMATIVE
     stands: dict[str, str] = {}
     for line in lines:
         if line["state"] == GroupState.ASSIGNED:
@@ -107,11 +115,11 @@ def test_without_dynamic_sampling_nothing_is_judged(tmp_path: Path) -> None:
     ("answers", "kind", "advice"),
     [
         (ALL_WRONG, "0 all right, {} all wrong, 0 all equal", "too hard"),
-        (Answers(right_below=16), "{} all right, 0 all wrong, 0 all equal", "too easy"),
+        (ScriptedResponses(right_below=16), "{} all right, 0 all wrong, 0 all equal", "too easy"),
     ],
 )
 def test_prompts_that_teach_nothing_end_the_run_with_a_sentence(
-    tmp_path: Path, answers: Answers, kind: str, advice: str
+    tmp_path: Path, answers: ScriptedResponses, kind: str, advice: str
 ) -> None:
     w = World(job=dapo(refills_max=3), path=tmp_path, seed=0, answers=answers).run()
     assert w.outcome is not None and w.outcome.outcome == "failed" and w.outcome.steps == 0
@@ -123,8 +131,8 @@ def test_prompts_that_teach_nothing_end_the_run_with_a_sentence(
     check_sampler(w, ledger_lines(w))
 
 
-@pytest.mark.parametrize("answers", [ALL_WRONG, Answers(right_below=4)])
-def test_at_the_limit_the_newest_filtered_groups_may_fill_the_batch(tmp_path: Path, answers: Answers) -> None:
+@pytest.mark.parametrize("answers", [ALL_WRONG, ScriptedResponses(right_below=4)])
+def test_at_the_limit_the_newest_filtered_groups_may_fill_the_batch(tmp_path: Path, answers: ScriptedResponses) -> None:
     w = World(job=dapo(refills_max=2, at_refill_limit="take"), path=tmp_path, seed=0, answers=answers).run()
     checked(w)
     lines = ledger_lines(w)
@@ -261,12 +269,12 @@ def test_while_hold_is_set_batches_go_on_being_filled(tmp_path: Path) -> None:
 
 
 def _forgets_acceptance(patch: pytest.MonkeyPatch) -> None:
-    whole = Books._write
+    whole = RunRecorder._write
 
-    def write(self: Books, lines: Sequence[LedgerLine]) -> Any:
+    def write(self: RunRecorder, lines: Sequence[LedgerLine]) -> Any:
         return whole(self, [x for x in lines if x.state is not GroupState.ACCEPTED])
 
-    patch.setattr(Books, "_write", write)
+    patch.setattr(RunRecorder, "_write", write)
 
 
 def _skips_a_prompt(patch: pytest.MonkeyPatch) -> None:
@@ -286,7 +294,9 @@ def _draws_from_a_counter_of_its_own(patch: pytest.MonkeyPatch) -> None:
 
 
 def _judges_by_another_rule(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(supply, "judge", lambda rewards, by: Verdict.ALL_WRONG if rewards[0] == 0.0 else Verdict.TEACHES)
+    patch.setattr(
+        supply, "judge", lambda rewards, by: GroupSignal.ALL_WRONG if rewards[0] == 0.0 else GroupSignal.INFORMATIVE
+    )
 
 
 MUTANTS = [_forgets_acceptance, _skips_a_prompt, _draws_from_a_counter_of_its_own, _judges_by_another_rule]

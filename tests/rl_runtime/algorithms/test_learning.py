@@ -18,11 +18,11 @@ import torch
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.errors import BatchNotFilled
 from rolecall.core.policy_health import LOG_RATIO_ALARM
-from rolecall.rl_runtime.protocol.messages import End
+from rolecall.rl_runtime.protocol.messages import EndReason
 from rolecall.rl_runtime.tasks.reward_worker import task_of
 from rolecall.rl_runtime.tasks.task import group_number, group_start
 from rolecall.rl_runtime.trainer.model import write_model_folder
-from rolecall.testing.learning import Line, ModelWriter, Source, examine, learn
+from rolecall.testing.learning import BatchGenerator, GeneratedSequence, ModelSequenceGenerator, examine, learn
 
 KNOWS_PARITY = 0.65
 """Letters guessed at random and the end in its place earn (12 / 2 + 1) / 13 = 0.54: more takes looking at the digits.
@@ -30,9 +30,9 @@ Eleven runs over six seeds and staleness 0 to 2 ended between 0.75 and 1.0 after
 TINY = {"hidden_size": 32, "intermediate_size": 64}
 
 
-def writer_of(job: JobConfig, folder: Path) -> ModelWriter:
+def writer_of(job: JobConfig, folder: Path) -> ModelSequenceGenerator:
     write_model_folder(folder, job.model, 0, job.task.name)
-    return ModelWriter(folder, eos=task_of(job).vocab.eos, seed=job.seed)
+    return ModelSequenceGenerator(folder, eos=task_of(job).vocab.eos, seed=job.seed)
 
 
 @pytest.mark.long
@@ -110,7 +110,7 @@ class Dictated:
     def load(self, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         del version, weights
 
-    def write(self, lines: Sequence[Line], upto: Sequence[int]) -> list[Line]:
+    def write(self, lines: Sequence[GeneratedSequence], upto: Sequence[int]) -> list[GeneratedSequence]:
         done = []
         for line, limit in zip(lines, upto, strict=True):
             answer = self.task.answer(line.prompt)
@@ -129,7 +129,7 @@ def dapo(**settings: Any) -> JobConfig:
 
 def test_groups_that_teach_nothing_are_made_anew_until_the_batch_is_full() -> None:
     job = dapo()
-    made = Source(job, task_of(job), Dictated(job, wrong=(0, 5, 8, 9, 10, 12))).generate()
+    made = BatchGenerator(job, task_of(job), Dictated(job, wrong=(0, 5, 8, 9, 10, 12))).generate()
     # Two samples a group: 0, 5, 10 and 12 make groups 0, 2, 5 and 6 unequal; in group 4 both are wrong.
     assert [group_number(g.group_id) for g in made.groups] == [0, 2, 5, 6]
     assert (made.num_groups, made.num_filtered, len(made.over)) == (7, 3, 14)
@@ -138,9 +138,9 @@ def test_groups_that_teach_nothing_are_made_anew_until_the_batch_is_full() -> No
 def test_no_full_batch_within_the_limit_is_an_error_or_takes_the_newest() -> None:
     job = dapo()
     with pytest.raises(BatchNotFilled, match=r"12 groups were generated, and 1 of the 4 .* 11 all right"):
-        Source(job, task_of(job), Dictated(job, wrong=(0,))).generate()
+        BatchGenerator(job, task_of(job), Dictated(job, wrong=(0,))).generate()
     job = dapo(at_refill_limit="take")
-    made = Source(job, task_of(job), Dictated(job, wrong=(0,))).generate()
+    made = BatchGenerator(job, task_of(job), Dictated(job, wrong=(0,))).generate()
     assert [group_number(g.group_id) for g in made.groups] == [0, 9, 10, 11]
     assert (made.num_groups, made.num_filtered) == (12, 8)
 
@@ -149,7 +149,7 @@ def test_windows_cover_every_token_once_and_slots_are_filled_at_once() -> None:
     small = {"microbatches_per_step": 2, "groups_per_microbatch": 3, "window_tokens": 3}
     job = parse_job({"task": {"name": "long_addition"}, "algorithm": {"name": "tppo", **small}})
     writer = Dictated(job)
-    source = Source(job, writer.task, writer)
+    source = BatchGenerator(job, writer.task, writer)
     fresh: dict[int, list[tuple[int, int]]] = {}
     over = set()
     for _ in range(100):
@@ -161,7 +161,7 @@ def test_windows_cover_every_token_once_and_slots_are_filled_at_once() -> None:
             assert sample.first_fresh == start and number not in over
             fresh.setdefault(number, []).append((start, len(sample.tokens)))
             assert sample.tokens == writer.task.answer(group.prompt_tokens)[: len(sample.tokens)]
-            if sample.end is not End.CUT:
+            if sample.end is not EndReason.TRUNCATED:
                 over.add(number)
                 assert sample.reward == 1.0
     assert len(over) > 50
@@ -175,7 +175,10 @@ def test_lines_of_all_lengths_are_written_behind_what_they_have(tmp_path: Path) 
     writer = writer_of(job, tmp_path)
     task = task_of(job)
     eos = task.vocab.eos
-    lines = [Line(prompt=task.prompt(n).tokens).continued([5, 6][: n % 3], [-1.0, -2.0][: n % 3], 3) for n in range(9)]
+    lines = [
+        GeneratedSequence(prompt=task.prompt(n).tokens).continued([5, 6][: n % 3], [-1.0, -2.0][: n % 3], 3)
+        for n in range(9)
+    ]
     writer.version = 4
     upto = [2 + n % 4 for n in range(9)]
     for old, new, limit in zip(lines, writer.write(lines, upto), upto, strict=True):

@@ -28,16 +28,16 @@ import pytest
 
 from rolecall.core.journal.ledger import FILTERED, GroupState, Ledger
 from rolecall.rl_runtime.controller.open_group import UNTRAINED, EngineKey, OpenGroup
-from rolecall.rl_runtime.controller.trajectories import Moved, TrajectoryTable
+from rolecall.rl_runtime.controller.trajectories import ReassignedRequests, TrajectoryTable
 from rolecall.testing.runtime_fleet import request_seed_of
-from rolecall.testing.runtime_roles import Answers
+from rolecall.testing.runtime_roles import ScriptedResponses
 from tests.rl_runtime.loop import World, small_job
 
-LONG_TAIL = Answers(longest=256, long_tail=True, right_below=9)
+LONG_TAIL = ScriptedResponses(longest=256, long_tail=True, right_below=9)
 LEVEL = 0.01
 """A covariance that so few of the shuffled ones reach is called bias."""
 SHUFFLES = 999
-ALGORITHMS: dict[str, dict[str, Any]] = {"grpo": {}, "dapo": {"overlong_cache": 2}}
+ALGORITHMS: dict[str, dict[str, Any]] = {"grpo": {}, "dapo": {"overlong_buffer_tokens": 2}}
 VICTIMS = ("rollout/0", "rollout/1", "rollout/2", "trainer/0", "trainer/1", "controller/0")
 ENGINES = VICTIMS[:3]
 KILLS = 20
@@ -199,7 +199,7 @@ class DropsByOldestToken(TrajectoryTable):
 class StartsOver(TrajectoryTable):
     """What a dead engine had in work is made from the prompt again."""
 
-    def leave(self, engine: EngineKey, *, alive: bool = False) -> Moved:
+    def leave(self, engine: EngineKey, *, alive: bool = False) -> ReassignedRequests:
         leaving = list(self._unfinished_on(engine))
         moved = super().leave(engine, alive=alive)
         for t in leaving:

@@ -20,14 +20,14 @@ from rolecall.core.ids import GroupId
 from rolecall.rl_runtime.algorithms.objective import (
     LOG_RATIO_MAX,
     LOG_RATIO_MIN,
-    Terms,
+    TokenSelection,
     divisors,
     make_batch,
     objective,
     state_values,
     token_logprobs,
 )
-from rolecall.rl_runtime.protocol.messages import End, Group, Sample
+from rolecall.rl_runtime.protocol.messages import EndReason, PromptGroup, TrainingSample
 from rolecall.rl_runtime.protocol.policy_health import HealthSums, health
 from tests.rl_runtime import reference_math
 from tests.rl_runtime.objective_rig import (
@@ -94,7 +94,7 @@ EDGES = {
     "one token each": row_of(2, lengths=[1, 1]),
     "an answer without a token": row_of(2, lengths=[0, 3]),
     "one token, and the longest": row_of(2, lengths=[1, 9]),
-    "all truncated": row_of(3, end=End.LENGTH, lengths=[9, 9, 9]),
+    "all truncated": row_of(3, end=EndReason.LENGTH, lengths=[9, 9, 9]),
     "all right": with_rewards(1.0, 1.0, 1.0),
     "all wrong": with_rewards(-1.0, -1.0, -1.0),
     "no variance, of a value that rounds": with_rewards(0.1, 0.1, 0.1),
@@ -114,13 +114,13 @@ def test_edges(name: str, samples: list[Said]) -> None:
 
 
 CUT_EDGES = {
-    "all cut": row_of(3, end=End.CUT),
-    "all cut after one token": row_of(2, end=End.CUT, lengths=[1, 1]),
-    "nothing fresh, cut": row_of(2, end=End.CUT, lengths=[4, 4], first_fresh=4),
+    "all cut": row_of(3, end=EndReason.TRUNCATED),
+    "all cut after one token": row_of(2, end=EndReason.TRUNCATED, lengths=[1, 1]),
+    "nothing fresh, cut": row_of(2, end=EndReason.TRUNCATED, lengths=[4, 4], first_fresh=4),
     "nothing fresh, over": row_of(2, lengths=[4, 4], first_fresh=4),
     "over before its first fresh token": row_of(2, lengths=[4, 2], first_fresh=6),
-    "only the last token fresh": row_of(2, end=End.CUT, lengths=[4, 4], first_fresh=3),
-    "cut and over together": [*row_of(2, end=End.CUT, first_fresh=1), *row_of(2)],
+    "only the last token fresh": row_of(2, end=EndReason.TRUNCATED, lengths=[4, 4], first_fresh=3),
+    "cut and over together": [*row_of(2, end=EndReason.TRUNCATED, first_fresh=1), *row_of(2)],
 }
 
 
@@ -137,8 +137,8 @@ def test_a_group_of_one(name: str) -> None:
 
 def test_lengths_weigh_as_each_paper_says() -> None:
     # Two samples, of 1 and 3 tokens with ratio 1, advantages -1 and +1 (or -0.5 and 0.5).
-    short = Sample(request_id="a", tokens=(3,), logprobs=(-1.0,), versions=(7,), reward=0.0)
-    long = Sample(request_id="b", tokens=(3,) * 3, logprobs=(-1.0,) * 3, versions=(7,) * 3, reward=1.0)
+    short = TrainingSample(request_id="a", tokens=(3,), logprobs=(-1.0,), versions=(7,), reward=0.0)
+    long = TrainingSample(request_id="b", tokens=(3,) * 3, logprobs=(-1.0,) * 3, versions=(7,) * 3, reward=1.0)
 
     def loss(**chosen: Any) -> float:
         algorithm = AlgorithmConfig.model_validate(
@@ -150,7 +150,7 @@ def test_lengths_weigh_as_each_paper_says() -> None:
                 **chosen,
             }
         )
-        group = Group(group_id=GroupId("g"), prompt_tokens=(1,), samples=(short, long))
+        group = PromptGroup(group_id=GroupId("g"), prompt_tokens=(1,), samples=(short, long))
         batch = make_batch([group], algorithm, TERMS, pad=0, dtype=torch.float64)
         now = -batch.response_st
         found = objective(batch, algorithm, TERMS, logprobs_st=now, entropy_st=now * 0)
@@ -190,10 +190,10 @@ def one_token(
     """Objective, slope by log-probability and sums of a token; of two samples, the other one weighs nothing."""
     algorithm = AlgorithmConfig.model_validate({"group_size": 2, "entropy_coefficient": 0.0, **chosen})
     samples = (
-        Sample(request_id="a", tokens=(3,), logprobs=(-1.0,), versions=(7,), reward=advantage),
-        Sample(request_id="b", tokens=(3,), logprobs=(-1.0,), versions=(0,), reward=-advantage),
+        TrainingSample(request_id="a", tokens=(3,), logprobs=(-1.0,), versions=(7,), reward=advantage),
+        TrainingSample(request_id="b", tokens=(3,), logprobs=(-1.0,), versions=(0,), reward=-advantage),
     )
-    group = Group(group_id=GroupId("g"), prompt_tokens=(1,), samples=samples)
+    group = PromptGroup(group_id=GroupId("g"), prompt_tokens=(1,), samples=samples)
     batch = make_batch([group], algorithm, TERMS, pad=0, dtype=dtype)
     # The sampler's is 0, so that the ratio's logarithm is the number asked for to the last bit.
     batch = replace(batch, sampler_logprobs_st=torch.zeros(2, 2, dtype=dtype))
@@ -319,8 +319,8 @@ def test_at_least_float32_whatever_the_model_computes_in() -> None:
     assert float(logprobs[0, 1]) == pytest.approx(-math.log1p(math.exp(-1.0)), abs=1e-7)
 
 
-GOOD = Sample(request_id="r1", tokens=(3, 4), logprobs=(-1.0, -2.0), versions=(7, 7), reward=1.0)
-REFUSED: dict[str, tuple[Sample, tuple[int, ...], str]] = {
+GOOD = TrainingSample(request_id="r1", tokens=(3, 4), logprobs=(-1.0, -2.0), versions=(7, 7), reward=1.0)
+REFUSED: dict[str, tuple[TrainingSample, tuple[int, ...], str]] = {
     "a token without its log-probability": (replace(GOOD, logprobs=(-1.0,)), (1,), "differ in length"),
     "a token without its version": (replace(GOOD, versions=(7,)), (1,), "differ in length"),
     "no prompt": (GOOD, (), "without a prompt"),
@@ -328,19 +328,23 @@ REFUSED: dict[str, tuple[Sample, tuple[int, ...], str]] = {
     "impossible token": (replace(GOOD, logprobs=(-math.inf, -1.0)), (1,), "log-probability is not finite"),
     "reward of no number": (replace(GOOD, reward=math.nan), (1,), "its reward is nan"),
     "endless reward": (replace(GOOD, reward=math.inf), (1,), "its reward is inf"),
-    "cut, to be compared": (replace(GOOD, end=End.CUT), (1,), "its answer is not over"),
+    "cut, to be compared": (replace(GOOD, end=EndReason.TRUNCATED), (1,), "its answer is not over"),
 }
 
 
 @pytest.mark.parametrize(("sample", "prompt", "why"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_trained_on_is_refused_by_name(sample: Sample, prompt: tuple[int, ...], why: str) -> None:
-    group = Group(group_id=GroupId("g"), prompt_tokens=prompt, samples=(replace(GOOD, request_id="r0"), sample))
+def test_what_cannot_be_trained_on_is_refused_by_name(
+    sample: TrainingSample, prompt: tuple[int, ...], why: str
+) -> None:
+    group = PromptGroup(group_id=GroupId("g"), prompt_tokens=prompt, samples=(replace(GOOD, request_id="r0"), sample))
     with pytest.raises(ValueError, match=f"sample r.: .*{why}"):
         make_batch([group], configured("grpo", 1, 2), TERMS, pad=0)
 
 
 def test_a_cut_answer_has_no_reward_whatever_stands_there() -> None:
-    group = Group(group_id=GroupId("g"), prompt_tokens=(1,), samples=(replace(GOOD, end=End.CUT, reward=math.nan),))
+    group = PromptGroup(
+        group_id=GroupId("g"), prompt_tokens=(1,), samples=(replace(GOOD, end=EndReason.TRUNCATED, reward=math.nan),)
+    )
     batch = make_batch([group], configured("tppo", 1, 1), TERMS, pad=0)
     assert batch.rewards_s.tolist() == [0.0]
     assert batch.sums.reward == 0.0
@@ -351,13 +355,15 @@ def test_a_cut_answer_has_no_reward_whatever_stands_there() -> None:
 
 def test_batch_is_padded_and_masked() -> None:
     samples = (
-        Sample(request_id="a", tokens=(7,), logprobs=(-0.5,), versions=(5,), reward=1.0),
-        Sample(request_id="b", tokens=(8, 2), logprobs=(-0.25, -0.125), versions=(4, 7), reward=0.0),
+        TrainingSample(request_id="a", tokens=(7,), logprobs=(-0.5,), versions=(5,), reward=1.0),
+        TrainingSample(request_id="b", tokens=(8, 2), logprobs=(-0.25, -0.125), versions=(4, 7), reward=0.0),
     )
-    other = Sample(request_id="c", tokens=(9,), logprobs=(-1.0,), versions=(4,), reward=0.5, end=End.LENGTH)
+    other = TrainingSample(
+        request_id="c", tokens=(9,), logprobs=(-1.0,), versions=(4,), reward=0.5, end=EndReason.LENGTH
+    )
     groups = [
-        Group(group_id=GroupId("g00000000"), prompt_tokens=(1, 5), samples=samples),
-        Group(group_id=GroupId("g00000001"), prompt_tokens=(1,), samples=(other, other)),
+        PromptGroup(group_id=GroupId("g00000000"), prompt_tokens=(1, 5), samples=samples),
+        PromptGroup(group_id=GroupId("g00000001"), prompt_tokens=(1,), samples=(other, other)),
     ]
     b = make_batch(groups, configured("dr. grpo", 2, 2), TERMS, pad=0)
     assert b.tokens_st.tolist() == [[1, 5, 7, 0], [1, 5, 8, 2], [1, 9, 0, 0], [1, 9, 0, 0]]
@@ -373,7 +379,7 @@ def test_batch_is_padded_and_masked() -> None:
 
 def test_policy_and_critic_train_on_their_own_tokens() -> None:
     rng = Random(0)
-    cut = said(rng, 0, length=4, end=End.CUT, first_fresh=2, ages=[1, 0, 0, 3])
+    cut = said(rng, 0, length=4, end=EndReason.TRUNCATED, first_fresh=2, ages=[1, 0, 0, 3])
     over = said(rng, 1, length=3, first_fresh=1, ages=[3, 0, 0])
     case = one_group("tppo", cut, over, prompt=(1,))
     b = measure(case).batch
@@ -561,7 +567,7 @@ def test_the_critics_gradient_through_a_network(seed: int) -> None:
 
 
 @pytest.mark.parametrize("terms", [replace(TERMS, staleness_max=0), replace(TERMS, staleness_max=9)])
-def test_the_bound_on_staleness_is_the_terms(terms: Terms) -> None:
+def test_the_bound_on_staleness_is_the_terms(terms: TokenSelection) -> None:
     case = replace(random_case("dapo", 4), terms=terms)
     agrees(case)
     trained = sum(sum(a.trained) for group in case.answers() for a in group)
@@ -570,7 +576,7 @@ def test_the_bound_on_staleness_is_the_terms(terms: Terms) -> None:
 
 def test_the_alarm_looks_only_at_tokens_of_this_version() -> None:
     sample = replace(GOOD, logprobs=(-1.0, -1.0), versions=(6, 7))
-    group = Group(group_id=GroupId("g"), prompt_tokens=(1,), samples=(sample,))
+    group = PromptGroup(group_id=GroupId("g"), prompt_tokens=(1,), samples=(sample,))
     algorithm = configured("grpo, as it comes", 1, 2)
     now = torch.tensor([[0.0, -3.0, -1.25]], dtype=torch.float64)
 

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolecall.rl_runtime.protocol.messages import End
-from rolecall.rl_runtime.protocol.policy_health import Health, HealthSums, health
+from rolecall.rl_runtime.protocol.messages import EndReason
+from rolecall.rl_runtime.protocol.policy_health import HealthSums, PolicyHealth, health
 from tests.rl_runtime import reference_math
 from tests.rl_runtime.objective_rig import ALGORITHMS, Case, configured, measure, random_case, said
 
@@ -29,7 +29,7 @@ def mean(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None
 
 
-def from_lists(case: Case) -> Health:
+def from_lists(case: Case) -> PolicyHealth:
     """Every sign by its words, from lists of tokens and samples."""
     method = case.method()
     groups = case.answers()
@@ -40,7 +40,7 @@ def from_lists(case: Case) -> Health:
     fresh = sum(max(0, len(s.tokens) - s.first_fresh) for s in samples)
     ratios = [math.exp(a.logprobs[t] - a.sampler_logprobs[t]) for a, t, _ in trained]
     gains = [w for _, _, w in trained]
-    over = [s for s in samples if s.end is not End.CUT]
+    over = [s for s in samples if s.end is not EndReason.TRUNCATED]
     targets, errors = [], []
     for answer in answers if method.critic else ():
         if not answer.cut:
@@ -50,7 +50,7 @@ def from_lists(case: Case) -> Health:
     low, high, cap = 1 - method.clip_low, 1 + method.clip_high, method.cap
     clips = cap is None
     pairs = list(zip(ratios, gains, strict=True))
-    return Health(
+    return PolicyHealth(
         entropy=mean([a.entropies[t] for a, t, _ in trained]),
         clip_fraction_low=mean([float(clips and r < low and g < 0) for r, g in pairs]),
         clip_fraction_high=mean([float(clips and r > high and g > 0) for r, g in pairs]),
@@ -65,7 +65,7 @@ def from_lists(case: Case) -> Health:
         stale_fraction=1 - len(trained) / fresh if fresh else None,
         response_length=mean([len(s.tokens) for s in over]),
         response_length_max=max((len(s.tokens) for s in over), default=None),
-        truncated_fraction=mean([float(s.end is End.LENGTH) for s in over]),
+        truncated_fraction=mean([float(s.end is EndReason.LENGTH) for s in over]),
         value_loss=mean([e * e / 2 for e in errors]),
         explained_variance=1 - pvariance(errors) / pvariance(targets)
         if targets and pvariance(targets) > 1e-12
@@ -73,8 +73,8 @@ def from_lists(case: Case) -> Health:
     )
 
 
-def same(got: Health, wanted: Health, tolerance: float = EXACT) -> None:
-    for f in fields(Health):
+def same(got: PolicyHealth, wanted: PolicyHealth, tolerance: float = EXACT) -> None:
+    for f in fields(PolicyHealth):
         a, b = getattr(got, f.name), getattr(wanted, f.name)
         assert a == (None if b is None else pytest.approx(b, rel=tolerance, abs=tolerance)), f.name
 
@@ -151,7 +151,7 @@ def test_what_a_step_had_none_of_is_unknown_and_not_zero() -> None:
 
 def test_of_a_step_whose_answers_are_all_cut_nothing_is_said_of_answers() -> None:
     rng = Random(0)
-    group = ((1, 2), (said(rng, 0, length=3, end=End.CUT, ages=[0, 0, 0]),))
+    group = ((1, 2), (said(rng, 0, length=3, end=EndReason.TRUNCATED, ages=[0, 0, 0]),))
     case = Case(algorithm=configured("tppo", 1, 1), terms=random_case("tppo", 0).terms, groups=(group,))
     found = health(measure(case).found.sums).to_dict()
     assert found["entropy"] > 0
@@ -212,5 +212,5 @@ def test_divergences_are_never_below_zero() -> None:
 @settings(max_examples=10, deadline=None)
 def test_health_survives_being_written_and_read(seed: int) -> None:
     found = health(measure(random_case("ppo", seed)).found.sums, filtered_fraction=0.5)
-    assert Health.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found
-    assert Health.from_dict({}) == Health.from_dict(health(HealthSums()).to_dict())
+    assert PolicyHealth.from_dict(json.loads(json.dumps(found.to_dict(), allow_nan=False))) == found
+    assert PolicyHealth.from_dict({}) == PolicyHealth.from_dict(health(HealthSums()).to_dict())

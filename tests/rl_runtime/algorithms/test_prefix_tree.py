@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rolecall.core.config.algorithm import AlgorithmConfig
 from rolecall.core.ids import ReplicaId
-from rolecall.rl_runtime.algorithms.objective import Terms, make_batch, objective
+from rolecall.rl_runtime.algorithms.objective import TokenSelection, make_batch, objective
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
-from rolecall.rl_runtime.protocol.messages import End, Group, Request, TokenChunk
+from rolecall.rl_runtime.protocol.messages import EndReason, GenerationRequest, PromptGroup, TokenChunk
 from rolecall.rl_runtime.tasks.task import group_id, group_start
 
 STOP, LONGEST, WINDOW = 0, 3, 2
@@ -81,7 +81,7 @@ def tree() -> Tree:
 
 # --- what becomes of one answer
 
-Mutant = Callable[[Group], Group]
+Mutant = Callable[[PromptGroup], PromptGroup]
 
 
 def chunk(tree: Tree, request_id: str, answer: Answer, begin: int, end: int) -> TokenChunk:
@@ -100,16 +100,16 @@ def chunk(tree: Tree, request_id: str, answer: Answer, begin: int, end: int) -> 
     )
 
 
-def groups_of(tree: Tree, answer: Answer, death: int | None, prefixes: str) -> list[Group]:
+def groups_of(tree: Tree, answer: Answer, death: int | None, prefixes: str) -> list[PromptGroup]:
     """The groups that are trained of one answer, when its engine dies after `death` tokens."""
     table, engines = TrajectoryTable(), [(ReplicaId("rollout/0"), n) for n in range(9)]
-    made: list[Group] = []
+    made: list[PromptGroup] = []
     following = group_id(0)
     for _ in range(LONGEST):
         start = group_start(following)
         limit = windows.limit_of(start, window_tokens=WINDOW, longest=LONGEST)
-        request = Request(
-            request_id=f"{following}.0", group_id=following, prompt_tokens=PROMPT, max_new_tokens=limit, seed=0
+        request = GenerationRequest(
+            request_id=f"{following}.0", group_id=following, prompt_tokens=PROMPT, max_response_tokens=limit, seed=0
         )
         group = table.open(following, PROMPT, [request], first_fresh=start, is_window=limit < LONGEST)
         windows.settle(table, LONGEST)
@@ -134,7 +134,7 @@ def groups_of(tree: Tree, answer: Answer, death: int | None, prefixes: str) -> l
     raise AssertionError("an answer without an end")
 
 
-def cases(tree: Tree, prefixes: str) -> Iterator[tuple[float, list[Group]]]:
+def cases(tree: Tree, prefixes: str) -> Iterator[tuple[float, list[PromptGroup]]]:
     """(probability, what is trained on) of all that can happen."""
     for answer in ANSWERS:
         for death, chance in DEATHS.items():
@@ -145,13 +145,13 @@ def cases(tree: Tree, prefixes: str) -> Iterator[tuple[float, list[Group]]]:
 
 
 def estimate(
-    tree: Tree, found: Sequence[tuple[float, list[Group]]], mutant: Mutant | None = None, **settings: Any
+    tree: Tree, found: Sequence[tuple[float, list[PromptGroup]]], mutant: Mutant | None = None, **settings: Any
 ) -> Tensor:
     """The expected gradient of what the objective makes larger."""
     algorithm = AlgorithmConfig(name="tppo", window_tokens=WINDOW, entropy_coefficient=0.0, **settings)
     weighed = [(p, mutant(g) if mutant else g) for p, groups in found for g in groups]
     groups = [g for _, g in weighed]
-    terms = Terms(policy_version=0, staleness_max=0, longest=LONGEST)
+    terms = TokenSelection(policy_version=0, staleness_max=0, longest=LONGEST)
     batch = make_batch(groups, algorithm, terms, pad=0, dtype=torch.float64)
     chances = torch.tensor([p for p, _ in weighed], dtype=torch.float64).unsqueeze(1)
     batch = replace(batch, weights_st=batch.weights_st * chances)
@@ -177,11 +177,11 @@ def estimate(
     return found_gradient
 
 
-def deviation_of_previous(tree: Tree, found: Sequence[tuple[float, list[Group]]], decay: float) -> Tensor:
+def deviation_of_previous(tree: Tree, found: Sequence[tuple[float, list[PromptGroup]]], decay: float) -> Tensor:
     """What it adds to say of a cut state what was said of the one before: the last difference, handed back."""
     total = torch.zeros((), dtype=torch.float64)
     for chance, groups in found:
-        for sample in (g.samples[0] for g in groups if g.samples[0].end is End.CUT):
+        for sample in (g.samples[0] for g in groups if g.samples[0].end is EndReason.TRUNCATED):
             tokens, last = sample.tokens, len(sample.tokens) - 1
             missing = tree.value(tokens[:last]) - tree.value(tokens)
             for t in range(sample.first_fresh, len(tokens)):
@@ -223,16 +223,18 @@ def test_the_papers_value_behind_a_cut_deviates_by_exactly_the_last_difference(
     tree: Tree, prefixes: str, decay: float
 ) -> None:
     found = list(cases(tree, prefixes))
-    estimated = estimate(tree, found, lambda_policy=decay, cut_value="previous")
+    estimated = estimate(tree, found, lambda_policy=decay, truncation_value="previous")
     deviation = deviation_of_previous(tree, found, decay)
     assert close(estimated, tree.exact_gradient() + deviation)
     assert deviation.abs().max() > 1e-3
 
 
-def lost_behind(tree: Tree, start: int, answer: Answer) -> Group | None:
+def lost_behind(tree: Tree, start: int, answer: Answer) -> PromptGroup | None:
     """A window whose context was lost with engine and controller, made from the prompt; None if it is to be made anew."""
     table, name, engine = TrajectoryTable(), group_id(0, start), (ReplicaId("rollout/0"), 1)
-    request = Request(request_id=f"{name}.0", group_id=name, prompt_tokens=PROMPT, max_new_tokens=LONGEST, seed=0)
+    request = GenerationRequest(
+        request_id=f"{name}.0", group_id=name, prompt_tokens=PROMPT, max_response_tokens=LONGEST, seed=0
+    )
     group = table.open(name, PROMPT, [request], first_fresh=start)
     assert windows.settle(table, LONGEST) == ([name], [])
     table.place(name, engine)
@@ -244,7 +246,7 @@ def lost_behind(tree: Tree, start: int, answer: Answer) -> Group | None:
     return group.as_group()
 
 
-def lost_cases(tree: Tree, death: int) -> Iterator[tuple[float, list[Group]]]:
+def lost_cases(tree: Tree, death: int) -> Iterator[tuple[float, list[PromptGroup]]]:
     """What was trained on is trained on; what would have come behind it comes from another answer that got there."""
     made = {a: lost_behind(tree, death, a) for a in ANSWERS}
     chances = {a: float(tree.probability(a).detach()) for a in ANSWERS}
@@ -264,16 +266,18 @@ def test_nor_does_a_context_that_was_lost_and_made_again(tree: Tree, death: int)
     assert close(estimate(tree, list(lost_cases(tree, death)), lambda_policy=0.6), tree.exact_gradient())
 
 
-def used_again(group: Group) -> Group:
+def used_again(group: PromptGroup) -> PromptGroup:
     """Trains again on what earlier windows were trained on."""
     return replace(group, samples=tuple(replace(s, first_fresh=0) for s in group.samples))
 
 
-def ended(group: Group) -> Group:
+def ended(group: PromptGroup) -> PromptGroup:
     """Takes a cut for an end that is worth nothing."""
     return replace(
         group,
-        samples=tuple(replace(s, end=End.STOP, reward=0.0) if s.end is End.CUT else s for s in group.samples),
+        samples=tuple(
+            replace(s, end=EndReason.STOP, reward=0.0) if s.end is EndReason.TRUNCATED else s for s in group.samples
+        ),
     )
 
 

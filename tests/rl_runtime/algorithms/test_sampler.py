@@ -14,18 +14,18 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import FILTERED, GroupState, Ledger, LedgerLine
 from rolecall.rl_runtime.algorithms.sampler import (
     TAKEN,
+    GroupSignal,
     SamplerState,
-    Verdict,
+    classify_rewards,
     group_seed,
     is_at_limit,
-    judge,
     not_filled,
     request_seed,
 )
-from rolecall.rl_runtime.controller.journal_writer import Books
+from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.tasks.task import group_id
 
-S, V = GroupState, Verdict
+S, V = GroupState, GroupSignal
 
 
 def line(number: int, state: GroupState, step: int = -1, reason: str = "") -> LedgerLine:
@@ -46,22 +46,22 @@ def folded(*lines: LedgerLine, job_seed: int = 3) -> SamplerState:
     [
         ([1.0, 1.0, 1.0], V.ALL_RIGHT, V.ALL_RIGHT),
         ([0.0, 0.0, 0.0], V.ALL_WRONG, V.ALL_WRONG),
-        ([1.0, 0.0, 0.0], V.TEACHES, V.TEACHES),
+        ([1.0, 0.0, 0.0], V.INFORMATIVE, V.INFORMATIVE),
         ([0.5, 0.5, 0.5], V.ALL_EQUAL, V.ALL_WRONG),
-        ([0.5, 0.5, 0.25], V.TEACHES, V.ALL_WRONG),
-        ([1.0, 1.0, 0.75], V.TEACHES, V.TEACHES),
+        ([0.5, 0.5, 0.25], V.INFORMATIVE, V.ALL_WRONG),
+        ([1.0, 1.0, 0.75], V.INFORMATIVE, V.INFORMATIVE),
         ([-1.0, -1.0], V.ALL_WRONG, V.ALL_WRONG),
         # Equal but for rounding: its advantages are all 0.
         ([0.0, 5e-324], V.ALL_WRONG, V.ALL_WRONG),
         ([0.1 + 0.2, 0.3], V.ALL_EQUAL, V.ALL_WRONG),
-        ([0.3, 0.3 + 1e-5], V.TEACHES, V.ALL_WRONG),
-        ([1.0, 1.0 - 2**-53], V.ALL_EQUAL, V.TEACHES),
+        ([0.3, 0.3 + 1e-5], V.INFORMATIVE, V.ALL_WRONG),
+        ([1.0, 1.0 - 2**-53], V.ALL_EQUAL, V.INFORMATIVE),
     ],
 )
 def test_what_teaches_nothing_is_told_by_the_rewards_alone(
-    rewards: list[float], by_reward: Verdict, by_exact: Verdict
+    rewards: list[float], by_reward: GroupSignal, by_exact: GroupSignal
 ) -> None:
-    assert (judge(rewards, "reward"), judge(rewards, "exact")) == (by_reward, by_exact)
+    assert (classify_rewards(rewards, "reward"), classify_rewards(rewards, "exact")) == (by_reward, by_exact)
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 1.0]), min_size=2, max_size=6), st.randoms())
@@ -69,9 +69,9 @@ def test_a_verdict_does_not_depend_on_the_order_of_samples(rewards: list[float],
     shuffled = list(rewards)
     rng.shuffle(shuffled)  # type: ignore[attr-defined]
     for by in ("reward", "exact"):
-        assert judge(rewards, by) is judge(shuffled, by)
+        assert classify_rewards(rewards, by) is classify_rewards(shuffled, by)
     exact = sum(r == 1.0 for r in rewards)
-    assert (judge(rewards, "exact") is V.TEACHES) == (0 < exact < len(rewards)), "DAPO: 0 < #correct < G"
+    assert (classify_rewards(rewards, "exact") is V.INFORMATIVE) == (0 < exact < len(rewards)), "DAPO: 0 < #correct < G"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,11 @@ def test_the_limit_is_on_groups_judged_for_a_step_that_is_not_full(
     accepted: int, filtered: int, at_limit: bool
 ) -> None:
     algorithm = AlgorithmConfig(
-        name=AlgorithmName.DAPO, microbatches_per_step=2, groups_per_microbatch=2, refills_max=3, overlong_cache=1
+        name=AlgorithmName.DAPO,
+        microbatches_per_step=2,
+        groups_per_microbatch=2,
+        refills_max=3,
+        overlong_buffer_tokens=1,
     )
     assert is_at_limit(algorithm, accepted=accepted, filtered=filtered) is at_limit
 
@@ -91,7 +95,7 @@ def test_what_was_not_filled_is_told_with_counts_and_what_to_change(
     right: int, wrong: int, word: str, change: str
 ) -> None:
     algorithm = AlgorithmConfig(
-        name=AlgorithmName.DAPO, microbatches_per_step=2, groups_per_microbatch=2, overlong_cache=1
+        name=AlgorithmName.DAPO, microbatches_per_step=2, groups_per_microbatch=2, overlong_buffer_tokens=1
     )
     error = not_filled(algorithm, 5, accepted=1, verdicts={V.ALL_RIGHT: right, V.ALL_WRONG: wrong})
     text = str(error)
@@ -197,10 +201,10 @@ def test_a_ledger_gives_what_the_fold_needs(tmp_path: Path) -> None:
 
 def test_a_group_that_taught_something_before_its_tokens_were_lost_may_fill_a_batch(tmp_path: Path) -> None:
     journal = Journal(f"sqlite:///{tmp_path / 'journal.db'}")
-    books = Books(journal, Ledger(journal.store), ReplicaId("controller/0"), 1)
+    books = RunRecorder(journal, Ledger(journal.store), ReplicaId("controller/0"), 1)
     groups = [group_id(n) for n in range(2)]
     books.issued(groups)
-    books.judged(0, [(groups[0], 3, V.TEACHES)], [])
+    books.judged(0, [(groups[0], 3, V.INFORMATIVE)], [])
     # Made again they are all equal, and so are those of the other.
     books.assigned(0, [(g, 3) for g in groups], taken=[(g, 3, V.ALL_EQUAL) for g in groups])
     assert {state for state, _ in books.ledger.groups().values()} == {S.ASSIGNED}

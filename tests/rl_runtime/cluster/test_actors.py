@@ -16,12 +16,12 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from rolecall.agent.reporter import reporter
 from rolecall.core.clock import FakeClock
-from rolecall.core.errors import DeadlineExceeded, NotFinite, PeerLost, StaleIncarnation
+from rolecall.core.errors import DeadlineExceeded, NonFiniteValue, PeerLost, StaleIncarnation
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.rl_runtime.cluster import actors
-from rolecall.rl_runtime.protocol.clients import ReplicaGone, RewardPort, RolloutPort, TrainerPort, within
+from rolecall.rl_runtime.protocol.clients import ReplicaExited, RewardPort, RolloutPort, TrainerPort, within
 from rolecall.rl_runtime.protocol.ray_clients import RayClient, RemoteError
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -92,7 +92,7 @@ def test_an_exception_that_did_not_survive_the_way_is_still_one_of_code() -> Non
 
 
 def test_a_dead_actor_is_gone_and_one_out_of_reach_is_not() -> None:
-    with pytest.raises(ReplicaGone, match=r"rollout/1#3 is gone"):
+    with pytest.raises(ReplicaExited, match=r"rollout/1#3 is gone"):
         call(ActorDiedError())
     with pytest.raises(DeadlineExceeded, match=r"rollout/1#3 work"):
         call(ActorUnavailableError("no route", b"0" * 16))
@@ -158,8 +158,8 @@ class Stepped(FakeClock):
 def test_a_lease_that_nobody_renews_ends_the_process() -> None:
     ended: list[str] = []
     clock = Stepped()
-    renewed = actors.Lease(30.0, clock, lambda: ended.append("renewed"))
-    actors.Lease(30.0, clock, lambda: ended.append("forgotten"))
+    renewed = actors.ActorLease(30.0, clock, lambda: ended.append("renewed"))
+    actors.ActorLease(30.0, clock, lambda: ended.append("forgotten"))
     clock.advance(29.0)
     renewed.renew(30.0)
     clock.advance(2.0)
@@ -178,7 +178,7 @@ def test_a_lease_that_nobody_renews_ends_the_process() -> None:
     ("error", "told"),
     [
         (ZeroDivisionError("x"), True),
-        (NotFinite(replica="trainer/0", step=1, what="loss"), True),
+        (NonFiniteValue(replica="trainer/0", step=1, what="loss"), True),
         (PeerLost(epoch=1, because="x"), False),
         (StaleIncarnation(replica="a/0", wanted="1", got="2"), False),
         (DeadlineExceeded(waited_for="x", seconds=1.0), False),
@@ -189,7 +189,7 @@ def test_only_errors_of_code_are_told_to_the_agent(error: Exception, told: bool)
 
 
 def test_what_an_engine_had_made_is_read_from_its_page_after_its_death(tmp_path: Path) -> None:
-    read: Callable[[Actual], int | None] = actors.tokens_on_page(RunDir(tmp_path))
+    read: Callable[[Actual], int | None] = actors.report_tokens(RunDir(tmp_path))
     assert read(RECORD) is None
     layout: Any = vars(reporter)["at"]
     page = bytearray(layout.PAGE_BYTES)

@@ -4,20 +4,20 @@ import pytest
 
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.rl_runtime.protocol.membership import Fleet, members_after
+from rolecall.rl_runtime.protocol.membership import MembershipView, members_after
 
 R = ReplicaId("rollout/1")
 NODE = NodeId("node-1")
 
 
-def fleet(wanted: int | None, **states: ReplicaState) -> Fleet:
+def fleet(wanted: int | None, **states: ReplicaState) -> MembershipView:
     """`_1=READY`: incarnation 1 is READY."""
     desired = {} if wanted is None else {R: Desired(replica=R, incarnation=wanted, node=NODE, because="it hangs")}
     actual = {
         (R, int(name[1:])): Actual(replica=R, incarnation=int(name[1:]), node=NODE, state=state, because="killed")
         for name, state in states.items()
     }
-    return Fleet(desired, actual)
+    return MembershipView(desired, actual)
 
 
 S = ReplicaState
@@ -39,7 +39,7 @@ S = ReplicaState
         (fleet(1), [], "nothing is known of it"),
     ],
 )
-def test_what_the_records_say_of_incarnation_one(seen: Fleet, usable: list[int], lost: str | None) -> None:
+def test_what_the_records_say_of_incarnation_one(seen: MembershipView, usable: list[int], lost: str | None) -> None:
     assert [record.incarnation for record in seen.usable("rollout").values()] == usable
     assert seen.lost_because(R, 1) == lost
     assert seen.usable("trainer") == {}

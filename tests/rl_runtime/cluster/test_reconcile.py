@@ -6,17 +6,17 @@ from dataclasses import replace
 import pytest
 
 from rolecall.core.config.job import JobConfig, parse_job
-from rolecall.core.errors import TooFewNodes
+from rolecall.core.errors import NotEnoughNodes
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.cluster.reconcile import (
     LIVING,
     REFILL_SECONDS,
-    Fleet,
-    Instruction,
-    KillOld,
+    ClusterState,
+    KillSuperseded,
     MarkLost,
     Promote,
+    ReconcileStep,
     RefillStandby,
     Start,
     StopReplica,
@@ -47,10 +47,10 @@ def fleet(
     *,
     dead: tuple[str, ...] = (),
     busy: tuple[tuple[str, int], ...] = (),
-) -> Fleet:
+) -> ClusterState:
     """Every process with a PID is alive unless `dead` names its `replica#incarnation`."""
     keys = {(a.replica, a.incarnation) for a in actual if a.pid and f"{a.replica}#{a.incarnation}" not in dead}
-    return Fleet(
+    return ClusterState(
         desired={d.replica: d for d in desired},
         actual={(a.replica, a.incarnation): a for a in actual},
         alive=keys,
@@ -59,7 +59,7 @@ def fleet(
     )
 
 
-def said(instructions: list[Instruction]) -> list[str]:
+def said(instructions: list[ReconcileStep]) -> list[str]:
     return [f"{type(i).__name__} {i.replica}#{i.incarnation}" for i in instructions]
 
 
@@ -238,16 +238,16 @@ class World:
         self.actual: dict[tuple[ReplicaId, int], Actual] = {}
         self.living: set[int] = set()
 
-    def fleet(self) -> Fleet:
+    def fleet(self) -> ClusterState:
         alive = {k for k, a in self.actual.items() if a.state is not S.STOPPED and a.pid in self.living}
-        return Fleet(desired=self.desired, actual=self.actual, alive=alive, busy=(), nodes=NODES)
+        return ClusterState(desired=self.desired, actual=self.actual, alive=alive, busy=(), nodes=NODES)
 
-    def perform(self, i: Instruction) -> None:
+    def perform(self, i: ReconcileStep) -> None:
         key = (i.replica, i.incarnation)
         match i:
             case MarkLost():
                 self.actual[key] = replace(self.actual[key], state=S.LOST)
-            case KillOld() | StopReplica():
+            case KillSuperseded() | StopReplica():
                 record = self.actual[key]
                 assert record.state is not S.STOPPED
                 wanted = self.desired.get(i.replica)
@@ -301,8 +301,8 @@ def test_random_worlds_settle_and_keep_the_laws(seed: int) -> None:
         world.disturb()
 
 
-def _ends(i: Instruction) -> bool:
-    return isinstance(i, KillOld | StopReplica)
+def _ends(i: ReconcileStep) -> bool:
+    return isinstance(i, KillSuperseded | StopReplica)
 
 
 def test_placement_of_the_default_job() -> None:
@@ -321,5 +321,5 @@ def test_placement_of_the_default_job() -> None:
 
 
 def test_too_few_nodes_says_which_role_lacks_what() -> None:
-    with pytest.raises(TooFewNodes, match=r"need 7 .*rollout lacks 1 of 3, standby lacks 1 of 1"):
+    with pytest.raises(NotEnoughNodes, match=r"need 7 .*rollout lacks 1 of 3, standby lacks 1 of 1"):
         place(parse_job({"runtime": {"nodes": 5}}))

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.config.job import parse_job
-from rolecall.core.errors import ActuatorError, DeadlineExceeded, TooFewNodes
+from rolecall.core.errors import ActuatorError, DeadlineExceeded, NotEnoughNodes
 from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir, registration_secret
 from rolecall.rl_runtime.cluster import reconcile as decision
-from rolecall.rl_runtime.cluster.actor_operations import Born
+from rolecall.rl_runtime.cluster.actor_operations import ActorProcess
 from rolecall.rl_runtime.cluster.supervisor import Supervisor
 from rolecall.rl_runtime.processes import run_environment
-from rolecall.rl_runtime.protocol.spawn import Spawn, actor_name
+from rolecall.rl_runtime.protocol.spawn import ActorSpec, actor_name
 from tests.support import PATIENCE_SECONDS, eventually
 
 S = ReplicaState
@@ -39,7 +39,7 @@ class SleepHands:
         self.starting_most = 0
         self._lock = threading.Lock()
 
-    def start(self, spawn: Spawn, seconds: float) -> Born:
+    def start(self, spawn: ActorSpec, seconds: float) -> ActorProcess:
         with self._lock:
             self.starting += 1
             self.starting_most = max(self.starting, self.starting_most)
@@ -52,7 +52,7 @@ class SleepHands:
             self.processes[actor_name(spawn.run_id, spawn.replica, spawn.incarnation)] = process
             ticks = process_start_ticks(process.pid)
             assert ticks is not None
-            return Born(pid=process.pid, start_ticks=ticks)
+            return ActorProcess(pid=process.pid, start_ticks=ticks)
         finally:
             with self._lock:
                 self.starting -= 1
@@ -249,7 +249,7 @@ def test_what_nobody_wants_any_more_is_stopped(rig: Rig) -> None:
 def test_too_few_nodes_starts_nothing(tmp_path: Path) -> None:
     run = create_run_dir(tmp_path, "r")
     supervisor = Supervisor(run, parse_job({"runtime": {"nodes": 3}}), hands=SleepHands())
-    with pytest.raises(TooFewNodes, match="rollout lacks 3 of 3"):
+    with pytest.raises(NotEnoughNodes, match="rollout lacks 3 of 3"):
         supervisor.start()
     assert not (run.path / "processes.jsonl").exists() and not (run.path / "run.json").exists()
     supervisor.stop()

@@ -68,8 +68,8 @@ def test_a_killed_rollouts_requests_go_on_elsewhere_and_no_group_is_lost(tmp_pat
     lost = [e for e in w.journal.events(kinds=[EventKind.REPLICA_LOST]) if e.body["replica"] == "rollout/1"]
     assert len(lost) == 1
     assert not w.fleet.started_over, "streamed tokens were lost"
-    assert len(w.events(EventKind.REQUESTS_MOVED)) == 1
-    for moved in w.journal.events(kinds=[EventKind.REQUESTS_MOVED]):
+    assert len(w.events(EventKind.REQUESTS_REASSIGNED)) == 1
+    for moved in w.journal.events(kinds=[EventKind.REQUESTS_REASSIGNED]):
         assert moved.body["tokens_kept"] >= 3
         assert moved.body["from"] == "rollout/1" and moved.wall_at - lost[0].wall_at <= 2.0
         assert moved.body["to"] and "rollout/1" not in moved.body["to"]
@@ -191,7 +191,7 @@ def test_a_rollout_that_proves_something_else_does_not_serve(tmp_path: Path) -> 
 
     w = world(tmp_path, 0, LONG, script=script).run()
     w.check()
-    (refused,) = w.events(EventKind.WEIGHTS_REFUSED)
+    (refused,) = w.events(EventKind.WEIGHTS_REJECTED)
     assert refused["replica"] == "rollout/2" and refused["part"] == "a"
 
 

@@ -15,10 +15,10 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Ledger
 from rolecall.core.membership import Actual, Desired, ReplicaState
-from rolecall.rl_runtime.controller.journal_writer import Books
+from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.open_group import GroupPhase
 from rolecall.testing.runtime_fleet import request_seed_of
-from rolecall.testing.runtime_roles import FakeRollout, Held, expected_tokens
+from rolecall.testing.runtime_roles import FakeRequest, FakeRollout, expected_tokens
 from tests.rl_runtime.loop import CONTROLLER, World, small_job
 
 SHORT = {"num_steps": 4, "checkpoint__every_steps": 2}
@@ -91,7 +91,7 @@ def test_tokens_of_open_requests_are_recovered_from_the_engines(tmp_path: Path) 
     for request_id, made in w.fleet.tokens_made.items():
         whole = expected_tokens(request_seed_of(w.job.seed, request_id))
         assert made <= len(whole), f"{request_id}: {made} tokens were generated, {len(whole)} are needed"
-    (taken_over,) = [b for b in w.events(EventKind.REQUESTS_MOVED) if b["from"] == CONTROLLER]
+    (taken_over,) = [b for b in w.events(EventKind.REQUESTS_REASSIGNED) if b["from"] == CONTROLLER]
     assert taken_over["num_requests"] >= streaming[0] and taken_over["tokens_kept"] >= streaming[0]
 
 
@@ -99,10 +99,10 @@ def test_tokens_of_open_requests_are_recovered_from_the_engines(tmp_path: Path) 
 def test_engines_forget_what_is_of_a_policy_that_never_was_although_the_controller_died_before_it_told_them(
     tmp_path: Path, seed: int
 ) -> None:
-    never: list[Held] = []
-    kept: list[Held] = []
+    never: list[FakeRequest] = []
+    kept: list[FakeRequest] = []
 
-    def held(w: World) -> list[Held]:
+    def held(w: World) -> list[FakeRequest]:
         return [h for p in w.fleet.processes.values() if isinstance(p.body, FakeRollout) for h in p.body.held.values()]
 
     async def script(w: World) -> None:
@@ -130,7 +130,7 @@ def test_an_older_controller_writes_nothing_once_a_newer_one_is_wanted(tmp_path:
     node = NodeId("node-0")
     journal.set_desired(Desired(replica=CONTROLLER, incarnation=1, node=node))
     journal.set_actual(Actual(replica=CONTROLLER, incarnation=1, node=node, state=ReplicaState.READY))
-    books = Books(journal, Ledger(journal.store), CONTROLLER, 1)
+    books = RunRecorder(journal, Ledger(journal.store), CONTROLLER, 1)
     books.issued([])
     journal.set_desired(Desired(replica=CONTROLLER, incarnation=2, node=node))
     for write in (

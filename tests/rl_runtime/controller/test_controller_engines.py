@@ -15,7 +15,7 @@ from rolecall.core.membership import ReplicaState
 from rolecall.rl_runtime.controller.generation import FAILURES_MAX, SILENT_SECONDS
 from rolecall.rl_runtime.controller.scoring import ATTEMPTS_MAX
 from rolecall.rl_runtime.controller.trainer_group import GREETINGS_MAX
-from rolecall.testing.runtime_roles import UPDATE_SECONDS, Pull
+from rolecall.testing.runtime_roles import UPDATE_SECONDS, FakeWeightPull
 from tests.rl_runtime.loop import World, small_job
 
 GREETINGS = {"rollout/1": FAILURES_MAX, "trainer/1": GREETINGS_MAX, "reward/1": ATTEMPTS_MAX}
@@ -34,7 +34,7 @@ def world(path: Path, script: Any = None, **rest: Any) -> World:
 def test_a_version_goes_round_from_one_to_the_next_and_each_holder_gives_it_once(tmp_path: Path) -> None:
     w = world(tmp_path).run()
     w.check()
-    by_version: defaultdict[int, list[Pull]] = defaultdict(list)
+    by_version: defaultdict[int, list[FakeWeightPull]] = defaultdict(list)
     for pull in w.fleet.pulls:
         by_version[pull.version].append(pull)
     whole = [pulls for pulls in by_version.values() if len(pulls) == 3]
@@ -91,7 +91,7 @@ def test_nobody_replaces_a_hung_rollout_and_its_requests_go_on_elsewhere(tmp_pat
     w = world(tmp_path, script, recovers=False).run()
     found = w.check()
     assert set(found.dropped_by_reason) <= {"run_ended"}, "a group was lost with the one that hangs"
-    (moved,) = w.journal.events(kinds=[EventKind.REQUESTS_MOVED])
+    (moved,) = w.journal.events(kinds=[EventKind.REQUESTS_REASSIGNED])
     assert moved.body["from"] == "rollout/1" and moved.body["tokens_kept"] >= 3
     assert "rollout/1#1" in moved.body["because"]
     assert moved.wall_at - hung[0] <= SILENT_SECONDS + 1.0
@@ -108,7 +108,7 @@ def test_a_rollout_that_comes_to_itself_counts_nothing_twice_and_works_again(tmp
         while num_streaming(w, "rollout/1") < 3:
             await asyncio.sleep(0.01)
         body = w.fleet.hang("rollout/1").body
-        while not w.events(EventKind.REQUESTS_MOVED):
+        while not w.events(EventKind.REQUESTS_REASSIGNED):
             await asyncio.sleep(0.01)
         late.append(set(body.held))
         # What it streams late is for requests that are not its own any more (`check` compares every token trained on).
@@ -123,7 +123,7 @@ def test_a_rollout_that_comes_to_itself_counts_nothing_twice_and_works_again(tmp
     found = w.check()
     assert set(found.dropped_by_reason) <= {"run_ended"}
     assert len(late) == 2 and len(late[0]) >= 3
-    assert len(w.events(EventKind.REQUESTS_MOVED)) == 1 and not w.events(EventKind.REPLICA_LOST)
+    assert len(w.events(EventKind.REQUESTS_REASSIGNED)) == 1 and not w.events(EventKind.REPLICA_LOST)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 0.5])
@@ -139,7 +139,7 @@ def test_an_engine_that_streams_what_is_no_log_probability_is_replaced_and_nothi
     (lost,) = w.events(EventKind.REPLICA_LOST)
     assert (lost["replica"], lost["incarnation"]) == ("rollout/1", 1)
     assert f"has a log-probability of {bad}" in lost["because"]
-    (moved,) = w.events(EventKind.REQUESTS_MOVED)
+    (moved,) = w.events(EventKind.REQUESTS_REASSIGNED)
     assert moved["from"] == "rollout/1" and moved["num_requests"] > 0 and not w.fleet.started_over
 
 

@@ -15,7 +15,7 @@ from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.ledger import GroupState, Ledger
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.open_group import GroupPhase
-from rolecall.rl_runtime.protocol.messages import End
+from rolecall.rl_runtime.protocol.messages import EndReason
 from rolecall.rl_runtime.tasks.task import group_number, group_start
 from tests.rl_runtime.loop import World, small_job
 
@@ -60,14 +60,14 @@ def check(w: World) -> dict[int, list[GroupId]]:
         for group, start, stop, end in used:
             after = [g for g in found if group_start(g) > start]
             assert start < stop and start == group_start(group)
-            if end is End.CUT:
+            if end is EndReason.TRUNCATED:
                 assert after and group_start(after[0]) == stop, f"{group} ends at {stop}, and then: {after}"
                 assert first_lines[after[0]] < later_lines[group], "the ledger had a line of it before it was followed"
             else:
                 dropped = [states[g][0] for g in after]
                 assert set(dropped) <= {GroupState.DROPPED}, f"{group} is the end, and then: {after}"
         if len(used) == len(found):
-            assert used[-1][3] is not End.CUT, "an answer stops in the middle, without a word in the ledger"
+            assert used[-1][3] is not EndReason.TRUNCATED, "an answer stops in the middle, without a word in the ledger"
     return answers
 
 
@@ -77,7 +77,7 @@ def test_a_healthy_run_trains_every_token_once(tmp_path: Path, prefixes: str) ->
     answers = check(w)
     assert set(w.audit().dropped_by_reason) <= {"run_ended"}
     assert sum(len(found) > 2 for found in answers.values()) > 5, "hardly any answer had windows"
-    ended = [g for g, (_, _, end) in w.fleet.used.items() if end is not End.CUT]
+    ended = [g for g, (_, _, end) in w.fleet.used.items() if end is not EndReason.TRUNCATED]
     assert len(ended) > 5
     told = sum(b["tokens"] for b in w.events(EventKind.STEP_COMMITTED))
     assert told == sum(stop - start for start, stop, _ in w.fleet.used.values()), "a window's context counts again"
@@ -131,7 +131,7 @@ def _is_empty(w: World) -> bool:
     in_time = any(c.supply.step + ahead - e.version <= w.job.runtime.staleness_max for e in able)
     wanted = c.supply.step + ahead < w.job.num_steps
     updating = any(e.is_due for e in able)  # what it would take is kept for it
-    return bool(wanted and in_time and not updating) or bool(able and c.table.homeless())
+    return bool(wanted and in_time and not updating) or bool(able and c.table.unassigned())
 
 
 @pytest.mark.parametrize(
@@ -198,8 +198,8 @@ def test_what_a_dead_engine_left_is_trained_on_as_it_stands_or_goes_on(tmp_path:
 
     w = world(tmp_path, prefixes, job={"num_steps": 12}, script=script).run()
     check(w)
-    (moved,) = w.events(EventKind.REQUESTS_MOVED)
-    odd = [g for g, (start, stop, end) in w.fleet.used.items() if end is End.CUT and stop - start < 4]
+    (moved,) = w.events(EventKind.REQUESTS_REASSIGNED)
+    odd = [g for g, (start, stop, end) in w.fleet.used.items() if end is EndReason.TRUNCATED and stop - start < 4]
     if prefixes == "continue":
         assert moved["num_cut"] == 0 and not odd
     else:
@@ -215,7 +215,7 @@ def test_a_window_whose_tokens_are_gone_takes_them_from_the_next_one(tmp_path: P
     async def script(w: World) -> None:
         await engine_with_tokens(w, "rollout/1")
         w.fleet.kill("rollout/1")
-        while not w.events(EventKind.REQUESTS_MOVED):
+        while not w.events(EventKind.REQUESTS_REASSIGNED):
             await asyncio.sleep(0.005)
         table = w.controllers[-1].table
         cut = {g.group_id for g in table.groups.values() if g.is_cut and len(g.trajectories[0].tokens) % 4}

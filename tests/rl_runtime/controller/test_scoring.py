@@ -6,17 +6,17 @@ from typing import Any, cast
 
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase
-from rolecall.rl_runtime.controller.scoring import Scoring
+from rolecall.rl_runtime.controller.scoring import RewardScoring
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
-from rolecall.rl_runtime.protocol.messages import Request, TokenChunk
+from rolecall.rl_runtime.protocol.messages import GenerationRequest, TokenChunk
 
 A: EngineKey = (ReplicaId("reward/0"), 1)
 B: EngineKey = (ReplicaId("reward/1"), 2)
 
 
-def _scoring(groups: list[Any], table: Any = None) -> Scoring:
+def _scoring(groups: list[Any], table: Any = None) -> RewardScoring:
     table = table or SimpleNamespace(in_phase=lambda _phase: groups)
-    scoring = Scoring(
+    scoring = RewardScoring(
         books=cast(Any, None),
         table=cast(Any, table),
         connect=cast(Any, None),
@@ -72,7 +72,9 @@ def _finish(table: TrajectoryTable, tokens: tuple[int, ...], version: int) -> No
 
 def test_a_reward_for_tokens_that_are_no_more_is_not_that_of_those_made_in_their_place() -> None:
     table = TrajectoryTable()
-    request = Request(request_id="g.0", group_id=GroupId("g"), prompt_tokens=(1,), max_new_tokens=8, seed=0)
+    request = GenerationRequest(
+        request_id="g.0", group_id=GroupId("g"), prompt_tokens=(1,), max_response_tokens=8, seed=0
+    )
     group = table.open(GroupId("g"), (1,), [request])
     _finish(table, (5, 6), version=9)
     scoring = _scoring([], table)

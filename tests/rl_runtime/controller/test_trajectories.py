@@ -9,15 +9,17 @@ from hypothesis import strategies as st
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.rl_runtime.controller.open_group import EngineKey, GroupPhase
 from rolecall.rl_runtime.controller.trajectories import EngineLoad, TrajectoryTable, least_loaded, staleness_if_issued
-from rolecall.rl_runtime.protocol.messages import Request, TokenChunk
+from rolecall.rl_runtime.protocol.messages import GenerationRequest, TokenChunk
 
 A: EngineKey = (ReplicaId("rollout/0"), 1)
 B: EngineKey = (ReplicaId("rollout/1"), 1)
 G = GroupId("g00000000")
 
 
-def request(sample: int, group: GroupId = G) -> Request:
-    return Request(request_id=f"{group}.{sample}", group_id=group, prompt_tokens=(1, 2), max_new_tokens=8, seed=sample)
+def request(sample: int, group: GroupId = G) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"{group}.{sample}", group_id=group, prompt_tokens=(1, 2), max_response_tokens=8, seed=sample
+    )
 
 
 def chunk(sample: int, offset: int, tokens: list[int], version: int = 0, *, finished: bool = False) -> TokenChunk:
@@ -77,7 +79,7 @@ def test_a_lost_engines_requests_go_on_from_their_tokens() -> None:
     t.take(A, [chunk(0, 0, [5, 6]), chunk(1, 0, [7], finished=True)], 0)
     moved = t.leave(A)
     assert (moved.num_requests, moved.tokens_kept, moved.group_ids) == (1, 2, (G,))
-    assert t.homeless() == [G]
+    assert t.unassigned() == [G]
     assert t.place(G, B) == 1
     (again,) = t.unsent(B)
     assert (again.request_id, again.prefix_tokens, again.prefix_versions) == (f"{G}.0", (5, 6), (0, 0))
@@ -139,7 +141,7 @@ def test_going_back_cuts_tokens_of_policies_that_never_were() -> None:
     t.score(G, [1.0, 1.0])
     t.truncate_after(4)
     assert tokens(t, 0) == [5] and tokens(t, 1) == [8]
-    assert t.groups[G].phase is GroupPhase.GENERATING and t.homeless() == [G]
+    assert t.groups[G].phase is GroupPhase.GENERATING and t.unassigned() == [G]
     assert t.to_forget(A) == [f"{G}.0"]
 
 

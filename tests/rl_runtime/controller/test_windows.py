@@ -2,12 +2,12 @@
 
 import pytest
 
-from rolecall.core.errors import BadId
+from rolecall.core.errors import InvalidId
 from rolecall.core.ids import GroupId, ReplicaId
 from rolecall.rl_runtime.controller import windows
 from rolecall.rl_runtime.controller.open_group import AGAIN_MAX, EngineKey, GroupPhase, OpenGroup
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
-from rolecall.rl_runtime.protocol.messages import End, Request, TokenChunk
+from rolecall.rl_runtime.protocol.messages import EndReason, GenerationRequest, TokenChunk
 from rolecall.rl_runtime.tasks.task import group_id, group_number, group_start
 
 A: EngineKey = (ReplicaId("rollout/0"), 1)
@@ -43,7 +43,7 @@ def test_an_id_says_the_prompt_and_where_the_window_begins() -> None:
 )
 def test_what_is_not_written_so_is_no_group(text: str) -> None:
     for parse in (group_number, group_start):
-        with pytest.raises(BadId):
+        with pytest.raises(InvalidId):
             parse(text)
 
 
@@ -78,7 +78,9 @@ def opened(table: TrajectoryTable, start: int = 0, end: int | None = None, engin
     """A window of 4 tokens of answer 7, with an engine."""
     name = group_id(7, start)
     limit = windows.limit_of(start, window_tokens=4, longest=LONGEST, end=end)
-    request = Request(request_id=f"{name}.0", group_id=name, prompt_tokens=(1,), max_new_tokens=limit, seed=5)
+    request = GenerationRequest(
+        request_id=f"{name}.0", group_id=name, prompt_tokens=(1,), max_response_tokens=limit, seed=5
+    )
     group = table.open(name, (1,), [request], first_fresh=start, is_window=limit < LONGEST)
     if engine is not None:
         give(table, name, engine)
@@ -106,7 +108,7 @@ def stream(
     table.take(engine, [made], 99)
 
 
-def ends(group: OpenGroup) -> tuple[End | None, GroupPhase, int]:
+def ends(group: OpenGroup) -> tuple[EndReason | None, GroupPhase, int]:
     (t,) = group.trajectories
     return t.end, group.phase, len(t.tokens)
 
@@ -115,21 +117,21 @@ def test_a_full_window_is_cut_and_ready_without_a_reward() -> None:
     table = TrajectoryTable()
     group = opened(table)
     stream(table, group, [11, 12, 13, 14], "length")
-    assert ends(group) == (End.CUT, GroupPhase.SCORED, 4)
+    assert ends(group) == (EndReason.TRUNCATED, GroupPhase.SCORED, 4)
     sample = group.as_group().samples[0]
     assert not sample.is_over and sample.reward == 0.0
     assert group.as_group() == group.as_group(), "a trainer compares plans: a sample must be like itself"
-    assert windows.to_follow(table) == [group] and windows.successor(group) == group_id(7, 4)
+    assert windows.windows_to_continue(table) == [group] and windows.successor(group) == group_id(7, 4)
 
 
-@pytest.mark.parametrize(("start", "reason", "end"), [(0, "stop", End.STOP), (8, "length", End.LENGTH)])
-def test_an_answer_that_is_over_is_scored_and_not_followed(start: int, reason: str, end: End) -> None:
+@pytest.mark.parametrize(("start", "reason", "end"), [(0, "stop", EndReason.STOP), (8, "length", EndReason.LENGTH)])
+def test_an_answer_that_is_over_is_scored_and_not_followed(start: int, reason: str, end: EndReason) -> None:
     table = TrajectoryTable()
     group = opened(table, start)
     stream(table, group, list(range(start)))
     stream(table, group, [40, 41] if start else [40, 41, 42, 43], reason)
     assert ends(group)[:2] == (end, GroupPhase.FINISHED)
-    assert windows.to_follow(table) == []
+    assert windows.windows_to_continue(table) == []
 
 
 def test_the_next_window_stands_on_the_one_before_and_is_ready_at_once() -> None:
@@ -137,7 +139,7 @@ def test_the_next_window_stands_on_the_one_before_and_is_ready_at_once() -> None
     first = opened(table)
     stream(table, first, [11, 12, 13, 24], "length")
     second = opened(table, 4, engine=None)
-    assert table.homeless() == [], "it waits for its turn, nobody has lost it"
+    assert table.unassigned() == [], "it waits for its turn, nobody has lost it"
     assert windows.settle(table, LONGEST) == ([second.group_id], [])
     give(table, second.group_id, B)
     (t,) = second.trajectories
@@ -174,14 +176,14 @@ def test_an_answer_that_ends_before_the_window_it_is_made_for_is_made_anew() -> 
     assert table.to_forget(A) == [t.request.request_id] and table.unsent(A) == [t.request]
     for _ in range(AGAIN_MAX):
         stream(table, window, [51, 52, 53, 54], "stop")
-    assert ends(window) == (End.STOP, GroupPhase.FINISHED, 4), "not for ever: the critic learns from it"
+    assert ends(window) == (EndReason.STOP, GroupPhase.FINISHED, 4), "not for ever: the critic learns from it"
 
 
 def test_what_an_engine_holds_beyond_the_next_windows_beginning_is_not_taken() -> None:
     table = TrajectoryTable()
     group = opened(table, 0, 2)
     stream(table, group, [11, 12, 13, 14], "length")
-    assert ends(group) == (End.CUT, GroupPhase.SCORED, 2)
+    assert ends(group) == (EndReason.TRUNCATED, GroupPhase.SCORED, 2)
 
 
 def test_a_dead_engines_windows_are_cut_where_they_stand_and_end_there_for_good() -> None:
@@ -193,10 +195,10 @@ def test_a_dead_engines_windows_are_cut_where_they_stand_and_end_there_for_good(
     assert table.leave(A).group_ids == (fresh.group_id,), "without a token of its own it goes on elsewhere"
     assert windows.successor(group) == group_id(7, 3)
     table.truncate_after(1)
-    assert ends(group) == (None, GroupPhase.GENERATING, 1) and table.homeless()[:1] == [group.group_id]
+    assert ends(group) == (None, GroupPhase.GENERATING, 1) and table.unassigned()[:1] == [group.group_id]
     give(table, group.group_id, B)
     stream(table, group, [14, 15, 16], engine=B)
-    assert ends(group) == (End.CUT, GroupPhase.SCORED, 3), "the next window begins there already"
+    assert ends(group) == (EndReason.TRUNCATED, GroupPhase.SCORED, 3), "the next window begins there already"
 
 
 def test_going_back_makes_a_later_window_wait_for_what_it_stood_on() -> None:
@@ -209,7 +211,7 @@ def test_going_back_makes_a_later_window_wait_for_what_it_stood_on() -> None:
     stream(table, second, [45], engine=B)
     table.truncate_after(2)
     assert first.trajectories[0].tokens == second.trajectories[0].tokens == [11, 12]
-    assert table.homeless() == [first.group_id] and windows.settle(table, LONGEST) == ([], [])
+    assert table.unassigned() == [first.group_id] and windows.settle(table, LONGEST) == ([], [])
     give(table, first.group_id, A)
     stream(table, first, [23, 24], "length")
     assert windows.settle(table, LONGEST) == ([second.group_id], [])
@@ -220,7 +222,7 @@ def test_lost_tokens_come_back_from_later_windows_as_far_as_they_go() -> None:
     table = TrajectoryTable()
     lost, later = opened(table, 0, 4, None), opened(table, 4)
     stream(table, later, [11, 12, 13, 14, 15])
-    assert windows.restore(table) == [lost.group_id] and ends(lost) == (End.CUT, GroupPhase.SCORED, 4)
+    assert windows.restore(table) == [lost.group_id] and ends(lost) == (EndReason.TRUNCATED, GroupPhase.SCORED, 4)
     assert lost.trajectories[0].tokens == [11, 12, 13, 14] and table.to_forget(A) == []
     table = TrajectoryTable()
     lost, later = opened(table, 0, 4), opened(table, 4)
@@ -239,7 +241,7 @@ def test_an_answer_that_goes_further_when_it_is_made_again_has_room_although_its
     assert ends(first) == (None, GroupPhase.GENERATING, 1)
     give(table, first.group_id, B)
     stream(table, first, [12, 13, 14, 15, 16], "stop", B)
-    assert ends(first) == (End.STOP, GroupPhase.FINISHED, 6) and windows.to_follow(table) == []
+    assert ends(first) == (EndReason.STOP, GroupPhase.FINISHED, 6) and windows.windows_to_continue(table) == []
 
 
 def test_a_window_behind_one_that_is_closed_does_not_wait_for_those_before_that() -> None:
@@ -297,7 +299,9 @@ def test_nor_for_longer_than_the_next_one_is_open() -> None:
 
 def test_a_controller_that_takes_over_finds_there_what_a_window_stands_on() -> None:
     _, request_id, _ = a_window_that_waits_behind_one_that_is_closed()
-    request = Request(request_id=request_id, group_id=group_id(7), prompt_tokens=(1,), max_new_tokens=4, seed=5)
+    request = GenerationRequest(
+        request_id=request_id, group_id=group_id(7), prompt_tokens=(1,), max_response_tokens=4, seed=5
+    )
     whole = TokenChunk(
         request_id=request_id,
         offset=0,

@@ -27,8 +27,8 @@ from rolecall.rl_runtime.faults.process_side import (
     MICROBATCH,
     InjectedError,
     Injection,
-    Inside,
-    Request,
+    InjectionRequest,
+    InProcessFault,
     effect_path,
     request_path,
 )
@@ -145,16 +145,16 @@ def log(run: RunDir) -> list[dict[str, object]]:
 # --- from inside --------------------------------------------------------------------------------------------------
 
 
-def ask(run: RunDir, how: Inside, **more: object) -> None:
+def ask(run: RunDir, how: InProcessFault, **more: object) -> None:
     ticks = process_start_ticks(os.getpid())
     assert ticks is not None
-    request = Request(**{"request_id": how, "how": how, "seconds": 0.2, **more})  # type: ignore[arg-type]
+    request = InjectionRequest(**{"request_id": how, "how": how, "seconds": 0.2, **more})  # type: ignore[arg-type]
     request_path(run, os.getpid(), ticks).write_text(request.to_json())
 
 
 def test_without_permission_a_request_is_nothing(run: RunDir) -> None:
     injection = Injection(run.path, False)
-    ask(run, Inside.RAISE)
+    ask(run, InProcessFault.RAISE)
     injection.checkpoint(MICROBATCH)
 
 
@@ -162,7 +162,7 @@ def test_a_request_acts_once_at_the_place_it_names(run: RunDir) -> None:
     clock = FakeClock()
     injection = Injection(run.path, True, clock=clock)
     injection.checkpoint(MICROBATCH)
-    ask(run, Inside.RAISE, at=MICROBATCH, message="as a user would write it")
+    ask(run, InProcessFault.RAISE, at=MICROBATCH, message="as a user would write it")
     injection.checkpoint(MICROBATCH)  # looked less than 50 ms ago
     clock.advance(0.06)
     injection.checkpoint(ENGINE_STEP)
@@ -180,7 +180,7 @@ def test_a_request_acts_once_at_the_place_it_names(run: RunDir) -> None:
 def test_a_delay_lasts_until_its_bound_or_until_taken_back(run: RunDir) -> None:
     clock = FakeClock()
     injection = Injection(run.path, True, clock=clock)
-    ask(run, Inside.DELAY, at=ENGINE_STEP, seconds=1.0, delay_seconds=0.1)
+    ask(run, InProcessFault.DELAY, at=ENGINE_STEP, seconds=1.0, delay_seconds=0.1)
 
     def delay() -> float:
         clock.advance(0.06)
@@ -195,7 +195,7 @@ def test_a_delay_lasts_until_its_bound_or_until_taken_back(run: RunDir) -> None:
     assert delay() == pytest.approx(0.1)
     clock.advance(1.0)
     assert delay() == 0.0
-    ask(run, Inside.DELAY, request_id="again", seconds=100.0, delay_seconds=0.1)
+    ask(run, InProcessFault.DELAY, request_id="again", seconds=100.0, delay_seconds=0.1)
     assert delay() == pytest.approx(0.1)
     for path in run.inject_dir.glob("*.json"):
         path.unlink()

@@ -10,7 +10,7 @@ import pytest
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.ids import process_start_ticks
 from rolecall.core.rundir import create_run_dir
-from rolecall.rl_runtime.faults.injector import Victim, _Injection
+from rolecall.rl_runtime.faults.injector import InjectionTarget, _Injection
 from rolecall.rl_runtime.faults.process_side import ENGINE_STEP
 from rolecall.rl_runtime.processes import run_environment
 from rolecall.views.injections import parse_injections
@@ -32,7 +32,7 @@ def test_a_moment_that_never_came_is_said(tmp_path: Path, aimed_at: str, met: bo
     with subprocess.Popen(argv, env=run_environment(run.path)) as worker:
         ticks = process_start_ticks(worker.pid)
         assert ticks is not None
-        victim = Victim(target="rollout/0", pid=worker.pid, start_ticks=ticks)
+        victim = InjectionTarget(target="rollout/0", pid=worker.pid, start_ticks=ticks)
         # What never comes is waited for on a clock that jumps.
         clock = SystemClock() if met else FakeClock()
         record = _Injection(run, "rollout-kill", aimed_at, "kill", 10.0, clock).perform([victim])

@@ -21,13 +21,13 @@ import torch
 from rolecall.core.config.job import ModelConfig
 from rolecall.core.errors import ProofMismatch
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.rl_runtime.protocol.messages import Holder, Manifest, Proof, Request, TokenChunk
+from rolecall.rl_runtime.protocol.messages import GenerationRequest, Holder, Manifest, TokenChunk, WeightProof
 from rolecall.rl_runtime.rollout.engine import EngineSettings, end_tokens, vocab_size
-from rolecall.rl_runtime.rollout.rollout import NotProven
+from rolecall.rl_runtime.rollout.rollout import WeightsNotProven
 from rolecall.rl_runtime.trainer.model import load_model_folder, write_model_folder
 from rolecall.rl_runtime.weights.digest import build_manifest
 from rolecall.rl_runtime.weights.port import TensorServer
-from rolecall.rl_runtime.weights.proof import Certifier, canary_logprobs
+from rolecall.rl_runtime.weights.proof import ProofVerifier, canary_logprobs
 from tests.rl_runtime.weight_port import until_sent
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -123,9 +123,9 @@ class Stage:
         self.trainer.publish(manifest, weights)
         return manifest
 
-    def update(self, engine: Remote, manifest: Manifest, *holders: Holder) -> Proof:
+    def update(self, engine: Remote, manifest: Manifest, *holders: Holder) -> WeightProof:
         proof = engine.update_weights(1, manifest.policy_version, manifest, list(holders) or [self.holder])
-        assert isinstance(proof, Proof)
+        assert isinstance(proof, WeightProof)
         return proof
 
     def score(self, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> list[float]:
@@ -162,12 +162,12 @@ def b(stage: Stage) -> Remote:
     return stage.engine("rollout/1")
 
 
-def request(request_id: str, seed: int, num: int = 40, prefix: TokenChunk | None = None) -> Request:
-    return Request(
+def request(request_id: str, seed: int, num: int = 40, prefix: TokenChunk | None = None) -> GenerationRequest:
+    return GenerationRequest(
         request_id=request_id,
         group_id=GroupId("g"),
         prompt_tokens=PROMPT,
-        max_new_tokens=num,
+        max_response_tokens=num,
         seed=seed,
         prefix_tokens=prefix.tokens if prefix else (),
         prefix_logprobs=prefix.logprobs if prefix else (),
@@ -200,12 +200,12 @@ def test_an_engine_starts_without_weights_and_refuses_to_generate(stage: Stage, 
     print(f"engine up {seconds:.1f} s after the interpreter's own imports")
     assert a.num_threads() == 1
     assert a.info().policy_version == -1
-    with pytest.raises(NotProven):
+    with pytest.raises(WeightsNotProven):
         a.submit(1, [request("early", 0)])
 
 
 def test_update_moves_the_canary_and_reloading_moves_it_by_nothing(stage: Stage, a: Remote) -> None:
-    certifier = Certifier()
+    certifier = ProofVerifier()
     first = stage.publish()
     proof = stage.update(a, first)
     assert certifier.judge(first, proof).admitted
@@ -222,7 +222,7 @@ def test_update_moves_the_canary_and_reloading_moves_it_by_nothing(stage: Stage,
 
 
 def test_two_engines_prove_the_same_to_the_bit(stage: Stage, a: Remote, b: Remote) -> None:
-    certifier, manifest = Certifier(), stage.publish(noise=1e-3)
+    certifier, manifest = ProofVerifier(), stage.publish(noise=1e-3)
     proofs = [stage.update(engine, manifest) for engine in (a, b)]
     verdicts = [certifier.judge(manifest, proof) for proof in proofs]
     assert [v.admitted for v in verdicts] == [True, True] and "equals rollout/0" in verdicts[1].because
@@ -378,7 +378,7 @@ def test_damage_after_loading_is_seen_by_the_engine_itself_and_healed(
 
 
 def test_unused_row_is_seen_only_by_comparison_with_a_certified_replica(stage: Stage, a: Remote, b: Remote) -> None:
-    certifier, manifest = Certifier(), stage.publish(noise=1e-3)
+    certifier, manifest = ProofVerifier(), stage.publish(noise=1e-3)
     good = stage.update(a, manifest)
     assert certifier.judge(manifest, good).admitted
     stage.update(b, manifest)
@@ -395,7 +395,7 @@ def test_unused_row_is_seen_only_by_comparison_with_a_certified_replica(stage: S
 def test_new_rollout_comes_up_from_another_rollout_when_the_trainers_host_is_dead(
     stage: Stage, a: Remote, b: Remote
 ) -> None:
-    certifier, manifest = Certifier(), stage.publish(noise=1e-3)
+    certifier, manifest = ProofVerifier(), stage.publish(noise=1e-3)
     alone = TensorServer(TOKEN)
     alone.publish(manifest, {n: p.detach() for n, p in stage.reference.state_dict().items()})
     dead = alone.holder(TRAINER, 1)

@@ -8,7 +8,7 @@ import torch
 
 from rolecall.core.errors import ProofMismatch, StaleIncarnation
 from rolecall.core.ids import ReplicaId
-from rolecall.rl_runtime.rollout.rollout import NotProven
+from rolecall.rl_runtime.rollout.rollout import WeightsNotProven
 from rolecall.rl_runtime.weights.digest import build_manifest
 from rolecall.rl_runtime.weights.port import TensorServer, TransferFailed
 from tests.rl_runtime.rollout_rig import Rig, canary_of, request, weights
@@ -20,7 +20,7 @@ from tests.support import PATIENCE_SECONDS
 
 def test_without_proven_weights_nothing_is_generated(rig: Rig) -> None:
     assert rig.replica.info().policy_version == -1
-    with pytest.raises(NotProven, match="rollout/0#1 has no proven weights"):
+    with pytest.raises(WeightsNotProven, match="rollout/0#1 has no proven weights"):
         rig.submit(request())
     assert rig.replica.list_requests(1) == []
 
@@ -94,7 +94,7 @@ def test_when_the_version_before_does_not_come_back_nothing_is_generated(rig: Ri
     with pytest.raises(ProofMismatch):
         rig.replica.update_weights(1, 1, rig.publish(1), [rig.holder])
     assert rig.replica.info().policy_version == -1 and rig.scripted.num_in_flight == 0
-    with pytest.raises(NotProven):
+    with pytest.raises(WeightsNotProven):
         rig.submit(request("g.1"))
     kept = rig.chunk("g.0")
     assert kept is not None and kept.tokens and not kept.finished, "its tokens are there to be moved"

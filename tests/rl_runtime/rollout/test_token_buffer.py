@@ -3,18 +3,18 @@
 import pytest
 
 from rolecall.rl_runtime.rollout.engine import NewTokens
-from rolecall.rl_runtime.rollout.token_buffer import BookFull, Limits, RequestRefused, TokenBook
+from rolecall.rl_runtime.rollout.token_buffer import RequestRefused, TokenBuffer, TokenBufferFull, TokenBufferLimits
 from tests.rl_runtime.rollout_rig import END, request
 
 
-def book(**limits: int) -> TokenBook:
-    return TokenBook(limits=Limits(**limits), end_tokens=frozenset({END}), model_len_max=64, vocab_size=16)
+def book(**limits: int) -> TokenBuffer:
+    return TokenBuffer(limits=TokenBufferLimits(**limits), end_tokens=frozenset({END}), model_len_max=64, vocab_size=16)
 
 
 BAD_REQUESTS = {
     "no prompt": ({"prompt_tokens": ()}, "has no prompt"),
-    "no tokens asked": ({"max_new_tokens": 0}, "asks for no token"),
-    "too long": ({"max_new_tokens": 62}, "may grow to 65 tokens, the engine takes 64"),
+    "no tokens asked": ({"max_response_tokens": 0}, "asks for no token"),
+    "too long": ({"max_response_tokens": 62}, "may grow to 65 tokens, the engine takes 64"),
     "prefix without log-probabilities": ({"prefix_tokens": (3,)}, "do not fit together"),
     "prefix beyond the limit": (
         {"prefix_tokens": (3,) * 6, "prefix_logprobs": (0.0,) * 6, "prefix_versions": (0,) * 6},
@@ -38,7 +38,7 @@ def test_too_many_requests_are_refused() -> None:
     held = book(requests_max=2)
     held.take([request("a"), request("b")])
     held.take([request("a")])
-    with pytest.raises(BookFull, match="2 requests are held, 2 at most"):
+    with pytest.raises(TokenBufferFull, match="2 requests are held, 2 at most"):
         held.take([request("c")])
     held.forget(["a"])
     held.take([request("c")])
@@ -49,7 +49,7 @@ def test_too_many_unacknowledged_tokens_are_refused() -> None:
     (one,) = held.take([request("a")])
     assert held.begin(one)
     held.record([NewTokens(request_id="a", tokens=(3, 4, 5, 6), logprobs=(0.0,) * 4, finish_reason="length")], 0)
-    with pytest.raises(BookFull, match="4 tokens are not acknowledged"):
+    with pytest.raises(TokenBufferFull, match="4 tokens are not acknowledged"):
         held.take([request("b")])
     held.forget(["a"])
     assert len(held.take([request("b")])) == 1

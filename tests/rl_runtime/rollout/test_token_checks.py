@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rolecall.rl_runtime.protocol.messages import TokenChunk
-from rolecall.rl_runtime.protocol.token_checks import BadTokens, check_chunks
+from rolecall.rl_runtime.protocol.token_checks import InvalidTokens, check_chunks
 
 GOOD = TokenChunk(
     request_id="g00000007.1", offset=5, tokens=(0, 15), logprobs=(-2.5, 0.0), versions=(3, 4), finished=False
@@ -32,6 +32,6 @@ def test_good_tokens_pass() -> None:
 
 @pytest.mark.parametrize("reason", list(BAD))
 def test_the_first_bad_token_is_named_with_its_request(reason: str) -> None:
-    with pytest.raises(BadTokens) as e:
+    with pytest.raises(InvalidTokens) as e:
         check_chunks([GOOD, BAD[reason]], 16)
     assert reason in str(e.value) and "g00000007.1" in str(e.value)

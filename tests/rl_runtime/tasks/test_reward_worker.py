@@ -7,21 +7,21 @@ import pytest
 from rolecall.core.config.job import parse_job
 from rolecall.core.errors import StaleIncarnation
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.rl_runtime.controller.scoring import BadScores, checked_scores
-from rolecall.rl_runtime.protocol.messages import Group, Sample
+from rolecall.rl_runtime.controller.scoring import InvalidScores, checked_scores
+from rolecall.rl_runtime.protocol.messages import PromptGroup, TrainingSample
 from rolecall.rl_runtime.tasks.reward_worker import RewardWorker, task_of
 
 JOB = parse_job({"seed": 5})
 
 
-def groups(count: int = 2) -> list[Group]:
+def groups(count: int = 2) -> list[PromptGroup]:
     task = task_of(JOB)
     made = []
     for n in range(count):
         prompt = task.prompt(n)
         answers = [task.answer(prompt.tokens), task.answer(prompt.tokens)[:-3]]
         samples = tuple(
-            Sample(
+            TrainingSample(
                 request_id=f"{prompt.group_id}.{i}",
                 tokens=tokens,
                 logprobs=(0.0,) * len(tokens),
@@ -30,7 +30,7 @@ def groups(count: int = 2) -> list[Group]:
             )
             for i, tokens in enumerate(answers)
         )
-        made.append(Group(group_id=GroupId(prompt.group_id), prompt_tokens=prompt.tokens, samples=samples))
+        made.append(PromptGroup(group_id=GroupId(prompt.group_id), prompt_tokens=prompt.tokens, samples=samples))
     return made
 
 
@@ -61,7 +61,7 @@ def test_another_incarnation_is_refused() -> None:
     ],
 )
 def test_an_answer_that_does_not_fit_is_no_reward(answer: list[list[float]], what: str) -> None:
-    with pytest.raises(BadScores, match=what):
+    with pytest.raises(InvalidScores, match=what):
         checked_scores(groups(), answer)
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.core.config.job import ModelConfig, TaskConfig, TaskName
-from rolecall.core.errors import BadId, ConfigError
+from rolecall.core.errors import ConfigError, InvalidId
 from rolecall.rl_runtime.tasks.task import Task, group_id, group_number, make_task
 from rolecall.rl_runtime.tasks.tokenizer import CHARACTERS, FILLER, ROWS_MIN, folder_vocabulary, local_vocabulary
 from rolecall.rl_runtime.trainer.model import write_model_folder
@@ -75,9 +75,9 @@ def test_prompts_are_the_same_in_another_process() -> None:
 def test_group_numbers_round_trip() -> None:
     assert [group_number(group_id(n)) for n in (0, 7, 10**9)] == [0, 7, 10**9]
     for bad in ("", "g", "g7", "x00000007", "g0000000x", "g-0000007"):
-        with pytest.raises(BadId):
+        with pytest.raises(InvalidId):
             group_number(bad)
-    with pytest.raises(BadId):
+    with pytest.raises(InvalidId):
         group_id(-1)
 
 
@@ -105,7 +105,7 @@ def test_exactly_the_answer_has_full_reward() -> None:
     for number in range(50):
         prompt = task(12).prompt(number).tokens
         answer = task(12).answer(prompt)
-        assert len(answer) <= task(12).max_new_tokens
+        assert len(answer) <= task(12).max_response_tokens
         assert task(12).reward(prompt, answer) == 1.0
         for place in range(len(answer)):
             wrong = (*answer[:place], VOCAB.pad, *answer[place + 1 :])
@@ -172,9 +172,9 @@ def test_answer_adds_as_python_does(number: int, base: int, num_digits: int) -> 
     given_digits = [int(c) for c in written]
     assert max(given_digits) < base
     answer = made.answer(prompt)
-    assert answer[-1] == OF_ADDITION.eos and len(answer) <= made.max_new_tokens
+    assert answer[-1] == OF_ADDITION.eos and len(answer) <= made.max_response_tokens
     config = TaskConfig(name=TaskName.LONG_ADDITION, num_digits=num_digits, base=base)
-    assert len(prompt) + made.max_new_tokens == config.max_tokens
+    assert len(prompt) + made.max_response_tokens == config.max_tokens
     worked = [int(c) for c in OF_ADDITION.decode(answer)]
     carries, kept = worked[::2], worked[1::2]
     total = number_of(given_digits[::2], base) + number_of(given_digits[1::2], base)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rolecall.core.config.job import JobConfig, ModelConfig
-from rolecall.core.errors import NotFinite, ProofMismatch
+from rolecall.core.errors import NonFiniteValue, ProofMismatch
 from rolecall.core.ids import NodeId, replica_id
 from rolecall.core.rundir import create_run_dir
 from rolecall.rl_runtime.algorithms.objective import Divisors
@@ -137,7 +137,7 @@ def test_a_sum_beyond_float32_is_refused_and_changes_nothing() -> None:
             return apply(sums, by, commit)  # type: ignore[arg-type]  # noqa: B023
 
         state.apply = too_large  # type: ignore[assignment,method-assign]
-        with pytest.raises(NotFinite, match="the sum of finite gradients"):
+        with pytest.raises(NonFiniteValue, match="the sum of finite gradients"):
             take_step(trainer, 0)
         assert same(trainer.export_state()[0], before[0]) and trainer.export_state()[1] == before[1]
         assert trainer._partial.computed(0) == (), "the step is computed anew"
@@ -150,7 +150,7 @@ def test_a_weight_that_is_no_number_ends_in_no_step(trainer: Spied, network: str
     take_step(trainer, 0)
     good = trainer.export_state()
     trainer.corrupt_weight(network, float("nan"))
-    with pytest.raises(NotFinite, match=r"1\.\d"):
+    with pytest.raises(NonFiniteValue, match=r"1\.\d"):
         take_step(trainer, 1)
     assert trainer.commit_record().step == 0
     trainer.load_state(*good)

@@ -23,7 +23,14 @@ from rolecall.core.errors import PeerLost
 from rolecall.core.ids import GroupId, replica_id
 from rolecall.rl_runtime.algorithms.batching import assign
 from rolecall.rl_runtime.algorithms.objective import Divisors, divisors
-from rolecall.rl_runtime.protocol.messages import End, Group, Microbatch, Sample, StepResult, first_commit
+from rolecall.rl_runtime.protocol.messages import (
+    EndReason,
+    Microbatch,
+    PromptGroup,
+    StepResult,
+    TrainingSample,
+    first_commit,
+)
 from rolecall.rl_runtime.tasks.task import make_task
 from rolecall.rl_runtime.tasks.tokenizer import vocabulary
 from rolecall.rl_runtime.trainer.reduce import nothing
@@ -51,10 +58,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo, sample": {"name": "grpo", "aggregation": "sample", **CLIPS},
     "grpo, kl and entropy": {"name": "grpo", "kl_coefficient": 0.3, "entropy_coefficient": 0.2, "grad_norm_max": 0.05},
     "grpo, capped": {"name": "grpo", "importance_cap": 1.1, "aggregation": "token"},
-    "dapo": {"name": "dapo", "overlong_cache": 4},
+    "dapo": {"name": "dapo", "overlong_buffer_tokens": 4},
     "ppo": {"name": "ppo", "gamma": 0.97, "grad_norm_max": 0.1},
     "tppo": {**TPPO, "gamma": 0.97},
-    "tppo, previous": {**TPPO, "cut_value": "previous", "kl_coefficient": 0.1},
+    "tppo, previous": {**TPPO, "truncation_value": "previous", "kl_coefficient": 0.1},
 }
 GLOBAL = ("grpo, token", "grpo, capped", "dapo", "ppo", "tppo")
 """Whose divisors are counted over the whole step."""
@@ -85,22 +92,22 @@ def job_of(algorithm: Mapping[str, Any], num_microbatches: int = 1) -> JobConfig
     )
 
 
-def make_groups(job: JobConfig, seed: int = 0) -> list[Group]:
+def make_groups(job: JobConfig, seed: int = 0) -> list[PromptGroup]:
     """Answers of all kinds: short and as long as can be, over and cut, with context and stale tokens."""
     vocab, rng = vocabulary(job.model, job.task.name), random.Random(seed)
     task = make_task(job.task, vocab, job.seed)
     windows = job.algorithm.window_tokens is not None
 
-    def sample(group: GroupId, index: int) -> Sample:
-        length = rng.choice([1, 2, 3, 5, task.max_new_tokens])
-        longest = length == task.max_new_tokens
-        end = End.LENGTH if longest else End.CUT if windows and rng.random() < 0.5 else End.STOP
-        return Sample(
+    def sample(group: GroupId, index: int) -> TrainingSample:
+        length = rng.choice([1, 2, 3, 5, task.max_response_tokens])
+        longest = length == task.max_response_tokens
+        end = EndReason.LENGTH if longest else EndReason.TRUNCATED if windows and rng.random() < 0.5 else EndReason.STOP
+        return TrainingSample(
             request_id=f"{group}.{index}",
             tokens=tuple(rng.randrange(vocab.size) for _ in range(length)),
             logprobs=tuple(rng.uniform(-3.3, -2.3) for _ in range(length)),
             versions=tuple(sorted(rng.randint(VERSION - STALENESS_MAX - 1, VERSION) for _ in range(length))),
-            reward=float("nan") if end is End.CUT else rng.choice([0.0, 0.25, 0.5, 1.0]),
+            reward=float("nan") if end is EndReason.TRUNCATED else rng.choice([0.0, 0.25, 0.5, 1.0]),
             end=end,
             first_fresh=rng.randint(0, length) if windows else 0,
         )
@@ -109,11 +116,11 @@ def make_groups(job: JobConfig, seed: int = 0) -> list[Group]:
     for number in range(NUM_GROUPS):
         prompt = task.prompt(number)
         samples = tuple(sample(prompt.group_id, i) for i in range(job.algorithm.group_size))
-        groups.append(Group(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=samples))
+        groups.append(PromptGroup(group_id=prompt.group_id, prompt_tokens=prompt.tokens, samples=samples))
     return groups
 
 
-def cut(groups: Sequence[Group], count: int, rng: random.Random) -> list[Microbatch]:
+def cut(groups: Sequence[PromptGroup], count: int, rng: random.Random) -> list[Microbatch]:
     """Any split: parts of any size but none, of groups in any order."""
     shuffled = rng.sample(groups, len(groups))
     bounds = [0, *sorted(rng.sample(range(1, len(groups)), count - 1)), len(groups)]
@@ -281,7 +288,7 @@ def test_the_batches_have_all_that_a_split_could_get_wrong() -> None:
         job = job_of(algorithm)
         samples = [s for g in make_groups(job) for s in g.samples]
         kinds = {s.end for s in samples}
-        assert kinds == set(End) if job.algorithm.window_tokens else kinds == {End.STOP, End.LENGTH}
+        assert kinds == set(EndReason) if job.algorithm.window_tokens else kinds == {EndReason.STOP, EndReason.LENGTH}
         ages = {VERSION - v for s in samples for v in s.versions}
         assert ages == {0, STALENESS_MAX, STALENESS_MAX + 1}
         if job.algorithm.window_tokens:
@@ -324,7 +331,7 @@ class MeanOfMeans(Spied):
 
         def divided(state: TrainerState, microbatch: Microbatch, **rest: Any) -> Any:
             gradient, stats = of(state, microbatch, **rest)
-            own = divisors(self.job.algorithm, stats.health, longest=task.max_new_tokens)
+            own = divisors(self.job.algorithm, stats.health, longest=task.max_response_tokens)
             end = state.policy.num_parameters
             return torch.cat([gradient[:end] / own.policy, gradient[end:] / own.value]), stats
 

@@ -24,7 +24,7 @@ from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.protocol.spawn import make_spawn
 from rolecall.rl_runtime.trainer.reduce import (
     BALLOT_BYTES_MAX,
-    Ballot,
+    CommitVote,
     EpochStore,
     MicrobatchStats,
     ReduceGroup,
@@ -46,8 +46,8 @@ def stats(microbatch_id: str) -> MicrobatchStats:
     )
 
 
-def ballot(index: int, ids: list[str]) -> Ballot:
-    return Ballot(
+def ballot(index: int, ids: list[str]) -> CommitVote:
+    return CommitVote(
         replica=ReplicaId(f"trainer/{index}"),
         incarnation=1,
         epoch=3,
@@ -59,7 +59,7 @@ def ballot(index: int, ids: list[str]) -> Ballot:
     )
 
 
-def votes() -> list[Ballot]:
+def votes() -> list[CommitVote]:
     return [ballot(0, ["7.0", "7.3"]), ballot(1, ["7.1", "7.2"])]
 
 
@@ -95,7 +95,7 @@ def test_a_member_that_did_not_vote_is_missed() -> None:
 def test_ballot_round_trips_exactly() -> None:
     odd = replace(stats("7.0"), policy_loss=0.1 + 0.2, health=HealthSums(log_ratio_max=5e-324, reward=1e300, capped=3))
     for original in (ballot(0, []), replace(ballot(1, ["7.1"]), microbatches=(odd,))):
-        assert Ballot.from_bytes(original.to_bytes()) == original
+        assert CommitVote.from_bytes(original.to_bytes()) == original
 
 
 def test_the_largest_ballot_of_any_job_is_within_the_bound() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rolecall.core.errors import ProofMismatch, StaleIncarnation, VoteRefused
+from rolecall.core.errors import CommitVoteRejected, ProofMismatch, StaleIncarnation
 from rolecall.core.ids import replica_id
 from rolecall.rl_runtime.protocol.messages import Holder, Microbatch, StepResult, first_commit
 from rolecall.rl_runtime.trainer import checkpoint
@@ -83,7 +83,7 @@ def test_step_of_another_size_is_refused(trainer: Spied) -> None:
     microbatches = make_microbatches(JOB, 0)
     ids = [m.microbatch_id for m in microbatches]
     for bad in (ids[:3], [*ids, "0.4"], [*ids[:3], ids[0]]):
-        with pytest.raises(VoteRefused, match="4 make a step"):
+        with pytest.raises(CommitVoteRejected, match="4 make a step"):
             trainer.train_step(1, trainer.info(HOLDER).joined_epoch, 0, microbatches[:3], bad, LEDGER, [NAME])
         trainer.join(1, trainer.info(HOLDER).joined_epoch + 1, 0, 1, "127.0.0.1", 0)
 
@@ -93,7 +93,7 @@ def test_keeps_what_it_computed_and_adds_to_it(trainer: Spied) -> None:
     of = trainer._gradients.of
     trainer._gradients.of = lambda state, m, **rest: (counted.append(m.microbatch_id), of(state, m, **rest))[1]  # type: ignore[method-assign]
     microbatches = make_microbatches(JOB, 0)
-    with pytest.raises(VoteRefused, match="missing"):
+    with pytest.raises(CommitVoteRejected, match="missing"):
         take_step(trainer, 0, microbatches[:2])
     assert trainer.info(HOLDER).computed == ("0.0", "0.1")
     take_step(trainer, 0, [microbatches[n] for n in (3, 1, 0, 2)])
@@ -108,7 +108,7 @@ def test_starts_anew_when_a_microbatch_is_taken_away_or_has_other_content(traine
     take_step(wanted, 0)
     other_content = replace(make_microbatches(JOB, 5)[0], microbatch_id="0.0")
     for first in ([microbatches[0], replace(microbatches[1], microbatch_id="0.3")], [other_content]):
-        with pytest.raises(VoteRefused):
+        with pytest.raises(CommitVoteRejected):
             take_step(trainer, 0, first)
     take_step(trainer, 0, microbatches)
     for name, gradient in wanted.gradients[0].items():
@@ -116,7 +116,7 @@ def test_starts_anew_when_a_microbatch_is_taken_away_or_has_other_content(traine
 
 
 def test_reset_throws_the_partial_step_away(trainer: Spied) -> None:
-    with pytest.raises(VoteRefused):
+    with pytest.raises(CommitVoteRejected):
         take_step(trainer, 0, make_microbatches(JOB, 0)[:2])
     with pytest.raises(StaleIncarnation):
         trainer.reset_step(1)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rolecall.core.errors import NotFinite, PeerLost, StaleIncarnation, VoteRefused
+from rolecall.core.errors import CommitVoteRejected, NonFiniteValue, PeerLost, StaleIncarnation
 from rolecall.core.ids import replica_id
 from tests.rl_runtime.trainer_process import (
     BUCKET_BYTES,
@@ -237,7 +237,7 @@ def test_vote_refuses_what_members_do_not_share(team: Team) -> None:
     for because, shares in plans.items():
         team.tell_step(0, shares)
         for member in (one, other):
-            with pytest.raises(VoteRefused, match=because):
+            with pytest.raises(CommitVoteRejected, match=because):
                 member.answer()
 
 
@@ -247,7 +247,7 @@ def test_members_that_drifted_apart_do_not_go_on(team: Team, network: str) -> No
     other.ask("corrupt_weight", network)
     team.tell_step(0, {one: [0, 1], other: [2, 3]})
     for member in (one, other):
-        with pytest.raises(VoteRefused, match="weights_digest"):
+        with pytest.raises(CommitVoteRejected, match="weights_digest"):
             member.answer()
         assert member.ask("commit_record").step == -1
 
@@ -260,7 +260,7 @@ def test_not_a_number_names_the_replica_that_made_it(team: Team, network: str) -
     other.ask("corrupt_weight", network, float("nan"))
     team.tell_step(0, {one: [0, 1], other: [2, 3]})
     for member in (one, other):
-        with pytest.raises(NotFinite) as bad:
+        with pytest.raises(NonFiniteValue) as bad:
             member.answer()
         assert bad.value.replica == "trainer/1"
         assert "0.2" in bad.value.what
@@ -350,7 +350,7 @@ def test_exception_on_one_rank_frees_the_others_at_once(team: Team, place: str) 
 def test_bad_plan_for_one_member_frees_the_others_at_once(team: Team) -> None:
     one, other = pair(team)
     team.tell_step(0, {one: [0, 1], other: [2, 2]})
-    with pytest.raises(VoteRefused, match="repeat"):
+    with pytest.raises(CommitVoteRejected, match="repeat"):
         other.answer()
     with pytest.raises(PeerLost):
         one.answer()

@@ -8,7 +8,7 @@ from rolecall.core.config.algorithm import AlgorithmConfig, AlgorithmName
 from rolecall.core.ids import GroupId
 from rolecall.rl_runtime.protocol.policy_health import HealthSums
 from rolecall.rl_runtime.trainer.reduce import MicrobatchStats
-from rolecall.rl_runtime.trainer.vote_totals import Tally
+from rolecall.rl_runtime.trainer.vote_totals import StepTotals
 from tests.rl_runtime.trainer.test_reduce import ballot
 
 TOKENWISE = AlgorithmConfig(name=AlgorithmName.PPO, aggregation="token")
@@ -32,7 +32,7 @@ PARTS = (
 
 
 def test_sums_are_divided_by_what_the_whole_step_had() -> None:
-    tally = Tally.of([replace(ballot(0, []), microbatches=PARTS)], TOKENWISE, longest=5)
+    tally = StepTotals.of([replace(ballot(0, []), microbatches=PARTS)], TOKENWISE, longest=5)
     assert (tally.divisors.policy, tally.divisors.value, tally.num_tokens) == (10.0, 10.0, 10)
     assert tally.loss == pytest.approx(0.06)
     assert (tally.reward, tally.log_ratio_max) == (1.5 / 4, 0.5)
@@ -42,9 +42,9 @@ def test_sums_are_divided_by_what_the_whole_step_had() -> None:
 def test_the_same_to_the_bit_however_the_step_was_shared_out() -> None:
     shares = ([PARTS], [PARTS[:1], PARTS[1:]], [PARTS[2:], (), PARTS[:2]], [(PARTS[2], PARTS[0]), (PARTS[1],)])
     ballots = [[replace(ballot(i, []), microbatches=tuple(s)) for i, s in enumerate(share)] for share in shares]
-    assert len({repr(Tally.of(b, TOKENWISE, longest=5)) for b in ballots}) == 1
+    assert len({repr(StepTotals.of(b, TOKENWISE, longest=5)) for b in ballots}) == 1
 
 
 def test_what_a_step_had_none_of_is_none() -> None:
-    empty = Tally.of([replace(ballot(0, []), microbatches=(part(0, 0.0, samples=1),))], TOKENWISE, longest=5)
+    empty = StepTotals.of([replace(ballot(0, []), microbatches=(part(0, 0.0, samples=1),))], TOKENWISE, longest=5)
     assert (empty.reward, empty.log_ratio_max, empty.num_tokens, empty.loss) == (None, None, 0, 0.0)

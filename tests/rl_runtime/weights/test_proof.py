@@ -8,9 +8,9 @@ import torch
 
 from rolecall.core.errors import ProofMismatch
 from rolecall.core.ids import ReplicaId
-from rolecall.rl_runtime.protocol.messages import Manifest, Proof
+from rolecall.rl_runtime.protocol.messages import Manifest, WeightProof
 from rolecall.rl_runtime.weights.digest import build_manifest
-from rolecall.rl_runtime.weights.proof import CANARY, NUM_ANCHORS_MAX, Certifier, canary_logprobs
+from rolecall.rl_runtime.weights.proof import CANARY, NUM_ANCHORS_MAX, ProofVerifier, canary_logprobs
 
 LOGPROBS = (-1.0, -2.0, -12.0)
 
@@ -20,8 +20,8 @@ def make_manifest(version: int = 1) -> Manifest:
     return build_manifest(version, weights, LOGPROBS)
 
 
-def make_proof(manifest: Manifest, replica: str = "rollout/0", **changes: object) -> Proof:
-    proof = Proof(
+def make_proof(manifest: Manifest, replica: str = "rollout/0", **changes: object) -> WeightProof:
+    proof = WeightProof(
         replica=ReplicaId(replica),
         incarnation=1,
         epoch=3,
@@ -53,7 +53,7 @@ def test_canary_logprobs_are_those_of_the_next_token() -> None:
 
 
 def test_first_is_anchored_to_the_trainer_and_the_second_to_the_first() -> None:
-    certifier, manifest = Certifier(), make_manifest()
+    certifier, manifest = ProofVerifier(), make_manifest()
     first = certifier.judge(manifest, make_proof(manifest), incarnation=1, epoch=3)
     assert first.admitted and "first of version 1" in first.because
     second = certifier.judge(manifest, make_proof(manifest, "rollout/1"))
@@ -76,7 +76,7 @@ REFUSED_FIRST = {
 @pytest.mark.parametrize("fault", sorted(REFUSED_FIRST))
 def test_first_proof_is_refused(fault: str) -> None:
     changes, part, tensor, reason = REFUSED_FIRST[fault]
-    certifier, manifest = Certifier(), make_manifest()
+    certifier, manifest = ProofVerifier(), make_manifest()
     verdict = certifier.judge(manifest, make_proof(manifest, **changes), incarnation=1, epoch=3)
     assert (verdict.admitted, verdict.part, verdict.tensor) == (False, part, tensor)
     assert reason in verdict.because
@@ -96,7 +96,7 @@ REFUSED_LATER = {
 @pytest.mark.parametrize("fault", sorted(REFUSED_LATER))
 def test_later_proof_must_equal_a_certified_one(fault: str) -> None:
     changes, part, tensor = REFUSED_LATER[fault]
-    certifier, manifest = Certifier(), make_manifest()
+    certifier, manifest = ProofVerifier(), make_manifest()
     assert certifier.judge(manifest, make_proof(manifest)).admitted
     verdict = certifier.judge(manifest, make_proof(manifest, "rollout/1", **changes))
     assert (verdict.admitted, verdict.part, verdict.tensor) == (False, part, tensor)
@@ -105,14 +105,14 @@ def test_later_proof_must_equal_a_certified_one(fault: str) -> None:
 
 
 def test_another_layout_is_anchored_to_the_trainer_again() -> None:
-    certifier, manifest = Certifier(), make_manifest()
+    certifier, manifest = ProofVerifier(), make_manifest()
     assert certifier.judge(manifest, make_proof(manifest)).admitted
     other = make_proof(manifest, "rollout/1", layout="tensor parallel 2", storage_digest="t")
     assert "first of version" in certifier.judge(manifest, other).because
 
 
 def test_same_version_after_going_back_is_another_manifest() -> None:
-    certifier = Certifier()
+    certifier = ProofVerifier()
     before, after = make_manifest(5), build_manifest(5, {"a": torch.zeros(1)}, LOGPROBS)
     assert certifier.judge(before, make_proof(before)).admitted
     assert not certifier.judge(after, make_proof(before)).admitted
@@ -120,7 +120,7 @@ def test_same_version_after_going_back_is_another_manifest() -> None:
 
 
 def test_anchors_are_bounded() -> None:
-    certifier = Certifier()
+    certifier = ProofVerifier()
     for version in range(NUM_ANCHORS_MAX + 10):
         manifest = make_manifest(version)
         assert certifier.judge(manifest, make_proof(manifest)).admitted

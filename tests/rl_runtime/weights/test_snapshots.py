@@ -6,17 +6,23 @@ import torch
 from rolecall.core.clock import FakeClock
 from rolecall.rl_runtime.protocol.messages import TensorEntry
 from rolecall.rl_runtime.weights.digest import entries_of
-from rolecall.rl_runtime.weights.snapshots import LeaseOver, Shelf, Snapshot, SnapshotAbsent, SourceBusy
+from rolecall.rl_runtime.weights.snapshots import (
+    SnapshotAbsent,
+    SnapshotLeaseExpired,
+    SnapshotStore,
+    SourceBusy,
+    TensorSnapshot,
+)
 
 
-def snapshot(version: int) -> Snapshot:
+def snapshot(version: int) -> TensorSnapshot:
     tensors = {"w": torch.full((1,), float(version))}
     entries: tuple[TensorEntry, ...] = entries_of(tensors)
-    return Snapshot(version=version, digest=f"d{version}", entries=entries, tensors=tensors)
+    return TensorSnapshot(version=version, digest=f"d{version}", entries=entries, tensors=tensors)
 
 
 def test_lease_keeps_its_snapshot_past_two_publications() -> None:
-    shelf = Shelf(FakeClock(), 5.0)
+    shelf = SnapshotStore(FakeClock(), 5.0)
     shelf.publish(snapshot(1))
     lease = shelf.lease(1, "rollout/1")
     for v in (2, 3, 4):
@@ -28,7 +34,7 @@ def test_lease_keeps_its_snapshot_past_two_publications() -> None:
 
 def test_lease_ends_when_it_is_not_renewed() -> None:
     clock = FakeClock()
-    shelf = Shelf(clock, 5.0)
+    shelf = SnapshotStore(clock, 5.0)
     shelf.publish(snapshot(1))
     lease = shelf.lease(1, "rollout/1")
     clock.advance(4.0)
@@ -38,7 +44,7 @@ def test_lease_ends_when_it_is_not_renewed() -> None:
         shelf.lease(1, "rollout/2")
     clock.advance(1.5)
     shelf.lease(1, "rollout/2")
-    with pytest.raises(LeaseOver):
+    with pytest.raises(SnapshotLeaseExpired):
         shelf.renew(lease)
     shelf.release(lease)  # of the one that is over: does not free the other's
     with pytest.raises(SourceBusy, match="rollout/2"):
@@ -46,16 +52,16 @@ def test_lease_ends_when_it_is_not_renewed() -> None:
 
 
 def test_going_back_to_a_checkpoint_publishes_lower_numbers() -> None:
-    shelf = Shelf(FakeClock(), 5.0)
+    shelf = SnapshotStore(FakeClock(), 5.0)
     for v in (6, 7, 5, 6):
         shelf.publish(snapshot(v))
     assert shelf.versions() == (5, 6)
 
 
 def test_state_snapshot_that_cannot_be_made_leaves_the_source_free() -> None:
-    shelf = Shelf(FakeClock(), 5.0)
+    shelf = SnapshotStore(FakeClock(), 5.0)
 
-    def fail() -> Snapshot:
+    def fail() -> TensorSnapshot:
         with pytest.raises(SourceBusy):
             shelf.lease_fresh("trainer/2", lambda: snapshot(0))
         raise SnapshotAbsent("none")

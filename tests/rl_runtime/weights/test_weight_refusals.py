@@ -15,7 +15,7 @@ from rolecall.rl_runtime.protocol.messages import Holder, Manifest
 from rolecall.rl_runtime.weights.digest import build_manifest
 from rolecall.rl_runtime.weights.port import TensorServer, TransferFailed, TransferProblem
 from rolecall.rl_runtime.weights.pull import _checked_index
-from rolecall.rl_runtime.weights.wire import MAC_BYTES, MAGIC, NONCE_BYTES, Wire, _mac
+from rolecall.rl_runtime.weights.wire import MAC_BYTES, MAGIC, NONCE_BYTES, AuthenticatedConnection, _mac
 from tests.rl_runtime.weight_port import ROLLOUT, TOKEN, TRAINER, Start, get, get_any, make_weights, same
 from tests.support import PATIENCE_SECONDS, eventually
 
@@ -76,7 +76,7 @@ def test_a_stream_that_breaks_off_names_the_tensor(start: Start) -> None:
     def impostor(listener: socket.socket) -> None:
         sock, _ = listener.accept()
         with sock:
-            wire = Wire(sock, peer="puller", clock=SystemClock(), is_server=True)
+            wire = AuthenticatedConnection(sock, peer="puller", clock=SystemClock(), is_server=True)
             until = soon()
             wire.greet_client(TOKEN.encode(), until)
             wire.receive(until)
@@ -115,9 +115,9 @@ def raw(server: TensorServer) -> socket.socket:
     return sock
 
 
-def signed_in(server: TensorServer) -> Wire:
+def signed_in(server: TensorServer) -> AuthenticatedConnection:
     sock = socket.create_connection((server.host, server.port), timeout=PATIENCE_SECONDS)
-    wire = Wire(sock, peer="server", clock=SystemClock(), is_server=False)
+    wire = AuthenticatedConnection(sock, peer="server", clock=SystemClock(), is_server=False)
     wire.greet_server(TOKEN.encode(), soon())
     return wire
 

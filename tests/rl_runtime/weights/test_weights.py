@@ -12,7 +12,7 @@ from rolecall.core.clock import SystemClock
 from rolecall.core.errors import WireError
 from rolecall.core.ids import ReplicaId
 from rolecall.rl_runtime.weights.digest import build_manifest
-from rolecall.rl_runtime.weights.port import Pieces, TransferFailed, TransferProblem, pull_state
+from rolecall.rl_runtime.weights.port import PartialTransfer, TransferFailed, TransferProblem, pull_state
 from tests.rl_runtime.weight_port import (
     ROLLOUT,
     TOKEN,
@@ -133,7 +133,7 @@ class Hold:
         assert self.go.wait(PATIENCE_SECONDS)
 
 
-def in_thread(what: Callable[[], Pieces], got: list[Pieces]) -> threading.Thread:
+def in_thread(what: Callable[[], PartialTransfer], got: list[PartialTransfer]) -> threading.Thread:
     thread = threading.Thread(target=lambda: got.append(what()))
     thread.start()
     return thread
@@ -144,7 +144,7 @@ def test_one_puller_at_a_time_and_the_others_hear_it_at_once(start: Start) -> No
     server, weights = start(on_tensor=hold, lease_seconds=PATIENCE_SECONDS), make_weights()
     manifest = build_manifest(0, weights, [])
     server.publish(manifest, weights)
-    holder, got = server.holder(TRAINER, 1), list[Pieces]()
+    holder, got = server.holder(TRAINER, 1), list[PartialTransfer]()
     first = in_thread(lambda: get(holder, manifest), got)
     assert hold.inside.wait(PATIENCE_SECONDS)
     with pytest.raises(TransferFailed, match="rollout/1 is being served") as failed:
@@ -161,7 +161,7 @@ def test_pull_any_waits_for_a_busy_source(start: Start) -> None:
     server, weights = start(on_tensor=hold, lease_seconds=PATIENCE_SECONDS), make_weights()
     manifest = build_manifest(0, weights, [])
     server.publish(manifest, weights)
-    holder, got, clocks = server.holder(TRAINER, 1), list[Pieces](), [Waiting() for _ in range(3)]
+    holder, got, clocks = server.holder(TRAINER, 1), list[PartialTransfer](), [Waiting() for _ in range(3)]
     threads = [in_thread(lambda: get(holder, manifest, puller="rollout/0"), got)]
     assert hold.inside.wait(PATIENCE_SECONDS)
     for i, clock in enumerate(clocks, start=1):
@@ -238,7 +238,7 @@ def test_pieces_kept_on_the_error_are_not_asked_for_again(start: Start) -> None:
 def test_the_error_survives_pickling_without_the_tensors(start: Start) -> None:
     weights = make_weights()
     manifest = build_manifest(2, weights, [])
-    pieces = Pieces.of(manifest)
+    pieces = PartialTransfer.of(manifest)
     pieces.tensors["layer.0.weight"] = weights["layer.0.weight"]
     error = TransferFailed(holder=None, problem=TransferProblem.LOST, reason="gone", pieces=pieces)
     copy = pickle.loads(pickle.dumps(error))
@@ -258,11 +258,11 @@ def test_an_absent_holder_is_asked_again_while_another_is_busy(start: Start) -> 
     """The way weights spread: one source, and whoever has been served becomes the next one."""
     weights = make_weights()
     manifest = build_manifest(1, weights, [])
-    hold, clock, got = Hold(), Waiting(), list[Pieces]()
+    hold, clock, got = Hold(), Waiting(), list[PartialTransfer]()
     trainer, relay = start(on_tensor=hold, lease_seconds=PATIENCE_SECONDS), start()
     trainer.publish(manifest, weights)
     source = trainer.holder(TRAINER, 1)
-    blocker = in_thread(lambda: get(source, manifest, puller="rollout/0"), list[Pieces]())
+    blocker = in_thread(lambda: get(source, manifest, puller="rollout/0"), list[PartialTransfer]())
     assert hold.inside.wait(PATIENCE_SECONDS)
     late = in_thread(lambda: get_any([source, relay.holder(ROLLOUT, 1)], manifest, clock=clock), got)
     assert clock.has_waited.wait(PATIENCE_SECONDS)  # the trainer is busy, the relay has nothing yet

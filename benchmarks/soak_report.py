@@ -59,10 +59,10 @@ def incidents_by_kind(lines: Sequence[Line]) -> dict[str, list[dict[str, Any]]]:
     for line in lines:
         for incident in line["incidents"]:
             if incident.get("fault"):
-                cured = {
+                resolved = {
                     "cured_cold_seconds" if _is_cold(incident) else "cured_warm_seconds": incident["cured_seconds"]
                 }
-                found[incident["fault"]["kind"]].append({**incident, **cured})
+                found[incident["fault"]["kind"]].append({**incident, **resolved})
     return dict(sorted(found.items()))
 
 

@@ -71,6 +71,6 @@ class FaultTolerantDetector:
         try:
             return dict(self._detector.window(suspects))
         except Exception:
-            # Deliberate: an incident without its window can be cured all the same.
+            # Deliberate: an incident without its window can be resolved all the same.
             logger.exception("no window")
             return {}

@@ -264,7 +264,7 @@ class Watch:
         while self._windows_to_keep:
             name = self._windows_to_keep[-1]
             incident = self._book.incidents.get(name)
-            # One that cannot be kept is let go: its incident can be cured all the same.
+            # One that cannot be kept is let go: its incident can be resolved all the same.
             with self._troubles.apart(f"window of {name}"):
                 if incident is not None and WINDOW_NAME not in self._journal.windows(name):
                     window = {**self._judge.window(incident.diagnosis.suspects)}

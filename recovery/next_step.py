@@ -76,7 +76,7 @@ def next_step(i: Incident, s: Situation, question: PolicyInput) -> Move | None:
     if i.state is S.CLOSED:
         return None
     if s.ended is not None and i.state is not S.VERIFYING:
-        return _close(i, IncidentOutcome.ESCALATED, f"the run ended before it was cured: {s.ended}")
+        return _close(i, IncidentOutcome.ESCALATED, f"the run ended before it was resolved: {s.ended}")
     if i.state is S.OPEN or i.attempt is None:
         return Decide(question=question, key=f"{i.incident_id}:plan:{len(i.attempts) + 1}")
     if i.state is S.PLANNED:
@@ -186,10 +186,10 @@ def _from_verifying(i: Incident, a: Attempt, s: Situation) -> Move | None:
         now=s.now,
         verification_timeout_seconds=s.config.verification_timeout_seconds,
     )
-    if seen.cured:
+    if seen.resolved:
         return _about(i, a, K.INCIDENT_VERIFIED, "verified", {"because": seen.because, "serving_at": seen.serving_at})
     if s.ended is not None:
-        return _close(i, IncidentOutcome.ESCALATED, f"the run ended before it was cured: {s.ended}")
+        return _close(i, IncidentOutcome.ESCALATED, f"the run ended before it was resolved: {s.ended}")
     if seen.failure is not None:
         return failed(i, a, seen.failure, seen.because)
     return None

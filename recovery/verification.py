@@ -19,10 +19,10 @@ Progress = Mapping[str, tuple[bool, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """`cured`, or `failure`, or neither yet. `serving_at`: when the last replacement began to serve, wall seconds."""
+    """`resolved`, or `failure`, or neither yet. `serving_at`: when the last replacement began to serve, wall seconds."""
 
     because: str
-    cured: bool = False
+    resolved: bool = False
     failure: ActionFailure | None = None
     serving_at: float = 0.0
 
@@ -54,7 +54,7 @@ def verify(
             (seen if moves else missing).append(f"{name}: {words}")
         serving_at = max(serving_at, view.changed_at if view else 0.0)
     if not missing:
-        return Verification(because="; ".join(seen), cured=True, serving_at=serving_at)
+        return Verification(because="; ".join(seen), resolved=True, serving_at=serving_at)
     waited = now - done_at
     because = f"after {waited:.1f} s " + "; ".join(missing)
     if waited > verification_timeout_seconds:

@@ -81,7 +81,7 @@ def _built_run(tmp_path_factory: pytest.TempPathFactory, _folder_in_memory: Path
 
 @pytest.fixture
 def fake_run(_built_run: Path, tmp_path: Path) -> RunDir:
-    """A finished run with three faults, all cured; each test has a copy of its own."""
+    """A finished run with three faults, all resolved; each test has a copy of its own."""
     path = tmp_path / "runs" / _built_run.name
     shutil.copytree(_built_run, path)
     return RunDir(path)

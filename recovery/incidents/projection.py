@@ -254,7 +254,7 @@ def _verified(i: Incident, event: Event) -> Incident:
 def _closed(i: Incident, event: Event) -> Incident:
     outcome = IncidentOutcome(event.body["outcome"])
     if outcome is IncidentOutcome.RESOLVED and i.verified_at is None:
-        raise _InvalidIncidentEvent("nothing was verified: it cannot be cured")
+        raise _InvalidIncidentEvent("nothing was verified: it cannot be resolved")
     return replace(
         i, state=S.CLOSED, closed_at=event.wall_at, outcome=outcome, because=str(event.body.get("because", ""))
     )

@@ -1,30 +1,30 @@
-"""Every error that rolecall raises on purpose. Facts are attributes, the message is the sentence.
+"""Every error that rolecall raises on purpose. Facts are attributes; the message is built from them.
 
 RolecallError
-├── BadId                    an id, role or replica name is malformed
+├── InvalidId                an id, role or replica name is malformed
 ├── ConfigError              a job file is wrong: every problem at once, each `path: reason`
 ├── JournalError
-│   ├── JournalCorrupt       the hash chain or the file does not hold: where, and what was expected
-│   ├── JournalUnavailable   its database cannot be used now: server away, disk full, locked too long
-│   ├── Overtaken            somebody wrote in between: read it, and decide again
-│   └── Fenced               a newer lease holder acts: this one must stop
-├── LedgerViolation          a prompt group would be trained twice, or moved against its state machine
-│   └── SamplerMismatch      the sampler would go on otherwise than the ledger says: which group, both values
-├── BatchNotFilled           dynamic sampling finds too few groups that teach something: how many, and why
-├── StaleIncarnation         a message is meant for an incarnation or epoch that is over
-├── DeadlineExceeded         a wait across processes ran out: who was waited for, how long
-├── PeerLost                 a collective failed because a peer went away
-├── VoteRefused              trainers do not agree on what they would commit: nobody steps the optimizer
-├── NotFinite                a loss or gradient is NaN or infinite: nobody steps the optimizer
-├── ProofMismatch            weights are not what the manifest says: which tensor, which part of the proof
+│   ├── JournalCorrupt       the hash chain or the file is damaged: where, and what was expected
+│   ├── JournalUnavailable   the database cannot be used now: server down, disk full, locked too long
+│   ├── ConcurrentWrite      another process wrote in between: read again, then decide again
+│   └── LeaseFenced          another process holds a newer lease: this one must stop
+├── LedgerViolation          a prompt group would be trained twice, or its state transition is illegal
+│   └── SamplerMismatch      the sampler's next draw contradicts the ledger: which group, both values
+├── BatchNotFilled           dynamic sampling finds too few informative groups: how many, and why
+├── StaleIncarnation         a message is addressed to an incarnation or epoch that has ended
+├── DeadlineExceeded         a wait across processes timed out: for whom, how long
+├── PeerLost                 a collective failed because a peer is gone
+├── CommitVoteRejected       trainers disagree on what to commit: no rank steps the optimizer
+├── NonFiniteValue           a loss or gradient is NaN or infinite: no rank steps the optimizer
+├── ProofMismatch            weights differ from their manifest: which tensor, which part of the proof
 ├── CheckpointCorrupt        a checkpoint is incomplete or altered: which file
 ├── WireError                a message on the weight port is malformed, too long or not signed
-├── TooFewNodes              the roles asked for do not fit on the nodes: which role lacks what
-├── InjectionRefused         fault injection is not allowed, or the target is not this job's process
+├── NotEnoughNodes           the requested roles do not fit on the nodes: which role lacks what
+├── InjectionRefused         fault injection is disabled, or the target is not a process of this job
 ├── ActuatorError            an action could not be performed
-├── InvalidTransition        an event does not fit the state of its incident: with the story that led there
+├── InvalidTransition        an event is illegal in the incident's state: with the events that led there
 ├── UnreadableInput          a recording or dump cannot be read: which file, what is wrong with it
-├── CommandRefused           a person asked for something that cannot be done now: why
+├── CommandRefused           an operator command cannot be carried out now: why
 └── RunNotFound              no such run, or it has ended
 """
 

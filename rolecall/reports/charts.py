@@ -34,7 +34,7 @@ class IncidentMarker:
     began: float
     found: float | None
     served: float | None
-    cured: float | None
+    resolved: float | None
     ends: float
     injected: bool = True  # False: an incident that no fault of the injector's log belongs to
 
@@ -68,7 +68,7 @@ def marks(report: Mapping[str, Any]) -> list[IncidentMarker]:
         fault = i["fault"]
         began = float(fault["injected_at"] if fault else i["onset"]) - zero
         closed = after(i["closed_at"])
-        cured = after(i["cured_at"])
+        resolved = after(i["cured_at"])
         who = fault["target"] if fault else (i["suspects"][0].partition("#")[0] if i["suspects"] else "")
         found.append(
             IncidentMarker(
@@ -78,8 +78,8 @@ def marks(report: Mapping[str, Any]) -> list[IncidentMarker]:
                 began=began,
                 found=after(i["detected_at"]),
                 served=after(i["serving_at"]),
-                cured=cured,
-                ends=cured if cured is not None else closed if closed is not None else end,
+                resolved=resolved,
+                ends=resolved if resolved is not None else closed if closed is not None else end,
                 injected=fault is not None,
             )
         )
@@ -93,7 +93,7 @@ def marks(report: Mapping[str, Any]) -> list[IncidentMarker]:
                 began=began,
                 found=None,
                 served=None,
-                cured=None,
+                resolved=None,
                 ends=end,
             )
         )
@@ -315,10 +315,12 @@ def _incident_span(mark: IncidentMarker, by: Scale, y: float) -> list[str]:
         parts.append(_rect("undetected", began, found, y, BAR + 5, f"{who}: not yet found", 2.5))
     if mark.found is not None:
         begin = max(found, began + 2.5)
-        parts.append(_rect("curing", begin, by.x(mark.ends), y, BAR + 5, f"{who}: found, not yet cured", 2.5))
-        if mark.cured is not None:
-            x = max(by.x(mark.cured), begin + 2.5)
+        parts.append(_rect("recovering", begin, by.x(mark.ends), y, BAR + 5, f"{who}: found, not yet resolved", 2.5))
+        if mark.resolved is not None:
+            x = max(by.x(mark.resolved), begin + 2.5)
             points = f"{x},{y - 9:g} {x + 6:g},{y:g} {x},{y + 9:g} {x - 6:g},{y:g}"
-            parts.append(f'<polygon class="cured" points="{points}"><title>{escape(who)}: cured</title></polygon>')
+            parts.append(
+                f'<polygon class="resolved" points="{points}"><title>{escape(who)}: resolved</title></polygon>'
+            )
     parts.append(_badge(mark, began - 13, y))
     return parts

@@ -44,11 +44,11 @@ def render_html(report: Report) -> str:
 def headline(report: Report) -> str:
     """The run in one sentence. Also the first line of the terminal's summary."""
     faults, first, last = report["faults_injected"], report["reward_first"], report["reward_last"]
-    cured = sum(i["fault"] is not None and i["outcome"] == "resolved" for i in report["incidents"])
-    if faults and cured == faults:
-        what = f"{faults} of {faults} faults cured" if faults > 1 else "The fault was cured"
+    resolved = sum(i["fault"] is not None and i["outcome"] == "resolved" for i in report["incidents"])
+    if faults and resolved == faults:
+        what = f"{faults} of {faults} faults resolved" if faults > 1 else "The fault was resolved"
     elif faults:
-        what = f"Only {cured} of {faults} faults cured"
+        what = f"Only {resolved} of {faults} faults resolved"
     elif report["incidents"]:
         what = f"No fault injected, {len(report['incidents'])} incident(s)"
     else:
@@ -90,7 +90,7 @@ def _verdict(report: Report) -> str:
 def _figures(report: Report) -> str:
     incidents = report["incidents"]
     found = [i["detected_seconds"] for i in incidents if i["detected_seconds"] is not None]
-    cured = [i["cured_seconds"] for i in incidents if i["cured_seconds"] is not None]
+    resolved = [i["cured_seconds"] for i in incidents if i["cured_seconds"] is not None]
     pace = report["seconds_to_n_steps"]
     base, estimate = pace["baseline"], pace["estimate"]
     if base is not None:
@@ -111,8 +111,8 @@ def _figures(report: Report) -> str:
         ),
         (
             "Finding to cure",
-            seconds(_median(cured)),
-            f"median of {len(cured)}, worst {seconds(max(cured, default=None))}",
+            seconds(_median(resolved)),
+            f"median of {len(resolved)}, worst {seconds(max(resolved, default=None))}",
         ),
         ("Tokens lost", f"{tokens_lost:,}", f"{tokens_kept:,} moved to another engine"),
         ("Weights proven", str(report["weights_proven"]), "re-admissions, each with its proof"),
@@ -153,8 +153,8 @@ def _charts(report: Report) -> str:
             _swatch("bar-standby", "warm standby"),
             _swatch("", "starting", '<rect class="bar-starting" x="1" y="4" width="20" height="4" rx="2"/>'),
             _swatch("undetected", "fault, not yet found"),
-            _swatch("curing", "found, being cured"),
-            _swatch("", "resolved", '<polygon class="cured" points="11,0 17,6 11,12 5,6"/>'),
+            _swatch("recovering", "found, in recovery"),
+            _swatch("", "resolved", '<polygon class="resolved" points="11,0 17,6 11,12 5,6"/>'),
         )
     )
     cards = (
@@ -182,7 +182,7 @@ def _key(key: str, plain: bool = False) -> str:
 def _incident_table(report: Report) -> str:
     if not report["incidents"] and not report["missed"]:
         return '<h2>Incidents</h2><p class="lead">None: nothing was injected and nothing was found.</p>'
-    head = ("Fault", "Named", "Found after", "Requests resumed", "Step committed", "Serving", "Cured", "Lost")
+    head = ("Fault", "Named", "Found after", "Requests resumed", "Step committed", "Serving", "Resolved", "Lost")
     rows = []
     for n, i in enumerate(report["incidents"]):
         fault = i["fault"]

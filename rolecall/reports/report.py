@@ -133,15 +133,17 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
 def make_verdict(facts: Facts, joined: MatchedIncidents, kept: PidsKept, outcome: str) -> list[dict[str, Any]]:
     """What must hold for exit code 0, each with its sentence."""
     faults = len(facts.replica_faults)
-    cured = [s for s in joined.stories if s.fault is not None and s.cured]
-    num_cured = sum(1 + len(s.further_faults) for s in cured)
+    resolved = [s for s in joined.stories if s.fault is not None and s.resolved]
+    num_resolved = sum(1 + len(s.further_faults) for s in resolved)
     still_open = [s.incident_id for s in joined.stories if not s.outcome]
-    named = sum(bool(s.named_right) + len(s.further_faults) for s in cured)
+    named = sum(bool(s.named_right) + len(s.further_faults) for s in resolved)
     problems = len(facts.audit.problems)
-    said = f"{num_cured} of {faults} injected faults cured, {named} with the right replica named" if faults else ""
+    said = (
+        f"{num_resolved} of {faults} injected faults resolved, {named} with the right replica named" if faults else ""
+    )
     rows = [
         ("finished", outcome == COMPLETED, f"the run ended as: {outcome}"),
-        ("faults cured", num_cured == faults == named, said or "no fault was injected"),
+        ("faults resolved", num_resolved == faults == named, said or "no fault was injected"),
         (
             "no incident open",
             not still_open,

@@ -61,7 +61,7 @@ svg .curve { fill: none; stroke: var(--accent); stroke-width: 2.25; stroke-linej
 svg .bar { fill: var(--lane); } svg .bar-new { fill: var(--lane-new); } svg .bar-starting { fill: var(--starting); }
 svg .bar-standby { fill: none; stroke: var(--lane); stroke-width: 1.25; }
 svg .step { fill: var(--lane); }
-svg .undetected { fill: var(--bad); } svg .curing { fill: var(--warn); } svg .cured { fill: var(--good); }
+svg .undetected { fill: var(--bad); } svg .recovering { fill: var(--warn); } svg .resolved { fill: var(--good); }
 .legend { display: flex; flex-wrap: wrap; gap: 6px 20px; margin: 10px 0 4px; padding: 0; list-style: none;
   color: var(--soft); font-size: 13px; }
 .legend svg { display: inline-block; width: 22px; min-width: 0; height: 12px; margin-right: 6px; vertical-align: -1px; }

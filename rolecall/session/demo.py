@@ -22,7 +22,7 @@ DEMO_HORIZON_SECONDS = 3600.0
 GAP_SECONDS = (3.0, 10.0)
 """A fault strikes this long after the fleet is whole, uniformly at random."""
 CURE_DEADLINE_SECONDS = 150.0
-"""A fault that is not cured within this counts as not cured; the demo goes on to the next."""
+"""A fault that is not resolved within this counts as not resolved; the demo goes on to the next."""
 WARM_STEPS = 8
 """Optimizer steps before the first fault: deadlines and peers' rates are learned from healthy work."""
 DEMO_OF: Mapping[str, Mapping[str, Any]] = MappingProxyType({"dapo": {"at_refill_limit": "take"}})
@@ -147,7 +147,7 @@ class View:
 
 
 RESTARTED_KINDS = frozenset({"agent-kill", "watch-kill"})
-"""Faults of rolecall's own helpers: cured when their keeper has restarted them; no incident is due."""
+"""Faults of rolecall's own helpers: resolved when their keeper has restarted them; no incident is due."""
 
 
 class FaultSchedule:
@@ -174,7 +174,7 @@ class FaultSchedule:
             strike = self._pending.pop(0)
             self._kind = strike.kind
             return strike
-        elif self.stage is Stage.STRUCK and (self._cured(view) or view.now > self._deadline):
+        elif self.stage is Stage.STRUCK and (self._resolved(view) or view.now > self._deadline):
             if self._pending:
                 self._arm(view.now)
             else:
@@ -185,6 +185,6 @@ class FaultSchedule:
         self.stage = Stage.WAITING
         self._strike_at = now + self._pending[0].gap_seconds
 
-    def _cured(self, view: View) -> bool:
+    def _resolved(self, view: View) -> bool:
         over_at = view.restarted_at if self._kind in RESTARTED_KINDS else view.incident_closed_at
         return view.injected > self._injected_before and view.whole and over_at > view.injected_at

@@ -227,13 +227,13 @@ def _table(report: Mapping[str, Any]) -> Table:
     for n, i in enumerate(report["incidents"]):
         fault = i["fault"]
         kind, target = (fault["kind"], fault["target"]) if fault else (i["fault_class"], "not injected")
-        cured = seconds(i["cured_seconds"]) if i["cured_seconds"] is not None else i["outcome"]
+        resolved = seconds(i["cured_seconds"]) if i["cured_seconds"] is not None else i["outcome"]
         cells = (
             kind,
             target,
             ", ".join(i["suspects"]),
             seconds(i["detected_seconds"]),
-            cured,
+            resolved,
             f"{i['tokens_lost']} tokens",
         )
         table.add_row(key_of(n), *(Text(plain(c)) for c in cells))

@@ -67,7 +67,7 @@ class IncidentSummary:
     targets: frozenset[Key] = frozenset()  # all that were ever to be replaced
     fault: InjectedFault | None = None
     named_right: bool | None = None  # None without a fault
-    further_faults: tuple[InjectedFault, ...] = ()  # of what this incident had made itself: cured with it, or not
+    further_faults: tuple[InjectedFault, ...] = ()  # of what this incident had made itself: resolved with it, or not
     replacements: tuple[Replacement, ...] = ()
     requests_resumed_at: float | None = None
     step_committed_at: float | None = None
@@ -98,7 +98,7 @@ class IncidentSummary:
         return self.verified_at if self.serving_at is None else self.serving_at
 
     @property
-    def cured(self) -> bool:
+    def resolved(self) -> bool:
         return self.outcome == "resolved" and self.cured_at is not None
 
     @property

@@ -133,7 +133,7 @@ class RunAccount:
 
     def _closed(self, story: IncidentSummary) -> None:
         seconds = story.since_finding(story.cured_at)
-        if story.cured and seconds is not None:
+        if story.resolved and seconds is not None:
             self.cure_seconds.setdefault(self._role(story.diagnosis), DurationTotal()).add(seconds)
 
     def _role(self, d: Diagnosis) -> str:

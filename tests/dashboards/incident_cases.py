@@ -27,7 +27,7 @@ HOSTILE = (
 """What a log line may hold: HTML, Markdown, LaTeX, Streamlit's own colours, control and direction characters."""
 
 
-def cured(world: World, fault: FaultClass = F.CRASH, replica: str = "rollout/1") -> None:
+def resolved(world: World, fault: FaultClass = F.CRASH, replica: str = "rollout/1") -> None:
     watch = world.watch()
     world.run(2.0, watch)
     world.runtime.inject(replica, fault)
@@ -35,22 +35,22 @@ def cured(world: World, fault: FaultClass = F.CRASH, replica: str = "rollout/1")
 
 
 def hung_trainer(world: World) -> None:
-    cured(world, F.HANG, "trainer/1")
+    resolved(world, F.HANG, "trainer/1")
 
 
 def slow(world: World) -> None:
-    cured(world, F.SLOW, "rollout/0")
+    resolved(world, F.SLOW, "rollout/0")
 
 
 def retried(world: World) -> None:
     """The first replacement dies before its first work."""
     world.runtime.starts_that_die["rollout/1"] = 1
-    cured(world)
+    resolved(world)
 
 
 def gave_up(world: World) -> None:
     world.runtime.starts_that_die["rollout/1"] = 9
-    cured(world)
+    resolved(world)
 
 
 def proposed(world: World) -> None:
@@ -159,7 +159,7 @@ def hostile(world: World) -> None:
 
 
 KINDS: Mapping[str, Callable[[World], None]] = {
-    "resolved": cured,
+    "resolved": resolved,
     "hung trainer": hung_trainer,
     "slow": slow,
     "retried": retried,

@@ -2,7 +2,7 @@
 
 Every 50 ms it lists all processes that carry the run's marker in their environment, as (pid, start time), and reads
 the journal's tables through sqlite3; every half second it lists their listening sockets. From that alone it says when a
-fault was injected (by itself), found and cured, and who kept its process. A test compares this with `report.json`.
+fault was injected (by itself), found and resolved, and who kept its process. A test compares this with `report.json`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A person in a browser beside a real run: reads the incident's sentence, signs in, approves the plan, sees it cured."""
+"""A person in a browser beside a real run: reads the incident's sentence, signs in, approves the plan, sees it resolved."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def _sign_in(shot: Visit, token: str) -> None:
     shot.page.get_by_text(PERSON, exact=False).first.wait_for()
 
 
-def test_a_click_approves_a_plan_and_the_run_is_cured(tmp_path: Path) -> None:
+def test_a_click_approves_a_plan_and_the_run_is_resolved(tmp_path: Path) -> None:
     args = ["--seed", str(SEED), "--steps", "30", "--faults", "rollout-kill"]
     args += ["--set", "recovery.mode=approve", "--set", "recovery.approval_timeout_seconds=300"]
     with browser() as of, demo_run(tmp_path, "approved", args, dashboard=True) as run:

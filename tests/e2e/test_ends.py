@@ -1,4 +1,4 @@
-"""A fault that nobody announced is cured; a mistake in user code then evicts nobody and ends the run, of which nothing
+"""A fault that nobody announced is resolved; a mistake in user code then evicts nobody and ends the run, of which nothing
 is left (Ctrl-C: test_operating.py; kill -9 and `down`: test_quick_succession.py)."""
 
 from pathlib import Path

@@ -162,9 +162,9 @@ def _the_memory_of_it_is_whole(run: DemoRun) -> None:
     told = command("incidents", "--run", str(run.path))
     assert told.returncode == 0
     assert [line.split(":")[0] for line in told.stdout.splitlines() if line.startswith("inc-")] == [
-        "inc-1-rollout-1 cured",
-        "inc-2-rollout-0 cured",
-        "inc-3-rollout-2 gave_up",
+        "inc-1-rollout-1 resolved",
+        "inc-2-rollout-0 resolved",
+        "inc-3-rollout-2 escalated",
     ]
     replayed = command("replay", "inc-1-rollout-1", "--run", str(run.path))
     assert replayed.returncode == 0, replayed.stdout

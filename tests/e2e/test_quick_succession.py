@@ -1,4 +1,4 @@
-"""Faults that come while the one before is being cured, each struck by this test at a moment that it proves to be the one meant.
+"""Faults that come while the one before is in recovery, each struck by this test at a moment that it proves to be the one meant.
 
 In the end the supervisor itself is killed: every group stays accounted for, and `down` removes the rest.
 """
@@ -94,7 +94,7 @@ def _controller_dies_with_streams_open(run: DemoRun) -> frozenset[str]:
     trained = sum(e["tokens"] for e in observer.events("step_committed") if e["seq"] < adopted["seq"])
     ((dropped,),) = observer.query("select coalesce(sum(num_tokens), 0) from ledger where state = 'dropped'")
     assert trained + dropped + adopted["tokens_kept"] >= moment.tokens_made
-    _until_cured(run, "controller/0", 1)
+    _until_resolved(run, "controller/0", 1)
     return moment.open_groups
 
 
@@ -112,8 +112,8 @@ def _replacement_dies_while_it_starts_and_a_trainer_hangs_meanwhile(run: DemoRun
         run.strike("rollout-kill", "rollout/0", 2)
     eventually(lambda: ("rollout/0", 3) in observer.states, "another replacement, from a cold start")
     hang = _trainer_hangs_in_a_read(run, "trainer/1")
-    opened = _until_cured(run, "rollout/0", 1)
-    hung = _until_cured(run, "trainer/1", 1)
+    opened = _until_resolved(run, "rollout/0", 1)
+    hung = _until_resolved(run, "trainer/1", 1)
     (closed,) = observer.events("incident_closed", opened["incident"])
     if hung["seq"] < closed["seq"]:
         # Both waited for the rollout, the standby for longer. It works for nobody, so the trainer came first.
@@ -121,7 +121,7 @@ def _replacement_dies_while_it_starts_and_a_trainer_hangs_meanwhile(run: DemoRun
         assert all(e["seq"] > trainer_acted["seq"] for e in observer.events("action_started") if _about(e, "standby-0"))
     eventually(lambda: ("rollout/0", 3) in observer.serving, "the observer to have looked again")
     began, served = hang["injected_at"], observer.serving["rollout/0", 3]
-    assert opened["at"] < began <= served.not_before, "the trainer hung while the rollout was being cured"
+    assert opened["at"] < began <= served.not_before, "the trainer hung while the rollout was in recovery"
     assert ("rollout/0", 2) not in observer.serving
     (failed,) = [e for e in observer.events("action_failed") if e["incident"] == opened["incident"]]
     assert failed["failure"] == "died"
@@ -189,7 +189,7 @@ def _trainer_with_the_newest_weights_dies_during_a_pull(run: DemoRun) -> None:
     assert pullers, "no rollout was connected to its weight port"
     assert all(v < version for v in versions.values()), (versions, version)
     assert version == max(_page(observer, r, i).policy_version for r, i in trainers.items() if r != holder)
-    _until_cured(run, holder, trainers[holder])
+    _until_resolved(run, holder, trainers[holder])
 
     def caught_up() -> bool:
         (newest, *_) = reversed(observer.events("step_committed"))
@@ -255,8 +255,8 @@ def _nothing_was_lost(run: DemoRun, open_groups: frozenset[str]) -> None:
     assert steps == list(range(len(steps))), "each step was committed once, in order"
 
 
-def _until_cured(run: DemoRun, replica: str, incarnation: int) -> dict[str, Any]:
-    """Until the incident that first named this incarnation is closed as cured. Returns how it was opened."""
+def _until_resolved(run: DemoRun, replica: str, incarnation: int) -> dict[str, Any]:
+    """Until the incident that first named this incarnation is closed as resolved. Returns how it was opened."""
 
     def opened() -> list[dict[str, Any]]:
         suspects = [(e, s) for e in run.observer.events("incident_opened") for s in e["diagnosis"]["suspects"]]

@@ -217,7 +217,9 @@ def test_user_code_takes_over_the_incidents_of_its_victims(world: World) -> None
 
 
 @pytest.mark.parametrize("fault", [FaultClass.USER_CODE, FaultClass.SILENT_CORRUPTION])
-def test_a_collapsed_policy_calls_a_person_once_and_a_crash_beside_it_is_cured(world: World, fault: FaultClass) -> None:
+def test_a_collapsed_policy_calls_a_person_once_and_a_crash_beside_it_is_resolved(
+    world: World, fault: FaultClass
+) -> None:
     watch = world.watch()
     said = diagnosis(
         fault, onset=world.clock.wall(), because="mean reward fell", about=":collapse", detectors=("collapse",)

@@ -315,7 +315,7 @@ def test_a_replacement_is_cured_failed_or_waited_for(
         assert _said(move) == (kind, detail)
 
 
-def test_what_was_verified_is_closed_as_cured() -> None:
+def test_what_was_verified_is_closed_as_resolved() -> None:
     i = _incident(S.VERIFYING, _attempt(started_at=NOW - 1, done_at=NOW - 1), verified_at=NOW)
     assert _said(_move(i)) == (K.INCIDENT_CLOSED, "resolved")
 

@@ -63,7 +63,7 @@ class Stage:
     def num(self, kind: EventKind) -> int:
         return len(self.journal.events(kinds=[kind]))
 
-    def cured(self, name: str) -> bool:
+    def resolved(self, name: str) -> bool:
         self.runtime.tick()
         incident = fold(self.journal.events()).get(name)
         return (
@@ -92,10 +92,10 @@ def test_one_acts_and_when_it_is_killed_the_other_finishes(stage: Stage) -> None
     # It dies before the runtime has even looked at what it wrote.
     first.send_signal(signal.SIGKILL)
     assert first.wait(PATIENCE_SECONDS) == -signal.SIGKILL
-    eventually(lambda: stage.cured("inc-1-rollout-1"), "the second finishes the cure")
+    eventually(lambda: stage.resolved("inc-1-rollout-1"), "the second finishes the cure")
     assert [e.body["fence"] for e in stage.journal.events(kinds=[K.LEASE_ACQUIRED])] == [1, 2]
     stage.say(diagnosis(FaultClass.CRASH, ("trainer/0", 1), onset=SystemClock().wall()))
-    eventually(lambda: stage.cured("inc-2-trainer-0"), "the second acts by itself")
+    eventually(lambda: stage.resolved("inc-2-trainer-0"), "the second acts by itself")
     for name in ("inc-1-rollout-1", "inc-2-trainer-0"):
         assert [str(e.kind) for e in stage.journal.events(incident_id=name)] == A_CURE
     assert stage.runtime.replaced == [("rollout/1", 1), ("trainer/0", 1)]
@@ -111,7 +111,7 @@ def test_one_that_was_stopped_and_goes_on_does_not_act_beside_its_successor(stag
     eventually(lambda: stage.num(K.LEASE_ACQUIRED) == 2, "the second succeeds it")
     os.kill(first.pid, signal.SIGCONT)
     stage.say(diagnosis(FaultClass.CRASH, ("rollout/1", 1), onset=SystemClock().wall()))
-    eventually(lambda: stage.cured("inc-1-rollout-1"), "cured once")
+    eventually(lambda: stage.resolved("inc-1-rollout-1"), "resolved once")
     assert [str(e.kind) for e in stage.journal.events(incident_id="inc-1-rollout-1")] == A_CURE
     assert stage.num(K.LEASE_ACQUIRED) == 2 and first.poll() is None
 

@@ -1,6 +1,6 @@
 """Hours of trouble on a fake clock: faults at random moments, also during cures; replacements that die or never work;
 two watches that are killed at any write, stopped past their lease, or blind; pauses. After every tick the invariants
-are checked; in the end every fault is cured, or a person was called.
+are checked; in the end every fault is resolved, or a person was called.
 
 pytest --seed 17 tests/recovery/test_simulation.py     # other seeds; a failing one is in the test's name
 """

@@ -1,4 +1,4 @@
-"""Cured, failed, or not yet."""
+"""Resolved, failed, or not yet."""
 
 from dataclasses import replace
 
@@ -41,7 +41,7 @@ def test_verify(
     state: ReplicaState,
     progress: tuple[bool, str],
     waited: float,
-    cured: bool,
+    resolved: bool,
     failure: ActionFailure | None,
 ) -> None:
     name = ReplicaId(replica)
@@ -60,14 +60,14 @@ def test_verify(
         now=100.0 + waited,
         verification_timeout_seconds=20.0,
     )
-    assert (found.cured, found.failure) == (cured, failure)
-    assert found.because and (not cured or found.serving_at == 55.0)
+    assert (found.resolved, found.failure) == (resolved, failure)
+    assert found.because and (not resolved or found.serving_at == 55.0)
 
 
-def test_a_replica_that_left_the_run_is_not_cured() -> None:
+def test_a_replica_that_left_the_run_is_not_resolved() -> None:
     target = PlanTarget(replica=ReplicaId("rollout/1"), incarnation=1, node=NodeId("n"))
     plan = Plan(incident_id=IncidentId("i"), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="")
     empty = FleetView(replicas=())
     waiting = verify(plan, fleet=empty, progress={}, done_at=0.0, now=1.0, verification_timeout_seconds=20.0)
-    assert not waiting.cured and waiting.failure is None and "not desired any more" in waiting.because
+    assert not waiting.resolved and waiting.failure is None and "not desired any more" in waiting.because
     assert verify(plan, fleet=empty, progress={}, done_at=0.0, now=21.0, verification_timeout_seconds=20.0).failure

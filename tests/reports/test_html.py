@@ -70,7 +70,7 @@ def test_the_page_is_whole_and_loads_and_runs_nothing(report: dict[str, Any]) ->
 
 def test_the_page_tells_the_run(report: dict[str, Any]) -> None:
     text = _read(render_html(report)).text
-    assert "3 of 3 faults cured, the audit holds; reward went from 0.07 to 0.96" in text
+    assert "3 of 3 faults resolved, the audit holds; reward went from 0.07 to 0.96" in text
     for incident in report["incidents"]:
         assert incident["because"] in text and incident["plan"] in text and incident["verified"] in text
     for word in ("rollout-kill on rollout/1", "8.90 s", "standby/0", "pid 4108", "4,194,304", report["config_digest"]):
@@ -107,10 +107,10 @@ def test_headlines_say_what_is_so(report: dict[str, Any]) -> None:
     def said(**changes: Any) -> str:
         return headline({**report, **changes})
 
-    assert said(faults_injected=4).startswith("Only 3 of 4 faults cured")
+    assert said(faults_injected=4).startswith("Only 3 of 4 faults resolved")
     none = said(faults_injected=0, incidents=[])
     assert none.startswith("No fault, no finding, the audit holds")
-    assert said(false_alarms=["i-9"]).startswith("3 of 3 faults cured, 1 false alarm, the audit holds")
+    assert said(false_alarms=["i-9"]).startswith("3 of 3 faults resolved, 1 false alarm, the audit holds")
     assert "the audit fails" in said(audit={**report["audit"], "ok": False})
     assert "1 incident" in said(faults_injected=0, incidents=report["incidents"][:1])
     assert "reward" not in said(reward_first=None)

@@ -105,7 +105,7 @@ def test_a_fault_without_an_incident_is_missed(fake_run: RunDir) -> None:
         f.write(json.dumps({"kind": "reward-kill", "target": "reward/0", "injected_at": 1.7e9 + 1103}) + "\n")
     report = write_report(fake_run)
     assert [f["target"] for f in report["missed"]] == ["reward/0"]
-    assert _fails(report) == ["faults cured"]
+    assert _fails(report) == ["faults resolved"]
 
 
 def test_an_incident_that_nobody_caused_is_a_false_alarm(fake_run: RunDir) -> None:
@@ -124,7 +124,7 @@ def test_an_incident_left_open_is_not_ok(tmp_path: Path) -> None:
     fake = FakeRun(tmp_path, num_steps=90, strikes=(KILL,))
     fake._close = lambda incident, strike: None  # type: ignore[method-assign]
     report = write_report(fake.build())
-    assert set(_fails(report)) == {"faults cured", "no incident open"}
+    assert set(_fails(report)) == {"faults resolved", "no incident open"}
     assert report["incidents"][0]["outcome"] == "open" and report["incidents"][0]["cured_seconds"] is None
 
 

@@ -48,11 +48,11 @@ def test_strikes_only_a_whole_and_warm_fleet_and_waits_for_the_cure() -> None:
     assert schedule.tick(view(5, whole=False)) is None
     strike = schedule.tick(view(5 + GAP_SECONDS[1]))
     assert strike is not None and strike.kind == "rollout-kill"
-    for not_cured in ({"injected": 0}, {"injected": 1, "whole": False}, {"injected": 1, "incident_closed_at": 99.0}):
-        assert schedule.tick(view(20, injected_at=100.0, **not_cured)) is None and schedule.stage is Stage.STRUCK
-    cured = {"injected": 1, "injected_at": 100.0, "incident_closed_at": 101.0}
-    assert schedule.tick(view(21, **cured)) is None and schedule.stage is Stage.WAITING
-    strike = schedule.tick(view(21 + GAP_SECONDS[1], **cured))
+    for not_resolved in ({"injected": 0}, {"injected": 1, "whole": False}, {"injected": 1, "incident_closed_at": 99.0}):
+        assert schedule.tick(view(20, injected_at=100.0, **not_resolved)) is None and schedule.stage is Stage.STRUCK
+    resolved = {"injected": 1, "injected_at": 100.0, "incident_closed_at": 101.0}
+    assert schedule.tick(view(21, **resolved)) is None and schedule.stage is Stage.WAITING
+    strike = schedule.tick(view(21 + GAP_SECONDS[1], **resolved))
     assert strike is not None and strike.kind == "agent-kill"
     # An agent has no incident of its own: its restart is the cure.
     after = {"injected": 2, "injected_at": 200.0, "incident_closed_at": 250.0}

@@ -79,7 +79,7 @@ def test_an_open_incident_is_shown_with_its_sentence_and_stage(fake_run: RunDir)
 def test_a_closed_incident_stays_in_sight(fake_run: RunDir) -> None:
     text = _shown(render(_at(fake_run, 90.0), "demo"))
     assert "no incident open" in text
-    assert "✓ cured rollout/1#1 crash" in text and "✓ cured trainer/1#1 hang" in text
+    assert "✓ resolved rollout/1#1 crash" in text and "✓ resolved trainer/1#1 hang" in text
 
 
 def test_progress_before_the_first_step_is_the_note() -> None:
@@ -189,9 +189,9 @@ def test_a_wide_window_shows_more_of_the_sentence() -> None:
     assert "end" not in _shown(render(snapshot)) and "end" in _shown(render(snapshot, width=200), 200)
 
 
-def test_what_was_not_cured_has_no_tick() -> None:
+def test_an_escalated_incident_has_no_tick() -> None:
     text = _shown(render(RunSnapshot(now=1.0, closed_incidents=(_incident(stage="escalated", closed_at=1.0),))))
-    assert "✕ gave_up rollout/1#1" in text and "✓" not in text
+    assert "✕ escalated rollout/1#1" in text and "✓" not in text
 
 
 def test_a_long_sentence_does_not_push_the_rest_out() -> None:
@@ -311,7 +311,7 @@ def test_the_same_incident_in_a_new_stage_is_told_without_its_sentence() -> None
 def test_the_summary_says_whether_it_held_and_where_the_page_is(fake_run: RunDir) -> None:
     report = write_report(fake_run)
     text = _shown(summary(report))
-    assert "3 of 3 faults cured, the audit holds" in text
+    assert "3 of 3 faults resolved, the audit holds" in text
     assert re.search(r"A +rollout-kill +rollout/1 +rollout/1#1 +0\.31 s +1\.62 s", text)
     assert "".join(report["html"].split()) in "".join(text.split())
     assert "✓ processes kept" in text

@@ -173,7 +173,7 @@ def test_an_incident_that_cannot_be_read_does_not_hide_the_others(
     code, out, _ = _run(capsys, fake_run, "status")
     assert code == 1 and "SET ASIDE: i-2: " in out and "journal.db: events line" in out
     code, out, _ = _run(capsys, fake_run, "incidents")
-    assert code == 0 and "i-1 cured" in out and "i-2 SET ASIDE" in out and "i-3 cured" in out
+    assert code == 0 and "i-1 resolved" in out and "i-2 SET ASIDE" in out and "i-3 resolved" in out
     code, out, _ = _run(capsys, fake_run, "audit")
     assert code == 1 and "PROBLEM" in out
 

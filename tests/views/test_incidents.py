@@ -49,7 +49,7 @@ class Tale:
         self.say(at, K.PLAN_CREATED, incident, plan=plan.to_dict())
         return self.say(at, K.ACTION_STARTED, incident, digest=plan.digest)
 
-    def cured(self, at: float, incident: str) -> "Tale":
+    def resolved(self, at: float, incident: str) -> "Tale":
         self.say(at, K.INCIDENT_VERIFIED, incident, because="7 units")
         return self.say(at, K.INCIDENT_CLOSED, incident, outcome="resolved", because="7 units")
 
@@ -81,7 +81,7 @@ def test_a_whole_run_is_told_with_the_times_at_which_things_happened(fake_run: R
     assert not joined.missed and not joined.false_alarms
     for story, strike in zip(joined.stories, ALL, strict=True):
         assert story.fault is not None and story.fault.target == strike.target
-        assert story.named_right and story.cured
+        assert story.named_right and story.resolved
         told = story.to_dict()
         assert told["detected_seconds"] == pytest.approx(strike.found_after, abs=1e-3)
         assert told["serving_seconds"] == pytest.approx(strike.serving_after, abs=1e-3)
@@ -107,7 +107,7 @@ def test_a_replacement_that_is_killed_while_it_starts_belongs_to_the_incident_th
             diagnosis=Tale().opened(12.0, "", "rollout/0", 2).events[0].body["diagnosis"],
         )
     tale.acted(12.2, "i-1", "rollout/0", 2)
-    tale.opened(14.0, "i-2", "trainer/1").acted(14.1, "i-2", "trainer/1").cured(20.0, "i-1").cured(21.0, "i-2")
+    tale.opened(14.0, "i-2", "trainer/1").acted(14.1, "i-2", "trainer/1").resolved(20.0, "i-1").resolved(21.0, "i-2")
     first, second, other = _fault("rollout/0", 9.5), _second("rollout/0", 11.5), _fault("trainer/1", 13.0)
     joined = tale.told(first, second, other)
     assert [(s.fault, s.named_right, s.further_faults) for s in joined.stories] == [
@@ -118,7 +118,7 @@ def test_a_replacement_that_is_killed_while_it_starts_belongs_to_the_incident_th
 
 
 def test_a_fault_of_a_replacement_after_its_incident_was_closed_is_one_of_its_own() -> None:
-    tale = Tale().opened(10.0, "i-1", "rollout/0").acted(10.1, "i-1", "rollout/0").cured(12.0, "i-1")
+    tale = Tale().opened(10.0, "i-1", "rollout/0").acted(10.1, "i-1", "rollout/0").resolved(12.0, "i-1")
     joined = tale.told(_fault("rollout/0", 9.5), _second("rollout/0", 13.0))
     assert [f.incarnation for f in joined.missed] == [2]
 
@@ -185,7 +185,7 @@ def test_cured_means_serving_and_seen_making_progress() -> None:
     known = {("rollout/1", 2): IncarnationRecord(replica="rollout/1", incarnation=2, serving_at=14.0)}
     tale = Tale().opened(11.0, "i1", "rollout/1").acted(11.1, "i1", "rollout/1")
     assert tale.told(_fault("rollout/1", 10.0), known=known).stories[0].cured_at is None
-    told = tale.cured(13.0, "i1").told(_fault("rollout/1", 10.0), known=known).stories[0].to_dict()
+    told = tale.resolved(13.0, "i1").told(_fault("rollout/1", 10.0), known=known).stories[0].to_dict()
     assert (told["serving_seconds"], told["cured_seconds"]) == (3.0, 3.0), "it served after it was verified"
     later = {("rollout/1", 2): IncarnationRecord(replica="rollout/1", incarnation=2, serving_at=12.0)}
     told = tale.told(_fault("rollout/1", 10.0), known=later).stories[0].to_dict()
@@ -214,7 +214,7 @@ def test_the_interrupted_step_is_the_one_whose_commit_counts() -> None:
 
 
 def test_steps_undone_while_an_incident_lasts_are_lost_by_it() -> None:
-    tale = Tale().opened(11.0, "i1", "trainer/1").cured(20.0, "i1")
+    tale = Tale().opened(11.0, "i1", "trainer/1").resolved(20.0, "i1")
     assert tale.told(_fault("trainer/1", 10.0), undone={5: 12.0, 6: 12.0, 1: 40.0}).stories[0].steps_lost == 2
 
 

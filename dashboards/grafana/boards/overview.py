@@ -263,11 +263,11 @@ def _incidents() -> PanelRow:
                 {"role": "role", "fault": "fault"},
             ),
             numbers(
-                "Newest incident: found and cured after",
+                "Newest incident: found and resolved after",
                 "From the fault's onset to its finding, and from finding to cure (the replacement was seen to work).",
                 PanelFormat(unit="s", decimals=1),
                 PanelQuery("max by (role) (rolecall_incident_newest_finding_seconds)", "{{role}} found"),
-                PanelQuery("max by (role) (rolecall_incident_newest_cure_seconds)", "{{role}} cured"),
+                PanelQuery("max by (role) (rolecall_incident_newest_cure_seconds)", "{{role}} resolved"),
             ),
         ],
     )

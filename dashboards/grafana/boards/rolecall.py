@@ -115,7 +115,7 @@ def _findings() -> PanelRow:
         return f"max by (role) ({what}) / (max by (role) ({count}) > 0)"
 
     return PanelRow(
-        "Finding and curing",
+        "Finding and recovering",
         8,
         (6, 6, 6, 6, 8, 8, 8),
         [
@@ -129,13 +129,13 @@ def _findings() -> PanelRow:
             ),
             bars(
                 "From finding to cure",
-                "Mean over the cured incidents of the run, by role; cured: the replacement serves and was seen to work.",
+                "Mean over the resolved incidents of the run, by role; resolved: the replacement serves and was seen to work.",
                 PanelFormat(unit="s", decimals=1),
                 PanelQuery(mean("rolecall_incident_cure_seconds_total", "rolecall_incident_cures_total"), "{{role}}"),
             ),
             bars(
                 "How incidents ended",
-                """cured; tolerated: nothing was worth doing; observed: we may not act; refuted: the fault ended before we
+                """resolved; tolerated: nothing was worth doing; observed: we may not act; refuted: the fault ended before we
                 acted; gave_up: a person was called.""",
                 PanelFormat(unit="none", decimals=0),
                 PanelQuery("max by (outcome) (rolecall_incidents_closed_total)", "{{outcome}}"),

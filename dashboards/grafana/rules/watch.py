@@ -18,7 +18,7 @@ _WATCH = (
         severity=Severity.CRITICAL,
         summary="{{ $labels.instance }} does not answer",
         description="Prometheus has not reached {{ $labels.instance }} for a minute. If it is dead, faults of its run are "
-        "neither found nor cured.",
+        "neither found nor resolved.",
     ),
     Alert(
         name="RolecallNobodyActs",
@@ -123,7 +123,7 @@ _PEOPLE = (
         name="RolecallIncidentOpenLong",
         expr=f"time() - rolecall_incident_opened_timestamp_seconds > 900 unless {OBSERVING}",
         severity=Severity.CRITICAL,
-        summary="{{ $labels.fault }} of {{ $labels.replica }} is not cured",
+        summary="{{ $labels.fault }} of {{ $labels.replica }} is not resolved",
         description="The incident about {{ $labels.replica }} on {{ $labels.node }} has been open for "
         "{{ $value | humanizeDuration }}; a cure takes seconds to minutes.",
     ),
@@ -165,7 +165,7 @@ _PEOPLE = (
         hold="1h",
         severity=Severity.WARNING,
         summary="acting has been paused for an hour",
-        description="Somebody paused {{ $labels.instance }} and may have forgotten it: no fault is cured meanwhile.",
+        description="Somebody paused {{ $labels.instance }} and may have forgotten it: no fault is resolved meanwhile.",
     ),
     Alert(
         name="RolecallQuarantineForgotten",

@@ -1,7 +1,7 @@
-"""How fast faults are found and cured, against the goals, by the kind of evidence that finds them. Pure.
+"""How fast faults are found and resolved, against the goals, by the kind of evidence that finds them. Pure.
 
 From fault to finding: for an injected fault from its true moment, for every other one from the onset that its diagnosis
-gives, which is an estimate made by the same detector, and shown apart. From finding to serving and cured: as `timeline.py`.
+gives, which is an estimate made by the same detector, and shown apart. From finding to serving and resolved: as `timeline.py`.
 """
 
 import statistics
@@ -60,9 +60,9 @@ class RecoveryTimes:
     num_served: int
     serving_median: float | None
     serving_worst: float | None
-    num_cured: int
-    cured_median: float | None
-    cured_worst: float | None
+    num_resolved: int
+    resolved_median: float | None
+    resolved_worst: float | None
 
 
 def evidence_of(d: Diagnosis) -> DetectionChannel:
@@ -125,14 +125,14 @@ def _recovered(name: str, stories: Sequence[IncidentSummary]) -> RecoveryTimes:
     def took(at: Callable[[IncidentSummary], float | None]) -> list[float]:
         return [s for story in stories if (s := story.since_finding(at(story))) is not None]
 
-    serving, cured = took(lambda s: s.serving_at), took(lambda s: s.cured_at)
+    serving, resolved = took(lambda s: s.serving_at), took(lambda s: s.cured_at)
     return RecoveryTimes(
         fault_class=name,
         num=len(stories),
         num_served=len(serving),
         serving_median=statistics.median(serving) if serving else None,
         serving_worst=max(serving, default=None),
-        num_cured=len(cured),
-        cured_median=statistics.median(cured) if cured else None,
-        cured_worst=max(cured, default=None),
+        num_resolved=len(resolved),
+        resolved_median=statistics.median(resolved) if resolved else None,
+        resolved_worst=max(resolved, default=None),
     )

@@ -203,9 +203,9 @@ def _speed(told: IncidentStatistics) -> None:
         {
             "class": [c.fault_class for c in told.recovery],
             "acted on": [c.num for c in told.recovery],
-            "resolved": [c.num_cured for c in told.recovery],
-            "cured after, median": [seconds(c.cured_median) for c in told.recovery],
-            "worst": [seconds(c.cured_worst) for c in told.recovery],
+            "resolved": [c.num_resolved for c in told.recovery],
+            "resolved after, median": [seconds(c.resolved_median) for c in told.recovery],
+            "worst": [seconds(c.resolved_worst) for c in told.recovery],
             "serve again": [c.num_served for c in told.recovery],
             "serve after, median": [seconds(c.serving_median) for c in told.recovery],
             "the worst": [seconds(c.serving_worst) for c in told.recovery],
@@ -214,7 +214,7 @@ def _speed(told: IncidentStatistics) -> None:
         width="stretch",
     )
     st.caption(
-        "Counted from the finding. Cured: the replacement serves, and was later seen to finish work; the time is when it "
+        "Counted from the finding. Resolved: the replacement serves, and was later seen to finish work; the time is when it "
         "began to serve."
     )
 

@@ -111,7 +111,7 @@ def state_words(i: Incident, story: IncidentSummary | None, now: float) -> str:
         case IncidentState.PROPOSED if a is not None:
             return f"{str(a.decision).capitalize()} by {a.decided_by or 'nobody'}; waits for the guards"
         case IncidentState.ACTING if a is not None and a.started_at is not None:
-            return f"Being cured: {action_words(a.plan)}, for {seconds(max(0.0, now - a.started_at))}"
+            return f"In recovery: {action_words(a.plan)}, for {seconds(max(0.0, now - a.started_at))}"
         case IncidentState.VERIFYING if a is not None and a.done_at is not None:
             return f"{action_words(a.plan)} is done; waits for {seconds(max(0.0, now - a.done_at))} to see it work"
         case IncidentState.PLANNED if a is not None and status_of(i) == HELD:
@@ -138,7 +138,7 @@ def _closed_words(i: Incident, story: IncidentSummary | None) -> str:
         worked = ""
         if i.verified_at is not None and cured_at is not None and i.verified_at - cured_at >= VISIBLE_SECONDS:
             worked = f" (seen to work after {seconds(max(0.0, i.verified_at - found))})"
-        return f"Cured {after} after the finding{worked}{attempts}{seen}"
+        return f"Resolved {after} after the finding{worked}{attempts}{seen}"
     words = {
         "tolerated": "Tolerated, nothing was done",
         "observed": "Only observed: the fault ended without rolecall",

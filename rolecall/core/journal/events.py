@@ -40,7 +40,7 @@ class EventKind(StrEnum):
     ACTION_DONE = "action_done"  # digest, result
     ACTION_FAILED = "action_failed"  # digest, because
     INCIDENT_VERIFIED = "incident_verified"  # because: what progress was seen
-    INCIDENT_CLOSED = "incident_closed"  # outcome: cured, tolerated, observed, refuted, gave_up; because
+    INCIDENT_CLOSED = "incident_closed"  # outcome: resolved, tolerated, observed, refuted, gave_up; because
     ONCALL_PAGED = "oncall_paged"  # because, channel
     DIAGNOSIS_REVIEWED = (
         "diagnosis_reviewed"  # verdict: right, wrong; by, because; the newest counts, also after the close

@@ -45,7 +45,7 @@ def test_an_open_incident_is_a_point_and_a_closed_one_a_region() -> None:
     assert point["tags"] == ["rolecall", "run:demo-7", "incident:i1-trainer-1", "fault:hang", "role:trainer"]
     region = annotation("demo-7", CLOSED)
     assert (region["time"], region["timeEnd"]) == (1_795_000_000_250, 1_795_000_011_500)
-    assert region["text"].endswith("(cured)")
+    assert region["text"].endswith("(resolved)")
     assert "role:" not in str(annotation("demo-7", replace(HANG, role="")))
 
 
@@ -67,7 +67,7 @@ def test_each_incident_is_made_once_and_mended_when_it_closes(grafana: FakeGrafa
     assert len(grafana.annotations) == 2
     kept = next(a for a in grafana.annotations.values() if "incident:i1-trainer-1" in a["tags"])
     assert kept["timeEnd"] - kept["time"] == 11_250
-    assert kept["text"].endswith("(cured)")
+    assert kept["text"].endswith("(resolved)")
 
 
 def test_the_same_incident_name_in_another_run_is_another_incident(grafana: FakeGrafana, server: Server) -> None:

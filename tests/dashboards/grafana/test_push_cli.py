@@ -89,7 +89,7 @@ def test_incidents_of_a_run_are_annotated_once(
         "fault:slow",
     }
     assert {f"run:{fake_run.run_id}", "rolecall"} <= set(kept[0]["tags"])
-    assert all(a["timeEnd"] > a["time"] and a["text"].endswith("(cured)") for a in kept)
+    assert all(a["timeEnd"] > a["time"] and a["text"].endswith("(resolved)") for a in kept)
     capsys.readouterr()
     grafana.requests.clear()
     assert main(argv) == 0

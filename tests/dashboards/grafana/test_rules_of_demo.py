@@ -130,5 +130,5 @@ def test_an_injected_fault_is_in_front_of_the_alert_that_waits_for_a_cure(demo_p
     faults = {(v.labels["role"], v.labels["fault"]) for v in opened}
     assert faults == {("rollout", "crash"), ("trainer", "hang"), ("rollout", "slow")}
     seen = demo_prometheus.query_range(looked_at(ALERTS["RolecallIncidentOpenLong"].expr))
-    # Those that were cured within a scrape have no series; a hang takes seconds.
+    # Those that were resolved within a scrape have no series; a hang takes seconds.
     assert ("trainer", "hang") in {(s.labels["role"], s.labels["fault"]) for s in seen} <= faults

@@ -148,8 +148,8 @@ def test_recovery_counts_what_was_started_and_what_came_of_it() -> None:
     unserved = replace(_story("b", "rollout/0", ZERO, ZERO + 30), replacements=(), verified_at=None)
     untouched = replace(_story("c", "rollout/0", ZERO, ZERO + 30), action_started_at=None)
     (row,) = recovery([served, unserved, untouched])
-    assert (row.num, row.num_served, row.num_cured) == (2, 1, 1)
-    assert (row.serving_median, row.cured_worst) == (10.0, 10.0)
+    assert (row.num, row.num_served, row.num_resolved) == (2, 1, 1)
+    assert (row.serving_median, row.resolved_worst) == (10.0, 10.0)
 
 
 # --- marks --------------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_the_table_names_each_incident_with_a_link(shows: Shows, tmp_path: Path)
     (row,) = rows(at)
     assert row["link"] == f"incidents?incident={world.only().incident_id}"
     assert (row["state"], row["who"], row["fault"], row["action"]) == (
-        "✓ cured",
+        "✓ resolved",
         "rollout/1#1",
         "crash",
         "replace replica",
@@ -252,4 +252,4 @@ def test_journals_are_not_mixed_up(shows: Shows, tmp_path: Path) -> None:
     assert held.only().incident_id == name
     assert "✓ CURED" in texts(shows(crash.url, incident=name))
     assert "‖ HELD" in texts(shows(held.url, incident=name))
-    assert [rows(shows(w.url))[0]["state"] for w in (crash, held)] == ["✓ cured", "‖ held"]
+    assert [rows(shows(w.url))[0]["state"] for w in (crash, held)] == ["✓ resolved", "‖ held"]

@@ -88,7 +88,12 @@ def test_a_page_beyond_the_last_is_the_last() -> None:
 def test_a_row_tells_who_what_when_and_how_long(tmp_path: Path) -> None:
     world = world_of("resolved", tmp_path)
     found = row_of(world.only())
-    assert (found.status, found.words, found.who, found.roles) == ("resolved", "✓ cured", "rollout/1#1", ("rollout",))
+    assert (found.status, found.words, found.who, found.roles) == (
+        "resolved",
+        "✓ resolved",
+        "rollout/1#1",
+        ("rollout",),
+    )
     assert found.fault_class == FaultClass.CRASH
     assert found.action == "replace_replica"
     assert not found.is_open

@@ -102,7 +102,7 @@ def test_what_waits_for_the_journal_is_bounded(asked: Asked, monkeypatch: pytest
     assert [a.incident_id for a in file.heard()] == ["inc-3"]
 
 
-def test_a_doubt_that_evidence_settles_is_cured(world: World, asked: Asked) -> None:
+def test_a_doubt_that_evidence_settles_is_resolved(world: World, asked: Asked) -> None:
     """The tie of two is tolerated, for no action is known to help; whom the evidence names is replaced."""
     watch = world.watch()
     world.run(2, watch)

@@ -83,10 +83,10 @@ def test_an_event_of_an_unknown_incident() -> None:
 
 def test_a_cure_needs_proof() -> None:
     path = TO_STATE[S.VERIFYING]
-    cured = {"incident_closed": {"outcome": "resolved", "because": "it works"}}
+    resolved = {"incident_closed": {"outcome": "resolved", "because": "it works"}}
     with pytest.raises(InvalidTransition, match="nothing was verified"):
-        fold(events(*path, K.INCIDENT_CLOSED, **cured))
-    incident = fold(events(*path, K.INCIDENT_VERIFIED, K.INCIDENT_CLOSED, **cured))[NAME]
+        fold(events(*path, K.INCIDENT_CLOSED, **resolved))
+    incident = fold(events(*path, K.INCIDENT_VERIFIED, K.INCIDENT_CLOSED, **resolved))[NAME]
     assert incident.outcome is IncidentOutcome.RESOLVED and incident.verified_at == 5.0 and incident.closed_at == 6.0
 
 

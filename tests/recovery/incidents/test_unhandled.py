@@ -68,8 +68,8 @@ def test_an_actuator_that_raises_holds_up_its_own_incident_alone(
     world.until(lambda: world.notifier.messages, watch, seconds=ENOUGH_SECONDS)
     assert world.notifier.heartbeats != []
     world.until(world.all_closed, watch, seconds=ENOUGH_SECONDS)
-    gave_up, cured = world.incidents()
-    assert (gave_up.outcome, cured.outcome) == (IncidentOutcome.ESCALATED, IncidentOutcome.RESOLVED)
+    gave_up, resolved = world.incidents()
+    assert (gave_up.outcome, resolved.outcome) == (IncidentOutcome.ESCALATED, IncidentOutcome.RESOLVED)
     assert "raises Unexpected" in gave_up.because
     assert calls.count("rollout/1") == TRIES_MAX, "bounded, and performed again each time"
     assert [m.kind for m in world.notifier.messages] == ["oncall_paged"]
@@ -118,8 +118,8 @@ def test_an_incident_that_cannot_be_decided_is_named_in_status_event_and_sign_of
     assert called.incident_id == "inc-1-rollout-1" and called.body["topic"] == "unhandled"
     assert "inc-1-rollout-1 cannot be handled: Unexpected: no such rung" in called.body["because"]
     assert "A PERSON WAS CALLED: inc-1-rollout-1 cannot be handled" in _status(world, tmp_path)
-    stuck, cured = world.incidents()
-    assert (stuck.state, cured.outcome) == (IncidentState.OPEN, IncidentOutcome.RESOLVED)
+    stuck, resolved = world.incidents()
+    assert (stuck.state, resolved.outcome) == (IncidentState.OPEN, IncidentOutcome.RESOLVED)
     before = len(world.notifier.heartbeats)
     world.run(DEADMAN_SECONDS + 1, watch)
     assert len(world.notifier.heartbeats) > before

@@ -257,7 +257,7 @@ def test_marks(tmp_path: Path) -> None:
     assert world.only().outcome is IncidentOutcome.RESOLVED and len(world.incidents()) == 1
     (told,) = commands.incidents(run)
     assert told["mark"]["verdict"] == "right" and told["mark"]["by"] == "bob"
-    assert f"{name} cured" in commands.incidents_text([told]) and "marked right by bob" in commands.incidents_text(
+    assert f"{name} resolved" in commands.incidents_text([told]) and "marked right by bob" in commands.incidents_text(
         [told]
     )
     with pytest.raises(CommandRefused, match="no incident inc-9"):

@@ -34,6 +34,7 @@ bench: $(VENV)/.ready  ## what watching costs a step
 
 docs: $(VENV)/.ready  ## the generated pages
 	$(BIN)/python -m rolecall.core.metrics.catalogue > docs/metrics.md
+	$(BIN)/python -m rolecall.core.journal.payloads > docs/reference/events.md
 
 setup: $(VENV)/.ready
 

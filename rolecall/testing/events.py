@@ -5,7 +5,8 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import PAYLOADS, Payload

@@ -23,7 +23,8 @@ from rolecall.agent.node import Agent, AgentSettings
 from rolecall.agent.registry import Registry
 from rolecall.cli.main import main
 from rolecall.core.clock import SystemClock
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal

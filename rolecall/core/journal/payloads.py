@@ -612,8 +612,7 @@ class JobStopRequested(Payload):
 
 _HEAD = """# Journal events
 
-Generated from `rolecall/core/journal/payloads.py` by `python -m rolecall.core.journal.payloads > docs/reference/events.md`;
-a test compares.
+Generated from `rolecall/core/journal/payloads.py` by `python -m tools.reference_pages`.
 
 Every event has a position (`seq`, from 1), a `kind`, a time (`wall_at`, seconds since 1970), a `body` and a `hash` that covers
 the event and all events before it. `incident_id` names its incident, `caused_by` the event that led to it; an event whose
@@ -656,7 +655,3 @@ def _type_name(hint: Any) -> str:
     if origin is Mapping:
         return f"object of {_type_name(args[1])}"
     return _JSON_TYPES.get(hint) or f"`{hint.__name__}`"
-
-
-if __name__ == "__main__":
-    print(markdown(), end="")

@@ -19,8 +19,9 @@ from contextlib import suppress
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.errors import ActuatorError, ConcurrentWrite, JournalCorrupt, JournalError, LeaseFenced
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, FaultClass, Plan
+from rolecall.core.diagnosis import ActionKind, Plan
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import split_replica
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState

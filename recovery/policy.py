@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, PlanTarget, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.recovery.fleet import DEAD, FleetView
 from rolecall.recovery.incidents.incident import PERSON, ActionFailure, Incident, IncidentOutcome

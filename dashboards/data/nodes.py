@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence
 from rolecall.dashboards.data.node_history import NodeHistory, past_of
 from rolecall.recovery.fleet import FleetView, ReplicaView

@@ -15,7 +15,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Diagnosis, Evidence, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.detector.base.findings import ADVISES, GAIN, OF_GPU, PANEL, SETTLE, settles
 from rolecall.detector.live.stages import collapse
 

@@ -12,7 +12,8 @@ What was said at a time is never taken back, nor altered, by what comes later: l
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.detector.live.fusion import to_diagnosis
 
 SAME_FAULT_SECONDS = 600.0

@@ -13,7 +13,8 @@ from typing import TypeVar
 
 from rolecall import __version__
 from rolecall.core.config.job import JobConfig
-from rolecall.core.diagnosis import ActionKind, FaultClass
+from rolecall.core.diagnosis import ActionKind
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Lease
 from rolecall.core.membership import ReplicaState

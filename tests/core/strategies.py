@@ -4,7 +4,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Finding, Plan, PlanTarget, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, Finding, Plan, PlanTarget, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.telemetry import (

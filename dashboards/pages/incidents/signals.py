@@ -14,7 +14,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.metrics.catalogue import CATALOGUE

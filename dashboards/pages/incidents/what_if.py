@@ -10,7 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, PlanTarget
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId, split_replica
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import STANDBY_ROLE

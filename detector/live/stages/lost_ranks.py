@@ -9,7 +9,8 @@ nodes to look at. Each of these makes the diagnosis another one (its key has one
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.base.findings import EXIT
 
 OWN_SIGNALS = frozenset({4, 7, 8, 11})

@@ -9,7 +9,8 @@ replica for it alone, for nothing tells yet that one suffers. A replica on that 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.base.findings import ADVISES

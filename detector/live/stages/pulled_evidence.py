@@ -6,7 +6,8 @@ that could not be told, and only where it names some of those, not all, whom tha
 
 from collections.abc import Iterable, Sequence
 
-from rolecall.core.diagnosis import FaultClass, Finding
+from rolecall.core.diagnosis import Finding
+from rolecall.core.faults import FaultClass
 
 SETTLES = frozenset({FaultClass.HANG, FaultClass.NETWORK})
 """Classes for which policy has an answer, and which end a tie in fusion. Others are told with the evidence."""

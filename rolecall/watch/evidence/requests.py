@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from heapq import nsmallest
 
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import Phase
 from rolecall.detector.base.findings import suspect
 from rolecall.detector.live.subject import MonitoredProcess

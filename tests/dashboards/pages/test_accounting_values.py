@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.dashboards.pages.accounting.goals import GOAL_SECONDS, DetectionChannel, detection, evidence_of, recovery
 from rolecall.dashboards.pages.accounting.marks import marks, wilson

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, split_replica
 from rolecall.detector.base.findings import GAIN, OF_GPU, PANEL
 from rolecall.detector.live.fusion import fuse, on_panels_alone, to_diagnosis, unexplained

@@ -7,8 +7,8 @@ import pytest
 
 from rolecall.agent.events import EventLog
 from rolecall.core.clock import FakeClock
-from rolecall.core.diagnosis import FaultClass
 from rolecall.core.errors import UnreadableInput
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.read_budget import Budget, ReadLimits

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import ActionKind, FaultClass, Plan, PlanTarget
+from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import InvalidTransition
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.recovery.incidents.incident import ActionFailure, IncidentOutcome, IncidentState, evictions

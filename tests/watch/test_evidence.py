@@ -302,7 +302,7 @@ def test_a_wrong_token_is_said_once_with_what_to_do(run: RunDir, agent: AgentPro
     assert stacks.startswith(
         "stack of trainer/1 rank 0 (node node-1): its agent says: this needs the run's bearer token"
     )
-    assert "docs/agent.md" in stacks and kernel.startswith("kernel log (node node-1): its agent says")
+    assert "docs/reference/agent.md" in stacks and kernel.startswith("kernel log (node node-1): its agent says")
 
 
 def test_a_process_that_is_gone_is_told_and_an_agent_without_a_kernel_log_is_not(

@@ -43,7 +43,7 @@ class DashboardBeside:
         except (RolecallError, OSError) as e:
             logger.warning("no dashboard: %s", e)
             return
-        argv = rolecall_command("dashboard", str(self._run.path), "--port", "0", "--people", str(people))
+        argv = rolecall_command("dashboard", str(self._run.path), "--port", "0", "--users", str(people))
         nice = shutil.which("nice")
         argv = [nice, "-n", str(NICENESS), *argv] if nice else argv
         self._child = Child(argv, self._run.logs / "dashboard.log", self._run)

@@ -32,8 +32,9 @@ soak: $(VENV)/.ready  ## ten real seeds of each fault; prints a report and adds 
 bench: $(VENV)/.ready  ## what watching costs a step
 	$(BIN)/python benchmarks/overhead.py $(ARGS)
 
-docs: $(VENV)/.ready  ## the generated pages
-	$(BIN)/python -m rolecall.core.metrics.catalogue > docs/metrics.md
+docs: $(VENV)/.ready  ## the documentation site, into build/docs
+	$(BIN)/python -m tools.reference_pages
+	$(BIN)/sphinx-build -q -W --keep-going -n -b html docs build/docs
 
 setup: $(VENV)/.ready
 

@@ -117,7 +117,7 @@ class AgentFile(Section):
     token_file: Path | None = None
     """File with the secret of evidence and registrations; None: one is made in `data_dir` at the first start."""
     web_config_file: Path | None = None
-    """TLS and users, as Prometheus' exporters take them (docs/agent.md)."""
+    """TLS and users, as Prometheus' exporters take them (docs/reference/agent.md)."""
     interval_seconds: Annotated[float, Field(ge=0.02, le=60.0)] = 1.0
     """Between two looks at registered processes."""
     gpu: GpuSection = GpuSection()

@@ -19,7 +19,8 @@ import sqlalchemy as sa
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import parse_job
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, PlanTarget, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, Plan, PlanTarget, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import GroupId, IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import ChainHead, Journal

@@ -1,6 +1,7 @@
 """How detectors word their findings: one suspect from a subject, one finding from its evidence."""
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.live.subject import MonitoredProcess
 

@@ -6,7 +6,8 @@ others are inside); then, among ranks that all wait inside, the one that burns C
 judged before this (detector/live/stages/stall.py). What is left is a tie, and a tie accuses nobody: the group's own timeout decides.
 """
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
 from rolecall.detector.base.findings import finding, settles
 from rolecall.detector.live.deadlines import Deadline

@@ -18,7 +18,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import Phase
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live import collective, fusion

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rolecall.core.diagnosis import FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.panel import Floats, PanelDetector, PanelShape, Tracker
 from rolecall.detector.panels.series import PANELS_MAX
 from rolecall.detector.panels.source import PanelKey, Tick, panel_key

@@ -1,6 +1,7 @@
 """What a person asks for becomes an incident like any other: the same guards, limits and proof."""
 
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.journal import Journal
 from rolecall.recovery.fleet import ReplicaView
 from rolecall.recovery.incident_store import IncidentProjection, open_incident

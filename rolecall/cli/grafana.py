@@ -35,7 +35,7 @@ def export(
     """Write dashboards (JSON), Grafana provisioning files and alert rules. The output is deterministic."""
     from rolecall.dashboards.grafana import export as exporting
     from rolecall.dashboards.grafana.boards.all import documents
-    from rolecall.dashboards.grafana.rules.rule import RUNBOOKS, rules_yaml
+    from rolecall.dashboards.grafana.rules.all import RUNBOOKS, rules_yaml
 
     path = dashboards_path or exporting.DASHBOARDS_PATH
     made = exporting.files(documents(incidents_at), rules_yaml(runbooks or RUNBOOKS), path)

@@ -10,23 +10,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Self
 
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
-
-
-class FaultClass(StrEnum):
-    CRASH = "crash"
-    HANG = "hang"
-    SLOW = "slow"
-    SILENT_CORRUPTION = "silent_corruption"
-    WRONG_WEIGHTS = "wrong_weights"
-    RESOURCE_EXHAUSTED = "resource_exhausted"
-    NETWORK = "network"
-    GPU = "gpu"
-    NODE_LOST = "node_lost"
-    USER_CODE = "user_code"
-    DATA = "data"
-    CONTROL_PLANE = "control_plane"
-    CANNOT_TELL = "cannot_tell"
 
 
 class ActionKind(StrEnum):

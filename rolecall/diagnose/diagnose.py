@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from rolecall.core.clock import Clock
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding
+from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.errors import UnreadableInput
+from rolecall.core.faults import FaultClass
 from rolecall.core.text import plain
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Suspect
+from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.text import escape, seconds
 from rolecall.detector.artifacts.stacks.findings import STACK_GROUP
 from rolecall.detector.panels.panel import Floats, Machine, Panel, Times

@@ -17,7 +17,7 @@ from rolecall.session.children import Child, rolecall_command
 logger = logging.getLogger(__name__)
 
 PERSON = "demo"
-PEOPLE_FILE, TOKEN_FILE = "people.yaml", "dashboard-token"
+PEOPLE_FILE, TOKEN_FILE = "users.yaml", "dashboard-token"
 NICENESS = 10
 LOG_BYTES_MAX = 64 * 1024
 """Read of its output while its address is waited for."""

@@ -13,7 +13,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from rolecall.core.clock import Clock, FakeClock
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ReplicaId, split_replica
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease

@@ -9,7 +9,8 @@ import fleet_report
 import pytest
 from fleet import Alarm
 
-from rolecall.core.diagnosis import FaultClass, Finding
+from rolecall.core.diagnosis import Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.panel import Floats, PanelShape
 from rolecall.detector.simulation.fleet import EPOCH_SECONDS, Onset, SecondaryFault, SimulatedFault, SimulatedTask
 

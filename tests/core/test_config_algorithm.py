@@ -321,6 +321,6 @@ def test_the_digest_knows_every_setting() -> None:
 
 @pytest.mark.parametrize("section", [AlgorithmConfig, TaskConfig])
 def test_every_setting_stands_in_the_page_on_algorithms(section: type[AlgorithmConfig] | type[TaskConfig]) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "algorithms.md").read_text()
     settings = page.partition("## Settings")[2].partition("## Tasks")[0]
     assert [name for name in section.model_fields if f"`{name}`" not in settings] == []

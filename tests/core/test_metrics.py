@@ -18,7 +18,7 @@ from rolecall.core.metrics.catalogue import (
 from rolecall.core.metrics.metric import LABELS_ALLOWED, Metric, MetricScope, MetricType
 from rolecall.core.telemetry import HostSample, ProcessSample
 
-DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 UNITS = ("seconds", "bytes", "ratio", "nats", "celsius", "watts", "joules", "hertz", "bytes_per_second")
 
 
@@ -69,7 +69,7 @@ def test_names_are_unique_and_no_field_is_forgotten() -> None:
 
 
 def test_docs_are_made_from_the_table() -> None:
-    assert DOCS.read_text() == markdown(), "run: python -m rolecall.core.metrics.catalogue > docs/metrics.md"
+    assert DOCS.read_text() == markdown(), "run: python -m rolecall.core.metrics.catalogue > docs/reference/metrics.md"
 
 
 def test_process_values_carry_states_as_labels_and_leave_out_what_is_not_known() -> None:

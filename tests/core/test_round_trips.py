@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding, Plan, PlanTarget, Suspect
+from rolecall.core.diagnosis import Diagnosis, Finding, Plan, PlanTarget, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import Event
 from rolecall.core.telemetry import AgentEvent, GpuSample, HostSample, ProcessSample, SampleBatch

@@ -7,7 +7,8 @@ from typing import Any
 
 from streamlit.testing.v1 import AppTest
 
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, PlanTarget, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, Plan, PlanTarget, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
@@ -96,7 +97,7 @@ def world(folder: Path, homes: dict[str, str] | None = None) -> World:
             Actual(replica=ReplicaId(replica), incarnation=1, node=NodeId(node), state=ReplicaState.SERVING)
         )
     journal.close()
-    return World(run=run, users_path=folder / "people.yaml")
+    return World(run=run, users_path=folder / "users.yaml")
 
 
 def diagnosis(

@@ -13,7 +13,8 @@ from typing import Any
 
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, PlanTarget, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, Plan, PlanTarget, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs, read

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rolecall.core.clock import Clock, SystemClock
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, PlanTarget, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, Plan, PlanTarget, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal

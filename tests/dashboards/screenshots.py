@@ -64,7 +64,7 @@ def of_a_demo(of: Browser, runs: Path, out: Path) -> RunDir:
         with visit(of, address) as shot:
             shot.open("/")
             _until(process, lambda: _hang(runs / RUN_ID))
-            take(shot, out / "now.png")
+            take(shot, out / "overview.png")
         process.wait(DEMO_SECONDS)
     finally:
         process.terminate()
@@ -116,7 +116,7 @@ def of_a_run(of: Browser, run: RunDir, out: Path) -> None:
             with visit(of, address, dark=True) as shot:
                 shot.open(pages[name])
                 take(shot, out / f"{name}-dark.png", whole=True)
-        for name in ("now", "incident"):
+        for name in ("overview", "incident"):
             with visit(of, address, size="phone") as shot:
                 shot.open(pages.get(name, "/"))
                 take(shot, out / f"{name}-phone.png")

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 
-from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Suspect
+from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.stacks.diagnosis import diagnose
 from rolecall.detector.artifacts.stacks.dumps import Frame, StackDump, Thread

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.formats.kernel_log.messages import parse_message
 from rolecall.formats.kernel_log.nvidia import XidLine
 from rolecall.formats.xid.table import CODE_MAX, NOTES, UNUSED_ROWS, XID_ROWS

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rolecall.cli.main import main
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState

@@ -95,7 +95,7 @@ UNFIT: dict[str, tuple[dict[str, Any], str, CheckLevel, str, str]] = {
         "probe",
         W,
         "the agent cannot read kernel_log: no permission",
-        "docs/agent.md",
+        "docs/reference/agent.md",
     ),
     "a job of another user": (
         {"rank_uid": 1000, "socket_uid": 0},

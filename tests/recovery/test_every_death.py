@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir

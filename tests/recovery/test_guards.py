@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, FaultClass, Plan, PlanTarget
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, Plan, PlanTarget
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Suspect
+from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.job import RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, PlanTarget, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState

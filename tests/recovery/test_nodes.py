@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import ActionKind, FaultClass
+from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import CommandRefused
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.nodes import is_quarantined, quarantined_nodes

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.diagnosis import Diagnosis, FaultClass
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import write_atomically

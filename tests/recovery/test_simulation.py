@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.recovery.guards import HOUR_SECONDS
 from rolecall.recovery.incident_store import IncidentProjection

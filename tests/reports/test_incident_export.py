@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock
-from rolecall.core.diagnosis import Diagnosis, Evidence, FaultClass, Suspect
+from rolecall.core.diagnosis import Diagnosis, Evidence, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Plan, PlanTarget, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal

@@ -6,8 +6,8 @@ import pytest
 
 from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import JobConfig, parse_job
-from rolecall.core.diagnosis import FaultClass
 from rolecall.core.errors import ConfigError
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir

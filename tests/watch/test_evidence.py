@@ -23,7 +23,8 @@ from rolecall.agent.node import Agent, AgentSettings
 from rolecall.agent.registry import Registry
 from rolecall.cli.main import main
 from rolecall.core.clock import SystemClock
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Suspect
+from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.faults import EvidenceKind, FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
@@ -40,7 +41,6 @@ from rolecall.watch.agents import listed, named_agents, observing_run
 from rolecall.watch.evidence import pull as evidence_pull
 from rolecall.watch.evidence.files import redacted
 from rolecall.watch.evidence.pull import NO_TOKEN, EvidencePull
-from rolecall.watch.evidence.requests import EvidenceKind
 from rolecall.watch.run import watch_until
 from tests.agent.collectors.test_uninstrumented import TORCH
 from tests.agent.collectors.test_uninstrumented import Job as Ranks
@@ -302,7 +302,7 @@ def test_a_wrong_token_is_said_once_with_what_to_do(run: RunDir, agent: AgentPro
     assert stacks.startswith(
         "stack of trainer/1 rank 0 (node node-1): its agent says: this needs the run's bearer token"
     )
-    assert "docs/agent.md" in stacks and kernel.startswith("kernel log (node node-1): its agent says")
+    assert "docs/reference/agent.md" in stacks and kernel.startswith("kernel log (node node-1): its agent says")
 
 
 def test_a_process_that_is_gone_is_told_and_an_agent_without_a_kernel_log_is_not(

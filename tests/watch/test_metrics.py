@@ -24,8 +24,8 @@ from rolecall.agent.http.web_config import load_web_config
 from rolecall.cli.main import main
 from rolecall.core.clock import FakeClock, SystemClock
 from rolecall.core.config.job import JobConfig, parse_job
-from rolecall.core.diagnosis import FaultClass
 from rolecall.core.errors import ConfigError
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal

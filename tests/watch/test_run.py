@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.clock import FakeClock
-from rolecall.core.diagnosis import FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.rundir import RunDir
 from rolecall.detector.base.observation import Observation

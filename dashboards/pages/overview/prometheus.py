@@ -130,7 +130,9 @@ def show(reader: Reader) -> None:
     elif answers.at is None:
         st.caption("Prometheus is being asked.")
     elif not answers.values:
-        st.html(banner("note", "Prometheus knows no target of ours.", "docs/dashboard.md says what to scrape."))
+        st.html(
+            banner("note", "Prometheus knows no target of ours.", "docs/reference/dashboard.md says what to scrape.")
+        )
     if answers.values:
         st.html(figures(told(answers.values)))
 

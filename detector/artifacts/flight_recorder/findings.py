@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.flight_recorder.entries import GLOO
 from rolecall.detector.artifacts.flight_recorder.progress import Cause, Job, SynchronizationPoint, operations_at
 from rolecall.detector.artifacts.flight_recorder.text import count_text, ranks_text

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from statistics import median
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.infiniband.trees import InfinibandPort
 from rolecall.detector.base.findings import settles

@@ -16,7 +16,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.kernel_log.grouping import (
     ADVICE,

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.kernel_log.logs import SAME_SECONDS, KernelLog, KernelLogFact
 

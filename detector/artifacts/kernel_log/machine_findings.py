@@ -3,7 +3,8 @@
 Pure: facts in, findings out.
 """
 
-from rolecall.core.diagnosis import FaultClass, Finding
+from rolecall.core.diagnosis import Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.kernel_log.grouping import NUM_LINES_SHOWN, finding, times
 from rolecall.detector.artifacts.kernel_log.logs import KernelLogFact
 from rolecall.formats.kernel_log.messages import HardwareError, KernelFault, KernelLinkChange, OomKill

@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import UnreadableInput
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.stacks.dumps import Topology
 from rolecall.formats.nccl.inspector import LINE_BYTES_MAX, Context, Lines

@@ -15,8 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.errors import UnreadableInput
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.artifacts.stacks.dumps import Topology
 from rolecall.formats.nccl.ras import (

@@ -21,7 +21,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rolecall.core.diagnosis import FaultClass, Finding
+from rolecall.core.diagnosis import Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
 from rolecall.detector.artifacts.stacks.findings import (
     NUM_GROUPS_SHOWN,

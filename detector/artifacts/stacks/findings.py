@@ -3,7 +3,8 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.stacks.positions import Stack, shown
 from rolecall.detector.artifacts.stacks.processes import DumpedProcess, group_name, groups_of
 from rolecall.detector.artifacts.stacks.rounds import FlagCount

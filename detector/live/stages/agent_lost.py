@@ -9,7 +9,8 @@ piece of evidence: stall.py joins the two.)
 from collections import Counter
 from collections.abc import Sequence
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.base.findings import settles
 from rolecall.detector.live.fleet import MonitoredProcesses, names

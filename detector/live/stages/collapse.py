@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.core.policy_health import LOG_RATIO_ALARM
 from rolecall.core.telemetry import Phase
 from rolecall.detector.base.findings import ADVISES, finding, settles

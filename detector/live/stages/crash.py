@@ -7,7 +7,8 @@ in the step in which it was raised. Survivors that take over the work of the dea
 An exception whose process lives on is a crash of its work, once it did nothing more while a peer worked.
 """
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEventKind, Phase
 from rolecall.detector.base.findings import EXIT, finding
 from rolecall.detector.live.exceptions import blames_code, exception_text, last_exception, step_of

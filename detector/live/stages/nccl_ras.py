@@ -9,7 +9,8 @@ behind: RAS is silent then, and stacks or Flight Recorder dumps must tell.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.base.findings import finding, settles

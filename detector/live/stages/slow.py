@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import ProcessSample
 from rolecall.detector.base.findings import GAIN, finding
 from rolecall.detector.live.fleet import MonitoredProcesses

@@ -13,7 +13,8 @@ collective is judged in detector/live/collective.py.
 from dataclasses import dataclass
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import Phase
 from rolecall.detector.base.findings import finding, settles
 from rolecall.detector.live.deadlines import BEATS, Deadline, learned_deadline

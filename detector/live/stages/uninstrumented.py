@@ -16,7 +16,8 @@ Slowness is left to panels, which compare CPU, memory and faults among the ranks
 
 from dataclasses import dataclass
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.base.findings import EXIT, finding
 from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.stages.crash import exit_values

@@ -9,7 +9,8 @@ diagnosis is about - role, exception, frames - tells one such fault from another
 from collections import defaultdict
 from collections.abc import Mapping
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEventKind, Phase
 from rolecall.detector.base.findings import finding
 from rolecall.detector.live.exceptions import blames_code, exception_text, step_of

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.baselines.scorers import Forest, Mahalanobis, Neighbours, Pairwise, Pca, RobustZ, Scorer
 from rolecall.detector.panels.panel import Floats, PanelShape
 from rolecall.detector.panels.peer_scores import NUM_SAMPLES_MIN, WINDOW_TICKS, Scores, peer_median

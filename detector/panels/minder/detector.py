@@ -28,8 +28,9 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.errors import UnreadableInput
+from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.panel import Floats, PanelShape
 from rolecall.detector.panels.peer_scores import WINDOW_TICKS, Scores, against_others, mean_distances, surprise
 from rolecall.detector.panels.sequential.warm_up import (

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding
+from rolecall.core.diagnosis import Evidence, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.panel import Floats, PanelShape
 from rolecall.detector.panels.registry import FALSE_ALARMS_PER_1000_MACHINE_DAYS
 from rolecall.detector.panels.sequential.novelty import Novelty

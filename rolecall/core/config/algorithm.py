@@ -3,7 +3,7 @@
 A name stands for a method: settings that are the method (DAPO's dynamic sampling, T-PPO's groups of one) cannot be
 switched off under its name, and settings of another method are refused, with the reason. To switch DAPO's parts on one
 by one, begin with `grpo`. What is not given has the name's own default (`DEFAULTS`), which suits the built-in tasks and
-their model of a million parameters; figures of papers stand in docs/algorithms.md.
+their model of a million parameters; figures of papers stand in docs/reference/algorithms.md.
 """
 
 from collections.abc import Mapping

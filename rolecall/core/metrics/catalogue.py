@@ -1,4 +1,4 @@
-"""The metric catalogue: one table from which exposition, detection and `docs/metrics.md` are made.
+"""The metric catalogue: one table from which exposition, detection and `docs/reference/metrics.md` are made.
 
 Names are `rolecall_<thing>_<unit>[_total]` in base units (seconds, bytes, ratio 0..1); `_total` stands on counters and
 only there; a metric with unit "" counts things or is 0/1. Labels are bounded: node, role, replica, rank, and closed
@@ -273,27 +273,28 @@ _TITLES = {
 
 _HEAD = """# Metrics
 
-Made from `rolecall/core/metrics/catalogue.py`; `python -m rolecall.core.metrics.catalogue > docs/metrics.md` writes it, a test compares.
+Generated from `rolecall/core/metrics/` by `python -m tools.reference_pages`.
 
-Each node's agent serves these at `/metrics` in the Prometheus text format, `rolecall watch` those of the last two tables
-(`--metrics`; of a run of ours the address is in `RUN/watch.json`). Units are base units, `_total` stands on
-counters, and a counter of a process starts again at 0 with each incarnation of its replica. Labels are bounded: `node`,
-`role`, `replica` and `rank` by the topology, `phase`, `state`, `probe` and `kind` by closed sets. Metrics marked *detect*
-are also in `/v1/samples`, which is what the detector reads.
+Each node's agent serves these metrics at `/metrics` in the Prometheus text format. `rolecall watch` serves the last two
+tables with `--metrics`; for a run that rolecall started, `RUN/watch.json` holds the address. Units are base units. Names of
+counters end in `_total`, and a counter of a process restarts at 0 with each incarnation of its replica. Labels are bounded:
+`node`, `role`, `replica` and `rank` by the topology, `phase`, `state`, `probe` and `kind` by closed sets. Metrics marked
+*detect* are also in `/v1/samples`, which the detector reads.
 
-What a watch says of incidents and of the run is folded from the journal: every watch of a run says the same, and a restarted
-one goes on where its predecessor was. Of several watches take the maximum, never the sum. Seconds of ETTR are gauges,
-because a fault is found after it began: `delta(rolecall_run_effective_seconds[1h]) / delta(rolecall_run_training_seconds[1h])`
-is the ETTR of an hour. A job that rolecall did not start has no metrics of the run but `rolecall_run_info`.
+A watch derives its metrics on incidents and on the run from the journal, so every watch of a run reports the same values and
+a restarted watch continues where its predecessor stopped. With several watches take the maximum, never the sum. ETTR seconds
+are gauges, because a fault is found after its onset:
+`delta(rolecall_run_effective_seconds[1h]) / delta(rolecall_run_training_seconds[1h])` is the ETTR of one hour. A job that
+rolecall did not start has no run metrics except `rolecall_run_info`.
 
-Signs of the policy's health (entropy, clipped shares, importance ratios, KL, lengths) are of the newest step: trainers tell
-them as `rolecall_train_*`, the journal's lines as `rolecall_run_*`. They are means (`_max`: the largest) over all tokens or
-answers of the step, on however many replicas it was trained. What a step had none of is absent, and never 0.
+Policy-health metrics (entropy, clipped fractions, importance ratios, KL, lengths) describe the newest step: trainers export
+them as `rolecall_train_*`, the journal's values appear as `rolecall_run_*`. They are means (`_max`: maxima) over all tokens or
+answers of the step, on all replicas that trained it. A quantity that a step did not have is absent, never 0.
 """
 
 
 def markdown(catalogue: Sequence[Metric] = CATALOGUE) -> str:
-    """`docs/metrics.md`."""
+    """`docs/reference/metrics.md`."""
     parts = [_HEAD]
     for subject, title in _TITLES.items():
         rows = [m for m in catalogue if m.subject is subject]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.formats.xid.table import NOTES, SXID_ROWS, UNUSED_ROWS, XID_ROWS
 
 

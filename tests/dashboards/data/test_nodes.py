@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.membership import Actual, Desired, ReplicaState

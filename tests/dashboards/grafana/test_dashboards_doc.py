@@ -1,4 +1,4 @@
-"""docs/grafana.md says what there is."""
+"""docs/howto/prometheus-and-grafana.md says what there is."""
 
 import re
 import shlex
@@ -7,7 +7,7 @@ from pathlib import Path
 from rolecall.dashboards.grafana import board, export
 from rolecall.dashboards.grafana.boards.all import documents
 
-DOC = (Path(__file__).parents[3] / "docs" / "grafana.md").read_text()
+DOC = (Path(__file__).parents[3] / "docs" / "howto" / "prometheus-and-grafana.md").read_text()
 
 
 def test_every_dashboard_is_in_the_table() -> None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import pytest
 from playwright.sync_api import Browser, Locator, TimeoutError
 
-from rolecall.core.diagnosis import FaultClass, Plan
+from rolecall.core.diagnosis import Plan
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir

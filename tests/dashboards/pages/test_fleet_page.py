@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rolecall.core.clock import FakeClock
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.dashboards.data.hardware import live_of, of_run
 from rolecall.dashboards.pages.fleet import prometheus as fleet_prometheus

@@ -11,7 +11,7 @@ from urllib.parse import parse_qs
 import pytest
 
 from rolecall.core.clock import SystemClock
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import create_run_dir
 from rolecall.dashboards.pages.incidents.evidence_files import SHOWN_BYTES_MAX, names, read

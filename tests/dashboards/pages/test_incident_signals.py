@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Suspect
+from rolecall.core.diagnosis import Evidence, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.telemetry import GpuSample, ProcessSample, SampleBatch

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import ActionKind, FaultClass
+from rolecall.core.diagnosis import ActionKind
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.dashboards.pages.incidents.what_if import (
     ACTS,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.diagnosis import FaultClass
 from rolecall.core.errors import JournalError
+from rolecall.core.faults import FaultClass
 from rolecall.dashboards.pages.incidents.table import (
     PAGE_ROWS,
     SET_ASIDE,

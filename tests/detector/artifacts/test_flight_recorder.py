@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import FaultClass, Finding
+from rolecall.core.diagnosis import Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import progress as flight_places
 from rolecall.detector.artifacts.flight_recorder.diagnosis import diagnose, looked_at

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.diagnosis import Diagnosis, FaultClass
+from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import UnreadableInput
+from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.infiniband.findings import SETTLE_COUNTS
 from rolecall.detector.artifacts.infiniband.trees import COUNTERS, is_device, read
 from rolecall.diagnose import diagnose as diagnosing

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from rolecall.cli.main import main
-from rolecall.core.diagnosis import Diagnosis, FaultClass
+from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import UnreadableInput
+from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.kernel_log import diagnosis as kernel_findings
 from rolecall.detector.artifacts.kernel_log import logs as kernel_logs
 from rolecall.detector.artifacts.kernel_log.logs import KernelLog, KernelLogFact

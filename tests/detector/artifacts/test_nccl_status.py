@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolecall.cli.main import main
-from rolecall.core.diagnosis import FaultClass, Finding
+from rolecall.core.diagnosis import Finding
 from rolecall.core.errors import UnreadableInput
+from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.nccl import inspector_times as nccl_times
 from rolecall.detector.artifacts.nccl import ras_status as nccl_status
 from rolecall.detector.artifacts.stacks.dumps import Topology

@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolecall.core.diagnosis import FaultClass, Finding
+from rolecall.core.diagnosis import Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.artifacts.stacks.diagnosis import diagnose, looked_at
 from rolecall.detector.artifacts.stacks.dumps import ParallelGroup, StackDump, Topology, is_dump, normal_frame, read
 from rolecall.detector.artifacts.stacks.findings import PARALLEL_GROUP, ROUNDS, STACK_GROUP

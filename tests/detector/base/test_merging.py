@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.live.merging import SAME_FAULT_SECONDS, merged
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.job import DetectorConfig, RecoveryConfig
-from rolecall.core.diagnosis import ActionKind, Diagnosis, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import ActionKind, Diagnosis, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.core.telemetry import ProcessSample

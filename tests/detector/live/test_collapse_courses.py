@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, FaultClass
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.faults import FaultClass
 from rolecall.detector.live.engine import LiveDetector
 from tests.detector.courses import Row, told
 

@@ -1,7 +1,7 @@
 """Agents that do not answer: one is a node that cannot be seen, most of them at once are one fault of what they share."""
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.fleet import MonitoredProcesses

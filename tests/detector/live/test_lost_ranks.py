@@ -2,7 +2,8 @@
 
 import pytest
 
-from rolecall.core.diagnosis import Evidence, FaultClass, Finding, Suspect
+from rolecall.core.diagnosis import Evidence, Finding, Suspect
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.fusion import to_diagnosis

@@ -1,7 +1,8 @@
 """Communicators that stand still, as RAS says: told once, whoever asks, with a name only where one fits."""
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, FaultClass
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.live.codec import decode, encode

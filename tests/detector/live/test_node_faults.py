@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, FaultClass
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind, SampleBatch
 from rolecall.detector.base.observation import Observation

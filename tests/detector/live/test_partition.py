@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from rolecall.core.diagnosis import Diagnosis, FaultClass
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.faults import FaultClass
 from rolecall.core.rundir import registration_secret
 from rolecall.detector.live.subject import WORK_PHASES
 from tests.netns import Network

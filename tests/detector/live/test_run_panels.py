@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Finding
+from rolecall.core.diagnosis import Diagnosis, Finding
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.metrics.catalogue import process_values
 from rolecall.core.telemetry import AgentEventKind, Phase, ProcessSample, SampleBatch

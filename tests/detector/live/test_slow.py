@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import Phase, ProcessSample
 from rolecall.detector.live.engine import LiveDetector

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolecall.core.diagnosis import FaultClass, Finding
+from rolecall.core.diagnosis import Finding
+from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.panel import Panel, PanelShape, findings
 from rolecall.detector.panels.sequential.detector import (
     BLOCK_TICKS,

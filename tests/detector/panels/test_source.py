@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.core.clock import FakeClock, SystemClock
-from rolecall.core.diagnosis import FaultClass, Finding
+from rolecall.core.diagnosis import Finding
 from rolecall.core.errors import ConfigError, UnreadableInput
+from rolecall.core.faults import FaultClass
 from rolecall.detector.panels import series as series_panels
 from rolecall.detector.panels import source as panel_source
 from rolecall.detector.panels.membership import PanelFollower, WatchLimits

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rolecall.core.diagnosis import FaultClass
+from rolecall.core.faults import FaultClass
 from rolecall.detector.panels.panel import Panel, findings
 from rolecall.detector.panels.standing import cannot_tell, standing
 from rolecall.detector.panels.step_time import StepTime, is_own_work

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.diagnosis import Diagnosis, FaultClass
+from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.recovery.incidents import evidence as case_file
 from rolecall.recovery.incidents.evidence import EvidenceRecorder

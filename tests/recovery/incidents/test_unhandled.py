@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from rolecall.core.clock import FakeClock
-from rolecall.core.diagnosis import Diagnosis, FaultClass, Plan
+from rolecall.core.diagnosis import Diagnosis, Plan
 from rolecall.core.errors import JournalError
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Lease
 from rolecall.core.rundir import RunDir

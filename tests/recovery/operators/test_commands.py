@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.diagnosis import FaultClass
 from rolecall.core.errors import CommandRefused, InvalidId
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState

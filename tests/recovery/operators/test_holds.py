@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from rolecall.core.diagnosis import ActionKind, FaultClass
+from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import CommandRefused, ConcurrentWrite, ConfigError
+from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState

@@ -187,9 +187,16 @@ def metrics_page() -> str:
     return markdown()
 
 
+def events_page() -> str:
+    from rolecall.core.journal.payloads import markdown
+
+    return markdown()
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "agent-file.md": agent_file_page,
     "cli.md": cli_page,
+    "events.md": events_page,
     "job-file.md": job_file_page,
     "metrics.md": metrics_page,
 }

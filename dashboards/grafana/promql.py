@@ -1,9 +1,9 @@
-"""Expressions of dashboards: plain PromQL in which every metric is known and is asked of the servers that were chosen.
+"""PromQL of dashboards: every metric is checked, and restricted to the servers that the dashboard's variables select.
 
-`scoped` reads each metric's name, raises UnknownMetric where neither the catalogue nor dcgm-exporter has it (so a misspelt
-name fails when dashboards are built, not when somebody looks at one), and adds the matchers of the dashboard's variables
-to it: `$watch` for what `rolecall watch` serves, `$instance` for what agents serve. A label that the metric does not have
-is refused as well: it would match nothing and show nothing, in silence.
+`scoped` raises UnknownMetric for a metric that neither the catalogue nor dcgm-exporter has, so a misspelt name fails when
+dashboards are built, not when someone opens one. It adds the matchers of the dashboard's variables: `$watch` for metrics
+of `rolecall watch`, `$instance` for metrics of agents. A label that the metric does not have is an error too: it would
+match nothing and show an empty panel.
 """
 
 import re
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from rolecall.agent.collectors.gpu import dcgm
 from rolecall.core.metrics.catalogue import BY_NAME
 from rolecall.core.metrics.metric import MetricScope
+from rolecall.dashboards.grafana.recorded import LABELS, RECORDED
 
 OF_WATCH = frozenset({MetricScope.WATCH, MetricScope.RUN})
 DCGM_NAMES = frozenset({s.name for s in dcgm.SERIES} | {dcgm.NVLINK_BANDWIDTH, dcgm.XID})
@@ -24,20 +25,18 @@ SCOPE_OF_WATCH = 'job=~"$job",instance=~"$watch"'
 SCOPE_OF_AGENT = 'job=~"$job",instance=~"$instance"'
 
 SCOPE_OF_RECORD = 'job=~"$job"'
-_RECORD_LABELS = {"rank": frozenset({"role", "replica", "rank"}), "role": frozenset({"role"})}
-"""By the level that the name of a recorded series begins with; of servers they keep the job alone."""
 
 _SELECTOR = re.compile(r"\b((?:rank|role):rolecall_\w+:\w+|rolecall_\w+|DCGM_\w+)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"[^"]*"')
 
 
 class UnknownMetric(ValueError):
-    """A mistake in a dashboard."""
+    """A programming error in a dashboard or rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selector:
-    """One metric in an expression, with its matchers as they are written."""
+    """One metric in an expression, with its matchers as written."""
 
     metric: str
     matchers: str
@@ -52,13 +51,13 @@ class Selector:
 
 
 def selectors(expression: str) -> Iterator[Selector]:
-    """Every metric that an expression reads."""
+    """Every metric that an expression reads, in order."""
     for found in _SELECTOR.finditer(expression):
         yield Selector(found[1], found[2] or "")
 
 
 def scoped(expression: str) -> str:
-    """The expression with the matchers of the chosen servers in each selector, on one line."""
+    """The expression on one line, each selector restricted to the selected servers."""
     one_line = " ".join(expression.split())
     return _SELECTOR.sub(lambda m: _scoped(Selector(m[1], m[2] or "")).text, one_line)
 
@@ -74,34 +73,23 @@ def _scoped(selector: Selector) -> Selector:
 
 
 def grown(counter: str, by: str) -> str:
-    """By how much a counter grew in the time that is shown. Unlike `increase()` it counts a series that appears with its
-    first event, and unlike it cannot go over a restart: for counters that go on over one."""
+    """Increase of a counter over the dashboard's time range. Unlike `increase()` it counts the first event of a series
+    that appears with it. It does not handle counter resets: only for counters that survive restarts."""
     now, before = f"max by ({by}) ({counter})", f"max by ({by}) ({counter} offset $__range)"
     return f"{now} - ({before} or {now} * 0)"
 
 
 def alive(vector: str) -> str:
-    """Of what agents tell of processes: without those that have ended, whose last values stay for a while."""
+    """Per-process series without those of processes that have exited, whose last values linger for a while."""
     return f"({vector} and on (instance, node, role, replica, rank) (rolecall_process_up == 1))"
 
 
 def labels_of(name: str) -> frozenset[str]:
-    """The labels that a metric may be chosen by."""
+    """The labels that a metric can be selected by. Raises UnknownMetric."""
     if name in DCGM_NAMES:
         return DCGM_LABELS
     if name in BY_NAME:
         return frozenset(BY_NAME[name].labels)
-    level = name.partition(":")[0]
-    if level in _RECORD_LABELS and name in _recorded():
-        return _RECORD_LABELS[level]
+    if name in RECORDED:
+        return LABELS[name.partition(":")[0]]
     raise UnknownMetric(f"{name} is in neither the metric catalogue nor the list of dcgm-exporter's names")
-
-
-def _recorded() -> frozenset[str]:
-    """Names of the recording rules."""
-    # Here, because their expressions are checked with what is above.
-    from rolecall.dashboards.grafana.rules.rule import RecordingRule, groups
-
-    return frozenset(
-        rule.name for made in groups().values() for g in made for rule in g.rules if isinstance(rule, RecordingRule)
-    )

@@ -33,7 +33,7 @@ def export(
     """Writes dashboards (JSON), how Grafana loads them (provisioning) and alert rules. The same bytes every time."""
     from rolecall.dashboards.grafana import export as exporting
     from rolecall.dashboards.grafana.boards.all import documents
-    from rolecall.dashboards.grafana.rules.rule import RUNBOOKS, rules_yaml
+    from rolecall.dashboards.grafana.rules.all import RUNBOOKS, rules_yaml
 
     path = dashboards_path or exporting.DASHBOARDS_PATH
     made = exporting.files(documents(incidents_at), rules_yaml(runbooks or RUNBOOKS), path)

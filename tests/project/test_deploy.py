@@ -13,7 +13,7 @@ import yaml
 
 from rolecall.agent.daemon import _parser
 from rolecall.agent.settings import AgentFile, explain, load_agent_file
-from rolecall.dashboards.grafana.rules.rule import rules_yaml
+from rolecall.dashboards.grafana.rules.all import rules_yaml
 from rolecall.watch.addresses import AGENT_JOB, WATCH_JOB
 from tests.agent.processes import AgentProcess
 

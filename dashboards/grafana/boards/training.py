@@ -12,7 +12,7 @@ from rolecall.core.policy_health import BY_NAME, LOG_RATIO_ALARM
 from rolecall.dashboards.grafana.board import TRAINING, PanelRow, board, of_servers
 from rolecall.dashboards.grafana.links import SERIES_TO_REPLICA
 from rolecall.dashboards.grafana.panels import BLUE, RED, PanelFormat, PanelQuery, lines, numbers
-from rolecall.dashboards.grafana.rules.training import ALL, FILTERED, KL_HIGH_NATS
+from rolecall.dashboards.grafana.rules.training import FILTERED_RATIO_MAX, KL_MAX_NATS, TRUNCATED_RATIO_MAX
 
 SHARE = PanelFormat(unit="percentunit", most=1.0)
 FEW = PanelFormat(unit="percentunit")
@@ -57,9 +57,9 @@ def _numbers() -> PanelRow:
             ),
             now("Entropy, nats a token", "entropy", PanelFormat(unit="none", decimals=3)),
             now("Tokens an answer", "response_length", PanelFormat(unit="none", decimals=1)),
-            now("KL to the sampler, nats", "kl_sampler", _limited(KL_HIGH_NATS, "none", decimals=4)),
-            now("Answers cut off", "truncated_fraction", _limited(ALL, "percentunit", decimals=1)),
-            now("Groups filtered", "filtered_fraction", _limited(FILTERED, "percentunit", decimals=1)),
+            now("KL to the sampler, nats", "kl_sampler", _limited(KL_MAX_NATS, "none", decimals=4)),
+            now("Answers cut off", "truncated_fraction", _limited(TRUNCATED_RATIO_MAX, "percentunit", decimals=1)),
+            now("Groups filtered", "filtered_fraction", _limited(FILTERED_RATIO_MAX, "percentunit", decimals=1)),
         ],
     )
 
@@ -100,7 +100,7 @@ def _distance() -> PanelRow:
         [
             _of_run(
                 "KL, nats a token",
-                _limited(KL_HIGH_NATS, "none"),
+                _limited(KL_MAX_NATS, "none"),
                 ("kl_sampler", "to the sampler"),
                 ("kl_reference", "to the reference"),
             ),
@@ -133,8 +133,8 @@ def _unused() -> PanelRow:
         8,
         (8, 8, 8),
         [
-            _of_run("Answers cut off", _limited(ALL, "percentunit"), ("truncated_fraction", "cut off")),
-            _of_run("Groups filtered", _limited(FILTERED, "percentunit"), ("filtered_fraction", "filtered")),
+            _of_run("Answers cut off", _limited(TRUNCATED_RATIO_MAX, "percentunit"), ("truncated_fraction", "cut off")),
+            _of_run("Groups filtered", _limited(FILTERED_RATIO_MAX, "percentunit"), ("filtered_fraction", "filtered")),
             _of_run("Tokens too old", FEW, ("stale_fraction", "too old")),
         ],
     )

@@ -1,36 +1,31 @@
-"""Alert and recording rules for Prometheus as code. An alert stands for something that a person on call must see to; it
-says what rolecall sees, and its runbook what rolecall has done already and what is left for people.
+"""Alert and recording rules for Prometheus as typed values.
 
-An expression with a metric that the catalogue does not have, or a label that the metric does not have, is refused when it
-is made: in Prometheus it would be silent for ever. `rules_yaml()` is the rules as files; the alerts themselves are in
-`watch.py` (the watch, people, the run), `training.py` and `nodes.py` (agents, GPUs, links, disks).
+A rule whose expression names an unknown metric, or a label that the metric does not have, raises ValueError when it is
+built: Prometheus would accept it and never fire. The groups are one module each; `all.py` lists them and writes the files.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
-from typing import Any
-
-import yaml
 
 from rolecall.dashboards.grafana.promql import labels_of, selectors
 
-RUNBOOKS = "docs/runbooks"
-"""Where the runbooks lie; give the address of a copy that people on call can open."""
-OF_PROMETHEUS = frozenset({"job", "instance"})
+SCRAPE_LABELS = frozenset({"job", "instance"})
 WATCH_JOB = "rolecall-watch"
 AGENT_JOBS = "rolecall|rolecall-agent"
-"""Scrape jobs: as in deploy/prometheus.yaml, and as a run's own targets.json names them. Only `up` needs to know."""
-LINE_MAX = 118
+"""Scrape jobs as deploy/prometheus.yaml and a run's targets.json name them. Only `up` depends on the names."""
 _ALERT_NAME = re.compile(r"Rolecall[A-Z][A-Za-z]+")
 _RECORD_NAME = re.compile(r"[a-z_]+:rolecall_[a-z0-9_]+:[a-z0-9_]+")
 
+UNLESS_ENDED = "unless on (job, instance) (rolecall_run_ended == 1)"
+OBSERVE_MODE = 'on (job, instance) (rolecall_watch_mode{mode="observe"} == 1)'
+REPORTED_BY = "(reported by {{ $labels.instance }})"
+GPU_OF_NODE = "GPU {{ $labels.gpu }} of {{ $labels.node }}"
+
 
 class Severity(StrEnum):
-    CRITICAL = "critical"  # the run loses time now, or nobody watches over it: wake somebody
-    WARNING = "warning"  # will become so, or hardware wants hands: in working hours
+    CRITICAL = "critical"  # the run is losing time, or recovery does not work: page on-call
+    WARNING = "warning"  # it will, or hardware needs service: handle in working hours
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +33,20 @@ class Alert:
     name: str
     expr: str
     hold: str = "0s"
-    """So long it must be so before somebody is told (`for`)."""
+    """How long the expression must hold before the alert fires (`for`)."""
     severity: Severity
     summary: str
     description: str
 
     def __post_init__(self) -> None:
         if not _ALERT_NAME.fullmatch(self.name):
-            raise ValueError(f"{self.name}: expected RolecallThis")
+            raise ValueError(f"{self.name}: expected RolecallName")
         check(self.expr)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingRule:
-    """`name`: level:metric:operation, as Prometheus' own naming of recording rules has it."""
+    """`name` is level:metric:operation, Prometheus' naming convention for recording rules."""
 
     name: str
     expr: str
@@ -64,7 +59,7 @@ class RecordingRule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleGroup:
-    """Rules that are evaluated one after the other, each `interval`."""
+    """Rules that Prometheus evaluates in order, every `interval`."""
 
     name: str
     rules: tuple[Alert | RecordingRule, ...]
@@ -72,70 +67,10 @@ class RuleGroup:
 
 
 def check(expr: str) -> None:
-    """Raises ValueError: a metric that nobody serves, or a label that it does not have."""
+    """Raises ValueError: an unknown metric, or a label that a metric does not have."""
     found = list(selectors(expr))
     if not found and "up{" not in expr:
-        raise ValueError(f"no metric of ours in: {expr}")
+        raise ValueError(f"no rolecall metric in: {expr}")
     for one in found:
-        if unknown := set(one.labels) - labels_of(one.metric) - OF_PROMETHEUS:
+        if unknown := set(one.labels) - labels_of(one.metric) - SCRAPE_LABELS:
             raise ValueError(f"{one.metric} has no label {', '.join(sorted(unknown))}: {expr}")
-
-
-def runbook(name: str, base: str = RUNBOOKS) -> str:
-    return f"{base.rstrip('/')}/{name}.md"
-
-
-def groups() -> Mapping[str, tuple[RuleGroup, ...]]:
-    """File name -> groups."""
-    # Here, because they are made of what is above.
-    from rolecall.dashboards.grafana.rules.nodes import NODE_GROUPS
-    from rolecall.dashboards.grafana.rules.recording import RECORD_GROUPS
-    from rolecall.dashboards.grafana.rules.training import TRAINING_GROUPS
-    from rolecall.dashboards.grafana.rules.watch import WATCH_GROUPS
-
-    return MappingProxyType(
-        {
-            "rolecall-alerts.yaml": (*WATCH_GROUPS, *TRAINING_GROUPS, *NODE_GROUPS),
-            "rolecall-records.yaml": RECORD_GROUPS,
-        }
-    )
-
-
-def alerts() -> tuple[Alert, ...]:
-    return tuple(r for made in groups().values() for g in made for r in g.rules if isinstance(r, Alert))
-
-
-def rules_yaml(runbooks: str = RUNBOOKS) -> dict[str, str]:
-    """File name -> text, for `rule_files` of Prometheus. `runbooks`: where people find docs/runbooks."""
-    return {name: _text([_group(g, runbooks) for g in made]) for name, made in groups().items()}
-
-
-def _group(group: RuleGroup, runbooks: str) -> dict[str, Any]:
-    rules = [_alert(r, runbooks) if isinstance(r, Alert) else _record(r) for r in group.rules]
-    return {"name": group.name, "interval": group.interval, "rules": rules}
-
-
-def _alert(alert: Alert, runbooks: str) -> dict[str, Any]:
-    return {
-        "alert": alert.name,
-        "expr": _on_one_line(alert.expr),
-        "for": alert.hold,
-        "labels": {"severity": str(alert.severity)},
-        "annotations": {
-            "summary": alert.summary,
-            "description": alert.description,
-            "runbook_url": runbook(alert.name, runbooks),
-        },
-    }
-
-
-def _record(record: RecordingRule) -> dict[str, Any]:
-    return {"record": record.name, "expr": _on_one_line(record.expr)}
-
-
-def _on_one_line(expr: str) -> str:
-    return " ".join(expr.split())
-
-
-def _text(made: list[dict[str, Any]]) -> str:
-    return yaml.safe_dump({"groups": made}, sort_keys=False, allow_unicode=True, width=LINE_MAX)

@@ -119,7 +119,7 @@ class NodeFaults:
         fatal = code.fatal and event.detail.get("fatal", "yes") == "yes"
         if event.detail.get("adds_to") and not fatal:
             self._withdraw(event, code.code)
-        if not fatal or code.fault_class not in (FaultClass.GPU, FaultClass.NETWORK):
+        if not fatal or not code.fault_class.spec.is_hardware:
             return
         where = event.detail.get("gpu") or event.detail.get("pci", "")
         part = event.detail.get("gpu_instance", "")
@@ -235,7 +235,7 @@ class NodeFaults:
             for n in self.faults.values()
             if n.node in nodes
             and now >= n.held_until
-            and n.fault_class in (FaultClass.GPU, FaultClass.NETWORK)
+            and FaultClass(n.fault_class).spec.is_hardware
             and abs(f.onset - n.onset) <= TIED_SECONDS
             and not (n.thing.startswith("link ") and n.ended and n.ended - n.onset < FLAP_SECONDS)
         ]

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
 
-SETTLES = frozenset({FaultClass.HANG, FaultClass.NETWORK})
-"""Classes for which policy has an answer, and which end a tie in fusion. Others are told with the evidence."""
 CONFIDENCE_MIN = 0.7
 """One look at stacks that finds somebody at work (0.6) or elsewhere (0.5) may have met a slow one."""
 
@@ -22,7 +20,7 @@ def apply_collected_evidence(
 ) -> list[Finding]:
     """Of those taken before and the fresh ones, the findings that settle something that stands now."""
     ties = [whom for f in standing if f.fault_class is FaultClass.CANNOT_TELL and (whom := _who(f))]
-    found = [f for f in (*before, *fresh) if f.fault_class in SETTLES and f.confidence >= CONFIDENCE_MIN]
+    found = [f for f in (*before, *fresh) if f.fault_class.spec.settles_ties and f.confidence >= CONFIDENCE_MIN]
     kept: list[Finding] = []
     for f in sorted(found, key=lambda f: -f.confidence):
         named = _who(f)

@@ -10,7 +10,7 @@ from pathlib import Path
 from rolecall.core.metrics.catalogue import CATALOGUE
 from rolecall.core.metrics.metric import Metric, MetricScope, MetricType
 from rolecall.dashboards.grafana.promql import DCGM_NAMES, OF_WATCH
-from rolecall.dashboards.grafana.rules.rule import RecordingRule, groups
+from rolecall.dashboards.grafana.recorded import RECORDED
 from tests.dashboards.openmetrics import Recording
 
 START, STEP, ROUNDS = 1_700_000_000.0, 15.0, 41
@@ -61,7 +61,7 @@ def write(path: Path) -> Path:
 
 def _recorded() -> str:
     """What the recording rules make."""
-    names = [r.name for made in groups().values() for g in made for r in g.rules if isinstance(r, RecordingRule)]
+    names = list(RECORDED)
     of_role = 'role="rollout"'
     of_rank = ",".join(f'{k}="{v}"' for k, v in {"role": "rollout", "replica": REPLICAS[1], "rank": "0"}.items())
     return "".join(f"{n}{{{of_rank if n.startswith('rank:') else of_role}}} 1.5\n" for n in names)

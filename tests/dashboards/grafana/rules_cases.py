@@ -34,15 +34,21 @@ CASES = (
     Case("RolecallWatchDown", "gone", {'up{job="rolecall-watch",instance="r/watch"}': "1x4 0x40"}, "4m", ("@W",)),
     Case("RolecallWatchDown", "a scrape missed", {'up{job="rolecall-watch",instance="r/watch"}': "1x4 0x1 1x40"}, "4m"),
     Case("RolecallWatchDown", "another job", {'up{job="web",instance="r/watch"}': "0x40"}, "4m"),
-    Case("RolecallNobodyActs", "ran out", {"rolecall_watch_lease_expires_timestamp_seconds{@W}": STOOD}, "5m", ("@W",)),
     Case(
-        "RolecallNobodyActs",
+        "RolecallNoRecoveryLeader",
+        "ran out",
+        {"rolecall_watch_lease_expires_timestamp_seconds{@W}": STOOD},
+        "5m",
+        ("@W",),
+    ),
+    Case(
+        "RolecallNoRecoveryLeader",
         "another watch takes it",
         {"rolecall_watch_lease_expires_timestamp_seconds{@W}": "0+15x4 60x4 150+15x100"},
         "5m",
     ),
     Case(
-        "RolecallNobodyActs",
+        "RolecallNoRecoveryLeader",
         "observe only",
         {
             "rolecall_watch_lease_expires_timestamp_seconds{@W}": STOOD,
@@ -50,19 +56,25 @@ CASES = (
         },
         "5m",
     ),
-    Case("RolecallNobodyActs", "over", {"rolecall_watch_lease_expires_timestamp_seconds{@W}": STOOD, **OVER}, "5m"),
-    Case("RolecallWatchBlind", "for long", {"rolecall_watch_blind{@W}": COUNTS}, "4m", ("@W",)),
-    Case("RolecallWatchBlind", "for a moment", {"rolecall_watch_blind{@W}": "0x4 1x2 0x40"}, "4m"),
+    Case(
+        "RolecallNoRecoveryLeader", "over", {"rolecall_watch_lease_expires_timestamp_seconds{@W}": STOOD, **OVER}, "5m"
+    ),
+    Case("RolecallDetectionDown", "for long", {"rolecall_watch_blind{@W}": COUNTS}, "4m", ("@W",)),
+    Case("RolecallDetectionDown", "for a moment", {"rolecall_watch_blind{@W}": "0x4 1x2 0x40"}, "4m"),
     Case("RolecallWatchStalled", "stands", {"rolecall_watch_tick_timestamp_seconds{@W}": STOOD}, "5m", ("@W",)),
     Case("RolecallWatchStalled", "turns", {"rolecall_watch_tick_timestamp_seconds{@W}": GOOD}, "5m"),
-    Case("RolecallWatchTicksFail", "many", {"rolecall_watch_tick_failures_total{@W}": "0+1x100"}, "8m", ("@W",)),
-    Case("RolecallWatchTicksFail", "a few", {"rolecall_watch_tick_failures_total{@W}": "0x10 4x100"}, "5m"),
+    Case("RolecallWatchTickErrors", "many", {"rolecall_watch_tick_failures_total{@W}": "0+1x100"}, "8m", ("@W",)),
+    Case("RolecallWatchTickErrors", "a few", {"rolecall_watch_tick_failures_total{@W}": "0x10 4x100"}, "5m"),
     Case(
-        "RolecallJournalUnread", "locked", {"rolecall_watch_journal_read_timestamp_seconds{@W}": STOOD}, "5m", ("@W",)
+        "RolecallJournalUnreadable",
+        "locked",
+        {"rolecall_watch_journal_read_timestamp_seconds{@W}": STOOD},
+        "5m",
+        ("@W",),
     ),
-    Case("RolecallJournalUnread", "read", {"rolecall_watch_journal_read_timestamp_seconds{@W}": GOOD}, "5m"),
-    Case("RolecallObservationsOld", "old", {"rolecall_watch_observed_age_seconds{@W}": "2x4 16x40"}, "5m", ("@W",)),
-    Case("RolecallObservationsOld", "as usual", {"rolecall_watch_observed_age_seconds{@W}": "14x40"}, "5m"),
+    Case("RolecallJournalUnreadable", "read", {"rolecall_watch_journal_read_timestamp_seconds{@W}": GOOD}, "5m"),
+    Case("RolecallTelemetryStale", "old", {"rolecall_watch_observed_age_seconds{@W}": "2x4 16x40"}, "5m", ("@W",)),
+    Case("RolecallTelemetryStale", "as usual", {"rolecall_watch_observed_age_seconds{@W}": "14x40"}, "5m"),
     Case(
         "RolecallAgentUnreachable",
         "for long",
@@ -76,12 +88,12 @@ CASES = (
         {'rolecall_watch_agent_unreachable_timestamp_seconds{@W,node="n1"}': "10x10 stale"},
         "6m",
     ),
-    Case("RolecallPersonCalled", "once", {"rolecall_persons_called_total{@W}": COUNTS}, "3m", ("@W",)),
-    Case("RolecallPersonCalled", "long ago", {"rolecall_persons_called_total{@W}": COUNTS}, "15m"),
-    Case("RolecallPlanWaits", "waits", {"rolecall_plans_waiting{@W}": COUNTS}, "3m", ("@W",)),
-    Case("RolecallPlanWaits", "approved soon", {"rolecall_plans_waiting{@W}": "0x4 1x2 0x40"}, "3m"),
+    Case("RolecallOncallPaged", "once", {"rolecall_persons_called_total{@W}": COUNTS}, "3m", ("@W",)),
+    Case("RolecallOncallPaged", "long ago", {"rolecall_persons_called_total{@W}": COUNTS}, "15m"),
+    Case("RolecallPlanAwaitsApproval", "waits", {"rolecall_plans_waiting{@W}": COUNTS}, "3m", ("@W",)),
+    Case("RolecallPlanAwaitsApproval", "approved soon", {"rolecall_plans_waiting{@W}": "0x4 1x2 0x40"}, "3m"),
     Case(
-        "RolecallPlanLapsesSoon",
+        "RolecallPlanExpiresSoon",
         "two minutes before",
         {
             "rolecall_plans_waiting{@W}": "1x40",
@@ -91,7 +103,7 @@ CASES = (
         ("@W",),
     ),
     Case(
-        "RolecallPlanLapsesSoon",
+        "RolecallPlanExpiresSoon",
         "long before",
         {
             "rolecall_plans_waiting{@W}": "1x40",
@@ -107,7 +119,7 @@ CASES = (
     ),
     Case("RolecallFaultObserved", "rolecall acts", {f"rolecall_incident_open{{{HANGS}}}": "1x100", **ACTS}, "3m"),
     Case(
-        "RolecallIncidentOpenLong",
+        "RolecallIncidentOpenTooLong",
         "twenty minutes",
         {
             'rolecall_incident_opened_timestamp_seconds{@W,node="n1",role="rollout",replica="rollout/1",fault="hang"}': "60x100"
@@ -116,7 +128,7 @@ CASES = (
         ('@W,node="n1",role="rollout",replica="rollout/1",fault="hang"',),
     ),
     Case(
-        "RolecallIncidentOpenLong",
+        "RolecallIncidentOpenTooLong",
         "fourteen minutes",
         {
             'rolecall_incident_opened_timestamp_seconds{@W,node="n1",role="rollout",replica="rollout/1",fault="hang"}': "360x100"
@@ -124,7 +136,7 @@ CASES = (
         "20m",
     ),
     Case(
-        "RolecallIncidentOpenLong",
+        "RolecallIncidentOpenTooLong",
         "nobody is to act",
         {f"rolecall_incident_opened_timestamp_seconds{{{HANGS}}}": "60x100", **OBSERVES},
         "20m",
@@ -132,23 +144,23 @@ CASES = (
     Case("RolecallIncidentUnhandled", "fails", {"rolecall_watch_unhandled{@W}": COUNTS}, "8m", ("@W",)),
     Case("RolecallIncidentUnhandled", "broken", {"rolecall_incidents_broken{@W}": COUNTS}, "8m", ("@W",)),
     Case("RolecallIncidentUnhandled", "mends itself", {"rolecall_watch_unhandled{@W}": "0x4 1x8 0x40"}, "8m"),
-    Case("RolecallCallsFail", "one", {"rolecall_watch_calls_failed_total{@W}": COUNTS}, "3m", ("@W",)),
-    Case("RolecallCallsFail", "none", {"rolecall_watch_calls_failed_total{@W}": "1x40"}, "3m"),
+    Case("RolecallNotificationErrors", "one", {"rolecall_watch_calls_failed_total{@W}": COUNTS}, "3m", ("@W",)),
+    Case("RolecallNotificationErrors", "none", {"rolecall_watch_calls_failed_total{@W}": "1x40"}, "3m"),
     Case(
-        "RolecallEvictionLimit",
+        "RolecallEvictionLimitReached",
         "reached",
         {"rolecall_evictions_last_hour{@W}": "5x4 6x40", "rolecall_evictions_limit{@W}": "6x40"},
         "3m",
         ("@W",),
     ),
     Case(
-        "RolecallEvictionLimit",
+        "RolecallEvictionLimitReached",
         "one less",
         {"rolecall_evictions_last_hour{@W}": "5x40", "rolecall_evictions_limit{@W}": "6x40"},
         "3m",
     ),
     Case(
-        "RolecallActionsFail",
+        "RolecallActionErrors",
         "three of two kinds",
         {
             'rolecall_actions_total{@W,action="replace_replica",outcome="died"}': "0x60 2x60",
@@ -158,7 +170,7 @@ CASES = (
         ("@W",),
     ),
     Case(
-        "RolecallActionsFail",
+        "RolecallActionErrors",
         "done is no failure",
         {
             'rolecall_actions_total{@W,action="replace_replica",outcome="done"}': "0x60 9x60",
@@ -166,11 +178,11 @@ CASES = (
         },
         "29m",
     ),
-    Case("RolecallPaused", "forgotten", {"rolecall_watch_paused{@W}": "1x400", **RUNS}, "61m", ("@W",)),
-    Case("RolecallPaused", "for a while", {"rolecall_watch_paused{@W}": "1x230 0x400", **RUNS}, "61m"),
-    Case("RolecallPaused", "over", {"rolecall_watch_paused{@W}": "1x400", **OVER}, "61m"),
-    Case("RolecallQuarantineForgotten", "half a day", {"rolecall_nodes_quarantined{@W}": "1x3000"}, "721m", ("@W",)),
-    Case("RolecallQuarantineForgotten", "back", {"rolecall_nodes_quarantined{@W}": "1x2800 0x100"}, "721m"),
+    Case("RolecallRecoveryPaused", "forgotten", {"rolecall_watch_paused{@W}": "1x400", **RUNS}, "61m", ("@W",)),
+    Case("RolecallRecoveryPaused", "for a while", {"rolecall_watch_paused{@W}": "1x230 0x400", **RUNS}, "61m"),
+    Case("RolecallRecoveryPaused", "over", {"rolecall_watch_paused{@W}": "1x400", **OVER}, "61m"),
+    Case("RolecallQuarantineStale", "half a day", {"rolecall_nodes_quarantined{@W}": "1x3000"}, "721m", ("@W",)),
+    Case("RolecallQuarantineStale", "back", {"rolecall_nodes_quarantined{@W}": "1x2800 0x100"}, "721m"),
     Case("RolecallRunStalled", "no step", {"rolecall_run_step_timestamp_seconds{@W}": STOOD, **STEPS}, "7m", ("@W",)),
     Case("RolecallRunStalled", "not yet", {"rolecall_run_step_timestamp_seconds{@W}": STOOD, **STEPS}, "5m45s"),
     Case(
@@ -205,14 +217,14 @@ CASES = (
         "70m",
     ),
     Case(
-        "RolecallTrainingNotFinite",
+        "RolecallTrainingNonFinite",
         "once",
         {'rolecall_train_unfinite_total{@N,role="trainer",replica="trainer/0",rank="0"}': COUNTS},
         "3m",
         ('@N,role="trainer",replica="trainer/0",rank="0"',),
     ),
     Case(
-        "RolecallTrainingNotFinite",
+        "RolecallTrainingNonFinite",
         "before",
         {'rolecall_train_unfinite_total{@N,role="trainer",replica="trainer/0",rank="0"}': "3x40"},
         "3m",
@@ -243,28 +255,28 @@ CASES = (
         "97m",
     ),
     Case(
-        "RolecallPolicyRanAway", "high", {"rolecall_run_kl_sampler_nats{@W}": "0.01x40 0.5x80", **RUNS}, "25m", ("@W",)
+        "RolecallPolicyDiverged", "high", {"rolecall_run_kl_sampler_nats{@W}": "0.01x40 0.5x80", **RUNS}, "25m", ("@W",)
     ),
     Case(
-        "RolecallPolicyRanAway", "one step", {"rolecall_run_kl_sampler_nats{@W}": "0.01x40 3x1 0.01x80", **RUNS}, "12m"
+        "RolecallPolicyDiverged", "one step", {"rolecall_run_kl_sampler_nats{@W}": "0.01x40 3x1 0.01x80", **RUNS}, "12m"
     ),
-    Case("RolecallPolicyRanAway", "stale", {"rolecall_run_kl_sampler_nats{@W}": "0.15x120", **RUNS}, "25m"),
-    Case("RolecallPolicyRanAway", "over", {"rolecall_run_kl_sampler_nats{@W}": "0.5x120", **OVER}, "25m"),
-    Case("RolecallAllTruncated", "all", {"rolecall_run_truncated_ratio{@W}": "1x120", **RUNS}, "15m", ("@W",)),
+    Case("RolecallPolicyDiverged", "stale", {"rolecall_run_kl_sampler_nats{@W}": "0.15x120", **RUNS}, "25m"),
+    Case("RolecallPolicyDiverged", "over", {"rolecall_run_kl_sampler_nats{@W}": "0.5x120", **OVER}, "25m"),
+    Case("RolecallResponsesTruncated", "all", {"rolecall_run_truncated_ratio{@W}": "1x120", **RUNS}, "15m", ("@W",)),
     Case(
-        "RolecallAllTruncated",
+        "RolecallResponsesTruncated",
         "all, and steps without an answer between",
         {"rolecall_run_truncated_ratio{@W}": "1x10 _x5 1x10 _x5 1x60", **RUNS},
         "15m",
         ("@W",),
     ),
-    Case("RolecallAllTruncated", "at first", {"rolecall_run_truncated_ratio{@W}": "1x30 0.9x90", **RUNS}, "15m"),
-    Case("RolecallAllTruncated", "over", {"rolecall_run_truncated_ratio{@W}": "1x120", **OVER}, "15m"),
-    Case("RolecallAllFiltered", "all", {"rolecall_run_filtered_ratio{@W}": "0.88x120", **RUNS}, "15m", ("@W",)),
-    Case("RolecallAllFiltered", "most", {"rolecall_run_filtered_ratio{@W}": "0.8x120", **RUNS}, "15m"),
-    Case("RolecallAllFiltered", "over", {"rolecall_run_filtered_ratio{@W}": "1x120", **OVER}, "15m"),
+    Case("RolecallResponsesTruncated", "at first", {"rolecall_run_truncated_ratio{@W}": "1x30 0.9x90", **RUNS}, "15m"),
+    Case("RolecallResponsesTruncated", "over", {"rolecall_run_truncated_ratio{@W}": "1x120", **OVER}, "15m"),
+    Case("RolecallGroupsFiltered", "all", {"rolecall_run_filtered_ratio{@W}": "0.88x120", **RUNS}, "15m", ("@W",)),
+    Case("RolecallGroupsFiltered", "most", {"rolecall_run_filtered_ratio{@W}": "0.8x120", **RUNS}, "15m"),
+    Case("RolecallGroupsFiltered", "over", {"rolecall_run_filtered_ratio{@W}": "1x120", **OVER}, "15m"),
     Case(
-        "RolecallRoleGone",
+        "RolecallRoleDown",
         "none left",
         {
             'rolecall_replicas{@W,role="reward",state="serving"}': "2x4 0x40",
@@ -277,7 +289,7 @@ CASES = (
         ('@W,role="reward"',),
     ),
     Case(
-        "RolecallRoleGone",
+        "RolecallRoleDown",
         "one left",
         {
             'rolecall_replicas{@W,role="reward",state="serving"}': "2x4 1x40",
@@ -288,7 +300,7 @@ CASES = (
         "4m",
     ),
     Case(
-        "RolecallRoleGone",
+        "RolecallRoleDown",
         "it only begins",
         {
             'rolecall_replicas{@W,role="reward",state="serving"}': "0x40",
@@ -299,7 +311,7 @@ CASES = (
         "4m",
     ),
     Case(
-        "RolecallRoleGone",
+        "RolecallRoleDown",
         "a standby is nobody's work",
         {
             'rolecall_replicas{@W,role="standby",state="ready"}': "0x40",
@@ -310,7 +322,7 @@ CASES = (
         "4m",
     ),
     Case(
-        "RolecallRoleThin",
+        "RolecallRoleDegraded",
         "two of three",
         {
             'rolecall_replicas{@W,role="rollout",state="serving"}': "2x80",
@@ -322,7 +334,7 @@ CASES = (
         ('@W,role="rollout"',),
     ),
     Case(
-        "RolecallRoleThin",
+        "RolecallRoleDegraded",
         "three of four",
         {
             'rolecall_replicas{@W,role="rollout",state="serving"}': "3x80",
@@ -343,8 +355,8 @@ CASES = (
     Case("RolecallAgentDown", "told once", {'up{job="rolecall-dcgm",instance="n:9477"}': "0x40"}, "5m"),
     Case("RolecallAgentStalled", "stands", {"rolecall_agent_rounds_total{@N}": "0+30x8 240x40"}, "8m", ("@N",)),
     Case("RolecallAgentStalled", "slow", {"rolecall_agent_rounds_total{@N}": "0+1x40"}, "8m"),
-    Case("RolecallAgentLags", "lags", {"rolecall_agent_round_seconds{@N}": "2.5x60"}, "6m", ("@N",)),
-    Case("RolecallAgentLags", "once", {"rolecall_agent_round_seconds{@N}": "2.5x10 0.1 2.5x10"}, "5m"),
+    Case("RolecallAgentSlow", "lags", {"rolecall_agent_round_seconds{@N}": "2.5x60"}, "6m", ("@N",)),
+    Case("RolecallAgentSlow", "once", {"rolecall_agent_round_seconds{@N}": "2.5x10 0.1 2.5x10"}, "5m"),
     Case(
         "RolecallProbeDown",
         "no driver",
@@ -355,20 +367,20 @@ CASES = (
     Case("RolecallProbeDown", "for nine minutes", {'rolecall_probe_up{@N,probe="gpu"}': "0x36 1x20"}, "11m"),
     Case("RolecallProbeDown", "no job, so no RAS", {'rolecall_probe_up{@N,probe="nccl_ras"}': "0x60"}, "11m"),
     Case(
-        "RolecallClockAhead",
+        "RolecallClockSkew",
         "ahead",
         {'rolecall_process_progress_timestamp_seconds{@N,role="trainer",replica="trainer/0",rank="0"}': "10+15x60"},
         "7m",
         ("@N",),
     ),
     Case(
-        "RolecallClockAhead",
+        "RolecallClockSkew",
         "within a scrape",
         {'rolecall_process_progress_timestamp_seconds{@N,role="trainer",replica="trainer/0",rank="0"}': "4+15x60"},
         "7m",
     ),
-    Case("RolecallOutOfMemory", "killed", {"rolecall_host_oom_kills_total{@N}": "7x4 8x40"}, "3m", ("@N",)),
-    Case("RolecallOutOfMemory", "before", {"rolecall_host_oom_kills_total{@N}": "7x40"}, "3m"),
+    Case("RolecallOomKill", "killed", {"rolecall_host_oom_kills_total{@N}": "7x4 8x40"}, "3m", ("@N",)),
+    Case("RolecallOomKill", "before", {"rolecall_host_oom_kills_total{@N}": "7x40"}, "3m"),
     Case("RolecallGpuLost", "lost", {'rolecall_gpu_up{@N,gpu="3"}': "1x4 0x40"}, "3m", ('@N,gpu="3"',)),
     Case("RolecallGpuLost", "a look missed", {'rolecall_gpu_up{@N,gpu="3"}': "1x8 0 1x40"}, "2m15s"),
     Case(
@@ -435,20 +447,20 @@ CASES = (
         "4m",
     ),
     Case(
-        "RolecallGpuReplace",
+        "RolecallGpuReplacementNeeded",
         "failed",
         {'rolecall_gpu_remapped_rows_failed{@N,gpu="0"}': COUNTS},
         "4m",
         ('@N,gpu="0"',),
     ),
     Case(
-        "RolecallGpuReplace",
+        "RolecallGpuReplacementNeeded",
         "worn out",
         {'rolecall_gpu_sram_threshold_exceeded{@N,gpu="0"}': COUNTS},
         "4m",
         ('@N,gpu="0"',),
     ),
-    Case("RolecallGpuReplace", "sound", {'rolecall_gpu_remapped_rows_failed{@N,gpu="0"}': "0x40"}, "4m"),
+    Case("RolecallGpuReplacementNeeded", "sound", {'rolecall_gpu_remapped_rows_failed{@N,gpu="0"}': "0x40"}, "4m"),
     Case(
         "RolecallGpuThrottled",
         "a third of the time",
@@ -505,7 +517,7 @@ CASES = (
         "4m",
     ),
     Case(
-        "RolecallLinkFlaps",
+        "RolecallLinkFlapping",
         "twice",
         {
             'rolecall_nic_downs_total{@N,interface="eth0"}': "0x20 1x4 2x40",
@@ -514,7 +526,7 @@ CASES = (
         "8m",
         ('@N,interface="eth0"', '@N,nic="mlx5_0",port="1"'),
     ),
-    Case("RolecallLinkFlaps", "once", {'rolecall_nic_downs_total{@N,interface="eth0"}': "0x20 1x40"}, "8m"),
+    Case("RolecallLinkFlapping", "once", {'rolecall_nic_downs_total{@N,interface="eth0"}': "0x20 1x40"}, "8m"),
     Case(
         "RolecallPortErrors",
         "one that is always fatal",
@@ -591,18 +603,23 @@ CASES = (
         "4m",
     ),
     Case(
-        "RolecallDiskGone",
+        "RolecallFilesystemUnavailable",
         "hangs",
         {'rolecall_filesystem_up{@N,mount="/ckpt"}': "1x4 0x40"},
         "4m",
         ('@N,mount="/ckpt"',),
     ),
     Case(
-        "RolecallDiskGone",
+        "RolecallFilesystemUnavailable",
         "became read-only",
         {'rolecall_filesystem_readonly{@N,mount="/ckpt"}': COUNTS},
         "4m",
         ('@N,mount="/ckpt"',),
     ),
-    Case("RolecallDiskGone", "read-only by nature", {'rolecall_filesystem_readonly{@N,mount="/usr"}': "1x40"}, "4m"),
+    Case(
+        "RolecallFilesystemUnavailable",
+        "read-only by nature",
+        {'rolecall_filesystem_readonly{@N,mount="/usr"}': "1x40"},
+        "4m",
+    ),
 )

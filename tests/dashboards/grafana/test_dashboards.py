@@ -14,7 +14,7 @@ from rolecall.core.metrics.metric import MetricType
 from rolecall.dashboards.grafana import board
 from rolecall.dashboards.grafana.boards.all import documents
 from rolecall.dashboards.grafana.promql import DCGM_NAMES, SCOPE_LABELS, UnknownMetric, scoped, selectors
-from rolecall.dashboards.grafana.rules.rule import RecordingRule, groups
+from rolecall.dashboards.grafana.recorded import RECORDED
 
 DOCUMENTS = {d["uid"]: d for d in documents()}
 SCHEMA_VERSIONS = range(39, 42)
@@ -102,7 +102,7 @@ def test_incidents_are_annotated_from_both_places(uid: str) -> None:
 
 
 def test_what_is_recorded_is_read() -> None:
-    recorded = {r.name for made in groups().values() for g in made for r in g.rules if isinstance(r, RecordingRule)}
+    recorded = set(RECORDED)
     targets = [t["expr"] for panel in PANEL.values() for t in panel["targets"]]
     assert recorded and recorded == {s.metric for e in targets for s in selectors(e) if ":" in s.metric}
 

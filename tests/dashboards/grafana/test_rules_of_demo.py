@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from rolecall.dashboards.grafana.promql import selectors
-from rolecall.dashboards.grafana.rules.rule import Alert, RecordingRule, alerts, groups, rules_yaml
+from rolecall.dashboards.grafana.recorded import RECORDED
+from rolecall.dashboards.grafana.rules import all as rules
+from rolecall.dashboards.grafana.rules.all import rules_yaml
+from rolecall.dashboards.grafana.rules.rule import Alert
 from tests.dashboards.prometheus_of_demo import DemoPrometheus, Series, prometheus_of
 from tests.prometheus_server import prometheus
 from tests.support import eventually
 
-ALERTS = {a.name: a for a in alerts()}
-RECORDS = {r.name: r for made in groups().values() for g in made for r in g.rules if isinstance(r, RecordingRule)}
+ALERTS = {a.name: a for a in rules.ALERTS}
 NOT_IN_THE_DEMO = {
     "rolecall_plans_waiting_deadline_timestamp_seconds": "the demo acts by itself: no plan waits for a person",
     "rolecall_watch_agent_unreachable_timestamp_seconds": "every agent was heard all the time",
@@ -54,9 +56,9 @@ def test_what_an_alert_looks_at_is_there(name: str, demo_prometheus: DemoPrometh
     assert demo_prometheus.query_range(looked_at(expr)), looked_at(expr)
 
 
-@pytest.mark.parametrize("name", sorted(RECORDS))
+@pytest.mark.parametrize("name", sorted(RECORDED))
 def test_a_recording_rule_has_something_to_record(name: str, demo_prometheus: DemoPrometheus) -> None:
-    assert demo_prometheus.query_range(RECORDS[name].expr)
+    assert demo_prometheus.query_range(RECORDED[name])
 
 
 def test_prometheus_evaluates_every_rule(tmp_path: Path) -> None:
@@ -73,7 +75,7 @@ def test_prometheus_evaluates_every_rule(tmp_path: Path) -> None:
 
         eventually(lambda: health() == {("ok", "")}, "every rule was evaluated")
         told = [r["name"] for g in demo.get("/api/v1/rules")["groups"] for r in g["rules"]]
-    assert sorted(told) == sorted([*ALERTS, *RECORDS])
+    assert sorted(told) == sorted([*ALERTS, *RECORDED])
 
 
 def test_what_is_called_absent_is(demo_prometheus: DemoPrometheus) -> None:
@@ -114,7 +116,7 @@ def test_nobody_is_told_while_nothing_is_wrong(demo_prometheus: DemoPrometheus) 
 
 def test_what_was_done_to_the_stand_in_is_told_and_what_rolecall_cured_is_not(demo_prometheus: DemoPrometheus) -> None:
     fired = list(_fired(demo_prometheus, demo_prometheus.end))
-    assert {name for name, _ in fired} >= {"RolecallXid", "RolecallLinkFlaps"}
+    assert {name for name, _ in fired} >= {"RolecallXid", "RolecallLinkFlapping"}
     assert [f"{name} {dict(s.labels)}" for name, s in fired if s.labels.get("node") != STAND_IN] == []
 
 
@@ -129,6 +131,6 @@ def test_an_injected_fault_is_in_front_of_the_alert_that_waits_for_a_cure(demo_p
     opened = demo_prometheus.query("rolecall_incidents_opened_total > 0")
     faults = {(v.labels["role"], v.labels["fault"]) for v in opened}
     assert faults == {("rollout", "crash"), ("trainer", "hang"), ("rollout", "slow")}
-    seen = demo_prometheus.query_range(looked_at(ALERTS["RolecallIncidentOpenLong"].expr))
+    seen = demo_prometheus.query_range(looked_at(ALERTS["RolecallIncidentOpenTooLong"].expr))
     # Those that were resolved within a scrape have no series; a hang takes seconds.
     assert ("trainer", "hang") in {(s.labels["role"], s.labels["fault"]) for s in seen} <= faults

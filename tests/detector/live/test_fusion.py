@@ -172,7 +172,7 @@ def test_what_panels_say_voids_no_measured_slowness() -> None:
 
 def test_a_slowness_that_was_measured_takes_the_place_of_what_a_panel_said() -> None:
     (first,) = fuse([], {}, SIZES, 13.0, [_panel("rollout/0")])
-    assert on_panels_alone(first) and first.gain_ratio is None and "nobody is replaced" in first.advice
+    assert on_panels_alone(first) and first.gain_ratio is None and "nothing is replaced" in first.advice
     measured = replace(_found(F.SLOW, "rollout/0"), evidence=(Evidence(kind=GAIN, text="", values={"ratio": 3.0}),))
     (then,) = fuse([measured], {first.key: first}, SIZES, 20.0)
     assert (then.key, then.gain_ratio, on_panels_alone(then)) == (first.key, 3.0, False)

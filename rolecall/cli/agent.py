@@ -10,7 +10,7 @@ app = typer.Typer()
     add_help_option=False,  # the agent's own parser answers --help
 )
 def agent(ctx: typer.Context) -> int:
-    """Run the agent of this node (see `rolecall agent --help`)."""
+    """Run the agent of this node."""
     from rolecall.agent.daemon import main
 
     return main(ctx.args)

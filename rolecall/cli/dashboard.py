@@ -50,7 +50,9 @@ def dashboard(
     tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Private key (PEM).")] = None,
     runs: RootOption = ROOT,
 ) -> int:
-    """Serve the dashboard until Ctrl-C, on loopback by default."""
+    """Serve the dashboard.
+
+    Until Ctrl-C; on loopback by default."""
     serving = _serving()
     settings = _settings(run, journal, prometheus, credentials, users, runs)
     origins = tuple(_checked_origin(n) for n in names)

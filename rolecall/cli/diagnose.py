@@ -64,7 +64,9 @@ def diagnose(
     ] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Name the faulty machine, the onset of its fault and the evidence.
+    """Find the faulty machine in recordings.
+
+    Names the machine, the onset of its fault and the evidence. Reads recordings, dumps and logs.
 
     Exit code 0: healthy; 1: a fault was found; 2: unreadable input."""
     from rolecall.diagnose import diagnose as diagnosing

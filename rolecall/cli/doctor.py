@@ -31,7 +31,9 @@ def doctor(
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Check whether this node can be watched, and print how to fix each problem.
+    """Check this node and print fixes.
+
+    Checks whether the node can be watched.
 
     Exit code 1 if something is broken."""
     from rolecall.node.doctor import NHC_CODES, CheckLevel, examine, lines, worst

@@ -9,7 +9,7 @@ from rolecall.cli.grafana_push import annotate, push
 from rolecall.cli.options import examples, out
 from rolecall.core.text import plain
 
-app = typer.Typer(no_args_is_help=True, help="Export or push Grafana dashboards and Prometheus alert rules.")
+app = typer.Typer(no_args_is_help=True, help="Dashboards and alert rules for Grafana.")
 app.command(epilog=examples("rolecall grafana push --url https://grafana.example --token-file token --dry-run"))(push)
 app.command(epilog=examples("rolecall grafana annotate my-run --url https://grafana.example --token-file token"))(
     annotate

@@ -20,7 +20,9 @@ def incidents(
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
 ) -> int:
-    """List incidents: diagnosis, evidence, actions and outcome."""
+    """List incidents.
+
+    Each with its diagnosis, evidence, actions and outcome."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
@@ -40,7 +42,9 @@ def mark(
     run: RunOption = "latest",
     runs: RootOption = ROOT,
 ) -> int:
-    """Record whether a diagnosis was right; possible after the incident has closed. The latest review counts."""
+    """Mark a diagnosis as right or wrong.
+
+    Possible after the incident has closed. The latest review counts."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 

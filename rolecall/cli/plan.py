@@ -19,7 +19,9 @@ def approve(
     run: RunOption = "latest",
     runs: RootOption = ROOT,
 ) -> int:
-    """Approve a plan, once, for the replica incarnations that it names."""
+    """Approve a plan.
+
+    An approval counts once, for the replica incarnations that the plan names."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
@@ -34,7 +36,9 @@ def reject(
     run: RunOption = "latest",
     runs: RootOption = ROOT,
 ) -> int:
-    """Reject a proposed or held plan. Its incident is escalated to on-call."""
+    """Reject a proposed or held plan.
+
+    Its incident is escalated to on-call."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
@@ -50,7 +54,9 @@ def hold(
     run: RunOption = "latest",
     runs: RootOption = ROOT,
 ) -> int:
-    """Delay a plan. While the hold lasts its action does not start and its approval does not expire.
+    """Delay a plan.
+
+    While the hold lasts its action does not start and its approval does not expire.
 
     In mode act a plan starts as soon as it is made: there only a plan that a guard blocks can be held."""
     from rolecall.core.rundir import open_run_dir
@@ -67,7 +73,9 @@ def lift(
     run: RunOption = "latest",
     runs: RootOption = ROOT,
 ) -> int:
-    """End a hold early. The guards are evaluated again."""
+    """End a hold early.
+
+    The guards are evaluated again."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 

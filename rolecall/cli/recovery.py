@@ -22,7 +22,7 @@ app = typer.Typer()
 
 @app.command(epilog=examples("rolecall status", "rolecall status my-run --json"))
 def status(run: LatestRunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
-    """Show the roles, replicas and open incidents of a run.
+    """Show roles, replicas and open incidents.
 
     Exit code 1 while an incident is open or unreadable."""
     from rolecall.core.rundir import open_run_dir
@@ -42,7 +42,9 @@ def pause(
     run: RunOption = "latest",
     runs: RootOption = ROOT,
 ) -> int:
-    """Pause recovery: no further action starts. Detection and diagnosis continue."""
+    """Pause recovery.
+
+    No further action starts. Detection and diagnosis continue."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
@@ -67,7 +69,9 @@ def replace(
     run: RunOption = "latest",
     runs: RootOption = ROOT,
 ) -> int:
-    """Request the replacement of a replica. The same guards apply as to a diagnosis."""
+    """Request the replacement of a replica.
+
+    The same guards apply as to a diagnosis."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 

@@ -26,7 +26,9 @@ def replay(
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
 ) -> int:
-    """Diagnose an incident again from its recorded inputs. Exit code 1 if the result differs."""
+    """Repeat a diagnosis from its recorded inputs.
+
+    Exit code 1 if the result differs."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.watch.run import replay_incident
 
@@ -40,7 +42,9 @@ def replay(
 
 @app.command(epilog=examples("rolecall audit my-run"))
 def audit(run: LatestRunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
-    """Verify journal and ledger: each prompt group was trained once or dropped with a reason, and no line was altered."""
+    """Verify journal and ledger.
+
+    Each prompt group was trained once or dropped with a reason, and no line was altered."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.views.audit import audit_run, audit_text
 
@@ -54,7 +58,9 @@ def audit(run: LatestRunArgument = "latest", runs: RootOption = ROOT, as_json: J
 
 @app.command(epilog=examples("rolecall report my-run --json"))
 def report(run: LatestRunArgument = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
-    """Write report.json and report.html of a run again, and print the summary."""
+    """Write the report of a run.
+
+    Writes report.json and report.html again, and prints the summary."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.reports.report import write_report
     from rolecall.session.display import summary

@@ -57,7 +57,9 @@ def demo(
         list[str], typer.Option("--set", help="Override a job setting, as detector.window_seconds=20.")
     ] = [],  # noqa: B006
 ) -> int:
-    """Run a real RL job on seven local nodes, inject faults, and recover from each of them."""
+    """Run a demo: inject faults, recover from them.
+
+    A real RL job on seven local nodes; each fault hits a real process."""
     from rolecall.rl_runtime.faults.injector import KINDS
     from rolecall.session.demo import demo_job, parse_faults
 
@@ -77,7 +79,9 @@ def run(
     runs: RootOption = ROOT,
     minutes_max: Annotated[float, typer.Option(min=0.5, help="Stop the run after this many minutes.")] = 60 * 24 * 7,
 ) -> int:
-    """Run a job. `recovery.mode` in the job file decides whether rolecall acts on faults."""
+    """Run a job.
+
+    `recovery.mode` in the job file decides whether rolecall acts on faults."""
     from rolecall.core.config.job import load_job
 
     job = load_job(job_file)
@@ -133,7 +137,9 @@ def _new_run_id(name: str, seed: int) -> str:
 
 @app.command(epilog=examples("rolecall down latest"))
 def down(run: RunArgument, runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
-    """Stop every process of a run, including those that a killed supervisor left behind."""
+    """Stop every process of a run.
+
+    Includes processes that a killed supervisor left behind."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.rl_runtime.processes import stop_run
     from rolecall.watch.addresses import withdraw
@@ -165,7 +171,9 @@ def inject(
     seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
     runs: RootOption = ROOT,
 ) -> int:
-    """Inject a real fault into a run that was started with --allow-injection. Touches only that run's processes."""
+    """Inject a real fault into a run.
+
+    The run must have been started with --allow-injection. Touches only that run's processes."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.rl_runtime.faults.injector import KINDS
     from rolecall.rl_runtime.faults.injector import inject as do

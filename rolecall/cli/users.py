@@ -8,7 +8,7 @@ import typer
 from rolecall.cli.options import examples, out
 from rolecall.core.text import plain
 
-app = typer.Typer(no_args_is_help=True, help="Manage the users of the dashboard and their access tokens.")
+app = typer.Typer(no_args_is_help=True, help="Manage dashboard users and access tokens.")
 
 FileOption = Annotated[Path, typer.Option("--file", help="Users file (mode 0600).", metavar="FILE")]
 NameArgument = Annotated[str, typer.Argument(help="User name, as the journal records it.", metavar="NAME")]

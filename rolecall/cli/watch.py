@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rolecall.watch.panels import PrometheusOptions
     from rolecall.watch.run import MetricsEndpoint
 
-watch = typer.Typer(no_args_is_help=True, help="Detect and diagnose faults live, and recover a run of rolecall.")
+watch = typer.Typer(no_args_is_help=True, help="Detect, diagnose and recover from faults live.")
 record = typer.Typer(no_args_is_help=True, help="Write live metrics to a recording (Parquet).")
 
 PrometheusArgument = Annotated[

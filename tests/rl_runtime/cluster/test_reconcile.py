@@ -283,7 +283,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_random_worlds_settle_and_keep_the_laws(seed: int) -> None:
+def test_random_worlds_settle_and_keep_the_invariants(seed: int) -> None:
     world = World(random.Random(seed))
     for _ in range(30):
         for _ in range(12):  # an instruction may be the condition of another: a few turns settle everything

@@ -51,7 +51,7 @@ NUM_TOLD_MAX = 40
 """Sentences of each kind in the event."""
 NUM_NAMED_MAX = 4
 NO_TOKEN = (
-    "no evidence was asked for: agents give it for their bearer token only. Name it: `rolecall watch --agents ... "
+    "no evidence was asked for: agents give it for their bearer token only. Name it: `rolecall watch agents ... "
     "--credentials FILE`, one line `bearer VALUE` (docs/reference/agent.md says how VALUE is made of an agent's token)"
 )
 WRONG_TOKEN = "give the watch the token of these agents (docs/reference/agent.md, Security)"

@@ -247,7 +247,7 @@ class Played:
 
 
 def test_a_recording_of_the_agents_keeps_the_gpus_and_finds_the_same(tmp_path: Path) -> None:
-    """`rolecall record --source agents`, and a detector that reads the file."""
+    """`rolecall record run`, and a detector that reads the file."""
     played = Played(Training(hot_from=600.0).observations(700))
     source = AgentsPanels(cast(AgentsSource, played), FakeClock(0.0), 1.0)
     ticks = list(source.ticks(lambda: not played.left))

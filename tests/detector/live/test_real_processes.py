@@ -160,7 +160,7 @@ def duty_cycle(pid: int, over: threading.Event) -> None:
 
 def test_a_collapse_that_processes_tell_of_themselves(run: Run) -> None:
     def newest() -> int:
-        points = run.detector.state()["collapse"]["course"]["points"]
+        points = run.detector.state()["stages"]["collapse"]["v"]["course"]["points"]
         return int(points[-1][0]) if points else -1
 
     for step in range(17):

@@ -7,17 +7,15 @@ Rules, in order:
   when more than half of a role is slow at once, peer evidence is void and nobody is named for it.
 
 What panels of metrics say is the weakest evidence: that a machine is not as it was, and not what ails it. It is told
-where nothing else explains it (`unexplained`), and gives way for good to whatever else names the same machine.
+where nothing else explains it (detector/live/stages/panels.py), and gives way for good to whatever else names the same machine.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass, SuppressionScope
-from rolecall.detector.base.findings import ADVISES, GAIN, OF_GPU, PANEL, SETTLE, settles
-from rolecall.detector.live.stages import collapse
+from rolecall.detector.base.findings import ADVISES, COLLAPSE, GAIN, OF_GPU, PANEL, SETTLE, settles
 
 ADVICE_ON_PANELS = "inspect it; nothing is replaced for this alone"
 
@@ -51,26 +49,6 @@ def on_panels_alone(d: Diagnosis) -> bool:
     return all(name.startswith(PANEL) for name in d.detectors)
 
 
-def unexplained(of_panels: Sequence[Finding], findings: list[Finding], role_sizes: Mapping[str, int]) -> list[Finding]:
-    """Findings of panels, oldest first, that nothing explains: neither another finding of the same process or node,
-    whatever it accuses it of, nor an earlier one of panels; and none of a role of which they name more than half: then
-    peers are no measure. What is dropped is dropped for good."""
-    accused = {who for f in findings for who in _incarnations(f.suspects)}
-    nodes = {str(s.node) for f in findings for s in f.suspects if s.node}
-    kept: list[Finding] = []
-    for f in of_panels:
-        here = {str(s.node) for s in f.suspects if s.node}
-        if not (_incarnations(f.suspects) & accused or here & nodes):
-            kept.append(f)
-            nodes |= here
-    named: dict[str, set[str]] = {}
-    for f in kept:
-        for s in f.suspects:
-            named.setdefault(s.role, set()).add(s.replica or s.node)
-    void = {role for role, who in named.items() if len(who) > 1 and 2 * len(who) > role_sizes.get(role, math.inf)}
-    return [f for f in kept if not any(s.role in void for s in f.suspects)]
-
-
 def to_diagnosis(finding: Finding) -> Diagnosis:
     settle = "; ".join(e.text for e in finding.evidence if e.kind == SETTLE)
     gains = [e.values["ratio"] for e in finding.evidence if e.kind == GAIN]
@@ -94,7 +72,7 @@ def _advice(finding: Finding) -> str:
     if finding.detector.startswith(PANEL):
         return ADVICE_ON_PANELS
     own = [e.text for e in finding.evidence if e.kind == ADVISES]
-    if finding.detector == collapse.DETECTOR:
+    if finding.detector == COLLAPSE:
         return "; ".join(own)  # whether to stop is for a person to say
     usual = finding.fault_class.spec.advice
     if not any(
@@ -104,18 +82,18 @@ def _advice(finding: Finding) -> str:
     return "; ".join(own)
 
 
-def _incarnations(suspects: tuple[Suspect, ...]) -> set[Incarnation]:
+def incarnations(suspects: tuple[Suspect, ...]) -> set[Incarnation]:
     return {(s.replica, s.incarnation) for s in suspects if s.replica}
 
 
 def _keep_reported(findings: list[Finding], standing: Mapping[str, Diagnosis]) -> list[Finding]:
     """A finding that only continues a fault that stands (`FaultSpec.continues_as`) goes on under that diagnosis."""
     reported = [
-        (who, d) for d in standing.values() if d.fault_class.spec.continues_as for who in _incarnations(d.suspects)
+        (who, d) for d in standing.values() if d.fault_class.spec.continues_as for who in incarnations(d.suspects)
     ]
     kept = []
     for f in findings:
-        whose = _incarnations(f.suspects)
+        whose = incarnations(f.suspects)
         told = [d for who, d in reported if who in whose and f.fault_class in d.fault_class.spec.continues_as]
         if told:
             f = replace(f, fault_class=told[0].fault_class, suspects=told[0].suspects, because=told[0].because)
@@ -132,7 +110,7 @@ class _Named:
     roles: set[str] = field(default_factory=set)  # whose code fails; none for the collapse of a policy
 
     def explains(self, f: Finding, scope: SuppressionScope) -> bool:
-        who = _incarnations(f.suspects)
+        who = incarnations(f.suspects)
         if scope is SuppressionScope.ROLE:
             return all(s.role in self.roles for s in f.suspects)
         if scope is SuppressionScope.ALL:
@@ -148,7 +126,7 @@ def _drop_consequences(findings: list[Finding]) -> list[Finding]:
     named: dict[FaultClass, _Named] = {}
     for f in findings:
         of_class = named.setdefault(f.fault_class, _Named())
-        of_class.incarnations |= _incarnations(f.suspects)
+        of_class.incarnations |= incarnations(f.suspects)
         of_class.nodes |= {s.node for s in f.suspects}
         of_class.roles |= {f.about.partition(":")[0]} - {""}
 

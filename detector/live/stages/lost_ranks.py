@@ -12,11 +12,20 @@ from dataclasses import replace
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.base.findings import EXIT
+from rolecall.detector.live.stages.stage import Stage, Tick
 
 OWN_SIGNALS = frozenset({4, 7, 8, 11})
 """SIGILL, SIGBUS, SIGFPE, SIGSEGV: no launcher sends them. SIGABRT is NCCL's watchdog, SIGKILL and SIGTERM the launcher's
 who ends the rest of a job."""
 NUM_NAMED_MAX = 8
+
+
+class LostRanksStage(Stage):
+    name = "lost_ranks"
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        tick.findings = folded(tick.findings)
+        return []
 
 
 def folded(findings: Sequence[Finding]) -> list[Finding]:

@@ -8,11 +8,29 @@ from collections.abc import Iterable, Sequence
 
 from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
+from rolecall.detector.live.stages.stage import Stage, Tick
 
 CONFIDENCE_MIN = 0.7
 """One look at stacks that finds somebody at work (0.6) or elsewhere (0.5) may have met a slow one."""
 
 Who = tuple[str, int | None, int | None]
+
+
+class PulledEvidenceStage(Stage):
+    name = "pulled_evidence"
+
+    def __init__(self) -> None:
+        self._pulled: list[Finding] = []
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        self._pulled = apply_collected_evidence(self._pulled, tick.observation.pulled_findings, tick.findings)
+        return self._pulled
+
+    def state(self) -> list[Finding]:
+        return self._pulled
+
+    def restore(self, state: list[Finding]) -> None:
+        self._pulled = state
 
 
 def apply_collected_evidence(

@@ -8,7 +8,8 @@ from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, split_replica
 from rolecall.detector.base.findings import GAIN, OF_GPU, PANEL
-from rolecall.detector.live.fusion import fuse, on_panels_alone, to_diagnosis, unexplained
+from rolecall.detector.live.fusion import fuse, on_panels_alone, to_diagnosis
+from rolecall.detector.live.stages.panels import unexplained
 
 F = FaultClass
 SIZES = {"rollout": 3, "trainer": 2}

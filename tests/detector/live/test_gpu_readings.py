@@ -21,7 +21,7 @@ from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.gpu_readings import _WORDS, GPU_METRICS, PREFIX, GpuReadings
-from rolecall.detector.live.stages.run_panels import RunPanels
+from rolecall.detector.live.run_panels import RunPanels
 from rolecall.detector.panels.panel import Panel, findings
 from rolecall.detector.panels.registry import detector
 from rolecall.detector.sources import recording

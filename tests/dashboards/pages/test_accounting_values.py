@@ -196,6 +196,6 @@ def test_precision_by_class_and_by_detector_and_how_many_are_not_marked() -> Non
 
 def test_few_marks_are_called_few_and_none_nothing() -> None:
     assert "too few reviews" in marks([_incident("a", "right")]).of_all.sentence
-    assert "nothing is known" in marks([_incident("a")]).of_all.sentence
+    assert "No diagnosis has been reviewed" in marks([_incident("a")]).of_all.sentence
     many = marks([_incident(f"i-{n}", "right") for n in range(10)]).of_all.sentence
     assert many == "10 of 10 reviewed diagnoses were right: 100% (95 % interval 72% to 100%)"

@@ -102,7 +102,7 @@ def test_a_row_tells_who_what_when_and_how_long(tmp_path: Path) -> None:
     assert found.lasted_seconds(NOW) == pytest.approx(world.only().closed_at - world.only().opened_at)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("kind", "status"), [("held", "held"), ("proposed", "proposed"), ("observed", "observed")])
+@pytest.mark.parametrize(("kind", "status"), [("held", "blocked"), ("proposed", "proposed"), ("observed", "observed")])
 def test_states_in_one_word(kind: str, status: str, tmp_path: Path) -> None:
     assert row_of(world_of(kind, tmp_path).only()).status == status
 

@@ -137,7 +137,7 @@ def push(server: Server, wanted: PushPlan) -> PushResult:
             except GrafanaRefused as e:
                 gone = "" if e.status else str(e)
                 doubt = "" if e.status else "; it may have been written: push again to check"
-                pushed.failed.append(f"failed     {name}: {_conflict_told(server, change, e)}{doubt}")
+                pushed.failed.append(f"failed     {name}: {_error_text(server, change, e)}{doubt}")
     return pushed
 
 
@@ -264,7 +264,7 @@ def _write(server: Server, change: DashboardChange, folder_uid: str, overwrite: 
     return int(said["version"])
 
 
-def _conflict_told(server: Server, change: DashboardChange, error: GrafanaRefused) -> str:
+def _error_text(server: Server, change: DashboardChange, error: GrafanaRefused) -> str:
     if error.status != CONFLICT or error.said.get("status") != "version-mismatch":
         return str(error)
     try:

@@ -164,12 +164,12 @@ class Server:
         thread.start()
         thread.join(self._deadline_seconds)
         if errors:
-            raise self._told(errors[0]) from None
+            raise self._refused(errors[0]) from None
         if not answers:
             raise GrafanaRefused(f"{self.where} did not respond within {self._deadline_seconds:g} s")
         return answers[0]
 
-    def _told(self, error: Exception) -> GrafanaRefused:
+    def _refused(self, error: Exception) -> GrafanaRefused:
         if isinstance(error, GrafanaException) and error.status_code:
             said = error.response if isinstance(error.response, dict) else {}
             return GrafanaRefused(self._reason(error.status_code, said), status=error.status_code, said=said)

@@ -13,7 +13,7 @@ from rolecall.dashboards.data.reader import Reader
 from rolecall.dashboards.users import Authenticator, SignedInUser, SignInRefused
 
 _USER, _ERROR, _TOKEN, _SHOWN = "rolecall.user", "rolecall.user.error", "rolecall.token", "rolecall.shown"
-HOW_TO = "rolecall people add NAME --file people.yaml\nrolecall dashboard ... --people people.yaml"
+HOW_TO = "rolecall users add NAME --file users.yaml\nrolecall dashboard ... --users users.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,10 @@ def current_viewer(reader: Reader) -> Viewer:
     held = st.session_state.get(_USER)
     if not isinstance(held, SignedInUser):
         return Viewer(because=st.session_state.get(_ERROR) or "sign in (in the sidebar) to use commands")
-    refusal = _authenticator(str(path)).refusal(held, reader.now())
-    if refusal:
-        _leave(refusal)
-        return Viewer(because=refusal)
+    rejection = _authenticator(str(path)).rejection(held, reader.now())
+    if rejection:
+        _leave(rejection)
+        return Viewer(because=rejection)
     return Viewer(name=held.name)
 
 
@@ -93,7 +93,7 @@ def _enter(reader: Reader) -> None:
     path = reader.settings.users_path
     if path is None or not token:
         return
-    result = _authenticator(str(path)).enter(token, reader.now())
+    result = _authenticator(str(path)).sign_in(token, reader.now())
     if isinstance(result, SignInRefused):
         _leave(result.because)
         return

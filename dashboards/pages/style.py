@@ -90,10 +90,10 @@ def banner(kind: str, head: str, *sentences: str, advice: str = "") -> str:
 
     Only `advice`, which is trusted text, renders backticks as code.
     """
-    told = "".join(f"<p>{escape(s, 600)}</p>" for s in sentences if s)
-    told += f"<p>{_code(escape(advice, 600))}</p>" if advice else ""
+    parts = "".join(f"<p>{escape(s, 600)}</p>" for s in sentences if s)
+    parts += f"<p>{_code(escape(advice, 600))}</p>" if advice else ""
     role = "alert" if kind == "bad" else "status"
-    return f'<div class="rc rc-banner {kind}" role="{role}"><b>{ICONS[kind]} {escape(head, 300)}</b>{told}</div>'
+    return f'<div class="rc rc-banner {kind}" role="{role}"><b>{ICONS[kind]} {escape(head, 300)}</b>{parts}</div>'
 
 
 def _code(text: str) -> str:
@@ -106,11 +106,11 @@ def _code(text: str) -> str:
 
 def figures(rows: list[tuple[str, str, str]]) -> str:
     """Key figures: label, value, note."""
-    told = "".join(
+    parts = "".join(
         f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd><dd>{escape(more)}</dd></div>"
         for what, value, more in rows
     )
-    return f'<dl class="rc rc-figures">{told}</dl>'
+    return f'<dl class="rc rc-figures">{parts}</dl>'
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:

@@ -31,9 +31,9 @@ def training() -> Dashboard:
 
 def _of_run(title: str, look: PanelFormat, *shown: tuple[str, str]) -> Panel:
     """Health metrics of the run on one axis: (metric, legend). The first one's normal range is the description."""
-    told = [BY_NAME[name] for name, _ in shown]
-    said = f"{'; '.join(sign.help for sign in told)}. {told[0].normal}"
-    return lines(title, said, look, *(PanelQuery(_run(name), line) for name, line in shown))
+    metrics = [BY_NAME[name] for name, _ in shown]
+    description = f"{'; '.join(metric.help for metric in metrics)}. {metrics[0].normal}"
+    return lines(title, description, look, *(PanelQuery(_run(name), line) for name, line in shown))
 
 
 def _run(sign: str) -> str:
@@ -160,12 +160,12 @@ def _critic() -> PanelRow:
 
 def _trainers() -> PanelRow:
     def each(title: str, look: PanelFormat, *shown: str) -> Panel:
-        told = [BY_NAME[name] for name in shown]
+        metrics = [BY_NAME[name] for name in shown]
         return lines(
             title,
-            f"{'; '.join(sign.help for sign in told)}. All trainers of a job report the same value, of the whole step.",
+            f"{'; '.join(metric.help for metric in metrics)}. All trainers of a job report the same value, of the whole step.",
             look,
-            *_queries([sign.metric for sign in told]),
+            *_queries([metric.metric for metric in metrics]),
         )
 
     linked = (SERIES_TO_REPLICA,)

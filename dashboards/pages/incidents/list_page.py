@@ -144,7 +144,7 @@ def _cells(r: IncidentTableRow, now: float) -> dict[str, str]:
         "suspect": r.who,
         "opened (UTC)": moment(r.opened_at)[5:19] if r.opened_at else "",
         "detected after": seconds(r.found_seconds),
-        "recovered after": seconds(r.cured_seconds),
+        "recovered after": seconds(r.recovered_seconds),
         "duration": seconds(r.lasted_seconds(now)) if r.opened_at else "",
         "action": r.action.replace("_", " "),
         "because": r.because,

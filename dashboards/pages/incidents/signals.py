@@ -14,7 +14,6 @@ from statistics import median
 from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
-from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.metrics.catalogue import CATALOGUE
@@ -234,15 +233,10 @@ BY_METRIC: Mapping[str, SignalSpec] = {
     "rolecall_train_loss": LOSS,
     SECONDS_PER_UNIT: PER_UNIT,
 }
-BY_CLASS: Mapping[FaultClass, tuple[SignalSpec, ...]] = {
-    FaultClass.HANG: (STANDING, WORK, CPU),
-    FaultClass.SLOW: (PER_UNIT, TOKENS, CPU, DELAY),
-    FaultClass.CRASH: (WORK, REQUESTS, CPU),
-    FaultClass.RESOURCE_EXHAUSTED: (MEMORY, WORK, CPU),
-    FaultClass.SILENT_CORRUPTION: (LOSS, WORK),
-    FaultClass.USER_CODE: (WORK, CPU),
+BY_KEY: Mapping[str, SignalSpec] = {
+    s.key: s for s in (WORK, STANDING, PER_UNIT, TOKENS, CPU, DELAY, MEMORY, REQUESTS, LOSS)
 }
-OTHERWISE = (WORK, STANDING, CPU)
+"""What `FaultSpec.signals` names."""
 OF_POLICY = (
     ("reward", "Policy: mean reward per step", ""),
     ("entropy", "Policy: entropy", "nats per token"),
@@ -258,7 +252,7 @@ def kinds_for(d: Diagnosis) -> tuple[SignalSpec, ...]:
     """Signals for a diagnosis; metrics in its evidence first."""
     named = [e.kind.removeprefix(METRIC) for e in d.evidence if e.kind.startswith(METRIC)]
     found = [BY_METRIC[n] for n in named if n in BY_METRIC] + [_gpu_kind(n) for n in named if n.startswith(GPU_PREFIX)]
-    found += BY_CLASS.get(d.fault_class, OTHERWISE)
+    found += [BY_KEY[key] for key in d.fault_class.spec.signals]
     return tuple({k.key: k for k in found}.values())[:NUM_SIGNALS_MAX]
 
 
@@ -345,7 +339,7 @@ def _signals(observations: Sequence[Observation], d: Diagnosis) -> Signals:
     roles = {by_process[key][0].sample.role for key in accused} - {STANDBY_ROLE}
     peers = {k for k, found in by_process.items() if k not in accused and found[0].sample.role in roles}
     if not accused:
-        return Signals(missing=_nobody(d, bool(by_process)))
+        return Signals(missing=_missing_suspects(d, bool(by_process)))
     times = [s.at for found in by_process.values() for s in found]
     bucket = max(BUCKET_SECONDS_MIN, (max(times) - min(times)) / NUM_BUCKETS_MAX)
     gpus = _gpu_values(observations)
@@ -379,7 +373,7 @@ def _signals(observations: Sequence[Observation], d: Diagnosis) -> Signals:
     )
 
 
-def _nobody(d: Diagnosis, any_process: bool) -> str:
+def _missing_suspects(d: Diagnosis, any_process: bool) -> str:
     who = ", ".join(plain(s.replica or s.node, 60) for s in d.suspects[:NUM_LINES_MAX])
     if not any_process:
         return "the stored window has no process samples"

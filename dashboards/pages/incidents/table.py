@@ -55,7 +55,7 @@ class IncidentTableRow:
     closed_at: float | None
     found_seconds: float | None
     """From the diagnosed onset to the detection."""
-    cured_seconds: float | None
+    recovered_seconds: float | None
     """From the detection until the replacement was verified."""
     action: str
     because: str
@@ -101,7 +101,7 @@ def row_of(incident: Incident, set_aside: str = "") -> IncidentTableRow:
         opened_at=incident.opened_at,
         closed_at=incident.closed_at,
         found_seconds=max(0.0, d.detected_at - d.onset),
-        cured_seconds=None if incident.verified_at is None else max(0.0, incident.verified_at - d.detected_at),
+        recovered_seconds=None if incident.verified_at is None else max(0.0, incident.verified_at - d.detected_at),
         action="" if attempt is None else str(attempt.plan.action),
         because=because,
         marked="" if incident.mark is None else "right" if incident.mark.right else "wrong",
@@ -122,7 +122,7 @@ def broken_row(name: str, why: str) -> IncidentTableRow:
         opened_at=0.0,
         closed_at=None,
         found_seconds=None,
-        cured_seconds=None,
+        recovered_seconds=None,
         action="",
         because=plain(why),
     )

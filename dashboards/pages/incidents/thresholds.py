@@ -9,19 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis
-from rolecall.core.faults import FaultClass
 from rolecall.core.text import plain
 from rolecall.detector.live.engine import LiveDetector
 
 BISECTIONS = 8
 FACTOR_MAX = 16.0
 """Largest factor by which a setting is raised."""
-
-SETTINGS: Mapping[FaultClass, tuple[str, str]] = {
-    FaultClass.HANG: ("hang_floor_seconds", "a minimum hang deadline of {:.3g} s"),
-    FaultClass.SLOW: ("slow_ratio", "a slowness threshold of {:.3g} times"),
-}
-"""By fault class: the deciding field of `DetectorConfig`, and a phrase for its value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +31,10 @@ class ThresholdBoundary:
 
 def threshold_boundary(window: Mapping[str, Any], d: Diagnosis) -> ThresholdBoundary | str:
     """The boundary, or why there is none."""
-    if d.fault_class not in SETTINGS:
+    threshold = d.fault_class.spec.threshold
+    if threshold is None:
         return f"No detector threshold decides about {str(d.fault_class).replace('_', ' ')}."
-    setting, phrase = SETTINGS[d.fault_class]
+    setting, phrase = threshold.setting, threshold.words
     try:
         now = float(window["config"][setting])
         if not _is_diagnosed(window, d, setting, now):

@@ -365,7 +365,7 @@ def _operator_commands(during: Iterable[Event]) -> Iterable[str]:
         elif e.kind is K.ONCALL_PAGED:
             yield plain(f"on-call was paged ({e.body.get('topic', '')}): {e.body.get('because', '')}", 600)
         elif e.kind is K.PLAN_EXPIRED:
-            yield plain(f"the proposal lapsed: {e.body.get('because', '')}", 600)
+            yield plain(f"the plan expired: {e.body.get('because', '')}", 600)
 
 
 def _outcome(a: Attempt, i: Incident) -> str:

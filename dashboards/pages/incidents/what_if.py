@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import FAULTS, FaultClass, Remedy
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId, split_replica
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import STANDBY_ROLE
@@ -238,7 +238,7 @@ def _by_mode(a: DecisionInputs) -> Iterable[Change]:
 def _by_class(a: DecisionInputs) -> Iterable[Change]:
     """Other fault classes, grouped by the resulting decision."""
     together: dict[tuple[object, ...], list[FaultClass]] = {}
-    for other in FaultClass:
+    for other in FAULTS:
         if other is not a.policy_input.diagnosis.fault_class:
             together.setdefault(predict(_of_diagnosis(a, fault_class=other)).key, []).append(other)
     for found in together.values():
@@ -281,7 +281,7 @@ def _with_fleet(a: DecisionInputs, replicas: Sequence[object]) -> DecisionInputs
 def _by_number(a: DecisionInputs, actual: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
     """For a slow replica three numbers decide: its slowdown, the remaining time of the job, the cost of a replacement."""
     d, config = a.policy_input.diagnosis, a.policy_input.config
-    if d.fault_class is not FaultClass.SLOW:
+    if d.fault_class.spec.remedy is not Remedy.WEIGH:
         return
     ratio, horizon, cost = d.gain_ratio, config.horizon_seconds, config.replacement_cost_seconds
     if ratio is not None and math.isfinite(ratio) and ratio > 1:

@@ -18,12 +18,12 @@ def incident(t: OpenIncident, now: float) -> str:
     rows = [("action", t.doing), ("since", f"{seconds(max(0.0, now - t.since))} ago"), ("suspect", t.suspects)]
     if t.asks:
         rows.insert(0, ("needed from you", t.asks))
-    told = "".join(f"<dt>{escape(what)}</dt><dd>{escape(text)}</dd>" for what, text in rows)
+    parts = "".join(f"<dt>{escape(what)}</dt><dd>{escape(text)}</dd>" for what, text in rows)
     return (
         f'<article class="rc rc-incident"><header><b>▲ {escape(t.fault_class)}</b>'
         f'<span class="rc-tag {"warn" if t.asks else "note"}">{escape(t.stage)}</span>'
         f'<span class="rc-soft">{escape(t.incident_id)}, open for {escape(seconds(max(0.0, now - t.opened_at)))}</span>'
-        f'</header><p class="because">{escape(t.because)}</p><dl>{told}</dl></article>'
+        f'</header><p class="because">{escape(t.because)}</p><dl>{parts}</dl></article>'
     )
 
 

@@ -132,9 +132,9 @@ def show(reader: Reader) -> None:
             banner("note", "Prometheus has no rolecall targets.", "docs/reference/dashboard.md lists what to scrape.")
         )
     if answers.values:
-        st.html(figures(told(answers.values)))
+        st.html(figures(metric_figures(answers.values)))
 
 
-def told(values: Mapping[str, float]) -> list[tuple[str, str, str]]:
+def metric_figures(values: Mapping[str, float]) -> list[tuple[str, str, str]]:
     """What, how much, a word on it."""
     return [(name, f"{value:,.0f}{UNITS.get(name, '')}", "") for name, value in values.items()]

@@ -183,8 +183,8 @@ def _sentence(action: str, whom: str, because: str) -> str:
 
 def open_incidents(look: JournalSnapshot) -> list[OpenIncident]:
     """The open incidents: those that need the operator first, then the newest."""
-    told = [open_incident(i, look) for i in look.book.open_incidents()]
-    return sorted(told, key=lambda t: (not t.asks, -t.opened_at))
+    found = [open_incident(i, look) for i in look.book.open_incidents()]
+    return sorted(found, key=lambda t: (not t.asks, -t.opened_at))
 
 
 def notices(look: JournalSnapshot) -> list[tuple[str, str, str, str]]:

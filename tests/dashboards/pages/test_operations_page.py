@@ -39,7 +39,7 @@ def test_without_a_people_file_it_says_how_to_make_one_and_shows_the_commands(ma
     proposed = made.propose("i-1")
     at = page("operations", made, acting=False)
     assert not at.exception
-    assert "rolecall people add" in texts(at)
+    assert "rolecall users add" in texts(at)
     assert f"rolecall approve {proposed.digest}" in texts(at)
     assert button(at, "Approve").disabled
 
@@ -102,7 +102,7 @@ def test_signing_in_and_out(made: World) -> None:
 def test_a_wrong_token_is_told_and_kept_nowhere(made: World) -> None:
     made.add_person("anna")
     at = sign_in(page("operations", made), "wrong-token")
-    assert "nobody in the people file has this token" in "\n".join(str(t.value) for t in at.sidebar.text)
+    assert "no user has this access token" in "\n".join(str(t.value) for t in at.sidebar.text)
     assert "wrong-token" not in texts(at)
     assert "wrong-token" not in session(at)
 
@@ -114,7 +114,7 @@ def test_who_is_removed_meanwhile_is_out_before_the_click_counts(made: World) ->
     before = len(made.events())
     button(at, "Approve").click().run()
     assert len(made.events()) == before
-    assert "may not act any more" in texts(at)
+    assert "is no longer a user" in texts(at)
 
 
 def test_without_a_click_for_long_a_person_is_out(made: World) -> None:
@@ -127,7 +127,7 @@ def test_without_a_click_for_long_a_person_is_out(made: World) -> None:
     before = len(made.events())
     button(at, "Approve").click().run()
     assert len(made.events()) == before
-    assert "without a click" in texts(at) + "\n".join(str(t.value) for t in at.sidebar.text)
+    assert "without activity" in texts(at) + "\n".join(str(t.value) for t in at.sidebar.text)
 
 
 # --- plans --------------------------------------------------------------------------------------------------------

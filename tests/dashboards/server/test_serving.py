@@ -33,19 +33,19 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     ("args", "said"),
     [
         (["nothing"], "nothing: no run of this name"),
-        (["made", "--journal", "sqlite:////x.db"], "one of them is meant"),
+        (["made", "--journal", "sqlite:////x.db"], "give one of the two"),
         (["--journal", "mysql://a:s3cret@h/x"], "mysql is not supported"),
         (["--journal", "-"], "ROLECALL_JOURNAL_URL is not set"),
         (["made", "--prometheus", "ftp://x"], "--prometheus: expected http"),
         (["made", "--prometheus", "http://u:s3cret@h:9090"], "credentials do not belong into a URL"),
-        (["made", "--credentials", "/none"], "--prometheus names none"),
+        (["made", "--credentials", "/none"], "--credentials: needs --prometheus"),
         (["made", "--prometheus", "http://h:9090", "--credentials", "/none"], "No such file"),
-        (["made", "--host", "0.0.0.0"], "--people FILE"),
-        (["made", "--host", "no.such.host.invalid"], "--people FILE"),
-        (["made", "--host", "no.such.host.invalid", "--open-to-readers"], "is no address of a machine"),
-        (["made", "--people", "/none"], "/none"),
-        (["made", "--tls-cert", "/none"], "it needs --tls-key"),
-        (["made", "--tls-cert", "/none", "--tls-key", "/none"], "is no use"),
+        (["made", "--host", "0.0.0.0"], "--users FILE"),
+        (["made", "--host", "no.such.host.invalid"], "--users FILE"),
+        (["made", "--host", "no.such.host.invalid", "--open-to-readers"], "cannot resolve"),
+        (["made", "--users", "/none"], "/none"),
+        (["made", "--tls-cert", "/none"], "give both"),
+        (["made", "--tls-cert", "/none", "--tls-key", "/none"], "cannot use /none"),
         (["made", "--origin", "*"], "--origin: expected"),
     ],
 )
@@ -61,7 +61,7 @@ def test_a_port_that_is_taken(made: MadeRun, capsys: pytest.CaptureFixture[str])
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        assert f"--port: {port} is taken" in refused(capsys, "made", "--runs", str(made.root), "--port", port)
+        assert f"--port: {port} is in use" in refused(capsys, "made", "--runs", str(made.root), "--port", port)
 
 
 @pytest.mark.parametrize(
@@ -147,12 +147,12 @@ def test_it_serves_on_loopback_tells_no_secret_and_ends_at_once(made: MadeRun, t
 
 @pytest.mark.slow
 def test_beyond_loopback_with_people_and_sigterm(made: MadeRun, tmp_path: Path) -> None:
-    people = tmp_path / "people.yaml"
+    people = tmp_path / "users.yaml"
     people.write_text("")
     people.chmod(0o600)
-    args = ("made", "--runs", str(made.root), "--host", "0.0.0.0", "--people", str(people))
+    args = ("made", "--runs", str(made.root), "--host", "0.0.0.0", "--users", str(people))
     with served(tmp_path, *args) as dashboard:
-        assert "sign in with your token" in dashboard.output() and "to read and to act" in dashboard.output()
+        assert "sign in with your access token to read and give commands" in dashboard.output()
         assert "unencrypted" in dashboard.output()
         dashboard.process.send_signal(signal.SIGTERM)
         assert dashboard.process.wait(PATIENCE_SECONDS) in (-signal.SIGTERM, 143, 0)
@@ -164,7 +164,7 @@ def test_a_page_that_fails_tells_its_owner_why_and_no_password(caplog: pytest.Lo
         try:
             raise RuntimeError("postgresql://anna:s3cret@db/x is away \x1b[2J")
         except RuntimeError as e:
-            assert serving._complain(e)  # Streamlit shows nothing of its own
+            assert serving._report_error(e)  # Streamlit shows nothing of its own
     assert "RuntimeError" in caplog.text and "anna:***@db" in caplog.text and "s3cret" not in caplog.text
     assert "\x1b" not in caplog.text
     assert len([r for r in caplog.records if r.name == serving.__name__]) == 1

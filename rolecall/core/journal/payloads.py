@@ -1,0 +1,657 @@
+"""The journal's event contract: one frozen payload a kind of event, in one table.
+
+Writers append payloads, readers get them back as `Event.payload`; nobody else sees the JSON of a stored body. A body that
+does not fit its payload (a field is missing, unknown or of another type) is damage of that one event.
+
+To change a payload: a new field with a default keeps the version, because stored bodies without it can still be read;
+anything else raises `version`. `docs/reference/events.md` is generated from this module.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from enum import Enum
+from types import UnionType
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, PlainValidator, TypeAdapter, ValidationError
+
+from rolecall.core.diagnosis import Diagnosis, Finding, Plan
+from rolecall.core.journal.kinds import EventKind as K
+
+SCHEMA_FIELD = "schema"
+"""Holds a body's version in the stored JSON; a body of version 1 does without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payload:
+    """Base of all payloads. `kind` is set when a payload is registered."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+    kind: ClassVar[K]
+
+    def to_body(self) -> dict[str, Any]:
+        """The stored JSON: every field, whether it has a default or not."""
+        body = {name: _plain(getattr(self, name)) for name in PAYLOADS[self.kind].names}
+        version = PAYLOADS[self.kind].version
+        return body if version == 1 else {**body, SCHEMA_FIELD: version}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadSpec:
+    """A row of the table. `owner`: the part of rolecall that writes events of this kind."""
+
+    kind: K
+    payload: type[Payload]
+    version: int
+    owner: str
+    names: tuple[str, ...]  # of the fields
+    adapter: TypeAdapter[Any]
+
+    @property
+    def summary(self) -> str:
+        return " ".join((self.payload.__doc__ or "").split())
+
+    def read(self, body: Mapping[str, Any]) -> Payload:
+        """
+        Raises:
+            ValueError, TypeError, KeyError: this is no body of this kind and version; the text names the field.
+        """
+        if SCHEMA_FIELD in body or self.version != 1:
+            version = body.get(SCHEMA_FIELD, 1)
+            if version != self.version:
+                raise ValueError(f"{self.kind} has version {version!r}, this rolecall reads {self.version}")
+            body = {name: value for name, value in body.items() if name != SCHEMA_FIELD}
+        try:
+            found: Payload = self.adapter.validator.validate_python(body)
+        except ValidationError as e:
+            raise ValueError(f"{self.kind}: {_problems(e)}") from None
+        return found
+
+
+PAYLOADS: dict[K, PayloadSpec] = {}
+"""The table. Complete: a test compares it with `EventKind`."""
+
+P = TypeVar("P", bound=type[Payload])
+
+
+class _Event:
+    """Registers a payload as that of a kind."""
+
+    def __init__(self, kind: K, owner: str, *, version: int = 1) -> None:
+        self.kind, self.owner, self.version = kind, owner, version
+
+    def __call__(self, payload: P) -> P:
+        payload.kind = self.kind
+        PAYLOADS[self.kind] = PayloadSpec(
+            kind=self.kind,
+            payload=payload,
+            version=self.version,
+            owner=self.owner,
+            names=tuple(f.name for f in fields(payload)),
+            adapter=TypeAdapter(payload),
+        )
+        return payload
+
+
+def _stored(of: type[Any]) -> PlainValidator:
+    """Reads a value that has its own `to_dict` and `from_dict`."""
+    return PlainValidator(lambda value: value if isinstance(value, of) else of.from_dict(value))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _problems(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors(include_url=False))
+
+
+StoredDiagnosis = Annotated[Diagnosis, _stored(Diagnosis)]
+StoredFinding = Annotated[Finding, _stored(Finding)]
+StoredPlan = Annotated[Plan, _stored(Plan)]
+
+SUPERVISOR, CONTROLLER, WATCH = "supervisor", "controller", "watch"
+OPERATOR, SESSION = "operator command", "session"
+
+
+# --- the run ------------------------------------------------------------------------------------------------------
+
+
+@_Event(K.RUN_STARTED, SUPERVISOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStarted(Payload):
+    """The run's directory is written; replicas are about to be placed."""
+
+    seed: Annotated[int, "seed of the job"]
+    config_digest: Annotated[str, "digest of the job file"]
+    roles: Annotated[Mapping[str, int], "role -> number of replicas, standbys included"]
+    nodes: Annotated[tuple[str, ...], "nodes of the run"]
+
+
+@_Event(K.RUN_ENDED, SESSION)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnded(Payload):
+    """The run is over; nothing is written after it but late evidence and reviews."""
+
+    outcome: Annotated[str, "`done`, `failed` or `interrupted`"]
+    because: Annotated[str, "why it ended"]
+    faults_wanted: Annotated[int, "faults that the session asked to be injected"] = 0
+
+
+@_Event(K.REPLICA_STARTING, SUPERVISOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStarting(Payload):
+    """An incarnation of a replica is being created."""
+
+    replica: Annotated[str, "`role/index`"]
+    incarnation: Annotated[int, "from 1; grows with every start"]
+    node: Annotated[str, "node on which it starts"]
+    because: Annotated[str, "why it is started"]
+
+
+@_Event(K.REPLICA_READY, SUPERVISOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaReady(Payload):
+    """A replica's process has started; it does not serve yet."""
+
+    replica: Annotated[str, "`role/index`"]
+    incarnation: Annotated[int, "from 1"]
+    node: Annotated[str, "node on which it runs"]
+    because: Annotated[str, "why it was started"]
+    pid: Annotated[int, "process id"]
+    start_ticks: Annotated[int, "start time of the process, clock ticks since boot"]
+    from_standby: Annotated[str, "the standby that became this replica; empty when it was started anew"]
+
+
+@_Event(K.REPLICA_LOST, f"{SUPERVISOR}, {CONTROLLER}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLost(Payload):
+    """An incarnation has died, or was fenced."""
+
+    replica: Annotated[str, "`role/index`"]
+    incarnation: Annotated[int, "the incarnation that is lost"]
+    because: Annotated[str, "what showed it"]
+    node: Annotated[str, "node on which it ran"]
+
+
+@_Event(K.REPLICA_STOPPED, SUPERVISOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStopped(Payload):
+    """An incarnation was ended on purpose."""
+
+    replica: Annotated[str, "`role/index`"]
+    incarnation: Annotated[int, "the incarnation that was stopped"]
+    because: Annotated[str, "why it was stopped"]
+    node: Annotated[str, "node on which it ran"]
+
+
+@_Event(K.EPOCH_ADVANCED, f"{CONTROLLER}, through the journal")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochAdvanced(Payload):
+    """The trainers' membership changed. Written in the transaction that stores the epoch."""
+
+    epoch: Annotated[int, "number of the new epoch, from 1"]
+    members: Annotated[tuple[tuple[str, int], ...], "(replica, incarnation) of each trainer, sorted"]
+    because: Annotated[str, "what changed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainHead:
+    """Last link of a hash chain: how many entries it has, and the hash that covers them all."""
+
+    position: int
+    hash: str
+
+
+@_Event(K.STEP_COMMITTED, CONTROLLER)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCommitted(Payload):
+    """An optimizer step is part of the trainers' state."""
+
+    step: Annotated[int, "optimizer step, from 0"]
+    epoch: Annotated[int, "epoch that computed it"]
+    policy_version: Annotated[int, "version of the weights after it: `step + 1`"]
+    groups: Annotated[tuple[str, ...], "prompt groups that it trained on"]
+    microbatches: Annotated[tuple[str, ...], "microbatches that it trained on"]
+    reward: Annotated[float | None, "mean reward; null when a controller that restarted no longer knows it"]
+    loss: Annotated[float | None, "loss; null when no trainer still has the result"]
+    grad_norm: Annotated[float | None, "norm of the gradient before clipping; null as for `loss`"]
+    log_ratio_max: Annotated[
+        float | None,
+        "largest difference of log-probabilities between trainer and engine, nats; null when none was asked",
+    ]
+    health: Annotated[
+        Mapping[str, float | None], "policy-health metrics by name; null: the step had nothing to measure"
+    ]
+    tokens: Annotated[int, "tokens trained on"]
+    seconds: Annotated[float, "wall time of the step, seconds"]
+    attempts: Annotated[int, "attempts that it took; 0 when a restarted controller found it committed"]
+    staleness: Annotated[int, "largest age of a trained token, in policy versions"]
+    gradient_digest: Annotated[str, "digest of the reduced gradient, equal on all trainers"]
+    ledger: Annotated[ChainHead, "head of the ledger when the step was assigned"]
+    versions: Annotated[Mapping[str, int], "rollout replica -> policy version that it serves"]
+
+
+@_Event(K.STEP_INTERRUPTED, CONTROLLER)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInterrupted(Payload):
+    """An attempt at a step failed; the step is tried again with the trainers that are left."""
+
+    step: Annotated[int, "step that was interrupted"]
+    epoch: Annotated[int, "epoch that failed"]
+    because: Annotated[str, "errors of the replicas that failed first"]
+    lost: Annotated[tuple[str, ...], "trainers that are lost"]
+    attempt: Annotated[int, "number of the attempt, from 1; 0 when all trainers were lost"] = 0
+    refused_checkpoints: Annotated[tuple[str, ...], "checkpoints that could not be loaded, when all were lost"] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionProof:
+    """What an engine returned to prove its weights; see `WeightProof` of the runtime's protocol."""
+
+    manifest_digest: str
+    received_digest: str
+    storage_digest: str
+    covered: int
+    uncovered: tuple[str, ...]
+    canary_logprobs: tuple[float, ...]
+
+
+@_Event(K.WEIGHTS_ADMITTED, CONTROLLER)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsAdmitted(Payload):
+    """An engine proved that it holds a policy version; it may serve it."""
+
+    replica: Annotated[str, "engine that loaded the weights"]
+    incarnation: Annotated[int, "its incarnation"]
+    epoch: Annotated[int, "epoch of the trainers that published the version"]
+    policy_version: Annotated[int, "version that it holds now"]
+    holder: Annotated[str, "replica that sent the bytes"]
+    bytes: Annotated[int, "bytes received"]
+    seconds: Annotated[float, "time to receive, load and prove, seconds"]
+    proof: Annotated[AdmissionProof, "digests, coverage and canary log-probabilities"]
+
+
+@_Event(K.WEIGHTS_REJECTED, CONTROLLER)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightsRejected(Payload):
+    """An engine's proof does not match the manifest; it does not serve this version."""
+
+    replica: Annotated[str, "engine that loaded the weights"]
+    incarnation: Annotated[int, "its incarnation"]
+    policy_version: Annotated[int, "version that it should hold"]
+    part: Annotated[str, "part of the proof that failed"]
+    tensor: Annotated[str, "tensor that differs, where one is known"]
+    because: Annotated[str, "what differs"]
+
+
+@_Event(K.REQUESTS_REASSIGNED, CONTROLLER)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsReassigned(Payload):
+    """Unfinished requests moved to other engines, or to a new controller."""
+
+    from_replica: Annotated[str, "replica that held them"]
+    from_incarnation: Annotated[int, "its incarnation"]
+    to: Annotated[tuple[str, ...], "replicas that took them; empty: they wait for one"]
+    num_requests: Annotated[int, "requests that moved"]
+    num_groups: Annotated[int, "prompt groups that they belong to"]
+    tokens_kept: Annotated[int, "tokens that were streamed and go on with the request"]
+    because: Annotated[str, "why they moved"]
+    num_cut: Annotated[int, "requests trained on as they stand; their next windows go on elsewhere"] = 0
+    tokens_lost: Annotated[int, "tokens that were generated and not streamed"] = 0
+
+
+@_Event(K.CHECKPOINT_WRITTEN, CONTROLLER)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointWritten(Payload):
+    """A checkpoint is complete on disk."""
+
+    path: Annotated[str, "its directory"]
+    step: Annotated[int, "last step that it includes"]
+
+
+@_Event(K.COMPONENT_RESTARTED, f"{SUPERVISOR}, {SESSION}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentRestarted(Payload):
+    """A part of rolecall itself ended and was started again."""
+
+    what: Annotated[str, "`agent` or `watch`"]
+    node: Annotated[str, "node of the agent; empty for the watch"]
+    because: Annotated[str, "how it ended"]
+
+
+# --- diagnosis and recovery -----------------------------------------------------------------------------------------
+
+
+@_Event(K.LEASE_ACQUIRED, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseAcquired(Payload):
+    """A watch may act from now on; the one before it may not."""
+
+    holder: Annotated[str, "host and pid of the watch"]
+    fence: Annotated[int, "fencing number, one more than the last"]
+    mode: Annotated[str, "`observe`, `approve` or `act`"]
+
+
+@_Event(K.INCIDENT_OPENED, f"{WATCH}, {OPERATOR}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentOpened(Payload):
+    """A fault was diagnosed, or an operator asked for a replica to be replaced."""
+
+    diagnosis: Annotated[StoredDiagnosis, "what is wrong, who is suspected, and the evidence"]
+    window: Annotated[str, "name of the stored observations that the detectors had read"]
+
+
+@_Event(K.INCIDENT_UPDATED, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentUpdated(Payload):
+    """More is known of an incident's fault."""
+
+    diagnosis: Annotated[StoredDiagnosis, "the diagnosis that replaces the one before"]
+
+
+@_Event(K.PLAN_CREATED, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanCreated(Payload):
+    """Policy decided what to do about an incident."""
+
+    plan: Annotated[StoredPlan, "action and targets; its digest is what an approval is bound to"]
+    page_oncall: Annotated[bool, "on-call is paged when the plan is to do nothing"]
+    outcome: Annotated[str, "outcome of the incident when the plan is to do nothing"]
+    question: Annotated[Mapping[str, Any], "all that policy read (`PolicyInput`), so that the decision can be replayed"]
+
+
+@_Event(K.PLAN_BLOCKED, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanBlocked(Payload):
+    """A guard holds a plan back. Written once for each guard and plan."""
+
+    digest: Annotated[str, "digest of the plan"]
+    guard: Annotated[str, "name of the guard"]
+    because: Annotated[str, "limit that would be broken"]
+
+
+@_Event(K.PLAN_PROPOSED, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanProposed(Payload):
+    """A plan waits for an operator's approval."""
+
+    digest: Annotated[str, "digest of the plan"]
+    plan: Annotated[StoredPlan, "the plan"]
+    expires_at: Annotated[float, "when the proposal expires, wall seconds"]
+
+
+@_Event(K.PLAN_APPROVED, OPERATOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanApproved(Payload):
+    """An operator approved a proposal."""
+
+    digest: Annotated[str, "digest of the plan"]
+    by: Annotated[str, "user"]
+
+
+@_Event(K.PLAN_REJECTED, OPERATOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRejected(Payload):
+    """An operator rejected a plan that had not begun."""
+
+    digest: Annotated[str, "digest of the plan"]
+    by: Annotated[str, "user"]
+    because: Annotated[str, "reason, may be empty"]
+
+
+@_Event(K.PLAN_EXPIRED, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanExpired(Payload):
+    """A proposal was not approved in time, or its fault is over."""
+
+    digest: Annotated[str, "digest of the plan"]
+    because: Annotated[str, "which of the two"]
+
+
+@_Event(K.HOLD_PLACED, OPERATOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldPlaced(Payload):
+    """An operator holds a plan: nothing of it begins before `until`."""
+
+    digest: Annotated[str, "digest of the plan"]
+    by: Annotated[str, "user"]
+    because: Annotated[str, "reason"]
+    until: Annotated[float, "end of the hold, wall seconds"]
+
+
+@_Event(K.HOLD_LIFTED, OPERATOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldLifted(Payload):
+    """An operator ended a hold early."""
+
+    digest: Annotated[str, "digest of the plan"]
+    by: Annotated[str, "user"]
+    because: Annotated[str, "reason, may be empty"]
+
+
+@_Event(K.ACTION_STARTED, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionStarted(Payload):
+    """The guards let a plan pass; the actuator is called next."""
+
+    digest: Annotated[str, "digest of the plan"]
+    plan: Annotated[StoredPlan, "the plan"]
+    approved_by: Annotated[str, "user that approved it; empty when no approval was needed"] = ""
+
+
+@_Event(K.ACTION_DONE, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionDone(Payload):
+    """The actuator performed a plan; verification begins."""
+
+    digest: Annotated[str, "digest of the plan"]
+    result: Annotated[Mapping[str, Any], "`done`, `because` and the actuator's own facts"]
+
+
+@_Event(K.ACTION_FAILED, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionFailed(Payload):
+    """An action was refused, timed out, or what it started died."""
+
+    digest: Annotated[str, "digest of the plan"]
+    failure: Annotated[str, "which of them (`ActionFailure`)"]
+    because: Annotated[str, "what happened"]
+
+
+@_Event(K.INCIDENT_VERIFIED, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentVerified(Payload):
+    """The replacements make progress."""
+
+    digest: Annotated[str, "digest of the plan"]
+    because: Annotated[str, "progress that was observed"]
+    serving_at: Annotated[float, "when the last replacement began to serve, wall seconds"]
+
+
+@_Event(K.INCIDENT_CLOSED, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentClosed(Payload):
+    """Nothing more is done about an incident."""
+
+    outcome: Annotated[str, "`IncidentOutcome`: resolved, self_recovered, tolerated, observed or escalated"]
+    because: Annotated[str, "why"]
+
+
+@_Event(K.ONCALL_PAGED, f"{WATCH}, {SESSION}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OncallPaged(Payload):
+    """On-call is paged. Once for each topic of an incident."""
+
+    because: Annotated[str, "what on-call should know"]
+    channel: Annotated[str, "`log` or the host of the webhook"]
+    topic: Annotated[str, "what it is about, such as the name of a guard"]
+
+
+@_Event(K.DIAGNOSIS_REVIEWED, OPERATOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiagnosisReviewed(Payload):
+    """An operator said whether a diagnosis was right; the newest review counts, also after the incident is closed."""
+
+    verdict: Annotated[str, "`right` or `wrong`"]
+    by: Annotated[str, "user"]
+    because: Annotated[str, "reason, may be empty"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidenceFileRecord:
+    """A file below the run's directory."""
+
+    name: str
+    bytes: int
+    sha256: str
+    kind: str
+
+
+@_Event(K.EVIDENCE_COLLECTED, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvidenceCollected(Payload):
+    """The agents of an incident's nodes answered what they were asked for."""
+
+    because: Annotated[str, "what was had, and what it shows"]
+    files: Annotated[tuple[EvidenceFileRecord, ...], "name below the run's directory, bytes, sha256 and kind"]
+    told: Annotated[tuple[str, ...], "what the evidence says, one sentence each"]
+    findings: Annotated[tuple[StoredFinding, ...], "findings that it led to"]
+    missing: Annotated[tuple[str, ...], "what was not had, and why"]
+    seconds: Annotated[float, "time that the collection took, seconds"]
+
+
+@_Event(K.RECOVERY_PAUSED, OPERATOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryPaused(Payload):
+    """No action begins until recovery is resumed."""
+
+    by: Annotated[str, "user"]
+    because: Annotated[str, "reason"]
+
+
+@_Event(K.RECOVERY_RESUMED, OPERATOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecoveryResumed(Payload):
+    """Actions may begin again."""
+
+    by: Annotated[str, "user"]
+
+
+@_Event(K.NODE_QUARANTINED, f"{OPERATOR}, {WATCH}")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeQuarantined(Payload):
+    """Nothing new is placed on a node; what runs there goes on."""
+
+    node: Annotated[str, "the node"]
+    by: Annotated[str, "user, or the watch"]
+    because: Annotated[str, "reason"]
+
+
+@_Event(K.NODE_DRAINED, OPERATOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeDrained(Payload):
+    """A quarantined node's replicas are moved away."""
+
+    node: Annotated[str, "the node"]
+    by: Annotated[str, "user"]
+    because: Annotated[str, "reason"]
+    incidents: Annotated[tuple[str, ...], "incidents opened to move its replicas"]
+
+
+@_Event(K.NODE_RETURNED_TO_SERVICE, OPERATOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReturnedToService(Payload):
+    """A quarantine ended: the node may take replicas again."""
+
+    node: Annotated[str, "the node"]
+    by: Annotated[str, "user"]
+    because: Annotated[str, "reason"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurnInCheck:
+    """One part of a burn-in. `passed` None: it could not be done here, for the reason that it gives."""
+
+    name: str
+    passed: bool | None
+    because: str
+    values: Mapping[str, Any]
+
+
+@_Event(K.BURN_IN_FINISHED, OPERATOR)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurnInFinished(Payload):
+    """A node was put under load on purpose, and its results compared."""
+
+    node: Annotated[str, "the node"]
+    by: Annotated[str, "user"]
+    passed: Annotated[bool, "no check failed, and at least one could be done"]
+    seconds: Annotated[float, "duration, seconds"]
+    checks: Annotated[tuple[BurnInCheck, ...], "name, passed (null: not possible here), because and values of each"]
+
+
+@_Event(K.JOB_STOP_REQUESTED, WATCH)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStopRequested(Payload):
+    """Recovery asks the runtime to stop the job."""
+
+    because: Annotated[str, "why"]
+
+
+# --- docs/reference/events.md ----------------------------------------------------------------------------------------
+
+_HEAD = """# Journal events
+
+Generated from `rolecall/core/journal/payloads.py` by `python -m tools.reference_pages`.
+
+Every event has a position (`seq`, from 1), a `kind`, a time (`wall_at`, seconds since 1970), a `body` and a `hash` that covers
+the event and all events before it. `incident_id` names its incident, `caused_by` the event that led to it; an event whose
+`key` is already in the journal is not written again. The tables below give the fields of `body`. A body holds every field;
+one without a default that is missing, an unknown field or a value of another type make the event unreadable. JSON has no NaN and
+no infinity: such a number is stored as the string `nan`, `inf` or `-inf`.
+
+A field that is added later has a default and keeps the version. Any other change raises the version, which the body then
+holds as `schema`; a body of version 1 has no `schema`.
+"""
+
+
+def markdown() -> str:
+    """`docs/reference/events.md`."""
+    parts = [_HEAD]
+    for spec in PAYLOADS.values():
+        parts.append(f"\n## {spec.kind}\n\n{spec.summary}\n\nWritten by: {spec.owner}. Version {spec.version}.\n\n")
+        parts.append("| field | type | default | meaning |\n|---|---|---|---|\n")
+        hints = get_type_hints(spec.payload, include_extras=True)
+        for field in fields(spec.payload):
+            *_, meaning = get_args(hints[field.name])
+            default = "" if field.default is MISSING else f"`{json.dumps(_plain(field.default))}`"
+            parts.append(f"| `{field.name}` | {_type_name(hints[field.name])} | {default} | {meaning} |\n")
+    return "".join(parts)
+
+
+_JSON_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", Any: "any"}
+
+
+def _type_name(hint: Any) -> str:
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _type_name(args[0])
+    if origin is UnionType:
+        return " or ".join(_type_name(a) for a in args)
+    if origin is tuple and args[-1] is not Ellipsis:
+        return f"({', '.join(_type_name(a) for a in args)})"
+    if origin is tuple:
+        return f"list of {_type_name(args[0])}"
+    if origin is Mapping:
+        return f"object of {_type_name(args[1])}"
+    return _JSON_TYPES.get(hint) or f"`{hint.__name__}`"

@@ -2,7 +2,7 @@
 
 Stand-ins in processes of their own speak the agents' protocol over loopback: each has a port, a round of samples a second
 (so many ranks, and the host) that it keeps until it is asked for, and holds a request for events until it times out. The
-reader is `AgentsSource` alone, then all of `rolecall watch --agents`. Measured: CPU of the reading process, how old each
+reader is `AgentsSource` alone, then all of `rolecall watch agents`. Measured: CPU of the reading process, how old each
 agent's newest sample is whenever the reader polls, and that no agent is ever told as unreachable.
 """
 
@@ -235,7 +235,7 @@ def read(urls: dict[str, str], seconds: float, poll_seconds: float, tell: Connec
 
 
 def watch(urls: dict[str, str], seconds: float, poll_seconds: float, tell: Connection) -> None:
-    """`rolecall watch --agents`: with detectors, panels, journal."""
+    """`rolecall watch agents`: with detectors, panels, journal."""
     del poll_seconds  # its own
     watching.AgentsSource = Measured  # type: ignore[misc]
     told = threading.Timer(WARM_SECONDS + seconds, lambda: tell.send(figures(Measured.last)))
@@ -281,7 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     alone, whole = found["read"], found["watch"]
     config = (
         f"{args.agents} stand-ins of {args.ranks} ranks that look once a second; the source alone, polled each "
-        f"{args.poll:g} s, for {args.seconds:g} s; then `rolecall watch --agents` for {args.watch_seconds:g} s"
+        f"{args.poll:g} s, for {args.seconds:g} s; then `rolecall watch agents` for {args.watch_seconds:g} s"
     )
     lines = common.header("Many agents, one watcher", config, "the number of each stand-in seeds its noise")
 

@@ -40,7 +40,7 @@ cannot be guessed at any rate, so a right token is let in even then: whoever gue
 FAILURE_SECONDS = 60.0
 IDLE_SECONDS = 1800.0
 """Without a click for so long, a person is signed out: a page is left open on a wall screen sooner than it is closed."""
-HEAD = "# Who may act on rolecall's dashboard. `rolecall people add NAME --file THIS` makes a line and shows its token once.\n"
+HEAD = "# Who may act on rolecall's dashboard. `rolecall users add NAME --file THIS` makes a line and shows its token once.\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,7 @@ def add(path: Path, name: str) -> str:
     """
     people = read_users(path) if path.exists() else {}
     if checked_name(name) in people:
-        raise CommandRefused(f"{name} stands in {path} already; `rolecall people remove` ends the old token")
+        raise CommandRefused(f"{name} stands in {path} already; `rolecall users remove` ends the old token")
     token = secrets.token_urlsafe(TOKEN_BYTES)
     _write(path, {**people, name: fingerprint(token)})
     return token

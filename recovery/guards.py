@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
-from rolecall.core.faults import FaultClass
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.recovery.fleet import FleetView
@@ -91,7 +90,7 @@ def _incarnations(plan: Plan, fleet: FleetView) -> GuardResult | None:
 
 def on_peer_evidence_alone(d: Diagnosis) -> bool:
     """Whether only a comparison with peers speaks against the suspects: nobody knows that they are the odd ones."""
-    if d.fault_class not in (FaultClass.SLOW, FaultClass.SILENT_CORRUPTION):
+    if not d.fault_class.spec.compares_peers:
         return False
     own_history = any(e.kind.startswith(NOT_PEERS) or e.values.get("peers") == 0 for e in d.evidence)
     return not own_history and PERSON not in d.detectors

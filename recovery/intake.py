@@ -13,7 +13,7 @@ from enum import StrEnum
 from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import FaultClass, Remedy
 from rolecall.core.ids import split_replica
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
@@ -25,7 +25,6 @@ from rolecall.recovery.incidents.incident import (
     IncidentOutcome,
     IncidentState,
 )
-from rolecall.recovery.policy import MOVE, REPLACE
 
 LOST_GRACE_SECONDS = 6.0
 """How long a replica that the runtime lost may stay without a diagnosis before recovery opens an incident by itself:
@@ -77,15 +76,15 @@ def _against_open(d: Diagnosis, incident: Incident) -> TriageDecision | None:
         return TriageDecision(kind=TriageAction.IGNORE, because=f"{this} is about it", incident_id=this)
     named = {s.replica: s.incarnation for s in d.suspects if s.replica}
     shared = named.keys() & (incident.named.keys() | incident.touched.keys())
-    if not shared or d.fault_class is FaultClass.USER_CODE:
+    if not shared or d.fault_class.spec.remedy is Remedy.STOP:
         # The job's own code failing is an incident of its own: it takes over those of its victims (`moves.superseded`).
         return None
-    if incident.state is IncidentState.VERIFYING and d.fault_class in REPLACE | MOVE:
+    if incident.state is IncidentState.VERIFYING and d.fault_class.spec.is_repairable:
         for replica in sorted(shared):
             if named[replica] is not None and named[replica] == incident.touched.get(replica):
                 because = f"the replacement {replica}#{named[replica]} failed: {d.because}"
                 return TriageDecision(kind=TriageAction.FAIL, because=because, incident_id=this)
-    if d.fault_class is FaultClass.SLOW and d.gain_ratio is None:
+    if d.fault_class.spec.remedy is Remedy.WEIGH and d.gain_ratio is None:
         because = f"{this} deals with {', '.join(sorted(shared))}, and what is not measured tells no more of it"
         return TriageDecision(kind=TriageAction.IGNORE, because=because, incident_id=this)
     undecided = incident.state in (IncidentState.OPEN, IncidentState.PLANNED)
@@ -93,7 +92,7 @@ def _against_open(d: Diagnosis, incident: Incident) -> TriageDecision | None:
         return TriageDecision(
             kind=TriageAction.IGNORE, because=f"{this} knows that its replacement failed", incident_id=this
         )
-    code = incident.diagnosis.fault_class is FaultClass.USER_CODE
+    code = incident.diagnosis.fault_class.spec.remedy is Remedy.STOP
     if undecided and not incident.requested_by_operator and not code:
         return TriageDecision(kind=TriageAction.UPDATE, because=f"more is known of {this}", incident_id=this)
     return TriageDecision(
@@ -121,7 +120,7 @@ def _against_closed(
         )
     if (
         incident.outcome is IncidentOutcome.ESCALATED
-        and d.fault_class in REPLACE | MOVE
+        and d.fault_class.spec.is_repairable
         and not _requested_by_operator(d)
     ):
         for s in d.suspects:
@@ -143,7 +142,8 @@ def rejected_by_operator(d: Diagnosis, incident: Incident) -> bool:
     before = d.onset <= (incident.closed_at or math.inf)
     spared = {(str(t.replica), t.incarnation) for t in attempt.plan.targets}
     named = {(s.replica, s.incarnation) for s in d.suspects}
-    return before and d.fault_class in REPLACE | MOVE | {FaultClass.SLOW} and bool(spared & named)
+    replaces = d.fault_class.spec.is_repairable or d.fault_class.spec.remedy is Remedy.WEIGH
+    return before and replaces and bool(spared & named)
 
 
 def _requested_by_operator(d: Diagnosis) -> bool:

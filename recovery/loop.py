@@ -22,7 +22,7 @@ from rolecall.core.clock import Clock
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.errors import ActuatorError, ConcurrentWrite, JournalCorrupt, JournalError, LeaseFenced
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
@@ -289,7 +289,7 @@ class Watch:
 
     def _would_act(self, d: Diagnosis) -> bool:
         """Whether policy would now do something about what it tolerated before (a slow replica that got slower)."""
-        if d.fault_class is not FaultClass.SLOW:
+        if d.fault_class.spec.remedy is not Remedy.WEIGH:
             return False
         q = PolicyInput(
             incident_id=IncidentId("inc-0"),

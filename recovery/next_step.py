@@ -9,7 +9,7 @@ from typing import Any
 
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Plan
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import Remedy
 from rolecall.core.ids import split_replica
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads import (
@@ -283,10 +283,10 @@ def _guard_inputs(s: Situation) -> dict[str, Any]:
 
 def superseded(i: Incident, incidents: Sequence[Incident]) -> str:
     """The incident that explains this one better: the job's own code failing takes replicas along."""
-    if i.diagnosis.fault_class is FaultClass.USER_CODE:
+    if i.diagnosis.fault_class.spec.remedy is Remedy.STOP:
         return ""
     for other in incidents:
-        code = other.diagnosis.fault_class is FaultClass.USER_CODE and other.opened_at >= i.opened_at
+        code = other.diagnosis.fault_class.spec.remedy is Remedy.STOP and other.opened_at >= i.opened_at
         roles = {split_replica(r)[0] for r in i.named}
         if code and (other.named.keys() & i.named.keys() or other.diagnosis.role_at_fault in roles):
             return other.incident_id

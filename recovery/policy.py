@@ -1,12 +1,15 @@
 """Policy: from a diagnosis to a plan, with the reason. Pure: the same input gives the same plan, byte for byte.
 
-    crash, hang, out of memory, bad weights   replace the named incarnation of the replica, nothing else
-    slow                                      replace if horizon x (1 - 1/ratio) > cost of replacing, else tolerate
-    node lost, GPU, network                   the replicas named, on another node, if there is one
-    anything on a quarantined node            the same: nothing is placed there again
-    user code                                 stop the job, evict nobody: the same code would fail again anywhere
-    the policy collapsed                      nothing, whatever its class; a person is called
-    cannot tell, control plane, data          nothing; a person is called
+The row of the fault's class in `core.faults.FAULTS` names the remedy:
+
+    replace   replace the named incarnation of the replica, nothing else
+    move      the same, on another node, if there is one
+    weigh     replace if horizon x (1 - 1/ratio) > cost of replacing, else tolerate
+    stop      stop the job, evict nothing: the same code would fail again anywhere
+    page      no action; page on-call
+
+Two rules come before it: whatever happens on a quarantined node moves, for nothing is placed there again; and a policy
+that collapsed only pages on-call, whatever its class.
 
 The ladder climbs by cause (rungs that cannot help are skipped) and by count: a replacement that twice ends before its
 first work is not a hardware fault, so another node would not help and a person is called; one that lives but does
@@ -21,23 +24,11 @@ from typing import Any, Self
 
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget, Suspect
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.recovery.fleet import DEAD, FleetView
 from rolecall.recovery.incidents.incident import PERSON, ActionFailure, Incident, IncidentOutcome
 
-REPLACE = frozenset(
-    {
-        FaultClass.CRASH,
-        FaultClass.HANG,
-        FaultClass.RESOURCE_EXHAUSTED,
-        FaultClass.WRONG_WEIGHTS,
-        FaultClass.SILENT_CORRUPTION,
-    }
-)
-"""Classes that a fresh process of the same replica cures, or at least settles."""
-MOVE = frozenset({FaultClass.NODE_LOST, FaultClass.GPU, FaultClass.NETWORK})
-"""Classes that stay with the node: a replica that is named must go elsewhere; a node alone asks for a person."""
 COLLAPSE = "collapse"
 """`Diagnosis.detectors` of a policy that collapsed. Its job still runs: to stop it on a statistical word would cost more,
 when the word is wrong, than a person who looks costs when it is right."""
@@ -146,7 +137,7 @@ def question(
         past=past,
         supports=supports,
         lost_nodes=frozenset(
-            s.node for i in incidents if i.diagnosis.fault_class is FaultClass.NODE_LOST for s in i.diagnosis.suspects
+            s.node for i in incidents if i.diagnosis.fault_class.spec.loses_node for s in i.diagnosis.suspects
         ),
         quarantined_nodes=quarantined_nodes,
     )
@@ -159,15 +150,16 @@ def decide(q: PolicyInput) -> PolicyDecision:
         return _nothing(
             q, f"{d.because}: nobody is evicted for it, and whether to stop is for a person to say", person=True
         )
-    if d.fault_class is FaultClass.USER_CODE:
+    remedy = d.fault_class.spec.remedy
+    if remedy is Remedy.STOP:
         return _stop(q)
     if PERSON not in d.detectors:
-        if d.fault_class is FaultClass.SLOW and not q.past:
+        if remedy is Remedy.WEIGH and not q.past:
             worth, arithmetic = slow_gain(d, q.config)
             if not worth:
                 return _nothing(q, arithmetic)
             return _replace(q, arithmetic)
-        if d.fault_class not in REPLACE | MOVE | {FaultClass.SLOW}:
+        if remedy is Remedy.PAGE:
             settle = f" What would settle it: {d.settle}" if d.settle else ""
             return _nothing(q, f"no action is known to help against {d.fault_class}: {d.because}.{settle}", person=True)
     return _replace(q, d.because)
@@ -224,7 +216,7 @@ def _replace(q: PolicyInput, because: str) -> PolicyDecision:
     action = _rung(q, targets)
     tried = f"{because} (attempt {len(q.past) + 1}: {q.past[-1].because})" if q.past else because
     if action is ActionKind.REPLACE_NODE and _elsewhere(q, targets) is None:
-        if q.diagnosis.fault_class in MOVE or _on_avoided_node(q, targets):
+        if q.diagnosis.fault_class.spec.remedy is Remedy.MOVE or _on_avoided_node(q, targets):
             return _nothing(q, f"{because}: there is no other node to move to", person=True)
         action = ActionKind.REPLACE_REPLICA
     if action not in q.supports:
@@ -299,7 +291,7 @@ def _exhausted(q: PolicyInput) -> str:
 
 
 def _rung(q: PolicyInput, targets: Sequence[PlanTarget]) -> ActionKind:
-    if q.diagnosis.fault_class in MOVE or _on_avoided_node(q, targets):
+    if q.diagnosis.fault_class.spec.remedy is Remedy.MOVE or _on_avoided_node(q, targets):
         return ActionKind.REPLACE_NODE
     if q.past and q.past[-1].failure is ActionFailure.NO_PROGRESS and ActionKind.REPLACE_NODE in q.supports:
         return ActionKind.REPLACE_NODE

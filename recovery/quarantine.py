@@ -7,10 +7,10 @@ that is wrong about a whole rack must not leave a run without nodes.
 from collections.abc import Collection
 
 from rolecall.core.diagnosis import ActionKind, Plan
+from rolecall.core.faults import Remedy
 from rolecall.core.journal.payloads import NodeQuarantined, OncallPaged
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.next_step import Append
-from rolecall.recovery.policy import MOVE
 
 BY_WATCH = "watch"
 """Who quarantines a node that no person spoke of."""
@@ -22,7 +22,11 @@ def events_before_plan(
     incident: Incident, plan: Plan, *, shut: Collection[str], known: Collection[str], share_max: float, channel: str
 ) -> list[Append]:
     """What to write before `plan` is performed. `shut`: nodes in quarantine; `known`: all of the run."""
-    if plan.action is not ActionKind.REPLACE_NODE or incident.diagnosis.fault_class not in MOVE or not share_max:
+    if (
+        plan.action is not ActionKind.REPLACE_NODE
+        or incident.diagnosis.fault_class.spec.remedy is not Remedy.MOVE
+        or not share_max
+    ):
         return []
     faulty = {str(t.node) for t in plan.targets} & {str(s.node) for s in incident.diagnosis.suspects}
     take, left = to_quarantine(faulty, shut, known, share_max)

@@ -112,10 +112,11 @@ recovery: {{mode: act, horizon_seconds: 3600, webhook_url: "http://127.0.0.1:999
 
 
 def agent_file_page() -> str:
-    """`agent-file.md`: `agent.yaml` as `rolecall agent --explain` prints it, for a node called gpu-017."""
+    """`agent-file.md`: `agent.yaml` as `rolecall agent --explain` prints it, for root on a node called gpu-017."""
     from rolecall.agent.settings import explain
 
     printed = re.sub(r'^node: ".*"$', 'node: "gpu-017"', explain(), flags=re.MULTILINE)
+    printed = re.sub(r"^data_dir: .*$", "data_dir: /var/lib/rolecall", printed, flags=re.MULTILINE)
     return f"""# Agent configuration file
 
 Generated from `agent/settings.py` by `{COMMAND}`.

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rolecall.core.faults import FaultClass
 from rolecall.dashboards.data.hardware import FleetMetrics, XidOccurrence
 from rolecall.dashboards.data.node_history import NodeHistory, past_of
 from rolecall.recovery.fleet import FleetView, ReplicaView
@@ -21,7 +20,6 @@ HOUR, DAY, MONTH = 3600.0, 86400.0, 30 * 86400.0
 OFTEN_TIMES = 3.0
 OFTEN_MIN = 3
 """Two incidents within a month are nothing to speak of, whatever the median."""
-HARDWARE = frozenset({FaultClass.GPU, FaultClass.NETWORK})
 
 
 class NodeHealth(StrEnum):
@@ -209,12 +207,12 @@ def _health(
     in_month: int,
     median_month: float,
 ) -> tuple[NodeHealth, str]:
-    lost = next((i for i in still_open if i.diagnosis.fault_class is FaultClass.NODE_LOST), None)
+    lost = next((i for i in still_open if i.diagnosis.fault_class.spec.loses_node), None)
     if lost is not None:
         return NodeHealth.LOST, lost.diagnosis.because
     if (live.agents or {}).get(node) is False:
         return NodeHealth.LOST, "its agent cannot be scraped by Prometheus"
-    broken = next((i for i in still_open if i.diagnosis.fault_class in HARDWARE), None)
+    broken = next((i for i in still_open if i.diagnosis.fault_class.spec.is_hardware), None)
     if broken is not None:
         return NodeHealth.FAULTY, broken.diagnosis.because
     gpus = (live.lost_gpus or {}).get(node, ())

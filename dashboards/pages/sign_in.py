@@ -13,7 +13,7 @@ from rolecall.dashboards.data.reader import Reader
 from rolecall.dashboards.users import Authenticator, SignedInUser, SignInRefused
 
 _PASS, _SAID, _TOKEN, _PAINTED = "rolecall.pass", "rolecall.pass.said", "rolecall.token", "rolecall.painted"
-HOW_TO = "rolecall people add NAME --file people.yaml\nrolecall dashboard ... --people people.yaml"
+HOW_TO = "rolecall users add NAME --file users.yaml\nrolecall dashboard ... --users users.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

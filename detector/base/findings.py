@@ -1,9 +1,6 @@
-"""How detectors word their findings: one suspect from a subject, one finding from its evidence."""
+"""Kinds of evidence and names of detectors that others look for in a finding."""
 
-from rolecall.core.diagnosis import Evidence, Finding, Suspect
-from rolecall.core.faults import FaultClass
-from rolecall.core.ids import NodeId
-from rolecall.detector.live.subject import MonitoredProcess
+from rolecall.core.diagnosis import Evidence
 
 SETTLE = "settle"
 """Evidence of this kind says what would settle a `cannot_tell`."""
@@ -23,41 +20,8 @@ PANEL = "panel:"
 """Names of detectors that begin with this look at panels of metrics: they tell that a machine changed, not what ails it."""
 
 
-def suspect(subject: MonitoredProcess) -> Suspect:
-    return Suspect(
-        node=NodeId(subject.node),
-        role=subject.role,
-        replica=subject.replica,
-        rank=subject.rank,
-        incarnation=subject.incarnation,
-        process=subject.process,
-    )
-
-
-def finding(
-    detector: str,
-    suspects: list[MonitoredProcess],
-    fault_class: FaultClass,
-    *,
-    onset: float,
-    now: float,
-    confidence: float,
-    because: str,
-    evidence: tuple[Evidence, ...] = (),
-    about: str = "",
-) -> Finding:
-    ordered = sorted(suspects, key=lambda s: s.key)
-    return Finding(
-        detector=detector,
-        suspects=tuple(suspect(s) for s in ordered),
-        fault_class=fault_class,
-        onset=min(onset, now),
-        detected_at=now,
-        confidence=confidence,
-        because=because,
-        evidence=evidence,
-        about=about,
-    )
+COLLAPSE = "collapse"
+"""The detector of a policy that collapsed: its findings are about the run, and about no machine."""
 
 
 def settles(text: str) -> Evidence:

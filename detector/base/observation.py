@@ -19,7 +19,7 @@ class Observation:
     left: tuple[str, ...] = ()
     """Nodes that were taken off the list of agents: what was said of them is over."""
     panel_findings: tuple[Finding, ...] = ()
-    """What panel detectors began to say with this (detector/live/stages/run_panels.py). It is part of what the engine sees, so that a stored
+    """What panel detectors began to say with this (detector/live/run_panels.py). It is part of what the engine sees, so that a stored
     window replays: their trackers have hours of memory, a window has half a minute."""
     pulled_findings: tuple[Finding, ...] = ()
     """What evidence says that was pulled for an incident: stacks, Flight Recorder dumps (detector/live/stages/pulled_evidence.py)."""

@@ -11,13 +11,15 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from rolecall.core.diagnosis import Diagnosis
+from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.ids import ProcessId
 from rolecall.core.telemetry import AgentEvent, ProcessSample
 from rolecall.detector.live.deadlines import ProgressGaps
 from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
+from rolecall.detector.live.stages.collapse import CollapseWatch
 from rolecall.detector.live.stages.nccl_ras import StalledCommunicator, StalledCommunicators
 from rolecall.detector.live.stages.node_faults import NodeFault, NodeFaults
+from rolecall.detector.live.stages.panels import PanelFault
 from rolecall.detector.live.stages.slow import LoadBaseline, SlowState
 from rolecall.detector.live.subject import MonitoredProcess, ProgressClocks, SlowMeter
 
@@ -31,6 +33,7 @@ PLAIN: dict[str, type] = {
         StalledCommunicators,
         NodeFault,
         NodeFaults,
+        PanelFault,
         ProcessId,
         ReceivedException,
         SlowMeter,
@@ -42,7 +45,9 @@ PLAIN: dict[str, type] = {
 """Written field by field; what they make themselves of the others (`init=False`) is made again."""
 OWN: dict[str, tuple[type, Callable[[dict[str, Any]], Any]]] = {
     "AgentEvent": (AgentEvent, AgentEvent.from_dict),
+    "CollapseWatch": (CollapseWatch, CollapseWatch.from_dict),
     "Diagnosis": (Diagnosis, Diagnosis.from_dict),
+    "Finding": (Finding, Finding.from_dict),
     "ProcessSample": (ProcessSample, ProcessSample.from_dict),
 }
 """Have a JSON form of their own."""

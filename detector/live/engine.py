@@ -1,90 +1,77 @@
 """The live detector: observations in, standing diagnoses out. It keeps state, reads no clock and acts on nothing.
 
-    fleet.ingest -> crash, user_code, stall + collective, slow, lost, nccl -> node_faults -> lost_ranks -> fusion -> diagnoses that stand now
-    findings of panels (part of the observation), if nothing explains them ---^
-    collapse of the policy, which explains nobody's fault and is explained by none ---^
+    fleet.ingest -> STAGES, in order, each adding findings -> fusion -> diagnoses that stand now
 
 A diagnosis is returned by every `observe` while its evidence holds, as the same object under the same key; when it is
 no longer returned, its evidence is gone. What an incarnation is accused of ends when its successor registers, or when
-recovery says `forget`: exits of forgotten incarnations are expected.
-
-What panels of metrics say (detector/live/stages/run_panels.py) begins and has no end. So it counts as the same fault for
-`SAME_FAULT_SECONDS`, says nothing against a replica that is seen to work, and nobody's learning stops for it.
+recovery calls `forget`: exits of forgotten incarnations are expected.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, Self
 
 from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
-from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import Phase
+from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live import collective, fusion
+from rolecall.detector.live import fusion
 from rolecall.detector.live.codec import decode, encode
 from rolecall.detector.live.deadlines import learned_deadline
 from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.history import ObservationHistory
-from rolecall.detector.live.merging import SAME_FAULT_SECONDS
-from rolecall.detector.live.stages import (
-    agent_lost as lost,
-)
-from rolecall.detector.live.stages import (
-    crash,
-    lost_ranks,
-    slow,
-    stall,
-    user_code,
-)
-from rolecall.detector.live.stages import (
-    pulled_evidence as pulled,
-)
-from rolecall.detector.live.stages import (
-    uninstrumented as unpaged,
-)
-from rolecall.detector.live.stages.collapse import CollapseWatch
-from rolecall.detector.live.stages.nccl_ras import StalledCommunicators
-from rolecall.detector.live.stages.node_faults import NodeFaults
-from rolecall.detector.live.stages.slow import SlowState
+from rolecall.detector.live.stages.agent_lost import AgentLostStage
+from rolecall.detector.live.stages.collapse import CollapseStage
+from rolecall.detector.live.stages.collective import CollectiveStage
+from rolecall.detector.live.stages.crash import CrashStage
+from rolecall.detector.live.stages.lost_ranks import LostRanksStage
+from rolecall.detector.live.stages.nccl_ras import NcclRasStage
+from rolecall.detector.live.stages.node_faults import NodeFaultsStage
+from rolecall.detector.live.stages.panels import PanelsStage
+from rolecall.detector.live.stages.pulled_evidence import PulledEvidenceStage
+from rolecall.detector.live.stages.slow import SlowStage
+from rolecall.detector.live.stages.stage import Stage, Tick, stalls_others
+from rolecall.detector.live.stages.stall import DependentStallStage, StallStage
+from rolecall.detector.live.stages.uninstrumented import UninstrumentedStage
+from rolecall.detector.live.stages.user_code import UserCodeStage
 from rolecall.detector.live.subject import WORK_PHASES, MonitoredProcess
 
-WINDOW_VERSION = 1
+Stages = Sequence[Callable[[], Stage]]
+STAGES: Stages = (
+    UserCodeStage,
+    CrashStage,
+    UninstrumentedStage,
+    StallStage,
+    CollectiveStage,
+    DependentStallStage,
+    SlowStage,
+    AgentLostStage,
+    NcclRasStage,
+    NodeFaultsStage,
+    LostRanksStage,
+    PulledEvidenceStage,
+    PanelsStage,
+    CollapseStage,
+)
+"""In the order in which they run. A stage that finds causes comes before those that would name their symptoms."""
+WINDOW_VERSION = 2
 FRESH_SECONDS = 3.0
 """'Healthy again' needs a sample no older than this: an agent that restarts is silent for a second."""
-FAULTS_OF_OTHERS = frozenset({FaultClass.CRASH, FaultClass.USER_CODE, FaultClass.HANG, FaultClass.NETWORK})
-"""While one of these stands, and for a while after, those who depend on others are excused."""
-AFTERMATH_SECONDS = 300.0
-"""What begins in metrics while a finding of another kind stands, or so long after, is taken for what that does to the
-others: they wait, or take over work. The same after processes came or went."""
-ONSET_SECONDS = 5.0
-"""A change in metrics is dated no better than this."""
-
-
-@dataclass(slots=True)
-class PanelFault:
-    """What panels say of one machine."""
-
-    finding: Finding
-    last_wall: float  # when it was last said
-    told: bool = False
 
 
 class LiveDetector:
     """One per watcher; `observe` is meant to be called from one thread."""
 
-    def __init__(self, config: DetectorConfig, expected_roles: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self, config: DetectorConfig, expected_roles: Mapping[str, int] | None = None, *, stages: Stages = STAGES
+    ) -> None:
         self._config, self._roles = config, dict(expected_roles or {})
         self._fleet = MonitoredProcesses(mask_proc_state=config.mask_proc_state)
-        self._slow = SlowState()
-        self._nodes, self._nccl = NodeFaults(), StalledCommunicators()
-        self._collapse = CollapseWatch()
+        self._stages = [make() for make in stages]
+        self._suppressed_wall: dict[str, float] = {}  # stage -> when a stage before it last kept it silent
         self._standing: dict[str, Diagnosis] = {}
-        self._fault_wall = 0.0
-        self._panels: list[PanelFault] = []
-        self._pulled: list[Finding] = []
-        self._trouble = (0.0, 0.0)  # since when, and when last, the engine's own detectors found something
         self._now = 0.0
         self._history = ObservationHistory(config.window_seconds)
 
@@ -92,77 +79,29 @@ class LiveDetector:
         """All diagnoses that stand after this observation, one per fault."""
         self._history.add(observation, self._fleet, self._learned)
         now = self._now = max(self._now, observation.wall_at)
-        fleet, config = self._fleet, self._config
-        fleet.ingest(observation)
-        slow.update(self._slow, fleet, config, now)
-        findings, explained = user_code.find(fleet, self._roles, now)
-        findings += crash.find(fleet, now, explained) + unpaged.find(fleet, now)
-        all_stalls = stall.stalls(fleet, config)
-        findings += stall.find_own(fleet, now, all_stalls)
-        findings += collective.find(fleet, now, all_stalls)
-        if any(f.fault_class in FAULTS_OF_OTHERS for f in findings):
-            self._fault_wall = now
-        findings += stall.find_dependent(fleet, now, all_stalls, self._fault_wall)
-        findings += slow.find(self._slow, fleet, config, now) + lost.find(fleet, now)
-        for node in observation.left:
-            self._nodes.leave(node)
-            self._nccl.leave(node)
-        for event in observation.events:
-            age = fleet.age(event)
-            here = replace(event, wall_at=event.wall_at + fleet.offsets.get(event.node, 0.0))
-            self._nodes.take(here, now, age)
-            self._nccl.take(here, now, age)
-        if not any(f.fault_class in FAULTS_OF_OTHERS for f in findings):  # else that is why the others wait
-            findings += self._nccl.find(fleet, now)
-        findings = lost_ranks.folded(self._nodes.join(findings, now))
-        self._pulled = pulled.apply_collected_evidence(self._pulled, observation.pulled_findings, findings)
-        findings = [*findings, *self._pulled]
-        of_panels = self._take_panels(observation.panel_findings, findings, all_stalls, now)
-        # Of the run and of no process: nobody is excused for it, and nobody's learning stops.
-        told = [*findings, *self._collapse.find(fleet, now)]
-        diagnoses = fusion.fuse(told, self._standing, self._fleet.roster.sizes(), now, of_panels)
+        self._fleet.ingest(observation)
+        findings = self._evaluate(observation, now)
+        of_panels = [f for f in findings if f.detector.startswith(PANEL)]
+        others = [f for f in findings if not f.detector.startswith(PANEL)]
+        diagnoses = fusion.fuse(others, self._standing, self._fleet.roster.sizes(), now, of_panels)
         self._standing = {d.key: d for d in diagnoses}
-        self._mark_quiet(findings)
+        self._mark_quiet(others)
         return diagnoses
 
-    def _take_panels(
-        self, fresh: tuple[Finding, ...], findings: list[Finding], all_stalls: list[stall.Stall], now: float
-    ) -> list[Finding]:
-        """What panels say and nothing explains. Somebody may stand still who is not named yet: new ones wait for that."""
-        self._note_trouble(findings, now)
-        for f in fresh:
-            same = next((p for p in self._panels if p.finding.suspects == f.suspects), None)
-            if same is None:
-                self._panels.append(PanelFault(f, now))
-            else:
-                same.last_wall = now
-        self._panels = [p for p in self._panels if now - p.last_wall <= SAME_FAULT_SECONDS and self._stands_alone(p)]
-        kept = fusion.unexplained([p.finding for p in self._panels], findings, self._fleet.roster.sizes())
-        self._panels = [p for p in self._panels if p.finding in kept]
-        if not stall.emerging(stall.own(all_stalls)):
-            for p in self._panels:
-                p.told = True
-        return [p.finding for p in self._panels if p.told]
-
-    def _stands_alone(self, p: PanelFault) -> bool:
-        """It is about processes that are there, and did not begin in the wake of something else."""
-        since, until = self._trouble
-        in_wake = since - ONSET_SECONDS <= p.finding.onset <= until + AFTERMATH_SECONDS
-        return not in_wake and all(map(self._lives, p.finding.suspects))
-
-    def _note_trouble(self, findings: list[Finding], now: float) -> None:
-        since, until = self._trouble
-        changed = self._fleet.changed_wall
-        if findings or changed > until:
-            began = min([f.onset for f in findings] + ([changed] if changed > until else []))
-            self._trouble = (since if now - until <= AFTERMATH_SECONDS else began, now if findings else changed)
-
-    def _lives(self, suspect: Suspect) -> bool:
-        """Whether it is about processes that are still there; a whole node always is."""
-        if not suspect.replica:
-            return True
-        ranks = self._fleet.roster.of_replica(suspect.replica).values()
-        return bool(ranks) and all(s.incarnation == suspect.incarnation and not s.gone for s in ranks)
+    def _evaluate(self, observation: Observation, now: float) -> list[Finding]:
+        tick = Tick(
+            observation=observation, fleet=self._fleet, config=self._config, expected_roles=self._roles, now=now
+        )
+        suppressed: set[str] = set()
+        for stage in self._stages:
+            found = stage.evaluate(tick)
+            if stage.name in suppressed or now - self._suppressed_wall.get(stage.name, 0.0) < stage.quiet_seconds:
+                continue  # it was evaluated for its state alone
+            tick.findings = [*tick.findings, *found]
+            if stage.suppresses and any(map(stalls_others, found)):
+                suppressed |= stage.suppresses
+                self._suppressed_wall.update(dict.fromkeys(stage.suppresses, now))
+        return tick.findings
 
     def forget(self, replica: str, below_incarnation: int) -> None:
         """Incarnations of `replica` below this are being replaced: what happens to them from now on is wanted.
@@ -299,32 +238,22 @@ class LiveDetector:
         }
         return {
             "fleet": {"@": "MonitoredProcesses", **fleet},
-            "slow": encode(self._slow),
-            "nodes": encode(self._nodes),
-            "nccl": encode(self._nccl),
+            "stages": {stage.name: encode(stage.state()) for stage in self._stages},
+            "suppressed_wall": encode(self._suppressed_wall),
             "standing": encode(list(self._standing.values())),
-            "fault_wall": self._fault_wall,
-            "panels": [[p.finding.to_dict(), p.last_wall, p.told] for p in self._panels],
-            "trouble": list(self._trouble),
-            "pulled": [f.to_dict() for f in self._pulled],
-            "collapse": self._collapse.to_dict(),
             "now": self._now,
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        self._fleet, self._slow = decode(state["fleet"]), decode(state["slow"])
-        if "subjects" in state:  # states of before 2026-11-22 hold them in the fleet
-            subjects: list[MonitoredProcess] = [decode(s) for s in state["subjects"]]
-            self._fleet = replace(self._fleet, subjects={s.key: s for s in subjects})
-        self._nodes = decode(state["nodes"]) if "nodes" in state else NodeFaults()
-        self._nccl = decode(state["nccl"]) if "nccl" in state else StalledCommunicators()
+        subjects: list[MonitoredProcess] = [decode(s) for s in state["subjects"]]
+        self._fleet = replace(decode(state["fleet"]), subjects={s.key: s for s in subjects})
+        for stage in self._stages:
+            known = decode(state["stages"].get(stage.name))
+            if known is not None:
+                stage.restore(known)
+        self._suppressed_wall = decode(state["suppressed_wall"])
         self._standing = {d.key: d for d in decode(state["standing"])}
-        self._fault_wall, self._now = state["fault_wall"], state["now"]
-        self._pulled = [Finding.from_dict(f) for f in state.get("pulled", ())]
-        self._collapse = CollapseWatch.from_dict(state["collapse"]) if "collapse" in state else CollapseWatch()
-        self._panels = [PanelFault(Finding.from_dict(f), *more) for f, *more in state.get("panels", ())]
-        since, until = state.get("trouble", (0.0, 0.0))
-        self._trouble = (since, until)
+        self._now = state["now"]
 
     def _mark_quiet(self, findings: list[Finding]) -> None:
         """Nothing is learned from those under a finding, nor from those who wait while one stands."""
@@ -334,6 +263,6 @@ class LiveDetector:
             for s in f.suspects
             if s.replica and s.rank is not None and s.incarnation is not None
         }
-        if any(f.fault_class in FAULTS_OF_OTHERS for f in findings):
+        if any(map(stalls_others, findings)):
             quiet |= {s.key for s in self._fleet.current() if s.phase not in WORK_PHASES}
         self._fleet.quiet = quiet

@@ -1,38 +1,23 @@
-"""Findings become diagnoses: one per fault, with the smallest set of suspects, and the same object while it stands.
+"""Findings become diagnoses: one per fault, with the smallest set of suspects; the same object while the fault stands.
 
 Rules, in order:
-  a crash ends a slowness of the same incarnation: the dead are not slow (and recovery may have tolerated slowness);
-  a hang that was already told stays a hang when its process then exits: somebody killed it, that is no second fault;
-  a hang ends a slowness; an accusation of one rank ends a tie that it was part of, and the silence of its node;
-  user code ends the crashes and hangs of its role, for they are its consequences;
+  a finding that only continues a fault that stands goes on under its diagnosis (`FaultSpec.continues_as`): a hung
+  process that exits was killed by somebody, and that is no second fault;
+  a finding that another one explains is dropped (`FaultSpec.suppresses`): a crashed process is not slow as well;
   when more than half of a role is slow at once, peer evidence is void and nobody is named for it.
 
 What panels of metrics say is the weakest evidence: that a machine is not as it was, and not what ails it. It is told
-where nothing else explains it (`unexplained`), and gives way for good to whatever else names the same machine.
+where nothing else explains it (detector/live/stages/panels.py), and gives way for good to whatever else names the same machine.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from rolecall.core.diagnosis import Diagnosis, Evidence, Finding, Suspect
-from rolecall.core.faults import FaultClass
-from rolecall.detector.base.findings import ADVISES, GAIN, OF_GPU, PANEL, SETTLE, settles
-from rolecall.detector.live.stages import collapse
+from rolecall.core.faults import FaultClass, SuppressionScope
+from rolecall.detector.base.findings import ADVISES, COLLAPSE, GAIN, OF_GPU, PANEL, SETTLE, settles
 
-ADVICE = {
-    FaultClass.CRASH: "replace the replica",
-    FaultClass.HANG: "replace the replica; those who wait for it need nothing",
-    FaultClass.SLOW: "replace the replica if the gain over the horizon exceeds the cost",
-    FaultClass.NETWORK: "replace the replica on another node",
-    FaultClass.GPU: "place nothing on this GPU until it is mended",
-    FaultClass.USER_CODE: "stop the job and mend the code or its input; no replacement helps",
-    FaultClass.CONTROL_PLANE: "restart the agent; touch no replica",
-    FaultClass.NODE_LOST: "place nothing on this node",
-    FaultClass.CANNOT_TELL: "wait for what settles it; evict nobody",
-}
-
-ADVICE_ON_PANELS = "look at it; nobody is replaced for this alone"
+ADVICE_ON_PANELS = "inspect it; nothing is replaced for this alone"
 
 Incarnation = tuple[str, int | None]
 
@@ -46,7 +31,7 @@ def fuse(
 ) -> list[Diagnosis]:
     """`standing`: what was told before, by key. `role_sizes`: live replicas per role. `of_panels`: those that nothing
     else explains."""
-    kept = _drop_consequences(_keep_reported_hangs(findings, standing), now)
+    kept = _drop_consequences(_keep_reported(findings, standing))
     kept = _drop_majority_suspects(kept, role_sizes, now)
     told: dict[str, Diagnosis] = {}
     for finding in (*kept, *of_panels):
@@ -62,26 +47,6 @@ def fuse(
 
 def on_panels_alone(d: Diagnosis) -> bool:
     return all(name.startswith(PANEL) for name in d.detectors)
-
-
-def unexplained(of_panels: Sequence[Finding], findings: list[Finding], role_sizes: Mapping[str, int]) -> list[Finding]:
-    """Findings of panels, oldest first, that nothing explains: neither another finding of the same process or node,
-    whatever it accuses it of, nor an earlier one of panels; and none of a role of which they name more than half: then
-    peers are no measure. What is dropped is dropped for good."""
-    accused = {who for f in findings for who in _who(f.suspects)}
-    nodes = {str(s.node) for f in findings for s in f.suspects if s.node}
-    kept: list[Finding] = []
-    for f in of_panels:
-        here = {str(s.node) for s in f.suspects if s.node}
-        if not (_who(f.suspects) & accused or here & nodes):
-            kept.append(f)
-            nodes |= here
-    named: dict[str, set[str]] = {}
-    for f in kept:
-        for s in f.suspects:
-            named.setdefault(s.role, set()).add(s.replica or s.node)
-    void = {role for role, who in named.items() if len(who) > 1 and 2 * len(who) > role_sizes.get(role, math.inf)}
-    return [f for f in kept if not any(s.role in void for s in f.suspects)]
 
 
 def to_diagnosis(finding: Finding) -> Diagnosis:
@@ -107,9 +72,9 @@ def _advice(finding: Finding) -> str:
     if finding.detector.startswith(PANEL):
         return ADVICE_ON_PANELS
     own = [e.text for e in finding.evidence if e.kind == ADVISES]
-    if finding.detector == collapse.DETECTOR:
+    if finding.detector == COLLAPSE:
         return "; ".join(own)  # whether to stop is for a person to say
-    usual = ADVICE.get(finding.fault_class, "")
+    usual = finding.fault_class.spec.advice
     if not any(
         text.endswith(usual) for text in own
     ):  # it does where a diagnosis is told again (detector/sources/agent_event_files.py)
@@ -117,49 +82,61 @@ def _advice(finding: Finding) -> str:
     return "; ".join(own)
 
 
-def _who(suspects: tuple[Suspect, ...]) -> set[Incarnation]:
+def incarnations(suspects: tuple[Suspect, ...]) -> set[Incarnation]:
     return {(s.replica, s.incarnation) for s in suspects if s.replica}
 
 
-def _keep_reported_hangs(findings: list[Finding], standing: Mapping[str, Diagnosis]) -> list[Finding]:
-    """A crash of somebody who stands diagnosed as hung goes on under that diagnosis."""
-    hung = {who: d for d in standing.values() if d.fault_class == FaultClass.HANG for who in _who(d.suspects)}
+def _keep_reported(findings: list[Finding], standing: Mapping[str, Diagnosis]) -> list[Finding]:
+    """A finding that only continues a fault that stands (`FaultSpec.continues_as`) goes on under that diagnosis."""
+    reported = [
+        (who, d) for d in standing.values() if d.fault_class.spec.continues_as for who in incarnations(d.suspects)
+    ]
     kept = []
     for f in findings:
-        told = [hung[who] for who in _who(f.suspects) if who in hung]
-        if f.fault_class == FaultClass.CRASH and told:
-            f = replace(f, fault_class=FaultClass.HANG, suspects=told[0].suspects, because=told[0].because)
+        whose = incarnations(f.suspects)
+        told = [d for who, d in reported if who in whose and f.fault_class in d.fault_class.spec.continues_as]
+        if told:
+            f = replace(f, fault_class=told[0].fault_class, suspects=told[0].suspects, because=told[0].because)
         kept.append(f)
     return kept
 
 
-def _drop_consequences(findings: list[Finding], now: float) -> list[Finding]:
-    named: dict[FaultClass, set[Incarnation]] = {}
+@dataclass(slots=True)
+class _Named:
+    """What the findings of one class name."""
+
+    incarnations: set[Incarnation] = field(default_factory=set)
+    nodes: set[str] = field(default_factory=set)
+    roles: set[str] = field(default_factory=set)  # whose code fails; none for the collapse of a policy
+
+    def explains(self, f: Finding, scope: SuppressionScope) -> bool:
+        who = incarnations(f.suspects)
+        if scope is SuppressionScope.ROLE:
+            return all(s.role in self.roles for s in f.suspects)
+        if scope is SuppressionScope.ALL:
+            return bool(who) and who <= self.incarnations
+        if who & self.incarnations:
+            return True
+        nodes_only = bool(f.suspects) and not who and scope is SuppressionScope.ANY_OR_NODES
+        return nodes_only and all(s.node in self.nodes for s in f.suspects)
+
+
+def _drop_consequences(findings: list[Finding]) -> list[Finding]:
+    """Without those that `FaultSpec.suppresses` of another finding's class explains away."""
+    named: dict[FaultClass, _Named] = {}
     for f in findings:
-        named.setdefault(f.fault_class, set()).update(_who(f.suspects))
-    crashed, hung = named.get(FaultClass.CRASH, set()), named.get(FaultClass.HANG, set())
-    accused = crashed | hung | named.get(FaultClass.NETWORK, set())
-    cut_off = {s.node for f in findings if f.fault_class == FaultClass.NETWORK for s in f.suspects}
-    # Not of a finding that is about no role's code, as the collapse of a policy is.
-    broken_roles = {f.about.partition(":")[0] for f in findings if f.fault_class == FaultClass.USER_CODE} - {""}
-    kept = []
-    for f in findings:
-        who = _who(f.suspects)
-        if f.fault_class in (FaultClass.SLOW, FaultClass.CANNOT_TELL) and who & accused:
-            continue
-        if (
-            f.fault_class == FaultClass.CANNOT_TELL
-            and f.suspects
-            and not who
-            and all(s.node in cut_off for s in f.suspects)
-        ):
-            continue
-        if f.fault_class == FaultClass.HANG and who and who <= crashed:
-            continue
-        if f.fault_class in (FaultClass.HANG, FaultClass.CRASH) and all(s.role in broken_roles for s in f.suspects):
-            continue
-        kept.append(f)
-    return kept
+        of_class = named.setdefault(f.fault_class, _Named())
+        of_class.incarnations |= incarnations(f.suspects)
+        of_class.nodes |= {s.node for s in f.suspects}
+        of_class.roles |= {f.about.partition(":")[0]} - {""}
+
+    def is_consequence(f: Finding) -> bool:
+        return any(
+            f.fault_class in cause.spec.suppresses and what.explains(f, cause.spec.suppresses[f.fault_class])
+            for cause, what in named.items()
+        )
+
+    return [f for f in findings if not is_consequence(f)]
 
 
 def _drop_majority_suspects(findings: list[Finding], role_sizes: Mapping[str, int], now: float) -> list[Finding]:

@@ -18,16 +18,6 @@ from rolecall.detector.live.fusion import to_diagnosis
 
 SAME_FAULT_SECONDS = 600.0
 """Detectors of one fault speak this close together: the slowest needs a few minutes more than the fastest."""
-CAUSES = frozenset(
-    {
-        FaultClass.HANG,
-        FaultClass.CRASH,
-        FaultClass.GPU,
-        FaultClass.NODE_LOST,
-        FaultClass.NETWORK,
-        FaultClass.USER_CODE,
-    }
-)
 
 
 @dataclass(slots=True)
@@ -58,7 +48,9 @@ def merged(findings: Sequence[Finding]) -> list[Diagnosis]:
     """All diagnoses of these findings, by `detected_at`."""
     merger = Merger()
     # At one moment causes come first.
-    ordered = sorted(findings, key=lambda f: (f.detected_at, f.fault_class not in CAUSES, f.detector, _nodes(f)))
+    ordered = sorted(
+        findings, key=lambda f: (f.detected_at, not f.fault_class.spec.causes_slowness, f.detector, _nodes(f))
+    )
     return [d for f in ordered if (d := merger.add(f)) is not None]
 
 
@@ -83,7 +75,7 @@ def _same_ranks(first: tuple[Suspect, ...], others: tuple[Suspect, ...]) -> bool
 def _explains(cause: Finding, f: Finding) -> bool:
     """Whether `cause`, told before, is why `f` was found."""
     if f.fault_class == FaultClass.SLOW:
-        return cause.fault_class in CAUSES and set(_nodes(f)) <= set(_nodes(cause))
+        return cause.fault_class.spec.causes_slowness and set(_nodes(f)) <= set(_nodes(cause))
     if f.fault_class == FaultClass.CANNOT_TELL:
         return cause.fault_class != FaultClass.CANNOT_TELL and bool(set(_nodes(f)) & set(_nodes(cause)))
     return False

@@ -1,7 +1,7 @@
 """Who is under watch now, found by name, role and replica without a walk over everybody.
 
 A watch of a thousand nodes has sixteen thousand subjects and looks at them several times a second: what is asked for
-each sample, or at each look, must not cost a pass over all of them (docs/why.md, "Watching a thousand agents").
+each sample, or at each look, must not cost a pass over all of them (docs/decisions/0021).
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Constant work: each optimizer step is exactly B microbatches, whoever is left to compute them (design law 5).
+"""Invariant Constant work (docs/invariants.md): each optimizer step is exactly B microbatches, whoever computes them.
 
 A step's composition is a function of its set of groups alone: sorted by id and cut into equal pieces, so that a
 controller that restarts from the ledger forms the same microbatches under the same ids. Who computes which is decided

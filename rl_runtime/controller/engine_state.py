@@ -24,7 +24,7 @@ class AdmissionDecision(Protocol):
 
 
 class WeightVerifier(Protocol):
-    """Judges an engine's proof (design law 2): `proof.WeightVerifier`."""
+    """Judges an engine's proof (invariant Proof before service, docs/invariants.md): `proof.WeightVerifier`."""
 
     def judge(
         self, manifest: Manifest, proof: WeightProof, *, incarnation: int | None = None, epoch: int | None = None

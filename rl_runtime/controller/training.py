@@ -40,7 +40,7 @@ DECISION_SECONDS = 60.0
 ATTEMPTS_MAX = 24
 """Attempts at one step, over all causes: more is not a fault of machines."""
 CODE_ERRORS_MAX = 2
-"""Exceptions of code in one step; the second one is no accident (design law 8)."""
+"""Exceptions of code in one step; a second one is user code (invariant Bounded remediation, docs/invariants.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

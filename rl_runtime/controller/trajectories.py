@@ -1,9 +1,11 @@
-"""Trajectories in the making: which engine generates what, and every token that was ever streamed (design law 6).
+"""Open trajectories: which engine generates what, and every streamed token.
+
+Holds invariants Tokens are kept and Proof before service (docs/invariants.md).
 
 A group (all samples of one prompt) is generating -> finished -> scored -> assigned, and is closed when it was trained
-or dropped. Its requests live on one engine at a time; when that engine is lost they go on elsewhere from the tokens
-that the table holds. Tokens are taken only up to the policy version that the engine has proven: nothing unproven
-enters (law 2). A request may be a *window* of an answer: earlier windows' tokens stand before its own (`first_fresh`), and
+or dropped. Its requests live on one engine at a time; when that engine is lost they continue elsewhere from the tokens
+that the table holds. Tokens are taken only up to the policy version that the engine has proven.
+A request may be a *window* of an answer: earlier windows' tokens stand before its own (`first_fresh`), and
 where its limit cuts the answer (`End.TRUNCATED`) the next window goes on. What is cut is worth no reward yet, and is ready to
 be trained on at once. An engine keeps tokens until it is told to forget them, which happens when the group is closed and
 an engine has the next window if there is one, so a controller that restarts finds them all. Pure: no clock, no calls; the caller does what `unsent` and `to_forget` say.

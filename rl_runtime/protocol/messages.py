@@ -183,7 +183,10 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightProof:
-    """Three-part proof that an engine returned itself, for (incarnation, epoch, policy version): design law 2."""
+    """Three-part proof that an engine returned itself, for (incarnation, epoch, policy version).
+
+    Invariant Proof before service (docs/invariants.md).
+    """
 
     replica: ReplicaId
     incarnation: int

@@ -1,7 +1,7 @@
 """What an engine streams is looked at before any of it is taken: a number that is no number stops nobody but its engine.
 
 Taken unseen, one such token ends the run: every trainer refuses the step it is part of, in the same way, as if the
-job's own code were wrong (design law 8).
+job's own code were wrong (invariant Bounded remediation, docs/invariants.md).
 """
 
 import math
@@ -15,7 +15,7 @@ LOGPROB_MAX: Final = 1e-3
 """A probability is at most 1, up to the rounding of an engine's arithmetic."""
 ENDS: Final = ("", "stop", "length")
 """Of an answer. An engine's library has others (abort, error): taken for the model's own end, they would make a failure of
-infrastructure a wrong answer (design law 7)."""
+infrastructure a wrong answer (invariant Infrastructure is not reward, docs/invariants.md)."""
 
 
 class InvalidTokens(RolecallError):

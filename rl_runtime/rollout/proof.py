@@ -1,4 +1,6 @@
-"""Making a proof: what one engine says of the weights it received, loaded, and computes with (law 2, `rl_runtime/weights/proof.py`).
+"""Makes a proof: what one engine reports about the weights it received, loaded, and computes with.
+
+Invariant Proof before service (docs/invariants.md); `rl_runtime/weights/proof.py` judges it.
 
 Called in the engine's own thread, between two steps. Every digest is taken anew from the bytes, nothing is remembered.
 """

@@ -4,7 +4,8 @@ Three kinds of threads. The engine thread alone touches the engine (`engine_thre
 `tokens_since`, ...) take a lock for microseconds and answer even while the engine hangs. One caller at a time updates
 weights: it pulls without disturbing generation, then hands the engine thread what it verified.
 
-Nothing is generated with weights that were not proven (law 2). A version of which only a part arrived is never applied.
+Nothing is generated with unproven weights (invariant Proof before service, docs/invariants.md). A version that arrived
+in part is never applied.
 When an update fails, the version before goes on serving, after its storage and canary were proven to be what they were;
 when that cannot be shown, nothing is generated, and `policy_version` is -1.
 """

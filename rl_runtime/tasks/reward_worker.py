@@ -1,6 +1,7 @@
 """Reward worker without Ray: asks the task what finished groups are worth. Standard library only, starts at once.
 
-A reward comes from tokens and nothing else. What goes wrong here is raised, and scored by another worker (law 7).
+A reward comes from tokens and nothing else. An error here is raised, and another worker scores the answer
+(invariant Infrastructure is not reward, docs/invariants.md).
 """
 
 from collections.abc import Callable, Sequence

@@ -17,8 +17,8 @@ or of three tokens, of which no two tell anything.
 
 Reward = places that are right / places, where every token of the answer is a place, the end token too, and surplus
 tokens count as wrong places; it is 1.0 only for the exact answer. Nothing about infrastructure (timeouts, crashes,
-which engine) enters a reward: an answer that could not be finished has no reward at all, it goes on elsewhere (design
-law 7).
+which engine) enters a reward: an answer that could not be finished has no reward at all, it goes on elsewhere
+(invariant Infrastructure is not reward, docs/invariants.md).
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Proof before service: what a rollout must show of its weights, and who decides whether that is enough (law 2).
+"""Invariant Proof before service (docs/invariants.md): what a rollout must show of its weights, and what judges it.
 
 Three parts, each against faults that the others cannot see:
 

@@ -1,4 +1,4 @@
-"""`rolecall dashboard`: serves what people look at, of a run on this machine or of a journal anywhere."""
+"""Command on the dashboard: serve it, for a run on this machine or a journal anywhere."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rolecall.cli.options import ROOT, JournalOption, RootOption, checked_journal, out
+from rolecall.cli.options import ROOT, JournalOption, LatestRunArgument, RootOption, checked_journal, examples, out
 from rolecall.core.errors import ConfigError
 from rolecall.core.text import plain
 
@@ -18,42 +18,48 @@ if TYPE_CHECKING:
     from rolecall.dashboards.settings import Settings
 
 PORT = 8501
-dashboards = typer.Typer()
+app = typer.Typer()
 
 
-@dashboards.command()
+@app.command(
+    epilog=examples(
+        "rolecall dashboard",
+        "rolecall dashboard my-run --users users.yaml",
+        "rolecall dashboard --journal - --prometheus http://prometheus:9090",
+    )
+)
 def dashboard(
-    run: Annotated[str, typer.Argument(help="run id, path of a run directory, or 'latest'", metavar="[RUN]")] = "",
+    run: LatestRunArgument = "",
     journal: JournalOption = "",
-    prometheus: Annotated[str, typer.Option(help="Prometheus-compatible server, as http://HOST:9090[/PATH]")] = "",
+    prometheus: Annotated[str, typer.Option(help="Prometheus-compatible server, as http://HOST:9090[/PATH].")] = "",
     credentials: Annotated[
-        Path | None, typer.Option(help="file with one line for Prometheus: 'bearer TOKEN' or 'basic USER:PASSWORD'")
+        Path | None, typer.Option(help="File with one line for Prometheus: 'bearer TOKEN' or 'basic USER:PASSWORD'.")
     ] = None,
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free")] = PORT,
-    people: Annotated[
-        Path | None, typer.Option(help="who may act, and with which token (`rolecall people add`)")
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0: any free one.")] = PORT,
+    users: Annotated[
+        Path | None, typer.Option(help="Users file (`rolecall users add`): signed-in users may give commands.")
     ] = None,
     open_to_readers: Annotated[
-        bool, typer.Option("--open-to-readers", help="beyond loopback: who reaches the address may read, unasked")
+        bool, typer.Option("--open-to-readers", help="Beyond loopback: allow reading without sign-in.")
     ] = False,
     names: Annotated[
-        list[str], typer.Option("--origin", help="another address under which browsers come, as https://dash.example")
+        list[str], typer.Option("--origin", help="Another address that browsers use, as https://dash.example.")
     ] = [],  # noqa: B006
-    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="certificate chain (PEM)")] = None,
-    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="its private key (PEM)")] = None,
+    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", help="Certificate chain (PEM).")] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", help="Private key (PEM).")] = None,
     runs: RootOption = ROOT,
 ) -> int:
-    """Serves the incident dashboard until Ctrl-C: on loopback, unless told otherwise."""
+    """Serve the dashboard.
+
+    Until Ctrl-C; on loopback by default."""
     serving = _serving()
-    settings = _settings(run, journal, prometheus, credentials, people, runs)
+    settings = _settings(run, journal, prometheus, credentials, users, runs)
     origins = tuple(_checked_origin(n) for n in names)
     _check_tls(tls_cert, tls_key)
-    if not serving.is_loopback(host) and people is None and not open_to_readers:
+    if not serving.is_loopback(host) and users is None and not open_to_readers:
         raise ConfigError(
-            [
-                f"--host: others can reach {plain(host, 80)}: name who may sign in (--people FILE), or say --open-to-readers"
-            ]
+            [f"--host: {plain(host, 80)} is reachable by others: give --users FILE (sign-in) or --open-to-readers"]
         )
     sign_in = not serving.is_loopback(host) and not open_to_readers
     listener = serving.bound(host, port)
@@ -61,16 +67,12 @@ def dashboard(
 
     def ready() -> None:
         out(f"dashboard of {plain(settings.name or 'the journal', 100)}: {address}")
-        if people is not None:
-            out(
-                "sign in with your token (`rolecall people add` made it)"
-                + (" to read and" if sign_in else "")
-                + " to act"
-            )
+        if users is not None:
+            out(f"sign in with your access token to {'read and ' if sign_in else ''}give commands")
         elif not serving.is_loopback(host):
-            out("anybody who reaches this address can read; nobody can act")
+            out("read-only: anyone who reaches this address can read, no one can give commands")
         if not serving.is_loopback(host) and tls_cert is None:
-            out("what is shown, and tokens, travel unencrypted: --tls-cert and --tls-key, or a proxy, change that")
+            out("not encrypted: use --tls-cert and --tls-key, or a TLS proxy")
         sys.stdout.flush()
 
     serving.serve(
@@ -100,18 +102,18 @@ def _serving() -> "ModuleType":
 
 
 def _settings(
-    run: str, journal: str, prometheus: str, credentials: Path | None, people: Path | None, runs: Path
+    run: str, journal: str, prometheus: str, credentials: Path | None, users: Path | None, runs: Path
 ) -> "Settings":
     from rolecall.core.rundir import open_run_dir
     from rolecall.dashboards.settings import Settings
 
     if run and journal:
-        raise ConfigError(["--journal: a run is named, too: one of them is meant"])
+        raise ConfigError(["--journal: a run is given too; give one of the two"])
     authorization = _checked_prometheus(prometheus, credentials)
-    if people is not None:
+    if users is not None:
         from rolecall.dashboards.users import read_users
 
-        read_users(people)
+        read_users(users)
     if journal:
         url = checked_journal(journal)
         from rolecall.recovery.operators.run_location import run_id_of
@@ -125,16 +127,16 @@ def _settings(
         run=where,
         prometheus_url=prometheus,
         prometheus_authorization=authorization,
-        users_path=people,
+        users_path=users,
         name=str(name),
     )
 
 
 def _checked_prometheus(url: str, credentials: Path | None) -> str:
-    """The Authorization header. Raises ConfigError: the address or the file is no use."""
+    """The Authorization header. Raises ConfigError: an invalid address or file."""
     if not url:
         if credentials is not None:
-            raise ConfigError(["--credentials: they are for Prometheus, and --prometheus names none"])
+            raise ConfigError(["--credentials: needs --prometheus"])
         return ""
     from rolecall.core.clock import SystemClock
     from rolecall.detector.sources.prometheus_api import Client
@@ -156,7 +158,7 @@ def _checked_origin(text: str) -> str:
 
 def _check_tls(cert: Path | None, key: Path | None) -> None:
     if (cert is None) != (key is None):
-        raise ConfigError(["--tls-cert: it needs --tls-key, and the other way round"])
+        raise ConfigError(["--tls-cert and --tls-key: give both"])
     if cert is None or key is None:
         return
     import ssl
@@ -164,4 +166,4 @@ def _check_tls(cert: Path | None, key: Path | None) -> None:
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
     except (OSError, ssl.SSLError) as e:
-        raise ConfigError([f"--tls-cert: {cert} with {key} is no use: {e}"]) from None
+        raise ConfigError([f"--tls-cert: cannot use {cert} with {key}: {e}"]) from None

@@ -1,4 +1,4 @@
-"""`rolecall grafana`: dashboards and alert rules for Grafana and Prometheus."""
+"""Commands on Grafana and Prometheus: export, push, annotate."""
 
 from pathlib import Path
 from typing import Annotated
@@ -6,31 +6,33 @@ from typing import Annotated
 import typer
 
 from rolecall.cli.grafana_push import annotate, push
-from rolecall.cli.options import out
+from rolecall.cli.options import examples, out
 from rolecall.core.text import plain
 
-grafana = typer.Typer(no_args_is_help=True, help="Dashboards for Grafana, alert rules for Prometheus.")
-grafana.command()(push)
-grafana.command()(annotate)
+app = typer.Typer(no_args_is_help=True, help="Dashboards and alert rules for Grafana.")
+app.command(epilog=examples("rolecall grafana push --url https://grafana.example --token-file token --dry-run"))(push)
+app.command(epilog=examples("rolecall grafana annotate my-run --url https://grafana.example --token-file token"))(
+    annotate
+)
 
 IncidentsAtOption = Annotated[
     str,
-    typer.Option("--incidents-at", help="address of `rolecall dashboard`, to which links lead", metavar="URL"),
+    typer.Option("--incidents-at", help="Address of `rolecall dashboard`, for links.", metavar="URL"),
 ]
 
 
-@grafana.command()
+@app.command(epilog=examples("rolecall grafana export --out grafana/"))
 def export(
-    folder: Annotated[Path, typer.Option("--out", help="folder to write to; made if missing", metavar="DIR")],
+    folder: Annotated[Path, typer.Option("--out", help="Output folder; created if missing.", metavar="DIR")],
     incidents_at: IncidentsAtOption = "",
     dashboards_path: Annotated[
-        str, typer.Option(help="where the dashboards will lie on Grafana's machine", metavar="PATH")
+        str, typer.Option(help="Path of the dashboards on the Grafana server.", metavar="PATH")
     ] = "",
     runbooks: Annotated[
-        str, typer.Option(help="address of a copy of docs/runbooks that people on call can open", metavar="URL")
+        str, typer.Option(help="Address of a copy of docs/runbooks that on-call engineers can open.", metavar="URL")
     ] = "",
 ) -> int:
-    """Writes dashboards (JSON), how Grafana loads them (provisioning) and alert rules. The same bytes every time."""
+    """Write dashboards (JSON), Grafana provisioning files and alert rules. The output is deterministic."""
     from rolecall.dashboards.grafana import export as exporting
     from rolecall.dashboards.grafana.boards.all import documents
     from rolecall.dashboards.grafana.rules.all import RUNBOOKS, rules_yaml

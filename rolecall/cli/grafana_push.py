@@ -1,4 +1,4 @@
-"""What `rolecall grafana` puts on a server: dashboards, and incidents as annotations."""
+"""Commands that write to a Grafana server: push (dashboards) and annotate (incidents)."""
 
 import os
 import sys
@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 
-from rolecall.cli.options import ROOT, JournalOption, JsonOption, RootOption, checked_journal, out, print_json
+from rolecall.cli.options import (
+    ROOT,
+    JournalOption,
+    JsonOption,
+    LatestRunArgument,
+    RootOption,
+    checked_journal,
+    out,
+    print_json,
+)
 from rolecall.core.errors import ConfigError
 from rolecall.core.text import plain
 
@@ -23,32 +32,32 @@ TOKEN_ENV = "ROLECALL_GRAFANA_TOKEN"
 TOKEN_CHARS_MAX = 4096
 FROM_STDIN = "-"
 
-UrlOption = Annotated[str, typer.Option("--url", help="of the Grafana server, as https://HOST[:PORT][/PATH]")]
+UrlOption = Annotated[str, typer.Option("--url", help="Grafana server, as https://HOST[:PORT][/PATH].")]
 TokenOption = Annotated[
     str,
-    typer.Option("--token", help=f"token of a service account (Editor); better - for stdin, a file, or {TOKEN_ENV}"),
+    typer.Option("--token", help=f"Service account token (Editor); prefer - (stdin), --token-file or {TOKEN_ENV}."),
 ]
-TokenFileOption = Annotated[Path | None, typer.Option("--token-file", help="file that holds the token alone")]
-CaOption = Annotated[Path | None, typer.Option("--ca-file", help="certificates that the server's may be signed by")]
+TokenFileOption = Annotated[Path | None, typer.Option("--token-file", help="File that holds only the token.")]
+CaOption = Annotated[Path | None, typer.Option("--ca-file", help="CA certificates for the server.")]
 
 
 def push(
     url: UrlOption,
     token: TokenOption = "",
     token_file: TokenFileOption = None,
-    folder: Annotated[str, typer.Option(help="folder of Grafana, made if missing; empty: the top level")] = "rolecall",
-    datasource: Annotated[
-        str, typer.Option(help="name of the Prometheus data source; empty: each viewer's default")
-    ] = "",
+    folder: Annotated[str, typer.Option(help="Grafana folder, created if missing; empty: top level.")] = "rolecall",
+    datasource: Annotated[str, typer.Option(help="Prometheus data source; empty: the viewer's default.")] = "",
     ca_file: CaOption = None,
     incidents_at: Annotated[
-        str, typer.Option("--incidents-at", help="address of `rolecall dashboard`, for links")
+        str, typer.Option("--incidents-at", help="Address of `rolecall dashboard`, for links.")
     ] = "",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="also where a person edited a dashboard")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="look, say what would be written, write nothing")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Also replace dashboards that were edited in Grafana.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be written; write nothing.")] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Puts the dashboards on a Grafana server. Twice changes nothing; edits of people are told and left alone.
+    """Put the dashboards on a Grafana server. Idempotent; dashboards edited in Grafana are reported and kept.
 
     Alert rules are not pushed: Prometheus reads them from files (`rolecall grafana export`)."""
     from rolecall.dashboards.grafana.boards.all import documents
@@ -69,7 +78,7 @@ def push(
 
 def annotate(
     url: UrlOption,
-    run: Annotated[str, typer.Argument(help="run id, path of a run directory, or 'latest'", metavar="[RUN]")] = "",
+    run: LatestRunArgument = "",
     journal: JournalOption = "",
     token: TokenOption = "",
     token_file: TokenFileOption = None,
@@ -77,22 +86,22 @@ def annotate(
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
 ) -> int:
-    """Puts the incidents of a run on Grafana's time axes, one annotation each. Again: only what changed is written."""
+    """Write the incidents of a run to Grafana, one annotation each. Idempotent: only changes are written."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.dashboards.grafana import annotations
     from rolecall.recovery.operators.run_location import JournalLocation, RunLocation, opened
 
     if run and journal:
-        raise ConfigError(["--journal: a run is named, too: one of them is meant"])
+        raise ConfigError(["--journal: a run is given too; give one of the two"])
     place: RunLocation = JournalLocation(checked_journal(journal)) if journal else open_run_dir(runs, run or "latest")
-    with opened(place) as (_, book):
-        told = [episode(incident) for incident in book.incidents.values()]
+    with opened(place) as (_, recorded):
+        episodes = [episode(incident) for incident in recorded.incidents.values()]
     with _server(url, read_token(token, token_file, os.environ, sys.stdin), ca_file) as server:
-        return _tell(annotations.annotate(server, place.run_id, told), as_json)
+        return _tell(annotations.annotate(server, place.run_id, episodes), as_json)
 
 
 def episode(incident: "Incident") -> "IncidentAnnotation":
-    """An incident as a graph shows it."""
+    """An incident as a Grafana annotation shows it."""
     from rolecall.dashboards.grafana.annotations import IncidentAnnotation
 
     diagnosis = incident.diagnosis
@@ -109,29 +118,29 @@ def episode(incident: "Incident") -> "IncidentAnnotation":
 
 
 def read_token(literal: str, path: Path | None, environ: Mapping[str, str], stdin: TextIO) -> "Token":
-    """The token, from one of the places where it may be.
+    """The token, from the option, the file, standard input or the environment.
 
     Raises:
-        ConfigError: there is none, or two; the text shows none of it.
+        ConfigError: no token, or two. The message shows no part of it.
     """
     from rolecall.dashboards.grafana.server import Token
 
     if literal and path is not None:
-        raise ConfigError(["--token, --token-file: one of them is meant"])
+        raise ConfigError(["--token, --token-file: give one of the two"])
     if path is not None:
         return Token(_of_file(path))
     if literal == FROM_STDIN:
         return Token(stdin.readline(TOKEN_CHARS_MAX).strip())
     if literal:
         typer.echo(
-            "rolecall: a token on the command line can be read by all users of this machine while it runs, and stands in "
-            f"the shell's history: give --token-file, {TOKEN_ENV} or --token - instead",
+            "rolecall: a token on the command line is visible to all users of this machine and stays in the shell "
+            f"history: use --token-file, {TOKEN_ENV} or --token - instead",
             err=True,
         )
         return Token(literal)
     if environ.get(TOKEN_ENV):
         return Token(environ[TOKEN_ENV].strip())
-    raise ConfigError([f"a token is needed: --token-file FILE, {TOKEN_ENV}, or --token - and the token on stdin"])
+    raise ConfigError([f"no token: give --token-file FILE, {TOKEN_ENV}, or --token - with the token on stdin"])
 
 
 def _of_file(path: Path) -> str:
@@ -149,7 +158,7 @@ def _server(url: str, token: "Token", ca_file: Path | None) -> Iterator["Server"
 
     where = address(url)
     if where.token_in_the_clear:
-        typer.echo(f"rolecall: {where} is not https: the token goes over the network as it is", err=True)
+        typer.echo(f"rolecall: {where} is not https: the token is sent unencrypted", err=True)
     server = Server(where, token, ca_file=ca_file)
     try:
         yield server

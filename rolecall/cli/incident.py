@@ -1,4 +1,4 @@
-"""Commands on one incident: export."""
+"""Commands on incidents: incidents, mark, incident export."""
 
 import hashlib
 from pathlib import Path
@@ -6,31 +6,76 @@ from typing import Annotated, Any
 
 import typer
 
-from rolecall.cli.options import ROOT, JsonOption, RootOption, RunOption, out, print_json
+from rolecall.cli.options import ROOT, JsonOption, RootOption, RunOption, examples, out, print_json, whoami
+from rolecall.core.errors import ConfigError
 from rolecall.core.text import plain
 
-incident = typer.Typer(no_args_is_help=True, help="One incident: a bundle of it for a ticket.")
+app = typer.Typer()
+
+
+@app.command(epilog=examples("rolecall incidents", "rolecall incidents inc-1-rollout-1 --json"))
+def incidents(
+    incident: Annotated[str, typer.Argument(help="Incident id (default: all incidents).", metavar="[ID]")] = "",
+    run: RunOption = "latest",
+    runs: RootOption = ROOT,
+    as_json: JsonOption = False,
+) -> int:
+    """List incidents.
+
+    Each with its diagnosis, evidence, actions and outcome."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.recovery.operators import commands
+
+    value = commands.incidents(open_run_dir(runs, run), incident or None)
+    if as_json:
+        print_json(value)
+    else:
+        out(commands.incidents_text(value))
+    return 0
+
+
+@app.command(epilog=examples('rolecall mark inc-1-rollout-1 --wrong --reason "the switch was at fault"'))
+def mark(
+    incident: Annotated[str, typer.Argument(help="Incident id.", metavar="INCIDENT")],
+    right: Annotated[bool | None, typer.Option("--right/--wrong", help="Was the diagnosis right?")] = None,
+    because: Annotated[str, typer.Option("--reason", help="Why; written to the journal.")] = "",
+    run: RunOption = "latest",
+    runs: RootOption = ROOT,
+) -> int:
+    """Mark a diagnosis as right or wrong.
+
+    Possible after the incident has closed. The latest review counts."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.recovery.operators import commands
+
+    if right is None:
+        raise ConfigError(["--right or --wrong: which?"])
+    out(commands.review_diagnosis(open_run_dir(runs, run), incident, right, whoami(), because))
+    return 0
+
+
+incident = typer.Typer(no_args_is_help=True, help="Export one incident for a ticket.")
 
 
 @incident.callback()
-def _group() -> None:
-    """One incident: a bundle of it for a ticket."""
+def _incident() -> None:
+    """Export one incident for a ticket."""
 
 
-@incident.command()
+@incident.command(epilog=examples("rolecall incident export inc-1-rollout-1 --anonymous -o ticket.tar.gz"))
 def export(
-    incident_id: Annotated[str, typer.Argument(help="incident id, as `rolecall incidents` shows it", metavar="ID")],
+    incident_id: Annotated[str, typer.Argument(help="Incident id, as `rolecall incidents` shows it.", metavar="ID")],
     run: RunOption = "latest",
     runs: RootOption = ROOT,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="default: ID.tar.gz here", metavar="FILE.tar.gz")
+        Path | None, typer.Option("-o", "--output", help="Output file (default: ID.tar.gz).", metavar="FILE.tar.gz")
     ] = None,
     anonymous: Annotated[
-        bool, typer.Option("--anonymous", help="nodes and addresses become node-1, ip-1 and so on")
+        bool, typer.Option("--anonymous", help="Replace node names and addresses by node-1, ip-1, ....")
     ] = False,
     as_json: JsonOption = False,
 ) -> int:
-    """Journal, windows, events and logs of an incident in one file, without secrets, prompts or names of users."""
+    """Bundle journal, windows, events and logs of an incident, without secrets, prompts or user names."""
     from rolecall.core.private_file import write_private
     from rolecall.core.rundir import open_run_dir
     from rolecall.reports.incident_export import export as bundle_of
@@ -56,3 +101,6 @@ def export(
     for text in bundle.left_out:
         out(f"  left out: {plain(text)}")
     return 0
+
+
+app.add_typer(incident, name="incident")

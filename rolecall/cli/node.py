@@ -9,20 +9,30 @@ from typing import Annotated, Any
 
 import typer
 
-from rolecall.cli.options import ROOT, JsonOption, RootOption, RunOption, out, print_json, whoami
+from rolecall.cli.options import (
+    ROOT,
+    JsonOption,
+    ReasonOption,
+    RootOption,
+    RunOption,
+    examples,
+    out,
+    print_json,
+    progress,
+    whoami,
+)
 from rolecall.core.errors import ConfigError
 from rolecall.core.text import plain
 
-node = typer.Typer(no_args_is_help=True, help="Nodes: who had faults, where nothing is placed, and burning one in.")
+app = typer.Typer(no_args_is_help=True, help="List, quarantine, drain and test nodes.")
 
-NodeArgument = Annotated[str, typer.Argument(help="as `rolecall node list` shows it", metavar="NODE")]
-ReasonOption = Annotated[str, typer.Option("--reason", help="why; shown everywhere")]
+NodeArgument = Annotated[str, typer.Argument(help="Node, as `rolecall node list` shows it.", metavar="NODE")]
 BURN_IN_SECONDS = 60.0
 
 
-@node.command(name="list")
+@app.command(name="list", epilog=examples("rolecall node list", "rolecall node list --run my-run --json"))
 def list_nodes(run: RunOption = "latest", runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
-    """Every node with its replicas, quarantine, burn-ins and incidents; those with most incidents first."""
+    """List nodes with their replicas, quarantine, burn-in results and incidents; most incidents first."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
@@ -39,15 +49,15 @@ def list_nodes(run: RunOption = "latest", runs: RootOption = ROOT, as_json: Json
 
 
 def _lines(row: Mapping[str, Any]) -> Iterable[str]:
-    """A node for people: one line, and one more for each thing that was said of it."""
-    replicas = ", ".join(f"{r['replica']}#{r['incarnation']} {r['state'] or 'not there'}" for r in row["replicas"])
+    """One line for a node, and one for each fact about it."""
+    replicas = ", ".join(f"{r['replica']}#{r['incarnation']} {r['state'] or 'absent'}" for r in row["replicas"])
     num = row["num_incidents"]
-    yield f"{row['node']:<16} {num} incident{'' if num == 1 else 's'}  {replicas or 'nothing runs there'}"
+    yield f"{row['node']:<16} {num} incident{'' if num == 1 else 's'}  {replicas or 'idle'}"
     if row["quarantined"]:
         since = _utc(row["quarantined_since"])
         yield f"  QUARANTINED since {since} by {row['quarantined_by']}: {row['quarantined_because']}"
     if row["drained_at"] is not None:
-        moved = ", ".join(row["moved"]) or "nothing was to be moved"
+        moved = ", ".join(row["moved"]) or "nothing to move"
         yield f"  drained {_utc(row['drained_at'])} by {row['drained_by']}: {moved}"
     if row["incidents"]:
         yield f"  {', '.join(row['incidents'][-5:])}"
@@ -62,9 +72,9 @@ def _utc(at: float) -> str:
     return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-@node.command()
+@app.command(epilog=examples('rolecall node quarantine node-4 --reason "ECC errors"'))
 def quarantine(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> int:
-    """Nothing is placed on a node any more; what runs there goes on."""
+    """Stop placing replicas on a node. What runs there continues."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
@@ -72,9 +82,9 @@ def quarantine(name: NodeArgument, because: ReasonOption, run: RunOption = "late
     return 0
 
 
-@node.command()
+@app.command(epilog=examples('rolecall node drain node-4 --reason "maintenance"'))
 def drain(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> int:
-    """Quarantines a node and asks for each of its replicas to be moved, through the same guards as a diagnosis."""
+    """Quarantine a node and move its replicas away. The same guards apply as to a diagnosis."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
@@ -82,9 +92,9 @@ def drain(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", 
     return 0
 
 
-@node.command(name="return")
+@app.command(name="return", epilog=examples('rolecall node return node-4 --reason "DIMM replaced"'))
 def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "latest", runs: RootOption = ROOT) -> int:
-    """Ends a quarantine: replicas may be placed there again."""
+    """End a quarantine: replicas may be placed on the node again."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
@@ -92,33 +102,35 @@ def return_node(name: NodeArgument, because: ReasonOption, run: RunOption = "lat
     return 0
 
 
-@node.command(name="burn-in")
+@app.command(
+    name="burn-in", epilog=examples("rolecall node burn-in --seconds 600", "rolecall node burn-in node-4 --run latest")
+)
 def burn_in(
-    name: Annotated[str, typer.Argument(help="what this machine is called (default: its host name)")] = "",
-    run: Annotated[str, typer.Option("--run", help="record the result in this run's journal; needs NODE")] = "",
+    name: Annotated[str, typer.Argument(help="Name of this node (default: its host name).", metavar="[NODE]")] = "",
+    run: Annotated[str, typer.Option("--run", help="Record the result in this run's journal; needs NODE.")] = "",
     seconds: Annotated[
-        float, typer.Option(min=1, max=86_400, help="of work, shared among the checks")
+        float, typer.Option(min=1, max=86_400, help="Total duration, shared among the checks.")
     ] = BURN_IN_SECONDS,
-    folder: Annotated[
-        Path | None, typer.Option(help="where the disk is tested (default: the temporary folder)")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where to test the disk (default: the temporary folder).")] = None,
     runs: RootOption = ROOT,
     as_json: JsonOption = False,
 ) -> int:
-    """Works THIS machine hard and compares its answers bit by bit: GPU, cores, memory, disk, loopback. Says what it could
-    not check. Exit code 1 if a check failed, or none could be done. Not for a node in use: it takes all cores in turn."""
+    """Stress-test THIS machine: GPU, CPU cores, memory, disk, loopback; results are compared bit by bit.
+
+    Lists what could not be checked. Exit code 1 if a check failed or none could run. Uses all cores in turn: do not run
+    it on a node in use."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.node.burn_in import burn_in as work
     from rolecall.node.burn_in_checks import CHECKS
     from rolecall.recovery.operators import commands
 
     if run and not name:
-        raise ConfigError(["NODE: which node is this? It is recorded under that name"])
+        raise ConfigError(["NODE: needed with --run: the result is recorded under that name"])
     place = open_run_dir(runs, run) if run else None
     where = folder or Path(tempfile.gettempdir())
     if not where.is_dir():
-        raise ConfigError([f"--folder: {where} is no folder"])
-    found = work(CHECKS, seconds, where, progress=None if as_json else _say)
+        raise ConfigError([f"--folder: {where} is not a folder"])
+    found = work(CHECKS, seconds, where, progress=None if as_json else progress)
     told = {"node": name or os.uname().nodename, **found.to_dict()}
     recorded = commands.burned_in(place, name, found.to_dict(), whoami()) if place is not None else ""
     if as_json:
@@ -131,7 +143,3 @@ def burn_in(
     if recorded:
         out(recorded)
     return 0 if found.passed else 1
-
-
-def _say(text: str) -> None:
-    typer.echo(plain(text), err=True)

@@ -1,4 +1,4 @@
-"""Options that several commands share, and how commands print."""
+"""Options that several commands share, and the ways in which commands print."""
 
 import json
 import os
@@ -13,46 +13,45 @@ from rolecall.core.text import plain
 
 JOURNAL_ENV = "ROLECALL_JOURNAL_URL"
 RUNS_ENV = "ROLECALL_RUNS"
-RunArgument = Annotated[str, typer.Argument(help="run id, path of a run directory, or 'latest'", metavar="RUN")]
-RunOption = Annotated[str, typer.Option("--run", help="run id, path of a run directory, or 'latest'")]
-RootOption = Annotated[Path, typer.Option("--runs", envvar=RUNS_ENV, help="directory that holds the runs")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print JSON for machines")]
+RunArgument = Annotated[str, typer.Argument(help="Run id, path of a run directory, or 'latest'.", metavar="RUN")]
+LatestRunArgument = Annotated[
+    str, typer.Argument(help="Run id, path of a run directory, or 'latest'.", metavar="[RUN]")
+]
+RunOption = Annotated[str, typer.Option("--run", help="Run id, path of a run directory, or 'latest'.")]
+RootOption = Annotated[Path, typer.Option("--runs", envvar=RUNS_ENV, help="Directory that holds the runs.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+ReasonOption = Annotated[str, typer.Option("--reason", help="Why; written to the journal and shown to everyone.")]
 ROOT = Path("runs")
 
-# Where metrics come from: of `watch` and `record`.
-SourceOption = Annotated[str, typer.Option("--source", help="agents, prometheus or recording")]
-UrlOption = Annotated[str, typer.Option(help="Prometheus-compatible server, as http://HOST:9090[/PATH]")]
-QueryOption = Annotated[
-    list[str], typer.Option("--query", help="NAME=EXPRESSION (PromQL); may be repeated, replaces the default queries")
-]
-QueriesOption = Annotated[Path | None, typer.Option("--queries", help="YAML file: expressions and labels of machines")]
-MatchOption = Annotated[str, typer.Option("--match", help="label matchers for every query, as 'cluster=\"a\"'")]
-IntervalOption = Annotated[
-    float | None, typer.Option("--interval", help="seconds between ticks, not below the scrape interval")
-]
-HistoryOption = Annotated[float | None, typer.Option("--history", help="begin with so many seconds of the past")]
 CredentialsOption = Annotated[
-    Path | None, typer.Option("--credentials", help="file with one line: 'bearer TOKEN' or 'basic USER:PASSWORD'")
+    Path | None,
+    typer.Option("--credentials", help="File with one line: 'bearer TOKEN' or 'basic USER:PASSWORD'.", metavar="FILE"),
 ]
 JournalOption = Annotated[
     str,
     typer.Option(
-        "--journal", help=f"the journal's URL instead of a run; '-' reads it from {JOURNAL_ENV}, unseen by others"
+        "--journal",
+        help=f"URL of a journal instead of a run; '-' reads it from {JOURNAL_ENV}, so that no process list shows it.",
     ),
 ]
-ForOption = Annotated[float | None, typer.Option("--for", help="end after so many seconds")]
+SecondsOption = Annotated[float | None, typer.Option("--for", help="Stop after this many seconds.")]
+
+
+def examples(*lines: str) -> str:
+    """The epilog of a command's help: its examples, one a line."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def whoami() -> str:
-    """Whose word it is, as the journal keeps it: user and machine, at most 64 characters."""
+    """Who gives the command, as the journal records it: user and machine, at most 64 characters."""
     return plain(f"{os.environ.get('USER') or os.getuid()}@{os.uname().nodename}", 64)
 
 
 def checked_journal(text: str) -> str:
-    """The URL that `--journal` means.
+    """The URL that `--journal` names.
 
     Raises:
-        ConfigError: none that a journal can live at. The reason shows no password.
+        ConfigError: no journal can be at that URL. The message shows no password.
     """
     url = os.environ.pop(JOURNAL_ENV, "") if text == "-" else text
     if not url:
@@ -67,6 +66,11 @@ def checked_journal(text: str) -> str:
 
 def out(text: str) -> None:
     typer.echo(text)
+
+
+def progress(text: str) -> None:
+    """Progress goes to standard error: standard output holds the result and nothing else."""
+    typer.echo(plain(text), err=True)
 
 
 def print_json(value: Any) -> None:

@@ -1,27 +1,64 @@
-"""What a person says of one plan or one diagnosis: hold, lift, mark. Approve and reject stand in `rolecall.cli.main`."""
+"""Commands on one plan: approve, reject, hold, lift."""
 
 from typing import Annotated
 
 import typer
 
-from rolecall.cli.options import ROOT, RootOption, RunOption, out, whoami
-from rolecall.core.errors import ConfigError
+from rolecall.cli.options import ROOT, ReasonOption, RootOption, RunOption, examples, out, whoami
 
-words = typer.Typer()
+app = typer.Typer()
 
-DigestArgument = Annotated[str, typer.Argument(help="the plan's digest, as `rolecall incidents` shows it")]
+DigestArgument = Annotated[
+    str, typer.Argument(help="Digest of the plan, as `rolecall incidents` shows it.", metavar="DIGEST")
+]
 
 
-@words.command()
-def hold(
+@app.command(epilog=examples("rolecall approve 582be534fb4cd49b"))
+def approve(
     digest: DigestArgument,
-    because: Annotated[str, typer.Option("--reason", help="why; shown everywhere")],
-    minutes: Annotated[float, typer.Option(help="when the hold ends by itself; up to a day")] = 30.0,
     run: RunOption = "latest",
     runs: RootOption = ROOT,
 ) -> int:
-    """Nothing of a plan begins for so long, and its proposal does not lapse. In mode act a plan begins in the moment in
-    which it is made: there only what a guard holds can be held."""
+    """Approve a plan.
+
+    An approval counts once, for the replica incarnations that the plan names."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.recovery.operators import commands
+
+    out(commands.approve_plan(open_run_dir(runs, run), digest, whoami()))
+    return 0
+
+
+@app.command(epilog=examples('rolecall reject 582be534fb4cd49b --reason "checkpoint in progress"'))
+def reject(
+    digest: DigestArgument,
+    because: ReasonOption,
+    run: RunOption = "latest",
+    runs: RootOption = ROOT,
+) -> int:
+    """Reject a proposed or held plan.
+
+    Its incident is escalated to on-call."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.recovery.operators import commands
+
+    out(commands.reject_plan(open_run_dir(runs, run), digest, whoami(), because))
+    return 0
+
+
+@app.command(epilog=examples('rolecall hold 582be534fb4cd49b --minutes 10 --reason "collecting a core dump"'))
+def hold(
+    digest: DigestArgument,
+    because: ReasonOption,
+    minutes: Annotated[float, typer.Option(help="Duration of the hold; up to a day.")] = 30.0,
+    run: RunOption = "latest",
+    runs: RootOption = ROOT,
+) -> int:
+    """Delay a plan.
+
+    While the hold lasts its action does not start and its approval does not expire.
+
+    In mode act a plan starts as soon as it is made: there only a plan that a guard blocks can be held."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
@@ -29,34 +66,18 @@ def hold(
     return 0
 
 
-@words.command()
+@app.command(epilog=examples("rolecall lift 582be534fb4cd49b"))
 def lift(
     digest: DigestArgument,
-    because: Annotated[str, typer.Option("--reason", help="why; goes into the journal")] = "",
+    because: Annotated[str, typer.Option("--reason", help="Why; written to the journal.")] = "",
     run: RunOption = "latest",
     runs: RootOption = ROOT,
 ) -> int:
-    """Ends a hold before its time. The guards look again."""
+    """End a hold early.
+
+    The guards are evaluated again."""
     from rolecall.core.rundir import open_run_dir
     from rolecall.recovery.operators import commands
 
     out(commands.lift_hold(open_run_dir(runs, run), digest, whoami(), because))
-    return 0
-
-
-@words.command()
-def mark(
-    incident: Annotated[str, typer.Argument(help="incident id", metavar="INCIDENT")],
-    right: Annotated[bool | None, typer.Option("--right/--wrong", help="was the diagnosis right?")] = None,
-    because: Annotated[str, typer.Option("--reason", help="why; goes into the journal")] = "",
-    run: RunOption = "latest",
-    runs: RootOption = ROOT,
-) -> int:
-    """Says whether a diagnosis was right, also after its incident's end. The newest word counts; precision follows."""
-    from rolecall.core.rundir import open_run_dir
-    from rolecall.recovery.operators import commands
-
-    if right is None:
-        raise ConfigError(["--right or --wrong: which?"])
-    out(commands.review_diagnosis(open_run_dir(runs, run), incident, right, whoami(), because))
     return 0

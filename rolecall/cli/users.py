@@ -1,47 +1,45 @@
-"""Commands on the file of those who may act on the dashboard: add, remove, list."""
+"""Commands on the users of the dashboard and their access tokens: add, remove, list."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rolecall.cli.options import out
+from rolecall.cli.options import examples, out
 from rolecall.core.text import plain
 
-people = typer.Typer(no_args_is_help=True, help="Who may act on the dashboard.")
+app = typer.Typer(no_args_is_help=True, help="Manage dashboard users and access tokens.")
 
-FileOption = Annotated[Path, typer.Option("--file", help="the people file (mode 0600)", metavar="FILE")]
-NameArgument = Annotated[str, typer.Argument(help="as it will stand in the journal", metavar="NAME")]
+FileOption = Annotated[Path, typer.Option("--file", help="Users file (mode 0600).", metavar="FILE")]
+NameArgument = Annotated[str, typer.Argument(help="User name, as the journal records it.", metavar="NAME")]
 
 
-@people.command()
+@app.command(epilog=examples("rolecall users add anna --file users.yaml"))
 def add(name: NameArgument, file: FileOption) -> int:
-    """Lets NAME act, and prints the token once: it is kept nowhere."""
-    from rolecall.dashboards import users as book
+    """Add a user and print the access token. Only its hash is stored, so it is shown this once."""
+    from rolecall.dashboards import users as users_file
 
-    token = book.add(file, name)
-    out(
-        f"{plain(name)} may act on dashboards that are started with --people {plain(file)}. The token, shown this once:"
-    )
+    token = users_file.add(file, name)
+    out(f"{plain(name)} can sign in to dashboards started with --users {plain(file)}. Access token, shown only once:")
     out(token)
     return 0
 
 
-@people.command()
+@app.command(epilog=examples("rolecall users remove anna --file users.yaml"))
 def remove(name: NameArgument, file: FileOption) -> int:
-    """Ends NAME's token; whoever uses it now is out at once."""
-    from rolecall.dashboards import users as book
+    """Remove a user. Open sessions of the user end at once."""
+    from rolecall.dashboards import users as users_file
 
-    book.remove(file, name)
-    out(f"{plain(name)} may not act any more")
+    users_file.remove(file, name)
+    out(f"{plain(name)} removed")
     return 0
 
 
-@people.command("list")
+@app.command("list", epilog=examples("rolecall users list --file users.yaml"))
 def names(file: FileOption) -> int:
-    """Who may act."""
-    from rolecall.dashboards import users as book
+    """List the users."""
+    from rolecall.dashboards import users as users_file
 
-    for name in sorted(book.read_users(file)):
+    for name in sorted(users_file.read_users(file)):
         out(plain(name))
     return 0

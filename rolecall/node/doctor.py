@@ -1,4 +1,4 @@
-"""`rolecall doctor`: is this node fit to be watched, and how to mend what is not.
+"""Checks of a node (`rolecall doctor`): can it be watched, and how is each problem fixed?
 
 Facts of the node (`facts.py`) come in as one frozen value; each check is a pure function of them and says what it
 found, and where that is not well, what to do. Exit code 0: nothing is broken; 1: something is. With `--nhc` as node health
@@ -6,15 +6,8 @@ checks and monitoring plug-ins have it: 0 well, 1 warnings, 2 broken, 3 cannot t
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import Annotated, Any
-
-import typer
-
-from rolecall.cli.options import CredentialsOption, JsonOption, out, print_json
-from rolecall.core.text import plain
 
 CLOCK_ERROR_SECONDS_MAX = 0.5
 """Of an incident's times between nodes; the detectors live with one second."""
@@ -410,31 +403,3 @@ def lines(checks: tuple[NodeCheck, ...]) -> Iterator[str]:
         yield f"{check.level:8} {check.name}: {check.says}"
         if check.mend:
             yield f"         -> {check.mend}"
-
-
-doctor_app = typer.Typer()
-
-
-@doctor_app.command()
-def doctor(
-    config: Annotated[Path | None, typer.Option("--config", help="the agent's agent.yaml")] = None,
-    pid: Annotated[int | None, typer.Option(min=1, help="a rank, whose settings of NCCL are looked at")] = None,
-    agents: Annotated[
-        str, typer.Option(help="other agents, as for watch: how far are their clocks from this node's")
-    ] = "",
-    credentials: CredentialsOption = None,
-    nhc: Annotated[bool, typer.Option("--nhc", help="exit codes 0 well, 1 warnings, 2 broken, 3 cannot tell")] = False,
-    as_json: JsonOption = False,
-) -> int:
-    """Is this node fit to be watched, and how to mend what is not. Exit code 1: something is broken."""
-    from rolecall.node.facts import read_facts
-
-    checks = examine(read_facts(config, pid, agents=agents, credentials=credentials))
-    level = worst(checks)
-    if as_json:
-        value: dict[str, Any] = {"level": str(level), "checks": [{**asdict(c), "level": str(c.level)} for c in checks]}
-        print_json(value)
-    else:
-        for line in lines(checks):
-            out(plain(line))
-    return NHC_CODES[level] if nhc else int(level is CheckLevel.BROKEN)

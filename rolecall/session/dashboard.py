@@ -17,7 +17,7 @@ from rolecall.session.children import Child, rolecall_command
 logger = logging.getLogger(__name__)
 
 PERSON = "demo"
-PEOPLE_FILE, TOKEN_FILE = "people.yaml", "dashboard-token"
+PEOPLE_FILE, TOKEN_FILE = "users.yaml", "dashboard-token"
 NICENESS = 10
 LOG_BYTES_MAX = 64 * 1024
 """Read of its output while its address is waited for."""
@@ -43,7 +43,7 @@ class DashboardBeside:
         except (RolecallError, OSError) as e:
             logger.warning("no dashboard: %s", e)
             return
-        argv = rolecall_command("dashboard", str(self._run.path), "--port", "0", "--people", str(people))
+        argv = rolecall_command("dashboard", str(self._run.path), "--port", "0", "--users", str(people))
         nice = shutil.which("nice")
         argv = [nice, "-n", str(NICENESS), *argv] if nice else argv
         self._child = Child(argv, self._run.logs / "dashboard.log", self._run)

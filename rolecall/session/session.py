@@ -90,7 +90,7 @@ class Session:
             num_steps=self.job.num_steps,
         )
         supervisor = Supervisor(run, self.job, self.clock)
-        watch = Child(rolecall_command("watch", str(run.path)), run.logs / "watch.log", run)
+        watch = Child(rolecall_command("watch", "run", str(run.path)), run.logs / "watch.log", run)
         beside = DashboardBeside(run) if self.dashboard else None
         outcome, because = "failed", "ended before it was done"
         with _interrupts():

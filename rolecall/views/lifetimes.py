@@ -1,7 +1,7 @@
 """Which process stood for which replica, when: one life an incarnation, read from the journal. Pure.
 
 From the lives follow the lanes of the report's timeline, and `pids_kept`: every process that no plan named kept its PID
-(law 1, smallest blast radius).
+(invariant Smallest blast radius, docs/invariants.md).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

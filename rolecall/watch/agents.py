@@ -1,4 +1,4 @@
-"""`rolecall watch --agents`: one watch over the agents of any job, which need not know of rolecall. It observes.
+"""`rolecall watch agents`: one watch over the agents of any job, which need not know of rolecall. It observes.
 
 The run directory holds only what the watch itself writes (run.json, the journal, what the detectors have learned), so
 that `rolecall status`, `incidents` and `replay` work on it as on any other run.
@@ -28,12 +28,12 @@ _SCHEMES = ("http", "https")
 
 
 def is_file(text: str) -> bool:
-    """Whether `--agents` names a file (agents_file.py)."""
+    """Whether AGENTS names a file (agents_file.py)."""
     return "://" not in text
 
 
 def listed(text: str) -> list[str]:
-    """The agents that `--agents` names, with commas between.
+    """The agents that AGENTS names, with commas between.
 
     Raises:
         ConfigError: nothing is named, too many, or an entry is no address.
@@ -46,11 +46,9 @@ def checked_entries(lines: list[str]) -> list[str]:
     entries = [entry for line in lines if (entry := line.partition("#")[0].strip())]
     wrong = [e for e in entries if not _is_address(url_of(e))]
     if wrong:
-        raise ConfigError(
-            [f"--agents: {e!r} is neither http[s]://HOST:PORT nor NODE=http[s]://HOST:PORT" for e in wrong]
-        )
+        raise ConfigError([f"agents: {e!r} is neither http[s]://HOST:PORT nor NODE=http[s]://HOST:PORT" for e in wrong])
     if not 0 < len(entries) <= AGENTS_MAX:
-        raise ConfigError([f"--agents: expected 1 to {AGENTS_MAX} addresses, got {len(entries)}"])
+        raise ConfigError([f"agents: expected 1 to {AGENTS_MAX} addresses, got {len(entries)}"])
     return entries
 
 
@@ -77,7 +75,7 @@ def named_agents(entries: list[str], ask: Callable[[str], str] | None = None) ->
     found: dict[str, str] = {}
     for entry, node in names.items():
         if node in found:
-            problems.append(f"--agents: {found[node]} and {url_of(entry)} both speak for {node}")
+            problems.append(f"agents: {found[node]} and {url_of(entry)} both speak for {node}")
         found[node] = url_of(entry)
     if problems:
         raise ConfigError(problems)
@@ -92,7 +90,7 @@ def asked_names(entries: list[str], ask: Callable[[str], str]) -> tuple[dict[str
         answers = pool.map(lambda entry: _named(entry, ask), entries)
         for entry, (node, problem) in zip(entries, answers, strict=True):
             if problem:
-                problems.append(f"--agents: {entry}: {problem}; start it first, or write NODE={url_of(entry)}")
+                problems.append(f"agents: {entry}: {problem}; start it first, or write NODE={url_of(entry)}")
             else:
                 names[entry] = node
     return names, problems

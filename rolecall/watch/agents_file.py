@@ -1,4 +1,4 @@
-"""The file of `watch --agents FILE`: which agents there are, looked at again whenever it changes.
+"""The file of `watch agents FILE`: which agents there are, looked at again whenever it changes.
 
 Two forms. A name ending in `.json`, `.yaml` or `.yml`: groups as Prometheus reads them (`file_sd_configs`), so that one
 file serves both; of the labels `__scheme__` alone counts (`https`):
@@ -46,7 +46,7 @@ def entries_of(path: Path) -> list[str]:
         if path.suffix in GROUPS:
             return checked_entries(_of_groups(read_yaml(text)))
     except (OSError, ValueError) as e:
-        raise ConfigError([f"--agents: {path}: {e}"]) from None
+        raise ConfigError([f"agents: {path}: {e}"]) from None
     return checked_entries(text.splitlines())
 
 
@@ -121,7 +121,7 @@ class AgentsFile:
             self._retry_at = float("inf")  # the next change of the file is looked at
             self._say(list(e.problems))
         except OSError as e:  # of `keep`: what is watched is right all the same
-            self._say([f"--agents: {self._path}: {e}"])
+            self._say([f"agents: {self._path}: {e}"])
 
     def _resolve(self, entries: list[str]) -> list[str]:
         """Takes these as the agents; returns why some are not among them."""
@@ -131,7 +131,7 @@ class AgentsFile:
         for entry in entries:
             node = self._names.get(entry)
             if node in found:
-                problems.append(f"--agents: {found[node]} and {url_of(entry)} both speak for {node}")
+                problems.append(f"agents: {found[node]} and {url_of(entry)} both speak for {node}")
             elif node is not None:
                 found[node] = url_of(entry)
         self._found = found

@@ -14,7 +14,7 @@ from typing import TypeVar
 from rolecall import __version__
 from rolecall.core.config.job import JobConfig
 from rolecall.core.diagnosis import ActionKind
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import FAULTS
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Lease
 from rolecall.core.membership import ReplicaState
@@ -120,7 +120,7 @@ def tick_values(tick: TickView) -> Iterator[MetricValue]:
     yield _value("watch_agents", len(tick.unreachable), "unreachable")
     for node, since in tick.unreachable[:NUM_UNREACHABLE_MAX]:
         yield _value("watch_agent_unreachable_timestamp_seconds", since, node)
-    for fault in FaultClass:
+    for fault in FAULTS:
         yield _value("watch_diagnoses", tick.standing.get(fault, 0), fault)
 
 
@@ -179,7 +179,7 @@ def _suspects(incident: Incident) -> Iterable[Who]:
 
 
 def _counted(account: RunAccount, roles: list[str]) -> Iterator[MetricValue]:
-    for cause in _with(account.opened, ((role, str(fault)) for role in roles for fault in FaultClass)):
+    for cause in _with(account.opened, ((role, str(fault)) for role in roles for fault in FAULTS)):
         yield _value("incidents_opened_total", account.opened[cause], *cause)
     for detector, number in sorted(account.found.items()):
         yield _value("incidents_found_total", number, detector)

@@ -1,4 +1,4 @@
-"""One name, one process: what `watch --agents` does where agents of two nodes give the same name to two.
+"""One name, one process: what `watch agents` does where agents of two nodes give the same name to two.
 
 Agents do not know of each other. What they found by rules they number on their own: by the number in the name of their
 node (`a-1` and `b-1` have the same), or as the first trainer of a node on which another job has a first trainer, too. Both

@@ -30,7 +30,7 @@ from rolecall.core.text import plain
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.fusion import on_panels_alone
-from rolecall.detector.live.stages.run_panels import RunPanels
+from rolecall.detector.live.run_panels import RunPanels
 from rolecall.detector.live.subject import MonitoredProcess
 from rolecall.detector.panels.registry import detector as panel_detector
 from rolecall.detector.sources.agents import AgentsSource

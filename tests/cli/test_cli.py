@@ -126,7 +126,7 @@ def test_a_disk_without_room_is_said_and_leaves_no_run(
     monkeypatch.setattr("os.fdopen", _full)  # the token is written through it, after the directories were made
     code, _, err = _run(capsys, "run", _job(tmp_path), "--id", "x", "--runs", str(tmp_path / "runs"))
     assert code == 2
-    assert err == "rolecall: No space left on device: free some room and try again\n"
+    assert err == "rolecall: No space left on device: free some space and try again\n"
     assert list((tmp_path / "runs").iterdir()) == []
 
 
@@ -166,7 +166,7 @@ def test_a_package_that_is_missing_is_named(
     monkeypatch.setattr("rolecall.core.config.job.load_job", without)
     code, _, err = _run(capsys, "run", "job.yaml")
     assert code == 2
-    assert err == f"rolecall: this needs {package}, which is not installed; try: pip install 'rolecall[{extra}]'\n"
+    assert err == f"rolecall: {package} is not installed; try: pip install 'rolecall[{extra}]'\n"
 
 
 def test_output_that_nobody_reads_any_more_is_no_defect(fake_run: RunDir) -> None:

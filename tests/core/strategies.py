@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, Finding, Plan, PlanTarget, Suspect
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import FAULTS
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.telemetry import (
@@ -42,7 +42,7 @@ EVIDENCE = st.builds(
 )
 _statement: dict[str, Any] = {
     "suspects": st.lists(SUSPECTS, max_size=3).map(tuple),
-    "fault_class": st.sampled_from(FaultClass),
+    "fault_class": st.sampled_from(list(FAULTS)),
     "onset": TIMES,
     "detected_at": TIMES,
     "confidence": st.floats(0, 1),

@@ -10,7 +10,14 @@ from rolecall.core.journal.rows import WALL_MAX, event_of
 
 
 def read(body: str, wall_at: Any = 5.0) -> Event:
-    row = {"seq": 7, "kind": "paused", "wall_at": wall_at, "body": body, "incident_id": None, "caused_by": None}
+    row = {
+        "seq": 7,
+        "kind": "recovery_paused",
+        "wall_at": wall_at,
+        "body": body,
+        "incident_id": None,
+        "caused_by": None,
+    }
     return event_of({**row, "key": None, "hash": "00"}, "the file")
 
 

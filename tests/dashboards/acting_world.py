@@ -98,7 +98,7 @@ def world(folder: Path, homes: dict[str, str] | None = None) -> World:
             Actual(replica=ReplicaId(replica), incarnation=1, node=NodeId(node), state=ReplicaState.SERVING)
         )
     journal.close()
-    return World(run=run, users_path=folder / "people.yaml")
+    return World(run=run, users_path=folder / "users.yaml")
 
 
 def diagnosis(

@@ -25,7 +25,7 @@ NOW = 1_700_000_000.0
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    return tmp_path / "people.yaml"
+    return tmp_path / "users.yaml"
 
 
 def test_a_person_is_the_name_beside_the_hash_of_the_token(file: Path) -> None:

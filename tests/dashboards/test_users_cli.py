@@ -1,4 +1,4 @@
-"""`rolecall people`: the token is shown once, and nowhere else."""
+"""`rolecall users`: the token is shown once, and nowhere else."""
 
 from pathlib import Path
 
@@ -9,27 +9,27 @@ from rolecall.dashboards.users import Authenticator, SignedInUser
 
 
 def test_a_person_is_added_listed_and_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = str(tmp_path / "people.yaml")
-    assert main(["people", "add", "anna", "--file", file]) == 0
+    file = str(tmp_path / "users.yaml")
+    assert main(["users", "add", "anna", "--file", file]) == 0
     token = capsys.readouterr().out.splitlines()[-1]
     held = Authenticator(Path(file)).enter(token, 1.0)
     assert isinstance(held, SignedInUser)
     assert held.name == "anna"
-    assert main(["people", "list", "--file", file]) == 0
+    assert main(["users", "list", "--file", file]) == 0
     assert capsys.readouterr().out == "anna\n"
-    assert main(["people", "remove", "anna", "--file", file]) == 0
-    assert main(["people", "list", "--file", file]) == 0
+    assert main(["users", "remove", "anna", "--file", file]) == 0
+    assert main(["users", "list", "--file", file]) == 0
     assert token not in capsys.readouterr().out
 
 
 def test_what_is_wrong_is_one_line_and_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "people.yaml"
-    assert main(["people", "add", "anna", "--file", str(file)]) == 0
+    file = tmp_path / "users.yaml"
+    assert main(["users", "add", "anna", "--file", str(file)]) == 0
     before = file.read_bytes()
     capsys.readouterr()
-    assert main(["people", "add", "anna", "--file", str(file)]) == 1
-    assert main(["people", "remove", "bert", "--file", str(file)]) == 1
-    assert main(["people", "list", "--file", str(tmp_path / "none.yaml")]) == 2
+    assert main(["users", "add", "anna", "--file", str(file)]) == 1
+    assert main(["users", "remove", "bert", "--file", str(file)]) == 1
+    assert main(["users", "list", "--file", str(tmp_path / "none.yaml")]) == 2
     told = capsys.readouterr()
     assert told.out == ""
     assert len(told.err.splitlines()) == 3

@@ -97,10 +97,10 @@ def test_a_burn_in_is_recorded(world: World, capsys: pytest.CaptureFixture[str])
 
 def test_a_burn_in_that_is_recorded_needs_a_name(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert say(world, "node", "burn-in") == 2
-    assert "NODE: which node is this?" in capsys.readouterr().err
+    assert "NODE: needed with --run" in capsys.readouterr().err
     assert main(["node", "burn-in", "--folder", "/nonexistent"]) == 2
 
 
-def test_watch_approve_is_for_runs_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["watch", "--approve", "--agents", "http://127.0.0.1:1"]) == 2
-    assert "--approve: goes with RUN" in capsys.readouterr().err
+def test_approval_is_an_option_of_watch_run_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["watch", "agents", "http://127.0.0.1:1", "--require-approval"]) == 2
+    assert "No such option: --require-approval" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 
 from rolecall.core.config.job import RecoveryConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, PlanTarget, Suspect
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import FAULTS, FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView, ReplicaView
@@ -248,7 +248,7 @@ def test_decide(name: str) -> None:
     assert decide(PolicyInput.from_dict(question.to_dict())) == verdict, "what is stored decides the same"
 
 
-@pytest.mark.parametrize("fault", list(FaultClass))
+@pytest.mark.parametrize("fault", list(FAULTS))
 def test_every_class_has_an_answer(fault: FaultClass) -> None:
     verdict = decide(ask(diagnosis(fault, ONE)))
     assert verdict.plan.because

@@ -21,7 +21,7 @@ COMMANDS = {
     "audit": ("audit", "{run}"),
     "replay": ("replay", "i-1", "--run", "{run}"),
     "report": ("report", "{run}"),
-    "watch": ("watch", "{run}"),
+    "watch": ("watch", "run", "{run}"),
     "pause": ("pause", "--reason", "x", "--run", "{run}"),
     "replace": ("replace", "rollout/1", "--reason", "x", "--run", "{run}"),
 }

@@ -1,4 +1,4 @@
-"""`rolecall watch --agents` over HTTPS and with users: the addresses, the names, and the source itself."""
+"""`rolecall watch agents` over HTTPS and with users: the addresses, the names, and the source itself."""
 
 import ssl
 from pathlib import Path

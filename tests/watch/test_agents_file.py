@@ -1,4 +1,4 @@
-"""`watch --agents FILE`: its two forms, and a list that is read again while the watch runs."""
+"""`watch agents FILE`: its two forms, and a list that is read again while the watch runs."""
 
 import json
 import os
@@ -144,7 +144,7 @@ def test_a_file_that_is_damaged_or_gone_changes_nothing(
         world.write(text)
     for _ in range(3):
         assert world.settle() == ["a"]
-    assert len(caplog.records) == 1 and "--agents" in caplog.text
+    assert len(caplog.records) == 1 and "agents: " in caplog.text
     world.write("[{targets: ['b:1']}]")
     assert world.settle() == ["b"]
 
@@ -228,7 +228,7 @@ def test_the_command_watches_the_agents_of_a_file(tmp_path: Path) -> None:
     agent = AgentProcess(tmp_path / "node")
     try:
         (tmp_path / "nodes.yaml").write_text(f"- targets: ['{agent.netloc}', 'localhost:1']\n")
-        command = [sys.executable, "-m", "rolecall", "watch", "--agents", str(tmp_path / "nodes.yaml"), "--id", "w"]
+        command = [sys.executable, "-m", "rolecall", "watch", "agents", str(tmp_path / "nodes.yaml"), "--id", "w"]
         command += ["--runs", str(tmp_path / "runs"), "--for", "0.5"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
         assert done.returncode == 0, done.stderr

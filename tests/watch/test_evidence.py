@@ -24,7 +24,7 @@ from rolecall.agent.registry import Registry
 from rolecall.cli.main import main
 from rolecall.core.clock import SystemClock
 from rolecall.core.diagnosis import Diagnosis, Suspect
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import EvidenceKind, FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
@@ -41,7 +41,6 @@ from rolecall.watch.agents import listed, named_agents, observing_run
 from rolecall.watch.evidence import pull as evidence_pull
 from rolecall.watch.evidence.files import redacted
 from rolecall.watch.evidence.pull import NO_TOKEN, EvidencePull
-from rolecall.watch.evidence.requests import EvidenceKind
 from rolecall.watch.run import watch_until
 from tests.agent.collectors.test_uninstrumented import TORCH
 from tests.agent.collectors.test_uninstrumented import Job as Ranks

@@ -7,11 +7,12 @@ import pytest
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.diagnosis import FaultClass as F
+from rolecall.core.faults import EvidenceKind
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import ProcessSample
-from rolecall.detector.base.findings import suspect
+from rolecall.detector.live.findings import suspect
 from rolecall.detector.live.subject import MonitoredProcess
-from rolecall.watch.evidence.requests import NUM_FLIGHT_MAX, NUM_STACKS_MAX, EvidenceKind, select_evidence
+from rolecall.watch.evidence.requests import NUM_FLIGHT_MAX, NUM_STACKS_MAX, select_evidence
 
 ROLLOUT = ("rollout/0", 0)
 

@@ -501,13 +501,13 @@ def test_the_command_refuses_what_it_cannot_serve(
     tmp_path: Path, fake_run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(fake_run.path)
-    assert _main(capsys, run, "--metrics", "9478") == (2, ANY)
-    code, said = _main(capsys, run, "--web-config", str(tmp_path / "web.yml"))
-    assert code == 2 and "--web-config: goes with --metrics" in said
-    code, said = _main(capsys, run, "--metrics", "127.0.0.1:0", "--web-config", str(tmp_path / "web.yml"))
+    assert _main(capsys, "run", run, "--metrics", "9478") == (2, ANY)
+    code, said = _main(capsys, "run", run, "--web-config", str(tmp_path / "web.yml"))
+    assert code == 2 and "--web-config: needs --metrics" in said
+    code, said = _main(capsys, "run", run, "--metrics", "127.0.0.1:0", "--web-config", str(tmp_path / "web.yml"))
     assert code == 2 and "web.yml" in said
-    code, said = _main(capsys, "--source", "prometheus", "--url", "http://127.0.0.1:1", "--metrics", "127.0.0.1:0")
-    assert code == 2 and "--metrics: goes with --source agents" in said
+    code, said = _main(capsys, "prometheus", "http://127.0.0.1:1", "--metrics", "127.0.0.1:0")
+    assert code == 2 and "No such option: --metrics" in said
     assert not (fake_run.path / "watch.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""`watch --source prometheus|recording` and `record`: options, what they print, what they leave behind; and all of it
+"""`watch prometheus|recording` and `record`: options, what they print, what they leave behind; and all of it
 against a real Prometheus that scrapes real agents."""
 
 import json
@@ -215,23 +215,24 @@ def test_a_healthy_recording_and_one_that_is_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (("--source", "recording"), "model: detector 'sequential' has none; only minder is fitted"),
-        (("--source", "recording", "--detector", "minder"), "not a model that rolecall fit wrote"),
-        (("--source", "prometheus", "--url", OPTIONS.url, "--detector", "minder"), "not a model"),
-        (("--runs", "."), "--model: a run's own detectors have none"),
+        (("recording", "{recording}"), "model: detector 'sequential' has none; only minder is fitted"),
+        (("recording", "{recording}", "--detector", "minder"), "not a model that rolecall fit wrote"),
+        (("prometheus", OPTIONS.url, "--detector", "minder"), "not a model"),
+        (("run", "latest"), "No such option: --model"),
     ],
 )
 def test_a_model_is_of_minder_and_of_a_fleet(
     recorded: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
 ) -> None:
     """The model is a recording: whoever opens it says that it is none."""
-    assert main(["watch", str(recorded), *options, "--model", str(recorded)]) == 2
+    argv = [option.format(recording=recorded) for option in options]
+    assert main(["watch", *argv, "--model", str(recorded)]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_minder_watches_with_the_model_given(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--source", "recording", "--speed", "inf", "--detector", "minder", "--model", str(BUILT_IN))
-    assert main(["watch", str(recorded), *options]) == 0
+    options = ("--speed", "inf", "--detector", "minder", "--model", str(BUILT_IN))
+    assert main(["watch", "recording", str(recorded), *options]) == 0
     assert "detector minder has not seen enough of its 5 machines" in capsys.readouterr().out
 
 

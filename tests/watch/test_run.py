@@ -50,7 +50,7 @@ def _watcher(path: Path, clock: FakeClock) -> watching._PersistentDetector:
 def test_the_engine_is_told_what_panels_say_and_learning_is_kept_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rolecall.detector.live.engine.AFTERMATH_SECONDS", 0.0)
+    monkeypatch.setattr("rolecall.detector.live.stages.panels.AFTERMATH_SECONDS", 0.0)
     clock, fleet = FakeClock(), FakeFleet(seed=1)
     watcher = _watcher(tmp_path, clock)
     for o in fleet.run(15.0):

@@ -7,25 +7,11 @@ gives, which is an estimate made by the same detector, and shown apart. From fin
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from rolecall.core.diagnosis import Diagnosis
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import DetectionChannel
 from rolecall.recovery.incidents.incident import PERSON
 from rolecall.views.incidents import IncidentSummary
-
-
-class DetectionChannel(StrEnum):
-    """What finds a fault, fastest first."""
-
-    EXIT = "process exit"
-    HARDWARE = "XID, GPU, link"
-    STALL = "no progress"
-    COLLECTIVE = "collective stalls"
-    SLOW = "slow"
-    WRONG = "wrong values"
-    OTHER = "other"
-
 
 GOAL_SECONDS: dict[DetectionChannel, float] = {
     DetectionChannel.EXIT: 1.0,
@@ -68,22 +54,12 @@ class RecoveryTimes:
 
 def evidence_of(d: Diagnosis) -> DetectionChannel:
     """By the class of the fault and who found it."""
-    seen = frozenset(d.detectors)
-    match d.fault_class:
-        case FaultClass.CRASH | FaultClass.RESOURCE_EXHAUSTED | FaultClass.USER_CODE:
-            return DetectionChannel.EXIT
-        case FaultClass.GPU:
-            return DetectionChannel.HARDWARE
-        case FaultClass.NETWORK:
-            return DetectionChannel.HARDWARE if seen & OF_MACHINES else DetectionChannel.COLLECTIVE
-        case FaultClass.HANG:
-            return DetectionChannel.COLLECTIVE if seen & OF_COLLECTIVES else DetectionChannel.STALL
-        case FaultClass.SLOW:
-            return DetectionChannel.SLOW
-        case FaultClass.SILENT_CORRUPTION | FaultClass.WRONG_WEIGHTS:
-            return DetectionChannel.WRONG
-        case _:
-            return DetectionChannel.OTHER
+    seen, channel = frozenset(d.detectors), d.fault_class.spec.channel
+    if channel is DetectionChannel.COLLECTIVE and seen & OF_MACHINES:
+        return DetectionChannel.HARDWARE
+    if channel is DetectionChannel.STALL and seen & OF_COLLECTIVES:
+        return DetectionChannel.COLLECTIVE
+    return channel
 
 
 def detection(stories: Iterable[IncidentSummary]) -> tuple[DetectionTimes, ...]:

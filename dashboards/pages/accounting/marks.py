@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import FAULTS
 from rolecall.recovery.incidents.incident import Incident
 
 Z_95 = 1.959964
@@ -70,7 +70,7 @@ def marks(incidents: Iterable[Incident]) -> PrecisionSummary:
         classes.setdefault(str(i.diagnosis.fault_class), []).append(i)
         for name in i.diagnosis.detectors or ("unknown",):
             detectors.setdefault(name, []).append(i)
-    order = [str(c) for c in FaultClass]
+    order = [str(c) for c in FAULTS]
     return PrecisionSummary(
         of_all=_precision("all", found),
         by_class=tuple(_precision(n, classes[n]) for n in sorted(classes, key=order.index)),

@@ -28,7 +28,7 @@ from rolecall.dashboards.pages.incidents.view import (
 )
 from rolecall.dashboards.pages.incidents.what_if import Margin, WhatIf, asked, margins, what_if
 from rolecall.dashboards.settings import Settings
-from rolecall.detector.live.stages.collapse import DETECTOR as COLLAPSE
+from rolecall.detector.base.findings import COLLAPSE
 
 KEPT_MAX = 32
 """Incidents whose pages are kept: a window takes some megabytes."""

@@ -40,7 +40,7 @@ SHAPES: dict[TimelineEntryKind, str] = {
     TimelineEntryKind.FAILED: "cross",
     TimelineEntryKind.RUN: "circle",
     TimelineEntryKind.PROOF: "triangle-down",
-    TimelineEntryKind.CURED: "arrow",
+    TimelineEntryKind.VERIFIED: "arrow",
     TimelineEntryKind.CLOSED: "square",
 }
 DASHES: dict[TimelineEntryKind, list[int]] = {
@@ -49,7 +49,7 @@ DASHES: dict[TimelineEntryKind, list[int]] = {
     TimelineEntryKind.FOUND: [1, 0],
     TimelineEntryKind.ACTION: [8, 3],
     TimelineEntryKind.PROOF: [2, 2],
-    TimelineEntryKind.CURED: [10, 2, 2, 2],
+    TimelineEntryKind.VERIFIED: [10, 2, 2, 2],
 }
 ROWS: dict[str, tuple[TimelineEntryKind, ...]] = {
     "fault": (TimelineEntryKind.FAULT, TimelineEntryKind.ONSET),
@@ -57,7 +57,7 @@ ROWS: dict[str, tuple[TimelineEntryKind, ...]] = {
     "decision": (TimelineEntryKind.PLAN, TimelineEntryKind.HELD, TimelineEntryKind.PERSON),
     "action": (TimelineEntryKind.ACTION, TimelineEntryKind.FAILED),
     "run": (TimelineEntryKind.RUN,),
-    "proof": (TimelineEntryKind.PROOF, TimelineEntryKind.CURED, TimelineEntryKind.CLOSED),
+    "proof": (TimelineEntryKind.PROOF, TimelineEntryKind.VERIFIED, TimelineEntryKind.CLOSED),
 }
 """Kinds of moments that share a row."""
 ROW_OF = {mark: row for row, marks in ROWS.items() for mark in marks}

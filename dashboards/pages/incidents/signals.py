@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
-from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.metrics.catalogue import CATALOGUE
@@ -235,15 +234,10 @@ BY_METRIC: Mapping[str, SignalSpec] = {
     "rolecall_train_loss": LOSS,
     SECONDS_PER_UNIT: PER_UNIT,
 }
-BY_CLASS: Mapping[FaultClass, tuple[SignalSpec, ...]] = {
-    FaultClass.HANG: (STANDING, WORK, CPU),
-    FaultClass.SLOW: (PER_UNIT, TOKENS, CPU, DELAY),
-    FaultClass.CRASH: (WORK, REQUESTS, CPU),
-    FaultClass.RESOURCE_EXHAUSTED: (MEMORY, WORK, CPU),
-    FaultClass.SILENT_CORRUPTION: (LOSS, WORK),
-    FaultClass.USER_CODE: (WORK, CPU),
+BY_KEY: Mapping[str, SignalSpec] = {
+    s.key: s for s in (WORK, STANDING, PER_UNIT, TOKENS, CPU, DELAY, MEMORY, REQUESTS, LOSS)
 }
-OTHERWISE = (WORK, STANDING, CPU)
+"""What `FaultSpec.signals` names."""
 OF_POLICY = (
     ("reward", "The policy: mean reward of a step", ""),
     ("entropy", "The policy: entropy", "nats a token"),
@@ -259,7 +253,7 @@ def kinds_for(d: Diagnosis) -> tuple[SignalSpec, ...]:
     """What the diagnosis speaks of comes first."""
     named = [e.kind.removeprefix(METRIC) for e in d.evidence if e.kind.startswith(METRIC)]
     found = [BY_METRIC[n] for n in named if n in BY_METRIC] + [_gpu_kind(n) for n in named if n.startswith(GPU_PREFIX)]
-    found += BY_CLASS.get(d.fault_class, OTHERWISE)
+    found += [BY_KEY[key] for key in d.fault_class.spec.signals]
     return tuple({k.key: k for k in found}.values())[:NUM_SIGNALS_MAX]
 
 

@@ -9,19 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis
-from rolecall.core.faults import FaultClass
 from rolecall.core.text import plain
 from rolecall.detector.live.engine import LiveDetector
 
 BISECTIONS = 8
 FACTOR_MAX = 16.0
 """A number is raised so many times at most."""
-
-SETTINGS: Mapping[FaultClass, tuple[str, str]] = {
-    FaultClass.HANG: ("hang_floor_seconds", "the shortest deadline of a hang been {:.3g} s"),
-    FaultClass.SLOW: ("slow_ratio", "a slowness of {:.3g} times been looked for"),
-}
-"""By class: the field of `DetectorConfig` that decides first, and words for `had ...`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +30,10 @@ class ThresholdBoundary:
 
 def edge(window: Mapping[str, Any], d: Diagnosis) -> ThresholdBoundary | str:
     """The edge, or why there is none."""
-    if d.fault_class not in SETTINGS:
+    threshold = d.fault_class.spec.threshold
+    if threshold is None:
         return f"no threshold of the detectors decides of a {str(d.fault_class).replace('_', ' ')}"
-    setting, words = SETTINGS[d.fault_class]
+    setting, words = threshold.setting, threshold.words
     try:
         now = float(window["config"][setting])
         if not _says(window, d, setting, now):

@@ -40,7 +40,7 @@ class TimelineEntryKind(StrEnum):
     FAILED = "failed"
     RUN = "the run"
     PROOF = "proof"
-    CURED = "seen to work"
+    VERIFIED = "verified"
     CLOSED = "closed"
 
 
@@ -197,7 +197,7 @@ OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
     K.ACTION_STARTED: (TimelineEntryKind.ACTION, lambda e: f"begins: {_plan_words(e)}"),
     K.ACTION_DONE: (TimelineEntryKind.ACTION, lambda e: f"done: {_result(e)}"),
     K.ACTION_FAILED: (TimelineEntryKind.FAILED, lambda e: str(e.body.get("because") or "no reason is given")),
-    K.INCIDENT_VERIFIED: (TimelineEntryKind.CURED, lambda e: str(e.body.get("because") or "")),
+    K.INCIDENT_VERIFIED: (TimelineEntryKind.VERIFIED, lambda e: str(e.body.get("because") or "")),
     K.INCIDENT_CLOSED: (TimelineEntryKind.CLOSED, lambda e: f"as {e.body.get('outcome')}"),
 }
 """The incident's own events: what they are in the drawing, and in words."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import FAULTS, FaultClass, Remedy
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId, split_replica
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import STANDBY_ROLE
@@ -239,7 +239,7 @@ def _by_person(a: DecisionInputs) -> Iterable[Change]:
 def _by_class(a: DecisionInputs) -> Iterable[Change]:
     """Other classes, together where they give the same."""
     together: dict[tuple[object, ...], list[FaultClass]] = {}
-    for other in FaultClass:
+    for other in FAULTS:
         if other is not a.question.diagnosis.fault_class:
             together.setdefault(answer(_of_diagnosis(a, fault_class=other)).key, []).append(other)
     for found in together.values():
@@ -282,7 +282,7 @@ def _with_fleet(a: DecisionInputs, replicas: Sequence[object]) -> DecisionInputs
 def _by_number(a: DecisionInputs, then: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
     """Of a slow replica three numbers decide: how slow it is, how long the job goes on, what a replacement costs."""
     d, config = a.question.diagnosis, a.question.config
-    if d.fault_class is not FaultClass.SLOW:
+    if d.fault_class.spec.remedy is not Remedy.WEIGH:
         return
     ratio, horizon, cost = d.gain_ratio, config.horizon_seconds, config.replacement_cost_seconds
     if ratio is not None and math.isfinite(ratio) and ratio > 1:

@@ -14,6 +14,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.detector.base.findings import settles
 from rolecall.detector.live.fleet import MonitoredProcesses, names
+from rolecall.detector.live.stages.stage import Stage, Tick
 
 UNREACHABLE_GRACE_SECONDS = 3.0
 """An agent restarts in about a second; three without an answer are worth a sentence."""
@@ -26,6 +27,13 @@ RAYLET_SECONDS = 120.0
 """How long the loss of a raylet is told: by then its node is replaced or was never needed."""
 REFUSED = "refused"
 """Part of the reason that a source gives when nobody listens on the agent's port."""
+
+
+class AgentLostStage(Stage):
+    name = "agent_lost"
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        return find(tick.fleet, tick.now)
 
 
 def find(fleet: MonitoredProcesses, now: float) -> list[Finding]:

@@ -20,12 +20,13 @@ from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.policy_health import LOG_RATIO_ALARM
 from rolecall.core.telemetry import Phase
-from rolecall.detector.base.findings import ADVISES, finding, settles
+from rolecall.detector.base.findings import ADVISES, COLLAPSE, settles
 from rolecall.detector.live.collapse_tests import CollapseSymptom, collapse_symptoms
+from rolecall.detector.live.findings import finding
 from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.training_history import TrainingHistory, TrainingStepPoint
 
-DETECTOR: Final = "collapse"
 QUIET_STEPS: Final = 16
 """Twice what a sign needs to be seen: one that flickers is one incident."""
 CONFIDENCE: Final = {FaultClass.SILENT_CORRUPTION: 0.9, FaultClass.USER_CODE: 0.7}
@@ -75,6 +76,22 @@ class CollapseWatch:
         )
 
 
+class CollapseStage(Stage):
+    name = "collapse"
+
+    def __init__(self) -> None:
+        self._watch = CollapseWatch()
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        return self._watch.find(tick.fleet, tick.now)
+
+    def state(self) -> CollapseWatch:
+        return self._watch
+
+    def restore(self, state: CollapseWatch) -> None:
+        self._watch = state
+
+
 def _class(seen: Sequence[CollapseSymptom]) -> FaultClass:
     disagree = any(sign.kind == "engines_disagree" for sign in seen)
     return FaultClass.SILENT_CORRUPTION if disagree else FaultClass.USER_CODE
@@ -95,7 +112,7 @@ def _finding(
     else:
         because, more = _of_the_job(what, began, points)
     return finding(
-        DETECTOR,
+        COLLAPSE,
         [],
         fault,
         onset=began.wall_at,
@@ -103,7 +120,7 @@ def _finding(
         confidence=CONFIDENCE[fault],
         because=because,
         evidence=(*(sign.evidence() for sign in seen), *more),
-        about=f":{DETECTOR}",  # no role's code: its crashes and hangs are not explained by it
+        about=f":{COLLAPSE}",  # no role's code: its crashes and hangs are not explained by it
     )
 
 

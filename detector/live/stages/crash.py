@@ -10,9 +10,11 @@ An exception whose process lives on is a crash of its work, once it did nothing 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEventKind, Phase
-from rolecall.detector.base.findings import EXIT, finding
+from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.exceptions import blames_code, exception_text, last_exception, step_of
+from rolecall.detector.live.findings import finding
 from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
+from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.subject import MonitoredProcess
 
 EXCEPTION_GRACE_SECONDS = 2.0
@@ -44,6 +46,16 @@ DOING = {
     "control": "turned its loop",
 }
 """What a process did when it went, in words."""
+
+
+class CrashStage(Stage):
+    """After `user_code`, whose exceptions are no crashes of their own."""
+
+    name = "crash"
+    suppresses = frozenset({"dependent_stall", "nccl_ras"})
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        return find(tick.fleet, tick.now, tick.explained)
 
 
 def find(fleet: MonitoredProcesses, now: float, explained: set[str]) -> list[Finding]:

@@ -12,12 +12,20 @@ from dataclasses import replace
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.detector.base.findings import EXIT
+from rolecall.detector.live.stages.stage import Stage, Tick
 
 OWN_SIGNALS = frozenset({4, 7, 8, 11})
 """SIGILL, SIGBUS, SIGFPE, SIGSEGV: no launcher sends them. SIGABRT is NCCL's watchdog, SIGKILL and SIGTERM the launcher's
 who ends the rest of a job."""
 NUM_NAMED_MAX = 8
-_HARDWARE = (FaultClass.GPU, FaultClass.NETWORK)
+
+
+class LostRanksStage(Stage):
+    name = "lost_ranks"
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        tick.findings = folded(tick.findings)
+        return []
 
 
 def folded(findings: Sequence[Finding]) -> list[Finding]:
@@ -33,11 +41,12 @@ def folded(findings: Sequence[Finding]) -> list[Finding]:
 
 def _is_exit(f: Finding) -> bool:
     alone = len(f.suspects) == 1 and bool(f.suspects[0].replica)
-    return alone and f.fault_class in (FaultClass.CRASH, *_HARDWARE) and any(e.kind == EXIT for e in f.evidence)
+    is_exit = f.fault_class is FaultClass.CRASH or f.fault_class.spec.is_hardware
+    return alone and is_exit and any(e.kind == EXIT for e in f.evidence)
 
 
 def _one(group: Sequence[Finding]) -> Finding:
-    lead, *others = sorted(group, key=lambda f: (f.fault_class not in _HARDWARE, f.onset))
+    lead, *others = sorted(group, key=lambda f: (not f.fault_class.spec.is_hardware, f.onset))
     if not others:
         return lead
     nodes, own, also = {lead.suspects[0].node}, list[Finding](), list[Finding]()
@@ -61,7 +70,7 @@ def _one(group: Sequence[Finding]) -> Finding:
 def _by_itself(f: Finding) -> bool:
     exits: list[Evidence] = [e for e in f.evidence if e.kind == EXIT]
     signals = {int(e.values.get("signal", 0)) for e in exits}
-    return f.fault_class in _HARDWARE or bool(signals & OWN_SIGNALS) or any(e.values.get("oom") for e in exits)
+    return f.fault_class.spec.is_hardware or bool(signals & OWN_SIGNALS) or any(e.values.get("oom") for e in exits)
 
 
 def _name(f: Finding) -> str:

@@ -13,8 +13,10 @@ from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
-from rolecall.detector.base.findings import finding, settles
+from rolecall.detector.base.findings import settles
+from rolecall.detector.live.findings import finding
 from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.subject import MonitoredProcess
 
 COMMUNICATORS_MAX = 64
@@ -86,6 +88,28 @@ class StalledCommunicators:
             # Ranks stand in several communicators: who is behind in all of them is told once.
             found.setdefault((f.fault_class, *f.suspects), f)
         return list(found.values())
+
+
+class NcclRasStage(Stage):
+    """Silent while a fault stands that stalls others: else that is why ranks are apart."""
+
+    name = "nccl_ras"
+
+    def __init__(self) -> None:
+        self._stalled = StalledCommunicators()
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        for node in tick.observation.left:
+            self._stalled.leave(node)
+        for event, age in tick.events:
+            self._stalled.take(event, tick.now, age)
+        return self._stalled.find(tick.fleet, tick.now)
+
+    def state(self) -> StalledCommunicators:
+        return self._stalled
+
+    def restore(self, state: StalledCommunicators) -> None:
+        self._stalled = state
 
 
 def _pids(event: AgentEvent) -> list[int]:

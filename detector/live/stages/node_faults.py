@@ -14,6 +14,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.telemetry import AgentEvent, AgentEventKind
 from rolecall.detector.base.findings import ADVISES
+from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.formats.xid.nvlink import LINE_DECIDES
 from rolecall.formats.xid.xid import RecoveryAction, xid
 
@@ -119,7 +120,7 @@ class NodeFaults:
         fatal = code.fatal and event.detail.get("fatal", "yes") == "yes"
         if event.detail.get("adds_to") and not fatal:
             self._withdraw(event, code.code)
-        if not fatal or code.fault_class not in (FaultClass.GPU, FaultClass.NETWORK):
+        if not fatal or not code.fault_class.spec.is_hardware:
             return
         where = event.detail.get("gpu") or event.detail.get("pci", "")
         part = event.detail.get("gpu_instance", "")
@@ -235,7 +236,7 @@ class NodeFaults:
             for n in self.faults.values()
             if n.node in nodes
             and now >= n.held_until
-            and n.fault_class in (FaultClass.GPU, FaultClass.NETWORK)
+            and FaultClass(n.fault_class).spec.is_hardware
             and abs(f.onset - n.onset) <= TIED_SECONDS
             and not (n.thing.startswith("link ") and n.ended and n.ended - n.onset < FLAP_SECONDS)
         ]
@@ -248,6 +249,29 @@ class NodeFaults:
             if not n.ended and not young and now >= n.held_until and not n.explains:
                 standing.setdefault((n.node, n.fault_class), []).append(n)
         return [_finding(group, now) for group in standing.values()]
+
+
+class NodeFaultsStage(Stage):
+    """Tells crashes and hangs that hardware explains as the hardware's."""
+
+    name = "node_faults"
+
+    def __init__(self) -> None:
+        self._nodes = NodeFaults()
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        for node in tick.observation.left:
+            self._nodes.leave(node)
+        for event, age in tick.events:
+            self._nodes.take(event, tick.now, age)
+        tick.findings = self._nodes.join(tick.findings, tick.now)
+        return []
+
+    def state(self) -> NodeFaults:
+        return self._nodes
+
+    def restore(self, state: NodeFaults) -> None:
+        self._nodes = state
 
 
 def _is_of_a_moment(event: AgentEvent) -> bool:

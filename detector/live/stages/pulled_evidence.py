@@ -8,13 +8,29 @@ from collections.abc import Iterable, Sequence
 
 from rolecall.core.diagnosis import Finding
 from rolecall.core.faults import FaultClass
+from rolecall.detector.live.stages.stage import Stage, Tick
 
-SETTLES = frozenset({FaultClass.HANG, FaultClass.NETWORK})
-"""Classes for which policy has an answer, and which end a tie in fusion. Others are told with the evidence."""
 CONFIDENCE_MIN = 0.7
 """One look at stacks that finds somebody at work (0.6) or elsewhere (0.5) may have met a slow one."""
 
 Who = tuple[str, int | None, int | None]
+
+
+class PulledEvidenceStage(Stage):
+    name = "pulled_evidence"
+
+    def __init__(self) -> None:
+        self._pulled: list[Finding] = []
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        self._pulled = apply_collected_evidence(self._pulled, tick.observation.pulled_findings, tick.findings)
+        return self._pulled
+
+    def state(self) -> list[Finding]:
+        return self._pulled
+
+    def restore(self, state: list[Finding]) -> None:
+        self._pulled = state
 
 
 def apply_collected_evidence(
@@ -22,7 +38,7 @@ def apply_collected_evidence(
 ) -> list[Finding]:
     """Of those taken before and the fresh ones, the findings that settle something that stands now."""
     ties = [whom for f in standing if f.fault_class is FaultClass.CANNOT_TELL and (whom := _who(f))]
-    found = [f for f in (*before, *fresh) if f.fault_class in SETTLES and f.confidence >= CONFIDENCE_MIN]
+    found = [f for f in (*before, *fresh) if f.fault_class.spec.settles_ties and f.confidence >= CONFIDENCE_MIN]
     kept: list[Finding] = []
     for f in sorted(found, key=lambda f: -f.confidence):
         named = _who(f)

@@ -23,9 +23,11 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import ProcessSample
-from rolecall.detector.base.findings import GAIN, finding
+from rolecall.detector.base.findings import GAIN
+from rolecall.detector.live.findings import finding
 from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.slow_peers import PEER_AGE_SECONDS, RISING_SUM, Peers
+from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.subject import WORK_PHASES, MonitoredProcess, SlowMeter, starved_seconds
 
 BUSY_SECONDS_MIN = 0.05
@@ -315,6 +317,23 @@ def _drift(config: DetectorConfig, has_peers: bool) -> float:
 def _threshold(state: SlowState, role: str, config: DetectorConfig, drift: float) -> float:
     strides = SECONDS_PER_DAY / config.slow_stride_seconds / config.slow_false_alarms_per_day
     return threshold(sigma(state, role), drift, strides)
+
+
+class SlowStage(Stage):
+    name = "slow"
+
+    def __init__(self) -> None:
+        self._learned = SlowState()
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        update(self._learned, tick.fleet, tick.config, tick.now)
+        return find(self._learned, tick.fleet, tick.config, tick.now)
+
+    def state(self) -> SlowState:
+        return self._learned
+
+    def restore(self, state: SlowState) -> None:
+        self._learned = state
 
 
 def find(state: SlowState, fleet: MonitoredProcesses, config: DetectorConfig, now: float) -> list[Finding]:

@@ -18,9 +18,11 @@ from dataclasses import dataclass
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.detector.base.findings import EXIT, finding
+from rolecall.detector.base.findings import EXIT
+from rolecall.detector.live.findings import finding
 from rolecall.detector.live.fleet import MonitoredProcesses
 from rolecall.detector.live.stages.crash import exit_values
+from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.subject import MonitoredProcess
 
 GATHER_SECONDS = 2.0
@@ -66,6 +68,14 @@ class _Exit:
     def may_follow(self) -> bool:
         """Ranks whose peer died end like this."""
         return not self.known or (self.code not in ("", "0")) or self.signal == SIGABRT
+
+
+class UninstrumentedStage(Stage):
+    name = "uninstrumented"
+    suppresses = frozenset({"dependent_stall", "nccl_ras"})
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        return find(tick.fleet, tick.now)
 
 
 def find(fleet: MonitoredProcesses, now: float) -> list[Finding]:

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import AgentEventKind, Phase
-from rolecall.detector.base.findings import finding
 from rolecall.detector.live.exceptions import blames_code, exception_text, step_of
+from rolecall.detector.live.findings import finding
 from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
+from rolecall.detector.live.stages.stage import Stage, Tick
 
 RANKS_MIN = 2
 """'On all ranks' says nothing about a role of one process: there only a repetition in the same step does."""
@@ -22,6 +23,15 @@ REMEMBER_SECONDS = 3600.0
 """Exceptions further apart than this are not held to be the same failure, even in the same step of a stuck job."""
 ALL_RANKS_SECONDS = 60.0
 """Ranks of one role that raise within this raised together: steps may take this long, and a step apart is not."""
+
+
+class UserCodeStage(Stage):
+    name = "user_code"
+    suppresses = frozenset({"dependent_stall", "nccl_ras"})
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        found, tick.explained = find(tick.fleet, tick.expected_roles, tick.now)
+        return found
 
 
 def find(

@@ -86,7 +86,8 @@ class AlgorithmConfig(Section):
     group_size: Annotated[int, Field(ge=1, le=256)] = 8
     """Samples of one prompt: the group that advantages are relative to. With a critic it may be 1."""
     microbatches_per_step: Annotated[int, Field(ge=1, le=1024)] = 4
-    """B of the constant-work law: each optimizer step uses exactly this many, whatever the number of survivors."""
+    """B of invariant Constant work (docs/invariants.md): each optimizer step uses exactly this many, whatever the
+    number of survivors."""
     groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 4
     learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
     grad_norm_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0

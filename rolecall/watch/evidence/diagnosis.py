@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rolecall.core.diagnosis import Finding, Suspect
 from rolecall.core.errors import UnreadableInput
+from rolecall.core.faults import EvidenceKind
 from rolecall.detector.artifacts.flight_recorder import diagnosis as flight_recorder
 from rolecall.detector.artifacts.flight_recorder import dumps as flight_dumps
 from rolecall.detector.artifacts.kernel_log import diagnosis as kernel_findings
@@ -20,7 +21,7 @@ from rolecall.detector.artifacts.stacks import dumps as stack_dumps
 from rolecall.detector.artifacts.stacks.dumps import StackDump, Topology
 from rolecall.detector.artifacts.stacks.positions import shown, stack_of
 from rolecall.detector.base.read_budget import Budget
-from rolecall.watch.evidence.requests import EvidenceKind, called
+from rolecall.watch.evidence.requests import called
 
 NUM_FRAMES_TOLD = 6
 

@@ -7,12 +7,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rolecall.core.faults import EvidenceKind
 from rolecall.core.private_file import write_private
 from rolecall.core.text import plain
 from rolecall.detector.base.plain_pickle import MAGIC, UnsafePickle, loads
 from rolecall.reports.redaction import Redactor
 from rolecall.watch.evidence.diagnosis import EvidenceFile
-from rolecall.watch.evidence.requests import EvidenceKind, EvidenceRequest
+from rolecall.watch.evidence.requests import EvidenceRequest
 
 INCIDENT_BYTES_MAX = 64 << 20
 NUM_KEPT_MAX = 500

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import Diagnosis, Finding
+from rolecall.core.faults import EvidenceKind
 from rolecall.core.journal.payloads import EvidenceCollected, EvidenceFileRecord
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
-from rolecall.detector.live.stages.pulled_evidence import SETTLES
 from rolecall.detector.live.subject import MonitoredProcess
 from rolecall.recovery.intake import finite
 from rolecall.recovery.interfaces import CollectedEvidence
@@ -29,7 +29,7 @@ from rolecall.reports.incident_material import EVIDENCE_DIR, run_redactor
 from rolecall.watch.evidence.diagnosis import EvidenceAnalysis, EvidenceFile, analyse_evidence
 from rolecall.watch.evidence.files import EvidenceFiles, EvidenceRejected
 from rolecall.watch.evidence.query import EvidenceRequestFailed, request_evidence
-from rolecall.watch.evidence.requests import EvidenceKind, EvidenceRequest, called, select_evidence
+from rolecall.watch.evidence.requests import EvidenceRequest, called, select_evidence
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ NUM_TOLD_MAX = 40
 """Sentences of each kind in the event."""
 NUM_NAMED_MAX = 4
 NO_TOKEN = (
-    "no evidence was asked for: agents give it for their bearer token only. Name it: `rolecall watch --agents ... "
+    "no evidence was asked for: agents give it for their bearer token only. Name it: `rolecall watch agents ... "
     "--credentials FILE`, one line `bearer VALUE` (docs/reference/agent.md says how VALUE is made of an agent's token)"
 )
 WRONG_TOKEN = "give the watch the token of these agents (docs/reference/agent.md, Security)"
@@ -151,7 +151,7 @@ class EvidencePull:
             kept, judged = [], EvidenceAnalysis()
             missing.append(f"what was had could not be kept: {e.strerror or e}")
         seconds = self._clock.monotonic() - begun
-        self._findings.extend(f for f in judged.findings if f.fault_class in SETTLES)
+        self._findings.extend(f for f in judged.findings if f.fault_class.spec.settles_ties)
         self._tell(job.incident_id, kept=kept, judged=judged, missing=missing, seconds=seconds)
 
     def _kept(

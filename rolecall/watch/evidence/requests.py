@@ -1,22 +1,23 @@
-"""Which evidence an incident asks for, and of whom. Pure.
+"""Which evidence an incident asks for, and of which agents. Pure.
 
-    crash, node lost, GPU          last kernel lines of the suspects' nodes
-    slow                           those, and the stacks of the suspects and of two of their peers
-    hang, network, cannot tell     those, NCCL RAS, and Flight Recorder dumps of the whole role where it has collectives
-    user code                      nothing: its exception says more
+The row of the fault's class in `core.faults.FAULTS` says what is wanted:
 
-Only processes that their agent knows are looked at, and each kind is bounded: evidence is for comparing, not for keeping.
+    kernel log        last kernel lines of the suspects' nodes
+    stacks            of the suspects and of two of their peers
+    Flight Recorder   dumps of the whole role, where its processes take part in collectives
+    NCCL RAS          one answer, which covers the whole job
+
+Only processes that their agent knows are asked, and each kind is bounded: evidence is for comparing, not for keeping.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from heapq import nsmallest
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import EvidenceKind
 from rolecall.core.telemetry import Phase
-from rolecall.detector.base.findings import suspect
+from rolecall.detector.live.findings import suspect
 from rolecall.detector.live.subject import MonitoredProcess
 
 NUM_STACKS_MAX = 16
@@ -26,20 +27,6 @@ NUM_FLIGHT_MAX = 64
 """A dump takes 0.3 MB and its process some milliseconds; one agent asks one process at a time."""
 NUM_NODES_MAX = 4
 """Nodes that are asked for kernel lines; one answer of RAS covers the whole job."""
-
-
-class EvidenceKind(StrEnum):
-    """As the agent's path names it: `/v1/evidence/<kind>`."""
-
-    STACKS = "stacks"
-    FLIGHT = "flight_recorder"
-    NCCL = "nccl_ras"
-    KERNEL = "kernel_log"
-
-
-WAITS = frozenset({FaultClass.HANG, FaultClass.NETWORK, FaultClass.CANNOT_TELL})
-STACKS = WAITS | {FaultClass.SLOW}
-KERNEL = STACKS | {FaultClass.CRASH, FaultClass.GPU, FaultClass.NODE_LOST}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +64,17 @@ def select_evidence(diagnosis: Diagnosis, fleet: Iterable[MonitoredProcess]) -> 
     # One that the detector has no sample of yet (a watch that just began) is asked for by the diagnosis alone.
     named = [s for s in diagnosis.suspects if s.process is not None and not alive and s.process not in known]
     suspects = [*map(suspect, accused), *named]
-    fault = diagnosis.fault_class
+    wanted = diagnosis.fault_class.spec.evidence
     asks: list[EvidenceRequest] = []
-    if fault in STACKS:
+    if EvidenceKind.STACKS in wanted:
         asks += [_of(EvidenceKind.STACKS, who, True) for who in suspects[:NUM_STACKS_MAX]]
         asks += [_of(EvidenceKind.STACKS, suspect(s), False) for s in _peers(accused, alive)]
-    if fault in WAITS:
+    if EvidenceKind.FLIGHT in wanted:
         asks += [_of(EvidenceKind.FLIGHT, suspect(s), s.key in keys) for s in _members(accused, alive)]
     nodes = list(dict.fromkeys(str(s.node) for s in diagnosis.suspects if s.node))[:NUM_NODES_MAX]
-    if fault in WAITS and nodes:
+    if EvidenceKind.NCCL in wanted and nodes:
         asks.append(EvidenceRequest(kind=EvidenceKind.NCCL, node=_one_that_answers(nodes, alive)))
-    if fault in KERNEL:
+    if EvidenceKind.KERNEL in wanted:
         asks += [EvidenceRequest(kind=EvidenceKind.KERNEL, node=node) for node in nodes]
     return asks
 

@@ -27,7 +27,7 @@ def made(tmp_path: Path) -> World:
 
 @pytest.fixture
 def finished(fake_run: RunDir, tmp_path: Path) -> World:
-    return World(run=fake_run, users_path=tmp_path / "people.yaml")
+    return World(run=fake_run, users_path=tmp_path / "users.yaml")
 
 
 def _keeper(run: RunDir, clock: FakeClock, *, url_only: bool = False) -> AccountingWorker:

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from rolecall.core.faults import FaultClass
+from rolecall.core.faults import DetectionChannel, FaultClass
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.dashboards.pages.accounting.goals import GOAL_SECONDS, DetectionChannel, detection, evidence_of, recovery
+from rolecall.dashboards.pages.accounting.goals import GOAL_SECONDS, detection, evidence_of, recovery
 from rolecall.dashboards.pages.accounting.marks import marks, wilson
 from rolecall.dashboards.pages.accounting.time import SLICES_MAX, UNNOTICED, times
 from rolecall.recovery.incidents.incident import Incident

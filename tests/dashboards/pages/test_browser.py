@@ -93,7 +93,7 @@ def asked(chromium: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     evidence.mkdir(parents=True)
     (evidence / "stacks.txt").write_text(TRACEBACK)
     token = made.add_person("anna")
-    with served(folder, [str(made.run.path), "--people", str(made.users_path)]) as address:
+    with served(folder, [str(made.run.path), "--users", str(made.users_path)]) as address:
         yield Asked(made=made, plan=plan, token=token, address=address)
 
 

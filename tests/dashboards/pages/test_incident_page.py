@@ -251,6 +251,6 @@ def test_journals_are_not_mixed_up(shows: Shows, tmp_path: Path) -> None:
     crash, held = world_of("resolved", tmp_path / "a"), world_of("held", tmp_path / "b")
     name = crash.only().incident_id
     assert held.only().incident_id == name
-    assert "✓ CURED" in texts(shows(crash.url, incident=name))
+    assert "✓ RESOLVED" in texts(shows(crash.url, incident=name))
     assert "‖ HELD" in texts(shows(held.url, incident=name))
     assert [rows(shows(w.url))[0]["state"] for w in (crash, held)] == ["✓ resolved", "‖ held"]

@@ -77,7 +77,7 @@ def test_a_cure_is_told_from_the_fault_to_the_close(of_fake_run: Callable[[int],
         TimelineEntryKind.ACTION,
         TimelineEntryKind.RUN,
         TimelineEntryKind.PROOF,
-        TimelineEntryKind.CURED,
+        TimelineEntryKind.VERIFIED,
         TimelineEntryKind.CLOSED,
     ]
     assert [x for x in dict.fromkeys(in_order) if x in wanted] == wanted
@@ -136,7 +136,7 @@ def test_every_kind_has_a_head_a_story_and_drawings(kind: str, tmp_path: Path) -
 
 
 STATES = {
-    "resolved": ("✓", "Cured 2.25 s after the finding: rollout/1#2"),
+    "resolved": ("✓", "Resolved 2.25 s after the finding: rollout/1#2"),
     "retried": ("✓", "at attempt 2"),
     "gave up": ("✗", "Given up, after 2.50 s: 2 replacements in a row ended before their first work"),
     "proposed": (

@@ -39,7 +39,7 @@ def test_without_a_people_file_it_says_how_to_make_one_and_shows_the_commands(ma
     proposed = made.propose("i-1")
     at = page("operations", made, acting=False)
     assert not at.exception
-    assert "rolecall people add" in texts(at)
+    assert "rolecall users add" in texts(at)
     assert f"rolecall approve {proposed.digest}" in texts(at)
     assert button(at, "Approve").disabled
 

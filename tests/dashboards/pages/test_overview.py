@@ -190,7 +190,7 @@ def test_foreign_text_stays_text(tmp_path: Path) -> None:
 
 def test_who_must_sign_in_sees_nothing_before(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
-    people = tmp_path / "people.yaml"
+    people = tmp_path / "users.yaml"
     people.write_text("")
     people.chmod(0o600)
     what = Settings(journal_url=made.run.database_url, users_path=people, sign_in=True, name="secret-run")

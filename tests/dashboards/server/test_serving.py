@@ -33,19 +33,19 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     ("args", "said"),
     [
         (["nothing"], "nothing: no run of this name"),
-        (["made", "--journal", "sqlite:////x.db"], "one of them is meant"),
+        (["made", "--journal", "sqlite:////x.db"], "give one of the two"),
         (["--journal", "mysql://a:s3cret@h/x"], "mysql is not supported"),
         (["--journal", "-"], "ROLECALL_JOURNAL_URL is not set"),
         (["made", "--prometheus", "ftp://x"], "--prometheus: expected http"),
         (["made", "--prometheus", "http://u:s3cret@h:9090"], "credentials do not belong into a URL"),
-        (["made", "--credentials", "/none"], "--prometheus names none"),
+        (["made", "--credentials", "/none"], "--credentials: needs --prometheus"),
         (["made", "--prometheus", "http://h:9090", "--credentials", "/none"], "No such file"),
-        (["made", "--host", "0.0.0.0"], "--people FILE"),
-        (["made", "--host", "no.such.host.invalid"], "--people FILE"),
+        (["made", "--host", "0.0.0.0"], "--users FILE"),
+        (["made", "--host", "no.such.host.invalid"], "--users FILE"),
         (["made", "--host", "no.such.host.invalid", "--open-to-readers"], "is no address of a machine"),
-        (["made", "--people", "/none"], "/none"),
-        (["made", "--tls-cert", "/none"], "it needs --tls-key"),
-        (["made", "--tls-cert", "/none", "--tls-key", "/none"], "is no use"),
+        (["made", "--users", "/none"], "/none"),
+        (["made", "--tls-cert", "/none"], "give both"),
+        (["made", "--tls-cert", "/none", "--tls-key", "/none"], "cannot use /none"),
         (["made", "--origin", "*"], "--origin: expected"),
     ],
 )
@@ -147,12 +147,12 @@ def test_it_serves_on_loopback_tells_no_secret_and_ends_at_once(made: MadeRun, t
 
 @pytest.mark.slow
 def test_beyond_loopback_with_people_and_sigterm(made: MadeRun, tmp_path: Path) -> None:
-    people = tmp_path / "people.yaml"
+    people = tmp_path / "users.yaml"
     people.write_text("")
     people.chmod(0o600)
-    args = ("made", "--runs", str(made.root), "--host", "0.0.0.0", "--people", str(people))
+    args = ("made", "--runs", str(made.root), "--host", "0.0.0.0", "--users", str(people))
     with served(tmp_path, *args) as dashboard:
-        assert "sign in with your token" in dashboard.output() and "to read and to act" in dashboard.output()
+        assert "sign in with your access token to read and give commands" in dashboard.output()
         assert "unencrypted" in dashboard.output()
         dashboard.process.send_signal(signal.SIGTERM)
         assert dashboard.process.wait(PATIENCE_SECONDS) in (-signal.SIGTERM, 143, 0)

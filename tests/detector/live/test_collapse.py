@@ -236,7 +236,7 @@ def test_a_sign_read_amid_an_update_is_not_kept() -> None:
 def test_what_is_kept_has_an_end() -> None:
     detector = LiveDetector(CONFIG)
     stands([{"reward": 0.5, "entropy": 1.0}] * (STEPS_KEPT + 50), detector, replicas=("trainer/0",))
-    assert len(detector.state()["collapse"]["course"]["points"]) == STEPS_KEPT + 1
+    assert len(detector.state()["stages"]["collapse"]["v"]["course"]["points"]) == STEPS_KEPT + 1
 
 
 def test_a_stored_window_replays_to_the_same_decisions() -> None:
@@ -253,7 +253,8 @@ def test_a_restarted_watcher_tells_it_once() -> None:
     first = stands(rows[:70], detector)[-1]
     resumed = LiveDetector.resumed(CONFIG, None, json.loads(json.dumps(detector.state(), allow_nan=False)))
     assert stands(rows[70:], resumed, start=200.0, first=70)[-1] == first
-    assert CollapseWatch.from_dict(detector._collapse.to_dict()) == detector._collapse
+    kept = detector.state()["stages"]["collapse"]["v"]
+    assert CollapseWatch.from_dict(kept).to_dict() == kept
 
 
 # --- beside machines that fail ---------------------------------------------------------------------------------------

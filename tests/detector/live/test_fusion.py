@@ -8,7 +8,8 @@ from rolecall.core.diagnosis import Evidence, Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, split_replica
 from rolecall.detector.base.findings import GAIN, OF_GPU, PANEL
-from rolecall.detector.live.fusion import fuse, on_panels_alone, to_diagnosis, unexplained
+from rolecall.detector.live.fusion import fuse, on_panels_alone, to_diagnosis
+from rolecall.detector.live.stages.panels import unexplained
 
 F = FaultClass
 SIZES = {"rollout": 3, "trainer": 2}
@@ -172,7 +173,7 @@ def test_what_panels_say_voids_no_measured_slowness() -> None:
 
 def test_a_slowness_that_was_measured_takes_the_place_of_what_a_panel_said() -> None:
     (first,) = fuse([], {}, SIZES, 13.0, [_panel("rollout/0")])
-    assert on_panels_alone(first) and first.gain_ratio is None and "nobody is replaced" in first.advice
+    assert on_panels_alone(first) and first.gain_ratio is None and "nothing is replaced" in first.advice
     measured = replace(_found(F.SLOW, "rollout/0"), evidence=(Evidence(kind=GAIN, text="", values={"ratio": 3.0}),))
     (then,) = fuse([measured], {first.key: first}, SIZES, 20.0)
     assert (then.key, then.gain_ratio, on_panels_alone(then)) == (first.key, 3.0, False)

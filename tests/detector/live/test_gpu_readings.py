@@ -21,7 +21,7 @@ from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
 from rolecall.detector.live.engine import LiveDetector
 from rolecall.detector.live.gpu_readings import _WORDS, GPU_METRICS, PREFIX, GpuReadings
-from rolecall.detector.live.stages.run_panels import RunPanels
+from rolecall.detector.live.run_panels import RunPanels
 from rolecall.detector.panels.panel import Panel, findings
 from rolecall.detector.panels.registry import detector
 from rolecall.detector.sources import recording
@@ -247,7 +247,7 @@ class Played:
 
 
 def test_a_recording_of_the_agents_keeps_the_gpus_and_finds_the_same(tmp_path: Path) -> None:
-    """`rolecall record --source agents`, and a detector that reads the file."""
+    """`rolecall record run`, and a detector that reads the file."""
     played = Played(Training(hot_from=600.0).observations(700))
     source = AgentsPanels(cast(AgentsSource, played), FakeClock(0.0), 1.0)
     ticks = list(source.ticks(lambda: not played.left))

@@ -31,7 +31,7 @@ class Run:
         self.node_dir = folder / "node-1"
         self.node_dir.mkdir()
         (folder / "token").write_text(TOKEN)
-        python = [sys.executable, "-m", "rolecall.agent"]
+        python = [sys.executable, "-m", "rolecall.agent", "--ranks-only"]
         options = ["--node", "node-1", "--data-dir", str(self.node_dir), "--token-file", str(folder / "token")]
         self.agent = subprocess.Popen([*python, *options])
         self.workers: dict[str, subprocess.Popen[str]] = {}
@@ -160,7 +160,7 @@ def duty_cycle(pid: int, over: threading.Event) -> None:
 
 def test_a_collapse_that_processes_tell_of_themselves(run: Run) -> None:
     def newest() -> int:
-        points = run.detector.state()["collapse"]["course"]["points"]
+        points = run.detector.state()["stages"]["collapse"]["v"]["course"]["points"]
         return int(points[-1][0]) if points else -1
 
     for step in range(17):

@@ -16,9 +16,9 @@ from rolecall.core.telemetry import AgentEventKind, Phase, ProcessSample, Sample
 from rolecall.core.uninstrumented import NO_PAGE
 from rolecall.detector.base.findings import PANEL
 from rolecall.detector.base.observation import Observation
-from rolecall.detector.live import engine
 from rolecall.detector.live.engine import LiveDetector
-from rolecall.detector.live.stages.run_panels import SETTLE_TICKS, SILENT_SECONDS, RunPanels
+from rolecall.detector.live.run_panels import SETTLE_TICKS, SILENT_SECONDS, RunPanels
+from rolecall.detector.live.stages import panels
 from rolecall.detector.panels.metrics import panel_metric
 from rolecall.detector.panels.panel import Floats, PanelShape
 from rolecall.detector.panels.readings import process_reading
@@ -155,14 +155,14 @@ def begun(accuser: Accuser, seed: int = 1) -> Run:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Minutes become seconds."""
-    monkeypatch.setattr(engine, "AFTERMATH_SECONDS", 10.0)
-    monkeypatch.setattr(engine, "SAME_FAULT_SECONDS", 40.0)
+    monkeypatch.setattr(panels, "AFTERMATH_SECONDS", 10.0)
+    monkeypatch.setattr(panels, "SAME_FAULT_SECONDS", 40.0)
 
 
 def calm(accuser: Accuser, seed: int = 1) -> Run:
     """So long after the start that it explains nothing any more."""
     run = begun(accuser, seed)
-    run.go(engine.AFTERMATH_SECONDS + engine.ONSET_SECONDS)
+    run.go(panels.AFTERMATH_SECONDS + panels.ONSET_SECONDS)
     return run
 
 
@@ -308,9 +308,9 @@ def test_it_ends_with_its_process_and_when_it_was_not_said_for_long() -> None:
     accuser = Accuser()
     run = calm(accuser)
     accuser.accused = 0
-    run.go(engine.SAME_FAULT_SECONDS / 2)
+    run.go(panels.SAME_FAULT_SECONDS / 2)
     accuser.accused = 0
-    run.go(engine.SAME_FAULT_SECONDS - 5)
+    run.go(panels.SAME_FAULT_SECONDS - 5)
     assert run.keys() == ["slow:rollout/0#1"] and len(run.told) == 1, "said again, it is the same fault"
     run.go(10.0)
     assert not run.standing
@@ -332,7 +332,7 @@ def test_what_it_said_survives_a_restart_of_the_watcher() -> None:
     run.engine = LiveDetector.resumed(DetectorConfig(mask_proc_state=True), ROLES, state)
     run.go(2.0)
     assert run.standing == [d]
-    old = {k: v for k, v in state.items() if k not in ("panels", "trouble")}
+    old = state | {"stages": {k: v for k, v in state["stages"].items() if k != "panels"}}
     run.engine = LiveDetector.resumed(DetectorConfig(mask_proc_state=True), ROLES, old)
     run.go(2.0)
-    assert not run.standing, "a state of before there were panels"
+    assert not run.standing, "a state of before there was that stage"

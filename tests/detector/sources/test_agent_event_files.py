@@ -12,7 +12,6 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.telemetry import AgentEventKind
 from rolecall.detector.base.read_budget import Budget, ReadLimits
-from rolecall.detector.live.fusion import ADVICE
 from rolecall.detector.panels.registry import detector
 from rolecall.detector.sources import agent_event_files as agent_events
 from rolecall.diagnose.diagnose import diagnose
@@ -61,7 +60,7 @@ def test_what_to_do_is_said_once(tmp_path: Path) -> None:
     agent.says(AgentEventKind.EXITED, 2, signal="9", last_phase="compute")
     agent.log.close()
     (d,) = diagnose([tmp_path / "events.jsonl"], [detector("sequential")]).diagnoses
-    assert d.advice == ADVICE[FaultClass.CRASH]
+    assert d.advice == FaultClass.CRASH.spec.advice
 
 
 def test_events_of_several_nodes_are_one_story(tmp_path: Path) -> None:

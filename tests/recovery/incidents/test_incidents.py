@@ -101,7 +101,7 @@ def test_events_about_another_plan_do_not_fit() -> None:
     [
         ([K.PLAN_APPROVED, K.PLAN_APPROVED], "it was approved already"),
         ([K.PLAN_REJECTED, K.PLAN_APPROVED], "it was rejected already"),
-        ([K.PLAN_EXPIRED, K.PLAN_APPROVED], "it was lapsed already"),
+        ([K.PLAN_EXPIRED, K.PLAN_APPROVED], "it was expired already"),
         ([K.PLAN_APPROVED, K.PLAN_REJECTED], "it was approved already"),
         ([K.PLAN_REJECTED, K.ACTION_STARTED], "nobody approved the plan"),
         ([K.PLAN_APPROVED, K.PLAN_EXPIRED, K.ACTION_STARTED], "nobody approved the plan"),

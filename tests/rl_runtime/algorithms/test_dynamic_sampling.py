@@ -43,7 +43,7 @@ def dapo(num_steps: int = 4, every_steps: int = 2, **algorithm: Any) -> Any:
         num_steps=num_steps,
         checkpoint__every_steps=every_steps,
         algorithm__name="dapo",
-        algorithm__overlong_cache=2,
+        algorithm__overlong_buffer_tokens=2,
         **{f"algorithm__{k}": v for k, v in algorithm.items()},
     )
 
@@ -295,7 +295,9 @@ def _draws_from_a_counter_of_its_own(patch: pytest.MonkeyPatch) -> None:
 
 def _judges_by_another_rule(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        supply, "judge", lambda rewards, by: GroupSignal.ALL_WRONG if rewards[0] == 0.0 else GroupSignal.INFORMATIVE
+        supply,
+        "classify_rewards",
+        lambda rewards, by: GroupSignal.ALL_WRONG if rewards[0] == 0.0 else GroupSignal.INFORMATIVE,
     )
 
 

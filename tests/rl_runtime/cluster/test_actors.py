@@ -200,7 +200,9 @@ def test_what_an_engine_had_made_is_read_from_its_page_after_its_death(tmp_path:
     assert read(RECORD) == 1234
 
 
-@pytest.mark.parametrize("module", ["reward", "controller", "supply", "scoring"])
+@pytest.mark.parametrize(
+    "module", ["tasks.reward_worker", "controller.controller", "controller.supply", "controller.scoring"]
+)
 def test_the_controllers_parts_carry_no_torch_and_no_engine(module: str) -> None:
     code = (
         f"import sys, rolecall.rl_runtime.{module}; "

@@ -91,11 +91,11 @@ TABLE = {
     ),
     "the old one still runs: it ends first": (
         fleet([want("trainer/0", 2)], [have("trainer/0", state=S.SERVING)]),
-        ["KillOld trainer/0#1"],
+        ["KillSuperseded trainer/0#1"],
     ),
     "fenced, and still running when another is wanted": (
         fleet([want("trainer/0", 2)], [have("trainer/0", state=S.LOST)]),
-        ["KillOld trainer/0#1"],
+        ["KillSuperseded trainer/0#1"],
     ),
     "the old one is being ended": (
         fleet([want("trainer/0", 2)], [have("trainer/0", state=S.LOST)], busy=(("trainer/0", 1),)),
@@ -107,7 +107,7 @@ TABLE = {
     ),
     "the old one is still being started, with no process yet": (
         fleet([want("trainer/0", 2)], [have("trainer/0", state=S.STARTING, pid=0)], busy=(("trainer/0", 1),)),
-        ["KillOld trainer/0#1"],
+        ["KillSuperseded trainer/0#1"],
     ),
     "the replacement died while it started": (
         fleet(
@@ -283,7 +283,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_random_worlds_settle_and_keep_the_laws(seed: int) -> None:
+def test_random_worlds_settle_and_keep_the_invariants(seed: int) -> None:
     world = World(random.Random(seed))
     for _ in range(30):
         for _ in range(12):  # an instruction may be the condition of another: a few turns settle everything

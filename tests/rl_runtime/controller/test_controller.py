@@ -1,4 +1,4 @@
-"""The loop on a simulated fleet: healthy, then hurt in every way, with the same laws checked after each run."""
+"""The loop on a simulated fleet: healthy, then hurt in every way, with the same invariants checked after each run."""
 
 import asyncio
 from itertools import pairwise

@@ -22,9 +22,9 @@ import sys, time
 from pathlib import Path
 from rolecall.core.clock import SystemClock
 from rolecall.core.rundir import RunDir
-from rolecall.rl_runtime.faults.injector import Victim, _Injection
+from rolecall.rl_runtime.faults.injector import InjectionTarget, _Injection
 run, pid, ticks, how = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-_Injection(run, "rollout-slow", "", how, 600.0, SystemClock()).perform([Victim(target="rollout/0", pid=pid, start_ticks=ticks)])
+_Injection(run, "rollout-slow", "", how, 600.0, SystemClock()).perform([InjectionTarget(target="rollout/0", pid=pid, start_ticks=ticks)])
 """
 
 

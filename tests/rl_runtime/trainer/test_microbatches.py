@@ -48,7 +48,7 @@ WAIT_SECONDS = 60.0
 EXACT = 1e-10
 """Float64 replicas against the float64 reference: only the order of sums differs."""
 REL_L2_MAX = 1e-6
-"""Float32 replicas, weights after the step, by tensor (design law 5)."""
+"""Float32 replicas, weights after the step, by tensor (invariant Constant work, docs/invariants.md)."""
 
 CLIPS = {"clip_low": 0.2, "clip_high": 0.28}
 TPPO = {"name": "tppo", "groups_per_microbatch": 1, "window_tokens": 4, "lambda_value": 0.9}

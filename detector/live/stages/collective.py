@@ -9,11 +9,14 @@ judged before this (detector/live/stages/stall.py). What is left is a tie, and a
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS, Phase
-from rolecall.detector.base.findings import finding, settles
+from rolecall.detector.base.findings import settles
 from rolecall.detector.live.deadlines import Deadline
+from rolecall.detector.live.findings import finding
 from rolecall.detector.live.fleet import MonitoredProcesses, names
 from rolecall.detector.live.stages.agent_lost import REFUSED, unreachable_reason
-from rolecall.detector.live.stages.stall import BUSY_CPUS, WORKING_CPUS, Stall
+from rolecall.detector.live.stages.stage import Stage, Tick
+from rolecall.detector.live.stages.stall import BUSY_CPUS
+from rolecall.detector.live.stalls import WORKING_CPUS, Stall
 from rolecall.detector.live.subject import MonitoredProcess
 
 ASLEEP_CPUS = 0.15
@@ -21,6 +24,14 @@ ASLEEP_CPUS = 0.15
 BEHIND_MARGIN_SECONDS = 1.0
 """A peer outside the collective is accused only if it has been outside for so much longer than others are inside:
 five samples, so that one late sample does not turn the order."""
+
+
+class CollectiveStage(Stage):
+    name = "collective"
+    suppresses = frozenset({"dependent_stall", "nccl_ras"})
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        return find(tick.fleet, tick.now, tick.stalls)
 
 
 def find(fleet: MonitoredProcesses, now: float, all_stalls: list[Stall]) -> list[Finding]:

@@ -1,0 +1,106 @@
+"""What panels of metrics say of a live run: the weakest evidence there is, told where nothing else explains it.
+
+A finding of a panel says that a machine is not as it was, and not what ails it. It begins and has no end: it counts as
+the same fault for `SAME_FAULT_SECONDS`. It gives way for good to whatever else names the same machine.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rolecall.core.diagnosis import Finding, Suspect
+from rolecall.detector.live.fleet import MonitoredProcesses
+from rolecall.detector.live.fusion import incarnations
+from rolecall.detector.live.merging import SAME_FAULT_SECONDS
+from rolecall.detector.live.stages.stage import Stage, Tick
+from rolecall.detector.live.stalls import emerging, own
+
+AFTERMATH_SECONDS = 300.0
+"""What begins in metrics while a finding of another kind stands, or so long after, is taken for what that does to the
+others: they wait, or take over work. The same after processes came or went."""
+ONSET_SECONDS = 5.0
+"""A change in metrics is dated no better than this."""
+
+
+@dataclass(slots=True)
+class PanelFault:
+    """What panels say of one machine."""
+
+    finding: Finding
+    last_wall: float  # when it was last said
+    told: bool = False
+
+
+class PanelsStage(Stage):
+    name = "panels"
+
+    def __init__(self) -> None:
+        self._faults: list[PanelFault] = []
+        self._trouble = (0.0, 0.0)  # since when, and when last, another stage found something
+
+    def evaluate(self, tick: Tick) -> list[Finding]:
+        """New ones wait while a process stalls that is not named yet: that may explain them."""
+        self._note_trouble(tick)
+        for f in tick.observation.panel_findings:
+            same = next((p for p in self._faults if p.finding.suspects == f.suspects), None)
+            if same is None:
+                self._faults.append(PanelFault(f, tick.now))
+            else:
+                same.last_wall = tick.now
+        standing = [p for p in self._faults if tick.now - p.last_wall <= SAME_FAULT_SECONDS]
+        self._faults = [p for p in standing if self._stands_alone(p, tick.fleet)]
+        kept = unexplained([p.finding for p in self._faults], tick.findings, tick.fleet.roster.sizes())
+        self._faults = [p for p in self._faults if p.finding in kept]
+        if not emerging(own(tick.stalls)):
+            for p in self._faults:
+                p.told = True
+        return [p.finding for p in self._faults if p.told]
+
+    def state(self) -> dict[str, object]:
+        return {"faults": self._faults, "trouble": self._trouble}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._faults, self._trouble = state["faults"], state["trouble"]
+
+    def _note_trouble(self, tick: Tick) -> None:
+        since, until = self._trouble
+        changed = tick.fleet.changed_wall
+        if tick.findings or changed > until:
+            began = min([f.onset for f in tick.findings] + ([changed] if changed > until else []))
+            recent = tick.now - until <= AFTERMATH_SECONDS
+            self._trouble = (since if recent else began, tick.now if tick.findings else changed)
+
+    def _stands_alone(self, p: PanelFault, fleet: MonitoredProcesses) -> bool:
+        """It is about processes that are there, and did not begin in the wake of something else."""
+        since, until = self._trouble
+        in_wake = since - ONSET_SECONDS <= p.finding.onset <= until + AFTERMATH_SECONDS
+        return not in_wake and all(_lives(s, fleet) for s in p.finding.suspects)
+
+
+def _lives(suspect: Suspect, fleet: MonitoredProcesses) -> bool:
+    """Whether it is about processes that are still there; a whole node always is."""
+    if not suspect.replica:
+        return True
+    ranks = fleet.roster.of_replica(suspect.replica).values()
+    return bool(ranks) and all(s.incarnation == suspect.incarnation and not s.gone for s in ranks)
+
+
+def unexplained(of_panels: Sequence[Finding], findings: list[Finding], role_sizes: Mapping[str, int]) -> list[Finding]:
+    """Findings of panels, oldest first, that nothing explains: neither another finding of the same process or node,
+    whatever it accuses it of, nor an earlier one of panels; and none of a role of which they name more than half: then
+    peers are no measure. What is dropped is dropped for good."""
+    accused = {who for f in findings for who in incarnations(f.suspects)}
+    nodes = {str(s.node) for f in findings for s in f.suspects if s.node}
+    kept: list[Finding] = []
+    for f in of_panels:
+        here = {str(s.node) for s in f.suspects if s.node}
+        if not (incarnations(f.suspects) & accused or here & nodes):
+            kept.append(f)
+            nodes |= here
+    named: dict[str, set[str]] = {}
+    for f in kept:
+        for s in f.suspects:
+            named.setdefault(s.role, set()).add(s.replica or s.node)
+    void = {role for role, who in named.items() if len(who) > 1 and 2 * len(who) > role_sizes.get(role, math.inf)}
+    return [f for f in kept if not any(s.role in void for s in f.suspects)]

@@ -1,0 +1,132 @@
+"""Commands on recordings and dumps: diagnose, fit, simulate."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rolecall.cli.options import JsonOption, examples, out, print_json, progress
+from rolecall.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rolecall.detector.panels.panel import PanelDetector
+
+app = typer.Typer()
+
+DETECTOR = "sequential"
+FALSE_ALARMS = 100.0
+DetectorOption = Annotated[
+    str,
+    typer.Option(
+        "--detector",
+        help="sequential, minder, mahalanobis, isolation-forest, pca, knn, robust-z or pairwise.",
+        metavar="NAME",
+    ),
+]
+FalseAlarmsOption = Annotated[
+    float, typer.Option("--false-alarms", help="Accepted false alarms per 1,000 machine-days.")
+]
+ModelOption = Annotated[
+    Path | None, typer.Option("--model", help="Model of detector minder, as `rolecall fit` writes it.", metavar="FILE")
+]
+
+
+def panel_detectors(name: str, false_alarms: float, model: Path | None) -> "list[PanelDetector]":
+    """The detector that `--detector` names, beside the one that reads step times.
+
+    Raises:
+        ConfigError: an unknown name, or a model that does not fit it.
+    """
+    from rolecall.detector.panels.registry import detector, with_step_time
+
+    return with_step_time(detector(name, false_alarms_per_1000_machine_days=false_alarms, model=model), false_alarms)
+
+
+@app.command(
+    epilog=examples(
+        "rolecall diagnose fleet.parquet",
+        "rolecall diagnose nccl_trace_rank_*              # Flight Recorder dumps",
+        "rolecall diagnose /var/log/incident-17/ --explain why.html",
+    )
+)
+def diagnose(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            help="Recordings, Flight Recorder dumps, stack dumps, kernel logs, or folders of them.", metavar="PATH..."
+        ),
+    ],
+    detector: DetectorOption = DETECTOR,
+    false_alarms: FalseAlarmsOption = FALSE_ALARMS,
+    model: ModelOption = None,
+    explain: Annotated[
+        Path | None, typer.Option("--explain", help="Write an HTML page that plots the evidence.", metavar="FILE.html")
+    ] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Find the faulty machine in recordings.
+
+    Names the machine, the onset of its fault and the evidence. Reads recordings, dumps and logs.
+
+    Exit code 0: healthy; 1: a fault was found; 2: unreadable input."""
+    from rolecall.diagnose import diagnose as diagnosing
+
+    if explain is not None and explain.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError([f"--explain: {explain}: the page is HTML, so its name must end in .html"])
+    detectors = panel_detectors(detector, false_alarms, model)
+    answer = diagnosing.diagnose(paths, detectors, progress=None if as_json else progress)
+    if explain is not None:
+        from rolecall.diagnose.explain import explain as draw
+
+        draw(explain, diagnosing.explained(answer, detectors))
+    if as_json:
+        print_json(answer.to_dict())
+    else:
+        for line in diagnosing.sentences(answer):
+            out(line)
+    return diagnosing.exit_code(answer)
+
+
+@app.command(epilog=examples("rolecall fit monday.parquet tuesday.parquet -o model.safetensors"))
+def fit(
+    recordings: Annotated[
+        list[Path], typer.Argument(help="Recordings of mostly healthy machines.", metavar="RECORDING...")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The model; an existing file is not overwritten.")],
+    labels: Annotated[list[Path], typer.Option("--labels", help="label.json of each recording, in order.")] = [],  # noqa: B006
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+) -> int:
+    """Train detector minder on your own recordings."""
+    from rolecall.diagnose.fit import fit_recordings
+
+    out(fit_recordings(recordings, output, labels=labels, seed=seed))
+    return 0
+
+
+simulate = typer.Typer(no_args_is_help=True, help="Generate recordings with known faults.")
+
+
+@simulate.callback()
+def _simulate() -> None:
+    """Generate recordings with known faults."""
+
+
+@simulate.command(name="fleet", epilog=examples("rolecall simulate fleet cases/ --tasks 20 --healthy 5"))
+def simulate_fleet(
+    folder: Annotated[Path, typer.Argument(help="New folder for the recordings.", metavar="FOLDER")],
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 1,
+    tasks: Annotated[int, typer.Option(min=0, help="Number of tasks with a fault.")] = 10,
+    healthy: Annotated[int, typer.Option(min=0, help="Number of tasks without a fault.")] = 2,
+    machines_max: Annotated[int, typer.Option(min=4, max=1500, help="Machines of the largest task.")] = 128,
+) -> int:
+    """Write simulated training tasks as recordings, each with a label: faulty machine, onset, severity."""
+    from rolecall.diagnose.simulate import simulate_fleet as simulated
+
+    num = simulated(
+        folder, seed=seed, num_tasks=tasks, num_healthy=healthy, num_machines_max=machines_max, progress=progress
+    )
+    out(f"{folder}: {num} recording(s)")
+    return 0
+
+
+app.add_typer(simulate, name="simulate")

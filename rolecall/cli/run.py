@@ -1,0 +1,184 @@
+"""Commands on runs: demo, run, down, inject."""
+
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from rolecall.cli.options import ROOT, JsonOption, RootOption, RunArgument, examples, out, print_json
+from rolecall.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rolecall.core.config.job import JobConfig
+
+app = typer.Typer()
+
+
+@app.command(
+    epilog=examples(
+        "rolecall demo",
+        "rolecall demo --faults rollout-kill,trainer-hang:gil --steps 60",
+        "rolecall demo --faults none --algorithm tppo --task long_addition",
+    )
+)
+def demo(
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Seed of the task, the model and the times of the faults.")
+    ] = 0,
+    algorithm: Annotated[
+        str, typer.Option(help="RL algorithm: grpo, dapo, ppo or tppo (default: grpo).", metavar="NAME")
+    ] = "",
+    task: Annotated[
+        str,
+        typer.Option(help="Task: digit_parity (default) or long_addition.", metavar="NAME"),
+    ] = "",
+    faults: Annotated[
+        str, typer.Option(help="Faults in order, KIND or KIND:HOW, comma separated; 'none' for a baseline run.")
+    ] = "rollout-kill,trainer-hang,rollout-slow",
+    steps: Annotated[
+        int, typer.Option(min=1, help="Optimizer steps; the run continues while an incident is open.")
+    ] = 120,
+    run_id: Annotated[str, typer.Option("--id", help="Name of the run (default: demo-<seed>-<time>).")] = "",
+    runs: RootOption = ROOT,
+    no_dashboard: Annotated[bool, typer.Option("--no-dashboard", help="Do not serve the dashboard.")] = False,
+    allow_injection: Annotated[
+        bool, typer.Option("--allow-injection", help="Allow `rolecall inject` on this run.")
+    ] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of the live display.")] = False,
+    minutes_max: Annotated[float, typer.Option(min=0.5, max=600, help="Stop the run after this many minutes.")] = 10.0,
+    hold_minutes: Annotated[
+        float, typer.Option(min=0, max=600, help="Keep training for at least this many minutes.")
+    ] = 0.0,
+    settings: Annotated[
+        list[str], typer.Option("--set", help="Override a job setting, as detector.window_seconds=20.")
+    ] = [],  # noqa: B006
+) -> int:
+    """Run a demo: inject faults, recover from them.
+
+    A real RL job on seven local nodes; each fault hits a real process."""
+    from rolecall.rl_runtime.faults.injector import KINDS
+    from rolecall.session.demo import demo_job, parse_faults
+
+    names = parse_faults(faults, {name: kind.hows for name, kind in KINDS.items()})
+    allowed = bool(names) or allow_injection
+    job = demo_job(
+        seed=seed, num_steps=steps, injection_allowed=allowed, settings=settings, algorithm=algorithm, task=task
+    )
+    run_id = run_id or _new_run_id("demo", seed)
+    return _execute(job, runs, run_id, names, not plain, minutes_max, hold_minutes, dashboard=not no_dashboard)
+
+
+@app.command(epilog=examples("rolecall run job.yaml", "rolecall run job.yaml --id nightly-7"))
+def run(
+    job_file: Annotated[Path, typer.Argument(help="Job file (YAML).", metavar="JOB.yaml")],
+    run_id: Annotated[str, typer.Option("--id", help="Name of the run (default: <job>-<seed>-<time>).")] = "",
+    runs: RootOption = ROOT,
+    minutes_max: Annotated[float, typer.Option(min=0.5, help="Stop the run after this many minutes.")] = 60 * 24 * 7,
+) -> int:
+    """Run a job.
+
+    `recovery.mode` in the job file decides whether rolecall acts on faults."""
+    from rolecall.core.config.job import load_job
+
+    job = load_job(job_file)
+    return _execute(job, runs, run_id or _new_run_id(job.name, job.seed), (), False, minutes_max, 0.0)
+
+
+def _execute(
+    job: "JobConfig",
+    runs: Path,
+    run_id: str,
+    faults: Sequence[str],
+    show: bool,
+    minutes_max: float,
+    hold_minutes: float,
+    *,
+    dashboard: bool = False,
+) -> int:
+    from rolecall.core.ids import checked_id
+    from rolecall.session.demo import FaultSchedule
+    from rolecall.session.display import summary
+    from rolecall.session.session import Interrupted, Session
+
+    checked_id(run_id, "run id")
+    console = Console()
+    session = Session(
+        job=job,
+        root=runs,
+        run_id=run_id,
+        schedule=FaultSchedule(job.seed, faults),
+        show=show and console.is_terminal,
+        minutes_max=minutes_max,
+        hold_seconds=hold_minutes * 60,
+        dashboard=dashboard,
+    )
+    try:
+        report = session.execute()
+    except FileExistsError:
+        raise ConfigError([f"--id: a run {run_id!r} exists already in {runs}"]) from None
+    except Interrupted:
+        console.print(f"interrupted: every process of run {escape(run_id)} has been stopped", highlight=False)
+        return 130
+    console.print(summary(report))
+    if dashboard:
+        console.print(
+            f"to open the dashboard again: rolecall dashboard {escape(run_id)}", highlight=False, soft_wrap=True
+        )
+    return 0 if report["ok"] else 1
+
+
+def _new_run_id(name: str, seed: int) -> str:
+    return f"{name}-{seed}-{datetime.datetime.now():%m%d-%H%M%S}"
+
+
+@app.command(epilog=examples("rolecall down latest"))
+def down(run: RunArgument, runs: RootOption = ROOT, as_json: JsonOption = False) -> int:
+    """Stop every process of a run.
+
+    Includes processes that a killed supervisor left behind."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.rl_runtime.processes import stop_run
+    from rolecall.watch.addresses import withdraw
+
+    where = open_run_dir(runs, run)
+    ended = stop_run(where.path)
+    withdraw(where)
+    if as_json:
+        print_json({"run": where.run_id, "ended": [str(p) for p in ended]})
+    else:
+        out(f"{where.run_id}: ended {len(ended)} process(es)")
+    return 0
+
+
+@app.command(
+    epilog=examples(
+        "rolecall inject latest --kind rollout-kill",
+        "rolecall inject latest --kind trainer-hang --how gil --target trainer/1",
+    )
+)
+def inject(
+    run: RunArgument,
+    kind: Annotated[str, typer.Option(help="Fault to inject; an unknown one lists all.")],
+    target: Annotated[str, typer.Option(help="Replica, as rollout/1 (default: chosen by --seed).")] = "",
+    how: Annotated[
+        str, typer.Option(help="Variant. Hangs: stop, gil, lock, read; slow ones: duty, quota, delay.")
+    ] = "",
+    seconds: Annotated[float, typer.Option(min=0, help="Duration of a slowdown; 0: until the target ends.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed.")] = 0,
+    runs: RootOption = ROOT,
+) -> int:
+    """Inject a real fault into a run.
+
+    The run must have been started with --allow-injection. Touches only that run's processes."""
+    from rolecall.core.rundir import open_run_dir
+    from rolecall.rl_runtime.faults.injector import KINDS
+    from rolecall.rl_runtime.faults.injector import inject as do
+
+    if kind not in KINDS:
+        raise ConfigError([f"--kind: {kind!r} is unknown, known are {', '.join(KINDS)}"])
+    print_json(do(open_run_dir(runs, run), kind, target or None, how or None, seconds or None, seed))
+    return 0

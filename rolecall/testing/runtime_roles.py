@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rolecall.core.errors import PeerLost, StaleIncarnation, WireError
 from rolecall.core.ids import ReplicaId
-from rolecall.core.journal.journal import ChainHead
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.rl_runtime.protocol import messages as protocol
 from rolecall.rl_runtime.protocol.clients import LoadedCheckpoint
 from rolecall.rl_runtime.protocol.policy_health import HealthSums, health

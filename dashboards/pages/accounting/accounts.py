@@ -13,7 +13,8 @@ from rolecall.core.clock import Clock
 from rolecall.core.errors import RolecallError
 from rolecall.core.journal.database import redacted
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.dashboards.pages.accounting.audit import APART_EVENTS, audited
 from rolecall.dashboards.pages.accounting.goals import DetectionTimes, RecoveryTimes, detection, recovery
 from rolecall.dashboards.pages.accounting.time import EttrBreakdown, times

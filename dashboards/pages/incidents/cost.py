@@ -44,7 +44,9 @@ def cost(m: IncidentPageInputs, story: IncidentSummary | None, gpus_per_process:
     replica_seconds = sum(loss.until - loss.since for loss in lost) + sum(s for _, s in waiting)
     during = [e for e in m.around if story.began_at - 0.05 <= e.wall_at <= (story.ends_at or float("inf"))]
     moved = [
-        e for e in during if e.kind is K.REQUESTS_REASSIGNED and str(e.body.get("from")) in {x.replica for x in lost}
+        e
+        for e in during
+        if e.kind is K.REQUESTS_REASSIGNED and str(e.body.get("from_replica")) in {x.replica for x in lost}
     ]
     return IncidentCost(
         replica_seconds=replica_seconds,

@@ -268,7 +268,7 @@ def _of_run(m: IncidentPageInputs, story: IncidentSummary | None) -> list[Timeli
                     f"weights of {replica}#{number} were rejected: {e.body.get('because')}",
                     TimelineEntryKind.FAILED,
                 )
-            case K.REQUESTS_REASSIGNED if str(e.body.get("from")) in who:
+            case K.REQUESTS_REASSIGNED if str(e.body.get("from_replica")) in who:
                 words = moved_words(e.body)
             case K.STEP_INTERRUPTED:
                 interrupted = e.body.get("step")

@@ -13,6 +13,7 @@ from rolecall.dashboards import settings
 from rolecall.dashboards.pages.incidents import list_page as incidents_page
 from rolecall.dashboards.pages.incidents.table import PAGE_ROWS
 from rolecall.dashboards.settings import Settings
+from rolecall.testing.events import filled
 from tests.dashboards.big_journal import BigJournal
 from tests.dashboards.incident_cases import HOSTILE, KINDS, found, world_of
 from tests.recovery.world import World
@@ -181,7 +182,7 @@ def test_a_stored_window_is_drawn_and_decided_again(shows: Shows, tmp_path: Path
     d, window = found("stopped", "trainer/1")
     world = World(tmp_path)
     body = {"diagnosis": d.to_dict(), "window": "observations"}
-    world.journal.append(K.INCIDENT_OPENED, body, incident_id="inc-1-trainer-1")
+    world.journal.append(filled(K.INCIDENT_OPENED, body), incident_id="inc-1-trainer-1")
     world.journal.save_window("inc-1-trainer-1", "observations", window)
     at = shows(world.url, incident="inc-1-trainer-1")
     assert not at.exception
@@ -223,7 +224,7 @@ def test_an_incident_that_is_not_there_says_so_and_leads_back(shows: Shows, tmp_
 
 def test_one_that_cannot_be_read_has_a_page(shows: Shows, tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.journal.append(K.PLAN_CREATED, {"plan": 7}, incident_id="inc-broken")
+    world.journal.append(filled(K.PLAN_CREATED, {"plan": 7}), incident_id="inc-broken")
     at = shows(world.url, incident="inc-broken")
     assert not at.exception
     assert "⚠ SET ASIDE" in texts(at)
@@ -236,7 +237,7 @@ def test_ten_thousand_events_are_paged(shows: Shows, tmp_path: Path) -> None:
     events = world.journal.events(incident_id=i.incident_id)
     body = {"topic": "t", "because": "again", "channel": "log"}
     for n in range(250):
-        world.journal.append(K.ONCALL_PAGED, {**body, "topic": f"t{n}"}, incident_id=i.incident_id)
+        world.journal.append(filled(K.ONCALL_PAGED, {**body, "topic": f"t{n}"}), incident_id=i.incident_id)
     at = shows(world.url, incident=i.incident_id)
     assert not at.exception
     assert len(rows(at)) == 100

@@ -31,6 +31,7 @@ from rolecall.dashboards.pages.incidents.view import (
     recovery_section,
 )
 from rolecall.recovery.incident_store import IncidentProjection
+from rolecall.testing.events import filled
 from tests.dashboards.incident_cases import HOSTILE, KINDS, found, material_of, world_of
 from tests.fake_run import HANG, KILL, FakeRun
 
@@ -56,7 +57,7 @@ def marks(m: IncidentPageInputs) -> list[TimelineEntryKind]:
 
 
 def test_requests_that_were_cut_are_told_of() -> None:
-    body: dict[str, object] = {"from": "rollout/1", "num_requests": 9, "to": ["rollout/0"], "num_cut": 0}
+    body: dict[str, object] = {"from_replica": "rollout/1", "num_requests": 9, "to": ["rollout/0"], "num_cut": 0}
     assert moved_words(body) == "9 requests of rollout/1 continue at rollout/0"
     cut = "9 requests of rollout/1 continue at the next available engine"
     assert moved_words({**body, "to": [], "num_cut": 4}).startswith(cut)
@@ -168,8 +169,8 @@ def test_who_is_named_with_role_incarnation_node_and_pid(tmp_path: Path) -> None
 
 def test_set_aside_and_unreadable_ones_have_a_page(tmp_path: Path) -> None:
     world = world_of("resolved", tmp_path)
-    world.journal.append(K.PLAN_CREATED, {"plan": 7}, incident_id=world.only().incident_id)
-    world.journal.append(K.PLAN_CREATED, {}, incident_id="inc-nobody")
+    world.journal.append(filled(K.PLAN_CREATED, {"plan": 7}), incident_id=world.only().incident_id)
+    world.journal.append(filled(K.PLAN_CREATED, {}), incident_id="inc-nobody")
     book = IncidentProjection()
     book.refresh(world.journal)
     aside = read(world.journal, book, next(iter(book.incidents)), None, world.clock.wall())

@@ -153,7 +153,7 @@ def test_beyond_loopback_with_people_and_sigterm(made: MadeRun, tmp_path: Path) 
     args = ("made", "--runs", str(made.root), "--host", "0.0.0.0", "--users", str(people))
     with served(tmp_path, *args) as dashboard:
         assert "sign in with your access token to read and give commands" in dashboard.output()
-        assert "unencrypted" in dashboard.output()
+        assert "not encrypted" in dashboard.output()
         dashboard.process.send_signal(signal.SIGTERM)
         assert dashboard.process.wait(PATIENCE_SECONDS) in (-signal.SIGTERM, 143, 0)
         assert "Traceback" not in dashboard.output()

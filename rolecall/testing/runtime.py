@@ -20,7 +20,8 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import PeerLost, StaleIncarnation, WireError
 from rolecall.core.ids import GroupId, NodeId, ReplicaId, replica_id, split_replica
-from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.protocol import messages as protocol
 from rolecall.rl_runtime.protocol.clients import LoadedCheckpoint, ReplicaExited

@@ -11,8 +11,9 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.ids import NodeId, ReplicaId, RunId
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.controller.controller import Controller, RunOutcome
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable

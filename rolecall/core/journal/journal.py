@@ -15,6 +15,7 @@ from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import ConcurrentWrite, JournalCorrupt, LeaseFenced
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import ChainHead, EpochAdvanced, Payload
 from rolecall.core.journal.rows import DamagedLine, actual_of, epoch_of, event_of, packed, storable, unpacked
 from rolecall.core.journal.store import GENESIS, Store, canonical, chain_hash
 from rolecall.core.journal.tables import ACTUAL, DESIRED, EPOCHS, EVENTS, FLAGS, LEASES, WINDOWS
@@ -31,14 +32,6 @@ class Lease:
     expires_at: float  # wall seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainHead:
-    """Last link of a chain: how many entries it has, and the hash that covers them all."""
-
-    position: int
-    hash: str
-
-
 class Journal:
     """Reads and writes a run's memory. Every method is one transaction."""
 
@@ -53,8 +46,7 @@ class Journal:
 
     def append(
         self,
-        kind: EventKind,
-        body: Mapping[str, Any] | None = None,
+        payload: Payload,
         *,
         incident_id: str | None = None,
         caused_by: str | None = None,
@@ -76,8 +68,13 @@ class Journal:
         """
         with self.store.write() as conn:
             if unless:
-                self._check_overtaken(conn, kind, incident_id, key, unless, since)
-            return self._append(conn, kind, body or {}, incident_id, caused_by, key, lease)
+                self._check_overtaken(conn, payload.kind, incident_id, key, unless, since)
+            return self._append(conn, payload.kind, payload.to_body(), incident_id, caused_by, key, lease)
+
+    def append_unchecked(self, kind: EventKind, body: Mapping[str, Any], *, incident_id: str | None = None) -> None:
+        """Adds an event whatever its body holds: for tests of what readers do with damage."""
+        with self.store.write() as conn:
+            self._append(conn, kind, body, incident_id, None, None, None)
 
     def _check_overtaken(
         self,
@@ -318,8 +315,8 @@ class Journal:
             number, now = last + 1, self.clock.wall()
             text = canonical([list(m) for m in sorted_members])
             conn.execute(EPOCHS.insert().values(number=number, members=text, because=because, wall_at=now))
-            body = {"epoch": number, "members": [list(m) for m in sorted_members], "because": because}
-            self._append(conn, EventKind.EPOCH_ADVANCED, body, None, None, None, None)
+            advanced = EpochAdvanced(epoch=number, members=sorted_members, because=because)
+            self._append(conn, advanced.kind, advanced.to_body(), None, None, None, None)
         typed = tuple((ReplicaId(r), i) for r, i in sorted_members)
         return Epoch(number=number, members=typed, because=because, wall_at=now)
 

@@ -24,7 +24,7 @@ import sqlalchemy as sa
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import LedgerViolation
 from rolecall.core.ids import GroupId
-from rolecall.core.journal.journal import ChainHead
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.journal.store import GENESIS, Store, chain_hash
 from rolecall.core.journal.tables import LEDGER, LEDGER_GROUPS
 

@@ -90,7 +90,7 @@ def test_tokens_of_open_requests_are_recovered_from_the_engines(tmp_path: Path) 
     for request_id, made in w.fleet.tokens_made.items():
         whole = expected_tokens(request_seed_of(w.job.seed, request_id))
         assert made <= len(whole), f"{request_id}: {made} tokens were generated, {len(whole)} are needed"
-    (taken_over,) = [b for b in w.events(EventKind.REQUESTS_REASSIGNED) if b["from"] == CONTROLLER]
+    (taken_over,) = [b for b in w.events(EventKind.REQUESTS_REASSIGNED) if b["from_replica"] == CONTROLLER]
     assert taken_over["num_requests"] >= streaming[0] and taken_over["tokens_kept"] >= streaming[0]
 
 

@@ -1,8 +1,11 @@
-"""The command: `rolecall agent --config agent.yaml`, or `python -m rolecall.agent --node NODE --data-dir DIR
---token-file FILE`, which looks at registered processes only: so the bundled runtime starts the agents of its nodes.
+"""The command `rolecall agent`: watch every signal of one node.
 
-Exit code 0 after SIGTERM, SIGINT or the end of the parent process; 2 for a wrong argument, a directory that another
-agent holds, or a port that is taken.
+Without arguments the node is named after the host, data goes to /var/lib/rolecall (root) or the XDG state directory, and
+the agent listens on 127.0.0.1:9477. `--ranks-only` is how the bundled runtime starts the agents of its nodes: it
+watches registered processes only and loads neither pydantic nor any other collector.
+
+Exit code 0 after SIGTERM, SIGINT or the end of the parent process; 2 for a wrong argument, a data directory that another
+agent uses, or a port that is taken.
 """
 
 import argparse
@@ -23,7 +26,7 @@ from rolecall.core.ids import NodeId, checked_id
 
 LOOPBACK = "127.0.0.1"
 NUM_DESCRIPTORS = 4096
-"""Raised to, where the hard limit allows: of 256 processes, three collectors that keep files open, and connections."""
+"""Soft limit to set, where the hard limit allows: 256 watched processes, collectors with open files, connections."""
 INTERVAL_SECONDS_MIN, INTERVAL_SECONDS_MAX = 0.02, 60.0
 
 
@@ -51,19 +54,39 @@ def _interval(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="rolecall agent", description="Watches one node.")
-    p.add_argument("--config", type=Path, help="agent.yaml: every signal of the node; the arguments below overrule it")
-    p.add_argument("--explain", action="store_true", help="print an agent.yaml with each key and its meaning")
-    p.add_argument("--node", type=_node, help="name of this node, for example node-3")
-    p.add_argument("--data-dir", type=Path, help="its directory: pages, events, socket, agent.json")
-    p.add_argument("--token-file", type=Path, help="file with the run's token")
-    p.add_argument("--host", help="address to listen on (default: loopback only)")
-    p.add_argument("--port", type=_port, help="port to listen on (default without --config: any free one)")
-    p.add_argument("--interval", type=_interval, help="seconds between two looks at processes (default 0.2)")
-    p.add_argument("--raylet-pid", type=int, help="raylet of this node; else raylet.json in the data directory")
-    p.add_argument("--raylet-start", type=int, help="its start time in clock ticks (field 22 of /proc/PID/stat)")
-    p.add_argument("--parent-pid", type=int, help="process whose end ends the agent")
-    p.add_argument("--parent-start", type=int, help="its start time in clock ticks")
+    p = argparse.ArgumentParser(
+        prog="rolecall agent",
+        description="Run the agent of this node: serve its metrics, events and evidence over HTTP until SIGTERM or Ctrl-C.",
+        epilog="""examples:
+  rolecall agent                                     # every default
+  rolecall agent --explain > agent.yaml              # a configuration file to edit
+  rolecall agent --config /etc/rolecall/agent.yaml
+  rolecall agent --node gpu-017 --host 10.0.0.17 --port 9477""",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--config", type=Path, help="agent.yaml; the options below override it", metavar="FILE")
+    p.add_argument(
+        "--explain", action="store_true", help="print an agent.yaml with every key and its meaning, and exit"
+    )
+    p.add_argument("--node", type=_node, help="name of this node (default: host name)")
+    p.add_argument(
+        "--data-dir",
+        type=Path,
+        help="events, cursors, socket and token (default: /var/lib/rolecall as root, else ~/.local/state/rolecall)",
+        metavar="DIR",
+    )
+    p.add_argument("--token-file", type=Path, help="file with the access token (default: DIR/token)", metavar="FILE")
+    p.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    p.add_argument("--port", type=_port, help="port to listen on (default: 9477; 0: any free one)")
+    p.add_argument(
+        "--interval", type=_interval, help="seconds between samples of the ranks (default: 1)", metavar="SECONDS"
+    )
+    # Of the bundled runtime and of tests.
+    p.add_argument("--ranks-only", action="store_true", help=argparse.SUPPRESS)
+    p.add_argument("--raylet-pid", type=int, help=argparse.SUPPRESS)
+    p.add_argument("--raylet-start", type=int, help=argparse.SUPPRESS)
+    p.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
+    p.add_argument("--parent-start", type=int, help=argparse.SUPPRESS)
     p.add_argument("--proc", type=Path, help=argparse.SUPPRESS)
     return p
 
@@ -87,7 +110,7 @@ def _token(p: argparse.ArgumentParser, path: Path) -> str:
 
 
 def _settings(argv: Sequence[str] | None) -> AgentSettings | None:
-    """None: nothing is to run, what was asked for has been printed."""
+    """None: there is nothing to run, the answer has been printed."""
     p = _parser()
     a = p.parse_args(argv)
     if a.explain:
@@ -95,11 +118,11 @@ def _settings(argv: Sequence[str] | None) -> AgentSettings | None:
 
         print(explain(), end="")
         return None
-    if a.config is not None:
-        return _from_file(p, a)
+    if not a.ranks_only:
+        return _of_the_node(p, a)
     missing = [f"--{n.replace('_', '-')}" for n in ("node", "data_dir", "token_file") if getattr(a, n) is None]
     if missing:
-        p.error(f"without --config these are needed: {', '.join(missing)}")
+        p.error(f"--ranks-only needs {', '.join(missing)}")
     return AgentSettings(
         node=a.node,
         data_dir=a.data_dir,
@@ -113,19 +136,21 @@ def _settings(argv: Sequence[str] | None) -> AgentSettings | None:
     )
 
 
-def _from_file(p: argparse.ArgumentParser, a: argparse.Namespace) -> AgentSettings:
-    """Raises:
-    ConfigError: of the file, or of the file with TLS and users.
-    OSError: a token cannot be made in the data directory.
+def _of_the_node(p: argparse.ArgumentParser, a: argparse.Namespace) -> AgentSettings:
+    """Settings of an agent with every collector, from agent.yaml or its defaults.
+
+    Raises:
+        ConfigError: of the file, or of the file with TLS and users.
+        OSError: no token can be created in the data directory.
     """
     from rolecall.agent.assembly import collectors_of
-    from rolecall.agent.settings import load_agent_file
+    from rolecall.agent.settings import default_agent_file, load_agent_file
 
-    file = load_agent_file(a.config)
+    file = default_agent_file(a.node) if a.config is None else load_agent_file(a.config)
     node, data_dir = a.node or NodeId(file.node), a.data_dir or file.data_dir
     token_file = a.token_file or file.token_file
     web = None
-    if file.web_config_file is not None:
+    if a.config is not None and file.web_config_file is not None:
         from rolecall.agent.http.web_config import load_web_config
 
         web = load_web_config(a.config.parent / file.web_config_file)
@@ -147,11 +172,11 @@ def _from_file(p: argparse.ArgumentParser, a: argparse.Namespace) -> AgentSettin
 
 
 def _own_token(data_dir: Path) -> str:
-    """The token in the data directory, made at the first start (mode 0600).
+    """The token in the data directory, created at the first start (mode 0600).
 
     Raises:
-        ConfigError: what lies there is empty: with it anybody could speak for anybody.
-        OSError: it can be neither read nor made.
+        ConfigError: the file is empty: every request would be authorised.
+        OSError: it can be neither read nor created.
     """
     path = data_dir / "token"
     data_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -160,7 +185,7 @@ def _own_token(data_dir: Path) -> str:
         whole = Path(name)
         with os.fdopen(descriptor, "w") as f:
             f.write(secrets.token_hex(32) + "\n")
-        # A crash leaves the whole of it, or nothing; of two agents that start at once the first one's counts for both.
+        # A crash leaves the whole file or none; if two agents start at once, both use the first one's token.
         try:
             os.link(whole, path)
         except FileExistsError:
@@ -170,12 +195,12 @@ def _own_token(data_dir: Path) -> str:
         whole.unlink(missing_ok=True)
     token = path.read_text().strip()
     if not token:
-        raise ConfigError([f"{path}: empty: remove it, and another is made"])
+        raise ConfigError([f"{path}: empty; remove it, and the agent creates a new one"])
     return token
 
 
 def _allow_descriptors() -> None:
-    """A process that is watched takes four descriptors; the usual limit of a shell is 1,024 in all."""
+    """Raise the soft limit: a watched process takes four descriptors, a shell usually allows 1,024 in all."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = NUM_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(NUM_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

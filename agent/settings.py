@@ -4,7 +4,9 @@
 file: the agents of a bundled run take arguments, and do not carry pydantic.
 """
 
+import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -106,14 +108,25 @@ class VllmSection(CollectorSection):
     """vLLM servers whose own metrics are read and joined with role, replica and rank."""
 
 
+def default_data_dir(euid: int, environ: Mapping[str, str]) -> Path:
+    """/var/lib/rolecall for root, else `rolecall` in the XDG state directory (XDG Base Directory Specification 0.8)."""
+    if euid == 0:
+        return Path("/var/lib/rolecall")
+    state = environ.get("XDG_STATE_HOME", "")
+    # The specification: a relative path is invalid and is ignored.
+    base = Path(state) if state.startswith("/") else Path(environ.get("HOME") or "/tmp") / ".local" / "state"
+    return base / "rolecall"
+
+
 class AgentFile(Section):
     node: str = Field(default_factory=lambda: socket.gethostname().lower(), validate_default=True)
     """Name of this node; the same as in Slurm, Kubernetes or Prometheus, if it is to be joined with those."""
     host: str = "127.0.0.1"
     """Address to listen on. Beyond loopback `web_config_file` should name TLS and users."""
     port: Annotated[int, Field(ge=0, le=65535)] = 9477
-    data_dir: Path = Path("/var/lib/rolecall")
-    """Its directory: events, cursors, state pages and the socket for registrations."""
+    data_dir: Path = Field(default_factory=lambda: default_data_dir(os.geteuid(), os.environ))
+    """Events, cursors, state pages and the registration socket. Default: /var/lib/rolecall as root, else `rolecall` in
+    $XDG_STATE_HOME (~/.local/state)."""
     token_file: Path | None = None
     """File with the secret of evidence and registrations; None: one is made in `data_dir` at the first start."""
     web_config_file: Path | None = None
@@ -172,6 +185,18 @@ def load_agent_file(path: Path) -> AgentFile:
         return AgentFile.model_validate(value or {})
     except ValidationError as e:
         raise ConfigError(problems_of(e), str(path)) from None
+
+
+def default_agent_file(node: str | None = None) -> AgentFile:
+    """Every default; `node` in place of the host name.
+
+    Raises:
+        ConfigError: the host name is not a valid node name.
+    """
+    try:
+        return AgentFile() if node is None else AgentFile(node=node)
+    except ValidationError as e:
+        raise ConfigError([f"{p}; name this node with --node" for p in problems_of(e)]) from None
 
 
 def explain(section: type[Section] = AgentFile, indent: str = "") -> str:

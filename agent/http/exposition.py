@@ -1,7 +1,7 @@
 """`/metrics`: the catalogue (`core/metrics/catalogue.py`) filled with the newest samples, readings and the agent's own counters.
 
 Written here and not by prometheus_client, which takes longer for the two thousand series of an eight-GPU node than a
-scrape may (docs/why.md); `promtool check metrics` reads it in a test. Name and labels of a series are put together once:
+scrape may (docs/decisions/0002); `promtool check metrics` reads it in a test. Name and labels of a series are put together once:
 a node's series are nearly the same at each scrape.
 """
 

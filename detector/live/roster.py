@@ -1,7 +1,7 @@
 """The processes monitored now, found by name, role and replica without a scan.
 
 A watch of a thousand nodes has sixteen thousand processes and several polls a second: a lookup per sample, or per poll,
-must not cost a pass over all of them (docs/why.md, "Watching a thousand agents").
+must not cost a pass over all of them (docs/decisions/0021).
 """
 
 from collections.abc import Iterator, Mapping

@@ -2,7 +2,7 @@
 but one costs no pass over the others.
 
 A role of eight thousand closes hundreds of strides a second; with a list of peers made for each, a second's strides
-took minutes (docs/why.md, "Watching a thousand agents").
+took minutes (docs/decisions/0021).
 """
 
 from bisect import bisect_left, insort

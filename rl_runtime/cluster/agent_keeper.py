@@ -78,7 +78,7 @@ class AgentSupervisor:
         folder = self._run.node_dir(node)
         folder.mkdir(parents=True, exist_ok=True)
         me = os.getpid()
-        argv = [sys.executable, "-m", "rolecall.agent", "--node", node, "--data-dir", str(folder)]
+        argv = [sys.executable, "-m", "rolecall.agent", "--ranks-only", "--node", node, "--data-dir", str(folder)]
         argv += ["--token-file", str(self._run.token_path)]
         argv += ["--parent-pid", str(me), "--parent-start", str(process_start_ticks(me))]
         with (self._run.logs / f"agent-{node}.log").open("ab") as out:

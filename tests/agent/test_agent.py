@@ -255,7 +255,16 @@ def test_a_stranger_is_told_whether_it_is_well_and_nothing_else(node_dir: Path) 
 
 
 def test_two_agents_do_not_share_a_directory(agent: AgentProcess) -> None:
-    command = [sys.executable, "-m", "rolecall.agent", "--node", "node-1", "--data-dir", str(agent.node_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "rolecall.agent",
+        "--ranks-only",
+        "--node",
+        "node-1",
+        "--data-dir",
+        str(agent.node_dir),
+    ]
     command += ["--token-file", str(agent.node_dir.parent / "token")]
     second = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert second.returncode == 2
@@ -265,7 +274,16 @@ def test_two_agents_do_not_share_a_directory(agent: AgentProcess) -> None:
 
 def test_a_second_agent_on_the_port_of_the_first_says_which(agent: AgentProcess, tmp_path: Path) -> None:
     url = json.loads((agent.node_dir / "agent.json").read_text())["url"]
-    command = [sys.executable, "-m", "rolecall.agent", "--node", "node-1", "--data-dir", str(tmp_path / "other")]
+    command = [
+        sys.executable,
+        "-m",
+        "rolecall.agent",
+        "--ranks-only",
+        "--node",
+        "node-1",
+        "--data-dir",
+        str(tmp_path / "other"),
+    ]
     command += ["--token-file", str(agent.node_dir.parent / "token"), "--port", url.rpartition(":")[2]]
     second = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert second.returncode == 2
@@ -285,7 +303,7 @@ def test_a_second_agent_on_the_port_of_the_first_says_which(agent: AgentProcess,
 def test_wrong_arguments(node_dir: Path, options: list[str], reason: str) -> None:
     (node_dir / "token").write_text(TOKEN)
     defaults = ["--token-file", str(node_dir / "token")] if "--token-file" not in options else []
-    command = [sys.executable, "-m", "rolecall.agent", "--data-dir", str(node_dir), *defaults, *options]
+    command = [sys.executable, "-m", "rolecall.agent", "--ranks-only", "--data-dir", str(node_dir), *defaults, *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
     assert done.returncode == 2
     assert reason in done.stderr

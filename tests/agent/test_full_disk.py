@@ -112,6 +112,7 @@ def test_an_agent_starts_on_a_full_disk(tmp_path: Path) -> None:
             sys.executable,
             "-m",
             "rolecall.agent",
+            "--ranks-only",
             "--node",
             NODE,
             "--data-dir",

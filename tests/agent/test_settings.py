@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from rolecall.agent.collectors.process.exits import ExitWatch
 from rolecall.agent.daemon import _own_token, main
 from rolecall.agent.events import EventLog
 from rolecall.agent.registry import Registry
-from rolecall.agent.settings import AgentFile, explain, load_agent_file
+from rolecall.agent.settings import AgentFile, default_agent_file, default_data_dir, explain, load_agent_file
 from rolecall.core.clock import FakeClock
 from rolecall.core.errors import ConfigError
 from rolecall.core.ids import NodeId
@@ -79,15 +80,21 @@ def test_a_wrong_file_ends_the_command_with_2(tmp_path: Path, capsys: pytest.Cap
     assert main(["--config", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml" in capsys.readouterr().err
     assert main(["--explain"]) == 0
-    assert "data_dir: /var/lib/rolecall" in capsys.readouterr().out
+    assert f"data_dir: {AgentFile().data_dir}" in capsys.readouterr().out
 
 
 @contextmanager
 def running(path: Path, *options: str) -> Iterator[str]:
     """`rolecall agent --config`; yields its address."""
-    command = [sys.executable, "-m", "rolecall.agent", "--config", str(path), *options]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    said = Path(yaml.safe_load(path.read_text())["data_dir"]) / "agent.json"
+    with started(["--config", str(path), *options], Path(yaml.safe_load(path.read_text())["data_dir"])) as url:
+        yield url
+
+
+@contextmanager
+def started(options: list[str], data_dir: Path, environ: dict[str, str] | None = None) -> Iterator[str]:
+    command = [sys.executable, "-m", "rolecall.agent", *options]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ)
+    said = data_dir / "agent.json"
     try:
         eventually(lambda: said.exists() or process.poll() is not None, "the agent serves")
         assert process.poll() is None, process.communicate()[1]
@@ -96,6 +103,37 @@ def running(path: Path, *options: str) -> Iterator[str]:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("euid", "environ", "expected"),
+    [
+        (0, {"XDG_STATE_HOME": "/x", "HOME": "/root"}, "/var/lib/rolecall"),
+        (1000, {"XDG_STATE_HOME": "/x", "HOME": "/home/anna"}, "/x/rolecall"),
+        (1000, {"XDG_STATE_HOME": "relative", "HOME": "/home/anna"}, "/home/anna/.local/state/rolecall"),
+        (1000, {"HOME": "/home/anna"}, "/home/anna/.local/state/rolecall"),
+    ],
+)
+def test_where_data_goes_by_default(euid: int, environ: dict[str, str], expected: str) -> None:
+    assert default_data_dir(euid, environ) == Path(expected)
+
+
+def test_without_a_configuration_the_agent_reads_the_whole_node(tmp_path: Path) -> None:
+    """The data directory and the port are given, so that tests running side by side share neither."""
+    with started(["--data-dir", str(tmp_path / "data"), "--port", "0"], tmp_path / "data") as url:
+        eventually(lambda: "rolecall_probe_up{" in get(url + "/metrics")[1], "collectors report")
+        page = get(url + "/metrics")[1]
+    assert f'node="{socket.gethostname().lower()}"' in page
+    assert {f'probe="{p}"' for p in ("gpu", "network", "storage", "kernel_log")} <= set(
+        re.findall(r'probe="\w+"', page)
+    )
+    assert (tmp_path / "data" / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_host_name_that_is_no_node_name_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "_bad")
+    with pytest.raises(ConfigError, match=r"node: .*_bad.*; name this node with --node"):
+        default_agent_file()
 
 
 def get(url: str, authorization: str = "") -> tuple[int, str]:

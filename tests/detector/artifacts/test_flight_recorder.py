@@ -306,7 +306,7 @@ def test_no_dump_says_nothing() -> None:
     assert diagnose([]) == [] and looked_at([]) == "no dump"
 
 
-# --- who entered something else --------------------------------------------------------------------------------------
+# --- another operation ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_another_operation_is_the_fault_of_the_code(job: Job, odd: dict[str, Any
     job.waits([4], WORLD, **odd)
     fault, ranks, because = the_one(found(job.dump()))
     assert (fault, ranks) == ("user_code", [4])
-    assert kind in because and "not a machine fault" in because and "rank 4 entered something else" in because
+    assert kind in because and "not a machine fault" in because and "rank 4 entered a different operation" in because
 
 
 def test_halves_that_differ_are_named_as_a_set(job: Job) -> None:

@@ -51,7 +51,7 @@ class Watched:
             node_dir.mkdir()
             options = ["--node", node_dir.name, "--data-dir", str(node_dir), "--host", machine.address]
             options += ["--token-file", str(self._folder / "token")]
-            self._run([*machine.command, sys.executable, "-m", "rolecall.agent", *options])
+            self._run([*machine.command, sys.executable, "-m", "rolecall.agent", "--ranks-only", *options])
         for node_dir in node_dirs:
             eventually((node_dir / "agent.json").exists, f"the agent of {node_dir.name} says where it listens")
         for i, (machine, node_dir) in enumerate(zip(machines, node_dirs, strict=True)):

@@ -31,7 +31,7 @@ class Run:
         self.node_dir = folder / "node-1"
         self.node_dir.mkdir()
         (folder / "token").write_text(TOKEN)
-        python = [sys.executable, "-m", "rolecall.agent"]
+        python = [sys.executable, "-m", "rolecall.agent", "--ranks-only"]
         options = ["--node", "node-1", "--data-dir", str(self.node_dir), "--token-file", str(folder / "token")]
         self.agent = subprocess.Popen([*python, *options])
         self.workers: dict[str, subprocess.Popen[str]] = {}

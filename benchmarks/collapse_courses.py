@@ -26,7 +26,7 @@ import torch
 
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.ids import replica_id
-from rolecall.core.journal.journal import ChainHead
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.detector.live.training_history import SIGNS
 from rolecall.rl_runtime.algorithms.batching import form_microbatches

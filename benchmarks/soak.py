@@ -145,7 +145,8 @@ def from_journal(run: Path, incidents: Sequence[dict[str, Any]], config: dict[st
             left = [
                 e.wall_at - fault["injected_at"]
                 for e in moved
-                if (e.body.get("from"), e.body.get("from_incarnation")) == (fault["target"], fault["incarnation"])
+                if (e.body.get("from_replica"), e.body.get("from_incarnation"))
+                == (fault["target"], fault["incarnation"])
                 and e.wall_at >= fault["injected_at"]
             ]
             incident["requests_moved_seconds"] = round(min(left), 3) if left else None

@@ -12,6 +12,7 @@ from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import InvalidTransition, JournalCorrupt, JournalError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
+from rolecall.core.journal.payloads import IncidentOpened
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.recovery.incidents.incident import Incident, IncidentState
 from rolecall.recovery.incidents.projection import INCIDENT_KINDS, apply
@@ -100,11 +101,9 @@ def open_incident(
     book.refresh(journal)
     for number in range(book.num_opened + 1, book.num_opened + 1 + NUMBER_TRIES_MAX):
         name = incident_name(number, d)
-        body = {"diagnosis": d.to_dict(), "window": WINDOW_NAME}
+        opened = IncidentOpened(diagnosis=d, window=WINDOW_NAME)
         try:
-            event = journal.append(
-                EventKind.INCIDENT_OPENED, body, incident_id=name, key=f"incident:{number}", lease=lease
-            )
+            event = journal.append(opened, incident_id=name, key=f"incident:{number}", lease=lease)
         except JournalCorrupt:
             continue  # a line that cannot be read has this number
         if event.incident_id == name:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.journal.payloads import EvidenceCollected
 
 
 class TimedObservation(Protocol):
@@ -41,10 +42,10 @@ class Detector(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedEvidence:
-    """What was had of an incident's evidence, and what was not: body of its event."""
+    """What was had of an incident's evidence, and what was not, as its event tells it."""
 
     incident_id: str
-    body: dict[str, Any]
+    payload: EvidenceCollected
 
 
 class EvidenceCollector(Protocol):

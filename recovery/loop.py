@@ -14,8 +14,9 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import RecoveryConfig
@@ -25,6 +26,7 @@ from rolecall.core.faults import Remedy
 from rolecall.core.ids import IncidentId, process_start_ticks
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
+from rolecall.core.journal.payloads import IncidentUpdated, LeaseAcquired, OncallPaged, Payload
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators.base import ActionResult, Actuator
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
@@ -185,8 +187,8 @@ class Watch:
         if lease is None:
             return False
         if before is None or before.fence != lease.fence:
-            body = {"holder": self._holder, "fence": lease.fence, "mode": self._config.mode}
-            self._write(EventKind.LEASE_ACQUIRED, body, key=f"lease:{LEASE_NAME}:{lease.fence}")
+            acquired = LeaseAcquired(holder=self._holder, fence=lease.fence, mode=self._config.mode)
+            self._write(acquired, key=f"lease:{LEASE_NAME}:{lease.fence}")
             self._teller.adopt(self._journal)
             recent = self._clock.wall() - ADOPTED_SECONDS
             self._windows_to_keep = [i.incident_id for i in self._book.incidents.values() if i.opened_at > recent]
@@ -195,16 +197,14 @@ class Watch:
 
     def _write(
         self,
-        kind: EventKind,
-        body: Mapping[str, object],
+        payload: Payload,
         *,
         key: str,
         incident: Incident | None = None,
         unless: Collection[EventKind] = (),
     ) -> Event:
         event = self._journal.append(
-            kind,
-            body,
+            payload,
             incident_id=incident.incident_id if incident else None,
             caused_by=incident.last_event_id if incident else None,
             key=key,
@@ -212,7 +212,8 @@ class Watch:
             unless=unless,
             since=incident.last_seq if incident else 0,
         )
-        line = {"event": str(kind), "incident": event.incident_id, "because": body.get("because"), "seq": event.seq}
+        because = getattr(payload, "because", None)
+        line = {"event": str(payload.kind), "incident": event.incident_id, "because": because, "seq": event.seq}
         logger.info("%s", json.dumps(line))
         self._book.refresh(self._journal)
         return event
@@ -279,12 +280,12 @@ class Watch:
             incident = self._book.incidents.get(account.incident_id)
             if incident is not None:
                 key = f"{incident.incident_id}:evidence"
-                self._write(EventKind.EVIDENCE_COLLECTED, account.body, key=key, incident=incident)
+                self._write(account.payload, key=key, incident=incident)
             self._file.written(account)
 
     def _update(self, incident: Incident, d: Diagnosis) -> None:
         key = f"{incident.incident_id}:updated:{d.key}"
-        self._write(EventKind.INCIDENT_UPDATED, {"diagnosis": d.to_dict()}, key=key, incident=incident)
+        self._write(IncidentUpdated(diagnosis=d), key=key, incident=incident)
 
     def _would_act(self, d: Diagnosis) -> bool:
         """Whether policy would now do something about what it tolerated before (a slow replica that got slower)."""
@@ -328,15 +329,15 @@ class Watch:
             self._append(incident, move)
         elif isinstance(move, Decide):
             verdict = decide(move.question)
-            body = plan_created(verdict, move.question)
-            body["plan"]["also_hit"] = list(self._actuator.also_hit(verdict.plan))
-            self._write(EventKind.PLAN_CREATED, body, key=move.key, incident=incident)
+            plan = replace(verdict.plan, also_hit=tuple(self._actuator.also_hit(verdict.plan)))
+            created = plan_created(replace(verdict, plan=plan), move.question)
+            self._write(created, key=move.key, incident=incident)
         else:
             self._perform(incident, move)
 
     def _append(self, incident: Incident, move: Append) -> None:
         try:
-            self._write(move.kind, dict(move.body), key=move.key, incident=incident, unless=move.unless)
+            self._write(move.payload, key=move.key, incident=incident, unless=move.unless)
         except ConcurrentWrite as e:
             logger.info("%s", e)
             self._book.refresh(self._journal)
@@ -404,25 +405,23 @@ class Watch:
     def _report_broken(self) -> None:
         for name, error in self._book.broken.items():
             if not any(e.key == f"broken:{name}" for e in self._book.to_tell):
-                self._write(EventKind.ONCALL_PAGED, self._call(str(error)), key=f"broken:{name}")
+                self._write(self._call(str(error)), key=f"broken:{name}")
         if self._judge.error and self._lease is not None:
             because = f"nothing is diagnosed: the source or a detector fails with {self._judge.error}"
             key = f"blind:{self._lease.fence}"
             if not any(e.key == key for e in self._book.to_tell):
-                self._write(EventKind.ONCALL_PAGED, self._call(because), key=key)
+                self._write(self._call(because), key=key)
 
     def _report_troubles(self, found: Sequence[Diagnosis]) -> None:
         for trouble in self._troubles.spent():
             incident = self._book.incidents.get(trouble.name)
             key = f"{trouble.name}:person:{UNHANDLED}"
             if not any(e.key == key for e in self._book.to_tell):
-                self._write(
-                    EventKind.ONCALL_PAGED, self._call(trouble.because(), UNHANDLED), key=key, incident=incident
-                )
+                self._write(self._call(trouble.because(), UNHANDLED), key=key, incident=incident)
         self._troubles.keep_only({d.key for d in found} | {i.incident_id for i in self._book.open_incidents()})
 
-    def _call(self, because: str, topic: str = "watch") -> dict[str, object]:
-        return {"topic": topic, "because": because, "channel": self._notifier.channel}
+    def _call(self, because: str, topic: str = "watch") -> OncallPaged:
+        return OncallPaged(topic=topic, because=because, channel=self._notifier.channel)
 
     def _sign_of_life(self) -> dict[str, object]:
         return {

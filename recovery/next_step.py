@@ -12,6 +12,19 @@ from rolecall.core.diagnosis import ActionKind, Plan
 from rolecall.core.faults import Remedy
 from rolecall.core.ids import split_replica
 from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import (
+    ActionDone,
+    ActionFailed,
+    ActionStarted,
+    IncidentClosed,
+    IncidentVerified,
+    OncallPaged,
+    Payload,
+    PlanBlocked,
+    PlanCreated,
+    PlanExpired,
+    PlanProposed,
+)
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.fleet import FleetView
 from rolecall.recovery.guards import check
@@ -31,9 +44,8 @@ A_PERSONS_NO = frozenset({K.HOLD_PLACED, K.PLAN_REJECTED})
 class Append:
     """Write this event; nothing is written if its key stands already."""
 
-    kind: EventKind
+    payload: Payload
     key: str
-    body: Mapping[str, Any] = field(default_factory=dict)
     unless: frozenset[EventKind] = frozenset()  # a person's word that came meanwhile: decide again
 
 
@@ -89,9 +101,14 @@ def next_step(i: Incident, s: Situation, question: PolicyInput) -> Move | None:
     return _from_verifying(i, i.attempt, s)
 
 
-def plan_created(verdict: PolicyDecision, question: PolicyInput) -> dict[str, Any]:
-    """Body of PLAN_CREATED: the plan, and all that it was made from."""
-    return {**verdict.to_dict(), "question": question.to_dict()}
+def plan_created(verdict: PolicyDecision, question: PolicyInput) -> PlanCreated:
+    """The plan, and all that it was made from."""
+    return PlanCreated(
+        plan=verdict.plan,
+        page_oncall=verdict.page_oncall,
+        outcome=str(verdict.outcome),
+        question=question.to_dict(),
+    )
 
 
 # --- states -------------------------------------------------------------------------------------------------------
@@ -118,11 +135,12 @@ def _from_planned(i: Incident, a: Attempt, s: Situation) -> Move | None:
     if guarded.passed:
         if s.config.mode == "approve" and not i.requested_by_operator:
             expires_at = s.now + s.config.approval_timeout_seconds
-            return _about(i, a, K.PLAN_PROPOSED, "proposed", {"plan": a.plan.to_dict(), "expires_at": expires_at})
-        return _start(i, a, {"plan": a.plan.to_dict()})
+            proposed = PlanProposed(digest=a.plan.digest, plan=a.plan, expires_at=expires_at)
+            return _about(i, a, "proposed", proposed)
+        return _start(i, a)
     if guarded.guard not in a.held_by:
-        body = {"guard": guarded.guard, "because": guarded.because}
-        return _about(i, a, K.PLAN_BLOCKED, f"held:{guarded.guard}", body)
+        blocked = PlanBlocked(digest=a.plan.digest, guard=guarded.guard, because=guarded.because)
+        return _about(i, a, f"held:{guarded.guard}", blocked)
     if (
         i.requested_by_operator
         and s.now > max(i.opened_at, a.hold.until if a.hold else 0.0) + s.config.approval_timeout_seconds
@@ -156,11 +174,10 @@ def _from_proposed(i: Incident, a: Attempt, s: Situation) -> Move | None:
         return None
     guarded = check(a.plan, i, **_guard_inputs(s))
     if guarded.passed:
-        body = {"plan": a.plan.to_dict(), "approved_by": a.decided_by}
-        return _start(i, a, body)
+        return _start(i, a, approved_by=a.decided_by)
     if guarded.guard not in a.held_by:
-        body = {"guard": guarded.guard, "because": guarded.because}
-        return _about(i, a, K.PLAN_BLOCKED, f"held:{guarded.guard}", body)
+        blocked = PlanBlocked(digest=a.plan.digest, guard=guarded.guard, because=guarded.because)
+        return _about(i, a, f"held:{guarded.guard}", blocked)
     return _page_oncall(i, guarded.guard, guarded.because, s) if guarded.page_oncall else None
 
 
@@ -188,7 +205,8 @@ def _from_verifying(i: Incident, a: Attempt, s: Situation) -> Move | None:
         verification_timeout_seconds=s.config.verification_timeout_seconds,
     )
     if seen.resolved:
-        return _about(i, a, K.INCIDENT_VERIFIED, "verified", {"because": seen.because, "serving_at": seen.serving_at})
+        verified = IncidentVerified(digest=a.plan.digest, because=seen.because, serving_at=seen.serving_at)
+        return _about(i, a, "verified", verified)
     if s.ended is not None:
         return _close(i, IncidentOutcome.ESCALATED, f"the run ended before it was resolved: {s.ended}")
     if seen.failure is not None:
@@ -200,11 +218,11 @@ def _from_verifying(i: Incident, a: Attempt, s: Situation) -> Move | None:
 
 
 def failed(i: Incident, a: Attempt, failure: str, because: str) -> Append:
-    return _about(i, a, K.ACTION_FAILED, "failed", {"failure": str(failure), "because": because})
+    return _about(i, a, "failed", ActionFailed(digest=a.plan.digest, failure=str(failure), because=because))
 
 
 def done(i: Incident, a: Attempt, result: Mapping[str, Any]) -> Append:
-    return _about(i, a, K.ACTION_DONE, "done", {"result": dict(result)})
+    return _about(i, a, "done", ActionDone(digest=a.plan.digest, result=dict(result)))
 
 
 def decision_key(incident_id: str, number: int) -> str:
@@ -212,8 +230,9 @@ def decision_key(incident_id: str, number: int) -> str:
     return f"{incident_id}:decision:{number}"
 
 
-def _start(i: Incident, a: Attempt, body: Mapping[str, Any]) -> Append:
-    return replace(_about(i, a, K.ACTION_STARTED, "started", body), unless=A_PERSONS_NO)
+def _start(i: Incident, a: Attempt, approved_by: str = "") -> Append:
+    started = ActionStarted(digest=a.plan.digest, plan=a.plan, approved_by=approved_by)
+    return replace(_about(i, a, "started", started), unless=A_PERSONS_NO)
 
 
 def _rejected(i: Incident, a: Attempt, s: Situation) -> Append:
@@ -232,28 +251,23 @@ def _hold_ended(i: Incident, a: Attempt, s: Situation) -> Append | None:
 
 def _expire(i: Incident, a: Attempt, because: str) -> Append:
     key = f"{i.incident_id}:expired:{a.number}" if a.decision else decision_key(i.incident_id, a.number)
-    body = {"digest": a.plan.digest, "because": because}
-    return Append(kind=K.PLAN_EXPIRED, key=key, body=body, unless=A_PERSONS_NO)
+    return Append(payload=PlanExpired(digest=a.plan.digest, because=because), key=key, unless=A_PERSONS_NO)
 
 
-def _about(i: Incident, a: Attempt, kind: EventKind, what: str, body: Mapping[str, Any]) -> Append:
-    return Append(kind=kind, key=f"{i.incident_id}:{what}:{a.number}", body={"digest": a.plan.digest, **body})
+def _about(i: Incident, a: Attempt, what: str, payload: Payload) -> Append:
+    return Append(payload=payload, key=f"{i.incident_id}:{what}:{a.number}")
 
 
 def _close(i: Incident, outcome: IncidentOutcome, because: str) -> Append:
-    return Append(
-        kind=K.INCIDENT_CLOSED,
-        key=f"{i.incident_id}:closed",
-        body={"outcome": str(outcome), "because": because},
-    )
+    return Append(payload=IncidentClosed(outcome=str(outcome), because=because), key=f"{i.incident_id}:closed")
 
 
 def _page_oncall(i: Incident, topic: str, because: str, s: Situation) -> Append | None:
     """Once for each topic; None when it was done."""
     if topic in i.page_topics:
         return None
-    body = {"topic": topic, "because": because, "channel": s.channel}
-    return Append(kind=K.ONCALL_PAGED, key=f"{i.incident_id}:person:{topic}", body=body)
+    paged = OncallPaged(topic=topic, because=because, channel=s.channel)
+    return Append(payload=paged, key=f"{i.incident_id}:person:{topic}")
 
 
 def _guard_inputs(s: Situation) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Self
 from rolecall.core.errors import CommandRefused
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import BurnInCheck
 
 K = EventKind
 NODE_KINDS = (K.NODE_QUARANTINED, K.NODE_DRAINED, K.NODE_RETURNED_TO_SERVICE, K.BURN_IN_FINISHED)
@@ -20,24 +21,6 @@ CHECKS_MAX = 64
 """Of one burn-in, against a writer that never ends."""
 TEXT_CHARS_MAX = 500
 """Of one check's sentence."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BurnInCheck:
-    """One part of a burn-in. `passed` None: it could not be done here, for the reason that it gives."""
-
-    name: str
-    passed: bool | None
-    because: str
-    values: Mapping[str, Any]
-
-    @classmethod
-    def from_dict(cls, d: Mapping[str, Any]) -> Self:
-        passed = d["passed"]
-        if not isinstance(passed, bool | None):
-            raise TypeError(f"passed is {passed!r}")
-        because = str(d.get("because", ""))[:TEXT_CHARS_MAX]
-        return cls(name=str(d["name"])[:64], passed=passed, because=because, values=dict(d.get("values") or {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +41,21 @@ class BurnIn:
             CommandRefused: it is none.
         """
         try:
-            checks = tuple(BurnInCheck.from_dict(c) for c in d["checks"])[:CHECKS_MAX]
+            checks = tuple(_check_from_dict(c) for c in d["checks"])[:CHECKS_MAX]
             passed = any(c.passed for c in checks) and all(c.passed is not False for c in checks)
             if bool(d["passed"]) != passed:
                 raise ValueError(f"passed is {d['passed']!r}, and its checks say {passed}")
             return cls(passed=passed, seconds=float(d["seconds"]), checks=checks)
         except (KeyError, TypeError, ValueError) as e:
             raise CommandRefused(f"this is no result of a burn-in: {e!r}") from None
+
+
+def _check_from_dict(d: Mapping[str, Any]) -> BurnInCheck:
+    passed = d["passed"]
+    if not isinstance(passed, bool | None):
+        raise TypeError(f"passed is {passed!r}")
+    because = str(d.get("because", ""))[:TEXT_CHARS_MAX]
+    return BurnInCheck(name=str(d["name"])[:64], passed=passed, because=because, values=dict(d.get("values") or {}))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

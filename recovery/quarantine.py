@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from rolecall.core.diagnosis import ActionKind, Plan
 from rolecall.core.faults import Remedy
-from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import NodeQuarantined, OncallPaged
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.next_step import Append
 
@@ -34,9 +34,8 @@ def events_before_plan(
     because = f"{name}: {incident.diagnosis.because}"
     said = [
         Append(
-            kind=EventKind.NODE_QUARANTINED,
+            payload=NodeQuarantined(node=node, by=BY_WATCH, because=because),
             key=f"{name}:quarantine:{node}",
-            body={"node": node, "by": BY_WATCH, "because": because},
         )
         for node in take
     ]
@@ -45,8 +44,8 @@ def events_before_plan(
             f"{', '.join(left)} should be quarantined, and {len(shut) + len(take)} of {len(known)} nodes are: "
             f"the limit is {share_max:.0%}"
         )
-        body = {"topic": TOPIC, "because": because, "channel": channel}
-        said.append(Append(kind=EventKind.ONCALL_PAGED, key=f"{name}:person:{TOPIC}", body=body))
+        paged = OncallPaged(topic=TOPIC, because=because, channel=channel)
+        said.append(Append(payload=paged, key=f"{name}:person:{TOPIC}"))
     return said
 
 

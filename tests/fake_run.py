@@ -23,10 +23,12 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Evidence, Plan, PlanT
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import GroupId, IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind as K
-from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import GroupState, Ledger, LedgerLine
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
+from rolecall.testing.events import filled
 
 HOMES = {
     "controller/0": "node-0",
@@ -174,7 +176,7 @@ class FakeRun:
         for n, replica in enumerate(HOMES):
             self.at(1.0 + n * 0.4, lambda r=replica: self._starting(r))  # type: ignore[misc]
             slow = 18.0 if replica.startswith(("rollout", "standby")) else 8.0
-            self.at(slow + n * 0.3, lambda r=replica: self._ready(r, from_standby=False))  # type: ignore[misc]
+            self.at(slow + n * 0.3, lambda r=replica: self._ready(r, from_standby=""))  # type: ignore[misc]
         self.at(TRAINING_AT - 1, lambda: self._epoch("the fleet stands"))
         for n in range(3):
             self.at(TRAINING_AT - 0.8 + n * 0.1, lambda r=f"rollout/{n}": self._admit(r))  # type: ignore[misc]
@@ -296,12 +298,12 @@ class FakeRun:
             self.at(found + strike.serving_after - 0.7, lambda: self._promote(strike.target))
             self.at(found + strike.serving_after, lambda: self._admit(strike.target))
             self.at(found + strike.serving_after + 0.3, lambda: self._starting("standby/0", self.freed))
-            self.at(found + 12.0, lambda: self._ready("standby/0", from_standby=False))
+            self.at(found + 12.0, lambda: self._ready("standby/0", from_standby=""))
         else:
             self.at(found + 0.2, lambda: self._lose(strike.target, "fenced: a newer incarnation is wanted"))
             self.at(found + 0.25, lambda: self._epoch(f"{strike.target} is lost", without=strike.target))
             self.at(found + 0.5, lambda: self._starting(strike.target, self.node[strike.target]))
-            self.at(found + strike.serving_after - 2, lambda: self._ready(strike.target, from_standby=False))
+            self.at(found + strike.serving_after - 2, lambda: self._ready(strike.target, from_standby=""))
             self.at(found + strike.serving_after, lambda: self._epoch(f"{strike.target} has joined"))
         self.at(found + strike.verified_after, lambda: self._close(incident, strike))
 
@@ -355,13 +357,15 @@ class FakeRun:
         self.say(K.ACTION_STARTED, {"plan": plan.to_dict(), "digest": plan.digest}, incident)
         desired = Desired(replica=target.replica, incarnation=self.named + 1, node=target.node, incident_id=incident)
         self.journal.set_desired(desired)
-        self.say(K.ACTION_DONE, {"digest": plan.digest, "result": "desired is written"}, incident)
+        self.say(
+            K.ACTION_DONE, {"digest": plan.digest, "result": {"done": True, "because": "desired is written"}}, incident
+        )
 
     def _move(self, strike: Strike) -> None:
         self._lose(strike.target, "its process is gone")
         others = [f"rollout/{n}" for n in range(3) if f"rollout/{n}" != strike.target]
         body = {
-            "from": strike.target,
+            "from_replica": strike.target,
             "from_incarnation": self.named,
             "to": others,
             "num_requests": 24,
@@ -389,7 +393,7 @@ class FakeRun:
         )
         self.journal.set_desired(wanted)
 
-    def _ready(self, replica: str, *, from_standby: bool) -> None:
+    def _ready(self, replica: str, *, from_standby: str) -> None:
         body = {
             "replica": replica,
             "incarnation": self.incarnation[replica],
@@ -408,7 +412,7 @@ class FakeRun:
         self.pid[replica] = self.pid["standby/0"]
         stopped = {"replica": "standby/0", "incarnation": self.incarnation["standby/0"], "because": "promoted"}
         self.say(K.REPLICA_STOPPED, stopped)
-        self._ready(replica, from_standby=True)
+        self._ready(replica, from_standby="standby/0")
 
     def _lose(self, replica: str, because: str) -> None:
         self.away.add(replica)
@@ -434,7 +438,7 @@ class FakeRun:
         self.journal.set_actual(record)
 
     def say(self, kind: K, body: dict[str, Any], incident: IncidentId | None = None) -> None:
-        self.journal.append(kind, body, incident_id=incident)
+        self.journal.append(filled(kind, body), incident_id=incident)
 
 
 def made_health(step: int, num_steps: int) -> dict[str, float]:

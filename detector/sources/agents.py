@@ -52,8 +52,7 @@ DESCRIPTORS_OWN = 128
 REQUESTS_PER_SECOND_MAX = 1000
 SAMPLES_PER_SECOND_MAX = 8000
 """What one watch takes in. Of more agents, or more ranks, each is asked more rarely and gives its newest look alone:
-counters are cumulative, so that only resolution is lost. A watch that falls behind loses more (docs/why.md, "Watching a
-thousand agents")."""
+counters are cumulative, so that only resolution is lost. A watch that falls behind loses more (docs/decisions/0021)."""
 PROCESSES_COUNTED_MAX = 256
 """Of one agent, as many as it may have (`agent.registry.NUM_PROCESSES_MAX`): one that claims thousands must not make all
 others be asked more rarely."""

@@ -8,8 +8,8 @@ and carries the fencing number; the record says which incident wrote it, so that
 from rolecall.core.diagnosis import ActionKind, Plan, PlanTarget
 from rolecall.core.errors import ActuatorError
 from rolecall.core.ids import split_replica
-from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal, Lease
+from rolecall.core.journal.payloads import JobStopRequested
 from rolecall.core.membership import Desired
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.actuators.base import ActionResult
@@ -68,8 +68,7 @@ class RayRuntime:
     def _stop(self, plan: Plan, lease: Lease) -> ActionResult:
         # The event first: it is refused to a watch whose lease is over, and a flag has no fence of its own.
         self._journal.append(
-            EventKind.JOB_STOP_REQUESTED,
-            {"because": plan.because},
+            JobStopRequested(because=plan.because),
             incident_id=plan.incident_id,
             key=f"{plan.incident_id}:stop_job",
             lease=lease,

@@ -6,15 +6,23 @@ the lease takes through the same guards as a diagnosis. Works with any watch, on
 All that a person may say or ask has its name here; nodes stand in `node_commands`, questions in `asking`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.errors import CommandRefused, ConcurrentWrite
 from rolecall.core.ids import split_replica
 from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import (
+    DiagnosisReviewed,
+    HoldLifted,
+    HoldPlaced,
+    PlanApproved,
+    PlanRejected,
+    RecoveryPaused,
+    RecoveryResumed,
+)
 from rolecall.recovery.fleet import fleet_view
 from rolecall.recovery.incident_store import IncidentProjection
 from rolecall.recovery.incidents.incident import NOT_BEGUN, RIGHT, WRONG, Attempt, Decision, Incident, IncidentState
@@ -75,7 +83,7 @@ def pause_recovery(place: RunLocation, by: str, because: str) -> str:
     with journal_of(place) as journal:
         # The flag first: it is what stops the next action, the event is what remembers.
         journal.set_flag(PAUSED_FLAG, f"{by}: {because}")
-        journal.append(K.RECOVERY_PAUSED, {"by": by, "because": because})
+        journal.append(RecoveryPaused(by=by, because=because))
     return f"{place.run_id} is paused: no action begins until `rolecall resume`"
 
 
@@ -85,7 +93,7 @@ def resume_recovery(place: RunLocation, by: str) -> str:
     with journal_of(place) as journal:
         was = journal.flag(PAUSED_FLAG)
         journal.set_flag(PAUSED_FLAG, None)
-        journal.append(K.RECOVERY_RESUMED, {"by": by})
+        journal.append(RecoveryResumed(by=by))
     return f"{place.run_id} acts again" if was is not None else f"{place.run_id} was not paused"
 
 
@@ -103,7 +111,7 @@ def approve_plan(place: RunLocation, digest: str, by: str, clock: Clock | None =
             raise CommandRefused(f"plan {digest} is not proposed: {i.incident_id} is {i.state}")
         if a.expires_at is not None and now > a.expires_at:
             raise CommandRefused(f"plan {digest} lapsed {now - a.expires_at:.0f} s ago: it is not approved")
-        return _CommandEvent(K.PLAN_APPROVED, {"by": by}, decision_key(i.incident_id, a.number))
+        return _CommandEvent(PlanApproved(digest=digest, by=by), decision_key(i.incident_id, a.number))
 
     incident, attempt = _append_command(place, digest, word, clock)
     told = f"{attempt.plan.action} of {_targets(attempt)} is approved, for {incident.incident_id}"
@@ -122,7 +130,8 @@ def reject_plan(place: RunLocation, digest: str, by: str, because: str = "", clo
 
     def word(i: Incident, a: Attempt, now: float) -> _CommandEvent:
         _undecided(a)
-        return _CommandEvent(K.PLAN_REJECTED, {"by": by, "because": because}, decision_key(i.incident_id, a.number))
+        rejected = PlanRejected(digest=digest, by=by, because=because)
+        return _CommandEvent(rejected, decision_key(i.incident_id, a.number))
 
     incident, attempt = _append_command(place, digest, word, clock)
     return f"{attempt.plan.action} of {_targets(attempt)} is rejected, for {incident.incident_id}"
@@ -149,7 +158,7 @@ def hold_plan(
             raise CommandRefused(
                 f"{a.hold.by} holds plan {digest} for longer, until {a.hold.until_text}; lift that hold to end it sooner"
             )
-        return _CommandEvent(K.HOLD_PLACED, {"by": by, "because": because, "until": now + seconds})
+        return _CommandEvent(HoldPlaced(digest=digest, by=by, because=because, until=now + seconds))
 
     incident, attempt = _append_command(place, digest, word, clock)
     until = attempt.hold.until_text if attempt.hold else ""
@@ -169,7 +178,7 @@ def lift_hold(place: RunLocation, digest: str, by: str, because: str = "", clock
         _not_over(a)
         if a.hold is None or not a.hold.stands(now):
             raise CommandRefused(f"nobody holds plan {digest}")
-        return _CommandEvent(K.HOLD_LIFTED, {"by": by, "because": because})
+        return _CommandEvent(HoldLifted(digest=digest, by=by, because=because))
 
     incident, attempt = _append_command(place, digest, word, clock)
     return f"{attempt.plan.action} of {_targets(attempt)} is held no longer, for {incident.incident_id}"
@@ -179,8 +188,7 @@ def lift_hold(place: RunLocation, digest: str, by: str, because: str = "", clock
 class _CommandEvent:
     """What a person says of a plan, as an event."""
 
-    kind: EventKind
-    body: Mapping[str, Any]
+    payload: PlanApproved | PlanRejected | HoldPlaced | HoldLifted
     key: str | None = None
 
 
@@ -192,11 +200,9 @@ def _append_command(
         for _ in range(TRIES_MAX):
             incident, attempt = _not_begun(book, digest)
             said = word(incident, attempt, journal.clock.wall())
-            body = {"digest": digest, **said.body}
             try:
                 event = journal.append(
-                    said.kind,
-                    body,
+                    said.payload,
                     incident_id=incident.incident_id,
                     caused_by=incident.last_event_id,
                     key=said.key,
@@ -207,8 +213,10 @@ def _append_command(
                 book.refresh(journal)
                 continue
             # Approval, rejection and lapse share a key: whichever is written first stands, and comes back here.
-            if event.kind is not said.kind or event.body.get("by") != said.body["by"]:
-                raise CommandRefused(f"plan {digest}: {event.kind} came first ({event.body.get('because', '')})")
+            standing = event.payload
+            if not isinstance(standing, type(said.payload)) or standing.by != said.payload.by:
+                because = getattr(standing, "because", "")
+                raise CommandRefused(f"plan {digest}: {event.kind} came first ({because})")
             book.refresh(journal)
             after = book.incidents[incident.incident_id]
             assert after.attempt is not None
@@ -258,8 +266,8 @@ def review_diagnosis(
     with opened(place, clock) as (journal, book):
         found = known(book, incident_id)
         verdict = RIGHT if right else WRONG
-        body = {"verdict": verdict, "by": by, "because": because}
-        journal.append(K.DIAGNOSIS_REVIEWED, body, incident_id=incident_id, caused_by=found.last_event_id)
+        review = DiagnosisReviewed(verdict=verdict, by=by, because=because)
+        journal.append(review, incident_id=incident_id, caused_by=found.last_event_id)
     return f"the diagnosis of {incident_id} is marked {verdict}"
 
 

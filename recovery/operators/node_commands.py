@@ -14,6 +14,7 @@ from rolecall.core.errors import CommandRefused, InvalidId
 from rolecall.core.ids import checked_id
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import BurnInFinished, NodeDrained, NodeQuarantined, NodeReturnedToService
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.recovery.fleet import FleetView, ReplicaView, fleet_view
 from rolecall.recovery.incident_store import IncidentProjection
@@ -40,7 +41,7 @@ def quarantine(place: RunLocation, node: str, by: str, because: str, clock: Cloc
             raise CommandRefused(
                 f"{node} is quarantined already, by {record.quarantined_by}: {record.quarantined_because}"
             )
-        journal.append(K.NODE_QUARANTINED, {"node": node, "by": by, "because": because})
+        journal.append(NodeQuarantined(node=node, by=by, because=because))
     return f"{node} is quarantined: nothing is placed there until `rolecall node return {node}`"
 
 
@@ -55,7 +56,7 @@ def return_node(place: RunLocation, node: str, by: str, because: str, clock: Clo
     with opened(place, clock) as (journal, book):
         if not _record(journal, book, node).quarantined:
             raise CommandRefused(f"{node} is not quarantined")
-        journal.append(K.NODE_RETURNED_TO_SERVICE, {"node": node, "by": by, "because": because})
+        journal.append(NodeReturnedToService(node=node, by=by, because=because))
     return f"{node} is returned: replicas may be placed there"
 
 
@@ -74,7 +75,7 @@ def drain(place: RunLocation, node: str, by: str, because: str, clock: Clock | N
 def drained(journal: Journal, book: IncidentProjection, node: str, by: str, because: str) -> str:
     """`drain`, on an open journal."""
     if not _record(journal, book, node).quarantined:
-        journal.append(K.NODE_QUARANTINED, {"node": node, "by": by, "because": f"drained: {because}"})
+        journal.append(NodeQuarantined(node=node, by=by, because=f"drained: {because}"))
     desired = journal.desired()
     fleet = fleet_view(desired, journal.current())
     there = [v for v in fleet.replicas if node in (v.node, _comes_to(v, desired[v.replica].node))]
@@ -86,7 +87,7 @@ def drained(journal: Journal, book: IncidentProjection, node: str, by: str, beca
             asked[view.replica] = ask_replacement(journal, book, view, by, f"{node} is drained: {because}")
         else:
             known.append(f"{view.replica} ({deals.incident_id} deals with it: {deals.state})")
-    journal.append(K.NODE_DRAINED, {"node": node, "by": by, "because": because, "incidents": list(asked.values())})
+    journal.append(NodeDrained(node=node, by=by, because=because, incidents=tuple(asked.values())))
     left = [str(v.replica) for v in there[REPLICAS_PER_DRAIN_MAX:]]
     return _outcome_text(node, asked, known, left, _no_spare_node(fleet, journal, node)) + (
         watch_hint(journal) if asked else ""
@@ -128,7 +129,9 @@ def burned_in(place: RunLocation, node: str, result: Mapping[str, Any], by: str,
     found = BurnIn.from_dict(result)
     _named(node)
     with journal_of(place, clock) as journal:
-        journal.append(K.BURN_IN_FINISHED, {"node": node, "by": by, **found.to_dict()})
+        journal.append(
+            BurnInFinished(node=node, by=by, passed=found.passed, seconds=found.seconds, checks=found.checks)
+        )
     return f"the burn-in of {node} {'passed' if found.passed else 'FAILED'}, and is recorded"
 
 

@@ -16,8 +16,8 @@ from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ActuatorError
 from rolecall.core.ids import split_replica
-from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import Payload, ReplicaLost, ReplicaReady, ReplicaStarting, ReplicaStopped
 from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
 from rolecall.core.rundir import RunDir, registration_secret
 from rolecall.rl_runtime.cluster.actor_operations import ActorOperations
@@ -83,14 +83,24 @@ class Operations:
     def lose(self, record: Actual, because: str) -> None:
         """Writes a death down, once, and lets Ray forget the actor."""
         if self._journal.set_actual(replace(record, state=ReplicaState.LOST, because=because), unless=GONE):
-            self._event(EventKind.REPLICA_LOST, record, because, key="lost")
+            self._event(
+                ReplicaLost(replica=record.replica, incarnation=record.incarnation, node=record.node, because=because),
+                record,
+                key="lost",
+            )
             self._note(f"{record.replica}#{record.incarnation} is lost: {because}")
         if record.actor:
             self._hands.forget(record.actor)
 
     def stopped(self, record: Actual, because: str) -> None:
         if self._journal.set_actual(replace(record, state=ReplicaState.STOPPED, because=because), unless=GONE):
-            self._event(EventKind.REPLICA_STOPPED, record, because, key="stopped")
+            self._event(
+                ReplicaStopped(
+                    replica=record.replica, incarnation=record.incarnation, node=record.node, because=because
+                ),
+                record,
+                key="stopped",
+            )
 
     # --- long ones, in a thread ---------------------------------------------------------------------------------
 
@@ -225,7 +235,13 @@ class Operations:
 
     def _begin(self, record: Actual) -> None:
         self._journal.set_actual(record)
-        self._event(EventKind.REPLICA_STARTING, record, record.because, key="starting")
+        self._event(
+            ReplicaStarting(
+                replica=record.replica, incarnation=record.incarnation, node=record.node, because=record.because
+            ),
+            record,
+            key="starting",
+        )
 
     def _admit(self, record: Actual, from_standby: str) -> None:
         """READY, unless it was fenced while it started: recovery wants another incarnation by then."""
@@ -234,27 +250,27 @@ class Operations:
             self._kill(record)
             return
         # The event comes first, so that whatever others do with a READY replica stands behind it in the journal.
-        body: dict[str, int | str] = {
-            "pid": record.pid,
-            "start_ticks": record.start_ticks,
-            "from_standby": from_standby,
-        }
-        self._event(EventKind.REPLICA_READY, record, record.because, key="ready", more=body)
+        ready = ReplicaReady(
+            replica=record.replica,
+            incarnation=record.incarnation,
+            node=record.node,
+            because=record.because,
+            pid=record.pid,
+            start_ticks=record.start_ticks,
+            from_standby=from_standby,
+        )
+        self._event(ready, record, key="ready")
         if not self._journal.set_actual(replace(record, state=ReplicaState.READY), unless=GONE):
             self._kill(record)
             return
         how = f" (was {from_standby})" if from_standby else ""
         self._note(f"{record.replica}#{record.incarnation} is ready on {record.node}, pid {record.pid}{how}")
 
-    def _event(
-        self, kind: EventKind, record: Actual, because: str, *, key: str, more: dict[str, int | str] | None = None
-    ) -> None:
-        body = {"replica": record.replica, "incarnation": record.incarnation, "node": record.node, "because": because}
+    def _event(self, payload: Payload, record: Actual, *, key: str) -> None:
         desired = self._journal.desired().get(record.replica)
         same = desired is not None and desired.incarnation == record.incarnation
         self._journal.append(
-            kind,
-            {**body, **(more or {})},
+            payload,
             incident_id=desired.incident_id if desired is not None and same else None,
             key=f"{key}:{record.replica}#{record.incarnation}",
         )

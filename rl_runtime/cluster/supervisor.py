@@ -20,8 +20,8 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ActuatorError, ConfigError, DeadlineExceeded, JournalError, RolecallError
 from rolecall.core.ids import NodeId, ReplicaId, process_start_ticks, split_replica
 from rolecall.core.journal.database import redacted
-from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import ComponentRestarted, RunStarted
 from rolecall.core.membership import STANDBY_ROLE, Actual, Desired, ReplicaState
 from rolecall.core.nodes import quarantined_nodes
 from rolecall.core.rundir import RunDir
@@ -140,8 +140,8 @@ class Supervisor:
             }
         )
         roles = {**self.job.roles.counts(), STANDBY_ROLE: self.job.runtime.standbys}
-        body = {"seed": self.job.seed, "config_digest": self.job.digest(), "roles": roles, "nodes": list(self.nodes)}
-        self.journal.append(EventKind.RUN_STARTED, body, key="run-started")
+        started = RunStarted(seed=self.job.seed, config_digest=self.job.digest(), roles=roles, nodes=tuple(self.nodes))
+        self.journal.append(started, key="run-started")
         for replica, node in placed.items():
             first = Desired(replica=replica, incarnation=1, node=node, prefer_standby=False, because="the run starts")
             self.journal.set_desired(first)
@@ -275,7 +275,7 @@ class Supervisor:
             self.hands.renew(self.job.runtime.lease_seconds)
 
     def _agent_restarted(self, node: NodeId, because: str) -> None:
-        self.journal.append(EventKind.COMPONENT_RESTARTED, {"what": "agent", "node": node, "because": because})
+        self.journal.append(ComponentRestarted(what="agent", node=node, because=because))
         self._progress(f"{node}: agent restarted, {because}")
 
     def _tell_notes(self) -> None:

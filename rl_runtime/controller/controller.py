@@ -19,9 +19,15 @@ from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import BatchNotFilled, DeadlineExceeded, RolecallError, SamplerMismatch
 from rolecall.core.ids import split_replica
-from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import GroupState, Ledger
+from rolecall.core.journal.payloads import (
+    ChainHead,
+    CheckpointWritten,
+    RequestsReassigned,
+    StepCommitted,
+    StepInterrupted,
+)
 from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.controller import windows
@@ -293,15 +299,15 @@ class Controller:
 
     def _tell_adopted(self) -> None:
         held = [t for g in self.table.groups.values() for t in g.trajectories if t.engine is not None]
-        body = {
-            "from": self._replica,
-            "to": sorted({t.engine[0] for t in held if t.engine is not None}),
-            "num_requests": len(held),
-            "num_groups": len({t.request.group_id for t in held}),
-            "tokens_kept": sum(len(t.tokens) for t in held),
-            "because": "the controller before has ended: its requests are taken over from the engines that hold them",
-        }
-        self.books.event(EventKind.REQUESTS_REASSIGNED, body, key=f"adopted:{self._replica}#{self._incarnation}")
+        adopted = RequestsReassigned(
+            from_replica=self._replica,
+            to=tuple(sorted({t.engine[0] for t in held if t.engine is not None})),
+            num_requests=len(held),
+            num_groups=len({t.request.group_id for t in held}),
+            tokens_kept=sum(len(t.tokens) for t in held),
+            because="the controller before has ended: its requests are taken over from the engines that hold them",
+        )
+        self.books.event(adopted, key=f"adopted:{self._replica}#{self._incarnation}")
 
     async def _reconcile(self) -> None:
         """What the trainers have committed and the ledger does not know yet is written now."""
@@ -320,26 +326,27 @@ class Controller:
         commit, result = committed.commit, committed.result
         rewards_known = all(s.reward == s.reward for g in groups for s in g.samples if s.is_over)
         reward = result.reward if result else mean_reward(groups) if rewards_known else None
-        body = {
-            "step": commit.step,
-            "epoch": commit.epoch,
-            "policy_version": commit.policy_version,
-            "groups": list(commit.group_ids),
-            "microbatches": list(commit.microbatch_ids),
-            "reward": reward,
-            "loss": result.loss if result else None,
-            "grad_norm": result.grad_norm if result else None,
-            "log_ratio_max": result.log_ratio_max if result else None,
-            "health": (health := self._health(commit, result)),
-            "tokens": sum(g.num_fresh for g in groups),
-            "seconds": round(seconds, 4),
-            "attempts": committed.attempts,
-            "staleness": reached_staleness(commit.step, groups, self.job.runtime.staleness_max),
-            "gradient_digest": commit.gradient_digest,
-            "ledger": asdict(commit.ledger),
-            "versions": {e.key[0]: e.version for e in self.generation.engines.values()},
-        }
-        self.books.event(EventKind.STEP_COMMITTED, body, key=f"committed:{commit.step}:{commit.epoch}")
+        health = self._health(commit, result)
+        step = StepCommitted(
+            step=commit.step,
+            epoch=commit.epoch,
+            policy_version=commit.policy_version,
+            groups=commit.group_ids,
+            microbatches=commit.microbatch_ids,
+            reward=reward,
+            loss=result.loss if result else None,
+            grad_norm=result.grad_norm if result else None,
+            log_ratio_max=result.log_ratio_max if result else None,
+            health=health,
+            tokens=sum(g.num_fresh for g in groups),
+            seconds=round(seconds, 4),
+            attempts=committed.attempts,
+            staleness=reached_staleness(commit.step, groups, self.job.runtime.staleness_max),
+            gradient_digest=commit.gradient_digest,
+            ledger=commit.ledger,
+            versions={e.key[0]: e.version for e in self.generation.engines.values()},
+        )
+        self.books.event(step, key=f"committed:{commit.step}:{commit.epoch}")
         self.books.trained(commit, {g.group_id: g.num_tokens for g in groups})
         for group in commit.group_ids:
             if group in self.table.groups:
@@ -378,7 +385,7 @@ class Controller:
     async def _checkpoint(self) -> None:
         path = await self.training.checkpoint()
         if path is not None:
-            self.books.event(EventKind.CHECKPOINT_WRITTEN, {"path": path, "step": self.supply.step - 1})
+            self.books.event(CheckpointWritten(path=path, step=self.supply.step - 1))
 
     # --- when all trainers are lost -----------------------------------------------------------------------------
 
@@ -386,14 +393,14 @@ class Controller:
         """Goes on from the newest checkpoint. Groups trained after it are open again. Returns `plan` if it still holds."""
         loaded = await self.training.recover()
         step = self.training.committed_step
-        body = {
-            "step": step + 1,
-            "epoch": self.training.epoch,
-            "because": f"{because}; state taken from {loaded.path or 'the beginning'}",
-            "lost": [],
-            "refused_checkpoints": list(loaded.refused),
-        }
-        self.books.event(EventKind.STEP_INTERRUPTED, body)
+        interrupted = StepInterrupted(
+            step=step + 1,
+            epoch=self.training.epoch,
+            because=f"{because}; state taken from {loaded.path or 'the beginning'}",
+            lost=(),
+            refused_checkpoints=tuple(loaded.refused),
+        )
+        self.books.event(interrupted)
         if plan is not None and plan.step == step + 1:
             return replace(plan, resumed=True)
         # First nobody serves: tokens of the policy that never was must not come back after a controller's death here.

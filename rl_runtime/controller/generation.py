@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from rolecall.core.errors import DeadlineExceeded, ProofMismatch, RolecallError, StaleIncarnation, WireError
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import RequestsReassigned
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.controller.background_tasks import Tasks, set_or_timeout
 from rolecall.rl_runtime.controller.engine_state import DesiredWeights, EngineState, WeightVerifier
@@ -253,18 +253,18 @@ class RolloutPool:
         if not moved.num_requests and not cut.num_requests:
             return
         replica, incarnation = engine.key
-        body = {
-            "from": replica,
-            "from_incarnation": incarnation,
-            "to": sorted(takers),
-            "num_requests": moved.num_requests + cut.num_requests,
-            "num_groups": len({*moved.group_ids, *cut.group_ids}),
-            "num_cut": cut.num_requests,  # trained on as they stand; the next windows of their answers go on elsewhere
-            "tokens_kept": moved.tokens_kept + cut.tokens_kept,
-            "tokens_lost": 0 if made is None else max(0, made - engine.tokens_seen),
-            "because": because,
-        }
-        self._books.event(EventKind.REQUESTS_REASSIGNED, body)
+        reassigned = RequestsReassigned(
+            from_replica=replica,
+            from_incarnation=incarnation,
+            to=tuple(sorted(takers)),
+            num_requests=moved.num_requests + cut.num_requests,
+            num_groups=len({*moved.group_ids, *cut.group_ids}),
+            num_cut=cut.num_requests,
+            tokens_kept=moved.tokens_kept + cut.tokens_kept,
+            tokens_lost=0 if made is None else max(0, made - engine.tokens_seen),
+            because=because,
+        )
+        self._books.event(reassigned)
 
     # --- the pump -----------------------------------------------------------------------------------------------
 

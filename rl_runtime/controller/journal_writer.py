@@ -6,13 +6,19 @@ repeated: events of a step have keys, ledger lines are left out when the group s
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from rolecall.core.errors import StaleIncarnation
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import FILTERED, GroupState, Ledger, LedgerLine
+from rolecall.core.journal.payloads import (
+    AdmissionProof,
+    ChainHead,
+    Payload,
+    ReplicaLost,
+    WeightsAdmitted,
+    WeightsRejected,
+)
 from rolecall.core.membership import Actual, ReplicaState
 from rolecall.rl_runtime.algorithms.sampler import TAKEN, GroupSignal, SamplerState
 from rolecall.rl_runtime.protocol.membership import GONE, MembershipView, members_after
@@ -68,9 +74,9 @@ class RunRecorder:
             raise ControllerSuperseded(replica=self.replica, wanted=f"#{newest}", got=f"#{self.incarnation}")
         return fleet
 
-    def event(self, kind: EventKind, body: Mapping[str, Any], key: str | None = None) -> None:
+    def event(self, payload: Payload, key: str | None = None) -> None:
         self.check()
-        self.journal.append(kind, body, key=key)
+        self.journal.append(payload, key=key)
 
     # --- states and epochs --------------------------------------------------------------------------------------
 
@@ -96,10 +102,11 @@ class RunRecorder:
 
     def fence(self, replica: ReplicaId, incarnation: int, because: str) -> bool:
         """Marks an incarnation LOST, once; False where it was gone already."""
-        if not self.set_state(replica, incarnation, ReplicaState.LOST, because):
+        record = self.fleet().actual.get((replica, incarnation))
+        if record is None or not self.set_state(replica, incarnation, ReplicaState.LOST, because):
             return False
-        body = {"replica": replica, "incarnation": incarnation, "because": because}
-        self.event(EventKind.REPLICA_LOST, body, key=f"lost:{replica}#{incarnation}")
+        lost = ReplicaLost(replica=replica, incarnation=incarnation, node=record.node, because=because)
+        self.event(lost, key=f"lost:{replica}#{incarnation}")
         return True
 
     def change_members(
@@ -195,35 +202,35 @@ class RunRecorder:
     # --- proofs -------------------------------------------------------------------------------------------------
 
     def admitted(self, proof: WeightProof) -> None:
-        body = {
-            "replica": proof.replica,
-            "incarnation": proof.incarnation,
-            "epoch": proof.epoch,
-            "policy_version": proof.policy_version,
-            "holder": proof.holder,
-            "bytes": proof.bytes_received,
-            "seconds": round(proof.seconds, 4),
-            "proof": {
-                "manifest_digest": proof.manifest_digest,
-                "received_digest": proof.received_digest,
-                "storage_digest": proof.storage_digest,
-                "covered": proof.covered,
-                "uncovered": list(proof.uncovered),
-                "canary_logprobs": list(proof.canary_logprobs),
-            },
-        }
-        self.event(EventKind.WEIGHTS_ADMITTED, body)
+        admitted = WeightsAdmitted(
+            replica=proof.replica,
+            incarnation=proof.incarnation,
+            epoch=proof.epoch,
+            policy_version=proof.policy_version,
+            holder=proof.holder,
+            bytes=proof.bytes_received,
+            seconds=round(proof.seconds, 4),
+            proof=AdmissionProof(
+                manifest_digest=proof.manifest_digest,
+                received_digest=proof.received_digest,
+                storage_digest=proof.storage_digest,
+                covered=proof.covered,
+                uncovered=proof.uncovered,
+                canary_logprobs=proof.canary_logprobs,
+            ),
+        )
+        self.event(admitted)
 
     def refused(self, replica: ReplicaId, incarnation: int, version: int, part: str, tensor: str, because: str) -> None:
-        body = {
-            "replica": replica,
-            "incarnation": incarnation,
-            "policy_version": version,
-            "part": part,
-            "tensor": tensor,
-            "because": because,
-        }
-        self.event(EventKind.WEIGHTS_REJECTED, body)
+        rejected = WeightsRejected(
+            replica=replica,
+            incarnation=incarnation,
+            policy_version=version,
+            part=part,
+            tensor=tensor,
+            because=because,
+        )
+        self.event(rejected)
 
 
 def _accepted(step: int, judged: Judged, *, reason: str = "") -> LedgerLine:

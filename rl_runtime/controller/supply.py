@@ -19,8 +19,8 @@ from typing import Protocol
 from rolecall.core.clock import Clock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.ids import GroupId
-from rolecall.core.journal.journal import ChainHead
 from rolecall.core.journal.ledger import GroupState
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.rl_runtime.algorithms.batching import form_microbatches
 from rolecall.rl_runtime.algorithms.sampler import GroupSignal, classify_rewards, is_at_limit, not_filled, request_seed
 from rolecall.rl_runtime.controller import windows

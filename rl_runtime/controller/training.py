@@ -20,8 +20,7 @@ from rolecall.core.errors import (
     StaleIncarnation,
 )
 from rolecall.core.ids import ReplicaId
-from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.journal import ChainHead
+from rolecall.core.journal.payloads import ChainHead, StepInterrupted
 from rolecall.rl_runtime.algorithms.batching import assign
 from rolecall.rl_runtime.controller.journal_writer import Member
 from rolecall.rl_runtime.controller.trainer_group import (
@@ -152,14 +151,14 @@ class Training(TrainerGroup):
         failures = {m: a for m, a in answers.items() if isinstance(a, BaseException)}
         root = {m: a for m, a in failures.items() if not isinstance(a, PeerLost)} or failures
         because = "; ".join(f"{m[0]}#{m[1]}: {type(a).__name__}: {a}" for m, a in sorted(root.items()))
-        body = {
-            "step": plan.step,
-            "epoch": self.epoch,
-            "because": because,
-            "lost": [m[0] for m, a in sorted(answers.items()) if isinstance(a, ReplicaExited | DeadlineExceeded)],
-            "attempt": attempt,
-        }
-        self._books.event(EventKind.STEP_INTERRUPTED, body)
+        interrupted = StepInterrupted(
+            step=plan.step,
+            epoch=self.epoch,
+            because=because,
+            lost=tuple(m[0] for m, a in sorted(answers.items()) if isinstance(a, ReplicaExited | DeadlineExceeded)),
+            attempt=attempt,
+        )
+        self._books.event(interrupted)
         self._note_losses(answers)
         if any(isinstance(a, CommitVoteRejected) for a in failures.values()):
             await self.reset_step(plan.step)

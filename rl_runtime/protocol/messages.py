@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from rolecall.core.ids import GroupId, ReplicaId
-from rolecall.core.journal.journal import ChainHead
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.journal.store import GENESIS
 from rolecall.rl_runtime.protocol.policy_health import PolicyHealth
 

@@ -19,7 +19,7 @@ import torch
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import NonFiniteValue, ProofMismatch, StaleIncarnation
 from rolecall.core.ids import ReplicaId
-from rolecall.core.journal.journal import ChainHead
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.rl_runtime.algorithms.agreement import VERSIONS_KEPT
 from rolecall.rl_runtime.algorithms.objective import Divisors, token_logprobs
 from rolecall.rl_runtime.protocol.messages import CommitRecord, first_commit

@@ -27,7 +27,7 @@ from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import CommitVoteRejected, NonFiniteValue, StaleIncarnation
 from rolecall.core.ids import ReplicaId, process_start_ticks
-from rolecall.core.journal.journal import ChainHead
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.telemetry import Phase
 from rolecall.rl_runtime.algorithms.agreement import is_asked
 from rolecall.rl_runtime.algorithms.objective import Divisors, divisors

@@ -2,8 +2,8 @@
 default.
 
 A node's sixteen ranks agree in half of their fields, and a list of numbers is read and checked by a few calls into C
-where sixteen mappings take hundreds: a watch of a thousand nodes lives on the difference (docs/why.md, "Watching a
-thousand agents"). JSON has no NaN: it is null here.
+where sixteen mappings take hundreds: a watch of a thousand nodes lives on the difference (docs/decisions/0021).
+JSON has no NaN: it is null here.
 """
 
 from collections import deque

@@ -20,6 +20,7 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ConfigError, JournalUnavailable, RolecallError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import ComponentRestarted, OncallPaged, RunEnded
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.recovery.loop import LEASE_NAME, holder_pid
@@ -111,8 +112,8 @@ class Session:
                 with _uninterrupted(), ExitStack() as last:  # each of these happens, whatever the one before raised
                     last.callback(journal.close)
                     last.callback(withdraw, run)
-                    body = {"outcome": outcome, "because": because, "faults_wanted": self.struck}
-                    last.callback(lambda: journal.append(EventKind.RUN_ENDED, body, key="run-ended"))
+                    ended = RunEnded(outcome=outcome, because=because, faults_wanted=self.struck)
+                    last.callback(lambda: journal.append(ended, key="run-ended"))
                     last.callback(supervisor.stop, because)
                     for child in [watch, *self.injectors]:
                         last.callback(child.stop)
@@ -188,9 +189,9 @@ class Session:
             return
         if watch.starts > WATCH_RESTARTS_MAX:
             because = f"watch has ended {watch.starts} times, last with {code}: nobody watches this run any more"
-            journal.append(EventKind.ONCALL_PAGED, {"because": because, "channel": "log"}, key="watch-gave-up")
+            journal.append(OncallPaged(topic="watch", because=because, channel="log"), key="watch-gave-up")
             return
-        journal.append(EventKind.COMPONENT_RESTARTED, {"what": "watch", "node": "", "because": f"it ended with {code}"})
+        journal.append(ComponentRestarted(what="watch", node="", because=f"it ended with {code}"))
         watch.start()
 
     def _end_stuck(self, watch: Child, journal: Journal) -> None:

@@ -16,8 +16,9 @@ from rolecall.core.clock import Clock, FakeClock
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ReplicaId, split_replica
-from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal, Lease
+from rolecall.core.journal.payloads import Payload
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.recovery.actuators.base import ActionResult, Actuator
 from rolecall.recovery.interfaces import Message
@@ -259,9 +260,9 @@ class KillableJournal(Journal):
         # What passes no switch shows in this count.
         self.store.write = counted  # type: ignore[method-assign]
 
-    def append(self, kind: EventKind, body: Mapping[str, Any] | None = None, **more: Any) -> Event:
+    def append(self, payload: Payload, **more: Any) -> Event:
         event: Event = self._switch.around(
-            f"append {kind}", lambda: super(KillableJournal, self).append(kind, body, **more)
+            f"append {payload.kind}", lambda: super(KillableJournal, self).append(payload, **more)
         )
         return event
 

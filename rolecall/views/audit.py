@@ -15,8 +15,9 @@ from typing import Any
 
 from rolecall.core.errors import JournalCorrupt
 from rolecall.core.journal.events import Event, EventKind
-from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 

@@ -356,7 +356,7 @@ def _work_lost(story: IncidentSummary, work: _Work, steps_undone: Mapping[int, f
 
 def _moved_from(event: Event, hurt: set[str], named: set[tuple[str, int | None]]) -> bool:
     """Whether requests left one of the replicas in question, and the incarnation that was named if both are known."""
-    who, incarnation = str(event.body.get("from")), event.body.get("from_incarnation")
+    who, incarnation = str(event.body.get("from_replica")), event.body.get("from_incarnation")
     others = {i for r, i in named if r == who} - {None}
     return who in hurt and (incarnation is None or not others or incarnation in others)
 

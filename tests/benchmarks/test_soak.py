@@ -8,6 +8,7 @@ import soak
 
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.testing.events import filled
 
 CONFIG = {"algorithm": {"microbatches_per_step": 2}}
 
@@ -18,7 +19,7 @@ def journal(tmp_path: Path) -> Journal:
 
 
 def commit(journal: Journal, step: int, *microbatches: str) -> None:
-    journal.append(EventKind.STEP_COMMITTED, {"step": step, "microbatches": list(microbatches)})
+    journal.append(filled(EventKind.STEP_COMMITTED, {"step": step, "microbatches": list(microbatches)}))
 
 
 def fault_at(injected_at: float) -> dict[str, Any]:
@@ -27,9 +28,9 @@ def fault_at(injected_at: float) -> dict[str, Any]:
 
 def test_requests_that_left_the_killed_incarnation_are_timed_from_the_fault(journal: Journal, tmp_path: Path) -> None:
     commit(journal, 0, "0.0", "0.1")
-    journal.append(EventKind.REQUESTS_REASSIGNED, {"from": "rollout/1", "from_incarnation": 1})
-    journal.append(EventKind.REQUESTS_REASSIGNED, {"from": "rollout/2", "from_incarnation": 2})
-    journal.append(EventKind.REQUESTS_REASSIGNED, {"from": "rollout/1", "from_incarnation": 2})
+    journal.append(filled(EventKind.REQUESTS_REASSIGNED, {"from_replica": "rollout/1", "from_incarnation": 1}))
+    journal.append(filled(EventKind.REQUESTS_REASSIGNED, {"from_replica": "rollout/2", "from_incarnation": 2}))
+    journal.append(filled(EventKind.REQUESTS_REASSIGNED, {"from_replica": "rollout/1", "from_incarnation": 2}))
     *_, moved = journal.events(kinds=[EventKind.REQUESTS_REASSIGNED])
     journal.close()
     incident, later, false_alarm = fault_at(moved.wall_at - 0.4), fault_at(moved.wall_at + 1.0), {"fault": None}

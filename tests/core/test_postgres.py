@@ -19,6 +19,7 @@ from rolecall.core.journal.database import checked_url, redacted, run_url
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import create_run_dir
+from rolecall.testing.events import filled
 from tests import postgres
 from tests.core.test_journal import WRITER
 from tests.support import PATIENCE_SECONDS
@@ -35,7 +36,7 @@ def mortal() -> Iterator[postgres.Server]:
 
 
 def _append(journal: Journal, n: int) -> None:
-    journal.append(EventKind.REPLICA_LOST, {"n": n}, key=f"e{n}")
+    journal.append(filled(EventKind.REPLICA_LOST, {"incarnation": n}), key=f"e{n}")
 
 
 # --- the server dies ----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.testing.events import filled
 
 
 def main(url: str, name: str, num: int) -> None:
@@ -15,7 +16,7 @@ def main(url: str, name: str, num: int) -> None:
     for n in itertools.count() if num == 0 else range(num):
         if n % 5 == 4:
             journal.grow_epoch([("trainer/0", n)], because=name)
-        event = journal.append(EventKind.REPLICA_LOST, {"writer": name, "n": n}, key=f"{name}-{n}")
+        event = journal.append(filled(EventKind.REPLICA_LOST, {"replica": name, "incarnation": n}), key=f"{name}-{n}")
         print(event.seq, event.hash, flush=True)
 
 

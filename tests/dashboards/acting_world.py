@@ -18,6 +18,7 @@ from rolecall.dashboards import settings
 from rolecall.dashboards import users as people
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.incidents.projection import fold
+from rolecall.testing.events import filled
 
 K = EventKind
 APP = Path(settings.__file__).with_name("app.py")
@@ -46,7 +47,7 @@ class World:
     def say(self, kind: EventKind, body: dict[str, Any], incident: str | None = None) -> Event:
         journal = self.journal
         try:
-            return journal.append(kind, body, incident_id=incident)
+            return journal.append(filled(kind, body), incident_id=incident)
         finally:
             journal.close()
 
@@ -88,8 +89,8 @@ def world(folder: Path, homes: dict[str, str] | None = None) -> World:
     run.write({"run_id": "acted-on", "seed": 1, "config": {}})
     journal = Journal(run.database_url)
     homes = HOMES if homes is None else homes
-    journal.append(K.RUN_STARTED, {"seed": 1, "roles": {}, "nodes": sorted({*homes.values()})})
-    journal.append(K.LEASE_ACQUIRED, {"holder": "watch@host", "fence": 1, "mode": "approve"})
+    journal.append(filled(K.RUN_STARTED, {"seed": 1, "roles": {}, "nodes": sorted({*homes.values()})}))
+    journal.append(filled(K.LEASE_ACQUIRED, {"holder": "watch@host", "fence": 1, "mode": "approve"}))
     journal.acquire("watch", "watch@host", 3600.0)
     for replica, node in homes.items():
         journal.set_desired(Desired(replica=ReplicaId(replica), incarnation=1, node=NodeId(node)))

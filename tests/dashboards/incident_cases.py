@@ -16,6 +16,7 @@ from rolecall.detector.live.engine import LiveDetector
 from rolecall.recovery.incident_store import IncidentProjection
 from rolecall.recovery.operators import commands
 from rolecall.recovery.operators.run_location import JournalLocation
+from rolecall.testing.events import filled
 from rolecall.testing.recovery_world import diagnosis
 from rolecall.testing.synthetic_run import FakeFault, FakeFleet
 from tests.detector.courses import STEP_SECONDS, told
@@ -120,7 +121,7 @@ def collapsed(world: World) -> None:
     for step, row in enumerate(rows):
         world.clock.advance(STEP_SECONDS)
         health = {k: v for k, v in row.items() if k != "reward"}
-        world.journal.append(K.STEP_COMMITTED, {"step": step, "reward": row["reward"], "health": health})
+        world.journal.append(filled(K.STEP_COMMITTED, {"step": step, "reward": row["reward"], "health": health}))
     detector = LiveDetector(DetectorConfig(mask_proc_state=True))
     (d,) = [standing for o in told(rows) for standing in detector.observe(o)][-1:]
     watch, now = world.watch(), world.clock.wall()
@@ -149,14 +150,14 @@ def hostile(world: World) -> None:
         "findings": [{"detector": HOSTILE, "because": HOSTILE, "evidence": [{"kind": HOSTILE, "text": HOSTILE}]}],
         "seconds": 1.0,
     }
-    world.journal.append(K.EVIDENCE_COLLECTED, body, incident_id=name)
+    world.journal.append(filled(K.EVIDENCE_COLLECTED, body), incident_id=name)
     world.journal.append(
-        K.DIAGNOSIS_REVIEWED, {"verdict": "wrong", "by": HOSTILE, "because": HOSTILE}, incident_id=name
+        filled(K.DIAGNOSIS_REVIEWED, {"verdict": "wrong", "by": HOSTILE, "because": HOSTILE}), incident_id=name
     )
     weights = {"replica": "rollout/1", "incarnation": 2, "policy_version": HOSTILE, "holder": HOSTILE, "proof": {}}
-    world.journal.append(K.WEIGHTS_ADMITTED, weights)
-    world.journal.append(K.WEIGHTS_REJECTED, {**weights, "part": HOSTILE, "because": HOSTILE})
-    world.journal.append(K.REPLICA_LOST, {"replica": "rollout/1", "incarnation": 2, "because": HOSTILE})
+    world.journal.append(filled(K.WEIGHTS_ADMITTED, weights))
+    world.journal.append(filled(K.WEIGHTS_REJECTED, {**weights, "part": HOSTILE, "because": HOSTILE}))
+    world.journal.append(filled(K.REPLICA_LOST, {"replica": "rollout/1", "incarnation": 2, "because": HOSTILE}))
 
 
 KINDS: Mapping[str, Callable[[World], None]] = {

@@ -16,6 +16,7 @@ from rolecall.dashboards import settings
 from rolecall.dashboards.data.reader import JournalSnapshot
 from rolecall.dashboards.pages import shell
 from rolecall.dashboards.settings import Settings
+from rolecall.testing.events import filled
 from tests.support import eventually
 
 HOMES = {
@@ -44,10 +45,12 @@ class MadeRun:
         self.run = create_run_dir(self.root, self.run_id)
         self.run.write({"run_id": self.run_id})
         self.journal = Journal(self.run.database_url, clock=self.clock)
-        self.journal.append(K.RUN_STARTED, {"roles": {"trainer": 2, "rollout": 2, "standby": 1}, "num_steps": 120})
+        self.journal.append(
+            filled(K.RUN_STARTED, {"roles": {"trainer": 2, "rollout": 2, "standby": 1}, "num_steps": 120})
+        )
         if self.watched:
             self.journal.acquire("watch", "watch@node-1", 3600.0)
-            self.journal.append(K.LEASE_ACQUIRED, {"holder": "watch@node-1", "fence": 1, "mode": self.mode})
+            self.journal.append(filled(K.LEASE_ACQUIRED, {"holder": "watch@node-1", "fence": 1, "mode": self.mode}))
         for replica in HOMES:
             ready = replica.startswith("standby/")
             self.state(replica, ReplicaState.READY if ready else ReplicaState.SERVING)
@@ -62,7 +65,7 @@ class MadeRun:
                 "seconds": 0.5,
                 "tokens": 768,
             }
-            self.journal.append(K.STEP_COMMITTED, body)
+            self.journal.append(filled(K.STEP_COMMITTED, body))
 
     def state(self, replica: str, state: ReplicaState, *, incarnation: int = 1, version: int = -1) -> None:
         version = self.num_steps if replica.startswith("rollout/") and version < 0 else version
@@ -104,7 +107,7 @@ class MadeRun:
         self.say(K.INCIDENT_CLOSED, {"outcome": "resolved", "because": "it works"}, plan.incident_id)
 
     def say(self, kind: K, body: dict[str, object], incident: str | None = None) -> int:
-        return self.journal.append(kind, body, incident_id=incident).seq
+        return self.journal.append(filled(kind, body), incident_id=incident).seq
 
     def settings(self) -> Settings:
         return Settings(journal_url=self.run.database_url, run=self.run, name=self.run_id)

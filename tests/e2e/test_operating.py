@@ -108,7 +108,7 @@ def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) 
     (started,) = run.observer.events("action_started")
     (decision,) = run.observer.events("plan_approved")
     assert started["approved_by"] == decision["by"] and "@" in decision["by"]
-    (resume,) = run.observer.events("resumed")
+    (resume,) = run.observer.events("recovery_resumed")
     assert resume["seq"] < started["seq"]
     eventually(
         lambda: webhook.of("incident_closed", incident=held["incident"], resolved=True),
@@ -127,7 +127,7 @@ def _a_healthy_rollout_is_replaced_by_hand(run: DemoRun) -> None:
     assert closed["outcome"] == "resolved" and "its fan is loud" in closed["because"]
     eventually(lambda: run.observer.states[("rollout/0", 2)] == "serving", "the observer to have looked again")
     # It gave all its tokens before it was ended.
-    moved = [m for m in run.observer.events("requests_reassigned") if m["from"] == "rollout/0"]
+    moved = [m for m in run.observer.events("requests_reassigned") if m["from_replica"] == "rollout/0"]
     assert [m["tokens_lost"] for m in moved] in ([], [0]), moved
     old = (before["rollout/0", 1], run.observer.start_ticks(before["rollout/0", 1]))
     assert not [line for line in alive(run.observer) if line.startswith(f"{old[0]} ")]

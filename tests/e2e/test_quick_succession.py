@@ -85,7 +85,7 @@ def _controller_dies_with_streams_open(run: DemoRun) -> frozenset[str]:
     assert len(moment.open_groups) * GROUP_SIZE >= moment.num_streams >= STREAMS_MIN
 
     def taken_over() -> list[dict[str, Any]]:
-        return [m for m in observer.events("requests_reassigned") if m["from"] == "controller/0"]
+        return [m for m in observer.events("requests_reassigned") if m["from_replica"] == "controller/0"]
 
     eventually(taken_over, "the next controller to take over what the engines hold")
     (adopted,) = taken_over()

@@ -22,6 +22,7 @@ from rolecall.recovery.interfaces import Message
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.next_step import decision_key
 from rolecall.recovery.operators import commands
+from rolecall.testing.events import filled
 from rolecall.testing.recovery_world import RecordingNotifier, SimulatedKill, diagnosis
 from tests.recovery.world import World
 
@@ -101,7 +102,7 @@ def _word(world: World, kind: EventKind) -> Callable[[], None]:
             if a is not None and i.state is IncidentState.PROPOSED and a.decision is None:
                 key = decision_key(i.incident_id, a.number)
                 body = {"digest": a.plan.digest, "by": "alice"}
-                world.journal.append(kind, body, incident_id=i.incident_id, caused_by=i.last_event_id, key=key)
+                world.journal.append(filled(kind, body), incident_id=i.incident_id, caused_by=i.last_event_id, key=key)
 
     return decide
 

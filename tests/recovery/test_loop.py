@@ -11,6 +11,7 @@ from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import ReplicaState
 from rolecall.recovery.incidents.incident import IncidentOutcome
+from rolecall.testing.events import filled
 from rolecall.testing.recovery_world import SimulatedKill, diagnosis
 from tests.recovery.world import TICK_SECONDS, World
 
@@ -486,7 +487,7 @@ def test_an_incident_whose_events_do_not_fit_is_set_aside_with_its_story(world: 
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.run(2, watch)
     # Somebody writes what no watch would.
-    world.journal.append(K.ACTION_DONE, {"digest": "nonsense"}, incident_id="inc-1-rollout-1")
+    world.journal.append(filled(K.ACTION_DONE, {"digest": "nonsense"}), incident_id="inc-1-rollout-1")
     world.journal.set_flag("paused", None)
     world.runtime.inject("trainer/0", FaultClass.HANG)
     world.until(lambda: world.runtime.healthy("trainer/0"), watch)
@@ -501,7 +502,7 @@ def test_the_end_of_the_run_ends_its_incidents(tmp_path: Path) -> None:
     watch = world.watch()
     world.runtime.inject("rollout/1", FaultClass.HANG)
     world.run(2, watch)
-    world.journal.append(K.RUN_ENDED, {"outcome": "done", "because": "all steps are done"})
+    world.journal.append(filled(K.RUN_ENDED, {"outcome": "done", "because": "all steps are done"}))
     world.step(watch)
     assert watch.finished and world.only().outcome is IncidentOutcome.ESCALATED
     assert "the run ended" in world.only().because

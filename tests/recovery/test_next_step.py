@@ -60,8 +60,10 @@ def _move(i: Incident, *others: Incident, view: FleetView | None = None, **situa
 def _said(move: Move | None) -> tuple[EventKind, str]:
     """What is written: its kind, and the outcome, topic, guard or failure."""
     assert isinstance(move, Append), move
-    body = move.body
-    return move.kind, str(body.get("outcome") or body.get("topic") or body.get("guard") or body.get("failure") or "")
+    body = move.payload.to_body()
+    return move.payload.kind, str(
+        body.get("outcome") or body.get("topic") or body.get("guard") or body.get("failure") or ""
+    )
 
 
 def _person(d: Diagnosis = CRASH) -> Diagnosis:
@@ -91,7 +93,7 @@ def test_the_end_of_the_run_ends_every_open_incident(state: IncidentState) -> No
     attempts = () if state is S.OPEN else (_attempt(started_at=NOW - 1, done_at=NOW - 1),)
     move = _move(_incident(state, *attempts), ended="40 steps", progress=STILL, view=_row(2, R.STARTING))
     assert _said(move) == (K.INCIDENT_CLOSED, "escalated")
-    assert isinstance(move, Append) and "40 steps" in move.body["because"]
+    assert isinstance(move, Append) and "40 steps" in move.payload.because
 
 
 def test_a_cure_that_is_seen_counts_even_when_the_run_has_ended() -> None:
@@ -137,13 +139,13 @@ def test_a_fault_that_is_over_is_not_acted_on(mode: str, outcome: str) -> None:
 )
 def test_a_fault_is_not_over_before_its_suspect_is_seen_to_work(situation: dict[str, Any], why: str) -> None:
     move = _move(_incident(S.PLANNED, _attempt()), **situation)
-    assert not isinstance(move, Append) or move.kind is not K.INCIDENT_CLOSED, why
+    assert not isinstance(move, Append) or move.payload.kind is not K.INCIDENT_CLOSED, why
 
 
 def test_a_successor_that_somebody_else_made_ends_the_incident() -> None:
     move = _move(_incident(S.PLANNED, _attempt()), view=_row(2, R.SERVING))
     assert _said(move) == (K.INCIDENT_CLOSED, "self_recovered")
-    assert isinstance(move, Append) and "rollout/1#2 took its place and serves" in move.body["because"]
+    assert isinstance(move, Append) and "rollout/1#2 took its place and serves" in move.payload.because
 
 
 def test_a_request_of_a_person_is_not_over_because_the_replica_works() -> None:
@@ -165,8 +167,8 @@ def test_a_node_without_a_replica_is_over_when_it_stands_no_longer() -> None:
 
 def test_approve_proposes_with_an_end_and_a_person_needs_no_approval() -> None:
     proposed = _move(_incident(S.PLANNED, _attempt()), config={"mode": "approve", "approval_timeout_seconds": 60.0})
-    assert isinstance(proposed, Append) and proposed.kind is K.PLAN_PROPOSED
-    assert proposed.body["expires_at"] == NOW + 60
+    assert isinstance(proposed, Append) and proposed.payload.kind is K.PLAN_PROPOSED
+    assert proposed.payload.expires_at == NOW + 60
     asked = _move(_incident(S.PLANNED, _attempt(), d=_person()), config={"mode": "approve"})
     assert _said(asked)[0] is K.ACTION_STARTED
 

@@ -18,6 +18,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import write_atomically
 from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
 from rolecall.recovery.incidents.projection import fold
+from rolecall.testing.events import filled
 from rolecall.testing.recovery_world import FakeRuntime, diagnosis
 from tests.recovery.test_loop import A_CURE
 from tests.support import PATIENCE_SECONDS, eventually
@@ -120,7 +121,7 @@ def test_one_that_was_stopped_and_goes_on_does_not_act_beside_its_successor(stag
 def test_a_run_that_ends_ends_its_watch(stage: Stage) -> None:
     process = stage.start()
     eventually(lambda: stage.num(K.LEASE_ACQUIRED) == 1, "it takes the lease")
-    stage.journal.append(K.RUN_ENDED, {"outcome": "done", "because": "all steps are done"})
+    stage.journal.append(filled(K.RUN_ENDED, {"outcome": "done", "because": "all steps are done"}))
     assert process.wait(PATIENCE_SECONDS) == 0
     lease = stage.journal.lease("watch")
     assert lease is not None and lease.holder == "", "given back"

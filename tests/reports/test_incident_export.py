@@ -30,6 +30,7 @@ from rolecall.detector.base.observation import Observation
 from rolecall.reports.incident_export import Bundle, build, export
 from rolecall.reports.incident_material import IncidentRecord, gather
 from rolecall.reports.redaction import Redactor, left_of_message
+from rolecall.testing.events import filled
 from tests.core.strategies import JSON_BODIES
 
 SUSPECT, PEER = "gpu-a17.cluster.example", "gpu-b04"
@@ -92,17 +93,18 @@ def _window() -> dict[str, Any]:
 def _write(run: RunDir, *, close: bool = True) -> RunDir:
     """One incident more in `run`, with everything that a run can keep of one."""
     journal = Journal(run.database_url, clock=FakeClock(now=102.0), create=False)
-    cause = journal.append(K.REPLICA_LOST, {"replica": "rollout/1", "incarnation": 1, "because": "its process is gone"})
+    cause = journal.append(
+        filled(K.REPLICA_LOST, {"replica": "rollout/1", "incarnation": 1, "because": "its process is gone"})
+    )
     opened = journal.append(
-        K.INCIDENT_OPENED,
-        {"diagnosis": _diagnosis().to_dict(), "window": "observations"},
+        filled(K.INCIDENT_OPENED, {"diagnosis": _diagnosis().to_dict(), "window": "observations"}),
         incident_id=INCIDENT,
         caused_by=cause.event_id,
         key="incident:99",
     )
     if close:
         body = {"outcome": "escalated", "because": f"marianne@{PEER} asked for it"}
-        journal.append(K.INCIDENT_CLOSED, body, incident_id=INCIDENT, caused_by=opened.event_id)
+        journal.append(filled(K.INCIDENT_CLOSED, body), incident_id=INCIDENT, caused_by=opened.event_id)
     journal.save_window(INCIDENT, "observations", _window())
     journal.save_window(INCIDENT, "stacks", {"threads": [{"frames": [{"name": "score", "locals": {"x": PROMPT}}]}]})
     journal.close()
@@ -178,7 +180,7 @@ def test_prompts_users_and_what_a_run_keeps_secret_stay_at_home(written: RunDir)
     token = written.token()
     journal = Journal(written.database_url, clock=FakeClock(now=103.0), create=False)
     said = {"topic": "x", "because": f"told {token} and {bearer_token(token)}; raised ValueError: {PROMPT[:40]}"}
-    journal.append(K.REPLICA_LOST, said, incident_id=INCIDENT)
+    journal.append(filled(K.REPLICA_LOST, said), incident_id=INCIDENT)
     journal.close()
     for name, text in _texts(export(written, INCIDENT)).items():
         for hidden in ("knee", "Zürich", "doctor", "marianne", token, bearer_token(token)):
@@ -204,7 +206,7 @@ def test_an_anonymous_bundle_names_no_node(written: RunDir) -> None:
 def test_nodes_that_only_a_watch_of_agents_knows_are_anonymous_too(written: RunDir) -> None:
     written.write({**written.read(), "agents": {"dgx-far-9": "http://dgx-far-9:9477"}})
     journal = Journal(written.database_url, clock=FakeClock(now=103.0), create=False)
-    journal.append(K.REPLICA_LOST, {"because": "dgx-far-9 is silent"}, incident_id=INCIDENT)
+    journal.append(filled(K.REPLICA_LOST, {"because": "dgx-far-9 is silent"}), incident_id=INCIDENT)
     journal.close()
     assert "dgx-far-9" in _texts(export(written, INCIDENT))["journal.jsonl"]
     assert not any("dgx-far-9" in text for text in _texts(export(written, INCIDENT, anonymous=True)).values())

@@ -14,6 +14,7 @@ from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
 from rolecall.reports.baseline import REPORT_JSON
 from rolecall.reports.report import write_report
+from rolecall.testing.events import filled
 from rolecall.views import ettr as effective
 from tests.fake_run import HANG, KILL, FakeRun, made_health
 
@@ -231,7 +232,7 @@ def test_a_fault_that_was_asked_for_and_never_happened_fails_the_run(fake_run: R
     lines = fake_run.injections_path.read_text().splitlines(keepends=True)
     journal = Journal(fake_run.database_url)
     body = {"outcome": "completed", "because": "done", "faults_wanted": len(lines) + 1}
-    journal.append(EventKind.RUN_ENDED, body)
+    journal.append(filled(EventKind.RUN_ENDED, body))
     journal.close()
     report = write_report(fake_run)
     assert not report["ok"]

@@ -11,15 +11,15 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.config.job import JobConfig, parse_job
 from rolecall.core.ids import NodeId, ReplicaId, RunId
 from rolecall.core.journal.events import EventKind
-from rolecall.core.journal.journal import ChainHead, Journal
+from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
+from rolecall.core.journal.payloads import ChainHead
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.controller.controller import Controller, RunOutcome
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.tasks.task import Prompt, group_id
-from rolecall.testing.runtime_fleet import SimulatedFleet, run_simulated
-from rolecall.testing.runtime_roles import MAX_NEW_TOKENS, FakeCertifier, ScriptedResponses
+from rolecall.testing.runtime import MAX_NEW_TOKENS, FakeCertifier, ScriptedResponses, SimulatedFleet, run_simulated
 
 CONTROLLER = ReplicaId("controller/0")
 RUN_SECONDS_MAX = 900.0

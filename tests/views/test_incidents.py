@@ -194,7 +194,7 @@ def test_cured_means_serving_and_seen_making_progress() -> None:
 
 
 def test_what_was_contained_before_the_finding_counts_as_zero() -> None:
-    tale = Tale().say(10.1, K.REQUESTS_REASSIGNED, **{"from": "rollout/1", "tokens_kept": 5, "tokens_lost": 2})
+    tale = Tale().say(10.1, K.REQUESTS_REASSIGNED, from_replica="rollout/1", tokens_kept=5, tokens_lost=2)
     told = tale.opened(11.0, "i1", "rollout/1").told(_fault("rollout/1", 10.0)).stories[0].to_dict()
     assert (told["requests_resumed_seconds"], told["tokens_kept"], told["tokens_lost"]) == (0.0, 5, 2)
 
@@ -202,7 +202,7 @@ def test_what_was_contained_before_the_finding_counts_as_zero() -> None:
 def test_tokens_of_other_replicas_and_other_incarnations_are_not_this_faults() -> None:
     tale = Tale()
     for who, incarnation in (("rollout/2", 1), ("rollout/1", 2), ("rollout/1", 1)):
-        tale.say(11.5, K.REQUESTS_REASSIGNED, **{"from": who, "from_incarnation": incarnation, "tokens_lost": 1})
+        tale.say(11.5, K.REQUESTS_REASSIGNED, from_replica=who, from_incarnation=incarnation, tokens_lost=1)
     assert tale.opened(11.0, "i1", "rollout/1").told(_fault("rollout/1", 10.0)).stories[0].tokens_lost == 1
 
 

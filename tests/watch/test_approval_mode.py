@@ -14,6 +14,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import LEASE_NAME
 from rolecall.recovery.operators import commands
+from rolecall.testing.events import filled
 from rolecall.watch.approval_mode import with_required_approval
 from tests.recovery.world import World
 
@@ -32,7 +33,7 @@ def journal(tmp_path: Path) -> Journal:
 def _other_watch(journal: Journal, mode: str) -> None:
     lease = journal.acquire(LEASE_NAME, "host:1:1", 5.0)
     assert lease is not None
-    journal.append(K.LEASE_ACQUIRED, {"holder": lease.holder, "fence": lease.fence, "mode": mode})
+    journal.append(filled(K.LEASE_ACQUIRED, {"holder": lease.holder, "fence": lease.fence, "mode": mode}))
 
 
 @pytest.mark.parametrize("mode", ["act", "approve"])

@@ -34,12 +34,12 @@ from rolecall.detector.base.plain_pickle import UnsafePickle
 from rolecall.detector.live.subject import MonitoredProcess
 from rolecall.diagnose.diagnose import diagnose
 from rolecall.recovery.interfaces import CollectedEvidence
+from rolecall.reports.evidence_redaction import redacted
 from rolecall.reports.incident_export import export
 from rolecall.reports.redaction import Redactor
 from rolecall.session.demo import demo_job
 from rolecall.watch.agents import listed, named_agents, observing_run
 from rolecall.watch.evidence import pull as evidence_pull
-from rolecall.watch.evidence.files import redacted
 from rolecall.watch.evidence.pull import NO_TOKEN, EvidencePull
 from rolecall.watch.run import watch_until
 from tests.agent.collectors.test_uninstrumented import TORCH
@@ -127,7 +127,7 @@ def test_a_stalled_process_is_shown_with_its_function(run: RunDir, agent: AgentP
     fleet = [subject(c.pid, c.start_ticks, n) for n, c in enumerate(children)]
     pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, BEARER, lambda: fleet, SystemClock())
     pull.ask(INCIDENT, diagnosis([fleet[1]]))
-    body = told(pull).body
+    body = told(pull).payload.to_body()
     names = [f["name"] for f in body["files"]]
     assert names == [f"evidence/{INCIDENT}/stacks-trainer-{n}-rank_0.json" for n in (1, 0, 2)], body
     assert "wait_for_data" in body["told"][0] and "trainer/1 rank 0" in body["told"][0], body["told"]
@@ -176,7 +176,7 @@ def test_a_tie_that_flight_recorders_settle_names_the_rank(
     assert doubt.fault_class is FaultClass.CANNOT_TELL
     pull = EvidencePull(run, lambda: {NODE: f"http://{agent.netloc}"}, BEARER, tie.detector.processes, SystemClock())
     pull.ask(INCIDENT, doubt)
-    body = told(pull).body
+    body = told(pull).payload.to_body()
     assert [f["kind"] for f in body["files"]] == ["stacks"] * 2 + ["flight_recorder"] * 2 and body["missing"] == []
     findings = pull.findings()
     (sure,) = tie.detector.observe(replace(last, wall_at=last.wall_at + 0.2, pulled_findings=findings))
@@ -280,7 +280,7 @@ def asks(run: RunDir, url: str, authorization: str = BEARER, *, fault: FaultClas
     clock = SystemClock()
     pull = EvidencePull(run, lambda: agents, authorization, lambda: [GONE], clock, deadline_seconds=0.5)
     pull.ask(INCIDENT, diagnosis([GONE], fault))
-    body = told(pull).body
+    body = told(pull).payload.to_body()
     pull.close()
     assert body["findings"] == [] and not any(f["kind"] == "stacks" for f in body["files"])
     return body
@@ -336,7 +336,7 @@ def test_an_agent_killed_while_it_is_asked(run: RunDir, agent: AgentProcess) -> 
     pull.ask(INCIDENT, diagnosis(fleet))
     eventually(lambda: established(agent), "it is asked")
     agent.kill()
-    body = told(pull).body
+    body = told(pull).payload.to_body()
     assert all("broke" in text or "does not answer" in text for text in body["missing"]) and len(body["missing"]) > 1
 
 
@@ -355,7 +355,7 @@ def test_an_answer_that_makes_no_sense(run: RunDir, fake: FakeAgent, answer: byt
     fake.bad["/v1/evidence/kernel_log"] = b"no line of a kernel\n"
     pull = EvidencePull(run, lambda: {NODE: fake.url}, BEARER, lambda: [GONE], SystemClock(), deadline_seconds=5.0)
     pull.ask(INCIDENT, diagnosis([GONE], FaultClass.SLOW))
-    said = told(pull).body["missing"]
+    said = told(pull).payload.to_body()["missing"]
     pull.close()
     assert any("stack of trainer/1 rank 0" in text or "stacks-trainer-1-rank_0.json" in text for text in said), said
 
@@ -383,7 +383,7 @@ def test_more_incidents_than_are_waited_for_are_told_so(run: RunDir, fake: FakeA
         pull.ask(f"inc-{n}", diagnosis([GONE], FaultClass.SLOW))
     refused = told(pull)
     pull.close()
-    assert "other incidents is waited for" in refused.body["missing"][0]
+    assert "other incidents is waited for" in refused.payload.to_body()["missing"][0]
 
 
 def test_a_run_of_ours_gives_its_own_token(tmp_path: Path) -> None:

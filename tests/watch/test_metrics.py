@@ -38,6 +38,7 @@ from rolecall.detector.base.observation import Observation
 from rolecall.recovery import guards
 from rolecall.recovery.incident_store import IncidentProjection, open_incident
 from rolecall.recovery.operators import commands
+from rolecall.testing.events import filled
 from rolecall.testing.recovery_world import FakeSource, diagnosis
 from rolecall.views.run_totals import NUM_ROLES_MAX
 from rolecall.watch.addresses import (
@@ -136,11 +137,13 @@ def test_signs_of_health_are_those_of_the_newest_step_and_none_of_a_run_without_
     names = {f"run_{sign.metric}" for sign in SIGNS}
     assert {k[0] for k in _looked(run)} & names
     with closing(Journal(run.database_url, create=False)) as journal:
-        journal.append(EventKind.STEP_COMMITTED, {"step": 5, "health": {"entropy": math.nan, "kl_sampler": math.inf}})
+        journal.append(
+            filled(EventKind.STEP_COMMITTED, {"step": 5, "health": {"entropy": math.nan, "kl_sampler": math.inf}})
+        )
     told = {k[0]: v for k, v in _looked(run).items() if k[0] in names}
     assert told == {"run_kl_sampler_nats": math.inf}
     with closing(Journal(run.database_url, create=False)) as journal:
-        journal.append(EventKind.STEP_COMMITTED, {"step": 6, "reward": 0.5})  # as old controllers wrote it
+        journal.append(filled(EventKind.STEP_COMMITTED, {"step": 6, "reward": 0.5}))  # as old controllers wrote it
     found = _looked(run)
     assert found["run_step",] == 6 and not {k[0] for k in found} & names
 
@@ -179,7 +182,7 @@ def test_looks_go_on_where_the_last_one_ended(tmp_path: Path) -> None:
         looks = JournalMetricsPoller(journal, _job(run), run.run_id, FakeClock(), ours=True)
         assert looks.look() and journal.num_given == journal.head().position
         body = {"step": 5, "seconds": 1.0, "reward": None, "loss": 0.5, "tokens": 7}
-        journal.append(EventKind.STEP_COMMITTED, body)
+        journal.append(filled(EventKind.STEP_COMMITTED, body))
         journal.num_given = 0
         assert looks.look() and journal.num_given == 1
     found = _by_key(looks)
@@ -195,10 +198,14 @@ def test_lines_that_are_not_as_their_kind_has_them_are_passed_over(tmp_path: Pat
         EventKind.INCIDENT_OPENED,
         EventKind.NODE_QUARANTINED,
     ):
-        journal.append(kind, {"strange": True}, incident_id="inc-1")
-    journal.append(EventKind.NODE_QUARANTINED, {"node": "node-3", "by": "eve", "because": "ECC"})
-    journal.append(EventKind.DIAGNOSIS_REVIEWED, {"verdict": "right", "by": "eve", "because": ""}, incident_id="inc-9")
-    journal.append(EventKind.DIAGNOSIS_REVIEWED, {"verdict": "wrong", "by": "eve", "because": ""}, incident_id="inc-9")
+        journal.append(filled(kind, {"strange": True}), incident_id="inc-1")
+    journal.append(filled(EventKind.NODE_QUARANTINED, {"node": "node-3", "by": "eve", "because": "ECC"}))
+    journal.append(
+        filled(EventKind.DIAGNOSIS_REVIEWED, {"verdict": "right", "by": "eve", "because": ""}), incident_id="inc-9"
+    )
+    journal.append(
+        filled(EventKind.DIAGNOSIS_REVIEWED, {"verdict": "wrong", "by": "eve", "because": ""}), incident_id="inc-9"
+    )
     journal.close()
     found = _looked(run)
     assert found["run_step",] == 4 and found["journal_events_total", "plan_created"] == 1
@@ -307,7 +314,7 @@ def test_every_name_of_the_catalogue_is_served(tmp_path: Path, fake_run: RunDir)
     watch, meter = _metered(world)
     world.runtime.inject("rollout/1", FaultClass.CRASH)
     world.until(lambda: any(e.kind is EventKind.PLAN_PROPOSED for e in world.journal.events()), watch)
-    world.journal.append(EventKind.STEP_COMMITTED, {"step": 0, "health": {sign.name: 0.5 for sign in SIGNS}})
+    world.journal.append(filled(EventKind.STEP_COMMITTED, {"step": 0, "health": {sign.name: 0.5 for sign in SIGNS}}))
     with _served(tmp_path, world, meter) as server:
         eventually(lambda: ("plans_waiting",) in _scraped(server), "the journal is read")
         names = {f"rolecall_{key[0]}" for key in (*_scraped(server), *_looked(fake_run))}

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.detector.panels.panel import Floats, PanelShape
-from rolecall.detector.panels.registry import FALSE_ALARMS_PER_1000_MACHINE_DAYS
+from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, Floats, PanelShape
 from rolecall.detector.panels.sequential.novelty import Novelty
 from rolecall.detector.panels.sequential.shifts import ShiftChannel
 from rolecall.detector.panels.sequential.tails import BLOCK_TICKS, BLOCKS_MIN, Prior, ScoreTail
@@ -51,7 +50,7 @@ BLOCKS_YOUNG = 12
 `MATURE_SIZE` others."""
 MATURE_SIZE = 150
 NOVELTY_PRIOR = Prior(location=0.12, beta=0.08, weight=64.0)
-"""Location and mean excess, in usual ranges, as 25 unlabelled days of twelve servers have them (docs/why.md)."""
+"""Location and mean excess, in usual ranges, as 25 unlabelled days of twelve servers have them (docs/decisions/0019)."""
 SINGLE_PRIOR = Prior(location=5.0, beta=1.6, weight=256.0)
 SEVERAL_PRIOR = Prior(location=10.0, beta=2.6, weight=256.0)
 """Of the largest score, and of that with the next two. Theory has a mean excess of 1 for the former, and healthy simulated
@@ -63,7 +62,7 @@ QUARANTINE_TICKS = 2 * BLOCK_TICKS
 """Nor from a machine that has been suspect for longer."""
 BOTH_PRIOR = Prior(location=math.log(2), beta=1.0, weight=256.0, beta_min=1.35)
 """What theory says of the larger of two surprises: it rules until a panel has shown much of itself. Far tails are a
-little heavier than the sample shows: with less, simulated fleets have several times the asked rate (docs/why.md)."""
+little heavier than the sample shows: with less, simulated fleets have several times the asked rate (docs/decisions/0019)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

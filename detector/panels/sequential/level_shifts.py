@@ -47,7 +47,7 @@ LEVEL_QUANTILE, LEVEL_MARGIN = 0.98, 1.25
 """Of healthy block maxima of the longest mean; times this much."""
 LEVEL_PRIOR, LEVEL_WEIGHT = 5.5, 128.0
 """What is expected of a metric that has not yet shown how far its healthy machines stand off for some ticks, as their work
-is unequal: counts as so many block maxima (docs/why.md)."""
+is unequal: counts as so many block maxima (docs/decisions/0019)."""
 RATIO_MAX, RATIO_STAYED = 6.0, 1.0
 """What one tick may add: 1 in 400; and of a machine that stayed while its peers went."""
 RARITY_MAX, RARITY_COST = 8.0, 1.0

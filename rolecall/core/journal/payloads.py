@@ -300,12 +300,12 @@ class RequestsReassigned(Payload):
     """Unfinished requests moved to other engines, or to a new controller."""
 
     from_replica: Annotated[str, "replica that held them"]
-    from_incarnation: Annotated[int, "its incarnation"]
     to: Annotated[tuple[str, ...], "replicas that took them; empty: they wait for one"]
     num_requests: Annotated[int, "requests that moved"]
     num_groups: Annotated[int, "prompt groups that they belong to"]
     tokens_kept: Annotated[int, "tokens that were streamed and go on with the request"]
     because: Annotated[str, "why they moved"]
+    from_incarnation: Annotated[int | None, "its incarnation; null when it was a controller"] = None
     num_cut: Annotated[int, "requests trained on as they stand; their next windows go on elsewhere"] = 0
     tokens_lost: Annotated[int, "tokens that were generated and not streamed"] = 0
 

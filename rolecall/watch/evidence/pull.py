@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 from rolecall.core.clock import Clock
 from rolecall.core.diagnosis import Diagnosis, Finding
 from rolecall.core.faults import EvidenceKind
+from rolecall.core.journal.payloads import EvidenceCollected, EvidenceFileRecord
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 from rolecall.detector.live.subject import MonitoredProcess
@@ -254,15 +254,15 @@ class EvidencePull:
         judged = judged or EvidenceAnalysis()
         if not kept and not missing:
             return  # what was asked for is no part of these agents
-        body = {
-            "because": _because(kept, judged, missing),
-            "files": [_described(f, self._run.path) for f in kept],
-            "told": [plain(text) for text in judged.told[:NUM_TOLD_MAX]],
-            "findings": [f.to_dict() for f in judged.findings[:NUM_TOLD_MAX]],
-            "missing": [plain(text) for text in (*missing, *judged.unread)[:NUM_TOLD_MAX]],
-            "seconds": round(seconds, 3),
-        }
-        self._heard.append(CollectedEvidence(incident_id=incident_id, body=finite(body)))
+        collected = EvidenceCollected(
+            because=_because(kept, judged, missing),
+            files=tuple(_described(f, self._run.path) for f in kept),
+            told=tuple(plain(text) for text in judged.told[:NUM_TOLD_MAX]),
+            findings=tuple(Finding.from_dict(finite(f.to_dict())) for f in judged.findings[:NUM_TOLD_MAX]),
+            missing=tuple(plain(text) for text in (*missing, *judged.unread)[:NUM_TOLD_MAX]),
+            seconds=round(seconds, 3),
+        )
+        self._heard.append(CollectedEvidence(incident_id=incident_id, payload=collected))
 
 
 def _dump_numbers(asks: Sequence[EvidenceRequest]) -> dict[EvidenceRequest, int]:
@@ -317,11 +317,11 @@ def _because(kept: Sequence[EvidenceFile], judged: EvidenceAnalysis, missing: Se
     return plain("; ".join([told, *said[:NUM_NAMED_MAX], *(missing[:1] if not had else ())]))
 
 
-def _described(file: EvidenceFile, root: Path) -> dict[str, Any]:
+def _described(file: EvidenceFile, root: Path) -> EvidenceFileRecord:
     content = file.path.read_bytes()
-    return {
-        "name": str(file.path.relative_to(root)),
-        "bytes": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-        "kind": str(file.kind),
-    }
+    return EvidenceFileRecord(
+        name=str(file.path.relative_to(root)),
+        bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(),
+        kind=str(file.kind),
+    )

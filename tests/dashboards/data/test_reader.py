@@ -18,6 +18,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data import reader as reading
 from rolecall.dashboards.data.reader import JournalReadError, JournalSnapshot, Reader
 from rolecall.dashboards.settings import Settings
+from rolecall.testing.events import filled
 from tests.dashboards.big_journal import BigJournal
 from tests.dashboards.made_runs import MadeRun, damage
 from tests.postgres import server
@@ -98,7 +99,7 @@ def test_no_journal_an_empty_file_and_a_journal_without_a_line(tmp_path: Path) -
         Journal(url).close()
         nothing = look()
         assert (nothing.trouble, nothing.usable) == (JournalReadError.EMPTY, False)
-        Journal(url).append(K.RUN_STARTED, {"num_steps": 3})
+        Journal(url).append(filled(K.RUN_STARTED, {"num_steps": 3}))
         assert look().trouble is JournalReadError.NONE  # the page goes on by itself
 
 
@@ -250,7 +251,7 @@ def test_a_postgresql_that_goes_away_and_comes_back() -> None:
     with server() as pg:
         url = pg.fresh_url()
         journal = Journal(url)
-        journal.append(K.RUN_STARTED, {"num_steps": 3})
+        journal.append(filled(K.RUN_STARTED, {"num_steps": 3}))
         journal.close()
         reader = Reader(Settings(journal_url=url), SystemClock())
         try:

@@ -7,13 +7,14 @@ import pytest
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import EvidenceCollected
 from rolecall.recovery.incidents import evidence as case_file
 from rolecall.recovery.incidents.evidence import EvidenceRecorder
 from rolecall.recovery.interfaces import CollectedEvidence
 from rolecall.testing.recovery_world import diagnosis
 from tests.recovery.world import World
 
-BODY = {"because": "2 stacks", "files": [], "told": ["stack: wait"], "findings": [], "missing": []}
+EVIDENCE = EvidenceCollected(because="2 stacks", files=(), told=("stack: wait",), findings=(), missing=(), seconds=0.2)
 
 
 class Asked:
@@ -56,12 +57,12 @@ def test_evidence_is_asked_for_once_and_written_when_it_comes(world: World, aske
     assert asked.asked == [("inc-1-rollout-1", FaultClass.HANG)]
     before = world.only()
     asked.says = [
-        CollectedEvidence(incident_id="inc-1-rollout-1", body=BODY),
-        CollectedEvidence(incident_id="inc-9", body=BODY),
+        CollectedEvidence(incident_id="inc-1-rollout-1", payload=EVIDENCE),
+        CollectedEvidence(incident_id="inc-9", payload=EVIDENCE),
     ]
     world.run(1, watch)
     (event,) = world.events(EventKind.EVIDENCE_COLLECTED)
-    assert (event.incident_id, event.body) == ("inc-1-rollout-1", BODY)
+    assert (event.incident_id, event.payload) == ("inc-1-rollout-1", EVIDENCE)
     assert event.caused_by == before.last_event_id
     assert world.only() == before, "it is no move of the incident"
 
@@ -83,7 +84,7 @@ def test_a_successor_asks_again_for_what_is_not_in_the_journal(world: World, ask
     world.runtime.inject("rollout/2", FaultClass.CRASH)
     world.until(lambda: len(asked.asked) == 2, first)
     names = {name.rpartition("-")[2]: name for name, _ in asked.asked}
-    asked.says = [CollectedEvidence(incident_id=names["2"], body=BODY)]
+    asked.says = [CollectedEvidence(incident_id=names["2"], payload=EVIDENCE)]
     world.run(1, first)
     asked.asked.clear()
     second = world.watch(config)
@@ -96,10 +97,10 @@ def test_what_waits_for_the_journal_is_bounded(asked: Asked, monkeypatch: pytest
     monkeypatch.setattr(case_file, "NUM_UNWRITTEN_MAX", 2)
     file = EvidenceRecorder(asked)
     for n in range(4):
-        asked.says = [CollectedEvidence(incident_id=f"inc-{n}", body=BODY)]
+        asked.says = [CollectedEvidence(incident_id=f"inc-{n}", payload=EVIDENCE)]
         file.heard()
     assert [a.incident_id for a in file.heard()] == ["inc-2", "inc-3"]
-    file.written(CollectedEvidence(incident_id="inc-2", body=BODY))
+    file.written(CollectedEvidence(incident_id="inc-2", payload=EVIDENCE))
     assert [a.incident_id for a in file.heard()] == ["inc-3"]
 
 
@@ -113,7 +114,7 @@ def test_a_doubt_that_evidence_settles_is_resolved(world: World, asked: Asked) -
     assert [fault for _, fault in asked.asked] == [FaultClass.CANNOT_TELL] and world.runtime.replaced == []
     world.detector.extra = []  # fusion drops it for the one that the evidence names
     world.runtime.inject("trainer/1", FaultClass.HANG)
-    asked.says = [CollectedEvidence(incident_id=asked.asked[0][0], body=BODY)]
+    asked.says = [CollectedEvidence(incident_id=asked.asked[0][0], payload=EVIDENCE)]
     world.until(world.all_closed, watch)
     world.run(5, watch)
     doubt, sure = world.incidents()

@@ -22,6 +22,7 @@ from rolecall.recovery.incidents.unhandled import FIRST_PAUSE_SECONDS, PAUSE_SEC
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.notifications.outbox import NotificationSender
 from rolecall.recovery.operators import commands
+from rolecall.testing.events import filled
 from rolecall.testing.recovery_world import RecordingNotifier
 from tests.recovery.world import World
 
@@ -227,8 +228,8 @@ def test_without_the_journal_there_is_no_sign_of_life(world: World, monkeypatch:
 
 
 def test_what_cannot_be_told_is_told_as_that(world: World) -> None:
-    world.journal.append(K.ONCALL_PAGED, {"plan": "no mapping"}, key="one")
-    world.journal.append(K.ONCALL_PAGED, {"because": "help"}, key="two")
+    world.journal.append_unchecked(K.ONCALL_PAGED, {"plan": "no mapping"})
+    world.journal.append(filled(K.ONCALL_PAGED, {"because": "help"}), key="two")
     notifier = RecordingNotifier()
     teller = NotificationSender(notifier, world.clock, run_id="r", deadman_seconds=60.0)
     watch = world.watch()

@@ -12,6 +12,7 @@ from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.notifications.outbox import notification_text
 from rolecall.recovery.operators import commands
+from rolecall.testing.events import filled
 from rolecall.testing.recovery_world import diagnosis
 from tests.recovery.world import World
 
@@ -229,8 +230,8 @@ def test_a_decision_that_would_differ_now_is_told(tmp_path: Path) -> None:
     world.until(world.all_closed, watch)
     (made,) = world.events(K.PLAN_CREATED)
     question = {**made.body["question"], "config": {**made.body["question"]["config"], "horizon_seconds": 1.0}}
-    world.journal.append(K.INCIDENT_OPENED, world.events(K.INCIDENT_OPENED)[0].body, incident_id="inc-2-other")
-    world.journal.append(K.PLAN_CREATED, {**made.body, "question": question}, incident_id="inc-2-other")
+    world.journal.append(filled(K.INCIDENT_OPENED, world.events(K.INCIDENT_OPENED)[0].body), incident_id="inc-2-other")
+    world.journal.append(filled(K.PLAN_CREATED, {**made.body, "question": question}), incident_id="inc-2-other")
     value = commands.replay(RunDir(tmp_path), "inc-2-other")
     assert value["same"] is False and "ANOTHER decision" in value["text"]
 

@@ -13,6 +13,7 @@ from rolecall.core.rundir import RunDir
 from rolecall.recovery.incidents.incident import IncidentOutcome, IncidentState
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.operators import commands
+from rolecall.testing.events import filled
 from rolecall.testing.recovery_world import diagnosis
 from tests.recovery.world import World
 
@@ -235,13 +236,13 @@ def test_a_hold_that_comes_as_the_proposal_lapses_is_not_lost(tmp_path: Path) ->
 
 def test_overtaken_counts_only_what_was_named_and_is_newer(tmp_path: Path) -> None:
     world = World(tmp_path)
-    first = world.journal.append(K.PLAN_BLOCKED, {}, incident_id="inc-1", key="k")
-    world.journal.append(K.PLAN_BLOCKED, {}, incident_id="inc-2")
-    again = world.journal.append(K.PLAN_BLOCKED, {}, incident_id="inc-1", key="k", unless=[K.PLAN_BLOCKED])
+    first = world.journal.append(filled(K.PLAN_BLOCKED, {}), incident_id="inc-1", key="k")
+    world.journal.append(filled(K.PLAN_BLOCKED, {}), incident_id="inc-2")
+    again = world.journal.append(filled(K.PLAN_BLOCKED, {}), incident_id="inc-1", key="k", unless=[K.PLAN_BLOCKED])
     assert again == first, "what stands already is no news"
-    world.journal.append(K.PLAN_EXPIRED, {}, incident_id="inc-1", unless=[K.PLAN_BLOCKED], since=first.seq)
+    world.journal.append(filled(K.PLAN_EXPIRED, {}), incident_id="inc-1", unless=[K.PLAN_BLOCKED], since=first.seq)
     with pytest.raises(ConcurrentWrite, match=r"inc-1: plan_blocked was not written, e3 plan_expired came first"):
-        world.journal.append(K.PLAN_BLOCKED, {}, incident_id="inc-1", unless=[K.PLAN_EXPIRED], since=first.seq)
+        world.journal.append(filled(K.PLAN_BLOCKED, {}), incident_id="inc-1", unless=[K.PLAN_EXPIRED], since=first.seq)
 
 
 def test_marks(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_a_killed_rollouts_requests_go_on_elsewhere_and_no_group_is_lost(tmp_pat
     assert len(w.events(EventKind.REQUESTS_REASSIGNED)) == 1
     for moved in w.journal.events(kinds=[EventKind.REQUESTS_REASSIGNED]):
         assert moved.body["tokens_kept"] >= 3
-        assert moved.body["from"] == "rollout/1" and moved.wall_at - lost[0].wall_at <= 2.0
+        assert moved.body["from_replica"] == "rollout/1" and moved.wall_at - lost[0].wall_at <= 2.0
         assert moved.body["to"] and "rollout/1" not in moved.body["to"]
     assert [b["incarnation"] for b in w.events(EventKind.WEIGHTS_ADMITTED) if b["replica"] == "rollout/1"] == [1, 2]
 

@@ -17,8 +17,7 @@ from rolecall.core.journal.ledger import Ledger
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.open_group import GroupPhase
-from rolecall.testing.runtime_fleet import request_seed_of
-from rolecall.testing.runtime_roles import FakeRequest, FakeRollout, expected_tokens
+from rolecall.testing.runtime import FakeRequest, FakeRollout, expected_tokens, request_seed_of
 from tests.rl_runtime.loop import CONTROLLER, World, small_job
 
 SHORT = {"num_steps": 4, "checkpoint__every_steps": 2}
@@ -91,7 +90,7 @@ def test_tokens_of_open_requests_are_recovered_from_the_engines(tmp_path: Path) 
     for request_id, made in w.fleet.tokens_made.items():
         whole = expected_tokens(request_seed_of(w.job.seed, request_id))
         assert made <= len(whole), f"{request_id}: {made} tokens were generated, {len(whole)} are needed"
-    (taken_over,) = [b for b in w.events(EventKind.REQUESTS_REASSIGNED) if b["from"] == CONTROLLER]
+    (taken_over,) = [b for b in w.events(EventKind.REQUESTS_REASSIGNED) if b["from_replica"] == CONTROLLER]
     assert taken_over["num_requests"] >= streaming[0] and taken_over["tokens_kept"] >= streaming[0]
 
 

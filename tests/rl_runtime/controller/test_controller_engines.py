@@ -15,7 +15,7 @@ from rolecall.core.membership import ReplicaState
 from rolecall.rl_runtime.controller.generation import FAILURES_MAX, SILENT_SECONDS
 from rolecall.rl_runtime.controller.scoring import ATTEMPTS_MAX
 from rolecall.rl_runtime.controller.trainer_group import GREETINGS_MAX
-from rolecall.testing.runtime_roles import UPDATE_SECONDS, FakeWeightPull
+from rolecall.testing.runtime import UPDATE_SECONDS, FakeWeightPull
 from tests.rl_runtime.loop import World, small_job
 
 GREETINGS = {"rollout/1": FAILURES_MAX, "trainer/1": GREETINGS_MAX, "reward/1": ATTEMPTS_MAX}
@@ -92,7 +92,7 @@ def test_nobody_replaces_a_hung_rollout_and_its_requests_go_on_elsewhere(tmp_pat
     found = w.check()
     assert set(found.dropped_by_reason) <= {"run_ended"}, "a group was lost with the one that hangs"
     (moved,) = w.journal.events(kinds=[EventKind.REQUESTS_REASSIGNED])
-    assert moved.body["from"] == "rollout/1" and moved.body["tokens_kept"] >= 3
+    assert moved.body["from_replica"] == "rollout/1" and moved.body["tokens_kept"] >= 3
     assert "rollout/1#1" in moved.body["because"]
     assert moved.wall_at - hung[0] <= SILENT_SECONDS + 1.0
     assert not w.fleet.started_over, "streamed tokens were made again"
@@ -140,7 +140,7 @@ def test_an_engine_that_streams_what_is_no_log_probability_is_replaced_and_nothi
     assert (lost["replica"], lost["incarnation"]) == ("rollout/1", 1)
     assert f"has a log-probability of {bad}" in lost["because"]
     (moved,) = w.events(EventKind.REQUESTS_REASSIGNED)
-    assert moved["from"] == "rollout/1" and moved["num_requests"] > 0 and not w.fleet.started_over
+    assert moved["from_replica"] == "rollout/1" and moved["num_requests"] > 0 and not w.fleet.started_over
 
 
 def test_a_controller_that_takes_over_refuses_what_an_engine_holds_that_is_no_log_probability(tmp_path: Path) -> None:

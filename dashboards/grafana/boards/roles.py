@@ -64,7 +64,7 @@ def roles() -> Dashboard:
 
 
 def _health() -> PanelRow:
-    look = PanelFormat(unit="none", words=STATE_WORDS, links=(SERIES_TO_REPLICA,))
+    style = PanelFormat(unit="none", words=STATE_WORDS, links=(SERIES_TO_REPLICA,))
     exits = grown(f"rolecall_process_exits_total{{{OF_ROLE}}}", "node, role, replica, rank, reason") + " > 0"
     return PanelRow(
         "Health",
@@ -74,7 +74,7 @@ def _health() -> PanelRow:
             states(
                 "Replicas",
                 "State of each replica over time. LOST: fenced, gets no work. starting: its replacement is starting.",
-                look,
+                style,
                 PanelQuery(replica_state(OF_ROLE), "{{replica}}"),
             ),
             numbers(

@@ -42,17 +42,15 @@ class PanelQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class Word:
+class MappedValue:
     """Text and colour that replace a number."""
 
     text: str
     colour: str
 
 
-Words = Mapping[int, Word]
-NO_YES_BAD: Words = {0: Word("no", GREEN), 1: Word("YES", RED)}
-NO_YES_GOOD: Words = {0: Word("NO", RED), 1: Word("yes", GREEN)}
-UP_DOWN: Words = {0: Word("DOWN", RED), 1: Word("up", GREEN)}
+ValueMappings = Mapping[int, MappedValue]
+UP_DOWN: ValueMappings = {0: MappedValue("DOWN", RED), 1: MappedValue("up", GREEN)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +66,7 @@ class PanelFormat:
     """How values are shown. `limits`: (value from which a colour applies, colour), the first without a value."""
 
     unit: str
-    words: Words | None = None
+    mappings: ValueMappings | None = None
     limits: Sequence[tuple[float | None, str]] = ()
     decimals: int | None = None
     least: float | None = 0.0
@@ -140,7 +138,7 @@ def bars(title: str, description: str, style: PanelFormat, *queries: PanelQuery)
 
 def states(title: str, description: str, style: PanelFormat, *queries: PanelQuery) -> Panel:
     """States over time, a row for each series."""
-    assert style.words, f"{title}: a state panel needs value mappings"
+    assert style.mappings, f"{title}: a state panel needs value mappings"
     panel = _with(statetimeline.Panel(), title, description, style, queries)
     panel = panel.show_value(common_models.VisibilityMode.AUTO).merge_values(True).row_height(0.8).fill_opacity(70)
     return panel.legend(_legend([])).color_scheme(_colour(FieldColorModeId.THRESHOLDS)).build()
@@ -149,7 +147,7 @@ def states(title: str, description: str, style: PanelFormat, *queries: PanelQuer
 def rows(title: str, description: str, style: PanelFormat, query: PanelQuery, columns: Mapping[str, str]) -> Panel:
     """A table of the latest values. `columns`: label -> heading, in order; the value comes last, under the query's legend.
     Value mappings and unit apply to the value only, not to labels."""
-    plain = replace(style, unit="none", words=None, limits=())
+    plain = replace(style, unit="none", mappings=None, limits=())
     panel = _with(table.Panel(), title, description, plain, (query,), instant=True, as_table=True)
     order = {name: n for n, name in enumerate((*columns, "Value"))}
     organize = DataTransformerConfig(
@@ -161,9 +159,9 @@ def rows(title: str, description: str, style: PanelFormat, query: PanelQuery, co
         },
     )
     of_value = [_value("unit", style.unit)]
-    if style.words:
-        of_value.append(_value("mappings", [_mapping(style.words)]))
-    if style.limits or style.words:
+    if style.mappings:
+        of_value.append(_value("mappings", [_mapping(style.mappings)]))
+    if style.limits or style.mappings:
         of_value.append(_value("thresholds", _thresholds(style).build()))
         of_value.append(_value("custom.cellOptions", {"type": "color-text"}))
     panel = panel.with_transformation(organize).override_by_name(query.legend, of_value)
@@ -189,8 +187,8 @@ def _with(
         if as_table:
             target = target.format(prometheus.PromQueryFormat.TABLE)
         panel = panel.with_target(target)
-    if style.words:
-        panel = panel.mappings([_mapping(style.words)])
+    if style.mappings:
+        panel = panel.mappings([_mapping(style.mappings)])
     if style.decimals is not None:
         panel = panel.decimals(style.decimals)
     if style.least is not None:
@@ -205,7 +203,7 @@ def _with(
 
 
 def _thresholds(style: PanelFormat) -> builders.ThresholdsConfig:
-    steps = [Threshold(value=v, color=c) for v, c in (style.limits or ((None, GREEN if style.words else BLUE),))]
+    steps = [Threshold(value=v, color=c) for v, c in (style.limits or ((None, GREEN if style.mappings else BLUE),))]
     return builders.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
 
 
@@ -224,10 +222,10 @@ def _colour(mode: FieldColorModeId) -> builders.FieldColor:
     return builders.FieldColor().mode(mode)
 
 
-def _mapping(words: Words) -> ValueMapping:
+def _mapping(mappings: ValueMappings) -> ValueMapping:
     options = {
-        str(value): ValueMappingResult(text=word.text, color=word.colour, index=n)
-        for n, (value, word) in enumerate(words.items())
+        str(value): ValueMappingResult(text=mapped.text, color=mapped.colour, index=n)
+        for n, (value, mapped) in enumerate(mappings.items())
     }
     return ValueMap(options=options)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import BurnInFinished, NodeDrained, NodeQuarantined, NodeReturnedToService
 from rolecall.recovery.nodes import NODE_KINDS, NodeRecord, fold_nodes
 
 _K = EventKind
@@ -45,13 +46,13 @@ def pasts(events: Iterable[Event]) -> dict[str, NodeHistory]:
     told: dict[str, list[NodeHistoryEntry]] = {}
     kept = [e for e in events if e.kind in NODE_KINDS]
     for event in kept:
-        because = str(event.body.get("because", ""))
-        if event.kind is _K.BURN_IN_FINISHED:
-            because = "passed" if event.body.get("passed") is True else "failed"
-        said = NodeHistoryEntry(
-            at=event.wall_at, what=_WHAT[event.kind], by=str(event.body.get("by", "")), because=because
-        )
-        told.setdefault(str(event.body.get("node", "")), []).append(said)
+        said = event.payload
+        assert isinstance(said, NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished)
+        because = said.reason
+        if isinstance(said, BurnInFinished):
+            because = "passed" if said.passed else "failed"
+        entry = NodeHistoryEntry(at=event.wall_at, what=_WHAT[event.kind], by=said.by, because=because)
+        told.setdefault(said.node, []).append(entry)
     return {
         node: NodeHistory(record=record, said=tuple(told.get(node, ())[-SAID_MAX:]))
         for node, record in fold_nodes(kept).items()

@@ -26,9 +26,9 @@ def filled(kind: EventKind, body: Mapping[str, Any] | None = None) -> Payload:
     return PAYLOADS[kind].read({**_blank(PAYLOADS[kind].payload), **(body or {})})
 
 
-def made_event(kind: EventKind, body: Mapping[str, Any] | None = None, *, seq: int = 1, **more: Any) -> Event:
+def made_event(*, kind: EventKind, body: Mapping[str, Any] | None = None, **more: Any) -> Event:
     """An event of `filled(kind, body)`; `more`: the event's other fields."""
-    return Event(seq=seq, kind=kind, body=filled(kind, body).to_body(), **{"wall_at": 0.0, **more})
+    return Event(payload=filled(kind, body), **{"seq": 1, "wall_at": 0.0, **more})
 
 
 def _blank(of: Any) -> dict[str, Any]:

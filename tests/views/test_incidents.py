@@ -11,6 +11,7 @@ from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
+from rolecall.testing.events import made_event
 from rolecall.views.incidents import MatchedIncidents, named_by_plans, summarize_incidents
 from rolecall.views.injections import InjectedFault, parse_injections
 from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records, pids_kept
@@ -26,7 +27,7 @@ class Tale:
         self.events: list[Event] = []
 
     def say(self, at: float, kind: EventKind, incident: str | None = None, **body: Any) -> "Tale":
-        event = Event(seq=len(self.events) + 1, kind=kind, wall_at=at, body=body, incident_id=incident)
+        event = made_event(seq=len(self.events) + 1, kind=kind, wall_at=at, body=body, incident_id=incident)
         self.events.append(event)
         return self
 
@@ -105,7 +106,7 @@ def test_a_replacement_that_is_killed_while_it_starts_belongs_to_the_incident_th
             12.1,
             K.INCIDENT_UPDATED,
             "i-1",
-            diagnosis=Tale().opened(12.0, "", "rollout/0", 2).events[0].body["diagnosis"],
+            diagnosis=Tale().opened(12.0, "", "rollout/0", 2).events[0].payload.to_body()["diagnosis"],
         )
     tale.acted(12.2, "i-1", "rollout/0", 2)
     tale.opened(14.0, "i-2", "trainer/1").acted(14.1, "i-2", "trainer/1").resolved(20.0, "i-1").resolved(21.0, "i-2")
@@ -175,7 +176,7 @@ def test_a_name_means_one_incarnation_and_one_process(
 
 def test_a_request_of_a_person_is_no_false_alarm() -> None:
     tale = Tale().opened(12.0, "i1", "rollout/1")
-    tale.events[0].body["diagnosis"]["detectors"] = ["operator"]
+    tale.events[0].payload.to_body()["diagnosis"]["detectors"] = ["operator"]
     assert tale.told().false_alarms == ()
 
 

@@ -9,6 +9,7 @@ from rolecall.core.journal.events import Event
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
 from rolecall.core.rundir import RunDir
+from rolecall.testing.events import made_event
 from rolecall.views.ettr import Loss, ettr, losses, steps, training_began
 from rolecall.views.incidents import summarize_incidents
 from rolecall.views.lifetimes import incarnation_records
@@ -56,15 +57,15 @@ def test_a_run_followed_event_by_event_ends_with_the_reports_ettr(fake_run: RunD
 def test_what_is_kept_of_a_plan_has_no_fleet_in_it() -> None:
     followed = EttrAccumulator(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
     body = {"plan": {"action": "tolerate"}, "question": {"fleet": {"replicas": ["x" * 1000]}}}
-    made = Event(seq=1, kind=K.PLAN_CREATED, wall_at=1.0, body=body, incident_id="inc-1")
+    made = made_event(seq=1, kind=K.PLAN_CREATED, wall_at=1.0, body=body, incident_id="inc-1")
     followed.take(made)
-    assert [e.body for e in followed._events] == [{"plan": {"action": "tolerate"}}]
-    assert "question" in made.body, "it is others' too"
+    assert [e.payload.to_body() for e in followed._events] == [{"plan": {"action": "tolerate"}}]
+    assert "question" in made.payload.to_body(), "it is others' too"
 
 
 def test_an_outage_shows_while_it_lasts(fake_run: RunDir) -> None:
     events = _events(fake_run)
-    hung = next(e for e in events if e.kind is K.ACTION_STARTED and "trainer/1" in str(e.body))
+    hung = next(e for e in events if e.kind is K.ACTION_STARTED and "trainer/1" in str(e.payload.to_body()))
     followed = EttrAccumulator(num_rollouts=ROLLOUTS, num_trainers=TRAINERS)
     for event in events[: hung.seq]:
         followed.take(event)

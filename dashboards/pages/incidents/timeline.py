@@ -8,7 +8,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from rolecall.core.diagnosis import Plan
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import (
+    ActionDone,
+    DiagnosisReviewed,
+    IncidentClosed,
+    IncidentOpened,
+    IncidentUpdated,
+    Payload,
+    PlanBlocked,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaStarting,
+    RequestsReassigned,
+    StepCommitted,
+    StepInterrupted,
+    WeightsAdmitted,
+    WeightsRejected,
+)
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.views.incidents import IncidentSummary, summarize_incidents
@@ -89,7 +107,7 @@ def _rolled_back(around: Sequence[Event]) -> Mapping[int, float]:
     undone = {}
     for e in around:
         if e.kind is K.STEP_COMMITTED:
-            step = int(e.body.get("step", -1))
+            step = e.as_(StepCommitted).step
             if step in seen:
                 undone[step] = e.wall_at
             seen.add(step)
@@ -159,66 +177,51 @@ def _of_fault(fault: InjectedFault) -> str:
     return plain(f"{fault.kind}{how} at {', '.join(fault.hit)}", WORDS_MAX)
 
 
-def _because(prefix: str) -> Callable[[Event], str]:
-    return lambda e: f"{prefix}: {e.body.get('because') or 'no reason is given'}"
-
-
 def _by(verb: str) -> Callable[[Event], str]:
-    def words(e: Event) -> str:
-        because = f": {e.body['because']}" if e.body.get("because") else ""
-        return f"{e.body.get('by') or 'somebody'} {verb}{because}"
+    return lambda e: by_words(e.payload, verb)
 
-    return words
+
+def by_words(said: Payload, verb: str) -> str:
+    """Who did something to a plan or a diagnosis, and why."""
+    return f"{getattr(said, 'by', '') or 'somebody'} {verb}" + (f": {said.reason}" if said.reason else "")
 
 
 def _plan_words(e: Event) -> str:
-    plan = e.body.get("plan")
-    if not isinstance(plan, dict):
-        return str(e.kind)
-    targets = ", ".join(f"{t.get('replica')}#{t.get('incarnation')}" for t in plan.get("targets", ()))
-    action = str(plan.get("action", "")).replace("_", " ")
+    plan: Plan = e.payload.plan  # type: ignore[attr-defined]
+    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in plan.targets)
+    action = str(plan.action).replace("_", " ")
     return f"{action} of {targets}" if targets else action
 
 
 OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
     K.INCIDENT_OPENED: (TimelineEntryKind.FOUND, lambda e: _found_words(e)),
-    K.INCIDENT_UPDATED: (TimelineEntryKind.KNOWN, lambda e: _of_diagnosis(e)),
-    K.EVIDENCE_COLLECTED: (TimelineEntryKind.KNOWN, _because("evidence came")),
+    K.INCIDENT_UPDATED: (TimelineEntryKind.KNOWN, lambda e: e.as_(IncidentUpdated).diagnosis.because),
+    K.EVIDENCE_COLLECTED: (TimelineEntryKind.KNOWN, lambda e: f"evidence came: {e.payload.reason}"),
     K.PLAN_CREATED: (TimelineEntryKind.PLAN, lambda e: _plan_words(e)),
-    K.PLAN_BLOCKED: (TimelineEntryKind.HELD, lambda e: f"by the guard {e.body.get('guard')}: {e.body.get('because')}"),
+    K.PLAN_BLOCKED: (TimelineEntryKind.HELD, lambda e: f"by the guard {e.as_(PlanBlocked).guard}: {e.payload.reason}"),
     K.PLAN_PROPOSED: (TimelineEntryKind.PERSON, lambda e: f"is asked: {_plan_words(e)}"),
     K.PLAN_APPROVED: (TimelineEntryKind.PERSON, _by("approved it")),
     K.PLAN_REJECTED: (TimelineEntryKind.PERSON, _by("said no")),
-    K.PLAN_EXPIRED: (TimelineEntryKind.PERSON, _because("the proposal lapsed")),
+    K.PLAN_EXPIRED: (TimelineEntryKind.PERSON, lambda e: f"the proposal lapsed: {e.payload.reason}"),
     K.HOLD_PLACED: (TimelineEntryKind.PERSON, _by("put it on hold")),
     K.HOLD_LIFTED: (TimelineEntryKind.PERSON, _by("lifted the hold")),
-    K.DIAGNOSIS_REVIEWED: (TimelineEntryKind.PERSON, lambda e: _by(f"marked the diagnosis {e.body.get('verdict')}")(e)),
-    K.ONCALL_PAGED: (TimelineEntryKind.PERSON, _because("is called")),
+    K.DIAGNOSIS_REVIEWED: (
+        TimelineEntryKind.PERSON,
+        lambda e: by_words(e.payload, f"marked the diagnosis {e.as_(DiagnosisReviewed).verdict}"),
+    ),
+    K.ONCALL_PAGED: (TimelineEntryKind.PERSON, lambda e: f"is called: {e.payload.reason}"),
     K.ACTION_STARTED: (TimelineEntryKind.ACTION, lambda e: f"begins: {_plan_words(e)}"),
-    K.ACTION_DONE: (TimelineEntryKind.ACTION, lambda e: f"done: {_result(e)}"),
-    K.ACTION_FAILED: (TimelineEntryKind.FAILED, lambda e: str(e.body.get("because") or "no reason is given")),
-    K.INCIDENT_VERIFIED: (TimelineEntryKind.VERIFIED, lambda e: str(e.body.get("because") or "")),
-    K.INCIDENT_CLOSED: (TimelineEntryKind.CLOSED, lambda e: f"as {e.body.get('outcome')}"),
+    K.ACTION_DONE: (TimelineEntryKind.ACTION, lambda e: f"done: {e.as_(ActionDone).result.get('because', '')}"),
+    K.ACTION_FAILED: (TimelineEntryKind.FAILED, lambda e: e.payload.reason),
+    K.INCIDENT_VERIFIED: (TimelineEntryKind.VERIFIED, lambda e: e.payload.reason),
+    K.INCIDENT_CLOSED: (TimelineEntryKind.CLOSED, lambda e: f"as {e.as_(IncidentClosed).outcome}"),
 }
 """The incident's own events: what they are in the drawing, and in words."""
 
 
-def _of_diagnosis(e: Event) -> str:
-    diagnosis = e.body.get("diagnosis")
-    return str(diagnosis.get("because", "")) if isinstance(diagnosis, dict) else "its diagnosis cannot be read"
-
-
 def _found_words(e: Event) -> str:
-    diagnosis = e.body.get("diagnosis")
-    if not isinstance(diagnosis, dict):
-        return "found; its diagnosis cannot be read"
-    by = ", ".join(str(d) for d in _listed(diagnosis.get("detectors", ())))
-    return f"{str(diagnosis.get('fault_class', '')).replace('_', ' ')} found by {by or 'nobody'}"
-
-
-def _result(e: Event) -> str:
-    result = e.body.get("result")
-    return str(result.get("because", "")) if isinstance(result, dict) else str(result or "")
+    diagnosis = e.as_(IncidentOpened).diagnosis
+    return f"{str(diagnosis.fault_class).replace('_', ' ')} found by {', '.join(diagnosis.detectors) or 'nobody'}"
 
 
 def touched(m: IncidentPageInputs) -> frozenset[str]:
@@ -240,54 +243,43 @@ def _of_run(m: IncidentPageInputs, story: IncidentSummary | None) -> list[Moment
         if e.wall_at < since - 1.0 or (until is not None and e.wall_at > until + 1.0):
             continue
         words, mark = "", TimelineEntryKind.RUN
-        replica, number = str(e.body.get("replica", "")), e.body.get("incarnation")
-        key = (replica, int(number or 0))
-        match e.kind:
-            case K.REPLICA_LOST if replica in who:
-                words = f"{replica}#{number} is lost: {e.body.get('because')}"
-            case K.REPLICA_STARTING if replica in who:
-                words = f"{replica}#{number} starts on {e.body.get('node')}"
-            case K.REPLICA_READY if replica in who:
-                standby = e.body.get("from_standby")
-                came = f", from the standby{f' {standby}' if isinstance(standby, str) else ''}" if standby else ""
-                words = f"{replica}#{number} is ready on {e.body.get('node')}, pid {e.body.get('pid')}{came}"
-            case K.WEIGHTS_ADMITTED if key[1] >= made.get(replica, sys.maxsize) and key not in proven:
-                proven.add(key)
-                version = e.body.get("policy_version")
-                words, mark = (
-                    f"{replica}#{number} serves: its weights (version {version}) are proven",
-                    TimelineEntryKind.PROOF,
-                )
-            case K.WEIGHTS_REJECTED if replica in who:
-                words, mark = (
-                    f"weights of {replica}#{number} were refused: {e.body.get('because')}",
-                    TimelineEntryKind.FAILED,
-                )
-            case K.REQUESTS_REASSIGNED if str(e.body.get("from_replica")) in who:
-                words = moved_words(e.body)
-            case K.STEP_INTERRUPTED:
-                interrupted = e.body.get("step")
-                words = f"step {interrupted} is interrupted: {e.body.get('because')}"
-            case K.STEP_COMMITTED if interrupted is not None and e.body.get("step") == interrupted:
-                words, interrupted = f"step {e.body.get('step')}, which was interrupted, is committed", None
+        said = e.payload
+        match said:
+            case ReplicaLost() if said.replica in who:
+                words = f"{said.replica}#{said.incarnation} is lost: {said.because}"
+            case ReplicaStarting() if said.replica in who:
+                words = f"{said.replica}#{said.incarnation} starts on {said.node}"
+            case ReplicaReady() if said.replica in who:
+                came = f", from the standby {said.from_standby}" if said.from_standby else ""
+                words = f"{said.replica}#{said.incarnation} is ready on {said.node}, pid {said.pid}{came}"
+            case WeightsAdmitted(replica=replica, incarnation=number) if (
+                number >= made.get(replica, sys.maxsize) and (replica, number) not in proven
+            ):
+                proven.add((replica, number))
+                words = f"{replica}#{number} serves: its weights (version {said.policy_version}) are proven"
+                mark = TimelineEntryKind.PROOF
+            case WeightsRejected() if said.replica in who:
+                words = f"weights of {said.replica}#{said.incarnation} were refused: {said.because}"
+                mark = TimelineEntryKind.FAILED
+            case RequestsReassigned() if said.from_replica in who:
+                words = moved_words(said)
+            case StepInterrupted():
+                interrupted = said.step
+                words = f"step {said.step} is interrupted: {said.because}"
+            case StepCommitted(step=step) if step == interrupted:
+                words, interrupted = f"step {step}, which was interrupted, is committed", None
+            case _:
+                pass
         if words and e.incident_id in (None, m.incident_id):
             found.append(Moment(at=e.wall_at, mark=mark, words=plain(words)))
     return found + _serving(m, story, proven)
 
 
-def moved_words(body: Mapping[str, object]) -> str:
+def moved_words(moved: RequestsReassigned) -> str:
     """What became of the requests of an engine that was lost."""
-    to = ", ".join(str(t) for t in _listed(body.get("to"))) or "the next that may serve"
-    cut = (
-        f", {body['num_cut']} of them in their next windows: what there was is trained on"
-        if body.get("num_cut")
-        else ""
-    )
-    return f"{body.get('num_requests')} requests of {body.get('from')} go on at {to}{cut}"
-
-
-def _listed(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else (value,)
+    to = ", ".join(moved.to) or "the next that may serve"
+    cut = f", {moved.num_cut} of them in their next windows: what there was is trained on" if moved.num_cut else ""
+    return f"{moved.num_requests} requests of {moved.from_replica} go on at {to}{cut}"
 
 
 def _serving(m: IncidentPageInputs, story: IncidentSummary | None, proven: set[tuple[str, int]]) -> list[Moment]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import DiagnosisReviewed
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.nodes import NODE_KINDS
 
@@ -99,13 +100,13 @@ def history(words: Iterable[Event], incidents: Iterable[Incident]) -> tuple[Comm
 
 
 def _deed(event: Event) -> CommandLogEntry:
-    body = event.body
-    verdict = f" as {body['verdict']}" if event.kind is K.DIAGNOSIS_REVIEWED and "verdict" in body else ""
-    on = [str(body[k]) for k in ("node", "digest") if body.get(k)] + ([event.incident_id] if event.incident_id else [])
+    said = event.payload
+    verdict = f" as {said.verdict}" if isinstance(said, DiagnosisReviewed) else ""
+    on = [getattr(said, "node", ""), getattr(said, "digest", ""), event.incident_id or ""]
     return CommandLogEntry(
         at=event.wall_at,
-        by=str(body.get("by", "")),
+        by=str(getattr(said, "by", "")),
         what=TOLD_AS[event.kind] + verdict,
-        on=", ".join(on) or "the run",
-        because=str(body.get("because", "")),
+        on=", ".join(filter(None, on)) or "the run",
+        because=said.reason,
     )

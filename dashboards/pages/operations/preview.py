@@ -44,10 +44,9 @@ class DrainedReplica:
     guard_because: str
 
 
-def limits_of(plan_created: Mapping[str, Any] | None, mode: str) -> WatchPolicy:
-    """`plan_created`: body of the newest PLAN_CREATED. `mode`: of the watch, which may have changed since."""
+def limits_of(asked: Mapping[str, Any], mode: str) -> WatchPolicy:
+    """`asked`: what the newest plan was decided from. `mode`: of the watch, which may have changed since."""
     try:
-        asked = (plan_created or {})["question"]
         config = RecoveryConfig.model_validate({**asked["config"], **({"mode": mode} if mode else {})})
         return WatchPolicy(config=config, supports=frozenset(ActionKind(a) for a in asked["supports"]), known=True)
     except (KeyError, TypeError, ValueError):

@@ -36,7 +36,7 @@ def test_another_plan_is_told(tmp_path: Path) -> None:
     m = material_of(world_of("resolved", tmp_path))
     changed = []
     for e in m.events:
-        body = {**e.body}
+        body = {**e.payload.to_body()}
         if e.kind is K.PLAN_CREATED:
             body["plan"] = {**body["plan"], "because": "somebody wrote this"}
         changed.append(replace(e, body=body))

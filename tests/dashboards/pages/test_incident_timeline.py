@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rolecall.core.clock import FakeClock
-from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.charts import story_charts
@@ -31,7 +31,7 @@ from rolecall.dashboards.pages.incidents.view import (
     recovery_section,
 )
 from rolecall.recovery.incident_store import IncidentProjection
-from rolecall.testing.events import filled
+from rolecall.testing.events import filled, made_event
 from tests.dashboards.incident_cases import HOSTILE, KINDS, found, material_of, world_of
 from tests.fake_run import HANG, KILL, FakeRun
 
@@ -115,7 +115,8 @@ def test_ten_thousand_events_are_sixty_marks(tmp_path: Path) -> None:
     world = world_of("held", tmp_path)
     m = material_of(world)
     called = [
-        Event(seq=1000 + n, kind=K.ONCALL_PAGED, wall_at=m.now + n, body={"because": f"{n}"}) for n in range(10_000)
+        made_event(seq=1000 + n, kind=K.ONCALL_PAGED, wall_at=m.now + n, body={"because": f"{n}"})
+        for n in range(10_000)
     ]
     found = build_timeline(replace(m, events=(*m.events, *called)), None)
     assert len(found.moments) == MARKS_MAX

@@ -3,7 +3,10 @@
 A page is added by one entry of `PAGES`. The command line is walked, so a new command needs no change here.
 """
 
+import contextlib
 import inspect
+import io
+import os
 import re
 import textwrap
 import types
@@ -49,12 +52,29 @@ def _command(command: Any, path: tuple[str, ...]) -> Iterator[str]:
         yield _help(command.help) + "\n"
         yield f"```text\n{_usage(command.get_usage(context))}\n```\n"
         records = [r for p in command.params if (r := p.get_help_record(context)) is not None]
+        if not command.params and not children:
+            yield f"```text\n{_printed_help(path)}\n```\n"
         if records:
             rows = [f"| {_cell(f'`{name}`')} | {_cell(_escaped(text))} |" for name, text in records]
             yield "| parameter | meaning |\n|---|---|\n" + "\n".join(rows) + "\n"
     for name in sorted(children):
         if not children[name].hidden:
             yield from _command(children[name], (*path, name))
+
+
+def _printed_help(path: tuple[str, ...]) -> str:
+    """What `--help` prints, for a command that parses its own arguments."""
+    from rolecall.cli.main import main
+
+    printed, columns = io.StringIO(), os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100"
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            main([*path[1:], "--help"])
+    finally:
+        os.environ.pop("COLUMNS")
+        os.environ.update({} if columns is None else {"COLUMNS": columns})
+    return printed.getvalue().strip()
 
 
 def _usage(text: str) -> str:

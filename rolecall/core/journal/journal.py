@@ -123,7 +123,7 @@ class Journal:
         }
         link = chain_hash(previous, entry)
         conn.execute(EVENTS.insert().values(**entry, hash=link))
-        return event_of({**entry, "hash": link}, self.store.where)
+        return {**entry, "hash": link}
 
     def events(
         self,

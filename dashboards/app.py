@@ -1,10 +1,10 @@
-"""The dashboard as Streamlit runs it: navigation, and nothing else. `rolecall dashboard` starts it (dashboards/server/serving.py)."""
+"""Entry point for Streamlit: navigation only. `rolecall dashboard` starts it (dashboards/server/serving.py)."""
 
 import streamlit as st
 
 from rolecall.dashboards.pages.shell import gate
 
-# File below scripts/ and address, title, icon.
+# Script and URL path, title, icon.
 PAGES = (
     ("overview", "Overview", ":material/monitor_heart:"),
     ("incidents", "Incidents", ":material/emergency:"),
@@ -13,7 +13,7 @@ PAGES = (
     ("operations", "Operations", ":material/front_hand:"),
 )
 
-# Drawn here: an icon by name would be fetched from a server on the internet.
+# Inline, because Streamlit fetches named icons from the internet.
 ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'%3E%3Crect width='16' height='16' "
     "rx='4' fill='%232f5fb3'/%3E%3Cpath d='M2 8h3l2-4 3 8 2-4h2' fill='none' stroke='white' stroke-width='1.6'/%3E%3C/svg%3E"

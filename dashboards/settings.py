@@ -1,5 +1,5 @@
-"""What a served dashboard looks at. Kept in the memory of the serving process: a journal's URL may hold a password, which
-belongs into no command line, no environment and no page.
+"""Settings of a served dashboard. They stay in the memory of the serving process, because a journal's URL may contain a
+password, which must not appear on a command line, in the environment or on a page.
 """
 
 from dataclasses import dataclass, field
@@ -14,27 +14,27 @@ class Settings:
 
     journal_url: str = field(repr=False)
     run: RunDir | None = None
-    """The run's directory where it is on this machine: injections and evidence files are there."""
+    """The run's directory, if it is on this machine: it has the injection log and evidence files."""
     prometheus_url: str = ""
     prometheus_authorization: str = field(default="", repr=False)
     users_path: Path | None = None
-    """Who may act, and with which token (`users.py`); None: nobody."""
+    """Users and their access tokens (`users.py`); None: the dashboard is read-only."""
     sign_in: bool = False
-    """Who is not signed in sees nothing: others than this machine's users can reach it."""
+    """Reading requires sign-in too, because the server is reachable from other machines."""
     name: str = ""
-    """Of the run, as pages show it."""
+    """Name of the run on pages."""
 
 
 _current: list[Settings] = []
 
 
 def use(settings: Settings) -> None:
-    """From here on this process serves `settings`."""
+    """Sets what this process serves."""
     _current[:] = [settings]
 
 
 def current() -> Settings:
-    """What this process serves."""
+    """The settings of this process."""
     if not _current:
-        raise RuntimeError("the dashboard is started with `rolecall dashboard`")
+        raise RuntimeError("start the dashboard with `rolecall dashboard`")
     return _current[0]

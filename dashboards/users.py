@@ -1,10 +1,10 @@
-"""Who may act: a file of names and hashes of tokens, that only its owner can read.
+"""Dashboard users: a file of names and token hashes that only its owner can read.
 
     anna: sha256:9f86d081884c7d65...
 
-A token is 32 random bytes, so its plain SHA-256 cannot be guessed back; it is shown once and kept nowhere. The file is
-looked at on every question: who was removed from it is out at once. Whoever presents a token is the name beside its
-hash, and nothing that anybody types changes that name.
+An access token is 32 random bytes, so an unsalted SHA-256 cannot be reversed; it is shown once and stored nowhere. The
+file is checked on every request, so removing a user takes effect at once. The name beside the hash identifies the user;
+no user input changes it.
 """
 
 import hashlib
@@ -31,36 +31,36 @@ logger = logging.getLogger(__name__)
 TOKEN_BYTES = 32
 HASH_PATTERN = re.compile(r"^sha256:[0-9a-f]{64}$")
 FILE_BYTES_MAX = 256 * 1024
-"""Some thousand people; more is another file by mistake."""
+"""A few thousand users; a larger file is a mistake."""
 TOKEN_CHARS_MAX = 256
-"""Longer texts are no tokens, and are not worth hashing."""
+"""Longer input is not a token and is not hashed."""
 FAILURES_MAX = 20
-"""Wrong tokens within `FAILURE_SECONDS`, of all who try, after which the log says that somebody tries. 32 random bytes
-cannot be guessed at any rate, so a right token is let in even then: whoever guesses must not keep out who is on call."""
+"""Wrong tokens within `FAILURE_SECONDS`, over all clients, after which a warning is logged. 32 random bytes cannot be
+guessed, so valid tokens are still accepted: an attacker must not be able to lock out on-call."""
 FAILURE_SECONDS = 60.0
 IDLE_SECONDS = 1800.0
-"""Without a click for so long, a person is signed out: a page is left open on a wall screen sooner than it is closed."""
-HEAD = "# Who may act on rolecall's dashboard. `rolecall users add NAME --file THIS` makes a line and shows its token once.\n"
+"""A user without a click for this long is signed out, because pages are often left open."""
+HEAD = "# Users of rolecall's dashboard. `rolecall users add NAME --file THIS` adds a line and shows the access token once.\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignedInUser:
-    """A person who signed in. Holds no token: only what the file holds, to see that it still does."""
+    """A signed-in user. Contains the fingerprint instead of the token, to check that the file still has it."""
 
     name: str
     fingerprint: str = field(repr=False)
-    seen_at: float  # the newest click, wall seconds
+    seen_at: float  # latest click, wall seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignInRefused:
-    """Why somebody is not let in, in a sentence that says nothing of what they presented."""
+    """Why sign-in failed; the text does not contain the presented token."""
 
     because: str
 
 
 def fingerprint(token: str) -> str:
-    """What the file keeps of a token."""
+    """The hash of a token, as stored in the file."""
     return f"sha256:{hashlib.sha256(token.encode()).hexdigest()}"
 
 
@@ -68,39 +68,39 @@ def read_users(path: Path) -> dict[str, str]:
     """Name -> fingerprint.
 
     Raises:
-        UnreadableInput: the file is missing, others can read it, it belongs to somebody else, or is not what it should be.
+        UnreadableInput: the file is missing, readable by others, owned by another user, or malformed.
     """
-    return _people(_private_bytes(path), path)
+    return _parsed(_private_bytes(path), path)
 
 
 def add(path: Path, name: str) -> str:
-    """Writes `name` into the file, which is made if there is none, and returns the token: it is kept nowhere else.
+    """Adds `name` to the file, creating it if needed, and returns the token, which is stored nowhere.
 
     Raises:
-        CommandRefused: the name is taken, or is none. UnreadableInput: the file cannot be read.
+        CommandRefused: the name is taken or invalid. UnreadableInput: the file cannot be read.
     """
-    people = read_users(path) if path.exists() else {}
-    if checked_name(name) in people:
-        raise CommandRefused(f"{name} stands in {path} already; `rolecall users remove` ends the old token")
+    users = read_users(path) if path.exists() else {}
+    if checked_name(name) in users:
+        raise CommandRefused(f"{name} is already in {path}; `rolecall users remove` revokes the old token")
     token = secrets.token_urlsafe(TOKEN_BYTES)
-    _write(path, {**people, name: fingerprint(token)})
+    _write(path, {**users, name: fingerprint(token)})
     return token
 
 
 def remove(path: Path, name: str) -> None:
-    """Takes `name` out: whoever is signed in under it is out at the next look.
+    """Removes `name`; sessions of that user end at their next request.
 
     Raises:
-        CommandRefused: nobody has this name. UnreadableInput: the file cannot be read.
+        CommandRefused: no such user. UnreadableInput: the file cannot be read.
     """
-    people = read_users(path)
-    if name not in people:
-        raise CommandRefused(f"nobody in {path} is called {name!r}; there are: {', '.join(people) or 'none'}")
-    _write(path, {n: f for n, f in people.items() if n != name})
+    users = read_users(path)
+    if name not in users:
+        raise CommandRefused(f"no user {name!r} in {path}; users: {', '.join(users) or 'none'}")
+    _write(path, {n: f for n, f in users.items() if n != name})
 
 
 class Authenticator:
-    """Lets people in and knows whom it has let in. One a process; thread-safe."""
+    """Verifies tokens and sessions. One per process; thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -108,40 +108,40 @@ class Authenticator:
         self._failures: deque[float] = deque(maxlen=FAILURES_MAX)
         self._read: tuple[tuple[int, ...], dict[str, str]] | None = None
 
-    def enter(self, token: str, now: float) -> SignedInUser | SignInRefused:
+    def sign_in(self, token: str, now: float) -> SignedInUser | SignInRefused:
         """`now`: wall seconds."""
         with self._lock:
             try:
-                people = self._people()
+                users = self._users()
             except UnreadableInput as e:
                 return SignInRefused(because=str(e))
             presented = fingerprint(token[:TOKEN_CHARS_MAX])
-            # All are compared, and none of them in a time that tells how much of it fits.
-            fits = [n for n, kept in people.items() if hmac.compare_digest(kept, presented)]
-            if not fits:
+            # Constant-time comparison with every hash, so that timing reveals nothing.
+            matches = [n for n, kept in users.items() if hmac.compare_digest(kept, presented)]
+            if not matches:
                 self._count_failure(now)
-                return SignInRefused(because="nobody in the people file has this token")
-            return SignedInUser(name=fits[0], fingerprint=presented, seen_at=now)
+                return SignInRefused(because="no user has this access token")
+            return SignedInUser(name=matches[0], fingerprint=presented, seen_at=now)
 
-    def refusal(self, held: SignedInUser, now: float) -> str:
-        """Why `held` is over; empty while it is good."""
+    def rejection(self, held: SignedInUser, now: float) -> str:
+        """Why the session `held` has ended; empty while it is valid."""
         if now - held.seen_at > IDLE_SECONDS:
-            return f"{held.name} was signed out after {IDLE_SECONDS / 60:.0f} minutes without a click"
+            return f"{held.name} was signed out after {IDLE_SECONDS / 60:.0f} minutes without activity"
         try:
             with self._lock:
-                kept = self._people().get(held.name, "")
+                kept = self._users().get(held.name, "")
         except UnreadableInput as e:
             return str(e)
-        return "" if hmac.compare_digest(kept, held.fingerprint) else f"{held.name} may not act any more"
+        return "" if hmac.compare_digest(kept, held.fingerprint) else f"{held.name} is no longer a user"
 
     def _count_failure(self, now: float) -> None:
         self._failures.append(now)
         if len(self._failures) == FAILURES_MAX and abs(now - self._failures[0]) < FAILURE_SECONDS:
-            logger.warning("%d wrong tokens within %.0f s: somebody guesses", FAILURES_MAX, FAILURE_SECONDS)
+            logger.warning("%d wrong access tokens within %.0f s: possible attack", FAILURES_MAX, FAILURE_SECONDS)
             self._failures.clear()
 
-    def _people(self) -> dict[str, str]:
-        # The change time moves with every write, also one that puts back the old modification time and size.
+    def _users(self) -> dict[str, str]:
+        # ctime changes with every write, even if mtime and size are restored.
         try:
             now = self.path.stat()
         except OSError as e:
@@ -152,8 +152,8 @@ class Authenticator:
         return self._read[1]
 
 
-def _write(path: Path, people: Mapping[str, str]) -> None:
-    text = HEAD + yaml.safe_dump(dict(sorted(people.items())), allow_unicode=True) if people else HEAD
+def _write(path: Path, users: Mapping[str, str]) -> None:
+    text = HEAD + yaml.safe_dump(dict(sorted(users.items())), allow_unicode=True) if users else HEAD
     try:
         write_private(path, text.encode())
     except OSError as e:
@@ -166,14 +166,16 @@ def _private_bytes(path: Path) -> bytes:
         with os.fdopen(descriptor, "rb") as f:
             found = os.fstat(f.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise UnreadableInput(where=str(path), reason="is no regular file")
+                raise UnreadableInput(where=str(path), reason="is not a regular file")
             if found.st_mode & 0o077:
                 raise UnreadableInput(
                     where=str(path),
-                    reason=f"others may read or write it (mode {stat.S_IMODE(found.st_mode):04o}): chmod 600 {path}",
+                    reason=f"is accessible by others (mode {stat.S_IMODE(found.st_mode):04o}): chmod 600 {path}",
                 )
             if found.st_uid not in (0, os.geteuid()):
-                raise UnreadableInput(where=str(path), reason=f"belongs to user {found.st_uid}, not to the dashboard's")
+                raise UnreadableInput(
+                    where=str(path), reason=f"is owned by user {found.st_uid}, not by the dashboard's user"
+                )
             raw = f.read(FILE_BYTES_MAX + 1)
     except OSError as e:
         raise UnreadableInput(where=str(path), reason=e.strerror or repr(e)) from None
@@ -182,26 +184,26 @@ def _private_bytes(path: Path) -> bytes:
     return raw
 
 
-def _people(raw: bytes, path: Path) -> dict[str, str]:
+def _parsed(raw: bytes, path: Path) -> dict[str, str]:
     try:
         value = yaml.safe_load(raw)
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
-        # The parser's own words quote the file.
-        raise UnreadableInput(where=str(path), reason="is no YAML") from None
+        # The parser's message quotes the file.
+        raise UnreadableInput(where=str(path), reason="is not valid YAML") from None
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise UnreadableInput(where=str(path), reason="must be a mapping of names to sha256:...")
+        raise UnreadableInput(where=str(path), reason="must map names to sha256:...")
     for name, kept in value.items():
         if not isinstance(name, str):
-            raise UnreadableInput(where=str(path), reason=f"{name!r} is no name")
+            raise UnreadableInput(where=str(path), reason=f"{name!r} is not a name")
         try:
             checked_name(name)
         except CommandRefused as e:
             raise UnreadableInput(where=str(path), reason=str(e)) from None
         if not isinstance(kept, str) or not HASH_PATTERN.fullmatch(kept):
-            # Never quoted: somebody may have written the token itself.
+            # Not quoted, because the value may be the token itself.
             raise UnreadableInput(where=f"{path}: {name}", reason="must be sha256: and 64 hexadecimal digits")
     if len(set(value.values())) < len(value):
-        raise UnreadableInput(where=str(path), reason="two people have the same token: nobody could tell who acts")
+        raise UnreadableInput(where=str(path), reason="two users have the same token")
     return dict(value)

@@ -14,7 +14,7 @@ from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.rows import DamagedLine, actual_of, event_of
-from rolecall.core.journal.store import METADATA
+from rolecall.core.journal.tables import METADATA
 from rolecall.core.membership import Actual, Desired
 from rolecall.dashboards.data.progress import RunTrendsProjection
 from rolecall.recovery.incident_store import READ_KINDS, IncidentProjection

@@ -1,4 +1,4 @@
-"""XIDs and lost GPUs of nodes: as incidents quote them, and as Prometheus counts them, with what each code means. Pure."""
+"""XIDs and lost GPUs of nodes, from incidents and from Prometheus, with the meaning of each code. Pure."""
 
 import math
 import re
@@ -14,12 +14,12 @@ SXID = re.compile(r"\bSXid (\d{1,6})\b")
 GPU = re.compile(r"\bGPU (\w{1,16}(?:[:.]\w{1,16}){0,4})")
 PROMETHEUS = "Prometheus"
 TEXTS_MAX = 64
-"""Lines of evidence that are looked through, of one incident."""
+"""Pieces of evidence searched per incident."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XidOccurrence:
-    """An XID (or a switch's SXid) of one GPU of one node. `at`: wall seconds of the newest; None: not told."""
+    """An XID (or a switch's SXid) of one GPU of one node. `at`: wall seconds of the latest; None: unknown."""
 
     node: str
     gpu: str
@@ -51,7 +51,7 @@ class XidOccurrence:
 
 
 def codes_of(incidents: Iterable[Incident]) -> tuple[XidOccurrence, ...]:
-    """Every code that an incident's sentence or evidence names, once an incident, for the first node that it suspects."""
+    """Every code in an incident's diagnosis or evidence, once per incident, for its first suspected node."""
     found = []
     for i in incidents:
         d = i.diagnosis
@@ -81,29 +81,29 @@ def _named(texts: Iterable[str]) -> dict[tuple[bool, int], tuple[str, int]]:
             for match in pattern.finditer(text):
                 gpu = GPU.search(text)
                 before = found.get((switch, int(match[1])), ("", 0))
-                # The sentence and its evidence quote the same event: it is counted once.
+                # Diagnosis and evidence quote the same event, so it is counted once.
                 found[switch, int(match[1])] = (before[0] or (gpu[1] if gpu else ""), 1)
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetMetrics:
-    """What Prometheus says now."""
+    """Current status from Prometheus."""
 
     codes: tuple[XidOccurrence, ...] = ()
-    lost_gpus: Mapping[str, tuple[str, ...]] | None = None  # node -> GPUs that NVML answers no call for
+    lost_gpus: Mapping[str, tuple[str, ...]] | None = None  # node -> GPUs on which all NVML calls fail
     agents: Mapping[str, bool] | None = None  # node -> whether its agent was scraped
 
 
 def merged(codes: Iterable[XidOccurrence]) -> tuple[XidOccurrence, ...]:
-    """One line a code, GPU and kind of source, the newest first; how often incidents name a code is added up."""
+    """One row per code, GPU and source type, newest first; counts from incidents are summed."""
     found: dict[tuple[bool, int, str, bool], list[XidOccurrence]] = {}
     for c in codes:
         found.setdefault((c.switch, c.code, c.gpu, c.source == PROMETHEUS), []).append(c)
     lines = []
     for same in found.values():
         newest = max(same, key=lambda c: c.at or 0.0)
-        source = newest.source if len(same) == 1 else f"{len(same)} incidents, the newest {newest.source}"
+        source = newest.source if len(same) == 1 else f"{len(same)} incidents, latest {newest.source}"
         lines.append(replace(newest, count=sum(c.count for c in same), source=source))
     return tuple(sorted(lines, key=lambda c: -(c.at or 0.0)))
 
@@ -113,7 +113,7 @@ Sample = tuple[Mapping[str, str], float]
 
 
 def samples(data: Any) -> list[Sample]:
-    """What `query` of Prometheus's API gave; a series that is none is left out."""
+    """Samples of a Prometheus `query` response; malformed series are skipped."""
     found: list[Sample] = []
     result = data.get("result") if isinstance(data, Mapping) else None
     for series in result if isinstance(result, list) else []:
@@ -121,14 +121,14 @@ def samples(data: Any) -> list[Sample]:
             labels = {str(k): str(v) for k, v in series["metric"].items()}
             value = float(series["value"][1])
         except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-            continue  # foreign: one bad series does not take the others along
+            continue  # untrusted: one malformed series must not discard the others
         if math.isfinite(value):
             found.append((labels, value))
     return found
 
 
 def of_run(found: Iterable[Sample], run_id: str) -> list[Sample]:
-    """Without what other runs on this machine say: their nodes have the same names, and an `instance` of `RUN/NODE`."""
+    """Drops samples of other runs on this machine: same node names, but an `instance` of `RUN/NODE`."""
     return [
         (labels, value)
         for labels, value in found
@@ -143,7 +143,7 @@ def live_of(
     agents: Iterable[Sample],
     dcgm: Iterable[Sample],
 ) -> FleetMetrics:
-    """Our agent's series first; dcgm-exporter's last XID where our agent says nothing of the node."""
+    """Prefers the agent's series; uses dcgm-exporter's latest XID for nodes without XIDs from an agent."""
     at = {_key(labels): value for labels, value in last_seen}
     codes = {
         _key(labels): _code(labels, labels.get("xid", ""), int(value), at.get(_key(labels)))

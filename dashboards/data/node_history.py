@@ -1,6 +1,4 @@
-"""What was said and found of each node, in the order of the journal: `recovery.nodes` knows how it stands, this how it came
-to that. Pure.
-"""
+"""History of each node in journal order: quarantines, drains, burn-ins. `recovery.nodes` has the current state. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,16 +10,16 @@ _K = EventKind
 _WHAT: Mapping[EventKind, str] = {
     _K.NODE_QUARANTINED: "quarantined",
     _K.NODE_DRAINED: "drained",
-    _K.NODE_RETURNED_TO_SERVICE: "returned",
-    _K.BURN_IN_FINISHED: "burned in",
+    _K.NODE_RETURNED_TO_SERVICE: "returned to service",
+    _K.BURN_IN_FINISHED: "burn-in",
 }
-SAID_MAX = 200
-"""Of one node, the newest."""
+ENTRIES_MAX = 200
+"""Entries kept per node, the newest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHistoryEntry:
-    """One thing that a person (or a program under a name) said of the node."""
+    """One operator command or burn-in result."""
 
     at: float  # wall seconds
     what: str
@@ -32,32 +30,32 @@ class NodeHistoryEntry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeHistory:
     record: NodeRecord
-    said: tuple[NodeHistoryEntry, ...] = ()  # newest last
+    entries: tuple[NodeHistoryEntry, ...] = ()  # newest last
 
 
 def past_of(node: str) -> NodeHistory:
-    """Of a node of which nothing was ever said."""
+    """History of a node without entries."""
     return NodeHistory(record=NodeRecord(node=node))
 
 
 def pasts(events: Iterable[Event]) -> dict[str, NodeHistory]:
-    """Node -> what its events tell."""
-    told: dict[str, list[NodeHistoryEntry]] = {}
+    """Node -> history."""
+    entries: dict[str, list[NodeHistoryEntry]] = {}
     kept = [e for e in events if e.kind in NODE_KINDS]
     for event in kept:
         because = str(event.body.get("because", ""))
         if event.kind is _K.BURN_IN_FINISHED:
             because = "passed" if event.body.get("passed") is True else "failed"
-        said = NodeHistoryEntry(
+        entry = NodeHistoryEntry(
             at=event.wall_at, what=_WHAT[event.kind], by=str(event.body.get("by", "")), because=because
         )
-        told.setdefault(str(event.body.get("node", "")), []).append(said)
+        entries.setdefault(str(event.body.get("node", "")), []).append(entry)
     return {
-        node: NodeHistory(record=record, said=tuple(told.get(node, ())[-SAID_MAX:]))
+        node: NodeHistory(record=record, entries=tuple(entries.get(node, ())[-ENTRIES_MAX:]))
         for node, record in fold_nodes(kept).items()
     }
 
 
 def quarantined(events: Iterable[Event]) -> dict[str, NodeRecord]:
-    """Node -> who put it into quarantine, and why."""
+    """Node -> its record, for nodes in quarantine."""
     return {node: record for node, record in fold_nodes(events).items() if record.quarantined}

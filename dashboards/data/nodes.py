@@ -1,8 +1,8 @@
-"""The fleet node by node, worst first: how it is, why one thinks so, and whether it is at fault more often than others. Pure.
+"""Health of each node of the fleet, worst first, with the reason. Pure.
 
-A node is lost when an open incident says so or its agent cannot be scraped; faulty when an open incident or a GPU of it
-says that hardware or network is broken; suspect when an open incident names a replica on it. Of nodes that are well, those
-at fault more often than `OFTEN_TIMES` the fleet's median within 30 days (and at least `OFTEN_MIN` times) stand out.
+A node is lost if an open incident says so or its agent cannot be scraped; faulty if an open incident or one of its GPUs
+reports broken hardware or network; suspect if an open incident names a replica on it. A healthy node with more than
+`OFTEN_TIMES` the fleet median of incidents in 30 days (and at least `OFTEN_MIN`) is marked as frequently faulty.
 """
 
 import statistics
@@ -19,7 +19,7 @@ from rolecall.recovery.nodes import NodeRecord
 HOUR, DAY, MONTH = 3600.0, 86400.0, 30 * 86400.0
 OFTEN_TIMES = 3.0
 OFTEN_MIN = 3
-"""Two incidents within a month are nothing to speak of, whatever the median."""
+"""Two incidents in a month are not frequent, whatever the median."""
 
 
 class NodeHealth(StrEnum):
@@ -29,8 +29,8 @@ class NodeHealth(StrEnum):
     FAULTY = "faulty"
     SUSPECT = "suspect"
     QUARANTINED = "quarantined"
-    OFTEN = "often at fault"
-    IDLE = "nothing runs there"
+    OFTEN = "frequent faults"
+    IDLE = "idle"
     HEALTHY = "healthy"
 
 
@@ -48,7 +48,7 @@ _ORDER = tuple(NodeHealth)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRow:
-    """`changed_at`: the newest change of a replica on it that the journal knows, wall seconds."""
+    """`changed_at`: latest change of a replica on it, wall seconds."""
 
     node: str
     health: NodeHealth
@@ -64,13 +64,13 @@ class NodeRow:
     past: NodeHistory
 
     @property
-    def told(self) -> str:
+    def status(self) -> str:
         return f"{GLYPHS[self.health]} {self.health}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetHealth:
-    """`median_*`: of all nodes, those without incidents among them."""
+    """`median_*`: over all nodes, including those without incidents."""
 
     rows: tuple[NodeRow, ...]  # worst first
     median_hour: float
@@ -85,12 +85,12 @@ class FleetHealth:
 
 
 def node_names(fleet: FleetView, away: Iterable[str] = ()) -> list[str]:
-    """Every node that is known, in the order in which people count: node-2 before node-10."""
+    """All known nodes in natural order: node-2 before node-10."""
     return sorted({*(str(r.node) for r in fleet.replicas if r.node), *away}, key=natural)
 
 
 def natural(name: str) -> tuple[tuple[int, int | str], ...]:
-    """Sorts digits as numbers."""
+    """Sort key that compares digits as numbers."""
     parts: list[tuple[int, int | str]] = []
     text = ""
     for c in name + "\0":
@@ -103,8 +103,7 @@ def natural(name: str) -> tuple[tuple[int, int | str], ...]:
 
 
 def incidents_by_node(incidents: Iterable[Incident]) -> dict[str, list[Incident]]:
-    """Every incident under each node that it suspects. Requests of people, and diagnoses that were marked wrong, count
-    against nobody."""
+    """Incidents by suspected node. Operator requests and diagnoses marked wrong do not count."""
     found: dict[str, list[Incident]] = {}
     for i in incidents:
         if not i.requested_by_operator and (i.mark is None or i.mark.right):
@@ -114,7 +113,7 @@ def incidents_by_node(incidents: Iterable[Incident]) -> dict[str, list[Incident]
 
 
 def counted_until(incidents: Iterable[Incident], fleet: FleetView, ended: bool, now: float) -> float:
-    """From when back incidents are counted: now, and of a run that is over its last known moment."""
+    """End of the counting window: now, or the last known time of a run that has ended."""
     if not ended:
         return now
     times = [t for i in incidents for t in (i.opened_at, i.closed_at or 0.0)]
@@ -138,8 +137,8 @@ def fleet_rows(
     now: float,
     idle: Iterable[str] = (),
 ) -> FleetHealth:
-    """`by_node`: of `incidents_by_node`. `now`: wall seconds. `idle`: nodes that the run has, whatever lives there. Of
-    nodes that are none of this run's nothing is told, though Prometheus may know them."""
+    """`by_node`: from `incidents_by_node`. `now`: wall seconds. `idle`: all nodes of the run. Nodes of other runs, which
+    Prometheus may know, are left out."""
     replicas: dict[str, list[ReplicaView]] = {}
     for r in fleet.replicas:
         replicas.setdefault(str(r.node), []).append(r)
@@ -217,13 +216,13 @@ def _health(
         return NodeHealth.FAULTY, broken.diagnosis.because
     gpus = (live.lost_gpus or {}).get(node, ())
     if gpus:
-        return NodeHealth.FAULTY, f"NVML answers no call for GPU {', '.join(gpus)}"
+        return NodeHealth.FAULTY, f"all NVML calls on GPU {', '.join(gpus)} fail"
     if still_open:
         return NodeHealth.SUSPECT, still_open[-1].diagnosis.because
     if record.quarantined:
         return NodeHealth.QUARANTINED, f"quarantined by {record.quarantined_by}: {record.quarantined_because}"
     if in_month >= OFTEN_MIN and in_month > OFTEN_TIMES * median_month:
-        return NodeHealth.OFTEN, f"{in_month} incidents within 30 days, the fleet's median is {median_month:g}"
+        return NodeHealth.OFTEN, f"{in_month} incidents in 30 days; the fleet median is {median_month:g}"
     if not replicas:
-        return NodeHealth.IDLE, "no replica lives there, and nothing is wrong with it"
+        return NodeHealth.IDLE, "no replica runs on it"
     return NodeHealth.HEALTHY, ""

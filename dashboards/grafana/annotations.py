@@ -1,8 +1,8 @@
-"""Incidents as annotations on Grafana's time axes: a region from finding to close, found again by its tags.
+"""Incidents as Grafana annotations: a region from detection to close, identified by its tags.
 
-One annotation an incident, however often this is run: its tag `incident:ID` beside `run:RUN` says which it is. An open
-incident is a point; when it has closed the point becomes a region. What is there and right is not written again.
-Grafana renders the text as HTML, and sentences hold words of logs: it is escaped.
+Repeated runs write one annotation per incident: the tags `run:RUN` and `incident:ID` identify it. An open incident is a
+point and becomes a region when it closes. Annotations that are up to date are not written again. Grafana renders the
+text as HTML, and diagnoses can quote logs, so the text is escaped.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +17,9 @@ from rolecall.dashboards.grafana.server import GrafanaRefused, Json, Server
 
 TAG = "rolecall"
 EPISODES_MAX = 1000
-"""Most incidents of a run that are annotated, the newest: more lines hide the graph behind them."""
+"""Number of incidents of a run that are annotated, the newest ones. More would hide the graph."""
 FOUND_MAX = 5000
-"""Most annotations of a run that are looked at. Beyond it one that is there could be made a second time: refused."""
+"""Number of existing annotations of a run that are read. With more, duplicates could not be excluded: an error."""
 TEXT_MAX = 500
 TAG_MAX = 90
 MILLISECONDS = 1000
@@ -27,10 +27,10 @@ MILLISECONDS = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentAnnotation:
-    """An incident as a graph shows it. Times are wall seconds."""
+    """An incident on a graph. Times are wall seconds."""
 
     incident_id: str
-    role: str  # "": of no role
+    role: str  # "": none
     fault: str
     sentence: str
     opened_at: float
@@ -39,7 +39,7 @@ class IncidentAnnotation:
 
 
 def annotation(run_id: str, episode: IncidentAnnotation) -> Json:
-    """What the server shall hold of an incident."""
+    """The desired annotation of an incident."""
     tags = [TAG, f"run:{run_id}", f"incident:{episode.incident_id}", f"fault:{episode.fault}"]
     tags += [f"role:{episode.role}"] if episode.role else []
     start = round(episode.opened_at * MILLISECONDS)
@@ -61,18 +61,18 @@ def annotate(
     episodes_max: int = EPISODES_MAX,
     found_max: int = FOUND_MAX,
 ) -> PushResult:
-    """Makes and mends annotations; tells of each incident what became of it.
+    """Creates and updates annotations; reports the result for each incident.
 
     Raises:
-        GrafanaRefused: the server cannot be asked; nothing was written.
-        CommandRefused: there is too much there to know what is.
+        GrafanaRefused: the server does not respond as expected; nothing was written.
+        CommandRefused: the server has too many annotations of this run.
     """
     there = _there(server, run_id, found_max)
     done = PushResult()
     newest = sorted(episodes, key=lambda e: e.opened_at)[-episodes_max:]
     if len(newest) < len(episodes):
         done.done.append(
-            f"left out   {len(episodes) - len(newest)} older incidents: the newest {episodes_max} are shown"
+            f"left out   {len(episodes) - len(newest)} older incidents: only the newest {episodes_max} are annotated"
         )
     for episode in newest:
         wanted = annotation(run_id, episode)
@@ -83,17 +83,19 @@ def annotate(
             done.failed.append(f"failed     {name}: {e}")
             if not e.status:
                 rest = len(newest) - newest.index(episode) - 1
-                done.failed.append(f"not tried  {rest} more; run it again, what was written is found by its tags")
+                done.failed.append(
+                    f"not tried  {rest} more; run it again, existing annotations are found by their tags"
+                )
                 break
     return done
 
 
 def _there(server: Server, run_id: str, found_max: int) -> dict[str, Json]:
-    """Annotations of the run by their incident's tag; of two the older."""
+    """Annotations of the run by incident tag; of duplicates the oldest."""
     tags = [quote(plain(t, TAG_MAX), safe="") for t in (TAG, f"run:{run_id}")]
     found = server.listing(lambda g: g.annotations.find_annotations(tags=tags, ann_type="annotation", limit=found_max))
     if len(found) >= found_max:
-        raise CommandRefused(f"{server.where} holds {found_max} or more annotations of {run_id}: delete old ones first")
+        raise CommandRefused(f"{server.where} has {found_max} or more annotations of {run_id}: delete old ones first")
     known = [one for one in found if isinstance(one.get("id"), int) and _incident(one)]
     return {_incident(one): one for one in sorted(known, key=lambda one: -int(one["id"]))}
 

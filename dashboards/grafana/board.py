@@ -1,7 +1,7 @@
-"""A dashboard: variables, annotations of incidents and links are the same on all; panels stand in rows, left to right.
+"""A dashboard: shared variables, incident annotations and links, and rows of panels, left to right.
 
-Panels and dashboards have fixed ids, so that links to them go on working. What a page shows is chosen by its variables:
-`run` names a run, and the hidden `watch` follows from it (the servers that tell of the run); `instance` are agents.
+Panels and dashboards have fixed ids, so links to them stay valid. Variables select what is shown: `run` is a run, the
+hidden `watch` follows from it (the watches of that run), `instance` selects agents.
 """
 
 import json
@@ -32,43 +32,43 @@ from rolecall.dashboards.grafana.panels import DATASOURCE
 from rolecall.dashboards.grafana.promql import labels_of, scoped
 
 TAG = "rolecall"
-"""Of dashboards, and of the annotations that `rolecall grafana annotate` writes."""
+"""Tag of dashboards, and of the annotations that `rolecall grafana annotate` writes."""
 REFRESH = "30s"
 ANNOTATION_STEP = "15s"
-"""Between the points by which an incident is seen; as far apart, they are one region."""
+"""Query step of incident annotations: points this close are one region."""
 UID_CHARS_MAX = 40
 WIDTH = 24
 """Columns of Grafana's grid."""
 
 VARIABLE_REF = "PrometheusVariableQueryEditor-VariableQuery"
 LABEL_VALUES, QUERY_RESULT = 1, 3
-"""Kinds of variables of Grafana's Prometheus source."""
+"""Query types of variables in Grafana's Prometheus data source."""
 
-OVERVIEW, TRAINING, ROLES, REPLICA, GPUS, NETWORK, ITSELF = (
-    f"rolecall-{name}" for name in ("overview", "training", "roles", "replica", "gpus", "network", "itself")
+OVERVIEW, TRAINING, ROLES, REPLICA, GPUS, NETWORK, HEALTH = (
+    f"rolecall-{name}" for name in ("overview", "training", "roles", "replica", "gpus", "network", "health")
 )
-"""Addresses of the dashboards."""
+"""UIDs of the dashboards."""
 
 EVERYTHING = ".+"
 OF_AGENT, OF_EXPORTER, OF_WATCH = "rolecall_agent_build_info", "DCGM_FI_DEV_GPU_TEMP", "rolecall_watch_build_info"
-"""A metric by which each kind of server is known."""
+"""A metric that identifies each kind of server."""
 
 
 @dataclass(frozen=True, slots=True)
 class PanelRow:
-    """Panels side by side, each with its width (of 24), all of one height; they wrap."""
+    """Panels side by side, all of one height, each with its width (of 24); they wrap."""
 
     title: str
     height: int
     widths: Sequence[int]
     panels: Sequence[Panel]
     collapsed: bool = False
-    """Grafana asks for what is in it once somebody opens it."""
+    """Grafana runs the queries of a collapsed row when it is opened."""
 
 
 class _IncidentQuery(AnnotationQuery):
-    """Fields that Grafana's Prometheus source reads of an annotation query, and that its schema does not list. The
-    expression stands there twice: versions differ in whether they take it from `target` or from beside it."""
+    """Fields of an annotation query that Grafana's Prometheus data source reads but its schema does not list. The
+    expression appears twice, because some versions read it from `target` and others from the query."""
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -85,7 +85,7 @@ class _IncidentQuery(AnnotationQuery):
 def board(
     uid: str, title: str, description: str, variables: Iterable[builders.QueryVariable], rows: Iterable[PanelRow]
 ) -> Dashboard:
-    """The whole dashboard. Raises ValueError where a row does not fit."""
+    """Builds a dashboard. Raises ValueError if a row does not fit."""
     if len(uid) > UID_CHARS_MAX:
         raise ValueError(f"{uid}: a uid has at most {UID_CHARS_MAX} characters")
     made = builders.Dashboard(f"rolecall: {title}").uid(uid).description(" ".join(description.split()))
@@ -102,7 +102,7 @@ def board(
 
 
 def document(dashboard: Dashboard) -> dict[str, Any]:
-    """As Grafana reads it. The builders give each variable fields of intervals, which its schema does not know."""
+    """The dashboard as JSON. Drops interval fields that the builders add to variables and the schema does not know."""
     made: dict[str, Any] = json.loads(json.dumps(dashboard, cls=JSONEncoder))
     for variable in made["templating"]["list"]:
         for name in ("auto", "auto_min", "auto_count"):
@@ -111,7 +111,7 @@ def document(dashboard: Dashboard) -> dict[str, Any]:
 
 
 def to(uid: str, *variables: str) -> str:
-    """Address of another dashboard with time, source and job as they are here; `variables` as `var-role=...`."""
+    """URL of another dashboard with the current time range, data source and job; `variables` as `var-role=...`."""
     kept = ("${__url_time_range}", "${datasource:queryparam}", "${job:queryparam}", "${run:queryparam}", *variables)
     return f"/d/{uid}?" + "&".join(kept)
 
@@ -120,18 +120,18 @@ def to(uid: str, *variables: str) -> str:
 
 
 class Choice(Enum):
-    """How many values a variable may have at once."""
+    """How many values of a variable can be selected."""
 
     ONE = "one"
     SEVERAL = "several"
-    ANY = "any"  # all of them at first
-    ANY_NAMED = "any named"  # the same, but all means each that there is: not what another run has
+    ANY = "any"  # all by default
+    ANY_NAMED = "any named"  # all by default, but only existing values: not those of another run
 
 
 def query_variable(
     name: str, label: str, query: str, choice: Choice = Choice.ANY, *, hidden: bool = False
 ) -> builders.QueryVariable:
-    """Its values are asked of Prometheus, again whenever the time changes."""
+    """A variable whose values come from Prometheus, refreshed when the time range changes."""
     kind = QUERY_RESULT if query.startswith("query_result(") else LABEL_VALUES
     made = builders.QueryVariable(name).label(label).query({"query": query, "refId": VARIABLE_REF, "qryType": kind})
     made = made.datasource(DATASOURCE).refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
@@ -144,7 +144,7 @@ def query_variable(
 
 
 def of_servers() -> list[builders.QueryVariable]:
-    """Which servers' metrics: on every dashboard."""
+    """Variables that select servers, on every dashboard."""
     servers, agents = _any_of(OF_WATCH, OF_AGENT, OF_EXPORTER), _any_of(OF_AGENT, OF_EXPORTER)
     runs = 'label_values(rolecall_run_info{job=~"$job"},run)'
     watches = 'label_values(rolecall_run_info{job=~"$job",run=~"$run"},instance)'
@@ -157,7 +157,7 @@ def of_servers() -> list[builders.QueryVariable]:
 
 
 def values_of(label: str, title: str, metric: str, choice: Choice = Choice.ANY) -> builders.QueryVariable:
-    """Values of a label of a metric, on the chosen servers; `metric` may have matchers."""
+    """Variable with the values of a label, on the selected servers; `metric` may have matchers."""
     return query_variable(label, title, f"label_values({scoped(metric)},{label})", choice)
 
 
@@ -170,7 +170,7 @@ def _datasource() -> builders.DatasourceVariable:
     return builders.DatasourceVariable("datasource").label("Prometheus").type("prometheus")
 
 
-# --- what is around the panels ----------------------------------------------------------------------------------------
+# --- links and annotations ----------------------------------------------------------------------------------------
 
 _PAGES = (
     (OVERVIEW, "Run overview"),
@@ -179,7 +179,7 @@ _PAGES = (
     (REPLICA, "One replica"),
     (GPUS, "GPUs of a node"),
     (NETWORK, "Network of a node"),
-    (ITSELF, "rolecall itself"),
+    (HEALTH, "rolecall health"),
 )
 
 
@@ -188,8 +188,8 @@ def _link(uid: str, title: str) -> builders.DashboardLink:
 
 
 def _annotations() -> AnnotationContainer:
-    """Incidents, from two places: the metric, as the moment at which each was opened (also of one that was over before the
-    next scrape), and what `rolecall grafana annotate` wrote of the chosen run, from beginning to end."""
+    """Incidents from two sources: a metric with the time at which each was opened (also of incidents that closed before
+    the next scrape), and the regions that `rolecall grafana annotate` wrote for the selected run."""
     seen = _IncidentQuery(
         name="Incidents (metric)",
         datasource=DATASOURCE,
@@ -207,7 +207,7 @@ def _annotations() -> AnnotationContainer:
 
 
 def all_panels(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Those of a document, in rows that are open and collapsed, without the rows."""
+    """All panels of a document, including those in collapsed rows."""
     for panel in document["panels"]:
         if panel["type"] == "row":
             yield from panel["panels"]

@@ -1,11 +1,11 @@
-"""All that Grafana and Prometheus read, as files: the same input gives the same bytes.
+"""Writes dashboards and rules as files. The same input gives the same bytes.
 
     dashboards/*.json                      each dashboard
-    provisioning/dashboards/rolecall.yaml  tells Grafana to load them
-    provisioning/datasources/*.example     a data source, for a Grafana that has none
+    provisioning/dashboards/rolecall.yaml  loads them into Grafana
+    provisioning/datasources/*.example     example data source
     rules/*.yaml                           alert and recording rules, for Prometheus
 
-A file that is there and is not ours is never overwritten: then nothing is written at all.
+An existing file that rolecall did not write is never overwritten: then nothing is written at all.
 """
 
 import json
@@ -17,13 +17,13 @@ from rolecall.core.errors import ConfigError
 from rolecall.core.rundir import write_atomically
 from rolecall.dashboards.grafana.board import TAG
 
-MARK = "# Made by `rolecall grafana export`; made again, changes are lost.\n"
-"""First line of each YAML file of ours. A dashboard of ours is known by its uid and tag."""
+MARK = "# Written by `rolecall grafana export`. Changes are lost at the next export.\n"
+"""First line of each YAML file that rolecall writes. Its dashboards are identified by uid and tag."""
 FOLDER = "rolecall"
-"""Of Grafana, where the dashboards stand."""
+"""Grafana folder of the dashboards."""
 DASHBOARDS_PATH = "/var/lib/grafana/dashboards/rolecall"
 FILE_BYTES_MAX = 4 << 20
-"""A larger file is not ours."""
+"""A larger file was not written by rolecall."""
 
 PROVIDER = """apiVersion: 1
 providers:
@@ -36,7 +36,7 @@ providers:
     options:
       path: {path}
 """
-DATASOURCE = """# Fill in the address, and save it without `.example` in Grafana's provisioning/datasources.
+DATASOURCE = """# Set the address and save this file without `.example` in Grafana's provisioning/datasources.
 apiVersion: 1
 datasources:
   - name: Prometheus
@@ -50,7 +50,7 @@ datasources:
 
 
 def files(documents: Iterable[Mapping[str, Any]], rules: Mapping[str, str], dashboards_path: str) -> dict[str, str]:
-    """Path below the folder, and text. `rules`: file name and YAML. `dashboards_path`: where Grafana will find the JSON."""
+    """Relative path -> text. `rules`: file name -> YAML. `dashboards_path`: where Grafana finds the JSON files."""
     made = {f"dashboards/{d['uid']}.json": json.dumps(d, indent=2, ensure_ascii=False) + "\n" for d in documents}
     provider = PROVIDER.format(folder=FOLDER, path=json.dumps(dashboards_path))  # JSON is YAML
     made["provisioning/dashboards/rolecall.yaml"] = MARK + provider
@@ -60,7 +60,7 @@ def files(documents: Iterable[Mapping[str, Any]], rules: Mapping[str, str], dash
 
 
 def write(folder: Path, made: Mapping[str, str]) -> Sequence[Path]:
-    """Writes all, or raises ConfigError with every file that stands in the way and writes none."""
+    """Writes all files, or none: raises ConfigError with every existing file that rolecall did not write."""
     foreign = [f"{folder / name}: {why}" for name in made if (why := _foreign(folder / name))]
     if foreign:
         raise ConfigError(foreign)
@@ -71,19 +71,19 @@ def write(folder: Path, made: Mapping[str, str]) -> Sequence[Path]:
 
 
 def _foreign(path: Path) -> str:
-    """Why a file that stands there is not ours; "" if it is, or there is none."""
+    """Why an existing file is not rolecall's; "" if it is, or does not exist."""
     if not path.exists() and not path.is_symlink():
         return ""
     if path.is_symlink() or not path.is_file():
-        return "is no plain file; move it away"
+        return "is not a regular file; move it away"
     if path.stat().st_size > FILE_BYTES_MAX:
-        return "is larger than any file of rolecall's; move it away"
+        return "is larger than any file that rolecall writes; move it away"
     text = path.read_text(errors="replace")
     if path.suffix != ".json":
-        return "" if text.startswith(MARK) else "was not made by rolecall; move it away"
+        return "" if text.startswith(MARK) else "was not written by rolecall; move it away"
     try:
         there = json.loads(text)
     except ValueError:
         there = None
     ours = isinstance(there, dict) and there.get("uid") == path.stem and TAG in (there.get("tags") or ())
-    return "" if ours else "is no dashboard of rolecall's; move it away"
+    return "" if ours else "is not a dashboard of rolecall; move it away"

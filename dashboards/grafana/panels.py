@@ -1,6 +1,6 @@
-"""Panels: the few shapes that all dashboards are made of. Each has a title, a sentence on how to read it, and a unit.
+"""Panel types of all dashboards. Each panel has a title, a description of how to read it, and a unit.
 
-Colours never stand alone: a state has its word (value mappings), a limit its line, a series its name in the legend.
+Colour is never the only cue: a state has a text (value mappings), a threshold a line, a series a legend.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ Builder = TypeVar("Builder", timeseries.Panel, stat.Panel, table.Panel, statetim
 
 @dataclass(frozen=True, slots=True)
 class PanelQuery:
-    """One expression. `legend`: as Grafana has it, `{{label}}`."""
+    """One expression. `legend` in Grafana's syntax: `{{label}}`."""
 
     expression: str
     legend: str = ""
@@ -43,7 +43,7 @@ class PanelQuery:
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """What a number means to people."""
+    """Text and colour that replace a number."""
 
     text: str
     colour: str
@@ -57,7 +57,7 @@ UP_DOWN: Words = {0: Word("DOWN", RED), 1: Word("up", GREEN)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """From a value to where it is explained. `url` as Grafana has it, with its variables."""
+    """A data link. `url` may contain Grafana's variables."""
 
     title: str
     url: str
@@ -65,7 +65,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PanelFormat:
-    """How values are shown. `limits`: from which value on which colour, the first from the start."""
+    """How values are shown. `limits`: (value from which a colour applies, colour), the first without a value."""
 
     unit: str
     words: Words | None = None
@@ -91,12 +91,12 @@ def lines(title: str, description: str, look: PanelFormat, *queries: PanelQuery,
 
 
 BAND_POINTS_MAX = 120
-"""At each the band is made of every replica of the role: 30 s apart in an hour, for 1,000 replicas still quick enough."""
+"""Each point of the band aggregates all replicas of a role. 30 s apart in an hour: fast enough for 1,000 replicas."""
 SUSPECT, LOWEST, MEDIAN, HIGHEST = "this replica, rank {{rank}}", "peers: lowest", "peers: median", "peers: highest"
 
 
 def band(title: str, description: str, look: PanelFormat, own: str, peers: str) -> Panel:
-    """A replica's series against the band of its peers, which do not hold it."""
+    """A replica's series over the band (lowest, median, highest) of its peers."""
     queries = (
         PanelQuery(own, SUSPECT),
         PanelQuery(f"min({peers})", LOWEST),
@@ -117,7 +117,7 @@ def band(title: str, description: str, look: PanelFormat, own: str, peers: str) 
 
 
 def numbers(title: str, description: str, look: PanelFormat, *queries: PanelQuery, trend: bool = False) -> Panel:
-    """One large value for each series: the newest."""
+    """The latest value of each series as a large number."""
     panel = _with(stat.Panel(), title, description, look, queries, instant=not trend)
     panel = panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
     panel = panel.graph_mode(common_models.BigValueGraphMode.AREA if trend else common_models.BigValueGraphMode.NONE)
@@ -131,7 +131,7 @@ def numbers(title: str, description: str, look: PanelFormat, *queries: PanelQuer
 
 
 def bars(title: str, description: str, look: PanelFormat, *queries: PanelQuery) -> Panel:
-    """A bar for each series: the newest value."""
+    """The latest value of each series as a bar."""
     panel = _with(bargauge.Panel(), title, description, look, queries, instant=True)
     panel = panel.reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).fields("").values(False))
     panel = panel.orientation(common_models.VizOrientation.HORIZONTAL)
@@ -139,16 +139,16 @@ def bars(title: str, description: str, look: PanelFormat, *queries: PanelQuery) 
 
 
 def states(title: str, description: str, look: PanelFormat, *queries: PanelQuery) -> Panel:
-    """Words over time, a row for each series."""
-    assert look.words, f"{title}: states need words"
+    """States over time, a row for each series."""
+    assert look.words, f"{title}: a state panel needs value mappings"
     panel = _with(statetimeline.Panel(), title, description, look, queries)
     panel = panel.show_value(common_models.VisibilityMode.AUTO).merge_values(True).row_height(0.8).fill_opacity(70)
     return panel.legend(_legend([])).color_scheme(_colour(FieldColorModeId.THRESHOLDS)).build()
 
 
 def rows(title: str, description: str, look: PanelFormat, query: PanelQuery, columns: Mapping[str, str]) -> Panel:
-    """A table of the newest values: `columns` of labels to their headings, in order, and last the value under the
-    query's legend. Words and unit are the value's: a label "1" stays what it is."""
+    """A table of the latest values. `columns`: label -> heading, in order; the value comes last, under the query's legend.
+    Value mappings and unit apply to the value only, not to labels."""
     plain = replace(look, unit="none", words=None, limits=())
     panel = _with(table.Panel(), title, description, plain, (query,), instant=True, as_table=True)
     order = {name: n for n, name in enumerate((*columns, "Value"))}

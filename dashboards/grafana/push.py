@@ -1,12 +1,12 @@
-"""Puts dashboards on a Grafana server: looks at everything first, writes only when nothing speaks against it.
+"""Pushes dashboards to a Grafana server: checks all of them first and writes only if there is no problem.
 
-    missing        -> created
-    as we want it  -> unchanged: not written, its version stays
-    other, and the newest version is one that we wrote -> updated, from exactly that version
-    other, and somebody else wrote the newest version  -> a conflict: told, nothing is written, unless `overwrite`
+    missing                                       -> created
+    up to date                                    -> unchanged: not written, its version stays
+    differs, latest version written by a push     -> updated, based on exactly that version
+    differs, latest version written by a user     -> conflict: reported, nothing is written, unless `overwrite`
 
-All problems are told at once. A write names the version that was looked at, so that an edit in between is refused by
-the server (412) and not lost. Alert rules are not pushed: they are Prometheus's (`rolecall grafana export`).
+All problems are reported at once. A write names the version that was checked, so the server rejects it (412) if someone
+edited the dashboard in between. Alert rules are not pushed: Prometheus loads them (`rolecall grafana export`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +21,11 @@ from rolecall.core.text import plain
 from rolecall.dashboards.grafana.server import GrafanaRefused, Json, Server
 
 MESSAGE = "rolecall grafana push"
-"""Stands at each version that we write: how a later push tells our versions from those of people."""
+"""Message of each version that a push writes; it tells them from versions that users saved."""
 UID_MAX = 40
 NAMES_SHOWN_MAX = 20
 FOLDERS_MAX = 1000
-"""Most that one page of Grafana's list holds. Beyond it a folder that exists could be made a second time: refused."""
+"""Page size of Grafana's folder list. With more folders a duplicate could be created: an error."""
 CONFLICT = 412
 
 
@@ -36,7 +36,7 @@ class DashboardChangeKind(StrEnum):
 
 
 class PushRejected(CommandRefused):
-    """Everything that speaks against the push; nothing was written."""
+    """All problems that prevent the push; nothing was written."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
@@ -46,7 +46,7 @@ class PushRejected(CommandRefused):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DashboardChange:
-    """What is to be done for one dashboard. `body` is what the server shall hold, with the version looked at."""
+    """The change of one dashboard. `body` is the desired dashboard, with the version that was checked."""
 
     uid: str
     title: str
@@ -58,7 +58,7 @@ class DashboardChange:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PushPlan:
     folder: str
-    folder_uid: str | None  # None: to be made. "": the top level
+    folder_uid: str | None  # None: create it. "": top level
     changes: tuple[DashboardChange, ...]
     overwrite: bool = False
 
@@ -69,7 +69,7 @@ class PushPlan:
 
 @dataclass(slots=True)
 class PushResult:
-    """What came of it, a line each; `failed` is empty when all is as wanted."""
+    """Results, a line each; `failed` is empty on success."""
 
     done: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -78,13 +78,15 @@ class PushResult:
 def plan(
     server: Server, dashboards: Sequence[Mapping[str, Any]], *, folder: str, datasource: str, overwrite: bool = False
 ) -> PushPlan:
-    """Looks, and writes nothing. `folder` "": the top level. `datasource` "": each viewer's own choice.
+    """Checks everything and writes nothing. `folder` "": top level. `datasource` "": each viewer chooses.
 
     Raises:
-        Problems: all that speaks against it.
-        GrafanaRefused: the server cannot be used at all.
+        PushRejected: all problems that were found.
+        GrafanaRefused: the server is not usable.
     """
-    server.mapping(lambda g: g.client.GET("/health"))  # asks for no token: tells a wrong address from a wrong token
+    server.mapping(
+        lambda g: g.client.GET("/health")
+    )  # needs no token: distinguishes a wrong address from a wrong token
     problems: list[str] = []
     folder_uid = _folder_uid(server, folder)
     source = None
@@ -99,7 +101,7 @@ def plan(
         except PushRejected as e:
             problems += e.problems
         except GrafanaRefused as e:
-            if e.status in (0, 401):  # it will say so for every other one as well
+            if e.status in (0, 401):  # the same would happen for every other dashboard
                 raise
             problems.append(f"{plain(one.get('uid'), UID_MAX)}: {e}")
     uids = [c.uid for c in changes]
@@ -110,7 +112,7 @@ def plan(
 
 
 def push(server: Server, wanted: PushPlan) -> PushResult:
-    """Writes what the plan says, and tells of each dashboard what became of it. Raises nothing but our own bugs."""
+    """Executes the plan and reports the result for each dashboard. Server errors are reported, not raised."""
     pushed = PushResult()
     folder_uid = wanted.folder_uid
     if folder_uid is None and wanted.writes:
@@ -118,7 +120,7 @@ def push(server: Server, wanted: PushPlan) -> PushResult:
             made = server.mapping(lambda g: g.folder.create_folder(wanted.folder))
             folder_uid = _text(made, "uid")
         except GrafanaRefused as e:
-            pushed.failed.append(f"folder {plain(wanted.folder)!r} was not made, no dashboard was written: {e}")
+            pushed.failed.append(f"folder {plain(wanted.folder)!r} could not be created, no dashboard was written: {e}")
             return pushed
         pushed.done.append(f"created    folder {plain(wanted.folder)!r}")
     gone = ""
@@ -134,12 +136,12 @@ def push(server: Server, wanted: PushPlan) -> PushResult:
                 pushed.done.append(f"{change.verdict:<9}  {name} (version {version})")
             except GrafanaRefused as e:
                 gone = "" if e.status else str(e)
-                doubt = "" if e.status else "; it may have been written: push again to know"
-                pushed.failed.append(f"failed     {name}: {_conflict_told(server, change, e)}{doubt}")
+                doubt = "" if e.status else "; it may have been written: push again to check"
+                pushed.failed.append(f"failed     {name}: {_error_text(server, change, e)}{doubt}")
     return pushed
 
 
-# --- looking ------------------------------------------------------------------------------------------------------
+# --- checking -----------------------------------------------------------------------------------------------------
 
 
 def _folder_uid(server: Server, title: str) -> str | None:
@@ -151,7 +153,7 @@ def _folder_uid(server: Server, title: str) -> str | None:
             return str(one["uid"])
     if len(found) >= FOLDERS_MAX:
         raise PushRejected(
-            [f"--folder: {title!r} is not among the first {FOLDERS_MAX} folders, and may be beyond them"]
+            [f"--folder: {title!r} is not among the first {FOLDERS_MAX} folders, but may exist beyond them"]
         )
     return None
 
@@ -167,15 +169,17 @@ def _source(server: Server, name: str) -> Json:
             for s in server.listing(lambda g: g.datasource.list_datasources())
         ]
         shown = ", ".join(there[:NAMES_SHOWN_MAX]) or "none"
-        raise PushRejected([f"--datasource: there is no data source {plain(name)!r}; there are: {shown}"]) from None
+        raise PushRejected([f"--datasource: no data source {plain(name)!r}; available: {shown}"]) from None
     if found.get("type") != "prometheus":
         kind = plain(found.get("type"), 30)
-        raise PushRejected([f"--datasource: {plain(name)!r} is of type {kind!r}; the dashboards ask a Prometheus"])
+        raise PushRejected(
+            [f"--datasource: {plain(name)!r} is of type {kind!r}; the dashboards need a Prometheus data source"]
+        )
     return {"text": name, "value": _text(found, "uid"), "selected": True}
 
 
 def _ready(dashboard: Mapping[str, Any], source: Json | None) -> Json:
-    """The dashboard as it shall stand there: without an id of another server, its variable set to the data source."""
+    """The dashboard as it will be written: without server-specific id, its variable set to the data source."""
     body = deepcopy(dict(dashboard))
     body.pop("id", None)
     body.pop("version", None)
@@ -199,18 +203,20 @@ def _change(server: Server, body: Json, folder_uid: str | None, overwrite: bool)
         if e.status != 404:
             raise
         return DashboardChange(
-            uid=uid, title=title, verdict=DashboardChangeKind.CREATE, body=body, because="it is not there"
+            uid=uid, title=title, verdict=DashboardChangeKind.CREATE, body=body, because="it does not exist"
         )
     there, meta = found.get("dashboard"), found.get("meta")
     if not isinstance(there, dict) or not isinstance(meta, dict) or not isinstance(there.get("version"), int):
-        raise PushRejected([f"{uid}: what the server holds cannot be read: no dashboard with a version"])
+        raise PushRejected([f"{uid}: the server returned no dashboard with a version"])
     moved = folder_uid is None or (meta.get("folderUid") or "") != folder_uid
     if not moved and holds(there, body):
         return DashboardChange(uid=uid, title=title, verdict=DashboardChangeKind.UNCHANGED, body=body)
     if meta.get("provisioned"):
-        raise PushRejected([f"{uid}: it is provisioned from a file on the server, and can only be changed there"])
+        raise PushRejected([f"{uid}: it is provisioned from a file on the server and can only be changed there"])
     if not overwrite and (who := _edited(server, uid)):
-        raise PushRejected([f"{uid}: {who}; --overwrite replaces that (Grafana keeps it among the versions)"])
+        raise PushRejected(
+            [f"{uid}: {who}; --overwrite replaces that version (Grafana keeps it in the version history)"]
+        )
     because = "it is in another folder" if moved else "it differs"
     return DashboardChange(
         uid=uid,
@@ -222,8 +228,8 @@ def _change(server: Server, body: Json, folder_uid: str | None, overwrite: bool)
 
 
 def holds(there: object, wanted: object) -> bool:
-    """Whether all that is wanted is there, and lists are no longer. What a server adds to objects (ids, defaults of
-    another release) is no difference, or each push would make a version."""
+    """Whether `there` contains all of `wanted`, and lists are equally long. What a server adds to objects (ids, defaults
+    of another release) is not a difference; otherwise every push would create a version."""
     if isinstance(wanted, Mapping):
         return isinstance(there, Mapping) and all(
             holds(there.get(k), v) if k in there else v is None for k, v in wanted.items()
@@ -234,16 +240,16 @@ def holds(there: object, wanted: object) -> bool:
 
 
 def _edited(server: Server, uid: str) -> str:
-    """Who wrote the newest version, where it was not a push; else ""."""
+    """Who wrote the latest version, if it was not a push; otherwise ""."""
     path = f"/dashboards/uid/{quote(uid, safe='')}/versions?limit=1"
     found = server.answer(lambda g: g.client.GET(path))
     versions = found.get("versions") if isinstance(found, dict) else found  # an object since Grafana 11, a list before
     if not isinstance(versions, list) or not versions or not isinstance(versions[0], dict):
-        return "who wrote its newest version cannot be told"
+        return "the author of its latest version is unknown"
     newest = versions[0]
     if str(newest.get("message") or "").startswith(MESSAGE):
         return ""
-    who, when = plain(newest.get("createdBy") or "somebody", 60), plain(newest.get("created") or "some time", 40)
+    who, when = plain(newest.get("createdBy") or "someone", 60), plain(newest.get("created") or "an unknown time", 40)
     return f"{who} edited it at {when} (version {plain(newest.get('version'), 20)})"
 
 
@@ -254,18 +260,18 @@ def _write(server: Server, change: DashboardChange, folder_uid: str, overwrite: 
     sent = {"dashboard": change.body, "folderUid": folder_uid, "message": MESSAGE, "overwrite": overwrite}
     said = server.mapping(lambda g: g.dashboard.update_dashboard(sent))
     if said.get("status") != "success" or said.get("uid") != change.uid or not isinstance(said.get("version"), int):
-        raise GrafanaRefused("it did not say that it has saved this dashboard")
+        raise GrafanaRefused("the server did not confirm that it saved this dashboard")
     return int(said["version"])
 
 
-def _conflict_told(server: Server, change: DashboardChange, error: GrafanaRefused) -> str:
+def _error_text(server: Server, change: DashboardChange, error: GrafanaRefused) -> str:
     if error.status != CONFLICT or error.said.get("status") != "version-mismatch":
         return str(error)
     try:
         who = _edited(server, change.uid) or "another push wrote it"
     except GrafanaRefused:
-        who = "somebody edited it"
-    return f"{who}, since it was looked at; theirs stands: push again"
+        who = "someone edited it"
+    return f"{who} after it was checked; that version was kept: push again"
 
 
 def _text(said: Mapping[str, Any], key: str) -> str:
@@ -276,4 +282,4 @@ def _text(said: Mapping[str, Any], key: str) -> str:
 
 
 def _nothing(key: str) -> NoReturn:
-    raise GrafanaRefused(f"its answer makes no sense: it has no {key}")
+    raise GrafanaRefused(f"unexpected response: no {key}")

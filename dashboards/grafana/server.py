@@ -1,8 +1,8 @@
-"""One Grafana server, asked through grafana-client, which has no limits of its own: here every question has one deadline
-and every answer a largest size, from name look-up to the last byte.
+"""A Grafana server, through grafana-client. grafana-client has no limits, so this module adds a deadline for each request
+(from name lookup to the last byte) and a maximum response size.
 
-Nothing is asked but the server that was named: a redirect is not followed, for it would carry the token elsewhere, and
-no certificate's revocation is looked up at a third party. The token goes into one header and nowhere else.
+Only the configured server is contacted: redirects are not followed, because they would send the token elsewhere, and
+certificate revocation is not checked with third parties. The token is sent in one header and appears nowhere else.
 """
 
 import json
@@ -22,11 +22,11 @@ from rolecall.core.errors import CommandRefused, ConfigError
 from rolecall.core.text import plain
 
 DEADLINE_SECONDS = 20.0
-"""For one question. A Grafana with a slow database takes seconds for a large dashboard; a person waits before the screen."""
+"""For one request. With a slow database Grafana takes seconds for a large dashboard, and a user is waiting."""
 ANSWER_BYTES_MAX = 32 << 20
-"""A dashboard is well below one MiB, a list of 5,000 annotations a few."""
+"""A dashboard is well below 1 MiB, a list of 5,000 annotations a few MiB."""
 SILENCE_SHARE = 0.8
-"""Of the deadline, for one read or connect: a silent server is given up, and its connection closed, before the whole is."""
+"""Share of the deadline for one read or connect, so that a silent server times out before the whole request does."""
 CHUNK_BYTES = 1 << 16
 REASON_MAX = 300
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -35,7 +35,7 @@ Json = dict[str, Any]
 
 
 class GrafanaRefused(CommandRefused):
-    """The server said no, or nothing usable. `status` is 0 where there was no answer: a write may then have happened."""
+    """The server rejected a request or sent no usable response. `status` 0: no response, so a write may have happened."""
 
     def __init__(self, reason: str, *, status: int = 0, said: Mapping[str, Any] | None = None) -> None:
         self.status, self.said = status, dict(said or {})
@@ -43,12 +43,12 @@ class GrafanaRefused(CommandRefused):
 
 
 class Token:
-    """A secret that no repr, log or error shows."""
+    """A secret that never appears in a repr, log or error."""
 
     __slots__ = ("_secret",)
 
     def __init__(self, secret: str) -> None:
-        """Raises ConfigError, whose text does not repeat it."""
+        """Raises ConfigError; its message does not contain the token."""
         if not secret or not secret.isascii() or not secret.isprintable() or " " in secret:
             raise ConfigError(["token: expected one word of printable ASCII characters"])
         self._secret = secret
@@ -62,7 +62,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrafanaAddress:
-    """Where a Grafana is. `prefix`: the path below which it is served, "" or "grafana/"."""
+    """Address of a Grafana. `prefix`: the path it is served under, "" or "grafana/"."""
 
     scheme: str
     host: str
@@ -79,15 +79,15 @@ class GrafanaAddress:
 
 
 def address(url: str) -> GrafanaAddress:
-    """Raises ConfigError; its text does not repeat a URL that may hold a password."""
+    """Raises ConfigError; its message does not repeat a URL that may contain a password."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError:
         raise ConfigError(["--url: not a URL"]) from None
     if "@" in parts.netloc:
-        raise ConfigError(["--url: no user or password belongs into a URL: give a token of a service account"])
-    if parts.query or parts.fragment:  # grafana-client would take `?verify=false` for an order
+        raise ConfigError(["--url: must not contain a user or password; use a service account token"])
+    if parts.query or parts.fragment:  # grafana-client would obey `?verify=false`
         raise ConfigError(["--url: expected http(s)://HOST[:PORT][/PATH], without ? and #"])
     if parts.scheme not in ("http", "https") or not host or not url.isascii() or not url.isprintable() or " " in url:
         raise ConfigError([f"--url: expected http(s)://HOST[:PORT][/PATH], got {plain(url, 200)!r}"])
@@ -98,7 +98,7 @@ def address(url: str) -> GrafanaAddress:
 
 
 class Server:
-    """Asked from one thread."""
+    """Not thread-safe."""
 
     def __init__(
         self,
@@ -109,11 +109,11 @@ class Server:
         deadline_seconds: float = DEADLINE_SECONDS,
         clock: Clock | None = None,
     ) -> None:
-        """Raises ConfigError: the file of certificates cannot be read."""
+        """Raises ConfigError: the CA file does not exist."""
         if ca_file is not None and not ca_file.is_file():
             raise ConfigError([f"--ca-file: no file {plain(ca_file)}"])
         self.where, self._deadline_seconds = where, deadline_seconds
-        self._api: Any = GrafanaApi(  # untyped: what it answers is looked at below
+        self._api: Any = GrafanaApi(  # untyped; responses are validated below
             token.revealed(),
             host=where.host,
             port=where.port,
@@ -131,73 +131,73 @@ class Server:
         self._session.close()
 
     def mapping(self, ask: Callable[[Any], Any]) -> Json:
-        """The answer to one call of grafana-client, a JSON object. Raises GrafanaRefused."""
+        """The response to one call of grafana-client, a JSON object. Raises GrafanaRefused."""
         found = self.answer(ask)
         if isinstance(found, dict):
             return found
         raise self._odd(found, "object")
 
     def listing(self, ask: Callable[[Any], Any]) -> list[Json]:
-        """The answer to one call of grafana-client, a JSON list of objects. Raises GrafanaRefused."""
+        """The response to one call of grafana-client, a JSON list of objects. Raises GrafanaRefused."""
         found = self.answer(ask)
         if isinstance(found, list) and all(isinstance(one, dict) for one in found):
             return found
         raise self._odd(found, "list of objects")
 
     def _odd(self, found: object, wanted: str) -> GrafanaRefused:
-        kind = "a text" if isinstance(found, str) else f"a JSON {type(found).__name__}"
-        return GrafanaRefused(f"{self.where} answered with {kind} where a JSON {wanted} belongs: is this a Grafana?")
+        kind = "text" if isinstance(found, str) else f"a JSON {type(found).__name__}"
+        return GrafanaRefused(f"{self.where} returned {kind} instead of a JSON {wanted}: is this a Grafana server?")
 
     def answer(self, ask: Callable[[Any], Any]) -> Any:
-        """The answer to one call of grafana-client, whatever JSON it is, or a text. Raises GrafanaRefused."""
-        # In a thread: looking up a name, or headers that come byte by byte, know no deadline.
+        """The response to one call of grafana-client: any JSON value, or text. Raises GrafanaRefused."""
+        # In a thread, because name lookup and slowly arriving headers have no timeout.
         answers: list[Any] = []
         errors: list[Exception] = []
 
         def run() -> None:
             try:
                 answers.append(ask(self._api))
-            except Exception as e:  # noqa: BLE001 - told below, in the caller's thread
+            except Exception as e:  # noqa: BLE001 - reported below, in the caller's thread
                 errors.append(e)
 
         thread = threading.Thread(target=run, name="grafana", daemon=True)
         thread.start()
         thread.join(self._deadline_seconds)
         if errors:
-            raise self._told(errors[0]) from None
+            raise self._refused(errors[0]) from None
         if not answers:
-            raise GrafanaRefused(f"{self.where} gave no answer within {self._deadline_seconds:g} s")
+            raise GrafanaRefused(f"{self.where} did not respond within {self._deadline_seconds:g} s")
         return answers[0]
 
-    def _told(self, error: Exception) -> GrafanaRefused:
+    def _refused(self, error: Exception) -> GrafanaRefused:
         if isinstance(error, GrafanaException) and error.status_code:
             said = error.response if isinstance(error.response, dict) else {}
             return GrafanaRefused(self._reason(error.status_code, said), status=error.status_code, said=said)
         if isinstance(error, _Unusable):
             return GrafanaRefused(f"{self.where} {error}")
         if isinstance(error, (ValueError, RecursionError)) and not isinstance(error, niquests.RequestException):
-            return GrafanaRefused(f"{self.where} answered with something that is no JSON: is this a Grafana?")
+            return GrafanaRefused(f"{self.where} returned something that is not JSON: is this a Grafana server?")
         late = isinstance(error, niquests.Timeout) or "imeout" in type(error).__name__
         if late:
-            return GrafanaRefused(f"{self.where} gave no answer within {self._deadline_seconds:g} s")
-        return GrafanaRefused(f"{self.where} cannot be asked: {_root(error)}")
+            return GrafanaRefused(f"{self.where} did not respond within {self._deadline_seconds:g} s")
+        return GrafanaRefused(f"{self.where} is not reachable: {_root(error)}")
 
     def _reason(self, status: int, said: Mapping[str, Any]) -> str:
         words = plain(said.get("message") or "no reason given", REASON_MAX)
         if status == 401:
             return f"{self.where} does not accept the token (401: {words})"
         if status == 403:
-            return f"{self.where}: the token may not do this (403: {words}); it wants the role Editor"
+            return f"{self.where}: the token may not do this (403: {words}); it needs the role Editor"
         return f"{self.where}: {words} ({status})"
 
 
 class _Unusable(Exception):
-    """An answer that is not looked into. The message continues a sentence that begins with the server."""
+    """A response that is not parsed. The message continues a sentence that starts with the server."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GrafanaResponse:
-    """What grafana-client reads of a response."""
+    """The part of a response that grafana-client uses."""
 
     status_code: int
     headers: Mapping[str, str]
@@ -208,7 +208,7 @@ class _GrafanaResponse:
 
 
 class _BoundedSession:
-    """Stands where grafana-client has its session. Reads answers within limits, follows no redirect."""
+    """Replaces grafana-client's session. Enforces limits on responses and follows no redirects."""
 
     def __init__(self, clock: Clock, deadline_seconds: float) -> None:
         self._clock, self._deadline_seconds = clock, deadline_seconds
@@ -224,14 +224,14 @@ class _BoundedSession:
         try:
             status = response.status_code or 0
             if 300 <= status < 400:
-                raise _Unusable(f"redirects elsewhere ({status}), which is not followed: give the final address")
+                raise _Unusable(f"redirects ({status}), and redirects are not followed: use the final address")
             body = bytearray()
             for chunk in response.iter_content(CHUNK_BYTES):
                 body += chunk if isinstance(chunk, bytes) else chunk.encode()
                 if len(body) > ANSWER_BYTES_MAX:
-                    raise _Unusable(f"answers with more than {ANSWER_BYTES_MAX >> 20} MiB: it is not read")
+                    raise _Unusable(f"returns more than {ANSWER_BYTES_MAX >> 20} MiB")
                 if self._clock.monotonic() > until:
-                    raise _Unusable(f"was still answering after {self._deadline_seconds:g} s")
+                    raise _Unusable(f"was still sending its response after {self._deadline_seconds:g} s")
             headers = {str(k): str(v) for k, v in response.headers.items()}
             return _GrafanaResponse(status_code=status, headers=headers, text=body.decode("utf-8", "replace"))
         finally:
@@ -239,7 +239,7 @@ class _BoundedSession:
 
 
 def _root(error: BaseException) -> str:
-    """The innermost reason: `Connection refused` rather than four nested pools and retries."""
+    """The innermost cause: `Connection refused` instead of four nested pools and retries."""
     seen: set[int] = set()
     found: BaseException | None = error
     while found is not None and id(found) not in seen:

@@ -1,4 +1,4 @@
-"""Small curves of the run, for both themes: the colours are readable on light and on dark, and each chart says its unit."""
+"""Line charts over training steps, readable in light and dark themes. Titles contain the unit."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +11,9 @@ import altair as alt
 from rolecall.dashboards.data.progress import Bucket
 
 LINE, SECOND, THIRD = "#3b7dd8", "#c2711c", "#7a8290"
-"""Blue, orange and grey: 3:1 against white and against Streamlit's dark page, and told apart by everybody."""
+"""Blue, orange, grey: 3:1 contrast on white and on Streamlit's dark page, and distinguishable when colour-blind."""
 DASHES = ([1, 0], [6, 3], [2, 2])
-"""Of the first, second and third line of a chart: nobody has to tell them by their colours."""
+"""Dash patterns of the first, second and third line, so that colour is not the only cue."""
 HEIGHT_PIXELS = 210
 POINTS_MAX = 200
 SPECS_KEPT = 64
@@ -21,7 +21,7 @@ Extent = tuple[float, float]
 
 
 def rows(curve: Sequence[Bucket], value: Callable[[Bucket], float]) -> list[dict[str, float]]:
-    """(step, value) of the points that have a value, at most `POINTS_MAX` of them, the newest always."""
+    """(step, value) of the finite points, at most `POINTS_MAX`, always including the latest."""
     known = [b for b in curve if math.isfinite(value(b))]
     stride = math.ceil(len(known) / POINTS_MAX) or 1
     kept = known[::-1][::stride][::-1]
@@ -29,13 +29,13 @@ def rows(curve: Sequence[Bucket], value: Callable[[Bucket], float]) -> list[dict
 
 
 def columns(points: Sequence[dict[str, float]]) -> dict[str, list[float]]:
-    """The same, as a table of columns: what goes with `curve`."""
+    """The points as columns, the data for `curve`."""
     return {name: [p[name] for p in points] for name in ("step", "value")}
 
 
 def curve(points: Sequence[dict[str, float]], title: str, *, colour: str = LINE, figures: str = "~s") -> dict[str, Any]:
-    """The description of one curve over steps, without its data; a point tells its values. `figures`: how the axis writes
-    numbers (d3-format). It stays the same while points come, so that a browser redraws the line and not the chart."""
+    """Vega-Lite spec of one line over steps, without data. `figures`: d3 format of the axis. The spec rarely changes while
+    points are added, so the browser redraws the line, not the whole chart."""
     axis = {"tickCount": 4, "labelFlush": True}
     across, up = _domain([p["step"] for p in points]), _domain([p["value"] for p in points])
     base = alt.Chart(alt.NamedData("points")).encode(
@@ -55,11 +55,11 @@ def curves(
     figures: str = "~s",
     zero: bool = True,
 ) -> dict[str, Any]:
-    """The same of up to three curves with a name each, told apart by colour and dashes. `across`: first and last step of the
-    axis, so that several charts have one. `zero`: the axis of values begins at 0."""
+    """Spec of up to three named lines, with colours and dashes. `across`: first and last step of the axis, to align several
+    charts. `zero`: the value axis starts at 0."""
     values = [p["value"] for points in lines.values() for p in points]
     up = _rounded([0.0, *values] if zero else values)
-    # A copy: whoever draws it may write into it.
+    # A copy, because Streamlit may modify it.
     return deepcopy(_spec(tuple(lines), title, _rounded(across), up, figures, max(map(len, lines.values())) > 1))
 
 
@@ -67,7 +67,7 @@ def curves(
 def _spec(
     names: tuple[str, ...], title: str, across: Extent, up: Extent, figures: str, are_lines: bool
 ) -> dict[str, Any]:
-    """Kept, because making one takes 20 ms and a page has eight, for every viewer, every few seconds."""
+    """Cached: building one takes 20 ms, and a page draws eight per viewer every few seconds."""
     axis = {"tickCount": 4, "labelFlush": True}
     legend = alt.Legend(title=None, orient="top", symbolType="stroke", symbolSize=200, **_CLOSE) if names[1:] else None
     colours, dashes = [LINE, SECOND, THIRD][: len(names)], list(DASHES[: len(names)])
@@ -77,23 +77,23 @@ def _spec(
         color=alt.Color("line:N", scale=alt.Scale(domain=list(names), range=colours), legend=legend),
         tooltip=[
             alt.Tooltip("step:Q", format=","),
-            alt.Tooltip("line:N", title="what"),
+            alt.Tooltip("line:N", title="series"),
             alt.Tooltip("value:Q", title=title, format=",.4~g"),
         ],
     )
     drawn = base.mark_point()
     if are_lines:
-        told_apart = alt.StrokeDash("line:N", scale=alt.Scale(domain=list(names), range=dashes), legend=legend)
-        drawn = base.mark_line(strokeWidth=2).encode(strokeDash=told_apart)
+        dash = alt.StrokeDash("line:N", scale=alt.Scale(domain=list(names), range=dashes), legend=legend)
+        drawn = base.mark_line(strokeWidth=2).encode(strokeDash=dash)
     return _without_data(drawn.properties(height=HEIGHT_PIXELS, title=_title(title)).to_dict())
 
 
 _CLOSE = {"offset": 0, "padding": 0, "columnPadding": 8, "labelFontSize": 11, "labelOffset": 3}
-"""A legend that leaves room for the lines, and for three names in a third of a page."""
+"""A compact legend: three names fit into a third of the page width."""
 
 
 def line_columns(lines: Mapping[str, Sequence[dict[str, float]]]) -> dict[str, list[Any]]:
-    """What goes with `curves`."""
+    """The data for `curves`."""
     every = [(name, p) for name, points in lines.items() for p in points]
     return {
         "step": [p["step"] for _, p in every],
@@ -119,7 +119,7 @@ def _scale(extent: Extent) -> Any:
 
 
 def _rounded(values: Sequence[float]) -> Extent:
-    """Given, because Vega draws once before the data has come and complains of an empty extent; round, so that it seldom
+    """Explicit domain, because Vega first renders without data and warns about an empty extent. Rounded, so it rarely
     changes."""
     low, high = min(values), max(values)
     span = high - low or abs(high) or 1.0

@@ -1,7 +1,7 @@
-"""What every page shares: the reader, the heading, and the page that is shown in place of one that cannot be.
+"""Shared by all pages: the journal reader, sign-in gate, heading, refresh, and error banners.
 
-Foreign text (names, reasons, log lines) goes through `st.text` or `st.code`, into tables, or through `text.escape` into
-`st.html`: never into Markdown.
+Untrusted text (names, reasons, log lines) is shown with `st.text`, `st.code`, in tables, or escaped with `text.escape` in
+`st.html`; never as Markdown.
 """
 
 import logging
@@ -21,27 +21,27 @@ from rolecall.dashboards.settings import Settings, current
 logger = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 2.0
-"""How often what is live on a page is drawn again."""
+"""Refresh interval of the live part of a page."""
 ENDED_REFRESH_SECONDS = 15.0
-"""The same for a run that is over: little comes then, a mark or a note."""
+"""The same for a run that has ended: only reviews and notes change."""
 STALE_SECONDS = 5.0
-"""A look older than this says how old it is."""
+"""A snapshot older than this shows its age."""
 
-WORDS = {
+MESSAGES = {
     JournalReadError.EMPTY: "The journal is empty.",
-    JournalReadError.MISSING: "There is no journal.",
-    JournalReadError.AWAY: "The journal does not answer.",
-    JournalReadError.OLD: "The journal is of another version of rolecall.",
+    JournalReadError.MISSING: "The journal was not found.",
+    JournalReadError.AWAY: "The journal is not responding.",
+    JournalReadError.OLD: "The journal was written by another version of rolecall.",
     JournalReadError.DAMAGED: "The journal is damaged.",
 }
 ADVICE = {
-    JournalReadError.EMPTY: "It fills when the run starts: `rolecall run JOB.yaml` or `rolecall demo`. This page goes on by itself.",
-    JournalReadError.MISSING: "Name a run (`rolecall dashboard RUN`) or a journal (`--journal URL`). Should it come, this page "
-    "goes on by itself.",
-    JournalReadError.AWAY: "Is its server running, and does no other process hold the file locked? "
-    "This page goes on by itself when it answers again.",
+    JournalReadError.EMPTY: "Start a run with `rolecall run JOB.yaml` or `rolecall demo`. This page updates automatically.",
+    JournalReadError.MISSING: "Pass a run (`rolecall dashboard RUN`) or a journal (`--journal URL`). This page updates automatically when "
+    "it appears.",
+    JournalReadError.AWAY: "Check that its server is running and that no other process holds a lock on the file. "
+    "This page updates automatically when it responds again.",
     JournalReadError.OLD: "Use the version of rolecall that wrote it.",
-    JournalReadError.DAMAGED: "`rolecall audit RUN` says which lines are damaged, and what can still be used of the run.",
+    JournalReadError.DAMAGED: "`rolecall audit RUN` lists the damaged lines and what is still usable.",
 }
 
 _lock = threading.Lock()
@@ -49,7 +49,7 @@ _readers: dict[Settings, Reader] = {}
 
 
 def reader() -> Reader:
-    """The one reader of this process."""
+    """The reader of this process."""
     settings = current()
     with _lock:
         found = _readers.get(settings)
@@ -62,18 +62,18 @@ def reader() -> Reader:
 
 
 def may_read(r: Reader) -> bool:
-    """Whether who looks may see anything."""
+    """Whether the viewer may see the dashboard."""
     return not r.settings.sign_in or current_viewer(r).may_act
 
 
 def gate() -> bool:
-    """Lets in who may read; everybody else gets the form to sign in, and nothing else."""
+    """Whether the viewer may read; otherwise shows the sign-in form only."""
     r = reader()
     if may_read(r):
         return True
     st.title("rolecall")
     sidebar(r)
-    st.info("Sign in to read: the form stands in the sidebar.", icon=":material/lock:")
+    st.info("Sign in to continue: use the form in the sidebar.", icon=":material/lock:")
     return False
 
 
@@ -82,9 +82,9 @@ def page(
     draw: Callable[[Reader, JournalSnapshot], None],
     slow: Callable[[Reader, JournalSnapshot], None] | None = None,
 ) -> None:
-    """Draws a page: heading, trouble if there is any, and below it what is known, again every few seconds.
+    """Draws a page: heading, error banner if any, and the content, refreshed every few seconds.
 
-    `slow`: what costs more to draw, below the rest and less often.
+    `slow`: content that is expensive to draw, below the rest and refreshed less often.
     """
     r = reader()
     st.html(css())
@@ -99,7 +99,7 @@ def page(
         if not may_read(r):
             st.rerun(scope="app")
         look = r.look()
-        show_trouble(look)
+        show_error(look)
         if look.usable:
             _drawn(r, look, draw)
 
@@ -107,29 +107,31 @@ def page(
     if slow is not None:
 
         @st.fragment(run_every=max(every, 4 * REFRESH_SECONDS))
-        def seldom() -> None:
+        def draw_slow() -> None:
             look = r.look()
             if look.usable and may_read(r):
                 _drawn(r, look, slow)
 
-        seldom()
+        draw_slow()
 
 
 def _drawn(r: Reader, look: JournalSnapshot, draw: Callable[[Reader, JournalSnapshot], None]) -> None:
     try:
         draw(r, look)
     except JournalError as e:
-        # The look was fine; the database went away while the page asked it for more.
-        st.html(banner("warn", "The journal does not answer.", str(e), advice=ADVICE[JournalReadError.AWAY]))
+        # The snapshot was read; the database failed when the page read more from it.
+        st.html(banner("warn", "The journal is not responding.", str(e), advice=ADVICE[JournalReadError.AWAY]))
 
 
-def show_trouble(look: JournalSnapshot) -> None:
-    """The journal's trouble in a sentence, and what to do about it; how much is read of one that is long."""
+def show_error(look: JournalSnapshot) -> None:
+    """Why the journal cannot be read and what to do about it; reading progress of a long journal."""
     if look.trouble is not JournalReadError.NONE:
         old = ""
         if look.read_at is not None and look.at - look.read_at > STALE_SECONDS:
-            old = f"What is shown is {seconds(look.at - look.read_at)} old."
-        st.html(banner("warn", WORDS[look.trouble], look.because, *look.damaged[:5], old, advice=ADVICE[look.trouble]))
+            old = f"The data shown is {seconds(look.at - look.read_at)} old."
+        st.html(
+            banner("warn", MESSAGES[look.trouble], look.because, *look.damaged[:5], old, advice=ADVICE[look.trouble])
+        )
     if not look.history.whole:
-        done = f"{look.history.percent} % of {look.history.of:,} lines are read; what is newest is here already."
-        st.html(banner("note", "The history is being read.", done))
+        done = f"{look.history.percent} % of {look.history.of:,} events read; the newest are already shown."
+        st.html(banner("note", "Loading history.", done))

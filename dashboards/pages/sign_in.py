@@ -1,7 +1,7 @@
-"""Signing in, in the sidebar. A session keeps a `SignedInUser`; the token itself is forgotten as soon as it was looked at.
+"""Sign-in form in the sidebar. A session keeps a `SignedInUser`; the token is discarded after verification.
 
-It is typed into a password field of a form, travels over the page's own connection, and goes into no address, cookie, log
-or message. A reload is a new session: nobody is signed in by a link.
+The token is typed into a password field, sent over the page's own connection, and never appears in a URL, cookie, log or
+message. A reload is a new session, so a link cannot sign anyone in.
 """
 
 from dataclasses import dataclass, replace
@@ -12,13 +12,13 @@ import streamlit as st
 from rolecall.dashboards.data.reader import Reader
 from rolecall.dashboards.users import Authenticator, SignedInUser, SignInRefused
 
-_PASS, _SAID, _TOKEN, _PAINTED = "rolecall.pass", "rolecall.pass.said", "rolecall.token", "rolecall.painted"
+_USER, _ERROR, _TOKEN, _SHOWN = "rolecall.user", "rolecall.user.error", "rolecall.token", "rolecall.shown"
 HOW_TO = "rolecall users add NAME --file users.yaml\nrolecall dashboard ... --users users.yaml"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Viewer:
-    """Who looks. `name` is empty for a guest, and `because` says then why nothing can be clicked."""
+    """Who is viewing the page. `name` is empty for a guest, and `because` then says why controls are disabled."""
 
     name: str = ""
     because: str = ""
@@ -29,62 +29,62 @@ class Viewer:
 
 
 @st.cache_resource(show_spinner=False)
-def _door(path: str) -> Authenticator:
+def _authenticator(path: str) -> Authenticator:
     return Authenticator(Path(path))
 
 
 def current_viewer(reader: Reader) -> Viewer:
-    """Who is signed in at this moment; asked again before every act."""
+    """Who is signed in now; checked again before every command."""
     path = reader.settings.users_path
     if path is None:
-        return Viewer(because="nobody may act here: the dashboard was started without a people file")
-    held = st.session_state.get(_PASS)
+        return Viewer(because="the dashboard is read-only: it was started without a users file")
+    held = st.session_state.get(_USER)
     if not isinstance(held, SignedInUser):
-        return Viewer(because=st.session_state.get(_SAID) or "sign in (in the sidebar) to act")
-    refusal = _door(str(path)).refusal(held, reader.now())
-    if refusal:
-        _leave(refusal)
-        return Viewer(because=refusal)
+        return Viewer(because=st.session_state.get(_ERROR) or "sign in (in the sidebar) to use commands")
+    rejection = _authenticator(str(path)).rejection(held, reader.now())
+    if rejection:
+        _leave(rejection)
+        return Viewer(because=rejection)
     return Viewer(name=held.name)
 
 
 def clicked(reader: Reader) -> None:
-    """The person is there: the time without a click begins anew."""
-    held = st.session_state.get(_PASS)
+    """Resets the idle timeout of the signed-in user."""
+    held = st.session_state.get(_USER)
     if isinstance(held, SignedInUser) and current_viewer(reader).may_act:
-        st.session_state[_PASS] = replace(held, seen_at=reader.now())
+        st.session_state[_USER] = replace(held, seen_at=reader.now())
 
 
 def follow(reader: Reader) -> Viewer:
-    """Who is signed in, for what is drawn again by itself: the whole page, when the sidebar shows somebody else."""
+    """Who is signed in, for content that refreshes on its own; redraws the page if the sidebar shows someone else."""
     found = current_viewer(reader)
-    if st.session_state.get(_PAINTED, found.name) != found.name:
-        st.session_state[_PAINTED] = found.name
+    if st.session_state.get(_SHOWN, found.name) != found.name:
+        st.session_state[_SHOWN] = found.name
         st.rerun(scope="app")
     return found
 
 
 def sidebar(reader: Reader) -> None:
-    """The form, or who is signed in. Called once by a page, outside of what is drawn again by itself."""
+    """The sign-in form, or who is signed in. Called once per page, outside of its refreshing part."""
     path = reader.settings.users_path
     with st.sidebar:
         if path is None:
-            st.caption("Nobody may act here.")
+            st.caption("Read-only: no users are configured.")
             return
         clicked(reader)
         found = current_viewer(reader)
-        st.session_state[_PAINTED] = found.name
+        st.session_state[_SHOWN] = found.name
         if found.may_act:
-            st.text(f"signed in: {found.name}")
-            st.button("Sign out", key="rolecall.out", on_click=_leave, width="stretch")
+            st.text(f"Signed in as {found.name}")
+            st.button("Sign out", key="rolecall.signout", on_click=_leave, width="stretch")
             return
-        with st.form("rolecall.door", clear_on_submit=True):
+        with st.form("rolecall.signin", clear_on_submit=True):
             st.text_input("Token", type="password", key=_TOKEN, autocomplete="off")
             st.form_submit_button("Sign in", on_click=_enter, args=(reader,), width="stretch")
-        said = st.session_state.get(_SAID, "")
-        if said:
-            st.error("Not signed in", icon=":material/lock:")
-            st.text(said)
+        error = st.session_state.get(_ERROR, "")
+        if error:
+            st.error("Sign-in failed", icon=":material/lock:")
+            st.text(error)
 
 
 def _enter(reader: Reader) -> None:
@@ -93,14 +93,14 @@ def _enter(reader: Reader) -> None:
     path = reader.settings.users_path
     if path is None or not token:
         return
-    answer = _door(str(path)).enter(token, reader.now())
-    if isinstance(answer, SignInRefused):
-        _leave(answer.because)
+    result = _authenticator(str(path)).sign_in(token, reader.now())
+    if isinstance(result, SignInRefused):
+        _leave(result.because)
         return
-    st.session_state[_PASS] = answer
-    st.session_state.pop(_SAID, None)
+    st.session_state[_USER] = result
+    st.session_state.pop(_ERROR, None)
 
 
 def _leave(because: str = "") -> None:
-    st.session_state.pop(_PASS, None)
-    st.session_state[_SAID] = because
+    st.session_state.pop(_USER, None)
+    st.session_state[_ERROR] = because

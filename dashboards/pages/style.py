@@ -1,8 +1,7 @@
-"""How the dashboard looks where Streamlit has no element for it: CSS and small pieces of HTML. Pure.
+"""CSS and small HTML elements for which Streamlit has no component. Pure.
 
-Colours are pairs, light and dark, by `light-dark()`: they follow the theme that is shown, not only the system's. Each has
-4.5:1 against its page. A state is a glyph, a word and a colour: without colours nothing is lost. All text goes through
-`text.escape`.
+Colours are `light-dark()` pairs with a contrast of at least 4.5:1 against the page, so they follow the active theme. A
+state has a glyph, a name and a colour; colour is never the only cue. All text goes through `text.escape`.
 """
 
 from functools import cache
@@ -19,8 +18,8 @@ STATES = {
     "healthy": ("●", "#00694f", "#4fd1a5"),
     "ended": ("·", "#4b5563", "#aab4c0"),
 }
-"""Worst first: glyph, colour on light, colour on dark. Told apart by people who see no red, no green or no blue, too
-(lightness differs between neighbours), and by glyph and word in any case."""
+"""Worst first: glyph, light colour, dark colour. Neighbours differ in lightness, so colour-blind users can tell them
+apart; glyph and name differ in any case."""
 
 _KINDS = {
     "bad": ("#b3261e", "#ff8a80", "#fdecea", "#3a1917"),
@@ -28,7 +27,7 @@ _KINDS = {
     "note": ("#1a56c4", "#8ab4ff", "#e9f0fd", "#16233b"),
     "good": ("#00694f", "#4fd1a5", "#e3f4ec", "#14301f"),
 }
-SIGNS = {"bad": "▲", "warn": "!", "note": "i", "good": "✓"}
+ICONS = {"bad": "▲", "warn": "!", "note": "i", "good": "✓"}
 
 _CSS = """
 .rc { font-variant-numeric: tabular-nums; line-height: 1.45; overflow-wrap: anywhere; }
@@ -71,7 +70,7 @@ _CSS = """
 
 @cache
 def css() -> str:
-    """One `<style>`, the same for every page."""
+    """The `<style>` element of every page."""
     rules = [_CSS]
     for name, (_, light, dark) in STATES.items():
         rules.append(f".rc-{class_of(name)} {{ color: light-dark({light}, {dark}); }}")
@@ -87,18 +86,18 @@ def class_of(state: str) -> str:
 
 
 def banner(kind: str, head: str, *sentences: str, advice: str = "") -> str:
-    """A notice: what is the matter, below it what to know, and last what to do. `kind`: bad, warn, note or good.
+    """A banner: headline, details, and advice. `kind`: bad, warn, note or good.
 
-    Only `advice`, which is ours, shows `words` in backticks as code.
+    Only `advice`, which is trusted text, renders backticks as code.
     """
-    told = "".join(f"<p>{escape(s, 600)}</p>" for s in sentences if s)
-    told += f"<p>{_code(escape(advice, 600))}</p>" if advice else ""
+    parts = "".join(f"<p>{escape(s, 600)}</p>" for s in sentences if s)
+    parts += f"<p>{_code(escape(advice, 600))}</p>" if advice else ""
     role = "alert" if kind == "bad" else "status"
-    return f'<div class="rc rc-banner {kind}" role="{role}"><b>{SIGNS[kind]} {escape(head, 300)}</b>{told}</div>'
+    return f'<div class="rc rc-banner {kind}" role="{role}"><b>{ICONS[kind]} {escape(head, 300)}</b>{parts}</div>'
 
 
 def _code(text: str) -> str:
-    """`word` as code. `text` is escaped already, so that the tags made here are the only ones."""
+    """Renders backticks as code. `text` is already escaped, so these are its only tags."""
     parts = text.split("`")
     if len(parts) % 2 == 0:
         return text
@@ -106,16 +105,16 @@ def _code(text: str) -> str:
 
 
 def figures(rows: list[tuple[str, str, str]]) -> str:
-    """Big numbers: what, how much, and a word on it."""
-    told = "".join(
+    """Key figures: label, value, note."""
+    parts = "".join(
         f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd><dd>{escape(more)}</dd></div>"
         for what, value, more in rows
     )
-    return f'<dl class="rc rc-figures">{told}</dl>'
+    return f'<dl class="rc rc-figures">{parts}</dl>'
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A small table; what can be a number stands to the right."""
+    """A small table; all columns but the first are right-aligned."""
     heads = "".join(f"<th scope=col>{escape(h)}</th>" for h in head)
     lines = "".join(
         "<tr>" + "".join(f"<td{' class=n' if n else ''}>{escape(c)}</td>" for n, c in enumerate(row)) + "</tr>"

@@ -1,4 +1,4 @@
-"""The page `accounting`, as Streamlit runs it."""
+"""The Accounting page; Streamlit runs this file."""
 
 from rolecall.dashboards.pages.accounting.page import show
 

@@ -1,4 +1,4 @@
-"""The page `fleet`, as Streamlit runs it."""
+"""The Fleet page; Streamlit runs this file."""
 
 from rolecall.dashboards.pages.fleet.page import show
 

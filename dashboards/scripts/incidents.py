@@ -1,4 +1,4 @@
-"""The page `incidents`, as Streamlit runs it."""
+"""The Incidents page; Streamlit runs this file."""
 
 from rolecall.dashboards.pages.incidents.list_page import show
 

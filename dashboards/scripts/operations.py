@@ -1,4 +1,4 @@
-"""The page `acting`, as Streamlit runs it."""
+"""The Operations page; Streamlit runs this file."""
 
 from rolecall.dashboards.pages.operations.page import show
 

@@ -1,4 +1,4 @@
-"""The page `now`, as Streamlit runs it."""
+"""The Overview page; Streamlit runs this file."""
 
 from rolecall.dashboards.pages.overview.page import show
 

@@ -1,12 +1,12 @@
-"""Who may ask this server anything, before Streamlit sees the question: ASGI middleware, and pure decisions.
+"""Request filter in front of Streamlit: ASGI middleware, and pure decisions.
 
-A browser does what any page tells it, also on loopback, so a page of somebody else must not become a reader here:
+Browsers send requests for any page, also to loopback, so other sites must not be able to read the dashboard:
 
-    Host    one of our names or an IP address. A foreign name that leads here (DNS rebinding) would make a foreign page
-            one of "the same origin".
-    Origin  of a WebSocket, the page that was served here, or one that `--origin` names; another port of this machine
-            is somebody else. Programs send none, and may do what whoever runs them may.
-    Method  reading alone. Uploads would fill the memory, and no page has one.
+    Host    must be one of the server's names or an IP address. With another name (DNS rebinding) a foreign page would
+            share the dashboard's origin.
+    Origin  of a WebSocket must be this server or an `--origin`; another port of this machine is another origin.
+            Non-browser clients send none and have the permissions of the user who runs them.
+    Method  must be a reading one. Uploads would fill the memory, and no page has any.
 """
 
 import ipaddress
@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 
 METHODS = ("GET", "HEAD", "OPTIONS")
 CLOSED = ("/_stcore/metrics", "/_stcore/agent/", "/_stcore/upload_file", "/auth/", "/oauth2callback")
-"""Doors of Streamlit that nobody here needs: its own figures, its signing in, driving pages by program."""
+"""Streamlit endpoints that the dashboard does not use: metrics, its own sign-in, page automation, uploads."""
 HEADERS = {
-    # A page that others could frame is a page whose buttons others could have clicked.
+    # Prevents clickjacking.
     b"x-frame-options": b"DENY",
-    # And what foreign text could ever smuggle into a page can fetch from nobody, and send to nobody.
+    # Injected content could neither load from nor send to other servers.
     b"content-security-policy": (
         b"default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; worker-src 'self' blob:; "
         b"style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; "
@@ -38,15 +38,15 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllowedOrigins:
-    """As which this server may be addressed. All in small letters."""
+    """Host names and origins of this server, in lower case."""
 
     hosts: frozenset[str] | None
-    """None: any. Where everybody has to sign in, a foreign name leads to a form and to nothing else."""
+    """None: any. If reading requires sign-in, a foreign name only leads to the sign-in form."""
     origins: frozenset[str]
 
 
 def known(address: str, names: Iterable[str], *, sign_in: bool = False) -> AllowedOrigins:
-    """`address`: where this server says it is. `names`: other origins under which browsers come."""
+    """`address`: the server's own URL. `names`: additional origins that browsers use."""
     origins = [_origin(o) for o in (address, *names)]
     hosts = {"localhost", socket.gethostname().lower(), *(urlsplit(o).hostname or "" for o in origins)}
     return AllowedOrigins(hosts=None if sign_in else frozenset(hosts - {""}), origins=frozenset(origins))
@@ -55,27 +55,27 @@ def known(address: str, names: Iterable[str], *, sign_in: bool = False) -> Allow
 def rejection_reason(
     known: AllowedOrigins, *, kind: str, method: str, path: str, host: str, origin: str | None
 ) -> tuple[int, str]:
-    """(status, why): why a question is not answered; (0, ""): it is. `kind`: http or websocket."""
+    """(HTTP status, reason) of a rejected request; (0, "") if it is allowed. `kind`: http or websocket."""
     name = _hostname(host)
     if known.hosts is not None and name not in known.hosts and not _is_ip(name):
-        said = "This server has another name. Start it with --origin http(s)://NAME[:PORT] to reach it by this one."
-        return HTTPStatus.MISDIRECTED_REQUEST, said
+        reason = "Unknown host name. Start the server with --origin http(s)://NAME[:PORT] to allow it."
+        return HTTPStatus.MISDIRECTED_REQUEST, reason
     if kind == "websocket":
         if (
             origin is not None
             and _origin(origin) not in known.origins
             and urlsplit(origin).netloc.lower() != host.lower()
         ):
-            return HTTPStatus.FORBIDDEN, "A page of another origin may not connect here."
+            return HTTPStatus.FORBIDDEN, "Connections from other origins are not allowed."
     elif method not in METHODS:
-        return HTTPStatus.METHOD_NOT_ALLOWED, "Pages are read here, and nothing is sent."
+        return HTTPStatus.METHOD_NOT_ALLOWED, "Only reading requests are allowed."
     if any(path == c.rstrip("/") or path.startswith(c) for c in CLOSED):
-        return HTTPStatus.NOT_FOUND, "There is nothing here."
+        return HTTPStatus.NOT_FOUND, "Not found."
     return 0, ""
 
 
 class OriginMiddleware:
-    """ASGI: lets in whom `refusal` has nothing against; every answer carries `HEADERS`."""
+    """ASGI middleware: rejects requests by `rejection_reason`, and adds `HEADERS` to every response."""
 
     def __init__(self, app: Any, *, known: AllowedOrigins) -> None:
         self._app, self._known = app, known
@@ -92,7 +92,7 @@ class OriginMiddleware:
             await send(message)
 
         given = {k.lower(): v.decode("latin-1") for k, v in reversed(scope["headers"])}
-        status, said = rejection_reason(
+        status, reason = rejection_reason(
             self._known,
             kind=scope["type"],
             method=scope.get("method", "GET"),
@@ -101,24 +101,24 @@ class OriginMiddleware:
             origin=given.get(b"origin"),
         )
         if status:
-            await _refuse(scope["type"], with_headers, int(status), said)
+            await _refuse(scope["type"], with_headers, int(status), reason)
         else:
             await self._app(scope, receive, with_headers)
 
 
-async def _refuse(kind: str, send: Any, status: int, said: str) -> None:
-    if kind == "websocket":  # before it is accepted: the server answers 403
-        await send({"type": "websocket.close", "code": 1008, "reason": said})
+async def _refuse(kind: str, send: Any, status: int, reason: str) -> None:
+    if kind == "websocket":  # before accept, so the server responds with 403
+        await send({"type": "websocket.close", "code": 1008, "reason": reason})
         return
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close")]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": f"{said}\n".encode()})
+    await send({"type": "http.response.body", "body": f"{reason}\n".encode()})
 
 
 def _hostname(host: str) -> str:
     try:
         parts = urlsplit(f"//{host}")
-        _ = parts.port  # raises where it is no number
+        _ = parts.port  # raises if it is not a number
     except ValueError:
         return ""
     return (parts.hostname or "").rstrip(".") if parts.netloc == host and parts.username is None else ""
@@ -133,7 +133,7 @@ def _is_ip(name: str) -> bool:
 
 
 def _origin(text: str) -> str:
-    """As browsers write it: without the port that its scheme implies."""
+    """An origin as browsers write it, without the scheme's default port."""
     text = text.lower().rstrip("/")
     for scheme, port in (("http://", ":80"), ("https://", ":443")):
         if text.startswith(scheme):

@@ -1,7 +1,8 @@
-"""Serves the dashboard in this process, until Ctrl-C. Nothing listens beyond loopback unless it was told to, and nothing
-is asked of anybody but the journal and the Prometheus that were named.
+"""Serves the dashboard in this process until Ctrl-C. Listens on loopback unless configured otherwise, and connects only to
+the configured journal and Prometheus.
 
-Settings stay in memory: a journal's URL may hold a password, and goes into no argument, environment, page or log.
+Settings stay in memory: a journal's URL may contain a password, which must not appear in an argument, the environment, a
+page or a log.
 """
 
 import contextlib
@@ -28,16 +29,16 @@ logger = logging.getLogger(__name__)
 APP = Path(__file__).parents[1] / "app.py"
 BACKLOG = 64
 GRACE_SECONDS = 1
-"""How long open connections are waited for at the end."""
+"""Time for open connections to finish at shutdown."""
 CONNECTIONS_MAX = 500
-"""Open at once; each page holds one. More are told to come back later, so that files are left for the journal."""
+"""Concurrent connections; each page has one. More are rejected, so that file descriptors remain for the journal."""
 FILES = 4_096
-"""Open at once: four for each page (Streamlit gives each an event loop), also for the 128 that were closed last. Many systems
-give 1,024, and more to who asks."""
-_told: deque[str] = deque(maxlen=20)
-"""Failures of pages that stand in the log already."""
+"""File descriptors: four per page (Streamlit gives each an event loop), also for the 128 pages closed last. The soft limit
+is often 1,024 and can be raised."""
+_logged: deque[str] = deque(maxlen=20)
+"""Page errors that are already in the log."""
 WARM = ("altair", "pandas", "pyarrow", "streamlit.dataframe_util")
-"""Imported before the address is told, because the first page would wait for them."""
+"""Imported before the URL is printed, so that the first page does not wait for them."""
 
 
 def is_loopback(host: str) -> bool:
@@ -49,17 +50,17 @@ def is_loopback(host: str) -> bool:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens already: who connects from now on is served as soon as there is anything to serve.
+    """A listening socket; clients can connect before the server is ready.
 
     Raises:
-        ConfigError: the port is taken, the address is none of this machine's.
+        ConfigError: the port is taken, or the address is not one of this machine.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as e:
-        raise ConfigError([f"--host: {host!r} is no address of a machine: {e.strerror}"]) from None
+        raise ConfigError([f"--host: cannot resolve {host!r}: {e.strerror}"]) from None
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -68,16 +69,16 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as e:
         listener.close()
         if e.errno == errno.EADDRINUSE:
-            raise ConfigError([f"--port: {port} is taken; name another one, or 0 for one that is free"]) from None
+            raise ConfigError([f"--port: {port} is in use; choose another one, or 0 for any free port"]) from None
         if e.errno == errno.EACCES:
-            raise ConfigError([f"--port: {port} may not be used by this user; ports from 1024 on may"]) from None
+            raise ConfigError([f"--port: {port} needs privileges; use a port from 1024"]) from None
         raise ConfigError([f"--host: {host}: {e.strerror}"]) from None
     listener.setblocking(False)
     return listener
 
 
 def address_of(listener: socket.socket, host: str, *, tls: bool) -> str:
-    """Where a browser finds it."""
+    """The URL of the dashboard."""
     shown = socket.gethostname() if host in ("0.0.0.0", "::", "") else host
     shown = f"[{shown}]" if ":" in shown else shown
     return f"{'https' if tls else 'http'}://{shown}:{listener.getsockname()[1]}"
@@ -93,8 +94,8 @@ def serve(
     key: Path | None = None,
     ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Blocks until Ctrl-C or SIGTERM. `address`: from `address_of`. `names`: other origins under which browsers may come
-    (`https://dash.example`). `ready` is called once pages can be asked for."""
+    """Blocks until Ctrl-C or SIGTERM. `address`: from `address_of`. `names`: additional allowed origins
+    (`https://dash.example`). `ready` is called when pages can be requested."""
     settings.use(what)
     _allow_files(FILES)
     from rolecall.dashboards.pages.shell import reader
@@ -126,7 +127,7 @@ def serve(
 
 
 def _allow_files(number: int) -> None:
-    """So many open files, or as many as the system gives."""
+    """Raises the limit of open files to `number`, or to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = number if hard == resource.RLIM_INFINITY else min(number, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -143,7 +144,7 @@ def _options(listener: socket.socket, address: str, names: tuple[str, ...]) -> d
         "server.fileWatcherType": "none",
         "server.runOnSave": False,
         "runner.magicEnabled": False,
-        "runner.postScriptGC": False,  # all of the journal's objects, after every run of a page: 0.3 s each
+        "runner.postScriptGC": False,  # it would scan all journal objects after every page run: 0.3 s each
         "server.enableCORS": True,
         "server.enableXsrfProtection": True,
         "server.corsAllowedOrigins": [address, *names],
@@ -153,8 +154,8 @@ def _options(listener: socket.socket, address: str, names: tuple[str, ...]) -> d
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "none",
         "client.showSidebarNavigation": True,
-        "client.allowedOrigins": [],  # whose pages may send this one messages
-        # It would log tracebacks as they are; ours (`_complain`) show no password.
+        "client.allowedOrigins": [],  # origins that may send messages to the page
+        # Streamlit logs raw tracebacks; `_report_error` redacts passwords.
         "logger.level": "critical",
         "logger.enableRich": False,
         "logger.hideWelcomeMessage": True,
@@ -170,7 +171,7 @@ def _app(options: dict[str, Any], ready: Callable[[], None], names: AllowedOrigi
     from streamlit.web import bootstrap
 
     bootstrap.load_config_options(flag_options=options)
-    # Streamlit asks a server on the internet for this machine's address when a foreign page knocks. It shall not.
+    # Streamlit would query an internet server for this machine's address when it rejects an origin.
     net_util.get_external_ip = lambda: None
 
     @contextlib.asynccontextmanager
@@ -179,22 +180,22 @@ def _app(options: dict[str, Any], ready: Callable[[], None], names: AllowedOrigi
         yield
 
     return st.App(
-        APP, lifespan=lifespan, middleware=[Middleware(OriginMiddleware, known=names)], on_script_error=_complain
+        APP, lifespan=lifespan, middleware=[Middleware(OriginMiddleware, known=names)], on_script_error=_report_error
     )
 
 
-def _complain(error: Exception) -> bool:
-    """A page that fails says so in a sentence; what failed stands in the log of this process, where its owner reads it."""
+def _report_error(error: Exception) -> bool:
+    """Shows a short message on the page and logs the traceback."""
     import streamlit as st
 
     from rolecall.dashboards.pages.incidents.evidence_files import harmless
 
-    told = harmless(redacted("".join(traceback.format_exception(error))))
-    if told not in _told:  # the page is drawn again in two seconds, for everybody who looks
-        _told.append(told)
-        logger.error("a page of the dashboard failed\n%s", told)
+    trace = harmless(redacted("".join(traceback.format_exception(error))))
+    if trace not in _logged:  # the page is redrawn every two seconds in every session
+        _logged.append(trace)
+        logger.error("a dashboard page failed\n%s", trace)
     st.error(
-        "This page could not be drawn. What went wrong is told where `rolecall dashboard` runs.",
+        "This page failed. The log of `rolecall dashboard` has the details.",
         icon=":material/error:",
     )
     return True

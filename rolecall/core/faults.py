@@ -86,7 +86,7 @@ class DetectionChannel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectorThreshold:
-    """The field of `DetectorConfig` that decides first whether a fault is found, and words for `had ...`."""
+    """The field of `DetectorConfig` that decides whether a fault is detected, and a phrase for its value."""
 
     setting: str
     words: str
@@ -161,9 +161,7 @@ FAULTS: dict[FaultClass, FaultSpec] = {
         evidence=_EVERYTHING,
         signals=("standing", "work", "cpu"),
         channel=DetectionChannel.STALL,
-        threshold=DetectorThreshold(
-            setting="hang_floor_seconds", words="the shortest deadline of a hang been {:.3g} s"
-        ),
+        threshold=DetectorThreshold(setting="hang_floor_seconds", words="a minimum hang deadline of {:.3g} s"),
     ),
     FaultClass.SLOW: FaultSpec(
         description="a process needs more seconds per unit of work than its peers and its own past",
@@ -173,7 +171,7 @@ FAULTS: dict[FaultClass, FaultSpec] = {
         evidence=_STACKS,
         signals=("per_unit", "tokens", "cpu", "delay"),
         channel=DetectionChannel.SLOW,
-        threshold=DetectorThreshold(setting="slow_ratio", words="a slowdown of {:.3g} times been the target"),
+        threshold=DetectorThreshold(setting="slow_ratio", words="a slowness threshold of {:.3g} times"),
     ),
     FaultClass.SILENT_CORRUPTION: FaultSpec(
         description="numbers are wrong and nothing reports an error",

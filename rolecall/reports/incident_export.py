@@ -18,6 +18,7 @@ from typing import Any
 from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
+from rolecall.reports.evidence_redaction import redacted_again
 from rolecall.reports.incident_material import (
     FORMAT,
     LINE_BYTES_MAX,
@@ -27,7 +28,6 @@ from rolecall.reports.incident_material import (
     redactor,
 )
 from rolecall.reports.redaction import Redactor
-from rolecall.watch.evidence.files import redacted_again
 
 JOURNAL_BYTES_MAX = 8 << 20
 BUNDLE_BYTES_MAX = 64 << 20

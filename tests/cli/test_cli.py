@@ -12,7 +12,8 @@ import pytest
 
 from rolecall.cli.main import main
 from rolecall.core.journal.database import run_url
-from rolecall.core.journal.store import METADATA, Store
+from rolecall.core.journal.store import Store
+from rolecall.core.journal.tables import METADATA
 from rolecall.core.rundir import RunDir
 from tests import postgres
 

@@ -19,7 +19,8 @@ from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import EventKind as K
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.rows import storable
-from rolecall.core.journal.store import GENESIS, METADATA, canonical, chain_hash
+from rolecall.core.journal.store import GENESIS, canonical, chain_hash
+from rolecall.core.journal.tables import METADATA
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.recovery.fleet import FleetView, ReplicaView

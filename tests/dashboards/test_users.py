@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
 def test_a_person_is_the_name_beside_the_hash_of_the_token(file: Path) -> None:
     anna, bert = add(file, "anna"), add(file, "Bert Ö")
     door = Authenticator(file)
-    first, second = door.enter(anna, NOW), door.enter(bert, NOW)
+    first, second = door.sign_in(anna, NOW), door.sign_in(bert, NOW)
     assert isinstance(first, SignedInUser)
     assert isinstance(second, SignedInUser)
     assert (first.name, second.name) == ("anna", "Bert Ö")
@@ -46,7 +46,7 @@ def test_the_file_holds_no_token_and_is_for_its_owner_alone(file: Path) -> None:
 
 def test_what_a_session_keeps_shows_no_token_and_no_hash(file: Path) -> None:
     token = add(file, "anna")
-    held = Authenticator(file).enter(token, NOW)
+    held = Authenticator(file).sign_in(token, NOW)
     assert token not in repr(held)
     assert "sha256" not in repr(held)
 
@@ -54,7 +54,7 @@ def test_what_a_session_keeps_shows_no_token_and_no_hash(file: Path) -> None:
 @pytest.mark.parametrize("token", ["", "wrong", "x" * 100_000, "ä" * 50])
 def test_a_wrong_token_is_refused_without_a_word_of_it(file: Path, token: str) -> None:
     add(file, "anna")
-    answer = Authenticator(file).enter(token, NOW)
+    answer = Authenticator(file).sign_in(token, NOW)
     assert isinstance(answer, SignInRefused)
     assert not token or token not in answer.because
 
@@ -63,58 +63,58 @@ def test_who_is_removed_is_out_at_the_next_look(file: Path) -> None:
     token = add(file, "anna")
     add(file, "bert")
     door = Authenticator(file)
-    held = door.enter(token, NOW)
+    held = door.sign_in(token, NOW)
     assert isinstance(held, SignedInUser)
-    assert door.refusal(held, NOW) == ""
+    assert door.rejection(held, NOW) == ""
     remove(file, "anna")
-    assert "may not act any more" in door.refusal(held, NOW)
-    assert isinstance(door.enter(token, NOW), SignInRefused)
+    assert "is no longer a user" in door.rejection(held, NOW)
+    assert isinstance(door.sign_in(token, NOW), SignInRefused)
 
 
 def test_a_new_token_under_the_same_name_ends_the_old_one(file: Path) -> None:
     token = add(file, "anna")
     door = Authenticator(file)
-    held = door.enter(token, NOW)
+    held = door.sign_in(token, NOW)
     assert isinstance(held, SignedInUser)
     remove(file, "anna")
     add(file, "anna")
-    assert "may not act any more" in door.refusal(held, NOW)
+    assert "is no longer a user" in door.rejection(held, NOW)
 
 
 def test_a_file_that_is_gone_lets_nobody_act(file: Path) -> None:
     held = Authenticator(file)
     token = add(file, "anna")
-    who = held.enter(token, NOW)
+    who = held.sign_in(token, NOW)
     assert isinstance(who, SignedInUser)
     file.unlink()
-    assert "No such file" in held.refusal(who, NOW)
+    assert "No such file" in held.rejection(who, NOW)
 
 
 def test_idleness_ends_it(file: Path) -> None:
     door = Authenticator(file)
-    held = door.enter(add(file, "anna"), NOW)
+    held = door.sign_in(add(file, "anna"), NOW)
     assert isinstance(held, SignedInUser)
-    assert door.refusal(held, NOW + IDLE_SECONDS) == ""
-    assert "without a click" in door.refusal(held, NOW + IDLE_SECONDS + 1)
+    assert door.rejection(held, NOW + IDLE_SECONDS) == ""
+    assert "without activity" in door.rejection(held, NOW + IDLE_SECONDS + 1)
 
 
 def test_who_guesses_is_told_of_and_keeps_nobody_out(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     token = add(file, "anna")
     door = Authenticator(file)
     for i in range(3 * FAILURES_MAX):
-        answer = door.enter("guess", NOW)
+        answer = door.sign_in("guess", NOW)
         assert isinstance(answer, SignInRefused)
-        assert "nobody" in answer.because
+        assert "no user" in answer.because
         assert len(caplog.records) == (i + 1) // FAILURES_MAX
     assert "guess" in caplog.text and token not in caplog.text
-    assert isinstance(door.enter(token, NOW), SignedInUser)
+    assert isinstance(door.sign_in(token, NOW), SignedInUser)
 
 
 def test_few_wrong_tokens_over_time_are_nobody_guessing(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     add(file, "anna")
     door = Authenticator(file)
     for i in range(3 * FAILURES_MAX):
-        door.enter("typo", NOW + i * FAILURE_SECONDS)
+        door.sign_in("typo", NOW + i * FAILURE_SECONDS)
     assert not caplog.records
 
 
@@ -124,23 +124,23 @@ def test_a_file_that_others_can_read_is_refused_with_what_to_do(file: Path, mode
     file.chmod(mode)
     with pytest.raises(UnreadableInput, match="chmod 600"):
         read_users(file)
-    assert isinstance(Authenticator(file).enter(token, NOW), SignInRefused)
+    assert isinstance(Authenticator(file).sign_in(token, NOW), SignInRefused)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[1, 2]", "must be a mapping"),
+        ("[1, 2]", "must map names"),
         ("anna: secret-token", "must be sha256"),
         ("anna: 5", "must be sha256"),
-        ("anna: [", "is no YAML"),
+        ("anna: [", "is not valid YAML"),
         ("? [a, b]\n: c", "is no"),
-        ("5: sha256:" + "0" * 64, "is no name"),
+        ("5: sha256:" + "0" * 64, "is not a name"),
         ('"a\\nb": sha256:' + "0" * 64, "printable"),
         (f"{'n' * 65}: sha256:" + "0" * 64, "printable"),
         (f"anna: sha256:{'0' * 64}\nbert: sha256:{'0' * 64}", "same token"),
         ("a: " + "x" * 300_000, "larger than"),
-        ("\x00\x01", "is no YAML"),
+        ("\x00\x01", "is not valid YAML"),
     ],
 )
 def test_a_file_that_is_something_else_says_what_and_quotes_no_secret(file: Path, text: str, says: str) -> None:
@@ -170,5 +170,5 @@ def test_a_name_is_taken_once_and_must_be_one(file: Path) -> None:
     for name in ("", " ", "a\nb", "n" * 65):
         with pytest.raises(CommandRefused):
             add(file, name)
-    with pytest.raises(CommandRefused, match="there are: anna"):
+    with pytest.raises(CommandRefused, match="users: anna"):
         remove(file, "bert")

@@ -12,7 +12,7 @@ def test_a_person_is_added_listed_and_removed(tmp_path: Path, capsys: pytest.Cap
     file = str(tmp_path / "users.yaml")
     assert main(["users", "add", "anna", "--file", file]) == 0
     token = capsys.readouterr().out.splitlines()[-1]
-    held = Authenticator(Path(file)).enter(token, 1.0)
+    held = Authenticator(Path(file)).sign_in(token, 1.0)
     assert isinstance(held, SignedInUser)
     assert held.name == "anna"
     assert main(["users", "list", "--file", file]) == 0

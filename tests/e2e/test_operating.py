@@ -108,7 +108,7 @@ def _a_pause_holds_what_was_approved(run: DemoRun, webhook: Inbox, digest: str) 
     (started,) = run.observer.events("action_started")
     (decision,) = run.observer.events("plan_approved")
     assert started["approved_by"] == decision["by"] and "@" in decision["by"]
-    (resume,) = run.observer.events("resumed")
+    (resume,) = run.observer.events("recovery_resumed")
     assert resume["seq"] < started["seq"]
     eventually(
         lambda: webhook.of("incident_closed", incident=held["incident"], resolved=True),

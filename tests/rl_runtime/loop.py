@@ -19,8 +19,7 @@ from rolecall.rl_runtime.controller.controller import Controller, RunOutcome
 from rolecall.rl_runtime.controller.trajectories import TrajectoryTable
 from rolecall.rl_runtime.protocol.spawn import ActorSpec
 from rolecall.rl_runtime.tasks.task import Prompt, group_id
-from rolecall.testing.runtime_fleet import SimulatedFleet, run_simulated
-from rolecall.testing.runtime_roles import MAX_NEW_TOKENS, FakeCertifier, ScriptedResponses
+from rolecall.testing.runtime import MAX_NEW_TOKENS, FakeCertifier, ScriptedResponses, SimulatedFleet, run_simulated
 
 CONTROLLER = ReplicaId("controller/0")
 RUN_SECONDS_MAX = 900.0

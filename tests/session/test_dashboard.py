@@ -34,7 +34,7 @@ def test_it_tells_its_address_and_the_token_is_for_its_owner_alone(tmp_path: Pat
         assert beside.news() == "", "it is said once"
         token = (run.path / TOKEN_FILE).read_text().strip()
         assert stat.S_IMODE((run.path / TOKEN_FILE).stat().st_mode) == 0o600
-        entered = Authenticator(run.path / "users.yaml").enter(token, 0.0)
+        entered = Authenticator(run.path / "users.yaml").sign_in(token, 0.0)
         assert isinstance(entered, SignedInUser) and entered.name == PERSON
         assert token not in said + (run.logs / "dashboard.log").read_text()
     finally:

@@ -34,12 +34,12 @@ from rolecall.detector.base.plain_pickle import UnsafePickle
 from rolecall.detector.live.subject import MonitoredProcess
 from rolecall.diagnose.diagnose import diagnose
 from rolecall.recovery.interfaces import CollectedEvidence
+from rolecall.reports.evidence_redaction import redacted
 from rolecall.reports.incident_export import export
 from rolecall.reports.redaction import Redactor
 from rolecall.session.demo import demo_job
 from rolecall.watch.agents import listed, named_agents, observing_run
 from rolecall.watch.evidence import pull as evidence_pull
-from rolecall.watch.evidence.files import redacted
 from rolecall.watch.evidence.pull import NO_TOKEN, EvidencePull
 from rolecall.watch.run import watch_until
 from tests.agent.collectors.test_uninstrumented import TORCH

@@ -1,7 +1,7 @@
 """The GPUs of a node, and the node around them.
 
-Works where our agent serves GPUs and where only dcgm-exporter does: each panel asks for ours, and for GPUs without it for
-DCGM's, brought to the same unit and labels (`either`).
+It works with rolecall's agent and with dcgm-exporter alone: each panel queries the agent's metric and, for GPUs without an
+agent, DCGM's, converted to the same unit and labels (`either`).
 """
 
 from grafana_foundation_sdk.builders.dashboard import QueryVariable
@@ -30,18 +30,18 @@ OF_NODE, OF_GPU = "{{node}}", "{{node}} GPU {{gpu}}"
 HOT_CELSIUS = 85.0
 """Data-centre GPUs begin to slow down a few degrees above (H100: 87 to 90)."""
 MANY_ERRORS = 0.1
-"""Of a resource's time: worth a look."""
+"""Share of a resource's time: worth checking."""
 
 
 def either(ours: str, theirs: str, scale: str = "", *, also: str = "", rate: bool = False) -> str:
-    """`ours` (those that match `also`) of each node and GPU; where there is none, `theirs`, brought to our unit by `scale`.
-    `rate`: both are counters, and their rate is meant."""
+    """The agent's metric `ours` (with matchers `also`) per node and GPU, or else DCGM's `theirs` converted by `scale`.
+    `rate`: both are counters; use their rate."""
     own = f"{ours}{{{GPU}{',' + also if also else ''}}}"
     return f"max by (node, gpu) ({_rate(own) if rate else own}) or {of_exporter(theirs, scale, rate=rate)}"
 
 
 def of_exporter(metric: str, scale: str = "", *, rate: bool = False) -> str:
-    """A metric of dcgm-exporter by our labels."""
+    """A metric of dcgm-exporter with our labels."""
     found = [f'{metric}{{{name}=~"$node",gpu=~"$gpu"}}' for name in ("hostname", "Hostname")]
     return f"max by (node, gpu) ({_named(*map(_rate, found) if rate else found)}) {scale}".strip()
 
@@ -58,14 +58,14 @@ def _named(of_hostname: str, of_old: str) -> str:
 
 
 def node_variable() -> QueryVariable:
-    """Every node that an agent or a dcgm-exporter tells of."""
+    """Every node with an agent or a dcgm-exporter."""
     theirs = _named('DCGM_FI_DEV_GPU_TEMP{hostname=~".+"}', 'DCGM_FI_DEV_GPU_TEMP{Hostname=~".+"}')
     nodes = scoped(f"group by (node) (rolecall_agent_build_info) or group by (node) ({theirs})")
     return query_variable("node", "Node", f"query_result({nodes})", Choice.SEVERAL).regex('/node="([^"]+)"/')
 
 
 def gpu_variable() -> QueryVariable:
-    """GPUs of the chosen nodes."""
+    """GPUs of the selected nodes."""
     found = (
         'rolecall_gpu_up{node=~"$node"}',
         *(f'DCGM_FI_DEV_GPU_TEMP{{{n}=~"$node"}}' for n in ("hostname", "Hostname")),
@@ -78,8 +78,8 @@ def gpus() -> Dashboard:
     return board(
         GPUS,
         "GPUs of a node",
-        "GPUs and host of the chosen nodes: work, heat and clocks, memory errors, XIDs; from rolecall's agent or from "
-        "dcgm-exporter.",
+        "GPUs and host of the selected nodes: utilization, temperature, clocks, memory errors, XIDs; from rolecall's agent "
+        "or dcgm-exporter.",
         [*of_servers(), node_variable(), gpu_variable()],
         [_health(), _work(), _heat(), _memory(), _host()],
     )
@@ -91,54 +91,54 @@ def _health() -> PanelRow:
     failed = either("rolecall_gpu_remapped_rows_failed", "DCGM_FI_DEV_ROW_REMAP_FAILURE")
     pending = either("rolecall_gpu_remapped_rows_pending", "DCGM_FI_DEV_ROW_REMAP_PENDING")
     return PanelRow(
-        "Is something broken?",
+        "Health",
         7,
         (6, 6, 4, 8, 6, 6, 12),
         [
             numbers(
-                "GPUs that answer",
-                "DOWN: no call of NVML on the GPU succeeds any more. With dcgm-exporter alone a lost GPU has no series.",
+                "GPU status",
+                "DOWN: all NVML calls on the GPU fail. With dcgm-exporter alone a lost GPU has no series.",
                 PanelFormat(unit="none", words=UP_DOWN),
                 PanelQuery(up, OF_GPU),
             ),
             rows(
-                "XIDs in the time shown",
-                "How often each XID was told, by the driver or the kernel log; the first one included. An empty table is "
-                "good news. `rolecall diagnose` on a kernel log says what each means.",
+                "XIDs in the time range",
+                "Number of each XID from the driver or the kernel log, including the first. Empty: no XIDs. "
+                "`rolecall diagnose` on a kernel log explains each code.",
                 PanelFormat(unit="none", limits=((None, RED),), no_value="none"),
                 PanelQuery(xids, "Times"),
                 {"node": "node", "gpu": "GPU", "xid": "XID"},
             ),
             numbers(
-                "Newest XID, as DCGM has it",
-                "Code of the last XID of each GPU since its driver was loaded. It never goes back to 0, and the same code "
-                "twice does not show; `XIDs in the time shown` counts.",
+                "Latest XID (DCGM)",
+                "Latest XID of each GPU since the driver was loaded. It never returns to 0, and a repeated code does not "
+                "show; `XIDs in the time range` counts them.",
                 PanelFormat(unit="none", words={0: Word("none", GREEN)}, limits=((None, GREEN), (1, RED))),
                 PanelQuery(of_exporter("DCGM_FI_DEV_XID_ERRORS"), OF_GPU),
             ),
             rows(
-                "What the driver recommends",
-                "Recovery action by GPU: none, or what has to be done to mend it. Needs rolecall's agent.",
-                PanelFormat(unit="none", words={1: Word("this", ORANGE)}),
+                "Recommended recovery action",
+                "The driver's recommended recovery action per GPU. Needs rolecall's agent.",
+                PanelFormat(unit="none", words={1: Word("yes", ORANGE)}),
                 PanelQuery(f"max by (node, gpu, action) (rolecall_gpu_recovery_action{{{GPU}}} == 1)", "Recommended"),
                 {"node": "node", "gpu": "GPU", "action": "Action"},
             ),
             numbers(
                 "Row remapping failed",
-                "FAILED: the GPU has no spare memory rows left and is to be replaced.",
+                "FAILED: the GPU has no spare memory rows left and must be replaced.",
                 PanelFormat(unit="none", words={0: Word("no", GREEN), 1: Word("FAILED", RED)}),
                 PanelQuery(failed, OF_GPU),
             ),
             numbers(
-                "Row remapping waits for a reset",
-                "WAITS: memory rows are replaced at the GPU's next reset; plan one.",
-                PanelFormat(unit="none", words={0: Word("no", GREEN), 1: Word("WAITS", YELLOW)}),
+                "Row remapping pending",
+                "PENDING: memory rows are remapped at the next GPU reset. Schedule one.",
+                PanelFormat(unit="none", words={0: Word("no", GREEN), 1: Word("PENDING", YELLOW)}),
                 PanelQuery(pending, OF_GPU),
             ),
             rows(
                 "Ranks on these GPUs",
-                "Which rank uses which GPU; the link shows the replica against its peers. Needs rolecall's agent.",
-                PanelFormat(unit="none", words={1: Word("here", GREEN)}, links=(ROW_TO_REPLICA,)),
+                "Ranks that use each GPU; the link compares the replica with its peers. Needs rolecall's agent.",
+                PanelFormat(unit="none", words={1: Word("yes", GREEN)}, links=(ROW_TO_REPLICA,)),
                 PanelQuery(f"max by (node, gpu, role, replica, rank) (rolecall_gpu_rank{{{GPU}}} == 1)", "Runs"),
                 {"node": "node", "gpu": "GPU", "role": "role", "replica": "replica", "rank": "rank"},
             ),
@@ -150,38 +150,38 @@ def _work() -> PanelRow:
     share = PanelFormat(unit="percentunit", most=1.0)
     used = either("rolecall_gpu_memory_used_bytes", "DCGM_FI_DEV_FB_USED", "* 1048576")
     return PanelRow(
-        "Work",
+        "Utilization",
         8,
         (8, 8, 8, 8, 8, 8),
         [
             lines(
-                "Tensor cores at work",
-                "Near 0 while the GPU counts as busy: it spins in a collective and waits for somebody. Hopper and later.",
+                "Tensor core activity",
+                "Near 0 while the GPU counts as busy: it spins in a collective and waits for a peer. Hopper and later.",
                 share,
                 PanelQuery(either("rolecall_gpu_tensor_active_ratio", "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE"), OF_GPU),
             ),
             lines(
-                "SMs at work",
-                "Share of streaming multiprocessors that had work.",
+                "SM activity",
+                "Share of streaming multiprocessors with active warps.",
                 share,
                 PanelQuery(either("rolecall_gpu_sm_active_ratio", "DCGM_FI_PROF_SM_ACTIVE"), OF_GPU),
             ),
             lines(
-                "Any kernel ran",
-                "Utilization as nvidia-smi has it. A collective that spins counts as busy: do not trust it alone.",
+                "GPU utilization",
+                "As nvidia-smi reports it. A spinning collective counts as busy, so do not rely on it alone.",
                 share,
                 PanelQuery(either("rolecall_gpu_utilization_ratio", "DCGM_FI_DEV_GPU_UTIL", "/ 100"), OF_GPU),
             ),
             lines(
-                "Memory bandwidth used",
-                "Of the most that the device memory gives.",
+                "Memory bandwidth",
+                "Share of the peak bandwidth of device memory.",
                 share,
                 PanelQuery(either("rolecall_gpu_dram_active_ratio", "DCGM_FI_PROF_DRAM_ACTIVE"), OF_GPU),
             ),
             lines("Memory allocated", "Device memory in use.", PanelFormat(unit="bytes"), PanelQuery(used, OF_GPU)),
             lines(
                 "Processes on the GPU",
-                "Processes with a context. One more than ranks is a guest. Needs rolecall's agent.",
+                "Processes with a CUDA context. More than the ranks: another program uses the GPU. Needs rolecall's agent.",
                 PanelFormat(unit="none", decimals=0),
                 PanelQuery(f"max by (node, gpu) (rolecall_gpu_processes{{{GPU}}})", OF_GPU),
             ),
@@ -195,38 +195,38 @@ def _heat() -> PanelRow:
 
     share = PanelFormat(unit="percentunit", most=1.0, limits=((None, GREEN), (MANY_ERRORS, ORANGE)))
     return PanelRow(
-        "Heat, power, clocks",
+        "Temperature, power, clocks",
         8,
         (8, 8, 8, 8, 8, 8),
         [
             lines(
                 "Temperature",
-                "Of the GPU itself. The line: shortly below where clocks are held down.",
+                "GPU core temperature. The threshold is shortly below the throttling temperature.",
                 PanelFormat(unit="celsius", limits=((None, GREEN), (HOT_CELSIUS, RED))),
                 PanelQuery(either("rolecall_gpu_temperature_celsius", "DCGM_FI_DEV_GPU_TEMP"), OF_GPU),
             ),
             lines(
-                "Temperature of memory",
-                "Of the device memory.",
+                "Memory temperature",
+                "Temperature of the device memory.",
                 PanelFormat(unit="celsius"),
                 PanelQuery(either("rolecall_gpu_memory_temperature_celsius", "DCGM_FI_DEV_MEMORY_TEMP"), OF_GPU),
             ),
             lines(
                 "Power",
-                "Drawn, and the limit in force (the limit needs rolecall's agent). Flat and low while busy: it waits.",
+                "Power draw and the active limit (the limit needs rolecall's agent). Flat and low while busy: the GPU waits.",
                 PanelFormat(unit="watt"),
                 PanelQuery(either("rolecall_gpu_power_watts", "DCGM_FI_DEV_POWER_USAGE"), OF_GPU),
                 PanelQuery(f"max by (node, gpu) (rolecall_gpu_power_limit_watts{{{GPU}}})", f"{OF_GPU} limit"),
             ),
             lines(
                 "SM clock",
-                "Lower than its neighbours' under the same work: it is held down, see why beside.",
+                "Lower than its neighbours' under the same load: throttled. See the throttling panels for the reason.",
                 PanelFormat(unit="hertz"),
                 PanelQuery(either("rolecall_gpu_sm_clock_hertz", "DCGM_FI_DEV_SM_CLOCK", "* 1e6"), OF_GPU),
             ),
             lines(
-                "Held down by heat",
-                "Share of time in which heat held clocks down.",
+                "Thermal throttling",
+                "Share of time.",
                 share,
                 PanelQuery(
                     throttled("rolecall_gpu_thermal_throttle_seconds_total", "DCGM_FI_DEV_THERMAL_VIOLATION"),
@@ -234,8 +234,8 @@ def _heat() -> PanelRow:
                 ),
             ),
             lines(
-                "Held down by power",
-                "Share of time in which the power limit held clocks down; usual under full load, not at half of it.",
+                "Power throttling",
+                "Share of time at the power limit. Normal under full load, not at half load.",
                 PanelFormat(unit="percentunit", most=1.0),
                 PanelQuery(
                     throttled("rolecall_gpu_power_throttle_seconds_total", "DCGM_FI_DEV_POWER_VIOLATION"), OF_GPU
@@ -259,19 +259,19 @@ def _memory() -> PanelRow:
         [
             lines(
                 "Uncorrected memory errors",
-                "Since the driver was loaded. Each ended what used that memory.",
+                "Since the driver was loaded. Each killed the process that used that memory.",
                 PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
                 PanelQuery(errors("uncorrected", "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"), OF_GPU),
             ),
             lines(
                 "Corrected memory errors",
-                "Since the driver was loaded. Harmless one by one; many on one GPU announce worse.",
+                "Since the driver was loaded. Harmless individually; many on one GPU predict failure.",
                 PanelFormat(unit="none", decimals=0),
                 PanelQuery(errors("corrected", "DCGM_FI_DEV_ECC_SBE_VOL_TOTAL"), OF_GPU),
             ),
             bars(
                 "Rows remapped after uncorrected errors",
-                "Memory rows replaced by spare ones, in the life of the GPU.",
+                "Memory rows replaced by spare rows over the life of the GPU.",
                 PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
                 PanelQuery(remapped, OF_GPU),
             ),
@@ -295,7 +295,7 @@ def _host() -> PanelRow:
         [
             lines(
                 "CPU",
-                "Share of all CPUs that is busy.",
+                "Share of all CPUs in use.",
                 PanelFormat(unit="percentunit", most=1.0),
                 PanelQuery(
                     f"{rate('rolecall_host_cpu_busy_seconds_total')} / max by (node) (rolecall_host_cpus{{{NODE}}})",
@@ -303,20 +303,20 @@ def _host() -> PanelRow:
                 ),
             ),
             lines(
-                "Memory left",
-                "What can be had without swapping.",
+                "Available memory",
+                "Memory available without swapping.",
                 PanelFormat(unit="bytes"),
                 PanelQuery(f"max by (node) (rolecall_host_memory_available_bytes{{{NODE}}})", OF_NODE),
             ),
             lines(
-                "Waiting for a resource",
-                "Share of time in which some task waited for it (PSI).",
+                "Resource pressure",
+                "Share of time in which at least one task waited for the resource (PSI).",
                 PanelFormat(unit="percentunit", most=1.0),
                 *(PanelQuery(rate(metric), f"{OF_NODE} {what}") for what, metric in waits),
             ),
             numbers(
-                "Killed for want of memory",
-                "Processes that the kernel killed in the time shown.",
+                "OOM kills",
+                "Processes killed by the OOM killer in the time range.",
                 PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
                 PanelQuery(f"max by (node) (increase(rolecall_host_oom_kills_total{{{NODE}}}[$__range]))", OF_NODE),
             ),

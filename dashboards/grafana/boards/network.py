@@ -1,6 +1,6 @@
-"""The network of a node: interfaces, InfiniBand and RoCE, TCP, and what the GPUs' own links say.
+"""The network of a node: interfaces, InfiniBand and RoCE, TCP, NVLink, PCIe.
 
-NVLink and PCIe work with dcgm-exporter alone as well; the rest needs rolecall's agent.
+NVLink and PCIe also work with dcgm-exporter alone; the rest needs rolecall's agent.
 """
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -34,10 +34,10 @@ PORT, INTERFACE = "{{node}} {{nic}}/{{port}}", "{{node}} {{interface}}"
 BYTES = PanelFormat(unit="Bps")
 FAULTS = PanelFormat(unit="none", decimals=0, limits=((None, ORANGE),), no_value="none")
 NVLINK_ERRORS = {
-    "crc_flit": "Flow-control packets with a wrong checksum.",
-    "crc_data": "Data packets with a wrong checksum.",
-    "replay": "Packets sent again.",
-    "recovery": "Times that a link had to recover.",
+    "crc_flit": "Flow-control packets with a CRC error.",
+    "crc_data": "Data packets with a CRC error.",
+    "replay": "Replayed packets.",
+    "recovery": "Link recoveries.",
 }
 RETRANSMITS_MANY = 0.01
 """Of TCP segments: a healthy cluster network has far less."""
@@ -47,7 +47,7 @@ def network() -> Dashboard:
     return board(
         NETWORK,
         "network of a node",
-        "Interfaces, InfiniBand and RoCE ports, TCP, NVLink and PCIe of the chosen nodes.",
+        "Interfaces, InfiniBand and RoCE ports, TCP, NVLink and PCIe of the selected nodes.",
         [*of_servers(), node_variable(), gpu_variable()],
         [_faults(), _infiniband(), _interfaces(), _gpu_links()],
     )
@@ -59,7 +59,7 @@ def _rate(metric: str, by: str) -> str:
 
 def _faults() -> PanelRow:
     return PanelRow(
-        "Is something broken?",
+        "Health",
         7,
         (4, 4, 8, 8, 8, 8, 8),
         [
@@ -71,13 +71,13 @@ def _faults() -> PanelRow:
             ),
             numbers(
                 "Interfaces",
-                "DOWN: no carrier, or switched off.",
+                "DOWN: no carrier, or disabled.",
                 PanelFormat(unit="none", words=UP_DOWN),
                 PanelQuery(f"min by (node, interface) (rolecall_nic_up{{{NODE}}})", INTERFACE),
             ),
             rows(
-                "Port counters that moved in the time shown",
-                "By the driver's name. symbol_error, link_downed and port_rcv_errors: cable or port; port_xmit_wait: "
+                "Port error counters in the time range",
+                "Increase by driver counter. symbol_error, link_downed and port_rcv_errors: cable or port; port_xmit_wait: "
                 "congestion.",
                 FAULTS,
                 PanelQuery(
@@ -86,22 +86,22 @@ def _faults() -> PanelRow:
                 {"node": "node", "nic": "NIC", "port": "port", "name": "counter"},
             ),
             rows(
-                "Interface errors in the time shown",
-                "Packets lost or damaged, and faults of the link, by the driver's name.",
+                "Interface errors in the time range",
+                "Lost or damaged packets and link errors, by driver counter.",
                 FAULTS,
                 PanelQuery(grown(f"rolecall_nic_errors_total{{{NODE}}}", "node, interface, error") + " > 0", "times"),
                 {"node": "node", "interface": "interface", "error": "error"},
             ),
             lines(
-                "Links that went down",
-                "How often, since the agent started: ports and interfaces.",
+                "Link-down events",
+                "Since the agent started: ports and interfaces.",
                 PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, RED))),
                 PanelQuery(f"max by (node, nic, port) (rolecall_infiniband_downs_total{{{NODE}}})", PORT),
                 PanelQuery(f"max by (node, interface) (rolecall_nic_downs_total{{{NODE}}})", INTERFACE),
             ),
             lines(
-                "TCP segments sent again",
-                "Of those that were sent. Above the line: packets are lost.",
+                "TCP retransmissions",
+                "Share of sent segments. Above the threshold: packet loss.",
                 PanelFormat(unit="percentunit", limits=((None, GREEN), (RETRANSMITS_MANY, ORANGE))),
                 PanelQuery(
                     f"{_rate('rolecall_tcp_retransmits_total', 'node')} / "
@@ -110,8 +110,8 @@ def _faults() -> PanelRow:
                 ),
             ),
             lines(
-                "TCP gives up waiting",
-                "Retransmission timers that ran out, and connections dropped at a full listener, per second.",
+                "TCP timeouts",
+                "Expired retransmission timers, and connections dropped at a full listen queue, per second.",
                 PanelFormat(unit="cps"),
                 PanelQuery(_rate("rolecall_tcp_timeouts_total", "node"), f"{OF_NODE} timeouts"),
                 PanelQuery(_rate("rolecall_tcp_listen_drops_total", "node"), f"{OF_NODE} listen drops"),
@@ -124,7 +124,7 @@ def _infiniband() -> PanelRow:
     by = "node, nic, port"
     state = f"max by (node, nic, port) (rolecall_infiniband_up{{{NODE}}})"
     return PanelRow(
-        "InfiniBand and RoCE (RDMA included)",
+        "InfiniBand and RoCE (includes RDMA)",
         8,
         (8, 8, 8, 16, 8),
         [
@@ -136,13 +136,13 @@ def _infiniband() -> PanelRow:
             ),
             lines(
                 "Sent",
-                "Bytes per second of each port. One far below its neighbours in the same collective: look at its errors.",
+                "Bytes per second of each port. One far below its neighbours in the same collective: check its errors.",
                 BYTES,
                 PanelQuery(_rate("rolecall_infiniband_sent_bytes_total", by), PORT),
             ),
             lines(
-                "Rate of the link",
-                "That the port has settled on; lower than its neighbours': a bad cable or a wrong setting.",
+                "Link rate",
+                "Negotiated rate. Lower than its neighbours': a bad cable or a wrong setting.",
                 BYTES,
                 PanelQuery(f"max by ({by}) (rolecall_infiniband_rate_bytes_per_second{{{NODE}}})", PORT),
             ),
@@ -153,8 +153,8 @@ def _infiniband() -> PanelRow:
                 PanelQuery(state, PORT),
             ),
             lines(
-                "Counters at their end",
-                "Counters of the port that stand at their largest value and count no further until they are cleared.",
+                "Saturated counters",
+                "Port counters at their maximum; they do not count further until they are cleared.",
                 PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
                 PanelQuery(f"max by ({by}) (rolecall_infiniband_saturated{{{NODE}}})", PORT),
             ),
@@ -172,36 +172,36 @@ def _interfaces() -> PanelRow:
         [
             lines(
                 "Received",
-                "Bytes per second. RDMA does not pass here.",
+                "Bytes per second. Excludes RDMA.",
                 BYTES,
                 PanelQuery(_rate("rolecall_nic_received_bytes_total", by), INTERFACE),
             ),
             lines(
                 "Sent",
-                "Bytes per second. RDMA does not pass here.",
+                "Bytes per second. Excludes RDMA.",
                 BYTES,
                 PanelQuery(_rate("rolecall_nic_sent_bytes_total", by), INTERFACE),
             ),
             lines(
-                "Speed of the link",
-                "That it has settled on.",
+                "Link speed",
+                "Negotiated speed.",
                 BYTES,
                 PanelQuery(f"max by ({by}) (rolecall_nic_speed_bytes_per_second{{{NODE}}})", INTERFACE),
             ),
             lines(
                 "Pause frames received",
-                "Per second, by priority: the other end could take no more.",
+                "Per second, by priority: the peer is congested.",
                 PanelFormat(unit="cps"),
                 PanelQuery(_rate("rolecall_nic_pauses_received_total", f"{by}, priority"), priority),
             ),
             lines(
                 "Pause frames sent",
-                "Per second, by priority: this node could take no more.",
+                "Per second, by priority: this node is congested.",
                 PanelFormat(unit="cps"),
                 PanelQuery(_rate("rolecall_nic_pauses_sent_total", f"{by}, priority"), priority),
             ),
             lines(
-                "Sending stopped by pauses",
+                "Transmission paused",
                 "Share of time, by priority.",
                 PanelFormat(unit="percentunit", most=1.0),
                 PanelQuery(_rate("rolecall_nic_paused_seconds_total", f"{by}, priority"), priority),
@@ -221,19 +221,19 @@ def _gpu_links() -> PanelRow:
         return either("rolecall_gpu_nvlink_errors_total", dcgm, also=f'error="{kind}"')
 
     return PanelRow(
-        "Links of the GPUs",
+        "GPU links",
         8,
         (8, 8, 8, *(6 for _ in NVLINK_ERRORS)),
         [
             lines(
                 "NVLink",
-                "Bytes per second over all links of a GPU, both ways.",
+                "Bytes per second over all links of a GPU, both directions.",
                 BYTES,
                 PanelQuery(nvlink, OF_GPU),
             ),
             lines(
                 "PCIe",
-                "Bytes per second, each way.",
+                "Bytes per second in each direction.",
                 BYTES,
                 PanelQuery(
                     either("rolecall_gpu_pcie_transmit_bytes_per_second", "DCGM_FI_PROF_PCIE_TX_BYTES"),
@@ -245,8 +245,8 @@ def _gpu_links() -> PanelRow:
                 ),
             ),
             lines(
-                "PCIe packets sent again",
-                "Since the driver was loaded. One GPU far above the others: its slot or riser.",
+                "PCIe replays",
+                "Since the driver was loaded. One GPU far above the others: suspect its slot or riser.",
                 PanelFormat(unit="none", decimals=0),
                 PanelQuery(either("rolecall_gpu_pcie_replays_total", "DCGM_FI_DEV_PCIE_REPLAY_COUNTER"), OF_GPU),
             ),

@@ -1,4 +1,4 @@
-"""The run at a glance: what is wrong, who is at work, how it goes on, where the time went."""
+"""The run at a glance: open incidents, replicas, progress, lost time."""
 
 from collections.abc import Sequence
 
@@ -26,26 +26,26 @@ from rolecall.dashboards.grafana.promql import grown
 
 SUSPECT = "node, role, replica, fault"
 ETTR_GOOD, ETTR_FAIR = 0.95, 0.85
-"""Of the time in which the run could have trained: from here on green, and yellow."""
-MAY_ACT = """
+"""ETTR from which on it is shown green, and yellow."""
+WATCH_STATE = """
     (max(rolecall_watch_blind) * 4 > 0) or (max(rolecall_watch_paused) * 3 > 0)
     or (max(rolecall_watch_acting) * 2 > 0) or (max(rolecall_watch_acting) * 0 + 1)
 """
-MAY_ACT_WORDS = {
-    1: Word("only looks", YELLOW),
-    2: Word("acts", GREEN),
+WATCH_STATES = {
+    1: Word("passive", YELLOW),
+    2: Word("active", GREEN),
     3: Word("PAUSED", ORANGE),
-    4: Word("BLIND", RED),
+    4: Word("NO DATA", RED),
 }
 TOKENS = "max(rate(rolecall_run_tokens_total[$__rate_interval]))"
 
 
 def overview(incidents: Sequence[Link] = ()) -> Dashboard:
-    """`incidents`: links to rolecall's own dashboard."""
+    """`incidents`: links to `rolecall dashboard`."""
     return board(
         OVERVIEW,
         "run overview",
-        "Start here: open incidents, health of roles, progress, and where the time of this run went.",
+        "Start here: open incidents, role health, progress, and lost time of this run.",
         of_servers(),
         [_now(incidents), _numbers(), _progress(), _time(), _incidents()],
     )
@@ -54,12 +54,9 @@ def overview(incidents: Sequence[Link] = ()) -> Dashboard:
 def open_now(incidents: Sequence[Link]) -> Panel:
     """Which suspects have an open incident, and for how long."""
     return rows(
-        "What is open",
-        """Suspects with an open incident and how long it has been open. The links show the suspect against its peers, and
-        its node.""",
-        PanelFormat(
-            unit="s", limits=((None, RED),), no_value="nothing is open", links=(ROW_TO_REPLICA, ROW_TO_GPUS, *incidents)
-        ),
+        "Open incidents by suspect",
+        "Suspects with an open incident, and how long it has been open. Links lead to the suspect, its peers and its node.",
+        PanelFormat(unit="s", limits=((None, RED),), no_value="none", links=(ROW_TO_REPLICA, ROW_TO_GPUS, *incidents)),
         PanelQuery(f"time() - max by ({SUSPECT}) (rolecall_incident_opened_timestamp_seconds)", "open for"),
         {"fault": "fault", "role": "role", "replica": "replica", "node": "node"},
     )
@@ -69,13 +66,13 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
     at_work = 'sum by (role) (max by (role, state) (rolecall_replicas{state=~"ready|serving"}))'
     wanted = "max by (role) (rolecall_replicas_wanted)"
     return PanelRow(
-        "Is something wrong?",
+        "Health",
         6,
         (4, 12, 8),
         [
             numbers(
                 "Open incidents",
-                "In any state: found, planned, waiting for a person, acted upon, being verified.",
+                "In any state: diagnosed, planned, awaiting approval, acting, verifying.",
                 PanelFormat(
                     unit="none",
                     words={0: Word("none", GREEN)},
@@ -87,8 +84,8 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
             ),
             open_now(incidents),
             bars(
-                "Replicas at work",
-                "Of the replicas that each role should have, those that are ready or serve. The link shows the role.",
+                "Replicas serving",
+                "Share of the desired replicas of each role that are ready or serving. The link leads to the role.",
                 PanelFormat(
                     unit="percentunit",
                     most=1.0,
@@ -104,33 +101,33 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
 
 def _numbers() -> PanelRow:
     return PanelRow(
-        "The run in numbers",
+        "Key figures",
         4,
         (4, 4, 4, 3, 3, 3, 3),
         [
             numbers(
-                "Plans that wait for a person",
-                "`rolecall approve DIGEST`, or the page Acting of rolecall's dashboard. They lapse at their deadline.",
+                "Plans awaiting approval",
+                "Use `rolecall approve DIGEST` or the Operations page of `rolecall dashboard`. They expire at their deadline.",
                 PanelFormat(unit="none", words={0: Word("none", GREEN)}, limits=((None, GREEN), (1, ORANGE))),
                 PanelQuery("max(rolecall_plans_waiting)"),
             ),
             numbers(
                 "rolecall",
-                """acts; only looks (another watch acts, or its mode is to observe); PAUSED by a person; BLIND: it cannot
-                diagnose.""",
-                PanelFormat(unit="none", words=MAY_ACT_WORDS, no_value="no watch"),
-                PanelQuery(MAY_ACT),
+                """active: may act. passive: another watch holds the lease, or mode observe. PAUSED: by an operator. NO DATA:
+                it cannot diagnose.""",
+                PanelFormat(unit="none", words=WATCH_STATES, no_value="no watch"),
+                PanelQuery(WATCH_STATE),
             ),
             numbers(
                 "Step",
-                "Newest optimizer step that is committed, of those that the job asks for.",
+                "Latest committed optimizer step, and the number of steps that the job asks for.",
                 PanelFormat(unit="none", decimals=0, least=None),
                 PanelQuery("max(rolecall_run_step)", "committed"),
                 PanelQuery("max(rolecall_run_steps_wanted)", "wanted"),
             ),
             numbers(
                 "Reward",
-                "Mean reward of the newest committed step.",
+                "Mean reward of the latest committed step.",
                 PanelFormat(unit="none", decimals=3, least=None),
                 PanelQuery("max(rolecall_run_reward)"),
                 trend=True,
@@ -154,8 +151,8 @@ def _numbers() -> PanelRow:
                 PanelQuery("max(rolecall_run_ettr_ratio)"),
             ),
             numbers(
-                "Lost so far",
-                "Training time that faults have taken.",
+                "Lost time",
+                "Training time lost to faults so far.",
                 PanelFormat(unit="s", decimals=0),
                 PanelQuery("sum(max by (role, fault) (rolecall_run_lost_seconds))"),
             ),
@@ -171,7 +168,7 @@ def _progress() -> PanelRow:
         [
             lines(
                 "Reward and loss",
-                "Of committed steps. A fall that no incident explains is worth a look at the role trainer.",
+                "Of committed steps. If it drops without an incident, check the role trainer.",
                 PanelFormat(unit="none", least=None, decimals=3),
                 PanelQuery("max(rolecall_run_reward)", "reward"),
                 PanelQuery("max(rolecall_run_loss)", "loss"),
@@ -183,27 +180,27 @@ def _progress() -> PanelRow:
                 PanelQuery(TOKENS, "tokens per second"),
             ),
             lines(
-                "Duration of a step",
-                "Of the newest committed step; a step that a fault interrupted is long.",
+                "Step time",
+                "Of the latest committed step. A step that a fault interrupted takes long.",
                 PanelFormat(unit="s"),
                 PanelQuery("max(rolecall_run_step_seconds)", "step"),
             ),
             lines(
                 "Steps",
-                "Committed, and how often a fault interrupted one. Flat: nothing is trained.",
+                "Committed steps, and interruptions by faults. Flat: training makes no progress.",
                 PanelFormat(unit="none", decimals=0, least=None),
                 PanelQuery("max(rolecall_run_step)", "committed"),
                 PanelQuery("max(rolecall_run_steps_interrupted_total)", "interruptions"),
             ),
             lines(
-                "Age of policy versions",
-                "Largest distance between the version that is trained and one that generated.",
+                "Policy staleness",
+                "Largest number of versions between the trained policy and one that generated tokens.",
                 PanelFormat(unit="none", decimals=0),
                 PanelQuery("max(rolecall_run_staleness)", "staleness"),
             ),
             lines(
                 "Replicas by role",
-                "At work (ready or serving), by role.",
+                "Ready or serving replicas by role.",
                 PanelFormat(unit="none", decimals=0, links=(SERIES_TO_ROLE,)),
                 PanelQuery(
                     'sum by (role) (max by (role, state) (rolecall_replicas{state=~"ready|serving"}))', "{{role}}"
@@ -215,7 +212,7 @@ def _progress() -> PanelRow:
 
 def _time() -> PanelRow:
     return PanelRow(
-        "Where the time went",
+        "Time accounting",
         8,
         (8, 8, 8),
         [
@@ -227,13 +224,13 @@ def _time() -> PanelRow:
             ),
             bars(
                 "Lost time by role and fault",
-                "Which faults took how much of the training time; with the effective time they add up to all of it.",
+                "Training time lost to each fault. Lost and effective time add up to the training time.",
                 PanelFormat(unit="s", limits=((None, ORANGE),), links=(SERIES_TO_ROLE,)),
                 PanelQuery("max by (role, fault) (rolecall_run_lost_seconds)", "{{role}}: {{fault}}"),
             ),
             lines(
                 "Training time",
-                "Effective and lost seconds, added up.",
+                "Effective and lost seconds, stacked.",
                 PanelFormat(unit="s"),
                 PanelQuery("max(rolecall_run_effective_seconds)", "effective"),
                 PanelQuery("sum(max by (role, fault) (rolecall_run_lost_seconds))", "lost"),
@@ -245,28 +242,28 @@ def _time() -> PanelRow:
 
 def _incidents() -> PanelRow:
     return PanelRow(
-        "Last incidents",
+        "Recent incidents",
         8,
         (12, 6, 6),
         [
             states(
                 "Incidents over time",
-                "Each row is a suspect with its fault; OPEN from the finding to the close.",
+                "Each row is a suspect with its fault. OPEN from detection to close.",
                 PanelFormat(unit="none", words={0: Word("closed", GREEN), 1: Word("OPEN", RED)}),
                 PanelQuery("max by (replica, fault) (rolecall_incident_open)", "{{replica}} {{fault}}"),
             ),
             rows(
-                "Incidents in the time shown",
-                "Opened in the time shown, by role and fault.",
+                "Incidents in the time range",
+                "Opened in the time range, by role and fault.",
                 PanelFormat(unit="none", limits=((None, BLUE),), no_value="none"),
                 PanelQuery(grown("rolecall_incidents_opened_total", "role, fault") + " > 0", "incidents"),
                 {"role": "role", "fault": "fault"},
             ),
             numbers(
-                "Newest incident: found and resolved after",
-                "From the fault's onset to its finding, and from finding to cure (the replacement was seen to work).",
+                "Latest incident: time to detect and to recover",
+                "From onset to detection, and from detection until the replacement makes progress.",
                 PanelFormat(unit="s", decimals=1),
-                PanelQuery("max by (role) (rolecall_incident_newest_finding_seconds)", "{{role}} found"),
+                PanelQuery("max by (role) (rolecall_incident_newest_finding_seconds)", "{{role}} detected"),
                 PanelQuery("max by (role) (rolecall_incident_newest_cure_seconds)", "{{role}} resolved"),
             ),
         ],

@@ -1,4 +1,4 @@
-"""One replica against the band of its peers: is it really it?"""
+"""One replica compared with its peers, to confirm or rule out a suspect."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +31,7 @@ PEERS = 'role=~"$role",replica!~"$replica"'
 PHASES = {
     "start": Word("start", YELLOW),
     "idle": Word("idle", GREY),
-    "wait": Word("waits", GREY),
+    "wait": Word("wait", GREY),
     "paused": Word("paused", GREY),
     "compute": Word("compute", GREEN),
     "reduce": Word("in a collective", BLUE),
@@ -43,25 +43,25 @@ PHASES = {
     "update": Word("update", BLUE),
     "score": Word("score", GREEN),
 }
-"""As core/telemetry.py has them; another phase shows as none."""
+"""The phases of core/telemetry.py; any other shows as none."""
 KERNEL_STATES = {
-    "R": Word("runs", GREEN),
-    "S": Word("sleeps", GREY),
-    "D": Word("WAITS FOR A DEVICE", ORANGE),
+    "R": Word("running", GREEN),
+    "S": Word("sleeping", GREY),
+    "D": Word("UNINTERRUPTIBLE", ORANGE),
     "T": Word("STOPPED", RED),
-    "Z": Word("DEAD", RED),
+    "Z": Word("ZOMBIE", RED),
     "X": Word("DEAD", RED),
     "?": Word("unknown", YELLOW),
 }
-"""As the kernel names them; `t` (traced) is among those that show as none."""
+"""Process states of the kernel; `t` (traced) shows as none."""
 
 
 def replica(incidents: Sequence[Link] = ()) -> Dashboard:
-    """`incidents`: links to rolecall's own dashboard."""
+    """`incidents`: links to `rolecall dashboard`."""
     return board(
         REPLICA,
         "one replica",
-        "A replica against the band of its peers (the others of its role): its pace, its waits, its host.",
+        "A replica compared with its peers (the other replicas of its role): throughput, waits, host.",
         [
             *of_servers(),
             values_of("role", "Role", "rolecall_process_up", Choice.ONE),
@@ -72,7 +72,7 @@ def replica(incidents: Sequence[Link] = ()) -> Dashboard:
 
 
 def _coded(metric: str, words: Mapping[str, Word], label: str) -> str:
-    """A 1-for-the-state metric as a number: the state's place, from 1."""
+    """A metric with one series per state as a number: the 1-based index of the active state."""
     each = (f'{metric}{{{OWN},{label}="{name}"}} * {n}' for n, name in enumerate(words, start=1))
     return f"max by (rank) ({alive('(' + ' or '.join(each) + ')')})"
 
@@ -84,44 +84,44 @@ def _words(words: Mapping[str, Word]) -> dict[int, Word]:
 def _now(incidents: Sequence[Link]) -> PanelRow:
     where = f"max by (node, role, replica, rank) (rolecall_process_incarnation{{{OWN}}})"
     return PanelRow(
-        "Now",
+        "Current state",
         6,
         (4, 4, 4, 12, 12, 12),
         [
             numbers(
                 "State",
-                "As the run has it. LOST: fenced, it gets no work.",
+                "As recorded by the run. LOST: fenced, gets no work.",
                 PanelFormat(unit="none", words=STATE_WORDS, links=incidents),
                 PanelQuery(replica_state(OWN), "{{replica}}"),
             ),
             numbers(
                 "Process",
-                "Of each rank: does its process exist.",
-                PanelFormat(unit="none", words={0: Word("GONE", RED), 1: Word("exists", GREEN)}),
+                "Whether the process of each rank exists.",
+                PanelFormat(unit="none", words={0: Word("DOWN", RED), 1: Word("up", GREEN)}),
                 PanelQuery(f"max by (rank) (rolecall_process_up{{{OWN}}})", "rank {{rank}}"),
             ),
             numbers(
                 "Policy version",
-                "Version that the process holds; -1: none yet.",
+                "Version that the process has loaded; -1: none yet.",
                 PanelFormat(unit="none", decimals=0, least=None),
                 PanelQuery(_values("rolecall_process_policy_version")[0], "rank {{rank}}"),
             ),
             rows(
-                "Where it runs",
-                "Nodes that have a process of it (one that was replaced stays for a while), and which start it is.",
+                "Placement",
+                "Nodes with a process of this replica (a replaced one stays for a while), and its incarnation.",
                 PanelFormat(unit="none", decimals=0, links=(ROW_TO_GPUS, ROW_TO_NETWORK)),
                 PanelQuery(where, "incarnation"),
                 {"node": "node", "replica": "replica", "rank": "rank"},
             ),
             states(
                 "Phase",
-                "What each rank does. In a collective it waits for its peers: the one that is not in it is the suspect.",
+                "Current phase of each rank. A rank in a collective waits for its peers; suspect the rank that is not in it.",
                 PanelFormat(unit="none", words=_words(PHASES)),
                 PanelQuery(_coded("rolecall_process_phase", PHASES, "phase"), "rank {{rank}}"),
             ),
             states(
-                "The kernel's state of it",
-                "STOPPED: by a signal or a debugger. WAITS FOR A DEVICE for long: a disk, a network file system, a driver.",
+                "Process state",
+                "STOPPED: by a signal or a debugger. UNINTERRUPTIBLE for long: blocked on a disk, network file system or driver.",
                 PanelFormat(unit="none", words=_words(KERNEL_STATES)),
                 PanelQuery(_coded("rolecall_process_state", KERNEL_STATES, "state"), "rank {{rank}}"),
             ),
@@ -130,7 +130,7 @@ def _now(incidents: Sequence[Link]) -> PanelRow:
 
 
 def _rates(metric: str) -> tuple[str, str]:
-    """Of this replica's ranks, and of each of its peers'."""
+    """Rates of this replica's ranks, and of its peers' ranks."""
     own = f"max by (rank) (rate({metric}{{{OWN}}}[$__rate_interval]))"
     return own, f"max by (replica, rank) (rate({metric}{{{PEERS}}}[$__rate_interval]))"
 
@@ -144,20 +144,20 @@ def _pace() -> PanelRow:
     busy, units = _rates("rolecall_process_busy_seconds_total"), _rates("rolecall_process_work_units_total")
     since = _values("rolecall_process_progress_timestamp_seconds")
     return PanelRow(
-        "Pace, against its peers",
+        "Throughput compared with peers",
         8,
         (8, 8, 8, 8, 8, 8),
         [
             band(
-                "Seconds a unit of work takes",
-                "Microbatch, engine step or scored sample. Above the band for longer than a moment: it is slow.",
+                "Seconds per unit of work",
+                "Microbatch, engine step or scored sample. Persistently above the band: the replica is slow.",
                 PanelFormat(unit="s"),
                 f"{busy[0]} / ({units[0]} > 0)",
                 f"{busy[1]} / ({units[1]} > 0)",
             ),
             band(
                 "Units of work per second",
-                "0 while its peers work: it stands still.",
+                "0 while its peers make progress: the replica hangs.",
                 PanelFormat(unit="cps"),
                 *_rates("rolecall_process_progress_total"),
             ),
@@ -168,22 +168,21 @@ def _pace() -> PanelRow:
                 *_rates("rolecall_process_tokens_total"),
             ),
             band(
-                "Since the last progress",
+                "Time since last progress",
                 "Seconds since a unit of work was finished.",
                 PanelFormat(unit="s"),
                 f"time() - {since[0]}",
                 f"time() - {since[1]}",
             ),
             band(
-                "Ticks of its interpreter",
-                "Per second, of a side thread. 0 while the process exists: something holds the interpreter, or it is "
-                "stopped.",
+                "Heartbeats",
+                "Per second, from a background thread. 0 while the process exists: it is stopped, or a thread holds the GIL.",
                 PanelFormat(unit="cps"),
                 *_rates("rolecall_process_beats_total"),
             ),
             band(
-                "Requests held",
-                "Requests that the engine works on (rollout).",
+                "Active requests",
+                "Requests that the engine is processing (rollout).",
                 PanelFormat(unit="none", decimals=0),
                 *_values("rolecall_process_requests_active"),
             ),
@@ -194,33 +193,38 @@ def _pace() -> PanelRow:
 def _waits() -> PanelRow:
     share = PanelFormat(unit="percentunit")
     return PanelRow(
-        "Its host, against its peers'",
+        "Host resources compared with peers",
         8,
         (8, 8, 8, 8, 8, 8),
         [
-            band("CPU", "CPUs that it uses.", PanelFormat(unit="none"), *_rates("rolecall_process_cpu_seconds_total")),
+            band("CPU", "CPU cores in use.", PanelFormat(unit="none"), *_rates("rolecall_process_cpu_seconds_total")),
             band(
-                "Waits for a CPU",
-                "Share of time in which its working thread could run and got no CPU: starved, not slow.",
+                "CPU wait",
+                "Share of time in which the main thread was runnable but had no CPU: starved, not slow.",
                 share,
                 *_rates("rolecall_process_main_run_delay_seconds_total"),
             ),
             band(
-                "Stopped by its CPU quota",
+                "CPU throttling",
                 "Share of time in which its cgroup was throttled.",
                 share,
                 *_rates("rolecall_process_throttled_seconds_total"),
             ),
-            band("Memory", "Resident.", PanelFormat(unit="bytes"), *_values("rolecall_process_resident_memory_bytes")),
             band(
-                "Page faults that read from disk",
-                "Per second. Many: memory is short.",
+                "Memory",
+                "Resident memory.",
+                PanelFormat(unit="bytes"),
+                *_values("rolecall_process_resident_memory_bytes"),
+            ),
+            band(
+                "Major page faults",
+                "Per second. Many: the host is short of memory.",
                 PanelFormat(unit="cps"),
                 *_rates("rolecall_process_major_faults_total"),
             ),
             rows(
-                "Ends of its processes in the time shown",
-                "What ended each: finished is well; killed, crashed, oom and exception are not.",
+                "Process exits in the time range",
+                "By reason. finished is normal; killed, crashed, oom and exception are not.",
                 PanelFormat(unit="none", decimals=0, limits=((None, ORANGE),), no_value="none"),
                 PanelQuery(grown(f"rolecall_process_exits_total{{{OWN}}}", "node, rank, reason") + " > 0", "times"),
                 {"node": "node", "rank": "rank", "reason": "reason"},
@@ -236,47 +240,47 @@ def _engine() -> PanelRow:
         return f"{a[0]} / ({b[0]} > 0)", f"{a[1]} / ({b[1]} > 0)"
 
     return PanelRow(
-        "Its engine, where it is vLLM",
+        "vLLM engine",
         8,
         (8, 8, 8, 8, 8, 8),
         [
             band(
-                "To the first token",
-                "Mean seconds from a request's arrival.",
+                "Time to first token",
+                "Mean seconds from the arrival of a request.",
                 PanelFormat(unit="s"),
                 *mean("rolecall_vllm_first_token_seconds_total", "rolecall_vllm_first_tokens_total"),
             ),
             band(
-                "From token to token",
+                "Time per output token",
                 "Mean seconds. Above the band: the engine is slow.",
                 PanelFormat(unit="s"),
                 *mean("rolecall_vllm_token_gap_seconds_total", "rolecall_vllm_token_gaps_total"),
             ),
             lines(
                 "Requests",
-                "That the engine works on, and that wait for a place in it.",
+                "Running requests, and requests waiting to be scheduled.",
                 PanelFormat(unit="none", decimals=0),
                 PanelQuery(f"max by (rank) (rolecall_vllm_requests_running{{{OWN}}})", "running, rank {{rank}}"),
                 PanelQuery(f"max by (rank) (rolecall_vllm_requests_waiting{{{OWN}}})", "waiting, rank {{rank}}"),
             ),
             band(
                 "KV cache in use",
-                "Share of blocks. Full: requests are put back and computed again.",
+                "Share of blocks. When full, requests are preempted and recomputed.",
                 PanelFormat(unit="percentunit", most=1.0),
                 "max by (rank) (rolecall_vllm_kv_cache_used_ratio{" + OWN + "})",
                 "max by (replica, rank) (rolecall_vllm_kv_cache_used_ratio{" + PEERS + "})",
             ),
             band(
-                "Requests put back",
-                "Per second, to make room in the KV cache.",
+                "Preempted requests",
+                "Per second, to free space in the KV cache.",
                 PanelFormat(unit="cps"),
                 *_rates("rolecall_vllm_preemptions_total"),
             ),
             numbers(
                 "Engine",
-                "Does its page of metrics answer; does it sleep (its weights or KV cache given up).",
+                "Whether its metrics endpoint responds, and whether it is awake (asleep: weights or KV cache released).",
                 PanelFormat(unit="none", words={0: Word("NO", ORANGE), 1: Word("yes", GREEN)}),
-                PanelQuery(f"max by (rank) (rolecall_vllm_up{{{OWN}}})", "answers, rank {{rank}}"),
+                PanelQuery(f"max by (rank) (rolecall_vllm_up{{{OWN}}})", "responds, rank {{rank}}"),
                 PanelQuery(f"max by (rank) (rolecall_vllm_awake{{{OWN}}})", "awake, rank {{rank}}"),
             ),
         ],

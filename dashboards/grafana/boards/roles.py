@@ -1,4 +1,4 @@
-"""The replicas of a role side by side: who stands out."""
+"""The replicas of a role compared: outliers, throughput, training values."""
 
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
@@ -23,7 +23,7 @@ from rolecall.dashboards.grafana.promql import alive, grown
 
 FIRST = 10
 SLOW_TIMES = 1.5
-"""Of the median of peers: beyond what unequal work explains in most jobs."""
+"""Times the median of peers: more than uneven work explains in most jobs."""
 STARVED = 0.2
 OF_ROLE = 'role=~"$role"'
 REPLICA_STATES = {
@@ -34,11 +34,11 @@ REPLICA_STATES = {
     "lost": Word("LOST", RED),
     "stopped": Word("stopped", GREY),
 }
-"""As core/membership.py has them, and `wanted`: nothing of it is there yet."""
+"""The states of core/membership.py, and `wanted`: not started yet."""
 
 
 def replica_state(matchers: str) -> str:
-    """The state of each replica as a number: its place in REPLICA_STATES, from 1."""
+    """The state of each replica as a number: its 1-based index in REPLICA_STATES."""
     return " or ".join(
         f'max by (role, replica) (rolecall_replica_state{{{matchers},state="{state}"}} == 1) * {n}'
         for n, state in enumerate(REPLICA_STATES, start=1)
@@ -49,7 +49,7 @@ STATE_WORDS = dict(enumerate(REPLICA_STATES.values(), start=1))
 
 
 def of_replicas(metric: str) -> str:
-    """The rate of a counter of each replica's ranks."""
+    """The rate of a counter, per rank of each replica."""
     return f"max by (role, replica, rank) (rate({metric}{{{OF_ROLE}}}[$__rate_interval]))"
 
 
@@ -57,7 +57,7 @@ def roles() -> Dashboard:
     return board(
         ROLES,
         "roles",
-        "The replicas of the chosen roles side by side: their states, their pace, what the trainers' numbers say.",
+        "Replicas of the selected roles compared: states, throughput, training values.",
         [*of_servers(), values_of("role", "Role", "rolecall_process_up")],
         [_health(), _outstanding(), _pace(), _recorded(), _training()],
     )
@@ -73,33 +73,33 @@ def _health() -> PanelRow:
         [
             states(
                 "Replicas",
-                "State of each replica over time. LOST: it is fenced and gets no work; starting: its replacement is made.",
+                "State of each replica over time. LOST: fenced, gets no work. starting: its replacement is starting.",
                 look,
                 PanelQuery(replica_state(OF_ROLE), "{{replica}}"),
             ),
             numbers(
                 "Replicas by state",
-                "How many replicas of each role are in which state now.",
+                "Current number of replicas of each role in each state.",
                 PanelFormat(unit="none", decimals=0),
                 PanelQuery(f"max by (role, state) (rolecall_replicas{{{OF_ROLE}}}) > 0", "{{role}} {{state}}"),
             ),
             rows(
-                "Incidents in the time shown",
-                "Opened in the time shown, by fault.",
+                "Incidents in the time range",
+                "Incidents opened, by fault.",
                 PanelFormat(unit="none", limits=((None, RED),), no_value="none"),
                 PanelQuery(grown(f"rolecall_incidents_opened_total{{{OF_ROLE}}}", "role, fault") + " > 0", "incidents"),
                 {"role": "role", "fault": "fault"},
             ),
             rows(
-                "Ends of processes in the time shown",
-                "What ended each: finished is well; killed, crashed, oom and exception are not.",
+                "Process exits in the time range",
+                "By reason. finished is normal; killed, crashed, oom and exception are not.",
                 PanelFormat(unit="none", decimals=0, limits=((None, ORANGE),), no_value="none"),
                 PanelQuery(exits, "times"),
                 {"role": "role", "replica": "replica", "rank": "rank", "node": "node", "reason": "reason"},
             ),
             lines(
                 "Incarnations",
-                "Which start of the replica is wanted: a step up is a replacement.",
+                "Desired incarnation of each replica. Each step up is a replacement.",
                 PanelFormat(unit="none", decimals=0, links=(SERIES_TO_REPLICA,)),
                 PanelQuery(f"max by (role, replica) (rolecall_replica_incarnation{{{OF_ROLE}}})", "{{replica}}"),
             ),
@@ -108,7 +108,7 @@ def _health() -> PanelRow:
 
 
 def _outstanding() -> PanelRow:
-    """Of a thousand replicas, the few that one wants to look at."""
+    """The few of a thousand replicas that deserve attention."""
     busy, units = of_replicas("rolecall_process_busy_seconds_total"), of_replicas("rolecall_process_work_units_total")
     unit = f"{busy} / ({units} > 0)"
     slowness = f"({unit}) / on (role) group_left () quantile by (role) (0.5, {unit})"
@@ -117,29 +117,29 @@ def _outstanding() -> PanelRow:
     columns = {"role": "role", "replica": "replica", "rank": "rank"}
     linked = (ROW_TO_REPLICA,)
     return PanelRow(
-        f"Who stands out (the first {FIRST})",
+        f"Outliers (top {FIRST})",
         8,
         (8, 8, 8),
         [
             rows(
                 "Slowest",
-                "How many times as long a unit of work takes as in the median of its role.",
+                "Time per unit of work, relative to the median of the role.",
                 PanelFormat(unit="none", decimals=2, limits=((None, GREEN), (SLOW_TIMES, ORANGE)), links=linked),
                 PanelQuery(f"topk({FIRST}, {slowness})", "times the median"),
                 columns,
             ),
             rows(
                 "Longest without progress",
-                "Seconds since a unit of work was finished. Replicas that wait or idle stand here lawfully.",
+                "Seconds since a unit of work was finished. Waiting and idle replicas appear here too.",
                 PanelFormat(unit="s", limits=((None, BLUE),), links=linked),
                 PanelQuery(f"topk({FIRST}, {idle})", "since"),
                 columns,
             ),
             rows(
-                "Starved of CPU",
-                "Share of time in which the working thread could run and got no CPU.",
+                "CPU starvation",
+                "Share of time in which the main thread was runnable but had no CPU.",
                 PanelFormat(unit="percentunit", decimals=1, limits=((None, GREEN), (STARVED, ORANGE)), links=linked),
-                PanelQuery(f"topk({FIRST}, {delay})", "waits for a CPU"),
+                PanelQuery(f"topk({FIRST}, {delay})", "CPU wait"),
                 columns,
             ),
         ],
@@ -154,31 +154,31 @@ def _pace() -> PanelRow:
     each = "{{replica}} rank {{rank}}"
     linked = (SERIES_TO_REPLICA,)
     return PanelRow(
-        "Pace",
+        "Throughput",
         8,
         (8, 8, 8, 8, 8, 8),
         [
             lines(
                 "Tokens per second",
-                "Generated (rollout) or trained on (trainer). One line far below the others: a slow replica.",
+                "Generated (rollout) or trained on (trainer). A line far below the others: a slow replica.",
                 PanelFormat(unit="short", links=linked),
                 PanelQuery(of_replicas("rolecall_process_tokens_total"), each),
             ),
             lines(
-                "Seconds a unit of work takes",
-                "Microbatch, engine step or scored sample. One line far above the others: a slow replica.",
+                "Seconds per unit of work",
+                "Microbatch, engine step or scored sample. A line far above the others: a slow replica.",
                 PanelFormat(unit="s", links=linked),
                 PanelQuery(f"{busy} / ({units} > 0)", each),
             ),
             lines(
-                "Since the last progress",
-                "Seconds since a unit of work was finished. It may lawfully grow while a replica waits or idles.",
+                "Time since last progress",
+                "Seconds since a unit of work was finished. It also grows while a replica waits or is idle.",
                 PanelFormat(unit="s", links=linked),
                 PanelQuery(idle, each),
             ),
             lines(
-                "Versions behind the newest",
-                "Policy versions by which a replica is behind the newest of the chosen roles.",
+                "Policy versions behind",
+                "Versions by which a replica is behind the newest of the selected roles.",
                 PanelFormat(unit="none", decimals=0, links=linked),
                 PanelQuery(
                     f"{newest} - max by (role, replica, rank) (rolecall_process_policy_version{{{OF_ROLE}}} >= 0)",
@@ -186,14 +186,14 @@ def _pace() -> PanelRow:
                 ),
             ),
             lines(
-                "Requests held",
-                "Requests that each engine works on.",
+                "Active requests",
+                "Requests that each engine is processing.",
                 PanelFormat(unit="none", decimals=0, links=linked),
                 PanelQuery(f"max by (role, replica, rank) ({alive(requests)})", each),
             ),
             lines(
                 "CPU",
-                "CPUs that each process uses.",
+                "CPU cores in use per process.",
                 PanelFormat(unit="none", links=linked),
                 PanelQuery(of_replicas("rolecall_process_cpu_seconds_total"), each),
             ),
@@ -202,15 +202,15 @@ def _pace() -> PanelRow:
 
 
 def _recorded() -> PanelRow:
-    """What takes seconds to compute of a thousand ranks, recorded as it happens."""
+    """Recorded series: queries that take seconds for a thousand ranks."""
     return PanelRow(
-        "Over long times (needs the recording rules that `rolecall grafana export` writes)",
+        "Long time ranges (needs the recording rules of `rolecall grafana export`)",
         8,
         (12, 6, 6),
         [
             lines(
-                f"The {FIRST} slowest at each moment",
-                "How many times as long a unit of work takes as in the median of the role.",
+                f"The {FIRST} slowest ranks",
+                "Time per unit of work, relative to the median of the role.",
                 PanelFormat(unit="none", limits=((None, GREEN), (SLOW_TIMES, ORANGE)), links=(SERIES_TO_REPLICA,)),
                 PanelQuery(
                     f"topk({FIRST}, rank:rolecall_process_unit_slowness:ratio1m{{{OF_ROLE}}})",
@@ -218,14 +218,14 @@ def _recorded() -> PanelRow:
                 ),
             ),
             lines(
-                "Seconds a unit of work takes",
-                "Median of the role. It rises for all: not a replica, but the work or the network.",
+                "Seconds per unit of work",
+                "Median of the role. If it rises for all, suspect the workload or the network, not a replica.",
                 PanelFormat(unit="s"),
                 PanelQuery(f"max by (role) (role:rolecall_process_unit_seconds:median1m{{{OF_ROLE}}})", "{{role}}"),
             ),
             lines(
                 "Units of work per second",
-                "Of a rank: median of the role, and the slowest.",
+                "Per rank: median of the role, and the slowest.",
                 PanelFormat(unit="cps"),
                 PanelQuery(
                     f"max by (role) (role:rolecall_process_progress:median_rate1m{{{OF_ROLE}}})", "{{role}} median"
@@ -246,31 +246,31 @@ def _training() -> PanelRow:
     unfinite = f"max by (replica, rank) (increase(rolecall_train_unfinite_total{{{OF_ROLE}}}[$__range]))"
     jumps = f"max by (replica, rank) (increase(rolecall_train_jumps_total{{{OF_ROLE}}}[$__range]))"
     return PanelRow(
-        "What the trainers compute (empty for other roles)",
+        "Training values (trainers only)",
         8,
         (6, 6, 6, 6),
         [
             lines(
                 "Loss",
-                "Of the newest step of each rank.",
+                "Of the latest step of each rank.",
                 PanelFormat(unit="none", least=None),
                 of_ranks("rolecall_train_loss"),
             ),
             lines(
                 "Gradient norm",
-                "Before clipping. Ranks of one group agree; one that does not computes something else.",
+                "Before clipping. Ranks of one group agree; a rank that differs computes wrong values.",
                 PanelFormat(unit="none"),
                 of_ranks("rolecall_train_grad_norm"),
             ),
             lines(
                 "Reward",
-                "Of the newest step of each rank.",
+                "Of the latest step of each rank.",
                 PanelFormat(unit="none", least=None),
                 of_ranks("rolecall_train_reward"),
             ),
             numbers(
                 "NaN, infinite, jumps",
-                "How often loss, gradient norm or reward were no number, or left their recent range, in the time shown.",
+                "How often loss, gradient norm or reward were NaN or infinite, or left their recent range, in the time range.",
                 PanelFormat(unit="none", decimals=0, limits=((None, GREEN), (1, ORANGE))),
                 PanelQuery(f"max({unfinite})", "NaN or infinite"),
                 PanelQuery(f"max({jumps})", "jumps"),

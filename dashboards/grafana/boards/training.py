@@ -1,7 +1,7 @@
-"""Whether the policy learns, and how healthily: the signs of core/policy_health.py over time, each with what is normal.
+"""Policy health: the metrics of core/policy_health.py over time, each with its normal range.
 
-The first rows are of the run, as its journal has them (jobs that rolecall runs); the last is what each trainer tells, which
-any job's trainers can (`reporter.health`).
+The first rows show the run's metrics from its journal (jobs that rolecall runs). The last row shows what each trainer
+reports, which trainers of any job can (`reporter.health`).
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ from rolecall.dashboards.grafana.rules.training import FILTERED_RATIO_MAX, KL_MA
 
 SHARE = PanelFormat(unit="percentunit", most=1.0)
 FEW = PanelFormat(unit="percentunit")
-"""A share of which a few per cent matter."""
+"""A share of which a few percent matter."""
 
 
 def training() -> Dashboard:
     return board(
         TRAINING,
         "training health",
-        "Does the policy learn, and how healthily? Entropy, lengths, clipping, and how far it is from who made its tokens.",
+        "Reward, entropy, response length, clipping, and divergence from the sampler.",
         of_servers(),
         [_numbers(), _learning(), _distance(), _unused(), _critic(), _trainers()],
     )
 
 
 def _of_run(title: str, look: PanelFormat, *shown: tuple[str, str]) -> Panel:
-    """Signs of the run on one axis: (sign, its line). The first says in words what is normal."""
-    told = [BY_NAME[name] for name, _ in shown]
-    said = f"{'; '.join(sign.help for sign in told)}. {told[0].normal}"
-    return lines(title, said, look, *(PanelQuery(_run(name), line) for name, line in shown))
+    """Health metrics of the run on one axis: (metric, legend). The first one's normal range is the description."""
+    metrics = [BY_NAME[name] for name, _ in shown]
+    description = f"{'; '.join(metric.help for metric in metrics)}. {metrics[0].normal}"
+    return lines(title, description, look, *(PanelQuery(_run(name), line) for name, line in shown))
 
 
 def _run(sign: str) -> str:
@@ -45,33 +45,33 @@ def _numbers() -> PanelRow:
         return numbers(title, f"{BY_NAME[sign].help}. {BY_NAME[sign].normal}", look, PanelQuery(_run(sign)))
 
     return PanelRow(
-        "The newest step",
+        "Latest step",
         4,
         (4, 4, 4, 4, 4, 4),
         [
             numbers(
                 "Reward",
-                "Mean reward of the newest step. It means something only while the signs beside it are healthy.",
+                "Mean reward of the latest step. Meaningful only while the other metrics are healthy.",
                 PanelFormat(unit="none", decimals=3, least=None),
                 PanelQuery("max(rolecall_run_reward)"),
             ),
-            now("Entropy, nats a token", "entropy", PanelFormat(unit="none", decimals=3)),
-            now("Tokens an answer", "response_length", PanelFormat(unit="none", decimals=1)),
-            now("KL to the sampler, nats", "kl_sampler", _limited(KL_MAX_NATS, "none", decimals=4)),
-            now("Answers cut off", "truncated_fraction", _limited(TRUNCATED_RATIO_MAX, "percentunit", decimals=1)),
-            now("Groups filtered", "filtered_fraction", _limited(FILTERED_RATIO_MAX, "percentunit", decimals=1)),
+            now("Entropy, nats per token", "entropy", PanelFormat(unit="none", decimals=3)),
+            now("Response length, tokens", "response_length", PanelFormat(unit="none", decimals=1)),
+            now("KL to sampler, nats", "kl_sampler", _limited(KL_MAX_NATS, "none", decimals=4)),
+            now("Truncated responses", "truncated_fraction", _limited(TRUNCATED_RATIO_MAX, "percentunit", decimals=1)),
+            now("Filtered groups", "filtered_fraction", _limited(FILTERED_RATIO_MAX, "percentunit", decimals=1)),
         ],
     )
 
 
 def _limited(limit: float, unit: str, decimals: int | None = None) -> PanelFormat:
-    """With the limit of the alert."""
+    """With the threshold of the alert."""
     return PanelFormat(unit=unit, decimals=decimals, limits=((None, BLUE), (limit, RED)))
 
 
 def _learning() -> PanelRow:
     return PanelRow(
-        "Does it learn?",
+        "Learning",
         8,
         (8, 8, 8),
         [
@@ -81,9 +81,9 @@ def _learning() -> PanelRow:
                 PanelFormat(unit="none", least=None),
                 PanelQuery("max(rolecall_run_reward)", "reward"),
             ),
-            _of_run("Entropy, nats a token", PanelFormat(unit="none"), ("entropy", "entropy")),
+            _of_run("Entropy, nats per token", PanelFormat(unit="none"), ("entropy", "entropy")),
             _of_run(
-                "Tokens an answer",
+                "Response length, tokens",
                 PanelFormat(unit="none"),
                 ("response_length", "mean"),
                 ("response_length_max", "longest"),
@@ -94,18 +94,18 @@ def _learning() -> PanelRow:
 
 def _distance() -> PanelRow:
     return PanelRow(
-        "How far is it from who made its tokens?",
+        "Divergence from the sampler",
         8,
         (6, 6, 6, 6),
         [
             _of_run(
-                "KL, nats a token",
+                "KL, nats per token",
                 _limited(KL_MAX_NATS, "none"),
                 ("kl_sampler", "to the sampler"),
                 ("kl_reference", "to the reference"),
             ),
             _of_run(
-                "Tokens clipped",
+                "Clipped tokens",
                 FEW,
                 ("clip_fraction_low", "from below"),
                 ("clip_fraction_high", "from above"),
@@ -119,7 +119,7 @@ def _distance() -> PanelRow:
                 ("ratio_max", "largest"),
             ),
             _of_run(
-                "Trainer and engine disagree by",
+                "Trainer and engine mismatch",
                 _limited(LOG_RATIO_ALARM, "none"),
                 ("log_ratio_max", "largest |log-ratio|, same weights"),
             ),
@@ -129,20 +129,22 @@ def _distance() -> PanelRow:
 
 def _unused() -> PanelRow:
     return PanelRow(
-        "What does not count",
+        "Unused samples",
         8,
         (8, 8, 8),
         [
-            _of_run("Answers cut off", _limited(TRUNCATED_RATIO_MAX, "percentunit"), ("truncated_fraction", "cut off")),
-            _of_run("Groups filtered", _limited(FILTERED_RATIO_MAX, "percentunit"), ("filtered_fraction", "filtered")),
-            _of_run("Tokens too old", FEW, ("stale_fraction", "too old")),
+            _of_run(
+                "Truncated responses", _limited(TRUNCATED_RATIO_MAX, "percentunit"), ("truncated_fraction", "truncated")
+            ),
+            _of_run("Filtered groups", _limited(FILTERED_RATIO_MAX, "percentunit"), ("filtered_fraction", "filtered")),
+            _of_run("Stale tokens", FEW, ("stale_fraction", "stale")),
         ],
     )
 
 
 def _critic() -> PanelRow:
     return PanelRow(
-        "The critic (empty without one)",
+        "Critic (empty without one)",
         8,
         (12, 12),
         [
@@ -151,34 +153,34 @@ def _critic() -> PanelRow:
                 PanelFormat(unit="none", least=None, most=1.0),
                 ("explained_variance", "explained variance"),
             ),
-            _of_run("Loss of the critic", PanelFormat(unit="none"), ("value_loss", "loss")),
+            _of_run("Critic loss", PanelFormat(unit="none"), ("value_loss", "loss")),
         ],
     )
 
 
 def _trainers() -> PanelRow:
     def each(title: str, look: PanelFormat, *shown: str) -> Panel:
-        told = [BY_NAME[name] for name in shown]
+        metrics = [BY_NAME[name] for name in shown]
         return lines(
             title,
-            f"{'; '.join(sign.help for sign in told)}. Trainers of one job agree: what they tell is of the whole step.",
+            f"{'; '.join(metric.help for metric in metrics)}. All trainers of a job report the same value, of the whole step.",
             look,
-            *_queries([sign.metric for sign in told]),
+            *_queries([metric.metric for metric in metrics]),
         )
 
     linked = (SERIES_TO_REPLICA,)
     return PanelRow(
-        "As each trainer tells it (of any job that calls `reporter.health`)",
+        "Per trainer (any job that calls `reporter.health`)",
         8,
         (8, 8, 8, 8, 8, 8, 8),
         [
-            each("Entropy, nats a token", PanelFormat(unit="none", links=linked), "entropy"),
-            each("Tokens an answer", PanelFormat(unit="none", links=linked), "response_length"),
-            each("Answers cut off, groups filtered", SHARE, "truncated_fraction", "filtered_fraction"),
-            each("KL to the sampler, nats a token", PanelFormat(unit="none", links=linked), "kl_sampler"),
-            each("Tokens clipped", FEW, "clip_fraction_low", "clip_fraction_high"),
-            each("Ratios", PanelFormat(unit="none", links=linked), "ratio_mean", "ratio_max"),
-            each("Apart from engines, same weights", PanelFormat(unit="none", links=linked), "log_ratio_max"),
+            each("Entropy, nats per token", PanelFormat(unit="none", links=linked), "entropy"),
+            each("Response length, tokens", PanelFormat(unit="none", links=linked), "response_length"),
+            each("Truncated responses, filtered groups", SHARE, "truncated_fraction", "filtered_fraction"),
+            each("KL to sampler, nats per token", PanelFormat(unit="none", links=linked), "kl_sampler"),
+            each("Clipped tokens", FEW, "clip_fraction_low", "clip_fraction_high"),
+            each("Importance ratios", PanelFormat(unit="none", links=linked), "ratio_mean", "ratio_max"),
+            each("Mismatch with engines, same weights", PanelFormat(unit="none", links=linked), "log_ratio_max"),
         ],
         collapsed=True,
     )

@@ -1,8 +1,8 @@
-"""The books of a run, made up in a thread of their own: the audit, and what the stories of its incidents come to.
+"""Accounting of a run in a background thread: the audit, and statistics over its incidents.
 
-A page gets the newest that there are and never waits for new ones, but for the very first a moment. Both are made again
-when the journal has grown, and at most so often that they cost a twentieth of one core; the audit, which walks the whole
-chain, also when somebody asks. Events are read once and kept without what no account needs.
+A page gets the latest result and never waits for a newer one, except briefly for the very first. Both are recomputed when
+the journal has grown, but use at most 5 % of one core; the audit, which verifies the whole hash chain, also on request.
+Events are read once and kept without fields that no statistic uses.
 """
 
 import threading
@@ -30,24 +30,24 @@ from rolecall.views.lost_time import RETAINED
 _K = EventKind
 KINDS = (*RETAINED, _K.RUN_STARTED, _K.RUN_ENDED)
 PAGE_EVENTS = 2_000
-"""Read at a time: a page is drawn between two of them."""
+"""Events read per query, so that pages can be drawn in between."""
 IDLE_FACTOR = 20.0
-"""After an account that took a second none is made for this many."""
-ACCOUNT_SECONDS, AUDIT_SECONDS = 5.0, 60.0
-"""Between two accounts, and two audits, at least."""
+"""Seconds without work per second of work."""
+STATISTICS_SECONDS, AUDIT_SECONDS = 5.0, 60.0
+"""Shortest interval between two statistics, and two audits."""
 FIRST_SECONDS = 0.5
-"""How long the first page waits for the first account; a short journal's takes 50 ms."""
+"""How long the first page waits for the first statistics; a short journal needs 50 ms."""
 _NEEDED = {
-    _K.PLAN_CREATED: ("plan",),  # not the question, which holds the whole fleet
+    _K.PLAN_CREATED: ("plan",),  # without the policy input, which contains the whole fleet
     _K.STEP_COMMITTED: ("step", "seconds", "reward", "loss", "epoch", "tokens"),
     _K.WEIGHTS_ADMITTED: ("replica", "incarnation"),
 }
-"""Of the body of a kind, what accounts are made from; all of it for kinds that are not named."""
+"""Fields that are kept, by event kind; all fields for other kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentStatistics:
-    """What stories come to. `has_steps` false: an observed job, whose steps the journal does not have."""
+    """Statistics over incidents. `has_steps` is False for an observed job, whose steps are not in the journal."""
 
     times: EttrBreakdown | None
     detection: tuple[DetectionTimes, ...]
@@ -61,54 +61,54 @@ class IncidentStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccountingSnapshot:
-    """`at`: wall seconds of when each was made; None: not yet. `trouble`: why the newest try came to nothing."""
+    """`*_at`: wall seconds of each computation; None: not yet. `error`: why the latest attempt failed."""
 
-    told: IncidentStatistics | None = None
-    told_at: float | None = None
+    statistics: IncidentStatistics | None = None
+    statistics_at: float | None = None
     audit: RunAudit | None = None
     audited_at: float | None = None
-    audit_head: ChainHead | None = None  # of the journal, when it was audited
+    audit_head: ChainHead | None = None  # journal head at the time of the audit
     has_ledger: bool = True
     busy: bool = False
-    trouble: str = ""
+    error: str = ""
 
 
 class AccountingWorker:
-    """Thread-safe; one a process and journal."""
+    """Thread-safe; one per process and journal."""
 
     def __init__(self, settings: Settings, clock: Clock, *, apart_events: int = APART_EVENTS) -> None:
-        """A journal of more than `apart_events` lines is audited in a process of its own."""
+        """A journal with more than `apart_events` events is audited in a child process."""
         self._settings, self._clock, self._apart_events = settings, clock, apart_events
         self._lock = threading.Lock()
-        self._books = AccountingSnapshot()
+        self._snapshot = AccountingSnapshot()
         self._events: list[Event] = []
         self._admitted: set[tuple[object, object]] = set()
         self._seq = 0
         self._thread: threading.Thread | None = None
         self._first = threading.Event()
         self._began: float | None = None
-        self._audit_due = self._told_due = 0.0  # monotonic seconds
-        self._told_head: ChainHead | None = None
+        self._audit_due = self._statistics_due = 0.0  # monotonic seconds
+        self._statistics_head: ChainHead | None = None
 
-    def look(self, *, audit_now: bool = False) -> AccountingSnapshot:
-        """The newest books; begins new ones when they are due."""
+    def latest(self, *, audit_now: bool = False) -> AccountingSnapshot:
+        """The latest result; starts new work when it is due."""
         with self._lock:
             if audit_now:
                 self._audit_due = 0.0
-                self._books = replace(self._books, audit_head=None)
+                self._snapshot = replace(self._snapshot, audit_head=None)
             now = self._clock.monotonic()
-            due = now >= self._told_due or now >= self._audit_due
+            due = now >= self._statistics_due or now >= self._audit_due
             if due and (self._thread is None or not self._thread.is_alive()):
-                self._thread = threading.Thread(target=self._work, name="bookkeeper", daemon=True)
+                self._thread = threading.Thread(target=self._work, name="accounting", daemon=True)
                 self._thread.start()
             began = self._began = now if self._began is None else self._began
-        # Of the first account alone: who comes while a long one is under way is told so at once.
+        # Only for the first result; later callers get the latest one at once.
         self._first.wait(max(0.0, FIRST_SECONDS - (now - began)))
         thread = self._thread
-        return replace(self._books, busy=thread is not None and thread.is_alive())
+        return replace(self._snapshot, busy=thread is not None and thread.is_alive())
 
     def wait(self, seconds: float) -> bool:
-        """Whether the work under way ended within so long."""
+        """Whether the current work finishes within `seconds`."""
         thread = self._thread
         if thread is not None:
             thread.join(seconds)
@@ -121,45 +121,45 @@ class AccountingWorker:
             journal = Journal(self._settings.journal_url, clock=self._clock, create=False)
             try:
                 head = journal.head()
-                self._tell(journal, head)
+                self._update_statistics(journal, head)
                 if head.position > self._apart_events:
-                    self._first.set()  # nobody waits for the audit of a long journal
+                    self._first.set()  # do not wait for the audit of a long journal
                 self._audit(journal, head)
             finally:
                 journal.close()
         except RolecallError as e:
             self._failed(redacted(str(e)))
         except Exception as e:  # noqa: BLE001
-            # A body that is not what its kind must be: a foreign writer. The books say so, and the page lives.
-            self._failed(f"an event cannot be accounted for: {e!r}"[:500])
+            # A malformed event body, written by something else. Report it and keep the page working.
+            self._failed(f"an event cannot be processed: {e!r}"[:500])
         finally:
             self._first.set()
 
     def _failed(self, because: str) -> None:
         with self._lock:
-            self._books = replace(self._books, trouble=because)
-            self._told_due = self._audit_due = self._clock.monotonic() + AUDIT_SECONDS
+            self._snapshot = replace(self._snapshot, error=because)
+            self._statistics_due = self._audit_due = self._clock.monotonic() + AUDIT_SECONDS
 
-    def _tell(self, journal: Journal, head: ChainHead) -> None:
+    def _update_statistics(self, journal: Journal, head: ChainHead) -> None:
         began = self._clock.monotonic()
-        if began < self._told_due:
+        if began < self._statistics_due:
             return
         self._read(journal, head)
         ended = any(e.kind is _K.RUN_ENDED for e in self._events[-200:])
-        told = self._books.told
-        if told is None or head != self._told_head or not ended:
-            told = self._told(journal)
+        statistics = self._snapshot.statistics
+        if statistics is None or head != self._statistics_head or not ended:
+            statistics = self._statistics(journal)
         took = self._clock.monotonic() - began
         with self._lock:
-            self._told_head = head
-            self._told_due = self._clock.monotonic() + max(ACCOUNT_SECONDS, IDLE_FACTOR * took)
-            self._books = replace(self._books, told=told, told_at=self._clock.wall(), trouble="")
+            self._statistics_head = head
+            self._statistics_due = self._clock.monotonic() + max(STATISTICS_SECONDS, IDLE_FACTOR * took)
+            self._snapshot = replace(self._snapshot, statistics=statistics, statistics_at=self._clock.wall(), error="")
 
     def _read(self, journal: Journal, head: ChainHead) -> None:
         while self._seq < head.position:
             page = journal.events(after=self._seq, kinds=KINDS, limit=PAGE_EVENTS, damaged=[])
             self._seq = page[-1].seq if len(page) == PAGE_EVENTS else head.position
-            # What came after the head was asked for comes again with the next look.
+            # Events after the head are read again next time.
             self._events += self._kept(e for e in page if e.seq <= head.position)
             self._seq = min(self._seq, head.position)
 
@@ -168,20 +168,20 @@ class AccountingWorker:
             if event.kind is _K.WEIGHTS_ADMITTED:
                 who = (event.body.get("replica"), event.body.get("incarnation"))
                 if who in self._admitted:
-                    continue  # only the first tells when an incarnation began to serve
+                    continue  # only the first shows when an incarnation started to serve
                 self._admitted.add(who)
             names = _NEEDED.get(event.kind)
             yield event if names is None else replace(event, body={k: event.body[k] for k in names if k in event.body})
 
-    def _told(self, journal: Journal) -> IncidentStatistics:
+    def _statistics(self, journal: Journal) -> IncidentStatistics:
         events, now = self._events, self._clock.wall()
         known = incarnation_records(events, journal.actual())
         faults, note = self._faults()
         replica_faults = [f for f in faults if not f.of_helper]
         joined = summarize_incidents(events, known, replica_faults)
         committed, began = steps(events), training_began(events)
-        over = next((e.wall_at for e in reversed(events) if e.kind is _K.RUN_ENDED), None)
-        until = now if over is None else (committed[-1].at if committed else over)
+        ended_at = next((e.wall_at for e in reversed(events) if e.kind is _K.RUN_ENDED), None)
+        until = now if ended_at is None else (committed[-1].at if committed else ended_at)
         replicas = {r for r, _ in known}
         counted = None
         if began is not None and until > began:
@@ -213,11 +213,11 @@ class AccountingWorker:
         except FileNotFoundError:
             return [], ""
         except (OSError, ValueError) as e:
-            return [], f"the injector's log cannot be used: {e}"
+            return [], f"the injection log cannot be used: {e}"
 
     def _audit(self, journal: Journal, head: ChainHead) -> None:
         began = self._clock.monotonic()
-        if began < self._audit_due or head == self._books.audit_head:
+        if began < self._audit_due or head == self._snapshot.audit_head:
             return
         run = self._settings.run
         url, apart = self._settings.journal_url, head.position > self._apart_events
@@ -225,8 +225,8 @@ class AccountingWorker:
         took = self._clock.monotonic() - began
         with self._lock:
             self._audit_due = self._clock.monotonic() + max(AUDIT_SECONDS, IDLE_FACTOR * took)
-            self._books = replace(
-                self._books,
+            self._snapshot = replace(
+                self._snapshot,
                 audit=found,
                 audited_at=self._clock.wall(),
                 audit_head=head,

@@ -1,8 +1,8 @@
-"""The audit of a long journal, in a process of its own: it reads every line and holds them all, while here pages are drawn.
+"""Audits a long journal in a child process: the audit holds every event in memory, and pages must stay responsive.
 
     python -m rolecall.dashboards.pages.accounting.audit < {"url", "run_id", "path"} > the audit, pickled
 
-The journal's URL, which may hold a password, goes through the pipe and stands in no argument and no environment.
+The journal's URL may contain a password, so it is sent through the pipe, not as an argument or in the environment.
 """
 
 import json
@@ -18,22 +18,22 @@ from rolecall.core.rundir import RunDir
 from rolecall.views.audit import RunAudit, audit_journal
 
 APART_EVENTS = 20_000
-"""From so many lines on: fewer are audited in the second or two that a process needs to start."""
+"""Journals with fewer events are audited in-process, which is faster than starting a process."""
 SECONDS_MAX = 1_800.0
-"""Some 20 million lines; an audit that takes longer is stuck."""
+"""Enough for about 20 million events; a longer audit is stuck."""
 NICENESS = 10
 
 
 def audited(journal: Journal, url: str, run_id: str, run: RunDir | None, *, apart: bool) -> RunAudit:
-    """Raises JournalError: it cannot be audited now."""
+    """`apart`: in a child process. Raises JournalError: the audit is not possible now."""
     if not apart:
         return audit_journal(journal, run_id, run)
-    asked = json.dumps({"url": url, "run_id": run_id, "path": None if run is None else str(run.path)})
+    request = json.dumps({"url": url, "run_id": run_id, "path": None if run is None else str(run.path)})
     argv = [sys.executable, "-m", __name__]
     try:
-        done = subprocess.run(
+        child = subprocess.run(
             argv,
-            input=asked.encode(),
+            input=request.encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             timeout=SECONDS_MAX,
@@ -41,35 +41,33 @@ def audited(journal: Journal, url: str, run_id: str, run: RunDir | None, *, apar
         )
     except (OSError, subprocess.TimeoutExpired) as e:
         reason = (
-            f"no answer within {SECONDS_MAX:.0f} s" if isinstance(e, subprocess.TimeoutExpired) else str(e.strerror)
+            f"not finished after {SECONDS_MAX:.0f} s" if isinstance(e, subprocess.TimeoutExpired) else str(e.strerror)
         )
-        raise JournalUnavailable(where="the audit", reason=reason, hint="`rolecall audit RUN` does the same") from None
-    if done.returncode != 0:
-        reason = f"its process ended with {done.returncode}"
-        raise JournalUnavailable(
-            where="the audit", reason=reason, hint="`rolecall audit RUN` does the same, and says why"
-        )
-    found = pickle.loads(done.stdout)  # what our own child wrote into our pipe
+        raise JournalUnavailable(where="the audit", reason=reason, hint="run `rolecall audit RUN`") from None
+    if child.returncode != 0:
+        reason = f"its process exited with {child.returncode}"
+        raise JournalUnavailable(where="the audit", reason=reason, hint="run `rolecall audit RUN` to see why")
+    found = pickle.loads(child.stdout)  # written by our own child process
     if isinstance(found, Exception):
         raise found
     if not isinstance(found, RunAudit):
-        raise TypeError(f"the audit's process answered with {type(found).__name__}")
+        raise TypeError(f"the audit's process returned {type(found).__name__}")
     return found
 
 
 def main() -> int:
-    """In the child."""
-    asked = json.load(sys.stdin)
+    """Entry point of the child process."""
+    request = json.load(sys.stdin)
     os.nice(NICENESS)
-    run = None if asked["path"] is None else RunDir(Path(asked["path"]))
+    run = None if request["path"] is None else RunDir(Path(request["path"]))
     result: RunAudit | Exception
     try:
-        journal = Journal(asked["url"], create=False)
+        journal = Journal(request["url"], create=False)
         try:
-            result = audit_journal(journal, asked["run_id"], run)
+            result = audit_journal(journal, request["run_id"], run)
         finally:
             journal.close()
-    except Exception as e:  # noqa: BLE001 - raised where it was asked for
+    except Exception as e:  # noqa: BLE001 - raised in the parent
         result = e
     sys.stdout.buffer.write(pickle.dumps(result))
     return 0

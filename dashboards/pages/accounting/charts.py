@@ -1,4 +1,4 @@
-"""Charts of the page `Accounting`."""
+"""Charts of the Accounting page."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -13,12 +13,12 @@ DAY_SECONDS = 86_400.0
 
 
 def ettr_chart(slices: Sequence[Slice]) -> Any:
-    """A bar a slice; its height is the ratio, so that colour says nothing that the axis does not."""
+    """ETTR of each time slice as a bar."""
     rows = [
         {
             "start": datetime.fromtimestamp(s.start, UTC).isoformat(),
             "end": datetime.fromtimestamp(s.end, UTC).isoformat(),
-            # As text: a browser tells times in a tooltip by its own zone.
+            # As text, because the browser formats tooltip times in its own time zone.
             "from (UTC)": datetime.fromtimestamp(s.start, UTC).strftime("%Y-%m-%d %H:%M"),
             "ETTR": s.ettr,
             "steps": s.num_steps,
@@ -49,16 +49,16 @@ def ettr_chart(slices: Sequence[Slice]) -> Any:
 
 
 def _times(slices: Sequence[Slice]) -> Any:
-    """Of 24 hours: by itself Vega counts twelve."""
+    """24-hour labels; Vega's default is 12-hour."""
     days = bool(slices) and slices[-1].end - slices[0].start > DAY_SECONDS
     return alt.Axis(format="%m-%d %H:%M" if days else "%H:%M", tickCount=6, labelOverlap=True, labelFlush=True)
 
 
 def lost_chart(lost: Sequence[LostTimeShare]) -> Any:
-    """A bar a name, longest first, with its seconds."""
+    """Lost seconds as a bar per name, longest first."""
     rows = [{"name": plain(part.name, 60), "seconds": round(part.seconds, 1)} for part in lost]
     base = alt.Chart(alt.Data(values=rows)).encode(
-        # Every bar has its name: room for it is kept, and none is left out for want of room.
+        # Every bar keeps its label, even if labels overlap.
         y=alt.Y("name:N", title=None, sort=None, axis=alt.Axis(labelOverlap=False, labelLimit=140, minExtent=60)),
         x=alt.X("seconds:Q", title="seconds of the whole run"),
         tooltip=["name:N", "seconds:Q"],

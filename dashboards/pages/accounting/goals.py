@@ -1,7 +1,7 @@
-"""How fast faults are found and resolved, against the goals, by the kind of evidence that finds them. Pure.
+"""Detection and recovery times compared with the goals, by detection channel. Pure.
 
-From fault to finding: for an injected fault from its true moment, for every other one from the onset that its diagnosis
-gives, which is an estimate made by the same detector, and shown apart. From finding to serving and resolved: as `timeline.py`.
+The time to detect of an injected fault starts at the injection. For any other fault it starts at the diagnosed onset,
+which the same detector estimates, so the two are shown separately.
 """
 
 import statistics
@@ -20,18 +20,18 @@ GOAL_SECONDS: dict[DetectionChannel, float] = {
     DetectionChannel.COLLECTIVE: 10.0,
     DetectionChannel.SLOW: 30.0,
 }
-"""From fault to finding, with metrics straight from agents. Wrong values have a goal of one step; others have none."""
+"""From fault to detection, with metrics read directly from agents. Wrong values have a goal of one step; others none."""
 OF_COLLECTIVES = frozenset({"nccl", "nccl_ras", "nccl_inspector", "flight_recorder", "lost", "infiniband_trees"})
 OF_MACHINES = frozenset({"node", "kernel-log"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectionTimes:
-    """`share`: of those within the goal; None where there is no goal, or nothing to count."""
+    """`share`: within the goal; None without a goal."""
 
     evidence: DetectionChannel
     goal_seconds: float | None
-    injected: bool  # whether the true moment of the faults is known
+    injected: bool  # whether the true time of the faults is known
     num: int
     median_seconds: float | None
     worst_seconds: float | None
@@ -40,7 +40,7 @@ class DetectionTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoveryTimes:
-    """Of the incidents of one class on which something was done. Seconds from the finding."""
+    """Incidents of one fault class with an action. Seconds from detection."""
 
     fault_class: str
     num: int
@@ -53,7 +53,7 @@ class RecoveryTimes:
 
 
 def evidence_of(d: Diagnosis) -> DetectionChannel:
-    """By the class of the fault and who found it."""
+    """The channel of a diagnosis, by fault class and detector."""
     seen, channel = frozenset(d.detectors), d.fault_class.spec.channel
     if channel is DetectionChannel.COLLECTIVE and seen & OF_MACHINES:
         return DetectionChannel.HARDWARE
@@ -63,11 +63,11 @@ def evidence_of(d: Diagnosis) -> DetectionChannel:
 
 
 def detection(stories: Iterable[IncidentSummary]) -> tuple[DetectionTimes, ...]:
-    """A line for each kind of evidence that found something, injected faults and others apart."""
+    """One row per channel with detections; injected and other faults separately."""
     found: dict[tuple[DetectionChannel, bool], list[float]] = {}
     for story in stories:
         if PERSON in story.diagnosis.detectors or (story.fault is not None and not story.named_right):
-            continue  # a request is no finding, and the wrong name is none of this fault
+            continue  # an operator request is no detection, and a wrong suspect is no detection of this fault
         key = evidence_of(story.diagnosis), story.fault is not None
         found.setdefault(key, []).append(max(0.0, story.detected_at - story.began_at))
     order = list(DetectionChannel)
@@ -90,7 +90,7 @@ def _detected(evidence: DetectionChannel, injected: bool, seconds: Sequence[floa
 
 
 def recovery(stories: Iterable[IncidentSummary]) -> tuple[RecoveryTimes, ...]:
-    """A line for each class of fault on which an action was started."""
+    """One row per fault class with a started action."""
     found: dict[str, list[IncidentSummary]] = {}
     for story in stories:
         if story.action_started_at is not None:

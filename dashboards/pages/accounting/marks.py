@@ -1,7 +1,7 @@
-"""How often a diagnosis is right on this cluster, as its people marked them. Pure.
+"""Diagnosis precision on this cluster, from operator reviews. Pure.
 
-Precision is the share of marked diagnoses that were right, with the interval of Wilson (1927) at 95 %: it stays honest when
-few are marked, and when all of them were right.
+Precision is the share of reviewed diagnoses that were right, with the 95 % interval of Wilson (1927), which remains valid
+for few reviews and when all of them were right.
 """
 
 import math
@@ -13,7 +13,7 @@ from rolecall.recovery.incidents.incident import Incident
 
 Z_95 = 1.959964
 FEW = 10
-"""Fewer marks than this say little: seven right of seven leave everything above 65 % possible."""
+"""Fewer reviews than this say little: seven right of seven are compatible with any precision above 65 %."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +31,12 @@ class Precision:
 
     @property
     def sentence(self) -> str:
-        """How sure one may be."""
+        """The precision in a sentence."""
         if self.ratio is None or self.low is None or self.high is None:
-            return "no diagnosis is marked: nothing is known"
-        told = f"{self.num_right} of {self.num_marked} marked diagnoses were right: {self.ratio:.0%}"
-        told += f" (95 % interval {self.low:.0%} to {self.high:.0%})"
-        return f"{told}; that is few to go by" if self.num_marked < FEW else told
+            return "No diagnosis has been reviewed yet."
+        text = f"{self.num_right} of {self.num_marked} reviewed diagnoses were right: {self.ratio:.0%}"
+        text += f" (95 % interval {self.low:.0%} to {self.high:.0%})"
+        return f"{text}; too few reviews for a precise estimate" if self.num_marked < FEW else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class PrecisionSummary:
 
 
 def wilson(num_right: int, num: int) -> tuple[float, float] | None:
-    """Interval of a share, 0..1; None of nothing."""
+    """Confidence interval of a share, 0..1; None without data."""
     if num <= 0:
         return None
     p, z2 = num_right / num, Z_95 * Z_95
@@ -57,12 +57,12 @@ def wilson(num_right: int, num: int) -> tuple[float, float] | None:
 
 
 def markable(incidents: Iterable[Incident]) -> tuple[Incident, ...]:
-    """What detectors said, newest first: a request of a person is no diagnosis."""
+    """Incidents with a diagnosis by detectors, newest first, without operator requests."""
     return tuple(sorted((i for i in incidents if not i.requested_by_operator), key=lambda i: i.opened_at, reverse=True))
 
 
 def marks(incidents: Iterable[Incident]) -> PrecisionSummary:
-    """A diagnosis of two detectors counts for both; of the class that it has by now."""
+    """A diagnosis by two detectors counts for both. The fault class is the current one."""
     found = markable(incidents)
     classes: dict[str, list[Incident]] = {}
     detectors: dict[str, list[Incident]] = {}

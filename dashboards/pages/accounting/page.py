@@ -1,4 +1,4 @@
-"""The page `Accounting`: is every prompt group accounted for, what was the time worth, how fast and how right are we."""
+"""The Accounting page: audit of prompt groups, ETTR and lost time, detection and recovery times, diagnosis precision."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -13,7 +13,7 @@ from rolecall.dashboards.pages.accounting.accounts import AccountingSnapshot, Ac
 from rolecall.dashboards.pages.accounting.charts import ettr_chart, lost_chart
 from rolecall.dashboards.pages.accounting.marks import FEW, Precision, markable, marks
 from rolecall.dashboards.pages.accounting.time import EttrBreakdown, LostTimeShare
-from rolecall.dashboards.pages.operations.buttons import answer, as_commands, form
+from rolecall.dashboards.pages.operations.buttons import as_commands, form, show_result
 from rolecall.dashboards.pages.operations.commands import OperatorCommand, OperatorCommandKind
 from rolecall.dashboards.pages.shell import page, reader
 from rolecall.dashboards.pages.sign_in import Viewer, follow, sidebar
@@ -22,64 +22,64 @@ from rolecall.recovery.incidents.incident import Incident
 
 AUDIT_NOW = "accounting.audit"
 INCIDENTS_SHOWN = 1000
-"""In the table of marks, newest first; older ones are marked with `rolecall mark`."""
+"""Rows of the review table, newest first; review older ones with `rolecall mark`."""
 PROBLEMS_SHOWN = 50
 
 
 def show() -> None:
     sidebar(reader())
-    page("Accounting", _draw, slow=_draw_told)
+    page("Accounting", _draw, slow=_draw_statistics)
 
 
 @st.cache_resource(show_spinner=False)
-def _keeper(_settings: Settings, journal_url: str, run: str) -> AccountingWorker:
+def _worker(_settings: Settings, journal_url: str, run: str) -> AccountingWorker:
     return AccountingWorker(_settings, SystemClock())
 
 
-def keeper(settings: Settings) -> AccountingWorker:
-    """The one bookkeeper of this process, for this journal."""
-    return _keeper(settings, settings.journal_url, str(settings.run.path) if settings.run else "")
+def worker(settings: Settings) -> AccountingWorker:
+    """The accounting worker of this process for this journal."""
+    return _worker(settings, settings.journal_url, str(settings.run.path) if settings.run else "")
 
 
 def _draw(r: Reader, look: JournalSnapshot) -> None:
-    person, now = follow(r), r.now()
-    answer()
-    books = keeper(r.settings).look(audit_now=bool(st.session_state.pop(AUDIT_NOW, False)))
-    if books.trouble:
-        st.warning("The books could not be made up.", icon=":material/report:")
-        st.text(plain(books.trouble))
-    _audit(books, now)
-    _marks(r, person, tuple(look.book.incidents.values()))
+    viewer, now = follow(r), r.now()
+    show_result()
+    accounts = worker(r.settings).latest(audit_now=bool(st.session_state.pop(AUDIT_NOW, False)))
+    if accounts.error:
+        st.warning("The accounts could not be computed.", icon=":material/report:")
+        st.text(plain(accounts.error))
+    _audit(accounts, now)
+    _marks(r, viewer, tuple(look.book.incidents.values()))
 
 
-def _draw_told(r: Reader, _look: JournalSnapshot) -> None:
-    told = keeper(r.settings).look().told
-    if told is None:
-        st.text("The accounts are being made up: the journal is long, or its database slow.")
+def _draw_statistics(r: Reader, _look: JournalSnapshot) -> None:
+    statistics = worker(r.settings).latest().statistics
+    if statistics is None:
+        st.text("Computing statistics: the journal is long or its database slow.")
         return
-    _effective(told)
-    _speed(told)
+    _effective(statistics)
+    _speed(statistics)
 
 
 # --- audit --------------------------------------------------------------------------------------------------------
 
 
-def _audit(books: AccountingSnapshot, now: float) -> None:
+def _audit(accounts: AccountingSnapshot, now: float) -> None:
     st.subheader("Prompt groups")
-    found = books.audit
-    if found is None:
-        st.text("The audit is under way.")
+    audit = accounts.audit
+    if audit is None:
+        st.text("The audit is running.")
         return
-    if found.ok and books.has_ledger:
-        st.success("✓ The audit holds.", icon=":material/check_circle:")
-    elif found.ok:
-        st.info("The journal's chain holds. This job keeps no ledger: its prompt groups are not rolecall's to count.")
+    if audit.ok and accounts.has_ledger:
+        st.success("✓ Audit passed.", icon=":material/check_circle:")
+    elif audit.ok:
+        st.info("The journal's hash chain is valid. This job has no ledger, so prompt groups are not audited.")
     else:
-        st.error(f"✗ The audit found {len(found.problems)} problem(s).", icon=":material/error:")
-        for problem in found.problems[:PROBLEMS_SHOWN]:
+        st.error(f"✗ The audit found {len(audit.problems)} problem(s).", icon=":material/error:")
+        for problem in audit.problems[:PROBLEMS_SHOWN]:
             st.text(plain(problem))
-    if books.has_ledger:
-        groups = found.ledger
+    if accounts.has_ledger:
+        groups = audit.ledger
         in_flight = max(0, groups.groups_issued - groups.groups_trained - groups.groups_dropped)
         with st.container(horizontal=True):
             for label, value in (
@@ -92,13 +92,13 @@ def _audit(books: AccountingSnapshot, now: float) -> None:
             ):
                 st.metric(label, value)
         for reason, num in sorted(groups.dropped_by_reason.items()):
-            st.text(plain(f"{num} dropped because {reason}"))
-    for note in found.notes:
+            st.text(plain(f"{num} dropped: {reason}"))
+    for note in audit.notes:
         st.text(plain(note))
-    head = found.journal.position
-    when = f", {age(now - books.audited_at)} ago" if books.audited_at is not None else ""
-    st.text(f"{head} events and {found.ledger.head.position} ledger lines, {found.num_anchors} anchors{when}")
-    st.button("Audit again", key="accounting.again", disabled=books.busy, on_click=_ask_for_audit)
+    head = audit.journal.position
+    when = f", {age(now - accounts.audited_at)} ago" if accounts.audited_at is not None else ""
+    st.text(f"{head} events, {audit.ledger.head.position} ledger entries, {audit.num_anchors} anchors{when}")
+    st.button("Audit again", key="accounting.again", disabled=accounts.busy, on_click=_ask_for_audit)
 
 
 def _ask_for_audit() -> None:
@@ -108,13 +108,13 @@ def _ask_for_audit() -> None:
 # --- time ---------------------------------------------------------------------------------------------------------
 
 
-def _effective(told: IncidentStatistics) -> None:
+def _effective(statistics: IncidentStatistics) -> None:
     st.subheader("Effective training time")
-    t = told.times
+    t = statistics.times
     if t is None or not t.num_replicas:
         st.text(
-            "Not known: no epoch with a trainer and a rollout stands in the journal. Of a job that rolecall only "
-            "observes, the time is not its to count."
+            "Not available: the journal has no epoch with a trainer and a rollout. rolecall does not account for the time of "
+            "jobs that it only observes."
         )
         return
     width = {3600.0: "hour", 60.0: "minute"}.get(t.slice_seconds, f"{t.slice_seconds / 60:.0f} minutes")
@@ -126,19 +126,19 @@ def _effective(told: IncidentStatistics) -> None:
     with st.expander(f"By {width}, as a table"):
         _slices(t)
     st.caption(
-        f"By {width}: the share of replicas at work, each second. A lost rollout counts as lost; while a step is "
-        "interrupted no trainer counts. Rollouts that go on generating count."
+        f"Share of productive replicas, by {width}. A lost rollout counts as lost; while a step is interrupted, no "
+        "trainer counts as productive; rollouts that keep generating do."
     )
     if not t.lost_seconds:
-        st.text("No time was lost to a fault.")
+        st.text("No time was lost to faults.")
         return
     roles, classes, tops = st.columns(3)
     with roles:
         _lost("by role", t.by_role)
     with classes:
-        _lost("by class of fault", t.by_class)
+        _lost("by fault class", t.by_class)
     with tops:
-        _lost("by incident, the first ten", t.by_incident)
+        _lost("by incident (top ten)", t.by_incident)
 
 
 def _slices(t: EttrBreakdown) -> None:
@@ -157,7 +157,7 @@ def _slices(t: EttrBreakdown) -> None:
 
 
 def _lost(title: str, parts: Sequence[LostTimeShare]) -> None:
-    st.markdown(f"**Lost {title}**")
+    st.markdown(f"**Lost time {title}**")
     st.altair_chart(lost_chart(parts), width="stretch")
     with st.container(gap="xxsmall"):
         for part in parts:
@@ -167,25 +167,25 @@ def _lost(title: str, parts: Sequence[LostTimeShare]) -> None:
 # --- speed --------------------------------------------------------------------------------------------------------
 
 
-def _speed(told: IncidentStatistics) -> None:
-    st.subheader("From fault to finding, against the goals")
-    if told.note:
-        st.warning("Injected faults cannot be told.", icon=":material/report:")
-        st.text(plain(told.note))
-    if told.num_injected:
+def _speed(statistics: IncidentStatistics) -> None:
+    st.subheader("Time to detect, compared with the goals")
+    if statistics.note:
+        st.warning("The injection log cannot be used.", icon=":material/report:")
+        st.text(plain(statistics.note))
+    if statistics.num_injected:
         st.text(
-            f"{told.num_injected} faults were injected; {told.num_missed} were missed, and {told.num_false_alarms} "
-            "incident(s) belong to none of them."
+            f"{statistics.num_injected} faults were injected, {statistics.num_missed} were missed; {statistics.num_false_alarms} "
+            "incident(s) match none of them."
         )
-    if not told.detection:
-        st.text("Nothing was found yet.")
+    if not statistics.detection:
+        st.text("No fault was detected yet.")
     else:
-        rows = told.detection
+        rows = statistics.detection
         st.dataframe(
             {
-                "found by": [str(d.evidence) for d in rows],
+                "detected by": [str(d.evidence) for d in rows],
                 "goal": [f"< {d.goal_seconds:g} s" if d.goal_seconds else "–" for d in rows],
-                "counted from": ["injection" if d.injected else "onset (estimate)" for d in rows],
+                "measured from": ["injection" if d.injected else "onset (estimated)" for d in rows],
                 "n": [d.num for d in rows],
                 "median": [seconds(d.median_seconds) for d in rows],
                 "worst": [seconds(d.worst_seconds) for d in rows],
@@ -194,28 +194,30 @@ def _speed(told: IncidentStatistics) -> None:
             hide_index=True,
             width="stretch",
         )
-        st.caption("The goals are for metrics straight from agents; with Prometheus the scrape interval comes on top.")
-    st.subheader("From finding to cure")
-    if not told.recovery:
-        st.text("No action was started yet.")
+        st.caption(
+            "The goals apply to metrics read directly from agents; with Prometheus the scrape interval is added."
+        )
+    st.subheader("Time to recover")
+    if not statistics.recovery:
+        st.text("No action has started yet.")
         return
     st.dataframe(
         {
-            "class": [c.fault_class for c in told.recovery],
-            "acted on": [c.num for c in told.recovery],
-            "resolved": [c.num_resolved for c in told.recovery],
-            "resolved after, median": [seconds(c.resolved_median) for c in told.recovery],
-            "worst": [seconds(c.resolved_worst) for c in told.recovery],
-            "serve again": [c.num_served for c in told.recovery],
-            "serve after, median": [seconds(c.serving_median) for c in told.recovery],
-            "the worst": [seconds(c.serving_worst) for c in told.recovery],
+            "class": [c.fault_class for c in statistics.recovery],
+            "incidents": [c.num for c in statistics.recovery],
+            "resolved": [c.num_resolved for c in statistics.recovery],
+            "resolved after, median": [seconds(c.resolved_median) for c in statistics.recovery],
+            "resolved after, worst": [seconds(c.resolved_worst) for c in statistics.recovery],
+            "serving again": [c.num_served for c in statistics.recovery],
+            "serving after, median": [seconds(c.serving_median) for c in statistics.recovery],
+            "serving after, worst": [seconds(c.serving_worst) for c in statistics.recovery],
         },
         hide_index=True,
         width="stretch",
     )
     st.caption(
-        "Counted from the finding. Resolved: the replacement serves, and was later seen to finish work; the time is when it "
-        "began to serve."
+        "Measured from detection. Resolved: the replacement serves and was later verified to make progress; the time is when "
+        "it started to serve."
     )
 
 
@@ -228,46 +230,46 @@ def _within(share: float | None) -> str:
 # --- marks --------------------------------------------------------------------------------------------------------
 
 
-def _marks(r: Reader, person: Viewer, incidents: Sequence[Incident]) -> None:
-    st.subheader("Were the diagnoses right?")
+def _marks(r: Reader, viewer: Viewer, incidents: Sequence[Incident]) -> None:
+    st.subheader("Diagnosis precision")
     found = marks(incidents)
     st.text(found.of_all.sentence)
     unmarked, known = found.of_all.num_unmarked, found.of_all.num_marked + found.of_all.num_unmarked
-    st.text(f"{unmarked:,} of {known:,} are not marked yet.")
+    st.text(f"{unmarked:,} of {known:,} are not reviewed yet.")
     if found.of_all.num_marked:
-        for title, rows in (("by class of fault", found.by_class), ("by detector", found.by_detector)):
+        for title, rows in (("by fault class", found.by_class), ("by detector", found.by_detector)):
             st.markdown(f"**Precision {title}**")
             _precision(rows)
-        st.caption(f"With fewer than {FEW} marks the interval is what counts, not the share.")
+        st.caption(f"With fewer than {FEW} reviews, rely on the interval, not on the share.")
     listed = markable(incidents)[:INCIDENTS_SHOWN]
     if not listed:
-        st.text("No diagnosis was made yet.")
+        st.text("No diagnoses yet.")
         return
     st.dataframe(
         {
-            "mark": [_mark_told(i) for i in listed],
+            "review": [_review(i) for i in listed],
             "incident": [plain(i.incident_id) for i in listed],
             "class": [str(i.diagnosis.fault_class) for i in listed],
             "outcome": [str(i.outcome or i.state) for i in listed],
             "by": [plain(i.mark.by) if i.mark else "" for i in listed],
-            "what": [plain(i.diagnosis.because) for i in listed],
-            "why": [plain(i.mark.because) if i.mark else "" for i in listed],
+            "diagnosis": [plain(i.diagnosis.because) for i in listed],
+            "reason": [plain(i.mark.because) if i.mark else "" for i in listed],
         },
         hide_index=True,
         width="stretch",
         height=min(320, 38 + 35 * len(listed)),
     )
-    chosen = st.selectbox("Mark", [plain(i.incident_id) for i in listed], key="accounting.mark")
+    chosen = st.selectbox("Review", [plain(i.incident_id) for i in listed], key="accounting.mark")
     incident = next((i for i in listed if plain(i.incident_id) == chosen), None)
     if incident is not None:
         st.text(plain(incident.diagnosis.because))
         right = OperatorCommand(what=OperatorCommandKind.MARK_RIGHT, on=incident.incident_id)
         wrong = OperatorCommand(what=OperatorCommandKind.MARK_WRONG, on=incident.incident_id)
-        form(r, person, f"mark:{incident.incident_id}", {"✓ Right": right, "✗ Wrong": wrong})
-        as_commands(r, person, right, wrong)
+        form(r, viewer, f"mark:{incident.incident_id}", {"✓ Right": right, "✗ Wrong": wrong})
+        as_commands(r, viewer, right, wrong)
 
 
-def _mark_told(i: Incident) -> str:
+def _review(i: Incident) -> str:
     if i.mark is None:
         return "–"
     return "✓ right" if i.mark.right else "✗ wrong"
@@ -276,10 +278,10 @@ def _mark_told(i: Incident) -> str:
 def _precision(rows: Sequence[Precision]) -> None:
     st.dataframe(
         {
-            "of": [plain(p.name) for p in rows],
+            "name": [plain(p.name) for p in rows],
             "right": [p.num_right for p in rows],
-            "marked": [p.num_marked for p in rows],
-            "not marked": [p.num_unmarked for p in rows],
+            "reviewed": [p.num_marked for p in rows],
+            "not reviewed": [p.num_unmarked for p in rows],
             "precision": [f"{p.ratio:.0%}" if p.ratio is not None else "–" for p in rows],
             "95 % interval": [f"{p.low:.0%} to {p.high:.0%}" if p.low is not None else "–" for p in rows],
             "": ["few" if p.num_marked < FEW else "" for p in rows],

@@ -1,7 +1,7 @@
-"""ETTR hour by hour, and where the lost time went: by role, by class of fault, by incident. Pure.
+"""ETTR per hour, and lost time by role, fault class and incident. Pure.
 
-The definition is `effective.ettr`, over each hour by itself. A run that goes on is counted up to now, one that is over up to
-its last committed step. What an hour lacks to 1 is shared among the incidents as `lost_time.lost_between` does.
+ETTR is defined by `views.ettr.ettr`, applied to each hour. A live run counts up to now, an ended one up to its last
+committed step. `views.lost_time.lost_between` attributes the lost time to incidents.
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,16 +14,16 @@ from rolecall.views.lost_time import CausedLoss, lost_between
 
 HOUR_SECONDS = 3600.0
 SHORT_RUNS = ((1800.0, 60.0), (3 * HOUR_SECONDS, 300.0))
-"""(shorter than, seconds of a slice): of a run of a few hours two bars would tell nothing."""
+"""(run shorter than, slice length), seconds: a run of a few hours needs finer bars."""
 SLICES_MAX = 24 * 62
-"""Two months of hours; of a longer run the newest are shown."""
-UNNOTICED = "not noticed"
+"""Two months of hours; a longer run shows the newest."""
+UNDETECTED = "undetected"
 TOP_INCIDENTS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """One hour, or what of it the run was there. Times are wall seconds."""
+    """One hour, or the part of it in which the run existed. Times are wall seconds."""
 
     start: float
     end: float
@@ -37,7 +37,7 @@ class Slice:
 class LostTimeShare:
     name: str
     seconds: float
-    share: float  # of all that was lost
+    share: float  # of all lost time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ def times(
                 end=end,
                 ettr=ratio,
                 lost_seconds=(1.0 - ratio) * (end - start) if ratio is not None else 0.0,
-                # The last commit ends the counted time of a run that is over, and belongs to it.
+                # The last commit ends the counted time of an ended run and is included.
                 num_steps=(bisect_right if end == until else bisect_left)(commits, end) - bisect_left(commits, start),
                 num_incidents=bisect_left(opened, end) - bisect_left(opened, start),
             )
@@ -109,17 +109,17 @@ def times(
 
 
 def _caused(joined: MatchedIncidents, end: float) -> list[CausedLoss]:
-    """Every loss with the incident that tells of it."""
+    """Every loss with its incident."""
     found = []
     for story in joined.stories:
         alone = MatchedIncidents(stories=(story,), missed=(), false_alarms=())
         found += [CausedLoss(loss=loss, fault=story.incident_id) for loss in losses(alone, end)]
     unseen: Sequence[Loss] = losses(MatchedIncidents(stories=(), missed=joined.missed, false_alarms=()), end)
-    return found + [CausedLoss(loss=loss, fault=UNNOTICED) for loss in unseen]
+    return found + [CausedLoss(loss=loss, fault=UNDETECTED) for loss in unseen]
 
 
 def _ranked(parts: Iterable[tuple[str, float]]) -> tuple[LostTimeShare, ...]:
-    """Added up by name, most first."""
+    """Sums by name, largest first."""
     seconds: dict[str, float] = {}
     for name, part in parts:
         seconds[name] = seconds.get(name, 0.0) + part

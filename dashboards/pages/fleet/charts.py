@@ -1,4 +1,4 @@
-"""Charts of the page `Fleet`."""
+"""Charts of the Fleet page."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -10,15 +10,15 @@ from rolecall.core.text import plain
 from rolecall.recovery.incidents.incident import Incident
 
 SPARE_SECONDS = 60.0
-"""Left and right of the first and the last: one incident alone stands in the middle of two minutes."""
+"""Padding before the first and after the last incident; a single incident is centred in two minutes."""
 
 
 def incidents_chart(found: Sequence[Incident]) -> Any:
-    """A node's incidents over time, a row a class: place and shape say the class, colour repeats it."""
+    """A node's incidents over time, one row per fault class. Row and shape encode the class; colour repeats it."""
     rows = [
         {
             "at": datetime.fromtimestamp(i.opened_at, UTC).isoformat(),
-            # As text: a browser tells times in a tooltip by its own zone.
+            # As text, because the browser formats tooltip times in its own time zone.
             "opened (UTC)": datetime.fromtimestamp(i.opened_at, UTC).strftime("%Y-%m-%d %H:%M:%S"),
             "class": str(i.diagnosis.fault_class),
             "outcome": str(i.outcome or "open"),

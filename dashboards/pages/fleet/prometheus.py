@@ -1,4 +1,4 @@
-"""What Prometheus says of nodes and GPUs now, asked in a thread of its own: a page never waits for a server that is away."""
+"""Node and GPU status from Prometheus, polled in a background thread, so a page never waits for the server."""
 
 import threading
 from dataclasses import dataclass, field, replace
@@ -14,9 +14,9 @@ from rolecall.detector.sources.prometheus_api import (
 )
 
 ASK_SECONDS = 10.0
-"""Between two rounds of questions. Counters of hardware move slowly, and the server has other readers."""
+"""Poll interval. Hardware counters change slowly, and the server has other clients."""
 FIRST_SECONDS = 0.7
-"""How long the first page waits for the first answer."""
+"""How long the first page waits for the first response."""
 LIMITS = PrometheusClientLimits(answer_bytes_max=8 << 20, connect_seconds=2.0, answer_seconds=5.0, patience_seconds=0.0)
 COUNTS = "sum by (node, instance, gpu, xid) (rolecall_xid_events_total)"
 LAST_SEEN = "max by (node, instance, gpu, xid) (rolecall_xid_last_timestamp_seconds)"
@@ -25,21 +25,21 @@ AGENTS = (
     "up * on (job, instance) group_left (node) "
     "group by (job, instance, node) (last_over_time(rolecall_agent_build_info[1d]))"
 )
-"""An agent that is away tells its node no more: the last that it told counts."""
+"""An agent that is down no longer reports its node, so the last reported one is used."""
 DCGM = "max by (hostname, Hostname, instance, gpu) (DCGM_FI_DEV_XID_ERRORS) > 0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetMetricsSnapshot:
-    """The newest answers. `away`: why there are none newer, empty when all is well; `at`: wall seconds of the answers."""
+    """The latest response. `error`: why there is no newer one, empty if there is; `at`: wall seconds of the response."""
 
     live: FleetMetrics = field(default_factory=FleetMetrics)
     at: float | None = None
-    away: str = ""
+    error: str = ""
 
 
 class FleetMetricsPoller:
-    """Thread-safe; one a process and server."""
+    """Thread-safe; one per process and server."""
 
     def __init__(self, url: str, authorization: str, clock: Clock, run_id: str = "") -> None:
         self._url, self._authorization, self._clock, self._run_id = url, authorization, clock, run_id
@@ -48,8 +48,8 @@ class FleetMetricsPoller:
         self._asked_at: float | None = None
         self._answered = threading.Event()
 
-    def look(self) -> FleetMetricsSnapshot:
-        """The newest answers; asks anew when they are old. Waits for the very first ones, and not for long."""
+    def latest(self) -> FleetMetricsSnapshot:
+        """The latest response; starts a new poll when it is old. Waits briefly for the very first one."""
         with self._lock:
             now = self._clock.monotonic()
             first = self._asked_at is None
@@ -62,7 +62,7 @@ class FleetMetricsPoller:
         return self._seen
 
     def wait(self, seconds: float) -> bool:
-        """Whether the round of questions under way was answered within so long."""
+        """Whether the current poll finishes within `seconds`."""
         return self._answered.wait(seconds)
 
     def _ask(self) -> None:
@@ -70,7 +70,7 @@ class FleetMetricsPoller:
             live = self._live()
             self._seen = FleetMetricsSnapshot(live=live, at=self._clock.wall())
         except (PrometheusUnavailable, PrometheusResponseTooLarge, RolecallError) as e:
-            self._seen = replace(self._seen, away=str(e))
+            self._seen = replace(self._seen, error=str(e))
         finally:
             self._answered.set()
 

@@ -1,6 +1,6 @@
-"""Everything that one incident's page shows, made once for each state of it and kept for all who look.
+"""Page model of each incident, computed once per state and shared by all sessions.
 
-A closed incident changes no more: what was made of it stands until the page's memory is needed for others.
+A closed incident does not change, so its model stays cached until it is evicted.
 """
 
 import threading
@@ -13,7 +13,7 @@ from rolecall.dashboards.pages.incidents.cost import IncidentCost, cost
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs, read
 from rolecall.dashboards.pages.incidents.prometheus import from_prometheus
 from rolecall.dashboards.pages.incidents.signals import Signal, Signals, from_window, of_commits, of_the_policy
-from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, build_timeline, story_of
+from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, build_timeline, incident_summary
 from rolecall.dashboards.pages.incidents.view import (
     CollectedEvidenceSection,
     FindingSection,
@@ -26,14 +26,14 @@ from rolecall.dashboards.pages.incidents.view import (
     plan_sections,
     recovery_section,
 )
-from rolecall.dashboards.pages.incidents.what_if import Margin, WhatIf, asked, margins, what_if
+from rolecall.dashboards.pages.incidents.what_if import Margin, WhatIf, decision_inputs, margins, what_if
 from rolecall.dashboards.settings import Settings
 from rolecall.detector.base.findings import COLLAPSE
 
 KEPT_MAX = 32
-"""Incidents whose pages are kept: a window takes some megabytes."""
+"""Cached incidents; a telemetry window takes some megabytes."""
 SETTLED_SECONDS = 120.0
-"""So long after its close an incident may still get evidence; then nothing of it is read again."""
+"""Evidence may still arrive this long after the close; then the incident is not read again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class IncidentPageModel:
     timeline: IncidentTimeline
     signals: Signals
     run: tuple[Signal, ...]
-    """The run's own pace through all of it; of a collapse, what became of the policy as well."""
+    """Signals of the whole run: step times, and policy health for a collapse."""
     findings: tuple[FindingSection, ...]
     collected_evidence: tuple[CollectedEvidenceSection, ...]
     plan_sections: tuple[PlanSection, ...]
@@ -53,24 +53,24 @@ class IncidentPageModel:
     margins: tuple[Margin, ...]
 
 
-def whole(m: IncidentPageInputs, signals: Signals | None = None) -> IncidentPageModel:
-    """`signals`: those of a Prometheus server, in place of the window's. Pure."""
-    story = story_of(m)
-    question = asked(m)
+def page_model(m: IncidentPageInputs, signals: Signals | None = None) -> IncidentPageModel:
+    """`signals`: from Prometheus, instead of the stored window. Pure."""
+    summary = incident_summary(m)
+    inputs = decision_inputs(m)
     if signals is None:
         signals = signals_of(m)
     return IncidentPageModel(
         material=m,
-        head=head(m, story),
-        timeline=build_timeline(m, story),
+        head=head(m, summary),
+        timeline=build_timeline(m, summary),
         signals=signals,
         run=_of_the_run(m),
         findings=findings(m),
         collected_evidence=collected_evidence(m),
         plan_sections=plan_sections(m),
-        recovery_section=recovery_section(m, story),
-        cost=cost(m, story, signals.gpus_per_process),
-        what_if=what_if(question) if question is not None else None,
+        recovery_section=recovery_section(m, summary),
+        cost=cost(m, summary, signals.gpus_per_process),
+        what_if=what_if(inputs) if inputs is not None else None,
         margins=margins(m.incident.diagnosis) if m.incident else (),
     )
 
@@ -82,7 +82,7 @@ def _of_the_run(m: IncidentPageInputs) -> tuple[Signal, ...]:
 
 
 def _same_signals(before: IncidentPageModel, m: IncidentPageInputs) -> bool:
-    """Whether nothing new can be drawn: they depend on window and diagnosis alone, and cost most of a page."""
+    """Whether the signals are unchanged: they depend on window and diagnosis only, and are the most expensive part."""
     then, now = before.material.incident, m.incident
     same = then is not None and now is not None and then.diagnosis == now.diagnosis
     return same and bool(before.signals.signals) and before.material.window is not None
@@ -92,21 +92,21 @@ def signals_of(m: IncidentPageInputs) -> Signals:
     if m.incident is None:
         return Signals(missing="the diagnosis cannot be read")
     if m.window is None:
-        return Signals(missing="no window is stored with this incident")
+        return Signals(missing="no telemetry window is stored with this incident")
     return from_window(m.window, m.incident.diagnosis)
 
 
 @dataclass
 class IncidentPageCache:
-    """One a process and journal. Thread-safe: two who look at once may both read, and nobody waits."""
+    """One per process and journal. Thread-safe; concurrent calls may compute the same model, but never wait."""
 
     clock: Clock
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _kept: OrderedDict[str, tuple[tuple[object, ...], IncidentPageModel]] = field(default_factory=OrderedDict)
-    _asked: dict[str, Signals] = field(default_factory=dict)
+    _prometheus: dict[str, Signals] = field(default_factory=dict)
 
-    def take(self, r: Reader, look: JournalSnapshot, incident_id: str) -> IncidentPageModel:
-        """Raises JournalError: the journal cannot be read now, and nothing was kept."""
+    def get(self, r: Reader, look: JournalSnapshot, incident_id: str) -> IncidentPageModel:
+        """Raises JournalError: the journal is not readable and nothing is cached."""
         now = r.now()
         state = self._state(look, incident_id, now)
         with self._lock:
@@ -116,23 +116,23 @@ class IncidentPageCache:
         if before is not None and before[0] == state and not before[1].material.is_open:
             return before[1]
         if before is not None and before[0] == state:
-            return whole(replace(before[1].material, now=now), before[1].signals)
+            return page_model(replace(before[1].material, now=now), before[1].signals)
         kept = before[1] if before is not None else None
         with r.journal() as journal:
             window = kept.material.window if kept is not None else None
             material = read(journal, look.book, incident_id, r.settings.run, now, window)
-        made = whole(material, kept.signals if kept is not None and _same_signals(kept, material) else None)
+        made = page_model(material, kept.signals if kept is not None and _same_signals(kept, material) else None)
         if not made.signals.signals:
             made = self._with_prometheus(made, r.settings)
         with self._lock:
             self._kept[incident_id] = (state, made)
             while len(self._kept) > KEPT_MAX:
                 gone, _ = self._kept.popitem(last=False)
-                self._asked.pop(gone, None)
+                self._prometheus.pop(gone, None)
         return made
 
     def _state(self, look: JournalSnapshot, incident_id: str, now: float) -> tuple[object, ...]:
-        """What it depends on: while it can change, every new look."""
+        """Cache key: while the incident can change, it includes the snapshot version."""
         incident = look.book.incidents.get(incident_id)
         settled = incident is not None and incident.closed_at is not None and now - incident.closed_at > SETTLED_SECONDS
         return (incident, incident_id in look.book.broken, None if settled else look.version)
@@ -142,14 +142,14 @@ class IncidentPageCache:
         if not settings.prometheus_url or m.incident is None:
             return made
         key = m.incident_id
-        found = self._asked.get(key)
+        found = self._prometheus.get(key)
         if found is None:
-            # Once: an open incident is drawn every few seconds, and a server that is away must not hold it up again.
+            # Once per incident: the page of an open one refreshes every few seconds and must not wait for the server again.
             axis = made.timeline.around or made.timeline.whole
             found = from_prometheus(
                 settings.prometheus_url, settings.prometheus_authorization, m.incident.diagnosis, axis, self.clock
             )
-            self._asked[key] = found
+            self._prometheus[key] = found
         if found.signals:
-            return whole(m, found)
+            return page_model(m, found)
         return replace(made, signals=replace(made.signals, missing=f"{made.signals.missing}; {found.missing}"))

@@ -1,8 +1,8 @@
-"""An incident drawn on one axis of time: its moments by number, and below them the suspect's series over the band of its
-peers. Altair values; texts from elsewhere stand in data, never in specifications, and are plain.
+"""Charts of an incident on one time axis: numbered timeline entries, and below them the suspects' series over the band of
+their peers. Untrusted text appears only in chart data, never in specs.
 
-A suspect is a thick line with points of a shape of its own; peers are a band with a dashed median; a limit is a dotted
-rule with its name. Each kind of moment has a row, a shape and a number that the list below the drawing explains.
+A suspect is a thick line with its own point shape; peers are a band with a dashed median; a threshold is a dotted line
+with a label. Each kind of entry has a row, a shape and a number, explained in the list below the chart.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,61 +12,66 @@ from typing import Any
 import altair as alt
 
 from rolecall.dashboards.pages.incidents.signals import Signal
-from rolecall.dashboards.pages.incidents.timeline import IncidentTimeline, Moment, TimelineEntryKind, TimelineRange
+from rolecall.dashboards.pages.incidents.timeline import (
+    IncidentTimeline,
+    TimelineEntry,
+    TimelineEntryKind,
+    TimelineRange,
+)
 
 SIGNAL_HEIGHT = 140
 X_AXIS_HEIGHT = 72
-"""Of the last drawing, which alone has the numbers of the axis."""
+"""Height of the time axis labels, which only the last chart has."""
 ROW_HEIGHT = 26
 NUMBER_SHARE = 0.07
-"""Of the axis: moments of one row that are nearer than this have one number text."""
+"""Share of the axis: entries of one row that are closer share one label."""
 POINTS_MAX = 1_500
-"""Of one drawing: more are thinned, keeping the extremes of each stretch."""
+"""Points per line and chart; more are thinned out."""
 PADDING = {"left": 2, "right": 26, "top": 4, "bottom": 2}
 AXIS_WIDTH = 66
-"""Room for numbers at the left, the same in every drawing, so that all stand on one axis."""
+"""Width of the value axis, the same in every chart, so that all time axes align."""
 
 SUSPECT, PEER, LIMIT, RULE = "#d1495b", "#4d7ea8", "#b8860b", "#808080"
-"""Readable on white and on near-black."""
+"""Readable on white and near-black."""
 SHAPES: dict[TimelineEntryKind, str] = {
     TimelineEntryKind.FAULT: "cross",
     TimelineEntryKind.ONSET: "triangle-right",
-    TimelineEntryKind.FOUND: "diamond",
-    TimelineEntryKind.KNOWN: "circle",
+    TimelineEntryKind.DETECTED: "diamond",
+    TimelineEntryKind.UPDATED: "circle",
     TimelineEntryKind.PLAN: "square",
-    TimelineEntryKind.HELD: "stroke",
-    TimelineEntryKind.PERSON: "wedge",
+    TimelineEntryKind.BLOCKED: "stroke",
+    TimelineEntryKind.OPERATOR: "wedge",
     TimelineEntryKind.ACTION: "triangle-up",
     TimelineEntryKind.FAILED: "cross",
     TimelineEntryKind.RUN: "circle",
-    TimelineEntryKind.PROOF: "triangle-down",
+    TimelineEntryKind.WEIGHTS: "triangle-down",
     TimelineEntryKind.VERIFIED: "arrow",
     TimelineEntryKind.CLOSED: "square",
 }
 DASHES: dict[TimelineEntryKind, list[int]] = {
     TimelineEntryKind.FAULT: [1, 3],
     TimelineEntryKind.ONSET: [4, 4],
-    TimelineEntryKind.FOUND: [1, 0],
+    TimelineEntryKind.DETECTED: [1, 0],
     TimelineEntryKind.ACTION: [8, 3],
-    TimelineEntryKind.PROOF: [2, 2],
+    TimelineEntryKind.WEIGHTS: [2, 2],
     TimelineEntryKind.VERIFIED: [10, 2, 2, 2],
 }
 ROWS: dict[str, tuple[TimelineEntryKind, ...]] = {
     "fault": (TimelineEntryKind.FAULT, TimelineEntryKind.ONSET),
-    "finding": (TimelineEntryKind.FOUND, TimelineEntryKind.KNOWN),
-    "decision": (TimelineEntryKind.PLAN, TimelineEntryKind.HELD, TimelineEntryKind.PERSON),
+    "diagnosis": (TimelineEntryKind.DETECTED, TimelineEntryKind.UPDATED),
+    "plan": (TimelineEntryKind.PLAN, TimelineEntryKind.BLOCKED, TimelineEntryKind.OPERATOR),
     "action": (TimelineEntryKind.ACTION, TimelineEntryKind.FAILED),
     "run": (TimelineEntryKind.RUN,),
-    "proof": (TimelineEntryKind.PROOF, TimelineEntryKind.VERIFIED, TimelineEntryKind.CLOSED),
+    "recovery": (TimelineEntryKind.WEIGHTS, TimelineEntryKind.VERIFIED, TimelineEntryKind.CLOSED),
 }
-"""Kinds of moments that share a row."""
+"""Row -> kinds of entries in it."""
 ROW_OF = {mark: row for row, marks in ROWS.items() for mark in marks}
 
 
-def story_charts(told: IncidentTimeline, axis: TimelineRange, signals: Sequence[Signal]) -> list[Any]:
-    """One below the other, each as wide as its container: they stand on one axis because each leaves the same room at its
-    left and shows the same time."""
-    shown = [m for m in told.moments if axis.begin <= m.at <= axis.end]
+def incident_charts(timeline: IncidentTimeline, axis: TimelineRange, signals: Sequence[Signal]) -> list[Any]:
+    """Charts to be stacked, each as wide as its container. Their time axes align, because all have the same range and the
+    same width of the value axis."""
+    shown = [m for m in timeline.moments if axis.begin <= m.at <= axis.end]
     moments = _moments(shown, axis, last=not signals)
     drawn = [moments, *(_signal(s, shown, axis, last=s is signals[-1]) for s in signals)]
     return [
@@ -76,7 +81,7 @@ def story_charts(told: IncidentTimeline, axis: TimelineRange, signals: Sequence[
 
 
 def _x(axis: TimelineRange, *, labels: bool) -> Any:
-    """Seconds from the onset, and below them the time of day in UTC."""
+    """Time axis: seconds from the onset, and below them the time of day in UTC."""
     zero = round(axis.zero * 1000)
     words = f"[format(datum.value, '+,~g') + ' s', utcFormat({zero} + datum.value * 1000, '%H:%M:%S')]"
     return alt.X(
@@ -97,7 +102,7 @@ def _x(axis: TimelineRange, *, labels: bool) -> Any:
     )
 
 
-def _moments(moments: Sequence[Moment], axis: TimelineRange, *, last: bool) -> Any:
+def _moments(moments: Sequence[TimelineEntry], axis: TimelineRange, *, last: bool) -> Any:
     rows = [r for r in ROWS if any(ROW_OF[m.mark] == r for m in moments)]
     values = [
         {
@@ -114,10 +119,10 @@ def _moments(moments: Sequence[Moment], axis: TimelineRange, *, last: bool) -> A
     x, y = _x(axis, labels=last), alt.Y("row:N", sort=rows, title=None, axis=y_axis)
     tooltip = [
         alt.Tooltip("number:N", title="number"),
-        alt.Tooltip("kind:N", title="what"),
+        alt.Tooltip("kind:N", title="event"),
         alt.Tooltip("after:Q", title="seconds", format="+.2f"),
         alt.Tooltip("at:N", title="UTC"),
-        alt.Tooltip("words:N", title="words"),
+        alt.Tooltip("words:N", title="text"),
     ]
     shapes = alt.Scale(domain=[str(k) for k in TimelineEntryKind], range=[SHAPES[k] for k in TimelineEntryKind])
     points = (
@@ -132,15 +137,15 @@ def _moments(moments: Sequence[Moment], axis: TimelineRange, *, last: bool) -> A
     )
     height = max(1, len(rows)) * ROW_HEIGHT + (X_AXIS_HEIGHT if last else 0)
     return alt.layer(*_rules(moments, axis, x), points, numbers).properties(
-        width="container", height=height + 20, title=_title("What happened, by number")
+        width="container", height=height + 20, title=_title("Timeline (numbers refer to the list below)")
     )
 
 
-def _numbers(moments: Sequence[Moment], axis: TimelineRange) -> Iterator[dict[str, object]]:
-    """Those that would touch in one row share one text: `7–9`."""
+def _numbers(moments: Sequence[TimelineEntry], axis: TimelineRange) -> Iterator[dict[str, object]]:
+    """Number labels; entries that would overlap in a row share one: `7–9`."""
     near = NUMBER_SHARE * (axis.end - axis.begin)
     for row in ROWS:
-        group: list[Moment] = []
+        group: list[TimelineEntry] = []
         for m in [m for m in moments if ROW_OF[m.mark] == row]:
             if group and m.at - group[-1].at > near:
                 yield _label(row, group, axis)
@@ -150,15 +155,15 @@ def _numbers(moments: Sequence[Moment], axis: TimelineRange) -> Iterator[dict[st
             yield _label(row, group, axis)
 
 
-def _label(row: str, group: Sequence[Moment], axis: TimelineRange) -> dict[str, object]:
+def _label(row: str, group: Sequence[TimelineEntry], axis: TimelineRange) -> dict[str, object]:
     first, last = group[0].number, group[-1].number
     follow = len(group) > 2 and last - first == len(group) - 1
     text = f"{first}–{last}" if follow else ", ".join(str(m.number) for m in group)
     return {"after": group[-1].at - axis.zero, "row": row, "number": text}
 
 
-def _rules(moments: Iterable[Moment], axis: TimelineRange, x: Any) -> list[Any]:
-    """Through everything: the moments that count most, each kind with dashes of its own."""
+def _rules(moments: Iterable[TimelineEntry], axis: TimelineRange, x: Any) -> list[Any]:
+    """Vertical rules for the most important entries, each kind with its own dash pattern."""
     found = []
     for mark, dashes in DASHES.items():
         values = [{"after": m.at - axis.zero} for m in moments if m.mark is mark]
@@ -168,7 +173,7 @@ def _rules(moments: Iterable[Moment], axis: TimelineRange, x: Any) -> list[Any]:
     return found
 
 
-def _signal(s: Signal, moments: Sequence[Moment], axis: TimelineRange, *, last: bool) -> Any:
+def _signal(s: Signal, moments: Sequence[TimelineEntry], axis: TimelineRange, *, last: bool) -> Any:
     x = _x(axis, labels=last)
     layers = _rules(moments, axis, x)
     scale = alt.Scale(zero=s.unit != "bytes", nice=True)

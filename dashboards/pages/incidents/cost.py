@@ -1,11 +1,10 @@
-"""What an incident cost, counted from the journal. Pure.
+"""The cost of an incident, computed from the journal. Pure.
 
-replica-seconds   each replica that was hurt, from the onset (or the fault, where the injector's log is there) until its
-                  replacement serves; and while a trainer is lost each other trainer, too, until the interrupted step
-                  is committed: they wait for it
-GPU-seconds       the same times the GPUs that each such process uses, where the stored window tells how many
-tokens            of requests that left the hurt replica: kept means that they went on elsewhere from where they were
-steps             interrupted: begun again; undone: committed, and committed once more
+replica-seconds   each affected replica from the onset (or the injection, if known) until its replacement serves; while a
+                  trainer is lost also every other trainer, which waits until the interrupted step is committed
+GPU-seconds       replica-seconds times the GPUs per process, if the stored window shows how many
+tokens            of requests that left the affected replica; kept: continued elsewhere from where they were
+steps             interrupted: started again; rolled back: committed, and committed again later
 """
 
 from dataclasses import dataclass
@@ -24,20 +23,20 @@ TRAINER = "trainer/"
 class IncidentCost:
     replica_seconds: float
     gpu_seconds: float | None
-    """None: no GPU was seen, so that replica-seconds say it."""
+    """None: no GPU was observed."""
     tokens_lost: int
     tokens_kept: int
     requests_reassigned: int
     steps_interrupted: int
     steps_undone: int
     is_final: bool
-    """False: it still grows."""
+    """False: the incident is open and the cost still grows."""
     how: tuple[str, ...]
-    """How the replica-seconds come about, a sentence each."""
+    """How the replica-seconds add up, a line each."""
 
 
 def cost(m: IncidentPageInputs, story: IncidentSummary | None, gpus_per_process: float = 0.0) -> IncidentCost | None:
-    """None: the story cannot be told."""
+    """None: the incident cannot be summarized."""
     if story is None:
         return None
     lost = losses(MatchedIncidents(stories=(story,), missed=(), false_alarms=()), m.now if m.is_open else _end(m))
@@ -75,18 +74,18 @@ def _hit_trainer(lost: list[Loss]) -> bool:
 
 
 def _waiting(m: IncidentPageInputs, lost: list[Loss]) -> list[tuple[str, float]]:
-    """Trainers that nothing ailed, and for how long they waited for those that were lost."""
+    """Healthy trainers, and how long each waited for the lost ones."""
     of_trainers = [loss for loss in lost if loss.replica.startswith(TRAINER)]
     if not of_trainers:
         return []
-    hurt = {loss.replica for loss in of_trainers}
+    affected = {loss.replica for loss in of_trainers}
     since = min(loss.since for loss in of_trainers)
     until = max(loss.stalled_until for loss in of_trainers)
-    others = sorted({replica for replica, _ in m.known if replica.startswith(TRAINER)} - hurt)
+    others = sorted({replica for replica, _ in m.known if replica.startswith(TRAINER)} - affected)
     return [(replica, until - since) for replica in others if until > since]
 
 
 def _words(lost: list[Loss], waiting: list[tuple[str, float]]) -> list[str]:
-    hurt = [f"{loss.replica} did not work as it should for {seconds(loss.until - loss.since)}" for loss in lost]
+    impaired = [f"{loss.replica} was impaired for {seconds(loss.until - loss.since)}" for loss in lost]
     idle = [f"{replica} waited for {seconds(s)} until the interrupted step was committed" for replica, s in waiting]
-    return [plain(text, 200) for text in (*hurt, *idle)]
+    return [plain(text, 200) for text in (*impaired, *idle)]

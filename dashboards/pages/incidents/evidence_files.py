@@ -1,6 +1,6 @@
-"""Files of pulled evidence, shown as text: only those that lie in the incident's own folder, and never all of a large one.
+"""Collected evidence files, shown as text: only files in the incident's own folder, and only the start of large ones.
 
-Names come from the journal, which others write: none becomes a path. What is listed on disk is compared with them.
+Names in the journal are untrusted and never used as paths; they are compared with the names of files on disk.
 """
 
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from rolecall.core.rundir import RunDir
 from rolecall.reports.incident_material import EVIDENCE_DIR
 
 SHOWN_BYTES_MAX = 64 << 10
-"""Of one file: some thousand lines, as much as a browser lays out at once without a pause."""
+"""Shown per file: about a thousand lines, which a browser renders without delay."""
 LINE_CHARS_MAX = 2_000
 NUM_FILES_MAX = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileText:
-    """`note`: what of it is not shown, or why nothing is."""
+    """`note`: what is not shown, or why nothing is."""
 
     text: str = ""
     note: str = ""
 
 
 def names(run: RunDir | None, incident_id: str) -> tuple[str, ...]:
-    """Of the files that are there."""
+    """Names of the files on this machine."""
     return tuple(sorted(_files(run, incident_id)))
 
 
@@ -43,19 +43,19 @@ def _files(run: RunDir | None, incident_id: str) -> dict[str, Path]:
 def read(run: RunDir | None, incident_id: str, name: str) -> FileText:
     path = _files(run, incident_id).get(name)
     if path is None:
-        return FileText(note="It is not on this machine.")
+        return FileText(note="The file is not on this machine.")
     try:
         size = path.stat().st_size
         with path.open("rb") as f:
             raw = f.read(SHOWN_BYTES_MAX)
     except OSError as e:
-        return FileText(note=f"It cannot be read: {e.strerror or e}.")
+        return FileText(note=f"The file cannot be read: {e.strerror or e}.")
     note = f"The first {SHOWN_BYTES_MAX >> 10} KiB of {size:,} bytes." if size > SHOWN_BYTES_MAX else f"{size:,} bytes."
     return FileText(text=harmless(raw.decode("utf-8", "replace")), note=note)
 
 
 def harmless(text: str) -> str:
-    """Lines stay lines; what else controls a terminal or turns text around becomes U+FFFD."""
+    """Keeps line breaks; replaces other control and text-direction characters with U+FFFD."""
     lines = []
     for line in text.split("\n"):
         shown = "".join(c if c.isprintable() or c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in line.rstrip("\r"))

@@ -1,4 +1,4 @@
-"""The page `Incidents`: a table to filter, whose filters stand in the URL; with `?incident=ID`, the page of that one."""
+"""The Incidents page: a table with filters in the URL; with `?incident=ID`, the page of that incident."""
 
 import streamlit as st
 
@@ -21,9 +21,9 @@ from rolecall.dashboards.pages.shell import page, reader
 from rolecall.dashboards.pages.sign_in import sidebar
 
 ANY = ""
-OPEN_TOLD = 5
-"""Open incidents whose sentences stand above the table."""
-MARKS = {"right": "right", "wrong": "wrong", "none": "not marked"}
+OPEN_SHOWN = 5
+"""Open incidents whose diagnoses are shown above the table."""
+MARKS = {"right": "right", "wrong": "wrong", "none": "not reviewed"}
 WITHIN = {"hour": "the last hour", "day": "the last 24 hours", "week": "the last 7 days"}
 
 
@@ -39,7 +39,7 @@ def show() -> None:
 
 @st.cache_resource(show_spinner=False)
 def _records(journal_url: str) -> IncidentTable:
-    del journal_url  # one for each
+    del journal_url  # the cache key
     return IncidentTable()
 
 
@@ -53,27 +53,27 @@ def _draw(r: Reader, look: JournalSnapshot) -> None:
         _open_ones(found.rows)
         _table(found.rows, now)
     elif not rows:
-        st.info("No incident: nothing has been found wrong in this run.", icon=":material/check_circle:")
+        st.info("No incidents in this run.", icon=":material/check_circle:")
     else:
-        st.info("No incident fits these filters.", icon=":material/filter_alt_off:")
-    _turn(found, wanted)
+        st.info("No incidents match these filters.", icon=":material/filter_alt_off:")
+    _pager(found, wanted)
 
 
 # --- filters --------------------------------------------------------------------------------------------------------
 
 
 def _filters(offered: Choices) -> Filter:
-    """What the URL says is what the widgets show; what the widgets say is written to the URL."""
+    """Filter widgets, synchronized with the URL in both directions."""
     before = Filter.from_query({k: v for k, v in st.query_params.items() if k != INCIDENT})
     with st.container(horizontal=True, key="incidents-filters"):
-        text = st.text_input("Text", before.text, key="incidents-text", width=220, placeholder="in any column")
+        text = st.text_input("Search", before.text, key="incidents-text", width=220, placeholder="any column")
         status = _choice("State or outcome", before.status, offered.statuses, "incidents-status")
         role = _choice("Role", before.role, offered.roles, "incidents-role")
         fault = _choice("Fault class", before.fault, offered.faults, "incidents-fault")
         node = _choice("Node", before.node, offered.nodes, "incidents-node")
         day = _choice("Day (UTC)", before.day, offered.days, "incidents-day")
         within = _choice("Within", before.within, tuple(WITHIN), "incidents-within", WITHIN)
-        marked = _choice("Marked", before.marked, tuple(MARKS), "incidents-marked", MARKS)
+        marked = _choice("Review", before.marked, tuple(MARKS), "incidents-marked", MARKS)
     now = Filter(
         text=text.strip(), status=status, role=role, fault=fault, node=node, day=day, within=within, marked=marked
     )
@@ -85,7 +85,7 @@ def _filters(offered: Choices) -> Filter:
 
 
 def _choice(label: str, now: str, offered: tuple[str, ...], key: str, words: dict[str, str] | None = None) -> str:
-    """One of what there is, or any; what the URL asks for is offered though there is none of it."""
+    """One of the existing values, or any. A value from the URL is offered even if it does not occur."""
     options = [ANY, *offered, *([now] if now and now not in offered else [])]
 
     def called(option: str) -> str:
@@ -104,23 +104,23 @@ def _write(wanted: Filter) -> None:
 
 def _count(found: IncidentTablePage, look: JournalSnapshot) -> None:
     of = f" of {found.num_all:,}" if found.num_found != found.num_all else ""
-    what = "incident" if found.num_found == 1 and not of else "incidents, open ones first, then the newest"
+    what = "incident" if found.num_found == 1 and not of else "incidents, open first, then newest"
     st.text(f"{found.num_found:,}{of} {what}")
     if not look.history.whole:
-        st.text(f"The journal is still being read ({look.history.percent} %): older ones come.")
+        st.text(f"Loading history ({look.history.percent} %): older incidents are still missing.")
 
 
 def _open_ones(rows: tuple[IncidentTableRow, ...]) -> None:
-    """What is broken now, in whole sentences: a cell would cut them."""
+    """Diagnoses of open incidents in full; table cells would cut them off."""
     with st.container(gap="xxsmall", key="incidents-open"):
-        for r in [r for r in rows if r.is_open][:OPEN_TOLD]:
+        for r in [r for r in rows if r.is_open][:OPEN_SHOWN]:
             st.text(f"{r.words}: {r.because}")
 
 
 def _table(rows: tuple[IncidentTableRow, ...], now: float) -> None:
     config = {
         "link": st.column_config.LinkColumn("incident", display_text=r"incident=([^&]*)", pinned=True),
-        "because": st.column_config.TextColumn("what rolecall says", width="large"),
+        "because": st.column_config.TextColumn("diagnosis", width="large"),
     }
     picked = st.dataframe(
         [_cells(r, now) for r in rows],
@@ -141,19 +141,19 @@ def _cells(r: IncidentTableRow, now: float) -> dict[str, str]:
         "link": href(r.incident_id),
         "state": r.words,
         "fault": r.fault_class.replace("_", " "),
-        "who": r.who,
+        "suspect": r.who,
         "opened (UTC)": moment(r.opened_at)[5:19] if r.opened_at else "",
-        "found after": seconds(r.found_seconds),
-        "seen to work after": seconds(r.cured_seconds),
-        "lasted": seconds(r.lasted_seconds(now)) if r.opened_at else "",
+        "detected after": seconds(r.found_seconds),
+        "recovered after": seconds(r.recovered_seconds),
+        "duration": seconds(r.lasted_seconds(now)) if r.opened_at else "",
         "action": r.action.replace("_", " "),
         "because": r.because,
         "node": ", ".join(r.nodes[:3]),
-        "marked": r.marked,
+        "review": r.marked,
     }
 
 
-def _turn(found: IncidentTablePage, wanted: Filter) -> None:
+def _pager(found: IncidentTablePage, wanted: Filter) -> None:
     if found.num_pages <= 1:
         return
     with st.container(horizontal=True, vertical_alignment="center"):

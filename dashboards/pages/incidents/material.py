@@ -1,7 +1,7 @@
-"""All that one incident's page is made of, read from the journal at once: its own events, what the run did at that time,
-the window that the diagnosis had read, and the injector's log where the run is on this machine.
+"""Inputs of an incident's page, read from the journal at once: its events, the run's events at that time, the telemetry
+window of the diagnosis, and the injection log if the run is on this machine.
 
-What cannot be had is a sentence, and the page goes on with the rest.
+Missing inputs are listed with a reason, and the page shows the rest.
 """
 
 from collections.abc import Mapping
@@ -22,13 +22,13 @@ from rolecall.views.injections import InjectedFault, parse_injections
 from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records
 
 EVENTS_MAX = 20_000
-"""Events of one incident that are read."""
+"""Events read per incident."""
 AROUND_MAX = 20_000
-"""Events of the run that are read beside them."""
+"""Events of the run read in addition."""
 LINES_BEFORE = 2_000
-"""So many lines of the journal before the incident's first are looked at: the fault stands before the finding."""
+"""Events of the journal searched before the incident's first: the fault precedes its detection."""
 BEFORE_SECONDS, AFTER_SECONDS = 120.0, 60.0
-"""What the run did so long before the onset and after the incident's last event is part of its story."""
+"""Time before the onset and after the incident's last event that is shown."""
 
 K = EventKind
 CHUNK_LINES = 1_000
@@ -55,19 +55,19 @@ class IncidentPageInputs:
     incident_id: str
     now: float
     incident: Incident | None
-    """None: nothing of it can be read."""
+    """None: it cannot be read."""
     set_aside: str
-    """Why nothing more is done for it; empty: it is whole."""
+    """Why it is not handled further; empty: it is handled."""
     others: tuple[Incident, ...]
     events: tuple[Event, ...]
-    """Its own, oldest first."""
+    """Its own events, oldest first."""
     around: tuple[Event, ...]
-    """Everything of that time, its own events among it, oldest first."""
+    """All relevant events of that time including its own, oldest first."""
     known: Mapping[Key, IncarnationRecord]
     window: Mapping[str, Any] | None
     faults: tuple[InjectedFault, ...]
     missing: tuple[str, ...]
-    """What could not be had, each with its reason."""
+    """Missing inputs, each with its reason."""
 
     @property
     def is_open(self) -> bool:
@@ -86,14 +86,13 @@ def read(
     now: float,
     window: Mapping[str, Any] | None = None,
 ) -> IncidentPageInputs:
-    """`window`: as it was read before; the first one that is stored stays. Raises JournalError: the journal cannot be read
-    at all."""
+    """`window`: if already read; a stored window never changes. Raises JournalError: the journal is not readable."""
     incident = book.incidents.get(incident_id)
     missing: list[str] = []
     damaged: list[DamagedLine] = []
     events = journal.events(incident_id=incident_id, limit=EVENTS_MAX, damaged=damaged)
     if len(events) == EVENTS_MAX:
-        missing.append(f"its events after the first {EVENTS_MAX}")
+        missing.append(f"events after the first {EVENTS_MAX}")
     faults = _faults(run, missing)
     around = _around(journal, incident, events, damaged, missing, others=bool(faults))
     missing += [plain(str(line.error)) for line in damaged[:5]]
@@ -121,7 +120,7 @@ def _around(
     *,
     others: bool,
 ) -> list[Event]:
-    """`others`: with the events of other incidents, among whom faults that were injected are shared out."""
+    """`others`: include events of other incidents, needed to match injected faults to incidents."""
     if not events:
         return []
     begin = min(incident.diagnosis.onset if incident else events[0].wall_at, events[0].wall_at) - BEFORE_SECONDS
@@ -138,7 +137,7 @@ def _around(
         if not chunk or len(chunk) < CHUNK_LINES - len(there) or chunk[-1].wall_at > end:
             break
         if num_read >= AROUND_MAX:
-            missing.append(f"what the run did after the first {AROUND_MAX} events from there on")
+            missing.append(f"events of the run after the first {AROUND_MAX}")
             break
         after = chunk[-1].seq
     have = {line.seq for line in damaged}
@@ -151,7 +150,7 @@ def _lives(journal: Journal, around: list[Event], missing: list[str]) -> Mapping
     try:
         return incarnation_records(around, journal.actual())
     except (JournalCorrupt, KeyError, TypeError, ValueError) as e:
-        missing.append(f"which process stood for which replica: {plain(e)}")
+        missing.append(f"which process ran which replica: {plain(e)}")
         return {}
 
 
@@ -162,13 +161,13 @@ def _window(journal: Journal, incident_id: str, missing: list[str]) -> Mapping[s
         missing.append(plain(e))
         return None
     if window is not None and not isinstance(window, Mapping):
-        missing.append(f"the window of {plain(incident_id)}: it is {type(window).__name__}, not a mapping")
+        missing.append(f"the telemetry window of {plain(incident_id)}: {type(window).__name__} instead of a mapping")
         return None
     return window
 
 
 def _faults(run: RunDir | None, missing: list[str]) -> list[InjectedFault]:
-    """All of the injector's log."""
+    """The injection log."""
     if run is None:
         return []
     try:
@@ -176,7 +175,7 @@ def _faults(run: RunDir | None, missing: list[str]) -> list[InjectedFault]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as e:
-        missing.append(f"the injector's log: {plain(e)}")
+        missing.append(f"the injection log: {plain(e)}")
         return []
 
 

@@ -1,6 +1,6 @@
-"""The page of one incident: what broke, why rolecall says so, what it did, whether it worked, what it cost.
+"""The page of one incident: diagnosis, evidence, decisions, actions, verification, cost.
 
-Foreign text goes through `st.text` and `st.code` alone, always plain; headings and labels are ours.
+Untrusted text is shown with `st.text` and `st.code` only; headings and labels are constant.
 """
 
 import json
@@ -15,7 +15,7 @@ from rolecall.core.text import plain, seconds
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages.incidents import evidence_files as incident_files
 from rolecall.dashboards.pages.incidents.cache import IncidentPageCache, IncidentPageModel
-from rolecall.dashboards.pages.incidents.charts import story_charts
+from rolecall.dashboards.pages.incidents.charts import incident_charts
 from rolecall.dashboards.pages.incidents.cost import IncidentCost
 from rolecall.dashboards.pages.incidents.replay import replay
 from rolecall.dashboards.pages.incidents.table import INCIDENT, moment
@@ -29,32 +29,32 @@ from rolecall.dashboards.pages.incidents.view import (
 )
 
 EVENTS_PER_PAGE = 100
-"""Raw events on one page of their table."""
+"""Rows per page of the event table."""
 BODY_CHARS_MAX = 20_000
-"""Of one event's JSON: a question holds the whole fleet."""
+"""Of one event's JSON; a policy input contains the whole fleet."""
 MARK_HELP = (
-    "Was the diagnosis right? The page Accounting takes the word of who is signed in, and counts precision by it."
+    "Was the diagnosis right? Signed-in users can record a review on the Accounting page, which computes the precision."
 )
 COST_HELP = (
-    "Each hurt replica from the onset until its replacement serves; while a trainer is lost, each other trainer, too, "
-    "until the interrupted step is committed. GPU-seconds are the same times the GPUs of each such process."
+    "Each affected replica from the onset until its replacement serves. While a trainer is lost, also every other trainer "
+    "until the interrupted step is committed. GPU-seconds: replica-seconds times the GPUs per process."
 )
 STYLE = """<style>
 .st-key-incident-sentence [data-testid="stText"] {font-size: 1.25rem; font-weight: 600; white-space: pre-wrap;}
 .st-key-incident-state [data-testid="stText"] {font-size: 1.05rem; white-space: pre-wrap;}
 [class*="st-key-incident-"] [data-testid="stText"] {font-family: inherit; overflow-wrap: anywhere; white-space: pre-wrap;}
 </style>"""
-"""Ours, and constant."""
+"""Constant CSS."""
 
 
 @st.cache_resource(show_spinner=False)
-def _shelf(journal_url: str) -> IncidentPageCache:
-    del journal_url  # one for each: an argument that began with an underscore would be no part of the key
+def _cache(journal_url: str) -> IncidentPageCache:
+    del journal_url  # the cache key; Streamlit ignores arguments with a leading underscore
     return IncidentPageCache(SystemClock())
 
 
 def back() -> None:
-    """To the table, with the filters that the URL still holds."""
+    """Back to the table, with the filters in the URL."""
     if st.button("All incidents", icon=":material/arrow_back:", key="incident-back"):
         del st.query_params[INCIDENT]
         st.rerun()
@@ -63,23 +63,23 @@ def back() -> None:
 def draw(r: Reader, look: JournalSnapshot, incident_id: str) -> None:
     st.html(STYLE)
     if incident_id not in look.book.incidents and incident_id not in look.book.broken:
-        st.info("The journal knows no such incident.", icon=":material/search_off:")
+        st.info("The journal has no such incident.", icon=":material/search_off:")
         st.text(plain(incident_id, 200))
         return
     try:
-        whole = _shelf(r.settings.journal_url).take(r, look, incident_id)
+        whole = _cache(r.settings.journal_url).get(r, look, incident_id)
     except JournalError as e:
-        st.warning("The journal cannot be read now.", icon=":material/report:")
+        st.warning("The journal is not readable.", icon=":material/report:")
         st.text(plain(e))
         return
     _head(whole.head)
-    _story(whole)
+    _timeline(whole)
     _section("Findings and evidence", "findings", lambda: _findings(r, whole, incident_id))
-    _section("Decision", "decision", lambda: _decisions(whole.plan_sections))
-    _section("Action and proof", "proof", lambda: _draw_recovery(whole))
-    _section("What it cost", "cost", lambda: _cost(whole.cost))
-    _section("What would have changed the decision", "whatif", lambda: _what_if(whole))
-    _section("Decide it again", "replay", lambda: _replay(r, whole, incident_id))
+    _section("Decisions", "decision", lambda: _decisions(whole.plan_sections))
+    _section("Actions and verification", "proof", lambda: _draw_recovery(whole))
+    _section("Cost", "cost", lambda: _cost(whole.cost))
+    _section("Counterfactuals", "whatif", lambda: _what_if(whole))
+    _section("Replay", "replay", lambda: _replay(r, whole, incident_id))
     _section("Events", "events", lambda: _events(whole.material.events, whole.material.missing))
 
 
@@ -90,7 +90,7 @@ def _section(title: str, key: str, draw_it: Callable[[], None]) -> None:
 
 
 def _facts(facts: Facts, key: str) -> None:
-    """Label above value, side by side as far as there is room."""
+    """Label-value pairs side by side."""
     if not facts:
         return
     with st.container(horizontal=True, key=f"incident-facts-{key}"):
@@ -119,33 +119,33 @@ def _head(h: IncidentHeader) -> None:
         for who in h.who:
             st.text(who)
         if h.injected:
-            st.text(f"✚ Injected on purpose: {h.injected}")
+            st.text(f"✚ Injected fault: {h.injected}")
     _facts((("Incident", h.incident_id), *h.facts), "head")
 
 
-def _story(whole: IncidentPageModel) -> None:
-    told, signals = whole.timeline, whole.signals
-    st.subheader("The story", divider="gray")
-    axis = _chosen_axis(told)
+def _timeline(whole: IncidentPageModel) -> None:
+    timeline, signals = whole.timeline, whole.signals
+    st.subheader("Timeline", divider="gray")
+    axis = _chosen_axis(timeline)
     with st.container(key="incident-story"):
-        if told.moments:
+        if timeline.moments:
             with st.container(gap=None, key="incident-charts"):
                 drawn = (*signals.signals, *whole.run)
-                for n, chart in enumerate(story_charts(told, axis, drawn)):
+                for n, chart in enumerate(incident_charts(timeline, axis, drawn)):
                     st.altair_chart(chart, width="stretch", key=f"incident-chart-{n}")
             _legend(whole)
-        for text in (signals.missing, f"from the {signals.source}" if signals.signals else ""):
+        for text in (signals.missing, f"source: {signals.source}" if signals.signals else ""):
             if text:
                 st.text(text[:1].upper() + text[1:] + ".")
         if signals.num_not_drawn:
-            st.text(f"{signals.num_not_drawn} more suspects are not drawn.")
-        if told.moments:
-            st.caption("Each moment with its time after the onset")
+            st.text(f"{signals.num_not_drawn} more suspects are not shown.")
+        if timeline.moments:
+            st.caption("Times are relative to the onset")
         with st.container(gap="xxsmall", key="incident-moments"):
-            for m in told.moments:
-                st.text(f"{m.number:>2}  {_after(m.at - told.whole.zero)}  {m.mark}: {m.words}")
-        if told.num_left_out:
-            st.text(f"{told.num_left_out} moments in the middle are left out; the events below have them.")
+            for m in timeline.moments:
+                st.text(f"{m.number:>2}  {_after(m.at - timeline.whole.zero)}  {m.mark}: {m.words}")
+        if timeline.num_left_out:
+            st.text(f"{timeline.num_left_out} entries in the middle are not shown; see the events below.")
 
 
 def _after(value: float) -> str:
@@ -153,12 +153,12 @@ def _after(value: float) -> str:
     return f"{sign}{seconds(abs(value))}"
 
 
-def _chosen_axis(told: IncidentTimeline) -> TimelineRange:
-    if told.around is None:
-        return told.whole
-    around = "Around the finding"
-    shown = st.segmented_control("Time", [around, "Whole story"], default=around, key="incident-axis")
-    return told.whole if shown == "Whole story" else told.around
+def _chosen_axis(timeline: IncidentTimeline) -> TimelineRange:
+    if timeline.around is None:
+        return timeline.whole
+    around = "Around detection"
+    shown = st.segmented_control("Time", [around, "Full duration"], default=around, key="incident-axis")
+    return timeline.whole if shown == "Full duration" else timeline.around
 
 
 def _legend(whole: IncidentPageModel) -> None:
@@ -166,12 +166,12 @@ def _legend(whole: IncidentPageModel) -> None:
     if not signals:
         return
     st.caption(
-        "Thick line with points: suspect. Band: smallest to largest peer, dashed: their median. Dotted: threshold."
+        "Thick line with points: suspect. Band: minimum to maximum of peers, dashed: their median. Dotted: threshold."
     )
     for line in signals[0].lines:
         st.text(f"suspect: {line.name}")
     peers = max(s.num_peers for s in signals)
-    st.text(f"peers: {peers} of the same role" if peers else "peers: none, it is alone in its role")
+    st.text(f"peers: {peers} of the same role" if peers else "peers: none")
 
 
 # --- findings -------------------------------------------------------------------------------------------------------
@@ -180,10 +180,10 @@ def _legend(whole: IncidentPageModel) -> None:
 def _findings(r: Reader, whole: IncidentPageModel, incident_id: str) -> None:
     for n, f in enumerate(whole.findings):
         if n == 1:
-            st.caption("Later, more was known")
+            st.caption("Updates")
         _finding(f, known=whole.head.sentence)
     if not whole.findings:
-        st.text("No diagnosis of it can be read.")
+        st.text("The diagnosis cannot be read.")
     st.caption(MARK_HELP)
     for w in whole.collected_evidence:
         _draw_collected_evidence(w)
@@ -191,8 +191,7 @@ def _findings(r: Reader, whole: IncidentPageModel, incident_id: str) -> None:
 
 
 def _finding(f: FindingSection, known: str = "") -> None:
-    """`known`: the sentence on top of the page, which is not told twice."""
-    st.caption("FindingSection")
+    """`known`: the diagnosis at the top of the page, which is not repeated."""
     st.text(f.title)
     if f.because != known:
         st.text(f.because)
@@ -200,20 +199,20 @@ def _finding(f: FindingSection, known: str = "") -> None:
         numbers = f"  [{e.numbers}]" if e.numbers else ""
         st.text(f"• {e.kind}: {e.text}{numbers}")
     if f.num_left_out:
-        st.text(f"and {f.num_left_out} more pieces of evidence")
+        st.text(f"and {f.num_left_out} more")
     if f.advice:
         st.text(f"Advice: {f.advice}")
     if f.settle:
-        st.text(f"What would settle it: {f.settle}")
+        st.text(f"To confirm: {f.settle}")
 
 
 def _draw_collected_evidence(w: CollectedEvidenceSection) -> None:
-    st.caption("Pulled from the agents")
+    st.caption("Collected from the agents")
     st.text(f"{w.because} (after {seconds(w.seconds)})")
-    _texts("Not had", w.missing)
-    if w.told or w.findings:
-        with st.expander("What was told, in full", icon=":material/record_voice_over:"):
-            _texts("IncidentTimeline", w.told)
+    _texts("Missing", w.missing)
+    if w.statements or w.findings:
+        with st.expander("Collected evidence in full", icon=":material/fact_check:"):
+            _texts("Observations", w.statements)
             for f in w.findings:
                 _finding(f)
 
@@ -221,7 +220,7 @@ def _draw_collected_evidence(w: CollectedEvidenceSection) -> None:
 def _files(r: Reader, incident_id: str, named: Sequence[str]) -> None:
     here = incident_files.names(r.settings.run, incident_id)
     if named and not here:
-        _texts("Files, on the machine of the run", [plain(name, 300) for name in named])
+        _texts("Files (on the machine of the run)", [plain(name, 300) for name in named])
     if not here:
         return
     shown = {plain(name, 200): name for name in here}
@@ -233,123 +232,123 @@ def _files(r: Reader, incident_id: str, named: Sequence[str]) -> None:
             st.code(file.text, language=None, height=400)
 
 
-# --- decision, cure, cost ---------------------------------------------------------------------------------------------
+# --- decisions, recovery, cost ---------------------------------------------------------------------------------------------
 
 
 def _decisions(decided: Sequence[PlanSection]) -> None:
     if not decided:
-        st.text("Nothing was decided.")
+        st.text("No plan was made.")
     for d in decided:
         number = f"Attempt {d.number}" if len(decided) > 1 else "Plan"
         st.caption(number)
         st.text(f"{d.title}: {d.outcome}")
-        st.text(f"Because {d.because}")
-        _texts("Whom else it hits", d.also_hit or ("nobody",))
-        _texts("Held by guards", d.held)
-        _texts("Said by persons", d.words)
+        st.text(f"Reason: {d.because}")
+        _texts("Side effects", d.also_hit or ("none",))
+        _texts("Blocked by guards", d.held)
+        _texts("Operator commands", d.commands)
         _facts((*d.facts, ("Digest", d.digest)), f"decision-{d.number}")
 
 
 def _draw_recovery(whole: IncidentPageModel) -> None:
-    cure = whole.recovery_section
-    if not (cure.replacements or cure.proofs or cure.refused or cure.verified):
+    recovery = whole.recovery_section
+    if not (recovery.replacements or recovery.proofs or recovery.refused or recovery.verified):
         st.text("Nothing was replaced.")
-    _texts("Replaced by", cure.replacements)
-    for n, proof in enumerate(cure.proofs):
-        st.caption("Proof of its weights")
+    _texts("Replaced by", recovery.replacements)
+    for n, proof in enumerate(recovery.proofs):
+        st.caption("Weight verification")
         st.text(proof.title)
         _facts(proof.facts, f"proof-{n}")
-    _texts("Weights refused", cure.refused)
-    if cure.verified:
-        st.caption("Seen to work")
-        st.text(cure.verified)
+    _texts("Rejected weights", recovery.refused)
+    if recovery.verified:
+        st.caption("Verified")
+        st.text(recovery.verified)
 
 
 def _cost(cost: IncidentCost | None) -> None:
     if cost is None:
-        st.text("Its story cannot be told, and so its cost cannot.")
+        st.text("The cost cannot be computed, because the incident's events are malformed.")
         return
     facts = [
         ("Tokens lost", f"{cost.tokens_lost:,}"),
         ("Tokens kept", f"{cost.tokens_kept:,}"),
-        ("Requests that went on elsewhere", f"{cost.requests_reassigned:,}"),
+        ("Requests reassigned", f"{cost.requests_reassigned:,}"),
         ("Steps interrupted", f"{cost.steps_interrupted:,}"),
-        ("Steps undone", f"{cost.steps_undone:,}"),
+        ("Steps rolled back", f"{cost.steps_undone:,}"),
         ("Replica-seconds", f"{cost.replica_seconds:,.1f}"),
     ]
     if cost.gpu_seconds is not None:
         facts.append(("GPU-seconds", f"{cost.gpu_seconds:,.1f}"))
     _facts(tuple(facts), "cost")
     if not cost.is_final:
-        st.text("So far: it is open, and goes on costing.")
-    _texts("How the replica-seconds come about", cost.how)
+        st.text("Preliminary: the incident is open and its cost still grows.")
+    _texts("Breakdown of replica-seconds", cost.how)
     st.caption(COST_HELP)
 
 
-# --- asked again ------------------------------------------------------------------------------------------------------
+# --- replay ------------------------------------------------------------------------------------------------------
 
 
 def _what_if(whole: IncidentPageModel) -> None:
     what_if = whole.what_if
-    _texts("How far the evidence was from its threshold", [m.text for m in whole.margins])
+    _texts("Distance to the threshold", [m.text for m in whole.margins])
     _thresholds(whole)
     if what_if is None:
-        st.text("No question is stored with a plan: it cannot be asked again.")
+        st.text("No policy input is stored, so counterfactuals cannot be computed.")
         return
-    st.caption("Computed: the stored question was put to policy and guards again, with one thing changed")
-    st.text(f"As it was: {what_if.then.words}.")
+    st.caption("Computed by evaluating policy and guards again with one input changed")
+    st.text(f"Actual decision: {what_if.actual.words}.")
     with st.container(gap="xxsmall"):
         for line in what_if.lines:
             st.text(f"• {line.text}")
-    _texts("Would have changed nothing", what_if.unmoved)
+    _texts("Without effect on the decision", what_if.without_effect)
 
 
 def _thresholds(whole: IncidentPageModel) -> None:
-    """At which threshold the detectors would have kept silent; takes seconds, so only when it is asked for."""
+    """The threshold at which the fault would not have been detected; takes seconds, so only on request."""
     m = whole.material
     if m.window is None or m.incident is None or not whole.margins:
         return
     done = st.session_state.setdefault("incident-thresholds", {})
-    if st.button("Ask the detectors again with higher thresholds", icon=":material/tune:", key="incident-tune"):
-        with st.spinner("Replaying the stored window…"):
+    if st.button("Find the detection threshold", icon=":material/tune:", key="incident-tune"):
+        with st.spinner("Replaying the telemetry window…"):
             try:
-                from rolecall.dashboards.pages.incidents.thresholds import edge
+                from rolecall.dashboards.pages.incidents.thresholds import threshold_boundary
 
-                found = edge(m.window, m.incident.diagnosis)
+                found = threshold_boundary(m.window, m.incident.diagnosis)
                 done[m.incident_id] = found if isinstance(found, str) else found.text
             except ImportError as e:
-                done[m.incident_id] = plain(f"The detectors are not on this machine: {e}", 300)
+                done[m.incident_id] = plain(f"The detectors are not installed on this machine: {e}", 300)
     if m.incident_id in done:
         st.text(done[m.incident_id])
 
 
 def _replay(r: Reader, whole: IncidentPageModel, incident_id: str) -> None:
-    st.text("The same input, given to the same functions, must give the same diagnosis and the same plan.")
+    st.text("Replaying the stored inputs must give the same diagnosis and the same plan.")
     done = st.session_state.setdefault("incident-replayed", {})
-    if st.button("Decide again from the stored input", icon=":material/replay:", key="incident-again"):
-        with st.spinner("Deciding again…"):
+    if st.button("Replay from stored inputs", icon=":material/replay:", key="incident-again"):
+        with st.spinner("Replaying…"):
             done[incident_id] = replay(whole.material.events, whole.material.window)
     found = done.get(incident_id)
     if found is not None:
         if found.same is None:
-            st.info("Nothing is stored that could be decided again.", icon=":material/help:")
+            st.info("No inputs are stored.", icon=":material/help:")
         elif found.same:
-            st.success("The same, from the same input.", icon=":material/check:")
+            st.success("Reproduced: same diagnosis and plan.", icon=":material/check:")
         else:
-            st.error("ANOTHER decision from the same input.", icon=":material/report:")
+            st.error("NOT reproduced: the replay gives a different result.", icon=":material/report:")
         for line in found.lines:
             st.text(line)
     run = r.settings.run.path.name if r.settings.run else "RUN"
-    st.caption("The same in a terminal, and a bundle of all this for a ticket")
+    st.caption("Replay in a terminal, and export a bundle for a ticket")
     commands = [
-        f"rolecall replay {_word(incident_id)} --run {_word(run)}",
-        f"rolecall incident export {_word(incident_id)} --run {_word(run)}",
+        f"rolecall replay {_quoted(incident_id)} --run {_quoted(run)}",
+        f"rolecall incident export {_quoted(incident_id)} --run {_quoted(run)}",
     ]
     st.code("\n".join(commands), language=None, wrap_lines=True)
 
 
-def _word(text: str) -> str:
-    """One word of a shell, and harmless."""
+def _quoted(text: str) -> str:
+    """A shell argument without control characters."""
     shown = plain(text, 200)
     return (
         shown
@@ -362,7 +361,7 @@ def _word(text: str) -> str:
 
 
 def _events(events: Sequence[Event], missing: Sequence[str]) -> None:
-    _texts("Could not be had", missing)
+    _texts("Missing", missing)
     if not events:
         return
     pages = -(-len(events) // EVENTS_PER_PAGE)
@@ -375,7 +374,7 @@ def _events(events: Sequence[Event], missing: Sequence[str]) -> None:
             "event": e.event_id,
             "when (UTC)": moment(e.wall_at).removesuffix(" UTC"),
             "kind": str(e.kind),
-            "because": plain(e.body.get("because") or e.body.get("outcome") or "", 300),
+            "reason": plain(e.body.get("because") or e.body.get("outcome") or "", 300),
             "caused by": plain(e.caused_by or "", 40),
         }
         for e in shown
@@ -387,5 +386,5 @@ def _events(events: Sequence[Event], missing: Sequence[str]) -> None:
     )
     if chosen is not None:
         text = json.dumps(by_name[chosen].to_dict(), indent=1, sort_keys=True, ensure_ascii=True, default=str)
-        cut = text if len(text) <= BODY_CHARS_MAX else text[:BODY_CHARS_MAX] + "\n… cut here"
+        cut = text if len(text) <= BODY_CHARS_MAX else text[:BODY_CHARS_MAX] + "\n… truncated"
         st.code(cut, language=None, height=400)

@@ -1,6 +1,6 @@
-"""The suspect's series and its peers' from a Prometheus server, for an incident whose window holds none.
+"""Series of suspects and peers from a Prometheus server, for incidents whose telemetry window has none.
 
-Every question has a deadline, all together a few seconds: a server that is away costs a sentence.
+All queries together have a deadline of a few seconds; an unreachable server results in a message.
 """
 
 import json
@@ -34,18 +34,18 @@ LIMITS = PrometheusClientLimits(answer_bytes_max=8 << 20, connect_seconds=2.0, a
 NUM_POINTS = 240
 STEP_SECONDS_MIN = 1.0
 WINDOW_STEPS = 4
-"""A rate looks back so many steps, and 20 s at least: four scrapes of a server that asks every 5 s."""
+"""Window of a rate in steps, and at least 20 s: four scrapes at a 5 s interval."""
 WINDOW_SECONDS_MIN = 20.0
 SPAN_SECONDS_MAX = 24 * 3600.0
-"""Of an incident open for longer the first day is asked for."""
+"""Longest range; for longer incidents the first day."""
 
 
 def from_prometheus(url: str, authorization: str, d: Diagnosis, axis: TimelineRange, clock: Clock) -> Signals:
-    """What the server has of the suspects and of others of their roles."""
+    """Signals of the suspects and of the other replicas of their roles."""
     roles = sorted({s.role for s in d.suspects if s.role})
     selector = ",".join(_selector(d.suspects, roles))
     if not selector:
-        return Signals(missing="the diagnosis names neither role nor node to ask Prometheus for")
+        return Signals(missing="the diagnosis names neither a role nor a node to query in Prometheus")
     try:
         client = Client(url, clock, authorization=authorization, limits=LIMITS)
     except ConfigError as e:
@@ -62,10 +62,10 @@ def from_prometheus(url: str, authorization: str, d: Diagnosis, axis: TimelineRa
                 drawn += [signal] if signal else []
     except (PrometheusUnavailable, PrometheusResponseTooLarge, UnreadableInput) as e:
         if not drawn:
-            return Signals(missing=plain(f"Prometheus at {client.where} does not tell: {e}", 300))
+            return Signals(missing=plain(f"Prometheus at {client.where} query failed: {e}", 300))
     finally:
         client.close()
-    missing = "" if drawn else plain(f"Prometheus at {client.where} holds nothing of the suspects at that time", 300)
+    missing = "" if drawn else plain(f"Prometheus at {client.where} has no series of the suspects for that time", 300)
     return Signals(signals=tuple(drawn), missing=missing, source=f"Prometheus at {plain(client.where, 100)}")
 
 
@@ -77,12 +77,12 @@ def _selector(suspects: Sequence[Suspect], roles: Sequence[str]) -> list[str]:
 
 
 def _literal(name: str) -> str:
-    """A name in a regular expression of RE2."""
+    """A name, escaped for an RE2 regular expression."""
     return "".join(c if c.isalnum() or c in "_-/" else f"\\x{{{ord(c):x}}}" for c in name)
 
 
 def _quoted(text: str) -> str:
-    """A string of PromQL."""
+    """A PromQL string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -120,7 +120,7 @@ def _read(series: Any) -> tuple[Mapping[str, str], list[Point]]:
 
 
 def _is(labels: Mapping[str, str], s: Suspect) -> bool:
-    """Labels do not tell incarnations: a replica's line goes on through its replacement."""
+    """Labels do not contain incarnations, so a replica's line continues with its replacement."""
     if s.replica:
         return labels.get("replica") == s.replica and (s.rank is None or labels.get("rank", str(s.rank)) == str(s.rank))
     return labels.get("node") == s.node

@@ -1,4 +1,4 @@
-"""Decides an incident again from what is stored with it: each plan from its question, the diagnosis from its window."""
+"""Replays an incident from its stored inputs: each plan from its policy input, the diagnosis from its telemetry window."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,48 +15,48 @@ K = EventKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayResult:
-    """`same`: None, nothing is stored that could be decided again."""
+    """`same`: None if nothing that could be replayed is stored."""
 
     same: bool | None
     lines: tuple[str, ...]
 
 
 def replay(events: Sequence[Event], window: Mapping[str, Any] | None) -> ReplayResult:
-    """The incident's own events; the window that its diagnosis had read."""
+    """Replays from the incident's events and the telemetry window of its diagnosis."""
     plans = [_plan(e) for e in events if e.kind is K.PLAN_CREATED]
-    told = [*plans, _diagnosis(events, window)]
-    known = [same for same, _ in told if same is not None]
-    return ReplayResult(same=all(known) if known else None, lines=tuple(plain(line, 1000) for _, line in told))
+    results = [*plans, _diagnosis(events, window)]
+    known = [same for same, _ in results if same is not None]
+    return ReplayResult(same=all(known) if known else None, lines=tuple(plain(line, 1000) for _, line in results))
 
 
 def _plan(e: Event) -> tuple[bool | None, str]:
     try:
-        asked = PolicyInput.from_dict(e.body["question"])
+        policy_input = PolicyInput.from_dict(e.body["question"])
         then = {k: v for k, v in e.body.items() if k != "question"}
-        # Whom else an action would disturb is the actuator's word, and no part of the decision.
+        # The side effects come from the actuator and are not part of the decision.
         then["plan"] = {**then["plan"], "also_hit": []}
     except (KeyError, TypeError, ValueError) as error:
-        return None, f"{e.event_id}: the question of this plan cannot be read ({type(error).__name__}: {error})"
-    again = decide(asked).to_dict()
+        return None, f"{e.event_id}: the policy input of this plan cannot be read ({type(error).__name__}: {error})"
+    again = decide(policy_input).to_dict()
     same = canonical(again) == canonical(then)
-    word = "the same plan" if same else "ANOTHER plan"
-    return same, f"{e.event_id}: {word}, {again['plan']['action']}, because {again['plan']['because']}"
+    verdict = "same plan" if same else "DIFFERENT plan"
+    return same, f"{e.event_id}: {verdict}, {again['plan']['action']}, because {again['plan']['because']}"
 
 
 def _diagnosis(events: Sequence[Event], window: Mapping[str, Any] | None) -> tuple[bool | None, str]:
     if window is None:
-        return None, "no window is stored with it: the diagnosis cannot be made again"
+        return None, "no telemetry window is stored, so the diagnosis cannot be replayed"
     try:
         from rolecall.detector.live.engine import LiveDetector
     except ImportError as e:
-        return None, f"the diagnosis cannot be made again on this machine: {e}"
+        return None, f"the diagnosis cannot be replayed on this machine: {e}"
     try:
         first = next(e for e in events if e.kind is K.INCIDENT_OPENED)
         opened = Diagnosis.from_dict(first.body["diagnosis"])
-        standing = {d.key: d for looked in LiveDetector.replay_window(window) for d in looked}
+        replayed = {d.key: d for diagnoses in LiveDetector.replay_window(window) for d in diagnoses}
     except (StopIteration, KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
         return None, f"the stored window cannot be read ({type(e).__name__}: {e})"
-    again = standing.get(opened.key)
+    again = replayed.get(opened.key)
     if again is None:
-        return False, "the stored window does not give this diagnosis again"
-    return True, f"diagnosed again from the stored window: {again.because}"
+        return False, "replaying the stored window does not reproduce this diagnosis"
+    return True, f"same diagnosis from the stored window: {again.because}"

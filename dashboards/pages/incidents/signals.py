@@ -1,10 +1,9 @@
-"""The suspect's series against those of its peers, made from the window that the diagnosis had read. Pure.
+"""Series of the suspects compared with their peers, from the telemetry window of the diagnosis. Pure.
 
     samples of processes -> one value a bucket of time and process -> suspects' lines, and min, median, max of their peers
 
-Which signals are drawn follows from what the diagnosis speaks of: its class, and the metrics that its evidence names.
-Rates take the counters of two samples of one process; a process that starts anew begins anew. Peers are processes of the
-same role that the diagnosis does not name.
+The fault class and the metrics in the evidence select the signals. Rates use the counters of two samples of one process;
+a restarted process starts anew. Peers are processes of the same role that are not suspects.
 """
 
 import math
@@ -26,17 +25,17 @@ from rolecall.detector.base.observation import Observation
 from rolecall.detector.panels.metrics import SECONDS_PER_UNIT, panel_metric
 
 METRIC = "metric:"
-"""How the kind of evidence begins that is about one metric."""
+"""Prefix of the kind of evidence about a metric."""
 GPU_PREFIX = "rolecall_gpu_"
 NUM_BUCKETS_MAX = 240
 BUCKET_SECONDS_MIN = 1.0
-"""Shorter than this a rate of samples five times a second is noise."""
+"""Rates over shorter times are noise at five samples per second."""
 NUM_LINES_MAX = 4
-"""More suspects than that in one drawing cannot be told apart."""
+"""Suspects per chart; more cannot be distinguished."""
 NUM_SIGNALS_MAX = 5
 NUM_COMMITS_MIN = 2
 NUM_SAMPLES_MAX = 400_000
-"""Of a larger window every k-th observation is read."""
+"""For a larger window, every k-th observation is used."""
 
 Value = Callable[[ProcessSample | None, ProcessSample], float | None]
 Point = tuple[float, float]
@@ -44,16 +43,16 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignalSpec:
-    """One thing to draw. `value` of the newest sample of the bucket before (None: there is none) and of this one."""
+    """A signal. `value` takes the latest sample of the previous bucket (None: there is none) and of this bucket."""
 
     key: str
     title: str
     unit: str
     value: Value
     needs_before: bool = True
-    """It is a rate: two samples make one value."""
+    """A rate: it needs two samples."""
     promql: str = ""
-    """The same of a Prometheus server; `$match` stands for the selector."""
+    """The same in PromQL; `$match` stands for the selector."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,7 @@ class SignalLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """What the diagnosis compared with."""
+    """The threshold of the diagnosis."""
 
     value: float
     label: str
@@ -85,22 +84,22 @@ class Signal:
     num_peers: int
     limit: Limit | None = None
     of_run: bool = False
-    """It is the run's as a whole, and no suspect's."""
+    """A signal of the whole run, not of a suspect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
     signals: tuple[Signal, ...] = ()
     missing: str = ""
-    """Why there are none, or fewer than there should be."""
+    """Why signals are missing."""
     source: str = ""
     num_not_drawn: int = 0
-    """Suspects beyond those that can be told apart."""
+    """Number of suspects that are not drawn."""
     gpus_per_process: float = 0.0
-    """GPUs that each of the suspects' processes uses, as far as the window tells."""
+    """GPUs per process of the suspects, as far as the window shows."""
 
 
-# --- what there is to draw ------------------------------------------------------------------------------------------
+# --- signals ------------------------------------------------------------------------------------------
 
 
 def _rate(before: float, now: float, seconds: float) -> float | None:
@@ -121,7 +120,7 @@ def _gauge_of(name: str) -> Value:
 
 
 def _standing(_before: ProcessSample | None, now: ProcessSample) -> float | None:
-    """How long nothing was finished where something is due."""
+    """Time without progress, in phases in which progress is due."""
     due = now.phase not in PHASES_WITHOUT_DUE_PROGRESS or (now.phase == Phase.IDLE and now.requests_active > 0)
     return max(0.0, now.at - max(now.progress_at, now.phase_since)) if due else 0.0
 
@@ -138,14 +137,14 @@ def _promql_rate(metric: str) -> str:
 
 WORK = SignalSpec(
     key="work",
-    title="Units of work finished",
+    title="Units of work",
     unit="1/s",
     value=_rate_of("progress"),
     promql=_promql_rate("rolecall_process_progress_total"),
 )
 STANDING = SignalSpec(
     key="standing",
-    title="Time since work was last finished",
+    title="Time since last progress",
     unit="s",
     value=_standing,
     needs_before=False,
@@ -169,14 +168,14 @@ TOKENS = SignalSpec(
 )
 CPU = SignalSpec(
     key="cpu",
-    title="CPUs in use",
+    title="CPU cores in use",
     unit="CPUs",
     value=_rate_of("cpu_seconds"),
     promql=_promql_rate("rolecall_process_cpu_seconds_total"),
 )
 DELAY = SignalSpec(
     key="delay",
-    title="Kept from the CPU by others (working thread)",
+    title="CPU wait (main thread)",
     unit="s/s",
     value=_rate_of("main_run_delay_seconds"),
     promql=_promql_rate("rolecall_process_main_run_delay_seconds_total"),
@@ -191,7 +190,7 @@ MEMORY = SignalSpec(
 )
 REQUESTS = SignalSpec(
     key="requests",
-    title="Requests that the engine holds",
+    title="Active requests",
     unit="",
     value=_gauge_of("requests_active"),
     needs_before=False,
@@ -203,7 +202,7 @@ LOSS = SignalSpec(
 
 
 def _of_catalogue() -> dict[str, SignalSpec]:
-    """What processes are compared in, by the names that panels have for it."""
+    """Signals of the metric catalogue, by the names that detector panels use."""
     found = {}
     for m in CATALOGUE:
         name = panel_metric(m)
@@ -239,18 +238,18 @@ BY_KEY: Mapping[str, SignalSpec] = {
 }
 """What `FaultSpec.signals` names."""
 OF_POLICY = (
-    ("reward", "The policy: mean reward of a step", ""),
-    ("entropy", "The policy: entropy", "nats a token"),
-    ("response_length", "The policy: mean length of its answers", "tokens"),
-    ("truncated_fraction", "The policy: answers cut off at the longest response", "share"),
-    ("kl_sampler", "The policy: KL to those who made its tokens", "nats a token"),
-    ("log_ratio_max", "Trainer and engine disagree about tokens of the same weights by", "nats"),
+    ("reward", "Policy: mean reward per step", ""),
+    ("entropy", "Policy: entropy", "nats per token"),
+    ("response_length", "Policy: mean response length", "tokens"),
+    ("truncated_fraction", "Policy: truncated responses", "share"),
+    ("kl_sampler", "Policy: KL to sampler", "nats per token"),
+    ("log_ratio_max", "Trainer and engine mismatch for the same weights", "nats"),
 )
-"""What is drawn of a collapse: (sign of the journal's steps, title, unit)."""
+"""Signals of a collapse: (policy health metric, title, unit)."""
 
 
 def kinds_for(d: Diagnosis) -> tuple[SignalSpec, ...]:
-    """What the diagnosis speaks of comes first."""
+    """Signals for a diagnosis; metrics in its evidence first."""
     named = [e.kind.removeprefix(METRIC) for e in d.evidence if e.kind.startswith(METRIC)]
     found = [BY_METRIC[n] for n in named if n in BY_METRIC] + [_gpu_kind(n) for n in named if n.startswith(GPU_PREFIX)]
     found += [BY_KEY[key] for key in d.fault_class.spec.signals]
@@ -258,13 +257,13 @@ def kinds_for(d: Diagnosis) -> tuple[SignalSpec, ...]:
 
 
 def _gpu_kind(metric: str) -> SignalSpec:
-    """Drawn of GPU samples, which `value` never sees."""
+    """A signal from GPU samples; `value` is not used."""
     title = f"GPU: {plain(metric.removeprefix(GPU_PREFIX), 60).replace('_', ' ')}"
     return SignalSpec(key=metric, title=title, unit=_unit(metric), value=lambda _before, _now: None)
 
 
 def limit_of(kind: SignalSpec, d: Diagnosis) -> Limit | None:
-    """What the value was compared with, where the evidence says it."""
+    """The threshold, if the evidence contains it."""
     for e in d.evidence:
         if kind is STANDING and "deadline_seconds" in e.values:
             return Limit(value=e.values["deadline_seconds"], label="deadline")
@@ -287,7 +286,7 @@ Key = tuple[str, int, int, str]
 
 
 def from_window(window: Mapping[str, Any], d: Diagnosis) -> Signals:
-    """What can be drawn of a stored window; of one that is damaged, why nothing can."""
+    """Signals from a stored window; for a damaged one, the reason why there are none."""
     try:
         observations = [Observation.from_dict(o) for o in _thinned(window["observations"])]
         return _signals(observations, d)
@@ -296,18 +295,18 @@ def from_window(window: Mapping[str, Any], d: Diagnosis) -> Signals:
 
 
 def of_commits(events: Iterable[Event]) -> Signal | None:
-    """Whether the run went on: the time from one committed step to the next, as the journal has it, to the end."""
+    """Progress of the run: time between committed steps."""
     at = [e.wall_at for e in events if e.kind is EventKind.STEP_COMMITTED]
     points = tuple((b, b - a) for a, b in pairwise(at))
     if len(points) < NUM_COMMITS_MIN:
         return None
-    line = SignalLine(name="the run", points=points)
-    title = "The run: time from one committed step to the next"
+    line = SignalLine(name="run", points=points)
+    title = "Run: time between committed steps"
     return Signal(key="commits", title=title, unit="s", lines=(line,), band=(), num_peers=0, of_run=True)
 
 
 def of_the_policy(events: Iterable[Event]) -> tuple[Signal, ...]:
-    """The course that a collapse is told from, as the journal's steps have it: reward, entropy, lengths, who disagrees."""
+    """Policy health over the steps: reward, entropy, lengths, mismatch."""
     steps = [e for e in events if e.kind is EventKind.STEP_COMMITTED]
     found: dict[str, list[Point]] = {}
     for e in steps:
@@ -319,7 +318,7 @@ def of_the_policy(events: Iterable[Event]) -> tuple[Signal, ...]:
             key=name,
             title=title,
             unit=unit,
-            lines=(SignalLine(name="the policy", points=tuple(found[name])),),
+            lines=(SignalLine(name="policy", points=tuple(found[name])),),
             band=(),
             num_peers=0,
             of_run=True,
@@ -340,7 +339,7 @@ def _signals(observations: Sequence[Observation], d: Diagnosis) -> Signals:
     roles = {by_process[key][0].sample.role for key in accused} - {STANDBY_ROLE}
     peers = {k for k, found in by_process.items() if k not in accused and found[0].sample.role in roles}
     if not accused:
-        return Signals(missing=_nobody(d, bool(by_process)))
+        return Signals(missing=_missing_suspects(d, bool(by_process)))
     times = [s.at for found in by_process.values() for s in found]
     bucket = max(BUCKET_SECONDS_MIN, (max(times) - min(times)) / NUM_BUCKETS_MAX)
     gpus = _gpu_values(observations)
@@ -367,25 +366,25 @@ def _signals(observations: Sequence[Observation], d: Diagnosis) -> Signals:
     num_gpus = sum(user in g_users for user in users for g_users in gpus.users.values())
     return Signals(
         signals=tuple(drawn),
-        missing="" if drawn else "the stored window holds no series of the suspects",
-        source=f"window stored with the incident: {len(observations)} looks over {max(times) - min(times):.0f} s",
+        missing="" if drawn else "the stored window has no series of the suspects",
+        source=f"telemetry window of the incident: {len(observations)} snapshots over {max(times) - min(times):.0f} s",
         num_not_drawn=max(0, len(ordered) - NUM_LINES_MAX),
         gpus_per_process=num_gpus / max(1, len(users)),
     )
 
 
-def _nobody(d: Diagnosis, any_process: bool) -> str:
+def _missing_suspects(d: Diagnosis, any_process: bool) -> str:
     who = ", ".join(plain(s.replica or s.node, 60) for s in d.suspects[:NUM_LINES_MAX])
     if not any_process:
-        return "the stored window holds no sample of a process"
-    return f"the stored window holds no sample of {who}" if who else "the diagnosis names nobody: no process is drawn"
+        return "the stored window has no process samples"
+    return f"the stored window has no samples of {who}" if who else "the diagnosis has no suspect"
 
 
 def _by_process(observations: Sequence[Observation]) -> dict[Key, list[_Sampled]]:
     offsets: dict[str, float] = {}
     for o in observations:
         for b in o.batches:
-            # Nodes have clocks of their own: the smallest difference is that of the answer that travelled fastest.
+            # Node clocks differ; the smallest difference belongs to the fastest response.
             offsets[b.node] = min(offsets.get(b.node, math.inf), o.wall_at - b.wall_at)
     found: dict[Key, list[_Sampled]] = {}
     for o in observations:
@@ -397,7 +396,7 @@ def _by_process(observations: Sequence[Observation]) -> dict[Key, list[_Sampled]
 
 
 def _is(key: Key, s: Suspect) -> bool:
-    """Whether this process is meant: what the suspect leaves open fits all."""
+    """Whether a process matches a suspect; unset fields match everything."""
     replica, rank, incarnation, node = key
     if not s.replica:
         return node == s.node and (s.rank is None or rank == s.rank)
@@ -425,7 +424,7 @@ def _series(kind: SignalSpec, key: Key, sampled: list[_Sampled], gpus: "_Gpus", 
     before: ProcessSample | None = None
     for _, s in sorted(last.items()):
         if kind.needs_before and before is not None and s.sample.at - before.at < bucket / 2:
-            continue  # the window ends within a bucket: a rate over a tenth of a second is noise
+            continue  # the window ends within a bucket, and a rate over a tenth of a second is noise
         value = kind.value(before, s.sample)
         before = s.sample
         if value is not None and math.isfinite(value):
@@ -434,7 +433,7 @@ def _series(kind: SignalSpec, key: Key, sampled: list[_Sampled], gpus: "_Gpus", 
 
 
 def band_of(series: Iterable[list[Point]]) -> tuple[tuple[float, float, float, float], ...]:
-    """Smallest, median and largest of the peers, a second at a time; one that has no value in it is left out."""
+    """Minimum, median and maximum of the peers per second; peers without a value are left out."""
     at: dict[int, list[float]] = {}
     for points in series:
         for t, value in points:
@@ -444,13 +443,13 @@ def band_of(series: Iterable[list[Point]]) -> tuple[tuple[float, float, float, f
 
 @dataclass
 class _Gpus:
-    """Samples of GPUs, by the process that uses them."""
+    """GPU samples by the process that uses them."""
 
     samples: dict[tuple[str, int], list[tuple[float, GpuSample]]]
     users: dict[tuple[str, int], set[tuple[str, int]]]
 
     def series(self, metric: str, node: str, pid: int) -> list[Point]:
-        """Of several GPUs the one that stands out has its own finding: here their mean."""
+        """Mean over the GPUs of a process; an outlier GPU has its own finding."""
         name = metric.removeprefix(GPU_PREFIX)
         at: dict[int, list[float]] = {}
         for gpu, found in self.samples.items():

@@ -1,7 +1,7 @@
-"""The table of incidents: one light record each, and the filter that a URL holds. Pure, and quick with ten thousand.
+"""The incident table: one row per incident, and filters that are stored in the URL. Pure, and fast for ten thousand.
 
-A record is made again only when its incident has changed (`IncidentTable`); filtering is one pass over records in memory, and a
-page draws `PAGE_ROWS` of them, never all.
+`IncidentTable` rebuilds a row only when its incident has changed. Filtering is one pass over rows in memory, and a page
+draws `PAGE_ROWS` of them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,13 +14,13 @@ from rolecall.core.text import plain, utc
 from rolecall.recovery.incidents.incident import Incident, IncidentState
 
 PAGE_ROWS = 50
-"""Incidents on one page of the table: more than anyone reads, few enough to draw at once."""
+"""Incidents per page of the table."""
 TEXT_CHARS_MAX = 200
-"""Of what is searched for."""
+"""Longest filter value that is accepted."""
 INCIDENT = "incident"
-"""Parameter of the URL that names one incident: its page in place of the table."""
+"""URL parameter with an incident id, which selects the page of that incident."""
 SET_ASIDE = "set aside"
-HELD = "held"
+HELD = "blocked"
 
 GLYPHS: Mapping[str, str] = {
     IncidentState.OPEN: "●",
@@ -36,16 +36,16 @@ GLYPHS: Mapping[str, str] = {
     "escalated": "✗",
     SET_ASIDE: "⚠",
 }
-"""A shape for each status, so that no colour has to carry it."""
+"""A glyph for each status, so that colour is not the only cue."""
 WITHIN_SECONDS: Mapping[str, float] = {"hour": 3600.0, "day": 86_400.0, "week": 7 * 86_400.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentTableRow:
-    """One incident as the table shows it. Times are wall seconds; texts are plain."""
+    """One row. Times are wall seconds; texts are plain."""
 
     incident_id: str
-    status: str  # state while it is open, outcome once it is closed, or `set aside`
+    status: str  # state while open, outcome when closed, or `set aside`
     is_open: bool
     who: str
     roles: tuple[str, ...]
@@ -54,13 +54,13 @@ class IncidentTableRow:
     opened_at: float
     closed_at: float | None
     found_seconds: float | None
-    """From the onset, as the diagnosis gives it, to the finding."""
-    cured_seconds: float | None
-    """From the finding until the replacement was seen to work."""
+    """From the diagnosed onset to the detection."""
+    recovered_seconds: float | None
+    """From the detection until the replacement was verified."""
     action: str
     because: str
-    marked: str = ""  # right, wrong, or nothing was said
-    haystack: str = ""  # what a search looks through
+    marked: str = ""  # right, wrong, or empty: not reviewed
+    haystack: str = ""  # text that the search covers
 
     @property
     def glyph(self) -> str:
@@ -75,7 +75,7 @@ class IncidentTableRow:
 
 
 def status_of(incident: Incident) -> str:
-    """In one word."""
+    """The status of an incident, one of `GLYPHS`."""
     if incident.outcome is not None:
         return str(incident.outcome)
     attempt = incident.attempt
@@ -85,7 +85,7 @@ def status_of(incident: Incident) -> str:
 
 
 def row_of(incident: Incident, set_aside: str = "") -> IncidentTableRow:
-    """`set_aside`: why nothing more is done for it; empty: it is whole."""
+    """`set_aside`: why the incident is not handled further; empty: it is handled."""
     d, attempt = incident.diagnosis, incident.attempt
     names = [f"{s.replica}#{s.incarnation}" if s.replica else str(s.node) for s in d.suspects]
     roles = {s.role or _role(s.replica) for s in d.suspects if s.role or s.replica}
@@ -94,14 +94,14 @@ def row_of(incident: Incident, set_aside: str = "") -> IncidentTableRow:
         incident_id=incident.incident_id,
         status=SET_ASIDE if set_aside else status_of(incident),
         is_open=incident.state is not IncidentState.CLOSED and not set_aside,
-        who=plain(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""), 200) or "nobody",
+        who=plain(", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else ""), 200) or "none",
         roles=tuple(sorted(plain(r, 60) for r in roles)),
         nodes=tuple(sorted({plain(s.node, 60) for s in d.suspects if s.node})),
         fault_class=str(d.fault_class),
         opened_at=incident.opened_at,
         closed_at=incident.closed_at,
         found_seconds=max(0.0, d.detected_at - d.onset),
-        cured_seconds=None if incident.verified_at is None else max(0.0, incident.verified_at - d.detected_at),
+        recovered_seconds=None if incident.verified_at is None else max(0.0, incident.verified_at - d.detected_at),
         action="" if attempt is None else str(attempt.plan.action),
         because=because,
         marked="" if incident.mark is None else "right" if incident.mark.right else "wrong",
@@ -110,7 +110,7 @@ def row_of(incident: Incident, set_aside: str = "") -> IncidentTableRow:
 
 
 def broken_row(name: str, why: str) -> IncidentTableRow:
-    """Of one that could not be read at all."""
+    """The row of an incident that cannot be read at all."""
     row = IncidentTableRow(
         incident_id=name,
         status=SET_ASIDE,
@@ -122,7 +122,7 @@ def broken_row(name: str, why: str) -> IncidentTableRow:
         opened_at=0.0,
         closed_at=None,
         found_seconds=None,
-        cured_seconds=None,
+        recovered_seconds=None,
         action="",
         because=plain(why),
     )
@@ -143,12 +143,12 @@ def _searchable(row: IncidentTableRow) -> IncidentTableRow:
 
 @dataclass
 class IncidentTable:
-    """Rows by incident, made again only for those that changed. Owned by one page."""
+    """Cached rows by incident, rebuilt only for changed incidents. Owned by one page."""
 
     _made: dict[str, tuple[Incident, str, IncidentTableRow]] = field(default_factory=dict)
 
     def rows(self, incidents: Mapping[str, Incident], broken: Mapping[str, object]) -> list[IncidentTableRow]:
-        """Open ones on top, then newest first."""
+        """All rows: open incidents first, then newest first."""
         found = []
         for name, incident in list(incidents.items()):
             why = first_line(broken[name]) if name in broken else ""
@@ -166,10 +166,10 @@ def first_line(error: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filter:
-    """What is shown; the fields are the parameters of the URL."""
+    """The filters; the fields are URL parameters."""
 
     text: str = ""
-    status: str = ""  # a status, or `open` for all that are open
+    status: str = ""  # a status, or `open` for all open incidents
     role: str = ""
     fault: str = ""
     node: str = ""
@@ -180,7 +180,7 @@ class Filter:
 
     @classmethod
     def from_query(cls, query: Mapping[str, str]) -> Self:
-        """What cannot be meant is left out: a URL comes from anywhere."""
+        """Invalid parameters are ignored: URLs are untrusted."""
         known = {f.name: str(query[f.name])[:TEXT_CHARS_MAX] for f in fields(cls) if f.name in query}
         page = known.pop("page", "1")
         number = int(page) if page.isascii() and page.isdecimal() and len(page) < 7 else 1
@@ -189,7 +189,7 @@ class Filter:
         return cls(page=max(1, number), **known)
 
     def to_query(self) -> dict[str, str]:
-        """Only what is not the default."""
+        """The non-default values."""
         empty = type(self)()
         return {f.name: str(v) for f in fields(self) if (v := getattr(self, f.name)) != getattr(empty, f.name)}
 
@@ -217,7 +217,7 @@ def moment(at: float) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What the filters offer: what there is."""
+    """Values that the filters offer."""
 
     statuses: tuple[str, ...]
     roles: tuple[str, ...]
@@ -241,7 +241,7 @@ def choices(rows: Iterable[IncidentTableRow]) -> Choices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentTablePage:
-    """One page of what the filter takes."""
+    """One page of the rows that match the filter."""
 
     rows: tuple[IncidentTableRow, ...]
     num_found: int

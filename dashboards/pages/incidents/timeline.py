@@ -1,6 +1,6 @@
-"""An incident on one time axis: every moment that counts, in order, numbered, with its words. Pure.
+"""The timeline of an incident: its relevant events in order, numbered, with a text each. Pure.
 
-The number stands in the drawing and in the list beside it, so that neither colour nor space for words is needed there.
+The number appears in the chart and in the list below it, so the chart needs neither text nor colour.
 """
 
 import sys
@@ -15,37 +15,37 @@ from rolecall.views.incidents import IncidentSummary, summarize_incidents
 from rolecall.views.injections import InjectedFault
 
 MARKS_MAX = 60
-"""Moments of one story; of a longer one those in the middle are left out, and that is said."""
+"""Longest timeline; of a longer one the middle is left out, with a note."""
 WORDS_MAX = 400
 CONTEXT_SHARE = 0.25
 CONTEXT_SECONDS_MIN = 4.0
-"""So much of the time from onset to the last moment, and so many seconds at least, are shown before and after."""
+"""Padding before and after: share of the time from onset to last event, and minimum seconds."""
 ZOOM_FROM = 3.0
-"""A story so many times longer than the time from onset to action is drawn around the finding first."""
+"""A timeline this many times longer than the time from onset to action is first shown around the detection."""
 
 K = EventKind
 
 
 class TimelineEntryKind(StrEnum):
-    """Kinds of moments; each has a shape of its own in the drawing."""
+    """Kinds of entries; each has its own shape in the chart."""
 
     FAULT = "fault injected"
     ONSET = "onset"
-    FOUND = "finding"
-    KNOWN = "more is known"
-    PLAN = "decision"
-    HELD = "held"
-    PERSON = "a person"
+    DETECTED = "detected"
+    UPDATED = "diagnosis updated"
+    PLAN = "plan"
+    BLOCKED = "blocked"
+    OPERATOR = "operator"
     ACTION = "action"
     FAILED = "failed"
-    RUN = "the run"
-    PROOF = "proof"
+    RUN = "run"
+    WEIGHTS = "weights"
     VERIFIED = "verified"
     CLOSED = "closed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class TimelineEntry:
     """`at`: wall seconds."""
 
     at: float
@@ -56,7 +56,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineRange:
-    """What of time is drawn. Wall seconds; zero is the onset."""
+    """The time range that is drawn. Wall seconds; zero is the onset."""
 
     begin: float
     end: float
@@ -65,26 +65,26 @@ class TimelineRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IncidentTimeline:
-    """The whole story."""
+    """The timeline of one incident."""
 
-    moments: tuple[Moment, ...]
+    moments: tuple[TimelineEntry, ...]
     whole: TimelineRange
     around: TimelineRange | None
-    """The time around the finding, where the whole story is so long that nothing could be seen of it."""
+    """The time around the detection, if the whole range is too long to show it."""
     num_left_out: int = 0
 
 
-def story_of(m: IncidentPageInputs) -> IncidentSummary | None:
-    """The incident as the report tells it; None: it cannot be told."""
+def incident_summary(m: IncidentPageInputs) -> IncidentSummary | None:
+    """The incident's summary, as in the report; None: its events are malformed."""
     try:
         joined = summarize_incidents(m.around, m.known, m.faults, _rolled_back(m.around))
     except (KeyError, TypeError, ValueError, AttributeError):
-        return None  # a body that lacks what its kind must have
+        return None  # a malformed event body
     return next((s for s in joined.stories if s.incident_id == m.incident_id), None)
 
 
 def _rolled_back(around: Sequence[Event]) -> Mapping[int, float]:
-    """Steps that were committed again: the first time was undone."""
+    """Step -> time of its second commit, which rolled back the first."""
     seen: set[int] = set()
     undone = {}
     for e in around:
@@ -108,13 +108,13 @@ def build_timeline(m: IncidentPageInputs, story: IncidentSummary | None) -> Inci
 
 
 def _shorter(words: str, known: str) -> str:
-    """Without the diagnosis, which stands on top of the page and which every reason repeats."""
+    """The text without the diagnosis, which is shown at the top of the page and which most reasons repeat."""
     short = words.replace(known, "…") if known else words
     begun = next((n for n in range(len(known), 20, -1) if short.endswith(known[:n])), 0) if known else 0
     return plain(short[: len(short) - begun] + "…" if begun else short, WORDS_MAX)
 
 
-def _axes(m: IncidentPageInputs, moments: Sequence[Moment]) -> tuple[TimelineRange, TimelineRange | None]:
+def _axes(m: IncidentPageInputs, moments: Sequence[TimelineEntry]) -> tuple[TimelineRange, TimelineRange | None]:
     d = m.incident.diagnosis if m.incident else None
     zero = min(d.onset, d.detected_at) if d else (moments[0].at if moments else m.now)
     times = [x.at for x in moments] or [zero]
@@ -134,23 +134,25 @@ def _padded(begin: float, end: float, zero: float) -> TimelineRange:
     return TimelineRange(begin=begin - context, end=end + context, zero=zero)
 
 
-# --- moments --------------------------------------------------------------------------------------------------------
+# --- entries --------------------------------------------------------------------------------------------------------
 
 
-def _moments(m: IncidentPageInputs, story: IncidentSummary | None) -> list[Moment]:
-    found: list[Moment] = []
+def _moments(m: IncidentPageInputs, story: IncidentSummary | None) -> list[TimelineEntry]:
+    found: list[TimelineEntry] = []
     if m.incident is not None:
         d = m.incident.diagnosis
         found.append(
-            Moment(at=min(d.onset, d.detected_at), mark=TimelineEntryKind.ONSET, words="as the diagnosis has it")
+            TimelineEntry(
+                at=min(d.onset, d.detected_at), mark=TimelineEntryKind.ONSET, words="estimated by the diagnosis"
+            )
         )
     for fault in (*((story.fault,) if story and story.fault else ()), *(story.further_faults if story else ())):
-        found.append(Moment(at=fault.injected_at, mark=TimelineEntryKind.FAULT, words=_of_fault(fault)))
+        found.append(TimelineEntry(at=fault.injected_at, mark=TimelineEntryKind.FAULT, words=_of_fault(fault)))
     for e in m.events:
         made = OWN.get(e.kind)
         if made is not None:
             mark, words = made
-            found.append(Moment(at=e.wall_at, mark=mark, words=plain(words(e))))
+            found.append(TimelineEntry(at=e.wall_at, mark=mark, words=plain(words(e))))
     return found + _of_run(m, story)
 
 
@@ -160,13 +162,13 @@ def _of_fault(fault: InjectedFault) -> str:
 
 
 def _because(prefix: str) -> Callable[[Event], str]:
-    return lambda e: f"{prefix}: {e.body.get('because') or 'no reason is given'}"
+    return lambda e: f"{prefix}: {e.body.get('because') or 'no reason given'}"
 
 
 def _by(verb: str) -> Callable[[Event], str]:
     def words(e: Event) -> str:
         because = f": {e.body['because']}" if e.body.get("because") else ""
-        return f"{e.body.get('by') or 'somebody'} {verb}{because}"
+        return f"{e.body.get('by') or 'someone'} {verb}{because}"
 
     return words
 
@@ -181,39 +183,42 @@ def _plan_words(e: Event) -> str:
 
 
 OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
-    K.INCIDENT_OPENED: (TimelineEntryKind.FOUND, lambda e: _found_words(e)),
-    K.INCIDENT_UPDATED: (TimelineEntryKind.KNOWN, lambda e: _of_diagnosis(e)),
-    K.EVIDENCE_COLLECTED: (TimelineEntryKind.KNOWN, _because("evidence came")),
+    K.INCIDENT_OPENED: (TimelineEntryKind.DETECTED, lambda e: _found_words(e)),
+    K.INCIDENT_UPDATED: (TimelineEntryKind.UPDATED, lambda e: _of_diagnosis(e)),
+    K.EVIDENCE_COLLECTED: (TimelineEntryKind.UPDATED, _because("evidence collected")),
     K.PLAN_CREATED: (TimelineEntryKind.PLAN, lambda e: _plan_words(e)),
-    K.PLAN_BLOCKED: (TimelineEntryKind.HELD, lambda e: f"by the guard {e.body.get('guard')}: {e.body.get('because')}"),
-    K.PLAN_PROPOSED: (TimelineEntryKind.PERSON, lambda e: f"is asked: {_plan_words(e)}"),
-    K.PLAN_APPROVED: (TimelineEntryKind.PERSON, _by("approved it")),
-    K.PLAN_REJECTED: (TimelineEntryKind.PERSON, _by("said no")),
-    K.PLAN_EXPIRED: (TimelineEntryKind.PERSON, _because("the proposal lapsed")),
-    K.HOLD_PLACED: (TimelineEntryKind.PERSON, _by("put it on hold")),
-    K.HOLD_LIFTED: (TimelineEntryKind.PERSON, _by("lifted the hold")),
-    K.DIAGNOSIS_REVIEWED: (TimelineEntryKind.PERSON, lambda e: _by(f"marked the diagnosis {e.body.get('verdict')}")(e)),
-    K.ONCALL_PAGED: (TimelineEntryKind.PERSON, _because("is called")),
-    K.ACTION_STARTED: (TimelineEntryKind.ACTION, lambda e: f"begins: {_plan_words(e)}"),
+    K.PLAN_BLOCKED: (TimelineEntryKind.BLOCKED, lambda e: f"by guard {e.body.get('guard')}: {e.body.get('because')}"),
+    K.PLAN_PROPOSED: (TimelineEntryKind.OPERATOR, lambda e: f"approval requested: {_plan_words(e)}"),
+    K.PLAN_APPROVED: (TimelineEntryKind.OPERATOR, _by("approved it")),
+    K.PLAN_REJECTED: (TimelineEntryKind.OPERATOR, _by("rejected it")),
+    K.PLAN_EXPIRED: (TimelineEntryKind.OPERATOR, _because("the plan expired")),
+    K.HOLD_PLACED: (TimelineEntryKind.OPERATOR, _by("put it on hold")),
+    K.HOLD_LIFTED: (TimelineEntryKind.OPERATOR, _by("lifted the hold")),
+    K.DIAGNOSIS_REVIEWED: (
+        TimelineEntryKind.OPERATOR,
+        lambda e: _by(f"marked the diagnosis {e.body.get('verdict')}")(e),
+    ),
+    K.ONCALL_PAGED: (TimelineEntryKind.OPERATOR, _because("on-call paged")),
+    K.ACTION_STARTED: (TimelineEntryKind.ACTION, lambda e: f"started: {_plan_words(e)}"),
     K.ACTION_DONE: (TimelineEntryKind.ACTION, lambda e: f"done: {_result(e)}"),
-    K.ACTION_FAILED: (TimelineEntryKind.FAILED, lambda e: str(e.body.get("because") or "no reason is given")),
+    K.ACTION_FAILED: (TimelineEntryKind.FAILED, lambda e: str(e.body.get("because") or "no reason given")),
     K.INCIDENT_VERIFIED: (TimelineEntryKind.VERIFIED, lambda e: str(e.body.get("because") or "")),
     K.INCIDENT_CLOSED: (TimelineEntryKind.CLOSED, lambda e: f"as {e.body.get('outcome')}"),
 }
-"""The incident's own events: what they are in the drawing, and in words."""
+"""Timeline entry of each event kind: its kind and text."""
 
 
 def _of_diagnosis(e: Event) -> str:
     diagnosis = e.body.get("diagnosis")
-    return str(diagnosis.get("because", "")) if isinstance(diagnosis, dict) else "its diagnosis cannot be read"
+    return str(diagnosis.get("because", "")) if isinstance(diagnosis, dict) else "the diagnosis cannot be read"
 
 
 def _found_words(e: Event) -> str:
     diagnosis = e.body.get("diagnosis")
     if not isinstance(diagnosis, dict):
-        return "found; its diagnosis cannot be read"
+        return "the diagnosis cannot be read"
     by = ", ".join(str(d) for d in _listed(diagnosis.get("detectors", ())))
-    return f"{str(diagnosis.get('fault_class', '')).replace('_', ' ')} found by {by or 'nobody'}"
+    return f"{str(diagnosis.get('fault_class', '')).replace('_', ' ')} detected by {by or 'unknown'}"
 
 
 def _result(e: Event) -> str:
@@ -221,16 +226,16 @@ def _result(e: Event) -> str:
     return str(result.get("because", "")) if isinstance(result, dict) else str(result or "")
 
 
-def touched(m: IncidentPageInputs) -> frozenset[str]:
-    """Replicas that the incident is about."""
+def affected_replicas(m: IncidentPageInputs) -> frozenset[str]:
+    """Replicas that the incident names or acts on."""
     if m.incident is None:
         return frozenset()
     return frozenset({*m.incident.named, *m.incident.touched})
 
 
-def _of_run(m: IncidentPageInputs, story: IncidentSummary | None) -> list[Moment]:
-    """What the run did that belongs to it: the replaced replicas' lives, proofs, requests, interrupted steps."""
-    who, made = touched(m), m.incident.touched if m.incident else {}
+def _of_run(m: IncidentPageInputs, story: IncidentSummary | None) -> list[TimelineEntry]:
+    """Related events of the run: replaced replicas, weight transfers, requests, interrupted steps."""
+    who, made = affected_replicas(m), m.incident.touched if m.incident else {}
     until = story.ends_at if story is not None else None
     since = story.began_at if story is not None else (m.events[0].wall_at if m.events else m.now)
     found = []
@@ -255,12 +260,12 @@ def _of_run(m: IncidentPageInputs, story: IncidentSummary | None) -> list[Moment
                 proven.add(key)
                 version = e.body.get("policy_version")
                 words, mark = (
-                    f"{replica}#{number} serves: its weights (version {version}) are proven",
-                    TimelineEntryKind.PROOF,
+                    f"{replica}#{number} is serving: its weights (version {version}) are verified",
+                    TimelineEntryKind.WEIGHTS,
                 )
             case K.WEIGHTS_REJECTED if replica in who:
                 words, mark = (
-                    f"weights of {replica}#{number} were refused: {e.body.get('because')}",
+                    f"weights of {replica}#{number} were rejected: {e.body.get('because')}",
                     TimelineEntryKind.FAILED,
                 )
             case K.REQUESTS_REASSIGNED if str(e.body.get("from_replica")) in who:
@@ -271,34 +276,34 @@ def _of_run(m: IncidentPageInputs, story: IncidentSummary | None) -> list[Moment
             case K.STEP_COMMITTED if interrupted is not None and e.body.get("step") == interrupted:
                 words, interrupted = f"step {e.body.get('step')}, which was interrupted, is committed", None
         if words and e.incident_id in (None, m.incident_id):
-            found.append(Moment(at=e.wall_at, mark=mark, words=plain(words)))
+            found.append(TimelineEntry(at=e.wall_at, mark=mark, words=plain(words)))
     return found + _serving(m, story, proven)
 
 
 def moved_words(body: Mapping[str, object]) -> str:
-    """What became of the requests of an engine that was lost."""
-    to = ", ".join(str(t) for t in _listed(body.get("to"))) or "the next that may serve"
+    """Reassignment of the requests of a lost engine."""
+    to = ", ".join(str(t) for t in _listed(body.get("to"))) or "the next available engine"
     cut = (
-        f", {body['num_cut']} of them in their next windows: what there was is trained on"
+        f", {body['num_cut']} of them in their next window; existing tokens are trained on"
         if body.get("num_cut")
         else ""
     )
-    return f"{body.get('num_requests')} requests of {body.get('from')} go on at {to}{cut}"
+    return f"{body.get('num_requests')} requests of {body.get('from')} continue at {to}{cut}"
 
 
 def _listed(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else (value,)
 
 
-def _serving(m: IncidentPageInputs, story: IncidentSummary | None, proven: set[tuple[str, int]]) -> list[Moment]:
-    """Of a replica without weights of its own to prove: when it joined an epoch."""
+def _serving(m: IncidentPageInputs, story: IncidentSummary | None, proven: set[tuple[str, int]]) -> list[TimelineEntry]:
+    """For replicas without weights to verify: when they rejoined an epoch."""
     if story is None:
         return []
     return [
-        Moment(
+        TimelineEntry(
             at=r.serving_at,
-            mark=TimelineEntryKind.PROOF,
-            words=plain(f"{r.replica}#{r.incarnation} is a member again", WORDS_MAX),
+            mark=TimelineEntryKind.WEIGHTS,
+            words=plain(f"{r.replica}#{r.incarnation} rejoined", WORDS_MAX),
         )
         for r in story.replacements
         if r.serving_at is not None and (r.replica, r.incarnation) not in proven

@@ -1,5 +1,5 @@
-"""What the page of one incident says in words: who and what, the state in a sentence, findings with their evidence,
-decisions with guards and persons, the proof of the cure. Pure; every text is plain and limited.
+"""Text of an incident's page: suspects, state, findings with evidence, decisions with guards and operators, and the
+verification of the recovery. Pure; every text is plain and limited in length.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,19 +10,19 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.text import plain, seconds
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.dashboards.pages.incidents.table import GLYPHS, HELD, SET_ASIDE, moment, status_of
-from rolecall.dashboards.pages.incidents.timeline import touched
+from rolecall.dashboards.pages.incidents.timeline import affected_replicas
 from rolecall.recovery.incidents.incident import Attempt, Decision, Incident, IncidentState
 from rolecall.views.incidents import IncidentSummary
 
 SENTENCE_MAX = 2_000
 NUM_SHOWN_MAX = 40
-"""Suspects, pieces of evidence, sentences of witnesses: of more the number is told."""
+"""Suspects and pieces of evidence that are shown; the rest is counted."""
 VISIBLE_SECONDS = 0.05
-"""Two moments nearer than this are one to a reader."""
+"""Times closer than this are shown as one."""
 K = EventKind
 
 Facts = tuple[tuple[str, str], ...]
-"""What it is called, in our words; and what it is, as text."""
+"""(label, value) pairs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +33,22 @@ class IncidentHeader:
     sentence: str
     glyph: str
     status: str
-    state: str  # in words
+    state: str  # in a sentence
     who: tuple[str, ...]
     facts: Facts
-    injected: str = ""  # the fault behind it, where the injector's log is there
+    injected: str = ""  # the injected fault, if the injection log has one
 
 
 def head(m: IncidentPageInputs, story: IncidentSummary | None) -> IncidentHeader:
     i = m.incident
     if i is None:
-        why = m.set_aside or "nothing is known of it"
+        why = m.set_aside or "no information"
         return IncidentHeader(
             incident_id=plain(m.incident_id, 200),
             sentence=plain(why),
             glyph=GLYPHS[SET_ASIDE],
             status=SET_ASIDE,
-            state="Set aside: its events cannot be read as one story. Nothing is done for it; the others go on.",
+            state="Set aside: its events contradict each other. No action is taken for it; other incidents are not affected.",
             who=(),
             facts=(),
         )
@@ -59,16 +59,16 @@ def head(m: IncidentPageInputs, story: IncidentSummary | None) -> IncidentHeader
     facts = [
         ("Fault class", str(d.fault_class).replace("_", " ")),
         ("Confidence", f"{d.confidence:.0%}"),
-        ("Found by", plain(", ".join(d.detectors), 200) or "nobody says"),
+        ("Detected by", plain(", ".join(d.detectors), 200) or "unknown"),
         ("Onset", moment(d.onset)),
-        ("Found", f"{seconds(max(0.0, d.detected_at - d.onset))} after the onset"),
+        ("Detected", f"{seconds(max(0.0, d.detected_at - d.onset))} after the onset"),
     ]
     if d.gain_ratio is not None:
-        facts.append(("Slower than its peers", f"{d.gain_ratio:.2f} times"))
+        facts.append(("Slowdown compared with peers", f"{d.gain_ratio:.2f} times"))
     if i.mark is not None:
         verdict = "right" if i.mark.right else "wrong"
         because = f": {i.mark.because}" if i.mark.because else ""
-        facts.append(("Marked", plain(f"{verdict} by {i.mark.by}{because}", 400)))
+        facts.append(("Review", plain(f"{verdict} by {i.mark.by}{because}", 400)))
     return IncidentHeader(
         incident_id=plain(m.incident_id, 200),
         sentence=plain(d.because, SENTENCE_MAX),
@@ -92,44 +92,45 @@ def _suspect(s: Suspect) -> str:
 def _injected(story: IncidentSummary | None) -> str:
     if story is None or story.fault is None:
         return ""
-    named = "and the right one was named" if story.named_right else "and another one was named"
+    named = "correct suspect" if story.named_right else "wrong suspect"
     found = seconds(max(0.0, story.detected_at - story.fault.injected_at))
     how = f" ({story.fault.how})" if story.fault.how else ""
-    return plain(f"{story.fault.kind}{how} at {', '.join(story.fault.hit)}, found {found} later, {named}", 400)
+    return plain(f"{story.fault.kind}{how} at {', '.join(story.fault.hit)}, detected {found} later, {named}", 400)
 
 
 def state_words(i: Incident, story: IncidentSummary | None, now: float) -> str:
-    """How it stands, in a sentence."""
+    """The state in a sentence."""
     a, found = i.attempt, i.diagnosis.detected_at
     if i.outcome is not None:
         return _closed_words(i, story)
     since = seconds(max(0.0, now - i.opened_at))
     match i.state:
         case IncidentState.PROPOSED if a is not None and a.decision is None:
-            left = "" if a.expires_at is None else f"; the proposal lapses in {seconds(max(0.0, a.expires_at - now))}"
-            return f"Waits for a person: {action_words(a.plan)} is proposed{left}"
+            left = "" if a.expires_at is None else f"; expires in {seconds(max(0.0, a.expires_at - now))}"
+            return f"Awaiting approval: {action_words(a.plan)}{left}"
         case IncidentState.PROPOSED if a is not None:
-            return f"{str(a.decision).capitalize()} by {a.decided_by or 'nobody'}; waits for the guards"
+            return f"{str(a.decision).capitalize()} by {a.decided_by or 'unknown'}; waiting for the guards"
         case IncidentState.ACTING if a is not None and a.started_at is not None:
-            return f"In recovery: {action_words(a.plan)}, for {seconds(max(0.0, now - a.started_at))}"
+            return f"Recovering: {action_words(a.plan)}, for {seconds(max(0.0, now - a.started_at))}"
         case IncidentState.VERIFYING if a is not None and a.done_at is not None:
-            return f"{action_words(a.plan)} is done; waits for {seconds(max(0.0, now - a.done_at))} to see it work"
+            return f"{action_words(a.plan)} is done; verifying progress for {seconds(max(0.0, now - a.done_at))}"
         case IncidentState.PLANNED if a is not None and status_of(i) == HELD:
-            return f"Held by {', '.join(sorted(a.held_by))}: {action_words(a.plan)}; open for {since}"
+            return f"Blocked by {', '.join(sorted(a.held_by))}: {action_words(a.plan)}; open for {since}"
         case IncidentState.PLANNED if a is not None:
-            return f"Decided: {action_words(a.plan)}; open for {since}"
+            return f"Planned: {action_words(a.plan)}; open for {since}"
         case _:
             failed = i.failures[-1] if i.failures else None
             after = f"; attempt {failed.number} failed: {failed.failed_because}" if failed else ""
-            return f"Diagnosed {seconds(max(0.0, now - found))} ago, and nothing is decided yet{after}"
+            return f"Diagnosed {seconds(max(0.0, now - found))} ago; no plan yet{after}"
 
 
 def _closed_words(i: Incident, story: IncidentSummary | None) -> str:
     found, known = i.diagnosis.detected_at, i.diagnosis.because
-    because, called = (_rest(text, known) for text in (i.because, i.page_reason))
-    person = ""
+    because, page_reason = (_rest(text, known) for text in (i.because, i.page_reason))
+    paged = ""
     if i.page_reason:
-        person = f" A person was called: {called}" if called and called != because else " A person was called."
+        differs = page_reason and page_reason != because
+        paged = f" On-call was paged: {page_reason}" if differs else " On-call was paged."
     if str(i.outcome) == "resolved":
         cured_at = story.cured_at if story is not None and story.cured_at is not None else i.verified_at
         after = seconds(max(0.0, (cured_at if cured_at is not None else i.opened_at) - found))
@@ -137,17 +138,17 @@ def _closed_words(i: Incident, story: IncidentSummary | None) -> str:
         seen = f": {story.verified_because}" if story is not None and story.verified_because else ""
         worked = ""
         if i.verified_at is not None and cured_at is not None and i.verified_at - cured_at >= VISIBLE_SECONDS:
-            worked = f" (seen to work after {seconds(max(0.0, i.verified_at - found))})"
-        return f"Resolved {after} after the finding{worked}{attempts}{seen}"
+            worked = f" (verified after {seconds(max(0.0, i.verified_at - found))})"
+        return f"Resolved {after} after detection{worked}{attempts}{seen}"
     words = {
-        "tolerated": "Tolerated, nothing was done",
-        "observed": "Only observed: the fault ended without rolecall",
-        "self_recovered": "Refuted: the fault ended before rolecall acted",
-        "escalated": "Given up",
+        "tolerated": "Tolerated without action",
+        "observed": "Observed: the fault ended without action by rolecall",
+        "self_recovered": "Self-recovered: the fault ended before rolecall acted",
+        "escalated": "Escalated",
     }
     lasted = seconds(max(0.0, (i.closed_at or i.opened_at) - i.opened_at))
-    told = f"{words.get(str(i.outcome), str(i.outcome))}, after {lasted}"
-    return f"{told}: {because}.{person}" if because else f"{told}.{person}"
+    text = f"{words.get(str(i.outcome), str(i.outcome))}, after {lasted}"
+    return f"{text}: {because}.{paged}" if because else f"{text}.{paged}"
 
 
 def action_words(plan: Plan) -> str:
@@ -170,7 +171,7 @@ class EvidenceItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FindingSection:
-    """What was said, and on what evidence."""
+    """A diagnosis or finding with its evidence."""
 
     title: str
     because: str
@@ -182,25 +183,25 @@ class FindingSection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedEvidenceSection:
-    """What was pulled of the agents for this incident."""
+    """Evidence collected from the agents for this incident."""
 
     because: str
-    told: tuple[str, ...]
+    statements: tuple[str, ...]
     findings: tuple[FindingSection, ...]
     missing: tuple[str, ...]
-    files: tuple[str, ...]  # names below the run
+    files: tuple[str, ...]  # file names
     seconds: float
 
 
 def findings(m: IncidentPageInputs) -> tuple[FindingSection, ...]:
-    """The diagnosis, and each time that more was known, oldest first."""
+    """The diagnosis and its updates, oldest first."""
     found = []
     for e in m.events:
         if e.kind in (K.INCIDENT_OPENED, K.INCIDENT_UPDATED):
             d = _diagnosis(e.body.get("diagnosis"))
             if d is not None:
-                when = "Found" if e.kind is K.INCIDENT_OPENED else "More was known"
-                title = f"{when} {moment(e.wall_at)} by {', '.join(d.detectors) or 'nobody'}"
+                when = "Diagnosed" if e.kind is K.INCIDENT_OPENED else "Updated"
+                title = f"{when} {moment(e.wall_at)} by {', '.join(d.detectors) or 'unknown'}"
                 found.append(_finding(title, d.because, d.evidence, d.advice, d.settle))
     return tuple(found[:1] + found[1:][-NUM_SHOWN_MAX:])
 
@@ -233,7 +234,7 @@ def _numbers(values: Mapping[str, float]) -> str:
 
 
 def quantity(name: str, value: object) -> str:
-    """A number in the unit that its name ends in."""
+    """A number with the unit that its name ends in."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return plain(value, 60)
     scale, form = next((how for ending, how in UNITS.items() if name.endswith(ending)), (1.0, "{:.6g}"))
@@ -249,20 +250,20 @@ UNITS: Mapping[str, tuple[float, str]] = {
     "hertz": (1e-6, "{:,.0f} MHz"),
     "share": (1.0, "{:.1%}"),
 }
-"""How the name of a number ends: what it is multiplied by, and how it is written."""
+"""Name suffix -> (factor, format)."""
 
 
 def collected_evidence(m: IncidentPageInputs) -> tuple[CollectedEvidenceSection, ...]:
-    """What EVIDENCE_COLLECTED tells."""
-    return tuple(_witness(e) for e in m.events if e.kind is K.EVIDENCE_COLLECTED)
+    """Sections from the EVIDENCE_COLLECTED events."""
+    return tuple(_collected(e) for e in m.events if e.kind is K.EVIDENCE_COLLECTED)
 
 
-def _witness(e: Event) -> CollectedEvidenceSection:
+def _collected(e: Event) -> CollectedEvidenceSection:
     body = e.body
     said = [f for f in _list(body.get("findings")) if isinstance(f, dict)]
     return CollectedEvidenceSection(
         because=plain(body.get("because", "")),
-        told=_texts(body.get("told")),
+        statements=_texts(body.get("told")),
         findings=tuple(_pulled_finding(f) for f in said[:NUM_SHOWN_MAX]),
         missing=_texts(body.get("missing")),
         files=tuple(str(f.get("name", "")) for f in _list(body.get("files"))[:200] if isinstance(f, dict)),
@@ -277,7 +278,7 @@ def _pulled_finding(f: Mapping[str, object]) -> FindingSection:
             values = e.get("values")
             numbers = dict(values) if isinstance(values, dict) else {}
             evidence.append(Evidence(kind=str(e.get("kind", "")), text=str(e.get("text", "")), values=numbers))
-    return _finding(f"Said by {f.get('detector', 'somebody')}", str(f.get("because", "")), evidence)
+    return _finding(f"Finding of {f.get('detector', 'unknown')}", str(f.get("because", "")), evidence)
 
 
 def _list(value: object) -> Sequence[object]:
@@ -293,7 +294,7 @@ def _texts(value: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSection:
-    """One plan, and what became of it."""
+    """One plan and its outcome."""
 
     number: int
     title: str
@@ -301,7 +302,7 @@ class PlanSection:
     because: str
     also_hit: tuple[str, ...]
     held: tuple[str, ...]
-    words: tuple[str, ...]  # of persons
+    commands: tuple[str, ...]  # of operators
     outcome: str  # of the attempt
     facts: Facts
 
@@ -317,11 +318,11 @@ def _decided(a: Attempt, i: Incident, events: Iterable[Event]) -> PlanSection:
     until = float("inf") if last else next(b.made_at for b in i.attempts if b.number == a.number + 1)
     during = [e for e in events if a.made_at <= e.wall_at < until]
     held = [f"{e.body.get('guard')}: {e.body.get('because')}" for e in during if e.kind is K.PLAN_BLOCKED]
-    facts = [("PlanSection", moment(a.made_at))]
+    facts = [("Planned", moment(a.made_at))]
     if a.started_at is not None:
-        facts.append(("Action began", f"{seconds(max(0.0, a.started_at - a.made_at))} after the decision"))
+        facts.append(("Action started", f"{seconds(max(0.0, a.started_at - a.made_at))} after the plan"))
     if a.done_at is not None and a.started_at is not None:
-        facts.append(("Action took", seconds(max(0.0, a.done_at - a.started_at))))
+        facts.append(("Action duration", seconds(max(0.0, a.done_at - a.started_at))))
     return PlanSection(
         number=a.number,
         title=action_words(a.plan),
@@ -329,56 +330,56 @@ def _decided(a: Attempt, i: Incident, events: Iterable[Event]) -> PlanSection:
         because=_beyond(plain(a.plan.because, SENTENCE_MAX), plain(i.diagnosis.because, SENTENCE_MAX)),
         also_hit=tuple(plain(text, 300) for text in a.plan.also_hit[:NUM_SHOWN_MAX]),
         held=tuple(plain(text, 600) for text in held[:NUM_SHOWN_MAX]),
-        words=tuple(_spoken(during)),
-        outcome=plain(_became(a, i), 600),
+        commands=tuple(_operator_commands(during)),
+        outcome=plain(_outcome(a, i), 600),
         facts=tuple(facts),
     )
 
 
 def _beyond(because: str, diagnosis: str) -> str:
-    """A reason without the diagnosis, which stands on top of the page."""
+    """A reason without the diagnosis, which is shown at the top of the page."""
     if not diagnosis or diagnosis not in because:
         return because
     rest = _rest(because, diagnosis)
-    return f"of the diagnosis; {rest}" if rest else "of the diagnosis"
+    return f"the diagnosis; {rest}" if rest else "the diagnosis"
 
 
 def _rest(text: str, diagnosis: str) -> str:
-    """What it says beyond the diagnosis."""
+    """A text without the diagnosis."""
     return text.replace(diagnosis, "").strip(" :;,.") if diagnosis and diagnosis in text else text
 
 
-_SAID: Mapping[EventKind, str] = {
+_COMMANDS: Mapping[EventKind, str] = {
     K.PLAN_APPROVED: "approved it",
-    K.PLAN_REJECTED: "said no",
+    K.PLAN_REJECTED: "rejected it",
     K.HOLD_PLACED: "put it on hold",
     K.HOLD_LIFTED: "lifted the hold",
 }
 
 
-def _spoken(during: Iterable[Event]) -> Iterable[str]:
+def _operator_commands(during: Iterable[Event]) -> Iterable[str]:
     for e in during:
-        if e.kind in _SAID:
+        if e.kind in _COMMANDS:
             because = f": {e.body['because']}" if e.body.get("because") else ""
-            yield plain(f"{e.body.get('by') or 'somebody'} {_SAID[e.kind]}, {moment(e.wall_at)}{because}", 600)
+            yield plain(f"{e.body.get('by') or 'someone'} {_COMMANDS[e.kind]}, {moment(e.wall_at)}{because}", 600)
         elif e.kind is K.ONCALL_PAGED:
-            yield plain(f"a person was called ({e.body.get('topic', '')}): {e.body.get('because', '')}", 600)
+            yield plain(f"on-call was paged ({e.body.get('topic', '')}): {e.body.get('because', '')}", 600)
         elif e.kind is K.PLAN_EXPIRED:
-            yield plain(f"the proposal lapsed: {e.body.get('because', '')}", 600)
+            yield plain(f"the plan expired: {e.body.get('because', '')}", 600)
 
 
-def _became(a: Attempt, i: Incident) -> str:
+def _outcome(a: Attempt, i: Incident) -> str:
     if a.failure is not None:
         return f"failed ({a.failure}): {a.failed_because}"
     if a is not i.attempt:
-        return "made again: more was known"
+        return "replaced by a new plan after an update of the diagnosis"
     if a.done_at is not None:
-        return "done, and seen to work" if i.verified_at is not None else "done; it is not seen to work yet"
+        return "done and verified" if i.verified_at is not None else "done, not verified yet"
     if a.started_at is not None:
-        return "under way"
+        return "in progress"
     if a.decision in (Decision.REJECTED, Decision.EXPIRED):
         return f"{a.decision}: {a.decision_because}"
-    return "not performed" if i.closed_at is not None else "waits"
+    return "not executed" if i.closed_at is not None else "pending"
 
 
 # --- the proof ------------------------------------------------------------------------------------------------------
@@ -386,7 +387,7 @@ def _became(a: Attempt, i: Incident) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightProofSection:
-    """What stands for it that a replacement is whole."""
+    """Proof that a replacement loaded the right weights."""
 
     title: str
     facts: Facts
@@ -401,11 +402,11 @@ class RecoverySection:
 
 
 def recovery_section(m: IncidentPageInputs, story: IncidentSummary | None) -> RecoverySection:
-    who, made = touched(m), m.incident.touched if m.incident else {}
+    who, made = affected_replicas(m), m.incident.touched if m.incident else {}
     replacements = []
     for r in story.replacements if story else ():
-        came = "from a warm standby" if r.from_standby else "started afresh"
-        serving = "it does not serve yet" if r.serving_at is None else f"serves since {moment(r.serving_at)}"
+        came = "from a warm standby" if r.from_standby else "newly started"
+        serving = "not serving yet" if r.serving_at is None else f"serving since {moment(r.serving_at)}"
         replacements.append(plain(f"{r.replica}#{r.incarnation} on {r.node}, pid {r.pid}, {came}; {serving}", 300))
     proofs: dict[tuple[str, int], WeightProofSection] = {}
     refused = []
@@ -437,16 +438,18 @@ def _proof(e: Event, since: float) -> WeightProofSection:
         ("In", quantity("seconds", body.get("seconds", 0))),
     ]
     if manifest is not None:
-        same = "the same" if manifest == received else "ANOTHER"
-        facts.append(("What was sent and received", plain(f"{same}: {str(manifest)[:16]}", 100)))
+        match = "match" if manifest == received else "MISMATCH"
+        facts.append(("Sent and received weights", plain(f"{match}: {str(manifest)[:16]}", 100)))
     if "storage_digest" in parts:
-        facts.append(("Read back from the engine", plain(str(parts["storage_digest"])[:16], 40)))
+        facts.append(("Digest read back from the engine", plain(str(parts["storage_digest"])[:16], 40)))
     if "covered" in parts:
         left = len(_list(parts.get("uncovered")))
-        facts.append(("Tensors proven", plain(f"{parts['covered']}, not covered: {left}", 60)))
+        facts.append(("Tensors verified", plain(f"{parts['covered']}, not covered: {left}", 60)))
     canary = _list(parts.get("canary_logprobs"))
     if canary:
-        facts.append(("Canary answers", f"{len(canary)} log probabilities are kept with it"))
+        facts.append(("Canary", f"{len(canary)} log probabilities stored"))
     after = seconds(max(0.0, e.wall_at - since))
-    title = plain(f"{body.get('replica')}#{body.get('incarnation')}: weights admitted {after} after it was opened", 200)
+    title = plain(
+        f"{body.get('replica')}#{body.get('incarnation')}: weights admitted {after} after the incident opened", 200
+    )
     return WeightProofSection(title=title, facts=tuple((k, v) for k, v in facts if v))

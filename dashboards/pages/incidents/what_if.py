@@ -1,9 +1,8 @@
-"""What would have changed the decision: found by asking again, with one thing changed. Pure.
+"""Counterfactuals of a recovery decision: what would have changed it. Pure.
 
-The question that a plan was made from is stored with it. Here it is put again to the same functions (policy, guards, the
-next move): with another class, mode, horizon, fleet, past. Where a number decides, the one at which the answer changes is
-searched for by bisection. Nothing here is prose about rules: a line is there because an answer came out otherwise, and
-`Counterfactual.asked` is the question that gives it.
+The policy input of a plan is stored with it. This module evaluates the same functions (policy, guards) again with one
+input changed: fault class, mode, horizon, fleet, history. For numbers, bisection finds the value at which the decision
+changes. Every line is the result of an evaluation; `Counterfactual.inputs` are the inputs that produce it.
 """
 
 import math
@@ -23,20 +22,20 @@ from rolecall.recovery.incidents.incident import ActionFailure, Attempt, Inciden
 from rolecall.recovery.policy import FailedAttempt, PolicyInput, decide
 
 COUNTS_MAX = 12
-"""Past failures, evictions and accused peers are counted up to so many."""
+"""Largest number of failures, evictions and suspected peers that is tried."""
 BISECTIONS = 60
 SHOWN_DIGITS = 3
 FACTOR_MAX = 1e4
-"""Numbers are searched within so many times more or less than they were."""
+"""Numbers are varied within this factor."""
 
 K, S = EventKind, IncidentState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecisionInputs:
-    """All that an answer depends on. Times are wall seconds."""
+    """All inputs of a decision. Times are wall seconds."""
 
-    question: PolicyInput
+    policy_input: PolicyInput
     incident: Incident
     others: tuple[Incident, ...] = ()
     paused: str | None = None
@@ -45,18 +44,18 @@ class DecisionInputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictedDecision:
-    """What would be done, and what would come of it first."""
+    """A decision and its first consequence."""
 
     action: ActionKind
     targets: tuple[str, ...]
     first: str
-    """`acts`, `asks`, a guard's name, or an outcome."""
+    """`acts`, `needs_approval`, the name of a guard, or an outcome."""
     page_oncall: bool
     because: str
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Answers are the same when a person would see the same happen to the same replicas."""
+        """Decisions with the same key have the same effect on the same replicas."""
         replicas = tuple(t.partition("#")[0] for t in self.targets)
         return (self.action, replicas, self.first, self.page_oncall)
 
@@ -65,50 +64,50 @@ class PredictedDecision:
         what = str(self.action).replace("_", " ")
         of = f"{what} of {', '.join(self.targets)}" if self.targets else what
         if self.action is ActionKind.TOLERATE:
-            person = ", and a person is called" if self.page_oncall else ""
-            return f"nothing is done (closed as {self.first.replace('_', ' ')}{person})"
+            paged = ", on-call is paged" if self.page_oncall else ""
+            return f"no action (closed as {self.first.replace('_', ' ')}{paged})"
         if self.first == ACTS:
             return of
-        if self.first == ASKS:
-            return f"{of}, once a person has approved it"
-        return f"{of} is decided, and the guard '{self.first}' holds it"
+        if self.first == NEEDS_APPROVAL:
+            return f"{of}, after approval"
+        return f"{of}, blocked by guard '{self.first}'"
 
 
-ACTS, ASKS = "acts", "asks"
+ACTS, NEEDS_APPROVAL = "acts", "needs_approval"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counterfactual:
-    """Had it been so, that would have come of it."""
+    """A changed condition and the decision under it."""
 
-    had: str
-    answer: PredictedDecision
-    asked: DecisionInputs
+    condition: str
+    decision: PredictedDecision
+    inputs: DecisionInputs
 
     @property
     def text(self) -> str:
         because = f", because {self.because}" if self.because else ""
-        return plain(f"Had {self.had}: {self.answer.words}{because}", 1000)
+        return plain(f"If {self.condition}: {self.decision.words}{because}", 1000)
 
     @property
     def because(self) -> str:
-        """What the answer says beyond the diagnosis itself, which stands on top of the page."""
-        told = plain(self.asked.question.diagnosis.because)
-        return self.answer.because.replace(told, "").strip(" :;,.")
+        """The reason without the diagnosis, which is shown at the top of the page."""
+        known = plain(self.inputs.policy_input.diagnosis.because)
+        return self.decision.because.replace(known, "").strip(" :;,.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhatIf:
-    """`then`: what was decided, asked again. `unmoved`: changes that were tried and change nothing."""
+    """`actual`: the actual decision. `without_effect`: conditions that do not change it."""
 
-    then: PredictedDecision
+    actual: PredictedDecision
     lines: tuple[Counterfactual, ...]
-    unmoved: tuple[str, ...]
+    without_effect: tuple[str, ...]
 
 
-def answer(a: DecisionInputs) -> PredictedDecision:
-    """Policy, then guards, as the watch would ask them."""
-    q, verdict = a.question, decide(a.question)
+def predict(a: DecisionInputs) -> PredictedDecision:
+    """Policy, then guards, as the watch evaluates them."""
+    q, verdict = a.policy_input, decide(a.policy_input)
     plan = verdict.plan
     if plan.action is ActionKind.TOLERATE:
         first, because = str(verdict.outcome), plan.because
@@ -124,8 +123,8 @@ def answer(a: DecisionInputs) -> PredictedDecision:
             stopping=None,
             now=a.now,
         )
-        asks = q.config.mode == "approve" and not planned.requested_by_operator
-        first = held.guard or (ASKS if asks else ACTS)
+        needs_approval = q.config.mode == "approve" and not planned.requested_by_operator
+        first = held.guard or (NEEDS_APPROVAL if needs_approval else ACTS)
         because = plan.because if held.passed else held.because
     return PredictedDecision(
         action=plan.action,
@@ -146,34 +145,34 @@ def _planned(incident: Incident, plan: Plan, d: Diagnosis, now: float) -> Incide
 # --- from the journal -----------------------------------------------------------------------------------------------
 
 
-def asked(m: IncidentPageInputs) -> DecisionInputs | None:
-    """The newest decision as it was asked; None: none is stored, or it cannot be read."""
+def decision_inputs(m: IncidentPageInputs) -> DecisionInputs | None:
+    """The inputs of the latest decision; None: not stored, or not readable."""
     made = [e for e in m.events if e.kind is K.PLAN_CREATED and "question" in e.body]
     if m.incident is None or not made:
         return None
     try:
-        question = PolicyInput.from_dict(made[-1].body["question"])
+        policy_input = PolicyInput.from_dict(made[-1].body["question"])
     except (KeyError, TypeError, ValueError):
         return None
     at = made[-1].wall_at
     before = tuple(a for a in m.incident.attempts if a.made_at < at)
     others = tuple(o for i in m.others if (o := as_of(i, at)) is not None)
     incident = replace(m.incident, attempts=before, verified_at=None, closed_at=None, outcome=None, state=S.OPEN)
-    return DecisionInputs(question=question, incident=incident, others=others, paused=_paused(m), now=at)
+    return DecisionInputs(policy_input=policy_input, incident=incident, others=others, paused=_paused(m), now=at)
 
 
 def _paused(m: IncidentPageInputs) -> str | None:
-    """Who had paused rolecall, as the guard said it of this plan."""
+    """Who had paused recovery, from the guard's message about this plan."""
     for e in reversed(m.events):
         if e.kind is K.PLAN_CREATED:
             return None
         if e.kind is K.PLAN_BLOCKED and e.body.get("guard") == "paused":
-            return str(e.body.get("because", "")).removeprefix("paused by ") or "somebody"
+            return str(e.body.get("because", "")).removeprefix("paused by ") or "someone"
     return None
 
 
 def as_of(i: Incident, at: float) -> Incident | None:
-    """Another incident as it stood then, as far as guards look at it; None: it was not open yet."""
+    """Another incident as of time `at`, as far as guards use it; None: it was not open yet."""
     if i.opened_at > at:
         return None
     attempts = tuple(
@@ -194,138 +193,138 @@ def _if_before(moment: float | None, at: float) -> float | None:
     return moment if moment is not None and moment <= at else None
 
 
-# --- what is changed ------------------------------------------------------------------------------------------------
+# --- conditions ------------------------------------------------------------------------------------------------
 
 Change = tuple[str, DecisionInputs]
-"""`had ...`, and what is asked then."""
+"""A condition and the inputs under it."""
 
 
 def what_if(a: DecisionInputs) -> WhatIf:
-    then = answer(a)
+    actual = predict(a)
     lines: list[Counterfactual] = []
-    unmoved: list[str] = []
-    tried = [*_by_number(a, then), *_by_class(a), *_by_person(a), *_by_count(a, then), *_by_fact(a)]
-    for had, changed in tried:
+    without_effect: list[str] = []
+    tried = [*_by_number(a, actual), *_by_class(a), *_by_mode(a), *_by_count(a, actual), *_by_fact(a)]
+    for condition, changed in tried:
         if changed is None:
-            unmoved.append(had)
+            without_effect.append(condition)
             continue
-        otherwise = answer(changed)
-        if otherwise.key == then.key:
-            unmoved.append(had)
+        decision = predict(changed)
+        if decision.key == actual.key:
+            without_effect.append(condition)
         else:
-            lines.append(Counterfactual(had=had, answer=otherwise, asked=changed))
-    return WhatIf(then=then, lines=tuple(lines), unmoved=tuple(plain(text, 300) for text in unmoved))
+            lines.append(Counterfactual(condition=condition, decision=decision, inputs=changed))
+    return WhatIf(actual=actual, lines=tuple(lines), without_effect=tuple(plain(text, 300) for text in without_effect))
 
 
 def _of_config(a: DecisionInputs, **changes: object) -> DecisionInputs:
-    return replace(a, question=replace(a.question, config=a.question.config.model_copy(update=changes)))
+    return replace(a, policy_input=replace(a.policy_input, config=a.policy_input.config.model_copy(update=changes)))
 
 
 def _of_diagnosis(a: DecisionInputs, **changes: object) -> DecisionInputs:
-    return replace(a, question=replace(a.question, diagnosis=replace(a.question.diagnosis, **changes)))  # type: ignore[arg-type]
+    return replace(a, policy_input=replace(a.policy_input, diagnosis=replace(a.policy_input.diagnosis, **changes)))  # type: ignore[arg-type]
 
 
-def _by_person(a: DecisionInputs) -> Iterable[Change]:
-    mode = a.question.config.mode
+def _by_mode(a: DecisionInputs) -> Iterable[Change]:
+    mode = a.policy_input.config.mode
     for other in ("observe", "approve", "act"):
         if other != mode:
-            yield f"the mode been {other} (it is {mode})", _of_config(a, mode=other)
+            yield f"the mode were {other} (now {mode})", _of_config(a, mode=other)
     if a.paused is None:
-        yield "a person paused rolecall", replace(a, paused="somebody: wait")
+        yield "recovery were paused", replace(a, paused="someone: wait")
     else:
-        yield "nobody paused rolecall", replace(a, paused=None)
+        yield "recovery were not paused", replace(a, paused=None)
 
 
 def _by_class(a: DecisionInputs) -> Iterable[Change]:
-    """Other classes, together where they give the same."""
+    """Other fault classes, grouped by the resulting decision."""
     together: dict[tuple[object, ...], list[FaultClass]] = {}
     for other in FAULTS:
-        if other is not a.question.diagnosis.fault_class:
-            together.setdefault(answer(_of_diagnosis(a, fault_class=other)).key, []).append(other)
+        if other is not a.policy_input.diagnosis.fault_class:
+            together.setdefault(predict(_of_diagnosis(a, fault_class=other)).key, []).append(other)
     for found in together.values():
         names = ", ".join(str(c).replace("_", " ") for c in found)
-        yield f"the fault been judged {names}", _of_diagnosis(a, fault_class=found[0])
+        yield f"the fault class were {names}", _of_diagnosis(a, fault_class=found[0])
 
 
 def _by_fact(a: DecisionInputs) -> Iterable[Change]:
-    q = a.question
+    q = a.policy_input
     replicas = q.fleet.replicas
     if q.fleet.standbys():
         without = tuple(r for r in replicas if r.role != STANDBY_ROLE)
-        yield "there been no warm standby", _with_fleet(a, without)
+        yield "there were no warm standby", _with_fleet(a, without)
     named = {s.replica for s in q.diagnosis.suspects if s.replica}
     if named:
         newer = tuple(
             replace(r, desired_incarnation=r.desired_incarnation + 1) if r.replica in named else r for r in replicas
         )
-        yield "the named incarnation been replaced already", _with_fleet(a, newer)
+        yield "the suspect had already been replaced", _with_fleet(a, newer)
         nodes = frozenset(str(r.node) for r in replicas if r.replica in named)
         if nodes - q.lost_nodes:
             known = replace(q, lost_nodes=q.lost_nodes | nodes)
-            yield f"{', '.join(sorted(nodes))} been diagnosed as lost", replace(a, question=known)
+            yield f"{', '.join(sorted(nodes))} were diagnosed as lost", replace(a, policy_input=known)
             alone = tuple(r for r in replicas if str(r.node) in nodes)
             yield (
-                "every other node been away as well",
-                replace(a, question=replace(known, fleet=FleetView(replicas=alone))),
+                "all other nodes were unavailable too",
+                replace(a, policy_input=replace(known, fleet=FleetView(replicas=alone))),
             )
     if q.supports:
-        yield "rolecall only watched this job", replace(a, question=replace(q, supports=frozenset()))
+        yield "rolecall only observed this job", replace(a, policy_input=replace(q, supports=frozenset()))
 
 
 def _with_fleet(a: DecisionInputs, replicas: Sequence[object]) -> DecisionInputs:
-    return replace(a, question=replace(a.question, fleet=FleetView(replicas=tuple(replicas))))  # type: ignore[arg-type]
+    return replace(a, policy_input=replace(a.policy_input, fleet=FleetView(replicas=tuple(replicas))))  # type: ignore[arg-type]
 
 
 # --- numbers --------------------------------------------------------------------------------------------------------
 
 
-def _by_number(a: DecisionInputs, then: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
-    """Of a slow replica three numbers decide: how slow it is, how long the job goes on, what a replacement costs."""
-    d, config = a.question.diagnosis, a.question.config
+def _by_number(a: DecisionInputs, actual: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
+    """For a slow replica three numbers decide: its slowdown, the remaining time of the job, the cost of a replacement."""
+    d, config = a.policy_input.diagnosis, a.policy_input.config
     if d.fault_class.spec.remedy is not Remedy.WEIGH:
         return
     ratio, horizon, cost = d.gain_ratio, config.horizon_seconds, config.replacement_cost_seconds
     if ratio is not None and math.isfinite(ratio) and ratio > 1:
-        how = "it been {} times slower"
-        yield _flip(then, ratio, lambda v: _of_diagnosis(a, gain_ratio=v), how, f"{ratio:.2f}", low=1.0)
+        how = "it were {} times slower"
+        yield _flip(actual, ratio, lambda v: _of_diagnosis(a, gain_ratio=v), how, f"{ratio:.2f}", low=1.0)
     if horizon is None:
         yield _flip(
-            then,
+            actual,
             cost,
             lambda v: _of_config(a, horizon_seconds=v),
-            "a horizon of {} s been set",
-            "none is",
+            "a horizon of {} s were set",
+            "none",
             up_only=True,
         )
     else:
         yield _flip(
-            then, horizon, lambda v: _of_config(a, horizon_seconds=v), "the horizon been {} s", f"{horizon:,.0f} s"
+            actual, horizon, lambda v: _of_config(a, horizon_seconds=v), "the horizon were {} s", f"{horizon:,.0f} s"
         )
     yield _flip(
-        then, cost, lambda v: _of_config(a, replacement_cost_seconds=v), "a replacement cost {} s", f"{cost:,.0f} s"
+        actual, cost, lambda v: _of_config(a, replacement_cost_seconds=v), "a replacement cost {} s", f"{cost:,.0f} s"
     )
 
 
 def _flip(
-    then: PredictedDecision,
+    actual: PredictedDecision,
     value: float,
     change: Callable[[float], DecisionInputs],
-    had: str,
-    was: str,
+    condition: str,
+    current: str,
     *,
     low: float = 0.0,
     up_only: bool = False,
 ) -> tuple[str, DecisionInputs | None]:
-    """The value nearest to this one at which the answer is another, rounded away from it, so that it is one."""
+    """The nearest value that changes the decision, rounded away from the current one so that it still does."""
 
     def other(v: float) -> bool:
-        return answer(change(v)).key != then.key
+        return predict(change(v)).key != actual.key
 
     directions = [(value * FACTOR_MAX, "or more")]
     if not up_only:
         directions.insert(0, (max(value / FACTOR_MAX, low + 1e-9), "or less"))
     if up_only and other(value):
-        return f"{had.format(f'{value:,.3g}')} (now {was})", change(value)
+        return f"{condition.format(f'{value:,.3g}')} (now {current})", change(value)
     for end, word in directions:
         if not other(end):
             continue
@@ -336,12 +335,15 @@ def _flip(
         shown = low + _rounded(flipped - low, up=end > value)
         if other(shown):
             flipped = shown
-        return f"{had.format(f'{flipped:,.6g}')} {word} (now {was})", change(flipped)
-    return f"{had.format('any')} between {value / FACTOR_MAX:.3g} and {value * FACTOR_MAX:.3g} (now {was})", None
+        return f"{condition.format(f'{flipped:,.6g}')} {word} (now {current})", change(flipped)
+    return (
+        f"{condition.format('any')} between {value / FACTOR_MAX:.3g} and {value * FACTOR_MAX:.3g} (now {current})",
+        None,
+    )
 
 
 def _rounded(value: float, *, up: bool) -> float:
-    """To a few digits, away from where the answer is the old one."""
+    """Rounded to a few digits, away from the range in which the decision is unchanged."""
     if value <= 0 or not math.isfinite(value):
         return value
     unit = 10.0 ** (math.floor(math.log10(value)) - SHOWN_DIGITS + 1)
@@ -351,36 +353,36 @@ def _rounded(value: float, *, up: bool) -> float:
 # --- counts ---------------------------------------------------------------------------------------------------------
 
 
-def _by_count(a: DecisionInputs, then: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
-    """The smallest number of each at which the answer is another."""
-    if then.action is ActionKind.TOLERATE or not then.targets:
+def _by_count(a: DecisionInputs, actual: PredictedDecision) -> Iterable[tuple[str, DecisionInputs | None]]:
+    """The smallest count of each that changes the decision."""
+    if actual.action is ActionKind.TOLERATE or not actual.targets:
         return
     for failure, words in _FAILURES.items():
-        yield _count(then, lambda n, f=failure: _failed_before(a, f, n), words)  # type: ignore[misc]
-    yield _count(then, lambda n: _evicted_before(a, n), "{} been replaced within the hour before", "other replica")
-    yield _count(then, lambda n: _replaced_before(a, n), "it been replaced {} within the hour before", "time")
-    yield _count(then, lambda n: _under_repair(a, n), "{} been under repair at that moment", "other replica")
-    if on_peer_evidence_alone(a.question.diagnosis):
-        yield _count(then, lambda n: _accused(a, n), "{} been accused by their peers alone, too", "other peer")
+        yield _count(actual, lambda n, f=failure: _failed_before(a, f, n), words)  # type: ignore[misc]
+    yield _count(actual, lambda n: _evicted_before(a, n), "{} had been replaced in the last hour", "other replica")
+    yield _count(actual, lambda n: _replaced_before(a, n), "it had been replaced {} in the last hour", "time")
+    yield _count(actual, lambda n: _under_repair(a, n), "{} were being replaced at that moment", "other replica")
+    if on_peer_evidence_alone(a.policy_input.diagnosis):
+        yield _count(actual, lambda n: _suspected(a, n), "{} were suspected on peer evidence alone", "other peer")
 
 
 _FAILURES = {
-    ActionFailure.DIED: "{} ended without any work",
-    ActionFailure.NO_PROGRESS: "{} not been seen to work in time",
-    ActionFailure.REFUSED: "{} been impossible to perform",
+    ActionFailure.DIED: "{} had died before doing any work",
+    ActionFailure.NO_PROGRESS: "{} had made no progress in time",
+    ActionFailure.REFUSED: "{} had been refused",
 }
 
 
 def _count(
-    then: PredictedDecision, change: Callable[[int], DecisionInputs | None], had: str, what: str = "replacement"
+    actual: PredictedDecision, change: Callable[[int], DecisionInputs | None], condition: str, what: str = "replacement"
 ) -> tuple[str, DecisionInputs | None]:
     for n in range(1, COUNTS_MAX + 1):
         changed = change(n)
         if changed is None:
-            return had.format(f"any {what}" if n == 1 else f"up to {_number(n - 1, what)}"), None
-        if answer(changed).key != then.key:
-            return had.format(_number(n, what)), changed
-    return had.format(f"up to {_number(COUNTS_MAX, what)}"), None
+            return condition.format(f"any {what}" if n == 1 else f"up to {_number(n - 1, what)}"), None
+        if predict(changed).key != actual.key:
+            return condition.format(_number(n, what)), changed
+    return condition.format(f"up to {_number(COUNTS_MAX, what)}"), None
 
 
 def _number(n: int, what: str) -> str:
@@ -388,8 +390,8 @@ def _number(n: int, what: str) -> str:
 
 
 def _failed_before(a: DecisionInputs, failure: ActionFailure, n: int) -> DecisionInputs:
-    """So many attempts more that failed, on the incarnations that they made."""
-    q = a.question
+    """The inputs after `n` more failed attempts, on the incarnations that they started."""
+    q = a.policy_input
     past, fleet = list(q.past), q.fleet
     for _ in range(n):
         plan = decide(replace(q, past=tuple(past), fleet=fleet)).plan
@@ -403,31 +405,31 @@ def _failed_before(a: DecisionInputs, failure: ActionFailure, n: int) -> Decisio
                     replace(r, desired_incarnation=made.get(r.replica, r.desired_incarnation)) for r in fleet.replicas
                 )
             )
-    # Its own limits count attempts of this incident, which guards read from the journal: here only policy is asked.
-    return replace(a, question=replace(q, past=tuple(past), fleet=fleet))
+    # Guards count attempts from the journal; only the policy sees these.
+    return replace(a, policy_input=replace(q, past=tuple(past), fleet=fleet))
 
 
 _WHY = {
-    ActionFailure.DIED: "it ended before it did any work",
-    ActionFailure.NO_PROGRESS: "it was not seen to work",
-    ActionFailure.REFUSED: "it cannot be done",
+    ActionFailure.DIED: "it died before doing any work",
+    ActionFailure.NO_PROGRESS: "it made no progress",
+    ActionFailure.REFUSED: "it was refused",
 }
 
 
 def _evicted_before(a: DecisionInputs, n: int) -> DecisionInputs:
-    return replace(a, others=(*a.others, *(_imagined(a, f"other-{k}/0", k, S.CLOSED) for k in range(n))))
+    return replace(a, others=(*a.others, *(_hypothetical(a, f"other-{k}/0", k, S.CLOSED) for k in range(n))))
 
 
 def _replaced_before(a: DecisionInputs, n: int) -> DecisionInputs:
-    replica = a.question.diagnosis.suspects[0].replica
-    return replace(a, others=(*a.others, *(_imagined(a, replica, k, S.CLOSED) for k in range(n))))
+    replica = a.policy_input.diagnosis.suspects[0].replica
+    return replace(a, others=(*a.others, *(_hypothetical(a, replica, k, S.CLOSED) for k in range(n))))
 
 
 def _peers(a: DecisionInputs) -> list[str]:
-    """Others of the suspects' roles first, then everybody else who works."""
-    named = {s.replica for s in a.question.diagnosis.suspects}
+    """Other working replicas; those of the suspects' roles first."""
+    named = {s.replica for s in a.policy_input.diagnosis.suspects}
     roles = {split_replica(r)[0] for r in named if r}
-    rest = [r for r in a.question.fleet.replicas if r.replica not in named and r.role != STANDBY_ROLE]
+    rest = [r for r in a.policy_input.fleet.replicas if r.replica not in named and r.role != STANDBY_ROLE]
     return [str(r.replica) for r in sorted(rest, key=lambda r: (r.role not in roles, r.replica))]
 
 
@@ -435,26 +437,28 @@ def _under_repair(a: DecisionInputs, n: int) -> DecisionInputs | None:
     peers = _peers(a)
     if n > len(peers):
         return None
-    return replace(a, others=(*a.others, *(_imagined(a, r, k, S.VERIFYING) for k, r in enumerate(peers[:n]))))
+    return replace(a, others=(*a.others, *(_hypothetical(a, r, k, S.VERIFYING) for k, r in enumerate(peers[:n]))))
 
 
-def _accused(a: DecisionInputs, n: int) -> DecisionInputs | None:
-    roles = {split_replica(s.replica)[0] for s in a.question.diagnosis.suspects if s.replica}
+def _suspected(a: DecisionInputs, n: int) -> DecisionInputs | None:
+    roles = {split_replica(s.replica)[0] for s in a.policy_input.diagnosis.suspects if s.replica}
     peers = [r for r in _peers(a) if split_replica(r)[0] in roles]
     if n > len(peers):
         return None
-    same = a.question.diagnosis.fault_class
-    accused = (_imagined(a, r, k, S.PLANNED, same) for k, r in enumerate(peers[:n]))
-    return replace(a, others=(*a.others, *accused))
+    same = a.policy_input.diagnosis.fault_class
+    suspected = (_hypothetical(a, r, k, S.PLANNED, same) for k, r in enumerate(peers[:n]))
+    return replace(a, others=(*a.others, *suspected))
 
 
-def _imagined(
+def _hypothetical(
     a: DecisionInputs, replica: str, number: int, state: IncidentState, fault_class: FaultClass = FaultClass.CRASH
 ) -> Incident:
-    """Another incident, as far as guards look at it."""
-    name = f"imagined-{number}"
+    """A hypothetical incident, with what guards use of it."""
+    name = f"hypothetical-{number}"
     target = PlanTarget(replica=ReplicaId(replica), incarnation=1, node=NodeId("elsewhere"))
-    plan = Plan(incident_id=IncidentId(name), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="imagined")
+    plan = Plan(
+        incident_id=IncidentId(name), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="hypothetical"
+    )
     started = None if state is S.PLANNED else a.now - 60.0
     attempt = Attempt(
         number=1,
@@ -468,7 +472,7 @@ def _imagined(
     return Incident(
         incident_id=name,
         state=state,
-        diagnosis=replace(a.question.diagnosis, suspects=(), fault_class=fault_class),
+        diagnosis=replace(a.policy_input.diagnosis, suspects=(), fault_class=fault_class),
         opened_at=a.now - 62.0,
         seen_keys=frozenset(),
         attempts=(attempt,),
@@ -481,7 +485,7 @@ def _imagined(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Margin:
-    """One number that was compared with another: how far beyond it lies."""
+    """How far a measured value was from its threshold."""
 
     what: str
     seen: float
@@ -493,23 +497,23 @@ class Margin:
         over = self.seen / self.limit - 1 if self.limit else math.inf
         word = "above" if over >= 0 else "below"
         return plain(
-            f"{self.what}: {self.seen:.3g}{self.unit} was seen, the threshold is {self.limit:.3g}{self.unit}: "
-            f"{abs(over):.0%} {word} it. With a threshold above {self.seen:.3g}{self.unit} it would not have been said yet.",
+            f"{self.what}: {self.seen:.3g}{self.unit}, {abs(over):.0%} {word} the threshold of {self.limit:.3g}{self.unit}. "
+            f"With a threshold above {self.seen:.3g}{self.unit} the fault would not have been reported yet.",
             400,
         )
 
 
 def margins(d: Diagnosis) -> tuple[Margin, ...]:
-    """What the evidence compared: a standing time with its deadline, a score or sum with its threshold."""
+    """Comparisons in the evidence: time without progress and its deadline, a score and its threshold."""
     found = []
     for e in d.evidence:
         values = e.values
         if "deadline_seconds" in values:
             name = "stalled_seconds" if "stalled_seconds" in values else "waited_seconds"
-            # Who gives no sign of life is judged by it, whatever else stands still.
+            # A missing heartbeat counts from its own last time, whatever else has stopped.
             seen = max(values.get(name, 0.0), values.get("beat_seconds", 0.0))
-            found.append(Margin(what="Standing still", seen=seen, limit=values["deadline_seconds"], unit=" s"))
-        for name, what in (("cusum", "Sum of slowness"), ("score", "Score")):
+            found.append(Margin(what="No progress", seen=seen, limit=values["deadline_seconds"], unit=" s"))
+        for name, what in (("cusum", "Cumulative slowness (CUSUM)"), ("score", "Score")):
             if name in values and "threshold" in values:
                 found.append(Margin(what=what, seen=values[name], limit=values["threshold"], unit=""))
     return tuple(m for m in found if math.isfinite(m.seen) and math.isfinite(m.limit))

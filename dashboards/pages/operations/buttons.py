@@ -1,7 +1,8 @@
-"""A button that acts. It says one `OperatorCommand` to the journal with the name of who is signed in at that moment, and never twice.
+"""Buttons and forms that issue an `OperatorCommand`, once, in the name of the user who is signed in at that moment.
 
-A click is bound to what was painted: to the plan's digest, and to how often this session has asked the same before, so
-that a double click is one word, and a plan that changed meanwhile is refused by its digest. A reload carries no click.
+A click is bound to what was displayed: to the plan's digest, and to how often this session has issued the same command
+before. So a double click issues one command, and a plan that changed meanwhile is rejected by its digest. A reload issues
+nothing.
 """
 
 from collections.abc import Callable
@@ -23,70 +24,70 @@ from rolecall.dashboards.pages.operations.state import OperationsReader, place_o
 from rolecall.dashboards.pages.sign_in import Viewer, clicked, current_viewer
 from rolecall.recovery.operators.run_location import REASON_CHARS_MAX
 
-_ASKED, _ANSWER = "rolecall.asked", "rolecall.answer"
+_ISSUED, _RESULT = "rolecall.issued", "rolecall.result"
 
 
 @st.cache_resource(show_spinner=False)
-def _desk(journal_url: str) -> OperationsReader:
+def _operations(journal_url: str) -> OperationsReader:
     return OperationsReader()
 
 
-def desk(reader: Reader) -> OperationsReader:
-    """The one desk of this process, for this journal."""
-    return _desk(reader.settings.journal_url)
+def operations(reader: Reader) -> OperationsReader:
+    """The operations reader of this process for this journal."""
+    return _operations(reader.settings.journal_url)
 
 
 def _times(ask: OperatorCommand) -> int:
-    counts: dict[str, int] = st.session_state.setdefault(_ASKED, {})
+    counts: dict[str, int] = st.session_state.setdefault(_ISSUED, {})
     return counts.get(ask.identity, 0)
 
 
-def act(reader: Reader, ask: OperatorCommand, painted: int) -> None:
-    """What a click does. `painted`: how often the session had asked this when the button was drawn."""
-    if _times(ask) != painted:
+def issue(reader: Reader, ask: OperatorCommand, displayed: int) -> None:
+    """Click handler. `displayed`: how often the session had issued this command when the button was drawn."""
+    if _times(ask) != displayed:
         return  # the second half of a double click
-    st.session_state[_ASKED] = {**st.session_state.get(_ASKED, {}), ask.identity: painted + 1}
-    person = current_viewer(reader)
-    if not person.may_act:
-        st.session_state[_ANSWER] = OperatorCommandResult(ok=False, text=f"nothing was done: {person.because}")
+    st.session_state[_ISSUED] = {**st.session_state.get(_ISSUED, {}), ask.identity: displayed + 1}
+    viewer = current_viewer(reader)
+    if not viewer.may_act:
+        st.session_state[_RESULT] = OperatorCommandResult(ok=False, text=f"Nothing was done: {viewer.because}.")
         return
     clicked(reader)
-    st.session_state[_ANSWER] = perform(place_of(reader), ask, person.name)
-    # What was just written is on the page that is drawn now.
+    st.session_state[_RESULT] = perform(place_of(reader), ask, viewer.name)
+    # The redrawn page must show what was just written.
     reader.fresh()
-    desk(reader).forget()
+    operations(reader).invalidate()
 
 
-def answer() -> None:
-    """What came of the newest click."""
-    said = st.session_state.get(_ANSWER)
-    if not isinstance(said, OperatorCommandResult):
+def show_result() -> None:
+    """Shows the result of the latest command."""
+    result = st.session_state.get(_RESULT)
+    if not isinstance(result, OperatorCommandResult):
         return
-    with st.container(border=True, key="rolecall-answer"):
-        if said.ok:
-            st.success("Done: it stands in the journal.", icon=":material/check_circle:")
+    with st.container(border=True, key="rolecall-result"):
+        if result.ok:
+            st.success("Done: recorded in the journal.", icon=":material/check_circle:")
         else:
             st.error("Not done.", icon=":material/cancel:")
-        st.text(plain(said.text))
-        st.button("Close", key="rolecall.answer.close", on_click=_forget_answer)
+        st.text(plain(result.text))
+        st.button("Close", key="rolecall.result.close", on_click=_clear_result)
 
 
-def _forget_answer() -> None:
-    st.session_state.pop(_ANSWER, None)
+def _clear_result() -> None:
+    st.session_state.pop(_RESULT, None)
 
 
 def button(
-    reader: Reader, person: Viewer, label: str, ask: OperatorCommand, *, why_not: str = "", primary: bool = False
+    reader: Reader, viewer: Viewer, label: str, ask: OperatorCommand, *, why_not: str = "", primary: bool = False
 ) -> None:
-    """One click, one word: for what needs no reason. `why_not`: why it cannot be clicked, whoever looks."""
-    times, refused = _times(ask), why_not or person.because
+    """A button for a command without a reason. `why_not`: why it is disabled for every user."""
+    times, refused = _times(ask), why_not or viewer.because
     st.button(
         label,
         key=f"{ask.identity}:{times}",
-        on_click=act,
+        on_click=issue,
         args=(reader, ask, times),
         disabled=bool(refused),
-        help=None if not refused else f"Not now: {plain(refused)}",
+        help=None if not refused else f"Disabled: {plain(refused)}",
         type="primary" if primary else "secondary",
         width="stretch",
     )
@@ -94,7 +95,7 @@ def button(
 
 def form(
     reader: Reader,
-    person: Viewer,
+    viewer: Viewer,
     name: str,
     asks: dict[str, OperatorCommand],
     *,
@@ -103,65 +104,63 @@ def form(
 ) -> None:
     """A form with a reason and a button for each of `asks` (label -> what).
 
-    `seconds`: label -> how long, to choose from. `confirm`: a word that must be typed first.
+    `seconds`: label -> duration, to choose from. `confirm`: text that must be typed to confirm.
     """
     times = sum(_times(a) for a in asks.values())
     key = f"form:{name}:{times}"
     with st.form(key, border=False):
         needed = any(a.what not in NEEDS_NO_REASON for a in asks.values())
         st.text_input(
-            "Why" if needed else "Why (optional)",
+            "Reason" if needed else "Reason (optional)",
             key=f"{key}:why",
             max_chars=REASON_CHARS_MAX,
-            disabled=not person.may_act,
-            placeholder="everybody reads it" if person.may_act else "sign in to act",
+            disabled=not viewer.may_act,
+            placeholder="visible to everyone" if viewer.may_act else "sign in to use commands",
         )
         if seconds:
-            st.selectbox("For", list(seconds), key=f"{key}:for", disabled=not person.may_act)
+            st.selectbox("For", list(seconds), key=f"{key}:for", disabled=not viewer.may_act)
         if confirm:
             st.text(f"To confirm, type {plain(confirm)}")
-            st.text_input("Name, to confirm", key=f"{key}:confirm", disabled=not person.may_act, autocomplete="off")
+            st.text_input("Name, to confirm", key=f"{key}:confirm", disabled=not viewer.may_act, autocomplete="off")
         with st.container(horizontal=True):
             for label, ask in asks.items():
                 st.form_submit_button(
                     label,
                     key=f"{ask.identity}:{times}",
                     on_click=_submitted(reader, key, ask, seconds or {}, confirm),
-                    disabled=not person.may_act,
+                    disabled=not viewer.may_act,
                 )
 
 
 def _submitted(
     reader: Reader, key: str, ask: OperatorCommand, seconds: dict[str, float], confirm: str
 ) -> Callable[[], None]:
-    painted = _times(ask)
+    displayed = _times(ask)
 
     def submit() -> None:
         typed = str(st.session_state.get(f"{key}:confirm", "")).strip()
         if confirm and typed != confirm:
-            st.session_state[_ANSWER] = OperatorCommandResult(
-                ok=False, text=f"nothing was done: {typed!r} is not {confirm!r}"
+            st.session_state[_RESULT] = OperatorCommandResult(
+                ok=False, text=f"Nothing was done: {typed!r} is not {confirm!r}."
             )
             return
         because = str(st.session_state.get(f"{key}:why", ""))
         if ask.what not in NEEDS_NO_REASON and not because.strip():
-            # Not counted as asked: the form keeps what was typed.
-            st.session_state[_ANSWER] = OperatorCommandResult(
-                ok=False, text="nothing was done: give a reason, everybody reads it"
-            )
+            # Not counted as issued, so the form keeps what was typed.
+            st.session_state[_RESULT] = OperatorCommandResult(ok=False, text="Nothing was done: a reason is required.")
             return
         chosen = seconds.get(str(st.session_state.get(f"{key}:for", "")), 0.0)
-        act(reader, replace(ask, because=because, seconds=chosen), painted)
+        issue(reader, replace(ask, because=because, seconds=chosen), displayed)
 
     return submit
 
 
-def as_commands(reader: Reader, person: Viewer, *asks: OperatorCommand) -> None:
-    """For who may not act here: the same on the command line."""
-    if not person.may_act:
+def as_commands(reader: Reader, viewer: Viewer, *asks: OperatorCommand) -> None:
+    """Shows the equivalent CLI commands to viewers who are not signed in."""
+    if not viewer.may_act:
         run = reader.settings.run
         lines = [command_line(a, run.run_id if run else "") for a in asks]
         st.code("\n".join(lines), language=None, wrap_lines=True)
 
 
-__all__ = ["OperatorCommandKind", "act", "answer", "as_commands", "button", "desk", "form"]
+__all__ = ["OperatorCommandKind", "as_commands", "button", "form", "issue", "operations", "show_result"]

@@ -1,4 +1,7 @@
-"""One click, one call of `recovery.commands`, one sentence back. Nothing here decides whether it may be done."""
+"""Maps an operator command of the dashboard to `recovery.operators.commands` and returns the result as text.
+
+Authorization happens before (`sign_in.py`), validation in `recovery`.
+"""
 
 import shlex
 from dataclasses import dataclass
@@ -31,12 +34,12 @@ NEEDS_NO_REASON = (
     OperatorCommandKind.RESUME,
     OperatorCommandKind.MARK_RIGHT,
 )
-"""Saying yes, or that it may go on, needs none."""
+"""Approving and resuming need no reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorCommand:
-    """What a person wants. `on`: a plan's digest, a node, a replica or an incident, as `what` needs it."""
+    """A command with its target `on`: a plan digest, node, replica or incident, depending on `what`."""
 
     what: OperatorCommandKind
     on: str = ""
@@ -50,28 +53,26 @@ class OperatorCommand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorCommandResult:
-    """The sentence that came back, foreign words in it."""
+    """The result; `text` may contain untrusted text."""
 
     ok: bool
     text: str
 
 
 def perform(place: RunLocation, ask: OperatorCommand, by: str) -> OperatorCommandResult:
-    """Says it to the journal, once. `by`: who is signed in."""
+    """Executes a command. `by`: the signed-in user."""
     if ask.what not in NEEDS_NO_REASON and not ask.because.strip():
-        return OperatorCommandResult(ok=False, text=f"{ask.what}: give a reason; it is what everybody else will read")
+        return OperatorCommandResult(ok=False, text=f"{ask.what}: a reason is required")
     try:
-        return OperatorCommandResult(ok=True, text=_said(place, ask, by))
+        return OperatorCommandResult(ok=True, text=_execute(place, ask, by))
     except JournalUnavailable as e:
-        text = (
-            f"{redacted(str(e))}. Whether it was kept is not known: look at the history below before you click again."
-        )
+        text = f"{redacted(str(e))}. The command may or may not have been recorded: check the history below before you retry."
         return OperatorCommandResult(ok=False, text=text)
     except RolecallError as e:
         return OperatorCommandResult(ok=False, text=redacted(str(e)))
 
 
-def _said(place: RunLocation, ask: OperatorCommand, by: str) -> str:
+def _execute(place: RunLocation, ask: OperatorCommand, by: str) -> str:
     on, because = ask.on, ask.because.strip()
     match ask.what:
         case OperatorCommandKind.APPROVE:
@@ -99,21 +100,21 @@ def _said(place: RunLocation, ask: OperatorCommand, by: str) -> str:
 
 
 def command_line(ask: OperatorCommand, run: str) -> str:
-    """The same for a terminal, for who is not signed in."""
+    """The equivalent CLI command."""
     on = shlex.quote(ask.on) if ask.on else ""
     at = f" --run {shlex.quote(run)}" if run else ""
-    reason = "" if ask.what in NEEDS_NO_REASON else ' --reason "WHY"'
+    reason = "" if ask.what in NEEDS_NO_REASON else ' --reason "REASON"'
     match ask.what:
         case OperatorCommandKind.HOLD:
-            said = f"hold {on} --minutes 10"
+            command = f"hold {on} --minutes 10"
         case OperatorCommandKind.REJECT:
-            said = f"reject {on}"
+            command = f"reject {on}"
         case OperatorCommandKind.REPLACE:
-            said = f"replace {on or 'REPLICA'}"
+            command = f"replace {on or 'REPLICA'}"
         case OperatorCommandKind.DRAIN | OperatorCommandKind.QUARANTINE | OperatorCommandKind.RETURN:
-            said = f"node {ask.what} {on or 'NODE'}"
+            command = f"node {ask.what} {on or 'NODE'}"
         case OperatorCommandKind.MARK_RIGHT | OperatorCommandKind.MARK_WRONG:
-            said = f"mark {on} --{ask.what}"
+            command = f"mark {on} --{ask.what}"
         case _:
-            said = f"{ask.what} {on}".strip()
-    return f"rolecall {said}{reason}{at}"
+            command = f"{ask.what} {on}".strip()
+    return f"rolecall {command}{reason}{at}"

@@ -1,6 +1,6 @@
-"""What people said: the journal's events that carry a name, read on from where the last look ended.
+"""History of operator commands, from the journal's events that carry a user name.
 
-The history of who did what, and of nodes. Pure but for `CommandLog`, one of which a process keeps.
+Pure except `CommandLog`, which reads new events incrementally; one per process.
 """
 
 import threading
@@ -13,7 +13,7 @@ from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.nodes import NODE_KINDS
 
 K = EventKind
-WORD_KINDS = (
+COMMAND_KINDS = (
     *NODE_KINDS,
     K.PLAN_APPROVED,
     K.PLAN_REJECTED,
@@ -23,21 +23,21 @@ WORD_KINDS = (
     K.RECOVERY_PAUSED,
     K.RECOVERY_RESUMED,
 )
-TOLD_AS: Mapping[EventKind, str] = {
+LABELS: Mapping[EventKind, str] = {
     K.PLAN_APPROVED: "approved a plan",
-    K.PLAN_REJECTED: "vetoed a plan",
-    K.HOLD_PLACED: "held a plan",
+    K.PLAN_REJECTED: "rejected a plan",
+    K.HOLD_PLACED: "put a plan on hold",
     K.HOLD_LIFTED: "lifted a hold",
     K.DIAGNOSIS_REVIEWED: "marked a diagnosis",
-    K.RECOVERY_PAUSED: "paused all acting",
-    K.RECOVERY_RESUMED: "let it act again",
+    K.RECOVERY_PAUSED: "paused recovery",
+    K.RECOVERY_RESUMED: "resumed recovery",
     K.NODE_QUARANTINED: "quarantined a node",
-    K.NODE_RETURNED_TO_SERVICE: "ended a quarantine",
+    K.NODE_RETURNED_TO_SERVICE: "returned a node to service",
     K.NODE_DRAINED: "drained a node",
-    K.BURN_IN_FINISHED: "burned a node in",
+    K.BURN_IN_FINISHED: "ran a burn-in",
 }
 PAGE_EVENTS = 20_000
-"""Read at a time; a journal gives so many lines in less than a second."""
+"""Events read per query; that takes less than a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,52 +60,48 @@ class CommandLog:
         self._events: tuple[Event, ...] = ()
 
     def read(self, journal: Journal) -> tuple[Event, ...]:
-        """Takes in what is new.
-
-        Raises:
-            JournalError: it cannot be read now.
-        """
+        """All command events, after reading new ones. Raises JournalError: the journal is not readable."""
         with self._lock:
             head = journal.head().position
             while self._seq < head:
-                page = journal.events(after=self._seq, kinds=WORD_KINDS, limit=PAGE_EVENTS, damaged=[])
-                # A whole page may not be all; less than one is, up to the head that was asked for before.
+                page = journal.events(after=self._seq, kinds=COMMAND_KINDS, limit=PAGE_EVENTS, damaged=[])
+                # A full page may not be the last; a partial one covers everything up to the head read before.
                 self._seq = page[-1].seq if len(page) == PAGE_EVENTS else max(head, *(e.seq for e in page), 0)
                 self._events += tuple(page)
             return self._events
 
     @property
     def last(self) -> tuple[Event, ...]:
-        """What was read before."""
+        """Events read so far."""
         return self._events
 
 
-def history(words: Iterable[Event], incidents: Iterable[Incident]) -> tuple[CommandLogEntry, ...]:
-    """Who did what, newest first. A replica that a person had replaced shows as its incident."""
-    deeds = [_deed(e) for e in words]
-    deeds += [
+def history(events: Iterable[Event], incidents: Iterable[Incident]) -> tuple[CommandLogEntry, ...]:
+    """Command history, newest first. A replacement that an operator requested is listed with its incident."""
+    entries = [_entry(e) for e in events]
+    entries += [
         CommandLogEntry(
             at=i.opened_at,
-            # The request's own sentence begins with who asked.
+            # The text of a request starts with the user's name.
             by=i.diagnosis.because.partition(" asks for ")[0] if " asks for " in i.diagnosis.because else "",
-            what="asked for a replacement",
+            what="requested a replacement",
             on=", ".join([*(f"{s.replica}#{s.incarnation}" for s in i.diagnosis.suspects), i.incident_id]),
             because=i.diagnosis.because,
         )
         for i in incidents
         if i.requested_by_operator
     ]
-    return tuple(sorted(deeds, key=lambda d: d.at, reverse=True))
+    return tuple(sorted(entries, key=lambda d: d.at, reverse=True))
 
 
-def _deed(event: Event) -> CommandLogEntry:
+def _entry(event: Event) -> CommandLogEntry:
     body = event.body
     verdict = f" as {body['verdict']}" if event.kind is K.DIAGNOSIS_REVIEWED and "verdict" in body else ""
     on = [str(body[k]) for k in ("node", "digest") if body.get(k)] + ([event.incident_id] if event.incident_id else [])
     return CommandLogEntry(
         at=event.wall_at,
         by=str(body.get("by", "")),
-        what=TOLD_AS[event.kind] + verdict,
+        what=LABELS[event.kind] + verdict,
         on=", ".join(on) or "the run",
         because=str(body.get("because", "")),
     )

@@ -1,4 +1,4 @@
-"""The plans that stand, as the person on call must see them: what, whom, why, whom else, until when. Pure."""
+"""Pending plans for the Operations page: action, targets, reason, side effects, deadline. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -8,35 +8,35 @@ from rolecall.core.diagnosis import ActionKind
 from rolecall.recovery.incidents.incident import NOT_BEGUN, Attempt, Decision, Hold, Incident, IncidentState
 
 MODES: Mapping[str, str] = {
-    "observe": "rolecall says what it would do and does nothing. An approval changes nothing until the watch runs in "
+    "observe": "rolecall reports what it would do and takes no action. Approvals have no effect until the watch runs in "
     "another mode.",
-    "approve": "rolecall asks first. A plan that waits lapses when nobody has spoken by its deadline.",
-    "act": "rolecall acts by itself as soon as its guards pass. Hold or veto a plan to stop it, pause to stop them all.",
+    "approve": "rolecall waits for approval. A plan without a decision expires at its deadline.",
+    "act": "rolecall acts on its own once all guards pass. Hold or reject a plan to stop it; pause to stop all.",
 }
 
 
 class PlanStatus(StrEnum):
-    """What a plan waits for, in the order in which a person is asked to look."""
+    """State of a pending plan, most urgent for the operator first."""
 
-    WAITS = "waits for a person"
-    HELD = "held by a person"
-    GUARDED = "held by a guard"
-    APPROVED = "approved, the guards look again"
+    AWAITS_APPROVAL = "awaits approval"
+    HELD = "on hold"
+    BLOCKED = "blocked by a guard"
+    APPROVED = "approved, guards are checked again"
     DUE = "due"
-    WOULD = "would be done in another mode"
+    NOT_EXECUTED = "not executed in this mode"
     EXPIRED = "expired"
-    REFUSED = "vetoed"
+    REJECTED = "rejected"
 
 
 GLYPHS: Mapping[PlanStatus, str] = {
-    PlanStatus.WAITS: "◐",
+    PlanStatus.AWAITS_APPROVAL: "◐",
     PlanStatus.HELD: "‖",
-    PlanStatus.GUARDED: "▲",
+    PlanStatus.BLOCKED: "▲",
     PlanStatus.APPROVED: "✓",
     PlanStatus.DUE: "▶",
-    PlanStatus.WOULD: "○",
+    PlanStatus.NOT_EXECUTED: "○",
     PlanStatus.EXPIRED: "◇",
-    PlanStatus.REFUSED: "✗",
+    PlanStatus.REJECTED: "✗",
 }
 _ORDER = tuple(PlanStatus)
 
@@ -47,7 +47,7 @@ class PlanRow:
 
     incident_id: str
     digest: str
-    standing: PlanStatus
+    status: PlanStatus
     action: str
     targets: tuple[str, ...]
     sentence: str  # the diagnosis
@@ -64,20 +64,20 @@ class PlanRow:
 
     @property
     def can_be_approved(self) -> bool:
-        return self.standing is PlanStatus.WAITS
+        return self.status is PlanStatus.AWAITS_APPROVAL
 
     @property
     def can_be_stopped(self) -> bool:
-        """Held or vetoed."""
-        return self.standing not in (PlanStatus.EXPIRED, PlanStatus.REFUSED)
+        """Whether it can be put on hold or rejected."""
+        return self.status not in (PlanStatus.EXPIRED, PlanStatus.REJECTED)
 
     def seconds_left(self, now: float) -> float | None:
-        """Until the proposal lapses; None when it does not."""
+        """Seconds until the plan expires; None if it has no deadline."""
         return None if self.expires_at is None else max(0.0, self.expires_at - now)
 
 
 def plan_rows(incidents: Iterable[Incident], mode: str, now: float) -> tuple[PlanRow, ...]:
-    """Every plan that is not begun, those that wait for a person first, and of these what lapses soonest."""
+    """Every plan that has not started; plans that await approval first, those that expire soonest at the top."""
     rows = []
     for i in incidents:
         a = i.attempt
@@ -85,7 +85,7 @@ def plan_rows(incidents: Iterable[Incident], mode: str, now: float) -> tuple[Pla
             continue
         if a.plan.action is not ActionKind.TOLERATE:
             rows.append(_row(i, a, mode, now))
-    return tuple(sorted(rows, key=lambda r: (_ORDER.index(r.standing), r.expires_at or r.made_at, r.incident_id)))
+    return tuple(sorted(rows, key=lambda r: (_ORDER.index(r.status), r.expires_at or r.made_at, r.incident_id)))
 
 
 def _row(i: Incident, a: Attempt, mode: str, now: float) -> PlanRow:
@@ -94,7 +94,7 @@ def _row(i: Incident, a: Attempt, mode: str, now: float) -> PlanRow:
     return PlanRow(
         incident_id=i.incident_id,
         digest=a.plan.digest,
-        standing=_standing(i, a, hold, mode, now),
+        status=_status(i, a, hold, mode, now),
         action=str(a.plan.action).replace("_", " "),
         targets=tuple(f"{t.replica}#{t.incarnation} on {t.node}" for t in a.plan.targets),
         sentence=d.because,
@@ -111,16 +111,16 @@ def _row(i: Incident, a: Attempt, mode: str, now: float) -> PlanRow:
     )
 
 
-def _standing(i: Incident, a: Attempt, hold: Hold | None, mode: str, now: float) -> PlanStatus:
+def _status(i: Incident, a: Attempt, hold: Hold | None, mode: str, now: float) -> PlanStatus:
     if a.decision is Decision.REJECTED:
-        return PlanStatus.REFUSED
+        return PlanStatus.REJECTED
     if hold is not None:
         return PlanStatus.HELD
-    lapsed = a.expires_at is not None and now > a.expires_at and a.decision is None
-    if a.decision is Decision.EXPIRED or lapsed:
+    expired = a.expires_at is not None and now > a.expires_at and a.decision is None
+    if a.decision is Decision.EXPIRED or expired:
         return PlanStatus.EXPIRED
     if i.state is IncidentState.PROPOSED:
-        return PlanStatus.APPROVED if a.decision is Decision.APPROVED else PlanStatus.WAITS
+        return PlanStatus.APPROVED if a.decision is Decision.APPROVED else PlanStatus.AWAITS_APPROVAL
     if mode == "observe":
-        return PlanStatus.WOULD
-    return PlanStatus.GUARDED if a.held_by else PlanStatus.DUE
+        return PlanStatus.NOT_EXECUTED
+    return PlanStatus.BLOCKED if a.held_by else PlanStatus.DUE

@@ -1,7 +1,7 @@
-"""What would come of draining a node, said before anybody clicks: each replica on it, the plan, and the guards' word. Pure.
+"""Preview of draining a node: each replica on it, the plan, and whether the guards allow it. Pure.
 
-The same `decide` and `check` that the watch uses, on the journal as it stands: a preview, not a promise. The limits are
-those of the newest plan in the journal, for no other word of the watch tells them.
+Uses the same `decide` and `check` as the watch on the current journal, so the result can still change. The limits come
+from the latest plan in the journal, because the watch records them nowhere else.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from rolecall.recovery.operators.requests import request
 from rolecall.recovery.policy import decide, question
 
 SUPPORTS = frozenset({ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, ActionKind.STOP_JOB})
-"""What a run of ours can do."""
+"""Actions of a run that rolecall executes."""
 
 
 MODES = ("observe", "approve", "act")
@@ -26,16 +26,16 @@ MODES = ("observe", "approve", "act")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """How the watch decides, as far as the journal knows."""
+    """Recovery policy of the watch, as recorded in the journal."""
 
     config: RecoveryConfig
     supports: frozenset[ActionKind]
-    known: bool  # False: no plan was made yet, these are the defaults
+    known: bool  # False: no plan yet, these are the defaults
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainedReplica:
-    """One replica of the node."""
+    """What draining does to one replica of the node."""
 
     replica: str
     action: str
@@ -45,19 +45,19 @@ class DrainedReplica:
 
 
 def limits_of(plan_created: Mapping[str, Any] | None, mode: str) -> WatchPolicy:
-    """`plan_created`: body of the newest PLAN_CREATED. `mode`: of the watch, which may have changed since."""
+    """`plan_created`: body of the latest PLAN_CREATED. `mode`: current mode of the watch, which may have changed since."""
     try:
         asked = (plan_created or {})["question"]
         config = RecoveryConfig.model_validate({**asked["config"], **({"mode": mode} if mode else {})})
         return WatchPolicy(config=config, supports=frozenset(ActionKind(a) for a in asked["supports"]), known=True)
     except (KeyError, TypeError, ValueError):
-        # A plan of another writer: it tells nothing of its limits.
+        # The plan was written by something else and has no limits.
         config = RecoveryConfig.model_validate({"mode": mode} if mode in MODES else {})
         return WatchPolicy(config=config, supports=SUPPORTS, known=False)
 
 
 def replicas_on(fleet: FleetView, node: str) -> tuple[ReplicaView, ...]:
-    """Those that draining the node would ask to move."""
+    """The replicas that draining the node would move."""
     return tuple(r for r in fleet.replicas if r.node == node)
 
 
@@ -75,19 +75,19 @@ def preview(
     """`avoided`: nodes in quarantine."""
     found = []
     for r in replicas_on(fleet, node):
-        asked = _asked(r, node, now)
-        wondered = question(
-            asked,
+        incident = _requested(r, node, now)
+        policy_input = question(
+            incident,
             incidents,
             fleet=fleet,
             config=limits.config,
             supports=limits.supports,
             quarantined_nodes=avoided | {node},
         )
-        plan = decide(wondered).plan
+        plan = decide(policy_input).plan
         guarded = check(
             plan,
-            asked,
+            incident,
             fleet=fleet,
             config=limits.config,
             incidents=incidents,
@@ -107,7 +107,7 @@ def preview(
     return tuple(found)
 
 
-def _asked(r: ReplicaView, node: str, now: float) -> Incident:
+def _requested(r: ReplicaView, node: str, now: float) -> Incident:
     diagnosis = request(r, f"{node} is to be drained", now)
     name = IncidentId("preview")
     return Incident(

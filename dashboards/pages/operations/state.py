@@ -1,6 +1,6 @@
-"""What a person must know before acting: who acts, in which mode, whether it is paused, what runs where, what was said.
+"""State for the Operations page: lease holder, mode, pause, placement, command events.
 
-One `OperationsReader` a process. A journal that cannot be read now gives the last state, and the page's own notice says why.
+One `OperationsReader` per process. While the journal cannot be read it returns the last state; the page shows why.
 """
 
 import threading
@@ -18,10 +18,10 @@ from rolecall.recovery.loop import LEASE_NAME, PAUSED_FLAG
 from rolecall.recovery.operators.run_location import JournalLocation, RunLocation
 
 STATE_SECONDS = 1.0
-"""A state younger than this serves all who ask."""
+"""A state younger than this is reused for all sessions."""
 IDLE_FACTOR = 10.0
-"""After a state that took a second to read (ten thousand incarnations take a fifth), so many pass until the next."""
-NOBODY = FleetView(replicas=())
+"""Seconds between two reads per second that a read takes (0.2 s for ten thousand incarnations)."""
+EMPTY_FLEET = FleetView(replicas=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +30,12 @@ class State:
 
     at: float
     mode: str = ""
-    watch: str = ""  # who holds the lease; empty: nobody does
+    watch: str = ""  # lease holder; empty: none
     paused: str | None = None
     stopping: str | None = None
-    fleet: FleetView = field(default=NOBODY)
-    nodes: tuple[str, ...] = ()  # that the run began with
-    words: tuple[Event, ...] = ()
+    fleet: FleetView = field(default=EMPTY_FLEET)
+    nodes: tuple[str, ...] = ()  # nodes at the start of the run
+    events: tuple[Event, ...] = ()  # operator commands
 
 
 class OperationsReader:
@@ -43,12 +43,12 @@ class OperationsReader:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._words = CommandLog()
+        self._commands = CommandLog()
         self._last: State | None = None
         self._stale, self._due = False, 0.0
 
-    def look(self, reader: Reader) -> State:
-        """What the journal says now, or said when it could last be read."""
+    def latest(self, reader: Reader) -> State:
+        """The current state, or the last one that could be read."""
         with self._lock:
             now = reader.now()
             if self._stale or self._last is None or not self._last.at <= now < self._due:
@@ -58,12 +58,12 @@ class OperationsReader:
                     took = max(0.0, reader.now() - now)
                     self._due = now + max(STATE_SECONDS, IDLE_FACTOR * took)
                 except JournalError:
-                    # The page says so above; what is known stays, and is looked at again at the next draw.
+                    # The page shows the error; retry at the next refresh.
                     return self._last or State(at=now)
             return self._last
 
-    def forget(self) -> None:
-        """The next look reads again: something was just written."""
+    def invalidate(self) -> None:
+        """Forces a read at the next call, because something was just written."""
         self._stale = True
 
     def _state(self, journal: Journal, now: float) -> State:
@@ -79,7 +79,7 @@ class OperationsReader:
             stopping=journal.flag(STOP_FLAG),
             fleet=fleet_view(journal.desired(), journal.current()),
             nodes=tuple(str(n) for n in listed) if isinstance(listed, list) else (),
-            words=self._words.read(journal),
+            events=self._commands.read(journal),
         )
 
 
@@ -91,6 +91,6 @@ def newest_limits(reader: Reader, mode: str) -> WatchPolicy:
 
 
 def place_of(reader: Reader) -> RunLocation:
-    """Where a person's word goes: the run, or no more than its journal."""
+    """Where operator commands go: the run directory, or only its journal."""
     settings = reader.settings
     return settings.run if settings.run is not None else JournalLocation(settings.journal_url)

@@ -1,4 +1,4 @@
-"""The page Now's own pieces of HTML: an open incident, the replicas of a role. Pure; all text goes through `text.escape`."""
+"""HTML of the Overview page: an open incident, the replicas of a role. Pure; all text goes through `text.escape`."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -8,27 +8,27 @@ from rolecall.dashboards.pages.overview.view import Cell, OpenIncident, RoleSumm
 from rolecall.dashboards.pages.style import STATES, class_of
 
 CHIPS_MAX = 32
-"""A role of up to so many replicas is shown with a chip for each; of a larger one, only those that are not well."""
+"""A role with up to this many replicas shows a chip for each; a larger one only for unhealthy replicas."""
 UNWELL_MAX = 48
 ROW_REPLICAS = 50
 
 
 def incident(t: OpenIncident, now: float) -> str:
-    """One open incident: sentence, stage, what is done and since when, what a person is asked for."""
-    rows = [("rolecall", t.doing), ("since", f"{seconds(max(0.0, now - t.since))} ago"), ("suspect", t.suspects)]
+    """One open incident: diagnosis, stage, current action and since when, and what the operator must do."""
+    rows = [("action", t.doing), ("since", f"{seconds(max(0.0, now - t.since))} ago"), ("suspect", t.suspects)]
     if t.asks:
-        rows.insert(0, ("you", t.asks))
-    told = "".join(f"<dt>{escape(what)}</dt><dd>{escape(text)}</dd>" for what, text in rows)
+        rows.insert(0, ("needed from you", t.asks))
+    parts = "".join(f"<dt>{escape(what)}</dt><dd>{escape(text)}</dd>" for what, text in rows)
     return (
         f'<article class="rc rc-incident"><header><b>▲ {escape(t.fault_class)}</b>'
         f'<span class="rc-tag {"warn" if t.asks else "note"}">{escape(t.stage)}</span>'
         f'<span class="rc-soft">{escape(t.incident_id)}, open for {escape(seconds(max(0.0, now - t.opened_at)))}</span>'
-        f'</header><p class="because">{escape(t.because)}</p><dl>{told}</dl></article>'
+        f'</header><p class="because">{escape(t.because)}</p><dl>{parts}</dl></article>'
     )
 
 
 def role(r: RoleSummary) -> str:
-    """One role: how many are in which state, and its replicas, worst first."""
+    """One role: number of replicas by state, and the replicas, worst first."""
     counts = "   ".join(_count(state, num) for state, num in r.counts)
     parts = [f'<p class="rc rc-role"><b>{escape(r.name)}</b> {counts}</p>']
     if len(r.cells) <= CHIPS_MAX:
@@ -38,7 +38,7 @@ def role(r: RoleSummary) -> str:
         if unwell:
             parts.append(_chips(unwell[:UNWELL_MAX]))
         if len(unwell) > UNWELL_MAX:
-            parts.append(f'<p class="rc rc-soft">and {len(unwell) - UNWELL_MAX} more that are not well</p>')
+            parts.append(f'<p class="rc rc-soft">and {len(unwell) - UNWELL_MAX} more unhealthy replicas</p>')
         parts.append(_map(r.cells))
     return "".join(parts)
 
@@ -60,7 +60,7 @@ def _chip(c: Cell) -> str:
 
 
 def _map(cells: Sequence[Cell]) -> str:
-    """Every replica as its glyph, in order of number: where they stand shows what they have in common."""
+    """Every replica as a glyph, ordered by index, so that patterns (a rack, a node range) are visible."""
     lines = []
     for start in range(0, len(cells), ROW_REPLICAS):
         row = cells[start : start + ROW_REPLICAS]

@@ -1,12 +1,11 @@
-"""The page `Now`: what is open, who is there, how the run goes. The decisions are in view.py."""
+"""The Overview page: open incidents, replicas, progress and policy health. view.py computes the content."""
 
 import streamlit as st
 
 from rolecall.core.text import plain
 from rolecall.dashboards.data.reader import JournalSnapshot, Reader
 from rolecall.dashboards.pages import charts
-from rolecall.dashboards.pages.overview import html as now_html
-from rolecall.dashboards.pages.overview import policy_health as now_health
+from rolecall.dashboards.pages.overview import html, policy_health
 from rolecall.dashboards.pages.overview.prometheus import show as show_prometheus
 from rolecall.dashboards.pages.overview.view import (
     RoleSummary,
@@ -22,13 +21,13 @@ from rolecall.dashboards.pages.sign_in import sidebar
 from rolecall.dashboards.pages.style import banner, figures, table
 
 OPEN_MAX = 12
-"""Open incidents told in full; of more the number is told, and the page Incidents lists them."""
-TABLE_KEY = "now.table"
+"""Open incidents shown in full; the Incidents page lists the rest."""
+TABLE_KEY = "overview.table"
 
 
 def show() -> None:
     sidebar(reader())
-    page("Now", _draw, slow=_draw_slow)
+    page("Overview", _draw, slow=_draw_slow)
 
 
 def _draw(_: Reader, look: JournalSnapshot) -> None:
@@ -44,24 +43,24 @@ def _draw(_: Reader, look: JournalSnapshot) -> None:
 def _draw_incidents(look: JournalSnapshot) -> None:
     open_ = open_incidents(look)
     for t in open_[:OPEN_MAX]:
-        st.html(now_html.incident(t, look.at))
+        st.html(html.incident(t, look.at))
         with st.container(horizontal=True):
             link = {"incident": t.incident_id}
-            st.page_link("scripts/incidents.py", label="Its story", icon=":material/timeline:", query_params=link)
+            st.page_link("scripts/incidents.py", label="Details", icon=":material/timeline:", query_params=link)
             if t.asks:
-                st.page_link("scripts/operations.py", label="Decide", icon=":material/front_hand:")
+                st.page_link("scripts/operations.py", label="Review plan", icon=":material/front_hand:")
     if len(open_) > OPEN_MAX:
         st.page_link("scripts/incidents.py", label=f"{len(open_) - OPEN_MAX} more incidents are open")
     if not open_ and not look.snapshot.ended and look.snapshot.replicas:
-        st.html(banner("good", "No incident is open."))
+        st.html(banner("good", "No open incidents."))
 
 
 def _draw_replicas(found: tuple[RoleSummary, ...]) -> None:
     if not found:
         return
     st.subheader("Replicas")
-    st.html("".join(now_html.role(r) for r in found))
-    if st.toggle("Every replica in a table", key=TABLE_KEY):
+    st.html("".join(html.role(r) for r in found))
+    if st.toggle("Show all replicas as a table", key=TABLE_KEY):
         cells = [c for r in found for c in r.cells]
         st.dataframe(
             {
@@ -78,11 +77,11 @@ def _draw_replicas(found: tuple[RoleSummary, ...]) -> None:
 def _draw_slow(r: Reader, look: JournalSnapshot) -> None:
     curve = look.course.curve
     if len(curve) > 1:
-        st.subheader("The run so far")
+        st.subheader("Progress")
         drawn = (
             ("reward", charts.rows(curve, lambda b: b.reward), charts.LINE, "~g"),
-            ("seconds a step, the slowest", charts.rows(curve, lambda b: b.seconds_max), charts.SECOND, "~g"),
-            ("tokens a second", charts.rows(curve, lambda b: b.tokens_per_second), charts.LINE, "~s"),
+            ("step time, slowest, s", charts.rows(curve, lambda b: b.seconds_max), charts.SECOND, "~g"),
+            ("tokens per second", charts.rows(curve, lambda b: b.tokens_per_second), charts.LINE, "~s"),
         )
         for column, (title, points, colour, form) in zip(st.columns(3), drawn, strict=True):
             if points:
@@ -92,13 +91,13 @@ def _draw_slow(r: Reader, look: JournalSnapshot) -> None:
                         charts.curve(points, title, colour=colour, figures=form),
                         width="stretch",
                     )
-    now_health.show(curve)
+    policy_health.show(curve)
     rows = lost_rows(look)
     if rows:
-        st.subheader("Where the lost time went")
-        st.html(table(["role", "fault", "work lost", "of all time"], rows))
+        st.subheader("Lost time")
+        st.html(table(["role", "fault", "lost", "share of run time"], rows))
         st.caption(
-            "ETTR: the share of time in which rollouts and trainers worked. A loss counts from the injected fault where one "
-            "is known, else from the onset that its diagnosis gives, in seconds of the whole run's work."
+            "ETTR (effective training time ratio): share of time in which rollouts and trainers did useful work. A loss counts "
+            "from the injected fault if known, otherwise from the diagnosed onset, in seconds of the whole run."
         )
     show_prometheus(r)

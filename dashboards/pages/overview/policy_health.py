@@ -1,10 +1,11 @@
-"""How the policy does, on the page Now: signs of its health over the steps of the run, each with what is normal in words.
+"""Policy health on the Overview page: health metrics over the steps of the run, each with its normal range.
 
-Small charts beside each other, so that entropy, lengths and what was thrown away are seen together: a reward that rises
-while one of them runs away is not learning. A run of before there were signs says so in one sentence.
+The charts stand side by side, because a rising reward means learning only while entropy, lengths and dropped samples
+stay healthy. A run whose steps have no health metrics shows a note instead.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import streamlit as st
@@ -13,18 +14,15 @@ from rolecall.dashboards.data.progress import Bucket
 from rolecall.dashboards.pages import charts
 
 COLUMNS = 3
-UNTOLD = (
-    "Of the policy's health (entropy, clipping, lengths of answers) this run's journal says nothing: it was written before "
-    "steps told of it."
-)
+NO_METRICS = "The steps of this run have no policy health metrics (entropy, clipping, response lengths)."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyHealthChart:
-    """Some signs on one axis."""
+    """Health metrics on one axis."""
 
     title: str
-    lines: tuple[tuple[str, str], ...]  # (sign of core/policy_health.py, what its line is called)
+    lines: tuple[tuple[str, str], ...]  # (metric of core/policy_health.py, legend)
     normal: str
     figures: str = "~g"
     zero: bool = True
@@ -32,59 +30,59 @@ class PolicyHealthChart:
 
 PANELS = (
     PolicyHealthChart(
-        title="entropy, nats a token",
+        title="entropy, nats per token",
         lines=(("entropy", "entropy"),),
-        normal="Falls slowly while the policy learns, to nearly 0 when it has. Nearly 0 while the reward is low: it says one "
-        "thing only, and can learn no more.",
+        normal="Falls slowly while the policy learns, to nearly 0 when it has converged. Nearly 0 at a low reward: the policy "
+        "has collapsed and learns nothing more.",
     ),
     PolicyHealthChart(
-        title="answers, tokens",
+        title="response length, tokens",
         lines=(("response_length", "mean"), ("response_length_max", "longest")),
-        normal="What the task needs. A fall to a few tokens, or a rise to the limit: the reward is being played with.",
+        normal="Depends on the task. A drop to a few tokens or a rise to the limit: the policy exploits the reward.",
         figures="~s",
     ),
     PolicyHealthChart(
-        title="shares of answers, groups and tokens",
+        title="unused responses, groups, tokens",
         lines=(
-            ("truncated_fraction", "cut off"),
+            ("truncated_fraction", "truncated"),
             ("filtered_fraction", "filtered"),
-            ("stale_fraction", "too old"),
+            ("stale_fraction", "stale"),
         ),
-        normal="Answers cut off: few, more at the start. Groups filtered: many at the start (all wrong) and at the end (all "
-        "right). Tokens too old: nearly none.",
+        normal="Truncated responses: few, more at the start. Filtered groups: many at the start (all wrong) and at the end "
+        "(all right). Stale tokens: nearly none.",
         figures=".1~%",
     ),
     PolicyHealthChart(
-        title="tokens clipped",
+        title="clipped tokens",
         lines=(("clip_fraction_low", "from below"), ("clip_fraction_high", "from above")),
-        normal="A few per cent, more in the first steps. Much more for long: the policy is far from who made its tokens.",
+        normal="A few percent, more in the first steps. Persistently more: the policy has diverged from the sampler.",
         figures=".1~%",
     ),
     PolicyHealthChart(
         title="importance ratios",
         lines=(("ratio_mean", "mean"), ("ratio_std", "spread")),
-        normal="Of the policy to the one that made each token. Mean close to 1; spread well below 1, more with staleness.",
+        normal="Of the policy to the sampler, per token. Mean close to 1; spread well below 1, larger with staleness.",
     ),
     PolicyHealthChart(
-        title="KL to the sampler, nats a token",
+        title="KL to sampler, nats per token",
         lines=(("kl_sampler", "KL"),),
-        normal="Below 0.1 after the first steps, stale tokens counted. A rise that stays: the policy runs away from its engines.",
+        normal="Below 0.1 after the first steps, including stale tokens. A lasting rise: the policy diverges from its engines.",
     ),
     PolicyHealthChart(
-        title="trainer and engine disagree by",
+        title="trainer and engine mismatch, nats",
         lines=(("log_ratio_max", "largest log-ratio"),),
-        normal="Of the very same weights: rounding only, below 0.01 in one precision. More: one of the two computes wrong. "
-        "A step whose tokens were all made by weights that no trainer holds any more tells none.",
+        normal="For the same weights only rounding, below 0.01 at equal precision. More: one of the two computes wrong values. "
+        "No value for steps whose tokens all come from weights that no trainer holds any more.",
         figures=".1~e",
     ),
     PolicyHealthChart(
-        title="explained variance of the critic",
+        title="critic explained variance",
         lines=(("explained_variance", "explained variance"),),
-        normal="Rises towards 1. At 0 the critic knows no more than the mean; below, less.",
+        normal="Rises towards 1. At 0 the critic predicts no better than the mean; below 0, worse.",
         zero=False,
     ),
     PolicyHealthChart(
-        title="loss of the critic",
+        title="critic loss",
         lines=(("value_loss", "loss"),),
         normal="Falls at first, then follows the rewards.",
     ),
@@ -94,11 +92,15 @@ PANELS = (
 Lines = dict[str, list[dict[str, float]]]
 
 
+def _value_of(metric: str) -> Callable[[Bucket], float]:
+    return lambda bucket: bucket.signs.get(metric, math.nan)
+
+
 def drawn(curve: Sequence[Bucket]) -> list[tuple[PolicyHealthChart, Lines]]:
-    """The panels that have something to show, with their lines: a run without a critic has no panel of one."""
+    """The panels that have data, with their lines: a run without a critic has no critic panels."""
     found = []
     for panel in PANELS:
-        lines = {name: charts.rows(curve, lambda b, s=sign: b.signs.get(s, float("nan"))) for sign, name in panel.lines}  # type: ignore[misc]
+        lines = {name: charts.rows(curve, _value_of(metric)) for metric, name in panel.lines}
         known = {name: points for name, points in lines.items() if points}
         if known:
             found.append((panel, known))
@@ -106,14 +108,14 @@ def drawn(curve: Sequence[Bucket]) -> list[tuple[PolicyHealthChart, Lines]]:
 
 
 def show(curve: Sequence[Bucket]) -> None:
-    """Draws them; nothing while no step is committed."""
+    """Draws the panels; nothing before the first committed step."""
     if not curve:
         return
-    st.subheader("The policy's health")
+    st.subheader("Policy health")
     panels = drawn(curve)
     across = curve[0].last_step, curve[-1].last_step
     if not panels:
-        st.caption(UNTOLD)
+        st.caption(NO_METRICS)
     for row in range(0, len(panels), COLUMNS):
         for column, (panel, lines) in zip(st.columns(COLUMNS), panels[row : row + COLUMNS], strict=False):
             with column:

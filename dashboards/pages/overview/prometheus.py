@@ -1,5 +1,5 @@
-"""What a Prometheus server adds to the page Now: machines and GPUs, now. A thread of its own asks, so that a server that
-is slow or away costs a page nothing: it shows the last answer and its age.
+"""Hosts and GPUs on the Overview page, from a Prometheus server. A background thread queries it, so a slow or unreachable
+server does not delay the page, which shows the last response and its age.
 """
 
 import math
@@ -24,26 +24,24 @@ from rolecall.detector.sources.prometheus_api import (
 
 LIMITS = PrometheusClientLimits(answer_bytes_max=1 << 20, connect_seconds=2.0, answer_seconds=4.0, patience_seconds=0.0)
 ASK_SECONDS = 10.0
-"""Between two rounds of questions: servers are scraped every 15 s or so."""
+"""Poll interval; targets are scraped about every 15 s."""
 FIRST_SECONDS = 0.3
-QUESTIONS: Mapping[str, str] = {
-    "targets that answer": "count(up == 1)",
-    "targets that do not": "count(up == 0)",
+QUERIES: Mapping[str, str] = {
+    "targets up": "count(up == 1)",
+    "targets down": "count(up == 0)",
     "GPUs": "count(rolecall_gpu_up == 1) or count(DCGM_FI_DEV_GPU_TEMP)",
-    "GPUs that do not answer": "count(rolecall_gpu_up == 0)",
-    "GPU busy, mean": "avg(rolecall_gpu_utilization_ratio) * 100 or avg(DCGM_FI_DEV_GPU_UTIL)",
+    "GPUs down": "count(rolecall_gpu_up == 0)",
+    "GPU utilization, mean": "avg(rolecall_gpu_utilization_ratio) * 100 or avg(DCGM_FI_DEV_GPU_UTIL)",
     "hottest GPU": "max(rolecall_gpu_temperature_celsius) or max(DCGM_FI_DEV_GPU_TEMP)",
-    "power of all GPUs": "sum(rolecall_gpu_power_watts) or sum(DCGM_FI_DEV_POWER_USAGE)",
+    "GPU power, total": "sum(rolecall_gpu_power_watts) or sum(DCGM_FI_DEV_POWER_USAGE)",
 }
-UNITS = {"GPU busy, mean": " %", "hottest GPU": " °C", "power of all GPUs": " W"}
-ADVICE = (
-    "The rest of this page comes from the journal and is whole. Is the server running, and is `--prometheus` right?"
-)
+UNITS = {"GPU utilization, mean": " %", "hottest GPU": " °C", "GPU power, total": " W"}
+ADVICE = "The rest of this page comes from the journal and is complete. Check that the server runs and `--prometheus` is right."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrometheusSnapshot:
-    """What the server said last; `because`: why it said nothing newer."""
+    """The latest response; `because`: why there is no newer one."""
 
     values: Mapping[str, float] = field(default_factory=dict)
     at: float | None = None
@@ -51,7 +49,7 @@ class PrometheusSnapshot:
 
 
 class PrometheusPoller:
-    """Thread-safe; asks only when somebody looks."""
+    """Thread-safe; queries only while a page is open."""
 
     def __init__(self, client: Client, clock: Clock) -> None:
         self._client, self._clock = client, clock
@@ -60,8 +58,8 @@ class PrometheusPoller:
         self._due = -math.inf
         self._busy = False
 
-    def answers(self) -> PrometheusSnapshot:
-        """The last answers; begins to ask for newer ones when they are due."""
+    def latest(self) -> PrometheusSnapshot:
+        """The latest response; starts a new poll when it is due."""
         with self._changed:
             if not self._busy and self._clock.monotonic() >= self._due:
                 self._busy = True
@@ -72,13 +70,13 @@ class PrometheusPoller:
     def _ask(self) -> None:
         values, because = {}, ""
         try:
-            for name, expression in QUESTIONS.items():
+            for name, expression in QUERIES.items():
                 value = _number(self._client.ask("query", {"query": expression}, lambda: True))
                 if value is not None:
                     values[name] = value
         except (PrometheusUnavailable, PrometheusResponseTooLarge, UnreadableInput) as e:
             because = str(e)
-        except Exception as e:  # noqa: BLE001 - whatever it is, the page says so
+        except Exception as e:  # noqa: BLE001 - any error is shown on the page
             because = repr(e)
         with self._changed:
             if because:
@@ -90,7 +88,7 @@ class PrometheusPoller:
 
 
 def _number(data: object) -> float | None:
-    """The one value of an instant query; None where there is none."""
+    """The value of an instant query; None if it has none."""
     try:
         value = float(data["result"][0]["value"][1])  # type: ignore[index]
     except (KeyError, IndexError, TypeError, ValueError):
@@ -98,45 +96,45 @@ def _number(data: object) -> float | None:
     return value if math.isfinite(value) else None
 
 
-_askers: dict[Settings, PrometheusPoller | str] = {}
+_pollers: dict[Settings, PrometheusPoller | str] = {}
 _lock = threading.Lock()
 
 
-def _asker(settings: Settings) -> PrometheusPoller | str:
+def _poller(settings: Settings) -> PrometheusPoller | str:
     with _lock:
-        if settings not in _askers:
-            _askers.clear()
+        if settings not in _pollers:
+            _pollers.clear()
             clock = SystemClock()
             try:
                 client = Client(
                     settings.prometheus_url, clock, authorization=settings.prometheus_authorization, limits=LIMITS
                 )
-                _askers[settings] = PrometheusPoller(client, clock)
+                _pollers[settings] = PrometheusPoller(client, clock)
             except ConfigError as e:
-                _askers[settings] = str(e)
-        return _askers[settings]
+                _pollers[settings] = str(e)
+        return _pollers[settings]
 
 
 def show(reader: Reader) -> None:
-    """Draws what the server says; nothing where none was named."""
+    """Draws the response; nothing if no server is configured."""
     if not reader.settings.prometheus_url:
         return
-    asker = _asker(reader.settings)
-    answers = PrometheusSnapshot(because=asker) if isinstance(asker, str) else asker.answers()
-    st.subheader("Machines")
+    poller = _poller(reader.settings)
+    answers = PrometheusSnapshot(because=poller) if isinstance(poller, str) else poller.latest()
+    st.subheader("Hosts and GPUs")
     if answers.because:
-        old = "" if answers.at is None else f"What is shown is {seconds(reader.now() - answers.at)} old."
-        st.html(banner("warn", "Prometheus does not answer.", plain(answers.because, 300), old, advice=ADVICE))
+        old = "" if answers.at is None else f"The data shown is {seconds(reader.now() - answers.at)} old."
+        st.html(banner("warn", "Prometheus is not responding.", plain(answers.because, 300), old, advice=ADVICE))
     elif answers.at is None:
-        st.caption("Prometheus is being asked.")
+        st.caption("Querying Prometheus.")
     elif not answers.values:
         st.html(
-            banner("note", "Prometheus knows no target of ours.", "docs/reference/dashboard.md says what to scrape.")
+            banner("note", "Prometheus has no rolecall targets.", "docs/reference/dashboard.md lists what to scrape.")
         )
     if answers.values:
-        st.html(figures(told(answers.values)))
+        st.html(figures(metric_figures(answers.values)))
 
 
-def told(values: Mapping[str, float]) -> list[tuple[str, str, str]]:
+def metric_figures(values: Mapping[str, float]) -> list[tuple[str, str, str]]:
     """What, how much, a word on it."""
     return [(name, f"{value:,.0f}{UNITS.get(name, '')}", "") for name, value in values.items()]

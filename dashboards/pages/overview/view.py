@@ -1,5 +1,5 @@
-"""What the page Now shows, as values made from a look: replicas in words, what is done about an incident, what asks for a
-person. Pure.
+"""Content of the Overview page, computed from a journal snapshot: replica states, open incidents, notices, key figures.
+Pure.
 """
 
 import math
@@ -42,7 +42,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSummary:
-    """One role's replicas, by number, and how many are in which state, worst first."""
+    """One role's replicas by index, and the number in each state, worst first."""
 
     name: str
     cells: tuple[Cell, ...]
@@ -50,14 +50,14 @@ class RoleSummary:
 
     @property
     def unhealthy(self) -> list[Cell]:
-        """Those that a person wants to see first, worst first."""
+        """Unhealthy replicas, worst first."""
         usual = ("healthy", "standby", "ended")
         return sorted((c for c in self.cells if c.state not in usual), key=lambda c: SEVERITY[c.state])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenIncident:
-    """One open incident as it is shown on top."""
+    """One open incident, shown at the top of the page."""
 
     incident_id: str
     fault_class: str
@@ -65,14 +65,14 @@ class OpenIncident:
     because: str
     stage: str
     doing: str
-    since: float  # wall seconds: when it came to this stage
-    asks: str  # what is asked of a person; empty: nothing
+    since: float  # wall seconds at which it entered this stage
+    asks: str  # what the operator must do; empty: nothing
     opened_at: float
 
 
 def roles(look: JournalSnapshot) -> tuple[RoleSummary, ...]:
     """Every role and its replicas."""
-    suspects, replaced = _accused(look.book.open_incidents())
+    suspects, replaced = _suspects_and_targets(look.book.open_incidents())
     by_role: dict[str, list[Cell]] = {}
     for row in look.snapshot.replicas:
         state = state_of(row, suspects, replaced, look.quarantined, ended=look.snapshot.ended != "")
@@ -93,7 +93,7 @@ def roles(look: JournalSnapshot) -> tuple[RoleSummary, ...]:
     return tuple(found)
 
 
-def _accused(open_: Iterable[Incident]) -> tuple[dict[str, int | None], dict[str, int]]:
+def _suspects_and_targets(open_: Iterable[Incident]) -> tuple[dict[str, int | None], dict[str, int]]:
     """(replica -> incarnation that is suspect, replica -> incarnation that is being replaced)."""
     suspects: dict[str, int | None] = {}
     replaced: dict[str, int] = {}
@@ -113,7 +113,7 @@ def state_of(
     *,
     ended: bool,
 ) -> str:
-    """One word of `STATES` for a replica: what a person should know of it first."""
+    """The most important state of a replica, one of `STATES`."""
     works = row.state == ReplicaState.SERVING or (
         row.replica.startswith(f"{STANDBY_ROLE}/") and row.state == ReplicaState.READY
     )
@@ -132,94 +132,92 @@ def state_of(
     return "standby" if row.replica.startswith(f"{STANDBY_ROLE}/") else "healthy"
 
 
-def trouble(incident: Incident, look: JournalSnapshot) -> OpenIncident:
-    """An open incident: its sentence, what rolecall is doing, since when, and what it asks of a person."""
+def open_incident(incident: Incident, look: JournalSnapshot) -> OpenIncident:
+    """An open incident: diagnosis, what rolecall is doing, since when, and what the operator must do."""
     stage, doing, since, asks = _doing(incident, look)
     d = incident.diagnosis
-    called = f"A person was called: {incident.page_reason}" if incident.page_reason else ""
+    paged = f"On-call was paged: {incident.page_reason}" if incident.page_reason else ""
     return OpenIncident(
         incident_id=incident.incident_id,
         fault_class=str(d.fault_class).replace("_", " "),
-        suspects=", ".join(suspect_name(s) for s in d.suspects) or "nobody named",
+        suspects=", ".join(suspect_name(s) for s in d.suspects) or "none",
         because=d.because,
         stage=stage,
-        doing=doing if look.watched else f"Nobody acts: no watch holds the lease. {doing}",
+        doing=doing if look.watched else f"No watch holds the lease, so nothing is done. {doing}",
         since=since,
-        asks=asks or called,
+        asks=asks or paged,
         opened_at=incident.opened_at,
     )
 
 
 def _doing(i: Incident, look: JournalSnapshot) -> tuple[str, str, float, str]:
-    """(stage, what is done, since when, what a person is asked for)."""
+    """(stage, what rolecall does, since when, what the operator must do)."""
     attempt = i.attempt
     if attempt is None:
-        return "found", "It decides what to do.", i.opened_at, ""
+        return "diagnosed", "Planning the recovery.", i.opened_at, ""
     action = str(attempt.plan.action).replace("_", " ")
     whom = ", ".join(f"{t.replica}#{t.incarnation}" for t in attempt.plan.targets)
     if i.state is IncidentState.ACTING:
         return "acting", _sentence(action, whom, attempt.plan.because), attempt.started_at or attempt.made_at, ""
     if i.state is IncidentState.VERIFYING:
-        said = f"{action} {whom} is done; it waits to see the replacement work."
+        said = f"{action} {whom} is done; waiting for the replacement to make progress."
         return "verifying", said, attempt.done_at or attempt.made_at, ""
     if attempt.failure is not None:
-        return "failed", f"{action} {whom} failed: {attempt.failed_because}. It plans again.", attempt.made_at, ""
+        return "failed", f"{action} {whom} failed: {attempt.failed_because}. Planning again.", attempt.made_at, ""
     rows = plan_rows([i], look.mode, look.at)
     if not rows:
         return "tolerated", attempt.plan.because, attempt.made_at, ""
     row = rows[0]
     asks = ""
-    if row.standing is PlanStatus.WAITS:
+    if row.status is PlanStatus.AWAITS_APPROVAL:
         left = row.seconds_left(look.at)
         within = "" if left is None else f" within {seconds(left)}"
-        asks = f"Approve or veto this plan{within}: {action} {whom}."
-    return str(row.standing), _sentence(action, whom, row.because), row.made_at, asks
+        asks = f"Approve or reject this plan{within}: {action} {whom}."
+    return str(row.status), _sentence(action, whom, row.because), row.made_at, asks
 
 
 def _sentence(action: str, whom: str, because: str) -> str:
-    """A plan in words. Most say themselves what they do to whom."""
+    """A plan as text. Most reasons already name the action and its target."""
     return because if whom and whom in because else f"{action} {whom}: {because}"
 
 
 def open_incidents(look: JournalSnapshot) -> list[OpenIncident]:
-    """The open incidents, those that ask for a person first, then the newest."""
-    told = [trouble(i, look) for i in look.book.open_incidents()]
-    return sorted(told, key=lambda t: (not t.asks, -t.opened_at))
+    """The open incidents: those that need the operator first, then the newest."""
+    found = [open_incident(i, look) for i in look.book.open_incidents()]
+    return sorted(found, key=lambda t: (not t.asks, -t.opened_at))
 
 
 def notices(look: JournalSnapshot) -> list[tuple[str, str, str, str]]:
-    """(kind, headline, sentence, what to do) of what a person must know before anything else."""
+    """Notices for the top of the page: (kind, headline, details, advice)."""
     found = []
     s = look.snapshot
     if s.ended:
         because = look.book.ended or ""
-        found.append(("good" if s.ended == "completed" else "warn", f"Ended: {s.ended}.", because, ""))
+        found.append(("good" if s.ended == "completed" else "warn", f"Run {s.ended}.", because, ""))
     elif s.paused:
         found.append(
-            ("warn", "All acting is paused.", s.paused, "Watching and diagnosing go on. `rolecall resume` ends it.")
+            ("warn", "Recovery is paused.", s.paused, "Detection continues. `rolecall resume` resumes recovery.")
         )
     if not s.ended and not look.watched and (look.lease is not None or s.started_at is not None):
-        said = "No watch has ever held the lease: nothing is found or replaced."
+        said = "No watch has ever held the lease: faults are neither detected nor recovered."
         if look.lease is not None:
-            since = f" since {seconds(max(0.0, look.at - look.lease.expires_at))}" if look.lease.expires_at else ""
-            said = f"No watch holds the lease{since}: nothing is found and nothing is replaced."
-        found.append(("bad", "Nobody watches.", said, "Start `rolecall watch` again; `rolecall status` tells more."))
+            since = f" for {seconds(max(0.0, look.at - look.lease.expires_at))}" if look.lease.expires_at else ""
+            said = f"No watch has held the lease{since}: faults are neither detected nor recovered."
+        found.append(("bad", "No watch is running.", said, "Start `rolecall watch`; `rolecall status` shows details."))
     if look.watched and look.mode == "observe" and not s.ended:
-        found.append(
-            ("note", "It only watches.", "Mode observe: rolecall says what it would do, and does nothing.", "")
-        )
+        found.append(("note", "Observe mode.", "rolecall reports what it would do and takes no action.", ""))
     if look.book.broken:
         names = ", ".join(sorted(look.book.broken)[:5])
-        head = f"{len(look.book.broken)} incident(s) or line(s) are set aside."
-        found.append(("warn", head, f"They cannot be read: {names}", "`rolecall incidents` says why."))
+        head = f"{len(look.book.broken)} incident(s) or event(s) were set aside."
+        found.append(("warn", head, f"They cannot be read: {names}", "`rolecall incidents` shows why."))
     if s.started_at is None and not s.replicas and not look.book.incidents:
-        found.append(("note", "The run has not begun yet.", "This page fills when its first process starts.", ""))
+        found.append(("note", "The run has not started yet.", "This page updates when its first process starts.", ""))
     return found
 
 
 def versions(look: JournalSnapshot) -> tuple[int, list[tuple[int, int]]] | None:
-    """(newest policy version, [(versions behind, number of rollouts)]) of rollouts that have any; None without one. A rollout
-    is one behind while the trainers' newest is on its way."""
+    """(latest policy version, [(versions behind, number of rollouts)]); None if no rollout has weights. A rollout is one
+    version behind while the latest weights are being transferred."""
     known = [
         r.policy_version for r in look.snapshot.replicas if r.replica.startswith("rollout/") and r.policy_version >= 0
     ]
@@ -230,25 +228,25 @@ def versions(look: JournalSnapshot) -> tuple[int, list[tuple[int, int]]] | None:
 
 
 def headline_figures(look: JournalSnapshot) -> list[tuple[str, str, str]]:
-    """The big numbers: what, how much, a word on it."""
+    """Key figures: label, value, note."""
     s, account = look.snapshot, look.course.account
     lags = versions(look)
     behind = (
-        "" if lags is None else ", ".join(_behind(num, lag) for lag, num in lags[1] if lag) or "every rollout has it"
+        "" if lags is None else ", ".join(_behind(num, lag) for lag, num in lags[1] if lag) or "all rollouts up to date"
     )
     curve = look.course.curve
     rate = s.tokens_per_second
     if s.ended and s.started_at is not None and curve:
         span = curve[-1].at - (account.start if account else s.started_at)
         rate = sum(b.tokens for b in curve) / span if span > 0 else None
-    rated = "of the whole run" if s.ended else f"in the last {seconds(round(s.rate_seconds))}"
+    rated = "over the whole run" if s.ended else f"in the last {seconds(round(s.rate_seconds))}"
     return [
         ("step", f"{s.step + 1:,}" if s.step >= 0 else "–", f"of {s.num_steps:,}" if s.num_steps else "committed"),
         ("reward", _short(s.rewards[-1]) if s.rewards else "–", _trend(s.rewards)),
-        ("tokens a second", "–" if rate is None else f"{rate:,.0f}", rated),
-        ("a step takes", seconds(s.step_seconds), "mean of the last five"),
+        ("tokens per second", "–" if rate is None else f"{rate:,.0f}", rated),
+        ("step time", seconds(s.step_seconds), "mean of the last five"),
         ("policy version", "–" if lags is None else str(lags[0]), behind),
-        ("ETTR", "–" if account is None or account.ettr is None else f"{100 * account.ettr:.1f} %", _ettr_word(look)),
+        ("ETTR", "–" if account is None or account.ettr is None else f"{100 * account.ettr:.1f} %", _ettr_note(look)),
     ]
 
 
@@ -256,14 +254,14 @@ def _behind(num: int, lag: int) -> str:
     return f"{num} rollout{' is' if num == 1 else 's are'} {lag} behind"
 
 
-def _ettr_word(look: JournalSnapshot) -> str:
+def _ettr_note(look: JournalSnapshot) -> str:
     if look.course.account is not None:
-        return f"{seconds(sum(look.course.account.lost.values()))} of work lost"
-    return "no step yet" if look.history.whole else f"the history is read: {look.history.percent} %"
+        return f"{seconds(sum(look.course.account.lost.values()))} lost to faults"
+    return "no step yet" if look.history.whole else f"loading history: {look.history.percent} %"
 
 
 def _short(value: float) -> str:
-    return f"{value:.3f}" if math.isfinite(value) else "not a number"
+    return f"{value:.3f}" if math.isfinite(value) else "NaN"
 
 
 def _trend(rewards: Sequence[float]) -> str:
@@ -276,7 +274,7 @@ def _trend(rewards: Sequence[float]) -> str:
 
 
 def lost_rows(look: JournalSnapshot, most: int = 8) -> list[list[str]]:
-    """Where the lost time went: role, fault, seconds of the run's work, share of its time; the largest first."""
+    """Lost time: role, fault, seconds of the whole run, share of its time; largest first."""
     account = look.course.account
     if account is None or account.end <= account.start:
         return []
@@ -288,15 +286,15 @@ def lost_rows(look: JournalSnapshot, most: int = 8) -> list[list[str]]:
         if lost > 0
     ]
     rest = sum(lost for _, lost in ranked[most:])
-    return rows + ([["all else", "", seconds(rest), f"{100 * rest / span:.2f} %"]] if rest > 0 else [])
+    return rows + ([["other", "", seconds(rest), f"{100 * rest / span:.2f} %"]] if rest > 0 else [])
 
 
 def status_line(look: JournalSnapshot) -> str:
-    """The run in a line: what it is doing, for how long, in which epoch."""
+    """The state of the run in one line."""
     s = look.snapshot
     if s.started_at is None:
-        return "not begun" if not s.replicas else "watched; the job tells nothing of its steps"
+        return "not started" if not s.replicas else "monitored; the job reports no steps"
     if s.ended:
-        return f"ended: {s.ended}"
+        return s.ended
     what = "training" if s.step >= 0 else "starting"
     return f"{what} for {seconds(s.elapsed_seconds)}, epoch {s.epoch}"

@@ -17,75 +17,9 @@ from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import ChainHead, EpochAdvanced, Payload
 from rolecall.core.journal.rows import DamagedLine, actual_of, epoch_of, event_of, packed, storable, unpacked
-from rolecall.core.journal.store import GENESIS, METADATA, Store, canonical, chain_hash
+from rolecall.core.journal.store import GENESIS, Store, canonical, chain_hash
+from rolecall.core.journal.tables import ACTUAL, DESIRED, EPOCHS, EVENTS, FLAGS, LEASES, WINDOWS
 from rolecall.core.membership import Actual, Desired, Epoch, ReplicaState
-
-_events = sa.Table(
-    "events",
-    METADATA,
-    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("kind", sa.Text, nullable=False, index=True),
-    sa.Column("wall_at", sa.Float, nullable=False),
-    sa.Column("incident_id", sa.Text, index=True),
-    sa.Column("caused_by", sa.Text),
-    sa.Column("key", sa.Text, unique=True),
-    sa.Column("body", sa.Text, nullable=False),
-    sa.Column("hash", sa.Text, nullable=False),
-)
-_desired = sa.Table(
-    "desired",
-    METADATA,
-    sa.Column("replica", sa.Text, primary_key=True),
-    sa.Column("incarnation", sa.Integer, nullable=False),
-    sa.Column("node", sa.Text, nullable=False),
-    sa.Column("prefer_standby", sa.Boolean, nullable=False),
-    sa.Column("fence", sa.Integer, nullable=False),
-    sa.Column("because", sa.Text, nullable=False),
-    sa.Column("incident_id", sa.Text),
-)
-_actual = sa.Table(
-    "actual",
-    METADATA,
-    sa.Column("replica", sa.Text, primary_key=True),
-    sa.Column("incarnation", sa.Integer, primary_key=True),
-    sa.Column("node", sa.Text, nullable=False),
-    sa.Column("state", sa.Text, nullable=False),
-    sa.Column("pid", sa.Integer, nullable=False),
-    sa.Column("start_ticks", sa.BigInteger, nullable=False),
-    sa.Column("actor", sa.Text, nullable=False),
-    sa.Column("because", sa.Text, nullable=False),
-    sa.Column("policy_version", sa.Integer, nullable=False),
-    sa.Column("changed_at", sa.Float, nullable=False),
-)
-_epochs = sa.Table(
-    "epochs",
-    METADATA,
-    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("members", sa.Text, nullable=False),
-    sa.Column("because", sa.Text, nullable=False),
-    sa.Column("wall_at", sa.Float, nullable=False),
-)
-_leases = sa.Table(
-    "leases",
-    METADATA,
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("holder", sa.Text, nullable=False),
-    sa.Column("fence", sa.Integer, nullable=False),
-    sa.Column("expires_at", sa.Float, nullable=False),
-)
-_flags = sa.Table(
-    "flags",
-    METADATA,
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("value", sa.Text, nullable=False),
-)
-_windows = sa.Table(
-    "windows",
-    METADATA,
-    sa.Column("incident_id", sa.Text, primary_key=True),
-    sa.Column("name", sa.Text, primary_key=True),
-    sa.Column("blob", sa.LargeBinary, nullable=False),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,11 +85,11 @@ class Journal:
         unless: Collection[EventKind],
         since: int,
     ) -> None:
-        if key is not None and conn.execute(sa.select(_events.c.seq).where(_events.c.key == key)).first() is not None:
+        if key is not None and conn.execute(sa.select(EVENTS.c.seq).where(EVENTS.c.key == key)).first() is not None:
             return  # it stands already
-        newer = (_events.c.incident_id == incident_id) & (_events.c.seq > since)
-        meant = newer & _events.c.kind.in_([str(k) for k in unless])
-        found = conn.execute(sa.select(_events.c.seq, _events.c.kind).where(meant)).first()
+        newer = (EVENTS.c.incident_id == incident_id) & (EVENTS.c.seq > since)
+        meant = newer & EVENTS.c.kind.in_([str(k) for k in unless])
+        found = conn.execute(sa.select(EVENTS.c.seq, EVENTS.c.kind).where(meant)).first()
         if found is not None:
             raise ConcurrentWrite(incident_id=str(incident_id), event=str(kind), by=f"e{found.seq} {found.kind}")
 
@@ -170,12 +104,12 @@ class Journal:
         lease: Lease | None,
     ) -> Event:
         if key is not None:
-            row = conn.execute(sa.select(_events).where(_events.c.key == key)).mappings().first()
+            row = conn.execute(sa.select(EVENTS).where(EVENTS.c.key == key)).mappings().first()
             if row is not None:
                 return event_of(row, self.store.where)
         if lease is not None:
             self._check_fence(conn, lease)
-        last = conn.execute(sa.select(_events.c.seq, _events.c.hash).order_by(_events.c.seq.desc()).limit(1)).first()
+        last = conn.execute(sa.select(EVENTS.c.seq, EVENTS.c.hash).order_by(EVENTS.c.seq.desc()).limit(1)).first()
         seq, previous = (last.seq + 1, last.hash) if last else (1, GENESIS)
         entry = {
             "seq": seq,
@@ -187,7 +121,7 @@ class Journal:
             "body": canonical(storable(body)),
         }
         link = chain_hash(previous, entry)
-        conn.execute(_events.insert().values(**entry, hash=link))
+        conn.execute(EVENTS.insert().values(**entry, hash=link))
         return event_of({**entry, "hash": link}, self.store.where)
 
     def events(
@@ -206,11 +140,11 @@ class Journal:
         Raises:
             JournalCorrupt: a line cannot be read, and `damaged` was not given.
         """
-        query = sa.select(_events).where(_events.c.seq > after).order_by(_events.c.seq).limit(limit)
+        query = sa.select(EVENTS).where(EVENTS.c.seq > after).order_by(EVENTS.c.seq).limit(limit)
         if kinds is not None:
-            query = query.where(_events.c.kind.in_([str(k) for k in kinds]))
+            query = query.where(EVENTS.c.kind.in_([str(k) for k in kinds]))
         if incident_id is not None:
-            query = query.where(_events.c.incident_id == incident_id)
+            query = query.where(EVENTS.c.incident_id == incident_id)
         with self.store.read() as conn:
             rows = conn.execute(query).mappings().all()
         found = []
@@ -225,14 +159,14 @@ class Journal:
 
     def last(self, kind: EventKind) -> Event | None:
         """The newest event of a kind."""
-        query = sa.select(_events).where(_events.c.kind == str(kind)).order_by(_events.c.seq.desc()).limit(1)
+        query = sa.select(EVENTS).where(EVENTS.c.kind == str(kind)).order_by(EVENTS.c.seq.desc()).limit(1)
         with self.store.read() as conn:
             row = conn.execute(query).mappings().first()
         return event_of(row, self.store.where) if row else None
 
     def head(self) -> ChainHead:
         with self.store.read() as conn:
-            row = conn.execute(sa.select(_events.c.seq, _events.c.hash).order_by(_events.c.seq.desc()).limit(1)).first()
+            row = conn.execute(sa.select(EVENTS.c.seq, EVENTS.c.hash).order_by(EVENTS.c.seq.desc()).limit(1)).first()
         return ChainHead(position=row.seq, hash=row.hash) if row else ChainHead(position=0, hash=GENESIS)
 
     def verify(self) -> ChainHead:
@@ -244,7 +178,7 @@ class Journal:
         self.store.check_file()
         previous, position = GENESIS, 0
         with self.store.read() as conn:
-            for row in conn.execute(sa.select(_events).order_by(_events.c.seq)).mappings():
+            for row in conn.execute(sa.select(EVENTS).order_by(EVENTS.c.seq)).mappings():
                 position += 1
                 if row["seq"] != position:
                     raise JournalCorrupt(
@@ -268,30 +202,30 @@ class Journal:
         """
         now = self.clock.wall()
         with self.store.write() as conn:
-            row = conn.execute(sa.select(_leases).where(_leases.c.name == name)).mappings().first()
+            row = conn.execute(sa.select(LEASES).where(LEASES.c.name == name)).mappings().first()
             if row is not None and row["holder"] != holder and row["expires_at"] > now:
                 return None
             fence = 1 if row is None else row["fence"] + (row["holder"] != holder)
             lease = Lease(name=name, holder=holder, fence=fence, expires_at=now + ttl_seconds)
             if row is None:
-                conn.execute(_leases.insert().values(**asdict(lease)))
+                conn.execute(LEASES.insert().values(**asdict(lease)))
             else:
-                conn.execute(_leases.update().where(_leases.c.name == name).values(**asdict(lease)))
+                conn.execute(LEASES.update().where(LEASES.c.name == name).values(**asdict(lease)))
             return lease
 
     def release(self, lease: Lease) -> None:
         """Gives the lease back; does nothing when it is over already."""
         with self.store.write() as conn:
-            mine = (_leases.c.name == lease.name) & (_leases.c.fence == lease.fence)
-            conn.execute(_leases.update().where(mine).values(expires_at=0.0, holder=""))
+            mine = (LEASES.c.name == lease.name) & (LEASES.c.fence == lease.fence)
+            conn.execute(LEASES.update().where(mine).values(expires_at=0.0, holder=""))
 
     def lease(self, name: str) -> Lease | None:
         with self.store.read() as conn:
-            row = conn.execute(sa.select(_leases).where(_leases.c.name == name)).mappings().first()
+            row = conn.execute(sa.select(LEASES).where(LEASES.c.name == name)).mappings().first()
         return Lease(**row) if row else None
 
     def _check_fence(self, conn: sa.Connection, lease: Lease) -> None:
-        row = conn.execute(sa.select(_leases).where(_leases.c.name == lease.name)).mappings().first()
+        row = conn.execute(sa.select(LEASES).where(LEASES.c.name == lease.name)).mappings().first()
         if row is None or row["fence"] != lease.fence or row["holder"] != lease.holder:
             raise LeaseFenced(lease=lease.name, fence=lease.fence, holder=row["holder"] if row else "nobody")
 
@@ -310,27 +244,27 @@ class Journal:
         with self.store.write() as conn:
             if lease is not None:
                 self._check_fence(conn, lease)
-            row = conn.execute(sa.select(_desired).where(_desired.c.replica == record.replica)).mappings().first()
+            row = conn.execute(sa.select(DESIRED).where(DESIRED.c.replica == record.replica)).mappings().first()
             if row is not None and row["incarnation"] == record.incarnation and row["node"] == record.node:
                 return True
             if row is None:
-                conn.execute(_desired.insert().values(**asdict(record)))
+                conn.execute(DESIRED.insert().values(**asdict(record)))
                 return True
             if expect_incarnation is not None and row["incarnation"] != expect_incarnation:
                 return False
             if record.incarnation <= row["incarnation"]:
                 return False
-            conn.execute(_desired.update().where(_desired.c.replica == record.replica).values(**asdict(record)))
+            conn.execute(DESIRED.update().where(DESIRED.c.replica == record.replica).values(**asdict(record)))
             return True
 
     def remove_desired(self, replica: ReplicaId) -> None:
         """The replica should not be: the runtime stops it."""
         with self.store.write() as conn:
-            conn.execute(_desired.delete().where(_desired.c.replica == replica))
+            conn.execute(DESIRED.delete().where(DESIRED.c.replica == replica))
 
     def desired(self) -> dict[ReplicaId, Desired]:
         with self.store.read() as conn:
-            rows = conn.execute(sa.select(_desired)).mappings().all()
+            rows = conn.execute(sa.select(DESIRED)).mappings().all()
         return {ReplicaId(r["replica"]): Desired(**r) for r in rows}
 
     def set_actual(self, record: Actual, *, unless: Iterable[ReplicaState] = ()) -> bool:
@@ -344,30 +278,30 @@ class Journal:
 
     def _set_actual(self, conn: sa.Connection, record: Actual, unless: tuple[ReplicaState, ...]) -> bool:
         values = {**asdict(record), "state": str(record.state), "changed_at": self.clock.wall()}
-        this = (_actual.c.replica == record.replica) & (_actual.c.incarnation == record.incarnation)
-        row = conn.execute(sa.select(_actual.c.state).where(this)).first()
+        this = (ACTUAL.c.replica == record.replica) & (ACTUAL.c.incarnation == record.incarnation)
+        row = conn.execute(sa.select(ACTUAL.c.state).where(this)).first()
         if row is None:
-            conn.execute(_actual.insert().values(**values))
+            conn.execute(ACTUAL.insert().values(**values))
             return True
         if row.state in [str(u) for u in unless]:
             return False
-        conn.execute(_actual.update().where(this).values(**values))
+        conn.execute(ACTUAL.update().where(this).values(**values))
         return True
 
     def actual(self) -> dict[tuple[ReplicaId, int], Actual]:
         """All incarnations ever seen, by (replica, incarnation)."""
         with self.store.read() as conn:
-            rows = conn.execute(sa.select(_actual)).mappings().all()
+            rows = conn.execute(sa.select(ACTUAL)).mappings().all()
         records = (actual_of(r, self.store.where) for r in rows)
         return {(record.replica, record.incarnation): record for record in records}
 
     def current(self) -> dict[ReplicaId, Actual]:
         """The newest incarnation of each replica. The others stay where they are: they are many, and it is read often."""
-        newest = sa.select(_actual.c.replica, sa.func.max(_actual.c.incarnation).label("incarnation"))
-        last = newest.group_by(_actual.c.replica).subquery()
-        these = (_actual.c.replica == last.c.replica) & (_actual.c.incarnation == last.c.incarnation)
+        newest = sa.select(ACTUAL.c.replica, sa.func.max(ACTUAL.c.incarnation).label("incarnation"))
+        last = newest.group_by(ACTUAL.c.replica).subquery()
+        these = (ACTUAL.c.replica == last.c.replica) & (ACTUAL.c.incarnation == last.c.incarnation)
         with self.store.read() as conn:
-            rows = conn.execute(sa.select(_actual).join(last, these)).mappings().all()
+            rows = conn.execute(sa.select(ACTUAL).join(last, these)).mappings().all()
         records = (actual_of(r, self.store.where) for r in rows)
         return {record.replica: record for record in records}
 
@@ -377,10 +311,10 @@ class Journal:
         """The next membership epoch. Only the runtime calls this. The event is written in the same transaction."""
         sorted_members = tuple(sorted((str(r), i) for r, i in members))
         with self.store.write() as conn:
-            last = conn.execute(sa.select(sa.func.max(_epochs.c.number))).scalar() or 0
+            last = conn.execute(sa.select(sa.func.max(EPOCHS.c.number))).scalar() or 0
             number, now = last + 1, self.clock.wall()
             text = canonical([list(m) for m in sorted_members])
-            conn.execute(_epochs.insert().values(number=number, members=text, because=because, wall_at=now))
+            conn.execute(EPOCHS.insert().values(number=number, members=text, because=because, wall_at=now))
             advanced = EpochAdvanced(epoch=number, members=sorted_members, because=because)
             self._append(conn, advanced.kind, advanced.to_body(), None, None, None, None)
         typed = tuple((ReplicaId(r), i) for r, i in sorted_members)
@@ -388,7 +322,7 @@ class Journal:
 
     def epoch(self) -> Epoch | None:
         with self.store.read() as conn:
-            row = conn.execute(sa.select(_epochs).order_by(_epochs.c.number.desc()).limit(1)).mappings().first()
+            row = conn.execute(sa.select(EPOCHS).order_by(EPOCHS.c.number.desc()).limit(1)).mappings().first()
         return None if row is None else epoch_of(row, self.store.where)
 
     # --- flags and windows --------------------------------------------------------------------------------------
@@ -396,23 +330,23 @@ class Journal:
     def set_flag(self, name: str, value: str | None) -> None:
         """Sets a flag, or removes it with None. Known: `paused`, `stop`, `run` (see `core.rundir`)."""
         with self.store.write() as conn:
-            conn.execute(_flags.delete().where(_flags.c.name == name))
+            conn.execute(FLAGS.delete().where(FLAGS.c.name == name))
             if value is not None:
-                conn.execute(_flags.insert().values(name=name, value=value))
+                conn.execute(FLAGS.insert().values(name=name, value=value))
 
     def flag(self, name: str) -> str | None:
         with self.store.read() as conn:
-            return conn.execute(sa.select(_flags.c.value).where(_flags.c.name == name)).scalar()
+            return conn.execute(sa.select(FLAGS.c.value).where(FLAGS.c.name == name)).scalar()
 
     def save_window(self, incident_id: str, name: str, value: Any) -> None:
         """Keeps what a diagnosis had read (JSON, compressed). The first one saved under a name stays."""
         blob = packed(value)
         with self.store.write() as conn:
-            this = (_windows.c.incident_id == incident_id) & (_windows.c.name == name)
-            if conn.execute(sa.select(_windows.c.name).where(this)).first() is None:
-                conn.execute(_windows.insert().values(incident_id=incident_id, name=name, blob=blob))
+            this = (WINDOWS.c.incident_id == incident_id) & (WINDOWS.c.name == name)
+            if conn.execute(sa.select(WINDOWS.c.name).where(this)).first() is None:
+                conn.execute(WINDOWS.insert().values(incident_id=incident_id, name=name, blob=blob))
 
     def windows(self, incident_id: str) -> dict[str, Any]:
         with self.store.read() as conn:
-            rows = conn.execute(sa.select(_windows).where(_windows.c.incident_id == incident_id)).all()
+            rows = conn.execute(sa.select(WINDOWS).where(WINDOWS.c.incident_id == incident_id)).all()
         return {r.name: unpacked(r.blob, self.store.where, f"window {r.name!r} of {incident_id}") for r in rows}

@@ -25,7 +25,8 @@ from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import LedgerViolation
 from rolecall.core.ids import GroupId
 from rolecall.core.journal.payloads import ChainHead
-from rolecall.core.journal.store import GENESIS, METADATA, Store, chain_hash
+from rolecall.core.journal.store import GENESIS, Store, chain_hash
+from rolecall.core.journal.tables import LEDGER, LEDGER_GROUPS
 
 
 class GroupState(StrEnum):
@@ -52,25 +53,6 @@ _STATES = frozenset(str(s) for s in GroupState)
 FILTERED = "filtered: "
 """How the reason of a drop by dynamic sampling begins: a choice by rewards, and no loss."""
 
-_ledger = sa.Table(
-    "ledger",
-    METADATA,
-    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("group_id", sa.Text, nullable=False, index=True),
-    sa.Column("state", sa.Text, nullable=False),
-    sa.Column("step", sa.Integer, nullable=False),
-    sa.Column("num_tokens", sa.Integer, nullable=False),
-    sa.Column("reason", sa.Text, nullable=False),
-    sa.Column("wall_at", sa.Float, nullable=False),
-    sa.Column("hash", sa.Text, nullable=False),
-)
-_groups = sa.Table(
-    "ledger_groups",
-    METADATA,
-    sa.Column("group_id", sa.Text, primary_key=True),
-    sa.Column("state", sa.Text, nullable=False),
-    sa.Column("step", sa.Integer, nullable=False),
-)
 _FIELDS = ("seq", "group_id", "state", "step", "num_tokens", "reason", "wall_at")
 
 
@@ -115,12 +97,10 @@ class Ledger:
             LedgerViolation: naming the group and the move that is not legal.
         """
         with self._store.write() as conn:
-            last = conn.execute(
-                sa.select(_ledger.c.seq, _ledger.c.hash).order_by(_ledger.c.seq.desc()).limit(1)
-            ).first()
+            last = conn.execute(sa.select(LEDGER.c.seq, LEDGER.c.hash).order_by(LEDGER.c.seq.desc()).limit(1)).first()
             seq, link = (last.seq, last.hash) if last else (0, GENESIS)
             for line in lines:
-                before = conn.execute(sa.select(_groups).where(_groups.c.group_id == line.group_id)).first()
+                before = conn.execute(sa.select(LEDGER_GROUPS).where(LEDGER_GROUPS.c.group_id == line.group_id)).first()
                 _check_move(line, GroupState(before.state) if before else None, before.step if before else -1)
                 seq += 1
                 entry = {
@@ -133,45 +113,43 @@ class Ledger:
                     "wall_at": self._clock.wall(),
                 }
                 link = chain_hash(link, entry)
-                conn.execute(_ledger.insert().values(**entry, hash=link))
+                conn.execute(LEDGER.insert().values(**entry, hash=link))
                 values = {"state": str(line.state), "step": line.step}
                 if before is None:
-                    conn.execute(_groups.insert().values(group_id=line.group_id, **values))
+                    conn.execute(LEDGER_GROUPS.insert().values(group_id=line.group_id, **values))
                 else:
-                    conn.execute(_groups.update().where(_groups.c.group_id == line.group_id).values(**values))
+                    conn.execute(
+                        LEDGER_GROUPS.update().where(LEDGER_GROUPS.c.group_id == line.group_id).values(**values)
+                    )
             return ChainHead(position=seq, hash=link)
 
     def head(self) -> ChainHead:
         with self._store.read() as conn:
-            last = conn.execute(
-                sa.select(_ledger.c.seq, _ledger.c.hash).order_by(_ledger.c.seq.desc()).limit(1)
-            ).first()
+            last = conn.execute(sa.select(LEDGER.c.seq, LEDGER.c.hash).order_by(LEDGER.c.seq.desc()).limit(1)).first()
         return ChainHead(position=last.seq, hash=last.hash) if last else ChainHead(position=0, hash=GENESIS)
 
     def groups(
         self, states: Iterable[GroupState] | None = None, *, among: Iterable[GroupId] | None = None
     ) -> dict[GroupId, tuple[GroupState, int]]:
         """group -> (state, step), in the order of their ids; of those `among` only, where it is given."""
-        query = sa.select(_groups).order_by(_groups.c.group_id)
+        query = sa.select(LEDGER_GROUPS).order_by(LEDGER_GROUPS.c.group_id)
         if states is not None:
-            query = query.where(_groups.c.state.in_([str(s) for s in states]))
+            query = query.where(LEDGER_GROUPS.c.state.in_([str(s) for s in states]))
         if among is not None:
-            query = query.where(_groups.c.group_id.in_([str(g) for g in among]))
+            query = query.where(LEDGER_GROUPS.c.group_id.in_([str(g) for g in among]))
         with self._store.read() as conn:
             return {GroupId(r.group_id): (GroupState(r.state), r.step) for r in conn.execute(query)}
 
     def dropped_for(self, reason: str) -> set[GroupId]:
         """Groups that were dropped with this very reason."""
-        query = sa.select(_ledger.c.group_id).where(
-            _ledger.c.state == str(GroupState.DROPPED), _ledger.c.reason == reason
-        )
+        query = sa.select(LEDGER.c.group_id).where(LEDGER.c.state == str(GroupState.DROPPED), LEDGER.c.reason == reason)
         with self._store.read() as conn:
             return {GroupId(r.group_id) for r in conn.execute(query)}
 
     def last_trained_step(self) -> int:
         """Highest step with a trained group, -1 if there is none."""
         with self._store.read() as conn:
-            query = sa.select(sa.func.max(_groups.c.step)).where(_groups.c.state == str(GroupState.TRAINED))
+            query = sa.select(sa.func.max(LEDGER_GROUPS.c.step)).where(LEDGER_GROUPS.c.state == str(GroupState.TRAINED))
             step = conn.execute(query).scalar()
         return -1 if step is None else int(step)
 
@@ -183,7 +161,7 @@ class Ledger:
 
     def lines(self) -> list[Mapping[str, Any]]:
         with self._store.read() as conn:
-            return [dict(r) for r in conn.execute(sa.select(_ledger).order_by(_ledger.c.seq)).mappings()]
+            return [dict(r) for r in conn.execute(sa.select(LEDGER).order_by(LEDGER.c.seq)).mappings()]
 
 
 def _check_move(line: LedgerLine, before: GroupState | None, before_step: int) -> None:

@@ -19,6 +19,7 @@ from sqlalchemy.exc import DatabaseError, InterfaceError, OperationalError, Prog
 from rolecall.core.clock import SystemClock
 from rolecall.core.errors import JournalCorrupt, JournalError, JournalUnavailable
 from rolecall.core.journal.database import redacted
+from rolecall.core.journal.tables import META, METADATA
 
 SCHEMA_VERSION = 1
 BUSY_SECONDS = 10.0
@@ -29,10 +30,6 @@ GENESIS = "0" * 64
 _ADVISORY_LOCK = 0x726F6C65
 DAMAGE_SIGNS = ("Could not decode", "no such table", "no such column", "malformed", "not a database")
 """What SQLite says, under the same name as 'busy', when the file itself is at fault."""
-
-METADATA = sa.MetaData()
-
-_meta = sa.Table("meta", METADATA, sa.Column("name", sa.Text, primary_key=True), sa.Column("value", sa.Text))
 
 
 def canonical(value: Any) -> str:
@@ -71,21 +68,17 @@ class Store:
                 self.engine.dispose()
 
     def _open(self, create: bool) -> None:
-        # Every module that owns tables must have registered them before the first open.
-        import rolecall.core.journal.journal
-        import rolecall.core.journal.ledger  # noqa: F401
-
         if create:
             with self.write() as conn:
                 if not self._is_sqlite:
                     _create_schema(conn)
                 METADATA.create_all(conn)
-                if conn.execute(sa.select(_meta.c.value).where(_meta.c.name == "schema")).scalar() is None:
-                    conn.execute(_meta.insert().values(name="schema", value=str(SCHEMA_VERSION)))
+                if conn.execute(sa.select(META.c.value).where(META.c.name == "schema")).scalar() is None:
+                    conn.execute(META.insert().values(name="schema", value=str(SCHEMA_VERSION)))
                     for table in ("events", "ledger"):
                         (_forbid_changes if self._is_sqlite else _forbid_changes_postgresql)(conn, table)
         with self.read() as conn:
-            version = conn.execute(sa.select(_meta.c.value).where(_meta.c.name == "schema")).scalar()
+            version = conn.execute(sa.select(META.c.value).where(META.c.name == "schema")).scalar()
         if version != str(SCHEMA_VERSION):
             raise JournalCorrupt(
                 where=self.where, reason=f"schema version {version}, this rolecall reads {SCHEMA_VERSION}"

@@ -161,8 +161,8 @@ def test_a_nodes_past_keeps_who_said_what_after_its_return() -> None:
         _said(K.NODE_RETURNED_TO_SERVICE, "node-1", because="cooled"),
     ]
     past = pasts(events)["node-1"]
-    assert [s.what for s in past.said] == ["quarantined", "burned in", "returned"]
-    assert [s.because for s in past.said] == ["hot", "failed", "cooled"]
+    assert [s.what for s in past.entries] == ["quarantined", "burn-in", "returned to service"]
+    assert [s.because for s in past.entries] == ["hot", "failed", "cooled"]
     assert not past.record.quarantined
     assert [b.result.passed for b in past.record.burn_ins] == [False]
     assert quarantined(events[:1])["node-1"].quarantined_by == "carla"
@@ -193,7 +193,7 @@ def test_codes_that_an_incident_quotes(
 def test_what_several_incidents_quote_is_one_line() -> None:
     incidents = [_incident(f"i-{n}", "node-1", because="XID 79 on GPU 3 of node-1", ago=100 - n) for n in range(3)]
     (line,) = merged(codes_of(incidents))
-    assert (line.count, line.at, line.source) == (3, NOW - 98, "3 incidents, the newest i-2")
+    assert (line.count, line.at, line.source) == (3, NOW - 98, "3 incidents, latest i-2")
 
 
 XIDS = [({"node": "node-1", "gpu": "3", "xid": "79"}, 2.0), ({"node": "node-1", "gpu": "0", "xid": "13"}, 0.0)]

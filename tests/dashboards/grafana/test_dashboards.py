@@ -35,7 +35,7 @@ each_panel = pytest.mark.parametrize("at", PANELS, ids=IDS)
 
 
 def test_there_is_a_dashboard_for_each_address_that_links_name() -> None:
-    told = {board.OVERVIEW, board.TRAINING, board.ROLES, board.REPLICA, board.GPUS, board.NETWORK, board.ITSELF}
+    told = {board.OVERVIEW, board.TRAINING, board.ROLES, board.REPLICA, board.GPUS, board.NETWORK, board.HEALTH}
     assert set(DOCUMENTS) == told
 
 

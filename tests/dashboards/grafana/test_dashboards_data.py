@@ -55,9 +55,9 @@ RIGHTLY_EMPTY = {
 }
 """Metrics of which the demo run has no series, or none that moves, and why that is right. Each has data in the made-up cluster."""
 RIGHTLY_QUIET = {
-    "Diagnoses that stand": "each was acted upon, and stood no more, before the next scrape",
-    "Plans held by a guard in the time shown": "no guard had to hold a plan",
-    "What became of plans that waited, in the time shown": "the demo acts by itself: no plan waited",
+    "Active diagnoses": "each was acted upon, and stood no more, before the next scrape",
+    "Plans blocked by guards in the time range": "no guard had to hold a plan",
+    "Decisions on proposed plans in the time range": "the demo acts by itself: no plan waited",
 }
 """Tables of what happened, and why it did not in the demo run. Each has a row in the made-up cluster."""
 

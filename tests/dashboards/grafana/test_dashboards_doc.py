@@ -36,4 +36,4 @@ def test_it_names_the_version_of_the_schema() -> None:
 
     assert '"@grafana/schema": "11.6.0"' in (HOME / "package.json").read_text()
     assert "`@grafana/schema` 11.6.0" in DOC
-    assert all(f"/d/{uid}" in DOC for uid in (board.OVERVIEW, board.ITSELF))
+    assert all(f"/d/{uid}" in DOC for uid in (board.OVERVIEW, board.HEALTH))

@@ -52,8 +52,8 @@ def test_no_foreign_file_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFi
     before = _all_files(tmp_path)
     assert main(["grafana", "export", "--out", str(tmp_path)]) == 2
     said = capsys.readouterr().err
-    assert f"{overview}: is no dashboard of rolecall's" in said
-    assert f"{provider}: was not made by rolecall" in said
+    assert f"{overview}: is not a dashboard of rolecall" in said
+    assert f"{provider}: was not written by rolecall" in said
     assert _all_files(tmp_path) == before, "nothing is written when anything stands in the way"
 
 
@@ -63,7 +63,7 @@ def test_whatever_is_no_dashboard_of_ours_stays(tmp_path: Path, text: str) -> No
     path = tmp_path / "dashboards" / "rolecall-gpus.json"
     path.parent.mkdir()
     path.write_text(text)
-    with pytest.raises(Exception, match="is no dashboard of rolecall's"):
+    with pytest.raises(Exception, match="is not a dashboard of rolecall"):
         export.write(tmp_path, made)
     assert path.read_text() == text
 
@@ -73,7 +73,7 @@ def test_links_and_folders_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "dashboards" / "rolecall-gpus.json").mkdir(parents=True)
     (tmp_path / "provisioning" / "dashboards").mkdir(parents=True)
     os.symlink("/dev/null", tmp_path / "provisioning" / "dashboards" / "rolecall.yaml")
-    with pytest.raises(Exception, match=r"2 problem|is no plain file"):
+    with pytest.raises(Exception, match=r"2 problem|is not a regular file"):
         export.write(tmp_path, made)
 
 

@@ -146,7 +146,7 @@ def test_an_edit_between_looking_and_writing_is_not_lost(grafana: FakeGrafana, s
     grafana.people_edit("rolecall-run", title="Anna's")
     told = push(server, wanted)
     (failed,) = told.failed
-    assert "rolecall-run" in failed and "anna edited it" in failed and "theirs stands" in failed
+    assert "rolecall-run" in failed and "anna edited it" in failed and "that version was kept" in failed
     assert grafana.dashboards["rolecall-run"]["dashboard"]["title"] == "Anna's"
     assert [line.split()[:2] for line in told.done] == [["updated", "rolecall-roles"]]
 
@@ -206,7 +206,9 @@ def test_a_title_that_another_dashboard_has_fails_that_one_and_says_so(grafana: 
 def test_a_token_that_may_only_read_is_told_and_a_wrong_one_too(grafana: FakeGrafana, ask: Ask) -> None:
     reader = ask(grafana.url, VIEWER)
     told = pushed(reader)
-    assert len(told.failed) == 1 and "folder 'rolecall' was not made, no dashboard was written" in told.failed[0]
+    assert (
+        len(told.failed) == 1 and "folder 'rolecall' could not be created, no dashboard was written" in told.failed[0]
+    )
     assert "role Editor" in told.failed[0]
     stranger = ask(grafana.url, "glsa_stranger")
     with pytest.raises(GrafanaRefused, match="does not accept the token") as refused:
@@ -266,14 +268,14 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
 @pytest.mark.parametrize(
     ("parts", "hold", "reason"),
     [
-        ((), True, "no answer within"),
-        ((b"HTTP/1.1 200 OK\r\nX: ", b"y"), True, "no answer within"),
-        ((HEAD + b"\r\n[", b" "), True, "(was still answering after|no answer within)"),
-        ((b"SSH-2.0-OpenSSH_9.2\r\n",), False, "cannot be asked"),
-        ((), False, "cannot be asked"),
-        ((HEAD + b"Content-Length: 5\r\n\r\n{{{{{",), False, "no JSON: is this a Grafana"),
-        ((HEAD + b"Content-Length: 2\r\n\r\n[]",), False, "JSON object belongs"),
-        ((b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>",), False, "with a text"),
+        ((), True, "did not respond within"),
+        ((b"HTTP/1.1 200 OK\r\nX: ", b"y"), True, "did not respond within"),
+        ((HEAD + b"\r\n[", b" "), True, "(was still sending its response after|did not respond within)"),
+        ((b"SSH-2.0-OpenSSH_9.2\r\n",), False, "is not reachable"),
+        ((), False, "is not reachable"),
+        ((HEAD + b"Content-Length: 5\r\n\r\n{{{{{",), False, "not JSON: is this a Grafana"),
+        ((HEAD + b"Content-Length: 2\r\n\r\n[]",), False, "instead of a JSON object"),
+        ((b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 6\r\n\r\n<html>",), False, "returned text"),
         ((b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",), False, "redirects"),
         ((b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n",), False, r"no reason given \(502\)"),
     ],

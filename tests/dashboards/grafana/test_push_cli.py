@@ -62,7 +62,7 @@ def test_a_conflict_is_exit_code_1_and_a_wrong_use_2(
     assert "anna edited it" in capsys.readouterr().err
     assert main([*argv, "--overwrite"]) == 0
     assert main([*argv, "--datasource", "none"]) == 1
-    assert "there are: 'Prometheus' (prometheus)" in capsys.readouterr().err
+    assert "available: 'Prometheus' (prometheus)" in capsys.readouterr().err
     assert main(["grafana", "push", "--url", "http://u:p@h", "--token-file", token_file]) == 2
     assert main(["grafana", "push", "--url", grafana.url]) == 2
     assert main([*argv, "--ca-file", "/nowhere"]) == 2
@@ -146,4 +146,4 @@ def test_an_address_beyond_this_machine_without_tls_is_warned_of(
 ) -> None:
     assert main(["grafana", "push", "--url", "http://grafana.invalid", "--token-file", token_file]) == 1
     told = capsys.readouterr().err
-    assert "the token goes over the network as it is" in told and "cannot be asked" in told
+    assert "the token goes over the network as it is" in told and "is not reachable" in told

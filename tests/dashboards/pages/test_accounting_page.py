@@ -1,4 +1,4 @@
-"""The page `Accounting` in all its states, and the thread that makes up its books."""
+"""The Accounting page in all its states, and its worker thread."""
 
 import shutil
 import sqlite3
@@ -30,41 +30,41 @@ def finished(fake_run: RunDir, tmp_path: Path) -> World:
     return World(run=fake_run, users_path=tmp_path / "users.yaml")
 
 
-def _keeper(run: RunDir, clock: FakeClock, *, url_only: bool = False) -> AccountingWorker:
+def _worker(run: RunDir, clock: FakeClock, *, url_only: bool = False) -> AccountingWorker:
     return AccountingWorker(Settings(journal_url=run.database_url, run=None if url_only else run), clock)
 
 
 def test_a_finished_run_is_accounted_for(finished: World) -> None:
-    keeper = _keeper(finished.run, FakeClock())
-    keeper.look()
-    assert keeper.wait(PATIENCE_SECONDS)
-    books = keeper.look()
-    assert books.trouble == ""
-    assert books.audit is not None
-    assert books.audit.ok
-    assert books.audit.ledger.groups_trained == 960
-    told = books.told
-    assert told is not None
-    assert told.times is not None
-    assert 0.85 < (told.times.ettr or 0) < 0.95
-    assert [p.name for p in told.times.by_class] == ["hang", "slow", "crash"]
-    assert [(str(d.evidence), d.num, d.share) for d in told.detection] == [
+    worker = _worker(finished.run, FakeClock())
+    worker.latest()
+    assert worker.wait(PATIENCE_SECONDS)
+    accounts = worker.latest()
+    assert accounts.error == ""
+    assert accounts.audit is not None
+    assert accounts.audit.ok
+    assert accounts.audit.ledger.groups_trained == 960
+    statistics = accounts.statistics
+    assert statistics is not None
+    assert statistics.times is not None
+    assert 0.85 < (statistics.times.ettr or 0) < 0.95
+    assert [p.name for p in statistics.times.by_class] == ["hang", "slow", "crash"]
+    assert [(str(d.evidence), d.num, d.share) for d in statistics.detection] == [
         ("process exit", 1, 1.0),
         ("no progress", 1, 1.0),
         ("slow", 1, 1.0),
     ]
-    assert all(d.injected for d in told.detection)
+    assert all(d.injected for d in statistics.detection)
 
 
 def test_a_long_journal_is_audited_in_a_process_of_its_own_with_the_same_result(finished: World) -> None:
     settings = Settings(journal_url=finished.run.database_url, run=finished.run)
     found = []
     for apart_events in (0, 10**9):
-        keeper = AccountingWorker(settings, FakeClock(), apart_events=apart_events)
-        keeper.look()
-        assert keeper.wait(PATIENCE_SECONDS)
-        found.append(keeper.look())
-    assert found[0].trouble == found[1].trouble == ""
+        worker = AccountingWorker(settings, FakeClock(), apart_events=apart_events)
+        worker.latest()
+        assert worker.wait(PATIENCE_SECONDS)
+        found.append(worker.latest())
+    assert found[0].error == found[1].error == ""
     assert found[0].audit == found[1].audit is not None
 
 
@@ -78,32 +78,32 @@ def test_what_the_process_of_an_audit_meets_is_raised_here(finished: World, tmp_
 
 
 def test_by_its_journal_alone_the_moments_of_faults_are_estimates(finished: World) -> None:
-    keeper = _keeper(finished.run, FakeClock(), url_only=True)
-    keeper.look()
-    assert keeper.wait(PATIENCE_SECONDS)
-    books = keeper.look()
-    assert books.audit is not None
-    assert books.audit.ok
-    assert books.told is not None
-    assert not any(d.injected for d in books.told.detection)
+    worker = _worker(finished.run, FakeClock(), url_only=True)
+    worker.latest()
+    assert worker.wait(PATIENCE_SECONDS)
+    accounts = worker.latest()
+    assert accounts.audit is not None
+    assert accounts.audit.ok
+    assert accounts.statistics is not None
+    assert not any(d.injected for d in accounts.statistics.detection)
 
 
-def test_books_are_kept_until_they_are_due_and_the_audit_until_the_journal_grows(finished: World) -> None:
+def test_accounts_are_kept_until_they_are_due_and_the_audit_until_the_journal_grows(finished: World) -> None:
     clock = FakeClock()
-    keeper = _keeper(finished.run, clock)
-    keeper.look()
-    assert keeper.wait(PATIENCE_SECONDS)
-    first = keeper.look()
-    assert keeper.look().audited_at == first.audited_at
+    worker = _worker(finished.run, clock)
+    worker.latest()
+    assert worker.wait(PATIENCE_SECONDS)
+    first = worker.latest()
+    assert worker.latest().audited_at == first.audited_at
     clock.advance(AUDIT_SECONDS + 1)
-    keeper.look()
-    assert keeper.wait(PATIENCE_SECONDS)
-    assert keeper.look().audited_at == first.audited_at, "nothing was written since"
+    worker.latest()
+    assert worker.wait(PATIENCE_SECONDS)
+    assert worker.latest().audited_at == first.audited_at, "nothing was written since"
     finished.say(K.RECOVERY_PAUSED, {"by": "anna", "because": "x"})
     clock.advance(AUDIT_SECONDS + 1)
-    keeper.look()
-    assert keeper.wait(PATIENCE_SECONDS)
-    assert keeper.look().audited_at != first.audited_at
+    worker.latest()
+    assert worker.wait(PATIENCE_SECONDS)
+    assert worker.latest().audited_at != first.audited_at
 
 
 def test_a_damaged_chain_is_told_with_its_first_broken_line(finished: World) -> None:
@@ -121,9 +121,9 @@ def test_a_finished_run_on_the_page(finished: World) -> None:
     at = page("accounting", finished)
     assert not at.exception
     told = texts(at)
-    assert "✓ The audit holds." in told
-    assert "3 faults were injected; 0 were missed" in told
-    assert "no diagnosis is marked: nothing is known" in told
+    assert "✓ Audit passed." in told
+    assert "3 faults were injected, 0 were missed" in told
+    assert "No diagnosis has been reviewed yet." in told
     assert {m.label: m.value for m in at.metric}["trained"] == "960"
 
 
@@ -131,8 +131,8 @@ def test_a_job_that_is_only_observed_says_what_is_not_known(made: World) -> None
     made.open("i-1")
     at = page("accounting", made)
     assert not at.exception
-    assert "keeps no ledger" in texts(at)
-    assert "Of a job that rolecall only observes" in texts(at)
+    assert "has no ledger" in texts(at)
+    assert "jobs that it only observes" in texts(at)
 
 
 def test_a_live_run_is_counted_up_to_now(tmp_path: Path, finished: World) -> None:
@@ -143,13 +143,13 @@ def test_a_live_run_is_counted_up_to_now(tmp_path: Path, finished: World) -> Non
         database.execute("DELETE FROM events WHERE kind = 'run_ended'")
         (last,) = database.execute("SELECT max(wall_at) FROM events").fetchone()
     clock = FakeClock(now=0.0, wall_offset=last + 60)
-    keeper = _keeper(RunDir(tmp_path / "live"), clock)
-    keeper.look()
-    assert keeper.wait(PATIENCE_SECONDS)
-    told = keeper.look().told
-    assert told is not None
-    assert told.times is not None
-    assert told.times.slices[-1].end == pytest.approx(last + 60)
+    worker = _worker(RunDir(tmp_path / "live"), clock)
+    worker.latest()
+    assert worker.wait(PATIENCE_SECONDS)
+    statistics = worker.latest().statistics
+    assert statistics is not None
+    assert statistics.times is not None
+    assert statistics.times.slices[-1].end == pytest.approx(last + 60)
 
 
 def test_a_diagnosis_is_marked_under_the_name_of_who_is_signed_in(finished: World) -> None:
@@ -164,8 +164,8 @@ def test_a_diagnosis_is_marked_under_the_name_of_who_is_signed_in(finished: Worl
         (K.DIAGNOSIS_REVIEWED, "i-2", "wrong", "anna"),
         (K.DIAGNOSIS_REVIEWED, "i-2", "right", "anna"),
     ]
-    assert "1 of 1 marked diagnoses were right: 100%" in texts(at)
-    assert "2 of 3 are not marked yet." in texts(at)
+    assert "1 of 1 reviewed diagnoses were right: 100%" in texts(at)
+    assert "2 of 3 are not reviewed yet." in texts(at)
 
 
 def test_a_wrong_mark_needs_a_reason_and_a_guest_marks_nothing(finished: World) -> None:
@@ -176,7 +176,7 @@ def test_a_wrong_mark_needs_a_reason_and_a_guest_marks_nothing(finished: World) 
     before = len(finished.events())
     button(at, "✗ Wrong").click().run()
     assert len(finished.events()) == before
-    assert "give a reason" in texts(at)
+    assert "a reason is required" in texts(at)
 
 
 def test_hostile_text_is_shown_as_text(made: World) -> None:

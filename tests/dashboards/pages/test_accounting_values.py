@@ -8,7 +8,7 @@ from rolecall.core.faults import DetectionChannel, FaultClass
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.dashboards.pages.accounting.goals import GOAL_SECONDS, detection, evidence_of, recovery
 from rolecall.dashboards.pages.accounting.marks import marks, wilson
-from rolecall.dashboards.pages.accounting.time import SLICES_MAX, UNNOTICED, times
+from rolecall.dashboards.pages.accounting.time import SLICES_MAX, UNDETECTED, times
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.incidents.projection import fold
 from rolecall.views.ettr import Step, ettr, losses
@@ -98,7 +98,7 @@ def test_each_commit_belongs_to_one_slice_and_the_last_to_the_last() -> None:
 def test_a_fault_that_nobody_noticed_takes_time_under_its_own_name() -> None:
     fault = InjectedFault(kind="rollout-slow", target="rollout/0", injected_at=ZERO + 60)
     found = _times(MatchedIncidents(stories=(), missed=(fault,), false_alarms=()), ZERO, ZERO + 120)
-    assert [p.name for p in found.by_incident] == [UNNOTICED]
+    assert [p.name for p in found.by_incident] == [UNDETECTED]
     assert found.lost_seconds == pytest.approx(15.0)
 
 
@@ -195,7 +195,7 @@ def test_precision_by_class_and_by_detector_and_how_many_are_not_marked() -> Non
 
 
 def test_few_marks_are_called_few_and_none_nothing() -> None:
-    assert "few to go by" in marks([_incident("a", "right")]).of_all.sentence
-    assert "nothing is known" in marks([_incident("a")]).of_all.sentence
+    assert "too few reviews" in marks([_incident("a", "right")]).of_all.sentence
+    assert "No diagnosis has been reviewed" in marks([_incident("a")]).of_all.sentence
     many = marks([_incident(f"i-{n}", "right") for n in range(10)]).of_all.sentence
-    assert many == "10 of 10 marked diagnoses were right: 100% (95 % interval 72% to 100%)"
+    assert many == "10 of 10 reviewed diagnoses were right: 100% (95 % interval 72% to 100%)"

@@ -26,12 +26,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("browser")]  # one worke
 K = EventKind
 HUNG = "i-2"
 PAGES = {
-    "overview": ("/", "Where the lost time went"),
+    "overview": ("/", "Lost time"),
     "incidents": ("/incidents", "3 incidents"),
-    "incident": (f"/incidents?incident={HUNG}", "What would have changed the decision"),
-    "fleet": ("/fleet", "One node"),
-    "accounting": ("/accounting", "From finding to cure"),
-    "operations": ("/operations", "Who did what"),
+    "incident": (f"/incidents?incident={HUNG}", "Counterfactuals"),
+    "fleet": ("/fleet", "Node details"),
+    "accounting": ("/accounting", "Time to recover"),
+    "operations": ("/operations", "Command history"),
 }
 """Page: its address, and what stands on it when it is whole."""
 LOOKS = {"light": ("desktop", False), "dark": ("desktop", True), "phone": ("phone", True)}
@@ -142,12 +142,12 @@ def test_the_sentence_of_the_incident_is_on_its_page_and_in_the_address(
     [
         ("/", "Replicas"),
         ("/incidents", "3 incidents"),
-        ("/incidents?incident=inc-hostile", "Decide it again"),
-        ("/incidents?incident=inc-nobody", "Decide it again"),
-        ("/incidents?incident=%3Cimg%20src%3Dx%20class%3Dharm%3E", "knows no such incident"),
-        ("/fleet", "One node"),
-        ("/accounting", "Were the diagnoses right?"),
-        ("/operations", "Who did what"),
+        ("/incidents?incident=inc-hostile", "Replay"),
+        ("/incidents?incident=inc-nobody", "Replay"),
+        ("/incidents?incident=%3Cimg%20src%3Dx%20class%3Dharm%3E", "has no such incident"),
+        ("/fleet", "Node details"),
+        ("/accounting", "Diagnosis precision"),
+        ("/operations", "Command history"),
     ],
 )
 def test_hostile_text_makes_no_element_no_link_and_no_script(
@@ -190,14 +190,14 @@ def _approve(shot: Visit) -> Locator:
 
 
 def test_a_person_signs_in_and_approves_by_one_click(chromium: Browser, asked: Asked) -> None:
-    with at(chromium, asked.address, "/operations", "Who did what", "phone") as shot:
+    with at(chromium, asked.address, "/operations", "Command history", "phone") as shot:
         assert _approve(shot).is_disabled()
         assert asked.made.events(K.PLAN_APPROVED) == []
         shot.page.get_by_test_id("stExpandSidebarButton").click()
         token = shot.page.get_by_label("Token", exact=True)
         token.fill(asked.token)
         token.press("Enter")
-        shot.page.get_by_text("signed in: anna").wait_for(state="attached")
+        shot.page.get_by_text("Signed in as anna").wait_for(state="attached")
         shot.page.get_by_test_id("stSidebarCollapseButton").get_by_role("button").click()
         _approve(shot).dblclick()
         eventually(lambda: asked.made.events(K.PLAN_APPROVED), "the approval in the journal")
@@ -205,7 +205,7 @@ def test_a_person_signs_in_and_approves_by_one_click(chromium: Browser, asked: A
         assert asked.token not in shot.page.content() and asked.token not in shot.page.url
         assert asked.token not in repr(shot.page.context.cookies())
         shot.open("/operations")  # a reload signs out, and says nothing again
-        shot.page.get_by_text("You look as a guest").wait_for()
+        shot.page.get_by_text("Read-only: sign in").wait_for()
     (approved,) = asked.made.events(K.PLAN_APPROVED)
     assert (approved.body["by"], approved.incident_id) == ("anna", asked.plan.incident_id)
     assert approved.body["digest"] == asked.plan.digest

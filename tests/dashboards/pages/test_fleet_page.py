@@ -1,4 +1,4 @@
-"""The page `Fleet` in all its states."""
+"""The Fleet page in all its states."""
 
 from pathlib import Path
 
@@ -57,26 +57,26 @@ def test_a_nodes_panel_tells_its_incidents_codes_quarantines_and_burn_ins(made: 
     for said in ("rollout/2#1 serving", "quarantined by carla: its fan is loud", "✗ memory: 3 words differ"):
         assert said in told
     assert "✗ failed in 31.5 s, by carla" in told
-    assert "– not done: nccl" in told
+    assert "– skipped: nccl" in told
     (codes,) = [d.value for d in at.dataframe if "severity" in d.value.columns]
     assert list(codes["severity"]) == ["✖ fatal"]
-    assert list(codes["what to do"]) == ["drain the machine and reboot it"]
+    assert list(codes["advice"]) == ["drain the machine and reboot it"]
 
 
 def test_a_journal_without_nodes_says_so(tmp_path: Path) -> None:
     at = page("fleet", world(tmp_path, homes={}))
     assert not at.exception
-    assert "names no node yet" in texts(at)
+    assert "contains no nodes yet" in texts(at)
 
 
 def test_a_prometheus_that_is_away_is_a_sentence(made: World) -> None:
     at = page("fleet", made, prometheus_url=NOBODY_THERE)
     assert not at.exception
-    assert "Prometheus does not answer" in texts(at)
+    assert "Prometheus is not responding" in texts(at)
 
 
 def test_what_a_real_prometheus_tells_of_a_demo_shows(demo_prometheus: DemoPrometheus) -> None:
-    eye = FleetMetricsPoller(demo_prometheus.url, "", FakeClock(), "demo-7")
+    poller = FleetMetricsPoller(demo_prometheus.url, "", FakeClock(), "demo-7")
     answers = [
         [(v.labels, v.value) for v in demo_prometheus.query(e)]
         for e in (
@@ -90,9 +90,9 @@ def test_what_a_real_prometheus_tells_of_a_demo_shows(demo_prometheus: DemoProme
     live = live_of(*(of_run(found, "demo-7") for found in answers))
     assert {(c.node, c.gpu, c.code) for c in live.codes} == {("gpu-1", "1", 31), ("gpu-1", "1", 79)}
     assert set(live.agents or {}) == {*(f"node-{n}" for n in range(7)), "gpu-1"}
-    eye.look()
-    assert eye.wait(PATIENCE_SECONDS)
-    assert eye.look().away == ""
+    poller.latest()
+    assert poller.wait(PATIENCE_SECONDS)
+    assert poller.latest().error == ""
 
 
 def test_hostile_text_is_shown_as_text(made: World) -> None:
@@ -107,20 +107,20 @@ def test_hostile_text_is_shown_as_text(made: World) -> None:
 
 def test_a_server_that_does_not_answer_is_asked_again_later_and_never_waited_for() -> None:
     clock = FakeClock()
-    eye = FleetMetricsPoller(NOBODY_THERE, "", clock)
-    eye.look()
-    assert eye.wait(30)
-    first = eye.look()
-    assert first.away
+    poller = FleetMetricsPoller(NOBODY_THERE, "", clock)
+    poller.latest()
+    assert poller.wait(30)
+    first = poller.latest()
+    assert first.error
     assert first.at is None
     clock.advance(ASK_SECONDS)
-    eye.look()
-    assert eye.wait(30)
+    poller.latest()
+    assert poller.wait(30)
 
 
 def test_a_wrong_address_is_told_without_the_password_in_it() -> None:
-    eye = FleetMetricsPoller("http://anna:secret@127.0.0.1:9", "", FakeClock())
-    eye.look()
-    assert eye.wait(30)
-    assert "credentials do not belong" in eye.look().away
-    assert "secret" not in eye.look().away
+    poller = FleetMetricsPoller("http://anna:secret@127.0.0.1:9", "", FakeClock())
+    poller.latest()
+    assert poller.wait(30)
+    assert "credentials do not belong" in poller.latest().error
+    assert "secret" not in poller.latest().error

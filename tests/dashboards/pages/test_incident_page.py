@@ -57,13 +57,13 @@ def test_the_table_names_each_incident_with_a_link(shows: Shows, tmp_path: Path)
     assert not at.exception
     (row,) = rows(at)
     assert row["link"] == f"incidents?incident={world.only().incident_id}"
-    assert (row["state"], row["who"], row["fault"], row["action"]) == (
+    assert (row["state"], row["suspect"], row["fault"], row["action"]) == (
         "✓ resolved",
         "rollout/1#1",
         "crash",
         "replace replica",
     )
-    assert row["found after"] == "0.50 s"
+    assert row["detected after"] == "0.50 s"
 
 
 def test_an_open_one_is_told_above_the_table(shows: Shows, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_run_without_incident_says_so(shows: Shows, tmp_path: Path) -> None:
     world.run(2.0, world.watch())
     at = shows(world.url)
     assert not at.exception
-    assert at.info[0].value.startswith("No incident")
+    assert at.info[0].value.startswith("No incidents")
 
 
 def test_filters_of_the_url_are_those_of_the_page(shows: Shows, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_filters_of_the_url_are_those_of_the_page(shows: Shows, tmp_path: Path) 
     assert at.selectbox(key="incidents-status").value == "escalated"
     assert at.text_input(key="incidents-text").value == "x y"
     assert not rows(at)
-    assert at.info[0].value == "No incident fits these filters."
+    assert at.info[0].value == "No incidents match these filters."
 
 
 def test_a_filter_is_written_into_the_url(shows: Shows, tmp_path: Path) -> None:
@@ -125,16 +125,16 @@ def test_every_kind_of_incident_has_a_page(kind: str, shows: Shows, tmp_path: Pa
     assert i.incident_id in said
     headings = [h.value for h in at.subheader]
     assert headings == [
-        "The story",
+        "Timeline",
         "Findings and evidence",
-        "Decision",
-        "Action and proof",
-        "What it cost",
-        "What would have changed the decision",
-        "Decide it again",
+        "Decisions",
+        "Actions and verification",
+        "Cost",
+        "Counterfactuals",
+        "Replay",
         "Events",
     ]
-    assert "As it was: " in said
+    assert "Actual decision: " in said
     assert f"rolecall replay {i.incident_id}" in at.code[0].value
 
 
@@ -188,13 +188,13 @@ def test_a_stored_window_is_drawn_and_decided_again(shows: Shows, tmp_path: Path
     assert not at.exception
     said = texts(at)
     assert "suspect: trainer/1#1 (node-trainer-1)" in said
-    assert "From the window stored with the incident" in said
-    assert "Standing still: " in said
+    assert "Source: telemetry window of the incident" in said
+    assert "No progress: " in said
     at.button(key="incident-again").click().run()
-    assert at.success[0].value == "The same, from the same input."
-    assert "diagnosed again from the stored window" in texts(at)
+    assert at.success[0].value == "Reproduced: same diagnosis and plan."
+    assert "same diagnosis from the stored window" in texts(at)
     at.button(key="incident-tune").click().run()
-    assert "Had the shortest deadline of a hang been" in texts(at)
+    assert "With a minimum hang deadline of" in texts(at)
     assert not at.exception
 
 
@@ -215,7 +215,7 @@ def test_evidence_files_are_shown_as_text(shows: Shows, tmp_path: Path) -> None:
 def test_an_incident_that_is_not_there_says_so_and_leads_back(shows: Shows, tmp_path: Path) -> None:
     at = shows(world_of("resolved", tmp_path).url, incident="<b>no</b>", role="rollout")
     assert not at.exception
-    assert at.info[0].value == "The journal knows no such incident."
+    assert at.info[0].value == "The journal has no such incident."
     at.button(key="incident-back").click().run()
     assert "incident" not in at.query_params
     assert at.query_params["role"] in ("rollout", ["rollout"])
@@ -252,5 +252,5 @@ def test_journals_are_not_mixed_up(shows: Shows, tmp_path: Path) -> None:
     name = crash.only().incident_id
     assert held.only().incident_id == name
     assert "✓ RESOLVED" in texts(shows(crash.url, incident=name))
-    assert "‖ HELD" in texts(shows(held.url, incident=name))
-    assert [rows(shows(w.url))[0]["state"] for w in (crash, held)] == ["✓ resolved", "‖ held"]
+    assert "‖ BLOCKED" in texts(shows(held.url, incident=name))
+    assert [rows(shows(w.url))[0]["state"] for w in (crash, held)] == ["✓ resolved", "‖ blocked"]

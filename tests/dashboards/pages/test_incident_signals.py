@@ -11,7 +11,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.telemetry import GpuSample, ProcessSample, SampleBatch
-from rolecall.dashboards.pages.incidents.cache import whole
+from rolecall.dashboards.pages.incidents.cache import page_model
 from rolecall.dashboards.pages.incidents.signals import (
     STANDING,
     Signal,
@@ -74,7 +74,7 @@ def test_a_hung_trainer_stands_still_beyond_its_deadline_while_its_peer_does_not
     assert standing.num_peers == 1
     work = signal(told.signals, "work")
     assert work.lines[0].points[-1][1] == 0.0
-    assert told.missing == "" and "looks over" in told.source
+    assert told.missing == "" and "snapshots over" in told.source
 
 
 def test_a_slow_rollout_takes_longer_than_the_band_of_its_peers() -> None:
@@ -145,7 +145,7 @@ def test_gpus_are_drawn_and_counted() -> None:
         ({}, "cannot be read (KeyError"),
         ({"observations": 7}, "cannot be read (TypeError"),
         ({"observations": [{"batches": [{"processes": [{}]}]}]}, "cannot be read"),
-        ({"observations": []}, "holds no sample of a process"),
+        ({"observations": []}, "has no process samples"),
     ],
 )
 def test_a_damaged_window_says_so(stored: dict[str, Any], words: str) -> None:
@@ -156,7 +156,7 @@ def test_a_damaged_window_says_so(stored: dict[str, Any], words: str) -> None:
 
 def test_a_window_without_the_suspect_says_so() -> None:
     told = from_window(window([sample("rollout/1", 1)]), diagnosis(F.CRASH, ("rollout/0", 1)))
-    assert told.missing == "the stored window holds no sample of rollout/0"
+    assert told.missing == "the stored window has no samples of rollout/0"
 
 
 def test_the_pace_of_the_run_is_the_time_between_commits() -> None:
@@ -169,7 +169,7 @@ def test_the_pace_of_the_run_is_the_time_between_commits() -> None:
 
 
 def test_of_a_collapse_the_policys_own_course_is_drawn(tmp_path: Path) -> None:
-    drawn = whole(material_of(world_of("collapsed", tmp_path))).run
+    drawn = page_model(material_of(world_of("collapsed", tmp_path))).run
     assert all(s.of_run for s in drawn)
     by_key = {s.key: [v for _, v in s.lines[0].points] for s in drawn}
     assert list(by_key) == ["reward", "entropy", "response_length", "kl_sampler", "log_ratio_max", "commits"]
@@ -178,7 +178,7 @@ def test_of_a_collapse_the_policys_own_course_is_drawn(tmp_path: Path) -> None:
 
 
 def test_of_other_faults_it_is_not(tmp_path: Path) -> None:
-    assert {s.key for s in whole(material_of(world_of("user code", tmp_path))).run} <= {"commits"}
+    assert {s.key for s in page_model(material_of(world_of("user code", tmp_path))).run} <= {"commits"}
 
 
 def test_a_journal_of_before_there_were_signs_has_the_reward_alone() -> None:

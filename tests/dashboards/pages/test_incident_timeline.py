@@ -1,4 +1,4 @@
-"""The story on one axis, what the page says in words, and what it cost."""
+"""Timeline, texts and cost of an incident."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +11,7 @@ from rolecall.core.clock import FakeClock
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.text import plain
-from rolecall.dashboards.pages.incidents.charts import story_charts
+from rolecall.dashboards.pages.incidents.charts import incident_charts
 from rolecall.dashboards.pages.incidents.cost import cost
 from rolecall.dashboards.pages.incidents.material import EVENTS_MAX, IncidentPageInputs, read
 from rolecall.dashboards.pages.incidents.signals import from_window
@@ -19,8 +19,8 @@ from rolecall.dashboards.pages.incidents.timeline import (
     MARKS_MAX,
     TimelineEntryKind,
     build_timeline,
+    incident_summary,
     moved_words,
-    story_of,
 )
 from rolecall.dashboards.pages.incidents.view import (
     collected_evidence,
@@ -46,43 +46,41 @@ def of_fake_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Inc
     book = IncidentProjection()
     book.refresh(journal)
     try:
-        build_timeline = {n: read(journal, book, f"i-{n}", run, 2_000_000_000.0) for n in (1, 2, 3)}
+        inputs = {n: read(journal, book, f"i-{n}", run, 2_000_000_000.0) for n in (1, 2, 3)}
     finally:
         journal.close()
-    return build_timeline.__getitem__
+    return inputs.__getitem__
 
 
 def marks(m: IncidentPageInputs) -> list[TimelineEntryKind]:
-    return [x.mark for x in build_timeline(m, story_of(m)).moments]
+    return [x.mark for x in build_timeline(m, incident_summary(m)).moments]
 
 
 def test_requests_that_were_cut_are_told_of() -> None:
     body: dict[str, object] = {"from_replica": "rollout/1", "num_requests": 9, "to": ["rollout/0"], "num_cut": 0}
-    assert moved_words(body) == "9 requests of rollout/1 go on at rollout/0"
-    told_of = (
-        "9 requests of rollout/1 go on at the next that may serve, 4 of them in their next windows: what there was"
-    )
-    assert moved_words({**body, "to": [], "num_cut": 4}) == f"{told_of} is trained on"
+    assert moved_words(body) == "9 requests of rollout/1 continue at rollout/0"
+    cut = "9 requests of rollout/1 continue at the next available engine"
+    assert moved_words({**body, "to": [], "num_cut": 4}).startswith(cut)
 
 
 def test_a_cure_is_told_from_the_fault_to_the_close(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(1)
-    whole = build_timeline(m, story_of(m))
+    whole = build_timeline(m, incident_summary(m))
     in_order = [x.mark for x in whole.moments]
     wanted = [
         TimelineEntryKind.FAULT,
         TimelineEntryKind.ONSET,
-        TimelineEntryKind.FOUND,
+        TimelineEntryKind.DETECTED,
         TimelineEntryKind.PLAN,
         TimelineEntryKind.ACTION,
         TimelineEntryKind.RUN,
-        TimelineEntryKind.PROOF,
+        TimelineEntryKind.WEIGHTS,
         TimelineEntryKind.VERIFIED,
         TimelineEntryKind.CLOSED,
     ]
     assert [x for x in dict.fromkeys(in_order) if x in wanted] == wanted
     assert [x.number for x in whole.moments] == list(range(1, len(in_order) + 1))
-    assert "24 requests of rollout/1 go on at rollout/0, rollout/2" in [x.words for x in whole.moments]
+    assert "24 requests of rollout/1 continue at rollout/0, rollout/2" in [x.words for x in whole.moments]
     assert whole.whole.begin < min(x.at for x in whole.moments)
     assert whole.whole.end > max(x.at for x in whole.moments)
     assert whole.whole.zero == pytest.approx(m.incident.diagnosis.onset)  # type: ignore[union-attr]
@@ -90,21 +88,21 @@ def test_a_cure_is_told_from_the_fault_to_the_close(of_fake_run: Callable[[int],
 
 def test_an_interrupted_step_is_told_to_its_commit(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(2)
-    words = [x.words for x in build_timeline(m, story_of(m)).moments]
+    words = [x.words for x in build_timeline(m, incident_summary(m)).moments]
     assert any("is interrupted" in w for w in words)
     assert any("which was interrupted, is committed" in w for w in words)
-    assert any(w == "trainer/1#2 is a member again" for w in words)
+    assert any(w == "trainer/1#2 rejoined" for w in words)
 
 
 def test_without_the_injectors_log_no_fault_is_told(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = replace(of_fake_run(1), faults=())
     assert TimelineEntryKind.FAULT not in marks(m)
-    assert head(m, story_of(m)).injected == ""
+    assert head(m, incident_summary(m)).injected == ""
 
 
 def test_a_long_story_is_shown_around_the_finding_first(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(1)
-    assert build_timeline(m, story_of(m)).around is None
+    assert build_timeline(m, incident_summary(m)).around is None
     late = [replace(e, wall_at=e.wall_at + 900) if e.kind is K.INCIDENT_CLOSED else e for e in m.events]
     long = build_timeline(replace(m, events=tuple(late)), None)
     assert long.around is not None
@@ -126,34 +124,34 @@ def test_ten_thousand_events_are_sixty_marks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_kind_has_a_head_a_story_and_drawings(kind: str, tmp_path: Path) -> None:
     m = material_of(world_of(kind, tmp_path))
-    story = story_of(m)
+    story = incident_summary(m)
     h, whole = head(m, story), build_timeline(m, story)
     assert h.sentence and h.state and h.glyph and h.status
     assert len(whole.moments) >= 2
     assert cost(m, story) is not None
-    for chart in story_charts(whole, whole.whole, ()):
+    for chart in incident_charts(whole, whole.whole, ()):
         assert chart.to_dict()
 
 
 STATES = {
-    "resolved": ("✓", "Resolved 2.25 s after the finding: rollout/1#2"),
+    "resolved": ("✓", "Resolved 2.25 s after detection: rollout/1#2"),
     "retried": ("✓", "at attempt 2"),
-    "gave up": ("✗", "Given up, after 2.50 s: 2 replacements in a row ended before their first work"),
+    "gave up": ("✗", "Escalated, after 2.50 s: 2 replacements in a row ended before their first work"),
     "proposed": (
         "?",
-        "Waits for a person: replace replica of rollout/1#1 is proposed; the proposal lapses in 10 min 00 s",
+        "Awaiting approval: replace replica of rollout/1#1; expires in 10 min 00 s",
     ),
-    "held": ("‖", "Held by paused: replace replica of rollout/1#1"),
-    "observed": ("○", "Only observed: the fault ended without rolecall"),
-    "cannot tell": ("–", "A person was called"),
-    "user code": ("✗", "Given up"),
+    "held": ("‖", "Blocked by paused: replace replica of rollout/1#1"),
+    "observed": ("○", "Observed: the fault ended without action by rolecall"),
+    "cannot tell": ("–", "On-call was paged"),
+    "user code": ("✗", "Escalated"),
 }
 
 
 @pytest.mark.parametrize("kind", STATES)
 def test_the_state_is_a_sentence(kind: str, tmp_path: Path) -> None:
     m = material_of(world_of(kind, tmp_path))
-    h = head(m, story_of(m))
+    h = head(m, incident_summary(m))
     glyph, words = STATES[kind]
     assert h.glyph == glyph
     assert words in h.state
@@ -176,12 +174,12 @@ def test_set_aside_and_unreadable_ones_have_a_page(tmp_path: Path) -> None:
     book = IncidentProjection()
     book.refresh(world.journal)
     aside = read(world.journal, book, next(iter(book.incidents)), None, world.clock.wall())
-    assert head(aside, story_of(aside)).state.startswith("Set aside: ")
+    assert head(aside, incident_summary(aside)).state.startswith("Set aside: ")
     unreadable = read(world.journal, book, "inc-nobody", None, world.clock.wall())
     assert unreadable.incident is None
     assert head(unreadable, None).status == "set aside"
     assert plan_sections(unreadable) == findings(unreadable) == ()
-    assert build_timeline(unreadable, story_of(unreadable)).moments
+    assert build_timeline(unreadable, incident_summary(unreadable)).moments
 
 
 def test_a_damaged_line_is_named_and_the_rest_is_told(tmp_path: Path) -> None:
@@ -194,7 +192,7 @@ def test_a_damaged_line_is_named_and_the_rest_is_told(tmp_path: Path) -> None:
         conn.execute(sa.text("UPDATE events SET body='{' WHERE kind='action_done'"))
     m = material_of(world)
     assert any("events line" in text for text in m.missing)
-    assert TimelineEntryKind.FOUND in marks(m)
+    assert TimelineEntryKind.DETECTED in marks(m)
 
 
 def test_a_damaged_window_is_named(tmp_path: Path) -> None:
@@ -212,26 +210,26 @@ def test_decisions_tell_attempts_guards_and_persons(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir(), (tmp_path / "c").mkdir()
     first, second = plan_sections(material_of(world_of("retried", tmp_path / "a")))
     assert first.outcome.startswith("failed (died): ")
-    assert second.outcome == "done, and seen to work"
+    assert second.outcome == "done and verified"
     (held,) = plan_sections(material_of(world_of("held", tmp_path / "b")))
     assert held.held == ("paused: paused by Ada: let me look",)
     (approved,) = plan_sections(material_of(world_of("approved", tmp_path / "c")))
-    assert any(w.startswith("Ada approved it") for w in approved.words)
+    assert any(w.startswith("Ada approved it") for w in approved.commands)
 
 
 def test_the_proof_of_a_replacement(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(1)
-    c = recovery_section(m, story_of(m))
-    assert c.replacements[0].startswith("rollout/1#2 on node-6, pid 4108, from a warm standby; serves since")
+    c = recovery_section(m, incident_summary(m))
+    assert c.replacements[0].startswith("rollout/1#2 on node-6, pid 4108, from a warm standby; serving since")
     (proof,) = c.proofs
     facts = dict(proof.facts)
-    assert facts["What was sent and received"].startswith("the same: ")
-    assert facts["Tensors proven"] == "19, not covered: 1"
+    assert facts["Sent and received weights"].startswith("match: ")
+    assert facts["Tensors verified"] == "19, not covered: 1"
 
 
 def test_what_a_killed_rollout_cost(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(1)
-    c = cost(m, story_of(m), gpus_per_process=2.0)
+    c = cost(m, incident_summary(m), gpus_per_process=2.0)
     assert c is not None and c.is_final
     assert (c.tokens_kept, c.tokens_lost, c.requests_reassigned, c.steps_interrupted) == (862, 0, 24, 0)
     assert c.replica_seconds == pytest.approx(KILL.found_after + KILL.serving_after, abs=0.01)
@@ -240,7 +238,7 @@ def test_what_a_killed_rollout_cost(of_fake_run: Callable[[int], IncidentPageInp
 
 def test_what_a_hung_trainer_cost_counts_those_who_waited(of_fake_run: Callable[[int], IncidentPageInputs]) -> None:
     m = of_fake_run(2)
-    c = cost(m, story_of(m))
+    c = cost(m, incident_summary(m))
     assert c is not None and c.gpu_seconds is None
     assert c.steps_interrupted == 1
     alone = HANG.found_after + HANG.serving_after
@@ -265,7 +263,7 @@ def test_numbers_have_their_unit(name: str, value: Any, words: str) -> None:
 
 def test_text_of_others_is_plain_wherever_it_comes(tmp_path: Path) -> None:
     m = material_of(world_of("hostile", tmp_path))
-    story = story_of(m)
+    story = incident_summary(m)
     said = repr((head(m, story), build_timeline(m, story), findings(m), plan_sections(m), recovery_section(m, story)))
     said += repr(
         [replace(w, files=()) for w in collected_evidence(m)]
@@ -277,9 +275,9 @@ def test_text_of_others_is_plain_wherever_it_comes(tmp_path: Path) -> None:
 
 def test_drawings_hold_text_of_others_in_data_alone(tmp_path: Path) -> None:
     m = material_of(world_of("hostile", tmp_path))
-    whole = build_timeline(m, story_of(m))
+    whole = build_timeline(m, incident_summary(m))
     whole = replace(whole, moments=tuple(replace(x, words=plain(HOSTILE)) for x in whole.moments))
-    for chart in story_charts(whole, whole.whole, ()):
+    for chart in incident_charts(whole, whole.whole, ()):
         spec = chart.to_dict()
 
         def without_data(value: Any) -> Any:

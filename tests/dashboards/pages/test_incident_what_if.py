@@ -1,4 +1,4 @@
-"""What would have changed the decision: each line is asked again, on both sides of the number that it names."""
+"""Counterfactuals: each line is evaluated again, numbers on both sides of the stated value."""
 
 import re
 from dataclasses import replace
@@ -12,13 +12,13 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
 from rolecall.dashboards.pages.incidents.what_if import (
     ACTS,
-    ASKS,
+    NEEDS_APPROVAL,
     DecisionInputs,
     WhatIf,
-    answer,
     as_of,
-    asked,
+    decision_inputs,
     margins,
+    predict,
     what_if,
 )
 from rolecall.recovery.guards import check
@@ -28,65 +28,70 @@ from tests.dashboards.incident_cases import KINDS, found, material_of, world_of
 
 
 def asked_of(kind: str, path: Path) -> DecisionInputs:
-    a = asked(material_of(world_of(kind, path)))
+    a = decision_inputs(material_of(world_of(kind, path)))
     assert a is not None
     return a
 
 
 def line(found: WhatIf, words: str) -> Any:
-    (one,) = [x for x in found.lines if words in x.had]
+    (one,) = [x for x in found.lines if words in x.condition]
     return one
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"hostile"}))
-def test_every_stated_flip_is_one(kind: str, tmp_path: Path) -> None:
+def test_every_counterfactual_changes_the_decision(kind: str, tmp_path: Path) -> None:
     a = asked_of(kind, tmp_path)
     said = what_if(a)
     assert bool(said.lines) == (kind != "collapsed")  # which names nobody, so that nothing could be done
     for x in said.lines:
-        assert answer(x.asked).key != answer(a).key, x.text
-        # Asked of policy and guards themselves, without anything of ours in between.
-        verdict = decide(x.asked.question)
-        assert verdict.plan.action == x.answer.action
-        if x.answer.first not in (ACTS, ASKS) and verdict.plan.action is not ActionKind.TOLERATE:
-            i = replace(x.asked.incident, diagnosis=x.asked.question.diagnosis)
+        assert predict(x.inputs).key != predict(a).key, x.text
+        # Evaluated directly by policy and guards.
+        verdict = decide(x.inputs.policy_input)
+        assert verdict.plan.action == x.decision.action
+        if x.decision.first not in (ACTS, NEEDS_APPROVAL) and verdict.plan.action is not ActionKind.TOLERATE:
+            i = replace(x.inputs.incident, diagnosis=x.inputs.policy_input.diagnosis)
             guarded = check(
                 verdict.plan,
                 i,
-                fleet=x.asked.question.fleet,
-                config=x.asked.question.config,
-                incidents=(*x.asked.others, i),
-                paused=x.asked.paused,
+                fleet=x.inputs.policy_input.fleet,
+                config=x.inputs.policy_input.config,
+                incidents=(*x.inputs.others, i),
+                paused=x.inputs.paused,
                 stopping=None,
-                now=x.asked.now,
+                now=x.inputs.now,
             )
-            assert guarded.guard == x.answer.first
+            assert guarded.guard == x.decision.first
 
 
-def test_the_answer_as_it_was_is_what_the_watch_did(tmp_path: Path) -> None:
+def test_the_actual_decision_is_what_the_watch_did(tmp_path: Path) -> None:
     for kind, first in {
         "resolved": ACTS,
-        "proposed": ASKS,
+        "proposed": NEEDS_APPROVAL,
         "held": "paused",
         "observed": "mode",
         "gave up": "escalated",
     }.items():
         (tmp_path / kind).mkdir()
-        assert answer(asked_of(kind, tmp_path / kind)).first == first, kind
+        assert predict(asked_of(kind, tmp_path / kind)).first == first, kind
 
 
 @pytest.mark.parametrize(
     ("words", "changed"),
     [
-        ("times slower", lambda a, v: replace(a.question, diagnosis=replace(a.question.diagnosis, gain_ratio=v))),
+        (
+            "times slower",
+            lambda a, v: replace(a.policy_input, diagnosis=replace(a.policy_input.diagnosis, gain_ratio=v)),
+        ),
         (
             "horizon",
-            lambda a, v: replace(a.question, config=a.question.config.model_copy(update={"horizon_seconds": v})),
+            lambda a, v: replace(
+                a.policy_input, config=a.policy_input.config.model_copy(update={"horizon_seconds": v})
+            ),
         ),
         (
             "cost",
             lambda a, v: replace(
-                a.question, config=a.question.config.model_copy(update={"replacement_cost_seconds": v})
+                a.policy_input, config=a.policy_input.config.model_copy(update={"replacement_cost_seconds": v})
             ),
         ),
     ],
@@ -95,45 +100,52 @@ def test_the_answer_as_it_was_is_what_the_watch_did(tmp_path: Path) -> None:
 def test_of_a_slow_one_the_number_is_the_edge(words: str, changed: Any, tmp_path: Path) -> None:
     a = asked_of("slow", tmp_path)
     one = line(what_if(a), words)
-    number = float(re.search(r"[\d.,]+", one.had).group().replace(",", ""))  # type: ignore[union-attr]
+    number = float(re.search(r"[\d.,]+", one.condition).group().replace(",", ""))  # type: ignore[union-attr]
     slack = 0.02 * (number - 1 if words == "times slower" else number)
-    sign = 1 if "or more" in one.had else -1
+    sign = 1 if "or more" in one.condition else -1
     assert decide(changed(a, number + sign * 1e-9 * number)).plan.action is ActionKind.TOLERATE
     assert decide(changed(a, number - sign * slack)).plan.action is ActionKind.REPLACE_REPLICA
 
 
 def test_without_a_horizon_the_least_that_pays_is_named(tmp_path: Path) -> None:
     a = asked_of("slow", tmp_path)
-    a = replace(a, question=replace(a.question, config=a.question.config.model_copy(update={"horizon_seconds": None})))
+    a = replace(
+        a,
+        policy_input=replace(a.policy_input, config=a.policy_input.config.model_copy(update={"horizon_seconds": None})),
+    )
     one = line(what_if(a), "a horizon of")
-    assert one.answer.action is ActionKind.REPLACE_REPLICA
-    assert "40" in one.had  # 40 s x (1 - 1/4) = 30 s, the cost
+    assert one.decision.action is ActionKind.REPLACE_REPLICA
+    assert "40" in one.condition  # 40 s x (1 - 1/4) = 30 s, the cost
 
 
 @pytest.mark.parametrize(
     ("words", "guard", "number"),
     [
-        ("other replicas been replaced within", "evictions", 6),
-        ("it been replaced", "retries", 3),
-        ("under repair", "role_share", 1),
-        ("accused by their peers", "majority", 1),
+        ("other replicas had been replaced in", "evictions", 6),
+        ("it had been replaced", "retries", 3),
+        ("were being replaced", "role_share", 1),
+        ("suspected on peer evidence", "majority", 1),
     ],
 )
 def test_counts_are_the_smallest_that_hold_it(words: str, guard: str, number: int, tmp_path: Path) -> None:
     one = line(what_if(asked_of("slow", tmp_path)), words)
-    assert one.answer.first == guard
-    assert re.search(r"\d+", one.had).group() == str(number)  # type: ignore[union-attr]
+    assert one.decision.first == guard
+    assert re.search(r"\d+", one.condition).group() == str(number)  # type: ignore[union-attr]
 
 
 def test_two_that_die_on_start_end_it(tmp_path: Path) -> None:
-    one = line(what_if(asked_of("resolved", tmp_path)), "ended without any work")
-    assert one.had.startswith("2 replacements")
-    assert (one.answer.action, one.answer.first, one.answer.page_oncall) == (ActionKind.TOLERATE, "escalated", True)
+    one = line(what_if(asked_of("resolved", tmp_path)), "had died before doing any work")
+    assert one.condition.startswith("2 replacements")
+    assert (one.decision.action, one.decision.first, one.decision.page_oncall) == (
+        ActionKind.TOLERATE,
+        "escalated",
+        True,
+    )
 
 
 def test_what_changes_nothing_is_said_too(tmp_path: Path) -> None:
     said = what_if(asked_of("resolved", tmp_path))
-    assert any("hang" in text and "wrong weights" in text for text in said.unmoved)
+    assert any("hang" in text and "wrong weights" in text for text in said.without_effect)
 
 
 def test_others_are_taken_as_they_stood_then(tmp_path: Path) -> None:
@@ -150,9 +162,9 @@ def test_others_are_taken_as_they_stood_then(tmp_path: Path) -> None:
 def test_a_plan_without_a_question_is_not_asked_again(tmp_path: Path) -> None:
     m = material_of(world_of("resolved", tmp_path))
     bare = [replace(e, body={"plan": e.body["plan"]}) if e.kind is EventKind.PLAN_CREATED else e for e in m.events]
-    assert asked(replace(m, events=tuple(bare))) is None
+    assert decision_inputs(replace(m, events=tuple(bare))) is None
     broken = [replace(e, body={"question": {"fleet": 7}}) if e.kind is EventKind.PLAN_CREATED else e for e in m.events]
-    assert asked(replace(m, events=tuple(broken))) is None
+    assert decision_inputs(replace(m, events=tuple(broken))) is None
 
 
 @pytest.mark.parametrize("fault", ["stopped", "duty_cycle"])

@@ -38,7 +38,7 @@ def row(n: int = 1, **more: object) -> IncidentTableRow:
         opened_at=NOW - 60.0 * n,
         closed_at=NOW - 60.0 * n + 5,
         found_seconds=1.0,
-        cured_seconds=2.0,
+        recovered_seconds=2.0,
         action="replace_replica",
         because="it is gone",
         haystack=f"inc-{n}\nit is gone",
@@ -98,11 +98,11 @@ def test_a_row_tells_who_what_when_and_how_long(tmp_path: Path) -> None:
     assert found.action == "replace_replica"
     assert not found.is_open
     assert found.found_seconds == pytest.approx(0.5)
-    assert found.cured_seconds is not None and found.cured_seconds > 1.0
+    assert found.recovered_seconds is not None and found.cured_seconds > 1.0
     assert found.lasted_seconds(NOW) == pytest.approx(world.only().closed_at - world.only().opened_at)  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("kind", "status"), [("held", "held"), ("proposed", "proposed"), ("observed", "observed")])
+@pytest.mark.parametrize(("kind", "status"), [("held", "blocked"), ("proposed", "proposed"), ("observed", "observed")])
 def test_states_in_one_word(kind: str, status: str, tmp_path: Path) -> None:
     assert row_of(world_of(kind, tmp_path).only()).status == status
 

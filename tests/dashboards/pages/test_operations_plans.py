@@ -48,25 +48,25 @@ STARTED = (K.ACTION_STARTED, {"plan": PLAN.to_dict(), "digest": PLAN.digest})
 @pytest.mark.parametrize(
     ("told", "mode", "now", "standing"),
     [
-        ((OPENED, MADE, PROPOSED), "approve", NOW, PlanStatus.WAITS),
+        ((OPENED, MADE, PROPOSED), "approve", NOW, PlanStatus.AWAITS_APPROVAL),
         ((OPENED, MADE, PROPOSED), "approve", NOW + 61, PlanStatus.EXPIRED),
         ((OPENED, MADE, PROPOSED, LAPSED), "approve", NOW, PlanStatus.EXPIRED),
         ((OPENED, MADE, PROPOSED, APPROVED), "approve", NOW, PlanStatus.APPROVED),
-        ((OPENED, MADE, PROPOSED, REJECTED), "approve", NOW, PlanStatus.REFUSED),
+        ((OPENED, MADE, PROPOSED, REJECTED), "approve", NOW, PlanStatus.REJECTED),
         ((OPENED, MADE, PROPOSED, HOLD), "approve", NOW, PlanStatus.HELD),
-        ((OPENED, MADE, PROPOSED, HOLD, LIFTED), "approve", NOW, PlanStatus.WAITS),
+        ((OPENED, MADE, PROPOSED, HOLD, LIFTED), "approve", NOW, PlanStatus.AWAITS_APPROVAL),
         ((OPENED, MADE, HOLD), "act", NOW, PlanStatus.HELD),
         ((OPENED, MADE, HOLD), "act", NOW + 31, PlanStatus.DUE),
         ((OPENED, MADE), "act", NOW, PlanStatus.DUE),
-        ((OPENED, MADE, GUARDED), "act", NOW, PlanStatus.GUARDED),
-        ((OPENED, MADE), "observe", NOW, PlanStatus.WOULD),
+        ((OPENED, MADE, GUARDED), "act", NOW, PlanStatus.BLOCKED),
+        ((OPENED, MADE), "observe", NOW, PlanStatus.NOT_EXECUTED),
     ],
 )
 def test_what_a_plan_waits_for(
     told: tuple[tuple[EventKind, dict[str, object]], ...], mode: str, now: float, standing: PlanStatus
 ) -> None:
     (row,) = plan_rows(_incidents(*told), mode, now)
-    assert row.standing is standing
+    assert row.status is standing
 
 
 @pytest.mark.parametrize("told", [(OPENED,), (OPENED, MADE, STARTED)])
@@ -158,7 +158,7 @@ def test_limits_of_a_plan_that_tells_none_are_the_defaults(body: dict[str, objec
 
 def test_a_name_from_elsewhere_cannot_leave_its_place_in_a_command() -> None:
     line = command_line(OperatorCommand(what=OperatorCommandKind.DRAIN, on="x; rm -rf ~"), "run $(id)")
-    assert line == "rolecall node drain 'x; rm -rf ~' --reason \"WHY\" --run 'run $(id)'"
+    assert line == "rolecall node drain 'x; rm -rf ~' --reason \"REASON\" --run 'run $(id)'"
 
 
 def test_a_replica_that_a_person_had_replaced_is_in_the_history() -> None:
@@ -166,8 +166,8 @@ def test_a_replica_that_a_person_had_replaced_is_in_the_history() -> None:
     found = _incidents((K.INCIDENT_OPENED, {"diagnosis": asked.to_dict()}))
     words = [Event(seq=9, kind=K.RECOVERY_PAUSED, wall_at=1.0, body={"by": "bert", "because": "x"})]
     first, second = history(words, found)
-    assert (first.by, first.what, first.on) == ("anna", "asked for a replacement", "rollout/1#1, i-1")
-    assert (second.by, second.what, second.on) == ("bert", "paused all acting", "the run")
+    assert (first.by, first.what, first.on) == ("anna", "requested a replacement", "rollout/1#1, i-1")
+    assert (second.by, second.what, second.on) == ("bert", "paused recovery", "the run")
 
 
 @pytest.mark.parametrize("what", OperatorCommandKind)

@@ -1,4 +1,4 @@
-"""The page Now in every state of a run, as Streamlit draws it; and its view functions by table."""
+"""The Overview page in every state of a run, as Streamlit draws it; and its view functions by table."""
 
 import sqlite3
 from pathlib import Path
@@ -12,7 +12,7 @@ from rolecall.core.membership import ReplicaState
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards import settings
 from rolecall.dashboards.pages import charts, shell
-from rolecall.dashboards.pages.overview import view as now_view
+from rolecall.dashboards.pages.overview import view
 from rolecall.dashboards.pages.overview.html import role as role_html
 from rolecall.dashboards.pages.overview.view import Cell, RoleSummary, state_of
 from rolecall.dashboards.pages.style import STATES, banner, css
@@ -43,14 +43,14 @@ def text(at: AppTest) -> str:
 def test_a_run_at_work(tmp_path: Path) -> None:
     at = drawn(MadeRun(tmp_path).settings())
     page = text(at)
-    assert at.title[0].value == "Now" and "made" in page
-    assert "No incident is open." in page and "30" in page and "of 120" in page and "0.290" in page
+    assert at.title[0].value == "Overview" and "made" in page
+    assert "No open incidents." in page and "30" in page and "of 120" in page and "0.290" in page
     assert "2&nbsp;healthy" in page and "1&nbsp;standby" in page
-    assert "Nobody watches" not in page and "100.0 %" in page  # ETTR
+    assert "No watch is running" not in page and "100.0 %" in page  # ETTR
     assert len(at.get("vega_lite_chart")) == 3
 
 
-def test_an_open_incident_stands_on_top(tmp_path: Path) -> None:
+def test_an_open_incident_is_shown_on_top(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     plan = made.open()
     made.plan(plan)
@@ -61,7 +61,7 @@ def test_an_open_incident_stands_on_top(tmp_path: Path) -> None:
     assert "1&nbsp;being replaced" in page and "acting" in page
 
 
-def test_a_plan_that_waits_asks_for_a_person(tmp_path: Path) -> None:
+def test_a_plan_that_awaits_approval_asks_the_operator(tmp_path: Path) -> None:
     made = MadeRun(tmp_path, mode="approve")
     made.open(replica="rollout/0", name="i-2")
     plan = made.open()
@@ -69,33 +69,33 @@ def test_a_plan_that_waits_asks_for_a_person(tmp_path: Path) -> None:
     made.propose(plan)
     at = drawn(made.settings())
     page = text(at)
-    assert "Approve or veto this plan within 1" in page and "2&nbsp;suspect" in page
-    assert page.index("Approve or veto") < page.index("i-2, open for")  # who must decide is told first
+    assert "Approve or reject this plan within 1" in page and "2&nbsp;suspect" in page
+    assert page.index("Approve or reject") < page.index("i-2, open for")  # incidents that need the operator come first
     assert any("operations" in str(link.proto.page) for link in at.get("page_link"))
 
 
-def test_paused_observing_and_nobody_there(tmp_path: Path) -> None:
+def test_paused_observe_mode_and_no_watch(tmp_path: Path) -> None:
     made = MadeRun(tmp_path / "a", mode="observe")
     made.journal.set_flag("paused", "by anna: night shift")
     page = text(drawn(made.settings()))
-    assert "All acting is paused." in page and "by anna: night shift" in page and "It only watches." in page
+    assert "Recovery is paused." in page and "by anna: night shift" in page and "Observe mode." in page
     alone = MadeRun(tmp_path / "b", watched=False)
     assert "No watch has ever held the lease" in text(drawn(alone.settings()))
 
 
-def test_a_dead_watch_is_told(tmp_path: Path) -> None:
+def test_a_dead_watch_is_reported(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     made.open()
     with made.journal.store.write() as conn:
         conn.exec_driver_sql("UPDATE leases SET expires_at = expires_at - 3700")
     page = text(drawn(made.settings()))
-    assert "Nobody watches." in page and "Nobody acts: no watch holds the lease." in page
+    assert "No watch is running." in page and "No watch holds the lease, so nothing is done." in page
 
 
 def test_a_finished_run_says_how_it_ended(fake_run: RunDir) -> None:
     page = text(drawn(Settings(journal_url=fake_run.database_url, run=fake_run)))
-    assert "Ended: completed." in page and "all 120 steps are committed" in page
-    assert "Nobody watches" not in page and "91.5 %" in page and "trainer" in page
+    assert "Run completed." in page and "all 120 steps are committed" in page
+    assert "No watch is running" not in page and "91.5 %" in page and "trainer" in page
 
 
 def test_a_quarantined_node(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_quarantined_node(tmp_path: Path) -> None:
 def test_no_journal_an_empty_one_and_a_locked_one_say_what_to_do(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'journal.db'}"
     page = text(drawn(Settings(journal_url=url)))
-    assert "There is no journal." in page and "--journal URL" in page and "Replicas" not in page
+    assert "The journal was not found." in page and "--journal URL" in page and "Replicas" not in page
     Journal(url).close()
     other = Settings(journal_url=url, name="empty")
     page = text(drawn(other))
@@ -121,7 +121,7 @@ def test_no_journal_an_empty_one_and_a_locked_one_say_what_to_do(tmp_path: Path)
     at = AppTest.from_file(str(APP), default_timeout=60).run()
     holder.close()
     assert not at.exception
-    assert "The journal does not answer." in text(at) and "goes on by itself" in text(at)
+    assert "The journal is not responding." in text(at) and "updates automatically" in text(at)
 
 
 def test_an_old_schema_and_damaged_lines(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_an_old_schema_and_damaged_lines(tmp_path: Path) -> None:
     with sqlite3.connect(old.run.path / "journal.db") as conn:
         conn.execute("UPDATE meta SET value = '0' WHERE name = 'schema'")
     page = text(drawn(old.settings()))
-    assert "of another version" in page and "schema version 0" in page and "Use the version" in page
+    assert "by another version" in page and "schema version 0" in page and "Use the version" in page
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
@@ -153,10 +153,10 @@ def test_a_prometheus_that_is_away_leaves_the_page_whole(tmp_path: Path) -> None
 
     def told() -> bool:
         pages[:] = [text(drawn(what))]
-        return "Prometheus does not answer." in pages[0]
+        return "Prometheus is not responding." in pages[0]
 
     eventually(told, "the page says so")
-    assert "2&nbsp;healthy" in pages[0] and "comes from the journal and is whole" in pages[0]
+    assert "2&nbsp;healthy" in pages[0] and "comes from the journal and is complete" in pages[0]
 
 
 def test_a_thousand_replicas(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_thousand_replicas(tmp_path: Path) -> None:
     (grid,) = [h.proto.body for h in at.main if h.type == "html" and "rc-map" in h.proto.body]
     assert grid.count("●") >= 970 and len(grid) < 40_000
     assert not at.dataframe
-    at.toggle(key="now.table").set_value(True).run()
+    at.toggle(key="overview.table").set_value(True).run()
     assert not at.exception and len(at.dataframe[0].value) == 1000
 
 
@@ -195,7 +195,7 @@ def test_who_must_sign_in_sees_nothing_before(tmp_path: Path) -> None:
     people.chmod(0o600)
     what = Settings(journal_url=made.run.database_url, users_path=people, sign_in=True, name="secret-run")
     at = drawn(what)
-    assert "Sign in to read" in at.info[0].value
+    assert "Sign in to continue" in at.info[0].value
     assert "secret-run" not in text(at) and "healthy" not in text(at)
 
 
@@ -277,4 +277,4 @@ def test_versions_behind(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
     made.state("rollout/0", ReplicaState.SERVING, version=28)
     look = looked(made.settings())
-    assert now_view.versions(look) == (30, [(0, 1), (2, 1)])
+    assert view.versions(look) == (30, [(0, 1), (2, 1)])

@@ -1,4 +1,4 @@
-"""The policy's health on the page Now: curves of what steps told, one sentence where they told nothing."""
+"""Policy health on the Overview page: charts of the steps' metrics, a note where there are none."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,7 @@ from rolecall.core.policy_health import BY_NAME
 from rolecall.core.rundir import RunDir
 from rolecall.dashboards.data.progress import Bucket, Curve, merged
 from rolecall.dashboards.pages import charts
-from rolecall.dashboards.pages.overview.policy_health import PANELS, UNTOLD, drawn
+from rolecall.dashboards.pages.overview.policy_health import NO_METRICS, PANELS, drawn
 from rolecall.dashboards.settings import Settings
 from tests.dashboards.made_runs import MadeRun
 from tests.dashboards.pages.test_overview import _contrast, text
@@ -29,15 +29,15 @@ def test_a_run_whose_steps_tell_of_it(fake_run: RunDir) -> None:
     shown = [panel for panel in PANELS if "critic" not in panel.title]
     assert len(at.get("vega_lite_chart")) == 3 + len(shown)
     captions = [c.value for c in at.caption]
-    assert all(panel.normal in captions for panel in shown) and UNTOLD not in captions
-    assert "The policy's health" in [s.value for s in at.subheader]
+    assert all(panel.normal in captions for panel in shown) and NO_METRICS not in captions
+    assert "Policy health" in [s.value for s in at.subheader]
 
 
 def test_a_run_of_before_says_so_in_one_sentence(tmp_path: Path) -> None:
     at = page_drawn(MadeRun(tmp_path).settings())
-    assert len(at.get("vega_lite_chart")) == 3 and [c.value for c in at.caption].count(UNTOLD) == 1
+    assert len(at.get("vega_lite_chart")) == 3 and [c.value for c in at.caption].count(NO_METRICS) == 1
     begun = MadeRun(tmp_path / "b", num_steps=0)
-    assert UNTOLD not in text(page_drawn(begun.settings()))
+    assert NO_METRICS not in text(page_drawn(begun.settings()))
 
 
 def test_what_a_damaged_journal_says_of_it_leaves_the_page_whole(tmp_path: Path) -> None:
@@ -53,15 +53,15 @@ def test_a_critic_has_panels_of_its_own() -> None:
     plain = [bucket(n, **made_health(n, 9)) for n in range(9)]
     assert not [p for p, _ in drawn(plain) if "critic" in p.title]
     critic = [bucket(n, value_loss=0.5, explained_variance=-0.2) for n in range(9)]
-    assert [p.title for p, _ in drawn(critic)] == ["explained variance of the critic", "loss of the critic"]
+    assert [p.title for p, _ in drawn(critic)] == ["critic explained variance", "critic loss"]
 
 
 def test_a_sign_that_only_some_steps_had_is_a_line_of_those() -> None:
     curve = [bucket(0, entropy=1.0, response_length=7.0), bucket(1, entropy=0.9), bucket(2, response_length=8.0)]
     found = {panel.title: lines for panel, lines in drawn(curve)}
-    assert found["answers, tokens"] == {"mean": [{"step": 0, "value": 7.0}, {"step": 2, "value": 8.0}]}
-    assert [p["value"] for p in found["entropy, nats a token"]["entropy"]] == [1.0, 0.9]
-    assert set(found) == {"answers, tokens", "entropy, nats a token"}
+    assert found["response length, tokens"] == {"mean": [{"step": 0, "value": 7.0}, {"step": 2, "value": 8.0}]}
+    assert [p["value"] for p in found["entropy, nats per token"]["entropy"]] == [1.0, 0.9]
+    assert set(found) == {"response length, tokens", "entropy, nats per token"}
 
 
 def test_every_line_is_a_sign() -> None:

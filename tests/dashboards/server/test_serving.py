@@ -42,7 +42,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
         (["made", "--prometheus", "http://h:9090", "--credentials", "/none"], "No such file"),
         (["made", "--host", "0.0.0.0"], "--users FILE"),
         (["made", "--host", "no.such.host.invalid"], "--users FILE"),
-        (["made", "--host", "no.such.host.invalid", "--open-to-readers"], "is no address of a machine"),
+        (["made", "--host", "no.such.host.invalid", "--open-to-readers"], "cannot resolve"),
         (["made", "--users", "/none"], "/none"),
         (["made", "--tls-cert", "/none"], "give both"),
         (["made", "--tls-cert", "/none", "--tls-key", "/none"], "cannot use /none"),
@@ -61,7 +61,7 @@ def test_a_port_that_is_taken(made: MadeRun, capsys: pytest.CaptureFixture[str])
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = str(other.getsockname()[1])
-        assert f"--port: {port} is taken" in refused(capsys, "made", "--runs", str(made.root), "--port", port)
+        assert f"--port: {port} is in use" in refused(capsys, "made", "--runs", str(made.root), "--port", port)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_beyond_loopback_with_people_and_sigterm(made: MadeRun, tmp_path: Path) 
     args = ("made", "--runs", str(made.root), "--host", "0.0.0.0", "--users", str(people))
     with served(tmp_path, *args) as dashboard:
         assert "sign in with your access token to read and give commands" in dashboard.output()
-        assert "unencrypted" in dashboard.output()
+        assert "not encrypted" in dashboard.output()
         dashboard.process.send_signal(signal.SIGTERM)
         assert dashboard.process.wait(PATIENCE_SECONDS) in (-signal.SIGTERM, 143, 0)
         assert "Traceback" not in dashboard.output()
@@ -164,7 +164,7 @@ def test_a_page_that_fails_tells_its_owner_why_and_no_password(caplog: pytest.Lo
         try:
             raise RuntimeError("postgresql://anna:s3cret@db/x is away \x1b[2J")
         except RuntimeError as e:
-            assert serving._complain(e)  # Streamlit shows nothing of its own
+            assert serving._report_error(e)  # Streamlit shows nothing of its own
     assert "RuntimeError" in caplog.text and "anna:***@db" in caplog.text and "s3cret" not in caplog.text
     assert "\x1b" not in caplog.text
     assert len([r for r in caplog.records if r.name == serving.__name__]) == 1

@@ -28,7 +28,7 @@ from rolecall.rl_runtime.algorithms.sampler import (
 from rolecall.rl_runtime.controller import supply
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.tasks.task import group_id, group_number
-from rolecall.testing.runtime_roles import ScriptedResponses
+from rolecall.testing.runtime import ScriptedResponses
 from tests.rl_runtime.loop import World, small_job
 
 HALF = ScriptedResponses(right_below=9)

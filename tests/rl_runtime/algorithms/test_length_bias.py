@@ -29,8 +29,7 @@ import pytest
 from rolecall.core.journal.ledger import FILTERED, GroupState, Ledger
 from rolecall.rl_runtime.controller.open_group import UNTRAINED, EngineKey, OpenGroup
 from rolecall.rl_runtime.controller.trajectories import ReassignedRequests, TrajectoryTable
-from rolecall.testing.runtime_fleet import request_seed_of
-from rolecall.testing.runtime_roles import ScriptedResponses
+from rolecall.testing.runtime import ScriptedResponses, request_seed_of
 from tests.rl_runtime.loop import World, small_job
 
 LONG_TAIL = ScriptedResponses(longest=256, long_tail=True, right_below=9)

@@ -17,8 +17,7 @@ from rolecall.core.journal.ledger import Ledger
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.controller.open_group import GroupPhase
-from rolecall.testing.runtime_fleet import request_seed_of
-from rolecall.testing.runtime_roles import FakeRequest, FakeRollout, expected_tokens
+from rolecall.testing.runtime import FakeRequest, FakeRollout, expected_tokens, request_seed_of
 from tests.rl_runtime.loop import CONTROLLER, World, small_job
 
 SHORT = {"num_steps": 4, "checkpoint__every_steps": 2}

@@ -15,7 +15,7 @@ from rolecall.core.membership import ReplicaState
 from rolecall.rl_runtime.controller.generation import FAILURES_MAX, SILENT_SECONDS
 from rolecall.rl_runtime.controller.scoring import ATTEMPTS_MAX
 from rolecall.rl_runtime.controller.trainer_group import GREETINGS_MAX
-from rolecall.testing.runtime_roles import UPDATE_SECONDS, FakeWeightPull
+from rolecall.testing.runtime import UPDATE_SECONDS, FakeWeightPull
 from tests.rl_runtime.loop import World, small_job
 
 GREETINGS = {"rollout/1": FAILURES_MAX, "trainer/1": GREETINGS_MAX, "reward/1": ATTEMPTS_MAX}

@@ -19,7 +19,7 @@ import pytest
 from rolecall.core.ids import GroupId
 from rolecall.core.journal.ledger import GroupState, Ledger
 from rolecall.rl_runtime.tasks.task import group_number
-from rolecall.testing.runtime_fleet import request_seed_of
+from rolecall.testing.runtime import request_seed_of
 from tests.rl_runtime.algorithms.test_length_bias import (
     KILLS,
     LEVEL,

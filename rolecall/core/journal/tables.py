@@ -1,0 +1,92 @@
+"""Tables of a run's database (SQLAlchemy). `events` and `ledger` are hash chains: rows are appended and never changed."""
+
+import sqlalchemy as sa
+
+METADATA = sa.MetaData()
+
+META = sa.Table("meta", METADATA, sa.Column("name", sa.Text, primary_key=True), sa.Column("value", sa.Text))
+EVENTS = sa.Table(
+    "events",
+    METADATA,
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("kind", sa.Text, nullable=False, index=True),
+    sa.Column("wall_at", sa.Float, nullable=False),
+    sa.Column("incident_id", sa.Text, index=True),
+    sa.Column("caused_by", sa.Text),
+    sa.Column("key", sa.Text, unique=True),
+    sa.Column("body", sa.Text, nullable=False),
+    sa.Column("hash", sa.Text, nullable=False),
+)
+DESIRED = sa.Table(
+    "desired",
+    METADATA,
+    sa.Column("replica", sa.Text, primary_key=True),
+    sa.Column("incarnation", sa.Integer, nullable=False),
+    sa.Column("node", sa.Text, nullable=False),
+    sa.Column("prefer_standby", sa.Boolean, nullable=False),
+    sa.Column("fence", sa.Integer, nullable=False),
+    sa.Column("because", sa.Text, nullable=False),
+    sa.Column("incident_id", sa.Text),
+)
+ACTUAL = sa.Table(
+    "actual",
+    METADATA,
+    sa.Column("replica", sa.Text, primary_key=True),
+    sa.Column("incarnation", sa.Integer, primary_key=True),
+    sa.Column("node", sa.Text, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("pid", sa.Integer, nullable=False),
+    sa.Column("start_ticks", sa.BigInteger, nullable=False),
+    sa.Column("actor", sa.Text, nullable=False),
+    sa.Column("because", sa.Text, nullable=False),
+    sa.Column("policy_version", sa.Integer, nullable=False),
+    sa.Column("changed_at", sa.Float, nullable=False),
+)
+EPOCHS = sa.Table(
+    "epochs",
+    METADATA,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("members", sa.Text, nullable=False),
+    sa.Column("because", sa.Text, nullable=False),
+    sa.Column("wall_at", sa.Float, nullable=False),
+)
+LEASES = sa.Table(
+    "leases",
+    METADATA,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("holder", sa.Text, nullable=False),
+    sa.Column("fence", sa.Integer, nullable=False),
+    sa.Column("expires_at", sa.Float, nullable=False),
+)
+FLAGS = sa.Table(
+    "flags",
+    METADATA,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("value", sa.Text, nullable=False),
+)
+WINDOWS = sa.Table(
+    "windows",
+    METADATA,
+    sa.Column("incident_id", sa.Text, primary_key=True),
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("blob", sa.LargeBinary, nullable=False),
+)
+LEDGER = sa.Table(
+    "ledger",
+    METADATA,
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("group_id", sa.Text, nullable=False, index=True),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("step", sa.Integer, nullable=False),
+    sa.Column("num_tokens", sa.Integer, nullable=False),
+    sa.Column("reason", sa.Text, nullable=False),
+    sa.Column("wall_at", sa.Float, nullable=False),
+    sa.Column("hash", sa.Text, nullable=False),
+)
+LEDGER_GROUPS = sa.Table(
+    "ledger_groups",
+    METADATA,
+    sa.Column("group_id", sa.Text, primary_key=True),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("step", sa.Integer, nullable=False),
+)

@@ -69,7 +69,8 @@ def test_the_policys_health_stands_beside_the_steps(fake_run: RunDir, tmp_path: 
     old = FakeRun(tmp_path, num_steps=3, strikes=(), finish=False).build()
     with closing(Journal(old.database_url, create=False)) as journal:
         events = [
-            replace(e, body={**e.payload.to_body(), "health": None, "log_ratio_max": None}) for e in journal.events()
+            replace(e, payload=replace(e.payload, health={}, log_ratio_max=None))
+            for e in journal.events(kinds=[EventKind.STEP_COMMITTED])
         ]
     assert effective.health(effective.steps(events)) == {}
 

@@ -8,6 +8,7 @@ import pytest
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import PAYLOADS
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.dashboards.data.hardware import FleetMetrics, codes_of, live_of, merged, of_run, samples
 from rolecall.dashboards.data.node_history import pasts, quarantined
@@ -65,7 +66,9 @@ def _incident(
 
 
 def _said(kind: EventKind, node: str, **body: Any) -> Event:
-    return made_event(seq=1, kind=kind, wall_at=NOW, body={"node": node, "by": "carla", "because": "hot", **body})
+    said = {"node": node, "by": "carla", "because": "hot", **body}
+    known = {name: value for name, value in said.items() if name in PAYLOADS[kind].names}
+    return made_event(seq=1, kind=kind, wall_at=NOW, body=known)
 
 
 def _rows(

@@ -183,7 +183,7 @@ def test_of_other_faults_it_is_not(tmp_path: Path) -> None:
 
 
 def test_a_journal_of_before_there_were_signs_has_the_reward_alone() -> None:
-    bodies = ({"reward": 0.5}, {"reward": None, "health": "?"}, {"reward": 0.25, "health": {"entropy": "nan"}})
+    bodies = ({"reward": 0.5}, {"reward": None}, {"reward": 0.25, "health": {"entropy": "nan"}})
     events = [made_event(seq=n, kind=EventKind.STEP_COMMITTED, wall_at=float(n), body=b) for n, b in enumerate(bodies)]
     (reward,) = of_the_policy(events)
     assert reward.lines[0].points == ((0.0, 0.5), (2.0, 0.25))

@@ -233,7 +233,7 @@ def test_a_decision_that_would_differ_now_is_told(tmp_path: Path) -> None:
         **made.payload.to_body()["question"],
         "config": {**made.payload.to_body()["question"]["config"], "horizon_seconds": 1.0},
     }
-    world.journal.append(filled(K.INCIDENT_OPENED, world.events(K.INCIDENT_OPENED)[0].body), incident_id="inc-2-other")
+    world.journal.append(world.events(K.INCIDENT_OPENED)[0].payload, incident_id="inc-2-other")
     world.journal.append(
         filled(K.PLAN_CREATED, {**made.payload.to_body(), "question": question}), incident_id="inc-2-other"
     )

@@ -109,17 +109,17 @@ def _judge(role: DumpedRole) -> Finding | None:
     again = None if hung else _again(role, counted)
     if again is not None or now is None:
         return again
-    # What nobody could tell of a job that goes on was a moment of it.
+    # An undecided round of a job that goes on was a moment of it.
     goes_on = not hung and any(p.moves for p in role.processes) and all(p.stack for p in role.processes)
     return None if goes_on else now
 
 
 def _hanging(rounds: Sequence[Sequence[DumpedProcess]], outliers: Sequence[Sequence[DumpedProcess]]) -> set[Who]:
-    """Outliers of the last round that have stood at one place for some rounds in which nobody left a wait: for
+    """Outliers of the last round that have stood at one place for some rounds in which none left a wait: for
     `NUM_STANDING_ROUNDS`, or for two and ever since they are outliers. Else the job goes on."""
     seen = [{p.key: p for p in r} for r in rounds]
     flagged = [{p.key for p in some} for some in outliers]
-    begin = 0  # of the rounds in which nobody left a wait
+    begin = 0  # of the rounds in which none left a wait
     waits: dict[Who, tuple[int, Stack]] = {}
     for n, r in enumerate(seen):
         for key, p in r.items():
@@ -180,7 +180,7 @@ def _in_pipeline(processes: Sequence[DumpedProcess], outside: Sequence[DumpedPro
 
 
 def _most(top: StackCluster, others: Sequence[DumpedProcess]) -> bool:
-    """Whether most wait at one place, where everybody comes together."""
+    """Whether most wait at one place, where all ranks meet."""
     return len(top.processes) > len(others) and top.stack.doing != StackActivity.PIPELINE
 
 

@@ -65,7 +65,7 @@ _THROUGH = (
     *("multiprocessing/", "concurrent/futures/", "subprocess.py", "torch/distributed/", "torch/multiprocessing/"),
     *("torch/utils/_contextlib.py", "torch/autograd/", "torch/_ops.py", "torch/nn/modules/module.py"),
 )
-"""Frames of these files wait or pass on for whoever called them: the caller says what for."""
+"""Frames of these files wait on behalf of their caller, which says what for."""
 _LOCK = ("threading.py", "queue.py", "multiprocessing/", "concurrent/futures/", "filelock")
 _IO = ("socket.py", "ssl.py", "selectors.py", "subprocess.py", "shutil.py", "http/", "urllib", "requests/", "fsspec/")
 _LAUNCH = (

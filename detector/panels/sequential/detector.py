@@ -206,7 +206,7 @@ class SequentialTracker:
         relative = self.both.scores / self.threshold
         calm = (relative < CALM_SHARE) | (self.shifts.calm & (self.novel.scores < self.novel.tail.location))
         leaping = self.novel.tail.surprise(self.novel.scores)
-        above = (relative > 1) & ~(self.shifts.calm & (leaping <= self.threshold))  # nobody is accused of what is over
+        above = (relative > 1) & ~(self.shifts.calm & (leaping <= self.threshold))  # what is over makes no finding
         self.calm = np.where(calm, self.calm + 1, 0)
         over = (self.alarmed | self.explained) & (self.calm >= CALM_TICKS)
         if over.any():

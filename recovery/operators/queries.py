@@ -10,6 +10,7 @@ from typing import Any
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import CommandRefused
 from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import IncidentOpened, LeaseAcquired, PlanCreated
 from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
@@ -41,7 +42,7 @@ def status(place: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
     lately = [e for e in evictions(book.incidents.values(), since=now - HOUR_SECONDS) if e.at > now - HOUR_SECONDS]
     return {
         "run": str(place.run_id),
-        "mode": taken.body.get("mode") if taken else None,
+        "mode": taken.as_(LeaseAcquired).mode if taken else None,
         "watch": {"holder": lease.holder, "fence": lease.fence} if lease is not None and acting else None,
         "paused": paused,
         "stopping": stopping,
@@ -136,10 +137,8 @@ def replay(place: RunLocation, incident_id: str) -> dict[str, Any]:
     plans = []
     for event in made:
         with reading(where, f"events line {event.seq}, a plan"):
-            asked = PolicyInput.from_dict(event.body["question"])
-            then = {k: v for k, v in event.body.items() if k != "question"}
-            # Whom else an action would disturb is the actuator's word, and no part of the decision.
-            then["plan"] = {**then["plan"], "also_hit": []}
+            asked = PolicyInput.from_dict(dict(event.as_(PlanCreated).question))
+        then = decided_then(event.as_(PlanCreated))
         again = decide(asked).to_dict()
         same = canonical(again) == canonical(then)
         plans.append({"event": event.event_id, "same": same, "then": then["plan"], "again": again["plan"]})
@@ -148,8 +147,15 @@ def replay(place: RunLocation, incident_id: str) -> dict[str, Any]:
     lines = [f"{incident_id}: {word} decision from the same input"]
     lines += [f"  {p['event']}: {p['again']['action']}, because {p['again']['because']}" for p in plans]
     text = _text(lines)
-    diagnosis = first.body["diagnosis"]
+    diagnosis = first.as_(IncidentOpened).diagnosis.to_dict()
     return {"incident_id": incident_id, "same": same, "plans": plans, "diagnosis": diagnosis, "text": text}
+
+
+def decided_then(created: PlanCreated) -> dict[str, Any]:
+    """The stored decision as `PolicyDecision.to_dict` gives it. Whom else an action would disturb is what the actuator
+    says, and no part of the decision."""
+    plan = {**created.plan.to_dict(), "also_hit": []}
+    return {"plan": plan, "page_oncall": created.page_oncall, "outcome": created.outcome}
 
 
 # --- as text ------------------------------------------------------------------------------------------------------

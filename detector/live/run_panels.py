@@ -1,4 +1,4 @@
-"""What panel detectors say of a live run: its processes become panels, one for each role, out of what `watch` hears anyhow.
+"""Metric panels of a live run: its processes become panels, one per role, from the samples that `watch` receives anyhow.
 
     samples -> readings -> a tick a second and role -> tracker -> findings that name replica, rank and incarnation
 

@@ -5,13 +5,11 @@ from importlib import import_module
 from pathlib import Path
 
 from rolecall.core.errors import ConfigError
-from rolecall.detector.panels.panel import PanelDetector
+from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, PanelDetector
 
 DEFAULT = "sequential"
 BASELINES = ("mahalanobis", "isolation-forest", "pca", "knn", "robust-z", "pairwise")
 NAMES = (DEFAULT, "minder", *BASELINES)
-FALSE_ALARMS_PER_1000_MACHINE_DAYS = 100.0
-"""The published operating point: one false alarm in ten days of one machine."""
 FALSE_ALARMS_MIN, FALSE_ALARMS_MAX = 1e-3, 1e6
 
 

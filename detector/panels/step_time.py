@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.detector.panels.panel import Floats, PanelShape
-from rolecall.detector.panels.registry import FALSE_ALARMS_PER_1000_MACHINE_DAYS
+from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, Floats, PanelShape
 
 OWN_WORK = frozenset({"compute", "forward", "backward", "fwd", "bwd", "kernel", "gemm", "matmul"})
 WAITING = frozenset(

@@ -29,7 +29,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.metrics.catalogue import CATALOGUE
+from rolecall.core.metrics.catalogue import BY_NAME, CATALOGUE
 from rolecall.core.metrics.metric import MetricScope
 from rolecall.core.policy_health import SIGNS
 from rolecall.core.rundir import RunDir, create_run_dir
@@ -272,7 +272,10 @@ def _scraped(server: WatchServer) -> Values:
     assert status == 200
     read = parse_page(page)
     assert read.num_malformed == 0
-    return {(s.name.removeprefix("rolecall_"), *s.labels.values()): s.value for s in read.samples}
+    return {
+        (s.name.removeprefix("rolecall_"), *(s.labels[label] for label in BY_NAME[s.name].labels)): s.value
+        for s in read.samples
+    }
 
 
 def test_a_watch_at_work_says_what_it_does(tmp_path: Path) -> None:

@@ -288,7 +288,7 @@ def moved_words(body: Mapping[str, object]) -> str:
         if body.get("num_cut")
         else ""
     )
-    return f"{body.get('num_requests')} requests of {body.get('from')} continue at {to}{cut}"
+    return f"{body.get('num_requests')} requests of {body.get('from_replica')} continue at {to}{cut}"
 
 
 def _listed(value: object) -> Sequence[object]:

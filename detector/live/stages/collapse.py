@@ -126,12 +126,12 @@ def _finding(
 
 def _of_weights(what: str, began: TrainingStepPoint, trainers: str, engines: str) -> tuple[str, tuple[Evidence, ...]]:
     because = (
-        f"weights or numerics are wrong somewhere between {trainers} and {engines}: {what}; "
-        "these numbers do not tell which replica, so nobody is evicted"
+        f"weights or numerics differ between {trainers} and {engines}: {what}; these numbers do not identify the "
+        "replica, so none is evicted"
     )
     settle = (
-        f"the digest of the weights that each replica of {engines} holds, and what it says of one fixed text, beside "
-        f"those of {trainers}: the one that differs is wrong"
+        f"compare the digest of the weights of each replica of {engines}, and its output for one fixed text, with "
+        f"{trainers}: the replica that differs is wrong"
     )
     advice = f"find and replace the replica whose weights differ; steps from {began.step} on were trained on its tokens"
     return because, (settles(settle), Evidence(kind=ADVISES, text=advice))
@@ -140,10 +140,10 @@ def _of_weights(what: str, began: TrainingStepPoint, trainers: str, engines: str
 def _of_the_job(
     what: str, began: TrainingStepPoint, points: Sequence[TrainingStepPoint]
 ) -> tuple[str, tuple[Evidence, ...]]:
-    because = f"the policy collapsed, and no machine did it: {what}; {_engines_agree(points, began.step)}"
+    because = f"the policy collapsed, not a machine fault: {what}; {_engines_agree(points, began.step)}"
     advice = (
-        f"look at learning rate, reward function and data of step {began.step}, and at what was changed before it; "
-        f"keep a checkpoint of an earlier step, newer ones will push it out"
+        f"check learning rate, reward function and data of step {began.step}, and what changed before it; "
+        f"save a checkpoint of an earlier step before it is rotated out"
     )
     return because, (Evidence(kind=ADVISES, text=advice),)
 
@@ -152,26 +152,26 @@ def _engines_agree(points: Sequence[TrainingStepPoint], since: int) -> str:
     """A step whose tokens were all made by weights that no trainer holds any more tells nothing of it."""
     ratios = [(p.step, v) for p in points if (v := p.get("log_ratio_max")) == v][-8:]
     if not ratios:
-        return "whether engines hold the trainers' weights was not told (no log ratio)"
+        return "agreement between engines and trainers is unknown (no log ratio reported)"
     (last, _), largest = ratios[-1], max(v for _, v in ratios)
     if last < since:
         return (
-            f"whether engines and trainers agree about tokens of the same version was last told at step {last} "
-            f"(to {largest:.1g})"
+            f"engines and trainers last reported agreement about tokens of the same version at step {last} "
+            f"(within {largest:.1g})"
         )
     if largest > LOG_RATIO_ALARM:
         return (
-            f"engines and trainers differ about tokens of the same version by up to {largest:.1g}: too seldom, or too usual "
-            "here, to say that weights are wrong"
+            f"engines and trainers differ about tokens of the same version by up to {largest:.1g}, too rarely or too usual "
+            "here to conclude that weights are wrong"
         )
-    return f"engines and trainers agree about tokens of the same version (to {largest:.1g})"
+    return f"engines and trainers agree about tokens of the same version (within {largest:.1g})"
 
 
 def _roles(fleet: MonitoredProcesses) -> tuple[str, str]:
     """Those who told the entropy of steps, and those who generate, in words."""
     trainers = {s.role for s in fleet.current() if s.sample is not None and s.sample.entropy == s.sample.entropy}
     engines = {s.role for s in fleet.current() if s.phase == Phase.GENERATE or Phase.GENERATE in s.phases_done}
-    return _named(trainers, "those who train"), _named(engines - trainers, "those who generate")
+    return _named(trainers, "the trainers"), _named(engines - trainers, "the engines")
 
 
 def _named(roles: set[str], nobody: str) -> str:

@@ -1,15 +1,15 @@
-"""Processes of jobs that know nothing of rolecall: they report nothing, so the kernel's word is all there is.
+"""Uninstrumented jobs: their processes report nothing, so the kernel is the only source.
 
-There is no progress to miss and no goodbye to hear, so nobody is called hung for silence. What remains is told:
+There is no progress to miss and no announced exit, so no process is called hung for silence. What remains:
 
-  exited    by a signal or with an error, while the job goes on. Exit 0 and SIGTERM were asked for. When one rank dies,
-            its peers fail after it (the collective raises, NCCL's watchdog aborts): the first is accused, errors and
-            aborts that follow are its consequences: in its replica for as long as a collective can wait, in others
-            while the job is being taken down, or when the default timeout of a collective that they share is over.
-            Somebody who began anew has no part in it. A whole job that ends at once in one way has been ended.
-  stopped   the kernel says T (or t: traced) without a break
-  stuck     in an uninterruptible wait without any CPU: disk, network file system, driver
-  starved   runnable, and kept from the CPU by others for most of the time
+  exited    by a signal or with an error, while the job goes on. Exit 0 and SIGTERM are intended. When one rank dies, its
+            peers fail after it (the collective raises, NCCL's watchdog aborts): the first is named; errors and aborts that
+            follow are its consequences: in its replica for as long as a collective can wait, in others while the job is
+            being taken down, or once the default timeout of a collective that they share has passed. A process that was
+            restarted has no part in it. A whole job that ends at once in one way was stopped on purpose.
+  stopped   in state T (or t: traced) without interruption
+  stuck     in an uninterruptible wait (state D) without any CPU: disk, network file system, driver
+  starved   runnable, and kept from the CPU by other processes for most of the time
 
 Slowness is left to panels, which compare CPU, memory and faults among the ranks of a role.
 """
@@ -58,7 +58,7 @@ class _Exit:
     def how(self) -> str:
         if self.signal:
             return f" on signal {self.signal}"
-        return f" with code {self.code}" if self.code else ", nobody can say how"
+        return f" with code {self.code}" if self.code else ", status unknown"
 
     @property
     def known(self) -> bool:
@@ -144,12 +144,10 @@ def _crash(e: _Exit, gone: list[_Exit], living: bool, now: float) -> Finding:
     after = [other for other in gone if other.at > e.at]
     named = ", ".join(f"{o.subject.name()}{o.how}" for o in after[:NUM_NAMED_MAX])
     more = ", .." if len(after) > NUM_NAMED_MAX else ""
-    followed = f"; {len(after)} more of its job ended after it: {named}{more}" if after else ""
-    oom = "; its node's OOM killer struck at that moment" if e.cause == "oom" else ""
-    rest = "" if living else ", and none of its job is left"
-    because = (
-        f"{e.subject.name()} is gone: its process exited{e.how}{oom}{followed}{rest} (it does not report to rolecall)"
-    )
+    followed = f"; {len(after)} more of its job exited after it: {named}{more}" if after else ""
+    oom = "; the host's OOM killer was active at that moment" if e.cause == "oom" else ""
+    rest = "" if living else "; no process of the job is left"
+    because = f"{e.subject.name()} crashed: process exited{e.how}{oom}{followed}{rest} (uninstrumented job)"
     return finding(
         "crash",
         [e.subject],
@@ -171,9 +169,9 @@ def _crash(e: _Exit, gone: list[_Exit], living: bool, now: float) -> Finding:
 def _stopped(s: MonitoredProcess, now: float) -> Finding:
     state, seconds = s.sample.proc_state if s.sample else "?", s.halted.wall
     if state == "D":
-        what = "it is in an uninterruptible wait (process state D) and uses no CPU: a disk, a file system or a driver"
+        what = "uninterruptible wait (state D), 0 % CPU: a disk, a file system or a driver"
     else:
-        what = f"its process state is {state}: somebody stopped it{' to debug it' if state == 't' else ''}"
+        what = f"process {'traced by a debugger' if state == 't' else 'stopped'} (state {state})"
     return finding(
         "stopped",
         [s],
@@ -181,7 +179,7 @@ def _stopped(s: MonitoredProcess, now: float) -> Finding:
         onset=s.onset_wall(seconds),
         now=now,
         confidence=0.6 if state == "D" else 0.95,
-        because=f"{s.name()} stands still for {seconds:.0f} s: {what}",
+        because=f"{s.name()} is hung: {what} for {seconds:.0f} s",
         evidence=(Evidence(kind="proc_state", text=f"state {state}", values={"seconds": seconds}),),
     )
 
@@ -189,8 +187,8 @@ def _stopped(s: MonitoredProcess, now: float) -> Finding:
 def _starved(s: MonitoredProcess, now: float) -> Finding:
     share, seconds = s.starved.effective / s.starved.wall, s.starved.wall
     because = (
-        f"{s.name()} is starved: for {seconds:.0f} s its main thread was runnable and without a CPU for "
-        f"{share:.0%} of the time, because of others on {s.node}"
+        f"{s.name()} is slow: starved of CPU by other processes on {s.node}, its main thread runnable but not running "
+        f"for {share:.0%} of the last {seconds:.0f} s"
     )
     return finding(
         "starved",

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.detector.panels.panel import Floats, PanelShape
-from rolecall.detector.panels.registry import FALSE_ALARMS_PER_1000_MACHINE_DAYS
+from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, Floats, PanelShape
 from rolecall.detector.panels.sequential.novelty import Novelty
 from rolecall.detector.panels.sequential.shifts import ShiftChannel
 from rolecall.detector.panels.sequential.tails import BLOCK_TICKS, BLOCKS_MIN, Prior, ScoreTail

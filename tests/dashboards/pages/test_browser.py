@@ -194,7 +194,7 @@ def test_a_person_signs_in_and_approves_by_one_click(chromium: Browser, asked: A
         assert _approve(shot).is_disabled()
         assert asked.made.events(K.PLAN_APPROVED) == []
         shot.page.get_by_test_id("stExpandSidebarButton").click()
-        token = shot.page.get_by_label("Token", exact=True)
+        token = shot.page.get_by_label("Access token", exact=True)
         token.fill(asked.token)
         token.press("Enter")
         shot.page.get_by_text("Signed in as anna").wait_for(state="attached")

@@ -173,4 +173,4 @@ def test_a_collapse_that_processes_tell_of_themselves(run: Run) -> None:
     assert list(run.told) == ["user_code::collapse"]
     d = run.told["user_code::collapse"][1]
     assert not d.suspects and "mean reward fell from 0.9 (steps 0 to 7) to 0.2, since step 8" in d.because
-    assert "entropy 0.5 nats a token then" in d.because and "(to 1e-06)" in d.because
+    assert "entropy 0.5 nats a token then" in d.because and "(within 1e-06)" in d.because

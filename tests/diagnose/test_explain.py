@@ -241,6 +241,7 @@ def test_no_diagnosis_and_no_decision_are_pages_too() -> None:
     assert "Nobody is accused, 1 undecided" in text and "a second look" in text and "nobody" in text
 
 
+@pytest.mark.slow
 def test_the_page_stays_small() -> None:
     seen = panel(100_000, 4)
     told = diagnosis(3, onset=seen.at[0], detected_at=seen.at[-1])

@@ -19,7 +19,7 @@ from rolecall.core.diagnosis import Diagnosis, Plan
 from rolecall.core.errors import InvalidTransition
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.recovery.incidents.incident import (
-    NOT_BEGUN,
+    NOT_STARTED,
     RIGHT,
     WRONG,
     ActionFailure,
@@ -43,11 +43,11 @@ LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {
     K.PLAN_BLOCKED: frozenset({S.PLANNED, S.PROPOSED}),
     K.PLAN_PROPOSED: frozenset({S.PLANNED}),
     K.PLAN_APPROVED: frozenset({S.PROPOSED}),
-    K.PLAN_REJECTED: NOT_BEGUN,
+    K.PLAN_REJECTED: NOT_STARTED,
     K.PLAN_EXPIRED: frozenset({S.PROPOSED}),
-    K.HOLD_PLACED: NOT_BEGUN,
-    K.HOLD_LIFTED: NOT_BEGUN,
-    K.ACTION_STARTED: NOT_BEGUN,
+    K.HOLD_PLACED: NOT_STARTED,
+    K.HOLD_LIFTED: NOT_STARTED,
+    K.ACTION_STARTED: NOT_STARTED,
     K.ACTION_DONE: frozenset({S.ACTING}),
     K.ACTION_FAILED: frozenset({S.ACTING, S.VERIFYING}),
     K.INCIDENT_VERIFIED: frozenset({S.VERIFYING}),

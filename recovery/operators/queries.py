@@ -6,6 +6,7 @@ from typing import Any
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.errors import CommandRefused
 from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import IncidentOpened, LeaseAcquired, PlanCreated
 from rolecall.core.journal.rows import reading
 from rolecall.core.journal.store import canonical
 from rolecall.recovery.actuators.ray_runtime import STOP_FLAG
@@ -39,7 +40,7 @@ def status(location: RunLocation, clock: Clock | None = None) -> dict[str, Any]:
     ]
     return {
         "run": str(location.run_id),
-        "mode": acquired.body.get("mode") if acquired else None,
+        "mode": acquired.as_(LeaseAcquired).mode if acquired else None,
         "watch": {"holder": lease.holder, "fence": lease.fence} if lease is not None and acting else None,
         "paused": paused,
         "stopping": stopping,
@@ -140,10 +141,8 @@ def replay(location: RunLocation, incident_id: str) -> dict[str, Any]:
     plans = []
     for event in made:
         with reading(where, f"events line {event.seq}, a plan"):
-            policy_input = PolicyInput.from_dict(event.body["question"])
-            then = {k: v for k, v in event.body.items() if k != "question"}
-            # Side effects of the action come from the actuator and are not part of the decision.
-            then["plan"] = {**then["plan"], "also_hit": []}
+            policy_input = PolicyInput.from_dict(dict(event.as_(PlanCreated).question))
+        then = decided_then(event.as_(PlanCreated))
         again = decide(policy_input).to_dict()
         same = canonical(again) == canonical(then)
         plans.append({"event": event.event_id, "same": same, "then": then["plan"], "again": again["plan"]})
@@ -151,8 +150,15 @@ def replay(location: RunLocation, incident_id: str) -> dict[str, Any]:
     lines = [f"{incident_id}: {'same' if same else 'DIFFERENT'} decision from the same input"]
     lines += [f"  {p['event']}: {p['again']['action']}: {p['again']['because']}" for p in plans]
     text = _text(lines)
-    diagnosis = first.body["diagnosis"]
+    diagnosis = first.as_(IncidentOpened).diagnosis.to_dict()
     return {"incident_id": incident_id, "same": same, "plans": plans, "diagnosis": diagnosis, "text": text}
+
+
+def decided_then(created: PlanCreated) -> dict[str, Any]:
+    """The stored decision as `PolicyDecision.to_dict` gives it. Whom else an action would disturb is what the actuator
+    says, and no part of the decision."""
+    plan = {**created.plan.to_dict(), "also_hit": []}
+    return {"plan": plan, "page_oncall": created.page_oncall, "outcome": created.outcome}
 
 
 # --- as text ------------------------------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ def test_killed_at_every_point(tmp_path: Path, scenario: Scenario) -> None:
         _finish(world, world.watch())
         got = _outcome(world)
         assert got == wanted, f"killed {points[n]} (point {n}):\n{world.story()}"
-        fences = [e.body["fence"] for e in world.events(K.LEASE_ACQUIRED)]
+        fences = [e.payload.fence for e in world.events(K.LEASE_ACQUIRED)]
         assert fences == sorted(set(fences))
         world.journal.verify()
         world.journal.close()

@@ -229,9 +229,14 @@ def test_a_decision_that_would_differ_now_is_told(tmp_path: Path) -> None:
     world.runtime.inject("rollout/1", FaultClass.SLOW)
     world.until(world.all_closed, watch)
     (made,) = world.events(K.PLAN_CREATED)
-    question = {**made.body["question"], "config": {**made.body["question"]["config"], "horizon_seconds": 1.0}}
-    world.journal.append(filled(K.INCIDENT_OPENED, world.events(K.INCIDENT_OPENED)[0].body), incident_id="inc-2-other")
-    world.journal.append(filled(K.PLAN_CREATED, {**made.body, "question": question}), incident_id="inc-2-other")
+    question = {
+        **made.payload.to_body()["question"],
+        "config": {**made.payload.to_body()["question"]["config"], "horizon_seconds": 1.0},
+    }
+    world.journal.append(world.events(K.INCIDENT_OPENED)[0].payload, incident_id="inc-2-other")
+    world.journal.append(
+        filled(K.PLAN_CREATED, {**made.payload.to_body(), "question": question}), incident_id="inc-2-other"
+    )
     value = commands.replay(RunDir(tmp_path), "inc-2-other")
     assert value["same"] is False and "DIFFERENT decision" in value["text"]
 

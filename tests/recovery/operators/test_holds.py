@@ -58,7 +58,7 @@ def test_nothing_begins_while_it_is_held_and_all_goes_on_after(tmp_path: Path) -
     world.until(world.all_closed, watch)
     assert world.runtime.replaced == [("rollout/1", 1)] and world.only().outcome is IncidentOutcome.RESOLVED
     (called,) = world.events(K.ONCALL_PAGED)
-    assert called.body["because"].startswith("the hold by alice is over (let me get a dump): replace_replica")
+    assert called.payload.because.startswith("the hold by alice is over (let me get a dump): replace_replica")
     assert called.seq < world.events(K.ACTION_STARTED)[0].seq
 
 
@@ -83,7 +83,7 @@ def test_a_held_proposal_lapses_only_after_the_hold(tmp_path: Path) -> None:
     world.until(world.all_closed, watch, seconds=200)
     lapsed = world.events(K.PLAN_EXPIRED)[0].wall_at - began
     assert 200 + APPROVAL_SECONDS <= lapsed < 200 + APPROVAL_SECONDS + 2
-    assert [e.body["topic"].partition(":")[0] for e in world.events(K.ONCALL_PAGED)] == ["hold_over", "expired"]
+    assert [e.payload.topic.partition(":")[0] for e in world.events(K.ONCALL_PAGED)] == ["hold_over", "expired"]
     assert world.runtime.replaced == []
 
 
@@ -113,7 +113,7 @@ def test_hold_again_extends(tmp_path: Path) -> None:
     assert world.runtime.replaced == []
     world.until(world.all_closed, watch)
     (called,) = world.events(K.ONCALL_PAGED)
-    assert "the hold by carol is over" in called.body["because"], "the first one never ended by itself"
+    assert "the hold by carol is over" in called.payload.because, "the first one never ended by itself"
 
 
 @pytest.mark.parametrize("setting", [holding, proposing])
@@ -129,7 +129,7 @@ def test_a_veto_ends_it(tmp_path: Path, setting: Callable[[Path], tuple[World, R
     world.run(30, watch)
     assert world.runtime.replaced == [] and world.only().outcome is IncidentOutcome.ESCALATED
     assert world.only().because == "rejected by alice: I debug it"
-    assert [e.body["topic"] for e in world.events(K.ONCALL_PAGED)] == ["rejected"]
+    assert [e.payload.topic for e in world.events(K.ONCALL_PAGED)] == ["rejected"]
 
 
 def test_more_that_is_known_does_not_end_a_hold(tmp_path: Path) -> None:

@@ -6,9 +6,11 @@ no answer was over has no length. What is missing stays missing; 0 would be a fi
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rolecall.core.journal.payloads import StepCommitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,20 +159,8 @@ SIGNS = (
 BY_NAME = {sign.name: sign for sign in SIGNS}
 
 
-def policy_health_of(body: Mapping[str, Any]) -> dict[str, float]:
-    """What the journal's line of a committed step (its body) says of the policy's health, by name. Only what is known and
-    a number: a journal may be old, damaged, or of a later version."""
-    health = body.get("health")
-    told = {"log_ratio_max": body.get("log_ratio_max"), **(health if isinstance(health, Mapping) else {})}
-    found = {name: _number(told.get(name)) for name in BY_NAME}
-    return {name: value for name, value in found.items() if not math.isnan(value)}
-
-
-def _number(value: object) -> float:
-    """NaN for what is none. JSON has no infinity: the journal keeps it as a word that float reads."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return math.nan
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return math.nan
+def policy_health_of(step: "StepCommitted") -> dict[str, float]:
+    """What a committed step says of the policy's health, by name. Only what was measured."""
+    told = {"log_ratio_max": step.log_ratio_max, **step.health}
+    found = {name: told.get(name) for name in BY_NAME}
+    return {name: value for name, value in found.items() if value is not None and not math.isnan(value)}

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from prometheus_client.samples import Sample
+
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
-from rolecall.agent.collectors.exporters.prometheus_text import PrometheusSample
 from rolecall.agent.collectors.exporters.scrape import Scraper, parse_address
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import NodeId
@@ -77,11 +78,11 @@ _ROWS = (
 WANTED = frozenset({n for row in _ROWS for n in row.names} | {_SLEEP_STATE, _SUCCESS})
 
 
-def engine_values(samples: Iterable[PrometheusSample], rank: tuple[str, ...]) -> Iterator[MetricValue]:
+def engine_values(samples: Iterable[Sample], rank: tuple[str, ...]) -> Iterator[MetricValue]:
     """Metric values from one engine's page, without those it lacks. `rank`: node, role, replica, rank."""
     found: dict[str, list[float]] = {}
     finished: dict[str, float] = {}
-    for name, labels, value, _ in samples:
+    for name, labels, value, *_ in samples:
         if not math.isfinite(value):
             continue
         if name == _SUCCESS:

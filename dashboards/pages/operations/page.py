@@ -31,11 +31,11 @@ def show() -> None:
     page("Operations", _draw)
 
 
-def _draw(r: Reader, look: JournalSnapshot) -> None:
+def _draw(r: Reader, snapshot: JournalSnapshot) -> None:
     viewer, state, now = follow(r), operations(r).latest(r), r.now()
-    incidents = tuple(look.book.incidents.values())
+    incidents = tuple(snapshot.projection.incidents.values())
     show_result()
-    _status(r, viewer, state, ended=look.snapshot.ended)
+    _status(r, viewer, state, ended=snapshot.run.ended)
     _plans(r, viewer, plan_rows(incidents, state.mode, now), now)
     _pause(r, viewer, state)
     _nodes(r, viewer, state, incidents, now)
@@ -119,7 +119,7 @@ def _plan_commands(r: Reader, viewer: Viewer, row: PlanRow) -> None:
             del stops["Hold"]
         if row.status is PlanStatus.APPROVED:
             del stops["Reject"]  # it is approved already; a hold or a pause can still stop it
-        with st.expander(" or ".join(stops)):
+        with st.expander(" or ".join(stops).capitalize()):
             form(r, viewer, f"plan:{row.digest}", stops, seconds=HOLD_FOR if "Hold" in stops else None)
         direct = ((approve,) if row.can_be_approved else ()) + ((lift,) if row.hold is not None else ())
         as_commands(r, viewer, *direct, *stops.values())

@@ -35,7 +35,7 @@ from rolecall.agent.collectors.process.exits import ExitWatch
 from rolecall.agent.collectors.process.host import HostProbe
 from rolecall.agent.collectors.runner import DOWN_INTERVAL_SECONDS, Probe
 from rolecall.agent.events import NUM_KEPT, EventLog
-from rolecall.agent.http.exposition import Exposition, all_values
+from rolecall.agent.http.exposition import all_values, render
 from rolecall.agent.registry import Registry
 from rolecall.agent.sampler import Sampler
 from rolecall.agent.samples import SampleRing
@@ -108,7 +108,6 @@ class Looking:
         self.gpus = GpuSamples(node, gpus.newest, self.registry.registrations)
         self.sampler = Sampler(self.registry, host, self.ring, self.clock, self.gpus.take)
         self.due = dict.fromkeys(self.probes, self.clock.monotonic())
-        self.exposition = Exposition()
         self.cursor = self.num_ticks = 0
         self.seconds: Counter[str] = Counter()
         self._standin_before = read_time(self.files.standin_time)
@@ -171,7 +170,7 @@ class Looking:
         readings = [p.reading() for p in self.probes]
         processes, hosts = self.ring.newest()
         values = all_values(processes, hosts, (*(v for r in readings for v in r.values), *self.gpus.values))
-        return self.exposition.render(values) + "".join(r.dcgm() for r in readings).encode()
+        return render(values)[0] + "".join(r.dcgm() for r in readings).encode()
 
     def _replace(self, n: int, incarnation: int) -> None:
         self.ranks[n].kill()

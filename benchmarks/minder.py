@@ -37,8 +37,16 @@ from rolecall.detector.panels.minder import detector as minder
 from rolecall.detector.panels.minder import fit as minder_fit
 from rolecall.detector.panels.minder.detector import Minder, Variant, Weights
 from rolecall.detector.panels.minder.fit import LabelledFault
-from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelDetector, PanelShape, findings
-from rolecall.detector.panels.registry import BASELINES, FALSE_ALARMS_PER_1000_MACHINE_DAYS, detector
+from rolecall.detector.panels.panel import (
+    FALSE_ALARMS_PER_1000_MACHINE_DAYS,
+    Floats,
+    Machine,
+    Panel,
+    PanelDetector,
+    PanelShape,
+    findings,
+)
+from rolecall.detector.panels.registry import BASELINES, detector
 from rolecall.detector.simulation.fleet import METRICS, Onset, SimulatedFault, SimulatedTask, fleet, panel
 from rolecall.detector.sources import recording
 

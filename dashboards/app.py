@@ -10,7 +10,7 @@ PAGES = (
     ("incidents", "Incidents", ":material/emergency:"),
     ("fleet", "Fleet", ":material/dns:"),
     ("accounting", "Accounting", ":material/receipt_long:"),
-    ("operations", "Operations", ":material/front_hand:"),
+    ("operations", "Operations", ":material/terminal:"),
 )
 
 # Inline, because Streamlit fetches named icons from the internet.

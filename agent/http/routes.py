@@ -4,16 +4,18 @@ import math
 import os
 import resource
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.collectors.gpu.samples import GpuSamples
 from rolecall.agent.collectors.runner import NoSuchCollector, Probes
 from rolecall.agent.events import EventLog
 from rolecall.agent.evidence import EvidenceUnavailable, FlightRecorders, Stacks
-from rolecall.agent.http.exposition import CONTENT_TYPE, Exposition, agent_value, all_values, build_info
+from rolecall.agent.http.exposition import agent_value, all_values, build_info, render
 from rolecall.agent.http.server import WAIT_SECONDS_MAX, HttpRequest, HttpRequestError, HttpResponse, Route
 from rolecall.agent.registry import Registry
 from rolecall.agent.sampler import Sampler
@@ -50,7 +52,6 @@ class Routes:
     gpus: GpuSamples
     num_malformed: Callable[[], int]
     """Messages of processes that were none."""
-    exposition: Exposition = field(default_factory=Exposition)
 
     def table(self) -> dict[str, Route]:
         return {
@@ -185,12 +186,13 @@ class Routes:
     def metrics(self, request: HttpRequest) -> HttpResponse:
         request.only()
         processes, hosts = self.ring.newest()
-        return HttpResponse(self.exposition.render(all_values(processes, hosts, self._read_values())), CONTENT_TYPE)
+        values = all_values(processes, hosts, self._read_values())
+        return HttpResponse(*render(values, request.headers.get("accept", "")))
 
     def metrics_dcgm(self, request: HttpRequest) -> HttpResponse:
         """The GPU collector's values once more, in dcgm-exporter's names and labels; empty without a GPU."""
         request.only()
-        return HttpResponse("".join(r.dcgm() for r in self.probes.readings()).encode(), CONTENT_TYPE)
+        return HttpResponse("".join(r.dcgm() for r in self.probes.readings()).encode(), CONTENT_TYPE_PLAIN_0_0_4)
 
     def _read_values(self) -> Iterator[MetricValue]:
         for reading in self.probes.readings():

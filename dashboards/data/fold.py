@@ -4,7 +4,7 @@ A `Fold` that begins at the first event knows everything. One that begins near t
 incidents, the newest ones and the newest steps, and is replaced by a whole one as soon as that has caught up.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 
 import sqlalchemy as sa
@@ -13,6 +13,7 @@ from rolecall.core.errors import JournalCorrupt
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import LeaseAcquired, NodeQuarantined, NodeReturnedToService
 from rolecall.core.journal.rows import DamagedLine, actual_of, event_of
 from rolecall.core.journal.tables import METADATA
 from rolecall.core.membership import Actual, Desired
@@ -61,12 +62,13 @@ class Fold:
         self.book.to_tell.clear()  # nobody is told by a dashboard
         self.damaged += sorted([*damaged, *misread], key=lambda line: line.seq)
         for event in kept:
-            if event.kind is _K.NODE_QUARANTINED:
-                self.quarantined.add(str(event.body.get("node")))
-            elif event.kind is _K.NODE_RETURNED_TO_SERVICE:
-                self.quarantined.discard(str(event.body.get("node")))
-            elif event.kind is _K.LEASE_ACQUIRED:
-                self.mode = str(event.body.get("mode") or "")
+            match event.payload:
+                case NodeQuarantined(node=node):
+                    self.quarantined.add(node)
+                case NodeReturnedToService(node=node):
+                    self.quarantined.discard(node)
+                case LeaseAcquired(mode=mode):
+                    self.mode = mode
         if events and events[-1].seq > self.seq:
             self.seq, self.hash = events[-1].seq, events[-1].hash
         self.seq = max([self.seq, *(line.seq for line in damaged)])
@@ -91,24 +93,23 @@ class Fold:
 def events_after(
     journal: Journal, seq: int, limit: int, *, wants_admissions: bool
 ) -> tuple[list[Event], list[DamagedLine]]:
-    """The next events. Admissions of weights come at every step from every rollout: the bodies of those that nobody waits
-    for are not parsed."""
+    """The next events. Admissions of weights come at every step from every rollout: those that nobody waits for are
+    left out."""
     events = _table("events")
     with journal.store.read() as conn:
         rows = conn.execute(sa.select(events).where(events.c.seq > seq).order_by(events.c.seq).limit(limit)).mappings()
         return _parsed(rows.all(), journal.store.where, wants_admissions)
 
 
-def _parsed(rows: Iterable[sa.RowMapping], where: str, wants_admissions: bool) -> tuple[list[Event], list[DamagedLine]]:
+def _parsed(rows: Sequence[sa.RowMapping], where: str, wants_admissions: bool) -> tuple[list[Event], list[DamagedLine]]:
     found: list[Event] = []
     damaged: list[DamagedLine] = []
     for row in rows:
         wants_admissions = wants_admissions or row["kind"] == _K.PLAN_CREATED
+        if row["kind"] == _K.WEIGHTS_ADMITTED and not wants_admissions and row is not rows[-1]:
+            continue  # the last one says how far was read
         try:
-            if row["kind"] == _K.WEIGHTS_ADMITTED and not wants_admissions:
-                found.append(Event(seq=row["seq"], kind=_K.WEIGHTS_ADMITTED, wall_at=row["wall_at"], hash=row["hash"]))
-            else:
-                found.append(event_of(row, where))
+            found.append(event_of(row, where))
         except JournalCorrupt as e:
             damaged.append(DamagedLine(seq=row["seq"], incident_id=row["incident_id"], error=e))
     return found, damaged

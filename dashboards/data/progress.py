@@ -11,10 +11,18 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
 
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import (
+    EpochAdvanced,
+    IncidentOpened,
+    PlanCreated,
+    RunStarted,
+    StepCommitted,
+    StepInterrupted,
+    WeightsAdmitted,
+)
 from rolecall.core.membership import Actual
 from rolecall.core.policy_health import BY_NAME, policy_health_of
 from rolecall.views.ettr import Loss, losses, training_began
@@ -174,25 +182,24 @@ class RunTrendsProjection:
         return bool(self._open) or len(self._told_of) < len(self.faults)
 
     def take(self, event: Event) -> None:
-        """Raises KeyError, TypeError, ValueError: the body is not what the kind should have."""
-        body = event.body
-        match event.kind:
-            case _K.RUN_STARTED if isinstance(body.get("roles"), Mapping):
-                self._roles = {str(role): int(num) for role, num in body["roles"].items() if isinstance(num, int)}
-            case _K.EPOCH_ADVANCED:
+        """Raises ValueError: a step that no run reaches."""
+        match event.payload:
+            case RunStarted(roles=roles):
+                self._roles = dict(roles)
+            case EpochAdvanced(members=members):
                 self._began = training_began([event]) if self._began is None else self._began
                 if self.awaits:
-                    for replica, incarnation in body.get("members", ()):
-                        if not str(replica).startswith("rollout/"):
-                            self._serves((str(replica), int(incarnation)), event.wall_at)
-            case _K.WEIGHTS_ADMITTED if body:
-                self._serves((str(body["replica"]), int(body.get("incarnation", 1))), event.wall_at)
-            case _K.STEP_COMMITTED:
-                self.curve.add(_bucket(event))
+                    for replica, incarnation in members:
+                        if not replica.startswith("rollout/"):
+                            self._serves((replica, incarnation), event.wall_at)
+            case WeightsAdmitted(replica=replica, incarnation=incarnation):
+                self._serves((replica, incarnation), event.wall_at)
+            case StepCommitted() as committed:
+                self.curve.add(_bucket(committed, event.wall_at))
                 self._last_commit = event.wall_at
-                self._steps.append(replace(event, body={"step": body["step"]}))
-            case _K.STEP_INTERRUPTED:
-                self._steps.append(replace(event, body={"step": body.get("step")}))
+                self._steps.append(event.slim())
+            case StepInterrupted():
+                self._steps.append(event)
             case _ if event.incident_id:
                 self._of_incident(event.incident_id, event)
             case _:
@@ -209,10 +216,9 @@ class RunTrendsProjection:
         if story is None:
             return
         if len(story) < INCIDENT_EVENTS_MAX or event.kind is _K.INCIDENT_CLOSED:
-            story.append(replace(event, body={k: v for k, v in event.body.items() if k != "question"}))
-        if event.kind is _K.PLAN_CREATED:
-            for target in event.body["plan"]["targets"]:
-                self._awaited.setdefault((str(target["replica"]), int(target["incarnation"]) + 1), None)
+            story.append(event.slim())
+        for key in _replacements(event):
+            self._awaited.setdefault(key, None)
         if event.kind is _K.INCIDENT_CLOSED:
             try:
                 costs, told_of = self._costs(which, math.inf)
@@ -220,8 +226,8 @@ class RunTrendsProjection:
                 self._told_of |= told_of
             finally:
                 for e in self._open.pop(which):
-                    for target in e.body.get("plan", {}).get("targets", ()):
-                        self._awaited.pop((str(target["replica"]), int(target["incarnation"]) + 1), None)
+                    for key in _replacements(e):
+                        self._awaited.pop(key, None)
 
     def _costs(self, which: str, end: float) -> tuple[list[IncidentReplicaLoss], set[InjectedFault]]:
         """What the incident took, and the faults that it tells of."""
@@ -289,30 +295,33 @@ class RunTrendsProjection:
         return EttrSummary(start=self._began, end=end, lost=lost)
 
 
-def _bucket(event: Event) -> Bucket:
-    body, step = event.body, int(event.body["step"])
+def _replacements(event: Event) -> list[Key]:
+    """Incarnations that a plan asks for."""
+    if not isinstance(event.payload, PlanCreated):
+        return []
+    return [(str(t.replica), t.incarnation + 1) for t in event.payload.plan.targets]
+
+
+def _bucket(committed: StepCommitted, at: float) -> Bucket:
+    step = committed.step
     if not 0 <= step <= STEP_MAX:
         raise ValueError(f"step {str(step)[:30]} is none")
-    seconds = _number(body.get("seconds"))
+    seconds = committed.seconds
     return Bucket(
         first_step=step,
         last_step=step,
-        at=event.wall_at,
+        at=at,
         num=1,
-        reward=_number(body.get("reward")),
+        reward=math.nan if committed.reward is None else committed.reward,
         seconds=seconds,
         seconds_max=seconds if math.isfinite(seconds) else 0.0,
-        tokens=float(body.get("tokens") or 0),
-        signs=policy_health_of(body),
+        tokens=float(committed.tokens),
+        signs=policy_health_of(committed),
     )
 
 
-def _number(value: Any) -> float:
-    return math.nan if value is None else float(value)
-
-
 def _onset(opened: Event) -> float:
-    return float(opened.body.get("diagnosis", {}).get("onset", opened.wall_at))
+    return opened.as_(IncidentOpened).diagnosis.onset
 
 
 def lost_seconds(

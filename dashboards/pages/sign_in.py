@@ -79,7 +79,7 @@ def sidebar(reader: Reader) -> None:
             st.button("Sign out", key="rolecall.signout", on_click=_leave, width="stretch")
             return
         with st.form("rolecall.signin", clear_on_submit=True):
-            st.text_input("Token", type="password", key=_TOKEN, autocomplete="off")
+            st.text_input("Access token", type="password", key=_TOKEN, autocomplete="off")
             st.form_submit_button("Sign in", on_click=_enter, args=(reader,), width="stretch")
         error = st.session_state.get(_ERROR, "")
         if error:

@@ -114,10 +114,10 @@ def figures(rows: list[tuple[str, str, str]]) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A small table; all columns but the first are right-aligned."""
+    """A small table; numbers are right-aligned."""
     heads = "".join(f"<th scope=col>{escape(h)}</th>" for h in head)
     lines = "".join(
-        "<tr>" + "".join(f"<td{' class=n' if n else ''}>{escape(c)}</td>" for n, c in enumerate(row)) + "</tr>"
+        "<tr>" + "".join(f"<td{' class=n' if c[:1].isdigit() else ''}>{escape(c)}</td>" for c in row) + "</tr>"
         for row in rows
     )
     return f'<table class="rc rc-table"><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>'

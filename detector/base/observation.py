@@ -1,4 +1,4 @@
-"""What a source hands to the detector: everything heard since the last poll. All sources yield this same value."""
+"""What a source gives the detector: everything received since the last poll. All sources yield this same value."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,12 +17,12 @@ class Observation:
     unreachable: tuple[tuple[str, float, str], ...] = ()
     """(node, since when in wall seconds, why) of each agent that does not answer."""
     left: tuple[str, ...] = ()
-    """Nodes that were taken off the list of agents: what was said of them is over."""
+    """Nodes that were removed from the list of agents: their findings end."""
     panel_findings: tuple[Finding, ...] = ()
-    """What panel detectors began to say with this (detector/live/run_panels.py). It is part of what the engine sees, so that a stored
-    window replays: their trackers have hours of memory, a window has half a minute."""
+    """Findings of panel detectors that begin with this observation (detector/live/run_panels.py). They are part of it so that
+    a stored window replays: panel trackers have hours of memory, a window has half a minute."""
     pulled_findings: tuple[Finding, ...] = ()
-    """What evidence says that was pulled for an incident: stacks, Flight Recorder dumps (detector/live/stages/pulled_evidence.py)."""
+    """Findings on evidence collected for an incident: stacks, Flight Recorder dumps (detector/live/stages/pulled_evidence.py)."""
 
     def to_dict(self) -> dict[str, Any]:
         return {

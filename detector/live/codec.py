@@ -42,7 +42,7 @@ PLAIN: dict[str, type] = {
         MonitoredProcess,
     )
 }
-"""Written field by field; what they make themselves of the others (`init=False`) is made again."""
+"""Written field by field; derived fields (`init=False`) are made again."""
 OWN: dict[str, tuple[type, Callable[[dict[str, Any]], Any]]] = {
     "AgentEvent": (AgentEvent, AgentEvent.from_dict),
     "CollapseWatch": (CollapseWatch, CollapseWatch.from_dict),
@@ -50,7 +50,7 @@ OWN: dict[str, tuple[type, Callable[[dict[str, Any]], Any]]] = {
     "Finding": (Finding, Finding.from_dict),
     "ProcessSample": (ProcessSample, ProcessSample.from_dict),
 }
-"""Have a JSON form of their own."""
+"""Classes with a JSON form of their own."""
 
 
 def encode(value: Any) -> Any:

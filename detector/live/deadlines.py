@@ -1,7 +1,7 @@
 """Deadlines learned per (role, phase): max(floor, k x own P99), never above the ceiling.
 
-What is learned is the effective time (run delay subtracted) between two signs of progress. Only gaps that ended are
-learned, and none of a process that is under a finding: a fault must not become normal.
+The sample is the effective time (run delay subtracted) between two advances of progress. Only gaps that ended are learned,
+and none of a process that is under a finding: a fault must not become normal.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from rolecall.core.config.job import DetectorConfig
 from rolecall.core.telemetry import PHASES_WITHOUT_DUE_PROGRESS
 
 BEATS = "(beats)"
-"""Where the gaps between beats are learned, beside the phases."""
+"""Key of the gaps between heartbeats, beside those of the phases."""
 GAPS_KEPT = 512
 """Gaps kept per (role, phase): the P99 of 512 values rests on the five largest."""
 GAPS_MIN = 8
@@ -23,7 +23,7 @@ REFRESH_EVERY = 16
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deadline:
     seconds: float
-    text: str  # how it came about, for the sentence
+    text: str  # how it was derived, for the sentence
     learned: bool
 
 
@@ -66,7 +66,7 @@ def learned_deadline(p99: float | None, config: DetectorConfig) -> Deadline:
     """max(floor, k x P99), capped; without a P99 the deadline of a first unit."""
     if p99 is None:
         seconds = config.first_unit_seconds
-        return Deadline(seconds=seconds, text=f"{seconds:g} s, nothing learned yet", learned=False)
+        return Deadline(seconds=seconds, text=f"{seconds:g} s, no history yet", learned=False)
     floor, factor = config.hang_floor_seconds, config.hang_p99_factor
     seconds = min(config.hang_ceiling_seconds, max(floor, factor * p99))
     return Deadline(seconds=seconds, text=f"{seconds:.1f} s = max({floor:g}, {factor:g} x P99 {p99:.2f})", learned=True)

@@ -104,7 +104,7 @@ class LiveDetector:
         return tick.findings
 
     def forget(self, replica: str, below_incarnation: int) -> None:
-        """Incarnations of `replica` below this are being replaced: what happens to them from now on is wanted.
+        """Incarnations of `replica` below this are being replaced: what happens to them from now on is intended.
 
         Call it when the replacement is ordered, before the old process is killed.
         """
@@ -116,9 +116,9 @@ class LiveDetector:
         }
 
     def progressing(self, replica: str, incarnation_min: int) -> tuple[bool, str]:
-        """Healthy again: this replica, at this incarnation or later, is there and has been seen to finish work.
+        """Healthy again: this replica, at this incarnation or later, is up and has finished work.
 
-        An idle one counts once it has worked under this name. The sentence says what was seen, or what is missing.
+        An idle one counts once it has worked under this name. The sentence says what was observed, or what is missing.
         """
         here = self._fleet.roster.of_replica(replica).values()
         ranks = [s for s in here if s.incarnation >= incarnation_min]
@@ -132,28 +132,28 @@ class LiveDetector:
         return True, f"{lead.name()} has finished {lead.worked} units of work and is in phase {lead.phase}"
 
     def _missing(self, s: MonitoredProcess) -> str:
-        """What keeps this process from counting as healthy; empty when nothing does."""
+        """Why this process does not count as healthy; empty when it does."""
         if s.gone:
-            return "its process is gone"
+            return "its process exited"
         if s.sample is None:
             return "registered, not sampled yet"
         if self._now - s.seen_wall > FRESH_SECONDS:
-            return f"not seen for {self._now - s.seen_wall:.1f} s"
+            return f"no sample for {self._now - s.seen_wall:.1f} s"
         for d in self._standing.values():
             if fusion.on_panels_alone(d):
-                continue  # it is not as it was; whether it works is seen
+                continue  # its metrics changed; whether it works is observed
             if any(who.replica == s.replica and who.incarnation == s.incarnation for who in d.suspects):
-                return f"a finding stands against it ({d.fault_class})"
+                return f"diagnosed with {d.fault_class}"
         if not s.worked:
             return f"in phase {s.phase}, no unit of work finished yet"
         if s.phase == Phase.START:
             return "in phase start"
         if s.progress_due and s.phase in WORK_PHASES and s.stall.wall >= self._config.hang_floor_seconds:
-            return f"stands still in phase {s.phase} for {s.stall.wall:.1f} s"
+            return f"no progress in {s.phase} for {s.stall.wall:.1f} s"
         return ""
 
     def processes(self) -> list[MonitoredProcess]:
-        """Everybody under watch now, the newest of each name."""
+        """All monitored processes, the newest of each name."""
         return list(self._fleet.current())
 
     def deadlines(self) -> dict[str, str]:
@@ -167,9 +167,9 @@ class LiveDetector:
         }
 
     def window(self, suspects: Iterable[Suspect] = ()) -> dict[str, Any]:
-        """What was seen lately with the state before it, as JSON: store it with a diagnosis, `replay_window` decides
-        again from it. It covers between half of `window_seconds` and all of it; of a large fleet those whom `suspects`
-        name, and some of their peers."""
+        """The latest observations with the state before them, as JSON, to be stored with a diagnosis: `replay_window`
+        decides again from it. It covers between half of `window_seconds` and all of it; of a large fleet only `suspects`
+        and some of their peers."""
         start, observations = self._history.window(self._fleet, suspects)
         return {
             "version": WINDOW_VERSION,
@@ -208,7 +208,7 @@ class LiveDetector:
 
     @classmethod
     def resumed(cls, config: DetectorConfig, roles: Mapping[str, int] | None, state: dict[str, Any]) -> Self:
-        """A detector that knows what another had learned (`state`): a restarted watcher need not learn again."""
+        """A detector with what another one had learned (`state`), so that a restarted watch need not learn again."""
         detector = cls(config, roles)
         detector._restore(state)
         return detector
@@ -218,8 +218,8 @@ class LiveDetector:
         return {**self._learned(), "subjects": [encode(s) for s in self._fleet.subjects.values()]}
 
     def state_in_parts(self, subjects_at_once: int) -> Iterator[str | None]:
-        """`state` as text, made of a few subjects at a time; None until it is done. Observations may come in between:
-        each subject is as it was when its turn came."""
+        """`state` as text, made of a few subjects at a time; None until it is complete. Observations may come in between:
+        each subject is stored as it was at its turn."""
         texts: list[str] = []
         keys = list(self._fleet.subjects)
         for begin in range(0, len(keys), subjects_at_once):
@@ -230,7 +230,7 @@ class LiveDetector:
         yield f'{json.dumps(self._learned())[:-1]}, "subjects": [{", ".join(texts)}]}}'
 
     def _learned(self) -> dict[str, Any]:
-        """All of the state but the subjects."""
+        """All of the state except the subjects."""
         fleet = {
             f.name: encode(getattr(self._fleet, f.name))
             for f in fields(MonitoredProcesses)
@@ -256,7 +256,7 @@ class LiveDetector:
         self._now = state["now"]
 
     def _mark_quiet(self, findings: list[Finding]) -> None:
-        """Nothing is learned from those under a finding, nor from those who wait while one stands."""
+        """Nothing is learned from processes under a finding, nor from waiting ones while a fault stalls others."""
         quiet = {
             (s.replica, s.rank, s.incarnation)
             for f in findings

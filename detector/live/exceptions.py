@@ -1,6 +1,6 @@
-"""Exceptions that processes reported: which one was the last, in which step, and whether it blames the code.
+"""Exceptions that processes reported: which one was the last, in which step, and whether it points at the code.
 
-Exceptions that say only that somebody else is gone, late or fenced are consequences and prove nothing about the code.
+Exceptions that only say that another process is gone, late or fenced are consequences and prove nothing about the code.
 """
 
 from rolecall.core.telemetry import AgentEvent
@@ -31,7 +31,7 @@ CONSEQUENCES = frozenset(
         "DistBackendError",
         "DistNetworkError",
         "DistStoreError",
-        # a person or the supervisor wanted it
+        # on purpose, by an operator or the supervisor
         "KeyboardInterrupt",
         "SystemExit",
     }
@@ -53,7 +53,7 @@ def exception_text(event: AgentEvent) -> str:
 
 
 def blames_code(seen: ReceivedException) -> bool:
-    """It is no mere consequence of somebody else's end."""
+    """It is no mere consequence of the end of another process."""
     return seen.event.detail.get("type", "").rpartition(".")[2] not in CONSEQUENCES
 
 

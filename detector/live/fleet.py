@@ -1,7 +1,7 @@
-"""Everybody under watch: one `MonitoredProcess` per (replica, rank, incarnation), fed by samples and events.
+"""All monitored processes: one `MonitoredProcess` per (replica, rank, incarnation), fed by samples and events.
 
-Here names are kept straight: a newer incarnation ends the older one, a promoted standby is the same process under
-another name, what recovery has forgotten stays forgotten. Nothing here judges. All time comes from the observation.
+It resolves identities: a newer incarnation ends the older one, a promoted standby is the same process under another name,
+what recovery told us to forget stays forgotten. It decides nothing. All time comes from the observation.
 """
 
 from collections import deque
@@ -22,17 +22,17 @@ EXCEPTIONS_MAX = 256
 CLOSED_SECONDS = 120.0
 """How long a past incarnation is remembered after its successor came or it was forgotten."""
 UNPAGED_GONE_SECONDS = 900.0
-"""How long the exit of a process of a job that knows nothing of us is told, unless another takes its place."""
+"""How long the exit of a process of an uninstrumented job is reported, unless another one takes its place."""
 DEAD_SAMPLE_SECONDS = 1.0
-"""A sample says that a process is dead, and no event has: the event (with its goodbye before it, or its signal) gets
-so long to arrive before the sample counts alone."""
+"""A sample says that a process is dead, and no event has: how long to wait for the event, which has the announced exit or
+the signal, before the sample counts alone."""
 OLD_EVENT_SECONDS = 900.0
-"""A watch that begins is told whatever its agents keep, of days: what is older than this, of a process that is not known
-by its samples, is history. As long as the exit of a process is told at all (`UNPAGED_GONE_SECONDS`)."""
+"""A watch that starts gets all events that its agents keep, days of them: an older one, of a process without samples, is
+history. As long as an exit is reported at all (`UNPAGED_GONE_SECONDS`)."""
 OFFSET_STEP_SECONDS = 5.0
-"""An answer so much later than any before: a clock was set. If only the answer was late, the next one shows it."""
+"""An answer this much later than any before means that a clock was set. If only the answer was late, the next one shows it."""
 OFFSET_UNCERTAINTY_SECONDS = 1.0
-"""A clock offset of a node below this is not told apart from the delay of its answer, and read as none."""
+"""A clock offset of a node below this cannot be separated from the delay of its answer, and counts as none."""
 
 
 @dataclass(slots=True)
@@ -66,10 +66,8 @@ class MonitoredProcesses:
     )  # of whom the newest observation had a sample
     by_process: dict[ProcessId, Key] = field(init=False, default_factory=dict)
     before: dict[Key, MonitoredProcess | None] = field(init=False, default_factory=dict)
-    """Those that changed since somebody last emptied this, as they were before; None: not there. See history.py."""
-    _dead: dict[Key, MonitoredProcess] = field(
-        init=False, default_factory=dict
-    )  # a sample said so, and nothing else yet
+    """Processes that changed since this was last emptied, as they were before; None: not there. See history.py."""
+    _dead: dict[Key, MonitoredProcess] = field(init=False, default_factory=dict)  # a sample said so, and no event yet
     _closed: dict[Key, MonitoredProcess] = field(init=False, default_factory=dict)
     _unpaged: list[MonitoredProcess] = field(init=False, default_factory=list)
     _unpaged_of: int = field(init=False, default=-1)  # changes of the roster of which it was made
@@ -102,7 +100,7 @@ class MonitoredProcesses:
         return self._unpaged
 
     def changes(self, subject: MonitoredProcess) -> None:
-        """Called before anything of it does."""
+        """Called before anything of it changes."""
         if subject.key not in self.before:
             self.before[subject.key] = subject.copied()
 
@@ -129,7 +127,7 @@ class MonitoredProcesses:
         self._sweep(now)
 
     def forget(self, replica: str, below_incarnation: int, now: float) -> None:
-        """What is known of older incarnations is over: their exits are expected, their findings end."""
+        """Older incarnations are over: their exits are expected, their findings end."""
         self.forgotten[replica] = max(below_incarnation, self.forgotten.get(replica, 0))
         self._close_older(replica, below_incarnation, now)
 
@@ -293,7 +291,7 @@ class MonitoredProcesses:
                 self._lost(s, now)
         for s in list(self.roster.gone.values()):
             if not s.reports and now - s.exit_wall >= UNPAGED_GONE_SECONDS:
-                self._close(s, now)  # nothing will say that its place is not to be filled again
+                self._close(s, now)  # no event will say whether its place is filled again
         old = [s for s in self._closed.values() if now - s.closed_wall > CLOSED_SECONDS]
         for s in old:
             self.changes(s)
@@ -304,6 +302,12 @@ class MonitoredProcesses:
 
 def _masked(sample: ProcessSample) -> ProcessSample:
     return replace(sample, proc_state="?")
+
+
+def waiting(subjects: Iterable[MonitoredProcess]) -> str:
+    """For sentences: `trainer/0, trainer/2 are waiting`."""
+    who = list(subjects)
+    return f"{names(who)} {'is' if len(who) == 1 else 'are'} waiting"
 
 
 def names(subjects: Iterable[MonitoredProcess]) -> str:

@@ -2,12 +2,12 @@
 
 Rules, in order:
   a finding that only continues a fault that stands goes on under its diagnosis (`FaultSpec.continues_as`): a hung
-  process that exits was killed by somebody, and that is no second fault;
+  process that exits was killed by an operator or a timeout, and that is no second fault;
   a finding that another one explains is dropped (`FaultSpec.suppresses`): a crashed process is not slow as well;
-  when more than half of a role is slow at once, peer evidence is void and nobody is named for it.
+  when more than half of a role is slow at once, peer evidence is void and no process is named for it.
 
-What panels of metrics say is the weakest evidence: that a machine is not as it was, and not what ails it. It is told
-where nothing else explains it (detector/live/stages/panels.py), and gives way for good to whatever else names the same machine.
+Findings of metric panels are the weakest evidence: they are reported where nothing else explains them
+(detector/live/stages/panels.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def fuse(
         diagnosis = to_diagnosis(finding)
         before = standing.get(diagnosis.key, diagnosis)
         if on_panels_alone(before) and not on_panels_alone(diagnosis):
-            # A slowness was measured of whom a panel had named: now it can be weighed. What its GPU does may be why.
+            # A slowdown of what a panel had named is now measured and can be weighed. Its GPU may be the reason.
             of_gpus = tuple(e for e in before.evidence if e.kind == OF_GPU)
             before = replace(diagnosis, evidence=(*diagnosis.evidence, *of_gpus))
         told.setdefault(diagnosis.key, before)
@@ -73,11 +73,11 @@ def _advice(finding: Finding) -> str:
         return ADVICE_ON_PANELS
     own = [e.text for e in finding.evidence if e.kind == ADVISES]
     if finding.detector == COLLAPSE:
-        return "; ".join(own)  # whether to stop is for a person to say
+        return "; ".join(own)  # whether to stop is for on-call to decide
     usual = finding.fault_class.spec.advice
     if not any(
         text.endswith(usual) for text in own
-    ):  # it does where a diagnosis is told again (detector/sources/agent_event_files.py)
+    ):  # it does where a diagnosis is repeated (detector/sources/agent_event_files.py)
         own.append(usual)
     return "; ".join(own)
 
@@ -158,7 +158,7 @@ def _drop_majority_suspects(findings: list[Finding], role_sizes: Mapping[str, in
             detected_at=now,
             confidence=0.3,
             because=f"{who} are slower than the rest of role {role}, but they are its majority: "
-            f"either they are slow or their load differs",
+            "either they are slow or their load differs",
             evidence=(
                 *(Evidence(kind="slow", text=f.because) for f in group),
                 settles("a replica on a node of its own, or the same work given to each"),

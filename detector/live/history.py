@@ -1,12 +1,12 @@
-"""What a detector has read lately, with the state before it: a window that replays to the same diagnosis.
+"""The latest observations of a detector, with the state before them: a window that replays to the same diagnosis.
 
 Two halves of the wanted length follow each other; when a third begins the first is dropped, so that between half of the
 length and all of it is there. A half begins with what was known then. Subjects are not copied at that moment - sixteen
 thousand at once would hold up the detector for seconds - but each when it first changes (`MonitoredProcesses.before`): one that has
 not changed since is still what it was.
 
-A large fleet's window is narrowed to those whom a diagnosis is about and some of their peers: all of it would be hundreds
-of megabytes of JSON.
+A large fleet's window is narrowed to the suspects and some of their peers: all of it would be hundreds of megabytes of
+JSON.
 """
 
 from collections import deque
@@ -49,7 +49,7 @@ class _HistorySegment:
 
 
 class ObservationHistory:
-    """Of one detector. `add` comes before the fleet is told."""
+    """Of one detector. `add` comes before the fleet ingests the observation."""
 
     def __init__(self, window_seconds: float) -> None:
         self._seconds = window_seconds / 2
@@ -83,7 +83,7 @@ class ObservationHistory:
         return start, [(o if keep is None else _narrowed(o, keep)).to_dict() for o in observations]
 
     def _subjects_then(self, fleet: MonitoredProcesses) -> Mapping[Key, MonitoredProcess]:
-        """Everybody as he was when the older half began."""
+        """Every process as it was when the older half began."""
         then: dict[Key, MonitoredProcess | None] = dict(fleet.subjects)
         for half in reversed(self._halves):
             then |= half.before
@@ -91,7 +91,7 @@ class ObservationHistory:
 
 
 def _concerned(fleet: MonitoredProcesses, suspects: tuple[Suspect, ...]) -> set[Key]:
-    """Those whom the suspects name, and of each of their roles some more."""
+    """The processes that the suspects name, and some more of each of their roles."""
     replicas, nodes = {s.replica for s in suspects if s.replica}, {str(s.node) for s in suspects if s.node}
     accused = [s for s in fleet.subjects.values() if s.replica in replicas or s.node in nodes]
     roles = {s.role for s in accused} or {s.role for s in fleet.current()}

@@ -1,12 +1,12 @@
-"""Findings of panels and dumps become diagnoses: one per fault, cause before symptom, each told when it is first known.
+"""Findings of panels and dumps become diagnoses: one per fault, cause before symptom, each made when it is first known.
 
 Rules, in order:
-  findings of one node and one fault class that lie within `SAME_FAULT_SECONDS` of each other are one fault, whatever
-  rank or GPU of it they name: the earliest is told. Flight Recorder dumps may know no role and no node, so that
-  there the same ranks count as the same nodes;
-  a slowness of a node that was named for a hang or crash before is its consequence;
-  a `cannot_tell` falls when something that could tell has named one of its suspects.
-What was said at a time is never taken back, nor altered, by what comes later: live and offline say the same.
+  findings of one node and one fault class within `SAME_FAULT_SECONDS` of each other are one fault, whatever rank or GPU
+  they name: the earliest counts. Flight Recorder dumps may know no role and no node, so that there the same ranks count
+  as the same nodes;
+  a slowdown of nodes that an earlier fault named is its consequence (`FaultSpec.causes_slowness`);
+  a `cannot_tell` is dropped once another finding has named one of its nodes.
+A diagnosis is never withdrawn or changed by later findings: live and offline give the same.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from rolecall.core.faults import FaultClass
 from rolecall.detector.live.fusion import to_diagnosis
 
 SAME_FAULT_SECONDS = 600.0
-"""Detectors of one fault speak this close together: the slowest needs a few minutes more than the fastest."""
+"""Detectors find one fault this close together: the slowest needs a few minutes more than the fastest."""
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Merger:
     last_at: list[float] = field(default_factory=list)  # of each told fault: when it was last found again
 
     def add(self, f: Finding) -> Diagnosis | None:
-        """The diagnosis that begins with this finding; None if it is of a fault that was told, or explained by one."""
+        """The diagnosis that begins with this finding; None if its fault was reported before, or explained by one that was."""
         for i, first in enumerate(self.told):
             if _same(first, f) and f.detected_at - self.last_at[i] <= SAME_FAULT_SECONDS:
                 self.last_at[i] = f.detected_at
@@ -67,13 +67,13 @@ def _same_ranks(first: tuple[Suspect, ...], others: tuple[Suspect, ...]) -> bool
     """Whether they are the same ranks of the one job, where of each one of both knows nothing else, or both its node."""
     mine, theirs = {s.rank: s for s in first}, {s.rank: s for s in others}
     if not mine or None in mine or mine.keys() != theirs.keys() or len(mine) < max(len(first), len(others)):
-        return False  # nobody, unknown ranks, other ranks, or ranks that each node counts anew
+        return False  # no rank, unknown ranks, other ranks, or ranks numbered per node
     pairs = [(s, theirs[rank]) for rank, s in mine.items()]
     return all(a.node == b.node or any(not s.role and not s.replica for s in (a, b)) for a, b in pairs)
 
 
 def _explains(cause: Finding, f: Finding) -> bool:
-    """Whether `cause`, told before, is why `f` was found."""
+    """Whether `cause`, reported before, explains `f`."""
     if f.fault_class == FaultClass.SLOW:
         return cause.fault_class.spec.causes_slowness and set(_nodes(f)) <= set(_nodes(cause))
     if f.fault_class == FaultClass.CANNOT_TELL:

@@ -1,7 +1,7 @@
-"""Who is under watch now, found by name, role and replica without a walk over everybody.
+"""The processes monitored now, found by name, role and replica without a scan.
 
-A watch of a thousand nodes has sixteen thousand subjects and looks at them several times a second: what is asked for
-each sample, or at each look, must not cost a pass over all of them (docs/decisions/0021).
+A watch of a thousand nodes has sixteen thousand processes and several polls a second: a lookup per sample, or per poll,
+must not cost a pass over all of them (docs/decisions/0021).
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ class ProcessIndex:
         return len(self._all)
 
     def add(self, subject: MonitoredProcess) -> None:
-        """Whoever had this key before is there no more."""
+        """Replaces the process that had this key before."""
         before = self._all.get(subject.key)
         if before is not None:
             self.remove(before)
@@ -56,7 +56,7 @@ class ProcessIndex:
         self.changes += 1
 
     def note_gone(self, subject: MonitoredProcess) -> None:
-        """Its process is known to be gone now."""
+        """Its process is known to have exited."""
         if self._all.get(subject.key) is subject:
             self._gone[subject.key] = subject
             self.changes += 1

@@ -13,9 +13,9 @@ from rolecall.detector.live.roster import ProcessIndex
 from rolecall.detector.live.subject import Key, MonitoredProcess
 
 PEER_AGE_SECONDS = 10.0
-"""A peer's last observation is compared with for so long."""
+"""How long a peer's last observation is compared with."""
 RISING_SUM = 1.0
-"""A peer's sum above this (one stride of a factor of four) means that it may be slow: nobody is learned from then."""
+"""A peer's sum above this (one stride of a factor of four) means that it may be slow: nothing is learned then."""
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Peers:
         self._made_of = -1
 
     def refresh(self, roster: ProcessIndex, now: float) -> None:
-        """Before each look: what is too old goes; when somebody came or went, everything is made anew."""
+        """Before each poll: drops what is too old; rebuilds everything when a process came or went."""
         if self._made_of != roster.changes:
             self._made_of = roster.changes
             self._roles = {}

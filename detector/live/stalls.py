@@ -1,4 +1,4 @@
-"""Who makes no progress where progress is due, against which deadline. It measures and accuses nobody.
+"""Processes without progress where progress is due, and the deadlines that apply. It measures and makes no finding.
 
 A deadline must pass on the wall clock, and `EFFECTIVE_SHARE` of it on the effective clock: a process starved by its
 neighbours has a running wall clock and a standing effective one, and is left alone.
@@ -16,30 +16,30 @@ EFFECTIVE_SHARE = 0.4
 """Part of the deadline that must have passed on the effective clock. With k = 5 that is twice the P99 of a unit: more
 CPU time than a healthy unit needs, at any starvation; a process with half a CPU is still found at 1.25 deadlines."""
 EPOCH_JOIN_SECONDS = 15.0
-"""Deadline of the first collective of an epoch: it waits for a rendezvous (2.7 s measured to grow by one on CPU) and
-for a newcomer that copies state."""
+"""Deadline of the first collective of an epoch: it includes a rendezvous (2.7 s measured on CPU to grow by one member) and
+a newcomer that copies state."""
 EMERGING_SHARE = 0.3
-"""Somebody who has stood still on his own account for this share of his deadline is, for now, reason enough not to
-accuse those who depend on others."""
+"""A process that stalls on its own account for this share of its deadline is reason enough not to accuse processes that
+depend on others."""
 EMERGING_BEAT_SECONDS = 1.0
-"""The same for beats, which come every 0.1 s: ten missed."""
+"""The same for heartbeats, which come every 0.1 s: ten missed."""
 WORKING_CPUS = 0.08
-"""CPU use per effective second above which a process whose interpreter ticks is at work, at full speed or crawling
-(under a quota, or stopped for part of the time): a long unit, not a hang. Waiting ones use a few percent (beats,
-pollers), stopped ones none, and a busy loop that holds the interpreter does not tick."""
+"""CPU use per effective second above which a process with heartbeats is at work, at full speed or slowed down (by a
+quota, or stopped for part of the time): a long unit, not a hang. Waiting processes use a few percent (heartbeats, pollers),
+stopped ones none, and a busy loop that holds the interpreter sends no heartbeat."""
 WORKING_P99_FACTOR = 12.0
 """Deadline of a process at work, in P99 of its units: four times slower with three times the usual tail."""
 
 RARE_PHASES = frozenset({Phase.CHECKPOINT})
-"""Entered once in many steps, and as long as a disk takes: neither experience with other phases nor their P99 says how
-long that may be. Until enough of them were seen the deadline of a first unit holds."""
+"""Entered once in many steps, and as long as a disk takes: the P99 of other phases says nothing about them. Until enough
+of them were seen the deadline of a first unit holds."""
 
 DEPENDENT_PHASES = frozenset({Phase.UPDATE, Phase.COPY, Phase.CONTROL})
 
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """One subject against its deadlines."""
+    """One process against its deadline."""
 
     subject: MonitoredProcess
     deadline: Deadline
@@ -69,7 +69,7 @@ def phase_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, config:
     deadline = learned_deadline(p99, config)
     longer = WORKING_P99_FACTOR * (p99 or 0.0)
     if longer > deadline.seconds and subject.stall.cpu >= WORKING_CPUS * subject.stall.effective:
-        text = f"{longer:.1f} s = {WORKING_P99_FACTOR:g} x P99 {p99:.2f}, for it uses CPU"
+        text = f"{longer:.1f} s = {WORKING_P99_FACTOR:g} x P99 {p99:.2f}, it is using CPU"
         return Deadline(seconds=min(longer, config.hang_ceiling_seconds), text=text, learned=True)
     if phase == Phase.REDUCE and subject.epoch_fresh and deadline.seconds < EPOCH_JOIN_SECONDS:
         return Deadline(seconds=EPOCH_JOIN_SECONDS, text=f"{EPOCH_JOIN_SECONDS:g} s, first of its epoch", learned=False)
@@ -84,10 +84,9 @@ def heartbeat_deadline(fleet: MonitoredProcesses, subject: MonitoredProcess, con
 
 
 def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
-    """Everyone alive who has stood still for a while, with the clock and deadline that applies to him."""
+    """Every live process without progress for a while, with the clock and deadline that applies to it."""
     found = []
-    # Nobody asks after those who moved a moment ago, and a deadline for each of thousands, at each look, costs more than
-    # all else: no deadline is below this.
+    # No deadline is below this. To compute one for each of thousands of processes at each poll costs more than all else.
     soonest = EMERGING_SHARE * min(config.hang_floor_seconds, config.first_unit_seconds, config.hang_ceiling_seconds)
     for s in fleet.current():
         if s.stall.wall < soonest and s.beat.wall <= EMERGING_BEAT_SECONDS:
@@ -96,7 +95,7 @@ def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
             continue
         if s.beats_seen:
             deadline = heartbeat_deadline(fleet, s, config)
-            # Beats may stop alone (the side thread died): then the process goes on making progress and is not hung.
+            # Heartbeats may stop alone (the side thread died): then the process goes on making progress and is not hung.
             if s.beat.wall > EMERGING_BEAT_SECONDS and (not s.progress_due or s.stall.wall > EMERGING_BEAT_SECONDS):
                 found.append(Stall(s, deadline, s.beat, True))
                 continue
@@ -106,12 +105,12 @@ def stalls(fleet: MonitoredProcesses, config: DetectorConfig) -> list[Stall]:
 
 
 def own(all_stalls: list[Stall]) -> list[Stall]:
-    """Those who stand still on their own account: not beating, or in a phase in which they depend on nobody."""
+    """Those that stall on their own account: without heartbeat, or in a phase in which they depend on no other process."""
     return [s for s in all_stalls if s.beats_stopped or s.subject.phase not in DEPENDENT_PHASES | {Phase.REDUCE}]
 
 
 def emerging(standing_still: list[Stall]) -> bool:
-    """Somebody stands still on his own account, if not yet for long enough to be named."""
+    """A process stalls on its own account, if not yet for long enough to be named."""
     return any(
         s.beats_stopped or (s.clocks.wall >= EMERGING_SHARE * s.deadline.seconds and s.subject.phase != Phase.START)
         for s in standing_still

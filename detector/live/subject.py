@@ -1,8 +1,8 @@
-"""One process under watch: its clocks since the last sign of life, and what moves them.
+"""One monitored process: its clocks since the last progress or heartbeat, and what advances them.
 
-A subject keeps clocks, not histories: how long it has stood still on the wall clock, and how long on the effective
-clock, which does not run while the process was runnable and got no CPU. A clock advances only by what was sampled, and
-by at most `SAMPLE_GAP_SECONDS_MAX` a sample: when the agent, or the whole machine, was paused, nobody is blamed for it.
+It keeps clocks, not histories: seconds without progress on the wall clock, and on the effective clock, which does not run
+while the process was runnable and got no CPU. A clock advances only by what was sampled, and by at most
+`SAMPLE_GAP_SECONDS_MAX` per sample: a pause of the agent, or of the whole machine, counts against no process.
 """
 
 from collections import deque
@@ -18,23 +18,23 @@ Key = tuple[str, int, int]
 """(replica, rank, incarnation)"""
 
 SAMPLE_GAP_SECONDS_MAX = 0.6
-"""Three sample intervals (0.2 s each): what lies between two samples beyond this was not observed, and counts for
-nobody. Without the limit a machine paused for 3 s makes each of its processes look hung."""
+"""Three sample intervals (0.2 s each): time between two samples beyond this was not observed and does not count. Without
+the limit a machine paused for 3 s makes each of its processes look hung."""
 
 LOOKS_MAX = 3
-"""The same where an agent looks, or is asked, more rarely: as many of its usual intervals."""
+"""The same where an agent samples, or is polled, more rarely: this many of its usual intervals."""
 SLOW_LOOK_SECONDS = 0.5
-"""Usual intervals from here on are long by design; shorter ones are pauses of agents that look five times a second."""
+"""Usual intervals from here on are long by design; shorter ones are pauses of agents that sample five times a second."""
 LOOK_SMOOTHING = 0.1
 
 UNPAGED_GAP_SECONDS_MAX = 3.0
-"""The same for processes that report nothing: agents of jobs that know nothing of us look once a second."""
+"""The same for processes of uninstrumented jobs, which agents sample once a second."""
 
 HELD_STATES = frozenset({"T", "t", "D"})
 """Stopped, traced, in an uninterruptible wait: proc(5)."""
 
 STARVED_SAMPLE_SHARE = 0.5
-"""Kept from the CPU for so much of the time between two samples counts as starved; a sample below it ends that."""
+"""Kept from the CPU for this share of the time between two samples counts as starved; a sample below it ends that."""
 
 EXPERIENCED_UNITS = 8
 """Units of work after which an incarnation has been through every phase of its work at least once (two steps of four
@@ -47,12 +47,12 @@ PENDING_MAX = 64
 """Observations of an excursion of the slow test kept until it has ended one way or the other."""
 
 WORK_PHASES = frozenset({Phase.COMPUTE, Phase.GENERATE, Phase.SCORE, Phase.CONTROL})
-"""Phases whose finished units prove that a replica is of use again."""
+"""Phases whose finished units prove that a replica works again."""
 
 
 @dataclass(slots=True)
 class ProgressClocks:
-    """How long something has not moved."""
+    """How long a counter has not advanced."""
 
     wall: float = 0.0
     effective: float = 0.0
@@ -104,12 +104,12 @@ class MonitoredProcess:
     incarnation: int
     node: str
     process: ProcessId | None
-    seen_wall: float  # when anything of it last reached us
+    seen_wall: float  # when we last received anything of it
     sample: ProcessSample | None = None
     stall: ProgressClocks = field(default_factory=ProgressClocks)
     beat: ProgressClocks = field(default_factory=ProgressClocks)
     beats_seen: bool = False
-    tainted: bool = False  # what it does now began, or went on, under a finding: not to be learned as normal
+    tainted: bool = False  # its current work began or went on under a finding: not to be learned as normal
     worked: int = 0  # units finished in a work phase under this name
     worked_wall: float = 0.0
     phases_done: set[str] = field(default_factory=set)
@@ -136,7 +136,7 @@ class MonitoredProcess:
         self.key = (self.replica, self.rank, self.incarnation)
 
     def copied(self) -> "MonitoredProcess":
-        """One that stays as this one is now."""
+        """A copy of its present state."""
         other = copy(self)
         other.stall, other.beat = self.stall.copied(), self.beat.copied()
         other.halted, other.starved = self.halted.copied(), self.starved.copied()
@@ -151,7 +151,7 @@ class MonitoredProcess:
 
     @property
     def reports(self) -> bool:
-        """Whether it writes a state page; False once it is known to be of a job that knows nothing of us."""
+        """Whether it writes a state page; False once it is known to belong to an uninstrumented job."""
         return self.incarnation != UNCOUNTED if self.sample is None else is_instrumented(self.sample)
 
     @property
@@ -164,7 +164,7 @@ class MonitoredProcess:
 
     @property
     def progress_due(self) -> bool:
-        """Whether it owes progress now: an idle engine that holds requests does. Who reports none owes none."""
+        """Whether progress is due now: it is for an idle engine that holds requests, never for an uninstrumented process."""
         if self.sample is None or not self.reports:
             return False
         if self.phase == Phase.IDLE:
@@ -172,7 +172,7 @@ class MonitoredProcess:
         return self.phase not in PHASES_WITHOUT_DUE_PROGRESS
 
     def onset_wall(self, standing_seconds: float) -> float:
-        """Our wall time when it began to stand still."""
+        """Our wall time when it last made progress."""
         wall_at = self.sample.wall_at if self.sample else self.seen_wall
         return wall_at + self.offset_seconds - standing_seconds
 
@@ -222,7 +222,7 @@ def advance(
         # The working thread's run delay stands for the beat thread's: agents read the others' every 10 s only.
         subject.beat.advance(counted, starved, cpu)
     units = sample.progress - previous.progress
-    # A unit may take far less time than lies between two samples: whoever changed phase may have worked meanwhile.
+    # A unit may take far less time than lies between two samples: a process that changed phase may have worked meanwhile.
     changed = sample.phase_entries != previous.phase_entries
     if units > 0 and (changed or sample.phase in WORK_PHASES or previous.phase in WORK_PHASES):
         subject.worked += units

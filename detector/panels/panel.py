@@ -18,6 +18,9 @@ from rolecall.core.ids import NodeId
 Floats = NDArray[np.float32]
 Times = NDArray[np.float64]
 
+FALSE_ALARMS_PER_1000_MACHINE_DAYS = 100.0
+"""The published operating point of panel detectors: one false alarm in ten days of one machine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Machine:

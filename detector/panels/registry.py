@@ -5,13 +5,11 @@ from importlib import import_module
 from pathlib import Path
 
 from rolecall.core.errors import ConfigError
-from rolecall.detector.panels.panel import PanelDetector
+from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, PanelDetector
 
 DEFAULT = "sequential"
 BASELINES = ("mahalanobis", "isolation-forest", "pca", "knn", "robust-z", "pairwise")
 NAMES = (DEFAULT, "minder", *BASELINES)
-FALSE_ALARMS_PER_1000_MACHINE_DAYS = 100.0
-"""The published operating point: one false alarm in ten days of one machine."""
 FALSE_ALARMS_MIN, FALSE_ALARMS_MAX = 1e-3, 1e6
 
 
@@ -46,7 +44,7 @@ def detector(
 
 
 def with_step_time(chosen: PanelDetector, false_alarms_per_1000_machine_days: float) -> list[PanelDetector]:
-    """What looks at a panel: the chosen detector and, but for baselines, step time at the same asked rate."""
+    """The detectors of a panel: the chosen one and, except for baselines, step time at the same false alarm rate."""
     from rolecall.detector.panels.step_time import StepTime
 
     if chosen.name in BASELINES:

@@ -1,19 +1,16 @@
-"""Live panels: what a source of ticks is, and the one that plays a recording.
+"""Live panels: what a source of ticks is.
 
 A source yields the ticks of all its panels, oldest first: a Prometheus server (detector/sources/prometheus.py), the agents of a run
-(detector/sources/agent_panels.py), or a recording (here).
+(detector/sources/agent_panels.py), or a recording (detector/sources/recording.py).
 """
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from rolecall.core.clock import Clock
-from rolecall.core.errors import ConfigError
 from rolecall.detector.panels.panel import Floats, Panel, PanelShape
-from rolecall.detector.sources import recording
 
 Stopped = Callable[[], bool]
 """Whether to end now. Asked often: sources never wait for longer than PAUSE_SECONDS without asking."""
@@ -61,23 +58,3 @@ def pause(clock: Clock, seconds: float, stopped: Stopped) -> None:
     until = clock.monotonic() + seconds
     while not stopped() and (left := until - clock.monotonic()) > 0:
         clock.sleep(min(left, PAUSE_SECONDS))
-
-
-class RecordingSource:
-    """A recording, as if it happened now. `speed`: recorded seconds a second; infinite: without any wait."""
-
-    def __init__(self, path: Path, speed: float, clock: Clock) -> None:
-        """Raises UnreadableInput; ConfigError: no such speed."""
-        if not speed > 0:
-            raise ConfigError([f"--speed: must be above 0, got {speed:g}"])
-        self._speed, self._clock = speed, clock
-        self.recording = recording.read(path)
-
-    def ticks(self, stopped: Stopped) -> Iterator[Tick]:
-        first, begun = None, self._clock.monotonic()
-        for tick in ticks_of(self.recording.panels):
-            first = tick.at if first is None else first
-            pause(self._clock, begun + (tick.at - first) / self._speed - self._clock.monotonic(), stopped)
-            if stopped():
-                return
-            yield tick

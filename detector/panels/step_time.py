@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 
 from rolecall.core.diagnosis import Evidence, Finding
 from rolecall.core.faults import FaultClass
-from rolecall.detector.panels.panel import Floats, PanelShape
-from rolecall.detector.panels.registry import FALSE_ALARMS_PER_1000_MACHINE_DAYS
+from rolecall.detector.panels.panel import FALSE_ALARMS_PER_1000_MACHINE_DAYS, Floats, PanelShape
 
 OWN_WORK = frozenset({"compute", "forward", "backward", "fwd", "bwd", "kernel", "gemm", "matmul"})
 WAITING = frozenset(
@@ -120,7 +119,7 @@ class StepTimeTracker:
         machine, onset = self.shape.machines[n], float(self.since[row, n])
         text = (
             f"{machine.name} takes {ratio:.2f} times the {metric} of its {len(self.shape.machines) - 1} peers of "
-            f"{self.shape.name} over {int(self.ticks[row, n])} steps; it is its own work, not waiting"
+            f"{self.shape.name} over {int(self.ticks[row, n])} steps, in its own work and not in waiting"
         )
         return Finding(
             detector="step-time",

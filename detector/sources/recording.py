@@ -6,7 +6,7 @@ phase) gets a grid of its own: by `step` where every row has one, else by time, 
 samples, so that a recording cut short has the same grid. Ticks at which nothing was sampled are left out.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from rolecall.core.errors import UnreadableInput
+from rolecall.core.clock import Clock
+from rolecall.core.errors import ConfigError, UnreadableInput
 from rolecall.detector.panels.panel import Machine, Panel, PanelShape, Times
+from rolecall.detector.panels.source import Stopped, Tick, pause, ticks_of
 
 MAGIC = b"PAR1"
 STRINGS = ("role", "replica", "node", "metric")
@@ -266,3 +268,23 @@ def _rows(panel: Panel) -> pl.DataFrame:
         },
         schema=_schema(),
     )
+
+
+class RecordingSource:
+    """A recording, as if it happened now. `speed`: recorded seconds a second; infinite: without any wait."""
+
+    def __init__(self, path: Path, speed: float, clock: Clock) -> None:
+        """Raises UnreadableInput; ConfigError: no such speed."""
+        if not speed > 0:
+            raise ConfigError([f"--speed: must be above 0, got {speed:g}"])
+        self._speed, self._clock = speed, clock
+        self.recording = read(path)
+
+    def ticks(self, stopped: Stopped) -> Iterator[Tick]:
+        first, begun = None, self._clock.monotonic()
+        for tick in ticks_of(self.recording.panels):
+            first = tick.at if first is None else first
+            pause(self._clock, begun + (tick.at - first) / self._speed - self._clock.monotonic(), stopped)
+            if stopped():
+                return
+            yield tick

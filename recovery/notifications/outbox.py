@@ -10,6 +10,7 @@ from typing import Any
 from rolecall.core.clock import Clock
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import PlanProposed
 from rolecall.recovery.incident_store import IncidentProjection
 from rolecall.recovery.incidents.incident import Incident, IncidentOutcome
 from rolecall.recovery.interfaces import Message, Notifier
@@ -84,13 +85,15 @@ def message(event: Event, incident: Incident | None, run_id: str) -> Message | N
     closed = event.kind is EventKind.INCIDENT_CLOSED
     if closed and (incident is None or incident.outcome not in OVER or not _was_sent(incident)):
         return None
-    facts: dict[str, Any] = {k: event.body[k] for k in _FACTS if k in event.body}
+    body = event.payload.to_body()
+    facts: dict[str, Any] = {k: body[k] for k in _FACTS if k in body}
+    because = event.payload.plan.because if isinstance(event.payload, PlanProposed) else event.payload.reason
     return Message(
         seq=event.seq,
         kind=str(event.kind),
         run_id=run_id,
         incident_id=event.incident_id or "",
-        because=notification_text(event.body.get("because") or event.body.get("plan", {}).get("because", "")),
+        because=notification_text(because),
         wall_at=event.wall_at,
         resolved=closed,
         facts=facts,

@@ -33,12 +33,13 @@ from rolecall.core.text import plain
 from rolecall.detector.live.merging import Merger
 from rolecall.detector.panels.membership import PanelFollower
 from rolecall.detector.panels.panel import Panel, PanelDetector, PanelShape
-from rolecall.detector.panels.source import PanelSource, RecordingSource, Stopped, Tick, panel_key
+from rolecall.detector.panels.source import PanelSource, Stopped, Tick, panel_key
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.agent_panels import AgentsPanels
 from rolecall.detector.sources.prometheus import PrometheusSource
 from rolecall.detector.sources.prometheus_api import Client
 from rolecall.detector.sources.prometheus_queries import Labels, MetricQuery, catalogue_queries, dcgm_queries
+from rolecall.detector.sources.recording import RecordingSource
 
 logger = logging.getLogger(__name__)
 

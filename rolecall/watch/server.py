@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
 
-from rolecall.agent.http.exposition import CONTENT_TYPE, Exposition
+from rolecall.agent.http.exposition import render
 from rolecall.agent.http.routes import resident_bytes
 from rolecall.agent.http.server import HttpRequest, HttpResponse, HttpServer
 from rolecall.agent.http.web_config import WebConfig
@@ -100,7 +100,6 @@ class WatchServer:
         self._agents, self._look_seconds = agents, look_seconds
         self._journal = Journal(run.database_url, create=False)
         self._looks = JournalMetricsPoller(self._journal, job, run.run_id, clock, ours=agents is not None)
-        self._exposition = Exposition()
         routes = {"/metrics": self._metrics, "/healthz": self._healthz}
         tls = web.tls.context if web and web.tls else None
         allows = web.auth.allows if web and web.auth else None
@@ -145,7 +144,8 @@ class WatchServer:
 
     def _metrics(self, request: HttpRequest) -> HttpResponse:
         request.only()
-        return HttpResponse(self._exposition.render((*tick_values(self._tick()), *self._looks.values)), CONTENT_TYPE)
+        values = (*tick_values(self._tick()), *self._looks.values)
+        return HttpResponse(*render(values, request.headers.get("accept", "")))
 
     def _tick(self) -> TickView:
         usage = resource.getrusage(resource.RUSAGE_SELF)

@@ -85,7 +85,8 @@ class AgentProcess:
         self.node_dir = node_dir
         token = node_dir.parent / "token"
         token.write_text(TOKEN)
-        command = [sys.executable, "-m", "rolecall.agent", "--ranks-only", "--node", NODE, "--data-dir", str(node_dir)]
+        collectors = [] if "--config" in options else ["--ranks-only"]
+        command = [sys.executable, "-m", "rolecall.agent", *collectors, "--node", NODE, "--data-dir", str(node_dir)]
         self.process = subprocess.Popen(
             [*command, "--token-file", str(token), "--interval", "0.05", *options], stderr=subprocess.PIPE, text=True
         )

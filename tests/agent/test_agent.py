@@ -75,7 +75,7 @@ def test_a_process_is_seen_and_its_exit_is_heard(agent: AgentProcess, child: Chi
     eventually(lambda: (agent.newest("rollout/1") or {})["alive"] is False, "it is shown dead")
     _, metrics = agent.get("/metrics")
     counted = (
-        'rolecall_process_exits_total{node="node-1",role="rollout",replica="rollout/1",rank="0",reason="killed"} 1.0'
+        'rolecall_process_exits_total{node="node-1",rank="0",reason="killed",replica="rollout/1",role="rollout"} 1.0'
     )
     assert counted in metrics
 
@@ -311,9 +311,13 @@ def test_wrong_arguments(node_dir: Path, options: list[str], reason: str) -> Non
 
 def test_what_the_agent_and_the_reporter_import() -> None:
     """The agent starts seven times on two cores, the reporter sits in every training process."""
-    heavy = ("torch", "ray", "vllm", "numpy", "pydantic", "sqlalchemy", "prometheus_client", "http.server", "asyncio")
-    for module in ("rolecall.agent.reporter.reporter", "rolecall.agent.__main__"):
-        code = f"import {module}, sys; print([m for m in {heavy!r} if m in sys.modules])"
+    heavy = ("torch", "ray", "vllm", "numpy", "pydantic", "sqlalchemy")
+    network = ("prometheus_client", "http.server", "asyncio")
+    for module, forbidden in (
+        ("rolecall.agent.reporter.reporter", (*heavy, *network)),
+        ("rolecall.agent.__main__", heavy),
+    ):
+        code = f"import {module}, sys; print([m for m in {forbidden!r} if m in sys.modules])"
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
         )

@@ -7,7 +7,9 @@ A series has `job` and `instance` as a scrape gives them, and `up` and its compa
 import gzip
 from pathlib import Path
 
-from rolecall.agent.collectors.exporters.prometheus_text import PrometheusSample, parse_page
+from prometheus_client.samples import Sample
+
+from rolecall.agent.collectors.exporters.prometheus_text import parse_page
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
@@ -32,7 +34,7 @@ class Recording:
             if line.startswith("# TYPE "):
                 _, _, name, kind = line.split(" ", 3)
                 self._types[name] = kind
-        for sample in samples + [PrometheusSample(name, {}, float(value)) for name, value in own.items()]:
+        for sample in samples + [Sample(name, {}, float(value)) for name, value in own.items()]:
             self._add(at, sample.name, {**sample.labels, **labels}, sample.value)
 
     def _add(self, at: float, name: str, labels: dict[str, str], value: float) -> None:

@@ -145,7 +145,7 @@ def _with_a_question(run: RunDir) -> None:
     (opened,) = journal.events(kinds=[EventKind.INCIDENT_OPENED], incident_id="i-1")
     asked = PolicyInput(
         incident_id=IncidentId("i-1"),
-        diagnosis=Diagnosis.from_dict(opened.body["diagnosis"]),
+        diagnosis=Diagnosis.from_dict(opened.payload.to_body()["diagnosis"]),
         fleet=fleet_view(journal.desired(), journal.current()),
         config=RecoveryConfig(),
         past=(),

@@ -1,6 +1,5 @@
 """What `rolecall watch` puts together: panels beside the engine, which never stop it."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -59,7 +58,7 @@ def test_the_engine_is_told_what_panels_say_and_learning_is_kept_meanwhile(
     clock.advance(watching.KEEP_SECONDS)
     standing = [watcher.observe(o) for o in fleet.run(2.0)]
     assert [d.because for d in standing[-1]] == ["its metrics"]
-    assert json.loads((tmp_path / watching.LEARNED_FILE).read_text())["panels"]
+    assert "its metrics" in (tmp_path / watching.LEARNED_FILE).read_text()
 
 
 def test_panels_that_fail_leave_the_engine_its_sight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

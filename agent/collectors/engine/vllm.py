@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from prometheus_client.samples import Sample
+
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
-from rolecall.agent.collectors.exporters.prometheus_text import PrometheusSample
 from rolecall.agent.collectors.exporters.scrape import Scraper, parse_address
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import NodeId
@@ -78,11 +79,11 @@ _ROWS = (
 WANTED = frozenset({n for row in _ROWS for n in row.names} | {_SLEEP_STATE, _SUCCESS})
 
 
-def engine_values(samples: Iterable[PrometheusSample], rank: tuple[str, ...]) -> Iterator[MetricValue]:
+def engine_values(samples: Iterable[Sample], rank: tuple[str, ...]) -> Iterator[MetricValue]:
     """Rows of the catalogue from one engine's page; what it lacks has no value. `rank`: node, role, replica, rank."""
     found: dict[str, list[float]] = {}
     finished: dict[str, float] = {}
-    for name, labels, value, _ in samples:
+    for name, labels, value, *_ in samples:
         if not math.isfinite(value):
             continue
         if name == _SUCCESS:

@@ -9,9 +9,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
+from prometheus_client.samples import Sample
+
 from rolecall.agent.collectors.base import CollectorReading, CollectorUnavailable
 from rolecall.agent.collectors.exporters.node_exporter import NodeExporterPage
-from rolecall.agent.collectors.exporters.prometheus_text import PrometheusSample
 from rolecall.agent.collectors.exporters.scrape import DEADLINE_SECONDS, Scraper, parse_address
 from rolecall.agent.collectors.gpu.dcgm import SERIES
 from rolecall.agent.collectors.gpu.nvml_calls import THROTTLE_REASONS, Key
@@ -33,7 +34,7 @@ class ExporterFormat(Protocol):
     @property
     def wanted(self) -> frozenset[str]: ...
 
-    def values(self, samples: Iterable[PrometheusSample]) -> list[MetricValue]:
+    def values(self, samples: Iterable[Sample]) -> list[MetricValue]:
         """Raises CannotRead: the page is not of such an exporter, or not of this node."""
         ...
 
@@ -177,7 +178,7 @@ class DcgmPage:
         self._node, self._hostname = node, hostname
         self._seen: dict[str, None] = {}  # numbers of GPUs, in the order of their coming
 
-    def values(self, samples: Iterable[PrometheusSample]) -> list[MetricValue]:
+    def values(self, samples: Iterable[Sample]) -> list[MetricValue]:
         """Raises CannotRead: no GPU of this node on the page."""
         node = self._node
         mine = self._of_this_host([s for s in samples if _GPU.match(s.labels.get("gpu", ""))])
@@ -188,7 +189,7 @@ class DcgmPage:
             found.setdefault((metric.name, labels), MetricValue(metric, labels, value))
 
         here: dict[str, None] = {}
-        for name, labels, value, _ in mine:
+        for name, labels, value, *_ in mine:
             gpu = labels["gpu"]
             if gpu not in self._seen:
                 if len(self._seen) >= NUM_GPUS_MAX:
@@ -214,7 +215,7 @@ class DcgmPage:
             add(_UP, (node, gpu), float(gpu in here))
         return list(found.values())
 
-    def _of_this_host(self, samples: list[PrometheusSample]) -> list[PrometheusSample]:
+    def _of_this_host(self, samples: list[Sample]) -> list[Sample]:
         """Those of this node: all, unless the page speaks of several hosts. Raises CannotRead."""
         hosts = {_host(s) for s in samples}
         if len(hosts) <= 1:
@@ -227,6 +228,6 @@ class DcgmPage:
         return [s for s in samples if _host(s) == self._hostname]
 
 
-def _host(sample: PrometheusSample) -> str:
+def _host(sample: Sample) -> str:
     """dcgm-exporter said `Hostname` until May 2026 (NVIDIA/dcgm-exporter#655)."""
     return sample.labels.get("hostname") or sample.labels.get("Hostname", "")

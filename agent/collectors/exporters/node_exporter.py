@@ -8,8 +8,9 @@ driver calls missed, too.
 import re
 from collections.abc import Callable, Iterable, Mapping
 
+from prometheus_client.samples import Sample
+
 from rolecall.agent.collectors.base import CollectorUnavailable
-from rolecall.agent.collectors.exporters.prometheus_text import PrometheusSample
 from rolecall.agent.collectors.storage.collector import ALWAYS, LOCAL_TYPES, NETWORK_TYPES
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import Metric, MetricValue
@@ -167,11 +168,11 @@ class NodeExporterPage:
     def __init__(self, node: NodeId) -> None:
         self._node = node
 
-    def values(self, samples: Iterable[PrometheusSample]) -> list[MetricValue]:
+    def values(self, samples: Iterable[Sample]) -> list[MetricValue]:
         """Raises CannotRead: nothing of node_exporter on the page."""
         found: dict[tuple[str, tuple[str, ...]], MetricValue] = {}
         num_of: dict[str, int] = {}
-        for name, labels, value, _ in sorted(samples, key=lambda s: _ORDER[s.name]):
+        for name, labels, value, *_ in sorted(samples, key=lambda s: _ORDER[s.name]):
             if not 0.0 <= value < float("inf"):
                 continue  # NaN, and speeds of -1
             for metric, of, number in _RULES[name](labels, value):

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from prometheus_client.samples import Sample
+
 from rolecall.agent.collectors.base import CollectorUnavailable
-from rolecall.agent.collectors.exporters.prometheus_text import NUM_SAMPLES_MAX, PrometheusSample, parse_page
+from rolecall.agent.collectors.exporters.prometheus_text import NUM_SAMPLES_MAX, parse_page
 from rolecall.core.clock import Clock, SystemClock
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.catalogue import BY_NAME
@@ -180,7 +182,7 @@ class Scraper:
         self._deadline_seconds, self._bytes_max, self._num_samples_max = deadline_seconds, bytes_max, num_samples_max
         self.num_malformed = self.num_dropped = 0
 
-    def look(self, address: ScrapeAddress) -> tuple[bytes, list[PrometheusSample]]:
+    def look(self, address: ScrapeAddress) -> tuple[bytes, list[Sample]]:
         """The page as it came, and its samples that are wanted. Raises CannotRead."""
         body = fetch(address, self._clock, deadline_seconds=self._deadline_seconds, bytes_max=self._bytes_max)
         page = parse_page(body, self._wanted, num_samples_max=self._num_samples_max)

@@ -10,6 +10,8 @@ from rolecall.core.text import plain
 from rolecall.dashboards.pages.accounting.time import LostTimeShare, Slice
 
 DAY_SECONDS = 86_400.0
+SHORT_SECONDS = 600.0
+"""Time labels of a shorter run include seconds."""
 
 
 def ettr_chart(slices: Sequence[Slice]) -> Any:
@@ -50,8 +52,9 @@ def ettr_chart(slices: Sequence[Slice]) -> Any:
 
 def _times(slices: Sequence[Slice]) -> Any:
     """24-hour labels; Vega's default is 12-hour."""
-    days = bool(slices) and slices[-1].end - slices[0].start > DAY_SECONDS
-    return alt.Axis(format="%m-%d %H:%M" if days else "%H:%M", tickCount=6, labelOverlap=True, labelFlush=True)
+    span = slices[-1].end - slices[0].start if slices else 0.0
+    form = "%m-%d %H:%M" if span > DAY_SECONDS else "%H:%M" if span > SHORT_SECONDS else "%H:%M:%S"
+    return alt.Axis(format=form, tickCount=6, labelOverlap=True, labelFlush=True)
 
 
 def lost_chart(lost: Sequence[LostTimeShare]) -> Any:

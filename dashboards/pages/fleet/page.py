@@ -120,7 +120,7 @@ def _table(fleet: FleetHealth, now: float, *, whole: bool) -> None:
         {
             "health": [r.status for r in rows],
             "node": [plain(r.node) for r in rows],
-            "why": [plain(r.because) for r in rows],
+            "reason": [plain(r.because) for r in rows],
             "1 h": [r.in_hour for r in rows],
             "24 h": [r.in_day for r in rows],
             "30 d": [r.in_month for r in rows],
@@ -132,7 +132,7 @@ def _table(fleet: FleetHealth, now: float, *, whole: bool) -> None:
         hide_index=True,
         width="stretch",
         height=min(420, 38 + 35 * len(rows)),
-        column_config={"why": st.column_config.TextColumn(width="medium")},
+        column_config={"reason": st.column_config.TextColumn(width="medium")},
     )
     st.caption(
         f"Incidents per node, fleet median: {fleet.median_hour:g} in 1 h, {fleet.median_day:g} in 24 h, "

@@ -137,7 +137,7 @@ def _moments(moments: Sequence[TimelineEntry], axis: TimelineRange, *, last: boo
     )
     height = max(1, len(rows)) * ROW_HEIGHT + (X_AXIS_HEIGHT if last else 0)
     return alt.layer(*_rules(moments, axis, x), points, numbers).properties(
-        width="container", height=height + 20, title=_title("Timeline (numbers refer to the list below)")
+        width="container", height=height + 20, title=_title("Events (numbers refer to the list below)")
     )
 
 

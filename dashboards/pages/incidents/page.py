@@ -374,7 +374,7 @@ def _events(events: Sequence[Event], missing: Sequence[str]) -> None:
             "event": e.event_id,
             "when (UTC)": moment(e.wall_at).removesuffix(" UTC"),
             "kind": str(e.kind),
-            "reason": plain(e.body.get("because") or e.body.get("outcome") or "", 300),
+            "reason": plain(e.payload.reason, 300),
             "caused by": plain(e.caused_by or "", 40),
         }
         for e in shown

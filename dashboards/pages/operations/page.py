@@ -119,7 +119,7 @@ def _plan_commands(r: Reader, viewer: Viewer, row: PlanRow) -> None:
             del stops["Hold"]
         if row.status is PlanStatus.APPROVED:
             del stops["Reject"]  # it is approved already; a hold or a pause can still stop it
-        with st.expander(" or ".join(stops)):
+        with st.expander(" or ".join(stops).capitalize()):
             form(r, viewer, f"plan:{row.digest}", stops, seconds=HOLD_FOR if "Hold" in stops else None)
         direct = ((approve,) if row.can_be_approved else ()) + ((lift,) if row.hold is not None else ())
         as_commands(r, viewer, *direct, *stops.values())

@@ -48,7 +48,7 @@ def _draw_incidents(look: JournalSnapshot) -> None:
             link = {"incident": t.incident_id}
             st.page_link("scripts/incidents.py", label="Details", icon=":material/timeline:", query_params=link)
             if t.asks:
-                st.page_link("scripts/operations.py", label="Review plan", icon=":material/front_hand:")
+                st.page_link("scripts/operations.py", label="Review plan", icon=":material/terminal:")
     if len(open_) > OPEN_MAX:
         st.page_link("scripts/incidents.py", label=f"{len(open_) - OPEN_MAX} more incidents are open")
     if not open_ and not look.snapshot.ended and look.snapshot.replicas:

@@ -1,43 +1,43 @@
-"""Who holds up a job's collectives, from the Flight Recorder dumps of its ranks.
+"""Which ranks block a job's collectives, from the Flight Recorder dumps of its ranks.
 
 In each process group, k is the first collective that a waiting rank has not finished. In this order:
 
-    some ranks entered something else as k       mismatch of type, size or dtype: the code's fault, nobody's machine
+    some ranks entered another operation as k    mismatch of type, size or dtype: a bug in the code, not a machine fault
     some ranks have not enqueued k               host side: Python, data loader, CPU; or they wait in another group
-    all that left a dump have, some left none    those: dead, stopped or cut off before they could write
+    all that left a dump have, some left none    those: dead, stopped or disconnected before the dump
     some finished k, or alone did not start it   GPU side: enqueued, and not finished (their GPU, or their link)
     all wait inside k                            a tie
 
-Causes come before symptoms: whoever is late for one group because it waits in another is a victim of that one, so the
-waits are followed to their ends (group -> its late ranks -> the groups they wait in), and each end is scored by the
-ranks whose wait leads to it. An end that more than half of a group would have to answer for accuses nobody. Waits that
-lead back to themselves are ranks in different collectives. Pairs of `send` and `recv` are groups of two.
+Causes come before symptoms: a rank that is late for one group because it waits in another is a victim of that one, so
+waits are followed to their root causes (group -> its late ranks -> the groups they wait in), and each root cause is scored
+by the ranks whose wait leads to it. One that would accuse more than half of a group accuses none. Cycles of waits are ranks
+in different collectives. Pairs of `send` and `recv` are groups of two.
 
 Pure: dumps in, findings out (dumps.py reads them). Sequence numbers, not times, decide; the one use of time is
-that an operation that was enqueued less than a second before the dump was written waits for nobody yet.
+that an operation enqueued less than a second before the dump does not count as waiting yet.
 """
 
 from collections.abc import Sequence
 
 from rolecall.core.diagnosis import Finding
 from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
-from rolecall.detector.artifacts.flight_recorder.findings import alone, findings, nobody_waits
+from rolecall.detector.artifacts.flight_recorder.findings import alone, findings, missing_dumps
 from rolecall.detector.artifacts.flight_recorder.progress import WAIT_SECONDS_MIN, Cause, gathered
 from rolecall.detector.artifacts.flight_recorder.text import count_text, ranks_text
 from rolecall.detector.artifacts.flight_recorder.waits import ends_of
 from rolecall.detector.artifacts.stacks.dumps import Topology
 
 NUM_WITNESSES = 8
-"""So many of those who wait are read whole by the fast way, beside the suspects."""
+"""Number of waiting ranks whose dumps the fast path reads in full, beside those of the suspects."""
 
 
 def diagnose(
     dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None, topology: Topology | None = None
 ) -> list[Finding]:
-    """What holds the job up, the cause that explains most first; nothing where nobody waits.
+    """What blocks the job, the cause that explains most first; nothing where no rank waits.
 
-    `world_size`: number of ranks; without it what the groups tell, or else the highest rank seen. `topology`: node, role
-    and replica of ranks; it knows better than the names of files.
+    `world_size`: number of ranks; without it as the groups say, or else the highest rank seen. `topology`: node, role
+    and replica of ranks; it takes precedence over the names of files.
     """
     if not dumps:
         return []
@@ -47,7 +47,7 @@ def diagnose(
     ends = ends_of(job)
     if ends:
         return findings(job, ends)
-    return nobody_waits(job)
+    return missing_dumps(job)
 
 
 def entries_wanted(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> set[int]:
@@ -59,13 +59,13 @@ def entries_wanted(dumps: Sequence[FlightRecorderDump], *, world_size: int | Non
     for end in ends_of(job):
         wanted.update(end.ranks)
         place = end.place
-        everybody = end.cause in (Cause.INSIDE, Cause.AHEAD, Cause.BEHIND, Cause.NO_DUMP)
-        wanted.update(place.seats if everybody else sorted(place.waiting)[:NUM_WITNESSES])
+        all_seats = end.cause in (Cause.INSIDE, Cause.AHEAD, Cause.BEHIND, Cause.NO_DUMP)
+        wanted.update(place.seats if all_seats else sorted(place.waiting)[:NUM_WITNESSES])
     return {r for r in wanted if r in job.dumps and job.dumps[r].entries is None}
 
 
 def looked_at(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> str:
-    """What an answer stands on, one sentence."""
+    """What the answer rests on, one sentence."""
     if not dumps:
         return "no dump"
     job = gathered(dumps, world_size)

@@ -1,4 +1,4 @@
-"""What the ends of waits mean, in words: class of the fault, suspects, the sentence, and what would settle it."""
+"""Findings on the root causes of waits: fault class, suspects, the sentence, and what would settle it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,22 +83,22 @@ def _finding(job: Job, cause: Cause, ends: list[WaitRootCause]) -> Finding:
 def _not_there(cause: Cause, scene: FindingWording) -> Verdict:
     if cause is Cause.OUTSIDE:
         because = (
-            f"{scene.who} {scene.of_who('has', 'have')} not entered {scene.operation}: {scene.others_wait} in "
-            f"it{scene.since}, and {scene.it} {scene.of_who('is', 'are')} in no collective (host side: Python, data "
-            f"loader, GIL or CPU)"
+            f"{scene.who} {scene.of_who('has', 'have')} not entered {scene.operation}; {scene.others_wait} in "
+            f"it{scene.since}; {scene.it} {scene.of_who('is', 'are')} in no collective (host side: Python, data loader, "
+            "GIL or CPU)"
         )
         return FaultClass.HANG, 0.9, because, ""
     because = (
         f"{scene.who} left no dump, and {scene.others_wait} for {scene.of_who('it', 'them')} in {scene.operation}"
-        f"{scene.since}, which all others have entered: dead, stopped or cut off before {scene.it} could write"
+        f"{scene.since}, which all others have entered: dead, stopped or disconnected before the dump"
     )
     return FaultClass.HANG, 0.8 if scene.place.members_known else 0.6, because, ""
 
 
 def _another_operation(scene: FindingWording) -> Verdict:
     because = (
-        f"{scene.who} entered something else as {scene.operation} ({scene.place.detail}): a fault of the code, not of a "
-        f"machine; {count_text(scene.num_waiters, 'other rank')} {'waits' if scene.num_waiters == 1 else 'wait'}{scene.since}"
+        f"{scene.who} entered a different operation as {scene.operation} ({scene.place.detail}): a bug in the code, not a "
+        f"machine fault; {count_text(scene.num_waiters, 'other rank')} {'waits' if scene.num_waiters == 1 else 'wait'}{scene.since}"
     )
     return FaultClass.USER_CODE, 0.9, because, ""
 
@@ -122,15 +122,15 @@ def _not_finished(scene: FindingWording, is_gloo: bool) -> Verdict:
 def _undecided(cause: Cause, scene: FindingWording) -> Verdict:
     if cause is Cause.AHEAD:
         because = (
-            f"{scene.who} {scene.of_who('waits', 'wait')} in {scene.operation}{scene.since}, which most of the group have "
-            f"not entered, who wait for nothing: either {scene.it} entered it alone, or something else holds up the others"
+            f"{scene.who} {scene.of_who('waits', 'wait')} in {scene.operation}{scene.since}, which most of the group "
+            f"has not entered, without waiting: either {scene.it} entered it alone, or something else blocks the others"
         )
-        return FaultClass.CANNOT_TELL, 0.3, because, "stacks of those who have not entered it"
+        return FaultClass.CANNOT_TELL, 0.3, because, "stacks of the ranks that have not entered it"
     because = (
-        f"{scene.who} all wait inside {scene.operation}{scene.since}, what they entered matches, and none of them has "
-        f"finished it: who holds it up cannot be told"
+        f"{scene.who} all wait in {scene.operation}{scene.since}; the operations match and none of the ranks has finished "
+        "it, so the rank that blocks it cannot be identified"
     )
-    settle = "NCCL RAS or Inspector, or GPU and link counters of these ranks; or the dumps that are missing"
+    settle = "NCCL RAS or Inspector, or GPU and link counters of these ranks; or the missing dumps"
     return FaultClass.CANNOT_TELL, 0.3, because, settle
 
 
@@ -168,7 +168,7 @@ def _made(
 
 
 def alone(job: Job) -> list[Finding]:
-    """One dump of several: what it waits for can be said, and no more."""
+    """One dump of several: it tells what that rank waits for, and no more."""
     (rank,) = job.dumps
     waiting = [p for p in job.places.values() if p.frontier > 0]
     if not waiting:
@@ -177,14 +177,14 @@ def alone(job: Job) -> list[Finding]:
     since = place.seats[rank].since
     because = (
         f"rank {rank} waits in {_operation_text(job, place)}, and its dump is the only one of {len(job.absent) + 1} "
-        f"ranks: who holds it up cannot be told"
+        "ranks, so the rank that blocks it cannot be identified"
     )
     settle = "dumps of the other ranks, taken while it waits"
     return [_made(job, Cause.INSIDE, (), (FaultClass.CANNOT_TELL, 0.2, because, settle), since, 1, place)]
 
 
-def nobody_waits(job: Job) -> list[Finding]:
-    """Somebody is missing all the same: it may have died, or its file was not brought along."""
+def missing_dumps(job: Job) -> list[Finding]:
+    """A rank is missing all the same: it may have died, or its file was not collected."""
     if not job.absent or len(job.absent) > len(job.dumps):
         return []
     because = (
@@ -192,7 +192,7 @@ def nobody_waits(job: Job) -> list[Finding]:
         f"dead, or the file was not collected"
     )
     place = SynchronizationPoint(("-", -1, -1, -1), "", tuple(sorted({*job.dumps, *job.absent})), True)
-    settle = f"whether {ranks_text(job.absent)} lives, or its dump"
+    settle = f"whether {ranks_text(job.absent)} is alive, or its dump"
     named = job.absent if len(job.absent) <= NUM_SUSPECTS_OF_A_TIE else ()
     return [_made(job, Cause.NO_DUMP, named, (FaultClass.CANNOT_TELL, 0.4, because, settle), None, 0, place)]
 

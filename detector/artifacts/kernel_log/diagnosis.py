@@ -1,7 +1,7 @@
-"""What kernel logs tell of GPUs, switches, links, memory and the machine: one finding for each thing that is ill.
+"""What kernel logs tell of GPUs, switches, links, memory and the machine: one finding for each fault.
 
-Of GPUs and switches `gpu_findings.py` judges, of the rest `machine_findings.py`; what is no fault by itself is a remark.
-What a GPU with a finding of its own reports through PCIe is that finding's. Pure: facts in, findings out.
+GPUs and switches are in `gpu_findings.py`, the rest in `machine_findings.py`; what is no fault by itself is a remark.
+PCIe errors of a GPU that has a finding of its own belong to that finding. Pure: facts in, findings out.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ NUM_REMARKS_MAX = 50
 
 
 def diagnose(logs: Sequence[KernelLog]) -> list[Finding]:
-    """One finding for each thing that is ill."""
+    """One finding for each fault."""
     seen = in_order(logs)
     gpus = gpus_of(seen, logs)
     found, explained = list[Finding](), set[tuple[str, str]]()
@@ -44,12 +44,12 @@ def diagnose(logs: Sequence[KernelLog]) -> list[Finding]:
             found.append(switch_finding(node, switch, fatal, victims))
             explained |= {(g.node, g.pci) for g in victims}
     num_with_31 = sum(31 in g.codes for g in gpus)
-    ill = [g for g in gpus if leading_code(g) is not None]
-    found += [gpu_finding(g, num_with_31) for g in ill if (g.node, g.pci) not in explained]
+    faulty = [g for g in gpus if leading_code(g) is not None]
+    found += [gpu_finding(g, num_with_31) for g in faulty if (g.node, g.pci) not in explained]
     found += [oom_finding(node, pairs) for node, pairs in grouped(of(seen, OomKill), lambda s, _: s.node).items()]
     links = grouped(of(seen, KernelLinkChange), lambda s, f: (s.node, f.interface))
     found += [f for (node, name), pairs in links.items() if (f := link_finding(node, name, pairs)) is not None]
-    of_gpus = {(g.node, g.pci) for g in ill}
+    of_gpus = {(g.node, g.pci) for g in faulty}
     uncorrected = [(s, f) for s, f in of(seen, HardwareError) if not f.corrected and not _is_of(s, f.device, of_gpus)]
     hardware = grouped(uncorrected, lambda s, f: (s.node, f.what))
     found += [hardware_finding(node, what, pairs) for (node, what), pairs in hardware.items()]
@@ -59,7 +59,7 @@ def diagnose(logs: Sequence[KernelLog]) -> list[Finding]:
 
 
 def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
-    """What was seen and is no fault by itself, and what the times are worth."""
+    """What is no fault by itself, and how reliable the times are."""
     seen, said = in_order(logs), list[str]()
     for gpu in gpus_of(seen, logs):
         if leading_code(gpu) is None:
@@ -74,14 +74,14 @@ def remarks(logs: Sequence[KernelLog]) -> tuple[str, ...]:
         said.append(f"node {node}: {len(lines)} line(s) of corrected hardware errors ({what})")
     for (node, name), changes in grouped(of(seen, KernelLinkChange), lambda s, f: (s.node, f.interface)).items():
         if any(not f.up for _, f in changes) and link_finding(node, name, changes) is None:
-            said.append(f"node {node}: link {name} went down and came up again: single flaps are no fault")
+            said.append(f"node {node}: link {name} went down and came up again: a single flap is no fault")
     if len(said) > NUM_REMARKS_MAX:
         said = [*said[:NUM_REMARKS_MAX], f"{len(said) - NUM_REMARKS_MAX:,} more of the kind"]
     return (*said, *time_remarks(logs))
 
 
 def looked_at(logs: Sequence[KernelLog]) -> str:
-    """A sentence for people."""
+    """What was read, one sentence."""
     seen = in_order(logs)
     num_nodes, num_xids = len({s.node for s in seen}), len(of(seen, XidLine))
     told = (
@@ -91,7 +91,7 @@ def looked_at(logs: Sequence[KernelLog]) -> str:
 
 
 def with_advice(d: Diagnosis) -> Diagnosis:
-    """A diagnosis made of one of these findings, its advice where it belongs."""
+    """The diagnosis of one of these findings, with its advice in its place."""
     advice = [e.text for e in d.evidence if e.kind == ADVICE]
     if DETECTOR not in d.detectors or not advice:
         return d

@@ -1,4 +1,4 @@
-"""What kernel logs tell of GPUs and NVSwitches: one finding for each that is ill, named by the worst of its XIDs.
+"""What kernel logs tell of GPUs and NVSwitches: one finding for each that is faulty, named by the worst of its XIDs.
 
 As NVIDIA's catalogue says (then the earliest):
   a GPU that fell off the bus is lost, and what else it logs is the consequence;
@@ -189,9 +189,9 @@ def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClas
         sentence += "; the GPU is lost" + (f", {num_later} later line(s) are the consequence" if num_later else "")
     elif known.code == 154:
         action, advice = _verdict(gpu)
-        sentence += f"; the driver asks for {action}"
+        sentence += f"; the driver requests {action}"
     elif known.code == 45:
-        sentence += "; no other XID came with it"
+        sentence += "; no other XID with it"
         advice = XID_ADVICE[XidAction.RESTART_FM]
     elif known.code == 48 and codes.keys() & {63, 64}:
         advice = XID_ADVICE[XidAction.RESET_GPU]
@@ -202,7 +202,7 @@ def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClas
         sentence += f"; {_table(worst)}"
     elif known.code == 31:
         if num_with_31 >= NUM_REPEATS:
-            sentence += f"; {num_with_31} GPUs report it: it is the application"
+            sentence += f"; {num_with_31} GPUs report it: the application is the cause"
         elif _most_in_a_day([s.at for s in seen]) >= NUM_REPEATS:
             fault_class, advice = FaultClass.GPU, "run extended diagnostics on this GPU"
             sentence += "; it came back within a day, on this GPU alone"
@@ -212,12 +212,12 @@ def _judged(gpu: Gpu, known: Xid, num_with_31: int) -> tuple[str, str, FaultClas
             fault_class, advice = FaultClass.GPU, "run extended diagnostics on this GPU"
             sentence += f"; always at {next(iter(places))}"
         elif len(places) > 1:
-            sentence += f"; at {len(places)} places of the chip: it is the application"
+            sentence += f"; at {len(places)} places of the chip: the application is the cause"
     if worst.fatal and _most_in_a_day([s.at for s in seen]) >= NUM_FATAL_BURSTS:
         sentence += f"; {NUM_FATAL_BURSTS} or more times within a day"
         advice = XID_ADVICE[XidAction.CONTACT_SUPPORT]
     if not known.known:
-        sentence += "; no catalogue that rolecall knows has it"
+        sentence += "; not in a catalogue that rolecall knows"
     return sentence, advice, fault_class
 
 
@@ -245,7 +245,7 @@ def _table(line: XidLine) -> str:
     assert line.nvlink is not None
     said, row = "fatal" if line.nvlink.fatal else "not fatal", line.nvlink.assessment
     if row is None:
-        return f"NVIDIA's table has no row for it: the line's own word ({said}) decides"
+        return f"NVIDIA's table has no row for it: the line itself ({said}) decides"
     words = f"NVIDIA's table (driver {row.driver}): {row.action}, {row.severity}, to investigate {row.investigatory}"
     return words if row.fatal == line.nvlink.fatal else f"{words}, but the line says {said}: the worse counts"
 
@@ -297,10 +297,10 @@ def switch_finding(node: str, switch: int, pairs: list[tuple[KernelLogFact, Sxid
     on_links = f" on link {', '.join(map(str, links[:NUM_LINES_SHOWN]))}" if links else ""
     because = f"NVSwitch {switch} of node {node}: {of_sxid(worst)}{on_links}, fatal, {times([s for s, _ in pairs])}"
     if victims:
-        because += f"; the NVLink errors of {len(victims)} GPU(s) are the consequence"
+        because += f"; the NVLink errors of {len(victims)} GPU(s) are its consequence"
     evidence = [Evidence(kind="sxid", text=of_sxid(c), values={"num_lines": float(len(p))}) for c, p in codes.items()]
     evidence += [Evidence(kind="xid", text=f"{g.title}: {of_xid(g, c)}") for g in victims for c in g.codes]
     advice = sxid(worst).advice
     if links:
-        advice += "; every GPU on that link is concerned"
+        advice += "; every GPU on that link is affected"
     return finding(node, FaultClass.NETWORK, because, [s for s, _ in pairs], advice, f"nvswitch{switch}", evidence)

@@ -1,4 +1,4 @@
-"""What kernel logs tell of a node's memory, links, hardware and kernel: one finding for each thing that is ill.
+"""What kernel logs tell of a node's memory, links, hardware and kernel: one finding for each fault.
 
 Pure: facts in, findings out.
 """
@@ -18,9 +18,11 @@ def oom_finding(node: str, pairs: list[tuple[KernelLogFact, OomKill]]) -> Findin
     who = ", ".join(f"{f.name} ({f.pid}, {f.rss_bytes / (1 << 30):.1f} GiB)" for _, f in pairs[:NUM_LINES_SHOWN])
     more = f" and {len(pairs) - NUM_LINES_SHOWN} more" if len(pairs) > NUM_LINES_SHOWN else ""
     in_cgroup = all(f.of_cgroup for _, f in pairs)
-    where = "its cgroup's limit was reached" if in_cgroup else "the machine was out of memory"
+    where = "its cgroup's memory limit was reached" if in_cgroup else "the node was out of memory"
     because = f"node {node}: the kernel killed {who}{more}: {where}"
-    advice = "raise the memory limit, or make the process need less" if in_cgroup else "place less on this node"
+    advice = (
+        "raise the memory limit, or lower the memory use of the process" if in_cgroup else "schedule less on this node"
+    )
     return finding(node, FaultClass.RESOURCE_EXHAUSTED, because, [s for s, _ in pairs], advice, "oom")
 
 
@@ -36,22 +38,22 @@ def link_finding(node: str, name: str, pairs: list[tuple[KernelLogFact, KernelLi
         because = f"node {node}: link {name} flaps: {flaps} times down within {FLAP_SECONDS / 60:.0f} min"
     else:
         return None
-    advice = "check cable, transceiver and switch port; place nothing that needs this link on the node"
+    advice = "check cable, transceiver and switch port; schedule nothing that needs this link on the node"
     return finding(node, FaultClass.NETWORK, because, downs, advice, name)
 
 
 _HARDWARE = {
     "machine_check": "an uncorrected machine check",
-    "memory": "an uncorrected error of its memory",
+    "memory": "an uncorrected memory error",
     "pcie": "an uncorrected PCIe error",
-    "firmware": "an uncorrected hardware error (told by the firmware)",
+    "firmware": "an uncorrected hardware error (reported by the firmware)",
 }
 
 
 def hardware_finding(node: str, what: str, pairs: list[tuple[KernelLogFact, HardwareError]]) -> Finding:
     devices = ", ".join(list(dict.fromkeys(f.device for _, f in pairs if f.device))[:NUM_LINES_SHOWN])
     because = f"node {node} has {_HARDWARE[what]}{f' at {devices}' if devices else ''}, {times([s for s, _ in pairs])}"
-    advice = "place nothing on this node, and have its hardware inspected"
+    advice = "schedule nothing on this node, and have its hardware inspected"
     return finding(node, FaultClass.NODE_LOST, because, [s for s, _ in pairs], advice, what)
 
 
@@ -64,12 +66,20 @@ _FAULTS: dict[str, tuple[FaultClass, str, str]] = {
         "see what they wait for: disk, NFS, driver",
     ),
     "rcu_stall": (FaultClass.HANG, "a CPU does not answer the others", "reboot the node"),
-    "panic": (FaultClass.NODE_LOST, "the kernel panicked", "place nothing on this node until the cause is found"),
-    "oops": (FaultClass.NODE_LOST, "the kernel failed inside", "reboot the node"),
-    "segfault": (FaultClass.CRASH, "processes died of a segmentation fault", "look at the library that is named"),
-    "disk_error": (FaultClass.NODE_LOST, "a disk fails", "place nothing on this node, and replace the disk"),
-    "filesystem_error": (FaultClass.NODE_LOST, "a file system is damaged", "place nothing on this node, and check it"),
-    "nic_fault": (FaultClass.NETWORK, "a network adapter fails", "place nothing on this node, and inspect the adapter"),
+    "panic": (FaultClass.NODE_LOST, "the kernel panicked", "schedule nothing on this node until the cause is found"),
+    "oops": (FaultClass.NODE_LOST, "kernel oops", "reboot the node"),
+    "segfault": (FaultClass.CRASH, "processes died of a segmentation fault", "check the library that is named"),
+    "disk_error": (FaultClass.NODE_LOST, "a disk is failing", "schedule nothing on this node, and replace the disk"),
+    "filesystem_error": (
+        FaultClass.NODE_LOST,
+        "a file system is damaged",
+        "schedule nothing on this node, and check it",
+    ),
+    "nic_fault": (
+        FaultClass.NETWORK,
+        "a network adapter is failing",
+        "schedule nothing on this node, and inspect the adapter",
+    ),
     "nic_cable": (
         FaultClass.NETWORK,
         "a cable of a network adapter is unplugged or bad",
@@ -78,9 +88,9 @@ _FAULTS: dict[str, tuple[FaultClass, str, str]] = {
     "pcie_link_down": (
         FaultClass.NODE_LOST,
         "a PCIe device is gone",
-        "place nothing on this node, and inspect the slot",
+        "schedule nothing on this node, and inspect the slot",
     ),
-    "cpu_throttled": (FaultClass.SLOW, "CPUs are too hot and slow themselves down", "check fans and air flow"),
+    "cpu_throttled": (FaultClass.SLOW, "CPUs are thermally throttled", "check fans and air flow"),
     "gpu_init_failed": (FaultClass.GPU, "the driver cannot initialise a GPU", "reset the GPU, else reboot the node"),
 }
 """Class, sentence and advice of each of `kernel_lines.FAULTS`."""

@@ -1,12 +1,12 @@
-"""Who holds up a job's collectives, from answers of NCCL's RAS (`ncclras`, or `VERBOSE STATUS` by hand), text or JSON.
+"""Which ranks block a job's collectives, from answers of NCCL's RAS (`ncclras`, or `VERBOSE STATUS` by hand), text or JSON.
 
 In this order: ranks that RAS considers dead or cannot reach; ranks with an error of their own (a remote error is that of a
-victim); ranks that launched another collective than their peers (code); ranks that are behind in a communicator in which
-nobody launches anything any more. Who is behind in one communicator and waits in another is a victim of that one.
+victim); ranks that launched another collective than their peers (code); ranks that are behind in a communicator without
+further launches. A rank that is behind in one communicator and waits in another is a victim of that one.
 
-RAS counts what was LAUNCHED, so that who is behind did not get there: its host side. One answer alone accuses nobody of being
-behind: ranks of a healthy job are apart at any moment. Two answers at least MOVED_SECONDS apart, or three, tell whether they
-advance. What cannot be told is said: a hang inside a collective that all have launched has no ranks apart.
+RAS counts what was LAUNCHED, so a rank that is behind did not get there: its host side. One answer alone names no rank:
+ranks of a healthy job are apart at any moment. Two answers at least MOVED_SECONDS apart, or three, show whether they
+advance. What stays undecided is a remark: a hang inside a collective that all have launched has no ranks apart.
 
 Times of answers are those of their files: what RAS writes is local, without a zone.
 """
@@ -36,9 +36,9 @@ DETECTOR = "nccl_ras"
 FILE_BYTES_MAX = 32 << 20
 HEAD_BYTES = 8192
 MOVED_SECONDS = 10.0
-"""Between two answers in which nobody launched anything; less is within one step of a large model."""
+"""Between two answers without a launch; less is within one step of a large model."""
 NUM_POLLS_MIN = 3
-"""So many answers of one file, whose times nobody knows, stand for that."""
+"""This many answers of one file, whose times are unknown, count as that."""
 NUM_SUSPECTS_MAX = 64
 CONFIDENCE_DEAD, CONFIDENCE_MISSING, CONFIDENCE_FAILED, CONFIDENCE_CODE = 0.8, 0.6, 0.7, 0.6
 CONFIDENCE_BEHIND, CONFIDENCE_BEHIND_UNTIMED = 0.75, 0.6
@@ -125,7 +125,7 @@ def diagnose(polls: Sequence[Poll], *, topology: Topology | None = None) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class StalledCommunicatorPolls:
-    """A communicator of which nobody launched anything in the last `num_polls`, over `seconds`. `behind`: by collective."""
+    """A communicator without a launch in the last `num_polls` answers, over `seconds`. `behind`: by collective."""
 
     communicator: Communicator
     num_polls: int
@@ -166,7 +166,7 @@ class _RasAnalysis:
                 self.remarks.append(f"{p.path}: its JSON lacks commas (NCCL 2.28.9 does that) and was repaired")
             if p.status.communicators and p.status.form == "json" and not p.status.has_counts:
                 self.remarks.append(
-                    f"{p.path}: all counts are 0, as in a third of the answers of healthy jobs: not read as standing still"
+                    f"{p.path}: all counts are 0, as in a third of the answers of healthy jobs: not counted as a stall"
                 )
 
     def _suspect(self, m: CommunicatorMember, whole: bool) -> Suspect:
@@ -232,9 +232,9 @@ class _RasAnalysis:
                 words.append(f"process {p.pid} on {p.host} (GPU {p.gpus})")
             if suspects:
                 what = (
-                    "RAS considers dead (not reached for a minute: ended, stopped or cut off): "
+                    "RAS considers dead (not reached for a minute: exited, stopped or disconnected): "
                     if dead
-                    else "does not answer RAS (stopped, hanging in a system call, or cut off): "
+                    else "does not answer RAS (stopped, hung in a system call, or disconnected): "
                 )
                 found.append(self._finding(suspects, fault_class, confidence, what + "; ".join(words[:8])))
         return found
@@ -250,7 +250,7 @@ class _RasAnalysis:
                 by_result.setdefault(result, []).extend(self._suspect(m, self._whole(c)) for m in members)
                 words.setdefault(result, []).append(f"{ranks_text(members)} of communicator {c.hash}")
         if victims := words.pop(NcclResult.REMOTE, []):
-            self.remarks.append(f"report a remote error, and so are victims of another rank: {'; '.join(victims[:4])}")
+            self.remarks.append(f"report a remote error and are victims of another rank: {'; '.join(victims[:4])}")
         return [
             self._finding(
                 by_result[result],
@@ -283,7 +283,7 @@ class _RasAnalysis:
         if together and not stuck:
             self.remarks.append(SYMMETRIC)
         if single:
-            self.remarks.append("ask again after some seconds: who is at the same count then does not move")
+            self.remarks.append("query RAS again after some seconds: a rank at the same count is stalled")
         return self._judged(stuck)
 
     def _histories(self) -> Iterable[tuple[Communicator, int, float, int]]:
@@ -324,7 +324,7 @@ class _RasAnalysis:
             c = s.communicator
             if c.num_missing:
                 self.remarks.append(
-                    f"ranks of communicator {c.hash} are apart and stand still: they wait for those missing"
+                    f"ranks of communicator {c.hash} are apart and stalled: they wait for the missing ranks"
                 )
                 continue
             if (other := self._other_collective(s)) is not None:
@@ -336,11 +336,13 @@ class _RasAnalysis:
             if causes:
                 found.append(self._behind(s, causes))
             elif s.behind:
-                self.remarks.append(f"who is behind in communicator {c.hash} waits in another one: a victim of that")
+                self.remarks.append(
+                    f"the rank that is behind in communicator {c.hash} waits in another one and is its victim"
+                )
             else:
                 self.remarks.append(
                     f"cannot tell: {s.since()} (communicator {c.hash}), and more than half of its ranks are behind the others, "
-                    "or they are not named: stacks of all ranks tell"
+                    "or they are not named: stacks of all ranks would tell"
                 )
         if stuck and not found and all(s.behind and not s.communicator.num_missing for s in stuck):
             suspects = [
@@ -376,8 +378,8 @@ class _RasAnalysis:
             levels = next(x.levels for x in c.spreads if x.collective == name)
             words.append(f"{ranks_text(members)} launched {levels[-1].launched} {name}, others {levels[0].launched}")
         because = (
-            f"{'; '.join(words)} in communicator {c.hash}, and {s.since()}: not launched, so held up on the host side (Python, "
-            "data loader, CPU, or another wait), and the others wait"
+            f"{'; '.join(words)} in communicator {c.hash}, and {s.since()}: not launched, so blocked on the host side "
+            "(Python, data loader, CPU, or another wait); the others wait"
         )
         suspects = [self._suspect(m, self._whole(c)) for members in causes.values() for m in members]
         sure = CONFIDENCE_BEHIND if s.seconds >= MOVED_SECONDS else CONFIDENCE_BEHIND_UNTIMED

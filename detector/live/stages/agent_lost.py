@@ -1,9 +1,9 @@
-"""An agent that does not answer: the node is unseen, which is not yet a fault of what runs there.
+"""An agent that does not answer: its node is not observed, which is not yet a fault of what runs there.
 
-A refused connection comes from a living host, so the agent itself is gone: `control_plane`. Silence may be a dead
-node, a partition or a stuck agent: `cannot_tell`, with what would settle it. Neither names a replica: blindness
-alone is never a reason to evict. (A peer waiting in a collective for somebody on that node is a second, independent
-piece of evidence: stall.py joins the two.)
+A refused connection comes from a live host, so the agent itself is down: `control_plane`. A timeout may be a dead node, a
+partition or a stuck agent: `cannot_tell`, with what would settle it. Neither names a replica: missing telemetry alone is
+never a reason to evict. (A peer that waits in a collective for a rank of that node is a second, independent piece of
+evidence: collective.py joins the two.)
 """
 
 from collections import Counter
@@ -17,16 +17,16 @@ from rolecall.detector.live.fleet import MonitoredProcesses, names
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 UNREACHABLE_GRACE_SECONDS = 3.0
-"""An agent restarts in about a second; three without an answer are worth a sentence."""
+"""An agent restarts in about a second."""
 MANY_MIN = 3
-"""So many silent agents, and more than half of all, are one fault and not many: what they share, or the watch itself."""
+"""This many unreachable agents, and more than half of all, are one fault: what they share, or the watch itself."""
 MANY_GRACE_SECONDS = 12.0
-"""So long the silence of several waits for that of the others: agents of a large fleet are asked once in eight seconds, and
-an answer has two more (`source.REQUESTS_PER_SECOND_MAX`, `agent_client.Limits`)."""
+"""Grace when several are unreachable, to learn whether most are: agents of a large fleet are polled every eight seconds,
+and an answer has two more (`source.REQUESTS_PER_SECOND_MAX`, `agent_client.Limits`)."""
 RAYLET_SECONDS = 120.0
-"""How long the loss of a raylet is told: by then its node is replaced or was never needed."""
+"""How long the loss of a raylet is reported: by then its node is replaced or was never needed."""
 REFUSED = "refused"
-"""Part of the reason that a source gives when nobody listens on the agent's port."""
+"""Part of the reason that a source gives when the agent's port refuses connections."""
 
 
 class AgentLostStage(Stage):
@@ -49,7 +49,7 @@ def find(fleet: MonitoredProcesses, now: float) -> list[Finding]:
 
 
 def unreachable_reason(fleet: MonitoredProcesses, node: str, now: float) -> str:
-    """Why the node has not been seen for longer than a restart of its agent takes; empty when it is seen."""
+    """Why the node has been unreachable for longer than a restart of its agent takes; empty when it is reachable."""
     for name, since, reason in fleet.unreachable:
         if name == node and now - since >= UNREACHABLE_GRACE_SECONDS:
             return reason
@@ -58,7 +58,7 @@ def unreachable_reason(fleet: MonitoredProcesses, node: str, now: float) -> str:
 
 def _on(fleet: MonitoredProcesses, node: str) -> str:
     here = names(s for s in fleet.current() if s.node == node and not s.gone)
-    return f" ({here} last seen there)" if here else ""
+    return f" ({here})" if here else ""
 
 
 def _unreachable(fleet: MonitoredProcesses, node: str, since: float, reason: str, now: float) -> Finding:
@@ -66,16 +66,16 @@ def _unreachable(fleet: MonitoredProcesses, node: str, since: float, reason: str
     agent_only = REFUSED in reason
     if agent_only:
         because = (
-            f"the agent of {node} is gone: {reason} for {seconds:.0f} s, so the host is up and nobody listens there; "
-            f"what runs on {node} is unseen{_on(fleet, node)} and not accused"
+            f"agent of {node} is down: {reason} for {seconds:.0f} s, so the host is up; processes on {node}"
+            f"{_on(fleet, node)} are not observed and not accused"
         )
         settle = f"restart the agent of {node}; it finds its processes again"
     else:
         because = (
-            f"{node} does not answer: {reason} for {seconds:.0f} s; a dead node, a partition and a stuck agent look "
-            f"alike from here{_on(fleet, node)}"
+            f"{node} is unreachable: {reason} for {seconds:.0f} s; dead node, network partition or stuck agent; "
+            f"its processes{_on(fleet, node)} are not observed and not accused"
         )
-        settle = f"whether Ray counts {node} as alive, and whether peers still hear the replicas that run there"
+        settle = f"whether Ray lists {node} as alive, and whether peers still reach the replicas that run there"
     return Finding(
         detector="lost",
         suspects=(Suspect(node=NodeId(node)),),
@@ -91,12 +91,12 @@ def _unreachable(fleet: MonitoredProcesses, node: str, since: float, reason: str
 def _many(silent: Sequence[tuple[str, float, str]], num_known: int, now: float) -> Finding:
     since = min(at for _, at, _ in silent)
     reasons = Counter(reason for _, _, reason in silent).most_common(2)
-    told = "; ".join(f"{count} of them: {reason}" for reason, count in reasons)
+    told = "; ".join(f"{count} x {reason}" for reason, count in reasons)
     some = ", ".join(sorted(node for node, _, _ in silent)[:3])
     because = (
-        f"{len(silent)} of {num_known} agents do not answer ({some}{', ...' if len(silent) > 3 else ''}): {told}; so many "
-        "at once share a cause: this watch's own host or its network, a switch, or an operator who stops them; what runs "
-        "there is unseen and not accused"
+        f"{len(silent)} of {num_known} agents are unreachable ({some}{', ...' if len(silent) > 3 else ''}): {told}; so many "
+        "at once share a cause: this watch's own host or network, a switch, or an operator who stopped them; processes "
+        "there are not observed and not accused"
     )
     return Finding(
         detector="lost",
@@ -122,6 +122,6 @@ def _raylet(fleet: MonitoredProcesses, node: str, at: float, now: float) -> Find
         onset=at,
         detected_at=now,
         confidence=0.9,
-        because=f"{node} is lost to Ray: its raylet exited{_on(fleet, node)}; each replica that died is told by itself",
+        because=f"{node} left the Ray cluster: its raylet exited{_on(fleet, node)}; replicas that died are reported separately",
         evidence=(Evidence(kind="raylet", text=f"raylet of {node} exited"),),
     )

@@ -2,11 +2,10 @@
 
     fleet -> course (one point a step) -> collapse_signs -> one finding while they stand
 
-Where trainer and engine disagree about tokens of the very same weights, somebody's weights or numerics are wrong:
-`silent_corruption`, between two roles. These numbers are the maximum over all engines: they do not tell which, so no
-replica is named, and what would settle it is said. Else learning rate, reward or data are at fault: `user_code`. A person
-is called; replacing a machine would not help, and a false word here must not stop a run that took days
-(`recovery.policy`). A fault of a machine meanwhile is a diagnosis of its own: this one explains none, and none explains it,
+Where trainer and engine disagree about tokens of the very same weights, weights or numerics are wrong:
+`silent_corruption`, between two roles. These numbers are the maximum over all engines and do not identify one, so no
+replica is named. Else learning rate, reward or data are at fault: `user_code`. On-call is paged; replacing a machine would
+not help, and a false alarm must not stop a run that took days (`recovery.policy`). A fault of a machine meanwhile is a diagnosis of its own: this one explains none, and none explains it,
 because a course that went back to an older checkpoint is judged by what it had reached there.
 
 A finding stands until `QUIET_STEPS` steps in a row show no sign any more, or the run went back to before it began.
@@ -28,7 +27,7 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.training_history import TrainingHistory, TrainingStepPoint
 
 QUIET_STEPS: Final = 16
-"""Twice what a sign needs to be seen: one that flickers is one incident."""
+"""Twice what a symptom needs to show: one that flickers is one incident."""
 CONFIDENCE: Final = {FaultClass.SILENT_CORRUPTION: 0.9, FaultClass.USER_CODE: 0.7}
 """Log-probabilities that differ are a fact; why a reward fell is judged."""
 
@@ -126,12 +125,12 @@ def _finding(
 
 def _of_weights(what: str, began: TrainingStepPoint, trainers: str, engines: str) -> tuple[str, tuple[Evidence, ...]]:
     because = (
-        f"weights or numerics are wrong somewhere between {trainers} and {engines}: {what}; "
-        "these numbers do not tell which replica, so nobody is evicted"
+        f"weights or numerics differ between {trainers} and {engines}: {what}; these numbers do not identify the "
+        "replica, so none is evicted"
     )
     settle = (
-        f"the digest of the weights that each replica of {engines} holds, and what it says of one fixed text, beside "
-        f"those of {trainers}: the one that differs is wrong"
+        f"compare the digest of the weights of each replica of {engines}, and its output for one fixed text, with "
+        f"{trainers}: the replica that differs is wrong"
     )
     advice = f"find and replace the replica whose weights differ; steps from {began.step} on were trained on its tokens"
     return because, (settles(settle), Evidence(kind=ADVISES, text=advice))
@@ -140,10 +139,10 @@ def _of_weights(what: str, began: TrainingStepPoint, trainers: str, engines: str
 def _of_the_job(
     what: str, began: TrainingStepPoint, points: Sequence[TrainingStepPoint]
 ) -> tuple[str, tuple[Evidence, ...]]:
-    because = f"the policy collapsed, and no machine did it: {what}; {_engines_agree(points, began.step)}"
+    because = f"the policy collapsed, not a machine fault: {what}; {_engines_agree(points, began.step)}"
     advice = (
-        f"look at learning rate, reward function and data of step {began.step}, and at what was changed before it; "
-        f"keep a checkpoint of an earlier step, newer ones will push it out"
+        f"check learning rate, reward function and data of step {began.step}, and what changed before it; "
+        f"save a checkpoint of an earlier step before it is rotated out"
     )
     return because, (Evidence(kind=ADVISES, text=advice),)
 
@@ -152,27 +151,27 @@ def _engines_agree(points: Sequence[TrainingStepPoint], since: int) -> str:
     """A step whose tokens were all made by weights that no trainer holds any more tells nothing of it."""
     ratios = [(p.step, v) for p in points if (v := p.get("log_ratio_max")) == v][-8:]
     if not ratios:
-        return "whether engines hold the trainers' weights was not told (no log ratio)"
+        return "agreement between engines and trainers is unknown (no log ratio reported)"
     (last, _), largest = ratios[-1], max(v for _, v in ratios)
     if last < since:
         return (
-            f"whether engines and trainers agree about tokens of the same version was last told at step {last} "
-            f"(to {largest:.1g})"
+            f"engines and trainers last reported agreement about tokens of the same version at step {last} "
+            f"(within {largest:.1g})"
         )
     if largest > LOG_RATIO_ALARM:
         return (
-            f"engines and trainers differ about tokens of the same version by up to {largest:.1g}: too seldom, or too usual "
-            "here, to say that weights are wrong"
+            f"engines and trainers differ about tokens of the same version by up to {largest:.1g}, too rarely or too usual "
+            "here to conclude that weights are wrong"
         )
-    return f"engines and trainers agree about tokens of the same version (to {largest:.1g})"
+    return f"engines and trainers agree about tokens of the same version (within {largest:.1g})"
 
 
 def _roles(fleet: MonitoredProcesses) -> tuple[str, str]:
     """Those who told the entropy of steps, and those who generate, in words."""
     trainers = {s.role for s in fleet.current() if s.sample is not None and s.sample.entropy == s.sample.entropy}
     engines = {s.role for s in fleet.current() if s.phase == Phase.GENERATE or Phase.GENERATE in s.phases_done}
-    return _named(trainers, "those who train"), _named(engines - trainers, "those who generate")
+    return _named(trainers, "the trainers"), _named(engines - trainers, "the engines")
 
 
-def _named(roles: set[str], nobody: str) -> str:
-    return f"role {' and '.join(sorted(roles))}" if roles else nobody
+def _named(roles: set[str], otherwise: str) -> str:
+    return f"role {' and '.join(sorted(roles))}" if roles else otherwise

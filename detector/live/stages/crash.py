@@ -1,10 +1,10 @@
-"""Crash: a process is gone and had not said that it would go.
+"""Crash: a process exited without announcing it.
 
-The fastest evidence there is: the agent's pidfd tells within milliseconds. Who dies of a signal is told at once. With an
-exception before the exit the verdict waits, because the same exception on its peers makes it user code (user_code.py):
-for `EXCEPTION_GRACE_SECONDS`, and for as long again and more, within `EXCEPTION_HOLD_SECONDS_MAX`, while a peer is still
-in the step in which it was raised. Survivors that take over the work of the dead come to the same line late.
-An exception whose process lives on is a crash of its work, once it did nothing more while a peer worked.
+The fastest evidence there is: the agent's pidfd reports an exit within milliseconds. A death by signal is reported at once.
+After an exception the decision waits, because the same exception on its peers makes it user code (user_code.py): for
+`EXCEPTION_GRACE_SECONDS`, and up to `EXCEPTION_HOLD_SECONDS_MAX` while a peer is still in the step in which it was raised.
+Survivors that take over the work of the dead reach the same line late. An exception whose process lives on counts as a
+crash once the process finishes nothing more while a peer works.
 """
 
 from rolecall.core.diagnosis import Evidence, Finding
@@ -18,34 +18,16 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.subject import MonitoredProcess
 
 EXCEPTION_GRACE_SECONDS = 2.0
-"""How long one exception waits for its twins: ranks of one role reach the same line within a step of each other."""
+"""How long one exception waits for the same one elsewhere: ranks of a role reach a line within a step of each other."""
 EXCEPTION_HOLD_SECONDS_MAX = 5.0
-"""How long peers may take to get through the step that one of them failed in, before it is judged without them: a lost
-peer is noticed, the group is built anew (2.7 s measured on CPU) and the step begun again. Recovery waits a little longer
-(`recovery.intake.LOST_GRACE_SECONDS`) before it repairs what nobody diagnosed."""
+"""How long peers may take to get through the step in which one of them failed: the loss is noticed, the group rebuilt
+(2.7 s measured on CPU) and the step restarted. Recovery waits a little longer (`recovery.intake.LOST_GRACE_SECONDS`)
+before it repairs a loss without a diagnosis."""
 EXCEPTION_ALIVE_SECONDS = 5.0
-"""A process that raised, lives on and finished nothing for so long while a peer did has lost its work."""
+"""A process that raised an exception and finished nothing for this long, while a peer did, has lost its work."""
 OOM_SECONDS = 5.0
-"""The host's count of OOM kills grew within this of the exit: worth naming beside a SIGKILL."""
+"""A SIGKILL this close to an increase of the host's OOM kill count is attributed to the OOM killer."""
 SIGKILL_NAMES = ("9", "SIGKILL", "")
-
-DOING = {
-    "start": "started",
-    "idle": "was idle",
-    "wait": "waited",
-    "paused": "was paused",
-    "compute": "computed",
-    "reduce": "was in a collective",
-    "optimizer": "stepped the optimizer",
-    "publish": "published weights",
-    "copy": "copied state",
-    "checkpoint": "wrote a checkpoint",
-    "generate": "generated",
-    "update": "updated weights",
-    "score": "scored",
-    "control": "turned its loop",
-}
-"""What a process did when it went, in words."""
 
 
 class CrashStage(Stage):
@@ -67,7 +49,7 @@ def find(fleet: MonitoredProcesses, now: float, explained: set[str]) -> list[Fin
     for subject in fleet.current():
         if not subject.gone and subject.key not in raisers:
             continue
-        if subject.finished or not subject.reports:  # uninstrumented.py judges those who cannot say goodbye
+        if subject.finished or not subject.reports:  # uninstrumented.py covers processes without a reporter
             continue
         raised = last_exception(fleet, subject)
         if raised is not None and raised.event.detail.get("fingerprint", "") in explained:
@@ -109,18 +91,19 @@ def _gone(
 ) -> Finding:
     event, sample = subject.exit_event, subject.sample
     detail = event.detail if event else {}
-    phase = detail.get("last_phase") or subject.phase
+    step = f" of step {sample.step}" if sample and sample.step >= 0 else ""
+    where = f" in {detail.get('last_phase') or subject.phase}{step}"
     how = ""
     if detail.get("signal"):
         how = f" on signal {detail['signal']}"
     elif detail.get("code"):
         how = f" with code {detail['code']}"
     open_requests = sample.requests_active if sample else 0
-    requests = f", {open_requests} request{'s were' if open_requests != 1 else ' was'} open" if open_requests else ""
-    reported = f"it had raised {exception_text(raised.event)}" if raised else "no exception was reported"
+    requests = f" with {open_requests} open request{'s' * (open_requests != 1)}" if open_requests else ""
+    reported = f"last exception: {exception_text(raised.event)}" if raised else "no exception reported"
     because = (
-        f"{subject.name()} is gone: its process exited{how} while it {DOING.get(phase, 'was in ' + phase)}"
-        f"{requests}; {reported}{_oom(fleet, subject, detail.get('signal', ''), now)}"
+        f"{subject.name()} crashed: process exited{how}{where}{requests}; {reported}"
+        f"{_oom(fleet, subject, detail.get('signal', ''), now)}"
     )
     onset = event.wall_at + subject.offset_seconds if event else subject.exit_wall
     values = {"requests_open": float(open_requests), "step": float(sample.step if sample else -1)}
@@ -150,7 +133,7 @@ def _oom(fleet: MonitoredProcesses, subject: MonitoredProcess, signal: str, now:
     struck = fleet.oom_wall.get(subject.node)
     if struck is None or abs(subject.exit_wall - struck) > OOM_SECONDS or signal not in SIGKILL_NAMES:
         return ""
-    return "; the host's OOM killer struck at that moment"
+    return "; the host's OOM killer was active at that moment"
 
 
 def _stopped_after_exception(
@@ -163,8 +146,8 @@ def _stopped_after_exception(
 
 def _given_up(subject: MonitoredProcess, raised: ReceivedException, now: float) -> Finding:
     because = (
-        f"{subject.name()} raised {exception_text(raised.event)} and has finished nothing for "
-        f"{now - raised.received_wall:.0f} s, while its peers work: its process lives, its work is lost"
+        f"{subject.name()} raised {exception_text(raised.event)} and has made no progress for "
+        f"{now - raised.received_wall:.0f} s while its peers work; its process is alive, its work is lost"
     )
     return finding(
         "crash",

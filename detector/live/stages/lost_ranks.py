@@ -1,9 +1,9 @@
-"""Ranks of one replica that are gone at once are one fault: told once, all of them named, the cause first.
+"""Ranks of one replica that exit together are one fault: one finding that names all of them, the cause first.
 
-A replica is replaced as a whole, so its incident is one. It is named by the rank whose node's hardware spoke, else by the
-first that went: the errors of its peers come after it. A rank of another node that went by a fault of its own (its
-hardware's, a segmentation fault or the like, the OOM killer) is a second suspect: whoever places the replacement has two
-nodes to look at. Each of these makes the diagnosis another one (its key has one name more), so that it is told anew.
+A replica is replaced as a whole, so it has one incident. The first suspect is the rank whose node reported a hardware
+fault, else the first that exited: the errors of its peers follow from it. A rank on another node with an independent fault
+(hardware, a segmentation fault or the like, the OOM killer) is a second suspect: the replacement must avoid two nodes. Each
+of these changes the diagnosis (its key has one name more), so that it is reported again.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from rolecall.detector.base.findings import EXIT
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 OWN_SIGNALS = frozenset({4, 7, 8, 11})
-"""SIGILL, SIGBUS, SIGFPE, SIGSEGV: no launcher sends them. SIGABRT is NCCL's watchdog, SIGKILL and SIGTERM the launcher's
-who ends the rest of a job."""
+"""SIGILL, SIGBUS, SIGFPE, SIGSEGV: no launcher sends them. SIGABRT comes from NCCL's watchdog, SIGKILL and SIGTERM from the
+launcher that ends the rest of a job."""
 NUM_NAMED_MAX = 8
 
 
@@ -54,10 +54,10 @@ def _one(group: Sequence[Finding]) -> Finding:
         its = f.suspects[0].node
         (own if _by_itself(f) and its not in nodes else also).append(f)
         nodes |= {its} if f in own else set()
-    because = "; and by a fault of its own: ".join([lead.because, *(f.because for f in own)])
+    because = "; independent second fault: ".join([lead.because, *(f.because for f in own)])
     if also:
         more = f" and {len(also) - NUM_NAMED_MAX} more" if len(also) > NUM_NAMED_MAX else ""
-        because += f"; gone with it: {', '.join(map(_name, also[:NUM_NAMED_MAX]))}{more}"
+        because += f"; exited after it: {', '.join(map(_name, also[:NUM_NAMED_MAX]))}{more}"
     told = (e for f in also[:NUM_NAMED_MAX] for e in f.evidence if e.kind == EXIT)
     return replace(
         lead,

@@ -1,9 +1,9 @@
-"""What NCCL's RAS says of a running job, as the agents tell: whose collectives stand still with ranks apart.
+"""Communicators of a running job that are stalled with their ranks apart, as NCCL's RAS reports them to the agents.
 
-Every agent of a job hears the same of a communicator: it is one finding, until all who said so say that it goes on. Who is
-behind is named where the process number fits exactly one rank that is watched (RAS tells hosts by address, and ranks in
-containers often have the same number); else nobody is, and what RAS said is the evidence. A symmetric hang has no rank
-behind: RAS is silent then, and stacks or Flight Recorder dumps must tell.
+Every agent of a job gets the same report of a communicator: it is one finding, until all agents that reported it say that
+it advances. The rank that is behind is named where the process number fits exactly one monitored rank (RAS gives hosts by
+address, and ranks in containers often have the same number); else only the report is evidence. A symmetric hang has no
+rank behind: RAS is silent then, and stacks or Flight Recorder dumps must tell.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from rolecall.detector.live.subject import MonitoredProcess
 
 COMMUNICATORS_MAX = 64
 FORGOTTEN_SECONDS = 3600.0
-"""An agent that was killed says no more that it goes on."""
+"""An agent that was killed cannot report that the communicator advances."""
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ def _finding(s: StalledCommunicator, by_pid: Mapping[int, list[MonitoredProcess]
             onset=s.since,
             now=now,
             confidence=0.8,
-            because=f"{who} launched fewer collectives than the peers who wait: {s.because}",
+            because=f"{who} is behind in a collective, its peers wait: {s.because}",
             evidence=(evidence,),
         )
     return Finding(
@@ -139,9 +139,9 @@ def _finding(s: StalledCommunicator, by_pid: Mapping[int, list[MonitoredProcess]
         onset=min(s.since, now),
         detected_at=now,
         confidence=0.5,
-        because=f"a communicator stands still, as the RAS of NCCL says: {s.because}",
+        because=f"a communicator is stalled according to NCCL RAS: {s.because}",
         evidence=(
             evidence,
-            settles("stacks or Flight Recorder dumps of its ranks: who is behind is not a watched process"),
+            settles("stacks or Flight Recorder dumps of its ranks: the rank that is behind is not a monitored process"),
         ),
     )

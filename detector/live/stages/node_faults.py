@@ -1,9 +1,9 @@
-"""What a node's own hardware and kernel say: XIDs, lost GPUs, links that are down, drivers that do not answer.
+"""Faults that a node's own hardware and kernel report: XIDs, lost GPUs, links that are down, drivers that do not answer.
 
-The agent tells these as events. Those that are the application's (an XID 13 or 31 asks for a restart of the process) name
-nobody: whoever dies of one is told as a crash. What stays with the node names the node and its GPU; recovery evicts no
-replica for it alone, for nothing tells yet that one suffers. A replica on that node that crashes or hangs within
-`TIED_SECONDS` of it is the same fault: it is then told once, as the hardware's, so that it is replaced elsewhere.
+The agent sends them as events. Those of the application (an XID 13 or 31 asks for a restart of the process) make no
+finding: a process that dies of one is a crash. A fault of the hardware names the node and its GPU; recovery evicts no
+replica for it alone, for no replica is known to suffer yet. A replica on that node that crashes or hangs within
+`TIED_SECONDS` of it has the same fault: it is reported once, as a hardware fault, so that it is replaced on another node.
 """
 
 from collections.abc import Iterable
@@ -19,16 +19,16 @@ from rolecall.formats.xid.nvlink import LINE_DECIDES
 from rolecall.formats.xid.xid import RecoveryAction, xid
 
 STANDS_SECONDS = 600.0
-"""An XID is over when it was not told again for so long; what has an end of its own (a link, a driver) stands until then,
-or until its agent started anew and did not tell it again."""
+"""An XID is over when it was not reported again for this long; a condition with an end of its own (a link, a driver)
+stands until then, or until its agent restarted and did not report it again."""
 TIED_SECONDS = 60.0
-"""Between the node's word and the end of what runs there: a lost GPU is noticed at the next call of the driver."""
+"""Between the node's event and the death of a process there: a lost GPU is noticed at the next call of the driver."""
 FLAP_SECONDS = 2.0
-"""A link that is back within this is told by its counters (`rolecall_link_changes_total`), not as a fault, and explains
-none: RDMA retries for longer."""
+"""A link that is back within this is counted (`rolecall_link_changes_total`), is no fault and explains none: RDMA retries
+for longer."""
 STALE_SECONDS = 60.0
-"""An agent that starts tells what the kernel log holds, and a watch that starts is told what its agents keep: what was
-before is not what happens now."""
+"""An agent that starts reports what the kernel log holds, and a watch that starts gets what its agents keep: events older
+than this are history."""
 FAULTS_MAX = 256
 EVIDENCE_MAX = 8
 
@@ -79,8 +79,8 @@ class NodeFaults:
                 self._take_xid(event, now)
             case AgentEventKind.GPU_LOST:
                 gpu = event.detail.get("gpu", "")
-                because = f"GPU {gpu} of {event.node} is lost: the driver answers no call for it any more"
-                advice = "drain the machine and reboot it; if the GPU stays away, have it inspected"
+                because = f"GPU {gpu} of {event.node} is lost: the driver no longer answers calls for it"
+                advice = "drain the node and reboot it; if the GPU does not come back, have it inspected"
                 self._note(event, now, f"gpu {gpu}", FaultClass.GPU, because, advice, lasts=True)
             case AgentEventKind.GPU_FAULT:
                 gpu, what = event.detail.get("gpu", ""), event.detail.get("what", "")
@@ -88,14 +88,14 @@ class NodeFaults:
                     f"{k}={v}" for k, v in sorted(event.detail.items()) if k not in ("gpu", "uuid", "what")
                 )
                 because = f"GPU {gpu} of {event.node} reports {what.replace('_', ' ')}: {words}"
-                advice = event.detail.get("advice") or "drain the GPU and do what its driver asks for"
+                advice = event.detail.get("advice") or "drain the GPU and follow its driver's request"
                 lasts = what not in ONCE_TOLD
                 self._note(event, now, f"gpu {gpu}", FaultClass.GPU, because, advice, lasts=lasts)
             case AgentEventKind.GPU_RECOVERED:
                 self._end(event, f"gpu {event.detail.get('gpu', '')}", now)
             case AgentEventKind.LINK_DOWN:
                 because = f"{_link(event)} of {event.node} is down"
-                self._note(event, now, _link(event), FaultClass.NETWORK, because, "look at cable and port", lasts=True)
+                self._note(event, now, _link(event), FaultClass.NETWORK, because, "check cable and port", lasts=True)
             case AgentEventKind.LINK_UP:
                 self._end(event, _link(event), now)
             case AgentEventKind.PROBE_DOWN if HANGS in event.detail.get("reason", ""):
@@ -150,7 +150,7 @@ class NodeFaults:
         if recovery == RecoveryAction.NONE:
             self._end(event, f"gpu {where}", now)
             return
-        because = f"the driver of GPU {where} of {event.node} asks for its recovery: {recovery.replace('_', ' ')}"
+        because = f"the driver of GPU {where} of {event.node} requests recovery: {recovery.replace('_', ' ')}"
         self._note(event, now, f"gpu {where}", FaultClass.GPU, because, event.detail.get("advice", ""), lasts=True)
 
     def _take_sxid(self, event: AgentEvent, now: float) -> None:
@@ -165,15 +165,13 @@ class NodeFaults:
         probe, reason = event.detail["probe"], event.detail["reason"]
         if probe in GPU_PROBES:
             because = (
-                f"the GPU driver of {event.node} does not answer: {reason}; it does so when a GPU fell off the bus"
+                f"the GPU driver of {event.node} does not answer: {reason}; typical of a GPU that fell off the bus"
             )
-            advice = "look at the kernel log and at nvidia-smi; reboot the machine if both hang"
+            advice = "check the kernel log and nvidia-smi; reboot the node if both hang"
             self._note(event, now, f"probe {probe}", FaultClass.GPU, because, advice, lasts=True)
         else:
             because = f"the agent of {event.node} cannot read its {probe}: {reason}"
-            self._note(
-                event, now, f"probe {probe}", FaultClass.CONTROL_PLANE, because, "look at the machine", lasts=True
-            )
+            self._note(event, now, f"probe {probe}", FaultClass.CONTROL_PLANE, because, "inspect the node", lasts=True)
 
     def _note(
         self, event: AgentEvent, now: float, thing: str, what: FaultClass, because: str, advice: str, *, lasts: bool

@@ -1,7 +1,7 @@
-"""What panels of metrics say of a live run: the weakest evidence there is, told where nothing else explains it.
+"""Findings of metric panels: the weakest evidence there is, reported where nothing else explains it.
 
-A finding of a panel says that a machine is not as it was, and not what ails it. It begins and has no end: it counts as
-the same fault for `SAME_FAULT_SECONDS`. It gives way for good to whatever else names the same machine.
+Such a finding says that the metrics of a machine changed, and not why. It begins and has no end: it counts as the same
+fault for `SAME_FAULT_SECONDS`. It gives way for good to any other finding that names the same machine.
 """
 
 import math
@@ -17,18 +17,18 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.stalls import emerging, own
 
 AFTERMATH_SECONDS = 300.0
-"""What begins in metrics while a finding of another kind stands, or so long after, is taken for what that does to the
-others: they wait, or take over work. The same after processes came or went."""
+"""A change in metrics that begins while another finding stands, or this long after, counts as its effect: other processes
+wait, or take over work. The same after processes came or went."""
 ONSET_SECONDS = 5.0
 """A change in metrics is dated no better than this."""
 
 
 @dataclass(slots=True)
 class PanelFault:
-    """What panels say of one machine."""
+    """What panels report of one machine."""
 
     finding: Finding
-    last_wall: float  # when it was last said
+    last_wall: float  # when it was last reported
     told: bool = False
 
 

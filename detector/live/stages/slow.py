@@ -34,7 +34,7 @@ BUSY_SECONDS_MIN = 0.05
 """A stride goes on until its units should have taken this long: timer noise and single pauses loom large in less. What
 they did take must not decide, or only strides with a pause in them would count."""
 STRIDE_SECONDS_MAX = 30.0
-"""A stride that has not seen so much work by then is dropped: the slowness of somebody with nothing to do hurts nobody."""
+"""A stride without that much work by then is dropped: the slowness of an idle process does no harm."""
 STARVED_SHARE_MAX = 0.85
 """A stride starved for more than this of its busy time leaves too little of its own to be judged."""
 RATIO_CLIP = math.log(4.0)
@@ -358,14 +358,14 @@ def _finding(state: SlowState, subject: MonitoredProcess, config: DetectorConfig
     against = (
         f"{meter.peers} peer{'s' if meter.peers != 1 else ''} at equal load"
         if meter.peers
-        else "its own past alone, for it has no peer at work"
+        else "its own history (no peer is at work)"
     )
     because = (
-        f"{subject.name()} is slow: {ratio:.1f} times the seconds per unit of {against}, over "
-        f"{meter.rising_strides} strides since {now - meter.rising_since:.0f} s, time starved by neighbours subtracted "
-        f"(last {meter.seconds_per_unit:.3g} s a unit at load {meter.load:.3g}, expected "
-        f"{meter.expected_seconds_per_unit:.3g}; sum {meter.cusum:.1f} over threshold {h:.1f}, set for "
-        f"{config.slow_false_alarms_per_day:g} false alarms a day)"
+        f"{subject.name()} is slow: {ratio:.1f} times the seconds per unit of {against}, for "
+        f"{now - meter.rising_since:.0f} s ({meter.rising_strides} strides), CPU starvation by neighbours excluded (last "
+        f"{meter.seconds_per_unit:.3g} s per unit at load {meter.load:.3g}, expected "
+        f"{meter.expected_seconds_per_unit:.3g} s; CUSUM {meter.cusum:.1f}, threshold {h:.1f} for "
+        f"{config.slow_false_alarms_per_day:g} false alarms per day)"
     )
     values = {
         "seconds_per_unit": meter.seconds_per_unit,

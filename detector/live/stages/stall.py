@@ -5,8 +5,8 @@ of hang are told apart by heartbeats (ticks of a side thread, which stop when th
 kernel's process state is read for the sentence only.
 
 Cause before symptom: phases in which a process depends on others (`reduce`, `update`, `copy`, the controller's loop)
-accuse nobody while another process stalls on its own account, is gone, or came a moment ago. Who holds up a collective is
-decided in detector/live/stages/collective.py.
+accuse nobody while another process stalls on its own account, is gone, or came a moment ago. Which rank blocks a collective
+is decided in detector/live/stages/collective.py.
 """
 
 from rolecall.core.diagnosis import Evidence, Finding
@@ -14,17 +14,17 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.telemetry import Phase
 from rolecall.detector.base.findings import settles
 from rolecall.detector.live.findings import finding
-from rolecall.detector.live.fleet import MonitoredProcesses, names
+from rolecall.detector.live.fleet import MonitoredProcesses, names, waiting
 from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.stalls import DEPENDENT_PHASES, Stall, emerging, own
 from rolecall.detector.live.subject import MonitoredProcess, ProgressClocks
 
 QUIET_SECONDS = 15.0
-"""After a fault, an exit or a newcomer those who depend on others get so long before they are accused: timeouts of
-transfers (10 s) and group rebuilds have to run out first."""
+"""Grace for processes that depend on others after a fault, an exit or a newcomer: timeouts of transfers (10 s) and group
+rebuilds have to run out first."""
 BUSY_CPUS = 0.3
-"""CPU use per second above which a process that stands still is computing rather than waiting: one that spins on a
-machine with three wanting each CPU gets a third."""
+"""CPU use per second above which a process without progress is computing rather than waiting: one that spins on a machine
+with three runnable threads per CPU gets a third."""
 
 
 class StallStage(Stage):
@@ -52,7 +52,7 @@ class DependentStallStage(Stage):
 
 
 def _dependents(fleet: MonitoredProcesses, ripe: list[Stall], now: float) -> list[Finding]:
-    """Nobody else explains them. One of a role and phase is hung; several at once wait for something unseen."""
+    """No other fault explains them. A single process of a role and phase is hung; several wait for something unseen."""
     groups: dict[tuple[str, str], list[Stall]] = {}
     for s in ripe:
         groups.setdefault((s.subject.role, s.subject.phase), []).append(s)
@@ -71,9 +71,9 @@ def _dependents(fleet: MonitoredProcesses, ripe: list[Stall], now: float) -> lis
                 onset=min(s.subject.onset_wall(s.clocks.wall) for s in group),
                 now=now,
                 confidence=0.3,
-                because=f"{names(members)} stand still in phase {phase} together for {longest:.1f} s (deadline "
-                f"{group[0].deadline.text}), and nobody is seen whom they could be waiting for",
-                evidence=(settles(f"the stacks of role {role}: what they wait for"),),
+                because=f"{names(members)} make no progress in {phase} for {longest:.1f} s (deadline "
+                f"{group[0].deadline.text}), and no fault of another process explains it",
+                evidence=(settles(f"stacks of role {role}: what the processes wait for"),),
             )
         )
     return findings
@@ -81,33 +81,33 @@ def _dependents(fleet: MonitoredProcesses, ripe: list[Stall], now: float) -> lis
 
 def kind_of(subject: MonitoredProcess, clocks: ProgressClocks, beats_stopped: bool) -> str:
     """Which of the four kinds of hang the evidence fits."""
-    rate = clocks.cpu / clocks.wall if clocks.wall else 0.0
+    used = f"{100 * clocks.cpu / clocks.wall if clocks.wall else 0.0:.0f} % CPU"
     busy = clocks.cpu >= BUSY_CPUS * clocks.effective
     if beats_stopped and busy:
-        return f"its interpreter ticks no more while it uses {rate:.1f} CPUs: a busy loop holds it"
+        return f"no heartbeat, {used}: a busy loop holds the interpreter"
     if beats_stopped:
         state = subject.sample.proc_state if subject.sample else "?"
-        seen = " (process state T)" if state in ("T", "t") else ""
-        return f"its interpreter ticks no more and it uses no CPU{seen}: it is stopped"
+        seen = f" (state {state})" if state in ("T", "t") else ""
+        return f"process stopped{seen}, no heartbeat, {used}"
     if busy:
-        return f"its interpreter ticks and it uses {rate:.1f} CPUs: it computes without an end"
-    return "its interpreter ticks and it uses no CPU: it waits for a lock or a read that does not come"
+        return f"heartbeat continues, {used}: endless computation"
+    return f"heartbeat continues, {used}: blocked on a lock or a read"
 
 
 def _hang(fleet: MonitoredProcesses, stall: Stall, now: float) -> Finding:
     s, clocks = stall.subject, stall.clocks
     standing = max(clocks.wall, s.stall.wall) if s.progress_due else clocks.wall
     step = f" of step {s.sample.step}" if s.sample and s.sample.step >= 0 else ""
-    what = "has finished nothing" if s.progress_due else "has given no sign of life"
+    what = "progress" if s.progress_due else "heartbeat"
     starved = clocks.wall - clocks.effective
     waiters = [
         p
         for p in fleet.peers(s)
         if p.phase == Phase.REDUCE and s.phase != Phase.REDUCE and not p.gone and p.sample is not None
     ]
-    waits = f"; waiting for it in the collective: {names(waiters)}" if waiters else ""
+    waits = f"; {waiting(waiters)} for it in all-reduce" if waiters else ""
     because = (
-        f"{s.name()} hangs: in phase {s.phase}{step} it {what} for {standing:.1f} s (deadline {stall.deadline.text}); "
+        f"{s.name()} is hung: no {what} in {s.phase}{step} for {standing:.1f} s (deadline {stall.deadline.text}); "
         f"{kind_of(s, clocks, stall.beats_stopped)}{waits}"
     )
     values = {

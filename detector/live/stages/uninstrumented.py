@@ -1,15 +1,15 @@
-"""Processes of jobs that know nothing of rolecall: they report nothing, so the kernel's word is all there is.
+"""Uninstrumented jobs: their processes report nothing, so the kernel is the only source.
 
-There is no progress to miss and no goodbye to hear, so nobody is called hung for silence. What remains is told:
+There is no progress to miss and no announced exit, so no process is called hung for silence. What remains:
 
-  exited    by a signal or with an error, while the job goes on. Exit 0 and SIGTERM were asked for. When one rank dies,
-            its peers fail after it (the collective raises, NCCL's watchdog aborts): the first is accused, errors and
-            aborts that follow are its consequences: in its replica for as long as a collective can wait, in others
-            while the job is being taken down, or when the default timeout of a collective that they share is over.
-            Somebody who began anew has no part in it. A whole job that ends at once in one way has been ended.
-  stopped   the kernel says T (or t: traced) without a break
-  stuck     in an uninterruptible wait without any CPU: disk, network file system, driver
-  starved   runnable, and kept from the CPU by others for most of the time
+  exited    by a signal or with an error, while the job goes on. Exit 0 and SIGTERM are intended. When one rank dies, its
+            peers fail after it (the collective raises, NCCL's watchdog aborts): the first is named; errors and aborts that
+            follow are its consequences: in its replica for as long as a collective can wait, in others while the job is
+            being taken down, or once the default timeout of a collective that they share has passed. A process that was
+            restarted has no part in it. A whole job that ends at once in one way was stopped on purpose.
+  stopped   in state T (or t: traced) without interruption
+  stuck     in an uninterruptible wait (state D) without any CPU: disk, network file system, driver
+  starved   runnable, and kept from the CPU by other processes for most of the time
 
 Slowness is left to panels, which compare CPU, memory and faults among the ranks of a role.
 """
@@ -26,12 +26,12 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.subject import MonitoredProcess
 
 GATHER_SECONDS = 2.0
-"""How long an exit waits for the others of its job: the launcher of a job that is ended takes them all down."""
+"""How long an exit waits for the others of its job: a launcher that ends a job takes them all down."""
 UNKNOWN_GATHER_SECONDS = 10.0
 """The same where the kernel cannot say how it ended (Linux before 6.13, and its parent has reaped it): a job that ends by
 itself, rank after rank, looks the same at first."""
 TIMEOUT_SECONDS = 600.0
-"""PyTorch's default for collectives over NCCL (`default_pg_nccl_timeout`): who waits for the dead learns of it then."""
+"""PyTorch's default for collectives over NCCL (`default_pg_nccl_timeout`): ranks that wait for a dead one fail then."""
 CONSEQUENCE_SECONDS = 900.0
 """Errors so long after an exit are its consequences: timeout, then the watchdog's dump and its heartbeat monitor."""
 TAKEN_DOWN_SECONDS = 60.0
@@ -58,7 +58,7 @@ class _Exit:
     def how(self) -> str:
         if self.signal:
             return f" on signal {self.signal}"
-        return f" with code {self.code}" if self.code else ", nobody can say how"
+        return f" with code {self.code}" if self.code else ", status unknown"
 
     @property
     def known(self) -> bool:
@@ -80,8 +80,7 @@ class UninstrumentedStage(Stage):
 
 def find(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     found = _exits(fleet, now)
-    # Diagnoses are of replicas: that a rank is gone, even if it is to be told in a moment, says more than that another
-    # of its replica stands still.
+    # Diagnoses are of replicas: the exit of a rank, even if not reported yet, says more than a stall of another rank.
     losing = {s.replica for s in fleet.unpaged() if s.gone and not s.finished}
     for s in fleet.unpaged():
         if s.gone or s.finished or s.sample is None or s.replica in losing:
@@ -100,7 +99,7 @@ def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
         return []
     living = len(everybody) > len(gone)
     if not living and len(gone) > 1 and len({(e.signal, e.code) for e in gone}) == 1:
-        for e in gone:  # the job ended as a whole: that stays true when its next start comes rank after rank
+        for e in gone:  # the job ended as a whole: that stays true while its next start comes rank by rank
             if not e.subject.finished:
                 fleet.changes(e.subject)
                 e.subject.finished = True
@@ -117,7 +116,7 @@ def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
             e.subject.followed = True
             continue
         chains.append([e])
-        if e.subject.followed:  # of somebody who began anew, and is not among the dead any more
+        if e.subject.followed:  # of a process that was restarted and is not among the dead any more
             continue
         if now - e.subject.exit_wall >= (GATHER_SECONDS if e.known else UNKNOWN_GATHER_SECONDS):
             found.append(_crash(e, gone, living, now))
@@ -144,12 +143,10 @@ def _crash(e: _Exit, gone: list[_Exit], living: bool, now: float) -> Finding:
     after = [other for other in gone if other.at > e.at]
     named = ", ".join(f"{o.subject.name()}{o.how}" for o in after[:NUM_NAMED_MAX])
     more = ", .." if len(after) > NUM_NAMED_MAX else ""
-    followed = f"; {len(after)} more of its job ended after it: {named}{more}" if after else ""
-    oom = "; its node's OOM killer struck at that moment" if e.cause == "oom" else ""
-    rest = "" if living else ", and none of its job is left"
-    because = (
-        f"{e.subject.name()} is gone: its process exited{e.how}{oom}{followed}{rest} (it does not report to rolecall)"
-    )
+    followed = f"; {len(after)} more of its job exited after it: {named}{more}" if after else ""
+    oom = "; the host's OOM killer was active at that moment" if e.cause == "oom" else ""
+    rest = "" if living else "; no process of the job is left"
+    because = f"{e.subject.name()} crashed: process exited{e.how}{oom}{followed}{rest} (uninstrumented job)"
     return finding(
         "crash",
         [e.subject],
@@ -171,9 +168,9 @@ def _crash(e: _Exit, gone: list[_Exit], living: bool, now: float) -> Finding:
 def _stopped(s: MonitoredProcess, now: float) -> Finding:
     state, seconds = s.sample.proc_state if s.sample else "?", s.halted.wall
     if state == "D":
-        what = "it is in an uninterruptible wait (process state D) and uses no CPU: a disk, a file system or a driver"
+        what = "uninterruptible wait (state D), 0 % CPU: a disk, a file system or a driver"
     else:
-        what = f"its process state is {state}: somebody stopped it{' to debug it' if state == 't' else ''}"
+        what = f"process {'traced by a debugger' if state == 't' else 'stopped'} (state {state})"
     return finding(
         "stopped",
         [s],
@@ -181,7 +178,7 @@ def _stopped(s: MonitoredProcess, now: float) -> Finding:
         onset=s.onset_wall(seconds),
         now=now,
         confidence=0.6 if state == "D" else 0.95,
-        because=f"{s.name()} stands still for {seconds:.0f} s: {what}",
+        because=f"{s.name()} is hung: {what} for {seconds:.0f} s",
         evidence=(Evidence(kind="proc_state", text=f"state {state}", values={"seconds": seconds}),),
     )
 
@@ -189,8 +186,8 @@ def _stopped(s: MonitoredProcess, now: float) -> Finding:
 def _starved(s: MonitoredProcess, now: float) -> Finding:
     share, seconds = s.starved.effective / s.starved.wall, s.starved.wall
     because = (
-        f"{s.name()} is starved: for {seconds:.0f} s its main thread was runnable and without a CPU for "
-        f"{share:.0%} of the time, because of others on {s.node}"
+        f"{s.name()} is slow: starved of CPU by other processes on {s.node}, its main thread runnable but not running "
+        f"for {share:.0%} of the last {seconds:.0f} s"
     )
     return finding(
         "starved",

@@ -1,9 +1,9 @@
 """User code told from hardware: the same exception on all ranks of a role, or twice in one step.
 
-Hardware fails in one place; a wrong line fails wherever it is run. So one fingerprint (exception type and frames,
-without values) on every rank of a role, or raised again in the same step by another rank or by the replacement of
-the first, is the code's or its input's fault: nobody is named, for replacing any machine would change nothing. What the
-diagnosis is about - role, exception, frames - tells one such fault from another.
+Hardware fails in one place; a wrong line fails wherever it runs. So one fingerprint (exception type and frames, without
+values) on every rank of a role, or raised again in the same step by another rank or by the replacement of the first, is
+the fault of the code or its input: no process is named, for replacing any machine would change nothing. `about` (role,
+exception, frames) tells one such fault from another.
 """
 
 from collections import defaultdict
@@ -18,9 +18,9 @@ from rolecall.detector.live.fleet import MonitoredProcesses, ReceivedException
 from rolecall.detector.live.stages.stage import Stage, Tick
 
 RANKS_MIN = 2
-"""'On all ranks' says nothing about a role of one process: there only a repetition in the same step does."""
+"""'On all ranks' means nothing for a role of one process: there only a repetition in the same step counts."""
 REMEMBER_SECONDS = 3600.0
-"""Exceptions further apart than this are not held to be the same failure, even in the same step of a stuck job."""
+"""Exceptions further apart than this are not the same failure, even in the same step of a stuck job."""
 ALL_RANKS_SECONDS = 60.0
 """Ranks of one role that raise within this raised together: steps may take this long, and a step apart is not."""
 
@@ -103,7 +103,7 @@ def _finding(
         onset=first.wall_at + fleet.offsets.get(first.node, 0.0),
         now=now,
         confidence=0.95,
-        because=f"role {role} fails in its code, not in its machines: {why}: {text}",
+        because=f"role {role} fails in user code, not in hardware: {why}: {text}",
         evidence=tuple(
             Evidence(
                 kind=AgentEventKind.EXCEPTION,

@@ -8,6 +8,7 @@ anything else raises `version`. `docs/reference/events.md` is generated from thi
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import Enum
@@ -29,6 +30,11 @@ class Payload:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     kind: ClassVar[K]
+
+    @property
+    def reason(self) -> str:
+        """Why it happened; empty for kinds that do not say."""
+        return str(getattr(self, "because", ""))
 
     def to_body(self) -> dict[str, Any]:
         """The stored JSON: every field, whether it has a default or not."""
@@ -103,11 +109,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if hasattr(value, "to_dict"):
-        return value.to_dict()
+        return _plain(value.to_dict())
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such number, and a NaN loss must neither be lost nor stop its writer
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
@@ -135,6 +143,7 @@ class RunStarted(Payload):
     config_digest: Annotated[str, "digest of the job file"]
     roles: Annotated[Mapping[str, int], "role -> number of replicas, standbys included"]
     nodes: Annotated[tuple[str, ...], "nodes of the run"]
+    num_steps: Annotated[int | None, "optimizer steps that the job runs for"] = None
 
 
 @_Event(K.RUN_ENDED, SESSION)

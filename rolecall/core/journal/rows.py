@@ -17,6 +17,7 @@ import sqlalchemy as sa
 from rolecall.core.errors import JournalCorrupt
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import PAYLOADS
 from rolecall.core.membership import Actual, Epoch, ReplicaState
 
 Row = Mapping[str, Any] | sa.RowMapping
@@ -79,9 +80,8 @@ def event_of(row: Row, file: str) -> Event:
             raise ValueError(f"its time {wall_at:g} is none")
         return Event(
             seq=row["seq"],
-            kind=EventKind(row["kind"]),
             wall_at=wall_at,
-            body=body,
+            payload=PAYLOADS[EventKind(row["kind"])].read(body),
             incident_id=row["incident_id"],
             caused_by=row["caused_by"],
             key=row["key"],

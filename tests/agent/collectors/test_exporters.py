@@ -11,7 +11,7 @@ import pytest
 
 from rolecall.agent.collectors.base import CollectorUnavailable
 from rolecall.agent.collectors.exporters.collector import NUM_GPUS_MAX, dcgm_exporter, node_exporter
-from rolecall.agent.http.exposition import Exposition
+from rolecall.agent.http.exposition import render
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import MetricValue
 from tests.agent.page_server import PageServer, http_page
@@ -337,8 +337,8 @@ def test_a_page_of_somebody_else(server: PageServer) -> None:
 def test_values_pass_into_the_exposition(server: PageServer) -> None:
     server.show(NODE_PAGE)
     values = node_exporter(NODE, url=server.url).read(0.0).values
-    text = Exposition().render(values).decode()
-    assert 'rolecall_infiniband_up{node="node-1",nic="mlx5_0",port="1"} 1.0\n' in text
+    text = render(values)[0].decode()
+    assert 'rolecall_infiniband_up{nic="mlx5_0",node="node-1",port="1"} 1.0\n' in text
 
 
 def test_promtool_takes_what_becomes_of_both(server: PageServer) -> None:
@@ -348,7 +348,7 @@ def test_promtool_takes_what_becomes_of_both(server: PageServer) -> None:
     values = list(dcgm_exporter(NODE, url=server.url).read(0.0).values)
     server.show(NODE_PAGE)
     values += node_exporter(NODE, url=server.url).read(0.0).values
-    text = Exposition().render(values)
+    text = render(values)[0]
     done = subprocess.run([program, "check", "metrics"], input=text, capture_output=True, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, b"")
 

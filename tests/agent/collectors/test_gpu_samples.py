@@ -5,10 +5,10 @@ import random
 from pathlib import Path
 
 import pytest
+from prometheus_client.samples import Sample
 
 from rolecall.agent.collectors.base import CollectorReading
 from rolecall.agent.collectors.exporters.collector import DcgmPage
-from rolecall.agent.collectors.exporters.prometheus_text import PrometheusSample
 from rolecall.agent.collectors.gpu.collector import GpuCollector
 from rolecall.agent.collectors.gpu.samples import GpuSamples
 from rolecall.agent.http.server import HttpResponse
@@ -143,11 +143,7 @@ def test_dcgm_exporters_page_stands_in_and_environments_tell_the_ranks(source: S
         ("DCGM_FI_PROF_SM_ACTIVE", 0.5),
         ("DCGM_FI_DEV_CLOCKS_EVENT_REASON_HW_THERM_SLOWDOWN_NS", 2e9),
     ]
-    rows = [
-        PrometheusSample(name, {"gpu": str(g), "UUID": f"GPU-{g}"}, value + g, None)
-        for name, value in series
-        for g in (0, 1)
-    ]
+    rows = [Sample(name, {"gpu": str(g), "UUID": f"GPU-{g}"}, value + g) for name, value in series for g in (0, 1)]
     source.at, source.reading = 50.0, CollectorReading(tuple(page.values(rows)))
     zero, one = source.take()
     assert (zero.sm_clock_hertz, one.sm_clock_hertz, zero.sm_active_ratio) == (1.41e9, 1.411e9, 0.5)
@@ -210,8 +206,8 @@ def test_an_agent_joins_ranks_and_gpus(library: Path, tmp_path: Path, monkeypatc
                 ((child.pid,), (1000 + n) * 1e6) for n, child in enumerate(children)
             ]
             text = agent.get("/metrics")[1]
-            assert 'rolecall_gpu_rank{node="node-1",gpu="1",role="trainer",replica="trainer/1",rank="0"} 1.0' in text
-            assert 'rolecall_gpu_thermal_throttle_seconds_total{node="node-1",gpu="0"}' in text
+            assert 'rolecall_gpu_rank{gpu="1",node="node-1",rank="0",replica="trainer/1",role="trainer"} 1.0' in text
+            assert 'rolecall_gpu_thermal_throttle_seconds_total{gpu="0",node="node-1"}' in text
         finally:
             agent.close()
     finally:

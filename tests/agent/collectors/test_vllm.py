@@ -9,7 +9,7 @@ import pytest
 
 from rolecall.agent.collectors.engine.vllm import ENGINE_SECONDS, LOOK_SECONDS, Endpoint, VllmCollector
 from rolecall.agent.collectors.runner import HANG_SECONDS
-from rolecall.agent.http.exposition import Exposition
+from rolecall.agent.http.exposition import render
 from rolecall.core.clock import FakeClock
 from rolecall.core.ids import NodeId
 from rolecall.core.metrics.metric import MetricValue
@@ -132,8 +132,8 @@ def test_values_go_to_the_replica_that_the_engine_serves(server: PageServer) -> 
     other.close()
     assert by_name(values)["requests_running"] == 7.0
     assert by_name(values, ("node-1", "rollout", "rollout/3", "0"))["requests_running"] == 2.0
-    text = Exposition().render(values).decode()
-    assert 'rolecall_vllm_up{node="node-1",role="rollout",replica="rollout/3",rank="0"} 1.0\n' in text
+    text = render(values)[0].decode()
+    assert 'rolecall_vllm_up{node="node-1",rank="0",replica="rollout/3",role="rollout"} 1.0\n' in text
 
 
 def test_one_that_is_gone_hurts_nobody_else_and_is_said_once(

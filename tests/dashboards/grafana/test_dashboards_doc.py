@@ -18,9 +18,9 @@ def test_every_dashboard_is_in_the_table() -> None:
 def test_its_commands_and_files_are_there() -> None:
     from typer.main import get_command
 
-    from rolecall.cli.grafana import grafana
+    from rolecall.cli.grafana import app
 
-    commands = get_command(grafana)
+    commands = get_command(app)
     found = re.findall(r"^rolecall grafana (\w+)(.*?)(?:#.*)?$", DOC, re.MULTILINE)
     assert {name for name, _ in found} == {"export", "push", "annotate"}
     for name, rest in found:

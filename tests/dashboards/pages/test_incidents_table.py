@@ -98,7 +98,7 @@ def test_a_row_tells_who_what_when_and_how_long(tmp_path: Path) -> None:
     assert found.action == "replace_replica"
     assert not found.is_open
     assert found.found_seconds == pytest.approx(0.5)
-    assert found.recovered_seconds is not None and found.cured_seconds > 1.0
+    assert found.recovered_seconds is not None and found.recovered_seconds > 1.0
     assert found.lasted_seconds(NOW) == pytest.approx(world.only().closed_at - world.only().opened_at)  # type: ignore[operator]
 
 

@@ -81,7 +81,7 @@ def test_a_rail_that_is_down_on_many_nodes_is_no_machine(tmp_path: Path, num_dow
     assert (d.fault_class, code) == (FaultClass.CANNOT_TELL, 1)
     assert suspects(d) == [f"node-{n}" for n in range(num_down)]
     assert d.because == f"port mlx5_2/1 is down on {num_down} of 8 nodes: what they share, not a single machine"
-    assert "switch" in d.settle and "evict nobody" in d.advice
+    assert "switch" in d.settle and "evict nothing" in d.advice
 
 
 def test_everything_down_everywhere_is_one_diagnosis(tmp_path: Path) -> None:

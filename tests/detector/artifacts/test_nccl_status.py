@@ -60,7 +60,7 @@ def test_one_answer_accuses_nobody_and_says_who_is_behind(tmp_path: Path) -> Non
     found, remarks = polled(tmp_path, raw(communicator(*ranks(101, 101, 100))))
     assert found == []
     assert remarks[0].startswith("cannot tell") and "rank 2 (10.0.0.1, process 102, GPU 0) in AllReduce" in remarks[0]
-    assert "ask again" in remarks[-1]
+    assert "query RAS again" in remarks[-1]
 
 
 def test_two_answers_too_close_are_as_one(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_dead_and_missing_ranks(tmp_path: Path) -> None:
         (FaultClass.CRASH, [("10.0.0.2", 4)]),
         (FaultClass.HANG, [("10.0.0.3", 6)]),
     ]
-    assert any("wait for those missing" in r for r in remarks)
+    assert any("wait for the missing ranks" in r for r in remarks)
 
 
 def test_a_victim_of_another_communicator_is_not_accused(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_victim_of_another_communicator_is_not_accused(tmp_path: Path) -> None
     (finding,), remarks = polled(tmp_path, raw(first, second), raw(first, second))
     assert suspects(finding) == [("10.0.0.1", None)]  # of pairs nobody knows the job's ranks
     assert "rank 1 (10.0.0.1, process 102" in finding.because
-    assert any("a victim of that" in r for r in remarks)
+    assert any("is its victim" in r for r in remarks)
 
 
 def test_a_circle_of_waits_is_not_judged(tmp_path: Path) -> None:

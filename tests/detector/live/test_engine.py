@@ -86,11 +86,11 @@ def test_progressing_says_what_is_missing() -> None:
     for o in fleet.run(5.0):
         detector.observe(o)
     healthy, because = detector.progressing("rollout/1", 1)
-    assert not healthy and "finding stands against it (hang)" in because
+    assert not healthy and "diagnosed with hang" in because
     assert not detector.progressing("standby/0", 1)[0]
     fleet.kill("rollout/2")
     detector.observe(fleet.poll())
-    assert "its process is gone" in detector.progressing("rollout/2", 1)[1]
+    assert "its process exited" in detector.progressing("rollout/2", 1)[1]
 
 
 def test_it_imports_without_the_heavy_ones_and_quickly() -> None:

@@ -27,7 +27,7 @@ def test_many_silent_agents_at_once_are_one_fault_that_accuses_nobody() -> None:
     )
     assert standing.fault_class is FaultClass.CANNOT_TELL and standing.suspects == ()
     assert (
-        f"{len(nodes)} of {len(nodes)} agents do not answer" in standing.because and "another host" in standing.settle
+        f"{len(nodes)} of {len(nodes)} agents are unreachable" in standing.because and "another host" in standing.settle
     )
     assert told(nodes[:1], 7.0) == [f"cannot_tell:{nodes[0]}#None"]
     assert told([], 8.0) == []

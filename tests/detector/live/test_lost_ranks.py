@@ -38,14 +38,14 @@ def gone(
 
 def test_the_first_to_go_is_named_and_the_others_beside_it() -> None:
     (f,) = folded([gone(0, "a", 2.0), gone(3, "b", 1.0, "9"), gone(1, "a", 3.0, "6")])
-    assert f.because == "rank 3 is gone; gone with it: rank 0 (a), rank 1 (a)"
+    assert f.because == "rank 3 is gone; exited after it: rank 0 (a), rank 1 (a)"
     assert [s.rank for s in f.suspects] == [3] and [e.text for e in f.evidence] == ["3 exited", "0 exited", "1 exited"]
     assert to_diagnosis(f).key == "crash:trainer/0#1"
 
 
 def test_whose_hardware_spoke_is_named_though_another_went_first() -> None:
     (f,) = folded([gone(0, "a", 1.0), gone(3, "b", 9.0, fault_class=FaultClass.GPU)])
-    assert f.fault_class is FaultClass.GPU and f.because == "rank 3 is gone; gone with it: rank 0 (a)"
+    assert f.fault_class is FaultClass.GPU and f.because == "rank 3 is gone; exited after it: rank 0 (a)"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_whose_hardware_spoke_is_named_though_another_went_first() -> None:
 def test_a_fault_of_its_own_on_another_node_is_a_second_suspect(second: Finding, told: bool) -> None:
     (f,) = folded([gone(0, "a", 1.0, "9"), second])
     assert [s.rank for s in f.suspects] == ([0, 3] if told else [0])
-    assert ("and by a fault of its own: rank 3 is gone" in f.because) == told
+    assert ("independent second fault: rank 3 is gone" in f.because) == told
     assert to_diagnosis(f).key == ("crash:trainer/0#1,trainer/0#1" if told else "crash:trainer/0#1")
 
 
@@ -72,7 +72,7 @@ def test_two_nodes_whose_hardware_spoke_are_both_named() -> None:
     group = [gone(0, "a", 1.0, fault_class=FaultClass.GPU), gone(3, "b", 2.0, fault_class=FaultClass.NETWORK)]
     (f,) = folded([*group, gone(4, "b", 3.0, "11")])
     assert [s.rank for s in f.suspects] == [0, 3] and f.fault_class is FaultClass.GPU
-    assert "gone with it: rank 4 (b)" in f.because
+    assert "exited after it: rank 4 (b)" in f.because
 
 
 def test_what_is_not_the_same_fault_is_left_alone_and_in_its_order() -> None:
@@ -98,7 +98,7 @@ def test_what_is_not_the_same_fault_is_left_alone_and_in_its_order() -> None:
     assert folded(others) == others
     assert [f.because for f in folded([*others, gone(5, "b", 1.0)])] == [
         "rank 7 stands still",
-        "rank 0 is gone; gone with it: rank 5 (b)",
+        "rank 0 is gone; exited after it: rank 5 (b)",
         "rank 6 raised and lives",
         "rank 1 is gone",
         "rank 2 is gone",

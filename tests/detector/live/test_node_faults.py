@@ -82,7 +82,7 @@ def test_the_drivers_own_verdict_stands_until_it_is_taken_back() -> None:
     asks = {"xid": "154", "gpu": "3", "recovery": "drain_and_reset", "advice": "drain and reset it", "fatal": "yes"}
     faults.take(event(AgentEventKind.XID, **asks), WALL)
     ((fault_class, gpus, because),) = alone(faults, 2 * STANDS_SECONDS)
-    assert (fault_class, gpus) == ("gpu", [3]) and "asks for its recovery: drain and reset" in because
+    assert (fault_class, gpus) == ("gpu", [3]) and "requests recovery: drain and reset" in because
     faults.take(event(AgentEventKind.XID, xid="154", gpu="3", recovery="none", fatal="no"), WALL + 5)
     assert alone(faults, 6.0) == []
     faults.take(event(AgentEventKind.XID, xid="154", gpu="3", fatal="no"), WALL)  # a line that names no action

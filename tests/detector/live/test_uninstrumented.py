@@ -136,9 +136,7 @@ def test_a_killed_rank_is_named_and_those_that_end_after_it_are_not(job: Job) ->
     job.ends("trainer/0:1", ASKED)
     standing = job.run(5)
     assert set(standing) == {"crash:trainer/0#0"}
-    assert (
-        "trainer/0 rank 2 (node-2, pid 1002) is gone: its process exited on signal 9" in standing["crash:trainer/0#0"]
-    )
+    assert "trainer/0 rank 2 (node-2, pid 1002) crashed: process exited on signal 9" in standing["crash:trainer/0#0"]
     job.ends("rollout/1:0", {"code": "1", "cause": "exit"})
     assert set(job.run(5)) == {"crash:trainer/0#0"}
     job.ends("rollout/0:0", {"signal": "11", "cause": "crashed"})  # nobody's consequence
@@ -200,11 +198,11 @@ def test_every_rank_that_is_lost_is_named_and_a_second_fault_elsewhere_is_told(j
     job.run(1)
     job.ends("trainer/0:1", ERROR)
     (told,) = job.run(5).values()
-    assert "trainer/0 (node-1, pid 1000) is gone" in told and "trainer/0 rank 1 (node-1, pid 1001) with code 1" in told
+    assert "trainer/0 (node-1, pid 1000) crashed" in told and "trainer/0 rank 1 (node-1, pid 1001) with code 1" in told
     job.ends("trainer/0:3", {"signal": "11", "cause": "crashed"})  # no peer's death does that
     ((key, told),) = job.run(5).items()
     assert key == "crash:trainer/0#0,trainer/0#0"
-    assert "and by a fault of its own: trainer/0 rank 3 (node-2, pid 1003) is gone" in told
+    assert "independent second fault: trainer/0 rank 3 (node-2, pid 1003) crashed" in told
 
 
 def test_the_first_error_is_named_where_all_end_with_errors(job: Job) -> None:
@@ -244,13 +242,13 @@ def test_one_rank_that_dies_and_takes_all_down_with_it_is_a_fault(job: Job) -> N
     job.ends("rollout/0:0", KILLED)
     for name in job.who.keys() - {"rollout/0:0"}:
         job.ends(name, ASKED)
-    assert "none of its job is left" in job.run(5)["crash:rollout/0#0"]
+    assert "no process of the job is left" in job.run(5)["crash:rollout/0#0"]
 
 
 def test_an_exit_of_which_nothing_is_known_is_told_only_while_its_job_goes_on(job: Job) -> None:
     job.ends("rollout/0:0", {"cause": "unknown"})
     assert not job.run(8)
-    assert "nobody can say how" in job.run(5)["crash:rollout/0#0"]
+    assert "status unknown" in job.run(5)["crash:rollout/0#0"]
 
 
 def test_a_successor_ends_the_finding_though_the_dead_is_shown_beside_it(job: Job) -> None:
@@ -276,7 +274,7 @@ def test_a_stopped_process_is_told_after_seconds_and_no_longer_when_it_goes_on(j
     job.state["trainer/0:1"], job.cpu_rate["trainer/0:1"] = state, 0.0
     assert not job.run(STOPPED_SECONDS - 1)
     told = job.run(4)["hang:trainer/0#0"]
-    assert "trainer/0 rank 1" in told and f"its process state is {state}" in told
+    assert "trainer/0 rank 1" in told and f"(state {state}) for" in told
     job.state["trainer/0:1"] = "S"
     assert not job.run(2)
 
@@ -302,7 +300,10 @@ def test_a_starved_process_is_told_as_such(job: Job) -> None:
     assert not job.run(STARVED_SECONDS - 2)
     standing = job.run(5)
     assert set(standing) == {"slow:rollout/0#0"}
-    assert "without a CPU for 80% of the time, because of others on node-1" in standing["slow:rollout/0#0"]
+    assert (
+        "starved of CPU by other processes on node-1, its main thread runnable but not running for 80%"
+        in standing["slow:rollout/0#0"]
+    )
 
 
 def test_a_stored_window_gives_the_same_again(job: Job) -> None:

@@ -18,10 +18,10 @@ from rolecall.detector.panels import source as panel_source
 from rolecall.detector.panels.membership import PanelFollower, WatchLimits
 from rolecall.detector.panels.panel import Floats, Machine, Panel, PanelShape, findings
 from rolecall.detector.panels.series import MetricSeries, PanelPosition, Panels
-from rolecall.detector.panels.source import RecordingSource
 from rolecall.detector.sources import recording
 from rolecall.detector.sources.agent_panels import AgentsPanels
 from rolecall.detector.sources.agents import AgentsSource
+from rolecall.detector.sources.recording import RecordingSource
 from tests.detector.fake_agent import NODE, FakeAgent, sample
 from tests.support import PATIENCE_SECONDS
 

@@ -93,7 +93,7 @@ def test_a_replica_that_lost_ranks_on_two_nodes_is_one_diagnosis_that_names_both
         agent.log.close()
     (d,) = diagnose([tmp_path], [detector("sequential")]).diagnoses
     assert [(s.node, s.rank) for s in d.suspects] == [("node-0", 0), ("node-1", 1)]
-    assert "and by a fault of its own: trainer/0 rank 1 (node-1" in d.because
+    assert "independent second fault: trainer/0 rank 1 (node-1" in d.because
 
 
 def test_a_quiet_node_is_healthy_and_torn_lines_are_left_out(tmp_path: Path) -> None:

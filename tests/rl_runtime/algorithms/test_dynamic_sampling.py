@@ -25,7 +25,7 @@ from rolecall.rl_runtime.algorithms.sampler import (
     group_seed,
     request_seed,
 )
-from rolecall.rl_runtime.controller import supply
+from rolecall.rl_runtime.controller import batch_assembler
 from rolecall.rl_runtime.controller.journal_writer import RunRecorder
 from rolecall.rl_runtime.tasks.task import group_id, group_number
 from rolecall.testing.runtime import ScriptedResponses
@@ -290,12 +290,12 @@ def _skips_a_prompt(patch: pytest.MonkeyPatch) -> None:
 
 def _draws_from_a_counter_of_its_own(patch: pytest.MonkeyPatch) -> None:
     drawn = iter(range(10**6))
-    patch.setattr(supply, "request_seed", lambda job_seed, number, sample: next(drawn))
+    patch.setattr(batch_assembler, "request_seed", lambda job_seed, number, sample: next(drawn))
 
 
 def _judges_by_another_rule(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        supply,
+        batch_assembler,
         "classify_rewards",
         lambda rewards, by: GroupSignal.ALL_WRONG if rewards[0] == 0.0 else GroupSignal.INFORMATIVE,
     )

@@ -129,16 +129,16 @@ def test_an_older_controller_writes_nothing_once_a_newer_one_is_wanted(tmp_path:
     node = NodeId("node-0")
     journal.set_desired(Desired(replica=CONTROLLER, incarnation=1, node=node))
     journal.set_actual(Actual(replica=CONTROLLER, incarnation=1, node=node, state=ReplicaState.READY))
-    books = RunRecorder(journal, Ledger(journal.store), CONTROLLER, 1)
-    books.issued([])
+    recorder = RunRecorder(journal, Ledger(journal.store), CONTROLLER, 1)
+    recorder.issued([])
     journal.set_desired(Desired(replica=CONTROLLER, incarnation=2, node=node))
     for write in (
-        lambda: books.issued([]),
-        lambda: books.dropped([], "x") or books.returned(0, [], "x"),
-        lambda: books.event(EventKind.STEP_COMMITTED, {}),
-        lambda: books.change_members(joined=[(CONTROLLER, 1)], because="x"),
-        lambda: books.fence(CONTROLLER, 1, "x"),
-        lambda: books.undone_after(0, "x"),
+        lambda: recorder.issued([]),
+        lambda: recorder.dropped([], "x") or recorder.returned(0, [], "x"),
+        lambda: recorder.event(EventKind.STEP_COMMITTED, {}),
+        lambda: recorder.change_members(joined=[(CONTROLLER, 1)], because="x"),
+        lambda: recorder.fence(CONTROLLER, 1, "x"),
+        lambda: recorder.undone_after(0, "x"),
     ):
         with pytest.raises(StaleIncarnation):
             write()

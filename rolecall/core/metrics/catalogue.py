@@ -301,10 +301,10 @@ def markdown(catalogue: Sequence[Metric] = CATALOGUE) -> str:
         if not rows:
             continue
         parts.append(
-            f"\n## {title}\n\n| metric | type | unit | labels | detect | meaning |\n|---|---|---|---|---|---|\n"
+            f"\n## {title}\n\n| metric | meaning | type | unit | labels | detect |\n|---|---|---|---|---|---|\n"
         )
         for m in rows:
-            cells = (f"`{m.name}`", m.type, m.unit or "-", ", ".join(m.labels), "yes" if m.detect else "", m.help)
+            cells = (f"`{m.name}`", m.help, m.type, m.unit or "-", ", ".join(m.labels), "yes" if m.detect else "")
             parts.append("| " + " | ".join(cells) + " |\n")
     return "".join(parts)
 

@@ -120,14 +120,14 @@ def damage(run: RunDir, seq: int, body: str = "{") -> None:
         conn.execute("UPDATE events SET body = ? WHERE seq = ?", (body, seq))
 
 
-def looked(what: Settings) -> JournalSnapshot:
-    """Serves `what` in this process, and waits for its first look."""
+def first_snapshot(what: Settings) -> JournalSnapshot:
+    """Serves `what` in this process, and waits for its first snapshot."""
     settings.use(what)
     found: list[JournalSnapshot] = []
 
     def answered() -> bool:
-        found[:] = [shell.reader().look()]
-        return "has not answered" not in found[0].because
+        found[:] = [shell.reader().latest()]
+        return "has not responded" not in found[0].because
 
-    eventually(answered, "the journal was looked at")
+    eventually(answered, "the journal was read")
     return found[0]

@@ -24,75 +24,76 @@ class CollectorSection(Section):
     enabled: bool = True
     """False: this collector does not run."""
     interval_seconds: Interval = 1.0
-    """Between two looks; raising it saves CPU, and sees later."""
+    """Seconds between polls. A larger value saves CPU and detects later."""
 
 
 class GpuSection(CollectorSection):
     library: str = ""
-    """Path of libnvidia-ml.so.1; empty: where the system has it."""
+    """Path of libnvidia-ml.so.1; empty: the system's."""
     events: bool = True
-    """Waits for XIDs and the driver's recovery action in a thread of its own."""
+    """Wait for XIDs and the driver's recovery action in a thread of its own."""
     dcgm: bool = True
-    """`/metrics/dcgm`: the same in dcgm-exporter's names. False where a dcgm-exporter runs beside it."""
+    """Serve `/metrics/dcgm` with dcgm-exporter's names. False where a dcgm-exporter runs on the node."""
 
 
 class KernelLogSection(CollectorSection):
     interval_seconds: Interval = 0.2
-    """At least so long between two looks, each of which waits for a line."""
+    """Minimum seconds between polls, each of which waits for a line."""
     path: Path = Path("/dev/kmsg")
-    """The kernel's ring buffer, or a file that a syslog daemon writes."""
+    """The kernel's ring buffer, or a file of a syslog daemon."""
 
 
 class NetworkSection(CollectorSection):
     interfaces: tuple[str, ...] = ()
-    """Watched beside those that are hardware; virtual ones (bond0) only when named here."""
+    """Virtual interfaces (bond0) to watch beside the hardware ones."""
 
 
 class StorageSection(CollectorSection):
     interval_seconds: Interval = 5.0
     mounts: tuple[Path, ...] = ()
-    """Looked at beside all local file systems; those of a network only when named: a dead server blocks who asks."""
+    """Network file systems to watch beside all local ones. A dead server blocks its reader."""
 
 
 class RasSection(CollectorSection):
     interval_seconds: Interval = 10.0
     address: str = ""
-    """Where NCCL's RAS thread listens; empty: NCCL_RAS_ADDR of the agent's environment, else localhost:28028."""
+    """Address of NCCL's RAS thread; empty: NCCL_RAS_ADDR of the agent's environment, else localhost:28028."""
     confirm_seconds: Annotated[float, Field(ge=10.0, le=3600.0)] = 60.0
-    """Ranks of a communicator must be apart, and nobody advance, for so long before it is told."""
+    """How long ranks of a communicator must differ without progress before it is an event."""
 
 
 class InspectorSection(CollectorSection):
     enabled: bool = False
     interval_seconds: Interval = 5.0
     folder: Path = Path("/var/run/nccl-inspector")
-    """Where NCCL's Inspector writes (NCCL_INSPECTOR_DUMP_DIR)."""
+    """Directory of NCCL Inspector's files (NCCL_INSPECTOR_DUMP_DIR)."""
 
 
 class JobsSection(CollectorSection):
     interval_seconds: Interval = 2.0
     rules: dict[str, Any] | None = None
-    """How ranks of jobs that know nothing of rolecall are found; None: the rules that come with it, which follow own ones."""
+    """Rules that find ranks of uninstrumented jobs, before the built-in ones. null: the built-in ones."""
 
 
 class ExporterSection(CollectorSection):
     enabled: bool = False
     interval_seconds: Interval = 5.0
     url: str = ""
-    """Of its page; empty: its usual port on this node."""
+    """URL of its page; empty: its usual port on this node."""
 
 
 class DcgmExporterSection(ExporterSection):
     hostname: str = ""
-    """This node as the exporter calls it, where its page speaks of several; empty: `node`."""
+    """Name of this node in the exporter's page, if the page covers several; empty: `node`."""
 
 
 class EngineSection(Section):
     url: str
-    """Of a vLLM server on this node, as http://127.0.0.1:8000."""
+    """URL of a vLLM server on this node, such as http://127.0.0.1:8000."""
     replica: str
-    """Whose it is, as rollout/3."""
+    """The replica that it serves, such as rollout/3."""
     rank: Annotated[int, Field(ge=0)] = 0
+    """The rank that it serves."""
 
     @field_validator("replica")
     @classmethod
@@ -103,9 +104,9 @@ class EngineSection(Section):
 
 class VllmSection(CollectorSection):
     interval_seconds: Interval = 5.0
-    """The engine's page is made in the loop that serves its requests: it is asked rarely."""
+    """Seconds between polls. The engine renders its page in the loop that serves requests, so poll rarely."""
     engines: tuple[EngineSection, ...] = ()
-    """vLLM servers whose own metrics are read and joined with role, replica and rank."""
+    """vLLM servers whose metrics are read and joined with role, replica and rank."""
 
 
 def default_data_dir(euid: int, environ: Mapping[str, str]) -> Path:
@@ -120,19 +121,20 @@ def default_data_dir(euid: int, environ: Mapping[str, str]) -> Path:
 
 class AgentFile(Section):
     node: str = Field(default_factory=lambda: socket.gethostname().lower(), validate_default=True)
-    """Name of this node; the same as in Slurm, Kubernetes or Prometheus, if it is to be joined with those."""
+    """Name of this node; use the name that Slurm, Kubernetes or Prometheus uses."""
     host: str = "127.0.0.1"
-    """Address to listen on. Beyond loopback `web_config_file` should name TLS and users."""
+    """Address to listen on. Outside loopback set `web_config_file` for TLS and users."""
     port: Annotated[int, Field(ge=0, le=65535)] = 9477
+    """Port to listen on; 0: any free one."""
     data_dir: Path = Field(default_factory=lambda: default_data_dir(os.geteuid(), os.environ))
     """Events, cursors, state pages and the registration socket. Default: /var/lib/rolecall as root, else `rolecall` in
     $XDG_STATE_HOME (~/.local/state)."""
     token_file: Path | None = None
-    """File with the secret of evidence and registrations; None: one is made in `data_dir` at the first start."""
+    """File with the token for evidence and registrations. null: created in `data_dir` at the first start."""
     web_config_file: Path | None = None
-    """TLS and users, as Prometheus' exporters take them (docs/reference/agent.md)."""
+    """TLS and users in the format of Prometheus' exporters (docs/reference/agent.md)."""
     interval_seconds: Annotated[float, Field(ge=0.02, le=60.0)] = 1.0
-    """Between two looks at registered processes."""
+    """Seconds between polls of registered processes."""
     gpu: GpuSection = GpuSection()
     kernel_log: KernelLogSection = KernelLogSection()
     network: NetworkSection = NetworkSection()
@@ -142,17 +144,18 @@ class AgentFile(Section):
     nccl_inspector: InspectorSection = InspectorSection()
     jobs: JobsSection = JobsSection()
     dcgm_exporter: DcgmExporterSection = DcgmExporterSection()
-    """Read and mapped instead of NVML, where one runs: then set gpu.enabled to false."""
+    """Read a dcgm-exporter instead of NVML; set gpu.enabled to false."""
     node_exporter: ExporterSection = ExporterSection()
-    """Read and mapped instead of network and storage, where one runs: then set their enabled to false."""
+    """Read a node_exporter instead of network, infiniband and storage; set their enabled to false."""
     vllm: VllmSection = VllmSection()
-    """Engines of this node, by the address of their own metrics."""
+    """vLLM engines of this node."""
     proc: Path = Path("/proc")
-    """Where the host's /proc is seen; in a container perhaps /host/proc."""
+    """The host's /proc; in a container perhaps /host/proc."""
     sys: Path = Path("/sys")
-    """Where the host's /sys is seen."""
+    """The host's /sys."""
     rootfs: Path = Path("/")
-    """Where the host's root file system is seen; in a container perhaps /host/root. Of it storage asks the file systems."""
+    """The host's root file system; in a container perhaps /host/root. The storage collector reads file systems
+    there."""
 
     @model_validator(mode="after")
     def _one_reader(self) -> "AgentFile":

@@ -145,12 +145,11 @@ def from_journal(run: Path, incidents: Sequence[dict[str, Any]], config: dict[st
             left = [
                 e.wall_at - fault["injected_at"]
                 for e in moved
-                if (e.body.get("from_replica"), e.body.get("from_incarnation"))
-                == (fault["target"], fault["incarnation"])
+                if (e.payload.from_replica, e.payload.from_incarnation) == (fault["target"], fault["incarnation"])
                 and e.wall_at >= fault["injected_at"]
             ]
             incident["requests_moved_seconds"] = round(min(left), 3) if left else None
-    entered = [name for e in committed for name in e.body.get("microbatches", ())]
+    entered = [name for e in committed for name in e.payload.microbatches]
     per_step = int(config["algorithm"]["microbatches_per_step"])
     wanted = {f"{step}.{i}" for step in range(len(committed)) for i in range(per_step)}
     return {"microbatches_failure_free": set(entered) == wanted and len(entered) == len(wanted)}

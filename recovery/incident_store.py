@@ -12,7 +12,7 @@ from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.errors import InvalidTransition, JournalCorrupt, JournalError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal, Lease
-from rolecall.core.journal.payloads import IncidentOpened
+from rolecall.core.journal.payloads import IncidentOpened, RunEnded
 from rolecall.core.journal.rows import DamagedLine
 from rolecall.recovery.incidents.incident import Incident, IncidentState
 from rolecall.recovery.incidents.projection import INCIDENT_KINDS, apply
@@ -55,8 +55,8 @@ class IncidentProjection:
                 self._take(line)
 
     def _take(self, event: Event) -> None:
-        if event.kind is EventKind.RUN_ENDED:
-            self.ended = str(event.body.get("because") or event.body.get("outcome") or "it is over")
+        if isinstance(event.payload, RunEnded):
+            self.ended = event.payload.because or event.payload.outcome or "it is over"
         if event.kind is EventKind.INCIDENT_OPENED:
             self.num_opened += 1
         if event.kind in TELLS_PERSON:

@@ -11,7 +11,14 @@ from typing import Any, Self
 from rolecall.core.errors import CommandRefused
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import BurnInCheck
+from rolecall.core.journal.payloads import (
+    BurnInCheck,
+    BurnInFinished,
+    NodeDrained,
+    NodeQuarantined,
+    NodeReturnedToService,
+    RunStarted,
+)
 
 K = EventKind
 NODE_KINDS = (K.NODE_QUARANTINED, K.NODE_DRAINED, K.NODE_RETURNED_TO_SERVICE, K.BURN_IN_FINISHED)
@@ -91,37 +98,39 @@ def fold_nodes(events: Iterable[Event]) -> dict[str, NodeRecord]:
     """All nodes of which something was said. Events of other things, and those that name no node, are skipped."""
     nodes: dict[str, NodeRecord] = {}
     for event in events:
-        node = event.body.get("node")
-        if event.kind in NODE_KINDS and isinstance(node, str) and node:
-            nodes[node] = _after(nodes.get(node) or NodeRecord(node=node), event)
+        said = event.payload
+        if isinstance(said, NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished) and said.node:
+            nodes[said.node] = _after(nodes.get(said.node) or NodeRecord(node=said.node), said, event.wall_at)
     return nodes
 
 
-def _after(before: NodeRecord, event: Event) -> NodeRecord:
-    body, by = event.body, str(event.body.get("by", ""))
-    if event.kind is K.NODE_QUARANTINED:
-        if before.quarantined:
-            return before  # who said it first is who knows why
-        because = str(body.get("because", ""))
-        return replace(
-            before, quarantined_since=event.wall_at, quarantined_by=by, quarantined_because=because, returned_at=None
-        )
-    if event.kind is K.NODE_DRAINED:
-        moved = (*before.moved, *map(str, body.get("incidents") or ()))
-        return replace(before, drained_at=event.wall_at, drained_by=by, moved=moved)
-    if event.kind is K.NODE_RETURNED_TO_SERVICE:
-        return NodeRecord(node=before.node, returned_at=event.wall_at, returned_by=by, burn_ins=before.burn_ins)
-    try:
-        found = RecordedBurnIn(at=event.wall_at, by=by, result=BurnIn.from_dict(body))
-    except CommandRefused:
-        return before  # a foreign writer's
-    return replace(before, burn_ins=(*before.burn_ins, found)[-BURN_INS_KEPT:])
+def _after(
+    before: NodeRecord, said: NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished, at: float
+) -> NodeRecord:
+    match said:
+        case NodeQuarantined():
+            if before.quarantined:
+                return before  # who said it first is who knows why
+            return replace(
+                before,
+                quarantined_since=at,
+                quarantined_by=said.by,
+                quarantined_because=said.because,
+                returned_at=None,
+            )
+        case NodeDrained():
+            return replace(before, drained_at=at, drained_by=said.by, moved=(*before.moved, *said.incidents))
+        case NodeReturnedToService():
+            return NodeRecord(node=before.node, returned_at=at, returned_by=said.by, burn_ins=before.burn_ins)
+        case BurnInFinished():
+            result = BurnIn(passed=said.passed, seconds=said.seconds, checks=said.checks)
+            found = RecordedBurnIn(at=at, by=said.by, result=result)
+            return replace(before, burn_ins=(*before.burn_ins, found)[-BURN_INS_KEPT:])
 
 
 def known_nodes(journal: Journal) -> set[str]:
     """Every node that the run began with, or that a replica was ever on."""
     started = journal.last(K.RUN_STARTED)
-    listed = started.body.get("nodes") if started else None
-    found = {str(n) for n in listed} if isinstance(listed, list) else set()
+    found = set(started.as_(RunStarted).nodes) if started else set()
     found |= {str(d.node) for d in journal.desired().values()}
     return found | {str(a.node) for a in journal.actual().values()}

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import BurnInFinished, NodeDrained, NodeQuarantined, NodeReturnedToService
 from rolecall.recovery.nodes import NODE_KINDS, NodeRecord, fold_nodes
 
 _K = EventKind
@@ -43,13 +44,13 @@ def pasts(events: Iterable[Event]) -> dict[str, NodeHistory]:
     entries: dict[str, list[NodeHistoryEntry]] = {}
     kept = [e for e in events if e.kind in NODE_KINDS]
     for event in kept:
-        because = str(event.body.get("because", ""))
-        if event.kind is _K.BURN_IN_FINISHED:
-            because = "passed" if event.body.get("passed") is True else "failed"
-        entry = NodeHistoryEntry(
-            at=event.wall_at, what=_WHAT[event.kind], by=str(event.body.get("by", "")), because=because
-        )
-        entries.setdefault(str(event.body.get("node", "")), []).append(entry)
+        payload = event.payload
+        assert isinstance(payload, NodeQuarantined | NodeDrained | NodeReturnedToService | BurnInFinished)
+        because = payload.reason
+        if isinstance(payload, BurnInFinished):
+            because = "passed" if payload.passed else "failed"
+        entry = NodeHistoryEntry(at=event.wall_at, what=_WHAT[event.kind], by=payload.by, because=because)
+        entries.setdefault(payload.node, []).append(entry)
     return {
         node: NodeHistory(record=record, entries=tuple(entries.get(node, ())[-ENTRIES_MAX:]))
         for node, record in fold_nodes(kept).items()

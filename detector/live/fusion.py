@@ -2,9 +2,9 @@
 
 Rules, in order:
   a finding that only continues a fault that stands goes on under its diagnosis (`FaultSpec.continues_as`): a hung
-  process that exits was killed by somebody, and that is no second fault;
+  process that exits was killed by an operator or a timeout, and that is no second fault;
   a finding that another one explains is dropped (`FaultSpec.suppresses`): a crashed process is not slow as well;
-  when more than half of a role is slow at once, peer evidence is void and nobody is named for it.
+  when more than half of a role is slow at once, peer evidence is void and no process is named for it.
 
 Findings of metric panels are the weakest evidence: they are reported where nothing else explains them
 (detector/live/stages/panels.py).

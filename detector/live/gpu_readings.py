@@ -19,7 +19,7 @@ from rolecall.detector.base.findings import OF_GPU
 from rolecall.detector.panels.metrics import panel_metric
 
 RATE_SECONDS = 15.0
-"""A rate reaches back so far at most: three looks at dcgm-exporter's page, fifteen of our own reader."""
+"""A rate reaches back this far at most: three scrapes of dcgm-exporter, fifteen of our own collector."""
 SILENT_SECONDS = 30.0
 GPUS_MAX = 32_768
 """`source.AGENTS_MAX` nodes of eight."""
@@ -152,7 +152,7 @@ def _evidence(gpu: _GpuReading, usual: Mapping[str, float], metrics: Sequence[st
             continue
         value, peers = gpu.values[metric], usual.get(metric)
         if value == peers and short not in named:
-            continue  # nothing to tell: nobody is throttled, say
+            continue  # nothing to report: no GPU is throttled, say
         numbers[metric] = value
         text = f"{_WORDS[short][0]} {_said(short, value)}"
         if peers is not None:

@@ -67,7 +67,7 @@ def _same_ranks(first: tuple[Suspect, ...], others: tuple[Suspect, ...]) -> bool
     """Whether they are the same ranks of the one job, where of each one of both knows nothing else, or both its node."""
     mine, theirs = {s.rank: s for s in first}, {s.rank: s for s in others}
     if not mine or None in mine or mine.keys() != theirs.keys() or len(mine) < max(len(first), len(others)):
-        return False  # nobody, unknown ranks, other ranks, or ranks that each node counts anew
+        return False  # no rank, unknown ranks, other ranks, or ranks numbered per node
     pairs = [(s, theirs[rank]) for rank, s in mine.items()]
     return all(a.node == b.node or any(not s.role and not s.replica for s in (a, b)) for a, b in pairs)
 

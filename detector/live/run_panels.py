@@ -116,7 +116,7 @@ class RunPanels:
             if known is None and len(self._processes) >= PROCESSES_MAX:
                 return
             place = (sample.role, sample.replica, sample.rank, sample.incarnation)
-            # Whoever had this name is gone, though nobody said so: two of one name would be two columns of one panel.
+            # The process that had this name is gone, without an event: two of one name would be two columns of one panel.
             before = self._by_key.get(place[1:])
             if before is not None and self._processes.get(before.process) is before:
                 del self._processes[before.process]

@@ -1,4 +1,4 @@
-"""Who makes no progress where progress is due, against which deadline. It measures and accuses nobody.
+"""Processes without progress where progress is due, and the deadlines that apply. It measures and makes no finding.
 
 A deadline must pass on the wall clock, and `EFFECTIVE_SHARE` of it on the effective clock: a process starved by its
 neighbours has a running wall clock and a standing effective one, and is left alone.

@@ -222,7 +222,7 @@ def advance(
         # The working thread's run delay stands for the beat thread's: agents read the others' every 10 s only.
         subject.beat.advance(counted, starved, cpu)
     units = sample.progress - previous.progress
-    # A unit may take far less time than lies between two samples: whoever changed phase may have worked meanwhile.
+    # A unit may take far less time than lies between two samples: a process that changed phase may have worked meanwhile.
     changed = sample.phase_entries != previous.phase_entries
     if units > 0 and (changed or sample.phase in WORK_PHASES or previous.phase in WORK_PHASES):
         subject.worked += units

@@ -12,7 +12,7 @@ WINDOW_TICKS = 8
 NUM_SAMPLES_MIN = WINDOW_TICKS // 2
 """A machine with fewer samples of a metric in the window takes no part: silence is not a likeness or a difference."""
 NUM_MACHINES_MIN = 4
-"""With fewer peers than three nobody can be told apart; Minder's smallest task has four machines, too."""
+"""With fewer than three machines no single one can be named; Minder's smallest task has four machines, too."""
 
 
 def peer_median(values: Floats) -> Floats:

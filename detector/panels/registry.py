@@ -44,7 +44,7 @@ def detector(
 
 
 def with_step_time(chosen: PanelDetector, false_alarms_per_1000_machine_days: float) -> list[PanelDetector]:
-    """What looks at a panel: the chosen detector and, but for baselines, step time at the same asked rate."""
+    """The detectors of a panel: the chosen one and, except for baselines, step time at the same false alarm rate."""
     from rolecall.detector.panels.step_time import StepTime
 
     if chosen.name in BASELINES:

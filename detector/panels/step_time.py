@@ -119,7 +119,7 @@ class StepTimeTracker:
         machine, onset = self.shape.machines[n], float(self.since[row, n])
         text = (
             f"{machine.name} takes {ratio:.2f} times the {metric} of its {len(self.shape.machines) - 1} peers of "
-            f"{self.shape.name} over {int(self.ticks[row, n])} steps; it is its own work, not waiting"
+            f"{self.shape.name} over {int(self.ticks[row, n])} steps, in its own work and not in waiting"
         )
         return Finding(
             detector="step-time",

@@ -3,7 +3,7 @@
 Not http.client, which needs a thread for each agent: a thousand threads spend their time handing each other the
 interpreter (*measured*: 0.4 ms a sample, against 0.04 here; docs/decisions/0021). What an agent sends is not trusted: its
 answer is bounded in size, before and after decompression, redirects are not followed, and each question has one deadline
-in all, so that an agent which sends a byte now and then holds nobody up.
+in all, so that an agent that sends a byte now and then blocks no other.
 """
 
 import asyncio
@@ -111,7 +111,7 @@ class AgentConnection:
         if words[1] == "404":
             raise EndpointNotFound(f"status 404 for {shown}")
         if words[1] in ("401", "403"):
-            raise AgentUnreachable(f"it lets nobody in without its user or token (status {words[1]}): --credentials")
+            raise AgentUnreachable(f"authentication required (status {words[1]}): --credentials")
         if words[1] != "200":
             raise InvalidAgentResponse(f"status {words[1][:8]} for {shown}")
         headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

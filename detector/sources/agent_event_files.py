@@ -1,7 +1,7 @@
 """An agent's own events as a file (`events.jsonl` of its data directory, copied from one node or from many): the same
 detectors as on a live run are shown them in the order of their times, and say what they would have said.
 
-Events tell exits, exceptions and what hardware and kernel said; samples are not in them, so that what stands still or is
+Events hold exits, exceptions and hardware and kernel faults; samples are not in them, so that what is hung or
 slow is not told from here. Lines that are damaged are counted; a line torn by the agent's end is the last.
 """
 
@@ -86,7 +86,7 @@ def diagnose(files: Sequence[Events]) -> list[Finding]:
     for observation in _observations(sorted((e for f in files for e in f.events), key=lambda e: (e.wall_at, e.seq))):
         for d in detector.observe(observation):
             told.setdefault(d.key, d)
-    # A node's hardware is told alone until somebody dies of it: then that diagnosis says more of the same fault.
+    # A hardware fault names its node alone until a process dies of it: then that diagnosis says more of the same fault.
     exact = {(d.fault_class, s.node) for d in told.values() for s in d.suspects if s.replica}
     vague = [d for d in told.values() if d.suspects and not any(s.replica for s in d.suspects)]
     outdone = [d for d in vague if all((d.fault_class, s.node) in exact for s in d.suspects)]

@@ -62,7 +62,7 @@ AGENTS_READ_WHOLE_MAX = 64
 """A watch that begins reads the minute that each agent holds; of more agents only the newest look: it would take as long
 to digest."""
 LATE_SECONDS = 0.5
-"""When our own loop comes so much too late, answers may have waited for us: for a while nobody is called silent."""
+"""When our own loop comes so much too late, answers may have waited for us: for a while no agent is called unreachable."""
 LATE_EXCUSES_SECONDS = 10.0
 """Who has not answered for so long is silent however late we are: a watch that is always late must not be blind."""
 BEAT_SECONDS = 0.1
@@ -256,7 +256,7 @@ class AgentsSource:
                 with self._changed:
                     agent.failing_since, agent.reason, agent.excused_since = 0.0, "", None
                 while len(self._events) >= EVENTS_MAX and not agent.stop:
-                    await asyncio.sleep(FULL_SECONDS)  # events that nobody fetches stay with the agent
+                    await asyncio.sleep(FULL_SECONDS)  # events that are not fetched stay with the agent
 
     def _context(self, url: str) -> ssl.SSLContext | None:
         if self._tls is None and url.startswith("https:"):

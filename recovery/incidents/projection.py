@@ -15,11 +15,23 @@ Pure: events in, frozen values out.
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from rolecall.core.diagnosis import Diagnosis, Plan
+from rolecall.core.diagnosis import Plan
 from rolecall.core.errors import InvalidTransition
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import (
+    ActionFailed,
+    DiagnosisReviewed,
+    HoldPlaced,
+    IncidentClosed,
+    IncidentOpened,
+    IncidentUpdated,
+    OncallPaged,
+    PlanBlocked,
+    PlanCreated,
+    PlanProposed,
+)
 from rolecall.recovery.incidents.incident import (
-    NOT_BEGUN,
+    NOT_STARTED,
     RIGHT,
     WRONG,
     ActionFailure,
@@ -43,11 +55,11 @@ LEGAL: Mapping[EventKind, frozenset[IncidentState | None]] = {
     K.PLAN_BLOCKED: frozenset({S.PLANNED, S.PROPOSED}),
     K.PLAN_PROPOSED: frozenset({S.PLANNED}),
     K.PLAN_APPROVED: frozenset({S.PROPOSED}),
-    K.PLAN_REJECTED: NOT_BEGUN,
+    K.PLAN_REJECTED: NOT_STARTED,
     K.PLAN_EXPIRED: frozenset({S.PROPOSED}),
-    K.HOLD_PLACED: NOT_BEGUN,
-    K.HOLD_LIFTED: NOT_BEGUN,
-    K.ACTION_STARTED: NOT_BEGUN,
+    K.HOLD_PLACED: NOT_STARTED,
+    K.HOLD_LIFTED: NOT_STARTED,
+    K.ACTION_STARTED: NOT_STARTED,
     K.ACTION_DONE: frozenset({S.ACTING}),
     K.ACTION_FAILED: frozenset({S.ACTING, S.VERIFYING}),
     K.INCIDENT_VERIFIED: frozenset({S.VERIFYING}),
@@ -102,11 +114,12 @@ def _invalid_event(before: Incident | None, event: Event, story: tuple[str, ...]
 
 
 def _event_summary(event: Event) -> str:
-    return str(event.body.get("because") or event.body.get("outcome") or event.body.get("digest") or "")[:200]
+    payload = event.payload
+    return str(payload.reason or getattr(payload, "outcome", "") or getattr(payload, "digest", ""))[:200]
 
 
 def _opened(event: Event) -> Incident:
-    diagnosis = Diagnosis.from_dict(event.body["diagnosis"])
+    diagnosis = event.as_(IncidentOpened).diagnosis
     return Incident(
         incident_id=str(event.incident_id),
         state=S.OPEN,
@@ -121,7 +134,7 @@ def _current(i: Incident, event: Event) -> Attempt:
     attempt = i.attempt
     if attempt is None:
         raise _InvalidIncidentEvent("there is no plan")
-    digest = event.body.get("digest") or event.body.get("plan", {}).get("digest")
+    digest = getattr(event.payload, "digest", None)
     if digest != attempt.plan.digest:
         raise _InvalidIncidentEvent(f"it names plan {digest}, the plan is {attempt.plan.digest}")
     return attempt
@@ -132,7 +145,7 @@ def _with(i: Incident, attempt: Attempt, state: IncidentState | None = None) -> 
 
 
 def _updated(i: Incident, event: Event) -> Incident:
-    diagnosis = Diagnosis.from_dict(event.body["diagnosis"])
+    diagnosis = event.as_(IncidentUpdated).diagnosis
     # A plan made on less knowledge is made again; an action under way goes on.
     rejected = i.attempt is not None and i.attempt.decision is Decision.REJECTED
     state = S.OPEN if i.state is S.PLANNED and not rejected else i.state
@@ -140,15 +153,15 @@ def _updated(i: Incident, event: Event) -> Incident:
 
 
 def _planned(i: Incident, event: Event) -> Incident:
-    body, before = event.body, i.attempt
-    plan = Plan.from_dict(body["plan"])
+    created, before = event.as_(PlanCreated), i.attempt
+    plan = created.plan
     attempt = Attempt(
         number=len(i.attempts) + 1,
         plan=plan,
         # Made again on more knowledge, it may look otherwise: whom a person wanted left alone is left alone.
         hold=before.hold if before is not None and _taken_down(before.plan) & _taken_down(plan) else None,
-        page_oncall=bool(body.get("page_oncall", False)),
-        outcome=str(body.get("outcome", IncidentOutcome.TOLERATED)),
+        page_oncall=created.page_oncall,
+        outcome=created.outcome,
         made_at=event.wall_at,
     )
     return replace(i, attempts=(*i.attempts, attempt), state=S.PLANNED)
@@ -160,11 +173,11 @@ def _taken_down(plan: Plan) -> set[tuple[str, int]]:
 
 def _held(i: Incident, event: Event) -> Incident:
     attempt = _current(i, event)
-    return _with(i, replace(attempt, held_by=attempt.held_by | {str(event.body["guard"])}))
+    return _with(i, replace(attempt, held_by=attempt.held_by | {event.as_(PlanBlocked).guard}))
 
 
 def _proposed(i: Incident, event: Event) -> Incident:
-    attempt, expires_at = _current(i, event), float(event.body["expires_at"])
+    attempt, expires_at = _current(i, event), event.as_(PlanProposed).expires_at
     approval_timeout_seconds = expires_at - event.wall_at
     if attempt.hold is not None:
         expires_at = max(expires_at, attempt.hold.until + approval_timeout_seconds)
@@ -182,21 +195,21 @@ def _decided(i: Incident, event: Event) -> Incident:
     told = replace(
         attempt,
         decision=what[event.kind],
-        decided_by=str(event.body.get("by", "")),
-        decision_because=str(event.body.get("because", "")),
+        decided_by=str(getattr(event.payload, "by", "")),
+        decision_because=event.payload.reason,
     )
     return _with(i, told)
 
 
 def _hold(i: Incident, event: Event) -> Incident:
-    attempt = _current(i, event)
+    attempt, placed = _current(i, event), event.as_(HoldPlaced)
     if attempt.decision in (Decision.REJECTED, Decision.EXPIRED):
         raise _InvalidIncidentEvent(f"it was {attempt.decision} already")
     hold = Hold(
         number=1 + max((a.hold.number for a in i.attempts if a.hold is not None), default=0),
-        by=str(event.body["by"]),
-        because=str(event.body.get("because", "")),
-        until=float(event.body["until"]),
+        by=placed.by,
+        because=placed.because,
+        until=placed.until,
     )
     return _with(i, _until(attempt, hold))
 
@@ -215,15 +228,10 @@ def _until(attempt: Attempt, hold: Hold) -> Attempt:
 
 
 def _apply_review(i: Incident, event: Event) -> Incident:
-    body = event.body
-    if body["verdict"] not in (RIGHT, WRONG):
-        raise _InvalidIncidentEvent(f"verdict {body['verdict']!r} is neither {RIGHT} nor {WRONG}")
-    mark = DiagnosisReview(
-        right=body["verdict"] == RIGHT,
-        by=str(body["by"]),
-        because=str(body.get("because", "")),
-        at=event.wall_at,
-    )
+    said = event.as_(DiagnosisReviewed)
+    if said.verdict not in (RIGHT, WRONG):
+        raise _InvalidIncidentEvent(f"verdict {said.verdict!r} is neither {RIGHT} nor {WRONG}")
+    mark = DiagnosisReview(right=said.verdict == RIGHT, by=said.by, because=said.because, at=event.wall_at)
     return replace(i, mark=mark)
 
 
@@ -241,9 +249,8 @@ def _done(i: Incident, event: Event) -> Incident:
 
 
 def _failed(i: Incident, event: Event) -> Incident:
-    attempt = replace(
-        _current(i, event), failure=ActionFailure(event.body["failure"]), failed_because=str(event.body["because"])
-    )
+    said = event.as_(ActionFailed)
+    attempt = replace(_current(i, event), failure=ActionFailure(said.failure), failed_because=said.because)
     return _with(i, attempt, S.OPEN)
 
 
@@ -252,17 +259,16 @@ def _verified(i: Incident, event: Event) -> Incident:
 
 
 def _closed(i: Incident, event: Event) -> Incident:
-    outcome = IncidentOutcome(event.body["outcome"])
+    closed = event.as_(IncidentClosed)
+    outcome = IncidentOutcome(closed.outcome)
     if outcome is IncidentOutcome.RESOLVED and i.verified_at is None:
         raise _InvalidIncidentEvent("nothing was verified: it cannot be resolved")
-    return replace(
-        i, state=S.CLOSED, closed_at=event.wall_at, outcome=outcome, because=str(event.body.get("because", ""))
-    )
+    return replace(i, state=S.CLOSED, closed_at=event.wall_at, outcome=outcome, because=closed.because)
 
 
 def _apply_page(i: Incident, event: Event) -> Incident:
-    topics = i.page_topics | {str(event.body.get("topic", ""))}
-    return replace(i, page_topics=topics, page_reason=str(event.body.get("because", "")))
+    paged = event.as_(OncallPaged)
+    return replace(i, page_topics=i.page_topics | {paged.topic}, page_reason=paged.because)
 
 
 _MOVES = {

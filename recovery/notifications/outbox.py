@@ -10,6 +10,7 @@ from typing import Any
 from rolecall.core.clock import Clock
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import PlanProposed
 from rolecall.recovery.incident_store import IncidentProjection
 from rolecall.recovery.incidents.incident import Incident, IncidentOutcome
 from rolecall.recovery.interfaces import Message, Notifier
@@ -48,7 +49,7 @@ class NotificationSender:
         for event in book.to_tell:
             if event.seq <= self._told_seq:
                 continue
-            told = self._message(event, book)
+            told = message(event, book.incidents.get(event.incident_id or ""), self._run_id)
             if told is not None and not self._notifier.offer(told):
                 break
             self._told_seq = event.seq
@@ -56,20 +57,6 @@ class NotificationSender:
         if settled > self._notified_seq:
             journal.set_flag(NOTIFIED_FLAG, str(settled))
             self._notified_seq = settled
-
-    def _message(self, event: Event, book: IncidentProjection) -> Message | None:
-        try:
-            return message(event, book.incidents.get(event.incident_id or ""), self._run_id)
-        except Exception as e:  # noqa: BLE001
-            # Deliberate: a body that is not what its kind has must not keep all later ones from being told.
-            because = f"{event.event_id} ({event.kind}) should be told, and cannot be read: {e!r}"
-            return Message(
-                seq=event.seq,
-                kind=str(event.kind),
-                run_id=self._run_id,
-                because=notification_text(because),
-                wall_at=event.wall_at,
-            )
 
     def sign_of_life(self, facts: Callable[[], dict[str, Any]]) -> None:
         """The dead-man signal, when it is due."""
@@ -84,13 +71,15 @@ def message(event: Event, incident: Incident | None, run_id: str) -> Message | N
     closed = event.kind is EventKind.INCIDENT_CLOSED
     if closed and (incident is None or incident.outcome not in OVER or not _was_sent(incident)):
         return None
-    facts: dict[str, Any] = {k: event.body[k] for k in _FACTS if k in event.body}
+    body = event.payload.to_body()
+    facts: dict[str, Any] = {k: body[k] for k in _FACTS if k in body}
+    because = event.payload.plan.because if isinstance(event.payload, PlanProposed) else event.payload.reason
     return Message(
         seq=event.seq,
         kind=str(event.kind),
         run_id=run_id,
         incident_id=event.incident_id or "",
-        because=notification_text(event.body.get("because") or event.body.get("plan", {}).get("because", "")),
+        because=notification_text(because),
         wall_at=event.wall_at,
         resolved=closed,
         facts=facts,

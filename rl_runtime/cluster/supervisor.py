@@ -140,7 +140,13 @@ class Supervisor:
             }
         )
         roles = {**self.job.roles.counts(), STANDBY_ROLE: self.job.runtime.standbys}
-        started = RunStarted(seed=self.job.seed, config_digest=self.job.digest(), roles=roles, nodes=tuple(self.nodes))
+        started = RunStarted(
+            seed=self.job.seed,
+            config_digest=self.job.digest(),
+            roles=roles,
+            nodes=tuple(self.nodes),
+            num_steps=self.job.num_steps,
+        )
         self.journal.append(started, key="run-started")
         for replica, node in placed.items():
             first = Desired(replica=replica, incarnation=1, node=node, prefer_standby=False, because="the run starts")

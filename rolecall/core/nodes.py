@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import NodeQuarantined, NodeReturnedToService
 from rolecall.core.journal.rows import DamagedLine
 
 QUARANTINE_KINDS = (EventKind.NODE_QUARANTINED, EventKind.NODE_RETURNED_TO_SERVICE)
@@ -17,11 +18,11 @@ def is_quarantined(events: Iterable[Event]) -> frozenset[NodeId]:
     """Nodes that were quarantined and have not been returned since. Events of other kinds are skipped."""
     nodes: set[NodeId] = set()
     for event in events:
-        node = NodeId(str(event.body.get("node", "")))
-        if event.kind is EventKind.NODE_QUARANTINED:
-            nodes.add(node)
-        elif event.kind is EventKind.NODE_RETURNED_TO_SERVICE:
-            nodes.discard(node)
+        match event.payload:
+            case NodeQuarantined(node=node):
+                nodes.add(NodeId(node))
+            case NodeReturnedToService(node=node):
+                nodes.discard(NodeId(node))
     return frozenset(nodes)
 
 

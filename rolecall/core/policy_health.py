@@ -6,9 +6,11 @@ no answer was over has no length. What is missing stays missing; 0 would be a fi
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from rolecall.core.journal.payloads import StepCommitted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ SIGNS = (
         name="ratio_mean",
         metric="ratio_mean",
         unit="",
-        help="Mean importance ratio, policy to the one that made the token",
+        help="Mean importance ratio of the policy to the sampler",
         normal="Close to 1, whatever the staleness.",
     ),
     PolicyHealthMetric(
@@ -78,7 +80,7 @@ SIGNS = (
         name="kl_sampler",
         metric="kl_sampler_nats",
         unit="nats",
-        help="KL from those who made the tokens to the policy, a token",
+        help="KL from the sampler to the policy, per token",
         normal="Below 0.1, stale tokens counted. A rise that stays means that the policy runs away from its engines.",
     ),
     PolicyHealthMetric(
@@ -106,7 +108,7 @@ SIGNS = (
         name="response_length",
         metric="response_tokens",
         unit="",
-        help="Mean tokens of the step's answers that are over",
+        help="Mean tokens of the step's finished answers",
         normal="What the task needs. A fall to a few tokens, or a rise up to the longest response, is a sign that the "
         "reward is being played with.",
     ),
@@ -121,14 +123,14 @@ SIGNS = (
         name="truncated_fraction",
         metric="truncated_ratio",
         unit="ratio",
-        help="Of these answers, cut off at the longest response",
+        help="Share of these answers truncated at max_response_tokens",
         normal="A few per cent; more at the start. If nearly all are cut off, the reward says nothing.",
     ),
     PolicyHealthMetric(
         name="filtered_fraction",
         metric="filtered_ratio",
         unit="ratio",
-        help="Of the groups generated for the step, dropped because they teach nothing (dynamic sampling)",
+        help="Share of the step's generated groups dropped by dynamic sampling",
         normal="High at the start (all wrong) and at the end (all right). If nearly all are filtered, steps take for ever.",
     ),
     PolicyHealthMetric(
@@ -149,7 +151,7 @@ SIGNS = (
         name="log_ratio_max",
         metric="log_ratio_max",
         unit="",
-        help="Largest difference of log-probabilities between trainer and engine of one and the same version",
+        help="Largest difference of log-probabilities between trainer and engine on the same version",
         normal="Rounding only: below 0.01 where both compute in one precision. More means that the same weights say "
         "different things on two machines.",
     ),
@@ -157,20 +159,8 @@ SIGNS = (
 BY_NAME = {sign.name: sign for sign in SIGNS}
 
 
-def policy_health_of(body: Mapping[str, Any]) -> dict[str, float]:
-    """What the journal's line of a committed step (its body) says of the policy's health, by name. Only what is known and
-    a number: a journal may be old, damaged, or of a later version."""
-    health = body.get("health")
-    told = {"log_ratio_max": body.get("log_ratio_max"), **(health if isinstance(health, Mapping) else {})}
-    found = {name: _number(told.get(name)) for name in BY_NAME}
-    return {name: value for name, value in found.items() if not math.isnan(value)}
-
-
-def _number(value: object) -> float:
-    """NaN for what is none. JSON has no infinity: the journal keeps it as a word that float reads."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return math.nan
-    try:
-        return float(value)
-    except (ValueError, OverflowError):
-        return math.nan
+def policy_health_of(step: "StepCommitted") -> dict[str, float]:
+    """What a committed step says of the policy's health, by name. Only what was measured."""
+    told = {"log_ratio_max": step.log_ratio_max, **step.health}
+    found = {name: told.get(name) for name in BY_NAME}
+    return {name: value for name, value in found.items() if value is not None and not math.isnan(value)}

@@ -198,7 +198,7 @@ def _probes(f: NodeFacts) -> Iterator[NodeCheck]:
             name="probe",
             level=CheckLevel.WARNING,
             says=f"the agent cannot read {probe}: {reason or 'it does not say why'}",
-            mend="give its user the right (docs/reference/agent.md: what it cannot see without rights), or switch that section off",
+            mend="give its user the right (docs/reference/agent.md, Permissions), or switch that section off",
         )
 
 

@@ -8,6 +8,7 @@ from rolecall.core.errors import RolecallError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import GroupState, Ledger
+from rolecall.core.journal.payloads import RunEnded, RunStarted
 from rolecall.core.rundir import RunDir
 from rolecall.views.audit import RunAudit, audit_run
 from rolecall.views.injections import InjectedFault, parse_injections
@@ -29,6 +30,14 @@ class Facts:
     @property
     def replica_faults(self) -> list[InjectedFault]:
         return [f for f in self.faults if not f.of_helper]
+
+    @property
+    def run_started(self) -> RunStarted | None:
+        return next((e.payload for e in self.events if isinstance(e.payload, RunStarted)), None)
+
+    @property
+    def run_ended(self) -> RunEnded | None:
+        return next((e.payload for e in reversed(self.events) if isinstance(e.payload, RunEnded)), None)
 
     def first(self, kind: EventKind) -> Event | None:
         return next((e for e in self.events if e.kind is kind), None)

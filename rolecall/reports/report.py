@@ -17,7 +17,17 @@ from typing import Any
 from rolecall import __version__
 from rolecall.core.config.job import parse_job
 from rolecall.core.errors import ConfigError
-from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import (
+    ComponentRestarted,
+    EpochAdvanced,
+    JobStopRequested,
+    OncallPaged,
+    Payload,
+    RecoveryPaused,
+    RecoveryResumed,
+    ReplicaReady,
+    WeightsRejected,
+)
 from rolecall.core.rundir import RunDir, write_atomically
 from rolecall.reports.baseline import REPORT_JSON, SCHEMA_VERSION, find_baseline, named_baseline, read_report
 from rolecall.reports.facts import Facts, read_facts
@@ -60,9 +70,9 @@ def write_report(run: RunDir, baseline: Path | None = None) -> dict[str, Any]:
 
 def config_digest(facts: Facts) -> str:
     """Names the configuration without its seed; the run's own word for it if the configuration cannot be read."""
-    started = facts.first(EventKind.RUN_STARTED)
-    if started is not None and started.body.get("config_digest"):
-        return str(started.body["config_digest"])
+    started = facts.run_started
+    if started is not None and started.config_digest:
+        return started.config_digest
     try:
         return parse_job(facts.config).digest()
     except ConfigError:
@@ -83,8 +93,8 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
     lost = losses(joined, worked_until)
     kept = _pids(facts, joined, worked_until)
     first, last = mean_of_ends([s.reward for s in committed])
-    ended = facts.last(EventKind.RUN_ENDED)
-    outcome = str(ended.body.get("outcome", "")) if ended else "running"
+    ended = facts.run_ended
+    outcome = ended.outcome if ended else "running"
     verdict = make_verdict(facts, joined, kept, outcome)
     incidents = [story.to_dict() for story in joined.stories]
     return {
@@ -99,7 +109,7 @@ def make_report(facts: Facts, baseline: Mapping[str, Any] | None) -> dict[str, A
         "verdict": verdict,
         "failure_free": not facts.faults and not joined.stories,
         "outcome": outcome,
-        "because": str(ended.body.get("because", "")) if ended else "",
+        "because": ended.because if ended else "",
         "num_steps": len(committed),
         "num_steps_wanted": facts.config.get("num_steps"),
         "reward_first": first,
@@ -156,8 +166,8 @@ def make_verdict(facts: Facts, joined: MatchedIncidents, kept: PidsKept, outcome
             f"{kept.num_kept} processes that no plan named kept their PID" if kept.ok else "; ".join(kept.violations),
         ),
     ]
-    ended = facts.last(EventKind.RUN_ENDED)
-    wanted = int(ended.body.get("faults_wanted", 0)) if ended else 0
+    ended = facts.run_ended
+    wanted = ended.faults_wanted if ended else 0
     if wanted > len(facts.faults):
         rows.append(("faults happened", False, f"{wanted} faults were asked for, {len(facts.faults)} were injected"))
     helpers = _helper_faults(facts)
@@ -173,22 +183,20 @@ def _helper_faults(facts: Facts) -> list[dict[str, Any]]:
 
     A restart answers one fault: the earliest that it can.
     """
-    restarts = [e for e in facts.events if e.kind is EventKind.COMPONENT_RESTARTED]
+    restarts = [(e.wall_at, e.payload) for e in facts.events if isinstance(e.payload, ComponentRestarted)]
     found = []
     for fault in sorted((f for f in facts.faults if f.of_helper), key=lambda f: f.injected_at):
         what = fault.kind.partition("-")[0]
         answers = (
-            e
-            for e in restarts
-            if e.wall_at >= fault.injected_at
-            and e.body.get("what") == what
-            and e.body.get("node") in (fault.node, "", None)
+            (at, said)
+            for at, said in restarts
+            if at >= fault.injected_at and said.what == what and said.node in (fault.node, "")
         )
         restart = next(answers, None)
         seconds = None
         if restart is not None:
             restarts.remove(restart)
-            seconds = round(restart.wall_at - fault.injected_at, 3)
+            seconds = round(restart[0] - fault.injected_at, 3)
         found.append({**fault.to_dict(), "restarted_seconds": seconds})
     return found
 
@@ -197,7 +205,7 @@ def _pids(facts: Facts, joined: MatchedIncidents, worked_until: float) -> PidsKe
     struck = {(r, f.incarnation if f.incarnation is not None else 1) for f in facts.faults for r in f.hit}
     return pids_kept(
         facts.known,
-        [e for e in facts.events if e.kind is EventKind.REPLICA_READY],
+        [e.payload for e in facts.events if isinstance(e.payload, ReplicaReady)],
         named_by_plans(facts.events),
         frozenset(struck),
         worked_until,
@@ -237,8 +245,8 @@ def _learns(config: Mapping[str, Any]) -> str:
 
 
 def _seed(facts: Facts) -> int | None:
-    started = facts.first(EventKind.RUN_STARTED)
-    for value in (facts.job.get("seed"), facts.config.get("seed"), started.body.get("seed") if started else None):
+    started = facts.run_started
+    for value in (facts.job.get("seed"), facts.config.get("seed"), started.seed if started else None):
         if value is not None:
             return int(value)
     return None
@@ -258,20 +266,25 @@ def _proof(admission: Admission, zero: float) -> dict[str, Any]:
 
 def _epochs(facts: Facts, zero: float) -> list[dict[str, Any]]:
     return [
-        {"epoch": e.body.get("epoch"), "at": round(e.wall_at - zero, 3), "because": str(e.body.get("because", ""))}
+        {"epoch": e.payload.epoch, "at": round(e.wall_at - zero, 3), "because": e.payload.because}
         for e in facts.events
-        if e.kind is EventKind.EPOCH_ADVANCED
+        if isinstance(e.payload, EpochAdvanced)
     ]
 
 
-_REMARKABLE = (
-    EventKind.COMPONENT_RESTARTED,
-    EventKind.ONCALL_PAGED,
-    EventKind.RECOVERY_PAUSED,
-    EventKind.RECOVERY_RESUMED,
-    EventKind.WEIGHTS_REJECTED,
-    EventKind.JOB_STOP_REQUESTED,
-)
+def _remark_subject(said: Payload) -> str | None:
+    """What a remark is about, which may be empty; None: the event is not remarkable."""
+    match said:
+        case ComponentRestarted():
+            return said.what
+        case WeightsRejected():
+            return said.replica
+        case RecoveryPaused() | RecoveryResumed():
+            return said.by
+        case OncallPaged() | JobStopRequested():
+            return ""
+        case _:
+            return None
 
 
 def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
@@ -291,11 +304,11 @@ def _remarks(facts: Facts, zero: float) -> list[dict[str, Any]]:
         {
             "at": round(e.wall_at - zero, 3),
             "kind": str(e.kind),
-            "what": str(e.body.get("what") or e.body.get("replica") or e.body.get("by") or ""),
-            "because": str(e.body.get("because", "")),
+            "what": what,
+            "because": e.payload.reason,
         }
         for e in facts.events
-        if e.kind in _REMARKABLE
+        if (what := _remark_subject(e.payload)) is not None
     ]
 
 

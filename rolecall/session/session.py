@@ -20,7 +20,7 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ConfigError, JournalUnavailable, RolecallError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import ComponentRestarted, OncallPaged, RunEnded
+from rolecall.core.journal.payloads import ComponentRestarted, OncallPaged, RunEnded, StepCommitted
 from rolecall.core.membership import STANDBY_ROLE, ReplicaState
 from rolecall.core.rundir import RunDir, create_run_dir
 from rolecall.recovery.loop import LEASE_NAME, holder_pid
@@ -234,7 +234,7 @@ class Session:
         injections = read_injections(run)
         return View(
             now=now,
-            step=int(step.body["step"]) if step else -1,
+            step=step.as_(StepCommitted).step if step else -1,
             whole=serving >= wanted and len(opened) == len(closed),
             standbys_ready=all(s in current and current[s].state is ReplicaState.READY for s in standbys),
             injected=len(injections),

@@ -9,15 +9,15 @@ A problem is a sentence. Nothing here writes.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rolecall.core.errors import JournalCorrupt
-from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.events import Event
 from rolecall.core.journal.journal import Journal
 from rolecall.core.journal.ledger import Audit, GroupState, Ledger, audit
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads import ChainHead, ReplicaReady, RunEnded, StepCommitted, WeightsAdmitted
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 
@@ -130,7 +130,7 @@ def audit_journal(journal: Journal, run_id: str, run: RunDir | None) -> RunAudit
         for where, head in _from_report(report, "journal_head"):
             problems += _journal_anchor(where, head, journal_head, events)
     lines = Ledger(journal.store).lines()
-    outcome = next((str(e.body.get("outcome")) for e in reversed(events) if e.kind is EventKind.RUN_ENDED), "")
+    outcome = next((e.payload.outcome for e in reversed(events) if isinstance(e.payload, RunEnded)), "")
     found = audit(lines, anchors, ended=outcome in CLOSED_BOOKS)
     problems += found.problems
     if found.duplicates:
@@ -168,9 +168,9 @@ def _head(value: Any) -> ChainHead | None:
 def _from_events(events: Iterable[Event]) -> list[Anchor]:
     found = []
     for event in events:
-        head = _head(event.body.get("ledger")) if event.kind is EventKind.STEP_COMMITTED else None
-        if head is not None and head.position > 0:
-            found.append((f"commit record of step {event.body.get('step')}", head))
+        said = event.payload
+        if isinstance(said, StepCommitted) and said.ledger.position > 0:
+            found.append((f"commit record of step {said.step}", said.ledger))
     return found
 
 
@@ -262,9 +262,8 @@ def compare_steps(events: Iterable[Event], lines: Iterable[Mapping[str, Any]], *
         trained.setdefault(step, set()).add(group)
     told: dict[int, set[str]] = {}
     for event in events:
-        groups = event.body.get("groups")
-        if event.kind is EventKind.STEP_COMMITTED and isinstance(groups, list):
-            told[int(event.body["step"])] = {str(g) for g in groups}
+        if isinstance(event.payload, StepCommitted):
+            told[event.payload.step] = set(event.payload.groups)
     problems = []
     for step in sorted(told):
         by_ledger = trained.get(step, set())
@@ -291,15 +290,14 @@ def admitted(events: Iterable[Event]) -> list[Admission]:
     promoted: set[tuple[str, int]] = set()
     first: dict[tuple[str, int], Admission] = {}
     for event in events:
-        body = event.body
-        if event.kind is EventKind.REPLICA_READY and body.get("from_standby"):
-            promoted.add((str(body.get("replica")), int(body.get("incarnation", 1))))
-        if event.kind is not EventKind.WEIGHTS_ADMITTED:
+        said = event.payload
+        if isinstance(said, ReplicaReady) and said.from_standby:
+            promoted.add((said.replica, said.incarnation))
+        if not isinstance(said, WeightsAdmitted):
             continue
-        key = (str(body.get("replica")), int(body.get("incarnation", 1)))
-        proof = body.get("proof")
-        proof = dict(proof) if isinstance(proof, dict) else {}
-        version = int(body.get("policy_version", -1))
+        key = (said.replica, said.incarnation)
+        proof = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(said.proof).items()}
+        version = said.policy_version
         problem = _proof_problem(proof, version, manifests, storages)
         if key not in first or (problem and not first[key].problem):
             admission = Admission(
@@ -308,7 +306,7 @@ def admitted(events: Iterable[Event]) -> list[Admission]:
                 policy_version=version,
                 wall_at=event.wall_at,
                 readmitted=key[1] > 1 or key in promoted,
-                proof={**proof, "holder": body.get("holder"), "bytes": body.get("bytes"), "epoch": body.get("epoch")},
+                proof={**proof, "holder": said.holder, "bytes": said.bytes, "epoch": said.epoch},
                 problem=problem,
             )
             first[key] = admission

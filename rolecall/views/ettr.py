@@ -18,7 +18,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.events import Event
+from rolecall.core.journal.payloads import EpochAdvanced, StepCommitted
 from rolecall.core.policy_health import BY_NAME, policy_health_of
 from rolecall.views.incidents import IncidentSummary, MatchedIncidents
 
@@ -60,9 +61,9 @@ class Loss:
     stalled_until: float = 0.0
 
 
-def _number(value: object) -> float:
+def _number(value: float | None) -> float:
     """NaN for what is null: a restarted controller may know that a step was committed, and not its loss."""
-    return math.nan if value is None else float(str(value))
+    return math.nan if value is None else value
 
 
 def _finite(value: float) -> float | None:
@@ -72,8 +73,8 @@ def _finite(value: float) -> float | None:
 def training_began(events: Iterable[Event]) -> float | None:
     """When a trainer and a rollout were members of an epoch together for the first time, wall seconds."""
     for event in events:
-        if event.kind is EventKind.EPOCH_ADVANCED:
-            roles = {str(replica).partition("/")[0] for replica, _ in event.body.get("members", ())}
+        if isinstance(event.payload, EpochAdvanced):
+            roles = {replica.partition("/")[0] for replica, _ in event.payload.members}
             if {"trainer", "rollout"} <= roles:
                 return event.wall_at
     return None
@@ -83,19 +84,22 @@ def steps(events: Iterable[Event]) -> list[Step]:
     """The committed steps in order; of a step that was undone and done again, the last time counts."""
     found: dict[int, Step] = {}
     for event in events:
-        if event.kind is EventKind.STEP_COMMITTED:
-            body = event.body
-            found[int(body["step"])] = Step(
-                step=int(body["step"]),
-                at=event.wall_at,
-                seconds=_number(body.get("seconds")),
-                reward=_number(body.get("reward")),
-                loss=_number(body.get("loss")),
-                epoch=int(body.get("epoch") or 0),
-                num_tokens=int(body.get("tokens") or 0),
-                signs=policy_health_of(body),
-            )
+        if isinstance(event.payload, StepCommitted):
+            found[event.payload.step] = step_of(event.payload, event.wall_at)
     return [found[n] for n in sorted(found)]
+
+
+def step_of(committed: StepCommitted, at: float) -> Step:
+    return Step(
+        step=committed.step,
+        at=at,
+        seconds=committed.seconds,
+        reward=_number(committed.reward),
+        loss=_number(committed.loss),
+        epoch=committed.epoch,
+        num_tokens=committed.tokens,
+        signs=policy_health_of(committed),
+    )
 
 
 def health(committed: Sequence[Step]) -> dict[str, list[float | None]]:

@@ -20,6 +20,19 @@ from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis, Plan, Suspect
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import (
+    ActionFailed,
+    ActionStarted,
+    IncidentClosed,
+    IncidentOpened,
+    IncidentUpdated,
+    IncidentVerified,
+    PlanBlocked,
+    PlanCreated,
+    RequestsReassigned,
+    StepCommitted,
+    StepInterrupted,
+)
 from rolecall.views.injections import InjectedFault
 from rolecall.views.lifetimes import IncarnationRecord, Key
 
@@ -188,21 +201,11 @@ def summarize_incidents(
 
 def named_by_plans(events: Iterable[Event]) -> frozenset[Key]:
     """Every incarnation that a started plan named."""
-    plans: dict[str, Plan] = {}
     named: set[Key] = set()
     for event in events:
-        plan = _plan_of(event)
-        if plan is not None:
-            plans[plan.digest] = plan
-        if event.kind is _K.ACTION_STARTED:
-            plan = plan or plans.get(str(event.body.get("digest")))
-            named |= {(t.replica, t.incarnation) for t in plan.targets} if plan else set()
+        if isinstance(event.payload, ActionStarted):
+            named |= {(t.replica, t.incarnation) for t in event.payload.plan.targets}
     return frozenset(named)
-
-
-def _plan_of(event: Event) -> Plan | None:
-    body = event.body.get("plan")
-    return Plan.from_dict(body) if isinstance(body, dict) else None
 
 
 def _fold(events: Iterable[Event]) -> dict[str, IncidentSummary]:
@@ -211,8 +214,8 @@ def _fold(events: Iterable[Event]) -> dict[str, IncidentSummary]:
         which = event.incident_id
         if not which:
             continue
-        if event.kind is _K.INCIDENT_OPENED:
-            diagnosis = Diagnosis.from_dict(event.body["diagnosis"])
+        if isinstance(event.payload, IncidentOpened):
+            diagnosis = event.payload.diagnosis
             story = IncidentSummary(
                 incident_id=which, opened_at=event.wall_at, diagnosis=diagnosis, suspects=diagnosis.suspects
             )
@@ -223,28 +226,24 @@ def _fold(events: Iterable[Event]) -> dict[str, IncidentSummary]:
 
 
 def _after(story: IncidentSummary, event: Event) -> IncidentSummary:
-    because = str(event.body.get("because", ""))
-    match event.kind:
-        case _K.INCIDENT_UPDATED:
+    match event.payload:
+        case IncidentUpdated(diagnosis=newest):
             # The words and suspects of the newest knowledge, the moment of the first.
-            newest = Diagnosis.from_dict(event.body["diagnosis"])
             first = story.diagnosis
             newest = replace(newest, detected_at=first.detected_at, onset=first.onset)
             return replace(story, diagnosis=newest, suspects=(*story.suspects, *newest.suspects))
-        case _K.PLAN_CREATED:
-            plan = _plan_of(event) or story.plan
-            more = {(str(t.replica), t.incarnation) for t in plan.targets} if plan else set()
+        case PlanCreated(plan=plan):
+            more = {(str(t.replica), t.incarnation) for t in plan.targets}
             return replace(story, plan=plan, num_plans=story.num_plans + 1, targets=story.targets | more)
-        case _K.PLAN_BLOCKED:
+        case PlanBlocked(because=because):
             return replace(story, held=(*story.held, because))
-        case _K.ACTION_STARTED:
+        case ActionStarted():
             return replace(story, action_started_at=story.action_started_at or event.wall_at)
-        case _K.ACTION_FAILED:
+        case ActionFailed(because=because):
             return replace(story, action_failed=(*story.action_failed, because))
-        case _K.INCIDENT_VERIFIED:
+        case IncidentVerified(because=because):
             return replace(story, verified_at=event.wall_at, verified_because=because)
-        case _K.INCIDENT_CLOSED:
-            outcome = str(event.body.get("outcome", "closed"))
+        case IncidentClosed(outcome=outcome, because=because):
             return replace(story, closed_at=event.wall_at, outcome=outcome, closed_because=because)
         case _:
             return story
@@ -342,21 +341,25 @@ def _work_lost(story: IncidentSummary, work: _Work, steps_undone: Mapping[int, f
     until = story.ends_at if story.ends_at is not None else float("inf")
     during = work.between(since, until)
     named = {(s.replica, s.incarnation) for s in story.diagnosis.suspects}
-    moved = [e for e in during if e.kind is _K.REQUESTS_REASSIGNED and _moved_from(e, hurt, named)]
+    moved = [
+        (e.wall_at, e.payload)
+        for e in during
+        if isinstance(e.payload, RequestsReassigned) and _moved_from(e.payload, hurt, named)
+    ]
     undone = [step for step, at in steps_undone.items() if since <= at <= until]
     return replace(
         story,
-        requests_resumed_at=max((e.wall_at for e in moved), default=None),
-        tokens_kept=sum(int(e.body.get("tokens_kept", 0)) for e in moved),
-        tokens_lost=sum(int(e.body.get("tokens_lost", 0)) for e in moved),
+        requests_resumed_at=max((at for at, _ in moved), default=None),
+        tokens_kept=sum(m.tokens_kept for _, m in moved),
+        tokens_lost=sum(m.tokens_lost for _, m in moved),
         steps_lost=len(undone),
         step_committed_at=_step_committed_at(during, hurt, story.detected_at),
     )
 
 
-def _moved_from(event: Event, hurt: set[str], named: set[tuple[str, int | None]]) -> bool:
+def _moved_from(moved: RequestsReassigned, hurt: set[str], named: set[tuple[str, int | None]]) -> bool:
     """Whether requests left one of the replicas in question, and the incarnation that was named if both are known."""
-    who, incarnation = str(event.body.get("from_replica")), event.body.get("from_incarnation")
+    who, incarnation = moved.from_replica, moved.from_incarnation
     others = {i for r, i in named if r == who} - {None}
     return who in hurt and (incarnation is None or not others or incarnation in others)
 
@@ -365,9 +368,8 @@ def _step_committed_at(during: Sequence[Event], hurt: set[str], detected_at: flo
     """When the interrupted step was committed; without a note of it, the first commit after the finding."""
     if not any(r.startswith("trainer/") for r in hurt):
         return None
-    interrupted = next((e for e in during if e.kind is _K.STEP_INTERRUPTED), None)
-    commits = [e for e in during if e.kind is _K.STEP_COMMITTED]
+    interrupted = next(((e.seq, e.payload.step) for e in during if isinstance(e.payload, StepInterrupted)), None)
+    commits = [(e.seq, e.wall_at, e.payload.step) for e in during if isinstance(e.payload, StepCommitted)]
     if interrupted is not None:
-        step = interrupted.body.get("step")
-        return next((e.wall_at for e in commits if e.seq > interrupted.seq and e.body.get("step") == step), None)
-    return next((e.wall_at for e in commits if e.wall_at >= detected_at), None)
+        return next((at for seq, at, step in commits if seq > interrupted[0] and step == interrupted[1]), None)
+    return next((at for _, at, _ in commits if at >= detected_at), None)

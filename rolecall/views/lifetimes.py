@@ -11,6 +11,14 @@ from typing import Any
 
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import (
+    EpochAdvanced,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaStarting,
+    ReplicaStopped,
+    WeightsAdmitted,
+)
 from rolecall.core.membership import STANDBY_ROLE, Actual, ReplicaState
 
 Key = tuple[str, int]
@@ -93,18 +101,28 @@ def incarnation_records(
     """Every incarnation that the journal knows of."""
     found: dict[Key, IncarnationRecord] = {}
     for event in events:
-        if event.kind is EventKind.EPOCH_ADVANCED:
-            for replica, incarnation in event.body.get("members", ()):
-                _note(found, str(replica), int(incarnation), "serving_at", event.wall_at, only_if_not=("rollout",))
-        elif event.kind in _STAMPS and "replica" in event.body:
-            body = event.body
-            replica, incarnation = str(body["replica"]), int(body.get("incarnation", 1))
-            _note(found, replica, incarnation, _STAMPS[event.kind], event.wall_at)
-            if event.kind in (EventKind.REPLICA_STARTING, EventKind.REPLICA_READY):
-                found[replica, incarnation] = _filled(found[replica, incarnation], body)
-            elif event.kind in (EventKind.REPLICA_LOST, EventKind.REPLICA_STOPPED):
-                life = found[replica, incarnation]
-                found[replica, incarnation] = replace(life, because=life.because or str(body.get("because", "")))
+        said = event.payload
+        match said:
+            case EpochAdvanced():
+                for replica, incarnation in said.members:
+                    _note(found, replica, incarnation, "serving_at", event.wall_at, only_if_not=("rollout",))
+            case ReplicaStarting() | ReplicaReady() | WeightsAdmitted() | ReplicaLost() | ReplicaStopped():
+                which = said.replica, said.incarnation
+                _note(found, *which, _STAMPS[event.kind], event.wall_at)
+                if isinstance(said, ReplicaReady):
+                    found[which] = replace(
+                        found[which],
+                        node=said.node,
+                        pid=said.pid,
+                        start_ticks=said.start_ticks,
+                        from_standby=bool(said.from_standby),
+                    )
+                elif isinstance(said, ReplicaStarting):
+                    found[which] = replace(found[which], node=said.node)
+                elif isinstance(said, ReplicaLost | ReplicaStopped):
+                    found[which] = replace(found[which], because=found[which].because or said.because)
+            case _:
+                pass
     for record in actual.values():
         key = (str(record.replica), record.incarnation)
         life = found.get(key, IncarnationRecord(replica=key[0], incarnation=key[1]))
@@ -140,16 +158,6 @@ def _note(
         found[replica, incarnation] = replace(life, **changes)
 
 
-def _filled(life: IncarnationRecord, body: Mapping[str, Any]) -> IncarnationRecord:
-    return replace(
-        life,
-        node=str(body.get("node", life.node)),
-        pid=int(body.get("pid", life.pid)),
-        start_ticks=int(body.get("start_ticks", life.start_ticks)),
-        from_standby=bool(body.get("from_standby", life.from_standby)),
-    )
-
-
 def _index(replica: str) -> int:
     tail = replica.rpartition("/")[2]
     return int(tail) if tail.isdigit() else 0
@@ -157,22 +165,21 @@ def _index(replica: str) -> int:
 
 def pids_kept(
     known: Mapping[Key, IncarnationRecord],
-    ready: Sequence[Event],
+    ready: Sequence[ReplicaReady],
     named: frozenset[Key],
     struck: frozenset[Key],
     work_ended_at: float,
 ) -> PidsKept:
     """Whether each process that no plan named kept its PID.
 
-    `ready`: REPLICA_READY events, in which one incarnation must not show two processes. `named`: targets of plans that
+    `ready`: in these one incarnation must not show two processes. `named`: targets of plans that
     were started. `struck`: incarnations that the injector hurt; what it kills, nobody else has taken. What is lost after
     `work_ended_at` (the last committed step) belongs to the end of the run.
     """
     wrong: list[str] = []
     seen: dict[Key, tuple[int, int]] = {}
-    for event in ready:
-        key = (str(event.body.get("replica")), int(event.body.get("incarnation", 1)))
-        process = (int(event.body.get("pid", 0)), int(event.body.get("start_ticks", 0)))
+    for said in ready:
+        key, process = (said.replica, said.incarnation), (said.pid, said.start_ticks)
         if seen.setdefault(key, process) != process:
             wrong.append(f"{_name(key)} was pid {seen[key][0]} and became pid {process[0]} under the same incarnation")
     elsewhere = {life.process for life in known.values() if life.role != STANDBY_ROLE}

@@ -14,11 +14,11 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
-from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import IncidentOpened
 from rolecall.views.ettr import Loss, losses, training_began
 from rolecall.views.incidents import CLOCK_SLACK_SECONDS, IncidentSummary, MatchedIncidents, summarize_incidents
 from rolecall.views.lifetimes import incarnation_records
@@ -192,16 +192,12 @@ class EttrAccumulator:
 
 def _slim(event: Event) -> Event:
     """Without the question that a plan answers: it holds the whole fleet, and no story is told from it."""
-    if "question" not in event.body:
-        return event
-    return replace(event, body={k: v for k, v in event.body.items() if k != "question"})
+    return event.slim()
 
 
 def _began_at(opened: Event) -> float:
-    with suppress(LookupError, TypeError, ValueError):
-        d = Diagnosis.from_dict(opened.body["diagnosis"])
-        return min(d.onset, d.detected_at, opened.wall_at)
-    return opened.wall_at
+    d = opened.as_(IncidentOpened).diagnosis
+    return min(d.onset, d.detected_at, opened.wall_at)
 
 
 def _caused(stories: Iterable[IncidentSummary], end: float) -> list[CausedLoss]:

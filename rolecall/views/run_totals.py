@@ -12,10 +12,31 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import (
+    ActionDone,
+    ActionFailed,
+    ActionStarted,
+    CheckpointWritten,
+    DiagnosisReviewed,
+    EpochAdvanced,
+    IncidentClosed,
+    IncidentOpened,
+    NodeQuarantined,
+    NodeReturnedToService,
+    PlanApproved,
+    PlanBlocked,
+    PlanCreated,
+    PlanExpired,
+    PlanRejected,
+    RequestsReassigned,
+    RunEnded,
+    RunStarted,
+    StepCommitted,
+    WeightsAdmitted,
+)
 from rolecall.core.journal.rows import DamagedLine
-from rolecall.core.policy_health import policy_health_of
 from rolecall.recovery.incidents.incident import PERSON
-from rolecall.views.ettr import Step, steps
+from rolecall.views.ettr import Step, step_of
 from rolecall.views.incidents import IncidentSummary
 from rolecall.views.lost_time import EttrAccumulator
 
@@ -74,55 +95,53 @@ class RunAccount:
         self._take_incident(event)
 
     def _take_run(self, event: Event) -> None:
-        body = event.body
-        match event.kind:
-            case _K.RUN_STARTED:
+        match event.payload:
+            case RunStarted():
                 self.started_at = event.wall_at
-            case _K.RUN_ENDED:
+            case RunEnded():
                 self.ended = True
-            case _K.STEP_COMMITTED:
-                (self.step,) = steps([event])
-                self.num_tokens += self.step.num_tokens
-                self.signs = policy_health_of(body)
-                self.staleness = None if body.get("staleness") is None else float(body["staleness"])
-            case _K.EPOCH_ADVANCED:
-                self.epoch = int(body["epoch"])
-            case _K.REQUESTS_REASSIGNED:
-                self.requests_reassigned += int(body.get("num_requests", 0))
-                self.tokens_kept += int(body.get("tokens_kept", 0))
-                self.tokens_lost += int(body.get("tokens_lost", 0))
-            case _K.CHECKPOINT_WRITTEN:
+            case StepCommitted() as committed:
+                self.step = step_of(committed, event.wall_at)
+                self.num_tokens += committed.tokens
+                self.signs = dict(self.step.signs)
+                self.staleness = committed.staleness
+            case EpochAdvanced(epoch=epoch):
+                self.epoch = epoch
+            case RequestsReassigned() as moved:
+                self.requests_reassigned += moved.num_requests
+                self.tokens_kept += moved.tokens_kept
+                self.tokens_lost += moved.tokens_lost
+            case CheckpointWritten():
                 self.checkpoint_at = event.wall_at
-            case _K.WEIGHTS_ADMITTED:
-                self.policy_versions[str(body["replica"])] = int(body["policy_version"])
-            case _K.NODE_QUARANTINED:
-                self.quarantined.add(str(body["node"]))
-            case _K.NODE_RETURNED_TO_SERVICE:
-                self.quarantined.discard(str(body["node"]))
+            case WeightsAdmitted() as admitted:
+                self.policy_versions[admitted.replica] = admitted.policy_version
+            case NodeQuarantined(node=node):
+                self.quarantined.add(node)
+            case NodeReturnedToService(node=node):
+                self.quarantined.discard(node)
 
     def _take_incident(self, event: Event) -> None:
-        body = event.body
-        match event.kind:
-            case _K.INCIDENT_OPENED:
-                self._opened(Diagnosis.from_dict(body["diagnosis"]))
-            case _K.INCIDENT_CLOSED:
-                self.closed[str(body["outcome"])] += 1
-            case _K.PLAN_CREATED:
-                plan = Plan.from_dict(body["plan"])
+        which = str(event.incident_id)
+        match event.payload:
+            case IncidentOpened(diagnosis=diagnosis):
+                self._opened(diagnosis)
+            case IncidentClosed(outcome=outcome):
+                self.closed[outcome] += 1
+            case PlanCreated(plan=plan):
                 self.plans[str(plan.action)] += 1
                 self._remember(event, plan)
-            case _K.PLAN_BLOCKED:
-                self.held[str(body["guard"])] += 1
-            case _K.PLAN_APPROVED | _K.PLAN_REJECTED | _K.PLAN_EXPIRED:
+            case PlanBlocked(guard=guard):
+                self.held[guard] += 1
+            case PlanApproved() | PlanRejected() | PlanExpired():
                 self.decided[str(event.kind).removeprefix("plan_")] += 1
-            case _K.ACTION_STARTED:
-                self.actions[self._action(event), "started"] += 1
-            case _K.ACTION_DONE:
-                self.actions[self._action(event), "done"] += 1
-            case _K.ACTION_FAILED:
-                self.actions[self._action(event), str(body["failure"])] += 1
-            case _K.DIAGNOSIS_REVIEWED:
-                self.marks[str(event.incident_id)] = str(body["verdict"])
+            case ActionStarted(digest=digest):
+                self.actions[self._action(which, digest), "started"] += 1
+            case ActionDone(digest=digest):
+                self.actions[self._action(which, digest), "done"] += 1
+            case ActionFailed(digest=digest, failure=failure):
+                self.actions[self._action(which, digest), failure] += 1
+            case DiagnosisReviewed(verdict=verdict):
+                self.marks[which] = verdict
 
     def _opened(self, d: Diagnosis) -> None:
         role = self._role(d)
@@ -147,9 +166,8 @@ class RunAccount:
             del self._plans[next(iter(self._plans))]
         self._plans[str(event.incident_id), plan.digest] = plan.action
 
-    def _action(self, event: Event) -> str:
-        digest = event.body.get("digest") or event.body.get("plan", {}).get("digest")
-        return str(self._plans.get((str(event.incident_id), str(digest)), ""))
+    def _action(self, incident_id: str, digest: str) -> str:
+        return str(self._plans.get((incident_id, digest), ""))
 
 
 @dataclass(slots=True)

@@ -6,8 +6,19 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from rolecall.core.diagnosis import Plan, Suspect
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import (
+    EpochAdvanced,
+    IncidentClosed,
+    IncidentOpened,
+    IncidentUpdated,
+    PlanProposed,
+    RunEnded,
+    RunStarted,
+    StepCommitted,
+)
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.core.policy_health import policy_health_of
 
@@ -116,58 +127,53 @@ class RunSnapshotProjection:
             self._read(event)
 
     def _read(self, event: Event) -> None:
-        body = event.body
-        match event.kind:
-            case _K.RUN_STARTED:
+        match event.payload:
+            case RunStarted(num_steps=num_steps):
                 self.started_at = event.wall_at
-                self.num_steps = self.num_steps or body.get("num_steps")
-            case _K.RUN_ENDED:
-                self.ended = str(body.get("outcome", "ended"))
-            case _K.EPOCH_ADVANCED:
-                self.epoch = int(body.get("epoch", 0))
-            case _K.STEP_COMMITTED:
-                self.step = int(body["step"])
-                made, held = body.get("policy_version"), body.get("versions")
-                self.policy_version = made if isinstance(made, int) else self.policy_version
-                self.versions = held if isinstance(held, Mapping) else {}
-                self.commits.append((event.wall_at, int(body.get("tokens") or 0)))
-                if body.get("reward") is not None:
-                    self.rewards.append(float(body["reward"]))
-                self.signs = policy_health_of(body)
-                self.loss = None if body.get("loss") is None else float(body["loss"])
+                self.num_steps = self.num_steps or num_steps
+            case RunEnded(outcome=outcome):
+                self.ended = outcome
+            case EpochAdvanced(epoch=epoch):
+                self.epoch = epoch
+            case StepCommitted() as committed:
+                self.step = committed.step
+                self.policy_version, self.versions = committed.policy_version, committed.versions
+                self.commits.append((event.wall_at, committed.tokens))
+                if committed.reward is not None:
+                    self.rewards.append(committed.reward)
+                self.signs = policy_health_of(committed)
+                self.loss = committed.loss
             case _ if event.incident_id:
-                self._incident(event)
+                self._incident(event.incident_id, event)
             case _:
                 pass
 
-    def _incident(self, event: Event) -> None:
-        which, body = str(event.incident_id), event.body
-        if event.kind in (_K.INCIDENT_OPENED, _K.INCIDENT_UPDATED):
-            found = body.get("diagnosis") or {}
+    def _incident(self, which: str, event: Event) -> None:
+        said = event.payload
+        if isinstance(said, IncidentOpened | IncidentUpdated):
+            found = said.diagnosis
             before = self.incidents.get(which)
             self.incidents[which] = IncidentRow(
                 incident_id=which,
-                suspects=tuple(suspect_text(s) for s in found.get("suspects", ())),
-                fault_class=str(found.get("fault_class", "")),
-                because=str(found.get("because", "")),
+                suspects=tuple(suspect_text(s) for s in found.suspects),
+                fault_class=str(found.fault_class),
+                because=found.because,
                 stage=before.stage if before else "found",
                 detail=before.detail if before else "",
                 opened_at=before.opened_at if before else event.wall_at,
             )
         elif which in self.incidents:
             row = self.incidents[which]
-            plan = body.get("plan")
-            said = str(plan["because"]) if isinstance(plan, dict) else str(body.get("because") or row.detail)
-            if event.kind is _K.INCIDENT_CLOSED:
-                outcome = str(body.get("outcome", "closed"))
+            plan: Plan | None = getattr(said, "plan", None)
+            detail = plan.because if plan is not None else said.reason or row.detail
+            if isinstance(said, IncidentClosed):
                 self.closed.append(
-                    replace(self.incidents.pop(which), stage=outcome, detail=said, closed_at=event.wall_at)
+                    replace(self.incidents.pop(which), stage=said.outcome, detail=detail, closed_at=event.wall_at)
                 )
-            elif event.kind is _K.PLAN_PROPOSED:
-                said = f"rolecall approve {body.get('digest')}, or reject: {said}"
-                self.incidents[which] = replace(row, stage=_STAGES[event.kind], detail=said)
             elif event.kind in _STAGES:
-                self.incidents[which] = replace(row, stage=_STAGES[event.kind], detail=said)
+                if isinstance(said, PlanProposed):
+                    detail = f"rolecall approve {said.digest}, or reject: {detail}"
+                self.incidents[which] = replace(row, stage=_STAGES[event.kind], detail=detail)
 
     def snapshot(
         self,
@@ -215,12 +221,11 @@ class RunSnapshotProjection:
         return (last[-1][0] - last[0][0]) / (len(last) - 1) if len(last) > 1 else None
 
 
-def suspect_text(suspect: Mapping[str, object]) -> str:
+def suspect_text(suspect: Suspect) -> str:
     """`rollout/1#2`, or the node where no replica is named."""
-    replica, incarnation = str(suspect.get("replica") or ""), suspect.get("incarnation")
-    if not replica:
-        return str(suspect.get("node", ""))
-    return replica if incarnation is None else f"{replica}#{incarnation}"
+    if not suspect.replica:
+        return str(suspect.node)
+    return suspect.replica if suspect.incarnation is None else f"{suspect.replica}#{suspect.incarnation}"
 
 
 def replica_rows(

@@ -8,6 +8,7 @@ from rolecall.core.config.job import JobConfig
 from rolecall.core.errors import ConfigError
 from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import LeaseAcquired
 from rolecall.recovery.loop import LEASE_NAME
 
 APPROVE = "approve"
@@ -27,7 +28,7 @@ def with_required_approval(job: JobConfig, journal: Journal) -> JobConfig:
         )
     lease, taken = journal.lease(LEASE_NAME), journal.last(EventKind.LEASE_ACQUIRED)
     held = lease is not None and lease.holder != "" and lease.expires_at > journal.clock.wall()
-    mode = str(taken.body.get("mode")) if taken is not None else "unknown"
+    mode = taken.as_(LeaseAcquired).mode if taken is not None else "unknown"
     if lease is not None and held and mode != APPROVE:
         because = f"watch {lease.holder} holds the lease in mode {mode}, and asks nobody"
         raise ConfigError(

@@ -87,8 +87,8 @@ def test_any_body_is_kept_and_chained(
 ) -> None:
     journal = Journal(f"sqlite:///{tmp_path_factory.mktemp('j') / 'journal.db'}")
     for body in bodies:
-        journal.append_unchecked(EventKind.STEP_COMMITTED, body)
-    assert [e.body for e in journal.events()] == bodies
+        journal.append(filled(EventKind.PLAN_CREATED, {"question": body}))
+    assert [e.payload.question for e in journal.events()] == bodies
     assert journal.verify().position == len(bodies)
     journal.close()
 
@@ -98,9 +98,9 @@ def test_a_number_that_json_lacks_is_kept_as_a_word_that_float_reads(journal: Jo
     event = journal.append(
         filled(EventKind.STEP_COMMITTED, {"loss": math.nan, "reward": math.inf, "health": {"x": -math.inf}})
     )
-    assert math.isnan(float(event.body["loss"]))
-    assert float(event.body["reward"]) == math.inf
-    assert float(event.body["health"]["x"]) == -math.inf
+    assert math.isnan(float(event.payload.loss))
+    assert float(event.payload.reward) == math.inf
+    assert float(event.payload.to_body()["health"]["x"]) == -math.inf
     assert journal.events() == [event] and journal.verify().position == 1
 
 
@@ -163,7 +163,7 @@ def test_several_processes_keep_one_chain(url: str) -> None:
     for output in outputs:
         seen = list(_acknowledged(output))
         assert len(seen) == 20 and seen == sorted(seen)
-    assert [e.body["epoch"] for e in events if e.kind is EventKind.EPOCH_ADVANCED] == list(range(1, 13))
+    assert [e.payload.epoch for e in events if e.kind is EventKind.EPOCH_ADVANCED] == list(range(1, 13))
     journal.close()
 
 
@@ -381,7 +381,7 @@ def test_epochs_grow_by_one_and_are_journaled_with_their_members(journal: Journa
     assert (first.number, second.number) == (1, 2)
     assert first.members == (("rollout/0", 1), ("trainer/0", 1), ("trainer/1", 1))
     assert journal.epoch() == second
-    bodies = [e.body for e in journal.events(kinds=[EventKind.EPOCH_ADVANCED])]
+    bodies = [e.payload.to_body() for e in journal.events(kinds=[EventKind.EPOCH_ADVANCED])]
     assert [b["epoch"] for b in bodies] == [1, 2]
     assert bodies[1] == {"epoch": 2, "members": [["trainer/0", 1]], "because": "trainer/1 is lost"}
 

@@ -7,9 +7,9 @@ from dataclasses import FrozenInstanceError, replace
 import pytest
 
 from rolecall.core.errors import JournalCorrupt
-from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.payloads import PAYLOADS, IncidentOpened, OncallPaged, StepCommitted
-from rolecall.core.journal.rows import storable
+from rolecall.core.journal.rows import event_of
 from rolecall.testing.events import DIAGNOSIS, filled
 
 K = EventKind
@@ -43,7 +43,7 @@ def test_values_of_a_body_have_their_types() -> None:
 def test_a_number_that_is_not_finite_comes_back() -> None:
     step = filled(K.STEP_COMMITTED, {"loss": math.inf})
     assert isinstance(step, StepCommitted)
-    stored = json.loads(json.dumps(storable(replace(step, reward=math.nan).to_body()), allow_nan=False))
+    stored = json.loads(json.dumps(replace(step, reward=math.nan).to_body(), allow_nan=False))
     found = PAYLOADS[K.STEP_COMMITTED].read(stored)
     assert isinstance(found, StepCommitted)
     assert found.loss == math.inf and found.reward is not None and math.isnan(found.reward)
@@ -63,6 +63,6 @@ GOOD = OncallPaged(because="help", channel="log", topic="x").to_body()
     ids=["missing", "unknown", "another type", "another version"],
 )
 def test_a_body_that_does_not_fit_is_damage_of_its_event(body: dict[str, object], said: str) -> None:
-    event = Event(seq=7, kind=K.ONCALL_PAGED, wall_at=1.0, body=body)
-    with pytest.raises(JournalCorrupt, match=f"event 7: cannot be read: {said}"):
-        _ = event.payload
+    row = {"seq": 7, "kind": "oncall_paged", "wall_at": 1.0, "body": json.dumps(body), "hash": "ff"}
+    with pytest.raises(JournalCorrupt, match=f"journal.db: events line 7: cannot be read: {said}"):
+        event_of({**row, "incident_id": None, "caused_by": None, "key": None}, "journal.db")

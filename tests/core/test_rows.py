@@ -12,7 +12,7 @@ from rolecall.core.journal.rows import WALL_MAX, event_of
 def read(body: str, wall_at: Any = 5.0) -> Event:
     row = {
         "seq": 7,
-        "kind": "recovery_paused",
+        "kind": "action_done",
         "wall_at": wall_at,
         "body": body,
         "incident_id": None,
@@ -35,10 +35,12 @@ def test_a_body_that_nobody_wrote_is_a_damaged_line_that_is_named(body: str) -> 
 @pytest.mark.parametrize("wall_at", [-1.0, WALL_MAX * 2, float("nan"), float("inf"), "yesterday", None])
 def test_a_time_that_no_calendar_has(wall_at: Any) -> None:
     with pytest.raises(JournalCorrupt, match="cannot be read"):
-        read("{}", wall_at)
+        read('{"digest": "d", "result": {}}', wall_at)
 
 
 def test_half_a_surrogate_pair_becomes_the_replacement_character_and_whole_ones_stay() -> None:
-    found = read(r'{"na\uDC80me": ["a\ud800b", "\ud83d\ude00", {"x": "\\ud800"}]}').body
+    found = read(
+        r'{"digest": "d", "result": {"na\uDC80me": ["a\ud800b", "\ud83d\ude00", {"x": "\\ud800"}]}}'
+    ).payload.result
     assert found == {"na\ufffdme": ["a\ufffdb", "\N{GRINNING FACE}", {"x": r"\ud800"}]}
     str(found).encode()

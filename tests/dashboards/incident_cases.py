@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rolecall.core.config.job import DetectorConfig
-from rolecall.core.diagnosis import Diagnosis, Suspect
+from rolecall.core.diagnosis import Diagnosis, Finding, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import EventKind
@@ -142,20 +142,30 @@ def hostile(world: World) -> None:
     d = diagnosis(F.CRASH, ("rollout/1", 1), because=HOSTILE, advice=HOSTILE, settle=HOSTILE, evidence=evidence)
     said(world, replace(d, detectors=(HOSTILE,)))
     name = world.only().incident_id
+    hostile = Finding(
+        detector=HOSTILE,
+        suspects=(),
+        fault_class=F.CRASH,
+        onset=0.0,
+        detected_at=0.0,
+        confidence=1.0,
+        because=HOSTILE,
+        evidence=evidence,
+    )
     body = {
         "because": HOSTILE,
         "told": [HOSTILE],
         "missing": [HOSTILE],
-        "files": [{"name": HOSTILE}],
-        "findings": [{"detector": HOSTILE, "because": HOSTILE, "evidence": [{"kind": HOSTILE, "text": HOSTILE}]}],
+        "files": [{"name": HOSTILE, "bytes": 1, "sha256": HOSTILE, "kind": HOSTILE}],
+        "findings": [hostile.to_dict()],
         "seconds": 1.0,
     }
     world.journal.append(filled(K.EVIDENCE_COLLECTED, body), incident_id=name)
     world.journal.append(
         filled(K.DIAGNOSIS_REVIEWED, {"verdict": "wrong", "by": HOSTILE, "because": HOSTILE}), incident_id=name
     )
-    weights = {"replica": "rollout/1", "incarnation": 2, "policy_version": HOSTILE, "holder": HOSTILE, "proof": {}}
-    world.journal.append(filled(K.WEIGHTS_ADMITTED, weights))
+    weights = {"replica": "rollout/1", "incarnation": 2, "policy_version": 2}
+    world.journal.append(filled(K.WEIGHTS_ADMITTED, {**weights, "holder": HOSTILE}))
     world.journal.append(filled(K.WEIGHTS_REJECTED, {**weights, "part": HOSTILE, "because": HOSTILE}))
     world.journal.append(filled(K.REPLICA_LOST, {"replica": "rollout/1", "incarnation": 2, "because": HOSTILE}))
 

@@ -96,7 +96,11 @@ def _hang(path: Path) -> Event | None:
     finally:
         journal.close()
     return next(
-        (e for e in opened if any(str(s["replica"]).startswith("trainer") for s in e.body["diagnosis"]["suspects"])),
+        (
+            e
+            for e in opened
+            if any(str(s["replica"]).startswith("trainer") for s in e.payload.to_body()["diagnosis"]["suspects"])
+        ),
         None,
     )
 

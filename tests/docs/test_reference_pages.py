@@ -24,3 +24,8 @@ def test_every_command_and_its_options_are_on_the_page() -> None:
             section = page.partition(f"# `{' '.join(path)}`\n")[2].partition("\n##")[0]
             shown = [p for p in command.params if not getattr(p, "hidden", False)]
             assert all(option in section for p in shown for option in p.opts if option.startswith("-")), path
+
+
+def test_every_field_of_a_job_file_has_a_meaning() -> None:
+    rows = [r for r in (FOLDER / "job-file.md").read_text().splitlines() if r.startswith("| `")]
+    assert len(rows) > 50 and [r for r in rows if r.endswith("|  |")] == []

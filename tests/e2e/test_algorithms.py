@@ -40,7 +40,7 @@ def test_a_run_with_this_algorithm_survives_the_loss_of_an_engine(tmp_path: Path
         journal.close()
     critic, filters, windows = (name in which for which in ({"ppo", "tppo"}, {"dapo"}, {"tppo"}))
     for commit in commits:
-        health = commit.body["health"]
+        health = commit.payload.to_body()["health"]
         assert (
             health["entropy"] > 0 and ("value_loss" in health) == critic and ("filtered_fraction" in health) == filters
         )

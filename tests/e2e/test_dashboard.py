@@ -50,7 +50,7 @@ def test_a_click_approves_a_plan_and_the_run_is_resolved(tmp_path: Path) -> None
         address = ADDRESS.search(run.output())
         assert address is not None
         proposed = _until_there_is(run, EventKind.PLAN_PROPOSED)
-        sentence = _events(run, EventKind.INCIDENT_OPENED)[0].body["diagnosis"]["because"]
+        sentence = _events(run, EventKind.INCIDENT_OPENED)[0].payload.to_body()["diagnosis"]["because"]
         token = (run.path / TOKEN_FILE).read_text().strip()
         with visit(of, address.group()) as shot:
             shot.open("/")
@@ -63,8 +63,8 @@ def test_a_click_approves_a_plan_and_the_run_is_resolved(tmp_path: Path) -> None
             _sign_in(shot, token)
             shot.page.get_by_role("button", name="Approve").first.click()
             approved = _until_there_is(run, EventKind.PLAN_APPROVED)
-            assert approved.body["by"] == PERSON and approved.incident_id == proposed.incident_id
-            assert approved.body["digest"] == proposed.body["plan"]["digest"]
+            assert approved.payload.by == PERSON and approved.incident_id == proposed.incident_id
+            assert approved.payload.digest == proposed.payload.to_body()["plan"]["digest"]
             verified = _until_there_is(run, EventKind.INCIDENT_VERIFIED)
             assert verified.incident_id == proposed.incident_id
             shot.faultless()

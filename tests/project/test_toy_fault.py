@@ -23,8 +23,8 @@ from rolecall.core.faults import (
     Remedy,
     SuppressionScope,
 )
-from rolecall.core.journal.events import EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import IncidentOpened
 from rolecall.core.rundir import RunDir
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.accounting.goals import evidence_of
@@ -190,7 +190,7 @@ def test_the_incident_page_draws_its_signals_and_its_advice(tmp_path: Path, leak
 def test_the_report_tells_it(fake_run: RunDir, leak: FaultClass) -> None:
     (d,) = _detected()[1]
     journal = Journal(fake_run.database_url)
-    journal.append(EventKind.INCIDENT_OPENED, {"diagnosis": d.to_dict()}, incident_id="inc-9-rollout-1")
+    journal.append(IncidentOpened(diagnosis=d, window="observations"), incident_id="inc-9-rollout-1")
     journal.close()
     report = write_report(fake_run)
     (told,) = [i for i in report["incidents"] if i["incident_id"] == "inc-9-rollout-1"]

@@ -74,8 +74,8 @@ def test_every_event_walks_back_to_the_diagnosis(world: World) -> None:
         at = events[at.caused_by]
         walked.append(at.kind)
     assert [str(k) for k in reversed(walked)] == A_CURE
-    assert at.body["diagnosis"]["because"] == "trainer/0#1: hang"
-    assert world.journal.windows("inc-1-trainer-0")[at.body["window"]] == {"at": at.wall_at, "late_seconds": 0.0}
+    assert at.payload.to_body()["diagnosis"]["because"] == "trainer/0#1: hang"
+    assert world.journal.windows("inc-1-trainer-0")[at.payload.window] == {"at": at.wall_at, "late_seconds": 0.0}
 
 
 def test_observe_opens_holds_and_closes_once(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_observe_opens_holds_and_closes_once(tmp_path: Path) -> None:
     world.runtime.inject("rollout/1", FaultClass.HANG)
     world.run(10, watch)
     assert world.kinds() == ["incident_opened", "plan_created", "plan_blocked"]
-    assert world.events(K.PLAN_BLOCKED)[0].body["guard"] == "mode"
+    assert world.events(K.PLAN_BLOCKED)[0].payload.guard == "mode"
     assert world.runtime.replaced == [] and world.notifier.messages == []
     # A person, or the runtime, replaces it.
     desired = world.journal.desired()["rollout/1"]  # type: ignore[index]
@@ -119,7 +119,7 @@ def test_a_pause_stops_before_the_next_action_and_resuming_goes_on(world: World)
     world.run(30, watch)
     assert world.runtime.replaced == []
     assert world.kinds() == ["incident_opened", "plan_created", "plan_blocked"]
-    assert "alice: upgrade" in world.events(K.PLAN_BLOCKED)[0].body["because"]
+    assert "alice: upgrade" in world.events(K.PLAN_BLOCKED)[0].payload.because
     world.journal.set_flag("paused", None)
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED
@@ -194,7 +194,7 @@ def test_user_code_stops_the_job_and_evicts_nobody(world: World) -> None:
     world.run(5, watch)
     assert world.runtime.replaced == [] and all(d.incarnation == 1 for d in world.journal.desired().values())
     assert "ValueError on all 2 trainers" in (world.journal.flag("stop") or "")
-    assert world.events(K.JOB_STOP_REQUESTED)[0].body["because"] == world.journal.flag("stop")
+    assert world.events(K.JOB_STOP_REQUESTED)[0].payload.because == world.journal.flag("stop")
     incident = world.only()
     assert incident.incident_id == "inc-1-job" and incident.outcome is IncidentOutcome.ESCALATED
     assert [m.kind for m in world.notifier.messages] == ["oncall_paged"]
@@ -410,7 +410,7 @@ def test_two_watches_one_acts_and_the_other_succeeds_it(world: World) -> None:
     world.until(world.all_closed, second)
     assert second.acting
     assert world.kinds("inc-1-rollout-1") == A_CURE
-    assert [e.body["fence"] for e in world.events(K.LEASE_ACQUIRED)] == [1, 2]
+    assert [e.payload.fence for e in world.events(K.LEASE_ACQUIRED)] == [1, 2]
 
 
 def test_a_watch_that_slept_through_its_lease_writes_nothing_any_more(world: World) -> None:
@@ -523,4 +523,4 @@ def test_the_runtime_view_of_the_cure(world: World) -> None:
     (verified,) = world.events(K.INCIDENT_VERIFIED)
     actual = world.journal.current()["rollout/1"]  # type: ignore[index]
     assert actual.state is ReplicaState.SERVING
-    assert verified.body["serving_at"] == actual.changed_at <= verified.wall_at
+    assert verified.payload.serving_at == actual.changed_at <= verified.wall_at

@@ -11,6 +11,7 @@ from rolecall.core.errors import CommandRefused
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import PAYLOADS
 from rolecall.core.nodes import is_quarantined, quarantined_nodes
 from rolecall.core.rundir import RunDir
 from rolecall.recovery.incident_store import IncidentProjection
@@ -18,9 +19,10 @@ from rolecall.recovery.incidents.incident import IncidentOutcome
 from rolecall.recovery.loop import Watch
 from rolecall.recovery.nodes import NODE_KINDS, BurnIn, fold_nodes
 from rolecall.recovery.operators import commands
-from rolecall.recovery.operators.node_commands import drained
+from rolecall.recovery.operators.node_commands import drain_node
 from rolecall.recovery.policy import PolicyInput, decide
 from rolecall.recovery.quarantine import to_quarantine
+from rolecall.testing.events import made_event
 from rolecall.testing.recovery_world import KillableJournal, KillSwitch, SimulatedKill, diagnosis
 from tests.recovery.world import World
 
@@ -36,9 +38,9 @@ BURNED: dict[str, Any] = {
 
 
 def _event(seq: int, kind: EventKind, node: str = "n1", **body: Any) -> Event:
-    return Event(
-        seq=seq, kind=kind, wall_at=float(seq), body={"node": node, "by": f"p{seq}", "because": f"w{seq}", **body}
-    )
+    said = {"node": node, "by": f"p{seq}", "because": f"w{seq}", **body}
+    known = {name: value for name, value in said.items() if name in PAYLOADS[kind].names}
+    return made_event(seq=seq, kind=kind, wall_at=float(seq), body=known)
 
 
 def test_the_story_of_a_node() -> None:
@@ -48,7 +50,6 @@ def test_the_story_of_a_node() -> None:
         _event(3, K.NODE_DRAINED, incidents=["inc-1", "inc-2"]),
         _event(4, K.BURN_IN_FINISHED, **BURNED),
         _event(5, K.RUN_ENDED),
-        _event(6, K.BURN_IN_FINISHED, passed="nonsense"),
     ]
     record = fold_nodes(story)["n1"]
     assert record.quarantined_since == 1.0 and record.quarantined_by == "p1" and record.drained_at == 3.0
@@ -60,7 +61,7 @@ def test_the_story_of_a_node() -> None:
         is_quarantined(story) == {"n1"}
         and is_quarantined([*story, _event(7, K.NODE_RETURNED_TO_SERVICE)]) == frozenset()
     )
-    assert fold_nodes([Event(seq=1, kind=K.NODE_QUARANTINED, wall_at=1.0, body={})]) == {}
+    assert fold_nodes([made_event(seq=1, kind=K.NODE_QUARANTINED, wall_at=1.0, body={})]) == {}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_nothing_is_placed_on_a_quarantined_node(tmp_path: Path) -> None:
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED and node_of(world, "rollout/1") != node
     assert commands.replay(run, world.only().incident_id)["same"] is True
-    with pytest.raises(CommandRefused, match="quarantined already, by alice: ECC errors"):
+    with pytest.raises(CommandRefused, match="already quarantined by alice: ECC errors"):
         commands.quarantine(run, node, "bob", "again", world.clock)
     assert f"QUARANTINED: {node}, by alice: ECC errors" in commands.status_text(commands.status(run, world.clock))
 
@@ -124,7 +125,7 @@ def test_a_returned_node_takes_replicas_again(tmp_path: Path) -> None:
     world, run, watch = running(tmp_path)
     node = node_of(world, "rollout/1")
     commands.quarantine(run, node, "alice", "ECC errors", world.clock)
-    assert "is returned" in commands.return_node(run, node, "bob", "new GPU", world.clock)
+    assert "is back in service" in commands.return_node(run, node, "bob", "new GPU", world.clock)
     with pytest.raises(CommandRefused, match="is not quarantined"):
         commands.return_node(run, node, "bob", "again", world.clock)
     faulty(world, "rollout/1", FaultClass.CRASH)
@@ -139,7 +140,7 @@ def test_no_node_is_left(tmp_path: Path) -> None:
     faulty(world, "rollout/1", FaultClass.CRASH)
     world.until(lambda: world.events(K.ONCALL_PAGED), watch)
     assert world.runtime.replaced == []
-    assert "there is no other node to move to" in world.events(K.ONCALL_PAGED)[0].body["because"]
+    assert "there is no other node to move to" in world.events(K.ONCALL_PAGED)[0].payload.because
 
 
 def test_an_older_question_has_no_quarantine() -> None:
@@ -162,15 +163,15 @@ def test_a_drained_node_is_left_by_all(tmp_path: Path) -> None:
     node = node_of(world, "rollout/1")
     said = commands.drain(run, node, "alice", "its fan is loud", world.clock)
     assert said == (
-        f"{node} is drained: nothing is placed there until `rolecall node return {node}`; "
+        f"{node} is drained: no replica is placed there until `rolecall node return {node}`; "
         "moved when the guards pass: rollout/1 (inc-1-rollout-1)"
     )
     again = commands.drain(run, node, "bob", "still", world.clock)
-    assert "not asked for twice: rollout/1 (inc-1-rollout-1 deals with it: open)" in again
+    assert "already handled: rollout/1 (inc-1-rollout-1, open)" in again
     world.until(world.all_closed, watch)
     assert node_of(world, "rollout/1") != node and world.runtime.replaced == [("rollout/1", 1)]
-    assert world.only().diagnosis.because.endswith(f"to be replaced: {node} is drained: its fan is loud")
-    assert "nothing runs there" in commands.drain(run, node, "bob", "still", world.clock)
+    assert world.only().diagnosis.because.endswith(f"replacement of rollout/1#1: {node} is drained: its fan is loud")
+    assert "no replica runs there" in commands.drain(run, node, "bob", "still", world.clock)
     row = {r["node"]: r for r in commands.nodes(run)}[node]
     assert row["quarantined"] and row["drained_by"] == "bob" and row["moved"] == ("inc-1-rollout-1",)
     assert row["replicas"] == [] and row["num_incidents"] == 0, "a request is no fault of the node"
@@ -217,7 +218,7 @@ def _drain_killed_at(path: Path, dies_at: int | None) -> tuple[World, str, list[
     journal, book = KillableJournal(world.url, clock=world.clock, switch=switch), IncidentProjection()
     book.refresh(journal)
     try:
-        drained(journal, book, node, "alice", "its fan is loud")
+        drain_node(journal, book, node, "alice", "its fan is loud")
     except SimulatedKill:
         commands.drain(run, node, "alice", "its fan is loud", world.clock)
     finally:
@@ -248,7 +249,7 @@ def test_a_node_with_a_fault_of_its_own_is_quarantined(tmp_path: Path, fault: Fa
     world.until(world.all_closed, watch)
     assert node_of(world, "rollout/1") != node and quarantined_nodes(world.journal) == {node}
     (said,) = world.events(*NODE_KINDS)
-    assert said.body["by"] == "watch" and said.body["because"].startswith("inc-1-rollout-1: rollout/1#1: ")
+    assert said.payload.by == "watch" and said.payload.because.startswith("inc-1-rollout-1: rollout/1#1: ")
     assert said.seq < world.events(K.ACTION_DONE)[0].seq and said.incident_id == "inc-1-rollout-1"
     first = commands.nodes(run)[0]
     assert first["node"] == node and first["num_incidents"] == 1, "repeat offenders come first"
@@ -271,7 +272,7 @@ def test_beyond_its_share_watch_calls_a_person(tmp_path: Path, config: dict[str,
     faulty(world, "rollout/1", FaultClass.GPU)
     world.until(world.all_closed, watch)
     assert world.only().outcome is IncidentOutcome.RESOLVED and quarantined_nodes(world.journal) == frozenset()
-    assert [e.body["topic"] for e in world.events(K.ONCALL_PAGED)] == (["quarantine"] if called else [])
+    assert [e.payload.topic for e in world.events(K.ONCALL_PAGED)] == (["quarantine"] if called else [])
 
 
 @pytest.mark.parametrize("mode", ["observe", "approve"])
@@ -284,8 +285,8 @@ def test_who_does_not_act_quarantines_nothing(tmp_path: Path, mode: str) -> None
 
 def test_burn_ins_are_kept(tmp_path: Path) -> None:
     world, run, _ = running(tmp_path)
-    assert commands.burned_in(run, "node-new", BURNED, "alice", world.clock) == (
-        "the burn-in of node-new passed, and is recorded"
+    assert commands.record_burn_in(run, "node-new", BURNED, "alice", world.clock) == (
+        "recorded: burn-in of node-new passed"
     )
     row = {r["node"]: r for r in commands.nodes(run)}["node-new"]
     (kept,) = row["burn_ins"]
@@ -307,6 +308,6 @@ def test_burn_ins_are_kept(tmp_path: Path) -> None:
 def test_what_is_no_burn_in_is_refused(tmp_path: Path, changed: dict[str, Any]) -> None:
     world, run, _ = running(tmp_path)
     with pytest.raises(CommandRefused, match="this is no result of a burn-in"):
-        commands.burned_in(run, "node-1", {**BURNED, **changed}, "alice", world.clock)
+        commands.record_burn_in(run, "node-1", {**BURNED, **changed}, "alice", world.clock)
     with pytest.raises(CommandRefused):
         BurnIn.from_dict({})

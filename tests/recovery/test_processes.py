@@ -95,7 +95,7 @@ def test_one_acts_and_when_it_is_killed_the_other_finishes(stage: Stage) -> None
     first.send_signal(signal.SIGKILL)
     assert first.wait(PATIENCE_SECONDS) == -signal.SIGKILL
     eventually(lambda: stage.resolved("inc-1-rollout-1"), "the second finishes the cure")
-    assert [e.body["fence"] for e in stage.journal.events(kinds=[K.LEASE_ACQUIRED])] == [1, 2]
+    assert [e.payload.fence for e in stage.journal.events(kinds=[K.LEASE_ACQUIRED])] == [1, 2]
     stage.say(diagnosis(FaultClass.CRASH, ("trainer/0", 1), onset=SystemClock().wall()))
     eventually(lambda: stage.resolved("inc-2-trainer-0"), "the second acts by itself")
     for name in ("inc-1-rollout-1", "inc-2-trainer-0"):

@@ -170,7 +170,7 @@ class Simulation:
         assert len(under) <= config.replicas_at_once_max, under
 
     def last_fence(self) -> int:
-        fences = [e.body["fence"] for e in self.world.events(K.LEASE_ACQUIRED)]
+        fences = [e.payload.fence for e in self.world.events(K.LEASE_ACQUIRED)]
         assert fences == sorted(set(fences)), "fencing numbers only grow"
         assert not fences or fences[-1] >= self.fence
         self.fence = fences[-1] if fences else 0

@@ -101,4 +101,6 @@ class World:
         return bool(found) and all(i.outcome is not None for i in found)
 
     def story(self) -> str:
-        return "\n".join(f"{e.event_id} {e.kind} {e.incident_id or ''} {str(e.body)[:150]}" for e in self.events())
+        return "\n".join(
+            f"{e.event_id} {e.kind} {e.incident_id or ''} {str(e.payload.to_body())[:150]}" for e in self.events()
+        )

@@ -179,7 +179,7 @@ def test_two_exports_are_equal_byte_for_byte(written: RunDir) -> None:
 def test_prompts_users_and_what_a_run_keeps_secret_stay_at_home(written: RunDir) -> None:
     token = written.token()
     journal = Journal(written.database_url, clock=FakeClock(now=103.0), create=False)
-    said = {"topic": "x", "because": f"told {token} and {bearer_token(token)}; raised ValueError: {PROMPT[:40]}"}
+    said = {"because": f"told {token} and {bearer_token(token)}; raised ValueError: {PROMPT[:40]}"}
     journal.append(filled(K.REPLICA_LOST, said), incident_id=INCIDENT)
     journal.close()
     for name, text in _texts(export(written, INCIDENT)).items():

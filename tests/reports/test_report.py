@@ -68,7 +68,10 @@ def test_the_policys_health_stands_beside_the_steps(fake_run: RunDir, tmp_path: 
     assert health["response_length"][8] > 0 and health["response_length"][9] is None
     old = FakeRun(tmp_path, num_steps=3, strikes=(), finish=False).build()
     with closing(Journal(old.database_url, create=False)) as journal:
-        events = [replace(e, body={**e.body, "health": None, "log_ratio_max": None}) for e in journal.events()]
+        events = [
+            replace(e, payload=replace(e.payload, health={}, log_ratio_max=None))
+            for e in journal.events(kinds=[EventKind.STEP_COMMITTED])
+        ]
     assert effective.health(effective.steps(events)) == {}
 
 

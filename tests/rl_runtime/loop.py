@@ -204,7 +204,7 @@ class World:
     # --- looking at what happened
 
     def events(self, kind: EventKind) -> list[dict[str, Any]]:
-        return [e.body for e in self.journal.events(kinds=[kind])]
+        return [e.payload.to_body() for e in self.journal.events(kinds=[kind])]
 
     def audit(self) -> Audit:
         lines = Ledger(self.journal.store).lines()

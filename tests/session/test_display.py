@@ -18,6 +18,7 @@ from rolecall.core.text import escape, plain, seconds
 from rolecall.reports.report import write_report
 from rolecall.session.display import braille, plain_lines, render, summary
 from rolecall.session.live import Screen
+from rolecall.testing.events import made_event
 from rolecall.views.snapshot import IncidentRow, ReplicaRow, RunSnapshot, RunSnapshotProjection, replica_rows
 
 HOSTILE = ("[red]x[/red]", "[/]", "\x1b[2J\x1b]0;owned\x07", "<script>", "a\nb\r\nc", "\u202eevil", "[link=file:///x]y")
@@ -129,10 +130,9 @@ def test_before_the_run_has_begun_no_time_is_shown() -> None:
 
 def test_a_proposal_says_how_it_is_approved() -> None:
     memory = RunSnapshotProjection()
-    opened = {"diagnosis": {"because": "it is gone", "suspects": [{"replica": "rollout/1", "incarnation": 1}]}}
-    proposed = {"digest": "4f2a", "plan": {"because": "it is gone"}}
-    for seq, (kind, body) in enumerate([(EventKind.INCIDENT_OPENED, opened), (EventKind.PLAN_PROPOSED, proposed)]):
-        memory.read([Event(seq=seq + 1, kind=kind, wall_at=1.0, body=body, incident_id="inc-1")])
+    proposed = {"digest": "4f2a"}
+    for seq, (kind, body) in enumerate([(EventKind.INCIDENT_OPENED, {}), (EventKind.PLAN_PROPOSED, proposed)]):
+        memory.read([made_event(seq=seq + 1, kind=kind, wall_at=1.0, body=body, incident_id="inc-1")])
     text = _shown(render(memory.snapshot(2.0, {}, {}, None)))
     assert "waits for approval" in text and "rolecall approve 4f2a" in text
 
@@ -352,7 +352,7 @@ def test_a_resized_terminal_is_drawn_on_anew(fake_run: RunDir) -> None:
 def test_a_picture_that_fails_does_not_end_the_run(fake_run: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     class Broken(Journal):
         def events(self, **_: Any) -> list[Event]:  # type: ignore[override]
-            return [Event(seq=1, kind=EventKind.STEP_COMMITTED, wall_at=0.0, body={})]
+            raise ValueError("a defect")
 
     journal = Broken(fake_run.database_url, create=False)
     with Screen(live=False, title="demo", console=Console(file=io.StringIO())) as screen:
@@ -364,7 +364,7 @@ def test_a_picture_that_fails_does_not_end_the_run(fake_run: RunDir, caplog: pyt
 def test_the_rate_of_slow_steps_is_a_mean_over_some_of_them() -> None:
     memory = RunSnapshotProjection()
     memory.read(
-        Event(seq=n, kind=EventKind.STEP_COMMITTED, wall_at=100.0 * n, body={"step": n, "tokens": 5000})
+        made_event(seq=n, kind=EventKind.STEP_COMMITTED, wall_at=100.0 * n, body={"step": n, "tokens": 5000})
         for n in range(9)
     )
     shown = memory.snapshot(880.0, {}, {}, None)

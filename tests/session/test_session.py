@@ -101,7 +101,7 @@ def test_a_watch_that_is_stopped_is_ended_and_another_one_started(tmp_path: Path
         session._keep_watch(watch, journal)
         assert watch.starts == 2 and watch.died() is None
         (restarted,) = journal.events(kinds=[EventKind.COMPONENT_RESTARTED])
-        assert restarted.body["what"] == "watch"
+        assert restarted.payload.what == "watch"
         for _ in range(int(WATCH_STUCK_SECONDS) + 10):
             clock.advance(1.0)
             session._keep_watch(watch, journal)

@@ -14,6 +14,7 @@ from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.ledger import GroupState, LedgerLine
 from rolecall.core.rundir import RunDir
 from rolecall.reports.report import write_report
+from rolecall.testing.events import made_event
 from rolecall.views.audit import admitted, audit_run, audit_text, compare_steps
 from tests.fake_run import KILL, FakeRun
 
@@ -214,7 +215,7 @@ def test_a_damaged_report_is_a_problem(fake_run: RunDir) -> None:
 
 
 def _event(kind: EventKind, **body: Any) -> Event:
-    return Event(seq=1, kind=kind, wall_at=1.0, body=body)
+    return made_event(seq=1, kind=kind, wall_at=1.0, body=body)
 
 
 def _lines(*moves: tuple[str, str, int]) -> list[dict[str, Any]]:

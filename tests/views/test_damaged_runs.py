@@ -145,13 +145,13 @@ def _with_a_question(run: RunDir) -> None:
     (opened,) = journal.events(kinds=[EventKind.INCIDENT_OPENED], incident_id="i-1")
     asked = PolicyInput(
         incident_id=IncidentId("i-1"),
-        diagnosis=Diagnosis.from_dict(opened.body["diagnosis"]),
+        diagnosis=Diagnosis.from_dict(opened.payload.to_body()["diagnosis"]),
         fleet=fleet_view(journal.desired(), journal.current()),
         config=RecoveryConfig(),
         past=(),
         supports=frozenset(),
     )
-    body = json.dumps(plan_created(decide(asked), asked))
+    body = json.dumps(plan_created(decide(asked), asked).to_body())
     journal.close()
     _sql(f"update events set body = '{body.replace(chr(39), chr(39) * 2)}' where kind = 'plan_created'")(
         run.path / "journal.db"

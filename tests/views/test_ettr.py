@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.testing.events import made_event
 from rolecall.views.ettr import (
     Loss,
     Step,
@@ -131,7 +132,7 @@ def test_the_ends_of_a_curve() -> None:
 
 
 def _event(seq: int, kind: EventKind, **body: object) -> Event:
-    return Event(seq=seq, kind=kind, wall_at=float(seq), body=body)
+    return made_event(seq=seq, kind=kind, wall_at=float(seq), body=body)
 
 
 def test_a_step_done_again_counts_the_last_time_and_what_is_not_known_is_null() -> None:

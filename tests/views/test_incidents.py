@@ -1,6 +1,7 @@
 """Incidents joined with their faults: who belongs to whom, how long it took, and what was neither."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from rolecall.core.faults import FaultClass
 from rolecall.core.ids import IncidentId, NodeId, ProcessId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import IncidentUpdated
 from rolecall.core.rundir import RunDir
+from rolecall.testing.events import made_event
 from rolecall.views.incidents import MatchedIncidents, named_by_plans, summarize_incidents
 from rolecall.views.injections import InjectedFault, parse_injections
 from rolecall.views.lifetimes import IncarnationRecord, Key, incarnation_records, pids_kept
@@ -26,7 +29,7 @@ class Tale:
         self.events: list[Event] = []
 
     def say(self, at: float, kind: EventKind, incident: str | None = None, **body: Any) -> "Tale":
-        event = Event(seq=len(self.events) + 1, kind=kind, wall_at=at, body=body, incident_id=incident)
+        event = made_event(seq=len(self.events) + 1, kind=kind, wall_at=at, body=body, incident_id=incident)
         self.events.append(event)
         return self
 
@@ -48,7 +51,7 @@ class Tale:
             incident_id=IncidentId(incident), action=ActionKind.REPLACE_REPLICA, targets=(target,), because="why"
         )
         self.say(at, K.PLAN_CREATED, incident, plan=plan.to_dict())
-        return self.say(at, K.ACTION_STARTED, incident, digest=plan.digest)
+        return self.say(at, K.ACTION_STARTED, incident, plan=plan.to_dict())
 
     def resolved(self, at: float, incident: str) -> "Tale":
         self.say(at, K.INCIDENT_VERIFIED, incident, because="7 units")
@@ -105,7 +108,7 @@ def test_a_replacement_that_is_killed_while_it_starts_belongs_to_the_incident_th
             12.1,
             K.INCIDENT_UPDATED,
             "i-1",
-            diagnosis=Tale().opened(12.0, "", "rollout/0", 2).events[0].body["diagnosis"],
+            diagnosis=Tale().opened(12.0, "", "rollout/0", 2).events[0].payload.to_body()["diagnosis"],
         )
     tale.acted(12.2, "i-1", "rollout/0", 2)
     tale.opened(14.0, "i-2", "trainer/1").acted(14.1, "i-2", "trainer/1").resolved(20.0, "i-1").resolved(21.0, "i-2")
@@ -175,7 +178,9 @@ def test_a_name_means_one_incarnation_and_one_process(
 
 def test_a_request_of_a_person_is_no_false_alarm() -> None:
     tale = Tale().opened(12.0, "i1", "rollout/1")
-    tale.events[0].body["diagnosis"]["detectors"] = ["operator"]
+    (opened,) = tale.events
+    asked = replace(opened.payload.diagnosis, detectors=("operator",))
+    tale.events = [replace(opened, payload=replace(opened.payload, diagnosis=asked))]
     assert tale.told().false_alarms == ()
 
 
@@ -221,7 +226,8 @@ def test_steps_undone_while_an_incident_lasts_are_lost_by_it() -> None:
 
 def test_an_update_changes_the_words_and_not_the_moment() -> None:
     tale = Tale().opened(11.0, "i1", "rollout/1").opened(15.0, "i1", "rollout/2")
-    tale.events[1] = Event.from_dict({**tale.events[1].to_dict(), "kind": "incident_updated"})
+    newest = tale.events[1].payload.diagnosis
+    tale.events[1] = replace(tale.events[1], payload=IncidentUpdated(diagnosis=newest))
     story = tale.told().stories[0]
     assert story.detected_at == 11.0 and story.diagnosis.suspects[0].replica == "rollout/2"
 
@@ -251,7 +257,7 @@ def _ready(tale: Tale, replica: str, incarnation: int, pid: int) -> Tale:
 
 
 def _kept(tale: Tale, struck: frozenset[Key] = frozenset()) -> list[str]:
-    ready = [e for e in tale.events if e.kind is K.REPLICA_READY]
+    ready = [e.payload for e in tale.events if e.kind is K.REPLICA_READY]
     found = pids_kept(
         incarnation_records(tale.events, {}), ready, named_by_plans(tale.events), struck, work_ended_at=1000.0
     )

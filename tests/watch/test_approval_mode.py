@@ -84,4 +84,4 @@ def test_without_a_word_it_lapses_and_a_person_is_called(tmp_path: Path, journal
     assert world.runtime.replaced == [] and world.only().outcome is IncidentOutcome.ESCALATED
     (proposed,), (lapsed,) = world.events(K.PLAN_PROPOSED), world.events(K.PLAN_EXPIRED)
     assert 60 <= lapsed.wall_at - proposed.wall_at < 62
-    assert [e.body["topic"] for e in world.events(K.ONCALL_PAGED)] == ["expired"]
+    assert [e.payload.topic for e in world.events(K.ONCALL_PAGED)] == ["expired"]

@@ -242,7 +242,8 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
         ranks[1].send_signal(signal.SIGSTOP)
 
         eventually(
-            lambda: any(e.body["files"] and "stack" in e.body["because"] for e in pulled(run)), "it is in the journal"
+            lambda: any(e.payload.to_body()["files"] and "stack" in e.payload.because for e in pulled(run)),
+            "it is in the journal",
         )
     finally:
         for process in ranks:
@@ -252,12 +253,15 @@ def test_a_job_that_knows_nothing_of_us_has_its_evidence_in_its_incident(
         serving.join(PATIENCE_SECONDS)
         if watching is not None:
             watching.join(PATIENCE_SECONDS)
-    event = next(e for e in pulled(run) if "stack" in e.body["because"])
-    names = [f["name"].rpartition("/")[2] for f in event.body["files"]]
+    event = next(e for e in pulled(run) if "stack" in e.payload.because)
+    names = [f["name"].rpartition("/")[2] for f in event.payload.to_body()["files"]]
     stacks = [f"stacks-trainer-0-rank_{n}.json" for n in (1, 0, 2)]
-    assert names == [*stacks, "nccl_ras-node-1.json", "kernel-node-1.log"], event.body
-    assert "trainer/0 rank 1" in event.body["told"][0] and "wait_for_data" in event.body["told"][0]
-    assert any(f["fault_class"] == "gpu" and "79" in f["because"] for f in event.body["findings"])
+    assert names == [*stacks, "nccl_ras-node-1.json", "kernel-node-1.log"], event.payload.to_body()
+    assert (
+        "trainer/0 rank 1" in event.payload.to_body()["told"][0]
+        and "wait_for_data" in event.payload.to_body()["told"][0]
+    )
+    assert any(f["fault_class"] == "gpu" and "79" in f["because"] for f in event.payload.to_body()["findings"])
     folder = run.path / "evidence" / str(event.incident_id)
     assert "hunter2" not in (folder / "kernel-node-1.log").read_text()
     assert [d.fault_class for d in diagnose([folder / "kernel-node-1.log"], []).diagnoses] == [FaultClass.GPU]
@@ -416,7 +420,7 @@ def test_a_run_of_ours_gives_its_own_token(tmp_path: Path) -> None:
         stop.set()
         watching.join(PATIENCE_SECONDS)
     (event,) = pulled(run)
-    assert event.body["files"][0]["name"].endswith("stacks-rollout-0-rank_0.json"), event.body
+    assert event.payload.to_body()["files"][0]["name"].endswith("stacks-rollout-0-rank_0.json"), event.payload.to_body()
 
 
 def test_what_is_kept_obeys_no_terminal_and_names_no_secret() -> None:

@@ -14,7 +14,7 @@ from rolecall.core.errors import RolecallError
 from rolecall.core.journal.database import redacted
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
-from rolecall.core.journal.payloads import ChainHead
+from rolecall.core.journal.payloads import ChainHead, WeightsAdmitted
 from rolecall.dashboards.pages.accounting.audit import APART_EVENTS, audited
 from rolecall.dashboards.pages.accounting.goals import DetectionTimes, RecoveryTimes, detection, recovery
 from rolecall.dashboards.pages.accounting.time import EttrBreakdown, times
@@ -37,12 +37,6 @@ STATISTICS_SECONDS, AUDIT_SECONDS = 5.0, 60.0
 """Shortest interval between two statistics, and two audits."""
 FIRST_SECONDS = 0.5
 """How long the first page waits for the first statistics; a short journal needs 50 ms."""
-_NEEDED = {
-    _K.PLAN_CREATED: ("plan",),  # without the policy input, which contains the whole fleet
-    _K.STEP_COMMITTED: ("step", "seconds", "reward", "loss", "epoch", "tokens"),
-    _K.WEIGHTS_ADMITTED: ("replica", "incarnation"),
-}
-"""Fields that are kept, by event kind; all fields for other kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,13 +159,12 @@ class AccountingWorker:
 
     def _kept(self, events: Iterable[Event]) -> Iterable[Event]:
         for event in events:
-            if event.kind is _K.WEIGHTS_ADMITTED:
-                who = (event.body.get("replica"), event.body.get("incarnation"))
+            if isinstance(event.payload, WeightsAdmitted):
+                who = (event.payload.replica, event.payload.incarnation)
                 if who in self._admitted:
                     continue  # only the first shows when an incarnation started to serve
                 self._admitted.add(who)
-            names = _NEEDED.get(event.kind)
-            yield event if names is None else replace(event, body={k: event.body[k] for k in names if k in event.body})
+            yield event.slim()
 
     def _statistics(self, journal: Journal) -> IncidentStatistics:
         events, now = self._events, self._clock.wall()

@@ -10,6 +10,7 @@ steps             interrupted: started again; rolled back: committed, and commit
 from dataclasses import dataclass
 
 from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import RequestsReassigned
 from rolecall.core.text import plain, seconds
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.views.ettr import Loss, losses
@@ -43,17 +44,14 @@ def cost(m: IncidentPageInputs, story: IncidentSummary | None, gpus_per_process:
     waiting = _waiting(m, lost)
     replica_seconds = sum(loss.until - loss.since for loss in lost) + sum(s for _, s in waiting)
     during = [e for e in m.around if story.began_at - 0.05 <= e.wall_at <= (story.ends_at or float("inf"))]
-    moved = [
-        e
-        for e in during
-        if e.kind is K.REQUESTS_REASSIGNED and str(e.body.get("from_replica")) in {x.replica for x in lost}
-    ]
+    hit = {x.replica for x in lost}
+    moved = [e.payload for e in during if isinstance(e.payload, RequestsReassigned) and e.payload.from_replica in hit]
     return IncidentCost(
         replica_seconds=replica_seconds,
         gpu_seconds=replica_seconds * gpus_per_process if gpus_per_process > 0 else None,
         tokens_lost=story.tokens_lost,
         tokens_kept=story.tokens_kept,
-        requests_reassigned=sum(_number(e.body.get("num_requests")) for e in moved),
+        requests_reassigned=sum(said.num_requests for said in moved),
         steps_interrupted=sum(e.kind is K.STEP_INTERRUPTED for e in during) if _hit_trainer(lost) else 0,
         steps_undone=story.steps_lost,
         is_final=not m.is_open,
@@ -63,10 +61,6 @@ def cost(m: IncidentPageInputs, story: IncidentSummary | None, gpus_per_process:
 
 def _end(m: IncidentPageInputs) -> float:
     return m.events[-1].wall_at if m.events else m.now
-
-
-def _number(value: object) -> int:
-    return int(value) if isinstance(value, int | float) else 0
 
 
 def _hit_trainer(lost: list[Loss]) -> bool:

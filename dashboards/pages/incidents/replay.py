@@ -4,10 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rolecall.core.diagnosis import Diagnosis
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import IncidentOpened, PlanCreated
 from rolecall.core.journal.store import canonical
 from rolecall.core.text import plain
+from rolecall.recovery.operators.queries import decided_then
 from rolecall.recovery.policy import PolicyInput, decide
 
 K = EventKind
@@ -31,14 +32,11 @@ def replay(events: Sequence[Event], window: Mapping[str, Any] | None) -> ReplayR
 
 def _plan(e: Event) -> tuple[bool | None, str]:
     try:
-        policy_input = PolicyInput.from_dict(e.body["question"])
-        then = {k: v for k, v in e.body.items() if k != "question"}
-        # The side effects come from the actuator and are not part of the decision.
-        then["plan"] = {**then["plan"], "also_hit": []}
+        policy_input = PolicyInput.from_dict(dict(e.as_(PlanCreated).question))
     except (KeyError, TypeError, ValueError) as error:
         return None, f"{e.event_id}: the policy input of this plan cannot be read ({type(error).__name__}: {error})"
     again = decide(policy_input).to_dict()
-    same = canonical(again) == canonical(then)
+    same = canonical(again) == canonical(decided_then(e.as_(PlanCreated)))
     verdict = "same plan" if same else "DIFFERENT plan"
     return same, f"{e.event_id}: {verdict}, {again['plan']['action']}, because {again['plan']['because']}"
 
@@ -52,7 +50,7 @@ def _diagnosis(events: Sequence[Event], window: Mapping[str, Any] | None) -> tup
         return None, f"the diagnosis cannot be replayed on this machine: {e}"
     try:
         first = next(e for e in events if e.kind is K.INCIDENT_OPENED)
-        opened = Diagnosis.from_dict(first.body["diagnosis"])
+        opened = first.as_(IncidentOpened).diagnosis
         replayed = {d.key: d for diagnoses in LiveDetector.replay_window(window) for d in diagnoses}
     except (StopIteration, KeyError, TypeError, ValueError, AttributeError, IndexError) as e:
         return None, f"the stored window cannot be read ({type(e).__name__}: {e})"

@@ -15,6 +15,7 @@ from typing import Any
 
 from rolecall.core.diagnosis import Diagnosis, Suspect
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import StepCommitted
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.metrics.catalogue import CATALOGUE
 from rolecall.core.metrics.metric import MetricScope, MetricType
@@ -307,12 +308,13 @@ def of_commits(events: Iterable[Event]) -> Signal | None:
 
 def of_the_policy(events: Iterable[Event]) -> tuple[Signal, ...]:
     """Policy health over the steps: reward, entropy, lengths, mismatch."""
-    steps = [e for e in events if e.kind is EventKind.STEP_COMMITTED]
     found: dict[str, list[Point]] = {}
-    for e in steps:
-        for name, value in (*policy_health_of(e.body).items(), ("reward", e.body.get("reward"))):
-            if isinstance(value, int | float) and math.isfinite(value):
-                found.setdefault(name, []).append((e.wall_at, float(value)))
+    for e in events:
+        if not isinstance(e.payload, StepCommitted):
+            continue
+        for name, value in (*policy_health_of(e.payload).items(), ("reward", e.payload.reward)):
+            if value is not None and math.isfinite(value):
+                found.setdefault(name, []).append((e.wall_at, value))
     return tuple(
         Signal(
             key=name,

@@ -9,6 +9,26 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import (
+    ActionDone,
+    ActionStarted,
+    DiagnosisReviewed,
+    IncidentClosed,
+    IncidentOpened,
+    IncidentUpdated,
+    Payload,
+    PlanBlocked,
+    PlanCreated,
+    PlanProposed,
+    ReplicaLost,
+    ReplicaReady,
+    ReplicaStarting,
+    RequestsReassigned,
+    StepCommitted,
+    StepInterrupted,
+    WeightsAdmitted,
+    WeightsRejected,
+)
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.views.incidents import IncidentSummary, summarize_incidents
@@ -89,7 +109,7 @@ def _rolled_back(around: Sequence[Event]) -> Mapping[int, float]:
     undone = {}
     for e in around:
         if e.kind is K.STEP_COMMITTED:
-            step = int(e.body.get("step", -1))
+            step = e.as_(StepCommitted).step
             if step in seen:
                 undone[step] = e.wall_at
             seen.add(step)
@@ -162,32 +182,33 @@ def _of_fault(fault: InjectedFault) -> str:
 
 
 def _because(prefix: str) -> Callable[[Event], str]:
-    return lambda e: f"{prefix}: {e.body.get('because') or 'no reason given'}"
+    return lambda e: f"{prefix}: {e.payload.reason}"
 
 
 def _by(verb: str) -> Callable[[Event], str]:
-    def words(e: Event) -> str:
-        because = f": {e.body['because']}" if e.body.get("because") else ""
-        return f"{e.body.get('by') or 'someone'} {verb}{because}"
+    return lambda e: by_words(e.payload, verb)
 
-    return words
+
+def by_words(payload: Payload, verb: str) -> str:
+    """Who did something to a plan or a diagnosis, and why."""
+    because = f": {payload.reason}" if payload.reason else ""
+    return f"{getattr(payload, 'by', '') or 'someone'} {verb}{because}"
 
 
 def _plan_words(e: Event) -> str:
-    plan = e.body.get("plan")
-    if not isinstance(plan, dict):
-        return str(e.kind)
-    targets = ", ".join(f"{t.get('replica')}#{t.get('incarnation')}" for t in plan.get("targets", ()))
-    action = str(plan.get("action", "")).replace("_", " ")
+    payload = e.payload
+    assert isinstance(payload, PlanCreated | PlanProposed | ActionStarted)
+    targets = ", ".join(f"{t.replica}#{t.incarnation}" for t in payload.plan.targets)
+    action = str(payload.plan.action).replace("_", " ")
     return f"{action} of {targets}" if targets else action
 
 
 OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
     K.INCIDENT_OPENED: (TimelineEntryKind.DETECTED, lambda e: _found_words(e)),
-    K.INCIDENT_UPDATED: (TimelineEntryKind.UPDATED, lambda e: _of_diagnosis(e)),
+    K.INCIDENT_UPDATED: (TimelineEntryKind.UPDATED, lambda e: e.as_(IncidentUpdated).diagnosis.because),
     K.EVIDENCE_COLLECTED: (TimelineEntryKind.UPDATED, _because("evidence collected")),
     K.PLAN_CREATED: (TimelineEntryKind.PLAN, lambda e: _plan_words(e)),
-    K.PLAN_BLOCKED: (TimelineEntryKind.BLOCKED, lambda e: f"by guard {e.body.get('guard')}: {e.body.get('because')}"),
+    K.PLAN_BLOCKED: (TimelineEntryKind.BLOCKED, lambda e: f"by guard {e.as_(PlanBlocked).guard}: {e.payload.reason}"),
     K.PLAN_PROPOSED: (TimelineEntryKind.OPERATOR, lambda e: f"approval requested: {_plan_words(e)}"),
     K.PLAN_APPROVED: (TimelineEntryKind.OPERATOR, _by("approved it")),
     K.PLAN_REJECTED: (TimelineEntryKind.OPERATOR, _by("rejected it")),
@@ -196,34 +217,21 @@ OWN: Mapping[EventKind, tuple[TimelineEntryKind, Callable[[Event], str]]] = {
     K.HOLD_LIFTED: (TimelineEntryKind.OPERATOR, _by("lifted the hold")),
     K.DIAGNOSIS_REVIEWED: (
         TimelineEntryKind.OPERATOR,
-        lambda e: _by(f"marked the diagnosis {e.body.get('verdict')}")(e),
+        lambda e: by_words(e.payload, f"marked the diagnosis {e.as_(DiagnosisReviewed).verdict}"),
     ),
     K.ONCALL_PAGED: (TimelineEntryKind.OPERATOR, _because("on-call paged")),
     K.ACTION_STARTED: (TimelineEntryKind.ACTION, lambda e: f"started: {_plan_words(e)}"),
-    K.ACTION_DONE: (TimelineEntryKind.ACTION, lambda e: f"done: {_result(e)}"),
-    K.ACTION_FAILED: (TimelineEntryKind.FAILED, lambda e: str(e.body.get("because") or "no reason given")),
-    K.INCIDENT_VERIFIED: (TimelineEntryKind.VERIFIED, lambda e: str(e.body.get("because") or "")),
-    K.INCIDENT_CLOSED: (TimelineEntryKind.CLOSED, lambda e: f"as {e.body.get('outcome')}"),
+    K.ACTION_DONE: (TimelineEntryKind.ACTION, lambda e: f"done: {e.as_(ActionDone).result.get('because', '')}"),
+    K.ACTION_FAILED: (TimelineEntryKind.FAILED, lambda e: e.payload.reason),
+    K.INCIDENT_VERIFIED: (TimelineEntryKind.VERIFIED, lambda e: e.payload.reason),
+    K.INCIDENT_CLOSED: (TimelineEntryKind.CLOSED, lambda e: f"as {e.as_(IncidentClosed).outcome}"),
 }
 """Timeline entry of each event kind: its kind and text."""
 
 
-def _of_diagnosis(e: Event) -> str:
-    diagnosis = e.body.get("diagnosis")
-    return str(diagnosis.get("because", "")) if isinstance(diagnosis, dict) else "the diagnosis cannot be read"
-
-
 def _found_words(e: Event) -> str:
-    diagnosis = e.body.get("diagnosis")
-    if not isinstance(diagnosis, dict):
-        return "the diagnosis cannot be read"
-    by = ", ".join(str(d) for d in _listed(diagnosis.get("detectors", ())))
-    return f"{str(diagnosis.get('fault_class', '')).replace('_', ' ')} detected by {by or 'unknown'}"
-
-
-def _result(e: Event) -> str:
-    result = e.body.get("result")
-    return str(result.get("because", "")) if isinstance(result, dict) else str(result or "")
+    diagnosis = e.as_(IncidentOpened).diagnosis
+    return f"{str(diagnosis.fault_class).replace('_', ' ')} detected by {', '.join(diagnosis.detectors) or 'unknown'}"
 
 
 def affected_replicas(m: IncidentPageInputs) -> frozenset[str]:
@@ -245,54 +253,42 @@ def _of_run(m: IncidentPageInputs, story: IncidentSummary | None) -> list[Timeli
         if e.wall_at < since - 1.0 or (until is not None and e.wall_at > until + 1.0):
             continue
         words, mark = "", TimelineEntryKind.RUN
-        replica, number = str(e.body.get("replica", "")), e.body.get("incarnation")
-        key = (replica, int(number or 0))
-        match e.kind:
-            case K.REPLICA_LOST if replica in who:
-                words = f"{replica}#{number} is lost: {e.body.get('because')}"
-            case K.REPLICA_STARTING if replica in who:
-                words = f"{replica}#{number} starts on {e.body.get('node')}"
-            case K.REPLICA_READY if replica in who:
-                standby = e.body.get("from_standby")
-                came = f", from the standby{f' {standby}' if isinstance(standby, str) else ''}" if standby else ""
-                words = f"{replica}#{number} is ready on {e.body.get('node')}, pid {e.body.get('pid')}{came}"
-            case K.WEIGHTS_ADMITTED if key[1] >= made.get(replica, sys.maxsize) and key not in proven:
-                proven.add(key)
-                version = e.body.get("policy_version")
-                words, mark = (
-                    f"{replica}#{number} is serving: its weights (version {version}) are verified",
-                    TimelineEntryKind.WEIGHTS,
-                )
-            case K.WEIGHTS_REJECTED if replica in who:
-                words, mark = (
-                    f"weights of {replica}#{number} were rejected: {e.body.get('because')}",
-                    TimelineEntryKind.FAILED,
-                )
-            case K.REQUESTS_REASSIGNED if str(e.body.get("from_replica")) in who:
-                words = moved_words(e.body)
-            case K.STEP_INTERRUPTED:
-                interrupted = e.body.get("step")
-                words = f"step {interrupted} is interrupted: {e.body.get('because')}"
-            case K.STEP_COMMITTED if interrupted is not None and e.body.get("step") == interrupted:
-                words, interrupted = f"step {e.body.get('step')}, which was interrupted, is committed", None
+        match e.payload:
+            case ReplicaLost() as lost if lost.replica in who:
+                words = f"{lost.replica}#{lost.incarnation} is lost: {lost.because}"
+            case ReplicaStarting() as starting if starting.replica in who:
+                words = f"{starting.replica}#{starting.incarnation} starts on {starting.node}"
+            case ReplicaReady() as ready if ready.replica in who:
+                came = f", from the standby {ready.from_standby}" if ready.from_standby else ""
+                words = f"{ready.replica}#{ready.incarnation} is ready on {ready.node}, pid {ready.pid}{came}"
+            case WeightsAdmitted(replica=replica, incarnation=number, policy_version=version) if (
+                number >= made.get(replica, sys.maxsize) and (replica, number) not in proven
+            ):
+                proven.add((replica, number))
+                words = f"{replica}#{number} is serving: its weights (version {version}) are verified"
+                mark = TimelineEntryKind.WEIGHTS
+            case WeightsRejected() as rejected if rejected.replica in who:
+                words = f"weights of {rejected.replica}#{rejected.incarnation} were rejected: {rejected.because}"
+                mark = TimelineEntryKind.FAILED
+            case RequestsReassigned() as moved if moved.from_replica in who:
+                words = moved_words(moved)
+            case StepInterrupted(step=step, because=because):
+                interrupted = step
+                words = f"step {step} is interrupted: {because}"
+            case StepCommitted(step=step) if step == interrupted:
+                words, interrupted = f"step {step}, which was interrupted, is committed", None
+            case _:
+                pass
         if words and e.incident_id in (None, m.incident_id):
             found.append(TimelineEntry(at=e.wall_at, mark=mark, words=plain(words)))
     return found + _serving(m, story, proven)
 
 
-def moved_words(body: Mapping[str, object]) -> str:
+def moved_words(moved: RequestsReassigned) -> str:
     """Reassignment of the requests of a lost engine."""
-    to = ", ".join(str(t) for t in _listed(body.get("to"))) or "the next available engine"
-    cut = (
-        f", {body['num_cut']} of them in their next window; existing tokens are trained on"
-        if body.get("num_cut")
-        else ""
-    )
-    return f"{body.get('num_requests')} requests of {body.get('from_replica')} continue at {to}{cut}"
-
-
-def _listed(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else (value,)
+    to = ", ".join(moved.to) or "the next available engine"
+    cut = f", {moved.num_cut} of them in their next window; existing tokens are trained on" if moved.num_cut else ""
+    return f"{moved.num_requests} requests of {moved.from_replica} continue at {to}{cut}"
 
 
 def _serving(m: IncidentPageInputs, story: IncidentSummary | None, proven: set[tuple[str, int]]) -> list[TimelineEntry]:

@@ -5,12 +5,22 @@ verification of the recovery. Pure; every text is plain and limited in length.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rolecall.core.diagnosis import Diagnosis, Evidence, Plan, Suspect
+from rolecall.core.diagnosis import Evidence, Plan, Suspect
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import (
+    EvidenceCollected,
+    IncidentOpened,
+    IncidentUpdated,
+    OncallPaged,
+    PlanBlocked,
+    PlanExpired,
+    WeightsAdmitted,
+    WeightsRejected,
+)
 from rolecall.core.text import plain, seconds
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
 from rolecall.dashboards.pages.incidents.table import GLYPHS, HELD, SET_ASIDE, moment, status_of
-from rolecall.dashboards.pages.incidents.timeline import affected_replicas
+from rolecall.dashboards.pages.incidents.timeline import affected_replicas, by_words
 from rolecall.recovery.incidents.incident import Attempt, Decision, Incident, IncidentState
 from rolecall.views.incidents import IncidentSummary
 
@@ -197,20 +207,12 @@ def findings(m: IncidentPageInputs) -> tuple[FindingSection, ...]:
     """The diagnosis and its updates, oldest first."""
     found = []
     for e in m.events:
-        if e.kind in (K.INCIDENT_OPENED, K.INCIDENT_UPDATED):
-            d = _diagnosis(e.body.get("diagnosis"))
-            if d is not None:
-                when = "Diagnosed" if e.kind is K.INCIDENT_OPENED else "Updated"
-                title = f"{when} {moment(e.wall_at)} by {', '.join(d.detectors) or 'unknown'}"
-                found.append(_finding(title, d.because, d.evidence, d.advice, d.settle))
+        if isinstance(e.payload, IncidentOpened | IncidentUpdated):
+            d = e.payload.diagnosis
+            when = "Diagnosed" if isinstance(e.payload, IncidentOpened) else "Updated"
+            title = f"{when} {moment(e.wall_at)} by {', '.join(d.detectors) or 'unknown'}"
+            found.append(_finding(title, d.because, d.evidence, d.advice, d.settle))
     return tuple(found[:1] + found[1:][-NUM_SHOWN_MAX:])
-
-
-def _diagnosis(body: object) -> Diagnosis | None:
-    try:
-        return Diagnosis.from_dict(body) if isinstance(body, dict) else None
-    except (KeyError, TypeError, ValueError):
-        return None
 
 
 def _finding(
@@ -255,38 +257,24 @@ UNITS: Mapping[str, tuple[float, str]] = {
 
 def collected_evidence(m: IncidentPageInputs) -> tuple[CollectedEvidenceSection, ...]:
     """Sections from the EVIDENCE_COLLECTED events."""
-    return tuple(_collected(e) for e in m.events if e.kind is K.EVIDENCE_COLLECTED)
+    return tuple(_collected(e.payload) for e in m.events if isinstance(e.payload, EvidenceCollected))
 
 
-def _collected(e: Event) -> CollectedEvidenceSection:
-    body = e.body
-    said = [f for f in _list(body.get("findings")) if isinstance(f, dict)]
+def _collected(payload: EvidenceCollected) -> CollectedEvidenceSection:
     return CollectedEvidenceSection(
-        because=plain(body.get("because", "")),
-        statements=_texts(body.get("told")),
-        findings=tuple(_pulled_finding(f) for f in said[:NUM_SHOWN_MAX]),
-        missing=_texts(body.get("missing")),
-        files=tuple(str(f.get("name", "")) for f in _list(body.get("files"))[:200] if isinstance(f, dict)),
-        seconds=float(body.get("seconds") or 0.0) if isinstance(body.get("seconds"), int | float) else 0.0,
+        because=plain(payload.because),
+        statements=_texts(payload.told),
+        findings=tuple(
+            _finding(f"Finding of {f.detector}", f.because, f.evidence) for f in payload.findings[:NUM_SHOWN_MAX]
+        ),
+        missing=_texts(payload.missing),
+        files=tuple(f.name for f in payload.files[:200]),
+        seconds=payload.seconds,
     )
 
 
-def _pulled_finding(f: Mapping[str, object]) -> FindingSection:
-    evidence = []
-    for e in _list(f.get("evidence")):
-        if isinstance(e, dict):
-            values = e.get("values")
-            numbers = dict(values) if isinstance(values, dict) else {}
-            evidence.append(Evidence(kind=str(e.get("kind", "")), text=str(e.get("text", "")), values=numbers))
-    return _finding(f"Finding of {f.get('detector', 'unknown')}", str(f.get("because", "")), evidence)
-
-
-def _list(value: object) -> Sequence[object]:
-    return value if isinstance(value, list | tuple) else ()
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    return tuple(plain(text, 1000) for text in _list(value)[:NUM_SHOWN_MAX])
+def _texts(texts: Sequence[str]) -> tuple[str, ...]:
+    return tuple(plain(text, 1000) for text in texts[:NUM_SHOWN_MAX])
 
 
 # --- decisions ------------------------------------------------------------------------------------------------------
@@ -317,7 +305,7 @@ def _decided(a: Attempt, i: Incident, events: Iterable[Event]) -> PlanSection:
     last = a is i.attempt
     until = float("inf") if last else next(b.made_at for b in i.attempts if b.number == a.number + 1)
     during = [e for e in events if a.made_at <= e.wall_at < until]
-    held = [f"{e.body.get('guard')}: {e.body.get('because')}" for e in during if e.kind is K.PLAN_BLOCKED]
+    held = [f"{e.payload.guard}: {e.payload.because}" for e in during if isinstance(e.payload, PlanBlocked)]
     facts = [("Planned", moment(a.made_at))]
     if a.started_at is not None:
         facts.append(("Action started", f"{seconds(max(0.0, a.started_at - a.made_at))} after the plan"))
@@ -360,12 +348,11 @@ _COMMANDS: Mapping[EventKind, str] = {
 def _operator_commands(during: Iterable[Event]) -> Iterable[str]:
     for e in during:
         if e.kind in _COMMANDS:
-            because = f": {e.body['because']}" if e.body.get("because") else ""
-            yield plain(f"{e.body.get('by') or 'someone'} {_COMMANDS[e.kind]}, {moment(e.wall_at)}{because}", 600)
-        elif e.kind is K.ONCALL_PAGED:
-            yield plain(f"on-call was paged ({e.body.get('topic', '')}): {e.body.get('because', '')}", 600)
-        elif e.kind is K.PLAN_EXPIRED:
-            yield plain(f"the plan expired: {e.body.get('because', '')}", 600)
+            yield plain(by_words(e.payload, f"{_COMMANDS[e.kind]}, {moment(e.wall_at)}"), 600)
+        elif isinstance(e.payload, OncallPaged):
+            yield plain(f"on-call was paged ({e.payload.topic}): {e.payload.because}", 600)
+        elif isinstance(e.payload, PlanExpired):
+            yield plain(f"the plan expired: {e.payload.because}", 600)
 
 
 def _outcome(a: Attempt, i: Incident) -> str:
@@ -412,13 +399,18 @@ def recovery_section(m: IncidentPageInputs, story: IncidentSummary | None) -> Re
     refused = []
     since = m.incident.opened_at if m.incident else 0.0
     for e in m.around:
-        key = (str(e.body.get("replica", "")), e.body.get("incarnation"))
-        if e.wall_at < since or key[0] not in who or not isinstance(key[1], int):
+        payload = e.payload
+        if (
+            e.wall_at < since
+            or not isinstance(payload, WeightsRejected | WeightsAdmitted)
+            or payload.replica not in who
+        ):
             continue
-        if e.kind is K.WEIGHTS_REJECTED:
-            refused.append(plain(f"{key[0]}#{key[1]}: {e.body.get('part')}: {e.body.get('because')}", 400))
-        elif e.kind is K.WEIGHTS_ADMITTED and key[1] >= made.get(key[0], 1 << 60) and key not in proofs:
-            proofs[key[0], key[1]] = _proof(e, since)
+        key = (payload.replica, payload.incarnation)
+        if isinstance(payload, WeightsRejected):
+            refused.append(plain(f"{key[0]}#{key[1]}: {payload.part}: {payload.because}", 400))
+        elif key[1] >= made.get(key[0], 1 << 60) and key not in proofs:
+            proofs[key] = _proof(payload, max(0.0, e.wall_at - since))
     return RecoverySection(
         replacements=tuple(replacements[:NUM_SHOWN_MAX]),
         proofs=tuple(proofs.values())[:NUM_SHOWN_MAX],
@@ -427,29 +419,20 @@ def recovery_section(m: IncidentPageInputs, story: IncidentSummary | None) -> Re
     )
 
 
-def _proof(e: Event, since: float) -> WeightProofSection:
-    body, proof = e.body, e.body.get("proof")
-    parts: Mapping[str, object] = proof if isinstance(proof, dict) else {}
-    manifest, received = parts.get("manifest_digest"), parts.get("received_digest")
+def _proof(admitted: WeightsAdmitted, after_seconds: float) -> WeightProofSection:
+    proof = admitted.proof
+    match = "match" if proof.manifest_digest == proof.received_digest else "MISMATCH"
     facts = [
-        ("Policy version", plain(body.get("policy_version"), 40)),
-        ("Weights from", plain(body.get("holder", ""), 100)),
-        ("Received", quantity("bytes", body.get("bytes", 0))),
-        ("In", quantity("seconds", body.get("seconds", 0))),
+        ("Policy version", str(admitted.policy_version)),
+        ("Weights from", plain(admitted.holder, 100)),
+        ("Received", quantity("bytes", admitted.bytes)),
+        ("In", quantity("seconds", admitted.seconds)),
+        ("Sent and received weights", plain(f"{match}: {proof.manifest_digest[:16]}", 100)),
+        ("Digest read back from the engine", plain(proof.storage_digest[:16], 40)),
+        ("Tensors verified", f"{proof.covered}, not covered: {len(proof.uncovered)}"),
     ]
-    if manifest is not None:
-        match = "match" if manifest == received else "MISMATCH"
-        facts.append(("Sent and received weights", plain(f"{match}: {str(manifest)[:16]}", 100)))
-    if "storage_digest" in parts:
-        facts.append(("Digest read back from the engine", plain(str(parts["storage_digest"])[:16], 40)))
-    if "covered" in parts:
-        left = len(_list(parts.get("uncovered")))
-        facts.append(("Tensors verified", plain(f"{parts['covered']}, not covered: {left}", 60)))
-    canary = _list(parts.get("canary_logprobs"))
-    if canary:
-        facts.append(("Canary", f"{len(canary)} log probabilities stored"))
-    after = seconds(max(0.0, e.wall_at - since))
-    title = plain(
-        f"{body.get('replica')}#{body.get('incarnation')}: weights admitted {after} after the incident opened", 200
-    )
+    if proof.canary_logprobs:
+        facts.append(("Canary", f"{len(proof.canary_logprobs)} log probabilities stored"))
+    who = f"{admitted.replica}#{admitted.incarnation}"
+    title = plain(f"{who}: weights admitted {seconds(after_seconds)} after the incident opened", 200)
     return WeightProofSection(title=title, facts=tuple((k, v) for k, v in facts if v))

@@ -13,6 +13,7 @@ from rolecall.core.diagnosis import ActionKind, Diagnosis, Plan, PlanTarget
 from rolecall.core.faults import FAULTS, FaultClass, Remedy
 from rolecall.core.ids import IncidentId, NodeId, ReplicaId, split_replica
 from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import PlanBlocked, PlanCreated
 from rolecall.core.membership import STANDBY_ROLE
 from rolecall.core.text import plain
 from rolecall.dashboards.pages.incidents.material import IncidentPageInputs
@@ -147,14 +148,14 @@ def _planned(incident: Incident, plan: Plan, d: Diagnosis, now: float) -> Incide
 
 def decision_inputs(m: IncidentPageInputs) -> DecisionInputs | None:
     """The inputs of the latest decision; None: not stored, or not readable."""
-    made = [e for e in m.events if e.kind is K.PLAN_CREATED and "question" in e.body]
+    made = [(e.wall_at, e.payload.question) for e in m.events if isinstance(e.payload, PlanCreated)]
     if m.incident is None or not made:
         return None
     try:
-        policy_input = PolicyInput.from_dict(made[-1].body["question"])
+        policy_input = PolicyInput.from_dict(dict(made[-1][1]))
     except (KeyError, TypeError, ValueError):
         return None
-    at = made[-1].wall_at
+    at = made[-1][0]
     before = tuple(a for a in m.incident.attempts if a.made_at < at)
     others = tuple(o for i in m.others if (o := as_of(i, at)) is not None)
     incident = replace(m.incident, attempts=before, verified_at=None, closed_at=None, outcome=None, state=S.OPEN)
@@ -164,10 +165,10 @@ def decision_inputs(m: IncidentPageInputs) -> DecisionInputs | None:
 def _paused(m: IncidentPageInputs) -> str | None:
     """Who had paused recovery, from the guard's message about this plan."""
     for e in reversed(m.events):
-        if e.kind is K.PLAN_CREATED:
+        if isinstance(e.payload, PlanCreated):
             return None
-        if e.kind is K.PLAN_BLOCKED and e.body.get("guard") == "paused":
-            return str(e.body.get("because", "")).removeprefix("paused by ") or "someone"
+        if isinstance(e.payload, PlanBlocked) and e.payload.guard == "paused":
+            return e.payload.because.removeprefix("paused by ") or "someone"
     return None
 
 

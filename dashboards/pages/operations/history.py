@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import DiagnosisReviewed
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.nodes import NODE_KINDS
 
@@ -83,7 +84,9 @@ def history(events: Iterable[Event], incidents: Iterable[Incident]) -> tuple[Com
         CommandLogEntry(
             at=i.opened_at,
             # The text of a request starts with the user's name.
-            by=i.diagnosis.because.partition(" asks for ")[0] if " asks for " in i.diagnosis.because else "",
+            by=i.diagnosis.because.partition(" requested replacement of ")[0]
+            if " requested replacement of " in i.diagnosis.because
+            else "",
             what="requested a replacement",
             on=", ".join([*(f"{s.replica}#{s.incarnation}" for s in i.diagnosis.suspects), i.incident_id]),
             because=i.diagnosis.because,
@@ -95,13 +98,13 @@ def history(events: Iterable[Event], incidents: Iterable[Incident]) -> tuple[Com
 
 
 def _entry(event: Event) -> CommandLogEntry:
-    body = event.body
-    verdict = f" as {body['verdict']}" if event.kind is K.DIAGNOSIS_REVIEWED and "verdict" in body else ""
-    on = [str(body[k]) for k in ("node", "digest") if body.get(k)] + ([event.incident_id] if event.incident_id else [])
+    payload = event.payload
+    verdict = f" as {payload.verdict}" if isinstance(payload, DiagnosisReviewed) else ""
+    on = [getattr(payload, "node", ""), getattr(payload, "digest", ""), event.incident_id or ""]
     return CommandLogEntry(
         at=event.wall_at,
-        by=str(body.get("by", "")),
+        by=str(getattr(payload, "by", "")),
         what=LABELS[event.kind] + verdict,
-        on=", ".join(on) or "the run",
-        because=str(body.get("because", "")),
+        on=", ".join(filter(None, on)) or "the run",
+        because=payload.reason,
     )

@@ -14,7 +14,7 @@ from rolecall.core.ids import IncidentId
 from rolecall.recovery.fleet import FleetView, ReplicaView
 from rolecall.recovery.guards import check
 from rolecall.recovery.incidents.incident import Incident, IncidentState
-from rolecall.recovery.operators.requests import request
+from rolecall.recovery.operators.requests import replacement_request
 from rolecall.recovery.policy import decide, question
 
 SUPPORTS = frozenset({ActionKind.REPLACE_REPLICA, ActionKind.REPLACE_NODE, ActionKind.STOP_JOB})
@@ -44,12 +44,13 @@ class DrainedReplica:
     guard_because: str
 
 
-def limits_of(plan_created: Mapping[str, Any] | None, mode: str) -> WatchPolicy:
-    """`plan_created`: body of the latest PLAN_CREATED. `mode`: current mode of the watch, which may have changed since."""
+def limits_of(policy_input: Mapping[str, Any], mode: str) -> WatchPolicy:
+    """`policy_input`: as stored with the latest plan. `mode`: current mode of the watch, which may have changed since."""
     try:
-        asked = (plan_created or {})["question"]
-        config = RecoveryConfig.model_validate({**asked["config"], **({"mode": mode} if mode else {})})
-        return WatchPolicy(config=config, supports=frozenset(ActionKind(a) for a in asked["supports"]), known=True)
+        config = RecoveryConfig.model_validate({**policy_input["config"], **({"mode": mode} if mode else {})})
+        return WatchPolicy(
+            config=config, supports=frozenset(ActionKind(a) for a in policy_input["supports"]), known=True
+        )
     except (KeyError, TypeError, ValueError):
         # The plan was written by something else and has no limits.
         config = RecoveryConfig.model_validate({"mode": mode} if mode in MODES else {})
@@ -108,7 +109,7 @@ def preview(
 
 
 def _requested(r: ReplicaView, node: str, now: float) -> Incident:
-    diagnosis = request(r, f"{node} is to be drained", now)
+    diagnosis = replacement_request(r, f"{node} is to be drained", now)
     name = IncidentId("preview")
     return Incident(
         incident_id=name,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rolecall.core.errors import JournalError
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.journal import Journal
+from rolecall.core.journal.payloads import LeaseAcquired, PlanCreated, RunStarted
 from rolecall.dashboards.data.reader import Reader
 from rolecall.dashboards.pages.operations.history import CommandLog
 from rolecall.dashboards.pages.operations.preview import WatchPolicy, limits_of
@@ -69,16 +70,15 @@ class OperationsReader:
     def _state(self, journal: Journal, now: float) -> State:
         lease, taken = journal.lease(LEASE_NAME), journal.last(EventKind.LEASE_ACQUIRED)
         started = journal.last(EventKind.RUN_STARTED)
-        listed = started.body.get("nodes") if started else None
         held = lease is not None and lease.holder and lease.expires_at > now
         return State(
             at=now,
-            mode=str(taken.body.get("mode") or "") if taken else "",
+            mode=taken.as_(LeaseAcquired).mode if taken else "",
             watch=lease.holder if lease is not None and held else "",
             paused=journal.flag(PAUSED_FLAG),
             stopping=journal.flag(STOP_FLAG),
             fleet=fleet_view(journal.desired(), journal.current()),
-            nodes=tuple(str(n) for n in listed) if isinstance(listed, list) else (),
+            nodes=started.as_(RunStarted).nodes if started else (),
             events=self._commands.read(journal),
         )
 
@@ -87,7 +87,7 @@ def newest_limits(reader: Reader, mode: str) -> WatchPolicy:
     """Raises JournalError."""
     with reader.journal() as journal:
         made = journal.last(EventKind.PLAN_CREATED)
-    return limits_of(made.body if made else None, mode)
+    return limits_of(made.as_(PlanCreated).question if made else {}, mode)
 
 
 def place_of(reader: Reader) -> RunLocation:

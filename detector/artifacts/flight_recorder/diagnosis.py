@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from rolecall.core.diagnosis import Finding
 from rolecall.detector.artifacts.flight_recorder.dumps import FlightRecorderDump
-from rolecall.detector.artifacts.flight_recorder.findings import alone, findings, nobody_waits
+from rolecall.detector.artifacts.flight_recorder.findings import alone, findings, missing_dumps
 from rolecall.detector.artifacts.flight_recorder.progress import WAIT_SECONDS_MIN, Cause, gathered
 from rolecall.detector.artifacts.flight_recorder.text import count_text, ranks_text
 from rolecall.detector.artifacts.flight_recorder.waits import ends_of
@@ -47,7 +47,7 @@ def diagnose(
     ends = ends_of(job)
     if ends:
         return findings(job, ends)
-    return nobody_waits(job)
+    return missing_dumps(job)
 
 
 def entries_wanted(dumps: Sequence[FlightRecorderDump], *, world_size: int | None = None) -> set[int]:
@@ -59,8 +59,8 @@ def entries_wanted(dumps: Sequence[FlightRecorderDump], *, world_size: int | Non
     for end in ends_of(job):
         wanted.update(end.ranks)
         place = end.place
-        everybody = end.cause in (Cause.INSIDE, Cause.AHEAD, Cause.BEHIND, Cause.NO_DUMP)
-        wanted.update(place.seats if everybody else sorted(place.waiting)[:NUM_WITNESSES])
+        all_seats = end.cause in (Cause.INSIDE, Cause.AHEAD, Cause.BEHIND, Cause.NO_DUMP)
+        wanted.update(place.seats if all_seats else sorted(place.waiting)[:NUM_WITNESSES])
     return {r for r in wanted if r in job.dumps and job.dumps[r].entries is None}
 
 

@@ -197,7 +197,7 @@ def _each(paths: Sequence[Path], entries: bool, num_processes: int) -> Generator
                 while waiting:
                     yield from waiting.popleft().result()
             finally:
-                pool.shutdown(wait=False, cancel_futures=True)  # nobody may want the rest
+                pool.shutdown(wait=False, cancel_futures=True)  # the rest may not be wanted
     except BrokenProcessPool:
         reason = f"a process that read {len(paths):,} dumps was ended from outside, perhaps for want of memory"
         raise UnreadableInput(where=str(paths[0].parent), reason=reason) from None
@@ -227,7 +227,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _read(path: Path, where: str, entries: bool) -> FlightRecorderDump:
-    # Not to wait for a pipe that nobody writes to: Flight Recorder's own stand beside its dumps.
+    # Not to wait for a pipe without a writer: Flight Recorder leaves its own beside its dumps.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:
         about = os.fstat(file.fileno())
         if not stat.S_ISREG(about.st_mode):

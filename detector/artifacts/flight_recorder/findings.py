@@ -183,7 +183,7 @@ def alone(job: Job) -> list[Finding]:
     return [_made(job, Cause.INSIDE, (), (FaultClass.CANNOT_TELL, 0.2, because, settle), since, 1, place)]
 
 
-def nobody_waits(job: Job) -> list[Finding]:
+def missing_dumps(job: Job) -> list[Finding]:
     """A rank is missing all the same: it may have died, or its file was not collected."""
     if not job.absent or len(job.absent) > len(job.dumps):
         return []

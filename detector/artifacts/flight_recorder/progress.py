@@ -285,9 +285,9 @@ def peers_of(operation: FlightRecorderOperation, ranks: tuple[int, ...]) -> tupl
 def _complete(job: Job, place: SynchronizationPoint, paired: set[tuple[str, int]]) -> None:
     """Seats of members that say nothing about the place, who left no dump, and the frontier."""
     if not place.members_known:
-        everybody = place.desc == DEFAULT_DESC
-        place.members = job.world if everybody else tuple(sorted(place.seats))
-        place.members_known = everybody
+        whole_job = place.desc == DEFAULT_DESC
+        place.members = job.world if whole_job else tuple(sorted(place.seats))
+        place.members_known = whole_job
     # Of all ranks, only those with a dump are walked through: a hostile one may hold thousands of groups of all.
     of_all = place.members is job.world
     place.absent = job.absent if of_all else tuple(r for r in place.members if r not in job.dumps)

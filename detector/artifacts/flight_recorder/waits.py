@@ -14,7 +14,7 @@ from rolecall.detector.artifacts.flight_recorder.progress import Cause, Job, Key
 STRONG = (Cause.MISMATCH, Cause.OUTSIDE, Cause.ELSEWHERE)
 """They stand on what a rank itself recorded; the others give way to them where they explain the same waits."""
 WEAK = (Cause.AHEAD, Cause.INSIDE)
-"""They accuse nobody."""
+"""They name no suspect."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,7 +59,7 @@ GROWTH: Mapping[str, tuple[float, float, str]] = {
 """By counter: no more than so many in so many seconds (NVIDIA/NVSentinel, nic-health-monitor, link counter detection; 120
 symbol errors an hour are the IBTA's bit error rate of 1e-12)."""
 OF_OTHERS = frozenset({"local_ack_timeout_err", "rnr_nak_retry_err", "roce_slow_restart", "port_xmit_discards"})
-"""Counted here for what the other end or the path between does: a peer that died answers nobody."""
+"""Counted here for what the other end or the path between does: a dead peer does not answer."""
 CONGESTION: Mapping[str, tuple[float, str]] = {
     "np_cnp_sent": (1000.0, "congestion notifications (CNP)"),
 }

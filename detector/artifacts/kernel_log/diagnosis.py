@@ -44,12 +44,12 @@ def diagnose(logs: Sequence[KernelLog]) -> list[Finding]:
             found.append(switch_finding(node, switch, fatal, victims))
             explained |= {(g.node, g.pci) for g in victims}
     num_with_31 = sum(31 in g.codes for g in gpus)
-    ill = [g for g in gpus if leading_code(g) is not None]
-    found += [gpu_finding(g, num_with_31) for g in ill if (g.node, g.pci) not in explained]
+    faulty = [g for g in gpus if leading_code(g) is not None]
+    found += [gpu_finding(g, num_with_31) for g in faulty if (g.node, g.pci) not in explained]
     found += [oom_finding(node, pairs) for node, pairs in grouped(of(seen, OomKill), lambda s, _: s.node).items()]
     links = grouped(of(seen, KernelLinkChange), lambda s, f: (s.node, f.interface))
     found += [f for (node, name), pairs in links.items() if (f := link_finding(node, name, pairs)) is not None]
-    of_gpus = {(g.node, g.pci) for g in ill}
+    of_gpus = {(g.node, g.pci) for g in faulty}
     uncorrected = [(s, f) for s, f in of(seen, HardwareError) if not f.corrected and not _is_of(s, f.device, of_gpus)]
     hardware = grouped(uncorrected, lambda s, f: (s.node, f.what))
     found += [hardware_finding(node, what, pairs) for (node, what), pairs in hardware.items()]

@@ -1,4 +1,4 @@
-"""What kernel logs tell of GPUs and NVSwitches: one finding for each that is ill, named by the worst of its XIDs.
+"""What kernel logs tell of GPUs and NVSwitches: one finding for each that is faulty, named by the worst of its XIDs.
 
 As NVIDIA's catalogue says (then the earliest):
   a GPU that fell off the bus is lost, and what else it logs is the consequence;

@@ -37,7 +37,7 @@ def stamps_of_json(file: BufferedIOBase) -> Iterator[TimestampedLine]:
 
 
 def stamps_of_export(file: BufferedIOBase, path: str) -> Iterator[TimestampedLine]:
-    """Those of the kernel. Raises UnreadableInput: it is damaged, so that nobody can tell where an entry begins."""
+    """Those of the kernel. Raises UnreadableInput: it is damaged, so that the beginning of an entry cannot be found."""
     entry: dict[str, Any] = {}
     while line := file.readline(ENTRY_BYTES_MAX):
         if line == b"\n":

@@ -183,9 +183,9 @@ def diagnose(
 
 def _about_files(logs: Sequence[InspectorLog]) -> Iterable[str]:
     if bad := sum(log.num_bad for log in logs):
-        yield f"{bad:,} line(s) cut or of no known form passed over"
+        yield f"{bad:,} truncated or unknown line(s) skipped"
     if dropped := sum(log.num_dropped for log in logs):
-        yield f"the Inspector says that it dropped {dropped:,} operation(s)"
+        yield f"the Inspector dropped {dropped:,} operation(s)"
     if cut := [log.path for log in logs if log.cut]:
         yield f"of {len(cut)} file(s) the last {FILE_BYTES_MAX >> 20} MiB were read, first {cut[0]}"
 
@@ -206,7 +206,7 @@ def _open_ends(joint: JoinedCommunicator) -> Iterable[str]:
             who = ", ".join(str(r) for r in short[:8])
             yield (
                 f"cannot tell: rank(s) {who} of communicator {joint.name} finished {kind} up to {last.get(short[0], 0)}, others up to "
-                f"{most}: behind, dead, or written later; what hangs is not in these files"
+                f"{most}: behind, dead, or written later; a hung operation is not in these files"
             )
 
 

@@ -1,12 +1,12 @@
-"""Who holds up a job's collectives, from answers of NCCL's RAS (`ncclras`, or `VERBOSE STATUS` by hand), text or JSON.
+"""Which ranks block a job's collectives, from answers of NCCL's RAS (`ncclras`, or `VERBOSE STATUS` by hand), text or JSON.
 
 In this order: ranks that RAS considers dead or cannot reach; ranks with an error of their own (a remote error is that of a
-victim); ranks that launched another collective than their peers (code); ranks that are behind in a communicator in which
-nobody launches anything any more. Who is behind in one communicator and waits in another is a victim of that one.
+victim); ranks that launched another collective than their peers (code); ranks that are behind in a communicator without
+further launches. A rank that is behind in one communicator and waits in another is a victim of that one.
 
-RAS counts what was LAUNCHED, so that who is behind did not get there: its host side. One answer alone accuses nobody of being
-behind: ranks of a healthy job are apart at any moment. Two answers at least MOVED_SECONDS apart, or three, tell whether they
-advance. What cannot be told is said: a hang inside a collective that all have launched has no ranks apart.
+RAS counts what was LAUNCHED, so a rank that is behind did not get there: its host side. One answer alone names no rank:
+ranks of a healthy job are apart at any moment. Two answers at least MOVED_SECONDS apart, or three, show whether they
+advance. What stays undecided is a remark: a hang inside a collective that all have launched has no ranks apart.
 
 Times of answers are those of their files: what RAS writes is local, without a zone.
 """
@@ -36,9 +36,9 @@ DETECTOR = "nccl_ras"
 FILE_BYTES_MAX = 32 << 20
 HEAD_BYTES = 8192
 MOVED_SECONDS = 10.0
-"""Between two answers in which nobody launched anything; less is within one step of a large model."""
+"""Between two answers without a launch; less is within one step of a large model."""
 NUM_POLLS_MIN = 3
-"""So many answers of one file, whose times nobody knows, stand for that."""
+"""This many answers of one file, whose times are unknown, count as that."""
 NUM_SUSPECTS_MAX = 64
 CONFIDENCE_DEAD, CONFIDENCE_MISSING, CONFIDENCE_FAILED, CONFIDENCE_CODE = 0.8, 0.6, 0.7, 0.6
 CONFIDENCE_BEHIND, CONFIDENCE_BEHIND_UNTIMED = 0.75, 0.6
@@ -125,7 +125,7 @@ def diagnose(polls: Sequence[Poll], *, topology: Topology | None = None) -> tupl
 
 @dataclass(frozen=True, slots=True)
 class StalledCommunicatorPolls:
-    """A communicator of which nobody launched anything in the last `num_polls`, over `seconds`. `behind`: by collective."""
+    """A communicator without a launch in the last `num_polls` answers, over `seconds`. `behind`: by collective."""
 
     communicator: Communicator
     num_polls: int

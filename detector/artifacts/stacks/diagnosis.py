@@ -1,20 +1,20 @@
-"""Stacks: who holds up the rest, from one look at the stacks of all processes of a role.
+"""Stacks: which processes block the rest, from one snapshot of the stacks of all processes of a role.
 
-Each process is at one place: the thread that tells most, its main thread unless that only waits for another. Equal
-places make a group; two waits for others are the same when the call that waits and its callers are, whatever lies
-below. Then, cause before symptom:
+Each process is at one place: its most telling thread, which is the main thread unless that only waits for another. Equal
+places make a group; two waits for others are equal when the waiting call and its callers are, whatever lies below. Then,
+cause before symptom:
 
-  most wait for others, some do not        those who do not are the suspects: the rest waits for them; most at the same
-                                           place in two looks wait, too
-  all wait, and a rank has no dump         that rank: the stopped and the dead cannot be looked at
+  most wait for others, some do not        those that do not are the suspects: the rest waits for them; most at the same
+                                           place in two snapshots count as waiting, too
+  all wait, and a rank has no dump         that rank: a stopped or dead process gives no dump
   all wait, most in one collective         the others, as the smallest parallel group that holds them, and how many of
                                            it are likely innocent (ByteRobust, arXiv 2509.16293, stack aggregation)
-  all wait in one place; most do not wait  nobody: a healthy moment looks like this
+  all wait in one place; most do not wait  none: a healthy moment looks like this
   two halves                               cannot tell, and what would settle it
 
-One look cannot tell a slow process from a hung one. Several rounds can, see `stack_roster` for what they are: an outlier
-of the last that has stood since, while nobody got any further, hangs; one that is an outlier in most of them while the
-job goes on is slow, by the count of `stack_rounds`; of any other one cannot tell.
+One snapshot cannot tell a slow process from a hung one. Several rounds can: an outlier of the last round that has not moved
+since, while no process made progress, is hung; one that is an outlier in most rounds while the job goes on is slow (counted
+in rounds.py); any other is undecided.
 """
 
 from collections import Counter
@@ -49,7 +49,7 @@ from rolecall.detector.artifacts.stacks.rounds import NUM_FLAGS_MIN, NUM_ROUNDS,
 
 CONFIDENCE_OUTSIDE = 0.8
 CONFIDENCE_AT_WORK = 0.6
-"""Somebody is always the last to arrive: one who computes may only be slow."""
+"""Some rank is always the last to arrive: one that computes may only be slow."""
 CONFIDENCE_ABSENT = 0.6
 CONFIDENCE_ELSEWHERE = 0.5
 CONFIDENCE_AGAIN = 0.7
@@ -58,18 +58,18 @@ STANDS_CHANGE = 0.1
 """An older dump that shows the same place makes a hang likelier."""
 
 NUM_STANDING_ROUNDS = 3
-"""Twenty seconds at one place, and nobody got any further."""
+"""Twenty seconds at one place, without progress of any process."""
 LIKELY = 0.5
-"""Flags that are as likely by chance tell nothing, not even that one cannot tell."""
+"""Flags that are this likely by chance give no finding, not even `cannot_tell`."""
 
-DUMP_AGAIN = (
-    "dumps of the same processes some seconds later: who is then at the same place, outside of a wait, is stuck"
-)
+DUMP_AGAIN = "dumps of the same processes some seconds later: a process that is still at the same place, outside of a wait, is stuck"
 MORE_ROUNDS = (
-    f"{NUM_ROUNDS} rounds of dumps of all processes, {ROUND_SECONDS:g} s apart: who holds up the others in "
-    f"{NUM_FLAGS_MIN} of them is slow, who stands at one place hangs"
+    f"{NUM_ROUNDS} rounds of dumps of all processes, {ROUND_SECONDS:g} s apart: a process that blocks the others in "
+    f"{NUM_FLAGS_MIN} of them is slow, one that stays at one place is hung"
 )
-RECORDER = "Flight Recorder dumps, which tell who has not entered which collective; or stacks some seconds later"
+RECORDER = (
+    "Flight Recorder dumps, which show the ranks that have not entered a collective; or stacks some seconds later"
+)
 
 
 def diagnose(dumps: Sequence[StackDump], *, topology: Topology | None = None) -> list[Finding]:
@@ -109,17 +109,17 @@ def _judge(role: DumpedRole) -> Finding | None:
     again = None if hung else _again(role, counted)
     if again is not None or now is None:
         return again
-    # What nobody could tell of a job that goes on was a moment of it.
+    # An undecided round of a job that goes on was a moment of it.
     goes_on = not hung and any(p.moves for p in role.processes) and all(p.stack for p in role.processes)
     return None if goes_on else now
 
 
 def _hanging(rounds: Sequence[Sequence[DumpedProcess]], outliers: Sequence[Sequence[DumpedProcess]]) -> set[Who]:
-    """Outliers of the last round that have stood at one place for some rounds in which nobody left a wait: for
+    """Outliers of the last round that have stood at one place for some rounds in which none left a wait: for
     `NUM_STANDING_ROUNDS`, or for two and ever since they are outliers. Else the job goes on."""
     seen = [{p.key: p for p in r} for r in rounds]
     flagged = [{p.key for p in some} for some in outliers]
-    begin = 0  # of the rounds in which nobody left a wait
+    begin = 0  # of the rounds in which none left a wait
     waits: dict[Who, tuple[int, Stack]] = {}
     for n, r in enumerate(seen):
         for key, p in r.items():
@@ -180,7 +180,7 @@ def _in_pipeline(processes: Sequence[DumpedProcess], outside: Sequence[DumpedPro
 
 
 def _most(top: StackCluster, others: Sequence[DumpedProcess]) -> bool:
-    """Whether most wait at one place, where everybody comes together."""
+    """Whether most wait at one place, where all ranks meet."""
     return len(top.processes) > len(others) and top.stack.doing != StackActivity.PIPELINE
 
 
@@ -190,10 +190,10 @@ def _judge_once(role: str, processes: Sequence[DumpedProcess]) -> Finding | None
     outside = [p for p in processes if p.stack is not None and not p.stack.waits]
     absent = [p for p in processes if p.stack is None]
     if not waiting or len(outside) > len(waiting):
-        return None  # most are at work: who is early waits, and that accuses nobody
+        return None  # most are at work: the early ones wait, which names no suspect
     case = StackAnalysis(role, tuple(processes), tuple(places(processes)))
     if len(processes) == 1:
-        because = f"{at_last(processes[0])}, and no other process was looked at"
+        because = f"{at_last(processes[0])}; there is no dump of another process"
         return case.cannot_tell(waiting, because, "dumps of the processes that it waits for")
     if outside:
         return _late(case, waiting, outside, absent)
@@ -211,19 +211,19 @@ def _judge_once(role: str, processes: Sequence[DumpedProcess]) -> Finding | None
 def _late(
     case: StackAnalysis, waiting: list[DumpedProcess], outside: list[DumpedProcess], absent: list[DumpedProcess]
 ) -> Finding:
-    """Some do not wait for others: they are the cause, but for those that move."""
+    """Some do not wait for others: they are the cause, except those that move."""
     told = f"{len(waiting)} of {case.who} wait for others"
     if len(outside) == len(waiting):
         return case.cannot_tell(outside, f"{told}, as many do not: {names_text(outside)}", DUMP_AGAIN)
     largest = next(place for place in case.places if place.stack.waits)
     moving = [p for p in outside if p.moves is True]
     if len(moving) == len(outside):
-        because = f"{told} ({largest.stack.at}), but who does not, moves: {all_at_last(outside)}"
+        because = f"{told} ({largest.stack.at}), but those that do not are moving: {all_at_last(outside)}"
         return case.cannot_tell(outside, because, MORE_ROUNDS)
     outside = [p for p in outside if p.moves is not True]
     stuck = any(p.moves is False for p in outside)
     if _in_pipeline(case.processes, outside) and not stuck:
-        because = f"{told}, most of them in a pipeline, while {names_text(outside)} compute: so does a healthy pipeline"
+        because = f"{told}, most of them in a pipeline, while {names_text(outside)} compute, as in a healthy pipeline"
         return case.cannot_tell(outside, because, DUMP_AGAIN)
     at_work = {p.key for p in outside if p.stack is not None and p.stack.doing == StackActivity.WORK}
     outside.sort(key=lambda p: p.key in at_work)
@@ -240,7 +240,7 @@ def _late(
 
 
 def _absent(case: StackAnalysis, waiting: list[DumpedProcess], absent: list[DumpedProcess]) -> Finding:
-    """All that were looked at wait, and some were not: the stopped and the dead give no dump."""
+    """All that have a dump wait, and some have none: a stopped or dead process gives no dump."""
     told = f"all {case.who} that have a dump wait for others ({case.places[0].stack.at})"
     if len(absent) >= len(waiting):
         because = f"{told}, and {len(absent)} have none: {names_text(absent)}"
@@ -248,7 +248,7 @@ def _absent(case: StackAnalysis, waiting: list[DumpedProcess], absent: list[Dump
     if all(p.moves is True for p in waiting):
         because = f"{told}, where they were not in the round before, and there is no dump of {names_text(absent)}"
         return case.cannot_tell(absent, because, f"{DUMP_AGAIN}; a dump of {names_text(absent)}")
-    because = f"{told}, and there is no dump of {names_text(absent)}: the stopped and the dead give none"
+    because = f"{told}, and there is no dump of {names_text(absent)}: stopped or dead processes give none"
     if len(absent) > 1 and (group := shared(case.processes, absent)):
         because += f". All of them are in {group.name}"
     return case.finding(absent, CONFIDENCE_ABSENT, because)
@@ -262,7 +262,7 @@ def _elsewhere(case: StackAnalysis) -> Finding:
         f"{len(place.processes)} {finding_text(place.stack, len(place.processes))}" for place in case.places[:3]
     )
     if not _most(top, others):
-        because = f"all {case.who} wait for others, and no collective holds the most of them: {told}"
+        because = f"all {case.who} wait for others, and no collective holds a majority of them: {told}"
         return case.cannot_tell(others, because, RECORDER)
     because = f"all {case.who} wait for others, most of them in one place: {told}"
     if all(p.moves is True for p in others):
@@ -270,7 +270,7 @@ def _elsewhere(case: StackAnalysis) -> Finding:
     group = shared(case.processes, others) if len(others) > 1 else None
     if group is None:
         return case.finding(others, CONFIDENCE_ELSEWHERE, f"{because}. Elsewhere: {names_text(others)}")
-    # Who waits for a cause waits one level further out, with more others: the fewest are the nearest to it.
+    # Ranks that wait for a cause wait one level further out, with more others: the fewest are the nearest to it.
     alone = len(rest) == 1 or len(rest[-1].processes) < len(rest[-2].processes)
     first = rest[-1].processes if alone else ()
     words, members, evidence = as_a_whole(group, first)
@@ -278,7 +278,7 @@ def _elsewhere(case: StackAnalysis) -> Finding:
 
 
 def _again(role: DumpedRole, outliers: Sequence[Sequence[DumpedProcess]]) -> Finding | None:
-    """The same processes, or the same group, hold up the others in round after round, and move: slow."""
+    """The same processes, or the same group, block the others in round after round, and move: slow."""
     found = tally(outliers, role.processes)
     if found is None:
         return None
@@ -287,7 +287,7 @@ def _again(role: DumpedRole, outliers: Sequence[Sequence[DumpedProcess]]) -> Fin
     by_chance = num_flags < 2 or found.best[0].chance > LIKELY
     num_flagging = sum(map(bool, outliers))
     if not found.named and by_chance and (not outliers[-1] or num_flagging > 2):
-        return None  # once is chance, and by now it is over, or it is another's turn each time
+        return None  # once is chance and over by now, or another one each time
     last = role.rounds[flagged[-1]]
     case = StackAnalysis(role.name, tuple(last), tuple(places(_stood(last))))
     whom = {p.key for p in suspected}
@@ -312,9 +312,7 @@ def _again(role: DumpedRole, outliers: Sequence[Sequence[DumpedProcess]]) -> Fin
     else:
         suspected = sorted((p for p in suspected if often[p.key]), key=lambda p: -often[p.key])
         at = [p for p in outliers[flagged[-1]] if p.key in often]
-        because = (
-            f"the others wait for {names} in {num}, and go on in between: slow, not hung. At last: {all_at_last(at)}"
-        )
+        because = f"the others wait for {names} in {num}, and make progress in between: slow, not hung. Last seen: {all_at_last(at)}"
         finding = case.slow(suspected, CONFIDENCE_AGAIN, because, ())
     times = [p.at for n in flagged for p in role.rounds[n]], [p.at for p in role.rounds[-1]]
     return replace(finding, onset=min(times[0]), detected_at=max(times[1]), evidence=(*finding.evidence, *evidence))

@@ -61,9 +61,9 @@ class Thread:
 class StackDump:
     """The threads of one process, its main thread first. `at`: wall seconds of the file, for py-spy writes no time.
 
-    What nobody said is empty or None. `axes`: its coordinates (`pp`, 1) where the file name has them. `round_index`: the
+    What is unknown is empty or None. `axes`: its coordinates (`pp`, 1) where the file name has them. `round_index`: the
     number of the round of dumps in the names; `series`: the path without it, where names call it a round. `one_of_some`:
-    not all processes of its role were looked at, so that nobody is missed.
+    not all processes of its role were dumped, so that none counts as missing.
     """
 
     path: str

@@ -1,4 +1,4 @@
-"""Findings on stacks, and how they are worded: who is where, which group holds all suspects, what is told as evidence."""
+"""Findings on stacks: where each process is, which group holds all suspects, and what is shown as evidence."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from rolecall.detector.base.findings import settles
 
 DETECTOR = "stacks"
 STACK_GROUP = "stack_group"
-"""Evidence of this kind tells of one group of processes at the same place: `num_processes`, and the place in its text."""
+"""Evidence of this kind is one group of processes at the same place: `num_processes`, and the place in its text."""
 PARALLEL_GROUP = "parallel_group"
-"""Evidence of this kind tells of a group that is suspected as a whole: `num_members`, `num_likely_innocent`."""
+"""Evidence of this kind is a group that is suspected as a whole: `num_members`, `num_likely_innocent`."""
 ROUNDS = "rounds"
-"""Evidence of this kind tells in how many rounds of stacks somebody was an outlier: `num_flagged` of `num_rounds`."""
+"""Evidence of this kind says in how many rounds of stacks a process was an outlier: `num_flagged` of `num_rounds`."""
 NUM_GROUPS_SHOWN = 8
 NUM_FRAMES_SHOWN = 8
 NUM_NAMES_SHOWN = 8
@@ -46,7 +46,7 @@ def places(processes: Iterable[DumpedProcess]) -> list[StackCluster]:
 
 @dataclass(frozen=True, slots=True)
 class StackAnalysis:
-    """One role as it was looked at, and how findings about it are worded."""
+    """One role in one snapshot, and the wording of findings about it."""
 
     role: str
     processes: tuple[DumpedProcess, ...]
@@ -117,7 +117,7 @@ def shared(processes: Sequence[DumpedProcess], outliers: Sequence[DumpedProcess]
 
 
 def as_a_whole(group: CommonParallelGroup, first: Sequence[DumpedProcess]) -> tuple[str, list[DumpedProcess], Evidence]:
-    """(words, members, evidence) of a group that is suspected as a whole; `first`: who is the nearest to the cause."""
+    """(words, members, evidence) of a group that is suspected as a whole; `first`: the processes nearest to the cause."""
     nearest = {p.key for p in first}
     members = [*(p for p in group.members if p.key in nearest), *(p for p in group.members if p.key not in nearest)]
     innocent = len(members) - max(1, len(first))
@@ -125,7 +125,7 @@ def as_a_whole(group: CommonParallelGroup, first: Sequence[DumpedProcess]) -> tu
     size = f"{len(members)} processes" + (f" on {nodes} node{'s' if nodes != 1 else ''}" if nodes else "")
     words = f"{group.name}, {size}, of which {innocent} are likely innocent"
     if first and innocent:
-        words += f": look first at {names_text(first)}"
+        words += f": check first {names_text(first)}"
     values = {"num_members": float(len(members)), "num_likely_innocent": float(innocent)}
     evidence = Evidence(kind=PARALLEL_GROUP, text=f"{group.name}: {names_text(members)}", values=values)
     return words, members, evidence
@@ -137,7 +137,6 @@ _PLURAL = {
     "waits": "wait",
     "is": "are",
     "reads": "read",
-    "stands": "stand",
     "compiles": "compile",
     "collects": "collect",
 }
@@ -158,7 +157,7 @@ def names_text(processes: Sequence[DumpedProcess]) -> str:
 
 
 def at_last(process: DumpedProcess) -> str:
-    """What a process that does not wait is at, and whether it moves."""
+    """What a process that does not wait is doing, and whether it moves."""
     if process.stack is None:
         return process.name
     before = {None: "", True: "; an older dump shows it elsewhere: it moves", False: "; an older dump shows the same"}

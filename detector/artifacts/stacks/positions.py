@@ -1,4 +1,4 @@
-"""What a process is at, read from its stacks: whom it waits for, or what it does instead. Pure.
+"""What a process is doing, read from its stacks: what it waits for, or what it does instead. Pure.
 
 The thread that tells most speaks for its process: the main one, unless that only waits for another. From the innermost
 frame outward, frames that wait or pass on for their caller (locks, sockets, wrappers of torch) are passed over; the
@@ -25,14 +25,14 @@ class StackActivity(StrEnum):
     RENDEZVOUS = "waits in a rendezvous"
     DEVICE = "waits for its GPU"
     BACKWARD = "waits in backward, where gradients are reduced"
-    STOOD = "stands where most stand, now as in an older dump"
+    STOOD = "is where most processes are, now as in an older dump"
     DATA = "is in its data loader"
     CHECKPOINT = "reads or writes a checkpoint"
     COMPILE = "compiles"
     GARBAGE = "collects garbage"
     LOCK = "waits for a lock or for another thread of its own"
     IO = "reads or writes"
-    STILL = "stands still in its own code"
+    STILL = "is stuck in its own code"
     WORK = "is at work in its own code"
 
 
@@ -65,7 +65,7 @@ _THROUGH = (
     *("multiprocessing/", "concurrent/futures/", "subprocess.py", "torch/distributed/", "torch/multiprocessing/"),
     *("torch/utils/_contextlib.py", "torch/autograd/", "torch/_ops.py", "torch/nn/modules/module.py"),
 )
-"""Frames of these files wait or pass on for whoever called them: the caller says what for."""
+"""Frames of these files wait on behalf of their caller, which says what for."""
 _LOCK = ("threading.py", "queue.py", "multiprocessing/", "concurrent/futures/", "filelock")
 _IO = ("socket.py", "ssl.py", "selectors.py", "subprocess.py", "shutil.py", "http/", "urllib", "requests/", "fsspec/")
 _LAUNCH = (

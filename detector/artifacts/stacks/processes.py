@@ -24,7 +24,7 @@ from rolecall.detector.artifacts.stacks.file_names import WORLD_SIZE_MAX
 from rolecall.detector.artifacts.stacks.positions import Stack, stack_of
 
 STORY_SECONDS_MAX = 600.0
-"""Rounds further apart are not of one story; nor does it tell of a hang that somebody was elsewhere so long ago."""
+"""Rounds further apart do not belong together: a position so long ago says nothing about a hang."""
 LOOKS_APART_SECONDS_MIN = 1.0
 """Dumps of one process that lie closer have lost their times, copied without them: their names order them."""
 

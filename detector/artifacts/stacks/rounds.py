@@ -9,7 +9,7 @@ is flagged, and after five rounds the group flagged most is named. Here:
   named is    of the suspects with `NUM_FLAGS_MIN` flags, in `FLAGGED_RATIO_MIN` of the rounds, the one whose flags are the
               least likely if outliers were drawn by lot, at most `CHANCE_MAX`: many flags, few processes. Several
               processes are named as the smallest group that holds them, if that was flagged in the same rounds
-  a tie       are processes with as many flags in other rounds: nobody is named
+  a tie       are processes with as many flags in other rounds: none is named
 """
 
 import math
@@ -23,7 +23,7 @@ NUM_ROUNDS = 5
 ROUND_SECONDS = 10.0
 """ByteRobust's: what is asked for where rounds are too few."""
 NUM_FLAGS_MIN = 3
-"""One noisy round, or two, accuse nobody."""
+"""One or two noisy rounds name no suspect."""
 FLAGGED_RATIO_MIN = 0.6
 """Three of five. Somebody is always the last: one for whom the others wait in most of the looks costs them that time."""
 CHANCE_MAX = 0.05

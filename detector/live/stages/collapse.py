@@ -2,11 +2,10 @@
 
     fleet -> course (one point a step) -> collapse_signs -> one finding while they stand
 
-Where trainer and engine disagree about tokens of the very same weights, somebody's weights or numerics are wrong:
-`silent_corruption`, between two roles. These numbers are the maximum over all engines: they do not tell which, so no
-replica is named, and what would settle it is said. Else learning rate, reward or data are at fault: `user_code`. A person
-is called; replacing a machine would not help, and a false word here must not stop a run that took days
-(`recovery.policy`). A fault of a machine meanwhile is a diagnosis of its own: this one explains none, and none explains it,
+Where trainer and engine disagree about tokens of the very same weights, weights or numerics are wrong:
+`silent_corruption`, between two roles. These numbers are the maximum over all engines and do not identify one, so no
+replica is named. Else learning rate, reward or data are at fault: `user_code`. On-call is paged; replacing a machine would
+not help, and a false alarm must not stop a run that took days (`recovery.policy`). A fault of a machine meanwhile is a diagnosis of its own: this one explains none, and none explains it,
 because a course that went back to an older checkpoint is judged by what it had reached there.
 
 A finding stands until `QUIET_STEPS` steps in a row show no sign any more, or the run went back to before it began.
@@ -28,7 +27,7 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.training_history import TrainingHistory, TrainingStepPoint
 
 QUIET_STEPS: Final = 16
-"""Twice what a sign needs to be seen: one that flickers is one incident."""
+"""Twice what a symptom needs to show: one that flickers is one incident."""
 CONFIDENCE: Final = {FaultClass.SILENT_CORRUPTION: 0.9, FaultClass.USER_CODE: 0.7}
 """Log-probabilities that differ are a fact; why a reward fell is judged."""
 
@@ -174,5 +173,5 @@ def _roles(fleet: MonitoredProcesses) -> tuple[str, str]:
     return _named(trainers, "the trainers"), _named(engines - trainers, "the engines")
 
 
-def _named(roles: set[str], nobody: str) -> str:
-    return f"role {' and '.join(sorted(roles))}" if roles else nobody
+def _named(roles: set[str], otherwise: str) -> str:
+    return f"role {' and '.join(sorted(roles))}" if roles else otherwise

@@ -34,7 +34,7 @@ BUSY_SECONDS_MIN = 0.05
 """A stride goes on until its units should have taken this long: timer noise and single pauses loom large in less. What
 they did take must not decide, or only strides with a pause in them would count."""
 STRIDE_SECONDS_MAX = 30.0
-"""A stride that has not seen so much work by then is dropped: the slowness of somebody with nothing to do hurts nobody."""
+"""A stride without that much work by then is dropped: the slowness of an idle process does no harm."""
 STARVED_SHARE_MAX = 0.85
 """A stride starved for more than this of its busy time leaves too little of its own to be judged."""
 RATIO_CLIP = math.log(4.0)

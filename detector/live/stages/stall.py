@@ -5,8 +5,8 @@ of hang are told apart by heartbeats (ticks of a side thread, which stop when th
 kernel's process state is read for the sentence only.
 
 Cause before symptom: phases in which a process depends on others (`reduce`, `update`, `copy`, the controller's loop)
-accuse nobody while another process stalls on its own account, is gone, or came a moment ago. Who holds up a collective is
-decided in detector/live/stages/collective.py.
+accuse nobody while another process stalls on its own account, is gone, or came a moment ago. Which rank blocks a collective
+is decided in detector/live/stages/collective.py.
 """
 
 from rolecall.core.diagnosis import Evidence, Finding

@@ -26,12 +26,12 @@ from rolecall.detector.live.stages.stage import Stage, Tick
 from rolecall.detector.live.subject import MonitoredProcess
 
 GATHER_SECONDS = 2.0
-"""How long an exit waits for the others of its job: the launcher of a job that is ended takes them all down."""
+"""How long an exit waits for the others of its job: a launcher that ends a job takes them all down."""
 UNKNOWN_GATHER_SECONDS = 10.0
 """The same where the kernel cannot say how it ended (Linux before 6.13, and its parent has reaped it): a job that ends by
 itself, rank after rank, looks the same at first."""
 TIMEOUT_SECONDS = 600.0
-"""PyTorch's default for collectives over NCCL (`default_pg_nccl_timeout`): who waits for the dead learns of it then."""
+"""PyTorch's default for collectives over NCCL (`default_pg_nccl_timeout`): ranks that wait for a dead one fail then."""
 CONSEQUENCE_SECONDS = 900.0
 """Errors so long after an exit are its consequences: timeout, then the watchdog's dump and its heartbeat monitor."""
 TAKEN_DOWN_SECONDS = 60.0
@@ -80,8 +80,7 @@ class UninstrumentedStage(Stage):
 
 def find(fleet: MonitoredProcesses, now: float) -> list[Finding]:
     found = _exits(fleet, now)
-    # Diagnoses are of replicas: that a rank is gone, even if it is to be told in a moment, says more than that another
-    # of its replica stands still.
+    # Diagnoses are of replicas: the exit of a rank, even if not reported yet, says more than a stall of another rank.
     losing = {s.replica for s in fleet.unpaged() if s.gone and not s.finished}
     for s in fleet.unpaged():
         if s.gone or s.finished or s.sample is None or s.replica in losing:
@@ -100,7 +99,7 @@ def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
         return []
     living = len(everybody) > len(gone)
     if not living and len(gone) > 1 and len({(e.signal, e.code) for e in gone}) == 1:
-        for e in gone:  # the job ended as a whole: that stays true when its next start comes rank after rank
+        for e in gone:  # the job ended as a whole: that stays true while its next start comes rank by rank
             if not e.subject.finished:
                 fleet.changes(e.subject)
                 e.subject.finished = True
@@ -117,7 +116,7 @@ def _exits(fleet: MonitoredProcesses, now: float) -> list[Finding]:
             e.subject.followed = True
             continue
         chains.append([e])
-        if e.subject.followed:  # of somebody who began anew, and is not among the dead any more
+        if e.subject.followed:  # of a process that was restarted and is not among the dead any more
             continue
         if now - e.subject.exit_wall >= (GATHER_SECONDS if e.known else UNKNOWN_GATHER_SECONDS):
             found.append(_crash(e, gone, living, now))

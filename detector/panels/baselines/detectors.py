@@ -122,7 +122,7 @@ class BaselineTracker(PeerTracker):
         since = float(self._since[machine])
         text = f"{shape.metrics[m]} lies {apart[m]:+.1f} usual residuals from the median of its peers"
         because = (
-            f"{shape.machines[machine].name} of {shape.name} is unlike its {len(shape.machines) - 1} peers since "
+            f"{shape.machines[machine].name} of {shape.name} differs from its {len(shape.machines) - 1} peers for "
             f"{at - since:.0f} s: {method.name} score {score:.3g} over {threshold:.3g}; {text}"
         )
         return Finding(

@@ -300,8 +300,8 @@ class MinderTracker(PeerTracker):
         sigmas = float(self._sigmas[channel, machine])
         text = f"its distance to the others is {sigmas:.1f} standard deviations above theirs"
         because = (
-            f"{shape.machines[machine].name} of {shape.name}: {metric} is unlike that of its "
-            f"{len(shape.machines) - 1} peers since {at - onset:.0f} s: {text} (log-likelihood ratio {score:.1f} over {threshold:.1f}, for "
+            f"{shape.machines[machine].name} of {shape.name}: {metric} differs from its "
+            f"{len(shape.machines) - 1} peers for {at - onset:.0f} s: {text} (log-likelihood ratio {score:.1f} over {threshold:.1f}, for "
             f"{settings.false_alarms_per_1000_machine_days:g} false alarms per 1,000 machine-days)"
         )
         values = {"sigmas": sigmas, "score": score, "threshold": threshold, "seconds": at - onset}

@@ -206,7 +206,7 @@ class SequentialTracker:
         relative = self.both.scores / self.threshold
         calm = (relative < CALM_SHARE) | (self.shifts.calm & (self.novel.scores < self.novel.tail.location))
         leaping = self.novel.tail.surprise(self.novel.scores)
-        above = (relative > 1) & ~(self.shifts.calm & (leaping <= self.threshold))  # nobody is accused of what is over
+        above = (relative > 1) & ~(self.shifts.calm & (leaping <= self.threshold))  # what is over makes no finding
         self.calm = np.where(calm, self.calm + 1, 0)
         over = (self.alarmed | self.explained) & (self.calm >= CALM_TICKS)
         if over.any():
@@ -303,26 +303,28 @@ class SequentialTracker:
                 way = "above" if mean > 0 else "below"
                 text = (
                     f"{self.shape.metrics[m]}: {abs(mean):.1f} robust standard deviations {way} where it usually is "
-                    f"among its peers, since about {age} ticks, which neither its past nor theirs foretold"
+                    f"among its peers, for about {age} ticks, not predicted by its own history or theirs"
                 )
                 values = {"sigmas": mean, "score": metric_score}
                 evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
                 onset = min(onset, at - age * self.shape.interval_seconds)
-            words.append(f"{self.shape.metrics[strongest[0][0]]} stays away from its {peers} peers")
+            words.append(f"{self.shape.metrics[strongest[0][0]]} differs from its {peers} peers")
             evidence.append(_score("shift", shift * self.threshold, self.threshold))
         if novel > 1:
             score = float(self.novel.scores[n])
             moved = [int(m) for m in np.argsort(-self.deviation[:, n], kind="stable") if self.deviation[m, n] >= score]
             for m in moved[:3]:
                 text = (
-                    f"{self.shape.metrics[m]}: moved by {self.deviation[m, n]:.2f} of its usual range to where neither "
-                    f"it nor its peers were"
+                    f"{self.shape.metrics[m]}: moved by {self.deviation[m, n]:.2f} of its usual range, outside of all earlier "
+                    "values of it and its peers"
                 )
                 values = {"ranges": float(self.deviation[m, n])}
                 evidence.append(Evidence(kind=f"metric:{self.shape.metrics[m]}", text=text, values=values))
-            # The score is the least of these ticks: it has been away for as long.
+            # The score is the least of these ticks: the change began with the first of them.
             onset = min(onset, at - (len(self.leaps) - 1) * self.shape.interval_seconds)
-            words.append(f"{len(moved)} of {len(self.shape.metrics)} metrics leap where its {peers} peers do not")
+            words.append(
+                f"{len(moved)} of {len(self.shape.metrics)} metrics jumped together, those of its {peers} peers did not"
+            )
             evidence.append(_score("novelty", novel * self.threshold, self.threshold))
         times = max(shift, novel)
         return Finding(
@@ -332,7 +334,7 @@ class SequentialTracker:
             onset=min(onset, at),
             detected_at=at,
             confidence=round(min(0.99, 1 - 0.3 / float(times)), 2),
-            because=f"{machine.name} of {self.shape.name} is not as it was: {' and '.join(words)}",
+            because=f"{machine.name} of {self.shape.name} changed: {' and '.join(words)}",
             evidence=tuple(evidence),
         )
 
@@ -345,5 +347,5 @@ def _beyond(values: Floats, middles: Floats) -> Floats:
 
 
 def _score(channel: str, score: float, threshold: float) -> Evidence:
-    text = f"score of {channel}: {score:.2f}, threshold for the asked rate of false alarms {threshold:.2f}"
+    text = f"score of {channel}: {score:.2f}, threshold {threshold:.2f} for the configured false alarm rate"
     return Evidence(kind="score", text=text, values={"score": score, "threshold": threshold})

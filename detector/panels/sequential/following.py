@@ -134,7 +134,7 @@ class PeerCorrelation:
         self.usual = usual = np.median(scale, axis=1, keepdims=True)
         most = np.float32(DEVIATION_MAX)
         lead = np.clip(self.lead * step / scale, -most, most)
-        # How machines follow a move that the fleet never made before, nobody knows.
+        # How machines follow a move that the fleet never made before is unknown.
         new = np.maximum(np.abs(away) - np.float32(AWAY_USUAL) * np.sqrt(self.away_square), 0)
         slack = np.float32(AWAY_SHARE) * np.abs(away) + np.float32(AWAY_NEW_SHARE) * new
         slack += np.float32(STEP_SHARE) * np.abs(step)

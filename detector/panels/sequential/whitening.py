@@ -9,7 +9,7 @@ past foretells, under the model of a slow part and a part that comes and goes,
 of which the linear forecast is that of an ARMA(1,1) process, rho z(t-1) - theta e(t-1) (Box and Jenkins 1976, ch. 5).
 rho and theta follow from autocovariances c0, c1, c2 of the metric over all machines: rho = c2 / c1 (an instrumental
 variable: w has no part in it), the slow part's share of the variance is c1 / (rho c0), and theta is the Kalman gain's
-complement in the steady state. After an outlier nobody knows in which part it was: whatever lies between "gone at once"
+complement in the steady state. After an outlier it is unknown in which part it was: whatever lies between "gone at once"
 and "fades as outliers of this metric do" (`rho_far`) was to be expected. Where the white part rules, outliers are of it,
 and move the forecast by a few units only.
 
@@ -36,7 +36,7 @@ UNIT_SHARE_MIN = 0.8
 """... nor than this share of what the model implies for deviations of size 1: where bursts make a metric's scale it is quiet
 in between, but bursts there will be ..."""
 UNIT_MIN = 0.1
-"""... nor than this: a metric that stands still or glides is not infinitely precise."""
+"""... nor than this: a constant or gliding metric is not infinitely precise."""
 SIZE_LIMIT = 3.0
 """In units: what an outlier counts in the size."""
 INSTRUMENT_MAX, RESPONSE_MAX = 3.0, 20.0

@@ -84,59 +84,64 @@ class AlgorithmConfig(Section):
     name: AlgorithmName = AlgorithmName.GRPO
     """grpo, dapo, ppo or tppo."""
     group_size: Annotated[int, Field(ge=1, le=256)] = 8
-    """Samples of one prompt: the group that advantages are relative to. With a critic it may be 1."""
+    """Answers per prompt: the group that advantages are relative to. With a critic it may be 1."""
     microbatches_per_step: Annotated[int, Field(ge=1, le=1024)] = 4
     """B of invariant Constant work (docs/invariants.md): each optimizer step uses exactly this many, whatever the
     number of survivors."""
     groups_per_microbatch: Annotated[int, Field(ge=1, le=256)] = 4
+    """Prompt groups in one microbatch."""
     learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
+    """Of the policy's AdamW, without a schedule."""
     grad_norm_max: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Gradients of policy and critic are each clipped to this norm."""
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Ratios below 1 - clip_low are clipped; see clip_high."""
     clip_high: Annotated[float, Field(gt=0, lt=10)] = 1.0
-    """A token's ratio to the policy that made it is clipped to [1 - clip_low, 1 + clip_high]. DAPO's 0.2 and 0.28 are
-    for a learning rate of 1e-6; here two versions of staleness move ratios far more, most of all in the first steps."""
+    """Upper clip range: the ratio to the policy that made a token is clipped to [1 - clip_low, 1 + clip_high]. DAPO's
+    0.2 and 0.28 are for a learning rate of 1e-6; here two versions of staleness move ratios far more."""
     aggregation: Literal["constant", "token", "sample"] = "constant"
-    """What the sum over tokens is divided by. constant: samples times the longest response (Dr. GRPO); token: the tokens
-    trained in the whole step (DAPO); sample: each sample's own tokens first, then the samples (GRPO)."""
+    """Divisor of the sum over tokens. constant: samples x longest answer (Dr. GRPO). token: tokens trained in the step
+    (DAPO). sample: each sample's own tokens first, then the samples (GRPO)."""
     divide_by_std: bool = True
-    """GRPO divides a group's advantages by their standard deviation; Dr. GRPO does not."""
+    """Divide a group's advantages by their standard deviation (GRPO); Dr. GRPO does not."""
     entropy_coefficient: Annotated[float, Field(ge=0, le=1)] = 0.05
-    """Bonus for the policy's entropy at each token. A model that starts from random weights settles on one answer
-    without it; raising it keeps answers random for longer."""
+    """Bonus for the policy's entropy at each token. Without it a model from random weights settles on one answer; a
+    larger value keeps answers random for longer."""
     kl_coefficient: Annotated[float, Field(ge=0, le=10)] = 0.0
-    """Weight of the divergence from the policy that the run began with. Above 0 each trainer keeps a frozen copy of it."""
+    """Weight of the divergence from the run's first policy. Above 0 each trainer keeps a frozen copy of it."""
     importance_cap: Annotated[float, Field(ge=1, le=1000)] | None = None
-    """None: ratios against the policy that made each token, clipped. A number: instead a token counts by that ratio, at
-    most by this (truncated importance weight); there is no clip range then."""
+    """null: clipped ratios against the policy that made each token. A number: truncated importance weights, at most
+    this, and no clip range."""
     dynamic_sampling: bool = False
-    """Groups that teach nothing are dropped, and others generated, until the step's batch is full (DAPO)."""
+    """Drop groups that teach nothing, and generate others until the step's batch is full (DAPO)."""
     filter_by: Literal["reward", "exact"] = "reward"
-    """What teaches nothing: reward: a group whose rewards are all equal; exact: one in which all answers are exact, or
-    none is (DAPO's words; with graded rewards nothing is learned before the first exact answer)."""
+    """Which groups teach nothing. reward: all rewards are equal. exact: all answers are exact, or none is (as in DAPO;
+    with graded rewards nothing is learned before the first exact answer)."""
     refills_max: Annotated[int, Field(ge=1, le=10_000)] = 10
-    """Batches of groups that may be generated for one step, counted in `groups_per_step`."""
+    """Batches of groups that may be generated for one step."""
     at_refill_limit: Literal["fail", "take"] = "fail"
-    """fail: the run ends, and says that its prompts are too easy or too hard. take: the newest filtered groups fill the
-    batch; they teach nothing, and the step goes on."""
+    """fail: the run ends and reports that prompts are too easy or too hard. take: the newest filtered groups fill the
+    batch."""
     overlong_buffer_tokens: Annotated[int, Field(ge=0, le=1_000_000)] = 0
-    """Tokens before the longest response over which the punishment of length grows to 1 (DAPO); 0: no punishment."""
+    """Tokens before overlong_limit_tokens over which the overlong penalty grows to 1 (DAPO). 0: no penalty."""
     overlong_limit_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Response length at which the punishment is 1. None: the longest that the task lets a response be."""
+    """Answer length at which the overlong penalty is 1. null: max_response_tokens of the task."""
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount of what a token earns later."""
+    """Discount of later rewards."""
     lambda_policy: Annotated[float, Field(ge=0, le=1)] = 0.95
-    """GAE's trade between the critic's word (0) and what really came (1), for the policy's advantages."""
+    """GAE's lambda for the policy's advantages: 0 trusts the critic, 1 the actual return."""
     lambda_value: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The same for what the critic is trained on. 1: the discounted reward itself."""
+    """GAE's lambda for the critic's targets. 1: the discounted reward itself."""
     value_learning_rate: Annotated[float, Field(ge=0, le=1)] = 1e-3
+    """Of the critic's AdamW."""
     window_tokens: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
-    """T-PPO: tokens that a trajectory grows by before it is trained on. None: of a whole job, `WINDOW_TOKENS`."""
+    """T-PPO: tokens of one window. null: 16, or the task's longest answer if that is shorter."""
     truncation_value: Literal["critic", "previous"] = "critic"
-    """T-PPO: value of the state behind a cut. critic: what the critic says of it; previous: the same as of the state
-    before the last token, as the paper assumes, so that without discount the last difference is 0."""
+    """T-PPO: value of the state behind a cut. critic: the critic's estimate. previous: the value of the state before
+    the last token, as the paper assumes."""
     prefixes: Literal["continue", "train"] = "continue"
-    """What becomes of an unfinished trajectory whose engine died. continue: it goes on elsewhere until its window is
-    full. train: its window ends where the engine died; it is trained on as it stands, and goes on in the next one."""
+    """Unfinished answers of a dead engine. continue: generated elsewhere to the end of the window. train: the window
+    ends there, is trained on, and the answer continues in the next one."""
 
     @property
     def groups_per_step(self) -> int:

@@ -31,13 +31,19 @@ class ModelConfig(Section):
     """A Qwen3-shaped decoder made locally from `seed`, or a Hugging Face model folder."""
 
     path: str | None = None
-    """Folder with config.json and safetensors; None makes a small model locally."""
+    """Folder with config.json and safetensors. null: a small model is created locally from the seed."""
     hidden_size: Annotated[int, Field(ge=32, le=4096)] = 128
+    """Width of the local model."""
     intermediate_size: Annotated[int, Field(ge=32, le=16_384)] = 1024
+    """Width of its feed-forward layers."""
     num_layers: Annotated[int, Field(ge=1, le=64)] = 2
+    """Decoder layers."""
     num_heads: Annotated[int, Field(ge=1, le=64)] = 4
+    """Attention heads; a multiple of num_kv_heads."""
     num_kv_heads: Annotated[int, Field(ge=1, le=64)] = 2
+    """Key and value heads."""
     head_dim: Annotated[int, Field(ge=16, le=256)] = 32
+    """Size of one head."""
 
     @model_validator(mode="after")
     def _heads(self) -> "ModelConfig":
@@ -57,14 +63,14 @@ class TaskName(StrEnum):
 
 class TaskConfig(Section):
     name: TaskName = TaskName.DIGIT_PARITY
-    """digit_parity: whether each digit is odd or even. long_addition: two numbers added place by place; most answers
-    are short, some are long."""
+    """digit_parity: for each digit, odd or even. long_addition: two numbers added place by place; most answers are
+    short, some are long."""
     num_digits: Annotated[int, Field(ge=1, le=64)] = 12
-    """Length of prompt and answer, the greatest one where lengths vary: raising it makes the task harder."""
+    """Length of prompt and answer, the maximum where lengths vary. A larger value is harder."""
     base: Annotated[int, Field(ge=2, le=10)] = 2
-    """Of long_addition's numbers: raising it makes the task harder, there are more sums to know."""
+    """Base of long_addition's numbers. A larger value is harder: there are more sums to learn."""
     fixed_length: bool = False
-    """Every response is as long as the longest: for measurements of speed, where lengths must not change."""
+    """Every answer has the maximum length: for measurements of speed."""
 
     @property
     def max_response_tokens(self) -> int:
@@ -100,9 +106,13 @@ class RolesConfig(Section):
     """How many replicas of each role."""
 
     trainer: Annotated[int, Field(ge=1, le=64)] = 2
+    """Trainer replicas. Each holds the full model."""
     rollout: Annotated[int, Field(ge=1, le=256)] = 3
+    """Rollout replicas, each with an inference engine."""
     reward: Annotated[int, Field(ge=1, le=64)] = 2
+    """Reward workers."""
     controller: Annotated[int, Field(ge=1, le=1)] = 1
+    """Always 1."""
 
     def counts(self) -> dict[str, int]:
         return self.model_dump()
@@ -110,92 +120,103 @@ class RolesConfig(Section):
 
 class CheckpointConfig(Section):
     every_steps: Annotated[int, Field(ge=1)] = 20
+    """Steps between checkpoints."""
     keep: Annotated[int, Field(ge=1, le=100)] = 3
+    """Checkpoints that are kept; older ones are deleted."""
 
 
 class DetectorConfig(Section):
     """Settings of the live detectors. They are the same for every role; deadlines are learned per (role, phase)."""
 
     poll_seconds: Seconds = 1.0
-    """How often agents are asked for samples: findings from samples come later by half of it. Events do not wait."""
+    """Interval of requests for samples; findings from samples come later by half of it. Events are not delayed."""
     window_seconds: Seconds = 30.0
-    """How much is kept for peer comparison."""
+    """How much history peers are compared over."""
     hang_floor_seconds: Seconds = 2.5
-    """No stall below this is a hang, whatever was learned: deadline = max(floor, k x own P99)."""
+    """No stall below this is a hang: deadline = max(floor, hang_p99_factor x own P99)."""
     hang_p99_factor: Annotated[float, Field(ge=1)] = 5.0
+    """Deadline as a multiple of the learned P99. A larger value detects later, with fewer false alarms."""
     hang_ceiling_seconds: Seconds = 60.0
-    """A learned deadline never grows beyond this."""
+    """Upper bound of a learned deadline."""
     first_unit_seconds: Seconds = 120.0
     """Deadline of start, compilation and the first unit of work of an incarnation."""
     slow_ratio: Annotated[float, Field(gt=1)] = 2.0
-    """Slower than peers by this factor is what the sequential test looks for; half of its logarithm is allowed drift."""
+    """The sequential test looks for replicas slower than their peers by this factor; half of its logarithm is allowed
+    drift."""
     slow_false_alarms_per_day: Annotated[float, Field(gt=0)] = 0.1
-    """Wanted false-alarm rate of the slow test per replica; lowering it delays findings."""
+    """Accepted false-alarm rate of the slow test per replica. A lower value detects later."""
     slow_stride_seconds: Seconds = 1.0
     """Length of one observation of the slow test."""
     mask_proc_state: bool = False
-    """Hide the kernel's process state (R, S, T) from the detectors: a test of the other evidence."""
+    """Hide the kernel's process state (R, S, T) from the detectors, to test the other evidence."""
 
 
 class RecoveryConfig(Section):
     mode: Literal["observe", "approve", "act"] = "observe"
-    """observe: findings and incidents only. approve: a person approves each plan. act: guards decide."""
+    """observe: findings and incidents only. approve: an operator approves each plan. act: guards decide."""
     evictions_per_hour_max: Annotated[int, Field(ge=0)] = 6
+    """Replicas taken down within an hour; at the limit rolecall stops acting and pages on-call."""
     replicas_at_once_max: Annotated[int, Field(ge=1)] = 2
-    """Replicas under repair at the same time, over all incidents. With 1, a hung trainer, for whom a whole step waits,
-    would wait itself for the cold start of a rollout."""
+    """Replicas under repair at the same time, over all incidents. With 1, a hung trainer, which blocks a whole step,
+    would wait for the cold start of a rollout."""
     retries_per_replica_max: Annotated[int, Field(ge=1)] = 3
-    """Replacements of one replica within an hour before a person is called instead."""
+    """Replacements of one replica within an hour; beyond it on-call is paged."""
     role_share_max: Ratio = 0.5
-    """Largest share of a role that may be under repair at once; one replica is always allowed."""
+    """Largest share of a role under repair at once; one replica is always allowed."""
     quarantined_share_max: Annotated[float, Field(ge=0, le=0.5)] = 0.5
-    """Largest share of the run's nodes that rolecall quarantines by itself, because it moved a replica away from a fault
-    of the node (gpu, network, node_lost). 0: never. A person may quarantine more."""
+    """Largest share of the run's nodes that rolecall quarantines by itself after moving a replica away from a fault of
+    the node (gpu, network, node_lost). 0: never. Operators may quarantine more."""
     approval_timeout_seconds: Seconds = 600.0
-    """An approval not given within this lapses."""
+    """A plan that is not approved within this time expires."""
     verification_timeout_seconds: Seconds = 120.0
-    """A replacement must be seen to make progress within this, else the action counts as failed."""
+    """A replacement must make progress within this time, else the action has failed."""
     horizon_seconds: Annotated[float, Field(gt=0)] | None = None
-    """How much longer the job is expected to run: a slow replica is replaced only if the gain over the horizon
-    exceeds the cost. None: unknown, slow replicas are tolerated."""
+    """How much longer the job is expected to run: a slow replica is replaced only if the gain over the horizon exceeds
+    the cost. null: unknown; slow replicas are tolerated."""
     replacement_cost_seconds: Seconds = 30.0
-    """What a replacement costs the replica until it serves, for the trade against slowness."""
+    """Cost of a replacement until the replica serves, weighed against slowness."""
     lease_seconds: Seconds = 5.0
-    """A watch that does not renew for this long may be succeeded."""
+    """Another watch may take over if the lease is not renewed for this long."""
     webhook_url: str | None = None
-    """Where a person is called (JSON POST), and where the dead-man signal goes."""
+    """Pages on-call (JSON POST) and receives the heartbeat."""
     deadman_seconds: Seconds = 60.0
-    """Interval of watch's own sign of life to the webhook."""
+    """Interval of the watch's heartbeat to the webhook."""
 
 
 class RuntimeConfig(Section):
     nodes: Annotated[int, Field(ge=1, le=512)] = 7
+    """Nodes of the local cluster."""
     standbys: Annotated[int, Field(ge=0, le=16)] = 1
     """Warm rollout processes that can take a replica's place."""
     staleness_max: Annotated[int, Field(ge=0, le=64)] = 2
-    """A token that is older by more policy versions than this is not trained on. A group is dropped as too old only when
-    all of its tokens are, so that long answers are lost no more often than short ones."""
+    """Tokens older than this many policy versions are not trained on. A group is dropped as stale only when all of its
+    tokens are."""
     startup_timeout_seconds: Annotated[float, Field(ge=0, le=3600)] = 90.0
-    """A fresh run waits this long for all replicas before it begins with those that are there."""
+    """A fresh run waits this long for all replicas, then starts with those that are ready."""
     lease_seconds: Seconds = 30.0
-    """An actor whose supervisor does not renew its lease for this long exits."""
+    """An actor exits if its supervisor does not renew its lease for this long."""
     group_timeout_seconds: Seconds = 20.0
     """Timeout of the trainers' process group: the only way out of a partition."""
     kv_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 64 << 20
+    """KV cache of each rollout engine."""
     transfer_timeout_seconds: Seconds = 10.0
+    """Deadline of one weight transfer."""
 
 
 class JobConfig(Section):
     """One RL post-training run."""
 
     name: Annotated[str, Field(pattern=ID_PATTERN.pattern)] = "job"
+    """Name of the job; part of the default run id."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of model, task and sampling."""
     num_steps: PositiveInt = 100
+    """Optimizer steps."""
     injection_allowed: bool = False
     """Whether `rolecall inject` may touch this job's processes."""
     journal: str | None = None
-    """Where journal and ledger live: postgresql://USER@HOST/DATABASE (each run makes a schema of its own there), or
-    sqlite:////PATH/TO/FILE. None: a SQLite file in the run's directory. A password is better kept in ~/.pgpass."""
+    """Location of journal and ledger: postgresql://USER@HOST/DATABASE (each run creates its own schema) or
+    sqlite:////PATH/TO/FILE. null: a SQLite file in the run directory. Keep a password in ~/.pgpass."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()

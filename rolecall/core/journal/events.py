@@ -1,44 +1,72 @@
 """One entry of the journal. `incident_id` and `caused_by` (an event id) let any action walk back to the sample that caused it."""
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
 
-from rolecall.core.errors import JournalCorrupt
 from rolecall.core.journal.kinds import EventKind
-from rolecall.core.journal.payloads import PAYLOADS, Payload
+from rolecall.core.journal.payloads import PAYLOADS, Payload, PlanCreated, StepCommitted
 
 __all__ = ["Event", "EventKind"]
+
+P = TypeVar("P", bound=Payload)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     seq: int  # position in the journal, from 1
-    kind: EventKind
     wall_at: float
-    body: dict[str, Any] = field(default_factory=dict)
+    payload: Payload
     incident_id: str | None = None
     caused_by: str | None = None
     key: str | None = None  # appending the same key again changes nothing
     hash: str = ""
 
     @property
-    def payload(self) -> Payload:
-        """
-        Raises:
-            JournalCorrupt: the body does not fit its kind.
-        """
-        try:
-            return PAYLOADS[self.kind].read(self.body)
-        except (KeyError, TypeError, ValueError) as e:
-            raise JournalCorrupt(where=f"event {self.seq}", reason=f"cannot be read: {e}") from e
+    def kind(self) -> EventKind:
+        return self.payload.kind
 
     @property
     def event_id(self) -> str:
         return f"e{self.seq}"
 
+    def as_(self, payload: type[P]) -> P:
+        """The payload, of an event whose kind is known.
+
+        Raises:
+            TypeError: it is of another kind.
+        """
+        if not isinstance(self.payload, payload):
+            raise TypeError(f"{self.event_id} is {self.kind}, not {payload.kind}")
+        return self.payload
+
+    def slim(self) -> Self:
+        """For those that keep many: without what a plan was decided from, and without the parts of a step."""
+        payload = self.payload
+        if isinstance(payload, PlanCreated):
+            return replace(self, payload=replace(payload, question={}))
+        if isinstance(payload, StepCommitted):
+            return replace(self, payload=replace(payload, groups=(), microbatches=(), health={}, versions={}))
+        return self
+
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "kind": str(self.kind)}
+        """As JSON, with the payload as it is stored."""
+        return {
+            "seq": self.seq,
+            "kind": str(self.kind),
+            "wall_at": self.wall_at,
+            "body": self.payload.to_body(),
+            "incident_id": self.incident_id,
+            "caused_by": self.caused_by,
+            "key": self.key,
+            "hash": self.hash,
+        }
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Self:
-        return cls(**{**d, "kind": EventKind(d["kind"])})
+    def from_dict(cls, d: Mapping[str, Any]) -> Self:
+        """
+        Raises:
+            KeyError, TypeError, ValueError: it is no event, or its body does not fit its kind.
+        """
+        rest = {name: value for name, value in d.items() if name not in ("kind", "body")}
+        return cls(payload=PAYLOADS[EventKind(d["kind"])].read(d["body"]), **rest)

@@ -16,7 +16,7 @@ from rolecall.core.errors import ConcurrentWrite, JournalCorrupt, LeaseFenced
 from rolecall.core.ids import ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.core.journal.payloads import ChainHead, EpochAdvanced, Payload
-from rolecall.core.journal.rows import DamagedLine, actual_of, epoch_of, event_of, packed, storable, unpacked
+from rolecall.core.journal.rows import DamagedLine, Row, actual_of, epoch_of, event_of, packed, storable, unpacked
 from rolecall.core.journal.store import GENESIS, Store, canonical, chain_hash
 from rolecall.core.journal.tables import ACTUAL, DESIRED, EPOCHS, EVENTS, FLAGS, LEASES, WINDOWS
 from rolecall.core.membership import Actual, Desired, Epoch, ReplicaState
@@ -69,7 +69,8 @@ class Journal:
         with self.store.write() as conn:
             if unless:
                 self._check_overtaken(conn, payload.kind, incident_id, key, unless, since)
-            return self._append(conn, payload.kind, payload.to_body(), incident_id, caused_by, key, lease)
+            row = self._append(conn, payload.kind, payload.to_body(), incident_id, caused_by, key, lease)
+        return event_of(row, self.store.where)
 
     def append_unchecked(self, kind: EventKind, body: Mapping[str, Any], *, incident_id: str | None = None) -> None:
         """Adds an event whatever its body holds: for tests of what readers do with damage."""
@@ -102,11 +103,11 @@ class Journal:
         caused_by: str | None,
         key: str | None,
         lease: Lease | None,
-    ) -> Event:
+    ) -> Row:
         if key is not None:
             row = conn.execute(sa.select(EVENTS).where(EVENTS.c.key == key)).mappings().first()
             if row is not None:
-                return event_of(row, self.store.where)
+                return row
         if lease is not None:
             self._check_fence(conn, lease)
         last = conn.execute(sa.select(EVENTS.c.seq, EVENTS.c.hash).order_by(EVENTS.c.seq.desc()).limit(1)).first()
@@ -122,7 +123,7 @@ class Journal:
         }
         link = chain_hash(previous, entry)
         conn.execute(EVENTS.insert().values(**entry, hash=link))
-        return event_of({**entry, "hash": link}, self.store.where)
+        return {**entry, "hash": link}
 
     def events(
         self,

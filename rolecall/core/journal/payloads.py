@@ -8,9 +8,11 @@ anything else raises `version`. `docs/reference/events.md` is generated from thi
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import Enum
+from functools import cache
 from types import UnionType
 from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
 
@@ -30,6 +32,11 @@ class Payload:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     kind: ClassVar[K]
 
+    @property
+    def reason(self) -> str:
+        """Why it happened; empty for kinds that do not say."""
+        return str(getattr(self, "because", ""))
+
     def to_body(self) -> dict[str, Any]:
         """The stored JSON: every field, whether it has a default or not."""
         body = {name: _plain(getattr(self, name)) for name in PAYLOADS[self.kind].names}
@@ -46,7 +53,6 @@ class PayloadSpec:
     version: int
     owner: str
     names: tuple[str, ...]  # of the fields
-    adapter: TypeAdapter[Any]
 
     @property
     def summary(self) -> str:
@@ -63,10 +69,16 @@ class PayloadSpec:
                 raise ValueError(f"{self.kind} has version {version!r}, this rolecall reads {self.version}")
             body = {name: value for name, value in body.items() if name != SCHEMA_FIELD}
         try:
-            found: Payload = self.adapter.validator.validate_python(body)
+            found: Payload = _adapter(self.kind).validator.validate_python(body)
         except ValidationError as e:
             raise ValueError(f"{self.kind}: {_problems(e)}") from None
         return found
+
+
+@cache
+def _adapter(kind: K) -> TypeAdapter[Any]:
+    """Built at the first event of a kind: all of them together would make every import of the journal slower."""
+    return TypeAdapter(PAYLOADS[kind].payload)
 
 
 PAYLOADS: dict[K, PayloadSpec] = {}
@@ -89,7 +101,6 @@ class _Event:
             version=self.version,
             owner=self.owner,
             names=tuple(f.name for f in fields(payload)),
-            adapter=TypeAdapter(payload),
         )
         return payload
 
@@ -103,11 +114,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Enum):
         return value.value
     if hasattr(value, "to_dict"):
-        return value.to_dict()
+        return _plain(value.to_dict())
     if isinstance(value, Mapping):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no such number, and a NaN loss must neither be lost nor stop its writer
     return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
@@ -135,6 +148,7 @@ class RunStarted(Payload):
     config_digest: Annotated[str, "digest of the job file"]
     roles: Annotated[Mapping[str, int], "role -> number of replicas, standbys included"]
     nodes: Annotated[tuple[str, ...], "nodes of the run"]
+    num_steps: Annotated[int | None, "optimizer steps that the job runs for"] = None
 
 
 @_Event(K.RUN_ENDED, SESSION)

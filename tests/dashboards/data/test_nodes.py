@@ -8,6 +8,7 @@ import pytest
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.payloads import PAYLOADS
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.dashboards.data.hardware import FleetMetrics, codes_of, live_of, merged, of_run, samples
 from rolecall.dashboards.data.node_history import pasts, quarantined
@@ -28,6 +29,7 @@ from rolecall.dashboards.data.nodes import (
 from rolecall.recovery.fleet import FleetView, fleet_view
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.incidents.projection import fold
+from rolecall.testing.events import made_event
 from tests.dashboards.acting_world import diagnosis
 
 K = EventKind
@@ -50,19 +52,23 @@ def _incident(
 ) -> Incident:
     found = diagnosis("rollout/1", more.pop("because", "it ended"), node=node, at=NOW - ago, **more)
     events = [
-        Event(seq=1, kind=K.INCIDENT_OPENED, wall_at=NOW - ago, body={"diagnosis": found.to_dict()}, incident_id=name)
+        made_event(
+            seq=1, kind=K.INCIDENT_OPENED, wall_at=NOW - ago, body={"diagnosis": found.to_dict()}, incident_id=name
+        )
     ]
     if closed:
         body = {"outcome": "self_recovered", "because": "over"}
-        events.append(Event(seq=2, kind=K.INCIDENT_CLOSED, wall_at=NOW - ago + 1, body=body, incident_id=name))
+        events.append(made_event(seq=2, kind=K.INCIDENT_CLOSED, wall_at=NOW - ago + 1, body=body, incident_id=name))
     if mark:
         body = {"verdict": mark, "by": "anna", "because": ""}
-        events.append(Event(seq=3, kind=K.DIAGNOSIS_REVIEWED, wall_at=NOW, body=body, incident_id=name))
+        events.append(made_event(seq=3, kind=K.DIAGNOSIS_REVIEWED, wall_at=NOW, body=body, incident_id=name))
     return fold(events)[name]
 
 
 def _said(kind: EventKind, node: str, **body: Any) -> Event:
-    return Event(seq=1, kind=kind, wall_at=NOW, body={"node": node, "by": "carla", "because": "hot", **body})
+    said = {"node": node, "by": "carla", "because": "hot", **body}
+    known = {name: value for name, value in said.items() if name in PAYLOADS[kind].names}
+    return made_event(seq=1, kind=kind, wall_at=NOW, body=known)
 
 
 def _rows(
@@ -154,7 +160,11 @@ def test_age(seconds: float, told: str) -> None:
 
 
 def test_a_nodes_past_keeps_who_said_what_after_its_return() -> None:
-    result = {"passed": False, "seconds": 3.0, "checks": [{"name": "memory", "passed": False, "because": "3 words"}]}
+    result = {
+        "passed": False,
+        "seconds": 3.0,
+        "checks": [{"name": "memory", "passed": False, "because": "3 words", "values": {}}],
+    }
     events = [
         _said(K.NODE_QUARANTINED, "node-1"),
         _said(K.BURN_IN_FINISHED, "node-1", **result),

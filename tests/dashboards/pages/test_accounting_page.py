@@ -160,7 +160,7 @@ def test_a_diagnosis_is_marked_under_the_name_of_who_is_signed_in(finished: Worl
     button(at, "✗ Wrong").click().run()
     button(at, "✓ Right").click().run()
     new = finished.events()[before:]
-    assert [(e.kind, e.incident_id, e.body["verdict"], e.body["by"]) for e in new] == [
+    assert [(e.kind, e.incident_id, e.payload.verdict, e.payload.by) for e in new] == [
         (K.DIAGNOSIS_REVIEWED, "i-2", "wrong", "anna"),
         (K.DIAGNOSIS_REVIEWED, "i-2", "right", "anna"),
     ]

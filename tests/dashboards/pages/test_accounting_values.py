@@ -5,12 +5,13 @@ from dataclasses import replace
 import pytest
 
 from rolecall.core.faults import DetectionChannel, FaultClass
-from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.events import EventKind
 from rolecall.dashboards.pages.accounting.goals import GOAL_SECONDS, detection, evidence_of, recovery
 from rolecall.dashboards.pages.accounting.marks import marks, wilson
 from rolecall.dashboards.pages.accounting.time import SLICES_MAX, UNDETECTED, times
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.incidents.projection import fold
+from rolecall.testing.events import made_event
 from rolecall.views.ettr import Step, ettr, losses
 from rolecall.views.incidents import IncidentSummary, MatchedIncidents, Replacement
 from rolecall.views.injections import InjectedFault
@@ -170,10 +171,10 @@ def test_of_nothing_there_is_no_interval() -> None:
 
 def _incident(name: str, mark: str = "", **more: object) -> Incident:
     d = diagnosis("rollout/1", "it ended", **more)  # type: ignore[arg-type]
-    events = [Event(seq=1, kind=K.INCIDENT_OPENED, wall_at=1.0, body={"diagnosis": d.to_dict()}, incident_id=name)]
+    events = [made_event(seq=1, kind=K.INCIDENT_OPENED, wall_at=1.0, body={"diagnosis": d.to_dict()}, incident_id=name)]
     if mark:
         body = {"verdict": mark, "by": "anna", "because": ""}
-        events.append(Event(seq=2, kind=K.DIAGNOSIS_REVIEWED, wall_at=2.0, body=body, incident_id=name))
+        events.append(made_event(seq=2, kind=K.DIAGNOSIS_REVIEWED, wall_at=2.0, body=body, incident_id=name))
     return fold(events)[name]
 
 

@@ -131,7 +131,7 @@ def test_the_sentence_of_the_incident_is_on_its_page_and_in_the_address(
     (opened,) = [e for e in journal.events(kinds=[K.INCIDENT_OPENED]) if e.incident_id == HUNG]
     journal.close()
     with at(chromium, address, *PAGES["incident"]) as shot:
-        assert opened.body["diagnosis"]["because"] in shot.text()
+        assert opened.payload.to_body()["diagnosis"]["because"] in shot.text()
         shot.page.get_by_role("button", name="All incidents").click()
         shot.page.get_by_text("3 incidents").wait_for()
         assert "incident=" not in shot.page.url
@@ -207,5 +207,5 @@ def test_a_person_signs_in_and_approves_by_one_click(chromium: Browser, asked: A
         shot.open("/operations")  # a reload signs out, and says nothing again
         shot.page.get_by_text("Read-only: sign in").wait_for()
     (approved,) = asked.made.events(K.PLAN_APPROVED)
-    assert (approved.body["by"], approved.incident_id) == ("anna", asked.plan.incident_id)
-    assert approved.body["digest"] == asked.plan.digest
+    assert (approved.payload.by, approved.incident_id) == ("anna", asked.plan.incident_id)
+    assert approved.payload.digest == asked.plan.digest

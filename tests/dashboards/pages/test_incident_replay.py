@@ -13,6 +13,7 @@ import pytest
 from rolecall.core.clock import SystemClock
 from rolecall.core.faults import FaultClass
 from rolecall.core.journal.events import EventKind
+from rolecall.core.journal.payloads import PlanCreated
 from rolecall.core.rundir import create_run_dir
 from rolecall.dashboards.pages.incidents.evidence_files import SHOWN_BYTES_MAX, names, read
 from rolecall.dashboards.pages.incidents.prometheus import from_prometheus
@@ -36,10 +37,10 @@ def test_another_plan_is_told(tmp_path: Path) -> None:
     m = material_of(world_of("resolved", tmp_path))
     changed = []
     for e in m.events:
-        body = {**e.body}
-        if e.kind is K.PLAN_CREATED:
-            body["plan"] = {**body["plan"], "because": "somebody wrote this"}
-        changed.append(replace(e, body=body))
+        payload = e.payload
+        if isinstance(payload, PlanCreated):
+            payload = replace(payload, plan=replace(payload.plan, because="somebody wrote this"))
+        changed.append(replace(e, payload=payload))
     done = replay(changed, None)
     assert done.same is False
     assert "DIFFERENT plan" in done.lines[0]
@@ -48,12 +49,12 @@ def test_another_plan_is_told(tmp_path: Path) -> None:
 def test_the_diagnosis_is_made_again_from_its_window(tmp_path: Path) -> None:
     d, window = found("stopped", "trainer/1")
     m = material_of(world_of("resolved", tmp_path))
-    opened = [replace(e, body={"diagnosis": d.to_dict()}) for e in m.events if e.kind is K.INCIDENT_OPENED]
+    opened = [replace(e, payload=replace(e.payload, diagnosis=d)) for e in m.events if e.kind is K.INCIDENT_OPENED]
     done = replay(opened, window)
     assert done.same is True
     assert done.lines == (f"same diagnosis from the stored window: {d.because}",)
     other = replace(d, fault_class=FaultClass.GPU)
-    done = replay([replace(opened[0], body={"diagnosis": other.to_dict()})], window)
+    done = replay([replace(opened[0], payload=replace(opened[0].payload, diagnosis=other))], window)
     assert done.same is False
 
 

@@ -9,7 +9,7 @@ import pytest
 from rolecall.core.diagnosis import Evidence, Suspect
 from rolecall.core.faults import FaultClass
 from rolecall.core.ids import NodeId, ProcessId
-from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.events import EventKind
 from rolecall.core.telemetry import GpuSample, ProcessSample, SampleBatch
 from rolecall.dashboards.pages.incidents.cache import page_model
 from rolecall.dashboards.pages.incidents.signals import (
@@ -21,6 +21,7 @@ from rolecall.dashboards.pages.incidents.signals import (
     of_the_policy,
 )
 from rolecall.detector.base.observation import Observation
+from rolecall.testing.events import made_event
 from rolecall.testing.recovery_world import diagnosis
 from tests.dashboards.incident_cases import found, material_of, world_of
 
@@ -160,7 +161,7 @@ def test_a_window_without_the_suspect_says_so() -> None:
 
 
 def test_the_pace_of_the_run_is_the_time_between_commits() -> None:
-    events = [Event(seq=n, kind=EventKind.STEP_COMMITTED, wall_at=at) for n, at in enumerate((1.0, 3.0, 9.0))]
+    events = [made_event(seq=n, kind=EventKind.STEP_COMMITTED, wall_at=at) for n, at in enumerate((1.0, 3.0, 9.0))]
     pace = of_commits(events)
     assert pace is not None and pace.of_run
     assert pace.lines[0].points == ((3.0, 2.0), (9.0, 6.0))
@@ -182,7 +183,7 @@ def test_of_other_faults_it_is_not(tmp_path: Path) -> None:
 
 
 def test_a_journal_of_before_there_were_signs_has_the_reward_alone() -> None:
-    bodies = ({"reward": 0.5}, {"reward": None, "health": "?"}, {"reward": 0.25, "health": {"entropy": "nan"}})
-    events = [Event(seq=n, kind=EventKind.STEP_COMMITTED, wall_at=float(n), body=b) for n, b in enumerate(bodies)]
+    bodies = ({"reward": 0.5}, {"reward": None}, {"reward": 0.25, "health": {"entropy": "nan"}})
+    events = [made_event(seq=n, kind=EventKind.STEP_COMMITTED, wall_at=float(n), body=b) for n, b in enumerate(bodies)]
     (reward,) = of_the_policy(events)
     assert reward.lines[0].points == ((0.0, 0.5), (2.0, 0.25))

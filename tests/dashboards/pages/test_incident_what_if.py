@@ -161,9 +161,12 @@ def test_others_are_taken_as_they_stood_then(tmp_path: Path) -> None:
 
 def test_a_plan_without_a_question_is_not_asked_again(tmp_path: Path) -> None:
     m = material_of(world_of("resolved", tmp_path))
-    bare = [replace(e, body={"plan": e.body["plan"]}) if e.kind is EventKind.PLAN_CREATED else e for e in m.events]
+    bare = [e for e in m.events if e.kind is not EventKind.PLAN_CREATED]
     assert decision_inputs(replace(m, events=tuple(bare))) is None
-    broken = [replace(e, body={"question": {"fleet": 7}}) if e.kind is EventKind.PLAN_CREATED else e for e in m.events]
+    broken = [
+        replace(e, payload=replace(e.payload, question={"fleet": 7})) if e.kind is EventKind.PLAN_CREATED else e
+        for e in m.events
+    ]
     assert decision_inputs(replace(m, events=tuple(broken))) is None
 
 

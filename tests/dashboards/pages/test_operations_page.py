@@ -21,7 +21,7 @@ def made(tmp_path: Path) -> World:
 
 def _new(made: World, before: int) -> list[tuple[EventKind, object]]:
     """(kind, by) of the events written after so many."""
-    return [(e.kind, e.body.get("by")) for e in made.events()[before:]]
+    return [(e.kind, e.payload.to_body().get("by")) for e in made.events()[before:]]
 
 
 # --- looking ------------------------------------------------------------------------------------------------------
@@ -139,8 +139,8 @@ def test_a_click_approves_the_plan_under_the_name_of_the_file(made: World) -> No
     before = len(made.events())
     button(at, "Approve").click().run()
     assert _new(made, before) == [(K.PLAN_APPROVED, "anna")]
-    assert made.events()[-1].body["digest"] == proposed.digest
-    assert "is approved, for i-1" in texts(at)
+    assert made.events()[-1].payload.digest == proposed.digest
+    assert "approved: replace_replica of " in texts(at)
 
 
 def test_a_double_click_is_one_word(made: World) -> None:
@@ -214,9 +214,9 @@ def test_a_hold_has_a_reason_and_an_end_and_is_lifted(made: World) -> None:
     button(at, "Hold").click().run()
     assert _new(made, before) == [(K.HOLD_PLACED, "anna")]
     placed = made.events()[-1]
-    assert placed.body["because"] == "I look at the cable first"
-    assert placed.body["digest"] == proposed.digest
-    assert placed.body["until"] == pytest.approx(placed.wall_at + 600, abs=5)
+    assert placed.payload.because == "I look at the cable first"
+    assert placed.payload.digest == proposed.digest
+    assert placed.payload.until == pytest.approx(placed.wall_at + 600, abs=5)
     at.run()
     assert "on hold" in texts(at)
     button(at, "Lift the hold").click().run()
@@ -230,7 +230,7 @@ def test_a_veto_ends_the_plan(made: World) -> None:
     fill(at, "plan:", "why", "it is being repaired by hand")
     button(at, "Reject").click().run()
     assert _new(made, before) == [(K.PLAN_REJECTED, "anna")]
-    assert made.events()[-1].body["because"] == "it is being repaired by hand"
+    assert made.events()[-1].payload.because == "it is being repaired by hand"
 
 
 # --- everything else ----------------------------------------------------------------------------------------------
@@ -276,11 +276,11 @@ def test_a_node_is_drained_only_when_its_name_is_typed(made: World) -> None:
     fill(at, "drain:", "confirm", "node-2")
     button(at, "Drain").click().run()
     drained = made.events(K.NODE_DRAINED)
-    assert [(e.body["by"], e.body["node"]) for e in drained] == [("anna", "node-2")]
+    assert [(e.payload.by, e.payload.node) for e in drained] == [("anna", "node-2")]
     assert fold_nodes(made.events())["node-2"].quarantined_by == "anna"
     (asked,) = made.incidents().values()
     assert asked.requested_by_operator
-    assert asked.diagnosis.because.startswith("anna asks for rollout/1#1")
+    assert asked.diagnosis.because.startswith("anna requested replacement of rollout/1#1")
 
 
 def test_a_replica_is_replaced_by_hand(made: World) -> None:
@@ -291,7 +291,7 @@ def test_a_replica_is_replaced_by_hand(made: World) -> None:
     button(at, "Replace").click().run()
     (opened,) = made.events()[before:]
     assert opened.kind is K.INCIDENT_OPENED
-    assert "anna asks for trainer/1#1 to be replaced: it stutters" in opened.body["diagnosis"]["because"]
+    assert "anna requested replacement of trainer/1#1: it stutters" in opened.payload.to_body()["diagnosis"]["because"]
 
 
 def test_history_tells_who_did_what(made: World) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rolecall.cli.main import main
 from rolecall.core.diagnosis import ActionKind
 from rolecall.core.ids import NodeId, ReplicaId
-from rolecall.core.journal.events import Event, EventKind
+from rolecall.core.journal.events import EventKind
 from rolecall.core.membership import Actual, Desired, ReplicaState
 from rolecall.dashboards.pages.operations.commands import OperatorCommand, OperatorCommandKind, command_line
 from rolecall.dashboards.pages.operations.history import history
@@ -18,6 +18,7 @@ from rolecall.dashboards.pages.operations.preview import limits_of, preview
 from rolecall.recovery.fleet import FleetView, fleet_view
 from rolecall.recovery.incidents.incident import Incident
 from rolecall.recovery.incidents.projection import fold
+from rolecall.testing.events import made_event
 from tests.dashboards.acting_world import HOMES, diagnosis, plan
 
 K = EventKind
@@ -26,7 +27,7 @@ NOW = 1000.0
 
 def _incidents(*told: tuple[EventKind, dict[str, object]]) -> tuple[Incident, ...]:
     events = [
-        Event(seq=n, kind=kind, wall_at=900.0 + n, body=dict(body), incident_id="i-1")
+        made_event(seq=n, kind=kind, wall_at=900.0 + n, body=dict(body), incident_id="i-1")
         for n, (kind, body) in enumerate(told, 1)
     ]
     return tuple(fold(events).values())
@@ -162,9 +163,9 @@ def test_a_name_from_elsewhere_cannot_leave_its_place_in_a_command() -> None:
 
 
 def test_a_replica_that_a_person_had_replaced_is_in_the_history() -> None:
-    asked = diagnosis("rollout/1", "anna asks for rollout/1#1 to be replaced: it stutters", detectors=("operator",))
+    asked = diagnosis("rollout/1", "anna requested replacement of rollout/1#1: it stutters", detectors=("operator",))
     found = _incidents((K.INCIDENT_OPENED, {"diagnosis": asked.to_dict()}))
-    words = [Event(seq=9, kind=K.RECOVERY_PAUSED, wall_at=1.0, body={"by": "bert", "because": "x"})]
+    words = [made_event(seq=9, kind=K.RECOVERY_PAUSED, wall_at=1.0, body={"by": "bert", "because": "x"})]
     first, second = history(words, found)
     assert (first.by, first.what, first.on) == ("anna", "requested a replacement", "rollout/1#1, i-1")
     assert (second.by, second.what, second.on) == ("bert", "paused recovery", "the run")

@@ -180,7 +180,7 @@ def test_the_published_picture_names_the_pipeline_and_where_to_look_first() -> N
     group = next(e for e in found.evidence if e.kind == PARALLEL_GROUP)
     assert group.values == {"num_members": 8, "num_likely_innocent": 6}
     assert "the tp x pp group of dp 3, 8 processes on 4 nodes, of which 6 are likely innocent" in found.because
-    assert "look first at trainer rank 30 (node m15), trainer rank 31 (node m15)" in found.because
+    assert "check first trainer rank 30 (node m15), trainer rank 31 (node m15)" in found.because
     assert found.fault_class == FaultClass.HANG and found.confidence == 0.5
 
 
@@ -687,7 +687,7 @@ def test_real_processes(real: dict[str, subprocess.Popen[str]], tmp_path: Path) 
         odd = py_spy(real[name], tmp_path / f"trainer-3_rank3_{name}.{kind}", function)
         found = only(diagnose([*waiting, odd]))
         assert [(s.replica, s.rank) for s in found.suspects] == [("trainer/3", 3)]
-        words = f"stands still in its own code: {function} (train.py), called by step (train.py)"
+        words = f"is stuck in its own code: {function} (train.py), called by step (train.py)"
         assert words in found.because and "all_reduce (train.py), called by step (train.py)" in found.because
     real["wait2"].send_signal(signal.SIGSTOP)
     stopped = py_spy(real["wait2"], tmp_path / "rank_2.json", "all_reduce")

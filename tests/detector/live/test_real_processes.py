@@ -107,10 +107,10 @@ def test_a_kill_is_told_and_a_goodbye_is_not(run: Run) -> None:
     run.watch(15.0)
     at, diagnosis = run.told["crash:rollout/1#1"]
     assert at > begun
-    assert "8 requests were open" in diagnosis.because and "while it generated" in diagnosis.because
+    assert "in generate with 8 open requests" in diagnosis.because
 
 
-HANGS = {"stopped": "it is stopped", "lock": "a lock or a read", "gil": "a busy loop holds it"}
+HANGS = {"stopped": "process stopped", "lock": "a lock or a read", "gil": "a busy loop holds the interpreter"}
 
 
 @pytest.mark.slow

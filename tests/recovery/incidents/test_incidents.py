@@ -12,6 +12,7 @@ from rolecall.core.ids import IncidentId, NodeId, ReplicaId
 from rolecall.core.journal.events import Event, EventKind
 from rolecall.recovery.incidents.incident import ActionFailure, IncidentOutcome, IncidentState, evictions
 from rolecall.recovery.incidents.projection import INCIDENT_KINDS, LEGAL, fold
+from rolecall.testing.events import made_event
 from rolecall.testing.recovery_world import diagnosis
 
 K, S = EventKind, IncidentState
@@ -54,7 +55,9 @@ TO_STATE: dict[IncidentState, list[EventKind]] = {
 
 def events(*kinds: EventKind, **changed: dict[str, Any]) -> list[Event]:
     return [
-        Event(seq=n, kind=kind, wall_at=float(n), body={**BODY[kind], **changed.get(kind.value, {})}, incident_id=NAME)
+        made_event(
+            seq=n, kind=kind, wall_at=float(n), body={**BODY[kind], **changed.get(kind.value, {})}, incident_id=NAME
+        )
         for n, kind in enumerate(kinds, start=1)
     ]
 
@@ -149,9 +152,9 @@ def test_a_hold_moves_the_end_of_its_proposal() -> None:
     attempt = fold(events(*proposed, K.HOLD_PLACED))[NAME].attempt
     assert attempt is not None and attempt.hold is not None
     # Proposed at 3 until 100: it waits for 97 s, again from the hold's end at 50 on.
-    assert attempt.expires_at == 50.0 + 97.0 and attempt.hold.stands(49.9) and not attempt.hold.stands(50.0)
+    assert attempt.expires_at == 50.0 + 97.0 and attempt.hold.active(49.9) and not attempt.hold.active(50.0)
     attempt = fold(events(*proposed, K.HOLD_PLACED, K.HOLD_LIFTED))[NAME].attempt
-    assert attempt is not None and attempt.hold is not None and not attempt.hold.stands(49.9)
+    assert attempt is not None and attempt.hold is not None and not attempt.hold.active(49.9)
     assert attempt.expires_at == 5.0 + 97.0
     with pytest.raises(InvalidTransition, match="nobody holds it"):
         fold(events(*proposed, K.HOLD_PLACED, K.HOLD_LIFTED, K.HOLD_LIFTED))
@@ -167,7 +170,7 @@ def test_a_hold_stays_when_its_plan_is_made_again() -> None:
 def test_a_hold_is_about_whom_the_plan_takes_down(incarnation: int, stays: bool) -> None:
     target = replace(PLAN.targets[0], incarnation=incarnation)
     other = replace(PLAN, action=ActionKind.REPLACE_NODE, targets=(target,))
-    again = Event(seq=9, kind=K.PLAN_CREATED, wall_at=9.0, body={"plan": other.to_dict()}, incident_id=NAME)
+    again = made_event(seq=9, kind=K.PLAN_CREATED, wall_at=9.0, body={"plan": other.to_dict()}, incident_id=NAME)
     attempt = fold([*events(*TO_STATE[S.PLANNED], K.HOLD_PLACED, K.INCIDENT_UPDATED), again])[NAME].attempt
     assert attempt is not None and attempt.number == 2 and (attempt.hold is not None) is stays
 
@@ -189,7 +192,7 @@ def test_a_mark_changes_nothing_but_itself(state: IncidentState) -> None:
     assert marked.mark is not None and marked.mark.right is False and marked.mark.by == "alice"
     assert replace(marked, mark=None, last_event_id=before.last_event_id) == before
     right = {"verdict": "right", "by": "bob", "because": ""}
-    newest = Event(seq=20, kind=K.DIAGNOSIS_REVIEWED, wall_at=20.0, body=right, incident_id=NAME)
+    newest = made_event(seq=20, kind=K.DIAGNOSIS_REVIEWED, wall_at=20.0, body=right, incident_id=NAME)
     told = fold([*events(*path, K.DIAGNOSIS_REVIEWED), newest])[NAME].mark
     assert told is not None and told.right is True and told.by == "bob"
     with pytest.raises(InvalidTransition, match="neither right nor wrong"):

@@ -126,7 +126,7 @@ def test_what_is_desired_is_started_and_written_down(rig: Rig) -> None:
     record = rig.until("trainer/0", 1, S.READY)
     assert record.pid == rig.hands.processes["r:trainer-0:1"].pid
     (ready,) = rig.events(EventKind.REPLICA_READY)
-    assert ready.body["pid"] == record.pid and ready.body["from_standby"] == ""
+    assert ready.payload.pid == record.pid and ready.payload.from_standby == ""
     assert rig.hands.renewals >= 1
 
 
@@ -173,7 +173,7 @@ def test_a_standby_is_promoted_with_its_process_and_refilled(rig: Rig, monkeypat
     )
     secret = registration_secret(rig.run.token(), "rollout/0", 0, 2)
     assert rig.hands.promoted == [("r:standby-0:1", "rollout/0", 2, secret)]
-    assert rig.events(EventKind.REPLICA_READY)[-1].body["from_standby"] == "standby/0"
+    assert rig.events(EventKind.REPLICA_READY)[-1].payload.from_standby == "standby/0"
     refilled = rig.until("standby/0", 2, S.READY)
     assert refilled.node in set(rig.supervisor.nodes) - {"node-6"}
     assert rig.hands.processes["r:standby-0:1"].poll() is None, "the promoted process was ended under its old name"
@@ -243,7 +243,7 @@ def test_what_nobody_wants_any_more_is_stopped(rig: Rig) -> None:
     rig.until("reward/0", 1, S.STOPPED)
     assert rig.hands.processes["r:reward-0:1"].wait(PATIENCE_SECONDS) == -signal.SIGKILL
     eventually(lambda: rig.events(EventKind.REPLICA_STOPPED), "the event")
-    assert [e.body["incarnation"] for e in rig.events(EventKind.REPLICA_STOPPED)] == [record.incarnation]
+    assert [e.payload.incarnation for e in rig.events(EventKind.REPLICA_STOPPED)] == [record.incarnation]
 
 
 def test_too_few_nodes_starts_nothing(tmp_path: Path) -> None:

@@ -65,14 +65,14 @@ def test_a_killed_rollouts_requests_go_on_elsewhere_and_no_group_is_lost(tmp_pat
     w = world(tmp_path, seed, LONG, script=kill("rollout/1", at=4)).run()
     found = w.check()
     assert set(found.dropped_by_reason) <= {"run_ended"}
-    lost = [e for e in w.journal.events(kinds=[EventKind.REPLICA_LOST]) if e.body["replica"] == "rollout/1"]
+    lost = [e for e in w.journal.events(kinds=[EventKind.REPLICA_LOST]) if e.payload.replica == "rollout/1"]
     assert len(lost) == 1
     assert not w.fleet.started_over, "streamed tokens were lost"
     assert len(w.events(EventKind.REQUESTS_REASSIGNED)) == 1
     for moved in w.journal.events(kinds=[EventKind.REQUESTS_REASSIGNED]):
-        assert moved.body["tokens_kept"] >= 3
-        assert moved.body["from_replica"] == "rollout/1" and moved.wall_at - lost[0].wall_at <= 2.0
-        assert moved.body["to"] and "rollout/1" not in moved.body["to"]
+        assert moved.payload.tokens_kept >= 3
+        assert moved.payload.from_replica == "rollout/1" and moved.wall_at - lost[0].wall_at <= 2.0
+        assert moved.payload.to and "rollout/1" not in moved.payload.to
     assert [b["incarnation"] for b in w.events(EventKind.WEIGHTS_ADMITTED) if b["replica"] == "rollout/1"] == [1, 2]
 
 

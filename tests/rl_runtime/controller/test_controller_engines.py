@@ -92,8 +92,8 @@ def test_nobody_replaces_a_hung_rollout_and_its_requests_go_on_elsewhere(tmp_pat
     found = w.check()
     assert set(found.dropped_by_reason) <= {"run_ended"}, "a group was lost with the one that hangs"
     (moved,) = w.journal.events(kinds=[EventKind.REQUESTS_REASSIGNED])
-    assert moved.body["from_replica"] == "rollout/1" and moved.body["tokens_kept"] >= 3
-    assert "rollout/1#1" in moved.body["because"]
+    assert moved.payload.from_replica == "rollout/1" and moved.payload.tokens_kept >= 3
+    assert "rollout/1#1" in moved.payload.because
     assert moved.wall_at - hung[0] <= SILENT_SECONDS + 1.0
     assert not w.fleet.started_over, "streamed tokens were made again"
     assert not w.events(EventKind.REPLICA_LOST), "it was given up, and nobody had asked for that"
